@@ -1,0 +1,96 @@
+"""Per-sequence sums, means and extremes on packed rows whose positions may be spread over context shards.
+
+None of them depends on the order of the positions, so each is right in every context layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Num
+
+from sharding.mesh import ParallelMesh, ShardAxes, shard_call, vary, vary_like
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """The sequences of packed rows, for per-shard code: reduce per-token values by sequence, spread them back.
+
+    Args:
+      segment_ids: `i32[R, T_local]`, 0 for padding, 1..S for the sequences of the row.
+      num_segments: S, static.
+      axes: the roles of the mesh axes; reductions cross `axes.context`.
+
+    Example:
+      >>> segments = Segments(jnp.array([[1, 1, 2, 0]]), 2)
+      >>> segments.sum(jnp.array([[1.0, 2.0, 3.0, 9.0]]))
+      Array([[3., 3.]], dtype=float32)
+      >>> segments.spread(jnp.array([[5.0, 7.0]]))
+      Array([[5., 5., 7., 0.]], dtype=float32)
+    """
+
+    segment_ids: Int[Array, "R T"]
+    num_segments: int
+    axes: ShardAxes = dataclasses.field(default_factory=ShardAxes)
+
+    def sum(self, x: Num[Array, "R T"]) -> Num[Array, "R S"]:
+        """The sum of x over each sequence, 0 where there is none."""
+        return self.axes.psum(self._scatter(x, 0, "add"), self.axes.context)
+
+    def mean(self, x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R S"]:
+        """The mean of x over each sequence's positions with mask 1, over max(count, 1); NaN elsewhere is fine."""
+        return self.sum(jnp.where(mask > 0, x, 0) * mask) / jnp.maximum(self.sum(mask), 1)
+
+    def max(self, x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R S"]:
+        """The largest x of each sequence's positions with mask 1, -inf where there is none; no gradient."""
+        x = lax.stop_gradient(jnp.where(mask > 0, x, -jnp.inf))
+        best = self._scatter(x, -jnp.inf, "max")
+        return lax.pmax(vary(best, self.axes.context), self.axes.context) if self.axes.context else best
+
+    def spread(self, y: Num[Array, "R S"]) -> Num[Array, "R T"]:
+        """Each position's sequence's value, 0 on padding."""
+        padded = jnp.concatenate([jnp.zeros_like(y[:, :1]), y], axis=1)
+        return jnp.take_along_axis(padded, self.segment_ids, axis=1)
+
+    def _scatter(self, x: Any, start: float, how: str) -> Any:
+        rows = jnp.arange(x.shape[0])[:, None]
+        out = vary_like(jnp.full((x.shape[0], self.num_segments + 1), start, x.dtype), x, self.segment_ids)
+        return getattr(out.at[rows, self.segment_ids], how)(x)[:, 1:]
+
+
+def segment_sum(
+    x: Num[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
+    num_segments: int,
+    parallel: ParallelMesh | ShardAxes | None = None,
+) -> Num[Array, "R S"]:
+    """The sum of x over each sequence of each row: y[r, s] = sum of x[r, t] over t with segment_ids[r, t] = s + 1.
+
+    Args:
+      x: `[R, T]` values.
+      segment_ids: `i32[R, T]`, 0 for padding.
+      num_segments: S, static.
+      parallel: the mesh; rows sharded over data, positions over context in any layout.
+
+    Returns:
+      `[R, S]` in x's dtype, 0 for sequences that are absent.
+
+    Raises:
+      ValueError: shapes of x and segment_ids differ.
+
+    Example:
+      >>> segment_sum(jnp.array([[1.0, 2.0, 4.0]]), jnp.array([[1, 2, 2]]), 3)
+      Array([[1., 6., 0.]], dtype=float32)
+    """
+    if x.shape != segment_ids.shape or x.ndim != 2:
+        raise ValueError(f"segment_ids: got shape {segment_ids.shape}, expected [R, T] like x, {x.shape}")
+
+    def per_shard(axes: ShardAxes, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        return Segments(segment_ids, num_segments, axes).sum(x)
+
+    args = {"x": x, "segment_ids": segment_ids}
+    return shard_call("segment_sum", per_shard, parallel, args, lambda p: ([p.tokens_spec] * 2, p.rows_spec))

@@ -1,0 +1,28 @@
+"""Eight emulated CPU devices for every test, and the options of the test run."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+from pathlib import Path
+
+import jax
+
+from sharding.testing import emulate_devices
+
+emulate_devices(8)
+jax.config.update("jax_numpy_dtype_promotion", "standard")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--nightly", action="store_true", help="run the full tables too")
+    parser.addoption("--golden", default=str(Path(__file__).parent / "golden"), help="folder of reference vectors")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--nightly"):
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
