@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.backend as backend
 import numpy as np
 
 from sharding.mesh import ParallelMesh, make_parallel_mesh
@@ -18,9 +18,9 @@ def emulate_devices(count: int = 8) -> None:
     Raises:
       RuntimeError: JAX already runs with other devices.
     """
-    if not backend.backends_are_initialized():  # type: ignore[attr-defined]
-        jax.config.update("jax_platforms", "cpu")
+    with contextlib.suppress(RuntimeError):  # raised once devices exist; then their number decides
         jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_platforms", "cpu")
     if jax.device_count() != count:
         raise RuntimeError(f"count: got {jax.device_count()} devices already in use, expected {count}")
 
