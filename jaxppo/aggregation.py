@@ -1,0 +1,166 @@
+"""From per-token losses to one number: the published denominators, taken once over the whole step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from jaxppo.batch import RolloutBatch
+from sharding import ParallelMesh, Segments, ShardAxes, shard_call
+
+AGGREGATIONS = (
+    "token_mean",
+    "token_sum",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum_norm",
+    "rollout_mean",
+)
+
+
+def check_aggregation(what: str, aggregation: str) -> None:
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"{what}: got {aggregation!r}, expected one of {', '.join(AGGREGATIONS)}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Normalizer:
+    """The denominators of a whole optimiser step, so that its micro-batches add up to exactly the full batch.
+
+    Of a batch of stacked micro-batches `[K, R, T]` every field has a leading K too: `lax.scan` over (batch,
+    normalizer) hands each micro-batch its own part.
+
+    Args:
+      tokens: `f32[]`, the sum of the loss mask.
+      sequences: `f32[]`, how many sequences ("rollout_mean": rollouts) have a loss token.
+      denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
+
+    Example:
+      >>> ids, one = jnp.array([[1, 1, 2, 0]]), jnp.array([[0, 1]])
+      >>> batch = RolloutBatch(ids, ids, ids, ids, jnp.array([[1.0, 1.0, 1.0, 0.0]]), one, one, one)
+      >>> normalizer = Normalizer.from_batches(batch, "token_mean")
+      >>> float(normalizer.tokens), float(normalizer.sequences), normalizer.denominators.tolist()
+      (3.0, 2.0, [[2.0, 1.0]])
+    """
+
+    tokens: Float[Array, ""]
+    sequences: Float[Array, ""]
+    denominators: Float[Array, "R S"]
+
+    @classmethod
+    def from_batches(
+        cls, micro_batches: RolloutBatch, aggregation: str, *, parallel: ParallelMesh | ShardAxes | None = None
+    ) -> Normalizer:
+        """The denominators of a step.
+
+        Args:
+          micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
+          aggregation: that of the loss, see `token_weights`.
+          parallel: the mesh.
+
+        Returns:
+          A `Normalizer` for the batch, or one for each micro-batch, stacked.
+
+        Raises:
+          ValueError: an unknown aggregation.
+        """
+        check_aggregation("aggregation", aggregation)
+        stacked = micro_batches.loss_mask.ndim == 3
+
+        def per_shard(axes: ShardAxes, mask: jax.Array, segment_ids: jax.Array, rollout_ids: jax.Array) -> Normalizer:
+            rows = [x.reshape(-1, x.shape[-1]) for x in (mask, segment_ids, rollout_ids)]
+            normalizer = normalize(axes, rows[0], rows[1], rows[2], aggregation)
+            if not stacked:
+                return normalizer
+            count = mask.shape[0]
+            return Normalizer(
+                jnp.broadcast_to(normalizer.tokens, (count,)),
+                jnp.broadcast_to(normalizer.sequences, (count,)),
+                normalizer.denominators.reshape(rollout_ids.shape),
+            )
+
+        names = ("loss_mask", "segment_ids", "rollout_ids")
+        args = {name: getattr(micro_batches, name) for name in names}
+
+        def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
+            of = micro_batches.specs(parallel)
+            return [getattr(of, name) for name in names], Normalizer.specs(parallel, stacked)
+
+        return shard_call("Normalizer.from_batches", per_shard, parallel, args, specs)
+
+    @staticmethod
+    def specs(parallel: ParallelMesh, stacked: bool = False) -> Normalizer:
+        """The PartitionSpecs of its fields, for `shard_call`."""
+        rows = P(None, *parallel.rows_spec) if stacked else parallel.rows_spec
+        return Normalizer(P(), P(), rows)  # type: ignore[arg-type]
+
+
+def normalize(
+    axes: ShardAxes,
+    loss_mask: Float[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
+    rollout_ids: Int[Array, "R S"],
+    aggregation: str,
+) -> Normalizer:
+    """The per-shard computation of a `Normalizer`."""
+    mask = lax.stop_gradient(loss_mask.astype(jnp.float32))
+    counts = Segments(segment_ids, rollout_ids.shape[1], axes).sum(mask)
+    tokens = axes.psum(counts.sum(), axes.data)
+    if aggregation != "rollout_mean":
+        return Normalizer(tokens, axes.psum((counts > 0).sum(dtype=jnp.float32), axes.data), counts)
+    everyone, owned = rollout_ids.reshape(-1), counts.reshape(-1)
+    if axes.data:
+        everyone, owned = (lax.all_gather(x, axes.data, tiled=True, to="invarying") for x in (everyone, owned))
+    unique, of = jnp.unique(everyone, return_inverse=True, size=everyone.size, fill_value=-1)
+    totals = jnp.zeros_like(owned).at[of].add(jnp.where(everyone >= 0, owned, 0))
+    place = jnp.searchsorted(unique, rollout_ids.reshape(-1))
+    return Normalizer(tokens, (totals > 0).sum(dtype=jnp.float32), totals[place].reshape(counts.shape))
+
+
+def token_weights(
+    loss_mask: Float[Array, "R T"],
+    segments: Segments,
+    normalizer: Normalizer,
+    aggregation: str,
+    norm: float = 1.0,
+) -> Float[Array, "R T"]:
+    """What each token's loss counts for: loss = sum over all tokens of weight * token loss.
+
+    With m the loss mask, N its sum, n_s its sum over a sequence, B the number of sequences with n_s > 0:
+
+        token_mean                     m / N
+        token_sum                      m
+        sequence_mean_token_sum        m / B
+        sequence_mean_token_mean       m / (n_s B)
+        sequence_mean_token_sum_norm   m / (norm B)
+        rollout_mean                   m / (n_r B_r), n_r over all samples of a rollout, B_r rollouts
+
+    Args:
+      loss_mask: `f32[R, T]`.
+      segments: of the rows.
+      normalizer: N, B, n of the whole step.
+      aggregation: one of the above.
+      norm: a constant length, for sequence_mean_token_sum_norm.
+
+    Returns:
+      `f32[R, T]`, 0 where the mask is 0; all 0 where the step has no loss token.
+    """
+    check_aggregation("aggregation", aggregation)
+    mask = lax.stop_gradient(loss_mask.astype(jnp.float32))
+    some = lambda count: jnp.where(count > 0, count, 1)  # noqa: E731  of nothing, 0 / 1
+    if aggregation == "token_sum":
+        return mask
+    if aggregation == "token_mean":
+        return mask / some(normalizer.tokens)
+    if aggregation == "sequence_mean_token_sum":
+        return mask / some(normalizer.sequences)
+    if aggregation == "sequence_mean_token_sum_norm":
+        return mask / (some(normalizer.sequences) * norm)
+    return mask * segments.spread(1 / (some(normalizer.denominators) * some(normalizer.sequences)))

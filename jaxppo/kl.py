@@ -1,0 +1,109 @@
+"""Estimators of the KL divergence to a reference policy, per token, as a loss term or a reward penalty."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+MAX_LOG_RATIO = 20.0
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "low_var_kl")
+KL_NAMES = (*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS))
+
+
+def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array, "..."]:
+    """log_probs - base clamped to [-20, 20], so that exp of it and its gradient (0 outside) are finite; f32."""
+    difference = log_probs.astype(jnp.float32) - base.astype(jnp.float32)
+    return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def check_kl_estimator(what: str, estimator: str) -> None:
+    if estimator not in KL_NAMES:
+        raise ValueError(f"{what}: got {estimator!r}, expected one of {', '.join(KL_NAMES)}")
+
+
+def kl_divergence(
+    log_probs: Float[Array, "..."],
+    ref_log_probs: Float[Array, "..."],
+    estimator: str = "k3",
+    importance_ratio: Float[Array, "..."] | None = None,
+) -> Float[Array, "..."]:
+    """KL(policy || reference) of sampled tokens, with d = log_probs - ref_log_probs and importance ratio w (or 1).
+
+        k1: w d      abs: w |d|      k2: w d^2 / 2      k3: w (exp(-d) - 1 + d)      low_var_kl: k3 clamped to [-10, 10]
+
+    A "+" after the name keeps the value and takes the gradient of k2, w d, which on samples of the policy is an
+    unbiased gradient of the divergence; w is then constant. exp(-d) goes on along its tangent below d = -20, so that
+    value and gradient are finite, and point the right way, at any log-ratio.
+
+    Args:
+      log_probs: `[...]`, of the policy.
+      ref_log_probs: `[...]`, of the reference; no gradient flows to it.
+      estimator: "k1", "abs", "k2", "k3", "low_var_kl", each with or without "+".
+      importance_ratio: `[...]`, policy over sampling policy; its gradient is part of the estimate.
+
+    Returns:
+      `f32[...]`, nats.
+
+    Raises:
+      ValueError: an unknown estimator.
+
+    Example:
+      >>> kl_divergence(jnp.array([0.0, -1.0]), jnp.array([-1.0, -1.0]), "k2")
+      Array([0.5, 0. ], dtype=float32)
+
+    Schulman 2020, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; Liu et al. 2025, Rethinking KL
+    regularization in RLHF, https://arxiv.org/abs/2510.01555; importance weight: DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556
+    """
+    check_kl_estimator("estimator", estimator)
+    name = estimator.removesuffix("+")
+    d = log_probs.astype(jnp.float32) - lax.stop_gradient(ref_log_probs).astype(jnp.float32)
+    ratio = jnp.float32(1) if importance_ratio is None else importance_ratio
+    if name == "k1":
+        value = d
+    elif name == "abs":
+        value = jnp.abs(d)
+    elif name == "k2":
+        value = d**2 / 2
+    else:
+        beyond = jnp.maximum(-d - MAX_LOG_RATIO, 0)
+        value = jnp.expm1(jnp.minimum(-d, MAX_LOG_RATIO)) + jnp.exp(MAX_LOG_RATIO) * beyond + d
+    value = ratio * value
+    if name == "low_var_kl":
+        value = jnp.clip(value, -10, 10)
+    if estimator.endswith("+"):
+        k2 = lax.stop_gradient(ratio) * d**2 / 2
+        value = lax.stop_gradient(value - k2) + k2
+    return value
+
+
+def adaptive_kl_coef(
+    coef: Float[Array, ""] | float, kl: Float[Array, ""], target: float, samples: int, horizon: float = 10000.0
+) -> Float[Array, ""]:
+    """The next KL coefficient: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon).
+
+    Args:
+      coef: the coefficient of this step.
+      kl: the mean divergence measured in this step, nats.
+      target: the divergence to keep, nats, above 0.
+      samples: how many samples the step had.
+      horizon: how many samples the coefficient takes to move by its own size.
+
+    Returns:
+      `f32[]`.
+
+    Raises:
+      ValueError: a target or horizon that is not positive.
+
+    Example:
+      >>> float(adaptive_kl_coef(0.1, jnp.array(6.0), target=3.0, samples=1000))
+      0.10199...
+
+    Ziegler et al. 2019, Fine-tuning language models from human preferences, https://arxiv.org/abs/1909.08593
+    """
+    for what, value in (("target", target), ("horizon", horizon)):
+        if value <= 0:
+            raise ValueError(f"{what}: got {value}, expected a positive number")
+    error = jnp.clip(kl / target - 1, -0.2, 0.2)
+    return jnp.float32(coef) * (1 + error * samples / horizon)

@@ -1,0 +1,139 @@
+"""Metrics that are carried as sums, merged over devices and micro-batches, and divided once, at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from sharding import ShardAxes, vary
+
+Reduce = Literal["mean", "sum", "min", "max"]
+_REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["total", "count"], meta_fields=["reduce"])
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A number in the making: total / count for "mean", else the total itself.
+
+    Args:
+      total: the sum, smallest or largest value so far.
+      count: how many values, or what weight of them, it stands for; only "mean" divides by it.
+      reduce: "mean", "sum", "min" or "max": how two of them merge.
+
+    Raises:
+      ValueError: an unknown `reduce`.
+
+    Example:
+      >>> parts = Metric(jnp.array(6.0), jnp.array(2.0)), Metric(jnp.array(1.0), jnp.array(5.0))
+      >>> float(merge(*parts).value)  # and not the mean of 3 and 0.2
+      1.0
+    """
+
+    total: Float[Array, ""]
+    count: Float[Array, ""]
+    reduce: Reduce = "mean"
+
+    def __post_init__(self) -> None:
+        if self.reduce not in _REDUCTIONS:
+            raise ValueError(f"reduce: got {self.reduce!r}, expected one of {', '.join(_REDUCTIONS)}")
+
+    @property
+    def value(self) -> Float[Array, ""]:
+        """The number itself: 0 for a mean over nothing, +inf and -inf for a "min" and "max" of nothing."""
+        return self.total / jnp.where(self.count == 0, 1, self.count) if self.reduce == "mean" else self.total
+
+    def collapse(self) -> Metric:
+        """Merges metrics that are stacked along a leading axis, as `lax.scan` returns them."""
+        how = {"min": jnp.min, "max": jnp.max}.get(self.reduce, jnp.sum)
+        return Metric(how(self.total, axis=0), jnp.sum(self.count, axis=0), self.reduce)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["combine"])
+@dataclasses.dataclass(frozen=True)
+class Composite:
+    """A number that is a function of several metrics; the parts are merged, and combined once, at the end.
+
+    Args:
+      parts: metrics by name.
+      combine: takes the values of the parts by name.
+
+    Example:
+      >>> part = Metric(jnp.array(6.0), jnp.array(2.0))
+      >>> float(Composite({"mean": part, "same": part}, lambda mean, same: mean / same).value)
+      1.0
+    """
+
+    parts: dict[str, Metric]
+    combine: Callable[..., Float[Array, ""]]
+
+    @property
+    def value(self) -> Float[Array, ""]:
+        return self.combine(**{name: part.value for name, part in self.parts.items()})
+
+    def collapse(self) -> Composite:
+        """Merges composites that are stacked along a leading axis."""
+        return Composite({name: part.collapse() for name, part in self.parts.items()}, self.combine)
+
+
+Metrics = dict[str, Metric | Composite]
+
+
+def merge(first: Any, *others: Any) -> Any:
+    """One metric, or one dict of them by name, out of several of equal structure.
+
+    Args:
+      first: a `Metric`, a `Composite` or a dict of them.
+      *others: the same, of other micro-batches or processes.
+
+    Returns:
+      The same structure; its `value` is that of all the data together.
+
+    Raises:
+      ValueError: structures (names, or ways to reduce) that differ.
+
+    Example:
+      >>> one, two = (Metric(jnp.array(x), jnp.array(1.0), "max") for x in (3.0, 5.0))
+      >>> float(merge({"ratio": one}, {"ratio": two})["ratio"].value)
+      5.0
+    """
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), first, *others)
+    return collapse(stacked)
+
+
+def collapse(stacked: Any) -> Any:
+    """Merges a dict of metrics (or one) along the leading axis of its arrays; see `merge`."""
+    return {name: m.collapse() for name, m in stacked.items()} if isinstance(stacked, Mapping) else stacked.collapse()
+
+
+def values(metrics: Mapping[str, Metric | Composite]) -> dict[str, Float[Array, ""]]:
+    """The finished numbers by name.
+
+    Example:
+      >>> values({"loss": Metric(jnp.float32(6), jnp.float32(2))})
+      {'loss': Array(3., dtype=float32)}
+    """
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def reduce_metric(axes: ShardAxes, x: Float[Array, "R T"], weights: Float[Array, "R T"], reduce: Reduce) -> Metric:
+    """For per-shard code: x over the positions of all data and context shards whose weight is above 0.
+
+    "mean" and "sum" weigh x, "min" and "max" do not. No gradient flows; x may be NaN where the weight is 0.
+    """
+    x, weights = lax.stop_gradient((x.astype(jnp.float32), weights.astype(jnp.float32)))
+    count = axes.psum(vary(weights.sum(), axes.tokens), axes.tokens)
+    if reduce in ("mean", "sum"):
+        total = jnp.where(weights > 0, x, 0) * weights
+        return Metric(axes.psum(vary(total.sum(), axes.tokens), axes.tokens), count, reduce)
+    sign = 1.0 if reduce == "max" else -1.0
+    best = jnp.where(weights > 0, sign * x, -jnp.inf).max()
+    best = lax.pmax(vary(best, axes.tokens), axes.tokens) if axes.tokens else best
+    return Metric(sign * best, count, reduce)
