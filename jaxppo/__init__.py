@@ -8,6 +8,8 @@ from jaxppo.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.loss import policy_loss
 from jaxppo.metrics import Metric
 from jaxppo.policy_losses import register_policy_loss
+from jaxppo.sft import sft_loss
+from jaxppo.value import value_loss
 
 __all__ = [
     "Metric",
@@ -20,4 +22,6 @@ __all__ = [
     "metrics",
     "policy_loss",
     "register_policy_loss",
+    "sft_loss",
+    "value_loss",
 ]

@@ -36,9 +36,9 @@ def _entry(names: Names) -> Any:
     return None if not names else names[0] if len(names) == 1 else names
 
 
-def _check_layout(layout: str) -> None:
+def check_layout(layout: str, name: str = "context_layout") -> None:
     if layout not in LAYOUTS:
-        raise ValueError(f"context_layout: got {layout!r}, expected one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"{name}: got {layout!r}, expected one of {', '.join(LAYOUTS)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ShardAxes:
     def __post_init__(self) -> None:
         for role in _DEFAULT_ROLES:
             object.__setattr__(self, role, _names(getattr(self, role)))
-        _check_layout(self.context_layout)
+        check_layout(self.context_layout)
         used = self.data + self.context + self.tensor
         if len(set(used)) != len(used):
             raise ValueError(
