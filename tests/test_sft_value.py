@@ -4,35 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hard_rows import MESHES, hard_batch
 
 from jaxppo import RolloutBatch, sft_loss, value_loss
 from jaxppo.aggregation import Normalizer
 from jaxppo.log_probs.stats import TokenStats
 from jaxppo.metrics import values
 from sharding.testing import assert_mesh_invariant, assert_trees_close
-
-MESHES = ["dp=8,cp=1,tp=1", "dp=1,cp=8,tp=1", "dp=2,cp=2,tp=2", "dp=1,cp=4,tp=2"]
-
-
-def hard_batch(seed=0):
-    """Rows of one full sequence, of only prompts, of only padding, of many short sequences, of empty responses."""
-    rng = np.random.default_rng(seed)
-    R, T, S = 8, 16, 4
-    segment_ids, mask = np.zeros((R, T), int), np.zeros((R, T), np.float32)
-    segment_ids[0], mask[0, 1:15] = 1, 1
-    segment_ids[1, :9] = 1  # only a prompt
-    segment_ids[3] = np.repeat([1, 2, 3, 4], 4)
-    mask[3] = np.tile([0, 1, 1, 0], 4)
-    segment_ids[4, :12] = np.repeat([1, 2], [2, 10])
-    mask[4, 3:11] = [1, 1, 0, 0, 1, 1, 0, 1]  # holes
-    segment_ids[6, :3], mask[6, :2] = 1, 1
-    present = (segment_ids[:, :, None] == np.arange(1, S + 1)).any(1)
-    ids = np.where(present, np.arange(R * S).reshape(R, S), -1)
-    hidden = lambda: np.where(mask > 0, rng.normal(size=(R, T)), np.nan).astype(np.float32)  # noqa: E731
-    zeros = np.zeros((R, T), int)
-    fields = {name: hidden() for name in ("values", "returns", "advantages")}
-    batch = RolloutBatch(zeros, zeros, segment_ids, zeros, mask, ids, np.where(ids >= 0, ids // 2, -1), ids, **fields)
-    return jax.tree.map(jnp.asarray, batch), jnp.asarray(hidden())
 
 
 def sft(parallel, x, batch, **options):
@@ -109,7 +87,7 @@ def test_value_conventions():
 
 def test_bad_input():
     batch, x = hard_batch()
-    with pytest.raises(ValueError, match=r"values: got shape \(4, 16\), expected the batch's \[R, T\], \(8, 16\)"):
+    with pytest.raises(ValueError, match=r"values: got shape \(4, 32\), expected the batch's \[R, T\], \(8, 32\)"):
         value_loss(x[:4], batch)
     with pytest.raises(ValueError, match=r"stats.log_probs: got shape"):
         sft(None, x[:, :3], batch)

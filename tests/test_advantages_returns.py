@@ -1,0 +1,150 @@
+"""Returns and GAE against serial f64 loops over each sequence, in every context layout."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hard_rows import MESHES, S, hard_batch, layouts_on, sequences
+
+from jaxppo import advantages
+from sharding import make_parallel_mesh
+from sharding.testing import assert_trees_close
+
+BATCH, REWARDS = hard_batch()
+MASK, IDS = BATCH.loss_mask, BATCH.segment_ids
+BATCH_64 = jax.tree.map(lambda x: np.asarray(x, np.float64), BATCH)
+REWARDS_64, MASK_64 = np.asarray(REWARDS, np.float64), np.asarray(MASK, np.float64)
+
+
+def serial_returns(gamma, masked):
+    out = np.zeros(MASK.shape)
+    for row, _, places in sequences(BATCH):
+        running = 0.0
+        for t in places[::-1]:
+            if MASK_64[row, t]:
+                out[row, t] = running = REWARDS_64[row, t] + gamma * running
+            else:
+                running *= {"skip": 1, "discount": gamma, "reset": 0}[masked]
+    return out
+
+
+def serial_gae(gamma, lam, value_lam):
+    advantage, returns = np.zeros(MASK.shape), np.zeros(MASK.shape)
+    for row, _, places in sequences(BATCH):
+        running, target, next_value = 0.0, 0.0, 0.0
+        for t in places[::-1]:
+            if MASK_64[row, t]:
+                value = BATCH_64.values[row, t]
+                delta = REWARDS_64[row, t] + gamma * next_value - value
+                running, target, next_value = delta + gamma * lam * running, delta + gamma * value_lam * target, value
+                advantage[row, t], returns[row, t] = running, target + value
+    return advantage, returns
+
+
+def serial_token_rewards(coef):
+    out = np.zeros(MASK.shape)
+    for row, s, places in sequences(BATCH):
+        trained = places[MASK_64[row, places] > 0]
+        out[row, trained] -= coef * BATCH_64.values[row, trained]
+        out[row, trained[-1:]] += BATCH_64.rewards[row, s]
+    return out
+
+
+def on_every_layout_and_mesh(fn, expected, layouts=True):
+    """fn(parallel, rewards, values, mask, segment_ids, positions) gives `expected`, in logical order."""
+    arrays = (REWARDS, BATCH.values, MASK, IDS, BATCH.positions)
+    for mesh in MESHES[1:]:
+        parallel = make_parallel_mesh(mesh)
+        got = jax.jit(lambda *a, p=parallel: fn(p, *a))(*arrays)
+        assert_trees_close(got, expected, context=mesh)
+    for layout, parallel, to_physical, to_logical in layouts_on() if layouts else ():
+        got = jax.jit(lambda *a, p=parallel: fn(p, *a))(*map(to_physical, arrays))
+        assert_trees_close(jax.tree.map(to_logical, got), expected, context=layout)
+
+
+@pytest.mark.parametrize("masked", ["skip", "discount", "reset"])
+def test_discounted_returns(masked):
+    def fn(parallel, rewards, values, mask, ids, positions):
+        options = {"gamma": 0.9, "masked": masked, "num_segments": S, "parallel": parallel}
+        return advantages.discounted_returns(rewards, mask, ids, **options)
+
+    on_every_layout_and_mesh(fn, serial_returns(0.9, masked), layouts=masked == "discount")
+
+
+@pytest.mark.parametrize(("gamma", "lam", "value_lam"), [(0.99, 0.95, 0.95), (0.97, 0.0, 0.5)])
+def test_gae(gamma, lam, value_lam):
+    # One that resets at a shard's border is off by up to 100%; one that reads V across a hole in the mask, NaN.
+    def fn(parallel, rewards, values, mask, ids, positions):
+        options = {"gamma": gamma, "lam": lam, "value_lam": value_lam, "num_segments": S, "parallel": parallel}
+        return advantages.gae(rewards, values, mask, ids, **options)
+
+    on_every_layout_and_mesh(fn, serial_gae(gamma, lam, value_lam), layouts=lam == 0.95)
+
+
+def test_reward_lands_on_the_last_response_token_whichever_shard_owns_it():
+    # On the last token of a shard, or of the row, every sequence but the fullest would lose its reward.
+    def fn(parallel, rewards, values, mask, ids, positions):
+        options = {"kl": values, "kl_coef": 0.1, "parallel": parallel}
+        return advantages.token_rewards(BATCH.rewards, positions, ids, mask, **options)
+
+    on_every_layout_and_mesh(fn, serial_token_rewards(0.1))
+
+
+def test_whiten_a_mean_a_million_times_the_deviation():
+    # E[x^2] - E[x]^2 in f32 gives deviation 0 or NaN here; a mean of rounded sums alone is off by up to 0.1.
+    x = (1000 + 1e-3 * np.random.default_rng(1).normal(size=MASK.shape)).astype(np.float32)
+    mask = np.asarray(MASK) > 0
+    exact = x[mask].astype(np.float64)
+    expected = np.where(mask, (x.astype(np.float64) - exact.mean()) / exact.std(ddof=1), 0)
+    for mesh in MESHES:
+        whiten = jax.jit(functools.partial(advantages.whiten, parallel=make_parallel_mesh(mesh)))
+        got = whiten(jnp.where(mask, x, jnp.nan), MASK)
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+        np.testing.assert_allclose(np.asarray(got)[mask].std(ddof=1), 1, rtol=1e-4)
+
+
+def test_whiten_of_equal_values_or_of_none_is_zero():
+    assert (advantages.whiten(jnp.full((2, 8), 1000.1), jnp.ones((2, 8))) == 0).all()
+    assert (advantages.whiten(jnp.full((2, 8), jnp.nan), jnp.zeros((2, 8))) == 0).all()
+
+
+def test_reinforce_plus_plus_baseline_is_whitened_over_data_and_context():
+    def fn(parallel, rewards, values, mask, ids, positions):
+        return advantages.reinforce_plus_plus_baseline(
+            BATCH.rewards, BATCH.group_ids, ids, mask, kl=values, kl_coef=0.1, parallel=parallel
+        )
+
+    token = np.asarray(MASK) > 0
+    centred = advantages.dr_grpo(BATCH.rewards, BATCH.group_ids)
+    x = np.asarray(advantages.spread(centred, IDS, MASK), np.float64) - 0.1 * np.nan_to_num(BATCH.values)
+    on_every_layout_and_mesh(fn, np.where(token, (x - x[token].mean()) / x[token].std(ddof=1), 0), layouts=False)
+
+
+def test_distillation_pulls_to_the_teacher():
+    got = advantages.on_policy_distillation(BATCH.advantages, REWARDS, BATCH.values, MASK, coef=0.5)
+    expected = np.where(MASK > 0, BATCH.advantages - 0.5 * (REWARDS - BATCH.values), 0)
+    assert_trees_close(got, expected)
+
+
+def test_advantages_are_constants():
+    def total(rewards):
+        advantage, returns = advantages.gae(rewards, BATCH.values, MASK, IDS)
+        return advantage.sum() + returns.sum() + advantages.reinforce_plus_plus(rewards, MASK, IDS).sum()
+
+    assert (jax.jit(jax.grad(total))(REWARDS) == 0).all()
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"lam: got 1.5, expected a number in \[0, 1\]"):
+        advantages.gae(REWARDS, REWARDS, MASK, IDS, lam=1.5)
+    with pytest.raises(ValueError, match=r"rewards: got shape \(8, 16\), expected \[R, T\] like values"):
+        advantages.gae(REWARDS[:, :16], REWARDS, MASK, IDS)
+    with pytest.raises(ValueError, match="masked: got 'drop', expected one of skip, discount, reset"):
+        advantages.discounted_returns(REWARDS, MASK, IDS, masked="drop")
+    with pytest.raises(ValueError, match=r"rewards: got shape \(3, 4\)"):
+        advantages.token_rewards(BATCH.rewards[:3], BATCH.positions, IDS, MASK)
+    mesh = make_parallel_mesh("dp=2,cp=4,tp=1", context_layout="zigzag_per_segment")
+    with pytest.raises(ValueError, match="num_segments"):
+        advantages.gae(REWARDS, REWARDS, MASK, IDS, parallel=mesh)
