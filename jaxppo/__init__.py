@@ -2,7 +2,7 @@
 
 from jaxppo import advantages, metrics
 from jaxppo.aggregation import Normalizer
-from jaxppo.batch import RolloutBatch
+from jaxppo.batch import RolloutBatch, Sample
 from jaxppo.config import PolicyLossConfig
 from jaxppo.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.loss import policy_loss
@@ -16,6 +16,7 @@ __all__ = [
     "Normalizer",
     "PolicyLossConfig",
     "RolloutBatch",
+    "Sample",
     "adaptive_kl_coef",
     "advantages",
     "kl_divergence",

@@ -1,0 +1,241 @@
+"""Sequences of any length packed into static `[rows, length]` rows on the host, in any context layout, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Num, Shaped
+
+from sharding.layout import check_row_length, logical_positions, row_multiple
+from sharding.mesh import ParallelMesh
+from sharding.multihost import local_data_size
+
+Agree = Callable[[tuple[int, ...]], tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Where each of N sequences lies in `[R, T]` rows, or `[K, R, T]` micro-batches, and what that makes of a row.
+
+    Args:
+      lengths: `i32[N]`.
+      row: `i32[N]`, the row of each sequence; micro-batch k has rows [k * R, (k+1) * R).
+      slot: `i32[N]`, which of the row's S segments it is, from 0.
+      start: `i32[N]`, its first logical position in the row.
+      num_segments: S.
+      rows: R, of one micro-batch.
+      micro_batches: K, or None for one batch without a leading dimension.
+      order: `i32[K * R, T]`, the logical position at each physical place.
+      segment_ids: `i32[R, T]`, 1..S, 0 on padding.
+      positions: `i32[R, T]`, places in the sequence, from 0; 0 on padding.
+    """
+
+    lengths: Int[np.ndarray, "N"]
+    row: Int[np.ndarray, "N"]
+    slot: Int[np.ndarray, "N"]
+    start: Int[np.ndarray, "N"]
+    num_segments: int
+    rows: int
+    micro_batches: int | None
+    order: Int[np.ndarray, "KR T"]
+
+    def place(self, values: Sequence[Any], fill: float = 0, dtype: Any = None) -> Shaped[np.ndarray, "*K R T ..."]:
+        """The rows that hold values[i], `[lengths[i], ...]`, at the places of sequence i, and fill elsewhere.
+
+        Raises:
+          ValueError: a value of another length than its sequence.
+        """
+        arrays = [np.asarray(value) for value in values]
+        dtype = dtype or (np.result_type(*arrays) if arrays else np.int32)
+        trailing = next((array.shape[1:] for array in arrays), ())
+        rows = np.full((*self.order.shape, *trailing), fill, dtype)
+        for i, array in enumerate(arrays):
+            if array.shape[:1] != (self.lengths[i],):
+                raise ValueError(f"values[{i}]: got shape {array.shape}, expected length {self.lengths[i]}")
+            rows[self.row[i], self.start[i] : self.start[i] + self.lengths[i]] = array
+        return self._split(np.take_along_axis(rows, self.order.reshape(*self.order.shape, *(1 for _ in trailing)), 1))
+
+    def place_segments(self, values: Sequence[Any], fill: float, dtype: Any) -> Num[np.ndarray, "*K R S"]:
+        """One number a sequence, `[R, S]`, and fill where a row has no such segment."""
+        rows = np.full((self.order.shape[0], self.num_segments), fill, dtype)
+        rows[self.row, self.slot] = np.asarray(values, dtype)
+        return self._split(rows)
+
+    @property
+    def segment_ids(self) -> Int[np.ndarray, "*K R T"]:
+        return self.place([np.full(n, slot + 1) for n, slot in zip(self.lengths, self.slot, strict=True)], 0, np.int32)
+
+    @property
+    def positions(self) -> Int[np.ndarray, "*K R T"]:
+        return self.place([np.arange(n) for n in self.lengths], 0, np.int32)
+
+    def _split(self, rows: np.ndarray) -> np.ndarray:
+        return rows if self.micro_batches is None else rows.reshape(self.micro_batches, self.rows, *rows.shape[1:])
+
+
+def pack(
+    sequences: Sequence[Any],
+    *,
+    row_length: int,
+    parallel: ParallelMesh | None = None,
+    rows: int | None = None,
+    buckets: Sequence[int] | None = None,
+    micro_batches: int | None = None,
+    max_tokens: int | None = None,
+    num_segments: int | None = None,
+    loads: Sequence[float] | None = None,
+    agree: Agree | None = None,
+) -> Packed:
+    """First-fit-decreasing of sequences into static rows, the rows dealt to devices so that their loads are even.
+
+    Args:
+      sequences: anything with a length, 0 included.
+      row_length: T; a multiple of what the mesh's context layout needs.
+      parallel: the mesh whose data axes share the rows, and whose layout orders the positions. On several hosts, each
+        packs for the data shards that its own devices hold; hosts that hold the same ones pack the same sequences.
+      rows: R, the rows of the batch, or of each micro-batch. By default as few as the data axes divide.
+      buckets: values of R to choose the smallest from, so that many different batches share few compiled programs.
+      micro_batches: K, the number of micro-batches; with max_tokens, at least so many.
+      max_tokens: the most places of a micro-batch that one device may hold; R and K follow from it.
+      num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
+      loads: what each sequence costs; by default its length. Give the tokens that carry loss.
+      agree: where several hosts each pack their own sequences, makes their shapes equal: maps integers to their
+        largest values over the hosts (`sharding.multihost.agree`).
+
+    Returns:
+      The places of all sequences, in their order.
+
+    Raises:
+      ValueError: a sequence longer than a row (it is named), rows or buckets too small or not divided by the data axes,
+        options that exclude each other, a row length that the layout cannot divide.
+
+    Example:
+      >>> packed = pack([[5, 6, 7], [8], [9, 9]], row_length=4)
+      >>> packed.place([[5, 6, 7], [8], [9, 9]])
+      array([[5, 6, 7, 8],
+             [9, 9, 0, 0]])
+      >>> packed.segment_ids
+      array([[1, 1, 1, 2],
+             [1, 1, 0, 0]], dtype=int32)
+    """
+    layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
+    data = local_data_size(parallel) if parallel else 1
+    check_row_length(row_length, layout, shards)
+    _check_options(rows, buckets, micro_batches, max_tokens, num_segments, data)
+    lengths = np.array([len(sequence) for sequence in sequences], np.int32)
+    costs = np.asarray(lengths if loads is None else loads, np.float64)
+    if costs.shape != lengths.shape:
+        raise ValueError(f"loads: got shape {costs.shape}, expected one of each of the {len(lengths)} sequences")
+    unit = row_multiple(layout, shards) if layout == "zigzag_per_segment" else 1
+    padded = -(-lengths // unit) * unit
+    if (padded > row_length).any():
+        i = int(np.argmax(padded > row_length))
+        raise ValueError(
+            f"sequences: got {lengths[i]} tokens ({padded[i]} with the layout's padding) in sequence {i}, expected at "
+            f"most row_length={row_length}"
+        )
+    bins, slot, start = _first_fit_decreasing(padded, row_length, num_segments)
+    fullest = num_segments or 1 << int(slot.max(initial=0)).bit_length()
+    needed = int(bins.max(initial=-1)) + 1
+    if max_tokens is not None:
+        rows = max_tokens * shards // row_length * data
+        if rows == 0:
+            raise ValueError(f"max_tokens: got {max_tokens}, expected at least {-(-row_length // shards)}, one row")
+    agree = agree or (lambda sizes: sizes)
+    needed, fullest = agree((needed, fullest))
+    count = micro_batches or 1
+    if max_tokens is not None and rows:
+        count = max(count, -(-needed // rows), 1)
+    rows = rows or _bucket(max(-(-needed // count), 1), buckets, data)
+    if rows * count < needed:
+        raise ValueError(f"rows: got {rows} in each of {count} micro-batches, expected at least {needed} in all")
+    has_micro_batches = micro_batches is not None or max_tokens is not None
+    row = _deal(bins, costs, rows, count, data)[bins] if len(bins) else bins
+    sizes = np.zeros((rows * count, fullest), np.int64)
+    sizes[row, slot] = lengths
+    order = logical_positions(layout, row_length, shards, sizes if layout == "zigzag_per_segment" else None)
+    order = np.broadcast_to(order, (rows * count, row_length))
+    return Packed(lengths, row, slot, start, fullest, rows, count if has_micro_batches else None, order)
+
+
+def unpack(array: Any, packed: Packed) -> list[np.ndarray]:
+    """What each sequence holds of an array `[R, T, ...]` or `[K, R, T, ...]` in packed order; the inverse of `place`.
+
+    Raises:
+      ValueError: an array of other rows.
+
+    Example:
+      >>> packed = pack([[5, 6, 7], [8, 9]], row_length=4)
+      >>> unpack(packed.place([[5, 6, 7], [8, 9]]), packed)
+      [array([5, 6, 7]), array([8, 9])]
+    """
+    array = np.asarray(array)
+    leading = () if packed.micro_batches is None else (packed.micro_batches,)
+    expected = (*leading, packed.rows, packed.order.shape[1])
+    if array.shape[: len(expected)] != expected:
+        raise ValueError(f"array: got shape {array.shape}, expected {expected} and trailing dimensions")
+    flat = array.reshape(*packed.order.shape, *array.shape[len(expected) :])
+    places = np.argsort(packed.order, axis=1)
+    spans = zip(packed.row, packed.start, packed.lengths, strict=True)
+    return [flat[row, places[row, start : start + length]] for row, start, length in spans]
+
+
+def _check_options(rows: Any, buckets: Any, micro_batches: Any, max_tokens: Any, num_segments: Any, data: int) -> None:
+    given = {"rows": rows, "buckets": buckets, "max_tokens": max_tokens}
+    chosen = [name for name, value in given.items() if value is not None]
+    if len(chosen) > 1:
+        raise ValueError(f"{', '.join(chosen)}: got all of them, expected one at most")
+    for name, value in {**given, "micro_batches": micro_batches, "num_segments": num_segments}.items():
+        for size in value if name == "buckets" and value is not None else [value]:
+            if size is not None and size < 1:
+                raise ValueError(f"{name}: got {size}, expected at least 1")
+            if size is not None and name in ("rows", "buckets") and size % data:
+                raise ValueError(f"{name}: got {size}, expected a multiple of {data}, the size of the data axes")
+
+
+def _bucket(needed: int, buckets: Sequence[int] | None, data: int) -> int:
+    """The smallest bucket, or multiple of the data size, that holds the needed rows."""
+    if buckets is None:
+        return -(-needed // data) * data
+    fitting = [size for size in buckets if size >= needed]
+    if not fitting:
+        raise ValueError(f"buckets: got {tuple(buckets)}, expected one of at least {needed} rows")
+    return min(fitting)
+
+
+def _first_fit_decreasing(
+    lengths: np.ndarray, row_length: int, most: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The bin, the slot in it and the start of each sequence: each goes to the first bin it fits, longest first."""
+    count = len(lengths)
+    free = np.full(count, row_length)
+    held = np.zeros(count, np.int32)
+    bins, slot, start = (np.zeros(count, np.int32) for _ in range(3))
+    for i in np.argsort(-lengths, kind="stable"):
+        fits = free >= lengths[i]
+        if most is not None:
+            fits &= held < most
+        best = int(np.argmax(fits))
+        bins[i], slot[i], start[i] = best, held[best], row_length - free[best]
+        free[best] -= lengths[i]
+        held[best] += 1
+    return bins, slot, start
+
+
+def _deal(bins: np.ndarray, costs: np.ndarray, rows: int, count: int, data: int) -> np.ndarray:
+    """The row that each bin becomes: micro-batches of like costs, the next heaviest to the least loaded device."""
+    loads = np.zeros(rows * count)
+    np.add.at(loads, bins, costs)
+    row_of = np.empty(rows * count, np.int32)
+    each = rows // data
+    for k, batch in enumerate(np.split(np.argsort(-loads, kind="stable"), count)):
+        carried, taken = np.zeros(data), np.zeros(data, np.int32)
+        for one in batch:
+            device = int(np.argmin(np.where(taken < each, carried, np.inf)))
+            row_of[one] = k * rows + device * each + taken[device]
+            carried[device] += loads[one]
+            taken[device] += 1
+    return row_of

@@ -1,0 +1,214 @@
+"""Packing sequences into rows, on the host, and the batch made of them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxppo import RolloutBatch, Sample
+from sharding import make_parallel_mesh, pack, unpack
+from sharding.mesh import LAYOUTS
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(deadline=None, max_examples=30)
+@given(LENGTHS, st.sampled_from([None, 1, 3]))
+def test_every_sequence_comes_back_whole(layout, lengths, micro_batches):
+    parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
+    sequences = [np.arange(n) + 100 * i for i, n in enumerate(lengths)]
+    packed = pack(sequences, row_length=40, parallel=parallel, micro_batches=micro_batches)
+    rows = packed.place(sequences, fill=-1)
+    assert (rows >= 0).sum() == sum(lengths) == (packed.segment_ids > 0).sum()
+    assert rows.shape[-2] % 2 == 0
+    assert rows.shape[:-2] == (() if micro_batches is None else (micro_batches,))
+    for got, expected in zip(unpack(rows, packed), sequences, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    trailing = [np.stack([s, -s], axis=-1) for s in sequences]
+    for got, expected in zip(unpack(packed.place(trailing), packed), trailing, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_first_fit_decreasing_fills_rows():
+    """Longest first: 6, 5 | 5, 4, 2 fill two rows of 11; in the order given they would need three."""
+    packed = pack([range(n) for n in (2, 5, 5, 4, 6)], row_length=11)
+    assert packed.rows == 2
+    assert packed.num_segments == 4
+
+
+def test_a_thousand_batches_share_a_handful_of_shapes():
+    rng = np.random.default_rng(0)
+    shapes = set()
+    for _ in range(1000):
+        lengths = rng.integers(1, 65, size=rng.integers(1, 60))
+        packed = pack([range(n) for n in lengths], row_length=64, buckets=(8, 16, 32, 64))
+        shapes.add((packed.rows, packed.num_segments))
+    assert len(shapes) <= 16, shapes
+
+
+def test_rows_are_dealt_by_loss_tokens():
+    """Rows with 40, 30, 20, 10 loss tokens on two devices: 40 + 10 and 30 + 20, not 70 and 30."""
+    parallel = make_parallel_mesh("dp=2,cp=4")
+    packed = pack([range(40)] * 4, row_length=40, parallel=parallel, loads=[40, 30, 20, 10])
+    assert packed.row[0] // 2 == packed.row[3] // 2 != packed.row[1] // 2 == packed.row[2] // 2
+
+
+def test_token_budget_gives_micro_batches():
+    parallel = make_parallel_mesh("dp=2,cp=4")
+    packed = pack([range(40)] * 9, row_length=40, parallel=parallel, max_tokens=20)
+    assert packed.positions.shape == (3, 4, 40)  # 20 places a device are 2 rows on each of 2, so 9 rows take 3
+    assert packed.positions[0].size // 8 <= 20
+    agreed = pack([range(40)] * 9, row_length=40, parallel=parallel, max_tokens=20, agree=lambda s: (s[0] + 8, s[1]))
+    assert agreed.positions.shape == (5, 4, 40)  # another host needs 17 rows
+    assert pack([range(40)], row_length=40, max_tokens=40, micro_batches=3).positions.shape == (3, 1, 40)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"sequences": [range(3), range(50)]},
+            "sequences: got 50 tokens .* in sequence 1, expected at most row_length=48",
+        ),
+        ({"row_length": 50}, "row_length: got 50, expected a multiple of 8 .*'zigzag'.* the next that works is 56"),
+        ({"rows": 3}, "rows: got 3, expected a multiple of 2"),
+        ({"rows": 2, "sequences": [range(48)] * 3}, "rows: got 2 in each of 1 micro-batches, expected at least 3"),
+        ({"buckets": (2, 4), "sequences": [range(48)] * 5}, r"buckets: got \(2, 4\), expected one of at least 5 rows"),
+        ({"buckets": (2, 4), "rows": 2}, "rows, buckets: got all of them, expected one at most"),
+        ({"max_tokens": 11}, "max_tokens: got 11, expected at least 12, one row"),
+        ({"num_segments": 0}, "num_segments: got 0, expected at least 1"),
+        ({"loads": [1.0, 2.0]}, r"loads: got shape \(2,\), expected one of each of the 1 sequences"),
+    ],
+)
+def test_bad_packing(options, message):
+    arguments = {"sequences": [range(3)], "row_length": 48} | options
+    parallel = make_parallel_mesh("dp=2,cp=4", context_layout="zigzag")
+    with pytest.raises(ValueError, match=message):
+        pack(arguments.pop("sequences"), parallel=parallel, **arguments)
+
+
+def test_unpack_of_other_rows():
+    with pytest.raises(ValueError, match=r"array: got shape \(3, 8\), expected \(1, 8\)"):
+        unpack(np.zeros((3, 8)), pack([range(4)], row_length=8))
+
+
+def samples():
+    """Three rollouts: a response, a response with a tool's tokens in it, and an empty response."""
+    return [
+        Sample([3, 4, 5, 6, 7], response_start=2, reward=1.0, group_id=0, values=[0.1, 0.2, 0.3]),
+        Sample([8, 9, 1, 2], loss_mask=[0, 1, 0, 1], reward=2.0, group_id=0, values=[0.4, 0.5, 0.6]),
+        Sample([5, 5], response_start=2, reward=3.0, group_id=1, values=[]),
+    ]
+
+
+def test_batch_speaks_of_the_next_token():
+    batch = RolloutBatch.from_samples(samples(), row_length=12)
+    assert batch.tokens.tolist() == [[3, 4, 5, 6, 7, 8, 9, 1, 2, 5, 5, 0]]
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 0]]
+    assert batch.targets.tolist() == [[4, 5, 6, 7, 0, 9, 1, 2, 0, 5, 0, 0]]
+    assert batch.loss_mask.tolist() == [[0, 1, 1, 1, 0, 1, 0, 1, 0, 0, 0, 0]]
+    np.testing.assert_allclose(batch.values, [[0, 0.1, 0.2, 0.3, 0, 0.4, 0.5, 0.6, 0, 0, 0, 0]], rtol=1e-6)
+    assert batch.rewards.tolist() == [[1, 2, 3, 0]]
+    assert batch.group_ids.tolist() == [[0, 0, 1, -1]]
+    assert batch.sample_ids.tolist() == batch.rollout_ids.tolist() == [[0, 1, 2, -1]]
+    assert batch.advantages is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}])
+def test_batches_from_samples_are_valid(layout, options):
+    parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
+    batch = RolloutBatch.from_samples(samples(), row_length=24, parallel=parallel, **options)
+    batch.validate(vocab_size=10, parallel=parallel)
+    spec = batch.specs(parallel)
+    assert spec.tokens == (parallel.tokens_spec if not options else type(spec.tokens)(None, *parallel.tokens_spec))
+    assert spec.advantages is None
+
+
+def broken(field, row, place, value):
+    def breaking(batch):
+        array = np.array(getattr(batch, field))
+        array[row, place] = value
+        return dataclasses.replace(batch, **{field: array})
+
+    return breaking
+
+
+@pytest.mark.parametrize(
+    ("breaking", "message"),
+    [
+        (broken("tokens", 0, 2, 10), "tokens: got 10 at row 0, position 2, expected 0 to 9"),
+        (broken("targets", 0, 3, -100), "targets: got -100 at row 0, position 3, expected 0 to 9"),
+        (broken("targets", 0, 3, 2), "targets: got 2 at row 0, position 3, expected the next token of the sequence"),
+        (
+            broken("values", 0, 5, np.nan),
+            "values: got nan at row 0, position 5, expected a finite number where loss_mask",
+        ),
+        (broken("loss_mask", 0, 11, 1), "loss_mask: got 1.0 at row 0, position 11, expected 0 on padding"),
+        (broken("loss_mask", 0, 1, 0.5), "loss_mask: got 0.5 at row 0, position 1, expected 0 or 1"),
+        (
+            broken("segment_ids", 0, 2, 3),
+            "segment_ids: got 1 at row 0, position 3, expected each sequence to be contiguous",
+        ),
+        (
+            broken("segment_ids", 0, 2, 0),
+            "segment_ids: got 1 at row 0, position 3, expected each sequence to be contiguous",
+        ),
+        (broken("segment_ids", 0, 2, 9), "segment_ids: got 9 at row 0, position 2, expected 0 to 4"),
+        (broken("positions", 0, 7, 3), "positions: got 3 at row 0, position 7, expected 0, 1, ... in each sequence"),
+        (broken("sample_ids", 0, 1, -1), "sample_ids: got -1 at row 0, segment 1, expected at least 0"),
+        (broken("rewards", 0, 2, np.inf), "rewards: got inf at row 0, segment 2, expected a finite number"),
+    ],
+)
+def test_validate_names_the_place(breaking, message):
+    batch = RolloutBatch.from_samples(samples(), row_length=12)
+    batch.validate(vocab_size=10)
+    with pytest.raises(ValueError, match=message):
+        breaking(batch).validate(vocab_size=10)
+
+
+def test_nan_without_loss_is_fine():
+    batch = RolloutBatch.from_samples(samples(), row_length=12)
+    broken("values", 0, 6, np.nan)(batch).validate(vocab_size=10)
+    broken("targets", 0, 6, -100)(batch).validate(vocab_size=10)
+
+
+def test_validate_finds_unpadded_segments():
+    parallel = make_parallel_mesh("dp=2,cp=4", context_layout="zigzag_per_segment")
+    batch = RolloutBatch.from_samples(samples(), row_length=24)
+    with pytest.raises(ValueError, match=r"segment_ids: got .* at row 0, position"):
+        batch.validate(vocab_size=10, parallel=parallel)
+
+
+def test_validate_shapes_and_dtypes():
+    batch = RolloutBatch.from_samples(samples(), row_length=12)
+    with pytest.raises(ValueError, match=r"targets: got shape \(1, 11\), expected \(1, 12\) like tokens"):
+        dataclasses.replace(batch, targets=batch.targets[:, 1:]).validate(10)
+    with pytest.raises(TypeError, match="tokens: got float32, expected integers"):
+        dataclasses.replace(batch, tokens=batch.tokens.astype(np.float32)).validate(10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "response_start, loss_mask: got None for both"),
+        ({"response_start": 0}, "response_start: got 0, expected 1 to 3"),
+        ({"response_start": 4}, "response_start: got 4, expected 1 to 3"),
+        ({"loss_mask": [1, 1]}, r"loss_mask: got shape \(2,\), expected \(3,\) like tokens"),
+        ({"loss_mask": [0, 1, 1], "response_start": 2}, "loss_mask: got 1 at token 1, expected 0 before 2"),
+        ({"response_start": 1, "values": [0.0]}, r"values: got shape \(1,\), expected \(2,\), the response's"),
+    ],
+)
+def test_bad_samples(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Sample([1, 2, 3], **arguments)
+
+
+def test_values_in_some_samples_only():
+    some = [Sample([1, 2], response_start=1, reward=1.0), Sample([1, 2], response_start=1)]
+    with pytest.raises(ValueError, match="reward: got None in sample 1, expected a value in all samples or in none"):
+        RolloutBatch.from_samples(some, row_length=4)
