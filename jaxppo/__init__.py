@@ -4,9 +4,13 @@ from jaxppo import advantages, metrics
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch, Sample
 from jaxppo.config import PolicyLossConfig
+from jaxppo.covariance import covariance_mask
 from jaxppo.kl import adaptive_kl_coef, kl_divergence
+from jaxppo.log_probs import TokenStats, log_probs_from_hidden, log_probs_from_logits
 from jaxppo.loss import policy_loss
 from jaxppo.metrics import Metric
+from jaxppo.mismatch import mismatch_metrics
+from jaxppo.off_policy import OffPolicyConfig, Rejection
 from jaxppo.policy_losses import register_policy_loss
 from jaxppo.sft import sft_loss
 from jaxppo.value import value_loss
@@ -14,13 +18,20 @@ from jaxppo.value import value_loss
 __all__ = [
     "Metric",
     "Normalizer",
+    "OffPolicyConfig",
     "PolicyLossConfig",
+    "Rejection",
     "RolloutBatch",
     "Sample",
+    "TokenStats",
     "adaptive_kl_coef",
     "advantages",
+    "covariance_mask",
     "kl_divergence",
+    "log_probs_from_hidden",
+    "log_probs_from_logits",
     "metrics",
+    "mismatch_metrics",
     "policy_loss",
     "register_policy_loss",
     "sft_loss",

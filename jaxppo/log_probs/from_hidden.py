@@ -1,0 +1,119 @@
+"""Log-probs and entropy from hidden states and a head kernel; the logits never exist."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp  # noqa: F401  in the example
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxppo.log_probs.head_placement import place_head
+from jaxppo.log_probs.hidden_rule import Inputs, Rule, log_probs_and_entropy
+from jaxppo.log_probs.stats import (
+    Entropy,
+    TokenStats,
+    as_temperature,
+    check_entropy,
+    check_floating,
+    check_targets,
+    check_where,
+)
+from sharding import ParallelMesh, ShardAxes, shard_call
+
+BLOCK_BYTES = 8 * 2**20
+
+
+def log_probs_from_hidden(
+    hidden: Float[Array, "R T H"],
+    kernel: Float[Array, "H V"],
+    targets: Int[Array, "R T"],
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    kernel_layout: str = "hv",
+    bias: Float[Array, " V"] | None = None,
+    logit_softcap: float | None = None,
+    temperature: float | Array = 1.0,
+    entropy: Entropy = "none",
+    keep_ids: Int[Array, "R T K"] | None = None,
+    where: Bool[Array, "R T"] | None = None,
+    vocab_size: int | None = None,
+    kernel_spec: jax.sharding.PartitionSpec | None = None,
+    hidden_spec: jax.sharding.PartitionSpec | None = None,
+    block_bytes: int | None = None,
+) -> TokenStats:
+    """Log-probs of the targets, and the entropy, of a head's distribution, without its logits ever existing.
+
+    z = softcap(hidden @ kernel + bias) / temperature, then as `log_probs_from_logits`: the vocabulary is walked in
+    blocks with an online softmax, in the forward and again in the backward, so that temporaries are a block of logits
+    and one f32 accumulator.
+
+    Args:
+      hidden: `[R, T, H]`, f32 or bf16; sharded by `parallel.hidden_spec`.
+      kernel: `[H, V]`, or `[V, H]` with `kernel_layout="vh"` (tied embeddings); sharded by `parallel.kernel_spec`, or
+        replicated over a tensor axis that does not divide V. Its gradient has its dtype and sharding; where none is
+        asked for, nothing of it is computed.
+      targets: `i32[R, T]`, the token that each position predicts.
+      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
+      kernel_layout: "hv" or "vh".
+      bias: `[V]`, sharded like the kernel's V.
+      logit_softcap: logits become cap * tanh(logits / cap), before temperature.
+      temperature: positive scalar that divides the logits, as the sampler did; a constant of differentiation.
+      entropy: "none", "metric" (no gradient: nothing of its backward exists) or "bonus" (differentiable).
+      keep_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and
+        the target; the entropy stays that of the full distribution.
+      where: `bool[R, T]`, the positions that count: only they meet the kernel. The others read 0 and may hold anything.
+      vocab_size: columns from here on are padding, with probability 0 and gradient 0.
+      kernel_spec: how the kernel is sharded, where it is not `parallel.kernel_spec(kernel_layout)`.
+      hidden_spec: how the hidden states are sharded, where it is not `parallel.hidden_spec`.
+      block_bytes: bytes of a block of f32 logits and their gradient, 8 MiB by default.
+
+    Returns:
+      `TokenStats(log_probs f32[R, T], entropy f32[R, T] | None)`; NaN where a counted target is not in
+      `[0, vocab_size)`.
+
+    Raises:
+      TypeError, ValueError: an argument of the wrong dtype, rank, shape, sharding or range, named.
+
+    Example:
+      >>> hidden, kernel = jnp.ones((1, 2, 3)), jnp.zeros((3, 4))
+      >>> log_probs_from_hidden(hidden, kernel, jnp.array([[0, 3]]), entropy="metric").entropy.round(4)
+      Array([[1.3863, 1.3863]], dtype=float32)
+    """
+    check_floating("hidden", hidden, 3, "[R, T, H]")
+    check_floating("kernel", kernel, 2, "[H, V] or [V, H]")
+    check_entropy(entropy)
+    placement = place_head(parallel, hidden, kernel, kernel_layout, bias, kernel_spec, hidden_spec)
+    tokens = placement.check_hidden(hidden)
+    check_targets(targets, tokens, "hidden")
+    check_where(where, tokens)
+    if logit_softcap is not None and not logit_softcap > 0:
+        raise ValueError(f"logit_softcap: got {logit_softcap}, expected a positive number or None")
+    if block_bytes is not None and block_bytes <= 0:
+        raise ValueError(f"block_bytes: got {block_bytes}, expected a positive number of bytes")
+    if keep_ids is not None and (keep_ids.ndim != 3 or keep_ids.shape[:2] != tokens):
+        raise ValueError(f"keep_ids: got shape {keep_ids.shape}, expected [R, T, K] with [R, T] = {tokens}")
+    args = {
+        "hidden": hidden,
+        "kernel": kernel,
+        "bias": bias,
+        "targets": targets,
+        "keep_ids": keep_ids,
+        "where": where,
+        "temperature": as_temperature(temperature),
+    }
+    per_shard = partial(_per_shard, placement, entropy, logit_softcap, vocab_size, block_bytes or BLOCK_BYTES)
+    return shard_call("log_probs_from_hidden", per_shard, parallel, args, placement.specs)
+
+
+def _per_shard(placement, entropy, softcap, vocab_size, block_bytes, axes: ShardAxes, *arrays) -> TokenStats:
+    hidden, kernel, bias, targets, keep_ids, where, temperature = arrays
+    R, T = targets.shape
+    head = placement.head(axes, hidden, kernel, softcap, vocab_size, block_bytes // (8 * R * T))
+    rule = Rule(head, entropy, max(1, block_bytes // (8 * head.block_columns)), placement.sequence_parallel)
+    flat: Any = lambda x: None if x is None else x.reshape(R * T, *x.shape[2:])  # noqa: E731
+    where = None if where is None else flat(where).astype(bool)
+    inputs = Inputs(hidden, kernel, bias, flat(targets), flat(keep_ids), where, temperature)
+    log_probs, h = log_probs_and_entropy(rule, inputs)
+    return TokenStats(log_probs.reshape(R, T), None if h is None else h.reshape(R, T))

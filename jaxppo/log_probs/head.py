@@ -1,0 +1,210 @@
+"""A head kernel as each device holds it, walked in blocks of the vocabulary.
+
+The kernel may be sharded over the tensor axis along V, and over data axes (FSDP) along H or V. Blocks of it are
+sliced, and gathered over the FSDP axes where there are some; gradients of blocks are summed over devices, in f32, and
+scattered back. Remainders overlap the block before them with the duplicates masked, so nothing is padded or copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.log_probs.varying import as_primal
+from sharding import ShardAxes, vary, varying
+
+Names = tuple[str, ...]
+
+
+class Block(NamedTuple):
+    """One block of the vocabulary."""
+
+    kernel: jax.Array  # [H, B], or [B, H]
+    bias: Any  # f32[B]
+    columns: jax.Array  # i32[B], the vocabulary ids of the columns
+    valid: jax.Array  # bool[B], False for duplicates of other blocks and for padding
+
+
+class Weights(NamedTuple):
+    """A head's parameters, or something for each of them; None where there is none."""
+
+    kernel: Any
+    bias: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What is static about a head on a mesh.
+
+    Args:
+      axes: the roles of the mesh axes.
+      layout: "hv" or "vh".
+      h_names: mesh axes that shard the kernel's H, all gathered.
+      v_names: mesh axes that shard its V, the tensor axes among them or not.
+      vocab_size: columns from there on have probability 0.
+      softcap: logits are softcap * tanh(logits / softcap).
+      block_columns: columns of a block, in each of the pieces that a gather over V brings together.
+    """
+
+    axes: ShardAxes
+    layout: str
+    h_names: Names
+    v_names: Names
+    vocab_size: int
+    softcap: float | None
+    block_columns: int
+
+    @property
+    def v_dim(self) -> int:
+        return 1 if self.layout == "hv" else 0
+
+    @property
+    def gathered_v(self) -> Names:
+        return tuple(n for n in self.v_names if n not in self.axes.tensor)
+
+    @property
+    def gathers(self) -> bool:
+        return bool(self.h_names or self.gathered_v)
+
+    @property
+    def whole_vocabulary_each(self) -> bool:
+        """The kernel is replicated over a tensor axis that does not divide V: each device takes a window of it."""
+        return bool(self.axes.tensor) and not set(self.v_names) & set(self.axes.tensor)
+
+    def window(self, columns: int) -> int:
+        """How many of the `columns` of V that it holds a device works on."""
+        return -(-columns // self.axes.size(self.axes.tensor)) if self.whole_vocabulary_each else columns
+
+    def blocks(self, columns: int) -> int:
+        return -(-self.window(columns) // min(self.block_columns, self.window(columns)))
+
+    def _place(self, i: Any, columns: int) -> tuple[Any, int, jax.Array]:
+        """Where block i starts among the columns this device holds, how many it has, and which are its own."""
+        window = self.window(columns)
+        size = min(self.block_columns, window)
+        own = self.axes.index(self.axes.tensor) * window if self.whole_vocabulary_each else 0
+        low = jnp.minimum(own, columns - window)
+        start = low + jnp.minimum(i * size, window - size)
+        local = start + jnp.arange(size)
+        return start, size, (local >= low + i * size) & (local >= own)
+
+    def _piece_bases(self, columns: int) -> jax.Array:
+        """The first vocabulary id of each piece that a gather over V brings together, in the gather's order."""
+        stride, strides = columns, {}
+        for name in reversed(self.v_names):
+            strides[name] = stride
+            stride *= lax.axis_size(name)
+        base: Any = sum((lax.axis_index(n) * strides[n] for n in self.v_names if n in self.axes.tensor), 0)
+        bases = jnp.asarray(base).reshape(1)
+        for name in self.gathered_v:
+            bases = (bases[:, None] + strides[name] * jnp.arange(lax.axis_size(name))[None]).reshape(-1)
+        return bases
+
+    def block(self, kernel: jax.Array, bias: jax.Array | None, i: Any) -> Block:
+        """Block i of the kernel, gathered over its FSDP axes."""
+        columns = kernel.shape[self.v_dim]
+        start, size, own = self._place(i, columns)
+        part = lax.dynamic_slice_in_dim(kernel, start, size, self.v_dim)
+        bias = None if bias is None else lax.dynamic_slice_in_dim(bias, start, size).astype(jnp.float32)
+        if self.h_names:
+            part = lax.all_gather(part, self.h_names, axis=1 - self.v_dim, tiled=True)
+        if self.gathered_v:
+            part = lax.all_gather(part, self.gathered_v, axis=self.v_dim, tiled=True)
+            bias = None if bias is None else lax.all_gather(bias, self.gathered_v, tiled=True)
+        ids = (self._piece_bases(columns)[:, None] + (start + jnp.arange(size))[None]).reshape(-1)
+        valid = jnp.tile(own, ids.shape[0] // size) & (ids < self.vocab_size)
+        return Block(part, bias, ids, valid)
+
+    def place_of(self, ids: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
+        """The place in the block of each vocabulary id, and whether the block has it as its own."""
+        pieces = math.prod(lax.axis_size(n) for n in self.gathered_v)
+        size = block.columns.shape[0] // pieces
+        offset = ids[..., None] - block.columns[::size]
+        inside = (offset >= 0) & (offset < size)
+        place = jnp.where(inside, offset + jnp.arange(pieces) * size, 0).sum(-1)
+        return place, inside.any(-1) & block.valid[place]
+
+    def add_block(self, i: Any, total: jax.Array, gradient: jax.Array, primal: jax.Array) -> jax.Array:
+        """`total` plus block i's f32 gradient, summed over the devices that share the primal.
+
+        Duplicates carry gradient 0, so that adding, in the primal's dtype, is exact.
+        """
+        v_dim = self.v_dim if primal.ndim == 2 else 0
+        if self.h_names and primal.ndim == 2:
+            gradient = lax.psum_scatter(gradient, self.h_names, scatter_dimension=1 - v_dim, tiled=True)
+        if self.gathered_v:
+            gradient = lax.psum_scatter(gradient, self.gathered_v, scatter_dimension=v_dim, tiled=True)
+        # over the tensor axis windows differ, and only whole gradients can be summed: finish_gradient
+        extra = varying(gradient) - varying(primal) - set(self.axes.tensor)
+        gradient = lax.psum(gradient, tuple(sorted(extra))) if extra else gradient
+        start = self._place(i, primal.shape[v_dim])[0]
+        old = lax.dynamic_slice_in_dim(total, start, gradient.shape[v_dim], v_dim)
+        return lax.dynamic_update_slice_in_dim(total, old + gradient.astype(total.dtype), start, v_dim)
+
+    def empty_gradient(self, primal: jax.Array) -> jax.Array:
+        """Zeros for `add_block`."""
+        windows = set(self.axes.tensor) if self.whole_vocabulary_each else set()
+        return vary(jnp.zeros(primal.shape, primal.dtype), varying(primal) | windows)
+
+    def finish_gradient(self, total: jax.Array, primal: jax.Array) -> jax.Array:
+        """The end of `add_block`s: windows of one whole kernel are disjoint, so that any dtype sums them exactly."""
+        return as_primal(total, primal)
+
+    def accumulate(self, i: Any, total: jax.Array, gradient: jax.Array) -> jax.Array:
+        """This device's f32 `total` plus block i's gradient."""
+        v_dim = self.v_dim if total.ndim == 2 else 0
+        start = self._place(i, total.shape[v_dim])[0]
+        old = lax.dynamic_slice_in_dim(total, start, gradient.shape[v_dim], v_dim)
+        return lax.dynamic_update_slice_in_dim(total, old + gradient, start, v_dim)
+
+    def reduce(self, total: jax.Array, primal: jax.Array) -> jax.Array:
+        """Accumulated f32 gradients summed over the devices that share the primal, block by block."""
+        extra = tuple(sorted(varying(total) - varying(primal)))
+        if not extra:
+            return total.astype(primal.dtype)
+        v_dim = self.v_dim if primal.ndim == 2 else 0
+        columns = primal.shape[v_dim]
+        size = min(self.block_columns, columns)
+
+        def block(i, out):
+            start = jnp.minimum(i * size, columns - size)
+            part = lax.psum(lax.dynamic_slice_in_dim(total, start, size, v_dim), extra)
+            return lax.dynamic_update_slice_in_dim(out, part.astype(out.dtype), start, v_dim)
+
+        return lax.fori_loop(0, -(-columns // size), block, vary(jnp.zeros_like(primal), varying(primal)))
+
+    def logits(self, hidden: jax.Array, block: Block, temperature: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """f32 logits `[N, B]` with -inf in columns that are not the block's own, and d logits / d product, if not 1."""
+        z = _dot(hidden, block.kernel, (1, 1 - self.v_dim))
+        z = z if block.bias is None else z + block.bias
+        slope = None
+        if self.softcap is not None:
+            t = jnp.tanh(z / self.softcap)
+            z, slope = self.softcap * t, 1 - t * t
+        return jnp.where(block.valid, z / temperature, -jnp.inf), slope
+
+    def hidden_gradient(self, dz: jax.Array, block: Block) -> jax.Array:
+        """f32 `[N, H]`."""
+        return _dot(dz.astype(block.kernel.dtype), block.kernel, (1, self.v_dim))
+
+    def weight_gradients(self, dz: jax.Array, hidden: jax.Array, block: Block, asked: Weights) -> Weights:
+        """f32 gradients of the block, in its layout, where `asked` is not None."""
+        dkernel = None
+        if asked.kernel is not None:
+            dkernel = self._kernel_gradient(dz.astype(hidden.dtype), hidden)
+        return Weights(dkernel, None if asked.bias is None else dz.sum(axis=0))
+
+    def _kernel_gradient(self, dz: jax.Array, hidden: jax.Array) -> jax.Array:
+        return _dot(hidden, dz, (0, 0)) if self.layout == "hv" else _dot(dz, hidden, (0, 0))
+
+
+def _dot(a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
+    """A product with an f32 result, contracting dimension dims[0] of a with dims[1] of b."""
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    contract = (((dims[0],), (dims[1],)), ((), ()))
+    return lax.dot_general(a.astype(dtype), b.astype(dtype), contract, preferred_element_type=jnp.float32)

@@ -1,0 +1,258 @@
+"""The custom gradient rule of the head: forward and backward as walks over blocks of vocabulary and tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.log_probs import softmax
+from jaxppo.log_probs.head import Block, Head, Weights
+from jaxppo.log_probs.tokens import Slots, TokenBlocks
+from jaxppo.log_probs.varying import as_primal
+from sharding import vary, varying
+
+
+class Inputs(NamedTuple):
+    """The arrays of one device. Tokens are flattened, but for the hidden states, N = R * T."""
+
+    hidden: Any  # [R, T, H], or [R, T / tensor shards, H] when sequence-sharded over the tensor axis
+    kernel: Any
+    bias: Any  # [V] or None
+    targets: Any  # i32[N]
+    keep_ids: Any  # i32[N, K]
+    where: Any  # bool[N]
+    temperature: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What is static about one call: the head, the kind of entropy, the tokens of a block."""
+
+    head: Head
+    entropy: str
+    block_tokens: int
+    sequence_parallel: bool
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """Which gradients are asked for; the others leave nothing in the program."""
+
+    hidden: bool
+    kernel: bool
+    bias: bool
+
+    def weights(self, kernel: Any, bias: Any) -> Weights:
+        """The two, each None where its gradient is not asked for."""
+        return Weights(kernel if self.kernel else None, bias if self.bias else None)
+
+
+class Walk:
+    """One device's tokens against its blocks of the vocabulary."""
+
+    def __init__(self, rule: Rule, inputs: Inputs):
+        self.rule, self.head, self.inputs = rule, rule.head, inputs
+        self.axes = frozenset().union(*map(varying, jax.tree.leaves(inputs)), rule.head.axes.tensor)
+        hidden = inputs.hidden
+        if rule.sequence_parallel:
+            hidden = lax.all_gather(hidden, rule.head.axes.tensor, axis=1, tiled=True)
+        self.hidden = hidden.reshape(-1, hidden.shape[-1])
+        self.tokens = TokenBlocks(inputs.where, self.hidden.shape[0], rule.block_tokens)
+        self.vocabulary_blocks = self.head.blocks(inputs.kernel.shape[self.head.v_dim])
+
+    def vary(self, tree: Any) -> Any:
+        """Loop carries vary over all axes from the start."""
+        return jax.tree.map(lambda x: vary(x, self.axes), tree)
+
+    def zeros(self, *shape: int) -> jax.Array:
+        return vary(jnp.zeros(shape, jnp.float32), self.axes)
+
+    def block(self, i: Any) -> Block:
+        return self.head.block(self.inputs.kernel, self.inputs.bias, i)
+
+    def rows(self, slots: Slots, counts: jax.Array | None) -> jax.Array:
+        """Hidden states of the slots, 0 where one does not count: it may hold NaN, and 0 * NaN is NaN."""
+        hidden = self.tokens.take(self.hidden, slots)
+        return hidden if counts is None else jnp.where(counts[:, None], hidden, 0)
+
+    def targets(self, slots: Slots) -> jax.Array:
+        return self.tokens.take(self.inputs.targets, slots)
+
+    def keep(self, slots: Slots, block: Block) -> jax.Array | None:
+        """bool `[block tokens, B]`: the columns that the sampler could draw, the target's included."""
+        if self.inputs.keep_ids is None:
+            return None
+        ids = self.tokens.take((self.inputs.keep_ids, self.inputs.targets[:, None]), slots)
+        places, inside = self.head.place_of(jnp.concatenate(ids, axis=1), block)
+        B = block.columns.shape[0]
+        empty = self.vary(jnp.zeros((places.shape[0], B), bool))
+        return empty.at[jnp.arange(places.shape[0])[:, None], jnp.where(inside, places, B)].set(True, mode="drop")
+
+
+def evaluate(rule: Rule, inputs: Inputs) -> tuple[tuple[jax.Array, jax.Array | None], softmax.Residuals]:
+    """Log-probs and entropy `f32[N]`, and the residuals in slot order."""
+    walk = Walk(rule, inputs)
+    head, tokens = walk.head, walk.tokens
+    with_entropy, kept = rule.entropy != "none", inputs.keep_ids is not None
+    empty = softmax.empty_sums(tokens.count, full=with_entropy or not kept, entropy=with_entropy, kept=kept)
+
+    def vocabulary_block(i, sums):
+        block = walk.block(i)
+
+        def token_block(slots, sums):
+            z, _ = head.logits(walk.rows(slots, slots.fresh), block, inputs.temperature)
+            place, here = head.place_of(walk.targets(slots), block)
+            z_y = jnp.where(here, jnp.take_along_axis(z, place[:, None], axis=1)[:, 0], 0)
+            old = tokens.read(sums, slots)
+            new = softmax.merge(old, softmax.block_sums(z, z_y, walk.keep(slots, block), old))
+            return tokens.write(sums, walk.vary(new), slots)
+
+        return tokens.loop(token_block, sums)
+
+    sums = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, walk.vary(empty))
+    sums = softmax.combine(sums, head.axes)
+    exists = (inputs.targets >= 0) & (inputs.targets < head.vocab_size)
+    log_probs, entropy, residuals = softmax.finish(sums, tokens.to_slots(exists))
+    out = tokens.to_tokens((log_probs, entropy))
+    if inputs.where is not None:
+        out = jax.tree.map(lambda x: jnp.where(inputs.where, x, 0), out)
+    return out, residuals if rule.entropy == "bonus" else residuals.without_entropy(kept)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def log_probs_and_entropy(rule: Rule, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
+    """Log-probs and entropy `f32[N]` of one device's tokens."""
+    return evaluate(rule, inputs)[0]
+
+
+def _forward(rule: Rule, inputs: Any):
+    is_primal = lambda x: hasattr(x, "perturbed")  # noqa: E731
+    asked = jax.tree.map(lambda x: x.perturbed, inputs, is_leaf=is_primal)
+    inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=is_primal)
+    out, residuals = evaluate(rule, inputs)
+    return out, (inputs, residuals, Asked(asked.hidden, asked.kernel, bool(asked.bias)))
+
+
+def _backward(rule: Rule, saved: Any, cotangents: Any):
+    inputs, residuals, asked = saved
+    walk = Walk(rule, inputs)
+    zeros = jnp.zeros(walk.tokens.count, jnp.float32)
+    g, e = (zeros if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents)
+    per_token = (g, e if rule.entropy == "bonus" else None)
+    order = _tokens_outermost if _accumulates_kernel(walk, asked) else _vocabulary_outermost
+    dhidden, dweights = order(walk, asked, residuals, per_token)
+    return (Inputs(dhidden, dweights.kernel, dweights.bias, None, None, None, jnp.zeros_like(inputs.temperature)),)
+
+
+log_probs_and_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _accumulates_kernel(walk: Walk, asked: Asked) -> bool:
+    """Whether the f32 accumulator is dkernel rather than dhidden: the smaller one, and none for a frozen head.
+
+    With the tokens outermost each of them meets the whole kernel, so not for one that is gathered by block, and dhidden
+    is summed by block of tokens, so not for one that is scattered by position.
+    """
+    columns = walk.head.window(walk.inputs.kernel.shape[walk.head.v_dim])
+    if walk.head.gathers or walk.rule.sequence_parallel:
+        return False
+    return not (asked.kernel or asked.bias) or columns < walk.tokens.count
+
+
+def _block_gradient(walk: Walk, block: Block, slots: Slots, rows: jax.Array, counts, residuals, per_token):
+    """d loss / d (hidden @ kernel), f32 `[block tokens, B]`."""
+    z, slope = walk.head.logits(rows, block, walk.inputs.temperature)
+    keep = walk.keep(slots, block)
+    is_target = walk.targets(slots)[:, None] == block.columns
+    g, e = walk.tokens.take(per_token, slots)
+    dz = softmax.dlogits(z, is_target, keep, walk.tokens.read(residuals, slots), g, e) / walk.inputs.temperature
+    dz = dz if slope is None else dz * slope
+    return jnp.where(counts[:, None] & block.valid, dz, 0)
+
+
+def _counts(walk: Walk, slots: Slots, per_token: Any) -> jax.Array:
+    """bool[block tokens]: the slots with a cotangent. The others may hold NaN."""
+    g, e = walk.tokens.take(per_token, slots)
+    counts = g != 0 if e is None else (g != 0) | (e != 0)
+    return counts if slots.fresh is None else counts & slots.fresh
+
+
+def _vocabulary_outermost(walk: Walk, asked: Asked, residuals: softmax.Residuals, per_token: Any):
+    """Gradients with dhidden accumulated in f32, each block of dkernel finished, devices' sums included, in turn."""
+    head, tokens = walk.head, walk.tokens
+    N, H = walk.hidden.shape
+    weights = asked.weights(walk.inputs.kernel, walk.inputs.bias)
+
+    def vocabulary_block(i, carry):
+        block = walk.block(i)
+
+        def token_block(slots, carry):
+            dhidden, dblock = carry
+            counts = _counts(walk, slots, per_token)
+            rows = walk.rows(slots, counts)
+            dz = _block_gradient(walk, block, slots, rows, counts, residuals, per_token)
+            if asked.hidden:
+                new = tokens.read(dhidden, slots) + head.hidden_gradient(dz, block)
+                dhidden = new if tokens.block == N else lax.dynamic_update_slice_in_dim(dhidden, new, slots.start, 0)
+            dblock = jax.tree.map(jnp.add, dblock, head.weight_gradients(dz, rows, block, weights))
+            return walk.vary((dhidden, dblock))
+
+        dhidden, dweights = carry
+        zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), asked.weights(block.kernel, block.bias))
+        dhidden, dblock = tokens.loop(token_block, (dhidden, zeros))
+        return dhidden, jax.tree.map(partial(head.add_block, i), dweights, dblock, weights)
+
+    start = walk.zeros(N, H) if asked.hidden else None, jax.tree.map(head.empty_gradient, weights)
+    dhidden, dweights = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, start)
+    dhidden = _hidden_cotangent(walk, tokens.to_tokens(dhidden)) if asked.hidden else None
+    return dhidden, jax.tree.map(head.finish_gradient, dweights, weights)
+
+
+def _tokens_outermost(walk: Walk, asked: Asked, residuals: softmax.Residuals, per_token: Any):
+    """Gradients with dkernel accumulated in f32, each block of dhidden finished, devices' sums included, in turn."""
+    head, primal = walk.head, walk.inputs.hidden
+    weights = asked.weights(walk.inputs.kernel, walk.inputs.bias)
+    summed = tuple(sorted(walk.axes - varying(primal)))
+    # a sum over devices in the loop over tokens: every device has to take as many turns
+    tokens = walk.tokens.equalized(walk.axes) if asked.hidden and summed else walk.tokens
+
+    def token_block(slots, carry):
+        dhidden, dweights = carry
+        counts = _counts(walk, slots, per_token)
+        rows = walk.rows(slots, counts)
+
+        def vocabulary_block(i, carry):
+            drows, dweights = carry
+            block = walk.block(i)
+            dz = _block_gradient(walk, block, slots, rows, counts, residuals, per_token)
+            drows = drows + head.hidden_gradient(dz, block) if asked.hidden else None
+            dblock = head.weight_gradients(dz, rows, block, weights)
+            return walk.vary((drows, jax.tree.map(partial(head.accumulate, i), dweights, dblock)))
+
+        drows = walk.zeros(*rows.shape) if asked.hidden else None
+        drows, dweights = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, (drows, dweights))
+        if asked.hidden:
+            drows = lax.psum(drows, summed) if summed else drows
+            dhidden = tokens.write(dhidden, drows.astype(primal.dtype), slots)
+        return dhidden, dweights
+
+    dhidden = vary(jnp.zeros(walk.hidden.shape, primal.dtype), varying(primal)) if asked.hidden else None
+    start = dhidden, jax.tree.map(lambda x: walk.zeros(*x.shape), weights)
+    dhidden, dweights = tokens.loop(token_block, start)
+    dhidden = tokens.to_tokens(dhidden).reshape(primal.shape) if asked.hidden else None
+    return dhidden, jax.tree.map(head.reduce, dweights, weights)
+
+
+def _hidden_cotangent(walk: Walk, dhidden: jax.Array) -> jax.Array:
+    """The f32 sum over devices in the dtype, shape and sharding of the hidden states."""
+    primal = walk.inputs.hidden
+    dhidden = dhidden.reshape(primal.shape[0], -1, primal.shape[2])
+    if walk.rule.sequence_parallel:
+        dhidden = lax.psum_scatter(dhidden, walk.head.axes.tensor, scatter_dimension=1, tiled=True)
+    return as_primal(dhidden, primal)

@@ -1,0 +1,88 @@
+"""The tokens of a device in blocks; with a mask, only those that it selects, in a number of blocks that it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class Slots(NamedTuple):
+    """One block of token slots."""
+
+    start: Any
+    rows: jax.Array | None  # which token is in each slot; None where slot and token are the same
+    fresh: jax.Array | None  # bool[block], False for repeats and tokens that do not count; None: all True
+
+
+class TokenBlocks:
+    """Tokens in slots: those that count first, in their order, so that blocks of slots stop where they stop.
+
+    Args:
+      where: `bool[N]`, the tokens that count, or None for all.
+      count: N.
+      block: tokens of a block.
+    """
+
+    def __init__(self, where: jax.Array | None, count: int, block: int):
+        self.count, self.block = count, max(1, min(block, count))
+        self.order: Any = None if where is None else jnp.argsort(~where, stable=True)
+        self.total: Any = count if where is None else where.sum(dtype=jnp.int32)
+        self.blocks: Any = (self.total + self.block - 1) // self.block
+
+    def equalized(self, names: frozenset[str]) -> TokenBlocks:
+        """The same with as many blocks on every device, so that a collective may sit in the loop."""
+        if self.order is not None and names:
+            self.blocks = lax.pmax(self.blocks, tuple(sorted(names)))
+        return self
+
+    def slots(self, j: Any) -> Slots:
+        """Block j; the last one overlaps the one before it rather than going past the end."""
+        start = jnp.clip(j * self.block, 0, self.count - self.block)
+        if self.order is None:
+            if self.count % self.block == 0:
+                return Slots(start, None, None)
+            return Slots(start, None, start + jnp.arange(self.block) >= j * self.block)
+        slot = start + jnp.arange(self.block)
+        rows = lax.dynamic_slice_in_dim(self.order, start, self.block)
+        return Slots(start, rows, (slot >= j * self.block) & (slot < self.total))
+
+    def loop(self, body: Callable[[Slots, Any], Any], carry: Any) -> Any:
+        """`carry = body(slots, carry)` over all blocks."""
+        if isinstance(self.blocks, int) and self.blocks == 1:
+            return body(self.slots(0), carry)
+        return lax.fori_loop(0, self.blocks, lambda j, c: body(self.slots(j), c), carry)
+
+    def take(self, x: Any, slots: Slots) -> Any:
+        """The rows in the slots of x, an array in token order or a pytree of them."""
+        if slots.rows is None:
+            return self.read(x, slots)
+        return jax.tree.map(lambda x: x.at[slots.rows].get(mode="promise_in_bounds", unique_indices=True), x)
+
+    def read(self, x: Any, slots: Slots) -> Any:
+        """The block of x, an array in slot order or a pytree of them."""
+        if self.block == self.count:
+            return x
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, slots.start, self.block), x)
+
+    def write(self, x: Any, block: Any, slots: Slots) -> Any:
+        """x, an array in slot order or a pytree of them, with the fresh slots replaced."""
+
+        def write(x: jax.Array, new: jax.Array) -> jax.Array:
+            if slots.fresh is not None:
+                fresh = slots.fresh.reshape(-1, *[1] * (new.ndim - 1))
+                new = jnp.where(fresh, new, self.read(x, slots))
+            return new if self.block == self.count else lax.dynamic_update_slice_in_dim(x, new, slots.start, 0)
+
+        return jax.tree.map(write, x, block)
+
+    def to_slots(self, x: Any) -> Any:
+        """Arrays from token order to slot order."""
+        return x if self.order is None else jax.tree.map(lambda x: x[self.order], x)
+
+    def to_tokens(self, x: Any) -> Any:
+        """Arrays from slot order to token order."""
+        return x if self.order is None else jax.tree.map(lambda x: x[jnp.argsort(self.order)], x)
