@@ -5,6 +5,7 @@ from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch, Sample
 from jaxppo.config import PolicyLossConfig
 from jaxppo.covariance import covariance_mask
+from jaxppo.hidden_loss import policy_loss_from_hidden
 from jaxppo.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.log_probs import TokenStats, log_probs_from_hidden, log_probs_from_logits
 from jaxppo.loss import policy_loss
@@ -33,6 +34,7 @@ __all__ = [
     "metrics",
     "mismatch_metrics",
     "policy_loss",
+    "policy_loss_from_hidden",
     "register_policy_loss",
     "sft_loss",
     "value_loss",

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo.batch import RolloutBatch
-from sharding import ParallelMesh, Segments, ShardAxes, shard_call
+from jaxppo.off_policy import OffPolicyConfig, weight_sums
+from sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 
 AGGREGATIONS = (
     "token_mean",
@@ -41,6 +42,7 @@ class Normalizer:
       tokens: `f32[]`, the sum of the loss mask.
       sequences: `f32[]`, how many sequences ("rollout_mean": rollouts) have a loss token.
       denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
+      weight_mean: `f32[]`, the mean importance weight, for `OffPolicyConfig(batch_normalize=True)`; else None.
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 2, 0]]), jnp.array([[0, 1]])
@@ -53,41 +55,54 @@ class Normalizer:
     tokens: Float[Array, ""]
     sequences: Float[Array, ""]
     denominators: Float[Array, "R S"]
+    weight_mean: Float[Array, ""] | None = None
 
     @classmethod
     def from_batches(
-        cls, micro_batches: RolloutBatch, aggregation: str, *, parallel: ParallelMesh | ShardAxes | None = None
+        cls,
+        micro_batches: RolloutBatch,
+        aggregation: str,
+        *,
+        off_policy: OffPolicyConfig | None = None,
+        parallel: ParallelMesh | ShardAxes | None = None,
     ) -> Normalizer:
         """The denominators of a step.
 
         Args:
           micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
           aggregation: that of the loss, see `token_weights`.
+          off_policy: that of the loss, where it normalises importance weights over the step.
           parallel: the mesh.
 
         Returns:
           A `Normalizer` for the batch, or one for each micro-batch, stacked.
 
         Raises:
-          ValueError: an unknown aggregation.
+          ValueError: an unknown aggregation, log-probs that `off_policy` needs and the batch lacks.
         """
         check_aggregation("aggregation", aggregation)
         stacked = micro_batches.loss_mask.ndim == 3
+        names = ["loss_mask", "segment_ids", "rollout_ids"]
+        if off_policy is not None and off_policy.batch_normalize:
+            names += ["old_log_probs", "rollout_log_probs"]
+        args = {name: getattr(micro_batches, name) for name in names}
+        for name, array in args.items():
+            if array is None:
+                raise ValueError(f"micro_batches.{name}: got None, expected f32[R, T] for off_policy.batch_normalize")
 
-        def per_shard(axes: ShardAxes, mask: jax.Array, segment_ids: jax.Array, rollout_ids: jax.Array) -> Normalizer:
-            rows = [x.reshape(-1, x.shape[-1]) for x in (mask, segment_ids, rollout_ids)]
-            normalizer = normalize(axes, rows[0], rows[1], rows[2], aggregation)
+        def per_shard(axes: ShardAxes, *arrays: jax.Array) -> Normalizer:
+            mask, segment_ids, rollout_ids, *log_probs = (x.reshape(-1, x.shape[-1]) for x in arrays)
+            normalizer = normalize(axes, mask, segment_ids, rollout_ids, aggregation)
+            if off_policy is not None and log_probs:
+                segments = Segments(segment_ids, rollout_ids.shape[1], axes)
+                weight_mean = mean_weight(log_probs[0], log_probs[1], mask, segments, off_policy)
+                normalizer = dataclasses.replace(normalizer, weight_mean=weight_mean)
             if not stacked:
                 return normalizer
-            count = mask.shape[0]
-            return Normalizer(
-                jnp.broadcast_to(normalizer.tokens, (count,)),
-                jnp.broadcast_to(normalizer.sequences, (count,)),
-                normalizer.denominators.reshape(rollout_ids.shape),
-            )
-
-        names = ("loss_mask", "segment_ids", "rollout_ids")
-        args = {name: getattr(micro_batches, name) for name in names}
+            denominators = normalizer.denominators.reshape(arrays[2].shape)
+            repeat = lambda x: jnp.broadcast_to(x, denominators.shape[:1])  # noqa: E731
+            scalars = dataclasses.replace(normalizer, denominators=normalizer.tokens)
+            return dataclasses.replace(jax.tree.map(repeat, scalars), denominators=denominators)
 
         def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
             of = micro_batches.specs(parallel)
@@ -99,7 +114,19 @@ class Normalizer:
     def specs(parallel: ParallelMesh, stacked: bool = False) -> Normalizer:
         """The PartitionSpecs of its fields, for `shard_call`."""
         rows = P(None, *parallel.rows_spec) if stacked else parallel.rows_spec
-        return Normalizer(P(), P(), rows)  # type: ignore[arg-type]
+        return Normalizer(P(), P(), rows, P())  # type: ignore[arg-type]
+
+
+def mean_weight(
+    old_log_probs: Float[Array, "R T"],
+    rollout_log_probs: Float[Array, "R T"],
+    loss_mask: Float[Array, "R T"],
+    segments: Segments,
+    off_policy: OffPolicyConfig,
+) -> Float[Array, ""]:
+    """Per-shard: the mean importance weight of all data and context shards."""
+    total, count = weight_sums(old_log_probs, rollout_log_probs, loss_mask, segments, off_policy)
+    return total / jnp.maximum(count, 1)
 
 
 def normalize(
@@ -164,3 +191,8 @@ def token_weights(
     if aggregation == "sequence_mean_token_sum_norm":
         return mask / (some(normalizer.sequences) * norm)
     return mask * segments.spread(1 / (some(normalizer.denominators) * some(normalizer.sequences)))
+
+
+def weighted_sum(axes: ShardAxes, losses: Float[Array, "R T"], weights: Float[Array, "R T"]) -> Float[Array, ""]:
+    """Per-shard: the loss, sum of weight * loss over all data and context shards; NaN where the weight is 0 is fine."""
+    return axes.psum(vary((jnp.where(weights > 0, losses, 0) * weights).sum(), axes.tokens), axes.tokens)

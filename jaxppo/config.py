@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import jax
 from jaxtyping import Array, Float
 
 from jaxppo.aggregation import check_aggregation
 from jaxppo.kl import check_kl_estimator
+from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.policy_losses import LossFn, find_policy_loss
 
-if TYPE_CHECKING:
-    from jaxppo.off_policy import OffPolicyConfig
-
 Coefficient = float | Float[Array, ""]
+_CHOICES = {
+    "metric_aggregation": ("token_mean", "loss"),
+    "old_log_probs": ("trainer", "sampler", "current"),
+    "gspo_gradient": ("sequence", "token"),
+}
 
 
 def _check(what: str, value: Any, good: bool, expected: str) -> None:
@@ -24,7 +27,7 @@ def _check(what: str, value: Any, good: bool, expected: str) -> None:
         raise ValueError(f"{what}: got {value}, expected {expected}")
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Any) -> TypeGuard[float]:
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
 
@@ -49,6 +52,15 @@ class PolicyLossConfig:
       old_log_probs: what the ratio is over: "trainer" (`batch.old_log_probs`), "sampler"
         (`batch.rollout_log_probs`), or "current", a ratio of 1 for an on-policy first step.
       off_policy: the correction for a sampler that is not quite the trainer's policy.
+      gspo_gradient: the gradient of gspo runs through the "sequence" ratio, or is each "token"'s own.
+      sapo_tau_positive: sapo's steepness where A > 0.
+      sapo_tau_negative: sapo's steepness elsewhere.
+      dppo_ratio_cap: the largest ratio that dppo_tv and dppo_kl weigh a token with.
+      dro_beta: the strength of dro's quadratic.
+      cov_ratio: the share of the step's tokens that clip_cov takes out and kl_cov penalises.
+      cov_low: clip_cov picks among covariances above this.
+      cov_high: clip_cov picks among covariances below this.
+      kl_cov_coef: the strength of kl_cov's penalty.
       temperature: the sampler's, which whoever computes the log-probs applies to the logits.
 
     Raises:
@@ -72,37 +84,47 @@ class PolicyLossConfig:
     metric_aggregation: Literal["token_mean", "loss"] = "token_mean"
     old_log_probs: Literal["trainer", "sampler", "current"] = "trainer"
     off_policy: OffPolicyConfig | None = None
-    temperature: float = 1.0
+    gspo_gradient: Literal["sequence", "token"] = "sequence"
+    sapo_tau_positive: float = 1.0
+    sapo_tau_negative: float = 1.05
+    dppo_ratio_cap: float = 20.0
+    dro_beta: float = 0.1
+    cov_ratio: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    kl_cov_coef: float = 1.0
+    temperature: Coefficient = 1.0
 
     def __post_init__(self) -> None:
         find_policy_loss(self.loss)
         check_kl_estimator("kl_estimator", self.kl_estimator)
         check_aggregation("aggregation", self.aggregation)
-        for name in ("clip_low", "clip_high"):
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            _check(name, repr(value), value in choices, " or ".join(map(repr, choices)))
+        for name in ("clip_low", "clip_high", "dro_beta", "cov_ratio", "kl_cov_coef"):
             value = getattr(self, name)
             _check(name, value, _is_number(value) and value >= 0, "a number of at least 0")
+        for name in ("sapo_tau_positive", "sapo_tau_negative", "dppo_ratio_cap", "temperature"):
+            value = getattr(self, name)
+            _check(name, value, isinstance(value, jax.Array) or (_is_number(value) and value > 0), "a number above 0")
+        for name in ("entropy_coef", "kl_coef"):
+            value = getattr(self, name)
+            _check(name, value, isinstance(value, jax.Array) or _is_number(value), "a finite number or a scalar array")
         _check("dual_clip", self.dual_clip, self.dual_clip is None or self.dual_clip > 1, "None or a number above 1")
-        if _is_number(self.temperature):
-            _check("temperature", self.temperature, self.temperature > 0, "a number above 0")
-        _check(
-            "metric_aggregation",
-            repr(self.metric_aggregation),
-            self.metric_aggregation in ("token_mean", "loss"),
-            "'token_mean' or 'loss'",
-        )
-        _check(
-            "old_log_probs",
-            repr(self.old_log_probs),
-            self.old_log_probs in ("trainer", "sampler", "current"),
-            "'trainer', 'sampler' or 'current'",
-        )
+        _check("cov_low, cov_high", (self.cov_low, self.cov_high), self.cov_low < self.cov_high, "cov_low < cov_high")
+        _check("cov_ratio", self.cov_ratio, self.cov_ratio <= 1, "a share of at most 1")
+        norm = self.aggregation_norm
         if self.aggregation == "sequence_mean_token_sum_norm":
-            norm = self.aggregation_norm
-            good = _is_number(norm) and norm is not None and norm > 0
-            _check("aggregation_norm", norm, good, f"a positive number for {self.aggregation!r}")
+            _check(
+                "aggregation_norm", norm, _is_number(norm) and norm > 0, f"a positive number for {self.aggregation!r}"
+            )
         else:
             expected = f"None, or aggregation='sequence_mean_token_sum_norm' instead of {self.aggregation!r}"
-            _check("aggregation_norm", self.aggregation_norm, self.aggregation_norm is None, expected)
+            _check("aggregation_norm", norm, norm is None, expected)
+        if self.off_policy is not None and self.off_policy.batch_normalize:
+            expected = "'trainer' for off_policy.batch_normalize: the mean weight of the step is known beforehand"
+            _check("old_log_probs", repr(self.old_log_probs), self.old_log_probs == "trainer", expected)
 
     @property
     def entropy_mode(self) -> Literal["metric", "bonus"]:

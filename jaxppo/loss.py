@@ -16,24 +16,25 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo.aggregation import Normalizer, normalize, token_weights
+from jaxppo.aggregation import Normalizer, mean_weight, normalize, token_weights, weighted_sum
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig, is_zero
 from jaxppo.kl import kl_divergence, log_ratio
 from jaxppo.log_probs.stats import TokenStats
 from jaxppo.metrics import Composite, Metric, Metrics, reduce_metric
+from jaxppo.off_policy import correction as off_policy_correction
 from jaxppo.policy_losses import find_policy_loss
-from sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
+from sharding import ParallelMesh, Segments, ShardAxes, shard_call
 
-_NEEDS = {"trainer": "old_log_probs", "sampler": "rollout_log_probs"}
+_OLD = {"trainer": "old_log_probs", "sampler": "rollout_log_probs"}
 
 
 class Correction(NamedTuple):
     """What the off-policy correction says of each token: constants of differentiation."""
 
     weights: Float[Array, "R T"]
-    kept: Float[Array, "R T"]
-    metrics: dict[str, Any]
+    """0 on the tokens that it leaves out."""
+    values: dict[str, Float[Array, "R T"]]
 
 
 def policy_loss(
@@ -43,6 +44,7 @@ def policy_loss(
     *,
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizer: Normalizer | None = None,
+    covariance: Float[Array, "R T"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss of a batch: sum over tokens of weight * (policy loss + kl_coef * KL - entropy_coef * entropy).
 
@@ -56,6 +58,7 @@ def policy_loss(
       parallel: the mesh; rows sharded over data, positions over context.
       normalizer: the denominators of the whole step where the batch is one of its micro-batches; the batch's own
         by default.
+      covariance: `f32[R, T]`, the `covariance_mask` of the whole step; for clip_cov and kl_cov.
 
     Returns:
       The scalar f32 loss, and metrics by name: `metrics.values` finishes them. `loss` and `pg_loss` add up over
@@ -72,74 +75,134 @@ def policy_loss(
       >>> float(loss), float(metrics["ratio_max"].value)
       (-1.0, 1.0)
     """
-    check_inputs(stats, batch, config)
+    check_inputs(stats, batch, config, covariance)
     coefs = {n: getattr(config, n) for n in ("entropy_coef", "kl_coef") if not is_zero(getattr(config, n))}
 
     def per_shard(
-        axes: ShardAxes, stats: TokenStats, batch: RolloutBatch, normalizer: Normalizer | None, coefs: dict[str, Any]
+        axes: ShardAxes,
+        stats: TokenStats,
+        batch: RolloutBatch,
+        normalizer: Normalizer | None,
+        covariance: jax.Array | None,
+        coefs: dict[str, Any],
     ) -> tuple[jax.Array, Metrics]:
         local = dataclasses.replace(config, **lax.stop_gradient(coefs))
         segments = batch.segments(axes)
-        weights = step_weights(axes, batch, local, segments, normalizer)
-        correction = correct(stats, batch, local, segments)
-        losses, values = token_losses(stats, batch, local, segments, correction)
-        return reduce_losses(axes, losses, values, weights, batch, local, correction)
+        normalizer = own_normalizer(batch, local, segments) if normalizer is None else normalizer
+        weights = step_weights(batch, local, segments, normalizer)
+        correction = correct(stats, batch, local, segments, normalizer)
+        losses, values = token_losses(stats, batch, local, segments, correction, covariance)
+        return reduce_losses(axes, losses, values, weights, batch, local)
 
     def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
         of_normalizer = None if normalizer is None else Normalizer.specs(parallel)
-        return [parallel.tokens_spec, batch.specs(parallel), of_normalizer, P()], P()
+        tokens = parallel.tokens_spec
+        return [tokens, batch.specs(parallel), of_normalizer, None if covariance is None else tokens, P()], P()
 
-    args = {"stats": stats, "batch": batch, "normalizer": normalizer, "coefs": coefs}
+    args = {"stats": stats, "batch": batch, "normalizer": normalizer, "covariance": covariance, "coefs": coefs}
     return shard_call("policy_loss", per_shard, parallel, args, specs)
 
 
-def check_inputs(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfig) -> None:
+def check_inputs(
+    stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfig, covariance: Float[Array, "R T"] | None
+) -> None:
     """Raises ValueError where the config asks for what stats or batch lack, or where shapes differ."""
     if not isinstance(stats, TokenStats):
         raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
     shape = batch.loss_mask.shape
     if len(shape) != 2:
         raise ValueError(f"batch: got a loss mask of shape {shape}, expected [R, T], one micro-batch")
-    if stats.log_probs.shape != shape:
-        raise ValueError(f"stats: got log-probs of shape {stats.log_probs.shape}, expected the batch's, {shape}")
-    needed = {"advantages": "every policy loss"}
-    if config.old_log_probs in _NEEDS:
-        needed[_NEEDS[config.old_log_probs]] = f"old_log_probs={config.old_log_probs!r}"
-    if not is_zero(config.kl_coef):
-        needed["ref_log_probs"] = f"kl_coef={config.kl_coef}"
-    if config.off_policy is not None:
-        needed["rollout_log_probs"] = "off_policy"
-    for name, why in needed.items():
-        if getattr(batch, name) is None:
-            raise ValueError(f"batch.{name}: got None, expected f32[R, T] for {why}")
+    check_batch(batch, config)
+    for name, array in (("stats.log_probs", stats.log_probs), ("stats.entropy", stats.entropy)):
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name}: got shape {array.shape}, expected the batch's, {shape}")
     if stats.entropy is None and not is_zero(config.entropy_coef):
         raise ValueError(f"stats.entropy: got None, expected f32[R, T] for entropy_coef={config.entropy_coef}")
+    if (find_policy_loss(config.loss).covariance is not None) != (covariance is not None):
+        expected = "None" if covariance is not None else "the step's covariance_mask(stats, batch, config, key)"
+        got = "None" if covariance is None else f"shape {covariance.shape}"
+        raise ValueError(f"covariance: got {got}, expected {expected} with loss={config.loss!r}")
 
 
-def is_token_local(batch: RolloutBatch, config: PolicyLossConfig) -> bool:
+def check_batch(batch: RolloutBatch, config: PolicyLossConfig) -> None:
+    """Raises ValueError where the config asks for an array that the batch lacks."""
+    needed = {"advantages": "every policy loss"}
+    if config.old_log_probs in _OLD:
+        needed[_OLD[config.old_log_probs]] = f"old_log_probs={config.old_log_probs!r}"
+    if not is_zero(config.kl_coef):
+        needed["ref_log_probs"] = f"kl_coef={config.kl_coef}"
+    if config.off_policy is not None and config.off_policy.needs_rollout_log_probs:
+        needed["rollout_log_probs"] = f"off_policy={config.off_policy}"
+    for name, why in needed.items():
+        _given(batch, name, why)
+
+
+def _given(batch: RolloutBatch, name: str, why: str) -> Float[Array, "R T"]:
+    array = getattr(batch, name)
+    if array is None:
+        raise ValueError(f"batch.{name}: got None, expected f32[R, T] for {why}")
+    if array.shape != batch.loss_mask.shape:
+        raise ValueError(f"batch.{name}: got shape {array.shape}, expected the loss mask's, {batch.loss_mask.shape}")
+    return array
+
+
+def is_token_local(config: PolicyLossConfig) -> bool:
     """Whether a token's loss depends on its own log-prob and entropy only, all else given by the batch."""
-    return find_policy_loss(config.loss).token_local and config.off_policy is None
+    off = config.off_policy
+    given = off is None or (off.trainer == "old" and config.old_log_probs != "current" and off.opsm_delta is None)
+    return find_policy_loss(config.loss).token_local and given
+
+
+def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: PolicyLossConfig) -> Float[Array, "R T"]:
+    """What the ratio of the config is over; a constant of differentiation."""
+    name = _OLD.get(config.old_log_probs)
+    return lax.stop_gradient(log_probs if name is None else _given(batch, name, config.old_log_probs))
+
+
+def own_normalizer(batch: RolloutBatch, config: PolicyLossConfig, segments: Segments) -> Normalizer:
+    """Per-shard: the `Normalizer` of a batch that is a step of its own."""
+    axes, mask, off_policy = segments.axes, batch.loss_mask, config.off_policy
+    normalizer = normalize(axes, mask, batch.segment_ids, batch.rollout_ids, config.aggregation)
+    if off_policy is None or not off_policy.batch_normalize:
+        return normalizer
+    old, rollout = (
+        _given(batch, name, "off_policy.batch_normalize") for name in ("old_log_probs", "rollout_log_probs")
+    )
+    weight_mean = mean_weight(old, rollout, mask, segments, off_policy)
+    return dataclasses.replace(normalizer, weight_mean=weight_mean)
 
 
 def step_weights(
-    axes: ShardAxes, batch: RolloutBatch, config: PolicyLossConfig, segments: Segments, normalizer: Normalizer | None
+    batch: RolloutBatch, config: PolicyLossConfig, segments: Segments, normalizer: Normalizer
 ) -> Float[Array, "R T"]:
-    """`token_weights` of the batch in its step, or on its own."""
-    if normalizer is None:
-        normalizer = normalize(axes, batch.loss_mask, batch.segment_ids, batch.rollout_ids, config.aggregation)
+    """Per-shard: what the loss of each token counts for, see `token_weights`."""
     return token_weights(batch.loss_mask, segments, normalizer, config.aggregation, config.aggregation_norm or 1.0)
 
 
-def _old_log_probs(log_probs: jax.Array, batch: RolloutBatch, config: PolicyLossConfig) -> Any:
-    name = _NEEDS.get(config.old_log_probs)
-    return lax.stop_gradient(log_probs if name is None else getattr(batch, name))
-
-
-def correct(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfig, segments: Segments) -> Correction | None:
-    """The off-policy correction of the batch; None without one."""
+def correct(
+    stats: TokenStats | None,
+    batch: RolloutBatch,
+    config: PolicyLossConfig,
+    segments: Segments,
+    normalizer: Normalizer,
+) -> Correction | None:
+    """Per-shard: the off-policy correction, None without one. Where `is_token_local`, stats are not needed."""
     if config.off_policy is None:
         return None
-    raise NotImplementedError
+    advantages = _given(batch, "advantages", "every policy loss")
+    log_probs = jnp.zeros_like(advantages) if stats is None else stats.log_probs
+    old = old_log_probs(log_probs, batch, config)
+    weights, kept, values = off_policy_correction(
+        log_probs,
+        old,
+        batch.rollout_log_probs,
+        advantages,
+        batch.loss_mask,
+        segments,
+        config.off_policy,
+        normalizer.weight_mean,
+    )
+    return Correction(jnp.where(kept > 0, weights, 0), values)
 
 
 def token_losses(
@@ -148,6 +211,7 @@ def token_losses(
     config: PolicyLossConfig,
     segments: Segments,
     correction: Correction | None = None,
+    covariance: Float[Array, "R T"] | None = None,
 ) -> tuple[Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
     """The loss of each token before weighting, and the per-token values that metrics are made of.
 
@@ -157,6 +221,7 @@ def token_losses(
       config: which loss.
       segments: of the rows; token-local losses do not look at it.
       correction: of `correct`.
+      covariance: see `policy_loss`.
 
     Returns:
       `f32[R, T]`, 0 outside the loss mask; and constants of differentiation by metric name.
@@ -164,12 +229,14 @@ def token_losses(
     mask = batch.loss_mask
     select = lambda x: jnp.where(mask > 0, x.astype(jnp.float32), 0)  # noqa: E731
     log_probs = select(stats.log_probs)
-    old = select(_old_log_probs(stats.log_probs, batch, config))
+    old = select(old_log_probs(stats.log_probs, batch, config))
     advantages = lax.stop_gradient(select(batch.advantages))
     loss = find_policy_loss(config.loss)
-    losses, values = loss.fn(log_probs, old, advantages, mask=mask, segments=segments, config=config)
+    extra = {} if covariance is None else {"covariance": lax.stop_gradient(select(covariance))}
+    losses, values = loss.fn(log_probs, old, advantages, mask=mask, segments=segments, config=config, **extra)
     if correction is not None:
-        losses = jnp.where(correction.kept > 0, losses * correction.weights, 0)
+        losses = losses * correction.weights
+        values = values | correction.values
     ratio = jnp.exp(log_ratio(log_probs, old))
     values = {**values, "pg_loss": losses, "ppo_kl": -log_ratio(log_probs, old), "ratio": ratio}
     if stats.entropy is not None:
@@ -182,7 +249,9 @@ def token_losses(
         if not is_zero(config.kl_coef):
             losses = losses + config.kl_coef * kl
     if batch.rollout_log_probs is not None:
-        values["sampler_log_prob_abs_diff"] = jnp.abs(old - select(batch.rollout_log_probs))
+        rollout = select(batch.rollout_log_probs)
+        values["sampler_log_prob_abs_diff"] = jnp.abs(old - rollout)
+        values["sampler_k3"] = kl_divergence(rollout, old, "k3")
     return select(losses), lax.stop_gradient(values)
 
 
@@ -193,10 +262,9 @@ def reduce_losses(
     weights: Float[Array, "R T"],
     batch: RolloutBatch,
     config: PolicyLossConfig,
-    correction: Correction | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss and the metrics from per-token losses, values and weights, summed over data and context."""
-    total = axes.psum(vary(jnp.where(weights > 0, losses * weights, 0).sum(), axes.tokens), axes.tokens)
+    total = weighted_sum(axes, losses, weights)
     mask = batch.loss_mask
     values = dict(values)
     ratio, pg_loss = values.pop("ratio"), values.pop("pg_loss")
