@@ -70,6 +70,8 @@ class OffPolicyConfig:
       veto: leave out each sequence that has a token with rho below this.
       opsm_delta: off-policy sequence masking: leave out the tokens with negative advantage of each sequence whose mean
         of old_log_prob - log_prob exceeds this, nats.
+      opsm_fraction: the metric `opsm_clipfrac` counts the "loss" tokens left out, or all of the "response" from its
+        first to its last loss token, as slime does.
       trainer: the policy that rho sets against the sampler: the loss's "old" one, or the "current" one, for a loss
         that takes the sampler itself for its old policy.
 
@@ -92,12 +94,14 @@ class OffPolicyConfig:
     rejections: tuple[Rejection, ...] = ()
     veto: float | None = None
     opsm_delta: float | None = None
+    opsm_fraction: Literal["loss", "response"] = "loss"
     trainer: Literal["old", "current"] = "old"
 
     def __post_init__(self) -> None:
         _check_choice("weights", self.weights, ("none", "token", "sequence", "geometric"))
         _check_choice("outside", self.outside, ("clamp", "zero"))
         _check_choice("trainer", self.trainer, ("old", "current"))
+        _check_choice("opsm_fraction", self.opsm_fraction, ("loss", "response"))
         _check_bounds(self.low, self.high)
         object.__setattr__(self, "rejections", tuple(self.rejections))
         for rejection in self.rejections:
@@ -159,11 +163,13 @@ def weight_sums(
     once a token, "sequence" and "geometric" ones once a sequence that has loss-carrying tokens.
     """
     _, weights = importance_weights(old_log_probs, rollout_log_probs, mask, segments, config)
-    kept = (mask > 0).astype(jnp.float32)
-    if config.weights != "token":
-        kept = kept / jnp.maximum(segments.spread(segments.sum(kept)), 1)
-    axes = segments.axes
-    return axes.psum((vary((weights * kept).sum(), axes.tokens), vary(kept.sum(), axes.tokens)), axes.tokens)
+    kept, axes = _float(mask > 0), segments.axes
+    if config.weights == "token":
+        sums, names = ((weights * kept).sum(), kept.sum()), axes.tokens
+    else:
+        exists = _float(segments.sum(kept) > 0)
+        sums, names = ((segments.mean(weights, kept) * exists).sum(), exists.sum()), axes.data
+    return axes.psum((vary(sums[0], names), vary(sums[1], names)), names)
 
 
 def correction(

@@ -33,7 +33,7 @@ def value_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """Squared error to the returns, clipped about the old values: l_t = factor * max((v - G)^2, (v_clip - G)^2).
 
-    v_clip = old + clip(v - old, -clip, clip). Differentiable in `values`. verl: the defaults; slime: factor=1,
+    v_clip = clip(v, old - clip, old + clip). Differentiable in `values`. verl: the defaults; slime: factor=1,
     clip_fraction="outside".
 
     Args:
@@ -80,7 +80,7 @@ def value_loss(
         moved = None
         if clip is not None:
             old = lax.stop_gradient(select(batch.values))
-            clipped_error = (old + jnp.clip(v - old, -clip, clip) - goal) ** 2
+            clipped_error = (jnp.clip(v, old - clip, old + clip) - goal) ** 2  # exactly v inside, so never worse there
             moved = clipped_error > error if clip_fraction == "worse" else jnp.abs(v - old) > clip
             error = jnp.maximum(error, clipped_error)
         loss, metric, weights = aggregate(axes, factor * error, batch, normalizer, aggregation, aggregation_norm)

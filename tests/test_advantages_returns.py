@@ -26,7 +26,7 @@ def serial_returns(gamma, masked):
             if MASK_64[row, t]:
                 out[row, t] = running = REWARDS_64[row, t] + gamma * running
             else:
-                running *= {"skip": 1, "discount": gamma, "reset": 0}[masked]
+                running *= {"skip": 1, "discount": gamma}[masked]
     return out
 
 
@@ -64,7 +64,7 @@ def on_every_layout_and_mesh(fn, expected, layouts=True):
         assert_trees_close(jax.tree.map(to_logical, got), expected, context=layout)
 
 
-@pytest.mark.parametrize("masked", ["skip", "discount", "reset"])
+@pytest.mark.parametrize("masked", ["skip", "discount"])
 def test_discounted_returns(masked):
     def fn(parallel, rewards, values, mask, ids, positions):
         options = {"gamma": 0.9, "masked": masked, "num_segments": S, "parallel": parallel}
@@ -141,7 +141,7 @@ def test_bad_input():
         advantages.gae(REWARDS, REWARDS, MASK, IDS, lam=1.5)
     with pytest.raises(ValueError, match=r"rewards: got shape \(8, 16\), expected \[R, T\] like values"):
         advantages.gae(REWARDS[:, :16], REWARDS, MASK, IDS)
-    with pytest.raises(ValueError, match="masked: got 'drop', expected one of skip, discount, reset"):
+    with pytest.raises(ValueError, match="masked: got 'drop', expected one of skip, discount"):
         advantages.discounted_returns(REWARDS, MASK, IDS, masked="drop")
     with pytest.raises(ValueError, match=r"rewards: got shape \(3, 4\)"):
         advantages.token_rewards(BATCH.rewards[:3], BATCH.positions, IDS, MASK)

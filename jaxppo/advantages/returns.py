@@ -18,7 +18,7 @@ from jaxppo.advantages.tokens import Parallel, check_tokens, spread, whiten
 from sharding import Segments, ShardAxes, scan_shard, shard_call, shift_shard
 from sharding.redistribute import check_context_rows
 
-Masked = Literal["skip", "discount", "reset"]
+Masked = Literal["skip", "discount"]
 
 
 def token_rewards(
@@ -100,7 +100,7 @@ def discounted_returns(
       segment_ids: `i32[R, T]`, 0 for padding.
       gamma: the discount.
       masked: what a masked token within a response (a tool's output) does to the return of those before it: "skip",
-        as if it were not there; "discount" it as any other (slime); "reset" it to 0 (verl).
+        as if it were not there (verl); "discount" it as any other (slime).
       num_segments: S, static; for the "zigzag_per_segment" layout only.
       parallel: the mesh; rows sharded over data, positions over context.
 
@@ -115,7 +115,7 @@ def discounted_returns(
       >>> discounted_returns(one, one, jnp.array([[1, 1, 2]]), gamma=0.5)
       Array([[1.5, 1. , 1. ]], dtype=float32)
     """
-    through = {"skip": 1.0, "discount": gamma, "reset": 0.0}
+    through = {"skip": 1.0, "discount": gamma}
     if masked not in through:
         raise ValueError(f"masked: got {masked!r}, expected one of {', '.join(through)}")
     _check_unit(gamma=gamma)

@@ -77,7 +77,7 @@ def whiten(
     Args:
       x: `f32[R, T]`.
       mask: `[R, T]`, 1 where a token counts; x can be anything elsewhere.
-      shift_mean: subtract the mean; without it only the scale changes.
+      shift_mean: leave the mean at 0; without it the result keeps the mean of x.
       epsilon: added to the variance, in x's units squared.
       parallel: the mesh; rows sharded over data, positions over context.
 
@@ -110,4 +110,5 @@ def _whiten(axes: ShardAxes, x: jax.Array, mask: jax.Array, shift_mean: bool, ep
     rest, square = axes.psum((d.sum(), (d * d).sum()), axes.tokens)
     rest = rest / jnp.maximum(count, 1)
     variance = jnp.maximum(square - count * rest * rest, 0) / jnp.maximum(count - 1, 1)
-    return jnp.where(keep, (d - rest) if shift_mean else x, 0) * lax.rsqrt(variance + epsilon)
+    y = (d - rest) * lax.rsqrt(variance + epsilon)
+    return jnp.where(keep, y if shift_mean else y + (centre + rest), 0)

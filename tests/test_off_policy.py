@@ -1,0 +1,168 @@
+"""Off-policy weights, rejection and masking: against plain numpy, on any mesh, with the denominators left alone."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hard_rows import MESHES, hard_batch, sequences
+
+from jaxppo import OffPolicyConfig, Rejection, mismatch_metrics
+from jaxppo.metrics import values
+from jaxppo.off_policy import correction, weight_sums
+from sharding import shard_call
+from sharding.testing import assert_mesh_invariant, assert_trees_close
+
+RNG = np.random.default_rng(5)
+BATCH, LOG_PROBS = hard_batch()
+OLD = np.asarray(BATCH.old_log_probs)
+near = lambda: jnp.asarray(OLD + 0.1 * RNG.normal(size=OLD.shape), jnp.float32)  # noqa: E731
+BATCH, LOG_PROBS = dataclasses.replace(BATCH, rollout_log_probs=near()), near()
+MASK = np.asarray(BATCH.loss_mask) > 0
+D = np.asarray(BATCH.old_log_probs, np.float64) - np.asarray(BATCH.rollout_log_probs, np.float64)
+JOINED = OffPolicyConfig(
+    weights="geometric",
+    low=0.99,
+    high=1.03,
+    rejections=(Rejection("token_k1", 0.85, 1.2), Rejection("seq_max_k2", high=0.04)),
+    veto=0.85,
+    opsm_delta=0.001,
+)
+
+
+def correct(parallel, log_probs, batch, config, weight_mean=None):
+    def fn(axes, log_probs, batch):
+        segments = batch.segments(axes)
+        arrays = (log_probs, batch.old_log_probs, batch.rollout_log_probs, batch.advantages, batch.loss_mask)
+        return correction(*arrays, segments, config, weight_mean)
+
+    args = {"log_probs": log_probs, "batch": batch}
+    return shard_call("correct", fn, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], p.tokens_spec))
+
+
+def by_sequence(reduce, x):
+    """reduce(x over the loss tokens of a sequence), on its tokens; 0 elsewhere."""
+    out = np.zeros(MASK.shape)
+    for row, _, places in sequences(BATCH):
+        trained = places[MASK[row, places]]
+        if trained.size:
+            out[row, trained] = reduce(x[row, trained])
+    return out
+
+
+RHO = {
+    "token": np.where(MASK, np.exp(D), 1),
+    "sequence": np.where(MASK, np.exp(by_sequence(np.sum, D)), 1),
+    "geometric": np.where(MASK, np.exp(by_sequence(np.mean, D)), 1),
+}
+
+
+@pytest.mark.parametrize("level", RHO)
+@pytest.mark.parametrize("outside", ["clamp", "zero"])
+def test_weights(level, outside):
+    config = OffPolicyConfig(weights=level, low=0.95, high=1.02, outside=outside)
+    weights, mask, indicators = jax.jit(lambda x: correct(None, x, BATCH, config))(LOG_PROBS)
+    rho = RHO[level]
+    inside = (rho >= 0.95) & (rho <= 1.02)
+    expected = np.clip(rho, 0.95, 1.02) if outside == "clamp" else np.where(inside, rho, 0)
+    np.testing.assert_allclose(np.asarray(weights)[MASK], expected[MASK], rtol=2e-5)
+    np.testing.assert_allclose(indicators["tis"], rho, rtol=2e-5)
+    assert (np.asarray(indicators["tis_clipfrac"])[MASK] == ~inside[MASK]).all()
+    assert (mask == BATCH.loss_mask).all()
+
+
+@pytest.mark.parametrize("level", ["token", "seq_sum", "seq_mean", "seq_max"])
+@pytest.mark.parametrize("k", ["k1", "k2", "k3"])
+def test_rejection(level, k):
+    value = {"k1": -D, "k2": D**2 / 2, "k3": np.exp(D) - 1 - D}[k]
+    if level != "token":
+        value = by_sequence({"seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max}[level], value)
+    ordered = np.unique(value[MASK])
+    low, high = (ordered[int(len(ordered) * share)] + 1e-4 for share in (0.2, 0.8))  # 1e-4: off the values themselves
+    bounds = (np.exp(low), np.exp(high)) if k == "k1" else (0.0, high)
+    config = OffPolicyConfig(rejections=(Rejection(f"{level}_{k}", *map(float, bounds)),))
+    weights, mask, indicators = correct(None, LOG_PROBS, BATCH, config)
+    expected = MASK & (value <= high) & (value >= (low if k == "k1" else 0))
+    assert 0 < expected.sum() < MASK.sum()
+    np.testing.assert_array_equal(np.asarray(mask) > 0, expected)
+    np.testing.assert_array_equal(np.asarray(indicators["rejected_fraction"]) > 0, MASK & ~expected)
+    assert (weights == 1).all()
+
+
+def test_veto_and_sequence_masking():
+    config = OffPolicyConfig(veto=0.85, opsm_delta=0.001)
+    weights, mask, indicators = correct(None, LOG_PROBS, BATCH, config)
+    vetoed = MASK & (by_sequence(np.min, D) < math.log(0.85))
+    drift = by_sequence(np.mean, np.asarray(BATCH.old_log_probs, np.float64) - np.asarray(LOG_PROBS, np.float64))
+    off = MASK & (np.nan_to_num(BATCH.advantages) < 0) & (drift > 0.001)
+    assert vetoed.any()
+    assert off.any()
+    np.testing.assert_array_equal(np.asarray(mask) > 0, MASK & ~vetoed)
+    np.testing.assert_array_equal(np.asarray(weights) == 0, off)
+    np.testing.assert_array_equal(np.asarray(indicators["opsm_clipfrac"]) > 0, off)
+
+
+def test_same_on_every_mesh_and_finite():
+    def run(parallel, log_probs, batch):
+        return correct(parallel, log_probs, batch, JOINED), values(mismatch_metrics(batch, parallel=parallel))
+
+    (weights, mask, indicators), found = assert_mesh_invariant(run, LOG_PROBS, BATCH, meshes=MESHES)
+    assert all(np.isfinite(x).all() for x in [weights, mask, *indicators.values(), *found.values()])
+    assert 0 < mask.sum() < BATCH.loss_mask.sum()
+
+
+def test_masked_positions_and_extreme_ratios():
+    batch = dataclasses.replace(BATCH, rollout_log_probs=BATCH.rollout_log_probs.at[0, 5].set(-500.0))
+    expected = correct(None, LOG_PROBS, BATCH, JOINED)
+    weights, mask, _ = correct(None, LOG_PROBS, batch, dataclasses.replace(JOINED, weights="sequence"))
+    assert np.isfinite(weights).all()
+    assert mask[0].sum() == 0  # its sequence is rejected by its largest k2
+    np.testing.assert_array_equal(mask[1:], expected[1][1:])
+
+
+def test_batch_normalised_weights_have_mean_one():
+    for level in ("token", "sequence"):
+        config = OffPolicyConfig(weights=level, high=1.1, batch_normalize=True)
+        total, count = weight_sums(
+            BATCH.old_log_probs, BATCH.rollout_log_probs, BATCH.loss_mask, BATCH.segments(), config
+        )
+        weights, _, _ = correct(None, LOG_PROBS, BATCH, config, total / count)
+        picked = MASK if level == "token" else np.zeros_like(MASK)
+        if level == "sequence":  # one token of each sequence
+            for row, _, places in sequences(BATCH):
+                picked[row, places[MASK[row, places]][:1]] = True
+        assert float(count) == picked.sum()
+        np.testing.assert_allclose(np.asarray(weights)[picked].mean(), 1, rtol=1e-6)
+
+
+def test_no_gradient_flows():
+    config = OffPolicyConfig(weights="sequence", trainer="current", opsm_delta=0.0)
+    total = lambda x: correct(None, x, BATCH, config)[0].sum()  # noqa: E731
+    assert_trees_close(jax.grad(total)(LOG_PROBS), jnp.zeros_like(LOG_PROBS))
+
+
+def test_bad_input():
+    for kwargs, message in [
+        ({"weights": "row"}, "weights: got 'row', expected one of none, token, sequence, geometric"),
+        ({"low": 2.0, "high": 1.0}, "low, high: got 2.0, 1.0, expected 0 <= low < high"),
+        ({"outside": "drop"}, "outside: got 'drop'"),
+        ({"veto": 2.0}, r"veto: got 2.0, expected a ratio in \(0, 1\)"),
+        ({"opsm_delta": -1.0}, "opsm_delta: got -1.0"),
+        ({"batch_normalize": True}, "batch_normalize: got True with weights='none'"),
+        ({"batch_normalize": True, "weights": "token", "trainer": "current"}, "trainer='old'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            OffPolicyConfig(**kwargs)
+    with pytest.raises(ValueError, match="statistic: got 'token_k4', expected one of token_k1"):
+        Rejection("token_k4")
+    with pytest.raises(TypeError, match="rejections: got str, expected Rejection"):
+        OffPolicyConfig(rejections=("token_k1",))
+    bare = dataclasses.replace(BATCH, rollout_log_probs=None)
+    with pytest.raises(ValueError, match=r"rollout_log_probs: got None, expected f32\[R, T\]"):
+        correct(None, LOG_PROBS, bare, OffPolicyConfig(weights="token"))
+    with pytest.raises(ValueError, match="rollout_log_probs: got None"):
+        mismatch_metrics(bare)
+    with pytest.raises(ValueError, match="weight_mean: got None"):
+        correct(None, LOG_PROBS, BATCH, OffPolicyConfig(weights="token", batch_normalize=True))
