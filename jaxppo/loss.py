@@ -8,6 +8,7 @@ the sampler, `token_losses` is the loss of each token, and `reduce_losses` adds 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig, is_zero
 from jaxppo.kl import kl_divergence, log_ratio
 from jaxppo.log_probs.stats import TokenStats
-from jaxppo.metrics import Composite, Metric, Metrics, reduce_metric
+from jaxppo.metrics import Composite, Metric, Metrics, Term, reduce_metrics
 from jaxppo.off_policy import correction as off_policy_correction
 from jaxppo.policy_losses import find_policy_loss
 from sharding import ParallelMesh, Segments, ShardAxes, shard_call
@@ -202,7 +203,17 @@ def correct(
         config.off_policy,
         normalizer.weight_mean,
     )
+    if config.off_policy.opsm_fraction == "response" and "opsm_clipfrac" in values:
+        values = values | {"opsm_clipfrac": values["opsm_clipfrac"] * _response_share(batch, segments)}
     return Correction(jnp.where(kept > 0, weights, 0), values)
+
+
+def _response_share(batch: RolloutBatch, segments: Segments) -> Float[Array, "R T"]:
+    """Each sequence's number of positions from its first loss token to its last, over that of its loss tokens."""
+    mask, positions = batch.loss_mask, batch.positions.astype(jnp.float32)
+    span = segments.max(positions, mask) + segments.max(-positions, mask) + 1
+    count = segments.sum((mask > 0).astype(jnp.float32))
+    return segments.spread(jnp.where(count > 0, span / jnp.maximum(count, 1), 0))
 
 
 def token_losses(
@@ -250,8 +261,9 @@ def token_losses(
             losses = losses + config.kl_coef * kl
     if batch.rollout_log_probs is not None:
         rollout = select(batch.rollout_log_probs)
-        values["sampler_log_prob_abs_diff"] = jnp.abs(old - rollout)
-        values["sampler_k3"] = kl_divergence(rollout, old, "k3")
+        trainer = old if config.old_log_probs == "trainer" else log_probs
+        values["sampler_log_prob_abs_diff"] = jnp.abs(trainer - rollout)
+        values["sampler_k3"] = kl_divergence(rollout, trainer, "k3")
     return select(losses), lax.stop_gradient(values)
 
 
@@ -268,24 +280,18 @@ def reduce_losses(
     mask = batch.loss_mask
     values = dict(values)
     ratio, pg_loss = values.pop("ratio"), values.pop("pg_loss")
-    ratio_mean = reduce_metric(axes, ratio, mask, "mean")
-    found: Metrics = {
-        "loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum"),
-        "pg_loss": reduce_metric(axes, pg_loss, weights, "sum"),
-        "ratio_mean": ratio_mean,
-        "ratio_min": reduce_metric(axes, ratio, mask, "min"),
-        "ratio_max": reduce_metric(axes, ratio, mask, "max"),
-    }
-    square = reduce_metric(axes, ratio**2, mask, "mean")
-    found["effective_sample_size"] = Composite({"mean": ratio_mean, "square": square}, _effective_sample_size)
     by_token = config.metric_aggregation == "token_mean"
-    for name, value in values.items():
-        found[name] = (
-            reduce_metric(axes, value, mask, "mean") if by_token else reduce_metric(axes, value, weights, "sum")
-        )
-    return total, found
+    each: Callable[[jax.Array], Term] = lambda x: (x, mask, "mean") if by_token else (x, weights, "sum")  # noqa: E731
+    terms = {name: each(value) for name, value in values.items()}
+    terms |= {"pg_loss": (pg_loss, weights, "sum"), "ratio_mean": each(ratio)}
+    terms |= {"ratio_min": (ratio, mask, "min"), "ratio_max": (ratio, mask, "max")}
+    terms |= {"first": (ratio, mask, "mean"), "second": (ratio**2, mask, "mean")}
+    found = reduce_metrics(axes, terms)
+    moments = {name: found.pop(name) for name in ("first", "second")}
+    loss = Metric(lax.stop_gradient(total), jnp.float32(1), "sum")
+    return total, {**found, "loss": loss, "effective_sample_size": Composite(moments, _effective_sample_size)}
 
 
-def _effective_sample_size(mean: jax.Array, square: jax.Array) -> jax.Array:
+def _effective_sample_size(first: jax.Array, second: jax.Array) -> jax.Array:
     """(sum r)^2 / (N sum r^2), a share of the tokens: 1 where all ratios are equal, 0 where there is no token."""
-    return mean**2 / jnp.where(square == 0, 1, square)
+    return first**2 / jnp.where(second == 0, 1, second)

@@ -123,17 +123,31 @@ def values(metrics: Mapping[str, Metric | Composite]) -> dict[str, Float[Array, 
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def reduce_metric(axes: ShardAxes, x: Float[Array, "R T"], weights: Float[Array, "R T"], reduce: Reduce) -> Metric:
-    """For per-shard code: x over the positions of all data and context shards whose weight is above 0.
+Term = tuple[Float[Array, "R T"], Float[Array, "R T"], Reduce]
 
-    "mean" and "sum" weigh x, "min" and "max" do not. No gradient flows; x may be NaN where the weight is 0.
+
+def reduce_metrics(axes: ShardAxes, terms: Mapping[str, Term]) -> dict[str, Metric]:
+    """For per-shard code: metrics of (values, weights, reduce) over all data and context shards, in one collective.
+
+    "mean" and "sum" weigh the values, "min" and "max" look at those whose weight is above 0. No gradient flows; values
+    may be NaN where the weight is 0.
     """
-    x, weights = lax.stop_gradient((x.astype(jnp.float32), weights.astype(jnp.float32)))
-    count = axes.psum(vary(weights.sum(), axes.tokens), axes.tokens)
-    if reduce in ("mean", "sum"):
-        total = jnp.where(weights > 0, x, 0) * weights
-        return Metric(axes.psum(vary(total.sum(), axes.tokens), axes.tokens), count, reduce)
-    sign = 1.0 if reduce == "max" else -1.0
-    best = jnp.where(weights > 0, sign * x, -jnp.inf).max()
-    best = lax.pmax(vary(best, axes.tokens), axes.tokens) if axes.tokens else best
-    return Metric(sign * best, count, reduce)
+    sums, highest = {}, {}
+    for name, (x, weights, reduce) in terms.items():
+        x, weights = lax.stop_gradient((x.astype(jnp.float32), weights.astype(jnp.float32)))
+        if reduce in ("mean", "sum"):
+            sums[name] = (jnp.where(weights > 0, x, 0) * weights).sum(), weights.sum()
+        else:
+            sums[name] = jnp.zeros_like(weights.sum()), weights.sum()
+            highest[name] = jnp.where(weights > 0, x if reduce == "max" else -x, -jnp.inf).max()
+    sums, highest = jax.tree.map(lambda x: vary(x, axes.tokens), (sums, highest))
+    sums = axes.psum(sums, axes.tokens)
+    highest = lax.pmax(highest, axes.tokens) if axes.tokens and highest else highest
+    totals = {name: total for name, (total, _) in sums.items()}
+    totals |= {name: x if terms[name][2] == "max" else -x for name, x in highest.items()}
+    return {name: Metric(totals[name], count, terms[name][2]) for name, (_, count) in sums.items()}
+
+
+def reduce_metric(axes: ShardAxes, x: Float[Array, "R T"], weights: Float[Array, "R T"], reduce: Reduce) -> Metric:
+    """`reduce_metrics` of one."""
+    return reduce_metrics(axes, {"": (x, weights, reduce)})[""]
