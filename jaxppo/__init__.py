@@ -1,10 +1,12 @@
 """The loss layer of LLM reinforcement learning: hidden states or logits to loss, gradients and metrics on any mesh."""
 
 from jaxppo import advantages, metrics
+from jaxppo.accumulate import accumulate_gradients
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch, Sample
 from jaxppo.config import PolicyLossConfig
 from jaxppo.covariance import covariance_mask
+from jaxppo.distillation import HeadStates, distillation_loss, divergence_from_hidden
 from jaxppo.hidden_loss import policy_loss_from_hidden
 from jaxppo.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.log_probs import TokenStats, log_probs_from_hidden, log_probs_from_logits
@@ -17,6 +19,7 @@ from jaxppo.sft import sft_loss
 from jaxppo.value import value_loss
 
 __all__ = [
+    "HeadStates",
     "Metric",
     "Normalizer",
     "OffPolicyConfig",
@@ -25,9 +28,12 @@ __all__ = [
     "RolloutBatch",
     "Sample",
     "TokenStats",
+    "accumulate_gradients",
     "adaptive_kl_coef",
     "advantages",
     "covariance_mask",
+    "distillation_loss",
+    "divergence_from_hidden",
     "kl_divergence",
     "log_probs_from_hidden",
     "log_probs_from_logits",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,6 +26,19 @@ AGGREGATIONS = (
     "sequence_mean_token_sum_norm",
     "rollout_mean",
 )
+
+
+_part_of_a_step: contextvars.ContextVar[bool] = contextvars.ContextVar("part_of_a_step", default=False)
+
+
+@contextlib.contextmanager
+def part_of_a_step() -> Iterator[None]:
+    """While tracing inside, a batch is a part of a step: its own denominators are refused."""
+    token = _part_of_a_step.set(True)
+    try:
+        yield
+    finally:
+        _part_of_a_step.reset(token)
 
 
 def check_aggregation(what: str, aggregation: str) -> None:
@@ -137,6 +153,11 @@ def normalize(
     aggregation: str,
 ) -> Normalizer:
     """The per-shard computation of a `Normalizer`."""
+    if _part_of_a_step.get() and aggregation != "token_sum":
+        raise ValueError(
+            f"normalizer: got None inside accumulate_gradients, expected the step's, for aggregation={aggregation!r}: "
+            "Normalizer.from_batches(micro_batches, aggregation), as a part of micro_batches"
+        )
     mask = lax.stop_gradient(loss_mask.astype(jnp.float32))
     counts = Segments(segment_ids, rollout_ids.shape[1], axes).sum(mask)
     tokens = axes.psum(counts.sum(), axes.data)

@@ -1,0 +1,64 @@
+"""Gradients of a step too large for one pass: the sum over its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxppo.aggregation import part_of_a_step
+from jaxppo.metrics import Metrics, collapse
+
+
+def accumulate_gradients(
+    loss_fn: Callable[[Any, Any], tuple[Float[Array, ""], Metrics]], micro_batches: Any
+) -> Callable[[Any], tuple[tuple[Float[Array, ""], Metrics], Any]]:
+    """`jax.value_and_grad` of a whole step, one micro-batch at a time: sum over k of loss_fn(params, micro_batches[k]).
+
+    One `lax.scan`, so one program whatever K is, with one set of gradient buffers, f32. The sum is the loss of the
+    whole step where each loss is normalised by the step: put the `Normalizer.from_batches` of the stacked
+    micro-batches (and for clip_cov and kl_cov their `covariance_mask`) into `micro_batches` beside them.
+
+    Args:
+      loss_fn: (params, micro_batch) -> (scalar loss, metrics).
+      micro_batches: a pytree whose arrays all have a leading K.
+
+    Returns:
+      A function of params, a pytree of floating-point arrays, to ((loss, metrics), gradients): metrics merged over
+      the micro-batches, gradients in the dtypes of params.
+
+    Raises:
+      ValueError: arrays without a common leading K, or with K = 0; a loss of this package without a `Normalizer`,
+        which would take each micro-batch for a step.
+
+    Example:
+      >>> from jaxppo.metrics import Metric
+      >>> loss_fn = lambda w, x: (jnp.sum(w * x), {"largest": Metric(x.max(), jnp.float32(1), "max")})
+      >>> step = accumulate_gradients(loss_fn, jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+      >>> (loss, metrics), gradients = step(jnp.ones(2))
+      >>> float(loss), float(metrics["largest"].value), gradients.tolist()
+      (10.0, 4.0, [4.0, 6.0])
+    """
+    lengths = {x.shape[:1] for x in jax.tree.leaves(micro_batches)}
+    if len(lengths) != 1 or lengths <= {(), (0,)}:
+        raise ValueError(f"micro_batches: got leading dimensions {sorted(lengths)}, expected one K above 0 for all")
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def run(params: Any) -> tuple[tuple[Float[Array, ""], Metrics], Any]:
+        def step(carry: Any, micro_batch: Any) -> Any:
+            loss, gradients = carry
+            with part_of_a_step():
+                (part, metrics), more = value_and_grad(params, micro_batch)
+            gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more)
+            return (loss + part, gradients), metrics
+
+        start = jnp.float32(0), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params)
+        (loss, gradients), metrics = lax.scan(step, start, micro_batches)
+        gradients = jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, params)
+        return (loss, collapse(metrics)), gradients
+
+    return run
