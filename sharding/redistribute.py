@@ -63,7 +63,7 @@ def redistribute(
         _check_divides(parallel, x, layout, "redistribute")
 
     def per_shard(axes: ShardAxes, x: Any, segment_ids: jax.Array | None) -> Any:
-        ends = segment_ends(axes, segment_ids, num_segments) if per_segment else None
+        ends = segment_lengths_and_ends(axes, segment_ids, num_segments)[1] if per_segment else None
         return jax.tree.map(lambda leaf: move(axes, leaf, source, target, ends), x)
 
     args = {"x": x, "segment_ids": segment_ids if per_segment else None}
@@ -71,16 +71,18 @@ def redistribute(
 
 
 def to_layout(axes: ShardAxes, tree: Any, source: str, target: str, ends: jax.Array | None = None) -> Any:
-    """`redistribute` for code inside a `shard_map`; `ends` from `segment_ends` for "zigzag_per_segment"."""
+    """`redistribute` for code inside a `shard_map`; `ends` from `segment_lengths_and_ends` for "zigzag_per_segment"."""
     return jax.tree.map(lambda leaf: move(axes, leaf, source, target, ends), tree)
 
 
-def segment_ends(axes: ShardAxes, segment_ids: jax.Array | None, num_segments: int | None) -> jax.Array:
-    """`[R, S+1]` logical ends of the padded sequences of each row, from ids in any layout; one psum of `[R, S]`."""
-    segment_ids, num_segments = require_segments("segment_ends", segment_ids, num_segments)
-    counts = Segments(segment_ids, num_segments, axes).sum(jnp.ones_like(segment_ids))
+def segment_lengths_and_ends(
+    axes: ShardAxes, segment_ids: jax.Array | None, num_segments: int | None
+) -> tuple[Int[Array, "R S"], Int[Array, "R S+1"]]:
+    """Lengths of the sequences of each row and the logical ends of the padded ones, for one psum of `[R, S]`."""
+    segment_ids, num_segments = require_segments("segment_lengths_and_ends", segment_ids, num_segments)
+    lengths = Segments(segment_ids, num_segments, axes).sum(jnp.ones_like(segment_ids))
     shards = axes.size(axes.context)
-    return padded_ends(counts, segment_ids.shape[1] * shards, shards, jnp)
+    return lengths, padded_ends(lengths, segment_ids.shape[1] * shards, shards, jnp)
 
 
 def check_context_rows(
@@ -215,5 +217,5 @@ def _gather_and_take(axes: ShardAxes, source: str, target: str, ends: Any, x: ja
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[r, index[r, j], ...] for x `[R, T, ...]` and index `[R, n]`, which is in range."""
-    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1, mode="promise_in_bounds")
+    """x[r, index[r, j], ...] for x `[R, T, ...]` and index `[R, n]`."""
+    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1, mode="clip")

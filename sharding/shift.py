@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from sharding.layout import held_at
 from sharding.mesh import ParallelMesh, ShardAxes, shard_call, vary
-from sharding.redistribute import PER_SEGMENT, check_context_rows, check_rows, segment_ends, take, to_layout
+from sharding.redistribute import PER_SEGMENT, check_context_rows, check_rows, segment_lengths_and_ends, take, to_layout
 
 
 def shift_left(
@@ -71,34 +72,41 @@ def shift_shard(
         x, segment_ids = to_layout(axes, (x, segment_ids), layout, "contiguous")
         inner = dataclasses.replace(axes, context_layout="contiguous")
         return to_layout(axes, shift_shard(inner, x, by, fill, segment_ids, num_segments), "contiguous", layout)
-    leaves = jax.tree.leaves((x, segment_ids))
+    leaves = jax.tree.leaves(x)
     if not leaves:
         return x
     local = leaves[0].shape[1]
+    length = local * shards
+    places = axes.index(axes.context) * local + jnp.arange(local)
     if layout == PER_SEGMENT:
-        ends = segment_ends(axes, segment_ids, num_segments)
-        hop = functools.partial(_hop_per_segment, axes, ends)
-        longest = 1
+        lengths, ends = segment_lengths_and_ends(axes, segment_ids, num_segments)
+        pieces = SegmentPieces.of(axes, ends, local)
+        shifted = _hops(functools.partial(_hop_per_segment, axes, pieces), by, longest=1)
+        stops = jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends[:, :-2]], axis=1) + lengths
+        position, stop = held_at(layout, places, length, shards, ends, jnp), take(stops, pieces.segment)
+        stays = (position < stop) & (position + by < stop)
     else:
         hop = functools.partial(_hop_contiguous if layout == "contiguous" else _hop_zigzag, axes)
-        longest = local if layout == "contiguous" else local // 2
-
-    def shifted(leaf: jax.Array) -> jax.Array:
-        for start in range(0, by, longest):
-            leaf = hop(leaf, min(longest, by - start))
-        return leaf
-
-    if segment_ids is None:
-        places = axes.index(axes.context) * local + jnp.arange(local)
-        valid = (held_at(layout, places, local * shards, shards, None, jnp) + by < local * shards)[None]
-    else:
-        valid = (shifted(segment_ids) == segment_ids) & (segment_ids > 0)
+        shifted = _hops(hop, by, longest=local if layout == "contiguous" else local // 2)
+        if segment_ids is None:
+            stays = (held_at(layout, places, length, shards, None, jnp) + by < length)[None]
+        else:
+            stays = (shifted(segment_ids) == segment_ids) & (segment_ids > 0)
 
     def place(leaf: jax.Array) -> jax.Array:
-        here = valid.reshape(valid.shape + (1,) * (leaf.ndim - 2))
+        here = stays.reshape(stays.shape + (1,) * (leaf.ndim - 2))
         return jnp.where(here, shifted(leaf), jnp.asarray(fill, leaf.dtype))
 
     return jax.tree.map(place, x)
+
+
+def _hops(hop: Callable[[jax.Array, int], jax.Array], by: int, longest: int) -> Callable[[jax.Array], jax.Array]:
+    def shifted(x: jax.Array) -> jax.Array:
+        for start in range(0, by, longest):
+            x = hop(x, min(longest, by - start))
+        return x
+
+    return shifted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +127,7 @@ class SegmentPieces:
 
     @classmethod
     def of(cls, axes: ShardAxes, ends: jax.Array, local: int) -> SegmentPieces:
-        """From `segment_ends` and the number of positions here."""
+        """From the logical ends of the padded sequences and the number of positions here."""
         ends = ends[:, :-1] // axes.size(axes.context)
         starts = jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
         middles = (starts + ends) // 2
@@ -157,10 +165,9 @@ def _hop_zigzag(axes: ShardAxes, x: jax.Array, by: int) -> jax.Array:
     return jnp.concatenate([first[:, by:], after_first, second[:, by:], after_second], axis=1)
 
 
-def _hop_per_segment(axes: ShardAxes, ends: jax.Array, x: jax.Array, by: int) -> jax.Array:
+def _hop_per_segment(axes: ShardAxes, pieces: SegmentPieces, x: jax.Array, by: int) -> jax.Array:
     """One position at a time, since a chunk of a short sequence may hold only one."""
-    del by
-    pieces = SegmentPieces.of(axes, ends, x.shape[1])
+    assert by == 1
     first = take(x, pieces.starts)
     second = take(x, pieces.middles)
     after_first, after_second = _from_next(axes, first), _from_previous(axes, second)

@@ -1,0 +1,377 @@
+"""Rows in every context layout: the layouts themselves, moving between them, shifts and scans across shards."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from sharding import (
+    ParallelMesh,
+    ShardAxes,
+    logical_positions,
+    make_parallel_mesh,
+    physical_places,
+    redistribute,
+    scan_affine,
+    shift_left,
+)
+from sharding import layout as layout_module
+from sharding.mesh import LAYOUTS
+
+R, T, S = 4, 64, 3
+LENGTHS = np.array([[16, 13, 0], [0, 0, 0], [64, 0, 0], [1, 20, 7]])  # a full row, an empty one, short chunks
+MESHES = ["dp=2,cp=4,tp=1", "dp=1,cp=8,tp=1", "dp=2,cp=2,tp=2"]
+ANYWHERE = [(MESHES[0], layout) for layout in LAYOUTS] + [("dp=1,cp=8,tp=1", "zigzag_per_segment")]
+EVERYWHERE = [case for case in itertools.product(MESHES, LAYOUTS) if case not in ANYWHERE]
+TABLE = [pytest.param(*c) for c in ANYWHERE] + [pytest.param(*c, marks=pytest.mark.nightly) for c in EVERYWHERE]
+
+
+def order(layout, shards):
+    per_segment = LENGTHS if layout == "zigzag_per_segment" else None
+    return np.broadcast_to(logical_positions(layout, T, shards, per_segment), (R, T))
+
+
+def physical(x, layout, shards):
+    x = np.asarray(x)
+    index = order(layout, shards)
+    return np.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)
+
+
+def logical_segments(shards):
+    """Segment ids in logical order, each sequence padded for zigzag_per_segment."""
+    ids = np.zeros((R, T), np.int32)
+    for row, lengths in enumerate(LENGTHS):
+        start = 0
+        for s, length in enumerate(lengths):
+            ids[row, start : start + length] = s + 1
+            start += -(-length // (2 * shards)) * 2 * shards
+    return ids
+
+
+def collectives(fn, *args):
+    """(operation, elements that a device receives) of each collective in the compiled module."""
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    found = re.findall(r"= (\S+|\([^)]*\)) (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", text)
+    sizes = [sum(int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"\[([\d,]*)\]", shape))
+             for shape, _ in found]  # fmt: skip
+    return sorted((op, size) for (_, op), size in zip(found, sizes, strict=True))
+
+
+def test_layouts_are_as_pictured():
+    """The picture in the module's docstring is what the functions give."""
+    pictures = dict(re.findall(r"^ {4}(\w+) +([\d |]+\d)", layout_module.__doc__, re.MULTILINE))
+    assert set(pictures) == set(LAYOUTS)
+    for name, picture in pictures.items():
+        lengths = np.array([[8, 4, 4]]) if name == "zigzag_per_segment" else None
+        expected = [int(n) for n in picture.replace("|", " ").split()]
+        assert logical_positions(name, 16, 2, lengths).reshape(-1).tolist() == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
+def test_layouts_are_permutations(layout, shards):
+    lengths = np.array([[0, 5, 48 - 24], [48, 0, 0]]) if layout == "zigzag_per_segment" else None
+    held, places = logical_positions(layout, 48, shards, lengths), physical_places(layout, 48, shards, lengths)
+    np.testing.assert_array_equal(np.argsort(held, axis=-1), places)
+    if shards == 1:
+        np.testing.assert_array_equal(held.reshape(-1, 48)[0], np.arange(48))
+
+
+def test_zigzag_balances_causal_attention():
+    """Every shard attends to as many earlier positions, in each sequence too; contiguous shards do not."""
+    work = lambda held: held.reshape(4, -1).sum(axis=1)  # noqa: E731
+    assert len(set(work(logical_positions("zigzag", T, 4)))) == 1
+    one = np.array([[24, 32, 8]])
+    starts = np.repeat([0, 24, 56], one[0])
+    held = logical_positions("zigzag_per_segment", T, 4, one)[0]
+    assert len(set(work(held - starts[held]))) == 1
+    assert len(set(work(logical_positions("contiguous", T, 4)))) == 4
+
+
+@pytest.mark.parametrize(("mesh", "layout"), TABLE)
+def test_redistribute_is_exact_for_every_dtype(mesh, layout):
+    parallel = make_parallel_mesh(mesh)
+    shards = parallel.context_size
+    ids, rng = logical_segments(shards), np.random.default_rng(0)
+    tree = {
+        "bf16": jnp.asarray(rng.normal(size=(R, T, 2, 3)), jnp.bfloat16),
+        "f32": jnp.asarray(rng.normal(size=(R, T)), jnp.float32).at[0, 0].set(jnp.nan),
+        "i8": rng.integers(-9, 9, size=(R, T)).astype(np.int8),
+        "bool": rng.integers(0, 2, size=(R, T, 5)).astype(bool),
+        "none": None,
+    }
+    others = [other for other in LAYOUTS if other != layout]
+
+    @jax.jit
+    def there_and_back(x, ids):
+        moved = {other: redistribute(x, parallel, layout, other, ids, S) for other in others}
+        moved_ids = {other: redistribute(ids, parallel, layout, other, ids, S) for other in others}
+        return moved, {o: redistribute(moved[o], parallel, o, layout, moved_ids[o], S) for o in others}
+
+    x = jax.tree.map(lambda leaf: physical(leaf, layout, shards), tree)
+    moved, back = there_and_back(x, physical(ids, layout, shards))
+    for other in others:
+        expected = jax.tree.map(functools.partial(physical, layout=other, shards=shards), tree)
+        jax.tree.map(np.testing.assert_array_equal, moved[other], expected)
+        jax.tree.map(np.testing.assert_array_equal, back[other], x)
+        assert moved[other]["none"] is None
+        assert moved[other]["bf16"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("contiguous", "zigzag"), ("zigzag", "striped"), ("striped", "zigzag_per_segment")]
+)
+def test_transpose_of_redistribute_is_exact(source, target):
+    """<A x, y> = <x, A' y> bit for bit on integers in f32, and derivatives of both modes."""
+    parallel = make_parallel_mesh("dp=2,cp=4")
+    ids = physical(logical_segments(4), source, 4)
+    move = lambda x: redistribute(x, parallel, source, target, ids, S)  # noqa: E731
+    rng = np.random.default_rng(1)
+    x, y = (jnp.asarray(rng.integers(-99, 99, size=(R, T)), jnp.float32) for _ in range(2))
+    moved, pull = jax.jit(lambda x, y: (move(x), jax.linear_transpose(move, x)(y)[0]))(x, y)
+    assert jnp.vdot(moved, y) == jnp.vdot(x, pull)
+    in_row = np.take_along_axis(np.asarray(y), np.argsort(order(target, 4), axis=1), axis=1)
+    np.testing.assert_array_equal(pull, np.take_along_axis(in_row, order(source, 4), axis=1))
+    check_grads(jax.jit(lambda x: jnp.sin(move(x)) * y), (x / 99,), order=1, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("mesh", "source", "target", "expected"), [
+    ("dp=2,cp=4", "contiguous", "zigzag", [("collective-permute", R * T // 16)] * 2),
+    ("dp=2,cp=4", "zigzag", "contiguous", [("collective-permute", R * T // 16)] * 2),
+    ("dp=2,cp=4", "contiguous", "striped", [("all-to-all", R * T // 8)]),
+    ("dp=2,cp=4", "zigzag", "striped", [("all-to-all", R * T // 8)]),
+    ("dp=2,cp=4", "striped", "zigzag_per_segment", [("all-gather", R * T // 2), ("all-reduce", R * S // 2)]),
+    ("dp=8,cp=1", "zigzag", "striped", []),
+])  # fmt: skip
+def test_bytes_moved_by_redistribute(mesh, source, target, expected):
+    parallel = make_parallel_mesh(mesh)
+    x, ids = jnp.ones((2 * R, T)), jnp.ones((2 * R, T), jnp.int32)
+    move = lambda x, ids: redistribute(x, parallel, source, target, ids, S)  # noqa: E731
+    expected = sorted((op, size * 2) for op, size in expected)
+    assert collectives(move, x, ids) == expected
+    transpose = lambda x, ids: jax.linear_transpose(lambda x: move(x, ids), x)(x)  # noqa: E731
+    assert collectives(transpose, x, ids) == expected
+
+
+def serial_shift(x, ids, by, fill):
+    y = np.full_like(x, fill)
+    for r, t in np.argwhere(ids > 0):
+        if t + by < T and ids[r, t + by] == ids[r, t]:
+            y[r, t] = x[r, t + by]
+    return y
+
+
+@pytest.mark.parametrize(("mesh", "layout"), TABLE)
+def test_shift_left(mesh, layout):
+    """By 0, 1, a few, and more than the piece of a row that a shard holds; with and without segments."""
+    parallel = make_parallel_mesh(mesh, context_layout=layout)
+    shards = parallel.context_size
+    ids, rng = logical_segments(shards), np.random.default_rng(2)
+    tree = {"i": rng.integers(0, 99, size=(R, T)), "b": rng.integers(0, 2, size=(R, T, 2)).astype(bool), "none": None}
+    shifts = (0, 1, 3, 14)
+
+    @jax.jit
+    def shifted(x, ids):
+        whole = [] if layout == "zigzag_per_segment" else [shift_left(x["i"], parallel, by, -1) for by in shifts]
+        return [shift_left(x, parallel, by, 1, ids, S) for by in shifts], whole
+
+    x = jax.tree.map(lambda leaf: physical(leaf, layout, shards), tree)
+    with_segments, whole = shifted(x, physical(ids, layout, shards))
+    for by, got in zip(shifts, with_segments, strict=True):
+        for name in ("i", "b"):
+            np.testing.assert_array_equal(got[name], physical(serial_shift(tree[name], ids, by, 1), layout, shards))
+        assert got["none"] is None
+    for by, got in zip(shifts, whole, strict=False):
+        expected = serial_shift(tree["i"], np.ones((R, T)), by, -1)
+        np.testing.assert_array_equal(got, physical(expected, layout, shards))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_transpose_of_shift_left(layout):
+    """<A x, y> = <x, A' y>, exactly, integers being summed."""
+    parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
+    ids = physical(logical_segments(4), layout, 4)
+    rng = np.random.default_rng(3)
+    x, y = (jnp.asarray(rng.integers(-99, 99, size=(R, T)), jnp.float32) for _ in range(2))
+    shift = lambda x: shift_left(x, parallel, 2, 0, ids, S)  # noqa: E731
+    shifted, pull = jax.jit(lambda x, y: (shift(x), jax.linear_transpose(shift, x)(y)[0]))(x, y)
+    assert jnp.vdot(shifted, y) == jnp.vdot(x, pull)
+
+
+@pytest.mark.parametrize(("layout", "expected"), [
+    ("contiguous", [("collective-permute", 3)] * 2),
+    ("zigzag", [("collective-permute", 3)] * 4),
+    ("zigzag_per_segment", [("collective-permute", S)] * 6 + [("all-reduce", S)]),
+    ("striped", [("all-to-all", T // 4)] * 3 + [("collective-permute", 3)] * 2),
+])  # fmt: skip
+def test_what_a_shift_by_3_moves(layout, expected):
+    """Of x and of the segment ids, for one row: 3 positions each, 2 * 3, 2 * S * 3 (x only), and the shard."""
+    parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
+    x, ids = jnp.ones((2, T)), jnp.ones((2, T), jnp.int32)
+    assert collectives(lambda x, ids: shift_left(x, parallel, 3, 0, ids, S), x, ids) == sorted(expected)
+
+
+def serial_scan(a, b, ids, reverse):
+    y = np.zeros((R, T))
+    step = 1 if reverse else -1
+    for r in range(R):
+        for t in range(T)[::-step]:
+            if ids[r, t]:
+                linked = 0 <= t + step < T and ids[r, t + step] == ids[r, t]
+                y[r, t] = a[r, t] * (y[r, t + step] if linked else 0) + b[r, t]
+    return y
+
+
+@pytest.mark.parametrize(("mesh", "layout"), TABLE)
+def test_scan_affine_is_the_serial_loop(mesh, layout):
+    """In f64, both ways, over segments and over whole rows; whatever lies on padding."""
+    parallel = make_parallel_mesh(mesh, context_layout=layout)
+    shards = parallel.context_size
+    ids, rng = logical_segments(shards), np.random.default_rng(4)
+    a, b = rng.normal(size=(2, R, T))
+
+    def scans(a, b, whole_a, whole_b, ids):
+        whole = layout != "zigzag_per_segment"
+        return [
+            (
+                scan_affine(a, b, parallel, reverse, ids, S),
+                scan_affine(whole_a, whole_b, parallel, reverse) if whole else None,
+                scan_affine(0.5, b, parallel, reverse, ids, S),
+            )
+            for reverse in (True, False)
+        ]
+
+    dirty = [np.where(ids > 0, x, np.nan) for x in (a, b)]
+    with jax.enable_x64(True):
+        inputs = [physical(x, layout, shards) for x in (*dirty, a, b, ids)]
+        got = jax.jit(scans)(*inputs)
+    ones, half = np.ones((R, T)), np.full((R, T), 0.5)
+    for reverse, (packed, whole, halved) in zip((True, False), got, strict=True):
+        assert packed.dtype == np.float64
+        for y, expected in (
+            (packed, serial_scan(a, b, ids, reverse)),
+            (whole, serial_scan(a, b, ones, reverse)),
+            (halved, serial_scan(half, b, ids, reverse)),
+        ):
+            if y is not None:
+                np.testing.assert_allclose(y, physical(expected, layout, shards), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_of_scan_affine(layout):
+    """Equal to one device's and to the serial loop's: the scan of the weights the other way."""
+    shards = 4
+    parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
+    ids, rng = logical_segments(shards), np.random.default_rng(5)
+    a, b, weight = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(3, R, T)))
+
+    def loss(a, b, weight, ids, parallel):
+        return jnp.vdot(scan_affine(a, b, parallel, True, ids, S), weight)
+
+    gradient = jax.grad(loss, argnums=(0, 1))
+    there = [physical(x, layout, shards) for x in (a, b, weight, ids)]
+    got = jax.jit(lambda *xs: gradient(*xs, parallel))(*there)
+    one = jax.jit(lambda *xs: gradient(*xs, None))(a, b, weight, ids)
+    y, before_a = serial_scan(a, b, ids, True), np.roll(a, 1, axis=1)
+    of_b = serial_scan(before_a, weight, ids, False)  # what reaches b_t is w_t and, through y_t, a_(t-1) of the former
+    of_a = of_b * serial_shift(y, ids, 1, 0)
+    for g, o, e in zip(got, one, (of_a, of_b), strict=True):
+        np.testing.assert_allclose(o, e, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(g, physical(e, layout, shards), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("layout", "expected"), [
+    ("contiguous", [("all-gather", 4 * 4)]),
+    ("zigzag", [("all-gather", 4 * 4 * 2)]),
+    ("zigzag_per_segment", [("all-gather", 4 * 2 * 2 * S), ("all-reduce", S)]),
+    ("striped", [("all-gather", 4 * 4)] + [("all-to-all", T // 4)] * 4),
+])  # fmt: skip
+def test_what_a_scan_moves(layout, expected):
+    """For one row, from each of 4 shards: a pair a piece and the ids at its ends; pairs only for each segment."""
+    parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
+    x, ids = jnp.ones((2, T)), jnp.ones((2, T), jnp.int32)
+    assert collectives(lambda a, b, ids: scan_affine(a, b, parallel, True, ids, S), x, x, ids) == sorted(expected)
+    if layout in ("contiguous", "zigzag"):
+        pairs = [("all-gather", 4 * 2 * (2 if layout == "zigzag" else 1))]
+        assert collectives(lambda a, b: scan_affine(a, b, parallel), x, x) == pairs
+
+
+def test_context_over_two_axes_explicit_and_inside_shard_map():
+    """A context axis made of two mesh axes, Explicit ones, and ShardAxes inside the caller's own shard_map."""
+    mesh = jax.make_mesh((2, 2, 2), ("rows", "slow", "fast"))
+    ids, x = logical_segments(4), np.random.default_rng(6).normal(size=(R, T)).astype(np.float32)
+    for layout in ("zigzag_per_segment", "striped"):
+        parallel = ParallelMesh(mesh, data="rows", context=("slow", "fast"), tensor=None, context_layout=layout)
+
+        def everything(parallel, x, ids, layout=layout):
+            target = LAYOUTS[LAYOUTS.index(layout) - 1]
+            return (
+                scan_affine(0.9, x, parallel, True, ids, S),
+                shift_left(x, parallel, 2, 0, ids, S),
+                redistribute(x, parallel, layout, target, ids, S),
+            )
+
+        there = physical(x, layout, 4), physical(ids, layout, 4)
+        got = jax.jit(lambda *xs, p=parallel: everything(p, *xs))(*there)
+        axes = ShardAxes(data="rows", context=("slow", "fast"), context_layout=layout)
+        spec = parallel.tokens_spec
+        inside = jax.shard_map(lambda *xs, a=axes: everything(a, *xs), mesh=mesh, in_specs=spec, out_specs=spec)
+        placed = [jax.device_put(y, parallel.sharding(spec)) for y in there]
+        for one, two in zip(got, jax.jit(inside)(*placed), strict=True):
+            np.testing.assert_array_equal(one, two)
+        np.testing.assert_array_equal(got[1], physical(serial_shift(x, ids, 2, 0), layout, 4))
+        expected = serial_scan(np.full((R, T), 0.9), x, ids, True)
+        np.testing.assert_allclose(got[0], physical(expected, layout, 4), rtol=1e-5, atol=1e-6)
+
+
+def zigzag():
+    return make_parallel_mesh("dp=2,cp=4", context_layout="zigzag")
+
+
+def per_segment():
+    return make_parallel_mesh("dp=2,cp=4", context_layout="zigzag_per_segment")
+
+
+ROWS, IDS = np.ones((2, 48), np.float32), np.ones((2, 48), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: redistribute(ROWS, zigzag(), "zigzag", "ring"),
+            "target: got 'ring', expected one of contiguous, zigzag",
+        ),
+        (lambda: redistribute(ROWS[0], zigzag(), "zigzag", "striped"), r"x: got shape \(48,\), expected \[R, T, ...\]"),
+        (
+            lambda: redistribute(ROWS[:, :44], zigzag(), "contiguous", "zigzag"),
+            "row length in redistribute: got 44, expected a multiple of 8 for layout 'zigzag' over 4 .* works is 48",
+        ),
+        (
+            lambda: redistribute(ROWS, zigzag(), "zigzag", "zigzag_per_segment"),
+            "segment_ids: got None in redistribute, expected it for context layout 'zigzag_per_segment'",
+        ),
+        (lambda: redistribute([ROWS, ROWS[:, 8:]], zigzag(), "zigzag", "striped"), r"x\[1\]: got shape \(2, 40\)"),
+        (lambda: shift_left(ROWS, zigzag(), by=-1), "by: got -1, expected at least 0"),
+        (lambda: shift_left(ROWS, per_segment()), "segment_ids: got None in shift_left"),
+        (lambda: shift_left(ROWS, per_segment(), 1, 0, IDS), "num_segments: got None in shift_left"),
+        (lambda: shift_left(ROWS, zigzag(), 1, 0, IDS[:, 8:]), r"x: got shape \(2, 48\), .* \[R, T\] = \(2, 40\)"),
+        (lambda: shift_left(ROWS, zigzag(), 1, 0, ROWS), r"segment_ids: got float32\(2, 48\), expected integers"),
+        (lambda: scan_affine(ROWS[:, 8:], ROWS, zigzag()), r"a, b: got shapes \(2, 40\) and \(2, 48\)"),
+        (lambda: scan_affine(ROWS, ROWS, per_segment()), "segment_ids: got None in scan_affine"),
+        (lambda: scan_affine(1.0, ROWS[:, :44], zigzag()), "row length in scan_affine: got 44, .* works is 48"),
+        (lambda: logical_positions("striped", 30, 4), "row_length: got 30, expected a multiple of 4 .* works is 32"),
+        (
+            lambda: logical_positions("zigzag_per_segment", 48, 4, np.array([[8, 0], [40, 9]])),
+            "segment_lengths: got 56 positions in row 1, each sequence padded to a multiple of 8, expected at most 48",
+        ),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
