@@ -1,0 +1,148 @@
+"""What is compiled for training: the supervised step and the GRPO step, from tokens to updated parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxppo
+from examples.attention import context_attention
+from examples.model import Decoder, ModelConfig
+from jaxppo import PolicyLossConfig, RolloutBatch, TokenStats, advantages
+from jaxppo.metrics import values
+from jaxppo.policy_losses import find_policy_loss
+from sharding import ParallelMesh
+
+Metrics = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that changes from step to step, and so all that a checkpoint needs."""
+
+    params: Any
+    optimizer: Any
+    reference: Any
+    """The parameters after supervised training, which the KL is to."""
+    key: Any
+    step: Any
+    position: Any
+    """Of the next question in the task's stream."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Learner:
+    """Loss and optimiser on a mesh. `updates` is how often each batch of rollouts is used."""
+
+    graphdef: nnx.GraphDef
+    model: ModelConfig
+    parallel: ParallelMesh
+    loss: PolicyLossConfig
+    optimizer: optax.GradientTransformation
+    updates: int
+
+    def start(self, params: nnx.State, seed: int, position: int) -> TrainState:
+        """The state before the first GRPO step, every array on the mesh and no two sharing memory."""
+        copy = partial(jax.tree.map, lambda x: x.copy())
+        key = jax.random.key_data(jax.random.key(seed))
+        state = TrainState(params, self.optimizer.init(params), copy(params), key, 0, position)
+        return jax.device_put(state, self.shardings(state))
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """The NamedSharding of each array of the state: moments lie as their parameters do, the rest is replicated."""
+        named = self.parameter_shardings(state.params)
+        everywhere = self.parallel.sharding(P())
+        moments = optax.tree_map_params(
+            self.optimizer, lambda _, spec: spec, state.optimizer, named, transform_non_params=lambda _: everywhere
+        )
+        return TrainState(named, moments, named, everywhere, everywhere, everywhere)
+
+    def parameter_shardings(self, params: nnx.State) -> nnx.State:
+        return jax.tree.map(self.parallel.sharding, nnx.get_partition_spec(params))
+
+    def _head(self, params: nnx.State, batch: RolloutBatch) -> tuple[jax.Array, jax.Array]:
+        model: Decoder = nnx.merge(self.graphdef, params)
+        attend = context_attention(batch.segment_ids, batch.positions, self.parallel)
+        return model(batch.tokens, batch.positions, attend), model.head.kernel[...]
+
+    def token_stats(self, params: nnx.State, batch: RolloutBatch) -> TokenStats:
+        """Log-probs of the targets that carry loss; the logits never exist."""
+        return jaxppo.log_probs_from_hidden(
+            *self._head(params, batch),
+            batch.targets,
+            parallel=self.parallel,
+            temperature=self.loss.temperature,
+            where=batch.loss_mask > 0,
+            vocab_size=self.model.vocab_size,
+        )
+
+    def _apply(self, params: nnx.State, state: Any, gradients: nnx.State) -> tuple[nnx.State, Any, Metrics]:
+        updates, state = self.optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, {"gradient_norm": optax.tree.norm(gradients)}
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def sft_step(self, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Metrics]:
+        """One update towards the answers in `batch`."""
+
+        def loss_of(params: nnx.State) -> Any:
+            return jaxppo.sft_loss(self.token_stats(params, batch), batch, parallel=self.parallel)
+
+        (_, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        params, optimizer, norm = self._apply(state.params, state.optimizer, gradients)
+        return self._pin(dataclasses.replace(state, params=params, optimizer=optimizer)), values(metrics) | norm
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def grpo_step(self, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Metrics]:
+        """`updates` updates on rollouts that carry rewards and the sampler's log-probs; metrics are the first's.
+
+        The trainer's own log-probs under the parameters that sampled are computed here, and are what the ratio is
+        over; the sampler's stay in the batch, and `mismatch_*` says how far the two are apart.
+        """
+        old = self.token_stats(state.params, batch)
+        assert batch.rewards is not None  # the task gave every sample one
+        by_sample = advantages.grpo(batch.rewards, batch.group_ids, parallel=self.parallel)
+        batch = dataclasses.replace(
+            batch,
+            old_log_probs=old.log_probs,
+            ref_log_probs=self.token_stats(state.reference, batch).log_probs,
+            advantages=advantages.spread(by_sample, batch.segment_ids, batch.loss_mask, parallel=self.parallel),
+        )
+        covariance = None
+        if find_policy_loss(self.loss.loss).covariance is not None:
+            key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+            covariance = jaxppo.covariance_mask(old, batch, self.loss, key, self.parallel)
+
+        def loss_of(params: nnx.State) -> Any:
+            return jaxppo.policy_loss_from_hidden(
+                *self._head(params, batch),
+                batch,
+                self.loss,
+                parallel=self.parallel,
+                covariance=covariance,
+                vocab_size=self.model.vocab_size,
+            )
+
+        def update(carry: tuple[nnx.State, Any], _: None) -> Any:
+            params, optimizer = carry
+            (_, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+            params, optimizer, norm = self._apply(params, optimizer, gradients)
+            return (params, optimizer), values(metrics) | norm
+
+        (params, optimizer), metrics = lax.scan(update, (state.params, state.optimizer), length=self.updates)
+        metrics = jax.tree.map(lambda x: x[0], metrics)
+        mismatch = values(jaxppo.mismatch_metrics(batch, parallel=self.parallel))
+        metrics |= {f"mismatch_{name}": mismatch[name] for name in ("kl", "log_prob_abs_diff", "chi2_sequence")}
+        state = dataclasses.replace(state, params=params, optimizer=optimizer, step=state.step + 1)
+        return self._pin(state), metrics
+
+    def _pin(self, state: TrainState) -> TrainState:
+        """The state where it started, so that the next step finds the same shardings and is not compiled again."""
+        return lax.with_sharding_constraint(state, self.shardings(state))

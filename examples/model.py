@@ -1,0 +1,94 @@
+"""A small decoder-only transformer in Flax NNX, its parameters sharded over the tensor axis."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from examples.attention import Attend
+from sharding import ParallelMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the decoder. `vocab_size` tokens are real; the kernels hold `padded_vocab` columns."""
+
+    vocab_size: int
+    max_length: int
+    width: int = 64
+    layers: int = 2
+    heads: int = 8
+    head_dim: int = 16
+    mlp_width: int = 256
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // 8) * 8
+
+
+def _kernel(spec: P, parallel: ParallelMesh) -> nnx.Initializer:
+    return nnx.with_partitioning(nnx.initializers.lecun_normal(), tuple(spec), mesh=parallel.mesh)
+
+
+class Block(nnx.Module):
+    """Attention and a gated-free MLP, each behind a norm; heads and MLP columns are split over the tensor axis."""
+
+    def __init__(self, config: ModelConfig, parallel: ParallelMesh, rngs: nnx.Rngs):
+        tensor = parallel.logits_spec[2]
+        width, heads, head_dim = config.width, config.heads, config.head_dim
+        linear: dict[str, Any] = {"use_bias": False, "rngs": rngs}
+        self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.qkv = nnx.LinearGeneral(
+            width, (3, heads, head_dim), kernel_init=_kernel(P(None, None, tensor, None), parallel), **linear
+        )
+        self.out = nnx.LinearGeneral(
+            (heads, head_dim), width, axis=(-2, -1), kernel_init=_kernel(P(tensor, None, None), parallel), **linear
+        )
+        self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, config.mlp_width, kernel_init=_kernel(P(None, tensor), parallel), **linear)
+        self.down = nnx.Linear(config.mlp_width, width, kernel_init=_kernel(P(tensor, None), parallel), **linear)
+
+    def __call__(self, x: Float[Array, "R T H"], attend: Attend) -> Float[Array, "R T H"]:
+        q, k, v = jnp.moveaxis(self.qkv(self.attention_norm(x)), -3, 0)
+        x = x + self.out(attend(q, k, v))
+        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
+
+
+class Decoder(nnx.Module):
+    """Tokens to final hidden states; the head's kernel `[H, V]` is for the loss, which never makes the logits."""
+
+    def __init__(self, config: ModelConfig, parallel: ParallelMesh, rngs: nnx.Rngs):
+        small = nnx.initializers.normal(0.02)
+        self.tokens = nnx.Embed(config.padded_vocab, config.width, embedding_init=small, rngs=rngs)
+        self.positions = nnx.Embed(config.max_length, config.width, embedding_init=small, rngs=rngs)
+        self.blocks = nnx.List([Block(config, parallel, rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.width, rngs=rngs)
+        head = _kernel(parallel.kernel_spec("hv"), parallel)
+        self.head = nnx.Linear(config.width, config.padded_vocab, use_bias=False, kernel_init=head, rngs=rngs)
+
+    def __call__(
+        self, tokens: Int[Array, "R T"], positions: Int[Array, "R T"], attend: Attend | Sequence[Attend]
+    ) -> Float[Array, "R T H"]:
+        """Final hidden states. `attend` is one function, or one for each layer (each with its own cache)."""
+        x = self.tokens(tokens) + self.positions(positions)
+        for i, block in enumerate(self.blocks):
+            x = block(x, attend if callable(attend) else attend[i])
+        return self.norm(x)
+
+
+def create_model(config: ModelConfig, parallel: ParallelMesh, seed: int) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure and its parameters, each placed on the mesh as its kernel asks."""
+    if config.heads % parallel.tensor_size:
+        raise ValueError(
+            f"mesh: got {parallel.tensor_size} tensor shards, expected a divisor of the {config.heads} heads"
+        )
+    graphdef, params = nnx.split(Decoder(config, parallel, nnx.Rngs(seed)))
+    specs = nnx.get_partition_spec(params)
+    return graphdef, jax.device_put(params, jax.tree.map(parallel.sharding, specs))

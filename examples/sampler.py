@@ -1,0 +1,114 @@
+"""Sampling with a key-value cache: one compiled program for the whole response, on the same mesh as training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from examples.attention import Attend, attention
+from examples.model import Decoder, ModelConfig
+from examples.tasks import Tokenizer
+from sharding import ParallelMesh
+
+
+class Responses(NamedTuple):
+    """What was sampled: tokens up to and with the end of text, their log-probabilities, and where they are."""
+
+    tokens: Int[Array, "B M"]
+    log_probs: Float[Array, "B M"]
+    mask: Bool[Array, "B M"]
+
+
+Sampler = Callable[..., Responses]
+Place = Callable[..., jax.Array]
+
+
+class Cache(NamedTuple):
+    """Keys and values `[B, slots, N, D]` of each layer, and what each slot holds: segment 1 is a token, 0 nothing."""
+
+    layers: tuple[tuple[jax.Array, jax.Array], ...]
+    segments: Int[Array, "B slots"]
+    positions: Int[Array, "B slots"]
+
+
+def rows_spec(parallel: ParallelMesh) -> P:
+    """Where the responses lie: each is one row, so that context shards serve as further data shards."""
+    return P(parallel.data + parallel.context or None)
+
+
+def make_sampler(
+    graphdef: nnx.GraphDef, config: ModelConfig, parallel: ParallelMesh, prompt_length: int, response_length: int
+) -> Sampler:
+    """`sample(params, prompts [B, P], lengths [B], key, temperature) -> Responses`, jitted; temperature 0 is greedy.
+
+    Prompts are padded on the right to P, and keys and values of response token i go to slot P + i. Attention tells
+    slots apart by segment and position, as it does the tokens of a packed training row.
+    """
+    rows = rows_spec(parallel)
+    tensor = parallel.logits_spec[2]
+
+    def place(x: jax.Array, *dims: Any) -> jax.Array:
+        return lax.with_sharding_constraint(x, parallel.sharding(P(*rows, *dims)))
+
+    def start(lengths: jax.Array) -> Cache:
+        slots = jnp.arange(prompt_length + response_length)
+        empty = jnp.zeros((*lengths.shape, *slots.shape, config.heads, config.head_dim))
+        positions = jnp.where(slots < prompt_length, slots, lengths[:, None] + slots - prompt_length)
+        segments = (slots < lengths[:, None]).astype(jnp.int32)
+        return Cache(((place(empty, None, tensor, None),) * 2,) * config.layers, segments, positions)
+
+    def choose(logits: jax.Array, key: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = jnp.where(jnp.arange(config.padded_vocab) < config.vocab_size, place(logits, None), -jnp.inf)
+        scaled = logits / jnp.where(temperature > 0, temperature, 1)
+        noise = jnp.where(temperature > 0, jax.random.gumbel(key, logits.shape), 0)
+        token = jnp.argmax(scaled + noise, axis=-1)
+        return token, jnp.take_along_axis(jax.nn.log_softmax(scaled), token[:, None], axis=-1)[:, 0]
+
+    @jax.jit
+    def sample(
+        params: nnx.State, prompts: jax.Array, lengths: jax.Array, key: jax.Array, temperature: jax.Array
+    ) -> Responses:
+        model: Decoder = nnx.merge(graphdef, params)
+        hidden, cache = _extend(model, start(lengths), prompts, 0, place, tensor)
+        last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
+
+        def step(carry: Any, i: jax.Array) -> Any:
+            hidden, cache, done = carry
+            token, log_prob = choose(model.head(hidden[:, 0]), jax.random.fold_in(key, i), temperature)
+            emitted = Responses(jnp.where(done, Tokenizer.pad, token), jnp.where(done, 0.0, log_prob), ~done)
+            cache = cache._replace(segments=cache.segments.at[:, prompt_length + i].set(1))
+            hidden, cache = _extend(model, cache, token[:, None], prompt_length + i, place, tensor)
+            return (hidden, cache, done | (token == Tokenizer.end)), emitted
+
+        carry = (last, cache, jnp.zeros(lengths.shape, bool))
+        _, emitted = lax.scan(step, carry, jnp.arange(response_length))
+        return jax.tree.map(lambda x: x.T, emitted)
+
+    return sample
+
+
+def _extend(
+    model: Decoder, cache: Cache, tokens: Int[Array, "B n"], at: Any, place: Place, tensor: Any
+) -> tuple[Float[Array, "B n H"], Cache]:
+    """Hidden states of n more tokens in the slots from `at` on, and the cache with their keys and values."""
+    layers = list(cache.layers)
+    here = (lax.dynamic_slice_in_dim(x, at, tokens.shape[1], 1) for x in (cache.segments, cache.positions))
+    segments, positions = here
+
+    def attend_in(layer: int) -> Attend:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            write = lambda old, new: place(lax.dynamic_update_slice_in_dim(old, new, at, 1), None, tensor, None)  # noqa: E731
+            layers[layer] = keys, values = write(layers[layer][0], k), write(layers[layer][1], v)
+            return attention(q, keys, values, segments, positions, cache.segments, cache.positions)
+
+        return attend
+
+    hidden = model(tokens, positions, [attend_in(layer) for layer in range(len(layers))])
+    return hidden, cache._replace(layers=tuple(layers))
