@@ -1,0 +1,158 @@
+"""Full-vocabulary divergences from hidden states, against logits written out, on any mesh."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxppo import HeadStates, RolloutBatch, distillation_loss, divergence_from_hidden
+from jaxppo.distillation import DIVERGENCES
+from sharding import ShardAxes, make_parallel_mesh
+from sharding.testing import assert_mesh_invariant, assert_trees_close
+
+R, T, H, TEACHER_H = 4, 8, 8, 12
+MESHES = ["dp=2,cp=2,tp=2", "dp=1,cp=4,tp=2", "dp=1,cp=1,tp=8"]
+MASK = np.zeros((R, T), bool)
+MASK[0], MASK[1, 3:5], MASK[3, 7] = True, True, True
+
+
+def heads(V, seed=0, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    hidden, teacher_hidden = (jnp.where(MASK[..., None], array(R, T, n), jnp.nan) for n in (H, TEACHER_H))
+    student = HeadStates(hidden, array(H, V), bias=array(V))
+    return student, HeadStates(teacher_hidden, array(V, TEACHER_H), kernel_layout="vh", logit_softcap=4.0)
+
+
+def reference(student, teacher, divergence, beta, temperature):
+    def log_p(head):
+        kernel = head.kernel if head.kernel_layout == "hv" else head.kernel.T
+        hidden = jnp.where(MASK[..., None], head.hidden, 0)
+        z = jnp.matmul(hidden, kernel, precision="highest") + (0 if head.bias is None else head.bias)
+        cap = head.logit_softcap
+        return jax.nn.log_softmax((cap * jnp.tanh(z / cap) if cap else z) / temperature)
+
+    log_p, log_q = log_p(student), jax.lax.stop_gradient(log_p(teacher))
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    log_m = jnp.log(beta * q + (1 - beta) * p)
+    kl = lambda p, log_p, log_q: (p * (log_p - log_q)).sum(-1)  # noqa: E731
+    found = {
+        "reverse_kl": kl(p, log_p, log_q),
+        "forward_kl": kl(q, log_q, log_p),
+        "jensen_shannon": beta * kl(q, log_q, log_m) + (1 - beta) * kl(p, log_p, log_m),
+    }
+    return jnp.where(MASK, found[divergence], 0)
+
+
+def weighted(fn):
+    """Values, and the gradients of a weighted sum of them, by the student's arrays."""
+    weights = jnp.arange(R * T).reshape(R, T) / 32 - 0.3
+
+    def run(student):
+        found = fn(student)
+        return (found * weights).sum(), found
+
+    def value_and_grad(student):
+        (_, found), grads = jax.value_and_grad(run, has_aux=True)(student)
+        return found, grads.hidden, grads.kernel, grads.bias
+
+    return value_and_grad
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("V", [1000, 97])  # more than one block with a remainder; what tp=2 does not divide
+def test_against_logits_written_out_on_any_mesh(divergence, V):
+    student, teacher = heads(V)
+
+    def run(parallel, student, teacher):
+        options = {"beta": 0.3, "temperature": 0.7, "where": MASK, "block_bytes": 2**17, "parallel": parallel}
+        return weighted(lambda s: divergence_from_hidden(s, teacher, divergence=divergence, **options))(student)
+
+    got = assert_mesh_invariant(run, student, teacher, meshes=MESHES[:2] if V == 97 else MESHES, rtol=1e-5, atol=2e-6)
+    expected = jax.jit(weighted(lambda s: reference(s, teacher, divergence, 0.3, 0.7)))(student)
+    assert_trees_close(got, expected, rtol=1e-5, atol=2e-6)
+    assert (np.asarray(got[0]) >= 0).all()
+
+
+def test_padded_columns_and_a_frozen_head():
+    student, teacher = heads(600)
+    spoiled = HeadStates(student.hidden, student.kernel.at[:, 500:].set(jnp.nan), student.bias)
+    shorter = [HeadStates(student.hidden, student.kernel[:, :500], student.bias[:500])]
+    shorter.append(HeadStates(teacher.hidden, teacher.kernel[:500], kernel_layout="vh", logit_softcap=4.0))
+
+    def gradient(student, teacher, **options):
+        total = lambda hidden: divergence_from_hidden(  # noqa: E731
+            HeadStates(hidden, student.kernel, student.bias), teacher, where=MASK, **options
+        ).sum()
+        return jax.jit(jax.value_and_grad(total))(student.hidden)
+
+    assert_trees_close(gradient(spoiled, teacher, vocab_size=500), gradient(*shorter))
+
+
+def test_same_distribution_is_zero_and_far_ones_are_finite():
+    student, _ = heads(97)
+    assert_trees_close(divergence_from_hidden(student, student, where=MASK), jnp.zeros((R, T)))
+    far = HeadStates(student.hidden, 1e4 * student.kernel)
+    for divergence in DIVERGENCES:
+        run = weighted(lambda s, d=divergence: divergence_from_hidden(s, far, divergence=d, where=MASK))
+        assert all(np.isfinite(x).all() for x in jax.jit(run)(student))
+
+
+def test_inside_a_users_shard_map():
+    student, teacher = heads(64)
+    mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
+    expected = divergence_from_hidden(student, teacher, where=MASK)
+    specs = [mesh.hidden_spec, mesh.kernel_spec(), mesh.hidden_spec, mesh.kernel_spec("vh"), mesh.tokens_spec]
+
+    def inside(hidden, kernel, teacher_hidden, teacher_kernel, where):
+        axes = ShardAxes("dp", "cp", "tp")
+        mine, yours = HeadStates(hidden, kernel), HeadStates(teacher_hidden, teacher_kernel, None, "vh", 4.0)
+        return divergence_from_hidden(mine, yours, where=where, parallel=axes)
+
+    no_bias = HeadStates(student.hidden, student.kernel)
+    expected = divergence_from_hidden(no_bias, teacher, where=MASK)
+    mapped = jax.shard_map(inside, mesh=mesh.mesh, in_specs=tuple(specs), out_specs=mesh.tokens_spec)
+    got = jax.jit(mapped)(student.hidden, student.kernel, teacher.hidden, teacher.kernel, MASK)
+    assert_trees_close(got, expected, atol=2e-6)
+
+
+def test_no_array_has_the_vocabulary_for_each_token():
+    student, teacher = heads(4096)
+    options = {"where": MASK, "block_bytes": 2**15}
+    run = jax.grad(lambda s: divergence_from_hidden(s, teacher, **options).sum())
+    shapes = set(re.findall(r"f32\[([0-9,]*)\]", str(jax.make_jaxpr(run)(student))))
+    assert "4,512" in shapes  # a block of logits
+    assert {s for s in shapes if "4096" in s} == {f"{H},4096", f"4096,{TEACHER_H}", "4096"}  # the parameters
+
+
+def test_distillation_loss_is_the_mean_over_loss_tokens():
+    student, teacher = heads(97)
+    ids, sample = jnp.ones((R, T), int), jnp.zeros((R, 1), int)
+    batch = RolloutBatch(ids, ids, ids, ids, jnp.asarray(MASK, jnp.float32), sample, sample, sample)
+    for mesh in (None, make_parallel_mesh(MESHES[0])):
+        run = jax.jit(lambda s, t, b, p=mesh: distillation_loss(s, t, b, divergence="forward_kl", parallel=p))
+        loss, metrics = run(student, teacher, batch)
+        expected = np.asarray(reference(student, teacher, "forward_kl", 0.5, 1.0))[MASK].mean()
+        np.testing.assert_allclose([loss, metrics["divergence"].value], expected, rtol=1e-5)
+
+
+def test_bad_input():
+    student, teacher = heads(97)
+    for kwargs, message in [
+        ({"divergence": "kl"}, "divergence: got 'kl', expected one of reverse_kl, forward_kl, jensen_shannon"),
+        ({"beta": 1.0}, r"beta: got 1.0, expected a number in \(0, 1\)"),
+        ({"temperature": 0.0}, "temperature: got 0.0"),
+        ({"where": MASK[:2]}, "where: got shape"),
+        ({"block_bytes": 0}, "block_bytes: got 0"),
+        ({"vocab_size": 200}, "vocab_size: got 200"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            divergence_from_hidden(student, teacher, **kwargs)
+    with pytest.raises(ValueError, match=r"teacher.kernel: got 96 columns, expected the student's 97"):
+        divergence_from_hidden(student, heads(96)[1])
+    with pytest.raises(TypeError, match="teacher: got tuple, expected HeadStates"):
+        divergence_from_hidden(student, (teacher.hidden, teacher.kernel))
+    with pytest.raises(ValueError, match=r"teacher.hidden: got"):
+        divergence_from_hidden(student, HeadStates(teacher.hidden[:, :4], teacher.kernel, kernel_layout="vh"))
