@@ -7,6 +7,7 @@ from jaxppo.batch import RolloutBatch, Sample
 from jaxppo.config import PolicyLossConfig
 from jaxppo.covariance import covariance_mask
 from jaxppo.distillation import HeadStates, distillation_loss, divergence_from_hidden
+from jaxppo.forward import compute_log_probs
 from jaxppo.hidden_loss import policy_loss_from_hidden
 from jaxppo.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.log_probs import TokenStats, log_probs_from_hidden, log_probs_from_logits
@@ -15,6 +16,7 @@ from jaxppo.metrics import Metric
 from jaxppo.mismatch import mismatch_metrics
 from jaxppo.off_policy import OffPolicyConfig, Rejection
 from jaxppo.policy_losses import register_policy_loss
+from jaxppo.replay import keep_mask, pack_keep_ids
 from jaxppo.sft import sft_loss
 from jaxppo.value import value_loss
 
@@ -31,14 +33,17 @@ __all__ = [
     "accumulate_gradients",
     "adaptive_kl_coef",
     "advantages",
+    "compute_log_probs",
     "covariance_mask",
     "distillation_loss",
     "divergence_from_hidden",
+    "keep_mask",
     "kl_divergence",
     "log_probs_from_hidden",
     "log_probs_from_logits",
     "metrics",
     "mismatch_metrics",
+    "pack_keep_ids",
     "policy_loss",
     "policy_loss_from_hidden",
     "register_policy_loss",

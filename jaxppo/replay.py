@@ -1,0 +1,126 @@
+"""Top-p/top-k replay: what the sampler could draw at each token, recorded as ragged ids, in a batch's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jaxppo.batch import RolloutBatch, Sample
+from sharding import ParallelMesh, ShardAxes, shard_call, vary_like
+
+Recorded = Sequence[Sequence[Any]]
+
+
+def pack_keep_ids(
+    recorded: Recorded, samples: Sequence[Sample], batch: RolloutBatch, *, width: int | None = None
+) -> Int[np.ndarray, "*K R T width"]:
+    """The sampler's recorded nuclei at the positions of a batch that predict their tokens; on the host.
+
+    `log_probs_from_hidden(..., keep_ids=)` takes the result as it is, `keep_mask` makes of it what
+    `log_probs_from_logits(..., keep_mask=)` takes. Both keep the sampled token whether it was recorded or not.
+
+    Args:
+      recorded: `recorded[i][j]`: the token ids that the sampler could draw at response token j of samples[i]; ragged,
+        in any order, negative ones left out. Empty where nothing was recorded, such as what a tool wrote: then only
+        the sampled token is kept.
+      samples: those that the batch was made of.
+      batch: `[R, T]` or `[K, R, T]`, in any layout.
+      width: the static size of the last dimension; by default the power of two that holds the largest nucleus.
+
+    Returns:
+      `i32[R, T, width]`, or `[K, R, T, width]`; -1 padded.
+
+    Raises:
+      ValueError: a sample with another number of nuclei than response tokens, a nucleus wider than `width`, a sample of
+        the batch that is not among the samples.
+
+    Example:
+      >>> samples = [Sample([5, 6, 7], response_start=1)]
+      >>> batch = RolloutBatch.from_samples(samples, row_length=4)
+      >>> pack_keep_ids([[[6, 9], [7]]], samples, batch).tolist()
+      [[[6, 9], [7, -1], [-1, -1], [-1, -1]]]
+    """
+    if len(recorded) != len(samples):
+        raise ValueError(f"recorded: got {len(recorded)} samples, expected {len(samples)}, as many as samples")
+    nuclei = {}
+    for i, (sample, of_sample) in enumerate(zip(samples, recorded, strict=True)):
+        expected = len(sample.tokens) - _response_start(sample)
+        if len(of_sample) != expected:
+            raise ValueError(f"recorded[{i}]: got {len(of_sample)} nuclei, expected {expected}, one a response token")
+        ids = [np.asarray(x, np.int64).reshape(-1) for x in of_sample]
+        nuclei[i if sample.sample_id is None else sample.sample_id] = (sample, [x[x >= 0] for x in ids])
+    widest = max((x.size for _, ids in nuclei.values() for x in ids), default=0)
+    if width is None:
+        width = 1 << max(widest - 1, 0).bit_length()
+    if widest > width:
+        raise ValueError(f"width: got {width}, expected at least {widest}, the size of the largest nucleus")
+
+    sample_ids, segment_ids, positions = (
+        np.asarray(x).reshape(-1, x.shape[-1]) for x in (batch.sample_ids, batch.segment_ids, batch.positions)
+    )
+    out = np.full((*segment_ids.shape, width), -1, np.int32)
+    for row, slot in zip(*np.nonzero(sample_ids >= 0), strict=True):
+        number = int(sample_ids[row, slot])
+        if number not in nuclei:
+            raise ValueError(f"samples: got none with sample_id {number}, expected all samples of the batch")
+        sample, ids = nuclei[number]
+        padded = np.full((len(sample.tokens), width), -1, np.int32)
+        sizes = np.array([x.size for x in ids], np.int64)
+        token = np.repeat(np.arange(len(ids)), sizes)
+        place = np.arange(token.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        padded[_response_start(sample) - 1 + token, place] = np.concatenate([*ids, np.zeros(0, np.int64)])
+        here = segment_ids[row] == slot + 1
+        out[row, here] = padded[positions[row, here]]
+    return out.reshape(*batch.segment_ids.shape, width)
+
+
+def _response_start(sample: Sample) -> int:
+    assert sample.response_start is not None  # Sample sees to it
+    return sample.response_start
+
+
+def keep_mask(
+    keep_ids: Int[Array, "R T K"], columns: int, *, parallel: ParallelMesh | ShardAxes | None = None
+) -> Bool[Array, "R T V"]:
+    """The dense mask of recorded nuclei, for the logits path: mask[r, t, v] = v in keep_ids[r, t].
+
+    Each device makes its own part, sharded as logits are.
+
+    Args:
+      keep_ids: `i32[R, T, K]`, -1 padded, see `pack_keep_ids`.
+      columns: V, as many as the logits have, over all vocabulary shards.
+      parallel: the mesh; rows sharded over data, positions over context, the vocabulary over tensor.
+
+    Returns:
+      `bool[R, T, V]`.
+
+    Raises:
+      ValueError: ids of another rank, columns that the tensor axis does not divide.
+
+    Example:
+      >>> keep_mask(jnp.array([[[2, 0, -1]]]), 4)
+      Array([[[ True, False,  True, False]]], dtype=bool)
+    """
+    if keep_ids.ndim != 3 or not jnp.issubdtype(keep_ids.dtype, jnp.integer):
+        raise ValueError(f"keep_ids: got {keep_ids.dtype}{list(keep_ids.shape)}, expected integer [R, T, K]")
+    roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
+    shards = parallel.tensor_size if isinstance(parallel, ParallelMesh) else roles.size(roles.tensor)
+    if columns < 1 or columns % shards:
+        raise ValueError(f"columns: got {columns}, expected a positive multiple of {shards}, the tensor shards")
+
+    def per_shard(axes: ShardAxes, keep_ids: jax.Array) -> jax.Array:
+        R, T, _ = keep_ids.shape
+        local = columns // shards
+        place = keep_ids - axes.index(axes.tensor) * local
+        place = jnp.where((place >= 0) & (place < local), place, local)
+        empty = vary_like(jnp.zeros((R, T, local), bool), place)
+        rows, positions = jnp.arange(R)[:, None, None], jnp.arange(T)[None, :, None]
+        return empty.at[rows, positions, place].set(True, mode="drop")
+
+    args = {"keep_ids": keep_ids}
+    return shard_call("keep_mask", per_shard, parallel, args, lambda p: ([p.tokens_spec], p.logits_spec))
