@@ -89,6 +89,7 @@ def create_model(config: ModelConfig, parallel: ParallelMesh, seed: int) -> tupl
         raise ValueError(
             f"mesh: got {parallel.tensor_size} tensor shards, expected a divisor of the {config.heads} heads"
         )
-    graphdef, params = nnx.split(Decoder(config, parallel, nnx.Rngs(seed)))
-    specs = nnx.get_partition_spec(params)
-    return graphdef, jax.device_put(params, jax.tree.map(parallel.sharding, specs))
+    create = lambda: nnx.split(Decoder(config, parallel, nnx.Rngs(seed)))  # noqa: E731
+    graphdef, abstract = jax.eval_shape(create)
+    shardings = jax.tree.map(parallel.sharding, nnx.get_partition_spec(abstract))
+    return graphdef, jax.jit(lambda: create()[1], out_shardings=shardings)()

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from examples.sampler import Sampler, rows_spec
 from examples.tasks import Question, Task, Tokenizer
@@ -47,8 +48,9 @@ class Rollouts:
         width = self.task.prompt_length
         prompts = np.array([q.prompt + [Tokenizer.pad] * (width - len(q.prompt)) for q in asked], np.int32)
         lengths = np.array([len(q.prompt) for q in asked], np.int32)
-        placed = jax.device_put((prompts, lengths), self.parallel.sharding(rows_spec(self.parallel)))
-        responses = jax.device_get(self.sampler(params, *placed, key, np.float32(temperature)))
+        rows, everywhere = self.parallel.sharding(rows_spec(self.parallel)), self.parallel.sharding(P())
+        placed = jax.device_put((prompts, lengths, key, np.float32(temperature)), (rows, rows, everywhere, everywhere))
+        responses = jax.device_get(self.sampler(params, *placed))
         return [
             Sample(
                 [*question.prompt, *tokens[mask]],

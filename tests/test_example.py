@@ -13,6 +13,28 @@ from sharding.mesh import LAYOUTS
 from sharding.testing import factorings
 
 TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "8"]
+RUN = [*TINY, "--steps", "3", "--checkpoint-every", "2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_compiled_once(tmp_path_factory):
+    """Runs that share a program share its compilation, though each builds its own jitted functions."""
+    options = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs"))}
+    options |= {"jax_persistent_cache_min_compile_time_secs": 0.1}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run of three steps on dp=2,cp=2,tp=2."""
+    folder = tmp_path_factory.mktemp("run")
+    assert main([*RUN, "--out", str(folder)]) == 0
+    return folder
 
 
 def records(folder):
@@ -20,11 +42,11 @@ def records(folder):
     return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
 
 
-def few_steps(tmp_path, *options, steps=2):
-    args = parse([*TINY, "--out", str(tmp_path), *options])
+def few_steps(folder, *options):
+    args = parse([*TINY, "--out", str(folder), *options])
     run = set_up(args)
     supervised(run, args)
-    return run, [grpo_step(run, args) for _ in range(steps)]
+    return run, [grpo_step(run, args) for _ in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -55,64 +77,56 @@ def test_bad_arguments_end_in_one_line_and_exit_code_2(tmp_path, capsys, options
     assert message in errors[0]
 
 
-def test_a_resumed_run_repeats_the_next_step_and_refuses_another_model(tmp_path, capsys):
-    options = [*TINY, "--out", str(tmp_path), "--steps", "4", "--checkpoint-every", "3"]
-    assert main(options) == 0
-    whole = records(tmp_path)
-    assert [line["step"] for line in whole] == [1, 2, 3, 4]
-    assert (tmp_path / "reward.png").stat().st_size > 0
-    shutil.rmtree(tmp_path / "checkpoints" / "4")  # as if the run had been stopped after its checkpoint of step 3
-    assert main([*options, "--resume"]) == 0
+def test_a_resumed_run_repeats_the_next_step(finished, tmp_path):
+    whole = records(finished)
+    assert [line["step"] for line in whole] == [1, 2, 3]
+    assert (finished / "reward.png").stat().st_size > 0
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "3")  # as if stopped after the checkpoint of step 2
+    assert main([*RUN, "--out", str(tmp_path), "--resume"]) == 0
     assert records(tmp_path) == whole
-    capsys.readouterr()
-    assert main([*options, "--resume", "--width", "24"]) == 2
+
+
+def test_a_checkpoint_of_another_model_is_refused(finished, capsys):
+    assert main([*RUN, "--out", str(finished), "--resume", "--width", "24"]) == 2
     assert "--resume: got a checkpoint of another model, width=16, expected 24" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def on_eight_data_shards(tmp_path_factory):
-    _, steps = few_steps(tmp_path_factory.mktemp("dp8"), "--mesh", "dp=8")
-    assert max(step["reward"] for step in steps) > 0
-    return steps
-
-
-def check_same_numbers(tmp_path, expected, mesh, layout):
+def check_same_numbers(finished, tmp_path, mesh, layout):
     run, steps = few_steps(tmp_path, "--mesh", mesh, "--context-layout", layout)
     kernel = run.state.params["blocks"][0]["up"]["kernel"][...]
     parts = run.learner.parallel.tensor_size
     assert kernel.sharding.shard_shape(kernel.shape) == (kernel.shape[0], kernel.shape[1] // parts)
-    for got, want in zip(steps, expected, strict=True):
-        assert got["reward"] == pytest.approx(want["reward"], abs=1e-6)
-        for name in ("loss", "entropy", "kl", "gradient_norm"):
+    for got, want in zip(steps, records(finished), strict=True):
+        assert want["reward"] > 0
+        for name in ("reward", "loss", "entropy", "kl", "gradient_norm"):
             assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
         assert got["mismatch_log_prob_abs_diff"] < 1e-5
 
 
-@pytest.mark.parametrize(("mesh", "layout"), [("dp=1,cp=4,tp=2", "zigzag"), ("dp=2,cp=2,tp=2", "zigzag_per_segment")])
-def test_losses_do_not_depend_on_mesh_and_layout(tmp_path, on_eight_data_shards, mesh, layout):
-    check_same_numbers(tmp_path, on_eight_data_shards, mesh, layout)
+def test_losses_do_not_depend_on_mesh_and_layout(finished, tmp_path):
+    check_same_numbers(finished, tmp_path, "dp=1,cp=4,tp=2", "zigzag")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mesh", factorings(8))
-def test_losses_do_not_depend_on_any_mesh_and_layout(tmp_path, on_eight_data_shards, mesh, layout):
-    check_same_numbers(tmp_path, on_eight_data_shards, mesh, layout)
+def test_losses_do_not_depend_on_any_mesh_and_layout(finished, tmp_path, mesh, layout):
+    check_same_numbers(finished, tmp_path, mesh, layout)
 
 
-def check_loss(tmp_path, loss):
-    run, steps = few_steps(tmp_path, "--loss", loss, "--kl-coef", "0.01", steps=3)
+def check_finite(tmp_path, loss):
+    run, steps = few_steps(tmp_path, "--loss", loss, "--kl-coef", "0.01")
     assert all(np.isfinite(value) for step in steps for value in step.values())
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(run.state.params))
     assert steps[0]["gradient_norm"] > 0
 
 
-@pytest.mark.parametrize("loss", ["gspo", "clip_cov"])
-def test_a_loss_runs_without_nan(tmp_path, loss):
-    check_loss(tmp_path, loss)
+def test_a_loss_with_a_step_wide_mask_runs_without_nan(tmp_path):
+    check_finite(tmp_path, "clip_cov")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_every_registered_loss_runs_without_nan(tmp_path, loss):
-    check_loss(tmp_path, loss)
+    check_finite(tmp_path, loss)
