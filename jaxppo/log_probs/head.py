@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.log_probs.varying import as_primal
+from jaxppo.log_probs.varying import as_primal, psum_in_blocks, psum_to
 from sharding import ShardAxes, vary, varying
 
 Names = tuple[str, ...]
@@ -117,8 +117,12 @@ class Head:
             part = lax.all_gather(part, self.gathered_v, axis=self.v_dim, tiled=True)
             bias = None if bias is None else lax.all_gather(bias, self.gathered_v, tiled=True)
         ids = (self._piece_bases(columns)[:, None] + (start + jnp.arange(size))[None]).reshape(-1)
-        valid = jnp.tile(own, ids.shape[0] // size) & (ids < self.vocab_size)
-        return Block(part, bias, ids, valid)
+        exists = ids < self.vocab_size
+        if self.vocab_size < columns * math.prod(lax.axis_size(n) for n in self.v_names):
+            # padding may hold NaN, and 0 * NaN is NaN in the gradient of the hidden states
+            part = jnp.where(jnp.expand_dims(exists, 1 - self.v_dim), part, 0)
+            bias = None if bias is None else jnp.where(exists, bias, 0)
+        return Block(part, bias, ids, jnp.tile(own, ids.shape[0] // size) & exists)
 
     def place_of(self, ids: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
         """The place in the block of each vocabulary id, and whether the block has it as its own."""
@@ -129,30 +133,29 @@ class Head:
         place = jnp.where(inside, offset + jnp.arange(pieces) * size, 0).sum(-1)
         return place, inside.any(-1) & block.valid[place]
 
-    def add_block(self, i: Any, total: jax.Array, gradient: jax.Array, primal: jax.Array) -> jax.Array:
-        """`total` plus block i's f32 gradient, summed over the devices that share the primal.
-
-        Duplicates carry gradient 0, so that adding, in the primal's dtype, is exact.
-        """
+    def set_block(self, i: Any, total: jax.Array, gradient: jax.Array, primal: jax.Array) -> jax.Array:
+        """`total` with block i's f32 gradient, summed over the devices that share the primal."""
         v_dim = self.v_dim if primal.ndim == 2 else 0
         if self.h_names and primal.ndim == 2:
             gradient = lax.psum_scatter(gradient, self.h_names, scatter_dimension=1 - v_dim, tiled=True)
         if self.gathered_v:
             gradient = lax.psum_scatter(gradient, self.gathered_v, scatter_dimension=v_dim, tiled=True)
         # over the tensor axis windows differ, and only whole gradients can be summed: finish_gradient
-        extra = varying(gradient) - varying(primal) - set(self.axes.tensor)
-        gradient = lax.psum(gradient, tuple(sorted(extra))) if extra else gradient
-        start = self._place(i, primal.shape[v_dim])[0]
-        old = lax.dynamic_slice_in_dim(total, start, gradient.shape[v_dim], v_dim)
-        return lax.dynamic_update_slice_in_dim(total, old + gradient.astype(total.dtype), start, v_dim)
+        gradient = psum_to(gradient, varying(primal) | set(self.axes.tensor), total.dtype)
+        start, size, own = self._place(i, primal.shape[v_dim])
+        if self.window(primal.shape[v_dim]) % size:
+            # a select, since XLA moves sums over devices that are added to a buffer out of the loop, as one whole sum
+            own = own[:, None] if v_dim == 0 and primal.ndim == 2 else own
+            gradient = jnp.where(own, gradient, lax.dynamic_slice_in_dim(total, start, size, v_dim))
+        return lax.dynamic_update_slice_in_dim(total, gradient, start, v_dim)
 
     def empty_gradient(self, primal: jax.Array) -> jax.Array:
-        """Zeros for `add_block`."""
+        """Zeros for `set_block`."""
         windows = set(self.axes.tensor) if self.whole_vocabulary_each else set()
         return vary(jnp.zeros(primal.shape, primal.dtype), varying(primal) | windows)
 
     def finish_gradient(self, total: jax.Array, primal: jax.Array) -> jax.Array:
-        """The end of `add_block`s: windows of one whole kernel are disjoint, so that any dtype sums them exactly."""
+        """The end of `set_block`s: windows of one whole kernel are disjoint, so that any dtype sums them exactly."""
         return as_primal(total, primal)
 
     def accumulate(self, i: Any, total: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -164,19 +167,7 @@ class Head:
 
     def reduce(self, total: jax.Array, primal: jax.Array) -> jax.Array:
         """Accumulated f32 gradients summed over the devices that share the primal, block by block."""
-        extra = tuple(sorted(varying(total) - varying(primal)))
-        if not extra:
-            return total.astype(primal.dtype)
-        v_dim = self.v_dim if primal.ndim == 2 else 0
-        columns = primal.shape[v_dim]
-        size = min(self.block_columns, columns)
-
-        def block(i, out):
-            start = jnp.minimum(i * size, columns - size)
-            part = lax.psum(lax.dynamic_slice_in_dim(total, start, size, v_dim), extra)
-            return lax.dynamic_update_slice_in_dim(out, part.astype(out.dtype), start, v_dim)
-
-        return lax.fori_loop(0, -(-columns // size), block, vary(jnp.zeros_like(primal), varying(primal)))
+        return psum_in_blocks(total, primal, self.v_dim if primal.ndim == 2 else 0, self.block_columns)
 
     def logits(self, hidden: jax.Array, block: Block, temperature: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """f32 logits `[N, B]` with -inf in columns that are not the block's own, and d logits / d product, if not 1."""

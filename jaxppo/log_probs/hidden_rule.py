@@ -13,7 +13,7 @@ from jax import lax
 from jaxppo.log_probs import softmax
 from jaxppo.log_probs.head import Block, Head, Weights
 from jaxppo.log_probs.tokens import Slots, TokenBlocks
-from jaxppo.log_probs.varying import as_primal
+from jaxppo.log_probs.varying import as_primal, psum_in_blocks, psum_to
 from sharding import vary, varying
 
 
@@ -94,6 +94,18 @@ class Walk:
         empty = self.vary(jnp.zeros((places.shape[0], B), bool))
         return empty.at[jnp.arange(places.shape[0])[:, None], jnp.where(inside, places, B)].set(True, mode="drop")
 
+    def block_gradient(
+        self, block: Block, slots: Slots, rows: jax.Array, counts: jax.Array, residuals: Any, per_token: Any
+    ) -> jax.Array:
+        """d loss / d (hidden @ kernel), f32 `[block tokens, B]`."""
+        z, slope = self.head.logits(rows, block, self.inputs.temperature)
+        is_target = self.targets(slots)[:, None] == block.columns
+        g, e = self.tokens.take(per_token, slots)
+        dz = softmax.dlogits(z, is_target, self.keep(slots, block), self.tokens.read(residuals, slots), g, e)
+        dz = dz / self.inputs.temperature
+        dz = dz if slope is None else dz * slope
+        return jnp.where(counts[:, None] & block.valid, dz, 0)
+
 
 def evaluate(rule: Rule, inputs: Inputs) -> tuple[tuple[jax.Array, jax.Array | None], softmax.Residuals]:
     """Log-probs and entropy `f32[N]`, and the residuals in slot order."""
@@ -131,12 +143,18 @@ def log_probs_and_entropy(rule: Rule, inputs: Inputs) -> tuple[jax.Array, jax.Ar
     return evaluate(rule, inputs)[0]
 
 
-def _forward(rule: Rule, inputs: Any):
+def values_and_asked(inputs: Inputs) -> tuple[Inputs, Asked]:
+    """Of a rule's forward with `symbolic_zeros`: the arrays, and which gradients will be asked for."""
     is_primal = lambda x: hasattr(x, "perturbed")  # noqa: E731
     asked = jax.tree.map(lambda x: x.perturbed, inputs, is_leaf=is_primal)
     inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=is_primal)
+    return inputs, Asked(asked.hidden, asked.kernel, bool(asked.bias))
+
+
+def _forward(rule: Rule, inputs: Any):
+    inputs, asked = values_and_asked(inputs)
     out, residuals = evaluate(rule, inputs)
-    return out, (inputs, residuals, Asked(asked.hidden, asked.kernel, bool(asked.bias)))
+    return out, (inputs, residuals, asked)
 
 
 def _backward(rule: Rule, saved: Any, cotangents: Any):
@@ -145,35 +163,38 @@ def _backward(rule: Rule, saved: Any, cotangents: Any):
     zeros = jnp.zeros(walk.tokens.count, jnp.float32)
     g, e = (zeros if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents)
     per_token = (g, e if rule.entropy == "bonus" else None)
-    order = _tokens_outermost if _accumulates_kernel(walk, asked) else _vocabulary_outermost
-    dhidden, dweights = order(walk, asked, residuals, per_token)
+    dhidden, dweights = gradients(walk, asked, residuals, per_token)
     return (Inputs(dhidden, dweights.kernel, dweights.bias, None, None, None, jnp.zeros_like(inputs.temperature)),)
 
 
 log_probs_and_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
+def gradients(walk: Walk, asked: Asked, residuals: Any, per_token: Any) -> tuple[jax.Array | None, Weights]:
+    """The gradients that are asked for, from `walk.block_gradient` of every block of tokens and vocabulary.
+
+    Args:
+      walk: the arrays.
+      asked: which gradients.
+      residuals: of `walk.block_gradient`, f32[N] in slot order.
+      per_token: the pair of cotangents of a token, f32[N]; the second is None where there is only one.
+    """
+    order = _tokens_outermost if _accumulates_kernel(walk, asked) else _vocabulary_outermost
+    return order(walk, asked, residuals, per_token)
+
+
 def _accumulates_kernel(walk: Walk, asked: Asked) -> bool:
     """Whether the f32 accumulator is dkernel rather than dhidden: the smaller one, and none for a frozen head.
 
-    With the tokens outermost each of them meets the whole kernel, so not for one that is gathered by block, and dhidden
-    is summed by block of tokens, so not for one that is scattered by position.
+    With the tokens outermost each of them meets the whole kernel, so not for one that is gathered by block. dhidden is
+    then summed over devices by block of tokens, so not where it is scattered by position, nor where a mask lets devices
+    take a different number of blocks.
     """
     columns = walk.head.window(walk.inputs.kernel.shape[walk.head.v_dim])
-    if walk.head.gathers or walk.rule.sequence_parallel:
+    summed = walk.axes - varying(walk.inputs.hidden)
+    if walk.head.gathers or walk.rule.sequence_parallel or (summed and walk.inputs.where is not None):
         return False
     return not (asked.kernel or asked.bias) or columns < walk.tokens.count
-
-
-def _block_gradient(walk: Walk, block: Block, slots: Slots, rows: jax.Array, counts, residuals, per_token):
-    """d loss / d (hidden @ kernel), f32 `[block tokens, B]`."""
-    z, slope = walk.head.logits(rows, block, walk.inputs.temperature)
-    keep = walk.keep(slots, block)
-    is_target = walk.targets(slots)[:, None] == block.columns
-    g, e = walk.tokens.take(per_token, slots)
-    dz = softmax.dlogits(z, is_target, keep, walk.tokens.read(residuals, slots), g, e) / walk.inputs.temperature
-    dz = dz if slope is None else dz * slope
-    return jnp.where(counts[:, None] & block.valid, dz, 0)
 
 
 def _counts(walk: Walk, slots: Slots, per_token: Any) -> jax.Array:
@@ -183,7 +204,7 @@ def _counts(walk: Walk, slots: Slots, per_token: Any) -> jax.Array:
     return counts if slots.fresh is None else counts & slots.fresh
 
 
-def _vocabulary_outermost(walk: Walk, asked: Asked, residuals: softmax.Residuals, per_token: Any):
+def _vocabulary_outermost(walk: Walk, asked: Asked, residuals: Any, per_token: Any):
     """Gradients with dhidden accumulated in f32, each block of dkernel finished, devices' sums included, in turn."""
     head, tokens = walk.head, walk.tokens
     N, H = walk.hidden.shape
@@ -196,7 +217,7 @@ def _vocabulary_outermost(walk: Walk, asked: Asked, residuals: softmax.Residuals
             dhidden, dblock = carry
             counts = _counts(walk, slots, per_token)
             rows = walk.rows(slots, counts)
-            dz = _block_gradient(walk, block, slots, rows, counts, residuals, per_token)
+            dz = walk.block_gradient(block, slots, rows, counts, residuals, per_token)
             if asked.hidden:
                 new = tokens.read(dhidden, slots) + head.hidden_gradient(dz, block)
                 dhidden = new if tokens.block == N else lax.dynamic_update_slice_in_dim(dhidden, new, slots.start, 0)
@@ -206,21 +227,19 @@ def _vocabulary_outermost(walk: Walk, asked: Asked, residuals: softmax.Residuals
         dhidden, dweights = carry
         zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), asked.weights(block.kernel, block.bias))
         dhidden, dblock = tokens.loop(token_block, (dhidden, zeros))
-        return dhidden, jax.tree.map(partial(head.add_block, i), dweights, dblock, weights)
+        return dhidden, jax.tree.map(partial(head.set_block, i), dweights, dblock, weights)
 
     start = walk.zeros(N, H) if asked.hidden else None, jax.tree.map(head.empty_gradient, weights)
     dhidden, dweights = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, start)
-    dhidden = _hidden_cotangent(walk, tokens.to_tokens(dhidden)) if asked.hidden else None
+    dhidden = _hidden_cotangent(walk, dhidden) if asked.hidden else None
     return dhidden, jax.tree.map(head.finish_gradient, dweights, weights)
 
 
-def _tokens_outermost(walk: Walk, asked: Asked, residuals: softmax.Residuals, per_token: Any):
+def _tokens_outermost(walk: Walk, asked: Asked, residuals: Any, per_token: Any):
     """Gradients with dkernel accumulated in f32, each block of dhidden finished, devices' sums included, in turn."""
     head, primal = walk.head, walk.inputs.hidden
     weights = asked.weights(walk.inputs.kernel, walk.inputs.bias)
-    summed = tuple(sorted(walk.axes - varying(primal)))
-    # a sum over devices in the loop over tokens: every device has to take as many turns
-    tokens = walk.tokens.equalized(walk.axes) if asked.hidden and summed else walk.tokens
+    tokens = walk.tokens
 
     def token_block(slots, carry):
         dhidden, dweights = carry
@@ -230,7 +249,7 @@ def _tokens_outermost(walk: Walk, asked: Asked, residuals: softmax.Residuals, pe
         def vocabulary_block(i, carry):
             drows, dweights = carry
             block = walk.block(i)
-            dz = _block_gradient(walk, block, slots, rows, counts, residuals, per_token)
+            dz = walk.block_gradient(block, slots, rows, counts, residuals, per_token)
             drows = drows + head.hidden_gradient(dz, block) if asked.hidden else None
             dblock = head.weight_gradients(dz, rows, block, weights)
             return walk.vary((drows, jax.tree.map(partial(head.accumulate, i), dweights, dblock)))
@@ -238,8 +257,8 @@ def _tokens_outermost(walk: Walk, asked: Asked, residuals: softmax.Residuals, pe
         drows = walk.zeros(*rows.shape) if asked.hidden else None
         drows, dweights = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, (drows, dweights))
         if asked.hidden:
-            drows = lax.psum(drows, summed) if summed else drows
-            dhidden = tokens.write(dhidden, drows.astype(primal.dtype), slots)
+            drows = psum_to(drows, varying(primal), primal.dtype)
+            dhidden = tokens.write(dhidden, drows, slots)
         return dhidden, dweights
 
     dhidden = vary(jnp.zeros(walk.hidden.shape, primal.dtype), varying(primal)) if asked.hidden else None
@@ -250,9 +269,13 @@ def _tokens_outermost(walk: Walk, asked: Asked, residuals: softmax.Residuals, pe
 
 
 def _hidden_cotangent(walk: Walk, dhidden: jax.Array) -> jax.Array:
-    """The f32 sum over devices in the dtype, shape and sharding of the hidden states."""
+    """The f32 sum over devices, of tokens in slots, in the dtype, shape and sharding of the hidden states."""
     primal = walk.inputs.hidden
-    dhidden = dhidden.reshape(primal.shape[0], -1, primal.shape[2])
+    order = walk.tokens.order
     if walk.rule.sequence_parallel:
+        dhidden = walk.tokens.to_tokens(dhidden).reshape(primal.shape[0], -1, primal.shape[2])
         dhidden = lax.psum_scatter(dhidden, walk.head.axes.tensor, scatter_dimension=1, tiled=True)
-    return as_primal(dhidden, primal)
+        return as_primal(dhidden, primal)
+    if order is not None and not varying(order) <= varying(primal):  # the devices of the sum differ in their order
+        return psum_in_blocks(walk.tokens.to_tokens(dhidden), primal, 0, walk.tokens.block).reshape(primal.shape)
+    return walk.tokens.to_tokens(psum_in_blocks(dhidden, primal, 0, walk.tokens.block)).reshape(primal.shape)

@@ -52,9 +52,16 @@ class TokenBlocks:
 
     def loop(self, body: Callable[[Slots, Any], Any], carry: Any) -> Any:
         """`carry = body(slots, carry)` over all blocks."""
-        if isinstance(self.blocks, int) and self.blocks == 1:
-            return body(self.slots(0), carry)
-        return lax.fori_loop(0, self.blocks, lambda j, c: body(self.slots(j), c), carry)
+        most = -(-self.count // self.block)
+        if self.order is None:
+            return body(self.slots(0), carry) if most == 1 else lax.fori_loop(0, most, self._turn(body), carry)
+        turn = self._turn(body)
+        # the constant bound says to whoever reads the program how long the loop can be
+        more = lambda c: (c[0] < most) & (c[0] < self.blocks)  # noqa: E731
+        return lax.while_loop(more, lambda c: (c[0] + 1, turn(*c)), (jnp.zeros_like(self.blocks), carry))[1]
+
+    def _turn(self, body: Callable[[Slots, Any], Any]) -> Callable[[Any, Any], Any]:
+        return lambda j, carry: body(self.slots(j), carry)
 
     def take(self, x: Any, slots: Slots) -> Any:
         """The rows in the slots of x, an array in token order or a pytree of them."""
