@@ -14,6 +14,7 @@ from jaxppo.log_probs import TokenStats, log_probs_from_hidden, log_probs_from_l
 from jaxppo.loss import policy_loss
 from jaxppo.metrics import Metric
 from jaxppo.mismatch import mismatch_metrics
+from jaxppo.mtp import mtp_loss, mtp_normalizers, shift_targets
 from jaxppo.off_policy import OffPolicyConfig, Rejection
 from jaxppo.policy_losses import register_policy_loss
 from jaxppo.replay import keep_mask, pack_keep_ids
@@ -43,10 +44,13 @@ __all__ = [
     "log_probs_from_logits",
     "metrics",
     "mismatch_metrics",
+    "mtp_loss",
+    "mtp_normalizers",
     "pack_keep_ids",
     "policy_loss",
     "policy_loss_from_hidden",
     "register_policy_loss",
     "sft_loss",
+    "shift_targets",
     "value_loss",
 ]

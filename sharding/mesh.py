@@ -303,7 +303,7 @@ def shard_call(
       Array(8., dtype=float32)
     """
     if parallel is None:
-        return fn(ShardAxes(), *args.values())
+        return fn(ShardAxes(), *jax.tree.map(jnp.asarray, list(args.values())))
     if isinstance(parallel, ShardAxes):
         parallel.check_vma()
         return fn(parallel, *args.values())

@@ -1,0 +1,77 @@
+"""What a traced program would do on several devices: its collectives, and those that could leave devices waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend import core
+
+_NOT_COLLECTIVE = frozenset({"axis_index", "pcast", "pvary", "shard_map"})
+
+
+def collectives(jaxpr: Any) -> list[tuple[str, tuple[str, ...]]]:
+    """(primitive, mesh axes) of every collective of a (closed) jaxpr, loop bodies and branches once each.
+
+    Args:
+      jaxpr: as `jax.make_jaxpr` or `jax.jit(f).trace(...).jaxpr` give it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from sharding import make_parallel_mesh, segment_sum
+      >>> mesh = make_parallel_mesh(f"cp={jax.device_count()}")
+      >>> ids = jnp.ones((1, 8), jnp.int32)
+      >>> found = collectives(jax.make_jaxpr(lambda x: segment_sum(x, ids, 1, mesh))(jnp.ones((1, 8))))
+      >>> len(found) == (jax.device_count() > 1)
+      True
+    """
+    return [(eqn.primitive.name, _axes(eqn)) for eqn, _ in _equations(jaxpr, ()) if _axes(eqn)]
+
+
+def hang_risks(jaxpr: Any) -> list[str]:
+    """The collectives that not every device need reach equally often: under a `cond`, or in a `while` whose end varies.
+
+    A program without them runs the same collectives in the same order on every device.
+
+    Args:
+      jaxpr: as for `collectives`; traced with `check_vma=True` in its `shard_map`s.
+
+    Returns:
+      A line for each, empty where there is none.
+
+    Example:
+      >>> import jax
+      >>> hang_risks(jax.make_jaxpr(lambda x: jax.lax.while_loop(lambda c: c < 9, lambda c: c + 1, x))(0))
+      []
+    """
+    return [
+        f"{eqn.primitive.name} over {', '.join(_axes(eqn))} {' '.join(path)}"
+        for eqn, path in _equations(jaxpr, ())
+        if _axes(eqn) and path
+    ]
+
+
+def _axes(eqn: Any) -> tuple[str, ...]:
+    """The mesh axes that an equation's collective crosses; none where it is no collective."""
+    if eqn.primitive.name in _NOT_COLLECTIVE:
+        return ()
+    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    names = names if isinstance(names, (tuple, list)) else (names,)
+    return tuple(name for name in names if isinstance(name, str))
+
+
+def _equations(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Every equation, and the branches and varying loops that it sits in."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn, path
+        inner = path
+        if eqn.primitive.name == "cond":
+            inner = (*path, "under cond")
+        elif eqn.primitive.name == "while":
+            predicate = getattr(eqn.params["cond_jaxpr"], "jaxpr", eqn.params["cond_jaxpr"]).outvars[0].aval
+            if varying := sorted(predicate.manual_axis_type.varying):
+                inner = (*path, f"in a while whose end varies over {', '.join(varying)}")
+        for value in eqn.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(part, (core.Jaxpr, core.ClosedJaxpr)):
+                    yield from _equations(part, inner)

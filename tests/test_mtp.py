@@ -1,0 +1,163 @@
+"""Multi-token prediction against a loop over sequences, in every layout, and its collectives."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hard_rows import LAYOUTS, LENGTHS, R, T, hard_batch, sequences
+
+from jaxppo import Normalizer, metrics, mtp_loss, mtp_normalizers
+from sharding import ParallelMesh, logical_positions, make_parallel_mesh
+from sharding.program import collectives, hang_risks
+from sharding.testing import assert_trees_close
+
+H, V, K = 4, 11, 3
+RNG = np.random.default_rng(0)
+BATCH, _ = hard_batch()
+BATCH = dataclasses.replace(
+    BATCH, **dict.fromkeys(("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values"))
+)
+TARGETS = RNG.integers(0, V, size=(R, T))
+MASK, IDS = np.asarray(BATCH.loss_mask), np.asarray(BATCH.segment_ids)
+BATCH = dataclasses.replace(BATCH, targets=jnp.asarray(np.where(MASK > 0, TARGETS, -100)))
+HIDDEN = RNG.normal(size=(K, R, T, H)).astype(np.float32)
+KERNEL = RNG.normal(size=(H, V)).astype(np.float32)
+COEF = 0.3
+
+
+def reference():
+    """(nll, accuracy, tokens) of each depth in f64, one position at a time."""
+    found = []
+    for k in range(1, K + 1):
+        losses, hits = [], []
+        for row, _, places in sequences(BATCH):
+            for t, later in zip(places, places[k:], strict=False):
+                if MASK[row, later]:
+                    z = HIDDEN[k - 1, row, t].astype(np.float64) @ KERNEL.astype(np.float64)
+                    losses.append(np.log(np.exp(z).sum()) - z[TARGETS[row, later]])
+                    hits.append(z.argmax() == TARGETS[row, later])
+        found.append((np.mean(losses), np.mean(hits), len(losses)))
+    return found
+
+
+def everything(parallel, hidden, kernel, batch, **options):
+    """Loss, its gradients, and the finished metrics."""
+    call = functools.partial(mtp_loss, batch=batch, coef=COEF, parallel=parallel, **options)
+    (loss, found), gradients = jax.value_and_grad(lambda h, k: call(h, k), (0, 1), has_aux=True)(hidden, kernel)
+    return loss, gradients, metrics.values(found)
+
+
+@functools.cache
+def on_one_device():
+    return jax.jit(functools.partial(everything, None))(HIDDEN, KERNEL, BATCH)
+
+
+def test_each_depth_predicts_further_on():
+    loss, _, found = on_one_device()
+    expected = reference()
+    for k, (nll, _, tokens) in enumerate(expected, 1):
+        assert tokens > 40
+        np.testing.assert_allclose(found[f"mtp_{k}_nll"], nll, rtol=1e-5)
+    np.testing.assert_allclose(loss, COEF * np.mean([nll for nll, _, _ in expected]), rtol=1e-5)
+    np.testing.assert_allclose(found["mtp_loss"], loss)
+
+
+CASES = [("dp=2,cp=4,tp=1", layout) for layout in LAYOUTS] + [
+    ("dp=8,cp=1,tp=1", "zigzag"),
+    ("dp=2,cp=2,tp=2", "zigzag"),
+]
+NIGHTLY = [("dp=1,cp=4,tp=2", layout) for layout in LAYOUTS] + [("dp=1,cp=8,tp=1", layout) for layout in LAYOUTS[:2]]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout"), CASES + [pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY]
+)
+def test_no_layout_or_mesh_changes_a_number(mesh, layout):
+    """Hidden states are NaN where no depth counts them, and the kernel is sharded over the tensor axis."""
+    parallel = make_parallel_mesh(mesh, context_layout=layout)
+    per_segment = LENGTHS if layout == "zigzag_per_segment" else None
+    order = np.broadcast_to(logical_positions(layout, T, parallel.context_size, per_segment), (R, T))
+    physical = lambda x: np.take_along_axis(np.asarray(x), order, 1) if x.shape == (R, T) else x  # noqa: E731
+    hidden = np.where(IDS[None, :, :, None] > 0, HIDDEN, np.nan)
+    hidden = np.stack([np.take_along_axis(h, order[..., None], 1) for h in hidden])
+    got = jax.jit(functools.partial(everything, parallel))(hidden, KERNEL, jax.tree.map(physical, BATCH))
+    loss, (dhidden, dkernel), found = got
+    dhidden = np.stack([np.take_along_axis(np.asarray(h), np.argsort(order, 1)[..., None], 1) for h in dhidden])
+    assert_trees_close((loss, (dhidden, dkernel), found), on_one_device(), context=f"{mesh} {layout}")
+
+
+def test_micro_batches_add_up_to_the_step():
+    """In uneven parts, for a mean over tokens and one over sequences; denominators of a part would be off."""
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
+    order = logical_positions("zigzag", T, 2)
+    physical = lambda x: x[:, order] if x.shape == (R, T) else x  # noqa: E731
+    batch = jax.tree.map(physical, BATCH)
+    hidden = HIDDEN[:, :, order]
+    for aggregation in ("token_mean", "sequence_mean_token_mean"):
+
+        @jax.jit
+        def accumulated(hidden, kernel, batch, aggregation=aggregation):
+            stacked = jax.tree.map(lambda x: x.reshape(2, R // 2, *x.shape[1:]), batch)
+            parts = mtp_normalizers(stacked, K, aggregation=aggregation, parallel=parallel)
+            total = 0.0
+            for i in range(2):
+                part, normalizers = jax.tree.map(lambda x, i=i: x[i], (stacked, parts))
+                states = hidden.reshape(K, 2, R // 2, T, H)[:, i]
+                options = {"aggregation": aggregation, "normalizers": normalizers, "parallel": parallel}
+                total += mtp_loss(states, kernel, part, **options)[0]
+            return total
+
+        whole, _ = mtp_loss(HIDDEN, KERNEL, BATCH, aggregation=aggregation)
+        np.testing.assert_allclose(accumulated(hidden, KERNEL, batch), whole, rtol=1e-6)
+
+
+def test_a_head_for_each_depth():
+    kernels = [KERNEL, KERNEL + 1, KERNEL * 2]
+    loss, _ = mtp_loss(HIDDEN, kernels, BATCH, coef=COEF)
+    alone = [mtp_loss(HIDDEN[k:], kernels[k], BATCH, coef=COEF)[1]["mtp_1_nll"] for k in range(K)]
+    stacked, found = mtp_loss(list(HIDDEN), np.stack(kernels), BATCH, coef=COEF)
+    assert loss == stacked
+    np.testing.assert_allclose(found["mtp_1_nll"].value, alone[0].value)
+    assert len({float(found[f"mtp_{k}_nll"].value) for k in (1, 2, 3)}) == 3
+
+
+@pytest.mark.parametrize(("option", "stopped"), [("stop_trunk", 0), ("stop_head", 1)])
+def test_gradients_that_are_stopped(option, stopped):
+    _, gradients, _ = jax.jit(functools.partial(everything, None, **{option: True}))(HIDDEN, KERNEL, BATCH)
+    _, full, _ = on_one_device()
+    assert not np.asarray(gradients[stopped]).any()
+    np.testing.assert_allclose(gradients[1 - stopped], full[1 - stopped], rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_device_is_left_waiting(layout):
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout=layout)
+    traced = jax.make_jaxpr(functools.partial(everything, parallel))(HIDDEN, KERNEL, BATCH)
+    assert collectives(traced)
+    assert hang_risks(traced) == []
+
+
+def test_a_row_with_nothing_to_predict_gives_zero():
+    nothing = dataclasses.replace(BATCH, loss_mask=jnp.zeros_like(BATCH.loss_mask))
+    mesh = ParallelMesh(jax.make_mesh((2, 4), ("dp", "cp")))  # Explicit axes
+    loss, gradients, found = jax.jit(functools.partial(everything, mesh))(HIDDEN * np.nan, KERNEL, nothing)
+    assert loss == 0
+    assert not any(np.asarray(g).any() for g in gradients)
+    assert found["mtp_1_nll"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hidden": HIDDEN[:0]}, "hidden: got no depths, expected at least one"),
+        ({"kernel": [KERNEL] * 2}, "kernel: got 2, expected 3, one for each depth of hidden"),
+        ({"normalizers": [Normalizer.from_batches(BATCH, "token_mean")]}, "normalizers: got 1, expected 3"),
+        ({"aggregation": "mean"}, "aggregation: got 'mean', expected one of token_mean"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        mtp_loss(**({"hidden": HIDDEN, "kernel": KERNEL, "batch": BATCH} | arguments))
