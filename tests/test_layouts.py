@@ -21,6 +21,7 @@ from sharding import (
     shift_left,
 )
 from sharding import layout as layout_module
+from sharding.audit import audit
 from sharding.mesh import LAYOUTS
 
 R, T, S = 4, 64, 3
@@ -53,13 +54,11 @@ def logical_segments(shards):
     return ids
 
 
-def collectives(fn, *args):
-    """(operation, elements that a device receives) of each collective in the compiled module."""
-    text = jax.jit(fn).lower(*args).compile().as_text()
-    found = re.findall(r"= (\S+|\([^)]*\)) (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", text)
-    sizes = [sum(int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"\[([\d,]*)\]", shape))
-             for shape, _ in found]  # fmt: skip
-    return sorted((op, size) for (_, op), size in zip(found, sizes, strict=True))
+def collectives(parallel, fn, *args):
+    """(operation, 4-byte elements that a device gets) of each collective, all of them over the context axis."""
+    found = audit(fn, *args, mesh=parallel.mesh).collectives
+    assert all(c.axes == parallel.context and not c.in_loop for c in found)
+    return sorted((c.op, c.bytes // 4) for c in found)
 
 
 def test_layouts_are_as_pictured():
@@ -153,9 +152,9 @@ def test_bytes_moved_by_redistribute(mesh, source, target, expected):
     x, ids = jnp.ones((2 * R, T)), jnp.ones((2 * R, T), jnp.int32)
     move = lambda x, ids: redistribute(x, parallel, source, target, ids, S)  # noqa: E731
     expected = sorted((op, size * 2) for op, size in expected)
-    assert collectives(move, x, ids) == expected
+    assert collectives(parallel, move, x, ids) == expected
     transpose = lambda x, ids: jax.linear_transpose(lambda x: move(x, ids), x)(x)  # noqa: E731
-    assert collectives(transpose, x, ids) == expected
+    assert collectives(parallel, transpose, x, ids) == expected
 
 
 def serial_shift(x, ids, by, fill):
@@ -213,7 +212,7 @@ def test_what_a_shift_by_3_moves(layout, expected):
     """Of x and of the segment ids, for one row: 3 positions each, 2 * 3, 2 * S * 3 (x only), and the shard."""
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     x, ids = jnp.ones((2, T)), jnp.ones((2, T), jnp.int32)
-    assert collectives(lambda x, ids: shift_left(x, parallel, 3, 0, ids, S), x, ids) == sorted(expected)
+    assert collectives(parallel, lambda x, ids: shift_left(x, parallel, 3, 0, ids, S), x, ids) == sorted(expected)
 
 
 def serial_scan(a, b, ids, reverse):
@@ -295,10 +294,12 @@ def test_what_a_scan_moves(layout, expected):
     """For one row, from each of 4 shards: a pair a piece and the ids at its ends; pairs only for each segment."""
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     x, ids = jnp.ones((2, T)), jnp.ones((2, T), jnp.int32)
-    assert collectives(lambda a, b, ids: scan_affine(a, b, parallel, True, ids, S), x, x, ids) == sorted(expected)
+    assert collectives(parallel, lambda a, b, ids: scan_affine(a, b, parallel, True, ids, S), x, x, ids) == sorted(
+        expected
+    )
     if layout in ("contiguous", "zigzag"):
         pairs = [("all-gather", 4 * 2 * (2 if layout == "zigzag" else 1))]
-        assert collectives(lambda a, b: scan_affine(a, b, parallel), x, x) == pairs
+        assert collectives(parallel, lambda a, b: scan_affine(a, b, parallel), x, x) == pairs
 
 
 def test_context_over_two_axes_explicit_and_inside_shard_map():

@@ -1,0 +1,71 @@
+"""One process of several: packs its own samples, takes the loss and gradients of a global batch, prints them.
+
+python processes.py RANK COUNT PORT MESH LAYOUT
+"""
+
+import json
+import sys
+
+import jax
+import numpy as np
+
+TABLE, KERNEL = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((16, 8), (8, 16)))
+EMPTY = 2  # an empty response
+
+
+def samples():
+    """Six short rollouts: in rows of 64 positions, most context shards hold nothing but padding."""
+    from jaxppo import Sample
+
+    rng = np.random.default_rng(1)
+    found = []
+    for i in range(6):
+        response = 0 if i == EMPTY else int(rng.integers(2, 6))
+        values = {name: rng.normal(size=response) for name in ("old_log_probs", "ref_log_probs", "advantages")}
+        tokens = rng.integers(0, 16, size=3 + response)
+        found.append(Sample(tokens, response_start=3, sample_id=i, rollout_id=i // 2, reward=1.0, **values))
+    return found
+
+
+def step(parallel, table, kernel, batch):
+    """Loss, gradients and metrics of a policy that looks one token back, and of one that looks two back."""
+    from jaxppo import PolicyLossConfig, log_probs_from_hidden, metrics, mtp_loss, policy_loss
+
+    def loss(table, kernel):
+        hidden = table[batch.tokens]
+        counted = batch.loss_mask > 0
+        stats = log_probs_from_hidden(hidden, kernel, batch.targets, entropy="bonus", where=counted, parallel=parallel)
+        config = PolicyLossConfig(kl_coef=0.1, entropy_coef=0.01, aggregation="rollout_mean")
+        value, found = policy_loss(stats, batch, config, parallel=parallel)
+        further, more = mtp_loss([hidden], kernel, batch, parallel=parallel)
+        return value + further, metrics.values(found | more)
+
+    (value, found), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(table, kernel)
+    return value, found, gradients
+
+
+def main(rank, count, port, mesh, layout):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8 // count)
+    from jaxppo import RolloutBatch
+    from sharding import make_parallel_mesh, multihost
+
+    multihost.start(f"127.0.0.1:{port}", count, rank)
+    assert jax.device_count() == 8
+    parallel = make_parallel_mesh(mesh, context_layout=layout)
+    mine = samples()
+    if multihost.local_data_size(parallel) < parallel.data_size:  # each process feeds its own rows: 4 samples and 2
+        mine = mine[:4] if rank == 0 else mine[4:]
+    batch = RolloutBatch.from_samples(mine, row_length=64, parallel=parallel, agree=multihost.agree)
+    batch = multihost.to_global(batch, batch.specs(parallel), parallel)
+    kernel = multihost.to_global(KERNEL, parallel.kernel_spec(), parallel)
+    table = multihost.to_global(TABLE, jax.P(), parallel)
+    value, found, gradients = jax.jit(lambda *args: step(parallel, *args))(table, kernel, batch)
+    whole = jax.jit(lambda x: x, out_shardings=parallel.sharding(jax.P()))  # what every process can read
+    gradients = [np.asarray(whole(g).addressable_data(0)).tolist() for g in gradients]
+    found = {name: float(x) for name, x in found.items()}
+    print(json.dumps({"loss": float(value), "metrics": found, "gradients": gradients, "rows": batch.tokens.shape[0]}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], *sys.argv[4:])
