@@ -1,0 +1,86 @@
+"""Small heads with everything that a call can hold, their float64 truth, and gradients beside values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxppo import log_probs_from_hidden
+from jaxppo.log_probs.reference import reference_from_hidden
+from sharding.testing import assert_trees_close
+
+R, T, H = 8, 8, 12
+PARAMETERS = ("hidden", "kernel", "bias")
+F32 = {"rtol": 2e-6, "atol": 2e-6}
+# a gradient in bf16 is rounded once, and its terms were products of bf16 numbers
+BF16 = {"rtol": 2**-8, "atol": 2**-8}
+
+
+def head_arrays(V, *, dtype="float32", layout="hv", with_where=False, keep=0, bias=True, scale=1.0, last=None):
+    """The arrays of a call by argument name, and the weights g, e of log-probs and entropy in a loss.
+
+    Masked rows of hidden states are NaN and their targets -100; two tokens have no weight. `last` ends the targets
+    before V.
+    """
+    rng = np.random.default_rng(V)
+    kernel = rng.normal(size=(H, V)) * scale
+    arrays = {
+        "hidden": jnp.asarray(rng.normal(size=(R, T, H)), dtype),
+        "kernel": jnp.asarray(kernel if layout == "hv" else kernel.T, dtype),
+        "targets": jnp.asarray(rng.integers(0, last or V, (R, T)), jnp.int32),
+        "g": jnp.asarray(rng.normal(size=(R, T)), jnp.float32).at[0, :2].set(0),
+        "e": jnp.asarray(rng.normal(size=(R, T)), jnp.float32).at[0, 1:3].set(0),
+    }
+    if bias:
+        arrays["bias"] = jnp.asarray(rng.normal(size=V), dtype)
+    if with_where:
+        where = rng.random((R, T)) < 0.4
+        where[3], where[:, 5] = False, False  # devices with no token at all, however the tokens are split
+        arrays["where"] = jnp.asarray(where)
+        arrays["hidden"] = jnp.where(where[..., None], arrays["hidden"], jnp.nan)
+        arrays["targets"] = jnp.where(where, arrays["targets"], -100)
+    if keep:
+        arrays["keep_ids"] = jnp.asarray(rng.integers(-1, last or V, (R, T, keep)), jnp.int32)
+    return arrays
+
+
+def call_head(parallel, arrays, **options):
+    """`log_probs_from_hidden`, or with parallel="reference" its truth."""
+    options |= {name: arrays[name] for name in ("bias", "where", "keep_ids") if name in arrays}
+    args = arrays["hidden"], arrays["kernel"], arrays["targets"]
+    if parallel == "reference":
+        return reference_from_hidden(*args, **options)
+    return log_probs_from_hidden(*args, parallel=parallel, **options)
+
+
+def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
+    """The stats of a call, and the gradients of a weighted sum of them by the arrays that are in `wrt`."""
+
+    def weighted(wanted):
+        given = {**arrays, **wanted}
+        stats = call(parallel, given, **options)
+        total = (stats.log_probs * given["g"]).sum()
+        total += (stats.entropy * given["e"]).sum() if options.get("entropy") == "bonus" else 0
+        return total, stats
+
+    gradients, stats = jax.grad(weighted, has_aux=True)({n: arrays[n] for n in wrt if n in arrays})
+    return stats, gradients
+
+
+def truth(call, arrays, wrt=PARAMETERS, **options):
+    """`with_gradients` of the reference in float64."""
+    options.pop("block_bytes", None)
+    with jax.enable_x64(True):
+        wide = {k: jnp.asarray(np.asarray(x, np.float64) if x.dtype.kind in "fV" else x) for k, x in arrays.items()}
+        found = jax.jit(lambda a: with_gradients(call, "reference", a, wrt, **options))(wide)
+        return jax.tree.map(np.asarray, found)
+
+
+def check_head(meshes, arrays, wrt=PARAMETERS, rtol=F32["rtol"], atol=F32["atol"], call=call_head, **options):
+    """Values within f32 rounding of float64 and gradients within the tolerances, on each mesh; returns the truth."""
+    stats, gradients = truth(call, arrays, wrt, **options)
+    for mesh in meshes:
+        got_stats, got = jax.jit(lambda a, p=mesh: with_gradients(call, p, a, wrt, **options))(arrays)
+        assert_trees_close(got_stats, stats, **F32, context=f"values on {mesh}")
+        assert {k: x.dtype for k, x in got.items()} == {k: arrays[k].dtype for k in got}
+        assert_trees_close(got, gradients, rtol, atol, context=f"gradients on {mesh}")
+    return stats, gradients
