@@ -17,7 +17,7 @@ class Checkpoints:
 
     Args:
       folder: made if it is not there; emptied unless `resume`.
-      identity: what a checkpoint must have been saved with to be loaded: the model's sizes and the task.
+      identity: what a checkpoint must have been saved with to be loaded: the model's sizes, the task, the seed.
       resume: keep what is there.
     """
 
@@ -47,7 +47,9 @@ class Checkpoints:
         for name, expected in self.identity.items():
             if info["identity"].get(name) != expected:
                 got = info["identity"].get(name)
-                raise ValueError(f"--resume: got a checkpoint of another model, {name}={got}, expected {expected}")
+                raise ValueError(
+                    f"--resume: got a checkpoint of another model or run, {name}={got}, expected {expected}"
+                )
         plain = _plain(like)
         restore = ocp.args.PyTreeRestore(plain, restore_args=ocp.checkpoint_utils.construct_restore_args(plain))
         state = self.manager.restore(step, args=ocp.args.Composite(state=restore)).state

@@ -110,7 +110,7 @@ def set_up(args: argparse.Namespace) -> Run:
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95))
     learner = Learner(graphdef, config, parallel, loss, optimizer, args.updates)
     state = learner.start(params, args.seed, position=0)
-    identity = {"task": args.task, **dataclasses.asdict(config)}
+    identity = {"task": args.task, "seed": args.seed, **dataclasses.asdict(config)}
     rollouts = Rollouts(task, sampler, parallel, batch_size)
     checkpoints = Checkpoints(args.out / "checkpoints", identity, args.resume)
     accuracy = None
@@ -169,6 +169,9 @@ def train(run: Run, args: argparse.Namespace) -> tuple[float, float]:
         if step % args.checkpoint_every == 0 or step == args.steps:
             run.checkpoints.save(run.state, {"accuracy_after_sft": run.accuracy_after_sft})
     report.close()
+    if report.records:
+        gap = report.records[-1]["mismatch_log_prob_abs_diff"]
+        print(f"log-probs of sampler and trainer in the last step: {gap:.1e} apart on average")
     assert run.accuracy_after_sft is not None
     return run.accuracy_after_sft, run.rollouts.held_out_accuracy(run.state.params)
 
