@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxppo.aggregation import check_aggregation
 from jaxppo.kl import check_kl_estimator
 from jaxppo.off_policy import OffPolicyConfig
-from jaxppo.policy_losses import LossFn, find_policy_loss
+from jaxppo.policy_losses import DUAL_CLIPPED, LossFn, find_policy_loss
 
 Coefficient = float | Float[Array, ""]
 _CHOICES = {
@@ -112,13 +112,16 @@ class PolicyLossConfig:
             value = getattr(self, name)
             _check(name, value, isinstance(value, jax.Array) or _is_number(value), "a finite number or a scalar array")
         _check("dual_clip", self.dual_clip, self.dual_clip is None or self.dual_clip > 1, "None or a number above 1")
+        if self.dual_clip is not None and self.loss not in DUAL_CLIPPED and not callable(self.loss):
+            _check("dual_clip", f"{self.dual_clip} with loss={self.loss!r}", False, f"None; {DUAL_CLIPPED} have it")
+        if self.off_policy is not None and not isinstance(self.off_policy, OffPolicyConfig):
+            raise TypeError(f"off_policy: got {type(self.off_policy).__name__}, expected OffPolicyConfig or None")
         _check("cov_low, cov_high", (self.cov_low, self.cov_high), self.cov_low < self.cov_high, "cov_low < cov_high")
         _check("cov_ratio", self.cov_ratio, self.cov_ratio <= 1, "a share of at most 1")
         norm = self.aggregation_norm
         if self.aggregation == "sequence_mean_token_sum_norm":
-            _check(
-                "aggregation_norm", norm, _is_number(norm) and norm > 0, f"a positive number for {self.aggregation!r}"
-            )
+            good = _is_number(norm) and norm > 0
+            _check("aggregation_norm", norm, good, f"a positive number for {self.aggregation!r}")
         else:
             expected = f"None, or aggregation='sequence_mean_token_sum_norm' instead of {self.aggregation!r}"
             _check("aggregation_norm", norm, norm is None, expected)

@@ -12,9 +12,9 @@ KL_NAMES = (*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS))
 
 
 def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array, "..."]:
-    """log_probs - base clamped to [-20, 20], so that exp of it and its gradient (0 outside) are finite; f32."""
-    difference = log_probs.astype(jnp.float32) - base.astype(jnp.float32)
-    return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    """log_probs - base clamped to [-20, 20], f32 at least: exp of it is finite, and so is its gradient, 0 outside."""
+    dtype = jnp.promote_types(jnp.result_type(log_probs, base), jnp.float32)
+    return jnp.clip(log_probs.astype(dtype) - base.astype(dtype), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def check_kl_estimator(what: str, estimator: str) -> None:

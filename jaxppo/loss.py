@@ -117,8 +117,15 @@ def check_inputs(
     for name, array in (("stats.log_probs", stats.log_probs), ("stats.entropy", stats.entropy)):
         if array is not None and array.shape != shape:
             raise ValueError(f"{name}: got shape {array.shape}, expected the batch's, {shape}")
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name}: got {array.dtype}, expected a floating-point dtype such as float32")
     if stats.entropy is None and not is_zero(config.entropy_coef):
         raise ValueError(f"stats.entropy: got None, expected f32[R, T] for entropy_coef={config.entropy_coef}")
+    check_covariance(covariance, config)
+
+
+def check_covariance(covariance: Float[Array, "R T"] | None, config: PolicyLossConfig) -> None:
+    """Raises ValueError where the loss needs the step's covariance mask and there is none, or the reverse."""
     if (find_policy_loss(config.loss).covariance is not None) != (covariance is not None):
         expected = "None" if covariance is not None else "the step's covariance_mask(stats, batch, config, key)"
         got = "None" if covariance is None else f"shape {covariance.shape}"

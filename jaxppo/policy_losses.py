@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Tokens = Float[Array, "R T"]
 Indicators = dict[str, Tokens]
 _TINY = 1e-30
+DUAL_CLIPPED = ("ppo", "gspo", "clip_cov")
 LossFn = Callable[..., tuple[Tokens, Indicators]]
 
 

@@ -1,0 +1,156 @@
+"""Each registered loss by itself: its gradient, its extremes, its flags; and losses of the user's own."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policy_steps import LOSSES, config_of, loss_of, step_of, whole
+
+from jaxppo import PolicyLossConfig, RolloutBatch, TokenStats, policy_losses, register_policy_loss
+from jaxppo.loss import is_token_local, own_normalizer, step_weights, token_losses
+from jaxppo.policy_losses import DUAL_CLIPPED, POLICY_LOSSES, find_policy_loss
+from sharding import Segments
+
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 2, 2, 2]])
+MASK = np.array([[1, 0, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 1, 1, 1]])
+
+
+def arguments(dtype):
+    """log_probs, old_log_probs, advantages away from kinks; every other token is picked by covariance."""
+    rng = np.random.default_rng(0)
+    old = rng.uniform(-3, -0.2, MASK.shape)
+    log_probs = np.minimum(old + rng.uniform(-0.7, 0.7, MASK.shape), -0.01)
+    advantages = np.where(SEGMENTS == 1, [[1.3], [-0.8]], [[-0.4], [0.9]])
+    return tuple(jnp.asarray(np.where(MASK > 0, x, 0), dtype) for x in (log_probs, old, advantages))
+
+
+def call(name, log_probs, old, advantages, **options):
+    config = config_of(name, **options)
+    extra = {}
+    if find_policy_loss(name).covariance is not None:
+        extra["covariance"] = jnp.asarray(MASK * (np.arange(8) % 2), log_probs.dtype)
+    segments = Segments(jnp.asarray(SEGMENTS), 2)
+    mask = jnp.asarray(MASK, log_probs.dtype)
+    fn = find_policy_loss(config.loss).fn
+    return fn(log_probs, old, advantages, mask=mask, segments=segments, config=config, **extra)
+
+
+class Constants:
+    """stop_gradient that on later calls gives what it gave at the point of differentiation: then f64 differences of a
+    loss with constants in it (a detached ratio, a detached mask) are the differences that its gradient claims."""
+
+    def __init__(self):
+        self.recorded, self.place, self.original = [], None, jax.lax.stop_gradient
+
+    def __call__(self, x):
+        if self.place is None:
+            self.recorded.append(self.original(x))
+            return self.recorded[-1]
+        self.place += 1
+        return self.recorded[self.place - 1]
+
+
+@pytest.mark.parametrize(("name", "gspo_gradient"), [*((n, "sequence") for n in LOSSES), ("gspo", "token")])
+def test_gradient_is_that_of_f64_differences(name, gspo_gradient):
+    options = {"gspo_gradient": gspo_gradient, "dual_clip": 1.5 if name in DUAL_CLIPPED else None}
+    with jax.enable_x64(True):
+        x, old, advantages = arguments(jnp.float64)
+        weights = jnp.asarray(np.random.default_rng(1).uniform(0.5, 1.5, MASK.shape) * MASK)
+        constants = Constants()
+        total = lambda x: jnp.sum(call(name, x, old, advantages, **options)[0] * weights)  # noqa: E731
+        with mock.patch.object(policy_losses.lax, "stop_gradient", constants):
+            total(x)
+            differences = np.zeros(MASK.shape)
+            for place in zip(*np.nonzero(MASK), strict=True):
+                ends = []
+                for step in (1e-6, -1e-6):
+                    constants.place = 0
+                    ends.append(float(total(x.at[place].add(step))))
+                differences[place] = (ends[0] - ends[1]) / 2e-6
+        gradient = jax.grad(total)(x)
+    assert np.abs(differences).max() > 0.1
+    np.testing.assert_allclose(gradient, differences, rtol=1e-6, atol=1e-8)
+    x, old, advantages = arguments(jnp.float32)
+    weights = np.asarray(weights, np.float32)
+    np.testing.assert_allclose(jax.grad(total)(x), differences, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_log_ratio_is_finite(name):
+    """exp(100) is inf in f32, and inf * 0 a NaN gradient: the ratio is exp of at most 20."""
+    for ratio in (100.0, -100.0, 1e4, -1e4):
+        _, old, _ = arguments(jnp.float32)
+        for sign in (1.0, -1.0):
+            fn = lambda x: jnp.sum(call(name, x, old, jnp.full(MASK.shape, sign))[0])  # noqa: B023, E731
+            value, gradient = jax.value_and_grad(fn)(jnp.where(MASK > 0, old + ratio, 0))
+            assert np.isfinite(value), (ratio, sign)
+            assert np.all(np.isfinite(gradient)), (ratio, sign)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_token_local_flag_is_true(name):
+    """A token-local loss has a diagonal Jacobian; the others must not, or they would lose the one-pass path."""
+    log_probs, old, advantages = arguments(jnp.float32)
+    jacobian = jax.jacobian(lambda x: call(name, x, old, advantages)[0])(log_probs).reshape(16, 16)
+    off_diagonal = jacobian * (1 - np.eye(16))
+    assert find_policy_loss(name).token_local == (not np.any(off_diagonal))
+
+
+@pytest.mark.parametrize("name", [n for n in LOSSES if POLICY_LOSSES[n].token_local])
+def test_token_local_losses_in_blocks(name):
+    """The sum over blocks of tokens, each by itself, is the loss: what a one-pass head relies on."""
+    batch = RolloutBatch.from_samples(step_of(4), row_length=24, rows=4, num_segments=9)
+    config = config_of(name, "sequence_mean_token_mean")
+    assert is_token_local(config)
+    segments, covariance = batch.segments(), None
+    if POLICY_LOSSES[name].covariance is not None:
+        covariance = jnp.asarray(batch.positions % 2, jnp.float32)
+    weights = step_weights(batch, config, segments, own_normalizer(batch, config, segments))
+    total = 0.0
+    for block in range(0, 24, 8):
+        cut = lambda x: x[:, block : block + 8] if x is not None and x.shape[1] == 24 else x  # noqa: B023, E731
+        part = jax.tree.map(cut, batch)
+        stats = TokenStats(part.returns, part.values)
+        losses, _ = token_losses(stats, part, config, None, None, None if covariance is None else cut(covariance))
+        total += jnp.sum(losses * cut(weights))
+    expected, _ = loss_of(TokenStats(batch.returns, batch.values), batch, config, None, covariance=covariance)
+    np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gspo_gradients_differ_where_masks_are_uneven():
+    """Sequence: each loss token has s / n of the sequence's weight. Token: its own weight times s."""
+    log_probs, old, _ = arguments(jnp.float32)
+    weights = jnp.asarray(MASK * np.arange(8.0), jnp.float32)
+    gradients = {}
+    for how in ("sequence", "token"):
+        fn = functools.partial(call, "gspo", clip_high=9.0, gspo_gradient=how)
+        gradients[how] = jax.grad(lambda x: jnp.sum(fn(x, old, jnp.ones(MASK.shape))[0] * weights))(log_probs)  # noqa: B023
+    first = (SEGMENTS[0] == 1) & (MASK[0] > 0)
+    s = np.exp(np.mean((log_probs - old)[0][first]))
+    np.testing.assert_allclose(gradients["sequence"][0][first], -s * (0 + 2) / 2, rtol=1e-5)
+    np.testing.assert_allclose(gradients["token"][0][first], -s * np.array([0.0, 2.0]), rtol=1e-5)
+
+
+def test_a_function_of_the_users_own():
+    def squared(log_probs, old_log_probs, advantages, *, mask, segments, config):
+        return (log_probs - advantages) ** 2, {"far": (jnp.abs(log_probs) > 1).astype(jnp.float32)}
+
+    batch = RolloutBatch.from_samples(step_of(4), row_length=24, rows=4, num_segments=9)
+    config = PolicyLossConfig(loss=squared)
+    value, _, found = whole(config, metrics=True)(batch)
+    on = batch.loss_mask > 0
+    np.testing.assert_allclose(value, np.mean((batch.returns - batch.advantages)[on] ** 2), rtol=1e-5)
+    np.testing.assert_allclose(found["far"].value, np.mean(np.abs(batch.returns[on]) > 1), rtol=1e-6)
+    register_policy_loss("squared", token_local=True)(squared)
+    try:
+        assert is_token_local(PolicyLossConfig(loss="squared"))
+        with pytest.raises(ValueError, match="name: got 'squared', expected one that is not taken"):
+            register_policy_loss("squared")
+    finally:
+        del POLICY_LOSSES["squared"]
+    assert not is_token_local(config)
+    assert dataclasses.replace(config, loss="ppo").loss == "ppo"
