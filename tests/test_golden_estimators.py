@@ -13,13 +13,15 @@ from jaxppo import (
     Normalizer,
     OffPolicyConfig,
     Rejection,
+    TokenStats,
     advantages,
+    log_probs_from_hidden,
+    log_probs_from_logits,
     metrics,
     mismatch_metrics,
     sft_loss,
     value_loss,
 )
-from jaxppo.log_probs import log_probs_from_logits
 from jaxppo.off_policy import correction
 from sharding import make_parallel_mesh, segment_sum, shard_call
 from sharding.testing import assert_trees_close
@@ -38,6 +40,7 @@ def pytest_generate_tests(metafunc):
     parametrize_cases(metafunc, "slime_whiten", "slime", "distributed_masked_whiten")
     parametrize_cases(metafunc, "slime_gae", "slime", "get_advantages_and_returns")
     parametrize_cases(metafunc, "slime_reinforce", "slime", "get_reinforce_plus_plus")
+    parametrize_cases(metafunc, "slime_log_probs", "slime", "calculate_log_probs_and_entropy")
     parametrize_cases(metafunc, "verl_value", "verl", "compute_value_loss")
     parametrize_cases(metafunc, "verl_gae", "verl", "compute_gae")
     parametrize_cases(metafunc, "verl_outcome", "verl", "_outcome_advantage")
@@ -101,6 +104,36 @@ def test_slime_sft(slime_sft, parallel):
     loss, grad = jax.jit(jax.value_and_grad(run))(pad(ragged.packing.pack(ragged.split(case.inputs["logits"]))))
     assert_close(loss, case.outputs["loss"])
     assert_close(grad[..., :vocab], ragged.packing.pack(ragged.split(case.outputs["grad_logits"])))
+
+
+@pytest.mark.parametrize("path", ["logits", "hidden"])
+def test_slime_log_probs_and_entropy(slime_log_probs, path, parallel):
+    case = slime_log_probs
+    count = len(case.inputs["targets"])
+    options = {"entropy": "bonus" if case.config["with_entropy_grad"] else "metric", "parallel": parallel}
+
+    def shape(x, fill=0):
+        padded = np.pad(x, ((0, 1),) + ((0, 0),) * (x.ndim - 1), constant_values=fill)
+        return padded.reshape(2, 4, *x.shape[1:])
+
+    options["where"] = shape(np.ones(count, bool))
+    keep = case.inputs.get("keep_mask")
+
+    def run(logits):
+        targets = shape(case.inputs["targets"])
+        if path == "logits":
+            return log_probs_from_logits(logits, targets, keep_mask=keep if keep is None else shape(keep), **options)
+        ids = None if keep is None else shape(np.where(keep, np.arange(keep.shape[1]), -1), -1)
+        return log_probs_from_hidden(logits, jnp.eye(logits.shape[-1]), targets, keep_ids=ids, **options)
+
+    @jax.jit
+    def step(logits):
+        stats, pullback = jax.vjp(run, logits)
+        cotangents = (shape(case.inputs[f"cotangent_{name}"]) for name in ("log_probs", "entropy"))
+        return *stats[:2], *pullback(TokenStats(*cotangents))
+
+    got = [np.asarray(x).reshape(8, -1)[:count].squeeze() for x in step(shape(case.inputs["logits"], np.nan))]
+    assert_close(got, [case.outputs[name] for name in ("log_probs", "entropy", "grad_logits")])
 
 
 def test_slime_gae(slime_gae, parallel):
