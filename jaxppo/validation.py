@@ -26,7 +26,9 @@ def validate_batch(batch: RolloutBatch, vocab_size: int, parallel: ParallelMesh 
     num_segments = arrays["sample_ids"].shape[1]
     _check("segment_ids", segments, (segments < 0) | (segments > num_segments), f"0 to {num_segments}")
 
-    lengths = (segments[:, :, None] == np.arange(1, num_segments + 1)).sum(axis=1)
+    numbered = segments + np.arange(len(segments))[:, None] * (num_segments + 1)
+    lengths = np.bincount(numbered.reshape(-1), minlength=len(segments) * (num_segments + 1)).reshape(len(segments), -1)
+    lengths = lengths[:, 1:]
     order = logical_positions(layout, length, shards, lengths if layout == "zigzag_per_segment" else None)
     order = np.broadcast_to(order, segments.shape)
     arrays = {name: x if name in _PER_SEGMENT else _logical(x, order) for name, x in arrays.items()}

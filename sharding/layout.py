@@ -101,7 +101,12 @@ def _host_order(formula: Any, layout: str, length: int, shards: int, lengths: np
                 f"segment_lengths: got {int(ends[over[0], -2])} positions in row {over[0]}, each sequence padded to a "
                 f"multiple of {row_multiple(layout, shards)}, expected at most {length}"
             )
-    return formula(layout, np.arange(length, dtype=np.int32), length, shards, ends, np).astype(np.int32)
+    points = np.arange(length, dtype=np.int32)
+    if ends is None:
+        return formula(layout, points, length, shards, None, np).astype(np.int32)
+    # row by row: the segment of a point is found by comparing it with all ends
+    rows = [formula(layout, points, length, shards, ends[r : r + 1], np) for r in range(len(ends))]
+    return np.concatenate(rows).astype(np.int32)
 
 
 # The same formulas for numpy on the host and jax.numpy on a device (`xp`).
