@@ -125,7 +125,7 @@ def divergence_from_hidden(
     args |= {"where": where, "temperature": as_temperature(temperature)}
 
     def to_specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [s for x in placements for s in x.specs(p)[0][:3]] + [p.tokens_spec, P()], p.tokens_spec
+        return [s for x in placements for s in x.specs(p)[:3]] + [p.tokens_spec, P()], p.tokens_spec
 
     return shard_call("divergence_from_hidden", per_shard, parallel, args, to_specs)
 

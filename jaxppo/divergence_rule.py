@@ -98,7 +98,7 @@ class PairWalk(Walk):
         z, teacher_z, slope = self.logits(block, rows, slots, counts)
         sums = self.tokens.read(residuals, slots)
         _, h, log_p = self.terms(z, teacher_z, block.valid, sums)
-        g, _ = self.tokens.take(per_token, slots)
+        g = self.tokens.take(per_token, slots)
         dz = g[:, None] * (h - jnp.exp(log_p) * sums.h[:, None]) / self.inputs.temperature
         dz = dz if slope is None else dz * slope
         return jnp.where(counts[:, None] & block.valid, dz, 0)
@@ -162,7 +162,7 @@ def _backward(rule: DivergenceRule, saved: Any, g: Any):
     inputs, teacher, residuals, asked = saved
     walk = PairWalk(rule, inputs, teacher)
     g = jnp.zeros(walk.tokens.count, jnp.float32) if isinstance(g, jax.custom_derivatives.SymbolicZero) else g
-    dhidden, dweights = gradients(walk, asked, residuals, (g, None))
+    dhidden, dweights = gradients(walk, asked, residuals, g)
     none = Inputs(*[None] * len(Inputs._fields))
     return none._replace(hidden=dhidden, kernel=dweights.kernel, bias=dweights.bias), none
 

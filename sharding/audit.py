@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from sharding.flops import Flops, count_flops
+from sharding.program import notes
 
 _OPS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
 _ITEM_BITS = {"pred": 8, "bf16": 16, "f16": 16, "c64": 64, "c128": 128}
@@ -47,6 +48,7 @@ class Audit:
       argument_bytes: its arguments.
       output_bytes: its results.
       flops: of its matrix products, with loops counted; a range where a loop's length depends on data.
+      notes: what the function says of itself, see `sharding.program.note`.
       text: the compiled module.
     """
 
@@ -55,6 +57,7 @@ class Audit:
     argument_bytes: int
     output_bytes: int
     flops: Flops
+    notes: tuple[str, ...]
     text: str = dataclasses.field(repr=False)
 
     def __str__(self) -> str:
@@ -62,6 +65,7 @@ class Audit:
             f"temporaries {self.temp_bytes / 2**20:.1f} MiB, arguments {self.argument_bytes / 2**20:.1f} MiB, "
             f"results {self.output_bytes / 2**20:.1f} MiB, {self.flops}"
         ]
+        lines += self.notes
         for c in self.collectives:
             over = "unknown axes" if c.axes is None else ", ".join(c.axes) or "no axis"
             lines.append(f"{c.op} over {over}: {c.bytes / 2**20:.3f} MiB{' in a loop' if c.in_loop else ''}")
@@ -100,6 +104,7 @@ def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         flops=count_flops(traced.jaxpr),
+        notes=notes(traced.jaxpr),
         text=text,
     )
 

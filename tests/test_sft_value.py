@@ -1,12 +1,14 @@
 """sft_loss and value_loss: the same on every mesh, blind to masked positions, and what their options mean."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hard_rows import MESHES, hard_batch
 
-from jaxppo import RolloutBatch, sft_loss, value_loss
+from jaxppo import RolloutBatch, log_probs_from_hidden, log_probs_from_logits, sft_loss, value_loss
 from jaxppo.aggregation import Normalizer
 from jaxppo.log_probs.stats import TokenStats
 from jaxppo.metrics import values
@@ -85,12 +87,64 @@ def test_value_conventions():
     assert "clip_fraction" not in metrics
 
 
+V, H = 97, 8
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2}
+
+
+def written_out(hidden, kernel, batch):
+    """Label smoothing and z-loss on logits written out."""
+    kept = batch.loss_mask > 0
+    z = jnp.matmul(jnp.where(kept[..., None], hidden, 0), kernel, precision="highest")
+    log_z = jax.nn.logsumexp(z, axis=-1)
+    target = 0.9 * jax.nn.one_hot(batch.targets, V) + 0.1 / V
+    losses = -(target * (z - log_z[..., None])).sum(-1) + 1e-2 * log_z**2
+    return jnp.where(kept, losses, 0).sum() / kept.sum()
+
+
+@pytest.mark.parametrize("path", ["hidden", "logits"])
+def test_label_smoothing_and_z_loss_on_every_mesh(path):
+    batch, _ = hard_batch()
+    rng = np.random.default_rng(3)
+    targets = jnp.asarray(np.where(batch.loss_mask > 0, rng.integers(0, V, batch.loss_mask.shape), -100))
+    batch = dataclasses.replace(batch, targets=targets)
+    hidden = jnp.asarray(rng.normal(size=(*targets.shape, H)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(H, V)), jnp.float32)
+
+    def loss(parallel, hidden, kernel, batch):
+        options = {"where": batch.loss_mask > 0, "moments": True, "vocab_size": V, "parallel": parallel}
+        if path == "hidden":
+            stats = log_probs_from_hidden(hidden, kernel, batch.targets, **options)
+        else:
+            hidden = jnp.where(batch.loss_mask[..., None] > 0, hidden, 0)
+            logits = jnp.matmul(hidden, jnp.pad(kernel, ((0, 0), (0, 7))), precision="highest")
+            logits = jnp.where(batch.loss_mask[..., None] > 0, logits, jnp.nan)
+            stats = log_probs_from_logits(logits, batch.targets, **options)
+        return sft_loss(stats, batch, parallel=parallel, **OPTIONS)
+
+    def run(parallel, hidden, kernel, batch):
+        grad = jax.value_and_grad(lambda *a: loss(parallel, *a, batch), (0, 1), has_aux=True)
+        (value, metrics), grads = grad(hidden, kernel)
+        return value, values(metrics), grads
+
+    spoiled = jnp.where(batch.loss_mask[..., None] > 0, hidden, jnp.nan)
+    got, metrics, grads = assert_mesh_invariant(run, spoiled, kernel, batch, meshes=["dp=2,cp=2,tp=2"], atol=3e-6)
+    expected = jax.jit(jax.value_and_grad(written_out, (0, 1)))(hidden, kernel, batch)
+    assert_trees_close((got, grads), expected, atol=3e-6)
+    assert metrics["log_z"] > 0
+
+
 def test_bad_input():
     batch, x = hard_batch()
     with pytest.raises(ValueError, match=r"values: got shape \(4, 32\), expected the batch's \[R, T\], \(8, 32\)"):
         value_loss(x[:4], batch)
     with pytest.raises(ValueError, match=r"stats.log_probs: got shape"):
         sft(None, x[:, :3], batch)
+    with pytest.raises(ValueError, match=r"stats.log_z: got None, expected f32\[R, T\] for label_smoothing=0.1"):
+        sft(None, x, batch, label_smoothing=0.1)
+    with pytest.raises(ValueError, match=r"label_smoothing: got 1.0"):
+        sft(None, x, batch, label_smoothing=1.0)
+    with pytest.raises(ValueError, match="z_loss: got -1"):
+        sft(None, x, batch, z_loss=-1)
     with pytest.raises(ValueError, match="aggregation: got 'mean', expected one of token_mean"):
         sft(None, x, batch, aggregation="mean")
     with pytest.raises(ValueError, match="aggregation_norm: got None"):

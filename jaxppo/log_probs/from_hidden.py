@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp  # noqa: F401  in the example
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.log_probs.head_placement import place_head
-from jaxppo.log_probs.hidden_rule import Inputs, Rule, log_probs_and_entropy
+from jaxppo.log_probs.head_placement import HeadPlacement, place_head
+from jaxppo.log_probs.hidden_rule import Inputs, Rule, token_stats
 from jaxppo.log_probs.stats import (
     Entropy,
     TokenStats,
@@ -36,6 +36,7 @@ def log_probs_from_hidden(
     logit_softcap: float | None = None,
     temperature: float | Array = 1.0,
     entropy: Entropy = "none",
+    moments: bool = False,
     keep_ids: Int[Array, "R T K"] | None = None,
     where: Bool[Array, "R T"] | None = None,
     vocab_size: int | None = None,
@@ -61,6 +62,8 @@ def log_probs_from_hidden(
       logit_softcap: logits become cap * tanh(logits / cap), before temperature.
       temperature: positive scalar that divides the logits, as the sampler did; a constant of differentiation.
       entropy: "none", "metric" (no gradient: nothing of its backward exists) or "bonus" (differentiable).
+      moments: also compute log_z, the log-sum-exp of z, and the mean of z (see `sft_loss`), both differentiable and
+        over all of `vocab_size`.
       keep_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and
         the target; the entropy stays that of the full distribution.
       where: `bool[R, T]`, the positions that count: only they meet the kernel. The others read 0 and may hold anything.
@@ -70,8 +73,8 @@ def log_probs_from_hidden(
       block_bytes: bytes of a block of f32 logits and their gradient, 8 MiB by default.
 
     Returns:
-      `TokenStats(log_probs f32[R, T], entropy f32[R, T] | None)`; NaN where a counted target is not in
-      `[0, vocab_size)`.
+      `TokenStats(log_probs, entropy, log_z, mean_logit)`, `f32[R, T]` each, None if not asked for; the log-prob is NaN
+      where a counted target is not in `[0, vocab_size)`.
 
     Raises:
       TypeError, ValueError: an argument of the wrong dtype, rank, shape, sharding or range, named.
@@ -81,6 +84,79 @@ def log_probs_from_hidden(
       >>> log_probs_from_hidden(hidden, kernel, jnp.array([[0, 3]]), entropy="metric").entropy.round(4)
       Array([[1.3863, 1.3863]], dtype=float32)
     """
+    call, args = prepare_head(
+        hidden,
+        kernel,
+        targets,
+        parallel=parallel,
+        kernel_layout=kernel_layout,
+        bias=bias,
+        logit_softcap=logit_softcap,
+        temperature=temperature,
+        entropy=entropy,
+        moments=moments,
+        keep_ids=keep_ids,
+        where=where,
+        vocab_size=vocab_size,
+        kernel_spec=kernel_spec,
+        hidden_spec=hidden_spec,
+        block_bytes=block_bytes,
+    )
+
+    def per_shard(axes: ShardAxes, *arrays: Any) -> TokenStats:
+        log_probs, h, found = token_stats(*call.on_device(axes, *arrays))
+        return jax.tree.map(lambda x: x.reshape(arrays[3].shape), TokenStats(log_probs, h, *(found or ())))
+
+    return shard_call("log_probs_from_hidden", per_shard, parallel, args, lambda p: (call.specs(p), p.tokens_spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadCall:
+    """What is static about a call to a head, checked."""
+
+    placement: HeadPlacement
+    entropy: Entropy
+    moments: bool
+    softcap: float | None
+    vocab_size: int | None
+    block_bytes: int
+
+    def specs(self, parallel: ParallelMesh) -> list[Any]:
+        """For `shard_call`, of the arguments that `prepare_head` returns."""
+        return self.placement.specs(parallel)
+
+    def on_device(self, axes: ShardAxes, *arrays: Any) -> tuple[Rule, Inputs]:
+        """Per-shard: the rule and its inputs, tokens flattened."""
+        hidden, kernel, bias, targets, keep_ids, where, temperature = arrays
+        N = targets.size
+        head = self.placement.head(axes, hidden, kernel, self.softcap, self.vocab_size, self.block_bytes // (8 * N))
+        block_tokens = max(1, self.block_bytes // (8 * head.block_columns))
+        rule = Rule(head, self.entropy, block_tokens, self.placement.sequence_parallel, self.moments)
+        flat: Any = lambda x: None if x is None else x.reshape(N, *x.shape[2:])  # noqa: E731
+        where = None if where is None else flat(where).astype(bool)
+        return rule, Inputs(hidden, kernel, bias, flat(targets), flat(keep_ids), where, temperature)
+
+
+def prepare_head(
+    hidden: Any,
+    kernel: Any,
+    targets: Any,
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    kernel_layout: str = "hv",
+    bias: Any = None,
+    logit_softcap: float | None = None,
+    temperature: Any = 1.0,
+    entropy: Entropy = "none",
+    moments: bool = False,
+    keep_ids: Any = None,
+    where: Any = None,
+    vocab_size: int | None = None,
+    kernel_spec: jax.sharding.PartitionSpec | None = None,
+    hidden_spec: jax.sharding.PartitionSpec | None = None,
+    block_bytes: int | None = None,
+) -> tuple[HeadCall, dict[str, Any]]:
+    """The arguments of `log_probs_from_hidden`, checked: what is static, and the arrays by name for `shard_call`."""
     check_floating("hidden", hidden, 3, "[R, T, H]")
     check_floating("kernel", kernel, 2, "[H, V] or [V, H]")
     check_entropy(entropy)
@@ -103,17 +179,4 @@ def log_probs_from_hidden(
         "where": where,
         "temperature": as_temperature(temperature),
     }
-    per_shard = partial(_per_shard, placement, entropy, logit_softcap, vocab_size, block_bytes or BLOCK_BYTES)
-    return shard_call("log_probs_from_hidden", per_shard, parallel, args, placement.specs)
-
-
-def _per_shard(placement, entropy, softcap, vocab_size, block_bytes, axes: ShardAxes, *arrays) -> TokenStats:
-    hidden, kernel, bias, targets, keep_ids, where, temperature = arrays
-    R, T = targets.shape
-    head = placement.head(axes, hidden, kernel, softcap, vocab_size, block_bytes // (8 * R * T))
-    rule = Rule(head, entropy, max(1, block_bytes // (8 * head.block_columns)), placement.sequence_parallel)
-    flat: Any = lambda x: None if x is None else x.reshape(R * T, *x.shape[2:])  # noqa: E731
-    where = None if where is None else flat(where).astype(bool)
-    inputs = Inputs(hidden, kernel, bias, flat(targets), flat(keep_ids), where, temperature)
-    log_probs, h = log_probs_and_entropy(rule, inputs)
-    return TokenStats(log_probs.reshape(R, T), None if h is None else h.reshape(R, T))
+    return HeadCall(placement, entropy, moments, logit_softcap, vocab_size, block_bytes or BLOCK_BYTES), args

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ def log_probs_from_logits(
     parallel: ParallelMesh | ShardAxes | None = None,
     temperature: float | Array = 1.0,
     entropy: Entropy = "none",
+    moments: bool = False,
     keep_mask: Bool[Array, "R T V"] | None = None,
     where: Bool[Array, "R T"] | None = None,
     vocab_size: int | None = None,
@@ -46,14 +47,16 @@ def log_probs_from_logits(
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       temperature: positive scalar that divides the logits, as the sampler did; a constant of differentiation.
       entropy: "none", "metric" (no gradient: nothing of its backward exists) or "bonus" (differentiable).
+      moments: also compute log_z, the log-sum-exp of z, and the mean of z (see `sft_loss`), both differentiable and
+        over all of `vocab_size`.
       keep_mask: `bool[R, T, V]`, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and the
         target; the entropy stays that of the full distribution.
       where: `bool[R, T]`, the positions that count; the others read 0 and may hold anything.
       vocab_size: columns from here on are padding, with probability 0 and gradient 0.
 
     Returns:
-      `TokenStats(log_probs f32[R, T], entropy f32[R, T] | None)`; NaN where a counted target is not in
-      `[0, vocab_size)`.
+      `TokenStats(log_probs, entropy, log_z, mean_logit)`, `f32[R, T]` each, None if not asked for; the log-prob is NaN
+      where a counted target is not in `[0, vocab_size)`.
 
     Raises:
       TypeError, ValueError: an argument of the wrong dtype, rank, shape or range, named.
@@ -71,7 +74,7 @@ def log_probs_from_logits(
         raise ValueError(f"keep_mask: got shape {keep_mask.shape}, expected {logits.shape}, the shape of logits")
     if not isinstance(parallel, ShardAxes):
         check_vocab_size(vocab_size, logits.shape[2])
-    per_shard = partial(_per_shard, entropy=entropy, vocab_size=vocab_size)
+    per_shard = partial(_per_shard, entropy=entropy, moments=moments, vocab_size=vocab_size)
     args = {
         "logits": logits,
         "targets": targets,
@@ -87,15 +90,17 @@ def _specs(p: ParallelMesh):
     return [p.logits_spec, p.tokens_spec, p.logits_spec, p.tokens_spec, P()], p.tokens_spec
 
 
-def _per_shard(axes: ShardAxes, logits, targets, keep_mask, where, temperature, *, entropy, vocab_size) -> TokenStats:
+def _per_shard(
+    axes: ShardAxes, logits, targets, keep_mask, where, temperature, *, entropy, moments, vocab_size
+) -> TokenStats:
     R, T, V_local = logits.shape
     vocab_size = check_vocab_size(vocab_size, V_local * axes.size(axes.tensor))
     flat: Any = lambda x: None if x is None else x.reshape(R * T, *x.shape[2:])  # noqa: E731
     where = None if where is None else flat(where).astype(bool)
-    log_probs, h = _log_probs(
-        flat(logits), flat(targets), flat(keep_mask), where, temperature, axes, entropy, vocab_size
+    log_probs, h, found = _token_stats(
+        flat(logits), flat(targets), flat(keep_mask), where, temperature, axes, entropy, moments, vocab_size
     )
-    return TokenStats(log_probs.reshape(R, T), None if h is None else h.reshape(R, T))
+    return jax.tree.map(lambda x: x.reshape(R, T), TokenStats(log_probs, h, *(found or ())))
 
 
 def _scaled(logits, targets, temperature, axes: ShardAxes, vocab_size: int):
@@ -106,38 +111,42 @@ def _scaled(logits, targets, temperature, axes: ShardAxes, vocab_size: int):
     return z, columns == targets[:, None], targets - first
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _log_probs(logits, targets, keep_mask, where, temperature, axes, entropy, vocab_size):
-    return _forward(logits, targets, keep_mask, where, temperature, axes, entropy, vocab_size)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _token_stats(logits, targets, keep_mask, where, temperature, axes, entropy, moments, vocab_size):
+    return _forward(logits, targets, keep_mask, where, temperature, axes, entropy, moments, vocab_size)[0]
 
 
-def _forward(logits, targets, keep_mask, where, temperature, axes, entropy, vocab_size):
+def _forward(logits, targets, keep_mask, where, temperature, axes, entropy, moments, vocab_size):
     z, is_target, place = _scaled(logits, targets, temperature, axes, vocab_size)
     here = (place >= 0) & (place < z.shape[1])
     z_y = jnp.take_along_axis(z, jnp.clip(place, 0, z.shape[1] - 1)[:, None], axis=1)[:, 0]
     keep = None if keep_mask is None else keep_mask | is_target
-    with_entropy = entropy != "none"
-    like = softmax.empty_sums(0, full=with_entropy or keep is None, entropy=with_entropy, kept=keep is not None)
+    with_entropy, kept = entropy != "none", keep is not None
+    full = with_entropy or moments or not kept
+    like = softmax.empty_sums(0, full=full, entropy=with_entropy, kept=kept, moments=moments)
     sums = softmax.combine(softmax.block_sums(z, jnp.where(here, z_y, 0), keep, like), axes)
     log_probs, h, residuals = softmax.finish(sums, (targets >= 0) & (targets < vocab_size))
+    out = (log_probs, h, softmax.moments(sums, residuals, vocab_size))
     if where is not None:
-        log_probs, h = jnp.where(where, log_probs, 0), None if h is None else jnp.where(where, h, 0)
+        out = jax.tree.map(lambda x: jnp.where(where, x, 0), out)
     if entropy != "bonus":
-        residuals = residuals.without_entropy(keep is not None)
-    return (log_probs, h), (logits, targets, keep_mask, where, temperature, residuals)
+        residuals = residuals.without_entropy(kept and not moments)
+    return out, (logits, targets, keep_mask, where, temperature, residuals)
 
 
-def _backward(axes, entropy, vocab_size, saved, cotangents):
+def _backward(axes, entropy, moments, vocab_size, saved, cotangents):
+    del moments
     logits, targets, keep_mask, where, temperature, residuals = saved
-    g, e = cotangents[0], cotangents[1] if entropy == "bonus" else None
-    counts = g != 0 if e is None else (g != 0) | (e != 0)
+    g, e, of_moments = cotangents
+    e = e if entropy == "bonus" else None
+    counts = reduce(jnp.logical_or, [x != 0 for x in jax.tree.leaves((g, e, of_moments))])
     counts = counts if where is None else counts & where
     z, is_target, _ = _scaled(logits, targets, temperature, axes, vocab_size)
     keep = None if keep_mask is None else keep_mask | is_target
-    dz = softmax.dlogits(z, is_target, keep, residuals, g, e) / temperature
+    dz = softmax.dlogits(z, is_target, keep, residuals, g, e, of_moments, vocab_size) / temperature
     # a position that carries no loss may hold NaN; padded columns hold anything
     dz = jnp.where(counts[:, None] & (z > -jnp.inf), dz, 0)
     return as_primal(dz, logits), None, None, None, jnp.zeros_like(temperature)
 
 
-_log_probs.defvjp(_forward, _backward)
+_token_stats.defvjp(_forward, _backward)

@@ -124,6 +124,12 @@ class Head:
             bias = None if bias is None else jnp.where(exists, bias, 0)
         return Block(part, bias, ids, jnp.tile(own, ids.shape[0] // size) & exists)
 
+    def part(self, i: Any, x: jax.Array, columns: int) -> jax.Array:
+        """Block i of x, `[N, columns that the device works on]`; 0 in duplicates of other blocks."""
+        start, size, own = self._place(i, columns)
+        part = lax.dynamic_slice_in_dim(x, start - self._place(0, columns)[0], size, axis=1)
+        return jnp.where(own, part, 0) if x.shape[1] % size else part
+
     def place_of(self, ids: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
         """The place in the block of each vocabulary id, and whether the block has it as its own."""
         pieces = math.prod(lax.axis_size(n) for n in self.gathered_v)
@@ -183,7 +189,7 @@ class Head:
         """f32 `[N, H]`."""
         return _dot(dz.astype(block.kernel.dtype), block.kernel, (1, self.v_dim))
 
-    def weight_gradients(self, dz: jax.Array, hidden: jax.Array, block: Block, asked: Weights) -> Weights:
+    def weight_gradients(self, dz: jax.Array, hidden: jax.Array, asked: Weights) -> Weights:
         """f32 gradients of the block, in its layout, where `asked` is not None."""
         dkernel = None
         if asked.kernel is not None:

@@ -41,11 +41,11 @@ class HeadPlacement:
         """[R, T] of the targets that belong to the hidden states."""
         return hidden.shape[0], hidden.shape[1] * self.position_shards
 
-    def specs(self, p: ParallelMesh) -> tuple[list[P | None], P]:
+    def specs(self, p: ParallelMesh) -> list[P | None]:
         """For `shard_call`, in the order of the head's arguments."""
         bias_spec = P(self.kernel_spec[self._v_dim])
         tokens = p.tokens_spec
-        return [self.hidden_spec, self.kernel_spec, bias_spec, tokens, tokens, tokens, P()], tokens
+        return [self.hidden_spec, self.kernel_spec, bias_spec, tokens, tokens, tokens, P()]
 
     def head(
         self, axes: ShardAxes, hidden: Any, kernel: Any, softcap: float | None, vocab_size: int | None, columns: int

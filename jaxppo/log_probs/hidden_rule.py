@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +37,7 @@ class Rule:
     entropy: str
     block_tokens: int
     sequence_parallel: bool
+    moments: bool = False
 
 
 @jax.tree_util.register_static
@@ -100,19 +101,21 @@ class Walk:
         """d loss / d (hidden @ kernel), f32 `[block tokens, B]`."""
         z, slope = self.head.logits(rows, block, self.inputs.temperature)
         is_target = self.targets(slots)[:, None] == block.columns
-        g, e = self.tokens.take(per_token, slots)
-        dz = softmax.dlogits(z, is_target, self.keep(slots, block), self.tokens.read(residuals, slots), g, e)
+        residuals, keep = self.tokens.read(residuals, slots), self.keep(slots, block)
+        g, e, of_moments = self.tokens.take(per_token, slots)
+        dz = softmax.dlogits(z, is_target, keep, residuals, g, e, of_moments, self.head.vocab_size)
         dz = dz / self.inputs.temperature
         dz = dz if slope is None else dz * slope
         return jnp.where(counts[:, None] & block.valid, dz, 0)
 
 
-def evaluate(rule: Rule, inputs: Inputs) -> tuple[tuple[jax.Array, jax.Array | None], softmax.Residuals]:
-    """Log-probs and entropy `f32[N]`, and the residuals in slot order."""
+def evaluate(rule: Rule, inputs: Inputs) -> tuple[Any, softmax.Residuals]:
+    """Log-probs, entropy and moments `f32[N]`, and the residuals in slot order."""
     walk = Walk(rule, inputs)
     head, tokens = walk.head, walk.tokens
     with_entropy, kept = rule.entropy != "none", inputs.keep_ids is not None
-    empty = softmax.empty_sums(tokens.count, full=with_entropy or not kept, entropy=with_entropy, kept=kept)
+    full = with_entropy or rule.moments or not kept
+    empty = softmax.empty_sums(tokens.count, full=full, entropy=with_entropy, kept=kept, moments=rule.moments)
 
     def vocabulary_block(i, sums):
         block = walk.block(i)
@@ -131,15 +134,15 @@ def evaluate(rule: Rule, inputs: Inputs) -> tuple[tuple[jax.Array, jax.Array | N
     sums = softmax.combine(sums, head.axes)
     exists = (inputs.targets >= 0) & (inputs.targets < head.vocab_size)
     log_probs, entropy, residuals = softmax.finish(sums, tokens.to_slots(exists))
-    out = tokens.to_tokens((log_probs, entropy))
+    out = tokens.to_tokens((log_probs, entropy, softmax.moments(sums, residuals, head.vocab_size)))
     if inputs.where is not None:
         out = jax.tree.map(lambda x: jnp.where(inputs.where, x, 0), out)
-    return out, residuals if rule.entropy == "bonus" else residuals.without_entropy(kept)
+    return out, residuals if rule.entropy == "bonus" else residuals.without_entropy(kept and not rule.moments)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def log_probs_and_entropy(rule: Rule, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
-    """Log-probs and entropy `f32[N]` of one device's tokens."""
+def token_stats(rule: Rule, inputs: Inputs) -> tuple[jax.Array, jax.Array | None, tuple[jax.Array, jax.Array] | None]:
+    """Log-probs, entropy and moments `f32[N]` of one device's tokens."""
     return evaluate(rule, inputs)[0]
 
 
@@ -161,13 +164,14 @@ def _backward(rule: Rule, saved: Any, cotangents: Any):
     inputs, residuals, asked = saved
     walk = Walk(rule, inputs)
     zeros = jnp.zeros(walk.tokens.count, jnp.float32)
-    g, e = (zeros if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents)
-    per_token = (g, e if rule.entropy == "bonus" else None)
+    is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)  # noqa: E731
+    g, e, of_moments = jax.tree.map(lambda x: zeros if is_zero(x) else x, cotangents, is_leaf=is_zero)
+    per_token = (g, e if rule.entropy == "bonus" else None, of_moments)
     dhidden, dweights = gradients(walk, asked, residuals, per_token)
     return (Inputs(dhidden, dweights.kernel, dweights.bias, None, None, None, jnp.zeros_like(inputs.temperature)),)
 
 
-log_probs_and_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
+token_stats.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def gradients(walk: Walk, asked: Asked, residuals: Any, per_token: Any) -> tuple[jax.Array | None, Weights]:
@@ -177,7 +181,7 @@ def gradients(walk: Walk, asked: Asked, residuals: Any, per_token: Any) -> tuple
       walk: the arrays.
       asked: which gradients.
       residuals: of `walk.block_gradient`, f32[N] in slot order.
-      per_token: the pair of cotangents of a token, f32[N]; the second is None where there is only one.
+      per_token: the cotangents of a token, a pytree of f32[N].
     """
     order = _tokens_outermost if _accumulates_kernel(walk, asked) else _vocabulary_outermost
     return order(walk, asked, residuals, per_token)
@@ -199,8 +203,7 @@ def _accumulates_kernel(walk: Walk, asked: Asked) -> bool:
 
 def _counts(walk: Walk, slots: Slots, per_token: Any) -> jax.Array:
     """bool[block tokens]: the slots with a cotangent. The others may hold NaN."""
-    g, e = walk.tokens.take(per_token, slots)
-    counts = g != 0 if e is None else (g != 0) | (e != 0)
+    counts = reduce(jnp.logical_or, [x != 0 for x in jax.tree.leaves(walk.tokens.take(per_token, slots))])
     return counts if slots.fresh is None else counts & slots.fresh
 
 
@@ -221,7 +224,7 @@ def _vocabulary_outermost(walk: Walk, asked: Asked, residuals: Any, per_token: A
             if asked.hidden:
                 new = tokens.read(dhidden, slots) + head.hidden_gradient(dz, block)
                 dhidden = new if tokens.block == N else lax.dynamic_update_slice_in_dim(dhidden, new, slots.start, 0)
-            dblock = jax.tree.map(jnp.add, dblock, head.weight_gradients(dz, rows, block, weights))
+            dblock = jax.tree.map(jnp.add, dblock, head.weight_gradients(dz, rows, weights))
             return walk.vary((dhidden, dblock))
 
         dhidden, dweights = carry
@@ -251,7 +254,7 @@ def _tokens_outermost(walk: Walk, asked: Asked, residuals: Any, per_token: Any):
             block = walk.block(i)
             dz = walk.block_gradient(block, slots, rows, counts, residuals, per_token)
             drows = drows + head.hidden_gradient(dz, block) if asked.hidden else None
-            dblock = head.weight_gradients(dz, rows, block, weights)
+            dblock = head.weight_gradients(dz, rows, weights)
             return walk.vary((drows, jax.tree.map(partial(head.accumulate, i), dweights, dblock)))
 
         drows = walk.zeros(*rows.shape) if asked.hidden else None

@@ -21,7 +21,7 @@ class Sums(NamedTuple):
     """Softmax sums of some of the logits of N tokens, f32[N] each; None where not asked for.
 
     m, s, u are over all the logits, kept_m and kept_s over those that the sampler could draw, z_y is the target's
-    logit, 0 where it is not among them.
+    logit, 0 where it is not among them, total the sum of all the logits.
     """
 
     m: Any
@@ -30,6 +30,7 @@ class Sums(NamedTuple):
     kept_m: Any
     kept_s: Any
     z_y: Array
+    total: Array | None = None
 
 
 class Residuals(NamedTuple):
@@ -52,7 +53,7 @@ def _exp_below(z: Array, m: Array) -> tuple[Array, Array]:
     return jnp.exp(d), d
 
 
-def empty_sums(count: int, *, full: bool, entropy: bool, kept: bool) -> Sums:
+def empty_sums(count: int, *, full: bool, entropy: bool, kept: bool, moments: bool = False) -> Sums:
     """The sums of no logits."""
     low, zero = jnp.full(count, -jnp.inf, jnp.float32), jnp.zeros(count, jnp.float32)
     return Sums(
@@ -62,6 +63,7 @@ def empty_sums(count: int, *, full: bool, entropy: bool, kept: bool) -> Sums:
         kept_m=low if kept else None,
         kept_s=zero if kept else None,
         z_y=zero,
+        total=zero if moments else None,
     )
 
 
@@ -74,7 +76,7 @@ def block_sums(z: Float[Array, "N B"], z_y: Float[Array, "N"], keep: Bool[Array,
       keep: the columns that the sampler could draw, the target's included.
       like: which sums to compute.
     """
-    m = s = u = kept_m = kept_s = None
+    m = s = u = kept_m = kept_s = total = None
     if like.m is not None:
         m = z.max(axis=1)
         e, d = _exp_below(z, m)
@@ -85,7 +87,9 @@ def block_sums(z: Float[Array, "N B"], z_y: Float[Array, "N"], keep: Bool[Array,
         kept = jnp.where(keep, z, -jnp.inf)
         kept_m = kept.max(axis=1)
         kept_s = _exp_below(kept, kept_m)[0].sum(axis=1)
-    return Sums(m, s, u, kept_m, kept_s, z_y)
+    if like.total is not None:
+        total = jnp.where(z > -jnp.inf, z, 0).sum(axis=1)
+    return Sums(m, s, u, kept_m, kept_s, z_y, total)
 
 
 def _rescale(sums: Sums, m: Array | None, kept_m: Array | None) -> Sums:
@@ -103,7 +107,7 @@ def _rescale(sums: Sums, m: Array | None, kept_m: Array | None) -> Sums:
         s = s * f
     if kept_m is not None:
         kept_s = kept_s * factor(sums.kept_m, kept_m)[0]
-    return Sums(m, s, u, kept_m, kept_s, sums.z_y)
+    return Sums(m, s, u, kept_m, kept_s, sums.z_y, sums.total)
 
 
 def _larger(a: Any, b: Any) -> Any:
@@ -148,6 +152,11 @@ def finish(sums: Sums, target_exists: Bool[Array, "N"]) -> tuple[Array, Array | 
     return log_probs, entropy, Residuals(sums.m, log_s, entropy, sums.kept_m, kept_log_s)
 
 
+def moments(sums: Sums, residuals: Residuals, columns: int) -> tuple[Array, Array] | None:
+    """log_z, the log-sum-exp of all the logits, and their mean; None where the sums lack what they take."""
+    return None if sums.total is None else (residuals.m + residuals.log_s, sums.total / columns)
+
+
 def dlogits(
     z: Float[Array, "N B"],
     is_target: Bool[Array, "N B"],
@@ -155,8 +164,12 @@ def dlogits(
     residuals: Residuals,
     g: Float[Array, "N"],
     e: Float[Array, "N"] | None,
+    of_moments: tuple[Float[Array, "N"], Float[Array, "N"]] | None,
+    columns: int,
 ) -> Float[Array, "N B"]:
-    """dz_j = g * ([j = y] - p_j) - e * p_j * (log p_j + entropy), with p over the kept columns in the first term.
+    """dz_j = g * ([j = y] - p_j) - e * p_j * (log p_j + entropy) + a * p_j + b / columns.
+
+    In the first term p is over the kept columns.
 
     Args:
       z: f32 logits, -inf in columns that do not exist.
@@ -165,6 +178,8 @@ def dlogits(
       residuals: of the whole vocabulary.
       g: the cotangent of the log-prob.
       e: the cotangent of the entropy, or None.
+      of_moments: (a, b), the cotangents of log_z and the mean logit, or None.
+      columns: of the whole vocabulary.
     """
     column = lambda x: x[:, None]  # noqa: E731
     log_p: Any = None
@@ -178,4 +193,6 @@ def dlogits(
     if e is not None:
         full_p = jnp.exp(log_p)
         dz -= column(e) * jnp.where(full_p > 0, full_p * (log_p + column(residuals.entropy)), 0)
+    if of_moments is not None:
+        dz += column(of_moments[0]) * jnp.exp(log_p) + column(of_moments[1]) / columns
     return dz

@@ -14,10 +14,15 @@ ENTROPY_MODES = get_args(Entropy)
 
 
 class TokenStats(NamedTuple):
-    """Log-probs of the targets and entropies, f32 `[R, T]` each; entropy is None when not asked for."""
+    """Log-probs of the targets, entropies, log-sum-exps and means of the logits, f32 `[R, T]` each.
+
+    All but the first are None where they are not asked for.
+    """
 
     log_probs: Float[Array, "R T"]
     entropy: Float[Array, "R T"] | None = None
+    log_z: Float[Array, "R T"] | None = None
+    mean_logit: Float[Array, "R T"] | None = None
 
 
 def check_floating(name: str, x: Any, rank: int, expected: str) -> None:
