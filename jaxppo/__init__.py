@@ -1,6 +1,6 @@
 """The loss layer of LLM reinforcement learning: hidden states or logits to loss, gradients and metrics on any mesh."""
 
-from jaxppo import advantages, metrics
+from jaxppo import advantages, metrics, presets
 from jaxppo.accumulate import accumulate_gradients
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch, Sample
@@ -49,6 +49,7 @@ __all__ = [
     "pack_keep_ids",
     "policy_loss",
     "policy_loss_from_hidden",
+    "presets",
     "register_policy_loss",
     "sft_loss",
     "shift_targets",

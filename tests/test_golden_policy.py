@@ -17,6 +17,7 @@ from jaxppo import (
     kl_divergence,
     metrics,
     policy_loss,
+    presets,
 )
 from jaxppo.log_probs import TokenStats, log_probs_from_logits
 from sharding import make_parallel_mesh
@@ -67,7 +68,7 @@ def slime_config(c: dict) -> PolicyLossConfig:
         off_policy = OffPolicyConfig(weights="token", low=c["tis_clip_low"], high=c["tis_clip"], outside=outside)
     if c["use_opsm"]:
         off_policy = OffPolicyConfig(opsm_delta=c["opsm_delta"], opsm_fraction="response")
-    return PolicyLossConfig(
+    return presets.slime_default(
         loss={"grpo": "ppo"}.get(c["advantage_estimator"], c["advantage_estimator"]),
         clip_low=c["eps_clip"],
         clip_high=c["eps_clip_high"],
@@ -76,8 +77,7 @@ def slime_config(c: dict) -> PolicyLossConfig:
         kl_coef=c["kl_loss_coef"] if c["use_kl_loss"] else 0.0,
         kl_estimator=c["kl_loss_type"],
         kl_importance=c["use_unbiased_kl"],
-        aggregation="token_sum" if c["calculate_per_token_loss"] else "rollout_mean",
-        metric_aggregation="loss",
+        **{"aggregation": "token_sum"} if c["calculate_per_token_loss"] else {},
         old_log_probs="sampler" if c["use_rollout_logprobs"] else "trainer",
         off_policy=off_policy,
         temperature=c["rollout_temperature"],
@@ -190,11 +190,10 @@ def verl_config(case: Case) -> PolicyLossConfig:
         "kl_cov_coef": c.get("ppo_kl_coef"),
         "aggregation_norm": float(case.inputs["loss_mask"].shape[1]) if aggregation.endswith("norm") else None,
     }
-    return PolicyLossConfig(
+    return presets.verl_default(
         loss=name,
         clip_low=c.get("clip_ratio_low", 0.2),  # upstream's default, whatever clip_ratio is
         clip_high=c.get("clip_ratio_high", 0.2),
-        gspo_gradient="token",
         aggregation=aggregation,
         off_policy=OffPolicyConfig(weights="token", high=1e6) if "rollout_is_weights" in case.inputs else None,
         **{k: v for k, v in options.items() if v is not None},
