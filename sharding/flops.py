@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jax.extend import core
+
+_SAME_VALUE = frozenset({"pvary", "pcast", "convert_element_type"})  # of the constant that they take in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +39,8 @@ def count_flops(jaxpr: Any) -> Flops:
       jaxpr: as `jax.make_jaxpr` or `jax.jit(f).trace(...)` give it.
 
     Returns:
-      `Flops`. A `while` counts 0 times at least, and at most as often as a constant in its condition allows.
+      `Flops`. A `while` counts 0 times at least, and at most as often as a counter from 0 on can stay below a
+      constant in its condition.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -62,7 +66,7 @@ def _equation_flops(eqn: Any) -> Flops:
             return Flops(body.low * params["length"], body.high * params["length"])
         case "while":
             body = count_flops(params["body_jaxpr"])
-            return Flops(0, body.high * _most_turns(params["cond_jaxpr"]) if body.high else 0)
+            return Flops(0, body.high * _most_turns(params) if body.high else 0)
         case "cond":
             branches = [count_flops(branch) for branch in params["branches"]]
             return Flops(min(b.low for b in branches), max(b.high for b in branches))
@@ -73,11 +77,27 @@ def _equation_flops(eqn: Any) -> Flops:
     return total
 
 
-def _most_turns(condition: Any) -> float:
-    """The smallest constant that the condition compares a loop variable to be less than."""
-    bounds = [
-        int(eqn.invars[1].val)
-        for eqn in condition.jaxpr.eqns
-        if eqn.primitive.name == "lt" and isinstance(eqn.invars[1], core.Literal)
-    ]
-    return min(bounds, default=math.inf)
+def _most_turns(params: Any) -> float:
+    """The smallest constant that the condition compares a counter, which the body raises by one, to be less than."""
+    condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+    constant, step = _constants(condition), _constants(body)
+    raised = {e.outvars[0]: e.invars[0] for e in body.eqns if e.primitive.name == "add" and step(e.invars[1]) == 1}
+    before, after = body.invars[params["body_nconsts"] :], body.outvars
+    carried = condition.invars[params["cond_nconsts"] :]
+    counters = {c for c, old, new in zip(carried, before, after, strict=True) if raised.get(new) is old}
+    bounds = [constant(e.invars[1]) for e in condition.eqns if e.primitive.name == "lt" and e.invars[0] in counters]
+    return min((bound for bound in bounds if bound is not None), default=math.inf)
+
+
+def _constants(jaxpr: Any) -> Callable[[Any], int | None]:
+    """The value of a variable that is a constant scalar, else None."""
+    source = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name in _SAME_VALUE}
+
+    def constant(value: Any) -> int | None:
+        while not isinstance(value, core.Literal):
+            if value not in source:
+                return None
+            value = source[value]
+        return int(value.val)
+
+    return constant

@@ -9,6 +9,7 @@ from jaxppo.log_probs.reference import reference_from_hidden
 from sharding.testing import assert_trees_close
 
 R, T, H = 8, 8, 12
+BLOCK_BYTES = 8 * 512 * 16  # blocks of 16 tokens and 512 columns
 PARAMETERS = ("hidden", "kernel", "bias")
 F32 = {"rtol": 2e-6, "atol": 2e-6}
 # a gradient in bf16 is rounded once, and its terms were products of bf16 numbers
@@ -49,7 +50,7 @@ def call_head(parallel, arrays, **options):
     args = arrays["hidden"], arrays["kernel"], arrays["targets"]
     if parallel == "reference":
         return reference_from_hidden(*args, **options)
-    return log_probs_from_hidden(*args, parallel=parallel, **options)
+    return log_probs_from_hidden(*args, parallel=parallel, **{"block_bytes": BLOCK_BYTES, **options})
 
 
 def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
@@ -68,7 +69,7 @@ def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
 
 def truth(call, arrays, wrt=PARAMETERS, **options):
     """`with_gradients` of the reference in float64."""
-    options.pop("block_bytes", None)
+    options = {k: v for k, v in options.items() if k not in ("block_bytes", "kernel_spec", "hidden_spec")}
     with jax.enable_x64(True):
         wide = {k: jnp.asarray(np.asarray(x, np.float64) if x.dtype.kind in "fV" else x) for k, x in arrays.items()}
         found = jax.jit(lambda a: with_gradients(call, "reference", a, wrt, **options))(wide)
