@@ -327,6 +327,10 @@ def _place(name: str, what: str, arg: Any, spec: Any, parallel: ParallelMesh) ->
         x = jnp.asarray(x)
         for dim, entry in enumerate(spec[: x.ndim]):
             names = _names(entry)
+            if not set(names) <= set(parallel.mesh.shape):
+                raise ValueError(
+                    f"{what}: got spec {spec} in {name}, expected axes of the mesh, {tuple(parallel.mesh.shape)}"
+                )
             if x.shape[dim] % parallel.size(names):
                 raise ValueError(
                     f"{what}: got shape {x.shape} in {name}, expected dimension {dim} to be a multiple of "
