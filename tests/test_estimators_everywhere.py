@@ -1,0 +1,127 @@
+"""Estimators, value, SFT and distillation losses in one program: Explicit meshes, a user's shard_map, no hangs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hard_rows import R, S, T, hard_batch
+from jax.sharding import PartitionSpec as P
+
+from jaxppo import (
+    HeadStates,
+    OffPolicyConfig,
+    RolloutBatch,
+    TokenStats,
+    advantages,
+    compute_log_probs,
+    distillation_loss,
+    keep_mask,
+    log_probs_from_hidden,
+    metrics,
+    mismatch_metrics,
+    sft_loss,
+    value_loss,
+)
+from jaxppo.off_policy import Rejection, correction
+from sharding import make_parallel_mesh, shard_call
+from sharding.program import collectives, hang_risks
+from sharding.testing import assert_trees_close
+
+V, H = 64, 8
+BATCH, X = hard_batch()
+KEYS = jax.random.split(jax.random.key(0), 2)
+HIDDEN = jnp.where(BATCH.loss_mask[..., None] > 0, jax.random.normal(KEYS[0], (R, T, H)), jnp.nan)
+KERNEL = jax.random.normal(KEYS[1], (H, V))
+ARRAYS = (BATCH, X, HIDDEN, KERNEL)
+OFF_POLICY = OffPolicyConfig(
+    weights="geometric", rejections=(Rejection("seq_max_k3", high=1.0),), veto=0.1, opsm_delta=0
+)
+
+
+def corrected(parallel, batch: RolloutBatch, x):
+    def per_shard(axes, batch, x):
+        arrays = (x, batch.old_log_probs, batch.rollout_log_probs, batch.advantages, batch.loss_mask)
+        return correction(*arrays, batch.segments(axes), OFF_POLICY)[:2]
+
+    args = {"batch": batch, "x": x}
+    return shard_call(
+        "corrected", per_shard, parallel, args, lambda p: ([batch.specs(p), p.tokens_spec], p.tokens_spec)
+    )
+
+
+def everything(parallel, b, x, hidden, kernel):
+    """(per-token arrays, per-sample arrays, the rest) of all that takes a mesh."""
+    on, ids, mask = {"parallel": parallel}, b.segment_ids, b.loss_mask
+    kl = {"kl": b.values, "kl_coef": 0.1}
+    rewards = advantages.token_rewards(b.rewards, b.positions, ids, mask, **kl, **on)
+
+    def score(kernel, b):
+        return log_probs_from_hidden(hidden, kernel, b.targets, where=b.loss_mask > 0, **on)
+
+    def distilled(hidden, kernel):
+        return distillation_loss(HeadStates(hidden, kernel), HeadStates(2 * hidden, kernel), b, **on)[0]
+
+    tokens = {
+        "gae": advantages.gae(rewards, b.values, mask, ids, gamma=0.9, lam=0.8, value_lam=1.0, **on),
+        "reinforce_plus_plus": advantages.reinforce_plus_plus(x, mask, ids, **on),
+        "baseline": advantages.reinforce_plus_plus_baseline(b.rewards, b.group_ids, ids, mask, **kl, **on),
+        "distillation": advantages.on_policy_distillation(b.advantages, x, b.values, mask),
+        "log_probs": compute_log_probs(score, kernel, b).log_probs,
+        "correction": corrected(parallel, b, x),
+        "dvalues": jax.grad(lambda x: value_loss(x, b, **on)[0])(x),
+    }
+    samples = {
+        name: getattr(advantages, name)(b.rewards, b.group_ids, **on) for name in ("grpo", "rloo", "gpg", "pass_at_k")
+    }
+    samples["opo"] = advantages.opo(b.rewards, b.group_ids, jnp.abs(b.rewards), **on)
+    samples["remax"] = advantages.remax(b.rewards, 0.5 * b.rewards, b.sample_ids)
+    rest = {
+        "sft": sft_loss(TokenStats(x), b, **on)[0],
+        "mismatch": metrics.values(mismatch_metrics(b, **on)),
+        "distilled": distilled(hidden, kernel),
+        "dkernel": jax.grad(distilled, 1)(hidden, kernel),
+    }
+    return tokens, samples, rest, keep_mask(b.positions[..., None], V, **on)
+
+
+EXPECTED = jax.jit(lambda *a: everything(None, *a))
+
+
+def test_explicit_mesh():
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=True)
+    specs = (BATCH.specs(parallel), parallel.tokens_spec, parallel.hidden_spec, parallel.kernel_spec())
+    is_spec = lambda s: isinstance(s, P)  # noqa: E731
+    placed = jax.tree.map(lambda s, x: jax.device_put(x, parallel.sharding(s)), specs, ARRAYS, is_leaf=is_spec)
+    got = jax.jit(lambda *a: everything(parallel, *a))(*placed)
+    assert_trees_close(got, EXPECTED(*ARRAYS), atol=3e-6)
+
+
+def test_inside_a_users_shard_map():
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
+    tokens, rows = parallel.tokens_spec, parallel.rows_spec
+    in_specs = (BATCH.specs(parallel), tokens, parallel.hidden_spec, parallel.kernel_spec())
+    _, _, rest, _ = jax.eval_shape(lambda *a: everything(None, *a), *ARRAYS)
+    rest_specs = {**jax.tree.map(lambda _: P(), rest), "dkernel": parallel.kernel_spec()}
+    inside = jax.shard_map(
+        lambda *a: everything(parallel.axes, *a),
+        mesh=parallel.mesh,
+        in_specs=in_specs,
+        out_specs=(tokens, rows, rest_specs, parallel.logits_spec),
+    )
+    assert_trees_close(jax.jit(inside)(*ARRAYS), EXPECTED(*ARRAYS), atol=3e-6)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,cp=4,tp=1", "dp=1,cp=4,tp=2"])
+def test_no_device_can_be_left_waiting(mesh):
+    parallel = make_parallel_mesh(mesh, context_layout="zigzag")
+    program = jax.make_jaxpr(lambda *a: everything(parallel, *a))(*ARRAYS)
+    assert collectives(program)
+    assert hang_risks(program) == []
+
+
+def test_vmap_is_refused_by_name_on_a_mesh_and_works_without():
+    rewards, ids = (jnp.stack([x, x]) for x in (BATCH.rewards, BATCH.group_ids))
+    got = jax.vmap(advantages.grpo)(rewards, ids)
+    assert got.shape == (2, R, S)
+    mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
+    with pytest.raises(ValueError, match="grpo: got vmap around a ParallelMesh call"):
+        jax.vmap(lambda r, g: advantages.grpo(r, g, parallel=mesh))(rewards, ids)
