@@ -160,7 +160,8 @@ def _check_pair(student: HeadStates, teacher: HeadStates, placements: list[HeadP
 
 def _per_shard(placements, heads, divergence, beta, vocab_size, block_bytes, axes: ShardAxes, *arrays) -> jax.Array:  # type: ignore[no-untyped-def]
     *both, where, temperature = arrays
-    R, T = placements[0].check_hidden(both[0])
+    R, T, _ = both[0].shape
+    T = T * axes.size(axes.tensor) if placements[0].sequence_parallel else T
     rules, inputs = [], []
     for placement, states, (hidden, kernel, bias) in zip(placements, heads, (both[:3], both[3:]), strict=True):
         # two blocks of logits, the gradient of one, and what the divergence needs beside them

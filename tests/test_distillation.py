@@ -76,6 +76,20 @@ def test_against_logits_written_out_on_any_mesh(divergence, V):
     assert (np.asarray(got[0]) >= 0).all()
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_kernels_sharded_over_fsdp_and_bf16(sequence_parallel):
+    parallel = make_parallel_mesh("fsdp=2,cp=2,tp=2", sequence_parallel=sequence_parallel)
+    student, teacher = heads(96, dtype=jnp.bfloat16)
+    run = jax.jit(weighted(lambda s: divergence_from_hidden(s, teacher, where=MASK, parallel=parallel)))
+    found, *gradients = run(student)
+    as_f32 = [jax.tree.map(lambda x: x.astype(jnp.float32), head) for head in (student, teacher)]
+    expected, *exact = weighted(lambda s: reference(s, as_f32[1], "reverse_kl", 0.5, 1.0))(as_f32[0])
+    assert_trees_close(found, expected, rtol=1e-5, atol=2e-6)
+    assert all(g.dtype == jnp.bfloat16 for g in gradients)
+    # A bf16 model's logit gradient is rounded to bf16 before its products, 2^-9 of each term.
+    assert_trees_close([g.astype(jnp.float32) for g in gradients], exact, rtol=2**-7, atol=2**-8)
+
+
 def test_padded_columns_and_a_frozen_head():
     student, teacher = heads(600)
     spoiled = HeadStates(student.hidden, student.kernel.at[:, 500:].set(jnp.nan), student.bias)
