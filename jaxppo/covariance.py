@@ -100,8 +100,8 @@ def covariance_mask(
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """u32 in the order of the f32 x."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    """u32 in the order of the f32 x, the two zeros being equal."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 

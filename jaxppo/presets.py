@@ -116,13 +116,13 @@ def gpg(**changes: Any) -> PolicyLossConfig:
 
 
 def dppo(**changes: Any) -> PolicyLossConfig:
-    """DPPO: tokens leave the loss by how far their probability moved (total variation over 0.2), not by the ratio.
+    """DPPO: tokens leave the loss by how far their probability moved, total variation over 0.15, not by the ratio.
 
-    The ratio is over the sampler's own log-probs. `loss="dppo_kl"` measures by binary KL.
+    The ratio is over the sampler's own log-probs. `loss="dppo_kl"` measures by binary KL, which wants bounds of 0.05.
 
     Qi et al. 2026, https://arxiv.org/abs/2602.04879
     """
-    return _preset(changes, loss="dppo_tv", clip_low=0.2, clip_high=0.2, old_log_probs="sampler")
+    return _preset(changes, loss="dppo_tv", clip_low=0.15, clip_high=0.15, old_log_probs="sampler")
 
 
 def clip_cov(**changes: Any) -> PolicyLossConfig:

@@ -10,10 +10,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo.aggregation import Normalizer, check_aggregation, normalize, token_weights
+from jaxppo.aggregation import Normalizer, check_aggregation, normalize, token_weights, weighted_sum
 from jaxppo.batch import RolloutBatch
 from jaxppo.metrics import Metric
-from sharding import ParallelMesh, ShardAxes, vary
+from sharding import ParallelMesh, ShardAxes
 
 
 def check_denominators(aggregation: str, aggregation_norm: float | None) -> None:
@@ -44,7 +44,7 @@ def aggregate(
     if normalizer is None:
         normalizer = normalize(axes, batch.loss_mask, batch.segment_ids, batch.rollout_ids, aggregation)
     weights = token_weights(batch.loss_mask, batch.segments(axes), normalizer, aggregation, aggregation_norm or 1.0)
-    total = axes.psum(vary(jnp.where(weights > 0, losses * weights, 0).sum(), axes.tokens), axes.tokens)
+    total = weighted_sum(axes, losses, weights)
     return total, Metric(lax.stop_gradient(total), jnp.float32(1), "sum"), weights
 
 

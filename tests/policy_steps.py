@@ -102,9 +102,9 @@ def whole(config: PolicyLossConfig, mesh: str | None = None, layout: str = "cont
 
 
 @functools.cache
-def accumulated(config: PolicyLossConfig, mesh: str | None = None, metrics: bool = False):
+def accumulated(config: PolicyLossConfig, mesh: str | None = None, metrics: bool = False, explicit: bool = False):
     """The same of stacked micro-batches: gradients come back stacked, each micro-batch having its own log-probs."""
-    parallel = mesh and make_parallel_mesh(mesh)
+    parallel = mesh and make_parallel_mesh(mesh, explicit=explicit)
 
     def run(batches):
         normalizer = Normalizer.from_batches(

@@ -74,9 +74,12 @@ def test_the_choice_depends_on_the_step_alone(loss):
 
 def test_equal_covariances_are_decided_by_lot():
     batch = packed(2)
-    constant = dataclasses.replace(batch, advantages=np.ones_like(batch.loss_mask))  # every covariance is 0
+    constant = dataclasses.replace(batch, advantages=np.ones_like(batch.loss_mask))  # every covariance is 0 or -0
     found = picked(config_of("kl_cov", cov_ratio=0.5), constant)
     assert found.sum() == int(0.5 * batch.loss_mask.sum())
+    on = batch.loss_mask > 0
+    low = batch.returns < batch.returns[on].mean()  # the zeros' signs are those of log_prob - mean
+    assert 0.2 < found[on & low].mean() < 0.8
 
 
 def test_bad_input():

@@ -194,3 +194,29 @@ def test_current_log_probs_are_a_ratio_of_one():
     np.testing.assert_allclose(
         gradient, np.where(batch.loss_mask > 0, -batch.advantages, 0) / batch.loss_mask.sum(), rtol=1e-6, atol=1e-9
     )
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "gmpo"])
+def test_context_shards_without_loss_tokens(loss):
+    """Seven of eight context shards own none: their gradient is exactly 0, and they take part in every collective."""
+    batch = RolloutBatch.from_samples(step_of(2), row_length=64, rows=3, num_segments=9)
+    batch = dataclasses.replace(batch, loss_mask=batch.loss_mask * (np.arange(64) < 8))
+    config = config_of(loss, "sequence_mean_token_mean")
+    value, gradients = whole(config, "cp=8")(batch)
+    assert_trees_close((value, gradients), whole(config)(batch), rtol=1e-5, atol=2e-6)
+    assert np.any(gradients[0])
+    assert not np.any(gradients[0][:, 8:])
+    assert not np.any(gradients[1][:, 8:])
+
+
+def test_micro_batches_on_an_explicit_mesh():
+    config = config_of("ppo", "rollout_mean")
+    batch = RolloutBatch.from_samples(step_of(5), row_length=24, rows=6, num_segments=9)
+    stacked = jax.tree.map(lambda x: x.reshape(3, 2, *x.shape[1:]), batch)
+    parallel = make_parallel_mesh(MESH, explicit=True)
+    placed = jax.device_put(stacked, jax.tree.map(parallel.sharding, stacked.specs(parallel)))
+    got = accumulated(config, MESH, explicit=True)(placed)
+    value, gradients = whole(config)(batch)
+    assert_trees_close(
+        jax.tree.map(lambda x: np.asarray(x).reshape(-1, 24) if x.ndim else x, got), (value, gradients), atol=2e-6
+    )
