@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
 
 from jaxppo import HeadStates, RolloutBatch, distillation_loss, divergence_from_hidden
 from jaxppo.distillation import DIVERGENCES
-from sharding import ShardAxes, make_parallel_mesh
+from sharding import ParallelMesh, ShardAxes, make_parallel_mesh
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 
 R, T, H, TEACHER_H = 4, 8, 8, 12
-MESHES = ["dp=2,cp=2,tp=2", "dp=1,cp=4,tp=2", "dp=1,cp=1,tp=8"]
+MESHES = ["dp=2,cp=2,tp=2", "dp=1,cp=1,tp=8"]
 MASK = np.zeros((R, T), bool)
 MASK[0], MASK[1, 3:5], MASK[3, 7] = True, True, True
 
@@ -61,8 +62,8 @@ def weighted(fn):
     return value_and_grad
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("V", [1000, 97])  # more than one block with a remainder; what tp=2 does not divide
+# V: more than one block with a remainder; what tp=2 does not divide
+@pytest.mark.parametrize(("divergence", "V"), [*((d, 1000) for d in DIVERGENCES), ("jensen_shannon", 97)])
 def test_against_logits_written_out_on_any_mesh(divergence, V):
     student, teacher = heads(V)
 
@@ -70,7 +71,7 @@ def test_against_logits_written_out_on_any_mesh(divergence, V):
         options = {"beta": 0.3, "temperature": 0.7, "where": MASK, "block_bytes": 2**17, "parallel": parallel}
         return weighted(lambda s: divergence_from_hidden(s, teacher, divergence=divergence, **options))(student)
 
-    got = assert_mesh_invariant(run, student, teacher, meshes=MESHES[:2] if V == 97 else MESHES, rtol=1e-5, atol=2e-6)
+    got = assert_mesh_invariant(run, student, teacher, meshes=MESHES[:1] if V == 97 else MESHES, rtol=1e-5, atol=2e-6)
     expected = jax.jit(weighted(lambda s: reference(s, teacher, divergence, 0.3, 0.7)))(student)
     assert_trees_close(got, expected, rtol=1e-5, atol=2e-6)
     assert (np.asarray(got[0]) >= 0).all()
@@ -139,6 +140,23 @@ def test_no_array_has_the_vocabulary_for_each_token():
     shapes = set(re.findall(r"f32\[([0-9,]*)\]", str(jax.make_jaxpr(run)(student))))
     assert "4,512" in shapes  # a block of logits
     assert {s for s in shapes if "4096" in s} == {f"{H},4096", f"4096,{TEACHER_H}", "4096"}  # the parameters
+
+
+@pytest.mark.nightly
+def test_temporaries_on_a_tpu_pod():
+    """A Qwen3-8B head learning from a Qwen3-32B head: plain logits of both, in f32, would take 4.6 GiB each."""
+    topology = topologies.get_topology_desc("v5p:2x2x4", platform="tpu")
+    parallel = ParallelMesh(jax.sharding.Mesh(np.array(topology.devices).reshape(4, 4), ("cp", "tp")))
+    V, tokens = 151936, 4 * 8192
+    like = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=parallel.sharding(spec))  # noqa: E731
+    hidden, kernel = parallel.hidden_spec, parallel.kernel_spec()
+    args = [like(spec, *shape) for h in (4096, 5120) for spec, shape in ((hidden, (1, tokens, h)), (kernel, (h, V)))]
+
+    def loss(hidden, kernel, *teacher):
+        return divergence_from_hidden(HeadStates(hidden, kernel), HeadStates(*teacher), parallel=parallel).sum()
+
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*args).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.25 * 2**30
 
 
 def test_distillation_loss_is_the_mean_over_loss_tokens():
