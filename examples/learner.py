@@ -58,15 +58,12 @@ class Learner:
 
     def shardings(self, state: TrainState) -> TrainState:
         """The NamedSharding of each array of the state: moments lie as their parameters do, the rest is replicated."""
-        named = self.parameter_shardings(state.params)
+        named = jax.tree.map(self.parallel.sharding, nnx.get_partition_spec(state.params))
         everywhere = self.parallel.sharding(P())
         moments = optax.tree_map_params(
             self.optimizer, lambda _, spec: spec, state.optimizer, named, transform_non_params=lambda _: everywhere
         )
         return TrainState(named, moments, named, everywhere, everywhere, everywhere)
-
-    def parameter_shardings(self, params: nnx.State) -> nnx.State:
-        return jax.tree.map(self.parallel.sharding, nnx.get_partition_spec(params))
 
     def _head(self, params: nnx.State, batch: RolloutBatch) -> tuple[jax.Array, jax.Array]:
         model: Decoder = nnx.merge(self.graphdef, params)

@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib import pyplot
 from tqdm import tqdm
 
-_PLOTTED = {"reward": "reward", "kl": "KL to the supervised model (nats)", "entropy": "entropy (nats)"}
+_PLOTTED = {"reward": "reward", "kl": "KL to the SFT model (nats)", "entropy": "entropy (nats)"}
 
 
 class Report:

@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mesh", help="such as dp=2,cp=2,tp=2, which is the default for 8 devices; dp=N otherwise")
     add("--context-layout", default="contiguous", choices=LAYOUTS, help="how a row lies over the context shards")
     add("--task", default="spell_backward", choices=sorted(TASKS), help="a generator and verifier of reasoning-gym")
-    add("--steps", type=_at_least(0), default=200, help="GRPO steps of the whole run")
+    add("--steps", type=_at_least(0), default=300, help="GRPO steps of the whole run")
     add("--loss", default="ppo", choices=sorted(POLICY_LOSSES))
     add("--entropy-coef", type=float, default=0.01)
     add("--kl-coef", type=float, default=0.0, help="of the penalty against the supervised model")
