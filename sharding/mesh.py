@@ -322,7 +322,10 @@ def _place(name: str, what: str, arg: Any, spec: Any, parallel: ParallelMesh) ->
         return jax.tree.map(lambda s, a: _place(name, what, a, s, parallel), spec, arg, is_leaf=is_spec)
 
     def place(x: Any) -> Any:
-        if "BatchTracer" in type(x).__name__:
+        value = x
+        while hasattr(value, "primal"):  # what a gradient is taken of
+            value = value.primal
+        if "BatchTracer" in type(value).__name__:
             raise ValueError(f"{name}: got vmap around a ParallelMesh call, expected parallel=None or a per-shard call")
         x = jnp.asarray(x)
         for dim, entry in enumerate(spec[: x.ndim]):
