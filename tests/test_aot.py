@@ -1,0 +1,161 @@
+"""Real heads compiled for TPU topologies with no TPU present: memory and collectives of each device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from jaxppo import log_probs_from_hidden
+from sharding import ParallelMesh
+from sharding.audit import audit
+
+GIB = 2**30
+H, V = 4096, 151936  # Qwen3-8B
+
+
+@functools.cache
+def v5p(sizes, names, **roles):
+    """A described v5p:2x2x4, 16 chips."""
+    topology = topologies.get_topology_desc("v5p:2x2x4", platform="tpu")
+    return ParallelMesh(Mesh(np.array(topology.devices).reshape(sizes), names), **roles)
+
+
+def arguments(parallel, tokens, *, with_where=False, hidden_size=H, columns=V):
+    """Of a loss: hidden states, kernel, targets, weights and where they are asked for a mask, `tokens` a device."""
+    R = parallel.data_size
+    T = tokens * parallel.context_size
+
+    def described(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=parallel.sharding(spec))
+
+    per_token = [jnp.int32, jnp.float32] + [bool] * with_where
+    return (
+        described((R, T, hidden_size), jnp.bfloat16, parallel.hidden_spec),
+        described((hidden_size, columns), jnp.bfloat16, parallel.kernel_spec()),
+        *(described((R, T), dtype, parallel.tokens_spec) for dtype in per_token),
+    )
+
+
+def head(parallel, entropy="bonus"):
+    def loss(hidden, kernel, targets, weights, where=None):
+        stats = log_probs_from_hidden(hidden, kernel, targets, parallel=parallel, where=where, entropy=entropy)
+        return (stats.log_probs * weights).sum() + (stats.entropy * weights).sum()
+
+    return loss
+
+
+def plain(parallel):
+    def loss(hidden, kernel, targets, weights):
+        logits = jax.lax.with_sharding_constraint(hidden @ kernel, parallel.sharding(parallel.logits_spec))
+        log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
+        log_probs = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+        entropy = -(jnp.exp(log_p) * log_p).sum(-1)
+        return ((log_probs + entropy) * weights).sum()
+
+    return loss
+
+
+def sums(found):
+    """(op, axes, in a loop) and bytes of each collective, those of a loss's scalar left out."""
+    return sorted((c.op, c.axes, c.in_loop, c.bytes) for c in found.collectives if c.bytes > 8)
+
+
+CP4_TP4 = ((4, 4), ("cp", "tp"))
+
+
+def test_qwen3_8b_on_16_chips():
+    parallel = v5p(*CP4_TP4)
+    found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192))
+    assert found.temp_bytes <= 0.25 * GIB
+    assert found.output_bytes <= 1.01 * (8192 * H + H * V // 4) * 2
+    assert {(c.op, c.axes) for c in found.collectives if c.bytes > 8} == {
+        ("all-reduce", ("tp",)),  # of the softmax, and dhidden
+        ("all-reduce", ("cp",)),  # dkernel
+    }
+    # four products of 2 H V / 4 flops a token, the last block's overlap beside them
+    exact = 4 * 2 * 8192 * H * V // 4
+    assert exact <= found.flops.low == found.flops.high <= 1.11 * exact
+
+
+def test_the_forward_is_one_max_and_one_sum():
+    parallel = v5p(*CP4_TP4)
+    found = audit(
+        lambda *a: log_probs_from_hidden(*a, parallel=parallel, entropy="metric"), *arguments(parallel, 8192)[:3]
+    )
+    assert sums(found) == [
+        ("all-reduce", ("tp",), False, 4 * 8192),
+        ("all-reduce", ("tp",), False, 3 * 4 * 8192),
+    ]
+    assert found.temp_bytes <= 0.1 * GIB
+
+
+def test_a_mask_costs_little_memory():
+    parallel = v5p(*CP4_TP4)
+    found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, with_where=True))
+    assert found.temp_bytes <= 0.25 * GIB
+    assert found.flops.low == 0
+    assert np.isfinite(found.flops.high)
+
+
+def test_the_plain_version_of_a_small_head_gathers_no_logits_either():
+    """What is compared with is partitioned well: what it lacks is memory."""
+    parallel = v5p(*CP4_TP4)
+    args = arguments(parallel, 1024, hidden_size=256, columns=32768)
+    plainly = audit(jax.value_and_grad(plain(parallel), (0, 1)), *args)
+    blocked = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
+    assert plainly.temp_bytes >= 4 * 1024 * 8192 >= 2 * blocked.temp_bytes
+    assert "all-gather" not in {c.op for c in plainly.collectives}
+
+
+@pytest.mark.nightly
+def test_the_plain_version():
+    parallel = v5p(*CP4_TP4)
+    assert audit(jax.value_and_grad(plain(parallel), (0, 1)), *arguments(parallel, 8192)).temp_bytes >= 2 * GIB
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("with_where", [False, True])
+def test_32768_tokens_a_device(with_where):
+    parallel = v5p(*CP4_TP4)
+    args = arguments(parallel, 32768, with_where=with_where)
+    assert audit(jax.value_and_grad(head(parallel), (0, 1)), *args).temp_bytes <= 0.65 * GIB
+
+
+@pytest.mark.nightly
+def test_a_frozen_head():
+    parallel = v5p(*CP4_TP4)
+    found = audit(jax.value_and_grad(head(parallel)), *arguments(parallel, 8192))
+    assert {c.axes for c in found.collectives if c.bytes > 8} == {("tp",)}
+    assert found.temp_bytes <= 0.25 * GIB
+    assert found.flops.high <= 1.11 * 3 * 2 * 8192 * H * V // 4
+
+
+@pytest.mark.nightly
+def test_fsdp_kernels_are_gathered_by_block_and_scattered_back():
+    parallel = v5p((4, 4), ("fsdp", "tp"), data="fsdp", fsdp="fsdp")
+    found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192))
+    over_fsdp = [c for c in found.collectives if c.axes == ("fsdp",) and c.bytes > 8]
+    assert {c.op for c in over_fsdp} == {"all-gather", "reduce-scatter"}
+    assert all(c.bytes <= 4 * H * 4096 for c in over_fsdp)  # a block, in f32 where it is summed
+    assert found.temp_bytes <= 0.5 * GIB
+
+
+@pytest.mark.nightly
+def test_sequence_sharded_hidden_states_are_gathered_once_and_scattered_back():
+    parallel = v5p(*CP4_TP4, sequence_parallel=True)
+    found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192))
+    moved = {(c.op, c.in_loop) for c in found.collectives if c.axes == ("tp",) and c.bytes >= 8192 * H}
+    assert moved == {("all-gather", False), ("reduce-scatter", False)}
+    assert found.temp_bytes <= 0.5 * GIB
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("columns", [128256, 50257 - 1, 262144])
+def test_other_vocabularies(columns):
+    parallel = v5p(*CP4_TP4)
+    found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, columns=columns))
+    assert found.temp_bytes <= 0.25 * GIB
