@@ -71,7 +71,8 @@ def sft_loss(
         select = lambda x: jnp.where(mask > 0, x.astype(jnp.float32), 0)  # noqa: E731
         losses = nll = -select(stats.log_probs)
         if label_smoothing:
-            losses = (1 - label_smoothing) * nll + label_smoothing * select(stats.log_z - stats.mean_logit)
+            uniform = select(stats.log_z) - select(stats.mean_logit)
+            losses = (1 - label_smoothing) * nll + label_smoothing * uniform
         if z_loss:
             losses = losses + z_loss * select(stats.log_z) ** 2
         loss, metric, _ = aggregate(axes, losses, batch, normalizer, aggregation, aggregation_norm)
