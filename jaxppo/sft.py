@@ -48,6 +48,7 @@ def sft_loss(
       tokens, nats) and, where stats has them, `entropy` and `log_z`.
 
     Raises:
+      TypeError: stats that are no `TokenStats`.
       ValueError: an unknown aggregation, shapes that differ, options out of range, moments that stats lacks.
 
     Example:
@@ -87,6 +88,8 @@ def sft_loss(
 
 
 def _check(stats: TokenStats, label_smoothing: float, z_loss: float) -> None:
+    if not isinstance(stats, TokenStats):
+        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing: got {label_smoothing}, expected a number in [0, 1)")
     if z_loss < 0:
