@@ -274,6 +274,11 @@ def make_parallel_mesh(
     return ParallelMesh(mesh, **roles, fsdp=fsdp, sequence_parallel=sequence_parallel, context_layout=context_layout)
 
 
+def check_parallel(parallel: Any) -> None:
+    if not isinstance(parallel, ParallelMesh | ShardAxes | None):
+        raise TypeError(f"parallel: got {type(parallel).__name__}, expected ParallelMesh, ShardAxes or None")
+
+
 def shard_call(
     name: str,
     fn: Callable[..., Any],
@@ -302,13 +307,12 @@ def shard_call(
       >>> shard_call("total", total, mesh, {"x": jnp.ones((2, 4))}, lambda p: ([p.tokens_spec], P()))
       Array(8., dtype=float32)
     """
+    check_parallel(parallel)
     if parallel is None:
         return fn(ShardAxes(), *jax.tree.map(jnp.asarray, list(args.values())))
     if isinstance(parallel, ShardAxes):
         parallel.check_vma()
         return fn(parallel, *args.values())
-    if not isinstance(parallel, ParallelMesh):
-        raise TypeError(f"parallel: got {type(parallel).__name__}, expected ParallelMesh, ShardAxes or None")
     in_specs, out_specs = specs(parallel)
     placed = [_place(name, what, arg, spec, parallel) for (what, arg), spec in zip(args.items(), in_specs, strict=True)]
     body = functools.partial(fn, parallel.axes)

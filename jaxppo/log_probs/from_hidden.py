@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp  # noqa: F401  in the example
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo.log_probs.head_placement import HeadPlacement, place_head
@@ -170,6 +170,8 @@ def prepare_head(
         raise ValueError(f"block_bytes: got {block_bytes}, expected a positive number of bytes")
     if keep_ids is not None and (keep_ids.ndim != 3 or keep_ids.shape[:2] != tokens):
         raise ValueError(f"keep_ids: got shape {keep_ids.shape}, expected [R, T, K] with [R, T] = {tokens}")
+    if keep_ids is not None and not jnp.issubdtype(keep_ids.dtype, jnp.integer):
+        raise TypeError(f"keep_ids: got dtype {keep_ids.dtype}, expected an integer dtype")
     args = {
         "hidden": hidden,
         "kernel": kernel,

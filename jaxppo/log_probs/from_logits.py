@@ -72,6 +72,8 @@ def log_probs_from_logits(
     check_entropy(entropy)
     if keep_mask is not None and keep_mask.shape != logits.shape:
         raise ValueError(f"keep_mask: got shape {keep_mask.shape}, expected {logits.shape}, the shape of logits")
+    if keep_mask is not None and keep_mask.dtype != bool:
+        raise TypeError(f"keep_mask: got dtype {keep_mask.dtype}, expected bool")
     if not isinstance(parallel, ShardAxes):
         check_vocab_size(vocab_size, logits.shape[2])
     per_shard = partial(_per_shard, entropy=entropy, moments=moments, vocab_size=vocab_size)

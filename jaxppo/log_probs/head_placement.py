@@ -9,8 +9,9 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxppo.log_probs.head import Head
-from jaxppo.log_probs.stats import check_vocab_size
+from jaxppo.log_probs.stats import check_floating, check_vocab_size
 from sharding import ParallelMesh, ShardAxes, varying
+from sharding.mesh import check_parallel
 
 Names = tuple[str, ...]
 
@@ -87,6 +88,7 @@ def place_head(
     """The specs of a head, given or by default, with every disagreement between shapes and specs raised."""
     if layout not in ("hv", "vh"):
         raise ValueError(f"kernel_layout: got {layout!r}, expected 'hv' or 'vh'")
+    check_parallel(parallel)
     v_dim = 1 if layout == "hv" else 0
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
     on_mesh = isinstance(parallel, ParallelMesh)
@@ -102,6 +104,8 @@ def place_head(
         raise ValueError(
             f"bias: got shape {bias.shape}, expected {(kernel.shape[v_dim],)}, one for each column of kernel"
         )
+    if bias is not None:
+        check_floating("bias", bias, 1, "[V]")
     hidden_spec = _hidden_spec(parallel, hidden, hidden_spec)
     sequence_parallel = bool(roles.tensor) and roles.sequence_parallel
     if hidden_spec is not None:
