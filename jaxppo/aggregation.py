@@ -169,7 +169,9 @@ def normalize(
     unique, of = jnp.unique(everyone, return_inverse=True, size=everyone.size, fill_value=-1)
     totals = jnp.zeros_like(owned).at[of].add(jnp.where(everyone >= 0, owned, 0))
     place = jnp.searchsorted(unique, rollout_ids.reshape(-1))
-    return Normalizer(tokens, (totals > 0).sum(dtype=jnp.float32), totals[place].reshape(counts.shape))
+    denominators = totals[place].reshape(counts.shape)
+    unnamed = (rollout_ids < 0) & (counts > 0)  # a NaN loss rather than a plausible one
+    return Normalizer(tokens, (totals > 0).sum(dtype=jnp.float32), jnp.where(unnamed, jnp.nan, denominators))
 
 
 def token_weights(
@@ -202,7 +204,7 @@ def token_weights(
     """
     check_aggregation("aggregation", aggregation)
     mask = lax.stop_gradient(loss_mask.astype(jnp.float32))
-    some = lambda count: jnp.where(count > 0, count, 1)  # noqa: E731  of nothing, 0 / 1
+    some = lambda count: jnp.where(count == 0, 1, count)  # noqa: E731  of nothing, 0 / 1
     if aggregation == "token_sum":
         return mask
     if aggregation == "token_mean":

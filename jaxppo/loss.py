@@ -62,8 +62,14 @@ def policy_loss(
       covariance: `f32[R, T]`, the `covariance_mask` of the whole step; for clip_cov and kl_cov.
 
     Returns:
-      The scalar f32 loss, and metrics by name: `metrics.values` finishes them. `loss` and `pg_loss` add up over
-      micro-batches; per-token ones are as `config.metric_aggregation` says.
+      The scalar f32 loss, and metrics by name: `metrics.values` finishes them. By what they are normalised by:
+
+      - the loss's own weights, adding up over micro-batches: `loss`, `pg_loss`;
+      - loss tokens (or those weights, see `config.metric_aggregation`): `entropy`, `kl` (to the reference), `ppo_kl`
+        (mean of old_log_prob - log_prob), `ratio_mean`, the loss's `clip_fraction`, `clip_fraction_lower` and the
+        like, the correction's `tis`, `rejected_fraction` and the like, `sampler_log_prob_abs_diff`, `sampler_k3`;
+      - nothing, being extremes over loss tokens: `ratio_min`, `ratio_max`;
+      - loss tokens, as a share: `effective_sample_size`, (sum r)^2 / (N sum r^2).
 
     Raises:
       ValueError, TypeError: an array that the config needs and the batch lacks, shapes that differ.

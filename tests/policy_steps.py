@@ -16,7 +16,6 @@ from jaxppo import (
     covariance_mask,
     policy_loss,
 )
-from jaxppo.aggregation import AGGREGATIONS
 from jaxppo.policy_losses import POLICY_LOSSES, find_policy_loss
 from sharding import make_parallel_mesh
 
@@ -135,6 +134,3 @@ def by_sample(x, batch: RolloutBatch, count: int = 9, longest: int = 16) -> np.n
     rows, columns = np.nonzero(segments)
     out[samples[rows, segments[rows, columns] - 1], positions[rows, columns]] = x[rows, columns]
     return out
-
-
-__all__ = ["AGGREGATIONS", "LOSSES"]

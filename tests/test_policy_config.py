@@ -157,3 +157,10 @@ def test_metric():
         parts = Metric(jnp.float32(6), jnp.float32(2), reduce), Metric(jnp.float32(1), jnp.float32(4), reduce)
         np.testing.assert_allclose(metrics.merge(*parts).value, expected, rtol=1e-6)
     assert Metric(jnp.float32(0), jnp.float32(0)).value == 0
+
+
+def test_a_rollout_without_an_id_is_no_plausible_number(batch):
+    unnamed = dataclasses.replace(batch, rollout_ids=np.where(batch.sample_ids == 0, -1, batch.rollout_ids))
+    for rows, finite in ((batch, True), (unnamed, False)):
+        loss, _ = loss_of(TokenStats(batch.returns), rows, PolicyLossConfig(aggregation="rollout_mean"), None)
+        assert np.isfinite(loss) == finite
