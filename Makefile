@@ -1,0 +1,48 @@
+# Everything here sets up its own virtual environment, .venv, and reuses it while pyproject.toml is unchanged.
+PYTHON ?= python3.11
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+export JAX_PLATFORMS ?= cpu
+# libtpu compiles here for TPUs that are only described: it is not to look for real ones
+export TPU_SKIP_MDS_QUERY ?= 1
+export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
+
+.PHONY: train test quick nightly lint types docs-examples bench clean
+
+$(READY): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; name a Python >= 3.11: make PYTHON=python3.12" >&2; exit 2; }
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -q --disable-pip-version-check -e '.[examples,bench,test,aot]'
+	touch $@
+
+# On an accelerator: make train JAX_PLATFORMS=cuda (or tpu), with jax's wheels for it installed in .venv.
+train: $(READY)
+	$(RUN) -m examples.train_grpo $(ARGS)
+
+test: lint types docs-examples
+	$(RUN) -m pytest tests
+
+# What an edit of the core is checked against first.
+quick: lint
+	$(RUN) -m pytest tests/test_mesh.py tests/test_segments.py tests/test_layouts.py tests/test_from_logits.py \
+		tests/test_from_hidden.py tests/test_policy_loss.py tests/test_golden_policy.py -x
+
+nightly: lint types docs-examples
+	$(RUN) -m pytest tests --nightly
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(READY)
+	$(VENV)/bin/mypy
+
+docs-examples: $(READY)
+	$(RUN) -m pytest --doctest-modules jaxppo sharding
+
+bench: $(READY)
+	$(RUN) -m benchmarks.head $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
