@@ -10,6 +10,7 @@ import pytest
 from hard_rows import LAYOUTS, LENGTHS, R, T, hard_batch
 
 from jaxppo import (
+    HeadStates,
     Normalizer,
     OffPolicyConfig,
     PolicyLossConfig,
@@ -17,10 +18,12 @@ from jaxppo import (
     TokenStats,
     advantages,
     covariance_mask,
+    distillation_loss,
     log_probs_from_hidden,
     metrics,
     mismatch_metrics,
     policy_loss,
+    policy_loss_from_hidden,
     sft_loss,
     value_loss,
 )
@@ -112,18 +115,33 @@ def test_every_loss_has_the_numbers_of_one_device(mesh, layout):
     assert_trees_close(got, on_one_device(), rtol=1e-5, atol=2e-6, context=f"{mesh} {layout}")
 
 
-@pytest.mark.parametrize("name", LOSSES)
+def from_hidden(name, parallel, hidden, kernel, batch):
+    """The loss by way of log-probs, of masked positions only."""
+    counted = batch.loss_mask > 0
+    stats = log_probs_from_hidden(hidden, kernel, batch.targets, entropy="bonus", where=counted, parallel=parallel)
+    return LOSSES[name](parallel, stats, batch)
+
+
+def at_once(config, parallel, hidden, kernel, batch):
+    return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=parallel)
+
+
+def distilled(parallel, hidden, kernel, batch):
+    teacher = HeadStates(hidden * 2, kernel + 1)
+    return distillation_loss(HeadStates(hidden, kernel), teacher, batch, parallel=parallel)
+
+
+PROGRAMS = {name: functools.partial(from_hidden, name) for name in LOSSES}
+PROGRAMS |= {f"{loss} at once": functools.partial(at_once, PolicyLossConfig(loss=loss)) for loss in ("ppo", "gspo")}
+PROGRAMS["distillation"] = distilled
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_no_loss_can_leave_a_device_waiting(name):
-    """Through log-probs from hidden states, of masked positions only, with the gradient."""
+    """With its gradient; see test_mtp for that one."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
-
-    def loss(hidden, kernel, batch):
-        stats = log_probs_from_hidden(
-            hidden, kernel, batch.targets, entropy="bonus", where=batch.loss_mask > 0, parallel=parallel
-        )
-        return LOSSES[name](parallel, stats, batch)
-
     shapes = jax.ShapeDtypeStruct((*BATCH.targets.shape, 8), jnp.float32), jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    loss = functools.partial(PROGRAMS[name], parallel)
     program = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1), has_aux=True))(*shapes, BATCH)
     assert collectives(program)
     assert hang_risks(program) == []

@@ -110,17 +110,20 @@ def test_micro_batches_add_up_to_the_step():
                 total += mtp_loss(states, kernel, part, **options)[0]
             return total
 
-        whole, _ = mtp_loss(HIDDEN, KERNEL, BATCH, aggregation=aggregation)
+        whole, _ = jax.jit(functools.partial(mtp_loss, aggregation=aggregation))(HIDDEN, KERNEL, BATCH)
         np.testing.assert_allclose(accumulated(hidden, KERNEL, batch), whole, rtol=1e-6)
 
 
 def test_a_head_for_each_depth():
-    kernels = [KERNEL, KERNEL + 1, KERNEL * 2]
-    loss, _ = mtp_loss(HIDDEN, kernels, BATCH, coef=COEF)
-    alone = [mtp_loss(HIDDEN[k:], kernels[k], BATCH, coef=COEF)[1]["mtp_1_nll"] for k in range(K)]
-    stacked, found = mtp_loss(list(HIDDEN), np.stack(kernels), BATCH, coef=COEF)
-    assert loss == stacked
-    np.testing.assert_allclose(found["mtp_1_nll"].value, alone[0].value)
+    """Given as a list or stacked; each depth is as with a head of its own only."""
+    kernels = np.stack([KERNEL, KERNEL + RNG.normal(size=KERNEL.shape).astype(np.float32), KERNEL * 2])
+    both = jax.jit(lambda h, k: (mtp_loss(h, k, BATCH), mtp_loss(list(h), list(k), BATCH)))(HIDDEN, kernels)
+    (stacked, found), (listed, _) = both
+    assert stacked == listed
+    one_head = jax.jit(lambda h, k: mtp_loss(h, k, BATCH)[1])
+    for k in (1, 2, 3):
+        expected = one_head(HIDDEN, kernels[k - 1])[f"mtp_{k}_nll"].value
+        np.testing.assert_allclose(found[f"mtp_{k}_nll"].value, expected, rtol=1e-6)
     assert len({float(found[f"mtp_{k}_nll"].value) for k in (1, 2, 3)}) == 3
 
 
