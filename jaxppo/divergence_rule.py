@@ -78,12 +78,11 @@ class PairWalk(Walk):
     def block(self, i: Any) -> PairBlock:  # type: ignore[override]
         return PairBlock(*super().block(i), teacher=self.teacher.block(i))
 
-    def logits(self, block: PairBlock, rows: jax.Array, slots: Slots, counts: Any) -> tuple[Any, Any, Any]:
-        """The student's and the teacher's f32 logits `[block tokens, B]`, and the slope of the student's."""
-        z, slope = self.head.logits(rows, block, self.inputs.temperature)  # type: ignore[arg-type]
+    def logits(self, block: PairBlock, rows: jax.Array, slots: Slots, counts: Any) -> tuple[Any, Any]:
+        """The student's and the teacher's f32 logits `[block tokens, B]`."""
+        z = self.head.logits(rows, block, self.inputs.temperature)  # type: ignore[arg-type]
         teacher_rows = self.teacher.rows(slots, counts)
-        teacher_z, _ = self.teacher.head.logits(teacher_rows, block.teacher, self.inputs.temperature)
-        return z, teacher_z, slope
+        return z, self.teacher.head.logits(teacher_rows, block.teacher, self.inputs.temperature)
 
     def terms(self, z: jax.Array, teacher_z: jax.Array, valid: jax.Array, sums: LogSums) -> tuple[Any, Any, Any]:
         """`terms` and the student's log p of a block, 0 and -inf in columns that do not exist."""
@@ -95,13 +94,12 @@ class PairWalk(Walk):
         return value, h, log_p
 
     def block_gradient(self, block: Any, slots: Slots, rows: Any, counts: Any, residuals: Any, per_token: Any) -> Any:
-        z, teacher_z, slope = self.logits(block, rows, slots, counts)
+        z, teacher_z = self.logits(block, rows, slots, counts)
         sums = self.tokens.read(residuals, slots)
         _, h, log_p = self.terms(z, teacher_z, block.valid, sums)
         g = self.tokens.take(per_token, slots)
-        dz = g[:, None] * (h - jnp.exp(log_p) * sums.h[:, None]) / self.inputs.temperature
-        dz = dz if slope is None else dz * slope
-        return jnp.where(counts[:, None] & block.valid, dz, 0)
+        dz = g[:, None] * (h - jnp.exp(log_p) * sums.h[:, None])
+        return self.head.product_gradient(dz, z, counts, block, self.inputs.temperature)  # type: ignore[arg-type]
 
 
 def evaluate(rule: DivergenceRule, inputs: Inputs, teacher: Inputs) -> tuple[jax.Array, LogSums]:
@@ -114,7 +112,7 @@ def evaluate(rule: DivergenceRule, inputs: Inputs, teacher: Inputs) -> tuple[jax
             block = walk.block(i)
 
             def token_block(slots: Slots, carry: Any) -> Any:
-                z, teacher_z, _ = walk.logits(block, walk.rows(slots, slots.fresh), slots, slots.fresh)
+                z, teacher_z = walk.logits(block, walk.rows(slots, slots.fresh), slots, slots.fresh)
                 new = token_step(z, teacher_z, block, slots, tokens.read(carry, slots))
                 return tokens.write(carry, walk.vary(new), slots)
 

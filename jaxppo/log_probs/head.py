@@ -130,6 +130,14 @@ class Head:
         part = lax.dynamic_slice_in_dim(x, start - self._place(0, columns)[0], size, axis=1)
         return jnp.where(own, part, 0) if x.shape[1] % size else part
 
+    def set_part(self, i: Any, x: jax.Array, part: jax.Array, columns: int) -> jax.Array:
+        """x with block i replaced by `part`, but for duplicates of other blocks."""
+        start, size, own = self._place(i, columns)
+        start = start - self._place(0, columns)[0]
+        if x.shape[1] % size:
+            part = jnp.where(own, part, lax.dynamic_slice_in_dim(x, start, size, axis=1))
+        return lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
+
     def place_of(self, ids: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
         """The place in the block of each vocabulary id, and whether the block has it as its own."""
         pieces = math.prod(lax.axis_size(n) for n in self.gathered_v)
@@ -175,15 +183,19 @@ class Head:
         """Accumulated f32 gradients summed over the devices that share the primal, block by block."""
         return psum_in_blocks(total, primal, self.v_dim if primal.ndim == 2 else 0, self.block_columns)
 
-    def logits(self, hidden: jax.Array, block: Block, temperature: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """f32 logits `[N, B]` with -inf in columns that are not the block's own, and d logits / d product, if not 1."""
+    def logits(self, hidden: jax.Array, block: Block, temperature: jax.Array) -> jax.Array:
+        """f32 logits `[N, B]` with -inf in columns that are not the block's own."""
         z = _dot(hidden, block.kernel, (1, 1 - self.v_dim))
         z = z if block.bias is None else z + block.bias
-        slope = None
+        z = z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
+        return jnp.where(block.valid, z / temperature, -jnp.inf)
+
+    def product_gradient(self, dz: jax.Array, z: jax.Array, counts: jax.Array, block: Block, temperature: jax.Array):
+        """The gradient of hidden @ kernel from that of its logits z; 0 in rows that do not count."""
+        dz = dz / temperature
         if self.softcap is not None:
-            t = jnp.tanh(z / self.softcap)
-            z, slope = self.softcap * t, 1 - t * t
-        return jnp.where(block.valid, z / temperature, -jnp.inf), slope
+            dz = dz * (1 - (z * temperature / self.softcap) ** 2)
+        return jnp.where(counts[:, None] & block.valid, dz, 0)
 
     def hidden_gradient(self, dz: jax.Array, block: Block) -> jax.Array:
         """f32 `[N, H]`."""

@@ -95,49 +95,57 @@ class Walk:
         empty = self.vary(jnp.zeros((places.shape[0], B), bool))
         return empty.at[jnp.arange(places.shape[0])[:, None], jnp.where(inside, places, B)].set(True, mode="drop")
 
+    def empty_sums(self, count: int) -> softmax.Sums:
+        """The sums that the call asks for, of `count` tokens and no logits."""
+        rule, kept = self.rule, self.inputs.keep_ids is not None
+        with_entropy = rule.entropy != "none"
+        full = with_entropy or rule.moments or not kept
+        return self.vary(softmax.empty_sums(count, full=full, entropy=with_entropy, kept=kept, moments=rule.moments))
+
+    def without_entropy(self, residuals: softmax.Residuals) -> softmax.Residuals:
+        return residuals.without_entropy(self.inputs.keep_ids is not None and not self.rule.moments)
+
+    def add_sums(self, sums: softmax.Sums, z: jax.Array, slots: Slots, block: Block) -> softmax.Sums:
+        """The sums of the slots' tokens with those of a block of logits."""
+        place, here = self.head.place_of(self.targets(slots), block)
+        z_y = jnp.where(here, jnp.take_along_axis(z, place[:, None], axis=1)[:, 0], 0)
+        return self.vary(softmax.merge(sums, softmax.block_sums(z, z_y, self.keep(slots, block), sums)))
+
     def block_gradient(
         self, block: Block, slots: Slots, rows: jax.Array, counts: jax.Array, residuals: Any, per_token: Any
     ) -> jax.Array:
         """d loss / d (hidden @ kernel), f32 `[block tokens, B]`."""
-        z, slope = self.head.logits(rows, block, self.inputs.temperature)
+        z = self.head.logits(rows, block, self.inputs.temperature)
         is_target = self.targets(slots)[:, None] == block.columns
         residuals, keep = self.tokens.read(residuals, slots), self.keep(slots, block)
         g, e, of_moments = self.tokens.take(per_token, slots)
         dz = softmax.dlogits(z, is_target, keep, residuals, g, e, of_moments, self.head.vocab_size)
-        dz = dz / self.inputs.temperature
-        dz = dz if slope is None else dz * slope
-        return jnp.where(counts[:, None] & block.valid, dz, 0)
+        return self.head.product_gradient(dz, z, counts, block, self.inputs.temperature)
 
 
 def evaluate(rule: Rule, inputs: Inputs) -> tuple[Any, softmax.Residuals]:
     """Log-probs, entropy and moments `f32[N]`, and the residuals in slot order."""
     walk = Walk(rule, inputs)
     head, tokens = walk.head, walk.tokens
-    with_entropy, kept = rule.entropy != "none", inputs.keep_ids is not None
-    full = with_entropy or rule.moments or not kept
-    empty = softmax.empty_sums(tokens.count, full=full, entropy=with_entropy, kept=kept, moments=rule.moments)
 
     def vocabulary_block(i, sums):
         block = walk.block(i)
 
         def token_block(slots, sums):
-            z, _ = head.logits(walk.rows(slots, slots.fresh), block, inputs.temperature)
-            place, here = head.place_of(walk.targets(slots), block)
-            z_y = jnp.where(here, jnp.take_along_axis(z, place[:, None], axis=1)[:, 0], 0)
-            old = tokens.read(sums, slots)
-            new = softmax.merge(old, softmax.block_sums(z, z_y, walk.keep(slots, block), old))
-            return tokens.write(sums, walk.vary(new), slots)
+            z = head.logits(walk.rows(slots, slots.fresh), block, inputs.temperature)
+            new = walk.add_sums(tokens.read(sums, slots), z, slots, block)
+            return tokens.write(sums, new, slots)
 
         return tokens.loop(token_block, sums)
 
-    sums = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, walk.vary(empty))
+    sums = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, walk.empty_sums(tokens.count))
     sums = softmax.combine(sums, head.axes)
     exists = (inputs.targets >= 0) & (inputs.targets < head.vocab_size)
     log_probs, entropy, residuals = softmax.finish(sums, tokens.to_slots(exists))
     out = tokens.to_tokens((log_probs, entropy, softmax.moments(sums, residuals, head.vocab_size)))
     if inputs.where is not None:
         out = jax.tree.map(lambda x: jnp.where(inputs.where, x, 0), out)
-    return out, residuals if rule.entropy == "bonus" else residuals.without_entropy(kept and not rule.moments)
+    return out, residuals if rule.entropy == "bonus" else walk.without_entropy(residuals)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

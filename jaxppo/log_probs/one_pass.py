@@ -60,9 +60,9 @@ def one_pass_of(rule: Rule, inputs: Inputs, token_loss: TokenLoss, one_pass_byte
     kernel, H = inputs.kernel, inputs.hidden.shape[-1]
     columns = rule.head.window(kernel.shape[rule.head.v_dim])
     block_columns = min(columns, BLOCK_COLUMNS)
-    fixed = 3 * 4 * H * block_columns + (0 if kernel.dtype == jnp.float32 else 4 * kernel.size)
+    fixed = 5 * 4 * H * block_columns + (0 if kernel.dtype == jnp.float32 else 4 * kernel.size)
     mask = 0 if inputs.keep_ids is None else 1
-    per_token = (4 + mask) * columns + 4 * block_columns + 3 * 4 * H
+    per_token = (4 + mask) * columns + 2 * 4 * block_columns + 3 * 4 * H
     N = inputs.targets.shape[0]
     tokens = (one_pass_bytes - fixed) // per_token // 32 * 32
     if tokens < min(N, MIN_TOKENS):
@@ -113,26 +113,28 @@ one_pass_loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
 def _walk(walk: Walk, static: OnePass, asked: Asked, per_token: Any, shared: Any):
     """Loss, log-probs and entropy, and the gradients of the loss."""
-    inputs, primal = walk.inputs, walk.inputs.hidden
-    whole = dataclasses.replace(walk.head, block_columns=walk.head.window(inputs.kernel.shape[walk.head.v_dim]))
+    head, inputs, primal = walk.head, walk.inputs, walk.inputs.hidden
+    columns = inputs.kernel.shape[head.v_dim]
     # sums over devices sit in the loop over tokens, so every one of them has to take as many turns
-    sums = bool(whole.axes.tensor or walk.axes - varying(primal))
-    tokens = walk.tokens.equalized(walk.axes) if sums else walk.tokens
+    sums_in_loop = bool(head.axes.tensor or walk.axes - varying(primal))
+    tokens = walk.tokens.equalized(walk.axes) if sums_in_loop else walk.tokens
     weights = asked.weights(inputs.kernel, inputs.bias)
-    block = whole.block(inputs.kernel, inputs.bias, 0)
-    token_axes = walk.axes - set(whole.axes.tensor)
-    with_entropy, kept = static.rule.entropy != "none", inputs.keep_ids is not None
-    like = softmax.empty_sums(0, full=with_entropy or not kept, entropy=with_entropy, kept=kept)
+    token_axes = walk.axes - set(head.axes.tensor)
 
     def token_block(slots, carry):
         loss, stats, dhidden, dweights = carry
         rows, targets = walk.rows(slots, slots.fresh), walk.targets(slots)
-        z, slope = whole.logits(rows, block, inputs.temperature)
-        place, here = whole.place_of(targets, block)
-        z_y = jnp.where(here, jnp.take_along_axis(z, place[:, None], axis=1)[:, 0], 0)
-        keep = walk.keep(slots, block)
-        sums = softmax.combine(softmax.block_sums(z, z_y, keep, like), whole.axes)
-        log_probs, entropy, residuals = softmax.finish(sums, (targets >= 0) & (targets < whole.vocab_size))
+
+        def logits_block(i, carry):
+            sums, z = carry
+            block = walk.block(i)
+            part = head.logits(rows, block, inputs.temperature)
+            return walk.add_sums(sums, part, slots, block), head.set_part(i, z, part, columns)
+
+        start = walk.empty_sums(tokens.block), walk.zeros(tokens.block, head.window(columns))
+        sums, z = lax.fori_loop(0, walk.vocabulary_blocks, logits_block, start)
+        sums = softmax.combine(sums, head.axes)
+        log_probs, entropy, residuals = softmax.finish(sums, (targets >= 0) & (targets < head.vocab_size))
         counted = lambda x: x if slots.fresh is None else jnp.where(slots.fresh, x, 0)  # noqa: E731
         rest = tokens.take(per_token, slots)
         losses, vjp = jax.vjp(lambda p, h: counted(static.token_loss(p, h, rest, shared)), log_probs, entropy)
@@ -140,14 +142,22 @@ def _walk(walk: Walk, static: OnePass, asked: Asked, per_token: Any, shared: Any
         e = e if static.rule.entropy == "bonus" else None
         counts = (g != 0) if e is None else (g != 0) | (e != 0)
         rows = jnp.where(counts[:, None], rows, 0)
-        is_target = targets[:, None] == block.columns
-        dz = softmax.dlogits(z, is_target, keep, residuals, g, e, None, whole.vocab_size) / inputs.temperature
-        dz = dz if slope is None else dz * slope
-        dz = jnp.where(counts[:, None] & block.valid, dz, 0)
+
+        def vocabulary_block(i, carry):
+            drows, dweights = carry
+            block = walk.block(i)
+            part = head.part(i, z, columns)
+            is_target = targets[:, None] == block.columns
+            dz = softmax.dlogits(part, is_target, walk.keep(slots, block), residuals, g, e, None, head.vocab_size)
+            dz = head.product_gradient(dz, part, counts, block, inputs.temperature)
+            drows = drows + head.hidden_gradient(dz, block) if asked.hidden else None
+            dblock = head.weight_gradients(dz, rows, weights)
+            return walk.vary((drows, jax.tree.map(partial(head.accumulate, i), dweights, dblock)))
+
+        drows = walk.zeros(*rows.shape) if asked.hidden else None
+        drows, dweights = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, (drows, dweights))
         if asked.hidden:
-            drows = psum_to(whole.hidden_gradient(dz, block), varying(primal), primal.dtype)
-            dhidden = tokens.write(dhidden, drows, slots)
-        dweights = _add_weight_gradients(walk, weights, dweights, dz, rows)
+            dhidden = tokens.write(dhidden, psum_to(drows, varying(primal), primal.dtype), slots)
         stats = tokens.write(stats, jax.tree.map(lambda x: vary(x, token_axes), (log_probs, entropy)), slots)
         return vary(loss + losses.sum(), token_axes), stats, dhidden, dweights
 
@@ -155,23 +165,11 @@ def _walk(walk: Walk, static: OnePass, asked: Asked, per_token: Any, shared: Any
     N = tokens.count
     start = (
         zeros(token_axes),
-        (zeros(token_axes, N), zeros(token_axes, N) if with_entropy else None),
+        (zeros(token_axes, N), zeros(token_axes, N) if static.rule.entropy != "none" else None),
         zeros(varying(primal), *walk.hidden.shape, dtype=primal.dtype) if asked.hidden else None,
         jax.tree.map(lambda x: walk.zeros(*x.shape), weights),
     )
     loss, stats, dhidden, dweights = tokens.loop(token_block, start)
     dhidden = tokens.to_tokens(dhidden).reshape(primal.shape) if asked.hidden else None
-    dweights = jax.tree.map(walk.head.reduce, dweights, weights)
+    dweights = jax.tree.map(head.reduce, dweights, weights)
     return (_total(static, loss), *tokens.to_tokens(stats)), (dhidden, dweights)
-
-
-def _add_weight_gradients(walk: Walk, weights: Any, total: Any, dz: jax.Array, rows: jax.Array) -> Any:
-    """The accumulated gradients plus those of a block of tokens, a block of columns at a time."""
-    head = walk.head
-    columns = walk.inputs.kernel.shape[head.v_dim]
-
-    def block(i, total):
-        gradients = head.weight_gradients(head.part(i, dz, columns), rows, weights)
-        return walk.vary(jax.tree.map(partial(head.accumulate, i), total, gradients))
-
-    return lax.fori_loop(0, walk.vocabulary_blocks, block, total) if jax.tree.leaves(weights) else total
