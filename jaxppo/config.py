@@ -125,7 +125,11 @@ class PolicyLossConfig:
         else:
             expected = f"None, or aggregation='sequence_mean_token_sum_norm' instead of {self.aggregation!r}"
             _check("aggregation_norm", norm, norm is None, expected)
-        if self.off_policy is not None and self.off_policy.batch_normalize:
+        off_policy = self.off_policy
+        if off_policy is not None and off_policy.needs_rollout_log_probs and self.old_log_probs == "sampler":
+            expected = "'current' with old_log_probs='sampler': the old policy is the sampler's, and its ratio to it 1"
+            _check("off_policy.trainer", repr(off_policy.trainer), off_policy.trainer == "current", expected)
+        if off_policy is not None and off_policy.batch_normalize:
             expected = "'trainer' for off_policy.batch_normalize: the mean weight of the step is known beforehand"
             _check("old_log_probs", repr(self.old_log_probs), self.old_log_probs == "trainer", expected)
 

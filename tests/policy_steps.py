@@ -19,6 +19,8 @@ from jaxppo import (
 from jaxppo.policy_losses import POLICY_LOSSES, find_policy_loss
 from sharding import make_parallel_mesh
 
+# These programs run once or a few times: compiling is what they cost.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 LOSSES = sorted(POLICY_LOSSES)
 
 
@@ -97,7 +99,7 @@ def whole(config: PolicyLossConfig, mesh: str | None = None, layout: str = "cont
         gradients = gradients.log_probs, gradients.entropy
         return (loss, gradients, found) if metrics else (loss, gradients)
 
-    return jax.jit(run)
+    return quick_jit(run)
 
 
 @functools.cache
@@ -123,7 +125,7 @@ def accumulated(config: PolicyLossConfig, mesh: str | None = None, metrics: bool
         gradients = gradients.log_probs, gradients.entropy
         return (loss, gradients, found) if metrics else (loss, gradients)
 
-    return jax.jit(run)
+    return quick_jit(run)
 
 
 def by_sample(x, batch: RolloutBatch, count: int = 9, longest: int = 16) -> np.ndarray:

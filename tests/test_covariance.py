@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policy_steps import by_sample, config_of, step_of
+from policy_steps import by_sample, config_of, quick_jit, step_of
 
 from jaxppo import PolicyLossConfig, RolloutBatch, TokenStats, covariance_mask
 from sharding import make_parallel_mesh
@@ -20,7 +20,7 @@ def packed(seed, **options):
 
 def picked(config, batch, mesh=None, key=KEY):
     parallel = mesh and make_parallel_mesh(mesh)
-    return np.asarray(jax.jit(lambda b: covariance_mask(TokenStats(b.returns), b, config, key, parallel))(batch))
+    return np.asarray(quick_jit(lambda b: covariance_mask(TokenStats(b.returns), b, config, key, parallel))(batch))
 
 
 def covariances(batch):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_data import Case, Padded, Ragged, parametrize_cases
+from policy_steps import quick_jit
 
 from jaxppo import (
     Normalizer,
@@ -106,13 +107,13 @@ def slime_stats(mesh, temperature, entropy, vocab):
         stats, pullback = jax.vjp(lambda x: fn(x, targets), logits)
         return stats, pullback(cotangents or jax.tree.map(jnp.zeros_like, stats))[0]
 
-    return jax.jit(run)
+    return quick_jit(run)
 
 
 @functools.cache
 def step_normalizer(mesh, aggregation):
     parallel = mesh and make_parallel_mesh(mesh)
-    return jax.jit(functools.partial(Normalizer.from_batches, aggregation=aggregation, parallel=parallel))
+    return quick_jit(functools.partial(Normalizer.from_batches, aggregation=aggregation, parallel=parallel))
 
 
 def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
@@ -142,7 +143,7 @@ def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
         return policy_loss(stats, batch, config, parallel=parallel, normalizer=normalizer)
 
     stats, _ = head(None)
-    (loss, found), cotangents = jax.jit(jax.value_and_grad(run, has_aux=True))(stats)
+    (loss, found), cotangents = quick_jit(jax.value_and_grad(run, has_aux=True))(stats)
     _, gradient = head(cotangents)
     if lost_clamp:
         segments = batch.segments()
@@ -216,7 +217,7 @@ def test_verl(verl_case: Case, mesh):
         return policy_loss(stats, batch, config, parallel=parallel, covariance=covariance)
 
     packed = padded.pack(case.inputs["log_probs"])
-    (loss, found), gradient = jax.jit(jax.value_and_grad(run, has_aux=True))(packed)
+    (loss, found), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(packed)
     assert_close(loss, case.outputs["loss"], "loss")
     assert_close(padded.pad(gradient), case.outputs["grad_log_probs"], "grad_log_probs")
     found = metrics.values(found)

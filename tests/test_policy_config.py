@@ -51,6 +51,10 @@ def batch():
             {"off_policy": OffPolicyConfig(weights="token", batch_normalize=True), "old_log_probs": "current"},
             r"old_log_probs: got 'current', expected 'trainer' for off_policy.batch_normalize",
         ),
+        (
+            {"off_policy": OffPolicyConfig(weights="token"), "old_log_probs": "sampler"},
+            r"off_policy.trainer: got 'old', expected 'current' with old_log_probs='sampler'",
+        ),
         ({"off_policy": {"weights": "token"}}, r"off_policy: got dict, expected OffPolicyConfig or None"),
     ],
 )
