@@ -1,0 +1,181 @@
+"""policy_loss_from_hidden: one pass or two, the same loss, gradients and metrics."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxppo import PolicyLossConfig, RolloutBatch, log_probs_from_hidden, metrics, policy_loss, policy_loss_from_hidden
+from jaxppo.policy_losses import POLICY_LOSSES
+from sharding import make_parallel_mesh
+from sharding.audit import audit
+from sharding.program import hang_risks
+from sharding.testing import assert_mesh_invariant, assert_trees_close, factorings
+
+R, T, H, V = 8, 64, 16, 1003
+ONE_PASS, TWO_PASSES = 2**30, 0
+KEYS = jax.random.split(jax.random.key(0), 10)
+
+
+def normal(i, *shape):
+    return jax.random.normal(KEYS[i], shape or (R, T))
+
+
+def make_batch(mask):
+    ids, one = jnp.ones((R, T), jnp.int32), jnp.zeros((R, 1), jnp.int32)
+    near = -jnp.log(V)
+    per_token = {
+        "advantages": normal(1),
+        "old_log_probs": near + 0.3 * normal(2),
+        "ref_log_probs": near + 0.3 * normal(3),
+        "rollout_log_probs": near + 0.3 * normal(4),
+    }
+    return RolloutBatch(ids, jax.random.randint(KEYS[5], (R, T), 0, V), ids, ids, mask, one, one, one, **per_token)
+
+
+BATCH = make_batch(jax.random.bernoulli(KEYS[6], 0.4, (R, T)).astype(jnp.float32))
+HIDDEN, KERNEL = normal(7, R, T, H), 0.3 * normal(8, H, V)
+
+
+def step(parallel, hidden, kernel, batch=BATCH, config=None, one_pass_bytes=ONE_PASS, **head):
+    """Loss, metrics and gradients."""
+    config = PolicyLossConfig(clip_high=0.28) if config is None else config
+
+    def loss(hidden, kernel):
+        return policy_loss_from_hidden(
+            hidden, kernel, batch, config, parallel=parallel, one_pass_bytes=one_pass_bytes, **head
+        )
+
+    (value, found), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, kernel)
+    return value, metrics.values(found), gradients
+
+
+def bonus_and_kl():
+    return PolicyLossConfig(clip_high=0.28, entropy_coef=0.01, kl_coef=0.1, temperature=0.8, dual_clip=3.0)
+
+
+def local_losses():
+    return sorted(name for name, loss in POLICY_LOSSES.items() if loss.token_local and loss.covariance is None)
+
+
+@pytest.mark.parametrize("loss", local_losses())
+def test_one_pass_is_two_passes(loss):
+    config = PolicyLossConfig(loss=loss, entropy_coef=0.01, kl_coef=0.1)
+    one, two = (jax.jit(lambda h, k, b=b: step(None, h, k, config=config, one_pass_bytes=b)) for b in (2**30, 0))
+    assert_trees_close(one(HIDDEN, KERNEL), two(HIDDEN, KERNEL), rtol=1e-5, atol=2e-6)
+
+
+def test_two_passes_are_the_two_public_functions():
+    config = bonus_and_kl()
+
+    def loss(hidden, kernel):
+        where = BATCH.loss_mask > 0
+        stats = log_probs_from_hidden(hidden, kernel, BATCH.targets, temperature=0.8, entropy="bonus", where=where)
+        return policy_loss(stats, BATCH, config)
+
+    (value, found), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(HIDDEN, KERNEL)
+    for budget in (ONE_PASS, TWO_PASSES):
+        got = jax.jit(lambda h, k, b=budget: step(None, h, k, config=config, one_pass_bytes=b))(HIDDEN, KERNEL)
+        assert_trees_close(got, (value, metrics.values(found), gradients), rtol=1e-5, atol=2e-6)
+
+
+MESHES = ["dp=8,cp=1,tp=1", "dp=1,cp=8,tp=1", "dp=1,cp=1,tp=8", "dp=2,cp=2,tp=2"]
+
+
+@pytest.mark.parametrize(
+    "mesh", [m if m in MESHES else pytest.param(m, marks=pytest.mark.nightly) for m in factorings()]
+)
+def test_one_pass_on_any_mesh(mesh):
+    fn = lambda p, h, k: step(p, h, k, config=bonus_and_kl())  # noqa: E731
+    # sums of up to 512 tokens in another order
+    assert_mesh_invariant(fn, HIDDEN, KERNEL, meshes=[mesh], rtol=2e-5, atol=3e-6)
+
+
+def test_one_pass_on_an_explicit_mesh_with_many_blocks_and_options():
+    keep = jax.random.randint(KEYS[9], (R, T, 5), -1, V)
+    options = {"keep_ids": keep, "logit_softcap": 3.0, "bias": normal(0, V), "vocab_size": V - 2, "kernel_layout": "vh"}
+    targets = jnp.minimum(BATCH.targets, V - 3)
+    batch = dataclasses.replace(BATCH, targets=targets)
+    # small enough for several blocks of tokens: 5 * 4 * H * 512 fixed and about 10 KB a token
+    budget = 5 * 4 * H * 512 + 10_000 * 160
+    fn = lambda p, h, k: step(p, h, k, batch, bonus_and_kl(), budget, **options)  # noqa: E731
+    assert "one pass, 1" in audit(lambda h, k: fn(None, h, k), HIDDEN, KERNEL.T).notes[0]
+    explicit = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=True)
+    one = assert_mesh_invariant(fn, HIDDEN, KERNEL.T, meshes=[explicit], rtol=2e-5, atol=3e-6)
+    two = jax.jit(lambda h, k: step(None, h, k, batch, bonus_and_kl(), TWO_PASSES, **options))(HIDDEN, KERNEL.T)
+    assert_trees_close(one, two, rtol=1e-5, atol=2e-6)
+
+
+def test_a_user_callable_and_a_traced_coefficient():
+    def squared(log_probs, old_log_probs, advantages, *, mask, segments, config):
+        return (log_probs - old_log_probs) ** 2 * jnp.abs(advantages), {"off": jnp.abs(log_probs - old_log_probs)}
+
+    def at(entropy_coef, budget):
+        config = PolicyLossConfig(loss=squared, entropy_coef=entropy_coef)
+        return step(None, HIDDEN, KERNEL, config=config, one_pass_bytes=budget)
+
+    assert_trees_close(jax.jit(at, static_argnums=1)(0.1, ONE_PASS), jax.jit(at, static_argnums=1)(0.1, 0), 1e-5, 2e-6)
+
+
+def test_masked_positions_hold_anything():
+    off = BATCH.loss_mask == 0
+    hidden = jnp.where(off[..., None], jnp.nan, HIDDEN)
+    nan = lambda x: jnp.where(off, jnp.nan, x)  # noqa: E731
+    names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    batch = dataclasses.replace(
+        BATCH, targets=jnp.where(off, -100, BATCH.targets), **{n: nan(getattr(BATCH, n)) for n in names}
+    )
+    for budget in (ONE_PASS, TWO_PASSES):
+        run = jax.jit(lambda h, b, budget=budget: step(None, h, KERNEL, b, bonus_and_kl(), budget))
+        clean, dirty = run(HIDDEN, BATCH), run(hidden, batch)
+        assert_trees_close(dirty, clean, 0, 0)  # to the bit: 0 * NaN anywhere would show
+
+
+@pytest.mark.parametrize("budget", [ONE_PASS, TWO_PASSES])
+def test_no_loss_token_anywhere_is_exactly_zero(budget):
+    batch = make_batch(jnp.zeros((R, T)))
+    mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
+    value, _, gradients = jax.jit(lambda h, k: step(mesh, h, k, batch, bonus_and_kl(), budget))(HIDDEN, KERNEL)
+    assert float(value) == 0
+    for gradient in gradients:
+        assert not gradient.any()
+
+
+def test_a_program_says_which_way_it_went_and_cannot_hang():
+    mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
+    put = lambda x, spec: jax.device_put(x, mesh.sharding(spec))  # noqa: E731
+    hidden, kernel = put(HIDDEN, mesh.hidden_spec), put(KERNEL[:, :1000], mesh.kernel_spec())
+    batch = dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999))
+    one, two = (audit(lambda h, k, b=b: step(mesh, h, k, batch, None, b), hidden, kernel) for b in (ONE_PASS, 0))
+    assert one.notes == ("one pass, 128 tokens a block",)
+    assert two.notes == ("two passes",)
+    # three products instead of four
+    assert one.flops.high == pytest.approx(0.75 * two.flops.high)
+    for budget in (ONE_PASS, TWO_PASSES):
+        assert hang_risks(jax.make_jaxpr(lambda h, k, b=budget: step(mesh, h, k, batch, None, b))(hidden, kernel)) == []
+    mesh = make_parallel_mesh("fsdp=4,tp=2")
+    kernel = jax.device_put(KERNEL[:, :1000], mesh.sharding(mesh.kernel_spec()))
+    hidden = jax.device_put(HIDDEN, mesh.sharding(mesh.hidden_spec))
+    gathered = audit(lambda h, k: step(mesh, h, k, batch), hidden, kernel)
+    assert gathered.notes == ("two passes",)
+
+
+def test_a_frozen_head_leaves_nothing_of_its_gradient():
+    config = PolicyLossConfig(clip_high=0.28)
+
+    def loss(hidden):
+        return policy_loss_from_hidden(hidden, KERNEL, BATCH, config, one_pass_bytes=ONE_PASS)[0]
+
+    found = audit(jax.value_and_grad(loss), HIDDEN)
+    assert found.flops.high == pytest.approx(2 * 2 * R * T * H * V, rel=0.05)  # the logits and dhidden
+    assert_trees_close(jax.jit(jax.grad(loss))(HIDDEN), step(None, HIDDEN, KERNEL)[2][0], 1e-5, 2e-6)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"kernel: got shape \(16, 3\).*expected 7"):
+        step(None, HIDDEN[..., :7], KERNEL[:, :3])
+    with pytest.raises(ValueError, match=r"covariance: got None, expected"):
+        step(None, HIDDEN, KERNEL, config=PolicyLossConfig(loss="clip_cov"))
+    with pytest.raises(ValueError, match=r"batch.advantages: got None"):
+        step(None, HIDDEN, KERNEL, dataclasses.replace(BATCH, advantages=None))
