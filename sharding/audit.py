@@ -138,9 +138,12 @@ def _collectives(text: str, mesh: Mesh | None) -> tuple[Collective, ...]:
             if match := op.search(line):
                 groups = _groups(line)
                 size = max(_shape_bytes(match["shape"], bool(match["start"])), 1)
-                if match["op"] == "reduce-scatter" and groups:
+                kind = match["op"]
+                if kind == "reduce-scatter" and groups:
                     size *= len(groups[0])
-                found.append(Collective(match["op"], _axes(groups, match["op"], mesh), size, name in looped))
+                if name.startswith("all-reduce-scatter"):  # the fusion that is XLA's reduce-scatter on TPU
+                    kind = "reduce-scatter"
+                found.append(Collective(kind, _axes(groups, kind, mesh), size, name in looped))
     return tuple(found)
 
 
@@ -193,6 +196,12 @@ def _groups(line: str) -> list[tuple[int, ...]]:
         shape, source, order = ([int(x) for x in (g or "").split(",") if x] for g in match.groups())
         ids = np.arange(math.prod(source)).reshape(source)
         return [tuple(map(int, g)) for g in (ids.transpose(order) if order else ids).reshape(shape)]
+    if match := re.search(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] ?\{((?:'\w+',? ?)+)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
+        joined = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", match[2])]
+        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        last = np.moveaxis(ids, joined, range(-len(joined), 0))
+        return [tuple(map(int, g)) for g in last.reshape(-1, math.prod(last.shape[-len(joined) :]))]
     return []
 
 

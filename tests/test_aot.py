@@ -72,10 +72,13 @@ def test_qwen3_8b_on_16_chips():
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192))
     assert found.temp_bytes <= 0.25 * GIB
     assert found.output_bytes <= 1.01 * (8192 * H + H * V // 4) * 2
-    assert {(c.op, c.axes) for c in found.collectives if c.bytes > 8} == {
-        ("all-reduce", ("tp",)),  # of the softmax, and dhidden
-        ("all-reduce", ("cp",)),  # dkernel
-    }
+    assert sums(found) == [
+        ("all-reduce", ("cp",), True, 4 * H * 512),  # dkernel in f32, a block of columns at a time
+        ("all-reduce", ("tp",), False, 4 * 8192),
+        ("all-reduce", ("tp",), False, 3 * 4 * 8192),
+        ("all-reduce", ("tp",), True, 4 * H * 2048),  # dhidden in f32, a block of tokens at a time
+    ]
+    assert [c.axes for c in found.collectives if c.bytes <= 8] == [("cp",)]
     # four products of 2 H V / 4 flops a token, the last block's overlap beside them
     exact = 4 * 2 * 8192 * H * V // 4
     assert exact <= found.flops.low == found.flops.high <= 1.11 * exact
@@ -120,9 +123,11 @@ def test_the_plain_version():
 @pytest.mark.nightly
 @pytest.mark.parametrize("with_where", [False, True])
 def test_32768_tokens_a_device(with_where):
+    """With a mask dhidden stands twice in bf16: with the tokens that count first, and in their own order."""
     parallel = v5p(*CP4_TP4)
     args = arguments(parallel, 32768, with_where=with_where)
-    assert audit(jax.value_and_grad(head(parallel), (0, 1)), *args).temp_bytes <= 0.65 * GIB
+    found = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
+    assert found.temp_bytes <= (0.8 if with_where else 0.65) * GIB
 
 
 @pytest.mark.nightly
