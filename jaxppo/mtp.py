@@ -53,7 +53,7 @@ def mtp_loss(
 
     Returns:
       The scalar f32 loss, and metrics: `mtp_loss` (adds up over micro-batches) and for each depth k
-      `mtp_{k}_nll` (a mean over its tokens). All devices have them.
+      `mtp_{k}_nll` and `mtp_{k}_accuracy` (means over its tokens). All devices have them.
 
     Raises:
       ValueError: no depth, or other numbers of kernels or normalizers than depths.
@@ -68,17 +68,20 @@ def mtp_loss(
     depths = len(hidden)
     kernels: list[Any] = [kernel] * depths if getattr(kernel, "ndim", 0) == 2 else list(kernel)
     _check_depths(depths, kernel=kernels, normalizers=normalizers)
-    total, metrics = jnp.float32(0), {}
+    total = jnp.float32(0)
+    metrics: Metrics = {}
     for k in range(1, depths + 1):
         states = lax.stop_gradient(hidden[k - 1]) if stop_trunk else hidden[k - 1]
         weights = lax.stop_gradient(kernels[k - 1]) if stop_head else kernels[k - 1]
         shifted = shift_targets(batch, k, parallel)
         counted = shifted.loss_mask > 0
-        stats = log_probs_from_hidden(states, weights, shifted.targets, parallel=parallel, where=counted, **head)
+        stats = log_probs_from_hidden(
+            states, weights, shifted.targets, parallel=parallel, where=counted, moments=True, **head
+        )
         normalizer = None if normalizers is None else normalizers[k - 1]
         loss, found = sft_loss(stats, shifted, aggregation=aggregation, parallel=parallel, normalizer=normalizer)
         total += loss
-        metrics[f"mtp_{k}_nll"] = found["nll"]
+        metrics |= {f"mtp_{k}_{name}": found[name] for name in ("nll", "accuracy")}
     total *= coef / depths
     return total, metrics | {"mtp_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
 

@@ -45,7 +45,8 @@ def sft_loss(
 
     Returns:
       The scalar f32 loss, and the metrics `loss` (adds up over micro-batches), `nll` (the mean of -log_prob over
-      tokens, nats) and, where stats has them, `entropy` and `log_z`.
+      tokens, nats) and, where stats has them, `entropy`, `log_z` and
+      `accuracy` (how often the target is the likeliest token).
 
     Raises:
       TypeError: stats that are no `TokenStats`.
@@ -81,6 +82,9 @@ def sft_loss(
         for name in ("entropy", "log_z"):
             if getattr(stats, name) is not None:
                 found[name] = reduce_metric(axes, getattr(stats, name), mask, "mean")
+        if stats.max_log_prob is not None:
+            correct = stats.log_probs == stats.max_log_prob
+            found["accuracy"] = reduce_metric(axes, correct, mask, "mean")
         return loss, found
 
     args = {"stats": stats, "batch": batch, "normalizer": normalizer}

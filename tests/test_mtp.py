@@ -58,9 +58,10 @@ def on_one_device():
 def test_each_depth_predicts_further_on():
     loss, _, found = on_one_device()
     expected = reference()
-    for k, (nll, _, tokens) in enumerate(expected, 1):
+    for k, (nll, accuracy, tokens) in enumerate(expected, 1):
         assert tokens > 40
         np.testing.assert_allclose(found[f"mtp_{k}_nll"], nll, rtol=1e-5)
+        np.testing.assert_allclose(found[f"mtp_{k}_accuracy"], accuracy, rtol=1e-6)
     np.testing.assert_allclose(loss, COEF * np.mean([nll for nll, _, _ in expected]), rtol=1e-5)
     np.testing.assert_allclose(found["mtp_loss"], loss)
 

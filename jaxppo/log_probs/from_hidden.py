@@ -63,7 +63,7 @@ def log_probs_from_hidden(
       temperature: positive scalar that divides the logits, as the sampler did; a constant of differentiation.
       entropy: "none", "metric" (no gradient: nothing of its backward exists) or "bonus" (differentiable).
       moments: also compute log_z, the log-sum-exp of z, and the mean of z (see `sft_loss`), both differentiable and
-        over all of `vocab_size`.
+        over all of `vocab_size`, and the likeliest token's log-prob, a constant.
       keep_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and
         the target; the entropy stays that of the full distribution.
       where: `bool[R, T]`, the positions that count: only they meet the kernel. The others read 0 and may hold anything.
@@ -73,8 +73,8 @@ def log_probs_from_hidden(
       block_bytes: bytes of a block of f32 logits and their gradient, 8 MiB by default.
 
     Returns:
-      `TokenStats(log_probs, entropy, log_z, mean_logit)`, `f32[R, T]` each, None if not asked for; the log-prob is NaN
-      where a counted target is not in `[0, vocab_size)`.
+      `TokenStats(log_probs, entropy, log_z, mean_logit, max_log_prob)`, `f32[R, T]` each, None if not asked for; the
+      log-prob is NaN where a counted target is not in `[0, vocab_size)`.
 
     Raises:
       TypeError, ValueError: an argument of the wrong dtype, rank, shape, sharding or range, named.

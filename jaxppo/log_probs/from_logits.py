@@ -48,15 +48,15 @@ def log_probs_from_logits(
       temperature: positive scalar that divides the logits, as the sampler did; a constant of differentiation.
       entropy: "none", "metric" (no gradient: nothing of its backward exists) or "bonus" (differentiable).
       moments: also compute log_z, the log-sum-exp of z, and the mean of z (see `sft_loss`), both differentiable and
-        over all of `vocab_size`.
+        over all of `vocab_size`, and the likeliest token's log-prob, a constant.
       keep_mask: `bool[R, T, V]`, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and the
         target; the entropy stays that of the full distribution.
       where: `bool[R, T]`, the positions that count; the others read 0 and may hold anything.
       vocab_size: columns from here on are padding, with probability 0 and gradient 0.
 
     Returns:
-      `TokenStats(log_probs, entropy, log_z, mean_logit)`, `f32[R, T]` each, None if not asked for; the log-prob is NaN
-      where a counted target is not in `[0, vocab_size)`.
+      `TokenStats(log_probs, entropy, log_z, mean_logit, max_log_prob)`, `f32[R, T]` each, None if not asked for; the
+      log-prob is NaN where a counted target is not in `[0, vocab_size)`.
 
     Raises:
       TypeError, ValueError: an argument of the wrong dtype, rank, shape or range, named.

@@ -152,9 +152,16 @@ def finish(sums: Sums, target_exists: Bool[Array, "N"]) -> tuple[Array, Array | 
     return log_probs, entropy, Residuals(sums.m, log_s, entropy, sums.kept_m, kept_log_s)
 
 
-def moments(sums: Sums, residuals: Residuals, columns: int) -> tuple[Array, Array] | None:
-    """log_z, the log-sum-exp of all the logits, and their mean; None where the sums lack what they take."""
-    return None if sums.total is None else (residuals.m + residuals.log_s, sums.total / columns)
+def moments(sums: Sums, residuals: Residuals, columns: int) -> tuple[Array, Array, Array] | None:
+    """log_z, the log-sum-exp of all the logits, their mean, and the likeliest token's log-prob (a constant).
+
+    The last is bit for bit what `finish` gives the target where it is that token. None where the sums lack what they
+    take.
+    """
+    if sums.total is None:
+        return None
+    best = -(residuals.log_s if residuals.kept_log_s is None else residuals.kept_log_s)
+    return residuals.m + residuals.log_s, sums.total / columns, best
 
 
 def dlogits(
@@ -164,7 +171,7 @@ def dlogits(
     residuals: Residuals,
     g: Float[Array, "N"],
     e: Float[Array, "N"] | None,
-    of_moments: tuple[Float[Array, "N"], Float[Array, "N"]] | None,
+    of_moments: tuple[Float[Array, "N"], ...] | None,
     columns: int,
 ) -> Float[Array, "N B"]:
     """dz_j = g * ([j = y] - p_j) - e * p_j * (log p_j + entropy) + a * p_j + b / columns.
@@ -178,7 +185,7 @@ def dlogits(
       residuals: of the whole vocabulary.
       g: the cotangent of the log-prob.
       e: the cotangent of the entropy, or None.
-      of_moments: (a, b), the cotangents of log_z and the mean logit, or None.
+      of_moments: (a, b, ...), the cotangents of log_z and the mean logit, or None.
       columns: of the whole vocabulary.
     """
     column = lambda x: x[:, None]  # noqa: E731

@@ -16,6 +16,7 @@ ENTROPY_MODES = get_args(Entropy)
 class TokenStats(NamedTuple):
     """Log-probs of the targets, entropies, log-sum-exps and means of the logits, f32 `[R, T]` each.
 
+    The last is the log-prob of the likeliest token, a constant: a target is that token where `log_probs` equals it.
     All but the first are None where they are not asked for.
     """
 
@@ -23,6 +24,7 @@ class TokenStats(NamedTuple):
     entropy: Float[Array, "R T"] | None = None
     log_z: Float[Array, "R T"] | None = None
     mean_logit: Float[Array, "R T"] | None = None
+    max_log_prob: Float[Array, "R T"] | None = None
 
 
 def check_floating(name: str, x: Any, rank: int, expected: str) -> None:
