@@ -8,7 +8,7 @@ from jaxppo.config import PolicyLossConfig
 from jaxppo.covariance import covariance_mask
 from jaxppo.distillation import HeadStates, distillation_loss, divergence_from_hidden
 from jaxppo.forward import compute_log_probs
-from jaxppo.hidden_loss import policy_loss_from_hidden
+from jaxppo.hidden_loss import policy_loss_from_hidden, sft_loss_from_hidden
 from jaxppo.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.log_probs import TokenStats, log_probs_from_hidden, log_probs_from_logits
 from jaxppo.loss import policy_loss
@@ -16,7 +16,7 @@ from jaxppo.metrics import Metric
 from jaxppo.mismatch import mismatch_metrics
 from jaxppo.mtp import mtp_loss, mtp_normalizers, shift_targets
 from jaxppo.off_policy import OffPolicyConfig, Rejection
-from jaxppo.policy_losses import register_policy_loss
+from jaxppo.policy_losses import PolicyLoss, register_policy_loss
 from jaxppo.replay import keep_mask, pack_keep_ids
 from jaxppo.sft import sft_loss
 from jaxppo.value import value_loss
@@ -26,6 +26,7 @@ __all__ = [
     "Metric",
     "Normalizer",
     "OffPolicyConfig",
+    "PolicyLoss",
     "PolicyLossConfig",
     "Rejection",
     "RolloutBatch",
@@ -52,6 +53,7 @@ __all__ = [
     "presets",
     "register_policy_loss",
     "sft_loss",
+    "sft_loss_from_hidden",
     "shift_targets",
     "value_loss",
 ]

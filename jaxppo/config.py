@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxppo.aggregation import check_aggregation
 from jaxppo.kl import check_kl_estimator
 from jaxppo.off_policy import OffPolicyConfig
-from jaxppo.policy_losses import DUAL_CLIPPED, LossFn, find_policy_loss
+from jaxppo.policy_losses import DUAL_CLIPPED, LossFn, PolicyLoss, find_policy_loss
 
 Coefficient = float | Float[Array, ""]
 _CHOICES = {
@@ -71,7 +71,7 @@ class PolicyLossConfig:
       'metric'
     """
 
-    loss: str | LossFn = "ppo"
+    loss: str | LossFn | PolicyLoss = "ppo"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None

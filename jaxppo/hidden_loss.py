@@ -1,4 +1,4 @@
-"""`policy_loss_from_hidden`: hidden states, a head kernel and a batch to a loss, without logits."""
+"""Hidden states, a head kernel and a batch to a policy or SFT loss, without logits."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from jaxppo.loss import (
     token_losses,
 )
 from jaxppo.metrics import Metrics
+from jaxppo.policy_losses import PolicyLoss
 from sharding import ParallelMesh, Segments, ShardAxes, shard_call
 from sharding.program import note
 
@@ -140,6 +141,70 @@ def policy_loss_from_hidden(
         "coefs": coefs,
     }
     return shard_call("policy_loss_from_hidden", per_shard, parallel, args, specs)
+
+
+def sft_loss_from_hidden(
+    hidden: Float[Array, "R T H"],
+    kernel: Float[Array, "H V"],
+    batch: RolloutBatch,
+    *,
+    aggregation: str = "token_mean",
+    aggregation_norm: float | None = None,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizer: Normalizer | None = None,
+    one_pass_bytes: int = ONE_PASS_BYTES,
+    **head: Any,
+) -> tuple[Float[Array, ""], Metrics]:
+    """The negative log-likelihood of the targets, in one pass where `policy_loss_from_hidden` would take one.
+
+    loss = sum over tokens of weight_t * -log_prob_t. For label smoothing and z-loss, see `sft_loss`.
+
+    Args:
+      hidden: `[R, T, H]`, see `log_probs_from_hidden`.
+      kernel: `[H, V]` or `[V, H]`.
+      batch: `[R, T]`; its targets, loss mask and sequences count.
+      aggregation: the denominators, see `token_weights`.
+      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
+      normalizer: the denominators of the whole step where the batch is one of its micro-batches.
+      one_pass_bytes: see `policy_loss_from_hidden`.
+      **head: options of `log_probs_from_hidden`, `temperature` among them.
+
+    Returns:
+      The scalar f32 loss, and the metrics of `sft_loss`.
+
+    Raises:
+      TypeError, ValueError: as `log_probs_from_hidden` and `sft_loss` do.
+
+    Example:
+      >>> ids, one = jnp.array([[1, 1, 0]]), jnp.array([[0]])
+      >>> batch = RolloutBatch(ids, ids, ids, ids, jnp.array([[1.0, 1.0, 0.0]]), one, one, one)
+      >>> loss, _ = sft_loss_from_hidden(jnp.ones((1, 3, 2)), jnp.zeros((2, 4)), batch)
+      >>> round(float(loss), 4)
+      1.3863
+    """
+    config = PolicyLossConfig(
+        loss=_NLL,
+        old_log_probs="current",
+        aggregation=aggregation,
+        aggregation_norm=aggregation_norm,
+        temperature=head.pop("temperature", 1.0),
+    )
+    # the likelihood looks at no advantage, and nothing is compared with
+    batch = dataclasses.replace(
+        batch, advantages=jnp.zeros_like(batch.loss_mask), ref_log_probs=None, rollout_log_probs=None
+    )
+    loss, found = policy_loss_from_hidden(
+        hidden, kernel, batch, config, parallel=parallel, normalizer=normalizer, one_pass_bytes=one_pass_bytes, **head
+    )
+    return loss, {name: found[name] for name in ("loss", "nll", "entropy")}
+
+
+def _nll(log_probs, old_log_probs, advantages, *, mask, segments, config):
+    return -log_probs, {"nll": -log_probs}
+
+
+_NLL = PolicyLoss(_nll, token_local=True)
 
 
 def _by_token(batch: RolloutBatch, weights: Any, correction: Any, covariance: Any) -> tuple[Any, Any]:

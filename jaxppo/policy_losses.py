@@ -27,7 +27,7 @@ DUAL_CLIPPED = ("ppo", "gspo", "clip_cov")
 LossFn = Callable[..., tuple[Tokens, Indicators]]
 
 
-class RegisteredLoss(NamedTuple):
+class PolicyLoss(NamedTuple):
     """A policy loss: `fn(log_probs, old_log_probs, advantages, *, mask, segments, config) -> (loss, indicators)`."""
 
     fn: LossFn
@@ -37,7 +37,7 @@ class RegisteredLoss(NamedTuple):
     """The function also takes `covariance`, the tokens of the step that `covariance_mask` picked, and in which way."""
 
 
-POLICY_LOSSES: dict[str, RegisteredLoss] = {}
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
 
 
 def register_policy_loss(
@@ -47,8 +47,8 @@ def register_policy_loss(
 
     Args:
       name: what `PolicyLossConfig(loss=name)` calls it.
-      token_local: see `RegisteredLoss`.
-      covariance: see `RegisteredLoss`.
+      token_local: see `PolicyLoss`.
+      covariance: see `PolicyLoss`.
 
     Returns:
       A decorator that returns its function unchanged.
@@ -67,16 +67,18 @@ def register_policy_loss(
         raise ValueError(f"name: got {name!r}, expected one that is not taken: {', '.join(POLICY_LOSSES)}")
 
     def register(fn: LossFn) -> LossFn:
-        POLICY_LOSSES[name] = RegisteredLoss(fn, token_local, covariance)
+        POLICY_LOSSES[name] = PolicyLoss(fn, token_local, covariance)
         return fn
 
     return register
 
 
-def find_policy_loss(loss: str | LossFn) -> RegisteredLoss:
-    """The loss of that name, or the caller's own function as a loss that is not token-local."""
+def find_policy_loss(loss: str | LossFn | PolicyLoss) -> PolicyLoss:
+    """The loss of that name, or the caller's own; a bare function is taken for one that is not token-local."""
+    if isinstance(loss, PolicyLoss):
+        return loss
     if callable(loss):
-        return RegisteredLoss(loss)
+        return PolicyLoss(loss)
     if loss not in POLICY_LOSSES:
         raise ValueError(f"loss: got {loss!r}, expected a function or one of {', '.join(sorted(POLICY_LOSSES))}")
     return POLICY_LOSSES[loss]

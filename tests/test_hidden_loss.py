@@ -6,8 +6,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxppo import PolicyLossConfig, RolloutBatch, log_probs_from_hidden, metrics, policy_loss, policy_loss_from_hidden
-from jaxppo.policy_losses import POLICY_LOSSES
+from jaxppo import (
+    PolicyLossConfig,
+    RolloutBatch,
+    log_probs_from_hidden,
+    metrics,
+    policy_loss,
+    policy_loss_from_hidden,
+    sft_loss,
+    sft_loss_from_hidden,
+)
+from jaxppo.policy_losses import POLICY_LOSSES, PolicyLoss
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.program import hang_risks
@@ -112,10 +121,28 @@ def test_a_user_callable_and_a_traced_coefficient():
         return (log_probs - old_log_probs) ** 2 * jnp.abs(advantages), {"off": jnp.abs(log_probs - old_log_probs)}
 
     def at(entropy_coef, budget):
-        config = PolicyLossConfig(loss=squared, entropy_coef=entropy_coef)
+        config = PolicyLossConfig(loss=PolicyLoss(squared, token_local=True), entropy_coef=entropy_coef)
         return step(None, HIDDEN, KERNEL, config=config, one_pass_bytes=budget)
 
     assert_trees_close(jax.jit(at, static_argnums=1)(0.1, ONE_PASS), jax.jit(at, static_argnums=1)(0.1, 0), 1e-5, 2e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
+def test_sft_in_one_pass(aggregation):
+    def two(hidden, kernel):
+        stats = log_probs_from_hidden(hidden, kernel, BATCH.targets, entropy="metric", where=BATCH.loss_mask > 0)
+        return sft_loss(stats, BATCH, aggregation=aggregation)
+
+    def one(hidden, kernel):
+        options = {"aggregation": aggregation, "one_pass_bytes": ONE_PASS}
+        return sft_loss_from_hidden(hidden, kernel, BATCH, **options)
+
+    def run(loss):
+        (value, found), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(HIDDEN, KERNEL)
+        return value, metrics.values(found), gradients
+
+    assert_trees_close(jax.jit(run, static_argnums=0)(one), jax.jit(run, static_argnums=0)(two), 1e-5, 2e-6)
+    assert "one pass" in audit(jax.grad(lambda h: one(h, KERNEL)[0]), HIDDEN).notes[0]
 
 
 def test_masked_positions_hold_anything():
