@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from head_cases import BF16, F32, PARAMETERS, R, T, call_head, check_head, head_arrays, with_gradients
+from head_cases import BF16, F32, PARAMETERS, R, T, call_head, check_head, head_arrays, truth, with_gradients
 
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close, factorings
@@ -154,6 +154,19 @@ def test_a_target_outside_the_vocabulary_is_nan(mesh):
         assert_trees_close(stats.log_probs[others], clean.log_probs[others], 0, 0)
         assert_trees_close(stats.entropy, clean.entropy, 0, 0)
         assert_trees_close(gradients["hidden"][others], clean_gradients["hidden"][others], 0, 0)
+
+
+def test_vmap_on_one_device():
+    """Over rows, with a mask whose loops end at different tokens."""
+    arrays = head_arrays(1026, with_where=True, bias=False)
+    batched = {name: x if name == "kernel" else x[:, None] for name, x in arrays.items()}
+    axes = ({name: None if name == "kernel" else 0 for name in arrays},)
+    one = lambda a: with_gradients(call_head, None, a, entropy="bonus")  # noqa: E731
+    stats, gradients = jax.jit(jax.vmap(one, in_axes=axes))(batched)
+    expected, expected_gradients = truth(call_head, arrays, entropy="bonus")
+    assert_trees_close(jax.tree.map(lambda x: x[:, 0], stats), expected, **F32)
+    assert_trees_close(gradients["hidden"][:, 0], expected_gradients["hidden"], **F32)
+    assert_trees_close(gradients["kernel"].sum(axis=0), expected_gradients["kernel"], **F32)
 
 
 @pytest.mark.nightly

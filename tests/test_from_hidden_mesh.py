@@ -142,6 +142,30 @@ def test_fsdp_and_sequence_parallel_inside_a_users_shard_map():
     assert_trees_close(got, (expected["hidden"], expected["kernel"]), **F32)
 
 
+def test_vmap_inside_a_users_shard_map():
+    """Row by row; each row's gradient of the kernel is summed over devices, then over rows."""
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
+    arrays = head_arrays(1026, with_where=True, bias=False)
+    expected = truth(call_head, arrays, entropy="bonus")[1]
+    names, tokens = ("hidden", "targets", "where", "g", "e"), parallel.tokens_spec
+
+    def inside(kernel, *per_token):
+        def total(kernel, hidden):
+            def row(*x):
+                return call_head(parallel.axes, {"kernel": kernel, **dict(zip(names, x, strict=True))}, entropy="bonus")
+
+            stats = jax.vmap(row)(*(x[:, None] for x in (hidden, *per_token[1:])))
+            g, e = per_token[3:]
+            return jax.lax.psum((stats.log_probs[:, 0] * g + stats.entropy[:, 0] * e).sum(), parallel.axes.tokens)
+
+        return jax.grad(total, (0, 1))(kernel, per_token[0])
+
+    of_both = parallel.kernel_spec(), parallel.hidden_spec
+    run = jax.shard_map(inside, mesh=parallel.mesh, in_specs=(*of_both, *[tokens] * 4), out_specs=of_both)
+    got = jax.jit(run)(arrays["kernel"], *(arrays[name] for name in names))
+    assert_trees_close(got, (expected["kernel"], expected["hidden"]), **F32)
+
+
 def test_check_vma_off_is_refused():
     parallel, arrays = make_parallel_mesh("dp=2,cp=2,tp=2"), head_arrays(104)
     axes = ShardAxes("dp", "cp", "tp")
