@@ -1,0 +1,1 @@
+"""The head of a language model, every way to compute it, side by side."""

@@ -1,0 +1,226 @@
+"""Every way to a head's log-probs, entropy and gradients, side by side on the same data in one process.
+
+    python -m benchmarks.head                                   # the table, the sweeps and the real heads
+    python -m benchmarks.head --parts tpu --tpu v5p:2x2x4       # full-size heads, by the TPU compiler (needs libtpu)
+
+Times are medians over rounds in which every version runs once; temporaries are the compiled module's. Each version's
+gradients are compared with those of the first of its group. Tables go to the terminal, JSON and plots to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import peers, plots, versions
+from benchmarks.cases import Case, draw
+from benchmarks.measure import compile_step, difference, in_turns, peaks, temporaries
+from examples.plan_pod import HEADS, HeadSizes, described_mesh, plan
+
+MIB = 2**20
+Records = list[dict[str, Any]]
+SWEPT = {  # group and name of the versions in the plots
+    versions.FLOOR: "floor",
+    "plain: log_softmax, sum of p log p": "entropy",
+    "plain: log-sum-exp, mean logit by exp": "entropy",
+    f"chunks of {versions.CHUNK} tokens": "entropy",
+    "jaxppo": "entropy",
+    "jaxppo, one pass": "policy loss",
+}
+
+
+def measured(case: Case, rounds: int, only: dict[str, str] | None = None) -> Records:
+    """The versions of a case, or `only` some of them (name: group), timed in turns; a record each."""
+    data = draw(case)
+    grouped = versions.groups(case)
+    if only is None:
+        grouped["log-probs"] |= peers.jax_peers(case)
+    records: Records = []
+    runs: dict[str, Callable[[], Any]] = {}
+    for group, steps in grouped.items():
+        expected: Any = None
+        for name, step in steps.items():
+            if only is not None and only.get(name) != group:
+                continue
+            compiled = compile_step(step, data)
+            record = {"group": group, "version": name, "temporaries_mib": temporaries(compiled) / MIB}
+            if group != "floor":
+                gradients = compiled(data)[1]
+                expected = gradients if expected is None else expected
+                record["difference"] = difference(gradients, expected)
+            records.append(record)
+            runs[f"{group}/{name}"] = functools.partial(compiled, data)
+    if only is None:
+        for name, run in peers.torch_peers(case, data).items():
+            records.append({"group": "entropy", "version": name, "temporaries_mib": None})
+            runs[f"entropy/{name}"] = run
+    seconds = in_turns(runs, rounds)
+    floor = seconds[f"floor/{versions.FLOOR}"]
+    reached = peaks(rounds) if jax.default_backend() == "gpu" else None
+    for record in records:
+        took = seconds[f"{record['group']}/{record['version']}"]
+        record |= {"seconds": took, "over_floor": took / floor}
+        if reached is not None:
+            record["tflops"] = case.flops / took / 1e12
+            record["share_of_matmul_peak"] = case.flops / took / reached["flops_per_second"]
+            record["share_of_copy_bandwidth"] = case.least_bytes / took / reached["bytes_per_second"]
+    return records
+
+
+def show(title: str, records: Records) -> None:
+    """A table, a column for each key that any record has."""
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    cells = [columns] + [[_cell(record.get(key)) for key in columns] for record in records]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print(f"\n{title}")
+    for row in cells:
+        print("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip(), flush=True)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.2e}" if 0 < value < 1e-3 else f"{value:.3f}"
+    return "" if value is None else str(value)
+
+
+def _title(case: Case) -> str:
+    return f"T={case.tokens}, H={case.sizes.hidden_size}, V={case.sizes.vocab_size}, {case.dtype}"
+
+
+def main_part(args: argparse.Namespace) -> Records:
+    """All versions at one size, and what a mask saves."""
+    case = Case(args.tokens, HeadSizes(args.hidden_size, args.vocab_size), args.dtype, args.share)
+    records = measured(case, args.rounds)
+    show(f"{_title(case)}; {args.share:.0%} of the tokens in group part", records)
+    took = {(r["group"], r["version"]): r["seconds"] for r in records}
+    full = took["entropy", "jaxppo"]
+    print(
+        f"\nwith a mask of {args.share:.0%}: {took['part', 'jaxppo, where'] / full:.3f} of the time without a mask;",
+        end=" ",
+    )
+    print(f"rows gathered first: {took['part', 'jaxppo, rows gathered'] / full:.3f};", end=" ")
+    print(f"with a mask of all: {took['entropy', 'jaxppo, where all'] / full:.3f}")
+    plain = min(r["over_floor"] for r in records if r["version"] in versions.PLAIN)
+    print(f"over the three matmuls: jaxppo {full / took['floor', versions.FLOOR]:.3f}, fastest plain {plain:.3f}")
+    return records
+
+
+def vocabulary_part(args: argparse.Namespace) -> Records:
+    """Time over the floor, by vocabulary."""
+    records: Records = []
+    for V in args.vocabularies:
+        case = Case(args.sweep_tokens, HeadSizes(args.sweep_hidden_size, V), args.dtype)
+        found = measured(case, args.rounds, SWEPT)
+        show(_title(case), found)
+        records += [{"vocab_size": V, **record} for record in found]
+    return records
+
+
+def tokens_part(args: argparse.Namespace) -> Records:
+    """Temporaries by tokens; nothing runs."""
+    records: Records = []
+    for tokens in args.token_counts:
+        case = Case(tokens, HeadSizes(args.hidden_size, args.vocab_size), args.dtype)
+        data = jax.eval_shape(lambda case=case: draw(case))
+        grouped = versions.groups(case)
+        for name, group in SWEPT.items():
+            if group != "floor":
+                size = temporaries(compile_step(grouped[group][name], data))
+                records.append({"tokens": tokens, "version": name, "temporaries_mib": size / MIB})
+    show(f"temporaries by tokens, H={args.hidden_size}, V={args.vocab_size}, {args.dtype}", records)
+    return records
+
+
+def heads_part(args: argparse.Namespace) -> Records:
+    """Real vocabularies, layouts and soft-caps, the hidden size divided by --head-scale so that they fit."""
+    records: Records = []
+    for name in args.heads:
+        sizes = HEADS[name]
+        sizes = dataclasses.replace(sizes, hidden_size=max(1, sizes.hidden_size // args.head_scale))
+        case = Case(args.head_tokens, sizes, args.dtype)
+        found = measured(case, args.rounds, SWEPT)
+        show(f"{name}: {_title(case)}", found)
+        records += [{"head": name, "hidden_size": sizes.hidden_size, **record} for record in found]
+    return records
+
+
+def tpu_part(args: argparse.Namespace) -> Records:
+    """Temporaries of full-size heads in bf16, by the TPU compiler."""
+    parallel = described_mesh(args.mesh, args.tpu)
+    records: Records = []
+    for name in args.heads:
+        for tokens in args.tpu_tokens:
+            found = plan(HEADS[name], tokens, jnp.bfloat16, parallel)
+            sizes = {f"{version}_gib": audit.temp_bytes / 2**30 for version, audit in found.items()}
+            records.append({"head": name, "tokens_per_shard": tokens, **sizes})
+    show(f"temporaries a device on {args.tpu} as {args.mesh}, bf16", records)
+    return records
+
+
+PARTS = {
+    "main": main_part,
+    "vocabulary": vocabulary_part,
+    "tokens": tokens_part,
+    "heads": heads_part,
+    "tpu": tpu_part,
+}
+DRAWN = {"vocabulary": plots.time_over_vocabulary, "tokens": plots.temporaries_over_tokens}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=PARTS, help="all but tpu by default, and tpu with --tpu")
+    add("--tokens", type=int, default=2048)
+    add("--hidden-size", type=int, default=1024)
+    add("--vocab-size", type=int, default=32768)
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--rounds", type=int, default=9)
+    add("--share", type=float, default=0.2, help="of the tokens that carry loss, in group part")
+    add("--vocabularies", type=int, nargs="+", default=[8192, 16384, 32768, 65536, 131072])
+    add("--sweep-tokens", type=int, default=1024)
+    add("--sweep-hidden-size", type=int, default=512)
+    add("--token-counts", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384])
+    add("--heads", nargs="+", choices=HEADS, default=list(HEADS))
+    add("--head-tokens", type=int, default=512)
+    add("--head-scale", type=int, default=8)
+    add("--tpu", help="a topology, such as v5p:2x2x4")
+    add("--mesh", default="cp=4,tp=4", help="of the topology")
+    add("--tpu-tokens", type=int, nargs="+", default=[8192, 32768], help="on each data and context shard")
+    add("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args(arguments)
+    if args.parts is None:
+        args.parts = [part for part in PARTS if part != "tpu" or args.tpu]
+    if "tpu" in args.parts and not args.tpu:
+        parser.error("tpu: expected --tpu TOPOLOGY, such as v5p:2x2x4")
+    if args.rounds < 1 or not 0 < args.share <= 1:
+        parser.error(f"rounds, share: got {args.rounds}, {args.share}, expected at least 1, and above 0 up to 1")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    args.out.mkdir(parents=True, exist_ok=True)
+    where = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "cpu_cores": os.cpu_count()}
+    for part in args.parts:
+        records = PARTS[part](args)
+        options = {name: value for name, value in vars(args).items() if name not in ("out", "parts")}
+        found = {"where": where, "options": options, "records": records}
+        (args.out / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")
+        if part in DRAWN:
+            DRAWN[part](records, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Times and temporaries of compiled steps, measured in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def compile_step(step: Callable[[Any], Any], data: Any) -> Any:
+    """The step for arrays of these shapes; `data` may be `ShapeDtypeStruct`s."""
+    return jax.jit(step).lower(data).compile()
+
+
+def temporaries(compiled: Any) -> int:
+    """Bytes beside arguments and results, as the compiler laid them out."""
+    return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+def in_turns(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The median seconds of each run; a round has every one of them once, each round starting with another."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for turn in range(-1, rounds):  # the first round warms up
+        start = max(turn, 0) % len(names)
+        for name in names[start:] + names[:start]:
+            before = time.perf_counter()
+            jax.block_until_ready(runs[name]())
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - before)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def difference(got: Any, expected: Any) -> float:
+    """The largest difference of any gradient, over its largest value."""
+
+    def one(a: Any, b: Any) -> float:
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        return float(np.abs(a - b).max() / np.abs(b).max())
+
+    return max(map(one, jax.tree.leaves(got), jax.tree.leaves(expected)))
+
+
+def peaks(rounds: int, size: int = 8192) -> dict[str, float]:
+    """What the accelerator reaches: FLOP/s of a square bf16 product, bytes/s of a copy (read and written)."""
+    a = jnp.ones((size, size), jnp.bfloat16)
+    x = jnp.ones(2**28, jnp.float32)
+    product, copy = jax.jit(lambda a: a @ a), jax.jit(lambda x: x + 1)
+    seconds = in_turns({"product": lambda: product(a), "copy": lambda: copy(x)}, rounds)
+    return {"flops_per_second": 2 * size**3 / seconds["product"], "bytes_per_second": 2 * x.nbytes / seconds["copy"]}

@@ -1,0 +1,225 @@
+"""Every way to the same gradients, as functions of the data that are to be compiled.
+
+A step takes the arrays of `cases.draw` and returns `(value, (dhidden, dkernel))`. Steps of one group compute the same:
+
+    entropy        sum(g * log_prob + e * entropy)
+    log-probs      the mean log-prob
+    part           as "entropy", over the share of the tokens that carries loss
+    policy loss    PPO's loss with an entropy bonus, over all tokens, and over that share in "policy loss, part"
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.cases import Case
+from examples.plan_pod import plain_logits, plain_stats
+from jaxppo import PolicyLossConfig, TokenStats, log_probs_from_hidden, policy_loss, policy_loss_from_hidden
+
+FLOOR = "three matmuls"
+CHUNK = 128  # tokens, as Tunix has it
+
+Step = Callable[[Any], Any]
+Stats = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
+
+
+def _gradients(loss: Callable[[jax.Array, jax.Array, Any], jax.Array]) -> Step:
+    return lambda data: jax.value_and_grad(loss, (0, 1))(data["hidden"], data["kernel"], data)
+
+
+def _weighted(log_probs: jax.Array, entropy: jax.Array | None, data: Any) -> jax.Array:
+    if entropy is None:
+        return log_probs.mean()
+    return (data["g"] * log_probs + data["e"] * entropy).sum()
+
+
+def _step(stats: Stats) -> Step:
+    return _gradients(lambda hidden, kernel, data: _weighted(*stats(hidden, kernel, data["targets"]), data))
+
+
+def three_matmuls(case: Case) -> Step:
+    """The products that no version can do without: logits, and the gradients of both factors."""
+    f32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    kernel = "vh" if case.sizes.tied else "hv"
+
+    def step(data: Any) -> Any:
+        hidden, weights = data["hidden"][0], data["kernel"]
+        z = f32(f"th,{kernel}->tv", hidden, weights).astype(hidden.dtype)
+        return f32(f"tv,{kernel}->th", z, weights), f32(f"th,tv->{kernel}", hidden, z)
+
+    return step
+
+
+def _pick(x: jax.Array, targets: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]
+
+
+def _log_softmax(z: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    log_p = jax.nn.log_softmax(z)
+    return _pick(log_p, targets), -(jnp.exp(log_p) * log_p).sum(-1)
+
+
+def _log_softmax_softmax(z: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    log_p = jax.nn.log_softmax(z)
+    return _pick(log_p, targets), -(jax.nn.softmax(z) * log_p).sum(-1)
+
+
+def _log_sum_exp_softmax(z: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    log_z = jax.nn.logsumexp(z, axis=-1)
+    return _pick(z, targets) - log_z, log_z - (jax.nn.softmax(z) * z).sum(-1)
+
+
+def _entr(z: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    log_z = jax.nn.logsumexp(z, axis=-1)
+    return _pick(z, targets) - log_z, jax.scipy.special.entr(jax.nn.softmax(z)).sum(-1)
+
+
+PLAIN = {
+    "plain: log_softmax, sum of p log p": _log_softmax,
+    "plain: log_softmax, softmax times it": _log_softmax_softmax,
+    "plain: log-sum-exp, mean logit by exp": plain_stats,
+    "plain: log-sum-exp, mean logit by softmax": _log_sum_exp_softmax,
+    "plain: log-sum-exp, entr of softmax": _entr,
+}
+LOG_PROBS_ONLY = {
+    "plain: log_softmax": lambda z, y: (_pick(jax.nn.log_softmax(z), y), None),
+    "plain: log-sum-exp": lambda z, y: (_pick(z, y) - jax.nn.logsumexp(z, axis=-1), None),
+    "optax": lambda z, y: (-optax.softmax_cross_entropy_with_integer_labels(z, y), None),
+}
+
+
+def _from_logits(case: Case, stats: Callable[..., Any]) -> Stats:
+    return lambda hidden, kernel, targets: stats(plain_logits(hidden, kernel, case.sizes), targets)
+
+
+def chunked(case: Case, stats: Callable[..., Any]) -> Stats:
+    """Chunks of tokens one after the other, their logits computed again in the backward."""
+
+    def apply(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> Any:
+        size = min(CHUNK, case.tokens)
+        count = -(-case.tokens // size)
+        extra = count * size - case.tokens
+        chunks = [
+            jnp.pad(x[0], ((0, extra), *((0, 0),) * (x.ndim - 2))).reshape(count, 1, size, *x.shape[2:])
+            for x in (hidden, targets)
+        ]
+        chunk = jax.checkpoint(lambda h, y: stats(plain_logits(h, kernel, case.sizes), y))
+        out = jax.lax.map(lambda args: chunk(*args), tuple(chunks))
+        return jax.tree.map(lambda x: x.reshape(1, -1)[:, : case.tokens], out)
+
+    return apply
+
+
+def ours(case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", where: str | None = None) -> Step:
+    """`log_probs_from_hidden`; `where` names the batch whose loss mask it is given."""
+
+    def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
+        stats = log_probs_from_hidden(
+            hidden,
+            kernel,
+            data["targets"],
+            kernel_layout=case.sizes.layout,
+            logit_softcap=case.sizes.softcap,
+            entropy=entropy,
+            where=None if where is None else data[where].loss_mask > 0,
+        )
+        return _weighted(stats.log_probs, stats.entropy if entropy == "bonus" else None, data)
+
+    return _gradients(loss)
+
+
+def gathered(case: Case, step: Step) -> Step:
+    """The step on the rows that carry loss, gathered first; their number is known beforehand here."""
+
+    def apply(data: Any) -> Any:
+        rows = jnp.nonzero(data["part"].loss_mask[0], size=case.counted)[0]
+        taken = {name: data[name][:, rows] for name in ("hidden", "targets", "g", "e")}
+        value, (dhidden, dkernel) = step({**data, **taken})
+        return value, (jnp.zeros_like(data["hidden"]).at[:, rows].set(dhidden), dkernel)
+
+    return apply
+
+
+def masked(step: Step) -> Step:
+    """The step over all tokens, with the cotangents of those that carry no loss at 0."""
+
+    def apply(data: Any) -> Any:
+        mask = data["part"].loss_mask
+        return step({**data, "g": data["g"] * mask, "e": data["e"] * mask})
+
+    return apply
+
+
+CONFIG = PolicyLossConfig(entropy_coef=0.01)
+
+
+def plain_policy_loss(case: Case, batch: str = "batch") -> Step:
+    """`policy_loss` of the plain log-probs."""
+    stats = _from_logits(case, plain_stats)
+
+    def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
+        return policy_loss(TokenStats(*stats(hidden, kernel, data["targets"])), data[batch], CONFIG)[0]
+
+    return _gradients(loss)
+
+
+def our_policy_loss(case: Case, one_pass_mib: int, batch: str = "batch") -> Step:
+    """`policy_loss_from_hidden`, in one pass where `one_pass_mib` allows it."""
+
+    def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
+        return policy_loss_from_hidden(
+            hidden,
+            kernel,
+            data[batch],
+            CONFIG,
+            one_pass_bytes=one_pass_mib * 2**20,
+            kernel_layout=case.sizes.layout,
+            logit_softcap=case.sizes.softcap,
+        )[0]
+
+    return _gradients(loss)
+
+
+def groups(case: Case) -> dict[str, dict[str, Step]]:
+    """All versions by group, the first of each group being what the others are checked against."""
+    plain = {name: _step(_from_logits(case, stats)) for name, stats in PLAIN.items()}
+    fastest = _step(_from_logits(case, plain_stats))
+    full = ours(case)
+    return {
+        "floor": {FLOOR: three_matmuls(case)},
+        "entropy": {
+            **plain,
+            f"chunks of {CHUNK} tokens": _step(chunked(case, plain_stats)),
+            "jaxppo": full,
+            "jaxppo, where all": ours(case, where="batch"),
+        },
+        "log-probs": {
+            **{name: _step(_from_logits(case, stats)) for name, stats in LOG_PROBS_ONLY.items()},
+            f"chunks of {CHUNK} tokens": _step(chunked(case, LOG_PROBS_ONLY["plain: log-sum-exp"])),
+            "jaxppo": ours(case, entropy="none"),
+            "jaxppo, entropy a metric": ours(case, entropy="metric"),
+        },
+        "part": {
+            "plain, all tokens": masked(fastest),
+            "plain, rows gathered": gathered(case, fastest),
+            "jaxppo, where": masked(ours(case, where="part")),
+            "jaxppo, rows gathered": gathered(case, full),
+        },
+        "policy loss": {
+            "plain": plain_policy_loss(case),
+            "jaxppo, two passes": our_policy_loss(case, 0),
+            "jaxppo, one pass": our_policy_loss(case, 48),
+            "jaxppo, one pass in 82 MiB": our_policy_loss(case, 82),
+        },
+        "policy loss, part": {
+            "plain, all tokens": plain_policy_loss(case, "part"),
+            "jaxppo, two passes": our_policy_loss(case, 0, "part"),
+            "jaxppo, one pass": our_policy_loss(case, 48, "part"),
+        },
+    }

@@ -1,0 +1,100 @@
+"""The benchmark at toy sizes: every version computes the same, and what is written can be read. No time is asserted."""
+
+import json
+import sys
+import types
+from unittest.mock import Mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import head, peers, versions
+from benchmarks.cases import Case, draw
+from benchmarks.measure import difference, in_turns
+from examples.plan_pod import HEADS, HeadSizes
+
+TIED = Case(140, HeadSizes(8, 50, tied=True, softcap=2.0), share=0.3)  # more than one chunk
+PLAIN = Case(20, HeadSizes(8, 50), share=0.2)
+
+
+def test_tied_and_soft_capped_versions_agree():
+    records = {r["version"]: r for r in head.measured(TIED, 1, head.SWEPT)}
+    assert set(records) == set(head.SWEPT)
+    assert all(r["difference"] < 1e-5 for name, r in records.items() if name != versions.FLOOR)
+
+
+def test_floor_is_three_products():
+    hidden, kernel = (draw(TIED)[name] for name in ("hidden", "kernel"))
+    dhidden, dkernel = jax.jit(versions.three_matmuls(TIED))(draw(TIED))
+    z = hidden[0] @ kernel.T
+    np.testing.assert_allclose(dhidden, z @ kernel, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dkernel, z.T @ hidden[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 1.0])
+def test_mask_has_its_share(share):
+    case = Case(37, HeadSizes(4, 10), share=share)
+    assert draw(case)["part"].loss_mask.sum() == case.counted == max(1, round(37 * share))
+
+
+def test_each_round_runs_every_version_once():
+    ran = []
+    runs = {name: lambda name=name: ran.append(name) or jnp.zeros(()) for name in "abc"}
+    assert set(in_turns(runs, rounds=3)) == set("abc")
+    assert "".join(ran) == "abc" + "abc" + "bca" + "cab"
+
+
+def test_tokamax_is_called_where_it_is_installed(monkeypatch):
+    def loss(x, labels, weights, reduction, implementation):
+        assert (reduction, implementation) == ("mean", "xla")
+        return -jnp.take_along_axis(jax.nn.log_softmax(x @ weights), labels[:, None], axis=1).mean()
+
+    module = types.SimpleNamespace(linear_softmax_cross_entropy_loss=loss)
+    monkeypatch.setattr(peers, "installed", lambda name: name == "tokamax")
+    monkeypatch.setitem(sys.modules, "tokamax", module)
+    monkeypatch.setitem(sys.modules, "absl", types.SimpleNamespace(flags=types.SimpleNamespace(FLAGS=Mock())))
+    data = draw(PLAIN)
+    value, gradients = versions.groups(PLAIN)["log-probs"]["plain: log_softmax"](data)
+    got, got_gradients = peers.jax_peers(PLAIN)["tokamax"](data)
+    np.testing.assert_allclose(got, value, rtol=1e-6)
+    assert difference(got_gradients, gradients) < 1e-5
+    assert peers.jax_peers(TIED) == {}
+
+
+def test_command_writes_json_and_plots(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(peers, "installed", lambda name: False)
+    sizes = "--tokens 140 --hidden-size 4 --vocab-size 24 --sweep-tokens 8 --sweep-hidden-size 4 --head-tokens 4"
+    sweeps = "--vocabularies 12 --token-counts 8 --heads gpt2 --head-scale 768 --rounds 1"
+    assert head.main([*sizes.split(), *sweeps.split(), "--out", str(tmp_path)]) == 0
+    found = {part: json.loads((tmp_path / f"{part}.json").read_text()) for part in head.PARTS if part != "tpu"}
+    assert {r["version"] for r in found["main"]["records"]} >= {versions.FLOOR, "jaxppo", "jaxppo, where", "optax"}
+    for part in ("main", "vocabulary", "heads"):
+        for record in found[part]["records"]:
+            assert record["seconds"] > 0
+            assert record["temporaries_mib"] >= 0
+            assert (record["over_floor"] == 1) == (record["version"] == versions.FLOOR)
+            assert record["group"] == "floor" or record["difference"] < 1e-5
+    assert {r["vocab_size"] for r in found["vocabulary"]["records"]} == {12}
+    assert {r["tokens"] for r in found["tokens"]["records"]} == {8}
+    for name in ("time_over_vocabulary.png", "temporaries_over_tokens.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert "with a mask of 20%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [("--parts tpu", "tpu: expected"), ("--rounds 0", "rounds, share: got 0"), ("--share 0", "rounds, share: got 9")],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        head.main(arguments.split())
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_real_heads_have_the_published_sizes():
+    sizes = {name: (h.hidden_size, h.vocab_size) for name, h in HEADS.items()}
+    assert sizes["qwen3-8b"] == (4096, 151936)
+    assert sizes["gpt2"] == (768, 50257)
