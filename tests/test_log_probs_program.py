@@ -38,8 +38,7 @@ def forward_and_backward(call, parallel, wrt, **options):
 
     def run(arrays):
         stats, pull = jax.vjp(lambda w: call(parallel, {**arrays, **w}, **options), {n: arrays[n] for n in wrt})
-        cotangents = dict(zip(stats._fields, (arrays["g"], arrays["e"], None, None), strict=True))
-        return stats, pull(jax.tree.map(lambda _, c: c, stats, stats._replace(**cotangents)))[0]
+        return stats, pull(type(stats)(arrays["g"], None if stats.entropy is None else arrays["e"]))[0]
 
     return run
 
@@ -277,7 +276,7 @@ def test_entropy_as_a_metric_costs_the_backward_nothing(path, parallel):
             stats = call(parallel, {**arrays, **w}, entropy=entropy)
             return stats.log_probs, stats.entropy
 
-        pull = jax.vjp(forward, {n: arrays[n] for n in wrt}, has_aux=True)[1]
+        pull = jax.vjp(jax.jit(forward), {n: arrays[n] for n in wrt}, has_aux=True)[1]
         jaxpr = jax.make_jaxpr(pull)(arrays["g"]).jaxpr
         # without the zeros that JAX makes for the cotangent of the entropy, which nothing reads
         backwards.append(str(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]))
@@ -294,7 +293,7 @@ def test_no_device_can_be_left_waiting_at_the_logits():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mesh", ["dp=8", "cp=8", "tp=8", "dp=2,cp=4", "dp=4,tp=2", "fsdp=2,cp=2,tp=2", "fsdp=8"])
+@pytest.mark.parametrize("mesh", ["dp=8", "cp=8", "tp=8", "dp=2,cp=4", "dp=4,tp=2", "fsdp=2,cp=2,tp=2", "fsdp=4,cp=2"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_programs_of_other_meshes(mesh, sequence_parallel):
     parallel = dataclasses.replace(make_parallel_mesh(mesh), sequence_parallel=sequence_parallel)
