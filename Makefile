@@ -21,7 +21,7 @@ train: $(READY)
 	$(RUN) -m examples.train_grpo $(ARGS)
 
 test: lint types docs-examples
-	$(RUN) -m pytest tests
+	$(RUN) -m pytest tests -n 2 --dist worksteal
 
 # What an edit of the core is checked against first.
 quick: lint
@@ -29,7 +29,7 @@ quick: lint
 		tests/test_from_hidden.py tests/test_policy_loss.py tests/test_golden_policy.py -x
 
 nightly: lint types docs-examples
-	$(RUN) -m pytest tests --nightly
+	$(RUN) -m pytest tests --nightly -n 2 --dist worksteal
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
@@ -39,7 +39,7 @@ types: $(READY)
 	$(VENV)/bin/mypy
 
 docs-examples: $(READY)
-	$(RUN) -m pytest --doctest-modules jaxppo sharding
+	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(RUN) -m pytest --doctest-modules jaxppo sharding README.md --doctest-glob=README.md
 
 bench: $(READY)
 	$(RUN) -m benchmarks.head $(ARGS)

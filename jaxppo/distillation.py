@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.divergence_rule import DivergenceRule, token_divergence
-from jaxppo.log_probs.from_hidden import BLOCK_BYTES
+from jaxppo.log_probs.from_hidden import BLOCK_BYTES, block_sizes
 from jaxppo.log_probs.head_placement import HeadPlacement, place_head
 from jaxppo.log_probs.hidden_rule import Inputs, Rule
 from jaxppo.log_probs.stats import as_temperature, check_floating, check_where
@@ -165,8 +165,8 @@ def _per_shard(placements, heads, divergence, beta, vocab_size, block_bytes, axe
     rules, inputs = [], []
     for placement, states, (hidden, kernel, bias) in zip(placements, heads, (both[:3], both[3:]), strict=True):
         # two blocks of logits, the gradient of one, and what the divergence needs beside them
-        head = placement.head(axes, hidden, kernel, states.logit_softcap, vocab_size, block_bytes // (16 * R * T))
-        block_tokens = max(1, block_bytes // (16 * head.block_columns))
+        block_tokens, block_columns = block_sizes(R * T, block_bytes // 2, masked=where is not None)
+        head = placement.head(axes, hidden, kernel, states.logit_softcap, vocab_size, block_columns)
         rules.append(Rule(head, "none", block_tokens, placement.sequence_parallel))
         flat = None if where is None else where.reshape(-1).astype(bool)
         inputs.append(Inputs(hidden, kernel, bias, None, None, flat, temperature))

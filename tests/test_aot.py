@@ -73,10 +73,10 @@ def test_qwen3_8b_on_16_chips():
     assert found.temp_bytes <= 0.25 * GIB
     assert found.output_bytes <= 1.01 * (8192 * H + H * V // 4) * 2
     assert sums(found) == [
-        ("all-reduce", ("cp",), True, 4 * H * 512),  # dkernel in f32, a block of columns at a time
+        ("all-reduce", ("cp",), True, 4 * H * 1024),  # dkernel in f32, a block of columns at a time
         ("all-reduce", ("tp",), False, 4 * 8192),
         ("all-reduce", ("tp",), False, 3 * 4 * 8192),
-        ("all-reduce", ("tp",), True, 4 * H * 2048),  # dhidden in f32, a block of tokens at a time
+        ("all-reduce", ("tp",), True, 4 * H * 1024),  # dhidden in f32, a block of tokens at a time
     ]
     assert [c.axes for c in found.collectives if c.bytes <= 8] == [("cp",)]
     # four products of 2 H V / 4 flops a token, the last block's overlap beside them

@@ -23,6 +23,8 @@ from jaxppo.log_probs.stats import (
 from sharding import ParallelMesh, ShardAxes, shard_call
 
 BLOCK_BYTES = 8 * 2**20
+LANES = 128  # of an accelerator's registers
+MAX_TOKENS, MIN_COLUMNS, MAX_COLUMNS = 1024, 512, 2048
 
 
 def log_probs_from_hidden(
@@ -129,12 +131,28 @@ class HeadCall:
         """Per-shard: the rule and its inputs, tokens flattened."""
         hidden, kernel, bias, targets, keep_ids, where, temperature = arrays
         N = targets.size
-        head = self.placement.head(axes, hidden, kernel, self.softcap, self.vocab_size, self.block_bytes // (8 * N))
-        block_tokens = max(1, self.block_bytes // (8 * head.block_columns))
+        block_tokens, block_columns = block_sizes(N, self.block_bytes, masked=where is not None)
+        head = self.placement.head(axes, hidden, kernel, self.softcap, self.vocab_size, block_columns)
         rule = Rule(head, self.entropy, block_tokens, self.placement.sequence_parallel, self.moments)
         flat: Any = lambda x: None if x is None else x.reshape(N, *x.shape[2:])  # noqa: E731
         where = None if where is None else flat(where).astype(bool)
         return rule, Inputs(hidden, kernel, bias, flat(targets), flat(keep_ids), where, temperature)
+
+
+def block_sizes(tokens: int, block_bytes: int, *, masked: bool) -> tuple[int, int]:
+    """Tokens and columns of a block, whose f32 logits and their gradient fit block_bytes.
+
+    Few columns cost reads of the accumulated dhidden, few tokens those of a block of dkernel: 1024 of each cost little.
+    With a mask, blocks of tokens are what the work can stop after, so there are at least four.
+
+    Example:
+      >>> block_sizes(2048, 8 * 2**20, masked=False), block_sizes(2048, 8 * 2**20, masked=True)
+      ((1024, 1024), (512, 2048))
+    """
+    rounded = lambda x: max(1, x // LANES) * LANES  # noqa: E731
+    block_tokens = min(tokens, MAX_TOKENS, rounded(tokens // 4) if masked else tokens)
+    block_tokens = max(1, min(block_tokens, block_bytes // (8 * MIN_COLUMNS)))
+    return block_tokens, min(MAX_COLUMNS, max(MIN_COLUMNS, rounded(block_bytes // (8 * block_tokens))))
 
 
 def prepare_head(

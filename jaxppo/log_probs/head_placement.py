@@ -49,8 +49,14 @@ class HeadPlacement:
         return [self.hidden_spec, self.kernel_spec, bias_spec, tokens, tokens, tokens, P()]
 
     def head(
-        self, axes: ShardAxes, hidden: Any, kernel: Any, softcap: float | None, vocab_size: int | None, columns: int
-    ):
+        self,
+        axes: ShardAxes,
+        hidden: Any,
+        kernel: Any,
+        softcap: float | None,
+        vocab_size: int | None,
+        block_columns: int,
+    ) -> Head:
         """The `Head` of a device.
 
         Args:
@@ -58,17 +64,13 @@ class HeadPlacement:
           hidden, kernel: as the device holds them.
           softcap: of the logits.
           vocab_size: None for all columns.
-          columns: of a block, if all tokens are to share it; rounded to a multiple of the 128 lanes of an accelerator.
+          block_columns: columns of a block.
         """
         h_names, v_names = (entry_names(self.kernel_spec[dim]) for dim in (1 - self._v_dim, self._v_dim))
         v_names = tuple(n for n in v_names if n in varying(kernel))
         all_columns = kernel.shape[self._v_dim] * axes.size(v_names)
-        block_columns = min(MAX_COLUMNS, max(MIN_COLUMNS, columns // 128 * 128))
         vocab_size = check_vocab_size(vocab_size, all_columns)
         return Head(axes, self.layout, h_names, v_names, vocab_size, softcap, block_columns)
-
-
-MIN_COLUMNS, MAX_COLUMNS = 512, 4096
 
 
 def entry_names(entry: Any) -> Names:
