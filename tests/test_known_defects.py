@@ -1,0 +1,216 @@
+"""Twelve defects of existing systems, each with a case that such a system fails and the number that it would give."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxppo import (
+    Normalizer,
+    PolicyLossConfig,
+    RolloutBatch,
+    TokenStats,
+    accumulate_gradients,
+    advantages,
+    kl_divergence,
+    log_probs_from_hidden,
+    log_probs_from_logits,
+    mtp_loss,
+    policy_loss,
+    policy_loss_from_hidden,
+)
+from sharding import logical_positions, make_parallel_mesh
+
+ROW = 16
+
+
+def batch_of(lengths, prompts, **per_token):
+    """One row of sequences of these lengths, of which the first `prompts` tokens are no response; padded to ROW."""
+    ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    mask = np.concatenate(
+        [(np.arange(n) >= p - 1) & (np.arange(n) < n - 1) for n, p in zip(lengths, prompts, strict=True)]
+    )
+    pad = lambda x, dtype: jnp.asarray(np.pad(x, (0, ROW - len(x)))[None], dtype)  # noqa: E731
+    tokens = pad(np.arange(len(ids)) % 7 + 1, jnp.int32)
+    segments = jnp.arange(len(lengths), dtype=jnp.int32)[None]
+    return RolloutBatch(
+        tokens,
+        jnp.roll(tokens, -1, 1),
+        pad(ids, jnp.int32),
+        pad(positions, jnp.int32),
+        pad(mask, jnp.float32),
+        segments,
+        segments,
+        segments,
+        **{name: pad(x, jnp.float32) for name, x in per_token.items()},
+    )
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_1_the_reward_lands_on_the_last_token_whichever_shard_owns_it(layout):
+    batch = batch_of([16], [4])
+    mesh = make_parallel_mesh("cp=4,tp=2", context_layout=layout)
+    order = logical_positions(layout, ROW, 4)
+    run = jax.jit(lambda *a: advantages.token_rewards(*a, parallel=mesh))
+    got = run(jnp.array([[5.0]]), batch.positions[:, order], batch.segment_ids[:, order], batch.loss_mask[:, order])
+    expected = np.zeros(ROW)
+    expected[14] = 5  # the position that predicts the last token
+    np.testing.assert_array_equal(np.asarray(got)[0, np.argsort(order)], expected)
+    assert float(got.sum()) == 5  # each shard rewarding the last response token that it holds: 20
+
+
+def test_2_whitening_far_from_zero():
+    noise = np.random.default_rng(0).standard_normal((8, 64))
+    x = (1000 + 1e-3 * (noise - noise.mean()) / noise.std(ddof=1)).astype(np.float32)
+    # steps of f32 at 1000 are 6e-5, so the deviation of what x holds is 1e-3 to a part in a thousand
+    y = jax.jit(advantages.whiten)(x, jnp.ones((8, 64)))
+    assert float(y.std(ddof=1)) == pytest.approx(1, abs=1e-5)
+    one_pass = np.mean(x * x, dtype=np.float32) - np.mean(x, dtype=np.float32) ** 2
+    assert not 0.5e-6 < one_pass < 2e-6  # E[x^2] - E[x]^2 in f32 is 0 where 1e-6 is right
+
+
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "low_var_kl", "k3+"])
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0])
+def test_3_kl_at_log_ratios_of_100(estimator, log_ratio):
+    value, slope = jax.value_and_grad(lambda x: kl_divergence(x, jnp.float32(0), estimator))(jnp.float32(log_ratio))
+    assert np.isfinite(value)
+    assert np.isfinite(slope)  # exp(100) in f32 is inf, and its gradient through a clamp 0 * inf = NaN
+
+
+def test_4_infinite_and_huge_logits():
+    stats = lambda z: log_probs_from_logits(z, jnp.array([[1]]), entropy="bonus")  # noqa: E731
+    z = jnp.array([[[1.0, 2.0, -jnp.inf, -jnp.inf]]])
+    gradient = jax.grad(lambda z: (lambda s: s.log_probs.sum() + s.entropy.sum())(stats(z)))(z)
+    assert float(stats(z).entropy[0, 0]) == pytest.approx(0.582203, abs=1e-6)  # sum p log p with p = 0: NaN
+    assert jnp.isfinite(gradient).all()
+    assert float(gradient[0, 0, 2]) == 0
+    huge = stats(jnp.array([[[1e4, 1e4 - 0.5]]]))
+    # through one log-sum-exp, whose steps are 1e-3 there: -0.973633
+    assert float(huge.log_probs[0, 0]) == pytest.approx(-0.9740770, abs=1e-7)
+
+
+def micro_batches():
+    """Two of them, of 12 and 2 loss tokens, and the log-probs of the policy."""
+    rng = np.random.default_rng(1)
+    given = [{n: rng.normal(size=ROW) for n in ("advantages", "old_log_probs")} for _ in range(2)]
+    parts = [batch_of([8, 7], [1, 2], **given[0]), batch_of([9, 2], [8, 1], **given[1])]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    return stacked, whole, jnp.asarray(rng.normal(size=(2, 1, ROW)), jnp.float32)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "rollout_mean"])
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "gmpo"])
+@pytest.mark.parametrize("mesh", [None, "cp=8"])
+def test_5_uneven_micro_batches_are_the_whole(loss, aggregation, mesh):
+    stacked, whole, log_probs = micro_batches()
+    parallel = None if mesh is None else make_parallel_mesh(mesh)
+    config = PolicyLossConfig(loss=loss, aggregation=aggregation)
+    normalizers = Normalizer.from_batches(stacked, aggregation)
+
+    def part(scale, given):
+        log_probs, batch, normalizer = given
+        return policy_loss(TokenStats(scale * log_probs), batch, config, parallel=parallel, normalizer=normalizer)
+
+    (total, _), gradient = jax.jit(accumulate_gradients(part, (log_probs, stacked, normalizers)))(jnp.float32(1))
+    one = jax.jit(jax.value_and_grad(lambda scale: policy_loss(TokenStats(scale * log_probs[:, 0]), whole, config)[0]))(
+        jnp.float32(1)
+    )
+    np.testing.assert_allclose((total, gradient), one, rtol=1e-5)
+    if (loss, aggregation) == ("ppo", "token_mean"):
+        own = np.mean(
+            [
+                policy_loss(TokenStats(log_probs[k]), jax.tree.map(lambda x, k=k: x[k], stacked), config)[0]
+                for k in (0, 1)
+            ]
+        )
+        assert abs(own - one[0]) > 0.1  # the mean of the micro-batches' own means: 0.3115 where 0.1830 is right
+
+
+def test_6_a_shard_without_loss_tokens_gives_zero_gradient():
+    batch = batch_of([4], [1], advantages=np.ones(ROW), old_log_probs=np.zeros(ROW))
+    mesh = make_parallel_mesh("cp=8")
+    loss = lambda x: policy_loss(TokenStats(x), batch, PolicyLossConfig(), parallel=mesh)[0]  # noqa: E731
+    value, gradient = jax.jit(jax.value_and_grad(loss))(jnp.zeros((1, ROW)))
+    assert float(value) == -1  # a mean over each shard's own tokens, then over shards: NaN, from 0 / 0 on six of them
+    np.testing.assert_allclose(gradient[0, :3], -1 / 3, rtol=1e-6)
+    assert not gradient[0, 3:].any()
+
+
+def test_7_multi_token_prediction_across_shards():
+    batch = batch_of([16], [1])
+    hidden = jax.random.normal(jax.random.key(0), (2, 1, ROW, 8))
+    kernel = jax.random.normal(jax.random.key(1), (8, 16))
+    one = mtp_loss(hidden, kernel, batch)[0]
+    mesh = make_parallel_mesh("cp=4,tp=2", context_layout="zigzag")
+    order = logical_positions("zigzag", ROW, 4)
+    moved = jax.tree.map(lambda x: x[:, order] if x.shape == (1, ROW) else x, batch)
+    got, found = jax.jit(lambda h, k: mtp_loss(h, k, moved, parallel=mesh))(hidden[:, :, order], kernel)
+    np.testing.assert_allclose(got, one, rtol=1e-5)
+    # depth 2 predicts the 13 tokens from the fourth on; a shift by 2 that stops at the borders of 4 shards leaves 7
+    assert float(found["mtp_2_nll"].count) == 13
+
+
+@pytest.mark.parametrize("V", [151936, 128256, 50257])
+def test_8_vocabularies_that_blocks_do_not_divide(V):
+    hidden = jax.random.normal(jax.random.key(0), (1, 2, 4))
+    kernel = 0.1 * jax.random.normal(jax.random.key(1), (4, V))
+    targets = jnp.array([[0, V - 1]])
+    logits = np.asarray(hidden[0], np.float64) @ np.asarray(kernel, np.float64)
+    expected = logits[[0, 1], targets[0]] - np.log(np.exp(logits).sum(1))
+    got = jax.jit(lambda h, k: log_probs_from_hidden(h, k, targets).log_probs)(hidden, kernel)
+    # zeros that pad the last block of 2048 would count as logits: log(1 + 943 / 50257), 0.0186 too low for GPT-2
+    np.testing.assert_allclose(got[0], expected, atol=2e-5)
+
+
+def test_9_nan_in_a_masked_position():
+    batch = batch_of([6, 5], [3, 2], advantages=np.ones(ROW), old_log_probs=np.zeros(ROW))
+    off = batch.loss_mask == 0
+    dirty = dataclasses.replace(batch, advantages=jnp.where(off, jnp.nan, batch.advantages))
+    loss = lambda x, b: policy_loss(TokenStats(x), b, PolicyLossConfig())[0]  # noqa: E731
+    clean = jax.value_and_grad(loss)(jnp.zeros((1, ROW)), batch)
+    got = jax.value_and_grad(loss)(jnp.where(off, jnp.nan, 0.0), dirty)
+    assert float(got[0]) == float(clean[0]) == -1  # mask * NaN is NaN
+    np.testing.assert_array_equal(got[1], clean[1])
+
+
+def test_10_entropy_of_bf16_logits_is_computed_in_f32():
+    z = (4 * jax.random.normal(jax.random.key(0), (1, 1, 4096))).astype(jnp.bfloat16)
+    got = log_probs_from_logits(z, jnp.array([[0]]), entropy="metric").entropy
+    exact = np.asarray(z[0, 0], np.float64)
+    p = np.exp(exact - exact.max())
+    p /= p.sum()
+    assert float(got[0, 0]) == pytest.approx(-(p * np.log(p)).sum(), abs=2e-6)
+    log_p = jax.nn.log_softmax(z)
+    assert (
+        abs(float(-(jnp.exp(log_p) * log_p).sum()) - float(got[0, 0])) > 1e-3
+    )  # 3.21875 in bf16 where 3.22083 is right
+
+
+def test_11_fused_and_unfused_share_one_loss():
+    batch = batch_of([8, 7], [2, 3], advantages=np.arange(ROW) - 7.5, old_log_probs=np.full(ROW, -2.0))
+    hidden, kernel = (jax.random.normal(jax.random.key(i), s) for i, s in ((0, (1, ROW, 8)), (1, (8, 16))))
+    config = PolicyLossConfig(dual_clip=3.0, entropy_coef=0.01, clip_high=0.3)
+
+    def unfused(hidden, kernel):
+        stats = log_probs_from_logits(hidden @ kernel, batch.targets, entropy="bonus")
+        return policy_loss(stats, batch, config)[0]
+
+    def fused(hidden, kernel):
+        return policy_loss_from_hidden(hidden, kernel, batch, config)[0]
+
+    # a fused path with a loss of its own, without the entropy bonus, gives 1.8196 where 1.8050 is right
+    for a, b in zip(
+        *(jax.tree.leaves(jax.value_and_grad(f, (0, 1))(hidden, kernel)) for f in (unfused, fused)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_12_groups_of_unequal_sizes():
+    rewards, groups = jnp.array([[1.0, 0.0, 1.0, 1.0, 0.0, 4.0]]), jnp.array([[0, 0, 1, 1, 1, 1]])
+    got = advantages.grpo(rewards, groups, scale_by_std=False)
+    # as [-1, 3] rows: 0.333, -0.667, 0.333, -0.667, -1.667, 2.333
+    np.testing.assert_allclose(got, [[0.5, -0.5, -0.5, -0.5, -1.5, 2.5]], atol=1e-6)
