@@ -160,6 +160,7 @@ def described_mesh(mesh: str, topology: str) -> ParallelMesh:
     import libtpu  # noqa: F401  without it JAX's own error is a page long
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks the network for real TPUs
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it only compiles: another process may, too
     try:
         devices = topologies.get_topology_desc(topology, platform="tpu").devices
     except Exception as error:  # jaxlib raises several kinds

@@ -206,7 +206,7 @@ def test_11_fused_and_unfused_share_one_loss():
     for a, b in zip(
         *(jax.tree.leaves(jax.value_and_grad(f, (0, 1))(hidden, kernel)) for f in (unfused, fused)), strict=True
     ):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
 
 
 def test_12_groups_of_unequal_sizes():
