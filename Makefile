@@ -26,7 +26,7 @@ test: lint types docs-examples
 # What an edit of the core is checked against first.
 quick: lint
 	$(RUN) -m pytest tests/test_mesh.py tests/test_segments.py tests/test_layouts.py tests/test_from_logits.py \
-		tests/test_from_hidden.py tests/test_policy_loss.py tests/test_golden_policy.py -x
+		tests/test_from_hidden.py tests/test_policy_loss.py -x -n 2 --dist worksteal
 
 nightly: lint types docs-examples
 	$(RUN) -m pytest tests --nightly -n 2 --dist worksteal
