@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -23,12 +24,15 @@ def temporaries(compiled: Any) -> int:
 
 
 def in_turns(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median seconds of each run; a round has every one of them once, each round starting with another."""
+    """The median seconds of each run; a round has every one of them once, in an order of its own.
+
+    What ran before leaves its mark on caches and on the pages that it gave back, so that no run is to follow always the
+    same one.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
+    order = random.Random(0)
     for turn in range(-1, rounds):  # the first round warms up
-        start = max(turn, 0) % len(names)
-        for name in names[start:] + names[:start]:
+        for name in order.sample(list(runs), len(runs)):
             before = time.perf_counter()
             jax.block_until_ready(runs[name]())
             if turn >= 0:

@@ -43,7 +43,10 @@ def test_each_round_runs_every_version_once():
     ran = []
     runs = {name: lambda name=name: ran.append(name) or jnp.zeros(()) for name in "abc"}
     assert set(in_turns(runs, rounds=3)) == set("abc")
-    assert "".join(ran) == "abc" + "abc" + "bca" + "cab"
+    rounds = ["".join(ran[i : i + 3]) for i in range(0, len(ran), 3)]  # and one more, to warm up
+    assert len(rounds) == 4
+    assert all(sorted(found) == ["a", "b", "c"] for found in rounds)
+    assert len(set(rounds)) > 1
 
 
 def test_tokamax_is_called_where_it_is_installed(monkeypatch):

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxppo import (
     PolicyLossConfig,
@@ -186,6 +187,39 @@ def test_a_program_says_which_way_it_went_and_cannot_hang():
     hidden = jax.device_put(HIDDEN, mesh.sharding(mesh.hidden_spec))
     gathered = audit(lambda h, k: step(mesh, h, k, batch), hidden, kernel)
     assert gathered.notes == ("two passes",)
+
+
+@pytest.mark.parametrize("budget", [ONE_PASS, TWO_PASSES])
+def test_devices_with_masks_of_their_own_may_share_hidden_states(budget):
+    """Their blocks of tokens differ, and so must not be summed as they are."""
+    mesh = make_parallel_mesh("dp=8")
+    shared, config = HIDDEN[:1], bonus_and_kl()
+
+    def alone(hidden, kernel):
+        return policy_loss_from_hidden(jnp.broadcast_to(hidden, HIDDEN.shape), kernel, BATCH, config)[0]
+
+    def local(hidden, kernel, batch):
+        return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=mesh.axes, one_pass_bytes=budget)[0]
+
+    specs = (P(), P(), BATCH.specs(mesh))
+    whole = jax.jit(jax.shard_map(local, mesh=mesh.mesh, in_specs=specs, out_specs=P()))
+    got = jax.jit(jax.grad(lambda h, k: whole(h, k, BATCH), (0, 1)))(shared, KERNEL)
+    assert_trees_close(got, jax.jit(jax.grad(alone, (0, 1)))(shared, KERNEL), 1e-5, 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "features", "columns", "mib"), [(2048, 1024, 8192, 48), (4096, 256, 32768, 48), (700, 512, 4096, 16)]
+)
+def test_one_pass_stays_within_its_bytes(tokens, features, columns, mib):
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    ids, one = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (tokens, 1))
+    x = f32(1, tokens)
+    batch = RolloutBatch(ids, ids, ids, ids, x, one, one, one, advantages=x, old_log_probs=x)
+    config, budget = PolicyLossConfig(entropy_coef=0.01), mib * 2**20
+    run = lambda hidden, kernel, batch: step(None, hidden, kernel, batch, config, budget)  # noqa: E731
+    found = audit(run, f32(1, tokens, features), f32(features, columns), batch)
+    assert found.notes[0].startswith("one pass")
+    assert found.temp_bytes <= budget
 
 
 def test_a_frozen_head_leaves_nothing_of_its_gradient():

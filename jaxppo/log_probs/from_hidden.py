@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxppo.log_probs.head import LANES
 from jaxppo.log_probs.head_placement import HeadPlacement, place_head
 from jaxppo.log_probs.hidden_rule import Inputs, Rule, token_stats
 from jaxppo.log_probs.stats import (
@@ -20,11 +21,11 @@ from jaxppo.log_probs.stats import (
     check_targets,
     check_where,
 )
+from jaxppo.log_probs.tokens import even_block
 from sharding import ParallelMesh, ShardAxes, shard_call
 
 BLOCK_BYTES = 8 * 2**20
-LANES = 128  # of an accelerator's registers
-MAX_TOKENS, MIN_COLUMNS, MAX_COLUMNS = 1024, 512, 2048
+ONE_BLOCK, MAX_TOKENS, MIN_COLUMNS, MAX_COLUMNS = 2048, 1024, 512, 2048
 
 
 def log_probs_from_hidden(
@@ -142,17 +143,22 @@ class HeadCall:
 def block_sizes(tokens: int, block_bytes: int, *, masked: bool) -> tuple[int, int]:
     """Tokens and columns of a block, whose f32 logits and their gradient fit block_bytes.
 
-    Few columns cost reads of the accumulated dhidden, few tokens those of a block of dkernel: 1024 of each cost little.
-    With a mask, blocks of tokens are what the work can stop after, so there are at least four.
+    Few columns cost reads of the accumulated dhidden, few tokens those of an accumulated block of dkernel: 1024 of each
+    cost little, and one block of all tokens has no such accumulation. With a mask, blocks of tokens are what the work
+    can stop after, so there are at least four.
 
     Example:
-      >>> block_sizes(2048, 8 * 2**20, masked=False), block_sizes(2048, 8 * 2**20, masked=True)
-      ((1024, 1024), (512, 2048))
+      >>> [block_sizes(tokens, 8 * 2**20, masked=False) for tokens in (2048, 8192)]
+      [(2048, 512), (1024, 1024)]
+      >>> block_sizes(2048, 8 * 2**20, masked=True)
+      (512, 2048)
     """
-    rounded = lambda x: max(1, x // LANES) * LANES  # noqa: E731
-    block_tokens = min(tokens, MAX_TOKENS, rounded(tokens // 4) if masked else tokens)
-    block_tokens = max(1, min(block_tokens, block_bytes // (8 * MIN_COLUMNS)))
-    return block_tokens, min(MAX_COLUMNS, max(MIN_COLUMNS, rounded(block_bytes // (8 * block_tokens))))
+    most = MAX_TOKENS if masked or tokens > ONE_BLOCK else tokens
+    if masked:
+        most = min(most, max(LANES, -(-tokens // 4)))
+    block_tokens = even_block(tokens, max(1, min(most, block_bytes // (8 * MIN_COLUMNS))))
+    columns = block_bytes // (8 * block_tokens) // LANES * LANES
+    return block_tokens, min(MAX_COLUMNS, max(MIN_COLUMNS, columns))
 
 
 def prepare_head(

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxppo.log_probs.tokens import even_block
 from jaxppo.log_probs.varying import as_primal, psum_in_blocks, psum_to
 from sharding import ShardAxes, vary, varying
 
 Names = tuple[str, ...]
+LANES = 128  # of an accelerator's registers
 
 
 class Block(NamedTuple):
@@ -27,7 +29,7 @@ class Block(NamedTuple):
     kernel: jax.Array  # [H, B], or [B, H]
     bias: Any  # f32[B]
     columns: jax.Array  # i32[B], the vocabulary ids of the columns
-    valid: jax.Array  # bool[B], False for duplicates of other blocks and for padding
+    valid: Any  # bool[B], False for duplicates of other blocks and for padding; True where there are none of either
 
 
 class Weights(NamedTuple):
@@ -48,7 +50,7 @@ class Head:
       v_names: mesh axes that shard its V, the tensor axes among them or not.
       vocab_size: columns from there on have probability 0.
       softcap: logits are softcap * tanh(logits / softcap).
-      block_columns: columns of a block, in each of the pieces that a gather over V brings together.
+      block_columns: columns of a block at most, in each of the pieces that a gather over V brings together.
     """
 
     axes: ShardAxes
@@ -80,13 +82,21 @@ class Head:
         """How many of the `columns` of V that it holds a device works on."""
         return -(-columns // self.axes.size(self.axes.tensor)) if self.whole_vocabulary_each else columns
 
+    def size(self, columns: int) -> int:
+        """Columns of a block, of the `columns` that it holds."""
+        return even_block(self.window(columns), self.block_columns, LANES)
+
     def blocks(self, columns: int) -> int:
-        return -(-self.window(columns) // min(self.block_columns, self.window(columns)))
+        return -(-self.window(columns) // self.size(columns))
+
+    def overlap(self, columns: int) -> bool:
+        """Whether some blocks, or windows of other devices, have columns in common."""
+        windows = self.axes.size(self.axes.tensor) if self.whole_vocabulary_each else 1
+        return bool(self.window(columns) % self.size(columns)) or windows * self.window(columns) != columns
 
     def _place(self, i: Any, columns: int) -> tuple[Any, int, jax.Array]:
         """Where block i starts among the columns this device holds, how many it has, and which are its own."""
-        window = self.window(columns)
-        size = min(self.block_columns, window)
+        window, size = self.window(columns), self.size(columns)
         own = self.axes.index(self.axes.tensor) * window if self.whole_vocabulary_each else 0
         low = jnp.minimum(own, columns - window)
         start = low + jnp.minimum(i * size, window - size)
@@ -117,12 +127,13 @@ class Head:
             part = lax.all_gather(part, self.gathered_v, axis=self.v_dim, tiled=True)
             bias = None if bias is None else lax.all_gather(bias, self.gathered_v, tiled=True)
         ids = (self._piece_bases(columns)[:, None] + (start + jnp.arange(size))[None]).reshape(-1)
-        exists = ids < self.vocab_size
-        if self.vocab_size < columns * math.prod(lax.axis_size(n) for n in self.v_names):
+        exists, padded = ids < self.vocab_size, self.vocab_size < columns * math.prod(map(lax.axis_size, self.v_names))
+        if padded:
             # padding may hold NaN, and 0 * NaN is NaN in the gradient of the hidden states
             part = jnp.where(jnp.expand_dims(exists, 1 - self.v_dim), part, 0)
             bias = None if bias is None else jnp.where(exists, bias, 0)
-        return Block(part, bias, ids, jnp.tile(own, ids.shape[0] // size) & exists)
+        valid = jnp.tile(own, ids.shape[0] // size) & exists if padded or self.overlap(columns) else True
+        return Block(part, bias, ids, valid)
 
     def part(self, i: Any, x: jax.Array, columns: int) -> jax.Array:
         """Block i of x, `[N, columns that the device works on]`; 0 in duplicates of other blocks."""
@@ -145,7 +156,7 @@ class Head:
         offset = ids[..., None] - block.columns[::size]
         inside = (offset >= 0) & (offset < size)
         place = jnp.where(inside, offset + jnp.arange(pieces) * size, 0).sum(-1)
-        return place, inside.any(-1) & block.valid[place]
+        return place, inside.any(-1) & (True if block.valid is True else block.valid[place])
 
     def set_block(self, i: Any, total: jax.Array, gradient: jax.Array, primal: jax.Array) -> jax.Array:
         """`total` with block i's f32 gradient, summed over the devices that share the primal."""
@@ -201,15 +212,27 @@ class Head:
         """f32 `[N, H]`."""
         return _dot(dz.astype(block.kernel.dtype), block.kernel, (1, self.v_dim))
 
-    def weight_gradients(self, dz: jax.Array, hidden: jax.Array, asked: Weights) -> Weights:
+    def factor(self, rows: jax.Array) -> jax.Array:
+        """Hidden states `[N, H]` as `weight_gradients` takes them, to be made outside the loop over the vocabulary.
+
+        For "hv" in f32 transposed: XLA for CPUs takes a tenth to a third longer for a product whose left factor is
+        contracted along its rows. Of bf16 it cannot run the product if it transposes by layout.
+        """
+        return rows.T if self._transposes(rows) else rows
+
+    def _transposes(self, rows: jax.Array) -> bool:
+        return self.layout == "hv" and rows.dtype == jnp.float32
+
+    def weight_gradients(self, dz: jax.Array, factor: jax.Array, asked: Weights) -> Weights:
         """f32 gradients of the block, in its layout, where `asked` is not None."""
         dkernel = None
         if asked.kernel is not None:
-            dkernel = self._kernel_gradient(dz.astype(hidden.dtype), hidden)
+            product = dz.astype(factor.dtype)
+            if self.layout == "vh":
+                dkernel = _dot(product, factor, (0, 0))
+            else:
+                dkernel = _dot(factor, product, (1 if self._transposes(factor) else 0, 0))
         return Weights(dkernel, None if asked.bias is None else dz.sum(axis=0))
-
-    def _kernel_gradient(self, dz: jax.Array, hidden: jax.Array) -> jax.Array:
-        return _dot(hidden, dz, (0, 0)) if self.layout == "hv" else _dot(dz, hidden, (0, 0))
 
 
 def _dot(a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:

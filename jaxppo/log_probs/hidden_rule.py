@@ -54,12 +54,17 @@ class Asked:
         return Weights(kernel if self.kernel else None, bias if self.bias else None)
 
 
+def device_axes(rule: Rule, inputs: Inputs) -> frozenset[str]:
+    """The mesh axes along which devices have different work."""
+    return frozenset().union(*map(varying, jax.tree.leaves(inputs)), rule.head.axes.tensor)
+
+
 class Walk:
     """One device's tokens against its blocks of the vocabulary."""
 
     def __init__(self, rule: Rule, inputs: Inputs):
         self.rule, self.head, self.inputs = rule, rule.head, inputs
-        self.axes = frozenset().union(*map(varying, jax.tree.leaves(inputs)), rule.head.axes.tensor)
+        self.axes = device_axes(rule, inputs)
         hidden = inputs.hidden
         if rule.sequence_parallel:
             hidden = lax.all_gather(hidden, rule.head.axes.tensor, axis=1, tiled=True)
@@ -112,10 +117,10 @@ class Walk:
         return self.vary(softmax.merge(sums, softmax.block_sums(z, z_y, self.keep(slots, block), sums)))
 
     def block_gradient(
-        self, block: Block, slots: Slots, rows: jax.Array, counts: jax.Array, residuals: Any, per_token: Any
+        self, block: Block, slots: Slots, counts: jax.Array, residuals: Any, per_token: Any
     ) -> jax.Array:
-        """d loss / d (hidden @ kernel), f32 `[block tokens, B]`."""
-        z = self.head.logits(rows, block, self.inputs.temperature)
+        """d loss / d (hidden @ kernel), f32 `[block tokens, B]`, 0 where a slot does not count."""
+        z = self.head.logits(self.tokens.take(self.hidden, slots), block, self.inputs.temperature)
         is_target = self.targets(slots)[:, None] == block.columns
         residuals, keep = self.tokens.read(residuals, slots), self.keep(slots, block)
         g, e, of_moments = self.tokens.take(per_token, slots)
@@ -132,7 +137,7 @@ def evaluate(rule: Rule, inputs: Inputs) -> tuple[Any, softmax.Residuals]:
         block = walk.block(i)
 
         def token_block(slots, sums):
-            z = head.logits(walk.rows(slots, slots.fresh), block, inputs.temperature)
+            z = head.logits(tokens.take(walk.hidden, slots), block, inputs.temperature)
             new = walk.add_sums(tokens.read(sums, slots), z, slots, block)
             return tokens.write(sums, new, slots)
 
@@ -221,18 +226,23 @@ def _vocabulary_outermost(walk: Walk, asked: Asked, residuals: Any, per_token: A
     N, H = walk.hidden.shape
     weights = asked.weights(walk.inputs.kernel, walk.inputs.bias)
 
+    def factors(slots):
+        counts = _counts(walk, slots, per_token)
+        return counts, head.factor(walk.rows(slots, counts))
+
+    once = factors(tokens.slots(0)) if tokens.order is None and tokens.most == 1 else None
+
     def vocabulary_block(i, carry):
         block = walk.block(i)
 
         def token_block(slots, carry):
             dhidden, dblock = carry
-            counts = _counts(walk, slots, per_token)
-            rows = walk.rows(slots, counts)
-            dz = walk.block_gradient(block, slots, rows, counts, residuals, per_token)
+            counts, factor = factors(slots) if once is None else once
+            dz = walk.block_gradient(block, slots, counts, residuals, per_token)
             if asked.hidden:
                 new = tokens.read(dhidden, slots) + head.hidden_gradient(dz, block)
                 dhidden = new if tokens.block == N else lax.dynamic_update_slice_in_dim(dhidden, new, slots.start, 0)
-            dblock = jax.tree.map(jnp.add, dblock, head.weight_gradients(dz, rows, weights))
+            dblock = jax.tree.map(jnp.add, dblock, head.weight_gradients(dz, factor, weights))
             return walk.vary((dhidden, dblock))
 
         dhidden, dweights = carry
@@ -255,38 +265,43 @@ def _tokens_outermost(walk: Walk, asked: Asked, residuals: Any, per_token: Any):
     def token_block(slots, carry):
         dhidden, dweights = carry
         counts = _counts(walk, slots, per_token)
-        rows = walk.rows(slots, counts)
+        factor = head.factor(walk.rows(slots, counts))
 
         def vocabulary_block(i, carry):
             drows, dweights = carry
             block = walk.block(i)
-            dz = walk.block_gradient(block, slots, rows, counts, residuals, per_token)
+            dz = walk.block_gradient(block, slots, counts, residuals, per_token)
             drows = drows + head.hidden_gradient(dz, block) if asked.hidden else None
-            dblock = head.weight_gradients(dz, rows, weights)
+            dblock = head.weight_gradients(dz, factor, weights)
             return walk.vary((drows, jax.tree.map(partial(head.accumulate, i), dweights, dblock)))
 
-        drows = walk.zeros(*rows.shape) if asked.hidden else None
+        drows = walk.zeros(tokens.block, walk.hidden.shape[1]) if asked.hidden else None
         drows, dweights = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, (drows, dweights))
         if asked.hidden:
             drows = psum_to(drows, varying(primal), primal.dtype)
-            dhidden = tokens.write(dhidden, drows, slots)
+            dhidden = tokens.put(dhidden, drows, slots)
         return dhidden, dweights
 
     dhidden = vary(jnp.zeros(walk.hidden.shape, primal.dtype), varying(primal)) if asked.hidden else None
     start = dhidden, jax.tree.map(lambda x: walk.zeros(*x.shape), weights)
     dhidden, dweights = tokens.loop(token_block, start)
-    dhidden = tokens.to_tokens(dhidden).reshape(primal.shape) if asked.hidden else None
+    dhidden = dhidden.reshape(primal.shape) if asked.hidden else None
     return dhidden, jax.tree.map(head.reduce, dweights, weights)
 
 
 def _hidden_cotangent(walk: Walk, dhidden: jax.Array) -> jax.Array:
     """The f32 sum over devices, of tokens in slots, in the dtype, shape and sharding of the hidden states."""
-    primal = walk.inputs.hidden
-    order = walk.tokens.order
+    primal, tokens = walk.inputs.hidden, walk.tokens
     if walk.rule.sequence_parallel:
-        dhidden = walk.tokens.to_tokens(dhidden).reshape(primal.shape[0], -1, primal.shape[2])
+        dhidden = tokens.to_tokens(dhidden).reshape(primal.shape[0], -1, primal.shape[2])
         dhidden = lax.psum_scatter(dhidden, walk.head.axes.tensor, scatter_dimension=1, tiled=True)
         return as_primal(dhidden, primal)
-    if order is not None and not varying(order) <= varying(primal):  # the devices of the sum differ in their order
-        return psum_in_blocks(walk.tokens.to_tokens(dhidden), primal, 0, walk.tokens.block).reshape(primal.shape)
-    return walk.tokens.to_tokens(psum_in_blocks(dhidden, primal, 0, walk.tokens.block)).reshape(primal.shape)
+    if tokens.order is None or not varying(tokens.order) <= varying(primal):
+        # in token order first, where the devices of the sum differ in that of their slots
+        return psum_in_blocks(tokens.to_tokens(dhidden), primal, 0, tokens.block).reshape(primal.shape)
+
+    def token_block(slots, out):
+        return tokens.put(out, as_primal(tokens.read(dhidden, slots), primal), slots)
+
+    out = vary(jnp.zeros(dhidden.shape, primal.dtype), varying(primal))
+    return tokens.loop_over_all(token_block, out).reshape(primal.shape)

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.log_probs import softmax
-from jaxppo.log_probs.hidden_rule import Asked, Inputs, Rule, Walk, evaluate, values_and_asked
+from jaxppo.log_probs.hidden_rule import Asked, Inputs, Rule, Walk, device_axes, evaluate, values_and_asked
+from jaxppo.log_probs.tokens import even_block
 from jaxppo.log_probs.varying import psum_to
 from sharding import vary, varying
 
@@ -52,22 +53,26 @@ class OnePass:
 def one_pass_of(rule: Rule, inputs: Inputs, token_loss: TokenLoss, one_pass_bytes: int) -> OnePass | None:
     """The call whose temporaries, beside the results, fit `one_pass_bytes`; None where none does.
 
-    The f32 gradient of the kernel is accumulated in the result where the kernel is f32, else beside it. A kernel that
-    is gathered by block, or hidden states sharded by position, have no one pass.
+    The f32 gradient of the kernel is accumulated in the result where the kernel is f32 and no devices' gradients are
+    summed, else beside it. A kernel that is gathered by block, or hidden states sharded by position, have no one pass,
+    nor have hidden states that devices with masks of their own share, since their blocks hold different tokens.
     """
     if rule.head.gathers or rule.sequence_parallel or rule.moments:
+        return None
+    if inputs.where is not None and not varying(inputs.where) <= varying(inputs.hidden):
         return None
     kernel, H = inputs.kernel, inputs.hidden.shape[-1]
     columns = rule.head.window(kernel.shape[rule.head.v_dim])
     block_columns = min(columns, BLOCK_COLUMNS)
-    fixed = 5 * 4 * H * block_columns + (0 if kernel.dtype == jnp.float32 else 4 * kernel.size)
+    in_result = kernel.dtype == jnp.float32 and device_axes(rule, inputs) <= varying(kernel)
+    fixed = 5 * 4 * H * block_columns + (0 if in_result else 4 * kernel.size)
     mask = 0 if inputs.keep_ids is None else 1
     per_token = (4 + mask) * columns + 2 * 4 * block_columns + 3 * 4 * H
     N = inputs.targets.shape[0]
-    tokens = (one_pass_bytes - fixed) // per_token // 32 * 32
+    tokens = (one_pass_bytes - fixed) // per_token
     if tokens < min(N, MIN_TOKENS):
         return None
-    return OnePass(rule, min(tokens, N), block_columns, token_loss)
+    return OnePass(rule, even_block(N, min(tokens, N)), block_columns, token_loss)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -122,8 +127,8 @@ def _walk(walk: Walk, static: OnePass, asked: Asked, per_token: Any, shared: Any
     token_axes = walk.axes - set(head.axes.tensor)
 
     def token_block(slots, carry):
-        loss, stats, dhidden, dweights = carry
-        rows, targets = walk.rows(slots, slots.fresh), walk.targets(slots)
+        loss, stats, dhidden, dweights, z = carry
+        rows, targets = tokens.take(walk.hidden, slots), walk.targets(slots)
 
         def logits_block(i, carry):
             sums, z = carry
@@ -131,8 +136,7 @@ def _walk(walk: Walk, static: OnePass, asked: Asked, per_token: Any, shared: Any
             part = head.logits(rows, block, inputs.temperature)
             return walk.add_sums(sums, part, slots, block), head.set_part(i, z, part, columns)
 
-        start = walk.empty_sums(tokens.block), walk.zeros(tokens.block, head.window(columns))
-        sums, z = lax.fori_loop(0, walk.vocabulary_blocks, logits_block, start)
+        sums, z = lax.fori_loop(0, walk.vocabulary_blocks, logits_block, (walk.empty_sums(tokens.block), z))
         sums = softmax.combine(sums, head.axes)
         log_probs, entropy, residuals = softmax.finish(sums, (targets >= 0) & (targets < head.vocab_size))
         counted = lambda x: x if slots.fresh is None else jnp.where(slots.fresh, x, 0)  # noqa: E731
@@ -142,6 +146,7 @@ def _walk(walk: Walk, static: OnePass, asked: Asked, per_token: Any, shared: Any
         e = e if static.rule.entropy == "bonus" else None
         counts = (g != 0) if e is None else (g != 0) | (e != 0)
         rows = jnp.where(counts[:, None], rows, 0)
+        factor = head.factor(rows)
 
         def vocabulary_block(i, carry):
             drows, dweights = carry
@@ -151,15 +156,15 @@ def _walk(walk: Walk, static: OnePass, asked: Asked, per_token: Any, shared: Any
             dz = softmax.dlogits(part, is_target, walk.keep(slots, block), residuals, g, e, None, head.vocab_size)
             dz = head.product_gradient(dz, part, counts, block, inputs.temperature)
             drows = drows + head.hidden_gradient(dz, block) if asked.hidden else None
-            dblock = head.weight_gradients(dz, rows, weights)
+            dblock = head.weight_gradients(dz, factor, weights)
             return walk.vary((drows, jax.tree.map(partial(head.accumulate, i), dweights, dblock)))
 
         drows = walk.zeros(*rows.shape) if asked.hidden else None
         drows, dweights = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, (drows, dweights))
         if asked.hidden:
-            dhidden = tokens.write(dhidden, psum_to(drows, varying(primal), primal.dtype), slots)
+            dhidden = tokens.put(dhidden, psum_to(drows, varying(primal), primal.dtype), slots)
         stats = tokens.write(stats, jax.tree.map(lambda x: vary(x, token_axes), (log_probs, entropy)), slots)
-        return vary(loss + losses.sum(), token_axes), stats, dhidden, dweights
+        return vary(loss + losses.sum(), token_axes), stats, dhidden, dweights, z
 
     zeros = lambda axes, *shape, dtype=jnp.float32: vary(jnp.zeros(shape, dtype), axes)  # noqa: E731
     N = tokens.count
@@ -168,8 +173,10 @@ def _walk(walk: Walk, static: OnePass, asked: Asked, per_token: Any, shared: Any
         (zeros(token_axes, N), zeros(token_axes, N) if static.rule.entropy != "none" else None),
         zeros(varying(primal), *walk.hidden.shape, dtype=primal.dtype) if asked.hidden else None,
         jax.tree.map(lambda x: walk.zeros(*x.shape), weights),
+        # of the block at hand; carried, since making it anew costs writing it once more
+        walk.zeros(tokens.block, head.window(columns)),
     )
-    loss, stats, dhidden, dweights = tokens.loop(token_block, start)
-    dhidden = tokens.to_tokens(dhidden).reshape(primal.shape) if asked.hidden else None
+    loss, stats, dhidden, dweights, _ = tokens.loop(token_block, start)
+    dhidden = dhidden.reshape(primal.shape) if asked.hidden else None
     dweights = jax.tree.map(head.reduce, dweights, weights)
     return (_total(static, loss), *tokens.to_tokens(stats)), (dhidden, dweights)

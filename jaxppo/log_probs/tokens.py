@@ -9,6 +9,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding import vary_like
+
+
+def even_block(count: int, most: int, multiple: int = 8) -> int:
+    """The size, at most `most`, of as few equal blocks of `count` as can be; rounded up to a multiple where it may be.
+
+    The last of some blocks overlaps the one before it, and what overlaps is computed twice.
+
+    Example:
+      >>> even_block(2304, 2048), even_block(2048, 2048), even_block(30, 12)
+      (1152, 2048, 10)
+    """
+    size = -(-count // -(-count // most))
+    rounded = -(-size // multiple) * multiple
+    return rounded if rounded <= min(most, count) else size
+
+
+def _argsort(x: jax.Array) -> jax.Array:
+    """The stable order, in the type of x: jnp's has lost the mesh axes along which it varies."""
+    return vary_like(jnp.argsort(x, stable=True), x)
+
 
 class Slots(NamedTuple):
     """One block of token slots."""
@@ -29,7 +50,8 @@ class TokenBlocks:
 
     def __init__(self, where: jax.Array | None, count: int, block: int):
         self.count, self.block = count, max(1, min(block, count))
-        self.order: Any = None if where is None else jnp.argsort(~where, stable=True)
+        self.most = -(-self.count // self.block)
+        self.order: Any = None if where is None else _argsort(~where)
         self.total: Any = count if where is None else where.sum(dtype=jnp.int32)
         self.blocks: Any = (self.total + self.block - 1) // self.block
 
@@ -50,12 +72,15 @@ class TokenBlocks:
         rows = lax.dynamic_slice_in_dim(self.order, start, self.block)
         return Slots(start, rows, (slot >= j * self.block) & (slot < self.total))
 
+    def loop_over_all(self, body: Callable[[Slots, Any], Any], carry: Any) -> Any:
+        """`carry = body(slots, carry)` over all blocks, those without any token that counts included."""
+        return body(self.slots(0), carry) if self.most == 1 else lax.fori_loop(0, self.most, self._turn(body), carry)
+
     def loop(self, body: Callable[[Slots, Any], Any], carry: Any) -> Any:
-        """`carry = body(slots, carry)` over all blocks."""
-        most = -(-self.count // self.block)
+        """`carry = body(slots, carry)` over the blocks that have a token that counts."""
         if self.order is None:
-            return body(self.slots(0), carry) if most == 1 else lax.fori_loop(0, most, self._turn(body), carry)
-        turn = self._turn(body)
+            return self.loop_over_all(body, carry)
+        turn, most = self._turn(body), self.most
         # the constant bound says to whoever reads the program how long the loop can be
         more = lambda c: (c[0] < most) & (c[0] < self.blocks)  # noqa: E731
         return lax.while_loop(more, lambda c: (c[0] + 1, turn(*c)), (jnp.zeros_like(self.blocks), carry))[1]
@@ -86,10 +111,17 @@ class TokenBlocks:
 
         return jax.tree.map(write, x, block)
 
+    def put(self, x: jax.Array, block: jax.Array, slots: Slots) -> jax.Array:
+        """x, an array in token order, with the rows in the fresh slots replaced."""
+        if slots.rows is None:
+            return self.write(x, block, slots)
+        fresh: Any = slots.fresh
+        return x.at[jnp.where(fresh, slots.rows, self.count)].set(block, mode="drop")
+
     def to_slots(self, x: Any) -> Any:
         """Arrays from token order to slot order."""
         return x if self.order is None else jax.tree.map(lambda x: x[self.order], x)
 
     def to_tokens(self, x: Any) -> Any:
         """Arrays from slot order to token order."""
-        return x if self.order is None else jax.tree.map(lambda x: x[jnp.argsort(self.order)], x)
+        return x if self.order is None else jax.tree.map(lambda x: x[_argsort(self.order)], x)
