@@ -53,10 +53,11 @@ def policy_loss_from_hidden(
 
     Where the loss of a token depends on its own log-prob and entropy only (`is_token_local`), gradients are computed
     while the logits of a block of tokens are at hand: three matrix products instead of four. That takes a block's
-    logits over the device's part of the vocabulary, and an f32 gradient of a kernel of another dtype; where they do
-    not fit `one_pass_bytes`, where the kernel is sharded over FSDP axes, or the hidden states by position over the
-    tensor axis, the log-probs come first and the head is walked again for the gradients. The numbers are the same to
-    f32 rounding; `sharding.audit` reports which way a program goes, in its notes.
+    logits over the device's part of the vocabulary, and an f32 gradient of the kernel, beside the result where the
+    kernel has another dtype or devices' gradients are summed. Where they do not fit `one_pass_bytes`, where the kernel
+    is sharded over FSDP axes, or the hidden states by position over the tensor axis, the log-probs come first and the
+    head is walked again for the gradients. The numbers are the same to f32 rounding; `sharding.audit` reports which way
+    a program goes, in its notes.
 
     Args:
       hidden: `[R, T, H]`, see `log_probs_from_hidden`.

@@ -126,6 +126,15 @@ def test_no_token_counts(mesh):
         np.testing.assert_array_equal(leaf, 0)
 
 
+def test_a_device_without_a_token_that_counts_does_no_product():
+    """A kernel of NaN shows in every product with it: in the row of the device with such tokens, and in no other."""
+    arrays = head_arrays(97, bias=False)
+    arrays |= {"where": jnp.zeros((R, T), bool).at[4].set(True), "kernel": jnp.full_like(arrays["kernel"], jnp.nan)}
+    _, found = jax.jit(lambda a: with_gradients(call_head, meshes(["dp=8"])[0], a, entropy="bonus"))(arrays)
+    np.testing.assert_array_equal(found["hidden"][4], np.nan)
+    np.testing.assert_array_equal(np.delete(found["hidden"], 4, axis=0), 0)
+
+
 @pytest.mark.parametrize("mesh", [None, MIXED, "tp=8"])
 def test_padded_columns_hold_anything(mesh):
     arrays = head_arrays(104, last=97)

@@ -128,7 +128,7 @@ def _walk(walk: Walk, static: OnePass, asked: Asked, per_token: Any, shared: Any
 
     def token_block(slots, carry):
         loss, stats, dhidden, dweights, z = carry
-        rows, targets = tokens.take(walk.hidden, slots), walk.targets(slots)
+        rows, targets = walk.rows(slots, slots.fresh), walk.targets(slots)
 
         def logits_block(i, carry):
             sums, z = carry
