@@ -78,7 +78,7 @@ class PairWalk(Walk):
     def block(self, i: Any) -> PairBlock:  # type: ignore[override]
         return PairBlock(*super().block(i), teacher=self.teacher.block(i))
 
-    def logits(self, block: PairBlock, slots: Slots) -> tuple[Any, Any]:
+    def pair_logits(self, block: PairBlock, slots: Slots) -> tuple[Any, Any]:
         """The student's and the teacher's f32 logits `[block tokens, B]`."""
         rows, teacher_rows = self.tokens.take((self.hidden, self.teacher.hidden), slots)
         z = self.head.logits(rows, block, self.inputs.temperature)  # type: ignore[arg-type]
@@ -93,8 +93,10 @@ class PairWalk(Walk):
         value, h = (jnp.where(valid, x, 0) for x in found)
         return value, h, log_p
 
-    def block_gradient(self, block: Any, slots: Slots, counts: Any, residuals: Any, per_token: Any) -> Any:
-        z, teacher_z = self.logits(block, slots)
+    def block_gradient(
+        self, block: Any, slots: Slots, counts: Any, residuals: Any, per_token: Any, kept: None = None
+    ) -> Any:
+        z, teacher_z = self.pair_logits(block, slots)
         sums = self.tokens.read(residuals, slots)
         _, h, log_p = self.terms(z, teacher_z, block.valid, sums)
         g = self.tokens.take(per_token, slots)
@@ -112,7 +114,7 @@ def evaluate(rule: DivergenceRule, inputs: Inputs, teacher: Inputs) -> tuple[jax
             block = walk.block(i)
 
             def token_block(slots: Slots, carry: Any) -> Any:
-                z, teacher_z = walk.logits(block, slots)
+                z, teacher_z = walk.pair_logits(block, slots)
                 new = token_step(z, teacher_z, block, slots, tokens.read(carry, slots))
                 return tokens.write(carry, walk.vary(new), slots)
 

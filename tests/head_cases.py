@@ -69,7 +69,9 @@ def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
 
 def truth(call, arrays, wrt=PARAMETERS, **options):
     """`with_gradients` of the reference in float64."""
-    options = {k: v for k, v in options.items() if k not in ("block_bytes", "kernel_spec", "hidden_spec")}
+    options = {
+        k: v for k, v in options.items() if k not in ("block_bytes", "keep_logits", "kernel_spec", "hidden_spec")
+    }
     with jax.enable_x64(True):
         wide = {k: jnp.asarray(np.asarray(x, np.float64) if x.dtype.kind in "fV" else x) for k, x in arrays.items()}
         found = jax.jit(lambda a: with_gradients(call, "reference", a, wrt, **options))(wide)

@@ -46,6 +46,7 @@ def log_probs_from_hidden(
     kernel_spec: jax.sharding.PartitionSpec | None = None,
     hidden_spec: jax.sharding.PartitionSpec | None = None,
     block_bytes: int | None = None,
+    keep_logits: bool = False,
 ) -> TokenStats:
     """Log-probs of the targets, and the entropy, of a head's distribution, without its logits ever existing.
 
@@ -74,6 +75,10 @@ def log_probs_from_hidden(
       kernel_spec: how the kernel is sharded, where it is not `parallel.kernel_spec(kernel_layout)`.
       hidden_spec: how the hidden states are sharded, where it is not `parallel.hidden_spec`.
       block_bytes: bytes of a block of f32 logits and their gradient, 8 MiB by default.
+      keep_logits: keep the logits of the first H tokens for the backward in the memory that the kernel's gradient will
+        take, where that is f32 and no sum over devices; elsewhere all are computed again. At T = 2 * H an eighth of the
+        work is saved, for no memory where the backward follows at once; several heads would hold theirs at a time. On
+        TPU, XLA copies that memory of an "hv" kernel.
 
     Returns:
       `TokenStats(log_probs, entropy, log_z, mean_logit, max_log_prob)`, `f32[R, T]` each, None if not asked for; the
@@ -104,6 +109,7 @@ def log_probs_from_hidden(
         kernel_spec=kernel_spec,
         hidden_spec=hidden_spec,
         block_bytes=block_bytes,
+        keep_logits=keep_logits,
     )
 
     def per_shard(axes: ShardAxes, *arrays: Any) -> TokenStats:
@@ -123,6 +129,7 @@ class HeadCall:
     softcap: float | None
     vocab_size: int | None
     block_bytes: int
+    keep_logits: bool
 
     def specs(self, parallel: ParallelMesh) -> list[Any]:
         """For `shard_call`, of the arguments that `prepare_head` returns."""
@@ -134,7 +141,7 @@ class HeadCall:
         N = targets.size
         block_tokens, block_columns = block_sizes(N, self.block_bytes, masked=where is not None)
         head = self.placement.head(axes, hidden, kernel, self.softcap, self.vocab_size, block_columns)
-        rule = Rule(head, self.entropy, block_tokens, self.placement.sequence_parallel, self.moments)
+        rule = Rule(head, self.entropy, block_tokens, self.placement.sequence_parallel, self.moments, self.keep_logits)
         flat: Any = lambda x: None if x is None else x.reshape(N, *x.shape[2:])  # noqa: E731
         where = None if where is None else flat(where).astype(bool)
         return rule, Inputs(hidden, kernel, bias, flat(targets), flat(keep_ids), where, temperature)
@@ -179,6 +186,7 @@ def prepare_head(
     kernel_spec: jax.sharding.PartitionSpec | None = None,
     hidden_spec: jax.sharding.PartitionSpec | None = None,
     block_bytes: int | None = None,
+    keep_logits: bool = False,
 ) -> tuple[HeadCall, dict[str, Any]]:
     """The arguments of `log_probs_from_hidden`, checked: what is static, and the arrays by name for `shard_call`."""
     check_floating("hidden", hidden, 3, "[R, T, H]")
@@ -205,4 +213,5 @@ def prepare_head(
         "where": where,
         "temperature": as_temperature(temperature),
     }
-    return HeadCall(placement, entropy, moments, logit_softcap, vocab_size, block_bytes or BLOCK_BYTES), args
+    call = HeadCall(placement, entropy, moments, logit_softcap, vocab_size, block_bytes or BLOCK_BYTES, keep_logits)
+    return call, args

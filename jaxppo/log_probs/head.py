@@ -103,6 +103,10 @@ class Head:
         local = start + jnp.arange(size)
         return start, size, (local >= low + i * size) & (local >= own)
 
+    def start(self, i: Any, columns: int) -> Any:
+        """The first column of block i, of the `columns` that it holds."""
+        return self._place(i, columns)[0]
+
     def _piece_bases(self, columns: int) -> jax.Array:
         """The first vocabulary id of each piece that a gather over V brings together, in the gather's order."""
         stride, strides = columns, {}
@@ -138,13 +142,13 @@ class Head:
     def part(self, i: Any, x: jax.Array, columns: int) -> jax.Array:
         """Block i of x, `[N, columns that the device works on]`; 0 in duplicates of other blocks."""
         start, size, own = self._place(i, columns)
-        part = lax.dynamic_slice_in_dim(x, start - self._place(0, columns)[0], size, axis=1)
+        part = lax.dynamic_slice_in_dim(x, start - self.start(0, columns), size, axis=1)
         return jnp.where(own, part, 0) if x.shape[1] % size else part
 
     def set_part(self, i: Any, x: jax.Array, part: jax.Array, columns: int) -> jax.Array:
         """x with block i replaced by `part`, but for duplicates of other blocks."""
         start, size, own = self._place(i, columns)
-        start = start - self._place(0, columns)[0]
+        start = start - self.start(0, columns)
         if x.shape[1] % size:
             part = jnp.where(own, part, lax.dynamic_slice_in_dim(x, start, size, axis=1))
         return lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
@@ -186,7 +190,7 @@ class Head:
     def accumulate(self, i: Any, total: jax.Array, gradient: jax.Array) -> jax.Array:
         """This device's f32 `total` plus block i's gradient."""
         v_dim = self.v_dim if total.ndim == 2 else 0
-        start = self._place(i, total.shape[v_dim])[0]
+        start = self.start(i, total.shape[v_dim])
         old = lax.dynamic_slice_in_dim(total, start, gradient.shape[v_dim], v_dim)
         return lax.dynamic_update_slice_in_dim(total, old + gradient, start, v_dim)
 

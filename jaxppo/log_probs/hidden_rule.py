@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxppo.log_probs import softmax
 from jaxppo.log_probs.head import Block, Head, Weights
+from jaxppo.log_probs.kept import Kept
 from jaxppo.log_probs.tokens import Slots, TokenBlocks
 from jaxppo.log_probs.varying import as_primal, psum_in_blocks, psum_to
 from sharding import vary, varying
@@ -38,6 +39,7 @@ class Rule:
     block_tokens: int
     sequence_parallel: bool
     moments: bool = False
+    keep_logits: bool = False
 
 
 @jax.tree_util.register_static
@@ -110,6 +112,16 @@ class Walk:
     def without_entropy(self, residuals: softmax.Residuals) -> softmax.Residuals:
         return residuals.without_entropy(self.inputs.keep_ids is not None and not self.rule.moments)
 
+    def logits(self, block: Block, slots: Slots, kept: jax.Array | None = None) -> jax.Array:
+        """f32 `[block tokens, B]`, the first of them `kept` from before."""
+        rows = self.tokens.take(self.hidden, slots)
+        if kept is None:
+            return self.head.logits(rows, block, self.inputs.temperature)
+        rest = rows[kept.shape[0] :]
+        if not rest.shape[0]:
+            return kept
+        return jnp.concatenate([kept, self.head.logits(rest, block, self.inputs.temperature)])
+
     def add_sums(self, sums: softmax.Sums, z: jax.Array, slots: Slots, block: Block) -> softmax.Sums:
         """The sums of the slots' tokens with those of a block of logits."""
         place, here = self.head.place_of(self.targets(slots), block)
@@ -117,10 +129,10 @@ class Walk:
         return self.vary(softmax.merge(sums, softmax.block_sums(z, z_y, self.keep(slots, block), sums)))
 
     def block_gradient(
-        self, block: Block, slots: Slots, counts: jax.Array, residuals: Any, per_token: Any
+        self, block: Block, slots: Slots, counts: jax.Array, residuals: Any, per_token: Any, kept: Any = None
     ) -> jax.Array:
         """d loss / d (hidden @ kernel), f32 `[block tokens, B]`, 0 where a slot does not count."""
-        z = self.head.logits(self.tokens.take(self.hidden, slots), block, self.inputs.temperature)
+        z = self.logits(block, slots, kept)
         is_target = self.targets(slots)[:, None] == block.columns
         residuals, keep = self.tokens.read(residuals, slots), self.keep(slots, block)
         g, e, of_moments = self.tokens.take(per_token, slots)
@@ -128,29 +140,32 @@ class Walk:
         return self.head.product_gradient(dz, z, counts, block, self.inputs.temperature)
 
 
-def evaluate(rule: Rule, inputs: Inputs) -> tuple[Any, softmax.Residuals]:
-    """Log-probs, entropy and moments `f32[N]`, and the residuals in slot order."""
+def evaluate(rule: Rule, inputs: Inputs, asked: Asked | None = None) -> tuple[Any, softmax.Residuals, Any]:
+    """Log-probs, entropy and moments `f32[N]`, the residuals in slot order, and the memory of `kept_logits`."""
     walk = Walk(rule, inputs)
     head, tokens = walk.head, walk.tokens
+    kept = kept_logits(walk, asked)
 
-    def vocabulary_block(i, sums):
+    def vocabulary_block(i, carry):
         block = walk.block(i)
 
-        def token_block(slots, sums):
-            z = head.logits(tokens.take(walk.hidden, slots), block, inputs.temperature)
+        def token_block(keep, slots, carry):
+            sums, memory = carry
+            z = walk.logits(block, slots)
             new = walk.add_sums(tokens.read(sums, slots), z, slots, block)
-            return tokens.write(sums, new, slots)
+            return tokens.write(sums, new, slots), kept.write(memory, z, slots, block, head, i) if keep else memory
 
-        return tokens.loop(token_block, sums)
+        return kept.loop(tokens, token_block, carry)
 
-    sums = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, walk.empty_sums(tokens.count))
+    start = walk.empty_sums(tokens.count), walk.zeros(*inputs.kernel.shape) if kept.blocks else None
+    sums, memory = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, start)
     sums = softmax.combine(sums, head.axes)
     exists = (inputs.targets >= 0) & (inputs.targets < head.vocab_size)
     log_probs, entropy, residuals = softmax.finish(sums, tokens.to_slots(exists))
     out = tokens.to_tokens((log_probs, entropy, softmax.moments(sums, residuals, head.vocab_size)))
     if inputs.where is not None:
         out = jax.tree.map(lambda x: jnp.where(inputs.where, x, 0), out)
-    return out, residuals if rule.entropy == "bonus" else walk.without_entropy(residuals)
+    return out, residuals if rule.entropy == "bonus" else walk.without_entropy(residuals), memory
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -169,25 +184,27 @@ def values_and_asked(inputs: Inputs) -> tuple[Inputs, Asked]:
 
 def _forward(rule: Rule, inputs: Any):
     inputs, asked = values_and_asked(inputs)
-    out, residuals = evaluate(rule, inputs)
-    return out, (inputs, residuals, asked)
+    out, residuals, memory = evaluate(rule, inputs, asked)
+    return out, (inputs, residuals, memory, asked)
 
 
 def _backward(rule: Rule, saved: Any, cotangents: Any):
-    inputs, residuals, asked = saved
+    inputs, residuals, memory, asked = saved
     walk = Walk(rule, inputs)
     zeros = jnp.zeros(walk.tokens.count, jnp.float32)
     is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)  # noqa: E731
     g, e, of_moments = jax.tree.map(lambda x: zeros if is_zero(x) else x, cotangents, is_leaf=is_zero)
     per_token = (g, e if rule.entropy == "bonus" else None, of_moments)
-    dhidden, dweights = gradients(walk, asked, residuals, per_token)
+    dhidden, dweights = gradients(walk, asked, residuals, per_token, memory)
     return (Inputs(dhidden, dweights.kernel, dweights.bias, None, None, None, jnp.zeros_like(inputs.temperature)),)
 
 
 token_stats.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def gradients(walk: Walk, asked: Asked, residuals: Any, per_token: Any) -> tuple[jax.Array | None, Weights]:
+def gradients(
+    walk: Walk, asked: Asked, residuals: Any, per_token: Any, memory: jax.Array | None = None
+) -> tuple[jax.Array | None, Weights]:
     """The gradients that are asked for, from `walk.block_gradient` of every block of tokens and vocabulary.
 
     Args:
@@ -195,9 +212,25 @@ def gradients(walk: Walk, asked: Asked, residuals: Any, per_token: Any) -> tuple
       asked: which gradients.
       residuals: of `walk.block_gradient`, f32[N] in slot order.
       per_token: the cotangents of a token, a pytree of f32[N].
+      memory: of `kept_logits`; None where there are none.
     """
-    order = _tokens_outermost if _accumulates_kernel(walk, asked) else _vocabulary_outermost
-    return order(walk, asked, residuals, per_token)
+    if _accumulates_kernel(walk, asked):
+        return _tokens_outermost(walk, asked, residuals, per_token)
+    return _vocabulary_outermost(walk, asked, residuals, per_token, memory)
+
+
+def kept_logits(walk: Walk, asked: Asked | None) -> Kept:
+    """Which logits the forward leaves in the memory of the kernel's gradient, if that is asked for.
+
+    It has to be written a block of the vocabulary at a time, be f32, and belong to this device alone.
+    """
+    kernel = walk.inputs.kernel
+    if asked is None or not asked.kernel or not walk.rule.keep_logits or _accumulates_kernel(walk, asked):
+        return Kept()
+    alone = all(lax.axis_size(name) == 1 for name in walk.axes - varying(kernel))
+    if kernel.dtype != jnp.float32 or walk.head.gathers or not alone:
+        return Kept()
+    return Kept.of(walk.tokens, walk.hidden.shape[1])
 
 
 def _accumulates_kernel(walk: Walk, asked: Asked) -> bool:
@@ -220,11 +253,12 @@ def _counts(walk: Walk, slots: Slots, per_token: Any) -> jax.Array:
     return counts if slots.fresh is None else counts & slots.fresh
 
 
-def _vocabulary_outermost(walk: Walk, asked: Asked, residuals: Any, per_token: Any):
+def _vocabulary_outermost(walk: Walk, asked: Asked, residuals: Any, per_token: Any, memory: jax.Array | None):
     """Gradients with dhidden accumulated in f32, each block of dkernel finished, devices' sums included, in turn."""
     head, tokens = walk.head, walk.tokens
     N, H = walk.hidden.shape
     weights = asked.weights(walk.inputs.kernel, walk.inputs.bias)
+    kept = Kept() if memory is None else kept_logits(walk, asked)
 
     def factors(slots):
         counts = _counts(walk, slots, per_token)
@@ -234,23 +268,26 @@ def _vocabulary_outermost(walk: Walk, asked: Asked, residuals: Any, per_token: A
 
     def vocabulary_block(i, carry):
         block = walk.block(i)
+        dhidden, dweights = carry
 
-        def token_block(slots, carry):
+        def token_block(keeps, slots, carry):
             dhidden, dblock = carry
             counts, factor = factors(slots) if once is None else once
-            dz = walk.block_gradient(block, slots, counts, residuals, per_token)
+            z = kept.read(dweights.kernel, slots, head, i) if keeps else None
+            dz = walk.block_gradient(block, slots, counts, residuals, per_token, z)
             if asked.hidden:
                 new = tokens.read(dhidden, slots) + head.hidden_gradient(dz, block)
                 dhidden = new if tokens.block == N else lax.dynamic_update_slice_in_dim(dhidden, new, slots.start, 0)
             dblock = jax.tree.map(jnp.add, dblock, head.weight_gradients(dz, factor, weights))
             return walk.vary((dhidden, dblock))
 
-        dhidden, dweights = carry
         zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), asked.weights(block.kernel, block.bias))
-        dhidden, dblock = tokens.loop(token_block, (dhidden, zeros))
+        dhidden, dblock = kept.loop(tokens, token_block, (dhidden, zeros))
         return dhidden, jax.tree.map(partial(head.set_block, i), dweights, dblock, weights)
 
-    start = walk.zeros(N, H) if asked.hidden else None, jax.tree.map(head.empty_gradient, weights)
+    dweights = jax.tree.map(head.empty_gradient, weights)
+    dweights = dweights if memory is None else dweights._replace(kernel=memory)
+    start = walk.zeros(N, H) if asked.hidden else None, dweights
     dhidden, dweights = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, start)
     dhidden = _hidden_cotangent(walk, dhidden) if asked.hidden else None
     return dhidden, jax.tree.map(head.finish_gradient, dweights, weights)

@@ -74,19 +74,23 @@ class TokenBlocks:
 
     def loop_over_all(self, body: Callable[[Slots, Any], Any], carry: Any) -> Any:
         """`carry = body(slots, carry)` over all blocks, those without any token that counts included."""
-        return body(self.slots(0), carry) if self.most == 1 else lax.fori_loop(0, self.most, self._turn(body), carry)
+        return self._loop(body, carry, 0, self.most)
 
-    def loop(self, body: Callable[[Slots, Any], Any], carry: Any) -> Any:
-        """`carry = body(slots, carry)` over the blocks that have a token that counts."""
-        if self.order is None:
-            return self.loop_over_all(body, carry)
-        turn, most = self._turn(body), self.most
+    def loop(self, body: Callable[[Slots, Any], Any], carry: Any, first: int = 0, last: int | None = None) -> Any:
+        """The same over those blocks from `first` to before `last` that have a token that counts."""
+        last = self.most if last is None else last
+        if self.order is None or first == last:
+            return self._loop(body, carry, first, last)
+        most = last - first
         # the constant bound says to whoever reads the program how long the loop can be
-        more = lambda c: (c[0] < most) & (c[0] < self.blocks)  # noqa: E731
-        return lax.while_loop(more, lambda c: (c[0] + 1, turn(*c)), (jnp.zeros_like(self.blocks), carry))[1]
+        more = lambda c: (c[0] < most) & (c[0] < self.blocks - first)  # noqa: E731
+        turn = lambda c: (c[0] + 1, body(self.slots(c[0] + first), c[1]))  # noqa: E731
+        return lax.while_loop(more, turn, (jnp.zeros_like(self.blocks), carry))[1]
 
-    def _turn(self, body: Callable[[Slots, Any], Any]) -> Callable[[Any, Any], Any]:
-        return lambda j, carry: body(self.slots(j), carry)
+    def _loop(self, body: Callable[[Slots, Any], Any], carry: Any, first: int, last: int) -> Any:
+        if last - first < 2:
+            return body(self.slots(first), carry) if first < last else carry
+        return lax.fori_loop(first, last, lambda j, carry: body(self.slots(j), carry), carry)
 
     def take(self, x: Any, slots: Slots) -> Any:
         """The rows in the slots of x, an array in token order or a pytree of them."""

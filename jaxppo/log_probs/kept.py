@@ -1,0 +1,57 @@
+"""Logits that the forward leaves to the backward in the memory of the kernel's gradient.
+
+The backward writes the gradient of a kernel `[H, V]` a block of the vocabulary at a time, and until then its memory
+holds nothing. So the forward leaves the logits of the first H tokens there, and the backward reads a block of them
+before it writes the gradient over it: only the other tokens meet the kernel a fourth time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.log_probs.head import Block, Head
+from jaxppo.log_probs.tokens import Slots, TokenBlocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Which logits are kept: the first `rows` of each of the first `blocks` blocks of tokens; none by default."""
+
+    blocks: int = 0
+    rows: int = 0
+
+    @staticmethod
+    def of(tokens: TokenBlocks, features: int) -> Kept:
+        """As many as a kernel of H `features` has room for: part of the only block, or whole blocks."""
+        rows = min(features, tokens.block)
+        whole = rows == tokens.block
+        return Kept(min(features, tokens.count) // rows if whole else 1, rows)
+
+    def loop(self, tokens: TokenBlocks, body: Callable[[bool, Slots, Any], Any], carry: Any) -> Any:
+        """`carry = body(kept, slots, carry)` over the blocks of tokens, `kept` saying whether this one's are."""
+        carry = tokens.loop(partial(body, True), carry, 0, self.blocks)
+        return tokens.loop(partial(body, False), carry, self.blocks)
+
+    def write(self, memory: jax.Array, z: jax.Array, slots: Slots, block: Block, head: Head, i: Any) -> jax.Array:
+        """`memory`, of the kernel's shape, with logits of the slots in the columns that are block i's own."""
+        column = head.start(i, memory.shape[head.v_dim])
+        z = z[: self.rows]
+        z = z if block.valid is True else jnp.where(block.valid, z, self.read(memory, slots, head, i))
+        if head.v_dim == 0:
+            return lax.dynamic_update_slice(memory, z.T, (column, slots.start))
+        return lax.dynamic_update_slice(memory, z, (slots.start, column))
+
+    def read(self, memory: jax.Array, slots: Slots, head: Head, i: Any) -> jax.Array:
+        """What `write` wrote, f32 `[rows, B]`; anything in columns of other blocks."""
+        columns = memory.shape[head.v_dim]
+        column, size = head.start(i, columns), head.size(columns)
+        if head.v_dim == 0:
+            return lax.dynamic_slice(memory, (column, slots.start), (size, self.rows)).T
+        return lax.dynamic_slice(memory, (slots.start, column), (self.rows, size))

@@ -1,0 +1,72 @@
+"""`keep_logits`: the same gradients from fewer products, in no more memory."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from head_cases import check_head, head_arrays
+from test_from_hidden import FIVE_TOKENS, OPTIONS
+
+from jaxppo import log_probs_from_hidden
+from sharding import make_parallel_mesh
+from sharding.flops import count_flops
+
+N, H, V = 1024, 256, 16384
+PRODUCT = 2 * N * H * V
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    of_arrays, options = OPTIONS[name]
+    meshes = [None, make_parallel_mesh("tp=8"), make_parallel_mesh("dp=2,cp=2,tp=2")]
+    check_head(meshes, head_arrays(1026, **of_arrays), entropy="bonus", keep_logits=True, **options)
+
+
+@pytest.mark.parametrize("V", [97, 1000, 1024, 4097])
+def test_vocabularies_that_blocks_do_not_divide(V):
+    meshes = [None, make_parallel_mesh("tp=8")]
+    check_head(meshes, head_arrays(V, with_where=True), keep_logits=True, block_bytes=FIVE_TOKENS)
+
+
+def step(layout="hv", where=None, wrt=(0, 1), dtype=jnp.float32, parallel=None, **options):
+    """The gradients of a head as a jitted function, and what it takes."""
+
+    def loss(hidden, kernel, targets):
+        found = log_probs_from_hidden(
+            hidden, kernel, targets, kernel_layout=layout, where=where, parallel=parallel, **options
+        )
+        return found.log_probs.sum()
+
+    kernel = jax.ShapeDtypeStruct((H, V) if layout == "hv" else (V, H), dtype)
+    hidden, targets = jax.ShapeDtypeStruct((1, N, H), dtype), jax.ShapeDtypeStruct((1, N), jnp.int32)
+    return jax.jit(jax.grad(loss, wrt)), (hidden, kernel, targets)
+
+
+def products(*args, **options):
+    """How many times all tokens meet the whole kernel, at most."""
+    f, arrays = step(*args, **options)
+    return count_flops(f.trace(*arrays).jaxpr).high / PRODUCT
+
+
+@pytest.mark.parametrize("layout", ["hv", "vh"])
+@pytest.mark.parametrize("where", [None, jnp.ones((1, N), bool)])
+def test_a_quarter_of_the_tokens_is_computed_once(layout, where):
+    assert products(layout, where) == 4
+    assert products(layout, where, keep_logits=True) == 4 - H / N
+
+
+def test_only_where_the_memory_is_there():
+    keep = {"keep_logits": True}
+    assert products(wrt=0, **keep) == 3  # a frozen head has no gradient to lend its memory
+    assert products(dtype=jnp.bfloat16, **keep) == 4
+    assert products(parallel=make_parallel_mesh("dp=1,tp=8"), **keep) == (4 - H / N) / 8
+    assert products(parallel=make_parallel_mesh("cp=8"), **keep) == 4 / 8  # a sum over devices
+
+
+@pytest.mark.parametrize("layout", ["hv", "vh"])
+def test_it_takes_no_memory(layout):
+    """But for a block of the kept logits, beside which those of the other tokens are put."""
+    sizes = {}
+    for keep in (False, True):
+        f, arrays = step(layout, keep_logits=keep)
+        sizes[keep] = f.lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+    assert sizes[True] < sizes[False] + 4 * H * V / 8, sizes
