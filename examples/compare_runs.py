@@ -32,9 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"compare_runs: error: {error}", file=sys.stderr)
             return 2
         rewards = np.array([json.loads(line)["reward"] for line in lines])
-        window = min(WINDOW, len(rewards))
-        means = np.convolve(rewards, np.ones(window) / window, mode="valid")
-        axis.plot(np.arange(window, len(rewards) + 1), means, label=run.name)
+        if len(rewards) < WINDOW:
+            print(f"compare_runs: error: {run}: got {len(rewards)} steps, expected {WINDOW} or more", file=sys.stderr)
+            return 2
+        means = np.convolve(rewards, np.ones(WINDOW) / WINDOW, mode="valid")
+        axis.plot(np.arange(WINDOW, len(rewards) + 1), means, label=run.name)
     axis.set(xlabel="GRPO step", ylabel=f"reward, mean of {WINDOW} steps")
     axis.grid(alpha=0.3)
     axis.legend()

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from examples import compare_runs
 from examples.tasks import TASKS
 from examples.train_grpo import grpo_step, main, parse, set_up, supervised
 from jaxppo.policy_losses import POLICY_LOSSES
@@ -138,3 +139,19 @@ def test_every_task_runs_without_nan(tmp_path, task):
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_every_registered_loss_runs_without_nan(tmp_path, loss):
     check_finite(tmp_path, loss)
+
+
+def test_curves_of_runs_are_drawn(tmp_path, capsys):
+    for name, steps in (("long", 12), ("short", 3)):
+        (tmp_path / name).mkdir()
+        lines = (json.dumps({"reward": i / steps}) for i in range(steps))
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    picture = tmp_path / "curves.png"
+    draw = lambda *names: compare_runs.main([*(str(tmp_path / n) for n in names), "--out", str(picture)])  # noqa: E731
+    assert (draw("long", "short"), draw("long", "absent")) == (2, 2)
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0].endswith("short: got 3 steps, expected 10 or more")
+    assert "absent" in errors[1]
+    assert not picture.exists()
+    assert draw("long") == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
