@@ -50,10 +50,10 @@ def difference(got: Any, expected: Any) -> float:
     return max(map(one, jax.tree.leaves(got), jax.tree.leaves(expected)))
 
 
-def peaks(rounds: int, size: int = 8192) -> dict[str, float]:
+def peaks(rounds: int, size: int = 8192, elements: int = 2**28) -> dict[str, float]:
     """What the accelerator reaches: FLOP/s of a square bf16 product, bytes/s of a copy (read and written)."""
     a = jnp.ones((size, size), jnp.bfloat16)
-    x = jnp.ones(2**28, jnp.float32)
+    x = jnp.ones(elements, jnp.float32)
     product, copy = jax.jit(lambda a: a @ a), jax.jit(lambda x: x + 1)
     seconds = in_turns({"product": lambda: product(a), "copy": lambda: copy(x)}, rounds)
     return {"flops_per_second": 2 * size**3 / seconds["product"], "bytes_per_second": 2 * x.nbytes / seconds["copy"]}

@@ -116,8 +116,10 @@ def chunked(case: Case, stats: Callable[..., Any]) -> Stats:
     return apply
 
 
-def ours(case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", where: str | None = None) -> Step:
-    """`log_probs_from_hidden`; `where` names the batch whose loss mask it is given."""
+def ours(
+    case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", where: str | None = None, keep: bool = False
+) -> Step:
+    """`log_probs_from_hidden`; `where` names the batch whose loss mask it is given, `keep` is `keep_logits`."""
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         stats = log_probs_from_hidden(
@@ -128,6 +130,7 @@ def ours(case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", wher
             logit_softcap=case.sizes.softcap,
             entropy=entropy,
             where=None if where is None else data[where].loss_mask > 0,
+            keep_logits=keep,
         )
         return _weighted(stats.log_probs, stats.entropy if entropy == "bonus" else None, data)
 
@@ -198,6 +201,8 @@ def groups(case: Case) -> dict[str, dict[str, Step]]:
             f"chunks of {CHUNK} tokens": _step(chunked(case, plain_stats)),
             "jaxppo": full,
             "jaxppo, where all": ours(case, where="batch"),
+            "jaxppo, logits kept": ours(case, keep=True),
+            "jaxppo, logits kept, where all": ours(case, where="batch", keep=True),
         },
         "log-probs": {
             **{name: _step(_from_logits(case, stats)) for name, stats in LOG_PROBS_ONLY.items()},
@@ -209,6 +214,7 @@ def groups(case: Case) -> dict[str, dict[str, Step]]:
             "plain, all tokens": masked(fastest),
             "plain, rows gathered": gathered(case, fastest),
             "jaxppo, where": masked(ours(case, where="part")),
+            "jaxppo, logits kept, where": masked(ours(case, where="part", keep=True)),
             "jaxppo, rows gathered": gathered(case, full),
         },
         "policy loss": {

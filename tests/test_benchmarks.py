@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import head, peers, versions
 from benchmarks.cases import Case, draw
-from benchmarks.measure import difference, in_turns
+from benchmarks.measure import difference, in_turns, peaks
 from examples.plan_pod import HEADS, HeadSizes
 
 TIED = Case(140, HeadSizes(8, 50, tied=True, softcap=2.0), share=0.3)  # more than one chunk
@@ -64,6 +64,15 @@ def test_tokamax_is_called_where_it_is_installed(monkeypatch):
     np.testing.assert_allclose(got, value, rtol=1e-6)
     assert difference(got_gradients, gradients) < 1e-5
     assert peers.jax_peers(TIED) == {}
+
+
+def test_an_accelerator_is_compared_with_what_it_reaches(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(head, "peaks", lambda rounds: peaks(rounds, size=16, elements=64))
+    for record in head.measured(PLAIN, 1, {versions.FLOOR: "floor", "jaxppo": "entropy"}):
+        assert record["tflops"] == pytest.approx(6 * 20 * 8 * 50 / record["seconds"] / 1e12)
+        assert record["share_of_matmul_peak"] > 0
+        assert record["share_of_copy_bandwidth"] > 0
 
 
 def test_command_writes_json_and_plots(tmp_path, capsys, monkeypatch):
