@@ -68,8 +68,8 @@ def policy_loss_from_hidden(
       normalizer: see `policy_loss`.
       covariance: see `policy_loss`.
       one_pass_bytes: what the one pass may take on each device beside its results; 0 for never.
-      **head: `kernel_layout`, `bias`, `logit_softcap`, `keep_ids`, `vocab_size`, `kernel_spec`, `hidden_spec` and
-        `block_bytes` of `log_probs_from_hidden`.
+      **head: `kernel_layout`, `bias`, `logit_softcap`, `keep_ids`, `vocab_size`, `kernel_spec`, `hidden_spec`,
+        `block_bytes` and (for two passes) `keep_logits` of `log_probs_from_hidden`.
 
     Returns:
       The scalar f32 loss and metrics by name.
