@@ -112,11 +112,12 @@ def accumulated(config: PolicyLossConfig, mesh: str | None = None, metrics: bool
             batches, config.aggregation, off_policy=config.off_policy, parallel=parallel
         )
         covariance = covariance_of(batches, config, parallel)
-        places = np.arange(batches.loss_mask.shape[0])
+        places = np.eye(batches.loss_mask.shape[0], dtype=np.float32)
 
         def loss_fn(stats, micro_batch):
             place, batch, normalizer, covariance = micro_batch
-            own = jax.tree.map(lambda x: x[place], stats)
+            # as a sum, since jax 0.12 has no gradient of x[i] on an explicit mesh
+            own = jax.tree.map(lambda x: (x * place[:, None, None]).sum(axis=0), stats)
             loss, found = loss_of(own, batch, config, parallel, normalizer, covariance)
             return loss, found if metrics else {}
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding import vary_like
+from sharding import vary_like, varying
 
 
 def even_block(count: int, most: int, multiple: int = 8) -> int:
@@ -57,7 +57,8 @@ class TokenBlocks:
 
     def equalized(self, names: frozenset[str]) -> TokenBlocks:
         """The same with as many blocks on every device, so that a collective may sit in the loop."""
-        if self.order is not None and names:
+        names &= varying(self.blocks)  # along the others they are equal already
+        if names:
             self.blocks = lax.pmax(self.blocks, tuple(sorted(names)))
         return self
 
