@@ -142,7 +142,8 @@ def test_a_frozen_head():
 def test_fsdp_kernels_are_gathered_by_block_and_scattered_back():
     parallel = v5p((4, 4), ("fsdp", "tp"), data="fsdp", fsdp="fsdp")
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192))
-    over_fsdp = [c for c in found.collectives if c.axes == ("fsdp",) and c.bytes > 8]
+    # but for the sum of the loss, and the 24 rows that XLA moves to align its reduce-scatter
+    over_fsdp = [c for c in found.collectives if c.axes == ("fsdp",) and c.bytes > 2**16]
     assert {c.op for c in over_fsdp} == {"all-gather", "reduce-scatter"}
     assert all(c.bytes <= 4 * H * 4096 for c in over_fsdp)  # a block, in f32 where it is summed
     assert found.temp_bytes <= 0.5 * GIB
