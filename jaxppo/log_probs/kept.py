@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxppo.log_probs.head import Block, Head
+from jaxppo.log_probs.head import LANES, Block, Head
 from jaxppo.log_probs.tokens import Slots, TokenBlocks
 
 
@@ -46,7 +47,7 @@ class Kept:
         z = z if block.valid is True else jnp.where(block.valid, z, self.read(memory, slots, head, i))
         if head.v_dim == 0:
             return lax.dynamic_update_slice(memory, z.T, (column, slots.start))
-        return lax.dynamic_update_slice(memory, z, (slots.start, column))
+        return lax.dynamic_update_slice(memory, _laid_out(z, memory), (slots.start, column))
 
     def read(self, memory: jax.Array, slots: Slots, head: Head, i: Any) -> jax.Array:
         """What `write` wrote, f32 `[rows, B]`; anything in columns of other blocks."""
@@ -54,4 +55,11 @@ class Kept:
         column, size = head.start(i, columns), head.size(columns)
         if head.v_dim == 0:
             return lax.dynamic_slice(memory, (column, slots.start), (size, self.rows)).T
-        return lax.dynamic_slice(memory, (slots.start, column), (self.rows, size))
+        return _laid_out(lax.dynamic_slice(memory, (slots.start, column), (self.rows, size)), memory)
+
+
+def _laid_out(z: jax.Array, memory: jax.Array) -> jax.Array:
+    """z, for XLA for TPU in the layout that it gives arrays of the memory's shape: by another it copies them whole."""
+    order = (0, 1) if memory.shape[1] % LANES == 0 else (1, 0)
+    constrained = lambda z: with_layout_constraint(z, Layout(order))  # noqa: E731
+    return lax.platform_dependent(z, tpu=constrained, default=lambda z: z)
