@@ -54,7 +54,8 @@ def policy_loss_from_hidden(
     Where the loss of a token depends on its own log-prob and entropy only (`is_token_local`), gradients are computed
     while the logits of a block of tokens are at hand: three matrix products instead of four. That takes a block's
     logits over the device's part of the vocabulary, and an f32 gradient of the kernel, beside the result where the
-    kernel has another dtype or devices' gradients are summed. Where they do not fit `one_pass_bytes`, where the kernel
+    kernel has another dtype or devices' gradients are summed. The logits of the first H tokens, where so many count,
+    are put into that gradient's memory before it is. Where they do not fit `one_pass_bytes`, where the kernel
     is sharded over FSDP axes, or the hidden states by position over the tensor axis, the log-probs come first and the
     head is walked again for the gradients. The numbers are the same to f32 rounding; `sharding.audit` reports which way
     a program goes, in its notes.
@@ -69,7 +70,7 @@ def policy_loss_from_hidden(
       covariance: see `policy_loss`.
       one_pass_bytes: what the one pass may take on each device beside its results; 0 for never.
       **head: `kernel_layout`, `bias`, `logit_softcap`, `keep_ids`, `vocab_size`, `kernel_spec`, `hidden_spec`,
-        `block_bytes` and (for two passes) `keep_logits` of `log_probs_from_hidden`.
+        `block_bytes` and `keep_logits` (the last two for two passes) of `log_probs_from_hidden`.
 
     Returns:
       The scalar f32 loss and metrics by name.

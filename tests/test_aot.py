@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxppo import log_probs_from_hidden
+from jaxppo import PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
 from sharding import ParallelMesh
 from sharding.audit import audit
 
@@ -24,7 +24,7 @@ def v5p(sizes, names, **roles):
     return ParallelMesh(Mesh(np.array(topology.devices).reshape(sizes), names), **roles)
 
 
-def arguments(parallel, tokens, *, with_where=False, hidden_size=H, columns=V):
+def arguments(parallel, tokens, *, with_where=False, hidden_size=H, columns=V, dtype=jnp.bfloat16):
     """Of a loss: hidden states, kernel, targets, weights and where they are asked for a mask, `tokens` a device."""
     R = parallel.data_size
     T = tokens * parallel.context_size
@@ -34,8 +34,8 @@ def arguments(parallel, tokens, *, with_where=False, hidden_size=H, columns=V):
 
     per_token = [jnp.int32, jnp.float32] + [bool] * with_where
     return (
-        described((R, T, hidden_size), jnp.bfloat16, parallel.hidden_spec),
-        described((hidden_size, columns), jnp.bfloat16, parallel.kernel_spec()),
+        described((R, T, hidden_size), dtype, parallel.hidden_spec),
+        described((hidden_size, columns), dtype, parallel.kernel_spec()),
         *(described((R, T), dtype, parallel.tokens_spec) for dtype in per_token),
     )
 
@@ -164,3 +164,36 @@ def test_other_vocabularies(columns):
     parallel = v5p(*CP4_TP4)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, columns=columns))
     assert found.temp_bytes <= 0.25 * GIB
+
+
+@pytest.mark.parametrize(("tokens", "hidden_size", "columns"), [(4096, 2048, 16 * 32768), (2048, 1024, 16 * 8016)])
+def test_kept_logits_lie_as_the_gradient_does(tokens, hidden_size, columns):
+    """In either layout that XLA picks for it, which depends on the columns: else it would be copied whole."""
+    parallel = v5p((1, 16), ("cp", "tp"))
+    sizes = []
+    for keep_logits in (False, True):
+
+        def loss(hidden, kernel, targets, weights, keep_logits=keep_logits):
+            options = {"entropy": "bonus", "keep_logits": keep_logits}
+            stats = log_probs_from_hidden(hidden, kernel, targets, parallel=parallel, **options)
+            return ((stats.log_probs + stats.entropy) * weights).sum()
+
+        args = arguments(parallel, tokens, hidden_size=hidden_size, columns=columns, dtype=jnp.float32)
+        sizes.append(audit(jax.value_and_grad(loss, (0, 1)), *args).temp_bytes)
+    assert sizes[1] <= sizes[0] + 4 * hidden_size * 1024
+
+
+def test_one_pass_in_its_bytes():
+    """Its first 4096 tokens put their logits into the f32 gradient of a kernel of 4096 x 32768, and copy it nowhere."""
+    parallel = v5p(*CP4_TP4)
+    hidden, kernel, targets, weights = arguments(parallel, 8192, columns=131072)
+    one = jax.ShapeDtypeStruct((1, 1), jnp.int32, sharding=parallel.sharding(parallel.rows_spec))
+    batch = RolloutBatch(*[targets] * 4, weights, *[one] * 3, advantages=weights, old_log_probs=weights)
+
+    def loss(hidden, kernel, batch):
+        config = PolicyLossConfig(entropy_coef=0.01)
+        return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=parallel, one_pass_bytes=GIB)[0]
+
+    found = audit(jax.value_and_grad(loss, (0, 1)), hidden, kernel, batch)
+    assert found.notes == ("one pass, 2048 tokens a block", "one pass, a first block of 4096 tokens")
+    assert found.temp_bytes <= GIB

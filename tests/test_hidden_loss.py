@@ -208,7 +208,8 @@ def test_devices_with_masks_of_their_own_may_share_hidden_states(budget):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "features", "columns", "mib"), [(2048, 1024, 8192, 48), (4096, 256, 32768, 48), (700, 512, 4096, 16)]
+    ("tokens", "features", "columns", "mib"),
+    [(2048, 1024, 8192, 48), (2048, 1024, 32768, 48), (4096, 256, 32768, 48), (700, 512, 4096, 16)],
 )
 def test_one_pass_stays_within_its_bytes(tokens, features, columns, mib):
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731

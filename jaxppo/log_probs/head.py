@@ -171,10 +171,15 @@ class Head:
             gradient = lax.psum_scatter(gradient, self.gathered_v, scatter_dimension=v_dim, tiled=True)
         # over the tensor axis windows differ, and only whole gradients can be summed: finish_gradient
         gradient = psum_to(gradient, varying(primal) | set(self.axes.tensor), total.dtype)
-        start, size, own = self._place(i, primal.shape[v_dim])
-        if self.window(primal.shape[v_dim]) % size:
+        return self.set(i, total, gradient)
+
+    def set(self, i: Any, total: jax.Array, gradient: jax.Array) -> jax.Array:
+        """`total` with block i's gradient in its place."""
+        v_dim = self.v_dim if total.ndim == 2 else 0
+        start, size, own = self._place(i, total.shape[v_dim])
+        if self.window(total.shape[v_dim]) % size:
             # a select, since XLA moves sums over devices that are added to a buffer out of the loop, as one whole sum
-            own = own[:, None] if v_dim == 0 and primal.ndim == 2 else own
+            own = own[:, None] if v_dim == 0 and total.ndim == 2 else own
             gradient = jnp.where(own, gradient, lax.dynamic_slice_in_dim(total, start, size, v_dim))
         return lax.dynamic_update_slice_in_dim(total, gradient, start, v_dim)
 

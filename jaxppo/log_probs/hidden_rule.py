@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -73,6 +74,12 @@ class Walk:
         self.hidden = hidden.reshape(-1, hidden.shape[-1])
         self.tokens = TokenBlocks(inputs.where, self.hidden.shape[0], rule.block_tokens)
         self.vocabulary_blocks = self.head.blocks(inputs.kernel.shape[self.head.v_dim])
+
+    def over(self, tokens: TokenBlocks) -> Walk:
+        """The same with its tokens in other blocks."""
+        walk = copy.copy(self)
+        walk.tokens = tokens
+        return walk
 
     def vary(self, tree: Any) -> Any:
         """Loop carries vary over all axes from the start."""

@@ -10,17 +10,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.log_probs import softmax
+from jaxppo.log_probs.head import Weights
 from jaxppo.log_probs.hidden_rule import Asked, Inputs, Rule, Walk, device_axes, evaluate, values_and_asked
-from jaxppo.log_probs.tokens import even_block
+from jaxppo.log_probs.kept import Kept
+from jaxppo.log_probs.tokens import Slots, even_block
 from jaxppo.log_probs.varying import psum_to
 from sharding import vary, varying
+from sharding.program import note
 
 # A block of fewer tokens reads and writes the kernel's gradient too often to gain from the product that it saves.
 MIN_TOKENS = 128
@@ -35,12 +38,14 @@ class OnePass:
 
     Args:
       rule: the head's.
-      block_tokens: tokens of a block.
+      first_tokens: as many as have room for their logits in the kernel's gradient; 0 where that is no gain.
+      block_tokens: of a block of the others.
       block_columns: columns of a block of dkernel.
       token_loss: `(log_probs f32[n], entropy f32[n] | None, per_token, shared) -> f32[n]`, weights included.
     """
 
     rule: Rule
+    first_tokens: int
     block_tokens: int
     block_columns: int
     token_loss: TokenLoss
@@ -59,7 +64,7 @@ def one_pass_of(rule: Rule, inputs: Inputs, token_loss: TokenLoss, one_pass_byte
     """
     if rule.head.gathers or rule.sequence_parallel or rule.moments:
         return None
-    if inputs.where is not None and not varying(inputs.where) <= varying(inputs.hidden):
+    if not varying(inputs.where) <= varying(inputs.hidden):
         return None
     kernel, H = inputs.kernel, inputs.hidden.shape[-1]
     columns = rule.head.window(kernel.shape[rule.head.v_dim])
@@ -67,12 +72,14 @@ def one_pass_of(rule: Rule, inputs: Inputs, token_loss: TokenLoss, one_pass_byte
     in_result = kernel.dtype == jnp.float32 and device_axes(rule, inputs) <= varying(kernel)
     fixed = 5 * 4 * H * block_columns + (0 if in_result else 4 * kernel.size)
     mask = 0 if inputs.keep_ids is None else 1
-    per_token = (4 + mask) * columns + 2 * 4 * block_columns + 3 * 4 * H
+    per_token = mask * columns + 2 * 4 * block_columns + 3 * 4 * H
     N = inputs.targets.shape[0]
-    tokens = (one_pass_bytes - fixed) // per_token
-    if tokens < min(N, MIN_TOKENS):
+    most = (one_pass_bytes - fixed) // (4 * columns + per_token)
+    if most < min(N, MIN_TOKENS):
         return None
-    return OnePass(rule, even_block(N, min(tokens, N)), block_columns, token_loss)
+    first = min(H, N, (one_pass_bytes - fixed) // per_token) // 8 * 8
+    first = first if first > most else 0
+    return OnePass(rule, first, even_block(N, most), block_columns, token_loss)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -81,7 +88,7 @@ def one_pass_loss(static: OnePass, inputs: Inputs, per_token: Any, shared: Any):
 
     Args:
       static: the head and the loss.
-      inputs: the head's arrays.
+      inputs: the head's arrays, a mask among them.
       per_token: arrays `[N, ...]` that the loss reads; constants of differentiation.
       shared: arrays that it reads whole; likewise.
     """
@@ -118,65 +125,96 @@ one_pass_loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
 def _walk(walk: Walk, static: OnePass, asked: Asked, per_token: Any, shared: Any):
     """Loss, log-probs and entropy, and the gradients of the loss."""
-    head, inputs, primal = walk.head, walk.inputs, walk.inputs.hidden
-    columns = inputs.kernel.shape[head.v_dim]
+    primal = walk.inputs.hidden
+    weights = asked.weights(walk.inputs.kernel, walk.inputs.bias)
     # sums over devices sit in the loop over tokens, so every one of them has to take as many turns
-    sums_in_loop = bool(head.axes.tensor or walk.axes - varying(primal))
-    tokens = walk.tokens.equalized(walk.axes) if sums_in_loop else walk.tokens
-    weights = asked.weights(inputs.kernel, inputs.bias)
-    token_axes = walk.axes - set(head.axes.tensor)
+    sums_in_loop = bool(walk.head.axes.tensor or walk.axes - varying(primal))
+    first, rest = walk.tokens.divided(
+        static.first_tokens if asked.kernel else 0, walk.axes if sums_in_loop else frozenset()
+    )
+    of_block = partial(_token_block, static=static, asked=asked, per_token=per_token, shared=shared)
 
-    def token_block(slots, carry):
-        loss, stats, dhidden, dweights, z = carry
-        rows, targets = walk.rows(slots, slots.fresh), walk.targets(slots)
-
-        def logits_block(i, carry):
-            sums, z = carry
-            block = walk.block(i)
-            part = head.logits(rows, block, inputs.temperature)
-            return walk.add_sums(sums, part, slots, block), head.set_part(i, z, part, columns)
-
-        sums, z = lax.fori_loop(0, walk.vocabulary_blocks, logits_block, (walk.empty_sums(tokens.block), z))
-        sums = softmax.combine(sums, head.axes)
-        log_probs, entropy, residuals = softmax.finish(sums, (targets >= 0) & (targets < head.vocab_size))
-        counted = lambda x: x if slots.fresh is None else jnp.where(slots.fresh, x, 0)  # noqa: E731
-        rest = tokens.take(per_token, slots)
-        losses, vjp = jax.vjp(lambda p, h: counted(static.token_loss(p, h, rest, shared)), log_probs, entropy)
-        g, e = vjp(jnp.ones_like(losses))
-        e = e if static.rule.entropy == "bonus" else None
-        counts = (g != 0) if e is None else (g != 0) | (e != 0)
-        rows = jnp.where(counts[:, None], rows, 0)
-        factor = head.factor(rows)
-
-        def vocabulary_block(i, carry):
-            drows, dweights = carry
-            block = walk.block(i)
-            part = head.part(i, z, columns)
-            is_target = targets[:, None] == block.columns
-            dz = softmax.dlogits(part, is_target, walk.keep(slots, block), residuals, g, e, None, head.vocab_size)
-            dz = head.product_gradient(dz, part, counts, block, inputs.temperature)
-            drows = drows + head.hidden_gradient(dz, block) if asked.hidden else None
-            dblock = head.weight_gradients(dz, factor, weights)
-            return walk.vary((drows, jax.tree.map(partial(head.accumulate, i), dweights, dblock)))
-
-        drows = walk.zeros(*rows.shape) if asked.hidden else None
-        drows, dweights = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, (drows, dweights))
-        if asked.hidden:
-            dhidden = tokens.put(dhidden, psum_to(drows, varying(primal), primal.dtype), slots)
-        stats = tokens.write(stats, jax.tree.map(lambda x: vary(x, token_axes), (log_probs, entropy)), slots)
-        return vary(loss + losses.sum(), token_axes), stats, dhidden, dweights, z
-
+    token_axes = walk.axes - set(walk.head.axes.tensor)
     zeros = lambda axes, *shape, dtype=jnp.float32: vary(jnp.zeros(shape, dtype), axes)  # noqa: E731
-    N = tokens.count
-    start = (
+    N = walk.tokens.count
+    start = _Results(
         zeros(token_axes),
         (zeros(token_axes, N), zeros(token_axes, N) if static.rule.entropy != "none" else None),
         zeros(varying(primal), *walk.hidden.shape, dtype=primal.dtype) if asked.hidden else None,
         jax.tree.map(lambda x: walk.zeros(*x.shape), weights),
-        # of the block at hand; carried, since making it anew costs writing it once more
-        walk.zeros(tokens.block, head.window(columns)),
     )
-    loss, stats, dhidden, dweights, _ = tokens.loop(token_block, start)
-    dhidden = dhidden.reshape(primal.shape) if asked.hidden else None
-    dweights = jax.tree.map(head.reduce, dweights, weights)
-    return (_total(static, loss), *tokens.to_tokens(stats)), (dhidden, dweights)
+    with note(f"one pass, a first block of {first.block} tokens"):
+        out, _ = first.loop(partial(of_block, walk.over(first)), (start, None))
+    # Of the block at hand; carried, since making it anew costs writing it once more. What it holds at first is never
+    # read, and made from the gradient so far, so that it does not exist beside the first block's arrays.
+    shape = rest.block, walk.head.window(walk.inputs.kernel.shape[walk.head.v_dim])
+    z = walk.vary(jnp.broadcast_to(out.dweights.kernel[0, 0] if asked.kernel else 0.0, shape))
+    out, _ = rest.loop(partial(of_block, walk.over(rest)), (out, z))
+    dhidden = out.dhidden.reshape(primal.shape) if asked.hidden else None
+    dweights = jax.tree.map(walk.head.reduce, out.dweights, weights)
+    return (_total(static, out.loss), *rest.to_tokens(out.stats)), (dhidden, dweights)
+
+
+class _Results(NamedTuple):
+    """Of the blocks of tokens so far."""
+
+    loss: jax.Array
+    stats: Any  # log-probs and entropies, in slot order
+    dhidden: Any
+    dweights: Weights
+
+
+def _token_block(walk: Walk, slots: Slots, carry: tuple[_Results, Any], static, asked, per_token, shared):
+    """The results and the memory of the logits after a block of tokens; where that is None, dkernel's is taken."""
+    (loss, stats, dhidden, dweights), z = carry
+    head, tokens, primal = walk.head, walk.tokens, walk.inputs.hidden
+    columns = walk.inputs.kernel.shape[head.v_dim]
+    kept = Kept(1, tokens.block) if z is None else None
+    token_axes = walk.axes - set(head.axes.tensor)
+    rows, targets = walk.rows(slots, slots.fresh), walk.targets(slots)
+
+    def logits_block(i, carry):
+        sums, memory = carry
+        block = walk.block(i)
+        part = head.logits(rows, block, walk.inputs.temperature)
+        sums = walk.add_sums(sums, part, slots, block)
+        if kept is None:
+            return sums, head.set_part(i, memory, part, columns)
+        return sums, kept.write(memory, part, slots, block, head, i)
+
+    memory = dweights.kernel if z is None else z
+    start = walk.empty_sums(tokens.block), memory
+    sums, memory = lax.fori_loop(0, walk.vocabulary_blocks, logits_block, start)
+    if z is None:
+        dweights = dweights._replace(kernel=memory)
+    else:
+        z = memory
+    sums = softmax.combine(sums, head.axes)
+    log_probs, entropy, residuals = softmax.finish(sums, (targets >= 0) & (targets < head.vocab_size))
+    counted = lambda x: x if slots.fresh is None else jnp.where(slots.fresh, x, 0)  # noqa: E731
+    rest = tokens.take(per_token, slots)
+    losses, vjp = jax.vjp(lambda p, h: counted(static.token_loss(p, h, rest, shared)), log_probs, entropy)
+    g, e = vjp(jnp.ones_like(losses))
+    e = e if static.rule.entropy == "bonus" else None
+    counts = (g != 0) if e is None else (g != 0) | (e != 0)
+    rows = jnp.where(counts[:, None], rows, 0)
+    factor = head.factor(rows)
+
+    def vocabulary_block(i, carry):
+        drows, dweights = carry
+        block = walk.block(i)
+        part = head.part(i, z, columns) if kept is None else kept.read(dweights.kernel, slots, head, i)
+        is_target = targets[:, None] == block.columns
+        dz = softmax.dlogits(part, is_target, walk.keep(slots, block), residuals, g, e, None, head.vocab_size)
+        dz = head.product_gradient(dz, part, counts, block, walk.inputs.temperature)
+        drows = drows + head.hidden_gradient(dz, block) if asked.hidden else None
+        dblock = head.weight_gradients(dz, factor, dweights)
+        new = jax.tree.map(partial(head.accumulate if kept is None else head.set, i), dweights, dblock)
+        return walk.vary((drows, new))
+
+    drows = walk.zeros(*rows.shape) if asked.hidden else None
+    drows, dweights = lax.fori_loop(0, walk.vocabulary_blocks, vocabulary_block, (drows, dweights))
+    if asked.hidden:
+        dhidden = tokens.put(dhidden, psum_to(drows, varying(primal), primal.dtype), slots)
+    stats = tokens.write(stats, jax.tree.map(lambda x: vary(x, token_axes), (log_probs, entropy)), slots)
+    return _Results(vary(loss + losses.sum(), token_axes), stats, dhidden, dweights), z

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +32,13 @@ def _argsort(x: jax.Array) -> jax.Array:
     return vary_like(jnp.argsort(x, stable=True), x)
 
 
+def _most_of(blocks: jax.Array, names: frozenset[str]) -> jax.Array:
+    """The most that any device along the mesh axes has."""
+    blocks = blocks.astype(jnp.int32)
+    names &= varying(blocks)  # along the others they are equal already
+    return lax.pmax(blocks, tuple(sorted(names))) if names else blocks
+
+
 class Slots(NamedTuple):
     """One block of token slots."""
 
@@ -50,28 +58,36 @@ class TokenBlocks:
 
     def __init__(self, where: jax.Array | None, count: int, block: int):
         self.count, self.block = count, max(1, min(block, count))
+        self.begin: Any = 0  # the first slot of the first block
         self.most = -(-self.count // self.block)
         self.order: Any = None if where is None else _argsort(~where)
         self.total: Any = count if where is None else where.sum(dtype=jnp.int32)
         self.blocks: Any = (self.total + self.block - 1) // self.block
 
-    def equalized(self, names: frozenset[str]) -> TokenBlocks:
-        """The same with as many blocks on every device, so that a collective may sit in the loop."""
-        names &= varying(self.blocks)  # along the others they are equal already
-        if names:
-            self.blocks = lax.pmax(self.blocks, tuple(sorted(names)))
-        return self
+    def divided(self, first: int, names: frozenset[str]) -> tuple[TokenBlocks, TokenBlocks]:
+        """With a mask: a block of the first tokens, taken where so many count, and the blocks of those after it.
+
+        Args:
+          first: tokens of the first block; none for 0.
+          names: mesh axes along which every device is to have as many blocks, so that a collective may sit in the loop.
+        """
+        one, rest = copy.copy(self), copy.copy(self)
+        one.block, one.most = first, min(first, 1)
+        one.blocks = _most_of(self.total >= first, names) * one.most
+        rest.begin = first * one.blocks
+        rest.most = -(-max(self.count - first, first - 1) // self.block)
+        rest.blocks = _most_of((jnp.maximum(self.total - rest.begin, 0) + self.block - 1) // self.block, names)
+        return one, rest
 
     def slots(self, j: Any) -> Slots:
         """Block j; the last one overlaps the one before it rather than going past the end."""
-        start = jnp.clip(j * self.block, 0, self.count - self.block)
-        if self.order is None:
-            if self.count % self.block == 0:
-                return Slots(start, None, None)
-            return Slots(start, None, start + jnp.arange(self.block) >= j * self.block)
+        begin = self.begin + j * self.block
+        start = jnp.clip(begin, 0, self.count - self.block)
         slot = start + jnp.arange(self.block)
+        if self.order is None:
+            return Slots(start, None, slot >= begin if self.count % self.block else None)
         rows = lax.dynamic_slice_in_dim(self.order, start, self.block)
-        return Slots(start, rows, (slot >= j * self.block) & (slot < self.total))
+        return Slots(start, rows, (slot >= begin) & (slot < self.total))
 
     def loop_over_all(self, body: Callable[[Slots, Any], Any], carry: Any) -> Any:
         """`carry = body(slots, carry)` over all blocks, those without any token that counts included."""
