@@ -105,7 +105,7 @@ def main_part(args: argparse.Namespace) -> Records:
     took = {(r["group"], r["version"]): r["seconds"] for r in records}
     plain = min(r["over_floor"] for r in records if r["version"] in versions.PLAIN)
     print(f"\nover the three matmuls: fastest plain {plain:.3f}")
-    for name in ("jaxppo", "jaxppo, logits kept"):
+    for name in ("jaxppo", "jaxppo, logits not kept"):
         full, part = took["entropy", name], took["part", f"{name}, where"]
         print(
             f"{name}: {full / took['floor', versions.FLOOR]:.3f}; with a mask of {args.share:.0%} {part / full:.3f} of"

@@ -117,7 +117,7 @@ def chunked(case: Case, stats: Callable[..., Any]) -> Stats:
 
 
 def ours(
-    case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", where: str | None = None, keep: bool = False
+    case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", where: str | None = None, keep: bool = True
 ) -> Step:
     """`log_probs_from_hidden`; `where` names the batch whose loss mask it is given, `keep` is `keep_logits`."""
 
@@ -201,8 +201,8 @@ def groups(case: Case) -> dict[str, dict[str, Step]]:
             f"chunks of {CHUNK} tokens": _step(chunked(case, plain_stats)),
             "jaxppo": full,
             "jaxppo, where all": ours(case, where="batch"),
-            "jaxppo, logits kept": ours(case, keep=True),
-            "jaxppo, logits kept, where all": ours(case, where="batch", keep=True),
+            "jaxppo, logits not kept": ours(case, keep=False),
+            "jaxppo, logits not kept, where all": ours(case, where="batch", keep=False),
         },
         "log-probs": {
             **{name: _step(_from_logits(case, stats)) for name, stats in LOG_PROBS_ONLY.items()},
@@ -214,7 +214,7 @@ def groups(case: Case) -> dict[str, dict[str, Step]]:
             "plain, all tokens": masked(fastest),
             "plain, rows gathered": gathered(case, fastest),
             "jaxppo, where": masked(ours(case, where="part")),
-            "jaxppo, logits kept, where": masked(ours(case, where="part", keep=True)),
+            "jaxppo, logits not kept, where": masked(ours(case, where="part", keep=False)),
             "jaxppo, rows gathered": gathered(case, full),
         },
         "policy loss": {

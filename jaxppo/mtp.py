@@ -49,7 +49,8 @@ def mtp_loss(
       aggregation: the denominators of a depth, see `sft_loss`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
       normalizers: `mtp_normalizers` of the whole step where the batch is one of its micro-batches.
-      **head: of `log_probs_from_hidden`: kernel_layout, logit_softcap, vocab_size, specs and so on.
+      **head: of `log_probs_from_hidden`: kernel_layout, logit_softcap, vocab_size, specs and so on; `keep_logits` is
+        False, since there are several heads.
 
     Returns:
       The scalar f32 loss, and metrics: `mtp_loss` (adds up over micro-batches) and for each depth k
@@ -68,6 +69,7 @@ def mtp_loss(
     depths = len(hidden)
     kernels: list[Any] = [kernel] * depths if getattr(kernel, "ndim", 0) == 2 else list(kernel)
     _check_depths(depths, kernel=kernels, normalizers=normalizers)
+    head = {"keep_logits": False} | head
     total = jnp.float32(0)
     metrics: Metrics = {}
     for k in range(1, depths + 1):

@@ -1,4 +1,4 @@
-"""`keep_logits`: the same gradients from fewer products, in no more memory."""
+"""`keep_logits`, the default: the same gradients from fewer products, in no more memory."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import pytest
 from head_cases import check_head, head_arrays
 from test_from_hidden import FIVE_TOKENS, OPTIONS
 
-from jaxppo import log_probs_from_hidden
+from jaxppo import RolloutBatch, log_probs_from_hidden, mtp_loss
 from sharding import make_parallel_mesh
 from sharding.flops import count_flops
 
@@ -18,13 +18,14 @@ PRODUCT = 2 * N * H * V
 def test_options(name):
     of_arrays, options = OPTIONS[name]
     meshes = [None, make_parallel_mesh("tp=8"), make_parallel_mesh("dp=2,cp=2,tp=2")]
-    check_head(meshes, head_arrays(1026, **of_arrays), entropy="bonus", keep_logits=True, **options)
+    check_head(meshes, head_arrays(1026, **of_arrays), entropy="bonus", **options)
 
 
 @pytest.mark.parametrize("V", [97, 1000, 1024, 4097])
-def test_vocabularies_that_blocks_do_not_divide(V):
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_vocabularies_that_blocks_do_not_divide(V, keep_logits):
     meshes = [None, make_parallel_mesh("tp=8")]
-    check_head(meshes, head_arrays(V, with_where=True), keep_logits=True, block_bytes=FIVE_TOKENS)
+    check_head(meshes, head_arrays(V, with_where=True), keep_logits=keep_logits, block_bytes=FIVE_TOKENS)
 
 
 def step(layout="hv", where=None, wrt=(0, 1), dtype=jnp.float32, parallel=None, **options):
@@ -50,16 +51,28 @@ def products(*args, **options):
 @pytest.mark.parametrize("layout", ["hv", "vh"])
 @pytest.mark.parametrize("where", [None, jnp.ones((1, N), bool)])
 def test_a_quarter_of_the_tokens_is_computed_once(layout, where):
-    assert products(layout, where) == 4
-    assert products(layout, where, keep_logits=True) == 4 - H / N
+    assert products(layout, where, keep_logits=False) == 4
+    assert products(layout, where) == 4 - H / N
 
 
 def test_only_where_the_memory_is_there():
-    keep = {"keep_logits": True}
-    assert products(wrt=0, **keep) == 3  # a frozen head has no gradient to lend its memory
-    assert products(dtype=jnp.bfloat16, **keep) == 4
-    assert products(parallel=make_parallel_mesh("dp=1,tp=8"), **keep) == (4 - H / N) / 8
-    assert products(parallel=make_parallel_mesh("cp=8"), **keep) == 4 / 8  # a sum over devices
+    assert products(wrt=0) == 3  # a frozen head has no gradient to lend its memory
+    assert products(dtype=jnp.bfloat16) == 4
+    assert products(parallel=make_parallel_mesh("dp=1,tp=8")) == (4 - H / N) / 8
+    assert products(parallel=make_parallel_mesh("cp=8")) == 4 / 8  # a sum over devices
+
+
+def test_several_heads_keep_none():
+    ids, one, x = (jax.ShapeDtypeStruct((1, n), t) for n, t in ((N, jnp.int32), (1, jnp.int32), (N, jnp.float32)))
+    batch = RolloutBatch(ids, ids, ids, ids, x, one, one, one)
+    kernel, hidden = jax.ShapeDtypeStruct((H, V), jnp.float32), jax.ShapeDtypeStruct((2, 1, N, H), jnp.float32)
+
+    def of_two(**options):
+        loss = lambda *args: mtp_loss(*args, stop_head=False, **options)[0]  # noqa: E731
+        return count_flops(jax.jit(jax.grad(loss, (0, 1))).trace(hidden, kernel, batch).jaxpr).high / PRODUCT
+
+    assert of_two() == 2 * 4
+    assert of_two(keep_logits=True) == 2 * (4 - H / N)
 
 
 @pytest.mark.parametrize("layout", ["hv", "vh"])

@@ -46,7 +46,7 @@ def log_probs_from_hidden(
     kernel_spec: jax.sharding.PartitionSpec | None = None,
     hidden_spec: jax.sharding.PartitionSpec | None = None,
     block_bytes: int | None = None,
-    keep_logits: bool = False,
+    keep_logits: bool = True,
 ) -> TokenStats:
     """Log-probs of the targets, and the entropy, of a head's distribution, without its logits ever existing.
 
@@ -77,8 +77,8 @@ def log_probs_from_hidden(
       block_bytes: bytes of a block of f32 logits and their gradient, 8 MiB by default.
       keep_logits: keep the logits of the first H tokens for the backward in the memory that the kernel's gradient will
         take, where that is f32 and no sum over devices; elsewhere all are computed again. At T = 2 * H an eighth of the
-        work is saved, for no memory where the backward follows at once; several heads would hold theirs at a time. On
-        TPU, XLA copies that memory of an "hv" kernel.
+        work is saved, for no memory where the backward follows at once. False where it does not, or where a step has
+        several heads, each of which would hold its own until then.
 
     Returns:
       `TokenStats(log_probs, entropy, log_z, mean_logit, max_log_prob)`, `f32[R, T]` each, None if not asked for; the
@@ -186,7 +186,7 @@ def prepare_head(
     kernel_spec: jax.sharding.PartitionSpec | None = None,
     hidden_spec: jax.sharding.PartitionSpec | None = None,
     block_bytes: int | None = None,
-    keep_logits: bool = False,
+    keep_logits: bool = True,
 ) -> tuple[HeadCall, dict[str, Any]]:
     """The arguments of `log_probs_from_hidden`, checked: what is static, and the arrays by name for `shard_call`."""
     check_floating("hidden", hidden, 3, "[R, T, H]")
