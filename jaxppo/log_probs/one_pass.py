@@ -79,7 +79,9 @@ def one_pass_of(rule: Rule, inputs: Inputs, token_loss: TokenLoss, one_pass_byte
         return None
     first = min(H, N, (one_pass_bytes - fixed) // per_token) // 8 * 8
     first = first if first > most else 0
-    return OnePass(rule, first, even_block(N, most), block_columns, token_loss)
+    # even blocks of what the first leaves, since the last one computes again what it overlaps
+    others = N - first if N - first > most else N
+    return OnePass(rule, first, even_block(others, most), block_columns, token_loss)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
