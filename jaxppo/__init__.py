@@ -1,9 +1,5 @@
 """The loss layer of LLM reinforcement learning: hidden states or logits to loss, gradients and metrics on any mesh."""
 
-# isort: off
-from jaxppo import _foreign as _foreign  # before anything imports sharding
-
-# isort: on
 from jaxppo import advantages, metrics, presets
 from jaxppo.accumulate import accumulate_gradients
 from jaxppo.aggregation import Normalizer

@@ -14,9 +14,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 from jaxppo.batch import RolloutBatch
 from jaxppo.off_policy import OffPolicyConfig, weight_sums
-from sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 
 AGGREGATIONS = (
     "token_mean",

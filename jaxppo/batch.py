@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from jaxppo._sharding import Packed, ParallelMesh, Segments, ShardAxes, pack
 from jaxppo.validation import validate_batch
-from sharding import Packed, ParallelMesh, Segments, ShardAxes, pack
 
 _PER_SEGMENT = ("rewards", "sample_ids", "group_ids", "rollout_ids")
 _PER_TOKEN = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")

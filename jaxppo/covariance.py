@@ -10,13 +10,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.kl import log_ratio
 from jaxppo.log_probs.stats import TokenStats
 from jaxppo.loss import check_batch, old_log_probs
 from jaxppo.policy_losses import find_policy_loss
-from sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 
 _ARRAYS = ("loss_mask", "advantages", "segment_ids", "positions", "sample_ids")
 

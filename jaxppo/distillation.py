@@ -14,6 +14,7 @@ import jax.numpy as jnp  # noqa: F401  in the examples
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
+from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.divergence_rule import DivergenceRule, token_divergence
@@ -23,7 +24,6 @@ from jaxppo.log_probs.hidden_rule import Inputs, Rule
 from jaxppo.log_probs.stats import as_temperature, check_floating, check_where
 from jaxppo.metrics import Metrics, reduce_metric
 from jaxppo.token_losses import aggregate, check_denominators, specs
-from sharding import ParallelMesh, ShardAxes, shard_call
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "jensen_shannon")
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxppo._sharding import vary
 from jaxppo.log_probs import softmax
 from jaxppo.log_probs.head import Block
 from jaxppo.log_probs.hidden_rule import Inputs, Rule, Walk, gradients, values_and_asked
 from jaxppo.log_probs.tokens import Slots
-from sharding import vary
 
 
 @dataclasses.dataclass(frozen=True)

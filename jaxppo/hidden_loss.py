@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig, is_zero
@@ -30,8 +31,6 @@ from jaxppo.loss import (
 )
 from jaxppo.metrics import Metrics
 from jaxppo.policy_losses import PolicyLoss
-from sharding import ParallelMesh, Segments, ShardAxes, shard_call
-from sharding.program import note
 
 ONE_PASS_BYTES = 48 * 2**20
 _PER_SEGMENT = ("rewards", "sample_ids", "group_ids", "rollout_ids")

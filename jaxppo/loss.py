@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, shard_call
 from jaxppo.aggregation import Normalizer, mean_weight, normalize, token_weights, weighted_sum
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig, is_zero
@@ -25,7 +26,6 @@ from jaxppo.log_probs.stats import TokenStats
 from jaxppo.metrics import Composite, Metric, Metrics, Term, reduce_metrics
 from jaxppo.off_policy import correction as off_policy_correction
 from jaxppo.policy_losses import find_policy_loss
-from sharding import ParallelMesh, Segments, ShardAxes, shard_call
 
 _OLD = {"trainer": "old_log_probs", "sampler": "rollout_log_probs"}
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from sharding import ShardAxes, vary
+from jaxppo._sharding import ShardAxes, vary
 
 Reduce = Literal["mean", "sum", "min", "max"]
 _REDUCTIONS = ("mean", "sum", "min", "max")

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.batch import RolloutBatch
 from jaxppo.kl import MAX_LOG_RATIO, log_ratio
 from jaxppo.metrics import Metric, Metrics, reduce_metric
 from jaxppo.token_losses import check_like_batch
-from sharding import ParallelMesh, ShardAxes, shard_call
 
 
 def mismatch_metrics(

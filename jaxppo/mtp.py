@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxppo._sharding import ParallelMesh, ShardAxes, shift_left
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.log_probs import log_probs_from_hidden
 from jaxppo.metrics import Metric, Metrics
 from jaxppo.sft import sft_loss
-from sharding import ParallelMesh, ShardAxes, shift_left
 
 
 def mtp_loss(

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxppo._sharding import Segments, vary
 from jaxppo.kl import MAX_LOG_RATIO, log_ratio
-from sharding import Segments, vary
 
 Level = Literal["none", "token", "sequence", "geometric"]
 _STATISTICS = tuple(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3"))

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxppo._sharding import Segments
 from jaxppo.kl import MAX_LOG_RATIO, log_ratio
-from sharding import Segments
 
 if TYPE_CHECKING:
     from jaxppo.config import PolicyLossConfig

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary_like
 from jaxppo.batch import RolloutBatch, Sample
-from sharding import ParallelMesh, ShardAxes, shard_call, vary_like
 
 Recorded = Sequence[Sequence[Any]]
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.log_probs.stats import TokenStats
 from jaxppo.metrics import Metrics, reduce_metric
 from jaxppo.token_losses import aggregate, check_denominators, check_like_batch, specs
-from sharding import ParallelMesh, ShardAxes, shard_call
 
 
 def sft_loss(

@@ -10,10 +10,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jaxppo._sharding import ParallelMesh, ShardAxes
 from jaxppo.aggregation import Normalizer, check_aggregation, normalize, token_weights, weighted_sum
 from jaxppo.batch import RolloutBatch
 from jaxppo.metrics import Metric
-from sharding import ParallelMesh, ShardAxes
 
 
 def check_denominators(aggregation: str, aggregation_norm: float | None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sharding import ParallelMesh, check_row_length, logical_positions, row_multiple
+from jaxppo._sharding import ParallelMesh, check_row_length, logical_positions, row_multiple
 
 if TYPE_CHECKING:
     from jaxppo.batch import RolloutBatch

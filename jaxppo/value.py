@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.metrics import Metrics, reduce_metric
 from jaxppo.token_losses import aggregate, check_denominators, check_like_batch, specs
-from sharding import ParallelMesh, ShardAxes, shard_call
 
 ClipFraction = Literal["worse", "outside"]
 

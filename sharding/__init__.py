@@ -1,21 +1,29 @@
 """Meshes, axis roles, sequence layouts, packing, collectives and audits. Knows nothing of reinforcement learning."""
 
-from sharding.layout import check_row_length, logical_positions, physical_places, row_multiple
-from sharding.mesh import ParallelMesh, ShardAxes, make_parallel_mesh, shard_call, vary, vary_like, varying
-from sharding.packing import Packed, pack, unpack
-from sharding.redistribute import redistribute
-from sharding.scan import scan_affine, scan_shard
-from sharding.segments import Segments, segment_sum
-from sharding.shift import shift_left, shift_shard
+from .audit import Audit, Collective, audit
+from .layout import check_row_length, logical_positions, physical_places, row_multiple
+from .mesh import ParallelMesh, ShardAxes, check_parallel, make_parallel_mesh, shard_call, vary, vary_like, varying
+from .packing import Packed, pack, unpack
+from .program import note
+from .redistribute import check_context_rows, redistribute
+from .scan import scan_affine, scan_shard
+from .segments import Segments, segment_sum
+from .shift import shift_left, shift_shard
 
 __all__ = [
+    "Audit",
+    "Collective",
     "Packed",
     "ParallelMesh",
     "Segments",
     "ShardAxes",
+    "audit",
+    "check_context_rows",
+    "check_parallel",
     "check_row_length",
     "logical_positions",
     "make_parallel_mesh",
+    "note",
     "pack",
     "physical_places",
     "redistribute",

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from sharding.flops import Flops, count_flops
-from sharding.program import notes
+from .flops import Flops, count_flops
+from .program import notes
 
 _OPS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
 _ITEM_BITS = {"pred": 8, "bf16": 16, "f16": 16, "c64": 64, "c128": 128}

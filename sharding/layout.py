@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from sharding.mesh import check_layout
+from .mesh import check_layout
 
 
 def row_multiple(layout: str, shards: int) -> int:

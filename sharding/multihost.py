@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
-from sharding.mesh import ParallelMesh
+from .mesh import ParallelMesh
 
 
 def start(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Num, Shaped
 
-from sharding.layout import check_row_length, logical_positions, row_multiple
-from sharding.mesh import ParallelMesh
-from sharding.multihost import local_data_size
+from .layout import check_row_length, logical_positions, row_multiple
+from .mesh import ParallelMesh
+from .multihost import local_data_size
 
 Agree = Callable[[tuple[int, ...]], tuple[int, ...]]
 

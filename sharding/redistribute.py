@@ -12,9 +12,9 @@ from jax import lax
 from jax.custom_derivatives import linear_call
 from jaxtyping import Array, Int
 
-from sharding.layout import check_row_length, held_at, logical_positions, padded_ends, physical_places, place_of
-from sharding.mesh import ParallelMesh, ShardAxes, check_layout, shard_call, vary, varying
-from sharding.segments import Segments
+from .layout import check_row_length, held_at, logical_positions, padded_ends, physical_places, place_of
+from .mesh import ParallelMesh, ShardAxes, check_layout, shard_call, vary, varying
+from .segments import Segments
 
 PER_SEGMENT = "zigzag_per_segment"
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from sharding.mesh import ParallelMesh, ShardAxes, shard_call, vary, vary_like
-from sharding.redistribute import PER_SEGMENT, check_context_rows, check_rows, segment_lengths_and_ends, take, to_layout
-from sharding.shift import SegmentPieces
+from .mesh import ParallelMesh, ShardAxes, shard_call, vary, vary_like
+from .redistribute import PER_SEGMENT, check_context_rows, check_rows, segment_lengths_and_ends, take, to_layout
+from .shift import SegmentPieces
 
 
 def scan_affine(

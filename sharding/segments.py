@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
-from sharding.mesh import ParallelMesh, ShardAxes, shard_call, vary, vary_like
+from .mesh import ParallelMesh, ShardAxes, shard_call, vary, vary_like
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from sharding.layout import held_at
-from sharding.mesh import ParallelMesh, ShardAxes, shard_call, vary
-from sharding.redistribute import PER_SEGMENT, check_context_rows, check_rows, segment_lengths_and_ends, take, to_layout
+from .layout import held_at
+from .mesh import ParallelMesh, ShardAxes, shard_call, vary
+from .redistribute import PER_SEGMENT, check_context_rows, check_rows, segment_lengths_and_ends, take, to_layout
 
 
 def shift_left(

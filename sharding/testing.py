@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sharding.mesh import ParallelMesh, make_parallel_mesh
+from .mesh import ParallelMesh, make_parallel_mesh
 
 
 def emulate_devices(count: int = 8) -> None:

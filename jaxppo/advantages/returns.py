@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxppo._sharding import Segments, ShardAxes, check_context_rows, scan_shard, shard_call, shift_shard
 from jaxppo.advantages.groups import Singletons, dr_grpo
 from jaxppo.advantages.tokens import Parallel, check_tokens, spread, whiten
-from sharding import Segments, ShardAxes, scan_shard, shard_call, shift_shard
-from sharding.redistribute import check_context_rows
 
 Masked = Literal["skip", "discount"]
 

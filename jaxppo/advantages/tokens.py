@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from sharding import ParallelMesh, Segments, ShardAxes, shard_call
+from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, shard_call
 
 Parallel = ParallelMesh | ShardAxes | None
 

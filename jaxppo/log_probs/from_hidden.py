@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.log_probs.head import LANES
 from jaxppo.log_probs.head_placement import HeadPlacement, place_head
 from jaxppo.log_probs.hidden_rule import Inputs, Rule, token_stats
@@ -22,7 +23,6 @@ from jaxppo.log_probs.stats import (
     check_where,
 )
 from jaxppo.log_probs.tokens import even_block
-from sharding import ParallelMesh, ShardAxes, shard_call
 
 BLOCK_BYTES = 8 * 2**20
 ONE_BLOCK, MAX_TOKENS, MIN_COLUMNS, MAX_COLUMNS = 2048, 1024, 512, 2048

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.log_probs import softmax
 from jaxppo.log_probs.stats import (
     Entropy,
@@ -21,7 +22,6 @@ from jaxppo.log_probs.stats import (
     check_where,
 )
 from jaxppo.log_probs.varying import as_primal
-from sharding import ParallelMesh, ShardAxes, shard_call
 
 
 def log_probs_from_logits(

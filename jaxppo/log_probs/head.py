@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxppo._sharding import ShardAxes, vary, varying
 from jaxppo.log_probs.tokens import even_block
 from jaxppo.log_probs.varying import as_primal, psum_in_blocks, psum_to
-from sharding import ShardAxes, vary, varying
 
 Names = tuple[str, ...]
 LANES = 128  # of an accelerator's registers

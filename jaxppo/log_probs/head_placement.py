@@ -8,10 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxppo._sharding import ParallelMesh, ShardAxes, check_parallel, varying
 from jaxppo.log_probs.head import Head
 from jaxppo.log_probs.stats import check_floating, check_vocab_size
-from sharding import ParallelMesh, ShardAxes, varying
-from sharding.mesh import check_parallel
 
 Names = tuple[str, ...]
 

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxppo._sharding import vary, varying
 from jaxppo.log_probs import softmax
 from jaxppo.log_probs.head import Block, Head, Weights
 from jaxppo.log_probs.kept import Kept
 from jaxppo.log_probs.tokens import Slots, TokenBlocks
 from jaxppo.log_probs.varying import as_primal, psum_in_blocks, psum_to
-from sharding import vary, varying
 
 
 class Inputs(NamedTuple):

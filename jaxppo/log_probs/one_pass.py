@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxppo._sharding import note, vary, varying
 from jaxppo.log_probs import softmax
 from jaxppo.log_probs.head import Weights
 from jaxppo.log_probs.hidden_rule import Asked, Inputs, Rule, Walk, device_axes, evaluate, values_and_asked
 from jaxppo.log_probs.kept import Kept
 from jaxppo.log_probs.tokens import Slots, even_block
 from jaxppo.log_probs.varying import psum_to
-from sharding import vary, varying
-from sharding.program import note
 
 # A block of fewer tokens reads and writes the kernel's gradient too often to gain from the product that it saves.
 MIN_TOKENS = 128

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from sharding import ShardAxes, vary
+from jaxppo._sharding import ShardAxes, vary
 
 
 class Sums(NamedTuple):

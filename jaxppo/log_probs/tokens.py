@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding import vary_like, varying
+from jaxppo._sharding import vary_like, varying
 
 
 def even_block(count: int, most: int, multiple: int = 8) -> int:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding import vary, varying
+from jaxppo._sharding import vary, varying
 
 
 def as_primal(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
