@@ -70,8 +70,7 @@ def draw(case: Case, seed: int = 0) -> dict[str, Any]:
         positions=jnp.arange(T, dtype=jnp.int32)[None],
         loss_mask=jnp.ones((1, T)),
         sample_ids=one,
-        group_ids=one,
-        rollout_ids=one,
+        real_last_targets=True,
         advantages=advantages,
         old_log_probs=jnp.full((1, T), -np.log(V), jnp.float32),
     )

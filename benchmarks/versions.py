@@ -124,10 +124,8 @@ def ours(
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         stats = log_probs_from_hidden(
             hidden,
-            kernel,
+            case.sizes.head(kernel),
             data["targets"],
-            kernel_layout=case.sizes.layout,
-            logit_softcap=case.sizes.softcap,
             entropy=entropy,
             where=None if where is None else data[where].loss_mask > 0,
             keep_logits=keep,
@@ -177,13 +175,7 @@ def our_policy_loss(case: Case, one_pass_mib: int, batch: str = "batch") -> Step
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         return policy_loss_from_hidden(
-            hidden,
-            kernel,
-            data[batch],
-            CONFIG,
-            one_pass_bytes=one_pass_mib * 2**20,
-            kernel_layout=case.sizes.layout,
-            logit_softcap=case.sizes.softcap,
+            hidden, case.sizes.head(kernel), data[batch], CONFIG, one_pass_bytes=one_pass_mib * 2**20
         )[0]
 
     return _gradients(loss)

@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jaxppo
 from examples.attention import context_attention
 from examples.model import Decoder, ModelConfig
-from jaxppo import PolicyLossConfig, RolloutBatch, TokenStats, advantages
+from jaxppo import Head, PolicyLossConfig, RolloutBatch, TokenStats, advantages
 from jaxppo.metrics import values
-from jaxppo.policy_losses import find_policy_loss
 from sharding import ParallelMesh
 
 Metrics = dict[str, jax.Array]
@@ -65,10 +64,12 @@ class Learner:
         )
         return TrainState(named, moments, named, everywhere, everywhere, everywhere)
 
-    def _head(self, params: nnx.State, batch: RolloutBatch) -> tuple[jax.Array, jax.Array]:
+    def _head(self, params: nnx.State, batch: RolloutBatch) -> tuple[jax.Array, Head]:
+        """Final hidden states, and the head that makes logits of them."""
         model: Decoder = nnx.merge(self.graphdef, params)
         attend = context_attention(batch.segment_ids, batch.positions, self.parallel)
-        return model(batch.tokens, batch.positions, attend), model.head.kernel[...]
+        head = Head(model.head.kernel[...], layout="hv", vocab_size=self.model.vocab_size)
+        return model(batch.tokens, batch.positions, attend), head
 
     def token_stats(self, params: nnx.State, batch: RolloutBatch) -> TokenStats:
         """Log-probs of the targets that carry loss; the logits never exist."""
@@ -76,9 +77,7 @@ class Learner:
             *self._head(params, batch),
             batch.targets,
             parallel=self.parallel,
-            temperature=self.loss.temperature,
             where=batch.loss_mask > 0,
-            vocab_size=self.model.vocab_size,
         )
 
     def _apply(self, params: nnx.State, state: Any, gradients: nnx.State) -> tuple[nnx.State, Any, Metrics]:
@@ -105,26 +104,23 @@ class Learner:
         """
         old = self.token_stats(state.params, batch)
         assert batch.rewards is not None  # the task gave every sample one
+        assert batch.group_ids is not None
         by_sample = advantages.grpo(batch.rewards, batch.group_ids, parallel=self.parallel)
         batch = dataclasses.replace(
             batch,
             old_log_probs=old.log_probs,
             ref_log_probs=self.token_stats(state.reference, batch).log_probs,
-            advantages=advantages.spread(by_sample, batch.segment_ids, batch.loss_mask, parallel=self.parallel),
+            advantages=advantages.spread(by_sample, batch, parallel=self.parallel),
         )
-        covariance = None
-        if find_policy_loss(self.loss.loss).covariance is not None:
+        selected = None
+        if self.loss.loss.selects is not None:
             key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-            covariance = jaxppo.covariance_mask(old, batch, self.loss, key, self.parallel)
+            selected = jaxppo.covariance_mask(old, batch, self.loss, key, self.parallel)
 
         def loss_of(params: nnx.State) -> Any:
+            hidden, head = self._head(params, batch)
             return jaxppo.policy_loss_from_hidden(
-                *self._head(params, batch),
-                batch,
-                self.loss,
-                parallel=self.parallel,
-                covariance=covariance,
-                vocab_size=self.model.vocab_size,
+                hidden, head, batch, self.loss, parallel=self.parallel, selected=selected
             )
 
         def update(carry: tuple[nnx.State, Any], _: None) -> Any:

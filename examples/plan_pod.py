@@ -14,13 +14,13 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jaxppo import log_probs_from_hidden
+from jaxppo import Head, log_probs_from_hidden
 from sharding import ParallelMesh, make_parallel_mesh
 from sharding.audit import Audit, audit
 
@@ -35,8 +35,12 @@ class HeadSizes:
     softcap: float | None = None
 
     @property
-    def layout(self) -> str:
+    def layout(self) -> Literal["hv", "vh"]:
         return "vh" if self.tied else "hv"
+
+    def head(self, kernel: jax.Array, spec: jax.sharding.PartitionSpec | None = None) -> Head:
+        """The head with this kernel."""
+        return Head(kernel, layout=self.layout, softcap=self.softcap, spec=spec)
 
     @property
     def kernel_shape(self) -> tuple[int, int]:
@@ -85,7 +89,8 @@ def plan(sizes: HeadSizes, tokens: int, dtype: Any, parallel: ParallelMesh) -> d
       ValueError: a hidden size or a token count that the mesh does not divide.
     """
     divides = sizes.vocab_size % parallel.tensor_size == 0  # else JAX cannot shard the kernel over the tensor axis
-    roles = parallel if divides else dataclasses.replace(parallel, tensor=())
+    tensor = {"tensor": (), "replicated": parallel.tensor}
+    roles = parallel if divides else dataclasses.replace(parallel, **tensor)
     shape = (parallel.data_size, tokens * parallel.context_size)
     described = lambda dims, dtype, spec: jax.ShapeDtypeStruct(dims, dtype, sharding=parallel.sharding(spec))  # noqa: E731
     hidden = described((*shape, sizes.hidden_size), dtype, parallel.hidden_spec)
@@ -96,12 +101,9 @@ def plan(sizes: HeadSizes, tokens: int, dtype: Any, parallel: ParallelMesh) -> d
     def ours(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> Any:
         stats = log_probs_from_hidden(
             hidden,
-            kernel,
+            sizes.head(kernel, roles.kernel_spec(sizes.layout)),
             targets,
             parallel=parallel,
-            kernel_layout=sizes.layout,
-            kernel_spec=roles.kernel_spec(sizes.layout),
-            logit_softcap=sizes.softcap,
             entropy="bonus",
         )
         return stats.log_probs, stats.entropy

@@ -92,8 +92,7 @@ class Packer:
         row_length = _SEQUENCES_PER_ROW * _round_up(self.longest, multiple)
         rows = _round_up(-(-self.batch_size // _SEQUENCES_PER_ROW), self.parallel.data_size)
         shape = {"row_length": row_length, "rows": rows, "num_segments": _SEQUENCES_PER_ROW}
-        batch = RolloutBatch.from_samples(samples, parallel=self.parallel, **shape)
-        return jax.device_put(batch, jax.tree.map(self.parallel.sharding, batch.specs(self.parallel)))
+        return RolloutBatch.from_samples(samples, parallel=self.parallel, **shape).put(self.parallel)
 
 
 def _round_up(number: int, multiple: int) -> int:

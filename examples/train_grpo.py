@@ -26,11 +26,11 @@ from examples.report import Report
 from examples.rollouts import Packer, Rollouts, answers
 from examples.sampler import make_sampler
 from examples.tasks import TASKS, Task
-from jaxppo import PolicyLossConfig
-from jaxppo.policy_losses import POLICY_LOSSES
+from jaxppo import KL, PolicyLossConfig, policy_losses
 from sharding import make_parallel_mesh
 from sharding.mesh import LAYOUTS
 
+TEMPERATURE = 1.0  # of sampling; the trainer divides logits by the same, which 1 leaves out
 EMULATED_DEVICES = 8  # on a machine with nothing but a CPU
 
 
@@ -46,7 +46,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--context-layout", default="contiguous", choices=LAYOUTS, help="how a row lies over the context shards")
     add("--task", default="spell_backward", choices=sorted(TASKS), help="a generator and verifier of reasoning-gym")
     add("--steps", type=_at_least(0), default=300, help="GRPO steps of the whole run")
-    add("--loss", default="ppo", choices=sorted(POLICY_LOSSES))
+    add("--loss", default="ppo", choices=sorted(policy_losses.BY_NAME))
     add("--entropy-coef", type=float, default=0.01)
     add("--kl-coef", type=float, default=0.0, help="of the penalty against the supervised model")
     add("--seed", type=_at_least(0), default=0)
@@ -100,7 +100,9 @@ def set_up(args: argparse.Namespace) -> Run:
     devices = jax.devices()
     mesh = args.mesh or ("dp=2,cp=2,tp=2" if len(devices) == 8 else f"dp={len(devices)},cp=1,tp=1")
     parallel = make_parallel_mesh(mesh, context_layout=args.context_layout, devices=devices)
-    loss = PolicyLossConfig(loss=args.loss, clip_high=0.28, entropy_coef=args.entropy_coef, kl_coef=args.kl_coef)
+    clip = {"clip_high": 0.28} if args.loss == "ppo" else {}
+    kl = KL(args.kl_coef)
+    loss = PolicyLossConfig(policy_losses.by_name(args.loss, **clip), kl=kl, entropy_coef=args.entropy_coef)
     batch_size = args.prompts * args.samples
     task = Task(args.task, args.seed, args.held_out)
     longest = task.prompt_length + task.response_length
@@ -148,8 +150,7 @@ def grpo_step(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     state, step = run.state, int(run.state.step)
     questions, position = run.task.take(int(state.position), args.prompts)
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), step)
-    temperature = run.learner.loss.temperature
-    samples = run.rollouts.sample(state.params, questions, args.samples, key, temperature)
+    samples = run.rollouts.sample(state.params, questions, args.samples, key, TEMPERATURE)
     state = dataclasses.replace(state, position=np.int32(position))
     run.state, metrics = run.learner.grpo_step(state, run.pack(samples))
     numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}

@@ -19,9 +19,11 @@ def accumulate_gradients(
 ) -> Callable[[Any], tuple[tuple[Float[Array, ""], Metrics], Any]]:
     """`jax.value_and_grad` of a whole step, one micro-batch at a time: sum over k of loss_fn(params, micro_batches[k]).
 
-    One `lax.scan`, so one program whatever K is, with one set of gradient buffers, f32. The sum is the loss of the
-    whole step where each loss is normalised by the step: put the `Normalizer.from_batches` of the stacked
-    micro-batches (and for clip_cov and kl_cov their `covariance_mask`) into `micro_batches` beside them.
+    The sum is the loss of the whole step only where each loss is normalised by the whole step: put the
+    `Normalizer.from_batches` of the stacked micro-batches (and for ClipCov and KLCov their `covariance_mask`) into
+    `micro_batches` beside them. A loss of this package without one is refused here, since the mean of the means of
+    uneven micro-batches is another number. One `lax.scan`, so one program whatever K is, with one set of f32 gradient
+    buffers.
 
     Args:
       loss_fn: (params, micro_batch) -> (scalar loss, metrics).
@@ -32,8 +34,7 @@ def accumulate_gradients(
       the micro-batches, gradients in the dtypes of params.
 
     Raises:
-      ValueError: arrays without a common leading K, or with K = 0; a loss of this package without a `Normalizer`,
-        which would take each micro-batch for a step.
+      ValueError: arrays without a common leading K, or with K = 0; a loss of this package without a `Normalizer`.
 
     Example:
       >>> from jaxppo.metrics import Metric
@@ -51,7 +52,7 @@ def accumulate_gradients(
     def run(params: Any) -> tuple[tuple[Float[Array, ""], Metrics], Any]:
         def step(carry: Any, micro_batch: Any) -> Any:
             loss, gradients = carry
-            with part_of_a_step():
+            with part_of_a_step(True):
                 (part, metrics), more = value_and_grad(params, micro_batch)
             gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more)
             return (loss + part, gradients), metrics

@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from jaxppo._arrays import Aggregation, check_choice
 from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 from jaxppo.batch import RolloutBatch
+from jaxppo.by_id import ById
 from jaxppo.off_policy import OffPolicyConfig, weight_sums
 
-AGGREGATIONS = (
-    "token_mean",
-    "token_sum",
-    "sequence_mean_token_sum",
-    "sequence_mean_token_mean",
-    "sequence_mean_token_sum_norm",
-    "rollout_mean",
+# Part of the key of jit's caches, so that no trace from before answers for a part of a step.
+part_of_a_step = jax.make_user_context(False)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "sequences", "denominators", "weight_mean"],
+    meta_fields=["aggregation"],
 )
-
-
-_part_of_a_step: contextvars.ContextVar[bool] = contextvars.ContextVar("part_of_a_step", default=False)
-
-
-@contextlib.contextmanager
-def part_of_a_step() -> Iterator[None]:
-    """While tracing inside, a batch is a part of a step: its own denominators are refused."""
-    token = _part_of_a_step.set(True)
-    try:
-        yield
-    finally:
-        _part_of_a_step.reset(token)
-
-
-def check_aggregation(what: str, aggregation: str) -> None:
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"{what}: got {aggregation!r}, expected one of {', '.join(AGGREGATIONS)}")
-
-
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Normalizer:
     """The denominators of a whole optimiser step, so that its micro-batches add up to exactly the full batch.
@@ -58,11 +38,12 @@ class Normalizer:
       tokens: `f32[]`, the sum of the loss mask.
       sequences: `f32[]`, how many sequences ("rollout_mean": rollouts) have a loss token.
       denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
+      aggregation: what they are the denominators of; static.
       weight_mean: `f32[]`, the mean importance weight, for `OffPolicyConfig(batch_normalize=True)`; else None.
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 2, 0]]), jnp.array([[0, 1]])
-      >>> batch = RolloutBatch(ids, ids, ids, ids, jnp.array([[1.0, 1.0, 1.0, 0.0]]), one, one, one)
+      >>> batch = RolloutBatch(ids, ids, ids, ids, jnp.array([[1.0, 1.0, 1.0, 0.0]]), one)
       >>> normalizer = Normalizer.from_batches(batch, "token_mean")
       >>> float(normalizer.tokens), float(normalizer.sequences), normalizer.denominators.tolist()
       (3.0, 2.0, [[2.0, 1.0]])
@@ -71,13 +52,14 @@ class Normalizer:
     tokens: Float[Array, ""]
     sequences: Float[Array, ""]
     denominators: Float[Array, "R S"]
+    aggregation: Aggregation
     weight_mean: Float[Array, ""] | None = None
 
     @classmethod
     def from_batches(
         cls,
         micro_batches: RolloutBatch,
-        aggregation: str,
+        aggregation: Aggregation,
         *,
         off_policy: OffPolicyConfig | None = None,
         parallel: ParallelMesh | ShardAxes | None = None,
@@ -96,90 +78,121 @@ class Normalizer:
         Raises:
           ValueError: an unknown aggregation, log-probs that `off_policy` needs and the batch lacks.
         """
-        check_aggregation("aggregation", aggregation)
+        check_choice("aggregation", aggregation, Aggregation)
+        of_weights = off_policy if off_policy is not None and off_policy.batch_normalize else None
+        if of_weights is not None:
+            for name in ("old_log_probs", "rollout_log_probs"):
+                if getattr(micro_batches, name) is None:
+                    raise ValueError(f"micro_batches.{name}: got None, expected f32[R, T] for batch_normalize")
         stacked = micro_batches.loss_mask.ndim == 3
-        names = ["loss_mask", "segment_ids", "rollout_ids"]
-        if off_policy is not None and off_policy.batch_normalize:
-            names += ["old_log_probs", "rollout_log_probs"]
-        args = {name: getattr(micro_batches, name) for name in names}
-        for name, array in args.items():
-            if array is None:
-                raise ValueError(f"micro_batches.{name}: got None, expected f32[R, T] for off_policy.batch_normalize")
-
-        def per_shard(axes: ShardAxes, *arrays: jax.Array) -> Normalizer:
-            mask, segment_ids, rollout_ids, *log_probs = (x.reshape(-1, x.shape[-1]) for x in arrays)
-            normalizer = normalize(axes, mask, segment_ids, rollout_ids, aggregation)
-            if off_policy is not None and log_probs:
-                segments = Segments(segment_ids, rollout_ids.shape[1], axes)
-                weight_mean = mean_weight(log_probs[0], log_probs[1], mask, segments, off_policy)
-                normalizer = dataclasses.replace(normalizer, weight_mean=weight_mean)
-            if not stacked:
-                return normalizer
-            denominators = normalizer.denominators.reshape(arrays[2].shape)
-            repeat = lambda x: jnp.broadcast_to(x, denominators.shape[:1])  # noqa: E731
-            scalars = dataclasses.replace(normalizer, denominators=normalizer.tokens)
-            return dataclasses.replace(jax.tree.map(repeat, scalars), denominators=denominators)
 
         def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
-            of = micro_batches.specs(parallel)
-            return [getattr(of, name) for name in names], Normalizer.specs(parallel, stacked)
+            return [micro_batches.specs(parallel)], Normalizer.specs(parallel, aggregation, stacked)
 
-        return shard_call("Normalizer.from_batches", per_shard, parallel, args, specs)
+        static = (aggregation, of_weights)
+        args = {"micro_batches": micro_batches}
+        found: Normalizer = shard_call("Normalizer.from_batches", _of_step, parallel, args, specs, static)
+        return found
 
     @staticmethod
-    def specs(parallel: ParallelMesh, stacked: bool = False) -> Normalizer:
+    def specs(parallel: ParallelMesh, aggregation: Aggregation, stacked: bool = False) -> Normalizer:
         """The PartitionSpecs of its fields, for `shard_call`."""
         rows = P(None, *parallel.rows_spec) if stacked else parallel.rows_spec
-        return Normalizer(P(), P(), rows, P())  # type: ignore[arg-type]
+        return Normalizer(P(), P(), rows, aggregation, P())  # type: ignore[arg-type]
 
 
-def mean_weight(
-    old_log_probs: Float[Array, "R T"],
-    rollout_log_probs: Float[Array, "R T"],
-    loss_mask: Float[Array, "R T"],
-    segments: Segments,
-    off_policy: OffPolicyConfig,
-) -> Float[Array, ""]:
-    """Per-shard: the mean importance weight of all data and context shards."""
-    total, count = weight_sums(old_log_probs, rollout_log_probs, loss_mask, segments, off_policy)
-    return total / jnp.maximum(count, 1)
+def _of_step(
+    axes: ShardAxes, static: tuple[Aggregation, OffPolicyConfig | None], micro_batches: RolloutBatch
+) -> Normalizer:
+    shape = micro_batches.sample_ids.shape
+    batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), micro_batches)
+    normalizer = normalize(batch, batch.segments(axes), *static)
+    if len(shape) == 2:
+        return normalizer
+    repeat = lambda x: jnp.broadcast_to(x, shape[:1])  # noqa: E731
+    scalars = jax.tree.map(repeat, dataclasses.replace(normalizer, denominators=None))  # type: ignore[arg-type]
+    return dataclasses.replace(scalars, denominators=normalizer.denominators.reshape(shape))
 
 
 def normalize(
-    axes: ShardAxes,
-    loss_mask: Float[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
-    rollout_ids: Int[Array, "R S"],
-    aggregation: str,
+    batch: RolloutBatch, segments: Segments, aggregation: Aggregation, off_policy: OffPolicyConfig | None = None
 ) -> Normalizer:
-    """The per-shard computation of a `Normalizer`."""
-    if _part_of_a_step.get() and aggregation != "token_sum":
+    """Per-shard: the `Normalizer` of rows that are a whole step."""
+    mask = lax.stop_gradient(batch.loss_mask.astype(jnp.float32))
+    if aggregation != "token_sum":
+        segments.axes.check_complete(f"the denominator of aggregation={aggregation!r}", mask)
+    counts = segments.sum(mask)
+    tokens = segments.axes.psum(vary(counts.sum(), segments.axes.data), segments.axes.data)
+    sequences, denominators = _rollouts(batch, segments, counts) if aggregation == "rollout_mean" else (None, counts)
+    if sequences is None:
+        present = vary((counts > 0).sum(dtype=jnp.float32), segments.axes.data)
+        sequences = segments.axes.psum(present, segments.axes.data)
+    weight_mean = None
+    if off_policy is not None and off_policy.batch_normalize:
+        assert batch.old_log_probs is not None  # whoever calls this sees to it
+        assert batch.rollout_log_probs is not None
+        old, rollout = batch.old_log_probs, batch.rollout_log_probs
+        total, count = weight_sums(old, rollout, mask, segments, off_policy)
+        weight_mean = total / jnp.maximum(count, 1)
+    return Normalizer(tokens, sequences, denominators, aggregation, weight_mean)
+
+
+def _rollouts(
+    batch: RolloutBatch, segments: Segments, counts: Float[Array, "R S"]
+) -> tuple[Float[Array, ""], Float[Array, "R S"]]:
+    """How many rollouts have a loss token, and the loss tokens of each sequence's rollout."""
+    rollouts = ById.of(segments.axes, batch.rollouts)
+    totals = rollouts.sum(rollouts.gather(counts))
+    return (totals > 0).sum(dtype=jnp.float32), jnp.where(rollouts.there, totals[rollouts.own], 0)
+
+
+def step_normalizer(
+    batch: RolloutBatch,
+    segments: Segments,
+    normalizer: Normalizer | None,
+    aggregation: Aggregation,
+    off_policy: OffPolicyConfig | None = None,
+) -> Normalizer:
+    """Per-shard: the given normalizer, checked, or without one that of the batch, which then is a step of its own.
+
+    Raises:
+      ValueError: no normalizer for a batch that is one of a step's micro-batches, one of another aggregation, or one
+        that still has its K.
+    """
+    if normalizer is None:
+        _check_whole_step(batch, aggregation)
+        return normalize(batch, segments, aggregation, off_policy)
+    if normalizer.aggregation != aggregation:
+        raise ValueError(f"normalizer: got one of aggregation {normalizer.aggregation!r}, expected {aggregation!r}")
+    shapes = jnp.shape(normalizer.tokens), jnp.shape(normalizer.denominators)
+    if shapes != ((), batch.sample_ids.shape):
         raise ValueError(
-            f"normalizer: got None inside accumulate_gradients, expected the step's, for aggregation={aggregation!r}: "
-            "Normalizer.from_batches(micro_batches, aggregation), as a part of micro_batches"
+            f"normalizer: got tokens of shape {shapes[0]} and denominators of shape {shapes[1]}, expected () and "
+            f"{batch.sample_ids.shape}, those of one micro-batch: of stacked ones, its part of both, as lax.scan and "
+            "accumulate_gradients hand it over"
         )
-    mask = lax.stop_gradient(loss_mask.astype(jnp.float32))
-    counts = Segments(segment_ids, rollout_ids.shape[1], axes).sum(mask)
-    tokens = axes.psum(counts.sum(), axes.data)
-    if aggregation != "rollout_mean":
-        return Normalizer(tokens, axes.psum((counts > 0).sum(dtype=jnp.float32), axes.data), counts)
-    everyone, owned = rollout_ids.reshape(-1), counts.reshape(-1)
-    if axes.data:
-        everyone, owned = (lax.all_gather(x, axes.data, tiled=True, to="invarying") for x in (everyone, owned))
-    unique, of = jnp.unique(everyone, return_inverse=True, size=everyone.size, fill_value=-1)
-    totals = jnp.zeros_like(owned).at[of].add(jnp.where(everyone >= 0, owned, 0))
-    place = jnp.searchsorted(unique, rollout_ids.reshape(-1))
-    denominators = totals[place].reshape(counts.shape)
-    unnamed = (rollout_ids < 0) & (counts > 0)  # a NaN loss rather than a plausible one
-    return Normalizer(tokens, (totals > 0).sum(dtype=jnp.float32), jnp.where(unnamed, jnp.nan, denominators))
+    return normalizer
+
+
+def _check_whole_step(batch: RolloutBatch, aggregation: Aggregation) -> None:
+    """Raises where the batch is known to be a part of a step, whose denominators are not its own."""
+    if aggregation == "token_sum":
+        return
+    expected = (
+        f"expected the step's, for aggregation={aggregation!r}: Normalizer.from_batches(micro_batches, aggregation), "
+        "sliced like micro_batches"
+    )
+    if part_of_a_step.value:
+        raise ValueError(f"normalizer: got None inside accumulate_gradients, {expected}")
+    if batch.micro_batches is not None and batch.micro_batches > 1:
+        raise ValueError(
+            f"normalizer: got None for one of {batch.micro_batches} micro-batches, {expected}; a batch that is a step "
+            "of its own has micro_batches=None"
+        )
 
 
 def token_weights(
-    loss_mask: Float[Array, "R T"],
-    segments: Segments,
-    normalizer: Normalizer,
-    aggregation: str,
-    norm: float = 1.0,
+    loss_mask: Float[Array, "R T"], segments: Segments, normalizer: Normalizer, norm: float | None = None
 ) -> Float[Array, "R T"]:
     """What each token's loss counts for: loss = sum over all tokens of weight * token loss.
 
@@ -195,27 +208,29 @@ def token_weights(
     Args:
       loss_mask: `f32[R, T]`.
       segments: of the rows.
-      normalizer: N, B, n of the whole step.
-      aggregation: one of the above.
+      normalizer: the aggregation, and N, B, n of the whole step.
       norm: a constant length, for sequence_mean_token_sum_norm.
 
     Returns:
       `f32[R, T]`, 0 where the mask is 0; all 0 where the step has no loss token.
     """
-    check_aggregation("aggregation", aggregation)
     mask = lax.stop_gradient(loss_mask.astype(jnp.float32))
     some = lambda count: jnp.where(count == 0, 1, count)  # noqa: E731  of nothing, 0 / 1
-    if aggregation == "token_sum":
-        return mask
-    if aggregation == "token_mean":
-        return mask / some(normalizer.tokens)
-    if aggregation == "sequence_mean_token_sum":
-        return mask / some(normalizer.sequences)
-    if aggregation == "sequence_mean_token_sum_norm":
-        return mask / (some(normalizer.sequences) * norm)
+    match normalizer.aggregation:
+        case "token_sum":
+            return mask
+        case "token_mean":
+            return mask / some(normalizer.tokens)
+        case "sequence_mean_token_sum":
+            return mask / some(normalizer.sequences)
+        case "sequence_mean_token_sum_norm":
+            assert norm is not None  # check_aggregation sees to it
+            return mask / (some(normalizer.sequences) * norm)
     return mask * segments.spread(1 / (some(normalizer.denominators) * some(normalizer.sequences)))
 
 
-def weighted_sum(axes: ShardAxes, losses: Float[Array, "R T"], weights: Float[Array, "R T"]) -> Float[Array, ""]:
-    """Per-shard: the loss, sum of weight * loss over all data and context shards; NaN where the weight is 0 is fine."""
-    return axes.psum(vary((jnp.where(weights > 0, losses, 0) * weights).sum(), axes.tokens), axes.tokens)
+def weighted_sum(
+    axes: ShardAxes, losses: Float[Array, "R T"], weights: Float[Array, "R T"], loss_mask: Float[Array, "R T"]
+) -> Float[Array, ""]:
+    """Per-shard: the sum of weight * loss over all data and context shards; masked losses may be NaN."""
+    return axes.psum(vary((jnp.where(loss_mask > 0, losses, 0) * weights).sum(), axes.tokens), axes.tokens)

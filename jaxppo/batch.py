@@ -4,113 +4,69 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._sharding import Packed, ParallelMesh, Segments, ShardAxes, pack
-from jaxppo.validation import validate_batch
+from jaxppo._arrays import INTEGERS, PER_SEGMENT
+from jaxppo._sharding import (
+    ParallelMesh,
+    Segments,
+    ShardAxes,
+    check_row_length,
+    logical_positions,
+    multihost,
+    pack,
+    row_multiple,
+)
+from jaxppo.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
+from jaxppo.rules import View, raise_first
+from jaxppo.samples import Sample, batch_arrays, check_groups_of_hosts, check_sample_ids
 
-_PER_SEGMENT = ("rewards", "sample_ids", "group_ids", "rollout_ids")
-_PER_TOKEN = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """One prompt and response, on the host.
-
-    The response is `tokens[response_start:]`; every array of it is in order of its tokens, `[len(tokens) -
-    response_start]`, and None where the run has none. Packing moves each value to the position that predicts its token.
-
-    Args:
-      tokens: `i32[n]`, the prompt and the response.
-      response_start: the first response token, at least 1 since token 0 is predicted by nothing; n for an empty
-        response. By default the first token with loss_mask 1.
-      loss_mask: `[n]`, 1 for the tokens to train on. By default the whole response; 0 in it for what a tool wrote.
-      reward: of the whole response.
-      sample_id: its number in the step, by default its place among the samples; give it where several hosts pack.
-      group_id: equal for the samples of one prompt, by default sample_id.
-      rollout_id: equal for the samples that one rollout was cut into, by default sample_id.
-      advantages: `f32[n - response_start]`; likewise the next ones.
-      old_log_probs: under the policy at the start of the step.
-      ref_log_probs: under the reference policy.
-      rollout_log_probs: as the sampler reported them.
-      values: the critic's.
-      returns: the critic's targets.
-
-    Raises:
-      ValueError: neither response_start nor loss_mask, or arrays of another length than the response.
-
-    Example:
-      >>> Sample([5, 6, 7, 8], response_start=2, reward=1.0).mask.tolist()
-      [0.0, 0.0, 1.0, 1.0]
-    """
-
-    tokens: Sequence[int] | Int[np.ndarray, "n"]
-    response_start: int | None = None
-    loss_mask: Sequence[float] | Float[np.ndarray, "n"] | None = None
-    reward: float | None = None
-    sample_id: int | None = None
-    group_id: int | None = None
-    rollout_id: int | None = None
-    advantages: Sequence[float] | Float[np.ndarray, "m"] | None = None
-    old_log_probs: Sequence[float] | Float[np.ndarray, "m"] | None = None
-    ref_log_probs: Sequence[float] | Float[np.ndarray, "m"] | None = None
-    rollout_log_probs: Sequence[float] | Float[np.ndarray, "m"] | None = None
-    values: Sequence[float] | Float[np.ndarray, "m"] | None = None
-    returns: Sequence[float] | Float[np.ndarray, "m"] | None = None
-
-    def __post_init__(self) -> None:
-        if np.ndim(self.tokens) != 1:
-            raise ValueError(f"tokens: got shape {np.shape(self.tokens)}, expected [n]")
-        length = len(self.tokens)
-        if self.loss_mask is not None and np.shape(self.loss_mask) != (length,):
-            raise ValueError(f"loss_mask: got shape {np.shape(self.loss_mask)}, expected {(length,)} like tokens")
-        start = self.response_start
-        if start is None:
-            if self.loss_mask is None:
-                raise ValueError("response_start, loss_mask: got None for both, expected one of them")
-            start = int(np.argmax(self.mask > 0)) if self.mask.any() else length
-            object.__setattr__(self, "response_start", start)
-        if not min(1, length) <= start <= length:
-            raise ValueError(f"response_start: got {start}, expected 1 to {length}, the number of tokens")
-        if self.mask[:start].any():
-            raise ValueError(f"loss_mask: got 1 at token {int(np.argmax(self.mask > 0))}, expected 0 before {start}")
-        for name in _PER_TOKEN:
-            value = getattr(self, name)
-            if value is not None and np.shape(value) != (length - start,):
-                raise ValueError(f"{name}: got shape {np.shape(value)}, expected {(length - start,)}, the response's")
-
-    @property
-    def mask(self) -> Float[np.ndarray, "n"]:
-        """loss_mask of every token."""
-        if self.loss_mask is not None:
-            return np.asarray(self.loss_mask, np.float32)
-        assert self.response_start is not None  # __post_init__ sees to it
-        return (np.arange(len(self.tokens)) >= self.response_start).astype(np.float32)
+_STATIC = ("context_layout", "context_shards", "micro_batches", "real_last_targets")
+_ARRAYS = (
+    "tokens",
+    "targets",
+    "segment_ids",
+    "positions",
+    "loss_mask",
+    "sample_ids",
+    "group_ids",
+    "rollout_ids",
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "values",
+    "returns",
+    "rewards",
+)
 
 
-@jax.tree_util.register_dataclass
+@partial(jax.tree_util.register_dataclass, data_fields=list(_ARRAYS), meta_fields=list(_STATIC))
 @dataclasses.dataclass(frozen=True)
 class RolloutBatch:
     """Rollouts packed into `[R, T]` rows, a pytree; index t of a per-token array speaks of `targets[t]`.
 
     Positions lie in the physical order of the mesh's context layout; `positions` carries the logical ones. Optional
     arrays are None where a run has none, and then nothing of them exists in the compiled program. Micro-batches carry
-    one more leading dimension, `[K, R, T]` and `[K, R, S]`.
+    one more leading dimension, `[K, R, T]` and `[K, R, S]`. Pass batches to jitted functions as arguments: one that a
+    function closes over is a constant of its program, which is compiled anew for each batch.
 
     Args:
       tokens: `i32[R, T]`.
       targets: `i32[R, T]`, the token that follows `tokens[t]` in its sequence; anything at a sequence's last position.
       segment_ids: `i32[R, T]`, 0 is padding, 1..S the sequences of that row.
       positions: `i32[R, T]`, the place of `tokens[t]` in its sequence, from 0.
-      loss_mask: `f32[R, T]`, 1 where `targets[t]` is a response token to train on.
+      loss_mask: `[R, T]`, 0 or 1 in any dtype, 1 where `targets[t]` is a response token to train on.
       sample_ids: `i32[R, S]`, the number of each sequence in the step, -1 where the row has no such segment.
       group_ids: `i32[R, S]`, equal for the samples of one prompt; -1 like sample_ids.
-      rollout_ids: `i32[R, S]`, equal for the samples that one rollout was cut into; -1 like sample_ids.
+      rollout_ids: `i32[R, S]`, equal for the samples that one rollout was cut into; -1 like sample_ids. By default
+        each sample is a rollout.
       advantages: `f32[R, T]`.
       old_log_probs: `f32[R, T]`, under the policy at the start of the step.
       ref_log_probs: `f32[R, T]`, under the reference policy.
@@ -118,11 +74,15 @@ class RolloutBatch:
       values: `f32[R, T]`, the critic's.
       returns: `f32[R, T]`, the critic's targets.
       rewards: `f32[R, S]`, one a sequence.
+      context_layout: the layout that the rows are in; static, like the next ones.
+      context_shards: for how many context shards.
+      micro_batches: K where the batch is a step of K micro-batches, or one of them.
+      real_last_targets: the last position of a sequence has a real target, as in `from_target_aligned`.
 
     Example:
       >>> import jax.numpy as jnp
       >>> ids = jnp.array([[1, 1, 1, 0]])
-      >>> batch = RolloutBatch(ids, ids, ids, ids, ids * 1.0, *[jnp.array([[0]])] * 3)
+      >>> batch = RolloutBatch(ids, ids, ids, ids, ids * 1.0, jnp.array([[0]]))
       >>> batch.num_segments, batch.advantages is None
       (1, True)
     """
@@ -133,8 +93,8 @@ class RolloutBatch:
     positions: Int[Array, "R T"]
     loss_mask: Float[Array, "R T"]
     sample_ids: Int[Array, "R S"]
-    group_ids: Int[Array, "R S"]
-    rollout_ids: Int[Array, "R S"]
+    group_ids: Int[Array, "R S"] | None = None
+    rollout_ids: Int[Array, "R S"] | None = None
     advantages: Float[Array, "R T"] | None = None
     old_log_probs: Float[Array, "R T"] | None = None
     ref_log_probs: Float[Array, "R T"] | None = None
@@ -142,34 +102,79 @@ class RolloutBatch:
     values: Float[Array, "R T"] | None = None
     returns: Float[Array, "R T"] | None = None
     rewards: Float[Array, "R S"] | None = None
+    context_layout: str = "contiguous"
+    context_shards: int = 1
+    micro_batches: int | None = None
+    real_last_targets: bool = False
 
     @property
     def num_segments(self) -> int:
         """S, the most sequences that a row may hold."""
         return self.sample_ids.shape[-1]
 
+    @property
+    def rollouts(self) -> Int[Array, "R S"]:
+        """The rollout of each sequence."""
+        return self.sample_ids if self.rollout_ids is None else self.rollout_ids
+
     def segments(self, axes: ShardAxes | None = None) -> Segments:
-        """The sequences of the rows, for per-shard code."""
-        return Segments(self.segment_ids, self.num_segments, ShardAxes() if axes is None else axes)
+        """The sequences of the rows, for per-shard code.
+
+        Raises:
+          ValueError: rows in another order than the context shards of the mesh hold them.
+        """
+        axes = ShardAxes() if axes is None else axes
+        self.check_layout(axes)
+        return Segments(self.segment_ids, self.num_segments, axes)
+
+    def check_layout(self, parallel: ParallelMesh | ShardAxes | None) -> None:
+        """Raises ValueError where the rows are in another order than the context shards of the mesh hold them."""
+        layout, shards = "contiguous", 1
+        if isinstance(parallel, ParallelMesh):
+            layout, shards = parallel.context_layout, parallel.context_size
+        elif parallel is not None:
+            layout, shards = parallel.context_layout, parallel.size(parallel.context)
+        if _order(self.context_layout, self.context_shards) != _order(layout, shards):
+            raise ValueError(
+                f"batch: got rows packed for context layout {self.context_layout!r} over {self.context_shards} shards, "
+                f"expected {layout!r} over {shards}, as the mesh has them; give its constructor the same parallel="
+            )
 
     @classmethod
     def from_samples(
-        cls, samples: Sequence[Sample], *, row_length: int, parallel: ParallelMesh | None = None, **options: Any
+        cls,
+        samples: Sequence[Sample],
+        *,
+        row_length: int,
+        parallel: ParallelMesh | None = None,
+        rows: int | None = None,
+        buckets: Sequence[int] | None = None,
+        micro_batches: int | None = None,
+        max_tokens: int | None = None,
+        num_segments: int | None = None,
     ) -> RolloutBatch:
         """Samples packed into rows in the mesh's context layout, targets and masks included; numpy arrays.
 
+        Where the mesh spans several processes, each packs its own samples, and all must call this together: they agree
+        on sizes and, unless samples have them, on sample ids. `put` then makes global arrays.
+
         Args:
           samples: at least one; optional values are given by all of them or by none.
-          row_length: T.
+          row_length: T; a multiple of what the context layout needs.
           parallel: the mesh, for its layout and data size.
-          **options: of `sharding.pack`: rows, buckets, micro_batches, max_tokens, num_segments, agree. Rows are
-            balanced over devices by the tokens that carry loss.
+          rows: R, the rows of the batch, or of each micro-batch. By default as few as the data axes divide.
+          buckets: values of R to choose the smallest from, so that many different batches share few programs.
+          micro_batches: K, the number of micro-batches; with max_tokens, at least so many.
+          max_tokens: the most places of a micro-batch that one device may hold; R and K follow from it.
+          num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
 
         Returns:
-          The batch, `[R, T]`, or `[K, R, T]` with micro_batches or max_tokens.
+          The batch, `[R, T]`, or `[K, R, T]` with micro_batches or max_tokens. Rows are balanced over devices by the
+          tokens that carry loss.
 
         Raises:
-          ValueError: what `sharding.pack` raises; a value that some samples lack.
+          ValueError: what `sharding.pack` raises; a value that some samples lack; a sample id that two samples have; a
+            group id that several hosts gave to different prompts.
 
         Example:
           >>> batch = RolloutBatch.from_samples([Sample([5, 6, 7], response_start=1, reward=2.0)], row_length=4)
@@ -178,39 +183,211 @@ class RolloutBatch:
         """
         if not samples:
             raise ValueError("samples: got none, expected at least one")
-        loads = [float(sample.mask.sum()) for sample in samples]
-        packed = pack([s.tokens for s in samples], row_length=row_length, parallel=parallel, loads=loads, **options)
-        ids = [i if sample.sample_id is None else sample.sample_id for i, sample in enumerate(samples)]
-        numbers = {
-            "sample_ids": ids,
-            "group_ids": [i if s.group_id is None else s.group_id for i, s in zip(ids, samples, strict=True)],
-            "rollout_ids": [i if s.rollout_id is None else s.rollout_id for i, s in zip(ids, samples, strict=True)],
-        }
-        rewards = _all_or_none(samples, "reward")
-        arrays: dict[str, Any] = {name: _place_response(samples, name, packed) for name in _PER_TOKEN}
-        arrays |= {
-            "tokens": packed.place([s.tokens for s in samples], 0, np.int32),
-            "targets": packed.place([_before(s.tokens) for s in samples], 0, np.int32),
-            "segment_ids": packed.segment_ids,
-            "positions": packed.positions,
-            "loss_mask": packed.place([_before(s.mask) for s in samples], 0, np.float32),
-            "rewards": None if rewards is None else packed.place_segments(rewards, 0, np.float32),
-        }
-        arrays |= {name: packed.place_segments(values, -1, np.int32) for name, values in numbers.items()}
-        return cls(**arrays)
+        for i, sample in enumerate(samples):
+            if not isinstance(sample, Sample):
+                raise TypeError(f"samples[{i}]: got {type(sample).__name__}, expected Sample")
+        several = parallel is not None and multihost.spans_processes(parallel)
+        packed = pack(
+            [sample.tokens for sample in samples],
+            row_length=row_length,
+            parallel=parallel,
+            rows=rows,
+            buckets=buckets,
+            micro_batches=micro_batches,
+            max_tokens=max_tokens,
+            num_segments=num_segments,
+            loads=[float(sample.mask.sum()) for sample in samples],
+            agree=multihost.agree if several else None,
+        )
+        first = multihost.numbers_before(parallel, len(samples)) if several and parallel else 0
+        ids = [first + i if s.sample_id is None else int(s.sample_id) for i, s in enumerate(samples)]
+        check_sample_ids(ids)
+        if several:
+            check_groups_of_hosts(samples)
+        arrays: dict[str, Any] = batch_arrays(samples, packed, ids)
+        return cls(**arrays, **_packed_for(parallel), micro_batches=packed.micro_batches)
 
-    def validate(self, vocab_size: int, parallel: ParallelMesh | None = None) -> None:
+    @classmethod
+    def from_padded(
+        cls,
+        prompt_ids: Int[Array, "B P"],
+        completion_ids: Int[Array, "B C"],
+        completion_mask: Float[Array, "B C"],
+        *,
+        prompt_mask: Float[Array, "B P"] | None = None,
+        attention_mask: Float[Array, "B T"] | None = None,
+        parallel: ParallelMesh | None = None,
+        **arrays: Unpack[PaddedArrays],
+    ) -> RolloutBatch:
+        """Prompts and completions padded to `[B, P]` and `[B, C]`, as Tunix and TRL hold them; traceable under jit.
+
+        Row b holds `concatenate([prompt_ids[b], completion_ids[b]])`, one sequence, every token at its place, so that
+        hidden states of a model that ran on that concatenation fit (with a `parallel` whose layout is not
+        contiguous: of one that ran on `batch.tokens`). A token is predicted at the last token before it, padding
+        between the two stepped over. Without `attention_mask`, the tokens there are those of `prompt_mask` and, of the
+        completion, all up to the last that trains: a 0 before it is a token that does not, such as a tool's output.
+
+        Args:
+          prompt_ids: `i32[B, P]`, padded on either side.
+          completion_ids: `i32[B, C]`, padded behind.
+          completion_mask: `[B, C]`, 0 or 1, 1 for the tokens to train on.
+          prompt_mask: `[B, P]`, 1 on tokens, 0 on padding; by default all are tokens.
+          attention_mask: `[B, P + C]`, 1 on tokens, where padding lies elsewhere than said above.
+          parallel: the mesh that the batch is for; B is a multiple of its data size.
+          **arrays: what else the batch holds, see `PaddedArrays`.
+
+        Returns:
+          A batch with R = B, T = P + C and S = 1. A completion token that trains without a token before it makes losses
+          NaN.
+
+        Raises:
+          TypeError, ValueError: an array of another dtype or shape; a row length that the layout cannot divide, or the
+            layout "zigzag_per_segment", which is for rows that were packed for it.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> prompts, completions = jnp.array([[0, 5, 6]]), jnp.array([[7, 8, 0]])
+          >>> mask, values = jnp.array([[1, 1, 0]]), {"advantages": jnp.array([0.5])}
+          >>> batch = RolloutBatch.from_padded(prompts, completions, mask, prompt_mask=prompts > 0, **values)
+          >>> batch.targets.tolist(), batch.loss_mask.tolist(), batch.positions.tolist()
+          ([[0, 6, 7, 8, 0, 0]], [[0.0, 0.0, 1.0, 1.0, 0.0, 0.0]], [[0, 0, 1, 2, 3, 0]])
+        """
+        masks = {"prompt_mask": prompt_mask, "attention_mask": attention_mask}
+        made: dict[str, Any] = padded_rows(
+            prompt_ids, completion_ids, completion_mask, **masks, arrays=arrays, parallel=parallel
+        )
+        return cls(**made, **_packed_for(parallel))
+
+    @classmethod
+    def from_token_aligned(
+        cls,
+        tokens: Int[Array, "R T"],
+        segment_ids: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        loss_mask: Float[Array, "R T"],
+        *,
+        num_segments: int | None = None,
+        parallel: ParallelMesh | None = None,
+        **arrays: Unpack[RowArrays],
+    ) -> RolloutBatch:
+        """Packed rows whose arrays stand at the token that they speak of, as Tunix's packed batches; traceable.
+
+        Every per-token array moves to the position before: `loss_mask[t]` of the result is that of token t + 1 where
+        it is in the same sequence, and 0 at a sequence's last position. The first token of a sequence is predicted by
+        nothing, and its mask and values are dropped.
+
+        Args:
+          tokens: `i32[R, T]`, rows in logical order.
+          segment_ids: `i32[R, T]`, 0 is padding, 1..S the sequences of that row.
+          positions: `i32[R, T]`, the place of a token in its sequence, from 0.
+          loss_mask: `[R, T]`, 0 or 1, 1 for the tokens to train on.
+          num_segments: S; needed under jit, by default the largest segment id.
+          parallel: the mesh that the batch is for; R is a multiple of its data size.
+          **arrays: what else the batch holds, see `RowArrays`; a per-token value stands at the token that it speaks of.
+
+        Returns:
+          A batch in the mesh's layout.
+
+        Raises:
+          TypeError, ValueError: as `from_padded`; num_segments that is not given under jit.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> x, ids = jnp.array([[5, 6, 7, 8]]), jnp.array([[1, 1, 1, 2]])
+          >>> batch = RolloutBatch.from_token_aligned(x, ids, jnp.array([[0, 1, 2, 0]]), jnp.array([[0, 1, 1, 1]]))
+          >>> batch.targets.tolist(), batch.loss_mask.tolist()
+          ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
+        """
+        rows = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
+        made: dict[str, Any] = placed_rows(rows, arrays, num_segments, parallel)
+        return cls(**made, **_packed_for(parallel))
+
+    @classmethod
+    def from_target_aligned(
+        cls,
+        tokens: Int[Array, "R T"],
+        targets: Int[Array, "R T"],
+        segment_ids: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        loss_mask: Float[Array, "R T"],
+        *,
+        num_segments: int | None = None,
+        parallel: ParallelMesh | None = None,
+        **arrays: Unpack[RowArrays],
+    ) -> RolloutBatch:
+        """Packed rows whose targets are shifted already, and real at last positions too, as MaxText's; traceable.
+
+        Nothing moves but into the mesh's layout. A sequence of n + 1 tokens is n positions here, the last of which may
+        carry loss: its target is no token of the row.
+
+        Args:
+          tokens: `i32[R, T]`, rows in logical order (MaxText's `inputs`).
+          targets: `i32[R, T]`, the token after `tokens[t]` (its `targets`).
+          segment_ids: `i32[R, T]`, 0 is padding, 1..S the sequences of that row (its `inputs_segmentation`).
+          positions: `i32[R, T]`, the place of a token in its sequence, from 0 (its `inputs_position`).
+          loss_mask: `[R, T]`, 0 or 1, 1 where `targets[t]` trains.
+          num_segments: S; needed under jit, by default the largest segment id.
+          parallel: the mesh that the batch is for; R is a multiple of its data size.
+          **arrays: what else the batch holds, see `RowArrays`; a per-token value stands at the position that predicts
+            the token it speaks of.
+
+        Returns:
+          A batch in the mesh's layout.
+
+        Raises:
+          TypeError, ValueError: as `from_token_aligned`.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> x, ids, mask = jnp.array([[5, 6]]), jnp.array([[1, 1]]), jnp.array([[0, 1]])
+          >>> RolloutBatch.from_target_aligned(x, x + 1, ids, jnp.array([[0, 1]]), mask).targets.tolist()
+          [[6, 7]]
+        """
+        rows = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
+        made: dict[str, Any] = placed_rows(rows | {"targets": targets}, arrays, num_segments, parallel)
+        return cls(**made, **_packed_for(parallel), real_last_targets=True)
+
+    def put(self, parallel: ParallelMesh) -> RolloutBatch:
+        """The batch on the devices of a mesh: rows over data, positions over context.
+
+        Where the mesh spans several processes, each gives the rows of its own data shards, as `from_samples` packs
+        them, and all must call this together.
+
+        Args:
+          parallel: the mesh that the batch was made for.
+
+        Returns:
+          The same batch, of global `jax.Array`s.
+
+        Raises:
+          ValueError: another context layout, rows that the data shards do not divide, sizes that differ between
+            processes.
+
+        Example:
+          >>> parallel = ParallelMesh(jax.make_mesh((jax.device_count(),), ("dp",)))
+          >>> samples = [Sample([5, 6, 7], response_start=1)]
+          >>> batch = RolloutBatch.from_samples(samples, row_length=4, parallel=parallel).put(parallel)
+          >>> batch.tokens.sharding.mesh == parallel.mesh
+          True
+        """
+        self.check_layout(parallel)
+        if multihost.spans_processes(parallel):
+            multihost.check_equal("batch", {name: x.shape for name, x in self._there().items()})
+        return multihost.to_global(self, self.specs(parallel), parallel)
+
+    def validate(self, vocab_size: int) -> None:
         """Checks on the host what shapes do not show; a batch from `from_samples` passes.
+
+        What it cannot see: values that were rolled by one position within their sequences, and padding ids among the
+        tokens of a sequence.
 
         Args:
           vocab_size: V.
-          parallel: the mesh, for its context layout.
 
         Raises:
-          ValueError: names the row and the logical position of a token or a trained target outside [0, V), a target
-            that is not the next token, a loss mask other than 0 and 1 or on padding, a value that is not finite where
-            there is loss, a segment that is not contiguous (or not padded, where the layout needs that), positions that
-            do not count from 0; or the row and segment of an id or a reward that is missing.
+          TypeError: an array of another kind of dtype.
+          ValueError: a shape that does not fit; the first entry that breaks one of `rules.RULES`, with its row and
+            logical position, or segment.
 
         Example:
           >>> batch = RolloutBatch.from_samples([Sample([5, 6, 9], response_start=1)], row_length=4)
@@ -219,44 +396,79 @@ class RolloutBatch:
           ...
           ValueError: tokens: got 9 at row 0, position 2, expected 0 to 8
         """
-        validate_batch(self, vocab_size, parallel)
+        arrays = self._rows()
+        layout, shards, segments = self.context_layout, self.context_shards, arrays["segment_ids"]
+        length = segments.shape[1]
+        check_row_length(length, layout, shards, "row length of tokens")
+        lengths = _lengths(segments, self.num_segments)
+        order = np.broadcast_to(logical_positions(layout, length, shards, lengths), segments.shape)
+        logical = {name: x if name in PER_SEGMENT else _logical(x, order) for name, x in arrays.items()}
+        logical["present"] = lengths > 0
+        inside = np.clip(logical["segment_ids"], 0, self.num_segments)
+        counts = np.take_along_axis(np.pad(lengths, ((0, 0), (1, 0))), inside, axis=1)
+        raise_first(View(logical, self.num_segments, counts, self.real_last_targets, vocab_size, np))
+        _check_padding(logical["segment_ids"], lengths, layout, shards)
 
     def specs(self, parallel: ParallelMesh) -> RolloutBatch:
         """The PartitionSpec of each array, None where the array is None: rows over data, positions over context."""
 
-        def spec(name: str, x: Any) -> P | None:
-            leading = (None,) * (x.ndim - 2) if x is not None else ()
-            per_segment = name in _PER_SEGMENT
-            return None if x is None else P(*leading, *(parallel.rows_spec if per_segment else parallel.tokens_spec))
+        def spec(name: str, x: Any) -> P:
+            leading = (None,) * (x.ndim - 2)
+            return P(*leading, *(parallel.rows_spec if name in PER_SEGMENT else parallel.tokens_spec))
 
-        names = [f.name for f in dataclasses.fields(self)]
-        return RolloutBatch(**{name: spec(name, getattr(self, name)) for name in names})  # type: ignore[arg-type]
+        specs: dict[str, Any] = {name: spec(name, x) for name, x in self._there().items()}
+        return dataclasses.replace(self, **specs)
+
+    def _there(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in _ARRAYS}
+        return {name: x for name, x in given.items() if x is not None}
+
+    def _rows(self) -> dict[str, np.ndarray]:
+        """All arrays that are there, micro-batches as more rows, with shapes and dtypes checked."""
+        given = {name: np.asarray(x) for name, x in self._there().items()}
+        for name, x in given.items():
+            like = given["sample_ids" if name in PER_SEGMENT else "tokens"]
+            if x.ndim not in (2, 3) or x.shape != like.shape or x.shape[:-1] != given["tokens"].shape[:-1]:
+                expected = f"{given['tokens'].shape[:-1]} and S" if name in PER_SEGMENT else f"{like.shape} like tokens"
+                raise ValueError(f"{name}: got shape {x.shape}, expected {expected}")
+            is_integer = np.issubdtype(x.dtype, np.integer)
+            if name != "loss_mask" and (name in INTEGERS) != is_integer:
+                raise TypeError(f"{name}: got {x.dtype}, expected {'integers' if name in INTEGERS else 'floats'}")
+        return {name: x.reshape(-1, x.shape[-1]) for name, x in given.items()}
 
 
-def _before(per_token: Any) -> np.ndarray:
-    """Each token's value at the position before it, and 0 at the last one."""
-    array = np.asarray(per_token)
-    return np.concatenate([array[1:], np.zeros_like(array[:1])])
+def _packed_for(parallel: ParallelMesh | None) -> dict[str, Any]:
+    layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
+    return {"context_layout": layout, "context_shards": shards}
 
 
-def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:
-    values = [getattr(sample, name) for sample in samples]
-    missing = [i for i, value in enumerate(values) if value is None]
-    if len(missing) == len(values):
-        return None
-    if missing:
-        raise ValueError(f"{name}: got None in sample {missing[0]}, expected a value in all samples or in none")
-    return values
+def _order(layout: str, shards: int) -> tuple[str, int]:
+    """What two batches of the same order of positions have in common."""
+    return ("contiguous", 1) if shards == 1 or layout == "contiguous" else (layout, shards)
 
 
-def _place_response(samples: Sequence[Sample], name: str, packed: Packed) -> Float[np.ndarray, "*K R T"] | None:
-    """Values of response tokens at the positions that predict them, 0 elsewhere."""
-    responses = _all_or_none(samples, name)
-    if responses is None:
-        return None
-    rows = []
-    for sample, response in zip(samples, responses, strict=True):
-        row = np.zeros(len(sample.tokens), np.float32)
-        row[sample.response_start :] = response
-        rows.append(_before(row))
-    return packed.place(rows, 0, np.float32)
+def _lengths(segments: np.ndarray, num_segments: int) -> np.ndarray:
+    """`[R, S]`, the positions of each sequence; ids out of range left out."""
+    inside = np.where((segments >= 0) & (segments <= num_segments), segments, 0)
+    numbered = inside + np.arange(len(segments))[:, None] * (num_segments + 1)
+    counts = np.bincount(numbered.reshape(-1), minlength=len(segments) * (num_segments + 1))
+    return counts.reshape(len(segments), -1)[:, 1:]
+
+
+def _logical(x: np.ndarray, order: np.ndarray) -> np.ndarray:
+    out = np.empty_like(x)
+    np.put_along_axis(out, order, x, axis=1)
+    return out
+
+
+def _check_padding(segments: np.ndarray, lengths: np.ndarray, layout: str, shards: int) -> None:
+    """Raises where a layout that cuts each sequence finds one that does not start at its multiple."""
+    multiple = row_multiple(layout, shards) if layout == "zigzag_per_segment" else 1
+    first = np.concatenate([np.zeros_like(lengths[:, :1]), -(-lengths // multiple) * multiple], axis=1).cumsum(1)
+    for row, slot in zip(*np.nonzero((lengths > 0) & (multiple > 1)), strict=True):
+        start = int(np.argmax(segments[row] == slot + 1))
+        if start != first[row, slot]:
+            raise ValueError(
+                f"segment_ids: got {slot + 1} at row {row}, position {start}, expected sequences padded to multiples "
+                f"of {multiple} for layout {layout!r}"
+            )

@@ -8,7 +8,7 @@ from typing import Any
 from jax import lax
 
 from jaxppo.batch import RolloutBatch
-from jaxppo.log_probs.stats import TokenStats
+from jaxppo.head.stats import TokenStats
 
 
 def compute_log_probs(
@@ -31,7 +31,7 @@ def compute_log_probs(
     Example:
       >>> import jax.numpy as jnp
       >>> ids, one = jnp.ones((2, 1, 3), int), jnp.zeros((2, 1, 1), int)
-      >>> batches = RolloutBatch(ids, ids, ids, ids, ids * 1.0, one, one, one)
+      >>> batches = RolloutBatch(ids, ids, ids, ids, ids * 1.0, one)
       >>> score = lambda params, batch: TokenStats(params * batch.targets)
       >>> compute_log_probs(score, -2.0, batches).log_probs.shape
       (2, 1, 3)

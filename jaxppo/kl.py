@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Literal
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxppo._arrays import Coefficient, check_choice, check_number
+
 MAX_LOG_RATIO = 20.0
-KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "low_var_kl")
-KL_NAMES = (*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS))
+Estimator = Literal["k1", "abs", "k2", "k3", "low_var_kl", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KL:
+    """The penalty of a policy loss against a reference: coef * KL(policy || reference).
+
+    Args:
+      coef: a number or a traced schedule. With the number 0 the divergence is a metric only, where the batch has
+        `ref_log_probs`.
+      estimator: see `kl_divergence`.
+      importance: weigh the estimate by the ratio of the policy loss, gradient included.
+
+    Raises:
+      ValueError: a coefficient that is no finite number, an unknown estimator.
+
+    Example:
+      >>> KL(0.01, "low_var_kl")
+      KL(coef=0.01, estimator='low_var_kl', importance=False)
+    """
+
+    coef: Coefficient
+    estimator: Estimator = "k3"
+    importance: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("coef", self.coef)
+        check_choice("estimator", self.estimator, Estimator)
 
 
 def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -17,15 +48,20 @@ def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Floa
     return jnp.clip(log_probs.astype(dtype) - base.astype(dtype), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def check_kl_estimator(what: str, estimator: str) -> None:
-    if estimator not in KL_NAMES:
-        raise ValueError(f"{what}: got {estimator!r}, expected one of {', '.join(KL_NAMES)}")
+def k3(d: Float[Array, "..."]) -> Float[Array, "..."]:
+    """exp(d) - 1 - d, never below 0: 1 taken from exp(d) would leave nothing of a small d but rounding.
+
+    exp goes on along its tangent above d = 20, so that value and gradient are finite, and point the right way.
+    """
+    beyond = jnp.maximum(d - MAX_LOG_RATIO, 0)
+    value = jnp.expm1(jnp.minimum(d, MAX_LOG_RATIO)) + jnp.exp(MAX_LOG_RATIO) * beyond - d
+    return value - lax.stop_gradient(jnp.minimum(value, 0))  # whose gradient is that of the value everywhere
 
 
 def kl_divergence(
     log_probs: Float[Array, "..."],
     ref_log_probs: Float[Array, "..."],
-    estimator: str = "k3",
+    estimator: Estimator = "k3",
     importance_ratio: Float[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
     """KL(policy || reference) of sampled tokens, with d = log_probs - ref_log_probs and importance ratio w (or 1).
@@ -34,7 +70,7 @@ def kl_divergence(
 
     A "+" after the name keeps the value and takes the gradient of k2, w d, which on samples of the policy is an
     unbiased gradient of the divergence; w is then constant. exp(-d) goes on along its tangent below d = -20, so that
-    value and gradient are finite, and point the right way, at any log-ratio.
+    value and gradient are finite, and point the right way, at any log-ratio. k3 is at least 0.
 
     Args:
       log_probs: `[...]`, of the policy.
@@ -56,7 +92,7 @@ def kl_divergence(
     regularization in RLHF, https://arxiv.org/abs/2510.01555; importance weight: DeepSeek-V3.2,
     https://arxiv.org/abs/2512.02556
     """
-    check_kl_estimator("estimator", estimator)
+    check_choice("estimator", estimator, Estimator)
     name = estimator.removesuffix("+")
     d = log_probs.astype(jnp.float32) - lax.stop_gradient(ref_log_probs).astype(jnp.float32)
     ratio = jnp.float32(1) if importance_ratio is None else importance_ratio
@@ -67,14 +103,13 @@ def kl_divergence(
     elif name == "k2":
         value = d**2 / 2
     else:
-        beyond = jnp.maximum(-d - MAX_LOG_RATIO, 0)
-        value = jnp.expm1(jnp.minimum(-d, MAX_LOG_RATIO)) + jnp.exp(MAX_LOG_RATIO) * beyond + d
+        value = k3(-d)
     value = ratio * value
     if name == "low_var_kl":
         value = jnp.clip(value, -10, 10)
     if estimator.endswith("+"):
         k2 = lax.stop_gradient(ratio) * d**2 / 2
-        value = lax.stop_gradient(value - k2) + k2
+        value = lax.stop_gradient(value) + (k2 - lax.stop_gradient(k2))  # in this order, no rounding of the value
     return value
 
 

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxppo._arrays import check_choice
 from jaxppo._sharding import ShardAxes, vary
+from jaxppo.rules import explain as explain
 
 Reduce = Literal["mean", "sum", "min", "max"]
-_REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["total", "count"], meta_fields=["reduce"])
@@ -42,8 +43,7 @@ class Metric:
     reduce: Reduce = "mean"
 
     def __post_init__(self) -> None:
-        if self.reduce not in _REDUCTIONS:
-            raise ValueError(f"reduce: got {self.reduce!r}, expected one of {', '.join(_REDUCTIONS)}")
+        check_choice("reduce", self.reduce, Reduce)
 
     @property
     def value(self) -> Float[Array, ""]:

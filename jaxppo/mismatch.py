@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jaxppo._arrays import masked
 from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.batch import RolloutBatch
-from jaxppo.kl import MAX_LOG_RATIO, log_ratio
+from jaxppo.kl import MAX_LOG_RATIO, k3
 from jaxppo.metrics import Metric, Metrics, reduce_metric
-from jaxppo.token_losses import check_like_batch
 
 
 def mismatch_metrics(
@@ -24,7 +24,8 @@ def mismatch_metrics(
 ) -> Metrics:
     """Compares the trainer's log-probs with the sampler's, over tokens and over sequences.
 
-    With d = trainer - sampler log-prob of a token, D the sum of d over a sequence, and for a sequence
+    With d = trainer - sampler log-prob of a token, D the sum of d over a sequence, both within [-20, 20] where exp is
+    taken of them, and for a sequence
     L = -(mean log-prob), its log-perplexity:
 
         kl = mean -d                 k3_kl = mean exp(d) - 1 - d      log_prob_abs_diff = mean |d|
@@ -48,7 +49,7 @@ def mismatch_metrics(
 
     Example:
       >>> ids, one, mask = jnp.array([[1, 1]]), jnp.array([[0]]), jnp.ones((1, 2))
-      >>> batch = RolloutBatch(ids, ids, ids, ids, mask, one, one, one, old_log_probs=-mask, rollout_log_probs=-mask)
+      >>> batch = RolloutBatch(ids, ids, ids, ids, mask, one, old_log_probs=-mask, rollout_log_probs=-mask)
       >>> float(mismatch_metrics(batch)["trainer_log_ppl"].value)
       1.0
 
@@ -58,36 +59,40 @@ def mismatch_metrics(
     for name, x in (("old_log_probs", trainer), ("rollout_log_probs", batch.rollout_log_probs)):
         if x is None:
             raise ValueError(f"batch.{name}: got None, expected f32[R, T] to compare sampler and trainer")
-        check_like_batch(name, x, batch)
-
-    def per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metrics:
-        mask = (batch.loss_mask > 0).astype(jnp.float32)
-        select = lambda x: jnp.where(mask > 0, x.astype(jnp.float32), 0)  # noqa: E731
-        trainer, rollout = select(trainer), select(batch.rollout_log_probs)
-        d = log_ratio(trainer, rollout)
-        by_token = {
-            "kl": -d,
-            "k3_kl": jnp.expm1(d) - d,
-            "log_prob_abs_diff": jnp.abs(d),
-            "chi2_token": jnp.expm1(2 * d),
-        }
-        found: Metrics = {name: reduce_metric(axes, x, mask, "mean") for name, x in by_token.items()}
-        segments = batch.segments(axes)
-        count = segments.sum(mask)
-        log_ppl = {name: -segments.mean(x, mask) for name, x in (("trainer", trainer), ("rollout", rollout))}
-        gap = log_ppl["trainer"] - log_ppl["rollout"]
-        drift = jnp.clip(segments.sum(d), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        by_sequence = {f"{name}_log_ppl": x for name, x in log_ppl.items()}
-        by_sequence |= {f"{name}_ppl": jnp.exp(x) for name, x in log_ppl.items()}
-        by_sequence |= {"log_ppl_diff": gap, "log_ppl_abs_diff": jnp.abs(gap), "ppl_ratio": jnp.exp(gap)}
-        by_sequence["chi2_sequence"] = jnp.expm1(2 * drift)
-
-        rows = dataclasses.replace(axes, context=())  # per-sequence values are the same on all context shards
-        valid = (count > 0).astype(jnp.float32)
-        reduce = lambda x, how: reduce_metric(rows, x, valid, how)  # noqa: E731
-        found |= {name: reduce(x, "mean") for name, x in by_sequence.items()}
-        extremes: dict[str, Metric] = {"log_ppl_diff_max": reduce(gap, "max"), "log_ppl_diff_min": reduce(gap, "min")}
-        return found | extremes
+        if x.shape != batch.loss_mask.shape or x.ndim != 2:
+            raise ValueError(f"{name}: got shape {x.shape}, expected the batch's [R, T], {batch.loss_mask.shape}")
 
     args = {"trainer_log_probs": trainer, "batch": batch}
-    return shard_call("mismatch_metrics", per_shard, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P()))
+    specs = lambda p: ([p.tokens_spec, batch.specs(p)], P())  # noqa: E731
+    found: Metrics = shard_call("mismatch_metrics", _per_shard, parallel, args, specs)
+    return found
+
+
+def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metrics:
+    mask = (batch.loss_mask > 0).astype(jnp.float32)
+    assert batch.rollout_log_probs is not None  # mismatch_metrics sees to it
+    trainer, rollout = masked(trainer, mask), masked(batch.rollout_log_probs, mask)
+    d = trainer - rollout
+    bounded = lambda x: jnp.clip(x, -MAX_LOG_RATIO, MAX_LOG_RATIO)  # noqa: E731  so that exp of it is finite
+    by_token = {
+        "kl": -d,
+        "k3_kl": k3(d),
+        "log_prob_abs_diff": jnp.abs(d),
+        "chi2_token": jnp.expm1(2 * bounded(d)),
+    }
+    found: Metrics = {name: reduce_metric(axes, x, mask, "mean") for name, x in by_token.items()}
+    segments = batch.segments(axes)
+    count = segments.sum(mask)
+    log_ppl = {name: -segments.mean(x, mask) for name, x in (("trainer", trainer), ("rollout", rollout))}
+    gap = log_ppl["trainer"] - log_ppl["rollout"]
+    by_sequence = {f"{name}_log_ppl": x for name, x in log_ppl.items()}
+    by_sequence |= {f"{name}_ppl": jnp.exp(x) for name, x in log_ppl.items()}
+    by_sequence |= {"log_ppl_diff": gap, "log_ppl_abs_diff": jnp.abs(gap), "ppl_ratio": jnp.exp(gap)}
+    by_sequence["chi2_sequence"] = jnp.expm1(2 * bounded(segments.sum(d)))
+
+    rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards
+    valid = (count > 0).astype(jnp.float32)
+    reduce = lambda x, how: reduce_metric(rows, x, valid, how)  # noqa: E731
+    found |= {name: reduce(x, "mean") for name, x in by_sequence.items()}
+    extremes: dict[str, Metric] = {"log_ppl_diff_max": reduce(gap, "max"), "log_ppl_diff_min": reduce(gap, "min")}
+    return found | extremes

@@ -18,19 +18,36 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxppo._arrays import check_choice, masked
 from jaxppo._sharding import Segments, vary
-from jaxppo.kl import MAX_LOG_RATIO, log_ratio
+from jaxppo.kl import MAX_LOG_RATIO, k3
 
 Level = Literal["none", "token", "sequence", "geometric"]
-_STATISTICS = tuple(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3"))
+Outside = Literal["clamp", "zero"]
+OPSMFraction = Literal["loss", "response"]
+Trainer = Literal["old", "current"]
+Statistic = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k1",
+    "seq_max_k2",
+    "seq_max_k3",
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rejection:
     """Keeps the tokens, or whole sequences, whose statistic lies within [low, high].
 
-    With d = log rho: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d; "token" judges each token by its own, "seq_sum",
-    "seq_mean" and "seq_max" a sequence by the sum, mean or largest over its loss-carrying tokens.
+    With d = log rho: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, at least 0; "token" judges each token by its own,
+    "seq_sum", "seq_mean" and "seq_max" a sequence by the sum, mean or largest over its loss-carrying tokens.
 
     Args:
       statistic: "token_k1", "seq_sum_k1", ..., "seq_max_k3".
@@ -45,19 +62,21 @@ class Rejection:
       'seq_mean_k1'
     """
 
-    statistic: str
+    statistic: Statistic
     low: float = 0.0
     high: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.statistic not in _STATISTICS:
-            raise ValueError(f"statistic: got {self.statistic!r}, expected one of {', '.join(_STATISTICS)}")
+        check_choice("statistic", self.statistic, Statistic)
         _check_bounds(self.low, self.high)
 
 
 @dataclasses.dataclass(frozen=True)
 class OffPolicyConfig:
     """Which corrections a policy loss applies; by default none.
+
+    Weights multiply the policy loss of a token, and what is left out has weight 0; the penalties, KL and entropy, and
+    all denominators stay those of the loss mask.
 
     Args:
       weights: the importance weight of a token: its own rho ("token"), the product of rho over its sequence
@@ -66,8 +85,8 @@ class OffPolicyConfig:
       high: largest weight.
       outside: what becomes of weights outside [low, high]: "clamp" (truncated importance sampling) or "zero" (IcePop).
       batch_normalize: divide the weights by their mean over the step.
-      rejections: what is kept must pass all of them.
-      veto: leave out each sequence that has a token with rho below this.
+      rejections: a token that is accepted passes all of them.
+      veto: leave out each sequence that has a token with rho below this, a ratio above exp(-20).
       opsm_delta: off-policy sequence masking: leave out the tokens with negative advantage of each sequence whose mean
         of old_log_prob - log_prob exceeds this, nats.
       opsm_fraction: the metric `opsm_clipfrac` counts the "loss" tokens left out, or all of the "response" from its
@@ -89,26 +108,27 @@ class OffPolicyConfig:
     weights: Level = "none"
     low: float = 0.0
     high: float = 2.0
-    outside: Literal["clamp", "zero"] = "clamp"
+    outside: Outside = "clamp"
     batch_normalize: bool = False
     rejections: tuple[Rejection, ...] = ()
     veto: float | None = None
     opsm_delta: float | None = None
-    opsm_fraction: Literal["loss", "response"] = "loss"
-    trainer: Literal["old", "current"] = "old"
+    opsm_fraction: OPSMFraction = "loss"
+    trainer: Trainer = "old"
 
     def __post_init__(self) -> None:
-        _check_choice("weights", self.weights, ("none", "token", "sequence", "geometric"))
-        _check_choice("outside", self.outside, ("clamp", "zero"))
-        _check_choice("trainer", self.trainer, ("old", "current"))
-        _check_choice("opsm_fraction", self.opsm_fraction, ("loss", "response"))
+        check_choice("weights", self.weights, Level)
+        check_choice("outside", self.outside, Outside)
+        check_choice("trainer", self.trainer, Trainer)
+        check_choice("opsm_fraction", self.opsm_fraction, OPSMFraction)
         _check_bounds(self.low, self.high)
         object.__setattr__(self, "rejections", tuple(self.rejections))
         for rejection in self.rejections:
             if not isinstance(rejection, Rejection):
                 raise TypeError(f"rejections: got {type(rejection).__name__}, expected Rejection")
-        if self.veto is not None and not 0 < self.veto < 1:
-            raise ValueError(f"veto: got {self.veto}, expected a ratio in (0, 1)")
+        least = math.exp(-MAX_LOG_RATIO)  # no ratio is below it, since log-ratios are clamped
+        if self.veto is not None and not least < self.veto < 1:
+            raise ValueError(f"veto: got {self.veto}, expected a ratio above {least:.2g} and below 1")
         if self.opsm_delta is not None and self.opsm_delta < 0:
             raise ValueError(f"opsm_delta: got {self.opsm_delta}, expected a number >= 0")
         if self.batch_normalize and (self.weights == "none" or self.trainer != "old"):
@@ -134,15 +154,13 @@ def importance_weights(
 
     Neither is normalised; both are 1 where the mask is 0.
     """
-    d = _masked_log_ratio(trainer_log_probs, rollout_log_probs, mask)
+    d = _difference(trainer_log_probs, rollout_log_probs, mask)
     if config.weights == "none":
         d = jnp.zeros_like(d)
     elif config.weights != "token":
-        total = segments.sum(d)
-        if config.weights == "geometric":
-            total = total / jnp.maximum(segments.sum((mask > 0).astype(jnp.float32)), 1)
-        d = jnp.where(mask > 0, segments.spread(jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)), 0)
-    ratio = jnp.exp(d)
+        of_sequence = segments.sum(d) if config.weights == "sequence" else segments.mean(d, _float(mask > 0))
+        d = jnp.where(mask > 0, segments.spread(of_sequence), 0)
+    ratio = jnp.exp(jnp.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if config.weights == "none":
         return ratio, ratio
     if config.outside == "clamp":
@@ -163,12 +181,12 @@ def weight_sums(
     once a token, "sequence" and "geometric" ones once a sequence that has loss-carrying tokens.
     """
     _, weights = importance_weights(old_log_probs, rollout_log_probs, mask, segments, config)
-    kept, axes = _float(mask > 0), segments.axes
+    valid, axes = _float(mask > 0), segments.axes
     if config.weights == "token":
-        sums, names = ((weights * kept).sum(), kept.sum()), axes.tokens
+        sums, names = ((weights * valid).sum(), valid.sum()), axes.tokens
     else:
-        exists = _float(segments.sum(kept) > 0)
-        sums, names = ((segments.mean(weights, kept) * exists).sum(), exists.sum()), axes.data
+        exists = _float(segments.sum(valid) > 0)
+        sums, names = ((segments.mean(weights, valid) * exists).sum(), exists.sum()), axes.data
     return axes.psum((vary(sums[0], names), vary(sums[1], names)), names)
 
 
@@ -181,8 +199,8 @@ def correction(
     segments: Segments,
     config: OffPolicyConfig,
     weight_mean: Float[Array, ""] | None = None,
-) -> tuple[Float[Array, "R T"], Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
-    """Per-shard: the weight of each token's policy loss, the mask that rejections leave, and what to report.
+) -> tuple[Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
+    """Per-shard: the weight of each token's policy loss, 0 on the tokens that are left out, and what to report.
 
     Denominators of the loss stay those of the original mask: what is left out counts as 0, and does not make the
     rest louder. Everything is detached and finite, whatever stands at masked positions.
@@ -198,14 +216,14 @@ def correction(
       weight_mean: `f32[]`, the mean weight over the step (see `weight_sums`), for `batch_normalize`.
 
     Returns:
-      (weights, mask, indicators), `f32[R, T]` each: weights are 0 on tokens that IcePop or sequence masking leave
-      out; indicators by name, to be averaged over the original mask: "tis" (rho before its bounds), "tis_abs"
-      (|rho - 1|), "tis_clipfrac", "rejected_fraction", "veto_fraction", "opsm_clipfrac", those in use.
+      (weights, indicators), `f32[R, T]` each; indicators by name, to be averaged over the mask: "tis" (rho before its
+      bounds), "tis_abs" (|rho - 1|), "tis_clipfrac", "rejected_fraction", "veto_fraction", "opsm_clipfrac", those in
+      use.
 
     Raises:
       ValueError: log-probs that a field of the config needs, or `weight_mean`, are absent.
     """
-    weights, kept = jnp.ones_like(mask, jnp.float32), mask
+    weights = _float(mask > 0)
     indicators: dict[str, jax.Array] = {}
     if config.needs_rollout_log_probs:
         if rollout_log_probs is None:
@@ -220,42 +238,44 @@ def correction(
             if weight_mean is None:
                 raise ValueError("weight_mean: got None, expected the Normalizer's for off_policy.batch_normalize")
             weights = weights / jnp.where(weight_mean > 1e-8, weight_mean, 1)
-        kept, rejected = _reject(trainer, rollout_log_probs, mask, segments, config)
+        accepted, rejected = _reject(trainer, rollout_log_probs, mask, segments, config)
+        weights = jnp.where(accepted, weights, 0)
         indicators |= rejected
     if config.opsm_delta is not None:
-        drift = segments.mean(-_masked_log_ratio(log_probs, old_log_probs, mask), mask)
+        drift = segments.mean(_difference(old_log_probs, log_probs, mask), mask)
         off = (mask > 0) & (advantages < 0) & (segments.spread(drift) > config.opsm_delta)
         weights = jnp.where(off, 0, weights)
         indicators["opsm_clipfrac"] = _float(off)
-    return lax.stop_gradient((weights, kept, indicators))
+    return lax.stop_gradient((weights, indicators))
 
 
 def _reject(
     trainer: jax.Array, rollout: jax.Array, mask: jax.Array, segments: Segments, config: OffPolicyConfig
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    d = _masked_log_ratio(trainer, rollout, mask)
-    valid, kept = mask > 0, mask > 0
+    """bool[R, T], the tokens that pass all rejections and the veto, and indicators."""
+    d = _difference(trainer, rollout, mask)
+    valid = accepted = mask > 0
     indicators = {}
     reduce_over = {"seq_sum": lambda x, _: segments.sum(x), "seq_mean": segments.mean, "seq_max": segments.max}
     for rejection in config.rejections:
         level, _, k = rejection.statistic.rpartition("_")
-        value = {"k1": -d, "k2": d * d / 2, "k3": jnp.exp(d) - 1 - d}[k]
+        value = {"k1": -d, "k2": d * d / 2, "k3": k3(d)}[k]
         if level != "token":
             value = segments.spread(reduce_over[level](value, _float(valid)))
         low, high = (_log(b) if k == "k1" else b for b in (rejection.low, rejection.high))
-        kept &= (value >= low) & (value <= high)
+        accepted &= (value >= low) & (value <= high)
     if config.rejections:
-        indicators["rejected_fraction"] = _float(valid & ~kept)
+        indicators["rejected_fraction"] = _float(valid & ~accepted)
     if config.veto is not None:
         worst = -segments.max(-d, _float(valid))
         vetoed = valid & (segments.spread(worst) < math.log(config.veto))
-        kept &= ~vetoed
+        accepted &= ~vetoed
         indicators["veto_fraction"] = _float(vetoed)
-    return jnp.where(kept, mask, 0), indicators
+    return accepted, indicators
 
 
-def _masked_log_ratio(log_probs: jax.Array, base: jax.Array, mask: jax.Array) -> jax.Array:
-    return lax.stop_gradient(jnp.where(mask > 0, log_ratio(log_probs, base), 0))
+def _difference(log_probs: jax.Array, base: jax.Array, mask: jax.Array) -> jax.Array:
+    return lax.stop_gradient(masked(log_probs, mask) - masked(base, mask))
 
 
 def _float(x: jax.Array) -> jax.Array:
@@ -264,11 +284,6 @@ def _float(x: jax.Array) -> jax.Array:
 
 def _log(x: float) -> float:
     return math.log(x) if x > 0 else -math.inf
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(choices)}")
 
 
 def _check_bounds(low: float, high: float) -> None:

@@ -1,5 +1,6 @@
 """Meshes, axis roles, sequence layouts, packing, collectives and audits. Knows nothing of reinforcement learning."""
 
+from . import multihost
 from .audit import Audit, Collective, audit
 from .layout import check_row_length, logical_positions, physical_places, row_multiple
 from .mesh import ParallelMesh, ShardAxes, check_parallel, make_parallel_mesh, shard_call, vary, vary_like, varying
@@ -23,6 +24,7 @@ __all__ = [
     "check_row_length",
     "logical_positions",
     "make_parallel_mesh",
+    "multihost",
     "note",
     "pack",
     "physical_places",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -15,15 +16,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Names = tuple[str, ...]
+Role = str | Sequence[str] | EllipsisType | None
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_segment", "striped")
-_DEFAULT_ROLES = {"data": ("dp",), "context": ("cp",), "tensor": ("tp",), "fsdp": ()}
-_ROLE_OF_NAME = {
-    "dp": "data",
-    "data": "data",
-    "cp": "context",
-    "context": "context",
-    "tp": "tensor",
-    "tensor": "tensor",
+_CONVENTION = {
+    "data": ("dp", "data", "replica"),
+    "context": ("cp", "context", "sequence", "sp"),
+    "tensor": ("tp", "tensor", "model"),
+    "fsdp": ("fsdp",),
 }
 
 
@@ -41,7 +40,7 @@ def check_layout(layout: str, name: str = "context_layout") -> None:
         raise ValueError(f"{name}: got {layout!r}, expected one of {', '.join(LAYOUTS)}")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class ShardAxes:
     """The roles of mesh axes, for code that already runs inside a `shard_map` (with `check_vma=True`).
 
@@ -52,33 +51,51 @@ class ShardAxes:
       data: axes that the rows of a batch are sharded over.
       context: axes that the positions of a row are sharded over.
       tensor: axes that the vocabulary is sharded over.
-      fsdp: axes that a head kernel is sharded over beside `tensor`; each is a data axis for tokens.
+      fsdp: axes that a head kernel is sharded over beside `tensor`; each is a data or context axis for tokens.
+      replicated: axes over which every device does the same work.
       sequence_parallel: hidden states arrive with the positions sharded over `tensor` too.
       context_layout: which positions of a row each context shard holds.
+
+    Raises:
+      ValueError: an axis in two roles, an fsdp axis that tokens are not spread over, an unknown layout.
 
     Example:
       >>> ShardAxes(data="dp", context=None, tensor=("tp",)).tokens
       ('dp',)
     """
 
-    data: Names = ()
-    context: Names = ()
-    tensor: Names = ()
-    fsdp: Names = ()
-    sequence_parallel: bool = False
-    context_layout: str = "contiguous"
+    data: Names
+    context: Names
+    tensor: Names
+    fsdp: Names
+    replicated: Names
+    sequence_parallel: bool
+    context_layout: str
 
-    def __post_init__(self) -> None:
-        for role in _DEFAULT_ROLES:
-            object.__setattr__(self, role, _names(getattr(self, role)))
+    def __init__(
+        self,
+        data: str | Sequence[str] | None = (),
+        context: str | Sequence[str] | None = (),
+        tensor: str | Sequence[str] | None = (),
+        fsdp: str | Sequence[str] | None = (),
+        replicated: str | Sequence[str] | None = (),
+        sequence_parallel: bool = False,
+        context_layout: str = "contiguous",
+    ) -> None:
+        roles = {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp, "replicated": replicated}
+        fields: dict[str, Any] = {role: _names(value) for role, value in roles.items()}
+        fields |= {"sequence_parallel": sequence_parallel, "context_layout": context_layout}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
         check_layout(self.context_layout)
-        used = self.data + self.context + self.tensor
+        used = self.data + self.context + self.tensor + self.replicated
         if len(set(used)) != len(used):
             raise ValueError(
-                f"data, context, tensor: got {self.data}, {self.context}, {self.tensor}, expected no axis in two roles"
+                f"data, context, tensor, replicated: got {self.data}, {self.context}, {self.tensor}, "
+                f"{self.replicated}, expected no axis in two roles"
             )
-        if not set(self.fsdp) <= set(self.data):
-            raise ValueError(f"fsdp: got {self.fsdp}, expected a subset of the data axes {self.data}")
+        if not set(self.fsdp) <= set(self.tokens):
+            raise ValueError(f"fsdp: got {self.fsdp}, expected a subset of the data and context axes {self.tokens}")
 
     @property
     def tokens(self) -> Names:
@@ -100,11 +117,41 @@ class ShardAxes:
     def check_vma(self) -> None:
         """Raises where the surrounding `shard_map` has `check_vma=False`: gradients there are another contract."""
         for name in self.tokens + self.tensor:
-            if name not in varying(lax.axis_index(name)):
+            if not _tracks_varying(name):
                 raise ValueError(
                     f"shard_map around this call: got check_vma=False over axis {name!r}, expected check_vma=True; "
                     "without it the gradients of replicated inputs would be wrong by axis sizes"
                 )
+
+    def check_complete(self, what: str, *arrays: Any) -> None:
+        """Raises where devices hold different parts of what `what` is about, over a mesh axis that has no role here.
+
+        A sum over devices would then be one device's part of it. Axes along which no array varies are no such axes, as
+        far as JAX tracks that: under `pmap` and `check_vma=False` any axis without a role is one.
+
+        Args:
+          what: what is summed, for the error.
+          *arrays: what it is made of.
+        """
+        for name in self.unknown(*arrays):
+            raise ValueError(
+                f"parallel: got no role for mesh axis {name!r} inside a shard_map or pmap, expected one, since "
+                f"{what} would be that of one device's part; pass parallel=ShardAxes(data=..., context=...), or "
+                f"ShardAxes(replicated={name!r}) where all devices along it hold the same"
+            )
+
+    def unknown(self, *arrays: Any) -> list[str]:
+        """The mesh axes without a role here along which devices hold different parts of arrays, as `check_complete`."""
+        mesh = jax.sharding.get_abstract_mesh()
+        known = {*self.data, *self.context, *self.tensor, *self.replicated}
+        differs = lambda name: any(name in varying(x) for x in jax.tree.leaves(arrays))  # noqa: E731
+        names = [name for name in mesh.manual_axes if mesh.shape[name] > 1 and name not in known]
+        return [name for name in names if differs(name) or not _tracks_varying(name)]
+
+
+def _tracks_varying(name: str) -> bool:
+    """Whether the `shard_map` around this call has `check_vma=True`."""
+    return name in varying(lax.axis_index(name))
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -123,57 +170,91 @@ def vary_like(x: jax.Array, *others: Any) -> jax.Array:
     return vary(x, frozenset().union(*(varying(leaf) for leaf in jax.tree.leaves(others))))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class ParallelMesh:
     """A `jax.sharding.Mesh` and the role of each of its axes; axis names are the caller's.
 
-    A role takes a name, a tuple of names, or None. Axes of size 1 vanish from their roles, and so do the default
-    names where the mesh lacks them; any other name that the mesh lacks is an error. Axes without a role are
-    replicated. Meshes of Auto and of Explicit axis types both work.
+    A role takes a name, a tuple of names, or None for no axis. A role that is not given takes the axes of the usual
+    names: dp, data, replica; cp, context, sequence, sp; tp, tensor, model; fsdp, but none that another role was given.
+    Axes of size 1 vanish from their roles. Meshes of Auto and of Explicit axis types both work.
 
     Args:
       mesh: the device mesh (`jax.make_mesh`).
-      data: axes of the rows of a batch.
+      data: axes of the rows of a batch. Those of `fsdp` that are not in `context` count as such too.
       context: axes of the positions of a row.
       tensor: axes of the vocabulary.
-      fsdp: axes over which a head kernel is sharded beside `tensor`; they count as data axes for tokens.
+      fsdp: axes over which a head kernel is sharded beside `tensor`.
+      replicated: axes over which every device does the same work.
       sequence_parallel: hidden states arrive with positions sharded over `tensor` too.
       context_layout: "contiguous", "zigzag", "zigzag_per_segment" or "striped".
 
     Raises:
-      ValueError: an axis that the mesh lacks, an axis in two roles, an unknown layout.
+      ValueError: an axis that the mesh lacks, an axis in two roles, an axis of size above 1 without a role, an unknown
+        layout.
 
     Example:
       >>> import jax
-      >>> parallel = ParallelMesh(jax.make_mesh((1, 1), ("fsdp", "tp")), data="fsdp", fsdp="fsdp", context=None)
-      >>> parallel.data_size, parallel.tensor
-      (1, ())
+      >>> parallel = ParallelMesh(jax.make_mesh((1, jax.device_count()), ("fsdp", "tp")))  # as Tunix has them
+      >>> parallel.data, parallel.tensor == (("tp",) if jax.device_count() > 1 else ())
+      ((), True)
     """
 
     mesh: Mesh
-    data: Names = _DEFAULT_ROLES["data"]
-    context: Names = _DEFAULT_ROLES["context"]
-    tensor: Names = _DEFAULT_ROLES["tensor"]
-    fsdp: Names = _DEFAULT_ROLES["fsdp"]
-    sequence_parallel: bool = False
-    context_layout: str = "contiguous"
+    data: Names
+    context: Names
+    tensor: Names
+    fsdp: Names
+    replicated: Names
+    sequence_parallel: bool
+    context_layout: str
 
-    def __post_init__(self) -> None:
-        for role, default in _DEFAULT_ROLES.items():
-            names = _names(getattr(self, role))
+    def __init__(
+        self,
+        mesh: Mesh,
+        data: Role = ...,
+        context: Role = ...,
+        tensor: Role = ...,
+        fsdp: Role = ...,
+        replicated: str | Sequence[str] | None = (),
+        sequence_parallel: bool = False,
+        context_layout: str = "contiguous",
+    ) -> None:
+        if not isinstance(mesh, Mesh):
+            raise TypeError(f"mesh: got {type(mesh).__name__}, expected jax.sharding.Mesh")
+        roles = {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp}
+        given = {role: _names(value) for role, value in roles.items() if not isinstance(value, EllipsisType)}
+        given["replicated"] = _names(replicated)
+        for role, names in given.items():
             for name in names:
-                if name not in self.mesh.shape and name not in default:
-                    raise ValueError(
-                        f"{role}: got axis {name!r}, expected one of the mesh's axes {tuple(self.mesh.shape)}"
-                    )
-            object.__setattr__(self, role, tuple(n for n in names if self.mesh.shape.get(n, 1) > 1))
-        object.__setattr__(self, "data", self.data + tuple(n for n in self.fsdp if n not in self.data))
+                if name not in mesh.shape:
+                    raise ValueError(f"{role}: got axis {name!r}, expected one of the mesh's axes {tuple(mesh.shape)}")
+        fields: dict[str, Any] = _roles_of(mesh, given) | {"mesh": mesh}
+        fields |= {"sequence_parallel": sequence_parallel, "context_layout": context_layout}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
         self.axes  # noqa: B018  ShardAxes checks the roles against each other
+        known = {*self.data, *self.context, *self.tensor, *self.replicated}
+        lost = {name: size for name, size in mesh.shape.items() if size > 1 and name not in known}
+        if lost:
+            described = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+            raise ValueError(
+                f"mesh: got axes {described}, expected a role for each; {', '.join(map(repr, lost))} has none. Pass "
+                f"data=, context=, tensor= or fsdp=, or replicated={tuple(lost)} for the same work on each device "
+                "along it"
+            )
 
     @property
     def axes(self) -> ShardAxes:
         """The same roles for code inside a `shard_map` over this mesh."""
-        return ShardAxes(self.data, self.context, self.tensor, self.fsdp, self.sequence_parallel, self.context_layout)
+        return ShardAxes(
+            self.data,
+            self.context,
+            self.tensor,
+            self.fsdp,
+            self.replicated,
+            self.sequence_parallel,
+            self.context_layout,
+        )
 
     def size(self, names: Names) -> int:
         """The number of shards over `names`."""
@@ -227,6 +308,24 @@ class ParallelMesh:
         return NamedSharding(self.mesh, spec)
 
 
+def _roles_of(mesh: Mesh, given: Mapping[str, Names]) -> dict[str, Names]:
+    """The axes of each role: those given, else those of the usual names; axes of size 1 left out."""
+    # one axis may shard both tokens and a kernel, so that fsdp is not a role that others compete with
+    claimed = {name for role, names in given.items() if role != "fsdp" for name in names}
+    usual: dict[str, Names] = {}
+    for role, names in _CONVENTION.items():
+        taken = claimed - {*given.get("data", ()), *given.get("context", ())} if role == "fsdp" else claimed
+        usual[role] = tuple(name for name in mesh.axis_names if name in names and name not in taken)
+    roles = {role: given.get(role, usual[role]) for role in _CONVENTION}
+    of_rows = [name for name in roles["fsdp"] if name not in roles["context"]]
+    if "data" in given:
+        roles["data"] += tuple(name for name in of_rows if name not in roles["data"])
+    else:
+        roles["data"] = tuple(name for name in mesh.axis_names if name in (*roles["data"], *of_rows))
+    roles["replicated"] = given["replicated"]
+    return {role: tuple(name for name in names if mesh.shape[name] > 1) for role, names in roles.items()}
+
+
 def make_parallel_mesh(
     description: str,
     *,
@@ -238,7 +337,7 @@ def make_parallel_mesh(
     """A `ParallelMesh` from text such as "dp=2,cp=2,tp=2".
 
     Args:
-      description: comma-separated `axis=size`; axes dp (or data), cp (context), tp (tensor), fsdp.
+      description: comma-separated `axis=size`, with the usual names of axes: see `ParallelMesh`.
       context_layout: see `ParallelMesh`.
       devices: the devices to use; all of them by default.
       explicit: make the axes Explicit rather than Auto.
@@ -252,13 +351,14 @@ def make_parallel_mesh(
       True
     """
     devices = list(jax.devices() if devices is None else devices)
+    usual = [name for names in _CONVENTION.values() for name in names]
     sizes: dict[str, int] = {}
     for part in description.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
         if not name or not size.isdigit() or int(size) < 1 or name in sizes:
             raise ValueError(f"mesh: got {part!r} in {description!r}, expected text like 'dp=2,cp=2,tp=2'")
-        if name not in _ROLE_OF_NAME and name != "fsdp":
-            raise ValueError(f"mesh: got axis {name!r}, expected one of {', '.join([*_ROLE_OF_NAME, 'fsdp'])}")
+        if name not in usual:
+            raise ValueError(f"mesh: got axis {name!r}, expected one of {', '.join(usual)}")
         sizes[name] = int(size)
     if math.prod(sizes.values()) != len(devices):
         product = "*".join(map(str, sizes.values()))
@@ -267,11 +367,7 @@ def make_parallel_mesh(
         )
     kind = AxisType.Explicit if explicit else AxisType.Auto
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (kind,) * len(sizes), devices=devices)
-    roles: dict[str, Any] = {
-        role: [n for n in sizes if _ROLE_OF_NAME.get(n) == role] for role in ("data", "context", "tensor")
-    }
-    fsdp = ("fsdp",) if "fsdp" in sizes else ()
-    return ParallelMesh(mesh, **roles, fsdp=fsdp, sequence_parallel=sequence_parallel, context_layout=context_layout)
+    return ParallelMesh(mesh, sequence_parallel=sequence_parallel, context_layout=context_layout)
 
 
 def check_parallel(parallel: Any) -> None:
@@ -285,64 +381,95 @@ def shard_call(
     parallel: ParallelMesh | ShardAxes | None,
     args: Mapping[str, Any],
     specs: Callable[[ParallelMesh], tuple[Sequence[Any], Any]],
+    static: Hashable = None,
 ) -> Any:
-    """Runs the per-shard `fn(axes, *args.values())` on one device, inside the caller's `shard_map`, or on a mesh.
+    """Runs the per-shard `fn(axes, *args.values())` on one device, in the caller's `shard_map`, or on a mesh.
 
-    This is how every mesh-level function here is made, so that the per-shard function is the only implementation.
+    This is how every mesh-level function here is made, so that the per-shard function is the only implementation. It is
+    compiled as a whole, also where the caller does not jit: with a module-level `fn`, a second call with equal `static`
+    and arrays of the same shapes compiles nothing.
 
     Args:
       name: the public function's name, for errors.
-      fn: takes `ShardAxes`, then the arguments as this device holds them.
+      fn: takes `ShardAxes`, `static` where it is not None, then the arguments as this device holds them.
       parallel: None (one device), `ShardAxes` (already inside a `shard_map`), or `ParallelMesh`.
       args: arrays or pytrees of them by argument name; None stays None.
       specs: maps the mesh to (one PartitionSpec or pytree prefix of them for each argument, the same for the results).
+      static: whatever else `fn` takes; hashable.
 
     Raises:
       TypeError: `parallel` is something else.
-      ValueError: a dimension that the mesh does not divide, `vmap` over a ParallelMesh call, `check_vma=False` around.
+      ValueError: a dimension that the mesh does not divide, `check_vma=False` around.
 
     Example:
       >>> mesh = make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1])
-      >>> total = lambda axes, x: axes.psum(x.sum(), axes.tokens)
-      >>> shard_call("total", total, mesh, {"x": jnp.ones((2, 4))}, lambda p: ([p.tokens_spec], P()))
-      Array(8., dtype=float32)
+      >>> total = lambda axes, power, x: axes.psum((x**power).sum(), axes.tokens)
+      >>> shard_call("total", total, mesh, {"x": 2 * jnp.ones((2, 4))}, lambda p: ([p.tokens_spec], P()), static=2)
+      Array(32., dtype=float32)
     """
     check_parallel(parallel)
-    if parallel is None:
-        return fn(ShardAxes(), *jax.tree.map(jnp.asarray, list(args.values())))
     if isinstance(parallel, ShardAxes):
         parallel.check_vma()
-        return fn(parallel, *args.values())
+        return _call(fn, parallel, static, *args.values())
+    if parallel is None:
+        return _on_one_device(fn, static, *jax.tree.map(jnp.asarray, tuple(args.values())))
     in_specs, out_specs = specs(parallel)
-    placed = [_place(name, what, arg, spec, parallel) for (what, arg), spec in zip(args.items(), in_specs, strict=True)]
-    body = functools.partial(fn, parallel.axes)
-    return jax.shard_map(body, mesh=parallel.mesh, in_specs=tuple(in_specs), out_specs=out_specs)(*placed)
+    for (what, arg), spec in zip(args.items(), in_specs, strict=True):
+        _check_divides(name, what, arg, spec, parallel)
+    leaves, structure = jax.tree.flatten((tuple(in_specs), out_specs), is_leaf=_is_spec)
+    return _on_mesh(fn, static, parallel, tuple(leaves), structure, *args.values())
 
 
-def _place(name: str, what: str, arg: Any, spec: Any, parallel: ParallelMesh) -> Any:
-    """arg, checked to divide over the mesh and, on Explicit meshes, resharded to what shard_map asserts."""
-    if not isinstance(spec, P):  # a pytree prefix of specs
-        is_spec = lambda s: isinstance(s, P)  # noqa: E731
-        return jax.tree.map(lambda s, a: _place(name, what, a, s, parallel), spec, arg, is_leaf=is_spec)
+def _call(fn: Callable[..., Any], axes: ShardAxes, static: Any, *args: Any) -> Any:
+    return fn(axes, *args) if static is None else fn(axes, static, *args)
 
-    def place(x: Any) -> Any:
-        value = x
-        while hasattr(value, "primal"):  # what a gradient is taken of
-            value = value.primal
-        if "BatchTracer" in type(value).__name__:
-            raise ValueError(f"{name}: got vmap around a ParallelMesh call, expected parallel=None or a per-shard call")
-        x = jnp.asarray(x)
-        for dim, entry in enumerate(spec[: x.ndim]):
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _on_one_device(fn: Callable[..., Any], static: Any, *args: Any) -> Any:
+    return _call(fn, ShardAxes(), static, *args)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _on_mesh(
+    fn: Callable[..., Any],
+    static: Any,
+    parallel: ParallelMesh,
+    specs: tuple[P, ...],
+    structure: jax.tree_util.PyTreeDef,
+    *args: Any,
+) -> Any:
+    in_specs, out_specs = jax.tree.unflatten(structure, specs)  # taken apart since a dict of specs has no hash
+    if parallel.is_explicit:  # where in_specs only assert what the arrays' types say
+        to = lambda spec, arg: _by_leaf(lambda s, x: jax.reshard(x, parallel.sharding(s)), spec, arg)  # noqa: E731
+        args = tuple(map(to, in_specs, args))
+    body = functools.partial(_call, fn, parallel.axes, static)
+    return jax.shard_map(body, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs)(*args)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def _by_leaf(fn: Callable[[P, Any], Any], spec: Any, arg: Any) -> Any:
+    """fn(spec, leaf) over a pytree whose specs are a pytree prefix of it."""
+    return jax.tree.map(lambda s, x: jax.tree.map(functools.partial(fn, s), x), spec, arg, is_leaf=_is_spec)
+
+
+def _check_divides(name: str, what: str, arg: Any, spec: Any, parallel: ParallelMesh) -> None:
+    """Raises where an array of the argument cannot be laid over the mesh as its spec says."""
+
+    def check(spec: P, x: Any) -> None:
+        shape = jnp.shape(x)
+        for dim, entry in enumerate(spec[: len(shape)]):
             names = _names(entry)
             if not set(names) <= set(parallel.mesh.shape):
                 raise ValueError(
                     f"{what}: got spec {spec} in {name}, expected axes of the mesh, {tuple(parallel.mesh.shape)}"
                 )
-            if x.shape[dim] % parallel.size(names):
+            if shape[dim] % parallel.size(names):
                 raise ValueError(
-                    f"{what}: got shape {x.shape} in {name}, expected dimension {dim} to be a multiple of "
+                    f"{what}: got shape {shape} in {name}, expected dimension {dim} to be a multiple of "
                     f"{parallel.size(names)}, the size of mesh axes {names}"
                 )
-        return jax.reshard(x, parallel.sharding(spec)) if parallel.is_explicit else x
 
-    return jax.tree.map(place, arg)
+    _by_leaf(check, spec, arg)

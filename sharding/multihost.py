@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Num
 
 from .mesh import ParallelMesh
 
@@ -38,6 +39,54 @@ def agree(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return sizes
     everyone = np.asarray(multihost_utils.process_allgather(np.asarray(sizes, np.int32)))
     return tuple(int(size) for size in everyone.reshape(-1, len(sizes)).max(axis=0))
+
+
+def gather(rows: Num[np.ndarray, "N ..."]) -> list[Num[np.ndarray, "N ..."]]:
+    """The rows of every process, which may have different numbers of them; every process must call this.
+
+    Example:
+      >>> [x.tolist() for x in gather(np.array([[1, 2]]))]
+      [[[1, 2]]]
+    """
+    if jax.process_count() == 1:
+        return [rows]
+    most = agree((len(rows),))[0]
+    padded = np.concatenate([rows, np.zeros((most - len(rows), *rows.shape[1:]), rows.dtype)])
+    counts = np.asarray(multihost_utils.process_allgather(np.int32(len(rows)))).reshape(-1)
+    # in words of 32 bits, since JAX makes 32 of 64
+    words = np.asarray(multihost_utils.process_allgather(np.ascontiguousarray(padded).view(np.int32)))
+    everyone = words.view(rows.dtype).reshape(len(counts), most, *rows.shape[1:])
+    return [part[:count] for part, count in zip(everyone, counts, strict=True)]
+
+
+def spans_processes(parallel: ParallelMesh) -> bool:
+    """Whether devices of the mesh belong to several processes.
+
+    Example:
+      >>> from sharding import make_parallel_mesh
+      >>> spans_processes(make_parallel_mesh("dp=1", devices=jax.devices()[:1]))
+      False
+    """
+    return len({device.process_index for device in parallel.mesh.devices.flat}) > 1
+
+
+def numbers_before(parallel: ParallelMesh, count: int) -> int:
+    """How many things the data shards before this process's hold, each process holding `count`; all must call this.
+
+    Processes that hold the same data shards hold the same things, and count once.
+    """
+    mine = np.array([[min(_local_data_shards(parallel)), count]], np.int64)
+    held = dict(tuple(row) for part in gather(mine) for row in part.tolist())
+    return sum(n for first, n in held.items() if first < mine[0, 0])
+
+
+def check_equal(what: str, value: Any) -> None:
+    """Raises on every process where `value` is not the same text on all of them; every process must call this."""
+    text = np.frombuffer(repr(value).encode(), np.uint8).astype(np.int32)
+    texts = [bytes(part.astype(np.uint8)).decode() for part in gather(text)]
+    for process, other in enumerate(texts):
+        if other != texts[0]:
+            raise ValueError(f"{what}: got {texts[0]} on process 0 and {other} on process {process}, expected the same")
 
 
 def local_data_size(parallel: ParallelMesh) -> int:

@@ -54,7 +54,7 @@ def hang_risks(jaxpr: Any) -> list[str]:
     ]
 
 
-def note(text: str) -> AbstractContextManager:
+def note(text: str) -> AbstractContextManager[None]:
     """A context whose operations carry a note for whoever audits the program; in their names only, at no cost.
 
     Example:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .mesh import ParallelMesh, make_parallel_mesh
@@ -78,7 +79,7 @@ def assert_trees_close(got: Any, expected: Any, rtol: float = 1e-5, atol: float 
     if str(got_tree) != str(tree):
         raise AssertionError(f"{context}: got a tree {got_tree}, expected {tree}")
     for (path, a), b in zip(got_leaves, leaves, strict=True):
-        a, b = (np.asarray(x, np.float64 if jax.dtypes.issubdtype(x.dtype, np.floating) else None) for x in (a, b))
+        a, b = (np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else None) for x in (a, b))
         where = f"{context} at {jax.tree_util.keystr(path) or 'the result'}"
         if a.shape != b.shape:
             raise AssertionError(f"{where}: got shape {a.shape}, expected {b.shape}")

@@ -202,5 +202,6 @@ class Padded:
         return out
 
     def batch(self, case: Case, **kwargs: Any) -> RolloutBatch:
+        """What stands at a position speaks of its own target, the last one's too."""
         arrays = {k: list(case.inputs[k]) for k in PER_TOKEN if k in case.inputs}
-        return self.packing.batch(list(self.loss_mask), **arrays | kwargs)
+        return dataclasses.replace(self.packing.batch(list(self.loss_mask), **arrays | kwargs), real_last_targets=True)

@@ -1,5 +1,7 @@
 """Packed rows with all that goes wrong: full rows, prompts only, padding only, empty responses, holes in the mask."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,10 +37,14 @@ def hard_batch(seed=0, **more):
     ids = np.where(LENGTHS > 0, np.arange(R * S).reshape(R, S), -1)
     groups = np.where(ids >= 0, ids % 3, -1)
     names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
-    fields = {name: array() for name in names} | {"rewards": rng.normal(size=(R, S)).astype(np.float32)} | more
+    fields = (
+        {name: -jnp.abs(array()) if name.endswith("log_probs") else array() for name in names}
+        | {"rewards": rng.normal(size=(R, S)).astype(np.float32)}
+        | more
+    )
     zeros = np.zeros((R, T), int)
     batch = RolloutBatch(zeros, zeros, segment_ids, positions, mask, ids, groups, ids, **fields)
-    return jax.tree.map(jnp.asarray, batch), jnp.asarray(array())
+    return jax.tree.map(jnp.asarray, batch), -jnp.abs(array())
 
 
 def sequences(batch):
@@ -57,9 +63,13 @@ def layouts_on(mesh="dp=2,cp=4,tp=1"):
         per_segment = LENGTHS if layout == "zigzag_per_segment" else None
         order = np.broadcast_to(logical_positions(layout, T, parallel.context_size, per_segment), (R, T))
 
-        def to_physical(x, order=order):
-            is_tokens = getattr(x, "shape", None) == (R, T)
-            return jnp.asarray(np.take_along_axis(np.asarray(x), order, 1)) if is_tokens else x
+        def to_physical(tree, order=order, parallel=parallel):
+            place = lambda x: jnp.asarray(np.take_along_axis(np.asarray(x), order, 1)) if x.shape == (R, T) else x  # noqa: E731
+            placed = jax.tree.map(place, tree)
+            if isinstance(tree, RolloutBatch):
+                shards = parallel.context_size
+                return dataclasses.replace(placed, context_layout=parallel.context_layout, context_shards=shards)
+            return placed
 
         def to_logical(x, order=order):
             return np.take_along_axis(np.asarray(x), np.argsort(order, 1), 1) if x.shape == (R, T) else np.asarray(x)

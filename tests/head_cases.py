@@ -4,19 +4,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxppo import log_probs_from_hidden
-from jaxppo.log_probs.reference import reference_from_hidden
+from jaxppo import Head, LoRA, log_probs_from_hidden
+from jaxppo.head.reference import reference_from_hidden
 from sharding.testing import assert_trees_close
 
 R, T, H = 8, 8, 12
 BLOCK_BYTES = 8 * 512 * 16  # blocks of 16 tokens and 512 columns
-PARAMETERS = ("hidden", "kernel", "bias")
+PARAMETERS = ("hidden", "kernel", "bias", "lora_a", "lora_b")
+HEAD_OPTIONS = ("layout", "softcap", "scale", "vocab_size", "spec")
+RANK = 3
 F32 = {"rtol": 2e-6, "atol": 2e-6}
 # a gradient in bf16 is rounded once, and its terms were products of bf16 numbers
 BF16 = {"rtol": 2**-8, "atol": 2**-8}
 
 
-def head_arrays(V, *, dtype="float32", layout="hv", with_where=False, keep=0, bias=True, scale=1.0, last=None):
+def head_arrays(
+    V,
+    *,
+    dtype="float32",
+    layout="hv",
+    with_where=False,
+    nucleus=0,
+    bias=True,
+    lora=False,
+    temperatures=False,
+    scale=1.0,
+    last=None,
+):
     """The arrays of a call by argument name, and the weights g, e of log-probs and entropy in a loss.
 
     Masked rows of hidden states are NaN and their targets -100; two tokens have no weight. `last` ends the targets
@@ -33,21 +47,34 @@ def head_arrays(V, *, dtype="float32", layout="hv", with_where=False, keep=0, bi
     }
     if bias:
         arrays["bias"] = jnp.asarray(rng.normal(size=V), dtype)
+    if temperatures:
+        arrays["temperature"] = jnp.asarray(rng.uniform(0.5, 2, (R, T)), jnp.float32)
+    if lora:
+        arrays["lora_a"] = jnp.asarray(rng.normal(size=(H, RANK)), dtype)
+        arrays["lora_b"] = jnp.asarray(rng.normal(size=(RANK, V)), dtype)
     if with_where:
         where = rng.random((R, T)) < 0.4
         where[3], where[:, 5] = False, False  # devices with no token at all, however the tokens are split
         arrays["where"] = jnp.asarray(where)
         arrays["hidden"] = jnp.where(where[..., None], arrays["hidden"], jnp.nan)
         arrays["targets"] = jnp.where(where, arrays["targets"], -100)
-    if keep:
-        arrays["keep_ids"] = jnp.asarray(rng.integers(-1, last or V, (R, T, keep)), jnp.int32)
+        arrays |= {"temperature": jnp.where(where, arrays["temperature"], jnp.nan)} if temperatures else {}
+    if nucleus:
+        arrays["nucleus_ids"] = jnp.asarray(rng.integers(-1, last or V, (R, T, nucleus)), jnp.int32)
     return arrays
+
+
+def head_of(arrays, **options):
+    """The head of a call's arrays."""
+    lora = LoRA(arrays["lora_a"], arrays["lora_b"], 0.5) if "lora_a" in arrays else None
+    return Head(arrays["kernel"], bias=arrays.get("bias"), lora=lora, **options)
 
 
 def call_head(parallel, arrays, **options):
     """`log_probs_from_hidden`, or with parallel="reference" its truth."""
-    options |= {name: arrays[name] for name in ("bias", "where", "keep_ids") if name in arrays}
-    args = arrays["hidden"], arrays["kernel"], arrays["targets"]
+    of_head = {name: options.pop(name) for name in HEAD_OPTIONS if name in options}
+    options |= {name: arrays[name] for name in ("where", "nucleus_ids", "temperature") if name in arrays}
+    args = arrays["hidden"], head_of(arrays, **of_head), arrays["targets"]
     if parallel == "reference":
         return reference_from_hidden(*args, **options)
     return log_probs_from_hidden(*args, parallel=parallel, **{"block_bytes": BLOCK_BYTES, **options})
@@ -69,9 +96,7 @@ def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
 
 def truth(call, arrays, wrt=PARAMETERS, **options):
     """`with_gradients` of the reference in float64."""
-    options = {
-        k: v for k, v in options.items() if k not in ("block_bytes", "keep_logits", "kernel_spec", "hidden_spec")
-    }
+    options = {k: v for k, v in options.items() if k not in ("block_bytes", "keep_logits", "spec", "hidden_spec")}
     with jax.enable_x64(True):
         wide = {k: jnp.asarray(np.asarray(x, np.float64) if x.dtype.kind in "fV" else x) for k, x in arrays.items()}
         found = jax.jit(lambda a: with_gradients(call, "reference", a, wrt, **options))(wide)

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+from typing import get_args
 
 import jax
 import numpy as np
 
 from jaxppo import (
+    KL,
     Normalizer,
+    PolicyLoss,
     PolicyLossConfig,
     RolloutBatch,
     Sample,
@@ -16,17 +19,30 @@ from jaxppo import (
     covariance_mask,
     policy_loss,
 )
-from jaxppo.policy_losses import POLICY_LOSSES, find_policy_loss
+from jaxppo._arrays import Aggregation
+from jaxppo.policy_losses import BY_NAME, by_name
 from sharding import make_parallel_mesh
 
 # These programs run once or a few times: compiling is what they cost.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-LOSSES = sorted(POLICY_LOSSES)
+LOSSES = sorted({*BY_NAME, "dppo_kl"})
+AGGREGATIONS = get_args(Aggregation)
+ACTIVE = {"clip_low": 0.2, "clip_high": 0.28, "share": 0.3, "low": 0.0}
 
 
-def config_of(loss: str, aggregation: str = "token_mean", **options) -> PolicyLossConfig:
+def loss_named(name: str, **hyperparameters) -> PolicyLoss:
+    """The loss with hyperparameters at which it does all that it can on small random steps: clips, picks."""
+    name, extra = ("dppo", {"divergence": "kl"}) if name == "dppo_kl" else (name, {})
+    fields = {field.name for field in dataclasses.fields(BY_NAME[name])}
+    active = {k: v for k, v in ACTIVE.items() if k in fields}
+    active = {} if name == "dppo" else active
+    return by_name(name, **active | extra | hyperparameters)
+
+
+def config_of(loss: str | PolicyLoss, aggregation: str = "token_mean", **options) -> PolicyLossConfig:
     """A config in which every loss does all that it can: clips, picks, penalises."""
-    options = {"kl_coef": 0.1, "entropy_coef": 0.01, "clip_high": 0.28, "cov_ratio": 0.3, "cov_low": 0.0} | options
+    loss = loss_named(loss) if isinstance(loss, str) else loss
+    options = {"kl": KL(0.1), "entropy_coef": 0.01} | options
     if aggregation == "sequence_mean_token_sum_norm":
         options["aggregation_norm"] = 12.0
     return PolicyLossConfig(loss=loss, aggregation=aggregation, **options)
@@ -44,7 +60,8 @@ def step_of(seed: int, count: int = 9) -> list[Sample]:
         mask = np.zeros(prompt + response)
         mask[prompt:] = (rng.random(response) < 0.7) * (i != 2)
         normal = functools.partial(rng.normal, size=response)
-        old = normal() - 3
+        old = -2 - np.abs(normal())
+        near = lambda scale, old=old, normal=normal: np.minimum(old + scale * normal(), -0.01)  # noqa: E731
         samples.append(
             Sample(
                 rng.integers(0, 50, prompt + response),
@@ -55,9 +72,9 @@ def step_of(seed: int, count: int = 9) -> list[Sample]:
                 rollout_id=int(rng.integers(0, 5)),
                 advantages=np.full(response, rng.normal()),
                 old_log_probs=old,
-                ref_log_probs=old + 0.3 * normal(),
-                rollout_log_probs=old + 0.1 * normal(),
-                returns=old + 0.4 * normal(),
+                ref_log_probs=near(0.3),
+                rollout_log_probs=near(0.1),
+                returns=near(0.4),
                 values=np.abs(normal()),
             )
         )
@@ -72,17 +89,17 @@ def with_garbage(batch: RolloutBatch, garbage: float) -> RolloutBatch:
         **{
             name: np.where(batch.loss_mask > 0, x, np.float32(garbage))
             for name, x in arrays.items()
-            if name != "loss_mask" and x is not None and x.shape == batch.loss_mask.shape and x.dtype == np.float32
+            if name != "loss_mask" and getattr(x, "shape", None) == batch.loss_mask.shape and x.dtype == np.float32
         },
     )
 
 
-def loss_of(stats, batch, config, parallel, normalizer=None, covariance=None):
-    return policy_loss(stats, batch, config, parallel=parallel, normalizer=normalizer, covariance=covariance)
+def loss_of(stats, batch, config, parallel, normalizer=None, selected=None):
+    return policy_loss(stats, batch, config, parallel=parallel, normalizer=normalizer, selected=selected)
 
 
-def covariance_of(batch, config, parallel):
-    if find_policy_loss(config.loss).covariance is None:
+def selected_of(batch, config, parallel):
+    if config.loss.selects is None:
         return None
     return covariance_mask(TokenStats(batch.returns), batch, config, jax.random.key(7), parallel)
 
@@ -93,8 +110,8 @@ def whole(config: PolicyLossConfig, mesh: str | None = None, layout: str = "cont
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
 
     def run(batch):
-        covariance = covariance_of(batch, config, parallel)
-        fn = lambda stats: loss_of(stats, batch, config, parallel, covariance=covariance)  # noqa: E731
+        selected = selected_of(batch, config, parallel)
+        fn = lambda stats: loss_of(stats, batch, config, parallel, selected=selected)  # noqa: E731
         (loss, found), gradients = jax.value_and_grad(fn, has_aux=True)(TokenStats(batch.returns, batch.values))
         gradients = gradients.log_probs, gradients.entropy
         return (loss, gradients, found) if metrics else (loss, gradients)
@@ -111,17 +128,17 @@ def accumulated(config: PolicyLossConfig, mesh: str | None = None, metrics: bool
         normalizer = Normalizer.from_batches(
             batches, config.aggregation, off_policy=config.off_policy, parallel=parallel
         )
-        covariance = covariance_of(batches, config, parallel)
+        selected = selected_of(batches, config, parallel)
         places = np.eye(batches.loss_mask.shape[0], dtype=np.float32)
 
         def loss_fn(stats, micro_batch):
-            place, batch, normalizer, covariance = micro_batch
+            place, batch, normalizer, selected = micro_batch
             # as a sum, since jax 0.12 has no gradient of x[i] on an explicit mesh
             own = jax.tree.map(lambda x: (x * place[:, None, None]).sum(axis=0), stats)
-            loss, found = loss_of(own, batch, config, parallel, normalizer, covariance)
+            loss, found = loss_of(own, batch, config, parallel, normalizer, selected)
             return loss, found if metrics else {}
 
-        step = accumulate_gradients(loss_fn, (places, batches, normalizer, covariance))
+        step = accumulate_gradients(loss_fn, (places, batches, normalizer, selected))
         (loss, found), gradients = step(TokenStats(batches.returns, batches.values))
         gradients = gradients.log_probs, gradients.entropy
         return (loss, gradients, found) if metrics else (loss, gradients)

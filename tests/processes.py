@@ -22,6 +22,7 @@ def samples():
     for i in range(6):
         response = 0 if i == EMPTY else int(rng.integers(2, 6))
         values = {name: rng.normal(size=response) for name in ("old_log_probs", "ref_log_probs", "advantages")}
+        values |= {name: -np.abs(values[name]) for name in ("old_log_probs", "ref_log_probs")}
         tokens = rng.integers(0, 16, size=3 + response)
         found.append(Sample(tokens, response_start=3, sample_id=i, rollout_id=i // 2, reward=1.0, **values))
     return found
@@ -29,13 +30,13 @@ def samples():
 
 def step(parallel, table, kernel, batch):
     """Loss, gradients and metrics of a policy that looks one token back, and of one that looks two back."""
-    from jaxppo import PolicyLossConfig, log_probs_from_hidden, metrics, mtp_loss, policy_loss
+    from jaxppo import KL, PolicyLossConfig, log_probs_from_hidden, metrics, mtp_loss, policy_loss
 
     def loss(table, kernel):
         hidden = table[batch.tokens]
         counted = batch.loss_mask > 0
         stats = log_probs_from_hidden(hidden, kernel, batch.targets, entropy="bonus", where=counted, parallel=parallel)
-        config = PolicyLossConfig(kl_coef=0.1, entropy_coef=0.01, aggregation="rollout_mean")
+        config = PolicyLossConfig(kl=KL(0.1), entropy_coef=0.01, aggregation="rollout_mean")
         value, found = policy_loss(stats, batch, config, parallel=parallel)
         further, more = mtp_loss([hidden], kernel, batch, parallel=parallel)
         return value + further, metrics.values(found | more)
@@ -56,8 +57,7 @@ def main(rank, count, port, mesh, layout):
     mine = samples()
     if multihost.local_data_size(parallel) < parallel.data_size:  # each process feeds its own rows: 4 samples and 2
         mine = mine[:4] if rank == 0 else mine[4:]
-    batch = RolloutBatch.from_samples(mine, row_length=64, parallel=parallel, agree=multihost.agree)
-    batch = multihost.to_global(batch, batch.specs(parallel), parallel)
+    batch = RolloutBatch.from_samples(mine, row_length=64, parallel=parallel).put(parallel)
     kernel = multihost.to_global(KERNEL, parallel.kernel_spec(), parallel)
     table = multihost.to_global(TABLE, jax.P(), parallel)
     value, found, gradients = jax.jit(lambda *args: step(parallel, *args))(table, kernel, batch)

@@ -68,7 +68,7 @@ def test_bad_input():
     rewards, ids = jnp.ones((2, 3)), jnp.zeros((2, 3), int)
     with pytest.raises(ValueError, match=r"group_ids: got shape \(2, 2\)"):
         advantages.grpo(rewards, ids[:, :2])
-    with pytest.raises(TypeError, match="group_ids: got float32"):
+    with pytest.raises(TypeError, match="group_ids: got dtype float32, expected integers"):
         advantages.grpo(rewards, rewards)
     with pytest.raises(ValueError, match="singletons: got 'one'"):
         advantages.rloo(rewards, ids, singletons="one")

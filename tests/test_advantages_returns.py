@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hard_rows import MESHES, S, hard_batch, layouts_on, sequences
+from hard_rows import MESHES, hard_batch, layouts_on, sequences
 
 from jaxppo import RolloutBatch, Sample, advantages
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
 BATCH, REWARDS = hard_batch()
-MASK, IDS = BATCH.loss_mask, BATCH.segment_ids
+MASK = BATCH.loss_mask
 BATCH_64 = jax.tree.map(lambda x: np.asarray(x, np.float64), BATCH)
 REWARDS_64, MASK_64 = np.asarray(REWARDS, np.float64), np.asarray(MASK, np.float64)
 
@@ -53,8 +53,8 @@ def serial_token_rewards(coef):
 
 
 def on_every_layout_and_mesh(fn, expected, layouts=True):
-    """fn(parallel, rewards, values, mask, segment_ids, positions) gives `expected`, in logical order."""
-    arrays = (REWARDS, BATCH.values, MASK, IDS, BATCH.positions)
+    """fn(parallel, rewards, batch) gives `expected`, in logical order."""
+    arrays = (REWARDS, BATCH)
     for mesh in MESHES[1:]:
         parallel = make_parallel_mesh(mesh)
         got = jax.jit(lambda *a, p=parallel: fn(p, *a))(*arrays)
@@ -66,9 +66,9 @@ def on_every_layout_and_mesh(fn, expected, layouts=True):
 
 @pytest.mark.parametrize("masked", ["skip", "discount"])
 def test_discounted_returns(masked):
-    def fn(parallel, rewards, values, mask, ids, positions):
-        options = {"gamma": 0.9, "masked": masked, "num_segments": S, "parallel": parallel}
-        return advantages.discounted_returns(rewards, mask, ids, **options)
+    def fn(parallel, rewards, batch):
+        options = {"gamma": 0.9, "masked": masked, "parallel": parallel}
+        return advantages.discounted_returns(rewards, batch, **options)
 
     on_every_layout_and_mesh(fn, serial_returns(0.9, masked), layouts=False)
 
@@ -76,18 +76,18 @@ def test_discounted_returns(masked):
 @pytest.mark.parametrize(("gamma", "lam", "value_lam"), [(0.99, 0.95, 0.95), (0.97, 0.0, 0.5)])
 def test_gae(gamma, lam, value_lam):
     # One that resets at a shard's border is off by up to 100%; one that reads V across a hole in the mask, NaN.
-    def fn(parallel, rewards, values, mask, ids, positions):
-        options = {"gamma": gamma, "lam": lam, "value_lam": value_lam, "num_segments": S, "parallel": parallel}
-        return advantages.gae(rewards, values, mask, ids, **options)
+    def fn(parallel, rewards, batch):
+        options = {"gamma": gamma, "lam": lam, "value_lam": value_lam, "parallel": parallel}
+        return advantages.gae(rewards, batch.values, batch, **options)
 
     on_every_layout_and_mesh(fn, serial_gae(gamma, lam, value_lam), layouts=lam == 0.95)
 
 
 def test_reward_lands_on_the_last_response_token_whichever_shard_owns_it():
     # On the last token of a shard, or of the row, every sequence but the fullest would lose its reward.
-    def fn(parallel, rewards, values, mask, ids, positions):
-        options = {"kl": values, "kl_coef": 0.1, "parallel": parallel}
-        return advantages.token_rewards(BATCH.rewards, positions, ids, mask, **options)
+    def fn(parallel, rewards, batch):
+        options = {"kl": batch.values, "kl_coef": 0.1, "parallel": parallel}
+        return advantages.token_rewards(batch.rewards, batch, **options)
 
     on_every_layout_and_mesh(fn, serial_token_rewards(0.1))
 
@@ -111,14 +111,14 @@ def test_whiten_of_equal_values_or_of_none_is_zero():
 
 
 def test_reinforce_plus_plus_baseline_is_whitened_over_data_and_context():
-    def fn(parallel, rewards, values, mask, ids, positions):
+    def fn(parallel, rewards, batch):
         return advantages.reinforce_plus_plus_baseline(
-            BATCH.rewards, BATCH.group_ids, ids, mask, kl=values, kl_coef=0.1, parallel=parallel
+            batch.rewards, batch.group_ids, batch, kl=batch.values, kl_coef=0.1, parallel=parallel
         )
 
     token = np.asarray(MASK) > 0
     centred = advantages.dr_grpo(BATCH.rewards, BATCH.group_ids)
-    x = np.asarray(advantages.spread(centred, IDS, MASK), np.float64) - 0.1 * np.nan_to_num(BATCH.values)
+    x = np.asarray(advantages.spread(centred, BATCH), np.float64) - 0.1 * np.nan_to_num(BATCH.values)
     on_every_layout_and_mesh(fn, np.where(token, (x - x[token].mean()) / x[token].std(ddof=1), 0), layouts=False)
 
 
@@ -130,8 +130,8 @@ def test_distillation_pulls_to_the_teacher():
 
 def test_advantages_are_constants():
     def total(rewards):
-        advantage, returns = advantages.gae(rewards, BATCH.values, MASK, IDS)
-        return advantage.sum() + returns.sum() + advantages.reinforce_plus_plus(rewards, MASK, IDS).sum()
+        advantage, returns = advantages.gae(rewards, BATCH.values, BATCH)
+        return advantage.sum() + returns.sum() + advantages.reinforce_plus_plus(rewards, BATCH).sum()
 
     assert (jax.jit(jax.grad(total))(REWARDS) == 0).all()
 
@@ -146,9 +146,8 @@ def test_packing_and_order_change_nothing(row_length, layout):
 
     @functools.partial(jax.jit, static_argnums=1)
     def run(b, parallel):
-        ids, mask = b.segment_ids, b.loss_mask
-        rewards = advantages.token_rewards(b.rewards, b.positions, ids, mask, parallel=parallel)
-        return advantages.gae(rewards, b.values, mask, ids, lam=0.9, parallel=parallel)
+        rewards = advantages.token_rewards(b.rewards, b, parallel=parallel)
+        return advantages.gae(rewards, b.values, b, lam=0.9, parallel=parallel)
 
     def by_sample(samples, **options):
         batch = RolloutBatch.from_samples(samples, **options)
@@ -167,13 +166,12 @@ def test_packing_and_order_change_nothing(row_length, layout):
 
 def test_bad_input():
     with pytest.raises(ValueError, match=r"lam: got 1.5, expected a number in \[0, 1\]"):
-        advantages.gae(REWARDS, REWARDS, MASK, IDS, lam=1.5)
-    with pytest.raises(ValueError, match=r"rewards: got shape \(8, 16\), expected \[R, T\] like values"):
-        advantages.gae(REWARDS[:, :16], REWARDS, MASK, IDS)
-    with pytest.raises(ValueError, match="masked: got 'drop', expected one of skip, discount"):
-        advantages.discounted_returns(REWARDS, MASK, IDS, masked="drop")
-    with pytest.raises(ValueError, match=r"rewards: got shape \(3, 4\)"):
-        advantages.token_rewards(BATCH.rewards[:3], BATCH.positions, IDS, MASK)
-    mesh = make_parallel_mesh("dp=2,cp=4,tp=1", context_layout="zigzag_per_segment")
-    with pytest.raises(ValueError, match="num_segments"):
-        advantages.gae(REWARDS, REWARDS, MASK, IDS, parallel=mesh)
+        advantages.gae(REWARDS, REWARDS, BATCH, lam=1.5)
+    with pytest.raises(ValueError, match=r"rewards: got shape \(8, 16\), expected the batch's \[R, T\], \(8, 32\)"):
+        advantages.gae(REWARDS[:, :16], REWARDS, BATCH)
+    with pytest.raises(ValueError, match="masked: got 'drop', expected one of 'skip', 'discount'"):
+        advantages.discounted_returns(REWARDS, BATCH, masked="drop")
+    with pytest.raises(ValueError, match=r"rewards: got shape \(3, 4\), expected the batch's \[R, S\], \(8, 4\)"):
+        advantages.token_rewards(BATCH.rewards[:3], BATCH)
+    with pytest.raises(ValueError, match="rewards: got None, expected the batch's"):
+        advantages.token_rewards(None, BATCH)

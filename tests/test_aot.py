@@ -188,7 +188,7 @@ def test_one_pass_in_its_bytes():
     parallel = v5p(*CP4_TP4)
     hidden, kernel, targets, weights = arguments(parallel, 8192, columns=131072)
     one = jax.ShapeDtypeStruct((1, 1), jnp.int32, sharding=parallel.sharding(parallel.rows_spec))
-    batch = RolloutBatch(*[targets] * 4, weights, *[one] * 3, advantages=weights, old_log_probs=weights)
+    batch = RolloutBatch(*[targets] * 4, weights, one, advantages=weights, old_log_probs=weights)
 
     def loss(hidden, kernel, batch):
         config = PolicyLossConfig(entropy_coef=0.01)

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hard_rows import LAYOUTS, LENGTHS, R, T, hard_batch
+from hard_rows import LAYOUTS, hard_batch, layouts_on
+from policy_steps import AGGREGATIONS, loss_named
+from policy_steps import LOSSES as NAMES
 
 from jaxppo import (
-    HeadStates,
+    KL,
     Normalizer,
     OffPolicyConfig,
     PolicyLossConfig,
@@ -27,9 +29,7 @@ from jaxppo import (
     sft_loss,
     value_loss,
 )
-from jaxppo.aggregation import AGGREGATIONS
-from jaxppo.policy_losses import POLICY_LOSSES, find_policy_loss
-from sharding import ShardAxes, logical_positions, make_parallel_mesh, vary
+from sharding import ShardAxes, make_parallel_mesh, vary
 from sharding.audit import audit
 from sharding.program import collectives, hang_risks
 from sharding.testing import assert_trees_close, factorings
@@ -40,12 +40,14 @@ STATS = TokenStats(LOG_PROBS, jnp.abs(LOG_PROBS))
 
 def configs():
     """Each loss with some aggregation, each aggregation at least once, and each kind of off-policy correction."""
-    penalties = {"kl_coef": 0.1, "entropy_coef": 0.01, "cov_ratio": 0.3, "cov_low": 0.0}
+    penalties = {"kl": KL(0.1), "entropy_coef": 0.01}
     found = {}
-    for i, loss in enumerate(sorted(POLICY_LOSSES)):
+    for i, loss in enumerate(NAMES):
         aggregation = AGGREGATIONS[i % len(AGGREGATIONS)]
         norm = {"aggregation_norm": 9.0} if aggregation == "sequence_mean_token_sum_norm" else {}
-        found[f"{loss} {aggregation}"] = PolicyLossConfig(loss=loss, aggregation=aggregation, **norm, **penalties)
+        found[f"{loss} {aggregation}"] = PolicyLossConfig(
+            loss_named(loss), aggregation=aggregation, **norm, **penalties
+        )
     for name, options in {
         "token": {"weights": "token", "high": 1.1, "batch_normalize": True},
         "sequence": {"weights": "sequence", "high": 1.3, "outside": "zero", "veto": 1e-3},
@@ -59,10 +61,10 @@ CONFIGS = configs()
 
 
 def run_policy_loss(config, parallel, stats, batch):
-    covariance = None
-    if find_policy_loss(config.loss).covariance is not None:
-        covariance = covariance_mask(stats, batch, config, jax.random.key(7), parallel)
-    return policy_loss(stats, batch, config, parallel=parallel, covariance=covariance)
+    selected = None
+    if config.loss.selects is not None:
+        selected = covariance_mask(stats, batch, config, jax.random.key(7), parallel)
+    return policy_loss(stats, batch, config, parallel=parallel, selected=selected)
 
 
 LOSSES = {name: functools.partial(run_policy_loss, config) for name, config in CONFIGS.items()} | {
@@ -77,12 +79,9 @@ def everything(parallel, stats, batch):
     for name, loss in LOSSES.items():
         fn = functools.partial(loss, parallel, batch=batch)
         (value, terms), gradient = jax.value_and_grad(fn, has_aux=True)(stats)
-        found[name] = value, tuple(gradient), metrics.values(terms)
-    where = {"parallel": parallel, "num_segments": batch.num_segments}
+        found[name] = value, gradient, metrics.values(terms)
     tokens = jnp.where(batch.loss_mask > 0, stats.log_probs, 0)
-    found["gae"] = advantages.gae(
-        tokens, batch.values, batch.loss_mask, batch.segment_ids, gamma=0.99, lam=0.95, **where
-    )
+    found["gae"] = advantages.gae(tokens, batch.values, batch, gamma=0.99, lam=0.95, parallel=parallel)
     found["whiten"] = advantages.whiten(stats.log_probs, batch.loss_mask, parallel=parallel)
     found["grpo"] = advantages.grpo(batch.rewards, batch.group_ids, parallel=parallel)
     found["rollouts"] = Normalizer.from_batches(batch, "rollout_mean", parallel=parallel).denominators
@@ -104,14 +103,9 @@ ALL.remove(("dp=1,cp=8,tp=1", "zigzag_per_segment"))  # its sequences are padded
     ("mesh", "layout"), CASES + [pytest.param(*case, marks=pytest.mark.nightly) for case in ALL if case not in CASES]
 )
 def test_every_loss_has_the_numbers_of_one_device(mesh, layout):
-    parallel = make_parallel_mesh(mesh, context_layout=layout)
-    per_segment = LENGTHS if layout == "zigzag_per_segment" else None
-    order = np.broadcast_to(logical_positions(layout, T, parallel.context_size, per_segment), (R, T))
-    reorder = lambda order, tree: jax.tree.map(  # noqa: E731
-        lambda x: np.take_along_axis(np.asarray(x), order, 1) if x.shape == (R, T) else np.asarray(x), tree
-    )
-    got = jax.jit(functools.partial(everything, parallel))(*reorder(order, (STATS, BATCH)))
-    got = reorder(np.argsort(order, axis=1), got)
+    (_, parallel, to_physical, to_logical), *_ = (case for case in layouts_on(mesh) if case[0] == layout)
+    got = jax.jit(functools.partial(everything, parallel))(to_physical(STATS), to_physical(BATCH))
+    got = jax.tree.map(to_logical, got)
     assert_trees_close(got, on_one_device(), rtol=1e-5, atol=2e-6, context=f"{mesh} {layout}")
 
 
@@ -127,12 +121,13 @@ def at_once(config, parallel, hidden, kernel, batch):
 
 
 def distilled(parallel, hidden, kernel, batch):
-    teacher = HeadStates(hidden * 2, kernel + 1)
-    return distillation_loss(HeadStates(hidden, kernel), teacher, batch, parallel=parallel)
+    return distillation_loss(hidden, kernel, hidden * 2, kernel + 1, batch, parallel=parallel)
 
 
 PROGRAMS = {name: functools.partial(from_hidden, name) for name in LOSSES}
-PROGRAMS |= {f"{loss} at once": functools.partial(at_once, PolicyLossConfig(loss=loss)) for loss in ("ppo", "gspo")}
+PROGRAMS |= {
+    f"{loss} at once": functools.partial(at_once, PolicyLossConfig(loss_named(loss))) for loss in ("ppo", "gspo")
+}
 PROGRAMS["distillation"] = distilled
 
 
@@ -142,7 +137,8 @@ def test_no_loss_can_leave_a_device_waiting(name):
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
     shapes = jax.ShapeDtypeStruct((*BATCH.targets.shape, 8), jnp.float32), jax.ShapeDtypeStruct((8, 64), jnp.float32)
     loss = functools.partial(PROGRAMS[name], parallel)
-    program = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1), has_aux=True))(*shapes, BATCH)
+    batch = dataclasses.replace(BATCH, context_layout="zigzag", context_shards=2)
+    program = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1), has_aux=True))(*shapes, batch)
     assert collectives(program)
     assert hang_risks(program) == []
 
@@ -153,7 +149,7 @@ def test_a_device_with_padding_only_adds_exactly_nothing():
     rng = np.random.default_rng(0)
     hidden = np.where(BATCH.loss_mask[..., None] > 0, rng.normal(size=(*BATCH.targets.shape, 8)), np.nan)
     hidden, kernel = jnp.asarray(hidden, jnp.float32), jnp.asarray(rng.normal(size=(8, 64)), jnp.float32)
-    config = PolicyLossConfig(kl_coef=0.1, entropy_coef=0.01)
+    config = PolicyLossConfig(kl=KL(0.1), entropy_coef=0.01)
     axes: ShardAxes = parallel.axes
 
     def contributions(kernel, hidden, batch):
@@ -208,6 +204,6 @@ def test_what_is_none_has_no_collectives():
     assert none[0] < metric[0]  # the sum of the entropy over the vocabulary
     assert none[1] < metric[1]  # its metric
     assert moved("none", dataclasses.replace(BATCH, ref_log_probs=None)) == none
-    with_reference = moved("none", BATCH, kl_coef=0.1)
+    with_reference = moved("none", BATCH, kl=KL(0.1))
     assert with_reference[0] == none[0]
     assert none[1] < with_reference[1]

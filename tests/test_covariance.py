@@ -1,4 +1,4 @@
-"""The step-wide choice of tokens of clip_cov and kl_cov."""
+"""The step-wide choice of tokens of ClipCov and KLCov."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from policy_steps import by_sample, config_of, quick_jit, step_of
 
-from jaxppo import PolicyLossConfig, RolloutBatch, TokenStats, covariance_mask
+from jaxppo import ClipCov, KLCov, PolicyLossConfig, RolloutBatch, TokenStats, covariance_mask
 from sharding import make_parallel_mesh
 
 KEY = jax.random.key(3)
@@ -30,7 +30,7 @@ def covariances(batch):
 
 
 def test_kl_cov_takes_the_highest():
-    batch, config = packed(0), config_of("kl_cov", cov_ratio=0.2)
+    batch, config = packed(0), config_of(KLCov(0.2))
     found = picked(config, batch)
     c, wanted = covariances(batch), int(0.2 * batch.loss_mask.sum())
     assert found.sum() == wanted
@@ -39,24 +39,24 @@ def test_kl_cov_takes_the_highest():
 
 def test_clip_cov_takes_random_ones_of_the_candidates():
     batch = packed(0)
-    config = config_of("clip_cov", cov_ratio=0.1, cov_low=0.1, cov_high=2.0)
+    config = config_of(ClipCov(0.2, 0.28, 0.08, 0.1, 2.0))
     found, other = (picked(config, batch, key=jax.random.key(i)) for i in (0, 1))
     c, r = covariances(batch), np.exp(batch.returns - batch.old_log_probs)
     binding = ((batch.advantages > 0) & (r > 1.28)) | ((batch.advantages < 0) & (r < 0.8))
     candidates = (c > 0.1) & (c < 2.0) & ~binding
-    wanted = int(0.1 * batch.loss_mask.sum())
+    wanted = int(0.08 * batch.loss_mask.sum())
     assert 0 < wanted < candidates.sum()
     for mask in (found, other):
         assert mask.sum() == wanted
         assert np.all(candidates[mask > 0])
     assert np.any(found != other)
-    everything = picked(dataclasses.replace(config, cov_ratio=1.0), batch)
+    everything = picked(dataclasses.replace(config, loss=dataclasses.replace(config.loss, share=1.0)), batch)
     np.testing.assert_array_equal(everything > 0, candidates)
 
 
-@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("loss", [ClipCov(0.2, 0.28, 0.2, 0.0), KLCov(0.2)])
 def test_the_choice_depends_on_the_step_alone(loss):
-    config = config_of(loss, cov_ratio=0.2)
+    config = config_of(loss)
     batch = packed(1)
     expected = by_sample(picked(config, batch), batch, 20)
     for mesh, options in (
@@ -75,7 +75,7 @@ def test_the_choice_depends_on_the_step_alone(loss):
 def test_equal_covariances_are_decided_by_lot():
     batch = packed(2)
     constant = dataclasses.replace(batch, advantages=np.ones_like(batch.loss_mask))  # every covariance is 0 or -0
-    found = picked(config_of("kl_cov", cov_ratio=0.5), constant)
+    found = picked(config_of(KLCov(0.5)), constant)
     assert found.sum() == int(0.5 * batch.loss_mask.sum())
     on = batch.loss_mask > 0
     low = batch.returns < batch.returns[on].mean()  # the zeros' signs are those of log_prob - mean
@@ -85,9 +85,11 @@ def test_equal_covariances_are_decided_by_lot():
 def test_bad_input():
     batch = packed(2)
     stats = TokenStats(jnp.asarray(batch.returns))
-    with pytest.raises(ValueError, match=r"config.loss: got 'ppo', expected 'clip_cov' or 'kl_cov'"):
+    with pytest.raises(
+        ValueError, match=r"config.loss: got PPO\(.*\), expected one that selects tokens, such as ClipCov or KLCov"
+    ):
         covariance_mask(stats, batch, PolicyLossConfig(), KEY)
     with pytest.raises(ValueError, match=r"batch.old_log_probs: got None"):
-        covariance_mask(stats, dataclasses.replace(batch, old_log_probs=None), config_of("kl_cov"), KEY)
+        covariance_mask(stats, dataclasses.replace(batch, old_log_probs=None), config_of(KLCov()), KEY)
     with pytest.raises(ValueError, match="stats: got log-probs of shape"):
-        covariance_mask(TokenStats(stats.log_probs[:4]), batch, config_of("kl_cov"), KEY)
+        covariance_mask(TokenStats(stats.log_probs[:4]), batch, config_of(KLCov()), KEY)

@@ -1,6 +1,8 @@
 """Full-vocabulary divergences from hidden states, against logits written out, on any mesh."""
 
+import dataclasses
 import re
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +10,12 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-from jaxppo import HeadStates, RolloutBatch, distillation_loss, divergence_from_hidden
-from jaxppo.distillation import DIVERGENCES
+from jaxppo import Head, LoRA, RolloutBatch, distillation_loss, divergence_from_hidden
+from jaxppo.losses.distillation import Divergence
 from sharding import ParallelMesh, ShardAxes, make_parallel_mesh
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 
+DIVERGENCES = get_args(Divergence)
 R, T, H, TEACHER_H = 4, 8, 8, 12
 MESHES = ["dp=2,cp=2,tp=2", "dp=1,cp=1,tp=8"]
 MASK = np.zeros((R, T), bool)
@@ -20,19 +23,24 @@ MASK[0], MASK[1, 3:5], MASK[3, 7] = True, True, True
 
 
 def heads(V, seed=0, dtype=jnp.float32):
+    """(hidden states, head) of a student and of a teacher."""
     rng = np.random.default_rng(seed)
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
     hidden, teacher_hidden = (jnp.where(MASK[..., None], array(R, T, n), jnp.nan) for n in (H, TEACHER_H))
-    student = HeadStates(hidden, array(H, V), bias=array(V))
-    return student, HeadStates(teacher_hidden, array(V, TEACHER_H), kernel_layout="vh", logit_softcap=4.0)
+    student = Head(array(H, V), bias=array(V))
+    return (hidden, student), (teacher_hidden, Head(array(V, TEACHER_H), layout="vh", softcap=4.0))
 
 
 def reference(student, teacher, divergence, beta, temperature):
-    def log_p(head):
-        kernel = head.kernel if head.kernel_layout == "hv" else head.kernel.T
-        hidden = jnp.where(MASK[..., None], head.hidden, 0)
+    def log_p(states):
+        hidden, head = states
+        kernel = head.kernel if head.layout == "hv" else head.kernel.T
+        hidden = jnp.where(MASK[..., None], hidden, 0)
         z = jnp.matmul(hidden, kernel, precision="highest") + (0 if head.bias is None else head.bias)
-        cap = head.logit_softcap
+        if head.lora is not None:
+            low = jnp.matmul(hidden, head.lora.a, precision="highest")
+            z = z + head.lora.scale * jnp.matmul(low, head.lora.b, precision="highest")
+        cap = head.softcap
         return jax.nn.log_softmax((cap * jnp.tanh(z / cap) if cap else z) / temperature)
 
     log_p, log_q = log_p(student), jax.lax.stop_gradient(log_p(teacher))
@@ -57,7 +65,7 @@ def weighted(fn):
 
     def value_and_grad(student):
         (_, found), grads = jax.value_and_grad(run, has_aux=True)(student)
-        return found, grads.hidden, grads.kernel, grads.bias
+        return found, grads
 
     return value_and_grad
 
@@ -69,7 +77,7 @@ def test_against_logits_written_out_on_any_mesh(divergence, V):
 
     def run(parallel, student, teacher):
         options = {"beta": 0.3, "temperature": 0.7, "where": MASK, "block_bytes": 2**17, "parallel": parallel}
-        return weighted(lambda s: divergence_from_hidden(s, teacher, divergence=divergence, **options))(student)
+        return weighted(lambda s: divergence_from_hidden(*s, *teacher, divergence=divergence, **options))(student)
 
     got = assert_mesh_invariant(run, student, teacher, meshes=MESHES[:1] if V == 97 else MESHES, rtol=1e-5, atol=2e-6)
     expected = jax.jit(weighted(lambda s: reference(s, teacher, divergence, 0.3, 0.7)))(student)
@@ -81,62 +89,74 @@ def test_against_logits_written_out_on_any_mesh(divergence, V):
 def test_kernels_sharded_over_fsdp_and_bf16(sequence_parallel):
     parallel = make_parallel_mesh("fsdp=2,cp=2,tp=2", sequence_parallel=sequence_parallel)
     student, teacher = heads(96, dtype=jnp.bfloat16)
-    run = jax.jit(weighted(lambda s: divergence_from_hidden(s, teacher, where=MASK, parallel=parallel)))
-    found, *gradients = run(student)
-    as_f32 = [jax.tree.map(lambda x: x.astype(jnp.float32), head) for head in (student, teacher)]
-    expected, *exact = weighted(lambda s: reference(s, as_f32[1], "reverse_kl", 0.5, 1.0))(as_f32[0])
+    run = jax.jit(weighted(lambda s: divergence_from_hidden(*s, *teacher, where=MASK, parallel=parallel)))
+    found, gradients = run(student)
+    as_f32 = [jax.tree.map(lambda x: x.astype(jnp.float32), states) for states in (student, teacher)]
+    expected, exact = weighted(lambda s: reference(s, as_f32[1], "reverse_kl", 0.5, 1.0))(as_f32[0])
     assert_trees_close(found, expected, rtol=1e-5, atol=2e-6)
-    assert all(g.dtype == jnp.bfloat16 for g in gradients)
+    assert all(g.dtype == jnp.bfloat16 for g in jax.tree.leaves(gradients))
     # A bf16 model's logit gradient is rounded to bf16 before its products, 2^-9 of each term.
-    assert_trees_close([g.astype(jnp.float32) for g in gradients], exact, rtol=2**-7, atol=2**-8)
+    assert_trees_close(jax.tree.map(lambda g: g.astype(jnp.float32), gradients), exact, rtol=2**-7, atol=2**-8)
 
 
 def test_padded_columns_and_a_frozen_head():
-    student, teacher = heads(600)
-    spoiled = HeadStates(student.hidden, student.kernel.at[:, 500:].set(jnp.nan), student.bias)
-    shorter = [HeadStates(student.hidden, student.kernel[:, :500], student.bias[:500])]
-    shorter.append(HeadStates(teacher.hidden, teacher.kernel[:500], kernel_layout="vh", logit_softcap=4.0))
+    (hidden, head), (teacher_hidden, teacher) = heads(600)
+    spoiled = Head(head.kernel.at[:, 500:].set(jnp.nan), head.bias, vocab_size=500)
+    padded = dataclasses.replace(teacher, vocab_size=500)
+    shorter = Head(head.kernel[:, :500], head.bias[:500]), dataclasses.replace(teacher, kernel=teacher.kernel[:500])
 
-    def gradient(student, teacher, **options):
-        total = lambda hidden: divergence_from_hidden(  # noqa: E731
-            HeadStates(hidden, student.kernel, student.bias), teacher, where=MASK, **options
-        ).sum()
-        return jax.jit(jax.value_and_grad(total))(student.hidden)
+    def gradient(head, teacher):
+        run = lambda hidden: divergence_from_hidden(hidden, head, teacher_hidden, teacher, where=MASK).sum()  # noqa: E731
+        return jax.jit(jax.value_and_grad(run))(hidden)
 
-    assert_trees_close(gradient(spoiled, teacher, vocab_size=500), gradient(*shorter))
+    assert_trees_close(gradient(spoiled, padded), gradient(*shorter))
+
+
+def test_lora_of_student_and_teacher():
+    (hidden, head), (teacher_hidden, teacher) = heads(97)
+    rng = np.random.default_rng(7)
+    adapter = lambda n: LoRA(*(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((n, 2), (2, 97))), scale=0.5)  # noqa: E731
+    student = hidden, dataclasses.replace(head, lora=adapter(H))
+    other = teacher_hidden, dataclasses.replace(teacher, lora=adapter(TEACHER_H))
+
+    def run(parallel, student, other):
+        call = lambda s: divergence_from_hidden(*s, *other, where=MASK, parallel=parallel)  # noqa: E731
+        return weighted(call)(student)
+
+    got = assert_mesh_invariant(run, student, other, meshes=MESHES, rtol=1e-5, atol=2e-6)
+    expected = jax.jit(weighted(lambda s: reference(s, other, "reverse_kl", 0.5, 1.0)))(student)
+    assert_trees_close(got, expected, rtol=1e-5, atol=3e-6)
 
 
 def test_same_distribution_is_zero_and_far_ones_are_finite():
     student, _ = heads(97)
-    assert_trees_close(divergence_from_hidden(student, student, where=MASK), jnp.zeros((R, T)))
-    far = HeadStates(student.hidden, 1e4 * student.kernel)
+    assert_trees_close(divergence_from_hidden(*student, *student, where=MASK), jnp.zeros((R, T)))
+    far = student[0], Head(1e4 * student[1].kernel)
     for divergence in DIVERGENCES:
-        run = weighted(lambda s, d=divergence: divergence_from_hidden(s, far, divergence=d, where=MASK))
-        assert all(np.isfinite(x).all() for x in jax.jit(run)(student))
+        run = weighted(lambda s, d=divergence: divergence_from_hidden(*s, *far, divergence=d, where=MASK))
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.jit(run)(student)))
 
 
 def test_inside_a_users_shard_map():
-    student, teacher = heads(64)
+    (hidden, head), (teacher_hidden, teacher) = heads(64)
     mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
-    expected = divergence_from_hidden(student, teacher, where=MASK)
     specs = [mesh.hidden_spec, mesh.kernel_spec(), mesh.hidden_spec, mesh.kernel_spec("vh"), mesh.tokens_spec]
 
     def inside(hidden, kernel, teacher_hidden, teacher_kernel, where):
+        yours = Head(teacher_kernel, layout="vh", softcap=4.0)
         axes = ShardAxes("dp", "cp", "tp")
-        mine, yours = HeadStates(hidden, kernel), HeadStates(teacher_hidden, teacher_kernel, None, "vh", 4.0)
-        return divergence_from_hidden(mine, yours, where=where, parallel=axes)
+        return divergence_from_hidden(hidden, Head(kernel), teacher_hidden, yours, where=where, parallel=axes)
 
-    no_bias = HeadStates(student.hidden, student.kernel)
-    expected = divergence_from_hidden(no_bias, teacher, where=MASK)
+    expected = divergence_from_hidden(hidden, head.kernel, teacher_hidden, teacher, where=MASK)
     mapped = jax.shard_map(inside, mesh=mesh.mesh, in_specs=tuple(specs), out_specs=mesh.tokens_spec)
-    got = jax.jit(mapped)(student.hidden, student.kernel, teacher.hidden, teacher.kernel, MASK)
+    got = jax.jit(mapped)(hidden, head.kernel, teacher_hidden, teacher.kernel, MASK)
     assert_trees_close(got, expected, atol=2e-6)
 
 
 def test_no_array_has_the_vocabulary_for_each_token():
     student, teacher = heads(4096)
     options = {"where": MASK, "block_bytes": 2**15}
-    run = jax.grad(lambda s: divergence_from_hidden(s, teacher, **options).sum())
+    run = jax.grad(lambda s: divergence_from_hidden(*s, *teacher, **options).sum())
     shapes = set(re.findall(r"f32\[([0-9,]*)\]", str(jax.make_jaxpr(run)(student))))
     assert "4,512" in shapes  # a block of logits
     assert {s for s in shapes if "4096" in s} == {f"{H},4096", f"4096,{TEACHER_H}", "4096"}  # the parameters
@@ -153,7 +173,7 @@ def test_temporaries_on_a_tpu_pod():
     args = [like(spec, *shape) for h in (4096, 5120) for spec, shape in ((hidden, (1, tokens, h)), (kernel, (h, V)))]
 
     def loss(hidden, kernel, *teacher):
-        return divergence_from_hidden(HeadStates(hidden, kernel), HeadStates(*teacher), parallel=parallel).sum()
+        return divergence_from_hidden(hidden, kernel, *teacher, parallel=parallel).sum()
 
     compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*args).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.25 * 2**30
@@ -162,9 +182,9 @@ def test_temporaries_on_a_tpu_pod():
 def test_distillation_loss_is_the_mean_over_loss_tokens():
     student, teacher = heads(97)
     ids, sample = jnp.ones((R, T), int), jnp.zeros((R, 1), int)
-    batch = RolloutBatch(ids, ids, ids, ids, jnp.asarray(MASK, jnp.float32), sample, sample, sample)
+    batch = RolloutBatch(ids, ids, ids, ids, jnp.asarray(MASK, jnp.float32), sample)
     for mesh in (None, make_parallel_mesh(MESHES[0])):
-        run = jax.jit(lambda s, t, b, p=mesh: distillation_loss(s, t, b, divergence="forward_kl", parallel=p))
+        run = jax.jit(lambda s, t, b, p=mesh: distillation_loss(*s, *t, b, divergence="forward_kl", parallel=p))
         loss, metrics = run(student, teacher, batch)
         expected = np.asarray(reference(student, teacher, "forward_kl", 0.5, 1.0))[MASK].mean()
         np.testing.assert_allclose([loss, metrics["divergence"].value], expected, rtol=1e-5)
@@ -173,18 +193,19 @@ def test_distillation_loss_is_the_mean_over_loss_tokens():
 def test_bad_input():
     student, teacher = heads(97)
     for kwargs, message in [
-        ({"divergence": "kl"}, "divergence: got 'kl', expected one of reverse_kl, forward_kl, jensen_shannon"),
+        ({"divergence": "kl"}, "divergence: got 'kl', expected one of 'reverse_kl', 'forward_kl', 'jensen_shannon'"),
         ({"beta": 1.0}, r"beta: got 1.0, expected a number in \(0, 1\)"),
         ({"temperature": 0.0}, "temperature: got 0.0"),
         ({"where": MASK[:2]}, "where: got shape"),
         ({"block_bytes": 0}, "block_bytes: got 0"),
-        ({"vocab_size": 200}, "vocab_size: got 200"),
     ]:
         with pytest.raises(ValueError, match=message):
-            divergence_from_hidden(student, teacher, **kwargs)
-    with pytest.raises(ValueError, match=r"teacher.kernel: got 96 columns, expected the student's 97"):
-        divergence_from_hidden(student, heads(96)[1])
-    with pytest.raises(TypeError, match="teacher: got tuple, expected HeadStates"):
-        divergence_from_hidden(student, (teacher.hidden, teacher.kernel))
-    with pytest.raises(ValueError, match=r"teacher.hidden: got"):
-        divergence_from_hidden(student, HeadStates(teacher.hidden[:, :4], teacher.kernel, kernel_layout="vh"))
+            divergence_from_hidden(*student, *teacher, **kwargs)
+    with pytest.raises(ValueError, match=r"teacher_head.kernel: got 96 columns, expected the student's 97"):
+        divergence_from_hidden(*student, *heads(96)[1])
+    with pytest.raises(ValueError, match=r"teacher_head.vocab_size: got 90, expected the student's, None"):
+        divergence_from_hidden(*student, teacher[0], dataclasses.replace(teacher[1], vocab_size=90))
+    with pytest.raises(TypeError, match=r"teacher_head: got tuple, expected a jaxppo.Head"):
+        divergence_from_hidden(*student, teacher[0], (teacher[1],))
+    with pytest.raises(ValueError, match=r"teacher_hidden: got"):
+        divergence_from_hidden(*student, teacher[0][:, :4], teacher[1])

@@ -1,23 +1,24 @@
 """Estimators, value, SFT and distillation losses in one program: Explicit meshes, a user's shard_map, no hangs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
-from hard_rows import R, S, T, hard_batch
+from hard_rows import R, T, hard_batch
 from jax.sharding import PartitionSpec as P
 
 from jaxppo import (
-    HeadStates,
     OffPolicyConfig,
     RolloutBatch,
     TokenStats,
     advantages,
     compute_log_probs,
     distillation_loss,
-    keep_mask,
     log_probs_from_hidden,
     metrics,
     mismatch_metrics,
+    nucleus_mask,
     sft_loss,
     value_loss,
 )
@@ -40,7 +41,7 @@ OFF_POLICY = OffPolicyConfig(
 def corrected(parallel, batch: RolloutBatch, x):
     def per_shard(axes, batch, x):
         arrays = (x, batch.old_log_probs, batch.rollout_log_probs, batch.advantages, batch.loss_mask)
-        return correction(*arrays, batch.segments(axes), OFF_POLICY)[:2]
+        return correction(*arrays, batch.segments(axes), OFF_POLICY)[0]
 
     args = {"batch": batch, "x": x}
     return shard_call(
@@ -50,20 +51,20 @@ def corrected(parallel, batch: RolloutBatch, x):
 
 def everything(parallel, b, x, hidden, kernel):
     """(per-token arrays, per-sample arrays, the rest) of all that takes a mesh."""
-    on, ids, mask = {"parallel": parallel}, b.segment_ids, b.loss_mask
+    on, mask = {"parallel": parallel}, b.loss_mask
     kl = {"kl": b.values, "kl_coef": 0.1}
-    rewards = advantages.token_rewards(b.rewards, b.positions, ids, mask, **kl, **on)
+    rewards = advantages.token_rewards(b.rewards, b, **kl, **on)
 
     def score(kernel, b):
         return log_probs_from_hidden(hidden, kernel, b.targets, where=b.loss_mask > 0, **on)
 
     def distilled(hidden, kernel):
-        return distillation_loss(HeadStates(hidden, kernel), HeadStates(2 * hidden, kernel), b, **on)[0]
+        return distillation_loss(hidden, kernel, 2 * hidden, kernel, b, **on)[0]
 
     tokens = {
-        "gae": advantages.gae(rewards, b.values, mask, ids, gamma=0.9, lam=0.8, value_lam=1.0, **on),
-        "reinforce_plus_plus": advantages.reinforce_plus_plus(x, mask, ids, **on),
-        "baseline": advantages.reinforce_plus_plus_baseline(b.rewards, b.group_ids, ids, mask, **kl, **on),
+        "gae": advantages.gae(rewards, b.values, b, gamma=0.9, lam=0.8, value_lam=1.0, **on),
+        "reinforce_plus_plus": advantages.reinforce_plus_plus(x, b, **on),
+        "baseline": advantages.reinforce_plus_plus_baseline(b.rewards, b.group_ids, b, **kl, **on),
         "distillation": advantages.on_policy_distillation(b.advantages, x, b.values, mask),
         "log_probs": compute_log_probs(score, kernel, b).log_probs,
         "correction": corrected(parallel, b, x),
@@ -80,7 +81,7 @@ def everything(parallel, b, x, hidden, kernel):
         "distilled": distilled(hidden, kernel),
         "dkernel": jax.grad(distilled, 1)(hidden, kernel),
     }
-    return tokens, samples, rest, keep_mask(b.positions[..., None], V, **on)
+    return tokens, samples, rest, nucleus_mask(b.positions[..., None], V, **on)
 
 
 EXPECTED = jax.jit(lambda *a: everything(None, *a))
@@ -113,15 +114,16 @@ def test_inside_a_users_shard_map():
 @pytest.mark.parametrize("mesh", ["dp=2,cp=4,tp=1", "dp=1,cp=4,tp=2"])
 def test_no_device_can_be_left_waiting(mesh):
     parallel = make_parallel_mesh(mesh, context_layout="zigzag")
-    program = jax.make_jaxpr(lambda *a: everything(parallel, *a))(*ARRAYS)
+    batch = dataclasses.replace(BATCH, context_layout="zigzag", context_shards=4)
+    program = jax.make_jaxpr(lambda *a: everything(parallel, *a))(batch, *ARRAYS[1:])
     assert collectives(program)
     assert hang_risks(program) == []
 
 
-def test_vmap_is_refused_by_name_on_a_mesh_and_works_without():
-    rewards, ids = (jnp.stack([x, x]) for x in (BATCH.rewards, BATCH.group_ids))
-    got = jax.vmap(advantages.grpo)(rewards, ids)
-    assert got.shape == (2, R, S)
-    mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
-    with pytest.raises(ValueError, match="grpo: got vmap around a ParallelMesh call"):
-        jax.vmap(lambda r, g: advantages.grpo(r, g, parallel=mesh))(rewards, ids)
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+def test_vmap(mesh):
+    rewards = jnp.stack([BATCH.rewards, -BATCH.rewards])
+    parallel = mesh and make_parallel_mesh(mesh)
+    got = jax.vmap(lambda r: advantages.grpo(r, BATCH.group_ids, parallel=parallel))(rewards)
+    expected = advantages.grpo(BATCH.rewards, BATCH.group_ids)
+    assert_trees_close(got, jnp.stack([expected, -expected]), atol=1e-6)

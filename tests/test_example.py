@@ -10,7 +10,7 @@ import pytest
 from examples import compare_runs
 from examples.tasks import TASKS
 from examples.train_grpo import grpo_step, main, parse, set_up, supervised
-from jaxppo.policy_losses import POLICY_LOSSES
+from jaxppo.policy_losses import BY_NAME
 from sharding.mesh import LAYOUTS
 from sharding.testing import factorings
 
@@ -136,7 +136,7 @@ def test_every_task_runs_without_nan(tmp_path, task):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("loss", sorted(BY_NAME))
 def test_every_registered_loss_runs_without_nan(tmp_path, loss):
     check_finite(tmp_path, loss)
 

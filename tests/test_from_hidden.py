@@ -22,8 +22,8 @@ def test_every_factoring():
 
 
 def test_everything_at_once():
-    arrays = head_arrays(1000, layout="vh", with_where=True, keep=7, last=990)
-    options = {"kernel_layout": "vh", "logit_softcap": 3.0, "temperature": 0.7, "vocab_size": 990}
+    arrays = head_arrays(1000, layout="vh", with_where=True, nucleus=7, last=990)
+    options = {"layout": "vh", "softcap": 3.0, "temperature": 0.7, "vocab_size": 990}
     names = [None, "dp=8", "tp=8", "dp=2,cp=2,tp=2"]
     check_head(meshes(names), arrays, entropy="bonus", block_bytes=FIVE_TOKENS, **options)
 
@@ -39,19 +39,37 @@ def test_vocabularies_and_blocks(V, mesh):
 OPTIONS = {
     "plain": ({}, {}),
     "temperature": ({}, {"temperature": 0.3}),
-    "softcap": ({}, {"logit_softcap": 2.0, "temperature": 1.7}),
+    "softcap": ({}, {"softcap": 2.0, "temperature": 1.7}),
     "no bias": ({"bias": False}, {}),
-    "vh": ({"layout": "vh"}, {"kernel_layout": "vh"}),
+    "vh": ({"layout": "vh"}, {"layout": "vh"}),
     "where": ({"with_where": True}, {}),
     "where, several token blocks": ({"with_where": True}, {"block_bytes": FIVE_TOKENS}),
     "several token blocks": ({}, {"block_bytes": FIVE_TOKENS}),
-    "keep": ({"keep": 5}, {}),
-    "keep, where": ({"keep": 5, "with_where": True}, {"block_bytes": FIVE_TOKENS}),
+    "nucleus": ({"nucleus": 5}, {}),
+    "keep, where": ({"nucleus": 5, "with_where": True}, {"block_bytes": FIVE_TOKENS}),
     "padding": ({"last": 600}, {"vocab_size": 600}),
+    "lora": ({"lora": True, "with_where": True}, {"block_bytes": FIVE_TOKENS}),
+    "lora, vh": ({"lora": True, "layout": "vh", "last": 600}, {"layout": "vh", "vocab_size": 600}),
+    "scale": ({"lora": True}, {"scale": 0.25, "softcap": 2.0}),
+    "temperatures": ({"temperatures": True, "with_where": True}, {"softcap": 2.0, "block_bytes": FIVE_TOKENS}),
 }
 
 
-@pytest.mark.parametrize("name", ["softcap", "vh", "where", "several token blocks", "keep", "padding"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "softcap",
+        "vh",
+        "where",
+        "several token blocks",
+        "nucleus",
+        "padding",
+        "lora",
+        "lora, vh",
+        "scale",
+        "temperatures",
+    ],
+)
 def test_options(name):
     of_arrays, options = OPTIONS[name]
     check_head(meshes([MIXED]), head_arrays(1026, **of_arrays), entropy="bonus", **options)

@@ -42,7 +42,7 @@ def test_kernel_specs(name, layout):
     full = (*SPECS[name], None, None)[:2]
     spec = P(*full) if layout == "hv" else P(*reversed(full))
     arrays = head_arrays(1032, layout=layout, last=1030)  # four shards' last block overlaps the one before
-    check_head([parallel], arrays, entropy="bonus", kernel_layout=layout, kernel_spec=spec, vocab_size=1030)
+    check_head([parallel], arrays, entropy="bonus", layout=layout, spec=spec, vocab_size=1030)
 
 
 def test_fsdp_gradients_of_bf16():
@@ -83,10 +83,10 @@ def test_tunix_axes():
     check_head([parallel], head_arrays(104), entropy="bonus")
 
 
-def test_an_axis_without_a_role_is_replicated():
+def test_a_replicated_axis():
     """Each copy of the tokens counts once."""
     mesh = jax.make_mesh((2, 2, 2), ("dp", "expert", "tp"), (jax.sharding.AxisType.Auto,) * 3)
-    check_head([ParallelMesh(mesh)], head_arrays(1026, with_where=True), entropy="bonus")
+    check_head([ParallelMesh(mesh, replicated="expert")], head_arrays(1026, with_where=True), entropy="bonus")
 
 
 # Inside the user's own shard_map
@@ -207,14 +207,14 @@ def test_the_gradient_keeps_the_sharding_of_the_kernel():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (P("tp", None), "kernel_spec: got .* expected the tensor axes .* on the vocabulary only"),
+        (P("tp", None), r"head.spec: got .* expected the tensor axes .* on the vocabulary only"),
         (P(None, "absent"), r"kernel: got spec P\(None, 'absent'\) .* expected axes of the mesh, \('dp', 'cp', 'tp'\)"),
     ],
 )
 def test_kernel_specs_that_cannot_be(spec, message):
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
     with pytest.raises(ValueError, match=message):
-        call_head(parallel, head_arrays(104), kernel_spec=spec)
+        call_head(parallel, head_arrays(104), spec=spec)
 
 
 def test_rows_and_positions_that_the_mesh_does_not_divide():

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from head_cases import F32, check_head, with_gradients
+from head_cases import F32, check_head, truth, with_gradients
+from jax.sharding import PartitionSpec as P
 
 from jaxppo import log_probs_from_logits
-from jaxppo.log_probs.reference import reference_from_logits
+from jaxppo.head.reference import reference_from_logits
 from sharding import ParallelMesh, ShardAxes, make_parallel_mesh
 from sharding.testing import assert_trees_close, factorings
 
@@ -15,7 +16,7 @@ R, T = 8, 8
 MIXED = "dp=2,cp=2,tp=2"
 
 
-def logits_arrays(V, *, dtype="float32", with_where=False, keep=False, last=None):
+def logits_arrays(V, *, dtype="float32", with_where=False, nucleus=False, temperatures=False, last=None):
     """The arrays of a call by argument name, and the weights of its results; masked positions hold NaN and -100."""
     rng = np.random.default_rng(V)
     arrays = {
@@ -30,13 +31,15 @@ def logits_arrays(V, *, dtype="float32", with_where=False, keep=False, last=None
         arrays["where"] = jnp.asarray(where)
         arrays["logits"] = jnp.where(where[..., None], arrays["logits"], jnp.nan)
         arrays["targets"] = jnp.where(where, arrays["targets"], -100)
-    if keep:
-        arrays["keep_mask"] = jnp.asarray(rng.random((R, T, V)) < 0.2)
+    if temperatures:
+        arrays["temperature"] = jnp.asarray(rng.uniform(0.5, 2, (R, T)), jnp.float32)
+    if nucleus:
+        arrays["nucleus"] = jnp.asarray(rng.random((R, T, V)) < 0.2)
     return arrays
 
 
 def call_logits(parallel, arrays, **options):
-    options |= {name: arrays[name] for name in ("where", "keep_mask") if name in arrays}
+    options |= {name: arrays[name] for name in ("where", "nucleus", "temperature") if name in arrays}
     if parallel == "reference":
         return reference_from_logits(arrays["logits"], arrays["targets"], **options)
     return log_probs_from_logits(arrays["logits"], arrays["targets"], parallel=parallel, **options)
@@ -53,19 +56,20 @@ def test_every_factoring():
 
 
 def test_everything_at_once():
-    arrays = logits_arrays(1000, with_where=True, keep=True, last=990)
+    arrays = logits_arrays(1000, with_where=True, nucleus=True, last=990)
     check([None, "dp=8", "tp=8", MIXED], arrays, vocab_size=990, temperature=0.7)
 
 
 OPTIONS = {
     "plain": ({}, {}),
     "temperature": ({}, {"temperature": 0.3}),
+    "temperatures": ({"temperatures": True, "with_where": True}, {}),
     "where": ({"with_where": True}, {}),
-    "keep, where": ({"keep": True, "with_where": True}, {}),
+    "nucleus, where": ({"nucleus": True, "with_where": True}, {}),
     "padding": ({"last": 90}, {"vocab_size": 90}),
     "no entropy": ({}, {"entropy": "none"}),
     "entropy as a metric": ({}, {"entropy": "metric"}),
-    "keep, entropy as a metric": ({"keep": True}, {"entropy": "metric"}),
+    "nucleus, entropy as a metric": ({"nucleus": True}, {"entropy": "metric"}),
 }
 
 
@@ -75,21 +79,40 @@ def test_options(name):
     check([MIXED], logits_arrays(104, **of_arrays), **options)
 
 
-@pytest.mark.parametrize("name", ["plain", "keep, where"])
+@pytest.mark.parametrize("name", ["plain", "nucleus, where"])
 def test_bf16(name):
     of_arrays, options = OPTIONS[name]
     rounded_once = {"rtol": 2**-8, "atol": 1e-6}
     check([None, MIXED], logits_arrays(104, dtype="bfloat16", **of_arrays), rounded_once, **options)
 
 
-def test_a_vocabulary_that_nothing_divides():
-    """Such logits cannot be sharded over a tensor axis; on others they can."""
-    check([None, "dp=2,cp=4"], logits_arrays(97))
-    with pytest.raises(ValueError, match=r"logits: got shape \(8, 8, 97\) .* dimension 2 .* multiple of 2, .*'tp'"):
-        call_logits(make_parallel_mesh(MIXED), logits_arrays(97))
+@pytest.mark.parametrize("name", ["plain", "nucleus, where", "padding", "temperatures"])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_vocabulary_that_the_tensor_axis_does_not_divide(name, explicit):
+    """Such logits cannot be sharded over it: each device works on a window, the last of which overlaps."""
+    of_arrays, options = OPTIONS[name]
+    meshes = [make_parallel_mesh(mesh, explicit=explicit) for mesh in ("dp=2,cp=4", MIXED, "tp=8")]
+    check(meshes, logits_arrays(97, **of_arrays), **options)
 
 
-@pytest.mark.parametrize("name", ["plain", "keep, where"])
+def test_logits_that_are_whole_in_a_users_shard_map():
+    arrays, parallel = logits_arrays(97), make_parallel_mesh(MIXED)
+    specs = (P("dp", "cp"), *[parallel.tokens_spec] * 3)
+
+    def inside(logits, targets, g, e):
+        def loss(logits):
+            stats = log_probs_from_logits(logits, targets, parallel=parallel.axes, entropy="bonus")
+            return jax.lax.psum((stats.log_probs * g + stats.entropy * e).sum(), ("dp", "cp"))
+
+        return jax.grad(loss)(logits)
+
+    run = jax.jit(jax.shard_map(inside, mesh=parallel.mesh, in_specs=specs, out_specs=specs[0]))
+    got = run(*(arrays[name] for name in ("logits", "targets", "g", "e")))
+    _, expected = truth(call_logits, arrays, ("logits",), entropy="bonus")
+    assert_trees_close(got, expected["logits"], **F32)
+
+
+@pytest.mark.parametrize("name", ["plain", "nucleus, where"])
 def test_explicit_axes(name):
     of_arrays, options = OPTIONS[name]
     arrays = logits_arrays(104, **of_arrays)
@@ -160,10 +183,10 @@ def test_nothing_in_a_row_without_cotangent_matters(mesh):
 
 
 @pytest.mark.parametrize("mesh", [None, MIXED])
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_target_outside_the_vocabulary_is_nan(mesh, keep):
+@pytest.mark.parametrize("nucleus", [False, True])
+def test_a_target_outside_the_vocabulary_is_nan(mesh, nucleus):
     """Its log-prob and gradient are NaN; its entropy and every other token are as they were."""
-    parallel, arrays = mesh and make_parallel_mesh(mesh), logits_arrays(104, last=97, keep=keep)
+    parallel, arrays = mesh and make_parallel_mesh(mesh), logits_arrays(104, last=97, nucleus=nucleus)
     run = jax.jit(lambda a: with_gradients(call_logits, parallel, a, ("logits",), entropy="bonus", vocab_size=97))
     clean, clean_gradients = run(arrays)
     others = np.ones((R, T), bool)

@@ -10,10 +10,10 @@ import pytest
 from golden_data import Packing, Padded, Ragged, load_cases, parametrize_cases
 
 from jaxppo import (
+    Head,
     Normalizer,
     OffPolicyConfig,
     Rejection,
-    TokenStats,
     advantages,
     log_probs_from_hidden,
     log_probs_from_logits,
@@ -122,15 +122,18 @@ def test_slime_log_probs_and_entropy(slime_log_probs, path, parallel):
     def run(logits):
         targets = shape(case.inputs["targets"])
         if path == "logits":
-            return log_probs_from_logits(logits, targets, keep_mask=keep if keep is None else shape(keep), **options)
+            return log_probs_from_logits(logits, targets, nucleus=keep if keep is None else shape(keep), **options)
         ids = None if keep is None else shape(np.where(keep, np.arange(keep.shape[1]), -1), -1)
-        return log_probs_from_hidden(logits, jnp.eye(logits.shape[-1]), targets, keep_ids=ids, **options)
+        return log_probs_from_hidden(
+            logits, Head(jnp.eye(logits.shape[-1]), layout="hv"), targets, nucleus_ids=ids, **options
+        )
 
     @jax.jit
     def step(logits):
         stats, pullback = jax.vjp(run, logits)
         cotangents = (shape(case.inputs[f"cotangent_{name}"]) for name in ("log_probs", "entropy"))
-        return *stats[:2], *pullback(TokenStats(*cotangents))
+        of_stats = dataclasses.replace(stats, **dict(zip(("log_probs", "entropy"), cotangents, strict=True)))
+        return stats.log_probs, stats.entropy, *pullback(of_stats)
 
     got = [np.asarray(x).reshape(8, -1)[:count].squeeze() for x in step(shape(case.inputs["logits"], np.nan))]
     assert_close(got, [case.outputs[name] for name in ("log_probs", "entropy", "grad_logits")])
@@ -139,11 +142,10 @@ def test_slime_log_probs_and_entropy(slime_log_probs, path, parallel):
 def test_slime_gae(slime_gae, parallel):
     case = slime_gae
     packing, pack, concatenate = response_packing(case)
-    ids = packing.batch([np.ones(n) for n in packing.lengths]).segment_ids
+    batch = packing.batch([np.ones(n) for n in packing.lengths])  # slime's GAE has no mask
     options = {"gamma": case.config["gamma"], "lam": case.config["lambd"], "parallel": parallel}
-    everything = (ids > 0).astype(np.float32)  # slime's GAE has no mask
     gae = jax.jit(functools.partial(advantages.gae, **options))
-    got = gae(pack(case.inputs["rewards"]), pack(case.inputs["values"]), everything, ids)
+    got = gae(pack(case.inputs["rewards"]), pack(case.inputs["values"]), batch)
     assert_close(list(map(concatenate, got)), [case.outputs["advantages"], case.outputs["returns"]])
 
 
@@ -153,14 +155,12 @@ def test_slime_reinforce_plus_plus(slime_reinforce, parallel):
     mask = case.inputs.get("loss_mask", np.ones_like(case.inputs["kl"]))
     batch = packing.batch(np.split(mask, np.cumsum(packing.lengths)[:-1]), rewards=case.inputs["rewards"])
     kl = {"kl": pack(case.inputs["kl"]), "kl_coef": case.config["kl_coef"], "parallel": parallel}
-    ids, mask = batch.segment_ids, batch.loss_mask
     if "returns" in case.outputs:
         options = {"gamma": case.config["gamma"], "masked": "discount", "parallel": parallel}
 
         @jax.jit
         def got(batch):
-            rewards = advantages.token_rewards(batch.rewards, batch.positions, ids, mask, **kl)
-            return advantages.discounted_returns(rewards, mask, ids, **options)
+            return advantages.discounted_returns(advantages.token_rewards(batch.rewards, batch, **kl), batch, **options)
 
         got = got(batch)
         expected = case.outputs["returns"] * case.inputs["loss_mask"]
@@ -169,7 +169,7 @@ def test_slime_reinforce_plus_plus(slime_reinforce, parallel):
         options = {"whitened": False, "singletons": "reward"}
         group_ids = batch.sample_ids
         estimate = functools.partial(advantages.reinforce_plus_plus_baseline, **kl, **options)
-        got = jax.jit(estimate)(batch.rewards, group_ids, ids, mask)
+        got = jax.jit(estimate)(batch.rewards, group_ids, batch)
         expected = case.outputs["advantages"]
     assert_close(concatenate(got), expected)
 
@@ -205,7 +205,7 @@ def test_verl_gae(verl_gae, parallel):
 
     @jax.jit
     def run(rewards, batch):
-        advantage, returns = advantages.gae(rewards, batch.values, mask, batch.segment_ids, **options)
+        advantage, returns = advantages.gae(rewards, batch.values, batch, **options)
         return advantages.whiten(advantage, mask, parallel=parallel), returns
 
     got = tuple(map(padded.pad, run(rewards, batch)))
@@ -215,14 +215,13 @@ def test_verl_gae(verl_gae, parallel):
 def verl_estimate(name, case, batch, parallel):
     """Per-sample estimators by upstream's name, then per-token ones."""
     rewards, groups, verl = batch.rewards, batch.group_ids, {"singletons": "reward", "parallel": parallel}
-    ids, mask = batch.segment_ids, batch.loss_mask
     if name == "grpo":
         scale = case.config["norm_adv_by_std_in_grpo"]
         return advantages.grpo(rewards, groups, scale_by_std=scale, **verl)
     if name == "rloo":
         return advantages.rloo(rewards, groups, **verl)
     if name == "opo":
-        lengths = segment_sum(mask, ids, batch.num_segments, parallel)
+        lengths = segment_sum(batch.loss_mask, batch.segment_ids, batch.num_segments, parallel)
         return advantages.opo(rewards, groups, lengths, **verl)
     if name == "gpg":
         return advantages.gpg(rewards, groups, f_norm=case.config["f_norm"], **verl)
@@ -232,11 +231,11 @@ def verl_estimate(name, case, batch, parallel):
         baselines = Padded.of(case).packing.per_sample(case.inputs["reward_baselines"], np.nan)
         return advantages.remax(rewards, baselines, batch.sample_ids)
     if name == "reinforce_plus_plus_baseline":
-        return advantages.reinforce_plus_plus_baseline(rewards, groups, ids, mask, **verl)
+        return advantages.reinforce_plus_plus_baseline(rewards, groups, batch, **verl)
     token_rewards = Padded.of(case).pack(case.inputs["rewards"])
     options = {"gamma": case.config["gamma"], "parallel": parallel}
     assert name == "reinforce_plus_plus"
-    return advantages.reinforce_plus_plus(token_rewards, mask, ids, **options)
+    return advantages.reinforce_plus_plus(token_rewards, batch, **options)
 
 
 def test_verl_outcome_advantages(verl_outcome, parallel):
@@ -245,7 +244,7 @@ def test_verl_outcome_advantages(verl_outcome, parallel):
     name = case.function.removeprefix("compute_").removesuffix("_outcome_advantage")
     got = jax.jit(lambda batch: verl_estimate(name, case, batch, parallel))(batch)
     if got.shape == batch.rewards.shape:
-        got = advantages.spread(got, batch.segment_ids, batch.loss_mask, parallel=parallel)
+        got = advantages.spread(got, batch, parallel=parallel)
     assert_close(padded.pad(got), case.outputs["advantages"] * case.inputs["loss_mask"])
 
 
@@ -256,12 +255,11 @@ def correct(case, config, parallel):
     def per_shard(axes, batch):
         none = jnp.zeros_like(batch.loss_mask)
         segments, old = batch.segments(axes), batch.old_log_probs
-        return correction(old, old, batch.rollout_log_probs, none, batch.loss_mask, segments, config)[:2]
+        return correction(old, old, batch.rollout_log_probs, none, batch.loss_mask, segments, config)[0]
 
     args = {"batch": batch}
     run = lambda: shard_call("correct", per_shard, parallel, args, lambda p: ([batch.specs(p)], p.tokens_spec))  # noqa: E731
-    weights, mask = jax.jit(run)()
-    return padded.pad(weights) * case.inputs["loss_mask"], padded.pad(mask)
+    return padded.pad(jax.jit(run)()) * case.inputs["loss_mask"]
 
 
 def test_verl_weights(verl_weights, parallel):
@@ -269,7 +267,7 @@ def test_verl_weights(verl_weights, parallel):
     low, high = (0.0, float(bounds[0])) if len(bounds) == 1 else map(float, bounds)
     outside = "clamp" if len(bounds) == 1 else "zero"
     config = OffPolicyConfig(weights=verl_weights.config["rollout_is"], low=low, high=high, outside=outside)
-    assert_close(correct(verl_weights, config, parallel)[0], verl_weights.outputs["weights"])
+    assert_close(correct(verl_weights, config, parallel), verl_weights.outputs["weights"])
 
 
 def test_verl_rejection(verl_rejection, parallel):
@@ -277,8 +275,8 @@ def test_verl_rejection(verl_rejection, parallel):
     pairs = zip(c["rollout_rs"].split(","), c["rollout_rs_threshold"].split(","), strict=True)
     bounds = [(name, [float(x) for x in threshold.split("_")]) for name, threshold in pairs]
     rejections = [Rejection(name, *b) if len(b) == 2 else Rejection(name, high=b[0]) for name, b in bounds]
-    mask = correct(verl_rejection, OffPolicyConfig(rejections=rejections), parallel)[1]
-    assert_close(mask, verl_rejection.outputs["mask"])
+    weights = correct(verl_rejection, OffPolicyConfig(rejections=rejections), parallel)
+    assert_close(weights, verl_rejection.outputs["mask"])
 
 
 def test_verl_mismatch(verl_mismatch, parallel):

@@ -11,16 +11,21 @@ from golden_data import Case, Padded, Ragged, parametrize_cases
 from policy_steps import quick_jit
 
 from jaxppo import (
+    KL,
+    KLCov,
     Normalizer,
     OffPolicyConfig,
+    PolicyLoss,
     PolicyLossConfig,
+    TokenStats,
     covariance_mask,
     kl_divergence,
+    log_probs_from_logits,
     metrics,
     policy_loss,
+    policy_losses,
     presets,
 )
-from jaxppo.log_probs import TokenStats, log_probs_from_logits
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
@@ -40,7 +45,7 @@ SLIME_METRICS = {
     "opsm_clipfrac": "opsm_clipfrac",
 }
 VERL_METRICS = {"pg_clipfrac": "clip_fraction", "pg_clipfrac_lower": "clip_fraction_lower", "ppo_kl": "ppo_kl"}
-VERL_LOSSES = {"vanilla": "ppo", "geo_mean": "gmpo"}
+VERL_LOSSES = {"vanilla": "ppo", "geo_mean": "gmpo", "dppo_tv": "dppo", "dppo_kl": "dppo"}
 VERL_AGGREGATIONS = {
     "token-mean": "token_mean",
     "token-sum": "token_sum",
@@ -69,20 +74,22 @@ def slime_config(c: dict) -> PolicyLossConfig:
         off_policy = OffPolicyConfig(weights="token", low=c["tis_clip_low"], high=c["tis_clip"], outside=outside)
     if c["use_opsm"]:
         off_policy = OffPolicyConfig(opsm_delta=c["opsm_delta"], opsm_fraction="response")
-    return presets.slime_default(
-        loss={"grpo": "ppo"}.get(c["advantage_estimator"], c["advantage_estimator"]),
-        clip_low=c["eps_clip"],
-        clip_high=c["eps_clip_high"],
-        dual_clip=c["eps_clip_c"],
+    name = {"grpo": "ppo"}.get(c["advantage_estimator"], c["advantage_estimator"])
+    given = {"clip_low": c["eps_clip"], "clip_high": c["eps_clip_high"], "dual_clip": c["eps_clip_c"]}
+    return dataclasses.replace(
+        presets.slime_default(loss_with(name, given)),
         entropy_coef=c["entropy_coef"],
-        kl_coef=c["kl_loss_coef"] if c["use_kl_loss"] else 0.0,
-        kl_estimator=c["kl_loss_type"],
-        kl_importance=c["use_unbiased_kl"],
+        kl=KL(c["kl_loss_coef"] if c["use_kl_loss"] else 0.0, c["kl_loss_type"], c["use_unbiased_kl"]),
         **{"aggregation": "token_sum"} if c["calculate_per_token_loss"] else {},
-        old_log_probs="sampler" if c["use_rollout_logprobs"] else "trainer",
+        ratio_to="rollout" if c["use_rollout_logprobs"] else "old",
         off_policy=off_policy,
-        temperature=c["rollout_temperature"],
     )
+
+
+def loss_with(name: str, given: dict) -> PolicyLoss:
+    """The loss with those of the hyperparameters that it has and that are not None."""
+    fields = {field.name for field in dataclasses.fields(policy_losses.BY_NAME[name])}
+    return policy_losses.by_name(name, **{k: v for k, v in given.items() if k in fields and v is not None})
 
 
 def rollouts(counts, denominators):
@@ -101,7 +108,7 @@ def slime_stats(mesh, temperature, entropy, vocab):
     """(logits, targets, keep, where, cotangents) -> stats and the logits' gradient; compiled once for many cases."""
 
     def run(logits, targets, keep, where, cotangents):
-        options = {"temperature": temperature, "entropy": entropy, "keep_mask": keep, "where": where}
+        options = {"temperature": temperature, "entropy": entropy, "nucleus": keep, "where": where}
         parallel = mesh and make_parallel_mesh(mesh)
         fn = functools.partial(log_probs_from_logits, parallel=parallel, vocab_size=vocab, **options)
         stats, pullback = jax.vjp(lambda x: fn(x, targets), logits)
@@ -119,8 +126,8 @@ def step_normalizer(mesh, aggregation):
 def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
     ragged, parallel, config = Ragged.of(case), mesh and make_parallel_mesh(mesh), slime_config(case.config)
     if lost_clamp:
-        bounds = 1 - config.clip_low, 1 + config.clip_high
-        config = dataclasses.replace(config, clip_low=1.0, clip_high=1e9)
+        bounds = 1 - config.loss.clip_low, 1 + config.loss.clip_high
+        config = dataclasses.replace(config, loss=dataclasses.replace(config.loss, clip_low=1.0, clip_high=1e9))
     counts = [int(m.sum()) for m in ragged.spread(case.inputs["loss_mask"])]
     batch = ragged.batch(case, rollout_ids=rollouts(counts, case.inputs["sample_denominators"]))
     vocab = case.inputs["logits"].shape[1]
@@ -129,7 +136,7 @@ def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
     keep = case.inputs.get("keep_mask")
     keep = None if keep is None else pad(ragged.packing.pack(ragged.spread(keep)))
     head = functools.partial(
-        slime_stats(mesh, config.temperature, config.entropy_mode, vocab),
+        slime_stats(mesh, case.config["rollout_temperature"], config.entropy_mode, vocab),
         logits,
         batch.targets,
         keep,
@@ -179,25 +186,26 @@ def verl_config(case: Case) -> PolicyLossConfig:
     aggregation = VERL_AGGREGATIONS[c["loss_agg_mode"]]
     if name == "gmpo":
         aggregation = "sequence_mean_token_mean"  # upstream takes the mean of one value a sequence, whatever the option
-    options = {
+    given = {
+        "clip_low": c.get("clip_ratio_low", 0.2),  # upstream's default, whatever clip_ratio is
+        "clip_high": c.get("clip_ratio_high", 0.2),
         "dual_clip": c.get("clip_ratio_c") if name == "ppo" else None,
-        "dppo_ratio_cap": c.get("clip_ratio_c"),
-        "sapo_tau_positive": c.get("tau_pos"),
-        "sapo_tau_negative": c.get("tau_neg"),
-        "dro_beta": c.get("dro_beta"),
-        "cov_ratio": c.get("clip_cov_ratio", c.get("kl_cov_ratio")),
-        "cov_low": c.get("clip_cov_lb"),
-        "cov_high": c.get("clip_cov_ub"),
-        "kl_cov_coef": c.get("ppo_kl_coef"),
-        "aggregation_norm": float(case.inputs["loss_mask"].shape[1]) if aggregation.endswith("norm") else None,
+        "gradient": "token",
+        "divergence": c["loss_mode"].removeprefix("dppo_"),
+        "ratio_cap": c.get("clip_ratio_c"),
+        "tau_positive": c.get("tau_pos"),
+        "tau_negative": c.get("tau_neg"),
+        "beta": c.get("dro_beta"),
+        "share": c.get("clip_cov_ratio", c.get("kl_cov_ratio")),
+        "low": c.get("clip_cov_lb"),
+        "high": c.get("clip_cov_ub"),
+        "coef": c.get("ppo_kl_coef"),
     }
-    return presets.verl_default(
-        loss=name,
-        clip_low=c.get("clip_ratio_low", 0.2),  # upstream's default, whatever clip_ratio is
-        clip_high=c.get("clip_ratio_high", 0.2),
+    return dataclasses.replace(
+        presets.verl_default(loss_with(name, given)),
         aggregation=aggregation,
+        aggregation_norm=float(case.inputs["loss_mask"].shape[1]) if aggregation.endswith("norm") else None,
         off_policy=OffPolicyConfig(weights="token", high=1e6) if "rollout_is_weights" in case.inputs else None,
-        **{k: v for k, v in options.items() if v is not None},
     )
 
 
@@ -211,10 +219,10 @@ def test_verl(verl_case: Case, mesh):
     batch = padded.batch(case, rollout_log_probs=rollout)
 
     def run(log_probs):
-        stats, covariance = TokenStats(log_probs), None
-        if config.loss in ("clip_cov", "kl_cov"):
-            covariance = covariance_mask(stats, batch, config, jax.random.key(0), parallel)
-        return policy_loss(stats, batch, config, parallel=parallel, covariance=covariance)
+        stats, selected = TokenStats(log_probs), None
+        if config.loss.selects is not None:
+            selected = covariance_mask(stats, batch, config, jax.random.key(0), parallel)
+        return policy_loss(stats, batch, config, parallel=parallel, selected=selected)
 
     packed = padded.pack(case.inputs["log_probs"])
     (loss, found), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(packed)
@@ -222,7 +230,7 @@ def test_verl(verl_case: Case, mesh):
     assert_close(padded.pad(gradient), case.outputs["grad_log_probs"], "grad_log_probs")
     found = metrics.values(found)
     for name, value in case.metrics.items():
-        mine = "ppo_kl_abs" if config.loss == "kl_cov" else VERL_METRICS[name]
+        mine = "ppo_kl_abs" if isinstance(config.loss, KLCov) else VERL_METRICS[name]
         terms = np.abs(case.inputs["log_probs"]).max() if name == "ppo_kl" else 0.0
         assert_close(found.get(mine, 0.0), value, name, terms)
 

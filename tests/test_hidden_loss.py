@@ -1,6 +1,7 @@
 """policy_loss_from_hidden: one pass or two, the same loss, gradients and metrics."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxppo import (
+    KL,
+    PPO,
+    ClipCov,
+    Head,
+    LoRA,
+    PolicyLoss,
     PolicyLossConfig,
     RolloutBatch,
     log_probs_from_hidden,
@@ -17,7 +24,7 @@ from jaxppo import (
     sft_loss,
     sft_loss_from_hidden,
 )
-from jaxppo.policy_losses import POLICY_LOSSES, PolicyLoss
+from jaxppo.policy_losses import BY_NAME, by_name
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.program import hang_risks
@@ -48,30 +55,35 @@ BATCH = make_batch(jax.random.bernoulli(KEYS[6], 0.4, (R, T)).astype(jnp.float32
 HIDDEN, KERNEL = normal(7, R, T, H), 0.3 * normal(8, H, V)
 
 
-def step(parallel, hidden, kernel, batch=BATCH, config=None, one_pass_bytes=ONE_PASS, **head):
-    """Loss, metrics and gradients."""
-    config = PolicyLossConfig(clip_high=0.28) if config is None else config
+def step(parallel, hidden, kernel, batch=BATCH, config=None, one_pass_bytes=ONE_PASS, lora=None, **options):
+    """Loss, metrics and gradients, those of a LoRA's adapters too."""
+    config = PolicyLossConfig(PPO(clip_high=0.28)) if config is None else config
+    of_head = {n: options.pop(n) for n in ("bias", "layout", "softcap", "scale", "vocab_size") if n in options}
 
-    def loss(hidden, kernel):
+    def loss(hidden, kernel, lora):
         return policy_loss_from_hidden(
-            hidden, kernel, batch, config, parallel=parallel, one_pass_bytes=one_pass_bytes, **head
+            hidden,
+            Head(kernel, lora=lora and LoRA(*lora, scale=0.5), **of_head),
+            batch,
+            config,
+            **{"temperature": 0.8, "parallel": parallel, "one_pass_bytes": one_pass_bytes} | options,
         )
 
-    (value, found), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, kernel)
+    (value, found), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, kernel, lora)
     return value, metrics.values(found), gradients
 
 
 def bonus_and_kl():
-    return PolicyLossConfig(clip_high=0.28, entropy_coef=0.01, kl_coef=0.1, temperature=0.8, dual_clip=3.0)
+    return PolicyLossConfig(PPO(clip_high=0.28, dual_clip=3.0), kl=KL(0.1), entropy_coef=0.01)
 
 
 def local_losses():
-    return sorted(name for name, loss in POLICY_LOSSES.items() if loss.token_local and loss.covariance is None)
+    return sorted(name for name, loss in BY_NAME.items() if loss.token_local and loss.selects is None)
 
 
 @pytest.mark.parametrize("loss", local_losses())
 def test_one_pass_is_two_passes(loss):
-    config = PolicyLossConfig(loss=loss, entropy_coef=0.01, kl_coef=0.1)
+    config = PolicyLossConfig(by_name(loss), kl=KL(0.1), entropy_coef=0.01)
     one, two = (jax.jit(lambda h, k, b=b: step(None, h, k, config=config, one_pass_bytes=b)) for b in (2**30, 0))
     assert_trees_close(one(HIDDEN, KERNEL), two(HIDDEN, KERNEL), rtol=1e-5, atol=2e-6)
 
@@ -85,6 +97,7 @@ def test_two_passes_are_the_two_public_functions():
         return policy_loss(stats, BATCH, config)
 
     (value, found), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(HIDDEN, KERNEL)
+    gradients = *gradients, None
     for budget in (ONE_PASS, TWO_PASSES):
         got = jax.jit(lambda h, k, b=budget: step(None, h, k, config=config, one_pass_bytes=b))(HIDDEN, KERNEL)
         assert_trees_close(got, (value, metrics.values(found), gradients), rtol=1e-5, atol=2e-6)
@@ -103,8 +116,8 @@ def test_one_pass_on_any_mesh(mesh):
 
 
 def test_one_pass_on_an_explicit_mesh_with_many_blocks_and_options():
-    keep = jax.random.randint(KEYS[9], (R, T, 5), -1, V)
-    options = {"keep_ids": keep, "logit_softcap": 3.0, "bias": normal(0, V), "vocab_size": V - 2, "kernel_layout": "vh"}
+    nucleus = jax.random.randint(KEYS[9], (R, T, 5), -1, V)
+    options = {"nucleus_ids": nucleus, "softcap": 3.0, "bias": normal(0, V), "vocab_size": V - 2, "layout": "vh"}
     targets = jnp.minimum(BATCH.targets, V - 3)
     batch = dataclasses.replace(BATCH, targets=targets)
     # small enough for several blocks of tokens: 5 * 4 * H * 512 fixed and about 10 KB a token
@@ -117,15 +130,66 @@ def test_one_pass_on_an_explicit_mesh_with_many_blocks_and_options():
     assert_trees_close(one, two, rtol=1e-5, atol=2e-6)
 
 
-def test_a_user_callable_and_a_traced_coefficient():
-    def squared(log_probs, old_log_probs, advantages, *, mask, segments, config):
-        return (log_probs - old_log_probs) ** 2 * jnp.abs(advantages), {"off": jnp.abs(log_probs - old_log_probs)}
+@dataclasses.dataclass(frozen=True)
+class Squared(PolicyLoss):
+    """A third party's loss, with a hyperparameter of its own."""
 
-    def at(entropy_coef, budget):
-        config = PolicyLossConfig(loss=PolicyLoss(squared, token_local=True), entropy_coef=entropy_coef)
-        return step(None, HIDDEN, KERNEL, config=config, one_pass_bytes=budget)
+    strength: float = 1.0
+    token_local: ClassVar[bool] = True
 
-    assert_trees_close(jax.jit(at, static_argnums=1)(0.1, ONE_PASS), jax.jit(at, static_argnums=1)(0.1, 0), 1e-5, 2e-6)
+    def __call__(self, log_probs, old_log_probs, advantages, **_):
+        off = jnp.abs(log_probs - old_log_probs)
+        return self.strength * off**2 * jnp.abs(advantages), {"off": off}
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+def test_a_loss_of_the_users_own_with_traced_hyperparameters(mesh):
+    parallel = mesh and make_parallel_mesh(mesh)
+
+    def at(strength, entropy_coef, budget):
+        config = PolicyLossConfig(Squared(strength), entropy_coef=entropy_coef)
+        return step(parallel, HIDDEN, KERNEL, config=config, one_pass_bytes=budget)
+
+    run = jax.jit(at, static_argnums=2)
+    assert_trees_close(run(2.0, 0.1, ONE_PASS), run(2.0, 0.1, 0), 1e-5, 2e-6)
+    plain = step(None, HIDDEN, KERNEL, config=PolicyLossConfig(Squared(2.0), entropy_coef=0.1))
+    assert_trees_close(run(2.0, 0.1, ONE_PASS), plain, 1e-5, 2e-6)
+    assert_trees_close(run(0.0, 0.0, ONE_PASS)[2][:2], (0 * HIDDEN, 0 * KERNEL))
+
+
+ADAPTERS = (0.3 * normal(0, H, 3), 0.3 * normal(1, 3, V))
+
+
+@pytest.mark.parametrize("budget", [ONE_PASS, TWO_PASSES])
+@pytest.mark.parametrize("mesh", [None, *MESHES])
+@pytest.mark.parametrize("layout", ["hv", "vh"])
+def test_lora(mesh, budget, layout):
+    """As a kernel with the product of its adapters added: value, metrics, and the gradients of both adapters."""
+    config, parallel = bonus_and_kl(), mesh and make_parallel_mesh(mesh)
+    kernel = KERNEL if layout == "hv" else KERNEL.T
+
+    def merged(hidden, kernel, lora):
+        whole = (kernel if layout == "hv" else kernel.T) + 0.5 * jnp.matmul(*lora, precision="highest")
+        options = {"temperature": 0.8, "one_pass_bytes": TWO_PASSES}
+        return policy_loss_from_hidden(hidden, whole, BATCH, config, **options)
+
+    (value, found), gradients = jax.jit(jax.value_and_grad(merged, (0, 1, 2), has_aux=True))(HIDDEN, kernel, ADAPTERS)
+    run = lambda h, k, lora: step(parallel, h, k, config=config, one_pass_bytes=budget, lora=lora, layout=layout)  # noqa: E731
+    got = jax.jit(run)(HIDDEN, kernel, ADAPTERS)
+    assert_trees_close(got, (value, metrics.values(found), gradients), rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("budget", [ONE_PASS, TWO_PASSES])
+def test_a_frozen_kernel_beneath_a_lora_costs_no_product(budget):
+
+    def loss(hidden, lora):
+        head = Head(KERNEL, lora=LoRA(*lora))
+        return policy_loss_from_hidden(hidden, head, BATCH, bonus_and_kl(), one_pass_bytes=budget)[0]
+
+    found = audit(jax.grad(loss, (0, 1)), HIDDEN, ADAPTERS)
+    products = 2 if budget else 3  # logits, again in two passes, and dhidden
+    low = 2 * R * T * 3 * (V * (2 * products - 1) + 3 * H)  # those of rank 3
+    assert found.flops.high == pytest.approx(products * 2 * R * T * H * V + low, rel=0.1)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
@@ -166,7 +230,7 @@ def test_no_loss_token_anywhere_is_exactly_zero(budget):
     mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
     value, _, gradients = jax.jit(lambda h, k: step(mesh, h, k, batch, bonus_and_kl(), budget))(HIDDEN, KERNEL)
     assert float(value) == 0
-    for gradient in gradients:
+    for gradient in gradients[:2]:
         assert not gradient.any()
 
 
@@ -224,20 +288,21 @@ def test_one_pass_stays_within_its_bytes(tokens, features, columns, mib):
 
 
 def test_a_frozen_head_leaves_nothing_of_its_gradient():
-    config = PolicyLossConfig(clip_high=0.28)
+    config = PolicyLossConfig(PPO(clip_high=0.28))
 
     def loss(hidden):
         return policy_loss_from_hidden(hidden, KERNEL, BATCH, config, one_pass_bytes=ONE_PASS)[0]
 
     found = audit(jax.value_and_grad(loss), HIDDEN)
     assert found.flops.high == pytest.approx(2 * 2 * R * T * H * V, rel=0.05)  # the logits and dhidden
-    assert_trees_close(jax.jit(jax.grad(loss))(HIDDEN), step(None, HIDDEN, KERNEL)[2][0], 1e-5, 2e-6)
+    expected = step(None, HIDDEN, KERNEL, temperature=1.0)[2][0]
+    assert_trees_close(jax.jit(jax.grad(loss))(HIDDEN), expected, 1e-5, 2e-6)
 
 
 def test_bad_input():
     with pytest.raises(ValueError, match=r"kernel: got shape \(16, 3\).*expected 7"):
         step(None, HIDDEN[..., :7], KERNEL[:, :3])
-    with pytest.raises(ValueError, match=r"covariance: got None, expected"):
-        step(None, HIDDEN, KERNEL, config=PolicyLossConfig(loss="clip_cov"))
+    with pytest.raises(ValueError, match=r"selected: got None, expected"):
+        step(None, HIDDEN, KERNEL, config=PolicyLossConfig(ClipCov()))
     with pytest.raises(ValueError, match=r"batch.advantages: got None"):
         step(None, HIDDEN, KERNEL, dataclasses.replace(BATCH, advantages=None))

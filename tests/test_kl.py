@@ -1,12 +1,16 @@
 """KL estimators: their formulas, their gradients, and both at log-ratios where exp overflows."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxppo import adaptive_kl_coef, kl_divergence
-from jaxppo.kl import KL_NAMES
+from jaxppo.kl import Estimator
+
+KL_NAMES = get_args(Estimator)
 
 FORMULAS = {
     "k1": lambda d: d,
@@ -80,5 +84,5 @@ def test_adaptive_coefficient():
 
 
 def test_unknown_names_list_the_known():
-    with pytest.raises(ValueError, match=r"estimator: got 'k4', expected one of k1, abs, k2, k3, low_var_kl, k1\+"):
+    with pytest.raises(ValueError, match=r"estimator: got 'k4', expected one of 'k1', 'abs', .*, 'k1\+'"):
         kl_divergence(jnp.zeros(1), jnp.zeros(1), "k4")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxppo import (
+    PPO,
     Normalizer,
     PolicyLossConfig,
     RolloutBatch,
@@ -20,6 +21,7 @@ from jaxppo import (
     mtp_loss,
     policy_loss,
     policy_loss_from_hidden,
+    policy_losses,
 )
 from sharding import logical_positions, make_parallel_mesh
 
@@ -49,13 +51,18 @@ def batch_of(lengths, prompts, **per_token):
     )
 
 
+def in_layout(batch, order, layout, shards):
+    moved = jax.tree.map(lambda x: x[:, order] if x.shape == (1, ROW) else x, batch)
+    return dataclasses.replace(moved, context_layout=layout, context_shards=shards)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_1_the_reward_lands_on_the_last_token_whichever_shard_owns_it(layout):
     batch = batch_of([16], [4])
     mesh = make_parallel_mesh("cp=4,tp=2", context_layout=layout)
     order = logical_positions(layout, ROW, 4)
-    run = jax.jit(lambda *a: advantages.token_rewards(*a, parallel=mesh))
-    got = run(jnp.array([[5.0]]), batch.positions[:, order], batch.segment_ids[:, order], batch.loss_mask[:, order])
+    moved = in_layout(batch, order, layout, 4)
+    got = jax.jit(lambda b: advantages.token_rewards(jnp.array([[5.0]]), b, parallel=mesh))(moved)
     expected = np.zeros(ROW)
     expected[14] = 5  # the position that predicts the last token
     np.testing.assert_array_equal(np.asarray(got)[0, np.argsort(order)], expected)
@@ -95,11 +102,11 @@ def test_4_infinite_and_huge_logits():
 def micro_batches():
     """Two of them, of 12 and 2 loss tokens, and the log-probs of the policy."""
     rng = np.random.default_rng(1)
-    given = [{n: rng.normal(size=ROW) for n in ("advantages", "old_log_probs")} for _ in range(2)]
+    given = [{"advantages": rng.normal(size=ROW), "old_log_probs": -rng.exponential(size=ROW)} for _ in range(2)]
     parts = [batch_of([8, 7], [1, 2], **given[0]), batch_of([9, 2], [8, 1], **given[1])]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
     whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-    return stacked, whole, jnp.asarray(rng.normal(size=(2, 1, ROW)), jnp.float32)
+    return stacked, whole, jnp.asarray(-rng.exponential(size=(2, 1, ROW)), jnp.float32)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "rollout_mean"])
@@ -108,7 +115,7 @@ def micro_batches():
 def test_5_uneven_micro_batches_are_the_whole(loss, aggregation, mesh):
     stacked, whole, log_probs = micro_batches()
     parallel = None if mesh is None else make_parallel_mesh(mesh)
-    config = PolicyLossConfig(loss=loss, aggregation=aggregation)
+    config = PolicyLossConfig(policy_losses.by_name(loss), aggregation=aggregation)
     normalizers = Normalizer.from_batches(stacked, aggregation)
 
     def part(scale, given):
@@ -147,7 +154,7 @@ def test_7_multi_token_prediction_across_shards():
     one = mtp_loss(hidden, kernel, batch)[0]
     mesh = make_parallel_mesh("cp=4,tp=2", context_layout="zigzag")
     order = logical_positions("zigzag", ROW, 4)
-    moved = jax.tree.map(lambda x: x[:, order] if x.shape == (1, ROW) else x, batch)
+    moved = in_layout(batch, order, "zigzag", 4)
     got, found = jax.jit(lambda h, k: mtp_loss(h, k, moved, parallel=mesh))(hidden[:, :, order], kernel)
     np.testing.assert_allclose(got, one, rtol=1e-5)
     # depth 2 predicts the 13 tokens from the fourth on; a shift by 2 that stops at the borders of 4 shards leaves 7
@@ -193,7 +200,7 @@ def test_10_entropy_of_bf16_logits_is_computed_in_f32():
 def test_11_fused_and_unfused_share_one_loss():
     batch = batch_of([8, 7], [2, 3], advantages=np.arange(ROW) - 7.5, old_log_probs=np.full(ROW, -2.0))
     hidden, kernel = (jax.random.normal(jax.random.key(i), s) for i, s in ((0, (1, ROW, 8)), (1, (8, 16))))
-    config = PolicyLossConfig(dual_clip=3.0, entropy_coef=0.01, clip_high=0.3)
+    config = PolicyLossConfig(PPO(clip_high=0.3, dual_clip=3.0), entropy_coef=0.01)
 
     def unfused(hidden, kernel):
         stats = log_probs_from_logits(hidden @ kernel, batch.targets, entropy="bonus")

@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxppo import log_probs_from_hidden, log_probs_from_logits
+from jaxppo import Head, log_probs_from_hidden, log_probs_from_logits
 from sharding import make_parallel_mesh
 
 R, T, V = 4, 8, 1000
 MESHES = [None, "dp=2,cp=2,tp=2", "tp=8"]
 
 
-def softmax_in_f64(z, y, keep=None):
-    """Log-prob of y, among `keep` and itself where given, and entropy, of logits `[..., V]`."""
+def softmax_in_f64(z, y, nucleus=None):
+    """Log-prob of y, among `nucleus` and itself where given, and entropy, of logits `[..., V]`."""
     z = z.astype(np.float64)
     one_hot = y[..., None] == np.arange(z.shape[-1])
 
@@ -22,18 +22,18 @@ def softmax_in_f64(z, y, keep=None):
         return d - np.log(np.exp(d).sum(-1, keepdims=True))
 
     log_p = log_softmax(z)
-    kept = log_p if keep is None else log_softmax(np.where(keep | one_hot, z, -np.inf))
+    inside = log_p if nucleus is None else log_softmax(np.where(nucleus | one_hot, z, -np.inf))
     p = np.exp(log_p)
-    return kept[one_hot].reshape(y.shape), -np.where(p > 0, p * np.where(p > 0, log_p, 0), 0).sum(-1)
+    return inside[one_hot].reshape(y.shape), -np.where(p > 0, p * np.where(p > 0, log_p, 0), 0).sum(-1)
 
 
-def gradients_in_f64(z, y, g, e, keep=None):
+def gradients_in_f64(z, y, g, e, nucleus=None):
     """d (sum g log_prob + e entropy) / d z, by the formula; the finite differences below check the formula too."""
     z = z.astype(np.float64)
     p = np.exp(z - z.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     one_hot = y[..., None] == np.arange(z.shape[-1])
-    q = p if keep is None else np.where(keep | one_hot, p, 0)
+    q = p if nucleus is None else np.where(nucleus | one_hot, p, 0)
     q = q / q.sum(-1, keepdims=True)
     log_p = np.log(np.where(p > 0, p, 1))
     entropy = -(p * log_p).sum(-1, keepdims=True)
@@ -117,12 +117,14 @@ def test_hard_logits(of_logits, name):
 def test_a_nucleus_of_hard_logits(mesh):
     rng = np.random.default_rng(1)
     parallel = mesh and make_parallel_mesh(mesh)
-    run = jax.jit(lambda z, y, keep: log_probs_from_logits(z, y, parallel=parallel, entropy="metric", keep_mask=keep))
+    run = jax.jit(
+        lambda z, y, nucleus: log_probs_from_logits(z, y, parallel=parallel, entropy="metric", nucleus=nucleus)
+    )
     for name in ("normal", "+-1e4", "90% -inf", "all equal", "far apart"):
         z, y = HARD[name]
-        keep = rng.random((R, T, V)) < 0.05
-        stats = run(z, jnp.asarray(y, jnp.int32), keep)
-        log_probs, entropy = softmax_in_f64(z, y, keep)
+        nucleus = rng.random((R, T, V)) < 0.05
+        stats = run(z, jnp.asarray(y, jnp.int32), nucleus)
+        log_probs, entropy = softmax_in_f64(z, y, nucleus)
         assert_accurate(stats.log_probs, log_probs)
         assert_accurate(stats.entropy, entropy)
 
@@ -132,7 +134,7 @@ def test_gradients_against_finite_differences():
     rng = np.random.default_rng(1)
     H = 6
     hidden, kernel = rng.normal(size=(R, T, H)), rng.normal(size=(H, 97))
-    y, keep = rng.integers(0, 97, (R, T)), rng.random((R, T, 97)) < 0.3
+    y, nucleus = rng.integers(0, 97, (R, T)), rng.random((R, T, 97)) < 0.3
     g, e = rng.normal(size=(2, R, T))
     cap, temperature = 3.0, 0.7
     hidden, kernel, g, e = (x.astype(np.float32) for x in (hidden, kernel, g, e))
@@ -143,9 +145,8 @@ def test_gradients_against_finite_differences():
         return (g * log_probs + e * entropy).sum()
 
     def loss(hidden, kernel):
-        stats = log_probs_from_hidden(
-            hidden, kernel, jnp.asarray(y), logit_softcap=cap, temperature=temperature, entropy="bonus"
-        )
+        head = Head(kernel, softcap=cap)
+        stats = log_probs_from_hidden(hidden, head, jnp.asarray(y), temperature=temperature, entropy="bonus")
         return (stats.log_probs * g + stats.entropy * e).sum()
 
     gradients = jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
@@ -161,14 +162,14 @@ def test_gradients_against_finite_differences():
             assert abs(got - slope) <= 2e-6 * np.abs(gradients[which] * direction).sum()
 
     z = rng.normal(size=(R, T, 97)).astype(np.float32)
-    expected = gradients_in_f64(z, y, g, e, keep)
+    expected = gradients_in_f64(z, y, g, e, nucleus)
     direction = rng.normal(size=z.shape)
-    ends = [softmax_in_f64(z + s * 1e-5 * direction, y, keep) for s in (1, -1)]
+    ends = [softmax_in_f64(z + s * 1e-5 * direction, y, nucleus) for s in (1, -1)]
     slope = sum((w * (a - b)).sum() for w, a, b in zip((g, e), *ends, strict=True)) / 2e-5
     assert abs((expected * direction).sum() - slope) <= 1e-7 * np.abs(expected * direction).sum()
 
     def of_logits(z):
-        stats = log_probs_from_logits(z, jnp.asarray(y), keep_mask=jnp.asarray(keep), entropy="bonus")
+        stats = log_probs_from_logits(z, jnp.asarray(y), nucleus=jnp.asarray(nucleus), entropy="bonus")
         return (stats.log_probs * g + stats.entropy * e).sum()
 
     np.testing.assert_allclose(jax.jit(jax.grad(of_logits))(z), expected, rtol=0, atol=2e-6)
@@ -232,9 +233,8 @@ def test_a_bias_of_minus_infinity():
         @jax.jit
         def run(hidden, kernel, bias, parallel=parallel):
             def loss(*parameters):
-                stats = log_probs_from_hidden(
-                    *parameters[:2], jnp.asarray(y), bias=parameters[2], parallel=parallel, entropy="bonus"
-                )
+                head = Head(parameters[1], bias=parameters[2])
+                stats = log_probs_from_hidden(parameters[0], head, jnp.asarray(y), parallel=parallel, entropy="bonus")
                 return (stats.log_probs + stats.entropy).sum(), stats
 
             return jax.grad(loss, (0, 1, 2), has_aux=True)(hidden, kernel, bias)

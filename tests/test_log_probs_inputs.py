@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxppo import log_probs_from_hidden, log_probs_from_logits
+from jaxppo import Head, LoRA, log_probs_from_hidden, log_probs_from_logits
 from sharding import make_parallel_mesh
 
 R, T, H, V = 2, 4, 3, 10
@@ -12,43 +12,72 @@ HIDDEN, KERNEL, TARGETS = jnp.ones((R, T, H)), jnp.ones((H, V)), jnp.zeros((R, T
 LOGITS = jnp.ones((R, T, V))
 
 OF_BOTH = [
-    ({"targets": jnp.zeros((R, T))}, TypeError, "targets: got dtype float32, expected an integer dtype"),
+    ({"targets": jnp.zeros((R, T))}, TypeError, "targets: got dtype float32, expected integers"),
     ({"targets": TARGETS[:, :3]}, ValueError, r"targets: got shape \(2, 3\), expected \(2, 4\)"),
     ({"targets": TARGETS[0]}, ValueError, r"targets: got shape \(4,\), expected \(2, 4\)"),
     ({"where": jnp.ones((R, 3), bool)}, ValueError, r"where: got shape \(2, 3\), expected \(2, 4\)"),
-    ({"entropy": "yes"}, ValueError, "entropy: got 'yes', expected one of none, metric, bonus"),
+    ({"entropy": "yes"}, ValueError, "entropy: got 'yes', expected one of 'none', 'metric', 'bonus'"),
     ({"entropy": True}, ValueError, "entropy: got True, expected one of"),
     ({"temperature": 0.0}, ValueError, "temperature: got 0.0, expected a positive number"),
     ({"temperature": -1}, ValueError, "temperature: got -1, expected a positive number"),
     ({"temperature": float("nan")}, ValueError, "temperature: got nan, expected a positive number"),
-    ({"temperature": jnp.ones(2)}, ValueError, r"temperature: got shape \(2,\), expected a scalar"),
-    ({"vocab_size": 0}, ValueError, "vocab_size: got 0, expected 1 to 10"),
+    ({"temperature": jnp.ones(2)}, ValueError, r"temperature: got shape \(2,\), expected a scalar or \(2, 4\)"),
+    ({"vocab_size": 0}, ValueError, "vocab_size: got 0, expected (1 to 10|at least 1)"),
     ({"vocab_size": 11}, ValueError, "vocab_size: got 11, expected 1 to 10"),
     ({"parallel": "dp=8"}, TypeError, "parallel: got str, expected ParallelMesh, ShardAxes or None"),
 ]
 OF_LOGITS = [
-    ({"logits": jnp.ones((R, T, V), jnp.int32)}, TypeError, "logits: got dtype int32, expected a floating-point"),
+    (
+        {"logits": jnp.ones((R, T, V), jnp.int32)},
+        TypeError,
+        "logits: got dtype int32, expected float32, bfloat16 or float16",
+    ),
     ({"logits": LOGITS[0]}, ValueError, r"logits: got shape \(4, 10\), expected \[R, T, V\]"),
-    ({"keep_mask": jnp.ones((R, T, 9), bool)}, ValueError, r"keep_mask: got shape \(2, 4, 9\), expected \(2, 4, 10\)"),
-    ({"keep_mask": jnp.ones((R, T, V))}, TypeError, "keep_mask: got dtype float32, expected bool"),
+    ({"nucleus": jnp.ones((R, T, 9), bool)}, ValueError, r"nucleus: got shape \(2, 4, 9\), expected \(2, 4, 10\)"),
+    ({"nucleus": jnp.ones((R, T, V))}, TypeError, "nucleus: got dtype float32, expected bool"),
 ]
 OF_HIDDEN = [
-    ({"hidden": jnp.ones((R, T, H), jnp.int32)}, TypeError, "hidden: got dtype int32, expected a floating-point"),
+    (
+        {"hidden": jnp.ones((R, T, H), jnp.int32)},
+        TypeError,
+        "hidden: got dtype int32, expected float32, bfloat16 or float16",
+    ),
+    ({"hidden": HIDDEN.astype(jnp.float8_e4m3fn)}, TypeError, "hidden: got dtype float8_e4m3fn, expected float32"),
+    ({"hidden": HIDDEN[:, :0]}, ValueError, r"hidden: got shape \(2, 0, 3\), expected \[R, T, H\], each at least 1"),
+    ({"hidden": HIDDEN[:0]}, ValueError, r"hidden: got shape \(0, 4, 3\), expected \[R, T, H\], each at least 1"),
+    ({"hidden": HIDDEN[..., :0]}, ValueError, r"hidden: got shape \(2, 4, 0\), expected .* each at least 1"),
+    ({"kernel": KERNEL[:, :0]}, ValueError, r"head.kernel: got shape \(3, 0\), expected .* each at least 1"),
+    ({"kernel": [[1.0]]}, TypeError, r"head: got list, expected a jaxppo.Head or a bare \[H, V\] array"),
+    ({"kernel": Head(KERNEL), "head": True}, TypeError, r"head.kernel: got Head, expected an array"),
+    ({"kernel": jnp.ones((3, 3))}, ValueError, r"layout: got None for a kernel \(3, 3\), expected 'hv'"),
+    ({"lora": {"a": 1}}, TypeError, "head.lora: got dict, expected LoRA or None"),
+    ({"lora": LoRA(jnp.ones((4, 2)), jnp.ones((2, V)))}, ValueError, r"head.lora.a: got shape \(4, 2\), .* H = 3"),
+    ({"lora": LoRA(jnp.ones((3, 2)), jnp.ones((3, V)))}, ValueError, r"head.lora.b: got shape \(3, 10\), .*\(2, 10\)"),
+    (
+        {"lora": LoRA(jnp.ones((3, 2)), jnp.ones((2, V), int))},
+        TypeError,
+        "head.lora.b: got dtype int32, expected float",
+    ),
+    ({"scale": float("inf")}, ValueError, "scale: got inf, expected a finite number"),
     ({"hidden": HIDDEN[0]}, ValueError, r"hidden: got shape \(4, 3\), expected \[R, T, H\]"),
     ({"kernel": KERNEL[None]}, ValueError, r"kernel: got shape \(1, 3, 10\), expected \[H, V\] or \[V, H\]"),
-    ({"kernel": KERNEL.astype(int)}, TypeError, "kernel: got dtype int32, expected a floating-point"),
+    ({"kernel": KERNEL.astype(int)}, TypeError, "head.kernel: got dtype int32, expected float32"),
     ({"kernel": jnp.ones((4, V))}, ValueError, r"kernel: got shape \(4, 10\) with layout 'hv', expected 3 rows of H"),
-    ({"kernel_layout": "vh"}, ValueError, r"kernel: got shape \(3, 10\) with layout 'vh', expected 3 rows of H"),
-    ({"kernel_layout": "VH"}, ValueError, "kernel_layout: got 'VH', expected 'hv' or 'vh'"),
+    ({"layout": "vh"}, ValueError, r"kernel: got shape \(3, 10\) with layout 'vh', expected 3 rows of H"),
+    ({"layout": "VH"}, ValueError, "layout: got 'VH', expected one of 'hv', 'vh'"),
     ({"bias": jnp.ones(9)}, ValueError, r"bias: got shape \(9,\), expected \(10,\)"),
-    ({"bias": jnp.ones((1, V))}, ValueError, r"bias: got shape \(1, 10\), expected \(10,\)"),
-    ({"bias": jnp.ones(V, jnp.int32)}, TypeError, "bias: got dtype int32, expected a floating-point"),
-    ({"logit_softcap": 0.0}, ValueError, "logit_softcap: got 0.0, expected a positive number or None"),
-    ({"logit_softcap": -30.0}, ValueError, "logit_softcap: got -30.0, expected a positive number or None"),
+    ({"bias": jnp.ones((1, V))}, ValueError, r"head.bias: got shape \(1, 10\), expected \[V\]"),
+    ({"bias": jnp.ones(V, jnp.int32)}, TypeError, "head.bias: got dtype int32, expected float32"),
+    ({"softcap": 0.0}, ValueError, "softcap: got 0.0, expected a finite number above 0"),
+    ({"softcap": -30.0}, ValueError, "softcap: got -30.0, expected a finite number above 0"),
     ({"block_bytes": 0}, ValueError, "block_bytes: got 0, expected a positive number of bytes"),
-    ({"keep_ids": jnp.zeros((R, T), jnp.int32)}, ValueError, r"keep_ids: got shape \(2, 4\), expected \[R, T, K\]"),
-    ({"keep_ids": jnp.zeros((R, 3, 2), jnp.int32)}, ValueError, r"keep_ids: got shape \(2, 3, 2\), expected"),
-    ({"keep_ids": jnp.zeros((R, T, 2))}, TypeError, "keep_ids: got dtype float32, expected an integer dtype"),
+    (
+        {"nucleus_ids": jnp.zeros((R, T), jnp.int32)},
+        ValueError,
+        r"nucleus_ids: got shape \(2, 4\), expected \[R, T, K\]",
+    ),
+    ({"nucleus_ids": jnp.zeros((R, 3, 2), jnp.int32)}, ValueError, r"nucleus_ids: got shape \(2, 3, 2\), expected"),
+    ({"nucleus_ids": jnp.zeros((R, T, 2))}, TypeError, "nucleus_ids: got dtype float32, expected integers"),
 ]
 
 
@@ -57,7 +86,9 @@ def from_logits(logits=LOGITS, targets=TARGETS, **options):
 
 
 def from_hidden(hidden=HIDDEN, kernel=KERNEL, targets=TARGETS, **options):
-    return log_probs_from_hidden(hidden, kernel, targets, **options)
+    of_head = {n: options.pop(n) for n in ("bias", "lora", "layout", "softcap", "scale", "vocab_size") if n in options}
+    head = Head(kernel, **of_head) if of_head or options.pop("head", False) else kernel
+    return log_probs_from_hidden(hidden, head, targets, **options)
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), OF_BOTH + OF_LOGITS)
@@ -74,10 +105,13 @@ def test_of_hidden_states(arguments, error, message):
 
 @pytest.mark.parametrize("call", [from_logits, from_hidden])
 def test_while_tracing(call):
-    """Shapes and dtypes are refused under jit too; a temperature's value cannot be."""
+    """Shapes and dtypes are refused under jit too; a temperature's value cannot be, and gives NaN."""
     with pytest.raises(ValueError, match="targets: got shape"):
         jax.jit(lambda y: call(targets=y))(TARGETS[:, :3])
-    jax.jit(lambda t: call(temperature=t))(-1.0)
+    assert jnp.isnan(jax.jit(lambda t: call(temperature=t))(-1.0).log_probs).all()
+    found = call(temperature=jnp.ones((R, T)).at[1, 2].set(0)).log_probs
+    assert jnp.isnan(found).sum() == 1
+    assert jnp.isnan(found[1, 2])
 
 
 @pytest.mark.parametrize("call", [from_logits, from_hidden])
@@ -90,6 +124,33 @@ def test_what_the_mesh_does_not_divide(call):
 
 @pytest.mark.parametrize("call", [from_logits, from_hidden])
 def test_vmap_over_a_mesh(call):
-    stacked, parallel = jnp.stack([TARGETS, TARGETS]), make_parallel_mesh("dp=2,cp=4")
-    with pytest.raises(ValueError, match=f"log_probs_{call.__name__}: got vmap around a ParallelMesh call"):
-        jax.vmap(lambda y: call(targets=y, parallel=parallel))(stacked)
+    targets = jax.random.randint(jax.random.key(0), (3, R, T), 0, V)
+    logits = jax.random.normal(jax.random.key(1), (R, T, V))
+    hidden, kernel = jax.random.normal(jax.random.key(2), (R, T, H)), jax.random.normal(jax.random.key(3), (H, V))
+    arrays = {"logits": logits} if call is from_logits else {"hidden": hidden, "kernel": kernel}
+    run = lambda parallel: jax.vmap(lambda y: call(targets=y, parallel=parallel, **arrays).log_probs)(targets)  # noqa: E731
+    assert jnp.allclose(run(make_parallel_mesh("dp=2,cp=4")), run(None), atol=1e-6)
+
+
+@pytest.mark.parametrize("call", [from_logits, from_hidden])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "uint32", "int32"])
+def test_integers_of_any_width(call, dtype):
+    """Narrow ids cannot name all columns of a large vocabulary, but those that they name are found."""
+    V = 70000
+    targets = jax.random.randint(jax.random.key(0), (R, T), 0, 200)
+    arrays = {"logits": jax.random.normal(jax.random.key(1), (R, T, V))}
+    if call is from_hidden:
+        arrays = {"hidden": HIDDEN, "kernel": jax.random.normal(jax.random.key(1), (H, V))}
+    expected = call(targets=targets, **arrays).log_probs
+    assert jnp.isfinite(expected).all()
+    assert jnp.array_equal(call(targets=targets.astype(dtype), **arrays).log_probs, expected)
+
+
+@pytest.mark.parametrize("call", [from_logits, from_hidden])
+def test_wide_integers_do_not_wrap(call):
+    with jax.enable_x64(True):
+        targets = jnp.full((R, T), 2**32 + 3, jnp.int64)
+        assert jnp.isnan(call(targets=targets).log_probs).all()
+        assert jnp.isfinite(call(targets=targets - 2**32).log_probs).all()
+    high = jnp.full((R, T), 2**32 - 7, jnp.uint32)
+    assert jnp.isnan(call(targets=high).log_probs).all()

@@ -121,7 +121,7 @@ def test_fsdp_over_the_vocabulary():
     """Each block is gathered from a slice of every shard; its gradient goes back the same way."""
     spec = P(None, ("fsdp", "tp"))
     arrays = described(FSDP, head_arrays(8192, bias=False), kernel=spec)
-    found = counted(audit(forward_and_backward(call_head, FSDP, BOTH, entropy="bonus", kernel_spec=spec), arrays))
+    found = counted(audit(forward_and_backward(call_head, FSDP, BOTH, entropy="bonus", spec=spec), arrays))
     gathered, scattered = ((op, ("fsdp",), 4 * KERNEL_BLOCK, True) for op in ("all-gather", "reduce-scatter"))
     assert found == of_softmax(3) + Counter([gathered, gathered, scattered, DHIDDEN_SUM])
 
@@ -175,7 +175,7 @@ PROGRAMS = {
     "sequence parallel": (SEQUENCE, {}),
     "fsdp": (FSDP, {}),
     "where": (MIXED, {"with_where": True}),
-    "keep": (MIXED, {"keep": 3, "with_where": True}),
+    "nucleus": (MIXED, {"nucleus": 3, "with_where": True}),
     "vh": (MIXED, {"layout": "vh"}),
 }
 
@@ -185,7 +185,7 @@ PROGRAMS = {
 def test_no_array_holds_the_vocabulary_per_token(name, columns):
     parallel, of_arrays = PROGRAMS[name]
     arrays = head_arrays(columns, **of_arrays)
-    jaxpr = traced(parallel, arrays, kernel_layout=of_arrays.get("layout", "hv"), block_bytes=8 * 16 * 8)
+    jaxpr = traced(parallel, arrays, layout=of_arrays.get("layout", "hv"), block_bytes=8 * 16 * 8)
     if columns > 1024:
         assert per_token_over_the_vocabulary(jaxpr, columns) == set()
     assert hang_risks(jaxpr) == []
@@ -223,10 +223,10 @@ def test_gradients_that_nobody_asks_for_leave_no_product(columns):
 
 
 def test_tied_embeddings_are_never_transposed():
-    jaxpr = traced(MIXED, head_arrays(V, layout="vh", bias=False), kernel_layout="vh")
+    jaxpr = traced(MIXED, head_arrays(V, layout="vh", bias=False), layout="vh")
     assert not [e for e in equations(jaxpr) if e.primitive.name == "transpose" and H in e.outvars[0].aval.shape]
     arrays = described(MIXED, head_arrays(V, layout="vh", bias=False), kernel=MIXED.kernel_spec("vh"))
-    run = forward_and_backward(call_head, MIXED, BOTH, entropy="bonus", kernel_layout="vh")
+    run = forward_and_backward(call_head, MIXED, BOTH, entropy="bonus", layout="vh")
     assert f"f32[{H},{V // 2}]" not in audit(run, arrays).text
 
 
@@ -306,7 +306,7 @@ def test_programs_of_other_meshes(mesh, sequence_parallel):
     assert isinstance(parallel, ParallelMesh)
     for _, of_arrays in PROGRAMS.values():
         arrays = head_arrays(4112, **of_arrays)
-        jaxpr = traced(parallel, arrays, kernel_layout=of_arrays.get("layout", "hv"))
+        jaxpr = traced(parallel, arrays, layout=of_arrays.get("layout", "hv"))
         assert hang_risks(jaxpr) == []
         for tp in (2, 8):
             assert not [s for s in shapes(jaxpr) if len(s) == 2 and s[1] == 4112 // tp and s[0] % N == 0]

@@ -45,6 +45,58 @@ def test_axes_of_size_one_vanish():
     assert make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1]).hidden_spec == P(None, None, None)
 
 
+def test_roles_by_convention():
+    mesh = jax.make_mesh((2, 1, 2, 2), ("replica", "fsdp", "sequence", "model"), AUTO)
+    p = ParallelMesh(mesh)
+    assert (p.data, p.fsdp, p.context, p.tensor) == (("replica",), (), ("sequence",), ("model",))
+    assert ParallelMesh(mesh, context=None, replicated="sequence").context == ()
+    p = ParallelMesh(mesh, data=("sequence", "replica"))  # which leaves the context role without an axis
+    assert (p.data, p.context) == (("sequence", "replica"), ())
+    mesh = jax.make_mesh((2, 2, 2), ("fsdp", "dp", "tp"), AUTO[:3])
+    assert ParallelMesh(mesh).data == ("fsdp", "dp")  # in the order of the mesh
+    assert ParallelMesh(mesh, data="dp").data == ("dp", "fsdp")
+    assert ParallelMesh(mesh, fsdp=None, data=("dp", "fsdp")).kernel_spec() == P(None, "tp")
+
+
+def test_one_axis_may_shard_positions_and_a_kernel():
+    mesh = jax.make_mesh((2, 2, 2), ("fsdp", "context", "tensor"), AUTO[:3])
+    p = ParallelMesh(mesh, fsdp=("fsdp", "context"))
+    assert (p.data, p.context) == (("fsdp",), ("context",))
+    assert p.kernel_spec() == P(("fsdp", "context"), "tensor")
+
+
+def test_an_axis_without_a_role_is_an_error():
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "expert", "tp"), AUTO[:3])
+    message = (
+        r"mesh: got axes dp=2, expert=2, tp=2, expected a role for each; 'expert' has none.*replicated=\('expert',\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        ParallelMesh(mesh)
+    assert ParallelMesh(mesh, replicated="expert").axes.replicated == ("expert",)
+    assert ParallelMesh(jax.make_mesh((1, 8), ("expert", "tp"), AUTO[:2])).tensor == ("tp",)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_sum_over_devices_needs_to_know_the_axes(check_vma):
+    """The axes of a shard_map around a per-shard call, where its arrays differ along them, or may."""
+
+    def inside(axes, x):
+        axes.check_complete("the mean", x)
+        return x
+
+    run = lambda axes: jax.shard_map(  # noqa: E731
+        lambda x: inside(axes, x), mesh=MESH, in_specs=P("dp"), out_specs=P("dp"), check_vma=check_vma
+    )(X)
+    with pytest.raises(ValueError, match=r"parallel: got no role for mesh axis 'dp' .* the mean would be that of one"):
+        run(ShardAxes())
+    if check_vma:
+        run(ShardAxes(data="dp"))
+    run(ShardAxes(data="dp", replicated=("cp", "tp")))
+    with pytest.raises(ValueError, match="got no role for mesh axis"):
+        jax.pmap(lambda x: inside(ShardAxes(), x))(X)
+    inside(ShardAxes(), X)
+
+
 def test_default_names_that_the_mesh_lacks_vanish():
     p = ParallelMesh(jax.make_mesh((8,), ("tp",)))
     assert (p.data, p.context, p.tensor) == ((), (), ("tp",))
@@ -52,7 +104,8 @@ def test_default_names_that_the_mesh_lacks_vanish():
 
 def test_maxtext_axes():
     mesh = jax.make_mesh((2, 2, 1, 2), ("data", "fsdp", "context", "tensor"), AUTO)
-    p = ParallelMesh(mesh, data="data", fsdp="fsdp", context="context", tensor="tensor")
+    p = ParallelMesh(mesh)
+    assert p == ParallelMesh(mesh, data="data", fsdp="fsdp", context="context", tensor="tensor")
     assert (p.data, p.fsdp, p.context, p.tensor) == (("data", "fsdp"), ("fsdp",), (), ("tensor",))
     assert p.tokens_spec == P(("data", "fsdp"), None)
     assert p.logits_spec == P(("data", "fsdp"), None, "tensor")
@@ -62,7 +115,7 @@ def test_maxtext_axes():
 
 
 def test_tunix_axes():
-    p = ParallelMesh(jax.make_mesh((4, 2), ("fsdp", "tp")), data="fsdp", fsdp="fsdp")
+    p = ParallelMesh(jax.make_mesh((4, 2), ("fsdp", "tp")))
     assert (p.data, p.context, p.tensor) == (("fsdp",), (), ("tp",))
     assert p.kernel_spec() == P("fsdp", "tp")
     assert float(jax.jit(lambda x: total(p, x))(X)) == X.sum()
@@ -96,7 +149,8 @@ MESH = jax.make_mesh((2, 2, 2), ("dp", "cp", "tp"), AUTO[:3])
         ({"data": "batch"}, r"data: got axis 'batch', expected one of the mesh's axes \('dp', 'cp', 'tp'\)"),
         ({"fsdp": "fsdp"}, "fsdp: got axis 'fsdp', expected one of"),
         ({"tensor": ("tp", "tq")}, "tensor: got axis 'tq', expected one of"),
-        ({"context": "tp"}, "data, context, tensor: got .* expected no axis in two roles"),
+        ({"context": "tp", "tensor": "tp"}, "data, context, tensor, replicated: got .* expected no axis in two roles"),
+        ({"data": "dp", "replicated": "dp"}, "expected no axis in two roles"),
         ({"fsdp": "tp"}, "expected no axis in two roles"),
         ({"context_layout": "spiral"}, "context_layout: got 'spiral', expected one of contiguous, zigzag"),
     ],
@@ -109,7 +163,9 @@ def test_roles_that_cannot_be(roles, message):
 def test_shard_axes_that_cannot_be():
     with pytest.raises(ValueError, match="expected no axis in two roles"):
         ShardAxes(data="a", tensor="a")
-    with pytest.raises(ValueError, match=r"fsdp: got \('f',\), expected a subset of the data axes \('a',\)"):
+    with pytest.raises(
+        ValueError, match=r"fsdp: got \('f',\), expected a subset of the data and context axes \('a',\)"
+    ):
         ShardAxes(data="a", fsdp="f")
     with pytest.raises(ValueError, match="context_layout: got 'x', expected one of"):
         ShardAxes(context_layout="x")
@@ -127,7 +183,10 @@ def test_shard_axes_that_cannot_be():
         ("dp=0,tp=8", "mesh: got 'dp=0'"),
         ("dp=2.0,tp=4", "mesh: got 'dp=2.0'"),
         ("dp=2,dp=4", "mesh: got 'dp=4' in 'dp=2,dp=4'"),
-        ("pp=8", "mesh: got axis 'pp', expected one of dp, data, cp, context, tp, tensor, fsdp"),
+        (
+            "pp=8",
+            "mesh: got axis 'pp', expected one of dp, data, replica, cp, context, sequence, sp, tp, tensor, model, f",
+        ),
     ],
 )
 def test_descriptions_that_cannot_be(text, message):
@@ -174,14 +233,38 @@ def test_check_vma_off_is_noticed():
         jax.jit(mapped)(X)
 
 
-def test_vmap_of_a_mesh_level_call_is_refused():
+@pytest.mark.parametrize("explicit", [False, True])
+def test_vmap_of_a_mesh_level_call(explicit):
+    p = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=explicit)
+    stacked = jnp.stack([X, 2 * X])
+    np.testing.assert_array_equal(jax.vmap(lambda x: total(p, x))(stacked), [X.sum(), 2 * X.sum()])
+    gradients = jax.jit(jax.vmap(jax.grad(lambda x: total(p, x) ** 2)))(stacked)
+    np.testing.assert_array_equal(gradients, np.broadcast_to(np.array([[[4032]], [[8064]]]), stacked.shape))
+
+
+def compilations(fn):
+    """How many programs a call compiles."""
+    count = []
+    listener = lambda name, *_, **__: count.append(name) if "backend_compile" in name else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        jax.block_until_ready(fn())
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    return len(count)
+
+
+def powers(axes, power, x):
+    return axes.psum((x**power).sum(), axes.tokens)
+
+
+def test_a_second_eager_call_compiles_nothing():
     p = ParallelMesh(MESH)
-    stacked = jnp.stack([X, X])
-    with pytest.raises(ValueError, match="total: got vmap around a ParallelMesh call, expected parallel=None or"):
-        jax.vmap(lambda x: total(p, x))(stacked)
-    with pytest.raises(ValueError, match="total: got vmap"):
-        jax.jit(jax.vmap(jax.grad(lambda x: total(p, x))))(stacked)
-    np.testing.assert_array_equal(jax.vmap(lambda x: total(None, x))(stacked), [X.sum()] * 2)
+    run = lambda power, x: shard_call("powers", powers, p, {"x": x}, lambda p: ([p.tokens_spec], P()), static=power)  # noqa: E731
+    assert compilations(lambda: run(2, X)) > 0
+    assert compilations(lambda: run(2, X)) == compilations(lambda: run(2, X)) == 0
+    assert compilations(lambda: run(3, X)) > 0
+    assert run(2, X) == (X**2).sum()
 
 
 def test_vmap_of_a_per_shard_call():

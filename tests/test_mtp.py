@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hard_rows import LAYOUTS, LENGTHS, R, T, hard_batch, sequences
+from hard_rows import LAYOUTS, R, T, hard_batch, layouts_on, sequences
 
 from jaxppo import Normalizer, metrics, mtp_loss, mtp_normalizers
 from sharding import ParallelMesh, logical_positions, make_parallel_mesh
@@ -78,13 +78,11 @@ NIGHTLY = [("dp=1,cp=4,tp=2", layout) for layout in LAYOUTS] + [("dp=1,cp=8,tp=1
 )
 def test_no_layout_or_mesh_changes_a_number(mesh, layout):
     """Hidden states are NaN where no depth counts them, and the kernel is sharded over the tensor axis."""
-    parallel = make_parallel_mesh(mesh, context_layout=layout)
-    per_segment = LENGTHS if layout == "zigzag_per_segment" else None
-    order = np.broadcast_to(logical_positions(layout, T, parallel.context_size, per_segment), (R, T))
-    physical = lambda x: np.take_along_axis(np.asarray(x), order, 1) if x.shape == (R, T) else x  # noqa: E731
+    (_, parallel, to_physical, _), *_ = (case for case in layouts_on(mesh) if case[0] == layout)
+    order = np.asarray(to_physical(np.broadcast_to(np.arange(T), (R, T))))
     hidden = np.where(IDS[None, :, :, None] > 0, HIDDEN, np.nan)
     hidden = np.stack([np.take_along_axis(h, order[..., None], 1) for h in hidden])
-    got = jax.jit(functools.partial(everything, parallel))(hidden, KERNEL, jax.tree.map(physical, BATCH))
+    got = jax.jit(functools.partial(everything, parallel))(hidden, KERNEL, to_physical(BATCH))
     loss, (dhidden, dkernel), found = got
     dhidden = np.stack([np.take_along_axis(np.asarray(h), np.argsort(order, 1)[..., None], 1) for h in dhidden])
     assert_trees_close((loss, (dhidden, dkernel), found), on_one_device(), context=f"{mesh} {layout}")
@@ -98,7 +96,7 @@ def test_micro_batches_add_up_to_the_step(aggregation):
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
     order = logical_positions("zigzag", T, 2)
     physical = lambda x: x[:, order] if x.shape == (R, T) else x  # noqa: E731
-    batch = jax.tree.map(physical, BATCH)
+    batch = dataclasses.replace(jax.tree.map(physical, BATCH), context_layout="zigzag", context_shards=2)
     hidden = HIDDEN[:, :, order]
 
     @jax.jit
@@ -141,7 +139,8 @@ def test_gradients_that_are_stopped(option, stopped):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_device_is_left_waiting(layout):
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout=layout)
-    traced = jax.make_jaxpr(functools.partial(everything, parallel))(HIDDEN, KERNEL, BATCH)
+    batch = dataclasses.replace(BATCH, context_layout=layout, context_shards=2)
+    traced = jax.make_jaxpr(functools.partial(everything, parallel))(HIDDEN, KERNEL, batch)
     assert collectives(traced)
     assert hang_risks(traced) == []
 
@@ -159,11 +158,11 @@ def test_a_row_with_nothing_to_predict_gives_zero():
     ("arguments", "message"),
     [
         ({"hidden": HIDDEN[:0]}, "hidden: got no depths, expected at least one"),
-        ({"kernel": [KERNEL] * 2}, "kernel: got 2, expected 3, one for each depth of hidden"),
+        ({"head": [KERNEL] * 2}, "head: got 2, expected 3, one for each depth of hidden"),
         ({"normalizers": [Normalizer.from_batches(BATCH, "token_mean")]}, "normalizers: got 1, expected 3"),
-        ({"aggregation": "mean"}, "aggregation: got 'mean', expected one of token_mean"),
+        ({"aggregation": "mean"}, "aggregation: got 'mean', expected one of 'token_mean'"),
     ],
 )
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
-        mtp_loss(**({"hidden": HIDDEN, "kernel": KERNEL, "batch": BATCH} | arguments))
+        mtp_loss(**({"hidden": HIDDEN, "head": KERNEL, "batch": BATCH} | arguments))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxppo import PolicyLossConfig, RolloutBatch, metrics, policy_loss_from_hidden
+from jaxppo import PPO, Head, PolicyLossConfig, RolloutBatch, metrics, policy_loss_from_hidden
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.program import collectives, hang_risks, notes
@@ -23,7 +23,7 @@ BUDGET = budget()
 KEYS = jax.random.split(jax.random.key(0), 8)
 HIDDEN = jax.random.normal(KEYS[0], (R, T, H))
 KERNEL = jax.random.normal(KEYS[1], (H, V)) / H**0.5
-CONFIG = PolicyLossConfig(clip_high=0.28, entropy_coef=0.01, temperature=0.8)
+CONFIG = PolicyLossConfig(PPO(clip_high=0.28), entropy_coef=0.01)
 
 
 def batch_of(mask):
@@ -31,9 +31,7 @@ def batch_of(mask):
     targets = jax.random.randint(KEYS[2], (R, T), 0, V - 2)
     old = 0.3 * jax.random.normal(KEYS[3], (R, T)) - jnp.log(V)
     advantages = jax.random.normal(KEYS[4], (R, T))
-    return RolloutBatch(
-        ids, targets, ids, ids, mask.astype(jnp.float32), one, one, one, advantages=advantages, old_log_probs=old
-    )
+    return RolloutBatch(ids, targets, ids, ids, mask.astype(jnp.float32), one, advantages=advantages, old_log_probs=old)
 
 
 MASKS = {
@@ -47,9 +45,10 @@ MASKS = {
 }
 
 
-def step(parallel, hidden, kernel, batch, budget=BUDGET, **head):
+def step(parallel, hidden, kernel, batch, budget=BUDGET, nucleus_ids=None, **of_head):
     def loss(hidden, kernel):
-        return policy_loss_from_hidden(hidden, kernel, batch, CONFIG, parallel=parallel, one_pass_bytes=budget, **head)
+        options = {"temperature": 0.8, "nucleus_ids": nucleus_ids, "parallel": parallel, "one_pass_bytes": budget}
+        return policy_loss_from_hidden(hidden, Head(kernel, **of_head), batch, CONFIG, **options)
 
     (value, found), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, kernel)
     return value, metrics.values(found), gradients
@@ -66,13 +65,13 @@ def test_it_is_two_passes(mask):
 
 OPTIONS = {
     "plain": {},
-    "vh": {"kernel_layout": "vh"},
+    "vh": {"layout": "vh"},
     "all of them": {
-        "kernel_layout": "vh",
+        "layout": "vh",
         "bias": jax.random.normal(KEYS[6], (V,)),
-        "logit_softcap": 3.0,
+        "softcap": 3.0,
         "vocab_size": V - 2,
-        "keep_ids": jax.random.randint(KEYS[7], (R, T, 5), -1, V),
+        "nucleus_ids": jax.random.randint(KEYS[7], (R, T, 5), -1, V),
     },
 }
 
@@ -82,10 +81,10 @@ OPTIONS = {
 @pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "dp=1,cp=1,tp=8"])
 def test_on_meshes(mesh, mask, options):
     batch, head = batch_of(MASKS[mask]), OPTIONS[options]
-    kernel = KERNEL.T if "kernel_layout" in head else KERNEL
+    kernel = KERNEL.T if "layout" in head else KERNEL
     columns = -(-V // make_parallel_mesh(mesh).tensor_size)
     # the kernel is on every device, since they do not divide V, and its gradient a sum over them
-    bytes_ = budget(columns, kept="keep_ids" in head, summed=V)
+    bytes_ = budget(columns, kept="nucleus_ids" in head, summed=V)
     run = lambda p, h, k: step(p, h, k, batch, bytes_, **head)  # noqa: E731
     parallel = make_parallel_mesh(mesh, explicit=mesh.startswith("dp=2"))
     jaxpr = jax.make_jaxpr(lambda h, k: run(parallel, h, k))(HIDDEN, kernel)
@@ -100,7 +99,7 @@ def test_a_frozen_head_has_no_memory_to_lend():
     batch = batch_of(MASKS["most"])
 
     def loss(hidden):
-        return policy_loss_from_hidden(hidden, KERNEL, batch, CONFIG, one_pass_bytes=BUDGET)[0]
+        return policy_loss_from_hidden(hidden, KERNEL, batch, CONFIG, temperature=0.8, one_pass_bytes=BUDGET)[0]
 
     assert audit(jax.grad(loss), HIDDEN).notes == ("one pass, 144 tokens a block",)
     assert_trees_close(

@@ -114,7 +114,8 @@ def test_batch_speaks_of_the_next_token():
     np.testing.assert_allclose(batch.values, [[0, 0.1, 0.2, 0.3, 0, 0.4, 0.5, 0.6, 0, 0, 0, 0]], rtol=1e-6)
     assert batch.rewards.tolist() == [[1, 2, 3, 0]]
     assert batch.group_ids.tolist() == [[0, 0, 1, -1]]
-    assert batch.sample_ids.tolist() == batch.rollout_ids.tolist() == [[0, 1, 2, -1]]
+    assert batch.sample_ids.tolist() == batch.rollouts.tolist() == [[0, 1, 2, -1]]
+    assert batch.rollout_ids is None
     assert batch.advantages is None
 
 
@@ -123,7 +124,7 @@ def test_batch_speaks_of_the_next_token():
 def test_batches_from_samples_are_valid(layout, options):
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     batch = RolloutBatch.from_samples(samples(), row_length=24, parallel=parallel, **options)
-    batch.validate(vocab_size=10, parallel=parallel)
+    batch.validate(vocab_size=10)
     spec = batch.specs(parallel)
     assert spec.tokens == (parallel.tokens_spec if not options else type(spec.tokens)(None, *parallel.tokens_spec))
     assert spec.advantages is None
@@ -146,9 +147,9 @@ def broken(field, row, place, value):
         (broken("targets", 0, 3, 2), "targets: got 2 at row 0, position 3, expected the next token of the sequence"),
         (
             broken("values", 0, 5, np.nan),
-            "values: got nan at row 0, position 5, expected a finite number where loss_mask",
+            "values: got nan at row 0, position 5, expected finite advantages, values and returns",
         ),
-        (broken("loss_mask", 0, 11, 1), "loss_mask: got 1.0 at row 0, position 11, expected 0 on padding"),
+        (broken("loss_mask", 0, 11, 1), "loss_mask: got 1.0 at row 0, position 11, expected 0 where segment_ids is 0"),
         (broken("loss_mask", 0, 1, 0.5), "loss_mask: got 0.5 at row 0, position 1, expected 0 or 1"),
         (
             broken("segment_ids", 0, 2, 3),
@@ -178,10 +179,10 @@ def test_nan_without_loss_is_fine():
 
 
 def test_validate_finds_unpadded_segments():
-    parallel = make_parallel_mesh("dp=2,cp=4", context_layout="zigzag_per_segment")
     batch = RolloutBatch.from_samples(samples(), row_length=24)
-    with pytest.raises(ValueError, match=r"segment_ids: got .* at row 0, position"):
-        batch.validate(vocab_size=10, parallel=parallel)
+    batch = dataclasses.replace(batch, context_layout="zigzag_per_segment", context_shards=4)
+    with pytest.raises(ValueError, match=r"(segment_ids|positions): got .* at row 0, position"):
+        batch.validate(vocab_size=10)
 
 
 def test_validate_shapes_and_dtypes():
@@ -200,7 +201,10 @@ def test_validate_shapes_and_dtypes():
         ({"response_start": 4}, "response_start: got 4, expected 1 to 3"),
         ({"loss_mask": [1, 1]}, r"loss_mask: got shape \(2,\), expected \(3,\) like tokens"),
         ({"loss_mask": [0, 1, 1], "response_start": 2}, "loss_mask: got 1 at token 1, expected 0 before 2"),
-        ({"response_start": 1, "values": [0.0]}, r"values: got shape \(1,\), expected \(2,\), the response's"),
+        (
+            {"response_start": 1, "values": [0.0]},
+            r"values: got shape \(1,\), expected \(2,\), one for each response token",
+        ),
     ],
 )
 def test_bad_samples(arguments, message):

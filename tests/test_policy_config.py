@@ -9,15 +9,30 @@ import pytest
 from policy_steps import config_of, loss_of, step_of
 
 from jaxppo import (
+    DPPO,
+    DRO,
+    GSPO,
+    KL,
+    PPO,
+    SAPO,
+    ClipCov,
+    KLCov,
     Metric,
     Normalizer,
     OffPolicyConfig,
+    PolicyLoss,
     PolicyLossConfig,
     RolloutBatch,
     TokenStats,
     accumulate_gradients,
     metrics,
 )
+from jaxppo.policy_losses import BY_NAME, by_name
+
+
+class Unfrozen(PolicyLoss):
+    def __call__(self, log_probs, *_, **__):
+        return -log_probs, {}
 
 
 @pytest.fixture(scope="module")
@@ -28,32 +43,27 @@ def batch():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "pp0"}, r"loss: got 'pp0', expected a function or one of cispo, clip_cov, dppo_kl, .*, ppo, "),
-        ({"aggregation": "mean"}, r"aggregation: got 'mean', expected one of token_mean, .*, rollout_mean"),
-        ({"kl_estimator": "k9"}, r"kl_estimator: got 'k9', expected one of k1, abs"),
-        ({"clip_low": -0.1}, r"clip_low: got -0.1, expected a number of at least 0"),
-        ({"clip_high": "0.2"}, r"clip_high: got 0.2, expected a number of at least 0"),
-        ({"dual_clip": 1.0}, r"dual_clip: got 1.0, expected None or a number above 1"),
-        ({"dual_clip": 3.0, "loss": "cispo"}, r"dual_clip: got 3.0 with loss='cispo', expected None"),
-        ({"temperature": -1.0}, r"temperature: got -1.0, expected a number above 0"),
+        ({"loss": "ppo"}, r"loss: got 'ppo', expected an instance of a frozen dataclass .*by_name\('ppo'\) is one"),
+        ({"loss": PPO}, r"loss: got <class .*PPO'>, expected an instance of a frozen dataclass that derives from"),
+        ({"loss": Unfrozen()}, r"loss: got Unfrozen, expected an instance of a frozen dataclass"),
+        ({"aggregation": "mean"}, r"aggregation: got 'mean', expected one of 'token_mean', .*, 'rollout_mean'"),
+        ({"kl": 0.1}, r"kl: got float, expected KL or None"),
         ({"entropy_coef": float("nan")}, r"entropy_coef: got nan, expected a finite number"),
-        ({"kl_coef": None}, r"kl_coef: got None, expected a finite number"),
-        ({"cov_low": 5.0, "cov_high": 1.0}, r"cov_low, cov_high: got \(5.0, 1.0\), expected cov_low < cov_high"),
-        ({"cov_ratio": 2.0}, r"cov_ratio: got 2.0, expected a share of at most 1"),
-        ({"gspo_gradient": "both"}, r"gspo_gradient: got 'both', expected 'sequence' or 'token'"),
-        ({"old_log_probs": "mine"}, r"old_log_probs: got 'mine', expected 'trainer' or 'sampler' or 'current'"),
+        ({"entropy_coef": jnp.ones(2)}, r"entropy_coef: got shape \(2,\), expected a finite number, or a scalar array"),
+        ({"ratio_to": "mine"}, r"ratio_to: got 'mine', expected one of 'old', 'rollout', 'current'"),
+        ({"metric_aggregation": "sum"}, r"metric_aggregation: got 'sum', expected one of 'token_mean', 'loss'"),
         (
             {"aggregation": "sequence_mean_token_sum_norm"},
-            r"aggregation_norm: got None, expected a positive number",
+            r"aggregation_norm: got None, expected a finite number above",
         ),
-        ({"aggregation_norm": 5.0}, r"aggregation_norm: got 5.0, expected None, or aggregation='sequence_mean_token_s"),
+        ({"aggregation_norm": 5.0}, r"aggregation_norm: got 5.0 with aggregation='token_mean', expected None, or"),
         (
-            {"off_policy": OffPolicyConfig(weights="token", batch_normalize=True), "old_log_probs": "current"},
-            r"old_log_probs: got 'current', expected 'trainer' for off_policy.batch_normalize",
+            {"off_policy": OffPolicyConfig(weights="token", batch_normalize=True), "ratio_to": "current"},
+            r"ratio_to: got 'current', expected 'old' for off_policy.batch_normalize",
         ),
         (
-            {"off_policy": OffPolicyConfig(weights="token"), "old_log_probs": "sampler"},
-            r"off_policy.trainer: got 'old', expected 'current' with old_log_probs='sampler'",
+            {"off_policy": OffPolicyConfig(weights="token"), "ratio_to": "rollout"},
+            r"off_policy.trainer: got 'old', expected 'current' with ratio_to='rollout'",
         ),
         ({"off_policy": {"weights": "token"}}, r"off_policy: got dict, expected OffPolicyConfig or None"),
     ],
@@ -61,6 +71,60 @@ def batch():
 def test_config(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         PolicyLossConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PPO(clip_low=-0.1), "clip_low: got -0.1, expected a finite number of at least 0"),
+        (lambda: PPO(clip_high="0.2"), "clip_high: got '0.2', expected a finite number of at least 0"),
+        (lambda: PPO(clip_high=True), "clip_high: got True, expected a finite number of at least 0"),
+        (lambda: PPO(dual_clip=1.0), "dual_clip: got 1.0, expected a finite number above 1"),
+        (lambda: GSPO(gradient="both"), "gradient: got 'both', expected one of 'sequence', 'token'"),
+        (lambda: DPPO("js"), "divergence: got 'js', expected one of 'tv', 'kl'"),
+        (lambda: SAPO(tau_positive=0.0), "tau_positive: got 0.0, expected a finite number above 0"),
+        (lambda: DRO(-1), "beta: got -1, expected a finite number of at least 0"),
+        (lambda: ClipCov(low=5.0, high=1.0), "low, high: got 5.0, 1.0, expected low < high"),
+        (lambda: KLCov(share=2.0), "share: got 2.0, expected a finite number of at least 0 and of at most 1"),
+        (lambda: KL(None), "coef: got None, expected a finite number"),
+        (lambda: KL(0.1, "k9"), "estimator: got 'k9', expected one of 'k1', 'abs'"),
+        (lambda: by_name("pp0"), "name: got 'pp0', expected one of cispo, clip_cov, dppo, .*, ppo, "),
+        (
+            lambda: by_name("cispo", dual_clip=3.0),
+            "dual_clip: got it with 'cispo', expected one of clip_low, clip_high",
+        ),
+        (lambda: by_name("reinforce", clip=1), "clip: got it with 'reinforce', expected one of no hyperparameter"),
+        (lambda: OffPolicyConfig(veto=1e-9), r"veto: got 1e-09, expected a ratio above 2.1e-09 and below 1"),
+    ],
+)
+def test_hyperparameters(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_hyperparameters_may_be_traced(name):
+    """Where the loss is made inside jit: equality and hash are for plain numbers."""
+    fields = [f.name for f in dataclasses.fields(BY_NAME[name]) if isinstance(f.default, float)]
+
+    @jax.jit
+    def run(values, batch):
+        loss = by_name(name, **dict(zip(fields, values, strict=True)))
+        config = PolicyLossConfig(
+            loss, entropy_coef=values[0] if values else 0.1, kl=KL(0.1 * values[0] if values else 0.1)
+        )
+        selected = batch.loss_mask if loss.selects else None
+        return loss_of(TokenStats(batch.returns, batch.values), batch, config, None, selected=selected)[0]
+
+    batch = RolloutBatch.from_samples(step_of(0), row_length=24, rows=4, num_segments=9)
+    defaults = [getattr(by_name(name), field) for field in fields]
+    plain = PolicyLossConfig(
+        by_name(name), entropy_coef=(defaults or [0.1])[0], kl=KL(0.1 * defaults[0] if defaults else 0.1)
+    )
+    selected = batch.loss_mask if plain.loss.selects else None
+    expected = loss_of(TokenStats(batch.returns, batch.values), batch, plain, None, selected=selected)[0]
+    np.testing.assert_allclose(run(defaults, batch), expected, rtol=1e-5)
+    assert hash(by_name(name)) == hash(by_name(name))
 
 
 def test_entropy_mode():
@@ -76,9 +140,9 @@ def test_entropy_mode():
     ("lacking", "options", "message"),
     [
         ("advantages", {}, r"batch.advantages: got None, expected f32\[R, T\] for every policy loss"),
-        ("old_log_probs", {}, r"batch.old_log_probs: got None, expected f32\[R, T\] for old_log_probs='trainer'"),
-        ("ref_log_probs", {"kl_coef": 0.1}, r"batch.ref_log_probs: got None, expected f32\[R, T\] for kl_coef=0.1"),
-        ("rollout_log_probs", {"old_log_probs": "sampler"}, r"batch.rollout_log_probs: got None, .*'sampler'"),
+        ("old_log_probs", {}, r"batch.old_log_probs: got None, expected f32\[R, T\] for ratio_to='old'"),
+        ("ref_log_probs", {"kl": KL(0.1)}, r"batch.ref_log_probs: got None, expected f32\[R, T\] for kl=KL\(coef=0.1"),
+        ("rollout_log_probs", {"ratio_to": "rollout"}, r"batch.rollout_log_probs: got None, .*'rollout'"),
         ("rollout_log_probs", {"off_policy": OffPolicyConfig(weights="token")}, r"rollout_log_probs: got None"),
     ],
 )
@@ -107,11 +171,11 @@ def test_shapes(batch):
             jax.tree.map(lambda x: x[None], batch),
             None,
         ),
-        r"covariance: got shape \(4, 24\), expected None with loss='ppo'": (stats, batch, batch.loss_mask),
+        r"selected: got shape \(4, 24\), expected None with loss=PPO": (stats, batch, batch.loss_mask),
     }
-    for message, (given, rows, covariance) in cases.items():
+    for message, (given, rows, selected) in cases.items():
         with pytest.raises((ValueError, TypeError), match=message):
-            loss_of(given, rows, PolicyLossConfig(), None, covariance=covariance)
+            loss_of(given, rows, PolicyLossConfig(), None, selected=selected)
     with pytest.raises(ValueError, match=r"stats.entropy: got None, expected f32\[R, T\] for entropy_coef=0.1"):
         loss_of(stats, batch, PolicyLossConfig(entropy_coef=0.1), None)
     integers = TokenStats(batch.returns.astype(np.int32))
@@ -125,17 +189,17 @@ def test_accumulation_refuses_denominators_of_a_part(batch, loss):
     stacked = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), batch)
     config = config_of(loss, entropy_coef=0.0)
     normalizer = Normalizer.from_batches(stacked, "token_mean")
-    covariance = stacked.loss_mask if loss != "ppo" else None
+    selected = stacked.loss_mask if loss != "ppo" else None
 
-    def run(normalizer, covariance):
+    def run(normalizer, selected):
         fn = lambda x, part: loss_of(TokenStats(x[part[3]]), part[0], config, None, part[1], part[2])  # noqa: E731
-        return accumulate_gradients(fn, (stacked, normalizer, covariance, np.arange(2)))(jnp.asarray(stacked.returns))
+        return accumulate_gradients(fn, (stacked, normalizer, selected, np.arange(2)))(jnp.asarray(stacked.returns))
 
-    run(normalizer, covariance)
+    run(normalizer, selected)
     with pytest.raises(ValueError, match="normalizer: got None inside accumulate_gradients, expected the step's"):
-        run(None, covariance)
+        run(None, selected)
     if loss != "ppo":
-        with pytest.raises(ValueError, match="covariance: got None, expected the step's covariance_mask"):
+        with pytest.raises(ValueError, match="selected: got None, expected the step's covariance_mask"):
             run(normalizer, None)
 
 
@@ -155,7 +219,7 @@ def test_accumulators_are_f32():
 
 
 def test_metric():
-    with pytest.raises(ValueError, match="reduce: got 'median', expected one of mean, sum, min, max"):
+    with pytest.raises(ValueError, match="reduce: got 'median', expected one of 'mean', 'sum', 'min', 'max'"):
         Metric(jnp.float32(1), jnp.float32(1), "median")
     for reduce, expected in {"mean": 7 / 6, "sum": 7.0, "min": 1.0, "max": 6.0}.items():
         parts = Metric(jnp.float32(6), jnp.float32(2), reduce), Metric(jnp.float32(1), jnp.float32(4), reduce)

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from policy_steps import LOSSES, accumulated, by_sample, config_of, loss_of, step_of, whole, with_garbage
+from policy_steps import AGGREGATIONS, LOSSES, accumulated, by_sample, config_of, loss_of, step_of, whole, with_garbage
 
-from jaxppo import OffPolicyConfig, Rejection, RolloutBatch, TokenStats, metrics
-from jaxppo.aggregation import AGGREGATIONS
+from jaxppo import KL, PPO, OffPolicyConfig, Rejection, RolloutBatch, TokenStats, metrics
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
@@ -95,7 +94,7 @@ def test_micro_batches_add_up_off_policy(off_policy):
 
 
 def test_micro_batches_merge_metrics():
-    config = config_of("ppo", dual_clip=1.2, off_policy=OffPolicyConfig(weights="token", high=1.1))
+    config = config_of(PPO(0.2, 0.28, 1.2), off_policy=OffPolicyConfig(weights="token", high=1.1))
     batch = RolloutBatch.from_samples(step_of(5), row_length=24, rows=6, num_segments=9)
     stacked = jax.tree.map(lambda x: x.reshape(3, 2, *x.shape[1:]), batch)
     *_, found = accumulated(config, MESH, metrics=True)(stacked)
@@ -106,7 +105,7 @@ def test_micro_batches_merge_metrics():
 
 
 def test_metrics_say_what_they_mean():
-    config = config_of("ppo", dual_clip=1.2, kl_estimator="k2")
+    config = config_of(PPO(0.2, 0.28, 1.2), kl=KL(0.1, "k2"))
     batch = RolloutBatch.from_samples(step_of(6), row_length=24, rows=4, num_segments=9)
     *_, found = whole(config, MESH, metrics=True)(batch)
     found = {name: float(x) for name, x in metrics.values(found).items()}
@@ -175,7 +174,8 @@ def test_batch_and_coefficients_are_constants():
     @jax.jit
     @jax.grad
     def gradients(x):
-        config = config_of("ppo", entropy_coef=x["entropy"], kl_coef=x["kl"], kl_importance=True, off_policy=off_policy)
+        kl = KL(x["kl"], importance=True)
+        config = config_of("ppo", entropy_coef=x["entropy"], kl=kl, off_policy=off_policy)
         given = dataclasses.replace(batch, **{name: x[name] for name in floats})
         return loss_of(TokenStats(x["log_probs"], batch.values), given, config, None)[0]
 
@@ -191,7 +191,7 @@ def test_batch_and_coefficients_are_constants():
 def test_current_log_probs_are_a_ratio_of_one():
     batch = RolloutBatch.from_samples(step_of(2), row_length=24, rows=4, num_segments=9)
     batch = dataclasses.replace(batch, old_log_probs=None, rollout_log_probs=None, ref_log_probs=None)
-    _, (gradient, _), found = whole(config_of("ppo", old_log_probs="current", kl_coef=0.0), metrics=True)(batch)
+    _, (gradient, _), found = whole(config_of("ppo", ratio_to="current", kl=None), metrics=True)(batch)
     assert found["ratio_min"].value == found["ratio_max"].value == 1
     np.testing.assert_allclose(
         gradient, np.where(batch.loss_mask > 0, -batch.advantages, 0) / batch.loss_mask.sum(), rtol=1e-6, atol=1e-9

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policy_steps import LOSSES, config_of, loss_of, step_of, whole
+from policy_steps import LOSSES, config_of, loss_named, loss_of, step_of, whole
 
-from jaxppo import PolicyLossConfig, RolloutBatch, TokenStats, policy_losses, register_policy_loss
-from jaxppo.loss import is_token_local, own_normalizer, step_weights, token_losses
-from jaxppo.policy_losses import DUAL_CLIPPED, POLICY_LOSSES, find_policy_loss
+from jaxppo import PolicyLoss, PolicyLossConfig, RolloutBatch, TokenStats, policy_losses
+from jaxppo.aggregation import normalize, token_weights
+from jaxppo.losses.policy import PolicyTokenLoss
 from sharding import Segments
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 2, 2, 2]])
@@ -20,7 +20,7 @@ MASK = np.array([[1, 0, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 1, 1, 1]])
 
 
 def arguments(dtype):
-    """log_probs, old_log_probs, advantages away from kinks; every other token is picked by covariance."""
+    """log_probs, old_log_probs, advantages away from kinks; every other token is selected."""
     rng = np.random.default_rng(0)
     old = rng.uniform(-3, -0.2, MASK.shape)
     log_probs = np.minimum(old + rng.uniform(-0.7, 0.7, MASK.shape), -0.01)
@@ -28,15 +28,11 @@ def arguments(dtype):
     return tuple(jnp.asarray(np.where(MASK > 0, x, 0), dtype) for x in (log_probs, old, advantages))
 
 
-def call(name, log_probs, old, advantages, **options):
-    config = config_of(name, **options)
-    extra = {}
-    if find_policy_loss(name).covariance is not None:
-        extra["covariance"] = jnp.asarray(MASK * (np.arange(8) % 2), log_probs.dtype)
-    segments = Segments(jnp.asarray(SEGMENTS), 2)
+def call(loss, log_probs, old, advantages, **hyperparameters):
+    loss = loss_named(loss, **hyperparameters) if isinstance(loss, str) else loss
+    extra = {"selected": jnp.asarray(MASK * (np.arange(8) % 2), log_probs.dtype)} if loss.selects else {}
     mask = jnp.asarray(MASK, log_probs.dtype)
-    fn = find_policy_loss(config.loss).fn
-    return fn(log_probs, old, advantages, mask=mask, segments=segments, config=config, **extra)
+    return loss(log_probs, old, advantages, mask=mask, segments=Segments(jnp.asarray(SEGMENTS), 2), **extra)
 
 
 class Constants:
@@ -54,9 +50,11 @@ class Constants:
         return self.recorded[self.place - 1]
 
 
-@pytest.mark.parametrize(("name", "gspo_gradient"), [*((n, "sequence") for n in LOSSES), ("gspo", "token")])
-def test_gradient_is_that_of_f64_differences(name, gspo_gradient):
-    options = {"gspo_gradient": gspo_gradient, "dual_clip": 1.5 if name in DUAL_CLIPPED else None}
+ALL = {name: {"dual_clip": 1.5} if name in ("ppo", "gspo") else {} for name in LOSSES}
+
+
+@pytest.mark.parametrize(("name", "options"), [*ALL.items(), ("gspo", {"gradient": "token"})])
+def test_gradient_is_that_of_f64_differences(name, options):
     with jax.enable_x64(True):
         x, old, advantages = arguments(jnp.float64)
         weights = jnp.asarray(np.random.default_rng(1).uniform(0.5, 1.5, MASK.shape) * MASK)
@@ -97,27 +95,26 @@ def test_token_local_flag_is_true(name):
     log_probs, old, advantages = arguments(jnp.float32)
     jacobian = jax.jacobian(lambda x: call(name, x, old, advantages)[0])(log_probs).reshape(16, 16)
     off_diagonal = jacobian * (1 - np.eye(16))
-    assert find_policy_loss(name).token_local == (not np.any(off_diagonal))
+    assert loss_named(name).token_local == (not np.any(off_diagonal))
 
 
-@pytest.mark.parametrize("name", [n for n in LOSSES if POLICY_LOSSES[n].token_local])
+@pytest.mark.parametrize("name", [n for n in LOSSES if loss_named(n).token_local])
 def test_token_local_losses_in_blocks(name):
     """The sum over blocks of tokens, each by itself, is the loss: what a one-pass head relies on."""
     batch = RolloutBatch.from_samples(step_of(4), row_length=24, rows=4, num_segments=9)
-    config = config_of(name, "sequence_mean_token_mean")
-    assert is_token_local(config)
-    segments, covariance = batch.segments(), None
-    if POLICY_LOSSES[name].covariance is not None:
-        covariance = jnp.asarray(batch.positions % 2, jnp.float32)
-    weights = step_weights(batch, config, segments, own_normalizer(batch, config, segments))
+    loss = PolicyTokenLoss(config_of(name, "sequence_mean_token_mean", entropy_coef=0.0, kl=None))
+    assert loss.token_local
+    selected = jnp.asarray(batch.positions % 2, jnp.float32) if loss.config.loss.selects else None
+    segments = batch.segments()
+    weights = token_weights(batch.loss_mask, segments, normalize(batch, segments, loss.aggregation))
     total = 0.0
     for block in range(0, 24, 8):
-        cut = lambda x: x[:, block : block + 8] if x is not None and x.shape[1] == 24 else x  # noqa: B023, E731
+        cut = lambda x: x[:, block : block + 8] if x.shape[1] == 24 else x  # noqa: B023, E731
         part = jax.tree.map(cut, batch)
         stats = TokenStats(part.returns, part.values)
-        losses, _ = token_losses(stats, part, config, None, None, None if covariance is None else cut(covariance))
+        losses, _ = loss.per_token(stats, part, (None, None if selected is None else cut(selected)), None)
         total += jnp.sum(losses * cut(weights))
-    expected, _ = loss_of(TokenStats(batch.returns, batch.values), batch, config, None, covariance=covariance)
+    expected, _ = loss_of(TokenStats(batch.returns, batch.values), batch, loss.config, None, selected=selected)
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -127,7 +124,7 @@ def test_gspo_gradients_differ_where_masks_are_uneven():
     weights = jnp.asarray(MASK * np.arange(8.0), jnp.float32)
     gradients = {}
     for how in ("sequence", "token"):
-        fn = functools.partial(call, "gspo", clip_high=9.0, gspo_gradient=how)
+        fn = functools.partial(call, "gspo", clip_high=9.0, gradient=how)
         gradients[how] = jax.grad(lambda x: jnp.sum(fn(x, old, jnp.ones(MASK.shape))[0] * weights))(log_probs)  # noqa: B023
     first = (SEGMENTS[0] == 1) & (MASK[0] > 0)
     s = np.exp(np.mean((log_probs - old)[0][first]))
@@ -135,22 +132,21 @@ def test_gspo_gradients_differ_where_masks_are_uneven():
     np.testing.assert_allclose(gradients["token"][0][first], -s * np.array([0.0, 2.0]), rtol=1e-5)
 
 
-def test_a_function_of_the_users_own():
-    def squared(log_probs, old_log_probs, advantages, *, mask, segments, config):
-        return (log_probs - advantages) ** 2, {"far": (jnp.abs(log_probs) > 1).astype(jnp.float32)}
+@dataclasses.dataclass(frozen=True)
+class Squared(PolicyLoss):
+    """A third party's loss."""
 
+    scale: float = 1.0
+
+    def __call__(self, log_probs, old_log_probs, advantages, *, mask, segments, selected=None):
+        return self.scale * (log_probs - advantages) ** 2, {"far": (jnp.abs(log_probs) > 1).astype(jnp.float32)}
+
+
+def test_a_loss_of_the_users_own():
     batch = RolloutBatch.from_samples(step_of(4), row_length=24, rows=4, num_segments=9)
-    config = PolicyLossConfig(loss=squared)
+    config = PolicyLossConfig(Squared(2.0))
     value, _, found = whole(config, metrics=True)(batch)
     on = batch.loss_mask > 0
-    np.testing.assert_allclose(value, np.mean((batch.returns - batch.advantages)[on] ** 2), rtol=1e-5)
+    np.testing.assert_allclose(value, 2 * np.mean((batch.returns - batch.advantages)[on] ** 2), rtol=1e-5)
     np.testing.assert_allclose(found["far"].value, np.mean(np.abs(batch.returns[on]) > 1), rtol=1e-6)
-    register_policy_loss("squared", token_local=True)(squared)
-    try:
-        assert is_token_local(PolicyLossConfig(loss="squared"))
-        with pytest.raises(ValueError, match="name: got 'squared', expected one that is not taken"):
-            register_policy_loss("squared")
-    finally:
-        del POLICY_LOSSES["squared"]
-    assert not is_token_local(config)
-    assert dataclasses.replace(config, loss="ppo").loss == "ppo"
+    assert not PolicyTokenLoss(config).token_local

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hard_rows import MESHES, hard_batch
 
-from jaxppo import RolloutBatch, log_probs_from_hidden, log_probs_from_logits, sft_loss, value_loss
+from jaxppo import Head, RolloutBatch, log_probs_from_hidden, log_probs_from_logits, sft_loss, value_loss
 from jaxppo.aggregation import Normalizer
-from jaxppo.log_probs.stats import TokenStats
+from jaxppo.head.stats import TokenStats
 from jaxppo.metrics import values
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 
@@ -76,7 +76,9 @@ def test_value_conventions():
     one, ids = jnp.ones((1, 2)), jnp.ones((1, 2), int)
     sample = jnp.zeros((1, 1), int)
     # The first value moved by 0.5 towards its return: outside the clip, clipped is worse. The second away from it.
-    batch = RolloutBatch(ids, ids, ids, ids, one, *[sample] * 3, values=0 * one, returns=jnp.array([[1.0, -1.0]]))
+    batch = RolloutBatch(
+        ids, ids, ids, ids, one, sample, values=0 * one, returns=jnp.array([[1.0, -1.0]]), real_last_targets=True
+    )
     now = jnp.array([[0.5, 0.5]])
     loss, worse = value_loss(now, batch, clip=0.2)
     double, outside = value_loss(now, batch, clip=0.2, factor=1.0, clip_fraction="outside")
@@ -93,12 +95,12 @@ OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2}
 
 def written_out(hidden, kernel, batch):
     """Label smoothing and z-loss on logits written out."""
-    kept = batch.loss_mask > 0
-    z = jnp.matmul(jnp.where(kept[..., None], hidden, 0), kernel, precision="highest")
+    counted = batch.loss_mask > 0
+    z = jnp.matmul(jnp.where(counted[..., None], hidden, 0), kernel, precision="highest")
     log_z = jax.nn.logsumexp(z, axis=-1)
     target = 0.9 * jax.nn.one_hot(batch.targets, V) + 0.1 / V
     losses = -(target * (z - log_z[..., None])).sum(-1) + 1e-2 * log_z**2
-    return jnp.where(kept, losses, 0).sum() / kept.sum()
+    return jnp.where(counted, losses, 0).sum() / counted.sum()
 
 
 @pytest.mark.parametrize("path", ["hidden", "logits"])
@@ -111,14 +113,14 @@ def test_label_smoothing_and_z_loss_on_every_mesh(path):
     kernel = jnp.asarray(rng.normal(size=(H, V)), jnp.float32)
 
     def loss(parallel, hidden, kernel, batch):
-        options = {"where": batch.loss_mask > 0, "moments": True, "vocab_size": V, "parallel": parallel}
+        options = {"where": batch.loss_mask > 0, "logit_stats": True, "parallel": parallel}
         if path == "hidden":
-            stats = log_probs_from_hidden(hidden, kernel, batch.targets, **options)
+            stats = log_probs_from_hidden(hidden, Head(kernel, vocab_size=V), batch.targets, **options)
         else:
             hidden = jnp.where(batch.loss_mask[..., None] > 0, hidden, 0)
             logits = jnp.matmul(hidden, jnp.pad(kernel, ((0, 0), (0, 7))), precision="highest")
             logits = jnp.where(batch.loss_mask[..., None] > 0, logits, jnp.nan)
-            stats = log_probs_from_logits(logits, batch.targets, **options)
+            stats = log_probs_from_logits(logits, batch.targets, vocab_size=V, **options)
         return sft_loss(stats, batch, parallel=parallel, **OPTIONS)
 
     def run(parallel, hidden, kernel, batch):
@@ -147,7 +149,7 @@ def test_bad_input():
         sft(None, x, batch, label_smoothing=1.0)
     with pytest.raises(ValueError, match="z_loss: got -1"):
         sft(None, x, batch, z_loss=-1)
-    with pytest.raises(ValueError, match="aggregation: got 'mean', expected one of token_mean"):
+    with pytest.raises(ValueError, match="aggregation: got 'mean', expected one of 'token_mean'"):
         sft(None, x, batch, aggregation="mean")
     with pytest.raises(ValueError, match="aggregation_norm: got None"):
         sft(None, x, batch, aggregation="sequence_mean_token_sum_norm")

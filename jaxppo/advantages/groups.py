@@ -1,21 +1,22 @@
 """Per-sample advantages that compare the samples of one prompt: the samples with equal `group_ids`.
 
-A group may have any size and may lie on any data shards: the few numbers a sample has are gathered over the data
-axes, and each sample is compared with all others by id.
+A group may have any size and may lie on any data shards: the few numbers a sample has are gathered over the data axes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxppo._arrays import check_choice, check_integers
 from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
+from jaxppo.by_id import ById
 
 Parallel = ParallelMesh | ShardAxes | None
 Singletons = Literal["zero", "reward"]
@@ -23,33 +24,28 @@ Singletons = Literal["zero", "reward"]
 
 @dataclasses.dataclass(frozen=True)
 class _Groups:
-    """Each local sample (row) against all samples of all data shards (columns)."""
+    """The samples by group: tables have a value a group, see `ById`."""
 
-    same: jax.Array  # bool[n, N]
-    everyone: jax.Array  # f32[N], the rewards
-    own: jax.Array  # f32[n]
-    present: jax.Array  # bool[n]
-    count: jax.Array  # f32[n], at least 1
+    by_id: ById
+    rewards: Float[Array, "N"]
+    """Of everyone's samples, 0 where there is none."""
+    count: Float[Array, "N"]
+    mean: Float[Array, "N"]
 
-    def sum(self, x: jax.Array) -> jax.Array:
-        return jnp.where(self.same, x, 0).sum(1)
+    @property
+    def own(self) -> Float[Array, "R S"]:
+        """The rewards of this device's samples."""
+        first = self.by_id.axes.index(self.by_id.axes.data) * self.by_id.own.size
+        return lax.dynamic_slice_in_dim(self.rewards, first, self.by_id.own.size).reshape(self.by_id.own.shape)
 
-    def mean(self, weights: jax.Array | None = None) -> jax.Array:
-        """Each sample's group's mean reward, as its own reward plus the mean difference: exact where all are equal."""
-        difference = self.everyone - self.own[:, None]
-        if weights is None:
-            return self.own + self.sum(difference) / self.count
-        return self.own + self.sum(difference * weights) / jnp.maximum(self.sum(weights), 1e-8)
+    def of(self, table: Float[Array, "N"]) -> Float[Array, "R S"]:
+        """The value of the group of each of this device's samples."""
+        return table[self.by_id.own]
 
-    def deviation(self, mean: jax.Array) -> jax.Array:
-        """The group's standard deviation, over count - 1; 0 for a group of one."""
-        square = self.sum((self.everyone - mean[:, None]) ** 2)
-        return jnp.sqrt(square / jnp.maximum(self.count - 1, 1))
-
-
-def _gather(axes: ShardAxes, x: jax.Array) -> jax.Array:
-    flat = x.reshape(-1)
-    return lax.all_gather(flat, axes.data, tiled=True) if axes.data else flat
+    def deviation(self) -> Float[Array, "N"]:
+        """The groups' standard deviations, over count - 1; 0 for a group of one."""
+        squares = self.by_id.sum((self.rewards - self.mean[self.by_id.all]) ** 2)
+        return jnp.sqrt(squares / jnp.maximum(self.count - 1, 1))
 
 
 def _by_group(
@@ -59,33 +55,42 @@ def _by_group(
     rewards: Float[Array, "R S"],
     group_ids: Int[Array, "R S"],
     weights: Float[Array, "R S"] | None = None,
+    **options: Any,
 ) -> Float[Array, "R S"]:
-    """formula(groups, all_weights) for every sample, 0 where there is none."""
+    """formula(groups, all_weights, **options) for every sample, 0 where there is none."""
+    if rewards is None or group_ids is None:
+        missing = "rewards" if rewards is None else "group_ids"
+        field = missing.removesuffix("s")
+        raise ValueError(f"{missing}: got None in {name}, expected [R, S]; give every Sample its {field}")
     if rewards.ndim != 2 or not jnp.issubdtype(rewards.dtype, jnp.floating):
         raise ValueError(f"rewards: got {rewards.dtype}{list(rewards.shape)} in {name}, expected floating [R, S]")
     if group_ids.shape != rewards.shape:
         raise ValueError(f"group_ids: got shape {group_ids.shape} in {name}, expected that of rewards, {rewards.shape}")
-    if not jnp.issubdtype(group_ids.dtype, jnp.integer):
-        raise TypeError(f"group_ids: got {group_ids.dtype} in {name}, expected integers")
+    check_integers("group_ids", group_ids)
     if weights is not None and weights.shape != rewards.shape:
         raise ValueError(f"lengths: got shape {weights.shape} in {name}, expected that of rewards, {rewards.shape}")
-
-    def per_shard(axes: ShardAxes, rewards: jax.Array, ids: jax.Array, weights: jax.Array | None) -> jax.Array:
-        own = jnp.where(ids >= 0, rewards.astype(jnp.float32), 0)
-        same = (ids.reshape(-1, 1) == _gather(axes, ids)) & (ids.reshape(-1, 1) >= 0)
-        groups = _Groups(same, _gather(axes, own), own.reshape(-1), ids.reshape(-1) >= 0, jnp.maximum(same.sum(1), 1.0))
-        everyone = None if weights is None else _gather(axes, weights.astype(jnp.float32))
-        result = formula(groups, everyone).reshape(rewards.shape)
-        return lax.stop_gradient(jnp.where(ids >= 0, result, 0))
-
     args = {"rewards": rewards, "group_ids": group_ids, "lengths": weights}
-    return shard_call(name, per_shard, parallel, args, lambda p: ([p.rows_spec] * 3, p.rows_spec))
+    specs = lambda p: ([p.rows_spec] * 3, p.rows_spec)  # noqa: E731
+    static = (formula, tuple(options.items()))
+    found: Float[Array, "R S"] = shard_call(name, _per_shard, parallel, args, specs, static)
+    return found
+
+
+def _per_shard(
+    axes: ShardAxes, static: tuple[Any, Any], rewards: jax.Array, ids: jax.Array, weights: jax.Array | None
+) -> jax.Array:
+    formula, options = static
+    by_id = ById.of(axes, ids)
+    everyone = by_id.gather(rewards.astype(jnp.float32))
+    groups = _Groups(by_id, everyone, by_id.count(), by_id.mean(everyone))
+    of_all = None if weights is None else by_id.gather(weights.astype(jnp.float32))
+    result = formula(groups, of_all, **dict(options))
+    return lax.stop_gradient(jnp.where(by_id.there, result, 0))
 
 
 def _lone(groups: _Groups, advantages: jax.Array, singletons: Singletons) -> jax.Array:
-    if singletons not in ("zero", "reward"):
-        raise ValueError(f"singletons: got {singletons!r}, expected 'zero' or 'reward'")
-    return jnp.where(groups.count > 1, advantages, groups.own if singletons == "reward" else 0)
+    lone = groups.own if singletons == "reward" else jnp.zeros_like(advantages)
+    return jnp.where(groups.of(groups.count) > 1, advantages, lone)
 
 
 def grpo(
@@ -122,13 +127,18 @@ def grpo(
     Shao et al. 2024, DeepSeekMath, https://arxiv.org/abs/2402.03300
     """
 
-    def formula(groups: _Groups, _: None) -> jax.Array:
-        mean = groups.mean()
-        scale = groups.deviation(mean) + epsilon if scale_by_std else 1.0
-        lone = 1 + epsilon if scale_by_std else 1.0
-        return jnp.where(groups.count > 1, (groups.own - mean) / scale, _lone(groups, groups.own, singletons) / lone)
+    check_choice("singletons", singletons, Singletons)
+    options: dict[str, Any] = {"scale_by_std": scale_by_std, "epsilon": epsilon, "singletons": singletons}
+    return _by_group("grpo", _grpo, parallel, rewards, group_ids, **options)
 
-    return _by_group("grpo", formula, parallel, rewards, group_ids)
+
+def _grpo(groups: _Groups, _: None, *, scale_by_std: bool, epsilon: float, singletons: Singletons) -> jax.Array:
+    centred = groups.own - groups.of(groups.mean)
+    if not scale_by_std:
+        return _lone(groups, centred, singletons)
+    scaled = centred / (groups.of(groups.deviation()) + epsilon)
+    lone = _lone(groups, groups.own, singletons) / (1 + epsilon)
+    return jnp.where(groups.of(groups.count) > 1, scaled, lone)
 
 
 def dr_grpo(
@@ -189,11 +199,14 @@ def rloo(
     Ahmadian et al. 2024, Back to Basics, https://arxiv.org/abs/2402.14740
     """
 
-    def formula(groups: _Groups, _: None) -> jax.Array:
-        left_out = (groups.own - groups.mean()) * groups.count / jnp.maximum(groups.count - 1, 1)
-        return _lone(groups, left_out, singletons)
+    check_choice("singletons", singletons, Singletons)
+    return _by_group("rloo", _rloo, parallel, rewards, group_ids, singletons=singletons)
 
-    return _by_group("rloo", formula, parallel, rewards, group_ids)
+
+def _rloo(groups: _Groups, _: None, *, singletons: Singletons) -> jax.Array:
+    count = groups.of(groups.count)
+    left_out = (groups.own - groups.of(groups.mean)) * count / jnp.maximum(count - 1, 1)
+    return _lone(groups, left_out, singletons)
 
 
 def opo(
@@ -226,10 +239,13 @@ def opo(
     Hao et al. 2025, On-Policy RL with Optimal Reward Baseline, https://arxiv.org/abs/2505.23585
     """
 
-    def formula(groups: _Groups, lengths: jax.Array) -> jax.Array:
-        return _lone(groups, groups.own - groups.mean(lengths), singletons)
+    check_choice("singletons", singletons, Singletons)
+    return _by_group("opo", _opo, parallel, rewards, group_ids, lengths, singletons=singletons)
 
-    return _by_group("opo", formula, parallel, rewards, group_ids, lengths)
+
+def _opo(groups: _Groups, lengths: jax.Array, *, singletons: Singletons) -> jax.Array:
+    baseline = groups.by_id.mean(groups.rewards, lengths)
+    return _lone(groups, groups.own - groups.of(baseline), singletons)
 
 
 def pass_at_k(
@@ -262,16 +278,17 @@ def pass_at_k(
     Tang et al. 2025, Optimizing Language Models for Inference Time Objectives, https://arxiv.org/abs/2503.19595
     """
 
-    def formula(groups: _Groups, _: None) -> jax.Array:
-        members = jnp.where(groups.same, groups.everyone, -jnp.inf)
-        best = members.max(1)
-        others = jnp.where(members < best[:, None], members, -jnp.inf).max(1)
-        ties = groups.sum((groups.everyone == best[:, None]).astype(jnp.float32))
-        wins = (groups.own == best) & (ties == 1) & (groups.count > 1)
-        gap = jnp.where(wins, best - jnp.where(wins, others, best), 0)
-        return gap / (groups.deviation(groups.mean()) + epsilon if scale_by_std else 1.0)
+    return _by_group("pass_at_k", _pass_at_k, parallel, rewards, group_ids, scale_by_std=scale_by_std, epsilon=epsilon)
 
-    return _by_group("pass_at_k", formula, parallel, rewards, group_ids)
+
+def _pass_at_k(groups: _Groups, _: None, *, scale_by_std: bool, epsilon: float) -> jax.Array:
+    best = groups.by_id.max(groups.rewards)
+    is_best = groups.rewards == best[groups.by_id.all]
+    second = groups.by_id.max(jnp.where(is_best, -jnp.inf, groups.rewards))
+    alone = (groups.by_id.sum(is_best.astype(jnp.float32)) == 1) & (groups.count > 1)
+    gap = jnp.where(alone, best - jnp.where(alone, second, best), 0)
+    gap = gap / (groups.deviation() + epsilon) if scale_by_std else gap
+    return jnp.where(groups.own == groups.of(best), groups.of(gap), 0)
 
 
 def gpg(
@@ -306,11 +323,14 @@ def gpg(
     Chu et al. 2025, GPG, https://arxiv.org/abs/2504.02546
     """
 
-    def formula(groups: _Groups, present: jax.Array) -> jax.Array:
-        alpha = present.sum() / jnp.maximum((groups.everyone != 0).sum(), 1)
-        return alpha * _lone(groups, groups.own - groups.mean(), singletons) / f_norm
+    check_choice("singletons", singletons, Singletons)
+    present = None if group_ids is None else (group_ids >= 0).astype(jnp.float32)
+    return _by_group("gpg", _gpg, parallel, rewards, group_ids, present, f_norm=f_norm, singletons=singletons)
 
-    return _by_group("gpg", formula, parallel, rewards, group_ids, (group_ids >= 0).astype(jnp.float32))
+
+def _gpg(groups: _Groups, present: jax.Array, *, f_norm: float, singletons: Singletons) -> jax.Array:
+    alpha = present.sum() / jnp.maximum((groups.rewards != 0).sum(), 1)
+    return alpha * _lone(groups, groups.own - groups.of(groups.mean), singletons) / f_norm
 
 
 def remax(

@@ -6,25 +6,26 @@ shards, in any context layout. What crosses the network is a few numbers a row.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._sharding import Segments, ShardAxes, check_context_rows, scan_shard, shard_call, shift_shard
+from jaxppo._arrays import check_choice
+from jaxppo._sharding import ShardAxes, scan_shard, shard_call, shift_shard
 from jaxppo.advantages.groups import Singletons, dr_grpo
-from jaxppo.advantages.tokens import Parallel, check_tokens, spread, whiten
+from jaxppo.advantages.tokens import Parallel, check_segments, check_tokens, spread, whiten
+from jaxppo.batch import RolloutBatch
 
 Masked = Literal["skip", "discount"]
 
 
 def token_rewards(
     rewards: Float[Array, "R S"],
-    positions: Int[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
-    loss_mask: Float[Array, "R T"],
+    batch: RolloutBatch,
     *,
     kl: Float[Array, "R T"] | None = None,
     kl_coef: float | jax.Array = 0.0,
@@ -32,14 +33,12 @@ def token_rewards(
 ) -> Float[Array, "R T"]:
     """Sequence rewards on each sequence's last response token, less a KL penalty on all: r_t = [t = last] R - c kl_t.
 
-    The last token is found by `positions`, so it may lie on any context shard, in any layout.
+    The last token is found by `batch.positions`, so it may lie on any context shard, in any layout.
 
     Args:
       rewards: `f32[R, S]`, one a sequence.
-      positions: `i32[R, T]`, the place of each token in its sequence.
-      segment_ids: `i32[R, T]`, 0 for padding.
-      loss_mask: `f32[R, T]`, 1 on response tokens.
-      kl: `f32[R, T]`, the estimated KL to the reference at each token (see `kl_penalty`).
+      batch: `[R, T]`, its sequences and loss mask.
+      kl: `f32[R, T]`, the estimated KL to the reference at each token (see `kl_divergence`).
       kl_coef: c.
       parallel: the mesh; rows sharded over data, positions over context.
 
@@ -47,100 +46,100 @@ def token_rewards(
       `f32[R, T]`, 0 where the mask is 0; a sequence with no response token gets no reward.
 
     Raises:
-      ValueError: shapes that differ.
+      ValueError: shapes that differ, rows in another context layout than the mesh's.
 
     Example:
-      >>> ids, mask = jnp.array([[1, 1, 1, 2]]), jnp.array([[0.0, 1.0, 1.0, 1.0]])
-      >>> token_rewards(jnp.array([[5.0, 7.0]]), jnp.array([[0, 1, 2, 0]]), ids, mask)
-      Array([[0., 0., 5., 7.]], dtype=float32)
+      >>> ids, mask = jnp.array([[1, 1, 1, 2]]), jnp.array([[1.0, 1.0, 0.0, 0.0]])
+      >>> batch = RolloutBatch(ids, ids, ids, jnp.array([[0, 1, 2, 0]]), mask, jnp.array([[0, 1]]))
+      >>> token_rewards(jnp.array([[5.0, 7.0]]), batch)
+      Array([[0., 5., 0., 0.]], dtype=float32)
     """
-    check_tokens("segment_ids", segment_ids=segment_ids, positions=positions, loss_mask=loss_mask, kl=kl)
-    if rewards.ndim != 2 or rewards.shape[0] != segment_ids.shape[0]:
-        raise ValueError(f"rewards: got shape {rewards.shape}, expected [R, S] with R = {segment_ids.shape[0]}")
+    check_tokens(batch, kl=kl)
+    check_segments(batch, rewards=rewards)
+    args = {"rewards": rewards, "batch": batch, "kl": kl, "kl_coef": jnp.asarray(kl_coef, jnp.float32)}
+    specs = lambda p: ([p.rows_spec, batch.specs(p), p.tokens_spec, P()], p.tokens_spec)  # noqa: E731
+    found: Float[Array, "R T"] = shard_call("token_rewards", _token_rewards, parallel, args, specs)
+    return found
 
-    def per_shard(axes: ShardAxes, rewards, positions, segment_ids, loss_mask, kl, kl_coef):  # type: ignore[no-untyped-def]
-        segments = Segments(segment_ids, rewards.shape[1], axes)
-        last = segments.spread(segments.max(positions.astype(jnp.float32), loss_mask))
-        is_last = (loss_mask > 0) & (positions == last)
-        result = jnp.where(is_last, segments.spread(rewards), 0).astype(jnp.float32)
-        return lax.stop_gradient(result if kl is None else result - kl_coef * jnp.where(loss_mask > 0, kl, 0))
 
-    args: dict[str, Any] = {
-        "rewards": rewards,
-        "positions": positions,
-        "segment_ids": segment_ids,
-        "loss_mask": loss_mask,
-    }
-    args |= {"kl": kl, "kl_coef": jnp.asarray(kl_coef, jnp.float32)}
-    return shard_call(
-        "token_rewards",
-        per_shard,
-        parallel,
-        args,
-        lambda p: ([p.rows_spec, *[p.tokens_spec] * 4, jax.sharding.PartitionSpec()], p.tokens_spec),
-    )
+def _token_rewards(
+    axes: ShardAxes, rewards: jax.Array, batch: RolloutBatch, kl: jax.Array | None, kl_coef: jax.Array
+) -> jax.Array:
+    segments, mask = batch.segments(axes), batch.loss_mask
+    last = segments.spread(segments.max(batch.positions.astype(jnp.float32), mask))
+    is_last = (mask > 0) & (batch.positions == last)
+    result = jnp.where(is_last, segments.spread(rewards), 0).astype(jnp.float32)
+    return lax.stop_gradient(result if kl is None else result - kl_coef * jnp.where(mask > 0, kl, 0))
 
 
 def discounted_returns(
     rewards: Float[Array, "R T"],
-    mask: Float[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
+    batch: RolloutBatch,
     *,
     gamma: float = 1.0,
     masked: Masked = "skip",
-    num_segments: int | None = None,
+    mask: Float[Array, "R T"] | None = None,
     parallel: Parallel = None,
 ) -> Float[Array, "R T"]:
     """The discounted sum of what follows: G_t = r_t + gamma * G_(t+1), within each sequence.
 
     Args:
-      rewards: `f32[R, T]`, see `token_rewards`.
-      mask: `[R, T]`, 1 where a token counts.
-      segment_ids: `i32[R, T]`, 0 for padding.
+      rewards: `f32[R, T]`, see `token_rewards`; anything where the mask is 0.
+      batch: `[R, T]`, its sequences and loss mask.
       gamma: the discount.
       masked: what a masked token within a response (a tool's output) does to the return of those before it: "skip",
         as if it were not there (verl); "discount" it as any other (slime).
-      num_segments: S, static; for the "zigzag_per_segment" layout only.
+      mask: `[R, T]`, 1 where a token counts; the loss mask by default.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
       `f32[R, T]`, 0 where the mask is 0.
 
     Raises:
-      ValueError: shapes that differ, an unknown `masked`, gamma outside [0, 1].
+      ValueError: shapes that differ, an unknown `masked`, gamma outside [0, 1], rows in another context layout than the
+        mesh's.
 
     Example:
-      >>> one = jnp.ones((1, 3))
-      >>> discounted_returns(one, one, jnp.array([[1, 1, 2]]), gamma=0.5)
+      >>> ids, one = jnp.array([[1, 1, 2]]), jnp.ones((1, 3))
+      >>> batch = RolloutBatch(ids, ids, ids, ids, one, jnp.array([[0, 1]]))
+      >>> discounted_returns(one, batch, gamma=0.5)
       Array([[1.5, 1. , 1. ]], dtype=float32)
     """
-    through = {"skip": 1.0, "discount": gamma}
-    if masked not in through:
-        raise ValueError(f"masked: got {masked!r}, expected one of {', '.join(through)}")
+    check_choice("masked", masked, Masked)
     _check_unit(gamma=gamma)
-    check_tokens("rewards", rewards=rewards, mask=mask, segment_ids=segment_ids)
-    check_context_rows(parallel, rewards, segment_ids, num_segments, "discounted_returns")
+    check_tokens(batch, rewards=rewards, mask=mask)
+    args = {"rewards": rewards, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
+    specs = lambda p: ([p.tokens_spec, p.tokens_spec, batch.specs(p)], p.tokens_spec)  # noqa: E731
+    static = (gamma, gamma if masked == "discount" else 1.0)
+    found: Float[Array, "R T"] = shard_call("discounted_returns", _returns, parallel, args, specs, static)
+    return found
 
-    def per_shard(axes: ShardAxes, rewards: jax.Array, mask: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        keep = mask > 0
-        a = jnp.where(keep, gamma, through[masked]).astype(jnp.float32)
-        b = jnp.where(keep, rewards.astype(jnp.float32), 0)
-        return lax.stop_gradient(jnp.where(keep, scan_shard(axes, a, b, True, segment_ids, num_segments), 0))
 
-    args = {"rewards": rewards, "mask": mask, "segment_ids": segment_ids}
-    return shard_call("discounted_returns", per_shard, parallel, args, lambda p: ([p.tokens_spec] * 3, p.tokens_spec))
+def _returns(
+    axes: ShardAxes, static: tuple[float, float], rewards: jax.Array, mask: jax.Array, batch: RolloutBatch
+) -> jax.Array:
+    gamma, through = static
+    keep = mask > 0
+    a = jnp.where(keep, gamma, through).astype(jnp.float32)
+    b = jnp.where(keep, rewards.astype(jnp.float32), 0)
+    return lax.stop_gradient(jnp.where(keep, _scan(axes, batch, a, b), 0))
+
+
+def _scan(axes: ShardAxes, batch: RolloutBatch, a: jax.Array, b: jax.Array) -> jax.Array:
+    """y_t = a_t * y_(t+1) + b_t within each sequence."""
+    batch.check_layout(axes)
+    return scan_shard(axes, a, b, True, batch.segment_ids, batch.num_segments)
 
 
 def gae(
     rewards: Float[Array, "R T"],
     values: Float[Array, "R T"],
-    mask: Float[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
+    batch: RolloutBatch,
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
     value_lam: float | None = None,
-    num_segments: int | None = None,
+    mask: Float[Array, "R T"] | None = None,
     parallel: Parallel = None,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """Generalised advantage estimation: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t.
@@ -149,73 +148,78 @@ def gae(
     stepped over, and after the last one V and A are 0. A mask of all response tokens ignores such holes (slime).
 
     Args:
-      rewards: `f32[R, T]`, see `token_rewards`.
-      values: `f32[R, T]`, the critic's.
-      mask: `[R, T]`, 1 where a token counts; rewards and values can be anything elsewhere.
-      segment_ids: `i32[R, T]`, 0 for padding.
+      rewards: `f32[R, T]`, see `token_rewards`; anything where the mask is 0.
+      values: `f32[R, T]`, the critic's; likewise.
+      batch: `[R, T]`, its sequences and loss mask.
       gamma: the discount.
       lam: lambda of the advantages.
       value_lam: lambda of the returns, where the critic is to learn from another one (VC-PPO); `lam` if None.
-      num_segments: S, static; for the "zigzag_per_segment" layout only.
+      mask: `[R, T]`, 1 where a token counts; the loss mask by default.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
       (advantages, returns), `f32[R, T]` each, 0 where the mask is 0; returns = A(value_lam) + V. Not whitened.
 
     Raises:
-      ValueError: shapes that differ; gamma or a lambda outside [0, 1].
+      ValueError: shapes that differ; gamma or a lambda outside [0, 1]; rows in another context layout than the mesh's.
 
     Example:
-      >>> one = jnp.ones((1, 3))
-      >>> advantages, returns = gae(one, 0.5 * one, one, jnp.array([[1, 1, 1]]), gamma=1.0, lam=1.0)
+      >>> ids, one = jnp.array([[1, 1, 1]]), jnp.ones((1, 3))
+      >>> batch = RolloutBatch(ids, ids, ids, ids, one, jnp.array([[0]]))
+      >>> advantages, returns = gae(one, 0.5 * one, batch, gamma=1.0, lam=1.0)
       >>> advantages, returns
       (Array([[2.5, 1.5, 0.5]], dtype=float32), Array([[3., 2., 1.]], dtype=float32))
 
     Schulman et al. 2015, https://arxiv.org/abs/1506.02438; Yuan et al. 2025, VC-PPO, https://arxiv.org/abs/2503.01491
     """
-    _check_unit(gamma=gamma, lam=lam, value_lam=lam if value_lam is None else value_lam)
-    check_tokens("values", values=values, rewards=rewards, mask=mask, segment_ids=segment_ids)
-    check_context_rows(parallel, rewards, segment_ids, num_segments, "gae")
+    value_lam = lam if value_lam is None else value_lam
+    _check_unit(gamma=gamma, lam=lam, value_lam=value_lam)
+    check_tokens(batch, rewards=rewards, values=values, mask=mask)
+    args = {"rewards": rewards, "values": values, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
+    specs = lambda p: ([*[p.tokens_spec] * 3, batch.specs(p)], (p.tokens_spec,) * 2)  # noqa: E731
+    found: tuple[jax.Array, jax.Array] = shard_call("gae", _gae, parallel, args, specs, (gamma, lam, value_lam))
+    return found
 
-    def per_shard(axes: ShardAxes, rewards, values, mask, segment_ids):  # type: ignore[no-untyped-def]
-        keep = mask > 0
-        rewards, values = (jnp.where(keep, x.astype(jnp.float32), 0) for x in (rewards, values))
-        passing = jnp.where(keep, 0.0, 1.0)
-        nearest = scan_shard(axes, passing, values, True, segment_ids, num_segments)
-        next_value = shift_shard(axes, nearest, 1, 0, segment_ids, num_segments)
-        delta = jnp.where(keep, rewards + gamma * next_value - values, 0)
 
-        def advantages(lam: float) -> jax.Array:
-            a = jnp.where(keep, gamma * lam, 1.0).astype(jnp.float32)
-            return jnp.where(keep, scan_shard(axes, a, delta, True, segment_ids, num_segments), 0)
+def _gae(
+    axes: ShardAxes,
+    static: tuple[float, float, float],
+    rewards: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    batch: RolloutBatch,
+) -> tuple[jax.Array, jax.Array]:
+    gamma, lam, value_lam = static
+    keep = mask > 0
+    rewards, values = (jnp.where(keep, x.astype(jnp.float32), 0) for x in (rewards, values))
+    nearest = _scan(axes, batch, jnp.where(keep, 0.0, 1.0), values)
+    next_value = shift_shard(axes, nearest, 1, 0, batch.segment_ids, batch.num_segments)
+    delta = jnp.where(keep, rewards + gamma * next_value - values, 0)
 
-        policy = advantages(lam)
-        value = policy if value_lam is None or value_lam == lam else advantages(value_lam)
-        return lax.stop_gradient((policy, value + values))
+    def advantages(lam: float) -> jax.Array:
+        a = jnp.where(keep, gamma * lam, 1.0).astype(jnp.float32)
+        return jnp.where(keep, _scan(axes, batch, a, delta), 0)
 
-    args = {"rewards": rewards, "values": values, "mask": mask, "segment_ids": segment_ids}
-    return shard_call("gae", per_shard, parallel, args, lambda p: ([p.tokens_spec] * 4, (p.tokens_spec,) * 2))
+    policy = advantages(lam)
+    value = policy if value_lam == lam else advantages(value_lam)
+    return lax.stop_gradient((policy, value + values))
 
 
 def reinforce_plus_plus(
     rewards: Float[Array, "R T"],
-    mask: Float[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
+    batch: RolloutBatch,
     *,
     gamma: float = 1.0,
     masked: Masked = "skip",
-    num_segments: int | None = None,
     parallel: Parallel = None,
 ) -> Float[Array, "R T"]:
     """REINFORCE++: discounted returns, whitened over all tokens of the batch.
 
     Args:
       rewards: `f32[R, T]`, with the KL penalty in them: see `token_rewards`.
-      mask: `[R, T]`, 1 where a token counts.
-      segment_ids: `i32[R, T]`, 0 for padding.
+      batch: `[R, T]`, its sequences and loss mask.
       gamma: the discount.
       masked: see `discounted_returns`, which gives the returns alone.
-      num_segments: S, static; for the "zigzag_per_segment" layout only.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
@@ -225,21 +229,21 @@ def reinforce_plus_plus(
       ValueError: as `discounted_returns`.
 
     Example:
-      >>> reinforce_plus_plus(jnp.array([[0.0, 1.0]]), jnp.ones((1, 2)), jnp.array([[1, 2]])).round(3)
+      >>> ids, one = jnp.array([[1, 2]]), jnp.ones((1, 2))
+      >>> batch = RolloutBatch(ids, ids, ids, ids, one, jnp.array([[0, 1]]))
+      >>> reinforce_plus_plus(jnp.array([[0.0, 1.0]]), batch).round(3)
       Array([[-0.707,  0.707]], dtype=float32)
 
     Hu 2025, REINFORCE++, https://arxiv.org/abs/2501.03262
     """
-    options: dict[str, Any] = {"gamma": gamma, "masked": masked, "num_segments": num_segments, "parallel": parallel}
-    returns = discounted_returns(rewards, mask, segment_ids, **options)
-    return whiten(returns, mask, parallel=parallel)
+    returns = discounted_returns(rewards, batch, gamma=gamma, masked=masked, parallel=parallel)
+    return whiten(returns, batch.loss_mask, parallel=parallel)
 
 
 def reinforce_plus_plus_baseline(
     rewards: Float[Array, "R S"],
     group_ids: Int[Array, "R S"],
-    segment_ids: Int[Array, "R T"],
-    loss_mask: Float[Array, "R T"],
+    batch: RolloutBatch,
     *,
     kl: Float[Array, "R T"] | None = None,
     kl_coef: float | jax.Array = 0.0,
@@ -252,8 +256,7 @@ def reinforce_plus_plus_baseline(
     Args:
       rewards: `f32[R, S]`, one a sequence.
       group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
-      segment_ids: `i32[R, T]`, 0 for padding.
-      loss_mask: `f32[R, T]`, 1 on response tokens.
+      batch: `[R, T]`, its sequences and loss mask.
       kl: `f32[R, T]`, the estimated KL to the reference at each token.
       kl_coef: c.
       whitened: whiten over all tokens of the batch.
@@ -267,18 +270,19 @@ def reinforce_plus_plus_baseline(
       ValueError: as `grpo` and `spread`; kl of another shape.
 
     Example:
-      >>> mask = jnp.ones((1, 2))
-      >>> reinforce_plus_plus_baseline(jnp.array([[3.0, 1.0]]), jnp.array([[0, 0]]), jnp.array([[1, 2]]), mask).round(3)
+      >>> ids, one = jnp.array([[1, 2]]), jnp.ones((1, 2))
+      >>> batch = RolloutBatch(ids, ids, ids, ids, one, jnp.array([[0, 1]]))
+      >>> reinforce_plus_plus_baseline(jnp.array([[3.0, 1.0]]), jnp.array([[0, 0]]), batch).round(3)
       Array([[ 0.707, -0.707]], dtype=float32)
 
     Hu 2025, REINFORCE++, https://arxiv.org/abs/2501.03262
     """
-    check_tokens("segment_ids", segment_ids=segment_ids, kl=kl)
+    check_tokens(batch, kl=kl)
     centred = dr_grpo(rewards, group_ids, singletons=singletons, parallel=parallel)
-    advantages = spread(centred, segment_ids, loss_mask, parallel=parallel)
+    advantages = spread(centred, batch, parallel=parallel)
     if kl is not None:
-        advantages = lax.stop_gradient(advantages - kl_coef * jnp.where(loss_mask > 0, kl, 0))
-    return whiten(advantages, loss_mask, parallel=parallel) if whitened else advantages
+        advantages = lax.stop_gradient(advantages - kl_coef * jnp.where(batch.loss_mask > 0, kl, 0))
+    return whiten(advantages, batch.loss_mask, parallel=parallel) if whitened else advantages
 
 
 def on_policy_distillation(
@@ -312,13 +316,9 @@ def on_policy_distillation(
 
     Agarwal et al. 2023, https://arxiv.org/abs/2306.13649; Lu 2025, https://thinkingmachines.ai/blog/on-policy-distillation/
     """
-    check_tokens(
-        "advantages",
-        advantages=advantages,
-        log_probs=log_probs,
-        teacher_log_probs=teacher_log_probs,
-        loss_mask=loss_mask,
-    )
+    for name, x in {"log_probs": log_probs, "teacher_log_probs": teacher_log_probs, "loss_mask": loss_mask}.items():
+        if x.shape != advantages.shape:
+            raise ValueError(f"{name}: got shape {x.shape}, expected that of advantages, {advantages.shape}")
     pulled = advantages - coef * (log_probs - teacher_log_probs)
     return lax.stop_gradient(jnp.where(loss_mask > 0, pulled, 0).astype(jnp.float32))
 

@@ -5,37 +5,38 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, shard_call
+from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary
+from jaxppo.batch import RolloutBatch
 
 Parallel = ParallelMesh | ShardAxes | None
 
 
-def check_tokens(like: str, **arrays: jax.Array | None) -> None:
-    """Raises where the given `[R, T]` arrays differ in shape; `like` names the one that the others must match."""
-    first = arrays[like]
-    assert first is not None
-    if first.ndim != 2:
-        raise ValueError(f"{like}: got shape {first.shape}, expected [R, T]")
+def check_tokens(batch: RolloutBatch, **arrays: jax.Array | None) -> None:
+    """Raises where an array is not of the batch's `[R, T]`."""
+    shape = batch.loss_mask.shape
+    if len(shape) != 2:
+        raise ValueError(f"batch: got a loss mask of shape {shape}, expected [R, T], one micro-batch")
     for name, x in arrays.items():
-        if x is not None and x.shape != first.shape:
-            raise ValueError(f"{name}: got shape {x.shape}, expected [R, T] like {like}, {first.shape}")
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name}: got shape {x.shape}, expected the batch's [R, T], {shape}")
 
 
-def spread(
-    x: Float[Array, "R S"],
-    segment_ids: Int[Array, "R T"],
-    loss_mask: Float[Array, "R T"],
-    *,
-    parallel: Parallel = None,
-) -> Float[Array, "R T"]:
-    """Each sample's value on its loss-carrying tokens: y[r, t] = x[r, segment_ids[r, t] - 1] * loss_mask[r, t].
+def check_segments(batch: RolloutBatch, **arrays: jax.Array | None) -> None:
+    """Raises where an array is not of the batch's `[R, S]`, or absent."""
+    for name, x in arrays.items():
+        if x is None or x.shape != batch.sample_ids.shape:
+            got = "None" if x is None else f"shape {x.shape}"
+            raise ValueError(f"{name}: got {got}, expected the batch's [R, S], {batch.sample_ids.shape}")
+
+
+def spread(x: Float[Array, "R S"], batch: RolloutBatch, *, parallel: Parallel = None) -> Float[Array, "R T"]:
+    """Each sample's value on its loss-carrying tokens: y[r, t] = x[r, segment_ids[r, t] - 1] where loss_mask[r, t].
 
     Args:
       x: `f32[R, S]`, one a sample.
-      segment_ids: `i32[R, T]`, 0 for padding.
-      loss_mask: `f32[R, T]`.
+      batch: `[R, T]`, its sequences and loss mask.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
@@ -45,20 +46,19 @@ def spread(
       ValueError: shapes that differ.
 
     Example:
-      >>> spread(jnp.array([[5.0, 7.0]]), jnp.array([[1, 1, 2, 0]]), jnp.array([[0.0, 1.0, 1.0, 0.0]]))
+      >>> ids, mask = jnp.array([[1, 1, 2, 0]]), jnp.array([[0.0, 1.0, 1.0, 0.0]])
+      >>> spread(jnp.array([[5.0, 7.0]]), RolloutBatch(ids, ids, ids, ids, mask, jnp.array([[0, 1]])))
       Array([[0., 5., 7., 0.]], dtype=float32)
     """
-    check_tokens("segment_ids", segment_ids=segment_ids, loss_mask=loss_mask)
-    if x.ndim != 2 or x.shape[0] != segment_ids.shape[0]:
-        raise ValueError(f"x: got shape {x.shape}, expected [R, S] with R = {segment_ids.shape[0]}")
+    check_tokens(batch)
+    check_segments(batch, x=x)
+    specs = lambda p: ([p.rows_spec, batch.specs(p)], p.tokens_spec)  # noqa: E731
+    found: Float[Array, "R T"] = shard_call("spread", _spread, parallel, {"x": x, "batch": batch}, specs)
+    return found
 
-    def per_shard(axes: ShardAxes, x: jax.Array, segment_ids: jax.Array, loss_mask: jax.Array) -> jax.Array:
-        return jnp.where(loss_mask > 0, Segments(segment_ids, x.shape[1], axes).spread(x), 0).astype(jnp.float32)
 
-    args = {"x": x, "segment_ids": segment_ids, "loss_mask": loss_mask}
-    return shard_call(
-        "spread", per_shard, parallel, args, lambda p: ([p.rows_spec, p.tokens_spec, p.tokens_spec], p.tokens_spec)
-    )
+def _spread(axes: ShardAxes, x: jax.Array, batch: RolloutBatch) -> jax.Array:
+    return jnp.where(batch.loss_mask > 0, batch.segments(axes).spread(x), 0).astype(jnp.float32)
 
 
 def whiten(
@@ -91,23 +91,25 @@ def whiten(
       >>> whiten(jnp.array([[999.0, 1001.0, jnp.nan]]), jnp.array([[1.0, 1.0, 0.0]])).round(3)
       Array([[-0.707,  0.707,  0.   ]], dtype=float32)
     """
-    check_tokens("x", x=x, mask=mask)
-
-    def per_shard(axes: ShardAxes, x: jax.Array, mask: jax.Array) -> jax.Array:
-        return lax.stop_gradient(_whiten(axes, x, mask, shift_mean, epsilon))
-
+    if x.ndim != 2 or x.shape != mask.shape:
+        raise ValueError(f"x, mask: got shapes {x.shape} and {mask.shape}, expected [R, T] both")
+    specs = lambda p: ([p.tokens_spec] * 2, p.tokens_spec)  # noqa: E731
     args = {"x": x, "mask": mask}
-    return shard_call("whiten", per_shard, parallel, args, lambda p: ([p.tokens_spec] * 2, p.tokens_spec))
+    found: Float[Array, "R T"] = shard_call("whiten", _whiten, parallel, args, specs, (shift_mean, epsilon))
+    return found
 
 
-def _whiten(axes: ShardAxes, x: jax.Array, mask: jax.Array, shift_mean: bool, epsilon: float) -> jax.Array:
+def _whiten(axes: ShardAxes, static: tuple[bool, float], x: jax.Array, mask: jax.Array) -> jax.Array:
+    shift_mean, epsilon = static
+    axes.check_complete("the mean and deviation to whiten by", x, mask)
     keep = mask > 0
-    x = jnp.where(keep, x.astype(jnp.float32), 0)
-    total, count = axes.psum((x.sum(), keep.sum(dtype=jnp.float32)), axes.tokens)
+    x = lax.stop_gradient(jnp.where(keep, x.astype(jnp.float32), 0))
+    total_of = lambda *values: axes.psum(tuple(vary(v.sum(), axes.tokens) for v in values), axes.tokens)  # noqa: E731
+    total, count = total_of(x, keep.astype(jnp.float32))
     centre = total / jnp.maximum(count, 1)
     d = jnp.where(keep, x - centre, 0)
     # `centre` carries the rounding of a sum of large numbers; the sum of the differences takes it out again.
-    rest, square = axes.psum((d.sum(), (d * d).sum()), axes.tokens)
+    rest, square = total_of(d, d * d)
     rest = rest / jnp.maximum(count, 1)
     variance = jnp.maximum(square - count * rest * rest, 0) / jnp.maximum(count - 1, 1)
     y = (d - rest) * lax.rsqrt(variance + epsilon)

@@ -1,7 +1,8 @@
-"""Cotangents in the type of their primals."""
+"""Cotangents in the type of their primals, and what may become of them."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,3 +42,45 @@ def psum_in_blocks(x: jax.Array, primal: jax.Array, dim: int, size: int) -> jax.
         return lax.dynamic_update_slice_in_dim(out, part, start, dim)
 
     return lax.fori_loop(0, -(-length // size), block, vary(jnp.zeros(x.shape, primal.dtype), varying(primal)))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def first_order(name: str, x: jax.Array) -> jax.Array:
+    """x, a gradient that cannot be differentiated again: whoever tries is told so, rather than given zeros."""
+    return x
+
+
+@first_order.defjvp
+def _second_order(name: str, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        f"second derivatives of {name}: not implemented, since they would keep every block of logits; "
+        "log_probs_from_logits has them"
+    )
+
+
+@jax.custom_vjp
+def low_rank(hidden: jax.Array, a: jax.Array) -> jax.Array:
+    """hidden @ a in the dtype of a, `[R, T, r]`; rows without a cotangent may hold anything, NaN included."""
+    return _low(hidden, a).astype(a.dtype)
+
+
+def _low(hidden: jax.Array, a: jax.Array) -> jax.Array:
+    dtype = jnp.promote_types(hidden.dtype, a.dtype)
+    return jnp.einsum("bth,hr->btr", hidden.astype(dtype), a.astype(dtype), preferred_element_type=jnp.float32)
+
+
+def _low_forward(hidden: jax.Array, a: jax.Array) -> Any:
+    return low_rank(hidden, a), (hidden, a)
+
+
+def _low_backward(saved: Any, g: jax.Array) -> Any:
+    hidden, a = saved
+    counts = (g != 0).any(axis=-1, keepdims=True)
+    rows = jnp.where(counts, hidden, 0)
+    dtype = jnp.promote_types(hidden.dtype, a.dtype)
+    dhidden = jnp.einsum("btr,hr->bth", g.astype(dtype), a.astype(dtype), preferred_element_type=jnp.float32)
+    da = jnp.einsum("bth,btr->hr", rows.astype(dtype), g.astype(dtype), preferred_element_type=jnp.float32)
+    return as_primal(jnp.where(counts, dhidden, 0), hidden), as_primal(da, a)
+
+
+low_rank.defvjp(_low_forward, _low_backward)

@@ -8,28 +8,33 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jaxppo._arrays import Aggregation
 from jaxppo._sharding import ParallelMesh, ShardAxes, shift_left
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
-from jaxppo.log_probs import log_probs_from_hidden
+from jaxppo.head.from_hidden import log_probs_from_hidden
+from jaxppo.head.head import Head
+from jaxppo.losses.sft import sft_loss
 from jaxppo.metrics import Metric, Metrics
-from jaxppo.sft import sft_loss
 
 
 def mtp_loss(
     hidden: Float[Array, "K R T H"] | Sequence[Float[Array, "R T H"]],
-    kernel: Float[Array, "H V"] | Sequence[Float[Array, "H V"]],
+    head: Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]],
     batch: RolloutBatch,
     *,
     coef: float | Array = 0.1,
     stop_trunk: bool = False,
     stop_head: bool = False,
-    aggregation: str = "token_mean",
+    aggregation: Aggregation = "token_mean",
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizers: Sequence[Normalizer] | None = None,
-    **head: Any,
+    temperature: float | Array = 1.0,
+    hidden_spec: P | None = None,
+    block_bytes: int | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """coef / K * sum over depths k = 1..K of the mean negative log-likelihood of the targets k places further on.
 
@@ -40,50 +45,60 @@ def mtp_loss(
     Args:
       hidden: for each depth the `[R, T, H]` states that its predictions are read from, as `log_probs_from_hidden`
         takes them.
-      kernel: the head's `[H, V]`, the same array as the main loss's, or one for each depth.
+      head: the main loss's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or
+        stacked.
       batch: `[R, T]`; its targets, loss mask and sequences count.
       coef: of the sum.
       stop_trunk: no gradient into `hidden`: only heads learn. (A module between trunk and head that is to learn where
         the trunk is not stops its own input.)
-      stop_head: no gradient into `kernel`.
+      stop_head: no gradient into `head`.
       aggregation: the denominators of a depth, see `sft_loss`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
       normalizers: `mtp_normalizers` of the whole step where the batch is one of its micro-batches.
-      **head: of `log_probs_from_hidden`: kernel_layout, logit_softcap, vocab_size, specs and so on; `keep_logits` is
-        False, since there are several heads.
+      temperature: see `log_probs_from_hidden`.
+      hidden_spec: see `log_probs_from_hidden`.
+      block_bytes: see `log_probs_from_hidden`.
 
     Returns:
       The scalar f32 loss, and metrics: `mtp_loss` (adds up over micro-batches) and for each depth k
-      `mtp_{k}_nll` and `mtp_{k}_accuracy` (means over its tokens). All devices have them.
+      `mtp_{k}_nll` and `mtp_{k}_accuracy` (means over its tokens) and `mtp_{k}_broken_rules` (see `policy_loss`). All
+      devices have them.
 
     Raises:
-      ValueError: no depth, or other numbers of kernels or normalizers than depths.
+      ValueError: no depth, or other numbers of heads or normalizers than depths.
 
     Example:
-      >>> ids, one = jnp.array([[1, 1, 1, 1]]), jnp.array([[0]])
-      >>> batch = RolloutBatch(ids, jnp.array([[1, 2, 3, 0]]), ids, ids, jnp.array([[1.0, 1, 1, 0]]), one, one, one)
+      >>> ids, places, mask = jnp.array([[1, 1, 1, 1]]), jnp.arange(4)[None], jnp.array([[1.0, 1, 1, 0]])
+      >>> batch = RolloutBatch(ids, jnp.array([[1, 2, 3, 0]]), ids, places, mask, jnp.array([[0]]))
       >>> loss, metrics = mtp_loss(jnp.zeros((1, 1, 4, 2)), jnp.zeros((2, 8)), batch, coef=0.5)
       >>> round(float(loss), 4), float(metrics["mtp_1_nll"].count)  # half of log 8; 2 and 3 are predicted
       (1.0397, 2.0)
     """
     depths = len(hidden)
-    kernels: list[Any] = [kernel] * depths if getattr(kernel, "ndim", 0) == 2 else list(kernel)
-    _check_depths(depths, kernel=kernels, normalizers=normalizers)
-    head = {"keep_logits": False} | head
+    several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
+    heads: list[Any] = [*head] if several else [head] * depths  # type: ignore[misc]
+    _check_depths(depths, head=heads, normalizers=normalizers)
     total = jnp.float32(0)
     metrics: Metrics = {}
     for k in range(1, depths + 1):
         states = lax.stop_gradient(hidden[k - 1]) if stop_trunk else hidden[k - 1]
-        weights = lax.stop_gradient(kernels[k - 1]) if stop_head else kernels[k - 1]
         shifted = shift_targets(batch, k, parallel)
-        counted = shifted.loss_mask > 0
         stats = log_probs_from_hidden(
-            states, weights, shifted.targets, parallel=parallel, where=counted, moments=True, **head
+            states,
+            lax.stop_gradient(heads[k - 1]) if stop_head else heads[k - 1],
+            shifted.targets,
+            parallel=parallel,
+            temperature=temperature,
+            where=shifted.loss_mask > 0,
+            logit_stats=True,
+            hidden_spec=hidden_spec,
+            block_bytes=block_bytes,
+            keep_logits=False,  # since each depth would keep its own
         )
         normalizer = None if normalizers is None else normalizers[k - 1]
         loss, found = sft_loss(stats, shifted, aggregation=aggregation, parallel=parallel, normalizer=normalizer)
         total += loss
-        metrics |= {f"mtp_{k}_{name}": found[name] for name in ("nll", "accuracy")}
+        metrics |= {f"mtp_{k}_{name}": found[name] for name in ("nll", "accuracy", "broken_rules")}
     total *= coef / depths
     return total, metrics | {"mtp_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
 
@@ -92,7 +107,7 @@ def mtp_normalizers(
     micro_batches: RolloutBatch,
     depths: int,
     *,
-    aggregation: str = "token_mean",
+    aggregation: Aggregation = "token_mean",
     parallel: ParallelMesh | ShardAxes | None = None,
 ) -> list[Normalizer]:
     """The denominators of each depth over a whole step: those of its shifted masks.
@@ -108,7 +123,7 @@ def mtp_normalizers(
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 1, 1]]), jnp.array([[0]])
-      >>> batch = RolloutBatch(ids, ids, ids, ids, jnp.array([[1.0, 1, 1, 0]]), one, one, one)
+      >>> batch = RolloutBatch(ids, ids, ids, jnp.arange(4)[None], jnp.array([[1.0, 1, 1, 0]]), one)
       >>> [float(n.tokens) for n in mtp_normalizers(batch, 2)]
       [2.0, 1.0]
     """
@@ -119,23 +134,36 @@ def mtp_normalizers(
 def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAxes | None = None) -> RolloutBatch:
     """The batch whose targets and loss mask at t are those of t + `by`, and 0 where that leaves the sequence.
 
+    Where positions leave out numbers (padding inside a sequence, see `RolloutBatch.from_padded`), t + `by` is not the
+    token `by` places on: the mask is NaN there, and a loss of it too.
+
     Args:
       batch: `[R, T]`, or micro-batches `[K, R, T]`.
       by: how many positions.
       parallel: the mesh.
 
+    Returns:
+      The batch.
+
+    Raises:
+      ValueError: rows in another context layout than the mesh's.
+
     Example:
       >>> ids, one = jnp.array([[1, 1, 2, 2]]), jnp.array([[0, 1]])
-      >>> batch = RolloutBatch(ids, jnp.array([[5, 6, 7, 8]]), ids, ids, ids * 1.0, one, one, one)
+      >>> batch = RolloutBatch(ids, jnp.array([[5, 6, 7, 8]]), ids, jnp.array([[0, 1, 0, 1]]), ids * 1.0, one)
       >>> shift_targets(batch, 1).targets
       Array([[6, 0, 8, 0]], dtype=int32)
     """
+    batch.check_layout(parallel)
 
     def shift(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-        *moving, segment_ids = arrays
-        return tuple(shift_left(moving, parallel, by, 0, segment_ids, batch.num_segments))
+        targets, loss_mask, positions, segment_ids = arrays
+        moving = {"targets": targets, "loss_mask": loss_mask.astype(jnp.float32), "positions": positions}
+        moved = shift_left(moving, parallel, by, 0, segment_ids, batch.num_segments)
+        gap = (moved["loss_mask"] > 0) & (moved["positions"] != positions + by)
+        return moved["targets"], jnp.where(gap, jnp.nan, moved["loss_mask"])
 
-    arrays = tuple(jnp.asarray(x) for x in (batch.targets, batch.loss_mask, batch.segment_ids))
+    arrays = tuple(jnp.asarray(x) for x in (batch.targets, batch.loss_mask, batch.positions, batch.segment_ids))
     targets, loss_mask = lax.map(shift, arrays) if arrays[0].ndim == 3 else shift(arrays)
     return dataclasses.replace(batch, targets=targets, loss_mask=loss_mask)
 

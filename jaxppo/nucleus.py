@@ -8,21 +8,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary_like
-from jaxppo.batch import RolloutBatch, Sample
+from jaxppo.batch import RolloutBatch
+from jaxppo.samples import Sample
 
 Recorded = Sequence[Sequence[Any]]
 
 
-def pack_keep_ids(
+def pack_nucleus_ids(
     recorded: Recorded, samples: Sequence[Sample], batch: RolloutBatch, *, width: int | None = None
 ) -> Int[np.ndarray, "*K R T width"]:
     """The sampler's recorded nuclei at the positions of a batch that predict their tokens; on the host.
 
-    `log_probs_from_hidden(..., keep_ids=)` takes the result as it is, `keep_mask` makes of it what
-    `log_probs_from_logits(..., keep_mask=)` takes. Both keep the sampled token whether it was recorded or not.
+    `log_probs_from_hidden(..., nucleus_ids=)` takes the result as it is, `nucleus_mask` makes of it what
+    `log_probs_from_logits(..., nucleus=)` takes. Both keep the sampled token whether it was recorded or not.
 
     Args:
       recorded: `recorded[i][j]`: the token ids that the sampler could draw at response token j of samples[i]; ragged,
@@ -42,14 +44,14 @@ def pack_keep_ids(
     Example:
       >>> samples = [Sample([5, 6, 7], response_start=1)]
       >>> batch = RolloutBatch.from_samples(samples, row_length=4)
-      >>> pack_keep_ids([[[6, 9], [7]]], samples, batch).tolist()
+      >>> pack_nucleus_ids([[[6, 9], [7]]], samples, batch).tolist()
       [[[6, 9], [7, -1], [-1, -1], [-1, -1]]]
     """
     if len(recorded) != len(samples):
         raise ValueError(f"recorded: got {len(recorded)} samples, expected {len(samples)}, as many as samples")
     nuclei = {}
     for i, (sample, of_sample) in enumerate(zip(samples, recorded, strict=True)):
-        expected = len(sample.tokens) - _response_start(sample)
+        expected = len(sample.tokens) - sample.start
         if len(of_sample) != expected:
             raise ValueError(f"recorded[{i}]: got {len(of_sample)} nuclei, expected {expected}, one a response token")
         ids = [np.asarray(x, np.int64).reshape(-1) for x in of_sample]
@@ -73,54 +75,56 @@ def pack_keep_ids(
         sizes = np.array([x.size for x in ids], np.int64)
         token = np.repeat(np.arange(len(ids)), sizes)
         place = np.arange(token.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        padded[_response_start(sample) - 1 + token, place] = np.concatenate([*ids, np.zeros(0, np.int64)])
+        padded[sample.start - 1 + token, place] = np.concatenate([*ids, np.zeros(0, np.int64)])
         here = segment_ids[row] == slot + 1
         out[row, here] = padded[positions[row, here]]
     return out.reshape(*batch.segment_ids.shape, width)
 
 
-def _response_start(sample: Sample) -> int:
-    assert sample.response_start is not None  # Sample sees to it
-    return sample.response_start
-
-
-def keep_mask(
-    keep_ids: Int[Array, "R T K"], columns: int, *, parallel: ParallelMesh | ShardAxes | None = None
+def nucleus_mask(
+    nucleus_ids: Int[Array, "R T K"], columns: int, *, parallel: ParallelMesh | ShardAxes | None = None
 ) -> Bool[Array, "R T V"]:
-    """The dense mask of recorded nuclei, for the logits path: mask[r, t, v] = v in keep_ids[r, t].
+    """The dense mask of recorded nuclei, for the logits path: mask[r, t, v] = v in nucleus_ids[r, t].
 
     Each device makes its own part, sharded as logits are.
 
     Args:
-      keep_ids: `i32[R, T, K]`, -1 padded, see `pack_keep_ids`.
+      nucleus_ids: `i32[R, T, K]`, -1 padded, see `pack_nucleus_ids`.
       columns: V, as many as the logits have, over all vocabulary shards.
       parallel: the mesh; rows sharded over data, positions over context, the vocabulary over tensor.
 
     Returns:
-      `bool[R, T, V]`.
+      `bool[R, T, V]`, whole on every device where the tensor axis does not divide V.
 
     Raises:
-      ValueError: ids of another rank, columns that the tensor axis does not divide.
+      ValueError: ids of another rank, no columns.
 
     Example:
-      >>> keep_mask(jnp.array([[[2, 0, -1]]]), 4)
+      >>> nucleus_mask(jnp.array([[[2, 0, -1]]]), 4)
       Array([[[ True, False,  True, False]]], dtype=bool)
     """
-    if keep_ids.ndim != 3 or not jnp.issubdtype(keep_ids.dtype, jnp.integer):
-        raise ValueError(f"keep_ids: got {keep_ids.dtype}{list(keep_ids.shape)}, expected integer [R, T, K]")
+    if nucleus_ids.ndim != 3 or not jnp.issubdtype(nucleus_ids.dtype, jnp.integer):
+        raise ValueError(f"nucleus_ids: got {nucleus_ids.dtype}{list(nucleus_ids.shape)}, expected integer [R, T, K]")
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
     shards = parallel.tensor_size if isinstance(parallel, ParallelMesh) else roles.size(roles.tensor)
-    if columns < 1 or columns % shards:
-        raise ValueError(f"columns: got {columns}, expected a positive multiple of {shards}, the tensor shards")
+    if columns < 1:
+        raise ValueError(f"columns: got {columns}, expected at least 1")
+    whole = bool(columns % shards)  # as such logits are
 
-    def per_shard(axes: ShardAxes, keep_ids: jax.Array) -> jax.Array:
-        R, T, _ = keep_ids.shape
-        local = columns // shards
-        place = keep_ids - axes.index(axes.tensor) * local
-        place = jnp.where((place >= 0) & (place < local), place, local)
-        empty = vary_like(jnp.zeros((R, T, local), bool), place)
-        rows, positions = jnp.arange(R)[:, None, None], jnp.arange(T)[None, :, None]
-        return empty.at[rows, positions, place].set(True, mode="drop")
+    def specs(p: ParallelMesh) -> tuple[list[P], P]:
+        return [p.tokens_spec], P(*p.tokens_spec, None) if whole else p.logits_spec
 
-    args = {"keep_ids": keep_ids}
-    return shard_call("keep_mask", per_shard, parallel, args, lambda p: ([p.tokens_spec], p.logits_spec))
+    static = (columns if whole else columns // shards, whole)
+    args = {"nucleus_ids": nucleus_ids}
+    found: Bool[Array, "R T V"] = shard_call("nucleus_mask", _per_shard, parallel, args, specs, static)
+    return found
+
+
+def _per_shard(axes: ShardAxes, static: tuple[int, bool], nucleus_ids: jax.Array) -> jax.Array:
+    local, whole = static
+    R, T, _ = nucleus_ids.shape
+    place = nucleus_ids if whole else nucleus_ids - axes.index(axes.tensor) * local
+    place = jnp.where((place >= 0) & (place < local), place, local)
+    empty = vary_like(jnp.zeros((R, T, local), bool), place)
+    rows, positions = jnp.arange(R)[:, None, None], jnp.arange(T)[None, :, None]
+    return empty.at[rows, positions, place].set(True, mode="drop")

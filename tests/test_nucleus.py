@@ -10,10 +10,10 @@ from jaxppo import (
     Sample,
     TokenStats,
     compute_log_probs,
-    keep_mask,
     log_probs_from_hidden,
     log_probs_from_logits,
-    pack_keep_ids,
+    nucleus_mask,
+    pack_nucleus_ids,
 )
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
@@ -44,17 +44,17 @@ LAYOUTS = ["contiguous", "zigzag", "zigzag_per_segment", "striped"]
 def test_every_nucleus_stands_where_its_token_is_predicted(layout):
     parallel = make_parallel_mesh("dp=2,cp=4,tp=1", context_layout=layout)
     batch = RolloutBatch.from_samples(SAMPLES, row_length=T, parallel=parallel)
-    ids = pack_keep_ids(RECORDED, SAMPLES, batch)
+    ids = pack_nucleus_ids(RECORDED, SAMPLES, batch)
     assert ids.shape == (*batch.tokens.shape, 8)
     found = 0
     for row, t in np.ndindex(batch.tokens.shape):
-        kept = sorted(ids[row, t][ids[row, t] >= 0].tolist())
+        recorded = sorted(ids[row, t][ids[row, t] >= 0].tolist())
         if batch.loss_mask[row, t] == 0:
-            assert not kept
+            assert not recorded
             continue
         sample = batch.sample_ids[row, batch.segment_ids[row, t] - 1] - 100
         j = batch.positions[row, t] + 1 - SAMPLES[sample].response_start
-        assert kept == RECORDED[sample][j].tolist()
+        assert recorded == RECORDED[sample][j].tolist()
         found += 1
     assert found == sum(map(len, RECORDED))
 
@@ -71,13 +71,13 @@ def test_both_paths_renormalise_over_the_nucleus_and_the_sampled_token(mesh):
     @jax.jit
     def run(hidden, ids):
         options = {"where": where, "parallel": parallel}
-        mask = keep_mask(ids, V, parallel=parallel)
+        mask = nucleus_mask(ids, V, parallel=parallel)
         logits = jnp.matmul(hidden, kernel, precision="highest")
-        from_logits = log_probs_from_logits(logits, batch.targets, keep_mask=mask, **options).log_probs
-        from_hidden = log_probs_from_hidden(hidden, kernel, batch.targets, keep_ids=ids, **options).log_probs
+        from_logits = log_probs_from_logits(logits, batch.targets, nucleus=mask, **options).log_probs
+        from_hidden = log_probs_from_hidden(hidden, kernel, batch.targets, nucleus_ids=ids, **options).log_probs
         return mask, from_logits, from_hidden
 
-    mask, *log_probs = run(hidden, pack_keep_ids(RECORDED, SAMPLES, batch))
+    mask, *log_probs = run(hidden, pack_nucleus_ids(RECORDED, SAMPLES, batch))
     logits = np.asarray(hidden, np.float64) @ np.asarray(kernel, np.float64)
     expected = np.zeros((rows, T))
     for row, t in zip(*np.nonzero(where), strict=True):
@@ -88,6 +88,16 @@ def test_both_paths_renormalise_over_the_nucleus_and_the_sampled_token(mesh):
         z, y = logits[row, t], batch.targets[row, t]
         expected[row, t] = z[y] - np.log(np.exp(z[np.union1d(recorded, y)]).sum())
     assert_trees_close(log_probs, [expected, expected], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("columns", [96, 97])
+def test_a_mask_is_sharded_as_logits_are(columns):
+    """Over the tensor axis, or whole on every device where that does not divide the columns."""
+    ids = jnp.asarray(RNG.integers(-1, columns, (4, 8, 3)), jnp.int32)
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
+    got = nucleus_mask(ids, columns, parallel=parallel)
+    np.testing.assert_array_equal(got, nucleus_mask(ids, columns))
+    assert ("tp" in got.sharding.spec) == (columns == 96)
 
 
 def test_compute_log_probs_of_micro_batches_is_that_of_the_batch():
@@ -110,18 +120,18 @@ def test_compute_log_probs_of_micro_batches_is_that_of_the_batch():
 def test_bad_input():
     batch = RolloutBatch.from_samples(SAMPLES, row_length=T)
     with pytest.raises(ValueError, match=r"recorded\[1\]: got 3 nuclei, expected 8, one a response token"):
-        pack_keep_ids([RECORDED[0], RECORDED[1][:3], *RECORDED[2:]], SAMPLES, batch)
+        pack_nucleus_ids([RECORDED[0], RECORDED[1][:3], *RECORDED[2:]], SAMPLES, batch)
     with pytest.raises(ValueError, match="width: got 1, expected at least 5"):
-        pack_keep_ids(RECORDED, SAMPLES, batch, width=1)
+        pack_nucleus_ids(RECORDED, SAMPLES, batch, width=1)
     with pytest.raises(ValueError, match=r"samples: got none with sample_id 10[0-4]"):
-        pack_keep_ids(RECORDED[:1], SAMPLES[:1], batch)
+        pack_nucleus_ids(RECORDED[:1], SAMPLES[:1], batch)
     with pytest.raises(ValueError, match="recorded: got 5 samples, expected 2"):
-        pack_keep_ids(RECORDED, SAMPLES[:2], batch)
+        pack_nucleus_ids(RECORDED, SAMPLES[:2], batch)
     ids = jnp.zeros((2, 4, 1), int)
-    with pytest.raises(ValueError, match="columns: got 97, expected a positive multiple of 2"):
-        keep_mask(ids, 97, parallel=make_parallel_mesh("dp=2,cp=2,tp=2"))
-    with pytest.raises(ValueError, match="keep_ids: got int32"):
-        keep_mask(ids[0], 96)
+    with pytest.raises(ValueError, match="columns: got 0, expected at least 1"):
+        nucleus_mask(ids, 0)
+    with pytest.raises(ValueError, match="nucleus_ids: got int32"):
+        nucleus_mask(ids[0], 96)
     with pytest.raises(TypeError, match="apply: got ndarray, expected a function that returns TokenStats"):
         compute_log_probs(lambda params, batch: batch.loss_mask, None, batch)
     with pytest.raises(ValueError, match="apply: got log-probs of shape"):

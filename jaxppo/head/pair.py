@@ -12,10 +12,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo._sharding import vary
-from jaxppo.log_probs import softmax
-from jaxppo.log_probs.head import Block
-from jaxppo.log_probs.hidden_rule import Inputs, Rule, Walk, gradients, values_and_asked
-from jaxppo.log_probs.tokens import Slots
+from jaxppo.head import softmax
+from jaxppo.head.columns import Block
+from jaxppo.head.hidden_rule import Inputs, Rule, Walk, cotangents, gradients, values_and_needs
+from jaxppo.head.tokens import Slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,7 @@ class PairBlock(NamedTuple):
 
     kernel: jax.Array
     bias: Any
+    lora_b: Any
     columns: jax.Array
     valid: jax.Array
     teacher: Block
@@ -80,9 +81,10 @@ class PairWalk(Walk):
 
     def pair_logits(self, block: PairBlock, slots: Slots) -> tuple[Any, Any]:
         """The student's and the teacher's f32 logits `[block tokens, B]`."""
-        rows, teacher_rows = self.tokens.take((self.hidden, self.teacher.hidden), slots)
-        z = self.head.logits(rows, block, self.inputs.temperature)  # type: ignore[arg-type]
-        return z, self.teacher.head.logits(teacher_rows, block.teacher, self.inputs.temperature)
+        rows, teacher_rows = self.tokens.take((self.features, self.teacher.features), slots)
+        temperature = self.temperature(slots)
+        z = self.head.logits(rows, block, temperature)  # type: ignore[arg-type]
+        return z, self.teacher.head.logits(teacher_rows, block.teacher, temperature)
 
     def terms(self, z: jax.Array, teacher_z: jax.Array, valid: jax.Array, sums: LogSums) -> tuple[Any, Any, Any]:
         """`terms` and the student's log p of a block, 0 and -inf in columns that do not exist."""
@@ -94,14 +96,14 @@ class PairWalk(Walk):
         return value, h, log_p
 
     def block_gradient(
-        self, block: Any, slots: Slots, counts: Any, residuals: Any, per_token: Any, kept: None = None
+        self, block: Any, slots: Slots, counts: Any, residuals: Any, per_token: Any, stored: None = None
     ) -> Any:
         z, teacher_z = self.pair_logits(block, slots)
         sums = self.tokens.read(residuals, slots)
         _, h, log_p = self.terms(z, teacher_z, block.valid, sums)
         g = self.tokens.take(per_token, slots)
         dz = g[:, None] * (h - jnp.exp(log_p) * sums.h[:, None])
-        return self.head.product_gradient(dz, z, counts, block, self.inputs.temperature)  # type: ignore[arg-type]
+        return self.head.product_gradient(dz, z, counts, block, self.temperature(slots))
 
 
 def evaluate(rule: DivergenceRule, inputs: Inputs, teacher: Inputs) -> tuple[jax.Array, LogSums]:
@@ -124,11 +126,11 @@ def evaluate(rule: DivergenceRule, inputs: Inputs, teacher: Inputs) -> tuple[jax
 
     def add_sums(z: Any, teacher_z: Any, block: PairBlock, slots: Slots, old: Any) -> Any:
         return tuple(
-            softmax.merge(sums, softmax.block_sums(x, 0 * sums.z_y, None, sums))
+            softmax.merge(sums, softmax.block_sums(x, 0 * sums.z_y, block.valid, None, sums))
             for x, sums in zip((z, teacher_z), old, strict=True)
         )
 
-    empty = softmax.empty_sums(tokens.count, full=True, entropy=False, kept=False)
+    empty = softmax.empty_sums(tokens.count, full=True, entropy=False, nucleus=False)
     both = jax.tree.map(lambda *x: jnp.concatenate(x), *over_blocks(add_sums, (empty, empty)))
     both = softmax.combine(both, walk.head.axes)
     (m, teacher_m), (log_s, teacher_log_s) = jnp.split(both.m, 2), jnp.split(jnp.log(both.s), 2)
@@ -151,20 +153,19 @@ def token_divergence(rule: DivergenceRule, inputs: Inputs, teacher: Inputs) -> j
     return evaluate(rule, inputs, teacher)[0]
 
 
-def _forward(rule: DivergenceRule, inputs: Any, teacher: Any):
-    inputs, asked = values_and_asked(inputs)
-    teacher, _ = values_and_asked(teacher)
+def _forward(rule: DivergenceRule, inputs: Any, teacher: Any) -> Any:
+    inputs, needs = values_and_needs(inputs)
+    teacher, _ = values_and_needs(teacher)
     out, residuals = evaluate(rule, inputs, teacher)
-    return out, (inputs, teacher, residuals, asked)
+    return out, (inputs, teacher, residuals, needs)
 
 
-def _backward(rule: DivergenceRule, saved: Any, g: Any):
-    inputs, teacher, residuals, asked = saved
+def _backward(rule: DivergenceRule, saved: Any, g: Any) -> Any:
+    inputs, teacher, residuals, needs = saved
     walk = PairWalk(rule, inputs, teacher)
     g = jnp.zeros(walk.tokens.count, jnp.float32) if isinstance(g, jax.custom_derivatives.SymbolicZero) else g
-    dhidden, dweights = gradients(walk, asked, residuals, g)
-    none = Inputs(*[None] * len(Inputs._fields))
-    return none._replace(hidden=dhidden, kernel=dweights.kernel, bias=dweights.bias), none
+    none: Any = Inputs(*[None] * 6)  # type: ignore[arg-type]
+    return cotangents(inputs, *gradients(walk, needs, residuals, g)), none
 
 
 token_divergence.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -9,8 +9,9 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxppo._sharding import ParallelMesh, ShardAxes, check_parallel, varying
-from jaxppo.log_probs.head import Head
-from jaxppo.log_probs.stats import check_floating, check_vocab_size
+from jaxppo.head.columns import Columns
+from jaxppo.head.head import Head
+from jaxppo.head.stats import check_vocab_size
 
 Names = tuple[str, ...]
 
@@ -41,35 +42,27 @@ class HeadPlacement:
         """[R, T] of the targets that belong to the hidden states."""
         return hidden.shape[0], hidden.shape[1] * self.position_shards
 
-    def specs(self, p: ParallelMesh) -> list[P | None]:
-        """For `shard_call`, in the order of the head's arguments."""
-        bias_spec = P(self.kernel_spec[self._v_dim])
-        tokens = p.tokens_spec
-        return [self.hidden_spec, self.kernel_spec, bias_spec, tokens, tokens, tokens, P()]
+    def specs(self, p: ParallelMesh) -> dict[str, P | None]:
+        """For `shard_call`, of the arguments of a head by name."""
+        v_entry = self.kernel_spec[self._v_dim]
+        vary = {"hidden": self.hidden_spec, "kernel": self.kernel_spec, "bias": P(v_entry)}
+        return vary | {"lora_a": P(), "lora_b": P(None, v_entry)}
 
-    def head(
-        self,
-        axes: ShardAxes,
-        hidden: Any,
-        kernel: Any,
-        softcap: float | None,
-        vocab_size: int | None,
-        block_columns: int,
-    ) -> Head:
-        """The `Head` of a device.
+    def columns(self, axes: ShardAxes, head: Head, kernel: Any, block_columns: int) -> Columns:
+        """What is static about the head on a device.
 
         Args:
           axes: the roles of the mesh axes.
-          hidden, kernel: as the device holds them.
-          softcap: of the logits.
-          vocab_size: None for all columns.
+          head: its static fields are read.
+          kernel: as the device holds it.
           block_columns: columns of a block.
         """
         h_names, v_names = (entry_names(self.kernel_spec[dim]) for dim in (1 - self._v_dim, self._v_dim))
         v_names = tuple(n for n in v_names if n in varying(kernel))
-        all_columns = kernel.shape[self._v_dim] * axes.size(v_names)
-        vocab_size = check_vocab_size(vocab_size, all_columns)
-        return Head(axes, self.layout, h_names, v_names, vocab_size, softcap, block_columns)
+        vocab_size = check_vocab_size(head.vocab_size, kernel.shape[self._v_dim] * axes.size(v_names))
+        lora_scale = 1.0 if head.lora is None else head.lora.scale
+        scales = head.softcap, head.scale, lora_scale
+        return Columns(axes, self.layout, h_names, v_names, vocab_size, *scales, block_columns)
 
 
 def entry_names(entry: Any) -> Names:
@@ -78,41 +71,43 @@ def entry_names(entry: Any) -> Names:
 
 
 def place_head(
-    parallel: ParallelMesh | ShardAxes | None,
-    hidden: Any,
-    kernel: Any,
-    layout: str,
-    bias: Any,
-    kernel_spec: P | None,
-    hidden_spec: P | None,
+    parallel: ParallelMesh | ShardAxes | None, name: str, hidden: Any, head: Head, hidden_spec: P | None
 ) -> HeadPlacement:
     """The specs of a head, given or by default, with every disagreement between shapes and specs raised."""
-    if layout not in ("hv", "vh"):
-        raise ValueError(f"kernel_layout: got {layout!r}, expected 'hv' or 'vh'")
     check_parallel(parallel)
-    v_dim = 1 if layout == "hv" else 0
+    head.check(name, hidden.shape[2])
+    kernel, v_dim = head.kernel, head.v_dim
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
     on_mesh = isinstance(parallel, ParallelMesh)
-    kernel_spec = _kernel_spec(parallel, roles, hidden, kernel, v_dim, kernel_spec)
+    kernel_spec = _kernel_spec(parallel, roles, hidden, kernel, v_dim, head.spec)
     gathered = entry_names(kernel_spec[1 - v_dim])
     H = kernel.shape[1 - v_dim] * (1 if on_mesh else roles.size(gathered))
     if hidden.shape[2] != H:
         raise ValueError(
-            f"kernel: got shape {kernel.shape} with layout {layout!r}, expected {hidden.shape[2]} rows of H, "
-            f"as in hidden {hidden.shape}"
+            f"{name}.kernel: got shape {kernel.shape} with layout {head.layout!r}, expected {hidden.shape[2]} rows of "
+            f"H, as in hidden {hidden.shape}"
         )
-    if bias is not None and bias.shape != (kernel.shape[v_dim],):
-        raise ValueError(
-            f"bias: got shape {bias.shape}, expected {(kernel.shape[v_dim],)}, one for each column of kernel"
-        )
-    if bias is not None:
-        check_floating("bias", bias, 1, "[V]")
+    if isinstance(parallel, ShardAxes):
+        _check_part(name, parallel, head, v_dim)
     hidden_spec = _hidden_spec(parallel, hidden, hidden_spec)
     sequence_parallel = bool(roles.tensor) and roles.sequence_parallel
     if hidden_spec is not None:
         sequence_parallel = bool(set(entry_names(hidden_spec[1])) & set(roles.tensor))
     shards = roles.size(roles.tensor) if sequence_parallel and not on_mesh else 1
-    return HeadPlacement(layout, kernel_spec, hidden_spec, sequence_parallel, shards)
+    assert head.layout is not None  # Head sees to it
+    return HeadPlacement(head.layout, kernel_spec, hidden_spec, sequence_parallel, shards)
+
+
+def _check_part(name: str, axes: ShardAxes, head: Head, v_dim: int) -> None:
+    """Raises where a kernel that varies over the tensor axis can be no part of the vocabulary, but all of it."""
+    own, shards = head.kernel.shape[v_dim], axes.size(axes.tensor)
+    is_part = bool(set(axes.tensor) & varying(head.kernel))
+    if is_part and head.vocab_size is not None and head.vocab_size <= own * (shards - 1):
+        raise ValueError(
+            f"{name}.vocab_size: got {head.vocab_size} with {own} columns on each of {shards} tensor shards, the last "
+            "of which would hold padding alone, expected each device's part of the vocabulary; a kernel that was "
+            "gathered over the tensor axis is to be invariant over it: all_gather(..., to='invarying')"
+        )
 
 
 def _full(spec: P, rank: int) -> P:
@@ -137,9 +132,9 @@ def _kernel_spec(parallel: Any, roles: ShardAxes, hidden: Any, kernel: Any, v_di
 def _checked_kernel_spec(roles: ShardAxes, spec: P, v_dim: int) -> P:
     h_names, v_names = entry_names(spec[1 - v_dim]), entry_names(spec[v_dim])
     if set(h_names) & set(roles.tensor):
-        raise ValueError(f"kernel_spec: got {spec}, expected the tensor axes {roles.tensor} on the vocabulary only")
+        raise ValueError(f"head.spec: got {spec}, expected the tensor axes {roles.tensor} on the vocabulary only")
     if set(v_names) & set(roles.tensor) and not set(roles.tensor) <= set(v_names):
-        raise ValueError(f"kernel_spec: got {spec}, expected all of the tensor axes {roles.tensor} or none")
+        raise ValueError(f"head.spec: got {spec}, expected all of the tensor axes {roles.tensor} or none")
     return spec
 
 

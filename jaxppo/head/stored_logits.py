@@ -17,30 +17,30 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxppo.log_probs.head import LANES, Block, Head
-from jaxppo.log_probs.tokens import Slots, TokenBlocks
+from jaxppo.head.columns import LANES, Block, Columns
+from jaxppo.head.tokens import Slots, TokenBlocks
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
-    """Which logits are kept: the first `rows` of each of the first `blocks` blocks of tokens; none by default."""
+class Stored:
+    """Which logits are stored: the first `rows` of each of the first `blocks` blocks of tokens; none by default."""
 
     blocks: int = 0
     rows: int = 0
 
     @staticmethod
-    def of(tokens: TokenBlocks, features: int) -> Kept:
+    def of(tokens: TokenBlocks, features: int) -> Stored:
         """As many as a kernel of H `features` has room for: part of the only block, or whole blocks."""
         rows = min(features, tokens.block)
         whole = rows == tokens.block
-        return Kept(min(features, tokens.count) // rows if whole else 1, rows)
+        return Stored(min(features, tokens.count) // rows if whole else 1, rows)
 
     def loop(self, tokens: TokenBlocks, body: Callable[[bool, Slots, Any], Any], carry: Any) -> Any:
-        """`carry = body(kept, slots, carry)` over the blocks of tokens, `kept` saying whether this one's are."""
+        """`carry = body(stored, slots, carry)` over the blocks of tokens, `stored` saying whether this one's are."""
         carry = tokens.loop(partial(body, True), carry, 0, self.blocks)
         return tokens.loop(partial(body, False), carry, self.blocks)
 
-    def write(self, memory: jax.Array, z: jax.Array, slots: Slots, block: Block, head: Head, i: Any) -> jax.Array:
+    def write(self, memory: jax.Array, z: jax.Array, slots: Slots, block: Block, head: Columns, i: Any) -> jax.Array:
         """`memory`, of the kernel's shape, with logits of the slots in the columns that are block i's own."""
         column = head.start(i, memory.shape[head.v_dim])
         z = z[: self.rows]
@@ -49,7 +49,7 @@ class Kept:
             return lax.dynamic_update_slice(memory, z.T, (column, slots.start))
         return lax.dynamic_update_slice(memory, _laid_out(z, memory), (slots.start, column))
 
-    def read(self, memory: jax.Array, slots: Slots, head: Head, i: Any) -> jax.Array:
+    def read(self, memory: jax.Array, slots: Slots, head: Columns, i: Any) -> jax.Array:
         """What `write` wrote, f32 `[rows, B]`; anything in columns of other blocks."""
         columns = memory.shape[head.v_dim]
         column, size = head.start(i, columns), head.size(columns)

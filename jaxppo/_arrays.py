@@ -1,0 +1,101 @@
+"""What all per-token code shares: the names of a batch's arrays, masked values, and checks that name what is wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, TypeGuard, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+IDS = ("sample_ids", "group_ids", "rollout_ids")
+PER_SEGMENT = ("rewards", *IDS)
+LOG_PROBS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+PER_TOKEN_VALUES = ("advantages", *LOG_PROBS, "values", "returns")
+INTEGERS = ("tokens", "targets", "segment_ids", "positions", *IDS)
+
+Coefficient = float | Float[Array, ""]
+
+
+def masked(x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R T"]:
+    """x in f32 where the mask is above 0, and 0 elsewhere, whatever x holds there."""
+    return jnp.where(mask > 0, x.astype(jnp.float32), 0)
+
+
+def is_number(x: Any) -> TypeGuard[float]:
+    """Whether x is a finite Python or numpy number, and so known before the program runs."""
+    real = isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
+    return real and math.isfinite(x)
+
+
+def is_zero(coefficient: Coefficient) -> bool:
+    """Whether the coefficient is 0 and known to be: a traced schedule never is."""
+    return not isinstance(coefficient, jax.core.Tracer) and float(coefficient) == 0
+
+
+def check(what: str, got: Any, good: bool, expected: str) -> None:
+    if not good:
+        raise ValueError(f"{what}: got {got}, expected {expected}")
+
+
+def check_choice(what: str, value: Any, choices: Any) -> None:
+    """Raises where the value is none of a `Literal`'s."""
+    names = get_args(choices)
+    check(what, repr(value), isinstance(value, str) and value in names, f"one of {', '.join(map(repr, names))}")
+
+
+def check_number(
+    what: str, value: Any, *, least: float | None = None, above: float | None = None, most: float | None = None
+) -> None:
+    """Raises where the value is no finite number in its range; a scalar array may be traced, and passes."""
+    ranges = [f"of at least {least}"] if least is not None else []
+    ranges += [f"above {above}"] if above is not None else []
+    ranges += [f"of at most {most}"] if most is not None else []
+    expected = " and ".join(["a finite number " + ranges[0], *ranges[1:]] if ranges else ["a finite number"])
+    if isinstance(value, jax.Array):
+        check(what, f"shape {value.shape}", value.ndim == 0, f"{expected}, or a scalar array")
+        return
+    good = is_number(value) and (least is None or value >= least) and (above is None or value > above)
+    check(what, repr(value), good and (most is None or value <= most), expected)
+
+
+def check_floating(what: str, x: Any, rank: int, expected: str) -> None:
+    """Raises where x is no f16, bf16, f32 or f64 array of that rank, or has a dimension of 0."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        raise TypeError(f"{what}: got {type(x).__name__}, expected an array {expected}")
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
+        raise TypeError(f"{what}: got dtype {dtype}, expected float32, bfloat16 or float16")
+    if x.ndim != rank or 0 in x.shape:
+        raise ValueError(f"{what}: got shape {x.shape}, expected {expected}, each at least 1")
+
+
+def check_integers(what: str, x: Any) -> None:
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{what}: got {'dtype ' + str(dtype) if dtype else type(x).__name__}, expected integers")
+
+
+Aggregation = Literal[
+    "token_mean",
+    "token_sum",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum_norm",
+    "rollout_mean",
+]
+MetricAggregation = Literal["token_mean", "loss"]
+
+
+def check_aggregation(aggregation: Any, aggregation_norm: float | None) -> None:
+    """Raises where the aggregation is unknown, or has no use for the constant length, or needs one."""
+    check_choice("aggregation", aggregation, Aggregation)
+    if aggregation == "sequence_mean_token_sum_norm":
+        check_number("aggregation_norm", aggregation_norm, above=0)
+    elif aggregation_norm is not None:
+        raise ValueError(
+            f"aggregation_norm: got {aggregation_norm} with aggregation={aggregation!r}, expected None, or "
+            "aggregation='sequence_mean_token_sum_norm'"
+        )

@@ -1,0 +1,74 @@
+"""Statistics over the samples of a step that share an id, wherever in it they lie: groups of a prompt, rollouts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from jaxppo._sharding import ShardAxes, vary
+
+
+@dataclasses.dataclass(frozen=True)
+class ById:
+    """The samples of all data shards, numbered by their ids; per-shard code. Memory is linear in their number N.
+
+    A table, `[N]`, has a value for each id, at the number that the id got. Samples without an id, -1, share one.
+
+    Args:
+      axes: the roles of the mesh axes.
+      own: `i32[R, S]`, the number of this device's samples.
+      all: `i32[N]`, that of everyone's.
+      there: `bool[R, S]`, which of this device's have an id.
+    """
+
+    axes: ShardAxes
+    own: Int[Array, "R S"]
+    all: Int[Array, "N"]
+    there: Bool[Array, "R S"]
+
+    @classmethod
+    def of(cls, axes: ShardAxes, ids: Int[Array, "R S"]) -> ById:
+        """From the ids of this device's samples, -1 where there is none."""
+        axes.check_complete("a comparison of samples by id", ids)
+        everyone = _gather(axes, jnp.maximum(ids.reshape(-1), -1))
+        order = jnp.argsort(everyone)
+        sorted_ids = everyone[order]
+        starts = jnp.concatenate(
+            [jnp.zeros_like(sorted_ids[:1]), (sorted_ids[1:] != sorted_ids[:-1]).astype(jnp.int32)]
+        )
+        numbers = jnp.zeros_like(everyone).at[order].set(jnp.cumsum(starts), unique_indices=True)
+        first = axes.index(axes.data) * ids.size
+        own = lax.dynamic_slice_in_dim(numbers, first, ids.size).reshape(ids.shape)
+        return cls(axes, own, numbers, ids >= 0)
+
+    def gather(self, x: Num[Array, "R S"]) -> Num[Array, "N"]:
+        """The values of everyone's samples; 0 where there is none."""
+        return _gather(self.axes, jnp.where(self.there, x, 0).reshape(-1))
+
+    def sum(self, x: Num[Array, "N"]) -> Num[Array, "N"]:
+        """The table of sums."""
+        return jax.ops.segment_sum(x, self.all, self.all.size)
+
+    def max(self, x: Num[Array, "N"]) -> Num[Array, "N"]:
+        """The table of largest values."""
+        return jax.ops.segment_max(x, self.all, self.all.size)
+
+    def count(self) -> Float[Array, "N"]:
+        """The table of how many samples there are."""
+        return self.sum(jnp.ones(self.all.shape, jnp.float32))
+
+    def mean(self, x: Float[Array, "N"], weights: Float[Array, "N"] | None = None) -> Float[Array, "N"]:
+        """The table of means: of the largest value and the differences from it, so exact where all are equal."""
+        largest = self.max(x)
+        difference = x - largest[self.all]
+        weights = jnp.ones_like(x) if weights is None else weights
+        total = self.sum(weights)
+        return largest + self.sum(difference * weights) / jnp.where(total == 0, 1, total)
+
+
+def _gather(axes: ShardAxes, x: Num[Array, "n"]) -> Num[Array, "N"]:
+    return lax.all_gather(vary(x, axes.data), axes.data, tiled=True, to="invarying") if axes.data else x

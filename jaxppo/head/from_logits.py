@@ -1,0 +1,232 @@
+"""Log-probs and entropy from logits whose vocabulary may be sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxppo._arrays import check_choice, check_floating
+from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary_like, varying
+from jaxppo.head import softmax
+from jaxppo.head.stats import (
+    Entropy,
+    TokenStats,
+    as_temperature,
+    as_token_ids,
+    check_targets,
+    check_vocab_size,
+    check_where,
+    stats_of,
+)
+from jaxppo.head.varying import as_primal
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is static about one call on a device."""
+
+    entropy: Entropy
+    logit_stats: bool
+    vocab_size: int
+    axes: ShardAxes
+    window: int | None
+    """How many of the logits' columns a device works on, where it holds all of them; None where it holds its own."""
+
+
+def log_probs_from_logits(
+    logits: Float[Array, "R T V"],
+    targets: Int[Array, "R T"],
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    temperature: float | Array = 1.0,
+    entropy: Entropy = "none",
+    logit_stats: bool = False,
+    nucleus: Bool[Array, "R T V"] | None = None,
+    where: Bool[Array, "R T"] | None = None,
+    vocab_size: int | None = None,
+) -> TokenStats:
+    """Log-probs of the targets, and the entropy, of logits whose vocabulary may be sharded over the tensor axis.
+
+    log_prob = (z_y - m) - log s,  entropy = log s - u / s,  with z = logits / temperature, m = max z,
+    s = sum exp(z - m), u = sum exp(z - m) (z - m), all in f32. No softmax is kept for the backward.
+
+    Args:
+      logits: `[R, T, V]`, f32 or bf16; sharded by `parallel.logits_spec`, or replicated over a tensor axis that does
+        not divide V, of which each device then works on a window.
+      targets: `i32[R, T]`, the token that each position predicts.
+      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
+      temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`, a constant of
+        differentiation.
+      entropy: "none", "metric" (no gradient: nothing of its backward exists) or "bonus" (differentiable).
+      logit_stats: also compute log_z, the log-sum-exp of z, and the mean of z (see `sft_loss`), both differentiable
+        and over all of `vocab_size`, and the accuracy, whether no token is likelier than the target, a constant.
+      nucleus: `bool[R, T, V]`, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and the
+        target; the entropy stays that of the full distribution.
+      where: `bool[R, T]`, the positions that count; the others read 0 and may hold anything.
+      vocab_size: columns from here on are padding, with probability 0 and gradient 0.
+
+    Returns:
+      `TokenStats`, `f32[R, T]` each, None if not asked for; a log-prob is at most 0, and NaN where a counted target is
+      not in `[0, vocab_size)`.
+
+    Raises:
+      TypeError, ValueError: an argument of the wrong dtype, rank, shape or range, named.
+
+    Example:
+      >>> stats = log_probs_from_logits(jnp.zeros((1, 2, 4)), jnp.array([[0, 3]]), entropy="metric")
+      >>> stats.log_probs.round(4), stats.entropy.round(4)
+      (Array([[-1.3863, -1.3863]], dtype=float32), Array([[1.3863, 1.3863]], dtype=float32))
+    """
+    check_floating("logits", logits, 3, "[R, T, V]")
+    check_targets(targets, logits.shape[:2], "logits")
+    check_where(where, targets.shape)
+    check_choice("entropy", entropy, Entropy)
+    if nucleus is not None and nucleus.shape != logits.shape:
+        raise ValueError(f"nucleus: got shape {nucleus.shape}, expected {logits.shape}, the shape of logits")
+    if nucleus is not None and nucleus.dtype != bool:
+        raise TypeError(f"nucleus: got dtype {nucleus.dtype}, expected bool")
+    if not isinstance(parallel, ShardAxes):
+        check_vocab_size(vocab_size, logits.shape[2])
+    args: dict[str, Any] = {
+        "logits": logits,
+        "targets": as_token_ids(targets),
+        "nucleus": nucleus,
+        "where": where,
+        "temperature": as_temperature(temperature, targets.shape),
+    }
+
+    def specs(p: ParallelMesh) -> tuple[list[P], P]:
+        # JAX cannot shard a dimension that an axis does not divide: such logits arrive whole
+        of_logits = p.logits_spec if logits.shape[2] % p.tensor_size == 0 else P(*p.tokens_spec, None)
+        of_temperature = p.tokens_spec if args["temperature"].ndim else P()
+        return [of_logits, p.tokens_spec, of_logits, p.tokens_spec, of_temperature], p.tokens_spec
+
+    static = (entropy, logit_stats, vocab_size)
+    found: TokenStats = shard_call("log_probs_from_logits", _per_shard, parallel, args, specs, static)
+    return found
+
+
+def _per_shard(
+    axes: ShardAxes,
+    static: tuple[Entropy, bool, int | None],
+    logits: Any,
+    targets: Any,
+    nucleus: Any,
+    where: Any,
+    temperature: Any,
+) -> TokenStats:
+    entropy, logit_stats, vocab_size = static
+    R, T, V_local = logits.shape
+    own = bool(axes.tensor) and not set(axes.tensor) & varying(logits)
+    window = -(-V_local // axes.size(axes.tensor)) if own else None
+    vocab_size = check_vocab_size(vocab_size, V_local * (1 if own else axes.size(axes.tensor)))
+    call = _Call(entropy, logit_stats, vocab_size, axes, window)
+    flat: Any = lambda x: None if x is None else x.reshape(R * T, *x.shape[2:])  # noqa: E731
+    where = None if where is None else flat(where).astype(bool)
+    temperature = flat(temperature)[:, None] if temperature.ndim else temperature
+    log_probs, h, found = _token_stats(call, flat(logits), flat(targets), flat(nucleus), where, temperature)
+    shaped = lambda x: x.reshape(R, T)  # noqa: E731
+    return jax.tree.map(shaped, stats_of(log_probs, h, found, entropy))
+
+
+def _own_columns(call: _Call, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    """The columns of x `[N, V]` that this device works on, their ids, and which are no other device's as well."""
+    index = call.axes.index(call.axes.tensor)
+    if call.window is None:
+        return x, index * x.shape[1] + jnp.arange(x.shape[1]), True
+    first = jnp.minimum(index * call.window, x.shape[1] - call.window)
+    ids = first + jnp.arange(call.window)
+    return lax.dynamic_slice_in_dim(x, first, call.window, axis=1), ids, ids >= index * call.window
+
+
+def _scaled(call: _Call, logits: Any, targets: Any, temperature: Any) -> Any:
+    """f32 logits after temperature, the targets' one-hot, the columns' ids, and which are valid.
+
+    Columns of other devices and of padding are not; their logits are -inf.
+    """
+    own, ids, mine = _own_columns(call, logits)
+    valid = (ids < call.vocab_size) & mine
+    z = jnp.where(valid, own.astype(jnp.float32) / temperature, -jnp.inf)
+    return z, (ids == targets[:, None]) & valid, ids, valid
+
+
+def _target_logits(z: Any, is_target: Any, place: Any, valid: Any) -> Any:
+    """The target's logit, 0 where it is not here: by comparing columns on TPUs, where gathering is slow."""
+    inside = jnp.clip(place, 0, z.shape[1] - 1)
+
+    def compare(z: Any, is_target: Any, inside: Any) -> Any:
+        return jnp.where(is_target, z, 0).sum(axis=1)
+
+    def gather(z: Any, is_target: Any, inside: Any) -> Any:
+        return jnp.take_along_axis(z, inside[:, None], axis=1)[:, 0]
+
+    here = (inside == place) & valid[inside]
+    return jnp.where(here, lax.platform_dependent(z, is_target, inside, tpu=compare, default=gather), 0)
+
+
+def _nucleus(call: _Call, nucleus: Any, is_target: Any) -> Any:
+    return None if nucleus is None else _own_columns(call, nucleus)[0] | is_target
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_stats(call: _Call, logits: Any, targets: Any, nucleus: Any, where: Any, temperature: Any) -> Any:
+    return _forward(call, logits, targets, nucleus, where, temperature)[0]
+
+
+def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, where: Any, temperature: Any) -> Any:
+    z, is_target, ids, valid = _scaled(call, logits, targets, temperature)
+    inside = _nucleus(call, nucleus, is_target)
+    with_entropy = call.entropy != "none"
+    full = with_entropy or call.logit_stats or inside is None
+    options = {"full": full, "entropy": with_entropy, "nucleus": inside is not None, "logit_stats": call.logit_stats}
+    z_y = _target_logits(z, is_target, targets - ids[0], valid)
+    sums = softmax.block_sums(z, z_y, is_target, inside, softmax.empty_sums(0, **options))
+    sums = softmax.combine(sums, call.axes)
+    log_probs, h, residuals = softmax.finish(sums, (targets >= 0) & (targets < call.vocab_size))
+    out = (log_probs, h, softmax.logit_stats(sums, residuals, call.vocab_size))
+    if where is not None:
+        out = jax.tree.map(lambda x: jnp.where(where, x, 0), out)
+    if call.entropy != "bonus":
+        residuals = residuals.without_entropy(inside is not None and not call.logit_stats)
+    return out, (logits, targets, nucleus, where, temperature, residuals)
+
+
+def _backward(call: _Call, saved: Any, cotangents: Any) -> Any:
+    logits, targets, nucleus, where, temperature, residuals = saved
+    g, e, of_logit_stats = cotangents
+    e = e if call.entropy == "bonus" else None
+    z, is_target, *_ = _scaled(call, logits, targets, temperature)
+    inside = _nucleus(call, nucleus, is_target)
+    dz = softmax.dlogits(z, is_target, inside, residuals, g, e, of_logit_stats, call.vocab_size) / temperature
+    counts = _counts((g, e, of_logit_stats), residuals, where)
+    dz = jnp.where(counts[:, None] & (z > -jnp.inf), dz, 0)  # padded columns hold anything
+    return _in_place(call, dz, logits), None, None, None, jnp.zeros_like(temperature)
+
+
+def _counts(cotangents: Any, residuals: softmax.Residuals, where: Any) -> Any:
+    """Which positions have a gradient: not those that carry no loss and hold NaN, since 0 * NaN is NaN.
+
+    One without a cotangent counts where all about it is finite: its gradient is 0, but may have a derivative.
+    """
+    carries = reduce(jnp.logical_or, [x != 0 for x in jax.tree.leaves(cotangents)])
+    finite = reduce(jnp.logical_and, [jnp.isfinite(x) for x in jax.tree.leaves(residuals)])
+    return carries | finite if where is None else (carries | finite) & where
+
+
+def _in_place(call: _Call, dz: jax.Array, logits: jax.Array) -> jax.Array:
+    """The gradient of this device's columns, at their place in those that it was given."""
+    if call.window is not None:
+        first = jnp.minimum(call.axes.index(call.axes.tensor) * call.window, logits.shape[1] - call.window)
+        whole = vary_like(jnp.zeros(logits.shape, jnp.float32), dz, first)
+        dz = lax.dynamic_update_slice_in_dim(whole, dz, first, axis=1)
+    return as_primal(dz, logits)
+
+
+_token_stats.defvjp(_forward, _backward)

@@ -1,0 +1,135 @@
+"""What a user says of a model's head: its parameters and how logits come of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from jaxppo._arrays import check_choice, check_floating, check_number
+
+Layout = Literal["hv", "vh"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["scale"])
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """A low-rank addition to a head: logits += scale * (hidden @ a) @ b. The merged kernel never exists.
+
+    Args:
+      a: `[H, r]`, f32 or bf16; on a mesh every device has all of it.
+      b: `[r, V]`, sharded over V as the kernel is.
+      scale: alpha / r in most libraries.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> LoRA(jnp.ones((8, 2)), jnp.zeros((2, 16)), scale=0.5).scale
+      0.5
+
+    Hu et al. 2021, https://arxiv.org/abs/2106.09685
+    """
+
+    a: Float[Array, "H r"]
+    b: Float[Array, "r V"]
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("lora.scale", self.scale)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["kernel", "bias", "lora"],
+    meta_fields=["layout", "softcap", "scale", "vocab_size", "spec"],
+)
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A model's head: logits = softcap(scale * (hidden @ kernel + bias + LoRA)). A pytree of its parameters.
+
+    The gradient of a loss by a Head is a Head. A parameter that no gradient is asked for, such as the kernel beneath a
+    LoRA, costs no product and no memory.
+
+    Args:
+      kernel: `[H, V]`, f32 or bf16, or `[V, H]` with layout "vh"; sharded by `parallel.kernel_spec(layout)`, or
+        replicated over a tensor axis that does not divide V. Its gradient has its dtype and sharding. Columns that
+        only fill up a vocabulary count as tokens unless `vocab_size` says where they begin.
+      bias: `[V]`, sharded like the kernel's V.
+      lora: an adapter of the kernel.
+      layout: "hv", or "vh" for tied embeddings; needed where H == V, else "hv" by default.
+      softcap: logits become softcap * tanh(logits / softcap), before temperature.
+      scale: a number that multiplies the logits before the soft-cap.
+      vocab_size: columns from here on are padding, with probability 0 and gradient 0, whatever they hold.
+      spec: how the kernel is sharded, where it is not `parallel.kernel_spec(layout)`.
+
+    Raises:
+      TypeError: a parameter that is no array of floats.
+      ValueError: shapes that do not fit, a square kernel without a layout, a number out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> Head(jnp.ones((8, 100)), vocab_size=97).layout
+      'hv'
+    """
+
+    kernel: Float[Array, "H V"]
+    bias: Float[Array, " V"] | None = None
+    lora: LoRA | None = None
+    layout: Layout | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+    vocab_size: int | None = None
+    spec: P | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout is None:
+            shape: tuple[int, ...] = getattr(self.kernel, "shape", ())
+            if len(shape) == 2 and shape[0] == shape[1]:
+                raise ValueError(f"layout: got None for a kernel {shape}, expected 'hv' ([H, V]) or 'vh' ([V, H])")
+            object.__setattr__(self, "layout", "hv")
+        check_choice("layout", self.layout, Layout)
+        check_number("scale", self.scale)
+        if self.softcap is not None:
+            check_number("softcap", self.softcap, above=0)
+        if self.vocab_size is not None and (not isinstance(self.vocab_size, (int, np.integer)) or self.vocab_size < 1):
+            raise ValueError(f"vocab_size: got {self.vocab_size}, expected at least 1, or None")
+
+    @property
+    def v_dim(self) -> int:
+        """The kernel's dimension of the vocabulary."""
+        return 1 if self.layout == "hv" else 0
+
+    def check(self, name: str, features: int) -> None:
+        """Raises where the parameters do not fit each other or hidden states of that many features."""
+        check_floating(f"{name}.kernel", self.kernel, 2, "[H, V] or [V, H]")
+        columns = self.kernel.shape[self.v_dim]
+        if self.bias is not None:
+            check_floating(f"{name}.bias", self.bias, 1, "[V]")
+            if self.bias.shape != (columns,):
+                raise ValueError(f"{name}.bias: got shape {self.bias.shape}, expected {(columns,)}, one a column")
+        if self.lora is not None:
+            if not isinstance(self.lora, LoRA):
+                raise TypeError(f"{name}.lora: got {type(self.lora).__name__}, expected LoRA or None")
+            check_floating(f"{name}.lora.a", self.lora.a, 2, "[H, r]")
+            check_floating(f"{name}.lora.b", self.lora.b, 2, "[r, V]")
+            rank = self.lora.a.shape[1]
+            if self.lora.a.shape[0] != features:
+                raise ValueError(f"{name}.lora.a: got shape {self.lora.a.shape}, expected [H, r] with H = {features}")
+            if self.lora.b.shape != (rank, columns):
+                raise ValueError(f"{name}.lora.b: got shape {self.lora.b.shape}, expected {(rank, columns)}, [r, V]")
+
+
+def as_head(name: str, head: Any) -> Head:
+    """The head itself, or one of a bare `[H, V]` kernel."""
+    if isinstance(head, Head):
+        return head
+    if isinstance(head, (jax.Array, np.ndarray)):
+        return Head(head)  # type: ignore[arg-type]
+    raise TypeError(
+        f"{name}: got {type(head).__name__}, expected a jaxppo.Head or a bare [H, V] array; what a module holds beside "
+        "its kernel (a bias, adapters) is given as Head(kernel, bias=..., lora=LoRA(a, b, scale))"
+    )

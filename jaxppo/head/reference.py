@@ -1,0 +1,62 @@
+"""The shortest obviously right log-probs and entropy: one device, f32, every array written out, JAX's own gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxppo.head.head import as_head
+from jaxppo.head.stats import TokenStats
+
+
+def reference_from_logits(
+    logits: Any,
+    targets: Any,
+    *,
+    temperature: Any = 1.0,
+    entropy: Any = "none",
+    nucleus: Any = None,
+    where: Any = None,
+    vocab_size: Any = None,
+) -> TokenStats:
+    """`log_probs_from_logits`, in the arithmetic of its arguments' dtype but at least f32."""
+    temperature = jnp.asarray(temperature)
+    if temperature.ndim:
+        temperature = (temperature if where is None else jnp.where(where, temperature, 1))[..., None]
+    z = logits[..., :vocab_size].astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
+    z = z if where is None else jnp.where(where[..., None], z, 0)
+    y = targets if where is None else jnp.where(where, targets, 0)
+    is_target = y[..., None] == jnp.arange(z.shape[-1])
+    inside = z if nucleus is None else jnp.where(nucleus[..., :vocab_size] | is_target, z, -jnp.inf)
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(inside), y[..., None], axis=-1)[..., 0]
+    log_probs = jnp.where((y >= 0) & (y < z.shape[-1]), log_probs, jnp.nan)
+    log_p = jax.nn.log_softmax(z)
+    plogp = jnp.where(jnp.exp(log_p) > 0, jnp.exp(log_p) * jnp.where(jnp.exp(log_p) > 0, log_p, 0), 0)
+    h = -plogp.sum(-1)
+    if where is not None:
+        log_probs, h = jnp.where(where, log_probs, 0), jnp.where(where, h, 0)
+    found = {"none": None, "metric": jax.lax.stop_gradient(h), "bonus": h}[entropy]
+    return TokenStats(log_probs, found, entropy_mode=entropy)
+
+
+def reference_from_hidden(
+    hidden: Any, head: Any, targets: Any, *, nucleus_ids: Any = None, **options: Any
+) -> TokenStats:
+    """`log_probs_from_hidden` through logits; `options` are those of `reference_from_logits`."""
+    head = as_head("head", head)
+    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    where = options.get("where")
+    hidden = hidden if where is None else jnp.where(where[..., None], hidden, 0)
+    hidden, kernel = hidden.astype(dtype), head.kernel if head.layout == "hv" else head.kernel.T
+    product = lambda a, b: jnp.matmul(a, b.astype(dtype), precision="highest")  # noqa: E731
+    logits = product(hidden, kernel)
+    logits = logits if head.bias is None else logits + head.bias.astype(dtype)
+    if head.lora is not None:
+        logits = logits + head.lora.scale * product(product(hidden, head.lora.a), head.lora.b)
+    logits = head.scale * logits
+    logits = logits if head.softcap is None else head.softcap * jnp.tanh(logits / head.softcap)
+    if nucleus_ids is not None:
+        options["nucleus"] = (nucleus_ids[..., None] == jnp.arange(logits.shape[-1])).any(-2)
+    return reference_from_logits(logits, targets, vocab_size=head.vocab_size, **options)

@@ -1,0 +1,231 @@
+"""Online softmax statistics of blocks of logits, how they merge, and the gradient that they determine.
+
+Per token, over any set of logits z with maximum m:  s = sum exp(z - m),  u = sum exp(z - m) * (z - m).
+Sums of two disjoint sets merge after both are rescaled to the larger maximum. m and log s stay apart: folded into one
+log-sum-exp, logits of 1e4 would cost four digits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxppo._sharding import ShardAxes, vary
+
+
+class Sums(NamedTuple):
+    """Softmax sums of some of the logits of N tokens, f32[N] each; None where not asked for.
+
+    m, s, u are over all the logits, nucleus_m and nucleus_s over those that the sampler could draw, z_y is the target's
+    logit, 0 where it is not among them, total the sum of all the logits, top the `top_key` of the largest.
+    """
+
+    m: Any
+    s: Any
+    u: Any
+    nucleus_m: Any
+    nucleus_s: Any
+    z_y: Array
+    total: Array | None = None
+    top: Array | None = None
+
+
+class Residuals(NamedTuple):
+    """What the backward needs beside its inputs: f32[N] each, None where no gradient asks for it."""
+
+    m: Any
+    log_s: Any
+    entropy: Any
+    nucleus_m: Any
+    nucleus_log_s: Any
+
+    def without_entropy(self, nucleus_only: bool) -> Residuals:
+        """What the gradient of the log-probs alone needs."""
+        return self._replace(m=None, log_s=None, entropy=None) if nucleus_only else self._replace(entropy=None)
+
+
+def _exp_below(z: Array, m: Array) -> tuple[Array, Array]:
+    """exp(z - m) and z - m; a row without any finite logit gives zeros."""
+    d = z - jnp.where(m == -jnp.inf, 0, m)[:, None]
+    return jnp.exp(d), d
+
+
+def empty_sums(count: int, *, full: bool, entropy: bool, nucleus: bool, logit_stats: bool = False) -> Sums:
+    """The sums of no logits."""
+    low, zero = jnp.full(count, -jnp.inf, jnp.float32), jnp.zeros(count, jnp.float32)
+    return Sums(
+        m=low if full else None,
+        s=zero if full else None,
+        u=zero if entropy else None,
+        nucleus_m=low if nucleus else None,
+        nucleus_s=zero if nucleus else None,
+        z_y=zero,
+        total=zero if logit_stats else None,
+        top=jnp.full(count, jnp.iinfo(jnp.int32).min, jnp.int32) if logit_stats else None,
+    )
+
+
+def top_key(z: Float[Array, "N B"], is_target: Bool[Array, "N B"]) -> Int[Array, "N B"]:
+    """Integers in the order of the logits, the lowest bit set at the target.
+
+    The largest of them says whether the target is a likeliest token, with both read at once: a program may compute a
+    logit twice, an ulp apart, so that the target's is never to be compared with the maximum. Logits an ulp apart are
+    equal here.
+    """
+    bits = lax.bitcast_convert_type(z, jnp.int32)
+    ordered = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
+    return (ordered & ~1) | is_target
+
+
+def block_sums(
+    z: Float[Array, "N B"],
+    z_y: Float[Array, "N"],
+    is_target: Bool[Array, "N B"],
+    nucleus: Bool[Array, "N B"] | None,
+    like: Sums,
+) -> Sums:
+    """The sums of one block of logits; columns that do not exist hold -inf.
+
+    Args:
+      z: f32 logits, after soft-cap and temperature.
+      z_y: the target's logit where the block holds it, else 0.
+      is_target: one-hot of the target.
+      nucleus: the columns that the sampler could draw, the target's included.
+      like: which sums to compute.
+    """
+    m = s = u = nucleus_m = nucleus_s = total = top = None
+    if like.m is not None:
+        m = z.max(axis=1)
+        e, d = _exp_below(z, m)
+        s = e.sum(axis=1)
+        if like.u is not None:
+            u = jnp.where(e > 0, e * d, 0).sum(axis=1)
+    if nucleus is not None:
+        inside = jnp.where(nucleus, z, -jnp.inf)
+        nucleus_m = inside.max(axis=1)
+        nucleus_s = _exp_below(inside, nucleus_m)[0].sum(axis=1)
+    if like.total is not None:
+        total = jnp.where(z > -jnp.inf, z, 0).sum(axis=1)
+        top = top_key(z, is_target).max(axis=1)
+    return Sums(m, s, u, nucleus_m, nucleus_s, z_y, total, top)
+
+
+def _rescale(sums: Sums, m: Array | None, nucleus_m: Array | None) -> Sums:
+    """The same sums relative to larger maxima."""
+
+    def factor(old: Array, new: Array) -> tuple[Array, Array]:
+        delta = jnp.where(old == -jnp.inf, 0, old - new)  # -inf - -inf is NaN; the sums are 0 there
+        return jnp.exp(delta), delta
+
+    s, u, nucleus_s = sums.s, sums.u, sums.nucleus_s
+    if m is not None:
+        f, delta = factor(sums.m, m)
+        # f can be 0 where delta is huge: then neither sum has anything left of it
+        u = None if u is None else jnp.where(f > 0, f * (u + s * delta), 0)
+        s = s * f
+    if nucleus_m is not None:
+        nucleus_s = nucleus_s * factor(sums.nucleus_m, nucleus_m)[0]
+    return Sums(m, s, u, nucleus_m, nucleus_s, sums.z_y, sums.total)
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return None if a is None else jnp.maximum(a, b)
+
+
+def merge(a: Sums, b: Sums) -> Sums:
+    """The sums of two disjoint sets of logits of the same tokens."""
+    m, nucleus_m = _larger(a.m, b.m), _larger(a.nucleus_m, b.nucleus_m)
+    top = _larger(a.top, b.top)
+    a, b = _rescale(a, m, nucleus_m), _rescale(b, m, nucleus_m)
+    added = jax.tree.map(jnp.add, a._replace(m=None, nucleus_m=None), b._replace(m=None, nucleus_m=None))
+    return added._replace(m=m, nucleus_m=nucleus_m, top=top)
+
+
+def combine(sums: Sums, axes: ShardAxes) -> Sums:
+    """The sums over all vocabulary shards: one max and one sum over the tensor axis."""
+    if not axes.tensor:
+        return sums
+    sums = jax.tree.map(lambda x: vary(x, axes.tensor), sums)
+    # constants: the sums do not depend on them, and JAX has no derivative of a pmax
+    maxima = _all_at_once(lambda x: lax.pmax(lax.stop_gradient(x), axes.tensor), (sums.m, sums.nucleus_m))
+    top = None if sums.top is None else lax.pmax(sums.top, axes.tensor)
+    rescaled = _rescale(sums, *maxima)._replace(m=None, nucleus_m=None)
+    summed = _all_at_once(lambda x: lax.psum(x, axes.tensor), rescaled)
+    return summed._replace(m=maxima[0], nucleus_m=maxima[1], top=top)
+
+
+def _all_at_once(reduce: Any, tree: Any) -> Any:
+    """`reduce` applied to the stacked leaves, so that it is one collective."""
+    leaves, treedef = jax.tree.flatten(tree)
+    if len(leaves) == 1:
+        return jax.tree.unflatten(treedef, [reduce(leaves[0])])
+    return jax.tree.unflatten(treedef, list(reduce(jnp.stack(leaves))))
+
+
+def finish(sums: Sums, target_exists: Bool[Array, "N"]) -> tuple[Array, Array | None, Residuals]:
+    """Log-probs, entropy and residuals from the sums over the whole vocabulary; NaN where the target does not exist."""
+    log_s = None if sums.s is None else jnp.log(sums.s)
+    nucleus_log_s = None if sums.nucleus_s is None else jnp.log(sums.nucleus_s)
+    entropy = None if sums.u is None else log_s - sums.u / sums.s
+    # through log s, so that the gradient of a target that does not exist is NaN too
+    log_s, nucleus_log_s = (None if x is None else jnp.where(target_exists, x, jnp.nan) for x in (log_s, nucleus_log_s))
+    top, log_sum = (sums.m, log_s) if sums.nucleus_m is None else (sums.nucleus_m, nucleus_log_s)
+    d_y = sums.z_y - top
+    # at most 0, also where the target's logit and the maximum were computed an ulp apart
+    log_probs = d_y - lax.stop_gradient(jnp.maximum(d_y, 0)) - log_sum
+    return log_probs, entropy, Residuals(sums.m, log_s, entropy, sums.nucleus_m, nucleus_log_s)
+
+
+def logit_stats(sums: Sums, residuals: Residuals, columns: int) -> tuple[Array, Array, Array] | None:
+    """log_z, the log-sum-exp of all the logits, their mean, and 1 where the target is a likeliest token (a constant).
+
+    None where the sums lack what they take.
+    """
+    if sums.total is None or sums.top is None:
+        return None
+    return residuals.m + residuals.log_s, sums.total / columns, (sums.top & 1).astype(jnp.float32)
+
+
+def dlogits(
+    z: Float[Array, "N B"],
+    is_target: Bool[Array, "N B"],
+    nucleus: Bool[Array, "N B"] | None,
+    residuals: Residuals,
+    g: Float[Array, "N"],
+    e: Float[Array, "N"] | None,
+    of_logit_stats: tuple[Float[Array, "N"], ...] | None,
+    columns: int,
+) -> Float[Array, "N B"]:
+    """dz_j = g * ([j = y] - p_j) - e * p_j * (log p_j + entropy) + a * p_j + b / columns.
+
+    In the first term p is over the nucleus.
+
+    Args:
+      z: f32 logits, -inf in columns that do not exist.
+      is_target: one-hot of the target.
+      nucleus: the columns that the sampler could draw, or None for all.
+      residuals: of the whole vocabulary.
+      g: the cotangent of the log-prob.
+      e: the cotangent of the entropy, or None.
+      of_logit_stats: (a, b, ...), the cotangents of log_z and the mean logit, or None.
+      columns: of the whole vocabulary.
+    """
+    column = lambda x: x[:, None]  # noqa: E731
+    log_p: Any = None
+    if residuals.m is not None:
+        log_p = (z - column(residuals.m)) - column(residuals.log_s)
+    if nucleus is None:
+        p = jnp.exp(log_p)
+    else:
+        p = jnp.where(nucleus, jnp.exp((z - column(residuals.nucleus_m)) - column(residuals.nucleus_log_s)), 0)
+    dz = column(g) * (is_target - p)
+    if e is not None:
+        full_p = jnp.exp(log_p)
+        dz -= column(e) * jnp.where(full_p > 0, full_p * (log_p + column(residuals.entropy)), 0)
+    if of_logit_stats is not None:
+        dz += column(of_logit_stats[0]) * jnp.exp(log_p) + column(of_logit_stats[1]) / columns
+    return dz

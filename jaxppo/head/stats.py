@@ -1,0 +1,93 @@
+"""What both ways to log-probs share: their result, their checks, their options."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxppo._arrays import check_integers
+
+Entropy = Literal["none", "metric", "bonus"]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["log_probs", "entropy", "log_z", "mean_logit", "accuracy"],
+    meta_fields=["entropy_mode"],
+)
+@dataclasses.dataclass(frozen=True)
+class TokenStats:
+    """What a loss reads of a head's distribution at each token; f32 `[R, T]` each, None where it is not asked for.
+
+    Args:
+      log_probs: of the targets.
+      entropy: of the distribution, nats.
+      log_z: the log-sum-exp of the logits.
+      mean_logit: the mean of the logits.
+      accuracy: 1 where no token is likelier than the target, else 0.
+      entropy_mode: how the entropy was computed; static. By default "bonus" with an entropy, else "none".
+
+    Example:
+      >>> TokenStats(jnp.zeros((1, 2))).entropy_mode
+      'none'
+    """
+
+    log_probs: Float[Array, "R T"]
+    entropy: Float[Array, "R T"] | None = None
+    log_z: Float[Array, "R T"] | None = None
+    mean_logit: Float[Array, "R T"] | None = None
+    accuracy: Float[Array, "R T"] | None = None
+    entropy_mode: Entropy | None = None
+
+    def __post_init__(self) -> None:
+        if self.entropy_mode is None:
+            object.__setattr__(self, "entropy_mode", "none" if self.entropy is None else "bonus")
+
+
+def stats_of(log_probs: Any, entropy: Any, of_logits: tuple[Any, ...] | None, mode: Entropy) -> TokenStats:
+    """From log-probs, entropies and, where they were asked for, (log_z, mean_logit, accuracy)."""
+    log_z, mean_logit, accuracy = of_logits or (None, None, None)
+    return TokenStats(log_probs, entropy, log_z, mean_logit, accuracy, mode)
+
+
+def check_targets(targets: Any, shape: tuple[int, ...], source: str) -> None:
+    check_integers("targets", targets)
+    if targets.shape != shape:
+        raise ValueError(f"targets: got shape {targets.shape}, expected {shape}, the [R, T] of {source}")
+
+
+def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
+    """The ids as i32, where narrower ones could not name a column and wider ones would lose their high bits."""
+    ids = jnp.asarray(ids)
+    if ids.dtype.itemsize > 4:
+        ids = jnp.where((ids >= 0) & (ids < 2**31), ids, -1)
+    return ids.astype(jnp.int32)  # u32 from 2**31 on comes out below 0, which is no column either
+
+
+def check_where(where: Any, shape: tuple[int, ...]) -> None:
+    if where is not None and where.shape != shape:
+        raise ValueError(f"where: got shape {where.shape}, expected {shape}, the shape of targets")
+
+
+def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""] | Float[Array, "R T"]:
+    """The temperature in f32, a scalar or one a token, a constant; NaN where it is not above 0."""
+    if isinstance(temperature, (int, float, np.number)) and not float(temperature) > 0:
+        raise ValueError(f"temperature: got {temperature}, expected a positive number")
+    temperature = jnp.asarray(temperature, jnp.float32)
+    if temperature.shape not in ((), shape):
+        raise ValueError(f"temperature: got shape {temperature.shape}, expected a scalar or {shape}, one a token")
+    return jax.lax.stop_gradient(jnp.where(temperature > 0, temperature, jnp.nan))
+
+
+def check_vocab_size(vocab_size: int | None, columns: int) -> int:
+    if vocab_size is None:
+        return columns
+    if not 0 < vocab_size <= columns:
+        raise ValueError(f"vocab_size: got {vocab_size}, expected 1 to {columns}, the columns there are")
+    return vocab_size

@@ -1,0 +1,358 @@
+"""`policy_loss`: log-probs, a batch and a config to a scalar loss and its metrics, on any mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from jaxppo._arrays import Aggregation, is_zero, masked
+from jaxppo._sharding import ParallelMesh, Segments, ShardAxes
+from jaxppo.aggregation import Normalizer
+from jaxppo.batch import RolloutBatch
+from jaxppo.config import PolicyLossConfig
+from jaxppo.head.from_hidden import prepare_head
+from jaxppo.head.head import Head
+from jaxppo.head.stats import Entropy, TokenStats
+from jaxppo.kl import KL, k3, kl_divergence, log_ratio
+from jaxppo.losses.token_loss import ONE_PASS_BYTES, Step, TokenLoss, Values, loss_of_hidden, loss_of_stats
+from jaxppo.metrics import Composite, Metric, Metrics, Term
+from jaxppo.off_policy import OffPolicyConfig
+from jaxppo.off_policy import correction as off_policy_correction
+
+_OLD = {"old": "old_log_probs", "rollout": "rollout_log_probs"}
+
+
+def policy_loss(
+    stats: TokenStats,
+    batch: RolloutBatch,
+    config: PolicyLossConfig,
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizer: Normalizer | None = None,
+    selected: Float[Array, "R T"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """The loss of a batch: sum over tokens of weight * (policy loss + kl.coef * KL - entropy_coef * entropy).
+
+    Differentiable in `stats` alone: the batch and the coefficients are constants. Positions with loss mask 0 may hold
+    anything, NaN included. A batch that is one of a step's micro-batches wants the step's `normalizer`: its own
+    denominators would make another loss, and where it can be seen that they would, they are refused.
+
+    Args:
+      stats: `f32[R, T]` log-probs of the targets, and entropies; see `log_probs_from_hidden`.
+      batch: `[R, T]`; needs `advantages`, and the log-probs that `config` compares with.
+      config: which loss.
+      parallel: the mesh; rows sharded over data, positions over context.
+      normalizer: the denominators of the whole step where the batch is one of its micro-batches; the batch's own
+        by default.
+      selected: `f32[R, T]`, the `covariance_mask` of the whole step; for ClipCov and KLCov.
+
+    Returns:
+      The scalar f32 loss, and metrics by name: `metrics.values` finishes them. By what they are normalised by:
+
+      - the loss's own weights, adding up over micro-batches: `loss`, `pg_loss`;
+      - loss tokens (or those weights, see `config.metric_aggregation`): `entropy`, `kl` (to the reference), `ppo_kl`
+        (mean of old_log_prob - log_prob), `ratio_mean`, the loss's `clip_fraction`, `clip_fraction_lower` and the
+        like, the correction's `tis`, `rejected_fraction` and the like, `sampler_log_prob_abs_diff`, `sampler_k3`;
+      - nothing, being extremes over loss tokens: `ratio_min`, `ratio_max`;
+      - loss tokens, as a share: `effective_sample_size`, (sum r)^2 / (N sum r^2);
+      - `broken_rules`: bits, 0 where the batch is sound; `metrics.explain` says what they mean. Where it is not 0, the
+        loss is NaN.
+
+    Raises:
+      ValueError, TypeError: an array that the config needs and the batch lacks, shapes that differ, a bonus on
+        entropies that have no gradient, a normalizer of another aggregation or none for a micro-batch, rows in another
+        context layout than the mesh's.
+
+    Example:
+      >>> sample = Sample([1, 2, 3], response_start=1, advantages=[1.0, 1.0], old_log_probs=[-0.5, -2.0])
+      >>> batch = RolloutBatch.from_samples([sample], row_length=3)
+      >>> loss, metrics = policy_loss(TokenStats(jnp.array([[-0.5, -2.0, 0.0]])), batch, PolicyLossConfig())
+      >>> float(loss), float(metrics["ratio_max"].value)
+      (-1.0, 1.0)
+    """
+    _check_batch(batch, config, selected)
+    _check_stats(stats, batch, config)
+    return loss_of_stats("policy_loss", _token_loss(config), stats, batch, parallel, normalizer, selected)
+
+
+def policy_loss_from_hidden(
+    hidden: Float[Array, "R T H"],
+    head: Head | Float[Array, "H V"],
+    batch: RolloutBatch,
+    config: PolicyLossConfig,
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizer: Normalizer | None = None,
+    selected: Float[Array, "R T"] | None = None,
+    temperature: float | Array = 1.0,
+    nucleus_ids: Int[Array, "R T K"] | None = None,
+    hidden_spec: P | None = None,
+    one_pass_bytes: int = ONE_PASS_BYTES,
+    block_bytes: int | None = None,
+    keep_logits: bool = True,
+) -> tuple[Float[Array, ""], Metrics]:
+    """`policy_loss` after `log_probs_from_hidden`; only tokens that carry loss meet the head's kernel.
+
+    Where the loss of a token depends on its own log-prob and entropy only, gradients are computed while the logits of a
+    block of tokens are at hand: three matrix products instead of four. That takes a block's logits over the device's
+    part of the vocabulary, and an f32 gradient of the kernel, beside the result where the kernel has another dtype or
+    devices' gradients are summed. The logits of the first H tokens, where so many count, are put into that gradient's
+    memory before it is. Where they do not fit `one_pass_bytes`, where the kernel is sharded over FSDP axes, or the
+    hidden states by position over the tensor axis, the log-probs come first and the head is walked again for the
+    gradients. The numbers are the same to f32 rounding; `sharding.audit` notes which way a program goes.
+
+    Args:
+      hidden: `[R, T, H]`, see `log_probs_from_hidden`.
+      head: a `Head`, or its bare kernel `[H, V]`.
+      batch: `[R, T]`, see `policy_loss`; its targets and loss mask say what is computed.
+      config: which loss.
+      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
+      normalizer: see `policy_loss`.
+      selected: see `policy_loss`.
+      temperature: see `log_probs_from_hidden`.
+      nucleus_ids: see `log_probs_from_hidden`.
+      hidden_spec: see `log_probs_from_hidden`.
+      one_pass_bytes: what the one pass may take on each device beside its results; 0 for never.
+      block_bytes: see `log_probs_from_hidden`; for two passes.
+      keep_logits: likewise.
+
+    Returns:
+      The scalar f32 loss and metrics by name.
+
+    Raises:
+      TypeError, ValueError: as the two functions do.
+
+    Example:
+      >>> sample = Sample([1, 2, 3], response_start=1, advantages=[1.0, 1.0], old_log_probs=[-np.log(4)] * 2)
+      >>> batch = RolloutBatch.from_samples([sample], row_length=3)
+      >>> loss, _ = policy_loss_from_hidden(jnp.ones((1, 3, 2)), jnp.zeros((2, 4)), batch, PolicyLossConfig())
+      >>> float(loss)
+      -1.0
+    """
+    _check_batch(batch, config, selected)
+    loss = _token_loss(config)
+    prepared = prepare_head(
+        hidden,
+        head,
+        batch.targets,
+        parallel=parallel,
+        temperature=temperature,
+        entropy=loss.entropy,
+        nucleus_ids=nucleus_ids,
+        where=batch.loss_mask > 0,
+        hidden_spec=hidden_spec,
+        block_bytes=block_bytes,
+        keep_logits=keep_logits,
+    )
+    return loss_of_hidden(
+        "policy_loss_from_hidden", loss, prepared, batch, parallel, normalizer, selected, one_pass_bytes
+    )
+
+
+def _check_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfig) -> None:
+    """Raises where the config asks for what the statistics lack, or where shapes differ."""
+    if not isinstance(stats, TokenStats):
+        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
+    shape = batch.loss_mask.shape
+    for name, array in (("stats.log_probs", stats.log_probs), ("stats.entropy", stats.entropy)):
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name}: got shape {array.shape}, expected the batch's, {shape}")
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name}: got {array.dtype}, expected a floating-point dtype such as float32")
+    if config.entropy_mode == "bonus" and stats.entropy is None:
+        raise ValueError(f"stats.entropy: got None, expected f32[R, T] for entropy_coef={config.entropy_coef}")
+    if config.entropy_mode == "bonus" and stats.entropy_mode != "bonus":
+        raise ValueError(
+            f"stats: got entropies of mode {stats.entropy_mode!r}, which have no gradient, expected 'bonus' for "
+            f"entropy_coef={config.entropy_coef}: log_probs_from_hidden(..., entropy=config.entropy_mode)"
+        )
+
+
+def _check_batch(batch: RolloutBatch, config: PolicyLossConfig, selected: Float[Array, "R T"] | None) -> None:
+    if not isinstance(batch, RolloutBatch):
+        raise TypeError(f"batch: got {type(batch).__name__}, expected RolloutBatch")
+    shape = batch.loss_mask.shape
+    if len(shape) != 2:
+        raise ValueError(f"batch: got a loss mask of shape {shape}, expected [R, T], one micro-batch")
+    check_needed(batch, config)
+    selects = config.loss.selects is not None
+    if selects != (selected is not None) or (selected is not None and selected.shape != shape):
+        got = "None" if selected is None else f"shape {selected.shape}"
+        expected = f"the step's covariance_mask(stats, batch, config, key), {shape}," if selects else "None"
+        raise ValueError(f"selected: got {got}, expected {expected} with loss={config.loss}")
+
+
+def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:
+    """Raises ValueError where the config asks for an array that the batch lacks, or one has another shape."""
+    needed = {"advantages": "every policy loss"}
+    if config.ratio_to in _OLD:
+        needed[_OLD[config.ratio_to]] = f"ratio_to={config.ratio_to!r}"
+    if config.penalises_kl:
+        needed["ref_log_probs"] = f"kl={config.kl}"
+    off_policy = config.off_policy
+    if off_policy is not None and off_policy.needs_rollout_log_probs:
+        needed["rollout_log_probs"] = f"off_policy={off_policy}"
+    if off_policy is not None and off_policy.batch_normalize:
+        needed["old_log_probs"] = "off_policy.batch_normalize"
+    for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
+        array = getattr(batch, name)
+        if array is None and name in needed:
+            raise ValueError(f"batch.{name}: got None, expected f32[R, T] for {needed[name]}")
+        if array is not None and array.shape != batch.loss_mask.shape:
+            raise ValueError(
+                f"batch.{name}: got shape {array.shape}, expected the loss mask's, {batch.loss_mask.shape}"
+            )
+
+
+def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: PolicyLossConfig) -> Float[Array, "R T"]:
+    """What the ratio of the config is over; a constant of differentiation."""
+    name = _OLD.get(config.ratio_to)
+    return lax.stop_gradient(log_probs if name is None else getattr(batch, name))
+
+
+def _token_loss(config: PolicyLossConfig) -> PolicyTokenLoss:
+    """The config's loss; its coefficients, where they count, as arrays, so that no number of them compiles anew."""
+    as_array = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
+    if not is_zero(config.entropy_coef):
+        config = dataclasses.replace(config, entropy_coef=as_array(config.entropy_coef))
+    kl = config.kl
+    if kl is not None and config.penalises_kl:
+        config = dataclasses.replace(config, kl=KL(as_array(kl.coef), kl.estimator, kl.importance))
+    return PolicyTokenLoss(config)
+
+
+class Correction(NamedTuple):
+    """What the off-policy correction says of each token."""
+
+    weights: Float[Array, "R T"]
+    """0 on the tokens that it leaves out."""
+    values: Values
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyTokenLoss(TokenLoss):
+    """The policy loss of a token, with its penalties."""
+
+    config: PolicyLossConfig
+
+    @property
+    def aggregation(self) -> Aggregation:  # type: ignore[override]
+        return self.config.aggregation
+
+    @property
+    def aggregation_norm(self) -> float | None:  # type: ignore[override]
+        return self.config.aggregation_norm
+
+    @property
+    def entropy(self) -> Entropy:
+        return "bonus" if isinstance(self.config.entropy_coef, jax.Array) else "metric"
+
+    @property
+    def off_policy(self) -> OffPolicyConfig | None:
+        return self.config.off_policy
+
+    @property
+    def token_local(self) -> bool:
+        off = self.config.off_policy
+        given = off is None or (off.trainer == "old" and self.config.ratio_to != "current" and off.opsm_delta is None)
+        return self.config.loss.token_local and given
+
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
+        given = {
+            "log_probs": stats and stats.log_probs,
+            "advantages": batch.advantages,
+            "rollout_log_probs": batch.rollout_log_probs,
+        }
+        if self.config.ratio_to == "old":
+            given["old_log_probs"] = batch.old_log_probs
+        if self.config.kl is not None:
+            given["ref_log_probs"] = batch.ref_log_probs
+        return given
+
+    def constants(self, stats: TokenStats | None, step: Step) -> Correction | None:
+        """The off-policy correction, None without one."""
+        off_policy, batch, segments = self.config.off_policy, step.batch, step.segments
+        if off_policy is None:
+            return None
+        assert batch.advantages is not None  # check_needed sees to it
+        log_probs = jnp.zeros_like(batch.advantages) if stats is None else stats.log_probs
+        weights, values = off_policy_correction(
+            log_probs,
+            old_log_probs(log_probs, batch, self.config),
+            batch.rollout_log_probs,
+            batch.advantages,
+            batch.loss_mask,
+            segments,
+            off_policy,
+            step.normalizer.weight_mean,
+        )
+        if off_policy.opsm_fraction == "response" and "opsm_clipfrac" in values:
+            values = values | {"opsm_clipfrac": values["opsm_clipfrac"] * _response_share(batch, segments)}
+        return Correction(weights, values)
+
+    def per_token(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> tuple[Float[Array, "R T"], Values]:
+        correction, selected = constants
+        config, mask = self.config, batch.loss_mask
+        select = lambda x: masked(x, mask)  # noqa: E731
+        log_probs = select(stats.log_probs)
+        old = select(old_log_probs(stats.log_probs, batch, config))
+        assert batch.advantages is not None  # check_needed sees to it
+        advantages = lax.stop_gradient(select(batch.advantages))
+        extra = {} if selected is None else {"selected": select(selected)}
+        losses, indicators = config.loss(log_probs, old, advantages, mask=mask, segments=segments, **extra)
+        values = dict(indicators)
+        if correction is not None:
+            losses = losses * correction.weights
+            values |= correction.values
+        ratio = jnp.exp(log_ratio(log_probs, old))
+        values |= {"pg_loss": losses, "ppo_kl": old - log_probs, "ratio": ratio}
+        if stats.entropy is not None:
+            values["entropy"] = select(stats.entropy)
+            losses = losses - config.entropy_coef * values["entropy"] if self.entropy == "bonus" else losses
+        if config.kl is not None and batch.ref_log_probs is not None:
+            importance = ratio if config.kl.importance else None
+            reference = select(batch.ref_log_probs)
+            values["kl"] = kl_divergence(log_probs, reference, config.kl.estimator, importance)
+            losses = losses + config.kl.coef * values["kl"] if isinstance(config.kl.coef, jax.Array) else losses
+        if batch.rollout_log_probs is not None:
+            rollout = select(batch.rollout_log_probs)
+            trainer = old if config.ratio_to == "old" else log_probs
+            values["sampler_log_prob_abs_diff"] = jnp.abs(trainer - rollout)
+            values["sampler_k3"] = k3(trainer - rollout)
+        return select(losses), values
+
+    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
+        values = dict(values)
+        ratio, pg_loss = values.pop("ratio"), values.pop("pg_loss")
+        by_token = self.config.metric_aggregation == "token_mean"
+        each: Callable[[jax.Array], Term] = lambda x: (x, mask, "mean") if by_token else (x, weights, "sum")  # noqa: E731
+        terms = {name: each(value) for name, value in values.items()}
+        terms |= {"pg_loss": (pg_loss, weights, "sum"), "ratio_mean": each(ratio)}
+        terms |= {"ratio_min": (ratio, mask, "min"), "ratio_max": (ratio, mask, "max")}
+        return terms | {"first": (ratio, mask, "mean"), "second": (ratio**2, mask, "mean")}
+
+    def metrics(self, found: dict[str, Metric]) -> Metrics:
+        moments = {name: found.pop(name) for name in ("first", "second")}
+        return {**found, "effective_sample_size": Composite(moments, _effective_sample_size)}
+
+
+def _response_share(batch: RolloutBatch, segments: Segments) -> Float[Array, "R T"]:
+    """Each sequence's number of positions from its first loss token to its last, over that of its loss tokens."""
+    mask, positions = batch.loss_mask, batch.positions.astype(jnp.float32)
+    span = segments.max(positions, mask) + segments.max(-positions, mask) + 1
+    count = segments.sum((mask > 0).astype(jnp.float32))
+    return segments.spread(jnp.where(count > 0, span / jnp.maximum(count, 1), 0))
+
+
+def _effective_sample_size(first: jax.Array, second: jax.Array) -> jax.Array:
+    """(sum r)^2 / (N sum r^2), a share of the tokens: 1 where all ratios are equal, 0 where there is no token."""
+    return first**2 / jnp.where(second == 0, 1, second)

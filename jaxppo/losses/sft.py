@@ -1,0 +1,186 @@
+"""Supervised fine-tuning: the mean negative log-likelihood of the targets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from jaxppo._arrays import Aggregation, check_aggregation, check_number, masked
+from jaxppo._sharding import ParallelMesh, Segments, ShardAxes
+from jaxppo.aggregation import Normalizer
+from jaxppo.batch import RolloutBatch
+from jaxppo.head.from_hidden import prepare_head
+from jaxppo.head.head import Head
+from jaxppo.head.stats import TokenStats
+from jaxppo.losses.token_loss import ONE_PASS_BYTES, TokenLoss, Values, loss_of_hidden, loss_of_stats
+from jaxppo.metrics import Metrics, Term
+
+
+def sft_loss(
+    stats: TokenStats,
+    batch: RolloutBatch,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    aggregation: Aggregation = "token_mean",
+    aggregation_norm: float | None = None,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizer: Normalizer | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """The negative log-likelihood of the targets: loss = sum over tokens of weight_t * l_t.
+
+        l_t = (1 - label_smoothing) * -log_prob_t + label_smoothing * (log_z_t - mean_logit_t) + z_loss * log_z_t^2
+
+    log_z is the log-sum-exp of the logits, and log_z - mean_logit the mean of -log p over the vocabulary.
+
+    Differentiable in `stats`. Positions with loss mask 0 may hold anything, NaN included.
+
+    Args:
+      stats: `f32[R, T]` log-probs of the targets, see `log_probs_from_hidden`; of `logit_stats=True` for the next two.
+      batch: `[R, T]`; its loss mask and its sequences count.
+      label_smoothing: the share of a uniform target, in [0, 1).
+      z_loss: how much log_z is drawn to 0.
+      aggregation: the denominators, see `token_weights`.
+      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+      parallel: the mesh; rows sharded over data, positions over context.
+      normalizer: the denominators of the whole step where the batch is one of its micro-batches.
+
+    Returns:
+      The scalar f32 loss, and the metrics `loss` (adds up over micro-batches), `nll` (the mean of -log_prob over
+      tokens, nats), where stats has them `entropy`, `log_z` and `accuracy` (how often no token is likelier than the
+      target), and `broken_rules` (see `policy_loss`).
+
+    Raises:
+      TypeError: stats that are no `TokenStats`.
+      ValueError: an unknown aggregation, shapes that differ, options out of range, logit statistics that stats
+        lacks, a normalizer that does not fit (see `policy_loss`).
+
+    Example:
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
+      >>> loss, metrics = sft_loss(TokenStats(jnp.array([[-1.0, -2.0, jnp.nan]])), batch)
+      >>> float(loss), float(metrics["nll"].value)
+      (1.5, 1.5)
+
+    Label smoothing: Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; z-loss: Chowdhery et al. 2022, PaLM,
+    https://arxiv.org/abs/2204.02311
+    """
+    if not isinstance(stats, TokenStats):
+        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
+    loss = SFTTokenLoss(label_smoothing, z_loss, aggregation, aggregation_norm)
+    if (label_smoothing or z_loss) and stats.log_z is None:
+        raise ValueError(
+            f"stats.log_z: got None, expected f32[R, T] for label_smoothing={label_smoothing}, z_loss={z_loss}: pass "
+            "logit_stats=True to log_probs_from_hidden or log_probs_from_logits"
+        )
+    if stats.log_probs.shape != batch.loss_mask.shape or stats.log_probs.ndim != 2:
+        raise ValueError(
+            f"stats.log_probs: got shape {stats.log_probs.shape}, expected the batch's [R, T], {batch.loss_mask.shape}"
+        )
+    return loss_of_stats("sft_loss", loss, stats, batch, parallel, normalizer)
+
+
+def sft_loss_from_hidden(
+    hidden: Float[Array, "R T H"],
+    head: Head | Float[Array, "H V"],
+    batch: RolloutBatch,
+    *,
+    aggregation: Aggregation = "token_mean",
+    aggregation_norm: float | None = None,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizer: Normalizer | None = None,
+    temperature: float | Array = 1.0,
+    hidden_spec: P | None = None,
+    one_pass_bytes: int = ONE_PASS_BYTES,
+    block_bytes: int | None = None,
+    keep_logits: bool = True,
+) -> tuple[Float[Array, ""], Metrics]:
+    """The negative log-likelihood of the targets, in one pass where `policy_loss_from_hidden` would take one.
+
+    loss = sum over tokens of weight_t * -log_prob_t. For label smoothing and z-loss, see `sft_loss`.
+
+    Args:
+      hidden: `[R, T, H]`, see `log_probs_from_hidden`.
+      head: a `Head`, or its bare kernel `[H, V]`.
+      batch: `[R, T]`; its targets, loss mask and sequences count.
+      aggregation: the denominators, see `token_weights`.
+      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
+      normalizer: the denominators of the whole step where the batch is one of its micro-batches.
+      temperature: see `log_probs_from_hidden`.
+      hidden_spec: see `log_probs_from_hidden`.
+      one_pass_bytes: see `policy_loss_from_hidden`.
+      block_bytes: see `log_probs_from_hidden`; for two passes.
+      keep_logits: likewise.
+
+    Returns:
+      The scalar f32 loss, and the metrics of `sft_loss`.
+
+    Raises:
+      TypeError, ValueError: as `log_probs_from_hidden` and `sft_loss` do.
+
+    Example:
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
+      >>> loss, _ = sft_loss_from_hidden(jnp.ones((1, 3, 2)), jnp.zeros((2, 4)), batch)
+      >>> round(float(loss), 4)
+      1.3863
+    """
+    loss = SFTTokenLoss(0.0, 0.0, aggregation, aggregation_norm)
+    prepared = prepare_head(
+        hidden,
+        head,
+        batch.targets,
+        parallel=parallel,
+        temperature=temperature,
+        entropy="metric",
+        where=batch.loss_mask > 0,
+        hidden_spec=hidden_spec,
+        block_bytes=block_bytes,
+        keep_logits=keep_logits,
+    )
+    return loss_of_hidden("sft_loss_from_hidden", loss, prepared, batch, parallel, normalizer, None, one_pass_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTTokenLoss(TokenLoss):
+    """The negative log-likelihood of a token."""
+
+    label_smoothing: float
+    z_loss: float
+    aggregation: Aggregation
+    aggregation_norm: float | None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing: got {self.label_smoothing}, expected a number in [0, 1)")
+        check_number("z_loss", self.z_loss, least=0)
+        check_aggregation(self.aggregation, self.aggregation_norm)
+
+    @property
+    def token_local(self) -> bool:
+        return True
+
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
+        return {"log_probs": stats and stats.log_probs}
+
+    def per_token(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> tuple[Float[Array, "R T"], Values]:
+        select = lambda x: masked(x, batch.loss_mask)  # noqa: E731
+        nll = losses = -select(stats.log_probs)
+        if self.label_smoothing:
+            assert stats.log_z is not None  # sft_loss sees to it
+            assert stats.mean_logit is not None
+            uniform = select(stats.log_z) - select(stats.mean_logit)
+            losses = (1 - self.label_smoothing) * nll + self.label_smoothing * uniform
+        if self.z_loss:
+            assert stats.log_z is not None
+            losses = losses + self.z_loss * select(stats.log_z) ** 2
+        found = {"nll": nll, "entropy": stats.entropy, "log_z": stats.log_z, "accuracy": stats.accuracy}
+        return losses, {name: select(x) for name, x in found.items() if x is not None}
+
+    def terms(self, values: Values, weights: jax.Array, mask: jax.Array) -> dict[str, Term]:
+        return {name: (x, mask, "mean") for name, x in values.items()}

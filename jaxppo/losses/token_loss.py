@@ -1,0 +1,259 @@
+"""From statistics or hidden states to a loss: what policy and supervised losses share.
+
+A `TokenLoss` says what the loss of one token is. The way of a batch through it:
+
+1. `Step.of`: what each token counts for, over the whole step, and the rules that the batch breaks;
+2. `TokenLoss.constants`: what the loss reads that is known before the gradient, such as importance weights;
+3. `TokenLoss.per_token`: the loss of each token, and the values that metrics are made of;
+4. the sum over tokens and devices, and the metrics.
+
+From hidden states, step 3 is taken inside the head where the loss of a token depends on that token alone: one pass.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from jaxppo._arrays import PER_SEGMENT, Aggregation
+from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
+from jaxppo._traced import put_arrays, take_arrays
+from jaxppo.aggregation import Normalizer, step_normalizer, token_weights, weighted_sum
+from jaxppo.batch import RolloutBatch
+from jaxppo.head.from_hidden import ARRAYS, HeadCall, PreparedHead
+from jaxppo.head.hidden_rule import token_stats
+from jaxppo.head.one_pass import one_pass_loss, one_pass_of
+from jaxppo.head.stats import Entropy, TokenStats, stats_of
+from jaxppo.metrics import Composite, Metric, Metrics, Term, reduce_metrics
+from jaxppo.off_policy import OffPolicyConfig
+from jaxppo.rules import as_bits, count_broken
+
+ONE_PASS_BYTES = 48 * 2**20
+Values = dict[str, Float[Array, "R T"]]
+
+
+class TokenLoss(abc.ABC):
+    """The loss of a token: a frozen dataclass of hyperparameters, which may be traced."""
+
+    aggregation: Aggregation
+    aggregation_norm: float | None
+
+    @property
+    @abc.abstractmethod
+    def token_local(self) -> bool:
+        """Whether a token's loss depends on its own log-prob and entropy only, all else given by the batch."""
+
+    @property
+    def entropy(self) -> Entropy:
+        """How the head is to compute the entropy."""
+        return "metric"
+
+    @property
+    def off_policy(self) -> OffPolicyConfig | None:
+        """The correction whose mean weight the normalizer holds."""
+        return None
+
+    def constants(self, stats: TokenStats | None, step: Step) -> Any:
+        """Per-shard: a pytree of `[R, T]` constants; stats are None, and not needed, where the loss is token-local."""
+        return None
+
+    @abc.abstractmethod
+    def per_token(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> tuple[Float[Array, "R T"], Values]:
+        """Per-shard: the loss of each token before weighting, 0 outside the mask, and values, constants, by name."""
+
+    @abc.abstractmethod
+    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
+        """What metrics are made of."""
+
+    def metrics(self, found: dict[str, Metric]) -> Metrics:
+        """The metrics by name, from the reduced terms."""
+        return dict(found)
+
+    @abc.abstractmethod
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
+        """The arrays that the loss reads, by the names that rules know; stats are None before they are computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Per-shard: a batch as a part of its optimiser step.
+
+    Args:
+      batch: with an f32 loss mask.
+      segments: of its rows.
+      normalizer: of the whole step.
+      weights: `f32[R, T]`, what the loss of each token counts for; NaN where a rule is broken anywhere.
+      broken: how often each rule is broken, over all devices.
+    """
+
+    batch: RolloutBatch
+    segments: Segments
+    normalizer: Normalizer
+    weights: Float[Array, "R T"]
+    broken: dict[str, Metric]
+
+    @classmethod
+    def of(
+        cls,
+        axes: ShardAxes,
+        loss: TokenLoss,
+        stats: TokenStats | None,
+        batch: RolloutBatch,
+        normalizer: Normalizer | None,
+    ) -> Step:
+        """From the batch, the statistics where they are known, and the step's normalizer where there is one."""
+        batch = dataclasses.replace(batch, loss_mask=batch.loss_mask.astype(jnp.float32))
+        segments = batch.segments(axes)
+        normalizer = step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
+        weights = token_weights(batch.loss_mask, segments, normalizer, loss.aggregation_norm)
+        broken = _broken_rules(batch, segments, normalizer, loss.ruled(stats, batch))
+        bad = sum((metric.total for metric in broken.values()), jnp.float32(0)) > 0
+        # the weights, so that gradients are NaN too; not the sum of the losses, whose factor would be one more
+        # multiplication of the kernel's gradient
+        weights = weights * jnp.where(bad, jnp.nan, 1)
+        return cls(batch, segments, normalizer, weights, broken)
+
+
+def _broken_rules(
+    batch: RolloutBatch, segments: Segments, normalizer: Normalizer, ruled: Mapping[str, Any]
+) -> dict[str, Metric]:
+    structure = ("segment_ids", "positions", "loss_mask", "sample_ids")
+    arrays = {name: getattr(batch, name) for name in structure} | dict(ruled)
+    if normalizer.aggregation == "rollout_mean":
+        arrays["rollout_ids"] = batch.rollouts
+    counts = count_broken(lax.stop_gradient(arrays), segments, batch.real_last_targets)
+    one = jnp.ones(())
+    terms: dict[str, Term] = {name: (count, one, "sum") for name, count in counts.items()}
+    found = reduce_metrics(segments.axes, terms | {"tokens": (batch.loss_mask * (batch.segment_ids > 0), one, "sum")})
+    fewer = found.pop("tokens").total > normalizer.tokens * (1 + 1e-6)
+    of_another = Metric(lax.stop_gradient(fewer.astype(jnp.float32)), jnp.float32(1), "sum")
+    return found | {"normalizer_of_another_step": of_another}
+
+
+def loss_of_stats(
+    name: str,
+    loss: TokenLoss,
+    stats: TokenStats,
+    batch: RolloutBatch,
+    parallel: ParallelMesh | ShardAxes | None,
+    normalizer: Normalizer | None,
+    selected: Float[Array, "R T"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """The loss and its metrics from statistics, on any mesh."""
+    static, traced = take_arrays(loss)
+    args = {"stats": stats, "batch": batch, "normalizer": normalizer, "selected": selected, "config": traced}
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [p.tokens_spec, *_batch_specs(p, batch, normalizer, selected)], P()
+
+    found: tuple[Float[Array, ""], Metrics] = shard_call(name, _of_stats, parallel, args, specs, static)
+    return found
+
+
+def _batch_specs(p: ParallelMesh, batch: RolloutBatch, normalizer: Normalizer | None, selected: Any) -> list[Any]:
+    of_normalizer = None if normalizer is None else Normalizer.specs(p, normalizer.aggregation)
+    return [batch.specs(p), of_normalizer, None if selected is None else p.tokens_spec, P()]
+
+
+def _of_stats(
+    axes: ShardAxes,
+    static: TokenLoss,
+    stats: TokenStats,
+    batch: RolloutBatch,
+    normalizer: Normalizer | None,
+    selected: Any,
+    traced: list[Array],
+) -> tuple[Float[Array, ""], Metrics]:
+    loss = put_arrays(static, lax.stop_gradient(traced))
+    return _finish(Step.of(axes, loss, stats, batch, normalizer), loss, stats, selected)
+
+
+def _finish(
+    step: Step, loss: TokenLoss, stats: TokenStats, selected: Any, total: Float[Array, ""] | None = None
+) -> tuple[Float[Array, ""], Metrics]:
+    """Steps 2 to 4; with a total, that of the one pass, only the metrics are made of the tokens' losses."""
+    axes, mask, broken = step.segments.axes, step.batch.loss_mask, step.broken
+    constants = lax.stop_gradient((loss.constants(stats, step), selected))
+    losses, values = loss.per_token(stats, step.batch, constants, step.segments)
+    if total is None:
+        total = weighted_sum(axes, losses, step.weights, mask)
+    else:
+        broken = _broken_rules(step.batch, step.segments, step.normalizer, loss.ruled(stats, step.batch))
+    found = reduce_metrics(axes, loss.terms(lax.stop_gradient(values), step.weights, mask))
+    of_loss = Metric(lax.stop_gradient(total), jnp.float32(1), "sum")
+    return total, loss.metrics(found) | {"loss": of_loss, "broken_rules": Composite(broken, as_bits)}
+
+
+def loss_of_hidden(
+    name: str,
+    loss: TokenLoss,
+    head: PreparedHead,
+    batch: RolloutBatch,
+    parallel: ParallelMesh | ShardAxes | None,
+    normalizer: Normalizer | None,
+    selected: Float[Array, "R T"] | None,
+    one_pass_bytes: int,
+) -> tuple[Float[Array, ""], Metrics]:
+    """The loss and its metrics from hidden states, on any mesh, in one pass where that fits."""
+    static, traced = take_arrays(loss)
+    args = {**head.arrays, "batch": batch, "normalizer": normalizer, "selected": selected, "config": traced}
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [*head.specs(p), *_batch_specs(p, batch, normalizer, selected)], P()
+
+    call = (static, head.static, one_pass_bytes)
+    found: tuple[Float[Array, ""], Metrics] = shard_call(name, _of_hidden, parallel, args, specs, call)
+    return found
+
+
+def _of_hidden(axes: ShardAxes, call: tuple[TokenLoss, HeadCall, int], *args: Any) -> tuple[Float[Array, ""], Metrics]:
+    static, head, one_pass_bytes = call
+    batch, normalizer, selected, traced = args[len(ARRAYS) :]
+    rule, inputs = head.on_device(axes, dict(zip(ARRAYS, args, strict=False)))
+    traced = lax.stop_gradient(traced)
+    loss = put_arrays(static, traced)
+    shaped = lambda x: x.reshape(batch.loss_mask.shape)  # noqa: E731
+    one_pass = one_pass_of(rule, inputs, _OfTokens(static), one_pass_bytes) if loss.token_local else None
+    if one_pass is None:
+        with note("two passes"):
+            log_probs, entropy, found = token_stats(rule, inputs)
+        stats = jax.tree.map(shaped, stats_of(log_probs, entropy, found, head.entropy))
+        return _finish(Step.of(axes, loss, stats, batch, normalizer), loss, stats, selected)
+    step = Step.of(axes, loss, None, batch, normalizer)
+    per_token, shared = _by_token(step, lax.stop_gradient((loss.constants(None, step), selected)))
+    with note(f"one pass, {one_pass.block_tokens} tokens a block"):
+        total, log_probs, entropy = one_pass_loss(one_pass, inputs, per_token, (shared, traced))
+    stats = stats_of(*lax.stop_gradient((log_probs, entropy)), None, head.entropy)
+    return _finish(step, loss, jax.tree.map(shaped, stats), selected, total)
+
+
+def _by_token(step: Step, constants: Any) -> tuple[Any, Any]:
+    """What the loss of a token reads: arrays `[N]`, and the batch's arrays by sequence."""
+    shared = {name: getattr(step.batch, name) for name in PER_SEGMENT}
+    tokens = dataclasses.replace(step.batch, **dict.fromkeys(PER_SEGMENT))  # type: ignore[arg-type]
+    return jax.tree.map(lambda x: x.reshape(-1), (tokens, step.weights, constants)), shared
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfTokens:
+    """The weighted losses of some tokens, as the one pass wants them."""
+
+    loss: TokenLoss
+
+    def __call__(self, log_probs: jax.Array, entropy: jax.Array | None, per_token: Any, shared: Any) -> jax.Array:
+        (batch, weights, constants), (by_segment, traced) = jax.tree.map(lambda x: x[None], per_token), shared
+        loss = put_arrays(self.loss, traced)
+        stats = TokenStats(log_probs[None], None if entropy is None else entropy[None], entropy_mode=loss.entropy)
+        batch = dataclasses.replace(batch, **by_segment)
+        losses, _ = loss.per_token(stats, batch, constants, Segments(batch.segment_ids, batch.num_segments))
+        return (jnp.where(batch.loss_mask > 0, losses, 0) * weights)[0]

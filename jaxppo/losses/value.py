@@ -1,0 +1,127 @@
+"""The critic's loss, in the conventions of the published systems."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxppo._arrays import Aggregation, MetricAggregation, check_aggregation, check_choice, masked
+from jaxppo._sharding import ParallelMesh, Segments, ShardAxes
+from jaxppo.aggregation import Normalizer
+from jaxppo.batch import RolloutBatch
+from jaxppo.head.stats import TokenStats
+from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
+from jaxppo.metrics import Metrics, Term
+
+ClipFraction = Literal["worse", "outside"]
+
+
+def value_loss(
+    values: Float[Array, "R T"],
+    batch: RolloutBatch,
+    *,
+    clip: float | None = 0.2,
+    factor: float = 0.5,
+    clip_fraction: ClipFraction = "worse",
+    aggregation: Aggregation = "token_mean",
+    aggregation_norm: float | None = None,
+    metric_aggregation: MetricAggregation = "token_mean",
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizer: Normalizer | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Squared error to the returns, clipped about the old values: l_t = factor * max((v - G)^2, (v_clip - G)^2).
+
+    v_clip = clip(v, old - clip, old + clip). Differentiable in `values`. verl: the defaults; slime: factor=1,
+    clip_fraction="outside".
+
+    Args:
+      values: `[R, T]`, the critic's, now.
+      batch: `[R, T]`; needs `returns`, and with a clip `values`, the critic's at the start of the step.
+      clip: how far a value may move from its old one and still gain; None for the plain squared error.
+      factor: multiplies the squared error.
+      clip_fraction: what the metric `clip_fraction` counts: tokens whose clipped error is the "worse", or whose value
+        moved "outside" the clip.
+      aggregation: the denominators, see `token_weights`.
+      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+      metric_aggregation: `clip_fraction` is a "token_mean", or reduced as the "loss" is.
+      parallel: the mesh; rows sharded over data, positions over context.
+      normalizer: the denominators of the whole step where the batch is one of its micro-batches.
+
+    Returns:
+      The scalar f32 loss, and the metrics `loss` (adds up over micro-batches), `value_mean`, `value_error` (the mean
+      of |v - G|), with a clip `clip_fraction`, and `broken_rules` (see `policy_loss`).
+
+    Raises:
+      ValueError: an unknown option, a clip that is not positive, an array that the batch lacks, shapes that differ.
+
+    Example:
+      >>> sample = Sample([1, 2, 3], response_start=1, values=[0.0, 0.0], returns=[1.0, 1.0])
+      >>> batch = RolloutBatch.from_samples([sample], row_length=3)
+      >>> loss, metrics = value_loss(jnp.array([[0.1, 0.5, 0.0]]), batch, clip=0.2)
+      >>> round(float(loss), 4), float(metrics["clip_fraction"].value)
+      (0.3625, 0.5)
+
+    Schulman et al. 2017, https://arxiv.org/abs/1707.06347 (without the clip); the clip: OpenAI baselines' PPO2.
+    """
+    loss = ValueTokenLoss(clip, factor, clip_fraction, aggregation, aggregation_norm, metric_aggregation)
+    for name, x in {"values": values, "batch.returns": batch.returns, "batch.values": batch.values}.items():
+        if x is None and not (name == "batch.values" and clip is None):
+            raise ValueError(f"{name}: got None, expected f32[R, T] for clip={clip} (see advantages.gae)")
+        if x is not None and (x.shape != batch.loss_mask.shape or x.ndim != 2):
+            raise ValueError(f"{name}: got shape {x.shape}, expected the batch's [R, T], {batch.loss_mask.shape}")
+    # the values take the place of log-probs; what is there of those is not read
+    return loss_of_stats("value_loss", loss, TokenStats(values), batch, parallel, normalizer)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueTokenLoss(TokenLoss):
+    """The critic's squared error at a token."""
+
+    clip: float | None
+    factor: float
+    clip_fraction: ClipFraction
+    aggregation: Aggregation
+    aggregation_norm: float | None
+    metric_aggregation: MetricAggregation
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip: got {self.clip}, expected a positive number, or None")
+        check_choice("clip_fraction", self.clip_fraction, ClipFraction)
+        check_choice("metric_aggregation", self.metric_aggregation, MetricAggregation)
+        check_aggregation(self.aggregation, self.aggregation_norm)
+
+    @property
+    def token_local(self) -> bool:
+        return True
+
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
+        return {"new_values": stats and stats.log_probs, "returns": batch.returns, "values": batch.values}
+
+    def per_token(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> tuple[Float[Array, "R T"], Values]:
+        assert batch.returns is not None  # value_loss sees to it
+        v = masked(stats.log_probs, batch.loss_mask)
+        goal = lax.stop_gradient(masked(batch.returns, batch.loss_mask))
+        error = (v - goal) ** 2
+        values = {"value_mean": v, "value_error": jnp.abs(v - goal)}
+        if self.clip is not None:
+            assert batch.values is not None
+            old = lax.stop_gradient(masked(batch.values, batch.loss_mask))
+            # exactly v inside, so never worse there
+            clipped_error = (jnp.clip(v, old - self.clip, old + self.clip) - goal) ** 2
+            moved = clipped_error > error if self.clip_fraction == "worse" else jnp.abs(v - old) > self.clip
+            values["clip_fraction"] = moved.astype(jnp.float32)
+            error = jnp.maximum(error, clipped_error)
+        return self.factor * error, values
+
+    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
+        terms: dict[str, Term] = {name: (x, mask, "mean") for name, x in values.items()}
+        if "clip_fraction" in values and self.metric_aggregation == "loss":
+            terms["clip_fraction"] = (values["clip_fraction"], weights, "sum")
+        return terms

@@ -1,0 +1,221 @@
+"""Arrays as training frameworks hold them, made into the rows of a batch, on the host or under jit.
+
+The work on a row is done by the devices that share it, each on the whole row; then each keeps the positions that the
+context layout gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxppo._arrays import INTEGERS, PER_SEGMENT
+from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, check_row_length, logical_positions, shard_call
+
+
+class PaddedArrays(TypedDict, total=False):
+    """What `RolloutBatch.from_padded` takes beside tokens and masks: `[B, C]` at the token it speaks of, or `[B]`."""
+
+    advantages: Float[Array, "B"] | Float[Array, "B C"] | None
+    old_log_probs: Float[Array, "B C"] | None
+    ref_log_probs: Float[Array, "B C"] | None
+    rollout_log_probs: Float[Array, "B C"] | None
+    values: Float[Array, "B C"] | None
+    returns: Float[Array, "B C"] | None
+    rewards: Float[Array, "B"] | None
+    group_ids: Int[Array, "B"] | None
+
+
+class RowArrays(TypedDict, total=False):
+    """What the constructors from rows take beside tokens and masks: `[R, T]` per token, `[R, S]` per sequence."""
+
+    advantages: Float[Array, "R T"] | None
+    old_log_probs: Float[Array, "R T"] | None
+    ref_log_probs: Float[Array, "R T"] | None
+    rollout_log_probs: Float[Array, "R T"] | None
+    values: Float[Array, "R T"] | None
+    returns: Float[Array, "R T"] | None
+    rewards: Float[Array, "R S"] | None
+    group_ids: Int[Array, "R S"] | None
+    rollout_ids: Int[Array, "R S"] | None
+
+
+_PADDED = {"prompt_ids", "completion_ids", "completion_mask", "prompt_mask", "attention_mask"}
+
+
+def padded_rows(
+    prompt_ids: Any,
+    completion_ids: Any,
+    completion_mask: Any,
+    *,
+    prompt_mask: Any,
+    attention_mask: Any,
+    arrays: Any,
+    parallel: ParallelMesh | None,
+) -> dict[str, Array]:
+    """See `RolloutBatch.from_padded`."""
+    name = "RolloutBatch.from_padded"
+    given = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "completion_mask": completion_mask}
+    given |= {"prompt_mask": prompt_mask, "attention_mask": attention_mask}
+    given |= _given(arrays, PaddedArrays)
+    B, C = _shape("completion_ids", completion_ids)
+    T = _shape("prompt_ids", prompt_ids)[1] + C
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(given, ((B, C),))
+    shapes |= {"prompt_ids": ((B, T - C),), "prompt_mask": ((B, T - C),), "attention_mask": ((B, T),)}
+    shapes |= {"advantages": ((B, C), (B,)), "rewards": ((B,),), "group_ids": ((B,),)}
+    for what, x in given.items():
+        _check_array(what, x, shapes[what])
+    return _call(name, _padded, T, given, None, parallel)
+
+
+def placed_rows(
+    rows: Mapping[str, Any], arrays: Any, num_segments: int | None, parallel: ParallelMesh | None
+) -> dict[str, Array]:
+    """See `RolloutBatch.from_token_aligned`, and with targets among the rows `from_target_aligned`."""
+    name = "RolloutBatch.from_target_aligned" if "targets" in rows else "RolloutBatch.from_token_aligned"
+    given = {**rows, **_given(arrays, RowArrays)}
+    R, T = _shape("tokens", rows["tokens"])
+    if num_segments is None:
+        if isinstance(rows["segment_ids"], jax.core.Tracer):
+            raise ValueError("num_segments: got None under jit, expected S, the most sequences that a row may hold")
+        num_segments = max(1, int(np.max(np.asarray(rows["segment_ids"]))))
+    for what, x in given.items():
+        _check_array(what, x, ((R, num_segments if what in PER_SEGMENT else T),))
+    return _call(name, _aligned, T, given, num_segments, parallel)
+
+
+def _given(arrays: Mapping[str, Any], known: Any) -> dict[str, Any]:
+    for name in arrays:
+        if name not in known.__annotations__:
+            raise TypeError(f"{name}: got an unknown array, expected one of {', '.join(known.__annotations__)}")
+    return dict(arrays)
+
+
+def _shape(name: str, x: Any) -> tuple[int, int]:
+    if np.ndim(x) != 2 or 0 in np.shape(x):
+        raise ValueError(f"{name}: got shape {np.shape(x)}, expected two dimensions, each at least 1")
+    return np.shape(x)
+
+
+def _check_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if x is None:
+        return
+    if np.shape(x) not in shapes:
+        raise ValueError(f"{name}: got shape {np.shape(x)}, expected {' or '.join(map(str, shapes))}")
+    dtype = jnp.result_type(x)
+    integer = jnp.issubdtype(dtype, jnp.integer)
+    if (name in INTEGERS or name.endswith("_ids")) and not integer:
+        raise TypeError(f"{name}: got {dtype}, expected integers")
+    if not (integer or dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.floating)):
+        raise TypeError(f"{name}: got {dtype}, expected numbers")
+
+
+def _call(
+    name: str, fn: Any, length: int, given: dict[str, Any], num_segments: int | None, parallel: ParallelMesh | None
+) -> dict[str, Array]:
+    """fn on whole rows of the mesh's data shards, its results in the mesh's layout."""
+    layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
+    check_row_length(length, layout, shards, "row length")
+    if layout == "zigzag_per_segment" and shards > 1:
+        raise ValueError(
+            f"parallel: got context layout {layout!r} in {name}, expected another: its rows are packed for it, by "
+            "RolloutBatch.from_samples"
+        )
+    given = {what: x for what, x in given.items() if x is not None}
+    static = (length, num_segments, tuple(given))
+
+    made = {"tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids", *given} - _PADDED
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        return [p.rows_spec] * len(given), {
+            what: p.rows_spec if what in PER_SEGMENT else p.tokens_spec for what in made
+        }
+
+    return shard_call(name, fn, parallel, given, specs, static)
+
+
+def _own_positions(axes: ShardAxes, length: int, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Of whole rows in logical order, the positions that this device holds."""
+    shards = axes.size(axes.context)
+    if shards == 1:
+        return arrays
+    order = logical_positions(axes.context_layout, length, shards).reshape(shards, -1)
+    mine = jnp.asarray(order)[axes.index(axes.context)]
+    return {what: x if what in PER_SEGMENT else x[:, mine] for what, x in arrays.items()}
+
+
+def _sample_ids(axes: ShardAxes, segment_ids: Array, num_segments: int) -> Int[Array, "R S"]:
+    """Numbers of the sequences that are there, -1 elsewhere; rows are this device's, and whole."""
+    there = Segments(segment_ids, num_segments).sum(jnp.ones_like(segment_ids)) > 0
+    rows = axes.index(axes.data) * segment_ids.shape[0] + jnp.arange(segment_ids.shape[0])
+    return jnp.where(there, rows[:, None] * num_segments + jnp.arange(num_segments), -1).astype(jnp.int32)
+
+
+def _as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, Array]) -> dict[str, Array]:
+    arrays = arrays | {"sample_ids": _sample_ids(axes, arrays["segment_ids"], num_segments)}
+    kinds = {what: jnp.int32 if what in INTEGERS else jnp.float32 for what in arrays}
+    return _own_positions(axes, length, {what: x.astype(kinds[what]) for what, x in arrays.items()})
+
+
+def _aligned(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
+    length, num_segments, names = static
+    arrays = dict(zip(names, given, strict=True))
+    if "targets" not in arrays:  # every value moves to the position that predicts its token
+        segments = arrays["segment_ids"]
+        follows = jnp.pad((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), ((0, 0), (0, 1)))
+        arrays["targets"] = arrays["tokens"]
+        for what in set(arrays) - {"tokens", "segment_ids", "positions", *PER_SEGMENT}:
+            arrays[what] = jnp.where(follows, jnp.roll(arrays[what], -1, axis=1), 0)
+    return _as_batch(axes, length, num_segments, arrays)
+
+
+def _padded(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
+    length, _, names = static
+    arrays = dict(zip(names, given, strict=True))
+    prompt, completion = arrays.pop("prompt_ids"), arrays.pop("completion_ids")
+    P = prompt.shape[1]
+    at_completion = lambda x: jnp.pad(x, ((0, 0), (P, 0)))  # noqa: E731
+    trains = at_completion(arrays.pop("completion_mask").astype(jnp.float32))
+    real = _real_tokens(trains, arrays.pop("prompt_mask", None), arrays.pop("attention_mask", None), P)
+    tokens = jnp.concatenate([prompt, completion], axis=1)
+
+    # the next token after each position, `length` where there is none
+    following = lax.cummin(jnp.where(real, jnp.arange(length), length), axis=1, reverse=True)
+    following = jnp.pad(following[:, 1:], ((0, 0), (0, 1)), constant_values=length)
+    predicts = real & (following < length)
+
+    def at_predictor(x: Array) -> Array:
+        return jnp.where(predicts, jnp.take_along_axis(x, jnp.minimum(following, length - 1), axis=1), 0)
+
+    first = real & (jnp.cumsum(real, axis=1) == 1)
+    unpredicted = ((trains != 0) & (first | ~real)).any(axis=1, keepdims=True)
+    per_segment = {what: arrays.pop(what)[:, None] for what in PER_SEGMENT if what in arrays}
+    spread = lambda x: x if x.ndim == 2 else jnp.broadcast_to(x[:, None], completion.shape)  # noqa: E731
+    inside = (lax.cummax(real.astype(jnp.int32), axis=1) > 0) & (
+        lax.cummax(real.astype(jnp.int32), 1, reverse=True) > 0
+    )
+    rows = {what: at_predictor(at_completion(spread(x))) for what, x in arrays.items()}
+    rows |= {
+        "tokens": tokens,
+        "targets": at_predictor(tokens),
+        "segment_ids": inside.astype(jnp.int32),
+        "positions": jnp.where(inside, jnp.cumsum(real, axis=1) - 1, 0),
+        # NaN is a broken rule, which the loss reports
+        "loss_mask": jnp.where(unpredicted & inside, jnp.nan, at_predictor(trains)),
+    }
+    return _as_batch(axes, length, 1, rows | per_segment)
+
+
+def _real_tokens(trains: Array, prompt_mask: Array | None, attention_mask: Array | None, prompts: int) -> Array:
+    """bool[B, P + C], where tokens are."""
+    if attention_mask is not None:
+        return attention_mask > 0
+    upto_last = lax.cummax((trains != 0).astype(jnp.int32), axis=1, reverse=True) > 0
+    in_prompt = jnp.ones(trains[:, :prompts].shape, bool) if prompt_mask is None else prompt_mask > 0
+    return jnp.concatenate([in_prompt, upto_last[:, prompts:]], axis=1)

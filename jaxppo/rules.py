@@ -1,0 +1,272 @@
+"""What a batch must hold beyond its shapes: one table of rules, checked on the host and, the cheap ones, in every loss.
+
+On the host `RolloutBatch.validate` raises at the first entry that breaks one. Under jit nothing can be raised: there a
+broken rule makes the loss NaN rather than a plausible number, and the metric `broken_rules` says which rules they were,
+as a bit set that `metrics.explain` reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxppo._arrays import LOG_PROBS, PER_SEGMENT
+from jaxppo._sharding import Segments
+
+MAX_LOG_PROB = 1e-3  # what rounding may add to a log-prob of 0
+Broken = Iterator[tuple[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The arrays that rules look at, on the host in logical order, in a loss as one device holds them.
+
+    Args:
+      arrays: those of the batch that are there, and "log_probs", the loss's own, where there are some.
+      num_segments: S.
+      counts: `[R, T]`, how many positions the sequence of each position has.
+      real_last_targets: the last position of a sequence has a real target.
+      vocab_size: None where it is not known.
+      xp: numpy or jax.numpy.
+    """
+
+    arrays: Mapping[str, Any]
+    num_segments: int
+    counts: Any
+    real_last_targets: bool
+    vocab_size: int | None
+    xp: ModuleType
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arrays[name]
+
+    @property
+    def counted(self) -> Any:
+        """Where loss is: also where the mask is NaN."""
+        return self["loss_mask"] != 0
+
+    def neighbour(self, name: str) -> Any:
+        """Each position's successor in the row; on the host only."""
+        return np.concatenate([self[name][:, 1:], self[name][:, :1]], axis=1)
+
+    def there(self, *names: str) -> Iterator[tuple[str, Any]]:
+        return ((name, self[name]) for name in names if name in self.arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Args:
+      name: in the metric's parts.
+      expected: what must hold, for errors and explanations.
+      broken: (array name, where it is broken) pairs.
+      on_device: whether losses check it too.
+      structural: whether others are about sequences that this one finds to be none.
+    """
+
+    name: str
+    expected: str
+    broken: Callable[[View], Broken]
+    on_device: bool = True
+    structural: bool = False
+
+
+def _mask_values(v: View) -> Broken:
+    yield "loss_mask", v.counted & (v["loss_mask"] != 1)
+
+
+def _mask_on_padding(v: View) -> Broken:
+    yield "loss_mask", v.counted & (v["segment_ids"] == 0)
+
+
+def _mask_on_last_position(v: View) -> Broken:
+    if not v.real_last_targets:
+        yield "loss_mask", v.counted & (v["segment_ids"] > 0) & (v["positions"] == v.counts - 1)
+
+
+def _segment_range(v: View) -> Broken:
+    yield "segment_ids", (v["segment_ids"] < 0) | (v["segment_ids"] > v.num_segments)
+
+
+def _log_probs_above_zero(v: View) -> Broken:
+    for name, x in v.there("log_probs", *LOG_PROBS):
+        yield name, v.counted & (x > MAX_LOG_PROB)
+
+
+def _log_probs_not_finite(v: View) -> Broken:
+    for name, x in v.there("log_probs", *LOG_PROBS):
+        yield name, v.counted & ~v.xp.isfinite(x)
+
+
+def _values_not_finite(v: View) -> Broken:
+    for name, x in v.there("advantages", "values", "returns", "new_values"):
+        yield name, v.counted & ~v.xp.isfinite(x)
+
+
+def _rollout_missing(v: View) -> Broken:
+    for name, x in v.there("rollout_ids"):
+        yield name, (x < 0) & (v["sample_ids"] >= 0)
+
+
+def _never(v: View) -> Broken:
+    return iter(())
+
+
+def _order(v: View) -> Broken:
+    segments = v["segment_ids"]
+    yield "segment_ids", _starts(segments) & (segments <= np.maximum.accumulate(_before(segments), axis=1))
+
+
+def _positions(v: View) -> Broken:
+    places = np.arange(v["segment_ids"].shape[1])
+    first = np.maximum.accumulate(np.where(_starts(v["segment_ids"]), places, 0), axis=1)
+    yield "positions", (v["segment_ids"] > 0) & (v["positions"] != places - first)
+
+
+def _vocabulary(v: View) -> Broken:
+    assert v.vocab_size is not None
+    yield "tokens", (v["segment_ids"] > 0) & ((v["tokens"] < 0) | (v["tokens"] >= v.vocab_size))
+    yield "targets", v.counted & ((v["targets"] < 0) | (v["targets"] >= v.vocab_size))
+
+
+def _next_token(v: View) -> Broken:
+    segments = v["segment_ids"]
+    follows = (segments == v.neighbour("segment_ids")) & (np.arange(segments.shape[1]) < segments.shape[1] - 1)
+    yield "targets", follows & v.counted & (v["targets"] != v.neighbour("tokens"))
+
+
+def _present_ids(v: View) -> Broken:
+    for name, x in v.there("sample_ids", "group_ids", "rollout_ids"):
+        yield name, v["present"] & (x < 0)
+
+
+def _own_ids(v: View) -> Broken:
+    ids = np.where(v["present"], v["sample_ids"], -1)
+    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    is_first = first[inverse].reshape(ids.shape) == np.arange(ids.size).reshape(ids.shape)
+    yield "sample_ids", (ids >= 0) & ~is_first
+
+
+def _rewards(v: View) -> Broken:
+    for name, x in v.there("rewards"):
+        yield name, v["present"] & ~np.isfinite(x)
+
+
+def _before(x: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
+
+
+def _starts(segments: np.ndarray) -> np.ndarray:
+    return (segments != _before(segments)) & (segments > 0)
+
+
+# Bit i of `broken_rules` is rule i: new rules come at the end of those that losses check.
+RULES = (
+    Rule(
+        "loss_mask_values",
+        "0 or 1; NaN where a token to train on is predicted by nothing, see the batch's constructor",
+        _mask_values,
+    ),
+    Rule("loss_mask_on_padding", "0 where segment_ids is 0", _mask_on_padding),
+    Rule(
+        "loss_mask_on_last_position",
+        "0 at the last position of a sequence, since its target is no token of it: arrays that are aligned to tokens "
+        "want RolloutBatch.from_token_aligned, and targets that go on past the tokens from_target_aligned",
+        _mask_on_last_position,
+    ),
+    Rule("segment_ids_range", "0 to {S}", _segment_range, structural=True),
+    Rule("log_probs_above_zero", f"log-probs of at most {MAX_LOG_PROB} where loss_mask is 1", _log_probs_above_zero),
+    Rule(
+        "log_probs_not_finite",
+        "finite log-probs where loss_mask is 1; those of the policy are not where a target is outside the vocabulary, "
+        "or hidden states or head hold NaN",
+        _log_probs_not_finite,
+    ),
+    Rule("values_not_finite", "finite advantages, values and returns where loss_mask is 1", _values_not_finite),
+    Rule("rollout_ids_missing", "a rollout id of at least 0 for each sample", _rollout_missing),
+    Rule(
+        "normalizer_of_another_step",
+        "a normalizer of the whole step, which counts at least the loss tokens of this part of it",
+        _never,
+    ),
+    Rule("order", "each sequence to be contiguous and in order", _order, on_device=False, structural=True),
+    Rule("positions", "0, 1, ... in each sequence", _positions, on_device=False, structural=True),
+    Rule("vocabulary", "0 to {V}", _vocabulary, on_device=False),
+    Rule("next_token", "the next token of the sequence", _next_token, on_device=False),
+    Rule("present_ids", "at least 0 for a sequence that is there", _present_ids, on_device=False),
+    Rule("own_ids", "an id of its own for each sample", _own_ids, on_device=False),
+    Rule("rewards", "a finite number for a sequence that is there", _rewards, on_device=False),
+)
+ON_DEVICE = tuple(rule for rule in RULES if rule.on_device)
+
+
+def count_broken(
+    arrays: Mapping[str, Array | None], segments: Segments, real_last_targets: bool
+) -> dict[str, Float[Array, "..."]]:
+    """Per-shard: for each rule that losses check, how often this device's part breaks it, 0 where it does not.
+
+    Args:
+      arrays: of the batch, and "log_probs", the loss's own; None where there is none.
+      segments: of the rows.
+      real_last_targets: see `View`.
+    """
+    there = {name: x for name, x in arrays.items() if x is not None}
+    counts = segments.spread(segments.sum(jnp.ones_like(segments.segment_ids)))
+    if segments.axes.unknown(segments.segment_ids):
+        real_last_targets = True  # a caller's own shards may cut sequences: where one ends cannot be seen
+    view = View(there, segments.num_segments, counts, real_last_targets, None, jnp)
+    zero = jnp.zeros((), jnp.float32)
+    return {rule.name: sum((bad.sum(dtype=jnp.float32) for _, bad in rule.broken(view)), zero) for rule in ON_DEVICE}
+
+
+def as_bits(**counts: Float[Array, ""]) -> jax.Array:
+    """i32, bit i set where rule i of `ON_DEVICE` was broken."""
+    return sum(
+        ((counts[rule.name] > 0).astype(jnp.int32) << i for i, rule in enumerate(ON_DEVICE)), jnp.zeros((), jnp.int32)
+    )
+
+
+def explain(bits: int | Array) -> list[str]:
+    """What the bits of the metric `broken_rules` mean.
+
+    Args:
+      bits: the metric's value.
+
+    Returns:
+      A line for each rule that was broken; none for 0.
+
+    Raises:
+      ValueError: a number that has other bits.
+
+    Example:
+      >>> explain(2)
+      ['loss_mask_on_padding: expected 0 where segment_ids is 0']
+    """
+    number = int(bits)
+    if not 0 <= number < 1 << len(ON_DEVICE):
+        raise ValueError(f"bits: got {number}, expected 0 to {(1 << len(ON_DEVICE)) - 1}")
+    return [
+        f"{rule.name}: expected {rule.expected.format(S='S', V='V - 1')}"
+        for i, rule in enumerate(ON_DEVICE)
+        if number >> i & 1
+    ]
+
+
+def raise_first(view: View) -> None:
+    """Raises ValueError at the first entry that breaks a rule, with its row and logical position, or segment."""
+    for rule in sorted(RULES, key=lambda rule: not rule.structural):
+        for name, bad in rule.broken(view):
+            if bad.any():
+                row, place = (int(i) for i in np.argwhere(bad)[0])
+                where = "segment" if name in PER_SEGMENT else "position"
+                expected = rule.expected.format(S=view.num_segments, V=(view.vocab_size or 0) - 1)
+                got = f"{view[name][row, place]} at row {row}, {where} {place}"
+                raise ValueError(f"{name}: got {got}, expected {expected}")

@@ -1,0 +1,231 @@
+"""One prompt and response on the host, and many of them packed into the arrays of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxppo._arrays import IDS, PER_TOKEN_VALUES, is_number
+from jaxppo._sharding import Packed, multihost
+
+MAX_ID = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One prompt and response, on the host.
+
+    The response is `tokens[response_start:]`; every array of it is in order of its tokens, `[len(tokens) -
+    response_start]`, and None where the run has none. Packing moves each value to the position that predicts its token.
+
+    Args:
+      tokens: `i32[n]`, the prompt and the response, without padding: a padding id would count as a token like any
+        other.
+      response_start: the first response token, at least 1 since token 0 is predicted by nothing; n for an empty
+        response. By default the first token with loss_mask 1.
+      loss_mask: `[n]`, 0 or 1, 1 for the tokens to train on. By default the whole response; 0 in it for what a tool
+        wrote.
+      reward: one number for the whole response.
+      sample_id: its number in the step, unlike any other's, by default its place among the samples.
+      group_id: equal for the samples of one prompt; what compares samples by group, such as `advantages.grpo`, needs
+        it.
+      rollout_id: equal for the samples that one rollout was cut into; by default each sample is a rollout.
+      advantages: `f32[n - response_start]`; likewise the next ones.
+      old_log_probs: under the policy at the start of the step.
+      ref_log_probs: under the reference policy.
+      rollout_log_probs: as the sampler reported them.
+      values: the critic's.
+      returns: the critic's targets.
+
+    Raises:
+      TypeError: tokens or ids that are no integers, a reward or values that are no numbers.
+      ValueError: neither response_start nor loss_mask, or arrays of another length than the response.
+
+    Example:
+      >>> Sample([5, 6, 7, 8], response_start=2, reward=1.0).mask.tolist()
+      [0.0, 0.0, 1.0, 1.0]
+    """
+
+    tokens: Sequence[int] | Int[np.ndarray, "n"]
+    response_start: int | None = None
+    loss_mask: Sequence[float] | Float[np.ndarray, "n"] | None = None
+    reward: float | None = None
+    sample_id: int | None = None
+    group_id: int | None = None
+    rollout_id: int | None = None
+    advantages: Sequence[float] | Float[np.ndarray, "m"] | None = None
+    old_log_probs: Sequence[float] | Float[np.ndarray, "m"] | None = None
+    ref_log_probs: Sequence[float] | Float[np.ndarray, "m"] | None = None
+    rollout_log_probs: Sequence[float] | Float[np.ndarray, "m"] | None = None
+    values: Sequence[float] | Float[np.ndarray, "m"] | None = None
+    returns: Sequence[float] | Float[np.ndarray, "m"] | None = None
+
+    def __post_init__(self) -> None:
+        length = _check_tokens(self.tokens)
+        self._check_mask(length)
+        start = self.start
+        for name in ("sample_id", "group_id", "rollout_id"):
+            _check_id(name, getattr(self, name))
+        if self.reward is not None and not is_number(self.reward):
+            raise TypeError(f"reward: got {_shown(self.reward)}, expected one finite number for the whole response")
+        for name in PER_TOKEN_VALUES:
+            _check_values(name, getattr(self, name), length - start)
+
+    @property
+    def mask(self) -> Float[np.ndarray, "n"]:
+        """loss_mask of every token."""
+        if self.loss_mask is not None:
+            return np.asarray(self.loss_mask, np.float32)
+        assert self.response_start is not None  # __post_init__ sees to it
+        return (np.arange(len(self.tokens)) >= self.response_start).astype(np.float32)
+
+    @property
+    def start(self) -> int:
+        """The first response token."""
+        if self.response_start is not None:
+            return self.response_start
+        return int(np.argmax(self.mask > 0)) if self.mask.any() else len(self.tokens)
+
+    def _check_mask(self, length: int) -> None:
+        if self.loss_mask is None and self.response_start is None:
+            raise ValueError("response_start, loss_mask: got None for both, expected one of them")
+        if self.loss_mask is not None:
+            mask = np.asarray(self.loss_mask)
+            if mask.shape != (length,):
+                raise ValueError(f"loss_mask: got shape {mask.shape}, expected {(length,)} like tokens")
+            if mask.dtype.kind not in "bifu" or not np.isin(mask, (0, 1)).all():
+                raise ValueError(f"loss_mask: got {_shown(self.loss_mask)}, expected 0 and 1")
+        start = self.start
+        if not isinstance(start, (int, np.integer)) or isinstance(start, bool) or not min(1, length) <= start <= length:
+            raise ValueError(f"response_start: got {start}, expected 1 to {length}, the number of tokens")
+        if self.mask[:start].any():
+            raise ValueError(f"loss_mask: got 1 at token {int(np.argmax(self.mask > 0))}, expected 0 before {start}")
+
+
+def _shown(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _check_tokens(tokens: Any) -> int:
+    array = np.asarray(tokens)
+    if array.ndim != 1:
+        raise ValueError(f"tokens: got shape {array.shape}, expected [n]")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"tokens: got {array.dtype} {_shown(tokens)}, expected integers")
+    if array.size and (array.min() < 0 or array.max() > MAX_ID):
+        raise ValueError(f"tokens: got {array.min()} to {array.max()}, expected 0 to {MAX_ID}")
+    return array.size
+
+
+def _check_id(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise TypeError(
+            f"{name}: got {_shown(value)}, expected an integer from 0 to {MAX_ID}; number the ids of a step"
+        )
+    if not 0 <= value <= MAX_ID:
+        raise ValueError(f"{name}: got {value}, expected 0 to {MAX_ID}; number the ids of a step")
+
+
+def _check_values(name: str, values: Any, length: int) -> None:
+    if values is None:
+        return
+    array = np.asarray(values)
+    if array.dtype.kind not in "fiub" and array.size and array.dtype.name != "bfloat16":
+        what = "None among them" if None in list(np.ravel(array)) else str(array.dtype)
+        raise TypeError(f"{name}: got {what}, {_shown(values)}, expected numbers, or None for all of them")
+    if array.shape != (length,):
+        raise ValueError(f"{name}: got shape {array.shape}, expected {(length,)}, one for each response token")
+
+
+def batch_arrays(samples: Sequence[Sample], packed: Packed, ids: Sequence[int]) -> dict[str, np.ndarray | None]:
+    """The arrays of a `RolloutBatch`, by name, from packed samples with these sample ids."""
+    rewards = _all_or_none(samples, "reward")
+    given: dict[str, list[Any] | None] = {
+        "sample_ids": list(ids),
+        "group_ids": _all_or_none(samples, "group_id"),
+        "rollout_ids": _all_or_none(samples, "rollout_id"),
+    }
+    arrays: dict[str, np.ndarray | None] = {name: _place_response(samples, name, packed) for name in PER_TOKEN_VALUES}
+    arrays |= {
+        "tokens": packed.place([np.asarray(s.tokens, np.int32) for s in samples], 0, np.int32),
+        "targets": packed.place([_before(np.asarray(s.tokens, np.int32)) for s in samples], 0, np.int32),
+        "segment_ids": packed.segment_ids,
+        "positions": packed.positions,
+        "loss_mask": packed.place([_before(s.mask) for s in samples], 0, np.float32),
+        "rewards": None if rewards is None else packed.place_segments(rewards, 0, np.float32),
+    }
+    for name in IDS:
+        values = given[name]
+        arrays[name] = None if values is None else packed.place_segments(values, -1, np.int32)
+    return arrays
+
+
+def check_sample_ids(ids: Sequence[int]) -> None:
+    """Raises where two samples have one id: what is drawn or recorded for one would be taken for the other's."""
+    seen: dict[int, int] = {}
+    for i, number in enumerate(ids):
+        if number in seen:
+            raise ValueError(f"sample_id: got {number} for samples {seen[number]} and {i}, expected one of its own")
+        seen[number] = i
+
+
+def _before(per_token: np.ndarray) -> np.ndarray:
+    """Each token's value at the position before it, and 0 at the last one."""
+    return np.concatenate([per_token[1:], np.zeros_like(per_token[:1])])
+
+
+def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:
+    values = [getattr(sample, name) for sample in samples]
+    missing = [i for i, value in enumerate(values) if value is None]
+    if len(missing) == len(values):
+        return None
+    if missing:
+        raise ValueError(f"{name}: got None in sample {missing[0]}, expected a value in all samples or in none")
+    return values
+
+
+def _place_response(samples: Sequence[Sample], name: str, packed: Packed) -> Float[np.ndarray, "*K R T"] | None:
+    """Values of response tokens at the positions that predict them, 0 elsewhere."""
+    responses = _all_or_none(samples, name)
+    if responses is None:
+        return None
+    rows = []
+    for sample, response in zip(samples, responses, strict=True):
+        row = np.zeros(len(sample.tokens), np.float32)
+        row[sample.start :] = response
+        rows.append(_before(row))
+    return packed.place(rows, 0, np.float32)
+
+
+def check_groups_of_hosts(samples: Sequence[Sample]) -> None:
+    """Raises where hosts gave one group id to different prompts: their samples would be compared with strangers.
+
+    The prompt of a group is what its samples have in common at their start, as far as the shortest prompt goes: the
+    prompts of a rollout's later parts go on from that of its first. Every host must call this.
+    """
+    shortest: dict[int, np.ndarray] = {}
+    for sample in samples:
+        if sample.group_id is not None:
+            prompt = np.asarray(sample.tokens, np.int32)[: sample.start]
+            if sample.group_id not in shortest or len(prompt) < len(shortest[sample.group_id]):
+                shortest[sample.group_id] = prompt
+    lengths = np.array([(group, len(prompt)) for group, prompt in shortest.items()], np.int64).reshape(-1, 2)
+    least: dict[int, int] = {}
+    for group, length in np.concatenate(multihost.gather(lengths)):
+        least[int(group)] = min(int(length), least.get(int(group), int(length)))
+    prints = [(group, zlib.crc32(prompt[: least[group]].tobytes())) for group, prompt in shortest.items()]
+    seen: dict[int, int] = {}
+    for group, fingerprint in np.concatenate(multihost.gather(np.array(prints, np.int64).reshape(-1, 2))):
+        if seen.setdefault(int(group), int(fingerprint)) != fingerprint:
+            raise ValueError(
+                f"group_id: got {group} for different prompts on several hosts, expected ids that are equal for the "
+                "samples of one prompt only; add an offset of its own on each host"
+            )
