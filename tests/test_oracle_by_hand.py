@@ -5,7 +5,7 @@ from oracle import OracleHead, OracleSample, advantages, policy_loss
 from oracle.head import logit_gradient, logits, token_stats
 from oracle.kl import adaptive_kl_coef
 from oracle.off_policy import correction
-from oracle.other_losses import divergence, mtp_loss, sft_loss, value_loss
+from oracle.other_losses import divergence, mtp_loss, sft_loss, shifted, value_loss
 from oracle.policy_losses import LOSSES, Tokens
 from oracle.samples import sample_weights
 from oracle.step import clip_cov_candidates, highest
@@ -52,6 +52,9 @@ def test_sequence_losses():
     # the mean advantage is -1, which bounds below alone: exp((log 2 + log 8) / 2) = 4
     check("gmpo", t, [4, 4], {"clip_high": 0.1}, clip_fraction=[0, 0], clip_fraction_lower=[1, 1])
     check("gmpo", tokens([2.0, 8.0], [1, 3]), [-8, -8], {"clip_high": 3.0})
+    check(
+        "gmpo", tokens([0.25, 1.0], [-2, -2]), [2 * 0.5**0.5] * 2, {"clip_low": np.log(2)}, clip_fraction_lower=[1, 0]
+    )
     check("gmpo", tokens([2.0, 8.0], [1, 3]), [-2 * 8**0.5] * 2, {"clip_high": np.log(4.0)}, clip_fraction=[0, 1])
 
 
@@ -64,8 +67,9 @@ def test_divergences_of_dppo():
     check("dppo_tv", t, plain * [0.5, 1, 0.5, 1], {"clip_low": 1, "clip_high": 1, "ratio_cap": 1.0})
     kl = 0.3 * np.log(0.3 / 0.6) + 0.7 * np.log(0.7 / 0.4)  # of Bernoulli(0.3) from Bernoulli(0.6): 0.1838
     other = 0.6 * np.log(0.6 / 0.3) + 0.4 * np.log(0.4 / 0.7)  # 0.1920
-    between = {"clip_low": (kl + other) / 2, "clip_high": (kl + other) / 2}
-    check("dppo_kl", t, plain * [1, 1, 1, 0], between)
+    between, below = (kl + other) / 2, kl - 1e-6
+    check("dppo_kl", t, plain * [1, 1, 1, 0], {"clip_low": between, "clip_high": between})
+    check("dppo_kl", t, plain * [0, 1, 1, 0], {"clip_low": below, "clip_high": below})
 
 
 def test_selected_tokens():
@@ -202,8 +206,7 @@ def test_head_statistics():
     np.testing.assert_allclose(s.log_z, np.log([11, 4]))
     np.testing.assert_allclose(s.entropy, [np.log(11) - (2 * np.log(2) + 16 * np.log(2)) / 11, np.log(4)])
     np.testing.assert_allclose(s.mean_logit, [np.log(32) / 4, 0])
-    assert s.likeliest.all()  # ties count
-    assert not token_stats([[0.0, 1.0]], [0]).likeliest[0]
+    assert token_stats([[0.0, 1.0, 1.0]] * 3, [0, 1, 2]).likeliest.tolist() == [False, True, True]  # ties count
     kernel = np.array([[1.0, 2, 3]])
     head = OracleHead(kernel, np.array([1.0, 0, 9]), np.array([[2.0]]), np.array([[0.0, 1, 9]]), 3.0, 10.0, 0.5, 2)
     np.testing.assert_allclose(logits([[2.0]], head, 4.0), [[10 * np.tanh(0.15) / 4, 10 * np.tanh(0.8) / 4]])
@@ -263,6 +266,8 @@ def test_other_losses():
     assert value_loss([s], clip_fraction="outside")[2]["clip_fraction"] == 2 / 3
     s = OracleSample([1], np.array([-2.0]), log_z=np.array([3.0]), mean_logit=np.array([-1.0]))
     np.testing.assert_allclose(sft_loss([s], label_smoothing=0.25, z_loss=0.5)[0], 1.5 + 1 + 4.5)
+    ahead = shifted(OracleSample([1, 0, 1, 1], targets=np.array([5, 6, 7, 8])), 1)
+    np.testing.assert_array_equal([ahead.targets, ahead.here], [[6, 7, 8, 0], [0, 1, 1, 0]])
     flat = OracleHead(np.zeros((2, 8)))
     s = OracleSample([1, 1, 1, 0], targets=np.array([1, 2, 3, -100]))
     loss, _, _, metrics = mtp_loss([s], [[np.zeros((4, 2))]] * 2, flat, coef=0.5)
