@@ -122,7 +122,7 @@ def test_step():
     }
     loss, by_log_probs, by_entropy, metrics = policy_loss(samples, config)
     expected = {
-        "loss": ((-1 + 0.1 - 0.5) + (-2.4 + 0.1 - 1.0)) / 4,
+        "loss": ((-1 + 0.1 - 0.5) + (-2.4 + 0.1 - 1.0)) / 4 + (0.1 - 2.0) / 2,
         "pg_loss": -3.4 / 4,
         "entropy": 7 / 3,
         "kl": 1.0,
@@ -143,8 +143,8 @@ def test_step():
     assert loss == metrics["loss"]
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-12, err_msg=name)
-    np.testing.assert_allclose(np.concatenate(by_log_probs), [(-1 + 0.1) / 4, 0.1 / 4, 0], atol=1e-15)
-    np.testing.assert_allclose(np.concatenate(by_entropy), [-1 / 8, -1 / 8, 0], atol=1e-15)
+    np.testing.assert_allclose(np.concatenate(by_log_probs), [(-1 + 0.1) / 4, 0.1 / 4, 0.1 / 2], atol=1e-15)
+    np.testing.assert_allclose(np.concatenate(by_entropy), [-1 / 8, -1 / 8, -1 / 4], atol=1e-15)
 
 
 def test_corrections():
@@ -237,6 +237,7 @@ def test_groups():
     np.testing.assert_allclose(advantages.grpo(r, g, singletons="reward")[2], 0.5 / (1 + 1e-6))
     np.testing.assert_allclose(advantages.rloo(r, g), centred * 1.5)
     np.testing.assert_allclose(advantages.opo(r, g, [1, 2, 9, 4]), [1 - 2 / 7, -2 / 7, 0, 0.25 - 2 / 7])
+    np.testing.assert_allclose(advantages.opo([1, 0, 1, 0], [1, 1, 2, 2], [0, 1, 0, 0]), [1, 0, 0, 0])
     np.testing.assert_allclose(advantages.pass_at_k(r, g, scale_by_std=False), [0.75, 0, 0, 0])
     np.testing.assert_allclose(advantages.pass_at_k([1, 1, 0], [1, 1, 1]), [0, 0, 0])
     np.testing.assert_allclose(advantages.gpg(r, g, f_norm=2.0), centred * (4 / 3) / 2)

@@ -11,7 +11,7 @@ from oracle import OracleHead, OracleSample, policy_loss, policy_loss_from_hidde
 from oracle.head import head_gradient, logit_gradient, logits, token_stats
 from oracle.kl import ESTIMATORS, kl_divergence
 from oracle.other_losses import divergence, mismatch_metrics, mtp_loss, sft_loss, value_loss
-from oracle.policy_losses import LOSSES
+from oracle.policy_losses import LOSSES, Tokens
 from oracle.step import through_head, with_stats
 
 AGGREGATIONS = [
@@ -67,14 +67,15 @@ def make_step(seed=0, spread=0.4):
         near = lambda x, hide=hide: hide(x + spread * rng.normal(size=len(x)))  # noqa: E731
         log_probs = hide(-rng.exponential(1.0, len(mask)) - 0.1)
         values = hide(rng.normal(size=len(mask)))
+        old, ref, rollout = (np.minimum(near(log_probs), -0.01) for _ in range(3))
         samples.append(
             OracleSample(
                 mask,
                 log_probs,
                 hide(rng.uniform(0, 3, len(mask))),
-                near(log_probs),
-                near(log_probs),
-                near(log_probs),
+                old,
+                ref,
+                rollout,
                 hide(rng.normal(size=len(mask))),
                 values,
                 near(values),
@@ -122,6 +123,24 @@ class TestGradients:
             by_entropy = slopes(lambda x, i=i: policy_loss(changed(samples, i, entropy=x), config).loss, s.entropy)
             agree(result.by_log_probs[i], by_log_probs)
             agree(result.by_entropy[i], by_entropy)
+
+    @pytest.mark.parametrize("shift", [-25.0, 25.0])
+    @pytest.mark.parametrize("name", LOSSES)
+    def test_policy_losses_far_from_the_old_policy(self, name, shift):
+        """Beyond a log-ratio of 20 exp is constant, and its gradient 0: each loss by each log-prob of its sequence."""
+        rng = np.random.default_rng(7)
+        x, a, selected = -30 * rng.random(4) - 30, np.array([1.0, -2, 0.5, -1]), np.array([1, 0, 0, 1])
+        old = x - shift * np.array([1, 1, 0.02, 1.2])
+        options = {"gspo": {"clip_high": 1e9}}.get(name, {})
+        variants = [options, {**options, "gradient": "token"}] if name == "gspo" else [options]
+        for each in variants:
+            loss = lambda y, each=each: LOSSES[name](Tokens(y, old, a, x, selected), **each)  # noqa: E731
+            values, jacobian, _ = loss(x)
+            assert np.isfinite(values).all()
+            expected = [slopes(lambda y, t=t, loss=loss: loss(y).values[t], x) for t in range(len(x))]
+            full = jacobian if jacobian.ndim == 2 else np.diag(jacobian)
+            rounding = 1e-9 * np.maximum(1.0, np.abs(values))[:, None]
+            assert (np.abs(full - expected) <= 1e-6 * np.abs(full) + rounding).all(), each
 
     @pytest.mark.parametrize("importance", [False, True])
     @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -4,6 +4,11 @@ Nothing here knows of packing, rows, layouts, meshes, micro-batches, blocks or f
 a sum over tokens is a sum over tokens. Formulas are written from the papers that their docstrings name. What each
 gradient holds constant (`held`) is written out, so that finite differences can check every gradient.
 
+    sample = OracleSample([0, 1, 1], log_probs=x, old_log_probs=y, advantages=a, rollout_id=7)
+    loss, by_log_probs, by_entropy, metrics = policy_loss([sample], {"loss": {"name": "ppo", "clip_high": 0.28}})
+
+Configs are plain dicts, see `step.CONFIG` and `off_policy.OPTIONS`; hyperparameters are the arguments of the loss.
+
     samples         OracleSample; what a token counts for under each aggregation
     head            logits, log-probs, entropy, moments, and their gradients by hidden states and head parameters
     policy_losses   one function a published loss, on the loss tokens of one sequence

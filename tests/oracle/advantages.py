@@ -91,7 +91,7 @@ def _deviation(x: Array) -> float:
 def grpo(
     rewards: Any, groups: Any, *, scale_by_std: bool = True, epsilon: float = 1e-6, singletons: str = "zero"
 ) -> Array:
-    """(r - mean_g) / (std_g + epsilon); a group of one has 0, or reward / (1 + epsilon). 2402.03300, section 4.1.2."""
+    """(r - mean_g) / (std_g + epsilon); a group of one has 0, or reward / (1 + epsilon). 2402.03300."""
     out = np.zeros(len(rewards))
     for i, group, others in _groups(rewards, groups):
         if len(others):
@@ -113,11 +113,16 @@ def rloo(rewards: Any, groups: Any, *, singletons: str = "zero") -> Array:
 
 
 def opo(rewards: Any, groups: Any, lengths: Any, *, singletons: str = "zero") -> Array:
-    """r - sum_g(length r) / sum_g(length). Hao et al. 2025, https://arxiv.org/abs/2505.23585."""
+    """r - sum_g(length r) / sum_g(length), 0 in a group without a token. Hao et al. 2025, 2505.23585."""
     r, g, n = np.asarray(rewards, np.float64), np.asarray(groups), np.asarray(lengths, np.float64)
-    out = np.array([r[i] - np.sum((n * r)[g == g[i]]) / max(np.sum(n[g == g[i]]), 1e-300) for i in range(len(r))])
-    alone = np.array([np.sum(g == x) == 1 for x in g], bool)
-    return np.where(alone, r if singletons == "reward" else 0.0, out)
+    out = np.zeros(len(r))
+    for i in range(len(r)):
+        group = g == g[i]
+        if group.sum() == 1:
+            out[i] = r[i] if singletons == "reward" else 0.0
+        elif n[group].sum() > 0:
+            out[i] = r[i] - np.sum((n * r)[group]) / n[group].sum()
+    return out
 
 
 def pass_at_k(rewards: Any, groups: Any, *, scale_by_std: bool = True, epsilon: float = 1e-6) -> Array:

@@ -21,11 +21,6 @@ def inside(d: Any) -> Any:
     return (np.abs(d) <= MAX_LOG_RATIO) * 1.0
 
 
-def k3(d: Array) -> Array:
-    """exp(d) - 1 - d >= 0, with d = log(reference / policy) or log(trainer / sampler); expm1 keeps small ones."""
-    return np.expm1(clamp(d)) - d
-
-
 def k1_value(d: Array) -> tuple[Array, Array]:
     """d and its derivative."""
     return d, np.ones_like(d)
@@ -46,6 +41,11 @@ def k3_value(d: Array) -> tuple[Array, Array]:
     x = np.minimum(-d, MAX_LOG_RATIO)
     beyond = -d - x
     return np.expm1(x) + np.exp(x) * beyond + d, 1.0 - np.exp(x)
+
+
+def k3(d: Array) -> Array:
+    """exp(d) - 1 - d >= 0, with d = log(trainer / sampler): the estimator k3 of KL(sampler || trainer)."""
+    return k3_value(-d)[0]
 
 
 VALUES = {"k1": k1_value, "abs": abs_value, "k2": k2_value, "k3": k3_value, "low_var_kl": k3_value}

@@ -81,7 +81,7 @@ def vetoed(d: Array, threshold: float) -> Array:
 
 
 def sequence_masked(log_probs: Array, old: Array, advantages: Array, delta: float) -> Array:
-    """Tokens with A < 0 of a sequence whose mean of old - current exceeds delta. DeepSeek-V3.2, 2512.02556, eq. 9."""
+    """Tokens with A < 0 of a sequence whose mean of old - current exceeds delta. DeepSeek-V3.2, 2512.02556."""
     return (advantages < 0) & bool(len(old) and np.mean(old - log_probs) > delta)
 
 
@@ -101,8 +101,8 @@ def correction(
 ) -> list[Correction]:
     """All corrections of a step. Arrays are those of the loss tokens of each sequence, `masks` whole.
 
-    The policy loss of a token is times `weights`; a token that is not accepted gives no loss of any kind, and the
-    denominators stay those of all loss tokens.
+    The policy loss of a token is times `weights`, and 0 where it is not accepted; KL and entropy, and the denominators,
+    stay those of all loss tokens. (The masked importance weight of the papers is a factor of the policy gradient.)
     """
     unknown = set(options) - set(OPTIONS)
     if unknown:

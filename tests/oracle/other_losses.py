@@ -66,7 +66,7 @@ def sft_loss(
 ) -> tuple[float, list[dict[str, Array]], Metrics]:
     """-(1 - s) log_prob + s (log_z - mean_logit) + z_loss log_z^2; gradients by name for `logit_gradient`.
 
-    Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; PaLM 2022, https://arxiv.org/abs/2204.02311, section 5.
+    Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; PaLM 2022, https://arxiv.org/abs/2204.02311.
     """
     weights = sample_weights(samples, aggregation, aggregation_norm)
     losses, gradients = [], []
@@ -106,7 +106,7 @@ def mtp_loss(
     """coef / K * sum over depths k of the aggregated -log p(target of t + k), from `hidden[k - 1][sample]`, `[m, H]`.
 
     Samples are aligned to predicting positions. Gradients by hidden states and heads are by depth; a head that is
-    shared has their sum. DeepSeek-V3, https://arxiv.org/abs/2412.19437, equations 24 and 25.
+    shared has their sum. DeepSeek-V3, https://arxiv.org/abs/2412.19437.
     """
     depths = len(hidden)
     heads = [head] * depths if isinstance(head, OracleHead) else list(head)
@@ -128,7 +128,7 @@ def divergence(student: Array, teacher: Array, kind: str = "reverse_kl", beta: f
     """Between p and q, the softmax of logits `[n, V]`; `[n]`, and its gradient by the student's logits.
 
     reverse_kl KL(p | q), forward_kl KL(q | p), jensen_shannon beta KL(q | m) + (1 - beta) KL(p | m) with m = beta q +
-    (1 - beta) p. By p a divergence has the slopes f_j; by logits p_j (f_j - sum_i p_i f_i). GKD, 2306.13649, eq. 1.
+    (1 - beta) p. By p a divergence has the slopes f_j; by logits p_j (f_j - sum_i p_i f_i). GKD, 2306.13649.
     """
     log_p, log_q = log_softmax(np.asarray(student, np.float64)), log_softmax(np.asarray(teacher, np.float64))
     p, q = np.exp(log_p), np.exp(log_q)

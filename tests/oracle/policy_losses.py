@@ -93,15 +93,16 @@ def gspo(
     dual_clip: float | None = None,
     gradient: str = "sequence",
 ) -> TokenLoss:
-    """The clipped surrogate of s = exp(mean of d); "token": s_t = sg(s) log_prob_t's own gradient (GSPO-token).
+    """The clipped surrogate of s = exp(mean of d); "token": log s_t = sg(mean - log_prob_t) + log_prob_t.
 
-    Zheng et al. 2025, https://arxiv.org/abs/2507.18071, equations 7 and 13.
+    Zheng et al. 2025, https://arxiv.org/abs/2507.18071.
     """
     n = len(t.d)
     if gradient == "token":
-        s = np.exp(clamp(mean_of(t.held - t.old))) * np.exp(t.log_probs - t.held)
+        log_s = mean_of(t.held - t.old) + t.log_probs - t.held
+        s = np.exp(clamp(log_s))
         values, slope, indicators = clipped_surrogate(s, t.advantages, clip_low, clip_high, dual_clip)
-        return TokenLoss(values, slope * s, indicators)
+        return TokenLoss(values, slope * s * inside(log_s), indicators)
     mean = mean_of(t.d)
     s = np.full(n, np.exp(clamp(mean)))
     values, slope, indicators = clipped_surrogate(s, t.advantages, clip_low, clip_high, dual_clip)
@@ -109,7 +110,7 @@ def gspo(
 
 
 def cispo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
-    """-sg(clip(r, 1 - low, 1 + high)) A log_prob. MiniMax-M1 2025, https://arxiv.org/abs/2506.13585, equation 4."""
+    """-sg(clip(r, 1 - low, 1 + high)) A log_prob. MiniMax-M1 2025, https://arxiv.org/abs/2506.13585."""
     r = t.held_ratio
     weight = np.clip(r, 1 - clip_low, 1 + clip_high)
     slope = -weight * t.advantages
@@ -174,7 +175,7 @@ def dppo_kl(t: Tokens, **options: float) -> TokenLoss:
 def gmpo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """-A exp(mean of d'), A the sequence's mean advantage; d' = min(d, high) where A > 0, max(d, -low) where A < 0.
 
-    Zhao et al. 2025, https://arxiv.org/abs/2507.20673, equation 4: one advantage a sequence, bounds in log space.
+    Zhao et al. 2025, https://arxiv.org/abs/2507.20673: one advantage a sequence, bounds in log space.
     """
     n, a = len(t.d), mean_of(t.advantages)
     bounded = np.minimum(t.d, clip_high) if a > 0 else np.maximum(t.d, -clip_low)
@@ -187,16 +188,15 @@ def gmpo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLo
 
 
 def dro(t: Tokens, *, beta: float = 0.1) -> TokenLoss:
-    """-A log_prob + beta / 2 d^2. Richemond et al. 2024, https://arxiv.org/abs/2405.19107, equation 4."""
+    """-A log_prob + beta / 2 d^2. Richemond et al. 2024, https://arxiv.org/abs/2405.19107."""
     return TokenLoss(-t.advantages * t.log_probs + beta / 2 * t.d**2, -t.advantages + beta * t.d, {})
 
 
 def clip_cov(t: Tokens, **clips: Any) -> TokenLoss:
     """`ppo`, 0 and without gradient for the selected tokens. Cui et al. 2025, https://arxiv.org/abs/2505.22617."""
-    values, slope, indicators = ppo(t, **clips)
+    values, slope, _ = ppo(t, **clips)
     left = ~t.chosen()
-    indicators = {**{k: v * left for k, v in indicators.items()}, "clip_fraction": 1.0 - left}
-    return TokenLoss(values * left, slope * left, indicators)
+    return TokenLoss(values * left, slope * left, {"clip_fraction": 1.0 - left})
 
 
 def kl_cov(t: Tokens, *, coef: float = 1.0) -> TokenLoss:

@@ -79,7 +79,7 @@ def step_tokens(samples: Sequence[OracleSample], config: Mapping[str, Any], held
 def policy_loss(
     samples: Sequence[OracleSample], config: Mapping[str, Any] | None = None, held: Sequence[Any] | None = None
 ) -> StepLoss:
-    """Sum over tokens of weight * accepted * (correction * policy loss + kl_coef * KL - entropy_coef * entropy).
+    """Sum over tokens of weight * (accepted * correction * policy loss + kl_coef * KL - entropy_coef * entropy).
 
     `held`, `[m]` a sample: the log-probs that constants of differentiation (a detached ratio, a correction by the
     current policy) come from. They are those of the samples, unless a finite difference moves the latter alone.
@@ -110,8 +110,8 @@ def policy_loss(
 
 
 def sample_loss(s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[str, Any]) -> SampleLoss:
-    """accepted * (correction * policy loss + kl_coef * KL - entropy_coef * entropy) of each loss token of a sample."""
-    accepted, upstream = corrected.accepted, corrected.accepted * corrected.weights
+    """accepted * correction * policy loss + kl_coef * KL - entropy_coef * entropy of each loss token of a sample."""
+    upstream = corrected.accepted * corrected.weights
     loss = LOSSES[c["loss"]["name"]]
     values, jacobian, indicators = loss(t, **{k: v for k, v in c["loss"].items() if k != "name"})
     policy = total = upstream * values
@@ -120,15 +120,15 @@ def sample_loss(s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[st
     if s.ref_log_probs is not None or c["kl"]["coef"] != 0:
         sampling = t.old if c["kl"]["importance"] else None
         said["kl"], slope = kl_divergence(t.log_probs, s.at("ref_log_probs"), c["kl"]["estimator"], sampling)
-        total = total + accepted * c["kl"]["coef"] * said["kl"]
-        by_log_probs = by_log_probs + accepted * c["kl"]["coef"] * slope
+        total = total + c["kl"]["coef"] * said["kl"]
+        by_log_probs = by_log_probs + c["kl"]["coef"] * slope
     if s.entropy is not None or c["entropy_coef"] != 0:
         said["entropy"] = s.at("entropy")
-        total = total - accepted * c["entropy_coef"] * said["entropy"]
+        total = total - c["entropy_coef"] * said["entropy"]
     if s.rollout_log_probs is not None:
         trainer = t.held if c["ratio_to"] == "rollout" else t.old
         said |= sampler_values(trainer, s.at("rollout_log_probs"))
-    return SampleLoss(total, policy, by_log_probs, -accepted * c["entropy_coef"], said)
+    return SampleLoss(total, policy, by_log_probs, np.full(s.count, -c["entropy_coef"]), said)
 
 
 def token_values(t: Tokens) -> dict[str, Array]:
@@ -198,7 +198,7 @@ def through_head(
 
 
 def covariance(samples: Sequence[OracleSample]) -> list[Array]:
-    """(A - mean A)(log_prob - mean log_prob) of each loss token, `[n]`, means over the step's. 2505.22617, eq. 10."""
+    """(A - mean A)(log_prob - mean log_prob) of each loss token, `[n]`, means over the step's. 2505.22617."""
     a, p = [s.at("advantages") for s in samples], [s.at("log_probs") for s in samples]
     return [(x - token_mean(a)) * (y - token_mean(p)) for x, y in zip(a, p, strict=True)]
 
