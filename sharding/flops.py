@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .trips import Limits, Turns, Value, constant, convert, during, kept, operate, slot, turns
+from .trips import Limits, Turns, Value, constant, convert, during, operate, slot, turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +86,14 @@ def _equation(eqn: Any, args: list[Value], count: bool) -> tuple[Flops, list[Val
             kernel = eqn.invars[1].aval.shape
             features = kernel[params["dimension_numbers"].rhs_spec[0]]
             return _exactly(2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // features), []
-        case "scan":
-            return _scan(params, args, count)
-        case "while":
-            return _while(params, args, count)
-        case "cond" if not count:
+        case "scan" | "while" | "cond" if not count:
             return _NONE, []
+        case "scan":
+            return _scan(params, args), []
+        case "while":
+            return _while(params, args), []
         case "cond":
-            branches = [_run(branch, args[1:], count)[0] for branch in params["branches"]]
+            branches = [_run(branch, args[1:], True)[0] for branch in params["branches"]]
             return Flops(min(b.low for b in branches), max(b.high for b in branches)), []
     inner = [value for value in params.values() if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
     if not inner:
@@ -132,32 +132,27 @@ def _ragged_dot(eqn: Any) -> Flops:
     return _exactly(flops // groups)
 
 
-def _scan(params: Any, args: list[Value], count: bool) -> tuple[Flops, list[Value]]:
+def _scan(params: Any, args: list[Value]) -> Flops:
     body, length, consts = params["jaxpr"], params["length"], args[: params["num_consts"]]
     carry = args[len(consts) : len(consts) + params["num_carry"]]
     xs: list[Value] = [None] * (_arity(body) - len(consts) - len(carry))
     _, results = _run(body, [*consts, *map(slot, range(len(carry))), *xs], False)
-    after = results[: len(carry)]
-    if not count:
-        return _NONE, kept(carry, after)
-    flops, _ = _run(body, [*consts, *during(carry, after, length), *xs], True)
-    return _times(flops, Turns(length, length)), kept(carry, after)
+    flops, _ = _run(body, [*consts, *during(carry, results[: len(carry)], length), *xs], True)
+    return _times(flops, Turns(length, length))
 
 
-def _while(params: Any, args: list[Value], count: bool) -> tuple[Flops, list[Value]]:
+def _while(params: Any, args: list[Value]) -> Flops:
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     condition_consts, body_consts, carry = args[:first], args[first:last], args[last:]
     slots = [slot(i) for i in range(len(carry))]
     _, after = _run(body, [*body_consts, *slots], False)
-    if not count:
-        return _NONE, kept(carry, after)
-    found = turns(_run(condition, [*condition_consts, *slots], False)[1][0], carry, after)
+    _, [going_on] = _run(condition, [*condition_consts, *slots], False)
+    found = turns(going_on, carry, after)
+    asked = Turns(found.low + 1, found.high + 1)  # the condition, once more than there are turns
     flops, _ = _run(body, [*body_consts, *during(carry, after, found.high)], True)
-    # The condition is asked once more than there are turns.
-    asked = Turns(found.low + 1, found.high + 1)
     asking, _ = _run(condition, [*condition_consts, *during(carry, after, asked.high)], True)
-    return _times(flops, found) + _times(asking, asked), kept(carry, after)
+    return _times(flops, found) + _times(asking, asked)
 
 
 _SAME = frozenset(

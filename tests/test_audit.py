@@ -58,6 +58,8 @@ def test_a_collective_by_itself(name):
 def test_a_collective_in_a_loop():
     found = audited(lambda x: lax.scan(lambda c, _: (swap(c) + 1, None), x, length=3)[0])
     assert found.collectives == (Collective("collective-permute", ("tp",), 256, True),)
+    asked = lambda x: lax.while_loop(lambda c: lax.psum(c.sum(), ("dp", "cp", "tp")) < 9, lambda c: c + 1, x)  # noqa: E731
+    assert audited(asked).collectives == (Collective("all-reduce", ("dp", "cp", "tp"), 4, True),)
     nested = audited(lambda x: lax.fori_loop(0, 2, lambda i, c: lax.fori_loop(0, 2, lambda j, c: swap(c * c), c), x))
     assert nested.collectives == (Collective("collective-permute", ("tp",), 256, True),)
 
@@ -182,6 +184,18 @@ def inner(turns):
     return lambda c: lax.fori_loop(0, turns, lambda j, d: d @ d, c)
 
 
+def of_loops_in_a_while(n):
+    """Turn i has i products, at most 3."""
+    return lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, inner(c[0])(c[1])), FIRST)[1]
+
+
+def in_two_loops(n):
+    """The second is bounded by what the first carries along unchanged."""
+    first = lambda c: (c[0] + 1, c[1] @ c[1], c[2])  # noqa: E731
+    _, a, six = lax.while_loop(lambda c: c[0] < 5, first, (0, A, 6))
+    return lax.while_loop(lambda c: c[0] < six, lambda c: (c[0] + 1, c[1] @ c[1]), (0, a))[1]
+
+
 def in_a_rule(n):
     """A loop in a custom_vjp, whose bound is an argument of it."""
 
@@ -243,6 +257,9 @@ def on_a_mesh(n):
         (outer(lambda i, c, n: inner(i + 2)(c), 4), 8, 20),
         (outer(lambda i, c, n: lax.cond(n > i, inner(5), lambda c: c, c)), 0, 15),
         (outer(lambda i, c, n: inner(n)(c)), 0, INF),
+        (of_loops_in_a_while, 0, 12),
+        (lambda n: lax.cond(n > 0, lambda b: loop(lambda i, m: i < m)(b), lambda b: A, 6), 0, 6),
+        (in_two_loops, 11, 11),
         (lambda n: jax.remat(jax.jit(loop(lambda i, m: i < m)))(6), 6, 6),
         (lambda n: jax.jit(loop(lambda i, m: i < m))(n), 0, INF),
         (in_a_rule, 6, 6),
