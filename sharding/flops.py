@@ -95,17 +95,33 @@ def _equation(eqn: Any, args: list[Value], count: bool) -> tuple[Flops, list[Val
         case "cond":
             branches = [_run(branch, args[1:], True)[0] for branch in params["branches"]]
             return Flops(min(b.low for b in branches), max(b.high for b in branches)), []
+        case "custom_linear_solve":
+            return _run(params["jaxprs"].solve, [], count)[0], []
     inner = [value for value in params.values() if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
     if not inner:
         return _NONE, [_scalar(eqn, args)]
-    # A call runs its jaxpr once, on its own arguments; a kernel once in each step of its grid.
-    steps = getattr(params.get("grid_mapping"), "grid", ())
-    runs = [_run(j, args if _arity(j) == len(args) and not steps else [], count) for j in inner]
-    total = sum((flops for flops, _ in runs), _NONE)
-    if steps:
-        known = all(isinstance(step, int) for step in steps)
-        return _times(total, Turns(math.prod(steps), math.prod(steps)) if known else Turns(0, math.inf)), []
-    return total, runs[0][1] if len(runs) == 1 else []
+    if eqn.primitive.name in _CALLS and len(inner) == 1 and _arity(inner[0]) == len(args):
+        return _run(inner[0], args, count)
+    total = sum((_run(j, [], count)[0] for j in inner), _NONE)
+    steps = getattr(params.get("grid_mapping"), "grid", ())  # a kernel runs in each of them
+    known = all(isinstance(step, int) for step in steps)
+    return _times(total, Turns(math.prod(steps), math.prod(steps)) if known else Turns(0, math.inf)), []
+
+
+# They run their jaxpr once, on their own arguments.
+_CALLS = frozenset(
+    {
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "jit",
+        "pjit",
+        "remat2",
+        "shard_map",
+    }
+)
 
 
 def _exactly(flops: float) -> Flops:

@@ -31,7 +31,7 @@ class Chip:
       hertz: cycles a second.
       hbm: bytes a second between it and its memory.
       link: bytes a second over one link to a neighbour, one way.
-      wraps: whether four chips along an axis make a ring; else they make a line.
+      wraps: whether four chips along an axis make a ring, as in a slice of whole 4x4x4 cubes; else they make a line.
     """
 
     name: str
@@ -42,10 +42,11 @@ class Chip:
     wraps: bool
 
 
-# Whole chips. Peak and memory: https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. Links, as measured rather
-# than as advertised (v5p, v6e, tpu7x 100e9, v5e 50e9): https://jax-ml.github.io/scaling-book/tpus, tpu7x as v5p, whose
-# advertised links it has. The clock follows from the peak: cores * matrix units * side**2 * 2 operations in a cycle,
-# 2*4*128**2 (v4, v5p), 4*128**2 (v5e), 4*256**2 (v6e), 2*4*256**2 (tpu7x).
+# Whole chips. Peak and memory: https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. Links and rings:
+# https://jax-ml.github.io/scaling-book/tpus, whose links are a tenth slower than the advertised 100e9 (v5p, v6e) and
+# 50e9 (v5e); it has no tpu7x, which is advertised with v5p's links. The clock follows from the peak, which is two
+# operations of each cell of the matrix units in a cycle: 2 * 4 * 128**2 cells (v4, v5p), 4 * 128**2 (v5e),
+# 4 * 256**2 (v6e), 2 * 4 * 256**2 (tpu7x).
 CHIPS = {
     "TPU v4": Chip("v4", 275e12, 1.05e9, 1200e9, 45e9, True),
     "TPU v5 lite": Chip("v5e", 197e12, 1.5e9, 819e9, 45e9, False),

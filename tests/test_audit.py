@@ -296,6 +296,11 @@ def test_a_kernel_runs_in_each_step_of_its_grid():
     assert count_flops(jax.make_jaxpr(call)(A)) == Flops(15 * PRODUCT, 15 * PRODUCT)
 
 
+def test_a_linear_solve_runs_its_solver_alone():
+    solve = lambda a: lax.custom_linear_solve(lambda x: a @ x, a[0], lambda _, b: turns(2)(a)[0] + b)  # noqa: E731
+    assert count_flops(jax.make_jaxpr(solve)(A)) == Flops(2 * PRODUCT, 2 * PRODUCT)
+
+
 def test_flops_of_ragged_products_and_convolutions():
     rows, kernels, sizes = jnp.ones((10, 3)), jnp.ones((2, 3, 7)), jnp.array([4, 6])
     assert count_flops(jax.make_jaxpr(lax.ragged_dot)(rows, kernels, sizes)).high == 2 * 10 * 3 * 7
