@@ -10,6 +10,7 @@ from .redistribute import check_context_rows, redistribute
 from .scan import scan_affine, scan_shard
 from .segments import Segments, segment_sum
 from .shift import shift_left, shift_shard
+from .tpu_time import Time
 
 __all__ = [
     "Audit",
@@ -18,6 +19,7 @@ __all__ = [
     "ParallelMesh",
     "Segments",
     "ShardAxes",
+    "Time",
     "audit",
     "check_context_rows",
     "check_parallel",

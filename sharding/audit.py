@@ -1,12 +1,11 @@
-"""What a compiled function costs: collectives and temporaries from its module, flops from its jaxpr."""
+"""What a compiled function costs: collectives, temporaries and time from its module, flops from its jaxpr."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from .flops import Flops, count_flops
+from .hlo import Module, parse, transfer
 from .program import notes
-
-_OPS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
-_ITEM_BITS = {"pred": 8, "bf16": 16, "f16": 16, "c64": 64, "c128": 128}
+from .tpu_time import Time, chip_of, estimate_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Collective:
       op: "all-reduce", "all-gather", "reduce-scatter", "collective-permute" or "all-to-all".
       axes: the mesh axes that it crosses; None where its groups are no product of axes, or no mesh is known.
       bytes: of the whole array that a device puts in or gets out, whichever is larger; for one turn of a loop.
-      in_loop: whether it sits in the body of a loop.
+      in_loop: whether it sits in the body or the condition of a loop.
     """
 
     op: str
@@ -48,6 +46,8 @@ class Audit:
       argument_bytes: its arguments.
       output_bytes: its results.
       flops: of its matrix products, with loops counted; a range where a loop's length depends on data.
+      time: what XLA:TPU expects it to take, see `sharding.tpu_time.Time`; None where the devices are no TPUs that are
+        known there, or where a persistent compilation cache answered instead of the compiler.
       notes: what the function says of itself, see `sharding.program.note`.
       text: the compiled module.
     """
@@ -57,6 +57,7 @@ class Audit:
     argument_bytes: int
     output_bytes: int
     flops: Flops
+    time: Time | None
     notes: tuple[str, ...]
     text: str = dataclasses.field(repr=False)
 
@@ -65,6 +66,7 @@ class Audit:
             f"temporaries {self.temp_bytes / 2**20:.1f} MiB, arguments {self.argument_bytes / 2**20:.1f} MiB, "
             f"results {self.output_bytes / 2**20:.1f} MiB, {self.flops}"
         ]
+        lines += f"time {self.time}".splitlines() if self.time else []
         lines += self.notes
         for c in self.collectives:
             over = "unknown axes" if c.axes is None else ", ".join(c.axes) or "no axis"
@@ -96,14 +98,17 @@ def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
     traced = jitted.trace(*args)
     mesh = _mesh_of(args) if mesh is None else mesh
-    compiled, text = _compile(traced.lower(), mesh)
+    device = _device_of(args, mesh)
+    chip = chip_of(device)
+    compiled, text, generated = _compile(traced.lower(), device)
     memory = compiled.memory_analysis()
     return Audit(
-        collectives=_collectives(text, mesh),
+        collectives=_collectives(parse(text), mesh),
         temp_bytes=memory.temp_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         flops=count_flops(traced.jaxpr),
+        time=estimate_time(generated, chip) if chip and generated else None,
         notes=notes(traced.jaxpr),
         text=text,
     )
@@ -117,95 +122,40 @@ def _mesh_of(args: Any) -> Mesh | None:
     return meshes.pop() if meshes else None
 
 
-def _compile(lowered: Any, mesh: Mesh | None) -> tuple[Any, str]:
-    """The compiled function and the text of its module."""
-    if mesh is None or mesh.devices.flat[0].platform != "tpu":
+def _device_of(args: Any, mesh: Mesh | None) -> Any:
+    """One of the devices to compile for; None where neither the arguments nor the mesh say."""
+    if mesh is not None:
+        return mesh.devices.flat[0]
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
+    return next((d for s in shardings if s is not None for d in s.device_set), None)
+
+
+def _compile(lowered: Any, device: Any) -> tuple[Any, str, str]:
+    """The compiled function, the text of its module and, on a TPU, that of the code generated from it."""
+    if device is None or device.platform != "tpu":
         compiled = lowered.compile()
-        return compiled, compiled.as_text()
-    # the text of some TPU modules cannot be had from the executable (XLA fails to read its own async instructions)
+        return compiled, compiled.as_text(), ""
+    # The text of some TPU modules cannot be had from the executable (XLA fails to read its own async instructions), and
+    # the estimates of time are in the dump only. A program that a cache returns was not dumped.
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-        return compiled, "\n".join(path.read_text() for path in sorted(Path(folder).glob("*.after_optimizations.txt")))
+        text, generated = (
+            "\n".join(path.read_text() for path in sorted(Path(folder).glob(f"*.{stage}.txt")))
+            for stage in ("after_optimizations", "after_codegen")
+        )
+    return compiled, text or compiled.as_text(), generated
 
 
-def _collectives(text: str, mesh: Mesh | None) -> tuple[Collective, ...]:
-    computations = _computations(text)
-    looped = _in_loops(computations)
-    op = re.compile(rf"= (?P<shape>\(.*?\)|\S+) (?P<op>{'|'.join(_OPS)})(?P<start>-start)?\(")
-    found = []
-    for name, lines in computations.items():
-        for line in lines:
-            if match := op.search(line):
-                groups = _groups(line)
-                size = max(_shape_bytes(match["shape"], bool(match["start"])), 1)
-                kind = match["op"]
-                if kind == "reduce-scatter" and groups:
-                    size *= len(groups[0])
-                if name.startswith("all-reduce-scatter"):  # the fusion that is XLA's reduce-scatter on TPU
-                    kind = "reduce-scatter"
-                found.append(Collective(kind, _axes(groups, kind, mesh), size, name in looped))
-    return tuple(found)
+def _collectives(module: Module, mesh: Mesh | None) -> tuple[Collective, ...]:
+    return tuple(
+        Collective(found.op, _axes(found.groups, found.op, mesh), found.bytes, name in module.looped)
+        for name, computation in module.computations.items()
+        for instruction in computation.values()
+        if (found := transfer(module, name, instruction))
+    )
 
 
-def _computations(text: str) -> dict[str, list[str]]:
-    """The lines of each computation of a module, by its name."""
-    computations: dict[str, list[str]] = {}
-    current: list[str] = []
-    for line in text.splitlines():
-        if match := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            current = computations.setdefault(match[1], [])
-        else:
-            current.append(line)
-    return computations
-
-
-def _in_loops(computations: dict[str, list[str]]) -> set[str]:
-    """The computations that run inside the body of a loop."""
-    called = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
-    many = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
-    calls: dict[str, set[str]] = {}
-    pending: list[str] = []
-    for name, lines in computations.items():
-        text = "\n".join(lines)
-        calls[name] = set(called.findall(text))
-        for names in many.findall(text):
-            calls[name] |= {n.strip().lstrip("%") for n in names.split(",")}
-        pending += re.findall(r"body=%?([\w.\-]+)", text)
-    looped: set[str] = set()
-    while pending:
-        if (name := pending.pop()) not in looped:
-            looped.add(name)
-            pending += calls.get(name, ())
-    return looped
-
-
-def _shape_bytes(shape: str, started: bool) -> int:
-    """The bytes of a shape; of a started collective, which carries its operand along, the larger of its parts."""
-    sizes = []
-    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape):
-        bits = _ITEM_BITS.get(dtype) or int(re.sub(r"^\D+", "", dtype).split("e")[0])
-        sizes.append(math.prod(int(d) for d in dims.split(",") if d) * bits // 8)
-    return (max(sizes) if started else sum(sizes)) if sizes else 0
-
-
-def _groups(line: str) -> list[tuple[int, ...]]:
-    """The groups of devices that a collective joins; pairs for a permutation."""
-    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
-        return [tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", match[1])]
-    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        shape, source, order = ([int(x) for x in (g or "").split(",") if x] for g in match.groups())
-        ids = np.arange(math.prod(source)).reshape(source)
-        return [tuple(map(int, g)) for g in (ids.transpose(order) if order else ids).reshape(shape)]
-    if match := re.search(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] ?\{((?:'\w+',? ?)+)\}", line):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
-        joined = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", match[2])]
-        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        last = np.moveaxis(ids, joined, range(-len(joined), 0))
-        return [tuple(map(int, g)) for g in last.reshape(-1, math.prod(last.shape[-len(joined) :]))]
-    return []
-
-
-def _axes(groups: list[tuple[int, ...]], op: str, mesh: Mesh | None) -> tuple[str, ...] | None:
+def _axes(groups: Sequence[tuple[int, ...]], op: str, mesh: Mesh | None) -> tuple[str, ...] | None:
     """The mesh axes along which the members of a group differ, if the groups are all that differ so."""
     if mesh is None or not groups:
         return None

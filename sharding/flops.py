@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend import core
 
-_SAME_VALUE = frozenset({"pvary", "pcast", "convert_element_type"})  # of the constant that they take in
+from .trips import Limits, Turns, Value, constant, convert, during, operate, slot, turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Flops:
         return f"{low} GFLOP" if self.low == self.high else f"{low} to {high} GFLOP"
 
 
+_NONE = Flops(0, 0)
+
+
 def count_flops(jaxpr: Any) -> Flops:
     """The flops of a (closed) jaxpr: the shapes inside a `shard_map` are one device's.
 
@@ -39,65 +44,160 @@ def count_flops(jaxpr: Any) -> Flops:
       jaxpr: as `jax.make_jaxpr` or `jax.jit(f).trace(...)` give it.
 
     Returns:
-      `Flops`. A `while` counts 0 times at least, and at most as often as a counter from 0 on can stay below a
-      constant in its condition.
+      `Flops`. The turns of a `while` are read off the integers in its condition, see `sharding.trips`: a range where
+      the condition depends on data too, up to infinity where nothing else ends the loop.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> count_flops(jax.make_jaxpr(lambda a: a @ a)(jnp.ones((8, 8)))).low
       1024
     """
-    total = Flops(0, 0)
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        total += _equation_flops(eqn)
-    return total
+    return _run(jaxpr, [], True)[0]
 
 
-def _equation_flops(eqn: Any) -> Flops:
+def _run(jaxpr: Any, args: Sequence[Value], count: bool) -> tuple[Flops, list[Value]]:
+    """The flops of a jaxpr, if they are to be counted, and what is known of its results."""
+    inner, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+    known: dict[Any, Value] = dict(zip(inner.invars, args, strict=True)) if args else {}
+    known |= {var: _constant(var.aval, value) for var, value in zip(inner.constvars, consts, strict=False)}
+
+    def read(atom: Any) -> Value:
+        return _constant(atom.aval, atom.val) if isinstance(atom, core.Literal) else known.get(atom)
+
+    total = _NONE
+    for eqn in inner.eqns:
+        flops, results = _equation(eqn, [read(atom) for atom in eqn.invars], count)
+        total += flops
+        known.update(zip(eqn.outvars, results, strict=False))
+    return total, [read(atom) for atom in inner.outvars]
+
+
+def _equation(eqn: Any, args: list[Value], count: bool) -> tuple[Flops, list[Value]]:
+    """The flops of an equation, and what is known of its results: none of them where the list is empty."""
     params = eqn.params
     match eqn.primitive.name:
         case "dot_general":
             (lhs, _), (_, _) = params["dimension_numbers"]
-            operand = eqn.invars[0].aval.shape
-            flops = 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(operand[d] for d in lhs)
-            return Flops(flops, flops)
+            contracted = math.prod(eqn.invars[0].aval.shape[d] for d in lhs)
+            return _exactly(2 * math.prod(eqn.outvars[0].aval.shape) * contracted), []
+        case "ragged_dot_general":
+            return _ragged_dot(eqn), []
+        case "conv_general_dilated":
+            kernel = eqn.invars[1].aval.shape
+            features = kernel[params["dimension_numbers"].rhs_spec[0]]
+            return _exactly(2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // features), []
+        case "scan" | "while" | "cond" if not count:
+            return _NONE, []
         case "scan":
-            body = count_flops(params["jaxpr"])
-            return Flops(body.low * params["length"], body.high * params["length"])
+            return _scan(params, args), []
         case "while":
-            body = count_flops(params["body_jaxpr"])
-            return Flops(0, body.high * _most_turns(params) if body.high else 0)
+            return _while(params, args), []
         case "cond":
-            branches = [count_flops(branch) for branch in params["branches"]]
-            return Flops(min(b.low for b in branches), max(b.high for b in branches))
-    total = Flops(0, 0)
-    for value in params.values():
-        if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-            total += count_flops(value)
-    return total
+            branches = [_run(branch, args[1:], True)[0] for branch in params["branches"]]
+            return Flops(min(b.low for b in branches), max(b.high for b in branches)), []
+        case "custom_linear_solve":
+            return _run(params["jaxprs"].solve, [], count)[0], []
+    inner = [value for value in params.values() if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
+    if not inner:
+        return _NONE, [_scalar(eqn, args)]
+    if eqn.primitive.name in _CALLS and len(inner) == 1 and _arity(inner[0]) == len(args):
+        return _run(inner[0], args, count)
+    total = sum((_run(j, [], count)[0] for j in inner), _NONE)
+    steps = getattr(params.get("grid_mapping"), "grid", ())  # a kernel runs in each of them
+    known = all(isinstance(step, int) for step in steps)
+    return _times(total, Turns(math.prod(steps), math.prod(steps)) if known else Turns(0, math.inf)), []
 
 
-def _most_turns(params: Any) -> float:
-    """The smallest constant that the condition compares a counter, which the body raises by one, to be less than."""
-    condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
-    constant, step = _constants(condition), _constants(body)
-    raised = {e.outvars[0]: e.invars[0] for e in body.eqns if e.primitive.name == "add" and step(e.invars[1]) == 1}
-    before, after = body.invars[params["body_nconsts"] :], body.outvars
-    carried = condition.invars[params["cond_nconsts"] :]
-    counters = {c for c, old, new in zip(carried, before, after, strict=True) if raised.get(new) is old}
-    bounds = [constant(e.invars[1]) for e in condition.eqns if e.primitive.name == "lt" and e.invars[0] in counters]
-    return min((bound for bound in bounds if bound is not None), default=math.inf)
+# They run their jaxpr once, on their own arguments.
+_CALLS = frozenset(
+    {
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "jit",
+        "pjit",
+        "remat2",
+        "shard_map",
+    }
+)
 
 
-def _constants(jaxpr: Any) -> Callable[[Any], int | None]:
-    """The value of a variable that is a constant scalar, else None."""
-    source = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name in _SAME_VALUE}
+def _exactly(flops: float) -> Flops:
+    return Flops(flops, flops)
 
-    def constant(value: Any) -> int | None:
-        while not isinstance(value, core.Literal):
-            if value not in source:
-                return None
-            value = source[value]
-        return int(value.val)
 
-    return constant
+def _times(flops: Flops, turns: Turns) -> Flops:
+    """Of a body that runs `turns` times; nothing, infinitely often, is nothing."""
+    low, high = ((x * n if x and n else 0) for x, n in ((flops.low, turns.low), (flops.high, turns.high)))
+    return Flops(low, high)
+
+
+def _arity(jaxpr: Any) -> int:
+    return len(getattr(jaxpr, "jaxpr", jaxpr).invars)
+
+
+def _ragged_dot(eqn: Any) -> Flops:
+    """Every row (or contracted row) belongs to one group."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    lhs, _, sizes = (x.aval.shape for x in eqn.invars[:3])
+    contracted = numbers.dot_dimension_numbers[0][0]
+    flops = 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[d] for d in contracted)
+    groups = sizes[-1] if set(numbers.lhs_ragged_dimensions) & set(contracted) else 1
+    return _exactly(flops // groups)
+
+
+def _scan(params: Any, args: list[Value]) -> Flops:
+    body, length, consts = params["jaxpr"], params["length"], args[: params["num_consts"]]
+    carry = args[len(consts) : len(consts) + params["num_carry"]]
+    xs: list[Value] = [None] * (_arity(body) - len(consts) - len(carry))
+    _, results = _run(body, [*consts, *map(slot, range(len(carry))), *xs], False)
+    flops, _ = _run(body, [*consts, *during(carry, results[: len(carry)], length), *xs], True)
+    return _times(flops, Turns(length, length))
+
+
+def _while(params: Any, args: list[Value]) -> Flops:
+    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+    first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    condition_consts, body_consts, carry = args[:first], args[first:last], args[last:]
+    slots = [slot(i) for i in range(len(carry))]
+    _, after = _run(body, [*body_consts, *slots], False)
+    _, [going_on] = _run(condition, [*condition_consts, *slots], False)
+    found = turns(going_on, carry, after)
+    asked = Turns(found.low + 1, found.high + 1)  # the condition, once more than there are turns
+    flops, _ = _run(body, [*body_consts, *during(carry, after, found.high)], True)
+    asking, _ = _run(condition, [*condition_consts, *during(carry, after, asked.high)], True)
+    return _times(flops, found) + _times(asking, asked)
+
+
+_SAME = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "pcast", "pvary", "reshape", "sharding_constraint",
+     "squeeze"}
+)  # fmt: skip
+
+
+def _scalar(eqn: Any, args: list[Value]) -> Value:
+    """What is known of the result of an operation on scalars."""
+    name, operands, result = eqn.primitive.name, [x.aval for x in eqn.invars], eqn.outvars[0].aval
+    if getattr(result, "shape", None) != () or not operands:
+        return None
+    if name in _SAME:
+        return convert(args[0], _limits(operands[0]), _limits(result))
+    if name == "select_n":
+        return operate("select", args[1:], _limits(operands[1]))
+    return operate(name, args, _limits(operands[0]))
+
+
+def _limits(aval: Any) -> Limits | None:
+    dtype = getattr(aval, "dtype", None)
+    return Limits.of(str(dtype)) if dtype is not None and jnp.issubdtype(dtype, jnp.integer) else None
+
+
+def _constant(aval: Any, value: Any) -> Value:
+    """Of a literal or a constant of a closed jaxpr."""
+    if getattr(aval, "shape", None) != () or isinstance(value, jax.core.Tracer):
+        return None
+    if aval.dtype == bool:
+        return constant(bool(value))
+    return constant(int(value)) if _limits(aval) else None

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from head_cases import call_head, head_arrays
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -57,6 +58,8 @@ def test_a_collective_by_itself(name):
 def test_a_collective_in_a_loop():
     found = audited(lambda x: lax.scan(lambda c, _: (swap(c) + 1, None), x, length=3)[0])
     assert found.collectives == (Collective("collective-permute", ("tp",), 256, True),)
+    asked = lambda x: lax.while_loop(lambda c: lax.psum(c.sum(), ("dp", "cp", "tp")) < 9, lambda c: c + 1, x)  # noqa: E731
+    assert audited(asked).collectives == (Collective("all-reduce", ("dp", "cp", "tp"), 4, True),)
     nested = audited(lambda x: lax.fori_loop(0, 2, lambda i, c: lax.fori_loop(0, 2, lambda j, c: swap(c * c), c), x))
     assert nested.collectives == (Collective("collective-permute", ("tp",), 256, True),)
 
@@ -143,7 +146,7 @@ def until(stop):
         (lambda a: lax.cond(a[0, 0] > 0, turns(2), turns(6), a), 2, 6),
         (lambda a: lax.cond(a[0, 0] > 0, lambda a: a, turns(6), a), 0, 6),
         (until(lambda i, a: a[0, 0] < 9), 0, float("inf")),
-        (until(lambda i, a: 2 * i < 9), 0, float("inf")),
+        (until(lambda i, a: 2 * i < 9), 5, 5),
         (until(lambda i, a: (i < 8) & (a[0, 0] < 9)), 0, 8),
         (until(lambda i, a: (i < a[0, 0]) & (i < 8) & (i < 6)), 0, 6),
         (lambda a: turns(3)(until(lambda i, a: (i < 8) & (a[0, 0] < 9))(a)), 3, 11),
@@ -152,6 +155,160 @@ def until(stop):
 )
 def test_flops(fn, low, high):
     assert count_flops(jax.make_jaxpr(fn)(A)) == Flops(low * PRODUCT, high * PRODUCT)
+
+
+INF = float("inf")
+N = jnp.asarray(3)  # an argument, of which nothing is known when the program is traced
+FIRST = (0, A)
+
+
+def loop(stop, step=1, start=0):
+    """Of a counter, a product and an integer that comes as an argument."""
+    turn = lambda c: (c[0] + step, c[1] @ c[1], c[2])  # noqa: E731
+    return lambda n: lax.while_loop(lambda c: stop(c[0], c[2]), turn, (start, A, n))[1]
+
+
+def of_state(stop, turn, first):
+    """`turn` and `stop` of three integers; a product a turn."""
+    return lambda n: lax.while_loop(
+        lambda c: stop(*c[:3]), lambda c: (*turn(*c[:3]), c[3] @ c[3]), (*(n if x is None else x for x in first), A)
+    )[3]
+
+
+def outer(body, length=3):
+    return lambda n: lax.fori_loop(0, length, lambda i, c: body(i, c, n), A)
+
+
+def inner(turns):
+    """A product, `turns` times, which need not be known."""
+    return lambda c: lax.fori_loop(0, turns, lambda j, d: d @ d, c)
+
+
+def of_loops_in_a_while(n):
+    """Turn i has i products, at most 3."""
+    return lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, inner(c[0])(c[1])), FIRST)[1]
+
+
+def in_two_loops(n):
+    """The second is bounded by what the first carries along unchanged."""
+    first = lambda c: (c[0] + 1, c[1] @ c[1], c[2])  # noqa: E731
+    _, a, six = lax.while_loop(lambda c: c[0] < 5, first, (0, A, 6))
+    return lax.while_loop(lambda c: c[0] < six, lambda c: (c[0] + 1, c[1] @ c[1]), (0, a))[1]
+
+
+def in_a_rule(n):
+    """A loop in a custom_vjp, whose bound is an argument of it."""
+
+    @jax.custom_vjp
+    def rule(a, bound):
+        return lax.while_loop(lambda c: c[0] < bound, lambda c: (c[0] + 1, c[1] @ c[1]), (0, a))[1]
+
+    rule.defvjp(lambda a, b: (rule(a, b), None), lambda _, g: (g, None))
+    return rule(A, 6)
+
+
+def on_a_mesh(n):
+    run = lambda a, b: lax.while_loop(  # noqa: E731
+        lambda c: c[0] < b, lambda c: (c[0] + 1, c[1] @ c[1]), (lax.pcast(0, "dp", to="varying"), a)
+    )[1]
+    return jax.shard_map(run, mesh=PARALLEL.mesh, in_specs=(P("dp"), P()), out_specs=P("dp"))(jnp.ones((8, 4)), 6)
+
+
+@pytest.mark.parametrize(
+    ("fn", "low", "high"),
+    [
+        (loop(lambda i, n: (i < 9) | (n > 0)), 9, INF),
+        (loop(lambda i, n: (n > 0) | (i < 9)), 9, INF),
+        (loop(lambda i, n: (i < 9) | (i < 4)), 9, 9),
+        (loop(lambda i, n: ((i < 9) | (n > 0)) & (i < 12)), 9, 12),
+        (loop(lambda i, n: ~((i >= 9) | (n > 0))), 0, 9),
+        (loop(lambda i, n: (i < 9) == (n > 0)), 0, INF),
+        (loop(lambda i, n: i <= 9), 10, 10),
+        (loop(lambda i, n: n * 0 + 9 > i), 9, 9),
+        (loop(lambda i, n: i != 9), 9, 9),
+        (loop(lambda i, n: i < 9, step=2), 5, 5),
+        (loop(lambda i, n: i > 0, step=-1, start=9), 9, 9),
+        (loop(lambda i, n: i >= 0, step=-2, start=9), 5, 5),
+        (loop(lambda i, n: i < 9, start=4), 5, 5),
+        (loop(lambda i, n: i < 9, start=40), 0, 0),
+        (loop(lambda i, n: i + 3 < 9), 6, 6),
+        (loop(lambda i, n: jnp.minimum(i, 5) < 9), INF, INF),
+        (loop(lambda i, n: i < n), 0, INF),
+        (loop(lambda i, n: i < jnp.minimum(n, 6)), 0, 6),
+        (loop(lambda i, n: i < jnp.clip(n, 2, 6)), 2, 6),
+        (loop(lambda i, n: i < jnp.where(n > 0, 4, 7)), 4, 7),
+        (loop(lambda i, n: i < 9, step=jnp.int8(2), start=jnp.int8(0)), 5, 5),
+        (loop(lambda i, n: i < 127, step=jnp.int8(2), start=jnp.int8(0)), 64, INF),  # 126 + 2 is -128
+        (loop(lambda i, n: i.astype(jnp.int32) < 200, step=jnp.int8(1), start=jnp.int8(0)), INF, INF),
+        (loop(lambda i, n: i < 8.5, step=1.0, start=0.0), 0, INF),  # floats are not followed
+        (loop(lambda i, n: i < 9, step=0), INF, INF),
+        # bounds and steps that the loop carries, or changes
+        (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + s, b, s), (0, 9, 2)), 5, 5),
+        (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, b - 1, s), (0, 9, 0)), 5, 5),
+        (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, b + 1, s), (0, 9, 0)), 2**31 - 9, INF),
+        (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, s, s), (0, 9, None)), 0, INF),
+        (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, jnp.minimum(s, 7), s), (0, 9, None)), 0, 9),
+        (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + s, b, s), (0, 9, None)), 0, INF),
+        (of_state(lambda i, b, s: i < 9, lambda i, b, s: (i + 1, b, s), (None, 0, 0)), 0, INF),
+        (of_state(lambda i, b, s: i < 9, lambda i, b, s: (b, i + 1, s), (0, 0, 0)), 0, INF),
+        # loops in loops, and in what JAX wraps functions with
+        (outer(lambda i, c, n: loop(lambda j, m: (j < 5) & (j < m))(n)), 0, 15),
+        (outer(lambda i, c, n: inner(i)(c), 4), 0, 12),
+        (outer(lambda i, c, n: inner(i + 2)(c), 4), 8, 20),
+        (outer(lambda i, c, n: lax.cond(n > i, inner(5), lambda c: c, c)), 0, 15),
+        (outer(lambda i, c, n: inner(n)(c)), 0, INF),
+        (of_loops_in_a_while, 0, 12),
+        (lambda n: lax.cond(n > 0, lambda b: loop(lambda i, m: i < m)(b), lambda b: A, 6), 0, 6),
+        (in_two_loops, 11, 11),
+        (lambda n: jax.remat(jax.jit(loop(lambda i, m: i < m)))(6), 6, 6),
+        (lambda n: jax.jit(loop(lambda i, m: i < m))(n), 0, INF),
+        (in_a_rule, 6, 6),
+        (on_a_mesh, 6, 6),
+        (lambda n: jax.vmap(lambda start: lax.fori_loop(start, 9, lambda i, a: a @ a, A))(jnp.arange(2)), 0, INF),
+    ],
+)
+def test_flops_of_a_while(fn, low, high):
+    assert count_flops(jax.make_jaxpr(fn)(N)) == Flops(low * PRODUCT, high * PRODUCT)
+
+
+@pytest.mark.parametrize(("stop", "low", "high"), [(lambda i, n: i < 9, 9, 9), (lambda i, n: (i < 9) & (i < n), 0, 9)])
+def test_a_product_in_a_condition_runs_once_more_than_the_body(stop, low, high):
+    """Two products in the condition, one in the body."""
+    loop = lambda n: lax.while_loop(  # noqa: E731
+        lambda c: stop(c[0], n) & ((c[1] @ A @ A)[0, 0] < INF), lambda c: (c[0] + 1, c[1] @ A), FIRST
+    )
+    # What the products compare to may end the loop before its first turn.
+    assert count_flops(jax.make_jaxpr(loop)(N)) == Flops(2 * PRODUCT, (3 * high + 2) * PRODUCT)
+
+
+def test_a_product_in_nothing_but_a_condition():
+    loop = lambda a: lax.while_loop(lambda c: (a @ a)[0, 0] > c, lambda c: c + 1, 0.0)  # noqa: E731
+    assert count_flops(jax.make_jaxpr(loop)(A)) == Flops(PRODUCT, INF)
+
+
+def test_a_kernel_runs_in_each_step_of_its_grid():
+    def kernel(a_ref, o_ref):
+        o_ref[...] = a_ref[...] @ a_ref[...]
+
+    def call(a):
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(a.shape, a.dtype), grid=(3, 5))(a)
+
+    assert count_flops(jax.make_jaxpr(call)(A)) == Flops(15 * PRODUCT, 15 * PRODUCT)
+
+
+def test_a_linear_solve_runs_its_solver_alone():
+    solve = lambda a: lax.custom_linear_solve(lambda x: a @ x, a[0], lambda _, b: turns(2)(a)[0] + b)  # noqa: E731
+    assert count_flops(jax.make_jaxpr(solve)(A)) == Flops(2 * PRODUCT, 2 * PRODUCT)
+
+
+def test_flops_of_ragged_products_and_convolutions():
+    rows, kernels, sizes = jnp.ones((10, 3)), jnp.ones((2, 3, 7)), jnp.array([4, 6])
+    assert count_flops(jax.make_jaxpr(lax.ragged_dot)(rows, kernels, sizes)).high == 2 * 10 * 3 * 7
+    gradient = jax.grad(lambda k: lax.ragged_dot(rows, k, sizes).sum())
+    assert count_flops(jax.make_jaxpr(gradient)(kernels)).high == 2 * (2 * 10 * 3 * 7)
+    convolve = lambda x, k: lax.conv(x, k, (1, 1), "VALID")  # noqa: E731
+    found = count_flops(jax.make_jaxpr(convolve)(jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 2, 2))))
+    assert found.high == 2 * (2 * 5 * 7 * 7) * (3 * 2 * 2)
 
 
 def test_flops_of_batched_and_rectangular_products():

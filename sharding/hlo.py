@@ -1,0 +1,259 @@
+"""The text of a compiled module (HLO): its computations, instructions, shapes, and what its collectives join."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+
+import numpy as np
+
+_NAME = r"[\w.\-<>]+"
+_HEADER = re.compile(rf"(ENTRY )?%?({_NAME}) \(.*\{{$")
+_INSTRUCTION = re.compile(rf"\s*(ROOT )?%?({_NAME}) = ")
+_CALLS = re.compile(
+    r"(calls|to_apply|body|condition|true_computation|false_computation|branch_computations|called_computations)="
+    rf"(?:\{{([^}}]*)\}}|%?({_NAME}))"
+)
+_COLLECTIVE = re.compile(
+    r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|ragged-all-to-all)(-start)?"
+)
+_ITEM_BITS = {"pred": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation: `name = shape op(operands), attributes`.
+
+    Args:
+      inside: the text between the parentheses: the operands, the number of a parameter, the value of a constant.
+    """
+
+    name: str
+    shape: str
+    op: str
+    inside: str
+    attributes: str
+    is_root: bool
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(re.findall(rf"%({_NAME})", self.inside))
+
+    @functools.cached_property
+    def calls(self) -> dict[str, tuple[str, ...]]:
+        """The computations that it calls, by attribute: calls, to_apply, body, condition, ..."""
+        return {
+            key: tuple(name.strip().lstrip("%") for name in many.split(",")) if many else (one,)
+            for key, many, one in _CALLS.findall(self.attributes.split("backend_config=", 1)[0])
+        }
+
+    @property
+    def index(self) -> int:
+        """Of a get-tuple-element."""
+        return int(self.attributes.split("index=", 1)[1].split(",", 1)[0])
+
+    @property
+    def op_name(self) -> str:
+        """What the traced program calls it."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+
+Computation = dict[str, Instruction]
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled module: instructions by name, in their order, by computation; `devices` that run it together."""
+
+    computations: dict[str, Computation]
+    entry: str
+    devices: int
+
+    def called(self, instruction: Instruction, *keys: str) -> list[Computation]:
+        """The computations that an instruction calls by any of the attributes, or by any at all."""
+        names = [n for key, found in instruction.calls.items() if not keys or key in keys for n in found]
+        return [self.computations[n] for n in names if n in self.computations]
+
+    @functools.cached_property
+    def looped(self) -> frozenset[str]:
+        """The computations that run in the body or the condition of a loop."""
+        pending = [
+            name
+            for computation in self.computations.values()
+            for instruction in computation.values()
+            for key in ("body", "condition")
+            for name in instruction.calls.get(key, ())
+        ]
+        found: set[str] = set()
+        while pending:
+            if (name := pending.pop()) not in found:
+                found.add(name)
+                inside = self.computations.get(name, {}).values()
+                pending += [n for instruction in inside for names in instruction.calls.values() for n in names]
+        return frozenset(found)
+
+
+def parse(text: str) -> Module:
+    """Reads a module's text, as `compiled.as_text()` or a dump of XLA gives it."""
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            current = computations.setdefault(header[2], {})
+            entry = header[2] if header[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and (start := _INSTRUCTION.match(line)):
+            instruction = _instruction(start, line)
+            current[instruction.name] = instruction
+    sizes = (re.search(rf"^HloModule.*\b{key}=(\d+)", text, re.M) for key in ("num_partitions", "replica_count"))
+    return Module(computations, entry, math.prod(int(size[1]) for size in sizes if size))
+
+
+def _instruction(start: re.Match[str], line: str) -> Instruction:
+    rest = line[start.end() :]
+    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    opening = rest.index("(")
+    end = _closing(rest, opening)
+    return Instruction(start[2], shape, rest[:opening], rest[opening + 1 : end - 1], rest[end:], bool(start[1]))
+
+
+def _closing(text: str, opening: int) -> int:
+    """Behind the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for match in re.compile("[()]").finditer(text, opening):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.end()
+    return len(text)
+
+
+def root(computation: Computation) -> Instruction:
+    """The instruction whose value a computation returns."""
+    return next((x for x in computation.values() if x.is_root), list(computation.values())[-1])
+
+
+def shape_bytes(shape: str, in_hbm: bool = False) -> int:
+    """The bytes of a shape and, where it is a tuple, of all its parts.
+
+    Args:
+      shape: as HLO writes it.
+      in_hbm: leaves out what lies in another memory (`S(1)` in its layout).
+
+    Example:
+      >>> shape_bytes("(bf16[8,4]{1,0:T(8,128)S(1)}, s32[])"), shape_bytes("(bf16[8,4]{1,0:S(1)}, s32[])", in_hbm=True)
+      (68, 4)
+    """
+    return sum(size for size, elsewhere in _sizes(shape) if not (in_hbm and elsewhere))
+
+
+def dimensions(shape: str) -> list[int]:
+    """Of a shape that is no tuple."""
+    found = re.search(r"\[([^\]]*)\]", shape)
+    return [int(d.lstrip("<=")) for d in found[1].split(",") if d] if found else []
+
+
+def _sizes(shape: str) -> list[tuple[int, bool]]:
+    """The bytes of each part of a shape, and whether they lie outside of HBM."""
+    found = []
+    for dtype, dims, layout in re.findall(r"(\w+)\[([^\]]*)\](\{[^}]*\})?", shape):
+        bits = _ITEM_BITS.get(dtype) or int((re.findall(r"\d+", dtype) or ["0"])[0])
+        elements = math.prod(dimensions(f"[{dims}]"))
+        found.append((elements * bits // 8, re.search(r"S\([1-9]", layout) is not None))
+    return found
+
+
+def parts(shape: str) -> list[str]:
+    """The parts of a tuple's shape."""
+    found, depth, begin = [], 0, 1
+    for match in re.finditer(r"[(\[{]|[)\]}]|,", shape):
+        depth += 1 if match[0] in "([{" else -1 if match[0] in ")]}" else 0
+        if (match[0] == "," and depth == 1) or depth == 0:
+            found.append(shape[begin : match.start()])
+            begin = match.end()
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """What a collective does.
+
+    Args:
+      op: without its "-start".
+      groups: of devices that it joins, pairs for a permutation; empty where they could not be read.
+      bytes: of the whole array that a device puts in or gets out, whichever is larger.
+      started: whether other work may run until its "-done".
+    """
+
+    op: str
+    groups: tuple[tuple[int, ...], ...]
+    bytes: int
+    started: bool
+
+
+def transfer(module: Module, computation: str, instruction: Instruction) -> Transfer | None:
+    """What an instruction of a computation sends between devices, if it is a collective."""
+    if not (match := _COLLECTIVE.fullmatch(instruction.op)):
+        return None
+    kind, started = match[1], bool(match[2])
+    groups = _groups(instruction.attributes, module.devices)
+    size = shape_bytes(instruction.shape)
+    if started and kind != "all-reduce":  # its operands are a part of its result, and semaphores too
+        size = max(map(shape_bytes, parts(instruction.shape)), default=0)
+    if kind == "reduce-scatter" and groups:
+        size *= len(groups[0])
+    if computation.startswith("all-reduce-scatter"):  # the fusion that is XLA's reduce-scatter on TPU
+        kind = "reduce-scatter"
+    return Transfer(kind, groups, max(size, 1), started)
+
+
+def _groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of devices of a collective, in any of the ways in which XLA writes them."""
+    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[^=]*?\})\}", attributes):
+        return tuple(tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", match[1]))
+    if "replica_groups={}" in attributes:
+        return (tuple(range(devices)),)
+    if match := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
+        return _rows(_iota(match[2]).reshape(_integers(match[1])))
+    mesh = r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\((\[[^)]*\)|\[[\d,]+\]|[\d,]+)\))? ?\{([^}]*)\}"
+    if match := re.search(mesh, attributes):
+        return _mesh_groups(*match.groups())
+    return ()
+
+
+def _mesh_groups(axes: str, device_ids: str | None, joined: str) -> tuple[tuple[int, ...], ...]:
+    """Of `mesh['a'=2,'b'=8] {'b':(2)4}`: along axes, or along a part of one; `(2)4` is a 4 behind a 2."""
+    sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", axes)}
+    places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
+    ids = np.arange(places.shape[1])
+    if device_ids:
+        ids = _iota(device_ids).reshape(-1) if "[" in device_ids else np.array(_integers(device_ids))
+    for name, before, part in re.findall(r"'?(\w+)'?(?::\((\d+)\)(\d+))?", joined):
+        size = int(part or sizes[name])
+        stride = sizes[name] // (int(before or 1) * size)
+        axis = list(sizes).index(name)
+        places[axis] -= places[axis] // stride % size * stride  # the same for all members of a group
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for device, place in zip(ids, places.T, strict=True):
+        groups.setdefault(tuple(map(int, place)), []).append(int(device))
+    return tuple(map(tuple, groups.values()))
+
+
+def _iota(text: str) -> np.ndarray:
+    """`[2,3]T(1,0)`: the numbers from 0 on in that shape, transposed."""
+    shape, _, order = text.partition("T")
+    dims = _integers(shape.strip("[]"))
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return ids.transpose(_integers(order.strip("()"))) if order else ids
+
+
+def _integers(text: str) -> list[int]:
+    return [int(x) for x in text.split(",") if x]
+
+
+def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, row)) for row in ids)

@@ -1,0 +1,367 @@
+"""The time of a compiled TPU program, as XLA's own estimates of each instruction add up; no TPU is needed for it.
+
+XLA:TPU writes into the text of the code that it generates how many cycles it expects of most instructions. These are
+added up, loops as often as they turn. What carries no number is charged the bytes that it moves, and a collective what
+a ring of devices takes. Nothing here was timed: differences under 15% mean nothing, and a new libtpu may say otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .hlo import Computation, Instruction, Module, Transfer, dimensions, parse, root, transfer
+from .hlo_bytes import hbm_bytes
+from .hlo_values import Known, loop, values
+from .trips import Turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One device of a TPU.
+
+    Args:
+      flops: bf16 operations a second at its peak.
+      hertz: cycles a second.
+      hbm: bytes a second between it and its memory.
+      link: bytes a second over one link to a neighbour, one way.
+      wraps: whether four chips along an axis make a ring, as in a slice of whole 4x4x4 cubes; else they make a line.
+    """
+
+    name: str
+    flops: float
+    hertz: float
+    hbm: float
+    link: float
+    wraps: bool
+
+
+# Whole chips. Peak and memory: https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. Links and rings:
+# https://jax-ml.github.io/scaling-book/tpus, whose links are a tenth slower than the advertised 100e9 (v5p, v6e) and
+# 50e9 (v5e); it has no tpu7x, which is advertised with v5p's links. The clock follows from the peak, which is two
+# operations of each cell of the matrix units in a cycle: 2 * 4 * 128**2 cells (v4, v5p), 4 * 128**2 (v5e),
+# 4 * 256**2 (v6e), 2 * 4 * 256**2 (tpu7x).
+CHIPS = {
+    "TPU v4": Chip("v4", 275e12, 1.05e9, 1200e9, 45e9, True),
+    "TPU v5 lite": Chip("v5e", 197e12, 1.5e9, 819e9, 45e9, False),
+    "TPU v5": Chip("v5p", 459e12, 1.75e9, 2765e9, 90e9, True),
+    "TPU v6 lite": Chip("v6e", 918e12, 1.75e9, 1638e9, 90e9, False),
+    "TPU7x": Chip("tpu7x", 2307e12, 2.2e9, 7380e9, 90e9, True),
+}
+_ALIASES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}
+
+_KERNEL_PEAK = 0.93  # of the peak that a good kernel reaches, by static profiles
+_LATENCY = 2e-6  # seconds that a collective takes to start
+
+
+def chip_of(device: Any) -> Chip | None:
+    """The figures of a device, real or described; None where it is no TPU, or one that is not known here."""
+    kind = getattr(device, "device_kind", "")
+    if (chip := CHIPS.get(_ALIASES.get(kind, kind))) is None:
+        return None
+    devices = 1 + max(getattr(d, "core_on_chip", 0) or 0 for d in device.client.devices())  # on a chip
+    return dataclasses.replace(chip, flops=chip.flops / devices, hbm=chip.hbm / devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Milliseconds:
+    """The time of one device, by what it is spent on.
+
+    Args:
+      products: matrix products, with what is fused to them.
+      elementwise: other arithmetic, reductions, gathers, sorts.
+      copies: moves and fills without arithmetic.
+      kernels: Pallas and other custom kernels, by what they declare.
+      collectives: that nothing runs beside.
+      overlapped: collectives that other work runs beside; in no sum.
+      unestimated: of products, elementwise and copies, what the compiler gives no estimate of (gathers, scatters,
+        sorts): charged its bytes at the memory's peak, which is the least that it can take.
+    """
+
+    products: float
+    elementwise: float
+    copies: float
+    kernels: float
+    collectives: float
+    overlapped: float
+    unestimated: float
+
+    @property
+    def compute(self) -> float:
+        """All but the collectives."""
+        return self.products + self.elementwise + self.copies + self.kernels
+
+    def __str__(self) -> str:
+        kinds = ("products", "elementwise", "copies", "kernels")
+        return (
+            f"compute {self.compute:.3f} ms ({', '.join(f'{kind} {getattr(self, kind):.3f}' for kind in kinds)}; "
+            f"{self.unestimated:.3f} of it by bytes alone), "
+            f"collectives {self.collectives:.3f} ms, and {self.overlapped:.3f} ms beside other work"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Time(Milliseconds):
+    """The time of a program on a TPU as its compiler estimates it, with loops at full count.
+
+    A loop that data may end early turns as often as it can, and a `cond` takes its longer branch; `least` is with the
+    fewest turns and the shorter branches. A loop that nothing bounds makes the figures of its body infinite.
+
+    A collective takes 2 us and, of n devices in one ring with b bytes (see `Collective.bytes`): 2 b (n-1)/n for an
+    all-reduce, b (n-1)/n for an all-gather or a reduce-scatter, b n/4 for an all-to-all, over both directions of a link
+    where the ring closes and over one where it is a line; b over one link for a permutation.
+
+    Args:
+      least: the same, with data-dependent loops and branches at their shortest.
+      unknown: what the figures leave open, in words: loops that nothing bounds, kernels that declare nothing, work of
+        the sparse cores, collectives whose groups could not be read.
+      compiler: whose estimates they are.
+      chip: of which TPU.
+    """
+
+    least: Milliseconds
+    unknown: tuple[str, ...]
+    compiler: str
+    chip: str
+
+    def __str__(self) -> str:
+        lines = [f"on {self.chip}, estimated by {self.compiler}: {super().__str__()}"]
+        if self.least != Milliseconds(*(getattr(self, kind) for kind in _KINDS)):
+            lines.append(f"at least, by {self.compiler}: {self.least}")
+        return "\n".join([*lines, *(f"unknown: {text}" for text in self.unknown)])
+
+
+_KINDS = tuple(field.name for field in dataclasses.fields(Milliseconds))
+_KIND = dict(zip(_KINDS, np.eye(len(_KINDS)), strict=True))
+_COMPUTE = slice(0, 4)
+
+
+def estimate_time(text: str, chip: Chip) -> Time:
+    """The time of a compiled TPU module: the sum of its instructions' estimated cycles, loops as often as they turn.
+
+    Args:
+      text: of the generated code, `*.after_codegen.txt` of a dump of XLA.
+      chip: that it was compiled for.
+
+    Returns:
+      `Time`.
+
+    Example:
+      >>> text = '''ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+      ...   %x = f32[8,128]{1,0} parameter(0)
+      ...   ROOT %y = f32[8,128]{1,0} add(%x, %x), backend_config={"estimated_cycles":"1750000"}
+      ... }'''
+      >>> estimate_time(text, CHIPS["TPU v5"]).elementwise
+      1.0
+    """
+    module = parse(text)
+    clock = _Clock(module, chip)
+    least, full = (Milliseconds(*map(float, row)) for row in clock.run(module.entry, ()) * 1e3)
+    return Time(
+        **dataclasses.asdict(full),
+        least=least,
+        unknown=tuple(dict.fromkeys(clock.unknown)),
+        compiler=_compiler(),
+        chip=chip.name,
+    )
+
+
+def _compiler() -> str:
+    try:
+        return f"libtpu {importlib.metadata.version('libtpu')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "libtpu of an unknown version"
+
+
+# Instructions that take no time of their own, or whose time passes beside other work.
+_FREE = frozenset(
+    {"after-all", "async-done", "async-start", "async-update", "bitcast", "constant", "copy-done", "copy-start",
+     "get-tuple-element", "infeed", "opt-barrier", "outfeed", "parameter", "partition-id", "recv", "replica-id", "send",
+     "tuple"}
+)  # fmt: skip
+_MOVES = frozenset(
+    {"bitcast", "broadcast", "concatenate", "constant", "copy", "dynamic-slice", "dynamic-update-slice",
+     "get-tuple-element", "pad", "parameter", "reshape", "reverse", "slice", "transpose", "tuple"}
+)  # fmt: skip
+
+
+class _Clock:
+    """Adds up a module. Times are arrays `[2, kinds]` in seconds: with the fewest turns, and with the most."""
+
+    def __init__(self, module: Module, chip: Chip) -> None:
+        self.module, self.chip, self.unknown = module, chip, list[str]()
+
+    def run(self, name: str, args: Sequence[Known]) -> np.ndarray:
+        """A computation, given what is known of its parameters."""
+        computation = self.module.computations[name]
+        known = values(self.module, computation, args)
+        total = np.zeros((2, len(_KINDS)))
+        started: dict[str, tuple[float, np.ndarray]] = {}  # how long a collective takes, and all work before it
+        for x in computation.values():
+            source = x.operands[0] if x.operands else ""
+            if (found := self._sent(name, x)) is not None:
+                seconds = self._ring_seconds(found, x)
+                if x.op == "fusion" and _cycles(x) is not None:  # with work of its own
+                    total += self._plain(computation, x)
+                if x.op.endswith("-start"):
+                    started[x.name] = seconds, total[:, _COMPUTE].sum(axis=1)
+                else:
+                    total += _spent("collectives", seconds)
+            elif source in started and x.op == "async-update":
+                started[x.name] = started.pop(source)
+            elif source in started and x.op.endswith("-done"):
+                seconds, before = started.pop(source)
+                total += _beside(seconds, before, total[:, _COMPUTE].sum(axis=1))
+            else:
+                total += self._instruction(computation, x, known)
+        return total + sum(_spent("overlapped", seconds) for seconds, _ in started.values())
+
+    def _sent(self, name: str, x: Instruction) -> Transfer | None:
+        """The collective that an instruction is, or that it wraps."""
+        if x.op in ("fusion", "async-start"):
+            for inner in x.calls["calls"]:
+                for wrapped in self.module.computations[inner].values():
+                    if found := transfer(self.module, inner, wrapped):
+                        return found
+        return transfer(self.module, name, x)
+
+    def _instruction(self, computation: Computation, x: Instruction, known: dict[str, Known]) -> np.ndarray:
+        if x.op == "while":
+            return self._loop(x, known)
+        if x.op == "conditional":
+            keys = ("true_computation", "false_computation", "branch_computations")
+            names = [name for key in keys for name in x.calls.get(key, ())]
+            branches = [self.run(name, [known.get(arg)]) for name, arg in zip(names, x.operands[1:], strict=True)]
+            shortest = min((branch[0] for branch in branches), key=_length)
+            return np.stack([shortest, max((branch[1] for branch in branches), key=_length)])
+        if x.op == "call":
+            [name] = x.calls["to_apply"]
+            return self.run(name, [known.get(operand) for operand in x.operands])
+        if x.op == "async-start" and 'async_execution_thread="sparsecore"' in x.attributes:
+            [wrapped] = self.module.called(x, "calls")
+            self.unknown.append(f"what the sparse cores take beside the rest ({root(wrapped).op_name or x.name})")
+        if x.op == "custom-call" and 'custom_call_target="tpu_custom_call"' in x.attributes:
+            return _spent("kernels", self._kernel_seconds(computation, x))
+        return self._plain(computation, x)
+
+    def _loop(self, x: Instruction, known: dict[str, Known]) -> np.ndarray:
+        found = loop(self.module, x, known)
+        body = self.run(x.calls["body"][0], found.body_args)
+        asking = self.run(x.calls["condition"][0], found.condition_args)
+        if math.isinf(found.turns.high):
+            one = 1e3 * body[1, _COMPUTE].sum()
+            self.unknown.append(
+                f"how often {x.name} turns ({x.op_name}): {found.turns.low} times or more, {one:.3g} ms of compute each"
+            )
+        asked = Turns(found.turns.low + 1, found.turns.high + 1)
+        return _repeated(body, found.turns) + _repeated(asking, asked)
+
+    def _plain(self, computation: Computation, x: Instruction) -> np.ndarray:
+        """An instruction or a fusion that runs by itself."""
+        cycles = _cycles(x)
+        if x.op in _FREE or x.op.endswith("-done") or (x.op == "custom-call" and cycles is None):
+            return np.zeros((2, len(_KINDS)))
+        inside = self._inside(computation, x)
+        is_product = any(y.op in ("convolution", "dot") for _, y in inside)
+        if cycles is None and all(_is_on_scalars(c, y) for c, y in inside):
+            return np.zeros((2, len(_KINDS)))
+        is_move = all(y.op in _MOVES or _is_on_scalars(c, y) for c, y in inside)
+        kind = "products" if is_product else "copies" if is_move else "elementwise"
+        by_bytes = hbm_bytes(self.module, computation, x) / self.chip.hbm
+        if cycles is None:
+            flops = sum(_product_flops(c, y) for c, y in inside if y.op in ("convolution", "dot"))
+            seconds = max(by_bytes, flops / self.chip.flops)
+            return _spent(kind, seconds) + _spent("unestimated", seconds)
+        seconds = cycles / self.chip.hertz
+        if all(_is_fill(c, y) for c, y in inside):
+            seconds = min(seconds, by_bytes)  # a constant: the estimate is up to ten times its bytes
+        return _spent(kind, seconds)
+
+    def _inside(self, computation: Computation, x: Instruction) -> list[tuple[Computation, Instruction]]:
+        """The instructions of a fusion and of those in it; any other instruction itself."""
+        if x.op != "fusion":
+            return [(computation, x)]
+        [inner] = self.module.called(x, "calls")
+        return [found for y in inner.values() for found in self._inside(inner, y)]
+
+    def _kernel_seconds(self, computation: Computation, x: Instruction) -> float:
+        declared = re.search(r'"cost_estimate":\{([^}]*)\}', x.attributes)
+        cost = {key: int(n) for key, n in re.findall(r'"(\w+)":"?(\d+)', declared[1])} if declared else {}
+        if not any(cost.values()):
+            self.unknown.append(f"what the kernel {x.name} takes ({x.op_name}): it declares nothing, charged its bytes")
+        moved = cost.get("bytes_accessed") or hbm_bytes(self.module, computation, x)
+        return max(cost.get("flops", 0) / (_KERNEL_PEAK * self.chip.flops), moved / self.chip.hbm)
+
+    def _ring_seconds(self, sent: Transfer, x: Instruction) -> float:
+        n = max((len(group) for group in sent.groups), default=self.module.devices)
+        if not sent.groups:
+            self.unknown.append(f"what {x.name} joins ({x.op_name}): charged for all {n} devices")
+        ring = self.chip.link * (2 if self.chip.wraps else 1)
+        match sent.op:
+            case "collective-permute":
+                return sent.bytes / self.chip.link + _LATENCY
+            case "all-to-all" | "ragged-all-to-all":
+                turns = n * n // 4 / n  # the mean of the distances around, times n
+            case "all-reduce":
+                turns = 2 * (n - 1) / n
+            case _:
+                turns = (n - 1) / n
+        return turns * sent.bytes / ring + _LATENCY if n > 1 else 0.0
+
+
+def _cycles(x: Instruction) -> int | None:
+    found = re.search(r'"estimated_cycles":"(\d+)"', x.attributes)
+    return int(found[1]) if found else None
+
+
+def _spent(kind: str, seconds: float) -> np.ndarray:
+    return np.tile(_KIND[kind] * seconds, (2, 1))
+
+
+def _length(time: np.ndarray) -> float:
+    return float(time[_COMPUTE].sum() + time[_KINDS.index("collectives")])
+
+
+def _repeated(time: np.ndarray, turns: Turns) -> np.ndarray:
+    """Of a body that runs `turns` times; nothing, infinitely often, is nothing."""
+    times = np.array(turns, float)[:, None]
+    return np.multiply(time, times, out=np.zeros_like(time), where=(time > 0) & (times > 0))
+
+
+def _beside(seconds: float, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Of a collective between whose start and end other work takes its time."""
+    work = np.subtract(after, before, out=np.zeros_like(before), where=np.isfinite(before))
+    hidden = np.minimum(work, seconds)[:, None]
+    return hidden * (_KIND["overlapped"] - _KIND["collectives"]) + _spent("collectives", seconds)
+
+
+def _is_scalar(x: Instruction) -> bool:
+    return re.match(r"\w+\[\]", x.shape) is not None
+
+
+def _is_on_scalars(computation: Computation, x: Instruction) -> bool:
+    return _is_scalar(x) and all(_is_scalar(computation[name]) for name in x.operands if name in computation)
+
+
+def _is_fill(computation: Computation, x: Instruction) -> bool:
+    """Whether an instruction does no more than give each element of an array the same value."""
+    if x.op == "broadcast":
+        return all(_is_scalar(computation[name]) for name in x.operands)
+    return x.op in ("bitcast", "constant", "tuple") or (x.op == "parameter" and _is_scalar(x))
+
+
+def _product_flops(computation: Computation, x: Instruction) -> float:
+    """Of a product as TPU modules write it, `convolution(rows, kernel), dim_labels=bf_io->bf`, or of a `dot`."""
+    lhs, rhs = (dimensions(computation[name].shape) if name in computation else [] for name in x.operands[:2])
+    if labels := re.search(r"dim_labels=\w+_(\w+)->", x.attributes):
+        contracted = math.prod(size for size, label in zip(rhs, labels[1], strict=False) if label != "o")
+    else:
+        found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.attributes)
+        contracted = math.prod(lhs[int(d)] for d in found[1].split(",") if d) if found and lhs else 1
+    return 2 * math.prod(dimensions(x.shape)) * contracted

@@ -1,0 +1,174 @@
+"""Advantage estimators: along one sequence (`[m]`), over all tokens of a step, over the samples of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .samples import Array
+
+
+def _read(x: Any, mask: Any) -> Array:
+    """x on the tokens with mask 1, whatever stands elsewhere."""
+    return np.asarray(x, np.float64)[np.asarray(mask) > 0]
+
+
+def _write(x: Array, mask: Any) -> Array:
+    """`[n]` to `[m]`, 0 where the mask is 0."""
+    out = np.zeros(len(mask))
+    out[np.asarray(mask) > 0] = x
+    return out
+
+
+def token_rewards(reward: float, mask: Any, kl: Any = None, kl_coef: float = 0.0) -> Array:
+    """r_t = [t is the last response token] R - c kl_t on response tokens."""
+    r = np.zeros(int(np.sum(np.asarray(mask) > 0)))
+    if kl is not None:
+        r = -kl_coef * _read(kl, mask)
+    if len(r):
+        r[-1] += reward
+    return _write(r, mask)
+
+
+def discounted_returns(rewards: Any, mask: Any, gamma: float = 1.0, masked: str = "skip") -> Array:
+    """G_t = sum over k of gamma^k r_(t + k); a masked token between counts no step ("skip") or one ("discount")."""
+    here = np.nonzero(np.asarray(mask) > 0)[0]
+    place = np.arange(len(here)) if masked == "skip" else here
+    r = _read(rewards, mask)
+    later = place[None, :] - place[:, None]
+    return _write(np.sum(np.where(later >= 0, gamma ** np.maximum(later, 0), 0.0) * r, axis=1), mask)
+
+
+def gae(
+    rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 1.0, value_lam: float | None = None
+) -> tuple[Array, Array]:
+    """A_t = sum over l of (gamma lam)^l delta_(t + l), delta_t = r_t + gamma V_(t + 1) - V_t; returns A(value_lam) + V.
+
+    Steps are loss tokens. Schulman et al. 2015, https://arxiv.org/abs/1506.02438, equation 16; value_lam: VC-PPO,
+    https://arxiv.org/abs/2503.01491.
+    """
+    r, v = _read(rewards, mask), _read(values, mask)
+    delta = r + gamma * np.append(v[1:], 0.0)[: len(v)] - v
+
+    def estimate(decay: float) -> Array:
+        return np.array([np.sum(decay ** np.arange(len(v) - t) * delta[t:]) for t in range(len(v))])
+
+    returns = estimate(gamma * (lam if value_lam is None else value_lam)) + v
+    return _write(estimate(gamma * lam), mask), _write(returns, mask)
+
+
+def whiten(
+    arrays: Sequence[Any], masks: Sequence[Any], *, shift_mean: bool = True, epsilon: float = 1e-12
+) -> list[Array]:
+    """(x - mean) / sqrt(var + epsilon) over all tokens of the step, var over n - 1 (0 for one token)."""
+    x = [_read(a, m) for a, m in zip(arrays, masks, strict=True)]
+    everything = np.concatenate([*x, np.zeros(0)])
+    n = len(everything)
+    mean = everything.sum() / max(n, 1)
+    scale = np.sqrt(np.sum((everything - mean) ** 2) / max(n - 1, 1) + epsilon)
+    return [_write((a - mean) / scale + (0.0 if shift_mean else mean), m) for a, m in zip(x, masks, strict=True)]
+
+
+def spread(x: Any, masks: Sequence[Any]) -> list[Array]:
+    """Each sample's number on its loss tokens."""
+    return [_write(np.full(int(np.sum(np.asarray(m) > 0)), float(v)), m) for v, m in zip(x, masks, strict=True)]
+
+
+def _groups(rewards: Any, groups: Any) -> list[tuple[int, Array, Array]]:
+    """For each sample: its place, the rewards of its group, and of the others in it."""
+    r, g = np.asarray(rewards, np.float64), np.asarray(groups)
+    places = np.arange(len(r))
+    return [(i, r[g == g[i]], r[(g == g[i]) & (places != i)]) for i in range(len(r))]
+
+
+def _deviation(x: Array) -> float:
+    """Over n - 1."""
+    return float(np.sqrt(np.sum((x - x.mean()) ** 2) / (len(x) - 1)))
+
+
+def grpo(
+    rewards: Any, groups: Any, *, scale_by_std: bool = True, epsilon: float = 1e-6, singletons: str = "zero"
+) -> Array:
+    """(r - mean_g) / (std_g + epsilon); a group of one has 0, or reward / (1 + epsilon). 2402.03300."""
+    out = np.zeros(len(rewards))
+    for i, group, others in _groups(rewards, groups):
+        if len(others):
+            out[i] = (rewards[i] - group.mean()) / (_deviation(group) + epsilon if scale_by_std else 1.0)
+        elif singletons == "reward":
+            out[i] = rewards[i] / (1.0 + epsilon if scale_by_std else 1.0)
+    return out
+
+
+def dr_grpo(rewards: Any, groups: Any, *, singletons: str = "zero") -> Array:
+    """r - mean_g. Liu et al. 2025, https://arxiv.org/abs/2503.20783."""
+    return grpo(rewards, groups, scale_by_std=False, singletons=singletons)
+
+
+def rloo(rewards: Any, groups: Any, *, singletons: str = "zero") -> Array:
+    """r - the mean of the others of the group. Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740."""
+    alone = 1.0 if singletons == "reward" else 0.0
+    return np.array([rewards[i] - o.mean() if len(o) else alone * rewards[i] for i, _, o in _groups(rewards, groups)])
+
+
+def opo(rewards: Any, groups: Any, lengths: Any, *, singletons: str = "zero") -> Array:
+    """r - sum_g(length r) / sum_g(length), 0 in a group without a token. Hao et al. 2025, 2505.23585."""
+    r, g, n = np.asarray(rewards, np.float64), np.asarray(groups), np.asarray(lengths, np.float64)
+    out = np.zeros(len(r))
+    for i in range(len(r)):
+        group = g == g[i]
+        if group.sum() == 1:
+            out[i] = r[i] if singletons == "reward" else 0.0
+        elif n[group].sum() > 0:
+            out[i] = r[i] - np.sum((n * r)[group]) / n[group].sum()
+    return out
+
+
+def pass_at_k(rewards: Any, groups: Any, *, scale_by_std: bool = True, epsilon: float = 1e-6) -> Array:
+    """(best - second) / (std_g + epsilon) for the group's best, 0 for the rest. Tang et al. 2025, 2503.19595."""
+    out = np.zeros(len(rewards))
+    for i, group, others in _groups(rewards, groups):
+        if len(others) and rewards[i] > others.max():
+            out[i] = (rewards[i] - others.max()) / (_deviation(group) + epsilon if scale_by_std else 1.0)
+    return out
+
+
+def gpg(rewards: Any, groups: Any, *, f_norm: float = 1.0, singletons: str = "zero") -> Array:
+    """(N / number of rewards that are not 0) (r - mean_g) / f_norm. Chu et al. 2025, https://arxiv.org/abs/2504.02546."""
+    scale = len(rewards) / max(int(np.count_nonzero(rewards)), 1)
+    return scale * dr_grpo(rewards, groups, singletons=singletons) / f_norm
+
+
+def remax(rewards: Any, baselines: Any) -> Array:
+    """r - the greedy response's reward. Li et al. 2023, https://arxiv.org/abs/2310.10505."""
+    return np.asarray(rewards, np.float64) - np.asarray(baselines, np.float64)
+
+
+def reinforce_plus_plus(
+    rewards: Sequence[Any], masks: Sequence[Any], gamma: float = 1.0, masked: str = "skip"
+) -> list[Array]:
+    """Discounted returns of token rewards, whitened over the step. Hu 2025, https://arxiv.org/abs/2501.03262."""
+    return whiten([discounted_returns(r, m, gamma, masked) for r, m in zip(rewards, masks, strict=True)], masks)
+
+
+def reinforce_plus_plus_baseline(
+    rewards: Any,
+    groups: Any,
+    masks: Sequence[Any],
+    *,
+    kls: Sequence[Any] | None = None,
+    kl_coef: float = 0.0,
+    whitened: bool = True,
+    singletons: str = "zero",
+) -> list[Array]:
+    """whiten(r - mean_g - c kl_t). Hu 2025, https://arxiv.org/abs/2501.03262."""
+    centred = spread(dr_grpo(rewards, groups, singletons=singletons), masks)
+    if kls is not None:
+        centred = [a - kl_coef * _write(_read(k, m), m) for a, k, m in zip(centred, kls, masks, strict=True)]
+    return whiten(centred, masks) if whitened else centred
+
+
+def on_policy_distillation(advantages: Any, log_probs: Any, teacher: Any, mask: Any, coef: float = 1.0) -> Array:
+    """A - coef (log_prob - teacher_log_prob). Agarwal et al. 2023, https://arxiv.org/abs/2306.13649."""
+    return _write(_read(advantages, mask) - coef * (_read(log_probs, mask) - _read(teacher, mask)), mask)

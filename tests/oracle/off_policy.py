@@ -1,0 +1,140 @@
+"""Correction for a sampler that is not quite the trainer's policy: weights, rejections, veto, sequence masking."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .kl import clamp, k3
+from .samples import Array
+
+OPTIONS: dict[str, Any] = {
+    "weights": "none",
+    "low": 0.0,
+    "high": 2.0,
+    "outside": "clamp",
+    "batch_normalize": False,
+    "rejections": (),
+    "veto": None,
+    "opsm_delta": None,
+    "opsm_fraction": "loss",
+    "trainer": "old",
+}
+
+
+class Correction(NamedTuple):
+    """Of one sequence's loss tokens, `[n]` each: what the policy loss is times, what is accepted, what to report."""
+
+    weights: Array
+    accepted: Array
+    indicators: dict[str, Array]
+
+
+def importance_weights(d: Array, level: str) -> Array:
+    """rho = exp(d), d = log(trainer / sampler): of the token, of the sequence (sum of d), geometric (mean of d).
+
+    Token: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; geometric: Zheng et al. 2025, 2507.18071.
+    """
+    if len(d) == 0 or level == "none":
+        return np.ones_like(d)
+    return np.exp(
+        clamp({"token": d, "sequence": np.full_like(d, d.sum()), "geometric": np.full_like(d, d.mean())}[level])
+    )
+
+
+def bound(rho: Array, low: float, high: float, outside: str) -> Array:
+    """Truncated ("clamp"), or 0 outside of [low, high] ("zero", IcePop, https://arxiv.org/abs/2510.18855)."""
+    return np.clip(rho, low, high) if outside == "clamp" else np.where((low <= rho) & (rho <= high), rho, 0.0)
+
+
+def mean_weight(bounded: Sequence[Array], level: str) -> float:
+    """Over the step's tokens; for the weights of sequences, over the sequences that have a token."""
+    found = [b if level == "token" else b[:1] for b in bounded]
+    total = np.concatenate([*found, np.zeros(0)])
+    return float(total.mean()) if len(total) else 1.0
+
+
+def statistic(d: Array, name: str) -> Array:
+    """k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d of each token, or their sum, mean or maximum over the sequence."""
+    level, kind = name.rsplit("_", 1)
+    k = {"k1": -d, "k2": d * d / 2, "k3": k3(d)}[kind]
+    if level == "token" or len(d) == 0:
+        return k
+    return np.full_like(k, {"seq_sum": k.sum(), "seq_mean": k.mean(), "seq_max": k.max()}[level])
+
+
+def accepted(d: Array, rejection: Mapping[str, Any]) -> Array:
+    """Within [low, high]; the bounds of k1 are of exp(k1), the ratio sampler / trainer."""
+    name, low, high = rejection["statistic"], rejection.get("low", 0.0), rejection.get("high", np.inf)
+    if name.endswith("k1"):
+        with np.errstate(divide="ignore"):
+            low, high = np.log(low), np.log(high)
+    k = statistic(d, name)
+    return (low <= k) & (k <= high)
+
+
+def vetoed(d: Array, threshold: float) -> Array:
+    """All tokens of a sequence that has one with rho below the threshold."""
+    return np.full(len(d), bool(np.any(np.exp(clamp(d)) < threshold)))
+
+
+def sequence_masked(log_probs: Array, old: Array, advantages: Array, delta: float) -> Array:
+    """Tokens with A < 0 of a sequence whose mean of old - current exceeds delta. DeepSeek-V3.2, 2512.02556."""
+    return (advantages < 0) & bool(len(old) and np.mean(old - log_probs) > delta)
+
+
+def response_span(mask: Array) -> int:
+    """Positions from the first to the last loss token."""
+    places = np.nonzero(np.asarray(mask) > 0)[0]
+    return int(places[-1] - places[0] + 1) if len(places) else 0
+
+
+def correction(
+    held: Sequence[Array],
+    old: Sequence[Array],
+    rollout: Sequence[Array] | None,
+    advantages: Sequence[Array],
+    masks: Sequence[Array],
+    options: Mapping[str, Any],
+) -> list[Correction]:
+    """All corrections of a step. Arrays are those of the loss tokens of each sequence, `masks` whole.
+
+    The policy loss of a token is times `weights`, and 0 where it is not accepted; KL and entropy, and the denominators,
+    stay those of all loss tokens. (The masked importance weight of the papers is a factor of the policy gradient.)
+    """
+    unknown = set(options) - set(OPTIONS)
+    if unknown:
+        raise ValueError(f"off_policy: got {sorted(unknown)}, expected {sorted(OPTIONS)}")
+    o = {**OPTIONS, **options}
+    level, low, high = o["weights"], o["low"], o["high"]
+    trainer = old if o["trainer"] == "old" else held
+    if rollout is None and (level != "none" or o["rejections"] or o["veto"] is not None):
+        raise ValueError("rollout_log_probs: got None, expected [m]")
+    d = [np.zeros_like(x) for x in old] if rollout is None else [t - r for t, r in zip(trainer, rollout, strict=True)]
+    rho = [importance_weights(x, level) for x in d]
+    bounded = [bound(x, low, high, o["outside"]) if level != "none" else x for x in rho]
+    mean = mean_weight(bounded, level) if o["batch_normalize"] else 1.0
+    out = []
+    for i, x in enumerate(d):
+        weights = bounded[i] / mean if mean > 0 else np.zeros_like(x)
+        keep = np.ones(len(x), bool)
+        said: dict[str, Array] = {}
+        if level != "none":
+            beyond = (rho[i] < low) | (rho[i] > high)
+            said |= {"tis": rho[i], "tis_abs": np.abs(rho[i] - 1), "tis_clipfrac": beyond * 1.0}
+        if o["rejections"]:
+            keep = np.all([accepted(x, r) for r in o["rejections"]], axis=0)
+            said["rejected_fraction"] = ~keep * 1.0
+        if o["veto"] is not None:
+            veto = vetoed(x, o["veto"])
+            keep = keep & ~veto
+            said["veto_fraction"] = veto * 1.0
+        if o["opsm_delta"] is not None:
+            out_of_loss = sequence_masked(held[i], old[i], advantages[i], o["opsm_delta"])
+            weights = np.where(out_of_loss, 0.0, weights)
+            spread = response_span(masks[i]) / max(len(x), 1) if o["opsm_fraction"] == "response" else 1.0
+            said["opsm_clipfrac"] = out_of_loss * spread
+        out.append(Correction(weights, keep * 1.0, said))
+    return out

@@ -1,0 +1,176 @@
+"""Value, supervised and multi-token-prediction losses, distillation, and how far sampler and trainer are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .head import HeadGradient, OracleHead, log_softmax, times_log
+from .kl import clamp, k3
+from .samples import Array, OracleSample, sample_weights, token_mean, weighted_sum
+from .step import through_head, with_stats
+
+Metrics = dict[str, float]
+
+
+def value_loss(
+    samples: Sequence[OracleSample],
+    *,
+    clip: float | None = 0.2,
+    factor: float = 0.5,
+    clip_fraction: str = "worse",
+    aggregation: str = "token_mean",
+    aggregation_norm: float | None = None,
+    metric_aggregation: str = "token_mean",
+) -> tuple[float, list[Array], Metrics]:
+    """factor * max((v - G)^2, (clip(v, old - c, old + c) - G)^2), v the samples' `new_values`; and the gradient by v.
+
+    Schulman et al. 2017, https://arxiv.org/abs/1707.06347; the clip: OpenAI baselines' PPO2.
+    """
+    weights = sample_weights(samples, aggregation, aggregation_norm)
+    losses, gradients, clipped, values, errors = [], [], [], [], []
+    for s, w in zip(samples, weights, strict=True):
+        v, g = s.at("new_values"), s.at("returns")
+        near, far = v, np.zeros(len(v), bool)
+        if clip is not None:
+            near = np.clip(v, s.at("values") - clip, s.at("values") + clip)
+            far = np.abs(v - s.at("values")) > clip
+        worse = (near - g) ** 2 > (v - g) ** 2
+        losses.append(factor * np.maximum((near - g) ** 2, (v - g) ** 2))
+        gradients.append(s.scatter(w * np.where(worse, 0.0, 2 * factor * (v - g))))
+        clipped.append((worse if clip_fraction == "worse" else far) * 1.0)
+        values.append(v)
+        errors.append(np.abs(v - g))
+    metrics = {
+        "loss": weighted_sum(weights, losses),
+        "value_mean": token_mean(values),
+        "value_error": token_mean(errors),
+    }
+    if clip is not None:
+        metrics["clip_fraction"] = (
+            weighted_sum(weights, clipped) if metric_aggregation == "loss" else token_mean(clipped)
+        )
+    return metrics["loss"], gradients, metrics
+
+
+def sft_loss(
+    samples: Sequence[OracleSample],
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    aggregation: str = "token_mean",
+    aggregation_norm: float | None = None,
+) -> tuple[float, list[dict[str, Array]], Metrics]:
+    """-(1 - s) log_prob + s (log_z - mean_logit) + z_loss log_z^2; gradients by name for `logit_gradient`.
+
+    Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; PaLM 2022, https://arxiv.org/abs/2204.02311.
+    """
+    weights = sample_weights(samples, aggregation, aggregation_norm)
+    losses, gradients = [], []
+    for s, w in zip(samples, weights, strict=True):
+        moments = label_smoothing != 0 or z_loss != 0
+        log_z, mean = (s.at("log_z"), s.at("mean_logit")) if moments else (np.zeros(s.count), np.zeros(s.count))
+        one = np.ones(s.count)
+        losses.append(-(1 - label_smoothing) * s.at("log_probs") + label_smoothing * (log_z - mean) + z_loss * log_z**2)
+        gradients.append(
+            {
+                "by_log_prob": -w * (1 - label_smoothing) * one,
+                "by_log_z": w * (label_smoothing + 2 * z_loss * log_z),
+                "by_mean_logit": -w * label_smoothing * one,
+            }
+        )
+    metrics = {"loss": weighted_sum(weights, losses), "nll": token_mean([-s.at("log_probs") for s in samples])}
+    for name, field in (("entropy", "entropy"), ("log_z", "log_z"), ("accuracy", "likeliest")):
+        if all(getattr(s, field) is not None for s in samples):
+            metrics[name] = token_mean([s.at(field) for s in samples])
+    return metrics["loss"], gradients, metrics
+
+
+def shifted(s: OracleSample, by: int) -> OracleSample:
+    """Targets and mask of position t + `by` at t, 0 where that leaves the sequence."""
+    move = lambda x: np.concatenate([np.asarray(x)[by:], np.zeros(min(by, len(x)), np.asarray(x).dtype)])  # noqa: E731
+    return replace(s, targets=move(s.targets), mask=move(s.here))
+
+
+def mtp_loss(
+    samples: Sequence[OracleSample],
+    hidden: Sequence[Sequence[Any]],
+    head: OracleHead | Sequence[OracleHead],
+    *,
+    coef: float = 0.1,
+    aggregation: str = "token_mean",
+) -> tuple[float, list[list[Array]], list[HeadGradient], Metrics]:
+    """coef / K * sum over depths k of the aggregated -log p(target of t + k), from `hidden[k - 1][sample]`, `[m, H]`.
+
+    Samples are aligned to predicting positions. Gradients by hidden states and heads are by depth; a head that is
+    shared has their sum. DeepSeek-V3, https://arxiv.org/abs/2412.19437.
+    """
+    depths = len(hidden)
+    heads = [head] * depths if isinstance(head, OracleHead) else list(head)
+    metrics: Metrics = {}
+    loss, by_hidden, by_head = 0.0, [], []
+    for k, (states, its_head) in enumerate(zip(hidden, heads, strict=True), 1):
+        here = [replace(shifted(s, k), hidden=h) for s, h in zip(samples, states, strict=True)]
+        nll, gradients, said = sft_loss(with_stats(here, its_head), aggregation=aggregation)
+        scaled = [{name: coef / depths * g for name, g in each.items()} for each in gradients]
+        hidden_gradient, head_gradient = through_head(here, its_head, scaled)
+        loss += coef / depths * nll
+        by_hidden.append(hidden_gradient)
+        by_head.append(head_gradient)
+        metrics |= {f"mtp_{k}_nll": said["nll"], f"mtp_{k}_accuracy": said["accuracy"]}
+    return loss, by_hidden, by_head, {"mtp_loss": loss, **metrics}
+
+
+def divergence(student: Array, teacher: Array, kind: str = "reverse_kl", beta: float = 0.5) -> tuple[Array, Array]:
+    """Between p and q, the softmax of logits `[n, V]`; `[n]`, and its gradient by the student's logits.
+
+    reverse_kl KL(p | q), forward_kl KL(q | p), jensen_shannon beta KL(q | m) + (1 - beta) KL(p | m) with m = beta q +
+    (1 - beta) p. By p a divergence has the slopes f_j; by logits p_j (f_j - sum_i p_i f_i). GKD, 2306.13649.
+    """
+    log_p, log_q = log_softmax(np.asarray(student, np.float64)), log_softmax(np.asarray(teacher, np.float64))
+    p, q = np.exp(log_p), np.exp(log_q)
+    if kind == "forward_kl":
+        return (times_log(q, log_q) - q * np.where(q > 0, log_p, 0.0)).sum(-1), p - q
+    if kind == "reverse_kl":
+        against, share = log_q, 1.0
+    else:
+        with np.errstate(divide="ignore"):
+            against, share = np.log(beta * q + (1 - beta) * p), 1 - beta
+    gap = np.where(p > 0, log_p, 0.0) - np.where(p > 0, against, 0.0)
+    value = share * (p * gap).sum(-1)
+    if kind == "jensen_shannon":
+        value = value + beta * (times_log(q, log_q) - q * np.where(q > 0, against, 0.0)).sum(-1)
+    slope = share * gap
+    return value, p * (slope - (p * slope).sum(-1, keepdims=True))
+
+
+def mismatch_metrics(samples: Sequence[OracleSample]) -> Metrics:
+    """Trainer (`old_log_probs`) against sampler, over tokens and over sequences that have some; d their difference.
+
+    Names: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html.
+    """
+    present = [s for s in samples if s.count]
+    trainer, sampler = [s.at("old_log_probs") for s in present], [s.at("rollout_log_probs") for s in present]
+    d = [t - r for t, r in zip(trainer, sampler, strict=True)]
+    sums = np.array([x.sum() for x in d])
+    of_trainer, of_sampler = (np.array([-x.mean() for x in each]) for each in (trainer, sampler))
+    diff = of_trainer - of_sampler
+    return {
+        "kl": token_mean([-x for x in d]),
+        "k3_kl": token_mean([k3(x) for x in d]),
+        "log_prob_abs_diff": token_mean([np.abs(x) for x in d]),
+        "chi2_token": token_mean([np.exp(2 * clamp(x)) for x in d]) - 1,
+        "chi2_sequence": float(np.mean(np.exp(2 * clamp(sums)))) - 1,
+        "trainer_log_ppl": float(np.mean(of_trainer)),
+        "rollout_log_ppl": float(np.mean(of_sampler)),
+        "trainer_ppl": float(np.mean(np.exp(of_trainer))),
+        "rollout_ppl": float(np.mean(np.exp(of_sampler))),
+        "log_ppl_diff": float(np.mean(diff)),
+        "log_ppl_abs_diff": float(np.mean(np.abs(diff))),
+        "log_ppl_diff_max": float(np.max(diff)),
+        "log_ppl_diff_min": float(np.min(diff)),
+        "ppl_ratio": float(np.mean(np.exp(clamp(diff)))),
+    }

@@ -1,0 +1,223 @@
+"""The published policy losses, each on the loss tokens of one sequence.
+
+A loss returns the loss of each token, `[n]`; its derivative by the log-probs, `[n]` where a token's loss depends on its
+own log-prob alone, else the matrix `[n, n]` of d loss_t / d log_prob_t'; and indicators of what it did, `[n]` by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .kl import clamp, inside
+from .samples import Array
+
+
+@dataclass
+class Tokens:
+    """The loss tokens of one sequence, `[n]` each. Constants of differentiation come from the log-probs `held`."""
+
+    log_probs: Array
+    old: Array
+    advantages: Array
+    held: Array
+    selected: Array | None = None
+
+    @property
+    def d(self) -> Array:
+        return self.log_probs - self.old
+
+    @property
+    def ratio(self) -> Array:
+        """r = exp(log_prob - old_log_prob), its logarithm within [-20, 20]."""
+        return np.exp(clamp(self.d))
+
+    @property
+    def ratio_slope(self) -> Array:
+        return self.ratio * inside(self.d)
+
+    @property
+    def held_ratio(self) -> Array:
+        return np.exp(clamp(self.held - self.old))
+
+    def chosen(self) -> Array:
+        if self.selected is None:
+            raise ValueError("selected: got None, expected the tokens that the covariance picked")
+        return np.asarray(self.selected, bool)
+
+
+class TokenLoss(NamedTuple):
+    values: Array
+    jacobian: Array
+    indicators: dict[str, Array]
+
+
+def mean_of(x: Array) -> float:
+    """The mean over the sequence's loss tokens, 0 where it has none."""
+    return float(np.sum(x)) / max(len(x), 1)
+
+
+def clipped_surrogate(
+    s: Array, advantages: Array, low: float, high: float, dual: float | None
+) -> tuple[Array, Array, dict[str, Array]]:
+    """max(-A s, -A clip(s, 1 - low, 1 + high)), at most -A dual where A < 0; its derivative by s; what was clipped.
+
+    Schulman et al. 2017, https://arxiv.org/abs/1707.06347; dual clip: Ye et al. 2020, https://arxiv.org/abs/1912.09729.
+    """
+    plain, clipped = -advantages * s, -advantages * np.clip(s, 1 - low, 1 + high)
+    values = np.maximum(plain, clipped)
+    slope = np.where(clipped > plain, 0.0, -advantages)
+    indicators = {"clip_fraction": (clipped > plain) * 1.0}
+    if dual is not None:
+        capped = (advantages < 0) & (values > -advantages * dual)
+        values = np.where(capped, -advantages * dual, values)
+        slope = np.where(capped, 0.0, slope)
+        indicators["clip_fraction_lower"] = capped * 1.0
+    return values, slope, indicators
+
+
+def ppo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> TokenLoss:
+    """The clipped surrogate of each token's ratio. Unequal bounds: Yu et al. 2025, https://arxiv.org/abs/2503.14476."""
+    values, slope, indicators = clipped_surrogate(t.ratio, t.advantages, clip_low, clip_high, dual_clip)
+    return TokenLoss(values, slope * t.ratio_slope, indicators)
+
+
+def gspo(
+    t: Tokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    gradient: str = "sequence",
+) -> TokenLoss:
+    """The clipped surrogate of s = exp(mean of d); "token": log s_t = sg(mean - log_prob_t) + log_prob_t.
+
+    Zheng et al. 2025, https://arxiv.org/abs/2507.18071.
+    """
+    n = len(t.d)
+    if gradient == "token":
+        log_s = mean_of(t.held - t.old) + t.log_probs - t.held
+        s = np.exp(clamp(log_s))
+        values, slope, indicators = clipped_surrogate(s, t.advantages, clip_low, clip_high, dual_clip)
+        return TokenLoss(values, slope * s * inside(log_s), indicators)
+    mean = mean_of(t.d)
+    s = np.full(n, np.exp(clamp(mean)))
+    values, slope, indicators = clipped_surrogate(s, t.advantages, clip_low, clip_high, dual_clip)
+    return TokenLoss(values, np.outer(slope * s * inside(mean), np.ones(n) / max(n, 1)), indicators)
+
+
+def cispo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+    """-sg(clip(r, 1 - low, 1 + high)) A log_prob. MiniMax-M1 2025, https://arxiv.org/abs/2506.13585."""
+    r = t.held_ratio
+    weight = np.clip(r, 1 - clip_low, 1 + clip_high)
+    slope = -weight * t.advantages
+    return TokenLoss(slope * t.log_probs, slope, {"clip_fraction": (weight != r) * 1.0})
+
+
+def sapo(t: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A. Gao et al. 2025, https://arxiv.org/abs/2511.20347."""
+    tau = np.where(t.advantages > 0, tau_positive, tau_negative)
+    gate = np.exp(-np.logaddexp(0.0, -tau * (t.ratio - 1)))
+    return TokenLoss(-4 / tau * gate * t.advantages, -4 * gate * (1 - gate) * t.advantages * t.ratio_slope, {})
+
+
+def reinforce(t: Tokens) -> TokenLoss:
+    """-A log_prob. Williams 1992, https://doi.org/10.1007/BF00992696; GPG: https://arxiv.org/abs/2504.02546."""
+    return TokenLoss(-t.advantages * t.log_probs, -t.advantages, {})
+
+
+def total_variation(log_p: Array, log_q: Array) -> Array:
+    """|p - q|: between Bernoulli distributions, the sampled token against all others."""
+    return np.abs(np.exp(log_p) - np.exp(log_q))
+
+
+def binary_kl(log_p: Array, log_q: Array) -> Array:
+    """q log(q / p) + (1 - q) log((1 - q) / (1 - p)): the same pair, by KL(q | p)."""
+    q = np.exp(log_q)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rest = (1 - q) * (np.log(-np.expm1(log_q)) - np.log(-np.expm1(log_p)))
+    return q * (log_q - log_p) + np.where(q == 1, 0.0, rest)
+
+
+def dppo(
+    t: Tokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    ratio_cap: float = 20.0,
+    divergence: Callable[[Array, Array], Array] = total_variation,
+) -> TokenLoss:
+    """-sg(min(r, cap)) A log_prob, 0 where p went the way of A further from q than the bound of that way.
+
+    Qi et al. 2026, https://arxiv.org/abs/2602.04879: the mask is by divergence, not by ratio.
+    """
+    far = divergence(t.held, t.old)
+    out_up = (t.advantages > 0) & (t.held > t.old) & (far > clip_high)
+    out_down = (t.advantages < 0) & (t.held < t.old) & (far > clip_low)
+    out = out_up | out_down
+    slope = np.where(out, 0.0, -np.minimum(t.held_ratio, ratio_cap) * t.advantages)
+    return TokenLoss(slope * t.log_probs, slope, {"clip_fraction": out * 1.0})
+
+
+def dppo_tv(t: Tokens, **options: float) -> TokenLoss:
+    """`dppo` by `total_variation`."""
+    return dppo(t, divergence=total_variation, **options)
+
+
+def dppo_kl(t: Tokens, **options: float) -> TokenLoss:
+    """`dppo` by `binary_kl`."""
+    return dppo(t, divergence=binary_kl, **options)
+
+
+def gmpo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+    """-A exp(mean of d'), A the sequence's mean advantage; d' = min(d, high) where A > 0, max(d, -low) where A < 0.
+
+    Zhao et al. 2025, https://arxiv.org/abs/2507.20673: one advantage a sequence, bounds in log space.
+    """
+    n, a = len(t.d), mean_of(t.advantages)
+    bounded = np.minimum(t.d, clip_high) if a > 0 else np.maximum(t.d, -clip_low)
+    mean = mean_of(bounded)
+    value = -a * np.exp(clamp(mean))
+    by_token = value * inside(mean) * (bounded == t.d) / max(n, 1)
+    beyond = ((t.d > clip_high) | (t.d < -clip_low)) * 1.0
+    indicators = {"clip_fraction": beyond * (a > 0), "clip_fraction_lower": beyond * (a < 0)}
+    return TokenLoss(np.full(n, value), np.outer(np.ones(n), by_token), indicators)
+
+
+def dro(t: Tokens, *, beta: float = 0.1) -> TokenLoss:
+    """-A log_prob + beta / 2 d^2. Richemond et al. 2024, https://arxiv.org/abs/2405.19107."""
+    return TokenLoss(-t.advantages * t.log_probs + beta / 2 * t.d**2, -t.advantages + beta * t.d, {})
+
+
+def clip_cov(t: Tokens, **clips: Any) -> TokenLoss:
+    """`ppo`, 0 and without gradient for the selected tokens. Cui et al. 2025, https://arxiv.org/abs/2505.22617."""
+    values, slope, _ = ppo(t, **clips)
+    left = ~t.chosen()
+    return TokenLoss(values * left, slope * left, {"clip_fraction": 1.0 - left})
+
+
+def kl_cov(t: Tokens, *, coef: float = 1.0) -> TokenLoss:
+    """-A r, and coef |d| more for the selected tokens. Cui et al. 2025, https://arxiv.org/abs/2505.22617."""
+    chosen = t.chosen()
+    values = -t.advantages * t.ratio + coef * np.abs(t.d) * chosen
+    slope = -t.advantages * t.ratio_slope + coef * np.sign(t.d) * chosen
+    return TokenLoss(values, slope, {"penalised_fraction": chosen * 1.0, "ppo_kl_abs": np.abs(t.d)})
+
+
+LOSSES: dict[str, Callable[..., TokenLoss]] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "reinforce": reinforce,
+    "gpg": reinforce,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "gmpo": gmpo,
+    "dro": dro,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}

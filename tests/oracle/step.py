@@ -1,0 +1,232 @@
+"""The policy loss of a step: correction, policy loss, KL, entropy, aggregation, gradients and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .head import HeadGradient, OracleHead, head_gradient, logit_gradient, logits, token_stats
+from .kl import k3, kl_divergence
+from .off_policy import Correction, correction
+from .policy_losses import LOSSES, Tokens
+from .samples import Array, OracleSample, sample_weights, token_mean, weighted_sum
+
+CONFIG: dict[str, Any] = {
+    "loss": "ppo",  # a name out of LOSSES, or {"name": ..., its hyperparameters}
+    "kl": None,  # {"coef": ..., "estimator": "k3", "importance": False}
+    "entropy_coef": 0.0,
+    "ratio_to": "old",  # "old", "rollout", "current"
+    "aggregation": "token_mean",
+    "aggregation_norm": None,
+    "metric_aggregation": "token_mean",  # or "loss"
+    "off_policy": None,  # off_policy.OPTIONS, rejections as {"statistic": ..., "low": ..., "high": ...}
+}
+
+
+class StepLoss(NamedTuple):
+    """The loss; its gradients by log-probs and entropies, `[m]` a sample, 0 where there is no loss; metrics by name."""
+
+    loss: float
+    by_log_probs: list[Array]
+    by_entropy: list[Array]
+    metrics: dict[str, float]
+
+
+class SampleLoss(NamedTuple):
+    """On the loss tokens of a sample, `[n]`: losses, the gradients of their sum, and what metrics are made of."""
+
+    total: Array
+    policy: Array
+    by_log_probs: Array
+    by_entropy: Array
+    values: dict[str, Array]
+
+
+def complete(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The config with its defaults; an unknown key is an error."""
+    unknown = set(config or {}) - set(CONFIG)
+    if unknown:
+        raise ValueError(f"config: got {sorted(unknown)}, expected {sorted(CONFIG)}")
+    full = {**CONFIG, **(config or {})}
+    if isinstance(full["loss"], str):
+        full["loss"] = {"name": full["loss"]}
+    full["kl"] = {"coef": 0.0, "estimator": "k3", "importance": False, **(full["kl"] or {})}
+    return full
+
+
+def old_log_probs(s: OracleSample, held: Array, ratio_to: str) -> Array:
+    """What the ratio is over: the trainer's at the start of the step, the sampler's, or the current (a ratio of 1)."""
+    return held if ratio_to == "current" else s.at({"old": "old_log_probs", "rollout": "rollout_log_probs"}[ratio_to])
+
+
+def step_tokens(samples: Sequence[OracleSample], config: Mapping[str, Any], held: Sequence[Array]) -> list[Tokens]:
+    """The loss tokens of each sample as policy losses take them."""
+    return [
+        Tokens(
+            s.at("log_probs"),
+            old_log_probs(s, h, config["ratio_to"]),
+            s.at("advantages"),
+            h,
+            None if s.selected is None else s.at("selected"),
+        )
+        for s, h in zip(samples, held, strict=True)
+    ]
+
+
+def policy_loss(
+    samples: Sequence[OracleSample], config: Mapping[str, Any] | None = None, held: Sequence[Any] | None = None
+) -> StepLoss:
+    """Sum over tokens of weight * (accepted * correction * policy loss + kl_coef * KL - entropy_coef * entropy).
+
+    `held`, `[m]` a sample: the log-probs that constants of differentiation (a detached ratio, a correction by the
+    current policy) come from. They are those of the samples, unless a finite difference moves the latter alone.
+    """
+    c = complete(config)
+    mine = [s.log_probs for s in samples] if held is None else held
+    constants = [replace(s, log_probs=h).at("log_probs") for s, h in zip(samples, mine, strict=True)]
+    tokens = step_tokens(samples, c, constants)
+    rollout = None
+    if all(s.rollout_log_probs is not None for s in samples):
+        rollout = [s.at("rollout_log_probs") for s in samples]
+    masks, advantages = [s.here for s in samples], [t.advantages for t in tokens]
+    corrections = correction(constants, [t.old for t in tokens], rollout, advantages, masks, c["off_policy"] or {})
+    parts = [sample_loss(s, t, o, c) for s, t, o in zip(samples, tokens, corrections, strict=True)]
+
+    weights = sample_weights(samples, c["aggregation"], c["aggregation_norm"])
+    loss = weighted_sum(weights, [p.total for p in parts])
+    metrics = {"loss": loss, "pg_loss": weighted_sum(weights, [p.policy for p in parts])}
+    for name in parts[0].values:
+        each = [p.values[name] for p in parts]
+        metrics[name] = weighted_sum(weights, each) if c["metric_aggregation"] == "loss" else token_mean(each)
+    return StepLoss(
+        loss,
+        [s.scatter(w * p.by_log_probs) for s, w, p in zip(samples, weights, parts, strict=True)],
+        [s.scatter(w * p.by_entropy) for s, w, p in zip(samples, weights, parts, strict=True)],
+        metrics | ratio_extremes([t.ratio for t in tokens]),
+    )
+
+
+def sample_loss(s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[str, Any]) -> SampleLoss:
+    """accepted * correction * policy loss + kl_coef * KL - entropy_coef * entropy of each loss token of a sample."""
+    upstream = corrected.accepted * corrected.weights
+    loss = LOSSES[c["loss"]["name"]]
+    values, jacobian, indicators = loss(t, **{k: v for k, v in c["loss"].items() if k != "name"})
+    policy = total = upstream * values
+    by_log_probs = upstream @ jacobian if jacobian.ndim == 2 else upstream * jacobian
+    said = {**token_values(t), **indicators, **corrected.indicators}
+    if s.ref_log_probs is not None or c["kl"]["coef"] != 0:
+        sampling = t.old if c["kl"]["importance"] else None
+        said["kl"], slope = kl_divergence(t.log_probs, s.at("ref_log_probs"), c["kl"]["estimator"], sampling)
+        total = total + c["kl"]["coef"] * said["kl"]
+        by_log_probs = by_log_probs + c["kl"]["coef"] * slope
+    if s.entropy is not None or c["entropy_coef"] != 0:
+        said["entropy"] = s.at("entropy")
+        total = total - c["entropy_coef"] * said["entropy"]
+    if s.rollout_log_probs is not None:
+        trainer = t.held if c["ratio_to"] == "rollout" else t.old
+        said |= sampler_values(trainer, s.at("rollout_log_probs"))
+    return SampleLoss(total, policy, by_log_probs, np.full(s.count, -c["entropy_coef"]), said)
+
+
+def token_values(t: Tokens) -> dict[str, Array]:
+    """What is reported of every policy loss: old - current, and the ratio."""
+    return {"ppo_kl": -t.d, "ratio_mean": t.ratio}
+
+
+def sampler_values(trainer: Array, sampler: Array) -> dict[str, Array]:
+    """How far the sampler is from the trainer's old policy, the current one where the sampler itself is the old one.
+
+    |d| and exp(d) - 1 - d, with d = trainer - sampler.
+    """
+    return {"sampler_log_prob_abs_diff": np.abs(trainer - sampler), "sampler_k3": k3(trainer - sampler)}
+
+
+def ratio_extremes(ratios: Sequence[Array]) -> dict[str, float]:
+    """Smallest and largest ratio, and (sum r)^2 / (N sum r^2), the effective sample size as a share."""
+    r = np.concatenate([*ratios, np.zeros(0)])
+    if len(r) == 0:
+        return {"ratio_min": np.inf, "ratio_max": -np.inf, "effective_sample_size": 0.0}
+    size = float(r.sum() ** 2 / (len(r) * np.sum(r * r)))
+    return {"ratio_min": float(r.min()), "ratio_max": float(r.max()), "effective_sample_size": size}
+
+
+def with_stats(samples: Sequence[OracleSample], head: OracleHead) -> list[OracleSample]:
+    """The samples with the statistics of their hidden states and targets; positions without loss are NaN."""
+    out = []
+    for s in samples:
+        y, nucleus, temperature = head_inputs(s)
+        found = token_stats(logits(s.at("hidden"), head, temperature), y, nucleus)._asdict()
+        fields: dict[str, Any] = {k: np.where(s.here, s.scatter(v), np.nan) for k, v in found.items()}
+        out.append(replace(s, **fields))
+    return out
+
+
+def head_inputs(s: OracleSample) -> tuple[Array, Array | None, Array]:
+    """Targets, nucleus ids and temperatures of the tokens with loss."""
+    nucleus = None if s.nucleus_ids is None else s.at("nucleus_ids").astype(int)
+    temperature = np.broadcast_to(np.asarray(s.temperature, np.float64), s.here.shape)[s.here]
+    return s.at("targets").astype(int), nucleus, temperature
+
+
+def policy_loss_from_hidden(
+    samples: Sequence[OracleSample], head: OracleHead, config: Mapping[str, Any] | None = None
+) -> tuple[StepLoss, list[Array], HeadGradient]:
+    """`policy_loss` of `with_stats`, and its gradients by each sample's hidden states `[m, H]` and by the head."""
+    result = policy_loss(with_stats(samples, head), config)
+    gradients = zip(samples, result.by_log_probs, result.by_entropy, strict=True)
+    by_stats = [{"by_log_prob": g[s.here], "by_entropy": e[s.here]} for s, g, e in gradients]
+    return result, *through_head(samples, head, by_stats)
+
+
+def through_head(
+    samples: Sequence[OracleSample], head: OracleHead, by_stats: Sequence[Mapping[str, Array]]
+) -> tuple[list[Array], HeadGradient]:
+    """From gradients by statistics, as `logit_gradient` names them, to those by hidden states and by the head."""
+    by_hidden, by_head = [], []
+    for s, cotangents in zip(samples, by_stats, strict=True):
+        y, nucleus, temperature = head_inputs(s)
+        z = logits(s.at("hidden"), head, temperature)
+        dz = logit_gradient(z, y, **cotangents, nucleus=nucleus)
+        dh, parts = head_gradient(s.at("hidden"), head, dz, temperature)
+        by_hidden.append(s.scatter(dh))
+        by_head.append(parts)
+    sums: list[Any] = [None if x[0] is None else np.sum(x, axis=0) for x in zip(*by_head, strict=True)]
+    return by_hidden, HeadGradient(*sums)
+
+
+def covariance(samples: Sequence[OracleSample]) -> list[Array]:
+    """(A - mean A)(log_prob - mean log_prob) of each loss token, `[n]`, means over the step's. 2505.22617."""
+    a, p = [s.at("advantages") for s in samples], [s.at("log_probs") for s in samples]
+    return [(x - token_mean(a)) * (y - token_mean(p)) for x, y in zip(a, p, strict=True)]
+
+
+def how_many(samples: Sequence[OracleSample], ratio: float) -> int:
+    """max(1, ratio * the step's loss tokens), rounded down."""
+    return max(1, int(ratio * sum(s.count for s in samples)))
+
+
+def highest(samples: Sequence[OracleSample], ratio: float) -> list[Array]:
+    """bool `[m]` a sample: the `how_many` loss tokens of highest covariance, which kl_cov penalises."""
+    cov = covariance(samples)
+    everything = np.sort(np.concatenate([*cov, np.zeros(0)]))
+    if len(everything) == 0:
+        return [s.here & False for s in samples]
+    least = everything[-how_many(samples, ratio)]
+    return [s.scatter(c >= least) > 0 for s, c in zip(samples, cov, strict=True)]
+
+
+def clip_cov_candidates(
+    samples: Sequence[OracleSample], config: Mapping[str, Any] | None, low: float = 1.0, high: float = 5.0
+) -> list[Array]:
+    """bool `[m]` a sample: low < covariance < high, and not clipped by the ratio; clip_cov picks `how_many` of them."""
+    c = complete(config)
+    tokens = step_tokens([replace(s, selected=None) for s in samples], c, [s.at("log_probs") for s in samples])
+    clips = {k: v for k, v in c["loss"].items() if k in ("clip_low", "clip_high")}
+    clipped = [LOSSES["ppo"](t, **clips).indicators["clip_fraction"] > 0 for t in tokens]
+    return [
+        s.scatter((low < x) & (x < high) & ~gone) > 0
+        for s, x, gone in zip(samples, covariance(samples), clipped, strict=True)
+    ]

@@ -1,0 +1,620 @@
+"""Estimated times against programs whose cycles, bytes and turns can be counted by hand."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxppo import log_probs_from_hidden
+from sharding import ParallelMesh
+from sharding.audit import audit
+from sharding.tpu_time import CHIPS, Milliseconds, chip_of, estimate_time
+
+# Modules written by hand, for a chip of round figures: in a ms 1e6 cycles, 1e12 flops, 1e9 bytes of memory or a link.
+ROUND = dataclasses.replace(CHIPS["TPU v5"], flops=1e15, hertz=1e9, hbm=1e12, link=1e12, wraps=False)
+LATENCY = 0.002  # ms
+
+
+def estimated(name, operation, ms):
+    return f'  {name} = {operation}, backend_config={{"window_config":{{"estimated_cycles":"{round(ms * 1e6)}"}}}}\n'
+
+
+def module(body, computations="", devices=4):
+    header = f"HloModule m, num_partitions={devices}\n\n{computations}\n"
+    inputs = "  %x = f32[1000,1000]{1,0} parameter(0)\n  %n = s32[] parameter(1)\n"
+    return f"{header}ENTRY %main (x: f32[1000,1000], n: s32[]) -> f32[1000,1000] {{\n{inputs}{body}}}\n"
+
+
+def time_of(body, computations="", **how):
+    return estimate_time(module(body, computations, **how), ROUND)
+
+
+def spent(time):
+    """The kinds that are not 0, in ms, without rounding errors and what a scalar takes."""
+    return {k: round(v, 8) for k, v in dataclasses.asdict(time).items() if isinstance(v, float) and v > 1e-8}
+
+
+A = "f32[1000,1000]{1,0}"  # 4e6 bytes
+FUSED = f"""%product (p: f32[1000,1000]) -> f32[1000,1000] {{
+  %p = {A} parameter(0)
+  ROOT %dot = {A} convolution(%p, %p), dim_labels=bf_io->bf
+}}
+
+%arithmetic (p: f32[1000,1000]) -> f32[1000,1000] {{
+  %p = {A} parameter(0)
+  ROOT %sum = {A} add(%p, %p)
+}}
+
+%move (p: f32[1000,1000]) -> f32[1000,1000] {{
+  %p = {A} parameter(0)
+  ROOT %t = {A} transpose(%p), dimensions={{1,0}}
+}}
+
+%rows (p: f32[1000,1000], n: s32[]) -> f32[10,1000] {{
+  %p = {A} parameter(0)
+  %n = s32[] parameter(1)
+  %ten = s32[] constant(10)
+  %at = s32[] multiply(%n, %ten)
+  ROOT %t = f32[10,1000] dynamic-slice(%p, %at, %ten)
+}}
+
+%around (p: f32[1000,1000]) -> f32[1000,1000] {{
+  %p = {A} parameter(0)
+  %f = {A} fusion(%p), kind=kOutput, calls=%product
+  ROOT %sum = {A} add(%p, %f)
+}}
+"""
+
+
+def test_instructions_are_added_up_by_kind():
+    time = time_of(
+        estimated("%a", f"{A} fusion(%x), kind=kOutput, calls=%product", 1)
+        + estimated("%b", f"{A} fusion(%a), kind=kLoop, calls=%arithmetic", 2)
+        + estimated("%c", f"{A} fusion(%b), kind=kLoop, calls=%move", 4)
+        + estimated("%d", f"{A} fusion(%c), kind=kOutput, calls=%around", 8)
+        + estimated("%e", f"{A} copy(%d)", 16)
+        + estimated("%f", "f32[] reduce(%e), to_apply=%arithmetic", 32)
+        + estimated("%g", f"{A} fusion(%e, %n), kind=kLoop, calls=%rows", 64),
+        FUSED,
+    )
+    assert spent(time) == {"products": 9, "elementwise": 34, "copies": 84}
+    assert time.compute == pytest.approx(127)
+    assert time.unknown == ()
+    assert spent(time.least) == spent(time)
+
+
+STATE = f"(s32[], s32[], {A})"
+
+
+def loop(bound, ms=2, step="add(%i, %one)", relation="LT", body=None):
+    """A `while` from 0 on, `ms` of arithmetic a turn and a quarter of it in the condition."""
+    state = STATE
+    computations = (
+        f"%cond (s: {state}) -> pred[] {{\n  %s = {state} parameter(0)\n"
+        "  %i = s32[] get-tuple-element(%s), index=0\n  %n = s32[] get-tuple-element(%s), index=1\n"
+        f"  %x = {A} get-tuple-element(%s), index=2\n  %bound = s32[] constant(9)\n"
+        + estimated("%m", "f32[] reduce(%x), to_apply=%arithmetic", ms / 4)
+        + f"  %less = pred[] compare(%i, %bound), direction={relation}\n"
+        f"  %less.1 = pred[] compare(%i, %n), direction=LT\n  ROOT %r = pred[] {bound}\n}}\n\n"
+        f"%body (s: {state}) -> {state} {{\n  %s = {state} parameter(0)\n"
+        "  %i = s32[] get-tuple-element(%s), index=0\n  %n = s32[] get-tuple-element(%s), index=1\n"
+        f"  %x = {A} get-tuple-element(%s), index=2\n  %one = s32[] constant(1)\n  %next = s32[] {step}\n"
+        + estimated("%y", f"{A} fusion(%x), kind=kLoop, calls=%arithmetic", ms)
+        + f"  ROOT %t = {state} tuple(%next, %n, %y)\n}}\n"
+    )
+    begin = f"  %zero = s32[] constant(0)\n  %t = {state} tuple(%zero, %n, %x)\n"
+    return time_of(begin + (body or f"  {WHILE}\n"), FUSED + computations)
+
+
+WHILE = f'%w = {STATE} while(%t), condition=%cond, body=%body, metadata={{op_name="jit(f)/while"}}'
+
+
+def test_loops_turn_as_often_as_their_text_says():
+    constant = loop("copy(%less)")
+    assert spent(constant) == {"elementwise": 9 * 2 + 10 * 0.5} == spent(constant.least)
+    assert constant.unknown == ()
+    assert spent(loop("copy(%less)", relation="LE")) == {"elementwise": 10 * 2 + 11 * 0.5}
+    assert spent(loop("copy(%less)", step="add(%one, %i)")) == {"elementwise": 9 * 2 + 10 * 0.5}
+
+
+def test_a_loop_that_data_may_end_is_a_range():
+    early = loop("and(%less, %less.1)")
+    assert spent(early) == {"elementwise": 9 * 2 + 10 * 0.5}
+    assert spent(early.least) == {"elementwise": 0.5}
+    assert early.unknown == ()
+
+
+@pytest.mark.parametrize(
+    ("bound", "step", "least"),
+    [
+        ("copy(%less.1)", "add(%i, %one)", 0),
+        ("or(%less, %less.1)", "add(%i, %one)", 9),
+        ("copy(%less)", "custom-call(%i)", 0),
+        ("custom-call(%less)", "add(%i, %one)", 0),
+    ],
+)
+def test_a_loop_that_cannot_be_read_is_unknown_and_never_one(bound, step, least):
+    found = loop(bound, step=step)
+    assert found.elementwise == math.inf
+    assert found.least.elementwise == pytest.approx(least * 2 + (least + 1) * 0.5)
+    assert found.products == 0  # what is outside of the loop, or not in it, stays known
+    assert found.unknown == (f"how often w turns (jit(f)/while): {least} times or more, 2 ms of compute each",)
+    assert "unknown: how often w turns" in str(found)
+
+
+def test_a_branch_is_a_range():
+    branches = "".join(
+        f"%{name} (p: f32[1000,1000]) -> f32[1000,1000] {{\n  %p = {A} parameter(0)\n"
+        + estimated("ROOT %y", f"{A} fusion(%p), kind=kLoop, calls=%{kind}", ms)
+        + "}\n\n"
+        for name, kind, ms in (("yes", "product", 3), ("no", "arithmetic", 5), ("other", "move", 4))
+    )
+    three = "  ROOT %c = f32[1000,1000] conditional(%n, %x, %x, %x), branch_computations={%yes, %no, %other}\n"
+    time = time_of(three, FUSED + branches)
+    assert (spent(time), spent(time.least)) == ({"elementwise": 5}, {"products": 3})
+    two = "  ROOT %c = f32[1000,1000] conditional(%n, %x, %x), true_computation=%other, false_computation=%yes\n"
+    time = time_of(two, FUSED + branches)
+    assert (spent(time), spent(time.least)) == ({"copies": 4}, {"products": 3})
+
+
+def test_a_loop_in_a_branch_starts_where_its_operand_does():
+    # a computation of its own, so that the loop's start is a parameter
+    branch = f"  %y = {STATE} conditional(%n, %t, %t), branch_computations={{%run, %run}}\n}}\n\n"
+    run = f"%run (t: {STATE}) -> {STATE} {{\n  %t = {STATE} parameter(0)\n  ROOT {WHILE}\n"
+    assert spent(loop("copy(%less)", body=branch + run)) == {"elementwise": 9 * 2 + 10 * 0.5}
+
+
+FILLS = f"""%fill (v: f32[]) -> f32[1000,1000] {{
+  %v = f32[] parameter(0)
+  ROOT %b = {A} broadcast(%v), dimensions={{}}
+}}
+
+%spread (v: f32[1000]) -> f32[1000,1000] {{
+  %v = f32[1000] parameter(0)
+  ROOT %b = {A} broadcast(%v), dimensions={{0}}
+}}
+"""
+
+
+def test_a_constant_takes_its_bytes():
+    bytes_ms = 4e6 / 1e9
+    constant = "  %v = f32[] constant(0)\n"
+    assert spent(time_of(constant + estimated("%f", f"{A} broadcast(%v)", 3))) == {"copies": bytes_ms}
+    filled = estimated("%f", f"{A} fusion(%v), kind=kLoop, calls=%fill", 3)
+    assert spent(time_of(constant + filled, FILLS)) == {"copies": bytes_ms}
+    row = f"  %r = f32[1000] custom-call(%x)\n{estimated('%f', f'{A} fusion(%r), kind=kLoop, calls=%spread', 3)}"
+    assert spent(time_of(row, FILLS)) == {"copies": 3}
+
+
+CUT = f"""%rows (table: f32[1000,1000], at: s32[10]) -> f32[10,1000] {{
+  %table = {A} parameter(0)
+  %at = s32[10] parameter(1)
+  ROOT %g = f32[10,1000] gather(%table, %at), offset_dims={{1}}
+}}
+
+%write (table: f32[1000,1000], row: f32[1,1000], at: s32[]) -> f32[1000,1000] {{
+  %table = {A} parameter(0)
+  %row = f32[1,1000] parameter(1)
+  %at = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %u = {A} dynamic-update-slice(%table, %row, %at, %zero)
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "size"),
+    [
+        (f"  %s = {A} sort(%x), dimensions={{0}}\n", "elementwise", 8e6),
+        ("  %s = f32[1000,1000]{1,0:T(8,128)S(1)} sort(%x), dimensions={0}\n", "elementwise", 4e6),
+        ("  %s = f32[2,1000] dynamic-slice(%x, %n, %n)\n", "copies", 16e3),
+        ("  %r = f32[10,1000] fusion(%x, %n), kind=kCustom, calls=%rows\n", "elementwise", 80e3),
+        ("  %b = f32[1,1000] bitcast(%n)\n  %u = f32[1000,1000] fusion(%x, %b, %n), calls=%write\n", "copies", 8e3),
+    ],
+)
+def test_what_has_no_estimate_takes_the_bytes_that_it_moves(lines, kind, size):
+    assert spent(time_of(lines, CUT)) == pytest.approx({kind: size / 1e9, "unestimated": size / 1e9})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fusion(%x), kind=kOutput, calls=%product",
+        "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        "convolution(%x, %x), dim_labels=bf_oi->bf",
+    ],
+)
+def test_a_product_without_an_estimate_takes_its_flops(line):
+    slow = dataclasses.replace(ROUND, flops=1e11)
+    found = estimate_time(module(f"  %p = {A} {line}\n", FUSED), slow)
+    assert spent(found) == {"products": 2e9 / 1e8, "unestimated": 2e9 / 1e8}
+
+
+def kernel(declared, more=""):
+    config = f'backend_config={{"custom_call_config":{{"body":"ABc=="{declared}}}}}'
+    attributes = f'custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/attention"}}, {config}'
+    return time_of(f"  %k = {A} custom-call(%x), {attributes}\n{more}")
+
+
+def test_a_kernel_takes_what_it_declares():
+    flops = kernel(',"cost_estimate":{"bytes_accessed":"8000000","flops":"93000000000","transcendentals":"5"}')
+    assert spent(flops) == pytest.approx({"kernels": 93e9 / (0.93 * 1e12)})
+    assert flops.unknown == ()
+    moved = kernel(',"cost_estimate":{"bytes_accessed":"500000000","flops":"93000000000"}')
+    assert spent(moved) == {"kernels": 0.5}
+    silent = kernel("")
+    assert spent(silent) == {"kernels": 8e6 / 1e9}
+    assert silent.unknown == ("what the kernel k takes (jit(f)/attention): it declares nothing, charged its bytes",)
+    assert spent(kernel("", '  %a = f32[1000,1000] custom-call(), custom_call_target="AllocateBuffer"\n')) == spent(
+        silent
+    )
+
+
+SIZE = 4e6
+RING = {
+    "all-reduce": 2 * 3 / 4 * SIZE,
+    "all-gather": 3 / 4 * SIZE,
+    "reduce-scatter": 3 / 4 * 4 * SIZE,  # its result is a fourth of what goes in
+    "all-to-all": SIZE,  # to neighbours a fourth each over one link, to the one opposite a fourth over two
+}
+
+
+@pytest.mark.parametrize("op", RING)
+@pytest.mark.parametrize("groups", ["{{0,1,2,3}}", "[1,4]<=[4]", "mesh['a'=4] {'a'}", "{}"])
+def test_a_collective_takes_what_a_ring_does(op, groups):
+    line = f"  %c = {A} {op}(%x), replica_groups={groups}, dimensions={{0}}\n"
+    assert spent(time_of(line)) == {"collectives": pytest.approx(RING[op] / 1e9 + LATENCY)}
+    both_ways = estimate_time(module(line), dataclasses.replace(ROUND, wraps=True))
+    assert spent(both_ways) == {"collectives": pytest.approx(RING[op] / 2e9 + LATENCY)}
+
+
+def test_collectives_of_other_sizes():
+    alone = time_of(f"  %c = {A} all-reduce(%x), replica_groups={{{{0}},{{1}},{{2}},{{3}}}}\n")
+    assert spent(alone) == {}
+    sixteen = time_of(f"  %c = {A} all-reduce(%x), replica_groups=[1,16]<=[16]\n", devices=16)
+    assert spent(sixteen) == {"collectives": pytest.approx(2 * 15 / 16 * SIZE / 1e9 + LATENCY)}
+    unread = time_of(f"  %c = {A} all-gather(%x), replica_groups=of_tomorrow\n", devices=16)
+    assert spent(unread) == {"collectives": pytest.approx(15 / 16 * SIZE / 1e9 + LATENCY)}
+    assert unread.unknown == ("what c joins (): charged for all 16 devices",)
+
+
+SENT = "replica_groups={{0,1,2,3}}"
+START = f"  %s = (f32[1000,1000], f32[1000,1000]) all-gather-start(%x), {SENT}, dimensions={{0}}\n"
+DONE = f"  %d = {A} all-gather-done(%s)\n"
+WORK = estimated("%work", f"{A} fusion(%x), kind=kLoop, calls=%arithmetic", 1)
+GATHERED = 3 / 4 * SIZE / 1e9 + LATENCY
+
+
+def test_what_runs_beside_other_work_is_apart():
+    copied = "  %c = (f32[1000,1000], f32[1000,1000], u32[]) copy-start(%x)\n  %e = f32[1000,1000] copy-done(%c)\n"
+    assert spent(time_of(START + copied + DONE)) == {"collectives": pytest.approx(GATHERED)}
+    assert spent(time_of(START + WORK + DONE, FUSED)) == {"elementwise": 1, "overlapped": pytest.approx(GATHERED)}
+    assert spent(time_of(WORK + START + DONE, FUSED)) == {"elementwise": 1, "collectives": pytest.approx(GATHERED)}
+    short = WORK.replace("1000000", "1000")
+    assert spent(time_of(START + short + DONE, FUSED)) == {
+        "elementwise": 0.001,
+        "overlapped": pytest.approx(0.001),
+        "collectives": pytest.approx(GATHERED - 0.001),
+    }
+
+
+def test_what_runs_beside_other_work_behind_a_loop_that_is_unknown():
+    found = loop("copy(%less.1)", body=f"  {WHILE}\n" + START + WORK + DONE)
+    assert found.elementwise == math.inf
+    assert found.overlapped + found.collectives == pytest.approx(GATHERED)
+
+
+def test_collectives_that_are_wrapped():
+    wrapped = (
+        f"%wrapped (p: f32[1000,1000]) -> f32[1000,1000] {{\n  %p = {A} parameter(0)\n"
+        f"  ROOT %c = {A} all-reduce(%p), {SENT}\n}}\n"
+    )
+    begin = "  %s = ((f32[1000,1000]), f32[1000,1000], u32[]) async-start(%x), calls=%wrapped\n"
+    update = "  %u = ((f32[1000,1000]), f32[1000,1000], u32[]) async-update(%s)\n"
+    reduced = pytest.approx(RING["all-reduce"] / 1e9 + LATENCY)
+    done = f"  %d = {A} async-done(%u)\n"
+    assert spent(time_of(begin + WORK + update + done, FUSED + wrapped)) == {"elementwise": 1, "overlapped": reduced}
+    assert spent(time_of(begin + update + done, FUSED + wrapped)) == {"collectives": reduced}
+    assert spent(time_of(f"  %f = {A} call(%x), to_apply=%wrapped\n", wrapped)) == {"collectives": reduced}
+    beside = wrapped.replace("  ROOT %c", WORK.replace("(%x)", "(%p)") + "  ROOT %c")
+    both = {"elementwise": 1, "collectives": reduced}
+    assert spent(time_of(f"  %f = {A} call(%x), to_apply=%wrapped\n", FUSED + beside)) == both
+    fused = estimated("%f", f"{A} fusion(%x), kind=kOutput, calls=%wrapped", 1)
+    assert spent(time_of(fused, wrapped)) == both
+    scattered = wrapped.replace("%wrapped", "%all-reduce-scatter.1")
+    fused = "  %f = f32[250,1000] fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1\n"
+    assert spent(time_of(fused, scattered)) == {"collectives": pytest.approx(3 / 4 * SIZE / 1e9 + LATENCY)}
+
+
+def test_a_permutation_takes_one_link():
+    pairs = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
+    text = module(
+        f"  %s = ({A}, {A}, u32[]) collective-permute-start(%x), {pairs}\n  %d = {A} collective-permute-done(%s)\n"
+    )
+    for wraps in (True, False):
+        found = estimate_time(text, dataclasses.replace(ROUND, wraps=wraps))
+        assert spent(found) == {"collectives": pytest.approx(SIZE / 1e9 + LATENCY)}
+
+
+def test_sparse_cores_are_not_timed():
+    wrapped = (
+        f"%gathers (p: f32[1000,1000]) -> f32[1000,1000] {{\n  %p = {A} parameter(0)\n"
+        f'  ROOT %c = {A} custom-call(%p), custom_call_target="offloaded", metadata={{op_name="jit(f)/gather"}}\n}}\n'
+    )
+    line = f'  %s = ({A}, {A}, u32[]) async-start(%x), async_execution_thread="sparsecore", calls=%gathers\n'
+    found = time_of(line + f"  %d = {A} async-done(%s)\n", wrapped)
+    assert spent(found) == {}
+    assert found.unknown == ("what the sparse cores take beside the rest (jit(f)/gather)",)
+
+
+def test_it_names_the_compiler_and_the_chip():
+    text = str(time_of(estimated("%e", f"{A} copy(%x)", 16)))
+    version = importlib.metadata.version("libtpu")
+    assert text.startswith(f"on v5p, estimated by libtpu {version}: compute 16.000 ms (products 0.000, ")
+    assert len(text.splitlines()) == 1
+    early = str(loop("and(%less, %less.1)"))
+    assert early.splitlines()[1].startswith(f"at least, by libtpu {version}: compute 0.500 ms (")
+
+
+# Compiled for TPUs that are not there.
+
+V5P = {"flops": 459e9, "hbm": 2765e6, "link": 90e6}  # a millisecond
+
+
+@functools.cache
+def devices(name, **how):
+    return topologies.get_topology_desc(name, platform="tpu", **how).devices
+
+
+def on_one(shape, dtype=jnp.bfloat16, name="v5p:2x2x1"):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(devices(name)[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "peak"),
+    [
+        ("v5p:2x2x1", "v5p", 459e9),
+        ("v6e:2x2", "v6e", 918e9),
+        ("v5e:2x2", "v5e", 197e9),
+        ("tpu7x:2x2x1", "tpu7x", 1153.5e9),
+    ],
+)
+def test_a_bare_product_comes_out_below_the_peak_of_its_chip(name, chip, peak):
+    rows, inner, columns = 8192, 4096, 32768
+    found = audit(lambda a, b: a @ b, on_one((rows, inner), name=name), on_one((inner, columns), name=name))
+    at_peak = 2 * rows * inner * columns / peak
+    assert at_peak <= found.time.products <= at_peak / 0.75
+    assert found.time.compute == found.time.products == found.time.least.products
+    assert found.time.unknown == ()
+    assert found.time.chip == chip
+    assert found.time.compiler == f"libtpu {importlib.metadata.version('libtpu')}"
+    assert f"time on {chip}, estimated by {found.time.compiler}: compute" in str(found)
+
+
+def test_a_chip_of_two_devices_is_halved():
+    whole, half = (chip_of(devices("v4:2x2x1", **how)[0]) for how in ({"chip_config_name": "megacore"}, {}))
+    assert (whole.flops, whole.hbm) == (275e12, 1200e9)
+    assert (half.flops, half.hbm) == (275e12 / 2, 1200e9 / 2)
+    assert chip_of(devices("tpu7x:2x2x1")[0]).flops == 2307e12 / 2
+    assert chip_of(devices("v5p:2x2x1")[0]).flops == 459e12
+
+
+def test_there_is_no_time_without_a_tpu():
+    assert audit(lambda x: x @ x, jnp.ones((8, 8))).time is None
+    assert chip_of(jax.devices()[0]) is None
+    assert chip_of(None) is None
+
+
+@functools.cache
+def one_turn():
+    """The product of a loop over matrices of 1024 x 1024, in ms."""
+    return products_of(lambda a, n: lax.fori_loop(0, 7, lambda i, c: c @ a, a)) / 7
+
+
+def products_of(fn):
+    return timed(fn).products
+
+
+def timed(fn):
+    return audit(fn, on_one((1024, 1024)), on_one((), jnp.int32)).time
+
+
+def counted(stop, step=1, start=0):
+    return lambda a, n: lax.while_loop(lambda s: stop(s[0], n, s[1]), lambda s: (s[0] + step, s[1] @ a), (start, a))[1]
+
+
+def test_a_turn_takes_what_a_product_may():
+    at_peak = 2 * 1024**3 / V5P["flops"]
+    assert at_peak <= one_turn() <= at_peak / 0.3  # a small one, and its result is written
+
+
+@pytest.mark.parametrize(
+    ("fn", "least", "most"),
+    [
+        (lambda a, n: lax.scan(lambda c, _: (c @ a, None), a, length=6)[0], 6, 6),
+        (lambda a, n: lax.fori_loop(0, 3, lambda i, c: lax.fori_loop(0, 5, lambda j, d: d @ a, c), a), 15, 15),
+        (lambda a, n: lax.fori_loop(0, 4, lambda i, c: lax.fori_loop(0, i, lambda j, d: d @ a, c), a), 0, 12),
+        (counted(lambda i, n, c: i <= 9), 10, 10),
+        (counted(lambda i, n, c: i < 9, step=2), 5, 5),
+        (counted(lambda i, n, c: i > 0, step=-1, start=9), 9, 9),
+        (counted(lambda i, n, c: (i < 9) & (i < n)), 0, 9),
+        (counted(lambda i, n, c: i < jnp.minimum(n, 6)), 0, 6),
+        (counted(lambda i, n, c: i < n), 0, math.inf),
+        (counted(lambda i, n, c: (i < 9) | (c[0, 0] > 0)), 9, math.inf),
+        (
+            lambda a, n: lax.while_loop(lambda s: s[0] < s[2], lambda s: (s[0] + 1, s[1] @ a, s[2]), (0, a, 11))[1],
+            11,
+            11,
+        ),
+    ],
+)
+def test_compiled_loops(fn, least, most):
+    found = timed(fn)
+    assert found.least.products == pytest.approx(least * one_turn(), rel=0.05)
+    assert found.products == pytest.approx(most * one_turn(), rel=0.05)
+    assert len(found.unknown) == (most == math.inf)
+
+
+def test_a_pallas_kernel_takes_what_it_declares():
+    N = 1024
+
+    def kernel(a_ref, b_ref, o_ref):
+        o_ref[...] = jnp.dot(a_ref[...], b_ref[...], preferred_element_type=jnp.float32).astype(o_ref.dtype)
+
+    def call(cost):
+        tiles = {"in_specs": [pl.BlockSpec((256, N), lambda i, j: (i, 0)), pl.BlockSpec((N, 256), lambda i, j: (0, j))]}
+        out = {"out_specs": pl.BlockSpec((256, 256), lambda i, j: (i, j))}
+        shape = jax.ShapeDtypeStruct((N, N), jnp.bfloat16)
+        return pl.pallas_call(kernel, out_shape=shape, grid=(4, 4), cost_estimate=cost, **tiles, **out)
+
+    cost = pl.CostEstimate(flops=2 * N**3, bytes_accessed=6 * N * N, transcendentals=0)
+    found = audit(call(cost), on_one((N, N)), on_one((N, N)))
+    assert found.time.kernels == pytest.approx(max(2 * N**3 / (0.93 * V5P["flops"]), 6 * N * N / V5P["hbm"]))
+    assert found.time.compute == found.time.kernels
+    assert found.time.unknown == ()
+    assert found.flops.low == found.flops.high == 2 * N**3
+    silent = audit(call(None), on_one((N, N)), on_one((N, N)))
+    assert silent.time.kernels == pytest.approx(3 * 2 * N * N / V5P["hbm"])
+    [unknown] = silent.time.unknown
+    assert "it declares nothing" in unknown
+
+
+def test_a_compiled_fill_takes_its_bytes():
+    found = audit(lambda x: jnp.full((8192, 4096), x), on_one((), jnp.float32))
+    assert found.time.compute == pytest.approx(8192 * 4096 * 4 / V5P["hbm"], rel=1e-3)
+
+
+@functools.cache
+def sixteen():
+    return Mesh(np.array(devices("v5p:2x2x4")).reshape(4, 4), ("a", "b"))
+
+
+def on_sixteen(fn, out_specs, *args):
+    x = jax.ShapeDtypeStruct((16 * 1024, 1024), jnp.float32, sharding=NamedSharding(sixteen(), P(("a", "b"))))
+    in_specs = (P(("a", "b")), *(P() for _ in args))
+    return audit(jax.shard_map(fn, mesh=sixteen(), in_specs=in_specs, out_specs=out_specs), x, *args).time
+
+
+MIB4 = 1024 * 1024 * 4
+
+
+@pytest.mark.parametrize(
+    ("fn", "out_specs", "carried"),
+    [
+        (lambda x: lax.psum(x, ("a", "b")), P(), 2 * 15 / 16 * MIB4 / 2),
+        (lambda x: lax.psum(x, "b"), P("a"), 2 * 3 / 4 * MIB4 / 2),
+        (lambda x: lax.all_gather(x, "b", axis=0, tiled=True), P(("a", "b")), 3 / 4 * 4 * MIB4 / 2),
+        (lambda x: lax.all_to_all(x, "b", 0, 1, tiled=True), P(("a", "b")), MIB4 / 2),
+        (lambda x: lax.ppermute(x, "b", [(i, (i + 1) % 4) for i in range(4)]), P(("a", "b")), MIB4),
+    ],
+)
+def test_compiled_collectives(fn, out_specs, carried):
+    found = on_sixteen(fn, out_specs)
+    assert found.collectives == pytest.approx(carried / V5P["link"] + LATENCY)
+    assert (found.overlapped, found.products, found.unknown) == (0, 0, ())
+
+
+def test_a_compiled_collective_beside_a_product():
+    def both(x, a):
+        return lax.ppermute(x, "b", [(i, (i + 1) % 4) for i in range(4)]), a @ a
+
+    a = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=NamedSharding(sixteen(), P()))
+    found = on_sixteen(both, (P(("a", "b")), P()), a)
+    assert found.products >= 2 * 4096**3 / V5P["flops"]
+    assert (found.overlapped, found.collectives) == (pytest.approx(MIB4 / V5P["link"] + LATENCY), 0)
+
+
+class Watched:
+    """A jitted function that counts how often it is compiled, or is answered by a cache."""
+
+    def __init__(self, jitted, is_cached):
+        self.jitted, self.is_cached, self.compiled = jitted, is_cached, 0
+
+    def lower(self, *args):
+        self.lowered = self.jitted.lower(*args)
+        return self
+
+    def trace(self, *args):
+        self.jaxpr = self.jitted.trace(*args).jaxpr
+        self.lower = functools.partial(Watched.lower, self, *args)
+        return self
+
+    def compile(self, options=None):
+        self.compiled += 1
+        return self.lowered.compile(None if self.is_cached else options)
+
+
+def test_a_program_is_compiled_once():
+    watched = Watched(jax.jit(lambda a: a @ a), is_cached=False)
+    assert audit(watched, on_one((256, 256))).time.products > 0
+    assert watched.compiled == 1
+
+
+def test_a_program_that_a_cache_returned_has_no_time_but_its_text():
+    watched = Watched(jax.jit(lambda a: a @ a), is_cached=True)
+    found = audit(watched, on_one((256, 256)))
+    assert found.time is None
+    assert "ENTRY" in found.text
+
+
+# A head of Qwen3-8B for 16 chips.
+
+H, V, TOKENS = 4096, 151936, 8192
+COLUMNS = V // 4
+
+
+def head_arguments(mesh, with_where):
+    def described(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(spec))
+
+    per_token = [jnp.int32, jnp.float32] + [bool] * with_where
+    return (
+        described((1, 4 * TOKENS, H), jnp.bfloat16, mesh.hidden_spec),
+        described((H, V), jnp.bfloat16, mesh.kernel_spec()),
+        *(described((1, 4 * TOKENS), dtype, mesh.tokens_spec) for dtype in per_token),
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "peak", "link"), [("v5p:2x2x4", 459e9, 2 * 90e6), ("v6e:4x4", 918e9, 90e6)])
+def test_a_plain_head(name, peak, link):
+    mesh = ParallelMesh(Mesh(np.array(devices(name)).reshape(4, 4), ("cp", "tp")))
+
+    def loss(hidden, kernel, targets, weights):
+        logits = lax.with_sharding_constraint(hidden @ kernel, mesh.sharding(mesh.logits_spec)).astype(jnp.float32)
+        log_p = jax.nn.log_softmax(logits)
+        return (jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0] * weights).sum()
+
+    found = audit(jax.value_and_grad(loss, (0, 1)), *head_arguments(mesh, False)).time
+    at_peak = 3 * 2 * TOKENS * H * COLUMNS / peak
+    assert at_peak <= found.products <= at_peak / 0.75
+    gradients = 2 * 3 / 4 * 2 * (TOKENS * H + H * COLUMNS) / link  # summed in bf16
+    assert gradients <= found.collectives <= 1.05 * gradients
+    assert found.compute < 2 * at_peak + 10  # ms of arithmetic on 8192 x 37984 logits
+    assert found.least == Milliseconds(*dataclasses.astuple(found)[:7])
+
+
+@pytest.mark.nightly
+def test_a_masked_head_is_timed_at_full_count():
+    mesh = ParallelMesh(Mesh(np.array(devices("v5p:2x2x4")).reshape(4, 4), ("cp", "tp")))
+
+    def loss(hidden, kernel, targets, weights, where):
+        return (log_probs_from_hidden(hidden, kernel, targets, parallel=mesh, where=where).log_probs * weights).sum()
+
+    found = audit(jax.value_and_grad(loss, (0, 1)), *head_arguments(mesh, True))
+    at_peak = found.flops.high / 459e9
+    assert at_peak >= 3 * 2 * TOKENS * H * COLUMNS / 459e9
+    assert at_peak <= found.time.products <= at_peak / 0.6
+    assert found.time.least.products <= 0.1 * found.time.products
+    assert found.flops.low <= 0.1 * found.flops.high
+    assert all("sparse cores" in text for text in found.time.unknown)
