@@ -105,12 +105,11 @@ def main_part(args: argparse.Namespace) -> Records:
     took = {(r["group"], r["version"]): r["seconds"] for r in records}
     plain = min(r["over_floor"] for r in records if r["version"] in versions.PLAIN)
     print(f"\nover the three matmuls: fastest plain {plain:.3f}")
-    for name in ("jaxppo", "jaxppo, logits not kept"):
-        full, part = took["entropy", name], took["part", f"{name}, where"]
-        print(
-            f"{name}: {full / took['floor', versions.FLOOR]:.3f}; with a mask of {args.share:.0%} {part / full:.3f} of"
-            f" its time without, with one of all {took['entropy', f'{name}, where all'] / full:.3f}"
-        )
+    full, part = took["entropy", "jaxppo"], took["part", "jaxppo, where"]
+    print(
+        f"jaxppo: {full / took['floor', versions.FLOOR]:.3f}; with a mask of {args.share:.0%} {part / full:.3f} of"
+        f" its time without, with one of all {took['entropy', 'jaxppo, where all'] / full:.3f}"
+    )
     print(f"rows gathered first: {took['part', 'jaxppo, rows gathered'] / took['entropy', 'jaxppo']:.3f} of jaxppo's")
     return records
 

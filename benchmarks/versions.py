@@ -116,10 +116,8 @@ def chunked(case: Case, stats: Callable[..., Any]) -> Stats:
     return apply
 
 
-def ours(
-    case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", where: str | None = None, keep: bool = True
-) -> Step:
-    """`log_probs_from_hidden`; `where` names the batch whose loss mask it is given, `keep` is `keep_logits`."""
+def ours(case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", where: str | None = None) -> Step:
+    """`log_probs_from_hidden`; `where` names the batch whose loss mask it is given."""
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         stats = log_probs_from_hidden(
@@ -128,7 +126,6 @@ def ours(
             data["targets"],
             entropy=entropy,
             where=None if where is None else data[where].loss_mask > 0,
-            keep_logits=keep,
         )
         return _weighted(stats.log_probs, stats.entropy if entropy == "bonus" else None, data)
 
@@ -170,12 +167,12 @@ def plain_policy_loss(case: Case, batch: str = "batch") -> Step:
     return _gradients(loss)
 
 
-def our_policy_loss(case: Case, one_pass_mib: int, batch: str = "batch") -> Step:
-    """`policy_loss_from_hidden`, in one pass where `one_pass_mib` allows it."""
+def our_policy_loss(case: Case, mib: int | None = None, batch: str = "batch") -> Step:
+    """`policy_loss_from_hidden`, in so many MiB; 24 are too few for one pass."""
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         return policy_loss_from_hidden(
-            hidden, case.sizes.head(kernel), data[batch], CONFIG, one_pass_bytes=one_pass_mib * 2**20
+            hidden, case.sizes.head(kernel), data[batch], CONFIG, memory=None if mib is None else mib * 2**20
         )[0]
 
     return _gradients(loss)
@@ -193,8 +190,6 @@ def groups(case: Case) -> dict[str, dict[str, Step]]:
             f"chunks of {CHUNK} tokens": _step(chunked(case, plain_stats)),
             "jaxppo": full,
             "jaxppo, where all": ours(case, where="batch"),
-            "jaxppo, logits not kept": ours(case, keep=False),
-            "jaxppo, logits not kept, where all": ours(case, where="batch", keep=False),
         },
         "log-probs": {
             **{name: _step(_from_logits(case, stats)) for name, stats in LOG_PROBS_ONLY.items()},
@@ -206,18 +201,17 @@ def groups(case: Case) -> dict[str, dict[str, Step]]:
             "plain, all tokens": masked(fastest),
             "plain, rows gathered": gathered(case, fastest),
             "jaxppo, where": masked(ours(case, where="part")),
-            "jaxppo, logits not kept, where": masked(ours(case, where="part", keep=False)),
             "jaxppo, rows gathered": gathered(case, full),
         },
         "policy loss": {
             "plain": plain_policy_loss(case),
-            "jaxppo, two passes": our_policy_loss(case, 0),
-            "jaxppo, one pass": our_policy_loss(case, 48),
+            "jaxppo, two passes": our_policy_loss(case, 24),
+            "jaxppo, one pass": our_policy_loss(case),
             "jaxppo, one pass in 82 MiB": our_policy_loss(case, 82),
         },
         "policy loss, part": {
             "plain, all tokens": plain_policy_loss(case, "part"),
-            "jaxppo, two passes": our_policy_loss(case, 0, "part"),
-            "jaxppo, one pass": our_policy_loss(case, 48, "part"),
+            "jaxppo, two passes": our_policy_loss(case, 24, "part"),
+            "jaxppo, one pass": our_policy_loss(case, batch="part"),
         },
     }

@@ -23,7 +23,7 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.covariance import covariance_mask
 from jaxppo.forward import compute_log_probs
-from jaxppo.head import Head, LoRA, TokenStats, log_probs_from_hidden, log_probs_from_logits
+from jaxppo.head import Head, HeadOptions, LoRA, TokenStats, log_probs_from_hidden, log_probs_from_logits
 from jaxppo.kl import KL, adaptive_kl_coef, kl_divergence
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers, shift_targets
@@ -64,6 +64,7 @@ __all__ = [
     "SAPO",
     "ClipCov",
     "Head",
+    "HeadOptions",
     "KLCov",
     "LoRA",
     "Metric",

@@ -1,21 +1,45 @@
 """Small heads with everything that a call can hold, their float64 truth, and gradients beside values."""
 
+import contextlib
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxppo import Head, LoRA, log_probs_from_hidden
+from jaxppo import Head, HeadOptions, LoRA, log_probs_from_hidden
+from jaxppo.head import tiles
 from jaxppo.head.reference import reference_from_hidden
 from sharding.testing import assert_trees_close
 
 R, T, H = 8, 8, 12
-BLOCK_BYTES = 8 * 512 * 16  # blocks of 16 tokens and 512 columns
 PARAMETERS = ("hidden", "kernel", "bias", "lora_a", "lora_b")
 HEAD_OPTIONS = ("layout", "softcap", "scale", "vocab_size", "spec")
 RANK = 3
+OF_THE_WORK = ("spec", "device", *HeadOptions.__annotations__)
 F32 = {"rtol": 2e-6, "atol": 2e-6}
 # a gradient in bf16 is rounded once, and its terms were products of bf16 numbers
 BF16 = {"rtol": 2**-8, "atol": 2**-8}
+
+
+# Devices whose tiles are small enough for a test to have many: on CPUs of 16 or 5 tokens and 512 columns; on
+# accelerators chunks of 8 tokens, wide tiles of 32 tokens and 128 columns, chunks that follow a mask of 16 tokens.
+DEVICES = {
+    "small": tiles.Profile(False, 2**30, 8 * 512 * 16, 16, 512, 16, 16, 512, 8),
+    "five": tiles.Profile(False, 2**30, 8 * 512 * 5, 16, 512, 5, 5, 512, 8),
+    "wide": tiles.Profile(True, 2**30, 4 * 8 * 300, 8, 128, 32, 16, 128, 8),
+}
+
+tiles.PROFILES = {**DEVICES, **tiles.PROFILES}
+
+
+@contextlib.contextmanager
+def tiles_of(device):
+    """Calls within find themselves on such a device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "device_kind", lambda *_: device)
+        yield
 
 
 def head_arrays(
@@ -77,7 +101,8 @@ def call_head(parallel, arrays, **options):
     args = arrays["hidden"], head_of(arrays, **of_head), arrays["targets"]
     if parallel == "reference":
         return reference_from_hidden(*args, **options)
-    return log_probs_from_hidden(*args, parallel=parallel, **{"block_bytes": BLOCK_BYTES, **options})
+    with tiles_of(options.pop("device", os.environ.get("HEAD_DEVICE", "small"))):
+        return log_probs_from_hidden(*args, parallel=parallel, **options)
 
 
 def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
@@ -96,7 +121,7 @@ def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
 
 def truth(call, arrays, wrt=PARAMETERS, **options):
     """`with_gradients` of the reference in float64."""
-    options = {k: v for k, v in options.items() if k not in ("block_bytes", "keep_logits", "spec", "hidden_spec")}
+    options = {k: v for k, v in options.items() if k not in OF_THE_WORK}
     with jax.enable_x64(True):
         wide = {k: jnp.asarray(np.asarray(x, np.float64) if x.dtype.kind in "fV" else x) for k, x in arrays.items()}
         found = jax.jit(lambda a: with_gradients(call, "reference", a, wrt, **options))(wide)

@@ -73,7 +73,7 @@ def test_qwen3_8b_on_16_chips():
     assert found.temp_bytes <= 0.25 * GIB
     assert found.output_bytes <= 1.01 * (8192 * H + H * V // 4) * 2
     assert sums(found) == [
-        ("all-reduce", ("cp",), True, 4 * H * 1024),  # dkernel in f32, a block of columns at a time
+        ("all-reduce", ("cp",), True, 4 * H * 1536),  # dkernel in f32, a block of columns at a time
         ("all-reduce", ("tp",), False, 4 * 8192),
         ("all-reduce", ("tp",), False, 3 * 4 * 8192),
         ("all-reduce", ("tp",), True, 4 * H * 1024),  # dhidden in f32, a block of tokens at a time
@@ -93,13 +93,13 @@ def test_the_forward_is_one_max_and_one_sum():
         ("all-reduce", ("tp",), False, 4 * 8192),
         ("all-reduce", ("tp",), False, 3 * 4 * 8192),
     ]
-    assert found.temp_bytes <= 0.1 * GIB
+    assert found.temp_bytes <= 0.16 * GIB
 
 
 def test_a_mask_costs_little_memory():
     parallel = v5p(*CP4_TP4)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, with_where=True))
-    assert found.temp_bytes <= 0.25 * GIB
+    assert found.temp_bytes <= 0.28 * GIB
     assert found.flops.low == 0
     assert np.isfinite(found.flops.high)
 
@@ -107,10 +107,10 @@ def test_a_mask_costs_little_memory():
 def test_the_plain_version_of_a_small_head_gathers_no_logits_either():
     """What is compared with is partitioned well: what it lacks is memory."""
     parallel = v5p(*CP4_TP4)
-    args = arguments(parallel, 1024, hidden_size=256, columns=32768)
+    args = arguments(parallel, 4096, hidden_size=256, columns=131072)
     plainly = audit(jax.value_and_grad(plain(parallel), (0, 1)), *args)
     blocked = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
-    assert plainly.temp_bytes >= 4 * 1024 * 8192 >= 2 * blocked.temp_bytes
+    assert plainly.temp_bytes >= 4 * 4096 * 32768 >= 2 * blocked.temp_bytes
     assert "all-gather" not in {c.op for c in plainly.collectives}
 
 
@@ -166,34 +166,33 @@ def test_other_vocabularies(columns):
     assert found.temp_bytes <= 0.25 * GIB
 
 
-@pytest.mark.parametrize(("tokens", "hidden_size", "columns"), [(4096, 2048, 16 * 32768), (2048, 1024, 16 * 8016)])
-def test_kept_logits_lie_as_the_gradient_does(tokens, hidden_size, columns):
-    """In either layout that XLA picks for it, which depends on the columns: else it would be copied whole."""
-    parallel = v5p((1, 16), ("cp", "tp"))
-    sizes = []
-    for keep_logits in (False, True):
-
-        def loss(hidden, kernel, targets, weights, keep_logits=keep_logits):
-            options = {"entropy": "bonus", "keep_logits": keep_logits}
-            stats = log_probs_from_hidden(hidden, kernel, targets, parallel=parallel, **options)
-            return ((stats.log_probs + stats.entropy) * weights).sum()
-
-        args = arguments(parallel, tokens, hidden_size=hidden_size, columns=columns, dtype=jnp.float32)
-        sizes.append(audit(jax.value_and_grad(loss, (0, 1)), *args).temp_bytes)
-    assert sizes[1] <= sizes[0] + 4 * hidden_size * 1024
+def policy_arguments(parallel, tokens, **sizes):
+    """Hidden states, kernel and a batch, with a loss mask."""
+    hidden, kernel, targets, weights = arguments(parallel, tokens, **sizes)
+    one = jax.ShapeDtypeStruct((parallel.data_size, 1), jnp.int32, sharding=parallel.sharding(parallel.rows_spec))
+    return hidden, kernel, RolloutBatch(*[targets] * 4, weights, one, advantages=weights, old_log_probs=weights)
 
 
-def test_one_pass_in_its_bytes():
-    """Its first 4096 tokens put their logits into the f32 gradient of a kernel of 4096 x 32768, and copy it nowhere."""
-    parallel = v5p(*CP4_TP4)
-    hidden, kernel, targets, weights = arguments(parallel, 8192, columns=131072)
-    one = jax.ShapeDtypeStruct((1, 1), jnp.int32, sharding=parallel.sharding(parallel.rows_spec))
-    batch = RolloutBatch(*[targets] * 4, weights, one, advantages=weights, old_log_probs=weights)
+def policy(parallel, **options):
+    config = PolicyLossConfig(entropy_coef=0.01)
 
     def loss(hidden, kernel, batch):
-        config = PolicyLossConfig(entropy_coef=0.01)
-        return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=parallel, one_pass_bytes=GIB)[0]
+        return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=parallel, **options)[0]
 
-    found = audit(jax.value_and_grad(loss, (0, 1)), hidden, kernel, batch)
-    assert found.notes == ("one pass, 2048 tokens a block", "one pass, a first block of 4096 tokens")
-    assert found.temp_bytes <= GIB
+    return jax.value_and_grad(loss, (0, 1))
+
+
+@pytest.mark.parametrize(("memory", "tiles"), [(None, "2048"), (int(1.05 * GIB), "2048"), (int(0.9 * GIB), "1024")])
+def test_one_pass_in_its_bytes(memory, tiles):
+    """By default in a sixteenth of the chip's memory; with a mask chunks of at most 2048 tokens follow it."""
+    parallel = v5p(*CP4_TP4)
+    found = audit(policy(parallel, memory=memory), *policy_arguments(parallel, 8192))
+    assert found.notes == (f"one pass, {tiles} tokens x {V // 4} columns",)
+    assert found.temp_bytes <= (memory or 1.05 * GIB)
+    assert {(c.op, c.axes) for c in found.collectives} == {("all-reduce", (a,)) for a in ("cp", "tp")}
+
+
+def test_too_little_memory_says_the_least_that_works():
+    parallel = v5p(*CP4_TP4)
+    with pytest.raises(ValueError, match=r"memory: got 1024 bytes, expected at least \d+"):
+        audit(policy(parallel, memory=1024), *policy_arguments(parallel, 8192))

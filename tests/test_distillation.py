@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from head_cases import tiles_of
 from jax.experimental import topologies
 
 from jaxppo import Head, LoRA, RolloutBatch, distillation_loss, divergence_from_hidden
@@ -70,13 +71,19 @@ def weighted(fn):
     return value_and_grad
 
 
+@pytest.fixture(autouse=True)
+def small_tiles():
+    with tiles_of("small"):
+        yield
+
+
 # V: more than one block with a remainder; what tp=2 does not divide
 @pytest.mark.parametrize(("divergence", "V"), [*((d, 1000) for d in DIVERGENCES), ("jensen_shannon", 97)])
 def test_against_logits_written_out_on_any_mesh(divergence, V):
     student, teacher = heads(V)
 
     def run(parallel, student, teacher):
-        options = {"beta": 0.3, "temperature": 0.7, "where": MASK, "block_bytes": 2**17, "parallel": parallel}
+        options = {"beta": 0.3, "temperature": 0.7, "where": MASK, "parallel": parallel}
         return weighted(lambda s: divergence_from_hidden(*s, *teacher, divergence=divergence, **options))(student)
 
     got = assert_mesh_invariant(run, student, teacher, meshes=MESHES[:1] if V == 97 else MESHES, rtol=1e-5, atol=2e-6)
@@ -155,10 +162,10 @@ def test_inside_a_users_shard_map():
 
 def test_no_array_has_the_vocabulary_for_each_token():
     student, teacher = heads(4096)
-    options = {"where": MASK, "block_bytes": 2**15}
+    options = {"where": MASK}
     run = jax.grad(lambda s: divergence_from_hidden(*s, *teacher, **options).sum())
     shapes = set(re.findall(r"f32\[([0-9,]*)\]", str(jax.make_jaxpr(run)(student))))
-    assert "4,512" in shapes  # a block of logits
+    assert "8,512" in shapes  # a block of logits
     assert {s for s in shapes if "4096" in s} == {f"{H},4096", f"4096,{TEACHER_H}", "4096"}  # the parameters
 
 
@@ -197,7 +204,7 @@ def test_bad_input():
         ({"beta": 1.0}, r"beta: got 1.0, expected a number in \(0, 1\)"),
         ({"temperature": 0.0}, "temperature: got 0.0"),
         ({"where": MASK[:2]}, "where: got shape"),
-        ({"block_bytes": 0}, "block_bytes: got 0"),
+        ({"memory": 0}, "memory: got 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             divergence_from_hidden(*student, *teacher, **kwargs)

@@ -10,7 +10,6 @@ from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close, factorings
 
 MIXED = "dp=2,cp=2,tp=2"
-FIVE_TOKENS = 8 * 512 * 5  # bytes of a block of five tokens, which divides no number of tokens here
 
 
 def meshes(names, **options):
@@ -25,7 +24,7 @@ def test_everything_at_once():
     arrays = head_arrays(1000, layout="vh", with_where=True, nucleus=7, last=990)
     options = {"layout": "vh", "softcap": 3.0, "temperature": 0.7, "vocab_size": 990}
     names = [None, "dp=8", "tp=8", "dp=2,cp=2,tp=2"]
-    check_head(meshes(names), arrays, entropy="bonus", block_bytes=FIVE_TOKENS, **options)
+    check_head(meshes(names), arrays, entropy="bonus", device="five", **options)
 
 
 # of a device: less than a block, a block, a block and a column, a block and a column with windows that overlap
@@ -43,15 +42,15 @@ OPTIONS = {
     "no bias": ({"bias": False}, {}),
     "vh": ({"layout": "vh"}, {"layout": "vh"}),
     "where": ({"with_where": True}, {}),
-    "where, several token blocks": ({"with_where": True}, {"block_bytes": FIVE_TOKENS}),
-    "several token blocks": ({}, {"block_bytes": FIVE_TOKENS}),
+    "where, several token blocks": ({"with_where": True}, {"device": "five"}),
+    "several token blocks": ({}, {"device": "five"}),
     "nucleus": ({"nucleus": 5}, {}),
-    "keep, where": ({"nucleus": 5, "with_where": True}, {"block_bytes": FIVE_TOKENS}),
+    "keep, where": ({"nucleus": 5, "with_where": True}, {"device": "five"}),
     "padding": ({"last": 600}, {"vocab_size": 600}),
-    "lora": ({"lora": True, "with_where": True}, {"block_bytes": FIVE_TOKENS}),
+    "lora": ({"lora": True, "with_where": True}, {"device": "five"}),
     "lora, vh": ({"lora": True, "layout": "vh", "last": 600}, {"layout": "vh", "vocab_size": 600}),
     "scale": ({"lora": True}, {"scale": 0.25, "softcap": 2.0}),
-    "temperatures": ({"temperatures": True, "with_where": True}, {"softcap": 2.0, "block_bytes": FIVE_TOKENS}),
+    "temperatures": ({"temperatures": True, "with_where": True}, {"softcap": 2.0, "device": "five"}),
 }
 
 
@@ -113,7 +112,7 @@ def test_tokens_outermost(with_where, mesh):
     arrays = head_arrays(10, with_where=with_where, bias=False)
     if mesh == "dp=8":
         arrays = head_arrays(6, with_where=with_where)
-    check_head(meshes([mesh]), arrays, entropy="bonus", block_bytes=FIVE_TOKENS)
+    check_head(meshes([mesh]), arrays, entropy="bonus", device="five")
 
 
 def without_row(row):
@@ -148,7 +147,9 @@ def test_a_device_without_a_token_that_counts_does_no_product():
     """A kernel of NaN shows in every product with it: in the row of the device with such tokens, and in no other."""
     arrays = head_arrays(97, bias=False)
     arrays |= {"where": jnp.zeros((R, T), bool).at[4].set(True), "kernel": jnp.full_like(arrays["kernel"], jnp.nan)}
-    _, found = jax.jit(lambda a: with_gradients(call_head, meshes(["dp=8"])[0], a, entropy="bonus"))(arrays)
+    _, found = jax.jit(lambda a: with_gradients(call_head, meshes(["dp=8"])[0], a, entropy="bonus", device="five"))(
+        arrays
+    )
     np.testing.assert_array_equal(found["hidden"][4], np.nan)
     np.testing.assert_array_equal(np.delete(found["hidden"], 4, axis=0), 0)
 

@@ -31,7 +31,7 @@ from sharding.program import hang_risks
 from sharding.testing import assert_mesh_invariant, assert_trees_close, factorings
 
 R, T, H, V = 8, 64, 16, 1003
-ONE_PASS, TWO_PASSES = 2**30, 0
+ONE_PASS, TWO_PASSES = 2**30, 2**17  # bytes; the latter are too few for a chunk of the one pass
 KEYS = jax.random.split(jax.random.key(0), 10)
 
 
@@ -55,7 +55,7 @@ BATCH = make_batch(jax.random.bernoulli(KEYS[6], 0.4, (R, T)).astype(jnp.float32
 HIDDEN, KERNEL = normal(7, R, T, H), 0.3 * normal(8, H, V)
 
 
-def step(parallel, hidden, kernel, batch=BATCH, config=None, one_pass_bytes=ONE_PASS, lora=None, **options):
+def step(parallel, hidden, kernel, batch=BATCH, config=None, memory=ONE_PASS, lora=None, **options):
     """Loss, metrics and gradients, those of a LoRA's adapters too."""
     config = PolicyLossConfig(PPO(clip_high=0.28)) if config is None else config
     of_head = {n: options.pop(n) for n in ("bias", "layout", "softcap", "scale", "vocab_size") if n in options}
@@ -66,7 +66,7 @@ def step(parallel, hidden, kernel, batch=BATCH, config=None, one_pass_bytes=ONE_
             Head(kernel, lora=lora and LoRA(*lora, scale=0.5), **of_head),
             batch,
             config,
-            **{"temperature": 0.8, "parallel": parallel, "one_pass_bytes": one_pass_bytes} | options,
+            **{"temperature": 0.8, "parallel": parallel, "memory": memory} | options,
         )
 
     (value, found), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, kernel, lora)
@@ -84,7 +84,7 @@ def local_losses():
 @pytest.mark.parametrize("loss", local_losses())
 def test_one_pass_is_two_passes(loss):
     config = PolicyLossConfig(by_name(loss), kl=KL(0.1), entropy_coef=0.01)
-    one, two = (jax.jit(lambda h, k, b=b: step(None, h, k, config=config, one_pass_bytes=b)) for b in (2**30, 0))
+    one, two = (jax.jit(lambda h, k, b=b: step(None, h, k, config=config, memory=b)) for b in (ONE_PASS, TWO_PASSES))
     assert_trees_close(one(HIDDEN, KERNEL), two(HIDDEN, KERNEL), rtol=1e-5, atol=2e-6)
 
 
@@ -99,7 +99,7 @@ def test_two_passes_are_the_two_public_functions():
     (value, found), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(HIDDEN, KERNEL)
     gradients = *gradients, None
     for budget in (ONE_PASS, TWO_PASSES):
-        got = jax.jit(lambda h, k, b=budget: step(None, h, k, config=config, one_pass_bytes=b))(HIDDEN, KERNEL)
+        got = jax.jit(lambda h, k, b=budget: step(None, h, k, config=config, memory=b))(HIDDEN, KERNEL)
         assert_trees_close(got, (value, metrics.values(found), gradients), rtol=1e-5, atol=2e-6)
 
 
@@ -148,10 +148,10 @@ def test_a_loss_of_the_users_own_with_traced_hyperparameters(mesh):
 
     def at(strength, entropy_coef, budget):
         config = PolicyLossConfig(Squared(strength), entropy_coef=entropy_coef)
-        return step(parallel, HIDDEN, KERNEL, config=config, one_pass_bytes=budget)
+        return step(parallel, HIDDEN, KERNEL, config=config, memory=budget)
 
     run = jax.jit(at, static_argnums=2)
-    assert_trees_close(run(2.0, 0.1, ONE_PASS), run(2.0, 0.1, 0), 1e-5, 2e-6)
+    assert_trees_close(run(2.0, 0.1, ONE_PASS), run(2.0, 0.1, TWO_PASSES), 1e-5, 2e-6)
     plain = step(None, HIDDEN, KERNEL, config=PolicyLossConfig(Squared(2.0), entropy_coef=0.1))
     assert_trees_close(run(2.0, 0.1, ONE_PASS), plain, 1e-5, 2e-6)
     assert_trees_close(run(0.0, 0.0, ONE_PASS)[2][:2], (0 * HIDDEN, 0 * KERNEL))
@@ -170,11 +170,11 @@ def test_lora(mesh, budget, layout):
 
     def merged(hidden, kernel, lora):
         whole = (kernel if layout == "hv" else kernel.T) + 0.5 * jnp.matmul(*lora, precision="highest")
-        options = {"temperature": 0.8, "one_pass_bytes": TWO_PASSES}
+        options = {"temperature": 0.8, "memory": TWO_PASSES}
         return policy_loss_from_hidden(hidden, whole, BATCH, config, **options)
 
     (value, found), gradients = jax.jit(jax.value_and_grad(merged, (0, 1, 2), has_aux=True))(HIDDEN, kernel, ADAPTERS)
-    run = lambda h, k, lora: step(parallel, h, k, config=config, one_pass_bytes=budget, lora=lora, layout=layout)  # noqa: E731
+    run = lambda h, k, lora: step(parallel, h, k, config=config, memory=budget, lora=lora, layout=layout)  # noqa: E731
     got = jax.jit(run)(HIDDEN, kernel, ADAPTERS)
     assert_trees_close(got, (value, metrics.values(found), gradients), rtol=1e-5, atol=3e-6)
 
@@ -184,10 +184,10 @@ def test_a_frozen_kernel_beneath_a_lora_costs_no_product(budget):
 
     def loss(hidden, lora):
         head = Head(KERNEL, lora=LoRA(*lora))
-        return policy_loss_from_hidden(hidden, head, BATCH, bonus_and_kl(), one_pass_bytes=budget)[0]
+        return policy_loss_from_hidden(hidden, head, BATCH, bonus_and_kl(), memory=budget)[0]
 
     found = audit(jax.grad(loss, (0, 1)), HIDDEN, ADAPTERS)
-    products = 2 if budget else 3  # logits, again in two passes, and dhidden
+    products = 2 if budget == ONE_PASS else 3  # logits, again in two passes, and dhidden
     low = 2 * R * T * 3 * (V * (2 * products - 1) + 3 * H)  # those of rank 3
     assert found.flops.high == pytest.approx(products * 2 * R * T * H * V + low, rel=0.1)
 
@@ -199,7 +199,7 @@ def test_sft_in_one_pass(aggregation):
         return sft_loss(stats, BATCH, aggregation=aggregation)
 
     def one(hidden, kernel):
-        options = {"aggregation": aggregation, "one_pass_bytes": ONE_PASS}
+        options = {"aggregation": aggregation, "memory": ONE_PASS}
         return sft_loss_from_hidden(hidden, kernel, BATCH, **options)
 
     def run(loss):
@@ -239,18 +239,24 @@ def test_a_program_says_which_way_it_went_and_cannot_hang():
     put = lambda x, spec: jax.device_put(x, mesh.sharding(spec))  # noqa: E731
     hidden, kernel = put(HIDDEN, mesh.hidden_spec), put(KERNEL[:, :1000], mesh.kernel_spec())
     batch = dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999))
-    one, two = (audit(lambda h, k, b=b: step(mesh, h, k, batch, None, b), hidden, kernel) for b in (ONE_PASS, 0))
-    assert one.notes == ("one pass, 128 tokens a block",)
-    assert two.notes == ("two passes",)
-    # three products instead of four
-    assert one.flops.high == pytest.approx(0.75 * two.flops.high)
+    one, two = (
+        audit(lambda h, k, b=b: step(mesh, h, k, batch, None, b), hidden, kernel) for b in (ONE_PASS, TWO_PASSES)
+    )
+    assert one.notes == ("one pass, 128 tokens x 500 columns",)
+    assert two.notes == (
+        "two passes: one pass does not fit the memory",
+        "forward, 64 tokens x 128 columns",
+        "gradients, 64 tokens x 128 columns",
+    )
+    # three products instead of four, and no columns that two blocks share
+    assert one.flops.high == pytest.approx(0.75 * two.flops.high * 500 / 512)
     for budget in (ONE_PASS, TWO_PASSES):
         assert hang_risks(jax.make_jaxpr(lambda h, k, b=budget: step(mesh, h, k, batch, None, b))(hidden, kernel)) == []
     mesh = make_parallel_mesh("fsdp=4,tp=2")
     kernel = jax.device_put(KERNEL[:, :1000], mesh.sharding(mesh.kernel_spec()))
     hidden = jax.device_put(HIDDEN, mesh.sharding(mesh.hidden_spec))
     gathered = audit(lambda h, k: step(mesh, h, k, batch), hidden, kernel)
-    assert gathered.notes == ("two passes",)
+    assert gathered.notes == ("one pass, 128 tokens x 500 columns",)
 
 
 @pytest.mark.parametrize("budget", [ONE_PASS, TWO_PASSES])
@@ -263,7 +269,7 @@ def test_devices_with_masks_of_their_own_may_share_hidden_states(budget):
         return policy_loss_from_hidden(jnp.broadcast_to(hidden, HIDDEN.shape), kernel, BATCH, config)[0]
 
     def local(hidden, kernel, batch):
-        return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=mesh.axes, one_pass_bytes=budget)[0]
+        return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=mesh.axes, memory=budget)[0]
 
     specs = (P(), P(), BATCH.specs(mesh))
     whole = jax.jit(jax.shard_map(local, mesh=mesh.mesh, in_specs=specs, out_specs=P()))
@@ -291,7 +297,7 @@ def test_a_frozen_head_leaves_nothing_of_its_gradient():
     config = PolicyLossConfig(PPO(clip_high=0.28))
 
     def loss(hidden):
-        return policy_loss_from_hidden(hidden, KERNEL, BATCH, config, one_pass_bytes=ONE_PASS)[0]
+        return policy_loss_from_hidden(hidden, KERNEL, BATCH, config, memory=ONE_PASS)[0]
 
     found = audit(jax.value_and_grad(loss), HIDDEN)
     assert found.flops.high == pytest.approx(2 * 2 * R * T * H * V, rel=0.05)  # the logits and dhidden

@@ -1,17 +1,30 @@
-"""`keep_logits`, the default: the same gradients from fewer products, in no more memory."""
+"""Logits that wait in the memory of the gradient: the same gradients from fewer products, in no more memory."""
+
+import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import pytest
 from head_cases import check_head, head_arrays
-from test_from_hidden import FIVE_TOKENS, OPTIONS
+from test_from_hidden import OPTIONS
 
 from jaxppo import Head, RolloutBatch, log_probs_from_hidden, mtp_loss
+from jaxppo.head import tiles
 from sharding import make_parallel_mesh
 from sharding.flops import count_flops
 
 N, H, V = 1024, 256, 16384
 PRODUCT = 2 * N * H * V
+
+
+@contextlib.contextmanager
+def keeping(keep):
+    """Calls within leave logits in the gradient's memory, or do not."""
+    with pytest.MonkeyPatch.context() as patch:
+        make = tiles.Budget
+        patch.setattr(tiles, "Budget", lambda *args: dataclasses.replace(make(*args), keep=keep and make(*args).keep))
+        yield
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -22,10 +35,11 @@ def test_options(name):
 
 
 @pytest.mark.parametrize("V", [97, 1000, 1024, 4097])
-@pytest.mark.parametrize("keep_logits", [False, True])
-def test_vocabularies_that_blocks_do_not_divide(V, keep_logits):
+@pytest.mark.parametrize("keep", [False, True])
+def test_vocabularies_that_blocks_do_not_divide(V, keep):
     meshes = [None, make_parallel_mesh("tp=8")]
-    check_head(meshes, head_arrays(V, with_where=True), keep_logits=keep_logits, block_bytes=FIVE_TOKENS)
+    with keeping(keep):
+        check_head(meshes, head_arrays(V, with_where=True), device="five")
 
 
 def step(layout="hv", where=None, wrt=(0, 1), dtype=jnp.float32, parallel=None, **options):
@@ -50,7 +64,8 @@ def products(*args, **options):
 @pytest.mark.parametrize("layout", ["hv", "vh"])
 @pytest.mark.parametrize("where", [None, jnp.ones((1, N), bool)])
 def test_a_quarter_of_the_tokens_is_computed_once(layout, where):
-    assert products(layout, where, keep_logits=False) == 4
+    with keeping(False):
+        assert products(layout, where) == 4
     assert products(layout, where) == 4 - H / N
 
 
@@ -76,6 +91,7 @@ def test_it_takes_no_memory(layout):
     """But for a block of the stored logits, beside which those of the other tokens are put, and a number a token."""
     sizes = {}
     for keep in (False, True):
-        f, arrays = step(layout, keep_logits=keep)
-        sizes[keep] = f.lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+        with keeping(keep):
+            f, arrays = step(layout)
+            sizes[keep] = f.lower(*arrays).compile().memory_analysis().temp_size_in_bytes
     assert sizes[True] < sizes[False] + 4 * H * V / 8 + 4 * N, sizes

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from head_cases import tiles_of
 
 from jaxppo import Head, log_probs_from_hidden, log_probs_from_logits
 from sharding import make_parallel_mesh
@@ -187,10 +188,11 @@ def of_hidden(request):
 
     @jax.jit
     def run(hidden, kernel, targets):
-        options = {"entropy": "metric", "parallel": parallel, "block_bytes": 8 * 512 * 8}
+        options = {"entropy": "metric", "parallel": parallel}
         return log_probs_from_hidden(hidden, kernel, targets, **options)
 
-    return run, dtype
+    with tiles_of("small"):
+        yield run, dtype
 
 
 @pytest.mark.parametrize("scale", [0, 2.0**-6, 1, 4, 64, 2.0**10])

@@ -70,7 +70,7 @@ OF_HIDDEN = [
     ({"bias": jnp.ones(V, jnp.int32)}, TypeError, "head.bias: got dtype int32, expected float32"),
     ({"softcap": 0.0}, ValueError, "softcap: got 0.0, expected a finite number above 0"),
     ({"softcap": -30.0}, ValueError, "softcap: got -30.0, expected a finite number above 0"),
-    ({"block_bytes": 0}, ValueError, "block_bytes: got 0, expected a positive number of bytes"),
+    ({"memory": 0}, ValueError, "memory: got 0, expected a positive number of bytes"),
     (
         {"nucleus_ids": jnp.zeros((R, T), jnp.int32)},
         ValueError,

@@ -116,8 +116,8 @@ def test_a_loss_of_each_kind_is_poisoned_with_its_gradient():
         (lambda x: loss_at(wrong, x), x),
         (lambda x: sft_loss(TokenStats(x), wrong), x),
         (lambda x: value_loss(x, wrong), x),
-        (lambda h: policy_loss_from_hidden(h, KERNEL, wrong, CONFIG, one_pass_bytes=2**30), hidden),
-        (lambda h: policy_loss_from_hidden(h, KERNEL, wrong, CONFIG, one_pass_bytes=0), hidden),
+        (lambda h: policy_loss_from_hidden(h, KERNEL, wrong, CONFIG, memory=2**30), hidden),
+        (lambda h: policy_loss_from_hidden(h, KERNEL, wrong, CONFIG, memory=2**15), hidden),
     ):
         (value, found), gradient = jax.value_and_grad(loss, has_aux=True)(at)
         assert np.isnan(value)

@@ -24,6 +24,7 @@ from jaxppo.head.stats import (
     check_vocab_size,
     check_where,
     stats_of,
+    temperature_spec,
 )
 from jaxppo.head.varying import as_primal
 
@@ -105,7 +106,7 @@ def log_probs_from_logits(
     def specs(p: ParallelMesh) -> tuple[list[P], P]:
         # JAX cannot shard a dimension that an axis does not divide: such logits arrive whole
         of_logits = p.logits_spec if logits.shape[2] % p.tensor_size == 0 else P(*p.tokens_spec, None)
-        of_temperature = p.tokens_spec if args["temperature"].ndim else P()
+        of_temperature = temperature_spec(p, args["temperature"])
         return [of_logits, p.tokens_spec, of_logits, p.tokens_spec, of_temperature], p.tokens_spec
 
     static = (entropy, logit_stats, vocab_size)
@@ -130,10 +131,11 @@ def _per_shard(
     call = _Call(entropy, logit_stats, vocab_size, axes, window)
     flat: Any = lambda x: None if x is None else x.reshape(R * T, *x.shape[2:])  # noqa: E731
     where = None if where is None else flat(where).astype(bool)
+    temperature = jnp.ones(()) if temperature is None else temperature
     temperature = flat(temperature)[:, None] if temperature.ndim else temperature
-    log_probs, h, found = _token_stats(call, flat(logits), flat(targets), flat(nucleus), where, temperature)
+    found = _token_stats(call, flat(logits), flat(targets), flat(nucleus), where, temperature)
     shaped = lambda x: x.reshape(R, T)  # noqa: E731
-    return jax.tree.map(shaped, stats_of(log_probs, h, found, entropy))
+    return jax.tree.map(shaped, stats_of(found, entropy))
 
 
 def _own_columns(call: _Call, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
@@ -146,29 +148,12 @@ def _own_columns(call: _Call, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
     return lax.dynamic_slice_in_dim(x, first, call.window, axis=1), ids, ids >= index * call.window
 
 
-def _scaled(call: _Call, logits: Any, targets: Any, temperature: Any) -> Any:
-    """f32 logits after temperature, the targets' one-hot, the columns' ids, and which are valid.
-
-    Columns of other devices and of padding are not; their logits are -inf.
-    """
+def _scaled(call: _Call, logits: Any, temperature: Any) -> Any:
+    """f32 logits after temperature, the ids of their columns, and which are valid; the others hold -inf."""
     own, ids, mine = _own_columns(call, logits)
     valid = (ids < call.vocab_size) & mine
     z = jnp.where(valid, own.astype(jnp.float32) / temperature, -jnp.inf)
-    return z, (ids == targets[:, None]) & valid, ids, valid
-
-
-def _target_logits(z: Any, is_target: Any, place: Any, valid: Any) -> Any:
-    """The target's logit, 0 where it is not here: by comparing columns on TPUs, where gathering is slow."""
-    inside = jnp.clip(place, 0, z.shape[1] - 1)
-
-    def compare(z: Any, is_target: Any, inside: Any) -> Any:
-        return jnp.where(is_target, z, 0).sum(axis=1)
-
-    def gather(z: Any, is_target: Any, inside: Any) -> Any:
-        return jnp.take_along_axis(z, inside[:, None], axis=1)[:, 0]
-
-    here = (inside == place) & valid[inside]
-    return jnp.where(here, lax.platform_dependent(z, is_target, inside, tpu=compare, default=gather), 0)
+    return z, ids, valid
 
 
 def _nucleus(call: _Call, nucleus: Any, is_target: Any) -> Any:
@@ -181,12 +166,15 @@ def _token_stats(call: _Call, logits: Any, targets: Any, nucleus: Any, where: An
 
 
 def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, where: Any, temperature: Any) -> Any:
-    z, is_target, ids, valid = _scaled(call, logits, targets, temperature)
+    z, ids, valid = _scaled(call, logits, temperature)
+    is_target = (ids == targets[:, None]) & valid
     inside = _nucleus(call, nucleus, is_target)
     with_entropy = call.entropy != "none"
     full = with_entropy or call.logit_stats or inside is None
     options = {"full": full, "entropy": with_entropy, "nucleus": inside is not None, "logit_stats": call.logit_stats}
-    z_y = _target_logits(z, is_target, targets - ids[0], valid)
+    place = jnp.clip(targets - ids[0], 0, z.shape[1] - 1)
+    here = (ids[place] == targets) & valid[place]
+    z_y = softmax.target_logits(z, is_target, place, here)
     sums = softmax.block_sums(z, z_y, is_target, inside, softmax.empty_sums(0, **options))
     sums = softmax.combine(sums, call.axes)
     log_probs, h, residuals = softmax.finish(sums, (targets >= 0) & (targets < call.vocab_size))
@@ -202,22 +190,23 @@ def _backward(call: _Call, saved: Any, cotangents: Any) -> Any:
     logits, targets, nucleus, where, temperature, residuals = saved
     g, e, of_logit_stats = cotangents
     e = e if call.entropy == "bonus" else None
-    z, is_target, *_ = _scaled(call, logits, targets, temperature)
+    z, ids, valid = _scaled(call, logits, temperature)
+    is_target = (ids == targets[:, None]) & valid
     inside = _nucleus(call, nucleus, is_target)
-    dz = softmax.dlogits(z, is_target, inside, residuals, g, e, of_logit_stats, call.vocab_size) / temperature
-    counts = _counts((g, e, of_logit_stats), residuals, where)
+    cotangents = softmax.Cotangents.of(g, e, of_logit_stats)
+    counts = cotangents.counts | _finite(residuals)
+    counts = counts if where is None else counts & where
+    dz = softmax.dlogits(z, is_target, inside, residuals, cotangents, call.vocab_size) / temperature
     dz = jnp.where(counts[:, None] & (z > -jnp.inf), dz, 0)  # padded columns hold anything
     return _in_place(call, dz, logits), None, None, None, jnp.zeros_like(temperature)
 
 
-def _counts(cotangents: Any, residuals: softmax.Residuals, where: Any) -> Any:
-    """Which positions have a gradient: not those that carry no loss and hold NaN, since 0 * NaN is NaN.
+def _finite(residuals: softmax.Residuals) -> jax.Array:
+    """A position without a cotangent counts where all about it is finite: its gradient is 0, but may have a derivative.
 
-    One without a cotangent counts where all about it is finite: its gradient is 0, but may have a derivative.
+    One that carries no loss and holds NaN does not count, since 0 * NaN is NaN.
     """
-    carries = reduce(jnp.logical_or, [x != 0 for x in jax.tree.leaves(cotangents)])
-    finite = reduce(jnp.logical_and, [jnp.isfinite(x) for x in jax.tree.leaves(residuals)])
-    return carries | finite if where is None else (carries | finite) & where
+    return reduce(jnp.logical_and, [jnp.isfinite(x) for x in jax.tree.leaves(residuals)])
 
 
 def _in_place(call: _Call, dz: jax.Array, logits: jax.Array) -> jax.Array:

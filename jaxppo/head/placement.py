@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxppo._sharding import ParallelMesh, ShardAxes, check_parallel, varying
 from jaxppo.head.columns import Columns
 from jaxppo.head.head import Head
+from jaxppo.head.ops.tile import Form
 from jaxppo.head.stats import check_vocab_size
 
 Names = tuple[str, ...]
@@ -38,7 +39,7 @@ class HeadPlacement:
     def _v_dim(self) -> int:
         return 1 if self.layout == "hv" else 0
 
-    def check_hidden(self, hidden: Any) -> tuple[int, int]:
+    def tokens(self, hidden: Any) -> tuple[int, int]:
         """[R, T] of the targets that belong to the hidden states."""
         return hidden.shape[0], hidden.shape[1] * self.position_shards
 
@@ -48,21 +49,24 @@ class HeadPlacement:
         vary = {"hidden": self.hidden_spec, "kernel": self.kernel_spec, "bias": P(v_entry)}
         return vary | {"lora_a": P(), "lora_b": P(None, v_entry)}
 
-    def columns(self, axes: ShardAxes, head: Head, kernel: Any, block_columns: int) -> Columns:
+    def columns(
+        self, axes: ShardAxes, head: Head, kernel: Any, sum_dtype: str, precision: str | None
+    ) -> tuple[Columns, Form]:
         """What is static about the head on a device.
 
         Args:
           axes: the roles of the mesh axes.
           head: its static fields are read.
           kernel: as the device holds it.
-          block_columns: columns of a block.
+          sum_dtype: of sums of gradients.
+          precision: of products.
         """
         h_names, v_names = (entry_names(self.kernel_spec[dim]) for dim in (1 - self._v_dim, self._v_dim))
         v_names = tuple(n for n in v_names if n in varying(kernel))
         vocab_size = check_vocab_size(head.vocab_size, kernel.shape[self._v_dim] * axes.size(v_names))
         lora_scale = 1.0 if head.lora is None else head.lora.scale
-        scales = head.softcap, head.scale, lora_scale
-        return Columns(axes, self.layout, h_names, v_names, vocab_size, *scales, block_columns)
+        form = Form(self.layout, head.softcap, head.scale, lora_scale, precision, vocab_size)
+        return Columns(axes, self._v_dim, h_names, v_names, vocab_size, sum_dtype), form
 
 
 def entry_names(entry: Any) -> Names:

@@ -7,6 +7,7 @@ log-sum-exp, logits of 1e4 would cost four digits.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,22 @@ class Sums(NamedTuple):
     z_y: Array
     total: Array | None = None
     top: Array | None = None
+
+
+class Cotangents(NamedTuple):
+    """Of a token's log-prob, entropy, and (log_z, mean_logit, ...): f32[N] each, None where it has none."""
+
+    log_prob: Any
+    entropy: Any
+    of_logits: Any
+    counts: Any
+    """bool[N]: which tokens have one that is not 0; the others may hold NaN."""
+
+    @classmethod
+    def of(cls, log_prob: Any, entropy: Any, of_logits: Any, among: Any = True) -> Cotangents:
+        """Of these tokens `among` count."""
+        found = [x != 0 for x in jax.tree.leaves((log_prob, entropy, of_logits))]
+        return cls(log_prob, entropy, of_logits, reduce(jnp.logical_or, found) & among)
 
 
 class Residuals(NamedTuple):
@@ -81,6 +98,27 @@ def top_key(z: Float[Array, "N B"], is_target: Bool[Array, "N B"]) -> Int[Array,
     return (ordered & ~1) | is_target
 
 
+def target_logits(
+    z: Float[Array, "N B"], is_target: Bool[Array, "N B"], place: Int[Array, "N"], inside: Bool[Array, "N"]
+) -> Array:
+    """The targets' logits, 0 where they are not in the block: by comparing columns on TPUs, where gathering is slow.
+
+    Args:
+      z: f32 logits.
+      is_target: one-hot of the target, if the block holds it.
+      place: its column.
+      inside: whether the block holds it.
+    """
+
+    def compare(z: Any, is_target: Any, place: Any, inside: Any) -> Any:
+        return jnp.where(is_target, z, 0).sum(axis=1)
+
+    def gather(z: Any, is_target: Any, place: Any, inside: Any) -> Any:
+        return jnp.where(inside, jnp.take_along_axis(z, place[:, None], axis=1)[:, 0], 0)
+
+    return lax.platform_dependent(z, is_target, place, inside, tpu=compare, default=gather)
+
+
 def block_sums(
     z: Float[Array, "N B"],
     z_y: Float[Array, "N"],
@@ -92,8 +130,8 @@ def block_sums(
 
     Args:
       z: f32 logits, after soft-cap and temperature.
-      z_y: the target's logit where the block holds it, else 0.
-      is_target: one-hot of the target.
+      z_y: the target's logit, 0 where the block does not hold it.
+      is_target: one-hot of the target, if the block holds it.
       nucleus: the columns that the sampler could draw, the target's included.
       like: which sums to compute.
     """
@@ -195,23 +233,19 @@ def dlogits(
     is_target: Bool[Array, "N B"],
     nucleus: Bool[Array, "N B"] | None,
     residuals: Residuals,
-    g: Float[Array, "N"],
-    e: Float[Array, "N"] | None,
-    of_logit_stats: tuple[Float[Array, "N"], ...] | None,
+    cotangents: Cotangents,
     columns: int,
 ) -> Float[Array, "N B"]:
     """dz_j = g * ([j = y] - p_j) - e * p_j * (log p_j + entropy) + a * p_j + b / columns.
 
-    In the first term p is over the nucleus.
+    With g, e, a, b the cotangents of log-prob, entropy, log_z and mean logit. In the first term p is over the nucleus.
 
     Args:
       z: f32 logits, -inf in columns that do not exist.
       is_target: one-hot of the target.
       nucleus: the columns that the sampler could draw, or None for all.
       residuals: of the whole vocabulary.
-      g: the cotangent of the log-prob.
-      e: the cotangent of the entropy, or None.
-      of_logit_stats: (a, b, ...), the cotangents of log_z and the mean logit, or None.
+      cotangents: of the tokens.
       columns: of the whole vocabulary.
     """
     column = lambda x: x[:, None]  # noqa: E731
@@ -222,10 +256,10 @@ def dlogits(
         p = jnp.exp(log_p)
     else:
         p = jnp.where(nucleus, jnp.exp((z - column(residuals.nucleus_m)) - column(residuals.nucleus_log_s)), 0)
-    dz = column(g) * (is_target - p)
-    if e is not None:
+    dz = column(cotangents.log_prob) * (is_target - p)
+    if cotangents.entropy is not None:
         full_p = jnp.exp(log_p)
-        dz -= column(e) * jnp.where(full_p > 0, full_p * (log_p + column(residuals.entropy)), 0)
-    if of_logit_stats is not None:
-        dz += column(of_logit_stats[0]) * jnp.exp(log_p) + column(of_logit_stats[1]) / columns
+        dz -= column(cotangents.entropy) * jnp.where(full_p > 0, full_p * (log_p + column(residuals.entropy)), 0)
+    if cotangents.of_logits is not None:
+        dz += column(cotangents.of_logits[0]) * jnp.exp(log_p) + column(cotangents.of_logits[1]) / columns
     return dz

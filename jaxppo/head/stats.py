@@ -9,9 +9,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import check_integers
+from jaxppo._sharding import ParallelMesh
 
 Entropy = Literal["none", "metric", "bonus"]
 
@@ -50,8 +52,9 @@ class TokenStats:
             object.__setattr__(self, "entropy_mode", "none" if self.entropy is None else "bonus")
 
 
-def stats_of(log_probs: Any, entropy: Any, of_logits: tuple[Any, ...] | None, mode: Entropy) -> TokenStats:
+def stats_of(found: tuple[Any, Any, tuple[Any, ...] | None], mode: Entropy) -> TokenStats:
     """From log-probs, entropies and, where they were asked for, (log_z, mean_logit, accuracy)."""
+    log_probs, entropy, of_logits = found
     log_z, mean_logit, accuracy = of_logits or (None, None, None)
     return TokenStats(log_probs, entropy, log_z, mean_logit, accuracy, mode)
 
@@ -75,10 +78,12 @@ def check_where(where: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"where: got shape {where.shape}, expected {shape}, the shape of targets")
 
 
-def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""] | Float[Array, "R T"]:
-    """The temperature in f32, a scalar or one a token, a constant; NaN where it is not above 0."""
+def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""] | Float[Array, "R T"] | None:
+    """The temperature in f32, a constant, scalar or one a token; NaN where it is not above 0, None for the number 1."""
     if isinstance(temperature, (int, float, np.number)) and not float(temperature) > 0:
         raise ValueError(f"temperature: got {temperature}, expected a positive number")
+    if isinstance(temperature, (int, float, np.number)) and temperature == 1:
+        return None
     temperature = jnp.asarray(temperature, jnp.float32)
     if temperature.shape not in ((), shape):
         raise ValueError(f"temperature: got shape {temperature.shape}, expected a scalar or {shape}, one a token")
@@ -91,3 +96,8 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
     if not 0 < vocab_size <= columns:
         raise ValueError(f"vocab_size: got {vocab_size}, expected 1 to {columns}, the columns there are")
     return vocab_size
+
+
+def temperature_spec(parallel: ParallelMesh, temperature: Any) -> P:
+    """Of `as_temperature`."""
+    return parallel.tokens_spec if getattr(temperature, "ndim", 0) else P()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,38 +11,53 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo._sharding import vary, varying
+from jaxppo.head.tokens import even_block
 
 
-def as_primal(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
-    """A cotangent in its primal's dtype and varying axes, summed as it is over the axes that the primal lacks."""
-    return vary(psum_to(cotangent, varying(primal), primal.dtype), varying(primal))
+def as_primal(
+    cotangent: jax.Array, primal: jax.Array, sum_dtype: str = "float32", keep: frozenset[str] | None = None
+) -> jax.Array:
+    """A cotangent in its primal's dtype and varying axes, summed over the axes that the primal lacks.
+
+    Args:
+      cotangent: f32, or of the primal's dtype.
+      primal: what it is the gradient of.
+      sum_dtype: "float32", rounded after the sum, or "parameter", before it.
+      keep: the axes over which it is not summed, by default those of the primal.
+    """
+    keep = varying(primal) if keep is None else keep
+    extra = tuple(sorted(varying(cotangent) - keep))
+    if sum_dtype != "float32" or not extra:
+        cotangent = cotangent.astype(primal.dtype)
+    if extra:
+        cotangent = lax.psum(cotangent, extra)
+    if cotangent.dtype == jnp.float32 and primal.dtype == jnp.bfloat16:
+        # rounded before it is converted: else XLA for TPU sums in bf16, as the conversion is all it sees of the result
+        cotangent = lax.reduce_precision(cotangent, exponent_bits=8, mantissa_bits=7)
+    return vary(cotangent.astype(primal.dtype), keep)
 
 
-def psum_to(x: jax.Array, axes: frozenset[str], dtype: Any) -> jax.Array:
-    """x summed over the axes along which it varies beside `axes`, in its own dtype and then rounded to `dtype`."""
-    extra = tuple(sorted(varying(x) - axes))
-    if not extra:
-        return x.astype(dtype)
-    x = lax.psum(x, extra)
-    if dtype != jnp.bfloat16:
-        return x.astype(dtype)
-    # rounded before it is converted: else XLA for TPU sums in bf16, as the conversion is all it sees of the result
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(dtype)
-
-
-def psum_in_blocks(x: jax.Array, primal: jax.Array, dim: int, size: int) -> jax.Array:
+def psum_in_blocks(x: jax.Array, primal: jax.Array, dim: int, size: int, sum_dtype: str = "float32") -> jax.Array:
     """`as_primal`, block by block of `size` along `dim`, so that the sum needs no second array of x's size."""
-    length = x.shape[dim]
-    size = min(size, length)
-    if size == length or not varying(x) - varying(primal):
-        return as_primal(x, primal)
+    size = size if varying(x) - varying(primal) else x.shape[dim]
+    part = lambda start, size: lax.dynamic_slice_in_dim(x, start, size, dim)  # noqa: E731
+    return sum_in_blocks(part, primal, dim, size, sum_dtype)
+
+
+def sum_in_blocks(
+    part: Callable[[Any, int], jax.Array], primal: jax.Array, dim: int, size: int, sum_dtype: str = "float32"
+) -> jax.Array:
+    """The same of a cotangent that is made block by block: part(start, size)."""
+    length = primal.shape[dim]
+    size = even_block(length, size, 128)
+    if size >= length:
+        return as_primal(part(0, length), primal, sum_dtype)
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
         start = jnp.minimum(i * size, length - size)
-        part = as_primal(lax.dynamic_slice_in_dim(x, start, size, dim), primal)
-        return lax.dynamic_update_slice_in_dim(out, part, start, dim)
+        return lax.dynamic_update_slice_in_dim(out, as_primal(part(start, size), primal, sum_dtype), start, dim)
 
-    return lax.fori_loop(0, -(-length // size), block, vary(jnp.zeros(x.shape, primal.dtype), varying(primal)))
+    return lax.fori_loop(0, -(-length // size), block, vary(jnp.zeros(primal.shape, primal.dtype), varying(primal)))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

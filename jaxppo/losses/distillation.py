@@ -6,27 +6,25 @@ For distillation on sampled tokens, by policy gradient, see `advantages.on_polic
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Unpack
 
 import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Aggregation, check_aggregation, check_choice, check_floating, masked
+from jaxppo._arrays import Aggregation, check_aggregation, check_choice, masked
 from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, shard_call
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.from_hidden import BLOCK_BYTES, block_sizes, features_and_parameters, head_arrays, static_head
+from jaxppo.head.api import ARRAYS, HeadCall, HeadOptions, PreparedHead, prepare_head
 from jaxppo.head.head import Head, as_head
-from jaxppo.head.hidden_rule import Inputs, Rule
-from jaxppo.head.pair import DivergenceRule, token_divergence
-from jaxppo.head.placement import HeadPlacement, place_head
-from jaxppo.head.stats import TokenStats, as_temperature, check_where
+from jaxppo.head.schedules.pair import DivergenceRule, token_divergence
+from jaxppo.head.stats import TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
 from jaxppo.metrics import Metrics, Term
 
 Divergence = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
-_ARRAYS = ("hidden", "kernel", "bias", "lora_a", "lora_b")
 
 
 def divergence_from_hidden(
@@ -40,9 +38,8 @@ def divergence_from_hidden(
     temperature: float | Array = 1.0,
     where: Bool[Array, "R T"] | None = None,
     parallel: ParallelMesh | ShardAxes | None = None,
-    hidden_spec: P | None = None,
     teacher_hidden_spec: P | None = None,
-    block_bytes: int | None = None,
+    **options: Unpack[HeadOptions],
 ) -> Float[Array, "R T"]:
     """The divergence of a student's next-token distribution p from a teacher's q, at each token.
 
@@ -65,9 +62,8 @@ def divergence_from_hidden(
       temperature: divides both models' logits; a positive scalar or `[R, T]`.
       where: `bool[R, T]`, the positions that count: only they meet the kernels. The others read 0.
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
-      hidden_spec: how the student's hidden states are sharded, where it is not `parallel.hidden_spec`.
-      teacher_hidden_spec: the same of the teacher's.
-      block_bytes: bytes of the blocks of f32 logits and their gradient, 8 MiB by default.
+      teacher_hidden_spec: how the teacher's hidden states are sharded, where it is not `parallel.hidden_spec`.
+      **options: see `HeadOptions`.
 
     Returns:
       `f32[R, T]`, nats.
@@ -86,45 +82,26 @@ def divergence_from_hidden(
     check_choice("divergence", divergence, Divergence)
     if not 0 < beta < 1:
         raise ValueError(f"beta: got {beta}, expected a number in (0, 1)")
-    if block_bytes is not None and block_bytes <= 0:
-        raise ValueError(f"block_bytes: got {block_bytes}, expected a positive number of bytes")
-    check_floating("hidden", hidden, 3, "[R, T, H]")
-    check_floating("teacher_hidden", teacher_hidden, 3, "[R, T, G]")
-    heads = as_head("head", head), as_head("teacher_head", teacher_head)
-    placements = (
-        place_head(parallel, "head", hidden, heads[0], hidden_spec),
-        place_head(parallel, "teacher_head", teacher_hidden, heads[1], teacher_hidden_spec),
+    prepare = partial(
+        prepare_head, targets=None, parallel=parallel, entropy="none", temperature=temperature, where=where, heads=2
     )
-    tokens = _check_pair((hidden, teacher_hidden), heads, placements)
-    check_where(where, tokens)
-    args: dict[str, Any] = head_arrays(hidden, heads[0])
-    args |= {f"teacher_{name}": x for name, x in head_arrays(teacher_hidden, heads[1]).items()}
-    args |= {"where": where, "temperature": as_temperature(temperature, tokens)}
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        of_heads = [placement.specs(p)[name] for placement in placements for name in _ARRAYS]
-        return [*of_heads, p.tokens_spec, p.tokens_spec if args["temperature"].ndim else P()], p.tokens_spec
-
-    of_heads = tuple(static_head(head) for head in heads)
-    static = _Call(placements, of_heads, divergence, beta, block_bytes or BLOCK_BYTES)  # type: ignore[arg-type]
+    student = prepare(hidden, head, options=options)
+    of_teacher: HeadOptions = {**options, "hidden_spec": teacher_hidden_spec}
+    teacher = prepare(teacher_hidden, teacher_head, name="teacher_head", options=of_teacher)
+    _check_pair(
+        (hidden, teacher_hidden), (as_head("head", head), as_head("teacher_head", teacher_head)), student, teacher
+    )
+    args = {**student.arrays, **{f"teacher_{name}": x for name, x in teacher.arrays.items()}}
+    specs = lambda p: ([*student.specs(p), *teacher.specs(p)], p.tokens_spec)  # noqa: E731
+    static = (student.static, teacher.static, divergence, beta)
     found: Float[Array, "R T"] = shard_call("divergence_from_hidden", _per_shard, parallel, args, specs, static)
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What is static about one call: of the student and of the teacher, and the divergence."""
-
-    placements: tuple[HeadPlacement, HeadPlacement]
-    heads: tuple[Head, Head]
-    divergence: Divergence
-    beta: float
-    block_bytes: int
-
-
-def _check_pair(hidden: Any, heads: tuple[Head, Head], placements: tuple[HeadPlacement, HeadPlacement]) -> Any:
-    """[R, T], equal for student and teacher; raises where they or their vocabularies differ."""
-    tokens = [placement.check_hidden(x) for placement, x in zip(placements, hidden, strict=True)]
+def _check_pair(hidden: Any, heads: tuple[Head, Head], *prepared: PreparedHead) -> None:
+    """Raises where student and teacher, or their vocabularies, differ."""
+    placements = [p.static.placement for p in prepared]
+    tokens = [placement.tokens(x) for placement, x in zip(placements, hidden, strict=True)]
     if tokens[0] != tokens[1]:
         raise ValueError(f"teacher_hidden: got [R, T] = {tokens[1]}, expected the student's, {tokens[0]}")
     columns = [head.kernel.shape[head.v_dim] for head in heads]
@@ -139,27 +116,17 @@ def _check_pair(hidden: Any, heads: tuple[Head, Head], placements: tuple[HeadPla
         raise ValueError(
             f"teacher_head.kernel: got its vocabulary over {entries[1]}, expected over {entries[0]}, as the student's"
         )
-    return tokens[0]
 
 
-def _per_shard(axes: ShardAxes, call: _Call, *arrays: Any) -> jax.Array:
-    *both, where, temperature = arrays
-    R, T, _ = both[0].shape
-    T = T * axes.size(axes.tensor) if call.placements[0].sequence_parallel else T
-    flat = lambda x: x.reshape(R * T)  # noqa: E731
-    where = None if where is None else flat(where).astype(bool)
-    temperature = flat(temperature) if temperature.ndim else temperature
-    rules, inputs = [], []
-    # two blocks of logits, the gradient of one, and what the divergence needs beside them
-    block_tokens, block_columns = block_sizes(R * T, call.block_bytes // 2, masked=where is not None)
-    given = both[: len(_ARRAYS)], both[len(_ARRAYS) :]
-    for placement, head, values in zip(call.placements, call.heads, given, strict=True):
-        named = dict(zip(_ARRAYS, values, strict=True))
-        columns = placement.columns(axes, head, named["kernel"], block_columns)
-        rules.append(Rule(columns, "none", block_tokens, placement.sequence_parallel))
-        features, parameters = features_and_parameters(head, named)
-        inputs.append(Inputs(features, parameters, None, None, where, temperature))
-    return token_divergence(DivergenceRule(rules[0], rules[1], call.divergence, call.beta), *inputs).reshape(R, T)
+def _per_shard(axes: ShardAxes, static: tuple[HeadCall, HeadCall, Divergence, float], *arrays: Any) -> jax.Array:
+    *calls, divergence, beta = static
+    given = [dict(zip(ARRAYS, values, strict=True)) for values in (arrays[: len(ARRAYS)], arrays[len(ARRAYS) :])]
+    if calls[0].placement.sequence_parallel != calls[1].placement.sequence_parallel:
+        calls, given = zip(*(call.whole(axes, values) for call, values in zip(calls, given, strict=True)), strict=True)
+    (rule, inputs, order), (teacher_rule, teacher_inputs, _) = (
+        call.on_device(axes, values) for call, values in zip(calls, given, strict=True)
+    )
+    return order.back(token_divergence(DivergenceRule(rule, teacher_rule, divergence, beta), inputs, teacher_inputs))
 
 
 def distillation_loss(
@@ -176,9 +143,8 @@ def distillation_loss(
     aggregation_norm: float | None = None,
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizer: Normalizer | None = None,
-    hidden_spec: P | None = None,
     teacher_hidden_spec: P | None = None,
-    block_bytes: int | None = None,
+    **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
     """The divergence from the teacher over the loss-carrying tokens: loss = sum over tokens of weight_t * D_t.
 
@@ -195,9 +161,8 @@ def distillation_loss(
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       parallel: the mesh; rows sharded over data, positions over context, vocabularies over tensor.
       normalizer: the denominators of the whole step where the batch is one of its micro-batches.
-      hidden_spec: of the student's hidden states.
-      teacher_hidden_spec: of the teacher's.
-      block_bytes: see `divergence_from_hidden`.
+      teacher_hidden_spec: of the teacher's hidden states.
+      **options: see `HeadOptions`.
 
     Returns:
       The scalar f32 loss, and the metrics `loss` (adds up over micro-batches), `divergence` (a mean over tokens) and
@@ -223,9 +188,8 @@ def distillation_loss(
         temperature=temperature,
         where=batch.loss_mask > 0,
         parallel=parallel,
-        hidden_spec=hidden_spec,
         teacher_hidden_spec=teacher_hidden_spec,
-        block_bytes=block_bytes,
+        **options,
     )
     # the divergence takes the place of log-probs
     return loss_of_stats("distillation_loss", loss, TokenStats(found), batch, parallel, normalizer)

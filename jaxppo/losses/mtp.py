@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import Aggregation
 from jaxppo._sharding import ParallelMesh, ShardAxes, shift_left
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.from_hidden import log_probs_from_hidden
+from jaxppo.head.api import HeadOptions, prepare_head, token_stats
 from jaxppo.head.head import Head
 from jaxppo.losses.sft import sft_loss
 from jaxppo.metrics import Metric, Metrics
@@ -33,8 +32,7 @@ def mtp_loss(
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizers: Sequence[Normalizer] | None = None,
     temperature: float | Array = 1.0,
-    hidden_spec: P | None = None,
-    block_bytes: int | None = None,
+    **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
     """coef / K * sum over depths k = 1..K of the mean negative log-likelihood of the targets k places further on.
 
@@ -56,8 +54,7 @@ def mtp_loss(
       parallel: the mesh; rows sharded over data, positions over context in its layout.
       normalizers: `mtp_normalizers` of the whole step where the batch is one of its micro-batches.
       temperature: see `log_probs_from_hidden`.
-      hidden_spec: see `log_probs_from_hidden`.
-      block_bytes: see `log_probs_from_hidden`.
+      **options: see `HeadOptions`.
 
     Returns:
       The scalar f32 loss, and metrics: `mtp_loss` (adds up over micro-batches) and for each depth k
@@ -83,18 +80,19 @@ def mtp_loss(
     for k in range(1, depths + 1):
         states = lax.stop_gradient(hidden[k - 1]) if stop_trunk else hidden[k - 1]
         shifted = shift_targets(batch, k, parallel)
-        stats = log_probs_from_hidden(
+        prepared = prepare_head(
             states,
             lax.stop_gradient(heads[k - 1]) if stop_head else heads[k - 1],
             shifted.targets,
             parallel=parallel,
             temperature=temperature,
+            entropy="none",
             where=shifted.loss_mask > 0,
             logit_stats=True,
-            hidden_spec=hidden_spec,
-            block_bytes=block_bytes,
-            keep_logits=False,  # since each depth would keep its own
+            options=options,
+            keep=False,  # since each depth would keep its own
         )
+        stats = token_stats(prepared, parallel)
         normalizer = None if normalizers is None else normalizers[k - 1]
         loss, found = sft_loss(stats, shifted, aggregation=aggregation, parallel=parallel, normalizer=normalizer)
         total += loss

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import Aggregation, is_zero, masked
@@ -17,11 +16,11 @@ from jaxppo._sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
-from jaxppo.head.from_hidden import prepare_head
+from jaxppo.head.api import HeadOptions, prepare_head
 from jaxppo.head.head import Head
 from jaxppo.head.stats import Entropy, TokenStats
 from jaxppo.kl import KL, k3, kl_divergence, log_ratio
-from jaxppo.losses.token_loss import ONE_PASS_BYTES, Step, TokenLoss, Values, loss_of_hidden, loss_of_stats
+from jaxppo.losses.token_loss import Step, TokenLoss, Values, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Composite, Metric, Metrics, Term
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.off_policy import correction as off_policy_correction
@@ -93,20 +92,16 @@ def policy_loss_from_hidden(
     selected: Float[Array, "R T"] | None = None,
     temperature: float | Array = 1.0,
     nucleus_ids: Int[Array, "R T K"] | None = None,
-    hidden_spec: P | None = None,
-    one_pass_bytes: int = ONE_PASS_BYTES,
-    block_bytes: int | None = None,
-    keep_logits: bool = True,
+    **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
     """`policy_loss` after `log_probs_from_hidden`; only tokens that carry loss meet the head's kernel.
 
     Where the loss of a token depends on its own log-prob and entropy only, gradients are computed while the logits of a
-    block of tokens are at hand: three matrix products instead of four. That takes a block's logits over the device's
-    part of the vocabulary, and an f32 gradient of the kernel, beside the result where the kernel has another dtype or
-    devices' gradients are summed. The logits of the first H tokens, where so many count, are put into that gradient's
-    memory before it is. Where they do not fit `one_pass_bytes`, where the kernel is sharded over FSDP axes, or the
-    hidden states by position over the tensor axis, the log-probs come first and the head is walked again for the
-    gradients. The numbers are the same to f32 rounding; `sharding.audit` notes which way a program goes.
+    chunk of tokens are at hand: one pass, three matrix products. That takes the chunk's logits over the device's part
+    of the vocabulary, and an f32 gradient of the kernel beside the result where the kernel has another dtype or
+    devices' gradients are summed. Other losses, and a `memory` that has no room for it, take two passes, four products:
+    the log-probs come first, and the head is walked again for the gradients. The numbers are the same to f32 rounding;
+    `sharding.audit` notes which way a program goes, and why.
 
     Args:
       hidden: `[R, T, H]`, see `log_probs_from_hidden`.
@@ -118,10 +113,7 @@ def policy_loss_from_hidden(
       selected: see `policy_loss`.
       temperature: see `log_probs_from_hidden`.
       nucleus_ids: see `log_probs_from_hidden`.
-      hidden_spec: see `log_probs_from_hidden`.
-      one_pass_bytes: what the one pass may take on each device beside its results; 0 for never.
-      block_bytes: see `log_probs_from_hidden`; for two passes.
-      keep_logits: likewise.
+      **options: see `HeadOptions`.
 
     Returns:
       The scalar f32 loss and metrics by name.
@@ -147,13 +139,9 @@ def policy_loss_from_hidden(
         entropy=loss.entropy,
         nucleus_ids=nucleus_ids,
         where=batch.loss_mask > 0,
-        hidden_spec=hidden_spec,
-        block_bytes=block_bytes,
-        keep_logits=keep_logits,
+        options=options,
     )
-    return loss_of_hidden(
-        "policy_loss_from_hidden", loss, prepared, batch, parallel, normalizer, selected, one_pass_bytes
-    )
+    return loss_of_hidden("policy_loss_from_hidden", loss, prepared, batch, parallel, normalizer, selected)
 
 
 def _check_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfig) -> None:

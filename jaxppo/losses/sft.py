@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import jax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import Aggregation, check_aggregation, check_number, masked
 from jaxppo._sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.from_hidden import prepare_head
+from jaxppo.head.api import HeadOptions, prepare_head
 from jaxppo.head.head import Head
 from jaxppo.head.stats import TokenStats
-from jaxppo.losses.token_loss import ONE_PASS_BYTES, TokenLoss, Values, loss_of_hidden, loss_of_stats
+from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Metrics, Term
 
 
@@ -88,33 +87,31 @@ def sft_loss_from_hidden(
     head: Head | Float[Array, "H V"],
     batch: RolloutBatch,
     *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_stats: bool = False,
     aggregation: Aggregation = "token_mean",
     aggregation_norm: float | None = None,
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizer: Normalizer | None = None,
     temperature: float | Array = 1.0,
-    hidden_spec: P | None = None,
-    one_pass_bytes: int = ONE_PASS_BYTES,
-    block_bytes: int | None = None,
-    keep_logits: bool = True,
+    **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The negative log-likelihood of the targets, in one pass where `policy_loss_from_hidden` would take one.
-
-    loss = sum over tokens of weight_t * -log_prob_t. For label smoothing and z-loss, see `sft_loss`.
+    """`sft_loss` after `log_probs_from_hidden`, in one pass where `policy_loss_from_hidden` would take one.
 
     Args:
       hidden: `[R, T, H]`, see `log_probs_from_hidden`.
       head: a `Head`, or its bare kernel `[H, V]`.
       batch: `[R, T]`; its targets, loss mask and sequences count.
+      label_smoothing: see `sft_loss`.
+      z_loss: see `sft_loss`.
+      logit_stats: also the metrics `log_z` and `accuracy`, which label smoothing and z-loss bring with them.
       aggregation: the denominators, see `token_weights`.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       normalizer: the denominators of the whole step where the batch is one of its micro-batches.
       temperature: see `log_probs_from_hidden`.
-      hidden_spec: see `log_probs_from_hidden`.
-      one_pass_bytes: see `policy_loss_from_hidden`.
-      block_bytes: see `log_probs_from_hidden`; for two passes.
-      keep_logits: likewise.
+      **options: see `HeadOptions`.
 
     Returns:
       The scalar f32 loss, and the metrics of `sft_loss`.
@@ -128,20 +125,19 @@ def sft_loss_from_hidden(
       >>> round(float(loss), 4)
       1.3863
     """
-    loss = SFTTokenLoss(0.0, 0.0, aggregation, aggregation_norm)
+    loss = SFTTokenLoss(label_smoothing, z_loss, aggregation, aggregation_norm)
     prepared = prepare_head(
         hidden,
         head,
         batch.targets,
         parallel=parallel,
         temperature=temperature,
-        entropy="metric",
+        entropy=loss.entropy,
+        logit_stats=logit_stats or bool(label_smoothing or z_loss),
         where=batch.loss_mask > 0,
-        hidden_spec=hidden_spec,
-        block_bytes=block_bytes,
-        keep_logits=keep_logits,
+        options=options,
     )
-    return loss_of_hidden("sft_loss_from_hidden", loss, prepared, batch, parallel, normalizer, None, one_pass_bytes)
+    return loss_of_hidden("sft_loss_from_hidden", loss, prepared, batch, parallel, normalizer, None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,15 +28,16 @@ from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.aggregation import Normalizer, step_normalizer, token_weights, weighted_sum
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.from_hidden import ARRAYS, HeadCall, PreparedHead
-from jaxppo.head.hidden_rule import token_stats
-from jaxppo.head.one_pass import one_pass_loss, one_pass_of
+from jaxppo.head import tiles
+from jaxppo.head.api import ARRAYS, HeadCall, PreparedHead
+from jaxppo.head.schedules.one_pass import OnePass, one_pass_loss
+from jaxppo.head.schedules.two_pass import token_stats
 from jaxppo.head.stats import Entropy, TokenStats, stats_of
+from jaxppo.head.tokens import TokenOrder
 from jaxppo.metrics import Composite, Metric, Metrics, Term, reduce_metrics
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.rules import as_bits, count_broken
 
-ONE_PASS_BYTES = 48 * 2**20
 Values = dict[str, Float[Array, "R T"]]
 
 
@@ -202,7 +203,6 @@ def loss_of_hidden(
     parallel: ParallelMesh | ShardAxes | None,
     normalizer: Normalizer | None,
     selected: Float[Array, "R T"] | None,
-    one_pass_bytes: int,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss and its metrics from hidden states, on any mesh, in one pass where that fits."""
     static, traced = take_arrays(loss)
@@ -211,37 +211,37 @@ def loss_of_hidden(
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
         return [*head.specs(p), *_batch_specs(p, batch, normalizer, selected)], P()
 
-    call = (static, head.static, one_pass_bytes)
+    call = (static, head.static)
     found: tuple[Float[Array, ""], Metrics] = shard_call(name, _of_hidden, parallel, args, specs, call)
     return found
 
 
-def _of_hidden(axes: ShardAxes, call: tuple[TokenLoss, HeadCall, int], *args: Any) -> tuple[Float[Array, ""], Metrics]:
-    static, head, one_pass_bytes = call
+def _of_hidden(axes: ShardAxes, call: tuple[TokenLoss, HeadCall], *args: Any) -> tuple[Float[Array, ""], Metrics]:
+    static, head = call
     batch, normalizer, selected, traced = args[len(ARRAYS) :]
-    rule, inputs = head.on_device(axes, dict(zip(ARRAYS, args, strict=False)))
+    rule, inputs, order = head.on_device(axes, dict(zip(ARRAYS, args, strict=False)))
     traced = lax.stop_gradient(traced)
     loss = put_arrays(static, traced)
-    shaped = lambda x: x.reshape(batch.loss_mask.shape)  # noqa: E731
-    one_pass = one_pass_of(rule, inputs, _OfTokens(static), one_pass_bytes) if loss.token_local else None
-    if one_pass is None:
-        with note("two passes"):
-            log_probs, entropy, found = token_stats(rule, inputs)
-        stats = jax.tree.map(shaped, stats_of(log_probs, entropy, found, head.entropy))
+    work = tiles.Work.of(rule, inputs, None)
+    fits = tiles.one_pass(rule.budget, work) if loss.token_local else None
+    if fits is None:
+        why = "one pass does not fit the memory" if loss.token_local else "the loss of a token depends on others"
+        with note(f"two passes: {why}"):
+            found = token_stats(rule, inputs)
+        stats = jax.tree.map(order.back, stats_of(found, head.entropy))
         return _finish(Step.of(axes, loss, stats, batch, normalizer), loss, stats, selected)
     step = Step.of(axes, loss, None, batch, normalizer)
-    per_token, shared = _by_token(step, lax.stop_gradient((loss.constants(None, step), selected)))
-    with note(f"one pass, {one_pass.block_tokens} tokens a block"):
-        total, log_probs, entropy = one_pass_loss(one_pass, inputs, per_token, (shared, traced))
-    stats = stats_of(*lax.stop_gradient((log_probs, entropy)), None, head.entropy)
-    return _finish(step, loss, jax.tree.map(shaped, stats), selected, total)
+    per_token, shared = _by_token(step, lax.stop_gradient((loss.constants(None, step), selected)), order)
+    total, found = one_pass_loss(OnePass(rule, fits, _OfTokens(static)), inputs, per_token, (shared, traced))
+    stats = jax.tree.map(order.back, stats_of(lax.stop_gradient(found), head.entropy))
+    return _finish(step, loss, stats, selected, total)
 
 
-def _by_token(step: Step, constants: Any) -> tuple[Any, Any]:
+def _by_token(step: Step, constants: Any, order: TokenOrder) -> tuple[Any, Any]:
     """What the loss of a token reads: arrays `[N]`, and the batch's arrays by sequence."""
     shared = {name: getattr(step.batch, name) for name in PER_SEGMENT}
     tokens = dataclasses.replace(step.batch, **dict.fromkeys(PER_SEGMENT))  # type: ignore[arg-type]
-    return jax.tree.map(lambda x: x.reshape(-1), (tokens, step.weights, constants)), shared
+    return jax.tree.map(order.flat, (tokens, step.weights, constants)), shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,10 +250,10 @@ class _OfTokens:
 
     loss: TokenLoss
 
-    def __call__(self, log_probs: jax.Array, entropy: jax.Array | None, per_token: Any, shared: Any) -> jax.Array:
+    def __call__(self, found: tuple[Any, Any, Any], per_token: Any, shared: Any) -> jax.Array:
         (batch, weights, constants), (by_segment, traced) = jax.tree.map(lambda x: x[None], per_token), shared
         loss = put_arrays(self.loss, traced)
-        stats = TokenStats(log_probs[None], None if entropy is None else entropy[None], entropy_mode=loss.entropy)
+        stats = stats_of(jax.tree.map(lambda x: x[None], found), loss.entropy)
         batch = dataclasses.replace(batch, **by_segment)
         losses, _ = loss.per_token(stats, batch, constants, Segments(batch.segment_ids, batch.num_segments))
         return (jnp.where(batch.loss_mask > 0, losses, 0) * weights)[0]

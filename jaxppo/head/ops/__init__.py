@@ -1,0 +1,1 @@
+"""Arithmetic of one tile: no mesh and no collective in it."""

@@ -1,0 +1,153 @@
+"""One tile of the work: some tokens against some columns of the vocabulary, and what a gradient rule knows of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head.softmax import Cotangents, Residuals, Sums
+
+
+class Features(NamedTuple):
+    """What tokens multiply parameters with, or something for each of them: hidden states, and hidden @ lora.a."""
+
+    hidden: Any
+    low: Any
+
+
+class Parameters(NamedTuple):
+    """A head's parameters of the vocabulary, or something for each of them; None where there is none.
+
+    `lora_b` lies as the kernel does: `[r, V]` beside `[H, V]`, `[V, r]` beside `[V, H]`.
+    """
+
+    kernel: Any
+    bias: Any
+    lora_b: Any
+
+    def each(self, fn: Callable[..., Any], *others: Parameters) -> Parameters:
+        """fn(is_kernel, parameter, ...) for each one that is there."""
+        values = zip(self, *others, strict=True)
+        return Parameters(*(None if x[0] is None else fn(i == 0, *x) for i, x in enumerate(values)))
+
+
+class Block(NamedTuple):
+    """Some columns of the vocabulary."""
+
+    parameters: Parameters  # [H, B] or [B, H]; f32[B]; [r, B] or [B, r]
+    columns: jax.Array  # i32[B], their vocabulary ids
+    valid: Any  # bool[B], False for duplicates of other blocks and for padding; True where there are none of either
+    teacher: Any = None  # the same columns of another head's
+
+
+class Tile(NamedTuple):
+    """Some tokens before a block."""
+
+    rows: Features  # [C, H] and [C, r]
+    block: Block
+    targets: jax.Array  # i32[C]
+    place: Any  # (i32[C], bool[C]), the target's column, and whether the block holds it
+    temperature: Any  # a scalar, or [C]; None for 1
+    nucleus: Any  # bool[C, B], the columns that the sampler could draw, the target's included; or None
+
+    @property
+    def is_target(self) -> jax.Array:
+        """One-hot, `[C, B]`."""
+        return (self.targets[:, None] == self.block.columns) & self.block.valid
+
+    def tempered(self, x: jax.Array) -> jax.Array:
+        """x `[C, B]` over the temperature."""
+        if self.temperature is None:
+            return x
+        return x / (self.temperature[:, None] if self.temperature.ndim else self.temperature)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How logits come of products; static.
+
+    Args:
+      layout: "hv" or "vh".
+      softcap: logits are softcap * tanh(logits / softcap).
+      scale: multiplies the logits before that.
+      lora_scale: of the adapter.
+      precision: of products, as in `jnp.dot`; of f32 operands "highest" by default.
+      vocab_size: columns of the whole vocabulary that exist.
+    """
+
+    layout: str
+    softcap: float | None
+    scale: float
+    lora_scale: float
+    precision: str | None
+    vocab_size: int
+
+    @property
+    def v_dim(self) -> int:
+        """The kernel's dimension of the vocabulary."""
+        return 1 if self.layout == "hv" else 0
+
+    def dot(self, a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
+        """A product with an f32 result, contracting dimension dims[0] of a with dims[1] of b."""
+        dtype = jnp.promote_types(a.dtype, b.dtype)
+        # accelerators multiply f32 in one bf16 or TF32 pass where nothing is said
+        precision = self.precision or ("highest" if dtype == jnp.float32 else None)
+        contract = (((dims[0],), (dims[1],)), ((), ()))
+        return lax.dot_general(
+            a.astype(dtype), b.astype(dtype), contract, precision=precision, preferred_element_type=jnp.float32
+        )
+
+
+class Op:
+    """The arithmetic of a tile that an implementation may replace; the products of the backward are XLA's."""
+
+    def forward(self, form: Form, tile: Tile, like: Sums) -> tuple[Sums, jax.Array]:
+        """The softmax sums of the tile, those that `like` has, and its f32 logits, -inf in columns not the block's."""
+        raise NotImplementedError
+
+    def dlogits(
+        self, form: Form, tile: Tile, residuals: Residuals, cotangents: Cotangents, z: jax.Array | None
+    ) -> jax.Array:
+        """d loss / d (hidden @ kernel), f32 `[C, B]`, 0 where nothing counts; without z from logits computed again."""
+        raise NotImplementedError
+
+
+def feature_gradients(form: Form, dz: jax.Array, block: Block, needs: Features) -> Features:
+    """f32 `[C, H]` and `[C, r]`, where `needs` is not None."""
+    kernel, _, lora_b = block.parameters
+    hidden = None if needs.hidden is None else form.dot(dz, kernel, (1, form.v_dim))
+    low = None if needs.low is None else form.lora_scale * form.dot(dz, lora_b, (1, form.v_dim))
+    return Features(hidden, low)
+
+
+def parameter_gradients(form: Form, dz: jax.Array, factor: Features, needs: Parameters) -> Parameters:
+    """f32 gradients of the block's kernel and lora_b, in their layout, where `needs` is not None."""
+    return Parameters(
+        None if needs.kernel is None else _outer(form, dz, factor.hidden),
+        None,
+        None if needs.lora_b is None else form.lora_scale * _outer(form, dz, factor.low),
+    )
+
+
+def _outer(form: Form, dz: jax.Array, factor: jax.Array) -> jax.Array:
+    if form.layout == "vh":
+        return form.dot(dz, factor, (0, 0))
+    return form.dot(factor, dz, (1 if _transposes(form, factor) else 0, 0))
+
+
+def as_factor(form: Form, rows: Features) -> Features:
+    """Features as `parameter_gradients` takes them, to be made outside a loop over the vocabulary.
+
+    For "hv" in f32 transposed: XLA for CPUs takes a tenth to a third longer for a product whose left factor is
+    contracted along its rows. Of bf16 it cannot run the product if it transposes by layout.
+    """
+    return jax.tree.map(lambda x: x.T if _transposes(form, x) else x, rows)
+
+
+def _transposes(form: Form, rows: jax.Array) -> bool:
+    return form.layout == "hv" and rows.dtype == jnp.float32

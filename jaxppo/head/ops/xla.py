@@ -1,0 +1,46 @@
+"""The arithmetic of a tile in plain XLA, on any platform."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxppo.head import softmax
+from jaxppo.head.ops.tile import Form, Op, Tile
+from jaxppo.head.softmax import Cotangents, Residuals, Sums
+
+
+def logits(form: Form, tile: Tile) -> jax.Array:
+    """f32 logits `[C, B]` with -inf in columns that are not the block's own."""
+    kernel, bias, lora_b = tile.block.parameters
+    z = form.dot(tile.rows.hidden, kernel, (1, 1 - form.v_dim))
+    z = z if lora_b is None else z + form.lora_scale * form.dot(tile.rows.low, lora_b, (1, 1 - form.v_dim))
+    z = z if bias is None else z + bias
+    z = z if form.scale == 1 else form.scale * z
+    z = z if form.softcap is None else form.softcap * jnp.tanh(z / form.softcap)
+    return jnp.where(tile.block.valid, tile.tempered(z), -jnp.inf)
+
+
+def of_products(form: Form, tile: Tile, dz: jax.Array, z: jax.Array, counts: jax.Array) -> jax.Array:
+    """The gradient of hidden @ kernel from that of its logits z; 0 in rows that do not count."""
+    if form.softcap is not None:
+        capped = z / tile.tempered(jnp.ones_like(z))
+        dz = dz * (1 - (capped / form.softcap) ** 2)
+    dz = dz if form.scale == 1 else form.scale * dz
+    return jnp.where(counts[:, None] & tile.block.valid, tile.tempered(dz), 0)
+
+
+class XLA(Op):
+    """See `Op`."""
+
+    def forward(self, form: Form, tile: Tile, like: Sums) -> tuple[Sums, jax.Array]:
+        z = logits(form, tile)
+        z_y = softmax.target_logits(z, tile.is_target, *tile.place)
+        return softmax.block_sums(z, z_y, tile.is_target, tile.nucleus, like), z
+
+    def dlogits(
+        self, form: Form, tile: Tile, residuals: Residuals, cotangents: Cotangents, z: jax.Array | None
+    ) -> jax.Array:
+        z = logits(form, tile) if z is None else z
+        dz = softmax.dlogits(z, tile.is_target, tile.nucleus, residuals, cotangents, form.vocab_size)
+        return of_products(form, tile, dz, z, cotangents.counts)

@@ -1,0 +1,1 @@
+"""Loops over tiles, compaction of counted tokens, custom gradients and every collective."""

@@ -1,0 +1,310 @@
+"""How tokens and columns are cut: by device, sizes and the memory allowed. Numbers do not depend on it, time does.
+
+CPUs want tiles that fit their caches. Accelerators want wide ones: an f32 accumulator that is read and written for
+each tile hides behind its product where the tile has about 4 * peak flops / memory bandwidth columns or tokens, 664 on
+a v5p, 1180 on an H100, 2240 on a v6e, and twice that where the update is an op of its own. So there a chunk of tokens
+meets the device's whole part of the vocabulary at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxppo._sharding import ParallelMesh, ShardAxes, varying
+from jaxppo.head.tokens import even_block
+
+if TYPE_CHECKING:
+    from jaxppo.head.schedules.walk import Inputs, NeedsGrad, Rule
+
+GIB, MIB = 2**30, 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What is good for a kind of device.
+
+    Args:
+      whole: chunks meet the whole part of the vocabulary.
+      one_pass: bytes of the one pass by default.
+      tile: bytes of a tile of two passes, f32 logits and their gradient; on accelerators of a forward's logits.
+      chunk: tokens of a tile; those of a forward and of chunks of the one pass on accelerators.
+      columns: of a tile of the second pass; on CPUs of the one pass.
+      wide: tokens of a tile of the second pass.
+      masked: tokens of a chunk that follows a mask.
+      masked_columns: of a tile of the second pass that follows a mask.
+      deterministic: tokens of every chunk.
+    """
+
+    whole: bool
+    one_pass: int
+    tile: int
+    chunk: int
+    columns: int
+    wide: int
+    masked: int
+    masked_columns: int
+    deterministic: int
+
+
+CPU = Profile(False, 48 * MIB, 8 * MIB, 1024, 512, 2048, 512, 512, 256)
+
+
+def _accelerator(gib: int, columns: int, masked_columns: int) -> Profile:
+    """By default a sixteenth of the device's memory."""
+    return Profile(True, gib * GIB // 16, 150 * MIB, 1024, columns, 8192, 2048, masked_columns, 1024)
+
+
+# by what a device's kind contains, since described devices do not report their memory; the last is for all others
+PROFILES = {
+    "cpu": CPU,
+    "TPU v4": _accelerator(32, 1536, 2688),
+    "TPU v5 lite": _accelerator(16, 2048, 2048),
+    "TPU v5": _accelerator(95, 1536, 2688),
+    "TPU v6 lite": _accelerator(32, 3584, 3584),
+    "TPU7x": _accelerator(96, 2048, 2048),
+    "H100": _accelerator(80, 2048, 2048),
+    "H200": _accelerator(141, 2048, 2048),
+    "B200": _accelerator(180, 2048, 2048),
+    "": _accelerator(16, 2048, 2048),
+}
+
+
+def device_kind(parallel: ParallelMesh | ShardAxes | None, x: Any) -> str:
+    """The kind of the mesh's devices; inside a `shard_map` its mesh knows them, else an array that is on some."""
+    if isinstance(parallel, ParallelMesh):
+        device: Any = parallel.mesh.devices.flat[0]
+        return "cpu" if device.platform == "cpu" else str(device.device_kind)
+    for mesh in (jax.sharding.get_abstract_mesh(), getattr(jax.typeof(x).sharding, "mesh", None)):
+        device = getattr(mesh, "abstract_device", None)
+        if device is not None:
+            return "cpu" if device.platform == "cpu" else str(device.device_kind)
+    return "cpu" if jax.default_backend() == "cpu" else jax.devices()[0].device_kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What tiles are chosen by, beside sizes.
+
+    Args:
+      device: its kind.
+      memory: bytes a device may spend beside its results; None for its default.
+      deterministic: tiles do not depend on the number of tokens.
+      keep: logits may wait in the memory of a gradient from forward to backward.
+      heads: how many are walked together.
+    """
+
+    device: str
+    memory: int | None
+    deterministic: bool
+    keep: bool
+    heads: int
+
+    @property
+    def profile(self) -> Profile:
+        return next(profile for kind, profile in PROFILES.items() if kind in self.device)
+
+    @property
+    def least_tokens(self) -> int:
+        """Fewer are padded."""
+        return self.profile.deterministic if self.deterministic else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Tokens and columns of a tile."""
+
+    tokens: int
+    columns: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens x {self.columns} columns"
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a device has to do; sizes in tokens, features and columns, and bytes.
+
+    Args:
+      tokens: N.
+      features: H.
+      columns: of the vocabulary, of the device's part.
+      itemsize: of what products take.
+      gathered: bytes of a kernel gathered over FSDP axes, 0 where there is none to gather.
+      accumulator: bytes of an f32 gradient of the kernel beside the result, 0 where the result is one or none is asked.
+      masked: only some tokens count.
+      nucleus: log-probs are renormalised over a nucleus.
+      frozen: no gradient of a parameter is asked for.
+    """
+
+    tokens: int
+    features: int
+    columns: int
+    itemsize: int
+    gathered: int
+    accumulator: int
+    masked: bool
+    nucleus: bool
+    frozen: bool
+
+    @classmethod
+    def of(cls, rule: Rule, inputs: Inputs, needs: NeedsGrad | None) -> Work:
+        kernel, columns = inputs.parameters.kernel, rule.columns
+        v_dim = columns.v_dim
+        whole = kernel.shape[1 - v_dim] * columns.axes.size(columns.h_names), kernel.shape[v_dim] * columns.pieces
+        dtype = jnp.promote_types(inputs.features.hidden.dtype, kernel.dtype)
+        axes = frozenset().union(*map(varying, jax.tree.leaves(inputs)), columns.axes.tensor)
+        in_result = kernel.dtype == jnp.float32 and axes <= varying(kernel) and not columns.gathers
+        frozen = needs is not None and not any(needs.parameters)
+        return cls(
+            tokens=inputs.features.hidden.shape[0] * rule.parts,
+            features=whole[0],
+            columns=columns.window(whole[1]),
+            itemsize=dtype.itemsize,
+            gathered=whole[0] * whole[1] * kernel.dtype.itemsize if columns.gathers else 0,
+            accumulator=0 if in_result or frozen else 4 * whole[0] * whole[1],
+            masked=inputs.where is not None,
+            nucleus=inputs.nucleus_ids is not None,
+            frozen=frozen,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OnePassTiles:
+    """Tiles of the one pass.
+
+    Args:
+      group: tokens whose gradients of the logits one product takes, and columns of a tile.
+      chunks: in how many parts a group's logits are computed.
+    """
+
+    group: Cut
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.group}" + (f" in {self.chunks} chunks" if self.chunks > 1 else "")
+
+
+def one_pass(budget: Budget, work: Work) -> OnePassTiles | None:
+    """The tiles of the one pass, None where it does not fit the memory."""
+    memory = budget.memory or budget.profile.one_pass
+    return (_chunks if budget.profile.whole else _small_tiles)(budget, work, memory)
+
+
+def _small_tiles(budget: Budget, work: Work, memory: int) -> OnePassTiles | None:
+    N, H, V = work.tokens, work.features, work.columns
+    B = min(V, budget.profile.columns)
+    fixed = 5 * 4 * H * B + work.accumulator + work.gathered
+    most = (memory - fixed) // ((5 if work.nucleus else 4) * V + 8 * B + 12 * H)
+    if budget.deterministic:
+        return OnePassTiles(Cut(budget.profile.deterministic, B)) if most >= budget.profile.deterministic else None
+    # a chunk of fewer reads and writes the kernel's gradient too often to gain from the product that it saves
+    return OnePassTiles(Cut(even_block(N, most), B)) if most >= min(N, 128) else None
+
+
+def _chunks(budget: Budget, work: Work, memory: int) -> OnePassTiles | None:
+    """Few groups first, since each reads and writes dkernel once; then few chunks in each."""
+    N, H, V, profile = work.tokens, work.features, work.columns, budget.profile
+    block = 8 * H * 4096  # of a sum of dkernel over devices
+
+    def fits(group: int, chunks: int) -> bool:
+        rows = group * H * work.itemsize
+        accumulator = work.accumulator if group < N or work.gathered else min(work.accumulator, block)
+        logits = group // chunks * V * (5 if work.nucleus else 4) + group * V * work.itemsize
+        return work.gathered + rows + accumulator + logits <= memory
+
+    # with a mask chunks follow the tokens that count, unless the caller gives memory for all of them at once
+    follows = work.masked and (budget.memory is None or not fits(N, 1))
+    most = profile.masked if follows and profile.masked < N else N
+    sizes = [most, *(2**k for k in range(20, 6, -1) if 2**k < most)]
+    for size in sizes:
+        for chunks in (2**k for k in range(8)):
+            group = N if size == N else size // (8 * chunks) * 8 * chunks
+            if budget.deterministic and group != profile.deterministic * chunks:
+                continue
+            divided = chunks == 1 or (group % chunks == 0 and group // chunks >= profile.chunk and not follows)
+            if group and divided and fits(group, chunks):
+                return OnePassTiles(Cut(group, V), chunks)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoPassTiles:
+    """Tiles of two passes.
+
+    Args:
+      forward: of the statistics.
+      backward: of the gradients.
+      forward_vocabulary_first: the loop over the vocabulary is the outer one.
+      vocabulary_first: the same of the gradients.
+      kept: blocks of tokens whose logits wait for the backward.
+    """
+
+    forward: Cut
+    backward: OnePassTiles
+    forward_vocabulary_first: bool
+    vocabulary_first: bool
+    kept: int = 0
+
+
+def two_passes(rule: Rule, inputs: Inputs, needs: NeedsGrad | None) -> TwoPassTiles:
+    """The tiles of two passes.
+
+    Raises:
+      ValueError: memory for no tile.
+    """
+    budget, work = rule.budget, Work.of(rule, inputs, needs)
+    return _wide_two_passes(budget, work) if budget.profile.whole else _small_two_passes(budget, work, needs)
+
+
+def _shrunk(budget: Budget, work: Work, cut: Cut, fixed: int) -> Cut:
+    """The cut made smaller until it fits the memory, where there is one."""
+    least = Cut(min(cut.tokens, 8), min(cut.columns, 128))
+
+    def size(cut: Cut) -> int:
+        tile = cut.tokens * cut.columns * (4 + work.itemsize) * budget.heads
+        return fixed + tile + cut.tokens * work.features * work.itemsize + 8 * work.features * cut.columns
+
+    if budget.memory is not None and size(least) > budget.memory:
+        raise ValueError(f"memory: got {budget.memory} bytes, expected at least {size(least)} for this head and batch")
+    while budget.memory is not None and size(cut) > budget.memory:
+        wide = cut.columns > least.columns and (cut.columns > cut.tokens or cut.tokens <= least.tokens)
+        cut = (
+            Cut(cut.tokens, max(least.columns, cut.columns // 2)) if wide else Cut(max(8, cut.tokens // 2), cut.columns)
+        )
+    return cut
+
+
+def _small_two_passes(budget: Budget, work: Work, needs: NeedsGrad | None) -> TwoPassTiles:
+    """Few columns cost reads of the accumulated dhidden, few tokens those of an accumulated block of dkernel."""
+    N, H, profile = work.tokens, work.features, budget.profile
+    tile = profile.tile // budget.heads
+    most = profile.chunk if work.masked or profile.wide < N else N
+    if work.masked:  # blocks of tokens are what the work can stop after, so there are at least four
+        most = min(most, max(128, -(-N // 4)))
+    keeps = budget.keep and needs is not None and bool(needs.parameters.kernel) and not work.accumulator and H >= 128
+    most = min(most, H) if keeps else most
+    tokens = even_block(N, max(1, min(most, tile // (8 * profile.columns))))
+    columns = min(4 * profile.columns, max(profile.columns, tile // (8 * tokens) // 128 * 128))
+    cut = _shrunk(budget, work, Cut(tokens, columns), 4 * N * H)
+    forward = Cut(profile.deterministic, profile.columns) if budget.deterministic else cut
+    kept = min(H, N) // cut.tokens if keeps and forward == cut else 0
+    return TwoPassTiles(forward, OnePassTiles(cut), True, bool(work.gathered) or not work.frozen, kept)
+
+
+def _wide_two_passes(budget: Budget, work: Work) -> TwoPassTiles:
+    N, H, V, profile = work.tokens, work.features, work.columns, budget.profile
+    tokens = profile.deterministic if budget.deterministic else min(N, profile.chunk)
+    forward = Cut(tokens, min(V, profile.tile // (4 * profile.chunk * budget.heads)))
+    if not budget.deterministic:
+        forward = _shrunk(budget, work, forward, 0)
+    fits = one_pass(budget, work) if budget.memory is not None else None
+    if fits is not None or (work.frozen and not work.gathered):
+        return TwoPassTiles(forward, fits or OnePassTiles(forward), False, False)
+    most = profile.masked if work.masked else profile.wide
+    columns = profile.masked_columns if work.masked else profile.columns
+    cut = _shrunk(budget, work, Cut(min(N, most), min(V, columns)), 4 * N * H)
+    return TwoPassTiles(forward, OnePassTiles(cut), bool(work.gathered), True)
