@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxppo._sharding import ParallelMesh, check_row_length, logical_positions, row_multiple
+from jaxppo._sharding import ParallelMesh, check_row_length, logical_positions, segment_multiple
 
 if TYPE_CHECKING:
     from jaxppo.batch import RolloutBatch
@@ -29,10 +29,10 @@ def validate_batch(batch: RolloutBatch, vocab_size: int, parallel: ParallelMesh 
     numbered = segments + np.arange(len(segments))[:, None] * (num_segments + 1)
     lengths = np.bincount(numbered.reshape(-1), minlength=len(segments) * (num_segments + 1)).reshape(len(segments), -1)
     lengths = lengths[:, 1:]
-    order = logical_positions(layout, length, shards, lengths if layout == "zigzag_per_segment" else None)
+    order = logical_positions(layout, length, shards, lengths)
     order = np.broadcast_to(order, segments.shape)
     arrays = {name: x if name in _PER_SEGMENT else _logical(x, order) for name, x in arrays.items()}
-    _check_segments(arrays, lengths, row_multiple(layout, shards) if layout == "zigzag_per_segment" else 1, layout)
+    _check_segments(arrays, lengths, segment_multiple(layout, shards), layout)
     _check_tokens(arrays, vocab_size)
     _check_values(arrays)
     _check_ids(arrays, lengths)

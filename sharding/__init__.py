@@ -1,20 +1,21 @@
 """Meshes, axis roles, sequence layouts, packing, collectives and audits. Knows nothing of reinforcement learning."""
 
 from .audit import Audit, Collective, audit
-from .layout import check_row_length, logical_positions, physical_places, row_multiple
+from .layouts import check_row_length, logical_positions, physical_places, row_multiple, segment_multiple
+from .layouts.base import Layout, Row, register_layout
 from .mesh import ParallelMesh, ShardAxes, check_parallel, make_parallel_mesh, shard_call, vary, vary_like, varying
 from .packing import Packed, pack, unpack
 from .program import note
-from .redistribute import check_context_rows, redistribute
-from .scan import scan_affine, scan_shard
+from .rows import check_context_rows, redistribute, scan_affine, scan_shard, shift_left, shift_shard
 from .segments import Segments, segment_sum
-from .shift import shift_left, shift_shard
 
 __all__ = [
     "Audit",
     "Collective",
+    "Layout",
     "Packed",
     "ParallelMesh",
+    "Row",
     "Segments",
     "ShardAxes",
     "audit",
@@ -27,9 +28,11 @@ __all__ = [
     "pack",
     "physical_places",
     "redistribute",
+    "register_layout",
     "row_multiple",
     "scan_affine",
     "scan_shard",
+    "segment_multiple",
     "segment_sum",
     "shard_call",
     "shift_left",

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Names = tuple[str, ...]
-LAYOUTS = ("contiguous", "zigzag", "zigzag_per_segment", "striped")
+LAYOUTS: dict[str, Any] = {}  # by name, the context layouts that `sharding.layouts` registers here
 _DEFAULT_ROLES = {"data": ("dp",), "context": ("cp",), "tensor": ("tp",), "fsdp": ()}
 _ROLE_OF_NAME = {
     "dp": "data",
@@ -37,7 +37,7 @@ def _entry(names: Names) -> Any:
 
 
 def check_layout(layout: str, name: str = "context_layout") -> None:
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"{name}: got {layout!r}, expected one of {', '.join(LAYOUTS)}")
 
 
@@ -138,7 +138,7 @@ class ParallelMesh:
       tensor: axes of the vocabulary.
       fsdp: axes over which a head kernel is sharded beside `tensor`; they count as data axes for tokens.
       sequence_parallel: hidden states arrive with positions sharded over `tensor` too.
-      context_layout: "contiguous", "zigzag", "zigzag_per_segment" or "striped".
+      context_layout: "contiguous", "zigzag", "zigzag_per_segment", "striped", or one that was registered.
 
     Raises:
       ValueError: an axis that the mesh lacks, an axis in two roles, an unknown layout.

@@ -119,7 +119,7 @@ def discounted_returns(
         raise ValueError(f"masked: got {masked!r}, expected one of {', '.join(through)}")
     _check_unit(gamma=gamma)
     check_tokens("rewards", rewards=rewards, mask=mask, segment_ids=segment_ids)
-    check_context_rows(parallel, rewards, segment_ids, num_segments, "discounted_returns")
+    check_context_rows(parallel, {"rewards": rewards}, segment_ids, num_segments, "discounted_returns")
 
     def per_shard(axes: ShardAxes, rewards: jax.Array, mask: jax.Array, segment_ids: jax.Array) -> jax.Array:
         keep = mask > 0
@@ -175,7 +175,7 @@ def gae(
     """
     _check_unit(gamma=gamma, lam=lam, value_lam=lam if value_lam is None else value_lam)
     check_tokens("values", values=values, rewards=rewards, mask=mask, segment_ids=segment_ids)
-    check_context_rows(parallel, rewards, segment_ids, num_segments, "gae")
+    check_context_rows(parallel, {"rewards": rewards}, segment_ids, num_segments, "gae")
 
     def per_shard(axes: ShardAxes, rewards, values, mask, segment_ids):  # type: ignore[no-untyped-def]
         keep = mask > 0
