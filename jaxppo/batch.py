@@ -18,10 +18,11 @@ from jaxppo._sharding import (
     Segments,
     ShardAxes,
     check_row_length,
+    in_order,
     logical_positions,
     multihost,
     pack,
-    row_multiple,
+    segment_multiple,
 )
 from jaxppo.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
 from jaxppo.rules import View, raise_first
@@ -444,7 +445,7 @@ def _packed_for(parallel: ParallelMesh | None) -> dict[str, Any]:
 
 def _order(layout: str, shards: int) -> tuple[str, int]:
     """What two batches of the same order of positions have in common."""
-    return ("contiguous", 1) if shards == 1 or layout == "contiguous" else (layout, shards)
+    return ("contiguous", 1) if in_order(layout, shards) else (layout, shards)
 
 
 def _lengths(segments: np.ndarray, num_segments: int) -> np.ndarray:
@@ -463,7 +464,7 @@ def _logical(x: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 def _check_padding(segments: np.ndarray, lengths: np.ndarray, layout: str, shards: int) -> None:
     """Raises where a layout that cuts each sequence finds one that does not start at its multiple."""
-    multiple = row_multiple(layout, shards) if layout == "zigzag_per_segment" else 1
+    multiple = segment_multiple(layout, shards)
     first = np.concatenate([np.zeros_like(lengths[:, :1]), -(-lengths // multiple) * multiple], axis=1).cumsum(1)
     for row, slot in zip(*np.nonzero((lengths > 0) & (multiple > 1)), strict=True):
         start = int(np.argmax(segments[row] == slot + 1))

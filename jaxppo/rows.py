@@ -16,7 +16,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import INTEGERS, PER_SEGMENT
-from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, check_row_length, logical_positions, shard_call
+from jaxppo._sharding import (
+    ParallelMesh,
+    Segments,
+    ShardAxes,
+    check_row_length,
+    logical_positions,
+    segment_multiple,
+    shard_call,
+)
 
 
 class PaddedArrays(TypedDict, total=False):
@@ -122,7 +130,7 @@ def _call(
     """fn on whole rows of the mesh's data shards, its results in the mesh's layout."""
     layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
     check_row_length(length, layout, shards, "row length")
-    if layout == "zigzag_per_segment" and shards > 1:
+    if shards > 1 and segment_multiple(layout, shards) > 1:
         raise ValueError(
             f"parallel: got context layout {layout!r} in {name}, expected another: its rows are packed for it, by "
             "RolloutBatch.from_samples"

@@ -2,21 +2,22 @@
 
 from . import multihost
 from .audit import Audit, Collective, audit
-from .layout import check_row_length, logical_positions, physical_places, row_multiple
+from .layouts import check_row_length, in_order, logical_positions, physical_places, row_multiple, segment_multiple
+from .layouts.base import Layout, Row, register_layout
 from .mesh import ParallelMesh, ShardAxes, check_parallel, make_parallel_mesh, shard_call, vary, vary_like, varying
 from .packing import Packed, pack, unpack
 from .program import note
-from .redistribute import check_context_rows, redistribute
-from .scan import scan_affine, scan_shard
+from .rows import check_context_rows, redistribute, scan_affine, scan_shard, shift_left, shift_shard
 from .segments import Segments, segment_sum
-from .shift import shift_left, shift_shard
 from .tpu_time import Time
 
 __all__ = [
     "Audit",
     "Collective",
+    "Layout",
     "Packed",
     "ParallelMesh",
+    "Row",
     "Segments",
     "ShardAxes",
     "Time",
@@ -24,6 +25,7 @@ __all__ = [
     "check_context_rows",
     "check_parallel",
     "check_row_length",
+    "in_order",
     "logical_positions",
     "make_parallel_mesh",
     "multihost",
@@ -31,9 +33,11 @@ __all__ = [
     "pack",
     "physical_places",
     "redistribute",
+    "register_layout",
     "row_multiple",
     "scan_affine",
     "scan_shard",
+    "segment_multiple",
     "segment_sum",
     "shard_call",
     "shift_left",

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 Names = tuple[str, ...]
 Role = str | Sequence[str] | EllipsisType | None
-LAYOUTS = ("contiguous", "zigzag", "zigzag_per_segment", "striped")
+LAYOUTS: dict[str, Any] = {}  # by name, the context layouts that `sharding.layouts` registers here
 _CONVENTION = {
     "data": ("dp", "data", "replica"),
     "context": ("cp", "context", "sequence", "sp"),
@@ -36,7 +36,7 @@ def _entry(names: Names) -> Any:
 
 
 def check_layout(layout: str, name: str = "context_layout") -> None:
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"{name}: got {layout!r}, expected one of {', '.join(LAYOUTS)}")
 
 
@@ -186,7 +186,7 @@ class ParallelMesh:
       fsdp: axes over which a head kernel is sharded beside `tensor`.
       replicated: axes over which every device does the same work.
       sequence_parallel: hidden states arrive with positions sharded over `tensor` too.
-      context_layout: "contiguous", "zigzag", "zigzag_per_segment" or "striped".
+      context_layout: "contiguous", "zigzag", "zigzag_per_segment", "striped", or one that was registered.
 
     Raises:
       ValueError: an axis that the mesh lacks, an axis in two roles, an axis of size above 1 without a role, an unknown

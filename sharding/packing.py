@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Num, Shaped
 
-from .layout import check_row_length, logical_positions, row_multiple
+from .layouts import check_row_length, logical_positions, segment_multiple
 from .mesh import ParallelMesh
 from .multihost import local_data_size
 
@@ -129,7 +129,7 @@ def pack(
     costs = np.asarray(lengths if loads is None else loads, np.float64)
     if costs.shape != lengths.shape:
         raise ValueError(f"loads: got shape {costs.shape}, expected one of each of the {len(lengths)} sequences")
-    unit = row_multiple(layout, shards) if layout == "zigzag_per_segment" else 1
+    unit = segment_multiple(layout, shards)
     padded = -(-lengths // unit) * unit
     if (padded > row_length).any():
         i = int(np.argmax(padded > row_length))
@@ -156,7 +156,7 @@ def pack(
     row = _deal(bins, costs, rows, count, data)[bins] if len(bins) else bins
     sizes = np.zeros((rows * count, fullest), np.int64)
     sizes[row, slot] = lengths
-    order = logical_positions(layout, row_length, shards, sizes if layout == "zigzag_per_segment" else None)
+    order = logical_positions(layout, row_length, shards, sizes)
     order = np.broadcast_to(order, (rows * count, row_length))
     return Packed(lengths, row, slot, start, fullest, rows, count if has_micro_batches else None, order)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
+from .checks import check_int
 from .mesh import ParallelMesh, ShardAxes, shard_call, vary, vary_like
 
 
@@ -80,7 +81,8 @@ def segment_sum(
       `[R, S]` in x's dtype, 0 for sequences that are absent.
 
     Raises:
-      ValueError: shapes of x and segment_ids differ.
+      ValueError: shapes of x and segment_ids differ, segment_ids are no integers.
+      TypeError: num_segments that is no static integer.
 
     Example:
       >>> segment_sum(jnp.array([[1.0, 2.0, 4.0]]), jnp.array([[1, 2, 2]]), 3)
@@ -88,9 +90,15 @@ def segment_sum(
     """
     if x.shape != segment_ids.shape or x.ndim != 2:
         raise ValueError(f"segment_ids: got shape {segment_ids.shape}, expected [R, T] like x, {x.shape}")
-
-    def per_shard(axes: ShardAxes, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        return Segments(segment_ids, num_segments, axes).sum(x)
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"segment_ids: got {segment_ids.dtype}{segment_ids.shape}, expected integers [R, T]")
+    check_int("num_segments", num_segments, 0)
 
     args = {"x": x, "segment_ids": segment_ids}
-    return shard_call("segment_sum", per_shard, parallel, args, lambda p: ([p.tokens_spec] * 2, p.rows_spec))
+    specs = lambda p: ([p.tokens_spec] * 2, p.rows_spec)  # noqa: E731
+    found: jax.Array = shard_call("segment_sum", _segment_sum, parallel, args, specs, num_segments)
+    return found
+
+
+def _segment_sum(axes: ShardAxes, num_segments: int, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    return Segments(segment_ids, num_segments, axes).sum(x)

@@ -20,9 +20,10 @@ from sharding import (
     scan_affine,
     shift_left,
 )
-from sharding import layout as layout_module
+from sharding import layouts as layout_module
 from sharding.audit import audit
 from sharding.mesh import LAYOUTS
+from sharding.testing import assert_trees_close
 
 R, T, S = 4, 64, 3
 LENGTHS = np.array([[16, 13, 0], [0, 0, 0], [64, 0, 0], [1, 20, 7]])  # a full row, an empty one, short chunks
@@ -167,12 +168,12 @@ def serial_shift(x, ids, by, fill):
 
 @pytest.mark.parametrize(("mesh", "layout"), TABLE)
 def test_shift_left(mesh, layout):
-    """By 0, 1, a few, and more than the piece of a row that a shard holds; with and without segments."""
+    """By 0, 1, a few, more than the piece of a row that a shard holds, and than the row; with and without segments."""
     parallel = make_parallel_mesh(mesh, context_layout=layout)
     shards = parallel.context_size
     ids, rng = logical_segments(shards), np.random.default_rng(2)
     tree = {"i": rng.integers(0, 99, size=(R, T)), "b": rng.integers(0, 2, size=(R, T, 2)).astype(bool), "none": None}
-    shifts = (0, 1, 3, 14)
+    shifts = (0, 1, 3, 14, 2**40)
 
     @jax.jit
     def shifted(x, ids):
@@ -238,7 +239,7 @@ def test_scan_affine_is_the_serial_loop(mesh, layout):
         whole = layout != "zigzag_per_segment"
         return [
             (
-                scan_affine(a, b, parallel, reverse, ids, S),
+                scan_affine(a, b, parallel, reverse, ids.astype(np.uint8), S),
                 scan_affine(whole_a, whole_b, parallel, reverse) if whole else None,
                 scan_affine(0.5, b, parallel, reverse, ids, S),
             )
@@ -262,26 +263,46 @@ def test_scan_affine_is_the_serial_loop(mesh, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradient_of_scan_affine(layout):
-    """Equal to one device's and to the serial loop's: the scan of the weights the other way."""
+@pytest.mark.parametrize("reverse", [True, False])
+def test_gradient_of_scan_affine(layout, reverse):
+    """Equal to one device's and to the serial loop's, the scan of the weights the other way; a is 0 here and there."""
     shards = 4
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     ids, rng = logical_segments(shards), np.random.default_rng(5)
     a, b, weight = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(3, R, T)))
+    a = jnp.where(rng.random((R, T)) < 0.2, 0, a)
 
     def loss(a, b, weight, ids, parallel):
-        return jnp.vdot(scan_affine(a, b, parallel, True, ids, S), weight)
+        return jnp.vdot(scan_affine(a, b, parallel, reverse, ids, S), weight)
 
     gradient = jax.grad(loss, argnums=(0, 1))
     there = [physical(x, layout, shards) for x in (a, b, weight, ids)]
     got = jax.jit(lambda *xs: gradient(*xs, parallel))(*there)
     one = jax.jit(lambda *xs: gradient(*xs, None))(a, b, weight, ids)
-    y, before_a = serial_scan(a, b, ids, True), np.roll(a, 1, axis=1)
-    of_b = serial_scan(before_a, weight, ids, False)  # what reaches b_t is w_t and, through y_t, a_(t-1) of the former
-    of_a = of_b * serial_shift(y, ids, 1, 0)
+    y, before_a = serial_scan(a, b, ids, reverse), np.roll(a, 1 if reverse else -1, axis=1)
+    of_b = serial_scan(before_a, weight, ids, not reverse)  # b_t gets w_t and, through y_t, a_(t-1) of b_(t-1)'s
+    way = np.s_[:, :: 1 if reverse else -1]
+    of_a = of_b * serial_shift(y[way], ids[way], 1, 0)[way]
     for g, o, e in zip(got, one, (of_a, of_b), strict=True):
         np.testing.assert_allclose(o, e, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(g, physical(e, layout, shards), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_second_derivatives(layout):
+    """Of a scan and a move in one: the gradient of a gradient's square, as on one device."""
+    parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
+    ids, rng = logical_segments(4), np.random.default_rng(7)
+    a, b = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, R, T)) / 2)
+
+    def penalty(a, b, ids, parallel):
+        loss = lambda a, b: jnp.sin(scan_affine(a, b, parallel, True, ids, S)).sum()  # noqa: E731
+        return sum((g**2).sum() for g in jax.grad(loss, argnums=(0, 1))(a, b))
+
+    second = jax.grad(penalty, argnums=(0, 1))
+    expected = jax.jit(lambda *xs: second(*xs, None))(a, b, ids)
+    got = jax.jit(lambda *xs: second(*xs, parallel))(*(physical(x, layout, 4) for x in (a, b, ids)))
+    assert_trees_close(got, jax.tree.map(lambda x: physical(x, layout, 4), expected), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("layout", "expected"), [
@@ -310,7 +331,7 @@ def test_context_over_two_axes_explicit_and_inside_shard_map():
         parallel = ParallelMesh(mesh, data="rows", context=("slow", "fast"), tensor=None, context_layout=layout)
 
         def everything(parallel, x, ids, layout=layout):
-            target = LAYOUTS[LAYOUTS.index(layout) - 1]
+            target = {"zigzag_per_segment": "zigzag", "striped": "zigzag_per_segment"}[layout]
             return (
                 scan_affine(0.9, x, parallel, True, ids, S),
                 shift_left(x, parallel, 2, 0, ids, S),
@@ -328,51 +349,3 @@ def test_context_over_two_axes_explicit_and_inside_shard_map():
         np.testing.assert_array_equal(got[1], physical(serial_shift(x, ids, 2, 0), layout, 4))
         expected = serial_scan(np.full((R, T), 0.9), x, ids, True)
         np.testing.assert_allclose(got[0], physical(expected, layout, 4), rtol=1e-5, atol=1e-6)
-
-
-def zigzag():
-    return make_parallel_mesh("dp=2,cp=4", context_layout="zigzag")
-
-
-def per_segment():
-    return make_parallel_mesh("dp=2,cp=4", context_layout="zigzag_per_segment")
-
-
-ROWS, IDS = np.ones((2, 48), np.float32), np.ones((2, 48), np.int32)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: redistribute(ROWS, zigzag(), "zigzag", "ring"),
-            "target: got 'ring', expected one of contiguous, zigzag",
-        ),
-        (lambda: redistribute(ROWS[0], zigzag(), "zigzag", "striped"), r"x: got shape \(48,\), expected \[R, T, ...\]"),
-        (
-            lambda: redistribute(ROWS[:, :44], zigzag(), "contiguous", "zigzag"),
-            "row length in redistribute: got 44, expected a multiple of 8 for layout 'zigzag' over 4 .* works is 48",
-        ),
-        (
-            lambda: redistribute(ROWS, zigzag(), "zigzag", "zigzag_per_segment"),
-            "segment_ids: got None in redistribute, expected it for context layout 'zigzag_per_segment'",
-        ),
-        (lambda: redistribute([ROWS, ROWS[:, 8:]], zigzag(), "zigzag", "striped"), r"x\[1\]: got shape \(2, 40\)"),
-        (lambda: shift_left(ROWS, zigzag(), by=-1), "by: got -1, expected at least 0"),
-        (lambda: shift_left(ROWS, per_segment()), "segment_ids: got None in shift_left"),
-        (lambda: shift_left(ROWS, per_segment(), 1, 0, IDS), "num_segments: got None in shift_left"),
-        (lambda: shift_left(ROWS, zigzag(), 1, 0, IDS[:, 8:]), r"x: got shape \(2, 48\), .* \[R, T\] = \(2, 40\)"),
-        (lambda: shift_left(ROWS, zigzag(), 1, 0, ROWS), r"segment_ids: got float32\(2, 48\), expected integers"),
-        (lambda: scan_affine(ROWS[:, 8:], ROWS, zigzag()), r"a, b: got shapes \(2, 40\) and \(2, 48\)"),
-        (lambda: scan_affine(ROWS, ROWS, per_segment()), "segment_ids: got None in scan_affine"),
-        (lambda: scan_affine(1.0, ROWS[:, :44], zigzag()), "row length in scan_affine: got 44, .* works is 48"),
-        (lambda: logical_positions("striped", 30, 4), "row_length: got 30, expected a multiple of 4 .* works is 32"),
-        (
-            lambda: logical_positions("zigzag_per_segment", 48, 4, np.array([[8, 0], [40, 9]])),
-            "segment_lengths: got 56 positions in row 1, each sequence padded to a multiple of 8, expected at most 48",
-        ),
-    ],
-)
-def test_bad_input(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -1,0 +1,195 @@
+"""What a context layout is, the registry of them, and rows moved from one to another by explicit collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import linear_call
+
+from ..mesh import LAYOUTS, ShardAxes, check_layout, vary, varying
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["lengths", "sizes"], meta_fields=["length", "shards"])
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What the place of a position depends on: the row's length, the shards and, per segment, `[R, S]` lengths.
+
+    `sizes` `[R, S+1]` are the lengths as padded and, last, the padding behind them.
+    """
+
+    length: int
+    shards: int
+    lengths: Any = None
+    sizes: Any = None
+
+    @classmethod
+    def of(cls, length: int, shards: int, lengths: Any, multiple: int, xp: ModuleType) -> Row:
+        sizes = -(-lengths // multiple) * multiple
+        behind = length - sizes.sum(axis=1, keepdims=True, dtype=sizes.dtype)
+        return cls(length, shards, lengths, xp.concatenate([sizes, behind], axis=1))
+
+    @property
+    def local(self) -> int:
+        return self.length // self.shards
+
+    @property
+    def ends(self) -> Any:
+        """`[R, S+1]`, the position behind each padded sequence."""
+        return self.sizes.cumsum(axis=1, dtype=self.sizes.dtype)
+
+    def at(self, points: Any, values: Any) -> Any:
+        """`[R, n]`: for each of the positions `[n]` or `[R, n]` the value, of `[R, S+1]`, of its sequence."""
+        points, ends = points[..., None, :], self.ends[:, :, None]
+        return (((points >= ends - self.sizes[:, :, None]) & (points < ends)) * values[:, :, None]).sum(axis=1)
+
+
+class Layout:
+    """A permutation of the positions of a row over C > 1 context shards.
+
+    A new layout is a subclass with a name and the two formulas, handed to `register_layout`; everything else here is
+    right for any of them, at the cost of moving the shard, and is there to be done better.
+    """
+
+    name: str
+    per_segment = False  # the formulas need the lengths of the sequences, and so all functions their segment_ids
+
+    def row_multiple(self, shards: int) -> int:
+        """What T must be a multiple of and, per segment, each sequence padded to one."""
+        return shards
+
+    def position_at(self, places: Any, row: Row) -> Any:
+        """The logical positions at physical places `[n]`, numpy or JAX; `[R, n]` per segment."""
+        raise NotImplementedError
+
+    def place_of(self, positions: Any, row: Row) -> Any:
+        """The physical places of logical positions `[n]`, or `[R, n]`: the inverse of `position_at`."""
+        raise NotImplementedError
+
+    def to_contiguous(self, axes: ShardAxes, row: Row, x: jax.Array) -> jax.Array:
+        """x in the contiguous layout, as this device holds it."""
+        return exchange(axes, self, LAYOUTS["contiguous"], row, x)
+
+    def from_contiguous(self, axes: ShardAxes, row: Row, x: jax.Array) -> jax.Array:
+        """The inverse, and the transpose, of `to_contiguous`."""
+        return exchange(axes, LAYOUTS["contiguous"], self, row, x)
+
+    def shift(self, axes: ShardAxes, x: Any, by: int, fill: Any, segment_ids: Any, num_segments: int | None) -> Any:
+        """`shift_left` of what this device holds."""
+        fn = lambda contiguous, x, ids: contiguous.shift(axes, x, by, fill, ids, num_segments)  # noqa: E731
+        return self._through_contiguous(axes, fn, x, segment_ids, num_segments)
+
+    def scan(self, axes: ShardAxes, ab: Any, reverse: bool, segment_ids: Any, num_segments: int | None) -> jax.Array:
+        """`scan_affine` of what this device holds."""
+        fn = lambda contiguous, ab, ids: contiguous.scan(axes, ab, reverse, ids, num_segments)  # noqa: E731
+        return self._through_contiguous(axes, fn, ab, segment_ids, num_segments)
+
+    def _through_contiguous(self, axes: ShardAxes, fn: Any, x: Any, segment_ids: Any, num_segments: int | None) -> Any:
+        contiguous, row = LAYOUTS["contiguous"], self.row(axes, x, segment_ids, num_segments)
+        x, segment_ids = move(axes, (x, segment_ids), self, contiguous, row)
+        return move(axes, fn(contiguous, x, segment_ids), contiguous, self, row)
+
+    def row(self, axes: ShardAxes, x: Any, segment_ids: Any, num_segments: int | None) -> Row:
+        """The shape of the rows of x, per segment for one psum of `[R, S]`."""
+        shards = axes.size(axes.context)
+        length = shards * next((leaf.shape[1] for leaf in jax.tree.leaves(x)), 0)
+        if not self.per_segment:
+            return Row(length, shards)
+        held = segment_ids[:, :, None] == jnp.arange(1, num_segments + 1)  # type: ignore[operator]
+        lengths = axes.psum(held.sum(axis=1, dtype=jnp.int32), axes.context)
+        return Row.of(length, shards, lengths, self.row_multiple(shards), jnp)
+
+
+def register_layout(layout: Layout) -> None:
+    """Makes `context_layout=layout.name` mean this layout, in every function here.
+
+    Raises:
+      TypeError: layout is no Layout.
+      ValueError: the name is taken.
+
+    Example:
+      >>> from sharding import logical_positions
+      >>> class Rotated(Layout):
+      ...     name = "rotated"
+      ...     def position_at(self, places, row):
+      ...         return (places + row.local) % row.length
+      ...     def place_of(self, positions, row):
+      ...         return (positions - row.local) % row.length
+      >>> register_layout(Rotated())
+      >>> logical_positions("rotated", 6, 3).tolist()
+      [2, 3, 4, 5, 0, 1]
+      >>> del LAYOUTS["rotated"]
+    """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout: got {layout!r}, expected an instance of a subclass of Layout")
+    if layout.name in LAYOUTS:
+        raise ValueError(f"layout: got the name {layout.name!r}, expected another than {', '.join(LAYOUTS)}")
+    LAYOUTS[layout.name] = layout
+
+
+def find_layout(name: str, argument: str = "context_layout", shards: int | None = None) -> Layout:
+    """The layout of that name, or contiguous where there is but one shard, which holds a row in order in each."""
+    check_layout(name, argument)
+    return LAYOUTS["contiguous" if shards == 1 else name]
+
+
+def move(axes: ShardAxes, x: Any, source: Layout, target: Layout, row: Row) -> Any:
+    """`redistribute` of what this device holds; its transpose is the move back."""
+    if row.shards == 1 or source is target:
+        return x
+    # jit keeps constants inside: linear_call would hand those of one trace to another, in second derivatives
+    there, back = (jax.jit(functools.partial(_move, axes, *way)) for way in ((source, target), (target, source)))
+    needed = frozenset(axes.context).union(*(varying(leaf) for leaf in jax.tree.leaves(row)))
+
+    def one(x: jax.Array) -> jax.Array:
+        x = vary(x, needed)
+        return linear_call(there, back, row, x) if jnp.issubdtype(x.dtype, jnp.inexact) else there(row, x)
+
+    return jax.tree.map(one, x)
+
+
+def _move(axes: ShardAxes, source: Layout, target: Layout, row: Row, x: jax.Array) -> jax.Array:
+    contiguous = LAYOUTS["contiguous"]
+    if contiguous in (source, target):
+        return target.from_contiguous(axes, row, x) if source is contiguous else source.to_contiguous(axes, row, x)
+    return exchange(axes, source, target, row, x)
+
+
+def exchange(axes: ShardAxes, source: Layout, target: Layout, row: Row, x: jax.Array) -> jax.Array:
+    """From any layout to any: one all_to_all or, where the lengths decide, an all_gather of the row and a take."""
+    me = axes.index(axes.context)
+    if source.per_segment or target.per_segment:
+        here = target.position_at(me * row.local + jnp.arange(row.local), row)
+        whole = lax.all_gather(x, axes.context, axis=1, tiled=True)
+        return take(whole, source.place_of(here, row))
+    send, keep = _exchange_tables(source, target, row.length, row.shards)
+    outgoing = x[:, jnp.asarray(send)[me].reshape(-1)]
+    received = lax.all_to_all(outgoing, axes.context, split_axis=1, concat_axis=1, tiled=True)
+    return received[:, jnp.asarray(keep)[me]]
+
+
+@functools.lru_cache
+def _exchange_tables(source: Layout, target: Layout, length: int, shards: int) -> tuple[np.ndarray, np.ndarray]:
+    """What each shard sends, `[C, C, m]` local places by receiver, and which of the `C*m` received it keeps."""
+    row = Row(length, shards)
+    came = source.place_of(target.position_at(np.arange(length), row), row).reshape(shards, row.local)
+    senders = came // row.local
+    width = max(np.bincount(each).max() for each in senders)
+    send = np.zeros((shards, shards, width), np.int32)
+    keep = np.zeros((shards, row.local), np.int32)
+    for sender, receiver in np.ndindex(shards, shards):
+        (kept,) = np.nonzero(senders[receiver] == sender)
+        send[sender, receiver, : kept.size] = came[receiver, kept] % row.local
+        keep[receiver, kept] = sender * width + np.arange(kept.size)
+    return send, keep
+
+
+def take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[r, index[r, j], ...] for x `[R, T, ...]` and index `[R, n]`; an index outside reads what is nearest."""
+    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1, mode="clip")

@@ -1,0 +1,162 @@
+"""What is done run by run: across the border of a shard go the ends of its runs alone.
+
+In the scan a break between sequences is a flag, not a coefficient of 0: what lies behind it is replaced by 0 before any
+product, so that NaN and inf stay in their sequence, in values and in gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from ..mesh import ShardAxes, vary, vary_like
+from .base import take
+
+# y_t needs its neighbour's y; is b_t; or lies at the end of a run and needs the next run's
+GOES_ON, ENDS, ENTERS = np.int8(0), np.int8(1), np.int8(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """The runs of neighbouring positions on this shard, P a row, links of G chains of runs over all shards.
+
+    Args:
+      starts: `i32[R, P]`, the local place of each run's first position; absent runs lie anywhere.
+      stops: `i32[R, P]`, the place behind its last one.
+      of_place: `i32[R, T_local]`, the run of each place; P is ordered as [halves, G].
+      halves: links of one chain on one shard: shard r has link r and, with two of them, link 2C-1-r.
+      shortest: a number of positions that every run has.
+      sequence_ends: `i32[R, T_local]`, the position behind the sequence of each place, and
+      links: `i32[halves * C, R, G]`, the segment id at the exit of each run of a chain, 0 for one of padding; both
+        where no shard has to ask others for them.
+    """
+
+    starts: Int[Array, "R P"]
+    stops: Int[Array, "R P"]
+    of_place: Int[Array, "R T"]
+    halves: int
+    shortest: int
+    sequence_ends: Int[Array, "R T"] | None = None
+    links: Int[Array, "Q R G"] | None = None
+
+
+def following(axes: ShardAxes, heads: jax.Array) -> jax.Array:
+    """`[R, halves, ...]`, of the run that comes after each run here in its chain; 0 where none does."""
+    last = axes.size(axes.context) - 1
+
+    def send(x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+        return lax.ppermute(vary(x, axes.context), axes.context, pairs) if last else jnp.zeros_like(x)
+
+    after_first = send(heads[:, :1], [(r + 1, r) for r in range(last)])
+    if heads.shape[1] == 1:
+        return after_first
+    turn = axes.index(axes.context) == last  # there a chain goes on in the second half
+    after_second = send(heads[:, 1:], [(r, r + 1) for r in range(last)])
+    return jnp.concatenate([jnp.where(turn, heads[:, 1:], after_first), after_second], axis=1)
+
+
+def scan_runs(axes: ShardAxes, runs: Runs, ab: Any, reverse: bool, segment_ids: Any) -> jax.Array:
+    """`scan_affine` of what this device holds, `[R, T_local]` each: y = total + product * lead * carry in each run.
+
+    total is y and product that of the a, both as if the run stood alone; lead is a at its entry, where the scan comes
+    in, and carry is y at the exit of the run before it in the scan. Gathered are product and total at the exits and,
+    where `runs.links` are not known, those and the leads.
+    """
+    a, b = (vary(vary_like(x, ab, segment_ids), axes.context) for x in ab)
+    ids = jnp.ones(b.shape, jnp.int32) if segment_ids is None else segment_ids.astype(jnp.int32)
+    entries, exits = (runs.stops - 1, runs.starts) if reverse else (runs.starts, runs.stops - 1)
+    is_entry = jnp.arange(b.shape[1]) == take(entries, runs.of_place)
+    why = jnp.where(is_entry, ENTERS, jnp.where(ids == _before(ids, 1, 1, reverse), GOES_ON, ENDS))
+    why, b = jnp.where(ids > 0, why, ENDS), jnp.where(ids > 0, b, 0)
+    if axes.size(axes.context) == 1:
+        return _scan(a, [b], why, 1, reverse)[0]
+    product, total = _scan(a, [jnp.where(why == GOES_ON, 0, jnp.ones_like(a)), b], why, 1, reverse)
+    why = _reaches(why, 1, reverse)[-1][1]
+
+    me, entry_ids, lead = axes.index(axes.context), take(ids, entries), take(a, entries)
+
+    def of_previous(chain: jax.Array) -> jax.Array:
+        """`[R, P]` of `[Q, R, G]`: what the run before each run here has."""
+        chain = _before(chain, 1, 0, reverse)
+        held = [me, chain.shape[0] - 1 - me][: runs.halves]
+        return jnp.concatenate([lax.dynamic_index_in_dim(chain, link, keepdims=False) for link in held], axis=1)
+
+    def is_linked(links: jax.Array) -> jax.Array:
+        return (entry_ids > 0) & (entry_ids == of_previous(jnp.abs(links)))
+
+    links, product_out, total_out = runs.links, take(product, exits), take(total, exits)
+    if segment_ids is None:
+        links = jnp.ones((runs.halves * axes.size(axes.context), b.shape[0], 1), jnp.int32)
+    if links is None:
+        link = jnp.where(take(why, exits) == ENTERS, 1, -1) * take(ids, exits)  # negative: y there needs no carry
+        products, totals, leads, links = _chains(axes, runs, product_out, total_out, lead, link.astype(b.dtype))
+        links = links.real.astype(ids.dtype)
+    else:
+        lead = jnp.where(is_linked(links), lead, 0)
+        (products, totals), leads = _chains(axes, runs, product_out * lead, total_out), 1
+    goes_on = (links > 0) & (links == _before(jnp.abs(links), 1, 0, reverse))
+    products = products * jnp.where(goes_on, leads, 0)
+    (ys,) = _scan(products, [totals], jnp.where(goes_on, GOES_ON, ENDS), 0, reverse)
+    linked = is_linked(links)
+    carried = jnp.where(linked, lead, 0) * jnp.where(linked, of_previous(ys), 0)
+    return total + product * jnp.where(why == ENTERS, take(carried, runs.of_place), 0)
+
+
+def _chains(axes: ShardAxes, runs: Runs, *ends: jax.Array) -> jax.Array:
+    """`[n, Q, R, G]`: the n numbers `[R, P]` of each run here, gathered and put in the order of the chains."""
+    gathered = lax.all_gather(jnp.stack(ends), axes.context, axis=1)  # [n, C, R, P]
+    halves = jnp.split(gathered, runs.halves, axis=3)
+    return jnp.concatenate([half[:, :: 1 - 2 * i] for i, half in enumerate(halves)], axis=1)
+
+
+def _before(x: jax.Array, distance: int, axis: int, reverse: bool) -> jax.Array:
+    """What each entry of x has `distance` ahead of it in the order of the scan; 0 beyond the end."""
+    length = x.shape[axis]
+    kept = lax.slice_in_dim(x, *((distance, length) if reverse else (0, length - distance)), axis=axis)
+    none = jnp.zeros_like(lax.slice_in_dim(x, 0, distance, axis=axis))
+    return jnp.concatenate([kept, none] if reverse else [none, kept], axis)
+
+
+def _scan(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool) -> list[jax.Array]:
+    """y for each b; its derivatives are scans too, the one by b the other way."""
+    a, why, *bs = (vary_like(x, a, why, bs) for x in (a, why, *bs))
+    on = why == GOES_ON
+
+    def left_over(ys: list[jax.Array]) -> list[jax.Array]:
+        """b of y: what the derivatives follow from."""
+        return [y - jnp.where(on, a, 0) * jnp.where(on, _before(y, 1, axis, reverse), 0) for y in ys]
+
+    def transposed(_: Any, bs: list[jax.Array]) -> list[jax.Array]:
+        from_a, from_on = (_before(x, 1, axis, not reverse) for x in (a, on))
+        return _double(from_a, bs, jnp.where(from_on, GOES_ON, ENDS), axis, not reverse)
+
+    solve = lambda _, bs: _double(a, bs, why, axis, reverse)  # noqa: E731
+    return lax.custom_linear_solve(left_over, bs, solve, transposed)
+
+
+def _double(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool) -> list[jax.Array]:
+    """y for each b, by doubling the reach of each place until it ends, as it must at the end of the row.
+
+    `lax.associative_scan` does half the multiplications, in strided slices that take twice as long to compile.
+    """
+    for distance, reached in _reaches(why, axis, reverse)[:-1]:
+        near = functools.partial(_before, distance=distance, axis=axis, reverse=reverse)
+        bs = [jnp.where(reached == GOES_ON, b + a * near(b), b) for b in bs]
+        a = a * near(a)
+    return bs
+
+
+def _reaches(why: jax.Array, axis: int, reverse: bool) -> list[tuple[int, jax.Array]]:
+    """The distances to double the reach of each place by and why, with what lies within it, y does not go on."""
+    reaches = []
+    for distance in (1 << level for level in range((why.shape[axis] - 1).bit_length())):
+        reaches.append((distance, why))
+        why = jnp.where(why == GOES_ON, _before(why, distance, axis, reverse), why)
+    return [*reaches, (0, why)]

@@ -1,0 +1,65 @@
+"""The row cut into 2C chunks, r and 2C-1-r on shard r, so that causal attention costs every shard the same.
+
+Megatron's context parallelism of a padded batch; Transformer Engine's and MaxText's dual chunk swap (MaxText's
+`context_parallel_load_balance`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..mesh import ShardAxes
+from .base import Row
+from .contiguous import Contiguous
+
+
+class Zigzag(Contiguous):
+    name = "zigzag"
+    halves = 2
+
+    def span(self, points: Any, row: Row) -> tuple[Any, Any]:
+        """The start and the size of what is cut into chunks at each of the positions."""
+        return 0, row.length
+
+    def position_at(self, places: Any, row: Row) -> Any:
+        shard, offset = places // row.local, places % row.local
+        start, size = self.span(offset * row.shards, row)  # a shard holds as large a part of each span
+        chunk, offset = size // (2 * row.shards), offset - start // row.shards
+        second = offset >= chunk
+        return start + _mirrored(shard, second, row) * chunk + offset - second * chunk
+
+    def place_of(self, positions: Any, row: Row) -> Any:
+        start, size = self.span(positions, row)
+        chunk = size // (2 * row.shards)
+        link, offset = (positions - start) // chunk, (positions - start) % chunk
+        second = link >= row.shards
+        return _mirrored(link, second, row) * row.local + start // row.shards + second * chunk + offset
+
+    def from_contiguous(self, axes: ShardAxes, row: Row, x: jax.Array) -> jax.Array:
+        sent = _permute(axes, row, jnp.split(x, 2, axis=1), back=False)
+        return jnp.concatenate(_even_first(axes, *sent), axis=1)
+
+    def to_contiguous(self, axes: ShardAxes, row: Row, x: jax.Array) -> jax.Array:
+        return jnp.concatenate(_permute(axes, row, _even_first(axes, *jnp.split(x, 2, axis=1)), back=True), axis=1)
+
+
+def _mirrored(link: Any, second: Any, row: Row) -> Any:
+    """From the link of a chain to its shard and, where it is the second there, back."""
+    return link + second * (2 * row.shards - 1 - 2 * link)
+
+
+def _permute(axes: ShardAxes, row: Row, halves: Any, back: bool) -> list[jax.Array]:
+    """The even and the odd chunk of each contiguous shard sent to the shard that has them in zigzag, or back."""
+    homes = [min(chunk, 2 * row.shards - 1 - chunk) for chunk in range(2 * row.shards)]
+    ways = [[pair[::-1] if back else pair for pair in enumerate(homes[odd::2])] for odd in (0, 1)]
+    return [lax.ppermute(half, axes.context, way) for half, way in zip(halves, ways, strict=True)]
+
+
+def _even_first(axes: ShardAxes, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The even and the odd chunk of a shard from its first and second, and back: the first is chunk r on shard r."""
+    is_even = axes.index(axes.context) % 2 == 0
+    return jnp.where(is_even, first, second), jnp.where(is_even, second, first)

@@ -1,0 +1,45 @@
+"""Zigzag within each sequence, padded to a multiple of 2C; the padding behind the last one counts as one more.
+
+Packed (thd) context parallelism of Megatron, Transformer Engine and slime.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..mesh import ShardAxes
+from .base import Layout, Row, take
+from .contiguous import widen
+from .runs import Runs, following
+from .zigzag import Zigzag
+
+
+class ZigzagPerSegment(Zigzag):
+    """A chain of runs a sequence, two of them on each shard; all know its length, so none asks for segment ids."""
+
+    name = "zigzag_per_segment"
+    per_segment = True
+    to_contiguous, from_contiguous = Layout.to_contiguous, Layout.from_contiguous
+
+    def span(self, points: Any, row: Row) -> tuple[Any, Any]:
+        return row.at(points, row.ends - row.sizes), row.at(points, row.sizes)
+
+    def runs(self, row: Row, rows: int) -> Runs:
+        ends, sizes = row.ends[:, :-1] // row.shards, row.sizes[:, :-1] // row.shards
+        places, middles = jnp.arange(row.local), ends - sizes // 2
+        segment = jnp.minimum((places >= ends[:, :, None]).sum(axis=1), sizes.shape[1] - 1)
+        starts, stops = jnp.concatenate([ends - sizes, middles], axis=1), jnp.concatenate([middles, ends], axis=1)
+        of_place = segment + sizes.shape[1] * (places >= take(middles, segment))
+        chunk, q = sizes // 2, jnp.arange(2 * row.shards)[:, None, None]
+        links = (q * chunk < row.lengths) * jnp.arange(1, chunk.shape[1] + 1)
+        return Runs(starts, stops, of_place, 2, 1, take((ends - sizes) * row.shards + row.lengths, segment), links)
+
+    def hop(self, axes: ShardAxes, runs: Runs, x: jax.Array, by: int) -> jax.Array:
+        """One position at a time, since a chunk of a short sequence may hold only one."""
+        heads = take(x, runs.starts)
+        after = following(axes, heads.reshape(x.shape[0], 2, -1, *x.shape[2:])).reshape(heads.shape)
+        at_end = jnp.arange(x.shape[1]) == take(runs.stops, runs.of_place) - 1
+        return jnp.where(widen(at_end, x), take(after, runs.of_place), jnp.concatenate([x[:, 1:], x[:, :1]], axis=1))

@@ -1,0 +1,225 @@
+"""Rows of packed sequences brought to another context layout, shifted and scanned along their logical positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from .checks import check_int
+from .layouts import check_row_length
+from .layouts.base import Layout, find_layout, move
+from .mesh import ParallelMesh, ShardAxes, check_parallel, shard_call
+
+Parallel = ParallelMesh | ShardAxes | None
+
+
+def redistribute(
+    x: Any,
+    parallel: Parallel,
+    source: str,
+    target: str,
+    segment_ids: Int[Array, "R T"] | None = None,
+    num_segments: int | None = None,
+) -> Any:
+    """x in another context layout: y[place in target of t] = x[place in source of t] for each logical position t.
+
+    Between contiguous and zigzag two ppermutes move every element at most once; between striped and either of them it
+    is one all_to_all; where "zigzag_per_segment" takes part, an all_gather of the row and a take. The way back is the
+    exact inverse, and so is the transpose under a gradient.
+
+    Args:
+      x: `[R, T, ...]` of any dtype, or a pytree of them; None leaves stay None.
+      parallel: the mesh; rows sharded over data, positions over context.
+      source: the layout that x is in, whatever `parallel.context_layout` says.
+      target: the layout to bring it to.
+      segment_ids: `i32[R, T]` in the source layout, as `pack` gives them; for "zigzag_per_segment" only.
+      num_segments: S, static; for "zigzag_per_segment" only.
+
+    Returns:
+      The pytree of x in the target layout.
+
+    Raises:
+      ValueError: an unknown layout, a row length that it cannot divide, missing or misshapen segment_ids.
+      TypeError: num_segments that is no static integer.
+
+    Example:
+      >>> redistribute(jnp.arange(4)[None], None, "contiguous", "zigzag")
+      Array([[0, 1, 2, 3]], dtype=int32)
+    """
+    here, there = find_layout(source, "source"), find_layout(target, "target")
+    check_context_rows(parallel, {"x": x}, segment_ids, num_segments, "redistribute", here, there)
+    if here is there:
+        return x
+
+    args = {"x": x, "segment_ids": segment_ids if here.per_segment or there.per_segment else None}
+    return _of_rows("redistribute", _redistribute, parallel, args, (source, target, num_segments))
+
+
+def _redistribute(axes: ShardAxes, static: tuple[str, str, int | None], x: Any, segment_ids: Any) -> Any:
+    here, there = find_layout(static[0]), find_layout(static[1])
+    row = (here if here.per_segment else there).row(axes, x, segment_ids, static[2])
+    return move(axes, x, here, there, row)
+
+
+def shift_left(
+    x: Any,
+    parallel: Parallel = None,
+    by: int = 1,
+    fill: float = 0,
+    segment_ids: Int[Array, "R T"] | None = None,
+    num_segments: int | None = None,
+) -> Any:
+    """y[t] = x[t + by] along the logical positions of a row, across shards, and `fill` where that leaves the sequence.
+
+    By the mesh's context layout, what each row of an array (and of segment_ids, once) sends from a device is by
+    positions in contiguous, 2 * by in zigzag, 2 * S * by in zigzag_per_segment (and there S counts, summed, in place of
+    the segment_ids), and the shard, to contiguous and back, in striped. A shift longer than a piece of the row hops.
+
+    Args:
+      x: `[R, T, ...]` of any dtype in the mesh's layout, or a pytree of them; None leaves stay None.
+      parallel: the mesh; rows sharded over data, positions over context.
+      by: how far, static, at least 0.
+      fill: a scalar, cast to each array's dtype.
+      segment_ids: `i32[R, T]` like x: nothing crosses from one sequence to another, and padding reads `fill`. Without
+        them a row is one sequence.
+      num_segments: S, static; for "zigzag_per_segment" only.
+
+    Returns:
+      The pytree of x, shifted.
+
+    Raises:
+      ValueError: a negative `by`, a row length that the layout cannot divide, missing or misshapen segment_ids.
+      TypeError: by or num_segments that is no static integer.
+
+    Example:
+      >>> shift_left(jnp.array([[1, 2, 3, 4]]), by=1, fill=-1, segment_ids=jnp.array([[1, 1, 2, 2]]))
+      Array([[ 2, -1,  4, -1]], dtype=int32)
+    """
+    check_int("by", by, 0)
+    if np.shape(fill) != ():
+        raise ValueError(f"fill: got shape {np.shape(fill)}, expected a scalar")
+    check_context_rows(parallel, {"x": x}, segment_ids, num_segments, "shift_left")
+
+    args = {"x": x, "segment_ids": segment_ids, "fill": jnp.asarray(fill)}
+    return _of_rows("shift_left", _shift_left, parallel, args, (by, num_segments))
+
+
+def _shift_left(axes: ShardAxes, static: tuple[int, int | None], x: Any, segment_ids: Any, fill: Any) -> Any:
+    by, num_segments = static
+    return shift_shard(axes, x, by, fill, segment_ids, num_segments)
+
+
+def shift_shard(axes: ShardAxes, x: Any, by: int, fill: Any, segment_ids: Any, num_segments: int | None) -> Any:
+    """`shift_left` for code inside a `shard_map`, each array as this device holds it."""
+    return _layout_of(axes).shift(axes, x, by, fill, segment_ids, num_segments) if jax.tree.leaves(x) else x
+
+
+def scan_affine(
+    a: Float[Array, "R T"] | float,
+    b: Float[Array, "R T"],
+    parallel: Parallel = None,
+    reverse: bool = True,
+    segment_ids: Int[Array, "R T"] | None = None,
+    num_segments: int | None = None,
+) -> Float[Array, "R T"]:
+    """y_t = a_t * y_(t+1) + b_t along the logical positions of a row, y = 0 behind each sequence's end.
+
+    Discounted returns are `scan_affine(gamma, rewards)`, and GAE is `scan_affine(gamma * lambda, deltas)`. Each shard
+    scans its own pieces of the row and sends one pair (a, b) a piece, with segment_ids two more numbers: one piece in
+    contiguous, two in zigzag, and in zigzag_per_segment two a sequence, pairs only. In striped the shard goes to
+    contiguous and back. Differentiable in a and b. NaN and inf reach what depends on them in their own sequence, in
+    values and gradients, and nothing else; padding may hold them, and a at a sequence's end, which nothing depends on.
+
+    Args:
+      a: `[R, T]` coefficients in the mesh's layout, or a scalar.
+      b: `[R, T]` addends in the mesh's layout.
+      parallel: the mesh; rows sharded over data, positions over context.
+      reverse: True runs from the end as above; False from the start, y_t = a_t * y_(t-1) + b_t.
+      segment_ids: `i32[R, T]` like b: y starts anew in each sequence, and is 0 on padding whatever a and b hold
+        there. Without them a row is one sequence.
+      num_segments: S, static; for "zigzag_per_segment" only.
+
+    Returns:
+      `[R, T]` in the wider of the dtypes of a and b, at least f32.
+
+    Raises:
+      ValueError: shapes that differ, a row length that the layout cannot divide, missing segment_ids.
+      TypeError: num_segments that is no static integer.
+
+    Example:
+      >>> scan_affine(0.5, jnp.array([[0.0, 4.0, 0.0, 8.0]]), segment_ids=jnp.array([[1, 1, 2, 2]]))
+      Array([[2., 4., 4., 8.]], dtype=float32)
+    """
+    if np.ndim(b) != 2 or np.shape(a) not in ((), np.shape(b)):
+        raise ValueError(f"a, b: got shapes {np.shape(a)} and {np.shape(b)}, expected [R, T] both, or a scalar a")
+    check_context_rows(parallel, {"b": b}, segment_ids, num_segments, "scan_affine")
+    a = jnp.asarray(a)
+    dtype = jnp.promote_types(jnp.result_type(a, b), jnp.float32)
+    a, b = jnp.broadcast_to(a.astype(dtype), b.shape), b.astype(dtype)
+
+    args = {"a": a, "b": b, "segment_ids": segment_ids}
+    found: jax.Array = _of_rows("scan_affine", _scan_affine, parallel, args, (reverse, num_segments))
+    return found
+
+
+def _scan_affine(
+    axes: ShardAxes, static: tuple[bool, int | None], a: jax.Array, b: jax.Array, segment_ids: Any
+) -> jax.Array:
+    reverse, num_segments = static
+    return scan_shard(axes, a, b, reverse, segment_ids, num_segments)
+
+
+def scan_shard(
+    axes: ShardAxes, a: jax.Array, b: jax.Array, reverse: bool, segment_ids: Any, num_segments: int | None
+) -> jax.Array:
+    """`scan_affine` for code inside a `shard_map`, each array as this device holds it."""
+    return _layout_of(axes).scan(axes, (a, b), reverse, segment_ids, num_segments)
+
+
+def _of_rows(name: str, per_shard: Any, parallel: Parallel, args: dict[str, Any], static: Any) -> Any:
+    """A function of rows on any mesh, of a module, so that a second call with the same statics compiles nothing."""
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        return [P() if what == "fill" else p.tokens_spec for what in args], p.tokens_spec
+
+    return shard_call(name, per_shard, parallel, args, specs, static)
+
+
+def check_context_rows(
+    parallel: Parallel, arrays: dict[str, Any], segment_ids: Any, num_segments: Any, function: str, *layouts: Layout
+) -> None:
+    """Raises where arrays, by name, or pytrees of them cannot be `[R, T, ...]` in layouts, by default the mesh's."""
+    check_parallel(parallel)
+    if parallel is not None:
+        layouts = layouts or (find_layout(parallel.context_layout),)
+    for layout in layouts:
+        for name, value in (("segment_ids", segment_ids), ("num_segments", num_segments)):
+            if layout.per_segment and value is None:
+                raise ValueError(f"{name}: got None in {function}, expected it for context layout {layout.name!r}")
+    if num_segments is not None:
+        check_int("num_segments", num_segments, 1)
+    rows = None if segment_ids is None else np.shape(segment_ids)
+    if rows is not None:
+        dtype = getattr(segment_ids, "dtype", type(segment_ids).__name__)
+        if len(rows) != 2 or isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.integer):
+            raise ValueError(f"segment_ids: got {dtype}{rows}, expected integers [R, T]")
+    shards = 1 if parallel is None else parallel.size(parallel.context)
+    for path, leaf in jax.tree.leaves_with_path(arrays):
+        name, shape = path[0].key + jax.tree_util.keystr(path[1:]), np.shape(leaf)
+        if len(shape) < 2 or 0 in shape[:2]:
+            raise ValueError(f"{name}: got shape {shape}, expected [R, T, ...] with R and T at least 1")
+        rows = rows or shape[:2]
+        if shape[:2] != rows:
+            raise ValueError(f"{name}: got shape {shape}, expected [R, T, ...] with [R, T] = {rows}")
+        length = shape[1] * (shards if isinstance(parallel, ShardAxes) else 1)
+        for layout in layouts:
+            check_row_length(length, layout.name, shards, f"row length in {function}")
+
+
+def _layout_of(axes: ShardAxes) -> Layout:
+    return find_layout(axes.context_layout, shards=axes.size(axes.context))
