@@ -227,7 +227,7 @@ def opo(
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32[R, S]`, 0 where there is no sample.
+      `f32[R, S]`, 0 where there is no sample, and in groups of several without a token.
 
     Raises:
       ValueError, TypeError: as `grpo`; lengths of another shape.
@@ -244,8 +244,8 @@ def opo(
 
 
 def _opo(groups: _Groups, lengths: jax.Array, *, singletons: Singletons) -> jax.Array:
-    baseline = groups.by_id.mean(groups.rewards, lengths)
-    return _lone(groups, groups.own - groups.of(baseline), singletons)
+    baseline, total = groups.by_id.mean(groups.rewards, lengths), groups.by_id.sum(lengths)
+    return _lone(groups, jnp.where(groups.of(total) > 0, groups.own - groups.of(baseline), 0), singletons)
 
 
 def pass_at_k(
