@@ -51,8 +51,7 @@ BOUNDS = {
 
 
 @st.composite
-def losses(draw) -> dict[str, Any]:
-    name = draw(st.sampled_from(list(LOSSES)))
+def losses(draw, name: str) -> dict[str, Any]:
     return {"name": name} | {k: draw(v) for k, v in LOSSES[name].items()}
 
 
@@ -80,7 +79,7 @@ def corrections(draw, ratio_to: str) -> dict[str, Any]:
     return found | {"batch_normalize": normalizes and draw(st.booleans())}
 
 
-aggregations = st.sampled_from(get_args(Aggregation))
+AGGREGATIONS = get_args(Aggregation)
 norms = between(1, 64)
 
 
@@ -89,13 +88,13 @@ def norm_of(draw, aggregation: str) -> float | None:
 
 
 @st.composite
-def configs(draw) -> dict[str, Any]:
-    """What `oracle.policy_loss` takes, and beside the loss's own hyperparameters those of `PICKS`."""
+def configs(draw, name: str) -> dict[str, Any]:
+    """Of a loss, what `oracle.policy_loss` takes, and beside its own hyperparameters those of `PICKS`."""
     ratio_to = draw(st.sampled_from(["old", "old", "rollout", "current"]))
-    aggregation = draw(aggregations)
+    aggregation = draw(st.sampled_from(AGGREGATIONS))
     kl = {"coef": st.just(0.0) | between(-0.5, 2), "estimator": st.sampled_from(get_args(Estimator))}
     return {
-        "loss": draw(losses()),
+        "loss": draw(losses(name)),
         "kl": draw(st.none() | st.fixed_dictionaries(kl | {"importance": st.booleans()})),
         "entropy_coef": draw(st.just(0.0) | between(-0.5, 0.5)),
         "ratio_to": ratio_to,

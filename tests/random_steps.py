@@ -70,7 +70,7 @@ steps = st.builds(
     st.sampled_from([0.3, 0.0, 1e-3, 3.0, 30.0]),
     st.sampled_from(["by token", "by sample", "some 0"]),
     st.sampled_from([0.0, np.nan, -np.inf, 1e30]),
-)
+).filter(lambda step: step.seed > 0)  # which hypothesis tries first, with all else at its simplest
 
 
 def f32(x: Any) -> np.ndarray:

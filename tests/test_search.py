@@ -6,28 +6,38 @@ An example is one program, run on a few steps. `make test` runs a fixed slice of
 from __future__ import annotations
 
 import dataclasses
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from hypothesis import assume, given, settings
+import pytest
+from hypothesis import assume, given, seed, settings
 from hypothesis import strategies as st
 from oracle import OracleSample
 from oracle.step import clip_cov_candidates, covariance, how_many
 from policy_steps import quick_jit
-from random_losses import Found, check_step, configs, is_steady, moved, needed, numbers_of, of_jaxppo, of_oracle
+from random_losses import LOSSES, Found, check_step, configs, is_steady, moved, needed, numbers_of, of_jaxppo, of_oracle
 from random_steps import VALUES, Place, Step, batch_of, places, step_samples, steps, to_rows, to_samples
 
 from jaxppo import Normalizer, TokenStats, accumulate_gradients, covariance_mask, metrics, policy_loss
 
-EXAMPLES = settings().max_examples
 
+def search(cell: str, of_examples: float, *strategies: st.SearchStrategy) -> Callable[[Callable[..., None]], None]:
+    """Runs the decorated check at once, on this part of the profile's examples, see conftest.
 
-def share(of_examples: float) -> settings:
-    """A test's part of the examples of the profile, see conftest."""
-    return settings(max_examples=max(1, round(EXAMPLES * of_examples)))
+    In the slice a cell has a seed of its own. Few examples of one seed are much alike, so a test has many cells.
+    """
+
+    def run(check: Callable[..., None]) -> None:
+        count = max(1, round(settings().max_examples * of_examples))
+        found = settings(max_examples=count)(given(*strategies)(check))
+        (seed(zlib.crc32(cell.encode()))(found) if settings().derandomize else found)()
+
+    return run
 
 
 def of_stats(config: dict[str, Any], where: Place, traced: bool) -> Any:
@@ -82,9 +92,13 @@ def check_selection(config: dict[str, Any], samples: list[OracleSample], selecte
         assert not np.any(sure & ~got), "selected: not the highest"
 
 
-@share(0.35)
-@given(configs(), places(), st.booleans(), st.booleans(), st.lists(steps, min_size=1, max_size=3))
-def test_policy_loss(config: dict, where: Place, traced: bool, bare: bool, drawn: list[Step]):
+@pytest.mark.parametrize("name", LOSSES)
+def test_policy_loss(name: str):
+    drawn = st.lists(steps, min_size=1, max_size=3)
+    search(name, 0.025, configs(name), places(), st.booleans(), st.booleans(), drawn)(check_policy_loss)
+
+
+def check_policy_loss(config: dict, where: Place, traced: bool, bare: bool, drawn: list[Step]):
     """`policy_loss` of given statistics; `bare` batches have nothing that the config does not need."""
     run = of_stats(config, where, traced)
     with_entropy = traced or not bare or config["entropy_coef"] != 0

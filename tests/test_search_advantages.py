@@ -9,14 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import oracle.advantages as truth
-from hypothesis import given
+import pytest
 from hypothesis import strategies as st
 from oracle import OracleSample
 from oracle.other_losses import mismatch_metrics as mismatch_truth
 from policy_steps import quick_jit
 from random_losses import between
 from random_steps import Place, Step, agree, batch_of, f32, of_each, places, step_samples, steps, to_rows, to_samples
-from test_search import share
+from test_search import search
 
 from jaxppo import RolloutBatch, advantages, metrics, mismatch_metrics
 
@@ -217,14 +217,15 @@ def given_of(step: Step, k: Known, batch: RolloutBatch, o: Options) -> Given:
     return Given(batch, tokens, slots, mask)
 
 
-@share(0.15)
-@given(
-    st.lists(st.sampled_from(list(ESTIMATORS)), min_size=1, max_size=4, unique=True),
-    options,
-    places(micro_batches=(None,)),
-    st.lists(steps, min_size=1, max_size=3),
-)
-def test_advantages(names: list[str], o: Options, where: Place, drawn: list[Step]):
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_advantages(name: str):
+    more = st.lists(st.sampled_from(list(ESTIMATORS)), max_size=2)
+    names = more.map(lambda found: list(dict.fromkeys([name, *found])))
+    drawn = st.lists(steps, min_size=1, max_size=3)
+    search(f"advantages {name}", 0.01, names, options, places(micro_batches=(None,)), drawn)(check_advantages)
+
+
+def check_advantages(names: list[str], o: Options, where: Place, drawn: list[Step]):
     parallel = where.parallel
 
     @quick_jit
@@ -244,9 +245,13 @@ def test_advantages(names: list[str], o: Options, where: Place, drawn: list[Step
             agree(name, got, expected, 0.1 + np.max(np.abs(expected), initial=0))
 
 
-@share(0.05)
-@given(places(micro_batches=(None,)), st.lists(steps, min_size=1, max_size=3))
-def test_mismatch_metrics(where: Place, drawn: list[Step]):
+@pytest.mark.parametrize("cell", range(6))
+def test_mismatch_metrics(cell: int):
+    where, drawn = places(micro_batches=(None,)), st.lists(steps, min_size=1, max_size=3)
+    search(f"mismatch {cell}", 0.01, where, drawn)(check_mismatch_metrics)
+
+
+def check_mismatch_metrics(where: Place, drawn: list[Step]):
     parallel = where.parallel
     run = quick_jit(lambda batch: metrics.values(mismatch_metrics(batch, parallel=parallel)))
     for step in drawn:

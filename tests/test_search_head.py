@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from hypothesis import assume, given
+import pytest
+from hypothesis import assume
 from hypothesis import strategies as st
 from policy_steps import quick_jit
 from random_heads import TEMPERATURE, HeadShape, HeadStep, head_step, heads, loss_from, stats_from
-from random_losses import check_metrics, configs, is_steady, of_jaxppo, of_oracle
+from random_losses import LOSSES, check_metrics, configs, is_steady, of_jaxppo, of_oracle
 from random_steps import MESHES, Place, Step, agree, batch_of, places, steps, to_rows, to_samples
-from test_search import share
+from test_search import search
 
 from jaxppo import Normalizer, accumulate_gradients, covariance_mask, metrics
 
@@ -90,14 +91,14 @@ def check_gradients(found: HeadStep, shape: HeadShape, batch: Any, gradient: Any
         agree(f"gradient of {name}", x, y, heaviest + np.max(np.abs(y), initial=0), **allowed)
 
 
-@share(0.2)
-@given(
-    configs(),
-    places((None, *MESHES, *FSDP), (None, None, 2), sequence_parallel=True),
-    heads,
-    st.lists(steps, min_size=1, max_size=2),
-)
-def test_policy_loss_from_hidden(config: dict, where: Place, shape: HeadShape, drawn: list[Step]):
+@pytest.mark.parametrize("name", LOSSES)
+def test_policy_loss_from_hidden(name: str):
+    where = places((None, *MESHES, *FSDP), (None, None, 2), sequence_parallel=True)
+    drawn = st.lists(steps, min_size=1, max_size=2)
+    search(f"{name} from hidden", 0.02, configs(name), where, heads, drawn)(check_policy_loss_from_hidden)
+
+
+def check_policy_loss_from_hidden(config: dict, where: Place, shape: HeadShape, drawn: list[Step]):
     """`policy_loss_from_hidden`, and `policy_loss` after `log_probs_from_logits`."""
     selects = of_jaxppo(config).loss.selects is not None
     if selects:  # the search of `policy_loss` selects over micro-batches

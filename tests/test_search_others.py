@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle.other_losses as truth
-from hypothesis import given
+import pytest
 from hypothesis import strategies as st
 from jax import lax
 from oracle.head import head_gradient, logits
@@ -17,9 +17,9 @@ from oracle.samples import sample_weights, weighted_sum
 from oracle.step import through_head
 from policy_steps import quick_jit
 from random_heads import HeadShape, HeadStep, head_of, head_step, heads
-from random_losses import aggregations, between, norm_of
+from random_losses import AGGREGATIONS, between, norm_of
 from random_steps import MESHES, Place, Step, agree, batch_of, places, step_samples, steps, to_rows, to_samples
-from test_search import share
+from test_search import search
 
 from jaxppo import (
     Normalizer,
@@ -93,8 +93,7 @@ def check_head(gradient: dict[str, Any], expected: Any, shape: HeadShape, floor:
 
 
 @st.composite
-def value_options(draw) -> dict[str, Any]:
-    aggregation = draw(aggregations)
+def value_options(draw, aggregation: str) -> dict[str, Any]:
     return {
         "clip": draw(st.none() | between(0.0625, 2)),
         "factor": draw(between(0.25, 2)),
@@ -105,9 +104,13 @@ def value_options(draw) -> dict[str, Any]:
     }
 
 
-@share(0.05)
-@given(value_options(), places(), st.lists(steps, min_size=1, max_size=3))
-def test_value_loss(options: dict, where: Place, drawn: list[Step]):
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_value_loss(aggregation: str):
+    drawn = st.lists(steps, min_size=1, max_size=3)
+    search(f"value {aggregation}", 0.01, value_options(aggregation), places(), drawn)(check_value_loss)
+
+
+def check_value_loss(options: dict, where: Place, drawn: list[Step]):
     parallel, aggregation = where.parallel, options["aggregation"]
     run = accumulated(
         lambda p, b, n: value_loss(p["values"], b, **options, parallel=parallel, normalizer=n),
@@ -142,8 +145,8 @@ def simple(shape: HeadShape, **more: Any) -> HeadShape:
 
 
 @st.composite
-def sft_options(draw) -> dict[str, Any]:
-    aggregation, smooth = draw(aggregations), st.just(0.0) | between(0.0625, 0.5)
+def sft_options(draw, aggregation: str) -> dict[str, Any]:
+    smooth = st.just(0.0) | between(0.0625, 0.5)
     found = {"aggregation": aggregation, "aggregation_norm": norm_of(draw, aggregation)}
     return found | {"label_smoothing": draw(smooth), "z_loss": draw(smooth)}
 
@@ -158,14 +161,14 @@ def with_gap(found: HeadStep) -> bool:
     return True
 
 
-@share(0.1)
-@given(
-    sft_options(),
-    places((None, *MESHES), (None, None, 2), sequence_parallel=True),
-    heads.map(simple),
-    st.lists(steps, min_size=1, max_size=2),
-)
-def test_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[Step]):
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_sft_loss(aggregation: str):
+    where = places((None, *MESHES), (None, None, 2), sequence_parallel=True)
+    drawn = st.lists(steps, min_size=1, max_size=2)
+    search(f"sft {aggregation}", 0.02, sft_options(aggregation), where, heads.map(simple), drawn)(check_sft_loss)
+
+
+def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[Step]):
     """From hidden states, in one call where there is one for these options."""
     parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
     of_loss = {k: options[k] for k in ("aggregation", "aggregation_norm")}
@@ -201,16 +204,14 @@ def test_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[Ste
         check_head(gradient["head"], by_head, shape, floor, **allowed)
 
 
-@share(0.05)
-@given(
-    st.sampled_from(["token_mean", "token_sum", "sequence_mean_token_mean", "rollout_mean"]),
-    st.integers(1, 3),
-    between(0.0625, 1),
-    places((None, *MESHES), (None, None, 2)),
-    heads.map(lambda s: simple(s, nucleus=False)),
-    steps,
-)
-def test_mtp_loss(aggregation: str, depths: int, coef: float, where: Place, shape: HeadShape, step: Step):
+@pytest.mark.parametrize("aggregation", ["token_mean", "token_sum", "sequence_mean_token_mean", "rollout_mean"])
+def test_mtp_loss(aggregation: str):
+    head, where = heads.map(lambda s: simple(s, nucleus=False)), places((None, *MESHES), (None, None, 2))
+    given = st.just(aggregation), st.integers(1, 3), between(0.0625, 1), where, head, steps
+    search(f"mtp {aggregation}", 0.01, *given)(check_mtp_loss)
+
+
+def check_mtp_loss(aggregation: str, depths: int, coef: float, where: Place, shape: HeadShape, step: Step):
     parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
     given = [head_step(dataclasses.replace(step, seed=step.seed + k), shape) for k in range(depths)]
     samples, head = given[0].samples, given[0].head
@@ -240,16 +241,14 @@ def test_mtp_loss(aggregation: str, depths: int, coef: float, where: Place, shap
     check_head(gradient["head"], sums, shape, floor, **(allowed | {"share": allowed["share"] * depths}))
 
 
-@share(0.05)
-@given(
-    st.sampled_from(["reverse_kl", "forward_kl", "jensen_shannon"]),
-    between(0.125, 0.875),
-    aggregations,
-    places((None, *MESHES), (None, None, 2)),
-    heads.map(lambda s: simple(s, nucleus=False)),
-    steps,
-)
-def test_distillation_loss(kind: str, beta: float, aggregation: str, where: Place, shape: HeadShape, step: Step):
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jensen_shannon"])
+def test_distillation_loss(kind: str):
+    head, where = heads.map(lambda s: simple(s, nucleus=False)), places((None, *MESHES), (None, None, 2))
+    given = st.just(kind), between(0.125, 0.875), st.sampled_from(AGGREGATIONS), where, head, steps
+    search(f"distillation {kind}", 0.01, *given)(check_distillation_loss)
+
+
+def check_distillation_loss(kind: str, beta: float, aggregation: str, where: Place, shape: HeadShape, step: Step):
     parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
     norm = 8.0 if aggregation == "sequence_mean_token_sum_norm" else None
     student = head_step(step, shape)
