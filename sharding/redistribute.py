@@ -61,13 +61,15 @@ def redistribute(
         require_segments("redistribute", segment_ids, num_segments)
     for layout in (source, target):
         _check_divides(parallel, x, layout, "redistribute")
-
-    def per_shard(axes: ShardAxes, x: Any, segment_ids: jax.Array | None) -> Any:
-        ends = segment_lengths_and_ends(axes, segment_ids, num_segments)[1] if per_segment else None
-        return jax.tree.map(lambda leaf: move(axes, leaf, source, target, ends), x)
-
     args = {"x": x, "segment_ids": segment_ids if per_segment else None}
-    return shard_call("redistribute", per_shard, parallel, args, lambda p: ([p.tokens_spec] * 2, p.tokens_spec))
+    specs = lambda p: ([p.tokens_spec] * 2, p.tokens_spec)  # noqa: E731
+    return shard_call("redistribute", _per_shard, parallel, args, specs, (source, target, num_segments))
+
+
+def _per_shard(axes: ShardAxes, static: tuple[str, str, int | None], x: Any, segment_ids: jax.Array | None) -> Any:
+    source, target, num_segments = static
+    ends = None if segment_ids is None else segment_lengths_and_ends(axes, segment_ids, num_segments)[1]
+    return to_layout(axes, x, source, target, ends)
 
 
 def to_layout(axes: ShardAxes, tree: Any, source: str, target: str, ends: jax.Array | None = None) -> Any:

@@ -55,12 +55,16 @@ def scan_affine(
     check_context_rows(parallel, b, segment_ids, num_segments, "scan_affine")
     dtype = jnp.promote_types(jnp.result_type(a, b), jnp.float32)
     a, b = jnp.broadcast_to(jnp.asarray(a, dtype), b.shape), b.astype(dtype)
-
-    def per_shard(axes: ShardAxes, a: jax.Array, b: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-        return scan_shard(axes, a, b, reverse, segment_ids, num_segments)
-
     args = {"a": a, "b": b, "segment_ids": segment_ids}
-    return shard_call("scan_affine", per_shard, parallel, args, lambda p: ([p.tokens_spec] * 3, p.tokens_spec))
+    specs = lambda p: ([p.tokens_spec] * 3, p.tokens_spec)  # noqa: E731
+    return shard_call("scan_affine", _per_shard, parallel, args, specs, (reverse, num_segments))
+
+
+def _per_shard(
+    axes: ShardAxes, static: tuple[bool, int | None], a: jax.Array, b: jax.Array, segment_ids: jax.Array | None
+) -> jax.Array:
+    reverse, num_segments = static
+    return scan_shard(axes, a, b, reverse, segment_ids, num_segments)
 
 
 def scan_shard(

@@ -88,9 +88,10 @@ def segment_sum(
     """
     if x.shape != segment_ids.shape or x.ndim != 2:
         raise ValueError(f"segment_ids: got shape {segment_ids.shape}, expected [R, T] like x, {x.shape}")
-
-    def per_shard(axes: ShardAxes, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        return Segments(segment_ids, num_segments, axes).sum(x)
-
     args = {"x": x, "segment_ids": segment_ids}
-    return shard_call("segment_sum", per_shard, parallel, args, lambda p: ([p.tokens_spec] * 2, p.rows_spec))
+    specs = lambda p: ([p.tokens_spec] * 2, p.rows_spec)  # noqa: E731
+    return shard_call("segment_sum", _per_shard, parallel, args, specs, num_segments)
+
+
+def _per_shard(axes: ShardAxes, num_segments: int, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    return Segments(segment_ids, num_segments, axes).sum(x)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from .layout import held_at
@@ -54,16 +55,20 @@ def shift_left(
         raise ValueError(f"by: got {by}, expected at least 0")
     check_rows(x, segment_ids)
     check_context_rows(parallel, x, segment_ids, num_segments, "shift_left")
+    args = {"x": x, "fill": fill, "segment_ids": segment_ids}
+    specs = lambda p: ([p.tokens_spec, P(), p.tokens_spec], p.tokens_spec)  # noqa: E731
+    return shard_call("shift_left", _per_shard, parallel, args, specs, (by, num_segments))
 
-    def per_shard(axes: ShardAxes, x: Any, segment_ids: jax.Array | None) -> Any:
-        return shift_shard(axes, x, by, fill, segment_ids, num_segments)
 
-    args = {"x": x, "segment_ids": segment_ids}
-    return shard_call("shift_left", per_shard, parallel, args, lambda p: ([p.tokens_spec] * 2, p.tokens_spec))
+def _per_shard(
+    axes: ShardAxes, static: tuple[int, int | None], x: Any, fill: Any, segment_ids: jax.Array | None
+) -> Any:
+    by, num_segments = static
+    return shift_shard(axes, x, by, fill, segment_ids, num_segments)
 
 
 def shift_shard(
-    axes: ShardAxes, x: Any, by: int, fill: float, segment_ids: jax.Array | None, num_segments: int | None
+    axes: ShardAxes, x: Any, by: int, fill: Any, segment_ids: jax.Array | None, num_segments: int | None
 ) -> Any:
     """`shift_left` for code inside a `shard_map`, each array as this device holds it."""
     shards = axes.size(axes.context)
