@@ -78,6 +78,20 @@ def check_integers(what: str, x: Any) -> None:
         raise TypeError(f"{what}: got {'dtype ' + str(dtype) if dtype else type(x).__name__}, expected integers")
 
 
+def check_array(what: str, x: Any) -> None:
+    """Raises where x is no array: JAX takes a list for a tree of numbers."""
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"{what}: got {type(x).__name__}, expected an array")
+
+
+def check_ids(what: str, x: Any) -> None:
+    """Raises where ids are no integers or, on the host, do not fit the device's i32, where two could become one."""
+    check_integers(what, x)
+    if isinstance(x, np.ndarray) and x.size and not -(2**31) <= x.min() <= x.max() < 2**31:
+        widest = x.min() if x.max() < 2**31 else x.max()
+        raise ValueError(f"{what}: got {widest}, expected -1 to {2**31 - 1}; number the ids of a step")
+
+
 Aggregation = Literal[
     "token_mean",
     "token_sum",

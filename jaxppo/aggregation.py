@@ -76,9 +76,11 @@ class Normalizer:
           A `Normalizer` for the batch, or one for each micro-batch, stacked.
 
         Raises:
-          ValueError: an unknown aggregation, log-probs that `off_policy` needs and the batch lacks.
+          ValueError: an unknown aggregation, log-probs that `off_policy` needs and the batch lacks, rows in another
+            context layout than the mesh's, or none.
         """
         check_choice("aggregation", aggregation, Aggregation)
+        micro_batches.check_layout(parallel)
         of_weights = off_policy if off_policy is not None and off_policy.batch_normalize else None
         if of_weights is not None:
             for name in ("old_log_probs", "rollout_log_probs"):
@@ -164,13 +166,14 @@ def step_normalizer(
         return normalize(batch, segments, aggregation, off_policy)
     if normalizer.aggregation != aggregation:
         raise ValueError(f"normalizer: got one of aggregation {normalizer.aggregation!r}, expected {aggregation!r}")
-    shapes = jnp.shape(normalizer.tokens), jnp.shape(normalizer.denominators)
-    if shapes != ((), batch.sample_ids.shape):
-        raise ValueError(
-            f"normalizer: got tokens of shape {shapes[0]} and denominators of shape {shapes[1]}, expected () and "
-            f"{batch.sample_ids.shape}, those of one micro-batch: of stacked ones, its part of both, as lax.scan and "
-            "accumulate_gradients hand it over"
-        )
+    expected = {"tokens": (), "sequences": (), "weight_mean": (), "denominators": batch.sample_ids.shape}
+    for name, shape in expected.items():
+        got = jnp.shape(x) if (x := getattr(normalizer, name)) is not None else shape
+        if got != shape:
+            raise ValueError(
+                f"normalizer: got {name} of shape {got}, expected {shape}, that of one micro-batch: of stacked ones, "
+                "its part of each field, as lax.scan and accumulate_gradients hand it over"
+            )
     return normalizer
 
 

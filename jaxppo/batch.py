@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import INTEGERS, PER_SEGMENT
+from jaxppo._arrays import IDS, INTEGERS, PER_SEGMENT, check_ids
 from jaxppo._sharding import (
     ParallelMesh,
     Segments,
@@ -122,14 +122,19 @@ class RolloutBatch:
         """The sequences of the rows, for per-shard code.
 
         Raises:
-          ValueError: rows in another order than the context shards of the mesh hold them.
+          ValueError: rows in another order than the context shards of the mesh hold them, or none.
         """
         axes = ShardAxes() if axes is None else axes
         self.check_layout(axes)
         return Segments(self.segment_ids, self.num_segments, axes)
 
     def check_layout(self, parallel: ParallelMesh | ShardAxes | None) -> None:
-        """Raises ValueError where the rows are in another order than the context shards of the mesh hold them."""
+        """Raises ValueError where there are no rows, or not in the order that the context shards of the mesh hold."""
+        if 0 in (*self.segment_ids.shape, self.num_segments):
+            raise ValueError(
+                f"batch: got rows of shape {self.segment_ids.shape} with {self.num_segments} segments, expected at "
+                "least one row, position and segment"
+            )
         layout, shards = "contiguous", 1
         if isinstance(parallel, ParallelMesh):
             layout, shards = parallel.context_layout, parallel.context_size
@@ -435,6 +440,8 @@ class RolloutBatch:
             is_integer = np.issubdtype(x.dtype, np.integer)
             if name != "loss_mask" and (name in INTEGERS) != is_integer:
                 raise TypeError(f"{name}: got {x.dtype}, expected {'integers' if name in INTEGERS else 'floats'}")
+            if name in IDS:
+                check_ids(name, x)
         return {name: x.reshape(-1, x.shape[-1]) for name, x in given.items()}
 
 

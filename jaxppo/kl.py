@@ -58,6 +58,11 @@ def k3(d: Float[Array, "..."]) -> Float[Array, "..."]:
     return value - lax.stop_gradient(jnp.minimum(value, 0))  # whose gradient is that of the value everywhere
 
 
+def magnitude(d: Float[Array, "..."]) -> Float[Array, "..."]:
+    """|d| with the gradient sign(d), 0 where policies agree; that of `jnp.abs` is 1 there."""
+    return d * lax.stop_gradient(jnp.sign(d))
+
+
 def kl_divergence(
     log_probs: Float[Array, "..."],
     ref_log_probs: Float[Array, "..."],
@@ -99,7 +104,7 @@ def kl_divergence(
     if name == "k1":
         value = d
     elif name == "abs":
-        value = jnp.abs(d)
+        value = magnitude(d)
     elif name == "k2":
         value = d**2 / 2
     else:

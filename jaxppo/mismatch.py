@@ -24,9 +24,8 @@ def mismatch_metrics(
 ) -> Metrics:
     """Compares the trainer's log-probs with the sampler's, over tokens and over sequences.
 
-    With d = trainer - sampler log-prob of a token, D the sum of d over a sequence, both within [-20, 20] where exp is
-    taken of them, and for a sequence
-    L = -(mean log-prob), its log-perplexity:
+    With d = trainer - sampler log-prob of a token, D the sum of d over a sequence, and for a sequence
+    L = -(mean log-prob), its log-perplexity; d, D and differences of L are within [-20, 20] where exp is taken of them:
 
         kl = mean -d                 k3_kl = mean exp(d) - 1 - d      log_prob_abs_diff = mean |d|
         chi2_token = mean exp(2d) - 1                                 chi2_sequence = mean exp(2D) - 1
@@ -87,7 +86,7 @@ def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metr
     gap = log_ppl["trainer"] - log_ppl["rollout"]
     by_sequence = {f"{name}_log_ppl": x for name, x in log_ppl.items()}
     by_sequence |= {f"{name}_ppl": jnp.exp(x) for name, x in log_ppl.items()}
-    by_sequence |= {"log_ppl_diff": gap, "log_ppl_abs_diff": jnp.abs(gap), "ppl_ratio": jnp.exp(gap)}
+    by_sequence |= {"log_ppl_diff": gap, "log_ppl_abs_diff": jnp.abs(gap), "ppl_ratio": jnp.exp(bounded(gap))}
     by_sequence["chi2_sequence"] = jnp.expm1(2 * bounded(segments.sum(d)))
 
     rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards

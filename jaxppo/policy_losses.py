@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxppo._arrays import Coefficient, check_choice, check_number
 from jaxppo._sharding import Segments
-from jaxppo.kl import MAX_LOG_RATIO, log_ratio
+from jaxppo.kl import MAX_LOG_RATIO, log_ratio, magnitude
 
 Tokens = Float[Array, "R T"]
 Indicators = dict[str, Tokens]
@@ -325,8 +325,8 @@ class DPPO(PolicyLoss):
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
         divergence = lax.stop_gradient(self._divergence(log_probs, old_log_probs))
-        up, down = log_probs > old_log_probs, log_probs < old_log_probs
-        leaves = jnp.where(advantages > 0, up & (divergence > self.clip_high), down & (divergence > self.clip_low))
+        up, down = (advantages > 0) & (log_probs > old_log_probs), (advantages < 0) & (log_probs < old_log_probs)
+        leaves = (up & (divergence > self.clip_high)) | (down & (divergence > self.clip_low))
         ratio = lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio(log_probs, old_log_probs)), self.ratio_cap))
         loss = jnp.where(leaves, 0, -ratio * advantages * log_probs)
         return loss, {"clip_fraction": leaves.astype(jnp.float32)}
@@ -516,7 +516,7 @@ class KLCov(PolicyLoss):
         **_: object,
     ) -> Result:
         assert selected is not None  # policy_loss sees to it
-        distance = jnp.abs(log_probs - old_log_probs)
+        distance = magnitude(log_probs - old_log_probs)
         loss = -advantages * jnp.exp(log_ratio(log_probs, old_log_probs))
         loss = loss + jnp.where(selected > 0, self.coef * distance, 0)
         return loss, {"penalised_fraction": selected, "ppo_kl_abs": distance}

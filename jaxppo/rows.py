@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import INTEGERS, PER_SEGMENT
+from jaxppo._arrays import IDS, INTEGERS, PER_SEGMENT, check_ids
 from jaxppo._sharding import (
     ParallelMesh,
     Segments,
@@ -120,6 +120,8 @@ def _check_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None
     integer = jnp.issubdtype(dtype, jnp.integer)
     if (name in INTEGERS or name.endswith("_ids")) and not integer:
         raise TypeError(f"{name}: got {dtype}, expected integers")
+    if name in IDS:
+        check_ids(name, np.asarray(x) if not isinstance(x, jax.Array) else x)
     if not (integer or dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.floating)):
         raise TypeError(f"{name}: got {dtype}, expected numbers")
 

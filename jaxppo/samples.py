@@ -95,7 +95,7 @@ class Sample:
         if self.loss_mask is None and self.response_start is None:
             raise ValueError("response_start, loss_mask: got None for both, expected one of them")
         if self.loss_mask is not None:
-            mask = np.asarray(self.loss_mask)
+            mask = _as_array("loss_mask", self.loss_mask)
             if mask.shape != (length,):
                 raise ValueError(f"loss_mask: got shape {mask.shape}, expected {(length,)} like tokens")
             if mask.dtype.kind not in "bifu" or not np.isin(mask, (0, 1)).all():
@@ -112,8 +112,15 @@ def _shown(x: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def _as_array(name: str, x: Any) -> np.ndarray:
+    try:
+        return np.asarray(x)
+    except ValueError:  # of lists of unequal lengths
+        raise ValueError(f"{name}: got {_shown(x)}, expected one number for each token") from None
+
+
 def _check_tokens(tokens: Any) -> int:
-    array = np.asarray(tokens)
+    array = _as_array("tokens", tokens)
     if array.ndim != 1:
         raise ValueError(f"tokens: got shape {array.shape}, expected [n]")
     if array.size and array.dtype.kind not in "iu":
@@ -137,7 +144,7 @@ def _check_id(name: str, value: Any) -> None:
 def _check_values(name: str, values: Any, length: int) -> None:
     if values is None:
         return
-    array = np.asarray(values)
+    array = _as_array(name, values)
     if array.dtype.kind not in "fiub" and array.size and array.dtype.name != "bfloat16":
         what = "None among them" if None in list(np.ravel(array)) else str(array.dtype)
         raise TypeError(f"{name}: got {what}, {_shown(values)}, expected numbers, or None for all of them")

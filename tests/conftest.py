@@ -8,6 +8,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 from pathlib import Path
 
+import hypothesis
 import jax
 
 from sharding.testing import emulate_devices
@@ -19,6 +20,16 @@ jax.config.update("jax_numpy_dtype_promotion", "standard")
 def pytest_addoption(parser):
     parser.addoption("--nightly", action="store_true", help="run the full tables too")
     parser.addoption("--golden", default=str(Path(__file__).parent / "golden"), help="folder of reference vectors")
+
+
+def pytest_configure(config):
+    """Searches: a slice of 100 examples that never changes, or 5000 new ones; each test takes its share of them."""
+    checks = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
+    common = {"deadline": None, "database": None, "suppress_health_check": checks, "print_blob": True}
+    found, shrunk = hypothesis.Phase.generate, hypothesis.Phase.shrink
+    hypothesis.settings.register_profile("slice", max_examples=100, derandomize=True, phases=[found], **common)
+    hypothesis.settings.register_profile("nightly", max_examples=5000, phases=[found, shrunk], **common)
+    hypothesis.settings.load_profile("nightly" if config.getoption("--nightly") else "slice")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,6 +1,8 @@
 """One process of several: packs its own samples, takes the loss and gradients of a global batch, prints them.
 
 python processes.py RANK COUNT PORT MESH LAYOUT
+
+With ROWS behind, prints how a batch of so many rows of its own is refused.
 """
 
 import json
@@ -45,7 +47,15 @@ def step(parallel, table, kernel, batch):
     return value, found, gradients
 
 
-def main(rank, count, port, mesh, layout):
+def refusal(call):
+    """Prints why the call is refused."""
+    try:
+        call()
+    except ValueError as error:
+        print(json.dumps(str(error)))
+
+
+def main(rank, count, port, mesh, layout, rows=None):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8 // count)
     from jaxppo import RolloutBatch
@@ -57,6 +67,10 @@ def main(rank, count, port, mesh, layout):
     mine = samples()
     if multihost.local_data_size(parallel) < parallel.data_size:  # each process feeds its own rows: 4 samples and 2
         mine = mine[:4] if rank == 0 else mine[4:]
+    if rows:
+        return refusal(
+            lambda: RolloutBatch.from_samples(mine, row_length=64, parallel=parallel, rows=rows).put(parallel)
+        )
     batch = RolloutBatch.from_samples(mine, row_length=64, parallel=parallel).put(parallel)
     kernel = multihost.to_global(KERNEL, parallel.kernel_spec(), parallel)
     table = multihost.to_global(TABLE, jax.P(), parallel)
@@ -68,4 +82,4 @@ def main(rank, count, port, mesh, layout):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], *sys.argv[4:])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], *map(int, sys.argv[6:]))

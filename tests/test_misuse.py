@@ -230,7 +230,7 @@ def test_accumulation_cannot_be_passed_by_a_function_that_was_traced_before():
 def test_a_normalizer_that_does_not_fit():
     batches = stacked()
     normalizers = Normalizer.from_batches(batches, "token_mean")
-    with pytest.raises(ValueError, match=r"normalizer: got tokens of shape \(2,\) .* its part of both"):
+    with pytest.raises(ValueError, match=r"normalizer: got tokens of shape \(2,\), .* its part of each field"):
         loss_at(slice_of(batches, 0), LOG_PROBS[:4], normalizer=normalizers)
     of_another = PolicyLossConfig(aggregation="sequence_mean_token_mean")
     with pytest.raises(ValueError, match="normalizer: got one of aggregation 'token_mean', expected 'seq"):

@@ -19,8 +19,8 @@ from sharding.testing import assert_trees_close
 WATCHDOG_S = 120
 
 
-def run(count, mesh, layout):
-    """What each process printed; a hang of any is killed, and a failure."""
+def run(count, mesh, layout, rows=()):
+    """What each process printed, given its number of rows; a hang of any is killed, and a failure."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -30,7 +30,7 @@ def run(count, mesh, layout):
     start = [sys.executable, str(script)]
     running = [
         subprocess.Popen(
-            [*start, str(rank), str(count), str(port), mesh, layout],
+            [*start, str(rank), str(count), str(port), mesh, layout, *map(str, rows[rank : rank + 1])],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -76,6 +76,14 @@ def test_processes_end_with_the_numbers_of_one_device(count, mesh, layout):
         got = {**got, "gradients": [np.asarray(g, np.float32) for g in got["gradients"]]}
         got = jax.tree.map(np.float32, got, is_leaf=lambda x: isinstance(x, float))
         assert_trees_close(got, expected, rtol=1e-5, atol=1e-6, context=f"{count} processes on {mesh}")
+
+
+def test_hosts_whose_sizes_differ():
+    """Each of them says so; a collective of the two would hang, or mix their rows."""
+    for got in run(2, "dp=2,cp=4", "contiguous", rows=(1, 2)):
+        assert "batch: got {'tokens': (1, 64)" in got
+        assert "on process 0 and {'tokens': (2, 64)" in got
+        assert got.endswith("on process 1, expected the same")
 
 
 def test_to_global_on_one_host():

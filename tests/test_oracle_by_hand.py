@@ -49,8 +49,11 @@ def test_sequence_losses():
     check("gspo", t, [-1.25, 6], {"clip_high": 0.25, "dual_clip": 2.0}, clip_fraction_lower=[0, 1])
     np.testing.assert_allclose(LOSSES["gspo"](t, clip_high=9.0).jacobian, [[-2, -2], [6, 6]])
     np.testing.assert_allclose(LOSSES["gspo"](t, clip_high=9.0, gradient="token").jacobian, [-4, 12])
-    # the mean advantage is -1, which bounds below alone: exp((log 2 + log 8) / 2) = 4
-    check("gmpo", t, [4, 4], {"clip_high": 0.1}, clip_fraction=[0, 0], clip_fraction_lower=[1, 1])
+    # the mean advantage is -1; token 0 is bounded above at 0.1, token 1 not below: exp((0.1 + log 8) / 2)
+    value = 8**0.5 * np.exp(0.05)
+    check("gmpo", t, [value] * 2, {"clip_high": 0.1}, clip_fraction=[1, 0], clip_fraction_lower=[0, 1])
+    np.testing.assert_allclose(LOSSES["gmpo"](t, clip_high=0.1).jacobian, [[0, value / 2]] * 2, rtol=1e-12)
+    check("gmpo", tokens([2.0, 8.0], [0, 3]), [-1.5 * 8**0.5] * 2, {"clip_high": 3.0}, clip_fraction=[0, 0])
     check("gmpo", tokens([2.0, 8.0], [1, 3]), [-8, -8], {"clip_high": 3.0})
     check(
         "gmpo", tokens([0.25, 1.0], [-2, -2]), [2 * 0.5**0.5] * 2, {"clip_low": np.log(2)}, clip_fraction_lower=[1, 0]
@@ -120,7 +123,7 @@ def test_step():
         "aggregation": "sequence_mean_token_mean",
         "off_policy": {"weights": "token", "high": 2.0, "rejections": ({"statistic": "token_k1", "low": 0.1},)},
     }
-    loss, by_log_probs, by_entropy, metrics = policy_loss(samples, config)
+    loss, by_log_probs, by_entropy, metrics = policy_loss(samples, config)[:4]
     expected = {
         "loss": ((-1 + 0.1 - 0.5) + (-2.4 + 0.1 - 1.0)) / 4 + (0.1 - 2.0) / 2,
         "pg_loss": -3.4 / 4,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_choice, check_integers
+from jaxppo._arrays import check_array, check_choice, check_ids
 from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.by_id import ById
 
@@ -62,11 +62,13 @@ def _by_group(
         missing = "rewards" if rewards is None else "group_ids"
         field = missing.removesuffix("s")
         raise ValueError(f"{missing}: got None in {name}, expected [R, S]; give every Sample its {field}")
+    for what, x in (("rewards", rewards), ("group_ids", group_ids)):
+        check_array(what, x)
     if rewards.ndim != 2 or not jnp.issubdtype(rewards.dtype, jnp.floating):
         raise ValueError(f"rewards: got {rewards.dtype}{list(rewards.shape)} in {name}, expected floating [R, S]")
     if group_ids.shape != rewards.shape:
         raise ValueError(f"group_ids: got shape {group_ids.shape} in {name}, expected that of rewards, {rewards.shape}")
-    check_integers("group_ids", group_ids)
+    check_ids("group_ids", group_ids)
     if weights is not None and weights.shape != rewards.shape:
         raise ValueError(f"lengths: got shape {weights.shape} in {name}, expected that of rewards, {rewards.shape}")
     args = {"rewards": rewards, "group_ids": group_ids, "lengths": weights}
@@ -227,7 +229,7 @@ def opo(
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32[R, S]`, 0 where there is no sample.
+      `f32[R, S]`, 0 where there is no sample, and in groups of several without a token.
 
     Raises:
       ValueError, TypeError: as `grpo`; lengths of another shape.
@@ -244,8 +246,8 @@ def opo(
 
 
 def _opo(groups: _Groups, lengths: jax.Array, *, singletons: Singletons) -> jax.Array:
-    baseline = groups.by_id.mean(groups.rewards, lengths)
-    return _lone(groups, groups.own - groups.of(baseline), singletons)
+    baseline, total = groups.by_id.mean(groups.rewards, lengths), groups.by_id.sum(lengths)
+    return _lone(groups, jnp.where(groups.of(total) > 0, groups.own - groups.of(baseline), 0), singletons)
 
 
 def pass_at_k(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxppo._arrays import check_array
 from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary
 from jaxppo.batch import RolloutBatch
 
@@ -19,6 +20,8 @@ def check_tokens(batch: RolloutBatch, **arrays: jax.Array | None) -> None:
     if len(shape) != 2:
         raise ValueError(f"batch: got a loss mask of shape {shape}, expected [R, T], one micro-batch")
     for name, x in arrays.items():
+        if x is not None:
+            check_array(name, x)
         if x is not None and x.shape != shape:
             raise ValueError(f"{name}: got shape {x.shape}, expected the batch's [R, T], {shape}")
 
@@ -26,6 +29,8 @@ def check_tokens(batch: RolloutBatch, **arrays: jax.Array | None) -> None:
 def check_segments(batch: RolloutBatch, **arrays: jax.Array | None) -> None:
     """Raises where an array is not of the batch's `[R, S]`, or absent."""
     for name, x in arrays.items():
+        if x is not None:
+            check_array(name, x)
         if x is None or x.shape != batch.sample_ids.shape:
             got = "None" if x is None else f"shape {x.shape}"
             raise ValueError(f"{name}: got {got}, expected the batch's [R, S], {batch.sample_ids.shape}")

@@ -173,17 +173,19 @@ def dppo_kl(t: Tokens, **options: float) -> TokenLoss:
 
 
 def gmpo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
-    """-A exp(mean of d'), A the sequence's mean advantage; d' = min(d, high) where A > 0, max(d, -low) where A < 0.
+    """-A exp(mean of d'), A the sequence's mean advantage; d' = min(d, high) where A_t > 0, max(d, -low) where A_t < 0.
 
-    Zhao et al. 2025, https://arxiv.org/abs/2507.20673: one advantage a sequence, bounds in log space.
+    Zhao et al. 2025, https://arxiv.org/abs/2507.20673: one advantage a sequence, bounds in log space. Where tokens have
+    advantages of their own, each is bounded by its own sign, and one of 0 counts as d' = 0, as in verl.
     """
     n, a = len(t.d), mean_of(t.advantages)
-    bounded = np.minimum(t.d, clip_high) if a > 0 else np.maximum(t.d, -clip_low)
+    up, down = t.advantages > 0, t.advantages < 0
+    bounded = np.where(up, np.minimum(t.d, clip_high), np.where(down, np.maximum(t.d, -clip_low), 0.0))
     mean = mean_of(bounded)
     value = -a * np.exp(clamp(mean))
-    by_token = value * inside(mean) * (bounded == t.d) / max(n, 1)
+    by_token = value * inside(mean) * ((bounded == t.d) & (up | down)) / max(n, 1)
     beyond = ((t.d > clip_high) | (t.d < -clip_low)) * 1.0
-    indicators = {"clip_fraction": beyond * (a > 0), "clip_fraction_lower": beyond * (a < 0)}
+    indicators = {"clip_fraction": beyond * up, "clip_fraction_lower": beyond * down}
     return TokenLoss(np.full(n, value), np.outer(np.ones(n), by_token), indicators)
 
 

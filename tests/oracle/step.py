@@ -27,12 +27,17 @@ CONFIG: dict[str, Any] = {
 
 
 class StepLoss(NamedTuple):
-    """The loss; its gradients by log-probs and entropies, `[m]` a sample, 0 where there is no loss; metrics by name."""
+    """The loss; its gradients by log-probs and entropies, `[m]` a sample, 0 where there is no loss; metrics by name.
+
+    What they were made of, for a caller that wants the size of the terms: the weight and the losses of each sample.
+    """
 
     loss: float
     by_log_probs: list[Array]
     by_entropy: list[Array]
     metrics: dict[str, float]
+    weights: Array
+    parts: list[SampleLoss]
 
 
 class SampleLoss(NamedTuple):
@@ -106,6 +111,8 @@ def policy_loss(
         [s.scatter(w * p.by_log_probs) for s, w, p in zip(samples, weights, parts, strict=True)],
         [s.scatter(w * p.by_entropy) for s, w, p in zip(samples, weights, parts, strict=True)],
         metrics | ratio_extremes([t.ratio for t in tokens]),
+        weights,
+        parts,
     )
 
 

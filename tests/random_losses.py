@@ -1,0 +1,215 @@
+"""Random configs of policy losses, in the oracle's words and in jaxppo's, and the comparison of their results."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_args
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from hypothesis import strategies as st
+from oracle import OracleSample
+from oracle.step import StepLoss
+from random_steps import agree
+
+from jaxppo import KL, OffPolicyConfig, PolicyLossConfig, Rejection, metrics
+from jaxppo._arrays import Aggregation
+from jaxppo.kl import Estimator
+from jaxppo.off_policy import Statistic
+from jaxppo.policy_losses import by_name
+
+PICKS = ("share", "low", "high")  # of ClipCov and KLCov: what `covariance_mask` reads
+
+
+def between(low: float, high: float) -> st.SearchStrategy[float]:
+    """Numbers that f32 holds."""
+    return st.floats(low, high, width=32)
+
+
+CLIPS = {"clip_low": between(0.0625, 0.75), "clip_high": between(0.0625, 2)}
+DUAL = {"dual_clip": st.none() | between(1.125, 5)}
+LOSSES: dict[str, dict[str, Any]] = {
+    "ppo": CLIPS | DUAL,
+    "gspo": CLIPS | DUAL | {"gradient": st.sampled_from(["sequence", "token"])},
+    "cispo": CLIPS,
+    "sapo": {"tau_positive": between(0.125, 3), "tau_negative": between(0.125, 3)},
+    "reinforce": {},
+    "gpg": {},
+    "dppo_tv": CLIPS | {"ratio_cap": between(0.5, 20)},
+    "dppo_kl": CLIPS | {"ratio_cap": between(0.5, 20)},
+    "gmpo": CLIPS,
+    "dro": {"beta": between(0, 2)},
+    "clip_cov": CLIPS | {"share": between(0, 1), "low": between(-1, 0.5), "high": between(0.75, 5)},
+    "kl_cov": {"share": between(0, 1), "coef": between(0, 2)},
+}
+BOUNDS = {
+    "k1": (between(0.125, 0.875), between(1.125, 8)),
+    "k2": (st.just(0.0), between(2**-10, 1)),
+    "k3": (st.just(0.0), between(2**-10, 1)),
+}
+
+
+@st.composite
+def losses(draw, name: str) -> dict[str, Any]:
+    return {"name": name} | {k: draw(v) for k, v in LOSSES[name].items()}
+
+
+@st.composite
+def rejections(draw) -> dict[str, Any]:
+    statistic = draw(st.sampled_from(get_args(Statistic)))
+    low, high = (draw(bound) for bound in BOUNDS[statistic[-2:]])
+    return {"statistic": statistic, "low": low, "high": high}
+
+
+@st.composite
+def corrections(draw, ratio_to: str) -> dict[str, Any]:
+    found = {
+        "weights": draw(st.sampled_from(["token", "sequence", "geometric", "none"])),
+        "low": draw(st.just(0.0) | between(0.0625, 0.875)),
+        "high": draw(between(1.125, 4)),
+        "outside": draw(st.sampled_from(["clamp", "zero"])),
+        "rejections": tuple(draw(st.lists(rejections(), max_size=2))),
+        "veto": draw(st.none() | between(2**-10, 0.875)),
+        "opsm_delta": draw(st.none() | between(0, 0.5)),
+        "opsm_fraction": draw(st.sampled_from(["loss", "response"])),
+        "trainer": "current" if ratio_to == "rollout" else draw(st.sampled_from(["old", "current"])),
+    }
+    normalizes = found["weights"] != "none" and found["trainer"] == "old" and ratio_to == "old"
+    return found | {"batch_normalize": normalizes and draw(st.booleans())}
+
+
+AGGREGATIONS = get_args(Aggregation)
+norms = between(1, 64)
+
+
+def norm_of(draw, aggregation: str) -> float | None:
+    return draw(norms) if aggregation == "sequence_mean_token_sum_norm" else None
+
+
+@st.composite
+def configs(draw, name: str) -> dict[str, Any]:
+    """Of a loss, what `oracle.policy_loss` takes, and beside its own hyperparameters those of `PICKS`."""
+    ratio_to = draw(st.sampled_from(["old", "old", "rollout", "current"]))
+    aggregation = draw(st.sampled_from(AGGREGATIONS))
+    kl = {"coef": st.just(0.0) | between(-0.5, 2), "estimator": st.sampled_from(get_args(Estimator))}
+    return {
+        "loss": draw(losses(name)),
+        "kl": draw(st.none() | st.fixed_dictionaries(kl | {"importance": st.booleans()})),
+        "entropy_coef": draw(st.just(0.0) | between(-0.5, 0.5)),
+        "ratio_to": ratio_to,
+        "aggregation": aggregation,
+        "aggregation_norm": norm_of(draw, aggregation),
+        "metric_aggregation": draw(st.sampled_from(["token_mean", "loss"])),
+        "off_policy": draw(st.none() | corrections(ratio_to)),
+    }
+
+
+def needed(config: dict[str, Any]) -> set[str]:
+    """The values that a batch must have for the config."""
+    off = config["off_policy"]
+    sampler = off is not None and (off["weights"] != "none" or off["rejections"] or off["veto"] is not None)
+    found = {
+        "advantages",
+        {"old": "old_log_probs", "rollout": "rollout_log_probs"}.get(config["ratio_to"], "advantages"),
+    }
+    return (
+        found | ({"rollout_log_probs"} if sampler else set()) | (set() if config["kl"] is None else {"ref_log_probs"})
+    )
+
+
+def of_jaxppo(config: dict[str, Any], numbers: dict[str, Any] | None = None) -> PolicyLossConfig:
+    """The config, its coefficients replaced by `numbers`, which may be traced."""
+    options = dict(config["loss"])
+    name = options.pop("name")
+    if name.startswith("dppo"):
+        name, options["divergence"] = name.split("_")
+    kl, off, entropy_coef = config["kl"], config["off_policy"], config["entropy_coef"]
+    if numbers is not None:
+        options |= numbers["loss"]
+        kl, entropy_coef = kl and kl | {"coef": numbers["kl"]}, numbers["entropy_coef"]
+    if off is not None:
+        off = OffPolicyConfig(**off | {"rejections": tuple(Rejection(**r) for r in off["rejections"])})
+    rest = {k: config[k] for k in ("ratio_to", "aggregation", "aggregation_norm", "metric_aggregation")}
+    return PolicyLossConfig(
+        by_name(name, **options), kl=kl and KL(**kl), entropy_coef=entropy_coef, off_policy=off, **rest
+    )
+
+
+def numbers_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The coefficients that a schedule may move, as arrays."""
+    found = {k: jnp.float32(v) for k, v in config["loss"].items() if isinstance(v, float)}
+    kl = 0.0 if config["kl"] is None else config["kl"]["coef"]
+    return {"loss": found, "kl": jnp.float32(kl), "entropy_coef": jnp.float32(config["entropy_coef"])}
+
+
+def of_oracle(config: dict[str, Any], samples: list[OracleSample]) -> tuple[list[OracleSample], dict[str, Any]]:
+    """What `oracle.policy_loss` takes."""
+    if config["kl"] is None:  # neither penalty nor metric, whatever the batch has
+        samples = [dataclasses.replace(s, ref_log_probs=None) for s in samples]
+    picks = PICKS if config["loss"]["name"] in ("clip_cov", "kl_cov") else ()
+    return samples, config | {"loss": {k: v for k, v in config["loss"].items() if k not in picks}}
+
+
+@dataclasses.dataclass
+class Found:
+    """A result as the oracle has it: gradients by sample, `[tokens]` each, or None; metrics by name."""
+
+    loss: Any
+    by_log_probs: Any
+    by_entropy: Any
+    metrics: dict[str, Any]
+
+
+def check_step(got: Found | StepLoss, expected: StepLoss, config: dict[str, Any], rtol: float = 1e-5) -> None:
+    """Raises where a loss, a gradient or a metric is further from the oracle's than rounding explains."""
+    check_metrics(got.loss, got.metrics, expected, config, rtol)
+    heaviest = np.max(expected.weights * [len(p.total) > 0 for p in expected.parts], initial=0)
+    for what in ("by_log_probs", "by_entropy"):
+        wanted = getattr(expected, what)
+        size = heaviest / 2 + max(np.max(np.abs(x), initial=0) for x in wanted)
+        for i, (x, y) in enumerate(zip(getattr(got, what) or wanted, wanted, strict=True)):
+            agree(f"gradient {what} of sample {i}", x, y, size, rtol)
+
+
+def check_metrics(loss: Any, found: dict[str, Any], expected: StepLoss, config: dict[str, Any], rtol: float) -> None:
+    """Raises where a loss or a metric is not the oracle's, or one of them has a metric that the other lacks."""
+    weights, parts = expected.weights, expected.parts
+    total = lambda values: sum(w * np.abs(v).sum() for w, v in zip(weights, values, strict=True))  # noqa: E731
+    count = max(sum(len(p.total) for p in parts), 1)
+    of_ones = total([np.ones(len(p.total)) for p in parts])
+    of_terms = total([abs(p.policy) + abs(p.total) + abs(p.total - p.policy) for p in parts])
+    agree("loss", loss, expected.loss, of_terms + of_ones / 2, rtol)
+    assert {*found} - {"broken_rules"} == {*expected.metrics}, "metrics: other names"
+    bits = int(found.get("broken_rules", 0))
+    assert bits == 0, f"broken_rules: {metrics.explain(bits)}"
+    for name, value in expected.metrics.items():
+        if name in ("loss", "pg_loss"):
+            size = of_terms + of_ones / 2
+        elif name not in parts[0].values:  # extremes and shares
+            size = 0.5
+        elif config["metric_aggregation"] == "loss":
+            size = total([p.values[name] for p in parts]) + of_ones / 2
+        else:
+            size = sum(np.abs(p.values[name]).sum() for p in parts) / count + 0.5
+        agree(f"metric {name}", found[name], value, size, rtol)
+
+
+def moved(samples: list[OracleSample], by: float, own: float = 0.0) -> list[OracleSample]:
+    """All log-probs times 1 + by, and the policy's own plus `own`, as rounding might have them."""
+    names = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    given = lambda s: {k: getattr(s, k) * (1 + by) for k in names if getattr(s, k) is not None}  # noqa: E731
+    found = [dataclasses.replace(s, **given(s)) for s in samples]
+    return [dataclasses.replace(s, log_probs=s.log_probs + own) for s in found]
+
+
+def is_steady(config: dict[str, Any], samples: list[OracleSample], rtol: float, own: float = 0.0) -> bool:
+    """Whether rounding decides nothing: no token is at the edge of a clip, a rejection or a clamp."""
+    expected = oracle.policy_loss(*of_oracle(config, samples))
+    for sign in (-1, 1):
+        try:
+            near = moved(samples, sign * 2e-6, sign * own)
+            check_step(oracle.policy_loss(*of_oracle(config, near)), expected, config, rtol)
+        except AssertionError:
+            return False
+    return True

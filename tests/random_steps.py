@@ -1,0 +1,241 @@
+"""Random steps for the search: samples as drawn, their numbers, and where they lie in a batch.
+
+Numbers come from a seed. All per-token arrays of a sample are aligned to predicting positions, `[tokens]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from hypothesis import strategies as st
+from oracle import OracleSample
+from policy_steps import with_garbage
+
+from jaxppo import RolloutBatch, Sample
+from sharding import ParallelMesh, make_parallel_mesh
+from sharding.testing import factorings
+
+LAYOUTS = ("contiguous", "zigzag", "zigzag_per_segment", "striped")
+MESHES = factorings(8)
+LONGEST, MOST = 16, 8  # tokens of a sample, samples of a step
+IDS = (7, 9, 0, 2**31 - 1, 123456789)
+VALUES = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """One sample: how many tokens its prompt has, the loss mask of its response, its ids."""
+
+    prompt: int
+    mask: tuple[int, ...]
+    sample: int
+    group: int
+    rollout: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step: its samples in the order that they are packed in, and what its numbers are like.
+
+    `spread` is how far policies are apart, nats; `garbage` stands in all float arrays where no loss is.
+    """
+
+    samples: tuple[Drawn, ...]
+    seed: int
+    spread: float
+    advantages: str
+    garbage: float
+
+    def rng(self, *more: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, *more))
+
+
+@st.composite
+def drawn_samples(draw) -> Drawn:
+    kind = draw(st.sampled_from(["holes", "all", "none", "empty"]))
+    size = 0 if kind == "empty" else draw(st.integers(1, LONGEST - 4))
+    bits = {"all": st.just((1,) * size), "none": st.just((0,) * size)}
+    mask = draw(bits.get(kind, st.lists(st.integers(0, 1), min_size=size, max_size=size).map(tuple)))
+    ids = {name: draw(st.sampled_from(IDS)) for name in ("group", "rollout")}
+    return Drawn(draw(st.integers(min(size, 1), 4)), mask, draw(st.integers(0, 2**31 - 1)), **ids)
+
+
+steps = st.builds(
+    Step,
+    st.lists(drawn_samples(), min_size=1, max_size=MOST, unique_by=lambda s: s.sample).map(tuple),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.3, 0.0, 1e-3, 3.0, 30.0]),
+    st.sampled_from(["by token", "by sample", "some 0"]),
+    st.sampled_from([0.0, np.nan, -np.inf, 1e30]),
+).filter(lambda step: step.seed > 0)  # which hypothesis tries first, with all else at its simplest
+
+
+def f32(x: Any) -> np.ndarray:
+    """Rounded to f32, as float64: what jaxppo and the oracle both read."""
+    return np.asarray(x, np.float32).astype(np.float64)
+
+
+def step_samples(step: Step, log_probs: list[np.ndarray] | None = None, rollouts: bool = True) -> list[OracleSample]:
+    """The step with its numbers; the policy's own log-probs may be given, others are about them."""
+    found = []
+    for i, s in enumerate(step.samples):
+        rng, n = step.rng(i), s.prompt + len(s.mask)
+        mask = np.zeros(n)
+        mask[max(s.prompt - 1, 0) : max(n - 1, 0)] = s.mask
+        own = -0.05 - rng.exponential(2.0, n) if log_probs is None else log_probs[i]
+        near = lambda rng=rng, own=own, n=n: f32(np.minimum(own + step.spread * rng.normal(size=n), -0.01))  # noqa: E731
+        advantages = rng.normal(size=n) if step.advantages == "by token" else np.full(n, rng.normal())
+        if step.advantages == "some 0":
+            advantages = advantages * (rng.random(n) < 0.5)
+        old = f32(own) if step.spread == 0 else near()
+        found.append(
+            OracleSample(
+                mask,
+                log_probs=f32(own),
+                entropy=f32(rng.exponential(size=n)),
+                old_log_probs=old,
+                ref_log_probs=near(),
+                rollout_log_probs=old if rng.random() < 0.2 else near(),
+                advantages=f32(advantages),
+                values=f32(rng.normal(size=n)),
+                returns=f32(rng.normal(size=n)),
+                new_values=f32(rng.normal(size=n)),
+                reward=float(np.float32(rng.choice([0.0, 1.0, 0.1, rng.normal()]))),
+                sample_id=s.sample,
+                group_id=s.group,
+                rollout_id=s.rollout if rollouts else s.sample,
+            )
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a step lies: the mesh, its layout, the rows."""
+
+    mesh: str | None
+    explicit: bool
+    layout: str
+    sequence_parallel: bool
+    length: int
+    rows: int
+    segments: int
+    micro_batches: int | None
+
+    @property
+    def parallel(self) -> ParallelMesh | None:
+        if self.mesh is None:
+            return None
+        options = {"explicit": self.explicit, "sequence_parallel": self.sequence_parallel}
+        return make_parallel_mesh(self.mesh, context_layout=self.layout, **options)
+
+
+@st.composite
+def places(draw, meshes=(None, *MESHES), micro_batches=(None, 1, 2, 3), sequence_parallel=False) -> Place:
+    """Any place that holds the samples of any step."""
+    mesh = draw(st.sampled_from(meshes))
+    sizes = dict(part.split("=") for part in (mesh or "dp=1").split(","))
+    data = int(sizes.get("dp", 1)) * int(sizes.get("fsdp", 1))
+    context, tensor = int(sizes.get("cp", 1)), int(sizes.get("tp", 1))
+    layout = draw(st.sampled_from(LAYOUTS)) if context > 1 else "contiguous"
+    by_position = sequence_parallel and tensor > 1 and draw(st.booleans())
+    count, length = draw(st.sampled_from(micro_batches)), draw(st.sampled_from([LONGEST, 2 * LONGEST]))
+    enough = [r for r in (1, 2, 3, 4, 8) if r % data == 0 and r * (count or 1) * (length // LONGEST) >= MOST]
+    rows, segments = draw(st.sampled_from(enough)), draw(st.sampled_from([2, 5, 8]))
+    explicit = mesh is not None and draw(st.booleans())
+    return Place(mesh, explicit, layout, by_position, length, rows, segments, count)
+
+
+def batch_of(step: Step, samples: list[OracleSample], where: Place, lacking: tuple[str, ...] = ()) -> RolloutBatch:
+    """The step as a batch, its rows in a random order, garbage where no loss is; without the values that it lacks."""
+    given = []
+    for s, drawn in zip(samples, step.samples, strict=True):
+        n, start = len(s.mask), drawn.prompt
+        loss_mask = np.concatenate([[0.0], s.mask[:-1]])[:n]
+        of_response = {k: getattr(s, k)[max(start - 1, 0) : max(n - 1, 0)] for k in VALUES if k not in lacking}
+        ids = {"group_id": s.group_id, "sample_id": s.sample_id, "rollout_id": s.rollout_id}
+        ids = {k: v for k, v in ids.items() if k not in lacking}
+        tokens = step.rng(drawn.sample).integers(0, 1000, n) if s.targets is None else tokens_of(s.targets)
+        given.append(Sample(tokens, start, loss_mask, reward=s.reward, **ids, **of_response))
+    batch = RolloutBatch.from_samples(
+        given,
+        row_length=where.length,
+        parallel=where.parallel,
+        rows=where.rows,
+        num_segments=where.segments,
+        micro_batches=where.micro_batches,
+    )
+    order = step.rng(1).permutation(where.rows * (where.micro_batches or 1))
+    batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[order].reshape(x.shape), batch)
+    return with_garbage(batch, step.garbage)
+
+
+def tokens_of(targets: np.ndarray) -> np.ndarray:
+    """A sequence whose targets these are; the last target is not in it."""
+    return np.concatenate([[0], targets[:-1]])[: len(targets)].astype(int)
+
+
+def _entries(batch: RolloutBatch, samples: list[OracleSample]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each sample: rows and columns of its positions, in order, micro-batches as more rows."""
+    segments, positions, ids = (
+        np.asarray(x).reshape(-1, x.shape[-1]) for x in (batch.segment_ids, batch.positions, batch.sample_ids)
+    )
+    rows, columns = np.nonzero(segments)
+    owners = ids[rows, segments[rows, columns] - 1]
+    found = []
+    for s in samples:
+        mine = owners == s.sample_id
+        order = np.argsort(positions[rows[mine], columns[mine]])
+        found.append((rows[mine][order], columns[mine][order]))
+    return found
+
+
+def to_rows(batch: RolloutBatch, samples: list[OracleSample], arrays: list[Any], fill: Any, dtype=np.float32) -> Any:
+    """`[R, T, ...]`, or `[K, R, T, ...]`: arrays `[tokens, ...]` of the samples; `fill` elsewhere and without loss."""
+    shape = batch.segment_ids.shape
+    out = np.full((int(np.prod(shape[:-1])), shape[-1], *np.shape(arrays[0])[1:]), fill, dtype)
+    for (rows, columns), s, x in zip(_entries(batch, samples), samples, arrays, strict=True):
+        out[rows[s.here], columns[s.here]] = np.asarray(x)[s.here]
+    return out.reshape(*shape, *out.shape[2:])
+
+
+def to_samples(batch: RolloutBatch, samples: list[OracleSample], x: Any) -> list[np.ndarray]:
+    """The inverse; raises where x is not 0 outside of all sequences."""
+    x = np.asarray(x, np.float64).reshape(-1, batch.segment_ids.shape[-1], *np.shape(x)[batch.segment_ids.ndim :])
+    found = [x[rows, columns] for rows, columns in _entries(batch, samples)]
+    outside = x[(np.asarray(batch.segment_ids) == 0).reshape(x.shape[:2])]
+    assert not np.any(outside), f"got {np.max(np.abs(outside))} on padding, expected 0"
+    return found
+
+
+def of_each(batch: RolloutBatch, samples: list[OracleSample], x: Any) -> np.ndarray:
+    """`[samples]` of a `[R, S]` array, or `[K, R, S]`; raises where it is not 0 outside of all samples."""
+    x, ids = np.asarray(x, np.float64).reshape(-1), np.asarray(batch.sample_ids).reshape(-1)
+    assert not np.any(x[ids < 0]), f"got {x[ids < 0]} where no sample is, expected 0"
+    return np.array([x[ids == s.sample_id][0] for s in samples])
+
+
+def agree(name: str, got: Any, expected: Any, size: Any, rtol: float = 1e-5, share: float = 0.2) -> None:
+    """Raises where a number is further from the expected one than rounding explains: rtol * (|number| + share * size).
+
+    Args:
+      name: for the error.
+      got: an array.
+      expected: the same, float64.
+      size: of the terms that a number is a sum of.
+      rtol: relative.
+      share: of the size.
+    """
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape, f"{name}: got shape {got.shape}, expected {expected.shape}"
+    exact = got == expected  # infinities too
+    with np.errstate(invalid="ignore"):
+        bad = ~exact & ~(np.abs(got - expected) <= rtol * (np.abs(expected) + share * np.asarray(size, np.float64)))
+    if bad.any():
+        at = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise AssertionError(
+            f"{name}: got {got[at]}, expected {expected[at]} at {at}, {int(bad.sum())} of {bad.size} differ"
+        )
