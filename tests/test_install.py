@@ -1,5 +1,6 @@
 """jaxppo as installed, from a wheel and editable: with nothing but what it asks for, and beside another `sharding`."""
 
+import functools
 import shutil
 import tarfile
 import zipfile
@@ -36,12 +37,12 @@ def python(request, built, tmp_path_factory):
     return with_jaxppo(tmp_path_factory.mktemp("env") / "venv", built[1], request.param, "pytest")
 
 
-def test_the_wheel_holds_both_packages_and_nothing_else(built):
+def test_the_wheel_holds_both_packages_a_pytest_plugin_and_nothing_else(built):
     with zipfile.ZipFile(built[1]) as wheel:
         names = wheel.namelist()
     sources = {str(path.relative_to(ROOT)) for name in ("jaxppo", "sharding") for path in ROOT.glob(f"{name}/**/*.py")}
     typed = {"jaxppo/py.typed", "sharding/py.typed"}
-    assert {name for name in names if ".dist-info/" not in name} == sources | typed
+    assert {name for name in names if ".dist-info/" not in name} == sources | typed | {"pytest_jaxppo.py"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert sorted(requirements(built[1])) == ["jax", "jaxtyping", "numpy"]
 
@@ -78,11 +79,23 @@ def test_a_project_may_have_a_module_named_sharding(python, tmp_path, name):
         assert succeed(python, f"test_{i}.py", cwd=tmp_path) == "fine\n"
 
 
+def test_the_pytest_plugin_is_there_and_loads_nothing_until_asked(python, tmp_path):
+    pytest_in = functools.partial(succeed, python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path)
+    (tmp_path / "test_0.py").write_text("import sys\ndef test_it():\n    assert not {'jax', 'jaxppo'} & {*sys.modules}")
+    assert "1 passed" in pytest_in("test_0.py")
+    (tmp_path / "test_1.py").write_text("def test_it(parallel_mesh):\n    assert parallel_mesh.mesh.size == 2")
+    assert "6 passed" in pytest_in("test_1.py", "--emulated-devices", "2")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_such_a_project_under_pytest(python, tmp_path, name):
     project(tmp_path, name)
     (tmp_path / "test_0.py").write_text(FOREIGN.format(order=ORDERS[0]))
-    assert "1 passed" in succeed(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path)
+    theirs = "def test_it(parallel_mesh):\n    assert type(parallel_mesh).__module__ == 'jaxppo_sharding.mesh'"
+    (tmp_path / "test_1.py").write_text(theirs)
+    assert "1 passed" in succeed(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_0.py", cwd=tmp_path)
+    command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--emulated-devices", "1", "test_1.py")
+    assert "1 passed" in succeed(*command, cwd=tmp_path)
 
 
 def test_a_missing_sharding_is_named(python, built, tmp_path):
