@@ -13,8 +13,8 @@ from typing import Any
 
 from jaxppo._arrays import Coefficient
 from jaxppo.config import PolicyLossConfig
-from jaxppo.integrations.slime_keys import DEFAULTS, MISMATCH_HELPER, VERSION, about
-from jaxppo.integrations.translation import Options, Translation, sort_keys
+from jaxppo.integrations.slime_keys import DEFAULTS, ELSEWHERE, MISMATCH_HELPER, VERSION
+from jaxppo.integrations.translation import Options, Translation
 from jaxppo.kl import KL
 from jaxppo.off_policy import OffPolicyConfig, Rejection
 from jaxppo.policy_losses import CISPO, GSPO, PPO, PolicyLoss
@@ -51,12 +51,8 @@ def translate(args: Namespace | Mapping[str, Any]) -> Translation:
       >>> found.elsewhere
       {'lr': 'the optimizer'}
     """
-    parsed = isinstance(args, Namespace)
-    given: dict[str, Any] = dict(vars(args)) if isinstance(args, Namespace) else dict(args)
-    others = "no argument of slime's own" if parsed else None
-    known = {*DEFAULTS, *MISMATCH_HELPER}
-    elsewhere = sort_keys(given, known, lambda name: about(name) or others, f"slime at {VERSION}")
-    options = Options(given, DEFAULTS)
+    given, others = (vars(args), "no argument of slime's own") if isinstance(args, Namespace) else (args, None)
+    options = Options(given, DEFAULTS | MISMATCH_HELPER, ELSEWHERE, f"slime at {VERSION}", others)
     options.choice("loss_type", ("policy_loss",), "sft_loss is a function of its own, a loss of your own a PolicyLoss")
     if options["custom_pg_loss_reducer_function_path"] is not None:
         options.refuse("custom_pg_loss_reducer_function_path", "None; see PolicyLossConfig(aggregation=)")
@@ -72,7 +68,9 @@ def translate(args: Namespace | Mapping[str, Any]) -> Translation:
         metric_aggregation="loss",
         off_policy=_correction(options, penalised=kl_coef != 0 or entropy_coef != 0),
     )
-    return Translation(config, {"temperature": options.number("rollout_temperature")}, _batching(options), elsewhere)
+    return Translation(
+        config, {"temperature": options.number("rollout_temperature")}, _batching(options), options.elsewhere
+    )
 
 
 def _loss(options: Options) -> PolicyLoss:
@@ -114,8 +112,7 @@ def _mismatch_helper(options: Options, penalised: bool) -> dict[str, Any]:
         )
 
     def positive(name: str, default: float) -> float:
-        value = default if options[name] is None else options.number(name)
-        return value if value > 0 else options.refuse(name, "a ratio above 0")
+        return default if options[name] is None else options.number(name, above=0)
 
     level = options.choice("tis_level", _STATISTICS)
     mode = options.choice("tis_mode", ("truncate", "clip", "mask"))

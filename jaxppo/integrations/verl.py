@@ -6,13 +6,13 @@ this package does not have is an error. Where verl's loss and its documentation 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 from jaxppo._arrays import Aggregation
 from jaxppo.config import PolicyLossConfig, RatioTo
-from jaxppo.integrations.translation import Options, Translation, sort_keys
-from jaxppo.integrations.verl_keys import ACTOR, CORRECTION, DEFAULTS, ELSEWHERE, LOSS, VERSION, about
+from jaxppo.integrations.translation import Options, Translation
+from jaxppo.integrations.verl_keys import ACTOR, CORRECTION, DEFAULTS, ELSEWHERE, LOSS, VERSION
 from jaxppo.kl import KL
 from jaxppo.off_policy import OffPolicyConfig, Rejection, Statistic, Trainer
 from jaxppo.policy_losses import (
@@ -38,28 +38,23 @@ _AGGREGATIONS: dict[str, Aggregation] = {
     "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
 }
 _OWN_AGGREGATION = ("gspo", "sapo", "geo_mean")  # whose policy loss is a mean of sequence means, whatever is asked for
-_ESTIMATORS = {
-    "kl": "k1",
-    "k1": "k1",
-    "abs": "abs",
-    "mse": "k2",
-    "k2": "k2",
-    "low_var_kl": "low_var_kl",
-    "k3": "low_var_kl",
+_KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+_ESTIMATORS = {"kl": "k1", "mse": "k2", "k3": "low_var_kl"}  # where ours has another name
+_PLAIN = ("gae", "gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus", "remax", "rloo")
+_ADVANTAGES = (*_PLAIN, "grpo_vectorized", "reinforce_plus_plus_baseline", "rloo_vectorized")
+_LOSSES: dict[str, Callable[[Options], PolicyLoss]] = {
+    "vanilla": lambda given: PPO(*_clip(given), dual_clip=given.number(ACTOR + "clip_ratio_c")),
+    "gspo": lambda given: GSPO(*_clip(given), gradient="token"),
+    "cispo": lambda given: CISPO(*_clip(given)),
+    "sapo": lambda given: SAPO(*_numbers(given, ACTOR, "tau_pos tau_neg")),
+    "geo_mean": lambda given: GMPO(*_clip(given)),
+    "gpg": lambda given: GPG(),
+    "dppo_tv": lambda given: DPPO("tv", *_clip(given), ratio_cap=given.number(ACTOR + "clip_ratio_c")),
+    "dppo_kl": lambda given: DPPO("kl", *_clip(given), ratio_cap=given.number(ACTOR + "clip_ratio_c")),
+    "clip_cov": lambda given: ClipCov(*_clip(given), *_numbers(given, LOSS, "clip_cov_ratio clip_cov_lb clip_cov_ub")),
+    "kl_cov": lambda given: KLCov(*_numbers(given, LOSS, "kl_cov_ratio ppo_kl_coef")),
+    "dro": lambda given: DRO(given.number(LOSS + "dro_beta", above=0)),
 }
-_ADVANTAGES = (
-    "gae",
-    "gpg",
-    "grpo",
-    "grpo_passk",
-    "grpo_vectorized",
-    "opo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "rloo_vectorized",
-)
 
 
 def translate(config: Mapping[str, Any]) -> Translation:
@@ -90,17 +85,14 @@ def translate(config: Mapping[str, Any]) -> Translation:
       >>> found.elsewhere
       {'algorithm.adv_estimator': 'jaxppo.advantages'}
     """
-    given = dict(_flat(config))
-    elsewhere = sort_keys(given, DEFAULTS, about, f"verl at {VERSION}")
-    options = Options(given, DEFAULTS)
+    options = Options(dict(_flat(config)), DEFAULTS, ELSEWHERE, f"verl at {VERSION}")
     _refuse(options)
-    if "algorithm.adv_estimator" in given:
-        elsewhere["algorithm.adv_estimator"] = ELSEWHERE["algorithm.adv_estimator"]
     loss, ratio_to, off_policy = _policy_loss(options)
     aggregation, norm = _aggregation(options)
     kl_coef = options.number(ACTOR + "kl_loss_coef") if options.flag(ACTOR + "use_kl_loss") else 0.0
-    kl_type = options.choice(ACTOR + "kl_loss_type", [name + plus for plus in ("", "+") for name in _ESTIMATORS])
-    estimator = _ESTIMATORS[kl_type.removesuffix("+")] + "+" * kl_type.endswith("+")
+    kl_type = options.choice(ACTOR + "kl_loss_type", [name + plus for plus in ("", "+") for name in _KL_TYPES])
+    name = kl_type.removesuffix("+")
+    estimator = _ESTIMATORS.get(name, name) + kl_type[len(name) :]
     translated = PolicyLossConfig(
         loss,
         kl=KL(kl_coef, estimator),  # type: ignore[arg-type]
@@ -111,17 +103,17 @@ def translate(config: Mapping[str, Any]) -> Translation:
         off_policy=off_policy,
     )
     head = {"temperature": options.number("actor_rollout_ref.rollout.temperature")}
-    return Translation(translated, head, _batching(options), elsewhere)
+    return Translation(translated, head, _batching(options), options.elsewhere)
 
 
 def _flat(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys joined by dots; a section that is None or empty says nothing."""
+    """Keys joined by dots. A section that is None or empty says nothing, nor does `_target_`, the class of one."""
     known = (*DEFAULTS, *ELSEWHERE)
     for name, value in config.items():
         key = f"{section}{name}"
         if isinstance(value, Mapping) and value:
             yield from _flat(value, key + ".")
-        elif value not in (None, {}) or not any(other.startswith(key + ".") for other in known):
+        elif name != "_target_" and (value not in (None, {}) or not any(x.startswith(key + ".") for x in known)):
             yield key, value
 
 
@@ -159,44 +151,19 @@ def _policy_loss(options: Options) -> tuple[PolicyLoss, RatioTo, OffPolicyConfig
 
 
 def _loss(options: Options) -> PolicyLoss:
-    def number(name: str) -> float:
-        return options.number(ACTOR + name)
+    mode = options.choice(LOSS + "loss_mode", _LOSSES, "a loss of your own is a jaxppo.PolicyLoss")
+    return _LOSSES[mode](options)
 
-    def of_mode(name: str) -> float:
-        return options.number(LOSS + name)
 
-    low, high = (ACTOR + name for name in ("clip_ratio_low", "clip_ratio_high"))
-    clip_low, clip_high = (number("clip_ratio") if options[key] is None else options.number(key) for key in (low, high))
-    match options[LOSS + "loss_mode"]:
-        case "vanilla":
-            return PPO(clip_low, clip_high, dual_clip=number("clip_ratio_c"))
-        case "gspo":
-            return GSPO(clip_low, clip_high, gradient="token")
-        case "cispo":
-            return CISPO(clip_low, clip_high)
-        case "sapo":
-            return SAPO(number("tau_pos"), number("tau_neg"))
-        case "geo_mean":
-            return GMPO(clip_low, clip_high)
-        case "gpg":
-            return GPG()
-        case "dppo_tv":
-            return DPPO("tv", clip_low, clip_high, ratio_cap=number("clip_ratio_c"))
-        case "dppo_kl":
-            return DPPO("kl", clip_low, clip_high, ratio_cap=number("clip_ratio_c"))
-        case "clip_cov":
-            share, low_covariance, high_covariance = map(of_mode, ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"))
-            return ClipCov(clip_low, clip_high, share, low_covariance, high_covariance)
-        case "kl_cov":
-            return KLCov(of_mode("kl_cov_ratio"), of_mode("ppo_kl_coef"))
-        case "dro":
-            if options[LOSS + "dro_beta"] is None or of_mode("dro_beta") <= 0:
-                options.refuse(LOSS + "dro_beta", "a number above 0 with loss_mode='dro'")
-            return DRO(of_mode("dro_beta"))
-        case "bypass_mode":
-            options.refuse(LOSS + "loss_mode", "algorithm.rollout_correction.bypass_mode=True in its place")
-    modes = "vanilla, gspo, cispo, sapo, geo_mean, gpg, dppo_tv, dppo_kl, clip_cov, kl_cov, dro"
-    options.refuse(LOSS + "loss_mode", f"one of {modes}; a loss of your own is a jaxppo.PolicyLoss")
+def _numbers(options: Options, section: str, names: str) -> Iterator[float]:
+    return (options.number(section + name) for name in names.split())
+
+
+def _clip(options: Options) -> tuple[float, float]:
+    """The lower and the upper bound, each that of both where it is None."""
+    keys = (ACTOR + name for name in ("clip_ratio_low", "clip_ratio_high"))
+    low, high = (options.number(ACTOR + "clip_ratio" if options[key] is None else key) for key in keys)
+    return low, high
 
 
 def _aggregation(options: Options) -> tuple[Aggregation, float | None]:

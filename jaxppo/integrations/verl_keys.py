@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxppo.integrations.translation import by_name
+
 VERSION = "1dda039b"
 ACTOR = "actor_rollout_ref.actor."
 LOSS = "actor_rollout_ref.actor.policy_loss."
@@ -52,88 +54,53 @@ DEFAULTS: dict[str, Any] = {
 }
 
 # What the other keys are about. A name that ends in a dot is a section, all of whose keys are about the same.
-ELSEWHERE = {
-    ACTOR + "calculate_entropy": "the entropy is always among the metrics",
-    ACTOR + "ppo_mini_batch_size": "the prompts of one step, whose samples go to from_samples together",
-    ACTOR + "rollout_n": "the samples of one prompt",
-    ACTOR + "use_rollout_log_probs": "verl does not read it; rollout_correction.bypass_mode is what does so",
-    LOSS + "rollout_correction.": "where verl copies algorithm.rollout_correction to",
-    "actor_rollout_ref.model.": "the model; adapters of the head are LoRA(a, b, scale)",
-    "actor_rollout_ref.model.mtp.": "the model; the loss is mtp_loss",
-    "actor_rollout_ref.ref.": "forward passes: compute_log_probs",
-    "actor_rollout_ref.rollout.": "the rollout engine",
-    "algorithm.adv_estimator": "jaxppo.advantages",
-    "algorithm.filter_groups.": "which samples are trained on",
-    "algorithm.gamma": "gamma= of jaxppo.advantages",
-    "algorithm.kl_ctrl.": "kl_coef= of advantages.token_rewards; adaptive_kl_coef",
-    "algorithm.kl_penalty": "kl= of advantages.token_rewards",
-    "algorithm.lam": "lam= of advantages.gae",
-    "algorithm.norm_adv_by_std_in_grpo": "advantages.dr_grpo where it is False",
-    "algorithm.pf_ppo.": "use_pf_ppo, refused",
-    "algorithm.use_kl_in_reward": "advantages.token_rewards",
-    "critic.": "the critic; its loss is value_loss",
-    "data.": "the data set",
-    "distillation.": "distillation.enabled, refused",
-} | {
-    name: reason
-    for reason, names in {
-        "adv_estimator='gdpo', refused": ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
-        "memory, which the head sees to": (
-            ACTOR + "entropy_checkpointing",
-            ACTOR + "entropy_from_logits_chunk_size",
-            ACTOR + "entropy_from_logits_with_chunking",
-        ),
-        "forward passes: compute_log_probs": (
-            ACTOR + "ppo_infer_max_token_len_per_gpu",
-            ACTOR + "ppo_infer_micro_batch_size_per_gpu",
-        ),
-        "the optimizer": (ACTOR + "grad_clip", ACTOR + "optim."),
-        "profiling": (ACTOR + "profile", ACTOR + "profiler.", "global_profiler."),
-        "rewards": ("custom_reward_function.", "reward.", "reward_model.", "sandbox_fusion."),
-        "the rollout engine": ("rollout.",),
-        "the training loop": (
-            ACTOR + "checkpoint.",
-            ACTOR + "data_loader_seed",
-            ACTOR + "ppo_epochs",
-            ACTOR + "shuffle",
-            "async_training.",
-            "skip.",
-            "trainer.",
-        ),
-        "the model": (
-            ACTOR + "freeze_vision_tower",
-            ACTOR + "model_config",
-            ACTOR + "qat.",
-            ACTOR + "router_replay.",
-            ACTOR + "use_fused_kernels",
-            ACTOR + "use_prefix_grouper",
-            ACTOR + "use_torch_compile",
-        ),
-        "the training engine": (
-            ACTOR + "engine",
-            ACTOR + "fsdp_config.",
-            ACTOR + "global_batch_info",
-            ACTOR + "megatron.",
-            ACTOR + "pad_to_length",
-            ACTOR + "strategy",
-            ACTOR + "torchtitan.",
-            ACTOR + "ulysses_sequence_parallel_size",
-            ACTOR + "use_remove_padding",
-            ACTOR + "veomni.",
-            "actor_rollout_ref.hybrid_engine",
-            "actor_rollout_ref.nccl_timeout",
-            "ray_kwargs.",
-            "transfer_queue.",
-        ),
-    }.items()
-    for name in names
-}
-
-
-def about(key: str) -> str | None:
-    """What a key that is not translated is about, None where verl has no such key."""
-    parts = key.split(".")
-    if parts[-1] == "_target_":
-        return "the class that verl makes of a section"
-    names = (key, *(".".join(parts[:n]) + "." for n in range(len(parts), 0, -1)))
-    return next((ELSEWHERE[name] for name in names if name in ELSEWHERE), None)
+ELSEWHERE = by_name(
+    {
+        "the entropy is always among the metrics": "calculate_entropy",
+        "the prompts of one step, whose samples go to from_samples together": "ppo_mini_batch_size",
+        "the samples of one prompt": "rollout_n",
+        "verl does not read it; rollout_correction.bypass_mode is what does so": "use_rollout_log_probs",
+        "where verl copies algorithm.rollout_correction to": "policy_loss.rollout_correction.",
+        "memory, which the head sees to": """
+            entropy_checkpointing entropy_from_logits_chunk_size entropy_from_logits_with_chunking
+        """,
+        "forward passes: compute_log_probs": "ppo_infer_max_token_len_per_gpu ppo_infer_micro_batch_size_per_gpu",
+        "the optimizer": "grad_clip optim.",
+        "profiling": "profile profiler.",
+        "the training loop": "checkpoint. data_loader_seed ppo_epochs shuffle",
+        "the model": """
+            freeze_vision_tower model_config qat. router_replay. use_fused_kernels use_prefix_grouper use_torch_compile
+        """,
+        "the training engine": """
+            engine fsdp_config. global_batch_info megatron. pad_to_length strategy torchtitan.
+            ulysses_sequence_parallel_size use_remove_padding veomni.
+        """,
+    },
+    ACTOR,
+) | by_name(
+    {
+        "the model; adapters of the head are LoRA(a, b, scale)": "actor_rollout_ref.model.",
+        "the model; the loss is mtp_loss": "actor_rollout_ref.model.mtp.",
+        "forward passes: compute_log_probs": "actor_rollout_ref.ref.",
+        "the rollout engine": "actor_rollout_ref.rollout. rollout.",
+        "jaxppo.advantages": "algorithm.adv_estimator",
+        "which samples are trained on": "algorithm.filter_groups.",
+        "gamma= of jaxppo.advantages": "algorithm.gamma",
+        "kl_coef= of advantages.token_rewards; adaptive_kl_coef": "algorithm.kl_ctrl.",
+        "kl= of advantages.token_rewards": "algorithm.kl_penalty",
+        "lam= of advantages.gae": "algorithm.lam",
+        "advantages.dr_grpo where it is False": "algorithm.norm_adv_by_std_in_grpo",
+        "use_pf_ppo, refused": "algorithm.pf_ppo.",
+        "advantages.token_rewards": "algorithm.use_kl_in_reward",
+        "the critic; its loss is value_loss": "critic.",
+        "the data set": "data.",
+        "distillation.enabled, refused": "distillation.",
+        "adv_estimator='gdpo', refused": "algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights",
+        "profiling": "global_profiler.",
+        "rewards": "custom_reward_function. reward. reward_model. sandbox_fusion.",
+        "the training loop": "async_training. skip. trainer.",
+        "the training engine": """
+            actor_rollout_ref.hybrid_engine actor_rollout_ref.nccl_timeout ray_kwargs. transfer_queue.
+        """,
+    }
+)
