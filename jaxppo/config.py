@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from jaxppo._arrays import (
     Aggregation,
@@ -79,6 +81,51 @@ class PolicyLossConfig:
                 f"ratio_to: got {self.ratio_to!r}, expected 'old' for off_policy.batch_normalize: the mean weight of "
                 "the step is known beforehand"
             )
+
+    @classmethod
+    def from_verl(cls, config: Mapping[str, Any]) -> PolicyLossConfig:
+        """The policy loss of a verl configuration; what is not given has verl's default.
+
+        Args:
+          config: verl's keys, as nested mappings or joined by dots; see `jaxppo.integrations.verl.translate`, which
+            also reads the temperature and the batching, and says what the other keys are about.
+
+        Returns:
+          The config.
+
+        Raises:
+          ValueError: unknown keys, all listed; a value that this package has no meaning for.
+
+        Example:
+          >>> config = {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "gspo"}, "clip_ratio_low": 3e-4}}}
+          >>> PolicyLossConfig.from_verl(config).loss
+          GSPO(clip_low=0.0003, clip_high=0.2, dual_clip=None, gradient='token')
+        """
+        from jaxppo.integrations.verl import translate
+
+        return translate(config).config
+
+    @classmethod
+    def from_slime(cls, args: Namespace | Mapping[str, Any]) -> PolicyLossConfig:
+        """The policy loss of slime's arguments; what is not given has slime's default.
+
+        Args:
+          args: what slime's `parse_args` returns, or names and values; see `jaxppo.integrations.slime.translate`, which
+            also reads the temperature and the batching, and says what the other arguments are about.
+
+        Returns:
+          The config.
+
+        Raises:
+          ValueError: unknown names, all listed; a value that this package has no meaning for.
+
+        Example:
+          >>> PolicyLossConfig.from_slime({"eps_clip_high": 0.28, "use_tis": True}).off_policy.weights
+          'token'
+        """
+        from jaxppo.integrations.slime import translate
+
+        return translate(args).config
 
     @property
     def entropy_mode(self) -> Literal["metric", "bonus"]:

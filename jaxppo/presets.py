@@ -6,6 +6,8 @@ published with. `dataclasses.replace(presets.dapo(), entropy_coef=1e-3)` changes
 
 from __future__ import annotations
 
+import dataclasses
+
 from jaxppo.config import PolicyLossConfig
 from jaxppo.kl import KL
 from jaxppo.off_policy import OffPolicyConfig
@@ -151,23 +153,33 @@ def icepop() -> PolicyLossConfig:
     return PolicyLossConfig(off_policy=OffPolicyConfig(weights="token", low=0.5, high=5.0, outside="zero"))
 
 
-def slime_default(loss: PolicyLoss = PPO()) -> PolicyLossConfig:  # noqa: B008  frozen
+def slime_default(loss: PolicyLoss | None = None) -> PolicyLossConfig:
     """slime's defaults: clip 0.2, no dual clip, k1 (off), one denominator for each rollout, metrics like the loss.
 
     Args:
-      loss: in place of PPO.
+      loss: in place of slime's PPO.
+
+    Example:
+      >>> slime_default() == PolicyLossConfig.from_slime({})
+      True
 
     https://github.com/THUDM/slime
     """
-    return PolicyLossConfig(loss, kl=KL(0.0, "k1"), aggregation="rollout_mean", metric_aggregation="loss")
+    config = PolicyLossConfig.from_slime({})
+    return config if loss is None else dataclasses.replace(config, loss=loss)
 
 
-def verl_default(loss: PolicyLoss = PPO(dual_clip=3.0)) -> PolicyLossConfig:  # noqa: B008  frozen
+def verl_default(loss: PolicyLoss | None = None) -> PolicyLossConfig:
     """verl's defaults: clip 0.2, dual clip 3, low_var_kl (off), a mean over tokens.
 
     Args:
-      loss: in place of PPO; `GSPO(gradient="token")` is verl's.
+      loss: in place of verl's PPO; `GSPO(gradient="token")` is verl's.
 
-    https://github.com/volcengine/verl
+    Example:
+      >>> verl_default().loss
+      PPO(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+
+    https://github.com/verl-project/verl
     """
-    return PolicyLossConfig(loss, kl=KL(0.0, "low_var_kl"))
+    config = PolicyLossConfig.from_verl({})
+    return config if loss is None else dataclasses.replace(config, loss=loss)

@@ -9,7 +9,9 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 from pathlib import Path
 
 import hypothesis
+import installed
 import jax
+import pytest
 
 from sharding.testing import emulate_devices
 
@@ -37,3 +39,9 @@ def pytest_collection_modifyitems(config, items):
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=nightly)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """The sdist and the wheel of this tree."""
+    return installed.build(tmp_path_factory.mktemp("dist"))

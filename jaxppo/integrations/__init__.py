@@ -1,0 +1,1 @@
+"""Other systems and this one. Each module is imported only when it is asked for."""

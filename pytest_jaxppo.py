@@ -1,0 +1,172 @@
+"""A pytest plugin: emulated devices, meshes to run a test on, and an assertion that numbers do not depend on the mesh.
+
+It is installed with jaxppo and does nothing, not even import JAX, until a number of devices is asked for: on the
+command line (`pytest --emulated-devices 8`) or in the configuration,
+
+    [tool.pytest.ini_options]
+    emulated_devices = 8     # 0: the devices that are there, such as those of a TPU
+    mesh_cases = "pairwise"  # or "all", the default
+
+The CPU then appears as that many devices, from before the first conftest.py is read, and tests may ask for
+
+- `parallel_mesh`: a `ParallelMesh`. The test runs once for every way to write the number as dp x cp x tp and, where cp
+  is above 1, for every context layout; with "pairwise" for a sample. Each of dp, cp and tp is 1 or more there, and any
+  two of these traits and the layout that occur together at all do so in the sample. One mesh alone:
+  `@pytest.mark.parametrize("parallel_mesh", ["dp=2,cp=4"], indirect=True)`, or `[("dp=2,cp=4", "zigzag")]`.
+- `context_layout`: the name of a context layout; the test runs for each.
+- `assert_mesh_invariant`: `sharding.testing.assert_mesh_invariant`, over every dp x cp x tp of JAX's devices unless
+  `meshes=` says which.
+
+An example, which finds a sum over the data axes alone, a mean of the shards' means, and a shift that stops at a shard's
+end:
+
+    def test_my_loss(parallel_mesh, assert_mesh_invariant):
+        assert_mesh_invariant(my_loss, tokens, meshes=[parallel_mesh])     # my_loss(parallel, tokens)
+
+This is a module of its own since pytest imports it at every start, and importing `jaxppo` imports JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from jaxppo import ParallelMesh
+
+Case = tuple[str, str]  # a mesh, such as "dp=2,cp=2,tp=2", and a context layout
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("jaxppo", "jaxppo: tests on meshes of devices")
+    count = "devices that the CPU appears as; 0: the devices that are there"
+    cases = "what parallel_mesh runs over: all (the default) or pairwise"
+    group.addoption("--emulated-devices", type=int, metavar="N", help=count)
+    group.addoption("--mesh-cases", choices=("all", "pairwise"), help=cases)
+    parser.addini("emulated_devices", count)
+    parser.addini("mesh_cases", cases, default="all")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Emulates the devices before a conftest.py can start JAX."""
+    if count := _asked(early_config):
+        _emulate(count)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    count = _asked(config)
+    if count == 0:
+        import jax
+
+        count = jax.device_count()
+    sample = config.known_args_namespace.mesh_cases or config.getini("mesh_cases")
+    if sample not in ("all", "pairwise"):
+        raise pytest.UsageError(f"mesh_cases: got {sample!r}, expected 'all' or 'pairwise'")
+    config.pluginmanager.register(_fixtures(count, sample), "pytest_jaxppo fixtures")
+
+
+def _asked(config: pytest.Config) -> int | None:
+    """The number of devices that was asked for, None where none was."""
+    value = config.known_args_namespace.emulated_devices
+    value = config.getini("emulated_devices") if value is None else value
+    if value in (None, ""):
+        return None
+    if not str(value).isdigit():
+        raise pytest.UsageError(f"emulated_devices: got {value!r}, expected a number of devices, or 0 for those there")
+    return int(value)
+
+
+def _emulate(count: int) -> None:
+    import jax
+
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError:  # JAX has started; then its devices must do
+        if message := _too_few(count):
+            raise pytest.UsageError(message) from None
+
+
+def _too_few(count: int) -> str | None:
+    """The error where JAX, which this starts, has fewer devices."""
+    import jax
+
+    if jax.device_count() >= count:
+        return None
+    return (
+        f"emulated_devices: got {count}, expected at most {jax.device_count()}, the devices that JAX had started with "
+        "before; let no plugin or conftest.py use JAX, or set its number of devices, ahead of that"
+    )
+
+
+def _fixtures(count: int | None, sample: str) -> object:
+    """A plugin of the fixtures; what they are parametrized over is known only now."""
+    layouts, cases = ([], []) if count is None else _layouts_and_cases(count, sample)
+
+    def mesh(case: str | Case) -> ParallelMesh:
+        if count is None:
+            expected = "a number of devices: emulated_devices in pytest's configuration or --emulated-devices"
+            pytest.fail(f"emulated_devices: got none, expected {expected}", pytrace=False)
+        if message := _too_few(count):
+            pytest.fail(message, pytrace=False)
+        import jax
+
+        from jaxppo import make_parallel_mesh
+
+        description, layout = (case, "contiguous") if isinstance(case, str) else case
+        return make_parallel_mesh(description, context_layout=layout, devices=jax.devices()[:count])
+
+    class Fixtures:
+        @pytest.fixture(params=cases or [("", "")], ids=lambda case: case if isinstance(case, str) else "-".join(case))
+        def parallel_mesh(self, request: pytest.FixtureRequest) -> ParallelMesh:
+            """A ParallelMesh: all factorings of the emulated devices as dp x cp x tp, in all context layouts."""
+            return mesh(request.param)
+
+        @pytest.fixture(params=layouts or [""])
+        def context_layout(self, request: pytest.FixtureRequest) -> str:
+            """The name of a context layout: each of them."""
+            mesh(f"dp={count}")
+            return str(request.param)
+
+        @pytest.fixture
+        def assert_mesh_invariant(self) -> Callable[..., Any]:
+            """sharding.testing.assert_mesh_invariant, by default over all factorings of JAX's devices."""
+            mesh(f"dp={count}")
+            return _sharding("testing").assert_mesh_invariant
+
+    return Fixtures()
+
+
+def _layouts_and_cases(count: int, sample: str) -> tuple[list[str], list[Case]]:
+    layouts = list(_sharding("mesh").LAYOUTS)
+    meshes: list[str] = _sharding("testing").factorings(count)
+    cases = [(mesh, name) for mesh in meshes for name in (layouts if "cp=1," not in mesh else layouts[:1])]
+    return layouts, cases if sample == "all" else list(_pairwise(cases))
+
+
+def _pairwise(cases: list[Case]) -> Iterator[Case]:
+    """As few cases as greed finds that show every pair of traits which some case shows."""
+    pairs = {case: frozenset(combinations(_traits(*case), 2)) for case in cases}
+    missing = frozenset().union(*pairs.values())
+    while missing:
+        best = max(cases, key=lambda case: len(pairs[case] & missing))
+        missing -= pairs[best]
+        yield best
+
+
+def _traits(mesh: str, layout: str) -> list[str]:
+    """Which of dp, cp and tp are above 1, and the layout."""
+    return [size if size.endswith("=1") else size[:2] for size in mesh.split(",")] + [layout]
+
+
+def _sharding(name: str) -> Any:
+    """A module of the package `sharding` that came with jaxppo, also in a project with another module of that name."""
+    from jaxppo import make_parallel_mesh
+
+    return importlib.import_module(f"{make_parallel_mesh.__module__.rpartition('.')[0]}.{name}")
