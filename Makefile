@@ -39,7 +39,7 @@ types: $(READY)
 	$(VENV)/bin/mypy
 
 docs-examples: $(READY)
-	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(RUN) -m pytest -p tests.doctest_names --doctest-modules jaxppo sharding README.md --doctest-glob=README.md
+	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(RUN) -m pytest -p tests.doctest_names --doctest-modules jaxppo sharding README.md CONTRIBUTING.md docs --doctest-glob='*.md'
 
 bench: $(READY)
 	$(RUN) -m benchmarks.head $(ARGS)
