@@ -116,7 +116,7 @@ def _check_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None
         return
     if np.shape(x) not in shapes:
         raise ValueError(f"{name}: got shape {np.shape(x)}, expected {' or '.join(map(str, shapes))}")
-    dtype = jnp.result_type(x)
+    dtype = getattr(x, "dtype", None) or np.asarray(x).dtype
     integer = jnp.issubdtype(dtype, jnp.integer)
     if (name in INTEGERS or name.endswith("_ids")) and not integer:
         raise TypeError(f"{name}: got {dtype}, expected integers")

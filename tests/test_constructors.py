@@ -1,0 +1,294 @@
+"""Batches from arrays as frameworks hold them: every value against what was written down by hand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxppo import PolicyLossConfig, RolloutBatch, Sample, TokenStats, metrics, policy_loss
+from sharding import logical_positions, make_parallel_mesh
+
+# Row 0 is padded on the left and has a hole in its completion; row 1 is padded between prompt and completion, and its
+# completion ends before its row does.
+PADDED = {
+    "prompt_ids": [[0, 0, 5, 6], [7, 8, 0, 0]],
+    "completion_ids": [[11, 12, 13, 0], [21, 22, 23, 24]],
+    "completion_mask": [[1, 0, 1, 0], [1, 1, 0, 0]],
+    "prompt_mask": [[0, 0, 1, 1], [1, 1, 0, 0]],
+    "advantages": [2.0, -1.0],
+    "old_log_probs": [[-1.0, -2.0, -3.0, -9.0], [-4.0, -5.0, -9.0, -9.0]],
+    "rewards": [0.5, 1.5],
+    "group_ids": [3, 3],
+}
+FROM_PADDED = {
+    "tokens": [[0, 0, 5, 6, 11, 12, 13, 0], [7, 8, 0, 0, 21, 22, 23, 24]],
+    "targets": [[0, 0, 6, 11, 12, 13, 0, 0], [8, 21, 0, 0, 22, 0, 0, 0]],
+    "segment_ids": [[0, 0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 0, 0]],
+    "positions": [[0, 0, 0, 1, 2, 3, 4, 0], [0, 1, 1, 1, 2, 3, 0, 0]],
+    "loss_mask": [[0, 0, 0, 1, 0, 1, 0, 0], [0, 1, 0, 0, 1, 0, 0, 0]],
+    "advantages": [[0, 0, 0, 2, 2, 2, 0, 0], [0, -1, 0, 0, -1, 0, 0, 0]],
+    "old_log_probs": [[0, 0, 0, -1, -2, -3, 0, 0], [0, -4, 0, 0, -5, 0, 0, 0]],
+    "rewards": [[0.5], [1.5]],
+    "group_ids": [[3], [3]],
+    "sample_ids": [[0], [1]],
+}
+# Every value stands at its token. The first token of a sequence is predicted by nothing.
+TOKEN_ALIGNED = {
+    "tokens": [[5, 6, 7, 8, 9, 0, 0, 0], [1, 2, 3, 4, 0, 0, 0, 0]],
+    "segment_ids": [[1, 1, 1, 2, 2, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]],
+    "positions": [[0, 1, 2, 0, 1, 0, 0, 0], [0, 1, 2, 3, 0, 0, 0, 0]],
+    "loss_mask": [[0, 1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0]],
+    "returns": [[9, 1, 2, 9, 3, 9, 9, 9], [9, 4, 5, 6, 9, 9, 9, 9]],
+    "rewards": [[1, 2], [3, 0]],
+    "rollout_ids": [[7, 7], [8, -1]],
+}
+FROM_TOKEN_ALIGNED = TOKEN_ALIGNED | {
+    "targets": [[6, 7, 0, 9, 0, 0, 0, 0], [2, 3, 4, 0, 0, 0, 0, 0]],
+    "loss_mask": [[1, 1, 0, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0]],
+    "returns": [[1, 2, 0, 3, 0, 0, 0, 0], [4, 5, 6, 0, 0, 0, 0, 0]],
+    "sample_ids": [[0, 1], [2, -1]],
+}
+# Nothing moves; the last position of a sequence has a target that is no token of the row.
+TARGET_ALIGNED = TOKEN_ALIGNED | {
+    "targets": [[6, 7, 70, 9, 90, 0, 0, 0], [2, 3, 4, 40, 0, 0, 0, 0]],
+    "loss_mask": [[0, 1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0]],
+    "returns": [[9, 1, 2, 9, 3, 0, 0, 0], [9, 4, 5, 6, 0, 0, 0, 0]],
+}
+FROM_TARGET_ALIGNED = TARGET_ALIGNED | {"sample_ids": [[0, 1], [2, -1]]}
+CASES = {
+    "from_padded": (PADDED, FROM_PADDED),
+    "from_token_aligned": (TOKEN_ALIGNED, FROM_TOKEN_ALIGNED),
+    "from_target_aligned": (TARGET_ALIGNED, FROM_TARGET_ALIGNED),
+}
+POSITIONAL = {
+    "from_padded": ("prompt_ids", "completion_ids", "completion_mask"),
+    "from_token_aligned": ("tokens", "segment_ids", "positions", "loss_mask"),
+    "from_target_aligned": ("tokens", "targets", "segment_ids", "positions", "loss_mask"),
+}
+PLACES = [None, ("dp=2", "contiguous"), ("dp=2,cp=2,tp=2", "contiguous"), ("cp=4", "zigzag"), ("dp=2,cp=4", "striped")]
+
+
+def as_arrays(values):
+    kinds = (np.int32, np.float32)
+    return {name: np.asarray(x, kinds[np.asarray(x).dtype.kind == "f"]) for name, x in values.items()}
+
+
+def made(name, arrays, **options):
+    arrays = {k: x.astype(np.float32) if k == "returns" else x for k, x in arrays.items()}
+    if name != "from_padded":
+        options = {"num_segments": 2} | options
+    positional = [arrays.pop(k) for k in POSITIONAL[name]]
+    return getattr(RolloutBatch, name)(*positional, **arrays, **options)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_values(name, jitted, place):
+    mesh, layout = place or (None, "contiguous")
+    shards = 1 if mesh is None else int(dict(part.split("=") for part in mesh.split(",")).get("cp", 1))
+    devices = jax.devices()[: int(np.prod([int(part[3:]) for part in (mesh or "dp=1").split(",")]))]
+    parallel = mesh and make_parallel_mesh(mesh, context_layout=layout, devices=devices)
+    given, expected = CASES[name]
+    make = lambda arrays: made(name, arrays, parallel=parallel)  # noqa: E731
+    batch = (jax.jit(make) if jitted else make)(as_arrays(given))
+    order = logical_positions(layout, 8, shards)
+    for field in dataclasses.fields(RolloutBatch):
+        x = getattr(batch, field.name)
+        if field.name in expected:
+            wanted = np.asarray(expected[field.name])
+            wanted = wanted if wanted.shape[1] <= 2 else wanted[:, order]
+            np.testing.assert_array_equal(x, wanted, err_msg=field.name)
+            assert x.dtype == (jnp.int32 if wanted.dtype.kind == "i" and x.dtype.kind == "i" else jnp.float32)
+        elif field.default is None or field.name == "sample_ids":
+            assert x is None, field.name
+    assert (batch.context_layout, batch.context_shards) == (layout, shards)
+    assert batch.real_last_targets == (name == "from_target_aligned")
+    if name != "from_padded":  # which leaves numbers out where padding lies within
+        batch.validate(100)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_and_vmap_of_what_is_made_under_them(name):
+    """`loss_mask` aside, a value's gradient is 1 at the token that it came from, for each position that it reached."""
+    given, expected = as_arrays(CASES[name][0]), CASES[name][1]
+    field = "old_log_probs" if name == "from_padded" else "returns"
+    total = lambda x: getattr(made(name, given | {field: x}), field).sum()  # noqa: E731
+    slope = jax.grad(total)(jnp.asarray(given[field], jnp.float32))
+    moved = np.asarray(expected[field])
+    assert float((slope * given[field]).sum()) == moved.sum()
+    assert set(np.unique(slope)) <= {0.0, 1.0}
+    stacked = jax.tree.map(lambda x: np.stack([x, x]), given)
+    batches = jax.vmap(lambda arrays: made(name, arrays))(stacked)
+    np.testing.assert_array_equal(batches.targets, np.stack([expected["targets"]] * 2))
+
+
+def test_where_attention_mask_says_otherwise():
+    """Without it, a completion ends at its last token that trains; and a prompt's padding is not known."""
+    given = as_arrays(PADDED)
+    attention = np.array([[0, 0, 1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 1, 1, 1, 1]])
+    batch = made("from_padded", given | {"prompt_mask": None}, attention_mask=attention)
+    np.testing.assert_array_equal(batch.targets[1], [8, 21, 0, 0, 22, 23, 24, 0])
+    np.testing.assert_array_equal(batch.segment_ids[1], np.ones(8))
+    np.testing.assert_array_equal(batch.loss_mask[1], [0, 1, 0, 0, 1, 0, 0, 0])
+    whole = made("from_padded", given | {"prompt_mask": None})
+    np.testing.assert_array_equal(whole.segment_ids[0], [1, 1, 1, 1, 1, 1, 1, 0])
+    np.testing.assert_array_equal(whole.targets[1], [8, 0, 0, 21, 22, 0, 0, 0])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_padded_rows_have_the_loss_of_packed_samples(seed):
+    rng = np.random.default_rng(seed)
+    B, P, C = 4, 5, 6
+    prompts, completions = rng.integers(1, 50, (B, P)), rng.integers(1, 50, (B, C))
+    starts, ends = rng.integers(0, P, B), rng.integers(1, C + 1, B)
+    prompt_mask = np.arange(P) >= starts[:, None]
+    mask = (np.arange(C) < ends[:, None]) & (rng.random((B, C)) < 0.7)
+    old, new, advantages = -rng.exponential(size=(B, C)), -rng.exponential(size=(B, C)), rng.normal(size=B)
+    padded = RolloutBatch.from_padded(
+        prompts, completions, mask, prompt_mask=prompt_mask, advantages=advantages, old_log_probs=old, returns=new
+    )
+    samples = [
+        Sample(
+            np.concatenate([prompts[b, starts[b] :], completions[b]]),
+            response_start=P - int(starts[b]),
+            loss_mask=np.concatenate([np.zeros(P - starts[b]), mask[b]]),
+            advantages=np.full(C, advantages[b]),
+            old_log_probs=old[b],
+            returns=new[b],
+        )
+        for b in range(B)
+    ]
+    packed = RolloutBatch.from_samples(samples, row_length=2 * (P + C))
+    config = PolicyLossConfig(aggregation="sequence_mean_token_mean")
+    losses = [policy_loss(TokenStats(jnp.asarray(b.returns)), b, config)[0] for b in (padded, packed)]
+    assert losses[0] == pytest.approx(float(losses[1]), rel=1e-5)
+
+
+ONES, FLOATS = np.ones((2, 4), np.int32), np.ones((2, 4), np.float32)
+MISUSE = {
+    "float prompts": (
+        "from_padded",
+        {"prompt_ids": FLOATS},
+        TypeError,
+        "prompt_ids: got float32, expected integers",
+    ),
+    "rows that differ": (
+        "from_padded",
+        {"completion_ids": ONES[:1]},
+        ValueError,
+        r"prompt_ids: got shape \(2, 4\), expected \(1, 4\)",
+    ),
+    "no completion": (
+        "from_padded",
+        {"completion_ids": ONES[:, :0]},
+        ValueError,
+        r"completion_ids: got shape \(2, 0\), expected two dimensions, each at least 1",
+    ),
+    "advantages of all tokens": (
+        "from_padded",
+        {"advantages": np.ones((2, 8))},
+        ValueError,
+        r"advantages: got shape \(2, 8\), expected \(2, 4\) or \(2,\)",
+    ),
+    "rewards per token": (
+        "from_padded",
+        {"rewards": FLOATS},
+        ValueError,
+        r"rewards: got shape \(2, 4\), expected \(2,\)",
+    ),
+    "an unknown array": (
+        "from_padded",
+        {"logps": FLOATS},
+        TypeError,
+        "logps: got an unknown array, expected one of advantages, old_log_probs",
+    ),
+    "one dimension": (
+        "from_token_aligned",
+        {"tokens": ONES[0]},
+        ValueError,
+        r"tokens: got shape \(4,\), expected two dimensions",
+    ),
+    "a mask of another shape": (
+        "from_token_aligned",
+        {"loss_mask": ONES},
+        ValueError,
+        r"loss_mask: got shape \(2, 4\), expected \(2, 8\)",
+    ),
+    "more segments than said": (
+        "from_token_aligned",
+        {"rewards": np.ones((2, 3))},
+        ValueError,
+        r"rewards: got shape \(2, 3\), expected \(2, 2\)",
+    ),
+    "float segments": (
+        "from_target_aligned",
+        {"segment_ids": np.ones((2, 8))},
+        TypeError,
+        "segment_ids: got float\\d*, expected integers",
+    ),
+    "strings": (
+        "from_target_aligned",
+        {"old_log_probs": np.full((2, 8), "a")},
+        TypeError,
+        "old_log_probs: got <U1, expected numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISUSE)
+def test_misuse(what):
+    name, wrong, error, message = MISUSE[what]
+    arrays = as_arrays(CASES[name][0])
+    with pytest.raises(error, match=message):
+        made(name, arrays | wrong)
+
+
+def test_the_number_of_segments():
+    arrays = as_arrays(TOKEN_ALIGNED)
+    assert made("from_token_aligned", arrays, num_segments=None).num_segments == 2
+    with pytest.raises(ValueError, match="num_segments: got None under jit, expected S"):
+        jax.jit(lambda a: made("from_token_aligned", a, num_segments=None))(arrays)
+
+
+def test_meshes_that_do_not_fit():
+    arrays = as_arrays(TOKEN_ALIGNED)
+    with pytest.raises(
+        ValueError, match=r"tokens: got shape \(2, 8\) in .*, expected dimension 0 to be a multiple of 8"
+    ):
+        made("from_token_aligned", arrays, parallel=make_parallel_mesh("dp=8"))
+    with pytest.raises(ValueError, match="row length: got 8, expected a multiple of 16"):
+        made("from_token_aligned", arrays, parallel=make_parallel_mesh("cp=8", context_layout="zigzag"))
+    per_segment = make_parallel_mesh("cp=8", context_layout="zigzag_per_segment")
+    with pytest.raises(ValueError, match="parallel: got context layout 'zigzag_per_segment' in RolloutBatch"):
+        made(
+            "from_token_aligned",
+            {k: np.repeat(x, 2, 1) for k, x in arrays.items()},
+            parallel=per_segment,
+            num_segments=4,
+        )
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_completion_without_a_token_before_it(jitted):
+    """Its first token is predicted by nothing: the loss is NaN and says why."""
+    given = as_arrays(PADDED) | {"prompt_mask": np.zeros((2, 4), np.int32)}
+
+    def loss(arrays):
+        batch = made("from_padded", arrays)
+        return policy_loss(TokenStats(batch.old_log_probs), batch, PolicyLossConfig())
+
+    value, found = (jax.jit(loss) if jitted else loss)(given)
+    assert np.isnan(value)
+    assert "NaN where a token to train on is predicted by nothing" in metrics.explain(found["broken_rules"].value)[0]
+
+
+def test_last_positions_count_where_their_targets_are_real():
+    batch = made("from_target_aligned", as_arrays(TARGET_ALIGNED))
+    batch = dataclasses.replace(batch, advantages=jnp.ones((2, 8)), old_log_probs=-jnp.ones((2, 8)))
+    loss, found = policy_loss(TokenStats(-jnp.ones((2, 8))), batch, PolicyLossConfig(aggregation="token_sum"))
+    assert (float(loss), int(found["broken_rules"].value)) == (-6.0, 0)
+    wrong = dataclasses.replace(batch, real_last_targets=False)
+    assert np.isnan(policy_loss(TokenStats(-jnp.ones((2, 8))), wrong, PolicyLossConfig())[0])
