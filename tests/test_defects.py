@@ -261,10 +261,7 @@ def test_5_accuracy_of_the_likeliest_tokens_is_1(mesh, temperature, dtype):
     assert (stats.log_probs <= 0).all()
 
 
-TWICE = pytest.mark.xfail(strict=True, reason="XLA divides by the temperature twice, and the sum of exps is below 1")
-
-
-@pytest.mark.parametrize("mesh", [None, pytest.param(MIXED, marks=TWICE)])
+@pytest.mark.parametrize("mesh", [None, MIXED])
 @pytest.mark.parametrize("temperature", [0.1, 0.7])
 def test_5_no_log_prob_is_above_0(mesh, temperature):
     """Of tokens that are all but certain."""

@@ -43,6 +43,7 @@ OPTIONS = {
     "vh": ({"layout": "vh"}, {"layout": "vh"}),
     "where": ({"with_where": True}, {}),
     "where, several token blocks": ({"with_where": True}, {"device": "five"}),
+    "where, all computed": ({"with_where": True}, {"device": "five", "follow_mask": False}),
     "several token blocks": ({}, {"device": "five"}),
     "nucleus": ({"nucleus": 5}, {}),
     "keep, where": ({"nucleus": 5, "with_where": True}, {"device": "five"}),

@@ -212,9 +212,9 @@ def finish(sums: Sums, target_exists: Bool[Array, "N"]) -> tuple[Array, Array | 
     # through log s, so that the gradient of a target that does not exist is NaN too
     log_s, nucleus_log_s = (None if x is None else jnp.where(target_exists, x, jnp.nan) for x in (log_s, nucleus_log_s))
     top, log_sum = (sums.m, log_s) if sums.nucleus_m is None else (sums.nucleus_m, nucleus_log_s)
-    d_y = sums.z_y - top
-    # at most 0, also where the target's logit and the maximum were computed an ulp apart
-    log_probs = d_y - lax.stop_gradient(jnp.maximum(d_y, 0)) - log_sum
+    log_probs = sums.z_y - top - log_sum
+    # at most 0, also where the target's logit, the maximum and the sum were computed from logits an ulp apart
+    log_probs -= lax.stop_gradient(jnp.maximum(log_probs, 0))
     return log_probs, entropy, Residuals(sums.m, log_s, entropy, sums.nucleus_m, nucleus_log_s)
 
 

@@ -92,6 +92,7 @@ class Budget:
     Args:
       device: its kind.
       memory: bytes a device may spend beside its results; None for its default.
+      follow_mask: the work follows the tokens that count.
       deterministic: tiles do not depend on the number of tokens.
       keep: logits may wait in the memory of a gradient from forward to backward.
       heads: how many are walked together.
@@ -99,6 +100,7 @@ class Budget:
 
     device: str
     memory: int | None
+    follow_mask: bool
     deterministic: bool
     keep: bool
     heads: int
@@ -135,7 +137,7 @@ class Work:
       itemsize: of what products take.
       gathered: bytes of a kernel gathered over FSDP axes, 0 where there is none to gather.
       accumulator: bytes of an f32 gradient of the kernel beside the result, 0 where the result is one or none is asked.
-      masked: only some tokens count.
+      masked: it follows the tokens that count.
       nucleus: log-probs are renormalised over a nucleus.
       frozen: no gradient of a parameter is asked for.
     """
@@ -166,7 +168,7 @@ class Work:
             itemsize=dtype.itemsize,
             gathered=whole[0] * whole[1] * kernel.dtype.itemsize if columns.gathers else 0,
             accumulator=0 if in_result or frozen else 4 * whole[0] * whole[1],
-            masked=inputs.where is not None,
+            masked=inputs.where is not None and rule.budget.follow_mask,
             nucleus=inputs.nucleus_ids is not None,
             frozen=frozen,
         )
@@ -206,7 +208,7 @@ def _small_tiles(budget: Budget, work: Work, memory: int) -> OnePassTiles | None
 
 
 def _chunks(budget: Budget, work: Work, memory: int) -> OnePassTiles | None:
-    """Few groups first, since each reads and writes dkernel once; then few chunks in each."""
+    """As few groups as fit, since each reads and writes dkernel once, in chunks of `profile.chunk` tokens."""
     N, H, V, profile = work.tokens, work.features, work.columns, budget.profile
     block = 8 * H * 4096  # of a sum of dkernel over devices
 
@@ -216,18 +218,12 @@ def _chunks(budget: Budget, work: Work, memory: int) -> OnePassTiles | None:
         logits = group // chunks * V * (5 if work.nucleus else 4) + group * V * work.itemsize
         return work.gathered + rows + accumulator + logits <= memory
 
-    # with a mask chunks follow the tokens that count, unless the caller gives memory for all of them at once
-    follows = work.masked and (budget.memory is None or not fits(N, 1))
-    most = profile.masked if follows and profile.masked < N else N
-    sizes = [most, *(2**k for k in range(20, 6, -1) if 2**k < most)]
-    for size in sizes:
-        for chunks in (2**k for k in range(8)):
-            group = N if size == N else size // (8 * chunks) * 8 * chunks
-            if budget.deterministic and group != profile.deterministic * chunks:
-                continue
-            divided = chunks == 1 or (group % chunks == 0 and group // chunks >= profile.chunk and not follows)
-            if group and divided and fits(group, chunks):
-                return OnePassTiles(Cut(group, V), chunks)
+    most = profile.deterministic if budget.deterministic else min(N, profile.masked) if work.masked else N
+    for group in (most, *(2**k for k in range(20, 6, -1) if 2**k < most)):
+        # what follows a mask stops after any group, so that its groups are not cut
+        chunks = 1 if work.masked or group % profile.chunk else group // profile.chunk
+        if fits(group, chunks) and not (budget.deterministic and group < most):
+            return OnePassTiles(Cut(group, V), chunks)
     return None
 
 

@@ -48,11 +48,18 @@ class Tokens:
       count: N.
       block: tokens of a block at most.
       parts: of the tokens, one after the other.
+      follow: those that count come first; else all take their turn where they are.
       equal: mesh axes along which every device is to take as many turns, so that a collective may sit in the loop.
     """
 
     def __init__(
-        self, where: jax.Array | None, count: int, block: int, parts: int = 1, equal: frozenset[str] = frozenset()
+        self,
+        where: jax.Array | None,
+        count: int,
+        block: int,
+        parts: int = 1,
+        equal: frozenset[str] = frozenset(),
+        follow: bool = True,
     ):
         self.count, self.parts = count, parts
         self.each = count // parts
@@ -62,7 +69,7 @@ class Tokens:
         self.where = where
         self.order: Any = None
         self.turns: Any = self.most
-        if where is not None and self.most > 1:
+        if where is not None and follow and self.most > 1:
             of_part = where.reshape(parts, self.each)
             order = vary_like(jnp.argsort(~of_part, axis=1, stable=True), where)  # whose type has lost the mesh axes
             self.order = order + self.each * jnp.arange(parts)[:, None]
@@ -80,6 +87,9 @@ class Tokens:
         slot = start + jnp.arange(self.size)
         if self.order is None:
             fresh = jnp.tile(slot >= begin, self.parts) if self.each % self.size else None
+            if self.where is not None:
+                counts = self.read(self.where, Slots(start, None, None))
+                fresh = counts if fresh is None else fresh & counts
             return Slots(start, None, fresh)
         tokens = lax.dynamic_slice_in_dim(self.order, start, self.size, axis=1)
         fresh = (slot >= begin) & (slot < self.totals[:, None])

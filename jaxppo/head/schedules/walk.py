@@ -117,7 +117,9 @@ class Walk:
         if compact and parts > 1:
             parts, self.features = 1, self.gather(self.features)
         self.part = rule.columns.axes.index(rule.columns.axes.tensor) if parts > 1 else 0
-        self.tokens = Tokens(inputs.where, self.count, cut.tokens, parts, self.axes if equal else frozenset())
+        equal_over = self.axes if equal else frozenset()
+        follow = rule.budget.follow_mask
+        self.tokens = Tokens(inputs.where, self.count, cut.tokens, parts, equal_over, follow)
         per_token = (
             inputs.targets,
             inputs.nucleus_ids,

@@ -1,0 +1,78 @@
+"""The tiles of accelerators, small ones on CPUs: chunks of tokens before a device's whole part of the vocabulary."""
+
+import jax
+import pytest
+from head_cases import check_head, head_arrays, tiles_of
+from test_from_hidden import OPTIONS
+from test_hidden_loss import ADAPTERS, BATCH, HIDDEN, KERNEL, T, bonus_and_kl, make_batch, step
+
+from sharding import make_parallel_mesh
+from sharding.audit import audit
+from sharding.program import hang_risks
+from sharding.testing import assert_trees_close
+
+MESHES = {"mixed": "dp=2,cp=2,tp=2", "tensor": "tp=8", "fsdp": "fsdp=4,tp=2"}
+# a bias gradient is a sum of 64 terms in another order than that of the blocks
+TOLERANCES = {"rtol": 5e-6, "atol": 1e-5}
+
+
+def mesh_of(name):
+    return name and make_parallel_mesh(MESHES[name])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_passes(name):
+    of_arrays, options = OPTIONS[name]
+    meshes = [None, mesh_of("mixed")]
+    check_head(meshes, head_arrays(1026, **of_arrays), entropy="bonus", **TOLERANCES, **{**options, "device": "wide"})
+
+
+ALL = 4 * 2 * 512 * 1003  # bytes, for chunks of all tokens
+WAYS = {
+    "a group in chunks": {"memory": ALL, "follow_mask": False},
+    "groups of chunks": {"memory": ALL // 4, "follow_mask": False},
+    "chunks that follow the mask": {},
+    "sums in the parameter's dtype": {"gradient_sum_dtype": "parameter"},
+}
+NOTES = {
+    "a group in chunks": "one pass, 512 tokens x 1003 columns in 64 chunks",
+    "groups of chunks": "one pass, 128 tokens x 1003 columns in 16 chunks",
+    "chunks that follow the mask": "one pass, 16 tokens x 1003 columns",
+    "sums in the parameter's dtype": "one pass, 16 tokens x 1003 columns",
+}
+
+
+@pytest.mark.parametrize("mesh", [None, *MESHES])
+@pytest.mark.parametrize("way", WAYS)
+def test_one_pass(mesh, way):
+    config, parallel = bonus_and_kl(), mesh_of(mesh)
+    expected = jax.jit(lambda h, k: step(None, h, k, config=config))(HIDDEN, KERNEL)
+    run = lambda h, k: step(parallel, h, k, config=config, **{"memory": None, **WAYS[way]})  # noqa: E731
+    with tiles_of("wide"):
+        got = jax.jit(run)(HIDDEN, KERNEL)
+        assert hang_risks(jax.make_jaxpr(run)(HIDDEN, KERNEL)) == []
+        if mesh is None:
+            assert audit(run, HIDDEN, KERNEL).notes == (NOTES[way],)
+    assert_trees_close(got, expected, rtol=2e-5, atol=3e-6)
+
+
+def test_work_follows_the_tokens_that_count():
+    batch = make_batch((BATCH.loss_mask * 0).at[0].set(1))
+    with tiles_of("wide"):
+        found = audit(lambda h, k, b: step(None, h, k, b, memory=None), HIDDEN, KERNEL, batch)
+    assert found.flops.low == 0
+    assert found.flops.high == pytest.approx(3 * 2 * 512 * 16 * 1003)
+    assert T == 64
+
+
+@pytest.mark.parametrize("way", ["a group in chunks", "chunks that follow the mask"])
+@pytest.mark.parametrize("layout", ["hv", "vh"])
+@pytest.mark.parametrize("mesh", [None, "mixed"])
+def test_one_pass_with_adapters(mesh, layout, way):
+    config, parallel = bonus_and_kl(), mesh_of(mesh)
+    kernel = KERNEL if layout == "hv" else KERNEL.T
+    run = lambda p, k, lora, **how: step(p, HIDDEN, k, config=config, lora=lora, layout=layout, **how)  # noqa: E731
+    expected = jax.jit(lambda k, lora: run(None, k, lora))(kernel, ADAPTERS)
+    with tiles_of("wide"):
+        got = jax.jit(lambda k, lora: run(parallel, k, lora, **{"memory": None, **WAYS[way]}))(kernel, ADAPTERS)
+    assert_trees_close(got, expected, rtol=2e-5, atol=3e-6)
