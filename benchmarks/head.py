@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from benchmarks import peers, plots, versions
 from benchmarks.cases import Case, draw
 from benchmarks.measure import compile_step, difference, in_turns, peaks, temporaries
-from examples.plan_pod import HEADS, HeadSizes, described_mesh, plan
+from examples.plan_pod import HEADS, HeadSizes, Step, described_mesh
+from sharding.audit import audit
 
 MIB = 2**20
 Records = list[dict[str, Any]]
@@ -154,16 +155,61 @@ def heads_part(args: argparse.Namespace) -> Records:
 
 
 def tpu_part(args: argparse.Namespace) -> Records:
-    """Temporaries of full-size heads in bf16, by the TPU compiler."""
-    parallel = described_mesh(args.mesh, args.tpu)
+    """Full-size heads in bf16 by the TPU compiler: estimated milliseconds, over the bare products, and temporaries."""
     records: Records = []
-    for name in args.heads:
-        for tokens in args.tpu_tokens:
-            found = plan(HEADS[name], tokens, jnp.bfloat16, parallel)
-            sizes = {f"{version}_gib": audit.temp_bytes / 2**30 for version, audit in found.items()}
-            records.append({"head": name, "tokens_per_shard": tokens, **sizes})
-    show(f"temporaries a device on {args.tpu} as {args.mesh}, bf16", records)
+    for topology in args.tpu:
+        parallel = described_mesh(args.mesh, topology)
+        for name in args.heads:
+            for tokens in args.tpu_tokens:
+                step = Step(HEADS[name], tokens, jnp.bfloat16, parallel)
+                found = [{"version": version, **cost} for version, cost in costs(step).items()]
+                show(f"{name}, {tokens} tokens a device, bf16, {args.mesh} on {topology}", found)
+                records += [{"topology": topology, "head": name, "tokens_per_shard": tokens, **r} for r in found]
     return records
+
+
+def costs(step: Step) -> dict[str, dict[str, Any]]:
+    """By version; `over_products` is the time of computing over that of the bare products, of the forward one."""
+    forward, products = (products_time(step, count) for count in (1, 3))
+    found: dict[str, dict[str, Any]] = {"three products": {"compute_ms": products, "over_products": 1.0}}
+    ways: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "plain": (step.plain, {}),
+        "one pass, no mask": (step.one_pass, {"follow_mask": False}),
+        "one pass, a mask": (step.one_pass, {}),
+        "two passes": (step.two_passes, {}),
+        "forward": (step.forward, {}),
+    }
+    for version, (loss, options) in ways.items():
+        cost = step.cost(loss, **options)
+        assert cost.time is not None
+        floor = forward if version == "forward" else products
+        found[version] = {
+            "compute_ms": cost.time.compute,
+            "over_products": cost.time.compute / floor,
+            "collectives_ms": cost.time.collectives,
+            "temporaries_gib": cost.temp_bytes / 2**30,
+            "collective_mib": sum(c.bytes for c in cost.collectives if not c.in_loop) / MIB,
+            "notes": "; ".join(cost.notes),
+        }
+    return found
+
+
+def products_time(step: Step, count: int) -> float:
+    """Estimated milliseconds of a device's share of the products: logits, and the gradients of both factors."""
+    parallel, sizes = step.parallel, step.sizes
+    columns = -(-sizes.vocab_size // parallel.tensor_size)
+    shapes = [(step.tokens, sizes.hidden_size), (sizes.hidden_size, columns), (step.tokens, columns)]
+    everywhere = parallel.sharding(jax.sharding.PartitionSpec())
+    hidden, kernel, z = (jax.ShapeDtypeStruct(shape, step.dtype, sharding=everywhere) for shape in shapes)
+    product = functools.partial(jnp.einsum, preferred_element_type=step.dtype)
+
+    def run(hidden: jax.Array, kernel: jax.Array, z: jax.Array) -> Any:
+        found = (product("th,hv->tv", hidden, kernel), product("tv,hv->th", z, kernel), product("th,tv->hv", hidden, z))
+        return found[:count]
+
+    time = audit(jax.jit(run, out_shardings=everywhere), hidden, kernel, z).time
+    assert time is not None
+    return time.compute
 
 
 PARTS = {
@@ -193,7 +239,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--heads", nargs="+", choices=HEADS, default=list(HEADS))
     add("--head-tokens", type=int, default=512)
     add("--head-scale", type=int, default=8)
-    add("--tpu", help="a topology, such as v5p:2x2x4")
+    add("--tpu", nargs="+", help="topologies, such as v5p:2x2x4 v6e:4x4")
     add("--mesh", default="cp=4,tp=4", help="of the topology")
     add("--tpu-tokens", type=int, nargs="+", default=[8192, 32768], help="on each data and context shard")
     add("--out", type=Path, default=Path("benchmarks/results"))

@@ -1,9 +1,10 @@
-"""What a head costs on a pod that is not there: memory, collectives and flops per device, against the plain way.
+"""What a head costs on a pod that is not there: time, memory, collectives and flops per device, against the plain way.
 
     python -m examples.plan_pod --model qwen3-8b --mesh dp=8,cp=8,tp=8 --topology v5p:8x8x8 --tokens 8192
+    python -m examples.plan_pod --model qwen3-8b --memory 0.3 0.5 1 2 4
 
-Both are compiled by the TPU compiler (`pip install libtpu`; no TPU is needed), forward and gradient, log-probs and
-entropy, for tokens that all carry loss.
+The gradients of a PPO loss with an entropy bonus are compiled by the TPU compiler (`pip install libtpu`; no TPU is
+needed), which also estimates their time; all tokens carry loss. With --memory the head is given so many GiB in turn.
 """
 
 from __future__ import annotations
@@ -13,16 +14,27 @@ import dataclasses
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jaxppo import Head, log_probs_from_hidden
+from jaxppo import (
+    Head,
+    HeadOptions,
+    PolicyLossConfig,
+    RolloutBatch,
+    TokenStats,
+    log_probs_from_hidden,
+    policy_loss,
+    policy_loss_from_hidden,
+)
 from sharding import ParallelMesh, make_parallel_mesh
 from sharding.audit import Audit, audit
+
+GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,82 +85,155 @@ def plain_logits(hidden: jax.Array, kernel: jax.Array, sizes: HeadSizes) -> jax.
     return logits if sizes.softcap is None else sizes.softcap * jnp.tanh(logits / sizes.softcap)
 
 
-def plan(sizes: HeadSizes, tokens: int, dtype: Any, parallel: ParallelMesh) -> dict[str, Audit]:
-    """What the head costs on each device of the mesh.
+CONFIG = PolicyLossConfig(entropy_coef=0.01)
+BUDGETS = (0.3, 0.5, 0.75, 1.0, 2.0, 4.0)  # GiB
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A policy-gradient step on described arrays.
 
     Args:
       sizes: the head.
       tokens: on each shard of the data and context axes.
       dtype: of hidden states and kernel.
       parallel: the mesh, over real or described devices.
+    """
 
-    Returns:
-      An audit for "jaxppo" and one for "plain"; the flops of both are one device's.
+    sizes: HeadSizes
+    tokens: int
+    dtype: Any
+    parallel: ParallelMesh
+
+    @property
+    def roles(self) -> ParallelMesh:
+        """The mesh as the kernel lies on it: JAX cannot shard a vocabulary that the tensor axis does not divide."""
+        parallel = self.parallel
+        if self.sizes.vocab_size % parallel.tensor_size == 0:
+            return parallel
+        return dataclasses.replace(parallel, tensor=(), replicated=parallel.tensor)
+
+    @property
+    def arguments(self) -> tuple[Any, Any, RolloutBatch]:
+        """Hidden states, kernel and batch."""
+        parallel, sizes = self.parallel, self.sizes
+        shape = (parallel.data_size, self.tokens * parallel.context_size)
+
+        def described(dims: tuple[int, ...], dtype: Any, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(dims, dtype, sharding=parallel.sharding(spec))
+
+        hidden = described((*shape, sizes.hidden_size), self.dtype, parallel.hidden_spec)
+        kernel = described(sizes.kernel_shape, self.dtype, self.kernel_spec)
+        ids, x = (described(shape, dtype, parallel.tokens_spec) for dtype in (jnp.int32, jnp.float32))
+        one = described((shape[0], 1), jnp.int32, parallel.rows_spec)
+        layout = {"context_layout": parallel.context_layout, "context_shards": parallel.context_size}
+        return hidden, kernel, RolloutBatch(ids, ids, ids, ids, x, one, advantages=x, old_log_probs=x, **layout)
+
+    @property
+    def kernel_spec(self) -> jax.sharding.PartitionSpec:
+        return self.roles.kernel_spec(self.sizes.layout)
+
+    def head(self, kernel: jax.Array) -> Head:
+        return self.sizes.head(kernel, self.kernel_spec)
+
+    def one_pass(self, hidden: Any, kernel: Any, batch: RolloutBatch, **options: Unpack[HeadOptions]) -> Any:
+        """`policy_loss_from_hidden`, in one pass where the memory allows it."""
+        return policy_loss_from_hidden(hidden, self.head(kernel), batch, CONFIG, parallel=self.parallel, **options)[0]
+
+    def two_passes(self, hidden: Any, kernel: Any, batch: RolloutBatch) -> Any:
+        """What a loss takes that is not token-local."""
+        options: Any = {"parallel": self.parallel, "entropy": "bonus"}
+        stats = log_probs_from_hidden(hidden, self.head(kernel), batch.targets, **options)
+        return policy_loss(stats, batch, CONFIG, parallel=self.parallel)[0]
+
+    def forward(self, hidden: Any, kernel: Any, batch: RolloutBatch) -> Any:
+        """Log-probs and entropy of an old, reference or teacher policy."""
+        options: Any = {"parallel": self.parallel, "entropy": "metric"}
+        found = log_probs_from_hidden(hidden, self.head(kernel), batch.targets, **options)
+        return found.log_probs, found.entropy
+
+    def plain(self, hidden: Any, kernel: Any, batch: RolloutBatch) -> Any:
+        """The same loss of logits that exist."""
+        logits = plain_logits(hidden, kernel, self.sizes)
+        logits = jax.lax.with_sharding_constraint(logits, self.parallel.sharding(self.roles.logits_spec))
+        stats = TokenStats(*plain_stats(logits, batch.targets))
+        return policy_loss(stats, batch, CONFIG, parallel=self.parallel)[0]
+
+    def cost(self, loss: Callable[..., Any], **options: Any) -> Audit:
+        """What the gradients of one of these cost; of `forward` its values."""
+        hidden, kernel, batch = self.arguments
+        if loss == self.forward:
+            return audit(loss, hidden, kernel, batch)
+        gradients = jax.grad(lambda *args: loss(*args, **options), (0, 1))
+        found = audit(jax.jit(gradients, out_shardings=(hidden.sharding, kernel.sharding)), hidden, kernel, batch)
+        if loss != self.plain:
+            return found
+        # the shapes of the plain version are the whole mesh's, and the compiler shares its products out
+        sharers = self.parallel.data_size * self.parallel.context_size * self.roles.tensor_size
+        flops = dataclasses.replace(found.flops, low=found.flops.low / sharers, high=found.flops.high / sharers)
+        return dataclasses.replace(found, flops=flops)
+
+
+def plan(step: Step) -> dict[str, Audit]:
+    """What the head costs on each device of the mesh, in three ways; the flops are one device's.
 
     Raises:
       ValueError: a hidden size or a token count that the mesh does not divide.
     """
-    divides = sizes.vocab_size % parallel.tensor_size == 0  # else JAX cannot shard the kernel over the tensor axis
-    tensor = {"tensor": (), "replicated": parallel.tensor}
-    roles = parallel if divides else dataclasses.replace(parallel, **tensor)
-    shape = (parallel.data_size, tokens * parallel.context_size)
-    described = lambda dims, dtype, spec: jax.ShapeDtypeStruct(dims, dtype, sharding=parallel.sharding(spec))  # noqa: E731
-    hidden = described((*shape, sizes.hidden_size), dtype, parallel.hidden_spec)
-    kernel = described(sizes.kernel_shape, dtype, roles.kernel_spec(sizes.layout))
-    targets = described(shape, jnp.int32, parallel.tokens_spec)
-    cotangents = described(shape, jnp.float32, parallel.tokens_spec)
+    ways = {"one pass": step.one_pass, "two passes": step.two_passes, "plain": step.plain}
+    return {name: step.cost(loss) for name, loss in ways.items()}
 
-    def ours(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> Any:
-        stats = log_probs_from_hidden(
-            hidden,
-            sizes.head(kernel, roles.kernel_spec(sizes.layout)),
-            targets,
-            parallel=parallel,
-            entropy="bonus",
-        )
-        return stats.log_probs, stats.entropy
 
-    def plain(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> Any:
-        logits = plain_logits(hidden, kernel, sizes)
-        return plain_stats(jax.lax.with_sharding_constraint(logits, parallel.sharding(roles.logits_spec)), targets)
-
-    def costs(stats: Callable[..., Any]) -> Audit:
-        def loss(hidden, kernel, targets, g, e):
-            log_probs, entropy = stats(hidden, kernel, targets)
-            return (g * log_probs + e * entropy).sum()
-
-        gradients = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(hidden.sharding, kernel.sharding))
-        return audit(gradients, hidden, kernel, targets, cotangents, cotangents)
-
-    found = {"jaxppo": costs(ours), "plain": costs(plain)}
-    # the shapes of the plain version are the whole mesh's, and the compiler shares its products out
-    sharers = parallel.data_size * parallel.context_size * roles.tensor_size
-    flops = found["plain"].flops
-    flops = dataclasses.replace(flops, low=flops.low / sharers, high=flops.high / sharers)
-    found["plain"] = dataclasses.replace(found["plain"], flops=flops)
+def curve(step: Step, budgets: Sequence[float]) -> list[tuple[float, Audit | str]]:
+    """What `policy_loss_from_hidden` costs in so many GiB; in words where they are too few."""
+    found: list[tuple[float, Audit | str]] = []
+    for gib in budgets:
+        try:
+            found.append((gib, step.cost(step.one_pass, memory=int(gib * GIB))))
+        except ValueError as error:
+            found.append((gib, str(error).splitlines()[0]))
     return found
 
 
 def table(found: dict[str, Audit]) -> str:
     """The costs of each version in columns."""
-    gib = lambda size: f"{size / 2**30:.3f} GiB"  # noqa: E731
+    gib = lambda size: f"{size / GIB:.3f} GiB"  # noqa: E731
+    ms = lambda a, kind: "unknown" if a.time is None else f"{getattr(a.time, kind):.2f} ms"  # noqa: E731
     rows = {
+        "computing": [ms(a, "compute") for a in found.values()],
+        "collectives": [ms(a, "collectives") for a in found.values()],
+        "temporaries": [gib(a.temp_bytes) for a in found.values()],
         "arguments": [gib(a.argument_bytes) for a in found.values()],
         "results": [gib(a.output_bytes) for a in found.values()],
-        "temporaries": [gib(a.temp_bytes) for a in found.values()],
         "head flops": [str(a.flops) for a in found.values()],
     }
-    lines = [f"{'per device':<16}" + "".join(f"{name:>20}" for name in found)]
-    lines += [f"{what:<16}" + "".join(f"{cell:>20}" for cell in cells) for what, cells in rows.items()]
+    lines = [f"{'per device':<16}" + "".join(f"{name:>32}" for name in found)]
+    lines += [f"{what:<16}" + "".join(f"{cell:>32}" for cell in cells) for what, cells in rows.items()]
     for name, a in found.items():
-        lines += ["", f"collectives of {name}"]
+        lines += ["", f"{name}: {'; '.join(a.notes)}" if a.notes else f"{name}"]
         counted = Counter(a.collectives)
         for c, times in sorted(counted.items(), key=lambda item: -item[0].bytes):
             over = "unknown axes" if c.axes is None else ", ".join(c.axes)
             each = " each turn of a loop" if c.in_loop else ""
             lines.append(f"  {times} x {c.op} over {over}, {c.bytes / 2**20:.3f} MiB{each}")
         if not counted:
-            lines.append("  none")
+            lines.append("  no collective")
+    return "\n".join(lines)
+
+
+def curve_table(found: list[tuple[float, Audit | str]]) -> str:
+    """A line a budget."""
+    lines = ["memory given     temporaries    computing    collectives   how"]
+    for gib, cost in found:
+        if isinstance(cost, str):
+            lines.append(f"{gib:8.3f} GiB    {cost}")
+            continue
+        time = (
+            "      unknown       unknown"
+            if cost.time is None
+            else (f"{cost.time.compute:10.2f} ms {cost.time.collectives:11.2f} ms")
+        )
+        lines.append(f"{gib:8.3f} GiB {cost.temp_bytes / GIB:10.3f} GiB {time}   {'; '.join(cost.notes)}")
     return "\n".join(lines)
 
 
@@ -181,7 +266,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--mesh", default="cp=4,tp=4", help="such as dp=8,cp=8,tp=8; axes dp, fsdp, cp, tp")
     parser.add_argument("--topology", default="v5p:2x2x4", help="such as v5p:8x8x8, v6e:16x16")
+    parser.add_argument("--memory", type=float, nargs="*", help="GiB, the curve over them; by default of some")
     args = parser.parse_args(arguments)
+    args.memory = BUDGETS if args.memory == [] else args.memory
     sizes = (args.hidden_size, args.vocab_size)
     if (args.model is None) == (None in sizes) or (args.model and sizes != (None, None)):
         parser.error("model: expected --model, or --hidden-size and --vocab-size")
@@ -190,7 +277,8 @@ def main(arguments: list[str] | None = None) -> int:
     head = HEADS[args.model] if args.model else HeadSizes(*sizes, tied=args.tied)
     jax.config.update("jax_platforms", "cpu")  # a real TPU here is not to be taken
     try:
-        found = plan(head, args.tokens, jnp.dtype(args.dtype), described_mesh(args.mesh, args.topology))
+        step = Step(head, args.tokens, jnp.dtype(args.dtype), described_mesh(args.mesh, args.topology))
+        text = curve_table(curve(step, args.memory)) if args.memory is not None else table(plan(step))
     except ModuleNotFoundError:
         print("plan_pod: libtpu is missing, expected `pip install libtpu`", file=sys.stderr)
         return 2
@@ -198,7 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"plan_pod: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     print(f"{args.model or head}, {args.tokens} tokens a shard, {args.dtype}, {args.mesh} on {args.topology}\n")
-    print(table(found))
+    print(text)
     return 0
 
 

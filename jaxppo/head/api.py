@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Literal, TypedDict, Unpack
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
@@ -169,6 +170,8 @@ class HeadCall:
         temperature = arrays["temperature"]
         temperature = order.flat(temperature) if getattr(temperature, "ndim", 0) else temperature
         where = None if per_token["where"] is None else per_token["where"].astype(bool)
+        if where is None and self.budget.deterministic:  # the same program with a mask and without
+            where = order.flat(jnp.ones((R, T * parts), bool))
         features, parameters = _features_and_parameters(self.head, placement.layout, arrays)
         # where devices share hidden states but not targets, the sum over them is JAX's
         features = jax.tree.map(lambda x: vary_like(order.flat_part(x), (per_token, temperature)), features)
@@ -266,7 +269,7 @@ def prepare_head(
         tiles.Budget(
             tiles.device_kind(parallel, head.kernel),
             options.get("memory"),
-            options.get("follow_mask", True),
+            options.get("follow_mask", True) or options.get("deterministic", False),
             options.get("deterministic", False),
             keep,
             heads,

@@ -111,8 +111,8 @@ class Budget:
 
     @property
     def least_tokens(self) -> int:
-        """Fewer are padded."""
-        return self.profile.deterministic if self.deterministic else 0
+        """Fewer are padded: to two chunks, since a loop of one turn would be compiled as another program."""
+        return 2 * self.profile.deterministic if self.deterministic else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +288,7 @@ def _small_two_passes(budget: Budget, work: Work, needs: NeedsGrad | None) -> Tw
     cut = _shrunk(budget, work, Cut(tokens, columns), 4 * N * H)
     forward = Cut(profile.deterministic, profile.columns) if budget.deterministic else cut
     kept = min(H, N) // cut.tokens if keeps and forward == cut else 0
-    return TwoPassTiles(forward, OnePassTiles(cut), True, bool(work.gathered) or not work.frozen, kept)
+    return TwoPassTiles(forward, OnePassTiles(cut), not budget.deterministic, bool(work.gathered) or not work.frozen, kept)
 
 
 def _wide_two_passes(budget: Budget, work: Work) -> TwoPassTiles:

@@ -77,8 +77,7 @@ def _statistics_and_loss(walk: Walk, static: OnePass, shared: Any, chunk: Chunk,
     rule, empty = walk.rule, walk.empty_sums(chunk.targets.shape[0])
 
     def block(sums: Any, i: Any) -> Any:
-        of_block, z = rule.op.forward(rule.form, walk.tile(chunk, walk.block(i)), empty)
-        return walk.vary(of_block if walk.vocabulary.blocks == 1 else softmax.merge(sums, of_block)), z
+        return walk.sums(chunk, walk.block(i), sums, empty)
 
     if walk.vocabulary.blocks == 1:
         sums, z = block(empty, 0)

@@ -40,11 +40,9 @@ def evaluate(rule: Rule, inputs: Inputs, needs: NeedsGrad | None = None) -> tupl
 
     def tile(keep: bool, i: Any, block: Any, slots: Slots, chunk: Any, carry: Any) -> Any:
         sums, memory = carry
-        found, z = rule.op.forward(rule.form, walk.tile(chunk, block), empty)
-        if walk.vocabulary.blocks > 1:
-            found = softmax.merge(tokens.read(sums, slots), found)
+        found, z = walk.sums(chunk, block, tokens.read(sums, slots), empty)
         memory = kept.write(memory, z, slots, block, i) if keep else memory
-        return tokens.write(sums, walk.vary(found), slots), memory
+        return tokens.write(sums, found, slots), memory
 
     start = walk.empty_sums(tokens.count), kept.empty()
     with note(f"forward, {plan.forward}"):

@@ -174,10 +174,16 @@ class Walk:
         place = None if chunk.targets is None else self.vocabulary.place_of(chunk.targets, block)
         return Tile(chunk.rows, block, chunk.targets, place, temperature, nucleus)
 
+    def sums(self, chunk: Chunk, block: Block, before: Any, empty: Sums) -> tuple[Sums, jax.Array]:
+        """The softmax sums of the chunk up to this block, `before` those of the blocks before; and its logits."""
+        found, z = self.rule.op.forward(self.rule.form, self.tile(chunk, block), empty)
+        return self.vary(found if self.vocabulary.blocks == 1 else softmax.merge(before, found)), z
+
     def empty_sums(self, count: int) -> Sums:
         """The sums that the call asks for, of `count` tokens and no logits."""
         rule, nucleus = self.rule, self.inputs.nucleus_ids is not None
-        with_entropy = rule.entropy != "none"
+        # the same sums with an entropy and without, where the same bits are promised
+        with_entropy = rule.entropy != "none" or rule.budget.deterministic
         full = with_entropy or rule.logit_stats or not nucleus
         options = {"full": full, "entropy": with_entropy, "nucleus": nucleus, "logit_stats": rule.logit_stats}
         return self.vary(softmax.empty_sums(count, **options))
@@ -187,6 +193,9 @@ class Walk:
         vocab_size = self.rule.form.vocab_size
         exists = (targets >= 0) & (targets < vocab_size)
         log_probs, entropy, residuals = softmax.finish(sums, exists)
+        if self.rule.entropy == "none" and entropy is not None:
+            # used in a way that changes nothing, or the compiler would leave it out
+            log_probs, entropy = jnp.where(jnp.isnan(entropy), jnp.nan, log_probs), None
         out = (log_probs, entropy, softmax.logit_stats(sums, residuals, vocab_size))
         if self.rule.entropy != "bonus":
             residuals = residuals.without_entropy(self.inputs.nucleus_ids is not None and not self.rule.logit_stats)
