@@ -59,7 +59,9 @@ class HeadOptions(TypedDict, total=False):
         that is faster, by a fifth on a TPU v6e.
       deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch: for one
         platform, jax version, tensor axis, kernel dtype and `memory`. Then tiles do not depend on the number of tokens,
-        which costs time where there are few. On TPUs and GPUs it is so by construction, untested.
+        which costs time where there are few, and CPUs take two passes. With
+        `logit_stats` the bits are those of other calls with it. On TPUs and GPUs the option does the same, but nobody
+        has tested the bits there.
     """
 
     hidden_spec: P | None

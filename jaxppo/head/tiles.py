@@ -201,8 +201,8 @@ def _small_tiles(budget: Budget, work: Work, memory: int) -> OnePassTiles | None
     B = min(V, budget.profile.columns)
     fixed = 5 * 4 * H * B + work.accumulator + work.gathered
     most = (memory - fixed) // ((5 if work.nucleus else 4) * V + 8 * B + 12 * H)
-    if budget.deterministic:
-        return OnePassTiles(Cut(budget.profile.deterministic, B)) if most >= budget.profile.deterministic else None
+    if budget.deterministic:  # a forward alone is another program, and of several blocks to be merged it shows
+        return None
     # a chunk of fewer reads and writes the kernel's gradient too often to gain from the product that it saves
     return OnePassTiles(Cut(even_block(N, most), B)) if most >= min(N, 128) else None
 
@@ -287,8 +287,8 @@ def _small_two_passes(budget: Budget, work: Work, needs: NeedsGrad | None) -> Tw
     columns = min(4 * profile.columns, max(profile.columns, tile // (8 * tokens) // 128 * 128))
     cut = _shrunk(budget, work, Cut(tokens, columns), 4 * N * H)
     forward = Cut(profile.deterministic, profile.columns) if budget.deterministic else cut
-    kept = min(H, N) // cut.tokens if keeps and forward == cut else 0
-    return TwoPassTiles(forward, OnePassTiles(cut), not budget.deterministic, bool(work.gathered) or not work.frozen, kept)
+    kept = min(H, N) // cut.tokens if keeps and not budget.deterministic else 0
+    return TwoPassTiles(forward, OnePassTiles(cut), True, bool(work.gathered) or not work.frozen, kept)
 
 
 def _wide_two_passes(budget: Budget, work: Work) -> TwoPassTiles:
