@@ -324,10 +324,13 @@ def test_flops_are_of_one_device():
 def test_flops_of_loops_that_a_mask_ends_are_bounded():
     """On a mesh the bound of the loop is a constant that was made to vary."""
     # 1026 columns in three even blocks, 513 of them on a device in two
-    for parallel, tokens, columns in ((None, 64, 3 * 384), (PARALLEL, 16, 2 * 384)):
+    for parallel, tokens, columns, device in ((None, 64, 3 * 384, "small"), (PARALLEL, 16, 2 * 384, "five")):
         arrays = head_arrays(1026, with_where=True)
-        found = count_flops(jax.make_jaxpr(lambda a, p=parallel: call_head(p, a))(arrays))
+        found = count_flops(jax.make_jaxpr(lambda a, p=parallel, d=device: call_head(p, a, device=d))(arrays))
         assert found.low == 0
         assert found.high == 2 * tokens * 12 * columns
         everything = {k: x for k, x in arrays.items() if k != "where"}
-        assert count_flops(jax.make_jaxpr(lambda a, p=parallel: call_head(p, a))(everything)).low == found.high
+        assert (
+            count_flops(jax.make_jaxpr(lambda a, p=parallel, d=device: call_head(p, a, device=d))(everything)).low
+            == found.high
+        )

@@ -178,7 +178,7 @@ class HeadCall:
         # where devices share hidden states but not targets, the sum over them is JAX's
         features = jax.tree.map(lambda x: vary_like(order.flat_part(x), (per_token, temperature)), features)
         inputs = Inputs(features, parameters, per_token["targets"], per_token["nucleus_ids"], where, temperature)
-        op = choose(self.implementation, self.budget.device, form, inputs, self.logit_stats)
+        op = choose(self.implementation, self.budget, form, inputs)
         return Rule(form, columns, op, self.entropy, self.logit_stats, parts, self.budget), inputs, order
 
     def _transposed(self, arrays: dict[str, Any]) -> tuple[HeadPlacement, dict[str, Any]]:

@@ -86,6 +86,13 @@ def empty_sums(count: int, *, full: bool, entropy: bool, nucleus: bool, logit_st
     )
 
 
+def no_sums(like: Sums) -> Sums:
+    """The sums of no logits, those that `like` has, in its shape."""
+    fill = {"m": -jnp.inf, "nucleus_m": -jnp.inf, "top": jnp.iinfo(jnp.int32).min}
+    fields: Any = {k: None if x is None else jnp.full_like(x, fill.get(k, 0)) for k, x in like._asdict().items()}
+    return Sums(**fields)
+
+
 def top_key(z: Float[Array, "N B"], is_target: Bool[Array, "N B"]) -> Int[Array, "N B"]:
     """Integers in the order of the logits, the lowest bit set at the target.
 
@@ -181,6 +188,15 @@ def merge(a: Sums, b: Sums) -> Sums:
     a, b = _rescale(a, m, nucleus_m), _rescale(b, m, nucleus_m)
     added = jax.tree.map(jnp.add, a._replace(m=None, nucleus_m=None), b._replace(m=None, nucleus_m=None))
     return added._replace(m=m, nucleus_m=nucleus_m, top=top)
+
+
+def merge_parts(parts: Sums) -> Sums:
+    """The sums of N tokens from those of parts of their logits, `[N, parts]`."""
+    largest = lambda x: None if x is None else x.max(axis=1)  # noqa: E731
+    m, nucleus_m, top = map(largest, (parts.m, parts.nucleus_m, parts.top))
+    wide = lambda x: None if x is None else x[:, None]  # noqa: E731
+    rescaled = _rescale(parts, wide(m), wide(nucleus_m))._replace(m=None, nucleus_m=None)
+    return jax.tree.map(lambda x: x.sum(axis=1), rescaled)._replace(m=m, nucleus_m=nucleus_m, top=top)
 
 
 def combine(sums: Sums, axes: ShardAxes) -> Sums:

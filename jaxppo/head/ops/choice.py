@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from jaxppo.head.ops.mosaic_tpu import MosaicTPU
+from jaxppo.head.ops.reference import Reference
 from jaxppo.head.ops.tile import Form, Op
 from jaxppo.head.ops.xla import XLA
 
+if TYPE_CHECKING:
+    from jaxppo.head.schedules.walk import Inputs
+    from jaxppo.head.tiles import Budget
+
 Implementation = Literal["xla", "mosaic_tpu", "reference"]
-_BY_NAME: dict[str, Op] = {"xla": XLA()}
+_XLA, _REFERENCE = XLA(), Reference()
 
 
-def choose(implementation: Implementation | None, platform: str, form: Form, inputs: Any, logit_stats: bool) -> Op:
+def choose(implementation: Implementation | None, budget: Budget, form: Form, inputs: Inputs) -> Op:
     """The implementation that was asked for, or the best that supports the call.
 
     Raises:
       NotImplementedError: one that does not support it, with the reason.
     """
-    return _BY_NAME[implementation or "xla"]
+    if implementation is None:
+        return _XLA
+    op = {"xla": _XLA, "reference": _REFERENCE, "mosaic_tpu": MosaicTPU(budget.device)}[implementation]
+    if (reason := op.unsupported(budget, form, inputs)) is not None:
+        raise NotImplementedError(f"implementation: got {implementation!r}, which does not support {reason}")
+    return op

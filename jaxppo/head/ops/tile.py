@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
+
+if TYPE_CHECKING:
+    from jaxppo.head.schedules.walk import Inputs
+    from jaxppo.head.tiles import Budget
 
 
 class Features(NamedTuple):
@@ -54,6 +58,7 @@ class Tile(NamedTuple):
     place: Any  # (i32[C], bool[C]), the target's column, and whether the block holds it
     temperature: Any  # a scalar, or [C]; None for 1
     nucleus: Any  # bool[C, B], the columns that the sampler could draw, the target's included; or None
+    fresh: Any = None  # bool[C], the tokens whose sums are asked for; None for all
 
     @property
     def is_target(self) -> jax.Array:
@@ -106,14 +111,31 @@ class Form:
 class Op:
     """The arithmetic of a tile that an implementation may replace; the products of the backward are XLA's."""
 
-    def forward(self, form: Form, tile: Tile, like: Sums) -> tuple[Sums, jax.Array]:
-        """The softmax sums of the tile, those that `like` has, and its f32 logits, -inf in columns not the block's."""
+    def unsupported(self, budget: Budget, form: Form, inputs: Inputs) -> str | None:
+        """What of a call it does not support, in words; None where it supports all."""
+        return None
+
+    def forward(self, form: Form, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, Any]:
+        """The softmax sums of the tile, those that `like` has, and its f32 logits, -inf in columns not the block's.
+
+        The logits may be None where `keep` does not ask for them.
+        """
         raise NotImplementedError
 
     def dlogits(
-        self, form: Form, tile: Tile, residuals: Residuals, cotangents: Cotangents, z: jax.Array | None
-    ) -> jax.Array:
-        """d loss / d (hidden @ kernel), f32 `[C, B]`, 0 where nothing counts; without z from logits computed again."""
+        self,
+        form: Form,
+        tile: Tile,
+        residuals: Residuals,
+        cotangents: Cotangents,
+        z: jax.Array | None,
+        dtype: Any,
+        of_bias: bool,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """d loss / d (hidden @ kernel), `[C, B]` of the dtype, and its f32 sum over the tokens where `of_bias`.
+
+        It is 0 where nothing counts. Without z the logits are computed again.
+        """
         raise NotImplementedError
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -30,17 +32,32 @@ def of_products(form: Form, tile: Tile, dz: jax.Array, z: jax.Array, counts: jax
     return jnp.where(counts[:, None] & tile.block.valid, tile.tempered(dz), 0)
 
 
+def dlogits(
+    form: Form, tile: Tile, residuals: Residuals, cotangents: Cotangents, z: jax.Array | None = None
+) -> jax.Array:
+    """d loss / d (hidden @ kernel), f32 `[C, B]`."""
+    z = logits(form, tile) if z is None else z
+    dz = softmax.dlogits(z, tile.is_target, tile.nucleus, residuals, cotangents, form.vocab_size)
+    return of_products(form, tile, dz, z, cotangents.counts)
+
+
 class XLA(Op):
     """See `Op`."""
 
-    def forward(self, form: Form, tile: Tile, like: Sums) -> tuple[Sums, jax.Array]:
+    def forward(self, form: Form, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, Any]:
         z = logits(form, tile)
         z_y = softmax.target_logits(z, tile.is_target, *tile.place)
         return softmax.block_sums(z, z_y, tile.is_target, tile.nucleus, like), z
 
     def dlogits(
-        self, form: Form, tile: Tile, residuals: Residuals, cotangents: Cotangents, z: jax.Array | None
-    ) -> jax.Array:
-        z = logits(form, tile) if z is None else z
-        dz = softmax.dlogits(z, tile.is_target, tile.nucleus, residuals, cotangents, form.vocab_size)
-        return of_products(form, tile, dz, z, cotangents.counts)
+        self,
+        form: Form,
+        tile: Tile,
+        residuals: Residuals,
+        cotangents: Cotangents,
+        z: jax.Array | None,
+        dtype: Any,
+        of_bias: bool,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        dz = dlogits(form, tile, residuals, cotangents, z)
+        return dz.astype(dtype), dz.sum(axis=0) if of_bias else None

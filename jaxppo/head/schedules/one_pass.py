@@ -77,7 +77,7 @@ def _statistics_and_loss(walk: Walk, static: OnePass, shared: Any, chunk: Chunk,
     rule, empty = walk.rule, walk.empty_sums(chunk.targets.shape[0])
 
     def block(sums: Any, i: Any) -> Any:
-        return walk.sums(chunk, walk.block(i), sums, empty)
+        return walk.sums(chunk, walk.block(i), sums, empty, True)
 
     if walk.vocabulary.blocks == 1:
         sums, z = block(empty, 0)

@@ -86,11 +86,14 @@ class PairWalk(Walk):
         value, h = (jnp.where(valid, x, 0) for x in found)
         return value, h, log_p
 
-    def dlogits(self, chunk: Chunk, block: Block, residuals: Any, cotangents: Any, z: Any = None) -> jax.Array:
+    def dlogits(
+        self, chunk: Chunk, block: Any, residuals: Any, cotangents: Any, z: Any, of_bias: bool
+    ) -> tuple[jax.Array, jax.Array | None]:
         z, teacher_z = self.logits(chunk, block)
         _, h, log_p = self.terms(z, teacher_z, block.valid, residuals)
         dz = cotangents.log_prob[:, None] * (h - jnp.exp(log_p) * residuals.h[:, None])
-        return xla.of_products(self.rule.form, self.tile(chunk, block), dz, z, cotangents.counts)
+        dz = xla.of_products(self.rule.form, self.tile(chunk, block), dz, z, cotangents.counts)
+        return dz.astype(self.factor_dtype()), dz.sum(axis=0) if of_bias else None
 
 
 def evaluate(rule: DivergenceRule, inputs: Inputs, teacher: Inputs) -> tuple[jax.Array, LogSums]:

@@ -49,21 +49,21 @@ def tokens_first(
         residuals, cotangents, z, place = known
         drows, total, products = carry
         block = walk.block(i)
-        dz = walk.dlogits(chunk, block, residuals, cotangents, None if z is None else z[i])
+        z = None if z is None else z[i]
+        dz, of_bias = walk.dlogits(chunk, block, residuals, cotangents, z, parameters.bias is not None)
         if products is None:
-            product = walk.narrow(dz)
+            product = lax.optimization_barrier(dz)  # or XLA computes it again inside each product
         else:
             # the tokens last, as XLA for TPUs lays out logits whose columns are no multiple of 128
-            narrow = dz.astype(products.dtype).T
-            products = lax.optimization_barrier(lax.dynamic_update_slice_in_dim(products, narrow, place, 1))
+            products = lax.optimization_barrier(lax.dynamic_update_slice_in_dim(products, dz.T, place, 1))
             product = lax.dynamic_slice_in_dim(products, place, dz.shape[0], 1).T
         drows = jax.tree.map(jnp.add, drows, feature_gradients(form, product, block, primals))
         if not waits:
             of_block = parameter_gradients(form, product, factor, parameters)
-            of_block = of_block._replace(bias=None if parameters.bias is None else dz.sum(axis=0))
+            of_block = of_block._replace(bias=of_bias)
             total = total.each(partial(vocabulary.add, i), of_block)
-        elif parameters.bias is not None:
-            total = total._replace(bias=vocabulary.add(0, False, total.bias, dz.sum(axis=0)))
+        elif of_bias is not None:
+            total = total._replace(bias=vocabulary.add(0, False, total.bias, of_bias))
         return *walk.vary((drows, total)), products if products is not None else product if waits else None
 
     def of_chunk(carry: Any, arrays: Any) -> Any:

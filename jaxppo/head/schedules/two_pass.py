@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxppo._sharding import note
 from jaxppo.head import softmax, tiles
@@ -40,7 +41,7 @@ def evaluate(rule: Rule, inputs: Inputs, needs: NeedsGrad | None = None) -> tupl
 
     def tile(keep: bool, i: Any, block: Any, slots: Slots, chunk: Any, carry: Any) -> Any:
         sums, memory = carry
-        found, z = walk.sums(chunk, block, tokens.read(sums, slots), empty)
+        found, z = walk.sums(chunk, block, tokens.read(sums, slots), empty, keep)
         memory = kept.write(memory, z, slots, block, i) if keep else memory
         return tokens.write(sums, found, slots), memory
 
@@ -136,12 +137,12 @@ def _vocabulary_first(walk: Walk, needs: NeedsGrad, known: Any, memory: Any, kee
             dfeatures, dblock = carry
             chunk, factor, residuals, cotangents = of_slots(slots) if once is None else once
             z = kept.read(dparameters.kernel, slots, i) if keeps else None
-            dz = walk.dlogits(chunk, block, residuals, cotangents, z)
-            product = walk.narrow(dz)
+            dz, of_bias = walk.dlogits(chunk, block, residuals, cotangents, z, parameters.bias is not None)
+            product = lax.optimization_barrier(dz)  # or XLA computes it again inside each product
             found = feature_gradients(form, product, block, features)
             dfeatures = jax.tree.map(lambda total, new: tokens.add(total, new, slots), dfeatures, found)
             of_block = parameter_gradients(form, product, factor, parameters)
-            of_block = of_block._replace(bias=None if parameters.bias is None else dz.sum(axis=0))
+            of_block = of_block._replace(bias=of_bias)
             return walk.vary((dfeatures, jax.tree.map(jnp.add, dblock, of_block)))
 
         shapes = needs.of(needs.parameters, block.parameters)

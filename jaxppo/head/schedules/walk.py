@@ -172,11 +172,11 @@ class Walk:
             nucleus = empty.at[jnp.arange(C)[:, None], jnp.where(inside, places, B)].set(True, mode="drop")
         temperature = self.inputs.temperature if chunk.temperature is None else chunk.temperature
         place = None if chunk.targets is None else self.vocabulary.place_of(chunk.targets, block)
-        return Tile(chunk.rows, block, chunk.targets, place, temperature, nucleus)
+        return Tile(chunk.rows, block, chunk.targets, place, temperature, nucleus, chunk.fresh)
 
-    def sums(self, chunk: Chunk, block: Block, before: Any, empty: Sums) -> tuple[Sums, jax.Array]:
-        """The softmax sums of the chunk up to this block, `before` those of the blocks before; and its logits."""
-        found, z = self.rule.op.forward(self.rule.form, self.tile(chunk, block), empty)
+    def sums(self, chunk: Chunk, block: Block, before: Any, empty: Sums, keep: bool) -> tuple[Sums, Any]:
+        """The softmax sums of the chunk up to this block, `before` those of the blocks before; logits to keep."""
+        found, z = self.rule.op.forward(self.rule.form, self.tile(chunk, block), empty, keep)
         return self.vary(found if self.vocabulary.blocks == 1 else softmax.merge(before, found)), z
 
     def empty_sums(self, count: int) -> Sums:
@@ -201,9 +201,12 @@ class Walk:
             residuals = residuals.without_entropy(self.inputs.nucleus_ids is not None and not self.rule.logit_stats)
         return out, residuals
 
-    def dlogits(self, chunk: Chunk, block: Any, residuals: Any, cotangents: Any, z: Any = None) -> jax.Array:
-        """d loss / d (hidden @ kernel), f32 `[C, B]`, 0 where a token does not count; z, where it is at hand."""
-        return self.rule.op.dlogits(self.rule.form, self.tile(chunk, block), residuals, cotangents, z)
+    def dlogits(
+        self, chunk: Chunk, block: Any, residuals: Any, cotangents: Any, z: Any, of_bias: bool
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """d loss / d (hidden @ kernel) as products take it, `[C, B]`, and its f32 sum over the tokens; see `Op`."""
+        tile, dtype = self.tile(chunk, block), self.factor_dtype()
+        return self.rule.op.dlogits(self.rule.form, tile, residuals, cotangents, z, dtype, of_bias)
 
     def over_blocks(self, body: Callable[[Any, Any], Any], carry: Any, last_first: bool = False) -> Any:
         """`carry = body(i, carry)` over the blocks of the vocabulary."""
@@ -236,10 +239,6 @@ class Walk:
     def factor_dtype(self) -> Any:
         """The dtype in which gradients of logits are multiplied: that of their product."""
         return jnp.promote_types(self.features.hidden.dtype, self.inputs.parameters.kernel.dtype)
-
-    def narrow(self, dz: jax.Array) -> jax.Array:
-        """dz as the products take it: once, or XLA computes it again inside each of them."""
-        return lax.optimization_barrier(dz.astype(self.factor_dtype()))
 
 
 def counted(chunk: Chunk, counts: jax.Array) -> Chunk:

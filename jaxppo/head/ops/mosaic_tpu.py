@@ -1,0 +1,391 @@
+"""The arithmetic of a tile as Pallas kernels for TPUs: products and softmax sums of a piece while it lies in VMEM.
+
+XLA writes a tile's f32 logits to memory and reads them back for the sums. Here they stay on the chip: one kernel leaves
+the softmax sums (and the logits, where the one pass asks for them), another the gradient of the logits in the dtype
+that products take. Both run the functions of `ops.xla` and `softmax` on pieces of tokens by columns, all of H at once,
+so that there is one mathematics. The products of the backward stay XLA's.
+
+It is a choice and not the default. Estimated by `sharding.audit` for a Qwen3-8B head (H 4096, V 151936, bf16) over
+cp=4, tp=4 with 8192 tokens a device, in ms of compute, XLA's first; libtpu 0.0.52, nothing timed on a chip:
+
+               v5p            v6e            tpu7x
+    forward     7.67   6.19    5.24   3.29    3.46   2.55
+    two passes 28.5   26.8    19.0   16.3    14.2   13.9
+    one pass   22.7   21.1    20.8   16.5    11.0   12.0
+
+These charge kernels 93% of the peak. By the compiler's static profile the kernels reach 94% on a v5p, but about 80% on
+a v6e and 75% to 80% on a tpu7x, where products and the arithmetic after them do not overlap: two passes gain less than
+10% on each of them. Only a forward without gradients gains more everywhere, 19% or more on a v5p. What two passes lose
+again is a copy of each block of the kernel, which XLA fuses into its products, and on a tpu7x copies of the hidden
+states from one memory layout to another in each turn.
+
+On CPUs the kernels are interpreted, to be tested: that is slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jaxppo._sharding import vary, varying
+from jaxppo.head import softmax
+from jaxppo.head.ops import xla
+from jaxppo.head.ops.tile import Block, Features, Form, Op, Parameters, Tile
+from jaxppo.head.softmax import Cotangents, Residuals, Sums
+
+if TYPE_CHECKING:
+    from jaxppo.head.schedules.walk import Inputs
+    from jaxppo.head.tiles import Budget
+
+MIB = 2**20
+LANES = 128  # of a register
+SUBLANES = 32  # a multiple of what registers of any dtype have
+MATRIX = 256  # columns of the matrix units of newer chips
+
+
+class _Chip(NamedTuple):
+    """Bytes of a core's VMEM, and the tokens and columns of the largest piece."""
+
+    vmem: int
+    tokens: int
+    columns: int
+
+
+# by what a device's kind contains; the two cores of a v5p share the tokens of a chunk
+CHIPS = {
+    "TPU v5 lite": _Chip(128 * MIB, 1024, 2048),
+    "TPU v5": _Chip(64 * MIB, 512, 1024),
+    "TPU v6 lite": _Chip(128 * MIB, 1024, 2048),
+    "TPU7x": _Chip(64 * MIB, 1024, 1024),
+    "cpu": _Chip(64 * MIB, 32, 256),
+}
+
+
+# The interpreter of kernels knows no varying axes, and `pltpu.InterpretParams`, which does, makes devices wait for each
+# other, forever where one takes fewer turns of a loop. So what it takes passes for invariant, and varies again after.
+_invariant = Primitive("passes_for_invariant")
+_invariant.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+_invariant.def_impl(lambda x: x)
+mlir.register_lowering(_invariant, lambda _, x: [x])
+batching.primitive_batchers[_invariant] = lambda args, dims: (_invariant.bind(*args), *dims)
+
+
+class _Operands(NamedTuple):
+    """The arrays of a kernel, C tokens and B columns; of a piece, inside it."""
+
+    rows: Features  # [C, H] and [C, r]
+    parameters: Parameters  # as in `Block`, the bias [1, B]
+    columns: Any  # i32[1, B], -1 where the column is not the block's own
+    targets: Any  # i32[C, 1]
+    numbers: Any  # f32[C, n], the leaves of `_Numbers`
+
+
+class _Numbers(NamedTuple):
+    """What a kernel reads of each token, f32[C] each, None where there is none."""
+
+    temperature: Any
+    residuals: Residuals | None = None
+    cotangents: Cotangents | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicTPU(Op):
+    """See `Op`.
+
+    Args:
+      device: its kind.
+    """
+
+    device: str
+
+    @property
+    def _interpreted(self) -> bool:
+        return self.device.startswith("cpu")
+
+    def unsupported(self, budget: Budget, form: Form, inputs: Inputs) -> str | None:
+        hidden, kernel = inputs.features.hidden, inputs.parameters.kernel
+        dtypes = {str(x.dtype) for x in jax.tree.leaves((inputs.features, inputs.parameters))}
+        if self._chip is None:
+            return f"devices of the kind {self.device!r}, only {sorted(CHIPS)}"
+        if budget.heads > 1:
+            return "several heads at once"
+        if inputs.nucleus_ids is not None:
+            return "nucleus_ids"
+        if form.precision == "high":
+            return "precision='high'"
+        if dtypes - {"bfloat16", "float32"}:
+            return f"hidden states or parameters of {sorted(dtypes)}, only bfloat16 and float32"
+        if _piece(self._chip, hidden.shape[1], _operand_bytes(form, hidden, kernel)) is None:
+            return f"H = {hidden.shape[1]}, of which no piece fits {self._chip.vmem} bytes of VMEM"
+        return None
+
+    @property
+    def _chip(self) -> _Chip | None:
+        return next((chip for kind, chip in CHIPS.items() if kind in self.device), None)
+
+    def forward(self, form: Form, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, Any]:
+        grid = _Grid.of(self, form, tile, tile.fresh)
+        numbers = _Numbers(_by_token(tile.temperature, grid.tokens))
+        kernel = partial(_forward, form, jax.tree.structure(numbers))
+        out = [jax.tree.map(lambda x: grid.of_tokens(x.dtype), like), grid.of_tile(jnp.float32) if keep else None]
+        sums, z = grid.run("head_forward", kernel, _operands(grid, tile, numbers), out)
+        return softmax.merge_parts(sums), z
+
+    def dlogits(
+        self,
+        form: Form,
+        tile: Tile,
+        residuals: Residuals,
+        cotangents: Cotangents,
+        z: jax.Array | None,
+        dtype: Any,
+        of_bias: bool,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        if z is not None:  # nothing but elementwise arithmetic
+            return xla.XLA().dlogits(form, tile, residuals, cotangents, z, dtype, of_bias)
+        grid = _Grid.of(self, form, tile, cotangents.counts)
+        numbers = _Numbers(_by_token(tile.temperature, grid.tokens), residuals, cotangents)
+        kernel = partial(_dlogits, form, jax.tree.structure(numbers))
+        out = [grid.of_tile(dtype), grid.of_columns() if of_bias else None]
+        dz, total = grid.run("head_dlogits", kernel, _operands(grid, tile, numbers), out)
+        return dz, None if total is None else total.sum(axis=(0, 1))
+
+
+def _size(form: Form, tile: Tile) -> tuple[int, int]:
+    return tile.targets.shape[0], tile.block.parameters.kernel.shape[form.v_dim]
+
+
+def _by_token(x: Any, count: int) -> Any:
+    return None if x is None else jnp.broadcast_to(x, (count,)).astype(jnp.float32)
+
+
+def _operands(grid: _Grid, tile: Tile, numbers: _Numbers) -> _Operands:
+    """Numbers and columns are padded to whole pieces with what does not count."""
+    block = tile.block
+    columns = jnp.where(block.valid, block.columns, -1)
+    columns = jnp.pad(columns, (0, -grid.columns % grid.bv), constant_values=-1)[None]
+    bias = None if block.parameters.bias is None else block.parameters.bias[None]
+    leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(numbers)]
+    stacked = jnp.pad(jnp.stack(leaves, axis=1), ((0, -grid.tokens % grid.bt), (0, 0))) if leaves else None
+    return _Operands(tile.rows, block.parameters._replace(bias=bias), columns, tile.targets[:, None], stacked)
+
+
+def _in_kernel(structure: Any, refs: _Operands) -> tuple[Tile, _Numbers]:
+    """A piece as a tile."""
+    x = jax.tree.map(lambda ref: ref[...], refs._replace(targets=None, numbers=None))
+    numbers = jax.tree.unflatten(structure, [refs.numbers[:, k] for k in range(structure.num_leaves)])
+    block = Block(x.parameters, x.columns, x.columns >= 0)
+    return Tile(x.rows, block, refs.targets[:, 0], None, numbers.temperature, None), numbers
+
+
+def _by_lane(x: jax.Array) -> jax.Array:
+    """`[n, B]` as `[1, B / 128, n, 128]`, which moves nothing."""
+    return jnp.stack([x[:, k : k + LANES] for k in range(0, x.shape[1], LANES)])[None]
+
+
+def _forward(form: Form, structure: Any, active: Any, refs: _Operands, out: Any) -> None:
+    """Adds the sums of a piece to those of the pieces before it, which lie in VMEM as long as the tokens stay.
+
+    Each lane has sums of its own, since sums across lanes are dear: on a v6e they took a fifth of the time.
+    """
+    i, j = pl.program_id(0), pl.program_id(1)
+    sums, z_out = out
+    write = lambda new: jax.tree.map(lambda ref, x: ref.__setitem__(..., x), sums, new)  # noqa: E731
+
+    @pl.when(j == 0)
+    def _() -> None:
+        like = jax.tree.map(lambda ref: ref[...], sums)
+        write(softmax.no_sums(like))
+
+    @pl.when(active[i] > 0)
+    def _() -> None:
+        tile, _ = _in_kernel(structure, refs)
+        z = xla.logits(form, tile)
+        is_target = refs.targets[...] == _by_lane(tile.block.columns)
+        old = jax.tree.map(lambda ref: ref[...], sums)
+        z_y = jnp.where(is_target, _by_lane(z), 0).sum(axis=1)
+        found = softmax.block_sums(_by_lane(z), z_y, is_target, None, old)
+        write(softmax.merge(old, jax.tree.map(lambda x: x[0], found)))
+        if z_out is not None:
+            z_out[...] = z
+
+
+def _dlogits(form: Form, structure: Any, active: Any, refs: _Operands, out: Any) -> None:
+    i = pl.program_id(0)
+    narrow, total = out
+
+    @pl.when(active[i] == 0)
+    def _() -> None:
+        for ref in jax.tree.leaves(out):
+            ref[...] = jnp.zeros_like(ref)
+
+    @pl.when(active[i] > 0)
+    def _() -> None:
+        tile, numbers = _in_kernel(structure, refs)
+        assert numbers.residuals is not None
+        assert numbers.cotangents is not None
+        cotangents = numbers.cotangents._replace(counts=numbers.cotangents.counts != 0)
+        dz = xla.dlogits(form, tile, numbers.residuals, cotangents)
+        narrow[...] = dz.astype(narrow.dtype)
+        if total is not None:
+            total[...] = dz.sum(axis=0)[None, None]
+
+
+def _operand_bytes(form: Form, hidden: jax.Array, kernel: jax.Array) -> int:
+    """Of a number that products take, with the next piece on its way; f32 is split into several of bf16, by spills."""
+    itemsize = max(hidden.dtype.itemsize, kernel.dtype.itemsize)
+    return 2 * itemsize * (2 if itemsize == 4 and form.precision != "default" else 1)
+
+
+def _piece(chip: _Chip, H: int, operand_bytes: int) -> tuple[int, int] | None:
+    """The largest piece that fits, None where none does.
+
+    It does not depend on the number of tokens, and so neither do the bits of a token's sums.
+    """
+
+    def size(bt: int, bv: int) -> int:
+        """Operands, what is written for each token, and temporaries."""
+        return operand_bytes * (bt + bv) * H + 2 * bt * LANES * 4 * 8 + 5 * bt * bv * 4
+
+    bt, bv = chip.tokens, chip.columns
+    while size(bt, bv) > chip.vmem * 3 // 4:
+        if bt <= SUBLANES and bv <= MATRIX:
+            return None
+        bt, bv = (bt, bv // 2) if bv > max(bt, MATRIX) else (max(bt // 2, SUBLANES), bv)
+    return bt, bv
+
+
+def _even(count: int, most: int, multiple: int) -> int:
+    """The size, at most `most`, of as few equal pieces of `count` as can be, all of them multiples."""
+    size = -(-count // -(-count // most))
+    return -(-size // multiple) * multiple
+
+
+class _Result(NamedTuple):
+    """One result of a kernel."""
+
+    array: jax.ShapeDtypeStruct
+    piece: pl.BlockSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """A tile in pieces of bt tokens and bv columns, columns innermost."""
+
+    op: MosaicTPU
+    form: Form
+    tokens: int
+    columns: int
+    bt: int
+    bv: int
+    active: Any  # i32[pieces of tokens], 0 where no token of the piece counts
+    axes: frozenset[str]
+
+    @classmethod
+    def of(cls, op: MosaicTPU, form: Form, tile: Tile, counts: Any) -> _Grid:
+        C, B = _size(form, tile)
+        hidden, kernel = tile.rows.hidden, tile.block.parameters.kernel
+        chip = op._chip
+        assert chip is not None
+        most = _piece(chip, hidden.shape[1], _operand_bytes(form, hidden, kernel))
+        assert most is not None
+        bt, bv = _even(C, most[0], SUBLANES), _even(B, most[1], MATRIX)
+        pieces = -(-C // bt)
+        if counts is None:
+            active = jnp.ones(pieces, jnp.int32)
+        else:
+            active = jnp.pad(counts, (0, -C % bt)).reshape(pieces, bt).any(axis=1).astype(jnp.int32)
+        axes = frozenset().union(*map(varying, jax.tree.leaves((tile, counts))))
+        return cls(op, form, C, B, bt, bv, active, axes)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return -(-self.tokens // self.bt), -(-self.columns // self.bv)
+
+    def _struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        axes = frozenset() if self.op._interpreted else self.axes
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
+
+    def _given(self, x: jax.Array) -> jax.Array:
+        """What the kernel takes; `_struct` is the type of what it gives."""
+        return _invariant.bind(x) if self.op._interpreted and varying(x) else x
+
+    def of_tokens(self, dtype: Any) -> _Result:
+        """A result `[C, 128]`."""
+        spec = pl.BlockSpec((self.bt, LANES), lambda i, j, active: (i, 0))
+        return _Result(self._struct((self.tokens, LANES), dtype), spec)
+
+    def of_tile(self, dtype: Any) -> _Result:
+        """A result `[C, B]`."""
+        spec = pl.BlockSpec((self.bt, self.bv), lambda i, j, active: (i, j))
+        return _Result(self._struct((self.tokens, self.columns), dtype), spec)
+
+    def of_columns(self) -> _Result:
+        """A result `[pieces of tokens, 1, B]`."""
+        spec = pl.BlockSpec((1, 1, self.bv), lambda i, j, active: (i, 0, j))
+        return _Result(self._struct((self.shape[0], 1, self.columns), jnp.float32), spec)
+
+    def _specs(self, operands: _Operands) -> _Operands:
+        """No column moves for tokens that do not count."""
+        tokens = lambda x: pl.BlockSpec((self.bt, x.shape[1]), lambda i, j, active: (i, 0))  # noqa: E731
+        row = pl.BlockSpec((1, self.bv), lambda i, j, active: (0, j * active[i]))
+
+        def by_columns(x: jax.Array) -> pl.BlockSpec:
+            if self.form.v_dim == 1:
+                return pl.BlockSpec((x.shape[0], self.bv), lambda i, j, active: (0, j * active[i]))
+            return pl.BlockSpec((self.bv, x.shape[1]), lambda i, j, active: (j * active[i], 0))
+
+        parameters = jax.tree.map(by_columns, operands.parameters)
+        return _Operands(
+            jax.tree.map(tokens, operands.rows),
+            parameters._replace(bias=None if operands.parameters.bias is None else row),
+            row,
+            tokens(operands.targets),
+            None if operands.numbers is None else tokens(operands.numbers),
+        )
+
+    def run(self, name: str, kernel: Callable[..., None], operands: _Operands, out: Any) -> Any:
+        """The results of `kernel(active, operands, results)`, run on each piece; out is a pytree of `_Result`s."""
+        arrays, structure = jax.tree.flatten(operands)
+        results, out_structure = jax.tree.flatten(out, is_leaf=lambda x: isinstance(x, _Result))
+        n = len(arrays)
+
+        def body(active: Any, *refs: Any) -> None:
+            kernel(active, jax.tree.unflatten(structure, refs[:n]), jax.tree.unflatten(out_structure, refs[n:]))
+
+        written = sum(math.prod(x.array.shape) * x.array.dtype.itemsize for x in results)
+        read = sum(x.nbytes for x in jax.tree.leaves(operands.rows))
+        read += self.shape[0] * sum(x.nbytes for x in jax.tree.leaves(operands.parameters))
+        inner = sum(x.shape[1] for x in jax.tree.leaves(operands.rows))
+        assert self.op._chip is not None
+        found = pl.pallas_call(
+            body,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=self.shape,
+                in_specs=jax.tree.leaves(self._specs(operands)),
+                out_specs=[x.piece for x in results],
+            ),
+            out_shape=[x.array for x in results],
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=self.op._chip.vmem
+            ),
+            cost_estimate=pl.CostEstimate(
+                flops=2 * self.tokens * self.columns * inner,
+                bytes_accessed=read + written,
+                transcendentals=self.tokens * self.columns,
+            ),
+            interpret=self.op._interpreted,
+            name=name,
+        )(*map(self._given, (self.active, *arrays)))
+        return jax.tree.unflatten(out_structure, [vary(x, self.axes) for x in found])
