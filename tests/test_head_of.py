@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import tunix_modules as tunix
 from flax import linen, nnx
 
 from jaxppo import Head, LoRA, log_probs_from_hidden
+from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
 H, V, RANK = 12, 40, 3
@@ -221,6 +223,38 @@ def test_options_reach_the_head():
     assert {name: getattr(head, name) for name in options} == options
     assert Head.of(head) is head
     assert Head.of(jnp.ones((H, V))).layout == "hv"
+
+
+def test_a_module_of_shapes_alone_has_a_head_of_shapes():
+    abstract = nnx.eval_shape(lambda: nnx.Linear(H, V, dtype=jnp.bfloat16, rngs=rngs()))
+    head = Head.of(abstract)
+    assert (head.kernel.shape, head.kernel.dtype, head.bias.dtype) == ((H, V), jnp.bfloat16, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["Auto", "Explicit"])
+def test_adapters_on_a_mesh_as_qwix_shards_them(explicit):
+    """It gives an adapter's dimensions the sharding that they have in the kernel: H over fsdp, V over tp."""
+    parallel = make_parallel_mesh("fsdp=4,tp=2", explicit=explicit)
+    put = lambda x, *spec: jax.device_put(x, parallel.sharding(jax.P(*spec)))  # noqa: E731
+    graph, params = nnx.split(qwix_linear())
+    specs = {"kernel": ("fsdp", "tp"), "bias": ("tp",), "kernel_lora_a": ("fsdp", None), "kernel_lora_b": (None, "tp")}
+
+    def loss(params, hidden, targets, parallel=None):
+        head = Head.of(nnx.merge(graph, params), lora_scale=2.0)
+        return log_probs_from_hidden(hidden, head, targets, parallel=parallel).log_probs.sum()
+
+    hidden, targets = (jnp.concatenate([x, x]) for x in (HIDDEN, TARGETS))
+    expected = jax.value_and_grad(loss)(params, hidden, targets)
+    placed = nnx.clone(params)
+    for name, spec in specs.items():
+        placed[name].set_value(put(params[name].get_value(), *spec))
+    with jax.set_mesh(parallel.mesh):
+        batch = put(hidden, "fsdp", None, None), put(targets, "fsdp", None)
+        got = jax.jit(jax.value_and_grad(partial(loss, parallel=parallel)))(placed, *batch)
+    assert_trees_close(got, expected, rtol=1e-5, atol=1e-5)
+    if explicit:  # where types carry shardings, a gradient has that of its parameter
+        for name, spec in specs.items():
+            assert got[1][name].get_value().sharding.is_equivalent_to(parallel.sharding(jax.P(*spec)), len(spec))
 
 
 class Scaled(nnx.Linear):

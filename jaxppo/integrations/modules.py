@@ -65,6 +65,8 @@ def narrowed(x: Any, dtype: Any) -> Any:
     """x in the dtype that a module multiplies in, where that is the narrower one: the wider changes no product."""
     if x is None or dtype is None or jnp.dtype(dtype).itemsize >= x.dtype.itemsize:
         return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
     return x.astype(dtype)
 
 
@@ -87,7 +89,7 @@ def _is(x: Any, package: str, name: str) -> bool:
 def _value(where: str, x: Any) -> Any:
     """The array of floats within a variable or box, or a TypeError that says what is there instead."""
     while _is(x, "flax.nnx", "Variable") or _is(x, "flax.core.meta", "AxisMetadata"):
-        x = x[...] if _is(x, "flax.nnx", "Variable") else x.value
+        x = x.get_value() if _is(x, "flax.nnx", "Variable") else x.value
     if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         kind = type(x)
         raise TypeError(
