@@ -1,6 +1,7 @@
 """The examples of frameworks: they learn, on a mesh as on one device, and hold their parameters as they say."""
 
 import ast
+import functools
 import inspect
 import sys
 
@@ -43,19 +44,22 @@ EXAMPLES = {
 # Linen constrains the parameters in its boxes, which JAX refuses for Explicit axes.
 RUNS = [(name, tied, explicit) for name in EXAMPLES for tied in (False, True) for explicit in (False, True)]
 RUNS = [run for run in RUNS if run[0] != "linen" or not run[2]]
-ONE_DEVICE = {}
 
 
-def on_one_device(name, tied):
-    """Its losses of three steps."""
-    if (name, tied) not in ONE_DEVICE:
-        alone = make_parallel_mesh("fsdp=1,tp=1", devices=jax.devices()[:1])
-        ONE_DEVICE[name, tied] = EXAMPLES[name][0]().train(alone, tied=tied, steps=3)[1]
-    return ONE_DEVICE[name, tied]
+@functools.cache
+def _on_one_device(name, tied):
+    parallel = make_parallel_mesh("fsdp=1,tp=1", devices=jax.devices()[:1])
+    return EXAMPLES[name][0]().train(parallel, tied=tied, steps=3)[1]
+
+
+@pytest.fixture
+def one_device(name, tied):
+    """The losses of three steps on one device."""
+    return _on_one_device(name, tied)
 
 
 @pytest.mark.parametrize(("name", "tied", "explicit"), RUNS)
-def test_it_learns_on_eight_devices_as_on_one(name, tied, explicit):
+def test_it_learns_on_eight_devices_as_on_one(name, tied, explicit, one_device):
     example, head_of, layout = EXAMPLES[name]
     example = example()
     parallel = make_parallel_mesh("fsdp=4,tp=2", explicit=explicit)
@@ -63,7 +67,7 @@ def test_it_learns_on_eight_devices_as_on_one(name, tied, explicit):
     # the gain of a policy whose every token is at its clip: half of it 1.28, half of it -0.8
     assert losses[-1] < -0.2, losses
     # activations in bf16 are rounded elsewhere where they are sharded otherwise, by 2^-9 of logits of about 1
-    np.testing.assert_allclose(losses[:3], on_one_device(name, tied), atol=4e-3)
+    np.testing.assert_allclose(losses[:3], one_device, atol=4e-3)
     kernel = head_of(trained)
     assert kernel.dtype == np.float32
     expected = parallel.sharding(parallel.kernel_spec("vh" if tied else layout))
