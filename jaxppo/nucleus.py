@@ -19,7 +19,7 @@ Recorded = Sequence[Sequence[Any]]
 
 
 def pack_nucleus_ids(
-    recorded: Recorded, samples: Sequence[Sample], batch: RolloutBatch, *, width: int | None = None
+    recorded: Recorded | None, samples: Sequence[Sample], batch: RolloutBatch, *, width: int | None = None
 ) -> Int[np.ndarray, "*K R T width"]:
     """The sampler's recorded nuclei at the positions of a batch that predict their tokens; on the host.
 
@@ -29,7 +29,7 @@ def pack_nucleus_ids(
     Args:
       recorded: `recorded[i][j]`: the token ids that the sampler could draw at response token j of samples[i]; ragged,
         in any order, negative ones left out. Empty where nothing was recorded, such as what a tool wrote: then only
-        the sampled token is kept.
+        the sampled token is kept. None takes each sample's own `nucleus`.
       samples: those that the batch was made of.
       batch: `[R, T]` or `[K, R, T]`, in any layout.
       width: the static size of the last dimension; by default the power of two that holds the largest nucleus.
@@ -47,6 +47,11 @@ def pack_nucleus_ids(
       >>> pack_nucleus_ids([[[6, 9], [7]]], samples, batch).tolist()
       [[[6, 9], [7, -1], [-1, -1], [-1, -1]]]
     """
+    if recorded is None:
+        missing = [i for i, sample in enumerate(samples) if sample.nucleus is None]
+        if missing:
+            raise ValueError(f"samples[{missing[0]}].nucleus: got None, expected the recorded ids of each token")
+        recorded = [sample.nucleus for sample in samples if sample.nucleus is not None]
     if len(recorded) != len(samples):
         raise ValueError(f"recorded: got {len(recorded)} samples, expected {len(samples)}, as many as samples")
     nuclei = {}

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 
 from jaxppo._arrays import IDS, PER_TOKEN_VALUES, is_number
 from jaxppo._sharding import Packed, multihost
+from jaxppo.integrations.engines import Truncated, as_turns, joined, sglang_turn, vllm_turn
 
 MAX_ID = 2**31 - 1
 
@@ -41,6 +42,7 @@ class Sample:
       rollout_log_probs: as the sampler reported them.
       values: the critic's.
       returns: the critic's targets.
+      nucleus: the token ids that the sampler could draw at each response token, ragged, for `pack_nucleus_ids`.
 
     Raises:
       TypeError: tokens or ids that are no integers, a reward or values that are no numbers.
@@ -64,6 +66,74 @@ class Sample:
     rollout_log_probs: Sequence[float] | Float[np.ndarray, "m"] | None = None
     values: Sequence[float] | Float[np.ndarray, "m"] | None = None
     returns: Sequence[float] | Float[np.ndarray, "m"] | None = None
+    nucleus: Sequence[Sequence[int]] | None = None
+
+    @classmethod
+    def from_vllm(
+        cls,
+        output: Any,
+        *,
+        choice: int | None = None,
+        loss_mask: Sequence[float] | None = None,
+        truncated: Truncated = "train",
+        **fields: Any,
+    ) -> Sample:
+        """The sample of one vLLM output, or of the outputs of several turns.
+
+        Later turns go on from the tokens of those before; what their prompts add, such as a tool's answer, is not
+        trained on. Log-probs are vLLM's `logprobs` of the sampled tokens, where it was asked for them.
+
+        Args:
+          output: a `RequestOutput`, or as a dictionary: {"prompt_token_ids", "outputs": [{"index", "token_ids",
+            "logprobs", "finish_reason"}]}; or an endpoint's answer with return_token_ids=True: {"choices": [...]}. A
+            list of them for several turns.
+          choice: the index of the completion, where a request had several.
+          loss_mask: 0 or 1 for each token after the first prompt, 0 for what is not to be trained on either.
+          truncated: "train" on a sample that ended for its length, or "mask" it, aborted ones too.
+          **fields: the sample's other fields, such as reward and group_id.
+
+        Raises:
+          TypeError: token ids that are no integers.
+          ValueError: a missing entry, a turn whose prompt does not begin with the turns before, log-probs of some turns
+            or tokens only, a last turn that was aborted or goes on.
+
+        Example:
+          >>> sampled = {"index": 0, "token_ids": [7, 8], "logprobs": [{7: -0.5}, {8: -1.5}], "finish_reason": "stop"}
+          >>> sample = Sample.from_vllm({"prompt_token_ids": [5, 6], "outputs": [sampled]}, reward=1.0)
+          >>> sample.tokens, sample.mask.tolist(), sample.rollout_log_probs
+          ([5, 6, 7, 8], [0.0, 0.0, 1.0, 1.0], [-0.5, -1.5])
+        """
+        turns = [vllm_turn(f"output[{i}]", turn, choice) for i, turn in enumerate(as_turns(output))]
+        return cls(**joined(turns, loss_mask, truncated), **fields)
+
+    @classmethod
+    def from_sglang(
+        cls,
+        output: Any,
+        *,
+        loss_mask: Sequence[float] | None = None,
+        truncated: Truncated = "train",
+        **fields: Any,
+    ) -> Sample:
+        """The sample of one SGLang output, or of the outputs of several turns, as `from_vllm`.
+
+        Args:
+          output: what /generate or `Engine.generate` returned, {"meta_info", "output_ids"}, with the request's
+            "input_ids" put beside it, since SGLang does not return them. Log-probs are `output_token_logprobs`; the
+            nucleus is top_p_token_ids and top_p_token_offsets, where it was asked for. A list for several turns.
+          loss_mask: see `from_vllm`; likewise the next ones.
+
+        Raises:
+          TypeError, ValueError: see `from_vllm`; counts of tokens that are not those of meta_info, offsets that do not
+            fit their ids.
+
+        Example:
+          >>> meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [(-0.5, 7, None)]}
+          >>> Sample.from_sglang({"input_ids": [5, 6], "meta_info": meta}).tokens
+          [5, 6, 7]
+        """
+        turns = [sglang_turn(f"output[{i}]", turn) for i, turn in enumerate(as_turns(output))]
+        return cls(**joined(turns, loss_mask, truncated), **fields)
 
     def __post_init__(self) -> None:
         length = _check_tokens(self.tokens)
@@ -75,6 +145,10 @@ class Sample:
             raise TypeError(f"reward: got {_shown(self.reward)}, expected one finite number for the whole response")
         for name in PER_TOKEN_VALUES:
             _check_values(name, getattr(self, name), length - start)
+        if self.nucleus is not None and len(self.nucleus) != length - start:
+            raise ValueError(
+                f"nucleus: got {len(self.nucleus)} sets of ids, expected {length - start}, one a response token"
+            )
 
     @property
     def mask(self) -> Float[np.ndarray, "n"]:

@@ -15,6 +15,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .axis_rules import roles_of_rules
+
 Names = tuple[str, ...]
 Role = str | Sequence[str] | EllipsisType | None
 LAYOUTS: dict[str, Any] = {}  # by name, the context layouts that `sharding.layouts` registers here
@@ -242,6 +244,57 @@ class ParallelMesh:
                 f"data=, context=, tensor= or fsdp=, or replicated={tuple(lost)} for the same work on each device "
                 "along it"
             )
+
+    @classmethod
+    def from_rules(
+        cls,
+        mesh: Mesh,
+        rules: Sequence[Sequence[Any]],
+        *,
+        batch: str | None = None,
+        length: str | None = None,
+        embed: str | None = None,
+        vocab: str | None = None,
+        replicated: str | Sequence[str] | None = (),
+        sequence_parallel: bool = False,
+        context_layout: str = "contiguous",
+    ) -> ParallelMesh:
+        """The roles that logical axis rules give the axes of a mesh: MaxText's `logical_axis_rules`, Flax's rules.
+
+        Rows are sharded as the rules shard the batch of logits, positions as its length, a head kernel as its
+        dimensions embed and vocab. As in Flax, the first rule whose axes are free in that array is taken.
+
+        Args:
+          mesh: the device mesh.
+          rules: pairs of a logical name and its mesh axes: a name, several, or None. Axes that the mesh lacks, or
+            has in size 1, are left out.
+          batch: the logical name of rows; by default the first of activation_embed_and_logits_batch, activation_batch
+            and batch that has a rule.
+          length: of positions; activation_length, length.
+          embed: of a head kernel's H; embed_vocab, embed.
+          vocab: of its V; vocab.
+          replicated: see `ParallelMesh`; likewise the next ones.
+
+        Raises:
+          ValueError: rules that are no pairs, a name without a rule, an axis that shards both tokens and the
+            vocabulary, or a kernel's rows and no tokens, an axis of size above 1 without a role.
+
+        Example:
+          >>> import jax
+          >>> mesh = jax.make_mesh((jax.device_count(), 1), ("fsdp", "tensor"))
+          >>> rules = [("batch", ("data", "fsdp")), ("embed", "fsdp"), ("vocab", "tensor")]
+          >>> ParallelMesh.from_rules(mesh, rules) == ParallelMesh(mesh, fsdp="fsdp")
+          True
+        """
+        given = {"batch": batch, "length": length, "embed": embed, "vocab": vocab}
+        roles = roles_of_rules(rules, dict(mesh.shape), given)
+        return cls(
+            mesh,
+            replicated=replicated,
+            sequence_parallel=sequence_parallel,
+            context_layout=context_layout,
+            **roles,
+        )
 
     @property
     def axes(self) -> ShardAxes:

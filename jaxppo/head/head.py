@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_choice, check_floating, check_number
+from jaxppo.integrations.modules import narrowed, parts_of
 
 Layout = Literal["hv", "vh"]
 
@@ -98,6 +99,65 @@ class Head:
         if self.vocab_size is not None and (not isinstance(self.vocab_size, (int, np.integer)) or self.vocab_size < 1):
             raise ValueError(f"vocab_size: got {self.vocab_size}, expected at least 1, or None")
 
+    @staticmethod
+    def of(
+        module: Any,
+        *,
+        layout: Layout | None = None,
+        lora_scale: float | None = None,
+        dtype: Any = None,
+        softcap: float | None = None,
+        scale: float = 1.0,
+        vocab_size: int | None = None,
+        spec: P | None = None,
+    ) -> Head:
+        """The head that a module of another library is, with its layout, its bias and its adapter.
+
+        Called inside the loss, where the module holds what is differentiated: gradients flow to its parameters. What
+        a model does with the logits of its head (a soft-cap, a scale) no head knows; it is said here.
+
+        Args:
+          module: an array, nnx.Param, nnx.Linear, nnx.LoRALinear, nnx.LoRA around a Linear, nnx.Embed (tied) or
+            nnx.Einsum; a parameter of Linen, boxed or not, or the parameters {"kernel", "bias"} or {"embedding"} of
+            its layers, also as nnx.State; eqx.nn.Linear or eqx.nn.Embedding; the `lm_head` or `embedder` of a Tunix
+            model; each with an adapter of Qwix, and a Head, which is returned.
+          layout: "hv" or "vh" of an array or parameter alone; a module says its own.
+          lora_scale: alpha / rank of a Qwix adapter, which no module holds; not read where there is none.
+          dtype: in which the kernel is multiplied; by default that of the module, where it says one. A parameter of a
+            wider dtype is rounded, as the module does, and gets a gradient of its own dtype.
+          softcap: see `Head`; likewise the next ones.
+
+        Raises:
+          TypeError: a module that is not known, or that computes in a way of its own; quantised weights; adapters that
+            are not understood.
+          ValueError: a layout that is not the module's, an adapter without its scale, a Head with options.
+
+        Example:
+          >>> from flax import nnx
+          >>> head = Head.of(nnx.Embed(100, 8, rngs=nnx.Rngs(0)), vocab_size=97)
+          >>> head.kernel.shape, head.layout
+          ((100, 8), 'vh')
+        """
+        options: dict[str, Any] = {"softcap": softcap, "scale": scale, "vocab_size": vocab_size, "spec": spec}
+        if isinstance(module, Head):
+            if any(v is not None for v in (layout, lora_scale, dtype, softcap, vocab_size, spec)) or scale != 1:
+                raise ValueError("module: got a Head and options, expected one of them; dataclasses.replace changes it")
+            return module
+        parts = parts_of(module)
+        if None not in (layout, parts.layout) and layout != parts.layout:
+            raise ValueError(f"layout: got {layout!r} for {type(module).__name__}, expected {parts.layout!r}")
+        dtype = parts.dtype if dtype is None else dtype
+        lora = None
+        if parts.lora is not None:
+            if (lora_scale is None) == (parts.lora_scale is None):
+                expected = "alpha / rank of its rule" if lora_scale is None else "None, since it says its own"
+                raise ValueError(f"lora_scale: got {lora_scale} for the adapter of the module, expected {expected}")
+            known = parts.lora_scale if lora_scale is None else lora_scale
+            assert known is not None
+            lora = LoRA(*parts.lora, scale=known)
+        kernel, bias = (narrowed(x, dtype) for x in (parts.kernel, parts.bias))
+        return Head(kernel, bias, lora, parts.layout or layout, **options)  # type: ignore[arg-type]
+
     @property
     def v_dim(self) -> int:
         """The kernel's dimension of the vocabulary."""
@@ -131,5 +191,5 @@ def as_head(name: str, head: Any) -> Head:
         return Head(head)  # type: ignore[arg-type]
     raise TypeError(
         f"{name}: got {type(head).__name__}, expected a jaxppo.Head or a bare [H, V] array; what a module holds beside "
-        "its kernel (a bias, adapters) is given as Head(kernel, bias=..., lora=LoRA(a, b, scale))"
+        "its kernel (a bias, adapters) is given as Head.of(module) or Head(kernel, bias=..., lora=LoRA(a, b, scale))"
     )

@@ -1,0 +1,98 @@
+"""A policy in Equinox: FSDP parameters, bf16 activations over f32 masters, tied or untied head, optax.
+
+python -m examples.equinox_model --mesh fsdp=4,tp=2 --tied --explicit        (needs equinox)
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from examples.toy_rollouts import VOCAB, WIDTH, rollouts
+from jaxppo import PPO, Head, PolicyLossConfig, RolloutBatch, make_parallel_mesh, metrics, policy_loss_from_hidden
+from sharding import ParallelMesh
+from sharding.testing import emulate_devices
+
+CONFIG = PolicyLossConfig(PPO(clip_high=0.28))
+
+
+class Policy(eqx.Module):
+    """A model of one block, up to its final hidden states; it never makes the logits."""
+
+    tokens: eqx.nn.Embedding
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    norm: eqx.nn.RMSNorm
+    head: eqx.nn.Linear | None
+
+    def __init__(self, *, tied: bool, key: jax.Array):
+        keys = jax.random.split(key, 4)
+        self.tokens = eqx.nn.Embedding(weight=0.05 * jax.random.normal(keys[0], (VOCAB, WIDTH)))
+        self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, use_bias=False, key=keys[1])
+        self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, use_bias=False, key=keys[2])
+        self.norm = eqx.nn.RMSNorm(WIDTH)
+        self.head = None if tied else eqx.nn.Linear(WIDTH, VOCAB, key=keys[3])
+
+    def __call__(self, token: jax.Array) -> jax.Array:
+        x = self.tokens(token)
+        return self.norm(x + self.down(jax.nn.gelu(self.up(x))))
+
+
+def placed(model: Policy, parallel: ParallelMesh) -> Policy:
+    """Weights `[out, in]` over the mesh as a head's kernel, vectors on each device."""
+    spec = lambda x: parallel.kernel_spec("vh") if x.ndim == 2 else P(None)  # noqa: E731
+    return jax.tree.map(lambda x: jax.device_put(x, parallel.sharding(spec(x))), model)
+
+
+def hidden_states(model: Policy, tokens: jax.Array, parallel: ParallelMesh) -> jax.Array:
+    """`bf16[R, T, H]`. Equinox's layers know no Explicit axes; within `auto_axes` they need not."""
+    model = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
+    run = lambda model, tokens: jax.vmap(jax.vmap(model))(tokens)  # noqa: E731
+    if parallel.is_explicit:
+        run = jax.sharding.auto_axes(run, out_sharding=parallel.sharding(parallel.hidden_spec))
+    return run(model, tokens)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def step(
+    batch: RolloutBatch, model: Policy, optimizer: Any, tx: optax.GradientTransformation, parallel: ParallelMesh
+) -> tuple[Policy, Any, dict[str, jax.Array]]:
+    """One update. The batch is an argument: one that is closed over would be compiled in."""
+
+    def loss_fn(model: Policy) -> Any:
+        hidden = hidden_states(model, batch.tokens, parallel)
+        head = Head.of(model.tokens if model.head is None else model.head, dtype=hidden.dtype)
+        return policy_loss_from_hidden(hidden, head, batch, CONFIG, parallel=parallel)
+
+    (_, found), gradients = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model)
+    updates, optimizer = tx.update(gradients, optimizer, model)
+    return eqx.apply_updates(model, updates), optimizer, metrics.values(found)
+
+
+def train(parallel: ParallelMesh, *, tied: bool = False, steps: int = 10) -> tuple[Policy, list[float]]:
+    """The trained model, and the loss before each update."""
+    tx = optax.adam(1e-2)
+    with jax.set_mesh(parallel.mesh):
+        model = placed(Policy(tied=tied, key=jax.random.key(0)), parallel)
+        optimizer = tx.init(eqx.filter(model, eqx.is_array))
+        losses = []
+        for i in range(steps):
+            model, optimizer, found = step(rollouts(i, parallel), model, optimizer, tx, parallel)
+            losses.append(float(found["loss"]))
+    return model, losses
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mesh", default="fsdp=4,tp=2")
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--explicit", action="store_true")
+    args = parser.parse_args()
+    emulate_devices(8)
+    print(*train(make_parallel_mesh(args.mesh, explicit=args.explicit), tied=args.tied)[1], sep="\n")

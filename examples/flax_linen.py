@@ -1,0 +1,94 @@
+"""A policy in Flax Linen: FSDP parameters, bf16 activations over f32 masters, tied or untied head, TrainState.
+
+python -m examples.flax_linen --mesh fsdp=4,tp=2 --tied        (Linen's boxes know Auto axes only)
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+from examples.toy_rollouts import VOCAB, WIDTH, rollouts
+from jaxppo import PPO, Head, PolicyLossConfig, RolloutBatch, make_parallel_mesh, metrics, policy_loss_from_hidden
+from sharding import ParallelMesh
+from sharding.testing import emulate_devices
+
+CONFIG = PolicyLossConfig(PPO(clip_high=0.28))
+
+
+class Policy(nn.Module):
+    """A model of one block. Its result are the final hidden states and the head's parameters, never the logits."""
+
+    parallel: ParallelMesh
+    tied: bool
+
+    def kernel(self, layout: str) -> Any:
+        spec = self.parallel.kernel_spec(layout)
+        return nn.with_partitioning(nn.initializers.normal(0.05), tuple(spec), mesh=self.parallel.mesh)
+
+    def setup(self) -> None:
+        bf16, dense = jnp.bfloat16, partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
+        self.tokens = nn.Embed(VOCAB, WIDTH, dtype=bf16, embedding_init=self.kernel("vh"))
+        self.up, self.down = (
+            dense(4 * WIDTH, kernel_init=self.kernel("hv")),
+            dense(WIDTH, kernel_init=self.kernel("vh")),
+        )
+        self.norm = nn.RMSNorm(dtype=bf16)
+        if not self.tied:
+            self.head = dense(VOCAB, kernel_init=self.kernel("hv"))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.tokens(tokens)
+        return self.norm(x + self.down(nn.gelu(self.up(x))))
+
+    def logits(self, tokens: jax.Array) -> jax.Array:
+        """For `init` alone, which makes the parameters of the layers that it meets."""
+        return self.tokens.attend(self(tokens)) if self.tied else self.head(self(tokens))
+
+
+@partial(jax.jit, static_argnums=(2, 3), donate_argnums=0)
+def step(
+    state: TrainState, batch: RolloutBatch, parallel: ParallelMesh, tied: bool
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One update. The batch is an argument: one that is closed over would be compiled in."""
+
+    def loss_fn(params: Any) -> Any:
+        hidden = state.apply_fn({"params": params}, batch.tokens)
+        head = Head.of(params["tokens" if tied else "head"], dtype=hidden.dtype)  # parameters say no dtype of products
+        return policy_loss_from_hidden(hidden, head, batch, CONFIG, parallel=parallel)
+
+    (_, found), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    return state.apply_gradients(grads=gradients), metrics.values(found)
+
+
+def train(parallel: ParallelMesh, *, tied: bool = False, steps: int = 10) -> tuple[TrainState, list[float]]:
+    """The trained state, and the loss before each update."""
+    model = Policy(parallel, tied)
+
+    def create(key: jax.Array) -> TrainState:
+        params = model.init(key, jnp.zeros((parallel.data_size, 8), int), method="logits")["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
+
+    shardings = nn.get_sharding(jax.eval_shape(create, jax.random.key(0)), parallel.mesh)
+    state = jax.jit(create, out_shardings=shardings)(jax.random.key(0))
+    losses = []
+    for i in range(steps):
+        state, found = step(state, rollouts(i, parallel), parallel, tied)
+        losses.append(float(found["loss"]))
+    return state, losses
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mesh", default="fsdp=4,tp=2")
+    parser.add_argument("--tied", action="store_true")
+    args = parser.parse_args()
+    emulate_devices(8)
+    print(*train(make_parallel_mesh(args.mesh), tied=args.tied)[1], sep="\n")

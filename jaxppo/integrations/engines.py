@@ -1,0 +1,264 @@
+"""What vLLM and SGLang return for a request, as the tokens, masks and log-probs of a sample."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+Truncated = Literal["train", "mask"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One request and what was sampled for it.
+
+    Args:
+      prompt: token ids.
+      completion: token ids, the one that stopped it included.
+      log_probs: of the completion, None where none were asked for.
+      finish_reason: "stop", "length", "abort" or another of the engine's.
+      nucleus: the ids that could be drawn, by token of the completion.
+    """
+
+    prompt: list[int]
+    completion: list[int]
+    log_probs: list[float] | None
+    finish_reason: str | None
+    nucleus: list[list[int]] | None = None
+
+
+def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str) -> dict[str, Any]:
+    """The fields of a `Sample`: each turn's prompt goes on from all before it, and what it adds is not trained on.
+
+    Args:
+      turns: in order.
+      loss_mask: of all tokens after the first prompt, 0 for those that are not to be trained on either; or None.
+      truncated: what happens to a sample whose last turn did not end by itself.
+
+    Raises:
+      ValueError: a prompt that does not begin with what came before, values that only some turns have, a mask of
+        another length, a last turn that was aborted or goes on.
+    """
+    tokens = list(turns[0].prompt)
+    start = len(tokens)
+    sampled: list[float] = [0.0] * start
+    for name in ("log_probs", "nucleus"):
+        missing = [i for i, turn in enumerate(turns) if getattr(turn, name) is None]
+        if missing and len(missing) < len(turns):
+            raise ValueError(f"{name}: got None in turn {missing[0]}, expected them in all turns or in none")
+    log_probs: list[float] | None = None if turns[0].log_probs is None else []
+    nucleus: list[list[int]] | None = None if turns[0].nucleus is None else []
+    for i, turn in enumerate(turns):
+        added = _added(i, tokens, turn.prompt)
+        tokens += added + turn.completion
+        sampled += [0.0] * len(added) + [1.0] * len(turn.completion)
+        if log_probs is not None and turn.log_probs is not None:
+            log_probs += [0.0] * len(added) + turn.log_probs
+        if nucleus is not None and turn.nucleus is not None:
+            nucleus += [[] for _ in added] + turn.nucleus
+    mask = np.asarray(sampled, np.float32)
+    if loss_mask is not None:
+        given = np.asarray(loss_mask)
+        if given.shape != (len(tokens) - start,) or not np.isin(given, (0, 1)).all():
+            raise ValueError(
+                f"loss_mask: got shape {given.shape}, expected 0 and 1 for each of the {len(tokens) - start} tokens "
+                "after the first prompt"
+            )
+        mask[start:] *= given
+    mask *= _weight(turns[-1].finish_reason, truncated)
+    return {
+        "tokens": tokens,
+        "response_start": start,
+        "loss_mask": mask,
+        "rollout_log_probs": log_probs,
+        "nucleus": nucleus,
+    }
+
+
+def _added(turn: int, so_far: list[int], prompt: list[int]) -> list[int]:
+    """What the environment wrote between the last completion and this one."""
+    if prompt[: len(so_far)] != so_far:
+        same = next((i for i, (a, b) in enumerate(zip(so_far, prompt, strict=False)) if a != b), len(prompt))
+        raise ValueError(
+            f"output[{turn}]: got a prompt that leaves the tokens of the turns before at {same} of {len(so_far)}, "
+            "expected one that begins with them; text that was tokenised again is another sample"
+        )
+    return prompt[len(so_far) :]
+
+
+def _weight(finish_reason: str | None, truncated: str) -> float:
+    if truncated not in ("train", "mask"):
+        raise ValueError(f"truncated: got {truncated!r}, expected 'train' or 'mask'")
+    if finish_reason in ("stop", "tool_calls") or (finish_reason == "length" and truncated == "train"):
+        return 1.0
+    if truncated == "mask":
+        return 0.0
+    raise ValueError(f"finish_reason: got {finish_reason!r}, expected 'stop' or 'length'; truncated='mask' keeps such")
+
+
+def as_turns(output: Any) -> list[Any]:
+    """One request's output, or those of several turns."""
+    one = not isinstance(output, Sequence) or isinstance(output, str)
+    turns = [output] if one else list(output)
+    if not turns:
+        raise ValueError("output: got no turns, expected at least one")
+    return turns
+
+
+def _get(x: Any, name: str) -> Any:
+    """An entry of a dictionary, or an attribute of an object of the engine's own; None where there is none."""
+    return x.get(name) if isinstance(x, Mapping) else getattr(x, name, None)
+
+
+def _ids(where: str, x: Any) -> list[int]:
+    if x is None:
+        raise ValueError(f"{where}: got None, expected token ids")
+    array = np.asarray(x)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TypeError(f"{where}: got {array.dtype}{list(array.shape)}, expected a list of token ids")
+    return [int(i) for i in array]
+
+
+def _numbers(where: str, values: Sequence[Any], length: int) -> list[float]:
+    if len(values) != length:
+        raise ValueError(f"{where}: got {len(values)} log-probs, expected {length}, one a sampled token")
+    for i, value in enumerate(values):
+        if value is None:
+            raise ValueError(f"{where}[{i}]: got None, expected the log-prob of the sampled token")
+    return [float(value) for value in values]
+
+
+# vLLM
+
+
+def vllm_turn(where: str, output: Any, choice: int | None) -> Turn:
+    """A `RequestOutput`, or the answer of vLLM's completions, chat and generate endpoints.
+
+    Args:
+      where: its name, for errors.
+      output: a dictionary or the object.
+      choice: the `index` of one of several completions.
+    """
+    choices = _get(output, "outputs")
+    choices = _get(output, "choices") if choices is None else choices
+    if choices is None:
+        raise ValueError(f"{where}: got {_keys(output)}, expected 'outputs' or 'choices'")
+    found = list(choices) if choice is None else [c for c in choices if _get(c, "index") == choice]
+    if len(found) != 1:
+        has = ", ".join(str(_get(c, "index")) for c in choices) or "none"
+        raise ValueError(f"choice: got {choice} for {where} with completions {has}, expected one of them")
+    one = found[0]
+    prompt = _get(output, "prompt_token_ids")
+    prompt = _get(one, "prompt_token_ids") if prompt is None else prompt
+    if _get(one, "token_ids") is None:
+        raise ValueError(f"{where}: got no token_ids, expected them; endpoints return them for return_token_ids=True")
+    completion = _ids(f"{where}.token_ids", _get(one, "token_ids"))
+    log_probs = _vllm_log_probs(f"{where}.logprobs", _get(one, "logprobs"), completion)
+    return Turn(_ids(f"{where}.prompt_token_ids", prompt), completion, log_probs, _get(one, "finish_reason"))
+
+
+def _vllm_log_probs(where: str, found: Any, completion: list[int]) -> list[float] | None:
+    if found is None:
+        return None
+    by_token = _get(found, "token_logprobs")  # completions
+    content = _get(found, "content")  # chat
+    if by_token is not None:
+        return _numbers(where, by_token, len(completion))
+    if content is not None:
+        return _numbers(where, [_get(entry, "logprob") for entry in content], len(completion))
+    if not isinstance(found, Sequence):
+        raise TypeError(f"{where}: got {_keys(found)}, expected one dictionary a token, 'token_logprobs' or 'content'")
+    entries = list(found)
+    values = []
+    for i, token in enumerate(completion[: len(entries)]):
+        entry = entries[i]
+        # keys are text where the dictionary went through JSON
+        value = entry.get(token, entry.get(str(token))) if isinstance(entry, Mapping) else None
+        values.append(_get(value, "logprob") if value is not None and not isinstance(value, (int, float)) else value)
+    return _numbers(where, [*values, *entries[len(completion) :]], len(completion))
+
+
+# SGLang
+
+_NUCLEUS_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
+_NUCLEUS_OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
+
+
+def sglang_turn(where: str, output: Any) -> Turn:
+    """What /generate and `Engine.generate` return, with the request's `input_ids` beside it.
+
+    Args:
+      where: its name, for errors.
+      output: a dictionary.
+    """
+    meta = _get(output, "meta_info")
+    if meta is None:
+        raise ValueError(f"{where}: got {_keys(output)}, expected 'meta_info'")
+    triples = meta.get("output_token_logprobs")
+    ids = _get(output, "output_ids")
+    if triples is None and ids is None:
+        raise ValueError(f"{where}: got neither output_ids nor output_token_logprobs, expected the sampled token ids")
+    log_probs, completion = None, [] if ids is None else _ids(f"{where}.output_ids", ids)
+    if triples is not None:
+        of_triples = [int(triple[1]) for triple in triples]
+        if ids is not None and of_triples[: len(completion)] != completion:  # ids may lack the token that stopped it
+            raise ValueError(f"{where}.output_ids: got other tokens than output_token_logprobs has, expected the same")
+        count = meta.get("completion_tokens", len(of_triples))
+        if count != len(of_triples):
+            raise ValueError(
+                f"{where}.output_token_logprobs: got {len(of_triples)} tokens, expected completion_tokens {count}"
+            )
+        completion = of_triples
+        log_probs = _numbers(f"{where}.output_token_logprobs", [triple[0] for triple in triples], len(completion))
+    reason = meta.get("finish_reason")
+    reason = reason.get("type") if isinstance(reason, Mapping) else reason
+    return Turn(_sglang_prompt(where, output, meta), completion, log_probs, reason, _nucleus(where, meta, completion))
+
+
+def _sglang_prompt(where: str, output: Any, meta: Mapping[str, Any]) -> list[int]:
+    count, given = meta.get("prompt_tokens"), _get(output, "input_ids")
+    if given is None and meta.get("input_token_logprobs") is not None:
+        given = [triple[1] for triple in meta["input_token_logprobs"]]
+    if given is None:
+        raise ValueError(f"{where}.input_ids: got None, expected the prompt's token ids, which SGLang does not return")
+    prompt = _ids(f"{where}.input_ids", given)
+    if count is not None and count != len(prompt):
+        raise ValueError(
+            f"{where}.input_ids: got {len(prompt)} tokens, expected {count}, the prompt_tokens of meta_info"
+        )
+    return prompt
+
+
+def _nucleus(where: str, meta: Mapping[str, Any], completion: list[int]) -> list[list[int]] | None:
+    """The ids that could be drawn at each token, from flat ids and offsets, lists or base64 of int32."""
+    flat, offsets = (_int32(where, meta, names) for names in (_NUCLEUS_IDS, _NUCLEUS_OFFSETS))
+    if flat is None and offsets is None:
+        return None
+    if flat is None or offsets is None:
+        raise ValueError(f"{where}: got one of top_p_token_ids and top_p_token_offsets, expected both")
+    n = len(completion)
+    good = offsets.size == n + 1 and offsets[0] == 0 and offsets[-1] == flat.size and (np.diff(offsets) >= 0).all()
+    if not good:
+        raise ValueError(
+            f"{where}.top_p_token_offsets: got {offsets.size} offsets to {int(offsets[-1]) if offsets.size else None} "
+            f"for {flat.size} ids, expected {n + 1} that rise from 0 to {flat.size}"
+        )
+    return [ids.tolist() for ids in np.split(flat, offsets[1:-1])] if n else []
+
+
+def _int32(where: str, meta: Mapping[str, Any], names: Sequence[str]) -> np.ndarray | None:
+    name = next((name for name in names if meta.get(name) is not None), None)
+    if name is None:
+        return None
+    value = meta[name]
+    if isinstance(value, (str, bytes)):
+        return np.frombuffer(base64.b64decode(value), "<i4")
+    return np.asarray(_ids(f"{where}.{name}", value), np.int32)
+
+
+def _keys(x: Any) -> str:
+    return f"keys {', '.join(map(repr, x))}" if isinstance(x, Mapping) else type(x).__name__

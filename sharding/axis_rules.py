@@ -1,0 +1,93 @@
+"""Logical axis rules, as Flax and MaxText have them, read for the roles that mesh axes play in a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
+
+Names = tuple[str, ...]
+
+# What the dimensions of a loss are called: MaxText's logits and head first, then its other names, then Flax's.
+_USUAL = {
+    "batch": ("activation_embed_and_logits_batch", "activation_batch", "batch"),
+    "length": ("activation_length", "length"),
+    "embed": ("embed_vocab", "embed"),
+    "vocab": ("vocab",),
+}
+
+
+def roles_of_rules(
+    rules: Sequence[Sequence[Any]], sizes: Mapping[str, int], given: Mapping[str, str | None]
+) -> dict[str, Names]:
+    """The axes of data, context, tensor and fsdp, in the order in which the rules name them.
+
+    As in Flax, the rules are read from first to last, and one is taken where no other dimension of the same array has
+    an axis of it. Axes that the mesh lacks or has in size 1 are dropped afterwards.
+
+    Args:
+      rules: pairs of a logical name and the mesh axes of it: a name, several, or None.
+      sizes: of the mesh axes.
+      given: the logical names of batch, length, embed and vocab, None for the usual ones.
+
+    Raises:
+      ValueError: rules that are no pairs, a name without a rule, an axis that shards both tokens and the vocabulary, or
+        a kernel's rows and no tokens.
+    """
+    pairs = [_pair(rule) for rule in rules]
+    known = {name for name, _ in pairs}
+    called = {dim: _called(dim, given[dim], known) for dim in _USUAL}
+    tokens = _assign((called["batch"], called["length"]), pairs)
+    kernel = _assign((called["embed"], called["vocab"]), pairs)
+    used = [tuple(name for name in axes if sizes.get(name, 1) > 1) for axes in (*tokens, *kernel)]
+    data, context, fsdp, tensor = used
+    shared = [name for name in tensor if name in (*data, *context)]
+    if shared:
+        raise ValueError(
+            f"rules: got mesh axes {', '.join(map(repr, shared))} for {called['vocab']!r} and for tokens, expected the "
+            "vocabulary over axes of its own; ParallelMesh(mesh, data=...) takes roles, Head(spec=...) such a kernel"
+        )
+    alone = [name for name in fsdp if name not in (*data, *context)]
+    if alone:
+        raise ValueError(
+            f"rules: got mesh axes {', '.join(map(repr, alone))} for {called['embed']!r} alone, expected those of a "
+            "kernel's rows to shard tokens too"
+        )
+    return {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp}
+
+
+def _pair(rule: Any) -> tuple[str, Names]:
+    if isinstance(rule, str) or not isinstance(rule, Sequence) or len(rule) != 2 or not isinstance(rule[0], str):
+        raise ValueError(f"rules: got {rule!r}, expected pairs of a logical name and mesh axes")
+    name, axes = rule
+    if axes is None or axes is P.UNCONSTRAINED:
+        return name, ()
+    axes = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
+        raise ValueError(f"rules: got {rule!r}, expected names of mesh axes")
+    return name, tuple(axes)
+
+
+def _called(dim: str, given: str | None, known: set[str]) -> str | None:
+    """The logical name of a dimension; None where no rule speaks of it, so that it is not sharded."""
+    if given is not None:
+        if given not in known:
+            raise ValueError(
+                f"{dim}: got {given!r}, expected a name of the rules: {', '.join(sorted(known)) or 'none'}"
+            )
+        return given
+    found = next((name for name in _USUAL[dim] if name in known), None)
+    if found is None and dim == "batch":
+        names = ", ".join(sorted(known)) or "none"
+        raise ValueError(f"rules: got names {names}, expected one of {', '.join(_USUAL[dim])}; pass batch=")
+    return found
+
+
+def _assign(dims: Sequence[str | None], pairs: Sequence[tuple[str, Names]]) -> list[Names]:
+    """The mesh axes of each dimension of one array."""
+    taken: dict[str, Names] = {}
+    for name, axes in pairs:
+        if name in dims and name not in taken and not set(axes) & {a for other in taken.values() for a in other}:
+            taken[name] = axes
+    return [taken.get(dim, ()) if dim is not None else () for dim in dims]

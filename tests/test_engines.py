@@ -1,0 +1,284 @@
+"""Samples out of what inference engines return.
+
+The dictionaries restate the shapes, in August 2026, of vLLM (vllm/outputs.py, vllm/logprobs.py,
+vllm/entrypoints/openai/*/protocol.py with return_token_ids) and of SGLang (srt/managers/tokenizer_manager.py and
+schedule_batch.py: triples of log-prob, token and text, finish reasons as dictionaries, the nucleus as base64 of int32
+under the names that slime reads).
+"""
+
+import base64
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxppo import RolloutBatch, Sample, pack_nucleus_ids
+
+PROMPT, FIRST, TOOL, SECOND = [11, 12, 13], [21, 22], [31, 32, 33], [41]
+
+
+@dataclasses.dataclass
+class Logprob:
+    """As vLLM's."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+def completion(tokens, reason="stop", *, index=0, first=-0.5, log_probs=True):
+    """A CompletionOutput of log-probs -0.5, -1.5 and so on, with the most likely token beside each."""
+    entries = [{9: Logprob(-0.1, 1, "x"), t: Logprob(first - i, 2, "y")} for i, t in enumerate(tokens)]
+    return {
+        "index": index, "text": "...", "token_ids": tokens, "cumulative_logprob": None, "finish_reason": reason,
+        "logprobs": entries if log_probs else None, "stop_reason": None,
+    }  # fmt: skip
+
+
+def request(prompt, *outputs):
+    return {"request_id": "0", "prompt": "...", "prompt_token_ids": prompt, "outputs": list(outputs), "finished": True}
+
+
+def choice_of(kind):
+    """The answers of vLLM's endpoints for one request."""
+    values = [-0.5, -1.5]
+    choice = {"index": 0, "token_ids": FIRST, "finish_reason": "stop", "stop_reason": None}
+    if kind == "completions":
+        logprobs = {"text_offset": [0, 1], "token_logprobs": values, "tokens": ["a", "b"], "top_logprobs": [{}, {}]}
+        return {"id": "cmpl-0", "choices": [choice | {"prompt_token_ids": PROMPT, "text": "ab", "logprobs": logprobs}]}
+    content = {"content": [{"token": "a", "logprob": x, "bytes": [97], "top_logprobs": []} for x in values]}
+    return {"id": "chatcmpl-0", "prompt_token_ids": PROMPT, "choices": [choice | {"logprobs": content}]}
+
+
+def through_json(output):
+    """Keys of the log-probs are text there."""
+    one = output["outputs"][0]
+    entries = [{str(t): dataclasses.asdict(v) for t, v in entry.items()} for entry in one["logprobs"]]
+    return output | {"outputs": [one | {"logprobs": entries}]}
+
+
+def as_object(output):
+    return SimpleNamespace(**output | {"outputs": [SimpleNamespace(**x) for x in output["outputs"]]})
+
+
+def sglang(prompt, tokens, reason="stop", *, log_probs=True, nucleus=None, encoded=True, **entries):
+    meta = {
+        "id": "0", "finish_reason": {"type": reason, "matched": 2}, "prompt_tokens": len(prompt),
+        "completion_tokens": len(tokens), "cached_tokens": 0, "weight_version": "default",
+    }  # fmt: skip
+    if log_probs:
+        meta["output_token_logprobs"] = [(-0.5 - i, t, None) for i, t in enumerate(tokens)]
+    if nucleus is not None:
+        flat, offsets = [i for ids in nucleus for i in ids], np.cumsum([0, *map(len, nucleus)]).tolist()
+        wire = lambda x: base64.b64encode(np.asarray(x, "<i4").tobytes()).decode() if encoded else x  # noqa: E731
+        meta |= {"top_p_token_ids": wire(flat), "top_p_token_offsets": wire(offsets)}
+    return {"text": "...", "input_ids": prompt, "output_ids": tokens, "meta_info": meta} | entries
+
+
+ONE_TURN = {
+    "RequestOutput as a dictionary": lambda: request(PROMPT, completion(FIRST)),
+    "through JSON": lambda: through_json(request(PROMPT, completion(FIRST))),
+    "RequestOutput": lambda: as_object(request(PROMPT, completion(FIRST))),
+    "/v1/completions": lambda: choice_of("completions"),
+    "/v1/chat/completions": lambda: choice_of("chat"),
+}
+
+
+@pytest.mark.parametrize("shape", ONE_TURN)
+def test_one_turn_of_vllm(shape):
+    sample = Sample.from_vllm(ONE_TURN[shape](), reward=2.0, group_id=3)
+    assert sample.tokens == PROMPT + FIRST
+    assert (sample.start, sample.mask.tolist()) == (3, [0, 0, 0, 1, 1])
+    assert sample.rollout_log_probs == [-0.5, -1.5]
+    assert (sample.reward, sample.group_id, sample.nucleus) == (2.0, 3, None)
+
+
+def test_one_turn_of_sglang():
+    sample = Sample.from_sglang(sglang(PROMPT, FIRST), reward=2.0)
+    assert (sample.tokens, sample.start, sample.rollout_log_probs) == (PROMPT + FIRST, 3, [-0.5, -1.5])
+    # the token that stopped it may be cut off output_ids; it was sampled, and is trained on
+    assert Sample.from_sglang(sglang(PROMPT, FIRST, output_ids=FIRST[:-1])).tokens == PROMPT + FIRST
+    # the prompt as input_token_logprobs have it, of logprob_start_len=0
+    told = sglang(PROMPT, FIRST, input_ids=None)
+    told["meta_info"]["input_token_logprobs"] = [(None, 11, None), (-1.0, 12, None), (-2.0, 13, None)]
+    assert Sample.from_sglang(told).tokens == PROMPT + FIRST
+
+
+def test_log_probs_that_nobody_asked_for_are_none():
+    assert Sample.from_vllm(request(PROMPT, completion(FIRST, log_probs=False))).rollout_log_probs is None
+    assert Sample.from_sglang(sglang(PROMPT, FIRST, log_probs=False)).rollout_log_probs is None
+
+
+def vllm_turns(**options):
+    return [
+        request(PROMPT, completion(FIRST, "tool_calls")),
+        request(PROMPT + FIRST + TOOL, completion(SECOND, first=-4.0, **options)),
+    ]
+
+
+def sglang_turns(second=SECOND, **options):
+    first = sglang(PROMPT, FIRST, nucleus=[[21, 5], [22]])
+    return [first, sglang(PROMPT + FIRST + TOOL, second, nucleus=[[41, 6, 7]], **options)]
+
+
+def test_what_tools_wrote_between_turns_is_not_trained_on():
+    sample = Sample.from_vllm(vllm_turns())
+    assert sample.tokens == PROMPT + FIRST + TOOL + SECOND
+    assert sample.mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 1]
+    assert sample.rollout_log_probs == [-0.5, -1.5, 0, 0, 0, -4.0]
+    # a mask of one's own, of all after the first prompt, takes away more and gives nothing back
+    masked = Sample.from_vllm(vllm_turns(), loss_mask=[0, 1, 1, 1, 1, 1])
+    assert masked.mask.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 1]
+    assert masked.start == 3  # and the log-probs still begin there
+    batch = RolloutBatch.from_samples([sample, masked], row_length=10)
+    np.testing.assert_array_equal(batch.loss_mask[0], [0, 0, 1, 1, 0, 0, 0, 1, 0, 0])
+    np.testing.assert_allclose(batch.rollout_log_probs[0], [0, 0, -0.5, -1.5, 0, 0, 0, -4.0, 0, 0])
+
+
+@pytest.mark.parametrize("encoded", [True, False])
+def test_nuclei_of_sglang_reach_the_batch(encoded):
+    sample = Sample.from_sglang(sglang_turns(encoded=encoded))
+    assert sample.nucleus == [[21, 5], [22], [], [], [], [41, 6, 7]]
+    batch = RolloutBatch.from_samples([sample], row_length=10)
+    ids = pack_nucleus_ids(None, [sample], batch)
+    assert ids.shape == (1, 10, 4)
+    assert [[i for i in row if i >= 0] for row in ids[0].tolist()] == [
+        [],
+        [],
+        [21, 5],
+        [22],
+        [],
+        [],
+        [],
+        [41, 6, 7],
+        [],
+        [],
+    ]
+    np.testing.assert_array_equal(ids, pack_nucleus_ids([sample.nucleus], [sample], batch))
+    with pytest.raises(ValueError, match=r"samples\[1\].nucleus: got None, expected the recorded ids"):
+        pack_nucleus_ids(None, [sample, Sample([1, 2], response_start=1)], batch)
+
+
+def test_one_of_several_completions():
+    several = request(PROMPT, completion(FIRST), completion(SECOND, index=1))
+    assert Sample.from_vllm(several, choice=1).tokens == PROMPT + SECOND
+    with pytest.raises(ValueError, match=r"choice: got None for output\[0\] with completions 0, 1, expected one of"):
+        Sample.from_vllm(several)
+    with pytest.raises(ValueError, match=r"choice: got 2 for output\[0\] with completions 0, 1"):
+        Sample.from_vllm(several, choice=2)
+
+
+@pytest.mark.parametrize(
+    ("reason", "truncated", "mask"),
+    [("stop", "mask", 1), ("length", "train", 1), ("length", "mask", 0), ("abort", "mask", 0), (None, "mask", 0)],
+)
+def test_truncated_samples_are_trained_on_or_masked(reason, truncated, mask):
+    ours = Sample.from_vllm(request(PROMPT, completion(FIRST, reason)), truncated=truncated)
+    theirs = Sample.from_sglang(sglang(PROMPT, FIRST, reason), truncated=truncated)
+    for sample in (ours, theirs):
+        assert sample.mask.tolist() == [0, 0, 0, mask, mask]
+        assert (sample.start, len(sample.rollout_log_probs)) == (3, 2)
+
+
+def test_a_rollout_that_was_aborted_and_resumed_is_one_sample():
+    turns = [sglang(PROMPT, FIRST, "abort"), sglang(PROMPT + FIRST, SECOND)]
+    assert Sample.from_sglang(turns).mask.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_an_empty_completion_is_a_sample_without_loss():
+    sample = Sample.from_sglang(sglang(PROMPT, [], "length", nucleus=[]))
+    assert (sample.tokens, sample.start, sample.rollout_log_probs, sample.nucleus) == (PROMPT, 3, [], [])
+
+
+def changed(output, **entries):
+    return output | {"meta_info": output["meta_info"] | entries}
+
+
+WRONG = {
+    "aborted": (
+        lambda: Sample.from_sglang(sglang(PROMPT, FIRST, "abort")),
+        r"finish_reason: got 'abort', expected 'stop'",
+    ),
+    "unfinished": (lambda: Sample.from_vllm(request(PROMPT, completion(FIRST, None))), r"finish_reason: got None"),
+    "no turns": (lambda: Sample.from_vllm([]), r"output: got no turns"),
+    "tokenised again": (
+        lambda: Sample.from_vllm([vllm_turns()[0], request([11, 12, 13, 21, 99, 31], completion(SECOND))]),
+        r"output\[1\]: got a prompt that leaves the tokens of the turns before at 4 of 5",
+    ),
+    "cut context": (
+        lambda: Sample.from_vllm([vllm_turns()[0], request([11, 12], completion(SECOND))]),
+        r"output\[1\]: got a prompt that leaves the tokens of the turns before at 2 of 5",
+    ),
+    "log-probs of one turn": (lambda: Sample.from_vllm(vllm_turns(log_probs=False)), r"log_probs: got None in turn 1"),
+    "another dictionary": (lambda: Sample.from_vllm({"text": ""}), r"output\[0\]: got keys 'text', expected 'outputs'"),
+    "no token ids": (
+        lambda: Sample.from_vllm({"choices": [{"index": 0, "text": "ab", "token_ids": None}]}),
+        r"output\[0\]: got no token_ids, expected them; endpoints return them for return_token_ids=True",
+    ),
+    "no prompt": (lambda: Sample.from_vllm(request(None, completion(FIRST))), r"prompt_token_ids: got None, expected"),
+    "a log-prob that is None": (
+        lambda: Sample.from_vllm(request(PROMPT, completion(FIRST) | {"logprobs": {"token_logprobs": [None, -1.0]}})),
+        r"output\[0\].logprobs\[0\]: got None, expected the log-prob of the sampled token",
+    ),
+    "a sampled token without log-prob": (
+        lambda: Sample.from_vllm(request(PROMPT, completion(FIRST) | {"logprobs": [{21: Logprob(-1.0)}, {}]})),
+        r"output\[0\].logprobs\[1\]: got None",
+    ),
+    "too few log-probs": (
+        lambda: Sample.from_vllm(request(PROMPT, completion(FIRST) | {"logprobs": [{21: Logprob(-1.0)}]})),
+        r"output\[0\].logprobs: got 1 log-probs, expected 2",
+    ),
+    "mask": (
+        lambda: Sample.from_vllm(vllm_turns(), loss_mask=[1, 1]),
+        r"loss_mask: got shape \(2,\), expected 0 and 1 for",
+    ),
+    "truncated": (lambda: Sample.from_vllm(vllm_turns(), truncated="drop"), r"truncated: got 'drop', expected 'train'"),
+    "text": (
+        lambda: Sample.from_sglang(sglang("abc", FIRST)),
+        r"output\[0\].input_ids: got .*, expected a list of token",
+    ),
+    "no meta": (
+        lambda: Sample.from_sglang({"output_ids": FIRST}),
+        r"output\[0\]: got keys 'output_ids', expected 'meta_info'",
+    ),
+    "no input ids": (
+        lambda: Sample.from_sglang(sglang(PROMPT, FIRST, input_ids=None)),
+        r"input_ids: got None, expected the",
+    ),
+    "another prompt": (
+        lambda: Sample.from_sglang(sglang(PROMPT, FIRST, input_ids=[1])),
+        r"got 1 tokens, expected 3, the prompt",
+    ),
+    "other ids": (
+        lambda: Sample.from_sglang(sglang(PROMPT, FIRST, output_ids=[1])),
+        r"output_ids: got other tokens than",
+    ),
+    "count": (
+        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), completion_tokens=3)),
+        r"output_token_logprobs: got 2 tokens, expected completion_tokens 3",
+    ),
+    "no ids": (
+        lambda: Sample.from_sglang(sglang(PROMPT, FIRST, log_probs=False, output_ids=None)),
+        r"output\[0\]: got neither output_ids nor output_token_logprobs",
+    ),
+    "offsets": (
+        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), top_p_token_ids=[1, 2], top_p_token_offsets=[0, 2])),
+        r"top_p_token_offsets: got 2 offsets to 2 for 2 ids, expected 3 that rise from 0 to 2",
+    ),
+    "half a nucleus": (
+        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), top_p_token_ids=[1, 2])),
+        r"output\[0\]: got one of top_p_token_ids and top_p_token_offsets, expected both",
+    ),
+    "nuclei of other length": (
+        lambda: Sample([1, 2], response_start=1, nucleus=[]),
+        r"nucleus: got 0 sets of ids, expected 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused_by_name(name):
+    make, message = WRONG[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()

@@ -1,0 +1,94 @@
+"""The examples of frameworks: they learn, on a mesh as on one device, and hold their parameters as they say."""
+
+import ast
+import functools
+import inspect
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import linen
+
+import jaxppo
+from examples import flax_linen, flax_nnx
+from sharding import make_parallel_mesh
+
+
+def nnx_head(model):
+    return model.tokens.embedding[...] if model.head is None else model.head.kernel[...]
+
+
+def linen_head(state):
+    params = linen.meta.unbox(state.params)
+    return params["head"]["kernel"] if "head" in params else params["tokens"]["embedding"]
+
+
+def equinox_head(model):
+    return (model.tokens if model.head is None else model.head).weight
+
+
+def equinox_model():
+    pytest.importorskip("equinox", reason="Equinox is not installed")
+    from examples import equinox_model
+
+    return equinox_model
+
+
+# name: (the example, its head's kernel, that kernel's layout where it is not tied)
+EXAMPLES = {
+    "nnx": (lambda: flax_nnx, nnx_head, "hv"),
+    "linen": (lambda: flax_linen, linen_head, "hv"),
+    "equinox": (equinox_model, equinox_head, "vh"),
+}
+# Linen constrains the parameters in its boxes, which JAX refuses for Explicit axes.
+RUNS = [(name, tied, explicit) for name in EXAMPLES for tied in (False, True) for explicit in (False, True)]
+RUNS = [run for run in RUNS if run[0] != "linen" or not run[2]]
+
+
+@functools.cache
+def _on_one_device(name, tied):
+    parallel = make_parallel_mesh("fsdp=1,tp=1", devices=jax.devices()[:1])
+    return EXAMPLES[name][0]().train(parallel, tied=tied, steps=3)[1]
+
+
+@pytest.fixture
+def one_device(name, tied):
+    """The losses of three steps on one device."""
+    return _on_one_device(name, tied)
+
+
+@pytest.mark.parametrize(("name", "tied", "explicit"), RUNS)
+def test_it_learns_on_eight_devices_as_on_one(name, tied, explicit, one_device):
+    example, head_of, layout = EXAMPLES[name]
+    example = example()
+    parallel = make_parallel_mesh("fsdp=4,tp=2", explicit=explicit)
+    trained, losses = example.train(parallel, tied=tied)
+    # the gain of a policy whose every token is at its clip: half of it 1.28, half of it -0.8
+    assert losses[-1] < -0.2, losses
+    # activations in bf16 are rounded elsewhere where they are sharded otherwise, by 2^-9 of logits of about 1
+    np.testing.assert_allclose(losses[:3], one_device, atol=4e-3)
+    kernel = head_of(trained)
+    assert kernel.dtype == np.float32
+    expected = parallel.sharding(parallel.kernel_spec("vh" if tied else layout))
+    assert kernel.sharding.is_equivalent_to(expected, 2), kernel.sharding
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_other_batches_share_a_program(name, caplog):
+    example = EXAMPLES[name][0]()
+    parallel = make_parallel_mesh("fsdp=8")
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        example.train(parallel, steps=3)
+    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling jit(step)")]
+    assert len(compiled) == 1, compiled
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_ten_lines_are_of_jaxppo(name):
+    example = EXAMPLES[name][0]()
+    source = inspect.getsource(sys.modules[example.__name__])
+    names = {*jaxppo.__all__, "metrics"} - {"ParallelMesh", "RolloutBatch"}  # in annotations
+    used = {n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name) and n.id in names}
+    imports = [line for line in source.splitlines() if line.startswith("from jaxppo")]
+    assert 3 <= len(used) + len(imports) <= 10, sorted(used)

@@ -1,0 +1,363 @@
+"""Heads out of other libraries' modules: what a module computes is what its head computes, and so are the gradients."""
+
+import dataclasses
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tunix_modules as tunix
+from flax import linen, nnx
+
+from jaxppo import Head, LoRA, log_probs_from_hidden
+from sharding import make_parallel_mesh
+from sharding.testing import assert_trees_close
+
+H, V, RANK = 12, 40, 3
+HIDDEN = jax.random.normal(jax.random.key(0), (2, 8, H))
+TARGETS = jax.random.randint(jax.random.key(1), (2, 8), 0, V)
+CLOSE = {"rtol": 5e-6, "atol": 5e-6}
+FAST = nnx.Rngs(0)  # where a test reads no value
+
+
+def rngs():
+    return nnx.Rngs(7)
+
+
+def noisy_bias(module):
+    module.bias[...] = jax.random.normal(jax.random.key(3), module.bias.shape)
+    return module
+
+
+def wide(rank_module):
+    """A LoRA whose b is not 0, as it begins."""
+    rank_module.lora_b[...] = jax.random.normal(jax.random.key(4), rank_module.lora_b.shape)
+    return rank_module
+
+
+def lora_linear():
+    module = nnx.LoRALinear(H, V, lora_rank=RANK, rngs=rngs())
+    wide(module.lora)
+    return noisy_bias(module)
+
+
+def lora_around():
+    base = noisy_bias(nnx.Linear(H, V, rngs=rngs()))
+    return wide(nnx.LoRA(H, RANK, V, base_module=base, rngs=rngs()))
+
+
+def qwix_linear():
+    return tunix.adapt(noisy_bias(nnx.Linear(H, V, rngs=rngs())), "kernel", RANK, rngs())
+
+
+# name: (the module, its own logits, options of Head.of)
+call, attend, decode = (lambda m, x: m(x)), (lambda m, x: m.attend(x)), (lambda m, x: m.decode(x))
+NNX = {
+    "Param": (
+        lambda: nnx.Param(jnp.asarray(np.random.default_rng(0).normal(size=(H, V)))),
+        lambda p, x: x @ p[...],
+        {},
+    ),
+    "Param of a table": (lambda: nnx.Embed(V, H, rngs=rngs()).embedding, lambda p, x: x @ p[...].T, {"layout": "vh"}),
+    "Linear": (lambda: noisy_bias(nnx.Linear(H, V, rngs=rngs())), call, {}),
+    "Linear without bias": (lambda: nnx.Linear(H, V, use_bias=False, rngs=rngs()), call, {}),
+    "square Linear": (lambda: nnx.Linear(H, H, use_bias=False, rngs=rngs()), call, {}),
+    "Embed": (lambda: nnx.Embed(V, H, rngs=rngs()), attend, {}),
+    "Einsum": (lambda: nnx.Einsum("btd,dv->btv", (H, V), (V,), rngs=rngs()), call, {}),
+    "Einsum of a table": (lambda: nnx.Einsum("...d,vd->...v", (V, H), rngs=rngs()), call, {}),
+    "LoRALinear": (lora_linear, call, {}),
+    "LoRA around Linear": (lora_around, call, {}),
+    "Qwix on Linear": (qwix_linear, lambda m, x: tunix.adapted(m, "kernel", x, 2.0), {"lora_scale": 2.0}),
+    "Tunix lm_head": (lambda: tunix.Einsum("BTD,DV->BTV", (H, V), rngs=rngs()), call, {}),
+    "Tunix embedder": (lambda: tunix.Embedder(V, H, rngs=rngs()), decode, {}),
+    "Gemma embedder": (lambda: tunix.GemmaEmbedder(V, H, rngs=rngs()), decode, {}),
+    "Qwix on Tunix lm_head": (
+        lambda: tunix.adapt(tunix.Einsum("BTD,DV->BTV", (H, V), rngs=rngs()), "w", RANK, rngs()),
+        lambda m, x: tunix.adapted(m, "w", x, 0.5),
+        {"lora_scale": 0.5},
+    ),
+}
+
+
+def loss_of_head(head, hidden, targets):
+    return log_probs_from_hidden(hidden, head, targets).log_probs.sum()
+
+
+def loss_of_logits(logits, targets):
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return jnp.take_along_axis(log_probs, targets[..., None], -1).sum()
+
+
+def assert_same(head_loss, logits_loss, params, tolerance=CLOSE):
+    """Values and gradients of both by what the module holds."""
+    ours = jax.jit(jax.value_and_grad(head_loss))(params, HIDDEN, TARGETS)
+    theirs = jax.jit(jax.value_and_grad(logits_loss))(params, HIDDEN, TARGETS)
+    assert_trees_close(ours, theirs, **tolerance)
+    assert all(bool(jnp.any(x != 0)) for x in jax.tree.leaves(ours[1]))
+
+
+@pytest.mark.parametrize("name", NNX)
+def test_nnx_and_tunix(name):
+    make, logits, options = NNX[name]
+    graph, params = nnx.split(make())
+    assert_same(
+        lambda p, x, y: loss_of_head(Head.of(nnx.merge(graph, p), **options), x, y % (H if "square" in name else V)),
+        lambda p, x, y: loss_of_logits(logits(nnx.merge(graph, p), x), y % (H if "square" in name else V)),
+        params,
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "method"),
+    [
+        (linen.Dense(V), linen.Dense.__call__),
+        (linen.Embed(V, H), linen.Embed.attend),
+        (linen.Dense(V, kernel_init=linen.with_partitioning(linen.initializers.normal(), (None, "tp"))), None),
+        (linen.Dense(V, kernel_init=linen.with_logical_partitioning(linen.initializers.normal(), ("d", "v"))), None),
+    ],
+    ids=["Dense", "Embed", "Partitioned", "LogicallyPartitioned"],
+)
+def test_linen_parameters(module, method):
+    method = method or linen.Dense.__call__
+    params = module.init(jax.random.key(0), HIDDEN, method=method)["params"]
+    assert_same(
+        lambda p, x, y: loss_of_head(Head.of(p), x, y),
+        lambda p, x, y: loss_of_logits(module.apply({"params": p}, x, method=method), y),
+        params,
+    )
+    box = params.get("kernel", params.get("embedding"))
+    alone = Head.of(box, layout="vh" if "embedding" in params else "hv")
+    np.testing.assert_array_equal(alone.kernel, Head.of(params).kernel)
+
+
+def test_a_state_of_nnx_is_a_dictionary_of_parameters():
+    linear = noisy_bias(nnx.Linear(H, V, rngs=rngs()))
+    assert_trees_close(Head.of(nnx.state(linear)), Head.of(linear), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["Linear", "Embedding"])
+def test_equinox(kind):
+    eqx = pytest.importorskip("equinox", reason="Equinox is not installed")
+    if kind == "Linear":
+        module = eqx.nn.Linear(H, V, key=jax.random.key(0))
+        logits = lambda m, x: jax.vmap(jax.vmap(m))(x)  # noqa: E731
+    else:
+        module = eqx.nn.Embedding(V, H, key=jax.random.key(0))
+        logits = lambda m, x: x @ m.weight.T  # noqa: E731
+    assert Head.of(module).layout == "vh"
+    assert_same(lambda m, x, y: loss_of_head(Head.of(m), x, y), lambda m, x, y: loss_of_logits(logits(m, x), y), module)
+
+
+def test_equinox_shared_is_asked_for_what_it_shares():
+    eqx = pytest.importorskip("equinox", reason="Equinox is not installed")
+    pair = (eqx.nn.Embedding(V, H, key=jax.random.key(0)), eqx.nn.Linear(H, V, key=jax.random.key(0)))
+    shared = eqx.nn.Shared(pair, lambda p: p[1].weight, lambda p: p[0].weight)
+    with pytest.raises(TypeError, match=r"module: got equinox.*Shared, expected one of the modules that calling it"):
+        Head.of(shared)
+    np.testing.assert_array_equal(Head.of(shared()[1]).kernel, pair[0].weight)
+
+
+class Model(nnx.Module):
+    """For Qwix, which adapts a model rather than a layer."""
+
+    def __init__(self, rngs):
+        self.lm_head = nnx.Linear(H, V, rngs=rngs)
+        self.einsum = tunix.Einsum("BTD,DV->BTV", (H, V), rngs=rngs)
+
+    def __call__(self, x):
+        return self.lm_head(x), self.einsum(x)
+
+
+@pytest.mark.parametrize(("at", "layer"), enumerate(["lm_head", "einsum"]))
+def test_qwix_lora(at, layer):
+    qwix = pytest.importorskip("qwix", reason="Qwix is not installed")
+    provider = qwix.LoraProvider(module_path=".*", rank=RANK, alpha=6.0)
+    model = qwix.apply_lora_to_model(Model(rngs()), provider, HIDDEN, rngs=rngs())
+    params = jax.tree.map(lambda x: x + jnp.sin(jnp.arange(x.size)).reshape(x.shape), nnx.state(model))  # b begins as 0
+    graph = nnx.graphdef(model)
+    head = lambda p: Head.of(getattr(nnx.merge(graph, p), layer), lora_scale=6.0 / RANK)  # noqa: E731
+    ours = jax.jit(jax.value_and_grad(lambda p: loss_of_head(head(p), HIDDEN, TARGETS)))(params)
+    theirs = jax.jit(jax.value_and_grad(lambda p: loss_of_logits(nnx.merge(graph, p)(HIDDEN)[at], TARGETS)))(params)
+    assert_trees_close(ours, theirs, **CLOSE)
+
+
+def test_qwix_quantised_weights_are_refused():
+    qwix = pytest.importorskip("qwix", reason="Qwix is not installed")
+    provider = qwix.PtqProvider([qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8)])
+    model = qwix.quantize_model(Model(rngs()), provider, HIDDEN)
+    with pytest.raises(TypeError, match=r"module.kernel: got qwix.*WithAux, expected an array of floats; quantised"):
+        Head.of(model.lm_head)
+    with pytest.raises(TypeError, match=r"module.w: got qwix.*WithAux"):
+        Head.of(model.einsum)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: nnx.Linear(H, V, dtype=jnp.bfloat16, rngs=rngs()),
+        lambda: nnx.Embed(V, H, dtype=jnp.bfloat16, rngs=rngs()),
+        lambda: tunix.Einsum("BTD,DV->BTV", (H, V), dtype=jnp.bfloat16, rngs=rngs()),
+        lambda: tunix.Embedder(V, H, dtype=jnp.bfloat16, rngs=rngs()),
+    ],
+    ids=["Linear", "Embed", "Tunix lm_head", "Tunix embedder"],
+)
+def test_f32_masters_of_a_bf16_module_are_rounded_as_it_rounds_them_and_get_gradients_in_f32(module):
+    graph, params = nnx.split(module())
+    hidden = HIDDEN.astype(jnp.bfloat16)
+    assert Head.of(nnx.merge(graph, params)).kernel.dtype == jnp.bfloat16
+    gradient = jax.grad(lambda p: loss_of_head(Head.of(nnx.merge(graph, p)), hidden, TARGETS))(params)
+    assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
+    # dtype= says otherwise, for models whose parameters say nothing
+    assert Head.of(nnx.merge(graph, params), dtype=jnp.float32).kernel.dtype == jnp.float32
+    assert Head.of(jnp.ones((H, V)), dtype=jnp.bfloat16).kernel.dtype == jnp.bfloat16
+    # a dtype wider than the parameter's changes no product, and makes no copy
+    assert Head.of(jnp.ones((H, V), jnp.bfloat16), dtype=jnp.float32).kernel.dtype == jnp.bfloat16
+
+
+def test_options_reach_the_head():
+    options = {"softcap": 30.0, "scale": 0.5, "vocab_size": 37, "spec": jax.P(None, None)}
+    head = Head.of(nnx.Embed(V, H, rngs=rngs()), **options)
+    assert {name: getattr(head, name) for name in options} == options
+    assert Head.of(head) is head
+    assert Head.of(jnp.ones((H, V))).layout == "hv"
+
+
+def test_a_module_of_shapes_alone_has_a_head_of_shapes():
+    abstract = nnx.eval_shape(lambda: nnx.Linear(H, V, dtype=jnp.bfloat16, rngs=rngs()))
+    head = Head.of(abstract)
+    assert (head.kernel.shape, head.kernel.dtype, head.bias.dtype) == ((H, V), jnp.bfloat16, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["Auto", "Explicit"])
+def test_adapters_on_a_mesh_as_qwix_shards_them(explicit):
+    """It gives an adapter's dimensions the sharding that they have in the kernel: H over fsdp, V over tp."""
+    parallel = make_parallel_mesh("fsdp=4,tp=2", explicit=explicit)
+    put = lambda x, *spec: jax.device_put(x, parallel.sharding(jax.P(*spec)))  # noqa: E731
+    graph, params = nnx.split(qwix_linear())
+    specs = {"kernel": ("fsdp", "tp"), "bias": ("tp",), "kernel_lora_a": ("fsdp", None), "kernel_lora_b": (None, "tp")}
+
+    def loss(params, hidden, targets, parallel=None):
+        head = Head.of(nnx.merge(graph, params), lora_scale=2.0)
+        return log_probs_from_hidden(hidden, head, targets, parallel=parallel).log_probs.sum()
+
+    hidden, targets = (jnp.concatenate([x, x]) for x in (HIDDEN, TARGETS))
+    expected = jax.value_and_grad(loss)(params, hidden, targets)
+    placed = nnx.clone(params)
+    for name, spec in specs.items():
+        placed[name].set_value(put(params[name].get_value(), *spec))
+    with jax.set_mesh(parallel.mesh):
+        batch = put(hidden, "fsdp", None, None), put(targets, "fsdp", None)
+        got = jax.jit(jax.value_and_grad(partial(loss, parallel=parallel)))(placed, *batch)
+    assert_trees_close(got, expected, rtol=1e-5, atol=1e-5)
+    if explicit:  # where types carry shardings, a gradient has that of its parameter
+        for name, spec in specs.items():
+            assert got[1][name].get_value().sharding.is_equivalent_to(parallel.sharding(jax.P(*spec)), len(spec))
+
+
+class Scaled(nnx.Linear):
+    """A layer whose logits are not its parent's."""
+
+    def __call__(self, inputs, out_sharding=None):
+        return 2 * super().__call__(inputs, out_sharding)
+
+
+class Extra(tunix.Einsum):
+    def __init__(self, **kwargs):
+        super().__init__("BTD,DV->BTV", (H, V), **kwargs)
+        self.w_dora_m = nnx.Param(jnp.ones(V))
+
+
+def quantised():
+    linear = nnx.Linear(H, V, rngs=FAST)
+    linear.kernel = nnx.Param(jnp.ones((H, V), jnp.int8))
+    return linear
+
+
+def half_adapted():
+    linear = nnx.Linear(H, V, rngs=FAST)
+    linear.kernel_lora_a = nnx.Param(jnp.ones((H, RANK)))
+    return linear
+
+
+def adapted_table():
+    embedder = tunix.Embedder(V, H, rngs=FAST)
+    embedder.input_embedding_lora_a = nnx.Param(jnp.ones((V, RANK)))
+    return embedder
+
+
+def other_product(*args, **kwargs):
+    return jax.lax.dot_general(*args, **kwargs)
+
+
+REFUSED = {
+    "a subclass with logits of its own": (
+        lambda: Scaled(H, V, rngs=FAST),
+        r"Scaled, a Linear with a __call__ of its own",
+    ),
+    "unknown adapter": (lambda: Extra(rngs=FAST), r"module: got w_dora_m beside its kernel, expected w, w_lora_a"),
+    "int8": (quantised, r"module.kernel: got int8, quantised weights, expected float32"),
+    "float8 array": (lambda: jnp.ones((H, V), jnp.float8_e4m3fn), r"module: got float8_e4m3fn, quantised weights"),
+    "half an adapter": (half_adapted, r"got one of kernel_lora_a and kernel_lora_b, expected both"),
+    "adapter of a table": (adapted_table, r"module: got input_embedding_lora_a beside its kernel"),
+    "another product": (
+        lambda: nnx.Linear(H, V, dot_general=other_product, rngs=FAST),
+        r"module: got flax.nnx.nn.linear.Linear, with dot_general .*other_product",
+    ),
+    "LoRA around nothing": (lambda: nnx.LoRA(H, RANK, V, rngs=FAST), r"LoRA, around NoneType, expected one around"),
+    "einsum": (lambda: tunix.Einsum("BTD,DNV->BTNV", (H, 2, V), rngs=FAST), r"with einsum 'BTD,DNV->BTNV', expected"),
+    "norm": (lambda: nnx.RMSNorm(H, rngs=FAST), r"RMSNorm, expected an array, nnx.Param, nnx.Linear"),
+    "Linen module": (lambda: linen.Dense(V), r"Dense, which holds no parameters, expected those of its variables"),
+    "other parameters": (lambda: {"scale": jnp.ones(H)}, r"got a dict with keys 'scale', expected 'kernel' and 'bias'"),
+    "variables": (lambda: {"params": {}}, r"got a dict with keys 'params', expected"),
+    "more parameters": (lambda: {"kernel": jnp.ones((H, V)), "scale": jnp.ones(V)}, r"got scale beside its kernel"),
+    "quantised parameters": (
+        lambda: {"kernel": {"qvalue": 0}},
+        r"module\['kernel'\]: got builtins.dict, expected an array",
+    ),
+    "text": (lambda: "lm_head", r"module: got builtins.str, expected an array"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_understood_is_refused_by_name(name):
+    make, message = REFUSED[name]
+    with pytest.raises(TypeError, match=message):
+        Head.of(make())
+
+
+def test_scales_and_layouts_that_contradict_the_module_are_refused():
+    with pytest.raises(ValueError, match=r"lora_scale: got None for the adapter of the module, expected alpha / rank"):
+        Head.of(qwix_linear())
+    with pytest.raises(ValueError, match=r"lora_scale: got 2.0 for the adapter of the module, expected None"):
+        Head.of(lora_linear(), lora_scale=2.0)
+    with pytest.raises(ValueError, match=r"layout: got 'hv' for Embed, expected 'vh'"):
+        Head.of(nnx.Embed(V, H, rngs=FAST), layout="hv")
+    with pytest.raises(ValueError, match=r"module: got a Head and options"):
+        Head.of(Head(jnp.ones((H, V))), softcap=1.0)
+    with pytest.raises(ValueError, match=r"layout: got None for a kernel \(12, 12\)"):
+        Head.of(nnx.Param(jnp.ones((H, H))))
+
+
+def test_a_frozen_kernel_under_an_adapter_gets_no_gradient_and_the_adapter_does():
+    graph, adapters, rest = nnx.split(lora_linear(), nnx.LoRAParam, ...)
+    loss = lambda a: loss_of_head(Head.of(nnx.merge(graph, a, rest)), HIDDEN, TARGETS)  # noqa: E731
+    gradient = jax.grad(loss)(adapters)
+    assert len(jax.tree.leaves(gradient)) == 2
+    head = Head.of(nnx.merge(graph, adapters, rest))
+    by_hand = jax.grad(lambda a, b: loss_of_head(dataclasses.replace(head, lora=LoRA(a, b)), HIDDEN, TARGETS), (0, 1))
+    expected = by_hand(head.lora.a, head.lora.b)
+    assert_trees_close((gradient["lora"]["lora_a"][...], gradient["lora"]["lora_b"][...]), expected, **CLOSE)
+
+
+def test_no_framework_is_imported():
+    code = """
+import sys, jax.numpy as jnp
+from jaxppo import Head
+Head.of(jnp.ones((4, 8))), Head.of({"kernel": jnp.ones((4, 8))})
+found = {"flax", "equinox", "qwix", "tunix"} & {name.partition(".")[0] for name in sys.modules}
+assert not found, found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
