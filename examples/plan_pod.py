@@ -23,6 +23,7 @@ from jax.experimental import topologies
 from jaxppo import Head, log_probs_from_hidden
 from sharding import ParallelMesh, make_parallel_mesh
 from sharding.audit import Audit, audit
+from sharding.placement import links
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,14 +191,17 @@ def main(arguments: list[str] | None = None) -> int:
     head = HEADS[args.model] if args.model else HeadSizes(*sizes, tied=args.tied)
     jax.config.update("jax_platforms", "cpu")  # a real TPU here is not to be taken
     try:
-        found = plan(head, args.tokens, jnp.dtype(args.dtype), described_mesh(args.mesh, args.topology))
+        parallel = described_mesh(args.mesh, args.topology)
+        found = plan(head, args.tokens, jnp.dtype(args.dtype), parallel)
     except ModuleNotFoundError:
         print("plan_pod: libtpu is missing, expected `pip install libtpu`", file=sys.stderr)
         return 2
     except ValueError as error:
         print(f"plan_pod: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
-    print(f"{args.model or head}, {args.tokens} tokens a shard, {args.dtype}, {args.mesh} on {args.topology}\n")
+    print(f"{args.model or head}, {args.tokens} tokens a shard, {args.dtype}, {args.mesh} on {args.topology}")
+    chosen = (f"{name} {' '.join(along)}" for name, along in links(parallel.mesh).items() if along)
+    print(f"placed along links: {'; '.join(chosen)}\n")
     print(table(found))
     return 0
 
