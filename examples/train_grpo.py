@@ -229,8 +229,7 @@ def train(run: Run, args: argparse.Namespace) -> None:
                 run.save()
         run.save()
     report.draw()
-    if report.records:
-        gap = report.records[-1]["mismatch_log_prob_abs_diff"]
+    if report.records and (gap := report.records[-1].get("mismatch_log_prob_abs_diff")) is not None:
         print(f"log-probs of sampler and trainer in the last step: {gap:.1e} apart on average")
 
 
