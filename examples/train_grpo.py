@@ -245,6 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             run = set_up(args)
         except ValueError as error:
             return _failed(2, error)
+        except OSError as error:
+            return _failed(1, error)
         run.preemption = preemption
         try:
             train(run, args)

@@ -86,6 +86,12 @@ def test_killed_at_any_moment(programs, finished, tmp_path, number):
     check_kill(programs, finished, tmp_path, "file", number)
 
 
+def test_a_file_in_the_place_of_checkpoints_is_an_error(tmp_path, capsys):
+    (tmp_path / "checkpoints").write_text("no folder")
+    assert main([*RUN, "--out", str(tmp_path)]) == 1
+    assert "train_grpo.py: error: " in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_full_disk_leaves_the_last_checkpoint(programs, finished, tmp_path):
     done = befallen(programs, tmp_path, "full", 4096)
     assert done.returncode == 1, done.stderr
@@ -222,6 +228,16 @@ def test_a_checkpoint_of_any_mesh_restores_on_any_other(finished, tmp_path, mesh
         devices = jax.devices()[:1] if other == "dp=1" else None
         again = set_up(parse([*RUN, "--out", str(tmp_path), "--mesh", other, "--resume"]), devices)
         check_same_arrays(again.state, run.state)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", factorings(8))
+def test_a_resumed_run_has_the_same_bits_on_any_mesh(tmp_path, mesh):
+    run = [*RUN, "--out", str(tmp_path), "--mesh", mesh]
+    assert main(run) == 0
+    whole = records(tmp_path)
+    assert main([*run, "--resume", "2"]) == 0
+    assert records(tmp_path) == whole
 
 
 @pytest.mark.parametrize("rate", ["inf", "nan", "0", "-1", "fast"])
