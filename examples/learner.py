@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
@@ -33,8 +34,6 @@ class TrainState:
     """The parameters after supervised training, which the KL is to."""
     key: Any
     step: Any
-    position: Any
-    """Of the next question in the task's stream."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,11 +47,11 @@ class Learner:
     optimizer: optax.GradientTransformation
     updates: int
 
-    def start(self, params: nnx.State, seed: int, position: int) -> TrainState:
+    def start(self, params: nnx.State, seed: int) -> TrainState:
         """The state before the first GRPO step, every array on the mesh and no two sharing memory."""
         copy = partial(jax.tree.map, lambda x: x.copy())
         key = jax.random.key_data(jax.random.key(seed))
-        state = TrainState(params, self.optimizer.init(params), copy(params), key, 0, position)
+        state = TrainState(params, self.optimizer.init(params), copy(params), key, 0)
         return jax.device_put(state, self.shardings(state))
 
     def shardings(self, state: TrainState) -> TrainState:
@@ -62,7 +61,7 @@ class Learner:
         moments = optax.tree_map_params(
             self.optimizer, lambda _, spec: spec, state.optimizer, named, transform_non_params=lambda _: everywhere
         )
-        return TrainState(named, moments, named, everywhere, everywhere, everywhere)
+        return TrainState(named, moments, named, everywhere, everywhere)
 
     def _head(self, params: nnx.State, batch: RolloutBatch) -> tuple[jax.Array, Head]:
         """Final hidden states, and the head that makes logits of them."""
@@ -80,9 +79,25 @@ class Learner:
             where=batch.loss_mask > 0,
         )
 
-    def _apply(self, params: nnx.State, state: Any, gradients: nnx.State) -> tuple[nnx.State, Any, Metrics]:
-        updates, state = self.optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, {"gradient_norm": optax.tree.norm(gradients)}
+    def _apply(
+        self, loss: jax.Array, params: nnx.State, state: Any, gradients: nnx.State
+    ) -> tuple[nnx.State, Any, Metrics]:
+        """The updated parameters and optimiser, or, where the loss or a gradient is not finite, the old ones.
+
+        Both are the whole mesh's numbers, so that every device skips the same updates.
+        """
+        norm = optax.tree.norm(gradients)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        updates, updated = self.optimizer.update(gradients, state, params)
+        # chosen afterwards, not by a condition around the update: its collectives run on every device every time
+        choose = partial(jax.tree.map, partial(jnp.where, finite))
+        metrics = {"gradient_norm": norm, "skipped": 1 - finite.astype(jnp.float32)}
+        return choose(optax.apply_updates(params, updates), params), choose(updated, state), metrics
+
+    @partial(jax.jit, static_argnums=0)
+    def sampling_key(self, state: TrainState) -> jax.Array:
+        """The key of this step's sampling."""
+        return jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def sft_step(self, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Metrics]:
@@ -91,13 +106,15 @@ class Learner:
         def loss_of(params: nnx.State) -> Any:
             return jaxppo.sft_loss(self.token_stats(params, batch), batch, parallel=self.parallel)
 
-        (_, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-        params, optimizer, norm = self._apply(state.params, state.optimizer, gradients)
-        return self._pin(dataclasses.replace(state, params=params, optimizer=optimizer)), values(metrics) | norm
+        (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        params, optimizer, more = self._apply(loss, state.params, state.optimizer, gradients)
+        return self._pin(dataclasses.replace(state, params=params, optimizer=optimizer)), values(metrics) | more
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def grpo_step(self, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Metrics]:
         """`updates` updates on rollouts that carry rewards and the sampler's log-probs; metrics are the first's.
+
+        The metric "skipped" counts the updates whose loss or gradient was not finite; nothing came of those.
 
         The trainer's own log-probs under the parameters that sampled are computed here, and are what the ratio is
         over; the sampler's stay in the batch, and `mismatch_*` says how far the two are apart.
@@ -125,12 +142,12 @@ class Learner:
 
         def update(carry: tuple[nnx.State, Any], _: None) -> Any:
             params, optimizer = carry
-            (_, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
-            params, optimizer, norm = self._apply(params, optimizer, gradients)
-            return (params, optimizer), values(metrics) | norm
+            (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+            params, optimizer, more = self._apply(loss, params, optimizer, gradients)
+            return (params, optimizer), values(metrics) | more
 
         (params, optimizer), metrics = lax.scan(update, (state.params, state.optimizer), length=self.updates)
-        metrics = jax.tree.map(lambda x: x[0], metrics)
+        metrics = {name: x.sum() if name == "skipped" else x[0] for name, x in metrics.items()}
         mismatch = values(jaxppo.mismatch_metrics(batch, parallel=self.parallel))
         metrics |= {f"mismatch_{name}": mismatch[name] for name in ("kl", "log_prob_abs_diff", "chi2_sequence")}
         state = dataclasses.replace(state, params=params, optimizer=optimizer, step=state.step + 1)

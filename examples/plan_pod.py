@@ -33,6 +33,7 @@ from jaxppo import (
 )
 from sharding import ParallelMesh, make_parallel_mesh
 from sharding.audit import Audit, audit
+from sharding.placement import links
 
 GIB = 2**30
 
@@ -277,7 +278,8 @@ def main(arguments: list[str] | None = None) -> int:
     head = HEADS[args.model] if args.model else HeadSizes(*sizes, tied=args.tied)
     jax.config.update("jax_platforms", "cpu")  # a real TPU here is not to be taken
     try:
-        step = Step(head, args.tokens, jnp.dtype(args.dtype), described_mesh(args.mesh, args.topology))
+        parallel = described_mesh(args.mesh, args.topology)
+        step = Step(head, args.tokens, jnp.dtype(args.dtype), parallel)
         text = curve_table(curve(step, args.memory)) if args.memory is not None else table(plan(step))
     except ModuleNotFoundError:
         print("plan_pod: libtpu is missing, expected `pip install libtpu`", file=sys.stderr)
@@ -285,7 +287,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"plan_pod: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
-    print(f"{args.model or head}, {args.tokens} tokens a shard, {args.dtype}, {args.mesh} on {args.topology}\n")
+    print(f"{args.model or head}, {args.tokens} tokens a shard, {args.dtype}, {args.mesh} on {args.topology}")
+    chosen = (f"{name} {' '.join(along)}" for name, along in links(parallel.mesh).items() if along)
+    print(f"placed along links: {'; '.join(chosen)}\n")
     print(text)
     return 0
 

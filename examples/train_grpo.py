@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -22,9 +23,11 @@ from tqdm import tqdm
 from examples.checkpoint import Checkpoints
 from examples.learner import Learner, TrainState
 from examples.model import ModelConfig, create_model
+from examples.preemption import Preemption
 from examples.report import Report
 from examples.rollouts import Packer, Rollouts, answers
 from examples.sampler import make_sampler
+from examples.spikes import Spikes
 from examples.tasks import TASKS, Task
 from jaxppo import KL, PolicyLossConfig, policy_losses
 from sharding import make_parallel_mesh
@@ -32,6 +35,7 @@ from sharding.mesh import LAYOUTS
 
 TEMPERATURE = 1.0  # of sampling; the trainer divides logits by the same, which 1 leaves out
 EMULATED_DEVICES = 8  # on a machine with nothing but a CPU
+NEWEST = -1  # checkpoint to resume from
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,13 +57,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--out", type=Path, default=Path("runs/grpo"), help="metrics, plot and checkpoints; an older run's are replaced"
     )
-    add("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    add(
+        "--resume",
+        type=_at_least(0),
+        nargs="?",
+        const=NEWEST,
+        metavar="STEP",
+        help="go on from the newest checkpoint in --out, or from that of this step, and forget later ones",
+    )
     add("--checkpoint-every", type=_at_least(1), default=50, help="steps from one checkpoint to the next")
     add("--sft-steps", type=_at_least(0), default=22, help="supervised steps before the first GRPO step")
     add("--prompts", type=_at_least(1), default=16, help="questions a step")
     add("--samples", type=_at_least(2), default=8, help="responses to each question, a group")
     add("--updates", type=_at_least(1), default=2, help="updates on each batch of rollouts")
     add("--learning-rate", type=_positive, default=1e-3)
+    add("--spike-deviations", type=_positive, help="keep the batch of a step whose loss is this many deviations off")
+    add("--max-skipped", type=_at_least(1), default=5, help="steps in a row without a finite gradient that end it")
     add("--held-out", type=_at_least(1), default=256, help="questions kept out of training, to judge it by")
     add("--width", type=_at_least(1), default=64, help="of the model")
     add("--layers", type=_at_least(1), default=2)
@@ -76,9 +89,10 @@ def _at_least(least: int) -> Any:
 
 
 def _positive(text: str) -> float:
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
-    return float(text)
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number above 0")
 
 
 @dataclasses.dataclass
@@ -91,13 +105,33 @@ class Run:
     learner: Learner
     checkpoints: Checkpoints
     state: TrainState
-    accuracy_after_sft: float | None
+    spikes: Spikes
+    preemption: Preemption = dataclasses.field(default_factory=Preemption)
+    accuracy_after_sft: float | None = None
+    sft_done: int = 0
+    step: int = 0
+    """As `state.step`, for which the host need not ask the device."""
+    position: int = 0
+    """Of the next question in the task's stream."""
+    skipped_in_a_row: int = 0
+
+    _NOTES = ("accuracy_after_sft", "sft_done", "position")
+
+    def save(self) -> None:
+        """Saves all that is needed to go on from here, unless that is done."""
+        self.checkpoints.save(self.state, self.step, {name: getattr(self, name) for name in self._NOTES})
+
+    def load(self, step: int | None) -> None:
+        """Goes back to a checkpoint, the newest for None; raises ValueError if there is no good one."""
+        self.state, self.step, notes = self.checkpoints.load(self.state, step)
+        for name in self._NOTES:
+            setattr(self, name, notes[name])
 
 
-def set_up(args: argparse.Namespace) -> Run:
+def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None) -> Run:
     """Everything up to the first step, a checkpoint loaded if `--resume` asks for it; raises on any bad argument."""
     _check_writable(args.out)
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     mesh = args.mesh or ("dp=2,cp=2,tp=2" if len(devices) == 8 else f"dp={len(devices)},cp=1,tp=1")
     parallel = make_parallel_mesh(mesh, context_layout=args.context_layout, devices=devices)
     clip = {"clip_high": 0.28} if args.loss == "ppo" else {}
@@ -111,15 +145,15 @@ def set_up(args: argparse.Namespace) -> Run:
     sampler = make_sampler(graphdef, config, parallel, task.prompt_length, task.response_length)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95))
     learner = Learner(graphdef, config, parallel, loss, optimizer, args.updates)
-    state = learner.start(params, args.seed, position=0)
     identity = {"task": args.task, "seed": args.seed, **dataclasses.asdict(config)}
     rollouts = Rollouts(task, sampler, parallel, batch_size)
-    checkpoints = Checkpoints(args.out / "checkpoints", identity, args.resume)
-    accuracy = None
-    if args.resume:
-        state, notes = checkpoints.load(state)
-        accuracy = notes["accuracy_after_sft"]
-    return Run(task, rollouts, Packer(parallel, batch_size, longest), learner, checkpoints, state, accuracy)
+    checkpoints = Checkpoints(args.out / "checkpoints", identity, args.resume is not None)
+    pack = Packer(parallel, batch_size, longest)
+    spikes = Spikes(args.out / "spikes", args.spike_deviations)
+    run = Run(task, rollouts, pack, learner, checkpoints, learner.start(params, args.seed), spikes)
+    if args.resume is not None:
+        run.load(None if args.resume == NEWEST else args.resume)
+    return run
 
 
 def _check_writable(folder: Path) -> None:
@@ -134,63 +168,103 @@ def _check_writable(folder: Path) -> None:
 
 def supervised(run: Run, args: argparse.Namespace) -> None:
     """A short imitation of right answers, and the accuracy that GRPO starts from."""
-    position = 0
-    for _ in tqdm(range(args.sft_steps), desc="sft", unit="step", dynamic_ncols=True):
-        questions, position = run.task.take(position, run.rollouts.batch_size)
-        run.state, _ = run.learner.sft_step(run.state, run.pack(answers(questions)))
-    run.state = run.learner.start(run.state.params, args.seed, position)
+    skipped = []
+    steps = range(run.sft_done, args.sft_steps)
+    for _ in tqdm(steps, desc="sft", unit="step", initial=run.sft_done, total=args.sft_steps, dynamic_ncols=True):
+        if run.preemption.asked:
+            return
+        questions, run.position = run.task.take(run.position, run.rollouts.batch_size)
+        run.state, metrics = run.learner.sft_step(run.state, run.pack(answers(questions)))
+        skipped.append(metrics["skipped"])
+        run.sft_done += 1
+    if skipped and (lost := int(sum(jax.device_get(skipped)))):
+        print(f"supervised steps skipped, loss or gradient not finite: {lost} of {len(skipped)}")
+    run.state = run.learner.start(run.state.params, args.seed)
     run.accuracy_after_sft = run.rollouts.held_out_accuracy(run.state.params)
     print(f"held-out accuracy after SFT: {run.accuracy_after_sft:.1%} of {args.held_out}")
-    run.checkpoints.save(run.state, {"accuracy_after_sft": run.accuracy_after_sft})
 
 
 def grpo_step(run: Run, args: argparse.Namespace) -> dict[str, Any]:
-    """Samples, scores, packs and learns once; returns what to report."""
+    """Samples, scores, packs and learns once; returns what to report.
+
+    What crosses between host and device is asked for by name: prompts, responses, the packed batch, the metrics.
+    """
     began = time.perf_counter()
-    state, step = run.state, int(run.state.step)
-    questions, position = run.task.take(int(state.position), args.prompts)
-    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), step)
-    samples = run.rollouts.sample(state.params, questions, args.samples, key, TEMPERATURE)
-    state = dataclasses.replace(state, position=np.int32(position))
-    run.state, metrics = run.learner.grpo_step(state, run.pack(samples))
-    numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    questions, run.position = run.task.take(run.position, args.prompts)
+    with jax.transfer_guard("disallow"):
+        key = run.learner.sampling_key(run.state)
+        samples = run.rollouts.sample(run.state.params, questions, args.samples, key, TEMPERATURE)
+        batch = run.pack(samples)
+        run.state, metrics = run.learner.grpo_step(run.state, batch)
+        numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    run.step += 1
+    if path := run.spikes.look(run.step, numbers["loss"], batch):
+        tqdm.write(f"step {run.step}: loss {numbers['loss']:.3g} stands out; its batch is in {path}")
+    run.skipped_in_a_row = run.skipped_in_a_row + 1 if numbers["skipped"] else 0
     rewards = np.array([sample.reward for sample in samples])
     numbers |= {"reward": rewards.mean(), "accuracy": (rewards == 1).mean()}
     tokens = sum(len(sample.tokens) for sample in samples)
     return numbers | {"tokens_per_second": tokens / (time.perf_counter() - began)}
 
 
-def train(run: Run, args: argparse.Namespace) -> tuple[float, float]:
-    """The whole run from the state it is in; returns the held-out accuracies after SFT and at the end."""
+def train(run: Run, args: argparse.Namespace) -> None:
+    """The whole run from the state it is in, or as much of it as there is time for.
+
+    Raises:
+      FloatingPointError: `--max-skipped` steps in a row had a loss or a gradient that was not finite.
+      OSError: a file could not be written.
+    """
     if run.accuracy_after_sft is None:
         supervised(run, args)
-    report = Report(args.out, args.steps, int(run.state.step))
-    for step in range(int(run.state.step) + 1, args.steps + 1):
-        report.add(step, grpo_step(run, args))
-        if step % args.checkpoint_every == 0 or step == args.steps:
-            run.checkpoints.save(run.state, {"accuracy_after_sft": run.accuracy_after_sft})
-    report.close()
-    if report.records:
-        gap = report.records[-1]["mismatch_log_prob_abs_diff"]
+        run.save()
+    with Report(args.out, args.steps, run.step) as report:
+        while run.step < args.steps and not run.preemption.asked:
+            numbers = grpo_step(run, args)
+            report.add(run.step, numbers)
+            if run.skipped_in_a_row == args.max_skipped:
+                raise FloatingPointError(
+                    f"step {run.step}: loss or gradient not finite in {args.max_skipped} steps in a row, expected fewer"
+                )
+            if run.step % args.checkpoint_every == 0:
+                run.save()
+        run.save()
+    report.draw()
+    if report.records and (gap := report.records[-1].get("mismatch_log_prob_abs_diff")) is not None:
         print(f"log-probs of sampler and trainer in the last step: {gap:.1e} apart on average")
-    assert run.accuracy_after_sft is not None
-    return run.accuracy_after_sft, run.rollouts.held_out_accuracy(run.state.params)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     with contextlib.suppress(RuntimeError):  # devices exist already: those it will be
         jax.config.update("jax_num_cpu_devices", EMULATED_DEVICES)
-    try:
-        run = set_up(args)
-    except ValueError as error:
-        print(f"train_grpo.py: error: {error}", file=sys.stderr)
-        return 2
+    if jax.config.jax_compilation_cache_dir is None:  # a run that goes on need not compile again
+        jax.config.update("jax_compilation_cache_dir", str(args.out.absolute() / "programs"))
     began = time.perf_counter()
-    before, after = train(run, args)
+    with Preemption() as preemption:
+        try:
+            run = set_up(args)
+        except ValueError as error:
+            return _failed(2, error)
+        except OSError as error:
+            return _failed(1, error)
+        run.preemption = preemption
+        try:
+            train(run, args)
+        except (FloatingPointError, OSError) as error:
+            return _failed(1, error)
+        if preemption.asked and run.step < args.steps:
+            print(f"stopped by SIGTERM after step {run.step} of {args.steps} and saved; --resume goes on")
+            return 0
+    before, after = run.accuracy_after_sft, run.rollouts.held_out_accuracy(run.state.params)
+    assert before is not None
     print(f"held-out accuracy: {before:.1%} after SFT, {after:.1%} after GRPO ({after - before:+.1%})")
     print(f"{time.perf_counter() - began:.0f} s; metrics.jsonl, reward.png and checkpoints in {args.out}")
     return 0
+
+
+def _failed(code: int, error: Exception) -> int:
+    print(f"train_grpo.py: error: {error}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ from jaxppo.policy_losses import (
     Reinforce,
 )
 from jaxppo.samples import Sample
+from jaxppo.staleness import proximal_log_probs, staleness_metrics, staleness_weights
 
 __version__ = _version("jaxppo")
 
@@ -105,6 +106,7 @@ __all__ = [
     "policy_loss_from_hidden",
     "policy_losses",
     "presets",
+    "proximal_log_probs",
     "redistribute",
     "scan_affine",
     "segment_sum",
@@ -112,6 +114,8 @@ __all__ = [
     "sft_loss_from_hidden",
     "shift_left",
     "shift_targets",
+    "staleness_metrics",
+    "staleness_weights",
     "unpack",
     "value_loss",
 ]

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 IDS = ("sample_ids", "group_ids", "rollout_ids")
 PER_SEGMENT = ("rewards", *IDS)
 LOG_PROBS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
-PER_TOKEN_VALUES = ("advantages", *LOG_PROBS, "values", "returns")
-INTEGERS = ("tokens", "targets", "segment_ids", "positions", *IDS)
+PER_TOKEN_VALUES = ("advantages", *LOG_PROBS, "values", "returns", "policy_versions")
+INTEGERS = ("tokens", "targets", "segment_ids", "positions", "policy_versions", *IDS)
 
 Coefficient = float | Float[Array, ""]
 

@@ -44,6 +44,7 @@ _ARRAYS = (
     "rollout_log_probs",
     "values",
     "returns",
+    "policy_versions",
     "rewards",
 )
 
@@ -74,6 +75,7 @@ class RolloutBatch:
       rollout_log_probs: `f32[R, T]`, as the sampler reported them.
       values: `f32[R, T]`, the critic's.
       returns: `f32[R, T]`, the critic's targets.
+      policy_versions: `i32[R, T]`, which version of the policy drew `targets[t]`; see `jaxppo.staleness`.
       rewards: `f32[R, S]`, one a sequence.
       context_layout: the layout that the rows are in; static, like the next ones.
       context_shards: for how many context shards.
@@ -102,6 +104,7 @@ class RolloutBatch:
     rollout_log_probs: Float[Array, "R T"] | None = None
     values: Float[Array, "R T"] | None = None
     returns: Float[Array, "R T"] | None = None
+    policy_versions: Int[Array, "R T"] | None = None
     rewards: Float[Array, "R S"] | None = None
     context_layout: str = "contiguous"
     context_shards: int = 1

@@ -36,6 +36,7 @@ class PaddedArrays(TypedDict, total=False):
     rollout_log_probs: Float[Array, "B C"] | None
     values: Float[Array, "B C"] | None
     returns: Float[Array, "B C"] | None
+    policy_versions: Int[Array, "B C"] | None
     rewards: Float[Array, "B"] | None
     group_ids: Int[Array, "B"] | None
 
@@ -49,6 +50,7 @@ class RowArrays(TypedDict, total=False):
     rollout_log_probs: Float[Array, "R T"] | None
     values: Float[Array, "R T"] | None
     returns: Float[Array, "R T"] | None
+    policy_versions: Int[Array, "R T"] | None
     rewards: Float[Array, "R S"] | None
     group_ids: Int[Array, "R S"] | None
     rollout_ids: Int[Array, "R S"] | None

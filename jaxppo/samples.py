@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxppo._arrays import IDS, PER_TOKEN_VALUES, is_number
+from jaxppo._arrays import IDS, INTEGERS, PER_TOKEN_VALUES, is_number
 from jaxppo._sharding import Packed, multihost
 from jaxppo.integrations.engines import Truncated, as_turns, joined, sglang_turn, vllm_turn
 
@@ -43,6 +43,7 @@ class Sample:
       values: the critic's.
       returns: the critic's targets.
       nucleus: the token ids that the sampler could draw at each response token, ragged, for `pack_nucleus_ids`.
+      policy_versions: integers, which version of the policy drew each token; see `jaxppo.staleness`.
 
     Raises:
       TypeError: tokens or ids that are no integers, a reward or values that are no numbers.
@@ -67,6 +68,7 @@ class Sample:
     values: Sequence[float] | Float[np.ndarray, "m"] | None = None
     returns: Sequence[float] | Float[np.ndarray, "m"] | None = None
     nucleus: Sequence[Sequence[int]] | None = None
+    policy_versions: Sequence[int] | Int[np.ndarray, "m"] | None = None
 
     @classmethod
     def from_vllm(
@@ -222,6 +224,8 @@ def _check_values(name: str, values: Any, length: int) -> None:
     if array.dtype.kind not in "fiub" and array.size and array.dtype.name != "bfloat16":
         what = "None among them" if None in list(np.ravel(array)) else str(array.dtype)
         raise TypeError(f"{name}: got {what}, {_shown(values)}, expected numbers, or None for all of them")
+    if name in INTEGERS and array.dtype.kind not in "iu" and array.size:
+        raise TypeError(f"{name}: got {array.dtype}, {_shown(values)}, expected integers")
     if array.shape != (length,):
         raise ValueError(f"{name}: got shape {array.shape}, expected {(length,)}, one for each response token")
 
@@ -273,17 +277,17 @@ def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:
     return values
 
 
-def _place_response(samples: Sequence[Sample], name: str, packed: Packed) -> Float[np.ndarray, "*K R T"] | None:
-    """Values of response tokens at the positions that predict them, 0 elsewhere."""
+def _place_response(samples: Sequence[Sample], name: str, packed: Packed) -> np.ndarray | None:
+    """`[*K, R, T]`, values of response tokens at the positions that predict them, 0 elsewhere."""
     responses = _all_or_none(samples, name)
     if responses is None:
         return None
-    rows = []
+    rows, kind = [], np.int32 if name in INTEGERS else np.float32
     for sample, response in zip(samples, responses, strict=True):
-        row = np.zeros(len(sample.tokens), np.float32)
+        row = np.zeros(len(sample.tokens), kind)
         row[sample.start :] = response
         rows.append(_before(row))
-    return packed.place(rows, 0, np.float32)
+    return packed.place(rows, 0, kind)
 
 
 def check_groups_of_hosts(samples: Sequence[Sample]) -> None:

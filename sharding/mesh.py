@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .axis_rules import roles_of_rules
+from .placement import place
 
 Names = tuple[str, ...]
 Role = str | Sequence[str] | EllipsisType | None
@@ -26,6 +27,7 @@ _CONVENTION = {
     "tensor": ("tp", "tensor", "model"),
     "fsdp": ("fsdp",),
 }
+_BY_TRAFFIC = ("data", "fsdp", "context", "tensor")  # from the least to the most
 
 
 def _names(value: str | Sequence[str] | None) -> Names:
@@ -387,7 +389,10 @@ def make_parallel_mesh(
     explicit: bool = False,
     sequence_parallel: bool = False,
 ) -> ParallelMesh:
-    """A `ParallelMesh` from text such as "dp=2,cp=2,tp=2".
+    """A `ParallelMesh` from text such as "dp=2,cp=2,tp=2", whatever the order of its axes and the shape of the slice.
+
+    Tensor axes, then context axes, take the fastest links; data axes span slices, if there are several. See
+    `sharding.placement`.
 
     Args:
       description: comma-separated `axis=size`, with the usual names of axes: see `ParallelMesh`.
@@ -397,7 +402,8 @@ def make_parallel_mesh(
       sequence_parallel: see `ParallelMesh`.
 
     Raises:
-      ValueError: unreadable text, an unknown axis, sizes that do not multiply to the number of devices.
+      ValueError: unreadable text, an unknown axis, sizes that do not multiply to the number of devices, slices of
+        different sizes.
 
     Example:
       >>> make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1]).tokens_spec == P(None, None)
@@ -418,8 +424,11 @@ def make_parallel_mesh(
         raise ValueError(
             f"mesh: got sizes {product}={math.prod(sizes.values())} in {description!r}, expected {len(devices)} devices"
         )
+    names = list(sizes)
+    traffic = sorted(names, key=lambda name: [name in _CONVENTION[role] for role in _BY_TRAFFIC].index(True))
+    placed = place([sizes[name] for name in traffic], devices).transpose([traffic.index(name) for name in names])
     kind = AxisType.Explicit if explicit else AxisType.Auto
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (kind,) * len(sizes), devices=devices)
+    mesh = Mesh(placed, tuple(names), axis_types=(kind,) * len(names))
     return ParallelMesh(mesh, sequence_parallel=sequence_parallel, context_layout=context_layout)
 
 

@@ -64,7 +64,8 @@ def few_steps(folder, *options):
         (["--context-layout", "spiral"], "argument --context-layout: invalid choice: 'spiral'"),
         (["--steps", "-1"], "argument --steps: got '-1', expected an integer of at least 0"),
         (["--entropy-coef", "nan"], "entropy_coef: got nan, expected a finite number"),
-        (["--learning-rate", "0"], "argument --learning-rate: got '0', expected a number above 0"),
+        (["--learning-rate", "0"], "argument --learning-rate: got '0', expected a finite number above 0"),
+        (["--learning-rate", "inf"], "argument --learning-rate: got 'inf', expected a finite number above 0"),
         (["--resume"], "--resume: got no checkpoint in"),
     ],
 )

@@ -42,7 +42,7 @@ def test_table_on_a_described_pod(capsys):
 def test_the_curve_over_budgets(capsys):
     arguments = [*SMALL, "--mesh", "dp=2,tp=2", "--topology", "v5e:2x2", "--memory", "0.0001", "0.01", "0.5"]
     assert plan_pod.main(arguments) == 0
-    head, least, two, one = capsys.readouterr().out.splitlines()[2:]
+    head, least, two, one = capsys.readouterr().out.splitlines()[3:]
     assert head.startswith("memory given")
     assert "memory: got 107374 bytes, expected at least" in least
     assert "two passes: one pass does not fit the memory" in two

@@ -1,0 +1,72 @@
+"""Steps whose loss stands out, kept as files that replay them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxppo import RolloutBatch
+from sharding import ParallelMesh
+
+
+class Spikes:
+    """Saves the batch of each step whose loss is not finite, or stands out among those of the last steps.
+
+    Args:
+      folder: of the files, `step_N.npz`.
+      deviations: how many standard deviations from the mean of the last steps stand out; None for no files at all.
+      window: how many steps are looked back on; nothing stands out among fewer than four.
+    """
+
+    def __init__(self, folder: Path, deviations: float | None, window: int = 32):
+        self.folder, self.deviations = folder, deviations
+        self._losses: deque[float] = deque(maxlen=window)
+
+    def look(self, step: int, loss: float, batch: RolloutBatch) -> Path | None:
+        """Takes a step's loss; returns the file, if it made one."""
+        if self.deviations is None:
+            return None
+        spike = not math.isfinite(loss)
+        if not spike and len(self._losses) >= 4:
+            mean, deviation = statistics.fmean(self._losses), statistics.pstdev(self._losses)
+            spike = abs(loss - mean) > self.deviations * deviation
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        if not spike:
+            return None
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f"step_{step}.npz"
+        save_batch(path, batch)
+        return path
+
+
+def save_batch(path: Path, batch: RolloutBatch) -> None:
+    """Writes all of a batch, ids included."""
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    arrays = {
+        name: np.asarray(x) for name, x in jax.device_get(fields).items() if isinstance(x, jax.Array | np.ndarray)
+    }
+    static = {name: x for name, x in fields.items() if name not in arrays and x is not None}
+    np.savez_compressed(path, static=np.array(json.dumps(static)), **arrays)
+
+
+def load_batch(path: Path, parallel: ParallelMesh) -> RolloutBatch:
+    """The batch of a file, placed on the mesh: what `Learner.grpo_step` takes, with the state before that step.
+
+    Raises:
+      ValueError: the batch was packed for another context layout.
+    """
+    with np.load(path) as file:
+        found: dict[str, Any] = dict(file)
+    static = json.loads(str(found.pop("static")))
+    batch = RolloutBatch(**found, **static)
+    batch.check_layout(parallel)
+    return batch.put(parallel)

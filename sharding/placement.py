@@ -1,0 +1,108 @@
+"""Which device goes where in a mesh: the busiest axes on the fastest links, and what was chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+_DIMENSIONS = ("x", "y", "z", "core")
+
+
+def place(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices as an array of shape `sizes`, whose axes are ordered from the least traffic to the most.
+
+    Within a slice `jax.experimental.mesh_utils` decides. Where it refuses, because an axis is no product of whole
+    dimensions of the torus, dimensions are split: each axis, the busiest first, takes neighbours along one dimension if
+    one is long enough. Several slices, which a slower network connects, share out the first axes.
+
+    Args:
+      sizes: of the axes; their product is the number of devices.
+      devices: of equally large slices.
+
+    Raises:
+      ValueError: slices of different sizes.
+    """
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        slices.setdefault(_slice(device), []).append(device)
+    counts = {len(some) for some in slices.values()}
+    if len(counts) > 1:
+        raise ValueError(f"devices: got slices of {sorted(counts)} devices, expected slices of one size")
+    outer, rest = [], len(slices)
+    for size in sizes:
+        outer.append(math.gcd(rest, size))
+        rest //= outer[-1]
+    inner = [size // count for size, count in zip(sizes, outer, strict=True)]
+    parts = np.empty(len(slices), object)
+    parts[:] = [_in_slice(inner, slices[index]) for index in sorted(slices)]
+    return np.block(parts.reshape(outer).tolist()) if len(slices) > 1 else parts[0]
+
+
+def _slice(device: Any) -> int:
+    return getattr(device, "slice_index", None) or 0
+
+
+def _in_slice(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
+    try:
+        return mesh_utils.create_device_mesh(sizes, devices)
+    except (NotImplementedError, AssertionError):  # the second for chips of which each core is a device
+        grid = _grid(devices)
+        if grid is None:
+            return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return _split(sizes, grid)
+
+
+def _coordinates(device: Any) -> tuple[int, ...]:
+    return (*device.coords, getattr(device, "core_on_chip", None) or 0)
+
+
+def _grid(devices: Sequence[jax.Device]) -> np.ndarray | None:
+    """The devices by their coordinates, or None where they do not fill a box."""
+    places = np.array([_coordinates(device) for device in devices])
+    places -= places.min(0)
+    grid = np.empty(places.max(0) + 1, object)
+    grid[tuple(places.T)] = devices
+    return grid if grid.size == len(devices) and all(device is not None for device in grid.flat) else None
+
+
+def _split(sizes: Sequence[int], grid: np.ndarray) -> np.ndarray:
+    """The grid with its dimensions split so that they make up axes of `sizes`, the last axis choosing first."""
+    left = list(grid.shape)
+    taken: list[list[tuple[int, int]]] = [[] for _ in left]  # of each dimension, (axis, count) with neighbours first
+    for axis in reversed(range(len(sizes))):
+        size = sizes[axis]
+        # unspoilt dimensions first, whose neighbours are one hop apart; then those it fits exactly or most nearly
+        order = sorted(range(len(left)), key=lambda d: (left[d] % size > 0, grid.shape[d] // left[d], left[d]))
+        for dimension in order:
+            count = math.gcd(size, left[dimension])
+            if count > 1:
+                taken[dimension].append((axis, count))
+                left[dimension] //= count
+                size //= count
+    parts = [part for counts in taken for part in reversed(counts)]
+    axes = sorted(range(len(parts)), key=lambda i: parts[i][0])
+    return grid.reshape([count for _, count in parts]).transpose(axes).reshape(sizes)
+
+
+def links(mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """What connects the devices along each axis of a mesh: "slice" for the network between slices, then "x", "y", "z".
+
+    "core" is the link between two cores of a chip. An axis of size 1, or of devices without coordinates, has none.
+
+    Example:
+      >>> links(jax.make_mesh((1,), ("dp",), devices=jax.devices()[:1]))
+      {'dp': ()}
+    """
+    flat = list(mesh.devices.flat)
+    if not all(hasattr(device, "coords") for device in flat):
+        return dict.fromkeys(mesh.axis_names, ())
+    names = ("slice", *_DIMENSIONS)
+    places = np.array([(_slice(device), *_coordinates(device)) for device in flat]).reshape(*mesh.devices.shape, -1)
+    differ = [np.ptp(places, axis=axis).reshape(-1, len(names)).any(0) for axis in range(mesh.devices.ndim)]
+    return {name: tuple(np.array(names)[along].tolist()) for name, along in zip(mesh.axis_names, differ, strict=True)}

@@ -1,0 +1,93 @@
+"""A run of the example that something befalls.
+
+python killed.py EVENT NUMBER ARGUMENTS...
+
+EVENT is "file": SIGKILL before the NUMBER-th time that a file or folder in --out is opened to write, made, renamed or
+removed; "line": SIGKILL in the middle of the NUMBER-th line of metrics.jsonl; "full": no file can grow beyond NUMBER
+bytes from the second checkpoint on, as on a full disk; "term": SIGTERM in step NUMBER, in supervised training for 0.
+"""
+
+import os
+import resource
+import signal
+import sys
+
+from examples import report, train_grpo
+from examples.checkpoint import Checkpoints
+
+CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at_change(number, folder):
+    seen = 0
+
+    def hook(event, args):
+        nonlocal seen
+        written = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax")
+        if (event in CHANGES or written) and str(args[0]).startswith(folder):
+            seen += 1
+            if seen == number:
+                kill()
+
+    sys.addaudithook(hook)
+
+
+def kill_in_line(number):
+    whole = report.Report.add
+
+    def add(self, step, metrics):
+        if step == number:
+            self._file.write('{"step": 2, "lo')
+            self._file.flush()
+            kill()
+        whole(self, step, metrics)
+
+    report.Report.add = add
+
+
+def fill_disk(size):
+    save, saves = Checkpoints.save, []
+
+    def limited(self, *args):
+        saves.append(args)
+        if len(saves) == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        save(self, *args)
+
+    Checkpoints.save = limited
+
+
+def terminate(number):
+    if number == 0:
+        answers = train_grpo.answers
+
+        def asked(questions):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return answers(questions)
+
+        train_grpo.answers = asked
+        return
+    step = train_grpo.grpo_step
+
+    def stepped(run, args):
+        if run.step + 1 == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(run, args)
+
+    train_grpo.grpo_step = stepped
+
+
+if __name__ == "__main__":
+    event, number, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    folder = arguments[arguments.index("--out") + 1]
+    {
+        "file": lambda: kill_at_change(number, folder),
+        "line": lambda: kill_in_line(number),
+        "full": lambda: fill_disk(number),
+        "term": lambda: terminate(number),
+    }[event]()
+    sys.exit(train_grpo.main(arguments))
