@@ -1,11 +1,15 @@
 """The tiles of accelerators, small ones on CPUs: chunks of tokens before a device's whole part of the vocabulary."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import pytest
 from head_cases import check_head, head_arrays, tiles_of
 from test_from_hidden import OPTIONS
 from test_hidden_loss import ADAPTERS, BATCH, HIDDEN, KERNEL, T, bonus_and_kl, make_batch, step
 
+from jaxppo import policy_loss_from_hidden
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.program import hang_risks
@@ -76,3 +80,31 @@ def test_one_pass_with_adapters(mesh, layout, way):
     with tiles_of("wide"):
         got = jax.jit(lambda k, lora: run(parallel, k, lora, **{"memory": None, **WAYS[way]}))(kernel, ADAPTERS)
     assert_trees_close(got, expected, rtol=2e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("device", ["small", "wide"])
+def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
+    """In a caller's own `shard_map`: its micro-batches' gradients are added on each device, and those sums once."""
+    mesh, config = make_parallel_mesh("dp=2,cp=2,tp=2"), bonus_and_kl()
+    kernel, batch = KERNEL[:, :1000], dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999))
+
+    def local(hidden, kernel, batch):
+        kernel = jax.lax.pcast(kernel, ("dp", "cp"), to="varying")
+
+        def add(total, _):
+            loss = lambda k: policy_loss_from_hidden(hidden, k, batch, config, parallel=mesh.axes)[0]  # noqa: E731
+            return total + jax.grad(loss)(kernel), None
+
+        return jax.lax.psum(jax.lax.scan(add, jnp.zeros_like(kernel), None, length=3)[0], ("dp", "cp"))
+
+    specs = (mesh.hidden_spec, mesh.kernel_spec(), batch.specs(mesh))
+    step = jax.shard_map(local, mesh=mesh.mesh, in_specs=specs, out_specs=mesh.kernel_spec())
+    put = lambda x, spec: jax.device_put(x, mesh.sharding(spec))  # noqa: E731
+    arrays = jax.tree.map(put, (HIDDEN, kernel, batch), specs)
+    with tiles_of(device):
+        found = audit(step, *arrays)
+        got = jax.jit(step)(*arrays)
+    of_kernel = [c for c in found.collectives if c.bytes >= 4 * 16 * 100 and set(c.axes) & {"dp", "cp"}]
+    assert [c.in_loop for c in of_kernel] == [False]
+    alone = jax.grad(lambda k: policy_loss_from_hidden(HIDDEN, k, batch, config)[0])
+    assert_trees_close(got, 3 * jax.jit(alone)(kernel), rtol=2e-5, atol=1e-5)
