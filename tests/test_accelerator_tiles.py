@@ -24,7 +24,10 @@ def mesh_of(name):
     return name and make_parallel_mesh(MESHES[name])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+SOME = ("plain", "softcap", "vh", "where", "keep, where", "padding", "lora", "temperatures")
+
+
+@pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.nightly) for n in OPTIONS])
 def test_two_passes(name):
     of_arrays, options = OPTIONS[name]
     meshes = [None, mesh_of("mixed")]
@@ -46,7 +49,9 @@ NOTES = {
 }
 
 
-@pytest.mark.parametrize("mesh", [None, *MESHES])
+@pytest.mark.parametrize(
+    "mesh", [None, "mixed", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("tensor", "fsdp"))]
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_one_pass(mesh, way):
     config, parallel = bonus_and_kl(), mesh_of(mesh)

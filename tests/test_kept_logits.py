@@ -27,7 +27,10 @@ def keeping(keep):
         yield
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+SOME = ("plain", "softcap", "no bias", "vh", "where", "nucleus", "padding", "lora")
+
+
+@pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.nightly) for n in OPTIONS])
 def test_options(name):
     of_arrays, options = OPTIONS[name]
     meshes = [None, make_parallel_mesh("tp=8"), make_parallel_mesh("dp=2,cp=2,tp=2")]

@@ -1,5 +1,6 @@
 """deterministic=True: a token's log-prob and entropy have the same bits whatever else is in the batch."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -42,7 +43,7 @@ def alone(request):
     return hidden, kernel, targets, [x[0] for x in stats(hidden[None], kernel, targets[None])]
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(data=st.data())
 def check_any_batch(alone, data):
     hidden, kernel, targets, expected = alone
@@ -73,9 +74,22 @@ def test_on_any_mesh_of_the_same_tensor_axis(alone, mesh):
         np.testing.assert_array_equal(found.reshape(-1), truth[order])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("memory", [2**30, 2**20])
-@pytest.mark.parametrize("mesh", [None, "dp=4,cp=2", "dp=2,cp=2,tp=2"])
+SOME = [
+    (None, 2**30, "float32"),
+    (None, 2**20, "bfloat16"),
+    ("dp=4,cp=2", 2**30, "bfloat16"),
+    ("dp=2,cp=2,tp=2", 2**20, "float32"),
+]
+MESHES, MEMORIES = (None, "dp=4,cp=2", "dp=2,cp=2,tp=2"), (2**30, 2**20)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "memory", "dtype"),
+    [
+        case if case in SOME else pytest.param(*case, marks=pytest.mark.nightly)
+        for case in itertools.product(MESHES, MEMORIES, DTYPES)
+    ],
+)
 def test_the_ratio_to_an_old_pass_of_the_same_policy_is_1(mesh, memory, dtype):
     """With memory for one pass and without, and the old pass had other neighbours: no mask, other rows."""
     parallel = mesh and make_parallel_mesh(mesh)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from jaxppo.head.ops.mosaic_tpu import MosaicTPU
 from jaxppo.head.ops.reference import Reference
 from jaxppo.head.ops.tile import Form, Op
 from jaxppo.head.ops.xla import XLA
@@ -23,9 +22,12 @@ def choose(implementation: Implementation | None, budget: Budget, form: Form, in
     Raises:
       NotImplementedError: one that does not support it, with the reason.
     """
-    if implementation is None:
-        return _XLA
-    op = {"xla": _XLA, "reference": _REFERENCE, "mosaic_tpu": MosaicTPU(budget.device)}[implementation]
+    if implementation == "mosaic_tpu":
+        from jaxppo.head.ops.mosaic_tpu import MosaicTPU  # JAX's kernels for TPUs import more than JAX
+
+        op: Op = MosaicTPU(budget.device)
+    else:
+        op = _REFERENCE if implementation == "reference" else _XLA
     if (reason := op.unsupported(budget, form, inputs)) is not None:
         raise NotImplementedError(f"implementation: got {implementation!r}, which does not support {reason}")
     return op
