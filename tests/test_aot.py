@@ -182,7 +182,9 @@ def policy(parallel, **options):
     return jax.value_and_grad(loss, (0, 1))
 
 
-@pytest.mark.parametrize(("memory", "tiles"), [(None, "2048"), (int(1.05 * GIB), "2048"), (int(0.9 * GIB), "1024")])
+@pytest.mark.parametrize(
+    ("memory", "tiles"), [(None, "2048"), pytest.param(int(0.9 * GIB), "1024", marks=pytest.mark.nightly)]
+)
 def test_one_pass_in_its_bytes(memory, tiles):
     """By default in a sixteenth of the chip's memory; with a mask chunks of at most 2048 tokens follow it."""
     parallel = v5p(*CP4_TP4)
