@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plain_head import reference_from_hidden
 
 from jaxppo import Head, HeadOptions, LoRA, log_probs_from_hidden
 from jaxppo.head import tiles
-from jaxppo.head.reference import reference_from_hidden
 from sharding.testing import assert_trees_close
 
 R, T, H = 8, 8, 12

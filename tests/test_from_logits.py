@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from head_cases import F32, check_head, truth, with_gradients
 from jax.sharding import PartitionSpec as P
+from plain_head import reference_from_logits
 
 from jaxppo import log_probs_from_logits
-from jaxppo.head.reference import reference_from_logits
 from sharding import ParallelMesh, ShardAxes, make_parallel_mesh
 from sharding.testing import assert_trees_close, factorings
 

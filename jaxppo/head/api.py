@@ -47,21 +47,21 @@ class HeadOptions(TypedDict, total=False):
       memory: bytes that a device may spend beside its results. By default a sixteenth of an accelerator's memory for
         one pass, 0.27 GiB (and dhidden in f32 beyond 8192 tokens) for two; on CPUs 48 MiB and tiles of 8 MiB.
       precision: of products, as in `jnp.dot`. bf16 operands multiply in one pass with f32 sums. Of f32 operands the
-        default is "highest", since accelerators would round them to bf16 or TF32: on a TPU v5p 5.6 times the time of
-        bf16, and 3.7 times where hidden states are bf16 and the kernel f32, which counts as f32 operands.
+        default is "highest", since accelerators would round them to bf16 or TF32: the products then take 6.5 times
+        the time of bf16 on a TPU v5p, and 4.5 times where hidden states are bf16 and the kernel f32, which counts as
+        f32 operands (two passes, estimated).
         `kernel.astype(hidden.dtype)` avoids that. An "f32 head" is a kernel in f32 at that cost; the logits are f32
         always.
-      implementation: of a tile's arithmetic, "xla", "mosaic_tpu" or "reference"; by default the best that supports
-        the call.
+      implementation: of a tile's arithmetic, "xla" (the default), "mosaic_tpu" or "reference"; one that does not
+        support the call is refused with the reason.
       gradient_sum_dtype: in which gradients of parameters are summed over devices: "float32", or "parameter" for that
         of the parameter. bf16 sums take half the bytes and lose 0.3% rms over 4 devices, 1.4% over 128.
       follow_mask: the work follows the tokens that count, by default. False computes all tokens: where nearly all count
         that is faster, by a fifth on a TPU v6e.
       deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch: for one
         platform, jax version, tensor axis, kernel dtype and `memory`. Then tiles do not depend on the number of tokens,
-        which costs time where there are few, and CPUs take two passes. With
-        `logit_stats` the bits are those of other calls with it. On TPUs and GPUs the option does the same, but nobody
-        has tested the bits there.
+        which costs time where there are few, and CPUs take two passes. With `logit_stats` the bits may be others than
+        without. On TPUs and GPUs the option does the same, but nobody has tested the bits there.
     """
 
     hidden_spec: P | None

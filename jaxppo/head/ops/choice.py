@@ -17,7 +17,7 @@ _XLA, _REFERENCE = XLA(), Reference()
 
 
 def choose(implementation: Implementation | None, budget: Budget, form: Form, inputs: Inputs) -> Op:
-    """The implementation that was asked for, or the best that supports the call.
+    """The implementation that was asked for; XLA where none was, since nobody has run the kernels on a chip.
 
     Raises:
       NotImplementedError: one that does not support it, with the reason.
