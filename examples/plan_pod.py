@@ -141,9 +141,11 @@ class Step:
         """`policy_loss_from_hidden`, in one pass where the memory allows it."""
         return policy_loss_from_hidden(hidden, self.head(kernel), batch, CONFIG, parallel=self.parallel, **options)[0]
 
-    def two_passes(self, hidden: Any, kernel: Any, batch: RolloutBatch) -> Any:
-        """What a loss takes that is not token-local."""
+    def two_passes(self, hidden: Any, kernel: Any, batch: RolloutBatch, *, where: bool = False) -> Any:
+        """What a loss takes that is not token-local; with `where`, for the tokens of the mask alone."""
         options: Any = {"parallel": self.parallel, "entropy": "bonus"}
+        if where:
+            options["where"] = batch.loss_mask > 0
         stats = log_probs_from_hidden(hidden, self.head(kernel), batch.targets, **options)
         return policy_loss(stats, batch, CONFIG, parallel=self.parallel)[0]
 

@@ -26,9 +26,9 @@ BF16 = {"rtol": 2**-8, "atol": 2**-8}
 # Devices whose tiles are small enough for a test to have many: on CPUs of 16 or 5 tokens and 512 columns; on
 # accelerators chunks of 8 tokens, wide tiles of 32 tokens and 128 columns, chunks that follow a mask of 16 tokens.
 DEVICES = {
-    "small": tiles.Profile(False, 2**30, 8 * 512 * 16, 16, 512, 16, 16, 512, 8),
-    "five": tiles.Profile(False, 2**30, 8 * 512 * 5, 16, 512, 5, 5, 512, 8),
-    "wide": tiles.Profile(True, 2**30, 4 * 8 * 300, 8, 128, 32, 16, 128, 8),
+    "small": tiles.Profile(False, 2**30, 8 * 512 * 16, 16, 128, 512, 16, 16, 512, 8),
+    "five": tiles.Profile(False, 2**30, 8 * 512 * 5, 16, 128, 512, 5, 5, 512, 8),
+    "wide": tiles.Profile(True, 2**30, 4 * 8 * 300, 8, 128, 128, 32, 16, 128, 8),
 }
 
 tiles.PROFILES = {**DEVICES, **tiles.PROFILES}

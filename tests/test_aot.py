@@ -1,6 +1,7 @@
 """Real heads compiled for TPU topologies with no TPU present: memory and collectives of each device."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +41,10 @@ def arguments(parallel, tokens, *, with_where=False, hidden_size=H, columns=V, d
     )
 
 
-def head(parallel, entropy="bonus"):
+def head(parallel, **options):
     def loss(hidden, kernel, targets, weights, where=None):
-        stats = log_probs_from_hidden(hidden, kernel, targets, parallel=parallel, where=where, entropy=entropy)
+        options.setdefault("entropy", "bonus")
+        stats = log_probs_from_hidden(hidden, kernel, targets, parallel=parallel, where=where, **options)
         return (stats.log_probs * weights).sum() + (stats.entropy * weights).sum()
 
     return loss
@@ -62,6 +64,10 @@ def plain(parallel):
 def sums(found):
     """(op, axes, in a loop) and bytes of each collective, those of a loss's scalar left out."""
     return sorted((c.op, c.axes, c.in_loop, c.bytes) for c in found.collectives if c.bytes > 8)
+
+
+def large(found, op):
+    return [(c.bytes, c.in_loop) for c in found.collectives if c.op == op and c.bytes > 2**20]
 
 
 CP4_TP4 = ((4, 4), ("cp", "tp"))
@@ -139,14 +145,19 @@ def test_a_frozen_head():
 
 
 @pytest.mark.nightly
-def test_fsdp_kernels_are_gathered_by_block_and_scattered_back():
+def test_two_passes_gather_an_fsdp_kernel_once_forward_and_by_block_backward():
     parallel = v5p((4, 4), ("fsdp", "tp"), data="fsdp", fsdp="fsdp")
-    found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192))
-    # but for the sum of the loss, and the 24 rows that XLA moves to align its reduce-scatter
-    over_fsdp = [c for c in found.collectives if c.axes == ("fsdp",) and c.bytes > 2**16]
-    assert {c.op for c in over_fsdp} == {"all-gather", "reduce-scatter"}
-    assert all(c.bytes <= 4 * H * 4096 for c in over_fsdp)  # a block, in f32 where it is summed
+    args = arguments(parallel, 8192)
+    shard, block = H * V // 4, H * 1536
+    found = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
+    assert sorted(large(found, "all-gather")) == [(2 * block, True), (2 * shard, False)]
+    assert large(found, "reduce-scatter") == [(4 * block, True)]
     assert found.temp_bytes <= 0.5 * GIB
+    # in less than the whole kernel takes, the forward gathers by block as well
+    less = audit(jax.value_and_grad(head(parallel, memory=int(0.4 * GIB)), (0, 1)), *args)
+    assert less.temp_bytes <= 0.4 * GIB
+    assert large(less, "all-gather") == [(2 * block, True)] * 2
+    assert large(less, "reduce-scatter") == [(4 * block, True)]
 
 
 @pytest.mark.nightly
@@ -192,6 +203,34 @@ def test_one_pass_in_its_bytes(memory, tiles):
     assert found.notes == (f"one pass, {tiles} tokens x {V // 4} columns",)
     assert found.temp_bytes <= (memory or 1.05 * GIB)
     assert {(c.op, c.axes) for c in found.collectives} == {("all-reduce", (a,)) for a in ("cp", "tp")}
+
+
+@pytest.mark.nightly
+def test_one_pass_gathers_an_fsdp_kernel_once_and_scatters_its_gradient_once():
+    parallel = v5p((4, 4), ("fsdp", "tp"), data="fsdp", fsdp="fsdp")
+    args = policy_arguments(parallel, 8192)
+    found = audit(policy(parallel), *args)
+    assert found.notes == (f"one pass, 2048 tokens x {V // 4} columns",)
+    shard = H * V // 4
+    assert large(found, "all-gather") == [(2 * shard, False)]
+    [(size, in_loop)] = large(found, "reduce-scatter")  # in blocks, since XLA would sum the whole one in bf16
+    assert in_loop
+    assert size <= 2**26
+    assert not re.search(r"= bf16\[\S+ (all-reduce|reduce-scatter)\(", found.text)
+    # the gathered kernel and its f32 gradient count: where they do not fit, two passes gather a block at a time
+    less = audit(policy(parallel, memory=int(0.9 * GIB)), *args)
+    assert "two passes: one pass does not fit the memory" in less.notes
+    assert less.temp_bytes <= 0.9 * GIB
+
+
+@pytest.mark.nightly
+def test_one_pass_gathers_sequence_sharded_hidden_states_by_chunk():
+    parallel = v5p(*CP4_TP4, sequence_parallel=True)
+    found = audit(policy(parallel), *policy_arguments(parallel, 8192))
+    assert large(found, "all-gather") == [(2 * 2048 * H, True)]
+    [(size, in_loop)] = large(found, "reduce-scatter")
+    assert in_loop
+    assert 4 * 2048 * H <= size < 1.1 * 4 * 2048 * H  # with rows that align it
 
 
 def test_too_little_memory_says_the_least_that_works():

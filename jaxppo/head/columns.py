@@ -19,7 +19,7 @@ from jax import lax
 from jaxppo._sharding import ShardAxes, vary, varying
 from jaxppo.head.ops.tile import Block, Parameters
 from jaxppo.head.tokens import even_block
-from jaxppo.head.varying import as_primal, psum_in_blocks
+from jaxppo.head.varying import as_primal, psum_in_blocks, sum_in_blocks
 
 Names = tuple[str, ...]
 LANES = 128  # of an accelerator's registers
@@ -225,6 +225,17 @@ class Vocabulary:
 
     def summed(self, is_kernel: bool, total: jax.Array, primal: jax.Array) -> jax.Array:
         """The f32 gradient of all columns held, summed over the devices that share the primal."""
-        total = self._scatter(is_kernel, total, primal) if self.columns.gathers else total
-        size = max(LANES, SUMMED_BYTES // (4 * total.size // total.shape[self._dim(primal)]))
-        return psum_in_blocks(total, primal, self._dim(primal), size, self.columns.sum_dtype)
+        columns, dim = self.columns, self._dim(primal)
+        if not columns.gathers:
+            size = max(LANES, SUMMED_BYTES // (4 * total.size // total.shape[dim]))
+            return psum_in_blocks(total, primal, dim, size, columns.sum_dtype)
+
+        def part(start: Any, size: int) -> jax.Array:
+            """The gradient of `size` of the device's own columns, from each device's part of all of them."""
+            own = primal.shape[dim]
+            pieces = [lax.dynamic_slice_in_dim(total, start + k * own, size, dim) for k in range(columns.pieces)]
+            return self._scatter(is_kernel, jnp.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0], primal)
+
+        # in blocks also for the compiler: XLA for TPUs takes one large scatter for a sum of all, and sums that in bf16
+        size = max(LANES, SUMMED_BYTES // (4 * total.size // total.shape[dim]) // columns.pieces)
+        return sum_in_blocks(part, primal, dim, size, columns.sum_dtype)

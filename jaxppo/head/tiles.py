@@ -32,6 +32,7 @@ class Profile:
       one_pass: bytes of the one pass by default.
       tile: bytes of a tile of two passes, f32 logits and their gradient; on accelerators of a forward's logits.
       chunk: tokens of a tile; those of a forward and of chunks of the one pass on accelerators.
+      least: tokens of a group of the one pass: with fewer, reading and writing dkernel costs more than two passes do.
       columns: of a tile of the second pass; on CPUs of the one pass.
       wide: tokens of a tile of the second pass.
       masked: tokens of a chunk that follows a mask.
@@ -43,6 +44,7 @@ class Profile:
     one_pass: int
     tile: int
     chunk: int
+    least: int
     columns: int
     wide: int
     masked: int
@@ -50,12 +52,12 @@ class Profile:
     deterministic: int
 
 
-CPU = Profile(False, 48 * MIB, 8 * MIB, 1024, 512, 2048, 512, 512, 256)
+CPU = Profile(False, 48 * MIB, 8 * MIB, 1024, 128, 512, 2048, 512, 512, 256)
 
 
-def _accelerator(gib: int, columns: int, masked_columns: int) -> Profile:
+def _accelerator(gib: int, columns: int, masked_columns: int, least: int = 512) -> Profile:
     """By default a sixteenth of the device's memory."""
-    return Profile(True, gib * GIB // 16, 150 * MIB, 1024, columns, 8192, 2048, masked_columns, 1024)
+    return Profile(True, gib * GIB // 16, 150 * MIB, 1024, least, columns, 8192, 2048, masked_columns, 1024)
 
 
 # by what a device's kind contains, since described devices do not report their memory; the last is for all others
@@ -64,7 +66,7 @@ PROFILES = {
     "TPU v4": _accelerator(32, 1536, 2688),
     "TPU v5 lite": _accelerator(16, 2048, 2048),
     "TPU v5": _accelerator(95, 1536, 2688),
-    "TPU v6 lite": _accelerator(32, 3584, 3584),
+    "TPU v6 lite": _accelerator(32, 3584, 3584, 1024),
     "TPU7x": _accelerator(96, 2048, 2048),
     "H100": _accelerator(80, 2048, 2048),
     "H200": _accelerator(141, 2048, 2048),
@@ -203,8 +205,7 @@ def _small_tiles(budget: Budget, work: Work, memory: int) -> OnePassTiles | None
     most = (memory - fixed) // ((5 if work.nucleus else 4) * V + 8 * B + 12 * H)
     if budget.deterministic:  # a forward alone is another program, and of several blocks to be merged it shows
         return None
-    # a chunk of fewer reads and writes the kernel's gradient too often to gain from the product that it saves
-    return OnePassTiles(Cut(even_block(N, most), B)) if most >= min(N, 128) else None
+    return OnePassTiles(Cut(even_block(N, most), B)) if most >= min(N, budget.profile.least) else None
 
 
 def _chunks(budget: Budget, work: Work, memory: int) -> OnePassTiles | None:
@@ -219,7 +220,7 @@ def _chunks(budget: Budget, work: Work, memory: int) -> OnePassTiles | None:
         return work.gathered + rows + accumulator + logits <= memory
 
     most = profile.deterministic if budget.deterministic else min(N, profile.masked) if work.masked else N
-    for group in (most, *(2**k for k in range(20, 6, -1) if 2**k < most)):
+    for group in (most, *(2**k for k in range(20, 6, -1) if profile.least <= 2**k < most)):
         # what follows a mask stops after any group, so that its groups are not cut
         chunks = 1 if work.masked or group % profile.chunk else group // profile.chunk
         if fits(group, chunks) and not (budget.deterministic and group < most):
@@ -303,4 +304,6 @@ def _wide_two_passes(budget: Budget, work: Work) -> TwoPassTiles:
     most = profile.masked if work.masked else profile.wide
     columns = profile.masked_columns if work.masked else profile.columns
     cut = _shrunk(budget, work, Cut(min(N, most), min(V, columns)), 4 * N * H)
-    return TwoPassTiles(forward, OnePassTiles(cut), bool(work.gathered), True)
+    # a kernel that is gathered for the forward at once beside its tile, or else a block at a time
+    by_block = bool(work.gathered) and work.gathered + profile.tile > (budget.memory or profile.one_pass)
+    return TwoPassTiles(cut if by_block else forward, OnePassTiles(cut), by_block, True)
