@@ -26,8 +26,7 @@ def main() -> None:
     matplotlib.rcParams.update(style)
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    diagrams = {"overview": overview, "packing": packing, "layouts": layouts, "schedules": schedules}
-    for name, draw in (diagrams | curves.FIGURES).items():
+    for name, draw in (DIAGRAMS | curves.FIGURES).items():
         figure = draw()
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
         pyplot.close(figure)
@@ -172,6 +171,8 @@ def schedules() -> Any:
         axes.text(x, 0.5, what, fontsize=8, va="top", linespacing=1.4)
     return figure
 
+
+DIAGRAMS = {"overview": overview, "packing": packing, "layouts": layouts, "schedules": schedules}
 
 if __name__ == "__main__":
     main()
