@@ -18,8 +18,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
 html_theme = "furo"
 html_title = "jaxppo"
-html_baseurl = ""
 html_copy_source = False
+html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["jaxppo.css"]
 html_extra_path = ["root"]
@@ -109,7 +109,18 @@ def link_public_names(app: Any, doctree: Any, docname: str) -> None:
             literal.replace_self(where)
 
 
+def trim_blocks(app: Any, doctree: Any) -> None:
+    """An example ends with a blank line, where doctest's output ends; it is not shown."""
+    from docutils import nodes
+
+    for block in doctree.findall(nodes.literal_block):
+        text = block.astext().rstrip()
+        block.rawsource, block.children = text, []
+        block += nodes.Text(text)
+
+
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", docstring_to_rst, priority=400)
     app.connect("autodoc-process-signature", short_types)
+    app.connect("doctree-read", trim_blocks)
     app.connect("doctree-resolved", link_public_names)

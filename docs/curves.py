@@ -64,7 +64,7 @@ def draw_curves(axes: Any, name: str, which: int) -> None:
         axes.plot(ratio, breaks(y) if which else y, color=colour, linewidth=1.6, label=f"A = {advantage:+.0f}")
         if loss.selects:
             y = per_token(loss, ratio, advantage, 1.0)[which]
-            axes.plot(ratio, breaks(y) if which else y, color=colour, linewidth=1.2, linestyle=":")
+            axes.plot(ratio, breaks(y) if which else y, color=colour, linewidth=1.6, linestyle=":")
     axes.axvline(1, color=GREY, linewidth=0.7, zorder=0)
     axes.axhline(0, color=GREY, linewidth=0.7, zorder=0)
     if reach:

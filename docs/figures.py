@@ -57,7 +57,7 @@ def overview() -> Any:
     """Samples, batch, hidden states, statistics, loss: what each is, and its shape."""
     from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-    figure, axes = canvas(10.4, 3.5)
+    figure, axes = canvas(10.4, 3.6)
     steps = [
         ("Samples", "prompt | response", "a list of N,\nof any length", "on the host"),
         (
@@ -78,19 +78,19 @@ def overview() -> Any:
         box.set(facecolor=SHARDS[(0, 0, 1, 2, 3)[i]], edgecolor=GREY)
         axes.add_patch(box)
         centre = x + width / 2
-        axes.text(centre, 2.57, name, ha="center", va="center", fontsize=10.5, weight="bold")
-        axes.text(centre, 2.31, what, ha="center", va="center", fontsize=8)
-        axes.text(centre, 1.62, shapes, ha="center", va="center", fontsize=8, family="monospace", linespacing=1.5)
-        axes.text(centre, 0.72, note, ha="center", va="top", fontsize=8, style="italic")
+        axes.text(centre, 2.57, name, ha="center", va="center", fontsize=12, weight="bold")
+        axes.text(centre, 2.31, what, ha="center", va="center", fontsize=9.5)
+        axes.text(centre, 1.62, shapes, ha="center", va="center", fontsize=9.5, family="monospace", linespacing=1.5)
+        axes.text(centre, 0.72, note, ha="center", va="top", fontsize=9.5, style="italic")
         if i:
             arrow = FancyArrowPatch((x - gap + 0.04, 1.9), (x - 0.04, 1.9), arrowstyle="-|>", mutation_scale=12)
             arrow.set(color=INK, linewidth=1)
             axes.add_patch(arrow)
-            axes.text(x - gap / 2, 2.95, between[i - 1], ha="center", va="bottom", fontsize=8, family="monospace")
+            axes.text(x - gap / 2, 2.95, between[i - 1], ha="center", va="bottom", fontsize=9.5, family="monospace")
     start, end = 0.15 + 2 * (width + gap), 0.15 + 4 * (width + gap) + width
     axes.annotate("", (start, 0.2), (end, 0.2), arrowprops={"arrowstyle": "|-|,widthA=0.25,widthB=0.25", "color": GREY})
-    together = "policy_loss_from_hidden: both steps at once, in one pass over the vocabulary where the loss allows it"
-    axes.text((start + end) / 2, 0.12, together, ha="center", va="top", fontsize=7.5)
+    together = "policy_loss_from_hidden: both steps at once, in one pass where the loss allows it"
+    axes.text((start + end) / 2, 0.12, together, ha="center", va="top", fontsize=9)
     return figure
 
 
