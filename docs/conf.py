@@ -33,7 +33,7 @@ python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example|Examples):$")
-_NAME = re.compile(r"[A-Za-z_][\w.]*$")
+_NAME = re.compile(r"([A-Za-z_][\w.]*)(\(.*\))?$")
 
 
 def docstring_to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -90,19 +90,20 @@ def short_types(app: Any, what: str, name: str, obj: Any, options: Any, signatur
 
 
 def link_public_names(app: Any, doctree: Any, docname: str) -> None:
-    """Inline code that is the name of something in the API reference becomes a link to it."""
+    """Inline code that names or calls something in the API reference becomes a link to it."""
     from docutils import nodes
     from sphinx.util.nodes import make_refnode
 
     objects = app.env.domains["py"].objects
     for literal in list(doctree.findall(nodes.literal)):
-        text = literal.astext()
+        name = _NAME.match(literal.astext())
         inside = literal.parent
         while inside is not None and not isinstance(inside, (nodes.reference, nodes.title)):
             inside = inside.parent
-        if inside is not None or not _NAME.match(text):
+        if inside is not None or name is None:
             continue
-        found = next((n for n in (text, f"jaxppo.{text}", f"sharding.{text}") if n in objects), None)
+        known = (prefix + name[1] for prefix in ("", "jaxppo.", "sharding.", "sharding.testing."))
+        found = next((full for full in known if full in objects), None)
         if found is not None:
             entry = objects[found]
             where = make_refnode(app.builder, docname, entry.docname, entry.node_id, literal.deepcopy(), found)
