@@ -8,7 +8,7 @@ export JAX_PLATFORMS ?= cpu
 export TPU_SKIP_MDS_QUERY ?= 1
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 
-.PHONY: train test quick nightly lint types docs-examples bench clean
+.PHONY: train test quick nightly lint types docs docs-examples bench clean
 
 $(READY): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; name a Python >= 3.11: make PYTHON=python3.12" >&2; exit 2; }
@@ -28,7 +28,7 @@ quick: lint
 	$(RUN) -m pytest tests/test_mesh.py tests/test_segments.py tests/test_layouts.py tests/test_from_logits.py \
 		tests/test_from_hidden.py tests/test_policy_loss.py -x -n 2 --dist worksteal
 
-nightly: lint types docs-examples
+nightly: lint types docs
 	$(RUN) -m pip install -q --disable-pip-version-check -e '.[gpu-aot]'
 	$(RUN) -m pytest tests --nightly -n 2 --dist worksteal
 
@@ -42,8 +42,14 @@ types: $(READY)
 docs-examples: $(READY)
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(RUN) -m pytest -p tests.doctest_names --doctest-modules jaxppo sharding README.md CONTRIBUTING.md docs --doctest-glob='*.md'
 
+# The pages at build/docs/index.html: every example runs, figures are drawn, and a warning is an error.
+docs: docs-examples
+	$(RUN) -m pip install -q --disable-pip-version-check -e '.[docs]'
+	$(RUN) docs/figures.py
+	$(RUN) -m sphinx -W --keep-going -E -q -c docs . build/docs
+
 bench: $(READY)
 	$(RUN) -m benchmarks.head $(ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,52 @@
+"""The pages: every block runs, every public name has its place, every loss its section. `make docs` builds them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import jaxppo
+import sharding
+from jaxppo import advantages, policy_losses, presets
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = [*DOCS.glob("**/*.md"), *(DOCS.parent / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_an_example_that_runs(page):
+    """`make docs-examples` runs what begins with >>>."""
+    for kind, block in re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        assert kind == "{toctree}" or (kind == "python" and block.startswith(">>> ")), block
+
+
+def test_the_reference_holds_every_public_name():
+    text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.rst"))
+    found = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", text, re.MULTILINE))
+    modules = {"advantages", "metrics", "policy_losses", "presets", "multihost", "__version__"}
+    expected = {f"jaxppo.{name}" for name in set(jaxppo.__all__) - modules}
+    expected |= {f"jaxppo.advantages.{name}" for name in advantages.__all__}
+    expected |= {f"sharding.{name}" for name in set(sharding.__all__) - set(jaxppo.__all__) - modules}
+    assert expected <= found
+    assert {"jaxppo.presets", "sharding.multihost"} <= found  # with all their members
+    assert "__all__" in vars(presets)
+
+
+@pytest.mark.parametrize("name", policy_losses.BY_NAME)
+def test_which_loss_when_knows_every_loss(name):
+    """With the papers that its docstring names."""
+    page, loss = (DOCS / "choosing_a_loss.md").read_text(), policy_losses.BY_NAME[name]
+    assert f"`{loss.__name__}`" in page
+    for link in re.findall(r"https://[\w./-]+", loss.__doc__):
+        assert f"({link})" in page
+
+
+def test_figures_are_shown_and_drawn(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    import curves
+    import figures
+
+    shown = {name for page in PAGES for name in re.findall(r"\(figures/(\w+)\.svg\)", page.read_text())}
+    drawn = set(curves.FIGURES) | set(figures.DIAGRAMS)
+    assert shown == {path.stem for path in (DOCS / "figures").glob("*.svg")} == drawn
+    assert set(curves.LOSSES) == set(policy_losses.BY_NAME)
