@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_choice, check_floating, check_number
+from jaxppo.head.transform import Transform
 from jaxppo.integrations.modules import narrowed, parts_of
 
 Layout = Literal["hv", "vh"]
@@ -93,9 +94,7 @@ class Head:
                 raise ValueError(f"layout: got None for a kernel {shape}, expected 'hv' ([H, V]) or 'vh' ([V, H])")
             object.__setattr__(self, "layout", "hv")
         check_choice("layout", self.layout, Layout)
-        check_number("scale", self.scale)
-        if self.softcap is not None:
-            check_number("softcap", self.softcap, above=0)
+        _ = self.transform  # refuses what it cannot be
         if self.vocab_size is not None and (not isinstance(self.vocab_size, (int, np.integer)) or self.vocab_size < 1):
             raise ValueError(f"vocab_size: got {self.vocab_size}, expected at least 1, or None")
 
@@ -140,7 +139,9 @@ class Head:
         """
         options: dict[str, Any] = {"softcap": softcap, "scale": scale, "vocab_size": vocab_size, "spec": spec}
         if isinstance(module, Head):
-            if any(v is not None for v in (layout, lora_scale, dtype, softcap, vocab_size, spec)) or scale != 1:
+            defaults = {f.name: f.default for f in dataclasses.fields(Head)}
+            given = [name for name, value in options.items() if value != defaults[name]]
+            if given or (layout, lora_scale, dtype) != (None, None, None):
                 raise ValueError("module: got a Head and options, expected one of them; dataclasses.replace changes it")
             return module
         parts = parts_of(module)
@@ -157,6 +158,11 @@ class Head:
             lora = LoRA(*parts.lora, scale=known)
         kernel, bias = (narrowed(x, dtype) for x in (parts.kernel, parts.bias))
         return Head(kernel, bias, lora, parts.layout or layout, **options)  # type: ignore[arg-type]
+
+    @property
+    def transform(self) -> Transform:
+        """Of logits, elementwise."""
+        return Transform(self.softcap, self.scale)
 
     @property
     def v_dim(self) -> int:

@@ -65,7 +65,7 @@ class HeadPlacement:
         v_names = tuple(n for n in v_names if n in varying(kernel))
         vocab_size = check_vocab_size(head.vocab_size, kernel.shape[self._v_dim] * axes.size(v_names))
         lora_scale = 1.0 if head.lora is None else head.lora.scale
-        form = Form(self.layout, head.softcap, head.scale, lora_scale, precision, vocab_size)
+        form = Form(self.layout, head.transform, lora_scale, precision, vocab_size)
         return Columns(axes, self._v_dim, h_names, v_names, vocab_size, sum_dtype), form
 
 

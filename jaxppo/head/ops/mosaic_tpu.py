@@ -121,6 +121,8 @@ class MosaicTPU(Op):
             return "several heads at once"
         if inputs.nucleus_ids is not None:
             return "nucleus_ids"
+        if form.transform.not_in_kernels:
+            return form.transform.not_in_kernels
         if form.precision == "high":
             return "precision='high'"
         if dtypes - {"bfloat16", "float32"}:

@@ -71,10 +71,8 @@ def _products(form: Form, tile: Tile) -> jax.Array:
 
 
 def _logits_of(form: Form, tile: Tile, x: jax.Array) -> jax.Array:
-    """softcap(scale * x) / temperature, -inf in columns that are not the block's own."""
-    x = form.scale * x
-    x = x if form.softcap is None else form.softcap * jnp.tanh(x / form.softcap)
-    return jnp.where(tile.block.valid, tile.tempered(x), -jnp.inf)
+    """transform(x) / temperature, -inf in columns that are not the block's own."""
+    return jnp.where(tile.block.valid, tile.tempered(form.transform.of(x)), -jnp.inf)
 
 
 def _exponentials(z: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
+from jaxppo.head.transform import Transform
 
 if TYPE_CHECKING:
     from jaxppo.head.schedules.walk import Inputs
@@ -78,16 +79,14 @@ class Form:
 
     Args:
       layout: "hv" or "vh".
-      softcap: logits are softcap * tanh(logits / softcap).
-      scale: multiplies the logits before that.
+      transform: of products, before the temperature.
       lora_scale: of the adapter.
       precision: of products, as in `jnp.dot`; of f32 operands "highest" by default.
       vocab_size: columns of the whole vocabulary that exist.
     """
 
     layout: str
-    softcap: float | None
-    scale: float
+    transform: Transform
     lora_scale: float
     precision: str | None
     vocab_size: int

@@ -18,17 +18,12 @@ def logits(form: Form, tile: Tile) -> jax.Array:
     z = form.dot(tile.rows.hidden, kernel, (1, 1 - form.v_dim))
     z = z if lora_b is None else z + form.lora_scale * form.dot(tile.rows.low, lora_b, (1, 1 - form.v_dim))
     z = z if bias is None else z + bias
-    z = z if form.scale == 1 else form.scale * z
-    z = z if form.softcap is None else form.softcap * jnp.tanh(z / form.softcap)
-    return jnp.where(tile.block.valid, tile.tempered(z), -jnp.inf)
+    return jnp.where(tile.block.valid, tile.tempered(form.transform.of(z)), -jnp.inf)
 
 
 def of_products(form: Form, tile: Tile, dz: jax.Array, z: jax.Array, counts: jax.Array) -> jax.Array:
     """The gradient of hidden @ kernel from that of its logits z; 0 in rows that do not count."""
-    if form.softcap is not None:
-        capped = z / tile.tempered(jnp.ones_like(z))
-        dz = dz * (1 - (capped / form.softcap) ** 2)
-    dz = dz if form.scale == 1 else form.scale * dz
+    dz = form.transform.gradient(dz, lambda: z / tile.tempered(jnp.ones_like(z)))
     return jnp.where(counts[:, None] & tile.block.valid, tile.tempered(dz), 0)
 
 
