@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_choice, check_floating, check_number
-from jaxppo.head.transform import Transform
+from jaxppo.head.transform import LogitsDtype, Transform
 from jaxppo.integrations.modules import narrowed, parts_of
 
 Layout = Literal["hv", "vh"]
@@ -47,7 +47,7 @@ class LoRA:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["kernel", "bias", "lora"],
-    meta_fields=["layout", "softcap", "scale", "vocab_size", "spec"],
+    meta_fields=["layout", "logits_dtype", "softcap", "scale", "vocab_size", "spec"],
 )
 @dataclasses.dataclass(frozen=True)
 class Head:
@@ -63,6 +63,8 @@ class Head:
       bias: `[V]`, sharded like the kernel's V.
       lora: an adapter of the kernel.
       layout: "hv", or "vh" for tied embeddings; needed where H == V, else "hv" by default.
+      logits_dtype: "bfloat16" rounds what comes of the product to it before anything else, as samplers do whose head
+        multiplies in bf16, so that both see the same logits; gradients are those of no rounding.
       softcap: logits become softcap * tanh(logits / softcap), before temperature.
       scale: a number that multiplies the logits before the soft-cap.
       vocab_size: columns from here on are padding, with probability 0 and gradient 0, whatever they hold.
@@ -82,6 +84,7 @@ class Head:
     bias: Float[Array, " V"] | None = None
     lora: LoRA | None = None
     layout: Layout | None = None
+    logits_dtype: LogitsDtype = "float32"
     softcap: float | None = None
     scale: float = 1.0
     vocab_size: int | None = None
@@ -105,6 +108,7 @@ class Head:
         layout: Layout | None = None,
         lora_scale: float | None = None,
         dtype: Any = None,
+        logits_dtype: LogitsDtype = "float32",
         softcap: float | None = None,
         scale: float = 1.0,
         vocab_size: int | None = None,
@@ -124,7 +128,7 @@ class Head:
           lora_scale: alpha / rank of a Qwix adapter, which no module holds; not read where there is none.
           dtype: in which the kernel is multiplied; by default that of the module, where it says one. A parameter of a
             wider dtype is rounded, as the module does, and gets a gradient of its own dtype.
-          softcap: see `Head`; likewise the next ones.
+          logits_dtype: see `Head`; likewise the next ones.
 
         Raises:
           TypeError: a module that is not known, or that computes in a way of its own; quantised weights; adapters that
@@ -137,7 +141,13 @@ class Head:
           >>> head.kernel.shape, head.layout
           ((100, 8), 'vh')
         """
-        options: dict[str, Any] = {"softcap": softcap, "scale": scale, "vocab_size": vocab_size, "spec": spec}
+        options: dict[str, Any] = {
+            "logits_dtype": logits_dtype,
+            "softcap": softcap,
+            "scale": scale,
+            "vocab_size": vocab_size,
+            "spec": spec,
+        }
         if isinstance(module, Head):
             defaults = {f.name: f.default for f in dataclasses.fields(Head)}
             given = [name for name, value in options.items() if value != defaults[name]]
@@ -162,7 +172,7 @@ class Head:
     @property
     def transform(self) -> Transform:
         """Of logits, elementwise."""
-        return Transform(self.softcap, self.scale)
+        return Transform(self.logits_dtype, self.softcap, self.scale)
 
     @property
     def v_dim(self) -> int:

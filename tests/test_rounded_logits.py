@@ -1,0 +1,59 @@
+"""Logits rounded to bf16 as samplers do: float64 numpy with ml_dtypes' rounding, on products that are exact in f32."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxppo import Head, log_probs_from_hidden
+from sharding import make_parallel_mesh
+
+N, H, V, SCALE, SOFTCAP = 64, 16, 512, 0.01, 20.0
+RNG = np.random.default_rng(0)
+HIDDEN, KERNEL = RNG.integers(-20, 21, (1, N, H)).astype(np.float32), RNG.integers(-20, 21, (H, V)).astype(np.float32)
+TARGETS = RNG.integers(0, V, (1, N), np.int32)
+C = RNG.normal(size=(1, N))
+
+
+def softmaxes(rounded):
+    x = HIDDEN[0].astype(np.float64) @ KERNEL
+    x = x.astype(ml_dtypes.bfloat16).astype(np.float64) if rounded else x
+    capped = np.tanh(SCALE * x / SOFTCAP)
+    z = SOFTCAP * capped
+    log_p = z - np.log(np.exp(z - z.max(1, keepdims=True)).sum(1, keepdims=True)) - z.max(1, keepdims=True)
+    return log_p, SCALE * (1 - capped**2)
+
+
+def expected():
+    log_p, slope = softmaxes(rounded=True)
+    one_hot = np.eye(V)[TARGETS[0]]
+    dx = C[0][:, None] * (one_hot - np.exp(log_p)) * slope
+    return log_p[np.arange(N), TARGETS[0]], dx @ KERNEL.T.astype(float), HIDDEN[0].T.astype(float) @ dx
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("mesh", [None, "dp=1,cp=4,tp=2"])
+def test_value_and_gradients(mesh, implementation):
+    parallel = mesh and make_parallel_mesh(mesh)
+
+    def loss(hidden, kernel):
+        head = Head(kernel, logits_dtype="bfloat16", softcap=SOFTCAP, scale=SCALE)
+        options = {"parallel": parallel, "implementation": implementation}
+        log_probs = log_probs_from_hidden(hidden, head, jnp.asarray(TARGETS), **options).log_probs
+        return (log_probs * C.astype(np.float32)).sum(), log_probs
+
+    (_, log_probs), (dhidden, dkernel) = jax.value_and_grad(loss, (0, 1), has_aux=True)(HIDDEN, KERNEL)
+    values = expected()
+    for got, want in zip((log_probs[0], dhidden[0], dkernel), values, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
+    unrounded = softmaxes(rounded=False)[0][np.arange(N), TARGETS[0]]
+    assert np.abs(unrounded - values[0]).max() > 1e-3  # it matters
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="logits_dtype: got 'float16'"):
+        Head(jnp.ones((4, 8)), logits_dtype="float16")
+    head = Head(jnp.ones((128, 256)), logits_dtype="bfloat16")
+    with pytest.raises(NotImplementedError, match="logits_dtype='bfloat16'"):
+        log_probs_from_hidden(jnp.ones((1, 128, 128)), head, jnp.zeros((1, 128), int), implementation="mosaic_tpu")
