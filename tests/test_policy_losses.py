@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from policy_steps import LOSSES, config_of, loss_named, loss_of, step_of, whole
 
-from jaxppo import PolicyLoss, PolicyLossConfig, RolloutBatch, TokenStats, policy_losses
+from jaxppo import PolicyLoss, PolicyLossConfig, RolloutBatch, TokenStats
 from jaxppo.aggregation import normalize, token_weights
 from jaxppo.losses.policy import PolicyTokenLoss
 from sharding import Segments
@@ -60,7 +61,7 @@ def test_gradient_is_that_of_f64_differences(name, options):
         weights = jnp.asarray(np.random.default_rng(1).uniform(0.5, 1.5, MASK.shape) * MASK)
         constants = Constants()
         total = lambda x: jnp.sum(call(name, x, old, advantages, **options)[0] * weights)  # noqa: E731
-        with mock.patch.object(policy_losses.lax, "stop_gradient", constants):
+        with mock.patch.object(lax, "stop_gradient", constants):
             total(x)
             differences = np.zeros(MASK.shape)
             for place in zip(*np.nonzero(MASK), strict=True):

@@ -1,0 +1,74 @@
+"""The published policy losses: one frozen dataclass each, which holds its hyperparameters and is called.
+
+A loss takes `f32[R, T]` arrays that are 0 outside the loss mask, and returns the loss of each token, with indicators
+of what it did there. To add one, write such a class, in any file: see `PolicyLoss`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxppo.policy_losses.base import PolicyLoss
+from jaxppo.policy_losses.covariances import ClipCov, KLCov
+from jaxppo.policy_losses.sequences import GMPO, GSPO
+from jaxppo.policy_losses.tokens import CISPO, DPPO, DRO, GPG, PPO, SAPO, Reinforce
+
+__all__ = [
+    "BY_NAME",
+    "CISPO",
+    "DPPO",
+    "DRO",
+    "GMPO",
+    "GPG",
+    "GSPO",
+    "PPO",
+    "SAPO",
+    "ClipCov",
+    "KLCov",
+    "PolicyLoss",
+    "Reinforce",
+    "by_name",
+]
+
+BY_NAME: dict[str, type[PolicyLoss]] = {
+    "cispo": CISPO,
+    "clip_cov": ClipCov,
+    "dppo": DPPO,
+    "dro": DRO,
+    "gmpo": GMPO,
+    "gpg": GPG,
+    "gspo": GSPO,
+    "kl_cov": KLCov,
+    "ppo": PPO,
+    "reinforce": Reinforce,
+    "sapo": SAPO,
+}
+
+
+def by_name(name: str, **hyperparameters: Any) -> PolicyLoss:
+    """The published loss of that name, for command lines and configuration files.
+
+    Args:
+      name: one of `BY_NAME`.
+      **hyperparameters: fields of its class.
+
+    Returns:
+      An instance.
+
+    Raises:
+      ValueError: an unknown name, a hyperparameter that the loss lacks or that is out of its range.
+
+    Example:
+      >>> by_name("ppo", clip_high=0.28).clip_high
+      0.28
+    """
+    if name not in BY_NAME:
+        raise ValueError(f"name: got {name!r}, expected one of {', '.join(BY_NAME)}")
+    fields = [field.name for field in dataclasses.fields(BY_NAME[name])]  # type: ignore[arg-type]
+    for given in hyperparameters:
+        if given not in fields:
+            raise ValueError(
+                f"{given}: got it with {name!r}, expected one of {', '.join(fields) or 'no hyperparameter'}"
+            )
+    return BY_NAME[name](**hyperparameters)

@@ -1,0 +1,102 @@
+"""What a policy loss is, and what several of them share."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxppo._arrays import Coefficient, check_number
+from jaxppo._sharding import Segments
+
+Tokens = Float[Array, "R T"]
+Indicators = dict[str, Tokens]
+Result = tuple[Tokens, Indicators]
+
+
+class PolicyLoss(abc.ABC):
+    """A policy loss: a frozen dataclass whose fields are its hyperparameters.
+
+    Its `__call__` is per-shard code: `[R, T]` is what one device holds. What it wants of a whole sequence it asks of
+    `segments`, whose sums cross context shards. Fields may hold traced numbers where the loss is made inside `jit`.
+
+    Attributes:
+      token_local: the loss of a token depends on that token alone. Then it may be computed a block of tokens at a time,
+        `segments` being of no use, and gradients need one product with the head's kernel fewer.
+      selects: `__call__` also takes `selected`, the tokens of the step that `covariance_mask` picked: of those for
+        which `selectable` holds, the share `share`, either at "random" or of the "highest" covariance.
+
+    Example:
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Focal(PolicyLoss):
+      ...     power: float = 2.0
+      ...     token_local: ClassVar[bool] = True
+      ...
+      ...     def __call__(self, log_probs, old_log_probs, advantages, *, mask, segments, selected=None):
+      ...         return -advantages * (1 - jnp.exp(log_probs)) ** self.power * log_probs, {}
+      >>> Focal(power=1.0)
+      Focal(power=1.0)
+    """
+
+    token_local: ClassVar[bool] = False
+    selects: ClassVar[Literal["highest", "random"] | None] = None
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        mask: Tokens,
+        segments: Segments,
+        selected: Tokens | None = None,
+    ) -> Result:
+        """The loss of each token, and indicators of what happened to it.
+
+        Args:
+          log_probs: of the policy that learns; the only argument with a gradient.
+          old_log_probs: what the ratio is over.
+          advantages: of each token.
+          mask: the loss mask, 0 or 1.
+          segments: the sequences of the rows.
+          selected: 1 for the tokens that `covariance_mask` picked, where `selects` is set.
+
+        Returns:
+          `f32[R, T]`, and by metric name `f32[R, T]` that are averaged over tokens.
+        """
+
+    def selectable(
+        self, covariance: Tokens, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens
+    ) -> Bool[Array, "R T"]:
+        """The tokens that `covariance_mask` may pick; all by default."""
+        return jnp.ones(covariance.shape, bool)
+
+
+def clipped_surrogate(
+    ratio: Tokens, advantages: Tokens, clip_low: Any, clip_high: Any, dual_clip: Any = None
+) -> Result:
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), at most -A dual_clip where A < 0."""
+    plain = -advantages * ratio
+    clipped = -advantages * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    loss = jnp.where(clipped > plain, clipped, plain)
+    indicators = {"clip_fraction": clipped > plain}
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        beyond = (advantages < 0) & (loss > bound)
+        loss = jnp.where(beyond, bound, loss)
+        indicators["clip_fraction_lower"] = beyond
+    return loss, {name: x.astype(jnp.float32) for name, x in indicators.items()}
+
+
+def check_clip(loss: Any) -> None:
+    """Of a loss with both bounds of the ratio."""
+    for name in ("clip_low", "clip_high"):
+        check_number(name, getattr(loss, name), least=0)
+
+
+def check_dual_clip(dual_clip: Coefficient | None) -> None:
+    if dual_clip is not None:
+        check_number("dual_clip", dual_clip, above=1)

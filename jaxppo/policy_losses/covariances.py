@@ -1,0 +1,121 @@
+"""Losses that treat some tokens apart, by how log-probs and advantages vary together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jaxppo._arrays import Coefficient, check_number
+from jaxppo.kl import log_ratio, magnitude
+from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip, clipped_surrogate
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipCov(PolicyLoss):
+    """The `PPO` loss, and 0 for some random tokens of high covariance between advantage and log-prob.
+
+    They are picked over the whole step by `covariance_mask`, among those that the ratio's clip spares.
+
+    Args:
+      clip_low: the ratio is clipped below 1 - clip_low.
+      clip_high: the ratio is clipped above 1 + clip_high.
+      share: of the step's tokens that are picked.
+      low: tokens are picked among covariances above this.
+      high: and below this.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Example:
+      >>> ClipCov().share
+      0.0002
+
+    Cui et al. 2025, The entropy mechanism of reinforcement learning, https://arxiv.org/abs/2505.22617
+    """
+
+    clip_low: Coefficient = 0.2
+    clip_high: Coefficient = 0.2
+    share: Coefficient = 2e-4
+    low: Coefficient = 1.0
+    high: Coefficient = 5.0
+    token_local: ClassVar[bool] = True
+    selects: ClassVar[Literal["random"]] = "random"
+
+    def __post_init__(self) -> None:
+        check_clip(self)
+        check_number("share", self.share, least=0, most=1)
+        check_number("low", self.low)
+        check_number("high", self.high)
+        if not isinstance(self.low, jax.Array) and not isinstance(self.high, jax.Array) and not self.low < self.high:
+            raise ValueError(f"low, high: got {self.low}, {self.high}, expected low < high")
+
+    def selectable(
+        self, covariance: Tokens, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens
+    ) -> Bool[Array, "R T"]:
+        ratio = jnp.exp(log_ratio(log_probs, old_log_probs))
+        clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
+        spared = -advantages * clipped <= -advantages * ratio
+        return spared & (covariance > self.low) & (covariance < self.high)
+
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        selected: Tokens | None = None,
+        **_: object,
+    ) -> Result:
+        assert selected is not None  # policy_loss sees to it
+        ratio = jnp.exp(log_ratio(log_probs, old_log_probs))
+        loss = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)[0]
+        return jnp.where(selected > 0, 0, loss), {"clip_fraction": selected}
+
+
+@dataclasses.dataclass(frozen=True)
+class KLCov(PolicyLoss):
+    """-A r, plus coef |log_prob - old_log_prob| on the tokens of highest covariance between advantage and log-prob.
+
+    They are picked over the whole step by `covariance_mask`.
+
+    Args:
+      share: of the step's tokens that are picked. 2e-3 is for 7B models; the paper has 2e-4 for 32B.
+      coef: the strength of the penalty.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Example:
+      >>> KLCov(coef=0.5).selects
+      'highest'
+
+    Cui et al. 2025, The entropy mechanism of reinforcement learning, https://arxiv.org/abs/2505.22617
+    """
+
+    share: Coefficient = 2e-3
+    coef: Coefficient = 1.0
+    token_local: ClassVar[bool] = True
+    selects: ClassVar[Literal["highest"]] = "highest"
+
+    def __post_init__(self) -> None:
+        check_number("share", self.share, least=0, most=1)
+        check_number("coef", self.coef, least=0)
+
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        selected: Tokens | None = None,
+        **_: object,
+    ) -> Result:
+        assert selected is not None  # policy_loss sees to it
+        distance = magnitude(log_probs - old_log_probs)
+        loss = -advantages * jnp.exp(log_ratio(log_probs, old_log_probs))
+        loss = loss + jnp.where(selected > 0, self.coef * distance, 0)
+        return loss, {"penalised_fraction": selected, "ppo_kl_abs": distance}

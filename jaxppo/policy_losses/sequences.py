@@ -1,0 +1,111 @@
+"""Losses by the ratio of whole sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo._arrays import Coefficient, check_choice
+from jaxppo._sharding import Segments
+from jaxppo.kl import MAX_LOG_RATIO
+from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip, check_dual_clip, clipped_surrogate
+
+
+@dataclasses.dataclass(frozen=True)
+class GSPO(PolicyLoss):
+    """The clipped surrogate of the sequence's ratio: s = exp(mean over the sequence of log_prob - old_log_prob).
+
+    Args:
+      clip_low: s is clipped below 1 - clip_low.
+      clip_high: s is clipped above 1 + clip_high.
+      dual_clip: see `PPO`.
+      gradient: it runs through the mean over the "sequence" (GSPO), or each "token" has the gradient of
+        s * log_prob (GSPO-token). The value is the same, the gradient another where masks are uneven.
+
+    Raises:
+      ValueError: a number out of its range, an unknown gradient.
+
+    Example:
+      >>> GSPO(3e-4, 4e-4).gradient
+      'sequence'
+
+    Zheng et al. 2025, Group sequence policy optimization, https://arxiv.org/abs/2507.18071
+    """
+
+    clip_low: Coefficient = 3e-4
+    clip_high: Coefficient = 4e-4
+    dual_clip: Coefficient | None = None
+    gradient: Literal["sequence", "token"] = "sequence"
+
+    def __post_init__(self) -> None:
+        check_clip(self)
+        check_dual_clip(self.dual_clip)
+        check_choice("gradient", self.gradient, Literal["sequence", "token"])
+
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        mask: Tokens,
+        segments: Segments,
+        **_: object,
+    ) -> Result:
+        sequence = segments.spread(segments.mean(log_probs - old_log_probs, mask))
+        if self.gradient == "token":
+            sequence = lax.stop_gradient(sequence) + log_probs - lax.stop_gradient(log_probs)
+        ratio = jnp.exp(jnp.clip(sequence, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        return clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+
+@dataclasses.dataclass(frozen=True)
+class GMPO(PolicyLoss):
+    """The geometric mean of clipped ratios: -A exp(mean over the sequence of d), A the sequence's mean advantage.
+
+    d is log_prob - old_log_prob, at most clip_high where A > 0, at least -clip_low where A < 0: bounds in log space.
+    Of one value a sequence, "sequence_mean_token_mean" is the published aggregation. The clip fractions count
+    tokens outside the bounds on either side, with A > 0 and (lower) with A < 0.
+
+    Args:
+      clip_low: the lower bound, nats.
+      clip_high: the upper bound, nats.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Example:
+      >>> GMPO()
+      GMPO(clip_low=0.4, clip_high=0.4)
+
+    Zhao et al. 2025, Geometric-mean policy optimization, https://arxiv.org/abs/2507.20673
+    """
+
+    clip_low: Coefficient = 0.4
+    clip_high: Coefficient = 0.4
+
+    def __post_init__(self) -> None:
+        check_clip(self)
+
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        mask: Tokens,
+        segments: Segments,
+        **_: object,
+    ) -> Result:
+        d = log_probs - old_log_probs
+        clipped = jnp.clip(d, -self.clip_low, self.clip_high)
+        worse = jnp.where(jnp.sign(advantages) * clipped < jnp.sign(advantages) * d, clipped, d)
+        mean = segments.mean(jnp.where(advantages == 0, 0, worse), mask)
+        ratio = jnp.exp(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        indicators = {"clip_fraction": (clipped != d) & (advantages > 0)}
+        indicators["clip_fraction_lower"] = (clipped != d) & (advantages < 0)
+        loss = -segments.spread(segments.mean(advantages, mask) * ratio)
+        return loss, {name: x.astype(jnp.float32) for name, x in indicators.items()}

@@ -1,0 +1,224 @@
+"""Losses of one token at a time: its own ratio, its own advantage."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo._arrays import Coefficient, check_choice, check_number
+from jaxppo.kl import log_ratio
+from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip, check_dual_clip, clipped_surrogate
+
+_TINY = 1e-30
+
+
+@dataclasses.dataclass(frozen=True)
+class PPO(PolicyLoss):
+    """Clipped surrogate: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(log_prob - old_log_prob).
+
+    With `dual_clip` c and A < 0 it is at most -A c. Unequal bounds are DAPO's clip-higher.
+
+    Args:
+      clip_low: the ratio is clipped below 1 - clip_low; 1 clips nothing.
+      clip_high: the ratio is clipped above 1 + clip_high.
+      dual_clip: where A < 0, the ratio counts at most this much; above 1. None is off.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Example:
+      >>> PPO(clip_high=0.28)
+      PPO(clip_low=0.2, clip_high=0.28, dual_clip=None)
+
+    Schulman et al. 2017, https://arxiv.org/abs/1707.06347; dual clip: Ye et al. 2020,
+    https://arxiv.org/abs/1912.09729; clip-higher: Yu et al. 2025, https://arxiv.org/abs/2503.14476
+    """
+
+    clip_low: Coefficient = 0.2
+    clip_high: Coefficient = 0.2
+    dual_clip: Coefficient | None = None
+    token_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_clip(self)
+        check_dual_clip(self.dual_clip)
+
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
+        ratio = jnp.exp(log_ratio(log_probs, old_log_probs))
+        return clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+
+@dataclasses.dataclass(frozen=True)
+class CISPO(PolicyLoss):
+    """REINFORCE with a clipped, constant ratio: -clip(r, 1 - clip_low, 1 + clip_high) A log_prob.
+
+    No token loses its gradient.
+
+    Args:
+      clip_low: the ratio is clipped below 1 - clip_low; 1, as in the paper, is no lower bound.
+      clip_high: the ratio is clipped above 1 + clip_high. The paper tunes it and does not state it; 0.28 is slime's.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Example:
+      >>> CISPO()
+      CISPO(clip_low=1.0, clip_high=0.28)
+
+    MiniMax 2025, MiniMax-M1, https://arxiv.org/abs/2506.13585
+    """
+
+    clip_low: Coefficient = 1.0
+    clip_high: Coefficient = 0.28
+    token_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_clip(self)
+
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
+        ratio = lax.stop_gradient(jnp.exp(log_ratio(log_probs, old_log_probs)))
+        clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
+        return -clipped * advantages * log_probs, {"clip_fraction": (clipped != ratio).astype(jnp.float32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class SAPO(PolicyLoss):
+    """A soft gate in place of the clip: -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A.
+
+    Args:
+      tau_positive: the steepness where A > 0.
+      tau_negative: the steepness elsewhere.
+
+    Raises:
+      ValueError: a steepness that is not above 0.
+
+    Example:
+      >>> SAPO().tau_negative
+      1.05
+
+    Gao et al. 2025, Soft adaptive policy optimization, https://arxiv.org/abs/2511.20347
+    """
+
+    tau_positive: Coefficient = 1.0
+    tau_negative: Coefficient = 1.05
+    token_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_number("tau_positive", self.tau_positive, above=0)
+        check_number("tau_negative", self.tau_negative, above=0)
+
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
+        tau = jnp.where(advantages > 0, self.tau_positive, self.tau_negative)
+        ratio = jnp.exp(log_ratio(log_probs, old_log_probs))
+        return -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * advantages, {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reinforce(PolicyLoss):
+    """The score function: -A log_prob.
+
+    Example:
+      >>> Reinforce()
+      Reinforce()
+
+    Williams 1992, https://doi.org/10.1007/BF00992696
+    """
+
+    token_local: ClassVar[bool] = True
+
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
+        return -advantages * log_probs, {}
+
+
+@dataclasses.dataclass(frozen=True)
+class GPG(Reinforce):
+    """The score function on the advantages of `advantages.gpg`: -A log_prob.
+
+    Example:
+      >>> GPG()
+      GPG()
+
+    Chu et al. 2025, GPG, https://arxiv.org/abs/2504.02546
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class DPPO(PolicyLoss):
+    """-min(r, ratio_cap) A log_prob, r constant, for the tokens that a divergence of their probability allows.
+
+    With p and q a token's probability under the policy and the old one, a token with A > 0 and p > q counts nothing
+    where the divergence is above clip_high, one with A < 0 and p < q where it is above clip_low. The divergence is of
+    the token against all others: |p - q| ("tv"), or q log(q / p) + (1 - q) log((1 - q) / (1 - p)) ("kl").
+
+    Args:
+      divergence: "tv" or "kl".
+      clip_low: the divergence allowed downward.
+      clip_high: the divergence allowed upward. The paper has 0.15 for "tv", and 0.05 for "kl".
+      ratio_cap: the largest ratio that a token is weighed with.
+
+    Raises:
+      ValueError: an unknown divergence, a number out of its range.
+
+    Example:
+      >>> DPPO("kl", 0.05, 0.05).ratio_cap
+      20.0
+
+    Qi et al. 2026, Rethinking the trust region in LLM reinforcement learning, https://arxiv.org/abs/2602.04879
+    """
+
+    divergence: Literal["tv", "kl"] = "tv"
+    clip_low: Coefficient = 0.15
+    clip_high: Coefficient = 0.15
+    ratio_cap: Coefficient = 20.0
+    token_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_choice("divergence", self.divergence, Literal["tv", "kl"])
+        check_clip(self)
+        check_number("ratio_cap", self.ratio_cap, above=0)
+
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
+        divergence = lax.stop_gradient(self._divergence(log_probs, old_log_probs))
+        up, down = (advantages > 0) & (log_probs > old_log_probs), (advantages < 0) & (log_probs < old_log_probs)
+        leaves = (up & (divergence > self.clip_high)) | (down & (divergence > self.clip_low))
+        ratio = lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio(log_probs, old_log_probs)), self.ratio_cap))
+        loss = jnp.where(leaves, 0, -ratio * advantages * log_probs)
+        return loss, {"clip_fraction": leaves.astype(jnp.float32)}
+
+    def _divergence(self, log_probs: Tokens, old_log_probs: Tokens) -> Tokens:
+        old = jnp.exp(old_log_probs)
+        if self.divergence == "tv":
+            return jnp.abs(jnp.exp(log_probs) - old)
+        rest, old_rest = (jnp.log(-jnp.expm1(jnp.minimum(x, -_TINY))) for x in (log_probs, old_log_probs))
+        return old * (old_log_probs - log_probs) + (1 - old) * (old_rest - rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class DRO(PolicyLoss):
+    """The score function with a quadratic pull to the old policy: -A log_prob + beta / 2 (log_prob - old_log_prob)^2.
+
+    Args:
+      beta: the strength of the pull.
+
+    Raises:
+      ValueError: a negative strength.
+
+    Example:
+      >>> DRO()
+      DRO(beta=0.1)
+
+    Richemond et al. 2024, Offline regularised reinforcement learning, https://arxiv.org/abs/2405.19107
+    """
+
+    beta: Coefficient = 0.1
+    token_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_number("beta", self.beta, least=0)
+
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
+        return -advantages * log_probs + self.beta / 2 * (log_probs - old_log_probs) ** 2, {}
