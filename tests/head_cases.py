@@ -1,6 +1,7 @@
 """Small heads with everything that a call can hold, their float64 truth, and gradients beside values."""
 
 import contextlib
+import dataclasses
 import os
 
 import jax
@@ -26,9 +27,25 @@ BF16 = {"rtol": 2**-8, "atol": 2**-8}
 # Devices whose tiles are small enough for a test to have many: on CPUs of 16 or 5 tokens and 512 columns; on
 # accelerators chunks of 8 tokens, wide tiles of 32 tokens and 128 columns, chunks that follow a mask of 16 tokens.
 DEVICES = {
-    "small": tiles.Profile(False, 2**30, 8 * 512 * 16, 16, 128, 512, 16, 16, 512, 8),
-    "five": tiles.Profile(False, 2**30, 8 * 512 * 5, 16, 128, 512, 5, 5, 512, 8),
-    "wide": tiles.Profile(True, 2**30, 4 * 8 * 300, 8, 128, 128, 32, 16, 128, 8),
+    "small": dataclasses.replace(
+        tiles.CPU, one_pass=2**30, tile=8 * 512 * 16, chunk=16, columns=512, wide=16, masked=16, deterministic=8
+    ),
+    "five": dataclasses.replace(
+        tiles.CPU, one_pass=2**30, tile=8 * 512 * 5, chunk=16, columns=512, wide=5, masked=5, deterministic=8
+    ),
+    "wide": tiles.Profile(
+        whole=True,
+        one_pass=2**30,
+        tile=4 * 8 * 300,
+        chunk=8,
+        least=128,
+        group=512,
+        columns=128,
+        wide=32,
+        masked=16,
+        masked_columns=128,
+        deterministic=8,
+    ),
 }
 
 tiles.PROFILES = {**DEVICES, **tiles.PROFILES}

@@ -33,6 +33,8 @@ class Profile:
       tile: bytes of a tile of two passes, f32 logits and their gradient; on accelerators of a forward's logits.
       chunk: tokens of a tile; those of a forward and of chunks of the one pass on accelerators.
       least: tokens of a group of the one pass: with fewer, reading and writing dkernel costs more than two passes do.
+      group: the most tokens of a group of the one pass that follows no mask; groups of `masked` tokens are as fast
+        where there are several.
       columns: of a tile of the second pass; on CPUs of the one pass.
       wide: tokens of a tile of the second pass.
       masked: tokens of a chunk that follows a mask.
@@ -45,6 +47,7 @@ class Profile:
     tile: int
     chunk: int
     least: int
+    group: int
     columns: int
     wide: int
     masked: int
@@ -52,12 +55,36 @@ class Profile:
     deterministic: int
 
 
-CPU = Profile(False, 48 * MIB, 8 * MIB, 1024, 128, 512, 2048, 512, 512, 256)
+CPU = Profile(
+    whole=False,
+    one_pass=48 * MIB,
+    tile=8 * MIB,
+    chunk=1024,
+    least=128,
+    group=1024,
+    columns=512,
+    wide=2048,
+    masked=512,
+    masked_columns=512,
+    deterministic=256,
+)
 
 
 def _accelerator(gib: int, columns: int, masked_columns: int, least: int = 512) -> Profile:
     """By default a sixteenth of the device's memory."""
-    return Profile(True, gib * GIB // 16, 150 * MIB, 1024, least, columns, 8192, 2048, masked_columns, 1024)
+    return Profile(
+        whole=True,
+        one_pass=gib * GIB // 16,
+        tile=150 * MIB,
+        chunk=1024,
+        least=least,
+        group=8192,
+        columns=columns,
+        wide=8192,
+        masked=2048,
+        masked_columns=masked_columns,
+        deterministic=1024,
+    )
 
 
 # by what a device's kind contains, since described devices do not report their memory; the last is for all others
@@ -209,7 +236,10 @@ def _small_tiles(budget: Budget, work: Work, memory: int) -> OnePassTiles | None
 
 
 def _chunks(budget: Budget, work: Work, memory: int) -> OnePassTiles | None:
-    """As few groups as fit, since each reads and writes dkernel once, in chunks of `profile.chunk` tokens."""
+    """As few groups as fit, since each reads and writes dkernel once.
+
+    Where all tokens can be one group its product is dkernel; its logits are computed in chunks of `profile.chunk`.
+    """
     N, H, V, profile = work.tokens, work.features, work.columns, budget.profile
     block = 8 * H * 4096  # of a sum of dkernel over devices
 
@@ -219,10 +249,10 @@ def _chunks(budget: Budget, work: Work, memory: int) -> OnePassTiles | None:
         logits = group // chunks * V * (5 if work.nucleus else 4) + group * V * work.itemsize
         return work.gathered + rows + accumulator + logits <= memory
 
-    most = profile.deterministic if budget.deterministic else min(N, profile.masked) if work.masked else N
+    at_once = not work.masked and profile.group >= N
+    most = profile.deterministic if budget.deterministic else N if at_once else min(N, profile.masked)
     for group in (most, *(2**k for k in range(20, 6, -1) if profile.least <= 2**k < most)):
-        # what follows a mask stops after any group, so that its groups are not cut
-        chunks = 1 if work.masked or group % profile.chunk else group // profile.chunk
+        chunks = group // profile.chunk if at_once and group % profile.chunk == 0 else 1
         if fits(group, chunks) and not (budget.deterministic and group < most):
             return OnePassTiles(Cut(group, V), chunks)
     return None
