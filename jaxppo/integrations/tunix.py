@@ -241,8 +241,9 @@ def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions
     """Tunix's `RLCluster` as a class whose reference, old and actor passes compute log-probs without logits.
 
     What it overrides: the `inference_worker` property, for `get_ref_per_token_logps`; the `rollout` property, for
-    `get_per_token_logps`; and `get_actor_per_token_logps`. All else is Tunix's. The old log-probs are at the sampler's
-    temperature, like the loss; Tunix 0.1.7's vanilla rollout computes them at 1.
+    `get_per_token_logps`; and `get_actor_per_token_logps`, which stays Tunix's where models are offloaded to the CPU.
+    All else is Tunix's. The old log-probs are at the sampler's temperature, like the loss; Tunix 0.1.7's vanilla
+    rollout computes them at 1.
 
     Args:
       lora_scale: alpha / rank of an adapter of the head; see `Head.of`.
@@ -255,6 +256,7 @@ def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions
     Raises:
       ModuleNotFoundError: Tunix is not installed.
     """
+    from flax import nnx
     from tunix.rl import rl_cluster as theirs
 
     check_options(options)
@@ -289,6 +291,36 @@ def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions
                 return self._log_probs(theirs.Role.ROLLOUT, rollout.model(), prompt_tokens, completion_tokens, **kwargs)
 
             return _Instead(rollout, get_per_token_logps=get)
+
+        def get_actor_per_token_logps(
+            self,
+            prompt_tokens: Any,
+            completion_tokens: Any,
+            pad_id: int,
+            eos_id: int,
+            micro_batch_size: int | None = None,
+            temperature: float | None = None,
+        ) -> jax.Array:
+            anchor = self._anchor_policy_state  # the weights at the start of the step, which only Tunix holds
+            if anchor is None or self.cluster_config.offload_to_cpu:
+                return super().get_actor_per_token_logps(
+                    prompt_tokens, completion_tokens, pad_id, eos_id, micro_batch_size, temperature
+                )
+            graph, state = nnx.split(self.actor_trainer.model)
+            model = nnx.merge(graph, jax.tree.map(lambda kept, x: jax.device_put(kept, x.sharding), anchor, state))
+            temperature = self._temperature() if temperature is None else temperature
+            rows = micro_batch_size or len(prompt_tokens)
+            parts = [
+                self._log_probs(
+                    theirs.Role.ACTOR,
+                    model,
+                    *(x[i : i + rows] for x in (prompt_tokens, completion_tokens)),
+                    pad_id=pad_id,
+                    temperature=temperature,
+                )
+                for i in range(0, len(prompt_tokens), rows)
+            ]
+            return jnp.concatenate(parts)
 
         def _temperature(self) -> float:
             found: float = self.get_rollout_config(mode=theirs.Mode.TRAIN).temperature

@@ -64,7 +64,7 @@ def hidden_states(
       `[B, T, H]` in the model's dtype.
 
     Raises:
-      TypeError: a model without a `final_norm`.
+      TypeError: a model without a `final_norm`, or that was asked for hidden states and has none (MaxText's adapter).
     """
     from flax import nnx
 
@@ -90,8 +90,12 @@ def hidden_states(
         asked["segment_ids"] = segment_ids
     model(tokens, positions=positions, cache=None, attention_mask=attention_mask, **asked)
     noted = nnx.to_flat_state(nnx.pop(model, nnx.Intermediate))
-    found: Float[Array, "B T H"] = next(jax.tree.leaves(value)[-1] for path, value in noted if _SOWN in path)
-    return found
+    found = [jax.tree.leaves(value)[-1] for path, value in noted if _SOWN in path]
+    if not found:
+        raise TypeError(
+            f"model: got {type(model).__name__}, which leaves no {_SOWN} behind, expected a model of Tunix's"
+        )
+    return found[-1]  # type: ignore[no-any-return]
 
 
 def _parameters_of_call(model: Any) -> set[str]:
