@@ -1,6 +1,6 @@
 """jaxppo in Tunix itself: its GRPO learner, models, adapters and packed batches, with its loss and with ours.
 
-`make frameworks` installs it (the extra `tunix`) beside the test extra, and `make nightly` runs that.
+`make nightly` installs it, the extra `tunix`, beside the others.
 """
 
 import functools
@@ -15,12 +15,14 @@ from flax import nnx
 from jaxppo import KL, PPO, PolicyLossConfig
 from jaxppo.integrations import tunix as ours
 from sharding import ParallelMesh
+from sharding.audit import audit
 
 need = functools.partial(pytest.importorskip, reason="Tunix is not installed: the extra tunix")
 common, registry = need("tunix.rl.common"), need("tunix.rl.function_registry")
 clusters, grpo_learner = need("tunix.rl.rl_cluster"), need("tunix.rl.grpo.grpo_learner")
 base_rollout, qwen3 = need("tunix.rl.rollout.base_rollout"), need("tunix.models.qwen3.model")
 
+pytestmark = pytest.mark.nightly
 V, PAD, EOS = 64, 0, 1
 
 
@@ -40,8 +42,8 @@ class Words:
 
 def qwen(seed=0, **options):
     sizes = {"num_layers": 2, "vocab_size": V, "embed_dim": 16, "hidden_dim": 32, "num_heads": 2, "head_dim": 8}
-    sizes |= {"num_kv_heads": 1, "rope_theta": 10_000, "norm_eps": 1e-6}
-    return qwen3.Qwen3(qwen3.ModelConfig(**sizes, **options), rngs=nnx.Rngs(seed))
+    sizes |= {"num_kv_heads": 1, "rope_theta": 10_000, "norm_eps": 1e-6} | options
+    return qwen3.Qwen3(qwen3.ModelConfig(**sizes), rngs=nnx.Rngs(seed))
 
 
 def mesh_of(*shape):
@@ -228,7 +230,7 @@ def test_each_option_of_their_config(options):
 def test_on_their_meshes(shape):
     mesh = mesh_of(*shape)
     with mesh:
-        graph, state = nnx.split(qwen())
+        graph, state = nnx.split(qwen(num_heads=4, num_kv_heads=4))
         specs = nnx.get_partition_spec(state)
         put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))  # noqa: E731
         model = nnx.merge(graph, jax.tree.map(put, state, specs))
@@ -288,3 +290,40 @@ def test_what_contradicts_the_learner_is_refused_by_name():
         ours.register("grpo")
     with pytest.raises(ValueError, match=r"kl_clamp_value: got 5.0 with 'kl'"):
         ours.config_of(grpo(kl_clamp_value=5.0))
+
+
+def described(mesh, batch, prompt, completion):
+    """A Qwen3 of two layers under a vocabulary of 151936 with gradients of its GRPO loss, on a described mesh."""
+    sizes = {"vocab_size": 151936, "embed_dim": 1024, "hidden_dim": 3072, "num_heads": 16, "num_kv_heads": 8}
+    sizes |= {"head_dim": 64, "dtype": jnp.bfloat16, "remat_config": qwen3.RematConfig.BLOCK}
+    graph, state = nnx.split(nnx.eval_shape(lambda: qwen(**sizes)))
+
+    def put(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    shapes = jax.eval_shape(lambda: example(batch, prompt, completion))
+    by_row = lambda x: put(x, jax.P("fsdp", *[None] * (x.ndim - 1)))  # noqa: E731
+    state = jax.tree.map(put, state, nnx.get_partition_spec(state))
+    return graph, state, jax.tree.map(by_row, shapes)
+
+
+def test_peak_temporaries_of_both():
+    """64 rows of 1024 tokens on a described v5p of 16 chips; the figures stand in docs/frameworks.md."""
+    topologies = need("jax.experimental.topologies")
+    pytest.importorskip("libtpu", reason="libtpu is not installed: the extra aot")
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    devices = np.array(topologies.get_topology_desc("v5p:2x2x4", platform="tpu").devices).reshape(4, 4)
+    mesh = jax.sharding.Mesh(devices, ("fsdp", "tp"), axis_types=kinds)
+    found = {}
+    with mesh:
+        graph, *args = described(mesh, 64, 256, 768)
+        for name in ("grpo", ours.register(parallel=ParallelMesh(mesh))):
+            loss_fn = registry.get_policy_loss_fn(name)
+
+            def step(state, train_example, loss_fn=loss_fn):
+                loss = lambda s: loss_fn(nnx.merge(graph, s), train_example, grpo(), PAD, EOS)[0]  # noqa: E731
+                return jax.value_and_grad(loss)(state)
+
+            found[name] = audit(step, *args).temp_bytes
+    print({name: f"{b / 2**30:.2f} GiB" for name, b in found.items()})
+    assert found["jaxppo"] < 0.5 * found["grpo"], found

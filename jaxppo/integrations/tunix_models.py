@@ -92,10 +92,8 @@ def hidden_states(
     noted = nnx.to_flat_state(nnx.pop(model, nnx.Intermediate))
     found = [jax.tree.leaves(value)[-1] for path, value in noted if _SOWN in path]
     if not found:
-        raise TypeError(
-            f"model: got {type(model).__name__}, which leaves no {_SOWN} behind, expected a model of Tunix's"
-        )
-    return found[-1]  # type: ignore[no-any-return]
+        raise TypeError(f"model: got {type(model).__name__}, which leaves no {_SOWN}, expected a model of Tunix's")
+    return found[-1]
 
 
 def _parameters_of_call(model: Any) -> set[str]:
