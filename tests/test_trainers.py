@@ -100,7 +100,7 @@ def test_levanter(tied):
     from levanter.layers.attention import AttentionMask
 
     sizes = {"hidden_dim": 16, "intermediate_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
-    config = llama.LlamaConfig(**sizes, max_seq_len=LENGTH, tie_word_embeddings=tied)
+    config = llama.LlamaConfig(**sizes, seq_len=LENGTH, tie_word_embeddings=tied)
     model = llama.LlamaLMHeadModel.init(hax.Axis("vocab", V), config, key=jax.random.key(0))
     ids, batch = ids_and_batch()
     tokens = hax.named(ids, (hax.Axis("batch", ROWS), model.Pos.resize(LENGTH)))
