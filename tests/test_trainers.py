@@ -2,7 +2,7 @@
 
 Each against the log-probs that the trainer itself makes of its activations, value and gradient. None of them installs
 beside the test extra: SkyRL-tx 0.3.0 wants transformers below 5 and torch, Levanter's development versions a stack of
-their own, EasyDeL 0.3.0 flax 0.12.3.
+their own, EasyDeL 0.3.0 JAX 0.9.
 """
 
 import re

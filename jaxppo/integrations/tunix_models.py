@@ -68,14 +68,15 @@ def hidden_states(
     """
     from flax import nnx
 
-    class Noted(nnx.Module):
+    noted: list[Any] = []
+
+    class Noting(nnx.Module):
         def __init__(self, norm: Any) -> None:
             self.norm = norm
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            x = self.norm(*args, **kwargs)
-            self.sow(nnx.Intermediate, _SOWN, x)
-            return x
+            noted.append(self.norm(*args, **kwargs))
+            return noted[-1]
 
     model = nnx.merge(*nnx.split(model))  # what is noted stays with the copy
     taken = _parameters_of_call(model)
@@ -83,14 +84,14 @@ def hidden_states(
     if "output_hidden_states" in taken:
         asked["output_hidden_states"] = True
     elif hasattr(model, "final_norm"):
-        model.final_norm = Noted(model.final_norm)
+        model.final_norm = Noting(model.final_norm)
     else:
         raise TypeError(f"model: got {type(model).__name__}, expected a Tunix model with a final_norm")
     if "segment_ids" in taken and segment_ids is not None:
         asked["segment_ids"] = segment_ids
     model(tokens, positions=positions, cache=None, attention_mask=attention_mask, **asked)
-    noted = nnx.to_flat_state(nnx.pop(model, nnx.Intermediate))
-    found = [jax.tree.leaves(value)[-1] for path, value in noted if _SOWN in path]
+    left = nnx.to_flat_state(nnx.pop(model, nnx.Intermediate))
+    found = noted or [jax.tree.leaves(value)[-1] for path, value in left if _SOWN in path]
     if not found:
         raise TypeError(f"model: got {type(model).__name__}, which leaves no {_SOWN}, expected a model of Tunix's")
     return found[-1]
