@@ -32,8 +32,9 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.api import HeadOptions, check_options
 from jaxppo.integrations.tunix_models import head_of as head_of
-from jaxppo.integrations.tunix_models import hidden_of_example, log_probs
+from jaxppo.integrations.tunix_models import hidden_of_example
 from jaxppo.integrations.tunix_models import hidden_states as hidden_states
+from jaxppo.integrations.tunix_models import log_probs as log_probs
 from jaxppo.kl import KL, Estimator
 from jaxppo.losses.policy import policy_loss_from_hidden
 from jaxppo.policy_losses import GSPO, PPO, PolicyLoss
