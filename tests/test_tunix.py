@@ -55,26 +55,24 @@ def rewards(completions, **_):
     return [sum(int(word) % 2 for word in c.split()) for c in completions]
 
 
-def train(cluster_class, mesh, steps=3, temperature=0.9, optimizer=None, **config):
-    """The losses and gradient norms of steps of Tunix's learner, and the trained parameters."""
+def cluster_of(cluster_class, mesh, steps=3, temperature=0.9):
     roles = clusters.Role.ACTOR, clusters.Role.REFERENCE, clusters.Role.ROLLOUT
-    actor = qwen()
-    reference = qwen(1)  # another model, so that the divergence from it is not 0
+    training = clusters.RLTrainingConfig(actor_optimizer=optax.sgd(0.02), eval_every_n_steps=100, max_steps=steps)
+    sampler = {"max_tokens_to_generate": 6, "max_prompt_length": 8, "kv_cache_size": 32, "temperature": temperature}
     settings = clusters.ClusterConfig(
         role_to_mesh=dict.fromkeys(roles, mesh),
         rollout_engine="vanilla",
-        training_config=clusters.RLTrainingConfig(
-            actor_optimizer=optimizer or optax.sgd(0.02), eval_every_n_steps=100, max_steps=steps
-        ),
-        rollout_config=base_rollout.RolloutConfig(
-            max_tokens_to_generate=6,
-            max_prompt_length=8,
-            kv_cache_size=32,
-            temperature=temperature,
-        ),
+        training_config=training,
+        rollout_config=base_rollout.RolloutConfig(**sampler),
     )
+    # the reference is another model, so that the divergence from it is not 0
+    return cluster_class(actor=qwen(), reference=qwen(1), tokenizer=Words(), cluster_config=settings)
+
+
+def train(cluster_class, mesh, steps=3, temperature=0.9, **config):
+    """The losses and gradient norms of steps of Tunix's learner, and the trained parameters."""
     with mesh:
-        cluster = cluster_class(actor=actor, reference=reference, tokenizer=Words(), cluster_config=settings)
+        cluster = cluster_of(cluster_class, mesh, steps, temperature)
         logged = []
         trainer = cluster.actor_trainer
         kept = trainer._buffer_metrics
@@ -259,6 +257,21 @@ def test_log_probs_of_a_pass(name):
     )
     found = ours.log_probs(model, batch.prompt_ids, batch.completion_ids, pad_id=PAD, temperature=0.7)
     np.testing.assert_allclose(found, jnp.where(batch.completion_mask, expected, 0), rtol=1e-5, atol=1e-6)
+
+
+def test_log_probs_of_the_actor_at_the_start_of_a_step():
+    """Of its agentic learner, in micro-batches; the reference's beside them."""
+    batch, mesh, found = example(), mesh_of(1, 1), []
+    with mesh:
+        for cluster_class in (clusters.RLCluster, ours.rl_cluster()):
+            cluster = cluster_of(cluster_class, mesh)
+            args = batch.prompt_ids, batch.completion_ids, PAD, EOS
+            actor = cluster.get_actor_per_token_logps(*args, micro_batch_size=2)
+            found.append(
+                [jnp.where(batch.completion_mask, x, 0) for x in (actor, cluster.get_ref_per_token_logps(*args))]
+            )
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
+    assert np.abs(found[1][0] - found[1][1]).max() > 1e-3
 
 
 @pytest.mark.parametrize("module_path", [".*q_proj", ".*q_proj|lm_head"], ids=["frozen head", "adapted head"])
