@@ -29,7 +29,7 @@ quick: lint
 		tests/test_from_hidden.py tests/test_policy_loss.py -x -n 2 --dist worksteal
 
 nightly: lint types docs
-	$(RUN) -m pip install -q --disable-pip-version-check -e '.[gpu-aot]'
+	$(RUN) -m pip install -q --disable-pip-version-check -e '.[gpu-aot,tunix]'
 	$(RUN) -m pytest tests --nightly -n 2 --dist worksteal
 
 lint: $(READY)

@@ -1,0 +1,108 @@
+"""MaxText (0.2.5): its batches, and its model's hidden states and head, for `policy_loss_from_hidden`.
+
+    parallel = ParallelMesh.from_rules(mesh, config.logical_axis_rules)
+    batch = batch_of(data, parallel=parallel, advantages=..., old_log_probs=...)
+    hidden, head = hidden_and_head(model, decoder_output)
+    loss, metrics = policy_loss_from_hidden(hidden, head, batch, PolicyLossConfig(), parallel=parallel)
+
+Its model leaves the decoder's output behind, and computes no logits, where `num_vocab_tiling` is above 1:
+`nnx.pop(model, nnx.Intermediate)["decoder"]["hidden_states"]`. Its own trainer for RL is Tunix's, around a
+`TunixMaxTextAdapter` that ignores `output_hidden_states` and refuses vocabulary tiling: there the loss stays on logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxppo._sharding import ParallelMesh
+from jaxppo.batch import RolloutBatch
+from jaxppo.head.head import Head
+
+_KEYS = ("inputs", "targets", "inputs_segmentation", "inputs_position", "targets_segmentation")
+
+
+def batch_of(
+    data: Mapping[str, Array],
+    *,
+    num_segments: int | None = None,
+    parallel: ParallelMesh | None = None,
+    **arrays: Any,
+) -> RolloutBatch:
+    """A batch of MaxText's, whose targets are shifted already; traceable.
+
+    A position carries loss where `targets_segmentation` is not 0, as in MaxText's loss, and `targets_loss_mask`, where
+    the batch has one, neither.
+
+    Args:
+      data: `i32[R, T]` inputs, targets, inputs_segmentation, inputs_position and targets_segmentation; other keys are
+        left alone.
+      num_segments: S; needed under jit, by default the largest segment id.
+      parallel: the mesh.
+      **arrays: what else the batch holds (advantages, old_log_probs, ...), at the position that predicts; see
+        `RolloutBatch.from_target_aligned`.
+
+    Returns:
+      `[R, T]`.
+
+    Raises:
+      ValueError: a key that is missing.
+
+    Example:
+      >>> ids = jnp.array([[5, 6, 7, 0]])
+      >>> some = (ids > 0).astype(jnp.int32)
+      >>> data = {"inputs": ids, "targets": jnp.roll(ids, -1, 1), "inputs_segmentation": some,
+      ...         "inputs_position": jnp.arange(4)[None], "targets_segmentation": jnp.array([[0, 1, 0, 0]])}
+      >>> batch_of(data).loss_mask.tolist()
+      [[0.0, 1.0, 0.0, 0.0]]
+    """
+    missing = [key for key in _KEYS if key not in data]
+    if missing:
+        raise ValueError(f"data: got keys {', '.join(sorted(data))}, expected {', '.join(missing)} too")
+    mask = data["targets_segmentation"] != 0
+    if "targets_loss_mask" in data:
+        mask &= data["targets_loss_mask"] != 0
+    return RolloutBatch.from_target_aligned(
+        data["inputs"],
+        data["targets"],
+        data["inputs_segmentation"],
+        data["inputs_position"],
+        mask.astype(jnp.float32),
+        num_segments=num_segments,
+        parallel=parallel,
+        **arrays,
+    )
+
+
+def hidden_and_head(model: Any, decoder_output: Float[Array, "R T H"]) -> tuple[Float[Array, "R T H"], Head]:
+    """What `model.logits_from_hidden_states_for_vocab_tiling(decoder_output)` multiplies, instead of the product.
+
+    The decoder's output goes through its last norm. The head is `logits_dense`, or the embedding table where
+    `logits_via_embedding`, which MaxText rounds to bf16 there; `normalize_embedding_logits` is a scale and
+    `final_logits_soft_cap` a soft-cap of such a head alone. Dropout is that of inference: none.
+
+    Args:
+      model: MaxText's NNX `Transformer`; call it where the model holds what is differentiated.
+      decoder_output: `[R, T, H]`, before the last norm.
+
+    Returns:
+      Hidden states and the head.
+
+    Raises:
+      TypeError: weights that are quantised, a bias.
+    """
+    config, decoder = model.config, model.decoder
+    hidden = decoder.decoder_norm(decoder_output)
+    if not config.logits_via_embedding:
+        dense = decoder.logits_dense
+        if dense.bias is not None:
+            raise TypeError("model.decoder.logits_dense: got a bias, expected none, as MaxText makes it")
+        return hidden.astype(dense.dtype), Head.of(dense.kernel, layout="hv", dtype=dense.dtype)
+    scale = 1 / math.sqrt(hidden.shape[-1]) if config.normalize_embedding_logits else 1.0
+    softcap = config.final_logits_soft_cap or None
+    table = model.token_embedder.embedding
+    return hidden, Head.of(table, layout="vh", scale=scale, softcap=softcap, dtype=jnp.bfloat16)

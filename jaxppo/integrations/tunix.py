@@ -1,0 +1,341 @@
+"""Tunix (google-tunix 0.1.7): jaxppo's policy losses in its registry, and its forward passes without logits.
+
+    from jaxppo.integrations import tunix as jaxppo_tunix
+
+    name = jaxppo_tunix.register(PolicyLossConfig(...), ParallelMesh(mesh))      # the policy's pass
+    cluster = jaxppo_tunix.rl_cluster()(actor=..., reference=..., ...)           # the reference and old passes
+    GRPOLearner(cluster, GRPOConfig(policy_loss_fn=name), reward_fns=...).train(data)
+
+Where Tunix lets others in, and where it does not:
+
+- Policy losses have a registry, which is used.
+- The reference, old and actor passes have none. They are methods of `RLCluster`, of its inference worker and of its
+  rollout, and call a function of a module. `rl_cluster()` is a subclass of `RLCluster` that overrides them. Nothing of
+  Tunix is replaced for others.
+- The advantages, the rewards and the value loss of PPO have logits in them nowhere, and are left alone.
+- Its supervised and DPO trainers have another loss (`with_loss_fn`), which this module does not touch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from jaxppo import metrics as metrics_of
+from jaxppo._arrays import Aggregation
+from jaxppo._sharding import ParallelMesh
+from jaxppo.batch import RolloutBatch
+from jaxppo.config import PolicyLossConfig
+from jaxppo.head.api import HeadOptions, check_options
+from jaxppo.integrations.tunix_models import head_of as head_of
+from jaxppo.integrations.tunix_models import hidden_of_example
+from jaxppo.integrations.tunix_models import hidden_states as hidden_states
+from jaxppo.integrations.tunix_models import log_probs as log_probs
+from jaxppo.kl import KL, Estimator
+from jaxppo.losses.policy import policy_loss_from_hidden
+from jaxppo.policy_losses import GSPO, PPO, PolicyLoss
+
+_AGGREGATIONS: dict[str, Aggregation] = {
+    "token-mean": "token_mean",
+    "sequence-mean-token-mean": "sequence_mean_token_mean",
+    "seq-mean-token-sum": "sequence_mean_token_sum",
+    "sequence-mean-token-sum-norm": "sequence_mean_token_sum",  # its norm is the number of sequences
+    "sequence-mean-token-scale": "sequence_mean_token_sum_norm",  # and here the length of the completions
+}
+_ESTIMATORS: dict[str, Estimator] = {"kl": "k1", "mse_kl": "k2", "low_var_kl": "k3"}
+
+
+def register(
+    config: PolicyLossConfig | None = None,
+    parallel: ParallelMesh | None = None,
+    *,
+    name: str = "jaxppo",
+    lora_scale: float | None = None,
+    num_segments: int | None = None,
+    **options: Unpack[HeadOptions],
+) -> str:
+    """Puts a policy loss into Tunix's registry; a learner takes it with `GRPOConfig(policy_loss_fn=name)`.
+
+    The loss takes the model's hidden states and its head to `policy_loss_from_hidden`. Batches may be padded or packed,
+    the model adapted, its head frozen. Tunix's learner still decides what is computed before: it wants
+    `GRPOConfig(beta=...)` other than 0 for reference log-probs, and `num_iterations` above 1 for old ones; without old
+    ones the ratio is 1, as in its own loss.
+
+    Args:
+      config: which loss; None for what the learner's config asks for, see `config_of`.
+      parallel: the mesh of the actor.
+      name: in the registry; a name that is there is replaced, "grpo" and "ppo" too.
+      lora_scale: alpha / rank of an adapter of the head; see `Head.of`.
+      num_segments: the most sequences in a packed row; by default as many as it has tokens, which takes memory where
+        rows are long.
+      **options: of the head, see `HeadOptions`.
+
+    Returns:
+      The name.
+
+    Raises:
+      ModuleNotFoundError: Tunix is not installed.
+      TypeError, ValueError: a config or an option that is none.
+    """
+    from tunix.rl import function_registry
+
+    if config is not None and not isinstance(config, PolicyLossConfig):
+        raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig or None")
+    check_options(options)
+
+    def loss_fn(model: Any, train_example: Any, algo_config: Any, pad_id: int, eos_id: int, **_: Any) -> Any:
+        batch = batch_of(train_example, pad_id, parallel=parallel, num_segments=num_segments)
+        completion_length = train_example.completion_ids.shape[1]
+        found = config_of(algo_config, completion_length) if config is None else _agreed(config, algo_config)
+        found = _fitting(found, batch, getattr(train_example, "sampler_is_weights", None))
+        hidden = _hidden(model, train_example, pad_id)
+        loss, metrics = policy_loss_from_hidden(
+            hidden,
+            head_of(model, lora_scale=lora_scale),
+            batch,
+            found,
+            parallel=parallel,
+            temperature=getattr(algo_config, "temperature", 1.0) or 1.0,
+            **options,
+        )
+        return _output(loss, metrics_of.values(metrics), found, batch)
+
+    function_registry.register_policy_loss_fn(name)(loss_fn)
+    return name
+
+
+def config_of(algo_config: Any, completion_length: int | None = None) -> PolicyLossConfig:
+    """The policy loss of a Tunix `GRPOConfig`, or of one that derives from it (DAPO, Dr. GRPO).
+
+    Args:
+      algo_config: its epsilon, epsilon_high, epsilon_c, beta, kl_loss_mode, kl_clamp_value, loss_algo and
+        loss_agg_mode.
+      completion_length: C, the denominator of "sequence-mean-token-scale".
+
+    Returns:
+      The config. Its entropy is a metric, as in Tunix.
+
+    Raises:
+      ValueError: a value that this package has no meaning for; a PPOConfig, whose loss `register` takes as a config.
+
+    Example:
+      >>> from types import SimpleNamespace
+      >>> grpo = SimpleNamespace(epsilon=0.2, epsilon_high=0.28, beta=0.0, loss_algo="grpo", loss_agg_mode="token-mean")
+      >>> config_of(grpo).loss
+      PPO(clip_low=0.2, clip_high=0.28, dual_clip=None)
+    """
+    algorithm = getattr(algo_config, "loss_algo", None)
+    if algorithm not in ("grpo", "gspo-token"):
+        raise ValueError(
+            f"algo_config: got {type(algo_config).__name__} with loss_algo={algorithm!r}, expected 'grpo' or "
+            "'gspo-token'; register(config) says the loss of another"
+        )
+    mode = algo_config.loss_agg_mode
+    if mode not in _AGGREGATIONS:
+        raise ValueError(f"loss_agg_mode: got {mode!r}, expected one of {', '.join(_AGGREGATIONS)}")
+    aggregation = _AGGREGATIONS[mode]
+    norm = float(completion_length) if aggregation == "sequence_mean_token_sum_norm" and completion_length else None
+    high = getattr(algo_config, "epsilon_high", None)
+    bounds = (algo_config.epsilon, algo_config.epsilon if high is None else high)
+    dual = getattr(algo_config, "epsilon_c", None)
+    loss: PolicyLoss = PPO(*bounds, dual) if algorithm == "grpo" else GSPO(*bounds, dual, "token")
+    return PolicyLossConfig(loss, kl=_kl(algo_config), aggregation=aggregation, aggregation_norm=norm)
+
+
+def _kl(algo_config: Any) -> KL | None:
+    beta = algo_config.beta
+    if not beta:
+        return None
+    mode, clamp = algo_config.kl_loss_mode, getattr(algo_config, "kl_clamp_value", None)
+    if mode not in _ESTIMATORS:
+        raise ValueError(f"kl_loss_mode: got {mode!r}, expected one of {', '.join(_ESTIMATORS)}")
+    if clamp is None:
+        return KL(beta, _ESTIMATORS[mode])
+    if (mode, float(clamp)) == ("low_var_kl", 10.0):
+        return KL(beta, "low_var_kl")
+    raise ValueError(f"kl_clamp_value: got {clamp} with {mode!r}, expected None, or 10 with 'low_var_kl'")
+
+
+def _agreed(config: PolicyLossConfig, algo_config: Any) -> PolicyLossConfig:
+    """The config, where the learner computes what it needs and means the same penalty."""
+    beta, mine = getattr(algo_config, "beta", None), 0.0 if config.kl is None else config.kl.coef
+    if beta is not None and hasattr(algo_config, "loss_algo") and isinstance(mine, (int, float)) and beta != mine:
+        raise ValueError(
+            f"beta: got {beta} in {type(algo_config).__name__}, expected {mine}, the coefficient of config.kl; with "
+            "beta=0 Tunix computes no reference log-probs"
+        )
+    return config
+
+
+def _fitting(config: PolicyLossConfig, batch: RolloutBatch, weights: Any) -> PolicyLossConfig:
+    """The config for a batch as Tunix made it: without old log-probs the ratio is 1."""
+    if weights is not None:
+        raise NotImplementedError(
+            "sampler_is_weights: got weights of Tunix's sampler correction, expected None (sampler_is=None)"
+        )
+    if batch.old_log_probs is None and config.ratio_to == "old":
+        return dataclasses.replace(config, ratio_to="current")
+    return config
+
+
+def batch_of(
+    train_example: Any, pad_id: int, *, parallel: ParallelMesh | None = None, num_segments: int | None = None
+) -> RolloutBatch:
+    """The batch that a Tunix `TrainExample` is, padded or packed; traceable.
+
+    Args:
+      train_example: prompt_ids `[B, P]`, completion_ids and completion_mask `[B, C]`, advantages `[B]` or `[B, C]`,
+        old_per_token_logps and ref_per_token_logps `[B, C]` or None; packed, segment_ids and segment_positions
+        `[B, C]`, and empty prompts.
+      pad_id: of the tokenizer.
+      parallel: the mesh.
+      num_segments: S of a packed batch; by default its own num_segments, or C.
+
+    Returns:
+      `[B, P + C]`.
+    """
+    x = train_example
+    given = {
+        "advantages": x.advantages,
+        "old_log_probs": x.old_per_token_logps,
+        "ref_log_probs": x.ref_per_token_logps,
+    }
+    arrays: dict[str, Any] = {name: jnp.asarray(v, jnp.float32) for name, v in given.items() if v is not None}
+    mask = jnp.asarray(x.completion_mask, jnp.float32)
+    segments = getattr(x, "segment_ids", None)
+    if segments is None:
+        found = jnp.concatenate([x.prompt_ids != pad_id, (x.completion_ids != pad_id) | (mask > 0)], axis=1)
+        # a padding id that was sampled is a token, too: like Tunix's, the next one is predicted at its place
+        tokens = jax.lax.cummax(found.astype(jnp.int32), 1) * jax.lax.cummax(found.astype(jnp.int32), 1, reverse=True)
+        return RolloutBatch.from_padded(
+            x.prompt_ids, x.completion_ids, mask, attention_mask=tokens, parallel=parallel, **arrays
+        )
+    num_segments = num_segments or getattr(x, "num_segments", None) or segments.shape[1]
+    tokens, ids, positions = (jnp.asarray(a, jnp.int32) for a in (x.completion_ids, segments, x.segment_positions))
+    return RolloutBatch.from_token_aligned(
+        tokens, ids, positions, mask, num_segments=num_segments, parallel=parallel, **arrays
+    )
+
+
+def _hidden(model: Any, x: Any, pad_id: int) -> jax.Array:
+    packed = (getattr(x, "segment_ids", None), getattr(x, "segment_positions", None))
+    return hidden_of_example(model, x.prompt_ids, x.completion_ids, pad_id, *packed)
+
+
+def _output(loss: jax.Array, values: dict[str, Any], config: PolicyLossConfig, batch: RolloutBatch) -> Any:
+    """What Tunix expects of a policy loss: the loss, and metrics with the names that its learners log."""
+    aux = values | {
+        "kl": values.get("kl", jnp.float32(0)),
+        "kl_loss": values.get("kl", jnp.float32(0)),
+        "pg_clipfrac": values.get("clip_fraction", jnp.float32(0)),
+        "sampler_is/weight_mean": jnp.float32(1),
+        "sampler_is/weight_min": jnp.float32(1),
+    }
+    return loss, aux
+
+
+def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions]) -> Any:
+    """Tunix's `RLCluster` as a class whose reference, old and actor passes compute log-probs without logits.
+
+    What it overrides: the `inference_worker` property, for `get_ref_per_token_logps`; the `rollout` property, for
+    `get_per_token_logps`; and `get_actor_per_token_logps`, which stays Tunix's where models are offloaded to the CPU.
+    All else is Tunix's. The old log-probs are at the sampler's temperature, like the loss; Tunix 0.1.7's vanilla
+    rollout computes them at 1.
+
+    Args:
+      lora_scale: alpha / rank of an adapter of the head; see `Head.of`.
+      **options: of the head, see `HeadOptions`.
+
+    Returns:
+      A subclass of `tunix.rl.rl_cluster.RLCluster`. `parallel_of(role)` is the mesh of a role, by default what
+      `ParallelMesh` makes of Tunix's; a further subclass may say otherwise.
+
+    Raises:
+      ModuleNotFoundError: Tunix is not installed.
+    """
+    from flax import nnx
+    from tunix.rl import rl_cluster as theirs
+
+    check_options(options)
+
+    class RLCluster(theirs.RLCluster):  # type: ignore[misc]
+        """Tunix's cluster, without logits in its forward passes."""
+
+        def parallel_of(self, role: Any) -> ParallelMesh | None:
+            mesh = self.r2m[role]
+            return None if mesh.empty or mesh.size == 1 else ParallelMesh(mesh)
+
+        def _log_probs(self, role: Any, model: Any, *args: Any, **kwargs: Any) -> jax.Array:
+            kwargs |= {"parallel": self.parallel_of(role), "lora_scale": lora_scale}
+            return log_probs(model, *args, **kwargs, **options)
+
+        @property
+        def inference_worker(self) -> Any:
+            worker = super().inference_worker
+
+            def get(prompts: Any, completions: Any, pad_id: int, eos_id: int, **kwargs: Any) -> jax.Array:
+                model = worker.get_model("reference")
+                return self._log_probs(theirs.Role.REFERENCE, model, prompts, completions, pad_id=pad_id, **kwargs)
+
+            return _Instead(worker, get_ref_per_token_logps=get)
+
+        @property
+        def rollout(self) -> Any:
+            rollout = super().rollout
+
+            def get(prompt_tokens: Any, completion_tokens: Any, **_: Any) -> jax.Array:
+                kwargs = {"pad_id": rollout.pad_id(), "temperature": self._temperature()}
+                return self._log_probs(theirs.Role.ROLLOUT, rollout.model(), prompt_tokens, completion_tokens, **kwargs)
+
+            return _Instead(rollout, get_per_token_logps=get)
+
+        def get_actor_per_token_logps(
+            self,
+            prompt_tokens: Any,
+            completion_tokens: Any,
+            pad_id: int,
+            eos_id: int,
+            micro_batch_size: int | None = None,
+            temperature: float | None = None,
+        ) -> jax.Array:
+            anchor = self._anchor_policy_state  # the weights at the start of the step, which only Tunix holds
+            if anchor is None or self.cluster_config.offload_to_cpu:
+                return super().get_actor_per_token_logps(
+                    prompt_tokens, completion_tokens, pad_id, eos_id, micro_batch_size, temperature
+                )
+            graph, state = nnx.split(self.actor_trainer.model)
+            model = nnx.merge(graph, jax.tree.map(lambda kept, x: jax.device_put(kept, x.sharding), anchor, state))
+            temperature = self._temperature() if temperature is None else temperature
+            rows = micro_batch_size or len(prompt_tokens)
+            parts = [
+                self._log_probs(
+                    theirs.Role.ACTOR,
+                    model,
+                    *(x[i : i + rows] for x in (prompt_tokens, completion_tokens)),
+                    pad_id=pad_id,
+                    temperature=temperature,
+                )
+                for i in range(0, len(prompt_tokens), rows)
+            ]
+            return jnp.concatenate(parts)
+
+        def _temperature(self) -> float:
+            found: float = self.get_rollout_config(mode=theirs.Mode.TRAIN).temperature
+            return found
+
+    return RLCluster
+
+
+class _Instead:
+    """An object with some of its methods replaced."""
+
+    def __init__(self, of: Any, **methods: Callable[..., Any]) -> None:
+        self._of = of
+        self.__dict__.update(methods)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)

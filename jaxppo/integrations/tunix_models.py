@@ -1,0 +1,192 @@
+"""Tunix's models without their logits: hidden states, heads, and the log-probs of a forward pass."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxppo._sharding import ParallelMesh
+from jaxppo.head.api import HeadOptions, log_probs_from_hidden
+from jaxppo.head.head import Head
+
+_SOWN = "all_hidden_states"  # as Tunix's models call what they leave behind for output_hidden_states=True
+_SOFTCAPS = ("final_logits_softcap", "final_logit_softcap")  # of Gemma's models and of its configs
+
+
+def head_of(model: Any, *, lora_scale: float | None = None) -> Head:
+    """The head of a Tunix model: its `lm_head`, or its embedder where embeddings are tied, with Gemma's soft-cap.
+
+    Args:
+      model: of `tunix.models`: Qwen 2 and 3, Llama 3, Gemma 1 to 4.
+      lora_scale: alpha / rank of the adapter of the head; see `Head.of`.
+
+    Returns:
+      The head; call it where the model holds what is differentiated.
+
+    Raises:
+      TypeError: a model with neither.
+    """
+    module = getattr(model, "lm_head", None)
+    module = getattr(model, "embedder", None) if module is None else module
+    if module is None:
+        raise TypeError(f"model: got {type(model).__name__}, expected a Tunix model with an lm_head or an embedder")
+    config = getattr(model, "config", None)
+    caps = (getattr(holder, name, None) for holder in (model, config) for name in _SOFTCAPS)
+    return Head.of(module, lora_scale=lora_scale, softcap=next((cap for cap in caps if cap), None))
+
+
+def hidden_states(
+    model: Any,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    attention_mask: Array | None,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T H"]:
+    """The hidden states that the head of a Tunix model multiplies, after its last norm.
+
+    A model whose call takes `output_hidden_states` (Qwen 2 and 3, Gemma 1 to 3) is asked for them. The others (Llama 3,
+    Gemma 4) have no such output: the `final_norm` of a copy of the model, which shares its arrays, notes what it
+    returns. The logits that the model computes beside them are used by nothing, so that under jit they do not exist.
+
+    Args:
+      model: of `tunix.models`.
+      tokens: `i32[B, T]`.
+      positions: `i32[B, T]`.
+      attention_mask: `bool[B, T, T]`.
+      segment_ids: `i32[B, T]`, for attention kernels; models whose call takes none do without.
+
+    Returns:
+      `[B, T, H]` in the model's dtype.
+
+    Raises:
+      TypeError: a model without a `final_norm`, or that was asked for hidden states and has none (MaxText's adapter).
+    """
+    from flax import nnx
+
+    noted: list[Any] = []
+
+    class Noting(nnx.Module):
+        def __init__(self, norm: Any) -> None:
+            self.norm = norm
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            noted.append(self.norm(*args, **kwargs))
+            return noted[-1]
+
+    model = nnx.merge(*nnx.split(model))  # what is noted stays with the copy
+    taken = _parameters_of_call(model)
+    asked: dict[str, Any] = {}
+    if "output_hidden_states" in taken:
+        asked["output_hidden_states"] = True
+    elif hasattr(model, "final_norm"):
+        model.final_norm = Noting(model.final_norm)
+    else:
+        raise TypeError(f"model: got {type(model).__name__}, expected a Tunix model with a final_norm")
+    if "segment_ids" in taken and segment_ids is not None:
+        asked["segment_ids"] = segment_ids
+    model(tokens, positions=positions, cache=None, attention_mask=attention_mask, **asked)
+    left = nnx.to_flat_state(nnx.pop(model, nnx.Intermediate))
+    found = noted or [jax.tree.leaves(value)[-1] for path, value in left if _SOWN in path]
+    if not found:
+        raise TypeError(f"model: got {type(model).__name__}, which leaves no {_SOWN}, expected a model of Tunix's")
+    return found[-1]
+
+
+def _parameters_of_call(model: Any) -> set[str]:
+    """The arguments of the model's own `__call__`, which adapters and quantisation hide behind *args."""
+    names: set[str] = set()
+    for kind in type(model).__mro__:
+        if "__call__" in vars(kind):
+            names |= set(inspect.signature(vars(kind)["__call__"]).parameters)
+    return names
+
+
+def hidden_of_example(
+    model: Any,
+    prompt_ids: Any,
+    completion_ids: Any,
+    pad_id: int,
+    segment_ids: Any = None,
+    segment_positions: Any = None,
+) -> Float[Array, "B T H"]:
+    """The hidden states of prompts and completions, `[B, P + C, H]`, padded or packed as Tunix's TrainExample is.
+
+    Packed rows (`segment_ids`; the prompts are empty) get an attention mask by segment too: Tunix gives them none, and
+    without flash attention its models would then attend to everything.
+    """
+    from tunix.rl import common
+
+    if segment_ids is None:
+        tokens, positions, mask, segments = common.process_ids(prompt_ids, completion_ids, pad_id, pad_id)
+        return hidden_states(model, tokens, positions, mask, segments)
+    tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
+    same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids > 0)[:, None, :]
+    return hidden_states(model, tokens, segment_positions, jnp.tril(same), segment_ids)
+
+
+def log_probs(
+    model: Any,
+    prompt_ids: Int[Array, "B P"],
+    completion_ids: Int[Array, "B C"],
+    *,
+    pad_id: int,
+    temperature: float = 1.0,
+    segment_ids: Int[Array, "B C"] | None = None,
+    segment_positions: Int[Array, "B C"] | None = None,
+    parallel: ParallelMesh | None = None,
+    lora_scale: float | None = None,
+    **options: Unpack[HeadOptions],
+) -> Float[Array, "B C"]:
+    """Log-probs of completion tokens under a Tunix model, without logits: Tunix's `compute_per_token_logps`.
+
+    Args:
+      model: of `tunix.models`.
+      prompt_ids: `i32[B, P]`, padded before; `[B, 0]` for packed rows.
+      completion_ids: `i32[B, C]`, padded behind, or packed rows.
+      pad_id: of the tokenizer.
+      temperature: of the sampler; like Tunix's, 0 divides by nothing.
+      segment_ids: of packed rows, 0 is padding.
+      segment_positions: of packed rows.
+      parallel: the mesh of the model.
+      lora_scale: see `head_of`.
+      **options: see `HeadOptions`.
+
+    Returns:
+      `f32[B, C]`, at the token that each speaks of; 0 at padding and at the first token of a packed sequence.
+    """
+    from flax import nnx
+
+    packed = None if segment_ids is None else (segment_ids, segment_positions)
+    static = (pad_id, float(temperature), parallel, lora_scale, tuple(sorted(options.items())))
+    found: Float[Array, "B C"] = _log_probs(*nnx.split(model), prompt_ids, completion_ids, packed, static)
+    return found
+
+
+@partial(jax.jit, static_argnames=("static",))  # a graph is a pytree: it need not have a hash
+def _log_probs(graph: Any, state: Any, prompt_ids: Any, completion_ids: Any, packed: Any, static: Any) -> Any:
+    from flax import nnx
+
+    pad_id, temperature, parallel, lora_scale, options = static
+    model = nnx.merge(graph, state)
+    hidden = hidden_of_example(model, prompt_ids, completion_ids, pad_id, *(packed or ()))
+    tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
+    segments = (tokens != pad_id).astype(jnp.int32) if packed is None else packed[0]
+    is_next = (segments > 0) & (segments == jnp.roll(segments, 1, axis=1)) if packed is not None else segments > 0
+    first = jnp.arange(tokens.shape[1]) < max(prompt_ids.shape[1], 1)  # nothing predicts the first token of a row
+    where = jnp.roll(is_next & ~first, -1, axis=1)
+    targets = jnp.roll(tokens, -1, axis=1)
+    stats = log_probs_from_hidden(
+        hidden,
+        head_of(model, lora_scale=lora_scale),
+        targets,
+        where=where,
+        parallel=parallel,
+        temperature=temperature or 1.0,
+        **dict(options),
+    )
+    return jnp.roll(stats.log_probs, 1, axis=1)[:, prompt_ids.shape[1] :]
