@@ -10,6 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from examples.learner import TrainState
+from sharding import multihost
 
 FORMAT = 1  # of what is saved; to be raised where an older program could not go on from it
 
@@ -24,8 +25,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any], resume: bool):
-        if not resume:
+        if not resume and jax.process_index() == 0:
             shutil.rmtree(folder, ignore_errors=True)
+        multihost.exchange("an emptied folder", b"")
         self.identity = {"format": FORMAT, **identity}
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True

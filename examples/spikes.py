@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxppo import RolloutBatch
-from sharding import ParallelMesh
+from sharding import ParallelMesh, multihost
 
 
 class Spikes:
@@ -42,9 +42,11 @@ class Spikes:
             self._losses.append(loss)
         if not spike:
             return None
-        self.folder.mkdir(exist_ok=True)
         path = self.folder / f"step_{step}.npz"
-        save_batch(path, batch)
+        batch = multihost.whole(batch)  # every process comes here, since all have the same losses
+        if jax.process_index() == 0:
+            self.folder.mkdir(exist_ok=True)
+            save_batch(path, batch)
         return path
 
 

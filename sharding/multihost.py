@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed  # whose client of the coordinator has no public name
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Num
 
@@ -147,7 +149,7 @@ def numbers_before(parallel: ParallelMesh, count: int) -> int:
 
     Processes that hold the same data shards hold the same things, and count once.
     """
-    mine = np.array([[min(_local_data_shards(parallel)), count]], np.int64)
+    mine = np.array([[min(local_data_shards(parallel)), count]], np.int64)
     held = dict(tuple(row) for part in gather(mine) for row in part.tolist())
     return sum(n for first, n in held.items() if first < mine[0, 0])
 
@@ -162,7 +164,7 @@ def check_equal(what: str, value: Any) -> None:
 
 def check_equal_rows(what: str, arrays: Mapping[str, np.ndarray], parallel: ParallelMesh) -> None:
     """Raises on every process where two that hold the same data shards bring other arrays; all must call this."""
-    mine = _local_data_shards(parallel)
+    mine = local_data_shards(parallel)
     prints = {name: zlib.crc32(np.ascontiguousarray(x).tobytes()) for name, x in arrays.items()}
     first: dict[str, tuple[int, dict[str, int]]] = {}
     for process, part in enumerate(exchange(f"rows of {what}", json.dumps([mine, prints]).encode())):
@@ -176,6 +178,22 @@ def check_equal_rows(what: str, arrays: Mapping[str, np.ndarray], parallel: Para
             )
 
 
+def local_data_shards(parallel: ParallelMesh) -> list[int]:
+    """The data shards that have a device in this process, by their place in the order of `parallel.data`.
+
+    Example:
+      >>> from sharding import make_parallel_mesh
+      >>> local_data_shards(make_parallel_mesh("dp=1", devices=jax.devices()[:1]))
+      [0]
+    """
+    axes = list(parallel.mesh.axis_names)
+    others = [axes.index(name) for name in axes if name not in parallel.data]
+    order = [axes.index(name) for name in parallel.data] + others
+    shards = np.transpose(parallel.mesh.devices, order).reshape(parallel.data_size, -1)
+    me = jax.process_index()
+    return [i for i, devices in enumerate(shards) if any(device.process_index == me for device in devices)]
+
+
 def local_data_size(parallel: ParallelMesh) -> int:
     """How many of the data shards have a device in this process.
 
@@ -184,7 +202,7 @@ def local_data_size(parallel: ParallelMesh) -> int:
       >>> local_data_size(make_parallel_mesh("dp=1", devices=jax.devices()[:1]))
       1
     """
-    return len(_local_data_shards(parallel))
+    return len(local_data_shards(parallel))
 
 
 def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
@@ -213,14 +231,49 @@ def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
         return jax.tree.map(place, specs, tree, is_leaf=is_spec)
 
 
-def _local_data_shards(parallel: ParallelMesh) -> list[int]:
-    """The data shards that have a device in this process, by their place in the order of `parallel.data`."""
-    axes = list(parallel.mesh.axis_names)
-    others = [axes.index(name) for name in axes if name not in parallel.data]
-    order = [axes.index(name) for name in parallel.data] + others
-    shards = np.transpose(parallel.mesh.devices, order).reshape(parallel.data_size, -1)
-    me = jax.process_index()
-    return [i for i, devices in enumerate(shards) if any(device.process_index == me for device in devices)]
+def to_local(tree: Any, parallel: ParallelMesh) -> Any:
+    """The rows of this host's own data shards, of arrays over the whole mesh: what `to_global` takes; all call this.
+
+    Args:
+      tree: a pytree of arrays whose first dimension is that of the rows.
+      parallel: the mesh.
+
+    Example:
+      >>> from sharding import make_parallel_mesh
+      >>> parallel = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
+      >>> to_local(to_global(np.ones((2, 3)), parallel.tokens_spec, parallel), parallel).shape
+      (2, 3)
+    """
+    if not spans_processes(parallel):
+        return jax.device_get(tree)
+    return jax.tree.map(_rows, _placed(parallel.sharding(parallel.rows_spec))(tree))
+
+
+def whole(tree: Any) -> Any:
+    """Arrays over devices of several processes, whole on each of them; every process must call this.
+
+    Example:
+      >>> whole(np.ones(3)).shape
+      (3,)
+    """
+
+    def read(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return x
+        assert isinstance(x.sharding, NamedSharding)
+        return jax.device_get(_placed(NamedSharding(x.sharding.mesh, P()))(x))
+
+    return jax.tree.map(read, tree)
+
+
+@functools.cache
+def _placed(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda tree: tree, out_shardings=sharding)
+
+
+def _rows(x: jax.Array) -> np.ndarray:
+    parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate(jax.device_get([parts[start] for start in sorted(parts)]))
 
 
 def _to_global(local: np.ndarray, spec: P, parallel: ParallelMesh) -> jax.Array:
@@ -229,7 +282,7 @@ def _to_global(local: np.ndarray, spec: P, parallel: ParallelMesh) -> jax.Array:
     if parallel.data not in names:
         return jax.make_array_from_callback(local.shape, sharding, lambda index: local[index])
     dim = names.index(parallel.data)
-    mine = _local_data_shards(parallel)
+    mine = local_data_shards(parallel)
     if local.shape[dim] % len(mine):
         raise ValueError(f"tree: got {local.shape[dim]} rows on this host, expected a multiple of {len(mine)}")
     each = local.shape[dim] // len(mine)
