@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -65,6 +65,13 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+@contextlib.contextmanager
+def one_speaks() -> Iterator[None]:
+    """Within the block, what other processes than the first print goes nowhere."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if is_first() else nowhere):
+        yield
+
+
 def leave(code: int) -> int:
     """The exit code; a process that failed does not wait for the others, who would wait for it."""
     if code and jax.process_count() > 1:
@@ -75,7 +82,7 @@ def leave(code: int) -> int:
 
 
 def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> int:
-    """Runs the module as `args.processes` processes on this machine, and passes SIGTERM and SIGINT on to them.
+    """Runs the module as `args.processes` processes on this machine, and passes SIGTERM on to them.
 
     Where one ends badly, the others have the heartbeat timeout, and as long again, to end on their own; then they are
     killed.
@@ -94,7 +101,9 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
         for process in running:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = signal.signal(signal.SIGTERM, pass_on)
+    named = ", ".join(str(process.pid) for process in running)
+    print(f"{args.processes} processes at 127.0.0.1:{port}, their ids {named}", file=sys.stderr)
     code, deadline = 0, float("inf")
     try:
         while any(process.poll() is None for process in running) and time.monotonic() < deadline:
@@ -109,8 +118,7 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
     finally:
         for process in running:
             process.kill()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)
     return code
 
 

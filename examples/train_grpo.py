@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launch.is_launcher(args):
         return launch.start("examples.train_grpo", sys.argv[1:] if argv is None else argv, args)
     launch.join(args, EMULATED_DEVICES)
-    with contextlib.nullcontext() if launch.is_first() else contextlib.redirect_stdout(None):
+    with launch.one_speaks():
         return launch.leave(_run(args))
 
 
