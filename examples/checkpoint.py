@@ -71,10 +71,15 @@ class Checkpoints:
         step = steps[-1] if step is None else step
         before = [s for s in steps if s < step]
         offer = f"; --resume {before[-1]} goes on from the one before" if before else "; there is none before it"
+        inside = self.manager.directory / str(step)
+        for path in (inside, *inside.rglob("*")):
+            if path.is_symlink():
+                raise ValueError(f"--resume: got {path}, a link, expected a checkpoint whose files lie in it{offer}")
         try:
             info = self.manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore())).info
             identity, notes = info["identity"], info["notes"]
             found = {name: identity.get(name) for name in self.identity}
+            notes.keys()
         except Exception as error:  # of a file cut short or a stranger's, whatever reads it raises
             raise ValueError(self._unreadable(step, error) + offer) from error
         for name, expected in self.identity.items():

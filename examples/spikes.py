@@ -64,11 +64,14 @@ def load_batch(path: Path, parallel: ParallelMesh) -> RolloutBatch:
     """The batch of a file, placed on the mesh: what `Learner.grpo_step` takes, with the state before that step.
 
     Raises:
-      ValueError: the batch was packed for another context layout.
+      ValueError: no such file, or the batch was packed for another context layout.
     """
-    with np.load(path) as file:
-        found: dict[str, Any] = dict(file)
-    static = json.loads(str(found.pop("static")))
-    batch = RolloutBatch(**found, **static)
+    try:
+        with np.load(path, allow_pickle=False) as file:  # a file is data, and runs nothing
+            found: dict[str, Any] = dict(file)
+        batch = RolloutBatch(**found | json.loads(str(found.pop("static"))))
+    except Exception as error:  # of a stranger's file, whatever reads it raises
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"path: got {path}, expected a batch that save_batch wrote ({reason})") from error
     batch.check_layout(parallel)
     return batch.put(parallel)

@@ -406,6 +406,8 @@ class RolloutBatch:
           ...
           ValueError: tokens: got 9 at row 0, position 2, expected 0 to 8
         """
+        if not isinstance(vocab_size, (int, np.integer)) or vocab_size < 1:
+            raise ValueError(f"vocab_size: got {vocab_size!r}, expected an integer of at least 1")
         arrays = self._rows()
         layout, shards, segments = self.context_layout, self.context_shards, arrays["segment_ids"]
         length = segments.shape[1]

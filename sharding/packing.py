@@ -124,6 +124,8 @@ def pack(
         _check_options(rows, buckets, micro_batches, max_tokens, num_segments, data)
         lengths = np.array([len(sequence) for sequence in sequences], np.int32)
         costs = np.asarray(lengths if loads is None else loads, np.float64)
+        if costs.shape == lengths.shape and not np.isfinite(costs).all():
+            raise ValueError(f"loads: got {costs[~np.isfinite(costs)][0]}, expected finite numbers")
         if costs.shape != lengths.shape:
             raise ValueError(f"loads: got shape {costs.shape}, expected one of each of the {len(lengths)} sequences")
         if max_tokens is not None:
@@ -179,6 +181,8 @@ def unpack(array: Any, packed: Packed) -> list[np.ndarray]:
 
 
 def _check_options(rows: Any, buckets: Any, micro_batches: Any, max_tokens: Any, num_segments: Any, data: int) -> None:
+    if buckets is not None and not isinstance(buckets, Sequence):
+        raise TypeError(f"buckets: got {buckets!r}, expected a sequence of numbers of rows")
     given = {"rows": rows, "buckets": buckets, "max_tokens": max_tokens}
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) > 1:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -192,6 +193,29 @@ def test_a_strangers_folder_is_named(finished, tmp_path, capsys):
     error = resume_error(tmp_path, capsys)
     assert str(tmp_path / "checkpoints" / "7") in error
     assert error.endswith("; --resume 3 goes on from the one before")
+
+
+def test_checkpoints_are_data(finished, tmp_path, capsys):
+    """Nothing is unpickled, and no link is followed out of the folder."""
+    unpickled = []
+    sys.addaudithook(lambda event, args: unpickled.append(args) if event == "pickle.find_class" else None)
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "3")
+    (tmp_path / "checkpoints" / "3").symlink_to(finished / "checkpoints" / "3")
+    assert "3, a link, expected a checkpoint whose files lie in it; --resume 2 goes on" in resume_error(
+        tmp_path, capsys
+    )
+    (tmp_path / "checkpoints" / "3").unlink()
+    elsewhere = next((tmp_path / "checkpoints" / "2" / "state").glob("_METADATA"))
+    elsewhere.rename(tmp_path / "outside")
+    elsewhere.symlink_to(tmp_path / "outside")
+    assert "_METADATA, a link, expected" in resume_error(tmp_path, capsys)
+    elsewhere.unlink()
+    elsewhere.write_bytes(pickle.dumps(Path("x")))
+    assert "expected a whole checkpoint" in resume_error(tmp_path, capsys)
+    run = set_up(parse([*RUN, "--out", str(finished), "--resume"]))
+    assert run.step == 3
+    assert not unpickled
 
 
 def test_a_newer_format_is_named(finished, tmp_path, capsys, monkeypatch):
