@@ -71,7 +71,7 @@ class Checkpoints:
         step = steps[-1] if step is None else step
         before = [s for s in steps if s < step]
         offer = f"; --resume {before[-1]} goes on from the one before" if before else "; there is none before it"
-        inside = self.manager.directory / str(step)
+        inside = Path(self.manager.directory) / str(step)
         for path in (inside, *inside.rglob("*")):
             if path.is_symlink():
                 raise ValueError(f"--resume: got {path}, a link, expected a checkpoint whose files lie in it{offer}")

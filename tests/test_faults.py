@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ import jax
 import numpy as np
 import pytest
 
+from examples import train_grpo
 from examples.checkpoint import Checkpoints
 from examples.train_grpo import main, parse, set_up
 from sharding.testing import factorings
 
 RUN = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "6"]
 RUN += ["--learning-rate", "0.01", "--task", "gcd", "--steps", "3", "--checkpoint-every", "1"]
+RANDOM = np.random.default_rng(int(os.environ["SEARCH_SEED"]))  # other moments each night, see conftest
 CHANGES = 96  # of files and folders in a run, see killed.py
 
 
@@ -82,7 +85,7 @@ def test_killed_in_a_line_of_metrics(programs, finished, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("number", np.random.default_rng(0).integers(1, CHANGES, 20).tolist())
+@pytest.mark.parametrize("number", RANDOM.integers(1, CHANGES, 20).tolist())
 def test_killed_at_any_moment(programs, finished, tmp_path, number):
     check_kill(programs, finished, tmp_path, "file", number)
 
@@ -93,6 +96,7 @@ def test_a_file_in_the_place_of_checkpoints_is_an_error(tmp_path, capsys):
     assert "train_grpo.py: error: " in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.nightly
 def test_a_full_disk_leaves_the_last_checkpoint(programs, finished, tmp_path):
     done = befallen(programs, tmp_path, "full", 4096)
     assert done.returncode == 1, done.stderr
@@ -103,11 +107,22 @@ def test_a_full_disk_leaves_the_last_checkpoint(programs, finished, tmp_path):
     assert records(tmp_path) == records(finished)
 
 
-@pytest.mark.parametrize("step", [0, 2])
-def test_sigterm_saves_and_exits_0(programs, finished, tmp_path, step):
-    done = befallen(programs, tmp_path, "term", step, "--checkpoint-every", "9")
-    assert done.returncode == 0, done.stderr
-    assert f"stopped by SIGTERM after step {step} of 3 and saved; --resume goes on" in done.stdout
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.nightly), 2])
+def test_sigterm_saves_and_exits_0(finished, tmp_path, step, monkeypatch, capsys):
+    """The signal comes in step 2, or in supervised training."""
+    name = "grpo_step" if step else "answers"
+    call, asked = getattr(train_grpo, name), []
+
+    def terminated(*args):
+        asked.append(args)
+        if len(asked) == max(step, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return call(*args)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(train_grpo, name, terminated)
+        assert main([*RUN, "--out", str(tmp_path), "--checkpoint-every", "9"]) == 0
+    assert f"stopped by SIGTERM after step {step} of 3 and saved; --resume goes on" in capsys.readouterr().out
     assert (tmp_path / "checkpoints" / str(step)).exists()
     assert main([*RUN, "--out", str(tmp_path), "--resume"]) == 0
     assert records(tmp_path) == records(finished)

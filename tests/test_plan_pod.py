@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
+from test_precision import H100, NO_SEARCH
 
 from examples import plan_pod
 from examples.pod_step import GIB, MODELS, ModelSizes, TrainStep
@@ -104,6 +106,18 @@ def test_a_whole_step_of_a_qwen3_8b_fits_a_pod(mesh, topology):
     assert found.loss.temp_bytes < found.step.temp_bytes
     # the loss is a small part of the step's time
     assert 0 < found.loss.time.compute < 0.2 * found.step.time.compute
+
+
+@pytest.mark.nightly
+def test_a_whole_step_of_a_qwen3_8b_fits_a_gpu_host():
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs takes the extra gpu-aot")
+    topology = {"platform": "cuda", "topology": "1x1x8", "target_config": H100}
+    devices = topologies.get_topology_desc("", **topology).devices
+    step = TrainStep(MODELS["qwen3-8b"], 4096, make_parallel_mesh("fsdp=4,tp=2", devices=devices))
+    memory = step.jitted.lower(*step.arguments).compile(NO_SEARCH).memory_analysis()
+    held = sum(step.bytes_held.values())
+    assert memory.argument_size_in_bytes == pytest.approx(held, rel=1e-3)
+    assert held + memory.temp_size_in_bytes < 80 * GIB
 
 
 @pytest.mark.nightly
