@@ -106,18 +106,22 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
     print(f"{args.processes} processes at 127.0.0.1:{port}, their ids {named}", file=sys.stderr)
     code, deadline = 0, float("inf")
     try:
-        while any(process.poll() is None for process in running) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-            failed = next((i for i, process in enumerate(running) if process.poll()), None)
+        while time.monotonic() < deadline:
+            ended = [process.poll() for process in running]
+            failed = next((i for i, status in enumerate(ended) if status), None)
             if failed is not None and code == 0:
                 status = running[failed].returncode
                 code = status if status > 0 else 128 - status
                 deadline = time.monotonic() + 2 * args.heartbeat_timeout
                 how = f"exit code {status}" if status > 0 else signal.Signals(-status).name
                 print(f"process {failed} of {args.processes} ended with {how}; waiting for the rest", file=sys.stderr)
+            if None not in ended:
+                break
+            time.sleep(_POLL_S)
     finally:
         for process in running:
             process.kill()
+            process.wait()
         signal.signal(signal.SIGTERM, before)
     return code
 

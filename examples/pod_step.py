@@ -263,11 +263,11 @@ def fit(step: TrainStep, loss: Audit) -> Fit:
     try:
         found = audit(step.jitted, *step.arguments)
     except jax.errors.JaxRuntimeError as error:
-        refused = re.search(r"Used ([\d.]+)G of ([\d.]+)G", str(error))
+        refused = re.search(r"required for HLO temporaries \(([\d.]+)G\) exceeds", str(error))
         if refused is None:
             raise
-        needed = int(float(refused[1]) * GIB)
-        return Fit(parts | {rest: needed - sum(parts.values())}, needed, available, None, loss)
+        parts |= {rest: int(float(refused[1]) * GIB)}
+        return Fit(parts, sum(parts.values()), available, None, loss)
     parts |= {rest: found.temp_bytes}
     return Fit(parts, sum(parts.values()), available, found, loss)
 

@@ -7,6 +7,7 @@ With "refusals" behind, prints how batches are refused that are bad on one proce
 
 import dataclasses
 import json
+import os
 import sys
 
 import jax
@@ -80,6 +81,17 @@ def refusals(rank):
     return found
 
 
+def packed_while_devices_work(parallel):
+    """The shape of a batch that is packed and placed, and whether the devices still are at what was before it."""
+    from jaxppo import RolloutBatch
+
+    long = jax.jit(lambda x: jax.lax.fori_loop(0, 2**31 - 1, lambda _, y: jax.numpy.sin(y) + 1, x))
+    sharding = jax.NamedSharding(jax.sharding.Mesh(np.array(jax.local_devices()), "x"), jax.P("x"))
+    running = long(jax.device_put(np.zeros(8), sharding))  # the host waits for a program of one device, on CPUs
+    batch = RolloutBatch.from_samples(samples(), row_length=64, parallel=parallel).put(parallel)
+    return [*batch.tokens.shape, not running.is_ready()]
+
+
 def main(rank, count, port, mesh, layout, event=None):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8 // count)
@@ -88,9 +100,10 @@ def main(rank, count, port, mesh, layout, event=None):
 
     multihost.start(f"127.0.0.1:{port}", count, rank)
     assert jax.device_count() == 8
-    if event == "refusals":
-        return print(json.dumps(refusals(rank)))
     parallel = make_parallel_mesh(mesh, context_layout=layout)
+    if event == "refusals":
+        print(json.dumps(refusals(rank) | {"while devices work": packed_while_devices_work(parallel)}), flush=True)
+        os._exit(0)  # not after the devices
     mine = samples()
     if multihost.local_data_size(parallel) < parallel.data_size:  # each process feeds its own rows: 4 samples and 2
         mine = mine[:4] if rank == 0 else mine[4:]

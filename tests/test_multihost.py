@@ -94,9 +94,10 @@ REFUSALS = {
 
 
 def test_what_is_bad_on_one_process_is_raised_on_both():
-    """In the same words, and both go on to the next case: none waits for another."""
+    """In the same words, and both go on to the next case: none waits for another, and packing not for a device."""
     first, second = run(2, "dp=2,cp=4", "contiguous", "refusals")
     assert first == second
+    assert first.pop("while devices work") == [2, 64, True]
     assert first.keys() == REFUSALS.keys()
     for name, pattern in REFUSALS.items():
         assert re.match(pattern, first[name]), first[name]
