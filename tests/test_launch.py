@@ -51,19 +51,27 @@ def check_same_run(folder, whole, step, options, rtol, atol):
         np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
 
 
+def pid_of_second(folder):
+    return int(re.search(r"their ids \d+, (\d+)", (folder / "said").read_text())[1])
+
+
+def wait_for(count, folder, launcher):
+    """Returns once so many steps are done."""
+    began = time.monotonic()
+    while len(records(folder)) < count:
+        assert launcher.poll() is None, (folder / "said").read_text()
+        assert time.monotonic() < began + WATCHDOG_S
+        time.sleep(0.1)
+
+
 def test_two_processes_have_one_runs_numbers_and_end_when_one_is_killed(tmp_path):
     options = ["--mesh", "dp=8", "--sft-steps", "0", "--updates", "1", "--checkpoint-every", "3"]
     both, whole = tmp_path / "both", tmp_path / "whole"
     both.mkdir()
     launcher = started(both, *options, "--steps", "100000", "--heartbeat-timeout", str(HEARTBEAT_S))
     try:
-        began = time.monotonic()
-        while len(records(both)) < 4:  # so that the checkpoint of step 3 is whole
-            assert launcher.poll() is None, (both / "said").read_text()
-            assert time.monotonic() < began + WATCHDOG_S
-            time.sleep(0.1)
-        killed = re.search(r"their ids \d+, (\d+)", (both / "said").read_text())
-        os.kill(int(killed[1]), signal.SIGKILL)
+        wait_for(4, both, launcher)  # so that the checkpoint of step 3 is whole
+        os.kill(pid_of_second(both), signal.SIGKILL)
         # the launcher itself ends what has not ended after two heartbeat timeouts
         assert launcher.wait(timeout=WATCHDOG_S) == 128 + signal.SIGKILL
     finally:
@@ -74,6 +82,23 @@ def test_two_processes_have_one_runs_numbers_and_end_when_one_is_killed(tmp_path
     assert "another task died" in said or "expected all processes to go on" in said
     assert main([*TINY, *options, "--steps", "3", "--out", str(whole)]) == 0
     check_same_run(both, whole, 3, options, 1e-4, 1e-6)
+
+
+@pytest.mark.nightly
+def test_sigterm_to_one_process_stops_both_after_the_same_step(tmp_path):
+    launcher = started(
+        tmp_path, "--mesh", "dp=8", "--sft-steps", "0", "--steps", "100000", "--checkpoint-every", "99999"
+    )
+    try:
+        wait_for(2, tmp_path, launcher)
+        os.kill(pid_of_second(tmp_path), signal.SIGTERM)
+        assert launcher.wait(timeout=WATCHDOG_S) == 0
+    finally:
+        launcher.terminate()
+        launcher.wait()
+    done = len(records(tmp_path))
+    assert f"stopped by SIGTERM after step {done} of 100000 and saved" in (tmp_path / "said").read_text()
+    assert (tmp_path / "checkpoints" / str(done)).exists()
 
 
 @pytest.mark.nightly
