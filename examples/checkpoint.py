@@ -10,6 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from examples.learner import TrainState
+from sharding import multihost
 
 FORMAT = 1  # of what is saved; to be raised where an older program could not go on from it
 
@@ -24,8 +25,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any], resume: bool):
-        if not resume:
+        if not resume and jax.process_index() == 0:
             shutil.rmtree(folder, ignore_errors=True)
+        multihost.exchange("an emptied folder", b"")
         self.identity = {"format": FORMAT, **identity}
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
@@ -69,10 +71,15 @@ class Checkpoints:
         step = steps[-1] if step is None else step
         before = [s for s in steps if s < step]
         offer = f"; --resume {before[-1]} goes on from the one before" if before else "; there is none before it"
+        inside = Path(self.manager.directory) / str(step)
+        for path in (inside, *inside.rglob("*")):
+            if path.is_symlink():
+                raise ValueError(f"--resume: got {path}, a link, expected a checkpoint whose files lie in it{offer}")
         try:
             info = self.manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore())).info
             identity, notes = info["identity"], info["notes"]
             found = {name: identity.get(name) for name in self.identity}
+            notes.keys()
         except Exception as error:  # of a file cut short or a stranger's, whatever reads it raises
             raise ValueError(self._unreadable(step, error) + offer) from error
         for name, expected in self.identity.items():

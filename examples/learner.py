@@ -49,10 +49,13 @@ class Learner:
 
     def start(self, params: nnx.State, seed: int) -> TrainState:
         """The state before the first GRPO step, every array on the mesh and no two sharing memory."""
-        copy = partial(jax.tree.map, lambda x: x.copy())
-        key = jax.random.key_data(jax.random.key(seed))
-        state = TrainState(params, self.optimizer.init(params), copy(params), key, 0)
-        return jax.device_put(state, self.shardings(state))
+
+        def make(params: nnx.State) -> TrainState:
+            key = jax.random.key_data(jax.random.key(seed))
+            copy = jax.tree.map(lambda x: x.copy(), params)
+            return TrainState(params, self.optimizer.init(params), copy, key, jnp.zeros((), jnp.int32))
+
+        return jax.jit(make, out_shardings=self.shardings(jax.eval_shape(make, params)))(params)
 
     def shardings(self, state: TrainState) -> TrainState:
         """The NamedSharding of each array of the state: moments lie as their parameters do, the rest is replicated."""

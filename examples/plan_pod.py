@@ -2,9 +2,11 @@
 
     python -m examples.plan_pod --model qwen3-8b --mesh dp=8,cp=8,tp=8 --topology v5p:8x8x8 --tokens 8192
     python -m examples.plan_pod --model qwen3-8b --memory 0.3 0.5 1 2 4
+    python -m examples.plan_pod --train --model qwen3-8b --mesh fsdp=16,cp=4,tp=8 --topology v5p:8x8x8 --tokens 4096
 
 The gradients of a PPO loss with an entropy bonus are compiled by the TPU compiler (`pip install libtpu`; no TPU is
 needed), which also estimates their time; all tokens carry loss. With --memory the head is given so many GiB in turn.
+With --train the whole training step is compiled, and what it holds is compared with the device's memory.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
+from examples.pod_step import MODELS, Fit, TrainStep, fit
 from jaxppo import (
     Head,
     HeadOptions,
@@ -198,6 +201,13 @@ def curve(step: Step, budgets: Sequence[float]) -> list[tuple[float, Audit | str
     return found
 
 
+def plan_train(step: TrainStep) -> Fit:
+    """Whether a whole training step fits, with its loss on its own beside it."""
+    sizes = HeadSizes(step.sizes.hidden_size, step.sizes.vocab_size, step.sizes.tied)
+    head = Step(sizes, step.rows * step.tokens, jnp.dtype(jnp.bfloat16), step.parallel)
+    return fit(step, head.cost(head.one_pass))
+
+
 def table(found: dict[str, Audit]) -> str:
     """The costs of each version in columns."""
     gib = lambda size: f"{size / GIB:.3f} GiB"  # noqa: E731
@@ -261,7 +271,10 @@ def described_mesh(mesh: str, topology: str) -> ParallelMesh:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=HEADS, help="a known head, instead of its two sizes")
+    known = sorted({**HEADS, **MODELS})
+    parser.add_argument("--model", choices=known, help="a known head, instead of its two sizes; with --train a model")
+    parser.add_argument("--train", action="store_true", help="the whole training step: whether it fits, and its time")
+    parser.add_argument("--rows", type=int, default=1, help="of each data shard, with --train")
     parser.add_argument("--hidden-size", type=int)
     parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--tied", action="store_true", help="the kernel is the [V, H] embedding")
@@ -275,12 +288,19 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = (args.hidden_size, args.vocab_size)
     if (args.model is None) == (None in sizes) or (args.model and sizes != (None, None)):
         parser.error("model: expected --model, or --hidden-size and --vocab-size")
-    if min(n for n in (*sizes, args.tokens) if n is not None) < 1:
+    choices = MODELS if args.train else HEADS
+    if args.model not in choices and (args.model or args.train):
+        parser.error(f"model: got {args.model}, expected one of {', '.join(choices)}")
+    if min(n for n in (*sizes, args.tokens, args.rows) if n is not None) < 1:
         parser.error(f"sizes: got {(*sizes, args.tokens)}, expected positive numbers")
-    head = HEADS[args.model] if args.model else HeadSizes(*sizes, tied=args.tied)
     jax.config.update("jax_platforms", "cpu")  # a real TPU here is not to be taken
     try:
         parallel = described_mesh(args.mesh, args.topology)
+        if args.train:
+            found = plan_train(TrainStep(MODELS[args.model], args.tokens, parallel, args.rows))
+            print(f"{args.model}, {args.rows} x {args.tokens} tokens a shard, {args.mesh}, {args.topology}\n\n{found}")
+            return 0 if found.fits else 1
+        head = HEADS[args.model] if args.model else HeadSizes(*sizes, tied=args.tied)
         step = Step(head, args.tokens, jnp.dtype(args.dtype), parallel)
         text = curve_table(curve(step, args.memory)) if args.memory is not None else table(plan(step))
     except ModuleNotFoundError:

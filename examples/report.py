@@ -33,6 +33,7 @@ class Report:
         path, beside = folder / "metrics.jsonl", folder / "metrics.jsonl.new"
         if start and path.exists():
             self.records = [record for record in _records(path) if record["step"] <= start]
+        beside.unlink(missing_ok=True)  # a link there would lead out of the folder
         with beside.open("w") as file:
             file.writelines(map(_line, self.records))
         os.replace(beside, path)  # whoever looks finds the old lines or the new ones

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from examples.sampler import Sampler, rows_spec
 from examples.tasks import Question, Task, Tokenizer
 from jaxppo import RolloutBatch, Sample
-from sharding import ParallelMesh
+from sharding import ParallelMesh, multihost
 
 GREEDY = 0.0
 _SEQUENCES_PER_ROW = 4
@@ -49,18 +50,26 @@ class Rollouts:
         prompts = np.array([q.prompt + [Tokenizer.pad] * (width - len(q.prompt)) for q in asked], np.int32)
         lengths = np.array([len(q.prompt) for q in asked], np.int32)
         rows, everywhere = self.parallel.sharding(rows_spec(self.parallel)), self.parallel.sharding(P())
-        placed = jax.device_put((prompts, lengths, key, np.float32(temperature)), (rows, rows, everywhere, everywhere))
-        responses = jax.device_get(self.sampler(params, *placed))
+        placed = _place((prompts, lengths, np.float32(temperature)), (rows, rows, everywhere))
+        sampled = self.sampler(params, *placed[:2], jax.device_put(key, everywhere), placed[2])
+        responses = multihost.to_local(sampled, self.parallel)
         return [
             Sample(
-                [*question.prompt, *tokens[mask]],
-                response_start=len(question.prompt),
-                reward=self.task.reward(question, tokens[mask]),
+                [*asked[i].prompt, *tokens[mask]],
+                response_start=len(asked[i].prompt),
+                reward=self.task.reward(asked[i], tokens[mask]),
+                sample_id=i,
                 group_id=i // copies,
                 rollout_log_probs=log_probs[mask],
             )
-            for i, (question, tokens, log_probs, mask) in enumerate(zip(asked, *responses, strict=True))
+            for i, tokens, log_probs, mask in zip(self.own(range(len(asked))), *responses, strict=True)
         ]
+
+    def own(self, everything: Sequence[Any]) -> list[Any]:
+        """What falls to this process of a batch: the part of each of its data shards."""
+        each = len(everything) // self.parallel.data_size
+        shards = multihost.local_data_shards(self.parallel)
+        return [x for shard in shards for x in everything[shard * each : (shard + 1) * each]]
 
     def held_out_accuracy(self, params: nnx.State) -> float:
         """The share of held-out questions whose most likely response the verifier gives full marks."""
@@ -69,19 +78,38 @@ class Rollouts:
         for start in range(0, len(questions), self.batch_size):
             some = questions[start : start + self.batch_size]
             padded = [*some, *[some[0]] * (self.batch_size - len(some))]
-            samples = self.sample(params, padded, 1, jax.random.key(0), GREEDY)
-            right += sum(sample.reward == 1 for sample in samples[: len(some)])
+            key = jax.jit(lambda: jax.random.key(0), out_shardings=self.parallel.sharding(P()))()
+            rewards, _ = scores(self.sample(params, padded, 1, key, GREEDY))
+            right += int((rewards[: len(some)] == 1).sum())
         return right / len(questions)
+
+
+def scores(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards and lengths of the samples of every process, in order of their ids; all must call this."""
+    mine = np.array([(sample.sample_id, sample.reward, len(sample.tokens)) for sample in samples], np.float64)
+    everyone = np.concatenate(multihost.gather(mine))
+    _, first = np.unique(everyone[:, 0], return_index=True)  # processes that share a data shard have the same ones
+    return everyone[first, 1], everyone[first, 2]
+
+
+def _place(arrays: tuple[np.ndarray, ...], shardings: tuple[NamedSharding, ...]) -> tuple[jax.Array, ...]:
+    """Arrays that every process has, on the devices of all of them."""
+    put = lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])  # noqa: E731
+    with jax.transfer_guard_host_to_device("allow"):  # JAX takes its callbacks for transfers that nobody asked for
+        return tuple(map(put, arrays, shardings))
 
 
 def answers(questions: Sequence[Question]) -> list[Sample]:
     """The right answers, to imitate."""
-    return [Sample([*q.prompt, *q.answer], response_start=len(q.prompt)) for q in questions]
+    return [Sample([*q.prompt, *q.answer], response_start=len(q.prompt), sample_id=i) for i, q in enumerate(questions)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Packer:
-    """Packs `batch_size` samples of at most `longest` tokens into rows whose number and length never change."""
+    """Packs samples of at most `longest` tokens into rows whose number and length never change.
+
+    There are `batch_size` of them on all processes together, and each gives those of its data shards.
+    """
 
     parallel: ParallelMesh
     batch_size: int
@@ -91,6 +119,7 @@ class Packer:
         multiple = 2 * self.parallel.context_size  # divides what every context layout asks of a row or a sequence
         row_length = _SEQUENCES_PER_ROW * _round_up(self.longest, multiple)
         rows = _round_up(-(-self.batch_size // _SEQUENCES_PER_ROW), self.parallel.data_size)
+        rows = rows // self.parallel.data_size * multihost.local_data_size(self.parallel)
         shape = {"row_length": row_length, "rows": rows, "num_segments": _SEQUENCES_PER_ROW}
         return RolloutBatch.from_samples(samples, parallel=self.parallel, **shape).put(self.parallel)
 

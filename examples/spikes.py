@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxppo import RolloutBatch
-from sharding import ParallelMesh
+from sharding import ParallelMesh, multihost
 
 
 class Spikes:
@@ -42,9 +42,11 @@ class Spikes:
             self._losses.append(loss)
         if not spike:
             return None
-        self.folder.mkdir(exist_ok=True)
         path = self.folder / f"step_{step}.npz"
-        save_batch(path, batch)
+        batch = multihost.whole(batch)  # every process comes here, since all have the same losses
+        if jax.process_index() == 0:
+            self.folder.mkdir(exist_ok=True)
+            save_batch(path, batch)
         return path
 
 
@@ -62,11 +64,14 @@ def load_batch(path: Path, parallel: ParallelMesh) -> RolloutBatch:
     """The batch of a file, placed on the mesh: what `Learner.grpo_step` takes, with the state before that step.
 
     Raises:
-      ValueError: the batch was packed for another context layout.
+      ValueError: no such file, or the batch was packed for another context layout.
     """
-    with np.load(path) as file:
-        found: dict[str, Any] = dict(file)
-    static = json.loads(str(found.pop("static")))
-    batch = RolloutBatch(**found, **static)
+    try:
+        with np.load(path, allow_pickle=False) as file:  # a file is data, and runs nothing
+            found: dict[str, Any] = dict(file)
+        batch = RolloutBatch(**found | json.loads(str(found.pop("static"))))
+    except Exception as error:  # of a stranger's file, whatever reads it raises
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"path: got {path}, expected a batch that save_batch wrote ({reason})") from error
     batch.check_layout(parallel)
     return batch.put(parallel)

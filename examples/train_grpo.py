@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 import optax
 from tqdm import tqdm
 
+from examples import launch
 from examples.checkpoint import Checkpoints
 from examples.learner import Learner, TrainState
 from examples.model import ModelConfig, create_model
 from examples.preemption import Preemption
 from examples.report import Report
-from examples.rollouts import Packer, Rollouts, answers
+from examples.rollouts import Packer, Rollouts, answers, scores
 from examples.sampler import make_sampler
 from examples.spikes import Spikes
 from examples.tasks import TASKS, Task
 from jaxppo import KL, PolicyLossConfig, policy_losses
-from sharding import make_parallel_mesh
+from sharding import make_parallel_mesh, multihost
 from sharding.mesh import LAYOUTS
 
 TEMPERATURE = 1.0  # of sampling; the trainer divides logits by the same, which 1 leaves out
@@ -76,6 +76,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--held-out", type=_at_least(1), default=256, help="questions kept out of training, to judge it by")
     add("--width", type=_at_least(1), default=64, help="of the model")
     add("--layers", type=_at_least(1), default=2)
+    launch.add_arguments(parser, _at_least)
     return parser.parse_args(argv)
 
 
@@ -117,6 +118,11 @@ class Run:
 
     _NOTES = ("accuracy_after_sft", "sft_done", "position")
 
+    def stops(self) -> bool:
+        """Whether a process of the run was asked to stop: all stop after the same step."""
+        self.preemption.asked = bool(multihost.agree((int(self.preemption.asked),))[0])
+        return self.preemption.asked
+
     def save(self) -> None:
         """Saves all that is needed to go on from here, unless that is done."""
         self.checkpoints.save(self.state, self.step, {name: getattr(self, name) for name in self._NOTES})
@@ -130,10 +136,11 @@ class Run:
 
 def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None) -> Run:
     """Everything up to the first step, a checkpoint loaded if `--resume` asks for it; raises on any bad argument."""
-    _check_writable(args.out)
     devices = jax.devices() if devices is None else devices
     mesh = args.mesh or ("dp=2,cp=2,tp=2" if len(devices) == 8 else f"dp={len(devices)},cp=1,tp=1")
     parallel = make_parallel_mesh(mesh, context_layout=args.context_layout, devices=devices)
+    with multihost.together(parallel):
+        _check_writable(args.out)
     clip = {"clip_high": 0.28} if args.loss == "ppo" else {}
     kl = KL(args.kl_coef)
     loss = PolicyLossConfig(policy_losses.by_name(args.loss, **clip), kl=kl, entropy_coef=args.entropy_coef)
@@ -159,7 +166,7 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
 def _check_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
+        probe = folder / f".writable{jax.process_index()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
@@ -170,11 +177,13 @@ def supervised(run: Run, args: argparse.Namespace) -> None:
     """A short imitation of right answers, and the accuracy that GRPO starts from."""
     skipped = []
     steps = range(run.sft_done, args.sft_steps)
-    for _ in tqdm(steps, desc="sft", unit="step", initial=run.sft_done, total=args.sft_steps, dynamic_ncols=True):
-        if run.preemption.asked:
+    shown: Any = {"initial": run.sft_done, "total": args.sft_steps, "disable": not launch.is_first()}
+    for _ in tqdm(steps, desc="sft", unit="step", dynamic_ncols=True, **shown):
+        if run.stops():
             return
         questions, run.position = run.task.take(run.position, run.rollouts.batch_size)
-        run.state, metrics = run.learner.sft_step(run.state, run.pack(answers(questions)))
+        # nothing here waits for the step before, on whatever process: this batch is packed while that one runs
+        run.state, metrics = run.learner.sft_step(run.state, run.pack(run.rollouts.own(answers(questions))))
         skipped.append(metrics["skipped"])
         run.sft_done += 1
     if skipped and (lost := int(sum(jax.device_get(skipped)))):
@@ -201,10 +210,9 @@ def grpo_step(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     if path := run.spikes.look(run.step, numbers["loss"], batch):
         tqdm.write(f"step {run.step}: loss {numbers['loss']:.3g} stands out; its batch is in {path}")
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if numbers["skipped"] else 0
-    rewards = np.array([sample.reward for sample in samples])
+    rewards, tokens = scores(samples)
     numbers |= {"reward": rewards.mean(), "accuracy": (rewards == 1).mean()}
-    tokens = sum(len(sample.tokens) for sample in samples)
-    return numbers | {"tokens_per_second": tokens / (time.perf_counter() - began)}
+    return numbers | {"tokens_per_second": tokens.sum() / (time.perf_counter() - began)}
 
 
 def train(run: Run, args: argparse.Namespace) -> None:
@@ -217,8 +225,8 @@ def train(run: Run, args: argparse.Namespace) -> None:
     if run.accuracy_after_sft is None:
         supervised(run, args)
         run.save()
-    with Report(args.out, args.steps, run.step) as report:
-        while run.step < args.steps and not run.preemption.asked:
+    with Report(args.out, args.steps, run.step) if launch.is_first() else launch.Silent() as report:
+        while run.step < args.steps and not run.stops():
             numbers = grpo_step(run, args)
             report.add(run.step, numbers)
             if run.skipped_in_a_row == args.max_skipped:
@@ -235,8 +243,19 @@ def train(run: Run, args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    with contextlib.suppress(RuntimeError):  # devices exist already: those it will be
-        jax.config.update("jax_num_cpu_devices", EMULATED_DEVICES)
+    try:
+        launch.check_arguments(args, EMULATED_DEVICES)
+    except ValueError as error:
+        return _failed(2, error)
+    if launch.is_launcher(args):
+        return launch.start("examples.train_grpo", sys.argv[1:] if argv is None else argv, args)
+    launch.join(args, EMULATED_DEVICES)
+    with launch.one_speaks():
+        return launch.leave(_run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    """One process's part; returns its exit code."""
     if jax.config.jax_compilation_cache_dir is None:  # a run that goes on need not compile again
         jax.config.update("jax_compilation_cache_dir", str(args.out.absolute() / "programs"))
     began = time.perf_counter()
@@ -252,6 +271,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             train(run, args)
         except (FloatingPointError, OSError) as error:
             return _failed(1, error)
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() == 1:
+                raise
+            return _failed(1, launch.Lost(error))
         if preemption.asked and run.step < args.steps:
             print(f"stopped by SIGTERM after step {run.step} of {args.steps} and saved; --resume goes on")
             return 0

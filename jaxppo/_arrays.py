@@ -61,6 +61,11 @@ def check_number(
     check(what, repr(value), good and (most is None or value <= most), expected)
 
 
+def check_flag(what: str, value: Any) -> None:
+    """Raises where the value is neither True nor False: a text would count as True, "no" among them."""
+    check(what, repr(value), isinstance(value, (bool, np.bool_)), "True or False")
+
+
 def check_floating(what: str, x: Any, rank: int, expected: str) -> None:
     """Raises where x is no f16, bf16, f32 or f64 array of that rank, or has a dimension of 0."""
     dtype = getattr(x, "dtype", None)

@@ -26,7 +26,7 @@ from jaxppo._sharding import (
 )
 from jaxppo.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
 from jaxppo.rules import View, raise_first
-from jaxppo.samples import Sample, batch_arrays, check_groups_of_hosts, check_sample_ids
+from jaxppo.samples import Sample, batch_arrays, check_groups_of_hosts, check_sample_ids, check_samples
 
 _STATIC = ("context_layout", "context_shards", "micro_batches", "real_last_targets")
 _ARRAYS = (
@@ -190,11 +190,8 @@ class RolloutBatch:
           >>> batch.targets.tolist(), batch.loss_mask.tolist(), batch.rewards.tolist()
           ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]], [[2.0]])
         """
-        if not samples:
-            raise ValueError("samples: got none, expected at least one")
-        for i, sample in enumerate(samples):
-            if not isinstance(sample, Sample):
-                raise TypeError(f"samples[{i}]: got {type(sample).__name__}, expected Sample")
+        with multihost.together(parallel):
+            check_samples(samples)
         several = parallel is not None and multihost.spans_processes(parallel)
         packed = pack(
             [sample.tokens for sample in samples],
@@ -206,14 +203,15 @@ class RolloutBatch:
             max_tokens=max_tokens,
             num_segments=num_segments,
             loads=[float(sample.mask.sum()) for sample in samples],
-            agree=multihost.agree if several else None,
         )
         first = multihost.numbers_before(parallel, len(samples)) if several and parallel else 0
         ids = [first + i if s.sample_id is None else int(s.sample_id) for i, s in enumerate(samples)]
-        check_sample_ids(ids)
+        with multihost.together(parallel):
+            check_sample_ids(ids)
+            arrays: dict[str, Any] = batch_arrays(samples, packed, ids)
         if several:
             check_groups_of_hosts(samples)
-        arrays: dict[str, Any] = batch_arrays(samples, packed, ids)
+            multihost.check_equal("samples", sorted(name for name, x in arrays.items() if x is not None))
         return cls(**arrays, **_packed_for(parallel), micro_batches=packed.micro_batches)
 
     @classmethod
@@ -379,9 +377,12 @@ class RolloutBatch:
           >>> batch.tokens.sharding.mesh == parallel.mesh
           True
         """
-        self.check_layout(parallel)
+        with multihost.together(parallel):
+            self.check_layout(parallel)
         if multihost.spans_processes(parallel):
-            multihost.check_equal("batch", {name: x.shape for name, x in self._there().items()})
+            there = {name: np.asarray(x) for name, x in self._there().items()}
+            multihost.check_equal("batch", {name: (x.shape, x.dtype.name) for name, x in there.items()})
+            multihost.check_equal_rows("batch", there, parallel)
         return multihost.to_global(self, self.specs(parallel), parallel)
 
     def validate(self, vocab_size: int) -> None:
@@ -405,6 +406,8 @@ class RolloutBatch:
           ...
           ValueError: tokens: got 9 at row 0, position 2, expected 0 to 8
         """
+        if not isinstance(vocab_size, (int, np.integer)) or vocab_size < 1:
+            raise ValueError(f"vocab_size: got {vocab_size!r}, expected an integer of at least 1")
         arrays = self._rows()
         layout, shards, segments = self.context_layout, self.context_shards, arrays["segment_ids"]
         length = segments.shape[1]

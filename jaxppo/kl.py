@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Coefficient, check_choice, check_number
+from jaxppo._arrays import Coefficient, check_choice, check_flag, check_number
 
 MAX_LOG_RATIO = 20.0
 Estimator = Literal["k1", "abs", "k2", "k3", "low_var_kl", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"]
@@ -40,6 +40,7 @@ class KL:
     def __post_init__(self) -> None:
         check_number("coef", self.coef)
         check_choice("estimator", self.estimator, Estimator)
+        check_flag("importance", self.importance)
 
 
 def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -15,10 +15,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_choice, masked
+from jaxppo._arrays import check_choice, check_flag, check_number, is_number, masked
 from jaxppo._sharding import Segments, vary
 from jaxppo.kl import MAX_LOG_RATIO, k3
 
@@ -122,15 +123,18 @@ class OffPolicyConfig:
         check_choice("trainer", self.trainer, Trainer)
         check_choice("opsm_fraction", self.opsm_fraction, OPSMFraction)
         _check_bounds(self.low, self.high)
+        check_flag("batch_normalize", self.batch_normalize)
+        if isinstance(self.rejections, Rejection):
+            raise TypeError(f"rejections: got {self.rejections}, expected a tuple of them")
         object.__setattr__(self, "rejections", tuple(self.rejections))
         for rejection in self.rejections:
             if not isinstance(rejection, Rejection):
                 raise TypeError(f"rejections: got {type(rejection).__name__}, expected Rejection")
         least = math.exp(-MAX_LOG_RATIO)  # no ratio is below it, since log-ratios are clamped
-        if self.veto is not None and not least < self.veto < 1:
-            raise ValueError(f"veto: got {self.veto}, expected a ratio above {least:.2g} and below 1")
-        if self.opsm_delta is not None and self.opsm_delta < 0:
-            raise ValueError(f"opsm_delta: got {self.opsm_delta}, expected a number >= 0")
+        if self.veto is not None and not (is_number(self.veto) and least < self.veto < 1):
+            raise ValueError(f"veto: got {self.veto!r}, expected a ratio above {least:.2g} and below 1")
+        if self.opsm_delta is not None:
+            check_number("opsm_delta", self.opsm_delta, least=0)
         if self.batch_normalize and (self.weights == "none" or self.trainer != "old"):
             raise ValueError(
                 f"batch_normalize: got True with weights={self.weights!r}, trainer={self.trainer!r}, expected weights, "
@@ -287,5 +291,5 @@ def _log(x: float) -> float:
 
 
 def _check_bounds(low: float, high: float) -> None:
-    if not 0 <= low < high:
-        raise ValueError(f"low, high: got {low}, {high}, expected 0 <= low < high")
+    if not all(isinstance(x, (int, float, np.number)) for x in (low, high)) or not 0 <= low < high:
+        raise ValueError(f"low, high: got {low!r}, {high!r}, expected 0 <= low < high")

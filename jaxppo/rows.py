@@ -95,9 +95,19 @@ def placed_rows(
         if isinstance(rows["segment_ids"], jax.core.Tracer):
             raise ValueError("num_segments: got None under jit, expected S, the most sequences that a row may hold")
         num_segments = max(1, int(np.max(np.asarray(rows["segment_ids"]))))
+    _check_segments(rows["segment_ids"], num_segments)
     for what, x in given.items():
         _check_array(what, x, ((R, num_segments if what in PER_SEGMENT else T),))
     return _call(name, _aligned, T, given, num_segments, parallel)
+
+
+def _check_segments(segment_ids: Any, num_segments: Any) -> None:
+    """Raises where there is no room for the ids on the host; losses check those on devices."""
+    if not isinstance(num_segments, (int, np.integer)) or num_segments < 1:
+        raise ValueError(f"num_segments: got {num_segments!r}, expected an integer of at least 1")
+    most = 0 if isinstance(segment_ids, jax.Array) else int(np.max(np.asarray(segment_ids)))
+    if most > num_segments:
+        raise ValueError(f"num_segments: got {num_segments}, expected at least {most}, the largest of segment_ids")
 
 
 def _given(arrays: Mapping[str, Any], known: Any) -> dict[str, Any]:

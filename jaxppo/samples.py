@@ -253,6 +253,15 @@ def batch_arrays(samples: Sequence[Sample], packed: Packed, ids: Sequence[int]) 
     return arrays
 
 
+def check_samples(samples: Sequence[Sample]) -> None:
+    """Raises where there are none, or something else among them."""
+    if not samples:
+        raise ValueError("samples: got none, expected at least one")
+    for i, sample in enumerate(samples):
+        if not isinstance(sample, Sample):
+            raise TypeError(f"samples[{i}]: got {type(sample).__name__}, expected Sample")
+
+
 def check_sample_ids(ids: Sequence[int]) -> None:
     """Raises where two samples have one id: what is drawn or recorded for one would be taken for the other's."""
     seen: dict[int, int] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any
 
@@ -32,6 +32,12 @@ _BY_TRAFFIC = ("data", "fsdp", "context", "tensor")  # from the least to the mos
 
 def _names(value: str | Sequence[str] | None) -> Names:
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def _check_names(role: str, value: Any) -> None:
+    names = value if isinstance(value, (tuple, list)) else [value]
+    if value is not None and not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{role}: got {value!r}, expected an axis name, a tuple of them or None")
 
 
 def _entry(names: Names) -> Any:
@@ -226,6 +232,9 @@ class ParallelMesh:
         if not isinstance(mesh, Mesh):
             raise TypeError(f"mesh: got {type(mesh).__name__}, expected jax.sharding.Mesh")
         roles = {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp}
+        for role, value in {**roles, "replicated": replicated}.items():
+            if not isinstance(value, EllipsisType):
+                _check_names(role, value)
         given = {role: _names(value) for role, value in roles.items() if not isinstance(value, EllipsisType)}
         given["replicated"] = _names(replicated)
         for role, names in given.items():
@@ -409,6 +418,13 @@ def make_parallel_mesh(
       >>> make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1]).tokens_spec == P(None, None)
       True
     """
+    if not isinstance(description, str):
+        raise TypeError(f"description: got {description!r}, expected text like 'dp=2,cp=2,tp=2'")
+    if devices is not None and not isinstance(devices, Iterable):
+        raise TypeError(f"devices: got {devices!r}, expected a sequence of jax.Device")
+    for name, flag in (("explicit", explicit), ("sequence_parallel", sequence_parallel)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {flag!r}, expected True or False")
     devices = list(jax.devices() if devices is None else devices)
     usual = [name for names in _CONVENTION.values() for name in names]
     sizes: dict[str, int] = {}

@@ -2,43 +2,94 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+import json
+import socket
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax._src import distributed  # whose client of the coordinator has no public name
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Num
 
 from .mesh import ParallelMesh
 
+EXCHANGE_TIMEOUT_S = 600
+_EXCHANGES = itertools.count()
 
-def start(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
+
+def start(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    heartbeat_timeout_s: int = 100,
+) -> None:
     """`jax.distributed.initialize`, once; call it before anything else uses JAX.
 
     Args:
       coordinator: "host:port" of process 0; None where JAX finds the cluster itself (TPU pods, Slurm, MPI).
       num_processes: how many processes there are; 1 makes this a no-op.
       process_id: this one's number, from 0.
+      heartbeat_timeout_s: how long a process may be silent until the others end.
 
     Example:
       >>> start(num_processes=1)
     """
     if num_processes != 1 and not jax.distributed.is_initialized():
-        jax.distributed.initialize(coordinator, num_processes, process_id)
+        jax.distributed.initialize(
+            coordinator, num_processes, process_id, heartbeat_timeout_seconds=heartbeat_timeout_s
+        )
+
+
+def exchange(what: str, mine: bytes) -> list[bytes]:
+    """What every process brings, by process; all must call this, in the same order and from one thread.
+
+    It goes by way of JAX's coordinator. No device takes part, so that nothing here waits for a step that runs.
+
+    Args:
+      what: a name for it, which is compared, so that processes at different calls notice.
+      mine: what this process brings.
+
+    Raises:
+      RuntimeError: several processes without `start`, or one that did not come in ten minutes.
+
+    Example:
+      >>> exchange("sizes", b"3")
+      [b'3']
+    """
+    if jax.process_count() == 1:
+        return [mine]
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError("jax.distributed: got no coordinator, expected sharding.multihost.start() before all else")
+    number, me = next(_EXCHANGES), jax.process_index()
+    client.key_value_set_bytes(f"jaxppo/{number}/{me}", what.encode() + b"\0" + mine)
+    client.wait_at_barrier(f"jaxppo/{number}", 1000 * EXCHANGE_TIMEOUT_S)
+    found = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get_bytes(f"jaxppo/{number}")}
+    if number:  # all have read that one, or they were not here
+        client.key_value_delete(f"jaxppo/{number - 1}/{me}")
+    calls, everyone = zip(*(found[process].split(b"\0", 1) for process in sorted(found)), strict=True)
+    if len(set(calls)) > 1:
+        named = ", ".join(f"{call.decode()} on process {process}" for process, call in enumerate(calls))
+        raise RuntimeError(f"exchange: got processes at different calls, {named}, expected the same")
+    return list(everyone)
 
 
 def agree(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The largest of each size over all processes, every one of which must call this: `pack(..., agree=agree)`.
+    """The largest of each size over all processes, every one of which must call this.
 
     Example:
       >>> agree((3, 4))
       (3, 4)
     """
-    if jax.process_count() == 1:
-        return sizes
-    everyone = np.asarray(multihost_utils.process_allgather(np.asarray(sizes, np.int32)))
-    return tuple(int(size) for size in everyone.reshape(-1, len(sizes)).max(axis=0))
+    everyone = gather(np.array([sizes], np.int64))
+    return tuple(np.concatenate(everyone).max(axis=0).tolist())
 
 
 def gather(rows: Num[np.ndarray, "N ..."]) -> list[Num[np.ndarray, "N ..."]]:
@@ -48,15 +99,38 @@ def gather(rows: Num[np.ndarray, "N ..."]) -> list[Num[np.ndarray, "N ..."]]:
       >>> [x.tolist() for x in gather(np.array([[1, 2]]))]
       [[[1, 2]]]
     """
-    if jax.process_count() == 1:
-        return [rows]
-    most = agree((len(rows),))[0]
-    padded = np.concatenate([rows, np.zeros((most - len(rows), *rows.shape[1:]), rows.dtype)])
-    counts = np.asarray(multihost_utils.process_allgather(np.int32(len(rows)))).reshape(-1)
-    # in words of 32 bits, since JAX makes 32 of 64
-    words = np.asarray(multihost_utils.process_allgather(np.ascontiguousarray(padded).view(np.int32)))
-    everyone = words.view(rows.dtype).reshape(len(counts), most, *rows.shape[1:])
-    return [part[:count] for part, count in zip(everyone, counts, strict=True)]
+    like = f"rows of {rows.dtype}{list(rows.shape[1:])}"
+    parts = exchange(like, rows.tobytes())
+    return [np.frombuffer(part, rows.dtype).reshape(-1, *rows.shape[1:]) for part in parts]
+
+
+@contextlib.contextmanager
+def together(parallel: ParallelMesh | None) -> Iterator[None]:
+    """What raises in the block on one process raises on all of the mesh's, naming the process and its host.
+
+    Every process must enter it, and exchange nothing within. It does nothing where the mesh lies in one process.
+
+    Raises:
+      TypeError, ValueError: what was raised, anything else as ValueError.
+
+    Example:
+      >>> with together(None):
+      ...     pass
+    """
+    if parallel is None or not spans_processes(parallel):
+        yield
+        return
+    raised = None
+    try:
+        yield
+    except Exception as error:
+        raised = error
+    text = "" if raised is None else f"{type(raised).__name__}\0{socket.gethostname()}\0{raised}"
+    for process, brought in enumerate(exchange("errors", text.encode())):
+        if brought:
+            kind, host, message = brought.decode().split("\0", 2)
+            error_type = TypeError if kind == "TypeError" else ValueError
+            raise error_type(f"{message} (on process {process}, host {host})") from raised
 
 
 def spans_processes(parallel: ParallelMesh) -> bool:
@@ -75,18 +149,49 @@ def numbers_before(parallel: ParallelMesh, count: int) -> int:
 
     Processes that hold the same data shards hold the same things, and count once.
     """
-    mine = np.array([[min(_local_data_shards(parallel)), count]], np.int64)
+    mine = np.array([[min(local_data_shards(parallel)), count]], np.int64)
     held = dict(tuple(row) for part in gather(mine) for row in part.tolist())
     return sum(n for first, n in held.items() if first < mine[0, 0])
 
 
 def check_equal(what: str, value: Any) -> None:
     """Raises on every process where `value` is not the same text on all of them; every process must call this."""
-    text = np.frombuffer(repr(value).encode(), np.uint8).astype(np.int32)
-    texts = [bytes(part.astype(np.uint8)).decode() for part in gather(text)]
+    texts = [part.decode() for part in exchange(f"comparison of {what}", repr(value).encode())]
     for process, other in enumerate(texts):
         if other != texts[0]:
             raise ValueError(f"{what}: got {texts[0]} on process 0 and {other} on process {process}, expected the same")
+
+
+def check_equal_rows(what: str, arrays: Mapping[str, np.ndarray], parallel: ParallelMesh) -> None:
+    """Raises on every process where two that hold the same data shards bring other arrays; all must call this."""
+    mine = local_data_shards(parallel)
+    prints = {name: zlib.crc32(np.ascontiguousarray(x).tobytes()) for name, x in arrays.items()}
+    first: dict[str, tuple[int, dict[str, int]]] = {}
+    for process, part in enumerate(exchange(f"rows of {what}", json.dumps([mine, prints]).encode())):
+        shards, found = json.loads(part)
+        other, expected = first.setdefault(str(shards), (process, found))
+        differ = [name for name in expected if found.get(name) != expected[name]]
+        if differ:
+            raise ValueError(
+                f"{what}: got other {', '.join(differ)} on process {process} than on process {other}, expected the "
+                f"same: both hold data shards {shards}"
+            )
+
+
+def local_data_shards(parallel: ParallelMesh) -> list[int]:
+    """The data shards that have a device in this process, by their place in the order of `parallel.data`.
+
+    Example:
+      >>> from sharding import make_parallel_mesh
+      >>> local_data_shards(make_parallel_mesh("dp=1", devices=jax.devices()[:1]))
+      [0]
+    """
+    axes = list(parallel.mesh.axis_names)
+    others = [axes.index(name) for name in axes if name not in parallel.data]
+    order = [axes.index(name) for name in parallel.data] + others
+    shards = np.transpose(parallel.mesh.devices, order).reshape(parallel.data_size, -1)
+    me = jax.process_index()
+    return [i for i, devices in enumerate(shards) if any(device.process_index == me for device in devices)]
 
 
 def local_data_size(parallel: ParallelMesh) -> int:
@@ -97,7 +202,7 @@ def local_data_size(parallel: ParallelMesh) -> int:
       >>> local_data_size(make_parallel_mesh("dp=1", devices=jax.devices()[:1]))
       1
     """
-    return len(_local_data_shards(parallel))
+    return len(local_data_shards(parallel))
 
 
 def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
@@ -126,14 +231,49 @@ def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
         return jax.tree.map(place, specs, tree, is_leaf=is_spec)
 
 
-def _local_data_shards(parallel: ParallelMesh) -> list[int]:
-    """The data shards that have a device in this process, by their place in the order of `parallel.data`."""
-    axes = list(parallel.mesh.axis_names)
-    others = [axes.index(name) for name in axes if name not in parallel.data]
-    order = [axes.index(name) for name in parallel.data] + others
-    shards = np.transpose(parallel.mesh.devices, order).reshape(parallel.data_size, -1)
-    me = jax.process_index()
-    return [i for i, devices in enumerate(shards) if any(device.process_index == me for device in devices)]
+def to_local(tree: Any, parallel: ParallelMesh) -> Any:
+    """The rows of this host's own data shards, of arrays over the whole mesh: what `to_global` takes; all call this.
+
+    Args:
+      tree: a pytree of arrays whose first dimension is that of the rows.
+      parallel: the mesh.
+
+    Example:
+      >>> from sharding import make_parallel_mesh
+      >>> parallel = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
+      >>> to_local(to_global(np.ones((2, 3)), parallel.tokens_spec, parallel), parallel).shape
+      (2, 3)
+    """
+    if not spans_processes(parallel):
+        return jax.device_get(tree)
+    return jax.tree.map(_rows, _placed(parallel.sharding(parallel.rows_spec))(tree))
+
+
+def whole(tree: Any) -> Any:
+    """Arrays over devices of several processes, whole on each of them; every process must call this.
+
+    Example:
+      >>> whole(np.ones(3)).shape
+      (3,)
+    """
+
+    def read(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return x
+        assert isinstance(x.sharding, NamedSharding)
+        return jax.device_get(_placed(NamedSharding(x.sharding.mesh, P()))(x))
+
+    return jax.tree.map(read, tree)
+
+
+@functools.cache
+def _placed(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda tree: tree, out_shardings=sharding)
+
+
+def _rows(x: jax.Array) -> np.ndarray:
+    parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate(jax.device_get([parts[start] for start in sorted(parts)]))
 
 
 def _to_global(local: np.ndarray, spec: P, parallel: ParallelMesh) -> jax.Array:
@@ -142,7 +282,7 @@ def _to_global(local: np.ndarray, spec: P, parallel: ParallelMesh) -> jax.Array:
     if parallel.data not in names:
         return jax.make_array_from_callback(local.shape, sharding, lambda index: local[index])
     dim = names.index(parallel.data)
-    mine = _local_data_shards(parallel)
+    mine = local_data_shards(parallel)
     if local.shape[dim] % len(mine):
         raise ValueError(f"tree: got {local.shape[dim]} rows on this host, expected a multiple of {len(mine)}")
     each = local.shape[dim] // len(mine)

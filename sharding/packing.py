@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,7 @@ from jaxtyping import Int, Num, Shaped
 
 from .layouts import check_row_length, logical_positions, segment_multiple
 from .mesh import ParallelMesh
-from .multihost import local_data_size
-
-Agree = Callable[[tuple[int, ...]], tuple[int, ...]]
+from .multihost import agree, check_equal, local_data_size, spans_processes, together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +85,6 @@ def pack(
     max_tokens: int | None = None,
     num_segments: int | None = None,
     loads: Sequence[float] | None = None,
-    agree: Agree | None = None,
 ) -> Packed:
     """First-fit-decreasing of sequences into static rows, the rows dealt to devices so that their loads are even.
 
@@ -95,15 +92,14 @@ def pack(
       sequences: anything with a length, 0 included.
       row_length: T; a multiple of what the mesh's context layout needs.
       parallel: the mesh whose data axes share the rows, and whose layout orders the positions. On several hosts, each
-        packs for the data shards that its own devices hold; hosts that hold the same ones pack the same sequences.
+        packs for the data shards that its own devices hold, all of them call this together, and what the options leave
+        open is agreed; hosts that hold the same shards pack the same sequences.
       rows: R, the rows of the batch, or of each micro-batch. By default as few as the data axes divide.
       buckets: values of R to choose the smallest from, so that many different batches share few compiled programs.
       micro_batches: K, the number of micro-batches; with max_tokens, at least so many.
       max_tokens: the most places of a micro-batch that one device may hold; R and K follow from it.
       num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
       loads: what each sequence costs; by default its length. Give the tokens that carry loss.
-      agree: where several hosts each pack their own sequences, makes their shapes equal: maps integers to their
-        largest values over the hosts (`sharding.multihost.agree`).
 
     Returns:
       The places of all sequences, in their order.
@@ -123,29 +119,30 @@ def pack(
     """
     layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
     data = local_data_size(parallel) if parallel else 1
-    check_row_length(row_length, layout, shards)
-    _check_options(rows, buckets, micro_batches, max_tokens, num_segments, data)
-    lengths = np.array([len(sequence) for sequence in sequences], np.int32)
-    costs = np.asarray(lengths if loads is None else loads, np.float64)
-    if costs.shape != lengths.shape:
-        raise ValueError(f"loads: got shape {costs.shape}, expected one of each of the {len(lengths)} sequences")
-    unit = segment_multiple(layout, shards)
-    padded = -(-lengths // unit) * unit
-    if (padded > row_length).any():
-        i = int(np.argmax(padded > row_length))
-        raise ValueError(
-            f"sequences: got {lengths[i]} tokens ({padded[i]} with the layout's padding) in sequence {i}, expected at "
-            f"most row_length={row_length}"
-        )
-    bins, slot, start = _first_fit_decreasing(padded, row_length, num_segments)
+    with together(parallel):
+        check_row_length(row_length, layout, shards)
+        _check_options(rows, buckets, micro_batches, max_tokens, num_segments, data)
+        lengths = np.array([len(sequence) for sequence in sequences], np.int32)
+        costs = np.asarray(lengths if loads is None else loads, np.float64)
+        if costs.shape == lengths.shape and not np.isfinite(costs).all():
+            raise ValueError(f"loads: got {costs[~np.isfinite(costs)][0]}, expected finite numbers")
+        if costs.shape != lengths.shape:
+            raise ValueError(f"loads: got shape {costs.shape}, expected one of each of the {len(lengths)} sequences")
+        if max_tokens is not None:
+            rows = max_tokens * shards // row_length * data
+            if rows == 0:
+                raise ValueError(f"max_tokens: got {max_tokens}, expected at least {-(-row_length // shards)}, one row")
+        padded = _padded(lengths, segment_multiple(layout, shards), row_length)
+        bins, slot, start = _first_fit_decreasing(padded, row_length, num_segments)
     fullest = num_segments or 1 << int(slot.max(initial=0)).bit_length()
-    needed = int(bins.max(initial=-1)) + 1
-    if max_tokens is not None:
-        rows = max_tokens * shards // row_length * data
-        if rows == 0:
-            raise ValueError(f"max_tokens: got {max_tokens}, expected at least {-(-row_length // shards)}, one row")
-    agree = agree or (lambda sizes: sizes)
-    needed, fullest = agree((needed, fullest))
+    each = -(-(int(bins.max(initial=-1)) + 1) // data)  # rows that a data shard needs
+    if parallel and spans_processes(parallel):
+        by_shard = lambda sizes: sizes and [size / data for size in sizes]  # noqa: E731
+        options = {"row_length": row_length, "rows": by_shard(rows and [rows]), "buckets": by_shard(buckets)}
+        options |= {"micro_batches": micro_batches, "max_tokens": max_tokens, "num_segments": num_segments}
+        check_equal("pack", {name: value for name, value in options.items() if value is not None})
+        each, fullest = agree((each, fullest))
+    needed = each * data
     count = micro_batches or 1
     if max_tokens is not None and rows:
         count = max(count, -(-needed // rows), 1)
@@ -184,6 +181,8 @@ def unpack(array: Any, packed: Packed) -> list[np.ndarray]:
 
 
 def _check_options(rows: Any, buckets: Any, micro_batches: Any, max_tokens: Any, num_segments: Any, data: int) -> None:
+    if buckets is not None and not isinstance(buckets, Sequence):
+        raise TypeError(f"buckets: got {buckets!r}, expected a sequence of numbers of rows")
     given = {"rows": rows, "buckets": buckets, "max_tokens": max_tokens}
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) > 1:
@@ -194,6 +193,18 @@ def _check_options(rows: Any, buckets: Any, micro_batches: Any, max_tokens: Any,
                 raise ValueError(f"{name}: got {size}, expected at least 1")
             if size is not None and name in ("rows", "buckets") and size % data:
                 raise ValueError(f"{name}: got {size}, expected a multiple of {data}, the size of the data axes")
+
+
+def _padded(lengths: np.ndarray, unit: int, row_length: int) -> np.ndarray:
+    """The places that each sequence takes."""
+    padded = -(-lengths // unit) * unit
+    if (padded > row_length).any():
+        i = int(np.argmax(padded > row_length))
+        raise ValueError(
+            f"sequences: got {lengths[i]} tokens ({padded[i]} with the layout's padding) in sequence {i}, expected at "
+            f"most row_length={row_length}"
+        )
+    return padded
 
 
 def _bucket(needed: int, buckets: Sequence[int] | None, data: int) -> int:

@@ -1,6 +1,7 @@
 """Eight emulated CPU devices for every test, and the options of the test run."""
 
 import os
+import random
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -21,11 +22,15 @@ jax.config.update("jax_numpy_dtype_promotion", "standard")
 
 def pytest_addoption(parser):
     parser.addoption("--nightly", action="store_true", help="run the full tables too")
+    parser.addoption("--search-seed", type=int, help="of a night's searches and kills, to repeat them")
     parser.addoption("--golden", default=str(Path(__file__).parent / "golden"), help="folder of reference vectors")
 
 
 def pytest_configure(config):
     """Searches: a slice of 100 examples that never changes, or 5000 new ones; each test takes its share of them."""
+    if config.option.search_seed is None:  # chosen once: workers of xdist are told the options of the first process
+        config.option.search_seed = random.SystemRandom().randrange(2**31) if config.getoption("--nightly") else 0
+    os.environ["SEARCH_SEED"] = str(config.option.search_seed)
     checks = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
     common = {"deadline": None, "database": None, "suppress_health_check": checks, "print_blob": True}
     found, shrunk = hypothesis.Phase.generate, hypothesis.Phase.shrink

@@ -4,7 +4,7 @@ python killed.py EVENT NUMBER ARGUMENTS...
 
 EVENT is "file": SIGKILL before the NUMBER-th time that a file or folder in --out is opened to write, made, renamed or
 removed; "line": SIGKILL in the middle of the NUMBER-th line of metrics.jsonl; "full": no file can grow beyond NUMBER
-bytes from the second checkpoint on, as on a full disk; "term": SIGTERM in step NUMBER, in supervised training for 0.
+bytes from the second checkpoint on, as on a full disk.
 """
 
 import os
@@ -61,26 +61,6 @@ def fill_disk(size):
     Checkpoints.save = limited
 
 
-def terminate(number):
-    if number == 0:
-        answers = train_grpo.answers
-
-        def asked(questions):
-            os.kill(os.getpid(), signal.SIGTERM)
-            return answers(questions)
-
-        train_grpo.answers = asked
-        return
-    step = train_grpo.grpo_step
-
-    def stepped(run, args):
-        if run.step + 1 == number:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(run, args)
-
-    train_grpo.grpo_step = stepped
-
-
 if __name__ == "__main__":
     event, number, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     folder = arguments[arguments.index("--out") + 1]
@@ -88,6 +68,5 @@ if __name__ == "__main__":
         "file": lambda: kill_at_change(number, folder),
         "line": lambda: kill_in_line(number),
         "full": lambda: fill_disk(number),
-        "term": lambda: terminate(number),
     }[event]()
     sys.exit(train_grpo.main(arguments))

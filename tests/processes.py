@@ -2,10 +2,12 @@
 
 python processes.py RANK COUNT PORT MESH LAYOUT
 
-With ROWS behind, prints how a batch of so many rows of its own is refused.
+With "refusals" behind, prints how batches are refused that are bad on one process, or fit no other's.
 """
 
+import dataclasses
 import json
+import os
 import sys
 
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 
 TABLE, KERNEL = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((16, 8), (8, 16)))
 EMPTY = 2  # an empty response
+VALUES = ("old_log_probs", "ref_log_probs", "advantages")
 
 
 def samples():
@@ -23,7 +26,7 @@ def samples():
     found = []
     for i in range(6):
         response = 0 if i == EMPTY else int(rng.integers(2, 6))
-        values = {name: rng.normal(size=response) for name in ("old_log_probs", "ref_log_probs", "advantages")}
+        values = {name: rng.normal(size=response) for name in VALUES}
         values |= {name: -np.abs(values[name]) for name in ("old_log_probs", "ref_log_probs")}
         tokens = rng.integers(0, 16, size=3 + response)
         found.append(Sample(tokens, response_start=3, sample_id=i, rollout_id=i // 2, reward=1.0, **values))
@@ -47,15 +50,49 @@ def step(parallel, table, kernel, batch):
     return value, found, gradients
 
 
-def refusal(call):
-    """Prints why the call is refused."""
-    try:
-        call()
-    except ValueError as error:
-        print(json.dumps(str(error)))
+def refusals(rank):
+    """Why each of these is refused on this process, by name; process 1 is the one that brings what is wrong."""
+    from jaxppo import RolloutBatch
+    from sharding import make_parallel_mesh
+
+    own, shared = make_parallel_mesh("dp=2,cp=4"), make_parallel_mesh("cp=4,tp=2")
+    good = samples()
+    change = lambda i, **values: [dataclasses.replace(s, **values) if s is good[i] else s for s in good]  # noqa: E731
+    mine = lambda wrong: wrong if rank == 1 else good  # noqa: E731
+    different = lambda offset: [dataclasses.replace(s, group_id=g + offset) for g, s in enumerate(good)]  # noqa: E731
+    cases = {
+        "rows": (own, good, {"rows": 1 + rank}),
+        "buckets": (own, good, {"buckets": (2, 4) if rank else (2,)}),
+        "none": (own, mine([]), {}),
+        "kind": (own, mine([*good, "a sample"]), {}),
+        "long": (own, mine(change(0, tokens=np.zeros(70, int), response_start=70, **dict.fromkeys(VALUES))), {}),
+        "same id": (own, mine(change(0, sample_id=1)), {}),
+        "value": (own, mine(change(0, advantages=None)), {}),
+        "values": (own, mine([dataclasses.replace(s, advantages=None) for s in good]), {}),
+        "group": (own, mine(different(2)) if rank else different(0), {}),
+        "other rows": (shared, mine(change(0, reward=2.0)), {}),
+    }
+    found = {}
+    for name, (parallel, given, options) in cases.items():
+        try:
+            RolloutBatch.from_samples(given, row_length=64, parallel=parallel, **options).put(parallel)
+        except (ValueError, TypeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
-def main(rank, count, port, mesh, layout, rows=None):
+def packed_while_devices_work(parallel):
+    """The shape of a batch that is packed and placed, and whether the devices still are at what was before it."""
+    from jaxppo import RolloutBatch
+
+    long = jax.jit(lambda x: jax.lax.fori_loop(0, 2**31 - 1, lambda _, y: jax.numpy.sin(y) + 1, x))
+    sharding = jax.NamedSharding(jax.sharding.Mesh(np.array(jax.local_devices()), "x"), jax.P("x"))
+    running = long(jax.device_put(np.zeros(8), sharding))  # the host waits for a program of one device, on CPUs
+    batch = RolloutBatch.from_samples(samples(), row_length=64, parallel=parallel).put(parallel)
+    return [*batch.tokens.shape, not running.is_ready()]
+
+
+def main(rank, count, port, mesh, layout, event=None):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8 // count)
     from jaxppo import RolloutBatch
@@ -64,13 +101,12 @@ def main(rank, count, port, mesh, layout, rows=None):
     multihost.start(f"127.0.0.1:{port}", count, rank)
     assert jax.device_count() == 8
     parallel = make_parallel_mesh(mesh, context_layout=layout)
+    if event == "refusals":
+        print(json.dumps(refusals(rank) | {"while devices work": packed_while_devices_work(parallel)}), flush=True)
+        os._exit(0)  # not after the devices
     mine = samples()
     if multihost.local_data_size(parallel) < parallel.data_size:  # each process feeds its own rows: 4 samples and 2
         mine = mine[:4] if rank == 0 else mine[4:]
-    if rows:
-        return refusal(
-            lambda: RolloutBatch.from_samples(mine, row_length=64, parallel=parallel, rows=rows).put(parallel)
-        )
     batch = RolloutBatch.from_samples(mine, row_length=64, parallel=parallel).put(parallel)
     kernel = multihost.to_global(KERNEL, parallel.kernel_spec(), parallel)
     table = multihost.to_global(TABLE, jax.P(), parallel)
@@ -82,4 +118,4 @@ def main(rank, count, port, mesh, layout, rows=None):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], *map(int, sys.argv[6:]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

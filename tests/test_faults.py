@@ -2,7 +2,9 @@
 
 import json
 import os
+import pickle
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +13,14 @@ import jax
 import numpy as np
 import pytest
 
+from examples import train_grpo
 from examples.checkpoint import Checkpoints
 from examples.train_grpo import main, parse, set_up
 from sharding.testing import factorings
 
 RUN = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "6"]
 RUN += ["--learning-rate", "0.01", "--task", "gcd", "--steps", "3", "--checkpoint-every", "1"]
+RANDOM = np.random.default_rng(int(os.environ["SEARCH_SEED"]))  # other moments each night, see conftest
 CHANGES = 96  # of files and folders in a run, see killed.py
 
 
@@ -81,7 +85,7 @@ def test_killed_in_a_line_of_metrics(programs, finished, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("number", np.random.default_rng(0).integers(1, CHANGES, 20).tolist())
+@pytest.mark.parametrize("number", RANDOM.integers(1, CHANGES, 20).tolist())
 def test_killed_at_any_moment(programs, finished, tmp_path, number):
     check_kill(programs, finished, tmp_path, "file", number)
 
@@ -92,6 +96,7 @@ def test_a_file_in_the_place_of_checkpoints_is_an_error(tmp_path, capsys):
     assert "train_grpo.py: error: " in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.nightly
 def test_a_full_disk_leaves_the_last_checkpoint(programs, finished, tmp_path):
     done = befallen(programs, tmp_path, "full", 4096)
     assert done.returncode == 1, done.stderr
@@ -102,11 +107,22 @@ def test_a_full_disk_leaves_the_last_checkpoint(programs, finished, tmp_path):
     assert records(tmp_path) == records(finished)
 
 
-@pytest.mark.parametrize("step", [0, 2])
-def test_sigterm_saves_and_exits_0(programs, finished, tmp_path, step):
-    done = befallen(programs, tmp_path, "term", step, "--checkpoint-every", "9")
-    assert done.returncode == 0, done.stderr
-    assert f"stopped by SIGTERM after step {step} of 3 and saved; --resume goes on" in done.stdout
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.nightly), 2])
+def test_sigterm_saves_and_exits_0(finished, tmp_path, step, monkeypatch, capsys):
+    """The signal comes in step 2, or in supervised training."""
+    name = "grpo_step" if step else "answers"
+    call, asked = getattr(train_grpo, name), []
+
+    def terminated(*args):
+        asked.append(args)
+        if len(asked) == max(step, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return call(*args)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(train_grpo, name, terminated)
+        assert main([*RUN, "--out", str(tmp_path), "--checkpoint-every", "9"]) == 0
+    assert f"stopped by SIGTERM after step {step} of 3 and saved; --resume goes on" in capsys.readouterr().out
     assert (tmp_path / "checkpoints" / str(step)).exists()
     assert main([*RUN, "--out", str(tmp_path), "--resume"]) == 0
     assert records(tmp_path) == records(finished)
@@ -192,6 +208,29 @@ def test_a_strangers_folder_is_named(finished, tmp_path, capsys):
     error = resume_error(tmp_path, capsys)
     assert str(tmp_path / "checkpoints" / "7") in error
     assert error.endswith("; --resume 3 goes on from the one before")
+
+
+def test_checkpoints_are_data(finished, tmp_path, capsys):
+    """Nothing is unpickled, and no link is followed out of the folder."""
+    unpickled = []
+    sys.addaudithook(lambda event, args: unpickled.append(args) if event == "pickle.find_class" else None)
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "3")
+    (tmp_path / "checkpoints" / "3").symlink_to(finished / "checkpoints" / "3")
+    assert "3, a link, expected a checkpoint whose files lie in it; --resume 2 goes on" in resume_error(
+        tmp_path, capsys
+    )
+    (tmp_path / "checkpoints" / "3").unlink()
+    elsewhere = next((tmp_path / "checkpoints" / "2" / "state").glob("_METADATA"))
+    elsewhere.rename(tmp_path / "outside")
+    elsewhere.symlink_to(tmp_path / "outside")
+    assert "_METADATA, a link, expected" in resume_error(tmp_path, capsys)
+    elsewhere.unlink()
+    elsewhere.write_bytes(pickle.dumps(Path("x")))
+    assert "expected a whole checkpoint" in resume_error(tmp_path, capsys)
+    run = set_up(parse([*RUN, "--out", str(finished), "--resume"]))
+    assert run.step == 3
+    assert not unpickled
 
 
 def test_a_newer_format_is_named(finished, tmp_path, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from sharding.testing import assert_trees_close
 WATCHDOG_S = 120
 
 
-def run(count, mesh, layout, rows=()):
-    """What each process printed, given its number of rows; a hang of any is killed, and a failure."""
+def run(count, mesh, layout, *event):
+    """What each process printed; a hang of any is killed, and a failure."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -30,7 +31,7 @@ def run(count, mesh, layout, rows=()):
     start = [sys.executable, str(script)]
     running = [
         subprocess.Popen(
-            [*start, str(rank), str(count), str(port), mesh, layout, *map(str, rows[rank : rank + 1])],
+            [*start, str(rank), str(count), str(port), mesh, layout, *event],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -78,12 +79,28 @@ def test_processes_end_with_the_numbers_of_one_device(count, mesh, layout):
         assert_trees_close(got, expected, rtol=1e-5, atol=1e-6, context=f"{count} processes on {mesh}")
 
 
-def test_hosts_whose_sizes_differ():
-    """Each of them says so; a collective of the two would hang, or mix their rows."""
-    for got in run(2, "dp=2,cp=4", "contiguous", rows=(1, 2)):
-        assert "batch: got {'tokens': (1, 64)" in got
-        assert "on process 0 and {'tokens': (2, 64)" in got
-        assert got.endswith("on process 1, expected the same")
+REFUSALS = {
+    "rows": r"ValueError: pack: got {.*'rows': \[1.0\].* on process 0 and {.*'rows': \[2.0\].* on process 1",
+    "buckets": r"ValueError: pack: got {.*'buckets': \[2.0\]} on process 0 and .*'buckets': \[2.0, 4.0\]} on process 1",
+    "none": r"ValueError: samples: got none, expected at least one \(on process 1, host .+\)",
+    "kind": r"TypeError: samples\[6\]: got str, expected Sample \(on process 1, host",
+    "long": r"ValueError: sequences: got 70 tokens .* in sequence 0, .* \(on process 1, host",
+    "same id": r"ValueError: sample_id: got 1 for samples 0 and 1, .* \(on process 1, host",
+    "value": r"ValueError: advantages: got None in sample 0, .* \(on process 1, host",
+    "values": r"ValueError: samples: got \['advantages', .* on process 0 and \['loss_mask', .* on process 1",
+    "group": "ValueError: group_id: got 2 for different prompts on several hosts",
+    "other rows": r"ValueError: batch: got other rewards on process 1 than on process 0.* both hold data shards \[0\]",
+}
+
+
+def test_what_is_bad_on_one_process_is_raised_on_both():
+    """In the same words, and both go on to the next case: none waits for another, and packing not for a device."""
+    first, second = run(2, "dp=2,cp=4", "contiguous", "refusals")
+    assert first == second
+    assert first.pop("while devices work") == [2, 64, True]
+    assert first.keys() == REFUSALS.keys()
+    for name, pattern in REFUSALS.items():
+        assert re.match(pattern, first[name]), first[name]
 
 
 def test_to_global_on_one_host():

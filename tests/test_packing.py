@@ -56,14 +56,16 @@ def test_rows_are_dealt_by_loss_tokens():
     assert packed.row[0] // 2 == packed.row[3] // 2 != packed.row[1] // 2 == packed.row[2] // 2
 
 
-def test_token_budget_gives_micro_batches():
+def test_token_budget_gives_micro_batches(monkeypatch):
     parallel = make_parallel_mesh("dp=2,cp=4")
     packed = pack([range(40)] * 9, row_length=40, parallel=parallel, max_tokens=20)
     assert packed.positions.shape == (3, 4, 40)  # 20 places a device are 2 rows on each of 2, so 9 rows take 3
     assert packed.positions[0].size // 8 <= 20
-    agreed = pack([range(40)] * 9, row_length=40, parallel=parallel, max_tokens=20, agree=lambda s: (s[0] + 8, s[1]))
-    assert agreed.positions.shape == (5, 4, 40)  # another host needs 17 rows
     assert pack([range(40)], row_length=40, max_tokens=40, micro_batches=3).positions.shape == (3, 1, 40)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("sharding.packing.spans_processes", lambda parallel: True)
+        elsewhere.setattr("sharding.packing.agree", lambda sizes: (sizes[0] + 4, sizes[1]))  # 18 rows on another host
+        assert pack([range(40)] * 9, row_length=40, parallel=parallel, max_tokens=20).positions.shape == (5, 4, 40)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +77,8 @@ def test_token_budget_gives_micro_batches():
         ),
         ({"row_length": 50}, "row_length: got 50, expected a multiple of 8 .*'zigzag'.* the next that works is 56"),
         ({"rows": 3}, "rows: got 3, expected a multiple of 2"),
-        ({"rows": 2, "sequences": [range(48)] * 3}, "rows: got 2 in each of 1 micro-batches, expected at least 3"),
-        ({"buckets": (2, 4), "sequences": [range(48)] * 5}, r"buckets: got \(2, 4\), expected one of at least 5 rows"),
+        ({"rows": 2, "sequences": [range(48)] * 3}, "rows: got 2 in each of 1 micro-batches, expected at least 4"),
+        ({"buckets": (2, 4), "sequences": [range(48)] * 5}, r"buckets: got \(2, 4\), expected one of at least 6 rows"),
         ({"buckets": (2, 4), "rows": 2}, "rows, buckets: got all of them, expected one at most"),
         ({"max_tokens": 11}, "max_tokens: got 11, expected at least 12, one row"),
         ({"num_segments": 0}, "num_segments: got 0, expected at least 1"),

@@ -1,11 +1,17 @@
 """The pod planner on described TPUs, and its one-line errors."""
 
+import dataclasses
 import sys
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import topologies
+from test_precision import H100, NO_SEARCH
 
 from examples import plan_pod
+from examples.pod_step import GIB, MODELS, ModelSizes, TrainStep
 from sharding import make_parallel_mesh
 
 SMALL = ["--hidden-size", "256", "--vocab-size", "32768", "--tokens", "2048"]
@@ -48,6 +54,90 @@ def test_the_curve_over_budgets(capsys):
     assert "two passes: one pass does not fit the memory" in two
     assert "one pass, 2048 tokens x 16384 columns" in one
     assert float(two.split()[2]) <= 0.01 < float(one.split()[2]) <= 0.5
+
+
+def test_what_a_step_holds_on_emulated_devices():
+    """The parts are the shards' bytes, and the step runs: its loss is that of one device."""
+    sizes = ModelSizes(32, 128, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_size=64)
+    step = TrainStep(sizes, 8, make_parallel_mesh("fsdp=2,cp=2,tp=2"))
+    found = plan_pod.plan_train(step)
+    names, held = zip(*found.parts.items(), strict=True)
+    by_hand = 4 * (2 * 32 * 128 // 4 + 2 * 32 * (3 * 64 + 2 * 4 * 8 + 2 * 2 * 8) // 4 + 2 * (2 * 32 + 2 * 8) + 32)
+    assert held[:3] == (by_hand, 2 * by_hand, 8 * 4 * 7 + 4)
+    assert names[3].startswith("activations")
+    assert held[3] == found.step.temp_bytes > 0
+    assert found.needed == sum(held)
+    assert found.fits is None
+    assert "in all" in str(found)
+    assert "memory unknown" in str(found)
+
+
+def loss_of_a_step(step):
+    """Of numbers that depend on the sizes only."""
+    rng, batch = np.random.default_rng(0), step.batch
+    put = lambda like, a: jax.device_put(np.asarray(a, like.dtype), like.sharding)  # noqa: E731
+    params = {name: put(x, 0.3 * rng.normal(size=x.shape)) for name, x in sorted(step.params.items())}
+    x, tokens, targets = rng.normal(size=(2, 16)), *rng.integers(0, 128, (2, 2, 16))
+    ids, sample_ids = np.ones((2, 16)), np.array([[0], [1]])
+    given = {"tokens": tokens, "targets": targets, "segment_ids": ids, "positions": np.cumsum(ids, 1) - 1}
+    given |= {"loss_mask": ids * (x > 0), "sample_ids": sample_ids, "advantages": x, "old_log_probs": -np.abs(x)}
+    given = {name: put(getattr(batch, name), a) for name, a in given.items()}
+    moments = tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+    return float(step.jitted(params, moments, dataclasses.replace(batch, **given, real_last_targets=True))[2])
+
+
+@pytest.mark.nightly
+def test_a_step_on_a_mesh_has_one_devices_loss():
+    sizes = ModelSizes(32, 128, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_size=64)
+    whole = TrainStep(sizes, 16, make_parallel_mesh("dp=1", devices=jax.devices()[:1]), rows=2)
+    parts = TrainStep(sizes, 8, make_parallel_mesh("fsdp=2,cp=2,tp=2"))
+    assert loss_of_a_step(parts) == pytest.approx(loss_of_a_step(whole), rel=1e-2)  # products of bf16
+
+
+V5P, V6E = ("fsdp=16,cp=4,tp=8", "v5p:8x8x8"), ("fsdp=16,cp=2,tp=8", "v6e:16x16")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("mesh", "topology"), [V5P, V6E])
+def test_a_whole_step_of_a_qwen3_8b_fits_a_pod(mesh, topology):
+    parallel = plan_pod.described_mesh(mesh, topology)
+    found = plan_pod.plan_train(TrainStep(MODELS["qwen3-8b"], 4096, parallel))
+    assert found.fits
+    assert found.loss.temp_bytes < found.step.temp_bytes
+    # the loss is a small part of the step's time
+    assert 0 < found.loss.time.compute < 0.2 * found.step.time.compute
+
+
+@pytest.mark.nightly
+def test_a_whole_step_of_a_qwen3_8b_fits_a_gpu_host():
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs takes the extra gpu-aot")
+    topology = {"platform": "cuda", "topology": "1x1x8", "target_config": H100}
+    devices = topologies.get_topology_desc("", **topology).devices
+    step = TrainStep(MODELS["qwen3-8b"], 4096, make_parallel_mesh("fsdp=4,tp=2", devices=devices))
+    memory = step.jitted.lower(*step.arguments).compile(NO_SEARCH).memory_analysis()
+    held = sum(step.bytes_held.values())
+    assert memory.argument_size_in_bytes == pytest.approx(held, rel=1e-3)
+    assert held + memory.temp_size_in_bytes < 80 * GIB
+
+
+@pytest.mark.nightly
+def test_a_model_that_does_not_fit(capsys):
+    arguments = ["--train", "--model", "qwen3-8b", "--mesh", "fsdp=2,tp=2", "--topology", "v5e:2x2"]
+    assert plan_pod.main(arguments) == 1
+    assert "GiB of 16 GiB: it does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_the_losses_memory_and_collectives_are_flat_from_8_to_512_chips():
+    found = []
+    for mesh, topology in (("cp=2,tp=4", "2x2x2"), ("dp=8,cp=2,tp=4", "4x4x4"), ("dp=64,cp=2,tp=4", "8x8x8")):
+        parallel = plan_pod.described_mesh(mesh, f"v5p:{topology}")
+        step = plan_pod.Step(plan_pod.HEADS["qwen3-8b"], 4096, jnp.dtype(jnp.bfloat16), parallel)
+        found.append(step.cost(step.one_pass))
+    sums = [sorted((c.op, c.bytes, c.in_loop) for c in a.collectives if c.bytes > 64) for a in found]
+    assert sums[0] == sums[1] == sums[2]
+    for a in found[1:]:
+        assert abs(a.temp_bytes - found[0].temp_bytes) < 0.01 * GIB
 
 
 @pytest.mark.nightly

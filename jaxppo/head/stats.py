@@ -80,6 +80,8 @@ def check_where(where: Any, shape: tuple[int, ...]) -> None:
 
 def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""] | Float[Array, "R T"] | None:
     """The temperature in f32, a constant, scalar or one a token; NaN where it is not above 0, None for the number 1."""
+    if not isinstance(temperature, (int, float, np.number, np.ndarray, jax.Array)):
+        raise TypeError(f"temperature: got {temperature!r}, expected a positive number, or an array of them")
     if isinstance(temperature, (int, float, np.number)) and not float(temperature) > 0:
         raise ValueError(f"temperature: got {temperature}, expected a positive number")
     if isinstance(temperature, (int, float, np.number)) and temperature == 1:

@@ -166,6 +166,8 @@ def _check_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfi
 def _check_batch(batch: RolloutBatch, config: PolicyLossConfig, selected: Float[Array, "R T"] | None) -> None:
     if not isinstance(batch, RolloutBatch):
         raise TypeError(f"batch: got {type(batch).__name__}, expected RolloutBatch")
+    if not isinstance(config, PolicyLossConfig):
+        raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")
     shape = batch.loss_mask.shape
     if len(shape) != 2:
         raise ValueError(f"batch: got a loss mask of shape {shape}, expected [R, T], one micro-batch")

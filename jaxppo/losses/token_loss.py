@@ -151,6 +151,7 @@ def loss_of_stats(
     selected: Float[Array, "R T"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss and its metrics from statistics, on any mesh."""
+    check_normalizer(normalizer)
     static, traced = take_arrays(loss)
     args = {"stats": stats, "batch": batch, "normalizer": normalizer, "selected": selected, "config": traced}
 
@@ -159,6 +160,11 @@ def loss_of_stats(
 
     found: tuple[Float[Array, ""], Metrics] = shard_call(name, _of_stats, parallel, args, specs, static)
     return found
+
+
+def check_normalizer(normalizer: Normalizer | None) -> None:
+    if normalizer is not None and not isinstance(normalizer, Normalizer):
+        raise TypeError(f"normalizer: got {type(normalizer).__name__}, expected Normalizer or None")
 
 
 def _batch_specs(p: ParallelMesh, batch: RolloutBatch, normalizer: Normalizer | None, selected: Any) -> list[Any]:

@@ -1,0 +1,289 @@
+"""A training step of a Qwen3-shaped model on described arrays, its layers scanned: what a pod compiles and holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxppo import Head, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden
+from sharding import ParallelMesh
+from sharding.audit import Audit, audit
+
+QUERIES = 512  # that meet all keys at once
+CONFIG = PolicyLossConfig(entropy_coef=0.01)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSizes:
+    """A decoder with grouped queries and gated MLPs."""
+
+    hidden_size: int
+    vocab_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_size: int
+    tied: bool = False
+    rope_theta: float = 1e6
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape, _ in _shapes(self).values())
+
+
+# From the models' published configs.
+MODELS = {
+    "qwen3-0.6b": ModelSizes(1024, 151936, 28, 16, 8, 128, 3072, tied=True),
+    "qwen3-1.7b": ModelSizes(2048, 151936, 28, 16, 8, 128, 6144, tied=True),
+    "qwen3-4b": ModelSizes(2560, 151936, 36, 32, 8, 128, 9728, tied=True),
+    "qwen3-8b": ModelSizes(4096, 151936, 36, 32, 8, 128, 12288),
+    "qwen3-14b": ModelSizes(5120, 151936, 40, 40, 8, 128, 17408),
+    "qwen3-32b": ModelSizes(5120, 151936, 64, 64, 8, 128, 25600),
+}
+
+
+def _shapes(m: ModelSizes) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
+    """Shape and roles of the dimensions, fsdp or tensor, of each parameter; those of layers have them in front."""
+    L, H, D = m.layers, m.hidden_size, m.head_dim
+    wide = (None, "fsdp", "tensor")
+    found: dict[str, Any] = {
+        "embed": ((m.vocab_size, H), ("tensor", "fsdp") if m.tied else ("fsdp", "tensor")),
+        "q": ((L, H, m.heads * D), wide),
+        "k": ((L, H, m.kv_heads * D), wide),
+        "v": ((L, H, m.kv_heads * D), wide),
+        "out": ((L, m.heads * D, H), (None, "tensor", "fsdp")),
+        "gate": ((L, H, m.mlp_size), wide),
+        "up": ((L, H, m.mlp_size), wide),
+        "down": ((L, m.mlp_size, H), (None, "tensor", "fsdp")),
+        **dict.fromkeys(("attention_norm", "mlp_norm"), ((L, H), (None, None))),
+        **dict.fromkeys(("q_norm", "k_norm"), ((L, D), (None, None))),
+        "norm": ((H,), (None,)),
+    }
+    return found if m.tied else found | {"head": ((H, m.vocab_size), ("fsdp", "tensor"))}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStep:
+    """Gradients of a PPO loss and one AdamW update: bf16 products, f32 parameters and moments, every layer recomputed.
+
+    Args:
+      sizes: the model.
+      tokens: on each shard of the data and context axes; with `rows` more rows of as many.
+      parallel: the mesh, over real or described devices.
+      rows: of each data shard.
+    """
+
+    sizes: ModelSizes
+    tokens: int
+    parallel: ParallelMesh
+    rows: int = 1
+
+    def __post_init__(self) -> None:
+        tensor = self.parallel.tensor_size
+        for what, size in (("heads", self.sizes.heads), ("kv_heads", self.sizes.kv_heads)):
+            if size % tensor:
+                raise ValueError(f"mesh: got {tensor} tensor shards, expected a divisor of the {size} {what}")
+        if self.parallel.context_layout != "contiguous":
+            raise ValueError(f"mesh: got context layout {self.parallel.context_layout!r}, expected 'contiguous'")
+
+    def _place(self, x: jax.Array, *roles: str | None) -> jax.Array:
+        return lax.with_sharding_constraint(x, self.parallel.sharding(self._spec(roles)))
+
+    def _spec(self, roles: tuple[str | None, ...]) -> P:
+        return P(*((getattr(self.parallel, role) or None) if role else None for role in roles))
+
+    def _describe(self, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.parallel.sharding(spec))
+
+    @property
+    def params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """f32 parameters."""
+        shapes = _shapes(self.sizes).items()
+        return {name: self._describe(shape, jnp.float32, self._spec(roles)) for name, (shape, roles) in shapes}
+
+    @property
+    def batch(self) -> RolloutBatch:
+        parallel = self.parallel
+        shape = (self.rows * parallel.data_size, self.tokens * parallel.context_size)
+        ids, x = (self._describe(shape, dtype, parallel.tokens_spec) for dtype in (jnp.int32, jnp.float32))
+        one = self._describe((shape[0], 1), jnp.int32, parallel.rows_spec)
+        layout = {"context_layout": parallel.context_layout, "context_shards": parallel.context_size}
+        return RolloutBatch(ids, ids, ids, ids, x, one, advantages=x, old_log_probs=x, **layout)
+
+    def hidden(self, params: dict[str, jax.Array], batch: RolloutBatch) -> jax.Array:
+        """Final hidden states `[R, T, H]`."""
+        sizes, per_layer = self.sizes, {}
+        for name, (_, roles) in _shapes(sizes).items():
+            if roles[0] is None and len(roles) > 1:
+                per_layer[name] = params[name]
+        table = self._place(params["embed"].astype(jnp.bfloat16), None, "tensor")
+        x = self._place(table[batch.tokens], "data", "context", None)
+        angles = _angles(batch.positions, sizes)
+
+        @jax.checkpoint  # a layer's input is all that is kept of it
+        def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+            p = {name: w.astype(jnp.bfloat16) for name, w in p.items()}
+            x = x + self._attention(_norm(x, p["attention_norm"]), p, angles, batch)
+            y = _norm(x, p["mlp_norm"])
+            gated = self._place(jax.nn.silu(y @ p["gate"]) * (y @ p["up"]), "data", "context", "tensor")
+            return self._place(x + gated @ p["down"], "data", "context", None), None
+
+        x, _ = lax.scan(layer, x, per_layer)
+        return _norm(x, params["norm"].astype(jnp.bfloat16))
+
+    def _attention(self, x: jax.Array, p: dict[str, jax.Array], angles: Any, batch: RolloutBatch) -> jax.Array:
+        """Causal attention within segments; keys and values are gathered over the context axis."""
+        sizes, shards = self.sizes, self.parallel.context_size
+        R, T = x.shape[:2]
+        split = lambda y: self._place(y.reshape(R, T, -1, sizes.head_dim), "data", "context", "tensor", None)  # noqa: E731
+        q = _rotate(_norm(split(x @ p["q"]), p["q_norm"]), angles)
+        k = _rotate(_norm(split(x @ p["k"]), p["k_norm"]), angles)
+        k, v = (self._place(y, "data", None, "tensor", None) for y in (k, split(x @ p["v"])))
+        each = math.gcd(QUERIES, T // shards)
+
+        def chunks(y: jax.Array, *roles: str | None) -> jax.Array:
+            """`[R, T, ...]` to `[chunks, R, shards, each, ...]`: the context axis stays where it is."""
+            y = y.reshape(R, shards, -1, each, *y.shape[2:])
+            return jnp.moveaxis(self._place(y, "data", "context", None, None, *roles), 2, 0)
+
+        @jax.checkpoint
+        def attend(_: None, given: Any) -> tuple[None, jax.Array]:
+            q, segments, positions = given
+            grouped = q.reshape(*q.shape[:3], sizes.kv_heads, -1, sizes.head_dim)
+            scores = jnp.einsum("rcqngd,rtnd->rcngqt", grouped, k, preferred_element_type=jnp.float32)
+            seen = (segments[..., None] == batch.segment_ids[:, None, None]) & (
+                positions[..., None] >= batch.positions[:, None, None]
+            )
+            scores = jnp.where(seen[:, :, None, None], scores * sizes.head_dim**-0.5, -1e30)
+            weights = jax.nn.softmax(scores, axis=-1).astype(jnp.bfloat16)
+            return None, jnp.einsum("rcngqt,rtnd->rcqngd", weights, v).reshape(q.shape)
+
+        given = chunks(q, "tensor", None), chunks(batch.segment_ids), chunks(batch.positions)
+        _, y = lax.scan(attend, None, given)
+        y = jnp.moveaxis(y, 0, 2).reshape(R, T, -1)
+        return self._place(y, "data", "context", "tensor") @ p["out"]
+
+    def head(self, params: dict[str, jax.Array]) -> Head:
+        """bf16, as the products are."""
+        layout = "vh" if self.sizes.tied else "hv"
+        kernel = params["embed" if self.sizes.tied else "head"].astype(jnp.bfloat16)
+        return Head(kernel, layout=layout, spec=self.parallel.kernel_spec(layout))
+
+    def loss(self, params: dict[str, jax.Array], batch: RolloutBatch) -> jax.Array:
+        hidden = self.hidden(params, batch)
+        return policy_loss_from_hidden(hidden, self.head(params), batch, CONFIG, parallel=self.parallel)[0]
+
+    def __call__(self, params: Any, moments: Any, batch: RolloutBatch) -> Any:
+        """Updated parameters and moments, and the loss; moments are (first, second), each like the parameters."""
+        loss, gradients = jax.value_and_grad(self.loss)(params, batch)
+        first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments[0], gradients)
+        second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, moments[1], gradients)
+        adam = lambda w, m, v: w - 1e-6 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * w)  # noqa: E731
+        return jax.tree.map(adam, params, first, second), (first, second), loss
+
+    @property
+    def bytes_held(self) -> dict[str, int]:
+        """What a device holds from step to step, and the batch."""
+        params, moments, batch = (sum(map(_shard_bytes, jax.tree.leaves(x))) for x in self.arguments)
+        return {"parameters, f32": params, "AdamW's moments, f32": moments, "batch": batch}
+
+    @property
+    def jitted(self) -> Callable[..., Any]:
+        """The step as a trainer compiles it: the old state's memory is the new one's."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.params)
+        return jax.jit(self, donate_argnums=(0, 1), out_shardings=(shardings, (shardings, shardings), None))
+
+    @property
+    def arguments(self) -> tuple[Any, Any, RolloutBatch]:
+        return self.params, (self.params, self.params), self.batch
+
+
+def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
+    assert x.sharding is not None
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+# GiB of a device, by what its kind contains: described devices do not report it
+_MEMORY = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32, "TPU7x": 96, "H100": 80, "H200": 141}
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Whether a step fits a device: bytes by what they are for, the sum, and what the device has (None: unknown).
+
+    `step` and `loss` are what the compiler says of the whole step and of the loss on its own, gradients and head's
+    products among it; `step` is None where the compiler refused for memory, and then `needed` is its own figure.
+    """
+
+    parts: dict[str, int]
+    needed: int
+    available: int | None
+    step: Audit | None
+    loss: Audit
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.available is None else self.step is not None and self.needed <= self.available
+
+    def __str__(self) -> str:
+        size = lambda what, n: f"{what:<44}{n / GIB:9.3f} GiB"  # noqa: E731
+        lines = ["per device", *(size(what, n) for what, n in self.parts.items())]
+        lines.append(size("  the loss on its own, of these", self.loss.temp_bytes))
+        verdict = {None: "memory unknown", True: "it fits", False: "it does not fit"}[self.fits]
+        of = "" if self.available is None else f" of {self.available / GIB:.0f} GiB"
+        lines += [f"{size('in all', self.needed)}{of}: {verdict}", ""]
+        whole, part = self.step and self.step.time, self.loss.time
+        if whole and part:
+            for what, time in (("the whole step", whole), ("the loss on its own, of it", part)):
+                lines.append(f"{what:<44}{time.compute:9.2f} ms computing, {time.collectives:.2f} ms in collectives")
+        lines += [f"the loss: {note}" for note in self.loss.notes]
+        for c, times in sorted(Counter(self.loss.collectives).items(), key=lambda item: -item[0].bytes):
+            over = "unknown axes" if c.axes is None else ", ".join(c.axes)
+            each = " each turn of a loop" if c.in_loop else ""
+            lines.append(f"  {times} x {c.op} over {over}, {c.bytes / 2**20:.3f} MiB{each}")
+        return "\n".join(lines)
+
+
+def fit(step: TrainStep, loss: Audit) -> Fit:
+    """Compiles the whole step, and adds up what a device must hold; `loss` is the audit of the loss on its own."""
+    kind = step.parallel.mesh.devices.flat[0].device_kind
+    available = next((gib * GIB for name, gib in _MEMORY.items() if name in kind), None)
+    parts, rest = step.bytes_held, "activations, gradients and other temporaries"
+    try:
+        found = audit(step.jitted, *step.arguments)
+    except jax.errors.JaxRuntimeError as error:
+        refused = re.search(r"required for HLO temporaries \(([\d.]+)G\) exceeds", str(error))
+        if refused is None:
+            raise
+        parts |= {rest: int(float(refused[1]) * GIB)}
+        return Fit(parts, sum(parts.values()), available, None, loss)
+    parts |= {rest: found.temp_bytes}
+    return Fit(parts, sum(parts.values()), available, found, loss)
+
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    y = x.astype(jnp.float32)
+    return (y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+
+
+def _angles(positions: jax.Array, sizes: ModelSizes) -> tuple[jax.Array, jax.Array]:
+    half = sizes.head_dim // 2
+    angles = positions[..., None, None] * sizes.rope_theta ** (-jnp.arange(half) / half)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    cos, sin = angles
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,42 @@
+"""The summary that a nightly run leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TESTS = """
+import pytest
+
+def test_good(): pass
+def test_bad(): assert False
+@pytest.mark.skip(reason="no such card")
+def test_not_here(): pass
+"""
+CONFTEST = """
+def pytest_addoption(parser):
+    parser.addoption("--search-seed", type=int)
+"""
+
+
+def test_summary_of_a_run_in_two_workers(tmp_path):
+    (tmp_path / "test_few.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    options = ["-q", "-n", "2", "--search-seed", "7", "-p", "tests.nightly_summary", "-p", "no:pytest_jaxppo"]
+    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads((tmp_path / "nightly-summary.json").read_text())
+    assert found["outcomes"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert found["failed"] == ["test_few.py::test_bad"]
+    assert found["skipped"] == {"Skipped: no such card": 1}
+    assert found["files"]["test_few.py"]["tests"] == 3
+    assert found["search_seed"] == 7
+    assert found["exit_code"] == 1
+    text = (tmp_path / "nightly-summary.md").read_text()
+    for part in ("1 failed, 1 passed, 1 skipped", "- test_few.py::test_bad", "1 x Skipped: no such card", "seed 7`"):
+        assert part in text
