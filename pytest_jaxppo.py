@@ -144,7 +144,7 @@ def _fixtures(count: int | None, sample: str) -> object:
 
 
 def _layouts_and_cases(count: int, sample: str) -> tuple[list[str], list[Case]]:
-    layouts = list(_sharding("mesh").LAYOUTS)
+    layouts = list(_sharding("axes").LAYOUTS)
     meshes: list[str] = _sharding("testing").factorings(count)
     cases = [(mesh, name) for mesh in meshes for name in (layouts if "cp=1," not in mesh else layouts[:1])]
     return layouts, cases if sample == "all" else list(_pairwise(cases))

@@ -31,7 +31,7 @@ from examples.spikes import Spikes
 from examples.tasks import TASKS, Task
 from jaxppo import KL, PolicyLossConfig, policy_losses
 from sharding import make_parallel_mesh, multihost
-from sharding.mesh import LAYOUTS
+from sharding.axes import LAYOUTS
 
 TEMPERATURE = 1.0  # of sampling; the trainer divides logits by the same, which 1 leaves out
 EMULATED_DEVICES = 8  # on a machine with nothing but a CPU

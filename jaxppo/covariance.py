@@ -17,6 +17,7 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.stats import TokenStats
 from jaxppo.losses.policy import check_needed, old_log_probs
+from jaxppo.policy_losses import PolicyLoss
 
 
 def covariance_mask(

@@ -2,9 +2,11 @@
 
 from . import multihost
 from .audit import Audit, Collective, audit
+from .axes import ShardAxes, vary, vary_like, varying
+from .call import check_parallel, shard_call
 from .layouts import check_row_length, in_order, logical_positions, physical_places, row_multiple, segment_multiple
 from .layouts.base import Layout, Row, register_layout
-from .mesh import ParallelMesh, ShardAxes, check_parallel, make_parallel_mesh, shard_call, vary, vary_like, varying
+from .mesh import ParallelMesh, make_parallel_mesh
 from .packing import Packed, pack, unpack
 from .program import note
 from .rows import check_context_rows, redistribute, scan_affine, scan_shard, shift_left, shift_shard

@@ -1,26 +1,22 @@
-"""A device mesh, the role that each of its axes plays, and the one way to run a per-shard function on it."""
+"""A device mesh and the role that each of its axes plays."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .axes import Names, ShardAxes, axis_names, check_names
 from .axis_rules import roles_of_rules
 from .placement import place
 
-Names = tuple[str, ...]
 Role = str | Sequence[str] | EllipsisType | None
-LAYOUTS: dict[str, Any] = {}  # by name, the context layouts that `sharding.layouts` registers here
 _CONVENTION = {
     "data": ("dp", "data", "replica"),
     "context": ("cp", "context", "sequence", "sp"),
@@ -30,154 +26,9 @@ _CONVENTION = {
 _BY_TRAFFIC = ("data", "fsdp", "context", "tensor")  # from the least to the most
 
 
-def _names(value: str | Sequence[str] | None) -> Names:
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
-
-
-def _check_names(role: str, value: Any) -> None:
-    names = value if isinstance(value, (tuple, list)) else [value]
-    if value is not None and not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{role}: got {value!r}, expected an axis name, a tuple of them or None")
-
-
 def _entry(names: Names) -> Any:
     """One entry of a PartitionSpec."""
     return None if not names else names[0] if len(names) == 1 else names
-
-
-def check_layout(layout: str, name: str = "context_layout") -> None:
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"{name}: got {layout!r}, expected one of {', '.join(LAYOUTS)}")
-
-
-@dataclasses.dataclass(frozen=True, init=False)
-class ShardAxes:
-    """The roles of mesh axes, for code that already runs inside a `shard_map` (with `check_vma=True`).
-
-    Without arguments no axis has a role, and every collective over a role does nothing: a per-shard function
-    given `ShardAxes()` is the one-device function.
-
-    Args:
-      data: axes that the rows of a batch are sharded over.
-      context: axes that the positions of a row are sharded over.
-      tensor: axes that the vocabulary is sharded over.
-      fsdp: axes that a head kernel is sharded over beside `tensor`; each is a data or context axis for tokens.
-      replicated: axes over which every device does the same work.
-      sequence_parallel: hidden states arrive with the positions sharded over `tensor` too.
-      context_layout: which positions of a row each context shard holds.
-
-    Raises:
-      ValueError: an axis in two roles, an fsdp axis that tokens are not spread over, an unknown layout.
-
-    Example:
-      >>> ShardAxes(data="dp", context=None, tensor=("tp",)).tokens
-      ('dp',)
-    """
-
-    data: Names
-    context: Names
-    tensor: Names
-    fsdp: Names
-    replicated: Names
-    sequence_parallel: bool
-    context_layout: str
-
-    def __init__(
-        self,
-        data: str | Sequence[str] | None = (),
-        context: str | Sequence[str] | None = (),
-        tensor: str | Sequence[str] | None = (),
-        fsdp: str | Sequence[str] | None = (),
-        replicated: str | Sequence[str] | None = (),
-        sequence_parallel: bool = False,
-        context_layout: str = "contiguous",
-    ) -> None:
-        roles = {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp, "replicated": replicated}
-        fields: dict[str, Any] = {role: _names(value) for role, value in roles.items()}
-        fields |= {"sequence_parallel": sequence_parallel, "context_layout": context_layout}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-        check_layout(self.context_layout)
-        used = self.data + self.context + self.tensor + self.replicated
-        if len(set(used)) != len(used):
-            raise ValueError(
-                f"data, context, tensor, replicated: got {self.data}, {self.context}, {self.tensor}, "
-                f"{self.replicated}, expected no axis in two roles"
-            )
-        if not set(self.fsdp) <= set(self.tokens):
-            raise ValueError(f"fsdp: got {self.fsdp}, expected a subset of the data and context axes {self.tokens}")
-
-    @property
-    def tokens(self) -> Names:
-        """The axes that tokens are spread over: data, then context."""
-        return self.data + self.context
-
-    def size(self, names: Names) -> int:
-        """The number of shards over `names`, 1 for none; static. Only inside the `shard_map`."""
-        return lax.axis_size(names) if names else 1
-
-    def index(self, names: Names) -> jax.Array | int:
-        """This device's place among the shards over `names`, first name slowest; 0 for none."""
-        return lax.axis_index(names) if names else 0
-
-    def psum(self, x: Any, names: Names) -> Any:
-        """Sum over the shards of `names`; x itself for none. An x that is the same on all shards counts once each."""
-        return lax.psum(x, names) if names else x
-
-    def check_vma(self) -> None:
-        """Raises where the surrounding `shard_map` has `check_vma=False`: gradients there are another contract."""
-        for name in self.tokens + self.tensor:
-            if not _tracks_varying(name):
-                raise ValueError(
-                    f"shard_map around this call: got check_vma=False over axis {name!r}, expected check_vma=True; "
-                    "without it the gradients of replicated inputs would be wrong by axis sizes"
-                )
-
-    def check_complete(self, what: str, *arrays: Any) -> None:
-        """Raises where devices hold different parts of what `what` is about, over a mesh axis that has no role here.
-
-        A sum over devices would then be one device's part of it. Axes along which no array varies are no such axes, as
-        far as JAX tracks that: under `pmap` and `check_vma=False` any axis without a role is one.
-
-        Args:
-          what: what is summed, for the error.
-          *arrays: what it is made of.
-        """
-        for name in self.unknown(*arrays):
-            raise ValueError(
-                f"parallel: got no role for mesh axis {name!r} inside a shard_map or pmap, expected one, since "
-                f"{what} would be that of one device's part; pass parallel=ShardAxes(data=..., context=...), or "
-                f"ShardAxes(replicated={name!r}) where all devices along it hold the same"
-            )
-
-    def unknown(self, *arrays: Any) -> list[str]:
-        """The mesh axes without a role here along which devices hold different parts of arrays, as `check_complete`."""
-        mesh = jax.sharding.get_abstract_mesh()
-        known = {*self.data, *self.context, *self.tensor, *self.replicated}
-        differs = lambda name: any(name in varying(x) for x in jax.tree.leaves(arrays))  # noqa: E731
-        names = [name for name in mesh.manual_axes if mesh.shape[name] > 1 and name not in known]
-        return [name for name in names if differs(name) or not _tracks_varying(name)]
-
-
-def _tracks_varying(name: str) -> bool:
-    """Whether the `shard_map` around this call has `check_vma=True`."""
-    return name in varying(lax.axis_index(name))
-
-
-def varying(x: Any) -> frozenset[str]:
-    """The manual mesh axes along which x differs from device to device, read from its type."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
-def vary(x: jax.Array, names: Names | frozenset[str]) -> jax.Array:
-    """x with `names` added to the axes along which it varies; under a gradient this sums over the added ones."""
-    missing = tuple(sorted(set(names) - varying(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def vary_like(x: jax.Array, *others: Any) -> jax.Array:
-    """x with all the varying axes of the arrays `others`: what a loop carry must start from."""
-    return vary(x, frozenset().union(*(varying(leaf) for leaf in jax.tree.leaves(others))))
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -234,9 +85,9 @@ class ParallelMesh:
         roles = {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp}
         for role, value in {**roles, "replicated": replicated}.items():
             if not isinstance(value, EllipsisType):
-                _check_names(role, value)
-        given = {role: _names(value) for role, value in roles.items() if not isinstance(value, EllipsisType)}
-        given["replicated"] = _names(replicated)
+                check_names(role, value)
+        given = {role: axis_names(value) for role, value in roles.items() if not isinstance(value, EllipsisType)}
+        given["replicated"] = axis_names(replicated)
         for role, names in given.items():
             for name in names:
                 if name not in mesh.shape:
@@ -446,108 +297,3 @@ def make_parallel_mesh(
     kind = AxisType.Explicit if explicit else AxisType.Auto
     mesh = Mesh(placed, tuple(names), axis_types=(kind,) * len(names))
     return ParallelMesh(mesh, sequence_parallel=sequence_parallel, context_layout=context_layout)
-
-
-def check_parallel(parallel: Any) -> None:
-    if not isinstance(parallel, ParallelMesh | ShardAxes | None):
-        raise TypeError(f"parallel: got {type(parallel).__name__}, expected ParallelMesh, ShardAxes or None")
-
-
-def shard_call(
-    name: str,
-    fn: Callable[..., Any],
-    parallel: ParallelMesh | ShardAxes | None,
-    args: Mapping[str, Any],
-    specs: Callable[[ParallelMesh], tuple[Sequence[Any], Any]],
-    static: Hashable = None,
-) -> Any:
-    """Runs the per-shard `fn(axes, *args.values())` on one device, in the caller's `shard_map`, or on a mesh.
-
-    This is how every mesh-level function here is made, so that the per-shard function is the only implementation. It is
-    compiled as a whole, also where the caller does not jit: with a module-level `fn`, a second call with equal `static`
-    and arrays of the same shapes compiles nothing.
-
-    Args:
-      name: the public function's name, for errors.
-      fn: takes `ShardAxes`, `static` where it is not None, then the arguments as this device holds them.
-      parallel: None (one device), `ShardAxes` (already inside a `shard_map`), or `ParallelMesh`.
-      args: arrays or pytrees of them by argument name; None stays None.
-      specs: maps the mesh to (one PartitionSpec or pytree prefix of them for each argument, the same for the results).
-      static: whatever else `fn` takes; hashable.
-
-    Raises:
-      TypeError: `parallel` is something else.
-      ValueError: a dimension that the mesh does not divide, `check_vma=False` around.
-
-    Example:
-      >>> mesh = make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1])
-      >>> total = lambda axes, power, x: axes.psum((x**power).sum(), axes.tokens)
-      >>> shard_call("total", total, mesh, {"x": 2 * jnp.ones((2, 4))}, lambda p: ([p.tokens_spec], P()), static=2)
-      Array(32., dtype=float32)
-    """
-    check_parallel(parallel)
-    if isinstance(parallel, ShardAxes):
-        parallel.check_vma()
-        return _call(fn, parallel, static, *args.values())
-    if parallel is None:
-        return _on_one_device(fn, static, *jax.tree.map(jnp.asarray, tuple(args.values())))
-    in_specs, out_specs = specs(parallel)
-    for (what, arg), spec in zip(args.items(), in_specs, strict=True):
-        _check_divides(name, what, arg, spec, parallel)
-    leaves, structure = jax.tree.flatten((tuple(in_specs), out_specs), is_leaf=_is_spec)
-    return _on_mesh(fn, static, parallel, tuple(leaves), structure, *args.values())
-
-
-def _call(fn: Callable[..., Any], axes: ShardAxes, static: Any, *args: Any) -> Any:
-    return fn(axes, *args) if static is None else fn(axes, static, *args)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _on_one_device(fn: Callable[..., Any], static: Any, *args: Any) -> Any:
-    return _call(fn, ShardAxes(), static, *args)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _on_mesh(
-    fn: Callable[..., Any],
-    static: Any,
-    parallel: ParallelMesh,
-    specs: tuple[P, ...],
-    structure: jax.tree_util.PyTreeDef,
-    *args: Any,
-) -> Any:
-    in_specs, out_specs = jax.tree.unflatten(structure, specs)  # taken apart since a dict of specs has no hash
-    if parallel.is_explicit:  # where in_specs only assert what the arrays' types say
-        to = lambda spec, arg: _by_leaf(lambda s, x: jax.reshard(x, parallel.sharding(s)), spec, arg)  # noqa: E731
-        args = tuple(map(to, in_specs, args))
-    body = functools.partial(_call, fn, parallel.axes, static)
-    return jax.shard_map(body, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs)(*args)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
-
-
-def _by_leaf(fn: Callable[[P, Any], Any], spec: Any, arg: Any) -> Any:
-    """fn(spec, leaf) over a pytree whose specs are a pytree prefix of it."""
-    return jax.tree.map(lambda s, x: jax.tree.map(functools.partial(fn, s), x), spec, arg, is_leaf=_is_spec)
-
-
-def _check_divides(name: str, what: str, arg: Any, spec: Any, parallel: ParallelMesh) -> None:
-    """Raises where an array of the argument cannot be laid over the mesh as its spec says."""
-
-    def check(spec: P, x: Any) -> None:
-        shape = jnp.shape(x)
-        for dim, entry in enumerate(spec[: len(shape)]):
-            names = _names(entry)
-            if not set(names) <= set(parallel.mesh.shape):
-                raise ValueError(
-                    f"{what}: got spec {spec} in {name}, expected axes of the mesh, {tuple(parallel.mesh.shape)}"
-                )
-            if shape[dim] % parallel.size(names):
-                raise ValueError(
-                    f"{what}: got shape {shape} in {name}, expected dimension {dim} to be a multiple of "
-                    f"{parallel.size(names)}, the size of mesh axes {names}"
-                )
-
-    _by_leaf(check, spec, arg)

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
+from .axes import ShardAxes, vary, vary_like
+from .call import shard_call
 from .checks import check_int
-from .mesh import ParallelMesh, ShardAxes, shard_call, vary, vary_like
+from .mesh import ParallelMesh
 
 
 @dataclasses.dataclass(frozen=True)

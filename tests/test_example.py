@@ -11,7 +11,7 @@ from examples import compare_runs
 from examples.tasks import TASKS
 from examples.train_grpo import grpo_step, main, parse, set_up, supervised
 from jaxppo.policy_losses import BY_NAME
-from sharding.mesh import LAYOUTS
+from sharding.axes import LAYOUTS
 from sharding.testing import factorings
 
 TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "24"]

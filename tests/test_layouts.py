@@ -22,7 +22,7 @@ from sharding import (
 )
 from sharding import layouts as layout_module
 from sharding.audit import audit
-from sharding.mesh import LAYOUTS
+from sharding.axes import LAYOUTS
 from sharding.testing import assert_trees_close
 
 R, T, S = 4, 64, 3

@@ -21,7 +21,7 @@ from sharding import (
     shift_left,
     unpack,
 )
-from sharding.mesh import LAYOUTS
+from sharding.axes import LAYOUTS
 from sharding.testing import assert_trees_close
 
 ROOT = Path(__file__).parent.parent

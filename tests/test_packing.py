@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxppo import RolloutBatch, Sample
 from sharding import make_parallel_mesh, pack, unpack
-from sharding.mesh import LAYOUTS
+from sharding.axes import LAYOUTS
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import linear_call
 
-from ..mesh import LAYOUTS, ShardAxes, check_layout, vary, varying
+from ..axes import LAYOUTS, ShardAxes, check_layout, vary, varying
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["lengths", "sizes"], meta_fields=["length", "shards"])

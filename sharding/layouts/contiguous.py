@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..mesh import ShardAxes
+from ..axes import ShardAxes
 from .base import Layout, Row
 from .runs import Runs, following, scan_runs
 

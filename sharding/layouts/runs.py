@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from ..mesh import ShardAxes, vary, vary_like
+from ..axes import ShardAxes, vary, vary_like
 from .base import take
 
 # y_t needs its neighbour's y; is b_t; or lies at the end of a run and needs the next run's

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..mesh import ShardAxes
+from ..axes import ShardAxes
 from .base import Row
 from .contiguous import Contiguous
 

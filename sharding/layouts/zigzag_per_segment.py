@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..mesh import ShardAxes
+from ..axes import ShardAxes
 from .base import Layout, Row, take
 from .contiguous import widen
 from .runs import Runs, following

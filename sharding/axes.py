@@ -1,0 +1,158 @@
+"""The roles of mesh axes, for code that runs on one device's shards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+Names = tuple[str, ...]
+LAYOUTS: dict[str, Any] = {}  # by name, the context layouts that `sharding.layouts` registers here
+
+
+def axis_names(value: str | Sequence[str] | None) -> Names:
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def check_names(role: str, value: Any) -> None:
+    names = value if isinstance(value, (tuple, list)) else [value]
+    if value is not None and not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{role}: got {value!r}, expected an axis name, a tuple of them or None")
+
+
+def check_layout(layout: str, name: str = "context_layout") -> None:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"{name}: got {layout!r}, expected one of {', '.join(LAYOUTS)}")
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class ShardAxes:
+    """The roles of mesh axes, for code that already runs inside a `shard_map` (with `check_vma=True`).
+
+    Without arguments no axis has a role, and every collective over a role does nothing: a per-shard function
+    given `ShardAxes()` is the one-device function.
+
+    Args:
+      data: axes that the rows of a batch are sharded over.
+      context: axes that the positions of a row are sharded over.
+      tensor: axes that the vocabulary is sharded over.
+      fsdp: axes that a head kernel is sharded over beside `tensor`; each is a data or context axis for tokens.
+      replicated: axes over which every device does the same work.
+      sequence_parallel: hidden states arrive with the positions sharded over `tensor` too.
+      context_layout: which positions of a row each context shard holds.
+
+    Raises:
+      ValueError: an axis in two roles, an fsdp axis that tokens are not spread over, an unknown layout.
+
+    Example:
+      >>> ShardAxes(data="dp", context=None, tensor=("tp",)).tokens
+      ('dp',)
+    """
+
+    data: Names
+    context: Names
+    tensor: Names
+    fsdp: Names
+    replicated: Names
+    sequence_parallel: bool
+    context_layout: str
+
+    def __init__(
+        self,
+        data: str | Sequence[str] | None = (),
+        context: str | Sequence[str] | None = (),
+        tensor: str | Sequence[str] | None = (),
+        fsdp: str | Sequence[str] | None = (),
+        replicated: str | Sequence[str] | None = (),
+        sequence_parallel: bool = False,
+        context_layout: str = "contiguous",
+    ) -> None:
+        roles = {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp, "replicated": replicated}
+        fields: dict[str, Any] = {role: axis_names(value) for role, value in roles.items()}
+        fields |= {"sequence_parallel": sequence_parallel, "context_layout": context_layout}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        check_layout(self.context_layout)
+        used = self.data + self.context + self.tensor + self.replicated
+        if len(set(used)) != len(used):
+            raise ValueError(
+                f"data, context, tensor, replicated: got {self.data}, {self.context}, {self.tensor}, "
+                f"{self.replicated}, expected no axis in two roles"
+            )
+        if not set(self.fsdp) <= set(self.tokens):
+            raise ValueError(f"fsdp: got {self.fsdp}, expected a subset of the data and context axes {self.tokens}")
+
+    @property
+    def tokens(self) -> Names:
+        """The axes that tokens are spread over: data, then context."""
+        return self.data + self.context
+
+    def size(self, names: Names) -> int:
+        """The number of shards over `names`, 1 for none; static. Only inside the `shard_map`."""
+        return lax.axis_size(names) if names else 1
+
+    def index(self, names: Names) -> jax.Array | int:
+        """This device's place among the shards over `names`, first name slowest; 0 for none."""
+        return lax.axis_index(names) if names else 0
+
+    def psum(self, x: Any, names: Names) -> Any:
+        """Sum over the shards of `names`; x itself for none. An x that is the same on all shards counts once each."""
+        return lax.psum(x, names) if names else x
+
+    def check_vma(self) -> None:
+        """Raises where the surrounding `shard_map` has `check_vma=False`: gradients there are another contract."""
+        for name in self.tokens + self.tensor:
+            if not _tracks_varying(name):
+                raise ValueError(
+                    f"shard_map around this call: got check_vma=False over axis {name!r}, expected check_vma=True; "
+                    "without it the gradients of replicated inputs would be wrong by axis sizes"
+                )
+
+    def check_complete(self, what: str, *arrays: Any) -> None:
+        """Raises where devices hold different parts of what `what` is about, over a mesh axis that has no role here.
+
+        A sum over devices would then be one device's part of it. Axes along which no array varies are no such axes, as
+        far as JAX tracks that: under `pmap` and `check_vma=False` any axis without a role is one.
+
+        Args:
+          what: what is summed, for the error.
+          *arrays: what it is made of.
+        """
+        for name in self.unknown(*arrays):
+            raise ValueError(
+                f"parallel: got no role for mesh axis {name!r} inside a shard_map or pmap, expected one, since "
+                f"{what} would be that of one device's part; pass parallel=ShardAxes(data=..., context=...), or "
+                f"ShardAxes(replicated={name!r}) where all devices along it hold the same"
+            )
+
+    def unknown(self, *arrays: Any) -> list[str]:
+        """The mesh axes without a role here along which devices hold different parts of arrays, as `check_complete`."""
+        mesh = jax.sharding.get_abstract_mesh()
+        known = {*self.data, *self.context, *self.tensor, *self.replicated}
+        differs = lambda name: any(name in varying(x) for x in jax.tree.leaves(arrays))  # noqa: E731
+        names = [name for name in mesh.manual_axes if mesh.shape[name] > 1 and name not in known]
+        return [name for name in names if differs(name) or not _tracks_varying(name)]
+
+
+def _tracks_varying(name: str) -> bool:
+    """Whether the `shard_map` around this call has `check_vma=True`."""
+    return name in varying(lax.axis_index(name))
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The manual mesh axes along which x differs from device to device, read from its type."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def vary(x: jax.Array, names: Names | frozenset[str]) -> jax.Array:
+    """x with `names` added to the axes along which it varies; under a gradient this sums over the added ones."""
+    missing = tuple(sorted(set(names) - varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_like(x: jax.Array, *others: Any) -> jax.Array:
+    """x with all the varying axes of the arrays `others`: what a loop carry must start from."""
+    return vary(x, frozenset().union(*(varying(leaf) for leaf in jax.tree.leaves(others))))

@@ -1,0 +1,119 @@
+"""The one way to run a per-shard function on a mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from .axes import ShardAxes, axis_names
+from .mesh import ParallelMesh
+
+
+def check_parallel(parallel: Any) -> None:
+    if not isinstance(parallel, ParallelMesh | ShardAxes | None):
+        raise TypeError(f"parallel: got {type(parallel).__name__}, expected ParallelMesh, ShardAxes or None")
+
+
+def shard_call(
+    name: str,
+    fn: Callable[..., Any],
+    parallel: ParallelMesh | ShardAxes | None,
+    args: Mapping[str, Any],
+    specs: Callable[[ParallelMesh], tuple[Sequence[Any], Any]],
+    static: Hashable = None,
+) -> Any:
+    """Runs the per-shard `fn(axes, *args.values())` on one device, in the caller's `shard_map`, or on a mesh.
+
+    This is how every mesh-level function here is made, so that the per-shard function is the only implementation. It is
+    compiled as a whole, also where the caller does not jit: with a module-level `fn`, a second call with equal `static`
+    and arrays of the same shapes compiles nothing.
+
+    Args:
+      name: the public function's name, for errors.
+      fn: takes `ShardAxes`, `static` where it is not None, then the arguments as this device holds them.
+      parallel: None (one device), `ShardAxes` (already inside a `shard_map`), or `ParallelMesh`.
+      args: arrays or pytrees of them by argument name; None stays None.
+      specs: maps the mesh to (one PartitionSpec or pytree prefix of them for each argument, the same for the results).
+      static: whatever else `fn` takes; hashable.
+
+    Raises:
+      TypeError: `parallel` is something else.
+      ValueError: a dimension that the mesh does not divide, `check_vma=False` around.
+
+    Example:
+      >>> mesh = make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1])
+      >>> total = lambda axes, power, x: axes.psum((x**power).sum(), axes.tokens)
+      >>> shard_call("total", total, mesh, {"x": 2 * jnp.ones((2, 4))}, lambda p: ([p.tokens_spec], P()), static=2)
+      Array(32., dtype=float32)
+    """
+    check_parallel(parallel)
+    if isinstance(parallel, ShardAxes):
+        parallel.check_vma()
+        return _call(fn, parallel, static, *args.values())
+    if parallel is None:
+        return _on_one_device(fn, static, *jax.tree.map(jnp.asarray, tuple(args.values())))
+    in_specs, out_specs = specs(parallel)
+    for (what, arg), spec in zip(args.items(), in_specs, strict=True):
+        _check_divides(name, what, arg, spec, parallel)
+    leaves, structure = jax.tree.flatten((tuple(in_specs), out_specs), is_leaf=_is_spec)
+    return _on_mesh(fn, static, parallel, tuple(leaves), structure, *args.values())
+
+
+def _call(fn: Callable[..., Any], axes: ShardAxes, static: Any, *args: Any) -> Any:
+    return fn(axes, *args) if static is None else fn(axes, static, *args)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _on_one_device(fn: Callable[..., Any], static: Any, *args: Any) -> Any:
+    return _call(fn, ShardAxes(), static, *args)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _on_mesh(
+    fn: Callable[..., Any],
+    static: Any,
+    parallel: ParallelMesh,
+    specs: tuple[P, ...],
+    structure: jax.tree_util.PyTreeDef,
+    *args: Any,
+) -> Any:
+    in_specs, out_specs = jax.tree.unflatten(structure, specs)  # taken apart since a dict of specs has no hash
+    if parallel.is_explicit:  # where in_specs only assert what the arrays' types say
+        to = lambda spec, arg: _by_leaf(lambda s, x: jax.reshard(x, parallel.sharding(s)), spec, arg)  # noqa: E731
+        args = tuple(map(to, in_specs, args))
+    body = functools.partial(_call, fn, parallel.axes, static)
+    return jax.shard_map(body, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs)(*args)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def _by_leaf(fn: Callable[[P, Any], Any], spec: Any, arg: Any) -> Any:
+    """fn(spec, leaf) over a pytree whose specs are a pytree prefix of it."""
+    return jax.tree.map(lambda s, x: jax.tree.map(functools.partial(fn, s), x), spec, arg, is_leaf=_is_spec)
+
+
+def _check_divides(name: str, what: str, arg: Any, spec: Any, parallel: ParallelMesh) -> None:
+    """Raises where an array of the argument cannot be laid over the mesh as its spec says."""
+
+    def check(spec: P, x: Any) -> None:
+        shape = jnp.shape(x)
+        for dim, entry in enumerate(spec[: len(shape)]):
+            names = axis_names(entry)
+            if not set(names) <= set(parallel.mesh.shape):
+                raise ValueError(
+                    f"{what}: got spec {spec} in {name}, expected axes of the mesh, {tuple(parallel.mesh.shape)}"
+                )
+            if shape[dim] % parallel.size(names):
+                raise ValueError(
+                    f"{what}: got shape {shape} in {name}, expected dimension {dim} to be a multiple of "
+                    f"{parallel.size(names)}, the size of mesh axes {names}"
+                )
+
+    _by_leaf(check, spec, arg)
