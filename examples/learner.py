@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxppo
 from examples.attention import context_attention
-from examples.model import Decoder, ModelConfig
+from examples.model import Config, Model
 from jaxppo import Head, PolicyLossConfig, RolloutBatch, TokenStats, advantages
 from jaxppo.metrics import values
 from sharding import ParallelMesh
@@ -41,7 +41,7 @@ class Learner:
     """Loss and optimiser on a mesh. `updates` is how often each batch of rollouts is used."""
 
     graphdef: nnx.GraphDef
-    model: ModelConfig
+    model: Config
     parallel: ParallelMesh
     loss: PolicyLossConfig
     optimizer: optax.GradientTransformation
@@ -65,9 +65,9 @@ class Learner:
 
     def _head(self, params: nnx.State, batch: RolloutBatch) -> tuple[jax.Array, Head]:
         """Final hidden states, and the head that makes logits of them."""
-        model: Decoder = nnx.merge(self.graphdef, params)
+        model: Model = nnx.merge(self.graphdef, params)
         attend = context_attention(batch.segment_ids, batch.positions, self.parallel)
-        head = Head(model.head.kernel[...], layout="hv", vocab_size=self.model.vocab_size)
+        head = Head.of(model.head, vocab_size=self.model.vocab_size)
         return model(batch.tokens, batch.positions, attend), head
 
     def token_stats(self, params: nnx.State, batch: RolloutBatch) -> TokenStats:
