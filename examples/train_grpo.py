@@ -25,7 +25,7 @@ from examples.checkpoint import Checkpoints
 from examples.learner import Learner, TrainState
 from examples.model import Config, ModelConfig, create_model
 from examples.preemption import Preemption
-from examples.report import Report
+from examples.report import Report, memory_gib, settings_of
 from examples.rollouts import Packer, Rollouts, answers
 from examples.sampler import make_sampler
 from examples.spikes import Spikes
@@ -228,7 +228,7 @@ def grpo_step(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     rewards = np.array([sample.reward for sample in samples])
     numbers |= {"reward": rewards.mean(), "accuracy": (rewards == 1).mean()}
     tokens = sum(len(sample.tokens) for sample in samples)
-    return numbers | {"tokens_per_second": tokens / (time.perf_counter() - began)}
+    return numbers | {"tokens_per_second": tokens / (time.perf_counter() - began), "memory_gib": memory_gib()}
 
 
 def train(run: Run, args: argparse.Namespace) -> None:
@@ -241,7 +241,9 @@ def train(run: Run, args: argparse.Namespace) -> None:
     if run.accuracy_after_sft is None:
         supervised(run, args)
         run.save()
-    with Report(args.out, args.steps, run.step) as report:
+    with Report(
+        args.out, args.steps, run.step, settings_of(run.learner.parallel, vars(args), run.learner.model)
+    ) as report:
         while run.step < args.steps and not run.preemption.asked:
             numbers = grpo_step(run, args)
             report.add(run.step, numbers)
