@@ -239,6 +239,11 @@ def rotate(x: Float[Array, "R T N D"], angles: Float[Array, "R T 1 D/2"]) -> Flo
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+def describe_model(config: Qwen3Config, parallel: ParallelMesh) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure and its parameters' shapes; no array is made."""
+    return jax.eval_shape(lambda: nnx.split(Qwen3(config, parallel, nnx.Rngs(0))))
+
+
 def load_model(folder: Path, config: Qwen3Config, parallel: ParallelMesh) -> tuple[nnx.GraphDef, nnx.State]:
     """The model's structure and the folder's parameters, each placed on the mesh as its kernel asks.
 
@@ -251,7 +256,7 @@ def load_model(folder: Path, config: Qwen3Config, parallel: ParallelMesh) -> tup
             f"mesh: got {parallel.tensor_size} tensor shards, expected a divisor of the {config.kv_heads} key-value "
             "heads"
         )
-    graphdef, abstract = jax.eval_shape(lambda: nnx.split(Qwen3(config, parallel, nnx.Rngs(0))))
+    graphdef, abstract = describe_model(config, parallel)
     shardings = jax.tree.map(parallel.sharding, nnx.get_partition_spec(abstract))
     leaves, structure = jax.tree.flatten_with_path(abstract)
     weights = Weights(folder)

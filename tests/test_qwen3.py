@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from examples import model_folder
 from examples.attention import context_attention
 from examples.model_folder import FolderTokenizer
-from examples.qwen3 import Qwen3Config, load_model
+from examples.qwen3 import Qwen3Config, describe_model, load_model
 from examples.train_grpo import grpo_step, main, parse, set_up, supervised
 from jaxppo import RolloutBatch, Sample
 from sharding import make_parallel_mesh
@@ -119,8 +119,35 @@ def test_logits_on_any_mesh_and_layout(tmp_path, mesh, layout):
     check_logits(tmp_path, config, tensors, mesh, layout)
 
 
+# hidden_size, intermediate_size, layers, heads, tied, and how many parameters
+SIZES = {
+    "0.6b": (1024, 3072, 28, 16, True, 596_049_920),
+    "1.7b": (2048, 6144, 28, 16, True, 1_720_574_976),
+    "4b": (2560, 9728, 36, 32, True, 4_022_468_096),
+    "8b": (4096, 12288, 36, 32, False, 8_190_735_360),
+    "14b": (5120, 17408, 40, 40, False, 14_768_307_200),
+    "32b": (5120, 25600, 64, 64, False, 32_762_123_264),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n != "0.6b")) for n in SIZES])
+def test_published_sizes_have_their_number_of_parameters_and_lie_on_a_mesh(tmp_path, name):
+    width, mlp, layers, heads, tied, count = SIZES[name]
+    sizes = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_qwen3.CONFIG, **sizes}))
+    parallel = make_parallel_mesh("fsdp=4,tp=2")
+    _, abstract = describe_model(Qwen3Config.read(tmp_path), parallel)
+    leaves = jax.tree.leaves(abstract)
+    assert sum(leaf.size for leaf in leaves) == count
+    shardings = jax.tree.leaves(jax.tree.map(parallel.sharding, nnx.get_partition_spec(abstract)))
+    held = sum(math.prod(s.shard_shape(leaf.shape)) for leaf, s in zip(leaves, shardings, strict=True))
+    vectors = sum(leaf.size for leaf in leaves if leaf.ndim == 1)  # every device holds those
+    assert held == (count - vectors) / 8 + vectors
+
+
 def test_bfloat16_is_rounded_and_no_more(tmp_path):
-    config, _ = tiny_qwen3.write(tmp_path, dtype=tiny_qwen3.BFLOAT16)
+    config, _ = tiny_qwen3.write(tmp_path, dtype=tiny_qwen3.BFLOAT16, tie_word_embeddings=False)
     stored = {name: x.astype(np.float64) for name, x in load_file(tmp_path / "model.safetensors").items()}
     got = np.concatenate(logits_on(tmp_path, "dp=4,tp=2"))
     want = np.concatenate([logits_by_definition(config, stored, tokens) for tokens in sequences()])

@@ -78,6 +78,8 @@ def write(folder, shards=1, dtype=np.float32, seed=0, **settings):
     tokenizer().save(str(folder / "tokenizer.json"))
     found = tensors(config, seed)
     stored = {name: x.astype(dtype) for name, x in found.items()}
+    if config["tie_word_embeddings"]:  # the small ones are published with a copy, which nothing reads
+        stored["lm_head.weight"] = np.zeros_like(stored["model.embed_tokens.weight"])
     if shards == 1:
         save_file(stored, folder / "model.safetensors")
         return config, found
