@@ -75,7 +75,7 @@ def logits_on(folder, mesh, layout="contiguous"):
     parallel = make_parallel_mesh(mesh, context_layout=layout)
     graphdef, params = load_model(folder, Qwen3Config.read(folder), parallel)
     samples = [Sample(tokens, response_start=1, group_id=i) for i, tokens in enumerate(sequences())]
-    batch = RolloutBatch.from_samples(samples, row_length=32, rows=4, num_segments=4, parallel=parallel).put(parallel)
+    batch = RolloutBatch.from_samples(samples, row_length=32, rows=8, num_segments=4, parallel=parallel).put(parallel)
 
     @jax.jit
     def run(params, batch):
