@@ -17,23 +17,27 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def attention(
     q: Float[Array, "R Q N D"],
-    k: Float[Array, "R K N D"],
-    v: Float[Array, "R K N D"],
+    k: Float[Array, "R K M D"],
+    v: Float[Array, "R K M D"],
     q_segments: Int[Array, "R Q"],
     q_positions: Int[Array, "R Q"],
     kv_segments: Int[Array, "R K"],
     kv_positions: Int[Array, "R K"],
 ) -> Float[Array, "R Q N D"]:
-    """Causal attention within segments, for keys in any order: who sees whom is read from ids and positions alone."""
+    """Causal attention within segments, for keys in any order: who sees whom is read from ids and positions alone.
+
+    Each of the M key heads serves N / M query heads that follow one another. Scores and their softmax are in f32.
+    """
     same = q_segments[:, :, None] == kv_segments[:, None, :]
     visible = same & (q_positions[:, :, None] >= kv_positions[:, None, :])
-    scores = jnp.einsum("rqnd,rknd->rnqk", q, k) * q.shape[-1] ** -0.5
-    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30), axis=-1)
-    return jnp.einsum("rnqk,rknd->rqnd", weights, v)
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("rqmgd,rkmd->rmgqk", grouped, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -1e30), axis=-1)
+    return jnp.einsum("rmgqk,rkmd->rqmgd", weights.astype(v.dtype), v).reshape(q.shape)
 
 
 def context_attention(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"], parallel: ParallelMesh) -> Attend:
-    """`attend(q, k, v)` on `[R, T, N, D]` arrays sharded over data, context and (heads) tensor.
+    """`attend(q, k, v)` on `[R, T, heads, D]` arrays sharded over data, context and (heads) tensor.
 
     Each context shard keeps its queries and gathers the keys and values of the whole row, so that it works in every
     context layout: causality comes from `positions`, which travel with the tokens.

@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxppo
 from examples.attention import context_attention
-from examples.model import Decoder, ModelConfig
+from examples.model import Config, Model
 from jaxppo import Head, PolicyLossConfig, RolloutBatch, TokenStats, advantages
 from jaxppo.metrics import values
 from sharding import ParallelMesh
 
 Metrics = dict[str, jax.Array]
+_OF_RATIOS = ("clip_fraction", "ppo_kl", "ratio_min", "ratio_mean", "ratio_max")
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +42,7 @@ class Learner:
     """Loss and optimiser on a mesh. `updates` is how often each batch of rollouts is used."""
 
     graphdef: nnx.GraphDef
-    model: ModelConfig
+    model: Config
     parallel: ParallelMesh
     loss: PolicyLossConfig
     optimizer: optax.GradientTransformation
@@ -68,9 +69,9 @@ class Learner:
 
     def _head(self, params: nnx.State, batch: RolloutBatch) -> tuple[jax.Array, Head]:
         """Final hidden states, and the head that makes logits of them."""
-        model: Decoder = nnx.merge(self.graphdef, params)
+        model: Model = nnx.merge(self.graphdef, params)
         attend = context_attention(batch.segment_ids, batch.positions, self.parallel)
-        head = Head(model.head.kernel[...], layout="hv", vocab_size=self.model.vocab_size)
+        head = Head.of(model.head, vocab_size=self.model.vocab_size)
         return model(batch.tokens, batch.positions, attend), head
 
     def token_stats(self, params: nnx.State, batch: RolloutBatch) -> TokenStats:
@@ -115,8 +116,9 @@ class Learner:
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def grpo_step(self, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Metrics]:
-        """`updates` updates on rollouts that carry rewards and the sampler's log-probs; metrics are the first's.
+        """`updates` updates on rollouts that carry rewards and the sampler's log-probs.
 
+        Metrics are the first update's, whose ratios are 1; those of ratios, under other names, the last one's too.
         The metric "skipped" counts the updates whose loss or gradient was not finite; nothing came of those.
 
         The trainer's own log-probs under the parameters that sampled are computed here, and are what the ratio is
@@ -150,7 +152,8 @@ class Learner:
             return (params, optimizer), values(metrics) | more
 
         (params, optimizer), metrics = lax.scan(update, (state.params, state.optimizer), length=self.updates)
-        metrics = {name: x.sum() if name == "skipped" else x[0] for name, x in metrics.items()}
+        last = {f"{name}_last_update": metrics[name][-1] for name in _OF_RATIOS if name in metrics}
+        metrics = {name: x.sum() if name == "skipped" else x[0] for name, x in metrics.items()} | last
         mismatch = values(jaxppo.mismatch_metrics(batch, parallel=self.parallel))
         metrics |= {f"mismatch_{name}": mismatch[name] for name in ("kl", "log_prob_abs_diff", "chi2_sequence")}
         state = dataclasses.replace(state, params=params, optimizer=optimizer, step=state.step + 1)

@@ -1,10 +1,10 @@
-"""A small decoder-only transformer in Flax NNX, its parameters sharded over the tensor axis."""
+"""What the loop asks of a model, and a small decoder-only transformer in Flax NNX, sharded over the tensor axis."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,32 @@ from jaxtyping import Array, Float, Int
 
 from examples.attention import Attend
 from sharding import ParallelMesh
+
+
+class Config(Protocol):
+    """Sizes of a model. Keys and values have `kv_heads`, in `dtype`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def padded_vocab(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+class Model(Protocol):
+    """Tokens to final hidden states, and the head of the loss: what `Head.of` takes."""
+
+    @property
+    def head(self) -> Any: ...
+    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend | Sequence[Attend]) -> jax.Array: ...
+    def logits(self, hidden: jax.Array) -> jax.Array: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +57,14 @@ class ModelConfig:
     @property
     def padded_vocab(self) -> int:
         return -(-self.vocab_size // 8) * 8
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def dtype(self) -> str:
+        return "float32"
 
 
 def _kernel(spec: P, parallel: ParallelMesh) -> nnx.Initializer:
@@ -81,6 +115,10 @@ class Decoder(nnx.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, attend if callable(attend) else attend[i])
         return self.norm(x)
+
+    def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
+        """Of the sampler; the padded columns are among them."""
+        return self.head(hidden)
 
 
 def create_model(config: ModelConfig, parallel: ParallelMesh, seed: int) -> tuple[nnx.GraphDef, nnx.State]:

@@ -1,18 +1,30 @@
-"""What a run shows: a progress bar, `metrics.jsonl` and `reward.png`."""
+"""What a run shows: a progress bar, `metrics.jsonl`, `settings.json` and `reward.png`; later, on request, a page.
+
+python -m examples.report runs/grpo    # report.html, to be opened in a browser, and events for TensorBoard
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import platform
+import resource
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import matplotlib
 from matplotlib import pyplot
 from tqdm import tqdm
+
+import jaxppo
+from sharding import ParallelMesh
 
 _PLOTTED = {"reward": "reward", "kl": "KL to the SFT model (nats)", "entropy": "entropy (nats)"}
 
@@ -25,18 +37,20 @@ class Report:
       steps: the number of GRPO steps of the whole run.
       start: the step to go on from; what the file says of later ones is dropped, and so are lines that a sudden end
         left torn. 0 starts a new file.
+      settings: what the run was started with, kept beside the metrics.
     """
 
-    def __init__(self, folder: Path, steps: int, start: int):
+    def __init__(self, folder: Path, steps: int, start: int, settings: Mapping[str, Any]):
         self.folder = folder
         self.records: list[dict[str, Any]] = []
         path, beside = folder / "metrics.jsonl", folder / "metrics.jsonl.new"
         if start and path.exists():
-            self.records = [record for record in _records(path) if record["step"] <= start]
+            self.records = [record for record in read_records(path) if record["step"] <= start]
         beside.unlink(missing_ok=True)  # a link there would lead out of the folder
         with beside.open("w") as file:
             file.writelines(map(_line, self.records))
         os.replace(beside, path)  # whoever looks finds the old lines or the new ones
+        (folder / "settings.json").write_text(json.dumps(settings, indent=1, default=str))
         self._file = path.open("a")
         self._bar = tqdm(total=steps, initial=start, desc="grpo", unit="step", dynamic_ncols=True)
 
@@ -72,14 +86,71 @@ class Report:
         pyplot.close(figure)
 
 
+def settings_of(parallel: ParallelMesh, arguments: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """What a run was started with: arguments, sizes of the model, the mesh, versions."""
+    devices = parallel.mesh.devices.ravel()
+    mesh = {
+        "axes": dict(parallel.mesh.shape),
+        "devices": [device.id for device in devices],
+        "roles": {role: getattr(parallel, role) for role in ("data", "context", "tensor", "fsdp")},
+        "context layout": parallel.context_layout,
+        "kind of device": devices[0].device_kind,
+        "processes": jax.process_count(),
+    }
+    versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxppo": jaxppo.__version__}
+    return {"mesh": mesh, "arguments": dict(arguments), "model": dataclasses.asdict(model), "versions": versions}
+
+
+def memory_gib() -> float:
+    """The most that a device of this process has held so far, or the process itself, where devices do not say."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return float(max(peaks) or host) / 2**30
+
+
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file, without the lines that are none."""
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             record = json.loads(line)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record
+
+
+def write_events(records: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Writes every number for TensorBoard, in the place of an older report's events."""
+    from tensorboardX import SummaryWriter
+
+    for old in folder.glob("events.out.tfevents.*"):
+        old.unlink()
+    with SummaryWriter(str(folder)) as writer:
+        for record in records:
+            for name, value in record.items():
+                if name != "step":
+                    writer.add_scalar(name, value, record["step"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes the page and the events of a run that is over, or still goes on."""
+    from examples.report_page import load_run, page
+
+    parser = argparse.ArgumentParser(prog="examples.report", description="A look at a run of train_grpo.")
+    parser.add_argument("run", type=Path, help="the --out folder of the run")
+    folder = parser.parse_args(argv).run
+    try:
+        run = load_run(folder)
+        (folder / "report.html").write_text(page(run), encoding="utf-8")
+        write_events(run.numbers, folder / "tensorboard")
+    except (ValueError, OSError) as error:
+        print(f"examples.report: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{folder / 'report.html'}; tensorboard --logdir {folder / 'tensorboard'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from examples.attention import Attend, attention
-from examples.model import Decoder, ModelConfig
+from examples.model import Config, Model
 from examples.tasks import Tokenizer
 from sharding import ParallelMesh
 
@@ -44,7 +44,12 @@ def rows_spec(parallel: ParallelMesh) -> P:
 
 
 def make_sampler(
-    graphdef: nnx.GraphDef, config: ModelConfig, parallel: ParallelMesh, prompt_length: int, response_length: int
+    graphdef: nnx.GraphDef,
+    config: Config,
+    parallel: ParallelMesh,
+    prompt_length: int,
+    response_length: int,
+    end: int = Tokenizer.end,
 ) -> Sampler:
     """`sample(params, prompts [B, P], lengths [B], key, temperature) -> Responses`, jitted; temperature 0 is greedy.
 
@@ -59,7 +64,7 @@ def make_sampler(
 
     def start(lengths: jax.Array) -> Cache:
         slots = jnp.arange(prompt_length + response_length)
-        empty = jnp.zeros((*lengths.shape, *slots.shape, config.heads, config.head_dim))
+        empty = jnp.zeros((*lengths.shape, *slots.shape, config.kv_heads, config.head_dim), config.dtype)
         positions = jnp.where(slots < prompt_length, slots, lengths[:, None] + slots - prompt_length)
         segments = (slots < lengths[:, None]).astype(jnp.int32)
         return Cache(((place(empty, None, tensor, None),) * 2,) * config.layers, segments, positions)
@@ -75,17 +80,17 @@ def make_sampler(
     def sample(
         params: nnx.State, prompts: jax.Array, lengths: jax.Array, key: jax.Array, temperature: jax.Array
     ) -> Responses:
-        model: Decoder = nnx.merge(graphdef, params)
+        model: Model = nnx.merge(graphdef, params)
         hidden, cache = _extend(model, start(lengths), prompts, 0, place, tensor)
         last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
 
         def step(carry: Any, i: jax.Array) -> Any:
             hidden, cache, done = carry
-            token, log_prob = choose(model.head(hidden[:, 0]), jax.random.fold_in(key, i), temperature)
+            token, log_prob = choose(model.logits(hidden[:, 0]), jax.random.fold_in(key, i), temperature)
             emitted = Responses(jnp.where(done, Tokenizer.pad, token), jnp.where(done, 0.0, log_prob), ~done)
             cache = cache._replace(segments=cache.segments.at[:, prompt_length + i].set(1))
             hidden, cache = _extend(model, cache, token[:, None], prompt_length + i, place, tensor)
-            return (hidden, cache, done | (token == Tokenizer.end)), emitted
+            return (hidden, cache, done | (token == end)), emitted
 
         carry = (last, cache, jnp.zeros(lengths.shape, bool))
         _, emitted = lax.scan(step, carry, jnp.arange(response_length))
@@ -95,7 +100,7 @@ def make_sampler(
 
 
 def _extend(
-    model: Decoder, cache: Cache, tokens: Int[Array, "B n"], at: Any, place: Place, tensor: Any
+    model: Model, cache: Cache, tokens: Int[Array, "B n"], at: Any, place: Place, tensor: Any
 ) -> tuple[Float[Array, "B n H"], Cache]:
     """Hidden states of n more tokens in the slots from `at` on, and the cache with their keys and values."""
     layers = list(cache.layers)

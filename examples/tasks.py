@@ -6,7 +6,10 @@ import dataclasses
 import string
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from examples.model_folder import FolderTokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # in the source of a package that reasoning-gym imports
@@ -38,6 +41,7 @@ class Tokenizer:
         self.opening, self.closing = opening, closing
         self.pieces = ["", "", opening, closing, *string.printable[:95], "\n"]
         self.ids = {piece: i for i, piece in enumerate(self.pieces[4:], start=4)}
+        self.size = len(self.pieces)
 
     def encode(self, text: str) -> list[int]:
         head, tail = bool(self.opening) and text.startswith(self.opening), False
@@ -45,6 +49,8 @@ class Tokenizer:
         if self.closing and text.endswith(self.closing):
             text, tail = text.removesuffix(self.closing), True
         return [2] * head + [self.ids[c] for c in text] + [3] * tail
+
+    encode_question = encode
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.pieces[i] for i in ids)
@@ -66,16 +72,17 @@ class Task:
       name: one of `TASKS`.
       seed: chooses the stream; the held-out questions are the same for every seed.
       held_out: how many questions to hold out.
+      tokenizer: a model's own, see `model_folder`; by default one made for the task.
     """
 
-    def __init__(self, name: str, seed: int, held_out: int):
+    def __init__(self, name: str, seed: int, held_out: int, tokenizer: FolderTokenizer | None = None):
         make = lambda stream: reasoning_gym.create_dataset(name, seed=stream * _STREAM, size=_STREAM, **TASKS[name])  # noqa: E731
         self.stream, unseen = make(seed + 2), make(1)
         probe = make(0)
         texts = [probe[i]["question"] for i in range(512)]
         opening = _common_start(texts)
         closing = _common_start([text.removeprefix(opening)[::-1] for text in texts])[::-1]
-        self.tokenizer = Tokenizer(opening, closing)
+        self.tokenizer = tokenizer or Tokenizer(opening, closing)
         self.held_out = [self._question(unseen[i]) for i in range(held_out)]
         self._held_out_texts = {question.entry["question"] for question in self.held_out}
         seen = [self._question(probe[i]) for i in range(512)] + self.held_out
@@ -83,8 +90,8 @@ class Task:
         self.response_length = max(len(question.answer) for question in seen)
 
     def _question(self, entry: dict[str, Any]) -> Question:
-        encode = self.tokenizer.encode
-        return Question(encode(entry["question"]), [*encode(entry["answer"]), self.tokenizer.end], entry)
+        prompt = self.tokenizer.encode_question(entry["question"])
+        return Question(prompt, [*self.tokenizer.encode(entry["answer"]), self.tokenizer.end], entry)
 
     def take(self, position: int, count: int) -> tuple[list[Question], int]:
         """The next `count` training questions from `position` on, and the position after them."""

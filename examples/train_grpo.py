@@ -17,20 +17,21 @@ from typing import Any, NoReturn
 
 import jax
 import optax
+from flax import nnx
 from tqdm import tqdm
 
 from examples import launch
 from examples.checkpoint import Checkpoints
 from examples.learner import Learner, TrainState
-from examples.model import ModelConfig, create_model
+from examples.model import Config, ModelConfig, create_model
 from examples.preemption import Preemption
-from examples.report import Report
+from examples.report import Report, memory_gib, settings_of
 from examples.rollouts import Packer, Rollouts, answers, scores
 from examples.sampler import make_sampler
 from examples.spikes import Spikes
 from examples.tasks import TASKS, Task
 from jaxppo import KL, PolicyLossConfig, policy_losses
-from sharding import make_parallel_mesh, multihost
+from sharding import ParallelMesh, make_parallel_mesh, multihost
 from sharding.axes import LAYOUTS
 
 TEMPERATURE = 1.0  # of sampling; the trainer divides logits by the same, which 1 leaves out
@@ -74,8 +75,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--spike-deviations", type=_positive, help="keep the batch of a step whose loss is this many deviations off")
     add("--max-skipped", type=_at_least(1), default=5, help="steps in a row without a finite gradient that end it")
     add("--held-out", type=_at_least(1), default=256, help="questions kept out of training, to judge it by")
-    add("--width", type=_at_least(1), default=64, help="of the model")
-    add("--layers", type=_at_least(1), default=2)
+    add("--model", type=Path, metavar="FOLDER", help="config.json, tokenizer.json and safetensors of a Qwen3 model")
+    add("--width", type=_at_least(1), default=64, help="of the small model that is made without --model")
+    add("--layers", type=_at_least(1), default=2, help="likewise")
     launch.add_arguments(parser, _at_least)
     return parser.parse_args(argv)
 
@@ -145,11 +147,9 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     kl = KL(args.kl_coef)
     loss = PolicyLossConfig(policy_losses.by_name(args.loss, **clip), kl=kl, entropy_coef=args.entropy_coef)
     batch_size = args.prompts * args.samples
-    task = Task(args.task, args.seed, args.held_out)
+    task, config, graphdef, params = _load(args, parallel) if args.model else _create(args, parallel)
     longest = task.prompt_length + task.response_length
-    config = ModelConfig(len(task.tokenizer.pieces), longest, width=args.width, layers=args.layers)
-    graphdef, params = create_model(config, parallel, args.seed)
-    sampler = make_sampler(graphdef, config, parallel, task.prompt_length, task.response_length)
+    sampler = make_sampler(graphdef, config, parallel, task.prompt_length, task.response_length, task.tokenizer.end)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95))
     learner = Learner(graphdef, config, parallel, loss, optimizer, args.updates)
     identity = {"task": args.task, "seed": args.seed, **dataclasses.asdict(config)}
@@ -161,6 +161,30 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     if args.resume is not None:
         run.load(None if args.resume == NEWEST else args.resume)
     return run
+
+
+_Model = tuple[Task, Config, nnx.GraphDef, nnx.State]
+
+
+def _create(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
+    """The toy decoder, with the tokenizer of its task."""
+    task = Task(args.task, args.seed, args.held_out)
+    longest = task.prompt_length + task.response_length
+    config = ModelConfig(task.tokenizer.size, longest, width=args.width, layers=args.layers)
+    return task, config, *create_model(config, parallel, args.seed)
+
+
+def _load(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
+    """The model of a folder, with its tokenizer."""
+    # what only this needs is imported only here
+    from examples.model_folder import FolderTokenizer
+    from examples.qwen3 import Qwen3Config, load_model
+
+    config = Qwen3Config.read(args.model)
+    tokenizer = FolderTokenizer(args.model, config.end)
+    task = Task(args.task, args.seed, args.held_out, tokenizer)
+    config = config.with_tokens(tokenizer.size, task.prompt_length + task.response_length)
+    return task, config, *load_model(args.model, config, parallel)
 
 
 def _check_writable(folder: Path) -> None:
@@ -212,7 +236,7 @@ def grpo_step(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if numbers["skipped"] else 0
     rewards, tokens = scores(samples)
     numbers |= {"reward": rewards.mean(), "accuracy": (rewards == 1).mean()}
-    return numbers | {"tokens_per_second": tokens.sum() / (time.perf_counter() - began)}
+    return numbers | {"tokens_per_second": tokens.sum() / (time.perf_counter() - began), "memory_gib": memory_gib()}
 
 
 def train(run: Run, args: argparse.Namespace) -> None:
@@ -225,7 +249,8 @@ def train(run: Run, args: argparse.Namespace) -> None:
     if run.accuracy_after_sft is None:
         supervised(run, args)
         run.save()
-    with Report(args.out, args.steps, run.step) if launch.is_first() else launch.Silent() as report:
+    settings = settings_of(run.learner.parallel, vars(args), run.learner.model)
+    with Report(args.out, args.steps, run.step, settings) if launch.is_first() else launch.Silent() as report:
         while run.step < args.steps and not run.stops():
             numbers = grpo_step(run, args)
             report.add(run.step, numbers)

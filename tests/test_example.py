@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from examples import compare_runs
+from examples import compare_runs, report
 from examples.tasks import TASKS
 from examples.train_grpo import grpo_step, main, parse, set_up, supervised
 from jaxppo.policy_losses import BY_NAME
@@ -42,7 +42,7 @@ def finished(tmp_path_factory):
 
 def records(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "memory_gib")} for line in lines]
 
 
 def few_steps(folder, *options):
@@ -89,6 +89,15 @@ def test_a_resumed_run_repeats_the_next_step(finished, tmp_path):
     shutil.rmtree(tmp_path / "checkpoints" / "3")  # as if stopped after the checkpoint of step 2
     assert main([*RUN, "--out", str(tmp_path), "--resume"]) == 0
     assert records(tmp_path) == whole
+
+
+def test_a_page_is_made_of_a_run(finished):
+    assert report.main([str(finished)]) == 0
+    page = (finished / "report.html").read_text()
+    assert "3 steps, 1 to 3" in page
+    assert page.count("not recorded in this run") == 0
+    assert "<th>task</th><td>gcd</td>" in page
+    assert "hold the same part of the parameters, of 2" in page
 
 
 def test_a_checkpoint_of_another_model_is_refused(finished, capsys):

@@ -49,7 +49,7 @@ def records(folder):
         raise ValueError(text)
 
     lines = (json.loads(line, parse_constant=refuse) for line in (folder / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "memory_gib")} for line in lines]
 
 
 def befallen(programs, folder, event, number, *options):

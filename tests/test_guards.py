@@ -189,7 +189,7 @@ def test_a_step_moves_only_what_it_asks_for_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "device_get", get)
     numbers = grpo_step(run, args)
     assert read == []
-    assert asked == [3, len(numbers) - 3]  # responses; metrics, beside which there are three numbers of the host
+    assert asked == [3, len(numbers) - 4]  # responses; metrics, beside which there are four numbers of the host
 
 
 def test_a_transfer_that_nobody_asked_for_is_refused(tmp_path):

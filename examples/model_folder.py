@@ -1,0 +1,138 @@
+"""What lies in the folder of a published model: config.json, tokenizer.json and safetensors, single or sharded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tokenizers
+from jax.sharding import NamedSharding
+from safetensors import SafetensorError, safe_open
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = {"F32", "BF16", "F16"}
+_CHAT_END = "<|im_end|>"
+_CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of the model's folder.
+
+    Raises:
+      ValueError: there is no such file, or something else is in it.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--model: got {path.parent} without a readable {path.name} ({error.strerror})") from None
+    except ValueError as error:  # of JSON and of text
+        raise ValueError(f"--model: got {path}, expected JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--model: got {path} with a {type(found).__name__}, expected a JSON object")
+    return found
+
+
+class FolderTokenizer:
+    """The tokenizer of tokenizer.json, with the end of text that config.json names.
+
+    Where that is the end of a chat turn, questions are asked as a user's turn, answered without thinking.
+
+    Args:
+      folder: the model's folder.
+      end: the id after which a response is over.
+
+    Raises:
+      ValueError: no tokenizer.json, an unreadable one, or one without that id.
+    """
+
+    def __init__(self, folder: Path, end: int):
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"--model: got {folder} without tokenizer.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no class of its own
+            raise ValueError(f"--model: got {path}, expected what the tokenizers library reads ({error})") from None
+        token = self._tokenizer.id_to_token(end)
+        if token is None:
+            raise ValueError(f"--model: got eos_token_id {end}, expected the id of a token in {path}")
+        self.end = end
+        self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self._chat = token == _CHAT_END
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that begins anew: nothing is put around it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_question(self, text: str) -> list[int]:
+        """The ids of a question, up to where its answer begins."""
+        return self.encode(_CHAT.format(text) if self._chat else text + "\n")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+class Weights:
+    """The tensors of a folder by name. Only headers are read until `place` asks for a tensor, and of it only the parts
+    that devices of this process hold.
+
+    Raises:
+      ValueError: no safetensors, a file that is cut short or is missing, a tensor that holds no floats.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        if (folder / _INDEX).is_file():
+            index = read_json(folder / _INDEX).get("weight_map")
+            if not isinstance(index, dict):
+                raise ValueError(f"--model: got {folder / _INDEX} without weight_map")
+            names = sorted(set(map(str, index.values())))
+        elif (folder / _SINGLE).is_file():
+            index, names = None, [_SINGLE]
+        else:
+            raise ValueError(f"--model: got {folder}, expected {_SINGLE} or {_INDEX} in it")
+        files = {name: _open(folder / name) for name in names}
+        held = {tensor: name for name, file in files.items() for tensor in file.keys()}  # noqa: SIM118
+        for tensor, name in (index or {}).items():
+            if tensor not in files[name].keys():  # noqa: SIM118
+                raise ValueError(f"--model: got {folder / name} without {tensor}, which {_INDEX} says it holds")
+        self._slices = {tensor: files[name].get_slice(tensor) for tensor, name in held.items()}
+        self.shapes = {tensor: tuple(piece.get_shape()) for tensor, piece in self._slices.items()}
+        for tensor, piece in self._slices.items():
+            if piece.get_dtype() not in _FLOATS:
+                raise ValueError(
+                    f"--model: got {tensor} in {piece.get_dtype()}, expected one of {', '.join(sorted(_FLOATS))}"
+                )
+
+    def place(self, name: str, sharding: NamedSharding, transposed: bool) -> jax.Array:
+        """A tensor in float32 on the mesh: each device gets its part, read once for all devices that hold the same.
+
+        Args:
+          name: which one.
+          sharding: of the result.
+          transposed: the file has `[out, in]`, the result `[in, out]`.
+        """
+        parts: dict[Any, np.ndarray] = {}
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            key = tuple((part.start, part.stop) for part in index)
+            if key not in parts:
+                found = self._slices[name][index[::-1] if transposed else index]
+                parts[key] = np.asarray(found.T if transposed else found, dtype=np.float32)
+            return parts[key]
+
+        shape = self.shapes[name]
+        return jax.make_array_from_callback(shape[::-1] if transposed else shape, sharding, read)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except FileNotFoundError:
+        raise ValueError(f"--model: got {path.parent} without {path.name}, which {_INDEX} names") from None
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"--model: got {path}, expected a whole safetensors file ({error})") from None

@@ -1,0 +1,222 @@
+"""The page of a run: curves, settings and a picture of the mesh in one file of HTML that loads nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import io
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from examples.report import read_records
+
+# title: (what it says, the names of its curves or how they begin)
+CHARTS = {
+    "Reward": ("of the task's verifier; accuracy is the share of full marks", ("reward", "accuracy")),
+    "KL": ("nats a token: to the supervised model, and to the policy that sampled (ppo_kl)", ("kl", "ppo_kl*")),
+    "Entropy": ("of the policy, nats a token", ("entropy",)),
+    "Clip fractions": ("share of tokens whose ratio is clipped; 0 in the first update of a step", ("clip_fraction*",)),
+    "Ratios": ("of the policy to the one that sampled", ("ratio_*",)),
+    "Mismatch": ("between the log-probs of sampler and trainer", ("mismatch_*", "sampler_*")),
+    "Loss": ("of the first update of a step", ("loss", "pg_loss")),
+    "Gradient norm": ("before clipping", ("gradient_norm",)),
+    "Throughput": ("tokens of prompts and responses a second", ("tokens_per_second",)),
+    "Memory": ("GiB, the highest so far: of a device where it says, else of the process", ("memory_gib",)),
+    "Left out": ("updates without a finite gradient, and rules of data that were broken", ("skipped", "broken_rules")),
+}
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
+h3 { font-size: 1rem; margin: 0 } p { margin: .2rem 0; color: #57606a }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(440px, 1fr)); gap: 1.2rem }
+figure { margin: 0; border: 1px solid #d0d7de; border-radius: 6px; padding: .8rem } svg { width: 100%; height: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums } .scroll { overflow-x: auto }
+td, th { border: 1px solid #d0d7de; padding: .2rem .6rem; text-align: left; font-weight: normal }
+th { background: #f6f8fa } .mesh td { text-align: center; min-width: 3rem } .warn { color: #b42318 }
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run's folder tells: records in the order of their steps, `left_out` lines that were none, its settings."""
+
+    name: str
+    records: Sequence[Mapping[str, Any]]
+    left_out: int
+    settings: Mapping[str, Any]
+
+    @property
+    def numbers(self) -> list[dict[str, Any]]:
+        """The records without what is no finite number."""
+        return [{name: x for name, x in record.items() if _is_finite(x)} for record in self.records]
+
+
+def _is_finite(x: Any) -> bool:
+    # integers of JSON have any size, and what is drawn is to have room around it
+    return isinstance(x, int | float) and not isinstance(x, bool) and -1e300 < x < 1e300
+
+
+def load_run(folder: Path) -> Run:
+    """Reads what is there: torn lines are counted, of two records of a step the later one stands.
+
+    Raises:
+      ValueError: there are no metrics.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"run: got {folder}, expected the --out folder of a run, with metrics.jsonl")
+    lines = sum(1 for line in path.read_text(errors="replace").splitlines() if line.strip())
+    found = list(read_records(path))
+    by_step = {record["step"]: record for record in found if abs(record["step"]) < 1 << 53}
+    try:
+        settings = json.loads((folder / "settings.json").read_text(errors="replace"))
+    except (OSError, ValueError):
+        settings = {}
+    settings = settings if isinstance(settings, dict) else {}
+    return Run(folder.resolve().name, [by_step[step] for step in sorted(by_step)], lines - len(found), settings)
+
+
+def page(run: Run) -> str:
+    """The whole page."""
+    names = sorted({name for record in run.records for name in record} - {"step"})
+    shown: set[str] = set()
+    charts = []
+    for title, (about, wanted) in CHARTS.items():
+        curves = [name for pattern in wanted for name in names if _matches(name, pattern)]
+        shown |= set(curves)
+        charts.append(_chart(run, title, about, curves))
+    charts += [_chart(run, name, "", [name]) for name in names if name not in shown]
+    steps = [record["step"] for record in run.records]
+    told = f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else "no step yet"
+    if run.left_out:
+        told += f"; {run.left_out} lines of metrics.jsonl are no records"
+    body = [
+        f"<h1>{html.escape(run.name)}</h1><p>{told}</p>",
+        f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>',
+        "<h2>Numbers</h2>" + _summary(run, names),
+        "<h2>Mesh</h2>" + _mesh(run.settings.get("mesh")),
+    ]
+    for name, value in run.settings.items():
+        if name != "mesh":
+            body.append(f"<h2>{html.escape(str(name).capitalize())}</h2>{_table(value)}")
+    if not run.settings:
+        body.append("<h2>Settings</h2><p>settings.json is not there, or cannot be read</p>")
+    head = f'<meta charset="utf-8"><title>{html.escape(run.name)}</title><style>{_STYLE}</style>'
+    return f'<!DOCTYPE html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+def _series(run: Run, name: str) -> tuple[list[int], list[float], list[int]]:
+    """Steps and values of one name, NaN where it is not finite, and the steps where that is so."""
+    steps, values, lost = [], [], []
+    for record, numbers in zip(run.records, run.numbers, strict=True):
+        if name in record:
+            steps.append(record["step"])
+            values.append(float(numbers.get(name, math.nan)))
+            if name not in numbers:
+                lost.append(record["step"])
+    return steps, values, lost
+
+
+def _chart(run: Run, title: str, about: str, names: Sequence[str]) -> str:
+    heading = f"<h3>{html.escape(title)}</h3><p>{html.escape(about)}</p>"
+    if not names:
+        return f"<figure>{heading}<p>not recorded in this run</p></figure>"
+    figure = Figure(figsize=(5, 2.6), layout="constrained")
+    axis = figure.subplots()
+    notes = []
+    for name in names:
+        steps, values, lost = _series(run, name)
+        # text is given to matplotlib as it is: no formula of its own
+        axis.plot(steps, values, marker="." if len(steps) < 30 else None, label=_plain(name), linewidth=1.3)
+        for step in lost[:200]:
+            axis.axvline(step, color="#b42318", linewidth=0.6, alpha=0.6)
+        if lost:
+            some = ", ".join(map(str, lost[:5])) + (", ..." if len(lost) > 5 else "")
+            notes.append(f'<p class="warn">{html.escape(name)} is no finite number in {len(lost)} steps: {some}</p>')
+    axis.set_xlabel("GRPO step")
+    axis.grid(alpha=0.3)
+    if len(names) > 1:
+        figure.legend(loc="outside upper left", ncols=2, fontsize=7, frameon=False)
+    return f"<figure>{heading}{_svg(figure, title)}{''.join(notes)}</figure>"
+
+
+def _plain(text: str) -> str:
+    """Text as matplotlib shows it literally: a leading underscore hides a label, dollars begin a formula."""
+    return text.replace("$", r"\$").lstrip("_") or "?"
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """The figure as an element whose ids do not meet those of another figure on the page."""
+    key = re.sub(r"\W", "-", title.lower())
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": key, "font.family": "sans-serif"}):
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    drawn = file.getvalue()
+    drawn = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{key}-", drawn[drawn.index("<svg") :])
+    return drawn.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
+
+
+def _summary(run: Run, names: Sequence[str]) -> str:
+    rows = []
+    for name in names:
+        values = [x for x in _series(run, name)[1] if math.isfinite(x)]
+        if values:
+            cells = (f"<td>{x:.4g}</td>" for x in (values[0], values[-1], min(values), max(values)))
+            rows.append(f"<tr><th>{html.escape(name)}</th>{''.join(cells)}</tr>")
+    if not rows:
+        return "<p>no numbers yet</p>"
+    head = "".join(f"<th>{text}</th>" for text in ("", "first", "last", "lowest", "highest"))
+    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _table(value: Any) -> str:
+    rows = value.items() if isinstance(value, Mapping) else [("", value)]
+    cells = (f"<tr><th>{html.escape(str(k))}</th><td>{html.escape(_text(v))}</td></tr>" for k, v in rows)
+    return f'<div class="scroll"><table>{"".join(cells)}</table></div>'
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _mesh(mesh: Any) -> str:
+    """A cell a device: down the first axis, across the others, coloured by the part of the parameters that it holds."""
+    try:
+        axes = {str(name): int(size) for name, size in mesh["axes"].items()}
+        devices = [str(device) for device in mesh["devices"]]
+        roles = {str(role): [str(name) for name in names] for role, names in mesh["roles"].items()}
+    except (TypeError, KeyError, ValueError, AttributeError):
+        return "<p>not recorded in this run</p>"
+    if not axes or min(axes.values()) < 1 or math.prod(axes.values()) != len(devices):
+        return "<p>not recorded in this run</p>"
+    parts = [*roles.get("tensor", ()), *roles.get("fsdp", ())]
+    colours: dict[Any, int] = {}
+    (first, rows), *across = axes.items()
+    columns = list(itertools.product(*(range(size) for _, size in across)))
+    heads = (" ".join(f"{name} {i}" for (name, _), i in zip(across, column, strict=True)) for column in columns)
+    lines = ["<th></th>" + "".join(f"<th>{html.escape(text)}</th>" for text in heads)]
+    for row in range(rows):
+        cells = []
+        for number, column in enumerate(columns):
+            place = dict(zip(axes, (row, *column), strict=True))
+            part = tuple(place.get(name) for name in parts)
+            hue = 47 * colours.setdefault(part, len(colours)) % 360
+            device = html.escape(devices[row * len(columns) + number])
+            cells.append(f'<td style="background: hsl({hue} 65% 88%)">{device}</td>')
+        lines.append(f"<th>{html.escape(first)} {row}</th>{''.join(cells)}")
+    told = f"devices of one colour hold the same part of the parameters, of {len(colours)}"
+    picture = "".join(f"<tr>{line}</tr>" for line in lines)
+    rest = {name: x for name, x in mesh.items() if name not in ("axes", "devices", "roles")} | roles
+    return f'<p>{told}</p><div class="scroll"><table class="mesh">{picture}</table></div>{_table(rest)}'

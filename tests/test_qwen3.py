@@ -1,0 +1,313 @@
+"""The example's Qwen3: its logits beside those of the definition in float64, its files, its training."""
+
+import json
+import math
+import os
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny_qwen3
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from examples import model_folder
+from examples.attention import context_attention
+from examples.model_folder import FolderTokenizer
+from examples.qwen3 import Qwen3Config, describe_model, load_model
+from examples.train_grpo import grpo_step, main, parse, set_up, supervised
+from jaxppo import RolloutBatch, Sample
+from sharding import make_parallel_mesh
+from sharding.mesh import LAYOUTS
+from sharding.testing import factorings
+
+LENGTHS = (11, 6, 14)
+
+
+def logits_by_definition(config, tensors, tokens):
+    """[T, V] of one sequence, in float64: x + attention(norm(x)), x + mlp(norm(x)), a loop over heads and positions."""
+    w = {name.removeprefix("model.").removesuffix(".weight"): np.float64(x) for name, x in tensors.items()}
+    size, eps, theta = config["head_dim"], config["rms_norm_eps"], config["rope_theta"]
+    share = config["num_attention_heads"] // config["num_key_value_heads"]
+
+    def norm(x, scale):
+        return scale * x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+
+    def turned(x, position):
+        out = np.empty(size)
+        for i in range(size // 2):
+            z = complex(x[i], x[i + size // 2]) * np.exp(1j * position / theta ** (2 * i / size))
+            out[i], out[i + size // 2] = z.real, z.imag
+        return out
+
+    x = w["embed_tokens"][tokens]
+    for layer in range(config["num_hidden_layers"]):
+        at = lambda name, layer=layer: w[f"layers.{layer}.{name}"]  # noqa: E731
+        y = norm(x, at("input_layernorm"))
+        q, k, v = (y @ at(f"self_attn.{c}_proj").T for c in "qkv")
+        mixed = np.empty_like(q)
+        for head in range(config["num_attention_heads"]):
+            here, shared = (
+                slice(head * size, (head + 1) * size),
+                slice(head // share * size, (head // share + 1) * size),
+            )
+            keys = [turned(norm(row, at("self_attn.k_norm")), t) for t, row in enumerate(k[:, shared])]
+            for t in range(len(tokens)):
+                query = turned(norm(q[t, here], at("self_attn.q_norm")), t)
+                scores = np.array([query @ key for key in keys[: t + 1]]) / math.sqrt(size)
+                weights = np.exp(scores - scores.max())
+                mixed[t, here] = weights / weights.sum() @ v[: t + 1, shared]
+        x = x + mixed @ at("self_attn.o_proj").T
+        y = norm(x, at("post_attention_layernorm"))
+        gate = y @ at("mlp.gate_proj").T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ at("mlp.up_proj").T)) @ at("mlp.down_proj").T
+    return norm(x, w["norm"]) @ w.get("lm_head", w["embed_tokens"]).T
+
+
+def sequences():
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 256, n) for n in LENGTHS]
+
+
+def logits_on(folder, mesh, layout="contiguous"):
+    """[T, V] of each sequence, packed into rows over a mesh."""
+    parallel = make_parallel_mesh(mesh, context_layout=layout)
+    graphdef, params = load_model(folder, Qwen3Config.read(folder), parallel)
+    samples = [Sample(tokens, response_start=1, group_id=i) for i, tokens in enumerate(sequences())]
+    batch = RolloutBatch.from_samples(samples, row_length=32, rows=8, num_segments=4, parallel=parallel).put(parallel)
+
+    @jax.jit
+    def run(params, batch):
+        model = nnx.merge(graphdef, params)
+        return model.logits(
+            model(batch.tokens, batch.positions, context_attention(batch.segment_ids, batch.positions, parallel))
+        )
+
+    found, segments, positions, samples = jax.device_get(
+        (run(params, batch), batch.segment_ids, batch.positions, batch.sample_ids)
+    )
+    result = []
+    for i, length in enumerate(LENGTHS):
+        row, segment = np.argwhere(samples == i)[0]
+        mine = np.flatnonzero(segments[row] == segment + 1)
+        ordered = mine[np.argsort(positions[row][mine])]
+        assert len(ordered) == length
+        result.append(found[row][ordered])
+    return result
+
+
+def check_logits(folder, config, tensors, mesh, layout):
+    for got, tokens in zip(logits_on(folder, mesh, layout), sequences(), strict=True):
+        np.testing.assert_allclose(got, logits_by_definition(config, tensors, tokens), rtol=0, atol=1e-5)
+
+
+CASES = [("dp=2,cp=2,tp=2", "zigzag", 1, True), ("fsdp=4,cp=2", "contiguous", 3, False)]
+
+
+@pytest.mark.parametrize(("mesh", "layout", "shards", "tied"), CASES)
+def test_logits_are_those_of_the_definition(tmp_path, mesh, layout, shards, tied):
+    config, tensors = tiny_qwen3.write(tmp_path, shards, tie_word_embeddings=tied)
+    check_logits(tmp_path, config, tensors, mesh, layout)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mesh", [mesh for mesh in factorings(8) if "tp=1" in mesh or "tp=2" in mesh])
+def test_logits_on_any_mesh_and_layout(tmp_path, mesh, layout):
+    config, tensors = tiny_qwen3.write(tmp_path)
+    check_logits(tmp_path, config, tensors, mesh, layout)
+
+
+# hidden_size, intermediate_size, layers, heads, tied, and how many parameters
+SIZES = {
+    "0.6b": (1024, 3072, 28, 16, True, 596_049_920),
+    "1.7b": (2048, 6144, 28, 16, True, 1_720_574_976),
+    "4b": (2560, 9728, 36, 32, True, 4_022_468_096),
+    "8b": (4096, 12288, 36, 32, False, 8_190_735_360),
+    "14b": (5120, 17408, 40, 40, False, 14_768_307_200),
+    "32b": (5120, 25600, 64, 64, False, 32_762_123_264),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n != "0.6b")) for n in SIZES])
+def test_published_sizes_have_their_number_of_parameters_and_lie_on_a_mesh(tmp_path, name):
+    width, mlp, layers, heads, tied, count = SIZES[name]
+    sizes = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_qwen3.CONFIG, **sizes}))
+    parallel = make_parallel_mesh("fsdp=4,tp=2")
+    _, abstract = describe_model(Qwen3Config.read(tmp_path), parallel)
+    leaves = jax.tree.leaves(abstract)
+    assert sum(leaf.size for leaf in leaves) == count
+    shardings = jax.tree.leaves(jax.tree.map(parallel.sharding, nnx.get_partition_spec(abstract)))
+    held = sum(math.prod(s.shard_shape(leaf.shape)) for leaf, s in zip(leaves, shardings, strict=True))
+    vectors = sum(leaf.size for leaf in leaves if leaf.ndim == 1)  # every device holds those
+    assert held == (count - vectors) / 8 + vectors
+
+
+def test_bfloat16_is_rounded_and_no_more(tmp_path):
+    config, _ = tiny_qwen3.write(tmp_path, dtype=tiny_qwen3.BFLOAT16, tie_word_embeddings=False)
+    stored = {name: x.astype(np.float64) for name, x in load_file(tmp_path / "model.safetensors").items()}
+    got = np.concatenate(logits_on(tmp_path, "dp=4,tp=2"))
+    want = np.concatenate([logits_by_definition(config, stored, tokens) for tokens in sequences()])
+    # about twenty roundings by 2^-9 of numbers of about 1, one after the other
+    assert 1e-4 < np.sqrt(np.mean((got - want) ** 2)) < 20**0.5 * 2**-9
+
+
+def test_each_device_reads_its_part_alone(tmp_path, monkeypatch):
+    tiny_qwen3.write(tmp_path, shards=2)
+    read = []
+
+    class Recorded:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __getattr__(self, name):
+            return getattr(self.tensor, name)
+
+        def __getitem__(self, index):
+            found = self.tensor[index]
+            read.append(found.size / math.prod(self.tensor.get_shape()))
+            return found
+
+    opened = model_folder._open
+
+    class Opened:
+        def __init__(self, path):
+            self.file = opened(path)
+            self.keys = self.file.keys
+
+        def get_slice(self, name):
+            return Recorded(self.file.get_slice(name))
+
+    monkeypatch.setattr(model_folder, "_open", Opened)
+    parallel = make_parallel_mesh("fsdp=4,tp=2")
+    _, params = load_model(tmp_path, Qwen3Config.read(tmp_path), parallel)
+    kernels = [x for x in jax.tree.leaves(params) if x.ndim == 2]
+    assert all(shard.data.size == x.size // 8 for x in kernels for shard in x.addressable_shards)
+    vectors = len(jax.tree.leaves(params)) - len(kernels)
+    assert sorted(read) == [1 / 8] * 8 * len(kernels) + [1] * vectors
+
+
+TINY = ["--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "2", "--learning-rate", "0.005"]
+TINY += ["--task", "gcd", "--updates", "1"]
+
+
+def test_it_trains_in_the_loop(tmp_path):
+    model = tmp_path / "model"
+    tiny_qwen3.write(model, shards=2, num_hidden_layers=1)
+    args = parse([*TINY, "--model", str(model), "--out", str(tmp_path / "run")])
+    run = set_up(args)
+    before = jax.device_get(run.state.params)
+    prompt = run.task.held_out[0].prompt
+    text = run.task.tokenizer._tokenizer.decode(prompt, skip_special_tokens=False)
+    assert text.startswith("<|im_start|>user\nFind the Greatest Common Divisor")
+    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    supervised(run, args)
+    for numbers in (grpo_step(run, args) for _ in range(2)):
+        assert all(np.isfinite(value) for value in numbers.values())
+        assert numbers["skipped"] == 0
+        assert numbers["mismatch_log_prob_abs_diff"] < 1e-5  # the cache of the sampler, and rows that are packed
+    for (path, x), y in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(run.state.params), strict=True):
+        assert np.abs(x - jax.device_get(y)).max() > 1e-4, path
+    assert run.learner.model.vocab_size == 261 < run.learner.model.padded_vocab
+
+
+def config_with(**settings):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+    return change
+
+
+def tensors_with(change_of):
+    def change(folder):
+        path = folder / "model.safetensors"
+        found = load_file(path)
+        change_of(found)
+        save_file(found, path)
+
+    return change
+
+
+def cut(name):
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 10)
+
+
+def other_index(folder):
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    index = {"weight_map": {"model.norm.weight": "part.safetensors", "model.more.weight": "part.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def absent_part(folder):
+    index = {"weight_map": {"model.norm.weight": "part.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+K = "model.layers.1.self_attn.k_proj.weight"
+BAD = {
+    "no folder": (lambda folder: shutil.rmtree(folder), "without a readable config.json"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "without a readable config.json (No such file"),
+    "torn config": (cut("config.json"), "config.json, expected JSON"),
+    "list": (lambda folder: (folder / "config.json").write_text("[]"), "with a list, expected a JSON object"),
+    "llama": (config_with(model_type="llama"), "got model_type 'llama' in"),
+    "no type": (config_with(model_type=None), "got model_type None in"),
+    "yarn": (config_with(rope_scaling={"type": "yarn"}), "got rope_scaling {'type': 'yarn'} in"),
+    "rope": (config_with(rope_parameters={"rope_type": "yarn"}), "got rope_parameters {'rope_type': 'yarn'}"),
+    "window": (config_with(layer_types=["sliding_attention"]), "got layer_types ['sliding_attention']"),
+    "width": (config_with(hidden_size=None), "got hidden_size None in"),
+    "text": (config_with(num_hidden_layers="2"), "got num_hidden_layers '2' in"),
+    "groups": (config_with(num_key_value_heads=3), "got num_key_value_heads 3 in"),
+    "dtype": (config_with(torch_dtype="float8"), "got dtype 'float8' in"),
+    "short": (config_with(max_position_embeddings=20), "got max_position_embeddings 20, expected"),
+    "no end": (config_with(eos_token_id=None), "got eos_token_id None in"),
+    "strange end": (config_with(eos_token_id=270), "got eos_token_id 270, expected the id of a token in"),
+    "vocabulary": (config_with(vocab_size=256), "got vocab_size 256 in config.json, expected the 261 ids of"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "without tokenizer.json"),
+    "torn tokenizer": (cut("tokenizer.json"), "tokenizer.json, expected what the tokenizers library reads"),
+    "no tensors": (lambda folder: (folder / "model.safetensors").unlink(), "expected model.safetensors or"),
+    "torn tensors": (cut("model.safetensors"), "model.safetensors, expected a whole safetensors file"),
+    "index": (other_index, "part.safetensors without model.more.weight, which"),
+    "absent part": (absent_part, "without part.safetensors, which model.safetensors.index.json names"),
+    "missing": (tensors_with(lambda found: found.pop(K)), f"got no tensor {K}, which config.json asks for"),
+    "more layers": (config_with(num_hidden_layers=3), "model.layers.2.input_layernorm.weight"),
+    "fewer layers": (config_with(num_hidden_layers=1), "and 8 more, which the model of config.json does not have"),
+    "misshapen": (config_with(intermediate_size=40), "mlp.down_proj.weight of shape [24, 32], expected [24, 40]"),
+    "integers": (
+        tensors_with(lambda found: found.update({K: found[K].astype(np.int8)})),
+        f"got {K} in I8, expected one of BF16, F16, F32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_folders_end_in_one_line_and_exit_code_2(tmp_path, capsys, name):
+    change, message = BAD[name]
+    folder = tmp_path / "model"
+    tiny_qwen3.write(folder)
+    change(folder)
+    assert main([*TINY, "--model", str(folder), "--out", str(tmp_path / "run")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith("train_grpo.py: error: --model: got ")
+    assert message in errors[0]
+
+
+def test_meshes_that_do_not_divide_the_model(tmp_path):
+    tiny_qwen3.write(tmp_path)
+    config = Qwen3Config.read(tmp_path)
+    with pytest.raises(ValueError, match="mesh: got 4 tensor shards, expected a divisor of the 2 key-value heads"):
+        load_model(tmp_path, config, make_parallel_mesh("dp=2,tp=4"))
+    tiny_qwen3.write(tmp_path / "wide", hidden_size=28)
+    with pytest.raises(ValueError, match=r"mesh: got .*'fsdp': 8.*, expected sizes that divide model.embed_tokens"):
+        load_model(tmp_path / "wide", Qwen3Config.read(tmp_path / "wide"), make_parallel_mesh("fsdp=8"))
+
+
+def test_a_base_models_end_of_text_asks_plainly(tmp_path):
+    tiny_qwen3.write(tmp_path, eos_token_id=[256, 257])
+    tokenizer = FolderTokenizer(tmp_path, Qwen3Config.read(tmp_path).end)
+    assert tokenizer.decode(tokenizer.encode_question("2 + 2 = ä?")) == "2 + 2 = ä?\n"
+    assert tokenizer.end == 256

@@ -1,0 +1,220 @@
+"""The page of a run: every record that is one, nothing that is none, and no word of it is markup."""
+
+import json
+import re
+import shutil
+import struct
+import subprocess
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from matplotlib import image
+
+from examples.report import main
+from examples.report_page import CHARTS
+
+NAMES = ["reward", "kl", "entropy", "clip_fraction_last_update", "mismatch_kl", "tokens_per_second", "memory_gib"]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+QUIET += "--disable-component-update --disable-sync --window-size=1200,2400"
+
+
+def make_run(folder, lines=(), settings=None, steps=5):
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [{"step": i, **dict.fromkeys(NAMES, i + 0.25)} for i in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("\n".join([*map(json.dumps, records), *lines]))
+    if settings is not None:
+        (folder / "settings.json").write_text(json.dumps(settings))
+    return folder
+
+
+class Read(HTMLParser):
+    """What a browser would show and load. Tags that are not closed in their order fail."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.texts, self.loaded, self.ids = [], [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.open += [tag] * (tag != "meta")
+        self.loaded += [v for k, v in attributes if k in ("src", "href", "xlink:href") and not v.startswith("#")]
+        self.ids += [v for k, v in attributes if k == "id"]
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        if "style" not in self.open[-1:]:
+            self.texts.append(text.strip())
+
+
+def page_of(folder):
+    assert main([str(folder)]) == 0
+    return Read((folder / "report.html").read_text())
+
+
+def test_it_shows_every_curve_and_loads_nothing(tmp_path):
+    read = page_of(make_run(tmp_path / "run"))
+    for text in ("Reward", "KL", "Entropy", "Clip fractions", "Mismatch", "Throughput", "Memory", "5 steps, 1 to 5"):
+        assert text in read.texts, text
+    assert read.tags.count("svg") == len(NAMES)
+    assert read.texts.count("not recorded in this run") == 5  # of the charts, and the mesh
+    assert not {"script", "img", "link", "iframe"} & set(read.tags)
+    assert read.loaded == []
+    assert len(set(read.ids)) == len(read.ids)
+
+
+def test_lines_that_are_torn_and_values_that_are_none(tmp_path):
+    lines = ['{"step": 6, "reward": null, "kl": "much", "entropy": NaN}', '{"step": 7, "reward": 1e999, "kl": [1]}']
+    lines += ['{"step": 8, "reward": 1' + "0" * 400 + "}", '{"step": 1' + "0" * 400 + ', "reward": 1}', '{"step": 9}']
+    lines += ["null", '{"rew', '{"step": "x"}', "\x00", '{"step": 2, "reward": -1e299}', '{"step": 10, "rew']
+    read = page_of(make_run(tmp_path, lines))
+    assert "9 steps, 1 to 9; 5 lines of metrics.jsonl are no records" in read.texts
+    assert "reward is no finite number in 3 steps: 6, 7, 8" in read.texts
+    assert "kl is no finite number in 2 steps: 6, 7" in read.texts
+    rows = {text: read.texts[i + 1 : i + 5] for i, text in enumerate(read.texts) if text in NAMES}
+    assert rows["reward"] == ["1.25", "5.25", "-1e+299", "5.25"]
+    assert rows["memory_gib"] == ["1.25", "5.25", "1.25", "5.25"]
+
+
+def test_a_run_without_steps(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    read = page_of(tmp_path)
+    assert "no step yet" in read.texts
+    assert "settings.json is not there, or cannot be read" in read.texts
+
+
+def test_text_is_no_markup(tmp_path):
+    evil = "<script>$x_1$</script>&amp;\"'"
+    mesh = {"axes": {evil: 1}, "devices": [evil], "roles": {evil: [evil]}, evil: evil}
+    run = make_run(
+        tmp_path / "a<b>&", [json.dumps({"step": 6, evil: 1.0, "_x": None})], {evil: {evil: evil}, "mesh": mesh}
+    )
+    read = page_of(run)
+    assert "script" not in read.tags
+    assert read.texts.count(evil) == 7
+    assert "a<b>&" in read.texts
+    assert "_x is no finite number in 1 steps: 6" in read.texts
+
+
+OTHER_MESH = '{"mesh": {"axes": {"dp": 3}, "devices": [0], "roles": {}}}'
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"mesh": 1}', OTHER_MESH])
+def test_settings_that_cannot_be_read(tmp_path, text):
+    make_run(tmp_path, steps=0)
+    (tmp_path / "settings.json").write_text(text)
+    assert page_of(tmp_path).texts.count("not recorded in this run") == 1 + len(CHARTS)
+
+
+def test_devices_of_one_colour_hold_the_same(tmp_path):
+    mesh = {"axes": {"dp": 2, "cp": 1, "tp": 2}, "devices": [0, 2, 1, 3], "roles": {"data": ["dp"], "tensor": ["tp"]}}
+    read = page_of(make_run(tmp_path, settings={"mesh": mesh}, steps=0))
+    assert "devices of one colour hold the same part of the parameters, of 2" in read.texts
+    page = (tmp_path / "report.html").read_text()
+    cells = re.findall(r"<td style=.background: hsl\((\d+) [^>]*>(\d)</td>", page)
+    assert [device for _, device in cells] == ["0", "2", "1", "3"]
+    assert cells[0][0] == cells[2][0] != cells[1][0] == cells[3][0]
+
+
+@pytest.mark.parametrize("name", ["absent", "empty"])
+def test_a_folder_that_is_no_run(tmp_path, capsys, name):
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / name)]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"examples.report: error: run: got {tmp_path / name}, expected the --out folder of a run")
+
+
+def crc32c(data):
+    """Castagnoli's, bit by bit (RFC 3720, appendix B.4)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def masked(data):
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def fields(data):
+    """(number, value) of each field of a protobuf message."""
+    at = 0
+
+    def varint():
+        nonlocal at
+        number, shift = 0, 0
+        while True:
+            byte = data[at]
+            at += 1
+            number |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return number
+
+    while at < len(data):
+        key = varint()
+        size = {1: 8, 5: 4}.get(key & 7)
+        if key & 7 == 0:
+            yield key >> 3, varint()
+            continue
+        size = varint() if size is None else size
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def scalars(path):
+    """{(tag, step): value} of a file of TFRecords of Events, whose checksums are looked at."""
+    data, found = path.read_bytes(), {}
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        assert struct.unpack("<I", data[8:12]) == (masked(data[:8]),)
+        event, (crc,) = data[12 : 12 + length], struct.unpack("<I", data[12 + length : 16 + length])
+        assert crc == masked(event)
+        data = data[16 + length :]
+        event = dict(fields(event))
+        for _, value in fields(event.get(5, b"")):  # the summary
+            parts = dict(fields(value))
+            found[parts[1].decode(), event.get(2, 0)] = struct.unpack("<f", parts[2])[0]
+    return found
+
+
+def test_events_read_back_as_they_were_written(tmp_path):
+    run = make_run(tmp_path, ['{"step": 6, "reward": null, "kl": 0.5}', '{"step'])
+    for _ in range(2):  # an older report's are replaced
+        assert main([str(run)]) == 0
+    (path,) = (run / "tensorboard").iterdir()
+    expected = {(name, step): step + 0.25 for name in NAMES for step in range(1, 6)} | {("kl", 6): 0.5}
+    assert scalars(path) == expected
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
+def test_chromium_shows_it(tmp_path):
+    run = make_run(tmp_path / "run", settings={"arguments": {"task": "gcd"}}, steps=40)
+    assert main([str(run)]) == 0
+
+    def chromium(*options):
+        profile = f"--user-data-dir={tmp_path / 'profile'}"
+        command = [CHROMIUM, *QUIET.split(), profile, *options, f"file://{run / 'report.html'}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    read = Read(re.sub(r"<(path|use|rect)([^>]*)></\1>", r"<\1\2/>", chromium("--dump-dom")))
+    assert read.tags.count("svg") == len(NAMES)
+    assert {"Throughput", "GRPO step", "40 steps, 1 to 40", "gcd"} <= set(read.texts)
+    chromium(f"--screenshot={tmp_path / 'page.png'}")
+    pixels = image.imread(tmp_path / "page.png")[..., :3]
+    blue = np.abs(pixels - np.array([31, 119, 180]) / 255).max(axis=-1) < 0.1  # matplotlib's first colour
+    assert blue.any(axis=0).sum() > 600  # curves in both columns
+    assert blue.any(axis=1).sum() > 400

@@ -1,0 +1,96 @@
+"""A tiny random Qwen3 as a folder of its published form: config.json, tokenizer.json, safetensors, whole or sharded."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "vocab_size": 272,
+    "eos_token_id": 257,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+SPECIAL = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>"]
+
+
+def tensors(config, seed=0):
+    """Every tensor by its published name, matrices as [out, in]."""
+    rng = np.random.default_rng(seed)
+    width, head_dim, mlp = config["hidden_size"], config["head_dim"], config["intermediate_size"]
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], width)
+    for i in range(config["num_hidden_layers"]):
+        layer = {
+            "self_attn.q_proj": (queries, width),
+            "self_attn.k_proj": (keys, width),
+            "self_attn.v_proj": (keys, width),
+            "self_attn.o_proj": (width, queries),
+            "self_attn.q_norm": (head_dim,),
+            "self_attn.k_norm": (head_dim,),
+            "mlp.gate_proj": (mlp, width),
+            "mlp.up_proj": (mlp, width),
+            "mlp.down_proj": (width, mlp),
+            "input_layernorm": (width,),
+            "post_attention_layernorm": (width,),
+        }
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    return {
+        name: (rng.normal(0, 0.15, shape) if len(shape) == 2 else rng.normal(1, 0.2, shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def tokenizer():
+    """Bytes and the special tokens of Qwen3."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(SPECIAL)  # ids 256 to 260
+    return made
+
+
+def write(folder, shards=1, dtype=np.float32, seed=0, **settings):
+    """The folder's settings and tensors, once they are written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**CONFIG, **settings, "torch_dtype": np.dtype(dtype).name}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer().save(str(folder / "tokenizer.json"))
+    found = tensors(config, seed)
+    stored = {name: x.astype(dtype) for name, x in found.items()}
+    if config["tie_word_embeddings"]:  # the small ones are published with a copy, which nothing reads
+        stored["lm_head.weight"] = np.zeros_like(stored["model.embed_tokens.weight"])
+    if shards == 1:
+        save_file(stored, folder / "model.safetensors")
+        return config, found
+    weight_map = {}
+    for i in range(shards):
+        name = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = dict(list(stored.items())[i::shards])
+        save_file(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return config, found
+
+
+BFLOAT16 = ml_dtypes.bfloat16
