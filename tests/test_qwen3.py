@@ -19,7 +19,7 @@ from examples.qwen3 import Qwen3Config, describe_model, load_model
 from examples.train_grpo import grpo_step, main, parse, set_up, supervised
 from jaxppo import RolloutBatch, Sample
 from sharding import make_parallel_mesh
-from sharding.mesh import LAYOUTS
+from sharding.axes import LAYOUTS
 from sharding.testing import factorings
 
 LENGTHS = (11, 6, 14)
