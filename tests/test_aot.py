@@ -102,6 +102,7 @@ def test_the_forward_is_one_max_and_one_sum():
     assert found.temp_bytes <= 0.16 * GIB
 
 
+@pytest.mark.nightly
 def test_a_mask_costs_little_memory():
     parallel = v5p(*CP4_TP4)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, with_where=True))
@@ -110,6 +111,7 @@ def test_a_mask_costs_little_memory():
     assert np.isfinite(found.flops.high)
 
 
+@pytest.mark.nightly
 def test_the_plain_version_of_a_small_head_gathers_no_logits_either():
     """What is compared with is partitioned well: what it lacks is memory."""
     parallel = v5p(*CP4_TP4)

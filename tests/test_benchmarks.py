@@ -75,6 +75,7 @@ def test_an_accelerator_is_compared_with_what_it_reaches(monkeypatch):
         assert record["share_of_copy_bandwidth"] > 0
 
 
+@pytest.mark.nightly
 def test_command_writes_json_and_plots(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(peers, "installed", lambda name: False)
     sizes = "--tokens 140 --hidden-size 4 --vocab-size 24 --sweep-tokens 8 --sweep-hidden-size 4 --head-tokens 4"

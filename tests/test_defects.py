@@ -69,7 +69,7 @@ ELSEWHERE = {
         "test_off_policy",
         "test_k3_accepts_what_agrees_to_rounding",
     ),
-    "hosts whose batches differ in size": ("test_multihost", "test_hosts_whose_sizes_differ"),
+    "hosts whose batches differ in size": ("test_multihost", "test_processes_end_with_the_numbers_of_one_device"),
 }
 
 

@@ -62,8 +62,8 @@ def on_one_device():
 @pytest.mark.parametrize(
     ("count", "mesh", "layout"),
     [
-        (1, "dp=2,cp=4", "contiguous"),
-        (2, "dp=2,cp=4", "zigzag"),  # each process has rows of its own
+        pytest.param(1, "dp=2,cp=4", "contiguous", marks=pytest.mark.nightly),
+        pytest.param(2, "dp=2,cp=4", "zigzag", marks=pytest.mark.nightly),  # each process has rows of its own
         (2, "cp=4,tp=2", "zigzag_per_segment"),  # the processes share every row
         pytest.param(2, "cp=8", "striped", marks=pytest.mark.nightly),
         pytest.param(2, "dp=4,tp=2", "contiguous", marks=pytest.mark.nightly),

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 TESTS = """
 import pytest
@@ -21,6 +23,7 @@ def pytest_addoption(parser):
 """
 
 
+@pytest.mark.nightly
 def test_summary_of_a_run_in_two_workers(tmp_path):
     (tmp_path / "test_few.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text(CONFTEST)

@@ -1,5 +1,6 @@
 """What compiled programs for TPUs and GPUs multiply: the operand dtypes and the passes of each product."""
 
+import itertools
 import re
 from functools import cache
 
@@ -99,10 +100,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("way", ["one pass", "two passes"])
-@pytest.mark.parametrize("platform", ["tpu", pytest.param("gpu", marks=pytest.mark.nightly)])
+SOME = {("bf16", "tpu", "one pass"), ("f32", "tpu", "two passes")}
+ALL = itertools.product(CASES, ("tpu", "gpu"), ("one pass", "two passes"))
+
+
 @pytest.mark.parametrize(
-    "case", [c if c in ("bf16", "f32") else pytest.param(c, marks=pytest.mark.nightly) for c in CASES]
+    ("case", "platform", "way"), [x if x in SOME else pytest.param(*x, marks=pytest.mark.nightly) for x in ALL]
 )
 def test_operands_and_passes(case, platform, way):
     """bf16 operands in one pass with f32 sums; f32 operands never silently in bf16."""

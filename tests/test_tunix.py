@@ -4,6 +4,8 @@
 """
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -55,16 +57,20 @@ def rewards(completions, **_):
     return [sum(int(word) % 2 for word in c.split()) for c in completions]
 
 
-def cluster_of(cluster_class, mesh, steps=3, temperature=0.9):
+def settings_of(mesh, steps, temperature):
     roles = clusters.Role.ACTOR, clusters.Role.REFERENCE, clusters.Role.ROLLOUT
     training = clusters.RLTrainingConfig(actor_optimizer=optax.sgd(0.02), eval_every_n_steps=100, max_steps=steps)
     sampler = {"max_tokens_to_generate": 6, "max_prompt_length": 8, "kv_cache_size": 32, "temperature": temperature}
-    settings = clusters.ClusterConfig(
+    return clusters.ClusterConfig(
         role_to_mesh=dict.fromkeys(roles, mesh),
         rollout_engine="vanilla",
         training_config=training,
         rollout_config=base_rollout.RolloutConfig(**sampler),
     )
+
+
+def cluster_of(cluster_class, mesh, steps=3, temperature=0.9):
+    settings = settings_of(mesh, steps, temperature)
     # the reference is another model, so that the divergence from it is not 0
     return cluster_class(actor=qwen(), reference=qwen(1), tokenizer=Words(), cluster_config=settings)
 
@@ -97,6 +103,22 @@ def test_the_learner_takes_the_same_steps_with_and_without_logits():
     assert np.ptp(theirs[:, 1]) > 0
     np.testing.assert_allclose(found, theirs, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), trained, parameters)
+
+
+def test_the_example_of_the_docs_trains():
+    page = (Path(__file__).parent.parent / "docs" / "frameworks.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [block] = [block for block in blocks if "jaxppo_tunix.rl_cluster()" in block]
+    mesh, actor = mesh_of(1, 1), qwen()
+    with mesh:
+        names = {"mesh": mesh, "actor": actor, "reference": qwen(1), "tokenizer": Words(), "reward_fns": rewards}
+        names |= {"cluster_config": settings_of(mesh, steps=1, temperature=0.9)}
+        names |= {"GRPOLearner": grpo_learner.GRPOLearner, "GRPOConfig": grpo_learner.GRPOConfig}
+        before = jax.tree.map(np.array, nnx.state(actor, nnx.Param))
+        exec(block, names)
+        names["learner"].train([{"prompts": np.array(["3 4 5", "6 7"])}])
+    after = nnx.state(names["cluster"].actor_trainer.model, nnx.Param)
+    assert any(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x != y).any()), before, after)))
 
 
 def test_old_log_probs_of_several_iterations_have_no_logits_either():
