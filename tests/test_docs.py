@@ -19,6 +19,7 @@ RUN_BY = {
     "skyrl_loss": "test_trainers.py",
     "easydel_loss": "test_trainers.py",
     "jaxppo_tunix.rl_cluster()": "test_tunix.py",
+    "hidden_and_head(model, output)": "test_maxtext.py",
 }
 
 

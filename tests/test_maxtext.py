@@ -7,6 +7,7 @@ the head, from `apply_output_head` of layers/nnx_decoders.py and `attend_on_embe
 """
 
 import importlib.util
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,6 +141,32 @@ def test_hidden_states_to_head(config):
     tolerance = {"rtol": 1e-2, "atol": 2e-2} if config.get("logits_via_embedding") else {"rtol": 1e-4, "atol": 1e-5}
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), found[1], expected[1])
+
+
+class Calls(Transformer):
+    """Notes its hidden states as MaxText's decoder does."""
+
+    def __call__(self, decoder_input_tokens, decoder_positions, decoder_segment_ids):
+        self.decoder.sow(nnx.Intermediate, "hidden_states", self.token_embedder(decoder_input_tokens))
+
+
+def test_the_example_of_the_docs():
+    page = (Path(__file__).parent.parent / "docs" / "frameworks.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [block] = [block for block in blocks if "hidden_and_head(model, output)" in block]
+    mesh = mesh_of(AXES, fsdp=2, tensor=2)
+    ids = jnp.asarray(np.random.default_rng(0).integers(1, 32, (2, 8)), jnp.int32)
+    ones, x = jnp.ones_like(ids), jnp.full(ids.shape, -1.0)
+    data = {"inputs": ids, "targets": jnp.roll(ids, -1, axis=1), "inputs_position": jnp.cumsum(ones, 1) - 1}
+    data |= {"inputs_segmentation": ones, "targets_segmentation": ones}
+    names = {"config": SimpleNamespace(logical_axis_rules=MAXTEXT), "mesh": mesh, "model": Calls(), "data": data}
+    names |= {"advantages": -x, "old": x, "ParallelMesh": ParallelMesh, "nnx": nnx}
+    names |= {"policy_loss_from_hidden": policy_loss_from_hidden, "PolicyLossConfig": PolicyLossConfig}
+    exec(block, names)
+    log_probs = jax.nn.log_softmax(names["model"].logits(names["output"]))
+    taken = jnp.take_along_axis(log_probs, data["targets"][..., None], axis=-1)[..., 0]
+    ratio = jnp.exp(taken + 1)
+    np.testing.assert_allclose(names["loss"], jnp.maximum(-ratio, -jnp.clip(ratio, 0.8, 1.2)).mean(), rtol=1e-5)
 
 
 SHAPE = {"S": 32768, "V": 151936, "H": 4096}
