@@ -29,6 +29,7 @@ class PolicyLoss(abc.ABC):
         which `selectable` holds, the share `share`, either at "random" or of the "highest" covariance.
 
     Example:
+      >>> import dataclasses
       >>> @dataclasses.dataclass(frozen=True)
       ... class Focal(PolicyLoss):
       ...     power: float = 2.0
