@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 
 import jax
 import numpy as np
@@ -103,6 +104,8 @@ def main(rank, count, port, mesh, layout, event=None):
     parallel = make_parallel_mesh(mesh, context_layout=layout)
     if event == "refusals":
         print(json.dumps(refusals(rank) | {"while devices work": packed_while_devices_work(parallel)}), flush=True)
+        if rank == 0:
+            time.sleep(2)  # the coordinator lives in this process, and the other may still read from it
         os._exit(0)  # not after the devices
     mine = samples()
     if multihost.local_data_size(parallel) < parallel.data_size:  # each process feeds its own rows: 4 samples and 2
