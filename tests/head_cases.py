@@ -33,8 +33,8 @@ DEVICES = {
     "five": dataclasses.replace(
         tiles.CPU, one_pass=2**30, tile=8 * 512 * 5, chunk=16, columns=512, wide=5, masked=5, deterministic=8
     ),
-    "wide": tiles.Profile(
-        whole=True,
+    "wide": dataclasses.replace(
+        tiles.PROFILES[""],
         one_pass=2**30,
         tile=4 * 8 * 300,
         chunk=8,
