@@ -28,7 +28,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Searches: a slice of 100 examples that never changes, or 5000 new ones; each test takes its share of them."""
-    if config.option.search_seed is None:  # chosen once: workers of xdist are told the options of the first process
+    if config.option.search_seed is None and hasattr(config, "workerinput"):  # of the process that hands out the tests
+        config.option.search_seed = int(os.environ["SEARCH_SEED"])
+    elif config.option.search_seed is None:
         config.option.search_seed = random.SystemRandom().randrange(2**31) if config.getoption("--nightly") else 0
     os.environ["SEARCH_SEED"] = str(config.option.search_seed)
     checks = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]

@@ -85,7 +85,7 @@ def test_killed_in_a_line_of_metrics(programs, finished, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("number", RANDOM.integers(1, CHANGES, 20).tolist())
+@pytest.mark.parametrize("number", RANDOM.choice(range(1, CHANGES), 20, replace=False).tolist())
 def test_killed_at_any_moment(programs, finished, tmp_path, number):
     check_kill(programs, finished, tmp_path, "file", number)
 

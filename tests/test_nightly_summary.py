@@ -1,4 +1,4 @@
-"""The summary that a nightly run leaves behind."""
+"""The summary that a nightly run leaves behind, and its seed."""
 
 import json
 import os
@@ -21,6 +21,27 @@ CONFTEST = """
 def pytest_addoption(parser):
     parser.addoption("--search-seed", type=int)
 """
+OF_SEED = """
+import os
+import pytest
+
+@pytest.mark.parametrize("seed", [os.environ["SEARCH_SEED"]])
+def test_seed(seed): pass
+"""
+
+
+def run(folder, path, *options):
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *options, "-p", "no:pytest_jaxppo", str(folder)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.nightly
+def test_workers_draw_from_one_seed(tmp_path):
+    (tmp_path / "test_seed.py").write_text(OF_SEED)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    done = run(tmp_path, ROOT / "tests", "--nightly", "-p", "conftest")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.nightly
@@ -28,10 +49,7 @@ def test_summary_of_a_run_in_two_workers(tmp_path):
     (tmp_path / "test_few.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    options = ["-q", "-n", "2", "--search-seed", "7", "-p", "tests.nightly_summary", "-p", "no:pytest_jaxppo"]
-    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = run(tmp_path, ROOT, "--search-seed", "7", "-p", "tests.nightly_summary")
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads((tmp_path / "nightly-summary.json").read_text())
     assert found["outcomes"] == {"passed": 1, "failed": 1, "skipped": 1}
