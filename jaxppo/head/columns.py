@@ -153,7 +153,7 @@ class Vocabulary:
     def block(self, i: Any) -> Block:
         """Block i, gathered if it is not yet."""
         parts = self.held.each(lambda _, x: self.slice(i, x))
-        ids = self.slice(i, self.ids)
+        ids = self.slice(i, self.ids) if self.columns.gathers else self.ids[0] + self.start(i) + jnp.arange(self.size)
         if self.by_block:
             parts, ids = self._gather(parts), (ids + self.offsets[:, None]).reshape(-1)
         valid: Any = jnp.tile(self.own(i), ids.shape[0] // self.size) if self.overlaps else True
