@@ -267,7 +267,7 @@ class TwoPassTiles:
       backward: of the gradients.
       forward_vocabulary_first: the loop over the vocabulary is the outer one.
       vocabulary_first: the same of the gradients.
-      kept: blocks of tokens whose logits wait for the backward.
+      kept: tokens whose logits wait for the backward, whole blocks of them or the start of the only one.
     """
 
     forward: Cut
@@ -313,12 +313,13 @@ def _small_two_passes(budget: Budget, work: Work, needs: NeedsGrad | None) -> Tw
     if work.masked:  # blocks of tokens are what the work can stop after, so there are at least four
         most = min(most, max(128, -(-N // 4)))
     keeps = budget.keep and needs is not None and bool(needs.parameters.kernel) and not work.accumulator and H >= 128
-    most = min(most, H) if keeps else most
+    most = min(most, H) if keeps and (work.masked or most < N) else most
     tokens = even_block(N, max(1, min(most, tile // (8 * profile.columns))))
     columns = min(4 * profile.columns, max(profile.columns, tile // (8 * tokens) // 128 * 128))
     cut = _shrunk(budget, work, Cut(tokens, columns), 4 * N * H)
     forward = Cut(profile.deterministic, profile.columns) if budget.deterministic else cut
-    kept = min(H, N) // cut.tokens if keeps and not budget.deterministic else 0
+    kept = min(H, N) if cut.tokens == N else min(H, N) // cut.tokens * cut.tokens
+    kept = kept if keeps and not budget.deterministic else 0
     return TwoPassTiles(forward, OnePassTiles(cut), True, bool(work.gathered) or not work.frozen, kept)
 
 

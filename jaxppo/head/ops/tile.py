@@ -66,6 +66,12 @@ class Tile(NamedTuple):
         """One-hot, `[C, B]`."""
         return (self.targets[:, None] == self.block.columns) & self.block.valid
 
+    def after(self, count: int) -> Tile:
+        """The tokens after the first `count`."""
+        part = lambda x: x[count:] if getattr(x, "ndim", 0) else x  # noqa: E731
+        fields: Any = (x if x is self.block else jax.tree.map(part, x) for x in self)
+        return Tile(*fields)
+
     def tempered(self, x: jax.Array) -> jax.Array:
         """x `[C, B]` over the temperature."""
         if self.temperature is None:
@@ -133,7 +139,7 @@ class Op:
     ) -> tuple[jax.Array, jax.Array | None]:
         """d loss / d (hidden @ kernel), `[C, B]` of the dtype, and its f32 sum over the tokens where `of_bias`.
 
-        It is 0 where nothing counts. Without z the logits are computed again.
+        It is 0 where nothing counts. z holds the logits of the first tokens, or of all; the others are computed again.
         """
         raise NotImplementedError
 

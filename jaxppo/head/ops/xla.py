@@ -30,8 +30,11 @@ def of_products(form: Form, tile: Tile, dz: jax.Array, z: jax.Array, counts: jax
 def dlogits(
     form: Form, tile: Tile, residuals: Residuals, cotangents: Cotangents, z: jax.Array | None = None
 ) -> jax.Array:
-    """d loss / d (hidden @ kernel), f32 `[C, B]`."""
-    z = logits(form, tile) if z is None else z
+    """d loss / d (hidden @ kernel), f32 `[C, B]`; z as in `Op.dlogits`."""
+    if z is None:
+        z = logits(form, tile)
+    elif z.shape[0] < tile.targets.shape[0]:
+        z = jnp.concatenate([z, logits(form, tile.after(z.shape[0]))])
     dz = softmax.dlogits(z, tile.is_target, tile.nucleus, residuals, cotangents, form.vocab_size)
     return of_products(form, tile, dz, z, cotangents.counts)
 

@@ -70,8 +70,7 @@ def tokens_first(
         total, products = carry
         i, chunk, rest = arrays
         found, residuals, cotangents, z = begin(chunk, rest)
-        chunk = counted(chunk, cotangents.counts)
-        factor, count = as_factor(form, chunk.rows), tokens.block // chunks
+        factor, count = as_factor(form, counted(chunk.rows, cotangents.counts)), tokens.block // chunks
         drows = jax.tree.map(lambda x: walk.zeros(count, x.shape[-1]), primals)
         body = partial(block_gradient, chunk, (residuals, cotangents, z, i * count), factor)
         drows, total, products = walk.over_blocks(body, (drows, total, products))
@@ -95,7 +94,7 @@ def tokens_first(
         results = tokens.write(results, jax.tree.map(lambda x: vary(x, token_axes), found), slots)
         dfeatures = jax.tree.map(lambda x, rows: tokens.put_own(x, rows, slots, walk.part), dfeatures, drows)
         if waits:
-            factor = as_factor(form, counted(group, counts).rows)
+            factor = as_factor(form, counted(group.rows, counts))
             if direct:
                 return results, dfeatures, (total, product, factor)
             add = lambda is_kernel, x, new: x if new is None else vocabulary.add(0, is_kernel, x, new)  # noqa: E731

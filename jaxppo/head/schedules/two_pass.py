@@ -47,7 +47,7 @@ def evaluate(rule: Rule, inputs: Inputs, needs: NeedsGrad | None = None) -> tupl
 
     start = walk.empty_sums(tokens.count), kept.empty()
     with note(f"forward, {plan.forward}"):
-        sums, memory = walk.over_tiles(tile, start, plan.forward_vocabulary_first, plan.kept)
+        sums, memory = walk.over_tiles(tile, start, plan.forward_vocabulary_first, kept.blocks)
     sums = tokens.to_tokens(softmax.combine(sums, rule.columns.axes))
     out, residuals = walk.finish(sums, inputs.targets)
     if inputs.where is not None:
@@ -124,8 +124,8 @@ def _vocabulary_first(walk: Walk, needs: NeedsGrad, known: Any, memory: Any, kee
     def of_slots(slots: Slots) -> Any:
         residuals, cotangents = tokens.read(known, slots)
         cotangents = _among(cotangents, slots.fresh)
-        chunk = counted(walk.chunk(slots), cotangents.counts)
-        return chunk, as_factor(form, chunk.rows), residuals, cotangents
+        chunk = walk.chunk(slots)
+        return chunk, as_factor(form, counted(chunk.rows, cotangents.counts)), residuals, cotangents
 
     once = of_slots(tokens.slots(0)) if tokens.most == 1 else None
 
@@ -138,7 +138,8 @@ def _vocabulary_first(walk: Walk, needs: NeedsGrad, known: Any, memory: Any, kee
             chunk, factor, residuals, cotangents = of_slots(slots) if once is None else once
             z = kept.read(dparameters.kernel, slots, i) if keeps else None
             dz, of_bias = walk.dlogits(chunk, block, residuals, cotangents, z, parameters.bias is not None)
-            product = lax.optimization_barrier(dz)  # or XLA computes it again inside each product
+            # or XLA for accelerators computes it again inside each product; on CPUs it would only cost memory
+            product = lax.optimization_barrier(dz) if walk.rule.budget.profile.whole else dz
             found = feature_gradients(form, product, block, features)
             dfeatures = jax.tree.map(lambda total, new: tokens.add(total, new, slots), dfeatures, found)
             of_block = parameter_gradients(form, product, factor, parameters)

@@ -241,10 +241,9 @@ class Walk:
         return jnp.promote_types(self.features.hidden.dtype, self.inputs.parameters.kernel.dtype)
 
 
-def counted(chunk: Chunk, counts: jax.Array) -> Chunk:
-    """The chunk with 0 in rows that do not count: one may hold NaN, and 0 * NaN is NaN."""
-    rows = jax.tree.map(lambda x: jnp.where(counts[:, None], x, 0), chunk.rows)
-    return chunk._replace(rows=rows)
+def counted(rows: Features, counts: jax.Array) -> Features:
+    """0 in rows that do not count: one may hold NaN, and 0 * NaN is NaN."""
+    return jax.tree.map(lambda x: jnp.where(counts[:, None], x, 0), rows)
 
 
 def of_tokens(found: tuple[Any, Any, Any], rule: Rule, fresh: Any) -> Cotangents:
