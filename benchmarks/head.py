@@ -2,6 +2,7 @@
 
     python -m benchmarks.head                                   # the table, the sweeps and the real heads
     python -m benchmarks.head --parts tpu --tpu v5p:2x2x4       # full-size heads, by the TPU compiler (needs libtpu)
+    python -m benchmarks.head --gpu                             # full-size heads and a sweep of tiles, on a GPU
 
 Times are medians over rounds in which every version runs once; temporaries are the compiled module's. Each version's
 gradients are compared with those of the first of its group. Tables go to the terminal, JSON and plots to --out.
@@ -25,14 +26,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import peers, plots, versions
+from benchmarks import gpu, peers, plots, versions
 from benchmarks.cases import Case, draw
-from benchmarks.measure import compile_step, difference, in_turns, peaks, temporaries
+from benchmarks.measure import compile_step, difference, fits, in_turns, peaks, temporaries
 from examples.plan_pod import HEADS, HeadSizes, Step, described_mesh
 from sharding.audit import Audit, audit
 
 MIB = 2**20
 Records = list[dict[str, Any]]
+Programs = dict[tuple[str, str], Any]  # by group and name
 SWEPT = {  # group and name of the versions in the plots
     versions.FLOOR: "floor",
     "plain: log_softmax, sum of p log p": "entropy",
@@ -49,30 +51,41 @@ def measured(case: Case, rounds: int, only: dict[str, str] | None = None) -> Rec
     grouped = versions.groups(case)
     if only is None:
         grouped["log-probs"] |= peers.jax_peers(case)
+        return timed(case, data, compiled_of(grouped, data), rounds, peers.torch_peers(case, data))
+    chosen = {g: {n: s for n, s in steps.items() if only.get(n) == g} for g, steps in grouped.items()}
+    return timed(case, data, compiled_of(chosen, data), rounds)
+
+
+def compiled_of(grouped: dict[str, dict[str, versions.Step]], data: Any) -> Programs:
+    return {(g, name): compile_step(step, data) for g, steps in grouped.items() for name, step in steps.items()}
+
+
+def timed(
+    case: Case, data: Any, programs: Programs, rounds: int, others: dict[str, Callable[[], Any]] | None = None
+) -> Records:
+    """A record for each program and each of the others; without a time where it does not fit the device's memory."""
+    expected: dict[str, Any] = {}
     records: Records = []
     runs: dict[str, Callable[[], Any]] = {}
-    for group, steps in grouped.items():
-        expected: Any = None
-        for name, step in steps.items():
-            if only is not None and only.get(name) != group:
-                continue
-            compiled = compile_step(step, data)
-            record = {"group": group, "version": name, "temporaries_mib": temporaries(compiled) / MIB}
-            if group != "floor":
-                gradients = compiled(data)[1]
-                expected = gradients if expected is None else expected
-                record["difference"] = difference(gradients, expected)
-            records.append(record)
-            runs[f"{group}/{name}"] = functools.partial(compiled, data)
-    if only is None:
-        for name, run in peers.torch_peers(case, data).items():
-            records.append({"group": "entropy", "version": name, "temporaries_mib": None})
-            runs[f"entropy/{name}"] = run
+    for (group, name), compiled in programs.items():
+        record = {"group": group, "version": name, "temporaries_mib": temporaries(compiled) / MIB}
+        records.append(record)
+        if not fits(compiled):
+            continue
+        if group != "floor":
+            gradients = compiled(data)[1]
+            record["difference"] = difference(gradients, expected.setdefault(group, gradients))
+        runs[f"{group}/{name}"] = functools.partial(compiled, data)
+    for name, run in (others or {}).items():
+        records.append({"group": "entropy", "version": name, "temporaries_mib": None})
+        runs[f"entropy/{name}"] = run
     seconds = in_turns(runs, rounds)
     floor = seconds[f"floor/{versions.FLOOR}"]
     reached = peaks(rounds) if jax.default_backend() == "gpu" else None
     for record in records:
-        took = seconds[f"{record['group']}/{record['version']}"]
+        took = seconds.get(f"{record['group']}/{record['version']}")
+        if took is None:
+            continue
         record |= {"seconds": took, "over_floor": took / floor}
         if reached is not None:
             record["tflops"] = case.flops / took / 1e12
@@ -169,6 +182,30 @@ def tpu_part(args: argparse.Namespace) -> Records:
     return records
 
 
+def gpu_part(args: argparse.Namespace) -> Records:
+    """Every version at published sizes, then one pass by its memory and two passes by their tiles, on one GPU."""
+    records: Records = []
+    for case in gpu.CASES:
+        found = measured(case, args.rounds)
+        show(_title(case), found)
+        swept = swept_tiles(case, args.rounds)
+        show(f"{_title(case)}: memory of one pass, tiles of two", swept)
+        sizes = {"tokens": case.tokens, **dataclasses.asdict(case.sizes)}
+        records += [{**sizes, **record} for record in found + swept]
+    return records
+
+
+def swept_tiles(case: Case, rounds: int) -> Records:
+    """Two passes with other tiles, and one pass in other memory, timed in turns."""
+    data = draw(case)
+    programs = compiled_of({"floor": {versions.FLOOR: versions.three_matmuls(case)}}, data)
+    programs |= compiled_of({"policy loss": gpu.one_passes(case)}, data)
+    for name, fields in gpu.cuts():
+        with gpu.tiled(**fields):
+            programs |= compiled_of({"entropy": {name: versions.ours(case)}}, data)
+    return timed(case, data, programs, rounds)
+
+
 def costs(step: Step) -> dict[str, dict[str, Any]]:
     """By version; `over_products` is the time of computing over that of the bare products, of the forward one."""
     forward, products = (products_time(step, count) for count in (1, 3))
@@ -232,14 +269,16 @@ PARTS = {
     "tokens": tokens_part,
     "heads": heads_part,
     "tpu": tpu_part,
+    "gpu": gpu_part,
 }
+ELSEWHERE = ("tpu", "gpu")  # parts for other devices than the one at hand
 DRAWN = {"vocabulary": plots.time_over_vocabulary, "tokens": plots.temporaries_over_tokens}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, help="all but tpu by default, and tpu with --tpu")
+    add("--parts", nargs="+", choices=PARTS, help="all but tpu and gpu by default")
     add("--tokens", type=int, default=2048)
     add("--hidden-size", type=int, default=1024)
     add("--vocab-size", type=int, default=32768)
@@ -256,12 +295,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--tpu", nargs="+", help="topologies, such as v5p:2x2x4 v6e:4x4")
     add("--mesh", nargs="+", default=["cp=4,tp=4"], help="meshes over the topology")
     add("--tpu-tokens", type=int, nargs="+", default=[8192, 32768], help="on each data and context shard")
+    add("--gpu", action="store_true", help="the part gpu alone")
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(arguments)
     if args.parts is None:
-        args.parts = [part for part in PARTS if part != "tpu" or args.tpu]
+        args.parts = ["gpu"] if args.gpu else [part for part in PARTS if part not in ELSEWHERE or getattr(args, part)]
     if "tpu" in args.parts and not args.tpu:
         parser.error("tpu: expected --tpu TOPOLOGY, such as v5p:2x2x4")
+    if "gpu" in args.parts:
+        gpu.check(parser)
     if args.rounds < 1 or not 0 < args.share <= 1:
         parser.error(f"rounds, share: got {args.rounds}, {args.share}, expected at least 1, and above 0 up to 1")
     return args

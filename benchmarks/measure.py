@@ -23,6 +23,14 @@ def temporaries(compiled: Any) -> int:
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
+def fits(compiled: Any, share: float = 0.9) -> bool:
+    """Whether a share of the device's memory holds the program, where the device says how much it has."""
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    sizes = compiled.memory_analysis()
+    held = sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    return limit is None or held <= share * limit
+
+
 def in_turns(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """The median seconds of each run; a round has every one of them once, in an order of its own.
 

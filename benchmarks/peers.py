@@ -80,4 +80,17 @@ def torch_peers(case: Case, data: Any) -> dict[str, Callable[[], Any]]:
 
         return run
 
-    return {"torch, eager": runner(loss), "torch.compile": runner(torch.compile(loss))}
+    found = {"torch, eager": runner(loss), "torch.compile": runner(torch.compile(loss))}
+    return {name: run for name, run in found.items() if _runs(run)} if on_gpu else found
+
+
+def _runs(run: Callable[[], Any]) -> bool:
+    """False where the GPU's memory is too small."""
+    import torch
+
+    try:
+        run()
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return False
+    return True

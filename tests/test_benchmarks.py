@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import head, peers, versions
+from benchmarks import gpu, head, peers, versions
 from benchmarks.cases import Case, draw
-from benchmarks.measure import difference, in_turns, peaks
+from benchmarks.measure import compile_step, difference, fits, in_turns, peaks
 from examples.plan_pod import HEADS, HeadSizes
+from sharding.audit import audit
 
 TIED = Case(140, HeadSizes(8, 50, tied=True, softcap=2.0), share=0.3)  # more than one chunk
 PLAIN = Case(20, HeadSizes(8, 50), share=0.2)
@@ -75,13 +76,50 @@ def test_an_accelerator_is_compared_with_what_it_reaches(monkeypatch):
         assert record["share_of_copy_bandwidth"] > 0
 
 
+def test_tiles_are_swept(monkeypatch):
+    monkeypatch.setattr(gpu, "TILES", {"columns": (16, 32), "chunk": (8,)})
+    monkeypatch.setattr(gpu, "MEMORIES", (1,))
+    notes = []
+    step = versions.ours(PLAIN)
+    for _, fields in gpu.cuts():
+        with gpu.tiled(**fields):
+            notes.append(audit(jax.jit(step), draw(PLAIN)).notes)
+    assert len({*map(str, notes)}) == 2
+    records = head.swept_tiles(PLAIN, 1)
+    swept = ["jaxppo in 1 MiB", "columns 16, chunk 8", "columns 32, chunk 8"]
+    assert [r["version"] for r in records] == [versions.FLOOR, *swept]
+    assert all(r["difference"] < 1e-5 for r in records[1:])
+
+
+def test_versions_that_fit_no_memory_have_no_time(monkeypatch):
+    data = draw(PLAIN)
+    floor = {("floor", versions.FLOOR): compile_step(versions.three_matmuls(PLAIN), data)}
+    monkeypatch.setattr(head, "fits", lambda compiled: compiled in floor.values())
+    programs = floor | head.compiled_of({"entropy": {"jaxppo": versions.ours(PLAIN)}}, data)
+    of_floor, ours = head.timed(PLAIN, data, programs, 1)
+    assert of_floor["seconds"] > 0
+    assert set(ours) == {"group", "version", "temporaries_mib"}
+
+
+def test_what_fits(monkeypatch):
+    compiled = compile_step(versions.three_matmuls(PLAIN), draw(PLAIN))
+    assert fits(compiled)  # CPUs do not say what they have
+    for limit, expected in ((1000, False), (10**9, True)):
+        device = types.SimpleNamespace(memory_stats=lambda limit=limit: {"bytes_limit": limit})
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "devices", lambda: [device])  # noqa: B023
+            assert fits(compiled) is expected
+
+
 @pytest.mark.nightly
 def test_command_writes_json_and_plots(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(peers, "installed", lambda name: False)
     sizes = "--tokens 140 --hidden-size 4 --vocab-size 24 --sweep-tokens 8 --sweep-hidden-size 4 --head-tokens 4"
     sweeps = "--vocabularies 12 --token-counts 8 --heads gpt2 --head-scale 768 --rounds 1"
     assert head.main([*sizes.split(), *sweeps.split(), "--out", str(tmp_path)]) == 0
-    found = {part: json.loads((tmp_path / f"{part}.json").read_text()) for part in head.PARTS if part != "tpu"}
+    found = {
+        part: json.loads((tmp_path / f"{part}.json").read_text()) for part in head.PARTS if part not in head.ELSEWHERE
+    }
     assert {r["version"] for r in found["main"]["records"]} >= {versions.FLOOR, "jaxppo", "jaxppo, where", "optax"}
     for part in ("main", "vocabulary", "heads"):
         for record in found[part]["records"]:
@@ -98,7 +136,12 @@ def test_command_writes_json_and_plots(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [("--parts tpu", "tpu: expected"), ("--rounds 0", "rounds, share: got 0"), ("--share 0", "rounds, share: got 9")],
+    [
+        ("--parts tpu", "tpu: expected"),
+        ("--gpu", "gpu: expected a GPU, got cpu"),
+        ("--rounds 0", "rounds, share: got 0"),
+        ("--share 0", "rounds, share: got 9"),
+    ],
 )
 def test_bad_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit) as stopped:
