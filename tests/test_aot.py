@@ -99,7 +99,7 @@ def test_the_forward_is_one_max_and_one_sum():
         ("all-reduce", ("tp",), False, 4 * 8192),
         ("all-reduce", ("tp",), False, 3 * 4 * 8192),
     ]
-    assert found.temp_bytes <= 0.16 * GIB
+    assert found.temp_bytes <= 0.08 * GIB
 
 
 @pytest.mark.nightly
@@ -129,12 +129,13 @@ def test_the_plain_version():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("with_where", [False, True])
-def test_32768_tokens_a_device(with_where):
+@pytest.mark.parametrize(("with_where", "gib"), [(False, 0.7), (True, 0.87)])
+def test_32768_tokens_a_device(with_where, gib):
+    """Of which dhidden in f32 takes 0.5, and the hidden states that a mask brings to the front 0.25."""
     parallel = v5p(*CP4_TP4)
     args = arguments(parallel, 32768, with_where=with_where)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
-    assert found.temp_bytes <= 0.65 * GIB
+    assert found.temp_bytes <= gib * GIB
 
 
 @pytest.mark.nightly
@@ -156,8 +157,8 @@ def test_two_passes_gather_an_fsdp_kernel_once_forward_and_by_block_backward():
     assert large(found, "reduce-scatter") == [(4 * block, True)]
     assert found.temp_bytes <= 0.5 * GIB
     # in less than the whole kernel takes, the forward gathers by block as well
-    less = audit(jax.value_and_grad(head(parallel, memory=int(0.4 * GIB)), (0, 1)), *args)
-    assert less.temp_bytes <= 0.4 * GIB
+    less = audit(jax.value_and_grad(head(parallel, memory=int(0.35 * GIB)), (0, 1)), *args)
+    assert less.temp_bytes <= 0.35 * GIB
     assert large(less, "all-gather") == [(2 * block, True)] * 2
     assert large(less, "reduce-scatter") == [(4 * block, True)]
 

@@ -30,7 +30,8 @@ class Profile:
     Args:
       whole: chunks meet the whole part of the vocabulary.
       one_pass: bytes of the one pass by default.
-      tile: bytes of a tile of two passes, f32 logits and their gradient; on accelerators of a forward's logits.
+      tile: bytes of a tile of two passes, f32 logits and their gradient; on accelerators of a forward's logits, which
+        a v6e holds in its VMEM if there are so few.
       chunk: tokens of a tile; those of a forward and of chunks of the one pass on accelerators.
       least: tokens of a group of the one pass: with fewer, reading and writing dkernel costs more than two passes do.
       group: the most tokens of a group of the one pass that follows no mask; groups of `masked` tokens are as fast
@@ -75,7 +76,7 @@ def _accelerator(gib: int, columns: int, masked_columns: int, least: int = 512) 
     return Profile(
         whole=True,
         one_pass=gib * GIB // 16,
-        tile=150 * MIB,
+        tile=75 * MIB,
         chunk=1024,
         least=least,
         group=8192,

@@ -16,15 +16,19 @@ from jaxppo._sharding import vary_like, varying
 
 
 def even_block(count: int, most: int, multiple: int = 8) -> int:
-    """The size, at most `most`, of as few equal blocks of `count` as can be; rounded up to a multiple where it may be.
+    """The size, at most `most`, of as few blocks of `count` as can be.
 
-    The last of some blocks overlaps the one before it, and what overlaps is computed twice.
+    They are equal where that many can be. Else the last overlaps the one before it, and what overlaps is computed twice
+    and masked; then the size is rounded up to a multiple where it may be.
 
     Example:
-      >>> even_block(2304, 2048), even_block(2048, 2048), even_block(30, 12)
-      (1152, 2048, 10)
+      >>> even_block(2304, 2048), even_block(30, 12), even_block(100, 40)
+      (1152, 10, 40)
     """
-    size = -(-count // -(-count // most))
+    blocks = -(-count // most)
+    size = -(-count // blocks)
+    if blocks * size == count:
+        return size
     rounded = -(-size // multiple) * multiple
     return rounded if rounded <= min(most, count) else size
 
