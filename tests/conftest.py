@@ -12,6 +12,7 @@ from pathlib import Path
 import hypothesis
 import installed
 import jax
+import programs
 import pytest
 
 from sharding.testing import emulate_devices
@@ -46,6 +47,10 @@ def pytest_collection_modifyitems(config, items):
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=nightly)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
+def pytest_runtest_teardown():
+    programs.let_go()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """A summary of a nightly run in nightly-summary.md and .json: what ran, how long, the slowest, the seeds.
 
+Failures are in nightly-failed.txt as soon as they are there.
+
 A pytest plugin, `-p tests.nightly_summary`. With xdist the process that hands out the tests writes it, of what its
 workers report.
 """
@@ -24,6 +26,7 @@ class Summary:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        (folder / "nightly-failed.txt").write_text("")
         self.began = time.time()
         self.seconds: dict[str, float] = defaultdict(float)
         self.outcomes: dict[str, str] = {}
@@ -33,6 +36,9 @@ class Summary:
         self.seconds[report.nodeid] += report.duration
         before = self.outcomes.get(report.nodeid, "passed")
         self.outcomes[report.nodeid] = before if before != "passed" else report.outcome
+        if report.failed:
+            with (self.folder / "nightly-failed.txt").open("a") as file:
+                file.write(f"{report.nodeid}\n{report.longreprtext}\n\n")
         if report.skipped and isinstance(report.longrepr, tuple):
             self.reasons[report.longrepr[2]] += 1
 

@@ -1,4 +1,4 @@
-"""The summary that a nightly run leaves behind, and its seed."""
+"""What keeps a nightly run going, and the summary that it leaves behind."""
 
 import json
 import os
@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import programs
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +46,16 @@ def test_workers_draw_from_one_seed(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_programs_are_let_go_where_there_are_many(monkeypatch):
+    double = jax.jit(lambda x: 2 * x)
+    monkeypatch.setattr(programs, "SECONDS", 0)
+    for most, left in ((10**9, 1), (0, 0)):
+        monkeypatch.setattr(programs, "MOST_REGIONS", most)
+        double(1)
+        programs.let_go()
+        assert double._cache_size() == left
+
+
 @pytest.mark.nightly
 def test_summary_of_a_run_in_two_workers(tmp_path):
     (tmp_path / "test_few.py").write_text(TESTS)
@@ -58,6 +70,7 @@ def test_summary_of_a_run_in_two_workers(tmp_path):
     assert found["files"]["test_few.py"]["tests"] == 3
     assert found["search_seed"] == 7
     assert found["exit_code"] == 1
+    assert "assert False" in (tmp_path / "nightly-failed.txt").read_text()
     text = (tmp_path / "nightly-summary.md").read_text()
     for part in ("1 failed, 1 passed, 1 skipped", "- test_few.py::test_bad", "1 x Skipped: no such card", "seed 7`"):
         assert part in text

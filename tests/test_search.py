@@ -6,6 +6,7 @@ An example is one program, run on a few steps. `make test` runs a fixed slice of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import zlib
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import programs
 import pytest
 from hypothesis import assume, given, seed, settings
 from hypothesis import strategies as st
@@ -35,8 +37,13 @@ def search(cell: str, of_examples: float, *strategies: st.SearchStrategy) -> Cal
     """
 
     def run(check: Callable[..., None]) -> None:
+        @functools.wraps(check)
+        def example(**drawn: Any) -> None:
+            programs.let_go()
+            check(**drawn)
+
         count = max(1, round(settings().max_examples * of_examples))
-        found = settings(max_examples=count)(given(*strategies)(check))
+        found = settings(max_examples=count)(given(*strategies)(example))
         own = cell if settings().derandomize else f"{os.environ['SEARCH_SEED']} {cell}"
         seed(zlib.crc32(own.encode()))(found)()
 
