@@ -99,7 +99,7 @@ def test_the_forward_is_one_max_and_one_sum():
         ("all-reduce", ("tp",), False, 4 * 8192),
         ("all-reduce", ("tp",), False, 3 * 4 * 8192),
     ]
-    assert found.temp_bytes <= 0.08 * GIB
+    assert found.temp_bytes <= 0.16 * GIB
 
 
 @pytest.mark.nightly
