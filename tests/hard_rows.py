@@ -56,9 +56,9 @@ def sequences(batch):
                 yield row, s, where
 
 
-def layouts_on(mesh="dp=2,cp=4,tp=1"):
+def layouts_on(mesh="dp=2,cp=4,tp=1", layouts=LAYOUTS):
     """(layout, parallel, logical -> physical, physical -> logical) for each layout on a mesh; of `[R, T]` arrays."""
-    for layout in LAYOUTS:
+    for layout in layouts:
         parallel = make_parallel_mesh(mesh, context_layout=layout)
         per_segment = LENGTHS if layout == "zigzag_per_segment" else None
         order = np.broadcast_to(logical_positions(layout, T, parallel.context_size, per_segment), (R, T))

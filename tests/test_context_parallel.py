@@ -103,7 +103,7 @@ ALL.remove(("dp=1,cp=8,tp=1", "zigzag_per_segment"))  # its sequences are padded
     ("mesh", "layout"), CASES + [pytest.param(*case, marks=pytest.mark.nightly) for case in ALL if case not in CASES]
 )
 def test_every_loss_has_the_numbers_of_one_device(mesh, layout):
-    (_, parallel, to_physical, to_logical), *_ = (case for case in layouts_on(mesh) if case[0] == layout)
+    ((_, parallel, to_physical, to_logical),) = layouts_on(mesh, [layout])
     got = jax.jit(functools.partial(everything, parallel))(to_physical(STATS), to_physical(BATCH))
     got = jax.tree.map(to_logical, got)
     assert_trees_close(got, on_one_device(), rtol=1e-5, atol=2e-6, context=f"{mesh} {layout}")

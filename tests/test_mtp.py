@@ -78,7 +78,7 @@ NIGHTLY = [("dp=1,cp=4,tp=2", layout) for layout in LAYOUTS] + [("dp=1,cp=8,tp=1
 )
 def test_no_layout_or_mesh_changes_a_number(mesh, layout):
     """Hidden states are NaN where no depth counts them, and the kernel is sharded over the tensor axis."""
-    (_, parallel, to_physical, _), *_ = (case for case in layouts_on(mesh) if case[0] == layout)
+    ((_, parallel, to_physical, _),) = layouts_on(mesh, [layout])
     order = np.asarray(to_physical(np.broadcast_to(np.arange(T), (R, T))))
     hidden = np.where(IDS[None, :, :, None] > 0, HIDDEN, np.nan)
     hidden = np.stack([np.take_along_axis(h, order[..., None], 1) for h in hidden])
