@@ -32,7 +32,7 @@ quick: lint
 	$(RUN) -m pytest tests/test_mesh.py tests/test_segments.py tests/test_layouts.py tests/test_from_logits.py \
 		tests/test_from_hidden.py tests/test_policy_loss.py -x -n 2 --dist worksteal
 
-# nightly-summary.md says what ran, how long, the slowest, the seed.
+# nightly-failed.txt says what failed as it fails, nightly-summary.md what ran, how long, the slowest, the seed.
 nightly: lint types docs
 	$(RUN) -m pip install -q --disable-pip-version-check -e '.[gpu-aot,tunix]'
 	$(RUN) -m pytest tests --nightly -n 2 --dist worksteal -p tests.nightly_summary

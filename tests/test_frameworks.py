@@ -5,6 +5,7 @@ import functools
 import inspect
 import sys
 
+import flax
 import jax
 import numpy as np
 import pytest
@@ -72,6 +73,19 @@ def test_it_learns_on_eight_devices_as_on_one(name, tied, explicit, one_device):
     assert kernel.dtype == np.float32
     expected = parallel.sharding(parallel.kernel_spec("vh" if tied else layout))
     assert kernel.sharding.is_equivalent_to(expected, 2), kernel.sharding
+
+
+def test_parameters_are_sharded_where_another_library_turned_that_off():
+    """As importing Tunix does, for the whole process."""
+    before = flax.config.flax_always_shard_variable
+    flax.config.update("flax_always_shard_variable", False)
+    try:
+        parallel = make_parallel_mesh("fsdp=4,tp=2")
+        model, _ = flax_nnx.train(parallel, steps=1)
+    finally:
+        flax.config.update("flax_always_shard_variable", before)
+    kernel = nnx_head(model)
+    assert kernel.sharding.is_equivalent_to(parallel.sharding(parallel.kernel_spec("hv")), 2)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
