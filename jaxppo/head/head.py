@@ -23,6 +23,9 @@ Layout = Literal["hv", "vh"]
 class LoRA:
     """A low-rank addition to a head: logits += scale * (hidden @ a) @ b. The merged kernel never exists.
 
+    hidden @ a is summed in f32 and rounded to the dtype of a, as a layer's output is: with adapters in bf16 log-probs
+    differ by that from those of f32 adapters.
+
     Args:
       a: `[H, r]`, f32 or bf16; on a mesh every device has all of it.
       b: `[r, V]`, sharded over V as the kernel is.
