@@ -148,8 +148,8 @@ def truth(call, arrays, wrt=PARAMETERS, **options):
 def check_head(meshes, arrays, wrt=PARAMETERS, rtol=F32["rtol"], atol=F32["atol"], call=call_head, **options):
     """Values within f32 rounding of float64 and gradients within the tolerances, on each mesh; returns the truth.
 
-    With adapters in bf16 values have those tolerances too, since hidden @ a is rounded. Gradients have twice those: that
-    of hidden @ a is rounded, and so are the two of the hidden states before they are added.
+    With adapters in bf16 values have those tolerances too, since hidden @ a is rounded. Gradients have twice those:
+    that of hidden @ a is rounded, and so are the two of the hidden states before they are added.
     """
     rounded = "lora_a" in arrays and arrays["lora_a"].dtype == jnp.bfloat16
     of_values = {"rtol": rtol, "atol": atol} if rounded else F32
