@@ -248,8 +248,8 @@ def test_a_program_says_which_way_it_went_and_cannot_hang():
         "forward, 64 tokens x 128 columns",
         "gradients, 64 tokens x 128 columns",
     )
-    # three products instead of four, and no columns that two blocks share
-    assert one.flops.high == pytest.approx(0.75 * two.flops.high * 500 / 512)
+    # three products instead of four
+    assert one.flops.high == pytest.approx(0.75 * two.flops.high)
     for budget in (ONE_PASS, TWO_PASSES):
         assert hang_risks(jax.make_jaxpr(lambda h, k, b=budget: step(mesh, h, k, batch, None, b))(hidden, kernel)) == []
     mesh = make_parallel_mesh("fsdp=4,tp=2")
