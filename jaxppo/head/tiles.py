@@ -18,7 +18,8 @@ from jaxppo._sharding import ParallelMesh, ShardAxes, varying
 from jaxppo.head.tokens import even_block
 
 if TYPE_CHECKING:
-    from jaxppo.head.schedules.walk import Inputs, NeedsGrad, Rule
+    from jaxppo.head.schedules.needs import NeedsGrad
+    from jaxppo.head.schedules.walk import Inputs, Rule
 
 GIB, MIB = 2**30, 2**20
 

@@ -17,9 +17,10 @@ from jax import lax
 
 from jaxppo._sharding import note, vary, varying
 from jaxppo.head import softmax
+from jaxppo.head.schedules.needs import saved, to_save, values_and_needs
 from jaxppo.head.schedules.tokens_first import tokens_first
 from jaxppo.head.schedules.two_pass import evaluate
-from jaxppo.head.schedules.walk import Chunk, Inputs, Rule, Walk, cotangents_of, of_tokens, values_and_needs
+from jaxppo.head.schedules.walk import Chunk, Inputs, Rule, Walk, cotangents_of, of_tokens
 from jaxppo.head.tiles import OnePassTiles
 
 # ((log_prob, entropy, of_logits) f32[n] each, per_token, shared) -> f32[n], weights included
@@ -69,7 +70,7 @@ def _forward(static: OnePass, inputs: Any, per_token: Any, shared: Any) -> Any:
         of_logits = (zeros,) * 3 if rule.logit_stats else None
         results = zeros, (zeros, zeros if rule.entropy != "none" else None, of_logits)
         (losses, stats), *gradients = tokens_first(walk, needs, per_token, results, begin, tiles.chunks)
-    return (_total(static, losses), stats), (gradients, inputs)
+    return (_total(static, losses), stats), (to_save(gradients), inputs)
 
 
 def _statistics_and_loss(walk: Walk, static: OnePass, shared: Any, chunk: Chunk, per_token: Any) -> Any:
@@ -90,8 +91,8 @@ def _statistics_and_loss(walk: Walk, static: OnePass, shared: Any, chunk: Chunk,
     return (losses, jax.tree.map(counted, stats)), residuals, of_tokens(vjp(jnp.ones_like(losses))[0], rule, None), z
 
 
-def _backward(static: OnePass, saved: Any, of_results: Any) -> Any:
-    gradients, inputs = saved
+def _backward(static: OnePass, left: Any, of_results: Any) -> Any:
+    gradients, inputs = saved(left[0]), left[1]
     c = of_results[0]
     scale = lambda x: vary((x.astype(jnp.float32) * c).astype(x.dtype), varying(x))  # noqa: E731
     return cotangents_of(inputs, *jax.tree.map(scale, gradients)), None, None

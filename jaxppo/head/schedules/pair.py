@@ -14,8 +14,9 @@ from jaxppo._sharding import vary
 from jaxppo.head import softmax, tiles
 from jaxppo.head.ops import xla
 from jaxppo.head.ops.tile import Block
+from jaxppo.head.schedules.needs import saved, to_save, values_and_needs
 from jaxppo.head.schedules.two_pass import gradients
-from jaxppo.head.schedules.walk import Chunk, Inputs, Rule, Walk, cotangents_of, of_tokens, values_and_needs
+from jaxppo.head.schedules.walk import Chunk, Inputs, Rule, Walk, cotangents_of, of_tokens
 from jaxppo.head.tokens import Slots
 
 
@@ -138,11 +139,11 @@ def _forward(rule: DivergenceRule, inputs: Any, teacher: Any) -> Any:
     inputs, needs = values_and_needs(inputs)
     teacher, _ = values_and_needs(teacher)
     out, residuals = evaluate(rule, inputs, teacher)
-    return out, (inputs, teacher, residuals, needs)
+    return out, (inputs, teacher, to_save((residuals, needs)))
 
 
-def _backward(rule: DivergenceRule, saved: Any, g: Any) -> Any:
-    inputs, teacher, residuals, needs = saved
+def _backward(rule: DivergenceRule, left: Any, g: Any) -> Any:
+    inputs, teacher, (residuals, needs) = left[0], left[1], saved(left[2])
     g = jnp.zeros(residuals.m.shape, jnp.float32) if isinstance(g, jax.custom_derivatives.SymbolicZero) else g
     known = residuals, of_tokens((g, None, None), rule.student, inputs.where)
     walk = lambda cut, **how: PairWalk(rule, inputs, teacher, cut, **how)  # noqa: E731

@@ -13,7 +13,8 @@ from jax import lax
 from jaxppo._sharding import vary, varying
 from jaxppo.head.columns import SUMMED_BYTES
 from jaxppo.head.ops.tile import Features, Parameters, as_factor, feature_gradients, parameter_gradients
-from jaxppo.head.schedules.walk import Chunk, NeedsGrad, Walk, counted
+from jaxppo.head.schedules.needs import NeedsGrad
+from jaxppo.head.schedules.walk import Chunk, Walk, counted
 from jaxppo.head.tokens import Slots
 from jaxppo.head.varying import as_primal, sum_in_blocks
 

@@ -13,17 +13,9 @@ from jaxppo._sharding import note
 from jaxppo.head import softmax, tiles
 from jaxppo.head.ops.tile import Features, Parameters, as_factor, feature_gradients, parameter_gradients
 from jaxppo.head.schedules.kept import Kept
+from jaxppo.head.schedules.needs import NeedsGrad, saved, to_save, values_and_needs
 from jaxppo.head.schedules.tokens_first import tokens_first
-from jaxppo.head.schedules.walk import (
-    Inputs,
-    NeedsGrad,
-    Rule,
-    Walk,
-    cotangents_of,
-    counted,
-    of_tokens,
-    values_and_needs,
-)
+from jaxppo.head.schedules.walk import Inputs, Rule, Walk, cotangents_of, counted, of_tokens
 from jaxppo.head.tokens import Slots
 from jaxppo.head.varying import as_primal, psum_in_blocks
 
@@ -64,11 +56,11 @@ def token_stats(rule: Rule, inputs: Inputs) -> Any:
 def _forward(rule: Rule, inputs: Any) -> Any:
     inputs, needs = values_and_needs(inputs)
     out, residuals, memory = evaluate(rule, inputs, needs)
-    return out, (inputs, residuals, memory, needs)
+    return out, (inputs, to_save((residuals, memory, needs)))
 
 
-def _backward(rule: Rule, saved: Any, of_results: Any) -> Any:
-    inputs, residuals, memory, needs = saved
+def _backward(rule: Rule, left: Any, of_results: Any) -> Any:
+    inputs, (residuals, memory, needs) = left[0], saved(left[1])
     zeros = jnp.zeros(inputs.targets.shape, jnp.float32)
     is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)  # noqa: E731
     of_results = jax.tree.map(lambda x: zeros if is_zero(x) else x, of_results, is_leaf=is_zero)

@@ -55,27 +55,6 @@ class Rule:
     budget: Budget
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class NeedsGrad:
-    """Which gradients are asked for, as fields that are not None; the others leave nothing in the program."""
-
-    features: Features
-    parameters: Parameters
-
-    def of(self, like: Any, tree: Any) -> Any:
-        """The fields of a `Features` or `Parameters` whose gradient is asked for, None for the others."""
-        return type(tree)(*(x if needed else None for needed, x in zip(like, tree, strict=True)))
-
-
-def values_and_needs(inputs: Inputs) -> tuple[Inputs, NeedsGrad]:
-    """Of a rule's forward with `symbolic_zeros`: the arrays, and which gradients will be asked for."""
-    is_primal = lambda x: hasattr(x, "perturbed")  # noqa: E731
-    needed = jax.tree.map(lambda x: x.perturbed or None, inputs, is_leaf=is_primal)
-    inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=is_primal)
-    return inputs, NeedsGrad(needed.features, needed.parameters)
-
-
 def cotangents_of(inputs: Inputs, features: Any, parameters: Any) -> Inputs:
     """What a rule's backward returns: these gradients, which cannot be differentiated again, and none of the rest."""
     once = partial(first_order, "a loss from hidden states")
