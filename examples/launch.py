@@ -20,6 +20,7 @@ from sharding import multihost
 
 HEARTBEAT_S = 30  # a process that is silent for so long is gone, and the others end
 _POLL_S = 0.1
+_SETTLE_S = 2.0  # who lost a process that was killed may be gone sooner than it, whose memory is given back first
 
 
 def add_arguments(parser: argparse.ArgumentParser, at_least: Any) -> None:
@@ -88,7 +89,8 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
     killed.
 
     Returns:
-      The exit code of the first that ended badly, 128 and the signal's number for a signal, or 0.
+      0, or the exit code of the one that ended badly: 128 and the signal's number where a signal ended one, for those
+      that miss it end with codes of their own; otherwise that of the first.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -108,9 +110,11 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
     try:
         while time.monotonic() < deadline:
             ended = [process.poll() for process in running]
-            failed = next((i for i, status in enumerate(ended) if status), None)
-            if failed is not None and code == 0:
-                status = running[failed].returncode
+            if any(ended) and code == 0:
+                time.sleep(_SETTLE_S)
+                statuses = {i: process.poll() or 0 for i, process in enumerate(running)}
+                failed = min(statuses, key=lambda i: (statuses[i] >= 0, not ended[i]))
+                status = statuses[failed]
                 code = status if status > 0 else 128 - status
                 deadline = time.monotonic() + 2 * args.heartbeat_timeout
                 how = f"exit code {status}" if status > 0 else signal.Signals(-status).name

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from examples import launch
 from examples.train_grpo import main, parse, set_up
 
 TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--task", "gcd"]
@@ -82,6 +84,24 @@ def test_two_processes_have_one_runs_numbers_and_end_when_one_is_killed(tmp_path
     assert "another task died" in said or "expected all processes to go on" in said
     assert main([*TINY, *options, "--steps", "3", "--out", str(whole)]) == 0
     check_same_run(both, whole, 3, options, 1e-4, 1e-6)
+
+
+ONE_IS_KILLED = """
+import os, signal, sys, time
+if sys.argv[-1] == "0":
+    sys.exit(1)
+time.sleep(0.5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_exit_code_is_of_the_process_that_was_killed(tmp_path, monkeypatch, capfd):
+    """Though another, which missed it, was gone before."""
+    (tmp_path / "one_is_killed.py").write_text(ONE_IS_KILLED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    args = types.SimpleNamespace(processes=2, heartbeat_timeout=10)
+    assert launch.start("one_is_killed", [], args) == 128 + signal.SIGKILL
+    assert "process 1 of 2 ended with SIGKILL" in capfd.readouterr().err
 
 
 @pytest.mark.nightly
