@@ -109,7 +109,7 @@ def test_a_users_file_is_clean_and_mistakes_are_reported(python, project, check)
     assert reported <= set(range(len(wrong))), said
 
 
-@pytest.mark.parametrize("name", ["sharding.py", "sharding/__init__.py"])
+@pytest.mark.parametrize("name", ["sharding.py", pytest.param("sharding/__init__.py", marks=pytest.mark.nightly)])
 def test_mypy_is_clean_in_a_project_with_a_module_named_sharding(python, project, name):
     (project / name).parent.mkdir(exist_ok=True)
     (project / name).write_text("mine: int = 1\n")
