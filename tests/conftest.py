@@ -1,5 +1,6 @@
 """Eight emulated CPU devices for every test, and the options of the test run."""
 
+import gc
 import os
 import random
 
@@ -19,6 +20,7 @@ from sharding.testing import emulate_devices
 
 emulate_devices(8)
 jax.config.update("jax_numpy_dtype_promotion", "standard")
+gc.set_threshold(50_000, 20, 100)  # traces leave little garbage among millions of objects: 6% of a run went into it
 
 
 def pytest_addoption(parser):

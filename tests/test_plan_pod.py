@@ -35,6 +35,7 @@ def test_vocabulary_that_the_tensor_axis_does_not_divide():
     assert found["two passes"].flops.high == 4 * 2 * 64 * 32 * 2048
 
 
+@pytest.mark.nightly
 def test_table_on_a_described_pod(capsys):
     assert plan_pod.main([*SMALL, "--tokens", "8192", "--mesh", "dp=2,tp=2", "--topology", "v5e:2x2"]) == 0
     out = capsys.readouterr().out

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from installed import KINDS, ROOT, run, with_jaxppo
+from installed import ROOT, run, with_jaxppo
 
 USER = ROOT / "tests" / "typed_user.py"
 
@@ -66,7 +66,7 @@ def use(
 """
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["wheel", pytest.param("editable", marks=pytest.mark.nightly)])
 def python(request, built, tmp_path_factory):
     return with_jaxppo(tmp_path_factory.mktemp("typed") / "venv", built[1], request.param)
 
