@@ -27,7 +27,12 @@ CASES = (
     Case(32768, HeadSizes(2560, 128256), "bfloat16"),
 )
 MEMORIES = (256, 512, 1024, 2048, 4096, 8192)  # MiB
-TILES = {"columns": (1024, 2048, 4096, 8192), "chunk": (512, 1024, 2048), "tile": (75 * 2**20, 300 * 2**20)}
+TILES = {
+    "columns": (1024, 2048, 4096, 8192),
+    "wide": (2048, 8192),
+    "chunk": (512, 1024, 2048),
+    "tile": (75 * 2**20, 300 * 2**20),
+}
 
 
 @contextlib.contextmanager

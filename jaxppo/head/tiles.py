@@ -71,7 +71,9 @@ CPU = Profile(
 )
 
 
-def _accelerator(gib: int, columns: int, masked_columns: int, least: int = 512, tile: int = 150) -> Profile:
+def _accelerator(
+    gib: int, columns: int, masked_columns: int, least: int = 512, tile: int = 150, wide: int = 8192
+) -> Profile:
     """By default a sixteenth of the device's memory. A tile of 75 MiB stays in the VMEM of a v5e or v6e."""
     return Profile(
         whole=True,
@@ -81,7 +83,7 @@ def _accelerator(gib: int, columns: int, masked_columns: int, least: int = 512, 
         least=least,
         group=8192,
         columns=columns,
-        wide=8192,
+        wide=wide,
         masked=2048,
         masked_columns=masked_columns,
         deterministic=1024,
@@ -96,9 +98,9 @@ PROFILES = {
     "TPU v5": _accelerator(95, 1536, 2688),
     "TPU v6 lite": _accelerator(32, 3584, 3584, 1024, 75),
     "TPU7x": _accelerator(96, 2048, 2048),
-    "H100": _accelerator(80, 2048, 2048),
-    "H200": _accelerator(141, 2048, 2048),
-    "B200": _accelerator(180, 2048, 2048),
+    "H100": _accelerator(80, 2048, 2048, wide=2048),
+    "H200": _accelerator(141, 2048, 2048, wide=2048),
+    "B200": _accelerator(180, 2048, 2048, wide=2048),
     "": _accelerator(16, 2048, 2048),
 }
 
