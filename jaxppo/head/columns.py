@@ -215,9 +215,10 @@ class Vocabulary:
         return gradient
 
     def empty(self, primal: jax.Array) -> jax.Array:
-        """Zeros for `put_summed`."""
-        windows = set(self.columns.axes.tensor) if self.window < self.count else set()
-        return vary(jnp.zeros(primal.shape, primal.dtype), varying(primal) | windows)
+        """Where `put_summed` writes every column; zeros where it writes a window of them."""
+        if self.window == self.count:
+            return vary(lax.empty(primal.shape, primal.dtype), varying(primal))
+        return vary(jnp.zeros(primal.shape, primal.dtype), varying(primal) | set(self.columns.axes.tensor))
 
     def finish(self, total: jax.Array, primal: jax.Array) -> jax.Array:
         """The end of `put_summed`s: windows of one whole kernel are disjoint, so that any dtype sums them exactly."""

@@ -57,7 +57,7 @@ def sum_in_blocks(
         start = jnp.minimum(i * size, length - size)
         return lax.dynamic_update_slice_in_dim(out, as_primal(part(start, size), primal, sum_dtype), start, dim)
 
-    return lax.fori_loop(0, -(-length // size), block, vary(jnp.zeros(primal.shape, primal.dtype), varying(primal)))
+    return lax.fori_loop(0, -(-length // size), block, vary(lax.empty(primal.shape, primal.dtype), varying(primal)))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -87,7 +87,7 @@ def tokens_first(
             (total, product), out = of_chunk((total, None), (0, *arrays))
         else:
             arrays = jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), arrays)
-            products = walk.vary(jnp.zeros((vocabulary.size, tokens.block), walk.factor_dtype()))
+            products = walk.vary(lax.empty((vocabulary.size, tokens.block), walk.factor_dtype()))
             (total, product), out = lax.scan(of_chunk, (total, products), (jnp.arange(chunks), *arrays))
             out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
             product = product.T
