@@ -1,6 +1,7 @@
 """Compiled programs that tests leave behind, let go before a process has too many."""
 
 import contextlib
+import gc
 import time
 from pathlib import Path
 
@@ -21,3 +22,4 @@ def let_go() -> None:
     with contextlib.suppress(FileNotFoundError), Path("/proc/self/maps").open() as regions:  # Linux alone has it
         if sum(1 for _ in regions) > MOST_REGIONS:
             jax.clear_caches()
+            gc.collect()
