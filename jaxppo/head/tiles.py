@@ -172,6 +172,7 @@ class Work:
       masked: it follows the tokens that count.
       nucleus: log-probs are renormalised over a nucleus.
       frozen: no gradient of a parameter is asked for.
+      logits: a forward leaves them in memory.
     """
 
     tokens: int
@@ -183,6 +184,7 @@ class Work:
     masked: bool
     nucleus: bool
     frozen: bool
+    logits: bool
 
     @classmethod
     def of(cls, rule: Rule, inputs: Inputs, needs: NeedsGrad | None) -> Work:
@@ -203,6 +205,7 @@ class Work:
             masked=inputs.where is not None and rule.budget.follow_mask,
             nucleus=inputs.nucleus_ids is not None,
             frozen=frozen,
+            logits=rule.op.leaves_logits,
         )
 
 
@@ -329,8 +332,8 @@ def _small_two_passes(budget: Budget, work: Work, needs: NeedsGrad | None) -> Tw
 def _wide_two_passes(budget: Budget, work: Work) -> TwoPassTiles:
     N, H, V, profile = work.tokens, work.features, work.columns, budget.profile
     tokens = profile.deterministic if budget.deterministic else min(N, profile.chunk)
-    forward = Cut(tokens, min(V, profile.tile // (4 * profile.chunk * budget.heads)))
-    if not budget.deterministic:
+    forward = Cut(tokens, min(V, profile.tile // (4 * profile.chunk * budget.heads)) if work.logits else V)
+    if not budget.deterministic and work.logits:
         forward = _shrunk(budget, work, forward, 0)
     fits = one_pass(budget, work) if budget.memory is not None else None
     if fits is not None or (work.frozen and not work.gathered):

@@ -28,7 +28,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +106,7 @@ class MosaicTPU(Op):
       device: its kind.
     """
 
+    leaves_logits: ClassVar[bool] = False
     device: str
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +115,8 @@ class Form:
 
 class Op:
     """The arithmetic of a tile that an implementation may replace; the products of the backward are XLA's."""
+
+    leaves_logits: ClassVar[bool] = True  # of a forward, in memory; without, it cuts all columns itself
 
     def unsupported(self, budget: Budget, form: Form, inputs: Inputs) -> str | None:
         """What of a call it does not support, in words; None where it supports all."""
