@@ -108,13 +108,12 @@ PROFILES = {
 def device_kind(parallel: ParallelMesh | ShardAxes | None, x: Any) -> str:
     """The kind of the mesh's devices; inside a `shard_map` its mesh knows them, else an array that is on some."""
     if isinstance(parallel, ParallelMesh):
-        device: Any = parallel.mesh.devices.flat[0]
-        return "cpu" if device.platform == "cpu" else str(device.device_kind)
+        return str(parallel.mesh.devices.flat[0].device_kind)
     for mesh in (jax.sharding.get_abstract_mesh(), getattr(jax.typeof(x).sharding, "mesh", None)):
-        device = getattr(mesh, "abstract_device", None)
+        device = getattr(mesh, "abstract_device", None)  # in JAX 0.10.0 without a platform
         if device is not None:
-            return "cpu" if device.platform == "cpu" else str(device.device_kind)
-    return "cpu" if jax.default_backend() == "cpu" else jax.devices()[0].device_kind
+            return str(device.device_kind)
+    return str(jax.devices()[0].device_kind)
 
 
 @dataclasses.dataclass(frozen=True)
