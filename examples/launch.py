@@ -20,7 +20,7 @@ from sharding import multihost
 
 HEARTBEAT_S = 30  # a process that is silent for so long is gone, and the others end
 _POLL_S = 0.1
-_SETTLE_S = 2.0  # who lost a process that was killed may be gone sooner than it, whose memory is given back first
+_SETTLE_S = 2.0  # a killed process frees its memory before it counts as ended; one that misses it may end sooner
 
 
 def add_arguments(parser: argparse.ArgumentParser, at_least: Any) -> None:
@@ -89,8 +89,8 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
     killed.
 
     Returns:
-      0, or the exit code of the one that ended badly: 128 and the signal's number where a signal ended one, for those
-      that miss it end with codes of their own; otherwise that of the first.
+      0, or the exit code of the one that ended badly: 128 and the signal's number where a signal ended one, since
+      others fail for want of it; otherwise that of the first.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -116,7 +116,7 @@ class Form:
 class Op:
     """The arithmetic of a tile that an implementation may replace; the products of the backward are XLA's."""
 
-    leaves_logits: ClassVar[bool] = True  # of a forward, in memory; without, it cuts all columns itself
+    leaves_logits: ClassVar[bool] = True  # of a forward, in memory; an op that does not is given all columns at once
 
     def unsupported(self, budget: Budget, form: Form, inputs: Inputs) -> str | None:
         """What of a call it does not support, in words; None where it supports all."""
