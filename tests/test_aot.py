@@ -66,10 +66,11 @@ def sums(found):
     return sorted((c.op, c.axes, c.in_loop, c.bytes) for c in found.collectives if c.bytes > 8)
 
 
-def large(found, op):
-    return [(c.bytes, c.in_loop) for c in found.collectives if c.op == op and c.bytes > 2**20]
+def large(found, op, axis):
+    return [(c.bytes, c.in_loop) for c in found.collectives if (c.op, c.axes) == (op, (axis,)) and c.bytes > 2**20]
 
 
+IN_BF16 = re.compile(r"= bf16\[\S+ (all-reduce|reduce-scatter)\(")  # a sum over devices
 CP4_TP4 = ((4, 4), ("cp", "tp"))
 
 
@@ -79,15 +80,28 @@ def test_qwen3_8b_on_16_chips():
     assert found.temp_bytes <= 0.25 * GIB
     assert found.output_bytes <= 1.01 * (8192 * H + H * V // 4) * 2
     assert sums(found) == [
-        ("all-reduce", ("cp",), True, 4 * H * 1536),  # dkernel in f32, a block of columns at a time
+        # dkernel, a block of columns at a time, and dhidden, a block of tokens: summed in f32, sent in bf16
+        ("all-gather", ("cp",), True, 2 * H * 1536),
+        ("all-gather", ("tp",), True, 2 * H * 1024),
         ("all-reduce", ("tp",), False, 4 * 8192),
         ("all-reduce", ("tp",), False, 3 * 4 * 8192),
-        ("all-reduce", ("tp",), True, 4 * H * 1024),  # dhidden in f32, a block of tokens at a time
+        ("reduce-scatter", ("cp",), True, 4 * H * 1536),
+        ("reduce-scatter", ("tp",), True, 4 * H * 1024),
     ]
+    assert not IN_BF16.search(found.text)
     assert [c.axes for c in found.collectives if c.bytes <= 8] == [("cp",)]
     # four products of 2 H V / 4 flops a token, the last block's overlap beside them
     exact = 4 * 2 * 8192 * H * V // 4
     assert exact <= found.flops.low == found.flops.high <= 1.11 * exact
+
+
+def test_a_sum_that_devices_do_not_share_is_in_f32_too():
+    """A quarter of 256 features is less than the lanes of a TPU: one sum, rounded after it."""
+    parallel = v5p(*CP4_TP4)
+    args = arguments(parallel, 2048, hidden_size=256, columns=8192)
+    found = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
+    assert {c.op for c in found.collectives} == {"all-reduce"}
+    assert not IN_BF16.search(found.text)
 
 
 def test_the_forward_is_one_max_and_one_sum():
@@ -153,14 +167,14 @@ def test_two_passes_gather_an_fsdp_kernel_once_forward_and_by_block_backward():
     args = arguments(parallel, 8192)
     shard, block = H * V // 4, H * 1536
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
-    assert sorted(large(found, "all-gather")) == [(2 * block, True), (2 * shard, False)]
-    assert large(found, "reduce-scatter") == [(4 * block, True)]
+    assert sorted(large(found, "all-gather", "fsdp")) == [(2 * block, True), (2 * shard, False)]
+    assert large(found, "reduce-scatter", "fsdp") == [(4 * block, True)]
     assert found.temp_bytes <= 0.5 * GIB
     # in less than the whole kernel takes, the forward gathers by block as well
     less = audit(jax.value_and_grad(head(parallel, memory=int(0.35 * GIB)), (0, 1)), *args)
     assert less.temp_bytes <= 0.35 * GIB
-    assert large(less, "all-gather") == [(2 * block, True)] * 2
-    assert large(less, "reduce-scatter") == [(4 * block, True)]
+    assert large(less, "all-gather", "fsdp") == [(2 * block, True)] * 2
+    assert large(less, "reduce-scatter", "fsdp") == [(4 * block, True)]
 
 
 @pytest.mark.nightly
@@ -205,7 +219,9 @@ def test_one_pass_in_its_bytes(memory, tiles):
     found = audit(policy(parallel, memory=memory), *policy_arguments(parallel, 8192))
     assert found.notes == (f"one pass, {tiles} tokens x {V // 4} columns",)
     assert found.temp_bytes <= (memory or 1.05 * GIB)
-    assert {(c.op, c.axes) for c in found.collectives} == {("all-reduce", (a,)) for a in ("cp", "tp")}
+    ops = ("all-gather", "all-reduce", "reduce-scatter")
+    assert {(c.op, c.axes) for c in found.collectives} == {(op, (a,)) for op in ops for a in ("cp", "tp")}
+    assert not IN_BF16.search(found.text)
 
 
 @pytest.mark.nightly
@@ -215,11 +231,11 @@ def test_one_pass_gathers_an_fsdp_kernel_once_and_scatters_its_gradient_once():
     found = audit(policy(parallel), *args)
     assert found.notes == (f"one pass, 2048 tokens x {V // 4} columns",)
     shard = H * V // 4
-    assert large(found, "all-gather") == [(2 * shard, False)]
-    [(size, in_loop)] = large(found, "reduce-scatter")  # in blocks, since XLA would sum the whole one in bf16
+    assert large(found, "all-gather", "fsdp") == [(2 * shard, False)]
+    [(size, in_loop)] = large(found, "reduce-scatter", "fsdp")  # in blocks, since XLA would sum the whole one in bf16
     assert in_loop
     assert size <= 2**26
-    assert not re.search(r"= bf16\[\S+ (all-reduce|reduce-scatter)\(", found.text)
+    assert not IN_BF16.search(found.text)
     # the gathered kernel and its f32 gradient count: where they do not fit, two passes gather a block at a time
     less = audit(policy(parallel, memory=int(0.9 * GIB)), *args)
     assert "two passes: one pass does not fit the memory" in less.notes
@@ -230,8 +246,8 @@ def test_one_pass_gathers_an_fsdp_kernel_once_and_scatters_its_gradient_once():
 def test_one_pass_gathers_sequence_sharded_hidden_states_by_chunk():
     parallel = v5p(*CP4_TP4, sequence_parallel=True)
     found = audit(policy(parallel), *policy_arguments(parallel, 8192))
-    assert large(found, "all-gather") == [(2 * 2048 * H, True)]
-    [(size, in_loop)] = large(found, "reduce-scatter")
+    assert large(found, "all-gather", "tp") == [(2 * 2048 * H, True)]
+    [(size, in_loop)] = large(found, "reduce-scatter", "tp")
     assert in_loop
     assert 4 * 2048 * H <= size < 1.1 * 4 * 2048 * H  # with rows that align it
 

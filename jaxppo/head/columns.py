@@ -201,7 +201,7 @@ class Vocabulary:
         gradient = self._scatter(is_kernel, gradient, primal)
         # over the tensor axis windows differ, and only whole gradients can be summed: `finish`
         keep = varying(primal) | (set(self.columns.axes.tensor) if self.window < self.count else set())
-        gradient = as_primal(gradient, primal, self.columns.sum_dtype, keep)
+        gradient = as_primal(gradient, primal, self.columns.sum_dtype, keep, self._dim(primal))
         return gradient if self.size == total.shape[self._dim(total)] else self.put(i, total, gradient, last_first)
 
     def _scatter(self, is_kernel: bool, gradient: jax.Array, primal: jax.Array) -> jax.Array:

@@ -164,12 +164,17 @@ class Tokens:
         return new if self.most == 1 else lax.dynamic_update_slice_in_dim(total, new, slots.start, 0)
 
     def put_own(self, x: jax.Array, block: jax.Array, slots: Slots, part: Any) -> jax.Array:
-        """x, an array in token order of this device's part, with the rows in the fresh slots replaced."""
+        """x, an array in token order of this device's part, with the rows in the fresh slots replaced.
+
+        x and the other rows of the block are 0, unless they repeat tokens of the block before.
+        """
+        if self.most == 1:
+            return block
         fresh = None if slots.fresh is None else slots.fresh.reshape(self.parts, -1)[part]
         if slots.tokens is None:
             if fresh is not None:
                 block = jnp.where(fresh[:, None], block, self._slice(x, slots.start))
-            return block if self.most == 1 else lax.dynamic_update_slice_in_dim(x, block, slots.start, 0)
+            return lax.dynamic_update_slice_in_dim(x, block, slots.start, 0)
         own = slots.tokens.reshape(self.parts, -1)[part] - part * self.each
         assert fresh is not None
         return x.at[jnp.where(fresh, own, self.each)].set(block, mode="drop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,11 @@ from jaxppo.head.tokens import even_block
 
 
 def as_primal(
-    cotangent: jax.Array, primal: jax.Array, sum_dtype: str = "float32", keep: frozenset[str] | None = None
+    cotangent: jax.Array,
+    primal: jax.Array,
+    sum_dtype: str = "float32",
+    keep: frozenset[str] | None = None,
+    blocks: int = 0,
 ) -> jax.Array:
     """A cotangent in its primal's dtype and varying axes, summed over the axes that the primal lacks.
 
@@ -24,17 +29,39 @@ def as_primal(
       primal: what it is the gradient of.
       sum_dtype: "float32", rounded after the sum, or "parameter", before it.
       keep: the axes over which it is not summed, by default those of the primal.
+      blocks: the dimension in which it may be a block of the whole.
     """
     keep = varying(primal) if keep is None else keep
     extra = tuple(sorted(varying(cotangent) - keep))
     if sum_dtype != "float32" or not extra:
         cotangent = cotangent.astype(primal.dtype)
-    if extra:
-        cotangent = lax.psum(cotangent, extra)
-    if cotangent.dtype == jnp.float32 and primal.dtype == jnp.bfloat16:
+    narrows = bool(extra) and cotangent.dtype == jnp.float32 and primal.dtype == jnp.bfloat16
+    sharers = _sharers(cotangent.shape, 1 - blocks, extra) if narrows else ()
+    rest = tuple(name for name in extra if name not in sharers)
+    if sharers:
+        # each device rounds its share of the sum before all of it is sent: 4 + 2 bytes a number rather than 4 + 4
+        cotangent = lax.psum_scatter(cotangent, sharers, scatter_dimension=1 - blocks, tiled=True)
+    if rest:
+        cotangent = lax.psum(cotangent, rest)
+    if narrows:
         # rounded before it is converted: else XLA for TPU sums in bf16, as the conversion is all it sees of the result
         cotangent = lax.reduce_precision(cotangent, exponent_bits=8, mantissa_bits=7)
-    return vary(cotangent.astype(primal.dtype), keep)
+    cotangent = cotangent.astype(primal.dtype)
+    if sharers:
+        cotangent = lax.all_gather(cotangent, sharers, axis=1 - blocks, tiled=True, to="invarying")
+    return vary(cotangent, keep)
+
+
+def _sharers(shape: tuple[int, ...], dim: int, names: tuple[str, ...]) -> tuple[str, ...]:
+    """As many axes as can share a matrix along `dim` in multiples of 128, the lanes of a TPU.
+
+    Of other shares XLA for TPUs makes whole sums, to slice them.
+    """
+    sharers: tuple[str, ...] = ()
+    for name in names if len(shape) == 2 else ():
+        if shape[dim] % (128 * math.prod(map(lax.axis_size, (*sharers, name)))) == 0:
+            sharers = (*sharers, name)
+    return sharers
 
 
 def psum_in_blocks(x: jax.Array, primal: jax.Array, dim: int, size: int, sum_dtype: str = "float32") -> jax.Array:
@@ -51,11 +78,12 @@ def sum_in_blocks(
     length = primal.shape[dim]
     size = even_block(length, size, 128)
     if size >= length:
-        return as_primal(part(0, length), primal, sum_dtype)
+        return as_primal(part(0, length), primal, sum_dtype, blocks=dim)
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
         start = jnp.minimum(i * size, length - size)
-        return lax.dynamic_update_slice_in_dim(out, as_primal(part(start, size), primal, sum_dtype), start, dim)
+        found = as_primal(part(start, size), primal, sum_dtype, blocks=dim)
+        return lax.dynamic_update_slice_in_dim(out, found, start, dim)
 
     return lax.fori_loop(0, -(-length // size), block, vary(lax.empty(primal.shape, primal.dtype), varying(primal)))
 
