@@ -45,6 +45,7 @@ DEVICES = {
         masked=16,
         masked_columns=128,
         deterministic=8,
+        shared_sums=True,
     ),
 }
 

@@ -3,17 +3,24 @@
 XLA for CPUs gathers bf16 as f32; on TPUs it is 2 bytes a number, in test_aot.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from head_cases import DEVICES, tiles_of
 from jax.sharding import PartitionSpec as P
 
-from jaxppo.head.varying import as_primal, sum_in_blocks
+from jaxppo import Head, log_probs_from_hidden
+from jaxppo.head import tiles
+from jaxppo.head.varying import Summing, as_primal, sum_in_blocks
 from sharding.audit import audit
 from sharding.mesh import make_parallel_mesh
+from sharding.testing import assert_trees_close
 
 PARALLEL = make_parallel_mesh("dp=2,cp=4")
+SHARED = Summing(shared=True)
 ALL = P(("dp", "cp"))
 
 CASES = {  # shape, the dimension of blocks: bytes a number of (operation, axes)
@@ -46,7 +53,7 @@ def integers(shape):
 def test_bits_and_bytes(case):
     shape, blocks, expected = CASES[case]
     x, primal = integers(shape), jnp.zeros(shape, jnp.bfloat16)
-    fn = summed(lambda x, primal: as_primal(x, primal, blocks=blocks), primal)
+    fn = summed(lambda x, primal: as_primal(x, primal, SHARED, blocks=blocks), primal)
     found = np.asarray(fn(x).astype(jnp.float32))
     np.testing.assert_array_equal(found, x.sum(axis=0).astype(jnp.bfloat16).astype(np.float32))
     moved = {(c.op, c.axes): c.bytes for c in audit(fn, x, mesh=PARALLEL.mesh).collectives}
@@ -60,7 +67,9 @@ def test_blocks_of_a_sum(dim):
     x, primal = integers(shape), jnp.zeros(shape, jnp.bfloat16)
 
     def blocks(x, primal):
-        return sum_in_blocks(lambda start, size: jax.lax.dynamic_slice_in_dim(x, start, size, dim), primal, dim, 128)
+        return sum_in_blocks(
+            lambda start, size: jax.lax.dynamic_slice_in_dim(x, start, size, dim), primal, dim, 128, SHARED
+        )
 
     found = np.asarray(summed(blocks, primal)(x).astype(jnp.float32))
     np.testing.assert_array_equal(found, x.sum(axis=0).astype(jnp.bfloat16).astype(np.float32))
@@ -68,6 +77,34 @@ def test_blocks_of_a_sum(dim):
 
 def test_a_f32_gradient_is_one_sum():
     x, primal = integers((8, 1024)), jnp.zeros((8, 1024), jnp.float32)
-    fn = summed(as_primal, primal)
+    fn = summed(lambda x, primal: as_primal(x, primal, SHARED), primal)
     np.testing.assert_array_equal(fn(x), x.sum(axis=0))
     assert [c.op for c in audit(fn, x, mesh=PARALLEL.mesh).collectives] == ["all-reduce"]
+
+
+@pytest.mark.parametrize("layout", ["hv", "vh"])
+@pytest.mark.parametrize("frozen", [False, True])  # tokens outermost, and the vocabulary
+def test_a_head(layout, frozen, monkeypatch):
+    """The same gradients, to a rounding, as of sums that no device shares, and a scatter for each."""
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (2, 128, 512), jnp.bfloat16)
+    kernel = (jax.random.normal(keys[1], (512, 1024)) / 22).astype(jnp.bfloat16)
+    kernel = kernel if layout == "hv" else kernel.T
+    targets = jax.random.randint(keys[2], hidden.shape[:2], 0, 1024)
+
+    def loss(hidden, kernel):
+        head = Head(kernel, layout=layout)
+        found = log_probs_from_hidden(hidden, head, targets, parallel=parallel, entropy="bonus")
+        return (found.log_probs * jnp.arange(128) + found.entropy).sum()
+
+    gradients = jax.grad(loss, 0 if frozen else (0, 1))
+    with tiles_of("wide"):
+        shared = jax.jit(gradients)(hidden, kernel)
+        found = {(c.op, c.axes) for c in audit(gradients, hidden, kernel, mesh=parallel.mesh).collectives}
+        monkeypatch.setitem(tiles.PROFILES, "wide", dataclasses.replace(DEVICES["wide"], shared_sums=False))
+        jax.clear_caches()
+        whole = jax.jit(gradients)(hidden, kernel)
+    expected = {("reduce-scatter", ("tp",))} | (set() if frozen else {("reduce-scatter", ("dp", "cp"))})
+    assert {(op, axes) for op, axes in found if op == "reduce-scatter"} == expected
+    assert_trees_close(shared, whole, rtol=2**-7, atol=1e-6)

@@ -32,7 +32,7 @@ from jaxppo.head.stats import (
     temperature_spec,
 )
 from jaxppo.head.tokens import TokenOrder
-from jaxppo.head.varying import low_rank
+from jaxppo.head.varying import Summing, low_rank
 
 ARRAYS = ("hidden", "kernel", "bias", "lora_a", "lora_b", "targets", "nucleus_ids", "where", "temperature")
 Precision = Literal["default", "high", "highest"]
@@ -167,7 +167,8 @@ class HeadCall:
         parts = axes.size(axes.tensor) if placement.sequence_parallel else 1
         R, T, _ = arrays["hidden"].shape
         order = TokenOrder.of((R, T * parts), parts, self.budget.least_tokens)
-        columns, form = placement.columns(axes, self.head, arrays["kernel"], self.gradient_sum_dtype, self.precision)
+        summing = Summing(self.gradient_sum_dtype, self.budget.profile.shared_sums)
+        columns, form = placement.columns(axes, self.head, arrays["kernel"], summing, self.precision)
         per_token = {name: order.flat(arrays[name]) for name in ("targets", "nucleus_ids", "where")}
         temperature = arrays["temperature"]
         temperature = order.flat(temperature) if getattr(temperature, "ndim", 0) else temperature

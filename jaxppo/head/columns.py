@@ -19,7 +19,7 @@ from jax import lax
 from jaxppo._sharding import ShardAxes, vary, varying
 from jaxppo.head.ops.tile import Block, Parameters
 from jaxppo.head.tokens import even_block
-from jaxppo.head.varying import as_primal, psum_in_blocks, sum_in_blocks
+from jaxppo.head.varying import Summing, as_primal, psum_in_blocks, sum_in_blocks
 
 Names = tuple[str, ...]
 LANES = 128  # of an accelerator's registers
@@ -36,7 +36,7 @@ class Columns:
       h_names: mesh axes that shard the kernel's H, all gathered.
       v_names: mesh axes that shard its V, the tensor axes among them or not.
       vocab_size: columns from there on have probability 0.
-      sum_dtype: of sums of gradients over devices, "float32" or "parameter".
+      summing: how gradients of parameters are summed over devices.
     """
 
     axes: ShardAxes
@@ -44,7 +44,7 @@ class Columns:
     h_names: Names
     v_names: Names
     vocab_size: int
-    sum_dtype: str
+    summing: Summing
 
     @property
     def gathered_v(self) -> Names:
@@ -201,12 +201,12 @@ class Vocabulary:
         gradient = self._scatter(is_kernel, gradient, primal)
         # over the tensor axis windows differ, and only whole gradients can be summed: `finish`
         keep = varying(primal) | (set(self.columns.axes.tensor) if self.window < self.count else set())
-        gradient = as_primal(gradient, primal, self.columns.sum_dtype, keep, self._dim(primal))
+        gradient = as_primal(gradient, primal, self.columns.summing, keep, self._dim(primal))
         return gradient if self.size == total.shape[self._dim(total)] else self.put(i, total, gradient, last_first)
 
     def _scatter(self, is_kernel: bool, gradient: jax.Array, primal: jax.Array) -> jax.Array:
         columns = self.columns
-        gradient = gradient if columns.sum_dtype == "float32" else gradient.astype(primal.dtype)
+        gradient = gradient if columns.summing.dtype == "float32" else gradient.astype(primal.dtype)
         scatter = partial(lax.psum_scatter, tiled=True)
         if columns.h_names and is_kernel:
             gradient = scatter(gradient, columns.h_names, scatter_dimension=1 - columns.v_dim)
@@ -229,7 +229,7 @@ class Vocabulary:
         columns, dim = self.columns, self._dim(primal)
         if not columns.gathers:
             size = max(LANES, SUMMED_BYTES // (4 * total.size // total.shape[dim]))
-            return psum_in_blocks(total, primal, dim, size, columns.sum_dtype)
+            return psum_in_blocks(total, primal, dim, size, columns.summing)
 
         def part(start: Any, size: int) -> jax.Array:
             """The gradient of `size` of the device's own columns, from each device's part of all of them."""
@@ -239,4 +239,4 @@ class Vocabulary:
 
         # in blocks also for the compiler: XLA for TPUs takes one large scatter for a sum of all, and sums that in bf16
         size = max(LANES, SUMMED_BYTES // (4 * total.size // total.shape[dim]) // columns.pieces)
-        return sum_in_blocks(part, primal, dim, size, columns.sum_dtype)
+        return sum_in_blocks(part, primal, dim, size, columns.summing)

@@ -13,6 +13,7 @@ from jaxppo.head.columns import Columns
 from jaxppo.head.head import Head
 from jaxppo.head.ops.tile import Form
 from jaxppo.head.stats import check_vocab_size
+from jaxppo.head.varying import Summing
 
 Names = tuple[str, ...]
 
@@ -50,7 +51,7 @@ class HeadPlacement:
         return vary | {"lora_a": P(), "lora_b": P(None, v_entry)}
 
     def columns(
-        self, axes: ShardAxes, head: Head, kernel: Any, sum_dtype: str, precision: str | None
+        self, axes: ShardAxes, head: Head, kernel: Any, summing: Summing, precision: str | None
     ) -> tuple[Columns, Form]:
         """What is static about the head on a device.
 
@@ -58,7 +59,7 @@ class HeadPlacement:
           axes: the roles of the mesh axes.
           head: its static fields are read.
           kernel: as the device holds it.
-          sum_dtype: of sums of gradients.
+          summing: how gradients of parameters are summed over devices.
           precision: of products.
         """
         h_names, v_names = (entry_names(self.kernel_spec[dim]) for dim in (1 - self._v_dim, self._v_dim))
@@ -66,7 +67,7 @@ class HeadPlacement:
         vocab_size = check_vocab_size(head.vocab_size, kernel.shape[self._v_dim] * axes.size(v_names))
         lora_scale = 1.0 if head.lora is None else head.lora.scale
         form = Form(self.layout, head.transform, lora_scale, precision, vocab_size)
-        return Columns(axes, self._v_dim, h_names, v_names, vocab_size, sum_dtype), form
+        return Columns(axes, self._v_dim, h_names, v_names, vocab_size, summing), form
 
 
 def entry_names(entry: Any) -> Names:

@@ -41,6 +41,8 @@ class Profile:
       masked: tokens of a chunk that follows a mask.
       masked_columns: of a tile of the second pass that follows a mask.
       deterministic: tokens of every chunk.
+      shared_sums: devices share a sum of a bf16 gradient out along H. XLA for GPUs would transpose it for that, and XLA
+        for CPUs sends f32 all the same.
     """
 
     whole: bool
@@ -54,6 +56,7 @@ class Profile:
     masked: int
     masked_columns: int
     deterministic: int
+    shared_sums: bool
 
 
 CPU = Profile(
@@ -68,11 +71,12 @@ CPU = Profile(
     masked=512,
     masked_columns=512,
     deterministic=256,
+    shared_sums=False,
 )
 
 
 def _accelerator(
-    gib: int, columns: int, masked_columns: int, least: int = 512, tile: int = 150, wide: int = 8192
+    gib: int, columns: int, masked_columns: int, least: int = 512, tile: int = 150, wide: int = 8192, tpu: bool = True
 ) -> Profile:
     """By default a sixteenth of the device's memory.
 
@@ -91,7 +95,12 @@ def _accelerator(
         masked=2048,
         masked_columns=masked_columns,
         deterministic=1024,
+        shared_sums=tpu,
     )
+
+
+def _gpu(gib: int) -> Profile:
+    return _accelerator(gib, 2048, 2048, wide=2048, tpu=False)
 
 
 # by what a device's kind contains, since described devices do not report their memory; the last is for all others
@@ -102,10 +111,10 @@ PROFILES = {
     "TPU v5": _accelerator(95, 1536, 2688),
     "TPU v6 lite": _accelerator(32, 3584, 3584, 1024, 75),
     "TPU7x": _accelerator(96, 2048, 2048),
-    "H100": _accelerator(80, 2048, 2048, wide=2048),
-    "H200": _accelerator(141, 2048, 2048, wide=2048),
-    "B200": _accelerator(180, 2048, 2048, wide=2048),
-    "": _accelerator(16, 2048, 2048),
+    "H100": _gpu(80),
+    "H200": _gpu(141),
+    "B200": _gpu(180),
+    "": _accelerator(16, 2048, 2048, tpu=False),
 }
 
 

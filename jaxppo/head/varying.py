@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +16,23 @@ from jaxppo._sharding import vary, varying
 from jaxppo.head.tokens import even_block
 
 
+@dataclasses.dataclass(frozen=True)
+class Summing:
+    """How gradients are summed over devices; static.
+
+    Args:
+      dtype: "float32", rounded after the sum, or "parameter", before it.
+      shared: devices share a sum in f32 out along H, and send its bf16: see `Profile`.
+    """
+
+    dtype: str = "float32"
+    shared: bool = False
+
+
 def as_primal(
     cotangent: jax.Array,
     primal: jax.Array,
-    sum_dtype: str = "float32",
+    summing: Summing = Summing(),
     keep: frozenset[str] | None = None,
     blocks: int = 0,
 ) -> jax.Array:
@@ -27,16 +41,16 @@ def as_primal(
     Args:
       cotangent: f32, or of the primal's dtype.
       primal: what it is the gradient of.
-      sum_dtype: "float32", rounded after the sum, or "parameter", before it.
+      summing: how.
       keep: the axes over which it is not summed, by default those of the primal.
       blocks: the dimension in which it may be a block of the whole.
     """
     keep = varying(primal) if keep is None else keep
     extra = tuple(sorted(varying(cotangent) - keep))
-    if sum_dtype != "float32" or not extra:
+    if summing.dtype != "float32" or not extra:
         cotangent = cotangent.astype(primal.dtype)
     narrows = bool(extra) and cotangent.dtype == jnp.float32 and primal.dtype == jnp.bfloat16
-    sharers = _sharers(cotangent.shape, 1 - blocks, extra) if narrows else ()
+    sharers = _sharers(cotangent.shape, 1 - blocks, extra) if narrows and summing.shared else ()
     rest = tuple(name for name in extra if name not in sharers)
     if sharers:
         # each device rounds its share of the sum before all of it is sent: 4 + 2 bytes a number rather than 4 + 4
@@ -64,25 +78,25 @@ def _sharers(shape: tuple[int, ...], dim: int, names: tuple[str, ...]) -> tuple[
     return sharers
 
 
-def psum_in_blocks(x: jax.Array, primal: jax.Array, dim: int, size: int, sum_dtype: str = "float32") -> jax.Array:
+def psum_in_blocks(x: jax.Array, primal: jax.Array, dim: int, size: int, summing: Summing) -> jax.Array:
     """`as_primal`, block by block of `size` along `dim`, so that the sum needs no second array of x's size."""
     size = size if varying(x) - varying(primal) else x.shape[dim]
     part = lambda start, size: lax.dynamic_slice_in_dim(x, start, size, dim)  # noqa: E731
-    return sum_in_blocks(part, primal, dim, size, sum_dtype)
+    return sum_in_blocks(part, primal, dim, size, summing)
 
 
 def sum_in_blocks(
-    part: Callable[[Any, int], jax.Array], primal: jax.Array, dim: int, size: int, sum_dtype: str = "float32"
+    part: Callable[[Any, int], jax.Array], primal: jax.Array, dim: int, size: int, summing: Summing
 ) -> jax.Array:
     """The same of a cotangent that is made block by block: part(start, size)."""
     length = primal.shape[dim]
     size = even_block(length, size, 128)
     if size >= length:
-        return as_primal(part(0, length), primal, sum_dtype, blocks=dim)
+        return as_primal(part(0, length), primal, summing, blocks=dim)
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
         start = jnp.minimum(i * size, length - size)
-        found = as_primal(part(start, size), primal, sum_dtype, blocks=dim)
+        found = as_primal(part(start, size), primal, summing, blocks=dim)
         return lax.dynamic_update_slice_in_dim(out, found, start, dim)
 
     return lax.fori_loop(0, -(-length // size), block, vary(lax.empty(primal.shape, primal.dtype), varying(primal)))

@@ -77,7 +77,8 @@ def tokens_first(
         drows, total, products = walk.over_blocks(body, (drows, total, products))
         if tokens.parts > 1:
             drows = jax.tree.map(walk.scatter, drows)
-        return (total, products), (found, jax.tree.map(as_primal, drows, primals), cotangents.counts)
+        drows = jax.tree.map(partial(as_primal, summing=walk.summing), drows, primals)
+        return (total, products), (found, drows, cotangents.counts)
 
     def of_group(slots: Slots, carry: Any) -> Any:
         results, dfeatures, total = carry
@@ -130,6 +131,6 @@ def _product_by_blocks(walk: Walk, product: jax.Array, factor: Features, primal:
         of_block = lax.dynamic_slice_in_dim(product, start, size, 1)
         return parameter_gradients(form, of_block, factor, Parameters(True, None, None)).kernel
 
-    summed = walk.axes - varying(primal) and columns.sum_dtype == "float32"
+    summed = walk.axes - varying(primal) and columns.summing.dtype == "float32"
     size = SUMMED_BYTES // (4 * primal.shape[1 - columns.v_dim]) if summed else primal.shape[columns.v_dim]
-    return sum_in_blocks(part, primal, columns.v_dim, size, columns.sum_dtype)
+    return sum_in_blocks(part, primal, columns.v_dim, size, columns.summing)

@@ -156,7 +156,7 @@ def _vocabulary_first(walk: Walk, needs: NeedsGrad, known: Any, memory: Any, kee
 def _feature_cotangent(walk: Walk, gradient: jax.Array, primal: jax.Array) -> jax.Array:
     """The f32 sum over devices, of tokens in slots, in the dtype, order and sharding of the features."""
     if walk.rule.parts > 1:
-        return as_primal(walk.scatter(walk.tokens.to_tokens(gradient)), primal)
+        return as_primal(walk.scatter(walk.tokens.to_tokens(gradient)), primal, walk.summing)
     if walk.tokens.order is None:
-        return psum_in_blocks(gradient, primal, 0, SUMMED_TOKENS)
-    return walk.tokens.to_tokens(psum_in_blocks(gradient, primal, 0, SUMMED_TOKENS))
+        return psum_in_blocks(gradient, primal, 0, SUMMED_TOKENS, walk.summing)
+    return walk.tokens.to_tokens(psum_in_blocks(gradient, primal, 0, SUMMED_TOKENS, walk.summing))

@@ -89,6 +89,7 @@ class Walk:
         self, rule: Rule, inputs: Inputs, cut: Cut, *, once: bool = False, equal: bool = False, compact: bool = False
     ):
         self.rule, self.inputs, self.compact = rule, inputs, compact
+        self.summing = dataclasses.replace(rule.columns.summing, dtype="float32")  # of gradients of the features
         self.axes = frozenset().union(*map(varying, jax.tree.leaves(inputs)), rule.columns.axes.tensor)
         self.vocabulary = Vocabulary(rule.columns, inputs.parameters, cut.columns, once)
         self.count = inputs.features.hidden.shape[0] * rule.parts
