@@ -19,9 +19,9 @@ H, V = 4096, 151936  # Qwen3-8B
 
 
 @functools.cache
-def v5p(sizes, names, **roles):
-    """A described v5p:2x2x4, 16 chips."""
-    topology = topologies.get_topology_desc("v5p:2x2x4", platform="tpu")
+def sixteen(sizes, names, chips="v5p:2x2x4", **roles):
+    """16 described chips."""
+    topology = topologies.get_topology_desc(chips, platform="tpu")
     return ParallelMesh(Mesh(np.array(topology.devices).reshape(sizes), names), **roles)
 
 
@@ -75,7 +75,7 @@ CP4_TP4 = ((4, 4), ("cp", "tp"))
 
 
 def test_qwen3_8b_on_16_chips():
-    parallel = v5p(*CP4_TP4)
+    parallel = sixteen(*CP4_TP4)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192))
     assert found.temp_bytes <= 0.25 * GIB
     assert found.output_bytes <= 1.01 * (8192 * H + H * V // 4) * 2
@@ -97,7 +97,7 @@ def test_qwen3_8b_on_16_chips():
 
 def test_a_sum_that_devices_do_not_share_is_in_f32_too():
     """A quarter of 256 features is less than the lanes of a TPU: one sum, rounded after it."""
-    parallel = v5p(*CP4_TP4)
+    parallel = sixteen(*CP4_TP4)
     args = arguments(parallel, 2048, hidden_size=256, columns=8192)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
     assert {c.op for c in found.collectives} == {"all-reduce"}
@@ -105,7 +105,7 @@ def test_a_sum_that_devices_do_not_share_is_in_f32_too():
 
 
 def test_the_forward_is_one_max_and_one_sum():
-    parallel = v5p(*CP4_TP4)
+    parallel = sixteen(*CP4_TP4)
     found = audit(
         lambda *a: log_probs_from_hidden(*a, parallel=parallel, entropy="metric"), *arguments(parallel, 8192)[:3]
     )
@@ -118,7 +118,7 @@ def test_the_forward_is_one_max_and_one_sum():
 
 @pytest.mark.nightly
 def test_a_mask_costs_little_memory():
-    parallel = v5p(*CP4_TP4)
+    parallel = sixteen(*CP4_TP4)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, with_where=True))
     assert found.temp_bytes <= 0.28 * GIB
     assert found.flops.low == 0
@@ -128,7 +128,7 @@ def test_a_mask_costs_little_memory():
 @pytest.mark.nightly
 def test_the_plain_version_of_a_small_head_gathers_no_logits_either():
     """What is compared with is partitioned well: what it lacks is memory."""
-    parallel = v5p(*CP4_TP4)
+    parallel = sixteen(*CP4_TP4)
     args = arguments(parallel, 4096, hidden_size=256, columns=131072)
     plainly = audit(jax.value_and_grad(plain(parallel), (0, 1)), *args)
     blocked = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
@@ -138,7 +138,7 @@ def test_the_plain_version_of_a_small_head_gathers_no_logits_either():
 
 @pytest.mark.nightly
 def test_the_plain_version():
-    parallel = v5p(*CP4_TP4)
+    parallel = sixteen(*CP4_TP4)
     assert audit(jax.value_and_grad(plain(parallel), (0, 1)), *arguments(parallel, 8192)).temp_bytes >= 2 * GIB
 
 
@@ -146,7 +146,7 @@ def test_the_plain_version():
 @pytest.mark.parametrize(("with_where", "gib"), [(False, 0.7), (True, 0.87)])
 def test_32768_tokens_a_device(with_where, gib):
     """Of which dhidden in f32 takes 0.5, and the hidden states that a mask brings to the front 0.25."""
-    parallel = v5p(*CP4_TP4)
+    parallel = sixteen(*CP4_TP4)
     args = arguments(parallel, 32768, with_where=with_where)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
     assert found.temp_bytes <= gib * GIB
@@ -154,7 +154,7 @@ def test_32768_tokens_a_device(with_where, gib):
 
 @pytest.mark.nightly
 def test_a_frozen_head():
-    parallel = v5p(*CP4_TP4)
+    parallel = sixteen(*CP4_TP4)
     found = audit(jax.value_and_grad(head(parallel)), *arguments(parallel, 8192))
     assert {c.axes for c in found.collectives if c.bytes > 8} == {("tp",)}
     assert found.temp_bytes <= 0.25 * GIB
@@ -163,7 +163,7 @@ def test_a_frozen_head():
 
 @pytest.mark.nightly
 def test_two_passes_gather_an_fsdp_kernel_once_forward_and_by_block_backward():
-    parallel = v5p((4, 4), ("fsdp", "tp"), data="fsdp", fsdp="fsdp")
+    parallel = sixteen((4, 4), ("fsdp", "tp"), data="fsdp", fsdp="fsdp")
     args = arguments(parallel, 8192)
     shard, block = H * V // 4, H * 1536
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
@@ -179,7 +179,7 @@ def test_two_passes_gather_an_fsdp_kernel_once_forward_and_by_block_backward():
 
 @pytest.mark.nightly
 def test_sequence_sharded_hidden_states_are_gathered_once_and_scattered_back():
-    parallel = v5p(*CP4_TP4, sequence_parallel=True)
+    parallel = sixteen(*CP4_TP4, sequence_parallel=True)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192))
     moved = {(c.op, c.in_loop) for c in found.collectives if c.axes == ("tp",) and c.bytes >= 8192 * H}
     assert moved == {("all-gather", False), ("reduce-scatter", False)}
@@ -189,8 +189,15 @@ def test_sequence_sharded_hidden_states_are_gathered_once_and_scattered_back():
 @pytest.mark.nightly
 @pytest.mark.parametrize("columns", [128256, 50257 - 1, 262144])
 def test_other_vocabularies(columns):
-    parallel = v5p(*CP4_TP4)
+    parallel = sixteen(*CP4_TP4)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, columns=columns))
+    assert found.temp_bytes <= 0.25 * GIB
+
+
+def test_dkernel_is_laid_out_as_the_kernel():
+    """Where V is a multiple of 128 a kernel stays `[H, V]`: no copy of its gradient into that layout."""
+    parallel = sixteen(*CP4_TP4, chips="v6e:4x4")
+    found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, columns=131072))
     assert found.temp_bytes <= 0.25 * GIB
 
 
@@ -215,7 +222,7 @@ def policy(parallel, **options):
 )
 def test_one_pass_in_its_bytes(memory, tiles):
     """By default in a sixteenth of the chip's memory; with a mask chunks of at most 2048 tokens follow it."""
-    parallel = v5p(*CP4_TP4)
+    parallel = sixteen(*CP4_TP4)
     found = audit(policy(parallel, memory=memory), *policy_arguments(parallel, 8192))
     assert found.notes == (f"one pass, {tiles} tokens x {V // 4} columns",)
     assert found.temp_bytes <= (memory or 1.05 * GIB)
@@ -226,7 +233,7 @@ def test_one_pass_in_its_bytes(memory, tiles):
 
 @pytest.mark.nightly
 def test_one_pass_gathers_an_fsdp_kernel_once_and_scatters_its_gradient_once():
-    parallel = v5p((4, 4), ("fsdp", "tp"), data="fsdp", fsdp="fsdp")
+    parallel = sixteen((4, 4), ("fsdp", "tp"), data="fsdp", fsdp="fsdp")
     args = policy_arguments(parallel, 8192)
     found = audit(policy(parallel), *args)
     assert found.notes == (f"one pass, 2048 tokens x {V // 4} columns",)
@@ -244,7 +251,7 @@ def test_one_pass_gathers_an_fsdp_kernel_once_and_scatters_its_gradient_once():
 
 @pytest.mark.nightly
 def test_one_pass_gathers_sequence_sharded_hidden_states_by_chunk():
-    parallel = v5p(*CP4_TP4, sequence_parallel=True)
+    parallel = sixteen(*CP4_TP4, sequence_parallel=True)
     found = audit(policy(parallel), *policy_arguments(parallel, 8192))
     assert large(found, "all-gather", "tp") == [(2 * 2048 * H, True)]
     [(size, in_loop)] = large(found, "reduce-scatter", "tp")
@@ -253,6 +260,6 @@ def test_one_pass_gathers_sequence_sharded_hidden_states_by_chunk():
 
 
 def test_too_little_memory_says_the_least_that_works():
-    parallel = v5p(*CP4_TP4)
+    parallel = sixteen(*CP4_TP4)
     with pytest.raises(ValueError, match=r"memory: got 1024 bytes, expected at least \d+"):
         audit(policy(parallel, memory=1024), *policy_arguments(parallel, 8192))

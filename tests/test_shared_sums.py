@@ -19,41 +19,44 @@ from sharding.audit import audit
 from sharding.mesh import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
-PARALLEL = make_parallel_mesh("dp=2,cp=4")
+PARALLEL = make_parallel_mesh("dp=2,cp=2,tp=2")
 SHARED = Summing(shared=True)
-ALL = P(("dp", "cp"))
+OVER = ("dp", "cp")
 
-CASES = {  # shape, the dimension of blocks: bytes a number of (operation, axes)
-    "all share": ((8, 1024), 0, {("reduce-scatter", ("dp", "cp")): 4, ("all-gather", ("dp", "cp")): 4}),
-    "all share the other dimension": (
-        (1024, 8),
-        1,
-        {("reduce-scatter", ("dp", "cp")): 4, ("all-gather", ("dp", "cp")): 4},
-    ),
+CASES = {  # shape, the dimension of blocks, over which axes: bytes a number of (operation, axes)
+    "all share": ((8, 512), 0, OVER, {("reduce-scatter", OVER): 4, ("all-gather", OVER): 4}),
+    "all share the other dimension": ((512, 8), 1, OVER, {("reduce-scatter", OVER): 4, ("all-gather", OVER): 4}),
     "one axis shares": (
-        (8, 512),
+        (8, 256),
         0,
-        {("reduce-scatter", ("cp",)): 4, ("all-reduce", ("dp",)): 4 / 4, ("all-gather", ("cp",)): 4},
+        OVER,
+        {("reduce-scatter", ("cp",)): 4, ("all-reduce", ("dp",)): 4 / 2, ("all-gather", ("cp",)): 4},
     ),
-    "none shares less than 128": ((1024, 96), 0, {("all-reduce", ("dp", "cp")): 4}),
-    "a vector": ((1024,), 0, {("all-reduce", ("dp", "cp")): 4}),
+    "none shares less than 128": ((512, 96), 0, OVER, {("all-reduce", OVER): 4}),
+    "a vector": ((512,), 0, OVER, {("all-reduce", OVER): 4}),
+    "all devices of the mesh are too many": (
+        (8, 1024),
+        0,
+        ("dp", "cp", "tp"),
+        {("reduce-scatter", ("dp", "cp")): 4, ("all-reduce", ("tp",)): 4 / 4, ("all-gather", ("dp", "cp")): 4},
+    ),
 }
 
 
-def summed(fn, primal):
-    return jax.jit(jax.shard_map(lambda x: fn(x[0], primal), mesh=PARALLEL.mesh, in_specs=ALL, out_specs=P()))
+def summed(fn, primal, over=OVER):
+    return jax.jit(jax.shard_map(lambda x: fn(x[0], primal), mesh=PARALLEL.mesh, in_specs=P(over), out_specs=P()))
 
 
-def integers(shape):
+def integers(shape, count=4):
     """Of every device: sums of f32 are exact, and those of bf16, or of what was rounded, are not."""
-    return np.random.default_rng(0).integers(-4000, 4000, (8, *shape)).astype(np.float32)
+    return np.random.default_rng(0).integers(-4000, 4000, (count, *shape)).astype(np.float32)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_bits_and_bytes(case):
-    shape, blocks, expected = CASES[case]
-    x, primal = integers(shape), jnp.zeros(shape, jnp.bfloat16)
-    fn = summed(lambda x, primal: as_primal(x, primal, SHARED, blocks=blocks), primal)
+    shape, blocks, over, expected = CASES[case]
+    x, primal = integers(shape, 2 ** len(over)), jnp.zeros(shape, jnp.bfloat16)
+    fn = summed(lambda x, primal: as_primal(x, primal, SHARED, blocks=blocks), primal, over)
     found = np.asarray(fn(x).astype(jnp.float32))
     np.testing.assert_array_equal(found, x.sum(axis=0).astype(jnp.bfloat16).astype(np.float32))
     moved = {(c.op, c.axes): c.bytes for c in audit(fn, x, mesh=PARALLEL.mesh).collectives}
@@ -63,7 +66,7 @@ def test_bits_and_bytes(case):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_blocks_of_a_sum(dim):
     """Blocks of one dimension, the last overlapping the one before, devices sharing the other."""
-    shape = (300, 1024) if dim == 0 else (1024, 300)
+    shape = (300, 512) if dim == 0 else (512, 300)
     x, primal = integers(shape), jnp.zeros(shape, jnp.bfloat16)
 
     def blocks(x, primal):
@@ -76,7 +79,7 @@ def test_blocks_of_a_sum(dim):
 
 
 def test_a_f32_gradient_is_one_sum():
-    x, primal = integers((8, 1024)), jnp.zeros((8, 1024), jnp.float32)
+    x, primal = integers((8, 512)), jnp.zeros((8, 512), jnp.float32)
     fn = summed(lambda x, primal: as_primal(x, primal, SHARED), primal)
     np.testing.assert_array_equal(fn(x), x.sum(axis=0))
     assert [c.op for c in audit(fn, x, mesh=PARALLEL.mesh).collectives] == ["all-reduce"]

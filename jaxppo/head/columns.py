@@ -19,7 +19,7 @@ from jax import lax
 from jaxppo._sharding import ShardAxes, vary, varying
 from jaxppo.head.ops.tile import Block, Parameters
 from jaxppo.head.tokens import even_block
-from jaxppo.head.varying import Summing, as_primal, psum_in_blocks, sum_in_blocks
+from jaxppo.head.varying import Summing, as_primal, psum_in_blocks, sum_in_blocks, unwritten
 
 Names = tuple[str, ...]
 LANES = 128  # of an accelerator's registers
@@ -217,7 +217,7 @@ class Vocabulary:
     def empty(self, primal: jax.Array) -> jax.Array:
         """Where `put_summed` writes every column; zeros where it writes a window of them."""
         if self.window == self.count:
-            return vary(lax.empty(primal.shape, primal.dtype), varying(primal))
+            return unwritten(primal, self._dim(primal))
         return vary(jnp.zeros(primal.shape, primal.dtype), varying(primal) | set(self.columns.axes.tensor))
 
     def finish(self, total: jax.Array, primal: jax.Array) -> jax.Array:

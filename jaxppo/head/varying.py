@@ -69,11 +69,12 @@ def as_primal(
 def _sharers(shape: tuple[int, ...], dim: int, names: tuple[str, ...]) -> tuple[str, ...]:
     """As many axes as can share a matrix along `dim` in multiples of 128, the lanes of a TPU.
 
-    Of other shares XLA for TPUs makes whole sums, to slice them.
+    Of other shares, and over all devices of a mesh, XLA for TPUs makes whole sums, to slice them.
     """
     sharers: tuple[str, ...] = ()
     for name in names if len(shape) == 2 else ():
-        if shape[dim] % (128 * math.prod(map(lax.axis_size, (*sharers, name)))) == 0:
+        count = math.prod(map(lax.axis_size, (*sharers, name)))
+        if shape[dim] % (128 * count) == 0 and count < jax.sharding.get_abstract_mesh().size:
             sharers = (*sharers, name)
     return sharers
 
@@ -99,7 +100,17 @@ def sum_in_blocks(
         found = as_primal(part(start, size), primal, summing, blocks=dim)
         return lax.dynamic_update_slice_in_dim(out, found, start, dim)
 
-    return lax.fori_loop(0, -(-length // size), block, vary(lax.empty(primal.shape, primal.dtype), varying(primal)))
+    return lax.fori_loop(0, -(-length // size), block, unwritten(primal, dim))
+
+
+def unwritten(primal: jax.Array, dim: int) -> jax.Array:
+    """Where blocks along `dim` are to be written, all of them.
+
+    Zeros where they are parts of rows: an empty array XLA lays out as it likes, and on a TPU v6e it transposed all of
+    dkernel in the end.
+    """
+    fill = lax.empty if dim == 0 else jnp.zeros
+    return vary(fill(primal.shape, primal.dtype), varying(primal))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
