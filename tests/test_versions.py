@@ -20,7 +20,7 @@ VERSIONS = [
     ("3.13", ("jax==0.11.*",)),
     ("3.13", ("jax==0.12.*",)),
 ]
-SELECTION = ["mesh", "segments", "packing", "from_logits", "from_hidden", "policy_loss", "policy_config"]
+SELECTION = ["mesh", "segments", "packing", "from_logits", "from_hidden", "shared_sums", "policy_loss", "policy_config"]
 
 
 @functools.cache
