@@ -218,10 +218,13 @@ def costs(step: Step) -> dict[str, dict[str, Any]]:
         "two passes, a mask": (step.two_passes, {"where": True}),
         "forward": (step.forward, {}),
     }
+    for version in ("one pass, no mask", "one pass, a mask", "two passes", "forward"):
+        loss, options = ways[version]
+        ways[f"{version}, Pallas"] = loss, {**options, "implementation": "mosaic_tpu"}
     for version, (loss, options) in ways.items():
         cost = step.cost(loss, **options)
         assert cost.time is not None
-        floor = forward if version == "forward" else products
+        floor = forward if version.startswith("forward") else products
         found[version] = {
             "compute_ms": cost.time.compute,
             "over_products": cost.time.compute / floor,
@@ -229,7 +232,7 @@ def costs(step: Step) -> dict[str, dict[str, Any]]:
             "temporaries_gib": cost.temp_bytes / 2**30,
             "notes": "; ".join(cost.notes),
         }
-        if version.endswith("a mask"):
+        if "a mask" in version:
             found[version]["fifth_over_all"] = of_a_fifth(cost, step.tokens) / cost.time.compute
     return found
 

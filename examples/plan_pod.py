@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import sys
 from collections import Counter
@@ -144,18 +145,20 @@ class Step:
         """`policy_loss_from_hidden`, in one pass where the memory allows it."""
         return policy_loss_from_hidden(hidden, self.head(kernel), batch, CONFIG, parallel=self.parallel, **options)[0]
 
-    def two_passes(self, hidden: Any, kernel: Any, batch: RolloutBatch, *, where: bool = False) -> Any:
+    def two_passes(
+        self, hidden: Any, kernel: Any, batch: RolloutBatch, *, where: bool = False, **options: Unpack[HeadOptions]
+    ) -> Any:
         """What a loss takes that is not token-local; with `where`, for the tokens of the mask alone."""
-        options: Any = {"parallel": self.parallel, "entropy": "bonus"}
+        of_call: Any = {"parallel": self.parallel, "entropy": "bonus", **options}
         if where:
-            options["where"] = batch.loss_mask > 0
-        stats = log_probs_from_hidden(hidden, self.head(kernel), batch.targets, **options)
+            of_call["where"] = batch.loss_mask > 0
+        stats = log_probs_from_hidden(hidden, self.head(kernel), batch.targets, **of_call)
         return policy_loss(stats, batch, CONFIG, parallel=self.parallel)[0]
 
-    def forward(self, hidden: Any, kernel: Any, batch: RolloutBatch) -> Any:
+    def forward(self, hidden: Any, kernel: Any, batch: RolloutBatch, **options: Unpack[HeadOptions]) -> Any:
         """Log-probs and entropy of an old, reference or teacher policy."""
-        options: Any = {"parallel": self.parallel, "entropy": "metric"}
-        found = log_probs_from_hidden(hidden, self.head(kernel), batch.targets, **options)
+        of_call: Any = {"parallel": self.parallel, "entropy": "metric", **options}
+        found = log_probs_from_hidden(hidden, self.head(kernel), batch.targets, **of_call)
         return found.log_probs, found.entropy
 
     def plain(self, hidden: Any, kernel: Any, batch: RolloutBatch) -> Any:
@@ -169,7 +172,7 @@ class Step:
         """What the gradients of one of these cost; of `forward` its values."""
         hidden, kernel, batch = self.arguments
         if loss == self.forward:
-            return audit(loss, hidden, kernel, batch)
+            return audit(functools.partial(loss, **options), hidden, kernel, batch)
         gradients = jax.grad(lambda *args: loss(*args, **options), (0, 1))
         found = audit(jax.jit(gradients, out_shardings=(hidden.sharding, kernel.sharding)), hidden, kernel, batch)
         if loss != self.plain:

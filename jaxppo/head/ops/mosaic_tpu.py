@@ -9,13 +9,13 @@ It is a choice and not the default. Estimated by `sharding.audit` for a Qwen3-8B
 cp=4, tp=4 with 8192 tokens a device, in ms of compute, XLA's first; libtpu 0.0.52, nothing timed on a chip:
 
                v5p            v6e            tpu7x
-    forward     7.67   6.19    5.24   3.29    3.46   2.55
-    two passes 28.5   26.8    19.0   16.3    14.2   13.9
-    one pass   22.7   21.1    20.8   16.5    11.0   12.0
+    forward     7.67   6.21    4.78   3.30    3.47   2.56
+    two passes 27.9   26.1    17.4   15.2    13.8   11.7
+    one pass   22.1   20.5    18.2   15.3    10.7   11.6
 
 These charge kernels 93% of the peak. By the compiler's static profile the kernels reach 94% on a v5p, but about 80% on
 a v6e and 75% to 80% on a tpu7x, where products and the arithmetic after them do not overlap: two passes gain less than
-10% on each of them. Only a forward without gradients gains more everywhere, 19% or more on a v5p. What two passes lose
+10% on each of them, one pass 13% on a v6e. Only a forward without gradients gains more everywhere, 19% or more. What two passes lose
 again is a copy of each block of the kernel, which XLA fuses into its products, and on a tpu7x copies of the hidden
 states from one memory layout to another in each turn.
 
