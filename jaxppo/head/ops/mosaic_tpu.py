@@ -15,9 +15,9 @@ cp=4, tp=4 with 8192 tokens a device, in ms of compute, XLA's first; libtpu 0.0.
 
 These charge kernels 93% of the peak. By the compiler's static profile the kernels reach 94% on a v5p, but about 80% on
 a v6e and 75% to 80% on a tpu7x, where products and the arithmetic after them do not overlap: two passes gain less than
-10% on each of them, one pass 13% on a v6e. Only a forward without gradients gains more everywhere, 19% or more. What two passes lose
-again is a copy of each block of the kernel, which XLA fuses into its products, and on a tpu7x copies of the hidden
-states from one memory layout to another in each turn.
+10% on each of them. A forward without gradients gains more everywhere, 19% on a v5p; one pass 7% there, 13% on a v6e,
+and loses on a tpu7x. What two passes lose again is a copy of each block of the kernel, which XLA fuses into its
+products, and on a tpu7x copies of the hidden states from one memory layout to another in each turn.
 
 On CPUs the kernels are interpreted, to be tested: that is slow.
 """
