@@ -149,8 +149,12 @@ def _ragged_dot(eqn: Any) -> Flops:
 
 
 def _scan(params: Any, args: list[Value]) -> Flops:
-    body, length, consts = params["jaxpr"], params["length"], args[: params["num_consts"]]
-    carry = args[len(consts) : len(consts) + params["num_carry"]]
+    body, length = params["jaxpr"], params["length"]
+    if "ft_in" in params:  # from JAX 0.12 on, a tree that splits what it is given
+        first, count, _ = (len(list(part)) for part in params["ft_in"].update(range(len(args))).unpack())
+    else:
+        first, count = params["num_consts"], params["num_carry"]
+    consts, carry = args[:first], args[first : first + count]
     xs: list[Value] = [None] * (_arity(body) - len(consts) - len(carry))
     _, results = _run(body, [*consts, *map(slot, range(len(carry))), *xs], False)
     flops, _ = _run(body, [*consts, *during(carry, results[: len(carry)], length), *xs], True)

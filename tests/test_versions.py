@@ -20,7 +20,19 @@ VERSIONS = [
     ("3.13", ("jax==0.11.*",)),
     ("3.13", ("jax==0.12.*",)),
 ]
-SELECTION = ["mesh", "segments", "packing", "from_logits", "from_hidden", "shared_sums", "policy_loss", "policy_config"]
+SELECTION = [
+    "audit",
+    "from_hidden",
+    "from_logits",
+    "mesh",
+    "packing",
+    "policy_config",
+    "policy_loss",
+    "program",
+    "segments",
+    "shared_sums",
+    "trips",
+]
 
 
 @functools.cache
