@@ -29,6 +29,12 @@ def succeed(*command, **options):
     return done.stdout
 
 
+def pytest_in(folder, python, *arguments):
+    """What pytest prints of a folder, without this tree's plugins or a configuration in a folder above it."""
+    (folder / "pytest.ini").touch()
+    return succeed(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, cwd=folder)
+
+
 def build(folder):
     """(sdist, wheel), the wheel built from what the sdist holds."""
     succeed(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)

@@ -1,13 +1,12 @@
 """jaxppo as installed, from a wheel and editable: with nothing but what it asks for, and beside another `sharding`."""
 
-import functools
 import shutil
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from installed import KINDS, ROOT, requirements, run, succeed, with_jaxppo
+from installed import KINDS, ROOT, pytest_in, requirements, run, succeed, with_jaxppo
 
 NAMES = ["sharding.py", "sharding/__init__.py"]
 
@@ -80,11 +79,10 @@ def test_a_project_may_have_a_module_named_sharding(python, tmp_path, name):
 
 
 def test_the_pytest_plugin_is_there_and_loads_nothing_until_asked(python, tmp_path):
-    pytest_in = functools.partial(succeed, python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path)
     (tmp_path / "test_0.py").write_text("import sys\ndef test_it():\n    assert not {'jax', 'jaxppo'} & {*sys.modules}")
-    assert "1 passed" in pytest_in("test_0.py")
+    assert "1 passed" in pytest_in(tmp_path, python, "test_0.py")
     (tmp_path / "test_1.py").write_text("def test_it(parallel_mesh):\n    assert parallel_mesh.mesh.size == 2")
-    assert "6 passed" in pytest_in("test_1.py", "--emulated-devices", "2")
+    assert "6 passed" in pytest_in(tmp_path, python, "test_1.py", "--emulated-devices", "2")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,9 +91,8 @@ def test_such_a_project_under_pytest(python, tmp_path, name):
     (tmp_path / "test_0.py").write_text(FOREIGN.format(order=ORDERS[0]))
     theirs = "def test_it(parallel_mesh):\n    assert type(parallel_mesh).__module__ == 'jaxppo_sharding.mesh'"
     (tmp_path / "test_1.py").write_text(theirs)
-    assert "1 passed" in succeed(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_0.py", cwd=tmp_path)
-    command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--emulated-devices", "1", "test_1.py")
-    assert "1 passed" in succeed(*command, cwd=tmp_path)
+    assert "1 passed" in pytest_in(tmp_path, python, "test_0.py")
+    assert "1 passed" in pytest_in(tmp_path, python, "test_1.py", "--emulated-devices", "1")
 
 
 def test_a_missing_sharding_is_named(python, built, tmp_path):

@@ -83,7 +83,11 @@ def test_layouts(context_layout, request):
 
 @pytest.fixture
 def inner(pytester, monkeypatch):
-    """Runs pytest in another process, with the plugin, also where an older installation does not bring it."""
+    """Runs pytest in another process, with the plugin, also where an older installation does not bring it.
+
+    With a configuration of its own, or pytest takes that of a folder above the temporary ones.
+    """
+    pytester.makeini("[pytest]")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     return lambda *args: pytester.runpytest_subprocess("-p", "pytest_jaxppo", "-p", "no:cacheprovider", *args)

@@ -80,6 +80,7 @@ def project(tmp_path):
 def mypy(python, folder, *files):
     """(file, line) of all that mypy, strict, objects to, and what it says. JAX leaves some functions untyped."""
     options = ["--strict", "--untyped-calls-exclude=jax", "--cache-dir=/dev/null", "--python-executable", python]
+    options += ["--config-file="]  # none, or mypy takes that of a folder above
     done = run(sys.executable, "-m", "mypy", *options, "-O", "json", *files, cwd=folder)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
