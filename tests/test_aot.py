@@ -70,6 +70,12 @@ def large(found, op, axis):
     return [(c.bytes, c.in_loop) for c in found.collectives if (c.op, c.axes) == (op, (axis,)) and c.bytes > 2**20]
 
 
+def assert_dhidden_is_summed_by(found, tokens):
+    """Over tp, so many tokens at a time, and nothing else there is as large."""
+    assert large(found, "reduce-scatter", "tp") == [(4 * H * tokens, True)]
+    assert large(found, "all-gather", "tp") == [(2 * H * tokens, True)]
+
+
 IN_BF16 = re.compile(r"= bf16\[\S+ (all-reduce|reduce-scatter)\(")  # a sum over devices
 CP4_TP4 = ((4, 4), ("cp", "tp"))
 
@@ -169,12 +175,14 @@ def test_two_passes_gather_an_fsdp_kernel_once_forward_and_by_block_backward():
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
     assert sorted(large(found, "all-gather", "fsdp")) == [(2 * block, True), (2 * shard, False)]
     assert large(found, "reduce-scatter", "fsdp") == [(4 * block, True)]
+    assert_dhidden_is_summed_by(found, 1024)
     assert found.temp_bytes <= 0.5 * GIB
     # in less than the whole kernel takes, the forward gathers by block as well
     less = audit(jax.value_and_grad(head(parallel, memory=int(0.35 * GIB)), (0, 1)), *args)
     assert less.temp_bytes <= 0.35 * GIB
     assert large(less, "all-gather", "fsdp") == [(2 * block, True)] * 2
     assert large(less, "reduce-scatter", "fsdp") == [(4 * block, True)]
+    assert_dhidden_is_summed_by(less, 1024)
 
 
 @pytest.mark.nightly
@@ -242,6 +250,7 @@ def test_one_pass_gathers_an_fsdp_kernel_once_and_scatters_its_gradient_once():
     [(size, in_loop)] = large(found, "reduce-scatter", "fsdp")  # in blocks, since XLA would sum the whole one in bf16
     assert in_loop
     assert size <= 2**26
+    assert_dhidden_is_summed_by(found, 2048)
     assert not IN_BF16.search(found.text)
     # the gathered kernel and its f32 gradient count: where they do not fit, two passes gather a block at a time
     less = audit(policy(parallel, memory=int(0.9 * GIB)), *args)
@@ -254,6 +263,8 @@ def test_one_pass_gathers_sequence_sharded_hidden_states_by_chunk():
     parallel = sixteen(*CP4_TP4, sequence_parallel=True)
     found = audit(policy(parallel), *policy_arguments(parallel, 8192))
     assert large(found, "all-gather", "tp") == [(2 * 2048 * H, True)]
+    assert large(found, "all-gather", "cp") == [(2 * 3840 * H, True)]  # dkernel, a block of columns at a time
+    assert large(found, "reduce-scatter", "cp") == [(4 * 3840 * H, True)]
     [(size, in_loop)] = large(found, "reduce-scatter", "tp")
     assert in_loop
     assert 4 * 2048 * H <= size < 1.1 * 4 * 2048 * H  # with rows that align it

@@ -88,7 +88,10 @@ def test_a_f32_gradient_is_one_sum():
 @pytest.mark.parametrize("layout", ["hv", "vh"])
 @pytest.mark.parametrize("frozen", [False, True])  # tokens outermost, and the vocabulary
 def test_a_head(layout, frozen, monkeypatch):
-    """The same gradients, to a rounding, as of sums that no device shares, and a scatter for each."""
+    """The same gradients, to a rounding, as of sums that no device shares, and a scatter for each.
+
+    Terms are added in another order, so that a number between two of bf16 may be rounded to either: 2^-7 apart at most.
+    """
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (2, 128, 512), jnp.bfloat16)
