@@ -22,7 +22,7 @@ class Summing:
 
     Args:
       dtype: "float32", rounded after the sum, or "parameter", before it.
-      shared: devices share a sum in f32 out along H, and send its bf16: see `Profile`.
+      shared: of a bf16 gradient each device sums its share of H in f32, rounds it, and sends it to all the others.
     """
 
     dtype: str = "float32"
@@ -43,7 +43,7 @@ def as_primal(
       primal: what it is the gradient of.
       summing: how.
       keep: the axes over which it is not summed, by default those of the primal.
-      blocks: the dimension in which it may be a block of the whole.
+      blocks: the dimension of a matrix in which it may be a block of the whole; devices share it along the other.
     """
     keep = varying(primal) if keep is None else keep
     extra = tuple(sorted(varying(cotangent) - keep))
@@ -104,10 +104,10 @@ def sum_in_blocks(
 
 
 def unwritten(primal: jax.Array, dim: int) -> jax.Array:
-    """Where blocks along `dim` are to be written, all of them.
+    """An array of the primal's shape, for blocks along `dim` to be written in until all of it is.
 
-    Zeros where they are parts of rows: an empty array XLA lays out as it likes, and on a TPU v6e it transposed all of
-    dkernel in the end.
+    Nothing fills it first where blocks are of whole rows. Of columns it starts with zeros: XLA lays out an empty array
+    as it likes, and on a TPU v6e that was a layout from which it transposed all of dkernel in the end.
     """
     fill = lax.empty if dim == 0 else jnp.zeros
     return vary(fill(primal.shape, primal.dtype), varying(primal))
