@@ -16,9 +16,7 @@ import jax
 import programs
 import pytest
 
-from sharding.testing import emulate_devices
-
-emulate_devices(8)
+programs.start_devices(8)
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 gc.set_threshold(50_000, 20, 100)  # traces leave little garbage among millions of objects: 6% of a run went into it
 

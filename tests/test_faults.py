@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from programs import xla_flags
 
 from examples import train_grpo
 from examples.checkpoint import Checkpoints
@@ -55,6 +56,7 @@ def records(folder):
 def befallen(programs, folder, event, number, *options):
     """The run in a process of its own, in which something happens."""
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": programs, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment["XLA_FLAGS"] = xla_flags()
     environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     script = Path(__file__).with_name("killed.py")
     command = [sys.executable, str(script), event, str(number), *RUN, "--out", str(folder), *options]

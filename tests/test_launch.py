@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from programs import QUICK
 
 from examples import launch
 from examples.train_grpo import main, parse, set_up
@@ -28,7 +29,7 @@ def started(folder, *options):
     command = [sys.executable, "-m", "examples.train_grpo", *TINY, *options, "--out", str(folder), "--processes", "2"]
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
-    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # sooner
+    environment["XLA_FLAGS"] = QUICK
     with (folder / "said").open("w") as said:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=said, cwd=root)
 

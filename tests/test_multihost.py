@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import processes
 import pytest
+from programs import xla_flags
 
 from jaxppo import RolloutBatch
 from sharding import make_parallel_mesh, multihost
@@ -26,8 +27,7 @@ def run(count, mesh, layout, *event):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = Path(processes.__file__)
-    env = os.environ | {"PYTHONPATH": str(script.parent.parent), "JAX_PLATFORMS": "cpu"}
-    env.pop("XLA_FLAGS", None)
+    env = os.environ | {"PYTHONPATH": str(script.parent.parent), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags()}
     start = [sys.executable, str(script)]
     running = [
         subprocess.Popen(
