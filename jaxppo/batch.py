@@ -12,20 +12,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import IDS, INTEGERS, PER_SEGMENT, check_ids
-from jaxppo._sharding import (
-    ParallelMesh,
-    Segments,
-    ShardAxes,
-    check_row_length,
-    in_order,
-    logical_positions,
-    multihost,
-    pack,
-    segment_multiple,
-)
+from jaxppo import validation
+from jaxppo._arrays import PER_SEGMENT
+from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, in_order, multihost, pack
 from jaxppo.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
-from jaxppo.rules import View, raise_first
 from jaxppo.samples import Sample, batch_arrays, check_groups_of_hosts, check_sample_ids, check_samples
 
 _STATIC = ("context_layout", "context_shards", "micro_batches", "real_last_targets")
@@ -406,20 +396,7 @@ class RolloutBatch:
           ...
           ValueError: tokens: got 9 at row 0, position 2, expected 0 to 8
         """
-        if not isinstance(vocab_size, (int, np.integer)) or vocab_size < 1:
-            raise ValueError(f"vocab_size: got {vocab_size!r}, expected an integer of at least 1")
-        arrays = self._rows()
-        layout, shards, segments = self.context_layout, self.context_shards, arrays["segment_ids"]
-        length = segments.shape[1]
-        check_row_length(length, layout, shards, "row length of tokens")
-        lengths = _lengths(segments, self.num_segments)
-        order = np.broadcast_to(logical_positions(layout, length, shards, lengths), segments.shape)
-        logical = {name: x if name in PER_SEGMENT else _logical(x, order) for name, x in arrays.items()}
-        logical["present"] = lengths > 0
-        inside = np.clip(logical["segment_ids"], 0, self.num_segments)
-        counts = np.take_along_axis(np.pad(lengths, ((0, 0), (1, 0))), inside, axis=1)
-        raise_first(View(logical, self.num_segments, counts, self.real_last_targets, vocab_size, np))
-        _check_padding(logical["segment_ids"], lengths, layout, shards)
+        validation.check_batch(self, self._there(), vocab_size)
 
     def specs(self, parallel: ParallelMesh) -> RolloutBatch:
         """The PartitionSpec of each array, None where the array is None: rows over data, positions over context."""
@@ -435,21 +412,6 @@ class RolloutBatch:
         given = {name: getattr(self, name) for name in _ARRAYS}
         return {name: x for name, x in given.items() if x is not None}
 
-    def _rows(self) -> dict[str, np.ndarray]:
-        """All arrays that are there, micro-batches as more rows, with shapes and dtypes checked."""
-        given = {name: np.asarray(x) for name, x in self._there().items()}
-        for name, x in given.items():
-            like = given["sample_ids" if name in PER_SEGMENT else "tokens"]
-            if x.ndim not in (2, 3) or x.shape != like.shape or x.shape[:-1] != given["tokens"].shape[:-1]:
-                expected = f"{given['tokens'].shape[:-1]} and S" if name in PER_SEGMENT else f"{like.shape} like tokens"
-                raise ValueError(f"{name}: got shape {x.shape}, expected {expected}")
-            is_integer = np.issubdtype(x.dtype, np.integer)
-            if name != "loss_mask" and (name in INTEGERS) != is_integer:
-                raise TypeError(f"{name}: got {x.dtype}, expected {'integers' if name in INTEGERS else 'floats'}")
-            if name in IDS:
-                check_ids(name, x)
-        return {name: x.reshape(-1, x.shape[-1]) for name, x in given.items()}
-
 
 def _packed_for(parallel: ParallelMesh | None) -> dict[str, Any]:
     layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
@@ -459,30 +421,3 @@ def _packed_for(parallel: ParallelMesh | None) -> dict[str, Any]:
 def _order(layout: str, shards: int) -> tuple[str, int]:
     """What two batches of the same order of positions have in common."""
     return ("contiguous", 1) if in_order(layout, shards) else (layout, shards)
-
-
-def _lengths(segments: np.ndarray, num_segments: int) -> np.ndarray:
-    """`[R, S]`, the positions of each sequence; ids out of range left out."""
-    inside = np.where((segments >= 0) & (segments <= num_segments), segments, 0)
-    numbered = inside + np.arange(len(segments))[:, None] * (num_segments + 1)
-    counts = np.bincount(numbered.reshape(-1), minlength=len(segments) * (num_segments + 1))
-    return counts.reshape(len(segments), -1)[:, 1:]
-
-
-def _logical(x: np.ndarray, order: np.ndarray) -> np.ndarray:
-    out = np.empty_like(x)
-    np.put_along_axis(out, order, x, axis=1)
-    return out
-
-
-def _check_padding(segments: np.ndarray, lengths: np.ndarray, layout: str, shards: int) -> None:
-    """Raises where a layout that cuts each sequence finds one that does not start at its multiple."""
-    multiple = segment_multiple(layout, shards)
-    first = np.concatenate([np.zeros_like(lengths[:, :1]), -(-lengths // multiple) * multiple], axis=1).cumsum(1)
-    for row, slot in zip(*np.nonzero((lengths > 0) & (multiple > 1)), strict=True):
-        start = int(np.argmax(segments[row] == slot + 1))
-        if start != first[row, slot]:
-            raise ValueError(
-                f"segment_ids: got {slot + 1} at row {row}, position {start}, expected sequences padded to multiples "
-                f"of {multiple} for layout {layout!r}"
-            )
