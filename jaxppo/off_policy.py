@@ -241,7 +241,7 @@ def correction(
         if config.batch_normalize:
             if weight_mean is None:
                 raise ValueError("weight_mean: got None, expected the Normalizer's for off_policy.batch_normalize")
-            weights = weights / jnp.where(weight_mean > 1e-8, weight_mean, 1)
+            weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # all are 0 where their mean is
         accepted, rejected = _reject(trainer, rollout_log_probs, mask, segments, config)
         weights = jnp.where(accepted, weights, 0)
         indicators |= rejected

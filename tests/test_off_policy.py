@@ -133,16 +133,18 @@ def test_masked_positions_and_extreme_ratios():
     np.testing.assert_array_equal(weights[1:] > 0, expected[0][1:] > 0)
 
 
-def test_batch_normalised_weights_have_mean_one():
+@pytest.mark.parametrize("drift", [0.0, 19.0])  # weights of e^-19 too: their mean is below 1e-8
+def test_batch_normalised_weights_have_mean_one(drift):
+    batch = dataclasses.replace(BATCH, rollout_log_probs=BATCH.rollout_log_probs + drift)
     for level in ("token", "sequence"):
         config = OffPolicyConfig(weights=level, high=1.1, batch_normalize=True)
         total, count = weight_sums(
-            BATCH.old_log_probs, BATCH.rollout_log_probs, BATCH.loss_mask, BATCH.segments(), config
+            batch.old_log_probs, batch.rollout_log_probs, batch.loss_mask, batch.segments(), config
         )
-        weights, _ = correct(None, LOG_PROBS, BATCH, config, total / count)
+        weights, _ = correct(None, LOG_PROBS, batch, config, total / count)
         picked = MASK if level == "token" else np.zeros_like(MASK)
         if level == "sequence":  # one token of each sequence
-            for row, _, places in sequences(BATCH):
+            for row, _, places in sequences(batch):
                 picked[row, places[MASK[row, places]][:1]] = True
         assert float(count) == picked.sum()
         np.testing.assert_allclose(np.asarray(weights)[picked].mean(), 1, rtol=1e-6)
