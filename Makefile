@@ -20,8 +20,8 @@ $(READY): pyproject.toml
 train: $(READY)
 	$(RUN) -m examples.train_grpo $(ARGS)
 
-# The time of tests is XLA's, compiling: in programs.py is how it takes half. That changes rounding alone, so what is about
-# bits is compiled as users compile it, and in nightly everything is.
+# The time of tests is XLA's, compiling: tests/programs.py says how it takes half. That changes rounding alone, so what is
+# about bits is compiled as users compile it, and in nightly everything is.
 BITS := tests/test_same_bits.py tests/test_log_probs_accuracy.py
 test: lint types docs-examples
 	QUICK_COMPILES=1 $(RUN) -m pytest tests $(BITS:%=--ignore=%) -n 2 --dist worksteal
@@ -29,7 +29,7 @@ test: lint types docs-examples
 
 # What an edit of the core is checked against first.
 quick: lint
-	$(RUN) -m pytest tests/test_mesh.py tests/test_segments.py tests/test_layouts.py tests/test_from_logits.py \
+	QUICK_COMPILES=1 $(RUN) -m pytest tests/test_mesh.py tests/test_segments.py tests/test_layouts.py tests/test_from_logits.py \
 		tests/test_from_hidden.py tests/test_policy_loss.py -x -n 2 --dist worksteal
 
 # nightly-failed.txt says what failed as it fails, nightly-summary.md what ran, how long, the slowest, the seed.

@@ -17,6 +17,7 @@ from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
 from jaxppo.off_policy import OffPolicyConfig, weight_sums
+from jaxppo.validation import check_arrays
 
 # Part of the key of jit's caches, so that no trace from before answers for a part of a step.
 part_of_a_step = jax.make_user_context(False)
@@ -80,6 +81,7 @@ class Normalizer:
             context layout than the mesh's, or none.
         """
         check_choice("aggregation", aggregation, Aggregation)
+        check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
         micro_batches.check_layout(parallel)
         of_weights = off_policy if off_policy is not None and off_policy.batch_normalize else None
         if of_weights is not None:

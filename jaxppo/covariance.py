@@ -18,6 +18,7 @@ from jaxppo.config import PolicyLossConfig
 from jaxppo.head.stats import TokenStats
 from jaxppo.losses.policy import check_needed, old_log_probs
 from jaxppo.policy_losses import PolicyLoss
+from jaxppo.validation import check_arrays
 
 
 def covariance_mask(
@@ -57,6 +58,7 @@ def covariance_mask(
 
     Cui et al. 2025, The entropy mechanism of reinforcement learning, https://arxiv.org/abs/2505.22617
     """
+    check_arrays(batch, stacked=True)
     if config.loss.selects is None:
         raise ValueError(f"config.loss: got {config.loss}, expected one that selects tokens, such as ClipCov or KLCov")
     shape = batch.loss_mask.shape

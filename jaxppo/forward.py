@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.stats import TokenStats
+from jaxppo.validation import check_arrays
 
 
 def compute_log_probs(
@@ -36,6 +37,7 @@ def compute_log_probs(
       >>> compute_log_probs(score, -2.0, batches).log_probs.shape
       (2, 1, 3)
     """
+    check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
     params = lax.stop_gradient(params)
 
     def score(batch: RolloutBatch) -> TokenStats:

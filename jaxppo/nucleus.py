@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int
 from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary_like
 from jaxppo.batch import RolloutBatch
 from jaxppo.samples import Sample
+from jaxppo.validation import check_arrays
 
 Recorded = Sequence[Sequence[Any]]
 
@@ -47,6 +48,7 @@ def pack_nucleus_ids(
       >>> pack_nucleus_ids([[[6, 9], [7]]], samples, batch).tolist()
       [[[6, 9], [7, -1], [-1, -1], [-1, -1]]]
     """
+    check_arrays(batch, stacked=True)
     if recorded is None:
         missing = [i for i, sample in enumerate(samples) if sample.nucleus is None]
         if missing:

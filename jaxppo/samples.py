@@ -255,6 +255,8 @@ def batch_arrays(samples: Sequence[Sample], packed: Packed, ids: Sequence[int]) 
 
 def check_samples(samples: Sequence[Sample]) -> None:
     """Raises where there are none, or something else among them."""
+    if not isinstance(samples, Sequence):
+        raise TypeError(f"samples: got {type(samples).__name__}, expected a sequence of Sample")
     if not samples:
         raise ValueError("samples: got none, expected at least one")
     for i, sample in enumerate(samples):

@@ -30,6 +30,7 @@ from jaxppo._arrays import check_choice, check_number
 from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.batch import RolloutBatch
 from jaxppo.metrics import Metrics, reduce_metric
+from jaxppo.validation import check_arrays
 
 Level = Literal["token", "sequence"]
 Version = int | Int[Array, ""]
@@ -159,6 +160,7 @@ def staleness_weights(
 
 
 def _arguments(batch: RolloutBatch, version: Version) -> dict[str, Any]:
+    check_arrays(batch)
     if batch.policy_versions is None:
         raise ValueError("batch.policy_versions: got None, expected i32[R, T]; give samples policy_versions=")
     return {"version": jnp.asarray(version, jnp.int32), "batch": batch}

@@ -1,25 +1,59 @@
-"""`RolloutBatch.validate`: what shapes do not show, checked on the host."""
+"""What a batch holds: of which shapes and dtypes, for every function that takes one, and more on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxppo._arrays import IDS, INTEGERS, PER_SEGMENT, check_ids
+from jaxppo._arrays import IDS, INTEGERS, OPTIONAL, PER_SEGMENT, REQUIRED, check_ids
 from jaxppo._sharding import check_row_length, logical_positions, segment_multiple
+from jaxppo.batch import RolloutBatch
 from jaxppo.rules import View, raise_first
 
-if TYPE_CHECKING:
-    from jaxppo.batch import RolloutBatch
+
+def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> None:
+    """Raises where it is no batch, or holds something else than numbers in arrays of its shapes.
+
+    Args:
+      batch: whatever a user gave as one.
+      stacked: micro-batches may be stacked, `[K, R, T]`.
+      prefix: before the names of its arrays.
+    """
+    if not isinstance(batch, RolloutBatch):
+        raise TypeError(f"{prefix.rstrip('.')}: got {type(batch).__name__}, expected RolloutBatch")
+    arrays = {name: getattr(batch, name) for name in (*REQUIRED, *OPTIONAL)}
+    arrays = {name: x for name, x in arrays.items() if x is not None or name in REQUIRED}
+    for name, x in arrays.items():
+        _check_kind(prefix, name, x)
+    rows = batch.loss_mask.shape
+    if len(rows) != 2 and not (stacked and len(rows) == 3):
+        expected = "[R, T], or [K, R, T]" if stacked else "[R, T], one micro-batch"
+        raise ValueError(f"{prefix.rstrip('.') or 'batch'}: got a loss mask of shape {rows}, expected {expected}")
+    segments = (*rows[:-1], *(batch.sample_ids.shape[-1:] or ("S",)))
+    for name, x in arrays.items():
+        shape, of = (segments, "segments of sample_ids") if name in PER_SEGMENT else (rows, "positions of loss_mask")
+        if x.shape != shape:
+            raise ValueError(f"{prefix}{name}: got shape {x.shape}, expected {shape}, as the rows and {of}")
 
 
-def check_batch(batch: RolloutBatch, given: Mapping[str, Any], vocab_size: int) -> None:
-    """Raises at the first entry of the given arrays, those that the batch has, that breaks a rule."""
+def _check_kind(prefix: str, name: str, x: Any) -> None:
+    wanted = "integers" if name in INTEGERS else "numbers" if name == "loss_mask" else "floats"
+    kinds = {"integers": (jnp.integer,), "floats": (jnp.floating,), "numbers": (jnp.floating, jnp.integer, jnp.bool_)}
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        got = "None" if x is None else type(x).__name__
+        raise TypeError(f"{prefix}{name}: got {got}, expected an array of {wanted}")
+    if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds[wanted]):
+        raise TypeError(f"{prefix}{name}: got dtype {x.dtype}, expected {wanted}")
+
+
+def validate(batch: RolloutBatch, vocab_size: int) -> None:
+    """Raises at the first entry that breaks a rule, see `RolloutBatch.validate`."""
     if not isinstance(vocab_size, (int, np.integer)) or vocab_size < 1:
         raise ValueError(f"vocab_size: got {vocab_size!r}, expected an integer of at least 1")
-    arrays = _rows(given)
+    check_arrays(batch, stacked=True, prefix="")
+    arrays = _rows(batch)
     layout, shards, segments = batch.context_layout, batch.context_shards, arrays["segment_ids"]
     length = segments.shape[1]
     check_row_length(length, layout, shards, "row length of tokens")
@@ -33,19 +67,12 @@ def check_batch(batch: RolloutBatch, given: Mapping[str, Any], vocab_size: int) 
     _check_padding(logical["segment_ids"], lengths, layout, shards)
 
 
-def _rows(given: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The arrays, micro-batches as more rows, with shapes and dtypes checked."""
-    arrays = {name: np.asarray(x) for name, x in given.items()}
-    for name, x in arrays.items():
-        like = arrays["sample_ids" if name in PER_SEGMENT else "tokens"]
-        if x.ndim not in (2, 3) or x.shape != like.shape or x.shape[:-1] != arrays["tokens"].shape[:-1]:
-            expected = f"{arrays['tokens'].shape[:-1]} and S" if name in PER_SEGMENT else f"{like.shape} like tokens"
-            raise ValueError(f"{name}: got shape {x.shape}, expected {expected}")
-        is_integer = np.issubdtype(x.dtype, np.integer)
-        if name != "loss_mask" and (name in INTEGERS) != is_integer:
-            raise TypeError(f"{name}: got {x.dtype}, expected {'integers' if name in INTEGERS else 'floats'}")
-        if name in IDS:
-            check_ids(name, x)
+def _rows(batch: RolloutBatch) -> dict[str, np.ndarray]:
+    """The arrays that are there, micro-batches as more rows."""
+    given = {name: getattr(batch, name) for name in (*REQUIRED, *OPTIONAL)}
+    arrays = {name: np.asarray(x) for name, x in given.items() if x is not None}
+    for name in set(IDS) & set(arrays):
+        check_ids(name, arrays[name])
     return {name: x.reshape(-1, x.shape[-1]) for name, x in arrays.items()}
 
 

@@ -163,7 +163,7 @@ BATCHES = {
     "a NaN advantage": (lambda: validated("advantages", NAN, (0, 1)), "advantages: got nan at row 0, position 1"),
     "a log-prob above 0": (lambda: validated("old_log_probs", 0.5, (0, 1)), "old_log_probs: got 0.5 at row 0"),
     "advantages of other rows of a batch": (lambda: validated("advantages", np.ones((2, 8))), r"advantages: got shape"),
-    "tokens of floats in a batch": (lambda: validated("tokens", np.ones((1, 8))), "tokens: got float64"),
+    "tokens of floats in a batch": (lambda: validated("tokens", np.ones((1, 8))), "tokens: got dtype float64"),
     "an id of a segment that is not there": (lambda: validated("sample_ids", -1, (0, 0)), "sample_ids: got -1"),
     "a vocabulary of nothing": (lambda: BATCH.validate(0), "vocab_size: got 0"),
     # batches at a loss

@@ -10,15 +10,15 @@ from jaxtyping import Array, Float
 from jaxppo._arrays import check_array
 from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary
 from jaxppo.batch import RolloutBatch
+from jaxppo.validation import check_arrays
 
 Parallel = ParallelMesh | ShardAxes | None
 
 
 def check_tokens(batch: RolloutBatch, **arrays: jax.Array | None) -> None:
     """Raises where an array is not of the batch's `[R, T]`."""
+    check_arrays(batch)
     shape = batch.loss_mask.shape
-    if len(shape) != 2:
-        raise ValueError(f"batch: got a loss mask of shape {shape}, expected [R, T], one micro-batch")
     for name, x in arrays.items():
         if x is not None:
             check_array(name, x)

@@ -23,6 +23,7 @@ from jaxppo.head.schedules.pair import DivergenceRule, token_divergence
 from jaxppo.head.stats import TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
 from jaxppo.metrics import Metrics, Term
+from jaxppo.validation import check_arrays
 
 Divergence = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
 
@@ -177,6 +178,7 @@ def distillation_loss(
       >>> float(distillation_loss(*states, *states, batch)[0])
       0.0
     """
+    check_arrays(batch)
     loss = DivergenceLoss(aggregation, aggregation_norm)
     found = divergence_from_hidden(
         hidden,

@@ -18,6 +18,7 @@ from jaxppo.head.api import HeadOptions, prepare_head, token_stats
 from jaxppo.head.head import Head
 from jaxppo.losses.sft import sft_loss
 from jaxppo.metrics import Metric, Metrics
+from jaxppo.validation import check_arrays
 
 
 def mtp_loss(
@@ -71,6 +72,7 @@ def mtp_loss(
       >>> round(float(loss), 4), float(metrics["mtp_1_nll"].count)  # half of log 8; 2 and 3 are predicted
       (1.0397, 2.0)
     """
+    check_arrays(batch)
     depths = len(hidden)
     several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
     heads: list[Any] = [*head] if several else [head] * depths  # type: ignore[misc]
@@ -125,6 +127,7 @@ def mtp_normalizers(
       >>> [float(n.tokens) for n in mtp_normalizers(batch, 2)]
       [2.0, 1.0]
     """
+    check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
     shifted = [shift_targets(micro_batches, k, parallel) for k in range(1, depths + 1)]
     return [Normalizer.from_batches(batch, aggregation, parallel=parallel) for batch in shifted]
 
@@ -152,6 +155,7 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
       >>> shift_targets(batch, 1).targets
       Array([[6, 0, 8, 0]], dtype=int32)
     """
+    check_arrays(batch, stacked=True)
     batch.check_layout(parallel)
 
     def shift(arrays: tuple[Array, ...]) -> tuple[Array, ...]:

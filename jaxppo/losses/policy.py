@@ -24,6 +24,7 @@ from jaxppo.losses.token_loss import Step, TokenLoss, Values, loss_of_hidden, lo
 from jaxppo.metrics import Composite, Metric, Metrics, Term
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.off_policy import correction as off_policy_correction
+from jaxppo.validation import check_arrays
 
 _OLD = {"old": "old_log_probs", "rollout": "rollout_log_probs"}
 
@@ -164,14 +165,11 @@ def _check_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfi
 
 
 def _check_batch(batch: RolloutBatch, config: PolicyLossConfig, selected: Float[Array, "R T"] | None) -> None:
-    if not isinstance(batch, RolloutBatch):
-        raise TypeError(f"batch: got {type(batch).__name__}, expected RolloutBatch")
+    check_arrays(batch)
     if not isinstance(config, PolicyLossConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")
-    shape = batch.loss_mask.shape
-    if len(shape) != 2:
-        raise ValueError(f"batch: got a loss mask of shape {shape}, expected [R, T], one micro-batch")
     check_needed(batch, config)
+    shape = batch.loss_mask.shape
     selects = config.loss.selects is not None
     if selects != (selected is not None) or (selected is not None and selected.shape != shape):
         got = "None" if selected is None else f"shape {selected.shape}"
@@ -180,7 +178,7 @@ def _check_batch(batch: RolloutBatch, config: PolicyLossConfig, selected: Float[
 
 
 def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:
-    """Raises ValueError where the config asks for an array that the batch lacks, or one has another shape."""
+    """Raises ValueError where the config asks for an array that the batch lacks."""
     needed = {"advantages": "every policy loss"}
     if config.ratio_to in _OLD:
         needed[_OLD[config.ratio_to]] = f"ratio_to={config.ratio_to!r}"
@@ -192,13 +190,8 @@ def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:
     if off_policy is not None and off_policy.batch_normalize:
         needed["old_log_probs"] = "off_policy.batch_normalize"
     for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
-        array = getattr(batch, name)
-        if array is None and name in needed:
+        if name in needed and getattr(batch, name) is None:
             raise ValueError(f"batch.{name}: got None, expected f32[R, T] for {needed[name]}")
-        if array is not None and array.shape != batch.loss_mask.shape:
-            raise ValueError(
-                f"batch.{name}: got shape {array.shape}, expected the loss mask's, {batch.loss_mask.shape}"
-            )
 
 
 def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: PolicyLossConfig) -> Float[Array, "R T"]:

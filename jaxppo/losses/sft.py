@@ -17,6 +17,7 @@ from jaxppo.head.head import Head
 from jaxppo.head.stats import TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Metrics, Term
+from jaxppo.validation import check_arrays
 
 
 def sft_loss(
@@ -67,6 +68,7 @@ def sft_loss(
     Label smoothing: Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; z-loss: Chowdhery et al. 2022, PaLM,
     https://arxiv.org/abs/2204.02311
     """
+    check_arrays(batch)
     if not isinstance(stats, TokenStats):
         raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
     loss = SFTTokenLoss(label_smoothing, z_loss, aggregation, aggregation_norm)
@@ -125,6 +127,7 @@ def sft_loss_from_hidden(
       >>> round(float(loss), 4)
       1.3863
     """
+    check_arrays(batch)
     loss = SFTTokenLoss(label_smoothing, z_loss, aggregation, aggregation_norm)
     prepared = prepare_head(
         hidden,

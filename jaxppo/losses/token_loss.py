@@ -211,6 +211,7 @@ def loss_of_hidden(
     selected: Float[Array, "R T"] | None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss and its metrics from hidden states, on any mesh, in one pass where that fits."""
+    check_normalizer(normalizer)
     static, traced = take_arrays(loss)
     args = {**head.arrays, "batch": batch, "normalizer": normalizer, "selected": selected, "config": traced}
 

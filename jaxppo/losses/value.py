@@ -16,6 +16,7 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.head.stats import TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
 from jaxppo.metrics import Metrics, Term
+from jaxppo.validation import check_arrays
 
 ClipFraction = Literal["worse", "outside"]
 
@@ -67,6 +68,7 @@ def value_loss(
 
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347 (without the clip); the clip: OpenAI baselines' PPO2.
     """
+    check_arrays(batch)
     loss = ValueTokenLoss(clip, factor, clip_fraction, aggregation, aggregation_norm, metric_aggregation)
     for name, x in {"values": values, "batch.returns": batch.returns, "batch.values": batch.values}.items():
         if x is None and not (name == "batch.values" and clip is None):

@@ -1,0 +1,116 @@
+"""Arrays of a batch that are none, or of another shape or dtype, are named by every function that takes a batch."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxppo import (
+    GSPO,
+    KL,
+    PPO,
+    ClipCov,
+    Normalizer,
+    PolicyLossConfig,
+    RolloutBatch,
+    Sample,
+    TokenStats,
+    advantages,
+    compute_log_probs,
+    covariance_mask,
+    distillation_loss,
+    mismatch_metrics,
+    mtp_loss,
+    mtp_normalizers,
+    pack_nucleus_ids,
+    policy_loss,
+    policy_loss_from_hidden,
+    sft_loss,
+    sft_loss_from_hidden,
+    shift_targets,
+    staleness_metrics,
+    staleness_weights,
+    value_loss,
+)
+
+LOG_PROBS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
+SAMPLES = [
+    Sample([1, 2, 3, 4], response_start=2, group_id=0, reward=1.0, rollout_id=i, policy_versions=[3, 3])
+    for i in range(2)
+]
+SAMPLES = [dataclasses.replace(sample, **{name: [-1.0, -2.0] for name in LOG_PROBS}) for sample in SAMPLES]
+BATCH = RolloutBatch.from_samples(SAMPLES, row_length=8)
+NAMES = [field.name for field in dataclasses.fields(BATCH) if isinstance(getattr(BATCH, field.name), np.ndarray)]
+HIDDEN, KERNEL = jnp.ones((1, 8, 4)), jnp.ones((4, 9))
+STATS = TokenStats(jnp.full((1, 8), -1.0))
+CONFIG = PolicyLossConfig(PPO(), kl=KL(0.1))
+VALUES, REWARDS = STATS.log_probs, jnp.zeros((1, 2))
+TAKE_A_BATCH = {
+    "policy_loss": lambda batch: policy_loss(STATS, batch, CONFIG),
+    "policy_loss, gspo": lambda batch: policy_loss(STATS, batch, PolicyLossConfig(GSPO())),
+    "policy_loss_from_hidden": lambda batch: policy_loss_from_hidden(HIDDEN, KERNEL, batch, CONFIG),
+    "sft_loss": lambda batch: sft_loss(STATS, batch),
+    "sft_loss_from_hidden": lambda batch: sft_loss_from_hidden(HIDDEN, KERNEL, batch),
+    "value_loss": lambda batch: value_loss(VALUES, batch, clip=0.2),
+    "mtp_loss": lambda batch: mtp_loss([HIDDEN], KERNEL, batch),
+    "mtp_normalizers": lambda batch: mtp_normalizers(batch, 1),
+    "shift_targets": lambda batch: shift_targets(batch, 1),
+    "distillation_loss": lambda batch: distillation_loss(HIDDEN, KERNEL, HIDDEN, KERNEL, batch),
+    "compute_log_probs": lambda batch: compute_log_probs(lambda _, batch: STATS, None, batch),
+    "Normalizer": lambda batch: Normalizer.from_batches(batch, "rollout_mean"),
+    "covariance_mask": lambda batch: covariance_mask(STATS, batch, PolicyLossConfig(ClipCov()), jax.random.key(0)),
+    "mismatch_metrics": lambda batch: mismatch_metrics(batch),
+    "staleness_metrics": lambda batch: staleness_metrics(batch, 3),
+    "staleness_weights": lambda batch: staleness_weights(batch, 3, limit=1),
+    "pack_nucleus_ids": lambda batch: pack_nucleus_ids([[[1], [1]]] * 2, SAMPLES, batch),
+    "spread": lambda batch: advantages.spread(REWARDS, batch),
+    "token_rewards": lambda batch: advantages.token_rewards(REWARDS, batch),
+    "discounted_returns": lambda batch: advantages.discounted_returns(VALUES, batch),
+    "gae": lambda batch: advantages.gae(VALUES, VALUES, batch),
+    "reinforce_plus_plus": lambda batch: advantages.reinforce_plus_plus(REWARDS, batch),
+    "reinforce_plus_plus_baseline": lambda batch: advantages.reinforce_plus_plus_baseline(REWARDS, REWARDS, batch),
+    "validate": lambda batch: batch.validate(9),
+}
+SPOILT = {
+    "list": lambda x: x.tolist(),
+    "text": lambda x: "x",
+    "number": lambda x: 1.0,
+    "objects": lambda x: x.astype(object),
+    "complex": lambda x: x.astype(complex),
+    "fewer positions": lambda x: x[:, 1:],
+    "more rows": lambda x: np.concatenate([x, x]),
+    "no rows": lambda x: x[0],
+}
+
+
+def test_all_arrays_are_there():
+    assert len(NAMES) == 16
+
+
+@pytest.mark.parametrize("function", TAKE_A_BATCH)
+def test_it_is_named(function):
+    for name in NAMES:
+        for how, spoil in SPOILT.items():
+            wrong = dataclasses.replace(BATCH, **{name: spoil(getattr(BATCH, name))})
+            with pytest.raises((TypeError, ValueError)) as found:
+                TAKE_A_BATCH[function](wrong)
+            said = str(found.value)
+            # of two arrays whose shapes differ, both are named
+            assert re.search(rf"\b{name.replace('_', '[_ ]')}\b", said), (name, how, said)
+            assert "got" in said, (name, how, said)
+
+
+@pytest.mark.parametrize("function", sorted({*TAKE_A_BATCH} - {"validate"}))
+def test_no_batch_at_all(function):
+    with pytest.raises(TypeError, match=r"batch(es)?: got dict, expected RolloutBatch"):
+        TAKE_A_BATCH[function]({"tokens": BATCH.tokens})
+
+
+def test_other_arguments_that_are_none():
+    with pytest.raises(TypeError, match="normalizer: got float, expected Normalizer or None"):
+        policy_loss_from_hidden(HIDDEN, KERNEL, BATCH, CONFIG, normalizer=3.0)
+    with pytest.raises(TypeError, match="samples: got Sample, expected a sequence of Sample"):
+        RolloutBatch.from_samples(SAMPLES[0], row_length=8)
