@@ -242,7 +242,22 @@ def check_advantages(names: list[str], o: Options, where: Place, drawn: list[Ste
             by_sample = isinstance(expected, np.ndarray)
             got = of_each(batch, samples, x) if by_sample else np.concatenate(to_samples(batch, samples, x))
             expected = expected if by_sample else np.concatenate(expected)
-            agree(name, got, expected, 0.1 + np.max(np.abs(expected), initial=0))
+            size = 0.1 + np.max(np.abs(expected), initial=0) + 0.1 * amplified(name, known, o)
+            agree(name, got, expected, size)
+
+
+def amplified(name: str, k: Known, o: Options) -> float:
+    """What whitening multiplies the rounding of numbers by that are made in f32 first: the largest of them over their
+    deviation."""
+    if name == "reinforce_plus_plus_baseline":
+        x = baseline_of_oracle(k, dataclasses.replace(o, whitened=False)) if o.whitened else []
+    elif name == "reinforce_plus_plus":
+        rewards = zip(k.tokens["rewards"], k.masks, strict=True)
+        x = [truth.discounted_returns(r, m, o.gamma, o.masked) for r, m in rewards]
+    else:
+        x = []
+    made = np.concatenate([np.zeros(0), *(each[m > 0] for each, m in zip(x, k.masks, strict=False))])
+    return float(np.abs(made).max() / np.sqrt(made.var() + 1e-12)) if made.size else 0.0
 
 
 @pytest.mark.parametrize("cell", range(6))
