@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, TypeGuard, get_args
 
 import jax
@@ -85,10 +86,29 @@ def check_integers(what: str, x: Any) -> None:
         raise TypeError(f"{what}: got {'dtype ' + str(dtype) if dtype else type(x).__name__}, expected integers")
 
 
-def check_array(what: str, x: Any) -> None:
-    """Raises where x is no array: JAX takes a list for a tree of numbers."""
-    if not hasattr(x, "dtype"):
-        raise TypeError(f"{what}: got {type(x).__name__}, expected an array")
+Kind = Literal["integers", "floats", "numbers"]
+_KINDS: dict[Kind, tuple[Any, ...]] = {
+    "integers": (jnp.integer,),
+    "floats": (jnp.floating,),
+    "numbers": (jnp.floating, jnp.integer, jnp.bool_),
+}
+
+
+def check_array(what: str, x: Any, kind: Kind = "numbers") -> None:
+    """Raises where x is no array of such numbers: JAX takes a list for a tree of them."""
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(f"{what}: got {'None' if x is None else type(x).__name__}, expected an array of {kind}")
+    if not any(jnp.issubdtype(x.dtype, of) for of in _KINDS[kind]):
+        raise TypeError(f"{what}: got dtype {x.dtype}, expected {kind}")
+
+
+def check_alike(arrays: Mapping[str, Any], **kinds: Kind) -> None:
+    """Raises where arrays are no floats, but for those of other kinds, or not all of the first one's shape."""
+    first = next(iter(arrays))
+    for what, x in arrays.items():
+        check_array(what, x, kinds.get(what, "floats"))
+        if x.shape != arrays[first].shape:
+            raise ValueError(f"{what}: got shape {x.shape}, expected that of {first}, {arrays[first].shape}")
 
 
 def check_ids(what: str, x: Any) -> None:

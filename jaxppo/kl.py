@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Coefficient, check_choice, check_flag, check_number
+from jaxppo._arrays import Coefficient, check_alike, check_choice, check_flag, check_number
 
 MAX_LOG_RATIO = 20.0
 Estimator = Literal["k1", "abs", "k2", "k3", "low_var_kl", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"]
@@ -88,7 +90,7 @@ def kl_divergence(
       `f32[...]`, nats.
 
     Raises:
-      ValueError: an unknown estimator.
+      TypeError, ValueError: an unknown estimator; arrays that are no floats, or not of one shape.
 
     Example:
       >>> kl_divergence(jnp.array([0.0, -1.0]), jnp.array([-1.0, -1.0]), "k2")
@@ -99,6 +101,8 @@ def kl_divergence(
     https://arxiv.org/abs/2512.02556
     """
     check_choice("estimator", estimator, Estimator)
+    given = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
+    check_alike(given if importance_ratio is None else {**given, "importance_ratio": importance_ratio})
     name = estimator.removesuffix("+")
     d = log_probs.astype(jnp.float32) - lax.stop_gradient(ref_log_probs).astype(jnp.float32)
     ratio = jnp.float32(1) if importance_ratio is None else importance_ratio
@@ -135,7 +139,7 @@ def adaptive_kl_coef(
       `f32[]`.
 
     Raises:
-      ValueError: a target or horizon that is not positive.
+      ValueError: a number that is none, a target or horizon that is not positive.
 
     Example:
       >>> float(adaptive_kl_coef(0.1, jnp.array(6.0), target=3.0, samples=1000))
@@ -143,8 +147,11 @@ def adaptive_kl_coef(
 
     Ziegler et al. 2019, Fine-tuning language models from human preferences, https://arxiv.org/abs/1909.08593
     """
-    for what, value in (("target", target), ("horizon", horizon)):
-        if value <= 0:
-            raise ValueError(f"{what}: got {value}, expected a positive number")
+    for what, value in (("coef", coef), ("kl", kl)):
+        if not (isinstance(value, (jax.Array, np.ndarray)) and value.shape == ()):  # which may be traced
+            check_number(what, value)
+    check_number("target", target, above=0)
+    check_number("samples", samples, least=0)
+    check_number("horizon", horizon, above=0)
     error = jnp.clip(kl / target - 1, -0.2, 0.2)
     return jnp.float32(coef) * (1 + error * samples / horizon)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
+from jaxppo._arrays import check_array
 from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary_like
 from jaxppo.batch import RolloutBatch
 from jaxppo.samples import Sample
@@ -104,18 +105,19 @@ def nucleus_mask(
       `bool[R, T, V]`, whole on every device where the tensor axis does not divide V.
 
     Raises:
-      ValueError: ids of another rank, no columns.
+      TypeError, ValueError: ids that are no integers, or of another rank; no columns.
 
     Example:
       >>> nucleus_mask(jnp.array([[[2, 0, -1]]]), 4)
       Array([[[ True, False,  True, False]]], dtype=bool)
     """
-    if nucleus_ids.ndim != 3 or not jnp.issubdtype(nucleus_ids.dtype, jnp.integer):
-        raise ValueError(f"nucleus_ids: got {nucleus_ids.dtype}{list(nucleus_ids.shape)}, expected integer [R, T, K]")
+    check_array("nucleus_ids", nucleus_ids, "integers")
+    if nucleus_ids.ndim != 3:
+        raise ValueError(f"nucleus_ids: got shape {nucleus_ids.shape}, expected [R, T, K]")
+    if not isinstance(columns, (int, np.integer)) or columns < 1:
+        raise ValueError(f"columns: got {columns!r}, expected an integer of at least 1")
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
     shards = parallel.tensor_size if isinstance(parallel, ParallelMesh) else roles.size(roles.tensor)
-    if columns < 1:
-        raise ValueError(f"columns: got {columns}, expected at least 1")
     whole = bool(columns % shards)  # as such logits are
 
     def specs(p: ParallelMesh) -> tuple[list[P], P]:

@@ -22,11 +22,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_choice, check_number
+from jaxppo._arrays import check_alike, check_choice, check_number
 from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.batch import RolloutBatch
 from jaxppo.metrics import Metrics, reduce_metric
@@ -70,9 +71,11 @@ def proximal_log_probs(
 
     AReaL's log-linear approximation, https://inclusionai.github.io/AReaL/algorithms/prox_approx.html
     """
-    for name, x in (("rollout_log_probs", rollout_log_probs), ("policy_versions", policy_versions)):
-        if x.shape != log_probs.shape:
-            raise ValueError(f"{name}: got shape {x.shape}, expected {log_probs.shape} like log_probs")
+    arrays = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "policy_versions": policy_versions}
+    check_alike(arrays, policy_versions="integers")
+    _check_version("version", version)
+    if proximal_version is not None:
+        _check_version("proximal_version", proximal_version)
     proximal = version - 1 if proximal_version is None else proximal_version
     total = version - policy_versions
     share = (proximal - policy_versions) / jnp.where(total > 0, total, 1)
@@ -159,7 +162,14 @@ def staleness_weights(
     return found
 
 
+def _check_version(what: str, version: Any) -> None:
+    array = version if hasattr(version, "dtype") else np.asarray(version)
+    if array.shape != () or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{what}: got {version!r}, expected an integer, or a scalar array of integers")
+
+
 def _arguments(batch: RolloutBatch, version: Version) -> dict[str, Any]:
+    _check_version("version", version)
     check_arrays(batch)
     if batch.policy_versions is None:
         raise ValueError("batch.policy_versions: got None, expected i32[R, T]; give samples policy_versions=")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax.numpy as jnp
 import numpy as np
 
-from jaxppo._arrays import IDS, INTEGERS, OPTIONAL, PER_SEGMENT, REQUIRED, check_ids
+from jaxppo._arrays import IDS, INTEGERS, OPTIONAL, PER_SEGMENT, REQUIRED, Kind, check_array, check_ids
 from jaxppo._sharding import check_row_length, logical_positions, segment_multiple
 from jaxppo.batch import RolloutBatch
 from jaxppo.rules import View, raise_first
@@ -26,7 +23,8 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
     arrays = {name: getattr(batch, name) for name in (*REQUIRED, *OPTIONAL)}
     arrays = {name: x for name, x in arrays.items() if x is not None or name in REQUIRED}
     for name, x in arrays.items():
-        _check_kind(prefix, name, x)
+        kind: Kind = "integers" if name in INTEGERS else "numbers" if name == "loss_mask" else "floats"
+        check_array(prefix + name, x, kind)
     rows = batch.loss_mask.shape
     if len(rows) != 2 and not (stacked and len(rows) == 3):
         expected = "[R, T], or [K, R, T]" if stacked else "[R, T], one micro-batch"
@@ -36,16 +34,6 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
         shape, of = (segments, "segments of sample_ids") if name in PER_SEGMENT else (rows, "positions of loss_mask")
         if x.shape != shape:
             raise ValueError(f"{prefix}{name}: got shape {x.shape}, expected {shape}, as the rows and {of}")
-
-
-def _check_kind(prefix: str, name: str, x: Any) -> None:
-    wanted = "integers" if name in INTEGERS else "numbers" if name == "loss_mask" else "floats"
-    kinds = {"integers": (jnp.integer,), "floats": (jnp.floating,), "numbers": (jnp.floating, jnp.integer, jnp.bool_)}
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        got = "None" if x is None else type(x).__name__
-        raise TypeError(f"{prefix}{name}: got {got}, expected an array of {wanted}")
-    if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds[wanted]):
-        raise TypeError(f"{prefix}{name}: got dtype {x.dtype}, expected {wanted}")
 
 
 def validate(batch: RolloutBatch, vocab_size: int) -> None:

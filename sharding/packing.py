@@ -163,12 +163,15 @@ def unpack(array: Any, packed: Packed) -> list[np.ndarray]:
 
     Raises:
       ValueError: an array of other rows.
+      TypeError: packed is something else.
 
     Example:
       >>> packed = pack([[5, 6, 7], [8, 9]], row_length=4)
       >>> unpack(packed.place([[5, 6, 7], [8, 9]]), packed)
       [array([5, 6, 7]), array([8, 9])]
     """
+    if not isinstance(packed, Packed):
+        raise TypeError(f"packed: got {type(packed).__name__}, expected Packed, as pack returns it")
     array = np.asarray(array)
     leading = () if packed.micro_batches is None else (packed.micro_batches,)
     expected = (*leading, packed.rows, packed.order.shape[1])

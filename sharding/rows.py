@@ -157,6 +157,9 @@ def scan_affine(
       >>> scan_affine(0.5, jnp.array([[0.0, 4.0, 0.0, 8.0]]), segment_ids=jnp.array([[1, 1, 2, 2]]))
       Array([[2., 4., 4., 8.]], dtype=float32)
     """
+    for name, x in {"a": a, "b": b}.items():
+        if not jnp.issubdtype(getattr(x, "dtype", np.asarray(x).dtype), jnp.number):
+            raise TypeError(f"{name}: got {x!r}, expected numbers [R, T]")
     if np.ndim(b) != 2 or np.shape(a) not in ((), np.shape(b)):
         raise ValueError(f"a, b: got shapes {np.shape(a)} and {np.shape(b)}, expected [R, T] both, or a scalar a")
     check_context_rows(parallel, {"b": b}, segment_ids, num_segments, "scan_affine")
@@ -210,6 +213,9 @@ def check_context_rows(
         dtype = getattr(segment_ids, "dtype", type(segment_ids).__name__)
         if len(rows) != 2 or isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.integer):
             raise ValueError(f"segment_ids: got {dtype}{rows}, expected integers [R, T]")
+    for name, value in arrays.items():
+        if not jax.tree.leaves(value):
+            raise TypeError(f"{name}: got {value!r} in {function}, expected an array [R, T, ...], or a tree of them")
     shards = 1 if parallel is None else parallel.size(parallel.context)
     for path, leaf in jax.tree.leaves_with_path(arrays):
         name, shape = path[0].key + jax.tree_util.keystr(path[1:]), np.shape(leaf)

@@ -90,6 +90,9 @@ def segment_sum(
       >>> segment_sum(jnp.array([[1.0, 2.0, 4.0]]), jnp.array([[1, 2, 2]]), 3)
       Array([[1., 6., 0.]], dtype=float32)
     """
+    for name, array in {"x": x, "segment_ids": segment_ids}.items():
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise TypeError(f"{name}: got {type(array).__name__}, expected an array [R, T]")
     if x.shape != segment_ids.shape or x.ndim != 2:
         raise ValueError(f"segment_ids: got shape {segment_ids.shape}, expected [R, T] like x, {x.shape}")
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):

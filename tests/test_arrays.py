@@ -1,7 +1,8 @@
-"""Arrays of a batch that are none, or of another shape or dtype, are named by every function that takes a batch."""
+"""Arrays that are none, or of another shape or dtype, are named: those of a batch, and those that functions take."""
 
 import dataclasses
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +19,29 @@ from jaxppo import (
     RolloutBatch,
     Sample,
     TokenStats,
+    adaptive_kl_coef,
     advantages,
     compute_log_probs,
     covariance_mask,
     distillation_loss,
+    divergence_from_hidden,
+    kl_divergence,
+    log_probs_from_hidden,
+    log_probs_from_logits,
     mismatch_metrics,
     mtp_loss,
     mtp_normalizers,
+    nucleus_mask,
     pack_nucleus_ids,
     policy_loss,
     policy_loss_from_hidden,
+    proximal_log_probs,
+    redistribute,
+    scan_affine,
+    segment_sum,
     sft_loss,
     sft_loss_from_hidden,
+    shift_left,
     shift_targets,
     staleness_metrics,
     staleness_weights,
@@ -86,6 +98,11 @@ SPOILT = {
 }
 
 
+def named(name, error):
+    """Where the shapes of two arrays differ, both are."""
+    return ": got " in error and re.search(rf"\b{name.replace('_', '[_ ]')}\b", error)
+
+
 def test_all_arrays_are_there():
     assert len(NAMES) == 16
 
@@ -97,10 +114,7 @@ def test_it_is_named(function):
             wrong = dataclasses.replace(BATCH, **{name: spoil(getattr(BATCH, name))})
             with pytest.raises((TypeError, ValueError)) as found:
                 TAKE_A_BATCH[function](wrong)
-            said = str(found.value)
-            # of two arrays whose shapes differ, both are named
-            assert re.search(rf"\b{name.replace('_', '[_ ]')}\b", said), (name, how, said)
-            assert "got" in said, (name, how, said)
+            assert named(name, str(found.value)), (name, how, str(found.value))
 
 
 @pytest.mark.parametrize("function", sorted({*TAKE_A_BATCH} - {"validate"}))
@@ -114,3 +128,70 @@ def test_other_arguments_that_are_none():
         policy_loss_from_hidden(HIDDEN, KERNEL, BATCH, CONFIG, normalizer=3.0)
     with pytest.raises(TypeError, match="samples: got Sample, expected a sequence of Sample"):
         RolloutBatch.from_samples(SAMPLES[0], row_length=8)
+
+
+X, IDS, GROUPS = jnp.zeros((1, 8)), jnp.ones((1, 8), int), jnp.zeros((1, 2), int)
+OF_GROUPS = {"rewards": REWARDS, "group_ids": GROUPS}
+TAKE_ARRAYS = {
+    **{name: (getattr(advantages, name), OF_GROUPS) for name in ("grpo", "dr_grpo", "rloo", "gpg", "pass_at_k")},
+    "opo": (advantages.opo, {**OF_GROUPS, "lengths": REWARDS}),
+    "remax": (advantages.remax, {"rewards": REWARDS, "baselines": REWARDS, "sample_ids": GROUPS}),
+    "whiten": (advantages.whiten, {"x": X, "mask": X}),
+    "on_policy_distillation": (
+        advantages.on_policy_distillation,
+        {"advantages": X, "log_probs": X, "teacher_log_probs": X, "loss_mask": X},
+    ),
+    "gae": (partial(advantages.gae, batch=BATCH), {"rewards": X, "values": X}),
+    "discounted_returns": (partial(advantages.discounted_returns, batch=BATCH), {"rewards": X}),
+    "token_rewards": (partial(advantages.token_rewards, batch=BATCH), {"rewards": REWARDS}),
+    "spread": (partial(advantages.spread, batch=BATCH), {"x": REWARDS}),
+    "value_loss": (partial(value_loss, batch=BATCH), {"values": X}),
+    "kl_divergence": (kl_divergence, {"log_probs": X, "ref_log_probs": X, "importance_ratio": X}),
+    "proximal_log_probs": (
+        partial(proximal_log_probs, version=3),
+        {"log_probs": X, "rollout_log_probs": X, "policy_versions": IDS},
+    ),
+    "log_probs_from_logits": (log_probs_from_logits, {"logits": HIDDEN, "targets": IDS}),
+    "log_probs_from_hidden": (log_probs_from_hidden, {"hidden": HIDDEN, "head": KERNEL, "targets": IDS, "where": X}),
+    "divergence_from_hidden": (
+        divergence_from_hidden,
+        {"hidden": HIDDEN, "head": KERNEL, "teacher_hidden": HIDDEN, "teacher_head": KERNEL, "where": X},
+    ),
+    "nucleus_mask": (partial(nucleus_mask, columns=9), {"nucleus_ids": jnp.ones((1, 8, 2), int)}),
+    "segment_sum": (partial(segment_sum, num_segments=2), {"x": X, "segment_ids": IDS}),
+    "shift_left": (shift_left, {"x": X, "segment_ids": IDS}),
+    "redistribute": (partial(redistribute, parallel=None, source="contiguous", target="contiguous"), {"x": X}),
+    "scan_affine": (scan_affine, {"a": X, "b": X, "segment_ids": IDS}),
+}
+OPTIONAL = {"where", "importance_ratio", "segment_ids"}
+
+
+@pytest.mark.parametrize("function", TAKE_ARRAYS)
+def test_an_argument_is_named(function):
+    call, arguments = TAKE_ARRAYS[function]
+    call(**arguments)
+    for name, x in arguments.items():
+        spoilt = {"text": "x", "no rows": x[0], **({} if name in OPTIONAL else {"none": None})}
+        if function not in ("segment_sum", "shift_left", "redistribute", "scan_affine"):  # which move any numbers
+            spoilt |= {"complex": np.asarray(x).astype(complex), "list": x.tolist()}
+        for how, wrong in spoilt.items():
+            with pytest.raises((TypeError, ValueError)) as found:
+                call(**{**arguments, name: wrong})
+            assert named(name, str(found.value)), (name, how, str(found.value))
+
+
+@pytest.mark.parametrize("name", ["coef", "kl", "target", "samples", "horizon"])
+def test_numbers_of_the_adaptive_coefficient(name):
+    numbers = {"coef": 0.1, "kl": jnp.float32(0.2), "target": 0.1, "samples": 4, "horizon": 100.0}
+    adaptive_kl_coef(**numbers)
+    for wrong in ("x", None, float("nan"), jnp.ones(2)):
+        with pytest.raises(ValueError, match=f"{name}: got .*, expected"):
+            adaptive_kl_coef(**{**numbers, name: wrong})
+
+
+def test_versions_are_integers():
+    for wrong in ("x", None, 1.5, np.array([1])):
+        with pytest.raises(TypeError, match=r"version: got .*, expected an integer"):
+            proximal_log_probs(X, X, IDS, wrong)
+        with pytest.raises(TypeError, match=r"version: got .*, expected an integer"):
+            staleness_metrics(BATCH, wrong)

@@ -189,9 +189,7 @@ def test_validate_finds_unpadded_segments():
 
 def test_validate_shapes_and_dtypes():
     batch = RolloutBatch.from_samples(samples(), row_length=12)
-    with pytest.raises(
-        ValueError, match=r"targets: got shape \(1, 11\), expected \(1, 12\), as the rows"
-    ):
+    with pytest.raises(ValueError, match=r"targets: got shape \(1, 11\), expected \(1, 12\), as the rows"):
         dataclasses.replace(batch, targets=batch.targets[:, 1:]).validate(10)
     with pytest.raises(TypeError, match="tokens: got dtype float32, expected integers"):
         dataclasses.replace(batch, tokens=batch.tokens.astype(np.float32)).validate(10)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_array, check_choice, check_ids
+from jaxppo._arrays import check_alike, check_array, check_choice, check_ids
 from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.by_id import ById
 
@@ -62,8 +62,8 @@ def _by_group(
         missing = "rewards" if rewards is None else "group_ids"
         field = missing.removesuffix("s")
         raise ValueError(f"{missing}: got None in {name}, expected [R, S]; give every Sample its {field}")
-    for what, x in (("rewards", rewards), ("group_ids", group_ids)):
-        check_array(what, x)
+    check_array("rewards", rewards)
+    check_array("group_ids", group_ids, "integers")
     if rewards.ndim != 2 or not jnp.issubdtype(rewards.dtype, jnp.floating):
         raise ValueError(f"rewards: got {rewards.dtype}{list(rewards.shape)} in {name}, expected floating [R, S]")
     if group_ids.shape != rewards.shape:
@@ -242,6 +242,7 @@ def opo(
     """
 
     check_choice("singletons", singletons, Singletons)
+    check_array("lengths", lengths)
     return _by_group("opo", _opo, parallel, rewards, group_ids, lengths, singletons=singletons)
 
 
@@ -326,6 +327,8 @@ def gpg(
     """
 
     check_choice("singletons", singletons, Singletons)
+    if group_ids is not None:
+        check_array("group_ids", group_ids, "integers")
     present = None if group_ids is None else (group_ids >= 0).astype(jnp.float32)
     return _by_group("gpg", _gpg, parallel, rewards, group_ids, present, f_norm=f_norm, singletons=singletons)
 
@@ -357,7 +360,5 @@ def remax(
 
     Li et al. 2023, ReMax, https://arxiv.org/abs/2310.10505
     """
-    for name, x in (("baselines", baselines), ("sample_ids", sample_ids)):
-        if x.shape != rewards.shape:
-            raise ValueError(f"{name}: got shape {x.shape}, expected that of rewards, {rewards.shape}")
+    check_alike({"rewards": rewards, "baselines": baselines, "sample_ids": sample_ids}, sample_ids="integers")
     return lax.stop_gradient(jnp.where(sample_ids >= 0, rewards - baselines, 0).astype(jnp.float32))

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_choice
+from jaxppo._arrays import check_alike, check_choice
 from jaxppo._sharding import ShardAxes, scan_shard, shard_call, shift_shard
 from jaxppo.advantages.groups import Singletons, dr_grpo
 from jaxppo.advantages.tokens import Parallel, check_segments, check_tokens, spread, whiten
@@ -107,7 +107,7 @@ def discounted_returns(
     """
     check_choice("masked", masked, Masked)
     _check_unit(gamma=gamma)
-    check_tokens(batch, rewards=rewards, mask=mask)
+    check_tokens(batch, {"rewards": rewards}, mask=mask)
     args = {"rewards": rewards, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
     specs = lambda p: ([p.tokens_spec, p.tokens_spec, batch.specs(p)], p.tokens_spec)  # noqa: E731
     static = (gamma, gamma if masked == "discount" else 1.0)
@@ -174,7 +174,7 @@ def gae(
     """
     value_lam = lam if value_lam is None else value_lam
     _check_unit(gamma=gamma, lam=lam, value_lam=value_lam)
-    check_tokens(batch, rewards=rewards, values=values, mask=mask)
+    check_tokens(batch, {"rewards": rewards, "values": values}, mask=mask)
     args = {"rewards": rewards, "values": values, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
     specs = lambda p: ([*[p.tokens_spec] * 3, batch.specs(p)], (p.tokens_spec,) * 2)  # noqa: E731
     found: tuple[jax.Array, jax.Array] = shard_call("gae", _gae, parallel, args, specs, (gamma, lam, value_lam))
@@ -316,9 +316,8 @@ def on_policy_distillation(
 
     Agarwal et al. 2023, https://arxiv.org/abs/2306.13649; Lu 2025, https://thinkingmachines.ai/blog/on-policy-distillation/
     """
-    for name, x in {"log_probs": log_probs, "teacher_log_probs": teacher_log_probs, "loss_mask": loss_mask}.items():
-        if x.shape != advantages.shape:
-            raise ValueError(f"{name}: got shape {x.shape}, expected that of advantages, {advantages.shape}")
+    arrays = {"advantages": advantages, "log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
+    check_alike({**arrays, "loss_mask": loss_mask}, loss_mask="numbers")
     pulled = advantages - coef * (log_probs - teacher_log_probs)
     return lax.stop_gradient(jnp.where(loss_mask > 0, pulled, 0).astype(jnp.float32))
 

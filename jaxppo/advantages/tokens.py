@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,14 +18,14 @@ from jaxppo.validation import check_arrays
 Parallel = ParallelMesh | ShardAxes | None
 
 
-def check_tokens(batch: RolloutBatch, **arrays: jax.Array | None) -> None:
+def check_tokens(batch: RolloutBatch, needed: Mapping[str, Any] | None = None, **optional: jax.Array | None) -> None:
     """Raises where an array is not of the batch's `[R, T]`."""
     check_arrays(batch)
     shape = batch.loss_mask.shape
-    for name, x in arrays.items():
-        if x is not None:
-            check_array(name, x)
-        if x is not None and x.shape != shape:
+    given = {name: x for name, x in optional.items() if x is not None}
+    for name, x in {**(needed or {}), **given}.items():
+        check_array(name, x)
+        if x.shape != shape:
             raise ValueError(f"{name}: got shape {x.shape}, expected the batch's [R, T], {shape}")
 
 
@@ -96,6 +99,8 @@ def whiten(
       >>> whiten(jnp.array([[999.0, 1001.0, jnp.nan]]), jnp.array([[1.0, 1.0, 0.0]])).round(3)
       Array([[-0.707,  0.707,  0.   ]], dtype=float32)
     """
+    check_array("x", x, "floats")
+    check_array("mask", mask)
     if x.ndim != 2 or x.shape != mask.shape:
         raise ValueError(f"x, mask: got shapes {x.shape} and {mask.shape}, expected [R, T] both")
     specs = lambda p: ([p.tokens_spec] * 2, p.tokens_spec)  # noqa: E731

@@ -120,6 +120,7 @@ def log_probs_from_hidden(
       >>> log_probs_from_hidden(hidden, kernel, jnp.array([[0, 3]]), entropy="metric").entropy.round(4)
       Array([[1.3863, 1.3863]], dtype=float32)
     """
+    check_integers("targets", targets)  # prepare_head takes None, where nothing asks for log-probs
     call = prepare_head(
         hidden,
         head,
@@ -245,7 +246,7 @@ def prepare_head(
     `name`, of this one; targets may be None where nothing asks for their log-probs.
     """
     check_options(options)
-    check_floating("hidden", hidden, 3, "[R, T, H]")
+    check_floating(f"{name.removesuffix('head')}hidden", hidden, 3, "[R, T, H]")
     head = as_head(name, head)
     check_choice("entropy", entropy, Entropy)
     placement = place_head(parallel, name, hidden, head, options.get("hidden_spec"))

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_integers
+from jaxppo._arrays import check_array, check_integers
 from jaxppo._sharding import ParallelMesh
 
 Entropy = Literal["none", "metric", "bonus"]
@@ -74,7 +74,10 @@ def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 def check_where(where: Any, shape: tuple[int, ...]) -> None:
-    if where is not None and where.shape != shape:
+    if where is None:
+        return
+    check_array("where", where)
+    if where.shape != shape:
         raise ValueError(f"where: got shape {where.shape}, expected {shape}, the shape of targets")
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, MetricAggregation, check_aggregation, check_choice, masked
+from jaxppo._arrays import Aggregation, MetricAggregation, check_aggregation, check_array, check_choice, masked
 from jaxppo._sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
@@ -70,6 +70,7 @@ def value_loss(
     """
     check_arrays(batch)
     loss = ValueTokenLoss(clip, factor, clip_fraction, aggregation, aggregation_norm, metric_aggregation)
+    check_array("values", values, "floats")
     for name, x in {"values": values, "batch.returns": batch.returns, "batch.values": batch.values}.items():
         if x is None and not (name == "batch.values" and clip is None):
             raise ValueError(f"{name}: got None, expected f32[R, T] for clip={clip} (see advantages.gae)")
