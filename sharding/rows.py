@@ -158,7 +158,8 @@ def scan_affine(
       Array([[2., 4., 4., 8.]], dtype=float32)
     """
     for name, x in {"a": a, "b": b}.items():
-        if not jnp.issubdtype(getattr(x, "dtype", np.asarray(x).dtype), jnp.number):
+        dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+        if not jnp.issubdtype(dtype, jnp.number):
             raise TypeError(f"{name}: got {x!r}, expected numbers [R, T]")
     if np.ndim(b) != 2 or np.shape(a) not in ((), np.shape(b)):
         raise ValueError(f"a, b: got shapes {np.shape(a)} and {np.shape(b)}, expected [R, T] both, or a scalar a")
