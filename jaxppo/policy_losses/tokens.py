@@ -119,7 +119,7 @@ class SAPO(PolicyLoss):
 
 @jax.custom_jvp
 def _sigmoid(x: Tokens) -> Tokens:
-    """Whose derivative is sigmoid(x) sigmoid(-x): of JAX's, p (1 - p), a gate near 1 leaves nothing but rounding."""
+    """The sigmoid with derivative sigmoid(x) sigmoid(-x); JAX's, p (1 - p), is rounding alone where p is near 1."""
     return jax.nn.sigmoid(x)
 
 
