@@ -247,8 +247,10 @@ def check_advantages(names: list[str], o: Options, where: Place, drawn: list[Ste
 
 
 def amplified(name: str, k: Known, o: Options) -> float:
-    """What whitening multiplies the rounding of numbers by that are made in f32 first: the largest of them over their
-    deviation."""
+    """The largest of the numbers that are whitened over their deviation.
+
+    They were rounded to f32 before, and whitening makes that rounding so many times larger.
+    """
     if name == "reinforce_plus_plus_baseline":
         x = baseline_of_oracle(k, dataclasses.replace(o, whitened=False)) if o.whitened else []
     elif name == "reinforce_plus_plus":
