@@ -80,12 +80,6 @@ def check_floating(what: str, x: Any, rank: int, expected: str) -> None:
         raise ValueError(f"{what}: got shape {x.shape}, expected {expected}, each at least 1")
 
 
-def check_integers(what: str, x: Any) -> None:
-    dtype = getattr(x, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(f"{what}: got {'dtype ' + str(dtype) if dtype else type(x).__name__}, expected integers")
-
-
 Kind = Literal["integers", "floats", "numbers"]
 _KINDS: dict[Kind, tuple[Any, ...]] = {
     "integers": (jnp.integer,),
@@ -113,7 +107,7 @@ def check_alike(arrays: Mapping[str, Any], **kinds: Kind) -> None:
 
 def check_ids(what: str, x: Any) -> None:
     """Raises where ids are no integers or, on the host, do not fit the device's i32, where two could become one."""
-    check_integers(what, x)
+    check_array(what, x, "integers")
     if isinstance(x, np.ndarray) and x.size and not -(2**31) <= x.min() <= x.max() < 2**31:
         widest = x.min() if x.max() < 2**31 else x.max()
         raise ValueError(f"{what}: got {widest}, expected -1 to {2**31 - 1}; number the ids of a step")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from jaxppo._arrays import IDS, INTEGERS, OPTIONAL, PER_SEGMENT, REQUIRED, Kind, check_array, check_ids
@@ -10,8 +13,8 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.rules import View, raise_first
 
 
-def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> None:
-    """Raises where it is no batch, or holds something else than numbers in arrays of its shapes.
+def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Any]:
+    """The arrays that are there; raises where it is no batch, or holds something else than numbers in its shapes.
 
     Args:
       batch: whatever a user gave as one.
@@ -34,14 +37,14 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
         shape, of = (segments, "segments of sample_ids") if name in PER_SEGMENT else (rows, "positions of loss_mask")
         if x.shape != shape:
             raise ValueError(f"{prefix}{name}: got shape {x.shape}, expected {shape}, as the rows and {of}")
+    return arrays
 
 
 def validate(batch: RolloutBatch, vocab_size: int) -> None:
     """Raises at the first entry that breaks a rule, see `RolloutBatch.validate`."""
     if not isinstance(vocab_size, (int, np.integer)) or vocab_size < 1:
         raise ValueError(f"vocab_size: got {vocab_size!r}, expected an integer of at least 1")
-    check_arrays(batch, stacked=True, prefix="")
-    arrays = _rows(batch)
+    arrays = _rows(check_arrays(batch, stacked=True, prefix=""))
     layout, shards, segments = batch.context_layout, batch.context_shards, arrays["segment_ids"]
     length = segments.shape[1]
     check_row_length(length, layout, shards, "row length of tokens")
@@ -55,10 +58,9 @@ def validate(batch: RolloutBatch, vocab_size: int) -> None:
     _check_padding(logical["segment_ids"], lengths, layout, shards)
 
 
-def _rows(batch: RolloutBatch) -> dict[str, np.ndarray]:
-    """The arrays that are there, micro-batches as more rows."""
-    given = {name: getattr(batch, name) for name in (*REQUIRED, *OPTIONAL)}
-    arrays = {name: np.asarray(x) for name, x in given.items() if x is not None}
+def _rows(given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays on the host, micro-batches as more rows."""
+    arrays = {name: np.asarray(x) for name, x in given.items()}
     for name in set(IDS) & set(arrays):
         check_ids(name, arrays[name])
     return {name: x.reshape(-1, x.shape[-1]) for name, x in arrays.items()}

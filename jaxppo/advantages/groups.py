@@ -63,12 +63,11 @@ def _by_group(
         field = missing.removesuffix("s")
         raise ValueError(f"{missing}: got None in {name}, expected [R, S]; give every Sample its {field}")
     check_array("rewards", rewards)
-    check_array("group_ids", group_ids, "integers")
+    check_ids("group_ids", group_ids)
     if rewards.ndim != 2 or not jnp.issubdtype(rewards.dtype, jnp.floating):
         raise ValueError(f"rewards: got {rewards.dtype}{list(rewards.shape)} in {name}, expected floating [R, S]")
     if group_ids.shape != rewards.shape:
         raise ValueError(f"group_ids: got shape {group_ids.shape} in {name}, expected that of rewards, {rewards.shape}")
-    check_ids("group_ids", group_ids)
     if weights is not None and weights.shape != rewards.shape:
         raise ValueError(f"lengths: got shape {weights.shape} in {name}, expected that of rewards, {rewards.shape}")
     args = {"rewards": rewards, "group_ids": group_ids, "lengths": weights}
@@ -327,13 +326,11 @@ def gpg(
     """
 
     check_choice("singletons", singletons, Singletons)
-    if group_ids is not None:
-        check_array("group_ids", group_ids, "integers")
-    present = None if group_ids is None else (group_ids >= 0).astype(jnp.float32)
-    return _by_group("gpg", _gpg, parallel, rewards, group_ids, present, f_norm=f_norm, singletons=singletons)
+    return _by_group("gpg", _gpg, parallel, rewards, group_ids, f_norm=f_norm, singletons=singletons)
 
 
-def _gpg(groups: _Groups, present: jax.Array, *, f_norm: float, singletons: Singletons) -> jax.Array:
+def _gpg(groups: _Groups, _: None, *, f_norm: float, singletons: Singletons) -> jax.Array:
+    present = groups.by_id.gather(groups.by_id.there.astype(jnp.float32))
     alpha = present.sum() / jnp.maximum((groups.rewards != 0).sum(), 1)
     return alpha * _lone(groups, groups.own - groups.of(groups.mean), singletons) / f_norm
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_choice, check_floating, check_integers
+from jaxppo._arrays import check_array, check_choice, check_floating
 from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary_like
 from jaxppo.head import tiles
 from jaxppo.head.columns import LANES
@@ -120,7 +120,7 @@ def log_probs_from_hidden(
       >>> log_probs_from_hidden(hidden, kernel, jnp.array([[0, 3]]), entropy="metric").entropy.round(4)
       Array([[1.3863, 1.3863]], dtype=float32)
     """
-    check_integers("targets", targets)  # prepare_head takes None, where nothing asks for log-probs
+    check_array("targets", targets, "integers")  # prepare_head takes None, where nothing asks for log-probs
     call = prepare_head(
         hidden,
         head,
@@ -256,7 +256,7 @@ def prepare_head(
         targets = as_token_ids(targets)
     check_where(where, tokens)
     if nucleus_ids is not None:
-        check_integers("nucleus_ids", nucleus_ids)
+        check_array("nucleus_ids", nucleus_ids, "integers")
         if nucleus_ids.ndim != 3 or nucleus_ids.shape[:2] != tokens:
             raise ValueError(f"nucleus_ids: got shape {nucleus_ids.shape}, expected [R, T, K] with [R, T] = {tokens}")
         nucleus_ids = as_token_ids(nucleus_ids)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_array, check_integers
+from jaxppo._arrays import check_array
 from jaxppo._sharding import ParallelMesh
 
 Entropy = Literal["none", "metric", "bonus"]
@@ -60,7 +60,7 @@ def stats_of(found: tuple[Any, Any, tuple[Any, ...] | None], mode: Entropy) -> T
 
 
 def check_targets(targets: Any, shape: tuple[int, ...], source: str) -> None:
-    check_integers("targets", targets)
+    check_array("targets", targets, "integers")
     if targets.shape != shape:
         raise ValueError(f"targets: got shape {targets.shape}, expected {shape}, the [R, T] of {source}")
 
