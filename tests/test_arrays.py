@@ -48,18 +48,18 @@ from jaxppo import (
     value_loss,
 )
 
-LOG_PROBS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
+OF_TOKENS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
 SAMPLES = [
     Sample([1, 2, 3, 4], response_start=2, group_id=0, reward=1.0, rollout_id=i, policy_versions=[3, 3])
     for i in range(2)
 ]
-SAMPLES = [dataclasses.replace(sample, **{name: [-1.0, -2.0] for name in LOG_PROBS}) for sample in SAMPLES]
+SAMPLES = [dataclasses.replace(sample, **{name: [-1.0, -2.0] for name in OF_TOKENS}) for sample in SAMPLES]
 BATCH = RolloutBatch.from_samples(SAMPLES, row_length=8)
 NAMES = [field.name for field in dataclasses.fields(BATCH) if isinstance(getattr(BATCH, field.name), np.ndarray)]
 HIDDEN, KERNEL = jnp.ones((1, 8, 4)), jnp.ones((4, 9))
 STATS = TokenStats(jnp.full((1, 8), -1.0))
 CONFIG = PolicyLossConfig(PPO(), kl=KL(0.1))
-VALUES, REWARDS = STATS.log_probs, jnp.zeros((1, 2))
+VALUES, REWARDS, GROUPS = STATS.log_probs, jnp.zeros((1, 2)), jnp.zeros((1, 2), int)
 TAKE_A_BATCH = {
     "policy_loss": lambda batch: policy_loss(STATS, batch, CONFIG),
     "policy_loss, gspo": lambda batch: policy_loss(STATS, batch, PolicyLossConfig(GSPO())),
@@ -82,8 +82,8 @@ TAKE_A_BATCH = {
     "token_rewards": lambda batch: advantages.token_rewards(REWARDS, batch),
     "discounted_returns": lambda batch: advantages.discounted_returns(VALUES, batch),
     "gae": lambda batch: advantages.gae(VALUES, VALUES, batch),
-    "reinforce_plus_plus": lambda batch: advantages.reinforce_plus_plus(REWARDS, batch),
-    "reinforce_plus_plus_baseline": lambda batch: advantages.reinforce_plus_plus_baseline(REWARDS, REWARDS, batch),
+    "reinforce_plus_plus": lambda batch: advantages.reinforce_plus_plus(VALUES, batch),
+    "reinforce_plus_plus_baseline": lambda batch: advantages.reinforce_plus_plus_baseline(REWARDS, GROUPS, batch),
     "validate": lambda batch: batch.validate(9),
 }
 SPOILT = {
@@ -108,7 +108,8 @@ def test_all_arrays_are_there():
 
 
 @pytest.mark.parametrize("function", TAKE_A_BATCH)
-def test_it_is_named(function):
+def test_an_array_of_a_batch_is_named(function):
+    TAKE_A_BATCH[function](BATCH)
     for name in NAMES:
         for how, spoil in SPOILT.items():
             wrong = dataclasses.replace(BATCH, **{name: spoil(getattr(BATCH, name))})
@@ -123,14 +124,14 @@ def test_no_batch_at_all(function):
         TAKE_A_BATCH[function]({"tokens": BATCH.tokens})
 
 
-def test_other_arguments_that_are_none():
+def test_a_normalizer_and_samples_of_another_type():
     with pytest.raises(TypeError, match="normalizer: got float, expected Normalizer or None"):
         policy_loss_from_hidden(HIDDEN, KERNEL, BATCH, CONFIG, normalizer=3.0)
     with pytest.raises(TypeError, match="samples: got Sample, expected a sequence of Sample"):
         RolloutBatch.from_samples(SAMPLES[0], row_length=8)
 
 
-X, IDS, GROUPS = jnp.zeros((1, 8)), jnp.ones((1, 8), int), jnp.zeros((1, 2), int)
+X, IDS = jnp.zeros((1, 8)), jnp.ones((1, 8), int)
 OF_GROUPS = {"rewards": REWARDS, "group_ids": GROUPS}
 TAKE_ARRAYS = {
     **{name: (getattr(advantages, name), OF_GROUPS) for name in ("grpo", "dr_grpo", "rloo", "gpg", "pass_at_k")},
