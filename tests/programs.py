@@ -14,15 +14,15 @@ from sharding.testing import emulate_devices
 MOST_REGIONS = 30_000
 SECONDS = 5.0  # between two looks
 _looked = 0.0
-# Not LLVM's optimizations, which are a third of a run's time; and of each fusion's code the older emitters, which are
-# twice as quick. From 0.11 on JAX has the new ones alone.
+# XLA's flags that halve a run's time. LLVM does not optimize, and code for fusions comes from the older of two
+# emitters, which JAX has up to 0.10. Numbers may be rounded otherwise.
 QUICK = "--xla_backend_optimization_level=0"
 if jax.__version_info__ < (0, 11):
     QUICK += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 
 def start_devices(count: int) -> None:
-    """Of the CPU; with QUICK_COMPILES in the environment their code is compiled sooner, and may round otherwise."""
+    """Makes the CPU appear as so many; with QUICK_COMPILES in the environment, compiles for them with `QUICK`."""
     before = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = xla_flags()
     emulate_devices(count)
@@ -30,7 +30,7 @@ def start_devices(count: int) -> None:
 
 
 def xla_flags() -> str:
-    """With which another process compiles for CPUs as this one does."""
+    """The flags with which a process that a test starts compiles for CPUs as this one does."""
     return QUICK if os.environ.get("QUICK_COMPILES") else os.environ.get("XLA_FLAGS", "")
 
 
