@@ -14,8 +14,8 @@ The CPU then appears as that many devices, from before the first conftest.py is 
   two of these traits and the layout that occur together at all do so in the sample. One mesh alone:
   `@pytest.mark.parametrize("parallel_mesh", ["dp=2,cp=4"], indirect=True)`, or `[("dp=2,cp=4", "zigzag")]`.
 - `context_layout`: the name of a context layout; the test runs for each.
-- `assert_mesh_invariant`: `sharding.testing.assert_mesh_invariant`, over every dp x cp x tp of JAX's devices unless
-  `meshes=` says which.
+- `assert_mesh_invariant`: `jaxppo.sharding.testing.assert_mesh_invariant`, over every dp x cp x tp of JAX's devices
+  unless `meshes=` says which.
 
 An example, which finds a sum over the data axes alone, a mean of the shards' means, and a shift that stops at a shard's
 end:
@@ -28,7 +28,6 @@ This is a module of its own since pytest imports it at every start, and importin
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -136,17 +135,21 @@ def _fixtures(count: int | None, sample: str) -> object:
 
         @pytest.fixture
         def assert_mesh_invariant(self) -> Callable[..., Any]:
-            """sharding.testing.assert_mesh_invariant, by default over all factorings of JAX's devices."""
+            """jaxppo.sharding.testing.assert_mesh_invariant, by default over all factorings of JAX's devices."""
+            from jaxppo.sharding.testing import assert_mesh_invariant
+
             mesh(f"dp={count}")
-            return _sharding("testing").assert_mesh_invariant
+            return assert_mesh_invariant
 
     return Fixtures()
 
 
 def _layouts_and_cases(count: int, sample: str) -> tuple[list[str], list[Case]]:
-    layouts = list(_sharding("axes").LAYOUTS)
-    meshes: list[str] = _sharding("testing").factorings(count)
-    cases = [(mesh, name) for mesh in meshes for name in (layouts if "cp=1," not in mesh else layouts[:1])]
+    from jaxppo.sharding import LAYOUTS
+    from jaxppo.sharding.testing import factorings
+
+    layouts = list(LAYOUTS)
+    cases = [(mesh, name) for mesh in factorings(count) for name in (layouts if "cp=1," not in mesh else layouts[:1])]
     return layouts, cases if sample == "all" else list(_pairwise(cases))
 
 
@@ -163,10 +166,3 @@ def _pairwise(cases: list[Case]) -> Iterator[Case]:
 def _traits(mesh: str, layout: str) -> list[str]:
     """Which of dp, cp and tp are above 1, and the layout."""
     return [size if size.endswith("=1") else size[:2] for size in mesh.split(",")] + [layout]
-
-
-def _sharding(name: str) -> Any:
-    """A module of the package `sharding` that came with jaxppo, also in a project with another module of that name."""
-    from jaxppo import make_parallel_mesh
-
-    return importlib.import_module(f"{make_parallel_mesh.__module__.rpartition('.')[0]}.{name}")

@@ -30,7 +30,7 @@ from benchmarks import gpu, peers, plots, versions
 from benchmarks.cases import Case, draw
 from benchmarks.measure import compile_step, difference, fits, in_turns, peaks, temporaries
 from examples.plan_pod import HEADS, HeadSizes, Step, described_mesh
-from sharding.audit import Audit, audit
+from jaxppo.sharding import Audit, audit
 
 MIB = 2**20
 Records = list[dict[str, Any]]

@@ -33,6 +33,9 @@ python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example|Examples):$")
+# Whose names pages call without saying where they stand.
+_MODULES = ("covariance", "distillation", "head", "kl", "metrics", "mismatch", "mtp", "nucleus", "policy_losses")
+_MODULES += ("sharding", "sharding.testing", "staleness")
 _NAME = re.compile(r"([A-Za-z_][\w.]*)(\(.*\))?$")
 
 
@@ -102,7 +105,7 @@ def link_public_names(app: Any, doctree: Any, docname: str) -> None:
             inside = inside.parent
         if inside is not None or name is None:
             continue
-        known = (prefix + name[1] for prefix in ("", "jaxppo.", "sharding.", "sharding.testing."))
+        known = (prefix + name[1] for prefix in ("", "jaxppo.", *(f"jaxppo.{module}." for module in _MODULES)))
         found = next((full for full in known if full in objects), None)
         if found is not None:
             entry = objects[found]

@@ -27,7 +27,8 @@ def per_token(loss: Any, ratio: Any, advantage: float, selected: float) -> tuple
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxppo import Segments, ShardAxes
+    from jaxppo import ShardAxes
+    from jaxppo.sharding import Segments
 
     rows = jnp.asarray(ratio, jnp.float32)[:, None]
     old = jnp.full_like(rows, jnp.log(OLD_PROBABILITY))
@@ -106,7 +107,8 @@ def weights() -> Any:
     import jax
     import numpy as np
 
-    from jaxppo import PolicyLossConfig, Reinforce, RolloutBatch, Sample, TokenStats, policy_loss
+    from jaxppo import PolicyLossConfig, RolloutBatch, Sample, TokenStats, policy_loss
+    from jaxppo.policy_losses import Reinforce
 
     counts, rollouts = (6, 3, 1), (0, 1, 1)
     samples = [
@@ -168,7 +170,7 @@ def kl() -> Any:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxppo import kl_divergence
+    from jaxppo.kl import kl_divergence
 
     d = jnp.linspace(-3, 3, 401)
     figure, axes = plots(2, width=8.0, height=2.9)
@@ -193,7 +195,8 @@ def memory() -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jaxppo import GSPO, PolicyLossConfig, RolloutBatch, audit, policy_loss_from_hidden
+    from jaxppo import GSPO, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden
+    from jaxppo.sharding import audit
 
     H, V, mib = 256, 16384, 2**20
 

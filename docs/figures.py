@@ -96,7 +96,8 @@ def overview() -> Any:
 
 def packing() -> Any:
     """Where `pack` puts samples of eight lengths."""
-    from sharding import make_parallel_mesh, pack
+    from jaxppo import make_parallel_mesh
+    from jaxppo.sharding import pack
 
     lengths = (9, 7, 6, 5, 4, 3, 3, 2)
     sequences = [range(n) for n in lengths]
@@ -126,7 +127,7 @@ def layouts() -> Any:
     """Which positions each of four context shards holds, from the layouts' own formulas."""
     import numpy as np
 
-    from sharding import logical_positions
+    from jaxppo.sharding import logical_positions
 
     lengths = np.array([[16, 8, 8]])
     figure, axes = canvas(10.6, 3.1)

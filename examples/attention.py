@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from sharding import ParallelMesh
+from jaxppo import ParallelMesh
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

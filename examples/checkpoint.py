@@ -10,7 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from examples.learner import TrainState
-from sharding import multihost
+from jaxppo.sharding import multihost
 
 FORMAT = 1  # of what is saved; to be raised where an older program could not go on from it
 

@@ -16,9 +16,17 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from examples.toy_rollouts import VOCAB, WIDTH, rollouts
-from jaxppo import PPO, Head, PolicyLossConfig, RolloutBatch, make_parallel_mesh, metrics, policy_loss_from_hidden
-from sharding import ParallelMesh
-from sharding.testing import emulate_devices
+from jaxppo import (
+    PPO,
+    Head,
+    ParallelMesh,
+    PolicyLossConfig,
+    RolloutBatch,
+    finalize_metrics,
+    make_parallel_mesh,
+    policy_loss_from_hidden,
+)
+from jaxppo.sharding.testing import emulate_devices
 
 CONFIG = PolicyLossConfig(PPO(clip_high=0.28))
 
@@ -65,7 +73,7 @@ def step(
         return policy_loss_from_hidden(hidden, head, batch, CONFIG, parallel=parallel)
 
     (_, found), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-    return state.apply_gradients(grads=gradients), metrics.values(found)
+    return state.apply_gradients(grads=gradients), finalize_metrics(found)
 
 
 def train(parallel: ParallelMesh, *, tied: bool = False, steps: int = 10) -> tuple[TrainState, list[float]]:

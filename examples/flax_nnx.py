@@ -15,9 +15,17 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from examples.toy_rollouts import VOCAB, WIDTH, rollouts
-from jaxppo import PPO, Head, PolicyLossConfig, RolloutBatch, make_parallel_mesh, metrics, policy_loss_from_hidden
-from sharding import ParallelMesh
-from sharding.testing import emulate_devices
+from jaxppo import (
+    PPO,
+    Head,
+    ParallelMesh,
+    PolicyLossConfig,
+    RolloutBatch,
+    finalize_metrics,
+    make_parallel_mesh,
+    policy_loss_from_hidden,
+)
+from jaxppo.sharding.testing import emulate_devices
 
 CONFIG = PolicyLossConfig(PPO(clip_high=0.28))
 
@@ -57,7 +65,7 @@ def step(model: Policy, optimizer: nnx.Optimizer, batch: RolloutBatch, parallel:
 
     (_, found), gradients = nnx.value_and_grad(loss_fn, has_aux=True)(model)
     optimizer.update(model, gradients)
-    return metrics.values(found)
+    return finalize_metrics(found)
 
 
 def train(parallel: ParallelMesh, *, tied: bool = False, steps: int = 10) -> tuple[Policy, list[float]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from sharding import multihost
+from jaxppo.sharding import multihost
 
 HEARTBEAT_S = 30  # a process that is silent for so long is gone, and the others end
 _POLL_S = 0.1

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jaxppo
 from examples.attention import context_attention
 from examples.model import Config, Model
-from jaxppo import Head, PolicyLossConfig, RolloutBatch, TokenStats, advantages
-from jaxppo.metrics import values
-from sharding import ParallelMesh
+from jaxppo import Head, ParallelMesh, PolicyLossConfig, RolloutBatch, TokenStats, advantages, finalize_metrics
+from jaxppo.covariance import covariance_mask
+from jaxppo.mismatch import mismatch_metrics
 
 Metrics = dict[str, jax.Array]
 _OF_RATIOS = ("clip_fraction", "ppo_kl", "ratio_min", "ratio_mean", "ratio_max")
@@ -112,7 +112,8 @@ class Learner:
 
         (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         params, optimizer, more = self._apply(loss, state.params, state.optimizer, gradients)
-        return self._pin(dataclasses.replace(state, params=params, optimizer=optimizer)), values(metrics) | more
+        state = self._pin(dataclasses.replace(state, params=params, optimizer=optimizer))
+        return state, finalize_metrics(metrics) | more
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def grpo_step(self, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Metrics]:
@@ -137,7 +138,7 @@ class Learner:
         selected = None
         if self.loss.loss.selects is not None:
             key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-            selected = jaxppo.covariance_mask(old, batch, self.loss, key, self.parallel)
+            selected = covariance_mask(old, batch, self.loss, key, self.parallel)
 
         def loss_of(params: nnx.State) -> Any:
             hidden, head = self._head(params, batch)
@@ -149,12 +150,12 @@ class Learner:
             params, optimizer = carry
             (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
             params, optimizer, more = self._apply(loss, params, optimizer, gradients)
-            return (params, optimizer), values(metrics) | more
+            return (params, optimizer), finalize_metrics(metrics) | more
 
         (params, optimizer), metrics = lax.scan(update, (state.params, state.optimizer), length=self.updates)
         last = {f"{name}_last_update": metrics[name][-1] for name in _OF_RATIOS if name in metrics}
         metrics = {name: x.sum() if name == "skipped" else x[0] for name, x in metrics.items()} | last
-        mismatch = values(jaxppo.mismatch_metrics(batch, parallel=self.parallel))
+        mismatch = finalize_metrics(mismatch_metrics(batch, parallel=self.parallel))
         metrics |= {f"mismatch_{name}": mismatch[name] for name in ("kl", "log_prob_abs_diff", "chi2_sequence")}
         state = dataclasses.replace(state, params=params, optimizer=optimizer, step=state.step + 1)
         return self._pin(state), metrics

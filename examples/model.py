@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from examples.attention import Attend
-from sharding import ParallelMesh
+from jaxppo import ParallelMesh
 
 
 class Config(Protocol):

@@ -27,17 +27,17 @@ from jax.experimental import topologies
 from examples.pod_step import MODELS, Fit, TrainStep, fit
 from jaxppo import (
     Head,
-    HeadOptions,
+    ParallelMesh,
     PolicyLossConfig,
     RolloutBatch,
     TokenStats,
     log_probs_from_hidden,
+    make_parallel_mesh,
     policy_loss,
     policy_loss_from_hidden,
 )
-from sharding import ParallelMesh, make_parallel_mesh
-from sharding.audit import Audit, audit
-from sharding.placement import links
+from jaxppo.head import HeadOptions
+from jaxppo.sharding import Audit, audit, links
 
 GIB = 2**30
 

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxppo import Head, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden
-from sharding import ParallelMesh
-from sharding.audit import Audit, audit
+from jaxppo import Head, ParallelMesh, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden
+from jaxppo.sharding import Audit, audit
 
 QUERIES = 512  # that meet all keys at once
 CONFIG = PolicyLossConfig(entropy_coef=0.01)

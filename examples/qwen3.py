@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from examples.attention import Attend
 from examples.model_folder import Weights, read_json
-from sharding import ParallelMesh
+from jaxppo import ParallelMesh
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # settings of config.json that change the model, and the values under which it is the model below

@@ -24,7 +24,7 @@ from matplotlib import pyplot
 from tqdm import tqdm
 
 import jaxppo
-from sharding import ParallelMesh
+from jaxppo import ParallelMesh
 
 _PLOTTED = {"reward": "reward", "kl": "KL to the SFT model (nats)", "entropy": "entropy (nats)"}
 

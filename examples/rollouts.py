@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from examples.sampler import Sampler, rows_spec
 from examples.tasks import Question, Task, Tokenizer
-from jaxppo import RolloutBatch, Sample
-from sharding import ParallelMesh, multihost
+from jaxppo import ParallelMesh, RolloutBatch, Sample
+from jaxppo.sharding import multihost
 
 GREEDY = 0.0
 _SEQUENCES_PER_ROW = 4

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from examples.attention import Attend, attention
 from examples.model import Config, Model
 from examples.tasks import Tokenizer
-from sharding import ParallelMesh
+from jaxppo import ParallelMesh
 
 
 class Responses(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxppo import RolloutBatch
-from sharding import ParallelMesh, multihost
+from jaxppo import ParallelMesh, RolloutBatch
+from jaxppo.sharding import multihost
 
 
 class Spikes:

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 
-from jaxppo import RolloutBatch, Sample
-from sharding import ParallelMesh
+from jaxppo import ParallelMesh, RolloutBatch, Sample
 
 VOCAB, WIDTH = 128, 32
 

@@ -30,9 +30,8 @@ from examples.rollouts import Packer, Rollouts, answers, scores
 from examples.sampler import make_sampler
 from examples.spikes import Spikes
 from examples.tasks import TASKS, Task
-from jaxppo import KL, PolicyLossConfig, policy_losses
-from sharding import ParallelMesh, make_parallel_mesh, multihost
-from sharding.axes import LAYOUTS
+from jaxppo import KL, ParallelMesh, PolicyLossConfig, make_parallel_mesh, policy_losses
+from jaxppo.sharding import LAYOUTS, multihost
 
 TEMPERATURE = 1.0  # of sampling; the trainer divides logits by the same, which 1 leaves out
 EMULATED_DEVICES = 8  # on a machine with nothing but a CPU

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo.aggregation import part_of_a_step
-from jaxppo.metrics import Metrics, collapse
+from jaxppo.metrics import Metrics, collapse_metrics
 
 
 def accumulate_gradients(
@@ -60,6 +60,6 @@ def accumulate_gradients(
         start = jnp.float32(0), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params)
         (loss, gradients), metrics = lax.scan(step, start, micro_batches)
         gradients = jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, params)
-        return (loss, collapse(metrics)), gradients
+        return (loss, collapse_metrics(metrics)), gradients
 
     return run

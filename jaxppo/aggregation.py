@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import Aggregation, check_choice
-from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
 from jaxppo.off_policy import OffPolicyConfig, weight_sums
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 from jaxppo.validation import check_arrays
 
 # Part of the key of jit's caches, so that no trace from before answers for a part of a step.

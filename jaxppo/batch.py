@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import OPTIONAL, PER_SEGMENT, REQUIRED
-from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, in_order, multihost, pack
 from jaxppo.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
 from jaxppo.samples import Sample, batch_arrays, check_groups_of_hosts, check_sample_ids, check_samples
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, in_order, multihost, pack
 
 _STATIC = ("context_layout", "context_shards", "micro_batches", "real_last_targets")
 _ARRAYS = (*REQUIRED, *OPTIONAL)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxppo._sharding import ShardAxes, vary
+from jaxppo.sharding import ShardAxes, vary
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,16 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import masked
-from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.stats import TokenStats
 from jaxppo.losses.policy import check_needed, old_log_probs
 from jaxppo.policy_losses import PolicyLoss
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 from jaxppo.validation import check_arrays
+
+__all__ = ["covariance_mask"]
 
 
 def covariance_mask(
@@ -49,7 +51,7 @@ def covariance_mask(
       ValueError: a config with another loss, an array that the batch lacks, shapes that differ.
 
     Example:
-      >>> from jaxppo import KLCov
+      >>> from jaxppo.policy_losses import KLCov
       >>> ids, one = jnp.array([[1, 1, 1]]), jnp.array([[0]])
       >>> x = jnp.array([[-1.0, 0.0, 2.0]])
       >>> batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 3)), one, advantages=x, old_log_probs=x)

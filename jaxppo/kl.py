@@ -13,6 +13,8 @@ from jaxtyping import Array, Float
 
 from jaxppo._arrays import Coefficient, check_alike, check_choice, check_flag, check_number
 
+__all__ = ["KL", "adaptive_kl_coef", "kl_divergence"]
+
 MAX_LOG_RATIO = 20.0
 Estimator = Literal["k1", "abs", "k2", "k3", "low_var_kl", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"]
 

@@ -13,8 +13,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_choice
-from jaxppo._sharding import ShardAxes, vary
-from jaxppo.rules import explain as explain
+from jaxppo.sharding import ShardAxes, vary
+
+__all__ = ["Composite", "Metric", "Metrics", "collapse_metrics", "finalize_metrics", "merge_metrics"]
 
 Reduce = Literal["mean", "sum", "min", "max"]
 
@@ -34,7 +35,7 @@ class Metric:
 
     Example:
       >>> parts = Metric(jnp.array(6.0), jnp.array(2.0)), Metric(jnp.array(1.0), jnp.array(5.0))
-      >>> float(merge(*parts).value)  # and not the mean of 3 and 0.2
+      >>> float(merge_metrics(*parts).value)  # and not the mean of 3 and 0.2
       1.0
     """
 
@@ -86,7 +87,7 @@ class Composite:
 Metrics = dict[str, Metric | Composite]
 
 
-def merge(first: Any, *others: Any) -> Any:
+def merge_metrics(first: Any, *others: Any) -> Any:
     """One metric, or one dict of them by name, out of several of equal structure.
 
     Args:
@@ -101,23 +102,23 @@ def merge(first: Any, *others: Any) -> Any:
 
     Example:
       >>> one, two = (Metric(jnp.array(x), jnp.array(1.0), "max") for x in (3.0, 5.0))
-      >>> float(merge({"ratio": one}, {"ratio": two})["ratio"].value)
+      >>> float(merge_metrics({"ratio": one}, {"ratio": two})["ratio"].value)
       5.0
     """
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), first, *others)
-    return collapse(stacked)
+    return collapse_metrics(stacked)
 
 
-def collapse(stacked: Any) -> Any:
-    """Merges a dict of metrics (or one) along the leading axis of its arrays; see `merge`."""
+def collapse_metrics(stacked: Any) -> Any:
+    """Merges a dict of metrics (or one) along the leading axis of its arrays; see `merge_metrics`."""
     return {name: m.collapse() for name, m in stacked.items()} if isinstance(stacked, Mapping) else stacked.collapse()
 
 
-def values(metrics: Mapping[str, Metric | Composite]) -> dict[str, Float[Array, ""]]:
+def finalize_metrics(metrics: Mapping[str, Metric | Composite]) -> dict[str, Float[Array, ""]]:
     """The finished numbers by name.
 
     Example:
-      >>> values({"loss": Metric(jnp.float32(6), jnp.float32(2))})
+      >>> finalize_metrics({"loss": Metric(jnp.float32(6), jnp.float32(2))})
       {'loss': Array(3., dtype=float32)}
     """
     return {name: metric.value for name, metric in metrics.items()}

@@ -10,11 +10,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import masked
-from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.batch import RolloutBatch
 from jaxppo.kl import MAX_LOG_RATIO, k3
 from jaxppo.metrics import Metric, Metrics, reduce_metric
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.validation import check_arrays
+
+__all__ = ["mismatch_metrics"]
 
 
 def mismatch_metrics(

@@ -12,10 +12,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from jaxppo._arrays import check_array
-from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary_like
 from jaxppo.batch import RolloutBatch
 from jaxppo.samples import Sample
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary_like
 from jaxppo.validation import check_arrays
+
+__all__ = ["nucleus_mask", "pack_nucleus_ids"]
 
 Recorded = Sequence[Sequence[Any]]
 

@@ -20,8 +20,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_choice, check_flag, check_number, is_number, masked
-from jaxppo._sharding import Segments, vary
 from jaxppo.kl import MAX_LOG_RATIO, k3
+from jaxppo.sharding import Segments, vary
 
 Level = Literal["none", "token", "sequence", "geometric"]
 Outside = Literal["clamp", "zero"]

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import IDS, INTEGERS, PER_SEGMENT, check_ids
-from jaxppo._sharding import (
+from jaxppo.sharding import (
     ParallelMesh,
     Segments,
     ShardAxes,

@@ -2,7 +2,7 @@
 
 On the host `RolloutBatch.validate` raises at the first entry that breaks one. Under jit nothing can be raised: there a
 broken rule makes the loss NaN rather than a plausible number, and the metric `broken_rules` says which rules they were,
-as a bit set that `metrics.explain` reads.
+as a bit set that `explain_broken_rules` reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import LOG_PROBS, PER_SEGMENT
-from jaxppo._sharding import Segments
+from jaxppo.sharding import Segments
 
 MAX_LOG_PROB = 1e-3  # what rounding may add to a log-prob of 0
 Broken = Iterator[tuple[str, Any]]
@@ -234,7 +234,7 @@ def as_bits(**counts: Float[Array, ""]) -> jax.Array:
     )
 
 
-def explain(bits: int | Array) -> list[str]:
+def explain_broken_rules(bits: int | Array) -> list[str]:
     """What the bits of the metric `broken_rules` mean.
 
     Args:
@@ -247,7 +247,7 @@ def explain(bits: int | Array) -> list[str]:
       ValueError: a number that has other bits.
 
     Example:
-      >>> explain(2)
+      >>> explain_broken_rules(2)
       ['loss_mask_on_padding: expected 0 where segment_ids is 0']
     """
     number = int(bits)

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxppo._arrays import IDS, INTEGERS, PER_TOKEN_VALUES, is_number
-from jaxppo._sharding import Packed, multihost
 from jaxppo.integrations.engines import Truncated, as_turns, joined, sglang_turn, vllm_turn
+from jaxppo.sharding import Packed, multihost
 
 MAX_ID = 2**31 - 1
 

@@ -28,10 +28,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import check_alike, check_choice, check_number
-from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.batch import RolloutBatch
 from jaxppo.metrics import Metrics, reduce_metric
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.validation import check_arrays
+
+__all__ = ["proximal_log_probs", "staleness_metrics", "staleness_weights"]
 
 Level = Literal["token", "sequence"]
 Version = int | Int[Array, ""]

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from jaxppo._arrays import IDS, INTEGERS, OPTIONAL, PER_SEGMENT, REQUIRED, Kind, check_array, check_ids
-from jaxppo._sharding import check_row_length, logical_positions, segment_multiple
 from jaxppo.batch import RolloutBatch
 from jaxppo.rules import View, raise_first
+from jaxppo.sharding import check_row_length, logical_positions, segment_multiple
 
 
 def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Any]:

@@ -2,18 +2,20 @@
 
 from . import multihost
 from .audit import Audit, Collective, audit
-from .axes import ShardAxes, vary, vary_like, varying
+from .axes import LAYOUTS, ShardAxes, vary, vary_like, varying
 from .call import check_parallel, shard_call
 from .layouts import check_row_length, in_order, logical_positions, physical_places, row_multiple, segment_multiple
 from .layouts.base import Layout, Row, register_layout
 from .mesh import ParallelMesh, make_parallel_mesh
 from .packing import Packed, pack, unpack
+from .placement import links
 from .program import note
 from .rows import check_context_rows, redistribute, scan_affine, scan_shard, shift_left, shift_shard
 from .segments import Segments, segment_sum
 from .tpu_time import Time
 
 __all__ = [
+    "LAYOUTS",
     "Audit",
     "Collective",
     "Layout",
@@ -28,6 +30,7 @@ __all__ = [
     "check_parallel",
     "check_row_length",
     "in_order",
+    "links",
     "logical_positions",
     "make_parallel_mesh",
     "multihost",

@@ -1,15 +1,20 @@
 """A pytest plugin: what the examples in docstrings need not import, `jnp`, `np` and the public names."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxppo
-import sharding
+from jaxppo import metrics, sharding
 
 
 @pytest.fixture(autouse=True)
 def names(doctest_namespace):
-    public = {name: getattr(module, name) for module in (sharding, jaxppo) for name in module.__all__}
-    doctest_namespace |= public | {"jax": jax, "jnp": jnp, "np": np, "jaxppo": jaxppo, "sharding": sharding}
+    both = {"advantages", "presets"}  # which share names, such as grpo
+    modules = [x for name, x in vars(jaxppo).items() if inspect.ismodule(x) and name in {*jaxppo.__all__} - both]
+    for module in (metrics, *modules, jaxppo):
+        doctest_namespace |= {name: getattr(module, name) for name in module.__all__}
+    doctest_namespace |= {"jax": jax, "jnp": jnp, "np": np, "jaxppo": jaxppo, "sharding": sharding}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from plain_head import reference_from_hidden
 
-from jaxppo import Head, HeadOptions, LoRA, log_probs_from_hidden
-from jaxppo.head import tiles
+from jaxppo import Head, LoRA, log_probs_from_hidden
+from jaxppo.head import HeadOptions, tiles
 from sharding.testing import assert_trees_close
 
 R, T, H = 8, 8, 12

@@ -7,20 +7,10 @@ from typing import get_args
 import jax
 import numpy as np
 
-from jaxppo import (
-    KL,
-    Normalizer,
-    PolicyLoss,
-    PolicyLossConfig,
-    RolloutBatch,
-    Sample,
-    TokenStats,
-    accumulate_gradients,
-    covariance_mask,
-    policy_loss,
-)
+from jaxppo import KL, Normalizer, PolicyLossConfig, RolloutBatch, Sample, TokenStats, accumulate_gradients, policy_loss
 from jaxppo._arrays import Aggregation
-from jaxppo.policy_losses import BY_NAME, by_name
+from jaxppo.covariance import covariance_mask
+from jaxppo.policy_losses import BY_NAME, PolicyLoss, by_name
 from sharding import make_parallel_mesh
 
 # These programs run once or a few times: compiling is what they cost.

@@ -36,7 +36,8 @@ def samples():
 
 def step(parallel, table, kernel, batch):
     """Loss, gradients and metrics of a policy that looks one token back, and of one that looks two back."""
-    from jaxppo import KL, PolicyLossConfig, log_probs_from_hidden, metrics, mtp_loss, policy_loss
+    from jaxppo import KL, PolicyLossConfig, finalize_metrics, log_probs_from_hidden, policy_loss
+    from jaxppo.losses.mtp import mtp_loss
 
     def loss(table, kernel):
         hidden = table[batch.tokens]
@@ -45,7 +46,7 @@ def step(parallel, table, kernel, batch):
         config = PolicyLossConfig(kl=KL(0.1), entropy_coef=0.01, aggregation="rollout_mean")
         value, found = policy_loss(stats, batch, config, parallel=parallel)
         further, more = mtp_loss([hidden], kernel, batch, parallel=parallel)
-        return value + further, metrics.values(found | more)
+        return value + further, finalize_metrics(found | more)
 
     (value, found), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(table, kernel)
     return value, found, gradients

@@ -15,15 +15,8 @@ from oracle.step import with_stats
 from random_losses import between
 from random_steps import Step, f32, step_samples
 
-from jaxppo import (
-    Head,
-    LoRA,
-    log_probs_from_hidden,
-    log_probs_from_logits,
-    nucleus_mask,
-    policy_loss,
-    policy_loss_from_hidden,
-)
+from jaxppo import Head, LoRA, log_probs_from_hidden, log_probs_from_logits, policy_loss, policy_loss_from_hidden
+from jaxppo.nucleus import nucleus_mask
 
 H, RANK, NUCLEUS, TEMPERATURE = 8, 2, 3, 0.75
 # "one call" is policy_loss_from_hidden, which takes one pass or two as the loss allows.

@@ -13,40 +13,30 @@ from jaxppo import (
     GSPO,
     KL,
     PPO,
-    ClipCov,
     Normalizer,
     PolicyLossConfig,
     RolloutBatch,
     Sample,
     TokenStats,
-    adaptive_kl_coef,
     advantages,
     compute_log_probs,
-    covariance_mask,
-    distillation_loss,
-    divergence_from_hidden,
-    kl_divergence,
     log_probs_from_hidden,
     log_probs_from_logits,
-    mismatch_metrics,
-    mtp_loss,
-    mtp_normalizers,
-    nucleus_mask,
-    pack_nucleus_ids,
     policy_loss,
     policy_loss_from_hidden,
-    proximal_log_probs,
-    redistribute,
-    scan_affine,
-    segment_sum,
     sft_loss,
     sft_loss_from_hidden,
-    shift_left,
-    shift_targets,
-    staleness_metrics,
-    staleness_weights,
     value_loss,
 )
+from jaxppo.covariance import covariance_mask
+from jaxppo.kl import adaptive_kl_coef, kl_divergence
+from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
+from jaxppo.losses.mtp import mtp_loss, mtp_normalizers, shift_targets
+from jaxppo.mismatch import mismatch_metrics
+from jaxppo.nucleus import nucleus_mask, pack_nucleus_ids
+from jaxppo.policy_losses import ClipCov
+from jaxppo.sharding import redistribute, scan_affine, segment_sum, shift_left
+from jaxppo.staleness import proximal_log_probs, staleness_metrics, staleness_weights
 
 OF_TOKENS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
 SAMPLES = [

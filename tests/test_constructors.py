@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxppo import PolicyLossConfig, RolloutBatch, Sample, TokenStats, metrics, policy_loss
+from jaxppo import PolicyLossConfig, RolloutBatch, Sample, TokenStats, explain_broken_rules, policy_loss
 from sharding import logical_positions, make_parallel_mesh
 
 # Row 0 is padded on the left and has a hole in its completion; row 1 is padded between prompt and completion, and its
@@ -282,7 +282,8 @@ def test_a_completion_without_a_token_before_it(jitted):
 
     value, found = (jax.jit(loss) if jitted else loss)(given)
     assert np.isnan(value)
-    assert "NaN where a token to train on is predicted by nothing" in metrics.explain(found["broken_rules"].value)[0]
+    explained = explain_broken_rules(found["broken_rules"].value)
+    assert "NaN where a token to train on is predicted by nothing" in explained[0]
 
 
 def test_last_positions_count_where_their_targets_are_real():

@@ -19,16 +19,16 @@ from jaxppo import (
     Rejection,
     TokenStats,
     advantages,
-    covariance_mask,
-    distillation_loss,
+    finalize_metrics,
     log_probs_from_hidden,
-    metrics,
-    mismatch_metrics,
     policy_loss,
     policy_loss_from_hidden,
     sft_loss,
     value_loss,
 )
+from jaxppo.covariance import covariance_mask
+from jaxppo.losses.distillation import distillation_loss
+from jaxppo.mismatch import mismatch_metrics
 from sharding import ShardAxes, make_parallel_mesh, vary
 from sharding.audit import audit
 from sharding.program import collectives, hang_risks
@@ -79,13 +79,13 @@ def everything(parallel, stats, batch):
     for name, loss in LOSSES.items():
         fn = functools.partial(loss, parallel, batch=batch)
         (value, terms), gradient = jax.value_and_grad(fn, has_aux=True)(stats)
-        found[name] = value, gradient, metrics.values(terms)
+        found[name] = value, gradient, finalize_metrics(terms)
     tokens = jnp.where(batch.loss_mask > 0, stats.log_probs, 0)
     found["gae"] = advantages.gae(tokens, batch.values, batch, gamma=0.99, lam=0.95, parallel=parallel)
     found["whiten"] = advantages.whiten(stats.log_probs, batch.loss_mask, parallel=parallel)
     found["grpo"] = advantages.grpo(batch.rewards, batch.group_ids, parallel=parallel)
     found["rollouts"] = Normalizer.from_batches(batch, "rollout_mean", parallel=parallel).denominators
-    found["mismatch"] = metrics.values(mismatch_metrics(batch, parallel=parallel))
+    found["mismatch"] = finalize_metrics(mismatch_metrics(batch, parallel=parallel))
     return found
 
 

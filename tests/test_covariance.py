@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from policy_steps import by_sample, config_of, quick_jit, step_of
 
-from jaxppo import ClipCov, KLCov, PolicyLossConfig, RolloutBatch, TokenStats, covariance_mask
+from jaxppo import PolicyLossConfig, RolloutBatch, TokenStats
+from jaxppo.covariance import covariance_mask
+from jaxppo.policy_losses import ClipCov, KLCov
 from sharding import make_parallel_mesh
 
 KEY = jax.random.key(3)

@@ -16,12 +16,9 @@ from jax import lax
 from test_mesh import compilations
 
 from jaxppo import (
-    DPPO,
-    GMPO,
     GSPO,
     KL,
     PPO,
-    ClipCov,
     Normalizer,
     OffPolicyConfig,
     PolicyLossConfig,
@@ -30,22 +27,23 @@ from jaxppo import (
     Sample,
     TokenStats,
     advantages,
-    covariance_mask,
-    distillation_loss,
-    kl_divergence,
+    explain_broken_rules,
+    finalize_metrics,
     log_probs_from_hidden,
     log_probs_from_logits,
-    metrics,
-    mismatch_metrics,
-    mtp_loss,
-    mtp_normalizers,
     policy_loss,
     policy_loss_from_hidden,
-    redistribute,
     sft_loss,
     sft_loss_from_hidden,
     value_loss,
 )
+from jaxppo.covariance import covariance_mask
+from jaxppo.kl import kl_divergence
+from jaxppo.losses.distillation import distillation_loss
+from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
+from jaxppo.mismatch import mismatch_metrics
+from jaxppo.policy_losses import DPPO, GMPO, ClipCov
+from jaxppo.sharding import redistribute
 from sharding import make_parallel_mesh, scan_affine, segment_sum, shift_left
 
 ELSEWHERE = {
@@ -173,7 +171,7 @@ def eager_calls(parallel):
         "mtp_loss": lambda: mtp_loss(HIDDEN[None], kernel, BATCH, **p)[0],
         "mtp_normalizers": lambda: [n.tokens for n in mtp_normalizers(BATCH, 1, **p)],
         "distillation_loss": lambda: distillation_loss(HIDDEN, kernel, HIDDEN, kernel, BATCH, **p)[0],
-        "mismatch_metrics": lambda: metrics.values(mismatch_metrics(BATCH, **p)),
+        "mismatch_metrics": lambda: finalize_metrics(mismatch_metrics(BATCH, **p)),
         "covariance_mask": lambda: covariance_mask(
             TokenStats(x), BATCH, PolicyLossConfig(ClipCov()), jax.random.key(0), parallel
         ),
@@ -427,7 +425,7 @@ def test_10_fractional_masks(loss):
     batch = dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask * 0.1)
     value, found = policy_loss(TokenStats(LOG_PROBS), batch, PolicyLossConfig(loss))
     assert np.isnan(value)
-    assert metrics.explain(found["broken_rules"].value)[0].startswith("loss_mask_values: expected 0 or 1")
+    assert explain_broken_rules(found["broken_rules"].value)[0].startswith("loss_mask_values: expected 0 or 1")
     with pytest.raises(ValueError, match=r"loss_mask: got 0.1\d* at row \d, position \d, expected 0 or 1"):
         batch.validate(V)
 
@@ -492,5 +490,5 @@ def test_opo_of_a_group_without_a_token():
 def test_perplexity_ratios_far_from_the_sampler():
     """exp of a mean log-ratio of 100 is inf in f32."""
     far = dataclasses.replace(BATCH, old_log_probs=BATCH.old_log_probs - 100)
-    found = metrics.values(mismatch_metrics(far))
+    found = finalize_metrics(mismatch_metrics(far))
     assert found["ppl_ratio"] == pytest.approx(np.exp(20), rel=1e-5)

@@ -11,8 +11,8 @@ import pytest
 from head_cases import tiles_of
 from jax.experimental import topologies
 
-from jaxppo import Head, LoRA, RolloutBatch, distillation_loss, divergence_from_hidden
-from jaxppo.losses.distillation import Divergence
+from jaxppo import Head, LoRA, RolloutBatch
+from jaxppo.losses.distillation import Divergence, distillation_loss, divergence_from_hidden
 from sharding import ParallelMesh, ShardAxes, make_parallel_mesh
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 

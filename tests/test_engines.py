@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxppo import RolloutBatch, Sample, pack_nucleus_ids
+from jaxppo import RolloutBatch, Sample
+from jaxppo.nucleus import pack_nucleus_ids
 
 PROMPT, FIRST, TOOL, SECOND = [11, 12, 13], [21, 22], [31, 32, 33], [41]
 

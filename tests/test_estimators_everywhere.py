@@ -14,14 +14,14 @@ from jaxppo import (
     TokenStats,
     advantages,
     compute_log_probs,
-    distillation_loss,
+    finalize_metrics,
     log_probs_from_hidden,
-    metrics,
-    mismatch_metrics,
-    nucleus_mask,
     sft_loss,
     value_loss,
 )
+from jaxppo.losses.distillation import distillation_loss
+from jaxppo.mismatch import mismatch_metrics
+from jaxppo.nucleus import nucleus_mask
 from jaxppo.off_policy import Rejection, correction
 from sharding import make_parallel_mesh, shard_call
 from sharding.program import collectives, hang_risks
@@ -77,7 +77,7 @@ def everything(parallel, b, x, hidden, kernel):
     samples["remax"] = advantages.remax(b.rewards, 0.5 * b.rewards, b.sample_ids)
     rest = {
         "sft": sft_loss(TokenStats(x), b, **on)[0],
-        "mismatch": metrics.values(mismatch_metrics(b, **on)),
+        "mismatch": finalize_metrics(mismatch_metrics(b, **on)),
         "distilled": distilled(hidden, kernel),
         "dkernel": jax.grad(distilled, 1)(hidden, kernel),
     }

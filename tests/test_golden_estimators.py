@@ -15,13 +15,13 @@ from jaxppo import (
     OffPolicyConfig,
     Rejection,
     advantages,
+    finalize_metrics,
     log_probs_from_hidden,
     log_probs_from_logits,
-    metrics,
-    mismatch_metrics,
     sft_loss,
     value_loss,
 )
+from jaxppo.mismatch import mismatch_metrics
 from jaxppo.off_policy import correction
 from sharding import make_parallel_mesh, segment_sum, shard_call
 from sharding.testing import assert_trees_close
@@ -282,7 +282,7 @@ def test_verl_rejection(verl_rejection, parallel):
 def test_verl_mismatch(verl_mismatch, parallel):
     renamed = {"training_ppl": "trainer_ppl", "training_log_ppl": "trainer_log_ppl", "chi2_seq": "chi2_sequence"}
     batch = Padded.of(verl_mismatch).batch(verl_mismatch)
-    found = metrics.values(jax.jit(functools.partial(mismatch_metrics, parallel=parallel))(batch))
+    found = finalize_metrics(jax.jit(functools.partial(mismatch_metrics, parallel=parallel))(batch))
     expected = {renamed.get(k, k): np.float32(v) for k, v in verl_mismatch.metrics.items()}
     assert_close({name: found[name] for name in expected}, expected)
 

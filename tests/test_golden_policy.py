@@ -12,20 +12,19 @@ from policy_steps import quick_jit
 
 from jaxppo import (
     KL,
-    KLCov,
     Normalizer,
     OffPolicyConfig,
-    PolicyLoss,
     PolicyLossConfig,
     TokenStats,
-    covariance_mask,
-    kl_divergence,
+    finalize_metrics,
     log_probs_from_logits,
-    metrics,
     policy_loss,
     policy_losses,
     presets,
 )
+from jaxppo.covariance import covariance_mask
+from jaxppo.kl import kl_divergence
+from jaxppo.policy_losses import KLCov, PolicyLoss
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
@@ -160,7 +159,7 @@ def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
     expected = ragged.packing.pack(ragged.split(case.outputs["grad_logits"]))
     assert_close(gradient[..., :vocab], expected, "grad_logits")
     assert not np.any(gradient[..., vocab:])
-    found = metrics.values(found)
+    found = finalize_metrics(found)
     log_probs = np.abs(case.outputs["log_probs"]).max()
     for name, value in case.metrics.items():
         terms = log_probs if name in ("ppo_kl", "train_rollout_logprob_abs_diff") else 0.0
@@ -228,7 +227,7 @@ def test_verl(verl_case: Case, mesh):
     (loss, found), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(packed)
     assert_close(loss, case.outputs["loss"], "loss")
     assert_close(padded.pad(gradient), case.outputs["grad_log_probs"], "grad_log_probs")
-    found = metrics.values(found)
+    found = finalize_metrics(found)
     for name, value in case.metrics.items():
         mine = "ppo_kl_abs" if isinstance(config.loss, KLCov) else VERL_METRICS[name]
         terms = np.abs(case.inputs["log_probs"]).max() if name == "ppo_kl" else 0.0

@@ -14,20 +14,18 @@ from tables import sampled
 from jaxppo import (
     KL,
     PPO,
-    ClipCov,
     Head,
     LoRA,
-    PolicyLoss,
     PolicyLossConfig,
     RolloutBatch,
+    finalize_metrics,
     log_probs_from_hidden,
-    metrics,
     policy_loss,
     policy_loss_from_hidden,
     sft_loss,
     sft_loss_from_hidden,
 )
-from jaxppo.policy_losses import BY_NAME, by_name
+from jaxppo.policy_losses import BY_NAME, ClipCov, PolicyLoss, by_name
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.program import hang_risks
@@ -73,7 +71,7 @@ def step(parallel, hidden, kernel, batch=BATCH, config=None, memory=ONE_PASS, lo
         )
 
     (value, found), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, kernel, lora)
-    return value, metrics.values(found), gradients
+    return value, finalize_metrics(found), gradients
 
 
 def bonus_and_kl():
@@ -103,7 +101,7 @@ def test_two_passes_are_the_two_public_functions():
     gradients = *gradients, None
     for budget in (ONE_PASS, TWO_PASSES):
         got = jax.jit(lambda h, k, b=budget: step(None, h, k, config=config, memory=b))(HIDDEN, KERNEL)
-        assert_trees_close(got, (value, metrics.values(found), gradients), rtol=1e-5, atol=2e-6)
+        assert_trees_close(got, (value, finalize_metrics(found), gradients), rtol=1e-5, atol=2e-6)
 
 
 MESHES = ["dp=8,cp=1,tp=1", "dp=1,cp=8,tp=1", "dp=1,cp=1,tp=8", "dp=2,cp=2,tp=2"]
@@ -173,7 +171,7 @@ def with_adapters_merged(layout):
         return policy_loss_from_hidden(hidden, whole, BATCH, bonus_and_kl(), **options)
 
     (value, found), gradients = jax.jit(jax.value_and_grad(merged, (0, 1, 2), has_aux=True))(HIDDEN, kernel, ADAPTERS)
-    return kernel, (value, metrics.values(found), gradients)
+    return kernel, (value, finalize_metrics(found), gradients)
 
 
 LORA = itertools.product([None, *MESHES], [ONE_PASS, TWO_PASSES], ["hv", "vh"])
@@ -214,7 +212,7 @@ def test_sft_in_one_pass(aggregation):
 
     def run(loss):
         (value, found), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(HIDDEN, KERNEL)
-        return value, metrics.values(found), gradients
+        return value, finalize_metrics(found), gradients
 
     assert_trees_close(jax.jit(run, static_argnums=0)(one), jax.jit(run, static_argnums=0)(two), 1e-5, 2e-6)
     assert "one pass" in audit(jax.grad(lambda h: one(h, KERNEL)[0]), HIDDEN).notes[0]

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -13,13 +15,51 @@ def python(code, *paths):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=paths[0])
 
 
-def test_one_copy_of_every_class_where_there_is_no_such_module():
-    import jaxppo
-    import sharding
+DOOR = """
+import jaxppo, sharding, sys
+from jaxppo.sharding import multihost, testing
+from jaxppo.sharding.testing import factorings
 
-    assert jaxppo._sharding.ParallelMesh is sharding.ParallelMesh
-    done = python("import jaxppo, sys; print([m for m in sys.modules if m.startswith('jaxppo_sharding')])", ROOT)
-    assert done.stdout == "[]\n", done.stderr
+assert all(getattr(jaxppo.sharding, name) is getattr(sharding, name) for name in sharding.__all__)
+assert testing is sys.modules["sharding.testing"] and multihost is sharding.multihost is jaxppo.sharding.multihost
+assert factorings is testing.factorings
+import jaxppo.sharding.multihost
+assert jaxppo.sharding.multihost is multihost
+assert not [name for name in sys.modules if name.startswith("jaxppo_sharding")]
+"""
+
+# A project with a module of that name; `order` says which it imports first.
+FOREIGN = """
+{order}
+import sys
+from jaxppo.sharding import multihost
+from jaxppo.sharding.testing import factorings
+
+assert sys.modules["sharding"] is sharding and sharding.mine == 1
+parallel = jaxppo.make_parallel_mesh("dp=1")
+assert jaxppo.batch.ParallelMesh is jaxppo.ParallelMesh is jaxppo.sharding.ParallelMesh is type(parallel)
+assert {{type(parallel).__module__, factorings.__module__, multihost.__name__}} == {{
+    "jaxppo_sharding.mesh", "jaxppo_sharding.testing", "jaxppo_sharding.multihost"
+}}
+samples = [jaxppo.Sample([1, 2, 3], response_start=1)]
+assert jaxppo.RolloutBatch.from_samples(samples, row_length=4, parallel=parallel).tokens.shape == (1, 4)
+"""
+
+
+def test_the_door_gives_the_one_copy():
+    done = python(DOOR, ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [("sharding.py", "import jaxppo, sharding"), ("sharding/__init__.py", "import sharding, jaxppo")],
+)
+def test_a_project_may_have_a_module_named_sharding(tmp_path, name, order):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine: int = 1\n")
+    done = python(FOREIGN.format(order=order), tmp_path, ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_sharding_knows_nothing_of_jaxppo():
@@ -30,7 +70,8 @@ def test_sharding_knows_nothing_of_jaxppo():
 def test_all_is_the_table_of_contents():
     import jaxppo
 
-    assert len(set(jaxppo.__all__)) == len(jaxppo.__all__)
+    assert len(set(jaxppo.__all__)) == len(jaxppo.__all__) < 40
+    assert "metrics" not in jaxppo.__all__  # what everyone calls a loss's second result
     for name in jaxppo.__all__:
         assert getattr(jaxppo, name).__doc__, name
     assert jaxppo.__version__[0].isdigit()

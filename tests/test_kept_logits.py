@@ -9,8 +9,9 @@ import pytest
 from head_cases import check_head, head_arrays
 from test_from_hidden import OPTIONS
 
-from jaxppo import Head, RolloutBatch, log_probs_from_hidden, mtp_loss
+from jaxppo import Head, RolloutBatch, log_probs_from_hidden
 from jaxppo.head import tiles
+from jaxppo.losses.mtp import mtp_loss
 from sharding import make_parallel_mesh
 from sharding.flops import count_flops
 

@@ -17,14 +17,14 @@ from jaxppo import (
     TokenStats,
     accumulate_gradients,
     advantages,
-    kl_divergence,
     log_probs_from_hidden,
     log_probs_from_logits,
-    mtp_loss,
     policy_loss,
     policy_loss_from_hidden,
     policy_losses,
 )
+from jaxppo.kl import kl_divergence
+from jaxppo.losses.mtp import mtp_loss
 from sharding import logical_positions, make_parallel_mesh
 
 ROW = 16

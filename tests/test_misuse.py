@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxppo import (
     PPO,
-    ClipCov,
     Head,
     LoRA,
     Normalizer,
@@ -27,15 +26,16 @@ from jaxppo import (
     TokenStats,
     accumulate_gradients,
     advantages,
-    covariance_mask,
+    explain_broken_rules,
     log_probs_from_hidden,
     make_parallel_mesh,
-    metrics,
     policy_loss,
     policy_loss_from_hidden,
     sft_loss,
     value_loss,
 )
+from jaxppo.covariance import covariance_mask
+from jaxppo.policy_losses import ClipCov
 from jaxppo.rules import ON_DEVICE
 
 R, T, H, V = 4, 8, 6, 24
@@ -101,7 +101,7 @@ def test_token_aligned_arrays_passed_as_target_aligned():
         wrong.validate(V)
     loss, found = jax.jit(loss_at)(wrong)
     assert np.isnan(loss)
-    assert "loss_mask_on_last_position" in str(metrics.explain(found["broken_rules"].value))
+    assert "loss_mask_on_last_position" in str(explain_broken_rules(found["broken_rules"].value))
     right = RolloutBatch.from_target_aligned(
         wrong.tokens, wrong.targets, wrong.segment_ids, wrong.positions, wrong.loss_mask
     )
@@ -157,7 +157,7 @@ def test_every_rule_poisons_and_is_explained(rule, mesh):
         normalizer = Normalizer.from_batches(smaller, "token_mean")
     loss, found = jax.jit(lambda b, n: loss_at(b, config=config, parallel=parallel, normalizer=n))(batch, normalizer)
     assert np.isnan(loss)
-    explained = metrics.explain(found["broken_rules"].value)
+    explained = explain_broken_rules(found["broken_rules"].value)
     assert any(line.startswith(f"{rule}: expected ") for line in explained), explained
     if rule not in ("normalizer_of_another_step", "segment_ids_range"):
         assert len(explained) == 1
@@ -172,9 +172,9 @@ def test_every_rule_that_losses_check_has_a_case():
     loss, found = loss_at(BATCH)
     assert np.isfinite(loss)
     assert int(found["broken_rules"].value) == 0
-    assert metrics.explain(0) == []
+    assert explain_broken_rules(0) == []
     with pytest.raises(ValueError, match="bits: got -1, expected 0 to"):
-        metrics.explain(-1)
+        explain_broken_rules(-1)
 
 
 def test_broken_rules_merge_over_micro_batches():
@@ -186,7 +186,7 @@ def test_broken_rules_merge_over_micro_batches():
     fn = lambda x, part: loss_at(part[0], x, normalizer=part[1])  # noqa: E731
     (loss, found), _ = accumulate_gradients(fn, (bad, normalizer))(LOG_PROBS[:4])
     assert np.isnan(loss)
-    assert "values_not_finite" in str(metrics.explain(found["broken_rules"].value))
+    assert "values_not_finite" in str(explain_broken_rules(found["broken_rules"].value))
 
 
 # Parts of a step
@@ -428,7 +428,8 @@ def test_equal_sample_ids():
 @pytest.mark.parametrize("dtype", [bool, np.int32, np.float16])
 def test_a_mask_of_any_dtype(dtype):
     """Today: a bare error in gspo, gmpo and sequence masking."""
-    from jaxppo import GMPO, GSPO, OffPolicyConfig
+    from jaxppo import GSPO, OffPolicyConfig
+    from jaxppo.policy_losses import GMPO
 
     for config in (
         PolicyLossConfig(GSPO()),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hard_rows import LAYOUTS, R, T, hard_batch, layouts_on, sequences
 
-from jaxppo import Normalizer, metrics, mtp_loss, mtp_normalizers
+from jaxppo import Normalizer, finalize_metrics
+from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
 from sharding import ParallelMesh, logical_positions, make_parallel_mesh
 from sharding.program import collectives, hang_risks
 from sharding.testing import assert_trees_close
@@ -47,7 +48,7 @@ def everything(parallel, hidden, kernel, batch, **options):
     """Loss, its gradients, and the finished metrics."""
     call = functools.partial(mtp_loss, batch=batch, coef=COEF, parallel=parallel, **options)
     (loss, found), gradients = jax.value_and_grad(lambda h, k: call(h, k), (0, 1), has_aux=True)(hidden, kernel)
-    return loss, gradients, metrics.values(found)
+    return loss, gradients, finalize_metrics(found)
 
 
 @functools.cache

@@ -10,12 +10,12 @@ from jaxppo import (
     LoRA,
     PolicyLossConfig,
     RolloutBatch,
-    divergence_from_hidden,
     log_probs_from_hidden,
     log_probs_from_logits,
     policy_loss,
     policy_loss_from_hidden,
 )
+from jaxppo.losses.distillation import divergence_from_hidden
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 

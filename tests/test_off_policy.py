@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hard_rows import MESHES, hard_batch, sequences
 
-from jaxppo import OffPolicyConfig, Rejection, mismatch_metrics
-from jaxppo.metrics import values
+from jaxppo import OffPolicyConfig, Rejection, finalize_metrics
+from jaxppo.mismatch import mismatch_metrics
 from jaxppo.off_policy import correction, weight_sums
 from sharding import shard_call
 from sharding.testing import assert_mesh_invariant, assert_trees_close
@@ -117,7 +117,7 @@ def test_veto_and_sequence_masking():
 
 def test_same_on_every_mesh_and_finite():
     def run(parallel, log_probs, batch):
-        return correct(parallel, log_probs, batch, JOINED), values(mismatch_metrics(batch, parallel=parallel))
+        return correct(parallel, log_probs, batch, JOINED), finalize_metrics(mismatch_metrics(batch, parallel=parallel))
 
     (weights, indicators), found = assert_mesh_invariant(run, LOG_PROBS, BATCH, meshes=MESHES)
     assert all(np.isfinite(x).all() for x in [weights, *indicators.values(), *found.values()])

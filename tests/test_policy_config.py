@@ -9,25 +9,19 @@ import pytest
 from policy_steps import config_of, loss_of, step_of
 
 from jaxppo import (
-    DPPO,
-    DRO,
     GSPO,
     KL,
     PPO,
     SAPO,
-    ClipCov,
-    KLCov,
-    Metric,
     Normalizer,
     OffPolicyConfig,
-    PolicyLoss,
     PolicyLossConfig,
     RolloutBatch,
     TokenStats,
     accumulate_gradients,
-    metrics,
 )
-from jaxppo.policy_losses import BY_NAME, by_name
+from jaxppo.metrics import Metric, merge_metrics
+from jaxppo.policy_losses import BY_NAME, DPPO, DRO, ClipCov, KLCov, PolicyLoss, by_name
 
 
 class Unfrozen(PolicyLoss):
@@ -223,7 +217,7 @@ def test_metric():
         Metric(jnp.float32(1), jnp.float32(1), "median")
     for reduce, expected in {"mean": 7 / 6, "sum": 7.0, "min": 1.0, "max": 6.0}.items():
         parts = Metric(jnp.float32(6), jnp.float32(2), reduce), Metric(jnp.float32(1), jnp.float32(4), reduce)
-        np.testing.assert_allclose(metrics.merge(*parts).value, expected, rtol=1e-6)
+        np.testing.assert_allclose(merge_metrics(*parts).value, expected, rtol=1e-6)
     assert Metric(jnp.float32(0), jnp.float32(0)).value == 0
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from policy_steps import AGGREGATIONS, LOSSES, accumulated, by_sample, config_of, loss_of, step_of, whole, with_garbage
 
-from jaxppo import KL, PPO, OffPolicyConfig, Rejection, RolloutBatch, TokenStats, metrics
+from jaxppo import KL, PPO, OffPolicyConfig, Rejection, RolloutBatch, TokenStats, finalize_metrics
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
@@ -99,7 +99,7 @@ def test_micro_batches_merge_metrics():
     stacked = jax.tree.map(lambda x: x.reshape(3, 2, *x.shape[1:]), batch)
     *_, found = accumulated(config, MESH, metrics=True)(stacked)
     *_, expected = whole(config, metrics=True)(batch)
-    assert_trees_close(metrics.values(found), metrics.values(expected), rtol=1e-5, atol=1e-6)
+    assert_trees_close(finalize_metrics(found), finalize_metrics(expected), rtol=1e-5, atol=1e-6)
     assert {"loss", "pg_loss", "entropy", "kl", "ppo_kl", "clip_fraction", "clip_fraction_lower"} <= set(found)
     assert {"ratio_mean", "ratio_min", "ratio_max", "effective_sample_size", "tis", "sampler_k3"} <= set(found)
 
@@ -108,7 +108,7 @@ def test_metrics_say_what_they_mean():
     config = config_of(PPO(0.2, 0.28, 1.2), kl=KL(0.1, "k2"))
     batch = RolloutBatch.from_samples(step_of(6), row_length=24, rows=4, num_segments=9)
     *_, found = whole(config, MESH, metrics=True)(batch)
-    found = {name: float(x) for name, x in metrics.values(found).items()}
+    found = {name: float(x) for name, x in finalize_metrics(found).items()}
     on = batch.loss_mask > 0
     d = (batch.returns - batch.old_log_probs)[on].astype(np.float64)
     r, a = np.exp(d), batch.advantages[on]

@@ -11,9 +11,10 @@ import pytest
 from jax import lax
 from policy_steps import LOSSES, config_of, loss_named, loss_of, step_of, whole
 
-from jaxppo import SAPO, PolicyLoss, PolicyLossConfig, RolloutBatch, TokenStats
+from jaxppo import SAPO, PolicyLossConfig, RolloutBatch, TokenStats
 from jaxppo.aggregation import normalize, token_weights
 from jaxppo.losses.policy import PolicyTokenLoss
+from jaxppo.policy_losses import PolicyLoss
 from sharding import Segments
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 2, 2, 2]])

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 FUNCTIONS = """
 import jax, jax.numpy as jnp, pytest
 from jax.sharding import PartitionSpec as P
-from jaxppo import redistribute, shift_left
+from jaxppo.sharding import redistribute, shift_left
 from sharding import ShardAxes, shard_call
 
 def mean(axes, x, mask):

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxppo import PPO, Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, metrics, policy_loss_from_hidden
+from jaxppo import (
+    PPO,
+    Head,
+    PolicyLossConfig,
+    RolloutBatch,
+    finalize_metrics,
+    log_probs_from_hidden,
+    policy_loss_from_hidden,
+)
 from sharding import make_parallel_mesh
 
 H, V = 48, 1500
@@ -105,5 +113,5 @@ def test_the_ratio_to_an_old_pass_of_the_same_policy_is_1(mesh, memory, dtype):
     )
     config = PolicyLossConfig(PPO())
     loss = lambda h, k, b: policy_loss_from_hidden(h, k, b, config, **options)  # noqa: E731
-    found = metrics.values(jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, kernel, batch)[0][1])
+    found = finalize_metrics(jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, kernel, batch)[0][1])
     assert (found["ratio_max"], found["ratio_min"]) == (1, 1)

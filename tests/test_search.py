@@ -26,7 +26,8 @@ from policy_steps import quick_jit
 from random_losses import LOSSES, Found, check_step, configs, is_steady, moved, needed, numbers_of, of_jaxppo, of_oracle
 from random_steps import VALUES, Place, Step, batch_of, places, step_samples, steps, to_rows, to_samples
 
-from jaxppo import Normalizer, TokenStats, accumulate_gradients, covariance_mask, metrics, policy_loss
+from jaxppo import Normalizer, TokenStats, accumulate_gradients, finalize_metrics, policy_loss
+from jaxppo.covariance import covariance_mask
 
 
 def search(cell: str, of_examples: float, *strategies: st.SearchStrategy) -> Callable[[Callable[..., None]], None]:
@@ -61,7 +62,7 @@ def of_stats(config: dict[str, Any], where: Place, traced: bool) -> Any:
         if where.micro_batches is None:
             fn = lambda stats: policy_loss(stats, batch, mine, parallel=parallel, selected=selected)  # noqa: E731
             (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(stats)
-            return loss, gradient, metrics.values(found), selected
+            return loss, gradient, finalize_metrics(found), selected
         normalizer = Normalizer.from_batches(batch, mine.aggregation, off_policy=mine.off_policy, parallel=parallel)
 
         def part(stats: Any, given: Any) -> Any:
@@ -72,7 +73,7 @@ def of_stats(config: dict[str, Any], where: Place, traced: bool) -> Any:
 
         each = jnp.eye(where.micro_batches, dtype=bool)
         (loss, found), gradient = accumulate_gradients(part, (each, batch, normalizer, selected))(stats)
-        return loss, gradient, metrics.values(found), selected
+        return loss, gradient, finalize_metrics(found), selected
 
     return run
 

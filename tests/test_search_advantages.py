@@ -18,7 +18,8 @@ from random_losses import between
 from random_steps import Place, Step, agree, batch_of, f32, of_each, places, step_samples, steps, to_rows, to_samples
 from test_search import search
 
-from jaxppo import RolloutBatch, advantages, metrics, mismatch_metrics
+from jaxppo import RolloutBatch, advantages, finalize_metrics
+from jaxppo.mismatch import mismatch_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +271,7 @@ def test_mismatch_metrics(cell: int):
 
 def check_mismatch_metrics(where: Place, drawn: list[Step]):
     parallel = where.parallel
-    run = quick_jit(lambda batch: metrics.values(mismatch_metrics(batch, parallel=parallel)))
+    run = quick_jit(lambda batch: finalize_metrics(mismatch_metrics(batch, parallel=parallel)))
     for step in drawn:
         samples = step_samples(step)
         found = run(batch_of(step, samples, where))

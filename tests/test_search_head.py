@@ -18,7 +18,8 @@ from random_losses import LOSSES, check_metrics, configs, is_steady, of_jaxppo, 
 from random_steps import MESHES, Place, Step, agree, batch_of, places, steps, to_rows, to_samples
 from test_search import search
 
-from jaxppo import Normalizer, accumulate_gradients, covariance_mask, metrics
+from jaxppo import Normalizer, accumulate_gradients, finalize_metrics
+from jaxppo.covariance import covariance_mask
 
 FSDP = ("dp=2,fsdp=2,tp=2", "cp=2,fsdp=4", "fsdp=8", "cp=2,fsdp=2,tp=2")
 ROUNDING = 5e-6  # of a log-prob from f32 products
@@ -39,7 +40,7 @@ def of_hidden(config: dict[str, Any], where: Place, shape: HeadShape) -> Any:
             rest = options | {"normalizer": None, "selected": selected}
             fn = lambda p: loss_from(p["hidden"], p["head"], batch, mine, shape, parallel, rest)  # noqa: E731
             (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(params)
-            return loss, gradient, metrics.values(found), selected
+            return loss, gradient, finalize_metrics(found), selected
         normalizer = Normalizer.from_batches(batch, mine.aggregation, off_policy=mine.off_policy, parallel=parallel)
         by_token = {k: x for k, x in options.items() if getattr(x, "ndim", 0)}
 
@@ -51,7 +52,7 @@ def of_hidden(config: dict[str, Any], where: Place, shape: HeadShape) -> Any:
 
         each = jnp.eye(where.micro_batches, dtype=bool)
         (loss, found), gradient = accumulate_gradients(part, (each, batch, normalizer, by_token))(params)
-        return loss, gradient, metrics.values(found), selected
+        return loss, gradient, finalize_metrics(found), selected
 
     return run
 

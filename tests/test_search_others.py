@@ -24,15 +24,14 @@ from test_search import search
 from jaxppo import (
     Normalizer,
     accumulate_gradients,
-    distillation_loss,
+    finalize_metrics,
     log_probs_from_hidden,
-    metrics,
-    mtp_loss,
-    mtp_normalizers,
     sft_loss,
     sft_loss_from_hidden,
     value_loss,
 )
+from jaxppo.losses.distillation import distillation_loss
+from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
 
 F32 = {"rtol": 3e-5, "share": 0.2}
 BF16 = {"rtol": 2.0**-8, "share": 1.0}
@@ -52,7 +51,7 @@ def accumulated(loss_of: Any, where: Place, normalizers_of: Any) -> Any:
         if where.micro_batches is None:
             fn = lambda p: loss_of({**p, **p["rows"]}, batch, None)  # noqa: E731
             (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(params)
-            return loss, gradient, metrics.values(found)
+            return loss, gradient, finalize_metrics(found)
 
         def part(params: Any, given: Any) -> Any:
             here, batch, normalizer = given
@@ -61,7 +60,7 @@ def accumulated(loss_of: Any, where: Place, normalizers_of: Any) -> Any:
 
         given = jnp.eye(where.micro_batches, dtype=bool), batch, normalizers_of(batch)
         (loss, found), gradient = accumulate_gradients(part, given)(params)
-        return loss, gradient, metrics.values(found)
+        return loss, gradient, finalize_metrics(found)
 
     return run
 

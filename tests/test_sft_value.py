@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 from hard_rows import MESHES, hard_batch
 
-from jaxppo import Head, RolloutBatch, log_probs_from_hidden, log_probs_from_logits, sft_loss, value_loss
+from jaxppo import (
+    Head,
+    RolloutBatch,
+    finalize_metrics,
+    log_probs_from_hidden,
+    log_probs_from_logits,
+    sft_loss,
+    value_loss,
+)
 from jaxppo.aggregation import Normalizer
 from jaxppo.head.stats import TokenStats
-from jaxppo.metrics import values
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 
 
@@ -38,7 +45,7 @@ def test_same_on_every_mesh_and_blind_to_nan_outside_the_mask(fn):
 
     def run(parallel, x, batch):
         (loss, metrics), grad = jax.value_and_grad(lambda x: fn(parallel, x, batch), has_aux=True)(x)
-        return loss, values(metrics), grad
+        return loss, finalize_metrics(metrics), grad
 
     loss, metrics, grad = assert_mesh_invariant(run, x, batch, meshes=MESHES)
     np.testing.assert_allclose(loss, truth(fn, x, batch), rtol=1e-6)
@@ -126,7 +133,7 @@ def test_label_smoothing_and_z_loss_on_every_mesh(path):
     def run(parallel, hidden, kernel, batch):
         grad = jax.value_and_grad(lambda *a: loss(parallel, *a, batch), (0, 1), has_aux=True)
         (value, metrics), grads = grad(hidden, kernel)
-        return value, values(metrics), grads
+        return value, finalize_metrics(metrics), grads
 
     spoiled = jnp.where(batch.loss_mask[..., None] > 0, hidden, jnp.nan)
     got, metrics, grads = assert_mesh_invariant(run, spoiled, kernel, batch, meshes=["dp=2,cp=2,tp=2"], atol=3e-6)

@@ -16,13 +16,11 @@ from jaxppo import (
     RolloutBatch,
     Sample,
     advantages,
+    finalize_metrics,
     log_probs_from_logits,
     policy_loss,
-    proximal_log_probs,
-    staleness_metrics,
-    staleness_weights,
 )
-from jaxppo.metrics import values
+from jaxppo.staleness import proximal_log_probs, staleness_metrics, staleness_weights
 from sharding import make_parallel_mesh
 from sharding.testing import assert_mesh_invariant
 
@@ -80,14 +78,14 @@ def expected_metrics():
 
 
 def test_metrics():
-    got = values(staleness_metrics(BATCH, VERSION))
+    got = finalize_metrics(staleness_metrics(BATCH, VERSION))
     assert {name: float(x) for name, x in got.items()} == pytest.approx(expected_metrics(), rel=1e-6)
 
 
 def test_any_mesh():
     def both(parallel, batch):
         weights = staleness_weights(batch, VERSION, limit=3, decay=0.5, level="sequence", parallel=parallel)
-        return weights, values(staleness_metrics(batch, VERSION, parallel=parallel))
+        return weights, finalize_metrics(staleness_metrics(batch, VERSION, parallel=parallel))
 
     assert_mesh_invariant(both, BATCH, meshes=MESHES)
 
@@ -188,7 +186,7 @@ def learn(table, batch, prompts, version, corrected):
     batch = dataclasses.replace(batch, old_log_probs=proximal if corrected else now)
     config = DECOUPLED if corrected else PLAIN
     gradient = jax.grad(lambda t: policy_loss(stats(t), batch, config, parallel=PARALLEL)[0])(table)
-    return table - 10.0 * gradient, values(staleness_metrics(batch, version, parallel=PARALLEL))
+    return table - 10.0 * gradient, finalize_metrics(staleness_metrics(batch, version, parallel=PARALLEL))
 
 
 def final_reward(lag, corrected=True, seed=1):

@@ -10,19 +10,12 @@ import pytest
 
 from jaxppo import (
     CISPO,
-    DPPO,
-    DRO,
-    GMPO,
-    GPG,
     GSPO,
     KL,
     PPO,
     SAPO,
-    ClipCov,
-    KLCov,
     OffPolicyConfig,
     PolicyLossConfig,
-    Reinforce,
     Rejection,
     RolloutBatch,
     Sample,
@@ -30,6 +23,7 @@ from jaxppo import (
 )
 from jaxppo.integrations import slime, slime_keys, verl, verl_keys
 from jaxppo.integrations.translation import about
+from jaxppo.policy_losses import DPPO, DRO, GMPO, GPG, ClipCov, KLCov, Reinforce
 
 KEYS = Path(__file__).parent / "keys"
 ACTOR, LOSS, CORRECTION = verl_keys.ACTOR, verl_keys.LOSS, verl_keys.CORRECTION

@@ -7,20 +7,9 @@ from golden_data import Case, parametrize_cases
 from test_golden_policy import slime_config, verl_config
 from test_translation import ICEPOP
 
-from jaxppo import (
-    CISPO,
-    DPPO,
-    GMPO,
-    GPG,
-    GSPO,
-    KL,
-    PPO,
-    OffPolicyConfig,
-    PolicyLossConfig,
-    Rejection,
-    presets,
-)
+from jaxppo import CISPO, GSPO, KL, PPO, OffPolicyConfig, PolicyLossConfig, Rejection, presets
 from jaxppo.integrations import slime, verl, verl_keys
+from jaxppo.policy_losses import DPPO, GMPO, GPG
 
 OFF = KL(0.0, "low_var_kl")
 BATCH = {"data.max_prompt_length": 1024, "data.max_response_length": 2048}

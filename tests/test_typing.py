@@ -17,7 +17,7 @@ policy_loss(stats, batch, config, temperature=0.7)
 policy_loss_from_hidden(hidden, head, batch, config, tempreature=0.7)
 policy_loss_from_hidden(hidden, head, batch, config, 1.0)
 policy_loss_from_hidden(hidden, head, config, batch)
-metrics.values(policy_loss_from_hidden(hidden, head, batch, config))
+finalize_metrics(policy_loss_from_hidden(hidden, head, batch, config))
 stats.log_prob
 log_probs_from_hidden(hidden, head, targets, entropy="bonuss")
 PolicyLossConfig(loss="ppo")
@@ -39,7 +39,7 @@ RolloutBatch.from_samples([{"tokens": [1, 2]}], row_length=8)
 ParallelMesh("dp=8")
 accumulate_gradients(lambda params: 0.0, batch)
 Normalizer.from_batches(batch, "mean")
-metrics.values(stats)
+finalize_metrics(stats)
 presets.grppo()
 Segments().all()
 """
@@ -55,9 +55,10 @@ import jax
 import jaxppo
 from jaxppo import (
     GSPO, KL, PPO, Head, LoRA, Normalizer, OffPolicyConfig, ParallelMesh, PolicyLossConfig, Rejection, RolloutBatch,
-    Sample, Segments, TokenStats, accumulate_gradients, log_probs_from_hidden, metrics, policy_loss,
+    Sample, TokenStats, accumulate_gradients, finalize_metrics, log_probs_from_hidden, policy_loss,
     policy_loss_from_hidden, presets
 )
+from jaxppo.sharding import Segments
 
 def use(
     hidden: jax.Array, kernel: jax.Array, head: Head, ids: jax.Array, mask: jax.Array, values: jax.Array,

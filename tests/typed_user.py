@@ -18,25 +18,26 @@ from jaxppo import (
     Normalizer,
     OffPolicyConfig,
     ParallelMesh,
-    PolicyLoss,
     PolicyLossConfig,
     Rejection,
     RolloutBatch,
     Sample,
-    Segments,
     ShardAxes,
     TokenStats,
     accumulate_gradients,
     advantages,
     compute_log_probs,
+    finalize_metrics,
     log_probs_from_hidden,
     log_probs_from_logits,
-    metrics,
     policy_loss,
     policy_loss_from_hidden,
     policy_losses,
     presets,
 )
+from jaxppo.metrics import Metrics
+from jaxppo.policy_losses import PolicyLoss
+from jaxppo.sharding import Segments
 
 Params = dict[str, jax.Array]
 V, H = 96, 16
@@ -128,8 +129,8 @@ def loss_of(
         hidden, head, batch, config, parallel=parallel, normalizer=None, temperature=0.7
     )
     assert_type(loss, jax.Array)
-    assert_type(found, metrics.Metrics)
-    return loss, metrics.values(found)
+    assert_type(found, Metrics)
+    return loss, finalize_metrics(found)
 
 
 def by_hand(params: Params, batch: RolloutBatch, config: PolicyLossConfig) -> jax.Array:
@@ -162,7 +163,7 @@ def step(params: Params, micro_batches: RolloutBatch, parallel: ParallelMesh) ->
     config = PolicyLossConfig(aggregation="sequence_mean_token_mean")
     normalizer = Normalizer.from_batches(micro_batches, config.aggregation, parallel=parallel)
 
-    def loss_fn(params: Params, part: tuple[RolloutBatch, Normalizer]) -> tuple[jax.Array, metrics.Metrics]:
+    def loss_fn(params: Params, part: tuple[RolloutBatch, Normalizer]) -> tuple[jax.Array, Metrics]:
         batch, normalizer = part
         hidden = hidden_of(params, batch)
         return policy_loss_from_hidden(
@@ -170,7 +171,7 @@ def step(params: Params, micro_batches: RolloutBatch, parallel: ParallelMesh) ->
         )
 
     (_, found), gradients = accumulate_gradients(loss_fn, (micro_batches, normalizer))(params)
-    assert_type(metrics.values(found), dict[str, jax.Array])
+    assert_type(finalize_metrics(found), dict[str, jax.Array])
     return {name: params[name] - 0.1 * gradients[name] for name in params}
 
 

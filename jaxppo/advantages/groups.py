@@ -15,8 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import check_alike, check_array, check_choice, check_ids
-from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.by_id import ById
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
 Parallel = ParallelMesh | ShardAxes | None
 Singletons = Literal["zero", "reward"]

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import check_alike, check_choice
-from jaxppo._sharding import ShardAxes, scan_shard, shard_call, shift_shard
 from jaxppo.advantages.groups import Singletons, dr_grpo
 from jaxppo.advantages.tokens import Parallel, check_segments, check_tokens, spread, whiten
 from jaxppo.batch import RolloutBatch
+from jaxppo.sharding import ShardAxes, scan_shard, shard_call, shift_shard
 
 Masked = Literal["skip", "discount"]
 

@@ -11,8 +11,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_array
-from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary
 from jaxppo.batch import RolloutBatch
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 from jaxppo.validation import check_arrays
 
 Parallel = ParallelMesh | ShardAxes | None

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo._arrays import check_array, check_choice, check_floating
-from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary_like
 from jaxppo.head import tiles
 from jaxppo.head.columns import LANES
 from jaxppo.head.head import Head, as_head
@@ -33,6 +32,7 @@ from jaxppo.head.stats import (
 )
 from jaxppo.head.tokens import TokenOrder
 from jaxppo.head.varying import Summing, low_rank
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary_like
 
 ARRAYS = ("hidden", "kernel", "bias", "lora_a", "lora_b", "targets", "nucleus_ids", "where", "temperature")
 Precision = Literal["default", "high", "highest"]

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._sharding import ShardAxes, vary, varying
 from jaxppo.head.ops.tile import Block, Parameters
 from jaxppo.head.tokens import even_block
 from jaxppo.head.varying import Summing, as_primal, psum_in_blocks, sum_in_blocks, unwritten
+from jaxppo.sharding import ShardAxes, vary, varying
 
 Names = tuple[str, ...]
 LANES = 128  # of an accelerator's registers

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo._arrays import check_choice, check_floating
-from jaxppo._sharding import ParallelMesh, ShardAxes, shard_call, vary_like, varying
 from jaxppo.head import softmax
 from jaxppo.head.stats import (
     Entropy,
@@ -27,6 +26,7 @@ from jaxppo.head.stats import (
     temperature_spec,
 )
 from jaxppo.head.varying import as_primal
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary_like, varying
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxppo._sharding import ParallelMesh, ShardAxes, check_parallel, varying
 from jaxppo.head.columns import Columns
 from jaxppo.head.head import Head
 from jaxppo.head.ops.tile import Form
 from jaxppo.head.stats import check_vocab_size
 from jaxppo.head.varying import Summing
+from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, varying
 
 Names = tuple[str, ...]
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._sharding import ShardAxes, vary
+from jaxppo.sharding import ShardAxes, vary
 
 
 class Sums(NamedTuple):

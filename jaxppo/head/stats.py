@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import check_array
-from jaxppo._sharding import ParallelMesh
+from jaxppo.sharding import ParallelMesh
 
 Entropy = Literal["none", "metric", "bonus"]
 

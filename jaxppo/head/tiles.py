@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxppo._sharding import ParallelMesh, ShardAxes, varying
 from jaxppo.head.tokens import even_block
+from jaxppo.sharding import ParallelMesh, ShardAxes, varying
 
 if TYPE_CHECKING:
     from jaxppo.head.schedules.needs import NeedsGrad

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._sharding import vary_like, varying
+from jaxppo.sharding import vary_like, varying
 
 
 def even_block(count: int, most: int, multiple: int = 8) -> int:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._sharding import vary, varying
 from jaxppo.head.tokens import even_block
+from jaxppo.sharding import vary, varying
 
 
 @dataclasses.dataclass(frozen=True)

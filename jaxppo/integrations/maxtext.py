@@ -19,9 +19,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxppo._sharding import ParallelMesh
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.head import Head
+from jaxppo.sharding import ParallelMesh
 
 _KEYS = ("inputs", "targets", "inputs_segmentation", "inputs_position", "targets_segmentation")
 

@@ -25,9 +25,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from jaxppo import metrics as metrics_of
 from jaxppo._arrays import Aggregation
-from jaxppo._sharding import ParallelMesh
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.api import HeadOptions, check_options
@@ -37,7 +35,9 @@ from jaxppo.integrations.tunix_models import hidden_states as hidden_states
 from jaxppo.integrations.tunix_models import log_probs as log_probs
 from jaxppo.kl import KL, Estimator
 from jaxppo.losses.policy import policy_loss_from_hidden
+from jaxppo.metrics import finalize_metrics
 from jaxppo.policy_losses import GSPO, PPO, PolicyLoss
+from jaxppo.sharding import ParallelMesh
 
 _AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": "token_mean",
@@ -102,7 +102,7 @@ def register(
             temperature=getattr(algo_config, "temperature", 1.0) or 1.0,
             **options,
         )
-        return _output(loss, metrics_of.values(metrics), found, batch)
+        return _output(loss, finalize_metrics(metrics), found, batch)
 
     function_registry.register_policy_loss_fn(name)(loss_fn)
     return name

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxppo._sharding import ParallelMesh
 from jaxppo.head.api import HeadOptions, log_probs_from_hidden
 from jaxppo.head.head import Head
+from jaxppo.sharding import ParallelMesh
 
 _SOWN = "all_hidden_states"  # as Tunix's models call what they leave behind for output_hidden_states=True
 _SOFTCAPS = ("final_logits_softcap", "final_logit_softcap")  # of Gemma's models and of its configs

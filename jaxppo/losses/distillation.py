@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from jaxppo._arrays import Aggregation, check_aggregation, check_choice, masked
-from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, shard_call
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.api import ARRAYS, HeadCall, HeadOptions, PreparedHead, prepare_head
@@ -23,7 +22,10 @@ from jaxppo.head.schedules.pair import DivergenceRule, token_divergence
 from jaxppo.head.stats import TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
 from jaxppo.metrics import Metrics, Term
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
 from jaxppo.validation import check_arrays
+
+__all__ = ["distillation_loss", "divergence_from_hidden"]
 
 Divergence = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
 

@@ -11,14 +11,16 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import Aggregation
-from jaxppo._sharding import ParallelMesh, ShardAxes, shift_left
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.api import HeadOptions, prepare_head, token_stats
 from jaxppo.head.head import Head
 from jaxppo.losses.sft import sft_loss
 from jaxppo.metrics import Metric, Metrics
+from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left
 from jaxppo.validation import check_arrays
+
+__all__ = ["mtp_loss", "mtp_normalizers", "shift_targets"]
 
 
 def mtp_loss(

@@ -12,7 +12,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import Aggregation, is_zero, masked
-from jaxppo._sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
@@ -24,6 +23,7 @@ from jaxppo.losses.token_loss import Step, TokenLoss, Values, loss_of_hidden, lo
 from jaxppo.metrics import Composite, Metric, Metrics, Term
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.off_policy import correction as off_policy_correction
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import check_arrays
 
 _OLD = {"old": "old_log_probs", "rollout": "rollout_log_probs"}
@@ -54,7 +54,7 @@ def policy_loss(
       selected: `f32[R, T]`, the `covariance_mask` of the whole step; for ClipCov and KLCov.
 
     Returns:
-      The scalar f32 loss, and metrics by name: `metrics.values` finishes them. By what they are normalised by:
+      The scalar f32 loss, and metrics by name: `finalize_metrics` finishes them. By what they are normalised by:
 
       - the loss's own weights, adding up over micro-batches: `loss`, `pg_loss`;
       - loss tokens (or those weights, see `config.metric_aggregation`): `entropy`, `kl` (to the reference), `ppo_kl`
@@ -62,8 +62,8 @@ def policy_loss(
         like, the correction's `tis`, `rejected_fraction` and the like, `sampler_log_prob_abs_diff`, `sampler_k3`;
       - nothing, being extremes over loss tokens: `ratio_min`, `ratio_max`;
       - loss tokens, as a share: `effective_sample_size`, (sum r)^2 / (N sum r^2);
-      - `broken_rules`: bits, 0 where the batch is sound; `metrics.explain` says what they mean. Where it is not 0, the
-        loss is NaN.
+      - `broken_rules`: bits, 0 where the batch is sound; `explain_broken_rules` says what they mean. Where it is not
+        0, the loss is NaN.
 
     Raises:
       ValueError, TypeError: an array that the config needs and the batch lacks, shapes that differ, a bonus on

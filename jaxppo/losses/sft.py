@@ -9,7 +9,6 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import Aggregation, check_aggregation, check_number, masked
-from jaxppo._sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.api import HeadOptions, prepare_head
@@ -17,6 +16,7 @@ from jaxppo.head.head import Head
 from jaxppo.head.stats import TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Metrics, Term
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import check_arrays
 
 

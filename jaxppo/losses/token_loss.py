@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import PER_SEGMENT, Aggregation
-from jaxppo._sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.aggregation import Normalizer, step_normalizer, token_weights, weighted_sum
 from jaxppo.batch import RolloutBatch
@@ -37,6 +36,7 @@ from jaxppo.head.tokens import TokenOrder
 from jaxppo.metrics import Composite, Metric, Metrics, Term, reduce_metrics
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.rules import as_bits, count_broken
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
 
 Values = dict[str, Float[Array, "R T"]]
 

@@ -10,12 +10,12 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import Aggregation, MetricAggregation, check_aggregation, check_array, check_choice, masked
-from jaxppo._sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.stats import TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
 from jaxppo.metrics import Metrics, Term
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import check_arrays
 
 ClipFraction = Literal["worse", "outside"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxppo._arrays import Coefficient, check_number
-from jaxppo._sharding import Segments
+from jaxppo.sharding import Segments
 
 Tokens = Float[Array, "R T"]
 Indicators = dict[str, Tokens]

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo._arrays import Coefficient, check_choice
-from jaxppo._sharding import Segments
 from jaxppo.kl import MAX_LOG_RATIO
 from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip, check_dual_clip, clipped_surrogate
+from jaxppo.sharding import Segments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,11 +37,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxppo._sharding import vary, varying
 from jaxppo.head import softmax
 from jaxppo.head.ops import xla
 from jaxppo.head.ops.tile import Block, Features, Form, Op, Parameters, Tile
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
+from jaxppo.sharding import vary, varying
 
 if TYPE_CHECKING:
     from jaxppo.head.schedules.walk import Inputs

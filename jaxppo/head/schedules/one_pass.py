@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._sharding import note, vary, varying
 from jaxppo.head import softmax
 from jaxppo.head.schedules.needs import saved, to_save, values_and_needs
 from jaxppo.head.schedules.tokens_first import tokens_first
 from jaxppo.head.schedules.two_pass import evaluate
 from jaxppo.head.schedules.walk import Chunk, Inputs, Rule, Walk, cotangents_of, of_tokens
 from jaxppo.head.tiles import OnePassTiles
+from jaxppo.sharding import note, vary, varying
 
 # ((log_prob, entropy, of_logits) f32[n] each, per_token, shared) -> f32[n], weights included
 TokenLoss = Callable[[tuple[Any, Any, Any], Any, Any], jax.Array]

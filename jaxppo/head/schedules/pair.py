@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxppo._sharding import vary
 from jaxppo.head import softmax, tiles
 from jaxppo.head.ops import xla
 from jaxppo.head.ops.tile import Block
@@ -18,6 +17,7 @@ from jaxppo.head.schedules.needs import saved, to_save, values_and_needs
 from jaxppo.head.schedules.two_pass import gradients
 from jaxppo.head.schedules.walk import Chunk, Inputs, Rule, Walk, cotangents_of, of_tokens
 from jaxppo.head.tokens import Slots
+from jaxppo.sharding import vary
 
 
 @dataclasses.dataclass(frozen=True)

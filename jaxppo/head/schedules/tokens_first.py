@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._sharding import vary, varying
 from jaxppo.head.columns import SUMMED_BYTES
 from jaxppo.head.ops.tile import Features, Parameters, as_factor, feature_gradients, parameter_gradients
 from jaxppo.head.schedules.needs import NeedsGrad
 from jaxppo.head.schedules.walk import Chunk, Walk, counted
 from jaxppo.head.tokens import Slots
 from jaxppo.head.varying import as_primal, sum_in_blocks
+from jaxppo.sharding import vary, varying
 
 # (chunk, arrays of its tokens) -> (results of its tokens, residuals, cotangents, logits [blocks, C, B] or None)
 Begin = Callable[[Chunk, Any], tuple[Any, Any, Any, Any]]

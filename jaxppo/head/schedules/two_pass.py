@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._sharding import note
 from jaxppo.head import softmax, tiles
 from jaxppo.head.ops.tile import Features, Parameters, as_factor, feature_gradients, parameter_gradients
 from jaxppo.head.schedules.kept import Kept
@@ -18,6 +17,7 @@ from jaxppo.head.schedules.tokens_first import tokens_first
 from jaxppo.head.schedules.walk import Inputs, Rule, Walk, cotangents_of, counted, of_tokens
 from jaxppo.head.tokens import Slots
 from jaxppo.head.varying import as_primal, psum_in_blocks
+from jaxppo.sharding import note
 
 SUMMED_TOKENS = 1024  # of dhidden, at a time
 

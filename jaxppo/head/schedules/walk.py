@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._sharding import vary, varying
 from jaxppo.head import softmax
 from jaxppo.head.columns import Columns, Vocabulary
 from jaxppo.head.ops.tile import Block, Features, Form, Op, Parameters, Tile
@@ -19,6 +18,7 @@ from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.tiles import Budget, Cut
 from jaxppo.head.tokens import Slots, Tokens
 from jaxppo.head.varying import first_order
+from jaxppo.sharding import vary, varying
 
 
 class Inputs(NamedTuple):

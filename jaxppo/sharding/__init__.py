@@ -1,9 +1,10 @@
-"""The package `sharding` that came with jaxppo, whatever else goes by that name where it is imported.
+"""Meshes, axis roles, sequence layouts, packing, collectives and audits: the package `sharding` that comes with jaxppo.
 
-A project may hold a module `sharding` of its own. Then the package beside jaxppo is loaded under a private name, and
-the project's module stays what `import sharding` gives. Everywhere else this is `sharding` itself, so that there is one
-copy of its classes. Only the package's own names are to be had here: a module of it imported by another path would be
-a second copy.
+Import it from here: `from jaxppo.sharding import audit`, `from jaxppo.sharding.testing import assert_mesh_invariant`.
+A project may hold a module `sharding` of its own, and that module stays what `import sharding` gives there.
+
+There is one copy of every class. If the package beside jaxppo is what `import sharding` finds, it is loaded as
+`sharding`. If it is not, it is loaded under a private name. This module only repeats its public names.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sharding import *  # noqa: F403
 
-_FOLDER = Path(__file__).resolve().parent.parent / "sharding"
+    def __getattr__(name: str) -> Any: ...  # where a type checker takes the project's own `sharding` for this one
+
+
+_FOLDER = Path(__file__).resolve().parent.parent.parent / "sharding"
 _PRIVATE = "jaxppo_sharding"
 
 
 def _found() -> Path | None:
-    """The folder of what `import sharding` gives, None where that is no package."""
+    """The folder of the package that `import sharding` finds, None where that is no package."""
     try:
         spec = importlib.util.find_spec("sharding")
     except ValueError:  # a module that was made by hand
@@ -44,6 +48,11 @@ def _load() -> ModuleType:
     module = sys.modules[_PRIVATE] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _submodule(name: str) -> ModuleType:
+    """A module of the package, however the package was loaded."""
+    return importlib.import_module(f"{_package.__name__}.{name}")
 
 
 _package = _load()

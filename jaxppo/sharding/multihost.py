@@ -1,0 +1,14 @@
+"""`sharding/multihost.py`, by the name that users import it by."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from jaxppo.sharding import _submodule
+
+if TYPE_CHECKING:
+    from sharding.multihost import *  # noqa: F403
+
+    def __getattr__(name: str) -> Any: ...
+
+
+sys.modules[__name__] = _submodule("multihost")
