@@ -21,6 +21,7 @@ from .base import take
 
 # y_t needs its neighbour's y; is b_t; or lies at the end of a run and needs the next run's
 GOES_ON, ENDS, ENTERS = np.int8(0), np.int8(1), np.int8(2)
+BLOCK = 128  # positions that a scan takes together: the lanes of a TPU's registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,8 @@ def scan_runs(axes: ShardAxes, runs: Runs, ab: Any, reverse: bool, segment_ids: 
     if axes.size(axes.context) == 1:
         return _scan(a, [b], why, 1, reverse)[0]
     product, total = _scan(a, [jnp.where(why == GOES_ON, 0, jnp.ones_like(a)), b], why, 1, reverse)
-    why = _reaches(why, 1, reverse)[-1][1]
+    reaches = _scan(jnp.ones_like(a), [(why == ENTERS).astype(a.dtype)], why, 1, reverse)[0]
+    why = jnp.where(reaches > 0, ENTERS, ENDS)
 
     me, entry_ids, lead = axes.index(axes.context), take(ids, entries), take(a, entries)
 
@@ -116,47 +118,80 @@ def _chains(axes: ShardAxes, runs: Runs, *ends: jax.Array) -> jax.Array:
     return jnp.concatenate([half[:, :: 1 - 2 * i] for i, half in enumerate(halves)], axis=1)
 
 
-def _before(x: jax.Array, distance: int, axis: int, reverse: bool) -> jax.Array:
+def _before(x: jax.Array, distance: Any, axis: int, reverse: bool) -> jax.Array:
     """What each entry of x has `distance` ahead of it in the order of the scan; 0 beyond the end."""
-    length = x.shape[axis]
-    kept = lax.slice_in_dim(x, *((distance, length) if reverse else (0, length - distance)), axis=axis)
-    none = jnp.zeros_like(lax.slice_in_dim(x, 0, distance, axis=axis))
-    return jnp.concatenate([kept, none] if reverse else [none, kept], axis)
+    length, none = x.shape[axis], jnp.zeros_like(x)
+    padded = jnp.concatenate([x, none] if reverse else [none, x], axis)
+    start = distance if reverse else length - distance
+    return lax.dynamic_slice_in_dim(padded, start, length, axis)
 
 
 def _scan(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool) -> list[jax.Array]:
-    """y for each b; its derivatives are scans too, the one by b the other way."""
+    """y for each b; its derivatives are scans too, the one by b the other way.
+
+    The bs are one array to JAX, which cannot transpose a linear solve for some of several.
+    """
     a, why, *bs = (vary_like(x, a, why, bs) for x in (a, why, *bs))
     on = why == GOES_ON
 
-    def left_over(ys: list[jax.Array]) -> list[jax.Array]:
+    def left_over(ys: jax.Array) -> jax.Array:
         """b of y: what the derivatives follow from."""
-        return [y - jnp.where(on, a, 0) * jnp.where(on, _before(y, 1, axis, reverse), 0) for y in ys]
+        near = (_before(y, 1, axis, reverse) for y in ys)
+        return ys - jnp.stack([jnp.where(on, a, 0) * jnp.where(on, y, 0) for y in near])
 
-    def transposed(_: Any, bs: list[jax.Array]) -> list[jax.Array]:
+    def transposed(_: Any, bs: jax.Array) -> jax.Array:
         from_a, from_on = (_before(x, 1, axis, not reverse) for x in (a, on))
-        return _double(from_a, bs, jnp.where(from_on, GOES_ON, ENDS), axis, not reverse)
+        return jnp.stack(_solve(from_a, list(bs), jnp.where(from_on, GOES_ON, ENDS), axis, not reverse))
 
-    solve = lambda _, bs: _double(a, bs, why, axis, reverse)  # noqa: E731
-    return lax.custom_linear_solve(left_over, bs, solve, transposed)
+    solve = lambda _, bs: jnp.stack(_solve(a, list(bs), why, axis, reverse))  # noqa: E731
+    return list(lax.custom_linear_solve(left_over, jnp.stack(bs), solve, transposed))
 
 
-def _double(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool) -> list[jax.Array]:
-    """y for each b, by doubling the reach of each place until it ends, as it must at the end of the row.
+def _solve(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool) -> list[jax.Array]:
+    """y for each b. A long axis is scanned in blocks, then over the blocks' ends, then both are put together.
 
-    `lax.associative_scan` does half the multiplications, in strided slices that take twice as long to compile.
+    Compilers for TPUs lay an axis of this length out otherwise than one of a million, whose shifts they unroll.
     """
-    for distance, reached in _reaches(why, axis, reverse)[:-1]:
-        near = functools.partial(_before, distance=distance, axis=axis, reverse=reverse)
-        bs = [jnp.where(reached == GOES_ON, b + a * near(b), b) for b in bs]
-        a = a * near(a)
-    return bs
+    length, last = a.shape[axis], a.ndim - 1
+    if length <= BLOCK:
+        return _double(a, bs, why, axis, reverse)[0]
+    a, why, *bs = (_in_blocks(jnp.moveaxis(x, axis, last), reverse) for x in (a, why, *bs))
+    entry, exit_ = (-1, 0) if reverse else (0, -1)
+    enters = (why == GOES_ON) & (jnp.arange(BLOCK) == entry % BLOCK)
+    product = jnp.where(enters, a, jnp.zeros_like(a))
+    within = jnp.where(enters, ENTERS, jnp.where(why == GOES_ON, GOES_ON, ENDS))
+    (*totals, product), why = _double(a, [*bs, product], within, last + 1, reverse)
+    linked = why == ENTERS
+    ends = [total[..., exit_] for total in totals]
+    whys = jnp.where(linked[..., exit_], GOES_ON, ENDS)
+    carries = [_before(y, 1, last, reverse) for y in _solve(product[..., exit_], ends, whys, last, reverse)]
+    zero = jnp.zeros((), a.dtype)
+    ys = [t + jnp.where(linked, product * c[..., None], zero) for t, c in zip(totals, carries, strict=True)]
+    flat = [y.reshape(*y.shape[:last], -1) for y in ys]
+    kept = [y[..., -length:] if reverse else y[..., :length] for y in flat]
+    return [jnp.moveaxis(y, last, axis) for y in kept]
 
 
-def _reaches(why: jax.Array, axis: int, reverse: bool) -> list[tuple[int, jax.Array]]:
-    """The distances to double the reach of each place by and why, with what lies within it, y does not go on."""
-    reaches = []
-    for distance in (1 << level for level in range((why.shape[axis] - 1).bit_length())):
-        reaches.append((distance, why))
-        why = jnp.where(why == GOES_ON, _before(why, distance, axis, reverse), why)
-    return [*reaches, (0, why)]
+def _in_blocks(x: jax.Array, reverse: bool) -> jax.Array:
+    """`[..., blocks, BLOCK]`: the last axis, with zeros at the end of the scan where the blocks do not divide it."""
+    missing = -x.shape[-1] % BLOCK
+    padding = [(0, 0)] * (x.ndim - 1) + [(missing, 0) if reverse else (0, missing)]
+    return jnp.pad(x, padding).reshape(*x.shape[:-1], -1, BLOCK)
+
+
+def _double(
+    a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool
+) -> tuple[list[jax.Array], jax.Array]:
+    """y for each b, and why the scan does not go on from what each place reaches, by doubling that reach.
+
+    The levels are the turns of a loop: unrolled, as in `lax.associative_scan`, each is compiled anew.
+    """
+
+    def level(i: Any, carry: Any) -> Any:
+        a, bs, why = carry
+        near = functools.partial(_before, distance=jnp.left_shift(1, i), axis=axis, reverse=reverse)
+        bs = [jnp.where(why == GOES_ON, b + a * near(b), b) for b in bs]
+        return a * near(a), bs, jnp.where(why == GOES_ON, near(why), why)
+
+    _, bs, why = lax.fori_loop(0, (a.shape[axis] - 1).bit_length(), level, (a, bs, why))
+    return bs, why
