@@ -164,6 +164,7 @@ class RolloutBatch:
         """
         with multihost.together(parallel):
             check_samples(samples)
+        masks = [sample.mask for sample in samples]
         several = parallel is not None and multihost.spans_processes(parallel)
         packed = pack(
             [sample.tokens for sample in samples],
@@ -174,13 +175,13 @@ class RolloutBatch:
             micro_batches=micro_batches,
             max_tokens=max_tokens,
             num_segments=num_segments,
-            loads=[float(sample.mask.sum()) for sample in samples],
+            loads=[float(mask.sum()) for mask in masks],
         )
         first = multihost.numbers_before(parallel, len(samples)) if several and parallel else 0
         ids = [first + i if s.sample_id is None else int(s.sample_id) for i, s in enumerate(samples)]
         with multihost.together(parallel):
             check_sample_ids(ids)
-            arrays: dict[str, Any] = batch_arrays(samples, packed, ids)
+            arrays: dict[str, Any] = batch_arrays(samples, masks, packed, ids)
         if several:
             check_groups_of_hosts(samples)
             multihost.check_equal("samples", sorted(name for name, x in arrays.items() if x is not None))

@@ -230,23 +230,30 @@ def _check_values(name: str, values: Any, length: int) -> None:
         raise ValueError(f"{name}: got shape {array.shape}, expected {(length,)}, one for each response token")
 
 
-def batch_arrays(samples: Sequence[Sample], packed: Packed, ids: Sequence[int]) -> dict[str, np.ndarray | None]:
-    """The arrays of a `RolloutBatch`, by name, from packed samples with these sample ids."""
+def batch_arrays(
+    samples: Sequence[Sample], masks: Sequence[np.ndarray], packed: Packed, ids: Sequence[int]
+) -> dict[str, np.ndarray | None]:
+    """The arrays of a `RolloutBatch`, by name, from packed samples with these masks and sample ids."""
     rewards = _all_or_none(samples, "reward")
     given: dict[str, list[Any] | None] = {
         "sample_ids": list(ids),
         "group_ids": _all_or_none(samples, "group_id"),
         "rollout_ids": _all_or_none(samples, "rollout_id"),
     }
-    arrays: dict[str, np.ndarray | None] = {name: _place_response(samples, name, packed) for name in PER_TOKEN_VALUES}
-    arrays |= {
-        "tokens": packed.place([np.asarray(s.tokens, np.int32) for s in samples], 0, np.int32),
-        "targets": packed.place([_before(np.asarray(s.tokens, np.int32)) for s in samples], 0, np.int32),
+    # a value of token t + 1 stands at the position of token t, which predicts it; at a last position stands 0
+    tokens, first = [np.asarray(sample.tokens, np.int32) for sample in samples], [0] * len(samples)
+    before_response = [max(sample.start - 1, 0) for sample in samples]
+    arrays: dict[str, np.ndarray | None] = {
+        "tokens": packed.place(tokens, 0, np.int32),
+        "targets": packed.place([x[1:] for x in tokens], 0, np.int32, first),
         "segment_ids": packed.segment_ids,
         "positions": packed.positions,
-        "loss_mask": packed.place([_before(s.mask) for s in samples], 0, np.float32),
+        "loss_mask": packed.place([mask[1:] for mask in masks], 0, np.float32, first),
         "rewards": None if rewards is None else packed.place_segments(rewards, 0, np.float32),
     }
+    for name in PER_TOKEN_VALUES:
+        responses, kind = _all_or_none(samples, name), np.int32 if name in INTEGERS else np.float32
+        arrays[name] = None if responses is None else packed.place(responses, 0, kind, before_response)
     for name in IDS:
         values = given[name]
         arrays[name] = None if values is None else packed.place_segments(values, -1, np.int32)
@@ -273,11 +280,6 @@ def check_sample_ids(ids: Sequence[int]) -> None:
         seen[number] = i
 
 
-def _before(per_token: np.ndarray) -> np.ndarray:
-    """Each token's value at the position before it, and 0 at the last one."""
-    return np.concatenate([per_token[1:], np.zeros_like(per_token[:1])])
-
-
 def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:
     values = [getattr(sample, name) for sample in samples]
     missing = [i for i, value in enumerate(values) if value is None]
@@ -286,19 +288,6 @@ def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:
     if missing:
         raise ValueError(f"{name}: got None in sample {missing[0]}, expected a value in all samples or in none")
     return values
-
-
-def _place_response(samples: Sequence[Sample], name: str, packed: Packed) -> np.ndarray | None:
-    """`[*K, R, T]`, values of response tokens at the positions that predict them, 0 elsewhere."""
-    responses = _all_or_none(samples, name)
-    if responses is None:
-        return None
-    rows, kind = [], np.int32 if name in INTEGERS else np.float32
-    for sample, response in zip(samples, responses, strict=True):
-        row = np.zeros(len(sample.tokens), kind)
-        row[sample.start :] = response
-        rows.append(_before(row))
-    return packed.place(rows, 0, kind)
 
 
 def check_groups_of_hosts(samples: Sequence[Sample]) -> None:

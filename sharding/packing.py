@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,21 +41,33 @@ class Packed:
     micro_batches: int | None
     order: Int[np.ndarray, "KR T"]
 
-    def place(self, values: Sequence[Any], fill: float = 0, dtype: Any = None) -> Shaped[np.ndarray, "*K R T ..."]:
+    def place(
+        self, values: Sequence[Any], fill: float = 0, dtype: Any = None, starts: Sequence[int] | None = None
+    ) -> Shaped[np.ndarray, "*K R T ..."]:
         """The rows that hold values[i], `[lengths[i], ...]`, at the places of sequence i, and fill elsewhere.
 
+        Args:
+          values: one array a sequence.
+          fill: what the other places hold.
+          dtype: of the rows; by default the one that holds all values.
+          starts: where in its sequence each value begins; then values may be shorter than their sequences.
+
         Raises:
-          ValueError: a value of another length than its sequence.
+          ValueError: a value of another length than its sequence, or that does not fit it from its start.
         """
         arrays = [np.asarray(value) for value in values]
         dtype = dtype or (np.result_type(*arrays) if arrays else np.int32)
         trailing = next((array.shape[1:] for array in arrays), ())
-        rows = np.full((*self.order.shape, *trailing), fill, dtype)
-        for i, array in enumerate(arrays):
-            if array.shape[:1] != (self.lengths[i],):
-                raise ValueError(f"values[{i}]: got shape {array.shape}, expected length {self.lengths[i]}")
-            rows[self.row[i], self.start[i] : self.start[i] + self.lengths[i]] = array
-        return self._split(np.take_along_axis(rows, self.order.reshape(*self.order.shape, *(1 for _ in trailing)), 1))
+        sizes = np.array([len(array) if array.ndim else -1 for array in arrays], np.int64)
+        begins = np.zeros_like(sizes) if starts is None else np.asarray(starts, np.int64)
+        fits = sizes == self.lengths if starts is None else (sizes >= 0) & (begins + sizes <= self.lengths)
+        if not fits.all():
+            i = int(np.argmin(fits))
+            expected = (
+                f"length {self.lengths[i]}" if starts is None else f"at most {self.lengths[i] - begins[i]} numbers"
+            )
+            raise ValueError(f"values[{i}]: got shape {arrays[i].shape}, expected {expected}")
+        return self._rows(arrays, begins, sizes, fill, dtype, trailing)
 
     def place_segments(self, values: Sequence[Any], fill: float, dtype: Any) -> Num[np.ndarray, "*K R S"]:
         """One number a sequence, `[R, S]`, and fill where a row has no such segment."""
@@ -64,14 +77,35 @@ class Packed:
 
     @property
     def segment_ids(self) -> Int[np.ndarray, "*K R T"]:
-        return self.place([np.full(n, slot + 1) for n, slot in zip(self.lengths, self.slot, strict=True)], 0, np.int32)
+        return self._rows(self.slot + 1, np.zeros_like(self.lengths), self.lengths, 0, np.int32, ())
 
     @property
     def positions(self) -> Int[np.ndarray, "*K R T"]:
-        return self.place([np.arange(n) for n in self.lengths], 0, np.int32)
+        longest = np.arange(self.order.shape[1], dtype=np.int32)
+        counted = [longest[:length] for length in self.lengths]
+        return self._rows(counted, np.zeros_like(self.lengths), self.lengths, 0, np.int32, ())
+
+    def _rows(
+        self, values: Any, starts: np.ndarray, sizes: np.ndarray, fill: float, dtype: Any, trailing: tuple[int, ...]
+    ) -> np.ndarray:
+        """Rows with values[i] at the `sizes[i]` places from `starts[i]` of sequence i, in physical order."""
+        shape = (*self.order.shape, *trailing)
+        rows = np.full(shape, fill, dtype) if fill else np.zeros(shape, dtype)  # which touches no page twice
+        begins = self.start + starts
+        for value, row, begin, end in zip(values, self.row, begins.tolist(), (begins + sizes).tolist(), strict=True):
+            rows[row, begin:end] = value
+        return self._split(in_physical_order(rows, self.order))
 
     def _split(self, rows: np.ndarray) -> np.ndarray:
         return rows if self.micro_batches is None else rows.reshape(self.micro_batches, self.rows, *rows.shape[1:])
+
+
+def in_physical_order(rows: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """y[r, p] = rows[r, order[r, p]] for rows `[R, T, ...]`; the rows themselves where that is how they lie."""
+    if order.strides[0]:  # each row has its own order
+        return np.take_along_axis(rows, order.reshape(*order.shape, *(1,) * (rows.ndim - 2)), axis=1)
+    same = (order[0] == np.arange(order.shape[1])).all()
+    return rows if same else rows[:, order[0]]
 
 
 def pack(
@@ -223,19 +257,30 @@ def _bucket(needed: int, buckets: Sequence[int] | None, data: int) -> int:
 def _first_fit_decreasing(
     lengths: np.ndarray, row_length: int, most: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The bin, the slot in it and the start of each sequence: each goes to the first bin it fits, longest first."""
+    """The bin, the slot in it and the start of each sequence: each goes to the first bin it fits, longest first.
+
+    Lengths only fall, so a bin that fits one sequence fits all later ones until it takes one: such bins wait in a heap
+    by their number, the others in a heap by their free places.
+    """
     count = len(lengths)
-    free = np.full(count, row_length)
-    held = np.zeros(count, np.int32)
+    free, held = [row_length] * count, [0] * count
     bins, slot, start = (np.zeros(count, np.int32) for _ in range(3))
-    for i in np.argsort(-lengths, kind="stable"):
-        fits = free >= lengths[i]
-        if most is not None:
-            fits &= held < most
-        best = int(np.argmax(fits))
-        bins[i], slot[i], start[i] = best, held[best], row_length - free[best]
-        free[best] -= lengths[i]
-        held[best] += 1
+    fitting: list[int] = []
+    full: list[tuple[int, int]] = []
+    used = 0
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[i])
+        while full and -full[0][0] >= length:
+            heapq.heappush(fitting, heapq.heappop(full)[1])
+        if fitting:
+            first = heapq.heappop(fitting)
+        else:
+            first, used = used, used + 1
+        bins[i], slot[i], start[i] = first, held[first], row_length - free[first]
+        free[first] -= length
+        held[first] += 1
+        if most is None or held[first] < most:
+            heapq.heappush(full, (-free[first], first))
     return bins, slot, start
 
 

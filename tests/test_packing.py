@@ -39,6 +39,32 @@ def test_first_fit_decreasing_fills_rows():
     assert packed.num_segments == 4
 
 
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=60), st.sampled_from([None, 1, 2, 3]))
+def test_each_sequence_goes_to_the_first_row_it_fits(lengths, most):
+    """Longest first, ties in order; with loads of 0 and one row a device, rows are dealt in the order of the bins."""
+    packed = pack([range(n) for n in lengths], row_length=12, num_segments=most, loads=[0] * len(lengths))
+    rows: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fits = [row for row in rows if sum(lengths[j] for j in row) + lengths[i] <= 12 and len(row) < (most or 99)]
+        if not fits:
+            fits = [[]]
+            rows.append(fits[0])
+        assert packed.slot[i] == len(fits[0])
+        assert packed.start[i] == sum(lengths[j] for j in fits[0])
+        fits[0].append(i)
+    assert packed.rows == len(rows)
+    for row in rows:
+        assert len({int(packed.row[i]) for i in row}) == 1
+
+
+def test_values_that_begin_within_their_sequence():
+    packed = pack([range(3), range(2)], row_length=6)
+    assert packed.place([[7, 8], [9]], starts=[1, 0]).tolist() == [[0, 7, 8, 9, 0, 0]]
+    with pytest.raises(ValueError, match=r"values\[1\]: got shape \(2,\), expected at most 1 numbers"):
+        packed.place([[7], [8, 9]], starts=[0, 1])
+
+
 def test_a_thousand_batches_share_a_handful_of_shapes():
     rng = np.random.default_rng(0)
     shapes = set()
