@@ -15,11 +15,12 @@ from jaxppo._arrays import check_array
 from jaxppo.batch import RolloutBatch
 from jaxppo.samples import Sample
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary_like
+from jaxppo.token_sets import TokenSets
 from jaxppo.validation import check_arrays
 
 __all__ = ["nucleus_mask", "pack_nucleus_ids"]
 
-Recorded = Sequence[Sequence[Any]]
+Recorded = Sequence[TokenSets | Sequence[Any]]
 
 
 def pack_nucleus_ids(
@@ -32,8 +33,9 @@ def pack_nucleus_ids(
 
     Args:
       recorded: `recorded[i][j]`: the token ids that the sampler could draw at response token j of samples[i]; ragged,
-        in any order, negative ones left out. Empty where nothing was recorded, such as what a tool wrote: then only
-        the sampled token is kept. None takes each sample's own `nucleus`.
+        in any order, negative ones left out; or recorded[i] with flat `token_ids` and `offsets`, which is faster.
+        Empty where nothing was recorded, such as what a tool wrote: then only the sampled token is kept. None takes
+        each sample's own `nucleus`.
       samples: those that the batch was made of.
       batch: `[R, T]` or `[K, R, T]`, in any layout.
       width: the static size of the last dimension; by default the power of two that holds the largest nucleus.
@@ -61,12 +63,12 @@ def pack_nucleus_ids(
         raise ValueError(f"recorded: got {len(recorded)} samples, expected {len(samples)}, as many as samples")
     nuclei = {}
     for i, (sample, of_sample) in enumerate(zip(samples, recorded, strict=True)):
+        sets = TokenSets.of(f"recorded[{i}]", of_sample).without_negative()
         expected = len(sample.tokens) - sample.start
-        if len(of_sample) != expected:
-            raise ValueError(f"recorded[{i}]: got {len(of_sample)} nuclei, expected {expected}, one a response token")
-        ids = [np.asarray(x, np.int64).reshape(-1) for x in of_sample]
-        nuclei[i if sample.sample_id is None else sample.sample_id] = (sample, [x[x >= 0] for x in ids])
-    widest = max((x.size for _, ids in nuclei.values() for x in ids), default=0)
+        if len(sets) != expected:
+            raise ValueError(f"recorded[{i}]: got {len(sets)} nuclei, expected {expected}, one a response token")
+        nuclei[i if sample.sample_id is None else sample.sample_id] = (sample, sets)
+    widest = max((int(sets.sizes.max(initial=0)) for _, sets in nuclei.values()), default=0)
     if width is None:
         width = 1 << max(widest - 1, 0).bit_length()
     if widest > width:
@@ -80,12 +82,9 @@ def pack_nucleus_ids(
         number = int(sample_ids[row, slot])
         if number not in nuclei:
             raise ValueError(f"samples: got none with sample_id {number}, expected all samples of the batch")
-        sample, ids = nuclei[number]
+        sample, sets = nuclei[number]
         padded = np.full((len(sample.tokens), width), -1, np.int32)
-        sizes = np.array([x.size for x in ids], np.int64)
-        token = np.repeat(np.arange(len(ids)), sizes)
-        place = np.arange(token.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        padded[sample.start - 1 + token, place] = np.concatenate([*ids, np.zeros(0, np.int64)])
+        padded[max(sample.start - 1, 0) : len(sample.tokens) - 1] = sets.padded(width)[: len(sample.tokens) - 1]
         here = segment_ids[row] == slot + 1
         out[row, here] = padded[positions[row, here]]
     return out.reshape(*batch.segment_ids.shape, width)

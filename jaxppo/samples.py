@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from jaxppo._arrays import IDS, INTEGERS, PER_TOKEN_VALUES, is_number
 from jaxppo.integrations.engines import Truncated, as_turns, joined, sglang_turn, vllm_turn
 from jaxppo.sharding import Packed, multihost
+from jaxppo.token_sets import TokenSets
 
 MAX_ID = 2**31 - 1
 
@@ -42,7 +43,8 @@ class Sample:
       rollout_log_probs: as the sampler reported them.
       values: the critic's.
       returns: the critic's targets.
-      nucleus: the token ids that the sampler could draw at each response token, ragged, for `pack_nucleus_ids`.
+      nucleus: the token ids that the sampler could draw at each response token, ragged, or `TokenSets`, for
+        `pack_nucleus_ids`.
       policy_versions: integers, which version of the policy drew each token; see `jaxppo.staleness`.
 
     Raises:
@@ -67,7 +69,7 @@ class Sample:
     rollout_log_probs: Sequence[float] | Float[np.ndarray, "m"] | None = None
     values: Sequence[float] | Float[np.ndarray, "m"] | None = None
     returns: Sequence[float] | Float[np.ndarray, "m"] | None = None
-    nucleus: Sequence[Sequence[int]] | None = None
+    nucleus: TokenSets | Sequence[Sequence[int]] | None = None
     policy_versions: Sequence[int] | Int[np.ndarray, "m"] | None = None
 
     @classmethod
@@ -83,7 +85,8 @@ class Sample:
         """The sample of one vLLM output, or of the outputs of several turns.
 
         Later turns go on from the tokens of those before; what their prompts add, such as a tool's answer, is not
-        trained on. Log-probs are vLLM's `logprobs` of the sampled tokens, where it was asked for them.
+        trained on. Log-probs are vLLM's `logprobs` of the sampled tokens, and the nucleus is its `sampling_mask`, where
+        it was asked for them.
 
         Args:
           output: a `RequestOutput`, or as a dictionary: {"prompt_token_ids", "outputs": [{"index", "token_ids",

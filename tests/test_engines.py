@@ -106,6 +106,24 @@ def test_one_turn_of_sglang():
     assert Sample.from_sglang(told).tokens == PROMPT + FIRST
 
 
+@pytest.mark.parametrize("shape", [lambda x: x, through_json, as_object], ids=["dictionary", "JSON", "object"])
+def test_the_nucleus_of_vllm(shape):
+    """Its SamplingMask: flat token_ids, and offsets of each sampled token's set."""
+    output = request(PROMPT, completion(FIRST))
+    output["outputs"][0]["sampling_mask"] = {"token_ids": [21, 5, 22], "offsets": [0, 2, 3]}
+    sample = Sample.from_vllm(shape(output))
+    assert sample.nucleus.tolist() == [[21, 5], [22]]
+    batch = RolloutBatch.from_samples([sample], row_length=8)
+    expected = pack_nucleus_ids([[[21, 5], [22]]], [sample], batch)
+    np.testing.assert_array_equal(pack_nucleus_ids(None, [sample], batch), expected)
+    output["outputs"][0]["sampling_mask"]["offsets"] = [0, 3]
+    with pytest.raises(ValueError, match=r"output\[0\].sampling_mask: got 1 sets, expected 2, one a token"):
+        Sample.from_vllm(output)
+    output["outputs"][0]["sampling_mask"]["offsets"] = [0, 2, 4]
+    with pytest.raises(ValueError, match="got 3 offsets to 4 for 3 ids, expected offsets that rise from 0 to 3"):
+        Sample.from_vllm(output)
+
+
 def test_log_probs_that_nobody_asked_for_are_none():
     assert Sample.from_vllm(request(PROMPT, completion(FIRST, log_probs=False))).rollout_log_probs is None
     assert Sample.from_sglang(sglang(PROMPT, FIRST, log_probs=False)).rollout_log_probs is None
@@ -140,7 +158,7 @@ def test_what_tools_wrote_between_turns_is_not_trained_on():
 @pytest.mark.parametrize("encoded", [True, False])
 def test_nuclei_of_sglang_reach_the_batch(encoded):
     sample = Sample.from_sglang(sglang_turns(encoded=encoded))
-    assert sample.nucleus == [[21, 5], [22], [], [], [], [41, 6, 7]]
+    assert sample.nucleus.tolist() == [[21, 5], [22], [], [], [], [41, 6, 7]]
     batch = RolloutBatch.from_samples([sample], row_length=10)
     ids = pack_nucleus_ids(None, [sample], batch)
     assert ids.shape == (1, 10, 4)
@@ -156,7 +174,7 @@ def test_nuclei_of_sglang_reach_the_batch(encoded):
         [],
         [],
     ]
-    np.testing.assert_array_equal(ids, pack_nucleus_ids([sample.nucleus], [sample], batch))
+    np.testing.assert_array_equal(ids, pack_nucleus_ids([sample.nucleus.tolist()], [sample], batch))
     with pytest.raises(ValueError, match=r"samples\[1\].nucleus: got None, expected the recorded ids"):
         pack_nucleus_ids(None, [sample, Sample([1, 2], response_start=1)], batch)
 
@@ -189,7 +207,7 @@ def test_a_rollout_that_was_aborted_and_resumed_is_one_sample():
 
 def test_an_empty_completion_is_a_sample_without_loss():
     sample = Sample.from_sglang(sglang(PROMPT, [], "length", nucleus=[]))
-    assert (sample.tokens, sample.start, sample.rollout_log_probs, sample.nucleus) == (PROMPT, 3, [], [])
+    assert (sample.tokens, sample.start, sample.rollout_log_probs, sample.nucleus.tolist()) == (PROMPT, 3, [], [])
 
 
 def changed(output, **entries):
@@ -265,7 +283,7 @@ WRONG = {
     ),
     "offsets": (
         lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), top_p_token_ids=[1, 2], top_p_token_offsets=[0, 2])),
-        r"top_p_token_offsets: got 2 offsets to 2 for 2 ids, expected 3 that rise from 0 to 2",
+        r"top_p_token_offsets: got 1 sets, expected 2, one a token",
     ),
     "half a nucleus": (
         lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), top_p_token_ids=[1, 2])),

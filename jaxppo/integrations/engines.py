@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxppo.token_sets import TokenSets
+
 Truncated = Literal["train", "mask"]
 
 
@@ -28,7 +30,7 @@ class Turn:
     completion: list[int]
     log_probs: list[float] | None
     finish_reason: str | None
-    nucleus: list[list[int]] | None = None
+    nucleus: TokenSets | None = None
 
 
 def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str) -> dict[str, A
         if missing and len(missing) < len(turns):
             raise ValueError(f"{name}: got None in turn {missing[0]}, expected them in all turns or in none")
     log_probs: list[float] | None = None if turns[0].log_probs is None else []
-    nucleus: list[list[int]] | None = None if turns[0].nucleus is None else []
+    nucleus: list[TokenSets] | None = None if turns[0].nucleus is None else []
     for i, turn in enumerate(turns):
         added = _added(i, tokens, turn.prompt)
         tokens += added + turn.completion
@@ -59,7 +61,7 @@ def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str) -> dict[str, A
         if log_probs is not None and turn.log_probs is not None:
             log_probs += [0.0] * len(added) + turn.log_probs
         if nucleus is not None and turn.nucleus is not None:
-            nucleus += [[] for _ in added] + turn.nucleus
+            nucleus += [TokenSets.empty(len(added)), turn.nucleus]
     mask = np.asarray(sampled, np.float32)
     if loss_mask is not None:
         given = np.asarray(loss_mask)
@@ -75,7 +77,7 @@ def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str) -> dict[str, A
         "response_start": start,
         "loss_mask": mask,
         "rollout_log_probs": log_probs,
-        "nucleus": nucleus,
+        "nucleus": None if nucleus is None else TokenSets.join(nucleus),
     }
 
 
@@ -158,7 +160,12 @@ def vllm_turn(where: str, output: Any, choice: int | None) -> Turn:
         raise ValueError(f"{where}: got no token_ids, expected them; endpoints return them for return_token_ids=True")
     completion = _ids(f"{where}.token_ids", _get(one, "token_ids"))
     log_probs = _vllm_log_probs(f"{where}.logprobs", _get(one, "logprobs"), completion)
-    return Turn(_ids(f"{where}.prompt_token_ids", prompt), completion, log_probs, _get(one, "finish_reason"))
+    nucleus = _get(one, "sampling_mask")
+    if nucleus is not None:
+        nucleus = TokenSets.of(f"{where}.sampling_mask", nucleus)
+        if len(nucleus) != len(completion):
+            raise ValueError(f"{where}.sampling_mask: got {len(nucleus)} sets, expected {len(completion)}, one a token")
+    return Turn(_ids(f"{where}.prompt_token_ids", prompt), completion, log_probs, _get(one, "finish_reason"), nucleus)
 
 
 def _vllm_log_probs(where: str, found: Any, completion: list[int]) -> list[float] | None:
@@ -233,21 +240,17 @@ def _sglang_prompt(where: str, output: Any, meta: Mapping[str, Any]) -> list[int
     return prompt
 
 
-def _nucleus(where: str, meta: Mapping[str, Any], completion: list[int]) -> list[list[int]] | None:
+def _nucleus(where: str, meta: Mapping[str, Any], completion: list[int]) -> TokenSets | None:
     """The ids that could be drawn at each token, from flat ids and offsets, lists or base64 of int32."""
     flat, offsets = (_int32(where, meta, names) for names in (_NUCLEUS_IDS, _NUCLEUS_OFFSETS))
     if flat is None and offsets is None:
         return None
     if flat is None or offsets is None:
         raise ValueError(f"{where}: got one of top_p_token_ids and top_p_token_offsets, expected both")
-    n = len(completion)
-    good = offsets.size == n + 1 and offsets[0] == 0 and offsets[-1] == flat.size and (np.diff(offsets) >= 0).all()
-    if not good:
-        raise ValueError(
-            f"{where}.top_p_token_offsets: got {offsets.size} offsets to {int(offsets[-1]) if offsets.size else None} "
-            f"for {flat.size} ids, expected {n + 1} that rise from 0 to {flat.size}"
-        )
-    return [ids.tolist() for ids in np.split(flat, offsets[1:-1])] if n else []
+    found, n = TokenSets.flat(f"{where}.top_p_token_offsets", flat, offsets), len(completion)
+    if len(found) != n:
+        raise ValueError(f"{where}.top_p_token_offsets: got {len(found)} sets, expected {n}, one a token")
+    return found
 
 
 def _int32(where: str, meta: Mapping[str, Any], names: Sequence[str]) -> np.ndarray | None:

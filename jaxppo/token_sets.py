@@ -1,0 +1,117 @@
+"""Sets of token ids of unequal sizes, one a token, as samplers record what they could draw."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSets:
+    """One set of token ids for each of n tokens, one after another in a flat array.
+
+    Args:
+      token_ids: `i64[I]`, all sets.
+      offsets: `i64[n + 1]`; set j is `token_ids[offsets[j]:offsets[j + 1]]`.
+
+    Example:
+      >>> TokenSets.of("nucleus", [[5, 6], [], [7]]).offsets.tolist()
+      [0, 2, 2, 3]
+    """
+
+    token_ids: Int[np.ndarray, "I"]
+    offsets: Int[np.ndarray, "n+1"]
+
+    @classmethod
+    def of(cls, name: str, given: Any) -> TokenSets:
+        """From a sequence of sequences, or from what has `token_ids` and `offsets` (vLLM's SamplingMask, a mapping).
+
+        Raises:
+          TypeError: something else; ids that are no integers.
+          ValueError: offsets that do not rise from 0 to the number of ids.
+        """
+        if isinstance(given, TokenSets):
+            return given
+        get = given.get if isinstance(given, Mapping) else lambda key: getattr(given, key, None)
+        token_ids, offsets = get("token_ids"), get("offsets")
+        if token_ids is not None and offsets is not None:
+            return cls.flat(name, token_ids, offsets)
+        if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+            raise TypeError(
+                f"{name}: got {type(given).__name__}, expected a sequence of sets, or token_ids and offsets"
+            )
+        sets = list(given)
+        try:
+            sizes = np.fromiter(map(len, sets), np.int64, len(sets))
+        except TypeError:
+            raise TypeError(
+                f"{name}: got something without a length among the sets, expected sequences of ids"
+            ) from None
+        if any(isinstance(x, np.ndarray) for x in sets):
+            ids = np.concatenate([np.asarray(x, None if len(x) else np.int64) for x in sets])
+        else:
+            ids = np.array(list(chain.from_iterable(sets)))
+        return cls(_integers(name, ids), np.concatenate([[0], np.cumsum(sizes)]))
+
+    @classmethod
+    def flat(cls, name: str, token_ids: Any, offsets: Any) -> TokenSets:
+        """From flat arrays, checked."""
+        token_ids, offsets = _integers(name, np.asarray(token_ids)), _integers(name, np.asarray(offsets))
+        rises = offsets.size and offsets[0] == 0 and offsets[-1] == token_ids.size and (np.diff(offsets) >= 0).all()
+        if not rises:
+            last = int(offsets[-1]) if offsets.size else None
+            raise ValueError(
+                f"{name}: got {offsets.size} offsets to {last} for {token_ids.size} ids, expected offsets that rise "
+                f"from 0 to {token_ids.size}"
+            )
+        return cls(token_ids, offsets)
+
+    @classmethod
+    def join(cls, parts: Iterable[TokenSets]) -> TokenSets:
+        """All sets of the parts, in order."""
+        parts = list(parts)
+        sizes = np.concatenate([np.zeros(1, np.int64), *(part.sizes for part in parts)])
+        return cls(np.concatenate([part.token_ids for part in parts]), np.cumsum(sizes))
+
+    @classmethod
+    def empty(cls, count: int) -> TokenSets:
+        """So many sets of nothing."""
+        return cls(np.zeros(0, np.int64), np.zeros(count + 1, np.int64))
+
+    @property
+    def sizes(self) -> Int[np.ndarray, "n"]:
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return self.offsets.size - 1
+
+    def tolist(self) -> list[list[int]]:
+        """The sets as lists."""
+        return [ids.tolist() for ids in np.split(self.token_ids, self.offsets[1:-1])] if len(self) else []
+
+    def padded(self, width: int) -> Int[np.ndarray, "n width"]:
+        """`i32[n, width]`, -1 behind each set."""
+        out = np.full((len(self), width), -1, np.int32)
+        sizes = self.sizes
+        token = np.repeat(np.arange(len(self)), sizes)
+        out[token, np.arange(token.size) - np.repeat(self.offsets[:-1], sizes)] = self.token_ids
+        return out
+
+    def without_negative(self) -> TokenSets:
+        """The sets without the negative ids that pad them."""
+        if not self.token_ids.size or self.token_ids.min() >= 0:
+            return self
+        there = self.token_ids >= 0
+        counts = np.concatenate([[0], np.cumsum(there)])
+        return TokenSets(self.token_ids[there], counts[self.offsets])
+
+
+def _integers(name: str, array: np.ndarray) -> np.ndarray:
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TypeError(f"{name}: got {array.dtype}{list(array.shape)}, expected token ids")
+    return array.astype(np.int64)
