@@ -49,6 +49,14 @@ def check_choice(what: str, value: Any, choices: Any) -> None:
     check(what, repr(value), isinstance(value, str) and value in names, f"one of {', '.join(map(repr, names))}")
 
 
+def dtype_name(x: Any) -> Any:
+    """The name of a dtype in any form that jnp takes; x itself where it is none, for `check_choice` to refuse."""
+    try:
+        return x if x is None else jnp.dtype(x).name
+    except TypeError:
+        return x
+
+
 def check_number(
     what: str, value: Any, *, least: float | None = None, above: float | None = None, most: float | None = None
 ) -> None:

@@ -51,6 +51,36 @@ def test_value_and_gradients(mesh, implementation):
     assert np.abs(unrounded - values[0]).max() > 1e-3  # it matters
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, np.dtype("bfloat16"), jnp.ones(1, "bfloat16").dtype])
+def test_a_dtype_as_jnp_takes_it(dtype):
+    """One program whichever way it is said: the head is a static argument of it."""
+    head = Head(KERNEL, logits_dtype=dtype)
+    assert head.logits_dtype == "bfloat16"
+    assert jax.tree.structure(head) == jax.tree.structure(Head(KERNEL, logits_dtype="bfloat16"))
+    assert Head.of(KERNEL, layout="hv", logits_dtype=dtype).logits_dtype == "bfloat16"
+    plain = Head(KERNEL)
+    assert Head.of(plain, logits_dtype=jnp.float32) is plain  # the default, said otherwise
+
+
+def products(**options):
+    """The jaxpr of a loss's gradients."""
+    loss = lambda hidden: log_probs_from_hidden(hidden, KERNEL, jnp.asarray(TARGETS), **options).log_probs.sum()  # noqa: E731
+    return str(jax.make_jaxpr(jax.grad(loss))(HIDDEN))
+
+
+@pytest.mark.parametrize("name", ["default", "high", "highest"])
+def test_a_precision_as_jnp_takes_it(name):
+    said = products(precision=name)
+    assert f"precision=Precision.{name.upper()}" in said.replace("(", "").split("dot_general", 1)[1]
+    assert products(precision=jax.lax.Precision[name.upper()]) == said
+
+
+def test_aliases_and_dtypes_of_sums():
+    assert products(precision="float32") == products(precision="highest") == products()
+    assert products(precision="tensorfloat32") == products(precision="high")
+    assert products(gradient_sum_dtype=jnp.float32) == products()
+
+
 def test_what_is_refused():
     with pytest.raises(ValueError, match="logits_dtype: got 'float16'"):
         Head(jnp.ones((4, 8)), logits_dtype="float16")

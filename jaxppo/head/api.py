@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_array, check_choice, check_floating
+from jaxppo._arrays import check_array, check_choice, check_flag, check_floating, dtype_name
 from jaxppo.head import tiles
 from jaxppo.head.columns import LANES
 from jaxppo.head.head import Head, as_head
@@ -46,8 +47,8 @@ class HeadOptions(TypedDict, total=False):
       hidden_spec: how the hidden states are sharded, where it is not `parallel.hidden_spec`.
       memory: bytes that a device may spend beside its results. By default a sixteenth of an accelerator's memory for
         one pass, 0.27 GiB (and dhidden in f32 beyond 8192 tokens) for two; on CPUs 48 MiB and tiles of 8 MiB.
-      precision: of products, as in `jnp.dot`. bf16 operands multiply in one pass with f32 sums. Of f32 operands the
-        default is "highest", since accelerators would round them to bf16 or TF32: the products then take 6.5 times
+      precision: of products, as `jnp.dot` takes it. bf16 operands multiply in one pass with f32 sums. Of f32 operands
+        the default is "highest", since accelerators would round them to bf16 or TF32: the products then take 6.5 times
         the time of bf16 on a TPU v5p, and 4.5 times where hidden states are bf16 and the kernel f32, which counts as
         f32 operands (two passes, estimated).
         `kernel.astype(hidden.dtype)` avoids that. An "f32 head" is a kernel in f32 at that cost; the logits are f32
@@ -67,9 +68,9 @@ class HeadOptions(TypedDict, total=False):
 
     hidden_spec: P | None
     memory: int | None
-    precision: Precision | None
+    precision: Precision | lax.Precision | None
     implementation: Implementation | None
-    gradient_sum_dtype: SumDtype
+    gradient_sum_dtype: SumDtype | DTypeLike
     follow_mask: bool
     deterministic: bool
 
@@ -245,11 +246,11 @@ def prepare_head(
     Beside those: `keep`, logits may wait in the memory of a gradient; `heads`, how many are walked together;
     `name`, of this one; targets may be None where nothing asks for their log-probs.
     """
-    check_options(options)
+    chosen = check_options(options)
     check_floating(f"{name.removesuffix('head')}hidden", hidden, 3, "[R, T, H]")
     head = as_head(name, head)
     check_choice("entropy", entropy, Entropy)
-    placement = place_head(parallel, name, hidden, head, options.get("hidden_spec"))
+    placement = place_head(parallel, name, hidden, head, chosen.get("hidden_spec"))
     tokens = placement.tokens(hidden)
     if targets is not None:
         check_targets(targets, tokens, "hidden")
@@ -273,31 +274,47 @@ def prepare_head(
         logit_stats,
         tiles.Budget(
             tiles.device_kind(parallel, head.kernel),
-            options.get("memory"),
-            options.get("follow_mask", True) or options.get("deterministic", False),
-            options.get("deterministic", False),
+            chosen.get("memory"),
+            chosen.get("follow_mask", True) or chosen.get("deterministic", False),
+            chosen.get("deterministic", False),
             keep,
             heads,
         ),
-        options.get("precision"),
-        options.get("implementation"),
-        options.get("gradient_sum_dtype", "float32"),
+        chosen.get("precision"),
+        chosen.get("implementation"),
+        chosen.get("gradient_sum_dtype", "float32"),
     )
     return PreparedHead(static, arrays)
 
 
-def check_options(options: HeadOptions) -> None:
-    """Raises where an option is unknown or out of its range."""
+def check_options(options: HeadOptions) -> dict[str, Any]:
+    """The options in one form each, a precision and a dtype by name; raises where one is unknown or out of range."""
     unknown = set(options) - set(HeadOptions.__annotations__)
     if unknown:
         raise TypeError(f"options: got {sorted(unknown)}, expected some of {sorted(HeadOptions.__annotations__)}")
     choices = {"precision": Precision, "implementation": Implementation, "gradient_sum_dtype": SumDtype}
+    found: dict[str, Any] = dict(options)
+    if found.get("precision") is not None:
+        found["precision"] = _precision_name(found["precision"])
+    if "gradient_sum_dtype" in found:
+        found["gradient_sum_dtype"] = dtype_name(found["gradient_sum_dtype"])
     for name, choice in choices.items():
-        if options.get(name) is not None:
-            check_choice(name, options[name], choice)  # type: ignore[literal-required]
+        if found.get(name) is not None:
+            check_choice(name, found[name], choice)
+    for name in ("follow_mask", "deterministic"):
+        check_flag(name, found.get(name, False))
     memory = options.get("memory")
     if memory is not None and (not isinstance(memory, int) or memory <= 0):
         raise ValueError(f"memory: got {memory}, expected a positive number of bytes, or None")
+    return found
+
+
+def _precision_name(precision: Any) -> Any:
+    """The name of what jnp takes as a precision; itself where it is none, for `check_choice` to refuse."""
+    try:
+        return lax.Precision(precision).name.lower()
+    except ValueError:
+        return precision
 
 
 def static_head(head: Head) -> Head:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_choice, check_floating, check_number
+from jaxppo._arrays import check_choice, check_floating, check_number, dtype_name
 from jaxppo.head.transform import LogitsDtype, Transform
 from jaxppo.integrations.modules import narrowed, parts_of
 
@@ -66,8 +67,8 @@ class Head:
       bias: `[V]`, sharded like the kernel's V.
       lora: an adapter of the kernel.
       layout: "hv", or "vh" for tied embeddings; needed where H == V, else "hv" by default.
-      logits_dtype: "bfloat16" rounds what comes of the product to it before anything else, as samplers do whose head
-        multiplies in bf16, so that both see the same logits; gradients are those of no rounding.
+      logits_dtype: bfloat16 (a name or a dtype) rounds what comes of the product before anything else, as samplers do
+        whose head multiplies in bf16, so that both see the same logits; gradients are those of no rounding.
       softcap: logits become softcap * tanh(logits / softcap), before temperature.
       scale: a number that multiplies the logits before the soft-cap.
       vocab_size: columns from here on are padding, with probability 0 and gradient 0, whatever they hold.
@@ -87,7 +88,7 @@ class Head:
     bias: Float[Array, " V"] | None = None
     lora: LoRA | None = None
     layout: Layout | None = None
-    logits_dtype: LogitsDtype = "float32"
+    logits_dtype: DTypeLike = "float32"
     softcap: float | None = None
     scale: float = 1.0
     vocab_size: int | None = None
@@ -100,6 +101,7 @@ class Head:
                 raise ValueError(f"layout: got None for a kernel {shape}, expected 'hv' ([H, V]) or 'vh' ([V, H])")
             object.__setattr__(self, "layout", "hv")
         check_choice("layout", self.layout, Layout)
+        object.__setattr__(self, "logits_dtype", dtype_name(self.logits_dtype))
         _ = self.transform  # refuses what it cannot be
         if self.vocab_size is not None and (not isinstance(self.vocab_size, (int, np.integer)) or self.vocab_size < 1):
             raise ValueError(f"vocab_size: got {self.vocab_size}, expected at least 1, or None")
@@ -111,7 +113,7 @@ class Head:
         layout: Layout | None = None,
         lora_scale: float | None = None,
         dtype: Any = None,
-        logits_dtype: LogitsDtype = "float32",
+        logits_dtype: DTypeLike = "float32",
         softcap: float | None = None,
         scale: float = 1.0,
         vocab_size: int | None = None,
@@ -145,7 +147,7 @@ class Head:
           ((100, 8), 'vh')
         """
         options: dict[str, Any] = {
-            "logits_dtype": logits_dtype,
+            "logits_dtype": dtype_name(logits_dtype),
             "softcap": softcap,
             "scale": scale,
             "vocab_size": vocab_size,
@@ -175,7 +177,7 @@ class Head:
     @property
     def transform(self) -> Transform:
         """Of logits, elementwise."""
-        return Transform(self.logits_dtype, self.softcap, self.scale)
+        return Transform(cast(LogitsDtype, self.logits_dtype), self.softcap, self.scale)
 
     @property
     def v_dim(self) -> int:
