@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxppo._arrays import check_array
 from jaxppo.aggregation import part_of_a_step
-from jaxppo.metrics import Metrics, collapse_metrics
+from jaxppo.metrics import Composite, Metric, Metrics, collapse_metrics
 
 
 def accumulate_gradients(
@@ -34,6 +35,7 @@ def accumulate_gradients(
       the micro-batches, gradients in the dtypes of params.
 
     Raises:
+      TypeError: parameters that are no floating-point arrays; a `loss_fn` that does not return a scalar and metrics.
       ValueError: arrays without a common leading K, or with K = 0; a loss of this package without a `Normalizer`.
 
     Example:
@@ -44,12 +46,25 @@ def accumulate_gradients(
       >>> float(loss), float(metrics["largest"].value), gradients.tolist()
       (10.0, 4.0, [4.0, 6.0])
     """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn: got {type(loss_fn).__name__}, expected a function of (params, micro_batch)")
+    for path, x in jax.tree.leaves_with_path(micro_batches):
+        check_array(f"micro_batches{jax.tree_util.keystr(path)}", x)
     lengths = {x.shape[:1] for x in jax.tree.leaves(micro_batches)}
     if len(lengths) != 1 or lengths <= {(), (0,)}:
         raise ValueError(f"micro_batches: got leading dimensions {sorted(lengths)}, expected one K above 0 for all")
-    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def checked(params: Any, micro_batch: Any) -> tuple[Float[Array, ""], Metrics]:
+        found = loss_fn(params, micro_batch)
+        _check_result(found)
+        return found
+
+    value_and_grad = jax.value_and_grad(checked, has_aux=True)
 
     def run(params: Any) -> tuple[tuple[Float[Array, ""], Metrics], Any]:
+        for path, x in jax.tree.leaves_with_path(params):
+            check_array(f"params{jax.tree_util.keystr(path)}", x, "floats")
+
         def step(carry: Any, micro_batch: Any) -> Any:
             loss, gradients = carry
             with part_of_a_step(True):
@@ -63,3 +78,18 @@ def accumulate_gradients(
         return (loss, collapse_metrics(metrics)), gradients
 
     return run
+
+
+def _check_result(found: Any) -> None:
+    """Raises where it is not what a loss of this package returns."""
+    expected = "(scalar loss, metrics), as policy_loss returns them"
+    if not isinstance(found, tuple) or len(found) != 2:
+        got = f"an array of shape {found.shape}" if hasattr(found, "shape") else type(found).__name__
+        raise TypeError(f"loss_fn: got {got}, expected {expected}")
+    loss, metrics = found
+    check_array("loss_fn", loss, "floats")
+    if loss.shape != ():
+        raise TypeError(f"loss_fn: got a loss of shape {loss.shape}, expected {expected}")
+    for name, x in metrics.items() if isinstance(metrics, Mapping) else [("it", metrics)]:
+        if not isinstance(x, Metric | Composite):
+            raise TypeError(f"loss_fn: got {type(x).__name__} for metric {name!r}, expected Metric or Composite")

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxppo._arrays import OPTIONAL, PER_SEGMENT, REQUIRED
 from jaxppo.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
 from jaxppo.samples import Sample, batch_arrays, check_groups_of_hosts, check_sample_ids, check_samples
-from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, in_order, multihost, pack
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, check_parallel, in_order, multihost, pack
 
 _STATIC = ("context_layout", "context_shards", "micro_batches", "real_last_targets")
 _ARRAYS = (*REQUIRED, *OPTIONAL)
@@ -340,6 +340,7 @@ class RolloutBatch:
           The same batch, of global `jax.Array`s.
 
         Raises:
+          TypeError: no `ParallelMesh`.
           ValueError: another context layout, rows that the data shards do not divide, sizes that differ between
             processes.
 
@@ -350,6 +351,7 @@ class RolloutBatch:
           >>> batch.tokens.sharding.mesh == parallel.mesh
           True
         """
+        check_parallel(parallel, "ParallelMesh")
         with multihost.together(parallel):
             self.check_layout(parallel)
         if multihost.spans_processes(parallel):
@@ -358,14 +360,14 @@ class RolloutBatch:
             multihost.check_equal_rows("batch", there, parallel)
         return multihost.to_global(self, self.specs(parallel), parallel)
 
-    def validate(self, vocab_size: int) -> None:
+    def validate(self, vocab_size: int | None = None) -> None:
         """Checks on the host what shapes do not show; a batch from `from_samples` passes.
 
         What it cannot see: values that were rolled by one position within their sequences, and padding ids among the
         tokens of a sequence.
 
         Args:
-          vocab_size: V.
+          vocab_size: V, which no array of the batch shows; an error without it.
 
         Raises:
           TypeError: an array of another kind of dtype.

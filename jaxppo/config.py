@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from jaxppo._arrays import (
     Aggregation,
@@ -18,7 +18,7 @@ from jaxppo._arrays import (
 )
 from jaxppo.kl import KL
 from jaxppo.off_policy import OffPolicyConfig
-from jaxppo.policy_losses import PPO, PolicyLoss
+from jaxppo.policy_losses import BY_NAME, PPO, PolicyLoss
 
 RatioTo = Literal["old", "rollout", "current"]
 
@@ -42,7 +42,7 @@ class PolicyLossConfig:
       off_policy: the correction for a sampler that is not quite the trainer's policy.
 
     Raises:
-      TypeError: a loss, kl or off_policy of another class.
+      TypeError: a loss, kl or off_policy of another class; an option that another class holds, which is named.
       ValueError: a name that is not known, a number out of its range, options that contradict each other.
 
     Example:
@@ -58,6 +58,12 @@ class PolicyLossConfig:
     aggregation_norm: float | None = None
     metric_aggregation: MetricAggregation = "token_mean"
     off_policy: OffPolicyConfig | None = None
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        for name, value in fields.items():
+            if name not in cls.__dataclass_fields__:
+                raise TypeError(f"{name}: got {value!r} for PolicyLossConfig, expected {_place_of(name)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         _check_loss(self.loss)
@@ -136,6 +142,17 @@ class PolicyLossConfig:
     def penalises_kl(self) -> bool:
         """Whether the loss holds the divergence, and does not only report it."""
         return self.kl is not None and not is_zero(self.kl.coef)
+
+
+def _place_of(name: str) -> str:
+    """Where an option lives that is none of `PolicyLossConfig`, in words."""
+    if name == "temperature":
+        return "it where logits are divided by it: an argument of policy_loss_from_hidden and log_probs_from_hidden"
+    parts: dict[str, Any] = {"kl": KL, "off_policy": OffPolicyConfig}
+    classes = [("loss", loss) for loss in dict.fromkeys([PPO, *BY_NAME.values()])] + list(parts.items())
+    found = [f"{field}={kind.__name__}({name}=...)" for field, kind in classes if name in kind.__dataclass_fields__]
+    own = ", ".join(field.name for field in dataclasses.fields(PolicyLossConfig))
+    return f"it in {' or '.join(found)}" if found else f"one of {own}"
 
 
 def _check_loss(loss: PolicyLoss) -> None:

@@ -20,6 +20,7 @@ from jaxppo.sharding import (
     ParallelMesh,
     Segments,
     ShardAxes,
+    check_parallel,
     check_row_length,
     logical_positions,
     segment_multiple,
@@ -72,8 +73,8 @@ def padded_rows(
     """See `RolloutBatch.from_padded`."""
     name = "RolloutBatch.from_padded"
     given = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "completion_mask": completion_mask}
-    given |= {"prompt_mask": prompt_mask, "attention_mask": attention_mask}
-    given |= _given(arrays, PaddedArrays)
+    given |= _there({"prompt_mask": prompt_mask, "attention_mask": attention_mask})
+    given |= _there(_given(arrays, PaddedArrays))
     B, C = _shape("completion_ids", completion_ids)
     T = _shape("prompt_ids", prompt_ids)[1] + C
     shapes: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(given, ((B, C),))
@@ -89,8 +90,9 @@ def placed_rows(
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_token_aligned`, and with targets among the rows `from_target_aligned`."""
     name = "RolloutBatch.from_target_aligned" if "targets" in rows else "RolloutBatch.from_token_aligned"
-    given = {**rows, **_given(arrays, RowArrays)}
+    given = {**rows, **_there(_given(arrays, RowArrays))}
     R, T = _shape("tokens", rows["tokens"])
+    _check_dtype("segment_ids", rows["segment_ids"])
     if num_segments is None:
         if isinstance(rows["segment_ids"], jax.core.Tracer):
             raise ValueError("num_segments: got None under jit, expected S, the most sequences that a row may hold")
@@ -110,6 +112,10 @@ def _check_segments(segment_ids: Any, num_segments: Any) -> None:
         raise ValueError(f"num_segments: got {num_segments}, expected at least {most}, the largest of segment_ids")
 
 
+def _there(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
 def _given(arrays: Mapping[str, Any], known: Any) -> dict[str, Any]:
     for name in arrays:
         if name not in known.__annotations__:
@@ -118,30 +124,35 @@ def _given(arrays: Mapping[str, Any], known: Any) -> dict[str, Any]:
 
 
 def _shape(name: str, x: Any) -> tuple[int, int]:
+    _check_dtype(name, x)
     if np.ndim(x) != 2 or 0 in np.shape(x):
         raise ValueError(f"{name}: got shape {np.shape(x)}, expected two dimensions, each at least 1")
     return np.shape(x)
 
 
 def _check_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
-    if x is None:
-        return
+    _check_dtype(name, x)
     if np.shape(x) not in shapes:
         raise ValueError(f"{name}: got shape {np.shape(x)}, expected {' or '.join(map(str, shapes))}")
-    dtype = getattr(x, "dtype", None) or np.asarray(x).dtype
-    integer = jnp.issubdtype(dtype, jnp.integer)
-    if (name in INTEGERS or name.endswith("_ids")) and not integer:
-        raise TypeError(f"{name}: got {dtype}, expected integers")
     if name in IDS:
-        check_ids(name, np.asarray(x) if not isinstance(x, jax.Array) else x)
-    if not (integer or dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.floating)):
-        raise TypeError(f"{name}: got {dtype}, expected numbers")
+        check_ids(name, x)
+
+
+def _check_dtype(name: str, x: Any) -> None:
+    if not hasattr(x, "dtype"):  # a list would be a tree of numbers
+        raise TypeError(f"{name}: got {'None' if x is None else type(x).__name__}, expected an array")
+    integer = jnp.issubdtype(x.dtype, jnp.integer)
+    if (name in INTEGERS or name.endswith("_ids")) and not integer:
+        raise TypeError(f"{name}: got {x.dtype}, expected integers")
+    if not (integer or x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.floating)):
+        raise TypeError(f"{name}: got {x.dtype}, expected numbers")
 
 
 def _call(
     name: str, fn: Any, length: int, given: dict[str, Any], num_segments: int | None, parallel: ParallelMesh | None
 ) -> dict[str, Array]:
     """fn on whole rows of the mesh's data shards, its results in the mesh's layout."""
+    check_parallel(parallel, "ParallelMesh or None")
     layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
     check_row_length(length, layout, shards, "row length")
     if shards > 1 and segment_multiple(layout, shards) > 1:
@@ -149,7 +160,6 @@ def _call(
             f"parallel: got context layout {layout!r} in {name}, expected another: its rows are packed for it, by "
             "RolloutBatch.from_samples"
         )
-    given = {what: x for what, x in given.items() if x is not None}
     static = (length, num_segments, tuple(given))
 
     made = {"tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids", *given} - _PADDED

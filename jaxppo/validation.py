@@ -40,7 +40,7 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
     return arrays
 
 
-def validate(batch: RolloutBatch, vocab_size: int) -> None:
+def validate(batch: RolloutBatch, vocab_size: int | None) -> None:
     """Raises at the first entry that breaks a rule, see `RolloutBatch.validate`."""
     if not isinstance(vocab_size, (int, np.integer)) or vocab_size < 1:
         raise ValueError(f"vocab_size: got {vocab_size!r}, expected an integer of at least 1")

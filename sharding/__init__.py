@@ -3,10 +3,10 @@
 from . import multihost
 from .audit import Audit, Collective, audit
 from .axes import LAYOUTS, ShardAxes, vary, vary_like, varying
-from .call import check_parallel, shard_call
+from .call import shard_call
 from .layouts import check_row_length, in_order, logical_positions, physical_places, row_multiple, segment_multiple
 from .layouts.base import Layout, Row, register_layout
-from .mesh import ParallelMesh, make_parallel_mesh
+from .mesh import ParallelMesh, check_parallel, make_parallel_mesh
 from .packing import Packed, pack, unpack
 from .placement import links
 from .program import note

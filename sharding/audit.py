@@ -87,6 +87,7 @@ def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit
       An `Audit`.
 
     Raises:
+      TypeError: no function, a mesh of another class.
       ValueError: arguments on two meshes.
 
     Example:
@@ -95,6 +96,10 @@ def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit
       >>> found.collectives, found.flops.low
       ((), 128)
     """
+    if not callable(fn):
+        raise TypeError(f"fn: got {type(fn).__name__}, expected a function, or what jax.jit makes of one")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh: got {type(mesh).__name__}, expected jax.sharding.Mesh, as ParallelMesh.mesh is")
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
     traced = jitted.trace(*args)
     mesh = _mesh_of(args) if mesh is None else mesh

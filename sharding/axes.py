@@ -102,13 +102,24 @@ class ShardAxes:
         """Sum over the shards of `names`; x itself for none. An x that is the same on all shards counts once each."""
         return lax.psum(x, names) if names else x
 
+    def check_manual(self, what: str) -> None:
+        """Raises where an axis with a role is not one of those of the surrounding `shard_map`."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        for name in (*self.tokens, *self.tensor, *self.replicated):
+            if name not in manual:
+                raise ValueError(
+                    f"parallel: got mesh axis {name!r} in {what}, expected axes of the shard_map around this call, "
+                    f"{manual}; it is to be over all axes of the mesh"
+                )
+
     def check_vma(self) -> None:
         """Raises where the surrounding `shard_map` has `check_vma=False`: gradients there are another contract."""
         for name in self.tokens + self.tensor:
             if not _tracks_varying(name):
                 raise ValueError(
                     f"shard_map around this call: got check_vma=False over axis {name!r}, expected check_vma=True; "
-                    "without it the gradients of replicated inputs would be wrong by axis sizes"
+                    "without it the gradients of replicated inputs would be wrong by axis sizes; "
+                    "in place of a pmap, use a shard_map"
                 )
 
     def check_complete(self, what: str, *arrays: Any) -> None:
@@ -122,9 +133,12 @@ class ShardAxes:
           *arrays: what it is made of.
         """
         for name in self.unknown(*arrays):
+            roles = "parallel=ShardAxes(data=..., context=...)"
+            if not _tracks_varying(name):  # which no role is allowed then
+                roles += " in a shard_map with check_vma=True in its place"
             raise ValueError(
                 f"parallel: got no role for mesh axis {name!r} inside a shard_map or pmap, expected one, since "
-                f"{what} would be that of one device's part; pass parallel=ShardAxes(data=..., context=...), or "
+                f"{what} would be that of one device's part; pass {roles}, or "
                 f"ShardAxes(replicated={name!r}) where all devices along it hold the same"
             )
 

@@ -11,12 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from .axes import ShardAxes, axis_names
-from .mesh import ParallelMesh
-
-
-def check_parallel(parallel: Any) -> None:
-    if not isinstance(parallel, ParallelMesh | ShardAxes | None):
-        raise TypeError(f"parallel: got {type(parallel).__name__}, expected ParallelMesh, ShardAxes or None")
+from .mesh import ParallelMesh, check_parallel
 
 
 def shard_call(
@@ -43,7 +38,7 @@ def shard_call(
 
     Raises:
       TypeError: `parallel` is something else.
-      ValueError: a dimension that the mesh does not divide, `check_vma=False` around.
+      ValueError: a dimension that the mesh does not divide, `check_vma=False` around, a mesh inside a `shard_map`.
 
     Example:
       >>> mesh = make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1])
@@ -53,10 +48,16 @@ def shard_call(
     """
     check_parallel(parallel)
     if isinstance(parallel, ShardAxes):
+        parallel.check_manual(name)
         parallel.check_vma()
         return _call(fn, parallel, static, *args.values())
     if parallel is None:
         return _on_one_device(fn, static, *jax.tree.map(jnp.asarray, tuple(args.values())))
+    if manual := jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"parallel: got ParallelMesh in {name} inside a shard_map or pmap over {manual}, expected ShardAxes inside "
+            "a shard_map over all axes of the mesh, or ParallelMesh outside of it"
+        )
     in_specs, out_specs = specs(parallel)
     for (what, arg), spec in zip(args.items(), in_specs, strict=True):
         _check_divides(name, what, arg, spec, parallel)

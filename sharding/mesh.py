@@ -223,6 +223,16 @@ class ParallelMesh:
         return NamedSharding(self.mesh, spec)
 
 
+def check_parallel(parallel: Any, expected: str = "ParallelMesh, ShardAxes or None") -> None:
+    """Raises where `parallel` is none of what `expected` names."""
+    kinds = {ParallelMesh: "ParallelMesh", ShardAxes: "ShardAxes", type(None): "None"}
+    if any(isinstance(parallel, kind) and name in expected for kind, name in kinds.items()):
+        return
+    got = "None" if parallel is None else type(parallel).__name__
+    roles = "; ParallelMesh(mesh) gives its axes their roles" if isinstance(parallel, Mesh) else ""
+    raise TypeError(f"parallel: got {got}, expected {expected}{roles}")
+
+
 def _roles_of(mesh: Mesh, given: Mapping[str, Names]) -> dict[str, Names]:
     """The axes of each role: those given, else those of the usual names; axes of size 1 left out."""
     # one axis may shard both tokens and a kernel, so that fsdp is not a role that others compete with
@@ -281,7 +291,7 @@ def make_parallel_mesh(
     sizes: dict[str, int] = {}
     for part in description.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
-        if not name or not size.isdigit() or int(size) < 1 or name in sizes:
+        if not name or not size.isdecimal() or int(size) < 1 or name in sizes:
             raise ValueError(f"mesh: got {part!r} in {description!r}, expected text like 'dp=2,cp=2,tp=2'")
         if name not in usual:
             raise ValueError(f"mesh: got axis {name!r}, expected one of {', '.join(usual)}")

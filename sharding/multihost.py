@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Num
 
-from .mesh import ParallelMesh
+from .mesh import ParallelMesh, check_parallel
 
 EXCHANGE_TIMEOUT_S = 600
 _EXCHANGES = itertools.count()
@@ -117,6 +117,7 @@ def together(parallel: ParallelMesh | None) -> Iterator[None]:
       >>> with together(None):
       ...     pass
     """
+    check_parallel(parallel, "ParallelMesh or None")
     if parallel is None or not spans_processes(parallel):
         yield
         return

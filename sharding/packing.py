@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int, Num, Shaped
 
 from .layouts import check_row_length, logical_positions, segment_multiple
-from .mesh import ParallelMesh
+from .mesh import ParallelMesh, check_parallel
 from .multihost import agree, check_equal, local_data_size, spans_processes, together
 
 
@@ -151,6 +151,7 @@ def pack(
       array([[1, 1, 1, 2],
              [1, 1, 0, 0]], dtype=int32)
     """
+    check_parallel(parallel, "ParallelMesh or None")
     layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
     data = local_data_size(parallel) if parallel else 1
     with together(parallel):

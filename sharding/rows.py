@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .axes import ShardAxes
-from .call import check_parallel, shard_call
+from .call import shard_call
 from .checks import check_int
 from .layouts import check_row_length
 from .layouts.base import Layout, find_layout, move
-from .mesh import ParallelMesh
+from .mesh import ParallelMesh, check_parallel
 
 Parallel = ParallelMesh | ShardAxes | None
 

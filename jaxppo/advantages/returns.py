@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_alike, check_choice
+from jaxppo._arrays import check, check_alike, check_choice, is_number
 from jaxppo.advantages.groups import Singletons, dr_grpo
 from jaxppo.advantages.tokens import Parallel, check_segments, check_tokens, spread, whiten
 from jaxppo.batch import RolloutBatch
@@ -324,5 +324,4 @@ def on_policy_distillation(
 
 def _check_unit(**values: float) -> None:
     for name, value in values.items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name}: got {value}, expected a number in [0, 1]")
+        check(name, repr(value), is_number(value) and 0 <= value <= 1, "a number in [0, 1]")
