@@ -29,6 +29,8 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"--model: got {path.parent} without a readable {path.name} ({error.strerror})") from None
+    except RecursionError:
+        raise ValueError(f"--model: got {path} with lists in lists beyond all depth, expected JSON") from None
     except ValueError as error:  # of JSON and of text
         raise ValueError(f"--model: got {path}, expected JSON ({error})") from None
     if not isinstance(found, dict):
@@ -90,7 +92,13 @@ class Weights:
             index = read_json(folder / _INDEX).get("weight_map")
             if not isinstance(index, dict):
                 raise ValueError(f"--model: got {folder / _INDEX} without weight_map")
-            names = sorted(set(map(str, index.values())))
+            for tensor, name in index.items():
+                if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                    raise ValueError(
+                        f"--model: got {name!r} for {tensor} in {folder / _INDEX}, expected the name of a safetensors "
+                        "file beside it"
+                    )
+            names = sorted(set(index.values()))
         elif (folder / _SINGLE).is_file():
             index, names = None, [_SINGLE]
         else:
@@ -100,6 +108,7 @@ class Weights:
         for tensor, name in (index or {}).items():
             if tensor not in files[name].keys():  # noqa: SIM118
                 raise ValueError(f"--model: got {folder / name} without {tensor}, which {_INDEX} says it holds")
+        held |= index or {}
         self._slices = {tensor: files[name].get_slice(tensor) for tensor, name in held.items()}
         self.shapes = {tensor: tuple(piece.get_shape()) for tensor, piece in self._slices.items()}
         for tensor, piece in self._slices.items():
@@ -115,6 +124,9 @@ class Weights:
           name: which one.
           sharding: of the result.
           transposed: the file has `[out, in]`, the result `[in, out]`.
+
+        Raises:
+          ValueError: a weight that is NaN or infinite.
         """
         parts: dict[Any, np.ndarray] = {}
 
@@ -123,6 +135,9 @@ class Weights:
             if key not in parts:
                 found = self._slices[name][index[::-1] if transposed else index]
                 parts[key] = np.asarray(found.T if transposed else found, dtype=np.float32)
+                if not np.isfinite(parts[key]).all():
+                    worst = parts[key][~np.isfinite(parts[key])][0]
+                    raise ValueError(f"--model: got {worst} in {name}, expected finite weights")
             return parts[key]
 
         shape = self.shapes[name]
@@ -134,5 +149,5 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="numpy")
     except FileNotFoundError:
         raise ValueError(f"--model: got {path.parent} without {path.name}, which {_INDEX} names") from None
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model: got {path}, expected a whole safetensors file ({error})") from None

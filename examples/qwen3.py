@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from examples.attention import Attend
 from examples.model_folder import Weights, read_json
 from jaxppo import ParallelMesh
+from jaxppo.sharding import multihost
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # settings of config.json that change the model, and the values under which it is the model below
@@ -70,8 +71,10 @@ class Qwen3Config:
         rope = settings.get("rope_parameters") or {}
         if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
             raise ValueError(f"--model: got rope_parameters {rope!r} in {path}, expected rope_type 'default'")
-        if strange := set(settings.get("layer_types") or ()) - {"full_attention"}:
-            raise ValueError(f"--model: got layer_types {sorted(strange)} in {path}, expected 'full_attention'")
+        kinds = settings.get("layer_types") or []
+        if not isinstance(kinds, list) or (strange := [kind for kind in kinds if kind != "full_attention"]):
+            got = strange[:1] if isinstance(kinds, list) else kinds
+            raise ValueError(f"--model: got layer_types {got!r} in {path}, expected 'full_attention'")
         settings = {"head_dim": None, "tie_word_embeddings": False, "torch_dtype": "float32", **rope, **settings}
         eos = settings.get("eos_token_id")
 
@@ -79,8 +82,8 @@ class Qwen3Config:
             value = settings.get(name) if value is None else value
             integer = isinstance(value, int) and not isinstance(value, bool)
             good = integer or (kind is float and isinstance(value, float))
-            if not good or not value >= 0 or (value == 0 and name != "eos_token_id"):
-                raise ValueError(f"--model: got {name} {value!r} in {path}, expected a number above 0")
+            if not good or not 0 <= value < 2**31 or (value == 0 and name != "eos_token_id"):
+                raise ValueError(f"--model: got {name} {value!r} in {path}, expected a number above 0, below 2**31")
             return kind(value)
 
         heads, kv_heads = number("num_attention_heads"), number("num_key_value_heads")
@@ -89,6 +92,9 @@ class Qwen3Config:
         dtype = settings.get("dtype", settings["torch_dtype"])
         if dtype not in _DTYPES:
             raise ValueError(f"--model: got dtype {dtype!r} in {path}, expected one of {', '.join(_DTYPES)}")
+        tied = settings["tie_word_embeddings"]
+        if not isinstance(tied, bool):
+            raise ValueError(f"--model: got tie_word_embeddings {tied!r} in {path}, expected true or false")
         vocab, width = number("vocab_size"), number("hidden_size")
         return cls(
             vocab_size=vocab,
@@ -102,7 +108,7 @@ class Qwen3Config:
             max_length=number("max_position_embeddings"),
             rope_theta=number("rope_theta", float),
             norm_eps=number("rms_norm_eps", float),
-            tied=bool(settings["tie_word_embeddings"]),
+            tied=tied,
             end=number("eos_token_id", value=eos[0] if isinstance(eos, list) and eos else None),
             dtype=dtype,
         )
@@ -248,26 +254,32 @@ def load_model(folder: Path, config: Qwen3Config, parallel: ParallelMesh) -> tup
     """The model's structure and the folder's parameters, each placed on the mesh as its kernel asks.
 
     Raises:
-      ValueError: tensors that are missing, of another shape, or of a model with more parts; a mesh that does not divide
-        the model.
+      ValueError: tensors that are missing, of another shape, not finite, or of a model with more parts; a mesh that
+        does not divide the model.
     """
     if config.kv_heads % parallel.tensor_size:
         raise ValueError(
             f"mesh: got {parallel.tensor_size} tensor shards, expected a divisor of the {config.kv_heads} key-value "
             "heads"
         )
+    weights = Weights(folder)
+    layers = {name.split(".")[2] for name in weights.shapes if name.startswith("model.layers.")}
+    if config.layers != len(layers):  # the one size that costs time to describe
+        raise ValueError(
+            f"--model: got num_hidden_layers {config.layers} in config.json, expected {len(layers)}, the layers of "
+            "the tensors"
+        )
     graphdef, abstract = describe_model(config, parallel)
     shardings = jax.tree.map(parallel.sharding, nnx.get_partition_spec(abstract))
     leaves, structure = jax.tree.flatten_with_path(abstract)
-    weights = Weights(folder)
     names = [_published_name(path) for path, _ in leaves]
     expected = {
         name: leaf.shape[::-1] if transposed else leaf.shape
         for (name, transposed), (_, leaf) in zip(names, leaves, strict=True)
     }
     _check_shapes(weights.shapes, expected, {"lm_head.weight"} if config.tied else set())
-    arrays = []
-    for (name, transposed), (_, leaf), sharding in zip(names, leaves, jax.tree.leaves(shardings), strict=True):
+    placed = list(zip(names, leaves, jax.tree.leaves(shardings), strict=True))
+    for (name, _), (_, leaf), sharding in placed:
         try:
             sharding.shard_shape(leaf.shape)
         except ValueError:
@@ -275,7 +287,8 @@ def load_model(folder: Path, config: Qwen3Config, parallel: ParallelMesh) -> tup
                 f"mesh: got {dict(parallel.mesh.shape)}, expected sizes that divide {name} {leaf.shape} as "
                 f"{sharding.spec}"
             ) from None
-        arrays.append(weights.place(name, sharding, transposed))
+    with multihost.together(parallel):  # each process sees its own weights alone
+        arrays = [weights.place(name, sharding, transposed) for (name, transposed), _, sharding in placed]
     return graphdef, jax.tree.unflatten(structure, arrays)
 
 

@@ -247,6 +247,26 @@ def absent_part(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def indexed(name):
+    def change(folder):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+
+    return change
+
+
+def header(text, length=None):
+    """A safetensors file that begins with this header, said to be so long."""
+    start = (len(text) if length is None else length).to_bytes(8, "little")
+    return lambda folder: (folder / "model.safetensors").write_bytes(start + text + bytes(8))
+
+
+def weight(value):
+    def change(found):
+        found[K][3, 5] = value
+
+    return tensors_with(change)
+
+
 K = "model.layers.1.self_attn.k_proj.weight"
 BAD = {
     "no folder": (lambda folder: shutil.rmtree(folder), "without a readable config.json"),
@@ -273,8 +293,41 @@ BAD = {
     "index": (other_index, "part.safetensors without model.more.weight, which"),
     "absent part": (absent_part, "without part.safetensors, which model.safetensors.index.json names"),
     "missing": (tensors_with(lambda found: found.pop(K)), f"got no tensor {K}, which config.json asks for"),
-    "more layers": (config_with(num_hidden_layers=3), "model.layers.2.input_layernorm.weight"),
-    "fewer layers": (config_with(num_hidden_layers=1), "and 8 more, which the model of config.json does not have"),
+    "more layers": (config_with(num_hidden_layers=3), "got num_hidden_layers 3 in config.json, expected 2"),
+    "fewer layers": (config_with(num_hidden_layers=1), "got num_hidden_layers 1 in config.json, expected 2"),
+    "a hundred thousand layers": (config_with(num_hidden_layers=100_000), "expected 2, the layers of the tensors"),
+    "a layer by another name": (
+        tensors_with(lambda found: found.update({"model.layers.1.more.weight": found[K]})),
+        "got tensors model.layers.1.more.weight, which the model of config.json does not have",
+    ),
+    "a width beyond memory": (config_with(hidden_size=2**31 - 1), "embed_tokens.weight of shape [272, 24], expected"),
+    "a vocabulary beyond memory": (config_with(vocab_size=2**31 - 1), "expected [2147483647, 24]"),
+    "heads beyond memory": (config_with(num_attention_heads=2**30), "of shape [24, 32], expected [24, 8589934592]"),
+    "a width beyond numbers": (config_with(intermediate_size=10**30), "got intermediate_size 10000000000"),
+    "an infinite theta": (config_with(rope_theta=math.inf), "got rope_theta inf in"),
+    "an end beyond numbers": (config_with(eos_token_id=2**40), "got eos_token_id 1099511627776 in"),
+    "a tie of text": (config_with(tie_word_embeddings="no"), "got tie_word_embeddings 'no' in"),
+    "layer types that are a number": (config_with(layer_types=5), "got layer_types 5 in"),
+    "layer types of objects": (config_with(layer_types=[{}]), "got layer_types [{}] in"),
+    "a deep config": (
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        "config.json with lists in lists beyond all depth, expected JSON",
+    ),
+    "bytes in config": (lambda folder: (folder / "config.json").write_bytes(b"\xff{}"), "config.json, expected JSON"),
+    "an index of elsewhere": (indexed("../other/model.safetensors"), "got '../other/model.safetensors' for"),
+    "an index of a whole path": (indexed("/etc/model.safetensors"), "got '/etc/model.safetensors' for"),
+    "an index of the folder": (indexed(".."), "got '..' for model.norm.weight in"),
+    "an index of numbers": (indexed(5), "got 5 for model.norm.weight in"),
+    "an index of no text": (indexed("a\0.safetensors"), "which model.safetensors.index.json names"),
+    "a header beyond the file": (header(b"{}", 2**60), "model.safetensors, expected a whole safetensors file"),
+    "a header of no JSON": (header(b"{" * 100), "model.safetensors, expected a whole safetensors file"),
+    "a deep header": (header(b'{"a":' * 10_000), "model.safetensors, expected a whole safetensors file"),
+    "a header of other sizes": (
+        header(b'{"model.norm.weight": {"dtype": "F32", "shape": [999999999999], "data_offsets": [0, 8]}}'),
+        "model.safetensors, expected a whole safetensors file",
+    ),
+    "a weight of NaN": (weight(math.nan), f"got nan in {K}, expected finite weights"),
+    "an infinite weight": (weight(-math.inf), f"got -inf in {K}, expected finite weights"),
     "misshapen": (config_with(intermediate_size=40), "mlp.down_proj.weight of shape [24, 32], expected [24, 40]"),
     "integers": (
         tensors_with(lambda found: found.update({K: found[K].astype(np.int8)})),
