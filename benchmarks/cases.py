@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.plan_pod import HeadSizes
+from examples.pod_sizes import HeadSizes
 from jaxppo import RolloutBatch
 
 

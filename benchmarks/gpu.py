@@ -19,7 +19,7 @@ import jax
 from benchmarks import versions
 from benchmarks.cases import Case
 from benchmarks.versions import Step
-from examples.plan_pod import HeadSizes
+from examples.pod_sizes import HeadSizes
 from jaxppo.head import tiles
 
 CASES = (

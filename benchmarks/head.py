@@ -29,7 +29,8 @@ import jax.numpy as jnp
 from benchmarks import gpu, peers, plots, versions
 from benchmarks.cases import Case, draw
 from benchmarks.measure import compile_step, difference, fits, in_turns, peaks, temporaries
-from examples.plan_pod import HEADS, HeadSizes, Step, described_mesh
+from examples.pod_head import Step, described_mesh
+from examples.pod_sizes import HEADS, HeadSizes
 from jaxppo.sharding import Audit, audit
 
 MIB = 2**20

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.cases import Case
-from examples.plan_pod import plain_logits, plain_stats
+from examples.pod_head import head_of, plain_logits, plain_stats
 from jaxppo import PolicyLossConfig, TokenStats, log_probs_from_hidden, policy_loss, policy_loss_from_hidden
 
 FLOOR = "three matmuls"
@@ -122,7 +122,7 @@ def ours(case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", wher
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         stats = log_probs_from_hidden(
             hidden,
-            case.sizes.head(kernel),
+            head_of(case.sizes, kernel),
             data["targets"],
             entropy=entropy,
             where=None if where is None else data[where].loss_mask > 0,
@@ -172,7 +172,7 @@ def our_policy_loss(case: Case, mib: int | None = None, batch: str = "batch") ->
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         return policy_loss_from_hidden(
-            hidden, case.sizes.head(kernel), data[batch], CONFIG, memory=None if mib is None else mib * 2**20
+            hidden, head_of(case.sizes, kernel), data[batch], CONFIG, memory=None if mib is None else mib * 2**20
         )[0]
 
     return _gradients(loss)

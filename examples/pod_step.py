@@ -14,41 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from examples.pod_sizes import ModelSizes
 from jaxppo import Head, ParallelMesh, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden
 from jaxppo.sharding import Audit, audit
 
 QUERIES = 512  # that meet all keys at once
 CONFIG = PolicyLossConfig(entropy_coef=0.01)
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelSizes:
-    """A decoder with grouped queries and gated MLPs."""
-
-    hidden_size: int
-    vocab_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp_size: int
-    tied: bool = False
-    rope_theta: float = 1e6
-
-    @property
-    def parameters(self) -> int:
-        return sum(math.prod(shape) for shape, _ in _shapes(self).values())
-
-
-# From the models' published configs.
-MODELS = {
-    "qwen3-0.6b": ModelSizes(1024, 151936, 28, 16, 8, 128, 3072, tied=True),
-    "qwen3-1.7b": ModelSizes(2048, 151936, 28, 16, 8, 128, 6144, tied=True),
-    "qwen3-4b": ModelSizes(2560, 151936, 36, 32, 8, 128, 9728, tied=True),
-    "qwen3-8b": ModelSizes(4096, 151936, 36, 32, 8, 128, 12288),
-    "qwen3-14b": ModelSizes(5120, 151936, 40, 40, 8, 128, 17408),
-    "qwen3-32b": ModelSizes(5120, 151936, 64, 64, 8, 128, 25600),
-}
 
 
 def _shapes(m: ModelSizes) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:

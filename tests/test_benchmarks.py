@@ -13,7 +13,7 @@ import pytest
 from benchmarks import gpu, head, peers, versions
 from benchmarks.cases import Case, draw
 from benchmarks.measure import compile_step, difference, fits, in_turns, peaks
-from examples.plan_pod import HEADS, HeadSizes
+from examples.pod_sizes import HEADS, HeadSizes
 from sharding.audit import audit
 
 TIED = Case(140, HeadSizes(8, 50, tied=True, softcap=2.0), share=0.3)  # more than one chunk

@@ -2,7 +2,11 @@
 
 import dataclasses
 import math
+import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +15,18 @@ import pytest
 from jax.experimental import topologies
 from test_precision import H100, NO_SEARCH
 
-from examples import plan_pod
-from examples.pod_step import GIB, MODELS, ModelSizes, TrainStep
+from examples import plan_pod, pod_head
+from examples.pod_sizes import HEADS, MODELS, HeadSizes, ModelSizes
+from examples.pod_step import GIB, TrainStep
 from sharding import make_parallel_mesh
 
+ROOT = Path(__file__).parent.parent
 SMALL = ["--hidden-size", "256", "--vocab-size", "32768", "--tokens", "2048"]
 
 
 def test_plan_on_emulated_devices():
-    step = plan_pod.Step(plan_pod.HeadSizes(32, 4096), 64, jnp.float32, make_parallel_mesh("cp=4,tp=2"))
-    found = plan_pod.plan(step)
+    step = pod_head.Step(HeadSizes(32, 4096), 64, jnp.float32, make_parallel_mesh("cp=4,tp=2"))
+    found = pod_head.plan(step)
     products = 2 * 64 * 32 * 4096 // 2
     assert found["plain"].flops.low == found["one pass"].flops.high == 3 * products
     assert found["two passes"].flops.high == 4 * products
@@ -30,8 +36,8 @@ def test_plan_on_emulated_devices():
 
 
 def test_vocabulary_that_the_tensor_axis_does_not_divide():
-    sizes, mesh = plan_pod.HeadSizes(32, 4095, tied=True), make_parallel_mesh("cp=4,tp=2")
-    found = plan_pod.plan(plan_pod.Step(sizes, 64, jnp.float32, mesh))
+    sizes, mesh = HeadSizes(32, 4095, tied=True), make_parallel_mesh("cp=4,tp=2")
+    found = pod_head.plan(pod_head.Step(sizes, 64, jnp.float32, mesh))
     assert found["plain"].flops.low == 3 * 2 * 64 * 32 * 4095
     assert found["two passes"].flops.high == 4 * 2 * 64 * 32 * 2048
 
@@ -62,7 +68,7 @@ def test_what_a_step_holds_on_emulated_devices():
     """The parts are the shards' bytes, and the step runs: its loss is that of one device."""
     sizes = ModelSizes(32, 128, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_size=64)
     step = TrainStep(sizes, 8, make_parallel_mesh("fsdp=2,cp=2,tp=2"))
-    found = plan_pod.plan_train(step)
+    found = pod_head.plan_train(step)
     names, held = zip(*found.parts.items(), strict=True)
     by_hand = 4 * (2 * 32 * 128 // 4 + 2 * 32 * (3 * 64 + 2 * 4 * 8 + 2 * 2 * 8) // 4 + 2 * (2 * 32 + 2 * 8) + 32)
     assert held[:3] == (by_hand, 2 * by_hand, 8 * 4 * 7 + 4)
@@ -102,8 +108,8 @@ V5P, V6E = ("fsdp=16,cp=4,tp=8", "v5p:8x8x8"), ("fsdp=16,cp=2,tp=8", "v6e:16x16"
 @pytest.mark.nightly
 @pytest.mark.parametrize(("mesh", "topology"), [V5P, V6E])
 def test_a_whole_step_of_a_qwen3_8b_fits_a_pod(mesh, topology):
-    parallel = plan_pod.described_mesh(mesh, topology)
-    found = plan_pod.plan_train(TrainStep(MODELS["qwen3-8b"], 4096, parallel))
+    parallel = pod_head.described_mesh(mesh, topology)
+    found = pod_head.plan_train(TrainStep(MODELS["qwen3-8b"], 4096, parallel))
     assert found.fits
     assert found.loss.temp_bytes < found.step.temp_bytes
     # the loss is a small part of the step's time
@@ -148,8 +154,8 @@ def test_the_losses_memory_and_collectives_are_flat_from_8_to_512_chips():
     ]
     found, moved = [], []
     for mesh, topology in (("cp=2,tp=4", "2x2x2"), ("dp=8,cp=2,tp=4", "4x4x4"), ("dp=64,cp=2,tp=4", "8x8x8")):
-        parallel = plan_pod.described_mesh(mesh, f"v5p:{topology}")
-        step = plan_pod.Step(plan_pod.HEADS["qwen3-8b"], 4096, jnp.dtype(jnp.bfloat16), parallel)
+        parallel = pod_head.described_mesh(mesh, f"v5p:{topology}")
+        step = pod_head.Step(HEADS["qwen3-8b"], 4096, jnp.dtype(jnp.bfloat16), parallel)
         found.append(step.cost(step.one_pass))
         others = lambda c, sizes=parallel.mesh.shape: 1 - 1 / math.prod(sizes[name] for name in c.axes)  # noqa: E731
         # a device sends its whole array once to scatter or gather it around a ring, and twice to sum it
@@ -182,6 +188,58 @@ def test_errors_are_one_line(arguments, message, capsys):
     err = capsys.readouterr().err
     assert err.startswith(message)
     assert err.count("\n") == 1
+
+
+BAD = {
+    "--topology": ("v5p:0x2x4", "v5p:-2x2x4", "v5p", ":2x2", "v5p:9999x9999x9999", "v5p:2x2x4 ", ""),
+    "--tokens": ("-5", "0", "1.5", "x", "4294967296", "²", "9" * 5000),
+    "--rows": ("0",),
+    "--hidden-size": ("-1",),
+    "--vocab-size": ("1e5",),
+    "--memory": ("-1", "0", "nan", "inf", "1e300", "a"),
+}
+
+
+@pytest.mark.parametrize(("flag", "value"), [(flag, value) for flag, values in BAD.items() for value in values])
+def test_a_bad_value_is_named_beside_its_flag(flag, value, capsys):
+    """Libtpu ends the process with SIGFPE where a topology has a size of 0."""
+    with pytest.raises(SystemExit) as stopped:
+        plan_pod.main([*SMALL, f"{flag}={value}"])
+    assert stopped.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"plan_pod: error: argument {flag}: got {value!r}, expected ")
+
+
+def ran(*arguments):
+    """The command in a process of its own, which knows nothing of the tests' environment."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TPU", "ALLOW", "LIBTPU"))}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=kept, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_help_is_quick_and_describes_every_flag():
+    """No module that takes long to import is read for it."""
+    code = "import sys; from examples.plan_pod import parse\n"
+    code += "try: parse(['--help'])\nfinally: sys.exit(bool({'jax', 'numpy', 'libtpu'} & set(sys.modules)))"
+    found = ran("-c", code)
+    assert found.returncode == 0, found.stderr
+    described = re.findall(r"^  (--[\w-]+)(.*(?:\n {4,}.*)*)", found.stdout, re.MULTILINE)
+    assert len(described) == 11
+    for flag, rest in described:
+        assert re.search(r"(  |\n +)[A-Za-z]", rest), flag
+    assert found.stderr == ""
+
+
+def test_nothing_of_libtpu_is_printed(tmp_path, monkeypatch):
+    """Nor of a compilation cache, which cannot hold programs for devices that are not there."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    mesh = ("--mesh", "dp=2,tp=2", "--topology", "v5e:2x2", "--memory", "0.5")
+    for _ in range(2):
+        found = ran("-m", "examples.plan_pod", *SMALL, *mesh)
+        assert found.returncode == 0
+        assert found.stderr == ""
+        assert "unknown" not in found.stdout
 
 
 def test_missing_libtpu_is_one_line(monkeypatch, capsys):

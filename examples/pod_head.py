@@ -1,0 +1,239 @@
+"""The head of a model on a described pod: what its gradients cost there, in three ways and in so much memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from examples.pod_sizes import HeadSizes
+from examples.pod_step import Fit, TrainStep, fit
+from jaxppo import (
+    Head,
+    ParallelMesh,
+    PolicyLossConfig,
+    RolloutBatch,
+    TokenStats,
+    log_probs_from_hidden,
+    make_parallel_mesh,
+    policy_loss,
+    policy_loss_from_hidden,
+)
+from jaxppo.head import HeadOptions
+from jaxppo.sharding import Audit, audit
+
+GIB = 2**30
+
+
+def head_of(sizes: HeadSizes, kernel: jax.Array, spec: jax.sharding.PartitionSpec | None = None) -> Head:
+    """The head of these sizes with this kernel."""
+    return Head(kernel, layout=sizes.layout, softcap=sizes.softcap, spec=spec)
+
+
+def plain_stats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies `[R, T]` of f32 logits, as anyone would write them."""
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    log_probs = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] - log_z
+    return log_probs, log_z - (jnp.exp(logits - log_z[..., None]) * logits).sum(axis=-1)
+
+
+def plain_logits(hidden: jax.Array, kernel: jax.Array, sizes: HeadSizes) -> jax.Array:
+    """f32 logits `[R, T, V]`."""
+    product = "rth,vh->rtv" if sizes.tied else "rth,hv->rtv"
+    logits = jnp.einsum(product, hidden, kernel, preferred_element_type=jnp.float32)
+    return logits if sizes.softcap is None else sizes.softcap * jnp.tanh(logits / sizes.softcap)
+
+
+CONFIG = PolicyLossConfig(entropy_coef=0.01)
+BUDGETS = (0.3, 0.5, 0.75, 1.0, 2.0, 4.0)  # GiB
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A policy-gradient step on described arrays.
+
+    Args:
+      sizes: the head.
+      tokens: on each shard of the data and context axes.
+      dtype: of hidden states and kernel.
+      parallel: the mesh, over real or described devices.
+    """
+
+    sizes: HeadSizes
+    tokens: int
+    dtype: Any
+    parallel: ParallelMesh
+
+    @property
+    def roles(self) -> ParallelMesh:
+        """The mesh as the kernel lies on it: JAX cannot shard a vocabulary that the tensor axis does not divide."""
+        parallel = self.parallel
+        if self.sizes.vocab_size % parallel.tensor_size == 0:
+            return parallel
+        return dataclasses.replace(parallel, tensor=(), replicated=parallel.tensor)
+
+    @property
+    def arguments(self) -> tuple[Any, Any, RolloutBatch]:
+        """Hidden states, kernel and batch."""
+        parallel, sizes = self.parallel, self.sizes
+        shape = (parallel.data_size, self.tokens * parallel.context_size)
+
+        def described(dims: tuple[int, ...], dtype: Any, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(dims, dtype, sharding=parallel.sharding(spec))
+
+        hidden = described((*shape, sizes.hidden_size), self.dtype, parallel.hidden_spec)
+        kernel = described(sizes.kernel_shape, self.dtype, self.kernel_spec)
+        ids, x = (described(shape, dtype, parallel.tokens_spec) for dtype in (jnp.int32, jnp.float32))
+        one = described((shape[0], 1), jnp.int32, parallel.rows_spec)
+        layout = {"context_layout": parallel.context_layout, "context_shards": parallel.context_size}
+        return hidden, kernel, RolloutBatch(ids, ids, ids, ids, x, one, advantages=x, old_log_probs=x, **layout)
+
+    @property
+    def kernel_spec(self) -> jax.sharding.PartitionSpec:
+        return self.roles.kernel_spec(self.sizes.layout)
+
+    def head(self, kernel: jax.Array) -> Head:
+        return head_of(self.sizes, kernel, self.kernel_spec)
+
+    def one_pass(self, hidden: Any, kernel: Any, batch: RolloutBatch, **options: Unpack[HeadOptions]) -> Any:
+        """`policy_loss_from_hidden`, in one pass where the memory allows it."""
+        return policy_loss_from_hidden(hidden, self.head(kernel), batch, CONFIG, parallel=self.parallel, **options)[0]
+
+    def two_passes(
+        self, hidden: Any, kernel: Any, batch: RolloutBatch, *, where: bool = False, **options: Unpack[HeadOptions]
+    ) -> Any:
+        """What a loss takes that is not token-local; with `where`, for the tokens of the mask alone."""
+        of_call: Any = {"parallel": self.parallel, "entropy": "bonus", **options}
+        if where:
+            of_call["where"] = batch.loss_mask > 0
+        stats = log_probs_from_hidden(hidden, self.head(kernel), batch.targets, **of_call)
+        return policy_loss(stats, batch, CONFIG, parallel=self.parallel)[0]
+
+    def forward(self, hidden: Any, kernel: Any, batch: RolloutBatch, **options: Unpack[HeadOptions]) -> Any:
+        """Log-probs and entropy of an old, reference or teacher policy."""
+        of_call: Any = {"parallel": self.parallel, "entropy": "metric", **options}
+        found = log_probs_from_hidden(hidden, self.head(kernel), batch.targets, **of_call)
+        return found.log_probs, found.entropy
+
+    def plain(self, hidden: Any, kernel: Any, batch: RolloutBatch) -> Any:
+        """The same loss of logits that exist."""
+        logits = plain_logits(hidden, kernel, self.sizes)
+        logits = jax.lax.with_sharding_constraint(logits, self.parallel.sharding(self.roles.logits_spec))
+        stats = TokenStats(*plain_stats(logits, batch.targets))
+        return policy_loss(stats, batch, CONFIG, parallel=self.parallel)[0]
+
+    def cost(self, loss: Callable[..., Any], **options: Any) -> Audit:
+        """What the gradients of one of these cost; of `forward` its values."""
+        hidden, kernel, batch = self.arguments
+        if loss == self.forward:
+            return audit(functools.partial(loss, **options), hidden, kernel, batch)
+        gradients = jax.grad(lambda *args: loss(*args, **options), (0, 1))
+        found = audit(jax.jit(gradients, out_shardings=(hidden.sharding, kernel.sharding)), hidden, kernel, batch)
+        if loss != self.plain:
+            return found
+        # the shapes of the plain version are the whole mesh's, and the compiler shares its products out
+        sharers = self.parallel.data_size * self.parallel.context_size * self.roles.tensor_size
+        flops = dataclasses.replace(found.flops, low=found.flops.low / sharers, high=found.flops.high / sharers)
+        return dataclasses.replace(found, flops=flops)
+
+
+def plan(step: Step) -> dict[str, Audit]:
+    """What the head costs on each device of the mesh, in three ways; the flops are one device's.
+
+    Raises:
+      ValueError: a hidden size or a token count that the mesh does not divide.
+    """
+    ways = {"one pass": step.one_pass, "two passes": step.two_passes, "plain": step.plain}
+    return {name: step.cost(loss) for name, loss in ways.items()}
+
+
+def curve(step: Step, budgets: Sequence[float]) -> list[tuple[float, Audit | str]]:
+    """What `policy_loss_from_hidden` costs in so many GiB; in words where they are too few."""
+    found: list[tuple[float, Audit | str]] = []
+    for gib in budgets:
+        try:
+            found.append((gib, step.cost(step.one_pass, memory=int(gib * GIB))))
+        except ValueError as error:
+            found.append((gib, str(error).splitlines()[0]))
+    return found
+
+
+def plan_train(step: TrainStep) -> Fit:
+    """Whether a whole training step fits, with its loss on its own beside it."""
+    sizes = HeadSizes(step.sizes.hidden_size, step.sizes.vocab_size, step.sizes.tied)
+    head = Step(sizes, step.rows * step.tokens, jnp.dtype(jnp.bfloat16), step.parallel)
+    return fit(step, head.cost(head.one_pass))
+
+
+def table(found: dict[str, Audit]) -> str:
+    """The costs of each version in columns."""
+    gib = lambda size: f"{size / GIB:.3f} GiB"  # noqa: E731
+    ms = lambda a, kind: "unknown" if a.time is None else f"{getattr(a.time, kind):.2f} ms"  # noqa: E731
+    rows = {
+        "computing": [ms(a, "compute") for a in found.values()],
+        "collectives": [ms(a, "collectives") for a in found.values()],
+        "temporaries": [gib(a.temp_bytes) for a in found.values()],
+        "arguments": [gib(a.argument_bytes) for a in found.values()],
+        "results": [gib(a.output_bytes) for a in found.values()],
+        "head flops": [str(a.flops) for a in found.values()],
+    }
+    lines = [f"{'per device':<16}" + "".join(f"{name:>32}" for name in found)]
+    lines += [f"{what:<16}" + "".join(f"{cell:>32}" for cell in cells) for what, cells in rows.items()]
+    for name, a in found.items():
+        lines += ["", f"{name}: {'; '.join(a.notes)}" if a.notes else f"{name}"]
+        counted = Counter(a.collectives)
+        for c, times in sorted(counted.items(), key=lambda item: -item[0].bytes):
+            over = "unknown axes" if c.axes is None else ", ".join(c.axes)
+            each = " each turn of a loop" if c.in_loop else ""
+            lines.append(f"  {times} x {c.op} over {over}, {c.bytes / 2**20:.3f} MiB{each}")
+        if not counted:
+            lines.append("  no collective")
+    return "\n".join(lines)
+
+
+def curve_table(found: list[tuple[float, Audit | str]]) -> str:
+    """A line a budget."""
+    lines = ["memory given     temporaries    computing    collectives   how"]
+    for gib, cost in found:
+        if isinstance(cost, str):
+            lines.append(f"{gib:8.3f} GiB    {cost}")
+            continue
+        time = (
+            "      unknown       unknown"
+            if cost.time is None
+            else (f"{cost.time.compute:10.2f} ms {cost.time.collectives:11.2f} ms")
+        )
+        lines.append(f"{gib:8.3f} GiB {cost.temp_bytes / GIB:10.3f} GiB {time}   {'; '.join(cost.notes)}")
+    return "\n".join(lines)
+
+
+# libtpu asks the network for real TPUs and writes what it does not find to the terminal, unless it is told. It only
+# compiles: another process may, too.
+_NO_TPU_HERE = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+_NO_TPU_HERE |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
+
+
+def described_mesh(mesh: str, topology: str) -> ParallelMesh:
+    """A mesh over TPUs that are only described.
+
+    Raises:
+      ModuleNotFoundError: no libtpu.
+      ValueError: a topology that libtpu does not know, a mesh that does not multiply to its devices.
+    """
+    import libtpu  # noqa: F401  without it JAX's own error is a page long
+
+    for name, value in _NO_TPU_HERE.items():
+        os.environ.setdefault(name, value)
+    try:
+        devices = topologies.get_topology_desc(topology, platform="tpu").devices
+    except Exception as error:  # jaxlib raises several kinds
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"topology: got {topology!r}, expected one like v5p:8x8x8 ({reason})") from error
+    return make_parallel_mesh(mesh, devices=devices)
