@@ -1,10 +1,12 @@
-"""Draws the figures of the documentation from the package itself, the same bytes each time: `python docs/figures.py`.
+"""Draws the figures of the documentation from the package itself: `python docs/figures.py`.
 
-An argument names another folder to draw them into.
+They are the same bytes on every x86 machine, so that drawing them changes no tracked file. Arguments: another folder to
+draw into, and the names of the figures, all by default.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,18 @@ from curves import GREY, INK, SHARDS
 FOLDER = Path(__file__).parent / "figures"
 
 
+def same_everywhere() -> None:
+    """Makes XLA and matplotlib forget what machine and whose account this is; before JAX is imported."""
+    import matplotlib
+
+    # newer instructions round otherwise, and a point that moves by 1e-4 takes other vertices of a curve with it
+    os.environ["XLA_FLAGS"] = "--xla_cpu_max_isa=SSE4_2"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    matplotlib.rcdefaults()
+
+
 def main() -> None:
+    same_everywhere()
     import matplotlib
 
     matplotlib.use("svg")
@@ -26,8 +39,9 @@ def main() -> None:
     matplotlib.rcParams.update(style)
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in (DIAGRAMS | curves.FIGURES).items():
-        figure = draw()
+    figures = DIAGRAMS | curves.FIGURES
+    for name in sys.argv[2:] or figures:
+        figure = figures[name]()
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
         pyplot.close(figure)
 

@@ -1,7 +1,10 @@
 """The pages: every block runs, every public name has its place, every loss its section. `make docs` builds them."""
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,27 @@ def test_figures_are_shown_and_drawn(monkeypatch):
     drawn = set(curves.FIGURES) | set(figures.DIAGRAMS)
     assert shown == {path.stem for path in (DOCS / "figures").glob("*.svg")} == drawn
     assert set(curves.LOSSES) == set(policy_losses.BY_NAME)
+
+
+def drawn(folder, names=(), **environment):
+    """The bytes of the figures as a process of its own draws them."""
+    command = [sys.executable, DOCS / "figures.py", folder, *names]
+    subprocess.run(command, env=os.environ | environment, check=True, capture_output=True)
+    return {path.stem: path.read_bytes() for path in folder.glob("*.svg")}
+
+
+def test_figures_are_the_same_bytes_on_any_machine(tmp_path):
+    """XLA for AVX-512 and for AVX2 draws other curves of "kl", and a matplotlibrc of one's own other letters."""
+    (tmp_path / "matplotlibrc").write_text("font.family: serif\nsvg.fonttype: path\npath.simplify: False\n")
+    old = {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2", "MATPLOTLIBRC": str(tmp_path)}
+    names = ("kl", "packing")
+    here, there = drawn(tmp_path / "here", names), drawn(tmp_path / "there", names, **old)
+    assert here == there
+    assert set(here) == set(names)
+
+
+@pytest.mark.nightly
+def test_tracked_figures_are_those_that_are_drawn(tmp_path):
+    """So that `make docs` leaves the working tree as it was."""
+    found = drawn(tmp_path)
+    assert [name for name, text in found.items() if (DOCS / f"figures/{name}.svg").read_bytes() != text] == []
