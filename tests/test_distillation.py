@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from head_cases import tiles_of
 from jax.experimental import topologies
+from oracle import other_losses
 
 from jaxppo import Head, LoRA, RolloutBatch
 from jaxppo.losses.distillation import Divergence, distillation_loss, divergence_from_hidden
@@ -216,3 +217,34 @@ def test_bad_input():
         divergence_from_hidden(*student, teacher[0], (teacher[1],))
     with pytest.raises(ValueError, match=r"teacher_hidden: got"):
         divergence_from_hidden(*student, teacher[0][:, :4], teacher[1])
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("distance", [0.0, 1e-6, 1e-4, 1e-2, 1.0])
+def test_divergences_of_nearly_equal_heads(divergence, distance):
+    """At least 0, and near enough to float64 to have a first digit. Before: down to -3.4e-7, whatever the distance."""
+    V, rng = 1000, np.random.default_rng(0)
+    hidden = rng.normal(size=(4, 64, H)).astype(np.float32)
+    kernel = rng.normal(size=(H, V)).astype(np.float32)
+    other = (kernel + distance * rng.normal(size=kernel.shape)).astype(np.float32)
+    options = {"divergence": divergence, "beta": 0.3}
+    found = np.asarray(jax.jit(lambda *x: divergence_from_hidden(*x, **options))(hidden, kernel, hidden, other))
+    z, other_z = (hidden.astype(np.float64).reshape(-1, H) @ k.astype(np.float64) for k in (kernel, other))
+    expected, _ = other_losses.divergence(z, other_z, divergence, 0.3)
+    assert found.min() >= 0
+    # an f32 logit is 2e-6 off, which counts by its square and by its product with the distance
+    np.testing.assert_allclose(found.reshape(-1), expected, rtol=1e-5, atol=1e-11 + 4e-6 * distance)
+
+
+def test_a_divergence_where_one_model_excludes_a_column():
+    """p log(p / q) is infinite where q is 0, and nothing where p is."""
+    hidden, kernel = jnp.ones((1, 1, 2)), jnp.zeros((2, 4))
+    bias = jnp.array([0.0, 0.0, -jnp.inf, -jnp.inf])
+    of = lambda p, q, kind: divergence_from_hidden(hidden, p, hidden, q, divergence=kind).item()  # noqa: E731
+    half, whole = Head(kernel, bias), Head(kernel)
+    assert of(half, whole, "reverse_kl") == pytest.approx(np.log(2), rel=1e-6)
+    assert of(whole, half, "forward_kl") == pytest.approx(np.log(2), rel=1e-6)
+    assert of(whole, half, "reverse_kl") == of(half, whole, "forward_kl") == np.inf
+    assert of(half, half, "reverse_kl") == of(half, half, "jensen_shannon") == 0
+    of_half, of_whole = np.log(0.5 / 0.375), 0.5 * np.log(0.25 / 0.375) + 0.5 * np.log(0.25 / 0.125)
+    assert of(whole, half, "jensen_shannon") == pytest.approx((of_half + of_whole) / 2, rel=1e-6)

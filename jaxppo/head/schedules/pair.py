@@ -17,6 +17,7 @@ from jaxppo.head.schedules.needs import saved, to_save, values_and_needs
 from jaxppo.head.schedules.two_pass import gradients
 from jaxppo.head.schedules.walk import Chunk, Inputs, Rule, Walk, cotangents_of, of_tokens
 from jaxppo.head.tokens import Slots
+from jaxppo.kl import k3
 from jaxppo.sharding import vary
 
 
@@ -45,18 +46,27 @@ def terms(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """What each column of student p and teacher q adds to the divergence D, and h = d D / d log p with p unconstrained.
 
-    Through the softmax, d D / d z_j = h_j - p_j * sum(h).
+    Through the softmax, d D / d z_j = h_j - p_j * sum(h). No column adds less than 0: that of KL(a || b) adds
+    a log(a / b) - a + b, where -a + b is 0 in the sum over all columns, and rounding is of the size of what it adds.
     """
     p, q = jnp.exp(log_p), jnp.exp(log_q)
-    weighted = lambda weight, log: jnp.where(weight > 0, weight * log, 0)  # noqa: E731
+    weighted = lambda weight, log: jnp.where(weight == 0, 0, weight * log)  # noqa: E731  so that NaN stays
     if divergence == "reverse_kl":
-        value = weighted(p, log_p - log_q)
-        return value, value
+        return _kl_term(p, log_p, q, log_q), weighted(p, log_p - log_q)
     if divergence == "forward_kl":
-        return weighted(q, log_q - log_p), -q
+        return _kl_term(q, log_q, p, log_p), -q
     log_mixture = jnp.logaddexp(log_q + jnp.log(beta), log_p + jnp.log1p(-beta))
-    h = (1 - beta) * weighted(p, log_p - log_mixture)
-    return h + beta * weighted(q, log_q - log_mixture), h
+    mixture = jnp.exp(log_mixture)
+    value = beta * _kl_term(q, log_q, mixture, log_mixture) + (1 - beta) * _kl_term(p, log_p, mixture, log_mixture)
+    return value, (1 - beta) * weighted(p, log_p - log_mixture)
+
+
+def _kl_term(
+    a: Float[Array, "..."], log_a: Float[Array, "..."], b: Float[Array, "..."], log_b: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """a log(a / b) - a + b, at least 0; a (exp(d) - 1 - d), d = log(b / a), where the two are near each other."""
+    d = log_b - log_a
+    return jnp.where(a == 0, b, jnp.where(d < 1, a * k3(d), b - a - a * d))
 
 
 class PairWalk(Walk):
