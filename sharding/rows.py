@@ -86,7 +86,7 @@ def shift_left(
       x: `[R, T, ...]` of any dtype in the mesh's layout, or a pytree of them; None leaves stay None.
       parallel: the mesh; rows sharded over data, positions over context.
       by: how far, static, at least 0.
-      fill: a scalar, cast to each array's dtype.
+      fill: a scalar that each array's dtype holds.
       segment_ids: `i32[R, T]` like x: nothing crosses from one sequence to another, and padding reads `fill`. Without
         them a row is one sequence.
       num_segments: S, static; for "zigzag_per_segment" only.
@@ -95,7 +95,8 @@ def shift_left(
       The pytree of x, shifted.
 
     Raises:
-      ValueError: a negative `by`, a row length that the layout cannot divide, missing or misshapen segment_ids.
+      ValueError: a negative `by`, a fill that a dtype does not hold, a row length that the layout cannot divide,
+        missing or misshapen segment_ids.
       TypeError: by or num_segments that is no static integer.
 
     Example:
@@ -106,9 +107,24 @@ def shift_left(
     if np.shape(fill) != ():
         raise ValueError(f"fill: got shape {np.shape(fill)}, expected a scalar")
     check_context_rows(parallel, {"x": x}, segment_ids, num_segments, "shift_left")
+    _check_fill(fill, x)
 
     args = {"x": x, "segment_ids": segment_ids, "fill": jnp.asarray(fill)}
     return _of_rows("shift_left", _shift_left, parallel, args, (by, num_segments))
+
+
+def _check_fill(fill: Any, x: Any) -> None:
+    """Raises where an array of x cannot hold the fill: a cast would make another number of it."""
+    for leaf in jax.tree.leaves(x):
+        dtype, inexact = jnp.result_type(leaf), jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        if isinstance(fill, jax.core.Tracer):
+            fits = inexact or jnp.promote_types(fill.dtype, dtype) == dtype
+        else:
+            with np.errstate(invalid="ignore", over="ignore"):
+                cast = np.asarray(fill).astype(dtype)
+            fits = bool(np.isfinite(cast) == np.isfinite(fill) if inexact else cast == fill)
+        if not fits:
+            raise ValueError(f"fill: got {fill}, expected a number that {dtype} holds, the dtype of x")
 
 
 def _shift_left(axes: ShardAxes, static: tuple[int, int | None], x: Any, segment_ids: Any, fill: Any) -> Any:
@@ -220,8 +236,8 @@ def check_context_rows(
     shards = 1 if parallel is None else parallel.size(parallel.context)
     for path, leaf in jax.tree.leaves_with_path(arrays):
         name, shape = path[0].key + jax.tree_util.keystr(path[1:]), np.shape(leaf)
-        if len(shape) < 2 or 0 in shape[:2]:
-            raise ValueError(f"{name}: got shape {shape}, expected [R, T, ...] with R and T at least 1")
+        if len(shape) < 2 or 0 in shape:
+            raise ValueError(f"{name}: got shape {shape}, expected [R, T, ...], each at least 1")
         rows = rows or shape[:2]
         if shape[:2] != rows:
             raise ValueError(f"{name}: got shape {shape}, expected [R, T, ...] with [R, T] = {rows}")
