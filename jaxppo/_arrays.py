@@ -113,6 +113,13 @@ def check_alike(arrays: Mapping[str, Any], **kinds: Kind) -> None:
             raise ValueError(f"{what}: got shape {x.shape}, expected that of {first}, {arrays[first].shape}")
 
 
+def check_f32(what: str, x: Any) -> None:
+    """Raises where log-probs were rounded to 16 bits: the ratio of an on-policy step would not be 1 any more."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
+        raise TypeError(f"{what}: got dtype {dtype}, expected float32: the ratio of rounded log-probs is none")
+
+
 def check_ids(what: str, x: Any) -> None:
     """Raises where ids are no integers or, on the host, do not fit the device's i32, where two could become one."""
     check_array(what, x, "integers")

@@ -42,7 +42,7 @@ class RolloutBatch:
       rollout_ids: `i32[R, S]`, equal for the samples that one rollout was cut into; -1 like sample_ids. By default
         each sample is a rollout.
       advantages: `f32[R, T]`.
-      old_log_probs: `f32[R, T]`, under the policy at the start of the step.
+      old_log_probs: `f32[R, T]`, under the policy at the start of the step; these three are refused in 16 bits.
       ref_log_probs: `f32[R, T]`, under the reference policy.
       rollout_log_probs: `f32[R, T]`, as the sampler reported them.
       values: `f32[R, T]`, the critic's.
@@ -116,9 +116,12 @@ class RolloutBatch:
         elif parallel is not None:
             layout, shards = parallel.context_layout, parallel.size(parallel.context)
         if _order(self.context_layout, self.context_shards) != _order(layout, shards):
+            advice = "give the batch's constructor and this call the same parallel="
+            if shards == 1:
+                advice = "this call lacks parallel=, the mesh that the batch was packed for, or a mesh with its shards"
             raise ValueError(
                 f"batch: got rows packed for context layout {self.context_layout!r} over {self.context_shards} shards, "
-                f"expected {layout!r} over {shards}, as the mesh has them; give its constructor the same parallel="
+                f"expected {layout!r} over {shards}, as this call has them; {advice}"
             )
 
     @classmethod
@@ -196,10 +199,15 @@ class RolloutBatch:
         *,
         prompt_mask: Float[Array, "B P"] | None = None,
         attention_mask: Float[Array, "B T"] | None = None,
+        pad_id: int | None = None,
         parallel: ParallelMesh | None = None,
         **arrays: Unpack[PaddedArrays],
     ) -> RolloutBatch:
         """Prompts and completions padded to `[B, P]` and `[B, C]`, as Tunix and TRL hold them; traceable under jit.
+
+        Completions are padded behind. Where yours are padded in front, give `attention_mask`: without it their padding
+        counts as tokens, and the first token of the completion is predicted at the wrong place. Give `pad_id`, and that
+        mistake is noticed.
 
         Row b holds `concatenate([prompt_ids[b], completion_ids[b]])`, one sequence, every token at its place, so that
         hidden states of a model that ran on that concatenation fit (with a `parallel` whose layout is not
@@ -213,6 +221,8 @@ class RolloutBatch:
           completion_mask: `[B, C]`, 0 or 1, 1 for the tokens to train on.
           prompt_mask: `[B, P]`, 1 on tokens, 0 on padding; by default all are tokens.
           attention_mask: `[B, P + C]`, 1 on tokens, where padding lies elsewhere than said above.
+          pad_id: the padding token. Without `attention_mask`, a completion that begins with it at mask 0 and trains
+            later on is refused, and makes losses NaN under jit. Rows of padding alone are legal.
           parallel: the mesh that the batch is for; B is a multiple of its data size.
           **arrays: what else the batch holds, see `PaddedArrays`.
 
@@ -221,20 +231,22 @@ class RolloutBatch:
           NaN.
 
         Raises:
-          TypeError, ValueError: an array of another dtype or shape; a row length that the layout cannot divide, or the
-            layout "zigzag_per_segment", which is for rows that were packed for it.
+          TypeError, ValueError: an array of another dtype or shape, log-probs of 16 bits; a completion that begins with
+            padding; a row length that the layout cannot divide, or the layout "zigzag_per_segment", which is for rows
+            that were packed for it.
 
         Example:
           >>> import jax.numpy as jnp
           >>> prompts, completions = jnp.array([[0, 5, 6]]), jnp.array([[7, 8, 0]])
           >>> mask, values = jnp.array([[1, 1, 0]]), {"advantages": jnp.array([0.5])}
-          >>> batch = RolloutBatch.from_padded(prompts, completions, mask, prompt_mask=prompts > 0, **values)
+          >>> options = {"prompt_mask": prompts > 0, "pad_id": 0}
+          >>> batch = RolloutBatch.from_padded(prompts, completions, mask, **options, **values)
           >>> batch.targets.tolist(), batch.loss_mask.tolist(), batch.positions.tolist()
           ([[0, 6, 7, 8, 0, 0]], [[0.0, 0.0, 1.0, 1.0, 0.0, 0.0]], [[0, 0, 1, 2, 3, 0]])
         """
         masks = {"prompt_mask": prompt_mask, "attention_mask": attention_mask}
         made: dict[str, Any] = padded_rows(
-            prompt_ids, completion_ids, completion_mask, **masks, arrays=arrays, parallel=parallel
+            prompt_ids, completion_ids, completion_mask, **masks, pad_id=pad_id, arrays=arrays, parallel=parallel
         )
         return cls(**made, **_packed_for(parallel))
 

@@ -21,6 +21,7 @@ from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.policy_losses import BY_NAME, PPO, PolicyLoss
 
 RatioTo = Literal["old", "rollout", "current"]
+ImpossibleTokens = Literal["nan", "leave_out"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,10 @@ class PolicyLossConfig:
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       metric_aggregation: per-token metrics are "token_mean"s, or reduced as the "loss" is.
       off_policy: the correction for a sampler that is not quite the trainer's policy.
+      impossible_tokens: what becomes of a loss token whose log-prob is -inf, under the policy, the old one of the ratio
+        or, where the batch has its log-probs, the sampler. "nan": the loss is NaN. "leave_out": the token has no loss,
+        penalties included, no gradient, and no part in statistics of its sequence or in metrics, but for their own
+        count, the metric `impossible_tokens`. The denominators of the loss stay those of the loss mask.
 
     Raises:
       TypeError: a loss, kl or off_policy of another class; an option that another class holds, which is named.
@@ -58,6 +63,7 @@ class PolicyLossConfig:
     aggregation_norm: float | None = None
     metric_aggregation: MetricAggregation = "token_mean"
     off_policy: OffPolicyConfig | None = None
+    impossible_tokens: ImpossibleTokens = "nan"
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         for name, value in fields.items():
@@ -73,6 +79,7 @@ class PolicyLossConfig:
         check_number("entropy_coef", self.entropy_coef)
         check_choice("ratio_to", self.ratio_to, RatioTo)
         check_choice("metric_aggregation", self.metric_aggregation, MetricAggregation)
+        check_choice("impossible_tokens", self.impossible_tokens, ImpossibleTokens)
         check_aggregation(self.aggregation, self.aggregation_norm)
         off_policy = self.off_policy
         if off_policy is None:

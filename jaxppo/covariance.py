@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.stats import TokenStats
-from jaxppo.losses.policy import check_needed, old_log_probs
+from jaxppo.losses.policy import check_needed, impossible_tokens, old_log_probs
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 from jaxppo.validation import check_arrays
@@ -67,6 +68,9 @@ def covariance_mask(
     if stats.log_probs.shape != shape:
         raise ValueError(f"stats: got log-probs of shape {stats.log_probs.shape}, expected the batch's, {shape}")
     check_needed(batch, config)
+    left_out = impossible_tokens(stats.log_probs, batch, config)
+    if left_out is not None:
+        batch = dataclasses.replace(batch, loss_mask=jnp.where(left_out, 0, batch.loss_mask))
     static, traced = take_arrays(config.loss)
     log_probs = lax.stop_gradient(stats.log_probs)
     old = old_log_probs(log_probs, batch, config)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import masked
+from jaxppo._arrays import check_f32, masked
 from jaxppo.batch import RolloutBatch
 from jaxppo.kl import MAX_LOG_RATIO, k3
 from jaxppo.metrics import Metric, Metrics, reduce_metric
@@ -64,6 +64,7 @@ def mismatch_metrics(
             raise ValueError(f"batch.{name}: got None, expected f32[R, T] to compare sampler and trainer")
         if x.shape != batch.loss_mask.shape or x.ndim != 2:
             raise ValueError(f"{name}: got shape {x.shape}, expected the batch's [R, T], {batch.loss_mask.shape}")
+        check_f32(name, x)
 
     args = {"trainer_log_probs": trainer, "batch": batch}
     specs = lambda p: ([p.tokens_spec, batch.specs(p)], P())  # noqa: E731

@@ -146,6 +146,12 @@ class OffPolicyConfig:
         """Whether anything here reads the sampler's log-probs."""
         return self.weights != "none" or bool(self.rejections) or self.veto is not None
 
+    @property
+    def token_local(self) -> bool:
+        """Whether the correction of a token reads log-probs of that token only."""
+        of_tokens = [self.weights in ("none", "token"), *(r.statistic.startswith("token") for r in self.rejections)]
+        return all(of_tokens) and self.veto is None and self.opsm_delta is None
+
 
 def importance_weights(
     trainer_log_probs: Float[Array, "R T"],
@@ -182,8 +188,10 @@ def weight_sums(
     """Per-shard: the sum and the number of bounded weights over data and context, for `batch_normalize`.
 
     The mean over the step is the sum of the sums over its micro-batches by that of the counts. Token weights count
-    once a token, "sequence" and "geometric" ones once a sequence that has loss-carrying tokens.
+    once a token, "sequence" and "geometric" ones once a sequence that has loss-carrying tokens. Tokens that either
+    policy finds impossible count nothing, see `PolicyLossConfig.impossible_tokens`.
     """
+    mask = jnp.where(jnp.isneginf(old_log_probs) | jnp.isneginf(rollout_log_probs), 0, mask)
     _, weights = importance_weights(old_log_probs, rollout_log_probs, mask, segments, config)
     valid, axes = _float(mask > 0), segments.axes
     if config.weights == "token":

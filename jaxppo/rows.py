@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import IDS, INTEGERS, PER_SEGMENT, check_ids
+from jaxppo._arrays import IDS, INTEGERS, LOG_PROBS, PER_SEGMENT, check_f32, check_ids
 from jaxppo.sharding import (
     ParallelMesh,
     Segments,
@@ -67,6 +67,7 @@ def padded_rows(
     *,
     prompt_mask: Any,
     attention_mask: Any,
+    pad_id: int | None,
     arrays: Any,
     parallel: ParallelMesh | None,
 ) -> dict[str, Array]:
@@ -82,7 +83,28 @@ def padded_rows(
     shapes |= {"advantages": ((B, C), (B,)), "rewards": ((B,),), "group_ids": ((B,),)}
     for what, x in given.items():
         _check_array(what, x, shapes[what])
-    return _call(name, _padded, T, given, None, parallel)
+    if pad_id is not None and attention_mask is None:
+        _check_padded_behind(completion_ids, completion_mask, pad_id)
+    return _call(name, _padded, T, given, pad_id, parallel)
+
+
+def _check_padded_behind(completion_ids: Any, completion_mask: Any, pad_id: Any) -> None:
+    """Raises where a completion begins with padding; under jit the loss mask becomes NaN."""
+    if not isinstance(pad_id, (int, np.integer)):
+        raise TypeError(f"pad_id: got {pad_id!r}, expected an integer")
+    if any(isinstance(x, jax.core.Tracer) for x in (completion_ids, completion_mask)):
+        return
+    bad = np.asarray(_padded_before(np.asarray(completion_ids), np.asarray(completion_mask), pad_id))
+    if bad.any():
+        raise ValueError(
+            f"completion_ids: got {pad_id}, the pad_id, before the tokens of row {int(np.argmax(bad))}, expected "
+            "padding behind completions, or attention_mask= to say where tokens are"
+        )
+
+
+def _padded_before(completion_ids: Any, completion_mask: Any, pad_id: Any) -> Any:
+    """bool[B], whether a completion begins with padding although a later token trains."""
+    return (completion_ids[:, 0] == pad_id) & (completion_mask[:, 0] == 0) & (completion_mask != 0).any(axis=1)
 
 
 def placed_rows(
@@ -136,6 +158,8 @@ def _check_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None
         raise ValueError(f"{name}: got shape {np.shape(x)}, expected {' or '.join(map(str, shapes))}")
     if name in IDS:
         check_ids(name, x)
+    if name in LOG_PROBS:
+        check_f32(name, x)
 
 
 def _check_dtype(name: str, x: Any) -> None:
@@ -149,9 +173,18 @@ def _check_dtype(name: str, x: Any) -> None:
 
 
 def _call(
-    name: str, fn: Any, length: int, given: dict[str, Any], num_segments: int | None, parallel: ParallelMesh | None
+    name: str, fn: Any, length: int, given: dict[str, Any], option: int | None, parallel: ParallelMesh | None
 ) -> dict[str, Array]:
-    """fn on whole rows of the mesh's data shards, its results in the mesh's layout."""
+    """fn on whole rows of the mesh's data shards, its results in the mesh's layout.
+
+    Args:
+      name: for errors.
+      fn: per-shard code, of this module.
+      length: T.
+      given: arrays by name.
+      option: static, what else fn takes.
+      parallel: the mesh.
+    """
     check_parallel(parallel, "ParallelMesh or None")
     layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
     check_row_length(length, layout, shards, "row length")
@@ -160,7 +193,7 @@ def _call(
             f"parallel: got context layout {layout!r} in {name}, expected another: its rows are packed for it, by "
             "RolloutBatch.from_samples"
         )
-    static = (length, num_segments, tuple(given))
+    static = (length, option, tuple(given))
 
     made = {"tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids", *given} - _PADDED
 
@@ -208,12 +241,13 @@ def _aligned(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
 
 
 def _padded(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
-    length, _, names = static
+    length, pad_id, names = static
     arrays = dict(zip(names, given, strict=True))
-    prompt, completion = arrays.pop("prompt_ids"), arrays.pop("completion_ids")
+    prompt, completion, mask = (arrays.pop(name) for name in ("prompt_ids", "completion_ids", "completion_mask"))
     P = prompt.shape[1]
     at_completion = lambda x: jnp.pad(x, ((0, 0), (P, 0)))  # noqa: E731
-    trains = at_completion(arrays.pop("completion_mask").astype(jnp.float32))
+    trains = at_completion(mask.astype(jnp.float32))
+    misplaced = pad_id is not None and "attention_mask" not in arrays and _padded_before(completion, mask, pad_id)
     real = _real_tokens(trains, arrays.pop("prompt_mask", None), arrays.pop("attention_mask", None), P)
     tokens = jnp.concatenate([prompt, completion], axis=1)
 
@@ -226,7 +260,7 @@ def _padded(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
         return jnp.where(predicts, jnp.take_along_axis(x, jnp.minimum(following, length - 1), axis=1), 0)
 
     first = real & (jnp.cumsum(real, axis=1) == 1)
-    unpredicted = ((trains != 0) & (first | ~real)).any(axis=1, keepdims=True)
+    unpredicted = ((trains != 0) & (first | ~real)).any(axis=1, keepdims=True) | jnp.reshape(misplaced, (-1, 1))
     per_segment = {what: arrays.pop(what)[:, None] for what in PER_SEGMENT if what in arrays}
     spread = lambda x: x if x.ndim == 2 else jnp.broadcast_to(x[:, None], completion.shape)  # noqa: E731
     inside = (lax.cummax(real.astype(jnp.int32), axis=1) > 0) & (

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxppo._arrays import LOG_PROBS, PER_SEGMENT
 from jaxppo.sharding import Segments
@@ -172,7 +172,7 @@ def _starts(segments: np.ndarray) -> np.ndarray:
 RULES = (
     Rule(
         "loss_mask_values",
-        "0 or 1; NaN where a token to train on is predicted by nothing, see the batch's constructor",
+        "0 or 1; NaN where a token to train on is predicted by nothing, or by padding, see the batch's constructor",
         _mask_values,
     ),
     Rule("loss_mask_on_padding", "0 where segment_ids is 0", _mask_on_padding),
@@ -187,7 +187,8 @@ RULES = (
     Rule(
         "log_probs_not_finite",
         "finite log-probs where loss_mask is 1; those of the policy are not where a target is outside the vocabulary, "
-        "or hidden states or head hold NaN",
+        "or hidden states or head hold NaN. Of tokens that a policy finds impossible, -inf, see "
+        "PolicyLossConfig.impossible_tokens",
         _log_probs_not_finite,
     ),
     Rule("values_not_finite", "finite advantages, values and returns where loss_mask is 1", _values_not_finite),
@@ -225,6 +226,13 @@ def count_broken(
     view = View(there, segments.num_segments, counts, real_last_targets, None, jnp)
     zero = jnp.zeros((), jnp.float32)
     return {rule.name: sum((bad.sum(dtype=jnp.float32) for _, bad in rule.broken(view)), zero) for rule in ON_DEVICE}
+
+
+def broken_log_probs(log_probs: Float[Array, "..."], loss_mask: Float[Array, "..."]) -> Bool[Array, "..."]:
+    """Which tokens' log-probs break a rule: for code that sees some of the tokens only."""
+    view = View({"log_probs": log_probs, "loss_mask": loss_mask}, 0, None, True, None, jnp)
+    found = [bad for rule in (_log_probs_above_zero, _log_probs_not_finite) for _, bad in rule(view)]
+    return found[0] | found[1]
 
 
 def as_bits(**counts: Float[Array, ""]) -> jax.Array:

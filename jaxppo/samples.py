@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxppo._arrays import IDS, INTEGERS, PER_TOKEN_VALUES, is_number
+from jaxppo._arrays import IDS, INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check_f32, is_number
 from jaxppo.integrations.engines import Truncated, as_turns, joined, sglang_turn, vllm_turn
 from jaxppo.sharding import Packed, multihost
 from jaxppo.token_sets import TokenSets
@@ -224,6 +224,8 @@ def _check_values(name: str, values: Any, length: int) -> None:
     if values is None:
         return
     array = _as_array(name, values)
+    if name in LOG_PROBS:
+        check_f32(name, array)
     if array.dtype.kind not in "fiub" and array.size and array.dtype.name != "bfloat16":
         what = "None among them" if None in list(np.ravel(array)) else str(array.dtype)
         raise TypeError(f"{name}: got {what}, {_shown(values)}, expected numbers, or None for all of them")

@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_alike, check_choice, check_number
+from jaxppo._arrays import check_alike, check_choice, check_f32, check_number
 from jaxppo.batch import RolloutBatch
 from jaxppo.metrics import Metrics, reduce_metric
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
@@ -64,6 +64,7 @@ def proximal_log_probs(
       `f32[R, T]`, for `old_log_probs`.
 
     Raises:
+      TypeError: log-probs of 16 bits.
       ValueError: arrays of different shapes.
 
     Example:
@@ -75,6 +76,8 @@ def proximal_log_probs(
     """
     arrays = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "policy_versions": policy_versions}
     check_alike(arrays, policy_versions="integers")
+    check_f32("log_probs", log_probs)
+    check_f32("rollout_log_probs", rollout_log_probs)
     _check_version("version", version)
     if proximal_version is not None:
         _check_version("proximal_version", proximal_version)

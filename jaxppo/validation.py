@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxppo._arrays import IDS, INTEGERS, OPTIONAL, PER_SEGMENT, REQUIRED, Kind, check_array, check_ids
+from jaxppo._arrays import (
+    IDS,
+    INTEGERS,
+    LOG_PROBS,
+    OPTIONAL,
+    PER_SEGMENT,
+    REQUIRED,
+    Kind,
+    check_array,
+    check_f32,
+    check_ids,
+)
 from jaxppo.batch import RolloutBatch
 from jaxppo.rules import View, raise_first
 from jaxppo.sharding import check_row_length, logical_positions, segment_multiple
@@ -28,6 +39,8 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
     for name, x in arrays.items():
         kind: Kind = "integers" if name in INTEGERS else "numbers" if name == "loss_mask" else "floats"
         check_array(prefix + name, x, kind)
+        if name in LOG_PROBS:
+            check_f32(prefix + name, x)
     rows = batch.loss_mask.shape
     if len(rows) != 2 and not (stacked and len(rows) == 3):
         expected = "[R, T], or [K, R, T]" if stacked else "[R, T], one micro-batch"

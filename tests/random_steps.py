@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 from oracle import OracleSample
@@ -40,7 +41,8 @@ class Drawn:
 class Step:
     """A step: its samples in the order that they are packed in, and what its numbers are like.
 
-    `spread` is how far policies are apart, nats; `garbage` stands in all float arrays where no loss is.
+    `spread` is how far policies are apart, nats; `garbage` stands in all float arrays where no loss is. `floats` hold
+    the advantages, the critic's values and the returns, `masks` the loss mask, `integers` the rows' structure.
     """
 
     samples: tuple[Drawn, ...]
@@ -48,6 +50,9 @@ class Step:
     spread: float
     advantages: str
     garbage: float
+    floats: str = "float32"
+    masks: str = "float32"
+    integers: str = "int32"
 
     def rng(self, *more: int) -> np.random.Generator:
         return np.random.default_rng((self.seed, *more))
@@ -63,14 +68,31 @@ def drawn_samples(draw) -> Drawn:
     return Drawn(draw(st.integers(min(size, 1), 4)), mask, draw(st.integers(0, 2**31 - 1)), **ids)
 
 
-steps = st.builds(
-    Step,
-    st.lists(drawn_samples(), min_size=1, max_size=MOST, unique_by=lambda s: s.sample).map(tuple),
-    st.integers(0, 2**32 - 1),
-    st.sampled_from([0.3, 0.0, 1e-3, 3.0, 30.0]),
-    st.sampled_from(["by token", "by sample", "some 0"]),
-    st.sampled_from([0.0, np.nan, -np.inf, 1e30]),
-).filter(lambda step: step.seed > 0)  # which hypothesis tries first, with all else at its simplest
+def many_samples(count: int, seed: int) -> tuple[Drawn, ...]:
+    """As many samples, short ones, by twos in a rollout and by fours in a group, with every eighth mask empty."""
+    rng = np.random.default_rng(seed)
+    masks = [tuple(int(x) for x in rng.random(rng.integers(1, 6)) < 0.7 * (i % 8 > 0)) for i in range(count)]
+    ids = rng.permutation(10 * count)
+    return tuple(Drawn(int(rng.integers(1, 4)), m, int(ids[i]), i // 4, i // 2) for i, m in enumerate(masks))
+
+
+def of_samples(samples: st.SearchStrategy[tuple[Drawn, ...]]) -> st.SearchStrategy[Step]:
+    return st.builds(
+        Step,
+        samples,
+        st.integers(0, 2**32 - 1),
+        st.sampled_from([0.3, 0.0, 1e-3, 3.0, 30.0]),
+        st.sampled_from(["by token", "by sample", "some 0"]),
+        st.sampled_from([0.0, np.nan, -np.inf, 1e30]),
+        st.sampled_from(["float32", "bfloat16", "float16"]),
+        st.sampled_from(["float32", "bool", "int8", "bfloat16"]),
+        st.sampled_from(["int32", "int16", "uint16"]),
+    ).filter(lambda step: step.seed > 0)  # which hypothesis tries first, with all else at its simplest
+
+
+steps = of_samples(st.lists(drawn_samples(), min_size=1, max_size=MOST, unique_by=lambda s: s.sample).map(tuple))
+# Steps as large as those of training: what begins at many sequences shows in no small one.
+large_steps = of_samples(st.builds(many_samples, st.integers(100, 400), st.integers(0, 2**32 - 1)))
 
 
 def f32(x: Any) -> np.ndarray:
@@ -78,8 +100,18 @@ def f32(x: Any) -> np.ndarray:
     return np.asarray(x, np.float32).astype(np.float64)
 
 
-def step_samples(step: Step, log_probs: list[np.ndarray] | None = None, rollouts: bool = True) -> list[OracleSample]:
-    """The step with its numbers; the policy's own log-probs may be given, others are about them."""
+def in_dtype(x: Any, dtype: str) -> np.ndarray:
+    """Rounded to that dtype, as float64."""
+    return np.asarray(x).astype(jnp.dtype(dtype)).astype(np.float64)
+
+
+def step_samples(
+    step: Step, log_probs: list[np.ndarray] | None = None, rollouts: bool = True, impossible: bool = False
+) -> list[OracleSample]:
+    """The step with its numbers; the policy's own log-probs may be given, others are about them.
+
+    With `impossible`, some tokens have a log-prob of -inf under one policy or another.
+    """
     found = []
     for i, s in enumerate(step.samples):
         rng, n = step.rng(i), s.prompt + len(s.mask)
@@ -99,9 +131,9 @@ def step_samples(step: Step, log_probs: list[np.ndarray] | None = None, rollouts
                 old_log_probs=old,
                 ref_log_probs=near(),
                 rollout_log_probs=old if rng.random() < 0.2 else near(),
-                advantages=f32(advantages),
-                values=f32(rng.normal(size=n)),
-                returns=f32(rng.normal(size=n)),
+                advantages=in_dtype(f32(advantages), step.floats),
+                values=in_dtype(f32(rng.normal(size=n)), step.floats),
+                returns=in_dtype(f32(rng.normal(size=n)), step.floats),
                 new_values=f32(rng.normal(size=n)),
                 reward=float(np.float32(rng.choice([0.0, 1.0, 0.1, rng.normal()]))),
                 sample_id=s.sample,
@@ -109,6 +141,13 @@ def step_samples(step: Step, log_probs: list[np.ndarray] | None = None, rollouts
                 rollout_id=s.rollout if rollouts else s.sample,
             )
         )
+    if impossible:
+        names = ("old_log_probs", "rollout_log_probs", *(("log_probs",) if log_probs is None else ()))
+        for i, s in enumerate(found):
+            rng = step.rng(2, i)
+            for name in names:
+                spoilt = rng.random(len(s.mask)) < 0.1
+                setattr(s, name, np.where(spoilt, -np.inf, getattr(s, name)))
     return found
 
 
@@ -135,7 +174,7 @@ class Place:
 
 @st.composite
 def places(draw, meshes=(None, *MESHES), micro_batches=(None, 1, 2, 3), sequence_parallel=False) -> Place:
-    """Any place that holds the samples of any step."""
+    """Any place that holds the samples of any step; of a large one in more rows."""
     mesh = draw(st.sampled_from(meshes))
     sizes = dict(part.split("=") for part in (mesh or "dp=1").split(","))
     data = int(sizes.get("dp", 1)) * int(sizes.get("fsdp", 1))
@@ -160,17 +199,23 @@ def batch_of(step: Step, samples: list[OracleSample], where: Place, lacking: tup
         ids = {k: v for k, v in ids.items() if k not in lacking}
         tokens = step.rng(drawn.sample).integers(0, 1000, n) if s.targets is None else tokens_of(s.targets)
         given.append(Sample(tokens, start, loss_mask, reward=s.reward, **ids, **of_response))
+    rows = where.rows * -(-len(samples) // MOST)  # a place is for so many samples
     batch = RolloutBatch.from_samples(
         given,
         row_length=where.length,
         parallel=where.parallel,
-        rows=where.rows,
+        rows=rows,
         num_segments=where.segments,
         micro_batches=where.micro_batches,
     )
-    order = step.rng(1).permutation(where.rows * (where.micro_batches or 1))
+    order = step.rng(1).permutation(rows * (where.micro_batches or 1))
     batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[order].reshape(x.shape), batch)
-    return with_garbage(batch, step.garbage)
+    batch = with_garbage(batch, step.garbage)
+    dtypes = dict.fromkeys(("advantages", "values", "returns"), step.floats) | {"loss_mask": step.masks}
+    dtypes |= dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), step.integers)
+    with np.errstate(over="ignore", invalid="ignore"):  # of garbage
+        there = {k: x.astype(jnp.dtype(v)) for k, v in dtypes.items() if (x := getattr(batch, k)) is not None}
+    return dataclasses.replace(batch, **there)
 
 
 def tokens_of(targets: np.ndarray) -> np.ndarray:

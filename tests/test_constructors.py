@@ -286,6 +286,71 @@ def test_a_completion_without_a_token_before_it(jitted):
     assert "NaN where a token to train on is predicted by nothing" in explained[0]
 
 
+LEFT = {
+    "prompt_ids": [[5, 6], [7, 8], [9, 3]],
+    "completion_ids": [[0, 0, 11, 12], [21, 22, 23, 0], [0, 0, 0, 0]],
+    "completion_mask": [[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]],
+    "advantages": [1.0, -1.0, 2.0],
+    "old_log_probs": [[-1.0] * 4] * 3,
+}
+
+
+def padded_loss(arrays, **options):
+    batch = made("from_padded", arrays, **options)
+    return policy_loss(TokenStats(batch.old_log_probs), batch, PolicyLossConfig())
+
+
+def test_completions_that_are_padded_in_front():
+    """Today: 11 was predicted at a padding token, and the loss was finite."""
+    given = as_arrays(LEFT)
+    message = "completion_ids: got 0, the pad_id, before the tokens of row 0, expected padding behind completions"
+    for arrays in (given, jax.tree.map(jnp.asarray, given)):
+        with pytest.raises(ValueError, match=message):
+            made("from_padded", arrays, pad_id=0)
+    attention = np.concatenate([given["prompt_ids"], given["completion_ids"]], axis=1) > 0
+    loss, _ = jax.jit(lambda x: padded_loss(x, pad_id=0, attention_mask=attention))(given)
+    assert np.isfinite(loss)
+    batch = made("from_padded", given, pad_id=0, attention_mask=attention)
+    np.testing.assert_array_equal(batch.targets[0], [6, 11, 0, 0, 12, 0])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_completions_that_are_padded_in_front_under_jit(place):
+    mesh, layout = place or (None, "contiguous")
+    sizes = [int(part[3:]) for part in (mesh or "dp=1").split(",")]
+    parallel = mesh and make_parallel_mesh(mesh, context_layout=layout, devices=jax.devices()[: np.prod(sizes)])
+    rows = {k: np.concatenate([x, x[1:2]]) for k, x in as_arrays(LEFT).items()}
+    rows |= {k: np.pad(rows[k], ((0, 0), (0, 1))) for k in ("completion_ids", "completion_mask", "old_log_probs")}
+    rows["prompt_ids"] = np.pad(rows["prompt_ids"], ((0, 0), (1, 0)), constant_values=4)
+
+    @jax.jit
+    def run(arrays):
+        batch = made("from_padded", arrays, pad_id=0, parallel=parallel)
+        return policy_loss(TokenStats(batch.old_log_probs), batch, PolicyLossConfig(), parallel=parallel)
+
+    loss, found = run(rows)
+    assert np.isnan(loss)
+    assert "or by padding" in explain_broken_rules(found["broken_rules"].value)[0]
+    loss, _ = run({k: x[[1, 1, 2, 2]] for k, x in rows.items()})
+    assert np.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"completion_ids": [[0, 11, 12, 13]], "completion_mask": [[1, 1, 1, 1]]},  # sampled, and trained on
+        {"completion_ids": [[11, 0, 12, 13]], "completion_mask": [[0, 0, 1, 1]]},  # within
+        {"completion_ids": [[0, 0, 0, 0]], "completion_mask": [[0, 0, 0, 0]]},  # nothing else
+    ],
+)
+def test_the_padding_id_elsewhere(change):
+    given = {k: x[:1] for k, x in LEFT.items()} | change
+    made("from_padded", as_arrays(given), pad_id=0).validate(100)
+    jax.jit(lambda x: padded_loss(x, pad_id=0)[0])(as_arrays(given)).item()
+    with pytest.raises(TypeError, match="pad_id: got '0', expected an integer"):
+        made("from_padded", as_arrays(given), pad_id="0")
+
+
 def test_last_positions_count_where_their_targets_are_real():
     batch = made("from_target_aligned", as_arrays(TARGET_ALIGNED))
     batch = dataclasses.replace(batch, advantages=jnp.ones((2, 8)), old_log_probs=-jnp.ones((2, 8)))

@@ -82,6 +82,7 @@ def test_gradients_of_adapters_against_the_oracle(way, layout, mesh, dtype):
         "aggregation_norm": None,
         "metric_aggregation": "token_mean",
         "off_policy": None,
+        "impossible_tokens": "nan",
     }
     drawn = [Drawn(2 + i % 2, (1, 1, 0, 1, 1, 1)[i % 3 :], i, 7 + i // 2, i) for i in range(6)]
     step = Step(tuple(drawn), 5, 0.3, "by token", float("nan"))

@@ -35,8 +35,9 @@ from jaxppo import (
     value_loss,
 )
 from jaxppo.covariance import covariance_mask
+from jaxppo.mismatch import mismatch_metrics
 from jaxppo.policy_losses import ClipCov
-from jaxppo.rules import ON_DEVICE
+from jaxppo.staleness import proximal_log_probs
 
 R, T, H, V = 4, 8, 6, 24
 RNG = np.random.default_rng(0)
@@ -123,70 +124,6 @@ def test_a_loss_of_each_kind_is_poisoned_with_its_gradient():
         assert np.isnan(value)
         assert np.isnan(gradient).any()
         assert int(found["broken_rules"].value) == 1 << 2
-
-
-def broken(name, where="loss", value=np.nan):
-    """The batch with one value of an array replaced where there is loss, or padding."""
-    row, place = np.argwhere(BATCH.loss_mask > 0 if where == "loss" else BATCH.segment_ids == 0)[0]
-    array = np.array(getattr(BATCH, name))
-    array[row, place] = value
-    return dataclasses.replace(BATCH, **{name: array})
-
-
-RULES = {
-    "loss_mask_values": broken("loss_mask", value=0.5),
-    "loss_mask_on_padding": broken("loss_mask", "padding", 1),
-    "loss_mask_on_last_position": unshifted(BATCH),
-    "segment_ids_range": broken("segment_ids", value=9),
-    "log_probs_above_zero": broken("old_log_probs", value=0.1),
-    "log_probs_not_finite": broken("old_log_probs"),
-    "values_not_finite": broken("advantages", value=np.inf),
-    "rollout_ids_missing": dataclasses.replace(BATCH, rollout_ids=np.full_like(BATCH.sample_ids, -1)),
-    "normalizer_of_another_step": BATCH,
-}
-
-
-@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_poisons_and_is_explained(rule, mesh):
-    batch, parallel = RULES[rule], mesh and make_parallel_mesh(mesh)
-    config = dataclasses.replace(CONFIG, aggregation="rollout_mean" if rule == "rollout_ids_missing" else "token_mean")
-    normalizer = None
-    if rule == "normalizer_of_another_step":
-        smaller = dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask * (np.arange(T) < 3))
-        normalizer = Normalizer.from_batches(smaller, "token_mean")
-    loss, found = jax.jit(lambda b, n: loss_at(b, config=config, parallel=parallel, normalizer=n))(batch, normalizer)
-    assert np.isnan(loss)
-    explained = explain_broken_rules(found["broken_rules"].value)
-    assert any(line.startswith(f"{rule}: expected ") for line in explained), explained
-    if rule not in ("normalizer_of_another_step", "segment_ids_range"):
-        assert len(explained) == 1
-    if rule != "normalizer_of_another_step":
-        with pytest.raises(ValueError, match=r": got .* at row"):
-            batch.validate(V)
-    BATCH.validate(V)
-
-
-def test_every_rule_that_losses_check_has_a_case():
-    assert set(RULES) == {rule.name for rule in ON_DEVICE}
-    loss, found = loss_at(BATCH)
-    assert np.isfinite(loss)
-    assert int(found["broken_rules"].value) == 0
-    assert explain_broken_rules(0) == []
-    with pytest.raises(ValueError, match="bits: got -1, expected 0 to"):
-        explain_broken_rules(-1)
-
-
-def test_broken_rules_merge_over_micro_batches():
-    """One broken micro-batch of two shows in the step's metric."""
-    bad = packed(micro_batches=2, rows=4)
-    bad.advantages[1, 0, 1:3] = np.nan
-    bad.loss_mask[1, 0, 1:3] = 1
-    normalizer = Normalizer.from_batches(bad, "token_mean")
-    fn = lambda x, part: loss_at(part[0], x, normalizer=part[1])  # noqa: E731
-    (loss, found), _ = accumulate_gradients(fn, (bad, normalizer))(LOG_PROBS[:4])
-    assert np.isnan(loss)
-    assert "values_not_finite" in str(explain_broken_rules(found["broken_rules"].value))
 
 
 # Parts of a step
@@ -371,6 +308,60 @@ def test_a_batch_packed_for_another_layout_or_other_shards(packed_for, jitted):
     contiguous = make_parallel_mesh("dp=2,cp=2,tp=2")
     if packed_for is None:  # rows in logical order suit any number of contiguous shards
         assert np.isfinite(policy_loss(TokenStats(batch.old_log_probs), batch, CONFIG, parallel=contiguous)[0])
+
+
+def test_a_call_that_forgets_the_mesh():
+    """Today: told to give the constructor what it had been given."""
+    zigzag = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
+    batch = packed(row_length=16, rows=8, parallel=zigzag)
+    calls = {
+        "gae": lambda **p: advantages.gae(batch.advantages, batch.advantages, batch, **p),
+        "loss": lambda **p: loss_at(batch, batch.old_log_probs, **p),
+        "normalizer": lambda **p: Normalizer.from_batches(batch, "token_mean", **p),
+    }
+    for call in calls.values():
+        with pytest.raises(ValueError, match=r"expected 'contiguous' over 1, .* this call lacks parallel=, the mesh"):
+            call()
+        call(parallel=zigzag)
+    with pytest.raises(ValueError, match="give the batch's constructor and this call the same parallel="):
+        loss_at(packed(row_length=16, rows=8), jnp.zeros((8, 16)), parallel=zigzag)
+
+
+# Log-probs of 16 bits
+
+
+ROUNDED = {
+    "Sample": lambda x: Sample([1, 2, 3], 1, old_log_probs=np.asarray(x[0, :2])),
+    "from_padded": lambda x: RolloutBatch.from_padded(IDS, IDS, IDS, ref_log_probs=x),
+    "from_token_aligned": lambda x: RolloutBatch.from_token_aligned(IDS, IDS, IDS, IDS, rollout_log_probs=x),
+    "from_target_aligned": lambda x: RolloutBatch.from_target_aligned(IDS, IDS, IDS, IDS, IDS, old_log_probs=x),
+    "policy_loss": lambda x: loss_at(dataclasses.replace(BATCH, old_log_probs=BATCH.old_log_probs.astype(x.dtype))),
+    "its statistics": lambda x: loss_at(BATCH, LOG_PROBS.astype(x.dtype)),
+    "policy_loss_from_hidden": lambda x: policy_loss_from_hidden(
+        jnp.ones((*BATCH.tokens.shape, H)),
+        KERNEL,
+        dataclasses.replace(BATCH, ref_log_probs=BATCH.old_log_probs.astype(x.dtype)),
+        CONFIG,
+    ),
+    "Normalizer": lambda x: Normalizer.from_batches(
+        dataclasses.replace(BATCH, rollout_log_probs=BATCH.old_log_probs.astype(x.dtype)), "token_mean"
+    ),
+    "mismatch_metrics": lambda x: mismatch_metrics(
+        dataclasses.replace(BATCH, rollout_log_probs=BATCH.old_log_probs), LOG_PROBS.astype(x.dtype)
+    ),
+    "proximal_log_probs": lambda x: proximal_log_probs(x, x, IDS, 3),
+    "validate": lambda x: dataclasses.replace(BATCH, old_log_probs=BATCH.old_log_probs.astype(x.dtype)).validate(V),
+}
+IDS = np.ones((2, 4), np.int32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("entry", ROUNDED)
+def test_log_probs_of_16_bits(entry, dtype):
+    """Today: taken as they were; the on-policy ratio was between 0.98 and 1.02."""
+    with pytest.raises(TypeError, match=r"\w+: got dtype (b?float16), expected float32"):
+        ROUNDED[entry](jnp.full((2, 4), -1.3, dtype))
+    ROUNDED[entry](jnp.full((2, 4), -1.3, jnp.float32))
 
 
 def test_a_bonus_on_statistics_without_a_gradient():

@@ -204,7 +204,7 @@ def batch_of(
         "old_log_probs": x.old_per_token_logps,
         "ref_log_probs": x.ref_per_token_logps,
     }
-    arrays: dict[str, Any] = {name: jnp.asarray(v, jnp.float32) for name, v in given.items() if v is not None}
+    arrays: dict[str, Any] = {name: jnp.asarray(v) for name, v in given.items() if v is not None}
     mask = jnp.asarray(x.completion_mask, jnp.float32)
     segments = getattr(x, "segment_ids", None)
     if segments is None:

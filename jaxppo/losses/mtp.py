@@ -138,7 +138,8 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
     """The batch whose targets and loss mask at t are those of t + `by`, and 0 where that leaves the sequence.
 
     Where positions leave out numbers (padding inside a sequence, see `RolloutBatch.from_padded`), t + `by` is not the
-    token `by` places on: the mask is NaN there, and a loss of it too.
+    token `by` places on: the mask is NaN there, and a loss of it too. It stays NaN where the batch's own mask is set on
+    padding or at the last position of a sequence, which could not be seen any more once it moved.
 
     Args:
       batch: `[R, T]`, or micro-batches `[K, R, T]`.
@@ -165,7 +166,11 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
         moving = {"targets": targets, "loss_mask": loss_mask.astype(jnp.float32), "positions": positions}
         moved = shift_left(moving, parallel, by, 0, segment_ids, batch.num_segments)
         gap = (moved["loss_mask"] > 0) & (moved["positions"] != positions + by)
-        return moved["targets"], jnp.where(gap, jnp.nan, moved["loss_mask"])
+        inner = segment_ids > 0  # but for the last positions
+        if not batch.real_last_targets:
+            inner = shift_left(inner, parallel, 1, False, segment_ids, batch.num_segments)
+        unsound = (loss_mask != 0) & ~inner
+        return moved["targets"], jnp.where(gap | unsound, jnp.nan, moved["loss_mask"])
 
     arrays = tuple(jnp.asarray(x) for x in (batch.targets, batch.loss_mask, batch.positions, batch.segment_ids))
     targets, loss_mask = lax.map(shift, arrays) if arrays[0].ndim == 3 else shift(arrays)

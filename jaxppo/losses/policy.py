@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import Aggregation, is_zero, masked
+from jaxppo._arrays import LOG_PROBS, Aggregation, check_f32, is_zero, masked
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
@@ -62,6 +63,7 @@ def policy_loss(
         like, the correction's `tis`, `rejected_fraction` and the like, `sampler_log_prob_abs_diff`, `sampler_k3`;
       - nothing, being extremes over loss tokens: `ratio_min`, `ratio_max`;
       - loss tokens, as a share: `effective_sample_size`, (sum r)^2 / (N sum r^2);
+      - nothing, being a count: `impossible_tokens`, with `config.impossible_tokens="leave_out"`, the tokens left out;
       - `broken_rules`: bits, 0 where the batch is sound; `explain_broken_rules` says what they mean. Where it is not
         0, the loss is NaN.
 
@@ -155,6 +157,7 @@ def _check_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfi
             raise ValueError(f"{name}: got shape {array.shape}, expected the batch's, {shape}")
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name}: got {array.dtype}, expected a floating-point dtype such as float32")
+    check_f32("stats.log_probs", stats.log_probs)
     if config.entropy_mode == "bonus" and stats.entropy is None:
         raise ValueError(f"stats.entropy: got None, expected f32[R, T] for entropy_coef={config.entropy_coef}")
     if config.entropy_mode == "bonus" and stats.entropy_mode != "bonus":
@@ -198,6 +201,18 @@ def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: P
     """What the ratio of the config is over; a constant of differentiation."""
     name = _OLD.get(config.ratio_to)
     return lax.stop_gradient(log_probs if name is None else getattr(batch, name))
+
+
+def impossible_tokens(
+    log_probs: Float[Array, "R T"] | None, batch: RolloutBatch, config: PolicyLossConfig
+) -> Bool[Array, "R T"] | None:
+    """The loss tokens of log-prob -inf under a policy that the config compares; None where it leaves none out."""
+    if config.impossible_tokens == "nan":
+        return None
+    old = batch.old_log_probs if config.ratio_to == "old" else None
+    given = [x for x in (log_probs, old, batch.rollout_log_probs) if x is not None]
+    found = [(batch.loss_mask > 0) & jnp.isneginf(x) for x in given]
+    return functools.reduce(jnp.logical_or, found, jnp.zeros(batch.loss_mask.shape, bool))
 
 
 def _token_loss(config: PolicyLossConfig) -> PolicyTokenLoss:
@@ -245,10 +260,15 @@ class PolicyTokenLoss(TokenLoss):
     def token_local(self) -> bool:
         off = self.config.off_policy
         given = off is None or (off.trainer == "old" and self.config.ratio_to != "current" and off.opsm_delta is None)
+        if off is not None and self.config.impossible_tokens == "leave_out":
+            given = given and off.token_local  # what is left out counts in no sequence
         return self.config.loss.token_local and given
 
+    def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
+        return impossible_tokens(None if stats is None else stats.log_probs, batch, self.config)
+
     def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
-        given = {
+        given: dict[str, Any] = {
             "log_probs": stats and stats.log_probs,
             "advantages": batch.advantages,
             "rollout_log_probs": batch.rollout_log_probs,
@@ -257,7 +277,11 @@ class PolicyTokenLoss(TokenLoss):
             given["old_log_probs"] = batch.old_log_probs
         if self.config.kl is not None:
             given["ref_log_probs"] = batch.ref_log_probs
-        return given
+        left_out = self.left_out(stats, batch)
+        if left_out is None:
+            return given
+        of_policies = {name: given[name] for name in ("log_probs", *LOG_PROBS) if given.get(name) is not None}
+        return given | {name: jnp.where(left_out, 0, x) for name, x in of_policies.items()}
 
     def constants(self, stats: TokenStats | None, step: Step) -> Correction | None:
         """The off-policy correction, None without one."""

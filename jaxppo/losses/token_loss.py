@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxppo._arrays import PER_SEGMENT, Aggregation
 from jaxppo._traced import put_arrays, take_arrays
@@ -35,7 +35,7 @@ from jaxppo.head.stats import Entropy, TokenStats, stats_of
 from jaxppo.head.tokens import TokenOrder
 from jaxppo.metrics import Composite, Metric, Metrics, Term, reduce_metrics
 from jaxppo.off_policy import OffPolicyConfig
-from jaxppo.rules import as_bits, count_broken
+from jaxppo.rules import as_bits, broken_log_probs, count_broken
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
 
 Values = dict[str, Float[Array, "R T"]]
@@ -80,6 +80,10 @@ class TokenLoss(abc.ABC):
         """The metrics by name, from the reduced terms."""
         return dict(found)
 
+    def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
+        """The tokens that have no loss although the mask has them, known from the statistics or before them."""
+        return None
+
     @abc.abstractmethod
     def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
         """The arrays that the loss reads, by the names that rules know; stats are None before they are computed."""
@@ -90,11 +94,12 @@ class Step:
     """Per-shard: a batch as a part of its optimiser step.
 
     Args:
-      batch: with an f32 loss mask.
+      batch: with an f32 loss mask, 0 where the loss leaves a token out.
       segments: of its rows.
       normalizer: of the whole step.
       weights: `f32[R, T]`, what the loss of each token counts for; NaN where a rule is broken anywhere.
       broken: how often each rule is broken, over all devices.
+      left_out: `bool[R, T]`, the tokens of the loss mask that have no loss; None where the loss leaves none out.
     """
 
     batch: RolloutBatch
@@ -102,6 +107,7 @@ class Step:
     normalizer: Normalizer
     weights: Float[Array, "R T"]
     broken: dict[str, Metric]
+    left_out: Bool[Array, "R T"] | None
 
     @classmethod
     def of(
@@ -118,11 +124,19 @@ class Step:
         normalizer = step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
         weights = token_weights(batch.loss_mask, segments, normalizer, loss.aggregation_norm)
         broken = _broken_rules(batch, segments, normalizer, loss.ruled(stats, batch))
-        bad = sum((metric.total for metric in broken.values()), jnp.float32(0)) > 0
+        left_out = loss.left_out(stats, batch)
+        if left_out is not None:  # the denominators stay those of all the tokens
+            weights, mask = (jnp.where(left_out, 0, x) for x in (weights, batch.loss_mask))
+            batch = dataclasses.replace(batch, loss_mask=mask)
+        step = cls(batch, segments, normalizer, weights, broken, left_out)
         # the weights, so that gradients are NaN too; not the sum of the losses, whose factor would be one more
         # multiplication of the kernel's gradient
-        weights = weights * jnp.where(bad, jnp.nan, 1)
-        return cls(batch, segments, normalizer, weights, broken)
+        return dataclasses.replace(step, weights=weights * jnp.where(step.is_broken, jnp.nan, 1))
+
+    @property
+    def is_broken(self) -> Bool[Array, ""]:
+        """Whether a rule is broken on any device."""
+        return sum((metric.total for metric in self.broken.values()), jnp.float32(0)) > 0
 
 
 def _broken_rules(
@@ -189,16 +203,18 @@ def _finish(
     step: Step, loss: TokenLoss, stats: TokenStats, selected: Any, total: Float[Array, ""] | None = None
 ) -> tuple[Float[Array, ""], Metrics]:
     """Steps 2 to 4; with a total, that of the one pass, only the metrics are made of the tokens' losses."""
-    axes, mask, broken = step.segments.axes, step.batch.loss_mask, step.broken
+    axes, mask = step.segments.axes, step.batch.loss_mask
     constants = lax.stop_gradient((loss.constants(stats, step), selected))
     losses, values = loss.per_token(stats, step.batch, constants, step.segments)
     if total is None:
         total = weighted_sum(axes, losses, step.weights, mask)
-    else:
-        broken = _broken_rules(step.batch, step.segments, step.normalizer, loss.ruled(stats, step.batch))
-    found = reduce_metrics(axes, loss.terms(lax.stop_gradient(values), step.weights, mask))
+    total += jnp.where(step.is_broken, jnp.nan, 0)  # where no token has a weight too
+    terms = loss.terms(lax.stop_gradient(values), step.weights, mask)
+    if step.left_out is not None:
+        terms["impossible_tokens"] = (step.left_out, jnp.ones_like(mask), "sum")
+    found = reduce_metrics(axes, terms)
     of_loss = Metric(lax.stop_gradient(total), jnp.float32(1), "sum")
-    return total, loss.metrics(found) | {"loss": of_loss, "broken_rules": Composite(broken, as_bits)}
+    return total, loss.metrics(found) | {"loss": of_loss, "broken_rules": Composite(step.broken, as_bits)}
 
 
 def loss_of_hidden(
@@ -241,6 +257,7 @@ def _of_hidden(axes: ShardAxes, call: tuple[TokenLoss, HeadCall], *args: Any) ->
     per_token, shared = _by_token(step, lax.stop_gradient((loss.constants(None, step), selected)), order)
     total, found = one_pass_loss(OnePass(rule, fits, _OfTokens(static)), inputs, per_token, (shared, traced))
     stats = jax.tree.map(order.back, stats_of(lax.stop_gradient(found), head.entropy))
+    step = Step.of(axes, loss, stats, batch, step.normalizer)  # again, now that there are log-probs to judge
     return _finish(step, loss, stats, selected, total)
 
 
@@ -262,5 +279,11 @@ class _OfTokens:
         loss = put_arrays(self.loss, traced)
         stats = stats_of(jax.tree.map(lambda x: x[None], found), loss.entropy)
         batch = dataclasses.replace(batch, **by_segment)
+        left_out = loss.left_out(stats, batch)
+        if left_out is not None:
+            batch = dataclasses.replace(batch, loss_mask=jnp.where(left_out, 0, batch.loss_mask))
         losses, _ = loss.per_token(stats, batch, constants, Segments(batch.segment_ids, batch.num_segments))
-        return (jnp.where(batch.loss_mask > 0, losses, 0) * weights)[0]
+        # the rules of the step were checked without these log-probs; a slope of NaN too, which a clip would stop
+        broken = broken_log_probs(stats.log_probs, batch.loss_mask)
+        losses = jnp.where(batch.loss_mask > 0, losses, 0) * weights
+        return (losses + jnp.where(broken, jnp.nan, 0) * jnp.where(broken, stats.log_probs, 0))[0]

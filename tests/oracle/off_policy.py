@@ -56,6 +56,15 @@ def mean_weight(bounded: Sequence[Array], level: str) -> float:
     return float(total.mean()) if len(total) else 1.0
 
 
+def mean_of_step(old: Sequence[Array], rollout: Sequence[Array], options: Mapping[str, Any]) -> float | None:
+    """The mean weight over tokens whose log-probs these are, `[n]` a sequence; None where weights are not divided."""
+    o = {**OPTIONS, **options}
+    if not o["batch_normalize"]:
+        return None
+    rho = [importance_weights(t - r, o["weights"]) for t, r in zip(old, rollout, strict=True)]
+    return mean_weight([bound(x, o["low"], o["high"], o["outside"]) for x in rho], o["weights"])
+
+
 def statistic(d: Array, name: str) -> Array:
     """k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d of each token, or their sum, mean or maximum over the sequence."""
     level, kind = name.rsplit("_", 1)
@@ -98,8 +107,11 @@ def correction(
     advantages: Sequence[Array],
     masks: Sequence[Array],
     options: Mapping[str, Any],
+    mean: float | None = None,
 ) -> list[Correction]:
     """All corrections of a step. Arrays are those of the loss tokens of each sequence, `masks` whole.
+
+    `mean` is the mean weight of the step where it is not that of these tokens.
 
     The policy loss of a token is times `weights`, and 0 where it is not accepted; KL and entropy, and the denominators,
     stay those of all loss tokens. (The masked importance weight of the papers is a factor of the policy gradient.)
@@ -115,7 +127,8 @@ def correction(
     d = [np.zeros_like(x) for x in old] if rollout is None else [t - r for t, r in zip(trainer, rollout, strict=True)]
     rho = [importance_weights(x, level) for x in d]
     bounded = [bound(x, low, high, o["outside"]) if level != "none" else x for x in rho]
-    mean = mean_weight(bounded, level) if o["batch_normalize"] else 1.0
+    if mean is None:
+        mean = mean_weight(bounded, level) if o["batch_normalize"] else 1.0
     out = []
     for i, x in enumerate(d):
         weights = bounded[i] / mean if mean > 0 else np.zeros_like(x)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .head import HeadGradient, OracleHead, head_gradient, logit_gradient, logits, token_stats
 from .kl import k3, kl_divergence
-from .off_policy import Correction, correction
+from .off_policy import Correction, correction, mean_of_step
 from .policy_losses import LOSSES, Tokens
 from .samples import Array, OracleSample, sample_weights, token_mean, weighted_sum
 
@@ -23,6 +23,7 @@ CONFIG: dict[str, Any] = {
     "aggregation_norm": None,
     "metric_aggregation": "token_mean",  # or "loss"
     "off_policy": None,  # off_policy.OPTIONS, rejections as {"statistic": ..., "low": ..., "high": ...}
+    "impossible_tokens": "nan",  # or "leave_out"
 }
 
 
@@ -90,6 +91,10 @@ def policy_loss(
     current policy) come from. They are those of the samples, unless a finite difference moves the latter alone.
     """
     c = complete(config)
+    weights = sample_weights(samples, c["aggregation"], c["aggregation_norm"])
+    everything = sum(s.count for s in samples)
+    mean = mean_weight_before(samples, c)
+    samples = [without_impossible_tokens(s, c) for s in samples]
     mine = [s.log_probs for s in samples] if held is None else held
     constants = [replace(s, log_probs=h).at("log_probs") for s, h in zip(samples, mine, strict=True)]
     tokens = step_tokens(samples, c, constants)
@@ -97,15 +102,17 @@ def policy_loss(
     if all(s.rollout_log_probs is not None for s in samples):
         rollout = [s.at("rollout_log_probs") for s in samples]
     masks, advantages = [s.here for s in samples], [t.advantages for t in tokens]
-    corrections = correction(constants, [t.old for t in tokens], rollout, advantages, masks, c["off_policy"] or {})
+    old, options = [t.old for t in tokens], c["off_policy"] or {}
+    corrections = correction(constants, old, rollout, advantages, masks, options, mean)
     parts = [sample_loss(s, t, o, c) for s, t, o in zip(samples, tokens, corrections, strict=True)]
 
-    weights = sample_weights(samples, c["aggregation"], c["aggregation_norm"])
     loss = weighted_sum(weights, [p.total for p in parts])
     metrics = {"loss": loss, "pg_loss": weighted_sum(weights, [p.policy for p in parts])}
     for name in parts[0].values:
         each = [p.values[name] for p in parts]
         metrics[name] = weighted_sum(weights, each) if c["metric_aggregation"] == "loss" else token_mean(each)
+    if c["impossible_tokens"] == "leave_out":
+        metrics["impossible_tokens"] = float(everything - sum(s.count for s in samples))
     return StepLoss(
         loss,
         [s.scatter(w * p.by_log_probs) for s, w, p in zip(samples, weights, parts, strict=True)],
@@ -114,6 +121,33 @@ def policy_loss(
         weights,
         parts,
     )
+
+
+def without_impossible_tokens(s: OracleSample, c: Mapping[str, Any]) -> OracleSample:
+    """The sample without loss on the tokens that a policy which is compared gives a log-prob of -inf, if they go.
+
+    The denominators of the loss are not those of this sample. NeMo-RL, `mask_out_neg_inf_logprobs`.
+    """
+    if c["impossible_tokens"] == "nan":
+        return s
+    names = ["log_probs", "rollout_log_probs", *(["old_log_probs"] if c["ratio_to"] == "old" else [])]
+    mask = np.array(s.mask, np.float64)
+    for name in names:
+        if getattr(s, name) is not None:
+            mask[np.asarray(getattr(s, name), np.float64) == -np.inf] = 0
+    return replace(s, mask=mask)
+
+
+def mean_weight_before(samples: Sequence[OracleSample], c: Mapping[str, Any]) -> float | None:
+    """The mean importance weight as it is known before the step: the policy that is trained leaves no token out of it.
+
+    None where weights are not divided by it.
+    """
+    known = [without_impossible_tokens(replace(s, log_probs=None), c) for s in samples]
+    if not (c["off_policy"] or {}).get("batch_normalize"):
+        return None
+    of = lambda name: [s.at(name) for s in known]  # noqa: E731
+    return mean_of_step(of("old_log_probs"), of("rollout_log_probs"), c["off_policy"])
 
 
 def sample_loss(s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[str, Any]) -> SampleLoss:

@@ -1,0 +1,255 @@
+"""Where `broken_rules` is not 0 the loss is NaN, and its gradient too: every rule, by every loss, on every path.
+
+A path is compiled once a loss; the rules are broken in the data that it is given.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policy_steps import LOSSES, loss_named, quick_jit
+from tables import sampled
+
+from jaxppo import (
+    Head,
+    Normalizer,
+    PolicyLossConfig,
+    RolloutBatch,
+    Sample,
+    accumulate_gradients,
+    explain_broken_rules,
+    log_probs_from_hidden,
+    policy_loss,
+    policy_loss_from_hidden,
+    sft_loss,
+    sft_loss_from_hidden,
+    value_loss,
+)
+from jaxppo.losses.distillation import distillation_loss
+from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
+from jaxppo.rules import ON_DEVICE
+from sharding import make_parallel_mesh
+from sharding.audit import audit
+
+K, R, T, H, V = 2, 4, 16, 6, 24
+AGGREGATION = "rollout_mean"  # the only one that reads rollout ids
+VALUES = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
+
+
+def make_batch() -> RolloutBatch:
+    """Two micro-batches; the first sequence of the last row of each has loss from its second position on."""
+    rng = np.random.default_rng(1)
+    samples = []
+    for _ in range(12):
+        n = int(rng.integers(4, 6))
+        values = {name: -rng.exponential(size=n) for name in VALUES}
+        samples.append(Sample(rng.integers(0, V - 1, 2 + n), response_start=2, **values))
+    batch = RolloutBatch.from_samples(samples, row_length=T, rows=R, micro_batches=K, num_segments=2)
+    return dataclasses.replace(batch, rollout_ids=batch.sample_ids)
+
+
+BATCH = make_batch()
+RNG = np.random.default_rng(0)
+INPUTS = {
+    "hidden": RNG.normal(size=(K, R, T, H)).astype(np.float32),
+    "kernel": RNG.normal(size=(H, V)).astype(np.float32),
+    "bias": RNG.normal(size=V).astype(np.float32),
+    "values": RNG.normal(size=(K, R, T)).astype(np.float32),
+}
+NORMALIZER = Normalizer.from_batches(BATCH, AGGREGATION)
+
+
+def entry(where: np.ndarray) -> tuple[int, ...]:
+    """In the last micro-batch, so that the one before it is sound; not at the first position of a sequence."""
+    return tuple(int(i) for i in np.argwhere(where & (BATCH.positions != 0) | (where & (BATCH.segment_ids == 0)))[-1])
+
+
+# one that has loss before and after it, so that every depth of `mtp_loss` reads what stands there
+LOSS_TOKEN = entry((BATCH.loss_mask > 0) & (np.roll(BATCH.loss_mask, -1, -1) > 0) & (BATCH.positions > 1))
+PADDING = entry(BATCH.segment_ids == 0)
+LAST = entry((BATCH.segment_ids > 0) & (np.roll(BATCH.segment_ids, -1, -1) != BATCH.segment_ids))
+
+
+def spoilt(x: np.ndarray, at: tuple, value: float) -> np.ndarray:
+    x = np.array(x)
+    x[at] = value
+    return x
+
+
+def batch_with(name: str, at: tuple = LOSS_TOKEN, value: float = np.nan) -> dict:
+    return {"batch": dataclasses.replace(BATCH, **{name: spoilt(getattr(BATCH, name), at, value)})}
+
+
+def inputs_with(name: str, at: tuple, value: float) -> dict:
+    return {"inputs": INPUTS | {name: spoilt(INPUTS[name], at, value)}}
+
+
+SMALLER = dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask * (np.arange(T) < 3))
+TARGET = int(BATCH.targets[LOSS_TOKEN])
+EVERY = ("policy", "sft", "value", "mtp", "distillation")
+OF_LOG_PROBS = ("policy", "sft", "mtp")
+# by rule: which losses it is about, and what is given in place of what is sound
+RULES = {
+    "loss_mask_values": (EVERY, batch_with("loss_mask", value=0.5)),
+    "loss_mask_values, NaN": (EVERY, batch_with("loss_mask")),
+    "loss_mask_on_padding": (EVERY, batch_with("loss_mask", PADDING, 1)),
+    "loss_mask_on_last_position": (EVERY, batch_with("loss_mask", LAST, 1)),
+    "segment_ids_range": (EVERY, batch_with("segment_ids", value=9)),
+    "log_probs_above_zero": (("policy",), batch_with("old_log_probs", value=0.1)),
+    "log_probs_not_finite, old": (("policy",), batch_with("old_log_probs")),
+    "log_probs_not_finite, sampler": (("policy",), batch_with("rollout_log_probs", value=-np.inf)),
+    "log_probs_not_finite, hidden states": (OF_LOG_PROBS, inputs_with("hidden", LOSS_TOKEN, np.nan)),
+    "log_probs_not_finite, a masked column": (OF_LOG_PROBS, inputs_with("bias", (TARGET,), -np.inf)),
+    "log_probs_not_finite, no column": (OF_LOG_PROBS, batch_with("targets", value=V)),
+    "values_not_finite, advantages": (("policy",), batch_with("advantages", value=np.inf)),
+    "values_not_finite, returns": (("value",), batch_with("returns")),
+    "values_not_finite, values": (("value",), inputs_with("values", LOSS_TOKEN, np.inf)),
+    "values_not_finite, divergence": (("distillation",), inputs_with("hidden", LOSS_TOKEN, np.nan)),
+    "rollout_ids_missing": (
+        EVERY,
+        {"batch": dataclasses.replace(BATCH, rollout_ids=np.full_like(BATCH.sample_ids, -1))},
+    ),
+    "normalizer_of_another_step": (EVERY, {"normalizer_of": SMALLER}),
+}
+WAYS = {
+    "statistics": {"from_hidden": False},
+    "one pass": {"memory": 2**30},
+    "two passes": {"memory": 18_000},
+    "micro-batches": {"memory": 2**30},
+    "mesh": {"memory": 2**30, "mesh": "dp=2,cp=2,tp=2"},
+    "mesh, statistics": {"from_hidden": False, "mesh": "dp=2,cp=2,tp=2"},
+}
+MTP_NORMALIZERS = mtp_normalizers(BATCH, 1, aggregation=AGGREGATION)[0]
+
+
+def loss_of(kind: str, inputs: dict, batch: RolloutBatch, normalizer: Normalizer, parallel, from_hidden, memory):
+    """The loss of one micro-batch, and its metrics."""
+    options = {"parallel": parallel, "normalizer": normalizer}
+    if kind == "value":
+        return value_loss(inputs["values"], batch, aggregation=AGGREGATION, **options)
+    hidden, head, of_head = inputs["hidden"], Head(inputs["kernel"], inputs["bias"]), {"memory": memory}
+    if kind == "mtp":
+        options = {"parallel": parallel, "normalizers": [normalizer], "aggregation": AGGREGATION}
+        return mtp_loss([hidden], head, batch, **options, **of_head)
+    if kind == "distillation":
+        teacher = 1.5 * jnp.where(jnp.isfinite(hidden), hidden, 0), inputs["kernel"]
+        return distillation_loss(hidden, head, *teacher, batch, aggregation=AGGREGATION, **options)
+    if not from_hidden:
+        stats = log_probs_from_hidden(hidden, head, batch.targets, parallel=parallel, entropy="none")
+    if kind == "sft" and from_hidden:
+        return sft_loss_from_hidden(hidden, head, batch, aggregation=AGGREGATION, **options, **of_head)
+    if kind == "sft":
+        return sft_loss(stats, batch, aggregation=AGGREGATION, **options)
+    config = PolicyLossConfig(loss_named(kind), aggregation=AGGREGATION)
+    options["selected"] = None if config.loss.selects is None else jnp.zeros(batch.loss_mask.shape)
+    if from_hidden:
+        return policy_loss_from_hidden(hidden, head, batch, config, **options, **of_head)
+    return policy_loss(stats, batch, config, **options)
+
+
+def program(kind: str, way: str):
+    """A function of (inputs, batch, normalizer), all stacked: loss, gradient, bits of the rules."""
+    options = {"from_hidden": True, "memory": None} | WAYS[way]
+    parallel = make_parallel_mesh(options.pop("mesh")) if "mesh" in options else None
+    names = ("values",) if kind == "value" else ("hidden", "kernel", "bias")
+
+    def part(params, given):
+        place, inputs, batch, normalizer = given
+        own = inputs | {"kernel": params["kernel"], "bias": params["bias"]} if kind != "value" else dict(inputs)
+        for name in {"hidden", "values"} & set(names):
+            own[name] = jnp.where(place.reshape(-1, *(1,) * (inputs[name].ndim)) > 0, params[name], 0).sum(axis=0)
+        return loss_of(kind, own, batch, normalizer, parallel, **options)
+
+    def run(inputs, batch, normalizer):
+        params = {name: inputs[name] for name in names}
+        rest = {name: inputs[name] for name in ("hidden", "values")}
+        given = jnp.eye(K), rest, batch, normalizer
+        if way == "micro-batches":
+            (loss, found), gradient = accumulate_gradients(part, given)(params)
+        else:  # the micro-batch that is not sound, by itself
+            last = jax.tree.map(lambda x: x[-1], given)
+            (loss, found), gradient = jax.value_and_grad(part, has_aux=True)(params, last)
+        bits = [x.value for name, x in found.items() if name.endswith("broken_rules")]
+        return loss, gradient, bits[0]
+
+    return run
+
+
+def ways(kind: str) -> list[str]:
+    if kind == "value":
+        return ["statistics", "micro-batches", "mesh, statistics"]
+    if kind in ("mtp", "distillation"):
+        return ["two passes", "micro-batches", "mesh"]
+    if kind == "sft" or loss_named(kind).token_local:
+        return [*WAYS]
+    return [way for way in WAYS if way != "one pass"]
+
+
+CASES = [(kind, way) for kind in (*LOSSES, "sft", "value", "mtp", "distillation") for way in ways(kind)]
+# by day each path of one policy loss of each kind, and a path of each other one
+WHOLE = ("reinforce", "sft", "value", "mtp", "distillation")
+BY_DAY = sampled(CASES, lambda i, case: case[0] in WHOLE or case[1] == ("one pass", "mesh", "two passes")[i % 3])
+
+
+@pytest.mark.parametrize(("kind", "way"), BY_DAY)
+def test_the_loss_is_nan(kind, way):
+    """Before: from hidden states in one pass, a target in a column of bias -inf gave -0.399, or inf, and bit 32."""
+    run, of = quick_jit(program(kind, way)), kind if kind in EVERY else "policy"
+    normalizer = MTP_NORMALIZERS if kind == "mtp" else NORMALIZER
+    loss, gradient, bits = run(INPUTS, BATCH, normalizer)
+    assert np.isfinite(loss)
+    assert int(bits) == 0
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+    for rule, (losses, changed) in RULES.items():
+        if of not in losses:
+            continue
+        its = normalizer
+        if "normalizer_of" in changed:
+            smaller = changed["normalizer_of"]
+            of_depths = mtp_normalizers(smaller, 1, aggregation=AGGREGATION)[0]
+            its = of_depths if kind == "mtp" else Normalizer.from_batches(smaller, AGGREGATION)
+            if way == "micro-batches":  # each micro-batch has fewer tokens than this step
+                its = dataclasses.replace(its, tokens=jnp.ones(K))
+            else:
+                its = dataclasses.replace(its, tokens=jnp.minimum(its.tokens, 1))
+        loss, gradient, bits = run(changed.get("inputs", INPUTS), changed.get("batch", BATCH), its)
+        assert np.isnan(loss), f"{rule}: got {loss}"
+        assert any(np.isnan(x).any() for x in jax.tree.leaves(gradient)), f"{rule}: a gradient without NaN"
+        explained = explain_broken_rules(bits)
+        name = "loss_mask_values" if kind == "mtp" and rule.startswith("loss_mask_on") else rule.split(",")[0]
+        assert any(line.startswith(f"{name}: expected ") for line in explained), (rule, explained)
+
+
+def test_the_ways_are_what_they_say():
+    for way in ("one pass", "two passes"):
+        notes = audit(program("reinforce", way), INPUTS, BATCH, NORMALIZER).notes
+        assert notes[0].startswith(way), notes
+
+
+def test_a_step_without_a_loss_token_too():
+    """Nothing is summed there, and so no weight of NaN could show. Before: in one pass 0, with bit 8."""
+    batch = jax.tree.map(lambda x: x[0], dataclasses.replace(BATCH, loss_mask=np.zeros_like(BATCH.loss_mask)))
+    batch = dataclasses.replace(batch, segment_ids=np.where(batch.positions == 3, 9, batch.segment_ids))
+    hidden, head = INPUTS["hidden"][0], Head(INPUTS["kernel"])
+    batch = dataclasses.replace(batch, micro_batches=None)
+    for memory in (2**30, 18_000):
+        of = lambda hidden, memory=memory: sft_loss_from_hidden(hidden, head, batch, memory=memory)  # noqa: E731
+        (loss, found), _ = jax.value_and_grad(of, has_aux=True)(hidden)
+        assert np.isnan(loss)
+        assert "segment_ids_range" in explain_broken_rules(found["broken_rules"].value)[0]
+
+
+@pytest.mark.parametrize("rule", [rule for rule, (_, changed) in RULES.items() if "batch" in changed])
+def test_the_host_refuses_it(rule):
+    with pytest.raises(ValueError, match=r": got .* at row"):
+        RULES[rule][1]["batch"].validate(V)
+    BATCH.validate(V)
+
+
+def test_every_rule_that_losses_check_has_a_case():
+    assert {rule.split(",")[0] for rule in RULES} == {rule.name for rule in ON_DEVICE}
+    assert explain_broken_rules(0) == []
+    with pytest.raises(ValueError, match="bits: got -1, expected 0 to"):
+        explain_broken_rules(-1)
