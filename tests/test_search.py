@@ -21,10 +21,10 @@ import pytest
 from hypothesis import assume, given, seed, settings
 from hypothesis import strategies as st
 from oracle import OracleSample
-from oracle.step import clip_cov_candidates, covariance, how_many
+from oracle.step import clip_cov_candidates, covariance, how_many, without_impossible_tokens
 from policy_steps import quick_jit
 from random_losses import LOSSES, Found, check_step, configs, is_steady, moved, needed, numbers_of, of_jaxppo, of_oracle
-from random_steps import VALUES, Place, Step, batch_of, places, step_samples, steps, to_rows, to_samples
+from random_steps import VALUES, Place, Step, batch_of, large_steps, places, step_samples, steps, to_rows, to_samples
 
 from jaxppo import Normalizer, TokenStats, accumulate_gradients, finalize_metrics, policy_loss
 from jaxppo.covariance import covariance_mask
@@ -80,6 +80,7 @@ def of_stats(config: dict[str, Any], where: Place, traced: bool) -> Any:
 
 def check_selection(config: dict[str, Any], samples: list[OracleSample], selected: list[np.ndarray]) -> None:
     """Raises where the selection is not as the loss says; of random ones, how many there are and out of which."""
+    samples = [without_impossible_tokens(s, config) for s in samples]
     loss, here = config["loss"], [s.here for s in samples]
     covariances, got = covariance(samples), np.concatenate([x[y] for x, y in zip(selected, here, strict=True)])
     assert not any(np.any(x & ~y) for x, y in zip(selected, here, strict=True)), "selected: tokens without loss"
@@ -109,6 +110,12 @@ def test_policy_loss(name: str):
     search(name, 0.025, configs(name), places(), st.booleans(), st.booleans(), drawn)(check_policy_loss)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_policy_loss_of_large_steps(name: str):
+    drawn = st.lists(large_steps, min_size=1, max_size=1)
+    search(f"{name} large", 0.005, configs(name), places(), st.booleans(), st.booleans(), drawn)(check_policy_loss)
+
+
 def check_policy_loss(config: dict, where: Place, traced: bool, bare: bool, drawn: list[Step]):
     """`policy_loss` of given statistics; `bare` batches have nothing that the config does not need."""
     run = of_stats(config, where, traced)
@@ -117,7 +124,7 @@ def check_policy_loss(config: dict, where: Place, traced: bool, bare: bool, draw
     rollouts = not bare or config["aggregation"] == "rollout_mean"
     for step in drawn:
         rtol = 1e-5 * (1 + step.spread)
-        samples = step_samples(step, rollouts=rollouts)
+        samples = step_samples(step, rollouts=rollouts, impossible=config["impossible_tokens"] == "leave_out")
         batch = batch_of(step, samples, where, lacking if rollouts else (*lacking, "rollout_id"))
         gone = dict.fromkeys(lacking) | ({} if with_entropy else {"entropy": None})
         samples = [dataclasses.replace(s, **gone) for s in samples]

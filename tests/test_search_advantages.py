@@ -15,7 +15,20 @@ from oracle import OracleSample
 from oracle.other_losses import mismatch_metrics as mismatch_truth
 from policy_steps import quick_jit
 from random_losses import between
-from random_steps import Place, Step, agree, batch_of, f32, of_each, places, step_samples, steps, to_rows, to_samples
+from random_steps import (
+    Place,
+    Step,
+    agree,
+    batch_of,
+    f32,
+    large_steps,
+    of_each,
+    places,
+    step_samples,
+    steps,
+    to_rows,
+    to_samples,
+)
 from test_search import search
 
 from jaxppo import RolloutBatch, advantages, finalize_metrics
@@ -226,6 +239,15 @@ def test_advantages(name: str):
     search(f"advantages {name}", 0.01, names, options, places(micro_batches=(None,)), drawn)(check_advantages)
 
 
+@pytest.mark.parametrize("cell", range(3))
+def test_advantages_of_large_steps(cell: int):
+    """All of them on each step."""
+    names = st.just([*ESTIMATORS])
+    drawn = st.lists(large_steps, min_size=1, max_size=1)
+    where = places(micro_batches=(None,))
+    search(f"advantages, large {cell}", 0.01, names, options, where, drawn)(check_advantages)
+
+
 def check_advantages(names: list[str], o: Options, where: Place, drawn: list[Step]):
     parallel = where.parallel
 
@@ -265,7 +287,7 @@ def amplified(name: str, k: Known, o: Options) -> float:
 
 @pytest.mark.parametrize("cell", range(6))
 def test_mismatch_metrics(cell: int):
-    where, drawn = places(micro_batches=(None,)), st.lists(steps, min_size=1, max_size=3)
+    where, drawn = places(micro_batches=(None,)), st.lists(steps | large_steps, min_size=1, max_size=3)
     search(f"mismatch {cell}", 0.01, where, drawn)(check_mismatch_metrics)
 
 

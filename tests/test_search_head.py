@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from policy_steps import quick_jit
 from random_heads import TEMPERATURE, HeadShape, HeadStep, head_step, heads, loss_from, stats_from
 from random_losses import LOSSES, check_metrics, configs, is_steady, of_jaxppo, of_oracle
-from random_steps import MESHES, Place, Step, agree, batch_of, places, steps, to_rows, to_samples
+from random_steps import MESHES, Place, Step, agree, batch_of, large_steps, places, steps, to_rows, to_samples
 from test_search import search
 
 from jaxppo import Normalizer, accumulate_gradients, finalize_metrics
@@ -99,6 +99,13 @@ def test_policy_loss_from_hidden(name: str):
     search(f"{name} from hidden", 0.02, configs(name), where, heads, drawn)(check_policy_loss_from_hidden)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_policy_loss_from_hidden_of_large_steps(name: str):
+    where = places((None, *MESHES, *FSDP), (None, None, 2), sequence_parallel=True)
+    drawn = st.lists(large_steps, min_size=1, max_size=1)
+    search(f"{name} from hidden, large", 0.005, configs(name), where, heads, drawn)(check_policy_loss_from_hidden)
+
+
 def check_policy_loss_from_hidden(config: dict, where: Place, shape: HeadShape, drawn: list[Step]):
     """`policy_loss_from_hidden`, and `policy_loss` after `log_probs_from_logits`."""
     selects = of_jaxppo(config).loss.selects is not None
@@ -107,7 +114,7 @@ def check_policy_loss_from_hidden(config: dict, where: Place, shape: HeadShape, 
     run = of_hidden(config, where, shape)
     for step in drawn:
         rtol = 3e-5 * (1 + step.spread)
-        found = head_step(step, shape)
+        found = head_step(step, shape, config["impossible_tokens"] == "leave_out")
         if not selects:  # before anything is compiled
             assume(is_steady(config, found.samples, 10 * rtol, ROUNDING))
         batch = batch_of(step, found.samples, where)

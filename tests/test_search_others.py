@@ -18,7 +18,19 @@ from oracle.step import through_head
 from policy_steps import quick_jit
 from random_heads import HeadShape, HeadStep, head_of, head_step, heads
 from random_losses import AGGREGATIONS, between, norm_of
-from random_steps import MESHES, Place, Step, agree, batch_of, places, step_samples, steps, to_rows, to_samples
+from random_steps import (
+    MESHES,
+    Place,
+    Step,
+    agree,
+    batch_of,
+    large_steps,
+    places,
+    step_samples,
+    steps,
+    to_rows,
+    to_samples,
+)
 from test_search import search
 
 from jaxppo import (
@@ -33,6 +45,7 @@ from jaxppo import (
 from jaxppo.losses.distillation import distillation_loss
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
 
+LARGE = st.lists(large_steps, min_size=1, max_size=1)
 F32 = {"rtol": 3e-5, "share": 0.2}
 BF16 = {"rtol": 2.0**-8, "share": 1.0}
 
@@ -107,6 +120,7 @@ def value_options(draw, aggregation: str) -> dict[str, Any]:
 def test_value_loss(aggregation: str):
     drawn = st.lists(steps, min_size=1, max_size=3)
     search(f"value {aggregation}", 0.01, value_options(aggregation), places(), drawn)(check_value_loss)
+    search(f"value {aggregation}, large", 0.005, value_options(aggregation), places(), LARGE)(check_value_loss)
 
 
 def check_value_loss(options: dict, where: Place, drawn: list[Step]):
@@ -165,6 +179,8 @@ def test_sft_loss(aggregation: str):
     where = places((None, *MESHES), (None, None, 2), sequence_parallel=True)
     drawn = st.lists(steps, min_size=1, max_size=2)
     search(f"sft {aggregation}", 0.02, sft_options(aggregation), where, heads.map(simple), drawn)(check_sft_loss)
+    given = sft_options(aggregation), where, heads.map(simple), LARGE
+    search(f"sft {aggregation}, large", 0.005, *given)(check_sft_loss)
 
 
 def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[Step]):
@@ -208,6 +224,7 @@ def test_mtp_loss(aggregation: str):
     head, where = heads.map(lambda s: simple(s, nucleus=False)), places((None, *MESHES), (None, None, 2))
     given = st.just(aggregation), st.integers(1, 3), between(0.0625, 1), where, head, steps
     search(f"mtp {aggregation}", 0.01, *given)(check_mtp_loss)
+    search(f"mtp {aggregation}, large", 0.005, *given[:-1], large_steps)(check_mtp_loss)
 
 
 def check_mtp_loss(aggregation: str, depths: int, coef: float, where: Place, shape: HeadShape, step: Step):
@@ -245,6 +262,7 @@ def test_distillation_loss(kind: str):
     head, where = heads.map(lambda s: simple(s, nucleus=False)), places((None, *MESHES), (None, None, 2))
     given = st.just(kind), between(0.125, 0.875), st.sampled_from(AGGREGATIONS), where, head, steps
     search(f"distillation {kind}", 0.01, *given)(check_distillation_loss)
+    search(f"distillation {kind}, large", 0.005, *given[:-1], large_steps)(check_distillation_loss)
 
 
 def check_distillation_loss(kind: str, beta: float, aggregation: str, where: Place, shape: HeadShape, step: Step):
