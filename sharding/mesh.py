@@ -220,7 +220,15 @@ class ParallelMesh:
         return P(*spec) if kernel_layout == "hv" else P(*reversed(spec))
 
     def sharding(self, spec: P) -> NamedSharding:
-        return NamedSharding(self.mesh, spec)
+        """The sharding of an array that lies so, written as `jax.jit` writes that of its results.
+
+        Where JAX chooses it, on Auto axes, that ends without None. Equal shardings that are written otherwise make
+        `jit` keep a second entry for a step that is given its own results.
+        """
+        entries = list(spec)
+        while entries and entries[-1] is None and not self.is_explicit:
+            entries.pop()
+        return NamedSharding(self.mesh, P(*entries))
 
 
 def check_parallel(parallel: Any, expected: str = "ParallelMesh, ShardAxes or None") -> None:

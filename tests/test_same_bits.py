@@ -1,5 +1,6 @@
 """deterministic=True: a token's log-prob and entropy have the same bits whatever else is in the batch."""
 
+import dataclasses
 import itertools
 from functools import partial
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from jaxppo import (
     PPO,
     Head,
+    LoRA,
     PolicyLossConfig,
     RolloutBatch,
     finalize_metrics,
@@ -80,6 +83,74 @@ def test_on_any_mesh_of_the_same_tensor_axis(alone, mesh):
     got = stats(hidden[order].reshape(8, 64, H), kernel, targets[order].reshape(8, 64), None, parallel)
     for found, truth in zip(got, expected, strict=True):
         np.testing.assert_array_equal(found.reshape(-1), truth[order])
+
+
+# A head with each of its fields
+
+OF_HEADS = {
+    "kernel": {},
+    "bias": {"bias": True},
+    "lora": {"lora": 8},
+    "lora of rank 1": {"lora": 1},
+    "layout": {"layout": "vh"},
+    "logits_dtype": {"logits_dtype": "bfloat16"},
+    "softcap": {"softcap": 5.0},
+    "scale": {"scale": 0.3},
+    "vocab_size": {"vocab_size": 1411},
+    "spec": {"spec": ("fsdp", "tp")},
+    "all": {"bias": True, "lora": 3, "layout": "vh", "logits_dtype": "bfloat16", "softcap": 9.0, "scale": 1.5}
+    | {"vocab_size": 1411, "spec": ("tp", "fsdp")},
+}
+
+
+def test_every_field_of_a_head_has_a_case():
+    assert {f.name for f in dataclasses.fields(Head)} <= set(OF_HEADS)
+
+
+def head_with(kernel, bias=False, lora=None, layout="hv", **fields):
+    keys = jax.random.split(jax.random.key(7), 3)
+    fields["bias"] = jax.random.normal(keys[0], (V,)).astype(kernel.dtype) if bias else None
+    shapes = ((H, lora), (lora, V)) if lora else ()
+    adapters = [jax.random.normal(k, s).astype(kernel.dtype) for k, s in zip(keys[1:], shapes, strict=False)]
+    fields["lora"] = LoRA(*adapters, scale=0.5) if lora else None
+    return Head(kernel if layout == "hv" else kernel.T, layout=layout, **fields)
+
+
+TODAY = [("lora", "bfloat16", None), ("lora", "float32", "sequence"), ("spec", "float32", "fsdp=2,tp=4")]
+TODAY += [(name, "float32", None) for name in OF_HEADS if name != "spec"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "parallel"),
+    [
+        case if case in TODAY else pytest.param(*case, marks=pytest.mark.nightly)
+        for case in itertools.product(OF_HEADS, DTYPES, (None, "fsdp=2,tp=4", "sequence"))
+    ],
+)
+def test_heads_with_every_field(name, dtype, parallel):
+    """With a LoRA whose product was one over all tokens, those in batches of one token or seven changed."""
+    fields = dict(OF_HEADS[name])
+    spec = fields.pop("spec", None)
+    if parallel == "fsdp=2,tp=4":
+        parallel = make_parallel_mesh(parallel)
+        fields |= {"spec": P(*spec)} if spec else {}
+    elif parallel is not None:
+        parallel = make_parallel_mesh("dp=2,cp=2,tp=2", sequence_parallel=True)
+    hidden, kernel, targets = arrays(dtype, 800)
+    targets %= fields.get("vocab_size", V)
+    head = head_with(kernel, **fields)
+    call = jax.jit(partial(log_probs_from_hidden, parallel=parallel, entropy="metric", deterministic=True))
+    get = lambda *args, **how: (lambda x: np.stack([x.log_probs, x.entropy], -1))(call(*args, **how))  # noqa: E731
+    expected = get(hidden.reshape(8, 100, H), head, targets.reshape(8, 100)).reshape(800, 2)
+    assert np.isfinite(expected).all()
+    rng = np.random.default_rng(1)
+    few = [((1, 1), 1.0), ((1, 7), 1.0)] * 10 if parallel is None else [((2, 12), 1.0)]
+    for shape, share in (*few, ((2, 300), 0.4)):
+        chosen = rng.integers(0, 800, shape)
+        where = jnp.ones(shape, bool) if share is None else jnp.asarray(rng.random(shape) < share)
+        got = get(hidden[chosen], head, targets[chosen], where=where)
+        changed = (got != expected[chosen]).any(-1) & np.asarray(where)
+        assert not changed.any(), (shape, int(changed.sum()))
 
 
 SOME = [

@@ -18,7 +18,7 @@ from jaxppo.head.columns import LANES
 from jaxppo.head.head import Head, as_head
 from jaxppo.head.ops.choice import Implementation, choose
 from jaxppo.head.ops.tile import Features, Parameters
-from jaxppo.head.placement import HeadPlacement, place_head
+from jaxppo.head.placement import HeadPlacement, bring_hidden, place_head
 from jaxppo.head.schedules import two_pass
 from jaxppo.head.schedules.walk import Inputs, Rule
 from jaxppo.head.stats import (
@@ -44,7 +44,8 @@ class HeadOptions(TypedDict, total=False):
     """How the work of a head is done; what it computes does not depend on it beyond rounding.
 
     Args:
-      hidden_spec: how the hidden states are sharded, where it is not `parallel.hidden_spec`.
+      hidden_spec: how the hidden states are sharded, where it is not `parallel.hidden_spec`. Their tokens are brought
+        to where the batch's lie, which `sharding.audit` notes; inside a `shard_map` another spec is refused.
       memory: bytes that a device may spend beside its results. By default a sixteenth of an accelerator's memory for
         one pass, 0.27 GiB (and dhidden in f32 beyond 8192 tokens) for two; on CPUs 48 MiB and tiles of 8 MiB.
       precision: of products, as `jnp.dot` takes it. bf16 operands multiply in one pass with f32 sums. Of f32 operands
@@ -178,12 +179,21 @@ class HeadCall:
         where = None if per_token["where"] is None else per_token["where"].astype(bool)
         if where is None and self.budget.deterministic:  # the same program with a mask and without
             where = order.flat(jnp.ones((R, T * parts), bool))
-        features, parameters = _features_and_parameters(self.head, placement.layout, arrays)
+        features, parameters = self._features_and_parameters(placement.layout, arrays)
         # where devices share hidden states but not targets, the sum over them is JAX's
         features = jax.tree.map(lambda x: vary_like(order.flat_part(x), (per_token, temperature)), features)
         inputs = Inputs(features, parameters, per_token["targets"], per_token["nucleus_ids"], where, temperature)
         op = choose(self.implementation, self.budget, form, inputs)
         return Rule(form, columns, op, self.entropy, self.logit_stats, parts, self.budget), inputs, order
+
+    def _features_and_parameters(self, layout: str, arrays: dict[str, Any]) -> tuple[Features, Parameters]:
+        """Per-shard: what tokens multiply which parameters with."""
+        low = lora_b = None
+        if self.head.lora is not None:
+            tokens = self.budget.profile.deterministic if self.budget.deterministic else None
+            low = low_rank(arrays["hidden"], arrays["lora_a"], tokens)
+            lora_b = arrays["lora_b"] if layout == "hv" else arrays["lora_b"].T
+        return Features(arrays["hidden"], low), Parameters(arrays["kernel"], arrays["bias"], lora_b)
 
     def _transposed(self, arrays: dict[str, Any]) -> tuple[HeadPlacement, dict[str, Any]]:
         """Where that is how a TPU holds it: a `[H, V]` kernel whose V is no multiple of 128 as its `[V, H]`."""
@@ -200,15 +210,6 @@ class HeadCall:
         hidden = lax.all_gather(arrays["hidden"], axes.tensor, axis=1, tiled=True)
         placement = dataclasses.replace(self.placement, sequence_parallel=False)
         return dataclasses.replace(self, placement=placement), arrays | {"hidden": hidden}
-
-
-def _features_and_parameters(head: Head, layout: str, arrays: dict[str, Any]) -> tuple[Features, Parameters]:
-    """Per-shard: what tokens multiply which parameters with."""
-    low = lora_b = None
-    if head.lora is not None:
-        low = low_rank(arrays["hidden"], arrays["lora_a"])
-        lora_b = arrays["lora_b"] if layout == "hv" else arrays["lora_b"].T
-    return Features(arrays["hidden"], low), Parameters(arrays["kernel"], arrays["bias"], lora_b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +251,9 @@ def prepare_head(
     check_floating(f"{name.removesuffix('head')}hidden", hidden, 3, "[R, T, H]")
     head = as_head(name, head)
     check_choice("entropy", entropy, Entropy)
-    placement = place_head(parallel, name, hidden, head, chosen.get("hidden_spec"))
+    what = f"{name.removesuffix('head')}hidden_spec"
+    hidden, sequence_parallel = bring_hidden(what, parallel, hidden, chosen.get("hidden_spec"))
+    placement = place_head(parallel, name, hidden, head, sequence_parallel)
     tokens = placement.tokens(hidden)
     if targets is not None:
         check_targets(targets, tokens, "hidden")

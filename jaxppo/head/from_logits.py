@@ -178,7 +178,7 @@ def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, where: Any, t
     sums = softmax.block_sums(z, z_y, is_target, inside, softmax.empty_sums(0, **options))
     sums = softmax.combine(sums, call.axes)
     log_probs, h, residuals = softmax.finish(sums, (targets >= 0) & (targets < call.vocab_size))
-    out = (log_probs, h, softmax.logit_stats(sums, residuals, call.vocab_size))
+    out = (log_probs, h, softmax.logit_stats(sums, residuals))
     if where is not None:
         out = jax.tree.map(lambda x: jnp.where(where, x, 0), out)
     if call.entropy != "bonus":
@@ -196,7 +196,7 @@ def _backward(call: _Call, saved: Any, cotangents: Any) -> Any:
     cotangents = softmax.Cotangents.of(g, e, of_logit_stats)
     counts = cotangents.counts | _finite(residuals)
     counts = counts if where is None else counts & where
-    dz = softmax.dlogits(z, is_target, inside, residuals, cotangents, call.vocab_size) / temperature
+    dz = softmax.dlogits(z, is_target, inside, residuals, cotangents) / temperature
     dz = jnp.where(counts[:, None] & (z > -jnp.inf), dz, 0)  # padded columns hold anything
     return _in_place(call, dz, logits), None, None, None, jnp.zeros_like(temperature)
 

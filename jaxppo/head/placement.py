@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxppo.head.columns import Columns
@@ -13,7 +14,7 @@ from jaxppo.head.head import Head
 from jaxppo.head.ops.tile import Form
 from jaxppo.head.stats import check_vocab_size
 from jaxppo.head.varying import Summing
-from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, varying
+from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, note, varying
 
 Names = tuple[str, ...]
 
@@ -75,11 +76,57 @@ def entry_names(entry: Any) -> Names:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def bring_hidden(
+    what: str, parallel: ParallelMesh | ShardAxes | None, hidden: Any, given: P | None
+) -> tuple[Any, bool]:
+    """Hidden states whose tokens lie as the batch's, and whether the tensor axis shards their positions too.
+
+    On a mesh they are brought there from any spec. Inside a `shard_map` that is for the caller to do.
+
+    Args:
+      what: the argument that says the spec.
+      parallel: the mesh or the roles of its axes.
+      hidden: `[R, T, H]`.
+      given: how they lie, None for as the mesh says.
+    """
+    check_parallel(parallel)
+    roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
+    if parallel is None or given is None:
+        return hidden, bool(roles.tensor) and roles.sequence_parallel
+    sizes = parallel.mesh.shape if isinstance(parallel, ParallelMesh) else jax.sharding.get_abstract_mesh().shape
+    above_1 = lambda names: tuple(n for n in names if sizes.get(n) != 1)  # noqa: E731
+    entries = [above_1(entry_names(entry)) for entry in _full(given, 3)]
+    data, context, tensor = map(above_1, (roles.data, roles.context, roles.tensor))
+    if entries == [data, context, ()]:
+        return hidden, False
+    if entries == [data, context + tensor, ()]:
+        return hidden, True
+    names = [name for entry in entries for name in entry]
+    possible = len(entries) == 3 and not entries[2] and len(set(names)) == len(names) and set(names) <= set(sizes)
+    mesh = parallel if isinstance(parallel, ParallelMesh) else None
+    if mesh is None or not possible or any(n % mesh.size(e) for n, e in zip(hidden.shape, entries, strict=True)):
+        where = "" if mesh else " inside a shard_map"
+        expected = f"{P(data or None, context or None, None)}, as the tokens of the batch lie"
+        expected += f", or {P(data or None, context + tensor, None)}" if tensor else ""
+        expected += ", or another spec of R and T that fits the mesh" if mesh else ""
+        raise ValueError(f"{what}: got {given} for shape {hidden.shape}{where}, expected {expected}")
+    whole = hidden.shape[1] % mesh.size(context + tensor) == 0
+    by_position = bool(tensor) and set(tensor) <= set(entries[1]) and whole
+    wanted = _spec_of_hidden(mesh, by_position)
+    to = jax.reshard if mesh.is_explicit else lax.with_sharding_constraint
+    with note(f"hidden states brought from {given} to {wanted}"):
+        # by way of the given spec, in which their gradient comes back
+        return to(to(hidden, mesh.sharding(given)), mesh.sharding(wanted)), by_position
+
+
+def _spec_of_hidden(parallel: ParallelMesh, sequence_parallel: bool) -> P:
+    return dataclasses.replace(parallel, sequence_parallel=sequence_parallel).hidden_spec
+
+
 def place_head(
-    parallel: ParallelMesh | ShardAxes | None, name: str, hidden: Any, head: Head, hidden_spec: P | None
+    parallel: ParallelMesh | ShardAxes | None, name: str, hidden: Any, head: Head, sequence_parallel: bool
 ) -> HeadPlacement:
     """The specs of a head, given or by default, with every disagreement between shapes and specs raised."""
-    check_parallel(parallel)
     head.check(name, hidden.shape[2])
     kernel, v_dim = head.kernel, head.v_dim
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
@@ -94,10 +141,7 @@ def place_head(
         )
     if isinstance(parallel, ShardAxes):
         _check_part(name, parallel, head, v_dim)
-    hidden_spec = _hidden_spec(parallel, hidden, hidden_spec)
-    sequence_parallel = bool(roles.tensor) and roles.sequence_parallel
-    if hidden_spec is not None:
-        sequence_parallel = bool(set(entry_names(hidden_spec[1])) & set(roles.tensor))
+    hidden_spec = _spec_of_hidden(parallel, sequence_parallel) if isinstance(parallel, ParallelMesh) else None
     shards = roles.size(roles.tensor) if sequence_parallel and not on_mesh else 1
     assert head.layout is not None  # Head sees to it
     return HeadPlacement(head.layout, kernel_spec, hidden_spec, sequence_parallel, shards)
@@ -141,12 +185,3 @@ def _checked_kernel_spec(roles: ShardAxes, spec: P, v_dim: int) -> P:
     if set(v_names) & set(roles.tensor) and not set(roles.tensor) <= set(v_names):
         raise ValueError(f"head.spec: got {spec}, expected all of the tensor axes {roles.tensor} or none")
     return spec
-
-
-def _hidden_spec(parallel: Any, hidden: Any, given: P | None) -> P | None:
-    if given is not None:
-        given = _full(given, 3)
-        if given[2] is not None:
-            raise ValueError(f"hidden_spec: got {given}, expected the hidden dimension unsharded")
-        return given
-    return parallel.hidden_spec if isinstance(parallel, ParallelMesh) else None

@@ -22,7 +22,8 @@ class Sums(NamedTuple):
     """Softmax sums of some of the logits of N tokens, f32[N] each; None where not asked for.
 
     m, s, u are over all the logits, nucleus_m and nucleus_s over those that the sampler could draw, z_y is the target's
-    logit, 0 where it is not among them, total the sum of all the logits, top the `top_key` of the largest.
+    logit, 0 where it is not among them, total the sum of all the finite logits and columns how many those are, top the
+    `top_key` of the largest.
     """
 
     m: Any
@@ -32,6 +33,7 @@ class Sums(NamedTuple):
     nucleus_s: Any
     z_y: Array
     total: Array | None = None
+    columns: Array | None = None
     top: Array | None = None
 
 
@@ -59,6 +61,8 @@ class Residuals(NamedTuple):
     entropy: Any
     nucleus_m: Any
     nucleus_log_s: Any
+    columns: Any = None
+    """How many logits the mean is over."""
 
     def without_entropy(self, nucleus_only: bool) -> Residuals:
         """What the gradient of the log-probs alone needs."""
@@ -82,6 +86,7 @@ def empty_sums(count: int, *, full: bool, entropy: bool, nucleus: bool, logit_st
         nucleus_s=zero if nucleus else None,
         z_y=zero,
         total=zero if logit_stats else None,
+        columns=zero if logit_stats else None,
         top=jnp.full(count, jnp.iinfo(jnp.int32).min, jnp.int32) if logit_stats else None,
     )
 
@@ -142,7 +147,7 @@ def block_sums(
       nucleus: the columns that the sampler could draw, the target's included.
       like: which sums to compute.
     """
-    m = s = u = nucleus_m = nucleus_s = total = top = None
+    m = s = u = nucleus_m = nucleus_s = total = columns = top = None
     if like.m is not None:
         m = z.max(axis=1)
         e, d = _exp_below(z, m)
@@ -155,8 +160,9 @@ def block_sums(
         nucleus_s = _exp_below(inside, nucleus_m)[0].sum(axis=1)
     if like.total is not None:
         total = jnp.where(z > -jnp.inf, z, 0).sum(axis=1)
+        columns = (z > -jnp.inf).astype(jnp.float32).sum(axis=1)
         top = top_key(z, is_target).max(axis=1)
-    return Sums(m, s, u, nucleus_m, nucleus_s, z_y, total, top)
+    return Sums(m, s, u, nucleus_m, nucleus_s, z_y, total, columns, top)
 
 
 def _rescale(sums: Sums, m: Array | None, nucleus_m: Array | None) -> Sums:
@@ -174,7 +180,7 @@ def _rescale(sums: Sums, m: Array | None, nucleus_m: Array | None) -> Sums:
         s = s * f
     if nucleus_m is not None:
         nucleus_s = nucleus_s * factor(sums.nucleus_m, nucleus_m)[0]
-    return Sums(m, s, u, nucleus_m, nucleus_s, sums.z_y, sums.total)
+    return Sums(m, s, u, nucleus_m, nucleus_s, sums.z_y, sums.total, sums.columns)
 
 
 def _larger(a: Any, b: Any) -> Any:
@@ -231,17 +237,18 @@ def finish(sums: Sums, target_exists: Bool[Array, "N"]) -> tuple[Array, Array | 
     log_probs = sums.z_y - top - log_sum
     # at most 0, also where the target's logit, the maximum and the sum were computed from logits an ulp apart
     log_probs -= lax.stop_gradient(jnp.maximum(log_probs, 0))
-    return log_probs, entropy, Residuals(sums.m, log_s, entropy, sums.nucleus_m, nucleus_log_s)
+    columns = None if sums.columns is None else jnp.maximum(sums.columns, 1)
+    return log_probs, entropy, Residuals(sums.m, log_s, entropy, sums.nucleus_m, nucleus_log_s, columns)
 
 
-def logit_stats(sums: Sums, residuals: Residuals, columns: int) -> tuple[Array, Array, Array] | None:
-    """log_z, the log-sum-exp of all the logits, their mean, and 1 where the target is a likeliest token (a constant).
+def logit_stats(sums: Sums, residuals: Residuals) -> tuple[Array, Array, Array] | None:
+    """log_z, the log-sum-exp of all the logits, the mean of the finite ones, and 1 where the target is likeliest.
 
-    None where the sums lack what they take.
+    The last is a constant. None where the sums lack what they take.
     """
     if sums.total is None or sums.top is None:
         return None
-    return residuals.m + residuals.log_s, sums.total / columns, (sums.top & 1).astype(jnp.float32)
+    return residuals.m + residuals.log_s, sums.total / residuals.columns, (sums.top & 1).astype(jnp.float32)
 
 
 def dlogits(
@@ -250,9 +257,8 @@ def dlogits(
     nucleus: Bool[Array, "N B"] | None,
     residuals: Residuals,
     cotangents: Cotangents,
-    columns: int,
 ) -> Float[Array, "N B"]:
-    """dz_j = g * ([j = y] - p_j) - e * p_j * (log p_j + entropy) + a * p_j + b / columns.
+    """dz_j = g * ([j = y] - p_j) - e * p_j * (log p_j + entropy) + a * p_j + b / columns where z_j is finite.
 
     With g, e, a, b the cotangents of log-prob, entropy, log_z and mean logit. In the first term p is over the nucleus.
 
@@ -262,7 +268,6 @@ def dlogits(
       nucleus: the columns that the sampler could draw, or None for all.
       residuals: of the whole vocabulary.
       cotangents: of the tokens.
-      columns: of the whole vocabulary.
     """
     column = lambda x: x[:, None]  # noqa: E731
     log_p: Any = None
@@ -277,5 +282,6 @@ def dlogits(
         full_p = jnp.exp(log_p)
         dz -= column(cotangents.entropy) * jnp.where(full_p > 0, full_p * (log_p + column(residuals.entropy)), 0)
     if cotangents.of_logits is not None:
-        dz += column(cotangents.of_logits[0]) * jnp.exp(log_p) + column(cotangents.of_logits[1]) / columns
+        of_mean = jnp.where(z > -jnp.inf, column(cotangents.of_logits[1] / residuals.columns), 0)
+        dz += column(cotangents.of_logits[0]) * jnp.exp(log_p) + of_mean
     return dz

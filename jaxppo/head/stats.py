@@ -31,7 +31,7 @@ class TokenStats:
       log_probs: of the targets.
       entropy: of the distribution, nats.
       log_z: the log-sum-exp of the logits.
-      mean_logit: the mean of the logits.
+      mean_logit: the mean of the finite logits; columns masked by -inf are out of it.
       accuracy: 1 where no token is likelier than the target, else 0.
       entropy_mode: how the entropy was computed; static. By default "bonus" with an entropy, else "none".
 

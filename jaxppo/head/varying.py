@@ -127,10 +127,19 @@ def _second_order(name: str, primals: Any, tangents: Any) -> Any:
     )
 
 
-@jax.custom_vjp
-def low_rank(hidden: jax.Array, a: jax.Array) -> jax.Array:
-    """hidden @ a in the dtype of a, `[R, T, r]`; rows without a cotangent may hold anything, NaN included."""
-    return _low(hidden, a).astype(a.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def low_rank(hidden: jax.Array, a: jax.Array, tokens: int | None) -> jax.Array:
+    """hidden @ a in the dtype of a, `[R, T, r]`; rows without a cotangent may hold anything, NaN included.
+
+    With `tokens` in blocks of so many, at least two, so that the bits of a row do not depend on how many there are.
+    """
+    if tokens is None:
+        return _low(hidden, a).astype(a.dtype)
+    rows = hidden.reshape(-1, hidden.shape[2])
+    blocks = max(2, -(-rows.shape[0] // tokens))
+    padded = jnp.pad(rows, ((0, blocks * tokens - rows.shape[0]), (0, 0))).reshape(blocks, 1, tokens, -1)
+    found = lax.map(lambda x: _low(x, a).astype(a.dtype), padded)
+    return found.reshape(-1, a.shape[1])[: rows.shape[0]].reshape(*hidden.shape[:2], -1)
 
 
 def _low(hidden: jax.Array, a: jax.Array) -> jax.Array:
@@ -138,11 +147,11 @@ def _low(hidden: jax.Array, a: jax.Array) -> jax.Array:
     return jnp.einsum("bth,hr->btr", hidden.astype(dtype), a.astype(dtype), preferred_element_type=jnp.float32)
 
 
-def _low_forward(hidden: jax.Array, a: jax.Array) -> Any:
-    return low_rank(hidden, a), (hidden, a)
+def _low_forward(hidden: jax.Array, a: jax.Array, tokens: int | None) -> Any:
+    return low_rank(hidden, a, tokens), (hidden, a)
 
 
-def _low_backward(saved: Any, g: jax.Array) -> Any:
+def _low_backward(tokens: int | None, saved: Any, g: jax.Array) -> Any:
     hidden, a = saved
     counts = (g != 0).any(axis=-1, keepdims=True)
     rows = jnp.where(counts, hidden, 0)

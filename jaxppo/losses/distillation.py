@@ -65,7 +65,7 @@ def divergence_from_hidden(
       temperature: divides both models' logits; a positive scalar or `[R, T]`.
       where: `bool[R, T]`, the positions that count: only they meet the kernels. The others read 0.
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
-      teacher_hidden_spec: how the teacher's hidden states are sharded, where it is not `parallel.hidden_spec`.
+      teacher_hidden_spec: how the teacher's hidden states are sharded, see `HeadOptions.hidden_spec`.
       **options: see `HeadOptions`.
 
     Returns:

@@ -102,8 +102,9 @@ def policy_loss_from_hidden(
     Where the loss of a token depends on its own log-prob and entropy only, gradients are computed while the logits of a
     chunk of tokens are at hand: one pass, three matrix products. That takes the chunk's logits over the device's part
     of the vocabulary, and an f32 gradient of the kernel beside the result where the kernel has another dtype or
-    devices' gradients are summed. Other losses, and a `memory` that has no room for it, take two passes, four products:
-    the log-probs come first, and the head is walked again for the gradients. The numbers are the same to f32 rounding;
+    devices' gradients are summed. Other losses, a `memory` that has no room for it, and anything in f16 take two
+    passes, four products: the log-probs come first, and the head is walked again for the gradients. In one pass
+    gradients would be rounded to f16 before a loss scale multiplies them. The numbers are the same to f32 rounding;
     `sharding.audit` notes which way a program goes, and why.
 
     Args:

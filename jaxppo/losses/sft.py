@@ -35,7 +35,8 @@ def sft_loss(
 
         l_t = (1 - label_smoothing) * -log_prob_t + label_smoothing * (log_z_t - mean_logit_t) + z_loss * log_z_t^2
 
-    log_z is the log-sum-exp of the logits, and log_z - mean_logit the mean of -log p over the vocabulary.
+    log_z is the log-sum-exp of the logits, and log_z - mean_logit the mean of -log p over the vocabulary. Columns whose
+    logit is -inf, as under a bias of -inf, are out of that mean, and their gradient is 0.
 
     Differentiable in `stats`. Positions with loss mask 0 may hold anything, NaN included.
 

@@ -245,10 +245,13 @@ def _of_hidden(axes: ShardAxes, call: tuple[TokenLoss, HeadCall], *args: Any) ->
     rule, inputs, order = head.on_device(axes, dict(zip(ARRAYS, args, strict=False)))
     traced = lax.stop_gradient(traced)
     loss = put_arrays(static, traced)
-    work = tiles.Work.of(rule, inputs, None)
-    fits = tiles.one_pass(rule.budget, work) if loss.token_local else None
+    fits, why = tiles.one_pass(rule.budget, tiles.Work.of(rule, inputs, None)), "one pass does not fit the memory"
+    if not loss.token_local:
+        fits, why = None, "the loss of a token depends on others"
+    elif any(x.dtype == jnp.float16 for x in jax.tree.leaves((inputs.features, inputs.parameters))):
+        # one pass would round gradients to it before a loss scale multiplies them
+        fits, why = None, "float16"
     if fits is None:
-        why = "one pass does not fit the memory" if loss.token_local else "the loss of a token depends on others"
         with note(f"two passes: {why}"):
             found = token_stats(rule, inputs)
         stats = jax.tree.map(order.back, stats_of(found, head.entropy))

@@ -74,12 +74,14 @@ def logits(hidden: Array, head: OracleHead, temperature: Any = 1.0) -> Array:
 def head_gradient(hidden: Array, head: OracleHead, dz: Array, temperature: Any = 1.0) -> tuple[Array, HeadGradient]:
     """From d / dz to d / d(hidden) and d / d(kernel, bias, a, b).
 
-    With x the product before the soft-cap, dx = scale * dz / temperature * (1 - tanh(x / cap)^2).
+    With x the product before the soft-cap and e = exp(-2 |x / cap|), dx = scale * dz / temperature * 4 e / (1 + e)^2,
+    which is 1 - tanh(x / cap)^2 where that difference is all rounding too.
     """
     h, v = np.asarray(hidden, np.float64), head.columns
     dx = head.scale * dz / _by_token(temperature)
     if head.softcap is not None:
-        dx = dx * (1 - np.tanh(head.product(h) / head.softcap) ** 2)
+        e = np.exp(-2 * np.abs(head.product(h) / head.softcap))
+        dx = dx * 4 * e / (1 + e) ** 2
     kernel = np.asarray(head.kernel, np.float64)
     dh, d_kernel = dx @ kernel[:, :v].T, np.zeros_like(kernel)
     d_kernel[:, :v] = h.T @ dx
@@ -123,19 +125,19 @@ def nucleus_mask(nucleus: Any, targets: Array, columns: int) -> Array:
 
 
 def token_stats(z: Array, targets: Any, nucleus: Any = None) -> Stats:
-    """log p(target), H = -sum p log p, log sum exp z, mean z, of logits `[n, V]`.
+    """log p(target), H = -sum p log p, log sum exp z, the mean of the finite z, of logits `[n, V]`.
 
     With a nucleus the log-prob is renormalised over it and the target; all else is of the full distribution.
     """
     z, y = np.asarray(z, np.float64), np.asarray(targets, int)
-    row = np.arange(len(y))
+    row, finite = np.arange(len(y)), z > -np.inf
     log_p, peak = log_softmax(z), z.max(-1)
     within = np.where(nucleus_mask(nucleus, y, z.shape[1]), z, -np.inf)
     return Stats(
         log_softmax(within)[row, y],
         -times_log(np.exp(log_p), log_p).sum(-1),
         peak + np.log(np.exp(z - peak[:, None]).sum(-1)),
-        z.mean(-1),
+        np.where(finite, z, 0).sum(-1) / finite.sum(-1),
         z[row, y] == peak,
     )
 
@@ -149,9 +151,10 @@ def logit_gradient(
     by_mean_logit: Any = 0.0,
     nucleus: Any = None,
 ) -> Array:
-    """d / dz of sum_t g log_prob + e H + c log_z + u mean z: g ([j = y] - p'_j) - e p_j (log p_j + H) + c p_j + u / V.
+    """d / dz of sum_t g log_prob + e H + c log_z + u mean z: g ([j = y] - p'_j) - e p_j (log p_j + H) + c p_j + u / n.
 
-    p' is p renormalised over the nucleus. The coefficients are numbers or `[n]`.
+    n is the number of finite z; where z is -inf all of it is 0. p' is p renormalised over the nucleus. The coefficients
+    are numbers or `[n]`.
     """
     z, y = np.asarray(z, np.float64), np.asarray(targets, int)
     g, e, c, u = (
@@ -163,4 +166,6 @@ def logit_gradient(
     entropy = -times_log(p, log_p).sum(-1, keepdims=True)
     p_nucleus = np.exp(log_softmax(np.where(nucleus_mask(nucleus, y, z.shape[1]), z, -np.inf)))
     target = np.arange(z.shape[1]) == y[:, None]
-    return g * (target - p_nucleus) - e * (times_log(p, log_p) + p * entropy) + c * p + u / z.shape[1]
+    finite = z > -np.inf
+    dz = g * (target - p_nucleus) - e * (times_log(p, log_p) + p * entropy) + c * p + u / finite.sum(-1, keepdims=True)
+    return np.where(finite, dz, 0)

@@ -141,8 +141,8 @@ class MosaicTPU(Op):
         numbers = _Numbers(_by_token(tile.temperature, grid.tokens))
         kernel = partial(_forward, form, jax.tree.structure(numbers))
         out = [jax.tree.map(lambda x: grid.of_tokens(x.dtype), like), grid.of_tile(jnp.float32) if keep else None]
-        sums, z = grid.run("head_forward", kernel, _operands(grid, tile, numbers), out)
-        return softmax.merge_parts(sums), z
+        sums, x = grid.run("head_forward", kernel, _operands(grid, tile, numbers), out)
+        return softmax.merge_parts(sums), x
 
     def dlogits(
         self,
@@ -150,12 +150,12 @@ class MosaicTPU(Op):
         tile: Tile,
         residuals: Residuals,
         cotangents: Cotangents,
-        z: jax.Array | None,
+        x: jax.Array | None,
         dtype: Any,
         of_bias: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
-        if z is not None:  # nothing but elementwise arithmetic
-            return xla.XLA().dlogits(form, tile, residuals, cotangents, z, dtype, of_bias)
+        if x is not None:  # nothing but elementwise arithmetic
+            return xla.XLA().dlogits(form, tile, residuals, cotangents, x, dtype, of_bias)
         grid = _Grid.of(self, form, tile, cotangents.counts)
         numbers = _Numbers(_by_token(tile.temperature, grid.tokens), residuals, cotangents)
         kernel = partial(_dlogits, form, jax.tree.structure(numbers))
@@ -202,7 +202,7 @@ def _forward(form: Form, structure: Any, active: Any, refs: _Operands, out: Any)
     Each lane has sums of its own, since sums across lanes are dear: on a v6e they took a fifth of the time.
     """
     i, j = pl.program_id(0), pl.program_id(1)
-    sums, z_out = out
+    sums, x_out = out
     write = lambda new: jax.tree.map(lambda ref, x: ref.__setitem__(..., x), sums, new)  # noqa: E731
 
     @pl.when(j == 0)
@@ -213,14 +213,15 @@ def _forward(form: Form, structure: Any, active: Any, refs: _Operands, out: Any)
     @pl.when(active[i] > 0)
     def _() -> None:
         tile, _ = _in_kernel(structure, refs)
-        z = xla.logits(form, tile)
+        x = xla.products(form, tile)
+        z = xla.logits(form, tile, x)
         is_target = refs.targets[...] == _by_lane(tile.block.columns)
         old = jax.tree.map(lambda ref: ref[...], sums)
         z_y = jnp.where(is_target, _by_lane(z), 0).sum(axis=1)
         found = softmax.block_sums(_by_lane(z), z_y, is_target, None, old)
         write(softmax.merge(old, jax.tree.map(lambda x: x[0], found)))
-        if z_out is not None:
-            z_out[...] = z
+        if x_out is not None:
+            x_out[...] = x
 
 
 def _dlogits(form: Form, structure: Any, active: Any, refs: _Operands, out: Any) -> None:

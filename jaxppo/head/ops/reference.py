@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxppo.head.ops.tile import Form, Op, Tile
 from jaxppo.head.softmax import Cotangents, Residuals, Sums, top_key
@@ -16,7 +16,8 @@ class Reference(Op):
     """See `Op`."""
 
     def forward(self, form: Form, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, Any]:
-        z = _logits_of(form, tile, _products(form, tile))
+        x = _products(form, tile)
+        z = _logits_of(form, tile, x)
         inside = z if tile.nucleus is None else jnp.where(tile.nucleus, z, -jnp.inf)
         (m, e, d), (nucleus_m, nucleus_e, _) = _exponentials(z), _exponentials(inside)
         found = Sums(
@@ -27,10 +28,11 @@ class Reference(Op):
             nucleus_s=nucleus_e.sum(axis=1),
             z_y=jnp.where(tile.is_target, z, 0).sum(axis=1),
             total=jnp.where(jnp.isfinite(z), z, 0).sum(axis=1),
+            columns=(z > -jnp.inf).astype(jnp.float32).sum(axis=1),
             top=top_key(z, tile.is_target).max(axis=1),
         )
         asked: Any = (None if x is None else y for x, y in zip(like, found, strict=True))
-        return Sums(*asked), z
+        return Sums(*asked), x
 
     def dlogits(
         self,
@@ -38,11 +40,12 @@ class Reference(Op):
         tile: Tile,
         residuals: Residuals,
         cotangents: Cotangents,
-        z: jax.Array | None,
+        x: jax.Array | None,
         dtype: Any,
         of_bias: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
-        logits, to_products = jax.vjp(partial(_logits_of, form, tile), _products(form, tile))
+        x = _products(form, tile)
+        logits = _logits_of(form, tile, x)
         column = lambda x: x[:, None]  # noqa: E731
         p = log_p = jnp.zeros_like(logits)
         if residuals.m is not None:
@@ -56,9 +59,10 @@ class Reference(Op):
         if cotangents.entropy is not None:
             dz -= column(cotangents.entropy) * p * jnp.where(p > 0, log_p + column(residuals.entropy), 0)
         if cotangents.of_logits is not None:
-            dz += column(cotangents.of_logits[0]) * p + column(cotangents.of_logits[1]) / form.vocab_size
-        counts = column(cotangents.counts) & tile.block.valid
-        dx = jnp.where(counts, to_products(jnp.where(counts, dz, 0))[0], 0)
+            dz += column(cotangents.of_logits[0]) * p
+            dz += column(cotangents.of_logits[1]) / column(residuals.columns)
+        counts = column(cotangents.counts) & tile.block.valid & (x != -jnp.inf)
+        dx = jnp.where(counts, tile.tempered(dz) * _slope(form, x), 0)
         return dx.astype(dtype), dx.sum(axis=0) if of_bias else None
 
 
@@ -73,6 +77,16 @@ def _products(form: Form, tile: Tile) -> jax.Array:
 def _logits_of(form: Form, tile: Tile, x: jax.Array) -> jax.Array:
     """transform(x) / temperature, -inf in columns that are not the block's own."""
     return jnp.where(tile.block.valid, tile.tempered(form.transform.of(x)), -jnp.inf)
+
+
+def _slope(form: Form, x: jax.Array) -> jax.Array:
+    """d transform(x) / d x, by the rounded x: scale / cosh(scale x / softcap)^2."""
+    transform = form.transform
+    if transform.softcap is None:
+        return jnp.full_like(x, transform.scale)
+    if transform.dtype == "bfloat16":
+        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return transform.scale / jnp.cosh(transform.scale * x / transform.softcap) ** 2
 
 
 def _exponentials(z: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -123,9 +123,9 @@ class Op:
         return None
 
     def forward(self, form: Form, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, Any]:
-        """The softmax sums of the tile, those that `like` has, and its f32 logits, -inf in columns not the block's.
+        """The softmax sums of the tile, those that `like` has, and its f32 products hidden @ kernel + bias + LoRA.
 
-        The logits may be None where `keep` does not ask for them.
+        The products may be None where `keep` does not ask for them.
         """
         raise NotImplementedError
 
@@ -135,13 +135,14 @@ class Op:
         tile: Tile,
         residuals: Residuals,
         cotangents: Cotangents,
-        z: jax.Array | None,
+        x: jax.Array | None,
         dtype: Any,
         of_bias: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
         """d loss / d (hidden @ kernel), `[C, B]` of the dtype, and its f32 sum over the tokens where `of_bias`.
 
-        It is 0 where nothing counts. z holds the logits of the first tokens, or of all; the others are computed again.
+        It is 0 where nothing counts, and where the product is -inf: such a column is masked. x holds the products of
+        the first tokens, or of all; the others are computed again.
         """
         raise NotImplementedError
 

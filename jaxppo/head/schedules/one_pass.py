@@ -74,7 +74,7 @@ def _forward(static: OnePass, inputs: Any, per_token: Any, shared: Any) -> Any:
 
 
 def _statistics_and_loss(walk: Walk, static: OnePass, shared: Any, chunk: Chunk, per_token: Any) -> Any:
-    """A chunk's losses and statistics, its residuals and cotangents, and its logits."""
+    """A chunk's losses and statistics, its residuals and cotangents, and its products."""
     rule, empty = walk.rule, walk.empty_sums(chunk.targets.shape[0])
 
     def block(sums: Any, i: Any) -> Any:

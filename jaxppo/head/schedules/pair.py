@@ -83,10 +83,12 @@ class PairWalk(Walk):
     def block(self, i: Any) -> Block:
         return super().block(i)._replace(teacher=self.teacher.block(i))
 
-    def logits(self, chunk: Chunk, block: Block) -> tuple[jax.Array, jax.Array]:
-        """The student's and the teacher's f32 logits `[C, B]`."""
-        z = xla.logits(self.rule.form, self.tile(chunk, block))
-        return z, xla.logits(self.teacher.rule.form, self.teacher.tile(chunk.teacher, block.teacher))
+    def logits(self, chunk: Chunk, block: Block) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The student's products, and the student's and the teacher's logits; f32 `[C, B]`."""
+        student = self.rule.form, self.tile(chunk, block)
+        teacher = self.teacher.rule.form, self.teacher.tile(chunk.teacher, block.teacher)
+        x = xla.products(*student)
+        return x, xla.logits(*student, x), xla.logits(*teacher, xla.products(*teacher))
 
     def terms(self, z: jax.Array, teacher_z: jax.Array, valid: jax.Array, sums: LogSums) -> tuple[Any, Any, Any]:
         """`terms` and the student's log p of a block, 0 and -inf in columns that do not exist."""
@@ -100,10 +102,10 @@ class PairWalk(Walk):
     def dlogits(
         self, chunk: Chunk, block: Any, residuals: Any, cotangents: Any, z: Any, of_bias: bool
     ) -> tuple[jax.Array, jax.Array | None]:
-        z, teacher_z = self.logits(chunk, block)
+        x, z, teacher_z = self.logits(chunk, block)
         _, h, log_p = self.terms(z, teacher_z, block.valid, residuals)
         dz = cotangents.log_prob[:, None] * (h - jnp.exp(log_p) * residuals.h[:, None])
-        dz = xla.of_products(self.rule.form, self.tile(chunk, block), dz, z, cotangents.counts)
+        dz = xla.of_products(self.rule.form, self.tile(chunk, block), dz, x, cotangents.counts)
         return dz.astype(self.factor_dtype()), dz.sum(axis=0) if of_bias else None
 
 
@@ -117,7 +119,7 @@ def evaluate(rule: DivergenceRule, inputs: Inputs, teacher: Inputs) -> tuple[jax
     def add_sums(keep: bool, i: Any, block: Block, slots: Slots, chunk: Chunk, sums: Any) -> Any:
         both = tuple(
             softmax.merge(old, softmax.block_sums(z, jnp.zeros(z.shape[0]), jnp.zeros((), bool), None, old))
-            for z, old in zip(walk.logits(chunk, block), tokens.read(sums, slots), strict=True)
+            for z, old in zip(walk.logits(chunk, block)[1:], tokens.read(sums, slots), strict=True)
         )
         return tokens.write(sums, walk.vary(both), slots)
 
@@ -129,7 +131,7 @@ def evaluate(rule: DivergenceRule, inputs: Inputs, teacher: Inputs) -> tuple[jax
     known = LogSums(m, log_s, teacher_m, teacher_log_s, zeros)
 
     def add_terms(keep: bool, i: Any, block: Block, slots: Slots, chunk: Chunk, sums: Any) -> Any:
-        found = walk.terms(*walk.logits(chunk, block), block.valid, tokens.read(known, slots))[:2]
+        found = walk.terms(*walk.logits(chunk, block)[1:], block.valid, tokens.read(known, slots))[:2]
         new = jax.tree.map(lambda total, x: total + x.sum(axis=1), tokens.read(sums, slots), found)
         return tokens.write(sums, walk.vary(new), slots)
 

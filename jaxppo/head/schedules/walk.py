@@ -155,7 +155,7 @@ class Walk:
         return Tile(chunk.rows, block, chunk.targets, place, temperature, nucleus, chunk.fresh)
 
     def sums(self, chunk: Chunk, block: Block, before: Any, empty: Sums, keep: bool) -> tuple[Sums, Any]:
-        """The softmax sums of the chunk up to this block, `before` those of the blocks before; logits to keep."""
+        """The softmax sums of the chunk up to this block, `before` those of the blocks before; products to keep."""
         found, z = self.rule.op.forward(self.rule.form, self.tile(chunk, block), empty, keep)
         return self.vary(found if self.vocabulary.blocks == 1 else softmax.merge(before, found)), z
 
@@ -176,7 +176,7 @@ class Walk:
         if self.rule.entropy == "none" and entropy is not None:
             # used in a way that changes nothing, or the compiler would leave it out
             log_probs, entropy = jnp.where(jnp.isnan(entropy), jnp.nan, log_probs), None
-        out = (log_probs, entropy, softmax.logit_stats(sums, residuals, vocab_size))
+        out = (log_probs, entropy, softmax.logit_stats(sums, residuals))
         if self.rule.entropy != "bonus":
             residuals = residuals.without_entropy(self.inputs.nucleus_ids is not None and not self.rule.logit_stats)
         return out, residuals

@@ -1,0 +1,268 @@
+"""Heads where numbers are at an edge: soft-caps that saturate, masked columns, float16, against float64 numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import head as oracle
+from oracle.head import OracleHead
+
+from jaxppo import (
+    PPO,
+    Head,
+    LoRA,
+    PolicyLossConfig,
+    RolloutBatch,
+    Sample,
+    log_probs_from_hidden,
+    log_probs_from_logits,
+    policy_loss_from_hidden,
+    sft_loss,
+    sft_loss_from_hidden,
+)
+from sharding import audit, make_parallel_mesh
+from sharding.testing import assert_trees_close
+
+R, T, H, V = 2, 32, 8, 40
+MEMORIES = (2**30, 2**18)  # one pass, two passes
+
+
+def batch_of(rows=R, length=T, seed=1):
+    """Each row one sample whose tokens all but the first train."""
+    rng = np.random.default_rng(seed)
+    samples = [
+        Sample(rng.integers(0, V, length), response_start=1, advantages=rng.normal(size=length - 1), old_log_probs=old)
+        for old in -rng.exponential(size=(rows, length - 1)) - 1
+    ]
+    return RolloutBatch.from_samples(samples, row_length=length, rows=rows)
+
+
+# The soft-cap
+
+
+def assert_near(got, expected, size):
+    assert (np.abs(np.asarray(got) - expected) < 1e-4 * size).all(), np.max(np.abs(got - expected) / size)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", "mosaic_tpu"])
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("at", [1, 4, 8, 12, 16, 20])
+def test_the_gradient_of_a_soft_cap_that_saturates(at, memory, implementation):
+    """1 - tanh(x)^2 in f32 was 10% off at |x| = 8, and 0 from 10 on."""
+    rng = np.random.default_rng(at)
+    hidden, kernel = (
+        rng.uniform(0.97, 1, (1, T, 1)),
+        3 * at * rng.choice([-1, 1], (1, V)) * rng.uniform(0.97, 1, (1, V)),
+    )
+    hidden, kernel = (jnp.asarray(x, jnp.float32) for x in (hidden, kernel))
+    batch = batch_of(1)
+    loss = lambda h, k: sft_loss_from_hidden(  # noqa: E731
+        h, Head(k, softcap=3.0), batch, memory=memory, implementation=implementation
+    )[0]
+    got = jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
+    here, exact = np.asarray(batch.loss_mask[0]) > 0, OracleHead(np.asarray(kernel), softcap=3.0)
+    rows = np.asarray(hidden[0])[here]
+    targets = np.asarray(batch.targets[0])[here]
+    dz = oracle.logit_gradient(oracle.logits(rows, exact), targets, by_log_prob=-1 / here.sum())
+    dh, of_head = oracle.head_gradient(rows, exact, dz)
+    assert np.abs(dh).min() > 0
+    # by the largest terms of each sum, of either sign
+    terms = np.abs(oracle.head_gradient(rows, exact, np.abs(dz))[1].kernel), np.abs(dh).max()
+    assert_near(np.asarray(got[0])[0, here], dh, terms[1])
+    assert_near(got[1], of_head.kernel, terms[0])
+
+
+# Masked columns: a bias of -inf
+
+SMOOTH = {"label_smoothing": 0.2, "z_loss": 1e-2}
+
+
+def masked_case(share=0.3):
+    """Hidden states, a kernel, a bias with -inf in columns that no token is of, and a batch."""
+    rng = np.random.default_rng(2)
+    bias = np.where(rng.random(V) < share, -np.inf, rng.normal(size=V))
+    bias[[0, V - 1]] = -np.inf
+    bias[5] = 0.5
+    batch = batch_of(8, 8)
+    finite = np.flatnonzero(np.isfinite(bias))
+    targets = jnp.asarray(finite[np.asarray(batch.targets) % len(finite)], jnp.int32)
+    batch = RolloutBatch(
+        batch.tokens,
+        targets,
+        batch.segment_ids,
+        batch.positions,
+        batch.loss_mask,
+        batch.sample_ids,
+        advantages=batch.advantages,
+        old_log_probs=batch.old_log_probs,
+    )
+    arrays = rng.normal(size=(8, 8, H)), rng.normal(size=(H, V)), bias
+    return *(jnp.asarray(x, jnp.float32) for x in arrays), batch
+
+
+def smoothed_truth(hidden, kernel, bias, batch, softcap=None):
+    """The loss of label smoothing and a z-loss, and its gradients by hidden states, kernel and bias."""
+    here = np.asarray(batch.loss_mask) > 0
+    rows, targets = np.asarray(hidden)[here], np.asarray(batch.targets)[here]
+    head = OracleHead(np.asarray(kernel), np.asarray(bias), softcap=softcap)
+    z = oracle.logits(rows, head)
+    stats, s, weight = oracle.token_stats(z, targets), SMOOTH["label_smoothing"], 1 / here.sum()
+    each = -(1 - s) * stats.log_probs + s * (stats.log_z - stats.mean_logit) + SMOOTH["z_loss"] * stats.log_z**2
+    dz = oracle.logit_gradient(
+        z,
+        targets,
+        by_log_prob=-(1 - s) * weight,
+        by_log_z=(s + 2 * SMOOTH["z_loss"] * stats.log_z) * weight,
+        by_mean_logit=-s * weight,
+    )
+    dh, of_head = oracle.head_gradient(rows, head, dz)
+    dhidden = np.zeros(hidden.shape)
+    dhidden[here] = dh
+    return each.sum() * weight, (dhidden, of_head.kernel, of_head.bias)
+
+
+def from_logits(hidden, head, batch, parallel=None, memory=None, **options):
+    logits = jnp.einsum("rth,hv->rtv", hidden, head.kernel, precision="highest") + head.bias
+    stats = log_probs_from_logits(
+        logits, batch.targets, parallel=parallel, logit_stats=True, entropy="metric", where=batch.loss_mask > 0
+    )
+    return sft_loss(stats, batch, parallel=parallel, **options)
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "fsdp=2,tp=4"])
+@pytest.mark.parametrize("path", ["one pass", "two passes", "reference", "logits"])
+def test_label_smoothing_beside_masked_columns(path, mesh):
+    """The mean is over finite logits: with all of them under it the loss was 0.2 * 0.3 of the mean off."""
+    hidden, kernel, bias, batch = masked_case()
+    parallel = mesh and make_parallel_mesh(mesh)
+    loss = from_logits if path == "logits" else sft_loss_from_hidden
+    options = {"memory": 2**15 if path == "two passes" else 2**30, "parallel": parallel, **SMOOTH}
+    options |= {"implementation": "reference"} if path == "reference" else {}
+    call = lambda h, k, b: loss(h, Head(k, b), batch, **options)[0]  # noqa: E731
+    value, gradients = jax.jit(jax.value_and_grad(call, (0, 1, 2)))(hidden, kernel, bias)
+    expected, of_expected = smoothed_truth(hidden, kernel, bias, batch)
+    np.testing.assert_allclose(value, expected, rtol=2e-6)
+    assert_trees_close(gradients, of_expected, rtol=2e-6, atol=2e-6)
+    gone = ~np.isfinite(np.asarray(bias))
+    assert not np.asarray(gradients[1])[:, gone].any()
+    assert not np.asarray(gradients[2])[gone].any()
+
+
+@pytest.mark.parametrize("path", ["hidden", "logits"])
+def test_the_mean_logit_of_each_token_is_over_its_finite_columns(path):
+    hidden, kernel, bias, batch = masked_case()
+    where = batch.loss_mask > 0
+    if path == "hidden":
+        found = log_probs_from_hidden(hidden, Head(kernel, bias), batch.targets, logit_stats=True, where=where)
+    else:
+        logits = jnp.einsum("rth,hv->rtv", hidden, kernel, precision="highest") + bias
+        found = log_probs_from_logits(logits, batch.targets, logit_stats=True, where=where)
+    here = np.asarray(where)
+    z = np.asarray(hidden, np.float64)[here] @ np.asarray(kernel, np.float64)[:, np.isfinite(bias)]
+    z = z + np.asarray(bias, np.float64)[np.isfinite(bias)]
+    np.testing.assert_allclose(np.asarray(found.mean_logit)[here], z.mean(-1), rtol=2e-6, atol=2e-6)
+
+
+def test_masked_columns_under_logits_rounded_to_bf16():
+    """-inf - -inf in the rounding made every log-prob NaN."""
+    hidden, kernel, bias, batch = masked_case()
+    head = Head(kernel, bias, logits_dtype="bfloat16")
+    keep = np.isfinite(bias)
+    narrow = Head(kernel[:, keep], bias[keep], logits_dtype="bfloat16")
+    places = jnp.asarray(np.cumsum(keep) - 1, jnp.int32)
+    call = lambda head, targets: log_probs_from_hidden(hidden, head, targets, where=batch.loss_mask > 0).log_probs  # noqa: E731
+    np.testing.assert_allclose(call(head, batch.targets), call(narrow, places[batch.targets]), rtol=1e-6)
+    gradient = jax.grad(lambda head: call(head, batch.targets).sum())(head)
+    expected = jax.grad(lambda head: call(head, places[batch.targets]).sum())(narrow)
+    np.testing.assert_allclose(gradient.kernel[:, keep], expected.kernel, rtol=1e-5, atol=1e-5)
+    assert not np.asarray(gradient.bias)[~keep].any()
+
+
+# float16
+
+FIELDS = ("hidden", "kernel", "bias", "lora_a", "lora_b")
+SCALE = 65536.0
+
+
+def half_case(names):
+    rng = np.random.default_rng(3)
+    shapes = {"hidden": (8, 8, H), "kernel": (H, V), "bias": (V,), "lora_a": (H, 2), "lora_b": (2, V)}
+    lora = any(name.startswith("lora") for name in names)
+    arrays = {k: rng.normal(size=shape) for k, shape in shapes.items() if lora or not k.startswith("lora")}
+    return {k: jnp.asarray(x, jnp.float16 if k in names else jnp.float32) for k, x in arrays.items()}
+
+
+def head_of(arrays):
+    lora = LoRA(arrays["lora_a"], arrays["lora_b"], 0.5) if "lora_a" in arrays else None
+    return Head(arrays["kernel"], arrays["bias"], lora)
+
+
+def half_loss(batch, arrays, parallel=None, memory=2**30, scale=1.0):
+    """Each token has the weight of one among 262144: below what float16 holds in full."""
+    config = PolicyLossConfig(PPO(), aggregation="sequence_mean_token_sum_norm", aggregation_norm=2.0**15)
+    loss = policy_loss_from_hidden(arrays["hidden"], head_of(arrays), batch, config, parallel=parallel, memory=memory)[
+        0
+    ]
+    return scale * loss
+
+
+def half_truth(batch, arrays, scale):
+    """The gradients of `half_loss` by closed forms: no ratio is clipped, and a token's is minus advantage by ratio."""
+    here = np.asarray(batch.loss_mask) > 0
+    get = lambda name: None if name not in arrays else np.asarray(arrays[name], np.float64)  # noqa: E731
+    head = OracleHead(get("kernel"), get("bias"), get("lora_a"), get("lora_b"), lora_scale=0.5)
+    rows, targets = get("hidden")[here], np.asarray(batch.targets)[here]
+    z = oracle.logits(rows, head)
+    log_probs = oracle.token_stats(z, targets).log_probs
+    ratio = np.exp(log_probs - np.asarray(batch.old_log_probs)[here])
+    assert np.abs(ratio - 1).max() < 0.19
+    g = -ratio * np.asarray(batch.advantages)[here] * scale / 8 / 2**15
+    dh, of_head = oracle.head_gradient(rows, head, oracle.logit_gradient(z, targets, by_log_prob=g))
+    hidden = np.zeros(arrays["hidden"].shape)
+    hidden[here] = dh
+    found = {"hidden": hidden, "kernel": of_head.kernel, "bias": of_head.bias, "lora_a": of_head.a, "lora_b": of_head.b}
+    return {name: found[name] for name in arrays}
+
+
+def on_policy(batch, arrays):
+    """The batch with old log-probs near the policy's own."""
+    found = log_probs_from_hidden(arrays["hidden"], head_of(arrays), batch.targets).log_probs
+    noise = np.random.default_rng(4).uniform(-0.15, 0.15, found.shape)
+    old = jnp.where(batch.loss_mask > 0, jnp.minimum(found + noise, -1e-3), 0).astype(jnp.float32)
+    return RolloutBatch(
+        batch.tokens,
+        batch.targets,
+        batch.segment_ids,
+        batch.positions,
+        batch.loss_mask,
+        batch.sample_ids,
+        advantages=batch.advantages,
+        old_log_probs=old,
+    )
+
+
+HALVES = [*((name,) for name in FIELDS), ("hidden", "kernel"), FIELDS]
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+@pytest.mark.parametrize("names", HALVES, ids="+".join)
+def test_gradients_under_a_loss_scale_where_anything_is_float16(names, mesh):
+    """One pass rounded them before the scale: 4.6% off in dhidden. Here float16 rounds three times at most."""
+    arrays = half_case(names)
+    batch = on_policy(batch_of(8, 8), arrays)
+    parallel = mesh and make_parallel_mesh(mesh)
+    got = jax.jit(jax.grad(lambda a: half_loss(batch, a, parallel, scale=SCALE)))(arrays)
+    expected = half_truth(batch, arrays, SCALE)
+    for name, truth in expected.items():
+        error = np.linalg.norm(np.asarray(got[name], np.float64) - truth) / np.linalg.norm(truth)
+        assert error < 3 * 2**-11, (name, error)
+
+
+@pytest.mark.parametrize("names", HALVES, ids="+".join)
+def test_the_audit_says_that_float16_takes_two_passes(names):
+    arrays, batch = half_case(names), batch_of(8, 8)
+    notes = audit(jax.grad(lambda a: half_loss(batch, a)), arrays).notes
+    assert "two passes: float16" in notes
+    assert not any(line.startswith("one pass") for line in notes)
+    wide = {k: x.astype(jnp.float32) for k, x in arrays.items()}
+    assert any(line.startswith("one pass, ") for line in audit(jax.grad(lambda a: half_loss(batch, a)), wide).notes)
