@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_array
-from jaxppo.aggregation import part_of_a_step
+from jaxppo._stacked import part_of_a_step
 from jaxppo.metrics import Composite, Metric, Metrics, collapse_metrics
 
 
@@ -23,8 +23,9 @@ def accumulate_gradients(
     The sum is the loss of the whole step only where each loss is normalised by the whole step: put the
     `Normalizer.from_batches` of the stacked micro-batches (and for ClipCov and KLCov their `covariance_mask`) into
     `micro_batches` beside them. A loss of this package without one is refused here, since the mean of the means of
-    uneven micro-batches is another number. One `lax.scan`, so one program whatever K is, with one set of f32 gradient
-    buffers.
+    uneven micro-batches is another number. So are group advantages, `whiten` and whatever else is a statistic of the
+    step: call them before, on the stacked micro-batches. One `lax.scan`, so one program whatever K is, with one set of
+    f32 gradient buffers.
 
     Args:
       loss_fn: (params, micro_batch) -> (scalar loss, metrics).
@@ -36,7 +37,8 @@ def accumulate_gradients(
 
     Raises:
       TypeError: parameters that are no floating-point arrays; a `loss_fn` that does not return a scalar and metrics.
-      ValueError: arrays without a common leading K, or with K = 0; a loss of this package without a `Normalizer`.
+      ValueError: arrays without a common leading K, or with K = 0; in loss_fn, a loss of this package without a
+        `Normalizer` or with one of another number of micro-batches, or a statistic of the step.
 
     Example:
       >>> from jaxppo.metrics import Metric
@@ -53,6 +55,7 @@ def accumulate_gradients(
     lengths = {x.shape[:1] for x in jax.tree.leaves(micro_batches)}
     if len(lengths) != 1 or lengths <= {(), (0,)}:
         raise ValueError(f"micro_batches: got leading dimensions {sorted(lengths)}, expected one K above 0 for all")
+    (count,) = lengths.pop()
 
     def checked(params: Any, micro_batch: Any) -> tuple[Float[Array, ""], Metrics]:
         found = loss_fn(params, micro_batch)
@@ -67,7 +70,7 @@ def accumulate_gradients(
 
         def step(carry: Any, micro_batch: Any) -> Any:
             loss, gradients = carry
-            with part_of_a_step(True):
+            with part_of_a_step(count):
                 (part, metrics), more = value_and_grad(params, micro_batch)
             gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more)
             return (loss + part, gradients), metrics

@@ -13,34 +13,36 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import Aggregation, check_choice
+from jaxppo._stacked import as_rows, check_whole_step, part_of_a_step, spec_of
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
 from jaxppo.off_policy import OffPolicyConfig, weight_sums
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 from jaxppo.validation import check_arrays
 
-# Part of the key of jit's caches, so that no trace from before answers for a part of a step.
-part_of_a_step = jax.make_user_context(False)
-
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "sequences", "denominators", "weight_mean"],
-    meta_fields=["aggregation"],
+    data_fields=["tokens", "sequences", "denominators", "counts", "weight_mean"],
+    meta_fields=["aggregation", "off_policy", "micro_batches"],
 )
 @dataclasses.dataclass(frozen=True)
 class Normalizer:
     """The denominators of a whole optimiser step, so that its micro-batches add up to exactly the full batch.
 
-    Of a batch of stacked micro-batches `[K, R, T]` every field has a leading K too: `lax.scan` over (batch,
-    normalizer) hands each micro-batch its own part.
+    Of a batch of stacked micro-batches `[K, R, T]` every array has a leading K too: `lax.scan` over (batch,
+    normalizer) hands each micro-batch its own part. A normalizer knows what it was made for, and a loss refuses one
+    that was made for something else.
 
     Args:
       tokens: `f32[]`, the sum of the loss mask.
       sequences: `f32[]`, how many sequences ("rollout_mean": rollouts) have a loss token.
       denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
-      aggregation: what they are the denominators of; static.
+      counts: `f32[R, S]`, the loss tokens of each sequence, which must be those of the batch that it is used with.
+      aggregation: what they are the denominators of; static, like the next ones but `weight_mean`.
       weight_mean: `f32[]`, the mean importance weight, for `OffPolicyConfig(batch_normalize=True)`; else None.
+      off_policy: the part of an `OffPolicyConfig` that the mean weight depends on; else None.
+      micro_batches: K where it was made of stacked micro-batches; else None.
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 2, 0]]), jnp.array([[0, 1]])
@@ -53,8 +55,11 @@ class Normalizer:
     tokens: Float[Array, ""]
     sequences: Float[Array, ""]
     denominators: Float[Array, "R S"]
+    counts: Float[Array, "R S"]
     aggregation: Aggregation
     weight_mean: Float[Array, ""] | None = None
+    off_policy: OffPolicyConfig | None = None
+    micro_batches: int | None = None
 
     @classmethod
     def from_batches(
@@ -78,44 +83,72 @@ class Normalizer:
 
         Raises:
           ValueError: an unknown aggregation, log-probs that `off_policy` needs and the batch lacks, rows in another
-            context layout than the mesh's, or none.
+            context layout than the mesh's, or none; one micro-batch alone.
         """
         check_choice("aggregation", aggregation, Aggregation)
         check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
+        check_whole_step("Normalizer.from_batches", micro_batches)
         micro_batches.check_layout(parallel)
-        of_weights = off_policy if off_policy is not None and off_policy.batch_normalize else None
+        of_weights = None if off_policy is None else off_policy.of_mean_weight
         if of_weights is not None:
             for name in ("old_log_probs", "rollout_log_probs"):
                 if getattr(micro_batches, name) is None:
                     raise ValueError(f"micro_batches.{name}: got None, expected f32[R, T] for batch_normalize")
-        stacked = micro_batches.loss_mask.ndim == 3
+        count = micro_batches.loss_mask.shape[0] if micro_batches.loss_mask.ndim == 3 else None
+        static = (aggregation, of_weights, count)
 
         def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
-            return [micro_batches.specs(parallel)], Normalizer.specs(parallel, aggregation, stacked)
+            of = micro_batches.specs(parallel)
+            return [of], _specs(of.sample_ids, *static)
 
-        static = (aggregation, of_weights)
         args = {"micro_batches": micro_batches}
         found: Normalizer = shard_call("Normalizer.from_batches", _of_step, parallel, args, specs, static)
         return found
 
-    @staticmethod
-    def specs(parallel: ParallelMesh, aggregation: Aggregation, stacked: bool = False) -> Normalizer:
-        """The PartitionSpecs of its fields, for `shard_call`."""
-        rows = P(None, *parallel.rows_spec) if stacked else parallel.rows_spec
-        return Normalizer(P(), P(), rows, aggregation, P())  # type: ignore[arg-type]
+    def specs(self, parallel: ParallelMesh) -> Normalizer:
+        """The PartitionSpec of each array: rows over data."""
+        rows = spec_of(parallel.rows_spec, self.counts)
+        return _specs(rows, self.aggregation, self.off_policy, self.micro_batches)
+
+    def check_step(self, batch: RolloutBatch) -> None:
+        """Raises where shapes show that it was made of another step than the batch, or than the one it is a part of."""
+        stacked = batch.loss_mask.shape[0] if batch.loss_mask.ndim == 3 else None
+        count = stacked or part_of_a_step.value or batch.micro_batches
+        if count is not None and count != (self.micro_batches or 1):
+            raise ValueError(
+                f"normalizer: got one of a step of {self.micro_batches or 1} micro-batches, expected {count}: "
+                "Normalizer.from_batches of the stacked micro-batches, sliced like them"
+            )
+        slots = batch.sample_ids.shape
+        one = slots[:-2]
+        expected = {"tokens": one, "sequences": one, "weight_mean": one, "denominators": slots, "counts": slots}
+        for name, shape in expected.items():
+            got = jnp.shape(x) if (x := getattr(self, name)) is not None else shape
+            if got != shape:
+                raise ValueError(
+                    f"normalizer: got {name} of shape {got}, expected {shape}, that of the batch: of stacked ones, "
+                    "its part of each field, as lax.scan and accumulate_gradients hand it over"
+                )
+
+
+def _specs(
+    rows: Any, aggregation: Aggregation, off_policy: OffPolicyConfig | None, micro_batches: int | None
+) -> Normalizer:
+    one: Any = P()
+    return Normalizer(one, one, rows, rows, aggregation, one, off_policy, micro_batches)
 
 
 def _of_step(
-    axes: ShardAxes, static: tuple[Aggregation, OffPolicyConfig | None], micro_batches: RolloutBatch
+    axes: ShardAxes, static: tuple[Aggregation, OffPolicyConfig | None, int | None], micro_batches: RolloutBatch
 ) -> Normalizer:
+    aggregation, off_policy, count = static
+    batch = as_rows(micro_batches)
+    found = normalize(batch, batch.segments(axes), aggregation, off_policy)
+    if count is None:
+        return found
     shape = micro_batches.sample_ids.shape
-    batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), micro_batches)
-    normalizer = normalize(batch, batch.segments(axes), *static)
-    if len(shape) == 2:
-        return normalizer
-    repeat = lambda x: jnp.broadcast_to(x, shape[:1])  # noqa: E731
-    scalars = jax.tree.map(repeat, dataclasses.replace(normalizer, denominators=None))  # type: ignore[arg-type]
-    return dataclasses.replace(scalars, denominators=normalizer.denominators.reshape(shape))
+    each = jax.tree.map(lambda x: x.reshape(shape) if x.ndim else jnp.broadcast_to(x, shape[:1]), found)
+    return dataclasses.replace(each, micro_batches=count)
 
 
 def normalize(
@@ -132,13 +165,14 @@ def normalize(
         present = vary((counts > 0).sum(dtype=jnp.float32), segments.axes.data)
         sequences = segments.axes.psum(present, segments.axes.data)
     weight_mean = None
-    if off_policy is not None and off_policy.batch_normalize:
+    off_policy = None if off_policy is None else off_policy.of_mean_weight
+    if off_policy is not None:
         assert batch.old_log_probs is not None  # whoever calls this sees to it
         assert batch.rollout_log_probs is not None
         old, rollout = batch.old_log_probs, batch.rollout_log_probs
         total, count = weight_sums(old, rollout, mask, segments, off_policy)
         weight_mean = total / jnp.maximum(count, 1)
-    return Normalizer(tokens, sequences, denominators, aggregation, weight_mean)
+    return Normalizer(tokens, sequences, denominators, counts, aggregation, weight_mean, off_policy)
 
 
 def _rollouts(
@@ -160,26 +194,22 @@ def step_normalizer(
     """Per-shard: the given normalizer, checked, or without one that of the batch, which then is a step of its own.
 
     Raises:
-      ValueError: no normalizer for a batch that is one of a step's micro-batches, one of another aggregation, or one
-        that still has its K.
+      ValueError: no normalizer for a batch that is one of a step's micro-batches, one of another aggregation or
+        correction or of another number of micro-batches, or one that still has its K.
     """
     if normalizer is None:
-        _check_whole_step(batch, aggregation)
+        _check_denominators(batch, aggregation)
         return normalize(batch, segments, aggregation, off_policy)
     if normalizer.aggregation != aggregation:
         raise ValueError(f"normalizer: got one of aggregation {normalizer.aggregation!r}, expected {aggregation!r}")
-    expected = {"tokens": (), "sequences": (), "weight_mean": (), "denominators": batch.sample_ids.shape}
-    for name, shape in expected.items():
-        got = jnp.shape(x) if (x := getattr(normalizer, name)) is not None else shape
-        if got != shape:
-            raise ValueError(
-                f"normalizer: got {name} of shape {got}, expected {shape}, that of one micro-batch: of stacked ones, "
-                "its part of each field, as lax.scan and accumulate_gradients hand it over"
-            )
+    weights = None if off_policy is None else off_policy.of_mean_weight
+    if weights is not None and normalizer.off_policy != weights:
+        raise ValueError(f"normalizer: got one of off_policy={normalizer.off_policy}, expected {weights}")
+    normalizer.check_step(batch)
     return normalizer
 
 
-def _check_whole_step(batch: RolloutBatch, aggregation: Aggregation) -> None:
+def _check_denominators(batch: RolloutBatch, aggregation: Aggregation) -> None:
     """Raises where the batch is known to be a part of a step, whose denominators are not its own."""
     if aggregation == "token_sum":
         return

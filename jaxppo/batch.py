@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import numpy as np
@@ -13,9 +13,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import OPTIONAL, PER_SEGMENT, REQUIRED
+from jaxppo._stacked import spec_of
 from jaxppo.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
 from jaxppo.samples import Sample, batch_arrays, check_groups_of_hosts, check_sample_ids, check_samples
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, check_parallel, in_order, multihost, pack
+
+if TYPE_CHECKING:
+    from jaxppo.aggregation import Normalizer
 
 _STATIC = ("context_layout", "context_shards", "micro_batches", "real_last_targets")
 _ARRAYS = (*REQUIRED, *OPTIONAL)
@@ -372,7 +376,7 @@ class RolloutBatch:
             multihost.check_equal_rows("batch", there, parallel)
         return multihost.to_global(self, self.specs(parallel), parallel)
 
-    def validate(self, vocab_size: int | None = None) -> None:
+    def validate(self, vocab_size: int | None = None, *, normalizer: Normalizer | None = None) -> None:
         """Checks on the host what shapes do not show; a batch from `from_samples` passes.
 
         What it cannot see: values that were rolled by one position within their sequences, and padding ids among the
@@ -380,11 +384,12 @@ class RolloutBatch:
 
         Args:
           vocab_size: V, which no array of the batch shows; an error without it.
+          normalizer: one that the batch is to be used with.
 
         Raises:
           TypeError: an array of another kind of dtype.
-          ValueError: a shape that does not fit; the first entry that breaks one of `rules.RULES`, with its row and
-            logical position, or segment.
+          ValueError: a shape that does not fit; a normalizer of another step; the first entry that breaks one of
+            `rules.RULES`, with its row and logical position, or segment.
 
         Example:
           >>> batch = RolloutBatch.from_samples([Sample([5, 6, 9], response_start=1)], row_length=4)
@@ -395,14 +400,13 @@ class RolloutBatch:
         """
         from jaxppo import validation  # which reads this module
 
-        validation.validate(self, vocab_size)
+        validation.validate(self, vocab_size, normalizer)
 
     def specs(self, parallel: ParallelMesh) -> RolloutBatch:
         """The PartitionSpec of each array, None where the array is None: rows over data, positions over context."""
 
         def spec(name: str, x: Any) -> P:
-            leading = (None,) * (x.ndim - 2)
-            return P(*leading, *(parallel.rows_spec if name in PER_SEGMENT else parallel.tokens_spec))
+            return spec_of(parallel.rows_spec if name in PER_SEGMENT else parallel.tokens_spec, x)
 
         specs: dict[str, Any] = {name: spec(name, x) for name, x in self._there().items()}
         return dataclasses.replace(self, **specs)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import masked
+from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
@@ -30,7 +31,7 @@ def covariance_mask(
     config: PolicyLossConfig,
     key: jax.Array,
     parallel: ParallelMesh | ShardAxes | None = None,
-) -> Float[Array, "R T"]:
+) -> Float[Array, "*K R T"]:
     """The tokens of a whole step that ClipCov takes out, or that KLCov penalises.
 
     With c = (A - mean A) (log_prob - mean log_prob), means over the step's N loss tokens, and n = max(1, share N):
@@ -49,7 +50,8 @@ def covariance_mask(
       `f32`, the shape of `batch.loss_mask`: 1 where a token is picked. For `policy_loss(..., selected=...)`.
 
     Raises:
-      ValueError: a config with another loss, an array that the batch lacks, shapes that differ.
+      ValueError: a config with another loss, an array that the batch lacks, shapes that differ, one micro-batch of
+        several, a call inside `accumulate_gradients`.
 
     Example:
       >>> from jaxppo.policy_losses import KLCov
@@ -62,6 +64,7 @@ def covariance_mask(
     Cui et al. 2025, The entropy mechanism of reinforcement learning, https://arxiv.org/abs/2505.22617
     """
     check_arrays(batch, stacked=True)
+    check_whole_step("covariance_mask", batch)
     if config.loss.selects is None:
         raise ValueError(f"config.loss: got {config.loss}, expected one that selects tokens, such as ClipCov or KLCov")
     shape = batch.loss_mask.shape
@@ -80,10 +83,11 @@ def covariance_mask(
         of = batch.specs(parallel)
         return [of.loss_mask, of.loss_mask, of, P(), P()], of.loss_mask
 
-    found: Float[Array, "R T"] = shard_call("covariance_mask", _pick, parallel, args, specs, static)
+    found: Float[Array, "*K R T"] = shard_call("covariance_mask", _pick, parallel, args, specs, static)
     return found
 
 
+@of_rows
 def _pick(
     axes: ShardAxes,
     static: PolicyLoss,
@@ -92,10 +96,8 @@ def _pick(
     batch: RolloutBatch,
     key: jax.Array,
     traced: list[jax.Array],
-) -> Float[Array, "R T"]:
+) -> Float[Array, "*K R T"]:
     loss: Any = put_arrays(static, traced)
-    shape = batch.loss_mask.shape
-    log_probs, old, batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), (log_probs, old, batch))
     axes.check_complete("a selection of the step's tokens", batch.loss_mask)
     mask = (batch.loss_mask > 0).astype(jnp.float32)
     assert batch.advantages is not None  # check_needed sees to it
@@ -110,7 +112,7 @@ def _pick(
     wanted = jnp.maximum(jnp.floor(loss.share * tokens), 1).astype(jnp.int32)
     candidates = (mask > 0) & loss.selectable(covariance, log_probs, old, advantages)
     scores = lots if loss.selects == "random" else _ordered_bits(covariance)
-    return _highest(total, scores, lots, candidates, wanted).astype(jnp.float32).reshape(shape)
+    return _highest(total, scores, lots, candidates, wanted).astype(jnp.float32)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:

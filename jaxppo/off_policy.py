@@ -152,6 +152,13 @@ class OffPolicyConfig:
         of_tokens = [self.weights in ("none", "token"), *(r.statistic.startswith("token") for r in self.rejections)]
         return all(of_tokens) and self.veto is None and self.opsm_delta is None
 
+    @property
+    def of_mean_weight(self) -> OffPolicyConfig | None:
+        """What of this the mean weight of a step depends on; None without `batch_normalize`."""
+        if not self.batch_normalize:
+            return None
+        return OffPolicyConfig(self.weights, self.low, self.high, self.outside, batch_normalize=True)
+
 
 def importance_weights(
     trainer_log_probs: Float[Array, "R T"],

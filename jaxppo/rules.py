@@ -29,10 +29,13 @@ class View:
     """The arrays that rules look at, on the host in logical order, in a loss as one device holds them.
 
     Args:
-      arrays: those of the batch that are there, and "log_probs", the loss's own, where there are some.
+      arrays: those of the batch that are there, "log_probs", the loss's own, and "normalizer", the counts of the given
+        normalizer, where there are some.
       num_segments: S.
       counts: `[R, T]`, how many positions the sequence of each position has.
+      loss_tokens: `[R, S]`, how many tokens of each sequence carry loss; None without "normalizer".
       real_last_targets: the last position of a sequence has a real target.
+      cut: sequences may go on where this cannot be seen, on a caller's own shards.
       vocab_size: None where it is not known.
       xp: numpy or jax.numpy.
     """
@@ -40,7 +43,9 @@ class View:
     arrays: Mapping[str, Any]
     num_segments: int
     counts: Any
+    loss_tokens: Any
     real_last_targets: bool
+    cut: bool
     vocab_size: int | None
     xp: ModuleType
 
@@ -88,7 +93,7 @@ def _mask_on_padding(v: View) -> Broken:
 
 
 def _mask_on_last_position(v: View) -> Broken:
-    if not v.real_last_targets:
+    if not v.real_last_targets and not v.cut:
         yield "loss_mask", v.counted & (v["segment_ids"] > 0) & (v["positions"] == v.counts - 1)
 
 
@@ -116,8 +121,10 @@ def _rollout_missing(v: View) -> Broken:
         yield name, (x < 0) & (v["sample_ids"] >= 0)
 
 
-def _never(v: View) -> Broken:
-    return iter(())
+def _normalizer_of_another_step(v: View) -> Broken:
+    for name, x in v.there("normalizer"):
+        differs = v.loss_tokens > x if v.cut else v.loss_tokens != x
+        yield name, differs & ~v.xp.isnan(v.loss_tokens)  # a mask of NaN breaks a rule of its own
 
 
 def _order(v: View) -> Broken:
@@ -195,8 +202,8 @@ RULES = (
     Rule("rollout_ids_missing", "a rollout id of at least 0 for each sample", _rollout_missing),
     Rule(
         "normalizer_of_another_step",
-        "a normalizer of the whole step, which counts at least the loss tokens of this part of it",
-        _never,
+        "a normalizer that was made of this step, sliced like it: as many loss tokens for each sequence as it counted",
+        _normalizer_of_another_step,
     ),
     Rule("order", "each sequence to be contiguous and in order", _order, on_device=False, structural=True),
     Rule("positions", "0, 1, ... in each sequence", _positions, on_device=False, structural=True),
@@ -215,15 +222,15 @@ def count_broken(
     """Per-shard: for each rule that losses check, how often this device's part breaks it, 0 where it does not.
 
     Args:
-      arrays: of the batch, and "log_probs", the loss's own; None where there is none.
+      arrays: as those of `View`; None where there is none.
       segments: of the rows.
       real_last_targets: see `View`.
     """
     there = {name: x for name, x in arrays.items() if x is not None}
     counts = segments.spread(segments.sum(jnp.ones_like(segments.segment_ids)))
-    if segments.axes.unknown(segments.segment_ids):
-        real_last_targets = True  # a caller's own shards may cut sequences: where one ends cannot be seen
-    view = View(there, segments.num_segments, counts, real_last_targets, None, jnp)
+    loss_tokens = segments.sum(there["loss_mask"]) if "normalizer" in there else None
+    cut = bool(segments.axes.unknown(segments.segment_ids))
+    view = View(there, segments.num_segments, counts, loss_tokens, real_last_targets, cut, None, jnp)
     zero = jnp.zeros((), jnp.float32)
     return {rule.name: sum((bad.sum(dtype=jnp.float32) for _, bad in rule.broken(view)), zero) for rule in ON_DEVICE}
 
@@ -274,7 +281,7 @@ def raise_first(view: View) -> None:
         for name, bad in rule.broken(view):
             if bad.any():
                 row, place = (int(i) for i in np.argwhere(bad)[0])
-                where = "segment" if name in PER_SEGMENT else "position"
+                where = "segment" if name in (*PER_SEGMENT, "normalizer") else "position"
                 expected = rule.expected.format(S=view.num_segments, V=(view.vocab_size or 0) - 1)
                 got = f"{view[name][row, place]} at row {row}, {where} {place}"
                 raise ValueError(f"{name}: got {got}, expected {expected}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from jaxppo._arrays import (
 from jaxppo.batch import RolloutBatch
 from jaxppo.rules import View, raise_first
 from jaxppo.sharding import check_row_length, logical_positions, segment_multiple
+
+if TYPE_CHECKING:
+    from jaxppo.aggregation import Normalizer
 
 
 def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Any]:
@@ -53,7 +56,7 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
     return arrays
 
 
-def validate(batch: RolloutBatch, vocab_size: int | None) -> None:
+def validate(batch: RolloutBatch, vocab_size: int | None, normalizer: Normalizer | None) -> None:
     """Raises at the first entry that breaks a rule, see `RolloutBatch.validate`."""
     if not isinstance(vocab_size, (int, np.integer)) or vocab_size < 1:
         raise ValueError(f"vocab_size: got {vocab_size!r}, expected an integer of at least 1")
@@ -67,7 +70,13 @@ def validate(batch: RolloutBatch, vocab_size: int | None) -> None:
     logical["present"] = lengths > 0
     inside = np.clip(logical["segment_ids"], 0, batch.num_segments)
     counts = np.take_along_axis(np.pad(lengths, ((0, 0), (1, 0))), inside, axis=1)
-    raise_first(View(logical, batch.num_segments, counts, batch.real_last_targets, vocab_size, np))
+    loss_tokens = None
+    if normalizer is not None:
+        normalizer.check_step(batch)
+        logical["normalizer"] = np.asarray(normalizer.counts).reshape(lengths.shape)
+        loss_tokens = _lengths(logical["segment_ids"], batch.num_segments, logical["loss_mask"])
+    real = batch.real_last_targets
+    raise_first(View(logical, batch.num_segments, counts, loss_tokens, real, False, vocab_size, np))
     _check_padding(logical["segment_ids"], lengths, layout, shards)
 
 
@@ -79,11 +88,12 @@ def _rows(given: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {name: x.reshape(-1, x.shape[-1]) for name, x in arrays.items()}
 
 
-def _lengths(segments: np.ndarray, num_segments: int) -> np.ndarray:
-    """`[R, S]`, the positions of each sequence; ids out of range left out."""
+def _lengths(segments: np.ndarray, num_segments: int, weights: np.ndarray | None = None) -> np.ndarray:
+    """`[R, S]`, the positions of each sequence, or the sum of their weights; ids out of range left out."""
     inside = np.where((segments >= 0) & (segments <= num_segments), segments, 0)
     numbered = inside + np.arange(len(segments))[:, None] * (num_segments + 1)
-    counts = np.bincount(numbered.reshape(-1), minlength=len(segments) * (num_segments + 1))
+    each = None if weights is None else weights.reshape(-1)
+    counts = np.bincount(numbered.reshape(-1), each, minlength=len(segments) * (num_segments + 1))
     return counts.reshape(len(segments), -1)[:, 1:]
 
 

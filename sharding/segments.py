@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Num
 
 from .axes import ShardAxes, vary, vary_like
@@ -66,21 +67,21 @@ class Segments:
 
 
 def segment_sum(
-    x: Num[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
+    x: Num[Array, "*K R T"],
+    segment_ids: Int[Array, "*K R T"],
     num_segments: int,
     parallel: ParallelMesh | ShardAxes | None = None,
-) -> Num[Array, "R S"]:
+) -> Num[Array, "*K R S"]:
     """The sum of x over each sequence of each row: y[r, s] = sum of x[r, t] over t with segment_ids[r, t] = s + 1.
 
     Args:
-      x: `[R, T]` values.
-      segment_ids: `i32[R, T]`, 0 for padding.
+      x: `[R, T]` values, or `[K, R, T]`, stacked batches of rows.
+      segment_ids: of x's shape, 0 for padding.
       num_segments: S, static.
       parallel: the mesh; rows sharded over data, positions over context in any layout.
 
     Returns:
-      `[R, S]` in x's dtype, 0 for sequences that are absent.
+      `[R, S]`, or `[K, R, S]`, in x's dtype, 0 for sequences that are absent.
 
     Raises:
       ValueError: shapes of x and segment_ids differ, segment_ids are no integers.
@@ -93,17 +94,20 @@ def segment_sum(
     for name, array in {"x": x, "segment_ids": segment_ids}.items():
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise TypeError(f"{name}: got {type(array).__name__}, expected an array [R, T]")
-    if x.shape != segment_ids.shape or x.ndim != 2:
+    if x.shape != segment_ids.shape or x.ndim not in (2, 3):
         raise ValueError(f"segment_ids: got shape {segment_ids.shape}, expected [R, T] like x, {x.shape}")
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise ValueError(f"segment_ids: got {segment_ids.dtype}{segment_ids.shape}, expected integers [R, T]")
     check_int("num_segments", num_segments, 0)
 
     args = {"x": x, "segment_ids": segment_ids}
-    specs = lambda p: ([p.tokens_spec] * 2, p.rows_spec)  # noqa: E731
+    leading = (None,) * (x.ndim - 2)
+    specs = lambda p: ([P(*leading, *p.tokens_spec)] * 2, P(*leading, *p.rows_spec))  # noqa: E731
     found: jax.Array = shard_call("segment_sum", _segment_sum, parallel, args, specs, num_segments)
     return found
 
 
 def _segment_sum(axes: ShardAxes, num_segments: int, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    return Segments(segment_ids, num_segments, axes).sum(x)
+    rows, leading = (-1, x.shape[-1]), x.shape[:-1]
+    found = Segments(segment_ids.reshape(rows), num_segments, axes).sum(x.reshape(rows))
+    return found.reshape(*leading, num_segments)

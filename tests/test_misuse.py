@@ -219,13 +219,17 @@ def test_what_is_legitimate_in_ones_own_shard_map():
     tokens = MESH.axes.tokens
     whole = Normalizer.from_batches(BATCH, "token_mean")
 
-    def own_psum(b, x):
-        return jax.lax.psum(loss_at(b, x, normalizer=normalizer_of(whole, b))[0], tokens)
+    def own_psum(b, x, normalizer):
+        return jax.lax.psum(loss_at(b, x, normalizer=normalizer)[0], tokens)
+
+    specs = (BATCH.specs(MESH), MESH.tokens_spec, whole.specs(MESH))
+    run = jax.shard_map(own_psum, mesh=MESH.mesh, in_specs=specs, out_specs=P())
+    np.testing.assert_allclose(jax.jit(run)(BATCH, LOG_PROBS, whole), expected, rtol=1e-6)
 
     def sum_of_tokens(b, x):
         return jax.lax.psum(loss_at(b, x, PolicyLossConfig(aggregation="token_sum"))[0], tokens) / whole.tokens
 
-    for fn in (own_psum, sum_of_tokens, lambda b, x: loss_at(b, x, parallel=MESH.axes)[0]):
+    for fn in (sum_of_tokens, lambda b, x: loss_at(b, x, parallel=MESH.axes)[0]):
         np.testing.assert_allclose(in_shard_map(fn), expected, rtol=1e-6)
 
     def replicated(b, x):
@@ -233,11 +237,6 @@ def test_what_is_legitimate_in_ones_own_shard_map():
 
     run = jax.shard_map(replicated, mesh=MESH.mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
     np.testing.assert_allclose(jax.jit(run)(BATCH, LOG_PROBS), expected, rtol=1e-6)
-
-
-def normalizer_of(whole, batch):
-    """The step's numbers, with the part of the denominators that this device's rows have."""
-    return dataclasses.replace(whole, denominators=jnp.ones(batch.sample_ids.shape))
 
 
 # A kernel inside the caller's shard_map

@@ -236,7 +236,7 @@ def test_advantages(name: str):
     more = st.lists(st.sampled_from(list(ESTIMATORS)), max_size=2)
     names = more.map(lambda found: list(dict.fromkeys([name, *found])))
     drawn = st.lists(steps, min_size=1, max_size=3)
-    search(f"advantages {name}", 0.01, names, options, places(micro_batches=(None,)), drawn)(check_advantages)
+    search(f"advantages {name}", 0.01, names, options, places(), drawn)(check_advantages)
 
 
 @pytest.mark.parametrize("cell", range(3))

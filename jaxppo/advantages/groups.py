@@ -1,6 +1,7 @@
 """Per-sample advantages that compare the samples of one prompt: the samples with equal `group_ids`.
 
 A group may have any size and may lie on any data shards: the few numbers a sample has are gathered over the data axes.
+A step of stacked micro-batches, `[K, R, S]`, is one population: the samples of a group may lie in any of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import check_alike, check_array, check_choice, check_ids
+from jaxppo._stacked import check_whole_step, spec_of
 from jaxppo.by_id import ById
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
@@ -33,12 +35,12 @@ class _Groups:
     mean: Float[Array, "N"]
 
     @property
-    def own(self) -> Float[Array, "R S"]:
+    def own(self) -> Float[Array, "*K R S"]:
         """The rewards of this device's samples."""
         first = self.by_id.axes.index(self.by_id.axes.data) * self.by_id.own.size
         return lax.dynamic_slice_in_dim(self.rewards, first, self.by_id.own.size).reshape(self.by_id.own.shape)
 
-    def of(self, table: Float[Array, "N"]) -> Float[Array, "R S"]:
+    def of(self, table: Float[Array, "N"]) -> Float[Array, "*K R S"]:
         """The value of the group of each of this device's samples."""
         return table[self.by_id.own]
 
@@ -52,11 +54,11 @@ def _by_group(
     name: str,
     formula: Callable[..., jax.Array],
     parallel: Parallel,
-    rewards: Float[Array, "R S"],
-    group_ids: Int[Array, "R S"],
-    weights: Float[Array, "R S"] | None = None,
+    rewards: Float[Array, "*K R S"],
+    group_ids: Int[Array, "*K R S"],
+    weights: Float[Array, "*K R S"] | None = None,
     **options: Any,
-) -> Float[Array, "R S"]:
+) -> Float[Array, "*K R S"]:
     """formula(groups, all_weights, **options) for every sample, 0 where there is none."""
     if rewards is None or group_ids is None:
         missing = "rewards" if rewards is None else "group_ids"
@@ -64,16 +66,18 @@ def _by_group(
         raise ValueError(f"{missing}: got None in {name}, expected [R, S]; give every Sample its {field}")
     check_array("rewards", rewards)
     check_ids("group_ids", group_ids)
-    if rewards.ndim != 2 or not jnp.issubdtype(rewards.dtype, jnp.floating):
-        raise ValueError(f"rewards: got {rewards.dtype}{list(rewards.shape)} in {name}, expected floating [R, S]")
+    if rewards.ndim not in (2, 3) or not jnp.issubdtype(rewards.dtype, jnp.floating):
+        got = f"{rewards.dtype}{list(rewards.shape)} in {name}"
+        raise ValueError(f"rewards: got {got}, expected floating [R, S], or [K, R, S]")
     if group_ids.shape != rewards.shape:
         raise ValueError(f"group_ids: got shape {group_ids.shape} in {name}, expected that of rewards, {rewards.shape}")
     if weights is not None and weights.shape != rewards.shape:
         raise ValueError(f"lengths: got shape {weights.shape} in {name}, expected that of rewards, {rewards.shape}")
+    check_whole_step(name)
     args = {"rewards": rewards, "group_ids": group_ids, "lengths": weights}
-    specs = lambda p: ([p.rows_spec] * 3, p.rows_spec)  # noqa: E731
+    specs = lambda p: ([spec_of(p.rows_spec, rewards)] * 3, spec_of(p.rows_spec, rewards))  # noqa: E731
     static = (formula, tuple(options.items()))
-    found: Float[Array, "R S"] = shard_call(name, _per_shard, parallel, args, specs, static)
+    found: Float[Array, "*K R S"] = shard_call(name, _per_shard, parallel, args, specs, static)
     return found
 
 
@@ -95,31 +99,32 @@ def _lone(groups: _Groups, advantages: jax.Array, singletons: Singletons) -> jax
 
 
 def grpo(
-    rewards: Float[Array, "R S"],
-    group_ids: Int[Array, "R S"],
+    rewards: Float[Array, "*K R S"],
+    group_ids: Int[Array, "*K R S"],
     *,
     scale_by_std: bool = True,
     epsilon: float = 1e-6,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
-) -> Float[Array, "R S"]:
+) -> Float[Array, "*K R S"]:
     """Group-relative advantages: A_i = (r_i - mean_g) / (std_g + epsilon), over the samples of i's own group.
 
     The standard deviation is over n - 1. Groups may be of unequal size and spread over data shards.
 
     Args:
-      rewards: `f32[R, S]`, one a sample; anything where there is no sample.
-      group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
+      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step; anything where there is no sample.
+      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       scale_by_std: divide by the group's deviation; without it this is `dr_grpo`.
       epsilon: added to the deviation.
       singletons: the advantage in a group of one: "zero", or its own "reward" over 1 + epsilon (verl).
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32[R, S]`, 0 where there is no sample; `spread` puts them on tokens.
+      `f32`, the shape of rewards, 0 where there is no sample; `spread` puts them on tokens.
 
     Raises:
-      ValueError, TypeError: shapes that differ, ids that are no integers, an unknown `singletons`.
+      ValueError, TypeError: shapes that differ, ids that are no integers, an unknown `singletons`, a call inside
+        `accumulate_gradients`.
 
     Example:
       >>> grpo(jnp.array([[1.0, 0.0, 0.5]]), jnp.array([[7, 7, 8]])).round(3)
@@ -143,22 +148,22 @@ def _grpo(groups: _Groups, _: None, *, scale_by_std: bool, epsilon: float, singl
 
 
 def dr_grpo(
-    rewards: Float[Array, "R S"],
-    group_ids: Int[Array, "R S"],
+    rewards: Float[Array, "*K R S"],
+    group_ids: Int[Array, "*K R S"],
     *,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
-) -> Float[Array, "R S"]:
+) -> Float[Array, "*K R S"]:
     """Group-relative advantages without the scale: A_i = r_i - mean_g.
 
     Args:
-      rewards: `f32[R, S]`, one a sample.
-      group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
+      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       singletons: the advantage in a group of one: "zero", or its own "reward" (verl).
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32[R, S]`, 0 where there is no sample.
+      `f32`, the shape of rewards, 0 where there is no sample.
 
     Raises:
       ValueError, TypeError: as `grpo`.
@@ -173,22 +178,22 @@ def dr_grpo(
 
 
 def rloo(
-    rewards: Float[Array, "R S"],
-    group_ids: Int[Array, "R S"],
+    rewards: Float[Array, "*K R S"],
+    group_ids: Int[Array, "*K R S"],
     *,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
-) -> Float[Array, "R S"]:
+) -> Float[Array, "*K R S"]:
     """Leave-one-out advantages: A_i = r_i - mean of the others of the group = n / (n - 1) * (r_i - mean_g).
 
     Args:
-      rewards: `f32[R, S]`, one a sample.
-      group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
+      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       singletons: the advantage in a group of one: "zero", or its own "reward" (verl).
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32[R, S]`, 0 where there is no sample.
+      `f32`, the shape of rewards, 0 where there is no sample.
 
     Raises:
       ValueError, TypeError: as `grpo`.
@@ -211,24 +216,24 @@ def _rloo(groups: _Groups, _: None, *, singletons: Singletons) -> jax.Array:
 
 
 def opo(
-    rewards: Float[Array, "R S"],
-    group_ids: Int[Array, "R S"],
-    lengths: Float[Array, "R S"],
+    rewards: Float[Array, "*K R S"],
+    group_ids: Int[Array, "*K R S"],
+    lengths: Float[Array, "*K R S"],
     *,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
-) -> Float[Array, "R S"]:
+) -> Float[Array, "*K R S"]:
     """Advantages over the length-weighted baseline: A_i = r_i - sum_g(len_j * r_j) / sum_g(len_j).
 
     Args:
-      rewards: `f32[R, S]`, one a sample.
-      group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
-      lengths: `[R, S]`, response tokens of each sample, `segment_sum(loss_mask, ...)`.
+      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
+      lengths: numbers of that shape, response tokens of each sample, `segment_sum(loss_mask, ...)`.
       singletons: the advantage in a group of one: "zero", or its own "reward" (verl).
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32[R, S]`, 0 where there is no sample, and in groups of several without a token.
+      `f32`, the shape of rewards, 0 where there is no sample, and in groups of several without a token.
 
     Raises:
       ValueError, TypeError: as `grpo`; lengths of another shape.
@@ -251,24 +256,25 @@ def _opo(groups: _Groups, lengths: jax.Array, *, singletons: Singletons) -> jax.
 
 
 def pass_at_k(
-    rewards: Float[Array, "R S"],
-    group_ids: Int[Array, "R S"],
+    rewards: Float[Array, "*K R S"],
+    group_ids: Int[Array, "*K R S"],
     *,
     scale_by_std: bool = True,
     epsilon: float = 1e-6,
     parallel: Parallel = None,
-) -> Float[Array, "R S"]:
+) -> Float[Array, "*K R S"]:
     """Only a group's best sample learns: A_best = (r_best - r_second) / (std_g + epsilon), 0 for all others.
 
     Args:
-      rewards: `f32[R, S]`, one a sample.
-      group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
+      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       scale_by_std: divide by the group's deviation (over n - 1).
       epsilon: added to the deviation.
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32[R, S]`, 0 where there is no sample, where two samples share the best reward, and in groups of one.
+      `f32`, the shape of rewards, 0 where there is no sample, where two samples share the best reward, and in groups
+      of one.
 
     Raises:
       ValueError, TypeError: as `grpo`.
@@ -294,26 +300,26 @@ def _pass_at_k(groups: _Groups, _: None, *, scale_by_std: bool, epsilon: float) 
 
 
 def gpg(
-    rewards: Float[Array, "R S"],
-    group_ids: Int[Array, "R S"],
+    rewards: Float[Array, "*K R S"],
+    group_ids: Int[Array, "*K R S"],
     *,
     f_norm: float = 1.0,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
-) -> Float[Array, "R S"]:
+) -> Float[Array, "*K R S"]:
     """Advantages scaled up for the samples that teach nothing: A_i = (N / #{r != 0}) * (r_i - mean_g) / f_norm.
 
-    N and the count of rewards that are not 0 are over the whole batch.
+    N and the count of rewards that are not 0 are over the whole batch, or stacked step.
 
     Args:
-      rewards: `f32[R, S]`, one a sample.
-      group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
+      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       f_norm: the paper's normaliser.
       singletons: the centred reward in a group of one: "zero", or its own "reward" (verl).
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32[R, S]`, 0 where there is no sample.
+      `f32`, the shape of rewards, 0 where there is no sample.
 
     Raises:
       ValueError, TypeError: as `grpo`.
@@ -336,17 +342,17 @@ def _gpg(groups: _Groups, _: None, *, f_norm: float, singletons: Singletons) -> 
 
 
 def remax(
-    rewards: Float[Array, "R S"], baselines: Float[Array, "R S"], sample_ids: Int[Array, "R S"]
-) -> Float[Array, "R S"]:
+    rewards: Float[Array, "*K R S"], baselines: Float[Array, "*K R S"], sample_ids: Int[Array, "*K R S"]
+) -> Float[Array, "*K R S"]:
     """Advantages over the reward of the greedy response to the same prompt: A_i = r_i - b_i.
 
     Args:
-      rewards: `f32[R, S]`, one a sample.
-      baselines: `f32[R, S]`, the greedy response's reward for each sample's prompt.
-      sample_ids: `i32[R, S]`, -1 where there is no sample.
+      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      baselines: `f32` of that shape, the greedy response's reward for each sample's prompt.
+      sample_ids: `i32` of that shape, -1 where there is no sample.
 
     Returns:
-      `f32[R, S]`, 0 where there is no sample.
+      `f32`, the shape of rewards, 0 where there is no sample.
 
     Raises:
       ValueError: shapes that differ.

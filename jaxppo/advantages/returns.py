@@ -6,7 +6,7 @@ shards, in any context layout. What crosses the network is a few numbers a row.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,35 +15,36 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import check, check_alike, check_choice, is_number
+from jaxppo._stacked import check_whole_step, of_rows, spec_of
 from jaxppo.advantages.groups import Singletons, dr_grpo
 from jaxppo.advantages.tokens import Parallel, check_segments, check_tokens, spread, whiten
 from jaxppo.batch import RolloutBatch
-from jaxppo.sharding import ShardAxes, scan_shard, shard_call, shift_shard
+from jaxppo.sharding import ParallelMesh, ShardAxes, scan_shard, shard_call, shift_shard
 
 Masked = Literal["skip", "discount"]
 
 
 def token_rewards(
-    rewards: Float[Array, "R S"],
+    rewards: Float[Array, "*K R S"],
     batch: RolloutBatch,
     *,
-    kl: Float[Array, "R T"] | None = None,
+    kl: Float[Array, "*K R T"] | None = None,
     kl_coef: float | jax.Array = 0.0,
     parallel: Parallel = None,
-) -> Float[Array, "R T"]:
+) -> Float[Array, "*K R T"]:
     """Sequence rewards on each sequence's last response token, less a KL penalty on all: r_t = [t = last] R - c kl_t.
 
     The last token is found by `batch.positions`, so it may lie on any context shard, in any layout.
 
     Args:
       rewards: `f32[R, S]`, one a sequence.
-      batch: `[R, T]`, its sequences and loss mask.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       kl: `f32[R, T]`, the estimated KL to the reference at each token (see `kl_divergence`).
       kl_coef: c.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      `f32[R, T]`, 0 where the mask is 0; a sequence with no response token gets no reward.
+      `f32`, the shape of the loss mask, 0 where the mask is 0; a sequence with no response token gets no reward.
 
     Raises:
       ValueError: shapes that differ, rows in another context layout than the mesh's.
@@ -57,11 +58,16 @@ def token_rewards(
     check_tokens(batch, kl=kl)
     check_segments(batch, rewards=rewards)
     args = {"rewards": rewards, "batch": batch, "kl": kl, "kl_coef": jnp.asarray(kl_coef, jnp.float32)}
-    specs = lambda p: ([p.rows_spec, batch.specs(p), p.tokens_spec, P()], p.tokens_spec)  # noqa: E731
-    found: Float[Array, "R T"] = shard_call("token_rewards", _token_rewards, parallel, args, specs)
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        of = batch.specs(p)
+        return [spec_of(p.rows_spec, rewards), of, of.loss_mask, P()], of.loss_mask
+
+    found: Float[Array, "*K R T"] = shard_call("token_rewards", _token_rewards, parallel, args, specs)
     return found
 
 
+@of_rows
 def _token_rewards(
     axes: ShardAxes, rewards: jax.Array, batch: RolloutBatch, kl: jax.Array | None, kl_coef: jax.Array
 ) -> jax.Array:
@@ -73,19 +79,19 @@ def _token_rewards(
 
 
 def discounted_returns(
-    rewards: Float[Array, "R T"],
+    rewards: Float[Array, "*K R T"],
     batch: RolloutBatch,
     *,
     gamma: float = 1.0,
     masked: Masked = "skip",
-    mask: Float[Array, "R T"] | None = None,
+    mask: Float[Array, "*K R T"] | None = None,
     parallel: Parallel = None,
-) -> Float[Array, "R T"]:
+) -> Float[Array, "*K R T"]:
     """The discounted sum of what follows: G_t = r_t + gamma * G_(t+1), within each sequence.
 
     Args:
       rewards: `f32[R, T]`, see `token_rewards`; anything where the mask is 0.
-      batch: `[R, T]`, its sequences and loss mask.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       gamma: the discount.
       masked: what a masked token within a response (a tool's output) does to the return of those before it: "skip",
         as if it were not there (verl); "discount" it as any other (slime).
@@ -93,7 +99,7 @@ def discounted_returns(
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      `f32[R, T]`, 0 where the mask is 0.
+      `f32`, the shape of the loss mask, 0 where the mask is 0.
 
     Raises:
       ValueError: shapes that differ, an unknown `masked`, gamma outside [0, 1], rows in another context layout than the
@@ -109,12 +115,13 @@ def discounted_returns(
     _check_unit(gamma=gamma)
     check_tokens(batch, {"rewards": rewards}, mask=mask)
     args = {"rewards": rewards, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
-    specs = lambda p: ([p.tokens_spec, p.tokens_spec, batch.specs(p)], p.tokens_spec)  # noqa: E731
+    specs = lambda p: ([*[batch.specs(p).loss_mask] * 2, batch.specs(p)], batch.specs(p).loss_mask)  # noqa: E731
     static = (gamma, gamma if masked == "discount" else 1.0)
-    found: Float[Array, "R T"] = shard_call("discounted_returns", _returns, parallel, args, specs, static)
+    found: Float[Array, "*K R T"] = shard_call("discounted_returns", _returns, parallel, args, specs, static)
     return found
 
 
+@of_rows
 def _returns(
     axes: ShardAxes, static: tuple[float, float], rewards: jax.Array, mask: jax.Array, batch: RolloutBatch
 ) -> jax.Array:
@@ -132,16 +139,16 @@ def _scan(axes: ShardAxes, batch: RolloutBatch, a: jax.Array, b: jax.Array) -> j
 
 
 def gae(
-    rewards: Float[Array, "R T"],
-    values: Float[Array, "R T"],
+    rewards: Float[Array, "*K R T"],
+    values: Float[Array, "*K R T"],
     batch: RolloutBatch,
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
     value_lam: float | None = None,
-    mask: Float[Array, "R T"] | None = None,
+    mask: Float[Array, "*K R T"] | None = None,
     parallel: Parallel = None,
-) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
+) -> tuple[Float[Array, "*K R T"], Float[Array, "*K R T"]]:
     """Generalised advantage estimation: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t.
 
     t + 1 is the next token of the sequence with mask 1: tokens masked out within a response (a tool's output) are
@@ -150,7 +157,7 @@ def gae(
     Args:
       rewards: `f32[R, T]`, see `token_rewards`; anything where the mask is 0.
       values: `f32[R, T]`, the critic's; likewise.
-      batch: `[R, T]`, its sequences and loss mask.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       gamma: the discount.
       lam: lambda of the advantages.
       value_lam: lambda of the returns, where the critic is to learn from another one (VC-PPO); `lam` if None.
@@ -176,11 +183,12 @@ def gae(
     _check_unit(gamma=gamma, lam=lam, value_lam=value_lam)
     check_tokens(batch, {"rewards": rewards, "values": values}, mask=mask)
     args = {"rewards": rewards, "values": values, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
-    specs = lambda p: ([*[p.tokens_spec] * 3, batch.specs(p)], (p.tokens_spec,) * 2)  # noqa: E731
+    specs = lambda p: ([*[batch.specs(p).loss_mask] * 3, batch.specs(p)], batch.specs(p).loss_mask)  # noqa: E731
     found: tuple[jax.Array, jax.Array] = shard_call("gae", _gae, parallel, args, specs, (gamma, lam, value_lam))
     return found
 
 
+@of_rows
 def _gae(
     axes: ShardAxes,
     static: tuple[float, float, float],
@@ -206,27 +214,27 @@ def _gae(
 
 
 def reinforce_plus_plus(
-    rewards: Float[Array, "R T"],
+    rewards: Float[Array, "*K R T"],
     batch: RolloutBatch,
     *,
     gamma: float = 1.0,
     masked: Masked = "skip",
     parallel: Parallel = None,
-) -> Float[Array, "R T"]:
-    """REINFORCE++: discounted returns, whitened over all tokens of the batch.
+) -> Float[Array, "*K R T"]:
+    """REINFORCE++: discounted returns, whitened over all tokens of the step.
 
     Args:
       rewards: `f32[R, T]`, with the KL penalty in them: see `token_rewards`.
-      batch: `[R, T]`, its sequences and loss mask.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       gamma: the discount.
       masked: see `discounted_returns`, which gives the returns alone.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      `f32[R, T]`, 0 where the mask is 0.
+      `f32`, the shape of the loss mask, 0 where the mask is 0.
 
     Raises:
-      ValueError: as `discounted_returns`.
+      ValueError: as `discounted_returns` and `whiten`; one micro-batch of several.
 
     Example:
       >>> ids, one = jnp.array([[1, 2]]), jnp.ones((1, 2))
@@ -236,38 +244,39 @@ def reinforce_plus_plus(
 
     Hu 2025, REINFORCE++, https://arxiv.org/abs/2501.03262
     """
+    check_whole_step("reinforce_plus_plus", batch)
     returns = discounted_returns(rewards, batch, gamma=gamma, masked=masked, parallel=parallel)
     return whiten(returns, batch.loss_mask, parallel=parallel)
 
 
 def reinforce_plus_plus_baseline(
-    rewards: Float[Array, "R S"],
-    group_ids: Int[Array, "R S"],
+    rewards: Float[Array, "*K R S"],
+    group_ids: Int[Array, "*K R S"],
     batch: RolloutBatch,
     *,
-    kl: Float[Array, "R T"] | None = None,
+    kl: Float[Array, "*K R T"] | None = None,
     kl_coef: float | jax.Array = 0.0,
     whitened: bool = True,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
-) -> Float[Array, "R T"]:
+) -> Float[Array, "*K R T"]:
     """REINFORCE++ with the group's mean as baseline: A_t = whiten(r_i - mean_g - c * kl_t).
 
     Args:
       rewards: `f32[R, S]`, one a sequence.
       group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
-      batch: `[R, T]`, its sequences and loss mask.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       kl: `f32[R, T]`, the estimated KL to the reference at each token.
       kl_coef: c.
-      whitened: whiten over all tokens of the batch.
+      whitened: whiten over all tokens of the step.
       singletons: the centred reward in a group of one: "zero", or its own "reward" (verl).
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      `f32[R, T]`, 0 where the mask is 0.
+      `f32`, the shape of the loss mask, 0 where the mask is 0.
 
     Raises:
-      ValueError: as `grpo` and `spread`; kl of another shape.
+      ValueError: as `grpo` and `spread`; kl of another shape; one micro-batch of several.
 
     Example:
       >>> ids, one = jnp.array([[1, 2]]), jnp.ones((1, 2))
@@ -278,6 +287,7 @@ def reinforce_plus_plus_baseline(
     Hu 2025, REINFORCE++, https://arxiv.org/abs/2501.03262
     """
     check_tokens(batch, kl=kl)
+    check_whole_step("reinforce_plus_plus_baseline", batch)
     centred = dr_grpo(rewards, group_ids, singletons=singletons, parallel=parallel)
     advantages = spread(centred, batch, parallel=parallel)
     if kl is not None:
@@ -286,13 +296,13 @@ def reinforce_plus_plus_baseline(
 
 
 def on_policy_distillation(
-    advantages: Float[Array, "R T"],
-    log_probs: Float[Array, "R T"],
-    teacher_log_probs: Float[Array, "R T"],
-    loss_mask: Float[Array, "R T"],
+    advantages: Float[Array, "*K R T"],
+    log_probs: Float[Array, "*K R T"],
+    teacher_log_probs: Float[Array, "*K R T"],
+    loss_mask: Float[Array, "*K R T"],
     *,
     coef: float | jax.Array = 1.0,
-) -> Float[Array, "R T"]:
+) -> Float[Array, "*K R T"]:
     """Pulls the policy to a teacher on the policy's own samples: A'_t = A_t - coef * (log_prob_t - teacher_log_prob_t).
 
     The difference of log-probs at a sampled token is an unbiased estimate of KL(policy | teacher).
@@ -305,7 +315,7 @@ def on_policy_distillation(
       coef: the weight of the teacher.
 
     Returns:
-      `f32[R, T]`, 0 where the mask is 0.
+      `f32`, the shape of the loss mask, 0 where the mask is 0.
 
     Raises:
       ValueError: shapes that differ.

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_array
+from jaxppo._stacked import check_whole_step, of_rows, spec_of
 from jaxppo.batch import RolloutBatch
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 from jaxppo.validation import check_arrays
@@ -19,8 +20,8 @@ Parallel = ParallelMesh | ShardAxes | None
 
 
 def check_tokens(batch: RolloutBatch, needed: Mapping[str, Any] | None = None, **optional: jax.Array | None) -> None:
-    """Raises where an array is not of the batch's `[R, T]`."""
-    check_arrays(batch)
+    """Raises where an array is not of the batch's `[R, T]`, or `[K, R, T]`."""
+    check_arrays(batch, stacked=True)
     shape = batch.loss_mask.shape
     given = {name: x for name, x in optional.items() if x is not None}
     for name, x in {**(needed or {}), **given}.items():
@@ -39,16 +40,16 @@ def check_segments(batch: RolloutBatch, **arrays: jax.Array | None) -> None:
             raise ValueError(f"{name}: got {got}, expected the batch's [R, S], {batch.sample_ids.shape}")
 
 
-def spread(x: Float[Array, "R S"], batch: RolloutBatch, *, parallel: Parallel = None) -> Float[Array, "R T"]:
+def spread(x: Float[Array, "*K R S"], batch: RolloutBatch, *, parallel: Parallel = None) -> Float[Array, "*K R T"]:
     """Each sample's value on its loss-carrying tokens: y[r, t] = x[r, segment_ids[r, t] - 1] where loss_mask[r, t].
 
     Args:
-      x: `f32[R, S]`, one a sample.
-      batch: `[R, T]`, its sequences and loss mask.
+      x: `f32[R, S]`, one a sample; `[K, R, S]` with a stacked step.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      `f32[R, T]`, 0 where the mask is 0.
+      `f32`, the shape of the mask, 0 where the mask is 0.
 
     Raises:
       ValueError: shapes that differ.
@@ -60,40 +61,41 @@ def spread(x: Float[Array, "R S"], batch: RolloutBatch, *, parallel: Parallel = 
     """
     check_tokens(batch)
     check_segments(batch, x=x)
-    specs = lambda p: ([p.rows_spec, batch.specs(p)], p.tokens_spec)  # noqa: E731
-    found: Float[Array, "R T"] = shard_call("spread", _spread, parallel, {"x": x, "batch": batch}, specs)
+    specs = lambda p: ([spec_of(p.rows_spec, x), batch.specs(p)], batch.specs(p).loss_mask)  # noqa: E731
+    found: Float[Array, "*K R T"] = shard_call("spread", _spread, parallel, {"x": x, "batch": batch}, specs)
     return found
 
 
+@of_rows
 def _spread(axes: ShardAxes, x: jax.Array, batch: RolloutBatch) -> jax.Array:
     return jnp.where(batch.loss_mask > 0, batch.segments(axes).spread(x), 0).astype(jnp.float32)
 
 
 def whiten(
-    x: Float[Array, "R T"],
-    mask: Float[Array, "R T"],
+    x: Float[Array, "*K R T"],
+    mask: Float[Array, "*K R T"],
     *,
     shift_mean: bool = True,
     epsilon: float = 1e-12,
     parallel: Parallel = None,
-) -> Float[Array, "R T"]:
-    """Mean 0 and deviation 1 over all masked-in tokens of the batch: y = (x - mean) / sqrt(var + epsilon).
+) -> Float[Array, "*K R T"]:
+    """Mean 0 and deviation 1 over all masked-in tokens of the step: y = (x - mean) / sqrt(var + epsilon).
 
     The mean is found first and the variance (over n - 1) about it, each over data and context, so that a mean far
     larger than the deviation costs no accuracy.
 
     Args:
-      x: `f32[R, T]`.
-      mask: `[R, T]`, 1 where a token counts; x can be anything elsewhere.
+      x: `f32[R, T]`, or a stacked step `[K, R, T]`.
+      mask: of that shape, 1 where a token counts; x can be anything elsewhere.
       shift_mean: leave the mean at 0; without it the result keeps the mean of x.
       epsilon: added to the variance, in x's units squared.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      `f32[R, T]`, 0 where the mask is 0.
+      `f32`, the shape of the mask, 0 where the mask is 0.
 
     Raises:
-      ValueError: shapes that differ.
+      ValueError: shapes that differ; a call inside `accumulate_gradients`.
 
     Example:
       >>> whiten(jnp.array([[999.0, 1001.0, jnp.nan]]), jnp.array([[1.0, 1.0, 0.0]])).round(3)
@@ -101,11 +103,12 @@ def whiten(
     """
     check_array("x", x, "floats")
     check_array("mask", mask)
-    if x.ndim != 2 or x.shape != mask.shape:
-        raise ValueError(f"x, mask: got shapes {x.shape} and {mask.shape}, expected [R, T] both")
-    specs = lambda p: ([p.tokens_spec] * 2, p.tokens_spec)  # noqa: E731
+    if x.ndim not in (2, 3) or x.shape != mask.shape:
+        raise ValueError(f"x, mask: got shapes {x.shape} and {mask.shape}, expected [R, T], or [K, R, T], both")
+    check_whole_step("whiten")
+    specs = lambda p: ([spec_of(p.tokens_spec, x)] * 2, spec_of(p.tokens_spec, x))  # noqa: E731
     args = {"x": x, "mask": mask}
-    found: Float[Array, "R T"] = shard_call("whiten", _whiten, parallel, args, specs, (shift_mean, epsilon))
+    found: Float[Array, "*K R T"] = shard_call("whiten", _whiten, parallel, args, specs, (shift_mean, epsilon))
     return found
 
 

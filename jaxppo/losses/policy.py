@@ -69,8 +69,8 @@ def policy_loss(
 
     Raises:
       ValueError, TypeError: an array that the config needs and the batch lacks, shapes that differ, a bonus on
-        entropies that have no gradient, a normalizer of another aggregation or none for a micro-batch, rows in another
-        context layout than the mesh's.
+        entropies that have no gradient, a normalizer of another aggregation, correction or step, none for a
+        micro-batch, rows in another context layout than the mesh's.
 
     Example:
       >>> sample = Sample([1, 2, 3], response_start=1, advantages=[1.0, 1.0], old_log_probs=[-0.5, -2.0])

@@ -121,9 +121,10 @@ class Step:
         """From the batch, the statistics where they are known, and the step's normalizer where there is one."""
         batch = dataclasses.replace(batch, loss_mask=batch.loss_mask.astype(jnp.float32))
         segments = batch.segments(axes)
+        given = {} if normalizer is None else {"normalizer": normalizer.counts}
         normalizer = step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
         weights = token_weights(batch.loss_mask, segments, normalizer, loss.aggregation_norm)
-        broken = _broken_rules(batch, segments, normalizer, loss.ruled(stats, batch))
+        broken = _broken_rules(batch, segments, normalizer.aggregation, given | loss.ruled(stats, batch))
         left_out = loss.left_out(stats, batch)
         if left_out is not None:  # the denominators stay those of all the tokens
             weights, mask = (jnp.where(left_out, 0, x) for x in (weights, batch.loss_mask))
@@ -140,19 +141,16 @@ class Step:
 
 
 def _broken_rules(
-    batch: RolloutBatch, segments: Segments, normalizer: Normalizer, ruled: Mapping[str, Any]
+    batch: RolloutBatch, segments: Segments, aggregation: Aggregation, ruled: Mapping[str, Any]
 ) -> dict[str, Metric]:
     structure = ("segment_ids", "positions", "loss_mask", "sample_ids")
     arrays = {name: getattr(batch, name) for name in structure} | dict(ruled)
-    if normalizer.aggregation == "rollout_mean":
+    if aggregation == "rollout_mean":
         arrays["rollout_ids"] = batch.rollouts
     counts = count_broken(lax.stop_gradient(arrays), segments, batch.real_last_targets)
     one = jnp.ones(())
     terms: dict[str, Term] = {name: (count, one, "sum") for name, count in counts.items()}
-    found = reduce_metrics(segments.axes, terms | {"tokens": (batch.loss_mask * (batch.segment_ids > 0), one, "sum")})
-    fewer = found.pop("tokens").total > normalizer.tokens * (1 + 1e-6)
-    of_another = Metric(lax.stop_gradient(fewer.astype(jnp.float32)), jnp.float32(1), "sum")
-    return found | {"normalizer_of_another_step": of_another}
+    return reduce_metrics(segments.axes, terms)
 
 
 def loss_of_stats(
@@ -182,7 +180,7 @@ def check_normalizer(normalizer: Normalizer | None) -> None:
 
 
 def _batch_specs(p: ParallelMesh, batch: RolloutBatch, normalizer: Normalizer | None, selected: Any) -> list[Any]:
-    of_normalizer = None if normalizer is None else Normalizer.specs(p, normalizer.aggregation)
+    of_normalizer = None if normalizer is None else normalizer.specs(p)
     return [batch.specs(p), of_normalizer, None if selected is None else p.tokens_spec, P()]
 
 
