@@ -244,8 +244,8 @@ def reinforce_plus_plus(
 
     Hu 2025, REINFORCE++, https://arxiv.org/abs/2501.03262
     """
-    check_whole_step("reinforce_plus_plus", batch)
     returns = discounted_returns(rewards, batch, gamma=gamma, masked=masked, parallel=parallel)
+    check_whole_step("reinforce_plus_plus", batch)
     return whiten(returns, batch.loss_mask, parallel=parallel)
 
 
