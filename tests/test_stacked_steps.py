@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxppo.mtp import mtp_normalizers
 from policy_steps import quick_jit, step_of
 from random_steps import Drawn, Place, Step, agree, batch_of, of_each, step_samples, to_samples
 from test_search_advantages import ESTIMATORS, Given, Options, amplified, given_of, known_of
@@ -22,6 +21,7 @@ from jaxppo import (
     policy_loss,
 )
 from jaxppo.covariance import covariance_mask
+from jaxppo.losses.mtp import mtp_normalizers
 from jaxppo.policy_losses import KLCov
 from jaxppo.sharding import segment_sum
 
