@@ -237,7 +237,7 @@ def count_broken(
 
 def broken_log_probs(log_probs: Float[Array, "..."], loss_mask: Float[Array, "..."]) -> Bool[Array, "..."]:
     """Which tokens' log-probs break a rule: for code that sees some of the tokens only."""
-    view = View({"log_probs": log_probs, "loss_mask": loss_mask}, 0, None, True, None, jnp)
+    view = View({"log_probs": log_probs, "loss_mask": loss_mask}, 0, None, None, True, False, None, jnp)
     found = [bad for rule in (_log_probs_above_zero, _log_probs_not_finite) for _, bad in rule(view)]
     return found[0] | found[1]
 
