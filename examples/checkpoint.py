@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +16,34 @@ import orbax.checkpoint as ocp
 from examples.learner import TrainState
 from jaxppo.sharding import multihost
 
-FORMAT = 1  # of what is saved; to be raised where an older program could not go on from it
+FORMAT = 2  # of what is saved; to be raised where an older program could not go on from it
+SUMS = "SHA256SUMS"  # as the program sha256sum writes and checks them
+_INFO, _STATE = "info.json", "state"
+_KEPT = 2
 
 
 class Checkpoints:
     """The newest two checkpoints under `folder`. Each becomes visible whole, by a rename, or not at all.
 
+    A checkpoint is a folder: the arrays in Orbax's layout, a file of JSON with what else the run remembers, and the
+    digests of both, which must fit every byte when it is loaded.
+
     Args:
-      folder: made if it is not there; emptied unless `resume`.
+      folder: made if it is not there.
       identity: what a checkpoint must have been saved with to be loaded: the model's sizes, the task, the seed.
-      resume: keep what is there.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], resume: bool):
-        if not resume and jax.process_index() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        multihost.exchange("an emptied folder", b"")
-        self.identity = {"format": FORMAT, **identity}
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
-        )
-        self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
+    def __init__(self, folder: Path, identity: dict[str, Any]):
+        self.folder, self.identity = folder.absolute(), identity
+        self._arrays = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+
+        def clean() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.iterdir():
+                if path.suffix in (".new", ".old"):  # of a run that ended in a save
+                    shutil.rmtree(path)
+
+        self._on_first(clean)
 
     def save(self, state: TrainState, step: int, notes: dict[str, Any]) -> None:
         """Saves the state after `step` steps, with whatever else the run wants to remember; once for each step.
@@ -40,18 +51,43 @@ class Checkpoints:
         Raises:
           OSError: it could not be written; older checkpoints are still there.
         """
-        if step in self.manager.all_steps():
+        if step in steps_in(self.folder):
             return
-        info = {"identity": self.identity, "notes": notes}
-        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(_plain(state)), info=ocp.args.JsonSave(info))
+        new, info = self.folder / f"{step}.new", {"format": FORMAT, "identity": self.identity, "notes": notes}
         try:
-            self.manager.save(step, args=arguments)
+            self._on_first(lambda: new.mkdir())
+            self._arrays.save(new / _STATE, args=ocp.args.PyTreeSave(_plain(state)))
+            self._on_first(lambda: (new / _INFO).write_text(json.dumps(info, indent=1)))
+            sums = _sums(new, _files(new))
+            self._on_first(lambda: self._commit(new, step, sums))
         except Exception as error:  # the writer of arrays raises several kinds
-            kept = ", ".join(map(str, sorted(self.manager.all_steps(read=True)))) or "none"
+            kept = ", ".join(map(str, steps_in(self.folder))) or "none"
             raise OSError(
-                f"checkpoint {step}: could not be written to {self.manager.directory} ({_reason(error)}); those there: "
-                f"{kept}"
+                f"checkpoint {step}: could not be written to {self.folder} ({_reason(error)}); those there: {kept}"
             ) from error
+
+    def _commit(self, new: Path, step: int, sums: dict[str, str]) -> None:
+        lines = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
+        (new / SUMS).write_text(f"{lines}# {_digest(lines.encode())}\n")
+        os.replace(new, self.folder / str(step))
+        for old in steps_in(self.folder)[:-_KEPT]:
+            self._delete(old)
+
+    def _delete(self, step: int) -> None:
+        old = self.folder / f"{step}.old"
+        os.replace(self.folder / str(step), old)  # at no time is half of one in its place
+        shutil.rmtree(old)
+
+    def _on_first(self, act: Callable[[], Any]) -> None:
+        """Has the first process do it; every process raises what it does, and none goes on before."""
+        problem = ""
+        if jax.process_index() == 0:
+            try:
+                act()
+            except OSError as error:
+                problem = str(error)
+        if problem := multihost.exchange("what the first process did", problem.encode())[0].decode():
+            raise OSError(problem)
 
     def load(self, like: TrainState, step: int | None = None) -> tuple[TrainState, int, dict[str, Any]]:
         """A state, placed as `like` is on whatever mesh that is, its step and its notes.
@@ -61,45 +97,108 @@ class Checkpoints:
           step: which one; checkpoints after it are deleted. The newest by default.
 
         Raises:
-          ValueError: there is none, it cannot be read, or it is of another model, run or format.
+          ValueError: there is none, a byte of it is not as it was written, or it is of another model, run or format.
         """
-        steps = sorted(self.manager.all_steps())
+        steps = steps_in(self.folder)
         if not steps:
-            raise ValueError(f"--resume: got no checkpoint in {self.manager.directory}, expected one")
+            raise ValueError(f"--resume: got no checkpoint in {self.folder}, expected one")
         if step is not None and step not in steps:
             raise ValueError(f"--resume: got {step}, expected one of the checkpoints {', '.join(map(str, steps))}")
         step = steps[-1] if step is None else step
-        before = [s for s in steps if s < step]
-        offer = f"; --resume {before[-1]} goes on from the one before" if before else "; there is none before it"
-        inside = Path(self.manager.directory) / str(step)
-        for path in (inside, *inside.rglob("*")):
-            if path.is_symlink():
-                raise ValueError(f"--resume: got {path}, a link, expected a checkpoint whose files lie in it{offer}")
         try:
-            info = self.manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore())).info
-            identity, notes = info["identity"], info["notes"]
-            found = {name: identity.get(name) for name in self.identity}
-            notes.keys()
-        except Exception as error:  # of a file cut short or a stranger's, whatever reads it raises
-            raise ValueError(self._unreadable(step, error) + offer) from error
+            state, notes = self._read(self.folder / str(step), like)
+        except ValueError as error:
+            before = [s for s in steps if s < step]
+            offer = f"--resume {before[-1]} goes on from the one before" if before else "there is none before it"
+            raise ValueError(f"--resume: {error}; {offer}") from error
+        for later in steps[steps.index(step) + 1 :]:
+            self._on_first(lambda later=later: self._delete(later))  # type: ignore[misc]
+        return state, step, notes
+
+    def _read(self, folder: Path, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        for path in (folder, *folder.rglob("*")):
+            if path.is_symlink():
+                raise ValueError(f"got {path}, a link, expected a checkpoint whose files lie in it")
+        if not (folder / SUMS).is_file() and (version := _read_info(folder).get("format")) != FORMAT:
+            raise ValueError(_other_format(folder, version))  # which may keep its digests elsewhere
+        check_sums(folder)
+        info = _read_info(folder)
+        if info.get("format") != FORMAT:
+            raise ValueError(_other_format(folder, info.get("format")))
+        identity, notes = info.get("identity"), info.get("notes")
+        if not isinstance(identity, dict) or not isinstance(notes, dict):
+            raise ValueError(f"got {folder / _INFO} without identity and notes, expected a whole checkpoint")
         for name, expected in self.identity.items():
-            if found[name] != expected:
+            if (found := identity.get(name)) != expected:
                 raise ValueError(
-                    f"--resume: got a checkpoint of another model or run, {name}={found[name]}, expected {expected}, "
-                    f"in {self.manager.directory / str(step)}{offer}"
+                    f"got a checkpoint of another model or run, {name}={found}, expected {expected}, in {folder}"
                 )
         plain = _plain(like)
         restore = ocp.args.PyTreeRestore(plain, restore_args=ocp.checkpoint_utils.construct_restore_args(plain))
         try:
-            state = self.manager.restore(step, args=ocp.args.Composite(state=restore)).state
-        except Exception as error:
-            raise ValueError(self._unreadable(step, error) + offer) from error
-        for later in steps[steps.index(step) + 1 :]:
-            self.manager.delete(later)
-        return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(state)), step, notes
+            state = self._arrays.restore(folder / _STATE, args=restore)
+        except Exception as error:  # of a stranger's file, whatever reads it raises
+            raise ValueError(f"got {folder}, expected a whole checkpoint ({_reason(error)})") from error
+        return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(state)), notes
 
-    def _unreadable(self, step: int, error: Exception) -> str:
-        return f"--resume: got {self.manager.directory / str(step)}, expected a whole checkpoint ({_reason(error)})"
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, in their order."""
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """The digest of each file, as the processes find them, each reading its share; all must call this."""
+    names = json.loads(multihost.exchange("files of a checkpoint", json.dumps(names).encode())[0])
+    mine = {}
+    for name in names[jax.process_index() :: jax.process_count()]:
+        with (folder / name).open("rb") as file:
+            mine[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    found: dict[str, str] = {}
+    for part in multihost.exchange("digests of a checkpoint", json.dumps(mine).encode()):
+        found |= json.loads(part)
+    return {name: found[name] for name in names}
+
+
+def check_sums(folder: Path) -> None:
+    """Raises ValueError where a byte of the checkpoint is not as it was written; all processes must call this."""
+    path = folder / SUMS
+    whole = "expected a whole checkpoint"
+    if not path.is_file():
+        raise ValueError(f"got {folder} without {SUMS}, {whole}")
+    *lines, last = path.read_bytes().splitlines(keepends=True) or [b""]
+    if last != f"# {_digest(b''.join(lines))}\n".encode():
+        raise ValueError(f"got {path}, whose bytes are not those that were written, {whole}")
+    written = dict(reversed(line.split("  ", 1)) for line in b"".join(lines).decode().splitlines())
+    names = _files(folder)
+    if odd := sorted({*written, SUMS} ^ set(names)):
+        how = "a file that is not of it" if odd[0] in names else "nothing there"
+        raise ValueError(f"got {folder / odd[0]}, {how}, {whole}")
+    for name, digest in _sums(folder, sorted(written)).items():
+        if digest != written[name]:
+            raise ValueError(f"got {folder / name}, whose bytes are not those that were written, {whole}")
+
+
+def _read_info(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / _INFO).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _other_format(folder: Path, found: Any) -> str:
+    if isinstance(found, int) and found > FORMAT:
+        return f"got a checkpoint of a newer format, {found}, in {folder}, expected {FORMAT}: a newer program wrote it"
+    return f"got {folder}, expected a whole checkpoint of format {FORMAT}"
 
 
 def _reason(error: Exception) -> str:

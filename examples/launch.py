@@ -1,48 +1,20 @@
-"""A run in many processes: started here with emulated devices, one by one by hand, or found by JAX on a pod."""
+"""A run in many processes on this machine, started here. Nothing here imports JAX."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
-from typing import Any
 
-import jax
-
-from jaxppo.sharding import multihost
-
-HEARTBEAT_S = 30  # a process that is silent for so long is gone, and the others end
 _POLL_S = 0.1
 _SETTLE_S = 2.0  # a killed process frees its memory before it counts as ended; one that misses it may end sooner
-
-
-def add_arguments(parser: argparse.ArgumentParser, at_least: Any) -> None:
-    """The arguments that say which processes a run is made of; `at_least(n)` reads an integer."""
-    add = parser.add_argument_group("processes").add_argument
-    add("--processes", type=at_least(1), default=1, help="start so many on this machine, emulated devices shared out")
-    add("--distributed", action="store_true", help="one of many processes; JAX finds them (TPU pod, Slurm, Open MPI)")
-    add("--coordinator", metavar="HOST:PORT", help="of process 0, where nothing finds it; with the next one")
-    add("--process-id", type=at_least(0), metavar="I", help="this is the I-th of --processes, which others start")
-    add("--heartbeat-timeout", type=at_least(10), default=HEARTBEAT_S, help="seconds without a sign until others end")
-
-
-def check_arguments(args: argparse.Namespace, devices: int) -> None:
-    """Raises ValueError where the arguments do not fit together; `devices` are emulated in all."""
-    if (args.coordinator is None) != (args.process_id is None):
-        raise ValueError("--coordinator, --process-id: got one of them, expected both or neither")
-    if args.distributed and (args.processes > 1 or args.process_id is not None):
-        raise ValueError("--distributed: got --processes or --process-id beside it, expected JAX to find them")
-    if args.process_id is not None and args.process_id >= args.processes:
-        raise ValueError(f"--process-id: got {args.process_id}, expected 0 to {args.processes - 1}")
-    if devices % args.processes:
-        raise ValueError(f"--processes: got {args.processes}, expected a divisor of the {devices} emulated devices")
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def is_launcher(args: argparse.Namespace) -> bool:
@@ -50,40 +22,8 @@ def is_launcher(args: argparse.Namespace) -> bool:
     return args.processes > 1 and args.process_id is None
 
 
-def join(args: argparse.Namespace, devices: int) -> None:
-    """Makes this process one of the run's, with its share of `devices` where they are emulated."""
-    if not args.distributed:
-        with contextlib.suppress(RuntimeError):  # devices exist already: those it will be
-            jax.config.update("jax_num_cpu_devices", devices // args.processes)
-    if args.distributed:
-        multihost.start(heartbeat_timeout_s=args.heartbeat_timeout)
-    else:
-        multihost.start(args.coordinator, args.processes, args.process_id, args.heartbeat_timeout)
-
-
-def is_first() -> bool:
-    """Whether this process writes what all of them have found."""
-    return jax.process_index() == 0
-
-
-@contextlib.contextmanager
-def one_speaks() -> Iterator[None]:
-    """Within the block, what other processes than the first print goes nowhere."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if is_first() else nowhere):
-        yield
-
-
-def leave(code: int) -> int:
-    """The exit code; a process that failed does not wait for the others, who would wait for it."""
-    if code and jax.process_count() > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
-
-
 def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> int:
-    """Runs the module as `args.processes` processes on this machine, and passes SIGTERM on to them.
+    """Runs the module as `args.processes` processes on this machine, and passes signals on to them.
 
     Where one ends badly, the others have the heartbeat timeout, and as long again, to end on their own; then they are
     killed.
@@ -97,13 +37,14 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
         port = free.getsockname()[1]
     command = [sys.executable, "-m", module, *arguments, "--coordinator", f"127.0.0.1:{port}", "--process-id"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    running = [subprocess.Popen([*command, str(i)], env=environment) for i in range(args.processes)]
+    # in groups of their own: a terminal sends Ctrl-C to this process alone, which passes it on once
+    running = [subprocess.Popen([*command, str(i)], env=environment, process_group=0) for i in range(args.processes)]
 
     def pass_on(number: int, _: FrameType | None) -> None:
         for process in running:
             process.send_signal(number)
 
-    before = signal.signal(signal.SIGTERM, pass_on)
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
     named = ", ".join(str(process.pid) for process in running)
     print(f"{args.processes} processes at 127.0.0.1:{port}, their ids {named}", file=sys.stderr)
     code, deadline = 0, float("inf")
@@ -126,34 +67,6 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
         for process in running:
             process.kill()
             process.wait()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return code
-
-
-class Lost(Exception):
-    """What is said where a collective or an exchange failed, mostly for a process that is gone."""
-
-    def __init__(self, error: Exception):
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        super().__init__(
-            f"process {jax.process_index()} of {jax.process_count()}: got {reason!r}, expected all processes to go on; "
-            "--resume goes on from the last checkpoint"
-        )
-
-
-class Silent:
-    """Stands in for the report of a process that is not the first."""
-
-    records: tuple[Any, ...] = ()
-
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-    def add(self, step: int, metrics: Any) -> None:
-        pass
-
-    def draw(self) -> None:
-        pass

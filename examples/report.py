@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar, `metrics.jsonl`, `settings.json` and `reward.png`; later, on request, a page.
+"""What a run shows: a progress bar, metrics.jsonl, samples.jsonl, settings.json, reward.png; on request, a page.
 
 python -m examples.report runs/grpo    # report.html, to be opened in a browser, and events for TensorBoard
 """
@@ -32,32 +32,36 @@ _PLOTTED = {"reward": "reward", "kl": "KL to the SFT model (nats)", "entropy": "
 class Report:
     """Writes each step's numbers to `folder/metrics.jsonl` and onto a progress bar, both open within a with block.
 
+    A few samples of each step go to `folder/samples.jsonl`.
+
     Args:
       folder: where the files go.
       steps: the number of GRPO steps of the whole run.
-      start: the step to go on from; what the file says of later ones is dropped, and so are lines that a sudden end
-        left torn. 0 starts a new file.
+      start: the step to go on from; what the files say of later ones is dropped, and so are lines that a sudden end
+        left torn. 0 starts new files.
       settings: what the run was started with, kept beside the metrics.
     """
 
     def __init__(self, folder: Path, steps: int, start: int, settings: Mapping[str, Any]):
         self.folder = folder
-        self.records: list[dict[str, Any]] = []
-        path, beside = folder / "metrics.jsonl", folder / "metrics.jsonl.new"
-        if start and path.exists():
-            self.records = [record for record in read_records(path) if record["step"] <= start]
-        beside.unlink(missing_ok=True)  # a link there would lead out of the folder
-        with beside.open("w") as file:
-            file.writelines(map(_line, self.records))
-        os.replace(beside, path)  # whoever looks finds the old lines or the new ones
-        (folder / "settings.json").write_text(json.dumps(settings, indent=1, default=str))
-        self._file = path.open("a")
+        self.records = _records_until(folder / "metrics.jsonl", start)
+        samples = _records_until(folder / "samples.jsonl", start)
+        _replace(folder / "metrics.jsonl", "".join(map(_line, self.records)))
+        _replace(folder / "samples.jsonl", "".join(map(_line, samples)))
+        _replace(folder / "settings.json", json.dumps(settings, indent=1, default=str))
+        self._file = (folder / "metrics.jsonl").open("a")
+        self._samples = (folder / "samples.jsonl").open("a")
         self._bar = tqdm(total=steps, initial=start, desc="grpo", unit="step", dynamic_ncols=True)
 
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Takes the numbers of one step; one that is not finite is null in the file, since JSON has no NaN."""
+    def add(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the numbers of one step, and what of its samples is to be kept.
+
+        A number that is not finite is null in the file, since JSON has no NaN.
+        """
         numbers = {name: float(value) for name, value in metrics.items()}
         self.records.append({"step": step} | {n: x if math.isfinite(x) else None for n, x in numbers.items()})
+        self._samples.write(_line({"step": step, "samples": samples}))
+        self._samples.flush()
         self._file.write(_line(self.records[-1]))
         self._file.flush()
         shown = {name: f"{numbers[name]:.3f}" for name in ("reward", "loss", "entropy")}
@@ -70,6 +74,7 @@ class Report:
     def __exit__(self, *_: Any) -> None:
         self._bar.close()
         self._file.close()
+        self._samples.close()
 
     def draw(self) -> None:
         """Draws the curves."""
@@ -82,7 +87,8 @@ class Report:
             axis.set_ylabel(label)
             axis.grid(alpha=0.3)
         axes[-1].set_xlabel("GRPO step")
-        figure.savefig(self.folder / "reward.png", dpi=120)
+        figure.savefig(self.folder / "reward.new.png", dpi=120)
+        os.replace(self.folder / "reward.new.png", self.folder / "reward.png")
         pyplot.close(figure)
 
 
@@ -110,6 +116,18 @@ def memory_gib() -> float:
 
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file; whoever looks finds the old text or the new."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.unlink(missing_ok=True)  # a link there would lead out of the folder
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+def _records_until(path: Path, step: int) -> list[dict[str, Any]]:
+    return [record for record in read_records(path) if record["step"] <= step] if step and path.exists() else []
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -143,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(argv).run
     try:
         run = load_run(folder)
-        (folder / "report.html").write_text(page(run), encoding="utf-8")
+        (folder / "report.html").write_text(page(run), encoding="utf-8", errors="replace")
         write_events(run.numbers, folder / "tensorboard")
     except (ValueError, OSError) as error:
         print(f"examples.report: error: {error}", file=sys.stderr)

@@ -32,6 +32,8 @@ CHARTS = {
     "Memory": ("GiB, the highest so far: of a device where it says, else of the process", ("memory_gib",)),
     "Left out": ("updates without a finite gradient, and rules of data that were broken", ("skipped", "broken_rules")),
 }
+_SAMPLE = ("reward", "prompt", "completion")
+_STEPS_SHOWN = 20
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
@@ -40,18 +42,23 @@ h3 { font-size: 1rem; margin: 0 } p { margin: .2rem 0; color: #57606a }
 figure { margin: 0; border: 1px solid #d0d7de; border-radius: 6px; padding: .8rem } svg { width: 100%; height: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums } .scroll { overflow-x: auto }
 td, th { border: 1px solid #d0d7de; padding: .2rem .6rem; text-align: left; font-weight: normal }
+pre { margin: 0; font: 13px/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 th { background: #f6f8fa } .mesh td { text-align: center; min-width: 3rem } .warn { color: #b42318 }
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run's folder tells: records in the order of their steps, `left_out` lines that were none, its settings."""
+    """What a run's folder tells: records in the order of their steps, `left_out` lines that were none, its settings.
+
+    `samples` are a few of each step, by step.
+    """
 
     name: str
     records: Sequence[Mapping[str, Any]]
     left_out: int
     settings: Mapping[str, Any]
+    samples: Mapping[int, Sequence[Any]]
 
     @property
     def numbers(self) -> list[dict[str, Any]]:
@@ -81,7 +88,12 @@ def load_run(folder: Path) -> Run:
     except (OSError, ValueError):
         settings = {}
     settings = settings if isinstance(settings, dict) else {}
-    return Run(folder.resolve().name, [by_step[step] for step in sorted(by_step)], lines - len(found), settings)
+    path = folder / "samples.jsonl"
+    texts = {record["step"]: record.get("samples") for record in (read_records(path) if path.is_file() else ())}
+    samples = {step: texts[step] for step in sorted(texts) if isinstance(texts[step], list)}
+    return Run(
+        folder.resolve().name, [by_step[step] for step in sorted(by_step)], lines - len(found), settings, samples
+    )
 
 
 def page(run: Run) -> str:
@@ -102,6 +114,7 @@ def page(run: Run) -> str:
         f"<h1>{html.escape(run.name)}</h1><p>{told}</p>",
         f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>',
         "<h2>Numbers</h2>" + _summary(run, names),
+        "<h2>Samples</h2>" + _samples(run.samples),
         "<h2>Mesh</h2>" + _mesh(run.settings.get("mesh")),
     ]
     for name, value in run.settings.items():
@@ -179,6 +192,24 @@ def _summary(run: Run, names: Sequence[str]) -> str:
         return "<p>no numbers yet</p>"
     head = "".join(f"<th>{text}</th>" for text in ("", "first", "last", "lowest", "highest"))
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _samples(samples: Mapping[int, Sequence[Any]]) -> str:
+    """Prompts, completions and rewards of steps that are evenly spaced, the first and the last among them."""
+    if not samples:
+        return "<p>not recorded in this run</p>"
+    steps = list(samples)
+    count = min(len(steps), _STEPS_SHOWN)
+    some = sorted({steps[round(i * (len(steps) - 1) / max(count - 1, 1))] for i in range(count)})
+    rows = []
+    for step in some:
+        for sample in samples[step]:
+            told = [sample.get(name) for name in _SAMPLE] if isinstance(sample, Mapping) else [sample]
+            cells = (f"<td><pre>{html.escape(_text(text))}</pre></td>" for text in told)
+            rows.append(f"<tr><th>{step}</th>{''.join(cells)}</tr>")
+    head = "".join(f"<th>{text}</th>" for text in ("step", *_SAMPLE))
+    told = f"a few of {len(some)} of {len(steps)} steps; those of all are in samples.jsonl"
+    return f'<p>{told}</p><div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
 def _table(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,8 +17,12 @@ from examples.tasks import Question, Task, Tokenizer
 from jaxppo import ParallelMesh, RolloutBatch, Sample
 from jaxppo.sharding import multihost
 
+if TYPE_CHECKING:
+    from examples.model_folder import FolderTokenizer
+
 GREEDY = 0.0
 _SEQUENCES_PER_ROW = 4
+_READABLE = 4  # samples of a step that are kept as text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +94,19 @@ def scores(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
     everyone = np.concatenate(multihost.gather(mine))
     _, first = np.unique(everyone[:, 0], return_index=True)  # processes that share a data shard have the same ones
     return everyone[first, 1], everyone[first, 2]
+
+
+def readable(samples: Sequence[Sample], tokenizer: Tokenizer | FolderTokenizer) -> list[dict[str, Any]]:
+    """A few of the samples as text, evenly spaced, with their rewards."""
+    some = samples[:: max(len(samples) // _READABLE, 1)][:_READABLE]
+    return [
+        {
+            "prompt": tokenizer.decode(sample.tokens[: sample.response_start]),
+            "completion": tokenizer.decode(t for t in sample.tokens[sample.response_start :] if t != tokenizer.end),
+            "reward": sample.reward,
+        }
+        for sample in some
+    ]
 
 
 def _place(arrays: tuple[np.ndarray, ...], shardings: tuple[NamedSharding, ...]) -> tuple[jax.Array, ...]:

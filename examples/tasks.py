@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from examples.model_folder import FolderTokenizer
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", SyntaxWarning)  # in the source of a package that reasoning-gym imports
-    import reasoning_gym
-
 TASKS: dict[str, dict[str, Any]] = {
     "spell_backward": {"min_word_len": 5, "max_word_len": 5},
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
@@ -76,6 +72,10 @@ class Task:
     """
 
     def __init__(self, name: str, seed: int, held_out: int, tokenizer: FolderTokenizer | None = None):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # in the source of a package that reasoning-gym imports
+            import reasoning_gym  # which takes a second, and help needs the names alone
+
         make = lambda stream: reasoning_gym.create_dataset(name, seed=stream * _STREAM, size=_STREAM, **TASKS[name])  # noqa: E731
         self.stream, unseen = make(seed + 2), make(1)
         probe = make(0)

@@ -1,317 +1,32 @@
 """Trains a small transformer on verifiable tasks: a short supervised start, then GRPO, on any mesh of devices.
 
-python examples/train_grpo.py --out runs/grpo
+python -m examples.train_grpo --out runs/grpo
+
+What a run does is in grpo_run.py, which imports JAX; here are its beginning and its end.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import dataclasses
-import math
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
-
-import jax
-import optax
-from flax import nnx
-from tqdm import tqdm
 
 from examples import launch
-from examples.checkpoint import Checkpoints
-from examples.learner import Learner, TrainState
-from examples.model import Config, ModelConfig, create_model
-from examples.preemption import Preemption
-from examples.report import Report, memory_gib, settings_of
-from examples.rollouts import Packer, Rollouts, answers, scores
-from examples.sampler import make_sampler
-from examples.spikes import Spikes
-from examples.tasks import TASKS, Task
-from jaxppo import KL, ParallelMesh, PolicyLossConfig, make_parallel_mesh, policy_losses
-from jaxppo.sharding import LAYOUTS, multihost
-
-TEMPERATURE = 1.0  # of sampling; the trainer divides logits by the same, which 1 leaves out
-EMULATED_DEVICES = 8  # on a machine with nothing but a CPU
-NEWEST = -1  # checkpoint to resume from
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = _Parser(prog="train_grpo.py", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("--mesh", help="such as dp=2,cp=2,tp=2, which is the default for 8 devices; dp=N otherwise")
-    add("--context-layout", default="contiguous", choices=LAYOUTS, help="how a row lies over the context shards")
-    add("--task", default="spell_backward", choices=sorted(TASKS), help="a generator and verifier of reasoning-gym")
-    add("--steps", type=_at_least(0), default=300, help="GRPO steps of the whole run")
-    add("--loss", default="ppo", choices=sorted(policy_losses.BY_NAME))
-    add("--entropy-coef", type=float, default=0.01)
-    add("--kl-coef", type=float, default=0.0, help="of the penalty against the supervised model")
-    add("--seed", type=_at_least(0), default=0)
-    add(
-        "--out", type=Path, default=Path("runs/grpo"), help="metrics, plot and checkpoints; an older run's are replaced"
-    )
-    add(
-        "--resume",
-        type=_at_least(0),
-        nargs="?",
-        const=NEWEST,
-        metavar="STEP",
-        help="go on from the newest checkpoint in --out, or from that of this step, and forget later ones",
-    )
-    add("--checkpoint-every", type=_at_least(1), default=50, help="steps from one checkpoint to the next")
-    add("--sft-steps", type=_at_least(0), default=22, help="supervised steps before the first GRPO step")
-    add("--prompts", type=_at_least(1), default=16, help="questions a step")
-    add("--samples", type=_at_least(2), default=8, help="responses to each question, a group")
-    add("--updates", type=_at_least(1), default=2, help="updates on each batch of rollouts")
-    add("--learning-rate", type=_positive, default=1e-3)
-    add("--spike-deviations", type=_positive, help="keep the batch of a step whose loss is this many deviations off")
-    add("--max-skipped", type=_at_least(1), default=5, help="steps in a row without a finite gradient that end it")
-    add("--held-out", type=_at_least(1), default=256, help="questions kept out of training, to judge it by")
-    add("--model", type=Path, metavar="FOLDER", help="config.json, tokenizer.json and safetensors of a Qwen3 model")
-    add("--width", type=_at_least(1), default=64, help="of the small model that is made without --model")
-    add("--layers", type=_at_least(1), default=2, help="likewise")
-    launch.add_arguments(parser, _at_least)
-    return parser.parse_args(argv)
-
-
-def _at_least(least: int) -> Any:
-    def number(text: str) -> int:
-        if not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of at least {least}")
-        return int(text)
-
-    return number
-
-
-def _positive(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number above 0")
-
-
-@dataclasses.dataclass
-class Run:
-    """All that a run is made of, once its arguments are known to be good."""
-
-    task: Task
-    rollouts: Rollouts
-    pack: Packer
-    learner: Learner
-    checkpoints: Checkpoints
-    state: TrainState
-    spikes: Spikes
-    preemption: Preemption = dataclasses.field(default_factory=Preemption)
-    accuracy_after_sft: float | None = None
-    sft_done: int = 0
-    step: int = 0
-    """As `state.step`, for which the host need not ask the device."""
-    position: int = 0
-    """Of the next question in the task's stream."""
-    skipped_in_a_row: int = 0
-
-    _NOTES = ("accuracy_after_sft", "sft_done", "position")
-
-    def stops(self) -> bool:
-        """Whether a process of the run was asked to stop: all stop after the same step."""
-        self.preemption.asked = bool(multihost.agree((int(self.preemption.asked),))[0])
-        return self.preemption.asked
-
-    def save(self) -> None:
-        """Saves all that is needed to go on from here, unless that is done."""
-        self.checkpoints.save(self.state, self.step, {name: getattr(self, name) for name in self._NOTES})
-
-    def load(self, step: int | None) -> None:
-        """Goes back to a checkpoint, the newest for None; raises ValueError if there is no good one."""
-        self.state, self.step, notes = self.checkpoints.load(self.state, step)
-        for name in self._NOTES:
-            setattr(self, name, notes[name])
-
-
-def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None) -> Run:
-    """Everything up to the first step, a checkpoint loaded if `--resume` asks for it; raises on any bad argument."""
-    devices = jax.devices() if devices is None else devices
-    mesh = args.mesh or ("dp=2,cp=2,tp=2" if len(devices) == 8 else f"dp={len(devices)},cp=1,tp=1")
-    parallel = make_parallel_mesh(mesh, context_layout=args.context_layout, devices=devices)
-    with multihost.together(parallel):
-        _check_writable(args.out)
-    clip = {"clip_high": 0.28} if args.loss == "ppo" else {}
-    kl = KL(args.kl_coef)
-    loss = PolicyLossConfig(policy_losses.by_name(args.loss, **clip), kl=kl, entropy_coef=args.entropy_coef)
-    batch_size = args.prompts * args.samples
-    task, config, graphdef, params = _load(args, parallel) if args.model else _create(args, parallel)
-    longest = task.prompt_length + task.response_length
-    sampler = make_sampler(graphdef, config, parallel, task.prompt_length, task.response_length, task.tokenizer.end)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95))
-    learner = Learner(graphdef, config, parallel, loss, optimizer, args.updates)
-    identity = {"task": args.task, "seed": args.seed, **dataclasses.asdict(config)}
-    rollouts = Rollouts(task, sampler, parallel, batch_size)
-    checkpoints = Checkpoints(args.out / "checkpoints", identity, args.resume is not None)
-    pack = Packer(parallel, batch_size, longest)
-    spikes = Spikes(args.out / "spikes", args.spike_deviations)
-    run = Run(task, rollouts, pack, learner, checkpoints, learner.start(params, args.seed), spikes)
-    if args.resume is not None:
-        run.load(None if args.resume == NEWEST else args.resume)
-    return run
-
-
-_Model = tuple[Task, Config, nnx.GraphDef, nnx.State]
-
-
-def _create(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
-    """The toy decoder, with the tokenizer of its task."""
-    task = Task(args.task, args.seed, args.held_out)
-    longest = task.prompt_length + task.response_length
-    config = ModelConfig(task.tokenizer.size, longest, width=args.width, layers=args.layers)
-    return task, config, *create_model(config, parallel, args.seed)
-
-
-def _load(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
-    """The model of a folder, with its tokenizer."""
-    # what only this needs is imported only here
-    from examples.model_folder import FolderTokenizer
-    from examples.qwen3 import Qwen3Config, load_model
-
-    config = Qwen3Config.read(args.model)
-    tokenizer = FolderTokenizer(args.model, config.end)
-    task = Task(args.task, args.seed, args.held_out, tokenizer)
-    config = config.with_tokens(tokenizer.size, task.prompt_length + task.response_length)
-    return task, config, *load_model(args.model, config, parallel)
-
-
-def _check_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable{jax.process_index()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--out: got {folder}, expected a folder that can be written to ({error.strerror})") from None
-
-
-def supervised(run: Run, args: argparse.Namespace) -> None:
-    """A short imitation of right answers, and the accuracy that GRPO starts from."""
-    skipped = []
-    steps = range(run.sft_done, args.sft_steps)
-    shown: Any = {"initial": run.sft_done, "total": args.sft_steps, "disable": not launch.is_first()}
-    for _ in tqdm(steps, desc="sft", unit="step", dynamic_ncols=True, **shown):
-        if run.stops():
-            return
-        questions, run.position = run.task.take(run.position, run.rollouts.batch_size)
-        # nothing here waits for the step before, on whatever process: this batch is packed while that one runs
-        run.state, metrics = run.learner.sft_step(run.state, run.pack(run.rollouts.own(answers(questions))))
-        skipped.append(metrics["skipped"])
-        run.sft_done += 1
-    if skipped and (lost := int(sum(jax.device_get(skipped)))):
-        print(f"supervised steps skipped, loss or gradient not finite: {lost} of {len(skipped)}")
-    run.state = run.learner.start(run.state.params, args.seed)
-    run.accuracy_after_sft = run.rollouts.held_out_accuracy(run.state.params)
-    print(f"held-out accuracy after SFT: {run.accuracy_after_sft:.1%} of {args.held_out}")
-
-
-def grpo_step(run: Run, args: argparse.Namespace) -> dict[str, Any]:
-    """Samples, scores, packs and learns once; returns what to report.
-
-    What crosses between host and device is asked for by name: prompts, responses, the packed batch, the metrics.
-    """
-    began = time.perf_counter()
-    questions, run.position = run.task.take(run.position, args.prompts)
-    with jax.transfer_guard("disallow"):
-        key = run.learner.sampling_key(run.state)
-        samples = run.rollouts.sample(run.state.params, questions, args.samples, key, TEMPERATURE)
-        batch = run.pack(samples)
-        run.state, metrics = run.learner.grpo_step(run.state, batch)
-        numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
-    run.step += 1
-    if path := run.spikes.look(run.step, numbers["loss"], batch):
-        tqdm.write(f"step {run.step}: loss {numbers['loss']:.3g} stands out; its batch is in {path}")
-    run.skipped_in_a_row = run.skipped_in_a_row + 1 if numbers["skipped"] else 0
-    rewards, tokens = scores(samples)
-    numbers |= {"reward": rewards.mean(), "accuracy": (rewards == 1).mean()}
-    return numbers | {"tokens_per_second": tokens.sum() / (time.perf_counter() - began), "memory_gib": memory_gib()}
-
-
-def train(run: Run, args: argparse.Namespace) -> None:
-    """The whole run from the state it is in, or as much of it as there is time for.
-
-    Raises:
-      FloatingPointError: `--max-skipped` steps in a row had a loss or a gradient that was not finite.
-      OSError: a file could not be written.
-    """
-    if run.accuracy_after_sft is None:
-        supervised(run, args)
-        run.save()
-    settings = settings_of(run.learner.parallel, vars(args), run.learner.model)
-    with Report(args.out, args.steps, run.step, settings) if launch.is_first() else launch.Silent() as report:
-        while run.step < args.steps and not run.stops():
-            numbers = grpo_step(run, args)
-            report.add(run.step, numbers)
-            if run.skipped_in_a_row == args.max_skipped:
-                raise FloatingPointError(
-                    f"step {run.step}: loss or gradient not finite in {args.max_skipped} steps in a row, expected fewer"
-                )
-            if run.step % args.checkpoint_every == 0:
-                run.save()
-        run.save()
-    report.draw()
-    if report.records and (gap := report.records[-1].get("mismatch_log_prob_abs_diff")) is not None:
-        print(f"log-probs of sampler and trainer in the last step: {gap:.1e} apart on average")
+from examples.arguments import parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        launch.check_arguments(args, EMULATED_DEVICES)
-    except ValueError as error:
-        return _failed(2, error)
     if launch.is_launcher(args):
         return launch.start("examples.train_grpo", sys.argv[1:] if argv is None else argv, args)
-    launch.join(args, EMULATED_DEVICES)
-    with launch.one_speaks():
-        return launch.leave(_run(args))
+    try:
+        from examples import grpo_run, processes
 
-
-def _run(args: argparse.Namespace) -> int:
-    """One process's part; returns its exit code."""
-    if jax.config.jax_compilation_cache_dir is None:  # a run that goes on need not compile again
-        jax.config.update("jax_compilation_cache_dir", str(args.out.absolute() / "programs"))
-    began = time.perf_counter()
-    with Preemption() as preemption:
-        try:
-            run = set_up(args)
-        except ValueError as error:
-            return _failed(2, error)
-        except OSError as error:
-            return _failed(1, error)
-        run.preemption = preemption
-        try:
-            train(run, args)
-        except (FloatingPointError, OSError) as error:
-            return _failed(1, error)
-        except jax.errors.JaxRuntimeError as error:
-            if jax.process_count() == 1:
-                raise
-            return _failed(1, launch.Lost(error))
-        if preemption.asked and run.step < args.steps:
-            print(f"stopped by SIGTERM after step {run.step} of {args.steps} and saved; --resume goes on")
-            return 0
-    before, after = run.accuracy_after_sft, run.rollouts.held_out_accuracy(run.state.params)
-    assert before is not None
-    print(f"held-out accuracy: {before:.1%} after SFT, {after:.1%} after GRPO ({after - before:+.1%})")
-    print(f"{time.perf_counter() - began:.0f} s; metrics.jsonl, reward.png and checkpoints in {args.out}")
-    return 0
-
-
-def _failed(code: int, error: Exception) -> int:
-    print(f"train_grpo.py: error: {error}", file=sys.stderr)
-    return code
+        processes.join(args)
+        with processes.one_speaks():
+            return processes.leave(grpo_run.one_process(args))
+    except KeyboardInterrupt:
+        print("train_grpo.py: stopped before the run began, or after it was saved", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

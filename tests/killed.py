@@ -3,14 +3,15 @@
 python killed.py EVENT NUMBER ARGUMENTS...
 
 EVENT is "file": SIGKILL before the NUMBER-th time that a file or folder in --out is opened to write, made, renamed or
-removed; "line": SIGKILL in the middle of the NUMBER-th line of metrics.jsonl; "full": no file can grow beyond NUMBER
-bytes from the second checkpoint on, as on a full disk.
+removed; "twice": two SIGINT there; "line": SIGKILL in the middle of the NUMBER-th line of metrics.jsonl; "full": no
+file can grow beyond NUMBER bytes from the second checkpoint on, as on a full disk.
 """
 
 import os
 import resource
 import signal
 import sys
+import time
 
 from examples import report, train_grpo
 from examples.checkpoint import Checkpoints
@@ -22,7 +23,13 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_at_change(number, folder):
+def interrupt_twice():
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)  # so that it ends here
+
+
+def befall_at_change(number, folder, act):
     seen = 0
 
     def hook(event, args):
@@ -31,7 +38,7 @@ def kill_at_change(number, folder):
         if (event in CHANGES or written) and str(args[0]).startswith(folder):
             seen += 1
             if seen == number:
-                kill()
+                act()
 
     sys.addaudithook(hook)
 
@@ -39,12 +46,12 @@ def kill_at_change(number, folder):
 def kill_in_line(number):
     whole = report.Report.add
 
-    def add(self, step, metrics):
+    def add(self, step, metrics, samples):
         if step == number:
             self._file.write('{"step": 2, "lo')
             self._file.flush()
             kill()
-        whole(self, step, metrics)
+        whole(self, step, metrics, samples)
 
     report.Report.add = add
 
@@ -65,7 +72,8 @@ if __name__ == "__main__":
     event, number, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     folder = arguments[arguments.index("--out") + 1]
     {
-        "file": lambda: kill_at_change(number, folder),
+        "file": lambda: befall_at_change(number, folder, kill),
+        "twice": lambda: befall_at_change(number, folder, interrupt_twice),
         "line": lambda: kill_in_line(number),
         "full": lambda: fill_disk(number),
     }[event]()

@@ -1,15 +1,24 @@
 """The example: bad arguments, a run that stops and goes on, every loss, and the same numbers on every mesh."""
 
 import json
+import math
+import os
+import re
 import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from examples import compare_runs, report
+from examples import arguments, compare_runs, members, report
+from examples.arguments import parse, parser
+from examples.grpo_run import grpo_step, set_up, supervised
 from examples.tasks import TASKS
-from examples.train_grpo import grpo_step, main, parse, set_up, supervised
+from examples.train_grpo import main
 from jaxppo.policy_losses import BY_NAME
 from sharding.axes import LAYOUTS
 from sharding.testing import factorings
@@ -63,9 +72,11 @@ def few_steps(folder, *options):
         (["--task", "chess"], "argument --task: invalid choice: 'chess'"),
         (["--context-layout", "spiral"], "argument --context-layout: invalid choice: 'spiral'"),
         (["--steps", "-1"], "argument --steps: got '-1', expected an integer of at least 0"),
-        (["--entropy-coef", "nan"], "entropy_coef: got nan, expected a finite number"),
+        (["--entropy-coef", "nan"], "argument --entropy-coef: got 'nan', expected a finite number of at least 0"),
         (["--learning-rate", "0"], "argument --learning-rate: got '0', expected a finite number above 0"),
         (["--learning-rate", "inf"], "argument --learning-rate: got 'inf', expected a finite number above 0"),
+        (["--kl-coef", "-1"], "argument --kl-coef: got '-1', expected a finite number of at least 0"),
+        (["--resume", "--overwrite"], "argument --overwrite: not allowed with argument --resume"),
         (["--resume"], "--resume: got no checkpoint in"),
     ],
 )
@@ -81,6 +92,104 @@ def test_bad_arguments_end_in_one_line_and_exit_code_2(tmp_path, capsys, options
     assert message in errors[0]
 
 
+@pytest.mark.parametrize("flag", [a for a in parser()._actions if a.type not in (None, Path)], ids=lambda a: a.dest)
+def test_no_number_is_out_of_its_range(flag, capsys):
+    for text in ("-1", "-0.5", "nan", "inf", "1e999", "", "x", "²"):
+        with pytest.raises(SystemExit) as stopped:
+            parse([flag.option_strings[0], text])
+        assert stopped.value.code == 2
+        assert f"argument {flag.option_strings[0]}: got {text!r}, expected" in capsys.readouterr().err
+
+
+def test_every_flag_is_described():
+    assert [action.dest for action in parser()._actions if not action.help] == []
+
+
+def test_flags_offer_what_the_packages_have():
+    assert list(arguments.LOSSES) == sorted(BY_NAME)
+    assert list(arguments.LAYOUTS) == list(LAYOUTS)
+
+
+HELP = """
+import sys
+from examples import train_grpo
+try:
+    train_grpo.main(["--help"])
+except SystemExit:
+    print(*{"jax", "numpy", "matplotlib", "reasoning_gym"} & set(sys.modules), file=sys.stderr)
+"""
+
+
+def test_help_imports_nothing_large():
+    done = subprocess.run(
+        [sys.executable, "-c", HELP], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+    )
+    assert "--kl-coef" in done.stdout
+    assert done.stderr == "\n"
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "processes" not in path.parts}
+
+
+def test_a_run_is_deleted_only_where_that_is_asked_for(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "spikes").mkdir()
+    before = files_of(tmp_path)
+    assert main([*RUN, "--out", str(tmp_path)]) == 2
+    message = f"--out: got {tmp_path}, where a run is (checkpoints 2, 3), expected --resume, to go on from it, or "
+    assert message in capsys.readouterr().err
+    assert files_of(tmp_path) == before
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert main([*RUN, "--out", str(tmp_path)]) == 2
+    assert "where a run is (no checkpoint yet), expected" in capsys.readouterr().err
+    assert main([*RUN, "--out", str(tmp_path), "--overwrite", "--steps", "0"]) == 0
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0"]
+    assert records(tmp_path) == []
+    assert (tmp_path / "samples.jsonl").read_text() == ""
+    assert not (tmp_path / "spikes").exists()
+
+
+def test_two_runs_do_not_share_a_folder(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    for first in (0, 1):  # 1: what is left of a run of two
+        mine = (tmp_path / "processes" / str(first)).open("a+")
+        assert members._lock(mine)
+        mine.truncate(0)
+        mine.write(json.dumps({"pid": 4711, "host": "box", "since": "noon"}))
+        mine.flush()
+        before = files_of(tmp_path)
+        for option in ("--resume", "--overwrite"):
+            assert main([*RUN, "--out", str(tmp_path), option]) == 2
+            assert f"--out: got {tmp_path}, where the run of process 4711 on host box goes on since noon, expected" in (
+                capsys.readouterr().err
+            )
+        assert files_of(tmp_path) == before
+        mine.close()
+
+
+def test_a_run_names_itself_to_another(tmp_path):
+    with (
+        members.Members(tmp_path / "processes", 0, 1),
+        pytest.raises(ValueError, match=rf"run of process {os.getpid()} on host {socket.gethostname()} goes on since"),
+    ):
+        members.Members(tmp_path / "processes", 0, 1).__enter__()
+    with members.Members(tmp_path / "processes", 0, 1):
+        pass
+
+
+def test_samples_of_each_step_are_kept(finished):
+    lines = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert len(line["samples"]) == 4
+        for sample in line["samples"]:
+            assert sample["prompt"].startswith("Find the Greatest Common Divisor")
+            numbers = [int(x) for x in re.findall(r"\d+", sample["prompt"].split(":")[-1])]
+            right = sample["completion"].strip() == str(math.gcd(*numbers))
+            assert (sample["reward"] == 1) == right
+
+
 def test_a_resumed_run_repeats_the_next_step(finished, tmp_path):
     whole = records(finished)
     assert [line["step"] for line in whole] == [1, 2, 3]
@@ -89,6 +198,7 @@ def test_a_resumed_run_repeats_the_next_step(finished, tmp_path):
     shutil.rmtree(tmp_path / "checkpoints" / "3")  # as if stopped after the checkpoint of step 2
     assert main([*RUN, "--out", str(tmp_path), "--resume"]) == 0
     assert records(tmp_path) == whole
+    assert (tmp_path / "samples.jsonl").read_text() == (finished / "samples.jsonl").read_text()
 
 
 def test_a_page_is_made_of_a_run(finished):
@@ -97,6 +207,7 @@ def test_a_page_is_made_of_a_run(finished):
     assert "3 steps, 1 to 3" in page
     assert page.count("not recorded in this run") == 0
     assert "<th>task</th><td>gcd</td>" in page
+    assert page.count("<pre>Find the Greatest Common Divisor") == 12
     assert "hold the same part of the parameters, of 2" in page
 
 

@@ -10,10 +10,12 @@ import optax
 import pytest
 from jax._src.array import ArrayImpl
 
-from examples import train_grpo
+from examples import grpo_run
+from examples.arguments import parse
+from examples.grpo_run import grpo_step, set_up, supervised
 from examples.rollouts import Packer, answers
 from examples.spikes import Spikes, load_batch
-from examples.train_grpo import grpo_step, main, parse, set_up, supervised
+from examples.train_grpo import main
 from jaxppo import PolicyLossConfig, RolloutBatch, Sample, policy_loss
 from jaxppo.head.stats import TokenStats
 from sharding import make_parallel_mesh
@@ -75,7 +77,7 @@ def test_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypatch, c
         calls.append(samples)
         return spoil(pack(self, samples)) if len(calls) in (3, 5, 6) else pack(self, samples)
 
-    monkeypatch.setattr(train_grpo.Packer, "__call__", spoilt)  # calls 1 and 2 are of supervised steps
+    monkeypatch.setattr(grpo_run.Packer, "__call__", spoilt)  # calls 1 and 2 are of supervised steps
     assert main([*TINY, "--out", str(tmp_path), "--steps", "9", "--max-skipped", "2"]) == 1
     assert "error: step 4: loss or gradient not finite in 2 steps in a row, expected fewer" in capsys.readouterr().err
     lines = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").open()]

@@ -13,10 +13,12 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from examples import model_folder
+from examples.arguments import parse
 from examples.attention import context_attention
+from examples.grpo_run import grpo_step, set_up, supervised
 from examples.model_folder import FolderTokenizer
 from examples.qwen3 import Qwen3Config, describe_model, load_model
-from examples.train_grpo import grpo_step, main, parse, set_up, supervised
+from examples.train_grpo import main
 from jaxppo import RolloutBatch, Sample
 from sharding import make_parallel_mesh
 from sharding.axes import LAYOUTS

@@ -66,7 +66,7 @@ def test_it_shows_every_curve_and_loads_nothing(tmp_path):
     for text in ("Reward", "KL", "Entropy", "Clip fractions", "Mismatch", "Throughput", "Memory", "5 steps, 1 to 5"):
         assert text in read.texts, text
     assert read.tags.count("svg") == len(NAMES)
-    assert read.texts.count("not recorded in this run") == 5  # of the charts, and the mesh
+    assert read.texts.count("not recorded in this run") == 6  # of the charts, samples and the mesh
     assert not {"script", "img", "link", "iframe"} & set(read.tags)
     assert read.loaded == []
     assert len(set(read.ids)) == len(read.ids)
@@ -105,6 +105,47 @@ def test_text_is_no_markup(tmp_path):
     assert "_x is no finite number in 1 steps: 6" in read.texts
 
 
+def with_samples(folder, *lines):
+    make_run(folder)
+    (folder / "samples.jsonl").write_text("\n".join(lines))
+    return page_of(folder)
+
+
+def test_samples_are_shown_and_are_no_markup(tmp_path):
+    evil = "</pre><script>alert(1)</script>&amp;\"'"
+    read = with_samples(
+        tmp_path,
+        json.dumps({"step": 1, "samples": [{"prompt": evil, "completion": "a\n b", "reward": 0.25}]}),
+        json.dumps({"step": 2, "samples": [{"prompt": "\ud800", "completion": evil, "reward": evil}]}),
+    )
+    assert "script" not in read.tags
+    assert read.texts.count(evil) == 3
+    at = read.texts.index("0.25")
+    assert read.texts[at - 1 : at + 3] == ["1", "0.25", evil, "a\n b"]
+    assert "?" in read.texts  # half of a pair of UTF-16
+    assert "a few of 2 of 2 steps; those of all are in samples.jsonl" in read.texts
+
+
+def test_samples_of_a_long_run_are_of_steps_from_the_first_to_the_last(tmp_path):
+    lines = [json.dumps({"step": i, "samples": [{"prompt": f"ask {i}"}]}) for i in range(1, 1001)]
+    read = with_samples(tmp_path, *lines)
+    asked = [text for text in read.texts if text.startswith("ask ")]
+    assert len(asked) == 20
+    assert (asked[0], asked[-1]) == ("ask 1", "ask 1000")
+
+
+def test_lines_that_are_no_samples(tmp_path):
+    lines = [
+        "null",
+        '{"step": 1, "samples": 5}',
+        '{"step": 2, "samples": [null, [1], {}, {"reward": NaN}]}',
+        '{"step":',
+    ]
+    read = with_samples(tmp_path, *lines)
+    assert "a few of 1 of 1 steps; those of all are in samples.jsonl" in read.texts
+    assert "NaN" in read.texts
+
+
 OTHER_MESH = '{"mesh": {"axes": {"dp": 3}, "devices": [0], "roles": {}}}'
 
 
@@ -112,7 +153,7 @@ OTHER_MESH = '{"mesh": {"axes": {"dp": 3}, "devices": [0], "roles": {}}}'
 def test_settings_that_cannot_be_read(tmp_path, text):
     make_run(tmp_path, steps=0)
     (tmp_path / "settings.json").write_text(text)
-    assert page_of(tmp_path).texts.count("not recorded in this run") == 1 + len(CHARTS)
+    assert page_of(tmp_path).texts.count("not recorded in this run") == 2 + len(CHARTS)
 
 
 def test_devices_of_one_colour_hold_the_same(tmp_path):

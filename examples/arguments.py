@@ -1,0 +1,118 @@
+"""The command line of train_grpo.py. Nothing here imports JAX: help and refusals come at once."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from examples.tasks import TASKS
+
+EMULATED_DEVICES = 8  # on a machine with nothing but a CPU
+HEARTBEAT_S = 30  # a process that is silent for so long is gone, and the others end
+NEWEST = -1  # checkpoint to resume from
+MOST = 2**31 - 1  # of an integer
+
+# Names that packages register which import JAX; tests compare them.
+LAYOUTS = ("contiguous", "zigzag", "zigzag_per_segment", "striped")
+LOSSES = ("cispo", "clip_cov", "dppo", "dro", "gmpo", "gpg", "gspo", "kl_cov", "ppo", "reinforce", "sapo")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag, with its range and what it is for."""
+    about = "Trains a small transformer on verifiable tasks: a short supervised start, then GRPO, on any mesh."
+    whole = _Parser(prog="train_grpo.py", description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = whole.add_argument
+    add("--mesh", help="such as dp=2,cp=2,tp=2, which is the default for 8 devices; dp=N otherwise")
+    add("--context-layout", default="contiguous", choices=LAYOUTS, help="how a row lies over the context shards")
+    add("--task", default="spell_backward", choices=sorted(TASKS), help="a generator and verifier of reasoning-gym")
+    add("--steps", type=_integer(0), default=300, help="GRPO steps of the whole run")
+    add("--loss", default="ppo", choices=LOSSES, help="the policy loss, see docs/choosing_a_loss.md")
+    add("--entropy-coef", type=_not_negative, default=0.01, help="of the entropy, which the loss rewards")
+    add("--kl-coef", type=_not_negative, default=0.0, help="of the penalty against the supervised model")
+    add("--seed", type=_integer(0), default=0, help="of the model's parameters, the questions and the sampling")
+    add("--out", type=Path, default=Path("runs/grpo"), help="folder of metrics, samples, plot and checkpoints")
+    old = whole.add_mutually_exclusive_group().add_argument
+    old(
+        "--resume",
+        type=_integer(0),
+        nargs="?",
+        const=NEWEST,
+        metavar="STEP",
+        help="go on from the newest checkpoint in --out, or from that of this step, and forget later ones",
+    )
+    old("--overwrite", action="store_true", help="delete the run that is in --out, and start anew")
+    add("--checkpoint-every", type=_integer(1), default=50, help="steps from one checkpoint to the next")
+    add("--sft-steps", type=_integer(0), default=22, help="supervised steps before the first GRPO step")
+    add("--prompts", type=_integer(1), default=16, help="questions a step")
+    add("--samples", type=_integer(2), default=8, help="responses to each question, a group")
+    add("--updates", type=_integer(1), default=2, help="updates on each batch of rollouts")
+    add("--learning-rate", type=_positive, default=1e-3, help="of AdamW, the same at every step")
+    add("--spike-deviations", type=_positive, help="keep the batch of a step whose loss is this many deviations off")
+    add("--max-skipped", type=_integer(1), default=5, help="steps in a row without a finite gradient that end it")
+    add("--held-out", type=_integer(1), default=256, help="questions kept out of training, to judge it by")
+    add("--model", type=Path, metavar="FOLDER", help="config.json, tokenizer.json and safetensors of a Qwen3 model")
+    add("--width", type=_integer(1), default=64, help="of the small model that is made without --model")
+    add("--layers", type=_integer(1), default=2, help="of the small model that is made without --model")
+    add = whole.add_argument_group("processes").add_argument
+    add("--processes", type=_integer(1), default=1, help="start so many on this machine, emulated devices shared out")
+    add("--distributed", action="store_true", help="one of many processes; JAX finds them (TPU pod, Slurm, Open MPI)")
+    add("--coordinator", metavar="HOST:PORT", help="of process 0, where nothing finds it; with the next one")
+    add("--process-id", type=_integer(0), metavar="I", help="this is the I-th of --processes, which others start")
+    add("--heartbeat-timeout", type=_integer(10), default=HEARTBEAT_S, help="seconds without a sign until others end")
+    return whole
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments; exits with code 2 and one line where one of them is out of its range or does not fit another."""
+    whole = parser()
+    args = whole.parse_args(argv)
+    if problem := _misfit(args):
+        whole.error(problem)
+    return args
+
+
+def _misfit(args: argparse.Namespace) -> str | None:
+    """What is wrong with the processes that the arguments ask for."""
+    if (args.coordinator is None) != (args.process_id is None):
+        return "--coordinator, --process-id: got one of them, expected both or neither"
+    if args.distributed and (args.processes > 1 or args.process_id is not None):
+        return "--distributed: got --processes or --process-id beside it, expected JAX to find them"
+    if args.process_id is not None and args.process_id >= args.processes:
+        return f"--process-id: got {args.process_id}, expected 0 to {args.processes - 1}"
+    if EMULATED_DEVICES % args.processes:
+        return f"--processes: got {args.processes}, expected a divisor of the {EMULATED_DEVICES} emulated devices"
+    return None
+
+
+def _integer(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        # int() takes more than digits, and argparse would say less of what it does not take
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= MOST):
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of at least {least}, at most {MOST}")
+        return int(text)
+
+    return number
+
+
+def _float(text: str, fits: Callable[[float], bool], expected: str) -> float:
+    with contextlib.suppress(ValueError):
+        if fits(float(text)) and float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number {expected}")
+
+
+def _positive(text: str) -> float:
+    return _float(text, lambda x: x > 0, "above 0")
+
+
+def _not_negative(text: str) -> float:
+    return _float(text, lambda x: x >= 0, "of at least 0")

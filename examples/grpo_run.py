@@ -1,0 +1,265 @@
+"""A run of train_grpo.py, from its arguments to its last line: set up, supervised steps, GRPO steps, checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+from examples import processes
+from examples.arguments import NEWEST
+from examples.checkpoint import Checkpoints, steps_in
+from examples.learner import Learner, TrainState
+from examples.members import Members
+from examples.model import Config, ModelConfig, create_model
+from examples.preemption import Preemption
+from examples.report import Report, memory_gib, settings_of
+from examples.rollouts import Packer, Rollouts, answers, readable, scores
+from examples.sampler import make_sampler
+from examples.spikes import Spikes
+from examples.tasks import Task
+from jaxppo import KL, ParallelMesh, PolicyLossConfig, Sample, make_parallel_mesh, policy_losses
+from jaxppo.sharding import multihost
+
+TEMPERATURE = 1.0  # of sampling; the trainer divides logits by the same, which 1 leaves out
+
+
+@dataclasses.dataclass
+class Run:
+    """All that a run is made of, once its arguments are known to be good."""
+
+    task: Task
+    rollouts: Rollouts
+    pack: Packer
+    learner: Learner
+    checkpoints: Checkpoints
+    state: TrainState
+    spikes: Spikes
+    preemption: Preemption = dataclasses.field(default_factory=Preemption)
+    accuracy_after_sft: float | None = None
+    sft_done: int = 0
+    step: int = 0
+    """As `state.step`, for which the host need not ask the device."""
+    position: int = 0
+    """Of the next question in the task's stream."""
+    skipped_in_a_row: int = 0
+    sampled: Sequence[Sample] = ()
+    """This process's samples of the last step."""
+
+    _NOTES = ("accuracy_after_sft", "sft_done", "position")
+
+    def stops(self) -> bool:
+        """Whether a process of the run was asked to stop: all stop after the same step."""
+        asked = max(multihost.exchange("a wish to stop", self.preemption.asked.encode())).decode()
+        if asked:  # a signal that comes at this moment is seen after the next step
+            self.preemption.asked = asked
+        return bool(asked)
+
+    def save(self) -> None:
+        """Saves all that is needed to go on from here, unless that is done."""
+        self.checkpoints.save(self.state, self.step, {name: getattr(self, name) for name in self._NOTES})
+
+    def load(self, step: int | None) -> None:
+        """Goes back to a checkpoint, the newest for None; raises ValueError if there is no good one."""
+        self.state, self.step, notes = self.checkpoints.load(self.state, step)
+        for name in self._NOTES:
+            setattr(self, name, notes[name])
+
+
+def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None) -> Run:
+    """Everything up to the first step, a checkpoint loaded if `--resume` asks for it; raises on any bad argument."""
+    if args.resume is None and not args.overwrite:
+        _check_no_run(args.out)
+    devices = jax.devices() if devices is None else devices
+    mesh = args.mesh or ("dp=2,cp=2,tp=2" if len(devices) == 8 else f"dp={len(devices)},cp=1,tp=1")
+    parallel = make_parallel_mesh(mesh, context_layout=args.context_layout, devices=devices)
+    clip = {"clip_high": 0.28} if args.loss == "ppo" else {}
+    kl = KL(args.kl_coef)
+    loss = PolicyLossConfig(policy_losses.by_name(args.loss, **clip), kl=kl, entropy_coef=args.entropy_coef)
+    batch_size = args.prompts * args.samples
+    task, config, graphdef, params = _load(args, parallel) if args.model else _create(args, parallel)
+    longest = task.prompt_length + task.response_length
+    sampler = make_sampler(graphdef, config, parallel, task.prompt_length, task.response_length, task.tokenizer.end)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95))
+    learner = Learner(graphdef, config, parallel, loss, optimizer, args.updates)
+    identity = {"task": args.task, "seed": args.seed, **dataclasses.asdict(config)}
+    rollouts = Rollouts(task, sampler, parallel, batch_size)
+    if args.overwrite:
+        _clear(args.out)
+    checkpoints = Checkpoints(args.out / "checkpoints", identity)
+    pack = Packer(parallel, batch_size, longest)
+    spikes = Spikes(args.out / "spikes", args.spike_deviations)
+    run = Run(task, rollouts, pack, learner, checkpoints, learner.start(params, args.seed), spikes)
+    if args.resume is not None:
+        run.load(None if args.resume == NEWEST else args.resume)
+    return run
+
+
+def _check_no_run(folder: Path) -> None:
+    """Raises where an older run would be written over."""
+    steps = steps_in(folder / "checkpoints")
+    if steps or (folder / "metrics.jsonl").exists():
+        found = f"checkpoints {', '.join(map(str, steps))}" if steps else "no checkpoint yet"
+        raise ValueError(
+            f"--out: got {folder}, where a run is ({found}), expected --resume, to go on from it, or --overwrite, to "
+            "delete it"
+        )
+
+
+def _clear(folder: Path) -> None:
+    """Deletes an older run's files; what every run makes anew is replaced when it does."""
+    if processes.is_first():
+        for name in ("checkpoints", "spikes"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+    multihost.exchange("an emptied folder", b"")
+
+
+_Model = tuple[Task, Config, nnx.GraphDef, nnx.State]
+
+
+def _create(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
+    """The toy decoder, with the tokenizer of its task."""
+    task = Task(args.task, args.seed, args.held_out)
+    longest = task.prompt_length + task.response_length
+    config = ModelConfig(task.tokenizer.size, longest, width=args.width, layers=args.layers)
+    return task, config, *create_model(config, parallel, args.seed)
+
+
+def _load(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
+    """The model of a folder, with its tokenizer."""
+    # what only this needs is imported only here
+    from examples.model_folder import FolderTokenizer
+    from examples.qwen3 import Qwen3Config, load_model
+
+    config = Qwen3Config.read(args.model)
+    tokenizer = FolderTokenizer(args.model, config.end)
+    task = Task(args.task, args.seed, args.held_out, tokenizer)
+    config = config.with_tokens(tokenizer.size, task.prompt_length + task.response_length)
+    return task, config, *load_model(args.model, config, parallel)
+
+
+def supervised(run: Run, args: argparse.Namespace) -> None:
+    """A short imitation of right answers, and the accuracy that GRPO starts from."""
+    skipped = []
+    steps = range(run.sft_done, args.sft_steps)
+    shown: Any = {"initial": run.sft_done, "total": args.sft_steps, "disable": not processes.is_first()}
+    for _ in tqdm(steps, desc="sft", unit="step", dynamic_ncols=True, **shown):
+        if run.stops():
+            return
+        questions, run.position = run.task.take(run.position, run.rollouts.batch_size)
+        # nothing here waits for the step before, on whatever process: this batch is packed while that one runs
+        run.state, metrics = run.learner.sft_step(run.state, run.pack(run.rollouts.own(answers(questions))))
+        skipped.append(metrics["skipped"])
+        run.sft_done += 1
+    if skipped and (lost := int(sum(jax.device_get(skipped)))):
+        print(f"supervised steps skipped, loss or gradient not finite: {lost} of {len(skipped)}")
+    run.state = run.learner.start(run.state.params, args.seed)
+    run.accuracy_after_sft = run.rollouts.held_out_accuracy(run.state.params)
+    print(f"held-out accuracy after SFT: {run.accuracy_after_sft:.1%} of {args.held_out}")
+
+
+def grpo_step(run: Run, args: argparse.Namespace) -> dict[str, Any]:
+    """Samples, scores, packs and learns once; returns what to report.
+
+    What crosses between host and device is asked for by name: prompts, responses, the packed batch, the metrics.
+    """
+    began = time.perf_counter()
+    questions, run.position = run.task.take(run.position, args.prompts)
+    with jax.transfer_guard("disallow"):
+        key = run.learner.sampling_key(run.state)
+        samples = run.rollouts.sample(run.state.params, questions, args.samples, key, TEMPERATURE)
+        batch = run.pack(samples)
+        run.state, metrics = run.learner.grpo_step(run.state, batch)
+        numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    run.step += 1
+    run.sampled = samples
+    if path := run.spikes.look(run.step, numbers["loss"], batch):
+        tqdm.write(f"step {run.step}: loss {numbers['loss']:.3g} stands out; its batch is in {path}")
+    run.skipped_in_a_row = run.skipped_in_a_row + 1 if numbers["skipped"] else 0
+    rewards, tokens = scores(samples)
+    numbers |= {"reward": rewards.mean(), "accuracy": (rewards == 1).mean()}
+    return numbers | {"tokens_per_second": tokens.sum() / (time.perf_counter() - began), "memory_gib": memory_gib()}
+
+
+def train(run: Run, args: argparse.Namespace) -> None:
+    """The whole run from the state it is in, or as much of it as there is time for.
+
+    Raises:
+      FloatingPointError: `--max-skipped` steps in a row had a loss or a gradient that was not finite.
+      OSError: a file could not be written.
+    """
+    if run.accuracy_after_sft is None:
+        supervised(run, args)
+        run.save()
+    settings = settings_of(run.learner.parallel, vars(args), run.learner.model)
+    with Report(args.out, args.steps, run.step, settings) if processes.is_first() else processes.Silent() as report:
+        while run.step < args.steps and not run.stops():
+            numbers = grpo_step(run, args)
+            report.add(run.step, numbers, readable(run.sampled, run.task.tokenizer))
+            if run.skipped_in_a_row == args.max_skipped:
+                raise FloatingPointError(
+                    f"step {run.step}: loss or gradient not finite in {args.max_skipped} steps in a row, expected fewer"
+                )
+            if run.step % args.checkpoint_every == 0:
+                run.save()
+        run.save()
+    report.draw()
+    if report.records and (gap := report.records[-1].get("mismatch_log_prob_abs_diff")) is not None:
+        print(f"log-probs of sampler and trainer in the last step: {gap:.1e} apart on average")
+
+
+def one_process(args: argparse.Namespace) -> int:
+    """This process's part of a run; returns its exit code."""
+    count = jax.process_count()
+    with Preemption() as preemption:
+        try:
+            with Members(args.out / "processes", jax.process_index(), count) as members:
+                if count > 1:
+                    processes.keep_logs(members.folder / f"{members.process}.log")
+                return _from_end_to_end(args, preemption, members)
+        except ValueError as error:
+            return _failed(2, error)
+
+
+def _from_end_to_end(args: argparse.Namespace, preemption: Preemption, members: Members) -> int:
+    if jax.config.jax_compilation_cache_dir is None:  # a run that goes on need not compile again
+        jax.config.update("jax_compilation_cache_dir", str(args.out.absolute() / "programs"))
+    began = time.perf_counter()
+    try:
+        run = set_up(args)
+        run.preemption = preemption
+        train(run, args)
+    except (ValueError, FloatingPointError) as error:  # every process has the same
+        members.ended = str(error)
+        return _failed(2 if isinstance(error, ValueError) else 1, error)
+    except (OSError, RuntimeError) as error:  # mostly for want of another process, which is then to be named
+        lost = members.missing(wait=True)
+        members.ended = lost or str(error)
+        if not lost and isinstance(error, RuntimeError):
+            raise
+        return _failed(1, members.ended)
+    if preemption.asked and run.step < args.steps:
+        print(f"stopped by {preemption.asked} after step {run.step} of {args.steps} and saved; --resume goes on")
+        return 0
+    before, after = run.accuracy_after_sft, run.rollouts.held_out_accuracy(run.state.params)
+    assert before is not None
+    print(f"held-out accuracy: {before:.1%} after SFT, {after:.1%} after GRPO ({after - before:+.1%})")
+    print(f"{time.perf_counter() - began:.0f} s; metrics.jsonl, reward.png and checkpoints in {args.out}")
+    return 0
+
+
+def _failed(code: int, error: object) -> int:
+    print(f"train_grpo.py: error: {error}", file=sys.stderr)
+    return code

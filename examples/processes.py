@@ -1,0 +1,76 @@
+"""A process of a run that may have many: joining the others, speaking for them, leaving them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from examples.arguments import EMULATED_DEVICES
+from jaxppo.sharding import multihost
+
+
+def join(args: argparse.Namespace) -> None:
+    """Makes this process one of the run's, with its share of the devices where they are emulated."""
+    if not args.distributed:
+        with contextlib.suppress(RuntimeError):  # devices exist already: those it will be
+            jax.config.update("jax_num_cpu_devices", EMULATED_DEVICES // args.processes)
+    if args.distributed:
+        multihost.start(heartbeat_timeout_s=args.heartbeat_timeout)
+    else:
+        multihost.start(args.coordinator, args.processes, args.process_id, args.heartbeat_timeout)
+
+
+def is_first() -> bool:
+    """Whether this process writes what all of them have found."""
+    return jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def one_speaks() -> Iterator[None]:
+    """Within the block, what other processes than the first print goes nowhere."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if is_first() else nowhere):
+        yield
+
+
+def keep_logs(path: Path) -> None:
+    """Sends what libraries of C++ write to stderr into a file; Python's own goes where it went.
+
+    Where process 0 dies, XLA ends the others with a page of stack frames, beside what this program says of it.
+    """
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    with path.open("w") as file:
+        os.dup2(file.fileno(), 2)
+
+
+def leave(code: int) -> int:
+    """The exit code; a process that failed does not wait for the others, who would wait for it."""
+    if code and jax.process_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+class Silent:
+    """Stands in for the report of a process that is not the first."""
+
+    records: tuple[Any, ...] = ()
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def add(self, step: int, metrics: Any, samples: Any) -> None:
+        pass
+
+    def draw(self) -> None:
+        pass
