@@ -228,12 +228,12 @@ def one_process(args: argparse.Namespace) -> int:
             with Members(args.out / "processes", jax.process_index(), count) as members:
                 if count > 1:
                     processes.keep_logs(members.folder / f"{members.process}.log")
-                return _from_end_to_end(args, preemption, members)
+                return _begin_to_end(args, preemption, members)
         except ValueError as error:
             return _failed(2, error)
 
 
-def _from_end_to_end(args: argparse.Namespace, preemption: Preemption, members: Members) -> int:
+def _begin_to_end(args: argparse.Namespace, preemption: Preemption, members: Members) -> int:
     if jax.config.jax_compilation_cache_dir is None:  # a run that goes on need not compile again
         jax.config.update("jax_compilation_cache_dir", str(args.out.absolute() / "programs"))
     began = time.perf_counter()

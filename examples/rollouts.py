@@ -103,7 +103,7 @@ def readable(samples: Sequence[Sample], tokenizer: Tokenizer | FolderTokenizer) 
         {
             "prompt": tokenizer.decode(sample.tokens[: sample.response_start]),
             "completion": tokenizer.decode(t for t in sample.tokens[sample.response_start :] if t != tokenizer.end),
-            "reward": sample.reward,
+            "reward": sample.reward if np.isfinite(sample.reward) else None,  # JSON has no NaN
         }
         for sample in some
     ]
