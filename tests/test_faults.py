@@ -119,12 +119,15 @@ def test_a_second_interrupt_ends_at_once_what_python_cannot_interrupt():
     command = [sys.executable, "-c", IN_C]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=Path(__file__).parent.parent, **pipes) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        assert process.stderr.readline() == "stops after this step and saves; Ctrl-C again ends it at once\n"
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            assert process.stderr.readline() == "stops after this step and saves; Ctrl-C again ends it at once\n"
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+        finally:
+            process.kill()
 
 
 def test_a_file_in_the_place_of_checkpoints_is_an_error(tmp_path, capsys):
