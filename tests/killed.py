@@ -26,6 +26,7 @@ def kill():
 def interrupt_twice():
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(2)  # two that wait for one thread at once are one
     time.sleep(60)  # so that it ends here
 
 
