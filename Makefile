@@ -8,7 +8,7 @@ export JAX_PLATFORMS ?= cpu
 export TPU_SKIP_MDS_QUERY ?= 1
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 
-.PHONY: train test quick nightly lint types docs docs-examples bench clean
+.PHONY: train test tests quick nightly lint types docs docs-examples bench clean
 
 $(READY): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; name a Python >= 3.11: make PYTHON=python3.12" >&2; exit 2; }
@@ -23,9 +23,17 @@ train: $(READY)
 # The time of tests is XLA's, compiling: tests/programs.py says how it takes half. That changes rounding alone, so what is
 # about bits is compiled as users compile it, and in nightly everything is.
 BITS := tests/test_same_bits.py tests/test_log_probs_accuracy.py
-test: lint types docs-examples
-	QUICK_COMPILES=1 $(RUN) -m pytest tests $(BITS:%=--ignore=%) -n 2 --dist worksteal
-	$(RUN) -m pytest $(BITS) -n 2 --dist worksteal
+test: lint types docs-examples tests
+
+# make tests SHARD=2 SHARDS=4: every fourth file, from the second one.
+SHARD ?= 1
+SHARDS ?= 1
+TESTS = $(shell find tests -name 'test_*.py' | sort | awk 'NR % $(SHARDS) == $(SHARD) % $(SHARDS)')
+tests: $(READY)
+	QUICK_COMPILES=1 $(RUN) -m pytest $(filter-out $(BITS),$(TESTS)) -n 2 --dist worksteal
+ifneq ($(filter $(BITS),$(TESTS)),)
+	$(RUN) -m pytest $(filter $(BITS),$(TESTS)) -n 2 --dist worksteal
+endif
 
 # What an edit of the core is checked against first.
 quick: lint
@@ -40,6 +48,10 @@ nightly: lint types docs
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 types: $(READY)
 	$(VENV)/bin/mypy
