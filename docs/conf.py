@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import sys
 from pathlib import Path
@@ -10,14 +11,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 project = "jaxppo"
+release = version = importlib.metadata.version("jaxppo")
 author = "the jaxppo authors"
 root_doc = "docs/index"
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**"]
 exclude_patterns = [".*", "build", "dist", "**/node_modules", "**/*.py", "**/__pycache__"]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 
 html_theme = "furo"
-html_title = "jaxppo"
+html_title = f"jaxppo {release}"
 html_copy_source = False
 html_show_copyright = False
 html_static_path = ["static"]
@@ -26,6 +34,8 @@ html_extra_path = ["root"]
 pygments_style = "default"
 
 myst_heading_anchors = 3
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 python_maximum_signature_line_length = 90

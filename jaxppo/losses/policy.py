@@ -41,31 +41,31 @@ def policy_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss of a batch: sum over tokens of weight * (policy loss + kl.coef * KL - entropy_coef * entropy).
 
-    Differentiable in `stats` alone: the batch and the coefficients are constants. Positions with loss mask 0 may hold
-    anything, NaN included. A batch that is one of a step's micro-batches wants the step's `normalizer`: its own
-    denominators would make another loss, and where it can be seen that they would, they are refused.
+    Gradients flow to `stats` alone: the batch and the coefficients are constants. Positions with loss mask 0 may hold
+    anything, NaN included. A batch that is one of a step's micro-batches needs the step's `normalizer`. With its own
+    denominators it would be another loss, and is refused where the shapes show it.
 
     Args:
       stats: `f32[R, T]` log-probs of the targets, and entropies; see `log_probs_from_hidden`.
       batch: `[R, T]`; needs `advantages`, and the log-probs that `config` compares with.
-      config: which loss.
-      parallel: the mesh; rows sharded over data, positions over context.
-      normalizer: the denominators of the whole step where the batch is one of its micro-batches; the batch's own
+      config: the policy loss, its KL and entropy terms, the off-policy correction and the aggregation.
+      parallel: the mesh; rows sharded over data, positions over context. `ShardAxes` inside the caller's own
+        `shard_map`, None on one device.
+      normalizer: the denominators of the whole step, for a batch that is one of its micro-batches; the batch's own
         by default.
       selected: `f32[R, T]`, the `covariance_mask` of the whole step; for ClipCov and KLCov.
 
     Returns:
-      The scalar f32 loss, and metrics by name: `finalize_metrics` finishes them. By what they are normalised by:
+      The scalar f32 loss, and metrics by name, which `finalize_metrics` turns into numbers:
 
-      - the loss's own weights, adding up over micro-batches: `loss`, `pg_loss`;
-      - loss tokens (or those weights, see `config.metric_aggregation`): `entropy`, `kl` (to the reference), `ppo_kl`
-        (mean of old_log_prob - log_prob), `ratio_mean`, the loss's `clip_fraction`, `clip_fraction_lower` and the
-        like, the correction's `tis`, `rejected_fraction` and the like, `sampler_log_prob_abs_diff`, `sampler_k3`;
-      - nothing, being extremes over loss tokens: `ratio_min`, `ratio_max`;
-      - loss tokens, as a share: `effective_sample_size`, (sum r)^2 / (N sum r^2);
-      - nothing, being a count: `impossible_tokens`, with `config.impossible_tokens="leave_out"`, the tokens left out;
-      - `broken_rules`: bits, 0 where the batch is sound; `explain_broken_rules` says what they mean. Where it is not
-        0, the loss is NaN.
+      - sums with the loss's own weights, which add up over micro-batches: `loss`, `pg_loss`;
+      - means over loss tokens, or with those weights (`config.metric_aggregation`): `entropy`, `kl` (to the
+        reference), `ppo_kl` (old_log_prob - log_prob), `ratio_mean`, `clip_fraction`, `clip_fraction_lower` and others
+        of the loss, `tis`, `rejected_fraction` and others of the correction, `sampler_log_prob_abs_diff`, `sampler_k3`;
+      - extremes over loss tokens: `ratio_min`, `ratio_max`;
+      - `effective_sample_size`, (sum r)^2 / (N sum r^2), a share of the loss tokens;
+      - `impossible_tokens`, with `config.impossible_tokens="leave_out"`, the number of tokens left out;
+      - `broken_rules`, 0 for a sound batch. Otherwise the loss is NaN, and `explain_broken_rules` says what is wrong.
 
     Raises:
       ValueError, TypeError: an array that the config needs and the batch lacks, shapes that differ, a bonus on
@@ -97,33 +97,40 @@ def policy_loss_from_hidden(
     nucleus_ids: Int[Array, "R T K"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """`policy_loss` after `log_probs_from_hidden`; only tokens that carry loss meet the head's kernel.
+    """The policy loss of a batch from hidden states, whose logits never exist together.
 
-    Where the loss of a token depends on its own log-prob and entropy only, gradients are computed while the logits of a
-    chunk of tokens are at hand: one pass, three matrix products. That takes the chunk's logits over the device's part
-    of the vocabulary, and an f32 gradient of the kernel beside the result where the kernel has another dtype or
-    devices' gradients are summed. Other losses, a `memory` that has no room for it, and anything in f16 take two
-    passes, four products: the log-probs come first, and the head is walked again for the gradients. In one pass
-    gradients would be rounded to f16 before a loss scale multiplies them. The numbers are the same to f32 rounding;
-    `sharding.audit` notes which way a program goes, and why.
+        loss = sum over tokens of weight * (policy loss + kl.coef * KL - entropy_coef * entropy)
+
+    Gradients flow to `hidden` and `head` alone: the batch, the temperature and the coefficients are constants. Only
+    tokens with loss mask 1 are computed; the others may hold anything, NaN included.
+
+    If a token's loss depends on its own log-prob and entropy only, one pass over the vocabulary gives loss and
+    gradients, with three matrix products. Other losses, those for which `memory` has no room, and anything in f16 take
+    two passes with four products (one pass would round f16 gradients before a loss scale multiplies them). The numbers
+    are the same to f32 rounding. `jaxppo.sharding.audit` tells which way a program goes, and why.
 
     Args:
-      hidden: `[R, T, H]`, see `log_probs_from_hidden`.
-      head: a `Head`, or its bare kernel `[H, V]`.
-      batch: `[R, T]`, see `policy_loss`; its targets and loss mask say what is computed.
-      config: which loss.
-      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
-      normalizer: see `policy_loss`.
-      selected: see `policy_loss`.
-      temperature: see `log_probs_from_hidden`.
-      nucleus_ids: see `log_probs_from_hidden`.
-      **options: see `HeadOptions`.
+      hidden: `bf16` or `f32[R, T, H]`, the model's final hidden states; position t predicts `batch.targets[:, t]`.
+      head: a `Head`, or a bare kernel `[H, V]`.
+      batch: `[R, T]`; needs `advantages`, and the log-probs that `config` compares with.
+      config: the policy loss, its KL and entropy terms, the off-policy correction and the aggregation.
+      parallel: the mesh; rows sharded over data, positions over context, the vocabulary over tensor. `ShardAxes` inside
+        the caller's own `shard_map`, None on one device.
+      normalizer: the denominators of the whole step, for a batch that is one of its micro-batches; the batch's own
+        by default.
+      selected: `f32[R, T]`, the `covariance_mask` of the whole step; for ClipCov and KLCov.
+      temperature: divides the logits, as the sampler's did; a number, a traced scalar or `f32[R, T]`.
+      nucleus_ids: `i32[R, T, K]`, -1 padded, the ids that top-p or top-k left to the sampler; log-probs are
+        renormalised over them. See `pack_nucleus_ids`.
+      **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and others.
 
     Returns:
-      The scalar f32 loss and metrics by name.
+      The scalar f32 loss, and the metrics of `policy_loss` by name, which `finalize_metrics` turns into numbers.
 
     Raises:
-      TypeError, ValueError: as the two functions do.
+      TypeError, ValueError: an array that the config needs and the batch lacks, shapes or dtypes that differ, a
+        normalizer of another aggregation or none for a micro-batch, rows in another context layout than the mesh's, a
+        head that cannot be read.
 
     Example:
       >>> sample = Sample([1, 2, 3], response_start=1, advantages=[1.0, 1.0], old_log_probs=[-np.log(4)] * 2)
