@@ -36,7 +36,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of the three matrix products that every version needs."""
+        """The flops of the three matrix products that every version needs."""
         return 6 * self.tokens * self.sizes.hidden_size * self.sizes.vocab_size
 
     @property

@@ -117,7 +117,7 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
-        """Of the sampler; the padded columns are among them."""
+        """The sampler's logits, padded columns included."""
         return self.head(hidden)
 
 

@@ -223,7 +223,7 @@ class Qwen3(nnx.Module):
         return self.norm(x)
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
-        """Of the sampler, in float32."""
+        """The sampler's logits, in float32."""
         kernel = self.head.embedding[...].T if isinstance(self.head, nnx.Embed) else self.head.kernel[...]
         return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
 

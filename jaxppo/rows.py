@@ -206,7 +206,7 @@ def _call(
 
 
 def _own_positions(axes: ShardAxes, length: int, arrays: dict[str, Array]) -> dict[str, Array]:
-    """Of whole rows in logical order, the positions that this device holds."""
+    """The positions that this device holds, out of whole rows in logical order."""
     shards = axes.size(axes.context)
     if shards == 1:
         return arrays

@@ -37,7 +37,7 @@ class Sample:
       group_id: equal for the samples of one prompt; what compares samples by group, such as `advantages.grpo`, needs
         it.
       rollout_id: equal for the samples that one rollout was cut into; by default each sample is a rollout.
-      advantages: `f32[n - response_start]`; likewise the next ones.
+      advantages: `f32[n - response_start]`, as are the next ones.
       old_log_probs: under the policy at the start of the step.
       ref_log_probs: under the reference policy.
       rollout_log_probs: as the sampler reported them.
@@ -126,7 +126,7 @@ class Sample:
           output: what /generate or `Engine.generate` returned, {"meta_info", "output_ids"}, with the request's
             "input_ids" put beside it, since SGLang does not return them. Log-probs are `output_token_logprobs`; the
             nucleus is top_p_token_ids and top_p_token_offsets, where it was asked for. A list for several turns.
-          loss_mask: see `from_vllm`; likewise the next ones.
+          loss_mask: see `from_vllm`, as for the next ones.
 
         Raises:
           TypeError, ValueError: see `from_vllm`; counts of tokens that are not those of meta_info, offsets that do not

@@ -129,7 +129,7 @@ def _exactly(flops: float) -> Flops:
 
 
 def _times(flops: Flops, turns: Turns) -> Flops:
-    """Of a body that runs `turns` times; nothing, infinitely often, is nothing."""
+    """The value for a body that runs `turns` times; 0 stays 0 where `turns` is infinite."""
     low, high = ((x * n if x and n else 0) for x, n in ((flops.low, turns.low), (flops.high, turns.high)))
     return Flops(low, high)
 
@@ -199,7 +199,7 @@ def _limits(aval: Any) -> Limits | None:
 
 
 def _constant(aval: Any, value: Any) -> Value:
-    """Of a literal or a constant of a closed jaxpr."""
+    """The value of a literal or of a constant of a closed jaxpr."""
     if getattr(aval, "shape", None) != () or isinstance(value, jax.core.Tracer):
         return None
     if aval.dtype == bool:

@@ -51,7 +51,7 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """Of a get-tuple-element."""
+        """The element that a get-tuple-element takes."""
         return int(self.attributes.split("index=", 1)[1].split(",", 1)[0])
 
     @property
@@ -152,7 +152,7 @@ def shape_bytes(shape: str, in_hbm: bool = False) -> int:
 
 
 def dimensions(shape: str) -> list[int]:
-    """Of a shape that is no tuple."""
+    """The dimensions of a shape that is no tuple."""
     found = re.search(r"\[([^\]]*)\]", shape)
     return [int(d.lstrip("<=")) for d in found[1].split(",") if d] if found else []
 
@@ -226,7 +226,7 @@ def _groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _mesh_groups(axes: str, device_ids: str | None, joined: str) -> tuple[tuple[int, ...], ...]:
-    """Of `mesh['a'=2,'b'=8] {'b':(2)4}`: along axes, or along a part of one; `(2)4` is a 4 behind a 2."""
+    """The groups of `mesh['a'=2,'b'=8] {'b':(2)4}`: along axes, or along a part of one; `(2)4` is a 4 behind a 2."""
     sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", axes)}
     places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
     ids = np.arange(places.shape[1])

@@ -135,7 +135,7 @@ class ParallelMesh:
           length: of positions; activation_length, length.
           embed: of a head kernel's H; embed_vocab, embed.
           vocab: of its V; vocab.
-          replicated: see `ParallelMesh`; likewise the next ones.
+          replicated, sequence_parallel, context_layout: see `ParallelMesh`.
 
         Raises:
           ValueError: rules that are no pairs, a name without a rule, an axis that shards both tokens and the
@@ -195,27 +195,27 @@ class ParallelMesh:
 
     @property
     def rows_spec(self) -> P:
-        """Of per-segment arrays `[R, S]`."""
+        """The spec of per-segment arrays `[R, S]`."""
         return P(_entry(self.data))
 
     @property
     def tokens_spec(self) -> P:
-        """Of per-token arrays `[R, T]`."""
+        """The spec of per-token arrays `[R, T]`."""
         return P(_entry(self.data), _entry(self.context))
 
     @property
     def hidden_spec(self) -> P:
-        """Of hidden states `[R, T, H]`."""
+        """The spec of hidden states `[R, T, H]`."""
         positions = self.context + (self.tensor if self.sequence_parallel else ())
         return P(_entry(self.data), _entry(positions), None)
 
     @property
     def logits_spec(self) -> P:
-        """Of logits `[R, T, V]`."""
+        """The spec of logits `[R, T, V]`."""
         return P(_entry(self.data), _entry(self.context), _entry(self.tensor))
 
     def kernel_spec(self, kernel_layout: str = "hv") -> P:
-        """Of a head kernel, `[H, V]` for "hv" and `[V, H]` for "vh"."""
+        """The spec of a head kernel, `[H, V]` for "hv" and `[V, H]` for "vh"."""
         spec = (_entry(self.fsdp), _entry(self.tensor))
         return P(*spec) if kernel_layout == "hv" else P(*reversed(spec))
 

@@ -329,13 +329,13 @@ def _length(time: np.ndarray) -> float:
 
 
 def _repeated(time: np.ndarray, turns: Turns) -> np.ndarray:
-    """Of a body that runs `turns` times; nothing, infinitely often, is nothing."""
+    """The value for a body that runs `turns` times; 0 stays 0 where `turns` is infinite."""
     times = np.array(turns, float)[:, None]
     return np.multiply(time, times, out=np.zeros_like(time), where=(time > 0) & (times > 0))
 
 
 def _beside(seconds: float, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Of a collective between whose start and end other work takes its time."""
+    """The time of a collective that other work overlaps between its start and its end."""
     work = np.subtract(after, before, out=np.zeros_like(before), where=np.isfinite(before))
     hidden = np.minimum(work, seconds)[:, None]
     return hidden * (_KIND["overlapped"] - _KIND["collectives"]) + _spent("collectives", seconds)
@@ -357,7 +357,7 @@ def _is_fill(computation: Computation, x: Instruction) -> bool:
 
 
 def _product_flops(computation: Computation, x: Instruction) -> float:
-    """Of a product as TPU modules write it, `convolution(rows, kernel), dim_labels=bf_io->bf`, or of a `dot`."""
+    """The flops of a product: of TPUs' `convolution(rows, kernel), dim_labels=bf_io->bf`, or of a `dot`."""
     lhs, rhs = (dimensions(computation[name].shape) if name in computation else [] for name in x.operands[:2])
     if labels := re.search(r"dim_labels=\w+_(\w+)->", x.attributes):
         contracted = math.prod(size for size, label in zip(rhs, labels[1], strict=False) if label != "o")

@@ -35,7 +35,7 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, dtype: str) -> Limits | None:
-        """Of a dtype as JAX ("int32") or HLO ("s32") writes it; None where it is no integer.
+        """The limits of a dtype as JAX ("int32") or HLO ("s32") writes it, None for a dtype that is no integer.
 
         Example:
           >>> Limits.of("s8"), Limits.of("uint8"), Limits.of("float32")

@@ -61,7 +61,7 @@ class Packing:
 
     @property
     def places(self) -> list[tuple[int, int, int]]:
-        """Of each sample: row, start, segment id."""
+        """Row, start and segment id of each sample."""
         filled, count, places = [0] * self.rows, [0] * self.rows, []
         for i, length in enumerate(self.lengths):
             row = i % self.rows

@@ -111,7 +111,7 @@ def whole(config: PolicyLossConfig, mesh: str | None = None, layout: str = "cont
 
 @functools.cache
 def accumulated(config: PolicyLossConfig, mesh: str | None = None, metrics: bool = False, explicit: bool = False):
-    """The same of stacked micro-batches: gradients come back stacked, each micro-batch having its own log-probs."""
+    """As above, for stacked micro-batches: gradients come back stacked, and each micro-batch has its own log-probs."""
     parallel = mesh and make_parallel_mesh(mesh, explicit=explicit)
 
     def run(batches):

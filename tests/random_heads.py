@@ -25,7 +25,7 @@ WAYS = ("one call", "statistics first", "logits")
 
 @dataclasses.dataclass(frozen=True)
 class HeadShape:
-    """What is static about a head and its call."""
+    """The static part of a head and its call."""
 
     way: str
     columns: int

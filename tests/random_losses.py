@@ -89,7 +89,7 @@ def norm_of(draw, aggregation: str) -> float | None:
 
 @st.composite
 def configs(draw, name: str) -> dict[str, Any]:
-    """Of a loss, what `oracle.policy_loss` takes, and beside its own hyperparameters those of `PICKS`."""
+    """The arguments of `oracle.policy_loss` for a loss: its own hyperparameters and those of `PICKS`."""
     ratio_to = draw(st.sampled_from(["old", "old", "rollout", "current"]))
     aggregation = draw(st.sampled_from(AGGREGATIONS))
     kl = {"coef": st.just(0.0) | between(-0.5, 2), "estimator": st.sampled_from(get_args(Estimator))}

@@ -224,7 +224,7 @@ def tokens_of(targets: np.ndarray) -> np.ndarray:
 
 
 def _entries(batch: RolloutBatch, samples: list[OracleSample]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each sample: rows and columns of its positions, in order, micro-batches as more rows."""
+    """The rows and columns of each sample's positions, in order. Micro-batches count as more rows."""
     segments, positions, ids = (
         np.asarray(x).reshape(-1, x.shape[-1]) for x in (batch.segment_ids, batch.positions, batch.sample_ids)
     )

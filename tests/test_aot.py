@@ -26,7 +26,7 @@ def sixteen(sizes, names, chips="v5p:2x2x4", **roles):
 
 
 def arguments(parallel, tokens, *, with_where=False, hidden_size=H, columns=V, dtype=jnp.bfloat16):
-    """Of a loss: hidden states, kernel, targets, weights and where they are asked for a mask, `tokens` a device."""
+    """The arguments of a loss, `tokens` a device: hidden states, kernel, targets, weights and, if asked for, a mask."""
     R = parallel.data_size
     T = tokens * parallel.context_size
 
@@ -151,7 +151,7 @@ def test_the_plain_version():
 @pytest.mark.nightly
 @pytest.mark.parametrize(("with_where", "gib"), [(False, 0.7), (True, 0.87)])
 def test_32768_tokens_a_device(with_where, gib):
-    """Of which dhidden in f32 takes 0.5, and the hidden states that a mask brings to the front 0.25."""
+    """In GiB, dhidden in f32 takes 0.5, and the hidden states that a mask brings to the front take 0.25."""
     parallel = sixteen(*CP4_TP4)
     args = arguments(parallel, 32768, with_where=with_where)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)

@@ -163,7 +163,7 @@ FIRST = (0, A)
 
 
 def loop(stop, step=1, start=0):
-    """Of a counter, a product and an integer that comes as an argument."""
+    """A loop over a counter, a product and an integer that comes as an argument."""
     turn = lambda c: (c[0] + step, c[1] @ c[1], c[2])  # noqa: E731
     return lambda n: lax.while_loop(lambda c: stop(c[0], c[2]), turn, (start, A, n))[1]
 

@@ -262,7 +262,7 @@ def test_5_accuracy_of_the_likeliest_tokens_is_1(mesh, temperature, dtype):
 @pytest.mark.parametrize("mesh", [None, MIXED])
 @pytest.mark.parametrize("temperature", [0.1, 0.7])
 def test_5_no_log_prob_is_above_0(mesh, temperature):
-    """Of tokens that are all but certain."""
+    """The tokens are all but certain."""
     parallel = mesh and make_parallel_mesh(mesh)
     hidden, kernel = (jax.random.normal(jax.random.key(i), s) for i, s in ((0, (8, 8, 64)), (1, (64, 300))))
     targets = (hidden @ kernel).argmax(-1)

@@ -210,7 +210,7 @@ def test_transpose_of_shift_left(layout):
     ("striped", [("all-to-all", T // 4)] * 3 + [("collective-permute", 3)] * 2),
 ])  # fmt: skip
 def test_what_a_shift_by_3_moves(layout, expected):
-    """Of x and of the segment ids, for one row: 3 positions each, 2 * 3, 2 * S * 3 (x only), and the shard."""
+    """Sizes for x and for the segment ids, for one row: 3 positions each, 2 * 3, 2 * S * 3 (x only), and the shard."""
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     x, ids = jnp.ones((2, T)), jnp.ones((2, T), jnp.int32)
     assert collectives(parallel, lambda x, ids: shift_left(x, parallel, 3, 0, ids, S), x, ids) == sorted(expected)
@@ -290,7 +290,7 @@ def test_gradient_of_scan_affine(layout, reverse):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_second_derivatives(layout):
-    """Of a scan and a move in one: the gradient of a gradient's square, as on one device."""
+    """A scan and a move in one: the gradient of a gradient's square is that of one device."""
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     ids, rng = logical_segments(4), np.random.default_rng(7)
     a, b = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, R, T)) / 2)

@@ -120,7 +120,7 @@ def test_scan_affine(shards, layout, reverse):
 
 @EVERYWHERE
 def test_an_infinite_addend_is_not_made_nan(shards, layout):
-    """Of positive coefficients all that depends on it is infinite, across shards too."""
+    """With positive coefficients all that depends on it is infinite, across shards too."""
     parallel, ids, physical = on(shards, layout)
     a, b = np.random.default_rng(8).uniform(0.5, 1, size=(2, R, T)).astype(np.float32)
     scan = jax.jit(lambda b: scan_affine(physical(a), b, parallel, True, physical(ids), S))

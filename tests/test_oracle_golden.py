@@ -59,7 +59,7 @@ def alike(got, expected, context="", terms=0.0):
 
 
 def response(case, flat):
-    """Of each sample: slime's arrays over response tokens."""
+    """slime's arrays over response tokens, by sample."""
     return np.split(flat, np.cumsum(case.inputs["response_lengths"])[:-1])
 
 

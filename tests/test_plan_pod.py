@@ -81,7 +81,7 @@ def test_what_a_step_holds_on_emulated_devices():
 
 
 def loss_of_a_step(step):
-    """Of numbers that depend on the sizes only."""
+    """The loss of a step on numbers that depend on the sizes only."""
     rng, batch = np.random.default_rng(0), step.batch
     put = lambda like, a: jax.device_put(np.asarray(a, like.dtype), like.sharding)  # noqa: E731
     params = {name: put(x, 0.3 * rng.normal(size=x.shape)) for name, x in sorted(step.params.items())}

@@ -139,7 +139,7 @@ def test_the_configuration_says_it_too_and_the_sample_is_pairwise(pytester, inne
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_devices_that_jax_has_already(pytester, inner, devices):
-    """Of another plugin, before any conftest.py: enough are taken, fewer refused."""
+    """Devices of another plugin, started before any conftest.py: enough are taken, fewer are refused."""
     started = f"import jax\njax.config.update('jax_num_cpu_devices', {devices})\nassert jax.device_count() == {devices}"
     pytester.makepyfile(starts=started, test_it="def test_it(parallel_mesh):\n    assert parallel_mesh.mesh.size == 3")
     pytester.syspathinsert()

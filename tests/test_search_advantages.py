@@ -37,7 +37,7 @@ from jaxppo.mismatch import mismatch_metrics
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Of all estimators; each reads its own."""
+    """The options of all estimators; each reads its own."""
 
     gamma: float
     lam: float

@@ -48,7 +48,7 @@ def summed(fn, primal, over=OVER):
 
 
 def integers(shape, count=4):
-    """Of every device: sums of f32 are exact, and those of bf16, or of what was rounded, are not."""
+    """On every device sums in f32 are exact, and sums in bf16, or of rounded numbers, are not."""
     return np.random.default_rng(0).integers(-4000, 4000, (count, *shape)).astype(np.float32)
 
 

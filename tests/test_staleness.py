@@ -33,7 +33,7 @@ AGE = VERSION - DRAWN
 
 
 def oldest():
-    """Of each loss token, the largest staleness in its sequence."""
+    """For each loss token, the largest staleness in its sequence."""
     out = np.zeros(MASK.shape)
     for row, _, places in sequences(BATCH):
         trained = places[MASK[row, places]]

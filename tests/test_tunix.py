@@ -259,7 +259,7 @@ def test_on_their_meshes(shape):
 
 
 def test_packed_rows_are_the_padded_ones():
-    """Of two rows of 24 tokens; Tunix's own packed loss needs flash attention: without, it attends to everything."""
+    """Two rows of 24 tokens. Tunix's own packed loss needs flash attention: without it, it attends to everything."""
     batch, model, config = example(), qwen(), grpo(loss_agg_mode="token-mean")
     packed = need("tunix.rl.utils").pack_sequences(iter([[batch]]), max_token_budget=24, pad_id=PAD)
     rows = [row for part in packed for row in part]
@@ -282,7 +282,7 @@ def test_log_probs_of_a_pass(name):
 
 
 def test_log_probs_of_the_actor_at_the_start_of_a_step():
-    """Of its agentic learner, in micro-batches; the reference's beside them."""
+    """Its agentic learner asks in micro-batches, and for the reference's too."""
     batch, mesh, found = example(), mesh_of(1, 1), []
     with mesh:
         for cluster_class in (clusters.RLCluster, ours.rl_cluster()):

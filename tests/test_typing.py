@@ -89,7 +89,7 @@ def mypy(python, folder, *files):
 
 
 def basedpyright(python, folder, *files):
-    """Likewise of basedpyright, strict; many of JAX's own functions have arguments whose type it does not know."""
+    """The same with basedpyright, strict; many of JAX's own functions have arguments whose type it does not know."""
     rules = {"include": files, "typeCheckingMode": "strict", "reportUnknownMemberType": False}
     (folder / "pyrightconfig.json").write_text(json.dumps(rules))
     done = run(sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", python, cwd=folder)

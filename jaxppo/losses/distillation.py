@@ -157,7 +157,7 @@ def distillation_loss(
       teacher_hidden: `[R, T, G]`, the teacher's.
       teacher_head: the teacher's.
       batch: `[R, T]`; its loss mask and its sequences count.
-      divergence: see `divergence_from_hidden`; likewise beta, temperature and the specs.
+      divergence, beta, temperature, the specs: see `divergence_from_hidden`.
       beta: for "jensen_shannon".
       temperature: divides both models' logits.
       aggregation: the denominators, see `token_weights`.

@@ -93,7 +93,7 @@ def clipped_surrogate(
 
 
 def check_clip(loss: Any) -> None:
-    """Of a loss with both bounds of the ratio."""
+    """Checks both bounds of the ratio."""
     for name in ("clip_low", "clip_high"):
         check_number(name, getattr(loss, name), least=0)
 

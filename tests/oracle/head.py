@@ -51,7 +51,7 @@ class HeadGradient(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Of each token, `[n]`."""
+    """One number a token, `[n]`."""
 
     log_probs: Array
     entropy: Array

@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class Correction(NamedTuple):
-    """Of one sequence's loss tokens, `[n]` each: what the policy loss is times, what is accepted, what to report."""
+    """For one sequence's loss tokens, `[n]` each: what multiplies the policy loss, what is accepted, what to report."""
 
     weights: Array
     accepted: Array

@@ -20,7 +20,7 @@ class OracleSample:
     """
 
     mask: Any  # [m], 1 where the token carries loss
-    log_probs: Any = None  # [m], of the policy that is trained; likewise the next ones
+    log_probs: Any = None  # [m], of the policy that is trained, as the next ones
     entropy: Any = None
     old_log_probs: Any = None
     ref_log_probs: Any = None
@@ -38,7 +38,7 @@ class OracleSample:
     nucleus_ids: Any = None
     temperature: Any = 1.0  # a number or [m]
     reward: float | None = None
-    sample_id: int | None = None  # by default the sample's place in the step; likewise group and rollout
+    sample_id: int | None = None  # by default the sample's place in the step, as for group and rollout
     group_id: int | None = None
     rollout_id: int | None = None
 
