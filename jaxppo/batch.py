@@ -161,8 +161,8 @@ class RolloutBatch:
           tokens that carry loss.
 
         Raises:
-          ValueError: what `sharding.pack` raises; a value that some samples lack; a sample id that two samples have; a
-            group id that several hosts gave to different prompts.
+          ValueError: what `jaxppo.sharding.pack` raises; a value that some samples lack; a sample id that two samples
+            have; a group id that several hosts gave to different prompts.
 
         Example:
           >>> batch = RolloutBatch.from_samples([Sample([5, 6, 7], response_start=1, reward=2.0)], row_length=4)

@@ -10,7 +10,7 @@ import jax
 from jax import lax
 
 Names = tuple[str, ...]
-LAYOUTS: dict[str, Any] = {}  #: The context layouts by name. `register_layout` adds to it.
+LAYOUTS: dict[str, Any] = {}  # by name; `register_layout` adds to them
 
 
 def axis_names(value: str | Sequence[str] | None) -> Names:

@@ -41,7 +41,7 @@ def test_every_block_is_an_example_that_runs(page):
 
 def test_the_reference_holds_every_public_name():
     text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.rst"))
-    found = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", text, re.MULTILINE))
+    found = set(re.findall(r"^\.\. (?:auto\w+|py:data):: ([\w.]+)$", text, re.MULTILINE))
     modules = {name for name in jaxppo.__all__ if inspect.ismodule(getattr(jaxppo, name))}
     expected = {f"jaxppo.{name}" for name in set(jaxppo.__all__) - modules}
     for module in modules - {"presets"}:

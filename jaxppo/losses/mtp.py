@@ -40,7 +40,7 @@ def mtp_loss(
     """coef / K * sum over depths k = 1..K of the mean negative log-likelihood of the targets k places further on.
 
     At depth k, position t predicts `targets[t + k]` where that is in the same sequence, with the loss mask of t + k.
-    Targets and masks cross shard borders by `sharding.shift_left`. DeepSeek-V3, https://arxiv.org/abs/2412.19437
+    Targets and masks cross shard borders by `jaxppo.sharding.shift_left`. DeepSeek-V3, https://arxiv.org/abs/2412.19437
     section 2.2.
 
     Args:
