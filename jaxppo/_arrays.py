@@ -44,7 +44,7 @@ def check(what: str, got: Any, good: bool, expected: str) -> None:
 
 
 def check_choice(what: str, value: Any, choices: Any) -> None:
-    """Raises where the value is none of a `Literal`'s."""
+    """Raises unless the value is one of a `Literal`'s."""
     names = get_args(choices)
     check(what, repr(value), isinstance(value, str) and value in names, f"one of {', '.join(map(repr, names))}")
 
@@ -60,7 +60,7 @@ def dtype_name(x: Any) -> Any:
 def check_number(
     what: str, value: Any, *, least: float | None = None, above: float | None = None, most: float | None = None
 ) -> None:
-    """Raises where the value is no finite number in its range; a scalar array may be traced, and passes."""
+    """Raises unless the value is a finite number in its range; a scalar array may be traced, and passes."""
     ranges = [f"of at least {least}"] if least is not None else []
     ranges += [f"above {above}"] if above is not None else []
     ranges += [f"of at most {most}"] if most is not None else []
@@ -73,12 +73,12 @@ def check_number(
 
 
 def check_flag(what: str, value: Any) -> None:
-    """Raises where the value is neither True nor False: a text would count as True, "no" among them."""
+    """Raises unless the value is True or False: any text would be taken for True, "no" included."""
     check(what, repr(value), isinstance(value, (bool, np.bool_)), "True or False")
 
 
 def check_floating(what: str, x: Any, rank: int, expected: str) -> None:
-    """Raises where x is no f16, bf16, f32 or f64 array of that rank, or has a dimension of 0."""
+    """Raises unless x is an f16, bf16, f32 or f64 array of that rank without a dimension of 0."""
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         raise TypeError(f"{what}: got {type(x).__name__}, expected an array {expected}")
@@ -97,7 +97,7 @@ _KINDS: dict[Kind, tuple[Any, ...]] = {
 
 
 def check_array(what: str, x: Any, kind: Kind = "numbers") -> None:
-    """Raises where x is no array of such numbers: JAX takes a list for a tree of them."""
+    """Raises unless x is an array of such numbers: JAX takes a list for a tree of them."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"{what}: got {'None' if x is None else type(x).__name__}, expected an array of {kind}")
     if not any(jnp.issubdtype(x.dtype, of) for of in _KINDS[kind]):
@@ -121,7 +121,7 @@ def check_f32(what: str, x: Any) -> None:
 
 
 def check_ids(what: str, x: Any) -> None:
-    """Raises where ids are no integers or, on the host, do not fit the device's i32, where two could become one."""
+    """Raises unless ids are integers that, on the host, fit the device's i32, where two could become one."""
     check_array(what, x, "integers")
     if isinstance(x, np.ndarray) and x.size and not -(2**31) <= x.min() <= x.max() < 2**31:
         widest = x.min() if x.max() < 2**31 else x.max()

@@ -31,7 +31,7 @@ class RolloutBatch:
     """Rollouts packed into `[R, T]` rows, a pytree; index t of a per-token array speaks of `targets[t]`.
 
     Positions lie in the physical order of the mesh's context layout; `positions` carries the logical ones. Optional
-    arrays are None where a run has none, and then nothing of them exists in the compiled program. Micro-batches carry
+    arrays may be None, and then the compiled program holds nothing of them. Micro-batches carry
     one more leading dimension, `[K, R, T]` and `[K, R, S]`. Pass batches to jitted functions as arguments: one that a
     function closes over is a constant of its program, which is compiled anew for each batch.
 
@@ -313,7 +313,7 @@ class RolloutBatch:
     ) -> RolloutBatch:
         """Packed rows whose targets are shifted already, and real at last positions too, as MaxText's; traceable.
 
-        Nothing moves but into the mesh's layout. A sequence of n + 1 tokens is n positions here, the last of which may
+        Values only move into the mesh's layout. A sequence of n + 1 tokens is n positions here, the last of which may
         carry loss: its target is no token of the row.
 
         Args:

@@ -1,4 +1,4 @@
-"""Statistics over the samples of a step that share an id, wherever in it they lie: groups of a prompt, rollouts."""
+"""Statistics over the samples of a step that share an id: the groups of a prompt, the rollouts."""
 
 from __future__ import annotations
 

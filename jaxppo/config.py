@@ -34,9 +34,9 @@ class PolicyLossConfig:
       loss: one of `policy_losses`, or the caller's own `PolicyLoss`.
       kl: the penalty against `batch.ref_log_probs`; None for neither penalty nor metric.
       entropy_coef: a number or a traced schedule; the number 0 leaves the entropy a metric only.
-      ratio_to: what the ratio is over: the "old" policy, the trainer's at the start of the step
-        (`batch.old_log_probs`), the "rollout" policy, the sampler's (`batch.rollout_log_probs`), or the "current" one,
-        a ratio of 1 for an on-policy step.
+      ratio_to: the policy in the ratio's denominator: "old", the trainer's at the start of the step
+        (`batch.old_log_probs`), "rollout", the sampler's (`batch.rollout_log_probs`), or "current", a ratio of 1 for
+        on-policy steps.
       aggregation: the denominators, see `token_weights`.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       metric_aggregation: per-token metrics are "token_mean"s, or reduced as the "loss" is.
@@ -147,12 +147,12 @@ class PolicyLossConfig:
 
     @property
     def penalises_kl(self) -> bool:
-        """Whether the loss holds the divergence, and does not only report it."""
+        """Whether the divergence is a part of the loss, and not a metric only."""
         return self.kl is not None and not is_zero(self.kl.coef)
 
 
 def _place_of(name: str) -> str:
-    """Where an option lives that is none of `PolicyLossConfig`, in words."""
+    """In words, which class has an option that `PolicyLossConfig` lacks."""
     if name == "temperature":
         return "it where logits are divided by it: an argument of policy_loss_from_hidden and log_probs_from_hidden"
     parts: dict[str, Any] = {"kl": KL, "off_policy": OffPolicyConfig}

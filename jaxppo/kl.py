@@ -30,7 +30,7 @@ class KL:
       importance: weigh the estimate by the ratio of the policy loss, gradient included.
 
     Raises:
-      ValueError: a coefficient that is no finite number, an unknown estimator.
+      ValueError: a coefficient that is not a finite number, an unknown estimator.
 
     Example:
       >>> KL(0.01, "low_var_kl")
@@ -54,7 +54,7 @@ def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Floa
 
 
 def k3(d: Float[Array, "..."]) -> Float[Array, "..."]:
-    """exp(d) - 1 - d, never below 0: 1 taken from exp(d) would leave nothing of a small d but rounding.
+    """exp(d) - 1 - d, never below 0. It is computed by expm1, since exp(d) - 1 would be rounding for a small d.
 
     exp goes on along its tangent above d = 20, so that value and gradient are finite, and point the right way.
     """
@@ -141,7 +141,7 @@ def adaptive_kl_coef(
       `f32[]`.
 
     Raises:
-      ValueError: a number that is none, a target or horizon that is not positive.
+      ValueError: something that is not a number, a target or horizon that is not positive.
 
     Example:
       >>> float(adaptive_kl_coef(0.1, jnp.array(6.0), target=3.0, samples=1000))

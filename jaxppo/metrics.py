@@ -23,7 +23,7 @@ Reduce = Literal["mean", "sum", "min", "max"]
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["total", "count"], meta_fields=["reduce"])
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A number in the making: total / count for "mean", else the total itself.
+    """A number that is not divided yet: total / count for "mean", else the total itself.
 
     Args:
       total: the sum, smallest or largest value so far.
@@ -115,7 +115,7 @@ def collapse_metrics(stacked: Any) -> Any:
 
 
 def finalize_metrics(metrics: Mapping[str, Metric | Composite]) -> dict[str, Float[Array, ""]]:
-    """The finished numbers by name.
+    """The numbers of a loss's metrics by name: totals divided by counts, composite ones combined.
 
     Example:
       >>> finalize_metrics({"loss": Metric(jnp.float32(6), jnp.float32(2))})

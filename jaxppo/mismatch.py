@@ -1,4 +1,4 @@
-"""How far the sampler is from the trainer, as numbers to watch."""
+"""Metrics of how far the sampler's log-probs are from the trainer's."""
 
 from __future__ import annotations
 

@@ -221,8 +221,8 @@ def correction(
 ) -> tuple[Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
     """Per-shard: the weight of each token's policy loss, 0 on the tokens that are left out, and what to report.
 
-    Denominators of the loss stay those of the original mask: what is left out counts as 0, and does not make the
-    rest louder. Everything is detached and finite, whatever stands at masked positions.
+    Denominators of the loss stay those of the original mask: what is left out has weight 0, and the other weights do
+    not grow. Everything is detached and finite, whatever stands at masked positions.
 
     Args:
       log_probs: `f32[R, T]`, of the current policy.

@@ -49,7 +49,7 @@ def grpo() -> PolicyLossConfig:
 def dapo() -> PolicyLossConfig:
     """DAPO: the upper clip raised to 0.28 so that unlikely tokens can grow, a mean over tokens, no KL.
 
-    The token mean lets long responses weigh what they are long. With `advantages.grpo`.
+    With the token mean, a response's weight is proportional to its length. With `advantages.grpo`.
 
     Yu et al. 2025, https://arxiv.org/abs/2503.14476
     """
@@ -120,7 +120,7 @@ def dppo() -> PolicyLossConfig:
 def clip_cov() -> PolicyLossConfig:
     """Clip-Cov: a few random tokens of high covariance leave the loss, against the collapse of entropy.
 
-    Wants the `covariance_mask` of each step. With `advantages.grpo`.
+    Needs the `covariance_mask` of each step. With `advantages.grpo`.
 
     Cui et al. 2025, https://arxiv.org/abs/2505.22617
     """
@@ -130,7 +130,7 @@ def clip_cov() -> PolicyLossConfig:
 def kl_cov() -> PolicyLossConfig:
     """KL-Cov: the tokens of highest covariance are held to their old log-prob, against the collapse of entropy.
 
-    Wants the `covariance_mask` of each step.
+    Needs the `covariance_mask` of each step.
 
     Cui et al. 2025, https://arxiv.org/abs/2505.22617
     """
@@ -146,7 +146,7 @@ def truncated_importance_sampling() -> PolicyLossConfig:
 
 
 def icepop() -> PolicyLossConfig:
-    """IcePop: tokens whose trainer / sampler ratio leaves [0.5, 5] count nothing, the others by that ratio.
+    """IcePop: a token's weight is its trainer / sampler ratio, or 0 where that lies outside [0.5, 5].
 
     Ling Team 2025, https://arxiv.org/abs/2510.18855
     """

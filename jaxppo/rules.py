@@ -74,7 +74,7 @@ class Rule:
       expected: what must hold, for errors and explanations.
       broken: (array name, where it is broken) pairs.
       on_device: whether losses check it too.
-      structural: whether others are about sequences that this one finds to be none.
+      structural: whether other rules are only meaningful where this one holds.
     """
 
     name: str

@@ -137,7 +137,7 @@ def staleness_weights(
     Args:
       batch: `[R, T]`; needs `policy_versions`.
       version: of the policy that learns; may be traced.
-      limit: the largest staleness that is not weighed down, in updates.
+      limit: the largest staleness that keeps weight 1, in updates.
       decay: from 0 to 1.
       level: s of the "token" itself, or of the stalest loss-carrying token of its "sequence".
       parallel: the mesh; rows sharded over data, positions over context.

@@ -125,8 +125,8 @@ class ShardAxes:
     def check_complete(self, what: str, *arrays: Any) -> None:
         """Raises where devices hold different parts of what `what` is about, over a mesh axis that has no role here.
 
-        A sum over devices would then be one device's part of it. Axes along which no array varies are no such axes, as
-        far as JAX tracks that: under `pmap` and `check_vma=False` any axis without a role is one.
+        A sum over devices would then be only one device's part of it. Axes along which no array varies are harmless.
+        Under `pmap` and `check_vma=False` JAX does not track that, so any axis without a role raises.
 
         Args:
           what: what is summed, for the error.

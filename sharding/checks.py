@@ -1,4 +1,4 @@
-"""What is asked of static arguments."""
+"""Checks of static arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_int(name: str, value: Any, least: int) -> int:
-    """value as an int; raises where it is none, is traced, or is too small."""
+    """The value as an int; raises unless it is an integer, not traced, and large enough."""
     try:
         number = operator.index(value)
     except TypeError:  # JAX's own errors about traced values among them

@@ -232,7 +232,7 @@ class ParallelMesh:
 
 
 def check_parallel(parallel: Any, expected: str = "ParallelMesh, ShardAxes or None") -> None:
-    """Raises where `parallel` is none of what `expected` names."""
+    """Raises unless `parallel` is what `expected` names."""
     kinds = {ParallelMesh: "ParallelMesh", ShardAxes: "ShardAxes", type(None): "None"}
     if any(isinstance(parallel, kind) and name in expected for kind, name in kinds.items()):
         return

@@ -48,9 +48,9 @@ def start(
 
 
 def exchange(what: str, mine: bytes) -> list[bytes]:
-    """What every process brings, by process; all must call this, in the same order and from one thread.
+    """The bytes of every process, by process; all must call this, in the same order and from one thread.
 
-    It goes by way of JAX's coordinator. No device takes part, so that nothing here waits for a step that runs.
+    They travel through JAX's coordinator. No device takes part, so this does not wait for a running step.
 
     Args:
       what: a name for it, which is compared, so that processes at different calls notice.
@@ -106,7 +106,7 @@ def gather(rows: Num[np.ndarray, "N ..."]) -> list[Num[np.ndarray, "N ..."]]:
 
 @contextlib.contextmanager
 def together(parallel: ParallelMesh | None) -> Iterator[None]:
-    """What raises in the block on one process raises on all of the mesh's, naming the process and its host.
+    """An error in the block on one process is raised on all processes of the mesh, and names the process and its host.
 
     Every process must enter it, and exchange nothing within. It does nothing where the mesh lies in one process.
 

@@ -32,7 +32,7 @@ def collectives(jaxpr: Any) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def hang_risks(jaxpr: Any) -> list[str]:
-    """The collectives that not every device need reach equally often: under a `cond`, or in a `while` whose end varies.
+    """The collectives that devices may reach unequally often: under a `cond`, or in a `while` whose end varies.
 
     A program without them runs the same collectives in the same order on every device.
 

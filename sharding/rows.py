@@ -28,7 +28,7 @@ def redistribute(
     segment_ids: Int[Array, "R T"] | None = None,
     num_segments: int | None = None,
 ) -> Any:
-    """x in another context layout: y[place in target of t] = x[place in source of t] for each logical position t.
+    """Moves x to another context layout: y[place in target of t] = x[place in source of t] for each position t.
 
     Between contiguous and zigzag two ppermutes move every element at most once; between striped and either of them it
     is one all_to_all; where "zigzag_per_segment" takes part, an all_gather of the row and a take. The way back is the

@@ -156,7 +156,7 @@ def distillation_loss(
       head: the student's.
       teacher_hidden: `[R, T, G]`, the teacher's.
       teacher_head: the teacher's.
-      batch: `[R, T]`; its loss mask and its sequences count.
+      batch: `[R, T]`; only its sequences and its loss mask are read.
       divergence, beta, temperature, the specs: see `divergence_from_hidden`.
       beta: for "jensen_shannon".
       temperature: divides both models' logits.

@@ -48,10 +48,10 @@ def mtp_loss(
         takes them.
       head: the main loss's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or
         stacked.
-      batch: `[R, T]`; its targets, loss mask and sequences count.
+      batch: `[R, T]`; only its sequences, targets and loss mask are read.
       coef: of the sum.
-      stop_trunk: no gradient into `hidden`: only heads learn. (A module between trunk and head that is to learn where
-        the trunk is not stops its own input.)
+      stop_trunk: no gradient into `hidden`: only heads learn. (If a module between trunk and head shall learn and the
+        trunk shall not, stop the gradient at that module's input instead.)
       stop_head: no gradient into `head`.
       aggregation: the denominators of a depth, see `sft_loss`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.

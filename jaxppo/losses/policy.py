@@ -206,7 +206,7 @@ def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:
 
 
 def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: PolicyLossConfig) -> Float[Array, "R T"]:
-    """What the ratio of the config is over; a constant of differentiation."""
+    """The log-probs in the denominator of the config's ratio; a constant of differentiation."""
     name = _OLD.get(config.ratio_to)
     return lax.stop_gradient(log_probs if name is None else getattr(batch, name))
 

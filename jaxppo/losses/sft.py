@@ -42,9 +42,9 @@ def sft_loss(
 
     Args:
       stats: `f32[R, T]` log-probs of the targets, see `log_probs_from_hidden`; of `logit_stats=True` for the next two.
-      batch: `[R, T]`; its loss mask and its sequences count.
+      batch: `[R, T]`; only its sequences and its loss mask are read.
       label_smoothing: the share of a uniform target, in [0, 1).
-      z_loss: how much log_z is drawn to 0.
+      z_loss: the coefficient of log_z^2.
       aggregation: the denominators, see `token_weights`.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       parallel: the mesh; rows sharded over data, positions over context.
@@ -105,7 +105,7 @@ def sft_loss_from_hidden(
     Args:
       hidden: `[R, T, H]`, see `log_probs_from_hidden`.
       head: a `Head`, or its bare kernel `[H, V]`.
-      batch: `[R, T]`; its targets, loss mask and sequences count.
+      batch: `[R, T]`; only its sequences, targets and loss mask are read.
       label_smoothing: see `sft_loss`.
       z_loss: see `sft_loss`.
       logit_stats: also the metrics `log_z` and `accuracy`, which label smoothing and z-loss bring with them.

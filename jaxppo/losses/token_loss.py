@@ -1,8 +1,8 @@
 """From statistics or hidden states to a loss: what policy and supervised losses share.
 
-A `TokenLoss` says what the loss of one token is. The way of a batch through it:
+A `TokenLoss` says what the loss of one token is. A batch goes through these steps:
 
-1. `Step.of`: what each token counts for, over the whole step, and the rules that the batch breaks;
+1. `Step.of`: the weight of each token, over the whole step, and the rules that the batch breaks;
 2. `TokenLoss.constants`: what the loss reads that is known before the gradient, such as importance weights;
 3. `TokenLoss.per_token`: the loss of each token, and the values that metrics are made of;
 4. the sum over tokens and devices, and the metrics.
@@ -97,7 +97,7 @@ class Step:
       batch: with an f32 loss mask, 0 where the loss leaves a token out.
       segments: of its rows.
       normalizer: of the whole step.
-      weights: `f32[R, T]`, what the loss of each token counts for; NaN where a rule is broken anywhere.
+      weights: `f32[R, T]`, the weight of each token's loss; NaN where a rule is broken anywhere.
       broken: how often each rule is broken, over all devices.
       left_out: `bool[R, T]`, the tokens of the loss mask that have no loss; None where the loss leaves none out.
     """

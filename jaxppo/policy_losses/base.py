@@ -19,12 +19,12 @@ Result = tuple[Tokens, Indicators]
 class PolicyLoss(abc.ABC):
     """A policy loss: a frozen dataclass whose fields are its hyperparameters.
 
-    Its `__call__` is per-shard code: `[R, T]` is what one device holds. What it wants of a whole sequence it asks of
-    `segments`, whose sums cross context shards. Fields may hold traced numbers where the loss is made inside `jit`.
+    Its `__call__` is per-shard code: `[R, T]` is what one device holds. Sums and means over a whole sequence come from
+    `segments`, which crosses context shards. Fields may hold traced numbers where the loss is made inside `jit`.
 
     Attributes:
-      token_local: the loss of a token depends on that token alone. Then it may be computed a block of tokens at a time,
-        `segments` being of no use, and gradients need one product with the head's kernel fewer.
+      token_local: the loss of a token depends on that token alone. It may then be computed a block of tokens at a time,
+        without `segments`, and gradients need one product with the head's kernel less.
       selects: `__call__` also takes `selected`, the tokens of the step that `covariance_mask` picked: of those for
         which `selectable` holds, the share `share`, either at "random" or of the "highest" covariance.
 
@@ -59,7 +59,7 @@ class PolicyLoss(abc.ABC):
 
         Args:
           log_probs: of the policy that learns; the only argument with a gradient.
-          old_log_probs: what the ratio is over.
+          old_log_probs: of the policy in the ratio's denominator.
           advantages: of each token.
           mask: the loss mask, 0 or 1.
           segments: the sequences of the rows.

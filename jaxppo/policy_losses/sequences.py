@@ -67,7 +67,7 @@ class GMPO(PolicyLoss):
     """The geometric mean of clipped ratios: -A exp(mean over the sequence of d), A the sequence's mean advantage.
 
     d is log_prob - old_log_prob, at most clip_high where A > 0, at least -clip_low where A < 0: bounds in log space.
-    Of one value a sequence, "sequence_mean_token_mean" is the published aggregation. The clip fractions count
+    There is one value a sequence, so "sequence_mean_token_mean" is the published aggregation. The clip fractions count
     tokens outside the bounds on either side, with A > 0 and (lower) with A < 0.
 
     Args:

@@ -163,7 +163,7 @@ class GPG(Reinforce):
 class DPPO(PolicyLoss):
     """-min(r, ratio_cap) A log_prob, r constant, for the tokens that a divergence of their probability allows.
 
-    With p and q a token's probability under the policy and the old one, a token with A > 0 and p > q counts nothing
+    With p and q a token's probability under the policy and the old one, a token with A > 0 and p > q has loss 0
     where the divergence is above clip_high, one with A < 0 and p < q where it is above clip_low. The divergence is of
     the token against all others: |p - q| ("tv"), or q log(q / p) + (1 - q) log((1 - q) / (1 - p)) ("kl").
 
