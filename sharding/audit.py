@@ -46,9 +46,9 @@ class Audit:
       argument_bytes: its arguments.
       output_bytes: its results.
       flops: of its matrix products, with loops counted; a range where a loop's length depends on data.
-      time: what XLA:TPU expects it to take, see `sharding.tpu_time.Time`; None where the devices are no TPUs that are
+      time: what XLA:TPU expects it to take, see `jaxppo.sharding.Time`; None where the devices are no TPUs that are
         known there, or where a persistent compilation cache answered instead of the compiler.
-      notes: what the function says of itself, see `sharding.program.note`.
+      notes: what the function says of itself, see `jaxppo.sharding.note`.
       text: the compiled module.
     """
 

@@ -269,8 +269,8 @@ def make_parallel_mesh(
 ) -> ParallelMesh:
     """A `ParallelMesh` from text such as "dp=2,cp=2,tp=2", whatever the order of its axes and the shape of the slice.
 
-    Tensor axes, then context axes, take the fastest links; data axes span slices, if there are several. See
-    `sharding.placement`.
+    Tensor axes, then context axes, take the fastest links; data axes span slices, if there are several. `links` tells
+    what each axis got.
 
     Args:
       description: comma-separated `axis=size`, with the usual names of axes: see `ParallelMesh`.

@@ -67,7 +67,8 @@ def exchange(what: str, mine: bytes) -> list[bytes]:
         return [mine]
     client = distributed.global_state.client
     if client is None:
-        raise RuntimeError("jax.distributed: got no coordinator, expected sharding.multihost.start() before all else")
+        first = "jaxppo.sharding.multihost.start() before all else"
+        raise RuntimeError(f"jax.distributed: got no coordinator, expected {first}")
     number, me = next(_EXCHANGES), jax.process_index()
     client.key_value_set_bytes(f"jaxppo/{number}/{me}", what.encode() + b"\0" + mine)
     client.wait_at_barrier(f"jaxppo/{number}", 1000 * EXCHANGE_TIMEOUT_S)
