@@ -153,7 +153,7 @@ def _per_shard(axes: ShardAxes, static: HeadCall, *given: Any) -> TokenStats:
 
 @dataclasses.dataclass(frozen=True)
 class HeadCall:
-    """What is static about a call to a head, checked."""
+    """The static part of a call to a head, checked."""
 
     placement: HeadPlacement
     head: Head

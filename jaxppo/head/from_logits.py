@@ -31,7 +31,7 @@ from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary_like, vary
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What is static about one call on a device."""
+    """The static part of one call on a device."""
 
     entropy: Entropy
     logit_stats: bool

@@ -133,7 +133,7 @@ class Head:
           lora_scale: alpha / rank of a Qwix adapter, which no module holds; not read where there is none.
           dtype: in which the kernel is multiplied; by default that of the module, where it says one. A parameter of a
             wider dtype is rounded, as the module does, and gets a gradient of its own dtype.
-          logits_dtype: see `Head`; likewise the next ones.
+          logits_dtype: see `Head`, as for the next ones.
 
         Raises:
           TypeError: a module that is not known, or that computes in a way of its own; quantised weights; adapters that
@@ -176,7 +176,7 @@ class Head:
 
     @property
     def transform(self) -> Transform:
-        """Of logits, elementwise."""
+        """The transform of logits, elementwise."""
         return Transform(cast(LogitsDtype, self.logits_dtype), self.softcap, self.scale)
 
     @property

@@ -54,7 +54,7 @@ class HeadPlacement:
     def columns(
         self, axes: ShardAxes, head: Head, kernel: Any, summing: Summing, precision: str | None
     ) -> tuple[Columns, Form]:
-        """What is static about the head on a device.
+        """The static part of the head on a device.
 
         Args:
           axes: the roles of the mesh axes.

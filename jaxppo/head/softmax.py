@@ -38,7 +38,7 @@ class Sums(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Of a token's log-prob, entropy, and (log_z, mean_logit, ...): f32[N] each, None where it has none."""
+    """A token's cotangents: of log-prob, entropy, and (log_z, mean_logit, ...), f32[N] each, None where it has none."""
 
     log_prob: Any
     entropy: Any
@@ -48,7 +48,7 @@ class Cotangents(NamedTuple):
 
     @classmethod
     def of(cls, log_prob: Any, entropy: Any, of_logits: Any, among: Any = True) -> Cotangents:
-        """Of these tokens `among` count."""
+        """The same numbers, for the tokens that `among` marks."""
         found = [x != 0 for x in jax.tree.leaves((log_prob, entropy, of_logits))]
         return cls(log_prob, entropy, of_logits, reduce(jnp.logical_or, found) & among)
 

@@ -104,5 +104,5 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
 
 
 def temperature_spec(parallel: ParallelMesh, temperature: Any) -> P:
-    """Of `as_temperature`."""
+    """The errors of `as_temperature`."""
     return parallel.tokens_spec if getattr(temperature, "ndim", 0) else P()

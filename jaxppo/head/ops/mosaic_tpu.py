@@ -246,7 +246,7 @@ def _dlogits(form: Form, structure: Any, active: Any, refs: _Operands, out: Any)
 
 
 def _operand_bytes(form: Form, hidden: jax.Array, kernel: jax.Array) -> int:
-    """Of a number that products take, with the next piece on its way; f32 is split into several of bf16, by spills."""
+    """The bytes of a number that products take, next piece included; f32 is split into several of bf16, by spills."""
     itemsize = max(hidden.dtype.itemsize, kernel.dtype.itemsize)
     return 2 * itemsize * (2 if itemsize == 4 and form.precision != "default" else 1)
 

@@ -23,7 +23,7 @@ class NeedsGrad(NamedTuple):
 
 
 def values_and_needs(inputs: Inputs) -> tuple[Inputs, NeedsGrad]:
-    """Of a rule's forward with `symbolic_zeros`: the arrays, and which gradients will be asked for."""
+    """What a rule's forward with `symbolic_zeros` gets: the arrays, and which gradients will be asked for."""
     is_primal = lambda x: hasattr(x, "perturbed")  # noqa: E731
     needed = jax.tree.map(lambda x: x.perturbed or None, inputs, is_leaf=is_primal)
     inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=is_primal)

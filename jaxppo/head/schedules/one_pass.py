@@ -29,7 +29,7 @@ TokenLoss = Callable[[tuple[Any, Any, Any], Any, Any], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class OnePass:
-    """What is static about one call: the head, its tiles and the loss."""
+    """The static part of one call: the head, its tiles and the loss."""
 
     rule: Rule
     tiles: OnePassTiles
@@ -44,7 +44,7 @@ def one_pass_loss(static: OnePass, inputs: Inputs, per_token: Any, shared: Any) 
       static: the head and the loss.
       inputs: the head's arrays.
       per_token: arrays `[N, ...]` that the loss reads; constants of differentiation.
-      shared: arrays that it reads whole; likewise.
+      shared: arrays that it reads whole, as those.
     """
     stats = evaluate(static.rule, inputs)[0]
     return _total(static, static.token_loss(stats, per_token, shared)), stats

@@ -23,7 +23,7 @@ from jaxppo.sharding import vary
 
 @dataclasses.dataclass(frozen=True)
 class DivergenceRule:
-    """What is static: the two heads, whose blocks hold the same columns, and the divergence."""
+    """The static part: the two heads, whose blocks hold the same columns, and the divergence."""
 
     student: Rule
     teacher: Rule
@@ -32,7 +32,7 @@ class DivergenceRule:
 
 
 class LogSums(NamedTuple):
-    """Of a token, f32[N] each: the student's and the teacher's m and log s, and the sum of h (see `terms`)."""
+    """For a token, f32[N] each: the student's and the teacher's m and log s, and the sum of h (see `terms`)."""
 
     m: Array
     log_s: Array

@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What is static about one call.
+    """The static part of one call.
 
     Args:
       form: how logits come of products.
