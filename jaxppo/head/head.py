@@ -176,7 +176,7 @@ class Head:
 
     @property
     def transform(self) -> Transform:
-        """The transform of logits, elementwise."""
+        """What happens to logits, elementwise."""
         return Transform(cast(LogitsDtype, self.logits_dtype), self.softcap, self.scale)
 
     @property

@@ -48,7 +48,7 @@ class Cotangents(NamedTuple):
 
     @classmethod
     def of(cls, log_prob: Any, entropy: Any, of_logits: Any, among: Any = True) -> Cotangents:
-        """The same numbers, for the tokens that `among` marks."""
+        """With `counts` the tokens of `among` that have one that is not 0."""
         found = [x != 0 for x in jax.tree.leaves((log_prob, entropy, of_logits))]
         return cls(log_prob, entropy, of_logits, reduce(jnp.logical_or, found) & among)
 

@@ -104,5 +104,5 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
 
 
 def temperature_spec(parallel: ParallelMesh, temperature: Any) -> P:
-    """The errors of `as_temperature`."""
+    """The spec of what `as_temperature` gives."""
     return parallel.tokens_spec if getattr(temperature, "ndim", 0) else P()

@@ -223,7 +223,7 @@ class TokenOrder:
         return self._padded(x.reshape(self.parts, -1, *x.shape[3:])).reshape(-1, *x.shape[3:])
 
     def flat_part(self, x: jax.Array) -> jax.Array:
-        """As `_` of an array that has one part."""
+        """`flat`, for an array that has one part."""
         return self._padded(x.reshape(1, -1, x.shape[2]))[0]
 
     def _padded(self, x: jax.Array) -> jax.Array:

@@ -89,7 +89,7 @@ def psum_in_blocks(x: jax.Array, primal: jax.Array, dim: int, size: int, summing
 def sum_in_blocks(
     part: Callable[[Any, int], jax.Array], primal: jax.Array, dim: int, size: int, summing: Summing
 ) -> jax.Array:
-    """As above, for a cotangent that is made block by block: part(start, size)."""
+    """`psum_in_blocks` for a cotangent that is made block by block: part(start, size)."""
     length = primal.shape[dim]
     size = even_block(length, size, 128)
     if size >= length:

@@ -44,7 +44,7 @@ def one_pass_loss(static: OnePass, inputs: Inputs, per_token: Any, shared: Any) 
       static: the head and the loss.
       inputs: the head's arrays.
       per_token: arrays `[N, ...]` that the loss reads; constants of differentiation.
-      shared: arrays that it reads whole, as those.
+      shared: arrays that it reads whole; constants of differentiation.
     """
     stats = evaluate(static.rule, inputs)[0]
     return _total(static, static.token_loss(stats, per_token, shared)), stats
