@@ -1,6 +1,7 @@
 """What is written: the length of README, paths in pages, words."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -44,3 +45,31 @@ def test_plain_words():
     found = [f"{path}: {x[:60]}" for path, text in code for x in docstrings(text) if begins.match(x)]
     found += [f"{path}: likewise" for path, text in texts if re.search(r"\blikewise\b", text, re.IGNORECASE)]
     assert not found, "\n".join(found)
+
+
+def test_measured_figures_are_those_of_the_results():
+    """README's milliseconds and GiB, from the estimates that `python -m benchmarks.head --parts tpu` wrote."""
+    case = {"head": "qwen3-8b", "mesh": "cp=4,tp=4", "tokens_per_shard": 8192}
+    records = json.loads((DOCS.parent / "benchmarks/results/tpu.json").read_text())["records"]
+    records = {(r["topology"][:3], r["version"]): r for r in records if case.items() <= r.items()}
+    expected = []
+    for version in ("plain", "one pass, a mask", "a fifth", "two passes, a mask", "forward"):
+        both = [records[chip, version.replace("a fifth", "one pass, a mask")] for chip in ("v5p", "v6e")]
+        times = [r["compute_ms"] * (r["fifth_over_all"] if version == "a fifth" else 1) for r in both]
+        expected.append([f"{time:.1f} ms" for time in times] + [f"{max(r['temporaries_gib'] for r in both):.2f} GiB"])
+    rows = re.findall(
+        r"^\|.*\| ([\d.]+ ms) \| ([\d.]+ ms) \| ([\d.]+ GiB) \|$", (DOCS.parent / "README.md").read_text(), re.M
+    )
+    assert [list(row) for row in rows] == expected
+
+
+def test_workflows_call_targets_of_the_makefile():
+    targets = re.findall(r"^([\w-]+):(?!=)", (DOCS.parent / "Makefile").read_text(), re.MULTILINE)
+    workflows = "\n".join(path.read_text() for path in (DOCS.parent / ".github/workflows").glob("*.yml"))
+    called = {
+        word
+        for line in re.findall(r"run: make (.*)", workflows)
+        for word in line.split()
+        if re.fullmatch(r"[\w-]+", word)
+    }
+    assert {"lint", "types", "tests", "docs", "nightly"} <= called <= {*targets}
