@@ -99,7 +99,9 @@ def _weight(finish_reason: str | None, truncated: str) -> float:
         return 1.0
     if truncated == "mask":
         return 0.0
-    raise ValueError(f"finish_reason: got {finish_reason!r}, expected 'stop' or 'length'; truncated='mask' keeps such")
+    raise ValueError(
+        f"finish_reason: got {finish_reason!r}, expected 'stop' or 'length'; truncated='mask' keeps others"
+    )
 
 
 def as_turns(output: Any) -> list[Any]:
