@@ -217,7 +217,7 @@ def test_a_step_of_impossible_tokens_alone_is_zero():
 
 
 def test_selection_leaves_them_out():
-    """Of the three others the first has the highest covariance, (-1 - 1)(-2 + 4/3); one is picked, and not two."""
+    """The first of the three others has the highest covariance, (-1 - 1)(-2 + 4/3); one is picked, and not two."""
     samples = [Sample([1, 2, 3, 4, 5], 1, advantages=[9.0, -1.0, 2.0, 2.0], old_log_probs=[-1.0] * 4)]
     batch = RolloutBatch.from_samples(samples, row_length=5)
     stats = TokenStats(jnp.array([[-jnp.inf, -2.0, -1.0, -1.0, 0.0]]))
