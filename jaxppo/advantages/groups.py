@@ -30,7 +30,7 @@ class _Groups:
 
     by_id: ById
     rewards: Float[Array, "N"]
-    """Of everyone's samples, 0 where there is none."""
+    """The values of everyone's samples, 0 where there is none."""
     count: Float[Array, "N"]
     mean: Float[Array, "N"]
 
