@@ -30,9 +30,8 @@ from jaxppo.validation import check_arrays
 class Normalizer:
     """The denominators of a whole optimiser step, so that its micro-batches add up to exactly the full batch.
 
-    Of a batch of stacked micro-batches `[K, R, T]` every array has a leading K too: `lax.scan` over (batch,
-    normalizer) hands each micro-batch its own part. A normalizer knows what it was made for, and a loss refuses one
-    that was made for something else.
+    For stacked micro-batches `[K, R, T]` every array has a leading K too, so that `lax.scan` over (batch, normalizer)
+    gives each micro-batch its own part. A normalizer knows what it was made for, and other losses refuse it.
 
     Args:
       tokens: `f32[]`, the sum of the loss mask.
@@ -126,8 +125,8 @@ class Normalizer:
             got = jnp.shape(x) if (x := getattr(self, name)) is not None else shape
             if got != shape:
                 raise ValueError(
-                    f"normalizer: got {name} of shape {got}, expected {shape}, that of the batch: of stacked ones, "
-                    "its part of each field, as lax.scan and accumulate_gradients hand it over"
+                    f"normalizer: got {name} of shape {got}, expected {shape}, that of the batch: give each "
+                    "micro-batch its part of each field, as lax.scan and accumulate_gradients do"
                 )
 
 
@@ -229,7 +228,7 @@ def _check_denominators(batch: RolloutBatch, aggregation: Aggregation) -> None:
 def token_weights(
     loss_mask: Float[Array, "R T"], segments: Segments, normalizer: Normalizer, norm: float | None = None
 ) -> Float[Array, "R T"]:
-    """What each token's loss counts for: loss = sum over all tokens of weight * token loss.
+    """The weight of each token's loss: loss = sum over all tokens of weight * token loss.
 
     With m the loss mask, N its sum, n_s its sum over a sequence, B the number of sequences with n_s > 0:
 

@@ -263,7 +263,7 @@ def pass_at_k(
     epsilon: float = 1e-6,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
-    """Only a group's best sample learns: A_best = (r_best - r_second) / (std_g + epsilon), 0 for all others.
+    """Only a group's best sample has an advantage: A_best = (r_best - r_second) / (std_g + epsilon), 0 for all others.
 
     Args:
       rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.

@@ -156,7 +156,7 @@ def gae(
 
     Args:
       rewards: `f32[R, T]`, see `token_rewards`; anything where the mask is 0.
-      values: `f32[R, T]`, the critic's; likewise.
+      values: `f32[R, T]`, the critic's, laid out as `rewards`.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       gamma: the discount.
       lam: lambda of the advantages.
