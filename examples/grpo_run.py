@@ -51,7 +51,7 @@ class Run:
     step: int = 0
     """As `state.step`, for which the host need not ask the device."""
     position: int = 0
-    """Of the next question in the task's stream."""
+    """The next question in the task's stream."""
     skipped_in_a_row: int = 0
     sampled: Sequence[Sample] = ()
     """This process's samples of the last step."""

@@ -449,9 +449,7 @@ def test_10_a_normalizer_of_which_one_field_was_not_sliced(field):
     first, one = jax.tree.map(lambda x: x[0], (batches, whole))
     wrong = dataclasses.replace(one, **{field: getattr(whole, field)})
     config = PolicyLossConfig(aggregation="sequence_mean_token_mean")
-    with pytest.raises(
-        ValueError, match=rf"normalizer: got {field} of shape .* each micro-batch its part of each"
-    ):
+    with pytest.raises(ValueError, match=rf"normalizer: got {field} of shape .* each micro-batch its part of each"):
         policy_loss(TokenStats(LOG_PROBS[:4]), first, config, normalizer=wrong)
 
 
