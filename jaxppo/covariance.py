@@ -102,7 +102,7 @@ def _pick(
     mask = (batch.loss_mask > 0).astype(jnp.float32)
     assert batch.advantages is not None  # check_needed sees to it
     log_probs, old, advantages = (masked(x, mask) for x in (log_probs, old, batch.advantages))
-    total = lambda x: axes.psum(vary(x.sum(), axes.tokens), axes.tokens)  # noqa: E731
+    total = lambda x: axes.psum(vary(x.sum(dtype=x.dtype), axes.tokens), axes.tokens)  # noqa: E731
     tokens = jnp.maximum(total(mask), 1)
     center = lambda x: masked(x - total(x) / tokens, mask)  # noqa: E731
     covariance = center(advantages) * center(log_probs)

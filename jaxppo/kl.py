@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import Coefficient, check_alike, check_choice, check_flag, check_number
+from jaxppo.sharding import wider_dtype
 
 __all__ = ["KL", "adaptive_kl_coef", "kl_divergence"]
 
@@ -49,7 +50,7 @@ class KL:
 
 def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array, "..."]:
     """log_probs - base clamped to [-20, 20], f32 at least: exp of it is finite, and so is its gradient, 0 outside."""
-    dtype = jnp.promote_types(jnp.result_type(log_probs, base), jnp.float32)
+    dtype = wider_dtype(log_probs, base, jnp.float32)
     return jnp.clip(log_probs.astype(dtype) - base.astype(dtype), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

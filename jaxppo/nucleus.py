@@ -133,8 +133,10 @@ def nucleus_mask(
 def _per_shard(axes: ShardAxes, static: tuple[int, bool], nucleus_ids: jax.Array) -> jax.Array:
     local, whole = static
     R, T, _ = nucleus_ids.shape
+    nucleus_ids = nucleus_ids.astype(jnp.int32)
     place = nucleus_ids if whole else nucleus_ids - axes.index(axes.tensor) * local
     place = jnp.where((place >= 0) & (place < local), place, local)
     empty = vary_like(jnp.zeros((R, T, local), bool), place)
-    rows, positions = jnp.arange(R)[:, None, None], jnp.arange(T)[None, :, None]
+    rows = jnp.arange(R, dtype=jnp.int32)[:, None, None]
+    positions = jnp.arange(T, dtype=jnp.int32)[None, :, None]
     return empty.at[rows, positions, place].set(True, mode="drop")

@@ -218,8 +218,9 @@ def _own_positions(axes: ShardAxes, length: int, arrays: dict[str, Array]) -> di
 def _sample_ids(axes: ShardAxes, segment_ids: Array, num_segments: int) -> Int[Array, "R S"]:
     """Numbers of the sequences that are there, -1 elsewhere; rows are this device's, and whole."""
     there = Segments(segment_ids, num_segments).sum(jnp.ones_like(segment_ids)) > 0
-    rows = axes.index(axes.data) * segment_ids.shape[0] + jnp.arange(segment_ids.shape[0])
-    return jnp.where(there, rows[:, None] * num_segments + jnp.arange(num_segments), -1).astype(jnp.int32)
+    rows = axes.index(axes.data) * segment_ids.shape[0] + jnp.arange(segment_ids.shape[0], dtype=jnp.int32)
+    numbers = rows[:, None] * num_segments + jnp.arange(num_segments, dtype=jnp.int32)[None]
+    return jnp.where(there, numbers, -1)
 
 
 def _as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, Array]) -> dict[str, Array]:
@@ -249,10 +250,10 @@ def _padded(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
     trains = at_completion(mask.astype(jnp.float32))
     misplaced = pad_id is not None and "attention_mask" not in arrays and _padded_before(completion, mask, pad_id)
     real = _real_tokens(trains, arrays.pop("prompt_mask", None), arrays.pop("attention_mask", None), P)
-    tokens = jnp.concatenate([prompt, completion], axis=1)
+    tokens = jnp.concatenate([prompt.astype(jnp.int32), completion.astype(jnp.int32)], axis=1)
 
     # the next token after each position, `length` where there is none
-    following = lax.cummin(jnp.where(real, jnp.arange(length), length), axis=1, reverse=True)
+    following = lax.cummin(jnp.where(real, jnp.arange(length, dtype=jnp.int32)[None], length), axis=1, reverse=True)
     following = jnp.pad(following[:, 1:], ((0, 0), (0, 1)), constant_values=length)
     predicts = real & (following < length)
 

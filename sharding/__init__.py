@@ -4,6 +4,7 @@ from . import multihost
 from .audit import Audit, Collective, audit
 from .axes import LAYOUTS, ShardAxes, vary, vary_like, varying
 from .call import shard_call
+from .dtypes import wider_dtype
 from .layouts import check_row_length, in_order, logical_positions, physical_places, row_multiple, segment_multiple
 from .layouts.base import Layout, Row, register_layout
 from .mesh import ParallelMesh, check_parallel, make_parallel_mesh
@@ -51,4 +52,5 @@ __all__ = [
     "vary",
     "vary_like",
     "varying",
+    "wider_dtype",
 ]

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from .axes import ShardAxes
 from .call import shard_call
 from .checks import check_int
+from .dtypes import wider_dtype
 from .layouts import check_row_length
 from .layouts.base import Layout, find_layout, move
 from .mesh import ParallelMesh, check_parallel
@@ -181,7 +182,7 @@ def scan_affine(
         raise ValueError(f"a, b: got shapes {np.shape(a)} and {np.shape(b)}, expected [R, T] both, or a scalar a")
     check_context_rows(parallel, {"b": b}, segment_ids, num_segments, "scan_affine")
     a = jnp.asarray(a)
-    dtype = jnp.promote_types(jnp.result_type(a, b), jnp.float32)
+    dtype = wider_dtype(a, b, jnp.float32)
     a, b = jnp.broadcast_to(a.astype(dtype), b.shape), b.astype(dtype)
 
     args = {"a": a, "b": b, "segment_ids": segment_ids}

@@ -61,7 +61,7 @@ class Segments:
         return jnp.take_along_axis(padded, self.segment_ids, axis=1)
 
     def _scatter(self, x: Any, start: float, how: str) -> Any:
-        rows = jnp.arange(x.shape[0])[:, None]
+        rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
         out = vary_like(jnp.full((x.shape[0], self.num_segments + 1), start, x.dtype), x, self.segment_ids)
         return getattr(out.at[rows, self.segment_ids], how)(x)[:, 1:]
 

@@ -17,7 +17,9 @@ import programs
 import pytest
 
 programs.start_devices(8)
-jax.config.update("jax_numpy_dtype_promotion", "standard")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_legacy_prng_key", "error")
 gc.set_threshold(50_000, 20, 100)  # traces leave little garbage among millions of objects: 6% of a run went into it
 
 

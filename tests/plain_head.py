@@ -9,6 +9,12 @@ import jax.numpy as jnp
 
 from jaxppo.head.head import as_head
 from jaxppo.head.stats import TokenStats
+from sharding import wider_dtype
+
+
+def columns(logits: jax.Array) -> jax.Array:
+    """`i32[1, 1, V]`, the columns of logits `[R, T, V]`."""
+    return jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
 
 
 def reference_from_logits(
@@ -25,10 +31,10 @@ def reference_from_logits(
     temperature = jnp.asarray(temperature)
     if temperature.ndim:
         temperature = (temperature if where is None else jnp.where(where, temperature, 1))[..., None]
-    z = logits[..., :vocab_size].astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
+    z = logits[..., :vocab_size].astype(wider_dtype(logits.dtype, jnp.float32)) / temperature
     z = z if where is None else jnp.where(where[..., None], z, 0)
     y = targets if where is None else jnp.where(where, targets, 0)
-    is_target = y[..., None] == jnp.arange(z.shape[-1])
+    is_target = y[..., None] == columns(z)
     inside = z if nucleus is None else jnp.where(nucleus[..., :vocab_size] | is_target, z, -jnp.inf)
     log_probs = jnp.take_along_axis(jax.nn.log_softmax(inside), y[..., None], axis=-1)[..., 0]
     log_probs = jnp.where((y >= 0) & (y < z.shape[-1]), log_probs, jnp.nan)
@@ -46,17 +52,17 @@ def reference_from_hidden(
 ) -> TokenStats:
     """`log_probs_from_hidden` through logits; `options` are those of `reference_from_logits`."""
     head = as_head("head", head)
-    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    dtype = wider_dtype(hidden.dtype, jnp.float32)
     where = options.get("where")
     hidden = hidden if where is None else jnp.where(where[..., None], hidden, 0)
     hidden, kernel = hidden.astype(dtype), head.kernel if head.layout == "hv" else head.kernel.T
     product = lambda a, b: jnp.matmul(a, b.astype(dtype), precision="highest")  # noqa: E731
     logits = product(hidden, kernel)
-    logits = logits if head.bias is None else logits + head.bias.astype(dtype)
+    logits = logits if head.bias is None else logits + head.bias.astype(dtype)[None, None]
     if head.lora is not None:
         logits = logits + head.lora.scale * product(product(hidden, head.lora.a), head.lora.b)
     logits = head.scale * logits
     logits = logits if head.softcap is None else head.softcap * jnp.tanh(logits / head.softcap)
     if nucleus_ids is not None:
-        options["nucleus"] = (nucleus_ids[..., None] == jnp.arange(logits.shape[-1])).any(-2)
+        options["nucleus"] = (nucleus_ids[..., None] == columns(logits)[..., None, :]).any(-2)
     return reference_from_logits(logits, targets, vocab_size=head.vocab_size, **options)

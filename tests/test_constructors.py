@@ -118,7 +118,7 @@ def test_gradients_and_vmap_of_what_is_made_under_them(name):
     total = lambda x: getattr(made(name, given | {field: x}), field).sum()  # noqa: E731
     slope = jax.grad(total)(jnp.asarray(given[field], jnp.float32))
     moved = np.asarray(expected[field])
-    assert float((slope * given[field]).sum()) == moved.sum()
+    assert float((np.asarray(slope) * given[field]).sum()) == moved.sum()
     assert set(np.unique(slope)) <= {0.0, 1.0}
     stacked = jax.tree.map(lambda x: np.stack([x, x]), given)
     batches = jax.vmap(lambda arrays: made(name, arrays))(stacked)

@@ -278,7 +278,7 @@ def test_5_no_log_prob_is_above_0(mesh, temperature):
     ):
         assert (log_probs <= 0).all()
         assert (log_probs > -1e-6).any()
-    each = jnp.eye(8)[:, :, None] * mask  # one row at a time
+    each = jnp.eye(8)[:, :, None] * mask[None]  # one row at a time
     of_row = lambda m: sft_loss_from_hidden(hidden, kernel, dataclasses.replace(batch, loss_mask=m), **p)[0]  # noqa: E731
     assert (lax.map(of_row, each) >= 0).all()
 

@@ -38,7 +38,7 @@ def reference(student, teacher, divergence, beta, temperature):
         hidden, head = states
         kernel = head.kernel if head.layout == "hv" else head.kernel.T
         hidden = jnp.where(MASK[..., None], hidden, 0)
-        z = jnp.matmul(hidden, kernel, precision="highest") + (0 if head.bias is None else head.bias)
+        z = jnp.matmul(hidden, kernel, precision="highest") + (0 if head.bias is None else head.bias[None, None])
         if head.lora is not None:
             low = jnp.matmul(hidden, head.lora.a, precision="highest")
             z = z + head.lora.scale * jnp.matmul(low, head.lora.b, precision="highest")

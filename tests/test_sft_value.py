@@ -107,7 +107,7 @@ def written_out(hidden, kernel, batch):
     log_z = jax.nn.logsumexp(z, axis=-1)
     target = 0.9 * jax.nn.one_hot(batch.targets, V) + 0.1 / V
     losses = -(target * (z - log_z[..., None])).sum(-1) + 1e-2 * log_z**2
-    return jnp.where(counted, losses, 0).sum() / counted.sum()
+    return jnp.where(counted, losses, 0).sum() / counted.sum(dtype=jnp.float32)
 
 
 @pytest.mark.parametrize("path", ["hidden", "logits"])

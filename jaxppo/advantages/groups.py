@@ -337,7 +337,7 @@ def gpg(
 
 def _gpg(groups: _Groups, _: None, *, f_norm: float, singletons: Singletons) -> jax.Array:
     present = groups.by_id.gather(groups.by_id.there.astype(jnp.float32))
-    alpha = present.sum() / jnp.maximum((groups.rewards != 0).sum(), 1)
+    alpha = present.sum() / jnp.maximum((groups.rewards != 0).sum(dtype=jnp.int32), 1).astype(jnp.float32)
     return alpha * _lone(groups, groups.own - groups.of(groups.mean), singletons) / f_norm
 
 

@@ -73,7 +73,7 @@ def _token_rewards(
 ) -> jax.Array:
     segments, mask = batch.segments(axes), batch.loss_mask
     last = segments.spread(segments.max(batch.positions.astype(jnp.float32), mask))
-    is_last = (mask > 0) & (batch.positions == last)
+    is_last = (mask > 0) & (batch.positions.astype(jnp.float32) == last)
     result = jnp.where(is_last, segments.spread(rewards), 0).astype(jnp.float32)
     return lax.stop_gradient(result if kl is None else result - kl_coef * jnp.where(mask > 0, kl, 0))
 

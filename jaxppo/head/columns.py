@@ -84,7 +84,7 @@ class Vocabulary:
         self.held = self._gather(parameters) if columns.gathers and once else parameters
         own = parameters.kernel.shape[columns.v_dim]
         bases = self._bases(own)
-        self.ids = (bases[:, None] + jnp.arange(own)).reshape(-1)
+        self.ids = (bases[:, None] + jnp.arange(own, dtype=jnp.int32)[None]).reshape(-1)
         self.offsets = bases - bases[0]
         if self.by_block and columns.gathered_v:
             self.ids = self.ids.reshape(-1, own)[0]
@@ -113,9 +113,10 @@ class Vocabulary:
             strides[name] = stride
             stride *= lax.axis_size(name)
         tensor = [n for n in self.columns.v_names if n in self.columns.axes.tensor]
-        bases = jnp.asarray(sum(lax.axis_index(n) * strides[n] for n in tensor)).reshape(1)
+        bases = jnp.asarray(sum(lax.axis_index(n) * strides[n] for n in tensor), jnp.int32).reshape(1)
         for name in self.columns.gathered_v:
-            bases = (bases[:, None] + strides[name] * jnp.arange(lax.axis_size(name))[None]).reshape(-1)
+            each = jnp.arange(lax.axis_size(name), dtype=jnp.int32)
+            bases = (bases[:, None] + strides[name] * each[None]).reshape(-1)
         return bases
 
     def _gather(self, parameters: Parameters) -> Parameters:
@@ -140,7 +141,7 @@ class Vocabulary:
 
     def own(self, i: Any) -> Any:
         """bool: which columns of block i are its alone."""
-        at = self.start(i) + jnp.arange(self.size)
+        at = self.start(i) + jnp.arange(self.size, dtype=jnp.int32)
         before = self.columns.axes.index(self.columns.axes.tensor) * self.window if self.window < self.count else 0
         return (at >= self.first + i * self.size) & (at >= before)
 
@@ -153,9 +154,10 @@ class Vocabulary:
     def block(self, i: Any) -> Block:
         """Block i, gathered if it is not yet."""
         parts = self.held.each(lambda _, x: self.slice(i, x))
-        ids = self.slice(i, self.ids) if self.columns.gathers else self.ids[0] + self.start(i) + jnp.arange(self.size)
+        in_order = lambda: self.ids[0] + self.start(i) + jnp.arange(self.size, dtype=jnp.int32)  # noqa: E731
+        ids = self.slice(i, self.ids) if self.columns.gathers else in_order()
         if self.by_block:
-            parts, ids = self._gather(parts), (ids + self.offsets[:, None]).reshape(-1)
+            parts, ids = self._gather(parts), (ids[None] + self.offsets[:, None]).reshape(-1)
         valid: Any = jnp.tile(self.own(i), ids.shape[0] // self.size) if self.overlaps else True
         if self.padded:
             exists = ids < self.columns.vocab_size
@@ -169,9 +171,11 @@ class Vocabulary:
         """The place in the block of each vocabulary id, and whether the block has it as its own."""
         starts = block.columns[:: block.columns.shape[0] // self.columns.pieces]
         size = block.columns.shape[0] // starts.shape[0]
-        offset = ids[..., None] - starts
+        last = lambda x: x.reshape((1,) * ids.ndim + (-1,))  # noqa: E731
+        offset = ids[..., None] - last(starts)
         inside = (offset >= 0) & (offset < size)
-        place = jnp.where(inside, offset + jnp.arange(starts.shape[0]) * size, 0).sum(-1)
+        before = last(jnp.arange(starts.shape[0], dtype=jnp.int32) * size)
+        place = jnp.where(inside, offset + before, 0).sum(-1, dtype=jnp.int32)
         return place, inside.any(-1) & (True if block.valid is True else block.valid[place])
 
     def add(self, i: Any, is_kernel: bool, total: jax.Array, gradient: jax.Array) -> jax.Array:

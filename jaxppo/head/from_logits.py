@@ -131,7 +131,7 @@ def _per_shard(
     call = _Call(entropy, logit_stats, vocab_size, axes, window)
     flat: Any = lambda x: None if x is None else x.reshape(R * T, *x.shape[2:])  # noqa: E731
     where = None if where is None else flat(where).astype(bool)
-    temperature = jnp.ones(()) if temperature is None else temperature
+    temperature = jnp.ones((), jnp.float32) if temperature is None else temperature
     temperature = flat(temperature)[:, None] if temperature.ndim else temperature
     found = _token_stats(call, flat(logits), flat(targets), flat(nucleus), where, temperature)
     shaped = lambda x: x.reshape(R, T)  # noqa: E731
@@ -142,9 +142,9 @@ def _own_columns(call: _Call, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
     """The columns of x `[N, V]` that this device works on, their ids, and which are no other device's as well."""
     index = call.axes.index(call.axes.tensor)
     if call.window is None:
-        return x, index * x.shape[1] + jnp.arange(x.shape[1]), True
+        return x, index * x.shape[1] + jnp.arange(x.shape[1], dtype=jnp.int32), True
     first = jnp.minimum(index * call.window, x.shape[1] - call.window)
-    ids = first + jnp.arange(call.window)
+    ids = first + jnp.arange(call.window, dtype=jnp.int32)
     return lax.dynamic_slice_in_dim(x, first, call.window, axis=1), ids, ids >= index * call.window
 
 
@@ -152,7 +152,7 @@ def _scaled(call: _Call, logits: Any, temperature: Any) -> Any:
     """f32 logits after temperature, the ids of their columns, and which are valid; the others hold -inf."""
     own, ids, mine = _own_columns(call, logits)
     valid = (ids < call.vocab_size) & mine
-    z = jnp.where(valid, own.astype(jnp.float32) / temperature, -jnp.inf)
+    z = jnp.where(valid[None], own.astype(jnp.float32) / temperature, -jnp.inf)
     return z, ids, valid
 
 
@@ -167,7 +167,7 @@ def _token_stats(call: _Call, logits: Any, targets: Any, nucleus: Any, where: An
 
 def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, where: Any, temperature: Any) -> Any:
     z, ids, valid = _scaled(call, logits, temperature)
-    is_target = (ids == targets[:, None]) & valid
+    is_target = (ids[None] == targets[:, None]) & valid[None]
     inside = _nucleus(call, nucleus, is_target)
     with_entropy = call.entropy != "none"
     full = with_entropy or call.logit_stats or inside is None
@@ -191,7 +191,7 @@ def _backward(call: _Call, saved: Any, cotangents: Any) -> Any:
     g, e, of_logit_stats = cotangents
     e = e if call.entropy == "bonus" else None
     z, ids, valid = _scaled(call, logits, temperature)
-    is_target = (ids == targets[:, None]) & valid
+    is_target = (ids[None] == targets[:, None]) & valid[None]
     inside = _nucleus(call, nucleus, is_target)
     cotangents = softmax.Cotangents.of(g, e, of_logit_stats)
     counts = cotangents.counts | _finite(residuals)

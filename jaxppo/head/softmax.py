@@ -107,7 +107,7 @@ def top_key(z: Float[Array, "N B"], is_target: Bool[Array, "N B"]) -> Int[Array,
     """
     bits = lax.bitcast_convert_type(z, jnp.int32)
     ordered = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
-    return (ordered & ~1) | is_target
+    return (ordered & ~1) | is_target.astype(jnp.int32)
 
 
 def target_logits(
@@ -277,7 +277,7 @@ def dlogits(
         p = jnp.exp(log_p)
     else:
         p = jnp.where(nucleus, jnp.exp((z - column(residuals.nucleus_m)) - column(residuals.nucleus_log_s)), 0)
-    dz = column(cotangents.log_prob) * (is_target - p)
+    dz = column(cotangents.log_prob) * (is_target.astype(jnp.float32) - p)
     if cotangents.entropy is not None:
         full_p = jnp.exp(log_p)
         dz -= column(cotangents.entropy) * jnp.where(full_p > 0, full_p * (log_p + column(residuals.entropy)), 0)

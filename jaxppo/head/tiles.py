@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxppo.head.tokens import even_block
-from jaxppo.sharding import ParallelMesh, ShardAxes, varying
+from jaxppo.sharding import ParallelMesh, ShardAxes, varying, wider_dtype
 
 if TYPE_CHECKING:
     from jaxppo.head.schedules.needs import NeedsGrad
@@ -203,7 +203,7 @@ class Work:
         kernel, columns = inputs.parameters.kernel, rule.columns
         v_dim = columns.v_dim
         whole = kernel.shape[1 - v_dim] * columns.axes.size(columns.h_names), kernel.shape[v_dim] * columns.pieces
-        dtype = jnp.promote_types(inputs.features.hidden.dtype, kernel.dtype)
+        dtype = wider_dtype(inputs.features.hidden.dtype, kernel.dtype)
         axes = frozenset().union(*map(varying, jax.tree.leaves(inputs)), columns.axes.tensor)
         in_result = kernel.dtype == jnp.float32 and axes <= varying(kernel) and not columns.gathers
         frozen = needs is not None and not any(needs.parameters)

@@ -76,7 +76,7 @@ class Tokens:
         if where is not None and follow and self.most > 1:
             of_part = where.reshape(parts, self.each)
             order = vary_like(jnp.argsort(~of_part, axis=1, stable=True), where)  # whose type has lost the mesh axes
-            self.order = order + self.each * jnp.arange(parts)[:, None]
+            self.order = order.astype(jnp.int32) + self.each * jnp.arange(parts, dtype=jnp.int32)[:, None]
             self.totals = of_part.sum(axis=1, dtype=jnp.int32)
             turns = (self.totals.max() + self.size - 1) // self.size
             names = equal & varying(turns)  # along the others they are equal already
@@ -88,7 +88,7 @@ class Tokens:
             return Slots(0, None, self.where)
         begin = j * self.size
         start = jnp.minimum(begin, self.each - self.size)
-        slot = start + jnp.arange(self.size)
+        slot = start + jnp.arange(self.size, dtype=jnp.int32)
         if self.order is None:
             fresh = jnp.tile(slot >= begin, self.parts) if self.each % self.size else None
             if self.where is not None:
@@ -96,7 +96,7 @@ class Tokens:
                 fresh = counts if fresh is None else fresh & counts
             return Slots(start, None, fresh)
         tokens = lax.dynamic_slice_in_dim(self.order, start, self.size, axis=1)
-        fresh = (slot >= begin) & (slot < self.totals[:, None])
+        fresh = (slot >= begin)[None] & (slot[None] < self.totals[:, None])
         return Slots(start, tokens.reshape(-1), fresh.reshape(-1))
 
     def loop(self, body: Callable[[Slots, Any], Any], carry: Any, first: int = 0, last: int | None = None) -> Any:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.tokens import even_block
-from jaxppo.sharding import vary, varying
+from jaxppo.sharding import vary, varying, wider_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ def low_rank(hidden: jax.Array, a: jax.Array, tokens: int | None) -> jax.Array:
 
 
 def _low(hidden: jax.Array, a: jax.Array) -> jax.Array:
-    dtype = jnp.promote_types(hidden.dtype, a.dtype)
+    dtype = wider_dtype(hidden.dtype, a.dtype)
     return jnp.einsum("bth,hr->btr", hidden.astype(dtype), a.astype(dtype), preferred_element_type=jnp.float32)
 
 
@@ -155,7 +155,7 @@ def _low_backward(tokens: int | None, saved: Any, g: jax.Array) -> Any:
     hidden, a = saved
     counts = (g != 0).any(axis=-1, keepdims=True)
     rows = jnp.where(counts, hidden, 0)
-    dtype = jnp.promote_types(hidden.dtype, a.dtype)
+    dtype = wider_dtype(hidden.dtype, a.dtype)
     dhidden = jnp.einsum("btr,hr->bth", g.astype(dtype), a.astype(dtype), preferred_element_type=jnp.float32)
     da = jnp.einsum("bth,btr->hr", rows.astype(dtype), g.astype(dtype), preferred_element_type=jnp.float32)
     return as_primal(jnp.where(counts, dhidden, 0), hidden), as_primal(da, a)

@@ -178,7 +178,7 @@ def _log_probs(graph: Any, state: Any, prompt_ids: Any, completion_ids: Any, pac
     segments = (tokens != pad_id).astype(jnp.int32) if packed is None else packed[0]
     is_next = (segments > 0) & (segments == jnp.roll(segments, 1, axis=1)) if packed is not None else segments > 0
     first = jnp.arange(tokens.shape[1]) < max(prompt_ids.shape[1], 1)  # nothing predicts the first token of a row
-    where = jnp.roll(is_next & ~first, -1, axis=1)
+    where = jnp.roll(is_next & ~first[None], -1, axis=1)
     targets = jnp.roll(tokens, -1, axis=1)
     stats = log_probs_from_hidden(
         hidden,

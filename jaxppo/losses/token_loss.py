@@ -148,7 +148,7 @@ def _broken_rules(
     if aggregation == "rollout_mean":
         arrays["rollout_ids"] = batch.rollouts
     counts = count_broken(lax.stop_gradient(arrays), segments, batch.real_last_targets)
-    one = jnp.ones(())
+    one = jnp.ones((), jnp.float32)
     terms: dict[str, Term] = {name: (count, one, "sum") for name, count in counts.items()}
     return reduce_metrics(segments.axes, terms)
 

@@ -45,9 +45,10 @@ class Row:
         return self.sizes.cumsum(axis=1, dtype=self.sizes.dtype)
 
     def at(self, points: Any, values: Any) -> Any:
-        """`[R, n]`: for each of the positions `[n]` or `[R, n]` the value, of `[R, S+1]`, of its sequence."""
+        """`[R, n]`: for each of the positions `[n]`, `[1, n]` or `[R, n]` the value, of `[R, S+1]`, of its sequence."""
         points, ends = points[..., None, :], self.ends[:, :, None]
-        return (((points >= ends - self.sizes[:, :, None]) & (points < ends)) * values[:, :, None]).sum(axis=1)
+        inside = (points >= ends - self.sizes[:, :, None]) & (points < ends)
+        return (inside.astype(values.dtype) * values[:, :, None]).sum(axis=1, dtype=values.dtype)
 
 
 class Layout:
@@ -65,11 +66,11 @@ class Layout:
         return shards
 
     def position_at(self, places: Any, row: Row) -> Any:
-        """The logical positions at physical places `[n]`, numpy or JAX; `[R, n]` per segment."""
+        """The logical positions at physical places, numpy's `[n]` or JAX's `[1, n]`; `[R, n]` per segment."""
         raise NotImplementedError
 
     def place_of(self, positions: Any, row: Row) -> Any:
-        """The physical places of logical positions `[n]`, or `[R, n]`: the inverse of `position_at`."""
+        """The physical places of logical positions `[n]`, `[1, n]` or `[R, n]`: the inverse of `position_at`."""
         raise NotImplementedError
 
     def to_contiguous(self, axes: ShardAxes, row: Row, x: jax.Array) -> jax.Array:
@@ -101,7 +102,8 @@ class Layout:
         length = shards * next((leaf.shape[1] for leaf in jax.tree.leaves(x)), 0)
         if not self.per_segment:
             return Row(length, shards)
-        held = segment_ids[:, :, None] == jnp.arange(1, num_segments + 1)  # type: ignore[operator]
+        numbers = jnp.arange(1, num_segments + 1, dtype=jnp.int32)  # type: ignore[operator]
+        held = segment_ids.astype(jnp.int32)[:, :, None] == numbers[None, None]
         lengths = axes.psum(held.sum(axis=1, dtype=jnp.int32), axes.context)
         return Row.of(length, shards, lengths, self.row_multiple(shards), jnp)
 
@@ -165,13 +167,18 @@ def exchange(axes: ShardAxes, source: Layout, target: Layout, row: Row, x: jax.A
     """From any layout to any: one all_to_all or, where the lengths decide, an all_gather of the row and a take."""
     me = axes.index(axes.context)
     if source.per_segment or target.per_segment:
-        here = target.position_at(me * row.local + jnp.arange(row.local), row)
+        here = target.position_at(places_of(me, row), row)
         whole = lax.all_gather(x, axes.context, axis=1, tiled=True)
         return take(whole, source.place_of(here, row))
     send, keep = _exchange_tables(source, target, row.length, row.shards)
     outgoing = x[:, jnp.asarray(send)[me].reshape(-1)]
     received = lax.all_to_all(outgoing, axes.context, split_axis=1, concat_axis=1, tiled=True)
     return received[:, jnp.asarray(keep)[me]]
+
+
+def places_of(shard: Any, row: Row) -> jax.Array:
+    """`i32[1, T_local]`, the physical places that a shard holds."""
+    return (shard * row.local + jnp.arange(row.local, dtype=jnp.int32))[None]
 
 
 @functools.lru_cache

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..axes import ShardAxes
-from .base import Layout, Row
+from .base import Layout, Row, places_of
 from .runs import Runs, following, scan_runs
 
 
@@ -30,8 +30,8 @@ class Contiguous(Layout):
     def runs(self, row: Row, rows: int) -> Runs:
         """One chain, in equal parts."""
         size = row.local // self.halves
-        starts = jnp.broadcast_to(jnp.arange(self.halves) * size, (rows, self.halves))
-        of_place = jnp.broadcast_to(jnp.arange(row.local) // size, (rows, row.local))
+        starts = jnp.broadcast_to(jnp.arange(self.halves, dtype=jnp.int32) * size, (rows, self.halves))
+        of_place = jnp.broadcast_to(jnp.arange(row.local, dtype=jnp.int32) // size, (rows, row.local))
         return Runs(starts, starts + size, of_place, self.halves, size)
 
     def hop(self, axes: ShardAxes, runs: Runs, x: jax.Array, by: int) -> jax.Array:
@@ -49,8 +49,8 @@ class Contiguous(Layout):
             return x
 
         if segment_ids is None or self.per_segment:
-            position = self.position_at(axes.index(axes.context) * row.local + jnp.arange(row.local), row)
-            stays = jnp.atleast_2d(position + by < (row.length if segment_ids is None else runs.sequence_ends))
+            position = self.position_at(places_of(axes.index(axes.context), row), row)
+            stays = position + by < (row.length if segment_ids is None else runs.sequence_ends)
         else:
             stays = (shifted(segment_ids) == segment_ids) & (segment_ids > 0)
         return jax.tree.map(lambda y: jnp.where(widen(stays, y), shifted(y), jnp.asarray(fill, y.dtype)), x)

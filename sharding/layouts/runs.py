@@ -73,7 +73,7 @@ def scan_runs(axes: ShardAxes, runs: Runs, ab: Any, reverse: bool, segment_ids: 
     a, b = (vary(vary_like(x, ab, segment_ids), axes.context) for x in ab)
     ids = jnp.ones(b.shape, jnp.int32) if segment_ids is None else segment_ids.astype(jnp.int32)
     entries, exits = (runs.stops - 1, runs.starts) if reverse else (runs.starts, runs.stops - 1)
-    is_entry = jnp.arange(b.shape[1]) == take(entries, runs.of_place)
+    is_entry = jnp.arange(b.shape[1], dtype=jnp.int32)[None] == take(entries, runs.of_place)
     why = jnp.where(is_entry, ENTERS, jnp.where(ids == _before(ids, 1, 1, reverse), GOES_ON, ENDS))
     why, b = jnp.where(ids > 0, why, ENDS), jnp.where(ids > 0, b, 0)
     if axes.size(axes.context) == 1:

@@ -29,14 +29,14 @@ class Zigzag(Contiguous):
         shard, offset = places // row.local, places % row.local
         start, size = self.span(offset * row.shards, row)  # a shard holds as large a part of each span
         chunk, offset = size // (2 * row.shards), offset - start // row.shards
-        second = offset >= chunk
+        second = (offset >= chunk).astype(offset.dtype)
         return start + _mirrored(shard, second, row) * chunk + offset - second * chunk
 
     def place_of(self, positions: Any, row: Row) -> Any:
         start, size = self.span(positions, row)
         chunk = size // (2 * row.shards)
         link, offset = (positions - start) // chunk, (positions - start) % chunk
-        second = link >= row.shards
+        second = (link >= row.shards).astype(link.dtype)
         return _mirrored(link, second, row) * row.local + start // row.shards + second * chunk + offset
 
     def from_contiguous(self, axes: ShardAxes, row: Row, x: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.ops.tile import Form, Op, Tile
+from jaxppo.head.ops.tile import Form, Op, Tile, as_row
 from jaxppo.head.softmax import Cotangents, Residuals, Sums, top_key
 
 
@@ -55,13 +55,13 @@ class Reference(Op):
         if tile.nucleus is not None:
             inside = jnp.where(tile.nucleus, logits, -jnp.inf)
             renormalised = jnp.exp(inside - column(residuals.nucleus_m) - column(residuals.nucleus_log_s))
-        dz = column(cotangents.log_prob) * (tile.is_target - renormalised)
+        dz = column(cotangents.log_prob) * (tile.is_target.astype(jnp.float32) - renormalised)
         if cotangents.entropy is not None:
             dz -= column(cotangents.entropy) * p * jnp.where(p > 0, log_p + column(residuals.entropy), 0)
         if cotangents.of_logits is not None:
             dz += column(cotangents.of_logits[0]) * p
             dz += column(cotangents.of_logits[1]) / column(residuals.columns)
-        counts = column(cotangents.counts) & tile.block.valid & (x != -jnp.inf)
+        counts = column(cotangents.counts) & as_row(tile.block.valid) & (x != -jnp.inf)
         dx = jnp.where(counts, tile.tempered(dz) * _slope(form, x), 0)
         return dx.astype(dtype), dx.sum(axis=0) if of_bias else None
 
@@ -71,12 +71,12 @@ def _products(form: Form, tile: Tile) -> jax.Array:
     kernel, bias, lora_b = tile.block.parameters
     x = form.dot(tile.rows.hidden, kernel, (1, 1 - form.v_dim))
     x = x if lora_b is None else x + form.lora_scale * form.dot(tile.rows.low, lora_b, (1, 1 - form.v_dim))
-    return x if bias is None else x + bias
+    return x if bias is None else x + as_row(bias)
 
 
 def _logits_of(form: Form, tile: Tile, x: jax.Array) -> jax.Array:
     """transform(x) / temperature, -inf in columns that are not the block's own."""
-    return jnp.where(tile.block.valid, tile.tempered(form.transform.of(x)), -jnp.inf)
+    return jnp.where(as_row(tile.block.valid), tile.tempered(form.transform.of(x)), -jnp.inf)
 
 
 def _slope(form: Form, x: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.transform import Transform
+from jaxppo.sharding import wider_dtype
 
 if TYPE_CHECKING:
     from jaxppo.head.schedules.walk import Inputs
@@ -41,6 +42,11 @@ class Parameters(NamedTuple):
         return Parameters(*(None if x[0] is None else fn(i == 0, *x) for i, x in enumerate(values)))
 
 
+def as_row(x: Any) -> Any:
+    """`[1, B]` of `[B]`, to stand beside `[C, B]`; kernels hold it so already, and True stays what it is."""
+    return x[None] if getattr(x, "ndim", 0) == 1 else x
+
+
 class Block(NamedTuple):
     """Some columns of the vocabulary."""
 
@@ -64,7 +70,7 @@ class Tile(NamedTuple):
     @property
     def is_target(self) -> jax.Array:
         """One-hot, `[C, B]`."""
-        return (self.targets[:, None] == self.block.columns) & self.block.valid
+        return (self.targets[:, None] == as_row(self.block.columns)) & as_row(self.block.valid)
 
     def after(self, count: int) -> Tile:
         """The tokens after the first `count`."""
@@ -104,7 +110,7 @@ class Form:
 
     def dot(self, a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
         """A product with an f32 result, contracting dimension dims[0] of a with dims[1] of b."""
-        dtype = jnp.promote_types(a.dtype, b.dtype)
+        dtype = wider_dtype(a.dtype, b.dtype)
         # accelerators multiply f32 in one bf16 or TF32 pass where nothing is said
         precision = self.precision or ("highest" if dtype == jnp.float32 else None)
         contract = (((dims[0],), (dims[1],)), ((), ()))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxppo.head import softmax
-from jaxppo.head.ops.tile import Form, Op, Tile
+from jaxppo.head.ops.tile import Form, Op, Tile, as_row
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
 
 
@@ -17,18 +17,18 @@ def products(form: Form, tile: Tile) -> jax.Array:
     kernel, bias, lora_b = tile.block.parameters
     x = form.dot(tile.rows.hidden, kernel, (1, 1 - form.v_dim))
     x = x if lora_b is None else x + form.lora_scale * form.dot(tile.rows.low, lora_b, (1, 1 - form.v_dim))
-    return x if bias is None else x + bias
+    return x if bias is None else x + as_row(bias)
 
 
 def logits(form: Form, tile: Tile, x: jax.Array) -> jax.Array:
     """f32 logits `[C, B]` of products x, -inf in columns that are not the block's own."""
-    return jnp.where(tile.block.valid, tile.tempered(form.transform.of(x)), -jnp.inf)
+    return jnp.where(as_row(tile.block.valid), tile.tempered(form.transform.of(x)), -jnp.inf)
 
 
 def of_products(form: Form, tile: Tile, dz: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
     """The gradient of products x from that of their logits; 0 in rows that do not count and in masked columns."""
     dz = tile.tempered(form.transform.gradient(dz, x))
-    return jnp.where(counts[:, None] & tile.block.valid & (x != -jnp.inf), dz, 0)
+    return jnp.where(counts[:, None] & as_row(tile.block.valid) & (x != -jnp.inf), dz, 0)
 
 
 def dlogits(

@@ -84,7 +84,7 @@ def _statistics_and_loss(walk: Walk, static: OnePass, shared: Any, chunk: Chunk,
         sums, z = block(empty, 0)
         z = z[None]
     else:
-        sums, z = lax.scan(block, empty, jnp.arange(walk.vocabulary.blocks))
+        sums, z = lax.scan(block, empty, jnp.arange(walk.vocabulary.blocks, dtype=jnp.int32))
     stats, residuals = walk.finish(softmax.combine(sums, rule.columns.axes), chunk.targets)
     counted = lambda x: x if chunk.fresh is None else jnp.where(chunk.fresh, x, 0)  # noqa: E731
     losses, vjp = jax.vjp(lambda stats: counted(static.token_loss(stats, per_token, shared)), stats)

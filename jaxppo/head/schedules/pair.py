@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxppo.head import softmax, tiles
 from jaxppo.head.ops import xla
-from jaxppo.head.ops.tile import Block
+from jaxppo.head.ops.tile import Block, as_row
 from jaxppo.head.schedules.needs import saved, to_save, values_and_needs
 from jaxppo.head.schedules.two_pass import gradients
 from jaxppo.head.schedules.walk import Chunk, Inputs, Rule, Walk, cotangents_of, of_tokens
@@ -93,6 +93,7 @@ class PairWalk(Walk):
     def terms(self, z: jax.Array, teacher_z: jax.Array, valid: jax.Array, sums: LogSums) -> tuple[Any, Any, Any]:
         """`terms` and the student's log p of a block, 0 and -inf in columns that do not exist."""
         column = lambda x: x[:, None]  # noqa: E731
+        valid = as_row(valid)
         log_p = (z - column(sums.m)) - column(sums.log_s)
         log_q = (teacher_z - column(sums.teacher_m)) - column(sums.teacher_log_s)
         found = terms(self.pair.divergence, self.pair.beta, log_p, jnp.where(valid, log_q, 0))
@@ -118,7 +119,7 @@ def evaluate(rule: DivergenceRule, inputs: Inputs, teacher: Inputs) -> tuple[jax
 
     def add_sums(keep: bool, i: Any, block: Block, slots: Slots, chunk: Chunk, sums: Any) -> Any:
         both = tuple(
-            softmax.merge(old, softmax.block_sums(z, jnp.zeros(z.shape[0]), jnp.zeros((), bool), None, old))
+            softmax.merge(old, softmax.block_sums(z, walk.zeros(z.shape[0]), jnp.zeros((), bool), None, old))
             for z, old in zip(walk.logits(chunk, block)[1:], tokens.read(sums, slots), strict=True)
         )
         return tokens.write(sums, walk.vary(both), slots)

@@ -18,7 +18,7 @@ from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.tiles import Budget, Cut
 from jaxppo.head.tokens import Slots, Tokens
 from jaxppo.head.varying import first_order
-from jaxppo.sharding import vary, varying
+from jaxppo.sharding import vary, varying, wider_dtype
 
 
 class Inputs(NamedTuple):
@@ -149,7 +149,8 @@ class Walk:
             places, inside = self.vocabulary.place_of(ids, block)
             C, B = ids.shape[0], block.columns.shape[0]
             empty = self.vary(jnp.zeros((C, B), bool))
-            nucleus = empty.at[jnp.arange(C)[:, None], jnp.where(inside, places, B)].set(True, mode="drop")
+            rows = jnp.arange(C, dtype=jnp.int32)[:, None]
+            nucleus = empty.at[rows, jnp.where(inside, places, B)].set(True, mode="drop")
         temperature = self.inputs.temperature if chunk.temperature is None else chunk.temperature
         place = None if chunk.targets is None else self.vocabulary.place_of(chunk.targets, block)
         return Tile(chunk.rows, block, chunk.targets, place, temperature, nucleus, chunk.fresh)
@@ -218,7 +219,7 @@ class Walk:
 
     def factor_dtype(self) -> Any:
         """The dtype in which gradients of logits are multiplied: that of their product."""
-        return jnp.promote_types(self.features.hidden.dtype, self.inputs.parameters.kernel.dtype)
+        return wider_dtype(self.features.hidden.dtype, self.inputs.parameters.kernel.dtype)
 
 
 def counted(rows: Features, counts: jax.Array) -> Features:

@@ -1,0 +1,21 @@
+"""Which dtype numbers of several dtypes are computed in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def wider_dtype(*given: Any) -> Any:
+    """JAX's common dtype of arrays or dtypes, also in a session that is strict about promotion.
+
+    Under `jax_numpy_dtype_promotion="strict"` `jnp.result_type` raises for two widths of floats.
+
+    Example:
+      >>> wider_dtype(jnp.bfloat16, jnp.float16)
+      dtype('float32')
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*given)
