@@ -18,7 +18,7 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
 from jaxppo.off_policy import OffPolicyConfig, weight_sums
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
-from jaxppo.validation import check_arrays
+from jaxppo.validation import checked
 
 
 @partial(
@@ -85,7 +85,7 @@ class Normalizer:
             context layout than the mesh's, or none; one micro-batch alone.
         """
         check_choice("aggregation", aggregation, Aggregation)
-        check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
+        micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
         check_whole_step("Normalizer.from_batches", micro_batches)
         micro_batches.check_layout(parallel)
         of_weights = None if off_policy is None else off_policy.of_mean_weight

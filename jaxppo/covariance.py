@@ -20,7 +20,7 @@ from jaxppo.head.stats import TokenStats
 from jaxppo.losses.policy import check_needed, impossible_tokens, old_log_probs
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
-from jaxppo.validation import check_arrays
+from jaxppo.validation import checked
 
 __all__ = ["covariance_mask"]
 
@@ -63,7 +63,7 @@ def covariance_mask(
 
     Cui et al. 2025, The entropy mechanism of reinforcement learning, https://arxiv.org/abs/2505.22617
     """
-    check_arrays(batch, stacked=True)
+    batch = checked(batch, stacked=True)
     check_whole_step("covariance_mask", batch)
     if config.loss.selects is None:
         raise ValueError(f"config.loss: got {config.loss}, expected one that selects tokens, such as ClipCov or KLCov")

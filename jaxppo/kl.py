@@ -108,7 +108,7 @@ def kl_divergence(
     check_alike(given if importance_ratio is None else {**given, "importance_ratio": importance_ratio})
     name = estimator.removesuffix("+")
     d = log_probs.astype(jnp.float32) - lax.stop_gradient(ref_log_probs).astype(jnp.float32)
-    ratio = jnp.float32(1) if importance_ratio is None else importance_ratio
+    ratio = jnp.float32(1) if importance_ratio is None else importance_ratio.astype(jnp.float32)
     if name == "k1":
         value = d
     elif name == "abs":

@@ -14,7 +14,7 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.kl import MAX_LOG_RATIO, k3
 from jaxppo.metrics import Metric, Metrics, reduce_metric
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
-from jaxppo.validation import check_arrays
+from jaxppo.validation import checked
 
 __all__ = ["mismatch_metrics"]
 
@@ -57,7 +57,7 @@ def mismatch_metrics(
 
     Names and conventions: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html
     """
-    check_arrays(batch)
+    batch = checked(batch)
     trainer = batch.old_log_probs if trainer_log_probs is None else trainer_log_probs
     for name, x in (("old_log_probs", trainer), ("rollout_log_probs", batch.rollout_log_probs)):
         if x is None:

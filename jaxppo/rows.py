@@ -237,7 +237,8 @@ def _aligned(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
         follows = jnp.pad((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), ((0, 0), (0, 1)))
         arrays["targets"] = arrays["tokens"]
         for what in set(arrays) - {"tokens", "segment_ids", "positions", *PER_SEGMENT}:
-            arrays[what] = jnp.where(follows, jnp.roll(arrays[what], -1, axis=1), 0)
+            moved = jnp.roll(arrays[what], -1, axis=1)
+            arrays[what] = jnp.where(follows, moved, jnp.zeros_like(moved))
     return _as_batch(axes, length, num_segments, arrays)
 
 
@@ -258,7 +259,8 @@ def _padded(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
     predicts = real & (following < length)
 
     def at_predictor(x: Array) -> Array:
-        return jnp.where(predicts, jnp.take_along_axis(x, jnp.minimum(following, length - 1), axis=1), 0)
+        found = jnp.take_along_axis(x, jnp.minimum(following, length - 1), axis=1)
+        return jnp.where(predicts, found, jnp.zeros_like(found))
 
     first = real & (jnp.cumsum(real, axis=1) == 1)
     unpredicted = ((trains != 0) & (first | ~real)).any(axis=1, keepdims=True) | jnp.reshape(misplaced, (-1, 1))
@@ -282,7 +284,7 @@ def _padded(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
 def _real_tokens(trains: Array, prompt_mask: Array | None, attention_mask: Array | None, prompts: int) -> Array:
     """bool[B, P + C], where tokens are."""
     if attention_mask is not None:
-        return attention_mask > 0
+        return attention_mask.astype(jnp.float32) > 0
     upto_last = lax.cummax((trains != 0).astype(jnp.int32), axis=1, reverse=True) > 0
-    in_prompt = jnp.ones(trains[:, :prompts].shape, bool) if prompt_mask is None else prompt_mask > 0
-    return jnp.concatenate([in_prompt, upto_last[:, prompts:]], axis=1)
+    in_prompt = jnp.ones_like(trains[:, :prompts]) if prompt_mask is None else prompt_mask.astype(jnp.float32)
+    return jnp.concatenate([in_prompt > 0, upto_last[:, prompts:]], axis=1)

@@ -31,7 +31,7 @@ from jaxppo._arrays import check_alike, check_choice, check_f32, check_number
 from jaxppo.batch import RolloutBatch
 from jaxppo.metrics import Metrics, reduce_metric
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
-from jaxppo.validation import check_arrays
+from jaxppo.validation import checked
 
 __all__ = ["proximal_log_probs", "staleness_metrics", "staleness_weights"]
 
@@ -81,6 +81,7 @@ def proximal_log_probs(
     _check_version("version", version)
     if proximal_version is not None:
         _check_version("proximal_version", proximal_version)
+    policy_versions = policy_versions.astype(jnp.int32)
     proximal = version - 1 if proximal_version is None else proximal_version
     total = version - policy_versions
     share = (proximal - policy_versions) / jnp.where(total > 0, total, 1)
@@ -175,7 +176,7 @@ def _check_version(what: str, version: Any) -> None:
 
 def _arguments(batch: RolloutBatch, version: Version) -> dict[str, Any]:
     _check_version("version", version)
-    check_arrays(batch)
+    batch = checked(batch)
     if batch.policy_versions is None:
         raise ValueError("batch.policy_versions: got None, expected i32[R, T]; give samples policy_versions=")
     return {"version": jnp.asarray(version, jnp.int32), "batch": batch}

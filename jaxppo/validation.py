@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxppo._arrays import (
@@ -20,6 +22,7 @@ from jaxppo._arrays import (
     check_ids,
 )
 from jaxppo.batch import RolloutBatch
+from jaxppo.head.stats import as_token_ids
 from jaxppo.rules import View, raise_first
 from jaxppo.sharding import check_row_length, logical_positions, segment_multiple
 
@@ -54,6 +57,18 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
         if x.shape != shape:
             raise ValueError(f"{prefix}{name}: got shape {x.shape}, expected {shape}, as the rows and {of}")
     return arrays
+
+
+def checked(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> RolloutBatch:
+    """The batch after `check_arrays`, with its integers in i32 and all else in f32, whatever a user holds them in."""
+
+    def brought(name: str, x: Any) -> Any:
+        if name in INTEGERS:
+            return x if x.dtype == jnp.int32 else as_token_ids(x)
+        return x if x.dtype == jnp.float32 else x.astype(jnp.float32)
+
+    arrays = check_arrays(batch, stacked=stacked, prefix=prefix)
+    return dataclasses.replace(batch, **{name: brought(name, x) for name, x in arrays.items()})
 
 
 def validate(batch: RolloutBatch, vocab_size: int | None, normalizer: Normalizer | None) -> None:

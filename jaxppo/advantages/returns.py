@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check, check_alike, check_choice, is_number
+from jaxppo._arrays import check, check_alike, check_choice, is_number, masked
 from jaxppo._stacked import check_whole_step, of_rows, spec_of
 from jaxppo.advantages.groups import Singletons, dr_grpo
 from jaxppo.advantages.tokens import Parallel, check_segments, check_tokens, spread, whiten
@@ -55,7 +55,7 @@ def token_rewards(
       >>> token_rewards(jnp.array([[5.0, 7.0]]), batch)
       Array([[0., 5., 0., 0.]], dtype=float32)
     """
-    check_tokens(batch, kl=kl)
+    batch = check_tokens(batch, kl=kl)
     check_segments(batch, rewards=rewards)
     args = {"rewards": rewards, "batch": batch, "kl": kl, "kl_coef": jnp.asarray(kl_coef, jnp.float32)}
 
@@ -75,7 +75,7 @@ def _token_rewards(
     last = segments.spread(segments.max(batch.positions.astype(jnp.float32), mask))
     is_last = (mask > 0) & (batch.positions.astype(jnp.float32) == last)
     result = jnp.where(is_last, segments.spread(rewards), 0).astype(jnp.float32)
-    return lax.stop_gradient(result if kl is None else result - kl_coef * jnp.where(mask > 0, kl, 0))
+    return lax.stop_gradient(result if kl is None else result - kl_coef * masked(kl, mask))
 
 
 def discounted_returns(
@@ -113,7 +113,7 @@ def discounted_returns(
     """
     check_choice("masked", masked, Masked)
     _check_unit(gamma=gamma)
-    check_tokens(batch, {"rewards": rewards}, mask=mask)
+    batch = check_tokens(batch, {"rewards": rewards}, mask=mask)
     args = {"rewards": rewards, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
     specs = lambda p: ([*[batch.specs(p).loss_mask] * 2, batch.specs(p)], batch.specs(p).loss_mask)  # noqa: E731
     static = (gamma, gamma if masked == "discount" else 1.0)
@@ -126,7 +126,7 @@ def _returns(
     axes: ShardAxes, static: tuple[float, float], rewards: jax.Array, mask: jax.Array, batch: RolloutBatch
 ) -> jax.Array:
     gamma, through = static
-    keep = mask > 0
+    keep = mask.astype(jnp.float32) > 0
     a = jnp.where(keep, gamma, through).astype(jnp.float32)
     b = jnp.where(keep, rewards.astype(jnp.float32), 0)
     return lax.stop_gradient(jnp.where(keep, _scan(axes, batch, a, b), 0))
@@ -181,7 +181,7 @@ def gae(
     """
     value_lam = lam if value_lam is None else value_lam
     _check_unit(gamma=gamma, lam=lam, value_lam=value_lam)
-    check_tokens(batch, {"rewards": rewards, "values": values}, mask=mask)
+    batch = check_tokens(batch, {"rewards": rewards, "values": values}, mask=mask)
     args = {"rewards": rewards, "values": values, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
     specs = lambda p: ([*[batch.specs(p).loss_mask] * 3, batch.specs(p)], batch.specs(p).loss_mask)  # noqa: E731
     found: tuple[jax.Array, jax.Array] = shard_call("gae", _gae, parallel, args, specs, (gamma, lam, value_lam))
@@ -198,7 +198,7 @@ def _gae(
     batch: RolloutBatch,
 ) -> tuple[jax.Array, jax.Array]:
     gamma, lam, value_lam = static
-    keep = mask > 0
+    keep = mask.astype(jnp.float32) > 0
     rewards, values = (jnp.where(keep, x.astype(jnp.float32), 0) for x in (rewards, values))
     nearest = _scan(axes, batch, jnp.where(keep, 0.0, 1.0), values)
     next_value = shift_shard(axes, nearest, 1, 0, batch.segment_ids, batch.num_segments)
@@ -286,12 +286,12 @@ def reinforce_plus_plus_baseline(
 
     Hu 2025, REINFORCE++, https://arxiv.org/abs/2501.03262
     """
-    check_tokens(batch, kl=kl)
+    batch = check_tokens(batch, kl=kl)
     check_whole_step("reinforce_plus_plus_baseline", batch)
     centred = dr_grpo(rewards, group_ids, singletons=singletons, parallel=parallel)
     advantages = spread(centred, batch, parallel=parallel)
     if kl is not None:
-        advantages = lax.stop_gradient(advantages - kl_coef * jnp.where(batch.loss_mask > 0, kl, 0))
+        advantages = lax.stop_gradient(advantages - kl_coef * masked(kl, batch.loss_mask))
     return whiten(advantages, batch.loss_mask, parallel=parallel) if whitened else advantages
 
 
@@ -328,8 +328,8 @@ def on_policy_distillation(
     """
     arrays = {"advantages": advantages, "log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
     check_alike({**arrays, "loss_mask": loss_mask}, loss_mask="numbers")
-    pulled = advantages - coef * (log_probs - teacher_log_probs)
-    return lax.stop_gradient(jnp.where(loss_mask > 0, pulled, 0).astype(jnp.float32))
+    own, theirs, before = (masked(x, loss_mask.astype(jnp.float32)) for x in (log_probs, teacher_log_probs, advantages))
+    return lax.stop_gradient(before - coef * (own - theirs))
 
 
 def _check_unit(**values: float) -> None:

@@ -14,20 +14,23 @@ from jaxppo._arrays import check_array
 from jaxppo._stacked import check_whole_step, of_rows, spec_of
 from jaxppo.batch import RolloutBatch
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
-from jaxppo.validation import check_arrays
+from jaxppo.validation import checked
 
 Parallel = ParallelMesh | ShardAxes | None
 
 
-def check_tokens(batch: RolloutBatch, needed: Mapping[str, Any] | None = None, **optional: jax.Array | None) -> None:
-    """Raises where an array is not of the batch's `[R, T]`, or `[K, R, T]`."""
-    check_arrays(batch, stacked=True)
+def check_tokens(
+    batch: RolloutBatch, needed: Mapping[str, Any] | None = None, **optional: jax.Array | None
+) -> RolloutBatch:
+    """The batch in its own dtypes; raises where an array is not of its `[R, T]`, or `[K, R, T]`."""
+    batch = checked(batch, stacked=True)
     shape = batch.loss_mask.shape
     given = {name: x for name, x in optional.items() if x is not None}
     for name, x in {**(needed or {}), **given}.items():
         check_array(name, x)
         if x.shape != shape:
             raise ValueError(f"{name}: got shape {x.shape}, expected the batch's [R, T], {shape}")
+    return batch
 
 
 def check_segments(batch: RolloutBatch, **arrays: jax.Array | None) -> None:
@@ -59,7 +62,7 @@ def spread(x: Float[Array, "*K R S"], batch: RolloutBatch, *, parallel: Parallel
       >>> spread(jnp.array([[5.0, 7.0]]), RolloutBatch(ids, ids, ids, ids, mask, jnp.array([[0, 1]])))
       Array([[0., 5., 7., 0.]], dtype=float32)
     """
-    check_tokens(batch)
+    batch = check_tokens(batch)
     check_segments(batch, x=x)
     specs = lambda p: ([spec_of(p.rows_spec, x), batch.specs(p)], batch.specs(p).loss_mask)  # noqa: E731
     found: Float[Array, "*K R T"] = shard_call("spread", _spread, parallel, {"x": x, "batch": batch}, specs)
@@ -115,7 +118,7 @@ def whiten(
 def _whiten(axes: ShardAxes, static: tuple[bool, float], x: jax.Array, mask: jax.Array) -> jax.Array:
     shift_mean, epsilon = static
     axes.check_complete("the mean and deviation to whiten by", x, mask)
-    keep = mask > 0
+    keep = mask.astype(jnp.float32) > 0
     x = lax.stop_gradient(jnp.where(keep, x.astype(jnp.float32), 0))
     total_of = lambda *values: axes.psum(tuple(vary(v.sum(), axes.tokens) for v in values), axes.tokens)  # noqa: E731
     total, count = total_of(x, keep.astype(jnp.float32))

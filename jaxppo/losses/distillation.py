@@ -23,7 +23,7 @@ from jaxppo.head.stats import TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
 from jaxppo.metrics import Metrics, Term
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
-from jaxppo.validation import check_arrays
+from jaxppo.validation import checked
 
 __all__ = ["distillation_loss", "divergence_from_hidden"]
 
@@ -180,7 +180,7 @@ def distillation_loss(
       >>> float(distillation_loss(*states, *states, batch)[0])
       0.0
     """
-    check_arrays(batch)
+    batch = checked(batch)
     loss = DivergenceLoss(aggregation, aggregation_norm)
     found = divergence_from_hidden(
         hidden,

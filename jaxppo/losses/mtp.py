@@ -18,7 +18,7 @@ from jaxppo.head.head import Head
 from jaxppo.losses.sft import sft_loss
 from jaxppo.metrics import Metric, Metrics
 from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left
-from jaxppo.validation import check_arrays
+from jaxppo.validation import checked
 
 __all__ = ["mtp_loss", "mtp_normalizers", "shift_targets"]
 
@@ -74,7 +74,7 @@ def mtp_loss(
       >>> round(float(loss), 4), float(metrics["mtp_1_nll"].count)  # half of log 8; 2 and 3 are predicted
       (1.0397, 2.0)
     """
-    check_arrays(batch)
+    batch = checked(batch)
     depths = len(hidden)
     several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
     heads: list[Any] = [*head] if several else [head] * depths  # type: ignore[misc]
@@ -129,7 +129,7 @@ def mtp_normalizers(
       >>> [float(n.tokens) for n in mtp_normalizers(batch, 2)]
       [2.0, 1.0]
     """
-    check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
+    micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
     shifted = [shift_targets(micro_batches, k, parallel) for k in range(1, depths + 1)]
     return [Normalizer.from_batches(batch, aggregation, parallel=parallel) for batch in shifted]
 
@@ -158,7 +158,7 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
       >>> shift_targets(batch, 1).targets
       Array([[6, 0, 8, 0]], dtype=int32)
     """
-    check_arrays(batch, stacked=True)
+    batch = checked(batch, stacked=True)
     batch.check_layout(parallel)
 
     def shift(arrays: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -25,7 +25,7 @@ from jaxppo.metrics import Composite, Metric, Metrics, Term
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.off_policy import correction as off_policy_correction
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
-from jaxppo.validation import check_arrays
+from jaxppo.validation import checked
 
 _OLD = {"old": "old_log_probs", "rollout": "rollout_log_probs"}
 
@@ -79,7 +79,7 @@ def policy_loss(
       >>> float(loss), float(metrics["ratio_max"].value)
       (-1.0, 1.0)
     """
-    _check_batch(batch, config, selected)
+    batch = _check_batch(batch, config, selected)
     _check_stats(stats, batch, config)
     return loss_of_stats("policy_loss", _token_loss(config), stats, batch, parallel, normalizer, selected)
 
@@ -139,7 +139,7 @@ def policy_loss_from_hidden(
       >>> float(loss)
       -1.0
     """
-    _check_batch(batch, config, selected)
+    batch = _check_batch(batch, config, selected)
     loss = _token_loss(config)
     prepared = prepare_head(
         hidden,
@@ -175,8 +175,8 @@ def _check_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfi
         )
 
 
-def _check_batch(batch: RolloutBatch, config: PolicyLossConfig, selected: Float[Array, "R T"] | None) -> None:
-    check_arrays(batch)
+def _check_batch(batch: RolloutBatch, config: PolicyLossConfig, selected: Float[Array, "R T"] | None) -> RolloutBatch:
+    batch = checked(batch)
     if not isinstance(config, PolicyLossConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")
     check_needed(batch, config)
@@ -186,6 +186,7 @@ def _check_batch(batch: RolloutBatch, config: PolicyLossConfig, selected: Float[
         got = "None" if selected is None else f"shape {selected.shape}"
         expected = f"the step's covariance_mask(stats, batch, config, key), {shape}," if selects else "None"
         raise ValueError(f"selected: got {got}, expected {expected} with loss={config.loss}")
+    return batch
 
 
 def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:

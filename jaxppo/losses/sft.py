@@ -17,7 +17,7 @@ from jaxppo.head.stats import TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Metrics, Term
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
-from jaxppo.validation import check_arrays
+from jaxppo.validation import checked
 
 
 def sft_loss(
@@ -69,7 +69,7 @@ def sft_loss(
     Label smoothing: Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; z-loss: Chowdhery et al. 2022, PaLM,
     https://arxiv.org/abs/2204.02311
     """
-    check_arrays(batch)
+    batch = checked(batch)
     if not isinstance(stats, TokenStats):
         raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
     loss = SFTTokenLoss(label_smoothing, z_loss, aggregation, aggregation_norm)
@@ -128,7 +128,7 @@ def sft_loss_from_hidden(
       >>> round(float(loss), 4)
       1.3863
     """
-    check_arrays(batch)
+    batch = checked(batch)
     loss = SFTTokenLoss(label_smoothing, z_loss, aggregation, aggregation_norm)
     prepared = prepare_head(
         hidden,

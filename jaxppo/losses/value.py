@@ -16,7 +16,7 @@ from jaxppo.head.stats import TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
 from jaxppo.metrics import Metrics, Term
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
-from jaxppo.validation import check_arrays
+from jaxppo.validation import checked
 
 ClipFraction = Literal["worse", "outside"]
 
@@ -68,7 +68,7 @@ def value_loss(
 
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347 (without the clip); the clip: OpenAI baselines' PPO2.
     """
-    check_arrays(batch)
+    batch = checked(batch)
     loss = ValueTokenLoss(clip, factor, clip_fraction, aggregation, aggregation_norm, metric_aggregation)
     check_array("values", values, "floats")
     for name, x in {"values": values, "batch.returns": batch.returns, "batch.values": batch.values}.items():
