@@ -235,7 +235,7 @@ def _norm(config: Qwen3Config, features: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
 def rotary_angles(positions: Int[Array, "R T"], config: Qwen3Config) -> Float[Array, "R T 1 D/2"]:
     """position * theta^(-2i/D), for every head the same (https://arxiv.org/abs/2104.09864)."""
     powers = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    return (positions[..., None] * config.rope_theta**-powers)[:, :, None]
+    return (positions[..., None].astype(jnp.float32) * (config.rope_theta**-powers)[None, None])[:, :, None]
 
 
 def rotate(x: Float[Array, "R T N D"], angles: Float[Array, "R T 1 D/2"]) -> Float[Array, "R T N D"]:

@@ -63,8 +63,8 @@ def make_sampler(
         return lax.with_sharding_constraint(x, parallel.sharding(P(*rows, *dims)))
 
     def start(lengths: jax.Array) -> Cache:
-        slots = jnp.arange(prompt_length + response_length)
-        empty = jnp.zeros((*lengths.shape, *slots.shape, config.kv_heads, config.head_dim), config.dtype)
+        slots = jnp.arange(prompt_length + response_length)[None]
+        empty = jnp.zeros((*lengths.shape, slots.size, config.kv_heads, config.head_dim), config.dtype)
         positions = jnp.where(slots < prompt_length, slots, lengths[:, None] + slots - prompt_length)
         segments = (slots < lengths[:, None]).astype(jnp.int32)
         return Cache(((place(empty, None, tensor, None),) * 2,) * config.layers, segments, positions)

@@ -107,7 +107,8 @@ def _pick(
     center = lambda x: masked(x - total(x) / tokens, mask)  # noqa: E731
     covariance = center(advantages) * center(log_probs)
     owners = batch.segments(axes).spread(batch.sample_ids)
-    draws = jax.vmap(jax.vmap(lambda s, t: jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, s), t))))
+    key_of = lambda s, t: jax.random.fold_in(jax.random.fold_in(key, s), t)  # noqa: E731
+    draws = jax.vmap(jax.vmap(lambda s, t: jax.random.bits(key_of(s, t), dtype=jnp.uint32)))  # u64 with x64 else
     lots = draws(owners, batch.positions)
     wanted = jnp.maximum(jnp.floor(loss.share * tokens), 1).astype(jnp.int32)
     candidates = (mask > 0) & loss.selectable(covariance, log_probs, old, advantages)
@@ -134,7 +135,7 @@ def _kth(total: Any, scores: jax.Array, candidates: jax.Array, k: jax.Array) -> 
     """The largest u32 that at least k candidates' scores reach, 0 if none; bit by bit, one scalar all-reduce each."""
 
     def step(i: jax.Array, cut: jax.Array) -> jax.Array:
-        attempt = cut | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        attempt = cut | (jnp.uint32(1) << jnp.uint32(31 - i))
         reached = total((candidates & (scores >= attempt)).astype(jnp.int32))
         return jnp.where(reached >= k, attempt, cut)
 

@@ -41,7 +41,7 @@ def head_of(arrays):
 
 def logits_of(arrays):
     low = jnp.matmul(arrays["hidden"], arrays["a"], precision="highest")
-    z = jnp.matmul(arrays["hidden"], arrays["kernel"], precision="highest") + arrays["bias"]
+    z = jnp.matmul(arrays["hidden"], arrays["kernel"], precision="highest") + arrays["bias"][None, None]
     return z + 0.5 * jnp.matmul(low, arrays["b"], precision="highest")
 
 

@@ -102,7 +102,7 @@ def test_a_head(layout, frozen, monkeypatch):
     def loss(hidden, kernel):
         head = Head(kernel, layout=layout)
         found = log_probs_from_hidden(hidden, head, targets, parallel=parallel, entropy="bonus")
-        return (found.log_probs * jnp.arange(128) + found.entropy).sum()
+        return (found.log_probs * jnp.arange(128.0)[None] + found.entropy).sum()
 
     gradients = jax.grad(loss, 0 if frozen else (0, 1))
     with tiles_of("wide"):

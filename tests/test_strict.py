@@ -10,12 +10,14 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import EXCUSED
 from policy_steps import step_of
 
 import jaxppo
@@ -285,6 +287,22 @@ CALLS: dict[str, Callable[[Given], Any]] = {
 }
 ON_THE_HOST = {"audit", "explain", "make_parallel_mesh", "pack_nucleus_ids"}
 MESH = "dp=2,cp=2,tp=2"
+
+
+def test_the_session_is_strict():
+    one = jnp.ones((2, 2))
+    with pytest.raises(jax.dtypes.TypePromotionError, match="no available implicit dtype promotion"):
+        one + jnp.ones((2, 2), jnp.bfloat16)
+    with pytest.raises(ValueError, match="rank_promotion='raise'"):
+        one + one[0]
+    with pytest.raises(ValueError, match="Legacy uint32 key"):
+        jax.random.normal(jnp.zeros(2, jnp.uint32))
+
+
+def test_what_is_excused_is_there():
+    tests = {path.stem for path in Path(__file__).parent.glob("test_*.py")}
+    assert {*EXCUSED} <= tests
+    assert all(EXCUSED.values())
 
 
 def test_every_public_function_has_a_call():

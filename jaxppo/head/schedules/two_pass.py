@@ -42,8 +42,8 @@ def evaluate(rule: Rule, inputs: Inputs, needs: NeedsGrad | None = None) -> tupl
         sums, memory = walk.over_tiles(tile, start, plan.forward_vocabulary_first, kept.blocks)
     sums = tokens.to_tokens(softmax.combine(sums, rule.columns.axes))
     out, residuals = walk.finish(sums, inputs.targets)
-    if inputs.where is not None:
-        out = jax.tree.map(lambda x: jnp.where(inputs.where, x, 0), out)
+    if inputs.where is not None:  # residuals too: of a sum of nothing they are NaN, at which jax_debug_nans would stop
+        out, residuals = jax.tree.map(lambda x: jnp.where(inputs.where, x, 0), (out, residuals))
     return out, residuals, memory
 
 
