@@ -34,13 +34,16 @@ class ById:
     def of(cls, axes: ShardAxes, ids: Int[Array, "R S"]) -> ById:
         """From the ids of this device's samples, -1 where there is none."""
         axes.check_complete("a comparison of samples by id", ids)
-        everyone = _gather(axes, jnp.maximum(ids.reshape(-1), -1))
+        if jnp.issubdtype(ids.dtype, jnp.signedinteger):  # of unsigned ids -1 would be the largest
+            ids = jnp.maximum(ids, -1)
+        everyone = _gather(axes, ids.reshape(-1))
         order = jnp.argsort(everyone)
         sorted_ids = everyone[order]
         starts = jnp.concatenate(
-            [jnp.zeros_like(sorted_ids[:1]), (sorted_ids[1:] != sorted_ids[:-1]).astype(jnp.int32)]
+            [jnp.zeros_like(sorted_ids[:1], jnp.int32), (sorted_ids[1:] != sorted_ids[:-1]).astype(jnp.int32)]
         )
-        numbers = jnp.zeros_like(everyone).at[order].set(jnp.cumsum(starts), unique_indices=True)
+        counted = jnp.cumsum(starts, dtype=jnp.int32)
+        numbers = jnp.zeros_like(everyone, jnp.int32).at[order].set(counted, unique_indices=True)
         first = axes.index(axes.data) * ids.size
         own = lax.dynamic_slice_in_dim(numbers, first, ids.size).reshape(ids.shape)
         return cls(axes, own, numbers, ids >= 0)

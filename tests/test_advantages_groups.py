@@ -78,3 +78,12 @@ def test_bad_input():
         advantages.grpo(ids, ids)
     with pytest.raises(ValueError, match="lengths: got shape"):
         advantages.opo(rewards, ids, rewards[:1])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int8"])
+@pytest.mark.parametrize("name", CASES)
+def test_ids_of_any_integer_dtype(name, dtype):
+    """Today: of unsigned ids all samples were one group, since -1 is their largest."""
+    ids, rewards = np.arange(24).reshape(8, 3) // 5, RNG.normal(size=(8, 3)).astype(np.float32)
+    call = CASES[name][0]
+    np.testing.assert_array_equal(call(rewards, jnp.asarray(ids, dtype)), call(rewards, jnp.asarray(ids)))
