@@ -119,7 +119,7 @@ def _check_fill(fill: Any, x: Any) -> None:
     for leaf in jax.tree.leaves(x):
         dtype, inexact = jnp.result_type(leaf), jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
         if isinstance(fill, jax.core.Tracer):
-            fits = inexact or jnp.promote_types(fill.dtype, dtype) == dtype
+            fits = inexact or wider_dtype(fill.dtype, dtype) == dtype
         else:
             with np.errstate(invalid="ignore", over="ignore"):
                 cast = np.asarray(fill).astype(dtype)

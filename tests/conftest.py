@@ -23,8 +23,10 @@ JAX_AS_IT_COMES |= {"jax_legacy_prng_key": "allow"}
 OPTAX = "optax raises a float to a power that is an array of integers"
 EXCUSED = {  # tests that run code of others which promotes, by module, and what promotes there
     "test_example": OPTAX,
+    "test_faults": OPTAX,
     "test_frameworks": f"{OPTAX}; flax adds bf16 to f32",
     "test_guards": OPTAX,
+    "test_launch": OPTAX,
     "test_qwen3": f"{OPTAX}; the RMSNorm of flax multiplies bf16 by f32",
 }
 

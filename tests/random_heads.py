@@ -136,7 +136,7 @@ def loss_from(hidden: Any, arrays: Any, batch: Any, mine: Any, shape: HeadShape,
 def stats_from(hidden: Any, arrays: Any, batch: Any, mine: Any, shape: HeadShape, parallel: Any, given: dict) -> Any:
     """The statistics of the loss tokens, from hidden states or logits."""
     options = {"parallel": parallel, "temperature": given["temperature"], "entropy": mine.entropy_mode}
-    options |= {"where": batch.loss_mask > 0}
+    options |= {"where": batch.loss_mask.astype(jnp.float32) > 0}
     ids = given["nucleus_ids"]
     if shape.way != "logits":
         return log_probs_from_hidden(hidden, head_of(shape, arrays), batch.targets, nucleus_ids=ids, **options)

@@ -193,7 +193,7 @@ def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[St
         head, call = head_of(shape, p["head"]), {"parallel": parallel, "temperature": T}
         if plain:
             return sft_loss_from_hidden(p["hidden"], head, batch, **of_loss, **call, normalizer=normalizer)
-        where = batch.loss_mask > 0
+        where = batch.loss_mask.astype(jnp.float32) > 0
         stats = log_probs_from_hidden(p["hidden"], head, batch.targets, logit_stats=True, where=where, **call)
         return sft_loss(stats, batch, **options, parallel=parallel, normalizer=normalizer)
 
