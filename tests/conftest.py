@@ -21,12 +21,13 @@ STRICT = {"jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "ra
 JAX_AS_IT_COMES = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
 JAX_AS_IT_COMES |= {"jax_legacy_prng_key": "allow"}
 OPTAX = "optax raises a float to a power that is an array of integers"
-EXCUSED = {  # tests that run code of others which promotes, by module, and what promotes there
+EXCUSED = {  # tests that run code of others which promotes, by module or one by one, and what promotes there
     "test_example": OPTAX,
     "test_faults": OPTAX,
     "test_frameworks": f"{OPTAX}; flax adds bf16 to f32",
     "test_guards": OPTAX,
     "test_launch": OPTAX,
+    "test_own_loop::test_a_loop_with_an_optimiser": OPTAX,
     "test_qwen3": f"{OPTAX}; the RMSNorm of flax multiplies bf16 by f32",
 }
 
@@ -71,7 +72,8 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """For the excused ones JAX is set as it comes, in the whole process, since some of them start threads."""
-    set_options(JAX_AS_IT_COMES if item.path.stem in EXCUSED else STRICT)
+    module = item.path.stem
+    set_options(JAX_AS_IT_COMES if {module, f"{module}::{item.originalname}"} & set(EXCUSED) else STRICT)
     try:
         return (yield)
     finally:

@@ -122,7 +122,7 @@ def smoothed_truth(hidden, kernel, bias, batch, softcap=None):
 
 
 def from_logits(hidden, head, batch, parallel=None, memory=None, **options):
-    logits = jnp.einsum("rth,hv->rtv", hidden, head.kernel, precision="highest") + head.bias
+    logits = jnp.einsum("rth,hv->rtv", hidden, head.kernel, precision="highest") + head.bias[None, None]
     stats = log_probs_from_logits(
         logits, batch.targets, parallel=parallel, logit_stats=True, entropy="metric", where=batch.loss_mask > 0
     )
