@@ -13,6 +13,12 @@ def wider_dtype(*given: Any) -> Any:
 
     Under `jax_numpy_dtype_promotion="strict"` `jnp.result_type` raises for two widths of floats.
 
+    Args:
+      *given: arrays, Python numbers or dtypes.
+
+    Returns:
+      A dtype.
+
     Example:
       >>> wider_dtype(jnp.bfloat16, jnp.float16)
       dtype('float32')

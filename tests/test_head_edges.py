@@ -155,7 +155,7 @@ def test_the_mean_logit_of_each_token_is_over_its_finite_columns(path):
     if path == "hidden":
         found = log_probs_from_hidden(hidden, Head(kernel, bias), batch.targets, logit_stats=True, where=where)
     else:
-        logits = jnp.einsum("rth,hv->rtv", hidden, kernel, precision="highest") + bias
+        logits = jnp.einsum("rth,hv->rtv", hidden, kernel, precision="highest") + bias[None, None]
         found = log_probs_from_logits(logits, batch.targets, logit_stats=True, where=where)
     here = np.asarray(where)
     z = np.asarray(hidden, np.float64)[here] @ np.asarray(kernel, np.float64)[:, np.isfinite(bias)]
