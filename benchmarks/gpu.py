@@ -20,7 +20,7 @@ from benchmarks import versions
 from benchmarks.cases import Case
 from benchmarks.versions import Step
 from examples.pod_sizes import HeadSizes
-from jaxppo.head import tiles
+from jaxppo.head import plan
 
 CASES = (
     Case(8192, HeadSizes(4096, 131072), "bfloat16"),
@@ -30,7 +30,7 @@ MEMORIES = (256, 512, 1024, 2048, 4096, 8192)  # MiB
 TILES = {
     "columns": (1024, 2048, 4096, 8192),
     "wide": (2048, 8192),
-    "chunk": (512, 1024, 2048),
+    "tokens": (512, 1024, 2048),
     "tile": (75 * 2**20, 300 * 2**20),
 }
 
@@ -38,9 +38,9 @@ TILES = {
 @contextlib.contextmanager
 def tiled(**fields: Any) -> Iterator[None]:
     """Within, programs are made for every device with these fields of its profile."""
-    profiles = {kind: dataclasses.replace(profile, **fields) for kind, profile in tiles.PROFILES.items()}
+    profiles = {kind: dataclasses.replace(profile, **fields) for kind, profile in plan.PROFILES.items()}
     jax.clear_caches()  # programs are kept by what was asked for, which a profile is not part of
-    with mock.patch.object(tiles, "PROFILES", profiles):
+    with mock.patch.object(plan, "PROFILES", profiles):
         yield
     jax.clear_caches()
 

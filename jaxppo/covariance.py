@@ -16,7 +16,7 @@ from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
-from jaxppo.head.stats import TokenStats
+from jaxppo.head.types import TokenStats
 from jaxppo.losses.policy import check_needed, impossible_tokens, old_log_probs
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary

@@ -22,7 +22,7 @@ from jaxppo._arrays import (
     check_ids,
 )
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.stats import as_token_ids
+from jaxppo.head.checks import as_token_ids
 from jaxppo.rules import View, raise_first
 from jaxppo.sharding import check_row_length, logical_positions, segment_multiple
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,7 +60,8 @@ def shard_call(
         )
     in_specs, out_specs = specs(parallel)
     for (what, arg), spec in zip(args.items(), in_specs, strict=True):
-        _check_divides(name, what, arg, spec, parallel)
+        for field, part, its_spec in _named(what, arg, spec):
+            _check_divides(name, field, part, its_spec, parallel)
     leaves, structure = jax.tree.flatten((tuple(in_specs), out_specs), is_leaf=_is_spec)
     return _on_mesh(fn, static, parallel, tuple(leaves), structure, *args.values())
 
@@ -98,6 +99,16 @@ def _is_spec(x: Any) -> bool:
 def _by_leaf(fn: Callable[[P, Any], Any], spec: Any, arg: Any) -> Any:
     """fn(spec, leaf) over a pytree whose specs are a pytree prefix of it."""
     return jax.tree.map(lambda s, x: jax.tree.map(functools.partial(fn, s), x), spec, arg, is_leaf=_is_spec)
+
+
+def _named(what: str, arg: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(name, argument, spec), of a NamedTuple those of its fields, of theirs too: what errors say."""
+    if not hasattr(arg, "_fields") or _is_spec(spec):
+        yield what, arg, spec
+        return
+    for name, part, its_spec in zip(arg._fields, arg, spec, strict=True):
+        if part is not None:
+            yield from _named(name, part, its_spec)
 
 
 def _check_divides(name: str, what: str, arg: Any, spec: Any, parallel: ParallelMesh) -> None:

@@ -11,7 +11,7 @@ import pytest
 from plain_head import reference_from_hidden
 
 from jaxppo import Head, LoRA, log_probs_from_hidden
-from jaxppo.head import HeadOptions, tiles
+from jaxppo.head import HeadOptions, plan
 from sharding.testing import assert_trees_close
 
 R, T, H = 8, 8, 12
@@ -28,35 +28,35 @@ BF16 = {"rtol": 2**-8, "atol": 2**-8}
 # accelerators chunks of 8 tokens, wide tiles of 32 tokens and 128 columns, chunks that follow a mask of 16 tokens.
 DEVICES = {
     "small": dataclasses.replace(
-        tiles.CPU, one_pass=2**30, tile=8 * 512 * 16, chunk=16, columns=512, wide=16, masked=16, deterministic=8
+        plan.CPU, one_pass=2**30, tile=8 * 512 * 16, tokens=16, columns=512, wide=16, deterministic=8
     ),
     "five": dataclasses.replace(
-        tiles.CPU, one_pass=2**30, tile=8 * 512 * 5, chunk=16, columns=512, wide=5, masked=5, deterministic=8
+        plan.CPU, one_pass=2**30, tile=8 * 512 * 5, tokens=16, columns=512, wide=5, deterministic=8
     ),
     "wide": dataclasses.replace(
-        tiles.PROFILES[""],
+        plan.PROFILES[""],
         one_pass=2**30,
         tile=4 * 8 * 300,
-        chunk=8,
+        tokens=8,
         least=128,
         group=512,
+        chunk=16,
         columns=128,
         wide=32,
-        masked=16,
         masked_columns=128,
         deterministic=8,
         shared_sums=True,
     ),
 }
 
-tiles.PROFILES = {**DEVICES, **tiles.PROFILES}
+plan.PROFILES = {**DEVICES, **plan.PROFILES}
 
 
 @contextlib.contextmanager
 def tiles_of(device):
     """Calls within find themselves on such a device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "device_kind", lambda *_: device)
+        patch.setattr(plan, "device_kind", lambda *_: device)
         yield
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxppo.head.head import as_head
-from jaxppo.head.stats import TokenStats
+from jaxppo.head.types import TokenStats
 from sharding import wider_dtype
 
 

@@ -60,8 +60,8 @@ WAYS = {
     "sums in the parameter's dtype": {"gradient_sum_dtype": "parameter"},
 }
 NOTES = {
-    "a group in chunks": "one pass, 512 tokens x 1003 columns in 64 chunks",
-    "groups of chunks": "one pass, 128 tokens x 1003 columns in 16 chunks",
+    "a group in chunks": "one pass, 8 tokens x 1003 columns, products of 512 tokens",
+    "groups of chunks": "one pass, 8 tokens x 1003 columns, products of 128 tokens",
     "chunks that follow the mask": "one pass, 16 tokens x 1003 columns",
     "sums in the parameter's dtype": "one pass, 16 tokens x 1003 columns",
 }

@@ -13,8 +13,8 @@ from oracle import OracleHead
 from oracle.head import head_gradient, logit_gradient, logits, token_stats
 
 from jaxppo import PPO, Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
-from jaxppo.head import tiles
-from jaxppo.head.ops import mosaic_tpu
+from jaxppo.head import plan
+from jaxppo.head.kernels import mosaic_tpu
 from sharding import ParallelMesh, make_parallel_mesh
 from sharding.audit import audit
 from sharding.testing import assert_trees_close
@@ -177,7 +177,7 @@ def test_one_pass(implementation):
 
     wanted = {name: arrays[name] for name in ("hidden", "kernel", "bias")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "device_kind", lambda *_: "cpu wide")
+        patch.setattr(plan, "device_kind", lambda *_: "cpu wide")
         got, expected = (
             jax.jit(jax.value_and_grad(loss), static_argnums=1)(wanted, x) for x in (implementation, "xla")
         )
@@ -227,7 +227,7 @@ def test_pieces_without_a_token_that_counts():
     ],
 )
 def test_what_the_kernels_do_not_support_is_said(reason, device, given, options, monkeypatch):
-    monkeypatch.setattr(tiles, "device_kind", lambda *_: device)
+    monkeypatch.setattr(plan, "device_kind", lambda *_: device)
     arrays = {"hidden": jnp.zeros((1, 2, 4)), "kernel": jnp.zeros((4, 8))} | given
     hidden, kernel, targets = arrays.pop("hidden"), arrays.pop("kernel"), jnp.zeros((1, 2), jnp.int32)
     call = lambda name: log_probs_from_hidden(hidden, kernel, targets, implementation=name, **arrays, **options)  # noqa: E731

@@ -18,7 +18,7 @@ from jaxppo import (
     value_loss,
 )
 from jaxppo.aggregation import Normalizer
-from jaxppo.head.stats import TokenStats
+from jaxppo.head.types import TokenStats
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 
 

@@ -13,14 +13,13 @@ from head_cases import DEVICES, tiles_of
 from jax.sharding import PartitionSpec as P
 
 from jaxppo import Head, log_probs_from_hidden
-from jaxppo.head import tiles
-from jaxppo.head.varying import Summing, as_primal, sum_in_blocks
+from jaxppo.head import plan
+from jaxppo.head.gradient_sums import as_primal, sum_in_blocks
 from sharding.audit import audit
 from sharding.mesh import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
 PARALLEL = make_parallel_mesh("dp=2,cp=2,tp=2")
-SHARED = Summing(shared=True)
 OVER = ("dp", "cp")
 
 CASES = {  # shape, the dimension of blocks, over which axes: bytes a number of (operation, axes)
@@ -56,7 +55,7 @@ def integers(shape, count=4):
 def test_bits_and_bytes(case):
     shape, blocks, over, expected = CASES[case]
     x, primal = integers(shape, 2 ** len(over)), jnp.zeros(shape, jnp.bfloat16)
-    fn = summed(lambda x, primal: as_primal(x, primal, SHARED, blocks=blocks), primal, over)
+    fn = summed(lambda x, primal: as_primal(x, primal, shared=True, blocks=blocks), primal, over)
     found = np.asarray(fn(x).astype(jnp.float32))
     np.testing.assert_array_equal(found, x.sum(axis=0).astype(jnp.bfloat16).astype(np.float32))
     moved = {(c.op, c.axes): c.bytes for c in audit(fn, x, mesh=PARALLEL.mesh).collectives}
@@ -71,7 +70,7 @@ def test_blocks_of_a_sum(dim):
 
     def blocks(x, primal):
         return sum_in_blocks(
-            lambda start, size: jax.lax.dynamic_slice_in_dim(x, start, size, dim), primal, dim, 128, SHARED
+            lambda start, size: jax.lax.dynamic_slice_in_dim(x, start, size, dim), primal, dim, 128, shared=True
         )
 
     found = np.asarray(summed(blocks, primal)(x).astype(jnp.float32))
@@ -80,7 +79,7 @@ def test_blocks_of_a_sum(dim):
 
 def test_a_f32_gradient_is_one_sum():
     x, primal = integers((8, 512)), jnp.zeros((8, 512), jnp.float32)
-    fn = summed(lambda x, primal: as_primal(x, primal, SHARED), primal)
+    fn = summed(lambda x, primal: as_primal(x, primal, shared=True), primal)
     np.testing.assert_array_equal(fn(x), x.sum(axis=0))
     assert [c.op for c in audit(fn, x, mesh=PARALLEL.mesh).collectives] == ["all-reduce"]
 
@@ -108,7 +107,7 @@ def test_a_head(layout, frozen, monkeypatch):
     with tiles_of("wide"):
         shared = jax.jit(gradients)(hidden, kernel)
         found = {(c.op, c.axes) for c in audit(gradients, hidden, kernel, mesh=parallel.mesh).collectives}
-        monkeypatch.setitem(tiles.PROFILES, "wide", dataclasses.replace(DEVICES["wide"], shared_sums=False))
+        monkeypatch.setitem(plan.PROFILES, "wide", dataclasses.replace(DEVICES["wide"], shared_sums=False))
         jax.clear_caches()
         whole = jax.jit(gradients)(hidden, kernel)
     expected = {("reduce-scatter", ("tp",))} | (set() if frozen else {("reduce-scatter", ("dp", "cp"))})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -13,10 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_choice, check_floating, check_number, dtype_name
-from jaxppo.head.transform import LogitsDtype, Transform
+from jaxppo.head.types import Layout, LogitsDtype, Transform
 from jaxppo.integrations.modules import narrowed, parts_of
-
-Layout = Literal["hv", "vh"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["scale"])
@@ -102,7 +100,10 @@ class Head:
             object.__setattr__(self, "layout", "hv")
         check_choice("layout", self.layout, Layout)
         object.__setattr__(self, "logits_dtype", dtype_name(self.logits_dtype))
-        _ = self.transform  # refuses what it cannot be
+        check_choice("logits_dtype", self.logits_dtype, LogitsDtype)
+        check_number("scale", self.scale)
+        if self.softcap is not None:
+            check_number("softcap", self.softcap, above=0)
         if self.vocab_size is not None and (not isinstance(self.vocab_size, (int, np.integer)) or self.vocab_size < 1):
             raise ValueError(f"vocab_size: got {self.vocab_size}, expected at least 1, or None")
 
@@ -176,7 +177,7 @@ class Head:
 
     @property
     def transform(self) -> Transform:
-        """What happens to logits, elementwise."""
+        """What becomes of logits, elementwise."""
         return Transform(cast(LogitsDtype, self.logits_dtype), self.softcap, self.scale)
 
     @property

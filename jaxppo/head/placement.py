@@ -3,72 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxppo.head.columns import Columns
 from jaxppo.head.head import Head
-from jaxppo.head.ops.tile import Form
-from jaxppo.head.stats import check_vocab_size
-from jaxppo.head.varying import Summing
+from jaxppo.head.types import Names
 from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, note, varying
 
-Names = tuple[str, ...]
 
+class Placement(NamedTuple):
+    """The specs of one call to a head."""
 
-@dataclasses.dataclass(frozen=True)
-class HeadPlacement:
-    """The specs of one call to a head.
-
-    Args:
-      layout: "hv" or "vh".
-      kernel_spec: of the kernel.
-      hidden_spec: of the hidden states, on a mesh.
-      sequence_parallel: hidden states are sharded by position over the tensor axis.
-      position_shards: how many times fewer positions the given hidden states have than targets.
-    """
-
-    layout: str
-    kernel_spec: P
-    hidden_spec: P | None
-    sequence_parallel: bool
-    position_shards: int
-
-    @property
-    def _v_dim(self) -> int:
-        return 1 if self.layout == "hv" else 0
-
-    def tokens(self, hidden: Any) -> tuple[int, int]:
-        """[R, T] of the targets that belong to the hidden states."""
-        return hidden.shape[0], hidden.shape[1] * self.position_shards
-
-    def specs(self, p: ParallelMesh) -> dict[str, P | None]:
-        """For `shard_call`, of the arguments of a head by name."""
-        v_entry = self.kernel_spec[self._v_dim]
-        vary = {"hidden": self.hidden_spec, "kernel": self.kernel_spec, "bias": P(v_entry)}
-        return vary | {"lora_a": P(), "lora_b": P(None, v_entry)}
-
-    def columns(
-        self, axes: ShardAxes, head: Head, kernel: Any, summing: Summing, precision: str | None
-    ) -> tuple[Columns, Form]:
-        """The static part of the head on a device.
-
-        Args:
-          axes: the roles of the mesh axes.
-          head: its static fields are read.
-          kernel: as the device holds it.
-          summing: how gradients of parameters are summed over devices.
-          precision: of products.
-        """
-        h_names, v_names = (entry_names(self.kernel_spec[dim]) for dim in (1 - self._v_dim, self._v_dim))
-        v_names = tuple(n for n in v_names if n in varying(kernel))
-        vocab_size = check_vocab_size(head.vocab_size, kernel.shape[self._v_dim] * axes.size(v_names))
-        lora_scale = 1.0 if head.lora is None else head.lora.scale
-        form = Form(self.layout, head.transform, lora_scale, precision, vocab_size)
-        return Columns(axes, self._v_dim, h_names, v_names, vocab_size, summing), form
+    kernel: P
+    hidden: P | None  # on a mesh
+    sequence_parallel: bool  # hidden states are sharded by position over the tensor axis
+    tokens: tuple[int, int]  # [R, T] of the targets that belong to the hidden states
 
 
 def entry_names(entry: Any) -> Names:
@@ -125,7 +77,7 @@ def _spec_of_hidden(parallel: ParallelMesh, sequence_parallel: bool) -> P:
 
 def place_head(
     parallel: ParallelMesh | ShardAxes | None, name: str, hidden: Any, head: Head, sequence_parallel: bool
-) -> HeadPlacement:
+) -> Placement:
     """The specs of a head, given or by default, with every disagreement between shapes and specs raised."""
     head.check(name, hidden.shape[2])
     kernel, v_dim = head.kernel, head.v_dim
@@ -143,8 +95,7 @@ def place_head(
         _check_part(name, parallel, head, v_dim)
     hidden_spec = _spec_of_hidden(parallel, sequence_parallel) if isinstance(parallel, ParallelMesh) else None
     shards = roles.size(roles.tensor) if sequence_parallel and not on_mesh else 1
-    assert head.layout is not None  # Head sees to it
-    return HeadPlacement(head.layout, kernel_spec, hidden_spec, sequence_parallel, shards)
+    return Placement(kernel_spec, hidden_spec, sequence_parallel, (hidden.shape[0], hidden.shape[1] * shards))
 
 
 def _check_part(name: str, axes: ShardAxes, head: Head, v_dim: int) -> None:

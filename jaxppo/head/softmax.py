@@ -38,19 +38,20 @@ class Sums(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """A token's cotangents: of log-prob, entropy, and (log_z, mean_logit, ...), f32[N] each, None where it has none."""
+    """A token's cotangents of its statistics, f32[N] each, None where it has none."""
 
     log_prob: Any
     entropy: Any
-    of_logits: Any
+    log_z: Any
+    mean_logit: Any
     counts: Any
     """bool[N]: which tokens have one that is not 0; the others may hold NaN."""
 
     @classmethod
-    def of(cls, log_prob: Any, entropy: Any, of_logits: Any, among: Any = True) -> Cotangents:
+    def of(cls, log_prob: Any, entropy: Any, log_z: Any, mean_logit: Any, among: Any = True) -> Cotangents:
         """With `counts` the tokens of `among` that have one that is not 0."""
-        found = [x != 0 for x in jax.tree.leaves((log_prob, entropy, of_logits))]
-        return cls(log_prob, entropy, of_logits, reduce(jnp.logical_or, found) & among)
+        given = (log_prob, entropy, log_z, mean_logit)
+        return cls(*given, reduce(jnp.logical_or, [x != 0 for x in given if x is not None]) & among)
 
 
 class Residuals(NamedTuple):
@@ -277,11 +278,11 @@ def dlogits(
         p = jnp.exp(log_p)
     else:
         p = jnp.where(nucleus, jnp.exp((z - column(residuals.nucleus_m)) - column(residuals.nucleus_log_s)), 0)
-    dz = column(cotangents.log_prob) * (is_target.astype(jnp.float32) - p)
+    dz = column(cotangents.log_prob) * (is_target.astype(p.dtype) - p)
     if cotangents.entropy is not None:
         full_p = jnp.exp(log_p)
         dz -= column(cotangents.entropy) * jnp.where(full_p > 0, full_p * (log_p + column(residuals.entropy)), 0)
-    if cotangents.of_logits is not None:
-        of_mean = jnp.where(z > -jnp.inf, column(cotangents.of_logits[1] / residuals.columns), 0)
-        dz += column(cotangents.of_logits[0]) * jnp.exp(log_p) + of_mean
+    if cotangents.log_z is not None:
+        of_mean = jnp.where(z > -jnp.inf, column(cotangents.mean_logit / residuals.columns), 0)
+        dz += column(cotangents.log_z) * jnp.exp(log_p) + of_mean
     return dz

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxppo._arrays import Aggregation
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
-from jaxppo.head.api import HeadOptions, check_options
+from jaxppo.head.prepare import HeadOptions, check_options
 from jaxppo.integrations.tunix_models import head_of as head_of
 from jaxppo.integrations.tunix_models import hidden_of_example
 from jaxppo.integrations.tunix_models import hidden_states as hidden_states

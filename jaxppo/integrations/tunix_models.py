@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxppo.head.api import HeadOptions, log_probs_from_hidden
+from jaxppo.head.api import log_probs_from_hidden
 from jaxppo.head.head import Head
+from jaxppo.head.prepare import HeadOptions
 from jaxppo.sharding import ParallelMesh
 
 _SOWN = "all_hidden_states"  # as Tunix's models call what they leave behind for output_hidden_states=True

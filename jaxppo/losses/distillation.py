@@ -16,10 +16,10 @@ from jaxtyping import Array, Bool, Float
 from jaxppo._arrays import Aggregation, check_aggregation, check_choice, masked
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.api import ARRAYS, HeadCall, HeadOptions, PreparedHead, prepare_head
+from jaxppo.head.divergence import DivergenceCall, divergence_of_tokens
 from jaxppo.head.head import Head, as_head
-from jaxppo.head.schedules.pair import DivergenceRule, token_divergence
-from jaxppo.head.stats import TokenStats
+from jaxppo.head.prepare import HeadOptions, prepare_head
+from jaxppo.head.types import Inputs, Prepared
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
 from jaxppo.metrics import Metrics, Term
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
@@ -91,22 +91,19 @@ def divergence_from_hidden(
     student = prepare(hidden, head, options=options)
     of_teacher: HeadOptions = {**options, "hidden_spec": teacher_hidden_spec}
     teacher = prepare(teacher_hidden, teacher_head, name="teacher_head", options=of_teacher)
-    _check_pair(
-        (hidden, teacher_hidden), (as_head("head", head), as_head("teacher_head", teacher_head)), student, teacher
-    )
-    args = {**student.arrays, **{f"teacher_{name}": x for name, x in teacher.arrays.items()}}
-    specs = lambda p: ([*student.specs(p), *teacher.specs(p)], p.tokens_spec)  # noqa: E731
-    static = (student.static, teacher.static, divergence, beta)
+    _check_pair((as_head("head", head), as_head("teacher_head", teacher_head)), (student, teacher))
+    args = {"student": student.inputs, "teacher": teacher.inputs}
+    specs = lambda p: ([student.specs, teacher.specs], p.tokens_spec)  # noqa: E731
+    static = DivergenceCall(student.call, teacher.call, divergence, beta)
     found: Float[Array, "R T"] = shard_call("divergence_from_hidden", _per_shard, parallel, args, specs, static)
     return found
 
 
-def _check_pair(hidden: Any, heads: tuple[Head, Head], *prepared: PreparedHead) -> None:
+def _check_pair(heads: tuple[Head, Head], prepared: tuple[Prepared, Prepared]) -> None:
     """Raises where student and teacher, or their vocabularies, differ."""
-    placements = [p.static.placement for p in prepared]
-    tokens = [placement.tokens(x) for placement, x in zip(placements, hidden, strict=True)]
-    if tokens[0] != tokens[1]:
-        raise ValueError(f"teacher_hidden: got [R, T] = {tokens[1]}, expected the student's, {tokens[0]}")
+    student, teacher = prepared
+    if student.tokens != teacher.tokens:
+        raise ValueError(f"teacher_hidden: got [R, T] = {teacher.tokens}, expected the student's, {student.tokens}")
     columns = [head.kernel.shape[head.v_dim] for head in heads]
     if columns[0] != columns[1]:
         raise ValueError(f"teacher_head.kernel: got {columns[1]} columns, expected the student's {columns[0]}")
@@ -114,22 +111,15 @@ def _check_pair(hidden: Any, heads: tuple[Head, Head], *prepared: PreparedHead) 
         raise ValueError(
             f"teacher_head.vocab_size: got {heads[1].vocab_size}, expected the student's, {heads[0].vocab_size}"
         )
-    entries = [p.kernel_spec[head.v_dim] for p, head in zip(placements, heads, strict=True)]
-    if entries[0] != entries[1]:
+    if student.call.v_names != teacher.call.v_names:
         raise ValueError(
-            f"teacher_head.kernel: got its vocabulary over {entries[1]}, expected over {entries[0]}, as the student's"
+            f"teacher_head.kernel: got its vocabulary over {teacher.call.v_names}, expected over "
+            f"{student.call.v_names}, as the student's"
         )
 
 
-def _per_shard(axes: ShardAxes, static: tuple[HeadCall, HeadCall, Divergence, float], *arrays: Any) -> jax.Array:
-    *calls, divergence, beta = static
-    given = [dict(zip(ARRAYS, values, strict=True)) for values in (arrays[: len(ARRAYS)], arrays[len(ARRAYS) :])]
-    if calls[0].placement.sequence_parallel != calls[1].placement.sequence_parallel:
-        calls, given = zip(*(call.whole(axes, values) for call, values in zip(calls, given, strict=True)), strict=True)
-    (rule, inputs, order), (teacher_rule, teacher_inputs, _) = (
-        call.on_device(axes, values) for call, values in zip(calls, given, strict=True)
-    )
-    return order.back(token_divergence(DivergenceRule(rule, teacher_rule, divergence, beta), inputs, teacher_inputs))
+def _per_shard(axes: ShardAxes, call: DivergenceCall, student: Inputs, teacher: Inputs) -> jax.Array:
+    return divergence_of_tokens(call, student, teacher)
 
 
 def distillation_loss(
@@ -195,8 +185,7 @@ def distillation_loss(
         teacher_hidden_spec=teacher_hidden_spec,
         **options,
     )
-    # the divergence takes the place of log-probs
-    return loss_of_stats("distillation_loss", loss, TokenStats(found), batch, parallel, normalizer)
+    return loss_of_stats("distillation_loss", loss, found, batch, parallel, normalizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,13 +202,13 @@ class DivergenceLoss(TokenLoss):
     def token_local(self) -> bool:
         return True
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
-        return {"new_values": stats and stats.log_probs}
+    def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> dict[str, Any]:
+        return {"new_values": stats}
 
     def per_token(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Any, segments: Segments
     ) -> tuple[Float[Array, "R T"], Values]:
-        divergence = masked(stats.log_probs, batch.loss_mask)
+        divergence = masked(stats, batch.loss_mask)
         return divergence, {"divergence": divergence}
 
     def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:

@@ -13,8 +13,9 @@ from jaxtyping import Array, Float
 from jaxppo._arrays import Aggregation
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.api import HeadOptions, prepare_head, token_stats
+from jaxppo.head.api import log_probs_from_hidden
 from jaxppo.head.head import Head
+from jaxppo.head.prepare import HeadOptions
 from jaxppo.losses.sft import sft_loss
 from jaxppo.metrics import Metric, Metrics
 from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left
@@ -84,19 +85,16 @@ def mtp_loss(
     for k in range(1, depths + 1):
         states = lax.stop_gradient(hidden[k - 1]) if stop_trunk else hidden[k - 1]
         shifted = shift_targets(batch, k, parallel)
-        prepared = prepare_head(
+        stats = log_probs_from_hidden(
             states,
             lax.stop_gradient(heads[k - 1]) if stop_head else heads[k - 1],
             shifted.targets,
             parallel=parallel,
             temperature=temperature,
-            entropy="none",
             where=shifted.loss_mask > 0,
             logit_stats=True,
-            options=options,
-            keep=False,  # since each depth would keep its own
+            **options,
         )
-        stats = token_stats(prepared, parallel)
         normalizer = None if normalizers is None else normalizers[k - 1]
         loss, found = sft_loss(stats, shifted, aggregation=aggregation, parallel=parallel, normalizer=normalizer)
         total += loss

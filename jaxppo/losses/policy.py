@@ -16,9 +16,9 @@ from jaxppo._arrays import LOG_PROBS, Aggregation, check_f32, is_zero, masked
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
-from jaxppo.head.api import HeadOptions, prepare_head
 from jaxppo.head.head import Head
-from jaxppo.head.stats import Entropy, TokenStats
+from jaxppo.head.prepare import HeadOptions, prepare_head
+from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.kl import KL, k3, kl_divergence, log_ratio
 from jaxppo.losses.token_loss import Step, TokenLoss, Values, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Composite, Metric, Metrics, Term

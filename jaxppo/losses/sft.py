@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 from jaxppo._arrays import Aggregation, check_aggregation, check_number, masked
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.api import HeadOptions, prepare_head
 from jaxppo.head.head import Head
-from jaxppo.head.stats import TokenStats
+from jaxppo.head.prepare import HeadOptions, prepare_head
+from jaxppo.head.types import TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Metrics, Term
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes

@@ -27,12 +27,8 @@ from jaxppo._arrays import PER_SEGMENT, Aggregation
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.aggregation import Normalizer, step_normalizer, token_weights, weighted_sum
 from jaxppo.batch import RolloutBatch
-from jaxppo.head import tiles
-from jaxppo.head.api import ARRAYS, HeadCall, PreparedHead
-from jaxppo.head.schedules.one_pass import OnePass, one_pass_loss
-from jaxppo.head.schedules.two_pass import token_stats
-from jaxppo.head.stats import Entropy, TokenStats, stats_of
-from jaxppo.head.tokens import TokenOrder
+from jaxppo.head.types import Entropy, HeadCall, Inputs, Prepared
+from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
 from jaxppo.metrics import Composite, Metric, Metrics, Term, reduce_metrics
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.rules import as_bits, broken_log_probs, count_broken
@@ -42,7 +38,10 @@ Values = dict[str, Float[Array, "R T"]]
 
 
 class TokenLoss(abc.ABC):
-    """The loss of a token: a frozen dataclass of hyperparameters, which may be traced."""
+    """The loss of a token: a frozen dataclass of hyperparameters, which may be traced.
+
+    What it reads of a model are its `stats`, a pytree of `[R, T]`: a head's `TokenStats`, values, a divergence.
+    """
 
     aggregation: Aggregation
     aggregation_norm: float | None
@@ -62,13 +61,13 @@ class TokenLoss(abc.ABC):
         """The correction whose mean weight the normalizer holds."""
         return None
 
-    def constants(self, stats: TokenStats | None, step: Step) -> Any:
+    def constants(self, stats: Any, step: Step) -> Any:
         """Per-shard: a pytree of `[R, T]` constants; stats are None, and not needed, where the loss is token-local."""
         return None
 
     @abc.abstractmethod
     def per_token(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: Any, batch: RolloutBatch, constants: Any, segments: Segments
     ) -> tuple[Float[Array, "R T"], Values]:
         """Per-shard: the loss of each token before weighting, 0 outside the mask, and values, constants, by name."""
 
@@ -80,12 +79,12 @@ class TokenLoss(abc.ABC):
         """The metrics by name, from the reduced terms."""
         return dict(found)
 
-    def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
+    def left_out(self, stats: Any, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         """The tokens that have no loss although the mask has them, known from the statistics or before them."""
         return None
 
     @abc.abstractmethod
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
+    def ruled(self, stats: Any, batch: RolloutBatch) -> dict[str, Any]:
         """The arrays that the loss reads, by the names that rules know; stats are None before they are computed."""
 
 
@@ -114,7 +113,7 @@ class Step:
         cls,
         axes: ShardAxes,
         loss: TokenLoss,
-        stats: TokenStats | None,
+        stats: Any,
         batch: RolloutBatch,
         normalizer: Normalizer | None,
     ) -> Step:
@@ -156,7 +155,7 @@ def _broken_rules(
 def loss_of_stats(
     name: str,
     loss: TokenLoss,
-    stats: TokenStats,
+    stats: Any,
     batch: RolloutBatch,
     parallel: ParallelMesh | ShardAxes | None,
     normalizer: Normalizer | None,
@@ -187,7 +186,7 @@ def _batch_specs(p: ParallelMesh, batch: RolloutBatch, normalizer: Normalizer | 
 def _of_stats(
     axes: ShardAxes,
     static: TokenLoss,
-    stats: TokenStats,
+    stats: Any,
     batch: RolloutBatch,
     normalizer: Normalizer | None,
     selected: Any,
@@ -198,7 +197,7 @@ def _of_stats(
 
 
 def _finish(
-    step: Step, loss: TokenLoss, stats: TokenStats, selected: Any, total: Float[Array, ""] | None = None
+    step: Step, loss: TokenLoss, stats: Any, selected: Any, total: Float[Array, ""] | None = None
 ) -> tuple[Float[Array, ""], Metrics]:
     """Steps 2 to 4; with a total, that of the one pass, only the metrics are made of the tokens' losses."""
     axes, mask = step.segments.axes, step.batch.loss_mask
@@ -218,7 +217,7 @@ def _finish(
 def loss_of_hidden(
     name: str,
     loss: TokenLoss,
-    head: PreparedHead,
+    head: Prepared,
     batch: RolloutBatch,
     parallel: ParallelMesh | ShardAxes | None,
     normalizer: Normalizer | None,
@@ -227,58 +226,52 @@ def loss_of_hidden(
     """The loss and its metrics from hidden states, on any mesh, in one pass where that fits."""
     check_normalizer(normalizer)
     static, traced = take_arrays(loss)
-    args = {**head.arrays, "batch": batch, "normalizer": normalizer, "selected": selected, "config": traced}
+    args = {"head": head.inputs, "batch": batch, "normalizer": normalizer, "selected": selected, "config": traced}
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [*head.specs(p), *_batch_specs(p, batch, normalizer, selected)], P()
+        return [head.specs, *_batch_specs(p, batch, normalizer, selected)], P()
 
-    call = (static, head.static)
+    call = (static, head.call)
     found: tuple[Float[Array, ""], Metrics] = shard_call(name, _of_hidden, parallel, args, specs, call)
     return found
 
 
-def _of_hidden(axes: ShardAxes, call: tuple[TokenLoss, HeadCall], *args: Any) -> tuple[Float[Array, ""], Metrics]:
+def _of_hidden(
+    axes: ShardAxes,
+    call: tuple[TokenLoss, HeadCall],
+    inputs: Inputs,
+    batch: RolloutBatch,
+    normalizer: Normalizer | None,
+    selected: Any,
+    traced: list[Array],
+) -> tuple[Float[Array, ""], Metrics]:
     static, head = call
-    batch, normalizer, selected, traced = args[len(ARRAYS) :]
-    rule, inputs, order = head.on_device(axes, dict(zip(ARRAYS, args, strict=False)))
     traced = lax.stop_gradient(traced)
     loss = put_arrays(static, traced)
-    fits, why = tiles.one_pass(rule.budget, tiles.Work.of(rule, inputs, None)), "one pass does not fit the memory"
     if not loss.token_local:
-        fits, why = None, "the loss of a token depends on others"
-    elif any(x.dtype == jnp.float16 for x in jax.tree.leaves((inputs.features, inputs.parameters))):
-        # one pass would round gradients to it before a loss scale multiplies them
-        fits, why = None, "float16"
-    if fits is None:
-        with note(f"two passes: {why}"):
-            found = token_stats(rule, inputs)
-        stats = jax.tree.map(order.back, stats_of(found, head.entropy))
+        with note("two passes: the loss of a token depends on others"):
+            stats = stats_of_tokens(head, inputs)
         return _finish(Step.of(axes, loss, stats, batch, normalizer), loss, stats, selected)
     step = Step.of(axes, loss, None, batch, normalizer)
-    per_token, shared = _by_token(step, lax.stop_gradient((loss.constants(None, step), selected)), order)
-    total, found = one_pass_loss(OnePass(rule, fits, _OfTokens(static)), inputs, per_token, (shared, traced))
-    stats = jax.tree.map(order.back, stats_of(lax.stop_gradient(found), head.entropy))
+    constants = lax.stop_gradient((loss.constants(None, step), selected))
+    by_segment = {name: getattr(step.batch, name) for name in PER_SEGMENT}
+    tokens = dataclasses.replace(step.batch, **dict.fromkeys(PER_SEGMENT))  # type: ignore[arg-type]
+    per_token, shared = (tokens, step.weights, constants), (by_segment, traced)
+    total, stats = reduce_tokens(head, inputs, _OfTokens(static), per_token, shared)
     step = Step.of(axes, loss, stats, batch, step.normalizer)  # again, now that there are log-probs to judge
     return _finish(step, loss, stats, selected, total)
 
 
-def _by_token(step: Step, constants: Any, order: TokenOrder) -> tuple[Any, Any]:
-    """What the loss of a token reads: arrays `[N]`, and the batch's arrays by sequence."""
-    shared = {name: getattr(step.batch, name) for name in PER_SEGMENT}
-    tokens = dataclasses.replace(step.batch, **dict.fromkeys(PER_SEGMENT))  # type: ignore[arg-type]
-    return jax.tree.map(order.flat, (tokens, step.weights, constants)), shared
-
-
 @dataclasses.dataclass(frozen=True)
 class _OfTokens:
-    """The weighted losses of some tokens, as the one pass wants them."""
+    """The weighted losses of some tokens, as `reduce_tokens` wants them."""
 
     loss: TokenLoss
 
-    def __call__(self, found: tuple[Any, Any, Any], per_token: Any, shared: Any) -> jax.Array:
-        (batch, weights, constants), (by_segment, traced) = jax.tree.map(lambda x: x[None], per_token), shared
+    def __call__(self, stats: Any, per_token: Any, shared: Any) -> jax.Array:
+        stats, (batch, weights, constants) = jax.tree.map(lambda x: x[None], (stats, per_token))
+        by_segment, traced = shared
         loss = put_arrays(self.loss, traced)
-        stats = stats_of(jax.tree.map(lambda x: x[None], found), loss.entropy)
         batch = dataclasses.replace(batch, **by_segment)
         left_out = loss.left_out(stats, batch)
         if left_out is not None:

@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 from jaxppo._arrays import Aggregation, MetricAggregation, check_aggregation, check_array, check_choice, masked
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.stats import TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
 from jaxppo.metrics import Metrics, Term
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
@@ -76,8 +75,7 @@ def value_loss(
             raise ValueError(f"{name}: got None, expected f32[R, T] for clip={clip} (see advantages.gae)")
         if x is not None and (x.shape != batch.loss_mask.shape or x.ndim != 2):
             raise ValueError(f"{name}: got shape {x.shape}, expected the batch's [R, T], {batch.loss_mask.shape}")
-    # the values take the place of log-probs; what is there of those is not read
-    return loss_of_stats("value_loss", loss, TokenStats(values), batch, parallel, normalizer)
+    return loss_of_stats("value_loss", loss, values, batch, parallel, normalizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +100,14 @@ class ValueTokenLoss(TokenLoss):
     def token_local(self) -> bool:
         return True
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
-        return {"new_values": stats and stats.log_probs, "returns": batch.returns, "values": batch.values}
+    def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> dict[str, Any]:
+        return {"new_values": stats, "returns": batch.returns, "values": batch.values}
 
     def per_token(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Any, segments: Segments
     ) -> tuple[Float[Array, "R T"], Values]:
         assert batch.returns is not None  # value_loss sees to it
-        v = masked(stats.log_probs, batch.loss_mask)
+        v = masked(stats, batch.loss_mask)
         goal = lax.stop_gradient(masked(batch.returns, batch.loss_mask))
         error = (v - goal) ** 2
         values = {"value_mean": v, "value_error": jnp.abs(v - goal)}

@@ -1,10 +1,8 @@
-"""What both ways to log-probs share: their result, their checks, their options."""
+"""Checks of the arguments that both ways to log-probs share."""
 
 from __future__ import annotations
 
-import dataclasses
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,49 +12,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import check_array
 from jaxppo.sharding import ParallelMesh
-
-Entropy = Literal["none", "metric", "bonus"]
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["log_probs", "entropy", "log_z", "mean_logit", "accuracy"],
-    meta_fields=["entropy_mode"],
-)
-@dataclasses.dataclass(frozen=True)
-class TokenStats:
-    """What a loss reads of a head's distribution at each token; f32 `[R, T]` each, None where it is not asked for.
-
-    Args:
-      log_probs: of the targets.
-      entropy: of the distribution, nats.
-      log_z: the log-sum-exp of the logits.
-      mean_logit: the mean of the finite logits; columns masked by -inf are out of it.
-      accuracy: 1 where no token is likelier than the target, else 0.
-      entropy_mode: how the entropy was computed; static. By default "bonus" with an entropy, else "none".
-
-    Example:
-      >>> TokenStats(jnp.zeros((1, 2))).entropy_mode
-      'none'
-    """
-
-    log_probs: Float[Array, "R T"]
-    entropy: Float[Array, "R T"] | None = None
-    log_z: Float[Array, "R T"] | None = None
-    mean_logit: Float[Array, "R T"] | None = None
-    accuracy: Float[Array, "R T"] | None = None
-    entropy_mode: Entropy | None = None
-
-    def __post_init__(self) -> None:
-        if self.entropy_mode is None:
-            object.__setattr__(self, "entropy_mode", "none" if self.entropy is None else "bonus")
-
-
-def stats_of(found: tuple[Any, Any, tuple[Any, ...] | None], mode: Entropy) -> TokenStats:
-    """From log-probs, entropies and, where they were asked for, (log_z, mean_logit, accuracy)."""
-    log_probs, entropy, of_logits = found
-    log_z, mean_logit, accuracy = of_logits or (None, None, None)
-    return TokenStats(log_probs, entropy, log_z, mean_logit, accuracy, mode)
 
 
 def check_targets(targets: Any, shape: tuple[int, ...], source: str) -> None:

@@ -14,18 +14,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo._arrays import check_choice, check_floating
 from jaxppo.head import softmax
-from jaxppo.head.stats import (
-    Entropy,
-    TokenStats,
+from jaxppo.head.checks import (
     as_temperature,
     as_token_ids,
     check_targets,
     check_vocab_size,
     check_where,
-    stats_of,
     temperature_spec,
 )
-from jaxppo.head.varying import as_primal
+from jaxppo.head.gradient_sums import as_primal
+from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary_like, varying
 
 
@@ -134,8 +132,7 @@ def _per_shard(
     temperature = jnp.ones((), jnp.float32) if temperature is None else temperature
     temperature = flat(temperature)[:, None] if temperature.ndim else temperature
     found = _token_stats(call, flat(logits), flat(targets), flat(nucleus), where, temperature)
-    shaped = lambda x: x.reshape(R, T)  # noqa: E731
-    return jax.tree.map(shaped, stats_of(found, entropy))
+    return jax.tree.map(lambda x: x.reshape(R, T), found)
 
 
 def _own_columns(call: _Call, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
@@ -178,7 +175,8 @@ def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, where: Any, t
     sums = softmax.block_sums(z, z_y, is_target, inside, softmax.empty_sums(0, **options))
     sums = softmax.combine(sums, call.axes)
     log_probs, h, residuals = softmax.finish(sums, (targets >= 0) & (targets < call.vocab_size))
-    out = (log_probs, h, softmax.logit_stats(sums, residuals))
+    log_z, mean_logit, accuracy = softmax.logit_stats(sums, residuals) or (None, None, None)
+    out = TokenStats(log_probs, h, log_z, mean_logit, accuracy, call.entropy)
     if where is not None:
         out = jax.tree.map(lambda x: jnp.where(where, x, 0), out)
     if call.entropy != "bonus":
@@ -188,12 +186,11 @@ def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, where: Any, t
 
 def _backward(call: _Call, saved: Any, cotangents: Any) -> Any:
     logits, targets, nucleus, where, temperature, residuals = saved
-    g, e, of_logit_stats = cotangents
-    e = e if call.entropy == "bonus" else None
+    e = cotangents.entropy if call.entropy == "bonus" else None
     z, ids, valid = _scaled(call, logits, temperature)
     is_target = (ids[None] == targets[:, None]) & valid[None]
     inside = _nucleus(call, nucleus, is_target)
-    cotangents = softmax.Cotangents.of(g, e, of_logit_stats)
+    cotangents = softmax.Cotangents.of(cotangents.log_probs, e, cotangents.log_z, cotangents.mean_logit)
     counts = cotangents.counts | _finite(residuals)
     counts = counts if where is None else counts & where
     dz = softmax.dlogits(z, is_target, inside, residuals, cotangents) / temperature

@@ -28,7 +28,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +38,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jaxppo.head import softmax
-from jaxppo.head.ops import xla
-from jaxppo.head.ops.tile import Block, Features, Form, Op, Parameters, Tile
+from jaxppo.head import tile as xla
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
+from jaxppo.head.types import Block, Chunk, Features, HeadCall, Inputs, Op, Parameters, Tile
 from jaxppo.sharding import vary, varying
-
-if TYPE_CHECKING:
-    from jaxppo.head.schedules.walk import Inputs
-    from jaxppo.head.tiles import Budget
 
 MIB = 2**20
 LANES = 128  # of a register
@@ -113,74 +109,59 @@ class MosaicTPU(Op):
     def _interpreted(self) -> bool:
         return self.device.startswith("cpu")
 
-    def unsupported(self, budget: Budget, form: Form, inputs: Inputs) -> str | None:
+    def unsupported(self, call: HeadCall, inputs: Inputs) -> str | None:
         hidden, kernel = inputs.features.hidden, inputs.parameters.kernel
-        dtypes = {str(x.dtype) for x in jax.tree.leaves((inputs.features, inputs.parameters))}
+        dtypes = {str(x.dtype) for x in jax.tree.leaves((inputs.features, inputs.parameters, inputs.lora_a))}
         if self._chip is None:
             return f"devices of the kind {self.device!r}, only {sorted(CHIPS)}"
-        if budget.heads > 1:
+        if call.heads > 1:
             return "several heads at once"
         if inputs.nucleus_ids is not None:
             return "nucleus_ids"
-        if form.transform.not_in_kernels:
-            return form.transform.not_in_kernels
-        if form.precision == "high":
+        if call.transform.dtype != "float32":
+            return f"logits_dtype={call.transform.dtype!r}"
+        if call.precision == "high":
             return "precision='high'"
         if dtypes - {"bfloat16", "float32"}:
             return f"hidden states or parameters of {sorted(dtypes)}, only bfloat16 and float32"
-        if _piece(self._chip, hidden.shape[1], _operand_bytes(form, hidden, kernel)) is None:
-            return f"H = {hidden.shape[1]}, of which no piece fits {self._chip.vmem} bytes of VMEM"
+        if _piece(self._chip, hidden.shape[-1], _operand_bytes(call, hidden, kernel)) is None:
+            return f"H = {hidden.shape[-1]}, of which no piece fits {self._chip.vmem} bytes of VMEM"
         return None
 
     @property
     def _chip(self) -> _Chip | None:
         return next((chip for kind, chip in CHIPS.items() if kind in self.device), None)
 
-    def forward(self, form: Form, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, Any]:
-        grid = _Grid.of(self, form, tile, tile.fresh)
-        numbers = _Numbers(_by_token(tile.temperature, grid.tokens))
-        kernel = partial(_forward, form, jax.tree.structure(numbers))
+    def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, Any]:
+        grid = _Grid.of(self, call, tile, tile.chunk.counts)
+        numbers = _Numbers(tile.chunk.temperature)
+        kernel = partial(_forward, call, jax.tree.structure(numbers))
         out = [jax.tree.map(lambda x: grid.of_tokens(x.dtype), like), grid.of_tile(jnp.float32) if keep else None]
         sums, x = grid.run("head_forward", kernel, _operands(grid, tile, numbers), out)
         return softmax.merge_parts(sums), x
 
     def dlogits(
-        self,
-        form: Form,
-        tile: Tile,
-        residuals: Residuals,
-        cotangents: Cotangents,
-        x: jax.Array | None,
-        dtype: Any,
-        of_bias: bool,
+        self, call: HeadCall, tile: Tile, residuals: Residuals, cotangents: Cotangents, x: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
         if x is not None:  # nothing but elementwise arithmetic
-            return xla.XLA().dlogits(form, tile, residuals, cotangents, x, dtype, of_bias)
-        grid = _Grid.of(self, form, tile, cotangents.counts)
-        numbers = _Numbers(_by_token(tile.temperature, grid.tokens), residuals, cotangents)
-        kernel = partial(_dlogits, form, jax.tree.structure(numbers))
-        out = [grid.of_tile(dtype), grid.of_columns() if of_bias else None]
+            return xla.XLA().dlogits(call, tile, residuals, cotangents, x)
+        grid = _Grid.of(self, call, tile, cotangents.counts)
+        numbers = _Numbers(tile.chunk.temperature, residuals, cotangents)
+        kernel = partial(_dlogits, call, jax.tree.structure(numbers))
+        dtype = xla.product_dtype(tile.chunk.rows.hidden, tile.block.parameters.kernel)
+        out = [grid.of_tile(dtype), None if tile.block.parameters.bias is None else grid.of_columns()]
         dz, total = grid.run("head_dlogits", kernel, _operands(grid, tile, numbers), out)
         return dz, None if total is None else total.sum(axis=(0, 1))
-
-
-def _size(form: Form, tile: Tile) -> tuple[int, int]:
-    return tile.targets.shape[0], tile.block.parameters.kernel.shape[form.v_dim]
-
-
-def _by_token(x: Any, count: int) -> Any:
-    return None if x is None else jnp.broadcast_to(x, (count,)).astype(jnp.float32)
 
 
 def _operands(grid: _Grid, tile: Tile, numbers: _Numbers) -> _Operands:
     """Numbers and columns are padded to whole pieces with what does not count."""
     block = tile.block
     columns = jnp.where(block.valid, block.columns, -1)
-    columns = jnp.pad(columns, (0, -grid.columns % grid.bv), constant_values=-1)[None]
-    bias = None if block.parameters.bias is None else block.parameters.bias[None]
+    columns = jnp.pad(columns, ((0, 0), (0, -grid.columns % grid.bv)), constant_values=-1)
     leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(numbers)]
     stacked = jnp.pad(jnp.stack(leaves, axis=1), ((0, -grid.tokens % grid.bt), (0, 0))) if leaves else None
-    return _Operands(tile.rows, block.parameters._replace(bias=bias), columns, tile.targets[:, None], stacked)
+    return _Operands(tile.chunk.rows, block.parameters, columns, tile.chunk.targets[:, None], stacked)
 
 
 def _in_kernel(structure: Any, refs: _Operands) -> tuple[Tile, _Numbers]:
@@ -188,7 +169,8 @@ def _in_kernel(structure: Any, refs: _Operands) -> tuple[Tile, _Numbers]:
     x = jax.tree.map(lambda ref: ref[...], refs._replace(targets=None, numbers=None))
     numbers = jax.tree.unflatten(structure, [refs.numbers[:, k] for k in range(structure.num_leaves)])
     block = Block(x.parameters, x.columns, x.columns >= 0)
-    return Tile(x.rows, block, refs.targets[:, 0], None, numbers.temperature, None), numbers
+    chunk = Chunk(x.rows, refs.targets[:, 0], None, numbers.temperature, None)
+    return Tile(chunk, block, None, None), numbers
 
 
 def _by_lane(x: jax.Array) -> jax.Array:
@@ -196,7 +178,7 @@ def _by_lane(x: jax.Array) -> jax.Array:
     return jnp.stack([x[:, k : k + LANES] for k in range(0, x.shape[1], LANES)])[None]
 
 
-def _forward(form: Form, structure: Any, active: Any, refs: _Operands, out: Any) -> None:
+def _forward(call: HeadCall, structure: Any, active: Any, refs: _Operands, out: Any) -> None:
     """Adds the sums of a piece to those of the pieces before it, which lie in VMEM as long as the tokens stay.
 
     Each lane has sums of its own, since sums across lanes are dear: on a v6e they took a fifth of the time.
@@ -213,8 +195,8 @@ def _forward(form: Form, structure: Any, active: Any, refs: _Operands, out: Any)
     @pl.when(active[i] > 0)
     def _() -> None:
         tile, _ = _in_kernel(structure, refs)
-        x = xla.products(form, tile)
-        z = xla.logits(form, tile, x)
+        x = xla.products(call, tile.chunk.rows, tile.block.parameters)
+        z = xla.logits(call, tile.chunk, tile.block, x)
         is_target = refs.targets[...][None, None] == _by_lane(tile.block.columns)
         old = jax.tree.map(lambda ref: ref[...], sums)
         z_y = jnp.where(is_target, _by_lane(z), 0).sum(axis=1)
@@ -224,7 +206,7 @@ def _forward(form: Form, structure: Any, active: Any, refs: _Operands, out: Any)
             x_out[...] = x
 
 
-def _dlogits(form: Form, structure: Any, active: Any, refs: _Operands, out: Any) -> None:
+def _dlogits(call: HeadCall, structure: Any, active: Any, refs: _Operands, out: Any) -> None:
     i = pl.program_id(0)
     narrow, total = out
 
@@ -239,16 +221,16 @@ def _dlogits(form: Form, structure: Any, active: Any, refs: _Operands, out: Any)
         assert numbers.residuals is not None
         assert numbers.cotangents is not None
         cotangents = numbers.cotangents._replace(counts=numbers.cotangents.counts != 0)
-        dz = xla.dlogits(form, tile, numbers.residuals, cotangents)
+        dz = xla.dlogits(call, tile, numbers.residuals, cotangents)
         narrow[...] = dz.astype(narrow.dtype)
         if total is not None:
             total[...] = dz.sum(axis=0)[None, None]
 
 
-def _operand_bytes(form: Form, hidden: jax.Array, kernel: jax.Array) -> int:
+def _operand_bytes(call: HeadCall, hidden: jax.Array, kernel: jax.Array) -> int:
     """The bytes of a number that products take, next piece included; f32 is split into several of bf16, by spills."""
     itemsize = max(hidden.dtype.itemsize, kernel.dtype.itemsize)
-    return 2 * itemsize * (2 if itemsize == 4 and form.precision != "default" else 1)
+    return 2 * itemsize * (2 if itemsize == 4 and call.precision != "default" else 1)
 
 
 def _piece(chip: _Chip, H: int, operand_bytes: int) -> tuple[int, int] | None:
@@ -287,7 +269,7 @@ class _Grid:
     """A tile in pieces of bt tokens and bv columns, columns innermost."""
 
     op: MosaicTPU
-    form: Form
+    call: HeadCall
     tokens: int
     columns: int
     bt: int
@@ -296,12 +278,12 @@ class _Grid:
     axes: frozenset[str]
 
     @classmethod
-    def of(cls, op: MosaicTPU, form: Form, tile: Tile, counts: Any) -> _Grid:
-        C, B = _size(form, tile)
-        hidden, kernel = tile.rows.hidden, tile.block.parameters.kernel
+    def of(cls, op: MosaicTPU, call: HeadCall, tile: Tile, counts: Any) -> _Grid:
+        hidden, kernel = tile.chunk.rows.hidden, tile.block.parameters.kernel
+        C, B = hidden.shape[0], kernel.shape[call.v_dim]
         chip = op._chip
         assert chip is not None
-        most = _piece(chip, hidden.shape[1], _operand_bytes(form, hidden, kernel))
+        most = _piece(chip, hidden.shape[1], _operand_bytes(call, hidden, kernel))
         assert most is not None
         bt, bv = _even(C, most[0], SUBLANES), _even(B, most[1], MATRIX)
         pieces = -(-C // bt)
@@ -310,7 +292,7 @@ class _Grid:
         else:
             active = jnp.pad(counts, (0, -C % bt)).reshape(pieces, bt).any(axis=1).astype(jnp.int32)
         axes = frozenset().union(*map(varying, jax.tree.leaves((tile, counts))))
-        return cls(op, form, C, B, bt, bv, active, axes)
+        return cls(op, call, C, B, bt, bv, active, axes)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -345,7 +327,7 @@ class _Grid:
         row = pl.BlockSpec((1, self.bv), lambda i, j, active: (0, j * active[i]))
 
         def by_columns(x: jax.Array) -> pl.BlockSpec:
-            if self.form.v_dim == 1:
+            if self.call.v_dim == 1:
                 return pl.BlockSpec((x.shape[0], self.bv), lambda i, j, active: (0, j * active[i]))
             return pl.BlockSpec((self.bv, x.shape[1]), lambda i, j, active: (j * active[i], 0))
 

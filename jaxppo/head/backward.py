@@ -1,0 +1,201 @@
+"""Gradients of features and parameters, in three orders of tiles; a plan names the one that is taken.
+
+Each takes a walk, which gradients are asked for, and what is known of tokens. `late` and `by_tile` take tokens a chunk
+at a time and ask `begin` what is known of a chunk, which may be its loss: then their results come with the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head.gradient_sums import sum_in_blocks
+from jaxppo.head.softmax import Cotangents
+from jaxppo.head.tile import as_factor, feature_gradients, parameter_gradients, product_dtype
+from jaxppo.head.token_blocks import Slots, TokenBlocks
+from jaxppo.head.types import Block, Chunk, Features, NeedsGrad, Parameters, Plan
+from jaxppo.head.vocabulary_blocks import SUMMED_BYTES, each
+from jaxppo.head.walk import Walk
+from jaxppo.sharding import varying
+
+
+class Known(NamedTuple):
+    """What is known of a chunk before its gradient."""
+
+    results: Any  # of its tokens, f32[C] each
+    residuals: Any
+    cotangents: Cotangents
+    products: Any = None  # f32 [blocks, C, B], where they need not be computed again
+
+
+Begin = Callable[[Chunk, Slots], Known]
+Gradients = tuple[Features, Parameters]
+
+
+def needed(like: Any, tree: Any) -> Any:
+    """The fields of a `Features` or `Parameters` whose gradient is asked for, None for the others."""
+    return type(tree)(*(x if need else None for need, x in zip(like, tree, strict=True)))
+
+
+def by_vocabulary(walk: Walk, needs: NeedsGrad, known: Any) -> Gradients:
+    """dhidden accumulated in f32, each block of dkernel finished in turn, devices' sums included.
+
+    `known` holds residuals and cotangents of all tokens, f32[N] each.
+    """
+    call, tokens, vocabulary = walk.call, walk.tokens, walk.vocabulary
+    features, parameters = needed(needs.features, walk.features), needed(needs.parameters, vocabulary.given)
+    known = tokens.to_slots(known)
+
+    def of_tile(block: Block, factor_of: Any, slots: Slots, carry: Any) -> Any:
+        dfeatures, dblock = carry
+        chunk, factor, residuals, cotangents = factor_of(slots)
+        dz, of_bias = walk.dlogits(chunk, block, residuals, cotangents)
+        # or XLA for accelerators computes it again inside each product; on CPUs it would only cost memory
+        dz = lax.optimization_barrier(dz) if call.profile.whole else dz
+        found = feature_gradients(call, dz, block.parameters, features)
+        dfeatures = tokens.write(dfeatures, jax.tree.map(jnp.add, tokens.read(dfeatures, slots), found), slots)
+        of_block = parameter_gradients(call, dz, factor, parameters)
+        of_block = of_block._replace(bias=None if parameters.bias is None else of_bias)
+        return walk.vary((dfeatures, jax.tree.map(jnp.add, dblock, of_block)))
+
+    def of_slots(slots: Slots) -> Any:
+        chunk, (residuals, cotangents) = walk.chunk(slots), tokens.read(known, slots)
+        cotangents = among(cotangents, slots.counts)
+        return chunk, as_factor(call, walk.rows(slots), cotangents.counts), residuals, cotangents
+
+    once = of_slots(tokens.slots(0)) if tokens.blocks == 1 else None
+
+    def of_block(i: Any, carry: Any) -> Any:
+        block = walk.block(i)
+        dfeatures, dparameters = carry
+        shapes = needed(needs.parameters, block.parameters._replace(bias=block.columns[0]))
+        zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), shapes)
+        body = partial(of_tile, block, of_slots if once is None else lambda _: once)
+        dfeatures, dblock = tokens.loop(body, (dfeatures, zeros))
+        return dfeatures, each(partial(vocabulary.put_summed, i), dparameters, dblock, parameters)
+
+    start = jax.tree.map(lambda x: walk.zeros(*x.shape), features), jax.tree.map(vocabulary.empty, parameters)
+    dfeatures, dparameters = vocabulary.over_blocks(of_block, start)
+    primals = needed(needs.features, walk.inputs.features)
+    return walk.slots_to_features(dfeatures, primals), jax.tree.map(vocabulary.finish, dparameters, parameters)
+
+
+def by_tile(walk: Walk, needs: NeedsGrad, begin: Begin, results: Any) -> tuple[Any, Features, Parameters]:
+    """Chunk after chunk of tokens before block after block; dkernel accumulated in f32 and summed at the end."""
+    call, tokens, vocabulary = walk.call, walk.tokens, walk.vocabulary
+    primals = needed(needs.features, walk.inputs.features)
+    parameters = needed(needs.parameters, vocabulary.given)
+
+    def of_block(chunk: Chunk, known: Known, factor: Features, i: Any, carry: Any) -> Any:
+        drows, total = carry
+        block = walk.block(i)
+        x = None if known.products is None else known.products[i]
+        dz, of_bias = walk.dlogits(chunk, block, known.residuals, known.cotangents, x)
+        dz = lax.optimization_barrier(dz) if call.profile.whole else dz
+        drows = jax.tree.map(jnp.add, drows, feature_gradients(call, dz, block.parameters, primals))
+        of_block = parameter_gradients(call, dz, factor, parameters)
+        of_block = of_block._replace(bias=None if parameters.bias is None else of_bias)
+        return walk.vary((drows, jax.tree.map(partial(vocabulary.add, i), total, of_block)))
+
+    def of_slots(slots: Slots, carry: Any) -> Any:
+        results, dfeatures, total = carry
+        chunk = walk.chunk(slots)
+        known = begin(chunk, slots)
+        factor = as_factor(call, chunk.rows, known.cotangents.counts)
+        drows = jax.tree.map(lambda x: walk.zeros(tokens.size, x.shape[-1]), primals)
+        drows, total = vocabulary.over_blocks(partial(of_block, chunk, known, factor), (drows, total))
+        results = tokens.write(results, walk.vary_results(known.results), slots)
+        return results, walk.put_features(tokens, dfeatures, drows, primals, slots), total
+
+    zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), needed(needs.parameters, vocabulary.held))
+    start = results, walk.features_start(primals), zeros
+    results, dfeatures, total = tokens.loop(of_slots, start)
+    dparameters = each(vocabulary.summed, total, parameters)
+    return tokens.to_tokens(results), walk.finish_features(dfeatures, primals), dparameters
+
+
+def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -> tuple[Any, Features, Parameters]:
+    """Chunks of tokens fill an array of dlogits in place; dhidden and dkernel are one product each behind the loop.
+
+    A chunk meets the device's whole part of the vocabulary. Where the memory has no room for all dlogits, or the work
+    follows a mask, there are several groups of chunks, and dkernel is accumulated in f32.
+    """
+    call, vocabulary, block = walk.call, walk.vocabulary, walk.block(0)
+    groups = walk.tokens.grouped(plan.group // walk.tokens.size)
+    primals = needed(needs.features, walk.inputs.features)
+    parameters = needed(needs.parameters, vocabulary.given)
+    # one group's product is summed over devices as it is made, with no array of the kernel's shape in f32
+    direct = groups.blocks == 1 and vocabulary.whole and parameters.kernel is not None
+
+    def of_group(slots: Slots, carry: Any) -> Any:
+        results, dfeatures, total = carry
+        results, dz, factor, dbias = _fill(walk, groups, slots, begin, results)
+        if groups.blocks > 1:  # or XLA computes what is not stored again inside each product
+            dz = lax.optimization_barrier(dz)
+        drows = feature_gradients(call, dz, block.parameters, primals)
+        dfeatures = walk.put_features(groups, dfeatures, drows, primals, slots)
+        found = parameter_gradients(call, dz, factor, total)._replace(bias=None if total.bias is None else dbias)
+        if not direct:
+            return results, dfeatures, jax.tree.map(partial(vocabulary.add, 0), total, found)
+        return results, dfeatures, found._replace(kernel=_kernel_gradient(walk, dz, factor, parameters.kernel))
+
+    zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), needed(needs.parameters, vocabulary.held))
+    zeros = zeros._replace(kernel=None) if direct else zeros
+    results, dfeatures, total = groups.loop(of_group, (results, walk.features_start(primals), zeros))
+    kernel = total.kernel if direct else None
+    dparameters = each(vocabulary.summed, total._replace(kernel=None) if direct else total, parameters)
+    dparameters = dparameters._replace(kernel=kernel) if direct else dparameters
+    return walk.tokens.to_tokens(results), walk.finish_features(dfeatures, primals), dparameters
+
+
+def _fill(walk: Walk, groups: TokenBlocks, slots: Slots, begin: Begin, results: Any) -> tuple[Any, Any, Features, Any]:
+    """A group's results, gradients of logits `[G, V]`, features as `parameter_gradients` takes them, and dbias."""
+    tokens, size = walk.tokens, walk.tokens.size
+    chunks, block, rows = groups.size // size, walk.block(0), groups.take(walk.features, slots)
+
+    def of_chunk(k: Any, carry: Any) -> Any:
+        results, dz_all, counts, dbias = carry
+        own = tokens.slots(slots.start // size + k)
+        chunk = walk.chunk(own, jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, k * size, size), rows))
+        known = begin(chunk, own)
+        x = None if known.products is None else known.products[0]
+        dz, of_bias = walk.dlogits(chunk, block, known.residuals, known.cotangents, x)
+        results = tokens.write(results, walk.vary_results(known.results), own)
+        if chunks == 1:
+            return results, dz, known.cotangents.counts, of_bias
+        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, k * size, 0)  # noqa: E731
+        dbias = None if of_bias is None else dbias + of_bias
+        return results, *walk.vary((put(dz_all, dz), put(counts, known.cotangents.counts), dbias))
+
+    columns = block.columns.shape[1]
+    dtype = product_dtype(walk.inputs.features.hidden, walk.inputs.parameters.kernel)
+    dbias = None if block.parameters.bias is None else walk.zeros(columns)
+    empty = walk.vary((lax.empty((groups.size, columns), dtype), jnp.zeros(groups.size, bool)))
+    start = results, *empty, dbias
+    results, dz, counts, dbias = of_chunk(0, start) if chunks == 1 else lax.fori_loop(0, chunks, of_chunk, start)
+    return results, dz, as_factor(walk.call, rows, counts), dbias
+
+
+def _kernel_gradient(walk: Walk, dz: jax.Array, factor: Features, primal: jax.Array) -> jax.Array:
+    """dkernel, summed over devices a block of columns at a time: no array of its shape in f32."""
+    call = walk.call
+
+    def part(start: Any, size: int) -> jax.Array:
+        of_block = lax.dynamic_slice_in_dim(dz, start, size, 1)
+        found: jax.Array = parameter_gradients(call, of_block, factor, Parameters(True)).kernel
+        return found
+
+    summed = walk.axes - varying(primal) and call.sum_dtype == "float32"
+    size = SUMMED_BYTES // (4 * primal.shape[1 - call.v_dim]) if summed else primal.shape[call.v_dim]
+    found: jax.Array = sum_in_blocks(part, primal, call.v_dim, size, **walk.vocabulary.sums)
+    return found
+
+
+def among(cotangents: Cotangents, counts: Any) -> Cotangents:
+    """The cotangents of those tokens alone that count."""
+    return cotangents if counts is None else cotangents._replace(counts=cotangents.counts & counts)

@@ -1,0 +1,220 @@
+"""The divergence of two heads at each token: both vocabularies walked together, tile by tile, and its gradient rule."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxppo.head import softmax, tile
+from jaxppo.head.plan import sizes_of, two_passes
+from jaxppo.head.prepare import on_device, whole
+from jaxppo.head.softmax import Cotangents, Sums
+from jaxppo.head.token_blocks import Slots
+from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Inputs, Parameters
+from jaxppo.head.vjp import (
+    cotangents_of_inputs,
+    dense,
+    gradients,
+    saved,
+    to_save,
+    two_pass_plan,
+    values,
+    values_and_needs,
+)
+from jaxppo.head.walk import Walk
+from jaxppo.kl import k3
+from jaxppo.sharding import vary
+
+
+@dataclasses.dataclass(frozen=True)
+class DivergenceCall:
+    """All that is static: the two heads, whose blocks hold the same columns, and the divergence."""
+
+    student: HeadCall
+    teacher: HeadCall
+    divergence: str
+    beta: float
+
+
+class LogSums(NamedTuple):
+    """For a token, f32[N] each: the student's and the teacher's m and log s, and the sum of h (see `terms`)."""
+
+    m: Array
+    log_s: Array
+    teacher_m: Array
+    teacher_log_s: Array
+    h: Array
+
+
+class PairChunk(NamedTuple):
+    """The same tokens before both heads; the rows are the student's."""
+
+    rows: Features
+    student: Chunk
+    teacher: Chunk
+
+
+class PairBlock(NamedTuple):
+    """The same columns of both heads; the parameters are the student's."""
+
+    parameters: Parameters
+    columns: Any
+    student: Block
+    teacher: Block
+
+
+def divergence_of_tokens(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> Float[Array, "R T"]:
+    """Per-shard: the divergence of the device's tokens; no gradient flows to the teacher."""
+    calls = call.student, call.teacher
+    if calls[0].sequence_parallel != calls[1].sequence_parallel:
+        (student, inputs), (other, teacher) = whole(calls[0], inputs), whole(calls[1], teacher)
+        call = dataclasses.replace(call, student=student, teacher=other)
+    R = inputs.features.hidden.shape[0]
+    arrays = on_device(call.student, inputs), on_device(call.teacher, teacher)
+    return _token_divergence(call, *arrays).reshape(R, -1)
+
+
+def terms(
+    divergence: str, beta: float, log_p: Float[Array, "..."], log_q: Float[Array, "..."]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """What each column of student p and teacher q adds to the divergence D, and h = d D / d log p with p unconstrained.
+
+    Through the softmax, d D / d z_j = h_j - p_j * sum(h). No column adds less than 0: that of KL(a || b) adds
+    a log(a / b) - a + b, where -a + b is 0 in the sum over all columns, and rounding is of the size of what it adds.
+    """
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    weighted = lambda weight, log: jnp.where(weight == 0, 0, weight * log)  # noqa: E731  so that NaN stays
+    if divergence == "reverse_kl":
+        return _kl_term(p, log_p, q, log_q), weighted(p, log_p - log_q)
+    if divergence == "forward_kl":
+        return _kl_term(q, log_q, p, log_p), -q
+    log_mixture = jnp.logaddexp(log_q + jnp.log(beta), log_p + jnp.log1p(-beta))
+    mixture = jnp.exp(log_mixture)
+    value = beta * _kl_term(q, log_q, mixture, log_mixture) + (1 - beta) * _kl_term(p, log_p, mixture, log_mixture)
+    return value, (1 - beta) * weighted(p, log_p - log_mixture)
+
+
+def _kl_term(
+    a: Float[Array, "..."], log_a: Float[Array, "..."], b: Float[Array, "..."], log_b: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """a log(a / b) - a + b, at least 0; a (exp(d) - 1 - d), d = log(b / a), where the two are near each other."""
+    d = log_b - log_a
+    return jnp.where(a == 0, b, jnp.where(d < 1, a * k3(d), b - a - a * d))
+
+
+class PairWalk(Walk):
+    """One device's tokens against its blocks of both vocabularies; gradients are the student's."""
+
+    def __init__(self, pair: DivergenceCall, inputs: Inputs, teacher: Inputs, cut: Cut, **how: Any):
+        super().__init__(pair.student, inputs, cut, **how)
+        self.pair, self.teacher = pair, Walk(pair.teacher, teacher, cut, **how)
+        self.axes = self.axes | self.teacher.axes
+
+    def chunk(self, slots: Slots, rows: Features | None = None) -> Any:
+        student = super().chunk(slots, rows)
+        return PairChunk(student.rows, student, self.teacher.chunk(slots))
+
+    def block(self, i: Any) -> Any:
+        student = super().block(i)
+        return PairBlock(student.parameters, student.columns, student, self.teacher.block(i))
+
+    def logits(self, chunk: PairChunk, block: PairBlock) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The student's products, and the student's and the teacher's logits; f32 `[C, B]`."""
+        student = self.pair.student, chunk.student, block.student
+        teacher = self.pair.teacher, chunk.teacher, block.teacher
+        x, y = (tile.products(call, c.rows, b.parameters) for call, c, b in (student, teacher))
+        return x, tile.logits(*student, x), tile.logits(*teacher, y)
+
+    def terms(self, z: jax.Array, teacher_z: jax.Array, valid: Any, sums: LogSums) -> tuple[Any, Any, Any]:
+        """`terms` and the student's log p of a block, 0 and -inf in columns that do not exist."""
+        log_p = (z - sums.m[:, None]) - sums.log_s[:, None]
+        log_q = (teacher_z - sums.teacher_m[:, None]) - sums.teacher_log_s[:, None]
+        found = terms(self.pair.divergence, self.pair.beta, log_p, jnp.where(valid, log_q, 0))
+        value, h = (jnp.where(valid, x, 0) for x in found)
+        return value, h, log_p
+
+    def dlogits(
+        self, chunk: Any, block: Any, residuals: Any, cotangents: Cotangents, x: Any = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        x, z, teacher_z = self.logits(chunk, block)
+        _, h, log_p = self.terms(z, teacher_z, block.student.valid, residuals)
+        dz = cotangents.log_prob[:, None] * (h - jnp.exp(log_p) * residuals.h[:, None])
+        before = self.vocabulary.tile(chunk.student, block.student)
+        dz = tile.of_products(self.call, before, dz, x, cotangents.counts)
+        return tile.as_factor_of(before, dz), tile.bias_gradient(before, dz)
+
+
+def evaluate(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[jax.Array, LogSums]:
+    """The divergence and the residuals, f32[N] each: one walk for the sums, one for the divergence."""
+    plan = two_passes(call.student, sizes_of(call.student, inputs), True)
+    walk = PairWalk(call, inputs, teacher, plan.forward, by_vocabulary=plan.forward_by_vocabulary)
+    tokens, axes = walk.tokens, call.student.axes
+
+    def add_sums(chunk: Any, block: Any, slots: Slots, sums: tuple[Sums, Sums]) -> Any:
+        nothing, no_target = jnp.zeros(tokens.size, jnp.float32), jnp.zeros((1, 1), bool)
+        pairs = zip(walk.logits(chunk, block)[1:], sums, strict=True)
+        both = tuple(softmax.merge(s, softmax.block_sums(z, nothing, no_target, None, s)) for z, s in pairs)
+        return walk.vary(both)
+
+    empty = walk.vary(softmax.empty_sums(tokens.slots_count, full=True, entropy=False, nucleus=False))
+    both = _over_tiles(walk, plan.forward_by_vocabulary, add_sums, (empty, empty))
+    both = softmax.combine(jax.tree.map(lambda *x: jnp.concatenate(x), *both), axes)
+    (m, teacher_m), (log_s, teacher_log_s) = jnp.split(both.m, 2), jnp.split(jnp.log(both.s), 2)
+    zeros = walk.zeros(tokens.slots_count)
+    known = LogSums(m, log_s, teacher_m, teacher_log_s, zeros)
+
+    def add_terms(chunk: Any, block: Any, slots: Slots, sums: Any) -> Any:
+        found = walk.terms(*walk.logits(chunk, block)[1:], block.student.valid, tokens.read(known, slots))[:2]
+        return walk.vary(jax.tree.map(lambda total, x: total + x.sum(axis=1), sums, found))
+
+    sums = jnp.stack(_over_tiles(walk, plan.forward_by_vocabulary, add_terms, (zeros, zeros)))
+    value, h = axes.psum(vary(sums, axes.tensor), axes.tensor)
+    value, residuals = tokens.to_tokens((value, known._replace(h=h)))
+    return value if inputs.counts is None else jnp.where(inputs.counts, value, 0), residuals
+
+
+def _over_tiles(walk: Walk, by_vocabulary: bool, body: Any, totals: Any) -> Any:
+    """`totals` of tokens in slot order, to which each tile adds by body(chunk, block, slots, its part of them)."""
+    tokens, over_blocks = walk.tokens, walk.vocabulary.over_blocks
+
+    def of_block(i: Any, totals: Any) -> Any:
+        block = walk.block(i)
+        add = lambda slots, x: tokens.write(x, body(walk.chunk(slots), block, slots, tokens.read(x, slots)), slots)  # noqa: E731
+        return tokens.loop(add, totals)
+
+    def of_slots(slots: Slots, totals: Any) -> Any:
+        chunk = walk.chunk(slots)
+        add = lambda i, part: body(chunk, walk.block(i), slots, part)  # noqa: E731
+        return tokens.write(totals, over_blocks(add, tokens.read(totals, slots)), slots)
+
+    return over_blocks(of_block, totals) if by_vocabulary else tokens.loop(of_slots, totals)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_divergence(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> jax.Array:
+    """The divergence `f32[N]` of one device's tokens."""
+    return evaluate(call, inputs, teacher)[0]
+
+
+def _forward(call: DivergenceCall, inputs: Any, teacher: Any) -> Any:
+    (inputs, needs), teacher = values_and_needs(inputs), values(teacher)
+    out, residuals = evaluate(call, inputs, teacher)
+    return out, (inputs, teacher, to_save((residuals, needs)))
+
+
+def _backward(call: DivergenceCall, left: Any, g: Any) -> Any:
+    inputs, teacher, (residuals, needs) = left[0], left[1], saved(left[2])
+    cotangents = Cotangents.of(dense(g), None, None, None, True if inputs.counts is None else inputs.counts)
+    plan = two_pass_plan(call.student, inputs, needs)
+    make = partial(PairWalk, call, inputs, teacher, plan.cut)
+    nothing: Any = [None] * len(Inputs._fields)
+    none = Inputs(*nothing)
+    return cotangents_of_inputs(inputs, *gradients(plan, make, needs, (residuals, cotangents))), none
+
+
+_token_divergence.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,0 +1,57 @@
+"""Statistics of tokens, tile by tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxppo.head.softmax import Residuals, Sums
+from jaxppo.head.token_blocks import Slots
+from jaxppo.head.types import HeadCall, Inputs, Plan, TokenStats
+from jaxppo.head.walk import Walk
+from jaxppo.sharding import note
+
+
+def statistics(call: HeadCall, plan: Plan, inputs: Inputs) -> tuple[TokenStats, Residuals]:
+    """What is asked of each token, 0 where it does not count, and what the backward needs; f32[N] each."""
+    walk = Walk(call, inputs, plan.forward, by_vocabulary=plan.forward_by_vocabulary)
+    with note(f"forward, {plan.forward}"):
+        sums = (by_vocabulary if plan.forward_by_vocabulary else by_tokens)(walk)
+    stats, residuals = walk.finish(walk.tokens.to_tokens(sums), inputs.targets)
+    if inputs.counts is not None:  # residuals too: of a sum of nothing they are NaN, at which jax_debug_nans would stop
+        stats, residuals = jax.tree.map(lambda x: jnp.where(inputs.counts, x, 0), (stats, residuals))
+    return stats, residuals
+
+
+def by_vocabulary(walk: Walk) -> Sums:
+    """The sums of all tokens in slot order; each block of columns meets all tokens before the next."""
+
+    def of_block(i: Any, sums: Sums) -> Sums:
+        block = walk.block(i)
+
+        def of_slots(slots: Slots, sums: Sums) -> Sums:
+            found, _ = walk.sums(walk.chunk(slots), block, walk.tokens.read(sums, slots))
+            written: Sums = walk.tokens.write(sums, found, slots)
+            return written
+
+        looped: Sums = walk.tokens.loop(of_slots, sums)
+        return looped
+
+    found: Sums = walk.vocabulary.over_blocks(of_block, walk.empty_sums(walk.tokens.slots_count))
+    return found
+
+
+def by_tokens(walk: Walk) -> Sums:
+    """The sums of all tokens in slot order; each block of tokens meets all columns before the next."""
+
+    def of_slots(slots: Slots, sums: Sums) -> Sums:
+        chunk = walk.chunk(slots)
+        add = lambda i, found: walk.sums(chunk, walk.block(i), found)[0]  # noqa: E731
+        found = walk.vocabulary.over_blocks(add, walk.empty_sums(walk.tokens.size))
+        written: Sums = walk.tokens.write(sums, found, slots)
+        return written
+
+    found: Sums = walk.tokens.loop(of_slots, walk.empty_sums(walk.tokens.slots_count))
+    return found

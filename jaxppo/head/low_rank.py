@@ -1,0 +1,50 @@
+"""hidden @ lora.a, the low-rank features of an adapter."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head.gradient_sums import as_primal
+from jaxppo.sharding import wider_dtype
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def low_rank(hidden: jax.Array, a: jax.Array, tokens: int | None) -> jax.Array:
+    """hidden @ a in the dtype of a, `[R, T, r]`; rows without a cotangent may hold anything, NaN included.
+
+    With `tokens` in blocks of so many, at least two, so that the bits of a row do not depend on how many there are.
+    """
+    if tokens is None:
+        return _low(hidden, a).astype(a.dtype)
+    rows = hidden.reshape(-1, hidden.shape[2])
+    blocks = max(2, -(-rows.shape[0] // tokens))
+    padded = jnp.pad(rows, ((0, blocks * tokens - rows.shape[0]), (0, 0))).reshape(blocks, 1, tokens, -1)
+    found = lax.map(lambda x: _low(x, a).astype(a.dtype), padded)
+    return found.reshape(-1, a.shape[1])[: rows.shape[0]].reshape(*hidden.shape[:2], -1)
+
+
+def _low(hidden: jax.Array, a: jax.Array) -> jax.Array:
+    dtype = wider_dtype(hidden.dtype, a.dtype)
+    return jnp.einsum("bth,hr->btr", hidden.astype(dtype), a.astype(dtype), preferred_element_type=jnp.float32)
+
+
+def _low_forward(hidden: jax.Array, a: jax.Array, tokens: int | None) -> Any:
+    return low_rank(hidden, a, tokens), (hidden, a)
+
+
+def _low_backward(tokens: int | None, saved: Any, g: jax.Array) -> Any:
+    hidden, a = saved
+    counts = (g != 0).any(axis=-1, keepdims=True)
+    rows = jnp.where(counts, hidden, 0)
+    dtype = wider_dtype(hidden.dtype, a.dtype)
+    dhidden = jnp.einsum("btr,hr->bth", g.astype(dtype), a.astype(dtype), preferred_element_type=jnp.float32)
+    da = jnp.einsum("bth,btr->hr", rows.astype(dtype), g.astype(dtype), preferred_element_type=jnp.float32)
+    return as_primal(jnp.where(counts, dhidden, 0), hidden), as_primal(da, a)
+
+
+low_rank.defvjp(_low_forward, _low_backward)

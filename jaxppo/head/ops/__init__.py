@@ -1,1 +1,0 @@
-"""Arithmetic of one tile: no mesh and no collective in it."""

@@ -1,0 +1,241 @@
+"""How tokens and columns are cut: by device, sizes and the memory allowed. Numbers do not depend on it, time does.
+
+CPUs want tiles that fit their caches. Accelerators want wide ones: an f32 accumulator that is read and written for
+each tile hides behind its product where the tile has about 4 * peak flops / memory bandwidth columns or tokens, 664 on
+a v5p, 1180 on an H100, 2240 on a v6e, and twice that where the update is an op of its own. So there a chunk of tokens
+meets the device's whole part of the vocabulary at once, and gradients of logits wait for one product of many chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head.token_blocks import even_size
+from jaxppo.head.types import Cut, HeadCall, Inputs, Plan, Profile, Sizes
+from jaxppo.sharding import ParallelMesh, ShardAxes, varying, wider_dtype
+
+GIB, MIB = 2**30, 2**20
+
+
+CPU = Profile(
+    whole=False,
+    one_pass=48 * MIB,
+    tile=8 * MIB,
+    tokens=1024,
+    least=128,
+    group=1024,
+    chunk=512,
+    columns=512,
+    wide=2048,
+    masked_columns=512,
+    deterministic=256,
+    shared_sums=False,
+)
+
+
+def _accelerator(
+    gib: int, columns: int, masked_columns: int, least: int = 512, tile: int = 150, wide: int = 8192, tpu: bool = True
+) -> Profile:
+    """By default a sixteenth of the device's memory.
+
+    A tile of 75 MiB stays in the VMEM of a v5e or v6e. On GPUs the second pass takes 2048 tokens at a time, to stay
+    below 0.25 GiB where a head is Qwen3-8B's; nothing was timed there.
+    """
+    return Profile(
+        whole=True,
+        one_pass=gib * GIB // 16,
+        tile=tile * MIB,
+        tokens=1024,
+        least=least,
+        group=8192,
+        chunk=2048,
+        columns=columns,
+        wide=wide,
+        masked_columns=masked_columns,
+        deterministic=1024,
+        shared_sums=tpu,
+    )
+
+
+def _gpu(gib: int) -> Profile:
+    return _accelerator(gib, 2048, 2048, wide=2048, tpu=False)
+
+
+# by what a device's kind contains, since described devices do not report their memory; the last is for all others
+PROFILES = {
+    "cpu": CPU,
+    "TPU v4": _accelerator(32, 1536, 2688),
+    "TPU v5 lite": _accelerator(16, 2048, 2048, tile=75),
+    "TPU v5": _accelerator(95, 1536, 2688),
+    "TPU v6 lite": _accelerator(32, 3584, 3584, 1024, 75),
+    "TPU7x": _accelerator(96, 2048, 2048),
+    "H100": _gpu(80),
+    "H200": _gpu(141),
+    "B200": _gpu(180),
+    "": _accelerator(16, 2048, 2048, tpu=False),
+}
+
+
+def sizes_of(call: HeadCall, inputs: Inputs) -> Sizes:
+    """The sizes of a device's arrays."""
+    kernel, hidden, tensor = inputs.parameters.kernel, inputs.features.hidden, call.axes.tensor
+    gathered_v = tuple(n for n in call.v_names if n not in tensor)
+    pieces = math.prod(map(lax.axis_size, gathered_v))
+    whole = kernel.shape[1 - call.v_dim] * call.axes.size(call.h_names), kernel.shape[call.v_dim] * pieces
+    itemsize = wider_dtype(hidden.dtype, kernel.dtype).itemsize
+    gathers = bool(call.h_names or gathered_v)
+    axes = frozenset().union(*map(varying, jax.tree.leaves(inputs)), tensor)
+    in_result = kernel.dtype == jnp.float32 and axes <= varying(kernel) and not gathers
+    tokens = inputs.targets.shape[0] if inputs.targets is not None else math.prod(hidden.shape[:2])
+    return Sizes(
+        tokens=tokens,
+        features=whole[0],
+        columns=window(call, whole[1]),
+        itemsize=itemsize,
+        rows=tokens * whole[0] * hidden.dtype.itemsize if call.sequence_parallel else 0,
+        gathered=whole[0] * whole[1] * kernel.dtype.itemsize if gathers else 0,
+        accumulator=0 if in_result else 4 * whole[0] * whole[1],
+        masked=inputs.counts is not None and call.follow_mask,
+        nucleus=inputs.nucleus_ids is not None,
+    )
+
+
+def window(call: HeadCall, columns: int) -> int:
+    """How many of the `columns` of V that it holds a device works on: a share, if all of the tensor axis hold them.
+
+    JAX cannot shard a vocabulary that the tensor axis does not divide.
+    """
+    shared = call.axes.tensor and not set(call.v_names) & set(call.axes.tensor)
+    return -(-columns // call.axes.size(call.axes.tensor)) if shared else columns
+
+
+@functools.cache
+def one_pass(call: HeadCall, sizes: Sizes) -> Plan | None:
+    """One pass, None where it does not fit the memory."""
+    return (_late if call.profile.whole else _small_one_pass)(call, sizes, call.memory or call.profile.one_pass)
+
+
+def _small_one_pass(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
+    if call.deterministic:  # a forward alone is another program, and of several blocks to be merged it shows
+        return None
+    N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
+    B = min(V, profile.columns)
+    fixed = 5 * 4 * H * B + sizes.accumulator + sizes.gathered + sizes.rows
+    most = (memory - fixed) // ((5 if sizes.nucleus else 4) * V + 8 * B + 12 * H)
+    if most < min(N, profile.least):
+        return None
+    cut = Cut(even_size(N, most), B)
+    return Plan(cut, False, "by_tile", cut)
+
+
+def _late(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
+    """The largest group of tokens that fits, in the largest chunks that do.
+
+    All tokens at once are one group of one chunk only where a `memory` is given: they take twice that of chunks.
+    """
+    N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
+    fixed = sizes.gathered + sizes.rows
+
+    def fits(group: int, chunk: int) -> bool:
+        logits = chunk * V * (5 if sizes.nucleus else 4) + group * V * sizes.itemsize
+        accumulator = sizes.accumulator if group < N or sizes.gathered else min(sizes.accumulator, 8 * H * 4096)
+        return fixed + group * H * (4 + sizes.itemsize) + logits + accumulator <= memory
+
+    powers = [2**k for k in range(20, 6, -1)]
+    chunk = profile.chunk if sizes.masked else profile.tokens
+    chunks = [min(chunk, N), *(c for c in powers if profile.least <= c < chunk)]
+    if call.deterministic:
+        cuts = [(profile.deterministic, profile.deterministic)]
+    elif sizes.masked:  # products follow the tokens that count
+        cuts = [(c, c) for c in chunks]
+    else:
+        most = min(N, profile.group)
+        groups = [most, *(g for g in powers if profile.least <= g < most)]
+        cuts = [(N, N)] if call.memory and profile.group >= N else []
+        cuts += [(g, c) for g in groups for c in chunks if c <= g]
+    for group, chunk in cuts:
+        chunk = chunk if call.deterministic else even_size(group, chunk)
+        group = chunk * -(-group // chunk)
+        if fits(group, chunk):
+            return Plan(Cut(chunk, V), False, "late", Cut(chunk, V), group)
+    return None
+
+
+@functools.cache
+def two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
+    """Statistics first, then gradients; `frozen`, none of a parameter's.
+
+    Raises:
+      ValueError: memory for no tile.
+    """
+    return (_wide_two_passes if call.profile.whole else _small_two_passes)(call, sizes, frozen)
+
+
+def _shrunk(call: HeadCall, sizes: Sizes, cut: Cut, fixed: int) -> Cut:
+    """The cut made smaller until it fits the memory, where there is one."""
+    least = Cut(min(cut.tokens, 8), min(cut.columns, 128))
+
+    def size(cut: Cut) -> int:
+        tile = cut.tokens * cut.columns * (4 + sizes.itemsize) * call.heads
+        return fixed + tile + cut.tokens * sizes.features * sizes.itemsize + 8 * sizes.features * cut.columns
+
+    if call.memory is not None and size(least) > call.memory:
+        raise ValueError(f"memory: got {call.memory} bytes, expected at least {size(least)} for this head and batch")
+    while call.memory is not None and size(cut) > call.memory:
+        if cut.columns > least.columns and (cut.columns > cut.tokens or cut.tokens <= least.tokens):
+            cut = Cut(cut.tokens, max(least.columns, cut.columns // 2))
+        else:
+            cut = Cut(max(8, cut.tokens // 2), cut.columns)
+    return cut
+
+
+def _small_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
+    """Few columns cost reads of the accumulated dhidden, few tokens those of an accumulated block of dkernel."""
+    N, H, profile = sizes.tokens, sizes.features, call.profile
+    tile = profile.tile // call.heads
+    most = profile.tokens if sizes.masked or profile.wide < N else N
+    if sizes.masked:  # blocks of tokens are what the work can stop after, so there are at least four
+        most = min(most, max(128, -(-N // 4)))
+    tokens = even_size(N, max(1, min(most, tile // (8 * profile.columns))))
+    columns = min(4 * profile.columns, max(profile.columns, tile // (8 * tokens) // 128 * 128))
+    cut = _shrunk(call, sizes, Cut(tokens, columns), 4 * N * H)
+    forward = Cut(profile.deterministic, profile.columns) if call.deterministic else cut
+    return Plan(forward, True, "by_tile" if frozen and not sizes.gathered else "by_vocabulary", cut)
+
+
+def _wide_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
+    N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
+    tokens = profile.deterministic if call.deterministic else min(N, profile.tokens)
+    leaves = call.op.leaves_logits
+    forward = Cut(tokens, min(V, profile.tile // (4 * profile.tokens * call.heads)) if leaves else V)
+    if leaves and not call.deterministic:
+        forward = _shrunk(call, sizes, forward, 0)
+    fits = one_pass(call, sizes) if call.memory is not None else None
+    if fits is not None:
+        return dataclasses.replace(fits, forward=forward)
+    if frozen and not sizes.gathered:
+        return Plan(forward, False, "by_tile", forward)
+    cut = Cut(min(N, profile.chunk if sizes.masked else profile.wide), min(V, profile.columns))
+    cut = cut if not sizes.masked else Cut(cut.tokens, min(V, profile.masked_columns))
+    cut = _shrunk(call, sizes, cut, 4 * N * H + sizes.rows)
+    # a kernel that is gathered for the forward at once beside its tile, or else a block at a time
+    by_block = bool(sizes.gathered) and sizes.gathered + profile.tile > (call.memory or profile.one_pass)
+    return Plan(cut if by_block else forward, by_block, "by_vocabulary", cut)
+
+
+def device_kind(parallel: ParallelMesh | ShardAxes | None, x: Any) -> str:
+    """The kind of the mesh's devices; inside a `shard_map` its mesh knows them, else an array that is on some."""
+    if isinstance(parallel, ParallelMesh):
+        return str(parallel.mesh.devices.flat[0].device_kind)
+    for mesh in (jax.sharding.get_abstract_mesh(), getattr(jax.typeof(x).sharding, "mesh", None)):
+        device = getattr(mesh, "abstract_device", None)  # has no platform in JAX 0.10.0
+        if device is not None:
+            return str(device.device_kind)
+    return str(jax.devices()[0].device_kind)

@@ -1,0 +1,242 @@
+"""The arguments of a call to a head, checked, as one static object and one tuple of arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jaxppo._arrays import check_array, check_choice, check_flag, check_floating, dtype_name
+from jaxppo.head import plan
+from jaxppo.head.checks import (
+    as_temperature,
+    as_token_ids,
+    check_targets,
+    check_vocab_size,
+    check_where,
+    temperature_spec,
+)
+from jaxppo.head.head import Head, as_head
+from jaxppo.head.kernels.choice import choose
+from jaxppo.head.low_rank import low_rank
+from jaxppo.head.placement import Placement, bring_hidden, entry_names, place_head
+from jaxppo.head.types import (
+    Entropy,
+    Features,
+    HeadCall,
+    Implementation,
+    Inputs,
+    Parameters,
+    Precision,
+    Prepared,
+    SumDtype,
+)
+from jaxppo.sharding import ParallelMesh, ShardAxes, vary_like, varying
+
+LANES = 128  # of a TPU's registers
+
+
+class HeadOptions(TypedDict, total=False):
+    """How the work of a head is done; what it computes does not depend on it beyond rounding.
+
+    Args:
+      hidden_spec: how the hidden states are sharded, where it is not `parallel.hidden_spec`. Their tokens are brought
+        to where the batch's lie, which `sharding.audit` notes; inside a `shard_map` another spec is refused.
+      memory: bytes that a device may spend beside its results. By default a sixteenth of an accelerator's memory for
+        one pass, 0.27 GiB (and dhidden in f32 beyond 8192 tokens) for two; on CPUs 48 MiB and tiles of 8 MiB.
+      precision: of products, as `jnp.dot` takes it. bf16 operands multiply in one pass with f32 sums. Of f32 operands
+        the default is "highest", since accelerators would round them to bf16 or TF32: the products then take 6.5 times
+        the time of bf16 on a TPU v5p, and 4.5 times where hidden states are bf16 and the kernel f32, which counts as
+        f32 operands (two passes, estimated).
+        `kernel.astype(hidden.dtype)` avoids that. An "f32 head" is a kernel in f32 at that cost; the logits are f32
+        always.
+      implementation: of a tile's arithmetic, "xla" (the default), "mosaic_tpu" or "reference"; one that does not
+        support the call is refused with the reason.
+      gradient_sum_dtype: in which gradients of parameters are summed over devices: "float32", or "parameter" for that
+        of the parameter. bf16 sums send two thirds of the bytes on TPUs, half elsewhere, and lose 0.3% rms over 4
+        devices, 1.4% over 128.
+      follow_mask: the work follows the tokens that count, by default. False computes all tokens: where nearly all count
+        that is faster, by a sixth on a TPU v6e.
+      deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch: for one
+        platform, jax version, tensor axis, kernel dtype and `memory`. Then tiles do not depend on the number of tokens,
+        which costs time where there are few, and CPUs take two passes. With `logit_stats` the bits may be others than
+        without. On TPUs and GPUs the option does the same, but nobody has tested the bits there.
+    """
+
+    hidden_spec: P | None
+    memory: int | None
+    precision: Precision | lax.Precision | None
+    implementation: Implementation | None
+    gradient_sum_dtype: SumDtype | DTypeLike
+    follow_mask: bool
+    deterministic: bool
+
+
+def prepare_head(
+    hidden: Any,
+    head: Any,
+    targets: Any,
+    *,
+    parallel: ParallelMesh | ShardAxes | None,
+    temperature: Any,
+    entropy: Entropy,
+    options: HeadOptions,
+    logit_stats: bool = False,
+    nucleus_ids: Any = None,
+    where: Any = None,
+    heads: int = 1,
+    name: str = "head",
+) -> Prepared:
+    """The arguments of `log_probs_from_hidden`, checked.
+
+    Beside those: `heads`, how many are walked together; `name`, of this one; targets may be None where nothing asks for
+    their log-probs.
+    """
+    chosen = check_options(options)
+    check_floating(f"{name.removesuffix('head')}hidden", hidden, 3, "[R, T, H]")
+    head = as_head(name, head)
+    check_choice("entropy", entropy, Entropy)
+    what = f"{name.removesuffix('head')}hidden_spec"
+    hidden, sequence_parallel = bring_hidden(what, parallel, hidden, chosen.get("hidden_spec"))
+    placement = place_head(parallel, name, hidden, head, sequence_parallel)
+    inputs = _inputs(hidden, head, targets, nucleus_ids, where, temperature, placement.tokens)
+    call = _call(parallel, head, placement, chosen, entropy, logit_stats, heads)
+    implementation = chosen.get("implementation")
+    if (reason := call.op.unsupported(call, inputs)) is not None:
+        raise NotImplementedError(f"implementation: got {implementation!r}, which does not support {reason}")
+    specs = _specs(parallel, head, placement, inputs) if isinstance(parallel, ParallelMesh) else None
+    return Prepared(call, inputs, specs, placement.tokens)
+
+
+def _inputs(
+    hidden: Any, head: Head, targets: Any, nucleus_ids: Any, where: Any, temperature: Any, tokens: tuple[int, int]
+) -> Inputs:
+    if targets is not None:
+        check_targets(targets, tokens, "hidden")
+        targets = as_token_ids(targets)
+    check_where(where, tokens)
+    if nucleus_ids is not None:
+        check_array("nucleus_ids", nucleus_ids, "integers")
+        if nucleus_ids.ndim != 3 or nucleus_ids.shape[:2] != tokens:
+            raise ValueError(f"nucleus_ids: got shape {nucleus_ids.shape}, expected [R, T, K] with [R, T] = {tokens}")
+        nucleus_ids = as_token_ids(nucleus_ids)
+    lora_a, lora_b = (None, None) if head.lora is None else (head.lora.a, head.lora.b)
+    parameters = Parameters(head.kernel, head.bias, lora_b)
+    temperature = as_temperature(temperature, tokens)
+    return Inputs(Features(hidden), parameters, lora_a, targets, nucleus_ids, where, temperature)
+
+
+def _call(
+    parallel: ParallelMesh | ShardAxes | None,
+    head: Head,
+    placement: Placement,
+    options: dict[str, Any],
+    entropy: Entropy,
+    logit_stats: bool,
+    heads: int,
+) -> HeadCall:
+    axes = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
+    h_names, v_names = (entry_names(placement.kernel[dim]) for dim in (1 - head.v_dim, head.v_dim))
+    columns = head.kernel.shape[head.v_dim]
+    if isinstance(parallel, ParallelMesh):
+        own = columns // math.prod(parallel.mesh.shape.get(n, 1) for n in v_names)  # `shard_call` refuses others
+    else:
+        v_names = tuple(n for n in v_names if n in varying(head.kernel))
+        own, columns = columns, columns * axes.size(v_names)
+    device = plan.device_kind(parallel, head.kernel)
+    # a TPU holds a `[H, V]` kernel whose V is no multiple of 128 as its `[V, H]`
+    transposed = head.layout == "hv" and "TPU" in device and own % LANES != 0
+    deterministic = options.get("deterministic", False)
+    assert head.layout is not None
+    return HeadCall(
+        axes=axes,
+        layout="vh" if transposed else head.layout,
+        transposed=transposed,
+        h_names=h_names,
+        v_names=v_names,
+        sequence_parallel=placement.sequence_parallel,
+        transform=head.transform,
+        lora_scale=1.0 if head.lora is None else head.lora.scale,
+        vocab_size=check_vocab_size(head.vocab_size, columns),
+        entropy=entropy,
+        logit_stats=logit_stats,
+        profile=next(profile for kind, profile in plan.PROFILES.items() if kind in device),
+        op=choose(options.get("implementation"), device),
+        precision=options.get("precision"),
+        sum_dtype=options.get("gradient_sum_dtype", "float32"),
+        memory=options.get("memory"),
+        follow_mask=options.get("follow_mask", True) or deterministic,
+        deterministic=deterministic,
+        heads=heads,
+    )
+
+
+def _specs(p: ParallelMesh, head: Head, placement: Placement, inputs: Inputs) -> Inputs:
+    v_entry, tokens = placement.kernel[head.v_dim], p.tokens_spec
+    parameters = Parameters(placement.kernel, P(v_entry), P(None, v_entry))
+    of_temperature = temperature_spec(p, inputs.temperature)
+    return Inputs(Features(placement.hidden), parameters, P(), tokens, tokens, tokens, of_temperature)
+
+
+def on_device(call: HeadCall, inputs: Inputs) -> Inputs:
+    """Per-shard: the arrays as schedules take them, N tokens in a row, hidden @ lora.a among them."""
+    hidden, (kernel, bias, lora_b) = inputs.features.hidden, inputs.parameters
+    tokens = call.profile.deterministic if call.deterministic else None
+    low = None if inputs.lora_a is None else low_rank(hidden, inputs.lora_a, tokens)
+    kernel = kernel.T if call.transposed else kernel
+    lora_b = None if lora_b is None else lora_b.T if call.layout == "vh" else lora_b
+    per_token = inputs.targets, inputs.nucleus_ids, inputs.counts, inputs.temperature
+    parts = call.axes.size(call.axes.tensor) if call.sequence_parallel else 1
+    R, T = hidden.shape[0], hidden.shape[1] * parts
+    flat = lambda x: x.reshape(R * T, *x.shape[2:]) if x.ndim else jnp.broadcast_to(x, R * T)  # noqa: E731
+    targets, nucleus_ids, counts, temperature = jax.tree.map(flat, per_token)
+    if counts is None and call.deterministic:  # the same program with a mask and without
+        counts = jnp.ones(R * T, bool)
+    counts = None if counts is None else counts.astype(bool)
+    # where devices share hidden states but not targets, the sum over them is JAX's
+    features = jax.tree.map(lambda x: vary_like(x, per_token), Features(hidden, low))
+    return Inputs(features, Parameters(kernel, bias, lora_b), None, targets, nucleus_ids, counts, temperature)
+
+
+def whole(call: HeadCall, inputs: Inputs) -> tuple[HeadCall, Inputs]:
+    """Per-shard: the call with the hidden states of all positions on each device of the tensor axis."""
+    if not call.sequence_parallel:
+        return call, inputs
+    hidden = lax.all_gather(inputs.features.hidden, call.axes.tensor, axis=1, tiled=True)
+    return dataclasses.replace(call, sequence_parallel=False), inputs._replace(features=Features(hidden))
+
+
+def check_options(options: HeadOptions) -> dict[str, Any]:
+    """The options in one form each, a precision and a dtype by name; raises where one is unknown or out of range."""
+    unknown = set(options) - set(HeadOptions.__annotations__)
+    if unknown:
+        raise TypeError(f"options: got {sorted(unknown)}, expected some of {sorted(HeadOptions.__annotations__)}")
+    choices = {"precision": Precision, "implementation": Implementation, "gradient_sum_dtype": SumDtype}
+    found: dict[str, Any] = dict(options)
+    if found.get("precision") is not None:
+        found["precision"] = _precision_name(found["precision"])
+    if "gradient_sum_dtype" in found:
+        found["gradient_sum_dtype"] = dtype_name(found["gradient_sum_dtype"])
+    for name, choice in choices.items():
+        if found.get(name) is not None:
+            check_choice(name, found[name], choice)
+    for name in ("follow_mask", "deterministic"):
+        check_flag(name, found.get(name, False))
+    memory = options.get("memory")
+    if memory is not None and (not isinstance(memory, int) or memory <= 0):
+        raise ValueError(f"memory: got {memory}, expected a positive number of bytes, or None")
+    return found
+
+
+def _precision_name(precision: Any) -> Any:
+    """The name of what jnp takes as a precision; itself where it is none, for `check_choice` to refuse."""
+    try:
+        return lax.Precision(precision).name.lower()
+    except ValueError:
+        return precision

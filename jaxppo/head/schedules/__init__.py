@@ -1,1 +1,0 @@
-"""Loops over tiles, compaction of counted tokens, custom gradients and every collective."""

@@ -1,0 +1,149 @@
+"""The arithmetic of a tile in plain XLA: products, logits and their gradient. No mesh, no collective."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head import softmax
+from jaxppo.head.softmax import Cotangents, Residuals, Sums
+from jaxppo.head.types import Block, Chunk, Features, HeadCall, Op, Parameters, Tile, Transform
+from jaxppo.sharding import wider_dtype
+
+
+def dot(call: HeadCall, a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
+    """A product with an f32 result, contracting dimension dims[0] of a with dims[1] of b."""
+    dtype = product_dtype(a, b)
+    # accelerators multiply f32 in one bf16 or TF32 pass where nothing is said
+    precision = call.precision or ("highest" if dtype == jnp.float32 else None)
+    contract = (((dims[0],), (dims[1],)), ((), ()))
+    return lax.dot_general(
+        a.astype(dtype), b.astype(dtype), contract, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def product_dtype(a: jax.Array, b: jax.Array) -> Any:
+    """The dtype in which two arrays are multiplied."""
+    return wider_dtype(a.dtype, b.dtype)
+
+
+def transformed(transform: Transform, x: jax.Array) -> jax.Array:
+    """The logits of products before the temperature, elementwise in f32."""
+    x = _scaled(transform, x)
+    return x if transform.softcap is None else transform.softcap * jnp.tanh(x / transform.softcap)
+
+
+def _scaled(transform: Transform, x: jax.Array) -> jax.Array:
+    if transform.dtype == "bfloat16":  # not by a cast and back, which XLA leaves out
+        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return x if transform.scale == 1 else transform.scale * x
+
+
+def products(call: HeadCall, rows: Features, parameters: Parameters) -> jax.Array:
+    """hidden @ kernel + bias + LoRA, f32 `[C, B]`."""
+    x = dot(call, rows.hidden, parameters.kernel, (1, 1 - call.v_dim))
+    if parameters.lora_b is not None:
+        x = x + call.lora_scale * dot(call, rows.low, parameters.lora_b, (1, 1 - call.v_dim))
+    return x if parameters.bias is None else x + parameters.bias
+
+
+def tempered(chunk: Chunk, x: jax.Array) -> jax.Array:
+    """x `[C, B]` over the temperature."""
+    return x if chunk.temperature is None else x / chunk.temperature[:, None]
+
+
+def logits(call: HeadCall, chunk: Chunk, block: Block, x: jax.Array) -> jax.Array:
+    """f32 logits `[C, B]` of products x, -inf in columns that are not the block's own."""
+    return jnp.where(block.valid, tempered(chunk, transformed(call.transform, x)), -jnp.inf)
+
+
+def is_target(tile: Tile) -> jax.Array:
+    """One-hot of the target, `[C, B]`."""
+    return (tile.chunk.targets[:, None] == tile.block.columns) & tile.block.valid
+
+
+def of_products(call: HeadCall, tile: Tile, dz: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
+    """The gradient of products x from that of their logits; 0 in rows that do not count and in masked columns.
+
+    The slope 1 - tanh(y)^2 as 4 e^-2|y| / (1 + e^-2|y|)^2: the difference is all rounding where tanh(y) is nearly 1.
+    """
+    transform, dz = call.transform, tempered(tile.chunk, dz)
+    if transform.softcap is not None:
+        e = jnp.exp(-2 * jnp.abs(_scaled(transform, x) / transform.softcap))
+        dz = dz * (4 * e / (1 + e) ** 2)
+    dz = dz if transform.scale == 1 else transform.scale * dz
+    return jnp.where(counts[:, None] & tile.block.valid & (x != -jnp.inf), dz, 0)
+
+
+def dlogits(
+    call: HeadCall, tile: Tile, residuals: Residuals, cotangents: Cotangents, x: jax.Array | None = None
+) -> jax.Array:
+    """d loss / d (hidden @ kernel), f32 `[C, B]`, of products x, which are computed where they are None."""
+    x = products(call, tile.chunk.rows, tile.block.parameters) if x is None else x
+    z = logits(call, tile.chunk, tile.block, x)
+    dz = softmax.dlogits(z, is_target(tile), tile.nucleus, residuals, cotangents)
+    return of_products(call, tile, dz, x, cotangents.counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class XLA(Op):
+    """See `Op`."""
+
+    def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, jax.Array]:
+        x = products(call, tile.chunk.rows, tile.block.parameters)
+        z, hot = logits(call, tile.chunk, tile.block, x), is_target(tile)
+        z_y = softmax.target_logits(z, hot, *tile.place)
+        return softmax.block_sums(z, z_y, hot, tile.nucleus, like), x
+
+    def dlogits(
+        self, call: HeadCall, tile: Tile, residuals: Residuals, cotangents: Cotangents, x: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        dz = dlogits(call, tile, residuals, cotangents, x)
+        return as_factor_of(tile, dz), bias_gradient(tile, dz)
+
+
+def as_factor_of(tile: Tile, dz: jax.Array) -> jax.Array:
+    """A gradient of logits in the dtype in which it is multiplied."""
+    return dz.astype(product_dtype(tile.chunk.rows.hidden, tile.block.parameters.kernel))
+
+
+def bias_gradient(tile: Tile, dz: jax.Array) -> jax.Array | None:
+    return None if tile.block.parameters.bias is None else dz.sum(axis=0)
+
+
+def feature_gradients(call: HeadCall, dz: jax.Array, parameters: Parameters, needs: Features) -> Features:
+    """f32 `[C, H]` and `[C, r]`, where `needs` is not None."""
+    hidden = None if needs.hidden is None else dot(call, dz, parameters.kernel, (1, call.v_dim))
+    low = None if needs.low is None else call.lora_scale * dot(call, dz, parameters.lora_b, (1, call.v_dim))
+    return Features(hidden, low)
+
+
+def parameter_gradients(call: HeadCall, dz: jax.Array, factor: Features, needs: Parameters) -> Parameters:
+    """f32 gradients of the block's kernel and lora_b, in their layout, where `needs` is not None."""
+    kernel = None if needs.kernel is None else _outer(call, dz, factor.hidden)
+    return Parameters(kernel, None, None if needs.lora_b is None else call.lora_scale * _outer(call, dz, factor.low))
+
+
+def _outer(call: HeadCall, dz: jax.Array, factor: jax.Array) -> jax.Array:
+    if call.layout == "vh":
+        return dot(call, dz, factor, (0, 0))
+    return dot(call, factor, dz, (1 if _transposes(call, factor) else 0, 0))
+
+
+def as_factor(call: HeadCall, rows: Features, counts: jax.Array) -> Features:
+    """Features as `parameter_gradients` takes them, to be made outside a loop over the vocabulary.
+
+    Rows that do not count are 0: one may hold NaN, and 0 * NaN is NaN. For "hv" in f32 they are transposed: XLA for
+    CPUs takes a tenth to a third longer for a product whose left factor is contracted along its rows. Of bf16 it cannot
+    run the product if it transposes by layout.
+    """
+    rows = jax.tree.map(lambda x: jnp.where(counts[:, None], x, 0), rows)
+    return jax.tree.map(lambda x: x.T if _transposes(call, x) else x, rows)
+
+
+def _transposes(call: HeadCall, rows: jax.Array) -> bool:
+    return call.layout == "hv" and rows.dtype == jnp.float32

@@ -1,0 +1,152 @@
+"""The tokens of a device in blocks; with a mask, only those that it selects, in a number of blocks that it decides."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.sharding import vary_like, varying
+
+
+def even_size(count: int, most: int, multiple: int = 8) -> int:
+    """The size, at most `most` where that is a multiple, of as few equal blocks of `count` as can be.
+
+    What the last one has too much is padding, or overlaps the one before.
+
+    Example:
+      >>> even_size(2304, 2048), even_size(30, 12), even_size(100, 40)
+      (1152, 10, 40)
+    """
+    blocks = -(-count // most)
+    size = -(-count // blocks)
+    if blocks * size == count:
+        return size
+    rounded = -(-size // multiple) * multiple
+    return rounded if rounded <= min(most, count) else size
+
+
+class Slots(NamedTuple):
+    """One block of token slots."""
+
+    start: Any
+    counts: jax.Array | None  # bool[n], False for padding and tokens that do not count; None: all True
+
+
+class TokenBlocks:
+    """Tokens in slots: those that count first, in their order, so that blocks of slots stop where they stop.
+
+    Args:
+      counts: `bool[N]`, the tokens that count, or None for all. One block has all tokens, and needs no order.
+      count: N.
+      size: tokens of a block.
+      least: blocks at least; empty ones are added.
+      follow: those that count come first; else all take their turn where they are.
+      equal: mesh axes along which every device is to take as many turns, so that a collective may sit in the loop.
+    """
+
+    def __init__(
+        self,
+        counts: jax.Array | None,
+        count: int,
+        size: int,
+        least: int = 1,
+        follow: bool = True,
+        equal: frozenset[str] = frozenset(),
+    ):
+        self.count, self.size = count, size
+        self.blocks = max(least, -(-count // size))
+        self.slots_count = self.blocks * size
+        self.order: jax.Array | None = None
+        self.turns: Any = self.blocks
+        self._counts = None if counts is None else self.padded(counts)
+        if counts is not None and follow and self.blocks > 1:
+            order = vary_like(jnp.argsort(~counts, stable=True), counts)  # whose type has lost the mesh axes
+            self.order = self.padded(order)
+            self.total = counts.sum(dtype=jnp.int32)
+            turns = (self.total + size - 1) // size
+            names = equal & varying(turns)  # along the others they are equal already
+            self.turns = lax.pmax(turns, tuple(sorted(names))) if names else turns
+
+    def grouped(self, blocks: int) -> TokenBlocks:
+        """The same slots, so many blocks in one."""
+        found = copy.copy(self)
+        found.size, found.blocks = self.size * blocks, self.blocks // blocks
+        found.turns = -(-self.turns // blocks)
+        return found
+
+    def slots(self, j: Any) -> Slots:
+        """Block j."""
+        start = j * self.size
+        if self.order is not None:
+            return Slots(start, start + jnp.arange(self.size, dtype=jnp.int32) < self.total)
+        if self._counts is not None:
+            return Slots(start, self.read(self._counts, Slots(start, None)))
+        if self.slots_count > self.count:
+            return Slots(start, start + jnp.arange(self.size, dtype=jnp.int32) < self.count)
+        return Slots(start, None)
+
+    def loop(self, body: Callable[[Slots, Any], Any], carry: Any) -> Any:
+        """`carry = body(slots, carry)` over the blocks with a token that counts, or all where there is no order."""
+        if self.blocks == 1:
+            return body(self.slots(0), carry)
+        if self.order is None:
+            return lax.fori_loop(0, self.blocks, lambda j, carry: body(self.slots(j), carry), carry)
+        # the constant bound says to whoever reads the program how long the loop can be
+        more = lambda c: (c[0] < self.blocks) & (c[0] < self.turns)  # noqa: E731
+        turn = lambda c: (c[0] + 1, body(self.slots(c[0]), c[1]))  # noqa: E731
+        return lax.while_loop(more, turn, (jnp.zeros_like(self.turns), carry))[1]
+
+    def to_slots(self, x: Any) -> Any:
+        """Arrays from token order to slot order, padding included."""
+        if self.order is None:
+            return self.padded(x)
+        return jax.tree.map(lambda x: _rows(x, self.order), x)
+
+    def to_tokens(self, x: Any) -> Any:
+        """Arrays from slot order to token order."""
+        if self.order is None:
+            return jax.tree.map(lambda x: x[: self.count], x)
+        places = vary_like(jnp.argsort(self.order[: self.count]), self.order)
+        return jax.tree.map(lambda x: _rows(x, places), x)
+
+    def read(self, x: Any, slots: Slots) -> Any:
+        """The block of x, an array in slot order or a pytree of them."""
+        if self.blocks == 1:
+            return x
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, slots.start, self.size), x)
+
+    def take(self, x: Any, slots: Slots) -> Any:
+        """The block of x, an array in token order, padded, or a pytree of them."""
+        if self.order is None:
+            return self.read(x, slots)
+        return jax.tree.map(lambda x: _rows(x, self.read(self.order, slots)), x)
+
+    def write(self, x: Any, block: Any, slots: Slots) -> Any:
+        """x, an array in slot order or a pytree of them, with the block replaced."""
+        if self.blocks == 1:
+            return block
+        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, slots.start, 0)  # noqa: E731
+        return jax.tree.map(put, x, block)
+
+    def put(self, x: jax.Array, rows: jax.Array, slots: Slots) -> jax.Array:
+        """x, an array in token order, padded, with the rows of the tokens in the slots replaced where they count."""
+        if self.order is None:
+            return self.write(x, rows, slots)
+        assert slots.counts is not None
+        places = jnp.where(slots.counts, self.read(self.order, slots), x.shape[0])
+        return x.at[places].set(rows, mode="drop")
+
+    def padded(self, x: Any) -> Any:
+        """Arrays in token order, with rows added for all slots."""
+        extra = self.slots_count - self.count
+        pad = lambda x: jnp.pad(x, ((0, extra), *[(0, 0)] * (x.ndim - 1)))  # noqa: E731
+        return jax.tree.map(pad, x) if extra else x
+
+
+def _rows(x: jax.Array, rows: Any) -> jax.Array:
+    return x.at[rows].get(mode="promise_in_bounds")

@@ -1,0 +1,320 @@
+"""The types of the head. They hold no logic: what builds them lies above, so that no import goes in a circle."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxppo.sharding import ShardAxes
+
+if TYPE_CHECKING:
+    from jaxppo.head.softmax import Cotangents, Residuals, Sums
+
+Names = tuple[str, ...]
+Entropy = Literal["none", "metric", "bonus"]
+Layout = Literal["hv", "vh"]
+LogitsDtype = Literal["float32", "bfloat16"]
+Precision = Literal["default", "high", "highest"]
+SumDtype = Literal["float32", "parameter"]
+Implementation = Literal["xla", "mosaic_tpu", "reference"]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["log_probs", "entropy", "log_z", "mean_logit", "accuracy"],
+    meta_fields=["entropy_mode"],
+)
+@dataclasses.dataclass(frozen=True)
+class TokenStats:
+    """What a loss reads of a head's distribution at each token; f32 `[R, T]` each, None where it is not asked for.
+
+    Args:
+      log_probs: of the targets.
+      entropy: of the distribution, nats.
+      log_z: the log-sum-exp of the logits.
+      mean_logit: the mean of the finite logits; columns masked by -inf are out of it.
+      accuracy: 1 where no token is likelier than the target, else 0.
+      entropy_mode: how the entropy was computed; static. By default "bonus" with an entropy, else "none".
+
+    Example:
+      >>> TokenStats(jnp.zeros((1, 2))).entropy_mode
+      'none'
+    """
+
+    log_probs: Float[Array, "R T"]
+    entropy: Float[Array, "R T"] | None = None
+    log_z: Float[Array, "R T"] | None = None
+    mean_logit: Float[Array, "R T"] | None = None
+    accuracy: Float[Array, "R T"] | None = None
+    entropy_mode: Entropy | None = None
+
+    def __post_init__(self) -> None:
+        if self.entropy_mode is None:
+            object.__setattr__(self, "entropy_mode", "none" if self.entropy is None else "bonus")
+
+
+class Features(NamedTuple):
+    """What tokens multiply parameters with: hidden states, and hidden @ lora.a where there is an adapter."""
+
+    hidden: Any
+    low: Any = None
+
+
+class Parameters(NamedTuple):
+    """A head's parameters of the vocabulary, None where there is none.
+
+    On a device `lora_b` lies as the kernel does: `[r, V]` beside `[H, V]`, `[V, r]` beside `[V, H]`.
+    """
+
+    kernel: Any
+    bias: Any = None
+    lora_b: Any = None
+
+
+class Inputs(NamedTuple):
+    """All arrays of a call, None where there is none; `on_device` makes a device's of them, N tokens in a row."""
+
+    features: Features  # [R, T, H] and [R, T, r]; `low` is None until `on_device`
+    parameters: Parameters
+    lora_a: Any  # [H, r]; None after `on_device`
+    targets: Any  # i32[R, T]; on a device [N]
+    nucleus_ids: Any  # i32[R, T, K]; [N, K]
+    counts: Any  # bool[R, T], the tokens that are computed, None for all; [N]
+    temperature: Any  # f32, a scalar or [R, T], None for 1; [N]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform:
+    """z = softcap * tanh(scale * x / softcap) of x = hidden @ kernel + bias + LoRA; static.
+
+    Args:
+      dtype: to which x is rounded first; the gradient is that of no rounding.
+      softcap: None for none.
+      scale: multiplies x first.
+    """
+
+    dtype: LogitsDtype = "float32"
+    softcap: float | None = None
+    scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What is good for a kind of device.
+
+    Args:
+      whole: chunks meet the whole part of the vocabulary.
+      one_pass: bytes of the one pass by default.
+      tile: bytes of a tile of two passes, f32 logits and their gradient; on accelerators of a forward's logits.
+      tokens: of a tile of the forward and of a chunk of the one pass, on CPUs of all tiles.
+      least: tokens of a group of the one pass: with fewer, reading and writing dkernel costs more than two passes do.
+      group: the most tokens whose gradients of logits one late product takes.
+      chunk: tokens of a tile that follows a mask.
+      columns: of a tile of the second pass; on CPUs of the one pass.
+      wide: tokens of a tile of the second pass.
+      masked_columns: of a tile of the second pass that follows a mask.
+      deterministic: tokens of every chunk.
+      shared_sums: devices share a sum of a bf16 gradient out along H. XLA for GPUs would transpose it for that, and XLA
+        for CPUs sends f32 all the same.
+    """
+
+    whole: bool
+    one_pass: int
+    tile: int
+    tokens: int
+    least: int
+    group: int
+    chunk: int
+    columns: int
+    wide: int
+    masked_columns: int
+    deterministic: int
+    shared_sums: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Tokens and columns of a tile."""
+
+    tokens: int
+    columns: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens x {self.columns} columns"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a device has to do; in tokens, features and columns, and bytes.
+
+    Args:
+      tokens: N.
+      features: H.
+      columns: of the vocabulary, of the device's part.
+      itemsize: of what products take.
+      rows: bytes of hidden states gathered over the tensor axis, 0 where there are none to gather.
+      gathered: bytes of a kernel gathered over FSDP axes, 0 where there is none to gather.
+      accumulator: bytes of an f32 gradient of the kernel beside the result, 0 where the result is one.
+      masked: the work follows the tokens that count.
+      nucleus: log-probs are renormalised over a nucleus.
+    """
+
+    tokens: int
+    features: int
+    columns: int
+    itemsize: int
+    rows: int
+    gathered: int
+    accumulator: int
+    masked: bool
+    nucleus: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call is computed.
+
+    Args:
+      forward: the tile of the statistics.
+      forward_by_vocabulary: their outer loop is over the vocabulary.
+      backward: the schedule of the gradients, by the name of its function.
+      cut: its tile.
+      group: tokens whose gradients of logits one late product takes.
+    """
+
+    forward: Cut
+    forward_by_vocabulary: bool
+    backward: Literal["by_vocabulary", "late", "by_tile"]
+    cut: Cut
+    group: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.cut}" + (f", products of {self.group} tokens" if self.group > self.cut.tokens else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadCall:
+    """All that is static about a call to a head, checked.
+
+    Args:
+      axes: the roles of the mesh axes.
+      layout: of the kernel as a device multiplies it, "hv" or "vh".
+      transposed: the kernel is given as the transpose of that.
+      h_names: mesh axes that shard the kernel's H, all gathered.
+      v_names: mesh axes that shard its V, the tensor axes among them or not.
+      sequence_parallel: hidden states are sharded by position over the tensor axis.
+      transform: of logits, before the temperature.
+      lora_scale: of the adapter.
+      vocab_size: columns of the whole vocabulary that exist.
+      entropy: "none", "metric" or "bonus".
+      logit_stats: log_z, mean logit and accuracy are asked for.
+      profile: what is good for the devices.
+      op: the arithmetic of a tile.
+      precision: of products, as in `jnp.dot`; of f32 operands "highest" by default.
+      sum_dtype: in which gradients of parameters are summed over devices.
+      memory: bytes a device may spend beside its results; None for its default.
+      follow_mask: the work follows the tokens that count.
+      deterministic: tiles do not depend on the number of tokens.
+      heads: how many are walked together.
+    """
+
+    axes: ShardAxes
+    layout: Layout
+    transposed: bool
+    h_names: Names
+    v_names: Names
+    sequence_parallel: bool
+    transform: Transform
+    lora_scale: float
+    vocab_size: int
+    entropy: Entropy
+    logit_stats: bool
+    profile: Profile
+    op: Op
+    precision: Precision | None
+    sum_dtype: SumDtype
+    memory: int | None
+    follow_mask: bool
+    deterministic: bool
+    heads: int
+
+    @property
+    def v_dim(self) -> int:
+        """The kernel's dimension of the vocabulary."""
+        return 1 if self.layout == "hv" else 0
+
+
+class Prepared(NamedTuple):
+    """A call with its arrays, checked, and how they lie on the mesh."""
+
+    call: HeadCall
+    inputs: Inputs
+    specs: Inputs | None
+    """PartitionSpecs for `shard_call`; None where no mesh is given."""
+    tokens: tuple[int, int]
+    """[R, T]."""
+
+
+class NeedsGrad(NamedTuple):
+    """Which gradients are asked for, as fields that are True, not None; the others leave nothing in the program."""
+
+    features: Features
+    parameters: Parameters
+
+
+class Block(NamedTuple):
+    """Some columns of the vocabulary."""
+
+    parameters: Parameters  # [H, B] or [B, H]; f32[1, B]; [r, B] or [B, r]
+    columns: jax.Array  # i32[1, B], their vocabulary ids
+    valid: Any  # bool[1, B], False for duplicates of other blocks and for padding; True where there are none of either
+
+
+class Chunk(NamedTuple):
+    """Some tokens."""
+
+    rows: Features  # [C, H] and [C, r]
+    targets: Any  # i32[C]
+    nucleus_ids: Any  # i32[C, K]
+    temperature: Any  # f32[C]; None for 1
+    counts: Any  # bool[C], the tokens that are computed; None for all
+
+
+class Tile(NamedTuple):
+    """Some tokens before some columns."""
+
+    chunk: Chunk
+    block: Block
+    place: Any  # (i32[C], bool[C]), the target's column in the block, and whether the block holds it
+    nucleus: Any  # bool[C, B], the columns that the sampler could draw, the target's included; or None
+
+
+class Op:
+    """The arithmetic of a tile that an implementation may replace; the products of the backward are XLA's."""
+
+    leaves_logits: ClassVar[bool] = True  # of a forward, in memory; an op that does not is given all columns at once
+
+    def unsupported(self, call: HeadCall, inputs: Inputs) -> str | None:
+        """What of a call it does not support, in words; None where it supports all."""
+        return None
+
+    def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, jax.Array | None]:
+        """The softmax sums of the tile, those that `like` has, and its f32 products hidden @ kernel + bias + LoRA.
+
+        The products may be None where `keep` does not ask for them.
+        """
+        raise NotImplementedError
+
+    def dlogits(
+        self, call: HeadCall, tile: Tile, residuals: Residuals, cotangents: Cotangents, x: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """d loss / d (hidden @ kernel), `[C, B]` in the dtype of products, and its f32 sum over tokens for a bias.
+
+        It is 0 where nothing counts, and where the product is -inf: such a column is masked. The products x are
+        computed again where they are None; the sum is None where the head has no bias.
+        """
+        raise NotImplementedError

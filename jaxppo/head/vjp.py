@@ -1,0 +1,217 @@
+"""The gradient rules of the head, per shard: statistics of tokens, and a loss of tokens reduced to one number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head.backward import Begin, Known, among, by_tile, by_vocabulary, late
+from jaxppo.head.forward import statistics
+from jaxppo.head.gradient_sums import first_order
+from jaxppo.head.plan import one_pass, sizes_of, two_passes
+from jaxppo.head.prepare import on_device
+from jaxppo.head.token_blocks import Slots
+from jaxppo.head.types import Chunk, Features, HeadCall, Inputs, NeedsGrad, Parameters, Plan, TokenStats
+from jaxppo.head.walk import Walk, cotangents_of
+from jaxppo.sharding import note, vary, varying
+
+# (statistics f32[n], arrays [n, ...] of those tokens, arrays it reads whole) -> losses f32[n], weights included
+TokenLoss = Callable[[TokenStats, Any, Any], jax.Array]
+
+
+def stats_of_tokens(call: HeadCall, inputs: Inputs) -> TokenStats:
+    """Per-shard: the statistics of the device's tokens, `[R, T]` each."""
+    shape = inputs.targets.shape
+    return jax.tree.map(lambda x: x.reshape(shape), _token_stats(call, on_device(call, inputs)))
+
+
+def reduce_tokens(
+    call: HeadCall, inputs: Inputs, token_loss: TokenLoss, per_token: Any, shared: Any
+) -> tuple[jax.Array, TokenStats]:
+    """Per-shard: the losses of all devices' tokens, summed, and this one's statistics, constants.
+
+    One pass where the memory has room for it and nothing is of f16, else two. The loss of a token is to depend on that
+    token alone.
+
+    Args:
+      call: static.
+      inputs: the arrays of the head, as the device holds them.
+      token_loss: of some tokens; hashable.
+      per_token: arrays `[R, T, ...]` that it reads; constants of differentiation.
+      shared: arrays that it reads whole; constants too.
+    """
+    shape = inputs.targets.shape
+    inputs = on_device(call, inputs)
+    per_token = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), per_token)
+    plan, why = one_pass(call, sizes_of(call, inputs)), "one pass does not fit the memory"
+    if any(x.dtype == jnp.float16 for x in jax.tree.leaves((inputs.features, inputs.parameters))):
+        plan, why = None, "float16"  # one pass would round gradients to it before a loss scale multiplies them
+    if plan is None:
+        with note(f"two passes: {why}"):
+            stats = _token_stats(call, inputs)
+        total = _total(call, token_loss(stats, per_token, shared))
+    else:
+        total, stats = _one_pass(call, plan, token_loss, inputs, per_token, shared)
+    return total, jax.tree.map(lambda x: lax.stop_gradient(x).reshape(shape), stats)
+
+
+def _total(call: HeadCall, losses: jax.Array) -> jax.Array:
+    """Summed here, so that its cotangent is one number for all devices: gradients are already summed over them."""
+    return call.axes.psum(vary(losses.sum(), call.axes.tokens), call.axes.tokens)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_stats(call: HeadCall, inputs: Inputs) -> TokenStats:
+    """The statistics of one device's tokens, f32[N] each."""
+    return statistics(call, two_passes(call, sizes_of(call, inputs), True), inputs)[0]
+
+
+def _token_stats_forward(call: HeadCall, inputs: Any) -> Any:
+    inputs, needs = values_and_needs(inputs)
+    stats, residuals = statistics(call, two_pass_plan(call, inputs, needs), inputs)
+    return stats, (inputs, to_save((residuals, needs)))
+
+
+def _token_stats_backward(call: HeadCall, left: Any, of_stats: Any) -> Any:
+    inputs, (residuals, needs) = left[0], saved(left[1])
+    cotangents = cotangents_of(call, dense(of_stats), inputs.counts)
+    plan = two_pass_plan(call, inputs, needs)
+    make = partial(Walk, call, inputs, plan.cut)
+    return (cotangents_of_inputs(inputs, *gradients(plan, make, needs, (residuals, cotangents))),)
+
+
+_token_stats.defvjp(_token_stats_forward, _token_stats_backward, symbolic_zeros=True)
+
+
+def gradients(plan: Plan, make: Callable[..., Walk], needs: NeedsGrad, known: Any) -> tuple[Features, Parameters]:
+    """The gradients that are asked for, of tokens whose residuals and cotangents are `known`, f32[N] each."""
+    with note(f"gradients, {plan}"):
+        if plan.backward == "by_vocabulary":
+            return by_vocabulary(make(by_vocabulary=True), needs, known)
+        walk = make(equal=True, multiple=max(1, plan.group // plan.cut.tokens))
+        in_slots = walk.tokens.to_slots(known)
+
+        def begin(chunk: Any, slots: Slots) -> Known:
+            residuals, cotangents = walk.tokens.read(in_slots, slots)
+            return Known(None, residuals, among(cotangents, slots.counts))
+
+        return by_chunks(plan, walk, needs, begin, None)[1:]
+
+
+def by_chunks(plan: Plan, walk: Walk, needs: NeedsGrad, begin: Begin, results: Any) -> tuple[Any, Features, Parameters]:
+    """The results of tokens and the gradients that are asked for, by the plan's schedule."""
+    if plan.backward == "late":
+        return late(walk, plan, needs, begin, results)
+    return by_tile(walk, needs, begin, results)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _one_pass(call: HeadCall, plan: Plan, token_loss: TokenLoss, inputs: Inputs, per_token: Any, shared: Any) -> Any:
+    """The losses of all devices' tokens, summed, and this one's statistics (not differentiable), f32[N] each."""
+    stats = statistics(call, two_passes(call, sizes_of(call, inputs), True), inputs)[0]
+    return _total(call, token_loss(stats, per_token, shared)), stats
+
+
+def _one_pass_forward(
+    call: HeadCall, plan: Plan, token_loss: TokenLoss, inputs: Any, per_token: Any, shared: Any
+) -> Any:
+    inputs, needs = values_and_needs(inputs)
+    per_token, shared = values((per_token, shared))
+    with note(f"one pass, {plan}"):
+        walk = Walk(call, inputs, plan.cut, equal=True, multiple=max(1, plan.group // plan.cut.tokens))
+        in_slots = walk.tokens.to_slots(per_token)
+
+        def begin(chunk: Chunk, slots: Slots) -> Known:
+            loss = lambda stats: token_loss(stats, walk.tokens.read(in_slots, slots), shared)  # noqa: E731
+            return _loss_of_chunk(walk, chunk, loss)
+
+        zeros = jnp.zeros(walk.tokens.slots_count, jnp.float32)
+        entropy, of_logits = (zeros if asked else None for asked in (call.entropy != "none", call.logit_stats))
+        stats = TokenStats(zeros, entropy, of_logits, of_logits, of_logits, call.entropy)
+        results = walk.vary_results((zeros, stats))
+        (losses, stats), *found = by_chunks(plan, walk, needs, begin, results)
+    return (_total(call, losses), stats), (to_save(found), inputs)
+
+
+def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Array]) -> Known:
+    """A chunk's losses and statistics, its residuals and cotangents, and its products."""
+    empty = walk.empty_sums(chunk.targets.shape[0])
+    block = lambda sums, i: walk.sums(chunk, walk.block(i), sums, keep=True)  # noqa: E731
+    if walk.vocabulary.blocks == 1:
+        sums, x = block(empty, 0)
+        x = x[None]
+    else:
+        sums, x = lax.scan(block, empty, jnp.arange(walk.vocabulary.blocks, dtype=jnp.int32))
+    stats, residuals = walk.finish(sums, chunk.targets)
+    counted = lambda x: x if chunk.counts is None else jnp.where(chunk.counts, x, 0)  # noqa: E731
+    losses, vjp = jax.vjp(lambda stats: counted(loss(stats)), stats)
+    cotangents = cotangents_of(walk.call, vjp(jnp.ones_like(losses))[0], chunk.counts)
+    return Known((losses, jax.tree.map(counted, stats)), residuals, cotangents, x)
+
+
+def _one_pass_backward(call: HeadCall, plan: Plan, token_loss: TokenLoss, left: Any, of_results: Any) -> Any:
+    found, inputs = saved(left[0]), left[1]
+    c = of_results[0]
+    scale = lambda x: vary((x.astype(jnp.float32) * c).astype(x.dtype), varying(x))  # noqa: E731
+    return cotangents_of_inputs(inputs, *jax.tree.map(scale, found)), None, None
+
+
+_one_pass.defvjp(_one_pass_forward, _one_pass_backward, symbolic_zeros=True)
+
+
+def two_pass_plan(call: HeadCall, inputs: Inputs, needs: NeedsGrad) -> Plan:
+    """The plan of a forward and of the backward that follows it."""
+    return two_passes(call, sizes_of(call, inputs), not any(needs.parameters))
+
+
+def cotangents_of_inputs(inputs: Inputs, features: Features, parameters: Parameters) -> Inputs:
+    """What a rule's backward returns: these gradients, which cannot be differentiated again, and none of the rest."""
+    once = partial(first_order, "a loss from hidden states")
+    features, parameters = jax.tree.map(once, (features, parameters))
+    return Inputs(features, parameters, None, None, None, None, jax.tree.map(jnp.zeros_like, inputs.temperature))
+
+
+def dense(of_stats: Any) -> Any:
+    """Cotangents of statistics, with zeros where one is known to be 0."""
+    is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)  # noqa: E731
+    zeros = lambda x: jnp.zeros(x.shape, jnp.float32) if is_zero(x) else x  # noqa: E731
+    return jax.tree.map(zeros, of_stats, is_leaf=is_zero)
+
+
+def values(tree: Any) -> Any:
+    """The arrays of a rule's arguments with `symbolic_zeros`."""
+    return jax.tree.map(lambda x: x.value, tree, is_leaf=_is_argument)
+
+
+def values_and_needs(inputs: Any) -> tuple[Inputs, NeedsGrad]:
+    """The arrays of a rule's `Inputs` with `symbolic_zeros`, and which gradients will be asked for."""
+    needed = jax.tree.map(lambda x: x.perturbed or None, inputs, is_leaf=_is_argument)
+    return values(inputs), NeedsGrad(needed.features, needed.parameters)
+
+
+def _is_argument(x: Any) -> bool:
+    return hasattr(x, "perturbed")
+
+
+# Where a forward saves None or True it leaves an array with no element and of such a shape.
+_NONE, _TRUE = (0,) * 6, (0,) * 7
+
+
+def to_save(tree: Any) -> Any:
+    """What a forward leaves to its backward, in the same structure whichever gradients are asked for.
+
+    A function under `jit` is traced once, and the forward of a rule in it once for each set of gradients that is asked
+    for. But JAX gives every backward the structure of what the last of these forwards saved.
+    """
+    mark = lambda x: jnp.zeros(_NONE, jnp.float32) if x is None else jnp.zeros(_TRUE, jnp.float32) if x is True else x  # noqa: E731
+    return jax.tree.map(mark, tree, is_leaf=lambda x: x is None)
+
+
+def saved(tree: Any) -> Any:
+    """What was given to `to_save`."""
+    return jax.tree.map(lambda x: {_NONE: None, _TRUE: True}.get(x.shape, x), tree)

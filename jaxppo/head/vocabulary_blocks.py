@@ -1,0 +1,219 @@
+"""A head's parameters as one device holds them, in blocks of columns, and where the gradients of blocks go.
+
+The kernel may be sharded over the tensor axis along V, and over data axes (FSDP) along H or V. It is gathered over
+those at once, or a block at a time. Remainders overlap the block before them with the duplicates masked, so nothing is
+padded or copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head.gradient_sums import as_primal, psum_in_blocks, sum_in_blocks, unwritten
+from jaxppo.head.plan import window
+from jaxppo.head.token_blocks import even_size
+from jaxppo.head.types import Block, Chunk, HeadCall, Parameters, Tile
+from jaxppo.sharding import vary, varying
+
+LANES = 128  # of an accelerator's registers
+SUMMED_BYTES = 64 * 2**20  # of one sum over devices, which needs an array of its own
+
+
+class VocabularyBlocks:
+    """The parameters of one device in blocks of columns.
+
+    Args:
+      call: how they lie on the mesh.
+      parameters: as the device holds them.
+      size: columns of a block at most.
+      by_block: gather them over FSDP axes for each block, rather than at once.
+    """
+
+    def __init__(self, call: HeadCall, parameters: Parameters, size: int, by_block: bool = False):
+        self.call, self.given = call, parameters
+        self.gathered_v = tuple(n for n in call.v_names if n not in call.axes.tensor)
+        self.gathers = bool(call.h_names or self.gathered_v)
+        self.by_block = self.gathers and by_block
+        self.held = self._gather(parameters) if self.gathers and not by_block else parameters
+        own = parameters.kernel.shape[call.v_dim]
+        bases = self._bases(own)
+        self.ids = (bases[:, None] + _range(own)[None]).reshape(-1)
+        self.offsets = bases - bases[0]
+        if self.by_block and self.gathered_v:
+            self.ids = self.ids.reshape(-1, own)[0]
+        self.count = self.ids.shape[0]
+        self.window, shards = window(call, self.count), call.axes.size(call.axes.tensor)
+        self.size = even_size(self.window, size, LANES)
+        self.blocks = -(-self.window // self.size)
+        self.first: Any = 0
+        if self.window < self.count:
+            self.first = jnp.minimum(call.axes.index(call.axes.tensor) * self.window, self.count - self.window)
+        self.padded = call.vocab_size < own * math.prod(map(lax.axis_size, call.v_names))
+        self.overlaps = bool(self.window % self.size) or self.count > self.window != self.count / shards
+        self.sums: Any = {"sum_dtype": call.sum_dtype, "shared": call.profile.shared_sums}
+
+    @property
+    def whole(self) -> bool:
+        """The device works on all the columns of its own parameters."""
+        return self.window == self.count and not self.gathers
+
+    def _bases(self, own: int) -> jax.Array:
+        """The first vocabulary id of each piece that a gather over V brings together, in the gather's order."""
+        stride, strides = own, {}
+        for name in reversed(self.call.v_names):
+            strides[name] = stride
+            stride *= lax.axis_size(name)
+        tensor = [n for n in self.call.v_names if n in self.call.axes.tensor]
+        bases = jnp.asarray(sum(lax.axis_index(n) * strides[n] for n in tensor)).reshape(1)
+        for name in self.gathered_v:
+            bases = (bases[:, None] + strides[name] * _range(lax.axis_size(name))[None]).reshape(-1)
+        return bases
+
+    def _gather(self, parameters: Parameters) -> Parameters:
+        def gather(is_kernel: bool, x: jax.Array) -> jax.Array:
+            if is_kernel and self.call.h_names:
+                x = lax.all_gather(x, self.call.h_names, axis=1 - self.call.v_dim, tiled=True)
+            if self.gathered_v:
+                x = lax.all_gather(x, self.gathered_v, axis=self.dim(x), tiled=True)
+            return x
+
+        return each(gather, parameters)
+
+    def dim(self, x: jax.Array) -> int:
+        """The dimension of V."""
+        return self.call.v_dim if x.ndim == 2 else 0
+
+    def start(self, i: Any) -> Any:
+        """The first column of block i, of those held."""
+        return self.first + jnp.minimum(i * self.size, self.window - self.size) if self.blocks > 1 else self.first
+
+    def own(self, i: Any) -> Any:
+        """bool: which columns of block i are its alone."""
+        at = self.start(i) + _range(self.size)
+        before = self.call.axes.index(self.call.axes.tensor) * self.window if self.window < self.count else 0
+        return (at >= self.first + i * self.size) & (at >= before)
+
+    def slice(self, i: Any, x: jax.Array) -> jax.Array:
+        """The columns of block i of an array that has all that are held."""
+        if self.size == self.count:
+            return x
+        return lax.dynamic_slice_in_dim(x, self.start(i), self.size, self.dim(x))
+
+    def block(self, i: Any) -> Block:
+        """Block i, gathered if it is not yet."""
+        parts = jax.tree.map(partial(self.slice, i), self.held)
+        ids = self.slice(i, self.ids) if self.gathers else self.ids[0] + self.start(i) + _range(self.size)
+        if self.by_block:
+            parts, ids = self._gather(parts), (ids[None] + self.offsets[:, None]).reshape(-1)
+        valid: Any = jnp.tile(self.own(i), ids.shape[0] // self.size) if self.overlaps else True
+        if self.padded:
+            exists = ids < self.call.vocab_size
+            # padding may hold NaN, and 0 * NaN is NaN in the gradient of the hidden states
+            among = lambda x: exists if x.ndim == 1 else jnp.expand_dims(exists, 1 - self.dim(x))  # noqa: E731
+            parts, valid = jax.tree.map(lambda x: jnp.where(among(x), x, 0), parts), valid & exists
+        bias = None if parts.bias is None else parts.bias.astype(jnp.float32)[None]
+        return Block(parts._replace(bias=bias), ids[None], valid if valid is True else valid[None])
+
+    def tile(self, chunk: Chunk, block: Block) -> Tile:
+        """Some tokens before a block."""
+        if chunk.targets is None:
+            return Tile(chunk, block, None, None)
+        place, nucleus = self._place_of(chunk.targets, block), None
+        if chunk.nucleus_ids is not None:
+            ids = jnp.concatenate([chunk.nucleus_ids, chunk.targets[:, None]], axis=1)
+            places, inside = self._place_of(ids, block)
+            C, B = ids.shape[0], block.columns.shape[1]
+            empty = vary(jnp.zeros((C, B), bool), varying(ids) | varying(block.columns))
+            nucleus = empty.at[_range(C)[:, None], jnp.where(inside, places, B)].set(True, mode="drop")
+        return Tile(chunk, block, place, nucleus)
+
+    def _place_of(self, ids: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
+        """The place in the block of each vocabulary id, and whether the block has it as its own."""
+        pieces = math.prod(map(lax.axis_size, self.gathered_v))
+        size = block.columns.shape[1] // pieces
+        starts = block.columns[0, ::size]
+        row = lambda x: x.reshape(*[1] * ids.ndim, pieces)  # noqa: E731
+        offset = ids[..., None] - row(starts)
+        inside = (offset >= 0) & (offset < size)
+        place = jnp.where(inside, offset + row(_range(pieces) * size), 0).sum(-1, dtype=jnp.int32)
+        return place, inside.any(-1) & (True if block.valid is True else block.valid[0, place])
+
+    def over_blocks(self, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """`carry = body(i, carry)` over the blocks, the last first: what it shares with the one before is there."""
+        if self.blocks == 1:
+            return body(0, carry)
+        return lax.fori_loop(0, self.blocks, lambda i, carry: body(self.blocks - 1 - i, carry), carry)
+
+    def add(self, i: Any, total: jax.Array, gradient: jax.Array) -> jax.Array:
+        """This device's f32 `total`, of all columns held, plus the gradient of block i."""
+        if self.size == self.count:
+            return total + gradient
+        return self._set(i, total, self.slice(i, total) + gradient)
+
+    def _set(self, i: Any, total: jax.Array, part: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(total, part, self.start(i), self.dim(total))
+
+    def empty(self, primal: jax.Array) -> jax.Array:
+        """Where `put_summed` writes every column; zeros where it writes a window of them."""
+        if self.window == self.count:
+            return unwritten(primal, self.dim(primal))
+        return vary(jnp.zeros(primal.shape, primal.dtype), varying(primal) | set(self.call.axes.tensor))
+
+    def put_summed(
+        self, i: Any, is_kernel: bool, total: jax.Array, gradient: jax.Array, primal: jax.Array
+    ) -> jax.Array:
+        """`total`, of the primal's shape, with the gradient of block i, summed over the devices that share it.
+
+        Blocks come last first, so that the zeros of the last, in columns that it shares with the one before, are
+        written over.
+        """
+        gradient = self._scatter(is_kernel, gradient, primal)
+        # over the tensor axis windows differ, and only whole gradients can be summed: `finish`
+        keep = varying(primal) | (set(self.call.axes.tensor) if self.window < self.count else set())
+        gradient = as_primal(gradient, primal, keep=keep, blocks=self.dim(primal), **self.sums)
+        return gradient if self.size == total.shape[self.dim(total)] else self._set(i, total, gradient)
+
+    def finish(self, total: jax.Array, primal: jax.Array) -> jax.Array:
+        """The end of `put_summed`s: windows of one whole kernel are disjoint, so that any dtype sums them exactly."""
+        return as_primal(total, primal)
+
+    def _scatter(self, is_kernel: bool, gradient: jax.Array, primal: jax.Array) -> jax.Array:
+        gradient = gradient if self.call.sum_dtype == "float32" else gradient.astype(primal.dtype)
+        scatter = partial(lax.psum_scatter, tiled=True)
+        if self.call.h_names and is_kernel:
+            gradient = scatter(gradient, self.call.h_names, scatter_dimension=1 - self.call.v_dim)
+        if self.gathered_v:
+            gradient = scatter(gradient, self.gathered_v, scatter_dimension=self.dim(primal))
+        return gradient
+
+    def summed(self, is_kernel: bool, total: jax.Array, primal: jax.Array) -> jax.Array:
+        """The f32 gradient of all columns held, summed over the devices that share the primal."""
+        dim = self.dim(primal)
+        size = max(LANES, SUMMED_BYTES // (4 * total.size // total.shape[dim]))
+        if not self.gathers:
+            return psum_in_blocks(total, primal, dim, size, **self.sums)
+        pieces, own = math.prod(map(lax.axis_size, self.gathered_v)), primal.shape[dim]
+
+        def part(start: Any, size: int) -> jax.Array:
+            """The gradient of `size` of the device's own columns, from each device's part of all of them."""
+            found = [lax.dynamic_slice_in_dim(total, start + k * own, size, dim) for k in range(pieces)]
+            return self._scatter(is_kernel, jnp.concatenate(found, dim) if len(found) > 1 else found[0], primal)
+
+        # in blocks also for the compiler: XLA for TPUs takes one large scatter for a sum of all, and sums that in bf16
+        return sum_in_blocks(part, primal, dim, max(LANES, size // pieces), **self.sums)
+
+
+_range = partial(jnp.arange, dtype=jnp.int32)
+
+
+def each(fn: Callable[..., Any], parameters: Parameters, *others: Parameters) -> Parameters:
+    """fn(is_kernel, parameter, ...) for each parameter that is there."""
+    values = zip(parameters, *others, strict=True)
+    return Parameters(*(None if x[0] is None else fn(i == 0, *x) for i, x in enumerate(values)))

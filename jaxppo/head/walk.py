@@ -1,0 +1,181 @@
+"""One device's tokens before its part of the vocabulary, cut into tiles: what all schedules share."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head import softmax
+from jaxppo.head.gradient_sums import as_primal, psum_in_blocks
+from jaxppo.head.softmax import Cotangents, Residuals, Sums
+from jaxppo.head.token_blocks import Slots, TokenBlocks
+from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Inputs, TokenStats
+from jaxppo.head.vocabulary_blocks import VocabularyBlocks
+from jaxppo.sharding import vary, varying
+
+SUMMED_TOKENS = 1024  # of dhidden, at a time
+
+
+class Walk:
+    """One device's tokens against its blocks of the vocabulary.
+
+    Args:
+      call: static.
+      inputs: the device's arrays.
+      cut: tokens and columns of a tile.
+      by_vocabulary: the loop over the vocabulary is the outer one: all tokens that count come to the front at once, and
+        a kernel is gathered a block at a time. Else each block of tokens is taken in its turn.
+      equal: every device takes as many turns over tokens.
+      multiple: there are as many blocks of tokens, or twice as many, and so on.
+    """
+
+    def __init__(
+        self,
+        call: HeadCall,
+        inputs: Inputs,
+        cut: Cut,
+        *,
+        by_vocabulary: bool = False,
+        equal: bool = False,
+        multiple: int = 1,
+    ):
+        self.call, self.inputs, self.compact = call, inputs, by_vocabulary
+        self.axes = frozenset().union(*map(varying, jax.tree.leaves(inputs)), call.axes.tensor)
+        self.vocabulary = VocabularyBlocks(call, inputs.parameters, cut.columns, by_vocabulary)
+        features = whole_features(call, inputs.features)
+        self.count = features.hidden.shape[0]
+        blocks = -(-self.count // cut.tokens)
+        # a loop of one turn would be compiled as another program
+        least = max(-(-blocks // multiple) * multiple, 2 if call.deterministic else 1)
+        equal_over = self.axes if equal else frozenset()
+        self.tokens = TokenBlocks(inputs.counts, self.count, cut.tokens, least, call.follow_mask, equal_over)
+        per_token = inputs.targets, inputs.nucleus_ids, inputs.temperature
+        self.per_token = self.tokens.to_slots(per_token)
+        in_place = self.tokens.order is None or by_vocabulary
+        self.features = self.tokens.to_slots(features) if in_place else features
+
+    def vary(self, tree: Any) -> Any:
+        """Loop carries vary over all axes from the start."""
+        return jax.tree.map(lambda x: vary(x, self.axes), tree)
+
+    def vary_results(self, tree: Any) -> Any:
+        """Results of tokens, the same on all devices of the tensor axis."""
+        return jax.tree.map(lambda x: vary(x, self.axes - set(self.call.axes.tensor)), tree)
+
+    def zeros(self, *shape: int) -> jax.Array:
+        return vary(jnp.zeros(shape, jnp.float32), self.axes)
+
+    def rows(self, slots: Slots) -> Features:
+        """The features of the tokens in the slots."""
+        rows: Features = (self.tokens.read if self.compact else self.tokens.take)(self.features, slots)
+        return rows
+
+    def chunk(self, slots: Slots, rows: Features | None = None) -> Chunk:
+        """The tokens in the slots."""
+        targets, nucleus_ids, temperature = self.tokens.read(self.per_token, slots)
+        return Chunk(self.rows(slots) if rows is None else rows, targets, nucleus_ids, temperature, slots.counts)
+
+    def block(self, i: Any) -> Block:
+        return self.vocabulary.block(i)
+
+    def sums(self, chunk: Chunk, block: Block, before: Sums, keep: bool = False) -> tuple[Sums, Any]:
+        """The softmax sums of the chunk up to this block, `before` those of the blocks before; products to keep."""
+        found, x = self.call.op.forward(self.call, self.vocabulary.tile(chunk, block), before, keep)
+        return self.vary(found if self.vocabulary.blocks == 1 else softmax.merge(before, found)), x
+
+    def empty_sums(self, count: int) -> Sums:
+        """The sums that the call asks for, of `count` tokens and no logits."""
+        call, nucleus = self.call, self.inputs.nucleus_ids is not None
+        # the same sums with an entropy and without, where the same bits are promised
+        entropy = call.entropy != "none" or call.deterministic
+        full = entropy or call.logit_stats or not nucleus
+        options = {"full": full, "entropy": entropy, "nucleus": nucleus, "logit_stats": call.logit_stats}
+        return self.vary(softmax.empty_sums(count, **options))
+
+    def finish(self, sums: Sums, targets: jax.Array) -> tuple[TokenStats, Residuals]:
+        """The statistics of tokens from their sums over the device's vocabulary, and what the backward needs."""
+        call = self.call
+        sums = softmax.combine(sums, call.axes)
+        log_probs, entropy, residuals = softmax.finish(sums, (targets >= 0) & (targets < call.vocab_size))
+        if call.entropy == "none" and entropy is not None:
+            # used in a way that changes nothing, or the compiler would leave it out
+            log_probs, entropy = jnp.where(jnp.isnan(entropy), jnp.nan, log_probs), None
+        log_z, mean_logit, accuracy = softmax.logit_stats(sums, residuals) or (None, None, None)
+        if call.entropy != "bonus":
+            residuals = residuals.without_entropy(sums.nucleus_m is not None and not call.logit_stats)
+        return TokenStats(log_probs, entropy, log_z, mean_logit, accuracy, call.entropy), residuals
+
+    def dlogits(
+        self, chunk: Chunk, block: Any, residuals: Any, cotangents: Cotangents, x: Any = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """d loss / d (hidden @ kernel) as products take it, `[C, B]`, and its f32 sum over the tokens; see `Op`."""
+        return self.call.op.dlogits(self.call, self.vocabulary.tile(chunk, block), residuals, cotangents, x)
+
+    def features_start(self, primals: Features) -> Features:
+        """Where `put_features` writes gradients of rows, in token order."""
+
+        rows = self.tokens.slots_count if self.tokens.order is None else self.count
+
+        def start(x: jax.Array) -> jax.Array:
+            dtype, axes = (jnp.float32, self.axes) if self.call.sequence_parallel else (x.dtype, varying(x))
+            return vary(jnp.zeros((rows, x.shape[-1]), dtype), axes)
+
+        return jax.tree.map(start, primals)
+
+    def put_features(
+        self, tokens: TokenBlocks, total: Features, drows: Features, primals: Features, slots: Slots
+    ) -> Features:
+        """`total` with the f32 gradients of the rows in the slots, summed over devices where they can be now."""
+
+        def put(total: jax.Array, drows: jax.Array, primal: jax.Array) -> jax.Array:
+            if not self.call.sequence_parallel:
+                drows = psum_in_blocks(drows, _rows_like(primal, drows), 0, self.tokens.size, shared=self.shared)
+            return tokens.put(total, drows, slots)
+
+        return jax.tree.map(put, total, drows, primals)
+
+    def finish_features(self, total: Features, primals: Features) -> Features:
+        """The end of `put_features`: in the shape and sharding of the features."""
+        return jax.tree.map(partial(self._feature_cotangent), jax.tree.map(lambda x: x[: self.count], total), primals)
+
+    def slots_to_features(self, total: Features, primals: Features) -> Features:
+        """The f32 gradients of rows in slot order, as those of the features."""
+        if self.call.sequence_parallel:
+            return jax.tree.map(self._feature_cotangent, self.tokens.to_tokens(total), primals)
+        like = jax.tree.map(_rows_like, primals, total)
+        summed = jax.tree.map(lambda x, p: psum_in_blocks(x, p, 0, SUMMED_TOKENS, shared=self.shared), total, like)
+        return jax.tree.map(self._feature_cotangent, self.tokens.to_tokens(summed), primals)
+
+    @property
+    def shared(self) -> bool:
+        return self.call.profile.shared_sums
+
+    def _feature_cotangent(self, gradient: jax.Array, primal: jax.Array) -> jax.Array:
+        names = self.call.axes.tensor
+        gradient = gradient.reshape(primal.shape[0], -1, primal.shape[2])
+        if self.call.sequence_parallel:
+            gradient = lax.psum_scatter(gradient, names, scatter_dimension=1, tiled=True)
+        return as_primal(gradient, primal, shared=self.shared)
+
+
+def _rows_like(primal: jax.Array, rows: jax.Array) -> jax.Array:
+    """An array of the primal's type and the shape of rows."""
+    return vary(jnp.zeros(rows.shape, primal.dtype), varying(primal))
+
+
+def whole_features(call: HeadCall, features: Features) -> Features:
+    """The features of all tokens, `[N, H]` and `[N, r]`."""
+    if call.sequence_parallel:
+        features = jax.tree.map(lambda x: lax.all_gather(x, call.axes.tensor, axis=1, tiled=True), features)
+    return jax.tree.map(lambda x: x.reshape(-1, x.shape[2]), features)
+
+
+def cotangents_of(call: HeadCall, found: TokenStats, counts: Any) -> Cotangents:
+    """Cotangents of the statistics that the call differentiates, counted among these tokens."""
+    entropy = found.entropy if call.entropy == "bonus" else None
+    among = True if counts is None else counts
+    return Cotangents.of(found.log_probs, entropy, found.log_z, found.mean_logit, among)

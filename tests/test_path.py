@@ -1,0 +1,68 @@
+"""The page that names the functions of a gradient names those that a traced gradient runs through."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from traced_path import ROOT, circles, gradient, traced, types_of
+
+PAGE = (ROOT / "docs" / "path_of_a_gradient.md").read_text()
+ELSEWHERE = {"late", "by_tokens", "stats_of_tokens"}  # of accelerators, and of losses that are not token-local
+
+
+def named():
+    """(file, name) of what the page names: a file counts for the names before it, back to the one before."""
+    found, waiting = [], []
+    for text in re.findall(r"`([^`]+)`", PAGE):
+        if not text.endswith(".py"):
+            waiting.append(text)
+            continue
+        found += [(text, name) for name in waiting if re.fullmatch(r"[A-Za-z_][\w.]*", name) and name != "shard_map"]
+        waiting = []
+    return found
+
+
+def defined(path: Path):
+    """The functions and classes of a file, methods as Class.method."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{x.name}" for x in node.body if isinstance(x, ast.FunctionDef)}
+    return names
+
+
+@pytest.fixture(scope="module")
+def entered():
+    """What two gradients run through, one in one pass and one in two."""
+    return traced(gradient()) | traced(gradient(memory=2**17))
+
+
+def test_each_name_exists_where_the_page_says():
+    anywhere = {name for path in (ROOT / "jaxppo" / "head").rglob("*.py") for name in defined(path)}
+    lost = [(file, name) for file, name in named() if name not in defined(ROOT / file) | anywhere]
+    assert lost == []
+
+
+def test_a_gradient_runs_through_them(entered):
+    names = {name for _, name in entered} | {name.removesuffix(".__init__") for _, name in entered}
+    functions = {name for _, name in named() if name.rsplit(".", 1)[-1][0].islower() or name.startswith("_")}
+    assert {name for name in functions if name not in names} <= ELSEWHERE
+
+
+def test_files_that_a_gradient_runs_through_stand_on_the_page(entered):
+    heads = {file for file, _ in entered if file.startswith("jaxppo/head/")}
+    small = {"types", "checks", "head", "choice", "low_rank"}  # types, checks of arguments, what a user says
+    assert {file for file in heads if file not in PAGE and Path(file).stem not in small} == set()
+
+
+def test_no_module_of_the_head_imports_itself():
+    assert [circle for circle in circles() if any(".head" in name for name in circle)] == []
+
+
+def test_the_head_stays_small(entered):
+    """Above these, somebody has to read it again."""
+    assert len({x for x in entered if x[0].startswith("jaxppo/head/")}) <= 160
+    assert len(types_of(ROOT / "jaxppo" / "head")) <= 43
