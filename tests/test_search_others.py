@@ -109,6 +109,7 @@ def value_options(draw, aggregation: str) -> dict[str, Any]:
     return {
         "clip": draw(st.none() | between(0.0625, 2)),
         "factor": draw(between(0.25, 2)),
+        "huber_delta": draw(st.none() | between(0.0625, 2)),
         "clip_fraction": draw(st.sampled_from(["worse", "outside"])),
         "aggregation": aggregation,
         "aggregation_norm": norm_of(draw, aggregation),

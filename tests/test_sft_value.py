@@ -96,6 +96,25 @@ def test_value_conventions():
     assert "clip_fraction" not in metrics
 
 
+def test_huber_by_hand():
+    """0.5 e^2 up to delta, delta (|e| - delta / 2) beyond, of the clipped value as well, as AReaL has it."""
+    ids, one = jnp.ones((1, 3), int), jnp.ones((1, 3))
+    sample, returns = jnp.zeros((1, 1), int), jnp.array([[1.0, -1.0, 3.0]])
+    batch = RolloutBatch(ids, ids, ids, ids, one, sample, values=0 * one, returns=returns, real_last_targets=True)
+    now = jnp.array([[0.5, 0.5, 0.1]])
+    run = lambda x: value_loss(x, batch, clip=0.25, huber_delta=1.0, aggregation="token_sum")[0]  # noqa: E731
+    loss, gradient = jax.value_and_grad(run)(now)
+    # errors -0.75 (clipped; the value itself is nearer), 1.5, -2.9
+    np.testing.assert_allclose(loss, 0.5 * 0.75**2 + (1.5 - 0.5) + (2.9 - 0.5), rtol=1e-6)
+    np.testing.assert_allclose(gradient, [[0, 1, -1]], atol=1e-7)
+    np.testing.assert_allclose(
+        jax.grad(lambda x: value_loss(x, batch, clip=None, huber_delta=2.0)[0])(now)[0, 2], -2 / 3
+    )
+    for wrong in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"huber_delta: got {wrong}, expected a finite number above 0"):
+            value_loss(now, batch, huber_delta=wrong)
+
+
 V, H = 97, 8
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2}
 

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, MetricAggregation, check_aggregation, check_array, check_choice, masked
+from jaxppo._arrays import (
+    Aggregation,
+    MetricAggregation,
+    check_aggregation,
+    check_array,
+    check_choice,
+    check_number,
+    masked,
+)
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
@@ -26,6 +34,7 @@ def value_loss(
     *,
     clip: float | None = 0.2,
     factor: float = 0.5,
+    huber_delta: float | None = None,
     clip_fraction: ClipFraction = "worse",
     aggregation: Aggregation = "token_mean",
     aggregation_norm: float | None = None,
@@ -38,11 +47,15 @@ def value_loss(
     v_clip = clip(v, old - clip, old + clip). Differentiable in `values`. verl: the defaults; slime: factor=1,
     clip_fraction="outside".
 
+    With `huber_delta` d an error e = v - G beyond d counts d (2 |e| - d) in place of e^2: its gradient grows no
+    further.
+
     Args:
       values: `[R, T]`, the critic's, now.
       batch: `[R, T]`; needs `returns`, and with a clip `values`, the critic's at the start of the step.
       clip: how far a value may move from its old one and still gain; None for the plain squared error.
       factor: multiplies the squared error.
+      huber_delta: the error from which on the loss is linear, AReaL's alone (10 there); None for squares.
       clip_fraction: what the metric `clip_fraction` counts: tokens whose clipped error is the "worse", or whose value
         moved "outside" the clip.
       aggregation: the denominators, see `token_weights`.
@@ -56,7 +69,8 @@ def value_loss(
       of |v - G|), with a clip `clip_fraction`, and `broken_rules` (see `policy_loss`).
 
     Raises:
-      ValueError: an unknown option, a clip that is not positive, an array that the batch lacks, shapes that differ.
+      ValueError: an unknown option, a clip or huber_delta that is not positive, an array that the batch lacks,
+        shapes that differ.
 
     Example:
       >>> sample = Sample([1, 2, 3], response_start=1, values=[0.0, 0.0], returns=[1.0, 1.0])
@@ -65,10 +79,12 @@ def value_loss(
       >>> round(float(loss), 4), float(metrics["clip_fraction"].value)
       (0.3625, 0.5)
 
-    Schulman et al. 2017, https://arxiv.org/abs/1707.06347 (without the clip); the clip: OpenAI baselines' PPO2.
+    Schulman et al. 2017, https://arxiv.org/abs/1707.06347 (without the clip); the clip: OpenAI baselines' PPO2;
+    Huber 1964, https://doi.org/10.1214/aoms/1177703732
     """
     batch = checked(batch)
-    loss = ValueTokenLoss(clip, factor, clip_fraction, aggregation, aggregation_norm, metric_aggregation)
+    options = (clip_fraction, aggregation, aggregation_norm, metric_aggregation)
+    loss = ValueTokenLoss(clip, factor, huber_delta, *options)
     check_array("values", values, "floats")
     for name, x in {"values": values, "batch.returns": batch.returns, "batch.values": batch.values}.items():
         if x is None and not (name == "batch.values" and clip is None):
@@ -84,6 +100,7 @@ class ValueTokenLoss(TokenLoss):
 
     clip: float | None
     factor: float
+    huber_delta: float | None
     clip_fraction: ClipFraction
     aggregation: Aggregation
     aggregation_norm: float | None
@@ -92,6 +109,8 @@ class ValueTokenLoss(TokenLoss):
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: got {self.clip}, expected a positive number, or None")
+        if self.huber_delta is not None:
+            check_number("huber_delta", self.huber_delta, above=0)
         check_choice("clip_fraction", self.clip_fraction, ClipFraction)
         check_choice("metric_aggregation", self.metric_aggregation, MetricAggregation)
         check_aggregation(self.aggregation, self.aggregation_norm)
@@ -109,17 +128,24 @@ class ValueTokenLoss(TokenLoss):
         assert batch.returns is not None  # value_loss sees to it
         v = masked(stats, batch.loss_mask)
         goal = lax.stop_gradient(masked(batch.returns, batch.loss_mask))
-        error = (v - goal) ** 2
+        error = self._squared(v - goal)
         values = {"value_mean": v, "value_error": jnp.abs(v - goal)}
         if self.clip is not None:
             assert batch.values is not None
             old = lax.stop_gradient(masked(batch.values, batch.loss_mask))
             # exactly v inside, so never worse there
-            clipped_error = (jnp.clip(v, old - self.clip, old + self.clip) - goal) ** 2
+            clipped_error = self._squared(jnp.clip(v, old - self.clip, old + self.clip) - goal)
             moved = clipped_error > error if self.clip_fraction == "worse" else jnp.abs(v - old) > self.clip
             values["clip_fraction"] = moved.astype(jnp.float32)
             error = jnp.maximum(error, clipped_error)
         return self.factor * error, values
+
+    def _squared(self, error: Float[Array, "R T"]) -> Float[Array, "R T"]:
+        """Its square, and beyond `huber_delta` the tangent of it."""
+        if self.huber_delta is None:
+            return error**2
+        inside = jnp.clip(error, -self.huber_delta, self.huber_delta)
+        return inside * (2 * error - inside)
 
     def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
         terms: dict[str, Term] = {name: (x, mask, "mean") for name, x in values.items()}

@@ -21,6 +21,7 @@ def value_loss(
     *,
     clip: float | None = 0.2,
     factor: float = 0.5,
+    huber_delta: float | None = None,
     clip_fraction: str = "worse",
     aggregation: str = "token_mean",
     aggregation_norm: float | None = None,
@@ -28,8 +29,17 @@ def value_loss(
 ) -> tuple[float, list[Array], Metrics]:
     """factor * max((v - G)^2, (clip(v, old - c, old + c) - G)^2), v the samples' `new_values`; and the gradient by v.
 
-    Schulman et al. 2017, https://arxiv.org/abs/1707.06347; the clip: OpenAI baselines' PPO2.
+    Schulman et al. 2017, https://arxiv.org/abs/1707.06347; the clip: OpenAI baselines' PPO2. Twice Huber's loss,
+    https://doi.org/10.1214/aoms/1177703732, takes the place of the squares where it has a delta.
     """
+    delta = np.inf if huber_delta is None else huber_delta
+
+    def square(e: Array) -> Array:
+        return np.array([x * x if abs(x) <= delta else 2 * delta * (abs(x) - delta / 2) for x in e])
+
+    def slope(e: Array) -> Array:
+        return np.array([2 * x if abs(x) <= delta else 2 * delta * np.sign(x) for x in e])
+
     weights = sample_weights(samples, aggregation, aggregation_norm)
     losses, gradients, clipped, values, errors = [], [], [], [], []
     for s, w in zip(samples, weights, strict=True):
@@ -38,9 +48,9 @@ def value_loss(
         if clip is not None:
             near = np.clip(v, s.at("values") - clip, s.at("values") + clip)
             far = np.abs(v - s.at("values")) > clip
-        worse = (near - g) ** 2 > (v - g) ** 2
-        losses.append(factor * np.maximum((near - g) ** 2, (v - g) ** 2))
-        gradients.append(s.scatter(w * np.where(worse, 0.0, 2 * factor * (v - g))))
+        worse = square(near - g) > square(v - g)
+        losses.append(factor * np.maximum(square(near - g), square(v - g)))
+        gradients.append(s.scatter(w * np.where(worse, 0.0, factor * slope(v - g))))
         clipped.append((worse if clip_fraction == "worse" else far) * 1.0)
         values.append(v)
         errors.append(np.abs(v - g))
