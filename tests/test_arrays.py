@@ -68,6 +68,7 @@ TAKE_A_BATCH = {
     "staleness_metrics": lambda batch: staleness_metrics(batch, 3),
     "staleness_weights": lambda batch: staleness_weights(batch, 3, limit=1),
     "pack_nucleus_ids": lambda batch: pack_nucleus_ids([[[1], [1]]] * 2, SAMPLES, batch),
+    "gdpo": lambda batch: advantages.gdpo([REWARDS], GROUPS, batch),
     "spread": lambda batch: advantages.spread(REWARDS, batch),
     "token_rewards": lambda batch: advantages.token_rewards(REWARDS, batch),
     "discounted_returns": lambda batch: advantages.discounted_returns(VALUES, batch),
@@ -124,9 +125,14 @@ def test_a_normalizer_and_samples_of_another_type():
 X, IDS = jnp.zeros((1, 8)), jnp.ones((1, 8), int)
 OF_GROUPS = {"rewards": REWARDS, "group_ids": GROUPS}
 TAKE_ARRAYS = {
-    **{name: (getattr(advantages, name), OF_GROUPS) for name in ("grpo", "dr_grpo", "rloo", "gpg", "pass_at_k")},
+    **{
+        name: (getattr(advantages, name), OF_GROUPS)
+        for name in ("grpo", "dr_grpo", "rloo", "gpg", "pass_at_k", "maxrl", "standardize")
+    },
     "opo": (advantages.opo, {**OF_GROUPS, "lengths": REWARDS}),
     "remax": (advantages.remax, {"rewards": REWARDS, "baselines": REWARDS, "sample_ids": GROUPS}),
+    "overlong_penalty": (partial(advantages.overlong_penalty, max_length=9, buffer=3), {"lengths": REWARDS}),
+    "explained_variance": (advantages.explained_variance, {"values": X, "returns": X, "mask": X}),
     "whiten": (advantages.whiten, {"x": X, "mask": X}),
     "on_policy_distillation": (
         advantages.on_policy_distillation,

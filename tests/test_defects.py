@@ -283,7 +283,7 @@ def test_5_no_log_prob_is_above_0(mesh, temperature):
     assert (lax.map(of_row, each) >= 0).all()
 
 
-@pytest.mark.parametrize("name", ["grpo", "pass_at_k", "rloo", "opo", "gpg"])
+@pytest.mark.parametrize("name", ["grpo", "pass_at_k", "rloo", "opo", "gpg", "standardize"])
 def test_7_five_thousand_samples_in_any_order(name):
     """[186, 256] slots took the square of their number: 9 GB."""
     rng = np.random.default_rng(4)

@@ -63,6 +63,9 @@ def everything(parallel, b, x, hidden, kernel):
 
     tokens = {
         "gae": advantages.gae(rewards, b.values, b, gamma=0.9, lam=0.8, value_lam=1.0, **on),
+        "gae by length": advantages.gae(rewards, b.values, b, length_alpha=0.3, **on),
+        "gdpo": advantages.gdpo([b.rewards, b.rewards**2], b.group_ids, b, **on),
+        "gdpo over samples": advantages.gdpo([b.rewards, -b.rewards], b.group_ids, b, whitened="samples", **on),
         "reinforce_plus_plus": advantages.reinforce_plus_plus(x, b, **on),
         "baseline": advantages.reinforce_plus_plus_baseline(b.rewards, b.group_ids, b, **kl, **on),
         "distillation": advantages.on_policy_distillation(b.advantages, x, b.values, mask),
@@ -73,11 +76,15 @@ def everything(parallel, b, x, hidden, kernel):
     samples = {
         name: getattr(advantages, name)(b.rewards, b.group_ids, **on) for name in ("grpo", "rloo", "gpg", "pass_at_k")
     }
+    samples["of the others"] = advantages.rloo(b.rewards, b.group_ids, scale_by_std=True, **on)
+    samples["maxrl"] = advantages.maxrl(jnp.abs(b.rewards), b.group_ids, **on)
+    samples["standardize"] = advantages.standardize(b.rewards, b.group_ids, std="group", leave_one_out=True, **on)
     samples["opo"] = advantages.opo(b.rewards, b.group_ids, jnp.abs(b.rewards), **on)
     samples["remax"] = advantages.remax(b.rewards, 0.5 * b.rewards, b.sample_ids)
     rest = {
         "sft": sft_loss(TokenStats(x), b, **on)[0],
         "mismatch": finalize_metrics(mismatch_metrics(b, **on)),
+        "explained": advantages.explained_variance(b.values, x, mask, **on),
         "distilled": distilled(hidden, kernel),
         "dkernel": jax.grad(distilled, 1)(hidden, kernel),
     }

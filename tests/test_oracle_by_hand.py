@@ -245,6 +245,36 @@ def test_groups():
     np.testing.assert_allclose(advantages.pass_at_k([1, 1, 0], [1, 1, 1]), [0, 0, 0])
     np.testing.assert_allclose(advantages.gpg(r, g, f_norm=2.0), centred * (4 / 3) / 2)
     np.testing.assert_allclose(advantages.remax([1, 2], [0.25, 3]), [0.75, -1])
+    others = [1 - 0.125, (-0.625), 0, 0.25 - 0.5] / np.array([0.125 * 2**0.5, 0.375 * 2**0.5, 1, 0.5**0.5])
+    np.testing.assert_allclose(advantages.rloo(r, g, scale_by_std=True, epsilon=0.0), others)
+    np.testing.assert_allclose(advantages.rloo([1, 0, 0], [7, 7, 7], scale_by_std=True)[0], 1)
+    np.testing.assert_allclose(advantages.maxrl(r, g), [1 / mean - 1, -1, 0, 0.25 / mean - 1])
+    np.testing.assert_allclose(advantages.maxrl([0, 0, -1, 0], [7, 7, 8, 8]), [0, 0, np.nan, np.nan])
+    levels = advantages.standardize([1, 0, 4, 2, 3], [7, 7, 8, 8, 9], std="group", epsilon=0.0)
+    np.testing.assert_allclose(levels, [-(0.2**0.5), -2 * 0.2**0.5, 1, 0, 1])
+    found = advantages.overlong_penalty([3, 4, 5, 6, 7], max_length=6, buffer=2, factor=2.0)
+    np.testing.assert_allclose(found, [0, 0, -1, -2, -2])
+
+
+def test_several_rewards():
+    r, g, masks = [[1.0, 0.0], [0.0, 100.0]], [7, 7], [[1, 1, 1], [0, 1]]
+    plain = advantages.gdpo(r, g, masks, weights=[1.0, 0.5], whitened=None, epsilon=0.0)
+    np.testing.assert_allclose(np.concatenate(plain), np.array([0.5, 0.5, 0.5, 0, -0.5]) * 0.5**0.5)
+    over_samples = advantages.gdpo(r, g, masks, weights=[1.0, 0.5], whitened="samples", epsilon=0.0)
+    np.testing.assert_allclose(np.concatenate(over_samples), np.array([1, 1, 1, 0, -1]) * 0.5**0.5)
+    # over tokens: three of one sample, one of the other, mean half of it and variance 1 over n - 1
+    on_tokens = advantages.gdpo(r, g, masks, weights=[1.0, 0.5], epsilon=0.0)
+    np.testing.assert_allclose(np.concatenate(on_tokens), [0.5, 0.5, 0.5, 0, -1.5])
+    got = advantages.explained_variance([[1.0, 9.0], [2.0]], [[2.0, np.nan], [4.0]], [[1, 0], [1]])
+    np.testing.assert_allclose(got, 0.75)
+
+
+def test_lambda_by_length():
+    r = np.array([1.0, 0.0, 2.0])
+    got, _ = advantages.gae(r, 0 * r, [1, 1, 1], 1.0, 0.9, length_alpha=2 / 3)  # lambda 1 - 1 / 2
+    np.testing.assert_allclose(got, [1.5, 1, 2])
+    got, _ = advantages.gae(r, 0 * r, [1, 1, 1], 1.0, 0.9, length_alpha=0.05)  # at least 0
+    np.testing.assert_allclose(got, r)
 
 
 def test_whitening():

@@ -111,6 +111,7 @@ REFUSED = {
     "no vocabulary": (lambda: BATCH.validate(), "vocab_size: got None"),
     # numbers
     "no discount": (lambda: advantages.gae(ROWS, ROWS, BATCH, gamma=None), "gamma: got None"),
+    "a length of no tokens": (lambda: advantages.gae(ROWS, ROWS, BATCH, length_alpha=0), "length_alpha: got 0"),
     "a lambda of text": (lambda: advantages.gae(ROWS, ROWS, BATCH, lam="1"), "lam: got '1'"),
     "a discount that is an array": (
         lambda: advantages.discounted_returns(ROWS, BATCH, gamma=jnp.ones(4)),

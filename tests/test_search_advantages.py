@@ -52,6 +52,12 @@ class Options:
     f_norm: float
     whitened: bool
     shift_mean: bool
+    length_alpha: float | None
+    leave_one_out: bool
+    whitened_over: str | None
+    mean: str | None
+    std: str | None
+    unbiased: bool
 
 
 options = st.builds(
@@ -68,6 +74,11 @@ options = st.builds(
     st.sampled_from(["zero", "reward"]),
     between(0.5, 4),
     st.booleans(),
+    st.booleans(),
+    st.none() | between(0.0625, 2),
+    st.booleans(),
+    st.sampled_from(["tokens", "samples", None]),
+    *[st.sampled_from(["step", "group", None])] * 2,
     st.booleans(),
 )
 
@@ -98,22 +109,20 @@ class Known:
 
 
 def gae_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
-    found = k.each(lambda r, v, m: truth.gae(r, v, m, o.gamma, o.lam, o.value_lam), "rewards", "values")
+    found = k.each(lambda r, v, m: truth.gae(r, v, m, o.gamma, o.lam, o.value_lam, o.length_alpha), "rewards", "values")
     return [np.stack(x, axis=-1) for x in found]
 
 
 def grouped(name: str, *fields: str) -> tuple[Any, Any]:
     """An estimator of samples by group, in jaxppo and in the oracle."""
-    more = ["lengths"] * (name == "opo")
+    read = ("likelihoods" if name == "maxrl" else "rewards", "groups", *["lengths"] * (name == "opo"))
 
     def ours(g: Given, o: Options, p: Any) -> Any:
-        given = [g.slots[x] for x in ("rewards", "groups", *more)]
+        given = [g.slots[x] for x in read]
         return getattr(advantages, name)(*given, **{f: getattr(o, f) for f in fields}, parallel=p)
 
     def theirs(k: Known, o: Options) -> Any:
-        return getattr(truth, name)(
-            *(k.slots[x] for x in ("rewards", "groups", *more)), **{f: getattr(o, f) for f in fields}
-        )
+        return getattr(truth, name)(*(k.slots[x] for x in read), **{f: getattr(o, f) for f in fields})
 
     return ours, theirs
 
@@ -126,6 +135,19 @@ def baseline_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
 def baseline_of_jaxppo(g: Given, o: Options, p: Any) -> Any:
     more = {"kl": g.tokens["kl"], "kl_coef": o.kl_coef, "whitened": o.whitened, "singletons": o.singletons}
     return advantages.reinforce_plus_plus_baseline(g.slots["rewards"], g.slots["groups"], g.batch, **more, parallel=p)
+
+
+def gdpo_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
+    more = {"weights": [1.0, o.coef], "leave_one_out": o.leave_one_out, "whitened": o.whitened_over}
+    return truth.gdpo(
+        [k.slots["rewards"], k.slots["likelihoods"]], k.slots["groups"], k.masks, **more, epsilon=o.epsilon
+    )
+
+
+def gdpo_of_jaxppo(g: Given, o: Options, p: Any) -> Any:
+    more = {"weights": [1.0, o.coef], "leave_one_out": o.leave_one_out, "whitened": o.whitened_over}
+    rewards = [g.slots["rewards"], g.slots["likelihoods"]]
+    return advantages.gdpo(rewards, g.slots["groups"], g.batch, **more, epsilon=o.epsilon, parallel=p)
 
 
 # By name: jaxppo's (given, options, parallel) -> [R, T, ...] or [R, S], the oracle's (known, options) -> by sample.
@@ -154,6 +176,7 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
                 gamma=o.gamma,
                 lam=o.lam,
                 value_lam=o.value_lam,
+                length_alpha=o.length_alpha,
                 mask=g.mask,
                 parallel=p,
             ),
@@ -193,7 +216,16 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "grpo": grouped("grpo", "scale_by_std", "epsilon", "singletons"),
     "dr_grpo": grouped("dr_grpo", "singletons"),
-    "rloo": grouped("rloo", "singletons"),
+    "rloo": grouped("rloo", "scale_by_std", "epsilon", "singletons"),
+    "maxrl": grouped("maxrl", "epsilon", "singletons"),
+    "standardize": grouped("standardize", "mean", "std", "leave_one_out", "unbiased", "epsilon"),
+    "gdpo": (gdpo_of_jaxppo, gdpo_of_oracle),
+    "overlong_penalty": (
+        lambda g, o, p: advantages.overlong_penalty(
+            jnp.where(g.batch.sample_ids >= 0, g.slots["lengths"], 0), max_length=6, buffer=o.f_norm
+        ),
+        lambda k, o: truth.overlong_penalty(k.slots["lengths"], 6, o.f_norm),
+    ),
     "opo": grouped("opo", "singletons"),
     "gpg": grouped("gpg", "f_norm", "singletons"),
     "pass_at_k": grouped("pass_at_k", "scale_by_std", "epsilon"),
@@ -210,6 +242,7 @@ def known_of(step: Step, samples: list[OracleSample], o: Options) -> Known:
     tokens = {n: [f32(rng.normal(size=len(s.mask))) for s in samples] for n in ("rewards", "values", "kl")}
     slots = {"rewards": np.array([s.reward for s in samples]), "groups": np.array([s.group_id for s in samples])}
     slots |= {"baselines": f32(rng.normal(size=len(samples))), "lengths": np.array([float(s.count) for s in samples])}
+    slots |= {"likelihoods": np.abs(slots["baselines"]) * (rng.random(len(samples)) < 0.5)}
     masks = [s.mask for s in samples]
     return Known(samples, tokens, slots, masks, response if o.all_response else masks)
 
@@ -276,6 +309,8 @@ def amplified(name: str, k: Known, o: Options) -> float:
     """
     if name == "reinforce_plus_plus_baseline":
         x = baseline_of_oracle(k, dataclasses.replace(o, whitened=False)) if o.whitened else []
+    elif name == "gdpo" and o.whitened_over:
+        x = gdpo_of_oracle(k, dataclasses.replace(o, whitened_over=None))
     elif name == "reinforce_plus_plus":
         rewards = zip(k.tokens["rewards"], k.masks, strict=True)
         x = [truth.discounted_returns(r, m, o.gamma, o.masked) for r, m in rewards]
@@ -302,3 +337,26 @@ def check_mismatch_metrics(where: Place, drawn: list[Step]):
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 agree(name, found[name], value, 0.5, 1e-5 * (1 + step.spread))
+
+
+@pytest.mark.parametrize("cell", range(3))
+def test_explained_variance(cell: int):
+    drawn = st.lists(steps | large_steps, min_size=1, max_size=3)
+    search(f"explained variance {cell}", 0.01, st.floats(-2, 2, width=32), places(), drawn)(check_explained_variance)
+
+
+def check_explained_variance(share: float, where: Place, drawn: list[Step]):
+    parallel = where.parallel
+    run = quick_jit(lambda *arrays: advantages.explained_variance(*arrays, parallel=parallel))
+    for step in drawn:
+        samples, rng = step_samples(step), step.rng(3)
+        returns = [f32(100 + rng.normal(size=len(s.mask))) for s in samples]
+        values = [f32(7 + share * g + 0.5 * rng.normal(size=len(g))) for g in returns]
+        batch = batch_of(step, samples, where)
+        got = run(*(to_rows(batch, samples, x, step.garbage) for x in (values, returns)), batch.loss_mask)
+        expected = truth.explained_variance(values, returns, [s.mask for s in samples])
+        if np.isnan(expected):
+            assert np.isnan(got)
+        else:
+            counted = np.concatenate([g[s.mask > 0] for g, s in zip(returns, samples, strict=True)])
+            agree("explained variance", got, expected, 10 * (1 + abs(expected)) / np.std(counted))

@@ -35,7 +35,27 @@ STEP = Step(
     advantages="by token",
     garbage=float("nan"),
 )
-OPTIONS = Options(0.9, 0.8, 1.0, "skip", False, 0.1, 0.5, True, 1e-6, "reward", 2.0, True, True)
+OPTIONS = Options(
+    0.9,
+    0.8,
+    1.0,
+    "skip",
+    False,
+    0.1,
+    0.5,
+    True,
+    1e-6,
+    "reward",
+    2.0,
+    True,
+    True,
+    0.3,
+    True,
+    "tokens",
+    "group",
+    "step",
+    True,
+)
 # mesh, explicit, layout, sequence parallel, row length, rows, segments, micro-batches
 PLACES = {
     "one device": Place(None, False, "contiguous", False, 16, 2, 3, 4),
@@ -118,6 +138,7 @@ BATCHES = RolloutBatch.from_samples(SAMPLES, row_length=12, rows=2, micro_batche
 SELECTING = PolicyLossConfig(KLCov())
 # of a batch; the others read arrays, which know nothing of a step
 OF_A_BATCH = {
+    "gdpo": lambda b: advantages.gdpo([b.rewards, b.rewards], b.group_ids, b),
     "reinforce_plus_plus": lambda b: advantages.reinforce_plus_plus(b.advantages, b),
     "reinforce_plus_plus_baseline": lambda b: advantages.reinforce_plus_plus_baseline(b.rewards, b.group_ids, b),
     "covariance_mask": lambda b: covariance_mask(TokenStats(b.returns), b, SELECTING, jax.random.key(0)),
@@ -125,10 +146,13 @@ OF_A_BATCH = {
 }
 OF_THE_STEP = OF_A_BATCH | {
     "whiten": lambda b: advantages.whiten(b.advantages, b.loss_mask),
+    "explained_variance": lambda b: advantages.explained_variance(b.values, b.returns, b.loss_mask),
     "grpo": lambda b: advantages.grpo(b.rewards, b.group_ids),
     "rloo": lambda b: advantages.rloo(b.rewards, b.group_ids),
     "opo": lambda b: advantages.opo(b.rewards, b.group_ids, b.rewards),
     "gpg": lambda b: advantages.gpg(b.rewards, b.group_ids),
+    "maxrl": lambda b: advantages.maxrl(b.rewards, b.group_ids),
+    "standardize": lambda b: advantages.standardize(b.rewards, b.group_ids),
     "pass_at_k": lambda b: advantages.pass_at_k(b.rewards, b.group_ids),
 }
 CALLS = OF_THE_STEP | {

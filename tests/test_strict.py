@@ -217,10 +217,20 @@ def merged(g: Given) -> Any:
 
 GROUPS = {
     name: lambda g, name=name: getattr(advantages, name)(g.batch.rewards, g.batch.group_ids, **g.on)
-    for name in ("grpo", "dr_grpo", "rloo", "gpg", "pass_at_k")
+    for name in ("grpo", "dr_grpo", "rloo", "gpg", "pass_at_k", "standardize")
 }
 ESTIMATORS: dict[str, Callable[[Given], Any]] = {
     **GROUPS,
+    "rloo, scaled": lambda g: advantages.rloo(g.batch.rewards, g.batch.group_ids, scale_by_std=True, **g.on),
+    "maxrl": lambda g: advantages.maxrl(jnp.abs(jnp.asarray(g.batch.rewards)), g.batch.group_ids, **g.on),
+    "gdpo": lambda g: advantages.gdpo([g.batch.rewards] * 2, g.batch.group_ids, g.batch, weights=[1, 0.5], **g.on),
+    "gdpo over samples": lambda g: advantages.gdpo(
+        [g.batch.rewards], g.batch.group_ids, g.batch, leave_one_out=True, whitened="samples", **g.on
+    ),
+    "overlong_penalty": lambda g: advantages.overlong_penalty(g.batch.sample_ids, max_length=4, buffer=2),
+    "explained_variance": lambda g: advantages.explained_variance(
+        g.batch.values, g.batch.returns, g.batch.loss_mask, **g.on
+    ),
     "opo": lambda g: advantages.opo(g.batch.rewards, g.batch.group_ids, g.batch.sample_ids, **g.on),
     "remax": lambda g: advantages.remax(g.batch.rewards, 0.5 * g.batch.rewards, g.batch.sample_ids),
     "whiten": lambda g: advantages.whiten(g.batch.advantages, g.batch.loss_mask, **g.on),
@@ -230,6 +240,7 @@ ESTIMATORS: dict[str, Callable[[Given], Any]] = {
     ),
     "discounted_returns": lambda g: advantages.discounted_returns(g.batch.advantages, g.batch, gamma=0.9, **g.on),
     "gae": lambda g: advantages.gae(g.batch.advantages, g.batch.values, g.batch, gamma=0.9, value_lam=1.0, **g.on),
+    "gae, by length": lambda g: advantages.gae(g.batch.advantages, g.batch.values, g.batch, length_alpha=0.3, **g.on),
     "reinforce_plus_plus": lambda g: advantages.reinforce_plus_plus(g.batch.advantages, g.batch, **g.on),
     "reinforce_plus_plus_baseline": lambda g: advantages.reinforce_plus_plus_baseline(
         g.batch.rewards, g.batch.group_ids, g.batch, kl=g.batch.values, kl_coef=0.1, **g.on
@@ -291,7 +302,7 @@ CALLS: dict[str, Callable[[Given], Any]] = {
 }
 MESH = "dp=2,cp=2,tp=2"
 MODULES = ("advantages", "covariance", "distillation", "kl", "mismatch", "mtp", "nucleus", "staleness")
-ON_THE_HOST = {"explain_broken_rules", "make_parallel_mesh", "pack_nucleus_ids"}
+ON_THE_HOST = {"drop_equal_groups", "explain_broken_rules", "make_parallel_mesh", "pack_nucleus_ids"}
 OF_ROWS = {"pack", "redistribute", "scan_affine", "segment_sum", "shift_left", "unpack"}  # of jaxppo.sharding
 
 

@@ -1,5 +1,6 @@
 """Advantage estimators, by their published names."""
 
+from jaxppo.advantages.filters import drop_equal_groups, overlong_penalty
 from jaxppo.advantages.groups import dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
 from jaxppo.advantages.returns import (
     discounted_returns,
@@ -9,22 +10,29 @@ from jaxppo.advantages.returns import (
     reinforce_plus_plus_baseline,
     token_rewards,
 )
-from jaxppo.advantages.tokens import spread, whiten
+from jaxppo.advantages.scaled import gdpo, maxrl, standardize
+from jaxppo.advantages.tokens import explained_variance, spread, whiten
 
 __all__ = [
     "discounted_returns",
     "dr_grpo",
+    "drop_equal_groups",
+    "explained_variance",
     "gae",
+    "gdpo",
     "gpg",
     "grpo",
+    "maxrl",
     "on_policy_distillation",
     "opo",
+    "overlong_penalty",
     "pass_at_k",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
     "rloo",
     "spread",
+    "standardize",
     "token_rewards",
     "whiten",
 ]

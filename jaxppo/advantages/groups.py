@@ -6,96 +6,15 @@ A step of stacked micro-batches, `[K, R, S]`, is one population: the samples of 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_alike, check_array, check_choice, check_ids
-from jaxppo._stacked import check_whole_step, spec_of
-from jaxppo.by_id import ById
-from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
-
-Parallel = ParallelMesh | ShardAxes | None
-Singletons = Literal["zero", "reward"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Groups:
-    """The samples by group: tables have a value a group, see `ById`."""
-
-    by_id: ById
-    rewards: Float[Array, "N"]
-    """The values of everyone's samples, 0 where there is none."""
-    count: Float[Array, "N"]
-    mean: Float[Array, "N"]
-
-    @property
-    def own(self) -> Float[Array, "*K R S"]:
-        """The rewards of this device's samples."""
-        first = self.by_id.axes.index(self.by_id.axes.data) * self.by_id.own.size
-        return lax.dynamic_slice_in_dim(self.rewards, first, self.by_id.own.size).reshape(self.by_id.own.shape)
-
-    def of(self, table: Float[Array, "N"]) -> Float[Array, "*K R S"]:
-        """The value of the group of each of this device's samples."""
-        return table[self.by_id.own]
-
-    def deviation(self) -> Float[Array, "N"]:
-        """The groups' standard deviations, over count - 1; 0 for a group of one."""
-        squares = self.by_id.sum((self.rewards - self.mean[self.by_id.all]) ** 2)
-        return jnp.sqrt(squares / jnp.maximum(self.count - 1, 1))
-
-
-def _by_group(
-    name: str,
-    formula: Callable[..., jax.Array],
-    parallel: Parallel,
-    rewards: Float[Array, "*K R S"],
-    group_ids: Int[Array, "*K R S"],
-    weights: Float[Array, "*K R S"] | None = None,
-    **options: Any,
-) -> Float[Array, "*K R S"]:
-    """formula(groups, all_weights, **options) for every sample, 0 where there is none."""
-    if rewards is None or group_ids is None:
-        missing = "rewards" if rewards is None else "group_ids"
-        field = missing.removesuffix("s")
-        raise ValueError(f"{missing}: got None in {name}, expected [R, S]; give every Sample its {field}")
-    check_array("rewards", rewards)
-    check_ids("group_ids", group_ids)
-    if rewards.ndim not in (2, 3) or not jnp.issubdtype(rewards.dtype, jnp.floating):
-        got = f"{rewards.dtype}{list(rewards.shape)} in {name}"
-        raise ValueError(f"rewards: got {got}, expected floating [R, S], or [K, R, S]")
-    if group_ids.shape != rewards.shape:
-        raise ValueError(f"group_ids: got shape {group_ids.shape} in {name}, expected that of rewards, {rewards.shape}")
-    if weights is not None and weights.shape != rewards.shape:
-        raise ValueError(f"lengths: got shape {weights.shape} in {name}, expected that of rewards, {rewards.shape}")
-    check_whole_step(name)
-    args = {"rewards": rewards, "group_ids": group_ids, "lengths": weights}
-    specs = lambda p: ([spec_of(p.rows_spec, rewards)] * 3, spec_of(p.rows_spec, rewards))  # noqa: E731
-    static = (formula, tuple(options.items()))
-    found: Float[Array, "*K R S"] = shard_call(name, _per_shard, parallel, args, specs, static)
-    return found
-
-
-def _per_shard(
-    axes: ShardAxes, static: tuple[Any, Any], rewards: jax.Array, ids: jax.Array, weights: jax.Array | None
-) -> jax.Array:
-    formula, options = static
-    by_id = ById.of(axes, ids)
-    everyone = by_id.gather(rewards.astype(jnp.float32))
-    groups = _Groups(by_id, everyone, by_id.count(), by_id.mean(everyone))
-    of_all = None if weights is None else by_id.gather(weights.astype(jnp.float32))
-    result = formula(groups, of_all, **dict(options))
-    return lax.stop_gradient(jnp.where(by_id.there, result, 0))
-
-
-def _lone(groups: _Groups, advantages: jax.Array, singletons: Singletons) -> jax.Array:
-    lone = groups.own if singletons == "reward" else jnp.zeros_like(advantages)
-    return jnp.where(groups.of(groups.count) > 1, advantages, lone)
+from jaxppo._arrays import check_alike, check_array, check_choice
+from jaxppo.advantages.by_group import Groups, Parallel, Singletons, by_group
 
 
 def grpo(
@@ -135,16 +54,15 @@ def grpo(
 
     check_choice("singletons", singletons, Singletons)
     options: dict[str, Any] = {"scale_by_std": scale_by_std, "epsilon": epsilon, "singletons": singletons}
-    return _by_group("grpo", _grpo, parallel, rewards, group_ids, **options)
+    return by_group("grpo", _grpo, parallel, rewards, group_ids, **options)
 
 
-def _grpo(groups: _Groups, _: None, *, scale_by_std: bool, epsilon: float, singletons: Singletons) -> jax.Array:
+def _grpo(groups: Groups, _: None, *, scale_by_std: bool, epsilon: float, singletons: Singletons) -> jax.Array:
     centred = groups.own - groups.of(groups.mean)
     if not scale_by_std:
-        return _lone(groups, centred, singletons)
+        return groups.unless_alone(centred, singletons)
     scaled = centred / (groups.of(groups.deviation()) + epsilon)
-    lone = _lone(groups, groups.own, singletons) / (1 + epsilon)
-    return jnp.where(groups.of(groups.count) > 1, scaled, lone)
+    return groups.unless_alone(scaled, singletons, groups.own / (1 + epsilon))
 
 
 def dr_grpo(
@@ -181,14 +99,21 @@ def rloo(
     rewards: Float[Array, "*K R S"],
     group_ids: Int[Array, "*K R S"],
     *,
+    scale_by_std: bool = False,
+    epsilon: float = 1e-6,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
     """Leave-one-out advantages: A_i = r_i - mean of the others of the group = n / (n - 1) * (r_i - mean_g).
 
+    With `scale_by_std` they are divided by the deviation of the others, where that is above 0: A_i / (std + epsilon).
+    It is over n - 2, and none where the others are a single sample or equal: then A_i is not scaled (NeMo-RL).
+
     Args:
       rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
+      scale_by_std: divide by the deviation of the others.
+      epsilon: added to the deviation.
       singletons: the advantage in a group of one: "zero", or its own "reward" (verl).
       parallel: the mesh; rows sharded over data.
 
@@ -201,18 +126,26 @@ def rloo(
     Example:
       >>> rloo(jnp.array([[1.0, 0.0, 0.5]]), jnp.array([[7, 7, 8]]))
       Array([[ 1., -1.,  0.]], dtype=float32)
+      >>> rloo(jnp.array([[1.0, 0.0, 0.0]]), jnp.array([[7, 7, 7]]), scale_by_std=True).round(3)
+      Array([[ 1.   , -0.707, -0.707]], dtype=float32)
 
-    Ahmadian et al. 2024, Back to Basics, https://arxiv.org/abs/2402.14740
+    Ahmadian et al. 2024, Back to Basics, https://arxiv.org/abs/2402.14740; the scale: NeMo-RL alone.
     """
 
     check_choice("singletons", singletons, Singletons)
-    return _by_group("rloo", _rloo, parallel, rewards, group_ids, singletons=singletons)
+    options: dict[str, Any] = {"scale_by_std": scale_by_std, "epsilon": epsilon, "singletons": singletons}
+    return by_group("rloo", _rloo, parallel, rewards, group_ids, **options)
 
 
-def _rloo(groups: _Groups, _: None, *, singletons: Singletons) -> jax.Array:
-    count = groups.of(groups.count)
-    left_out = (groups.own - groups.of(groups.mean)) * count / jnp.maximum(count - 1, 1)
-    return _lone(groups, left_out, singletons)
+def _rloo(groups: Groups, _: None, *, scale_by_std: bool, epsilon: float, singletons: Singletons) -> jax.Array:
+    if not scale_by_std:
+        count = groups.of(groups.count)
+        left_out = (groups.own - groups.of(groups.mean)) * count / jnp.maximum(count - 1, 1)
+        return groups.unless_alone(left_out, singletons)
+    count, mean, squares = (groups.own_part(x) for x in groups.others())
+    deviation = jnp.sqrt(squares / jnp.maximum(count - 1, 1))
+    scale = jnp.where(deviation > 0, deviation + epsilon, 1)
+    return groups.unless_alone((groups.own - mean) / scale, singletons)
 
 
 def opo(
@@ -247,12 +180,12 @@ def opo(
 
     check_choice("singletons", singletons, Singletons)
     check_array("lengths", lengths)
-    return _by_group("opo", _opo, parallel, rewards, group_ids, lengths, singletons=singletons)
+    return by_group("opo", _opo, parallel, rewards, group_ids, lengths, singletons=singletons)
 
 
-def _opo(groups: _Groups, lengths: jax.Array, *, singletons: Singletons) -> jax.Array:
+def _opo(groups: Groups, lengths: jax.Array, *, singletons: Singletons) -> jax.Array:
     baseline, total = groups.by_id.mean(groups.rewards, lengths), groups.by_id.sum(lengths)
-    return _lone(groups, jnp.where(groups.of(total) > 0, groups.own - groups.of(baseline), 0), singletons)
+    return groups.unless_alone(jnp.where(groups.of(total) > 0, groups.own - groups.of(baseline), 0), singletons)
 
 
 def pass_at_k(
@@ -286,10 +219,10 @@ def pass_at_k(
     Tang et al. 2025, Optimizing Language Models for Inference Time Objectives, https://arxiv.org/abs/2503.19595
     """
 
-    return _by_group("pass_at_k", _pass_at_k, parallel, rewards, group_ids, scale_by_std=scale_by_std, epsilon=epsilon)
+    return by_group("pass_at_k", _pass_at_k, parallel, rewards, group_ids, scale_by_std=scale_by_std, epsilon=epsilon)
 
 
-def _pass_at_k(groups: _Groups, _: None, *, scale_by_std: bool, epsilon: float) -> jax.Array:
+def _pass_at_k(groups: Groups, _: None, *, scale_by_std: bool, epsilon: float) -> jax.Array:
     best = groups.by_id.max(groups.rewards)
     is_best = groups.rewards == best[groups.by_id.all]
     second = groups.by_id.max(jnp.where(is_best, -jnp.inf, groups.rewards))
@@ -332,13 +265,13 @@ def gpg(
     """
 
     check_choice("singletons", singletons, Singletons)
-    return _by_group("gpg", _gpg, parallel, rewards, group_ids, f_norm=f_norm, singletons=singletons)
+    return by_group("gpg", _gpg, parallel, rewards, group_ids, f_norm=f_norm, singletons=singletons)
 
 
-def _gpg(groups: _Groups, _: None, *, f_norm: float, singletons: Singletons) -> jax.Array:
+def _gpg(groups: Groups, _: None, *, f_norm: float, singletons: Singletons) -> jax.Array:
     present = groups.by_id.gather(groups.by_id.there.astype(jnp.float32))
     alpha = present.sum() / jnp.maximum((groups.rewards != 0).sum(dtype=jnp.int32), 1).astype(jnp.float32)
-    return alpha * _lone(groups, groups.own - groups.of(groups.mean), singletons) / f_norm
+    return alpha * groups.unless_alone(groups.own - groups.of(groups.mean), singletons) / f_norm
 
 
 def remax(

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import check, check_alike, check_choice, is_number, masked
 from jaxppo._stacked import check_whole_step, of_rows, spec_of
-from jaxppo.advantages.groups import Singletons, dr_grpo
+from jaxppo.advantages.by_group import Singletons
+from jaxppo.advantages.groups import dr_grpo
 from jaxppo.advantages.tokens import Parallel, check_segments, check_tokens, spread, whiten
 from jaxppo.batch import RolloutBatch
 from jaxppo.sharding import ParallelMesh, ShardAxes, scan_shard, shard_call, shift_shard
@@ -146,6 +147,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
     value_lam: float | None = None,
+    length_alpha: float | None = None,
     mask: Float[Array, "*K R T"] | None = None,
     parallel: Parallel = None,
 ) -> tuple[Float[Array, "*K R T"], Float[Array, "*K R T"]]:
@@ -161,6 +163,8 @@ def gae(
       gamma: the discount.
       lam: lambda of the advantages.
       value_lam: lambda of the returns, where the critic is to learn from another one (VC-PPO); `lam` if None.
+      length_alpha: alpha of a lambda of the advantages that goes by length (VAPO), in place of `lam`: 1 - 1 / (alpha n)
+        in a sequence of n tokens that count, at least 0; a published value is 0.05. Returns keep theirs.
       mask: `[R, T]`, 1 where a token counts; the loss mask by default.
       parallel: the mesh; rows sharded over data, positions over context.
 
@@ -177,39 +181,49 @@ def gae(
       >>> advantages, returns
       (Array([[2.5, 1.5, 0.5]], dtype=float32), Array([[3., 2., 1.]], dtype=float32))
 
-    Schulman et al. 2015, https://arxiv.org/abs/1506.02438; Yuan et al. 2025, VC-PPO, https://arxiv.org/abs/2503.01491
+    Schulman et al. 2015, https://arxiv.org/abs/1506.02438; Yuan et al. 2025, VC-PPO, https://arxiv.org/abs/2503.01491;
+    `length_alpha`: Yue et al. 2025, VAPO, https://arxiv.org/abs/2504.05118, shipped by NeMo-RL alone
     """
     value_lam = lam if value_lam is None else value_lam
     _check_unit(gamma=gamma, lam=lam, value_lam=value_lam)
+    if length_alpha is not None:
+        good = is_number(length_alpha) and length_alpha > 0
+        check("length_alpha", repr(length_alpha), good, "a finite number above 0, or None")
     batch = check_tokens(batch, {"rewards": rewards, "values": values}, mask=mask)
     args = {"rewards": rewards, "values": values, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
     specs = lambda p: ([*[batch.specs(p).loss_mask] * 3, batch.specs(p)], batch.specs(p).loss_mask)  # noqa: E731
-    found: tuple[jax.Array, jax.Array] = shard_call("gae", _gae, parallel, args, specs, (gamma, lam, value_lam))
+    static = (gamma, lam, value_lam, length_alpha)
+    found: tuple[jax.Array, jax.Array] = shard_call("gae", _gae, parallel, args, specs, static)
     return found
 
 
 @of_rows
 def _gae(
     axes: ShardAxes,
-    static: tuple[float, float, float],
+    static: tuple[float, float, float, float | None],
     rewards: jax.Array,
     values: jax.Array,
     mask: jax.Array,
     batch: RolloutBatch,
 ) -> tuple[jax.Array, jax.Array]:
-    gamma, lam, value_lam = static
+    gamma, lam, value_lam, length_alpha = static
     keep = mask.astype(jnp.float32) > 0
     rewards, values = (jnp.where(keep, x.astype(jnp.float32), 0) for x in (rewards, values))
     nearest = _scan(axes, batch, jnp.where(keep, 0.0, 1.0), values)
     next_value = shift_shard(axes, nearest, 1, 0, batch.segment_ids, batch.num_segments)
     delta = jnp.where(keep, rewards + gamma * next_value - values, 0)
 
-    def advantages(lam: float) -> jax.Array:
+    def advantages(lam: float | jax.Array) -> jax.Array:
         a = jnp.where(keep, gamma * lam, 1.0).astype(jnp.float32)
         return jnp.where(keep, _scan(axes, batch, a, delta), 0)
 
-    policy = advantages(lam)
-    value = policy if value_lam == lam else advantages(value_lam)
+    if length_alpha is None:
+        policy = advantages(lam)
+        value = policy if value_lam == lam else advantages(value_lam)
+    else:
+        segments = batch.segments(axes)
+        length = segments.spread(segments.sum(keep.astype(jnp.float32)))
+        policy, value = advantages(1 - 1 / jnp.maximum(length_alpha * length, 1)), advantages(value_lam)
     return lax.stop_gradient((policy, value + values))
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_array
+from jaxppo._arrays import check_alike, check_array
 from jaxppo._stacked import check_whole_step, of_rows, spec_of
 from jaxppo.batch import RolloutBatch
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
@@ -119,6 +120,13 @@ def _whiten(axes: ShardAxes, static: tuple[bool, float], x: jax.Array, mask: jax
     shift_mean, epsilon = static
     axes.check_complete("the mean and deviation to whiten by", x, mask)
     keep = mask.astype(jnp.float32) > 0
+    centred, mean, variance = _moments(axes, x, keep)
+    y = centred * lax.rsqrt(variance + epsilon)
+    return jnp.where(keep, y if shift_mean else y + mean, 0)
+
+
+def _moments(axes: ShardAxes, x: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(x less its mean, the mean, the variance over n - 1), of all kept tokens of the step."""
     x = lax.stop_gradient(jnp.where(keep, x.astype(jnp.float32), 0))
     total_of = lambda *values: axes.psum(tuple(vary(v.sum(), axes.tokens) for v in values), axes.tokens)  # noqa: E731
     total, count = total_of(x, keep.astype(jnp.float32))
@@ -128,5 +136,56 @@ def _whiten(axes: ShardAxes, static: tuple[bool, float], x: jax.Array, mask: jax
     rest, square = total_of(d, d * d)
     rest = rest / jnp.maximum(count, 1)
     variance = jnp.maximum(square - count * rest * rest, 0) / jnp.maximum(count - 1, 1)
-    y = (d - rest) * lax.rsqrt(variance + epsilon)
-    return jnp.where(keep, y if shift_mean else y + (centre + rest), 0)
+    return d - rest, centre + rest, variance
+
+
+def explained_variance(
+    values: Float[Array, "*K R T"],
+    returns: Float[Array, "*K R T"],
+    mask: Float[Array, "*K R T"],
+    *,
+    parallel: Parallel = None,
+) -> Float[Array, ""]:
+    """How much of the returns the critic foresaw: 1 - var(G - V) / var(G), over all masked-in tokens of the step.
+
+    1 is a perfect critic, 0 one no better than a constant, below 0 one that is worse. An offset of all values shows in
+    `value_error`, not here. Variances are found in two passes, as `whiten` finds its own.
+
+    Args:
+      values: `f32[R, T]`, V, or a stacked step `[K, R, T]`: the critic's before the update, as in `batch.values`.
+      returns: `f32` of that shape, G, see `gae`.
+      mask: of that shape, 1 where a token counts; values and returns can be anything elsewhere.
+      parallel: the mesh; rows sharded over data, positions over context.
+
+    Returns:
+      The scalar f32; NaN where all returns are equal, for then there is nothing to explain.
+
+    Raises:
+      ValueError, TypeError: shapes that differ; a call inside `accumulate_gradients`.
+
+    Example:
+      >>> returns, mask = jnp.array([[1.0, 2.0, 3.0]]), jnp.ones((1, 3))
+      >>> round(float(explained_variance(0.5 * returns, returns, mask)), 3)
+      0.75
+
+    OpenAI baselines' `explained_variance`, https://github.com/openai/baselines
+    """
+    check_alike({"values": values, "returns": returns, "mask": mask}, mask="numbers")
+    if values.ndim not in (2, 3):
+        raise ValueError(f"values: got shape {values.shape}, expected [R, T], or [K, R, T]")
+    check_whole_step("explained_variance")
+    specs = lambda p: ([spec_of(p.tokens_spec, values)] * 3, P())  # noqa: E731
+    args = {"values": values, "returns": returns, "mask": mask}
+    found: Float[Array, ""] = shard_call("explained_variance", _explained_variance, parallel, args, specs)
+    return found
+
+
+def _explained_variance(axes: ShardAxes, values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
+    axes.check_complete("the variance of returns", values, returns, mask)
+    keep = mask.astype(jnp.float32) > 0
+    _, mean, variance = _moments(axes, returns, keep)
+    error = jnp.where(keep, returns.astype(jnp.float32) - values.astype(jnp.float32), 0)
+    _, _, left = _moments(axes, error, keep)
+    # so small a variance is the rounding of a mean of equal returns
+    nothing = variance <= (2.0**-22 * mean) ** 2
+    return jnp.where(nothing, jnp.nan, 1 - left / jnp.where(nothing, 1, variance))

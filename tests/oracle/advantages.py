@@ -42,12 +42,19 @@ def discounted_returns(rewards: Any, mask: Any, gamma: float = 1.0, masked: str 
 
 
 def gae(
-    rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 1.0, value_lam: float | None = None
+    rewards: Any,
+    values: Any,
+    mask: Any,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    value_lam: float | None = None,
+    length_alpha: float | None = None,
 ) -> tuple[Array, Array]:
     """A_t = sum over l of (gamma lam)^l delta_(t + l), delta_t = r_t + gamma V_(t + 1) - V_t; returns A(value_lam) + V.
 
     Steps are loss tokens. Schulman et al. 2015, https://arxiv.org/abs/1506.02438, equation 16; value_lam: VC-PPO,
-    https://arxiv.org/abs/2503.01491.
+    https://arxiv.org/abs/2503.01491; length_alpha, lambda = 1 - 1 / (alpha n) for n tokens, at least 0: VAPO,
+    https://arxiv.org/abs/2504.05118.
     """
     r, v = _read(rewards, mask), _read(values, mask)
     delta = r + gamma * np.append(v[1:], 0.0)[: len(v)] - v
@@ -56,6 +63,8 @@ def gae(
         return np.array([np.sum(decay ** np.arange(len(v) - t) * delta[t:]) for t in range(len(v))])
 
     returns = estimate(gamma * (lam if value_lam is None else value_lam)) + v
+    if length_alpha is not None:
+        lam = 1 - 1 / (length_alpha * len(v)) if length_alpha * len(v) > 1 else 0.0
     return _write(estimate(gamma * lam), mask), _write(returns, mask)
 
 
@@ -71,9 +80,26 @@ def whiten(
     return [_write((a - mean) / scale + (0.0 if shift_mean else mean), m) for a, m in zip(x, masks, strict=True)]
 
 
+def explained_variance(values: Sequence[Any], returns: Sequence[Any], masks: Sequence[Any]) -> float:
+    """1 - var(G - V) / var(G) over the tokens of the step, NaN without a variance."""
+    v, g = (np.concatenate([_read(a, m) for a, m in zip(x, masks, strict=True)]) for x in (values, returns))
+    return 1 - np.var(g - v) / np.var(g) if len(g) > 1 and np.ptp(g) > 0 else np.nan
+
+
 def spread(x: Any, masks: Sequence[Any]) -> list[Array]:
     """Each sample's number on its loss tokens."""
     return [_write(np.full(int(np.sum(np.asarray(m) > 0)), float(v)), m) for v, m in zip(x, masks, strict=True)]
+
+
+def overlong_penalty(lengths: Any, max_length: float, buffer: float, factor: float = 1.0) -> Array:
+    """DAPO, 2503.14476, equation 13, times a factor."""
+    out = []
+    for n in lengths:
+        if n <= max_length - buffer:
+            out.append(0.0)
+        else:
+            out.append(factor * ((max_length - buffer - n) / buffer if n <= max_length else -1.0))
+    return np.array(out)
 
 
 def _groups(rewards: Any, groups: Any) -> list[tuple[int, Array, Array]]:
@@ -106,10 +132,80 @@ def dr_grpo(rewards: Any, groups: Any, *, singletons: str = "zero") -> Array:
     return grpo(rewards, groups, scale_by_std=False, singletons=singletons)
 
 
-def rloo(rewards: Any, groups: Any, *, singletons: str = "zero") -> Array:
-    """r - the mean of the others of the group. Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740."""
-    alone = 1.0 if singletons == "reward" else 0.0
-    return np.array([rewards[i] - o.mean() if len(o) else alone * rewards[i] for i, _, o in _groups(rewards, groups)])
+def rloo(
+    rewards: Any, groups: Any, *, scale_by_std: bool = False, epsilon: float = 1e-6, singletons: str = "zero"
+) -> Array:
+    """r - the mean of the others of the group, over their deviation (NeMo-RL). 2402.14740."""
+    out = np.zeros(len(rewards))
+    for i, _, others in _groups(rewards, groups):
+        if len(others):
+            spread_out = len(others) > 1 and np.ptp(others) > 0  # rounding of a mean is no deviation
+            scale = _deviation(others) + epsilon if scale_by_std and spread_out else 1.0
+            out[i] = (rewards[i] - others.mean()) / scale
+        elif singletons == "reward":
+            out[i] = rewards[i]
+    return out
+
+
+def maxrl(rewards: Any, groups: Any, *, epsilon: float = 0.0, singletons: str = "zero") -> Array:
+    """(r - mean_g) / (mean_g + epsilon), 0 where the mean is 0, NaN where it is negative. 2602.02710."""
+    out = np.zeros(len(rewards))
+    for i, group, others in _groups(rewards, groups):
+        if group.mean() < 0:
+            out[i] = np.nan
+        elif len(others) and group.mean() > 0:
+            out[i] = (rewards[i] - group.mean()) / (group.mean() + epsilon)
+        elif not len(others) and singletons == "reward":
+            out[i] = rewards[i]
+    return out
+
+
+def standardize(
+    rewards: Any,
+    groups: Any,
+    *,
+    mean: str | None = "step",
+    std: str | None = "step",
+    leave_one_out: bool = False,
+    unbiased: bool = True,
+    epsilon: float = 1e-5,
+) -> Array:
+    """(r - mean) / (std + epsilon), each of the step or of the group, the deviation about the means taken off."""
+    r, g = np.asarray(rewards, np.float64), np.asarray(groups)
+    members = {"step": lambda i: np.ones(len(r), bool), "group": lambda i: g == g[i], None: lambda i: np.zeros(0)}
+    centred = r.copy()
+    for i in range(len(r) if mean else 0):
+        of = members[mean](i) & ((np.arange(len(r)) != i) | (not leave_one_out))
+        centred[i] = r[i] - r[of].mean() if of.any() else 0.0
+    out = centred.copy()
+    for i in range(len(r) if std else 0):
+        of = centred[members[std](i)]
+        lone = unbiased and len(of) == 1
+        out[i] = centred[i] / ((1.0 if lone else np.sqrt(np.sum(of**2) / (len(of) - unbiased))) + epsilon)
+    return out
+
+
+def gdpo(
+    rewards: Sequence[Any],
+    groups: Any,
+    masks: Sequence[Any],
+    *,
+    weights: Sequence[float],
+    leave_one_out: bool = False,
+    whitened: str | None = "tokens",
+    epsilon: float = 1e-6,
+) -> list[Array]:
+    """Each reward by its group's mean and deviation, their weighted sum whitened over the step. 2601.05242."""
+    scaled = rloo if leave_one_out else grpo
+    total = sum(
+        w * scaled(r, groups, scale_by_std=True, epsilon=epsilon) for w, r in zip(weights, rewards, strict=True)
+    )
+    if whitened == "samples" and len(groups) > 1:
+        total = (total - total.mean()) / (_deviation(total) + epsilon)
+    elif whitened == "samples":
+        total = 0.0 * total
+    on_tokens = spread(total, masks)
+    return whiten(on_tokens, masks) if whitened == "tokens" else on_tokens
 
 
 def opo(rewards: Any, groups: Any, lengths: Any, *, singletons: str = "zero") -> Array:

@@ -1,0 +1,229 @@
+"""Advantages by group on another scale than its deviation: MaxRL, several rewards (GDPO), levels of a step (AReaL)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxppo._arrays import check, check_alike, check_choice, check_flag, check_number
+from jaxppo._stacked import check_whole_step
+from jaxppo.advantages.by_group import Groups, Parallel, Singletons, by_group
+from jaxppo.advantages.groups import grpo, rloo
+from jaxppo.advantages.tokens import check_tokens, spread, whiten
+from jaxppo.batch import RolloutBatch
+
+Level = Literal["step", "group"]
+Whitened = Literal["tokens", "samples"]
+# A mean this much smaller than the largest reward is the rounding of a mean of 0.
+ROUNDING = 2.0**-22
+
+
+def maxrl(
+    rewards: Float[Array, "*K R S"],
+    group_ids: Int[Array, "*K R S"],
+    *,
+    epsilon: float = 0.0,
+    singletons: Singletons = "zero",
+    parallel: Parallel = None,
+) -> Float[Array, "*K R S"]:
+    """MaxRL: A_i = (r_i - mean_g) / (mean_g + epsilon), over the samples of i's own group; 0 where mean_g is 0.
+
+    With rewards of 0 and 1 the mean is the share of right answers, and the expected gradient is that of the likelihood
+    of a right answer, up to as many orders as a group has samples. A negative mean would turn all signs.
+
+    Args:
+      rewards: `f32[R, S]`, one a sample, at least 0, or `[K, R, S]` of a stacked step.
+      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
+      epsilon: added to the mean.
+      singletons: the advantage in a group of one: "zero", or its own "reward" (SkyRL).
+      parallel: the mesh; rows sharded over data.
+
+    Returns:
+      `f32`, the shape of rewards, 0 where there is no sample; NaN in a group with a negative mean.
+
+    Raises:
+      ValueError, TypeError: as `grpo`; outside of `jit`, a group with a negative mean.
+
+    Example:
+      >>> maxrl(jnp.array([[1.0, 0.0, 0.0, 0.0, 0.0]]), jnp.array([[7, 7, 7, 7, 8]]))
+      Array([[ 3., -1., -1., -1.,  0.]], dtype=float32)
+
+    Tajwar et al. 2026, Maximum Likelihood Reinforcement Learning, https://arxiv.org/abs/2602.02710
+    """
+    check_choice("singletons", singletons, Singletons)
+    check_number("epsilon", epsilon, least=0)
+    found = by_group("maxrl", _maxrl, parallel, rewards, group_ids, epsilon=epsilon, singletons=singletons)
+    _check_means(rewards, group_ids)
+    return found
+
+
+def _maxrl(groups: Groups, _: None, *, epsilon: float, singletons: Singletons) -> jax.Array:
+    # From the smallest reward up, so that no difference of near numbers is divided by: a mean of 1/1000 is exact too.
+    mean = groups.of(-groups.by_id.mean(-groups.rewards))
+    rounding = ROUNDING * groups.of(groups.by_id.max(jnp.abs(groups.rewards)))
+    none = (mean <= rounding) & (mean >= -rounding)
+    scaled = (groups.own - mean) / jnp.where(none, 1, mean + epsilon)
+    advantages = groups.unless_alone(jnp.where(none, 0, scaled), singletons)
+    return jnp.where(mean < -rounding, jnp.nan, advantages)
+
+
+def _check_means(rewards: Any, group_ids: Any) -> None:
+    """Raises at a group with a negative mean, where this host can read all rewards."""
+    for x in (rewards, group_ids):
+        if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+            return
+    there = np.asarray(group_ids) >= 0
+    ids, numbers = np.unique(np.asarray(group_ids)[there], return_inverse=True)
+    r = np.asarray(rewards)[there].astype(np.float64)
+    means = np.bincount(numbers, r) / np.bincount(numbers)
+    largest = np.zeros(len(ids))
+    np.fmax.at(largest, numbers, np.abs(r))
+    for group, mean, size in zip(ids, means, largest, strict=True):
+        check("rewards", f"a mean of {mean} in group {group}", not mean < -ROUNDING * size, "means of at least 0")
+
+
+def gdpo(
+    rewards: Sequence[Float[Array, "*K R S"]],
+    group_ids: Int[Array, "*K R S"],
+    batch: RolloutBatch,
+    *,
+    weights: Sequence[float] | None = None,
+    leave_one_out: bool = False,
+    whitened: Whitened | None = "tokens",
+    epsilon: float = 1e-6,
+    parallel: Parallel = None,
+) -> Float[Array, "*K R T"]:
+    """GDPO, of several rewards: A_i = whiten(sum over k of w_k (r_ki - mean_gk) / (std_gk + epsilon)).
+
+    Each reward is scaled on its own, so that one of a wide range does not drown the others, as it does in the sum of
+    rewards. What the sum's scale became is put back to 1 over the step.
+
+    Args:
+      rewards: for each reward `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      weights: w, a number for each reward; 1 by default.
+      leave_one_out: mean and deviation of the others, see `rloo` with `scale_by_std` (NeMo-RL).
+      whitened: over all "tokens" of the step, as `whiten` does (verl); over its "samples", each counted once:
+        (A - mean) / (std + epsilon) (TRL, NeMo-RL, ms-swift); or not at all.
+      epsilon: added to deviations.
+      parallel: the mesh; rows sharded over data, positions over context.
+
+    Returns:
+      `f32`, the shape of the loss mask, 0 where the mask is 0.
+
+    Raises:
+      ValueError, TypeError: as `grpo` and `spread`; no reward; another number of weights; one micro-batch of
+        several.
+
+    Example:
+      >>> ids, one = jnp.array([[1, 2]]), jnp.ones((1, 2))
+      >>> batch = RolloutBatch(ids, ids, ids, ids, one, jnp.array([[0, 1]]))
+      >>> right, short = jnp.array([[1.0, 0.0]]), jnp.array([[0.0, 100.0]])
+      >>> gdpo([right, short], jnp.array([[7, 7]]), batch, weights=[1.0, 0.5]).round(3)
+      Array([[ 0.707, -0.707]], dtype=float32)
+
+    Liu et al. 2026, GDPO, https://arxiv.org/abs/2601.05242
+    """
+    listed = isinstance(rewards, (list, tuple))
+    got = "no reward" if listed else type(rewards).__name__
+    check("rewards", got, listed and len(rewards) > 0, "a list of arrays [R, S], one for each reward")
+    check_alike({**{f"rewards[{k}]": r for k, r in enumerate(rewards)}, "group_ids": group_ids}, group_ids="integers")
+    factors = [1.0] * len(rewards) if weights is None else list(weights)
+    check("weights", f"{len(factors)} numbers", len(factors) == len(rewards), f"{len(rewards)}, one for each reward")
+    for k, factor in enumerate(factors):
+        check_number(f"weights[{k}]", factor)
+    check_flag("leave_one_out", leave_one_out)
+    if whitened is not None:
+        check_choice("whitened", whitened, Whitened)
+    batch = check_tokens(batch)
+    check_whole_step("gdpo", batch)
+    options: dict[str, Any] = {"epsilon": epsilon, "parallel": parallel}
+    scaled = rloo if leave_one_out else grpo
+    each = [w * scaled(r, group_ids, scale_by_std=True, **options) for w, r in zip(factors, rewards, strict=True)]
+    total = sum(each[1:], start=each[0])
+    if whitened == "samples":
+        total = grpo(total, jnp.where(group_ids >= 0, 0, -1), **options)
+    advantages = spread(total, batch, parallel=parallel)
+    return whiten(advantages, batch.loss_mask, parallel=parallel) if whitened == "tokens" else advantages
+
+
+def standardize(
+    rewards: Float[Array, "*K R S"],
+    group_ids: Int[Array, "*K R S"],
+    *,
+    mean: Level | None = "step",
+    std: Level | None = "step",
+    leave_one_out: bool = False,
+    unbiased: bool = True,
+    epsilon: float = 1e-5,
+    parallel: Parallel = None,
+) -> Float[Array, "*K R S"]:
+    """Mean and deviation of levels of their own: A_i = (r_i - mean) / (std + epsilon), each of the step or i's group.
+
+    The deviation is about the mean chosen: std^2 = sum over j of (r_j - mean_j)^2 / (n - 1), j over the deviation's
+    level, mean_j what j itself is centred by: 0 without a mean.
+
+    Args:
+      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
+      mean: the level of the mean, or None to take none off.
+      std: the level of the deviation, or None for no scale, epsilon included.
+      leave_one_out: the mean of the others of the level; a sample without others has advantage 0.
+      unbiased: divide squares by n - 1, by 1 for a group of one, whose deviation is 1 then; else by n.
+      epsilon: added to the deviation.
+      parallel: the mesh; rows sharded over data.
+
+    Returns:
+      `f32`, the shape of rewards, 0 where there is no sample.
+
+    Raises:
+      ValueError, TypeError: as `grpo`; an unknown level.
+
+    Example:
+      >>> rewards, ids = jnp.array([[2.0, 0.0, 9.0, 7.0]]), jnp.array([[7, 7, 8, 8]])
+      >>> standardize(rewards, ids, mean="group", std="step", unbiased=False).round(3)
+      Array([[ 1., -1.,  1., -1.]], dtype=float32)
+
+    AReaL's `NormConfig` alone, https://arxiv.org/abs/2505.24298; there "batch" is the step here.
+    """
+    for name, level in {"mean": mean, "std": std}.items():
+        if level is not None:
+            check_choice(name, level, Level)
+    check_flag("leave_one_out", leave_one_out)
+    check_flag("unbiased", unbiased)
+    options: dict[str, Any] = {"mean": mean, "std": std, "leave_one_out": leave_one_out, "unbiased": unbiased}
+    return by_group("standardize", _standardize, parallel, rewards, group_ids, **options, epsilon=epsilon)
+
+
+def _standardize(
+    groups: Groups,
+    _: None,
+    *,
+    mean: Level | None,
+    std: Level | None,
+    leave_one_out: bool,
+    unbiased: bool,
+    epsilon: float,
+) -> jax.Array:
+    levels = {"group": groups, "step": groups.whole()}
+    centred = groups.rewards
+    if mean is not None:
+        of = levels[mean]
+        centred = groups.rewards - of.mean[of.by_id.all]
+        if leave_one_out:
+            count = of.count[of.by_id.all]
+            centred = centred * count / jnp.maximum(count - 1, 1)
+    own = groups.own_part(centred)
+    if std is None:
+        return own
+    of = levels[std]
+    deviation = jnp.sqrt(of.by_id.sum(centred**2) / jnp.maximum(of.count - float(unbiased), 1))
+    if unbiased:
+        deviation = jnp.where(of.count > 1, deviation, 1)
+    return own / (of.of(deviation) + epsilon)
