@@ -64,7 +64,7 @@ class Groups:
         return jnp.where(self.of(self.count) > 1, advantages, kept if singletons == "reward" else 0)
 
     def others(self) -> Moments:
-        """For everyone's samples, of the others of the group: (count, mean, sum of squares about that mean), `[N]`.
+        """(count, mean, squares about that mean) of the other samples in the group of each of everyone's, `[N]`.
 
         What stands before and after a sample in its group is merged. Its own square is never taken off a sum: of
         nearly equal others a difference of sums leaves nothing but rounding.
