@@ -156,7 +156,7 @@ def _late(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
     elif sizes.masked:  # products follow the tokens that count
         cuts = [(c, c) for c in chunks]
     else:
-        most = N if N <= profile.group else profile.group // 2  # of several groups each has an accumulator beside it
+        most = N if profile.group >= N else profile.group // 2  # of several groups each has an accumulator beside it
         groups = [most, *(g for g in powers if profile.least <= g < most)]
         cuts = [(N, N)] if call.memory and profile.group >= N else []
         cuts += [(g, c) for g in groups for c in chunks if c <= g]
