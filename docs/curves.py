@@ -9,7 +9,10 @@ from typing import Any
 BLUE, RED, GREY, INK = "#3b6fb6", "#c2453c", "#b9bec7", "#24292f"
 SHARDS = ("#cfe0f5", "#fbdcc4", "#d3ecd0", "#ead4ee")
 OLD_PROBABILITY = 0.1
-LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce", "gpg", "dppo", "dro", "clip_cov", "kl_cov")
+LOSSES = (
+    *("ppo", "gspo", "cispo", "sapo", "gmpo", "vespo", "probability_mask", "reinforce", "gpg"),
+    *("dppo", "dro", "clip_cov", "kl_cov"),
+)
 
 
 def plots(columns: int, rows: int = 1, width: float = 8.0, height: float = 2.7, **options: Any) -> Any:
@@ -85,14 +88,15 @@ def one_loss(name: str) -> Any:
 def all_gradients() -> Any:
     from jaxppo import policy_losses
 
-    figure, axes = plots(4, 3, width=9.6, height=6.4)
+    figure, axes = plots(5, 3, width=9.6, height=7.9)
     for name, each in zip(LOSSES, axes.flat, strict=False):
         draw_curves(each, name, 1)
         each.set_title(policy_losses.BY_NAME[name].__name__, fontsize=9.5, weight="bold")
         each.set_ylim(-3.3, 3.3)
         each.tick_params(labelsize=7)
-    last = axes.flat[-1]
-    last.axis("off")
+    for empty in axes.flat[len(LOSSES) :]:
+        empty.axis("off")
+    last = axes.flat[len(LOSSES)]
     key = ((0.8, BLUE, "-", "A = +1"), (0.6, RED, "-", "A = -1"), (0.4, INK, ":", "selected token"))
     for y, colour, style, text in key:
         last.plot([0.0, 0.2], [y, y], color=colour, linestyle=style, transform=last.transAxes)

@@ -18,7 +18,10 @@ MOST = 2**31 - 1  # of an integer
 
 # Names that packages register which import JAX; tests compare them.
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_segment", "striped")
-LOSSES = ("cispo", "clip_cov", "dppo", "dro", "gmpo", "gpg", "gspo", "kl_cov", "ppo", "reinforce", "sapo")
+LOSSES = (
+    *("cispo", "clip_cov", "dppo", "dro", "gmpo", "gpg", "gspo", "kl_cov", "ppo", "probability_mask", "reinforce"),
+    *("sapo", "vespo"),
+)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -11,13 +11,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Coefficient, check_alike, check_choice, check_flag, check_number
+from jaxppo._arrays import Coefficient, check_alike, check_choice, check_number
 from jaxppo.sharding import wider_dtype
 
 __all__ = ["KL", "adaptive_kl_coef", "kl_divergence"]
 
 MAX_LOG_RATIO = 20.0
 Estimator = Literal["k1", "abs", "k2", "k3", "low_var_kl", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"]
+Importance = Literal["none", "token", "sequence", "score"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,24 +29,31 @@ class KL:
       coef: a number or a traced schedule. With the number 0 the divergence is a metric only, where the batch has
         `ref_log_probs`.
       estimator: see `kl_divergence`.
-      importance: weigh the estimate by the ratio of the policy loss, gradient included.
+      importance: what the estimate is weighed by, the weight's gradient included: "none"; the ratio of the policy loss
+        at each "token", or of its "sequence", the geometric mean of its tokens' ratios; or "score", a weight of 1 whose
+        gradient is that of log_prob. The score function's term makes the gradient of "k1", log-ratio + 1, an unbiased
+        one of the divergence, on samples of the policy. An estimator with a "+" has that gradient by itself.
 
     Raises:
-      ValueError: a coefficient that is not a finite number, an unknown estimator.
+      ValueError: a coefficient that is not a finite number, an unknown estimator or importance, "score" with a "+".
 
     Example:
       >>> KL(0.01, "low_var_kl")
-      KL(coef=0.01, estimator='low_var_kl', importance=False)
+      KL(coef=0.01, estimator='low_var_kl', importance='none')
     """
 
     coef: Coefficient
     estimator: Estimator = "k3"
-    importance: bool = False
+    importance: Importance = "none"
 
     def __post_init__(self) -> None:
         check_number("coef", self.coef)
         check_choice("estimator", self.estimator, Estimator)
-        check_flag("importance", self.importance)
+        check_choice("importance", self.importance, Importance)
+        if self.importance == "score" and self.estimator.endswith("+"):
+            raise ValueError(
+                f"importance: got 'score', expected another with estimator={self.estimator!r}, whose weight is constant"
+            )
 
 
 def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -11,7 +11,20 @@ import dataclasses
 from jaxppo.config import PolicyLossConfig
 from jaxppo.kl import KL
 from jaxppo.off_policy import OffPolicyConfig
-from jaxppo.policy_losses import CISPO, DPPO, GMPO, GPG, GSPO, PPO, SAPO, ClipCov, KLCov, PolicyLoss
+from jaxppo.policy_losses import (
+    CISPO,
+    DPPO,
+    GMPO,
+    GPG,
+    GSPO,
+    PPO,
+    SAPO,
+    VESPO,
+    ClipCov,
+    KLCov,
+    PolicyLoss,
+    ProbabilityMask,
+)
 
 __all__ = [
     "cispo",
@@ -24,11 +37,16 @@ __all__ = [
     "grpo",
     "gspo",
     "icepop",
+    "importance_sampling",
     "kl_cov",
+    "luspo",
+    "prime_rl_default",
+    "prime_rl_ref_kl",
     "sapo",
     "slime_default",
     "truncated_importance_sampling",
     "verl_default",
+    "vespo",
 ]
 
 
@@ -39,7 +57,7 @@ def grpo() -> PolicyLossConfig:
 
     Example:
       >>> grpo().kl
-      KL(coef=0.04, estimator='k3', importance=False)
+      KL(coef=0.04, estimator='k3', importance='none')
 
     Shao et al. 2024, DeepSeekMath, https://arxiv.org/abs/2402.03300
     """
@@ -73,6 +91,77 @@ def gspo() -> PolicyLossConfig:
     Zheng et al. 2025, https://arxiv.org/abs/2507.18071
     """
     return PolicyLossConfig(GSPO(), aggregation="sequence_mean_token_mean")
+
+
+def luspo() -> PolicyLossConfig:
+    """LUSPO: GSPO's term of a sequence times its number of loss tokens, a mean over sequences.
+
+    GSPO's term is the same for every token of a sequence, so this is GSPO with a sum over tokens. A long response then
+    pulls as much as its tokens do, and length is not punished. The clip is 2e-3 and 2.5e-3. With `advantages.grpo`.
+
+    Example:
+      >>> luspo().aggregation
+      'sequence_mean_token_sum'
+
+    2026, Length-unbiased sequence policy optimization, https://github.com/murphy4122/luspo
+    """
+    return PolicyLossConfig(GSPO(2e-3, 2.5e-3), aggregation="sequence_mean_token_sum")
+
+
+def vespo() -> PolicyLossConfig:
+    """VESPO: sequences softly weighed by the product of their ratios, a mean over tokens. With `advantages.grpo`.
+
+    `ratio_to="rollout"` takes the sampler's drift into that product; `OffPolicyConfig` weights beside it would count it
+    twice.
+
+    2026, https://arxiv.org/abs/2602.10693
+    """
+    return PolicyLossConfig(VESPO(), aggregation="token_mean")
+
+
+def prime_rl_default() -> PolicyLossConfig:
+    """prime-rl's default since September 2026, "ipo": tokens whose probability is 0.3 from the sampler's count nothing.
+
+    A mean over tokens. Only prime-rl ships it. In August 2026 the bounds were 0.1, with `pull=1e-3`.
+
+    Example:
+      >>> prime_rl_default().ratio_to
+      'rollout'
+
+    https://github.com/PrimeIntellect-ai/prime-rl
+    """
+    return PolicyLossConfig(ProbabilityMask(), ratio_to="rollout", aggregation="token_mean")
+
+
+def prime_rl_ref_kl() -> PolicyLossConfig:
+    """prime-rl's `ref_kl`: on-policy distillation, the reverse KL of sampled tokens as their advantage.
+
+    The advantages are `advantages.on_policy_distillation` of the current log-probs, made anew in each update; no
+    gradient flows through them. A token counts nothing where its probability is 0.2 below the sampler's, whatever the
+    sign of its advantage. Only prime-rl ships it.
+
+    Example:
+      >>> prime_rl_ref_kl().loss.clip_low, prime_rl_ref_kl().loss.clip_high
+      (0.2, 1.0)
+
+    https://github.com/PrimeIntellect-ai/prime-rl
+    """
+    loss = ProbabilityMask(clip_low=0.2, clip_high=1.0)
+    return PolicyLossConfig(loss, ratio_to="rollout", aggregation="token_mean")
+
+
+def importance_sampling() -> PolicyLossConfig:
+    """Tinker's `importance_sampling`: -r A over the sampler, no clip, a sum over tokens.
+
+    It is PPO with bounds that no ratio meets. The sum makes the gradient grow with the batch.
+
+    Example:
+      >>> importance_sampling().loss
+      PPO(clip_low=1.0, clip_high=1000000000.0, dual_clip=None)
+
+    https://tinker-docs.thinkingmachines.ai/losses
+    """
+    return PolicyLossConfig(PPO(clip_low=1.0, clip_high=1e9), ratio_to="rollout", aggregation="token_sum")
 
 
 def cispo() -> PolicyLossConfig:

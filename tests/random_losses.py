@@ -15,7 +15,7 @@ from random_steps import agree
 
 from jaxppo import KL, OffPolicyConfig, PolicyLossConfig, Rejection, explain_broken_rules
 from jaxppo._arrays import Aggregation
-from jaxppo.kl import Estimator
+from jaxppo.kl import Estimator, Importance
 from jaxppo.off_policy import Statistic
 from jaxppo.policy_losses import by_name
 
@@ -28,18 +28,21 @@ def between(low: float, high: float) -> st.SearchStrategy[float]:
 
 
 CLIPS = {"clip_low": between(0.0625, 0.75), "clip_high": between(0.0625, 2)}
+LEVEL = {"level": st.sampled_from(["token", "sequence"])}
 DUAL = {"dual_clip": st.none() | between(1.125, 5)}
 LOSSES: dict[str, dict[str, Any]] = {
     "ppo": CLIPS | DUAL,
     "gspo": CLIPS | DUAL | {"gradient": st.sampled_from(["sequence", "token"])},
-    "cispo": CLIPS,
-    "sapo": {"tau_positive": between(0.125, 3), "tau_negative": between(0.125, 3)},
+    "cispo": CLIPS | LEVEL | {"unified_mask": st.booleans()},
+    "sapo": {"tau_positive": between(0.125, 3), "tau_negative": between(0.125, 3)} | LEVEL,
     "reinforce": {},
     "gpg": {},
     "dppo_tv": CLIPS | {"ratio_cap": between(0.5, 20)},
     "dppo_kl": CLIPS | {"ratio_cap": between(0.5, 20)},
     "gmpo": CLIPS,
     "dro": {"beta": between(0, 2)},
+    "vespo": {f"{x}_{sign}": between(0, 4) for x in ("k", "lambda") for sign in ("positive", "negative")},
+    "probability_mask": CLIPS | {"ratio_cap": between(0.5, 20), "pull": between(0, 2)},
     "clip_cov": CLIPS | {"share": between(0, 1), "low": between(-1, 0.5), "high": between(0.75, 5)},
     "kl_cov": {"share": between(0, 1), "coef": between(0, 2)},
 }
@@ -88,14 +91,21 @@ def norm_of(draw, aggregation: str) -> float | None:
 
 
 @st.composite
+def penalties(draw) -> dict[str, Any]:
+    estimator = draw(st.sampled_from(get_args(Estimator)))
+    weights = [x for x in get_args(Importance) if x != "score" or not estimator.endswith("+")]
+    coef = draw(st.just(0.0) | between(-0.5, 2))
+    return {"coef": coef, "estimator": estimator, "importance": draw(st.sampled_from(weights))}
+
+
+@st.composite
 def configs(draw, name: str) -> dict[str, Any]:
     """The arguments of `oracle.policy_loss` for a loss: its own hyperparameters and those of `PICKS`."""
     ratio_to = draw(st.sampled_from(["old", "old", "rollout", "current"]))
     aggregation = draw(st.sampled_from(AGGREGATIONS))
-    kl = {"coef": st.just(0.0) | between(-0.5, 2), "estimator": st.sampled_from(get_args(Estimator))}
     return {
         "loss": draw(losses(name)),
-        "kl": draw(st.none() | st.fixed_dictionaries(kl | {"importance": st.booleans()})),
+        "kl": draw(st.none() | penalties()),
         "entropy_coef": draw(st.just(0.0) | between(-0.5, 0.5)),
         "ratio_to": ratio_to,
         "aggregation": aggregation,

@@ -79,7 +79,7 @@ def bonus_and_kl():
 
 
 def local_losses():
-    return sorted(name for name, loss in BY_NAME.items() if loss.token_local and loss.selects is None)
+    return sorted(name for name, loss in BY_NAME.items() if loss().token_local and loss.selects is None)
 
 
 @pytest.mark.parametrize("loss", local_losses())

@@ -47,7 +47,7 @@ STEP = Step(
 )
 CONFIG = {
     "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.25, "dual_clip": None},
-    "kl": {"coef": 0.25, "estimator": "k3", "importance": True},
+    "kl": {"coef": 0.25, "estimator": "k3", "importance": "token"},
     "entropy_coef": 0.125,
     "ratio_to": "old",
     "aggregation": "sequence_mean_token_mean",

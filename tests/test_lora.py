@@ -75,7 +75,7 @@ def test_gradients_of_adapters_against_the_oracle(way, layout, mesh, dtype):
     shape = HeadShape(way, 530, 5, layout, dtype, True, True, True, 8.0, 0.5, "by token", False)
     config = {
         "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.25, "dual_clip": None},
-        "kl": {"coef": 0.25, "estimator": "k3", "importance": False},
+        "kl": {"coef": 0.25, "estimator": "k3", "importance": "none"},
         "entropy_coef": 0.125,
         "ratio_to": "old",
         "aggregation": "sequence_mean_token_mean",

@@ -101,7 +101,7 @@ def slime_config(c):
         "kl": {
             "coef": c["kl_loss_coef"] if c["use_kl_loss"] else 0.0,
             "estimator": c["kl_loss_type"],
-            "importance": c["use_unbiased_kl"],
+            "importance": "token" if c["use_unbiased_kl"] else "none",
         },
         "entropy_coef": c["entropy_coef"],
         "ratio_to": "rollout" if c["use_rollout_logprobs"] else "old",

@@ -43,16 +43,20 @@ VARIANTS = [
     {"loss": {"name": "gspo", "gradient": "token", "clip_low": 0.3, "clip_high": 0.9}},
     {"loss": {"name": "gspo", "clip_low": 0.9, "clip_high": 9.0}},
     {"loss": {"name": "sapo", "tau_positive": 2.0, "tau_negative": 3.0}},
+    {"loss": {"name": "sapo", "tau_positive": 2.0, "level": "sequence"}},
+    {"loss": {"name": "cispo", "clip_low": 0.05, "clip_high": 0.1, "unified_mask": True}},
+    {"loss": {"name": "cispo", "clip_low": 0.05, "clip_high": 0.1, "level": "sequence", "unified_mask": True}},
+    {"loss": {"name": "probability_mask", "clip_low": 0.02, "clip_high": 0.05, "ratio_cap": 1.2, "pull": 0.1}},
     {"loss": {"name": "gmpo", "clip_low": 0.4, "clip_high": 0.5}},
     *(
         {"kl": {"coef": 0.3, "estimator": e, "importance": i}}
         for e in ESTIMATORS
         if "+" not in e
-        for i in (False, True)
+        for i in ("none", "token", "sequence", "score")
     ),
     *(a | {"kl": {"coef": 0.1}, "entropy_coef": 0.2} for a in AGGREGATIONS),
     *({"loss": loss, "off_policy": o, "entropy_coef": 0.1} for o in OFF_POLICY.values() for loss in ("ppo", "gspo")),
-    *({"ratio_to": r, "kl": {"coef": 0.2, "importance": True}} for r in ("rollout", "current")),
+    *({"ratio_to": r, "kl": {"coef": 0.2, "importance": "token"}} for r in ("rollout", "current")),
 ]
 
 

@@ -1,6 +1,7 @@
 """Bad input to the policy losses: each error names the field, what was got and what was expected."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from policy_steps import config_of, loss_of, step_of
 
 from jaxppo import (
+    CISPO,
     GSPO,
     KL,
     PPO,
@@ -21,7 +23,7 @@ from jaxppo import (
     accumulate_gradients,
 )
 from jaxppo.metrics import Metric, merge_metrics
-from jaxppo.policy_losses import BY_NAME, DPPO, DRO, ClipCov, KLCov, PolicyLoss, by_name
+from jaxppo.policy_losses import BY_NAME, DPPO, DRO, VESPO, ClipCov, KLCov, PolicyLoss, ProbabilityMask, by_name
 
 
 class Unfrozen(PolicyLoss):
@@ -81,6 +83,19 @@ def test_config(options, message):
         (lambda: ClipCov(low=5.0, high=1.0), "low, high: got 5.0, 1.0, expected low < high"),
         (lambda: KLCov(share=2.0), "share: got 2.0, expected a finite number of at least 0 and of at most 1"),
         (lambda: KL(None), "coef: got None, expected a finite number"),
+        (lambda: CISPO(level="word"), "level: got 'word', expected one of 'token', 'sequence'"),
+        (lambda: SAPO(level="word"), "level: got 'word', expected one of 'token', 'sequence'"),
+        (lambda: CISPO(unified_mask="yes"), "unified_mask: got 'yes', expected True or False"),
+        (lambda: VESPO(k_positive=-1.0), "k_positive: got -1.0, expected a finite number of at least 0"),
+        (lambda: VESPO(lambda_negative=-1.0), "lambda_negative: got -1.0, expected a finite number of at least 0"),
+        (lambda: ProbabilityMask(clip_high=math.nan), "clip_high: got nan, expected a finite number of at least 0"),
+        (lambda: ProbabilityMask(ratio_cap=0.0), "ratio_cap: got 0.0, expected a finite number above 0"),
+        (lambda: ProbabilityMask(pull=-1.0), "pull: got -1.0, expected a finite number of at least 0"),
+        (
+            lambda: KL(0.1, importance=True),
+            "importance: got True, expected one of 'none', 'token', 'sequence', 'score'",
+        ),
+        (lambda: KL(0.1, "k2+", "score"), "importance: got 'score', expected another with estimator='k2[+]'"),
         (lambda: KL(0.1, "k9"), "estimator: got 'k9', expected one of 'k1', 'abs'"),
         (lambda: by_name("pp0"), "name: got 'pp0', expected one of cispo, clip_cov, dppo, .*, ppo, "),
         (

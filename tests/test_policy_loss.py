@@ -174,7 +174,7 @@ def test_batch_and_coefficients_are_constants():
     @jax.jit
     @jax.grad
     def gradients(x):
-        kl = KL(x["kl"], importance=True)
+        kl = KL(x["kl"], importance="token")
         config = config_of("ppo", entropy_coef=x["entropy"], kl=kl, off_policy=off_policy)
         given = dataclasses.replace(batch, **{name: x[name] for name in floats})
         return loss_of(TokenStats(x["log_probs"], batch.values), given, config, None)[0]

@@ -202,7 +202,7 @@ SLIME = [
     ({"kl_loss_coef": 0.5}, {}),
     ({"use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": "k3"}, {"kl": KL(0.5, "k3")}),
     ({"kl_loss_type": "low_var_kl"}, {"kl": KL(0.0, "low_var_kl")}),
-    ({"use_unbiased_kl": True}, {"kl": KL(0.0, "k1", importance=True)}),
+    ({"use_unbiased_kl": True}, {"kl": KL(0.0, "k1", importance="token")}),
     ({"use_rollout_logprobs": True}, {"ratio_to": "rollout"}),
     ({"use_tis": True}, {"off_policy": OffPolicyConfig(weights="token", high=2.0)}),
     ({"use_tis": True, "tis_clip": 5.0, "tis_clip_low": 0.5}, {"off_policy": OffPolicyConfig("token", 0.5, 5.0)}),

@@ -61,7 +61,7 @@ def translate(args: Namespace | Mapping[str, Any]) -> Translation:
     entropy_coef = options.number("entropy_coef")
     config = PolicyLossConfig(
         _loss(options),
-        kl=KL(kl_coef, kl_type, options.flag("use_unbiased_kl")),  # type: ignore[arg-type]
+        kl=KL(kl_coef, kl_type, "token" if options.flag("use_unbiased_kl") else "none"),  # type: ignore[arg-type]
         entropy_coef=entropy_coef,
         ratio_to="rollout" if options.flag("use_rollout_logprobs") else "old",
         aggregation="token_mean" if options.flag("calculate_per_token_loss") else "rollout_mean",

@@ -24,6 +24,7 @@ from jaxppo.losses.token_loss import Step, TokenLoss, Values, loss_of_hidden, lo
 from jaxppo.metrics import Composite, Metric, Metrics, Term
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.off_policy import correction as off_policy_correction
+from jaxppo.policy_losses.base import ratio_at
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
 
@@ -271,7 +272,8 @@ class PolicyTokenLoss(TokenLoss):
         given = off is None or (off.trainer == "old" and self.config.ratio_to != "current" and off.opsm_delta is None)
         if off is not None and self.config.impossible_tokens == "leave_out":
             given = given and off.token_local  # what is left out counts in no sequence
-        return self.config.loss.token_local and given
+        of_sequences = self.config.kl is not None and self.config.kl.importance == "sequence"
+        return self.config.loss.token_local and given and not of_sequences
 
     def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         return impossible_tokens(None if stats is None else stats.log_probs, batch, self.config)
@@ -335,7 +337,7 @@ class PolicyTokenLoss(TokenLoss):
             values["entropy"] = select(stats.entropy)
             losses = losses - config.entropy_coef * values["entropy"] if self.entropy == "bonus" else losses
         if config.kl is not None and batch.ref_log_probs is not None:
-            importance = ratio if config.kl.importance else None
+            importance = _kl_weight(config.kl, log_probs, old, mask, segments)
             reference = select(batch.ref_log_probs)
             values["kl"] = kl_divergence(log_probs, reference, config.kl.estimator, importance)
             losses = losses + config.kl.coef * values["kl"] if isinstance(config.kl.coef, jax.Array) else losses
@@ -359,6 +361,17 @@ class PolicyTokenLoss(TokenLoss):
     def metrics(self, found: dict[str, Metric]) -> Metrics:
         moments = {name: found.pop(name) for name in ("first", "second")}
         return {**found, "effective_sample_size": Composite(moments, _effective_sample_size)}
+
+
+def _kl_weight(
+    kl: KL, log_probs: Float[Array, "R T"], old: Float[Array, "R T"], mask: Float[Array, "R T"], segments: Segments
+) -> Float[Array, "R T"] | None:
+    """What the divergence of each token is weighed by; None for 1."""
+    if kl.importance == "none":
+        return None
+    if kl.importance == "score":
+        return jnp.exp(log_probs - lax.stop_gradient(log_probs))
+    return ratio_at(kl.importance, log_probs, old, mask, segments)
 
 
 def _response_share(batch: RolloutBatch, segments: Segments) -> Float[Array, "R T"]:

@@ -11,8 +11,10 @@ from typing import Any
 
 from jaxppo.policy_losses.base import PolicyLoss
 from jaxppo.policy_losses.covariances import ClipCov, KLCov
+from jaxppo.policy_losses.probability import ProbabilityMask
 from jaxppo.policy_losses.sequences import GMPO, GSPO
 from jaxppo.policy_losses.tokens import CISPO, DPPO, DRO, GPG, PPO, SAPO, Reinforce
+from jaxppo.policy_losses.vespo import VESPO
 
 __all__ = [
     "BY_NAME",
@@ -24,9 +26,11 @@ __all__ = [
     "GSPO",
     "PPO",
     "SAPO",
+    "VESPO",
     "ClipCov",
     "KLCov",
     "PolicyLoss",
+    "ProbabilityMask",
     "Reinforce",
     "by_name",
 ]
@@ -41,8 +45,10 @@ BY_NAME: dict[str, type[PolicyLoss]] = {
     "gspo": GSPO,
     "kl_cov": KLCov,
     "ppo": PPO,
+    "probability_mask": ProbabilityMask,
     "reinforce": Reinforce,
     "sapo": SAPO,
+    "vespo": VESPO,
 }
 
 

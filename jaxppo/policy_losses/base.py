@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxppo._arrays import Coefficient, check_number
+from jaxppo.kl import MAX_LOG_RATIO, log_ratio
 from jaxppo.sharding import Segments
 
 Tokens = Float[Array, "R T"]
 Indicators = dict[str, Tokens]
 Result = tuple[Tokens, Indicators]
+Level = Literal["token", "sequence"]
 
 
 class PolicyLoss(abc.ABC):
@@ -74,6 +76,19 @@ class PolicyLoss(abc.ABC):
     ) -> Bool[Array, "R T"]:
         """The tokens that `covariance_mask` may pick; all by default."""
         return jnp.ones(covariance.shape, bool)
+
+
+def sequence_log_ratio(log_probs: Tokens, old_log_probs: Tokens, mask: Tokens, segments: Segments) -> Tokens:
+    """At each token the mean of log_prob - old_log_prob over the loss tokens of its sequence."""
+    return segments.spread(segments.mean(log_probs - old_log_probs, mask))
+
+
+def ratio_at(level: Level, log_probs: Tokens, old_log_probs: Tokens, mask: Tokens, segments: Segments) -> Tokens:
+    """The ratio of each token, or of its sequence: exp(mean over the sequence of log_prob - old_log_prob)."""
+    if level == "token":
+        return jnp.exp(log_ratio(log_probs, old_log_probs))
+    sequence = sequence_log_ratio(log_probs, old_log_probs, mask, segments)
+    return jnp.exp(jnp.clip(sequence, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def clipped_surrogate(

@@ -10,7 +10,15 @@ from jax import lax
 
 from jaxppo._arrays import Coefficient, check_choice
 from jaxppo.kl import MAX_LOG_RATIO
-from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip, check_dual_clip, clipped_surrogate
+from jaxppo.policy_losses.base import (
+    PolicyLoss,
+    Result,
+    Tokens,
+    check_clip,
+    check_dual_clip,
+    clipped_surrogate,
+    sequence_log_ratio,
+)
 from jaxppo.sharding import Segments
 
 
@@ -55,7 +63,7 @@ class GSPO(PolicyLoss):
         segments: Segments,
         **_: object,
     ) -> Result:
-        sequence = segments.spread(segments.mean(log_probs - old_log_probs, mask))
+        sequence = sequence_log_ratio(log_probs, old_log_probs, mask, segments)
         if self.gradient == "token":
             sequence = lax.stop_gradient(sequence) + log_probs - lax.stop_gradient(log_probs)
         ratio = jnp.exp(jnp.clip(sequence, -MAX_LOG_RATIO, MAX_LOG_RATIO))

@@ -9,9 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._arrays import Coefficient, check_choice, check_number
+from jaxppo._arrays import Coefficient, check_choice, check_flag, check_number
 from jaxppo.kl import log_ratio
-from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip, check_dual_clip, clipped_surrogate
+from jaxppo.policy_losses.base import (
+    Level,
+    PolicyLoss,
+    Result,
+    Tokens,
+    check_clip,
+    check_dual_clip,
+    clipped_surrogate,
+    ratio_at,
+)
+from jaxppo.sharding import Segments
 
 _TINY = 1e-30
 
@@ -56,33 +66,58 @@ class PPO(PolicyLoss):
 class CISPO(PolicyLoss):
     """REINFORCE with a clipped, constant ratio: -clip(r, 1 - clip_low, 1 + clip_high) A log_prob.
 
-    No token loses its gradient.
+    No token loses its gradient, unless `unified_mask` is set.
 
     Args:
       clip_low: the ratio is clipped below 1 - clip_low; 1, as in the paper, is no lower bound.
       clip_high: the ratio is clipped above 1 + clip_high. The paper tunes it and does not state it; 0.28 is slime's.
+      level: r is of the "token", or of the "sequence", the geometric mean of its tokens' ratios.
+      unified_mask: 0 where the clip of PPO would end the gradient: A > 0 and r above the upper bound, A < 0 and r below
+        the lower one.
 
     Raises:
-      ValueError: a number out of its range.
+      ValueError: a number out of its range, an unknown level.
 
     Example:
       >>> CISPO()
-      CISPO(clip_low=1.0, clip_high=0.28)
+      CISPO(clip_low=1.0, clip_high=0.28, level='token', unified_mask=False)
 
-    MiniMax 2025, MiniMax-M1, https://arxiv.org/abs/2506.13585
+    MiniMax 2025, MiniMax-M1, the mask in equation 7, https://arxiv.org/abs/2506.13585
     """
 
     clip_low: Coefficient = 1.0
     clip_high: Coefficient = 0.28
-    token_local: ClassVar[bool] = True
+    level: Level = "token"
+    unified_mask: bool = False
+
+    @property
+    def token_local(self) -> bool:  # type: ignore[override]
+        return self.level == "token"
 
     def __post_init__(self) -> None:
         check_clip(self)
+        check_choice("level", self.level, Level)
+        check_flag("unified_mask", self.unified_mask)
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
-        ratio = lax.stop_gradient(jnp.exp(log_ratio(log_probs, old_log_probs)))
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        mask: Tokens,
+        segments: Segments,
+        **_: object,
+    ) -> Result:
+        ratio = lax.stop_gradient(ratio_at(self.level, log_probs, old_log_probs, mask, segments))
         clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
-        return -clipped * advantages * log_probs, {"clip_fraction": (clipped != ratio).astype(jnp.float32)}
+        indicators = {"clip_fraction": (clipped != ratio).astype(jnp.float32)}
+        loss = -clipped * advantages * log_probs
+        if self.unified_mask:
+            leaves = ((advantages > 0) & (ratio > clipped)) | ((advantages < 0) & (ratio < clipped))
+            loss = jnp.where(leaves, 0, loss)
+            indicators["masked_fraction"] = leaves.astype(jnp.float32)
+        return loss, indicators
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +127,10 @@ class SAPO(PolicyLoss):
     Args:
       tau_positive: the steepness where A > 0.
       tau_negative: the steepness elsewhere.
+      level: r is of the "token", or of the "sequence", the geometric mean of its tokens' ratios.
 
     Raises:
-      ValueError: a steepness that is not above 0.
+      ValueError: a steepness that is not above 0, an unknown level.
 
     Example:
       >>> SAPO().tau_negative
@@ -105,15 +141,29 @@ class SAPO(PolicyLoss):
 
     tau_positive: Coefficient = 1.0
     tau_negative: Coefficient = 1.05
-    token_local: ClassVar[bool] = True
+    level: Level = "token"
+
+    @property
+    def token_local(self) -> bool:  # type: ignore[override]
+        return self.level == "token"
 
     def __post_init__(self) -> None:
         check_number("tau_positive", self.tau_positive, above=0)
         check_number("tau_negative", self.tau_negative, above=0)
+        check_choice("level", self.level, Level)
 
-    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
+    def __call__(
+        self,
+        log_probs: Tokens,
+        old_log_probs: Tokens,
+        advantages: Tokens,
+        *,
+        mask: Tokens,
+        segments: Segments,
+        **_: object,
+    ) -> Result:
         tau = jnp.where(advantages > 0, self.tau_positive, self.tau_negative)
-        ratio = jnp.exp(log_ratio(log_probs, old_log_probs))
+        ratio = ratio_at(self.level, log_probs, old_log_probs, mask, segments)
         return -4 / tau * _sigmoid(tau * (ratio - 1)) * advantages, {}
 
 

@@ -73,6 +73,32 @@ def kl_divergence(
     return value, w * d if estimator.endswith("+") else slope
 
 
+def kl_penalty(
+    log_probs: Array, ref_log_probs: Array, estimator: str, importance: str, old: Array, held: Array
+) -> tuple[Array, Array]:
+    """The estimates of one sequence and the derivative of their SUM by each log-prob, for each kind of weight w.
+
+    "none": w = 1. "token": w = p / old. "sequence": w = exp(mean of log p - log old), which all log-probs move.
+    "score": w = exp(log_prob - sg(log_prob)), 1 with the derivative 1. TRL and Liger, `use_bias_correction_kl`, the
+    level that of the loss; NeMo-RL, `calculate_kl`.
+    """
+    if importance != "sequence":
+        return kl_divergence(
+            log_probs, ref_log_probs, estimator, {"none": None, "token": old, "score": held}[importance]
+        )
+    n = max(len(log_probs), 1)
+    mean = float(np.sum(log_probs - old)) / n
+    w = float(np.exp(clamp(mean)))
+    d = log_probs - ref_log_probs
+    f, df = VALUES[estimator.removesuffix("+")](d)
+    value, free = w * f, np.ones_like(d)
+    if estimator.startswith("low_var_kl"):
+        free = (np.abs(value) <= 10.0) * 1.0
+        value = np.clip(value, -10.0, 10.0)
+    by_weight = w * inside(mean) * np.sum(free * f) / n
+    return value, w * d if estimator.endswith("+") else free * w * df + by_weight
+
+
 def adaptive_kl_coef(coef: float, kl: float, target: float, samples: int, horizon: float = 10000.0) -> float:
     """coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon). Ziegler et al. 2019, 1909.08593."""
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)

@@ -109,19 +109,79 @@ def gspo(
     return TokenLoss(values, np.outer(slope * s * inside(mean), np.ones(n) / max(n, 1)), indicators)
 
 
-def cispo(t: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
-    """-sg(clip(r, 1 - low, 1 + high)) A log_prob. MiniMax-M1 2025, https://arxiv.org/abs/2506.13585."""
-    r = t.held_ratio
-    weight = np.clip(r, 1 - clip_low, 1 + clip_high)
+def cispo(
+    t: Tokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    level: str = "token",
+    unified_mask: bool = False,
+) -> TokenLoss:
+    """-sg(clip(r, 1 - low, 1 + high)) A log_prob. MiniMax-M1 2025, https://arxiv.org/abs/2506.13585.
+
+    Its equation 7 has a mask: A > 0 with r above the upper bound, A < 0 with r below the lower one. TRL and NeMo-RL
+    have r = exp(mean of d) as well.
+    """
+    low, high = 1 - clip_low, 1 + clip_high
+    r = t.held_ratio if level == "token" else np.full(len(t.d), np.exp(clamp(mean_of(t.held - t.old))))
+    weight = np.minimum(np.maximum(r, low), high)
     slope = -weight * t.advantages
-    return TokenLoss(slope * t.log_probs, slope, {"clip_fraction": (weight != r) * 1.0})
+    indicators = {"clip_fraction": (weight != r) * 1.0}
+    if unified_mask:
+        out = ((t.advantages > 0) & (r > high)) | ((t.advantages < 0) & (r < low))
+        slope = np.where(out, 0.0, slope)
+        indicators["masked_fraction"] = out * 1.0
+    return TokenLoss(slope * t.log_probs, slope, indicators)
 
 
-def sapo(t: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A. Gao et al. 2025, https://arxiv.org/abs/2511.20347."""
-    tau = np.where(t.advantages > 0, tau_positive, tau_negative)
-    gate = np.exp(-np.logaddexp(0.0, -tau * (t.ratio - 1)))
-    return TokenLoss(-4 / tau * gate * t.advantages, -4 * gate * (1 - gate) * t.advantages * t.ratio_slope, {})
+def sapo(t: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05, level: str = "token") -> TokenLoss:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A. Gao et al. 2025, https://arxiv.org/abs/2511.20347.
+
+    TRL and AReaL have r = exp(mean of d) as well.
+    """
+    n, tau = len(t.d), np.where(t.advantages > 0, tau_positive, tau_negative)
+    mean = mean_of(t.d)
+    r = t.ratio if level == "token" else np.full(n, np.exp(clamp(mean)))
+    gate = np.exp(-np.logaddexp(0.0, -tau * (r - 1)))
+    by_ratio = -4 * gate * (1 - gate) * t.advantages
+    values = -4 / tau * gate * t.advantages
+    if level == "token":
+        return TokenLoss(values, by_ratio * t.ratio_slope, {})
+    return TokenLoss(values, np.outer(by_ratio * r * inside(mean), np.ones(n) / max(n, 1)), {})
+
+
+def vespo(
+    t: Tokens,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> TokenLoss:
+    """-sg(w^k exp(l (1 - w))) A log_prob, w the product of the sequence's ratios. https://arxiv.org/abs/2602.10693.
+
+    TRL: each token's log-ratio within [-20, 20], log w within [log 1e-8, 20]; k and l by the sign of A.
+    """
+    w = np.exp(min(max(float(np.sum(clamp(t.held - t.old))), np.log(1e-8)), 20.0))
+    below = t.advantages < 0
+    k, rate = np.where(below, k_negative, k_positive), np.where(below, lambda_negative, lambda_positive)
+    weight = w**k * np.exp(rate * (1 - w))
+    slope = -weight * t.advantages
+    return TokenLoss(slope * t.log_probs, slope, {"sequence_weight": weight})
+
+
+def probability_mask(
+    t: Tokens, *, clip_low: float = 0.3, clip_high: float = 0.3, ratio_cap: float = 1e4, pull: float = 0.0
+) -> TokenLoss:
+    """-A min(r, cap), 0 where p - q is below -low or above high, plus pull d^2 everywhere. prime-rl, `ipo_loss_fn`.
+
+    The cap leaves the gradient: it is that of min(r, cap) held, times log_prob.
+    """
+    moved = np.exp(t.held) - np.exp(t.old)
+    out = (moved < -clip_low) | (moved > clip_high)
+    slope = np.where(out, 0.0, -np.minimum(t.held_ratio, ratio_cap) * t.advantages)
+    values = slope * (1 + t.log_probs - t.held) + pull * t.d**2
+    return TokenLoss(values, slope + 2 * pull * t.d, {"clip_fraction": out * 1.0})
 
 
 def reinforce(t: Tokens) -> TokenLoss:
@@ -220,6 +280,8 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "dppo_kl": dppo_kl,
     "gmpo": gmpo,
     "dro": dro,
+    "vespo": vespo,
+    "probability_mask": probability_mask,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .head import HeadGradient, OracleHead, head_gradient, logit_gradient, logits, token_stats
-from .kl import k3, kl_divergence
+from .kl import k3, kl_penalty
 from .off_policy import Correction, correction, mean_of_step
 from .policy_losses import LOSSES, Tokens
 from .samples import Array, OracleSample, sample_weights, token_mean, weighted_sum
 
 CONFIG: dict[str, Any] = {
     "loss": "ppo",  # a name out of LOSSES, or {"name": ..., its hyperparameters}
-    "kl": None,  # {"coef": ..., "estimator": "k3", "importance": False}
+    "kl": None,  # {"coef": ..., "estimator": "k3", "importance": "none"}
     "entropy_coef": 0.0,
     "ratio_to": "old",  # "old", "rollout", "current"
     "aggregation": "token_mean",
@@ -59,7 +59,7 @@ def complete(config: Mapping[str, Any] | None) -> dict[str, Any]:
     full = {**CONFIG, **(config or {})}
     if isinstance(full["loss"], str):
         full["loss"] = {"name": full["loss"]}
-    full["kl"] = {"coef": 0.0, "estimator": "k3", "importance": False, **(full["kl"] or {})}
+    full["kl"] = {"coef": 0.0, "estimator": "k3", "importance": "none", **(full["kl"] or {})}
     return full
 
 
@@ -159,8 +159,8 @@ def sample_loss(s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[st
     by_log_probs = upstream @ jacobian if jacobian.ndim == 2 else upstream * jacobian
     said = {**token_values(t), **indicators, **corrected.indicators}
     if s.ref_log_probs is not None or c["kl"]["coef"] != 0:
-        sampling = t.old if c["kl"]["importance"] else None
-        said["kl"], slope = kl_divergence(t.log_probs, s.at("ref_log_probs"), c["kl"]["estimator"], sampling)
+        estimator, importance = c["kl"]["estimator"], c["kl"]["importance"]
+        said["kl"], slope = kl_penalty(t.log_probs, s.at("ref_log_probs"), estimator, importance, t.old, t.held)
         total = total + c["kl"]["coef"] * said["kl"]
         by_log_probs = by_log_probs + c["kl"]["coef"] * slope
     if s.entropy is not None or c["entropy_coef"] != 0:
