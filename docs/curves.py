@@ -88,7 +88,7 @@ def one_loss(name: str) -> Any:
 def all_gradients() -> Any:
     from jaxppo import policy_losses
 
-    figure, axes = plots(5, 3, width=9.6, height=7.9)
+    figure, axes = plots(5, 3, width=9.6, height=6.4)
     for name, each in zip(LOSSES, axes.flat, strict=False):
         draw_curves(each, name, 1)
         each.set_title(policy_losses.BY_NAME[name].__name__, fontsize=9.5, weight="bold")

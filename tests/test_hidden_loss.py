@@ -89,8 +89,15 @@ def test_one_pass_is_two_passes(loss):
     assert_trees_close(one(HIDDEN, KERNEL), two(HIDDEN, KERNEL), rtol=1e-5, atol=2e-6)
 
 
-def test_two_passes_are_the_two_public_functions():
-    config = bonus_and_kl()
+OF_SEQUENCES = {
+    "a divergence by sequence": PolicyLossConfig(PPO(clip_high=0.28), kl=KL(0.1, importance="sequence")),
+    "a constant weight by sequence": PolicyLossConfig(by_name("vespo")),
+    "a ratio by sequence": PolicyLossConfig(by_name("cispo", level="sequence")),
+}
+
+
+@pytest.mark.parametrize("config", [bonus_and_kl(), *OF_SEQUENCES.values()], ids=["by token", *OF_SEQUENCES])
+def test_from_hidden_is_the_two_public_functions(config):
 
     def loss(hidden, kernel):
         where = BATCH.loss_mask > 0

@@ -3,7 +3,7 @@
 import numpy as np
 from oracle import OracleHead, OracleSample, advantages, policy_loss
 from oracle.head import logit_gradient, logits, token_stats
-from oracle.kl import adaptive_kl_coef
+from oracle.kl import adaptive_kl_coef, kl_penalty
 from oracle.off_policy import correction
 from oracle.other_losses import divergence, mtp_loss, sft_loss, shifted, value_loss
 from oracle.policy_losses import LOSSES, Tokens
@@ -41,6 +41,37 @@ def test_token_losses():
     sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
     expected = [-4 * sigmoid(1.0), -4 * sigmoid(-1.0), 2 * sigmoid(2.0), 2 * sigmoid(-2.0), sigmoid(12.0)]
     check("sapo", t, expected, {"tau_positive": 2.0, "tau_negative": 4.0})
+
+
+def test_losses_with_a_soft_weight_or_a_mask_by_probability():
+    t = tokens([2.0, 0.25], [1, -3])  # w = 0.5
+    up, down = 0.5**2 * np.exp(1.5), 0.5**3 * np.exp(1.0)
+    check("vespo", t, [-up * t.log_probs[0], 3 * down * t.log_probs[1]])
+    gate = 1 / (1 + np.exp(1 - 0.5**0.5))  # s = sqrt(0.5)
+    sapo = {"level": "sequence", "tau_negative": 1.0}
+    check("sapo", t, [-4 * gate, 12 * gate], sapo)
+    cispo = {"level": "sequence", "clip_low": 0.25, "unified_mask": True}
+    check("cispo", t, [-0.75 * t.log_probs[0], 0], cispo, masked_fraction=[0, 1])
+    q = np.exp(-3.0)
+    mask = {"clip_low": 0.5 * q, "clip_high": 0.5 * q, "pull": 1.0}
+    check("probability_mask", t, np.log([2.0, 0.25]) ** 2, mask, clip_fraction=[1, 1])
+    check("probability_mask", t, [-1.5, 0.75], {"ratio_cap": 1.5}, clip_fraction=[0, 0])
+
+
+def test_kl_penalties_by_hand():
+    """Two tokens, d = log 2 and -log 2; the sequence's ratio to the old policy is 4, its tokens' 2 and 8."""
+    ln2 = np.log(2)
+    x = np.array([-1.0, -2.0])
+    given = (x, x - [ln2, -ln2], "k1")
+    old = x - [ln2, 3 * ln2]
+    for importance, value, slope in (
+        ("none", [ln2, -ln2], [1, 1]),
+        ("token", [2 * ln2, -8 * ln2], [2 + 2 * ln2, 8 - 8 * ln2]),
+        ("sequence", [4 * ln2, -4 * ln2], [4, 4]),  # the terms by the ratio cancel
+        ("score", [ln2, -ln2], [1 + ln2, 1 - ln2]),
+    ):
+        found = kl_penalty(*given, importance, old, x)
+        np.testing.assert_allclose(found, (value, slope), rtol=1e-12)
 
 
 def test_sequence_losses():

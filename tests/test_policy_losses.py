@@ -11,10 +11,10 @@ import pytest
 from jax import lax
 from policy_steps import LOSSES, config_of, loss_named, loss_of, step_of, whole
 
-from jaxppo import SAPO, PolicyLossConfig, RolloutBatch, TokenStats
+from jaxppo import CISPO, SAPO, PolicyLossConfig, RolloutBatch, TokenStats
 from jaxppo.aggregation import normalize, token_weights
 from jaxppo.losses.policy import PolicyTokenLoss
-from jaxppo.policy_losses import PolicyLoss
+from jaxppo.policy_losses import PolicyLoss, ProbabilityMask
 from sharding import Segments
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 2, 2, 2]])
@@ -159,6 +159,30 @@ def test_a_loss_of_the_users_own():
     np.testing.assert_allclose(value, 2 * np.mean((batch.returns - batch.advantages)[on] ** 2), rtol=1e-5)
     np.testing.assert_allclose(found["far"].value, np.mean(np.abs(batch.returns[on]) > 1), rtol=1e-6)
     assert not PolicyTokenLoss(config).token_local
+
+
+def test_a_token_that_the_probability_mask_drops_is_pulled_still_and_the_cap_keeps_the_gradient():
+    """By hand: p - q is 0.4, -0.4, 0.1 and 2e-5; the last ratio is 3, capped at 2."""
+    p, q = np.array([0.5, 0.1, 0.2, 3e-5]), np.array([0.1, 0.5, 0.1, 1e-5])
+    a, d = np.array([1.0, -1.0, -1.0, 1.0]), np.log(p / q)
+    loss = ProbabilityMask(0.3, 0.3, ratio_cap=2.0, pull=0.5)
+    values = lambda x: loss(x, jnp.asarray(np.log(q), jnp.float32), jnp.asarray(a, jnp.float32))  # noqa: E731
+    x = jnp.asarray(np.log(p), jnp.float32)
+    kept = np.array([0.0, 0.0, 2.0, -2.0])
+    np.testing.assert_allclose(values(x)[0], kept + 0.5 * d**2, rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(lambda x: values(x)[0].sum())(x), kept + d, rtol=1e-5)
+    np.testing.assert_array_equal(values(x)[1]["clip_fraction"], [1, 1, 0, 0])
+
+
+def test_the_unified_mask_asks_for_the_sign_of_the_advantage():
+    """By hand: ratios 2 and 0.4 with both signs, bounds 0.75 and 1.5."""
+    ratio, a = np.array([2.0, 2.0, 0.4, 0.4]), np.array([1.0, -1.0, 1.0, -1.0])
+    old = jnp.full(4, -2.0)
+    x = old + jnp.log(jnp.asarray(ratio, jnp.float32))
+    values, found = CISPO(0.25, 0.5, unified_mask=True)(x, old, jnp.asarray(a, jnp.float32), mask=None, segments=None)
+    np.testing.assert_allclose(values, np.array([0, 1.5, -0.75, 0]) * x, rtol=1e-5)
+    np.testing.assert_array_equal(found["masked_fraction"], [1, 0, 0, 1])
+    np.testing.assert_array_equal(found["clip_fraction"], [1, 1, 1, 1])
 
 
 def test_the_gradient_of_a_gate_that_is_nearly_one():

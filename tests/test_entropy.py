@@ -1,0 +1,83 @@
+"""The adaptive coefficient of the entropy bonus, against its rule in plain Python."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policy_steps import config_of, loss_of, step_of
+
+from jaxppo import RolloutBatch, TokenStats
+from jaxppo.entropy import AdaptiveEntropy, EntropyState
+
+ENTROPIES = [0.5, 0.2, 0.1, 0.15, 0.3, 0.05, 0.05, 0.4, 0.4, 0.4, 0.4, 0.1]
+
+
+def by_hand(entropies, target, step, most, coef):
+    """Skywork-OR1, section 4: the bonus of each step, and of the one after the last."""
+    used = [coef]
+    for entropy in entropies:
+        coef = min(max(coef + (step if entropy <= target else -step), 0.0), most)
+        used.append(coef if entropy <= target else 0.0)
+    return used
+
+
+@pytest.mark.parametrize(("step", "most", "first"), [(0.005, 1.0, 0.0), (0.125, 0.25, 0.25), (0.5, 1.0, 0.1)])
+def test_the_coefficients_of_a_run(step, most, first):
+    adaptive = AdaptiveEntropy(target=0.2, step=step, most=most)
+    update = jax.jit(adaptive.update)
+    state, used = adaptive.init(first), []
+    for entropy in np.float32(ENTROPIES):
+        used.append(float(adaptive.coef(state)))
+        state = update(state, entropy)
+    used.append(float(adaptive.coef(state)))
+    target = float(np.float32(0.2))  # the second entropy is the target itself
+    np.testing.assert_allclose(used, by_hand(np.float32(ENTROPIES), target, step, most, first), rtol=1e-5, atol=1e-7)
+
+
+def test_the_state_is_all_that_a_run_saves():
+    adaptive = AdaptiveEntropy()
+    state = adaptive.update(adaptive.update(adaptive.init(), 0.1), 0.1)
+    restored = EntropyState(*(jnp.asarray(np.asarray(x)) for x in state))
+    assert float(adaptive.coef(adaptive.update(restored, 0.1))) == float(adaptive.coef(adaptive.update(state, 0.1)))
+
+
+def test_in_a_step():
+    """The metric of one step is what moves the bonus of the next, without another compilation."""
+    adaptive = AdaptiveEntropy(target=10.0, step=0.25)
+    batch = RolloutBatch.from_samples(step_of(4), row_length=24, rows=4, num_segments=9)
+
+    @jax.jit
+    def step(state, log_probs, entropies):
+        config = config_of("ppo", kl=None, entropy_coef=adaptive.coef(state))
+        loss, found = loss_of(TokenStats(log_probs, entropies), batch, config, None)
+        return loss, found, adaptive.update(state, found["entropy"].value)
+
+    first, found, state = step(adaptive.init(), batch.returns, batch.values)
+    second, _, _ = step(state, batch.returns, batch.values)
+    np.testing.assert_allclose(first - second, 0.25 * found["entropy"].value, rtol=1e-5)
+    assert step._cache_size() == 1
+
+
+def test_an_entropy_of_nan_does_not_pass_for_a_low_one():
+    adaptive = AdaptiveEntropy()
+    state = jax.jit(adaptive.update)(adaptive.init(0.5), jnp.float32(math.nan))
+    assert np.isnan(adaptive.coef(state))
+    assert np.isnan(adaptive.coef(adaptive.update(state, 0.5)))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AdaptiveEntropy(target=-1.0), "target: got -1.0, expected a finite number of at least 0"),
+        (lambda: AdaptiveEntropy(step=math.nan), "step: got nan, expected a finite number of at least 0"),
+        (lambda: AdaptiveEntropy(most="1"), "most: got '1', expected a finite number of at least 0"),
+        (lambda: AdaptiveEntropy().init(2.0), "coef: got 2.0, expected a finite number of at least 0 and of at most 1"),
+        (lambda: AdaptiveEntropy().update(AdaptiveEntropy().init(), math.nan), "entropy: got nan, expected a finite"),
+        (lambda: AdaptiveEntropy().update(AdaptiveEntropy().init(), jnp.ones(3)), "entropy: got"),
+    ],
+)
+def test_bad_numbers(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
