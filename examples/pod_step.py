@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from examples.pod_sizes import ModelSizes
 from jaxppo import Head, ParallelMesh, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden
-from jaxppo.sharding import Audit, audit
+from jaxppo.sharding import Audit, audit, known_device
 
 QUERIES = 512  # that meet all keys at once
 CONFIG = PolicyLossConfig(entropy_coef=0.01)
@@ -183,8 +183,6 @@ def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
-# GiB of a device, by what its kind contains: described devices do not report it
-_MEMORY = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32, "TPU7x": 96, "H100": 80, "H200": 141}
 GIB = 2**30
 
 
@@ -227,8 +225,8 @@ class Fit:
 
 def fit(step: TrainStep, loss: Audit) -> Fit:
     """Compiles the whole step, and adds up what a device must hold; `loss` is the audit of the loss on its own."""
-    kind = step.parallel.mesh.devices.flat[0].device_kind
-    available = next((gib * GIB for name, gib in _MEMORY.items() if name in kind), None)
+    device = known_device(step.parallel.mesh.devices.flat[0].device_kind)  # described ones do not report their memory
+    available = device and device.memory
     parts, rest = step.bytes_held, "activations, gradients and other temporaries"
     try:
         found = audit(step.jitted, *step.arguments)

@@ -1,7 +1,8 @@
 """Meshes, axis roles, sequence layouts, packing, collectives and audits. Knows nothing of reinforcement learning."""
 
 from . import multihost
-from .audit import Audit, Collective, audit
+from .audit import Audit, Collective, Time, audit, note
+from .audit.devices import known_device
 from .axes import LAYOUTS, ShardAxes, vary, vary_like, varying
 from .call import shard_call
 from .dtypes import wider_dtype
@@ -10,10 +11,8 @@ from .layouts.base import Layout, Row, register_layout
 from .mesh import ParallelMesh, check_parallel, make_parallel_mesh
 from .packing import Packed, pack, unpack
 from .placement import links
-from .program import note
 from .rows import check_context_rows, redistribute, scan_affine, scan_shard, shift_left, shift_shard
 from .segments import Segments, segment_sum
-from .tpu_time import Time
 
 __all__ = [
     "LAYOUTS",
@@ -31,6 +30,7 @@ __all__ = [
     "check_parallel",
     "check_row_length",
     "in_order",
+    "known_device",
     "links",
     "logical_positions",
     "make_parallel_mesh",

@@ -15,7 +15,7 @@ from test_hidden_loss import ADAPTERS, BATCH, HIDDEN, KERNEL, T, bonus_and_kl, m
 from jaxppo import policy_loss_from_hidden
 from sharding import make_parallel_mesh
 from sharding.audit import audit
-from sharding.program import hang_risks
+from sharding.audit.program import hang_risks
 from sharding.testing import assert_trees_close
 
 MESHES = {"mixed": "dp=2,cp=2,tp=2", "tensor": "tp=8", "fsdp": "fsdp=4,tp=2"}

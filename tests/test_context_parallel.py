@@ -31,7 +31,7 @@ from jaxppo.losses.distillation import distillation_loss
 from jaxppo.mismatch import mismatch_metrics
 from sharding import ShardAxes, make_parallel_mesh, vary
 from sharding.audit import audit
-from sharding.program import collectives, hang_risks
+from sharding.audit.program import collectives, hang_risks
 from sharding.testing import assert_trees_close, factorings
 
 BATCH, LOG_PROBS = hard_batch()

@@ -24,7 +24,7 @@ from jaxppo.mismatch import mismatch_metrics
 from jaxppo.nucleus import nucleus_mask
 from jaxppo.off_policy import Rejection, correction
 from sharding import make_parallel_mesh, shard_call
-from sharding.program import collectives, hang_risks
+from sharding.audit.program import collectives, hang_risks
 from sharding.testing import assert_trees_close
 
 V, H = 64, 8

@@ -28,7 +28,7 @@ from jaxppo import (
 from jaxppo.policy_losses import BY_NAME, ClipCov, PolicyLoss, by_name
 from sharding import make_parallel_mesh
 from sharding.audit import audit
-from sharding.program import hang_risks
+from sharding.audit.program import hang_risks
 from sharding.testing import assert_mesh_invariant, assert_trees_close, factorings
 
 R, T, H, V = 8, 64, 16, 1003

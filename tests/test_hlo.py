@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from sharding.hlo import parse, parts, shape_bytes, transfer
-from sharding.hlo_values import loop, values
+from sharding.audit.hlo import parse, parts, shape_bytes, transfer
+from sharding.audit.hlo_integers import loop, values
 
 # 8 devices; a loop of 5 turns around a loop of at most 6, in its smaller part a sum over all
 MODULE = """HloModule m, num_partitions=4, replica_count=2, entry_computation_layout={(f32[8])->f32[8]}

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxppo import log_probs_from_logits
 from sharding import ParallelMesh, make_parallel_mesh
 from sharding.audit import audit
-from sharding.program import hang_risks
+from sharding.audit.program import hang_risks
 
 MIXED = make_parallel_mesh("dp=2,cp=2,tp=2")
 SEQUENCE = make_parallel_mesh("dp=2,cp=2,tp=2", sequence_parallel=True)

@@ -12,7 +12,7 @@ from hard_rows import LAYOUTS, R, T, hard_batch, layouts_on, sequences
 from jaxppo import Normalizer, finalize_metrics
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
 from sharding import ParallelMesh, logical_positions, make_parallel_mesh
-from sharding.program import collectives, hang_risks
+from sharding.audit.program import collectives, hang_risks
 from sharding.testing import assert_trees_close
 
 H, V, K = 4, 11, 3

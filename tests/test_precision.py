@@ -22,7 +22,7 @@ from jaxppo import (
 )
 from sharding import ParallelMesh
 from sharding.audit import audit
-from sharding.hlo import parse
+from sharding.audit.hlo import parse
 
 T, H, V = 2048, 512, 16384
 H100 = """

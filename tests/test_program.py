@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from sharding import make_parallel_mesh, shard_call
-from sharding.program import collectives, hang_risks
+from sharding.audit.program import collectives, hang_risks
 
 PARALLEL = make_parallel_mesh("dp=2,cp=4")
 

@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxppo import log_probs_from_hidden
 from sharding import ParallelMesh
-from sharding.audit import audit
-from sharding.tpu_time import CHIPS, Milliseconds, chip_of, estimate_time
+from sharding.audit import Milliseconds, audit
+from sharding.audit.devices import device_of, known_device
+from sharding.audit.tpu_time import estimate_time
 
 # Modules written by hand, for a chip of round figures: in a ms 1e6 cycles, 1e12 flops, 1e9 bytes of memory or a link.
-ROUND = dataclasses.replace(CHIPS["TPU v5"], flops=1e15, hertz=1e9, hbm=1e12, link=1e12, wraps=False)
+ROUND = dataclasses.replace(known_device("TPU v5"), flops=1e15, hertz=1e9, bandwidth=1e12, link=1e12, wraps=False)
 LATENCY = 0.002  # ms
 
 
@@ -402,17 +403,17 @@ def test_a_bare_product_comes_out_below_the_peak_of_its_chip(name, chip, peak):
 
 
 def test_a_chip_of_two_devices_is_halved():
-    whole, half = (chip_of(devices("v4:2x2x1", **how)[0]) for how in ({"chip_config_name": "megacore"}, {}))
-    assert (whole.flops, whole.hbm) == (275e12, 1200e9)
-    assert (half.flops, half.hbm) == (275e12 / 2, 1200e9 / 2)
-    assert chip_of(devices("tpu7x:2x2x1")[0]).flops == 2307e12 / 2
-    assert chip_of(devices("v5p:2x2x1")[0]).flops == 459e12
+    whole, half = (device_of(devices("v4:2x2x1", **how)[0]) for how in ({"chip_config_name": "megacore"}, {}))
+    assert (whole.flops, whole.bandwidth, whole.memory) == (275e12, 1200e9, 32 * 2**30)
+    assert (half.flops, half.bandwidth, half.memory) == (275e12 / 2, 1200e9 / 2, 16 * 2**30)
+    assert device_of(devices("tpu7x:2x2x1")[0]).flops == 2307e12 / 2
+    assert device_of(devices("v5p:2x2x1")[0]).flops == 459e12
 
 
 def test_there_is_no_time_without_a_tpu():
     assert audit(lambda x: x @ x, jnp.ones((8, 8))).time is None
-    assert chip_of(jax.devices()[0]) is None
-    assert chip_of(None) is None
+    assert device_of(jax.devices()[0]) is None
+    assert device_of(None) is None
 
 
 @functools.cache
@@ -539,6 +540,9 @@ class Watched:
 
     def __init__(self, jitted, is_cached):
         self.jitted, self.is_cached, self.compiled = jitted, is_cached, 0
+
+    def __call__(self, *args):
+        return self.jitted(*args)
 
     def lower(self, *args):
         self.lowered = self.jitted.lower(*args)

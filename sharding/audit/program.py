@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax.extend import core
 
 _NOT_COLLECTIVE = frozenset({"axis_index", "pcast", "pvary", "shard_map"})
 
@@ -84,6 +83,8 @@ def _axes(eqn: Any) -> tuple[str, ...]:
 
 def _equations(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """Every equation, and the branches and varying loops that it sits in."""
+    from jax.extend import core  # which loads Pallas, and `note` needs none of it
+
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn, path
         inner = path

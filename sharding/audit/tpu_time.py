@@ -12,137 +12,25 @@ import importlib.metadata
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from .devices import Device
 from .hlo import Computation, Instruction, Module, Transfer, dimensions, parse, root, transfer
 from .hlo_bytes import hbm_bytes
-from .hlo_values import Known, loop, values
+from .hlo_integers import Known, loop, values
+from .results import Milliseconds, Time
 from .trips import Turns
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """One device of a TPU.
-
-    Args:
-      flops: bf16 operations a second at its peak.
-      hertz: cycles a second.
-      hbm: bytes a second between it and its memory.
-      link: bytes a second over one link to a neighbour, one way.
-      wraps: whether four chips along an axis make a ring, as in a slice of whole 4x4x4 cubes; else they make a line.
-    """
-
-    name: str
-    flops: float
-    hertz: float
-    hbm: float
-    link: float
-    wraps: bool
-
-
-# Whole chips. Peak and memory: https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. Links and rings:
-# https://jax-ml.github.io/scaling-book/tpus, whose links are a tenth slower than the advertised 100e9 (v5p, v6e) and
-# 50e9 (v5e); it has no tpu7x, which is advertised with v5p's links. The clock follows from the peak, which is two
-# operations of each cell of the matrix units in a cycle: 2 * 4 * 128**2 cells (v4, v5p), 4 * 128**2 (v5e),
-# 4 * 256**2 (v6e), 2 * 4 * 256**2 (tpu7x).
-CHIPS = {
-    "TPU v4": Chip("v4", 275e12, 1.05e9, 1200e9, 45e9, True),
-    "TPU v5 lite": Chip("v5e", 197e12, 1.5e9, 819e9, 45e9, False),
-    "TPU v5": Chip("v5p", 459e12, 1.75e9, 2765e9, 90e9, True),
-    "TPU v6 lite": Chip("v6e", 918e12, 1.75e9, 1638e9, 90e9, False),
-    "TPU7x": Chip("tpu7x", 2307e12, 2.2e9, 7380e9, 90e9, True),
-}
-_ALIASES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}
 
 _KERNEL_PEAK = 0.93  # of the peak that a good kernel reaches, by static profiles
 _LATENCY = 2e-6  # seconds that a collective takes to start
-
-
-def chip_of(device: Any) -> Chip | None:
-    """The figures of a device, real or described; None where it is no TPU, or one that is not known here."""
-    kind = getattr(device, "device_kind", "")
-    if (chip := CHIPS.get(_ALIASES.get(kind, kind))) is None:
-        return None
-    devices = 1 + max(getattr(d, "core_on_chip", 0) or 0 for d in device.client.devices())  # on a chip
-    return dataclasses.replace(chip, flops=chip.flops / devices, hbm=chip.hbm / devices)
-
-
-@dataclasses.dataclass(frozen=True)
-class Milliseconds:
-    """The time of one device, by what it is spent on.
-
-    Args:
-      products: matrix products, with what is fused to them.
-      elementwise: other arithmetic, reductions, gathers, sorts.
-      copies: moves and fills without arithmetic.
-      kernels: Pallas and other custom kernels, by what they declare.
-      collectives: that nothing runs beside.
-      overlapped: collectives that other work runs beside; in no sum.
-      unestimated: of products, elementwise and copies, what the compiler gives no estimate of (gathers, scatters,
-        sorts): charged its bytes at the memory's peak, which is the least that it can take.
-    """
-
-    products: float
-    elementwise: float
-    copies: float
-    kernels: float
-    collectives: float
-    overlapped: float
-    unestimated: float
-
-    @property
-    def compute(self) -> float:
-        """All but the collectives."""
-        return self.products + self.elementwise + self.copies + self.kernels
-
-    def __str__(self) -> str:
-        kinds = ("products", "elementwise", "copies", "kernels")
-        return (
-            f"compute {self.compute:.3f} ms ({', '.join(f'{kind} {getattr(self, kind):.3f}' for kind in kinds)}; "
-            f"{self.unestimated:.3f} of it by bytes alone), "
-            f"collectives {self.collectives:.3f} ms, and {self.overlapped:.3f} ms beside other work"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Time(Milliseconds):
-    """The time of a program on a TPU as its compiler estimates it, with loops at full count.
-
-    A loop that data may end early turns as often as it can, and a `cond` takes its longer branch; `least` is with the
-    fewest turns and the shorter branches. A loop that nothing bounds makes the figures of its body infinite.
-
-    A collective takes 2 us and, of n devices in one ring with b bytes (see `Collective.bytes`): 2 b (n-1)/n for an
-    all-reduce, b (n-1)/n for an all-gather or a reduce-scatter, b n/4 for an all-to-all, over both directions of a link
-    where the ring closes and over one where it is a line; b over one link for a permutation.
-
-    Args:
-      least: the same, with data-dependent loops and branches at their shortest.
-      unknown: what the figures leave open, in words: loops that nothing bounds, kernels that declare nothing, work of
-        the sparse cores, collectives whose groups could not be read.
-      compiler: whose estimates they are.
-      chip: of which TPU.
-    """
-
-    least: Milliseconds
-    unknown: tuple[str, ...]
-    compiler: str
-    chip: str
-
-    def __str__(self) -> str:
-        lines = [f"on {self.chip}, estimated by {self.compiler}: {super().__str__()}"]
-        if self.least != Milliseconds(*(getattr(self, kind) for kind in _KINDS)):
-            lines.append(f"at least, by {self.compiler}: {self.least}")
-        return "\n".join([*lines, *(f"unknown: {text}" for text in self.unknown)])
-
 
 _KINDS = tuple(field.name for field in dataclasses.fields(Milliseconds))
 _KIND = dict(zip(_KINDS, np.eye(len(_KINDS)), strict=True))
 _COMPUTE = slice(0, 4)
 
 
-def estimate_time(text: str, chip: Chip) -> Time:
+def estimate_time(text: str, chip: Device) -> Time:
     """The time of a compiled TPU module: the sum of its instructions' estimated cycles, loops as often as they turn.
 
     Args:
@@ -153,11 +41,12 @@ def estimate_time(text: str, chip: Chip) -> Time:
       `Time`.
 
     Example:
+      >>> from sharding.audit.devices import known_device
       >>> text = '''ENTRY %main (x: f32[8,128]) -> f32[8,128] {
       ...   %x = f32[8,128]{1,0} parameter(0)
       ...   ROOT %y = f32[8,128]{1,0} add(%x, %x), backend_config={"estimated_cycles":"1750000"}
       ... }'''
-      >>> estimate_time(text, CHIPS["TPU v5"]).elementwise
+      >>> estimate_time(text, known_device("TPU v5")).elementwise
       1.0
     """
     module = parse(text)
@@ -194,7 +83,7 @@ _MOVES = frozenset(
 class _Clock:
     """Adds up a module. Times are arrays `[2, kinds]` in seconds: with the fewest turns, and with the most."""
 
-    def __init__(self, module: Module, chip: Chip) -> None:
+    def __init__(self, module: Module, chip: Device) -> None:
         self.module, self.chip, self.unknown = module, chip, list[str]()
 
     def run(self, name: str, args: Sequence[Known]) -> np.ndarray:
@@ -273,7 +162,7 @@ class _Clock:
             return np.zeros((2, len(_KINDS)))
         is_move = all(y.op in _MOVES or _is_on_scalars(c, y) for c, y in inside)
         kind = "products" if is_product else "copies" if is_move else "elementwise"
-        by_bytes = hbm_bytes(self.module, computation, x) / self.chip.hbm
+        by_bytes = hbm_bytes(self.module, computation, x) / self.chip.bandwidth
         if cycles is None:
             flops = sum(_product_flops(c, y) for c, y in inside if y.op in ("convolution", "dot"))
             seconds = max(by_bytes, flops / self.chip.flops)
@@ -296,7 +185,7 @@ class _Clock:
         if not any(cost.values()):
             self.unknown.append(f"what the kernel {x.name} takes ({x.op_name}): it declares nothing, charged its bytes")
         moved = cost.get("bytes_accessed") or hbm_bytes(self.module, computation, x)
-        return max(cost.get("flops", 0) / (_KERNEL_PEAK * self.chip.flops), moved / self.chip.hbm)
+        return max(cost.get("flops", 0) / (_KERNEL_PEAK * self.chip.flops), moved / self.chip.bandwidth)
 
     def _ring_seconds(self, sent: Transfer, x: Instruction) -> float:
         n = max((len(group) for group in sent.groups), default=self.module.devices)

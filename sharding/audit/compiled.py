@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,98 +12,21 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from .flops import Flops, count_flops
+from .devices import device_of
+from .flops import count_flops
 from .hlo import Module, parse, transfer
 from .program import notes
-from .tpu_time import Time, chip_of, estimate_time
+from .results import Audit, Collective
+from .tpu_time import estimate_time
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective of a compiled module.
-
-    Args:
-      op: "all-reduce", "all-gather", "reduce-scatter", "collective-permute" or "all-to-all".
-      axes: the mesh axes that it crosses; None where its groups are no product of axes, or no mesh is known.
-      bytes: of the whole array that a device puts in or gets out, whichever is larger; for one turn of a loop.
-      in_loop: whether it sits in the body or the condition of a loop.
-    """
-
-    op: str
-    axes: tuple[str, ...] | None
-    bytes: int
-    in_loop: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Audit:
-    """What a compiled function costs on each device.
-
-    Args:
-      collectives: in the order of the module.
-      temp_bytes: temporaries, as the compiler laid them out.
-      argument_bytes: its arguments.
-      output_bytes: its results.
-      flops: of its matrix products, with loops counted; a range where a loop's length depends on data.
-      time: what XLA:TPU expects it to take, see `jaxppo.sharding.Time`; None where the devices are no TPUs that are
-        known there, or where a persistent compilation cache answered instead of the compiler.
-      notes: what the function says of itself, see `jaxppo.sharding.note`.
-      text: the compiled module.
-    """
-
-    collectives: tuple[Collective, ...]
-    temp_bytes: int
-    argument_bytes: int
-    output_bytes: int
-    flops: Flops
-    time: Time | None
-    notes: tuple[str, ...]
-    text: str = dataclasses.field(repr=False)
-
-    def __str__(self) -> str:
-        lines = [
-            f"temporaries {self.temp_bytes / 2**20:.1f} MiB, arguments {self.argument_bytes / 2**20:.1f} MiB, "
-            f"results {self.output_bytes / 2**20:.1f} MiB, {self.flops}"
-        ]
-        lines += f"time {self.time}".splitlines() if self.time else []
-        lines += self.notes
-        for c in self.collectives:
-            over = "unknown axes" if c.axes is None else ", ".join(c.axes) or "no axis"
-            lines.append(f"{c.op} over {over}: {c.bytes / 2**20:.3f} MiB{' in a loop' if c.in_loop else ''}")
-        return "\n".join(lines)
-
-
-def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit:
-    """Compiles `fn` for the devices of its arguments, real or only described, and reads off what it costs.
-
-    Args:
-      fn: what `jax.jit` takes, or its result.
-      *args: arrays, or `jax.ShapeDtypeStruct`s with shardings, such as over a mesh of
-        `jax.experimental.topologies.get_topology_desc("v5p:2x2x4", platform="tpu").devices`.
-      mesh: names the axes of collectives; the mesh of the arguments' shardings by default.
-
-    Returns:
-      An `Audit`.
-
-    Raises:
-      TypeError: no function, a mesh of another class.
-      ValueError: arguments on two meshes.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> found = audit(lambda a, b: a @ b, jnp.ones((4, 8)), jnp.ones((8, 2)))
-      >>> found.collectives, found.flops.low
-      ((), 128)
-    """
-    if not callable(fn):
-        raise TypeError(f"fn: got {type(fn).__name__}, expected a function, or what jax.jit makes of one")
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh: got {type(mesh).__name__}, expected jax.sharding.Mesh, as ParallelMesh.mesh is")
+def read(fn: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Audit:
+    """The audit of a function, see `audit`."""
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
     traced = jitted.trace(*args)
     mesh = _mesh_of(args) if mesh is None else mesh
     device = _device_of(args, mesh)
-    chip = chip_of(device)
+    chip = device_of(device)
     compiled, text, generated = _compile(traced.lower(), device)
     memory = compiled.memory_analysis()
     return Audit(

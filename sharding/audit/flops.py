@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,28 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .trips import Limits, Turns, Value, constant, convert, during, operate, slot, turns
-
-
-@dataclasses.dataclass(frozen=True)
-class Flops:
-    """Floating-point operations of the matrix products on one device; a multiplication and an addition are two.
-
-    Args:
-      low: where loops whose length depends on data run as little as they can.
-      high: where they run as long as they can; infinite where nothing bounds them.
-    """
-
-    low: float
-    high: float
-
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(self.low + other.low, self.high + other.high)
-
-    def __str__(self) -> str:
-        low, high = f"{self.low / 1e9:.3f}", f"{self.high / 1e9:.3f}"
-        return f"{low} GFLOP" if self.low == self.high else f"{low} to {high} GFLOP"
-
+from .results import Flops
+from .trips import Limits, Loop, Turns, Value, constant, convert, operate
 
 _NONE = Flops(0, 0)
 
@@ -44,7 +23,7 @@ def count_flops(jaxpr: Any) -> Flops:
       jaxpr: as `jax.make_jaxpr` or `jax.jit(f).trace(...)` give it.
 
     Returns:
-      `Flops`. The turns of a `while` are read off the integers in its condition, see `sharding.trips`: a range where
+      `Flops`. The turns of a `while` are read off the integers in its condition, see `trips`: a range where
       the condition depends on data too, up to infinity where nothing else ends the loop.
 
     Example:
@@ -110,18 +89,9 @@ def _equation(eqn: Any, args: list[Value], count: bool) -> tuple[Flops, list[Val
 
 # They run their jaxpr once, on their own arguments.
 _CALLS = frozenset(
-    {
-        "checkpoint",
-        "closed_call",
-        "core_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "jit",
-        "pjit",
-        "remat2",
-        "shard_map",
-    }
-)
+    {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2",
+     "shard_map"}
+)  # fmt: skip
 
 
 def _exactly(flops: float) -> Flops:
@@ -156,23 +126,21 @@ def _scan(params: Any, args: list[Value]) -> Flops:
         first, count = params["num_consts"], params["num_carry"]
     consts, carry = args[:first], args[first : first + count]
     xs: list[Value] = [None] * (_arity(body) - len(consts) - len(carry))
-    _, results = _run(body, [*consts, *map(slot, range(len(carry))), *xs], False)
-    flops, _ = _run(body, [*consts, *during(carry, results[: len(carry)], length), *xs], True)
+    loop = Loop(lambda slots: _run(body, [*consts, *slots, *xs], False)[1][:count], carry)
+    flops, _ = _run(body, [*consts, *loop.during(length), *xs], True)
     return _times(flops, Turns(length, length))
 
 
 def _while(params: Any, args: list[Value]) -> Flops:
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    condition_consts, body_consts, carry = args[:first], args[first:last], args[last:]
-    slots = [slot(i) for i in range(len(carry))]
-    _, after = _run(body, [*body_consts, *slots], False)
-    _, [going_on] = _run(condition, [*condition_consts, *slots], False)
-    found = turns(going_on, carry, after)
-    asked = Turns(found.low + 1, found.high + 1)  # the condition, once more than there are turns
-    flops, _ = _run(body, [*body_consts, *during(carry, after, found.high)], True)
-    asking, _ = _run(condition, [*condition_consts, *during(carry, after, asked.high)], True)
-    return _times(flops, found) + _times(asking, asked)
+    condition_consts, body_consts = args[:first], args[first:last]
+    loop = Loop(lambda slots: _run(body, [*body_consts, *slots], False)[1], args[last:])
+    turns = loop.turns(lambda slots: _run(condition, [*condition_consts, *slots], False)[1][0])
+    asked = Turns(turns.low + 1, turns.high + 1)  # the condition, once more than there are turns
+    flops, _ = _run(body, [*body_consts, *loop.during(turns.high)], True)
+    asking, _ = _run(condition, [*condition_consts, *loop.during(asked.high)], True)
+    return _times(flops, turns) + _times(asking, asked)
 
 
 _SAME = frozenset(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .hlo import Computation, Instruction, Module, parts, root
-from .trips import Limits, Turns, Value, constant, convert, during, kept, operate, slot, turns
+from .trips import Limits, Loop, Turns, Value, constant, convert, operate
 
-Known = Any  # a Value, or a tuple of them for an instruction that has several results
+Known = Any  # a Value, or a list of them for an instruction that has several results
 
 _NAMES = {"subtract": "sub", "multiply": "mul", "minimum": "min", "maximum": "max", "negate": "neg"}
 
@@ -23,8 +22,7 @@ def values(module: Module, computation: Computation, args: Sequence[Known] = ())
     return known
 
 
-@dataclasses.dataclass(frozen=True)
-class Loop:
+class While(NamedTuple):
     """A `while`: how often it turns, what its body and its condition may be given, what is known behind it."""
 
     turns: Turns
@@ -33,27 +31,22 @@ class Loop:
     results: Known
 
 
-def loop(module: Module, instruction: Instruction, known: dict[str, Known]) -> Loop:
+def loop(module: Module, instruction: Instruction, known: dict[str, Known]) -> While:
     """Reads a `while` whose computation's values are known as by `values`."""
     [body], [condition] = module.called(instruction, "body"), module.called(instruction, "condition")
     is_tuple = instruction.shape.startswith("(")
-    before = known.get(instruction.operands[0])
-    if is_tuple:
-        before = before if isinstance(before, tuple) else (None,) * len(parts(instruction.shape))
-        slots: Known = tuple(map(slot, range(len(before))))
-    else:
-        before, slots = (before,), slot(0)
-    starts = [None if isinstance(x, tuple) else x for x in before]
-    after = _result(module, body, [slots])
-    after = after if isinstance(after, tuple) else (after,) if not is_tuple else (None,) * len(starts)
-    found = turns(_result(module, condition, [slots]), starts, after)
+    nothing: list[Value] = [None] * (len(parts(instruction.shape)) if is_tuple else 1)
 
-    def within(at_most: float) -> list[Known]:
-        seen = during(starts, after, at_most)
-        return [tuple(seen) if is_tuple else seen[0]]
+    def flat(found: Known) -> list[Value]:
+        return (found if isinstance(found, list) else nothing) if is_tuple else [found]
 
-    behind = kept(starts, after)
-    return Loop(found, within(found.high), within(found.high + 1), tuple(behind) if is_tuple else behind[0])
+    def whole(slots: list[Value]) -> Known:
+        return slots if is_tuple else slots[0]
+
+    read = Loop(lambda slots: flat(_result(module, body, [whole(slots)])), flat(known.get(instruction.operands[0])))
+    turns = read.turns(lambda slots: _result(module, condition, [whole(slots)]))
+    during, asked = read.during(turns.high), read.during(turns.high + 1)
+    return While(turns, [whole(during)], [whole(asked)], whole(read.behind))
 
 
 def _result(module: Module, computation: Computation, args: Sequence[Known]) -> Known:
@@ -70,18 +63,18 @@ def _value(
             number = int(instruction.inside)
             return args[number] if number < len(args) else None
         case "tuple":
-            return tuple(operands)
+            return operands
         case "get-tuple-element":
-            return operands[0][instruction.index] if isinstance(operands[0], tuple) else None
+            return operands[0][instruction.index] if isinstance(operands[0], list) else None
         case "while":
             return loop(module, instruction, known).results
         case "constant":
             return _constant(instruction.inside, dtype)
         case "fusion" | "call" if dtype:
             return _result(module, module.called(instruction, "calls", "to_apply")[0], operands)
-    if dtype is None or any(isinstance(x, tuple) for x in operands):
+    if dtype is None or not operands or any(isinstance(x, list) for x in operands):
         return None
-    source = computation.get(instruction.operands[0]) if operands else None
+    source = computation.get(instruction.operands[0])
     return _scalar(instruction, operands, Limits.of((source and _scalar_dtype(source)) or ""), Limits.of(dtype))
 
 

@@ -1,0 +1,53 @@
+"""What a program costs on each device, read off what JAX traces and XLA compiles for devices that need not be there.
+
+`audit` is the door, and `note` what a function says of itself to those who audit it. `results` holds what they give,
+`devices` the public figures of TPUs and GPUs. `flops` reads jaxprs. `hlo`, `hlo_integers`, `hlo_bytes` and `tpu_time`
+read the text of a compiled module, and `trips` counts the turns of loops for both.
+
+The text (HLO) is parsed by hand, because nothing lighter knows enough. `compiled.cost_analysis()` counts the body of a
+loop once, whatever the loop's length. The bindings of jaxlib (`jaxlib._hlo`) show neither shapes nor attributes. The
+protos that hold both come with xprof or TensorFlow, which are heavy to depend on, and not with JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from .program import note
+from .results import Audit, Collective, Flops, Milliseconds, Time
+
+__all__ = ["Audit", "Collective", "Flops", "Milliseconds", "Time", "audit", "note"]
+
+
+def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit:
+    """Compiles `fn` for the devices of its arguments, real or only described, and reads off what it costs.
+
+    Args:
+      fn: what `jax.jit` takes, or its result.
+      *args: arrays, or `jax.ShapeDtypeStruct`s with shardings, such as over a mesh of
+        `jax.experimental.topologies.get_topology_desc("v5p:2x2x4", platform="tpu").devices`.
+      mesh: names the axes of collectives; the mesh of the arguments' shardings by default.
+
+    Returns:
+      An `Audit`.
+
+    Raises:
+      TypeError: no function, a mesh of another class.
+      ValueError: arguments on two meshes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> found = audit(lambda a, b: a @ b, jnp.ones((4, 8)), jnp.ones((8, 2)))
+      >>> found.collectives, found.flops.low
+      ((), 128)
+    """
+    from .compiled import read  # the readers, which those who never audit need not load
+
+    if not callable(fn):
+        raise TypeError(f"fn: got {type(fn).__name__}, expected a function, or what jax.jit makes of one")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh: got {type(mesh).__name__}, expected jax.sharding.Mesh, as ParallelMesh.mesh is")
+    return read(fn, args, mesh)

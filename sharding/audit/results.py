@@ -1,0 +1,148 @@
+"""What an audit gives: records without logic, but for how they are written out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled module.
+
+    Args:
+      op: "all-reduce", "all-gather", "reduce-scatter", "collective-permute" or "all-to-all".
+      axes: the mesh axes that it crosses; None where its groups are no product of axes, or no mesh is known.
+      bytes: of the whole array that a device puts in or gets out, whichever is larger; for one turn of a loop.
+      in_loop: whether it sits in the body or the condition of a loop.
+    """
+
+    op: str
+    axes: tuple[str, ...] | None
+    bytes: int
+    in_loop: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of the matrix products on one device; a multiplication and an addition are two.
+
+    Args:
+      low: where loops whose length depends on data run as little as they can.
+      high: where they run as long as they can; infinite where nothing bounds them.
+    """
+
+    low: float
+    high: float
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.low + other.low, self.high + other.high)
+
+    def __str__(self) -> str:
+        low, high = f"{self.low / 1e9:.3f}", f"{self.high / 1e9:.3f}"
+        return f"{low} GFLOP" if self.low == self.high else f"{low} to {high} GFLOP"
+
+
+@dataclasses.dataclass(frozen=True)
+class Milliseconds:
+    """The time of one device, by what it is spent on.
+
+    Args:
+      products: matrix products, with what is fused to them.
+      elementwise: other arithmetic, reductions, gathers, sorts.
+      copies: moves and fills without arithmetic.
+      kernels: Pallas and other custom kernels, by what they declare.
+      collectives: that nothing runs beside.
+      overlapped: collectives that other work runs beside; in no sum.
+      unestimated: of products, elementwise and copies, what the compiler gives no estimate of (gathers, scatters,
+        sorts): charged its bytes at the memory's peak, which is the least that it can take.
+    """
+
+    products: float
+    elementwise: float
+    copies: float
+    kernels: float
+    collectives: float
+    overlapped: float
+    unestimated: float
+
+    @property
+    def compute(self) -> float:
+        """All but the collectives."""
+        return self.products + self.elementwise + self.copies + self.kernels
+
+    def __str__(self) -> str:
+        kinds = ("products", "elementwise", "copies", "kernels")
+        return (
+            f"compute {self.compute:.3f} ms ({', '.join(f'{kind} {getattr(self, kind):.3f}' for kind in kinds)}; "
+            f"{self.unestimated:.3f} of it by bytes alone), "
+            f"collectives {self.collectives:.3f} ms, and {self.overlapped:.3f} ms beside other work"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Time(Milliseconds):
+    """The time of a program on a TPU as its compiler estimates it, with loops at full count.
+
+    A loop that data may end early turns as often as it can, and a `cond` takes its longer branch; `least` is with the
+    fewest turns and the shorter branches. A loop that nothing bounds makes the figures of its body infinite.
+
+    A collective takes 2 us and, of n devices in one ring with b bytes (see `Collective.bytes`): 2 b (n-1)/n for an
+    all-reduce, b (n-1)/n for an all-gather or a reduce-scatter, b n/4 for an all-to-all, over both directions of a link
+    where the ring closes and over one where it is a line; b over one link for a permutation.
+
+    Args:
+      least: the same, with data-dependent loops and branches at their shortest.
+      unknown: what the figures leave open, in words: loops that nothing bounds, kernels that declare nothing, work of
+        the sparse cores, collectives whose groups could not be read.
+      compiler: whose estimates they are.
+      chip: of which TPU.
+    """
+
+    least: Milliseconds
+    unknown: tuple[str, ...]
+    compiler: str
+    chip: str
+
+    def __str__(self) -> str:
+        lines = [f"on {self.chip}, estimated by {self.compiler}: {super().__str__()}"]
+        if self.least != Milliseconds(*(getattr(self, field.name) for field in dataclasses.fields(Milliseconds))):
+            lines.append(f"at least, by {self.compiler}: {self.least}")
+        return "\n".join([*lines, *(f"unknown: {text}" for text in self.unknown)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What a compiled function costs on each device.
+
+    Args:
+      collectives: in the order of the module.
+      temp_bytes: temporaries, as the compiler laid them out.
+      argument_bytes: its arguments.
+      output_bytes: its results.
+      flops: of its matrix products, with loops counted; a range where a loop's length depends on data.
+      time: what XLA:TPU expects it to take, see `jaxppo.sharding.Time`; None where the devices are no TPUs that are
+        known there, or where a persistent compilation cache answered instead of the compiler.
+      notes: what the function says of itself, see `jaxppo.sharding.note`.
+      text: the compiled module.
+    """
+
+    collectives: tuple[Collective, ...]
+    temp_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    flops: Flops
+    time: Time | None
+    notes: tuple[str, ...]
+    text: str = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        lines = [
+            f"temporaries {self.temp_bytes / 2**20:.1f} MiB, arguments {self.argument_bytes / 2**20:.1f} MiB, "
+            f"results {self.output_bytes / 2**20:.1f} MiB, {self.flops}"
+        ]
+        lines += f"time {self.time}".splitlines() if self.time else []
+        lines += self.notes
+        for c in self.collectives:
+            over = "unknown axes" if c.axes is None else ", ".join(c.axes) or "no axis"
+            lines.append(f"{c.op} over {over}: {c.bytes / 2**20:.3f} MiB{' in a loop' if c.in_loop else ''}")
+        return "\n".join(lines)

@@ -1,0 +1,245 @@
+"""How often a loop turns, read off the integers that it carries; for traced (jaxpr) and compiled (HLO) loops alike.
+
+Plain counters are read: an integer that grows or shrinks by the same step in each turn, compared (<, <=, >, >=, !=)
+with a constant or with another integer that the loop carries. A condition on data beside such a comparison leaves a
+range. All else is unknown, which is None for a value and "0 to infinitely many" for turns. An estimate is never too
+small: integers that would leave the range of their dtype are not followed beyond it.
+
+`operate` says what an operation makes of scalars. A reader of either language runs a loop's body and condition with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+_ENDLESS = 2**30  # turns; a loop that may take more is bounded by its counter's dtype, not by its program
+
+
+class Turns(NamedTuple):
+    """How often a loop turns: at least `low`, at most `high`, which is infinite where nothing bounds it.
+
+    As the value of a condition: it holds in each turn before `low`, and fails in turn `high` where it held till then.
+    """
+
+    low: float
+    high: float
+
+
+class Limits(NamedTuple):
+    """What an integer dtype can hold."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, dtype: str) -> Limits | None:
+        """The limits of a dtype as JAX ("int32") or HLO ("s32") writes it, None for a dtype that is no integer.
+
+        Example:
+          >>> Limits.of("s8"), Limits.of("uint8"), Limits.of("float32")
+          (Limits(low=-128, high=127), Limits(low=0, high=255), None)
+        """
+        if not (match := re.fullmatch(r"(u)?(?:int|s)?(\d+)", dtype)):
+            return None
+        values = 2 ** int(match[2])
+        return cls(0, values - 1) if match[1] else cls(-values // 2, values // 2 - 1)
+
+    def hold(self, *values: float) -> bool:
+        return all(self.low <= value <= self.high for value in values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Integer:
+    """What lies between `low` and `high` in a loop's first turn, and grows by `step` in each; before it wraps around.
+
+    Inside a loop's body it is added to what the loop carries at `slot`, where that is not None.
+    """
+
+    low: int
+    high: int
+    step: int = 0
+    slot: int | None = None
+
+    @property
+    def is_fixed(self) -> bool:
+        """The same range in every turn."""
+        return self.slot is None and not self.step
+
+
+Value = Integer | Turns | None
+
+
+def constant(value: bool | int) -> Value:
+    """A constant of a program."""
+    if isinstance(value, bool):
+        return _ALWAYS if value else _NEVER
+    return Integer(value, value)
+
+
+_ALWAYS, _NEVER, _UNKNOWN = Turns(math.inf, math.inf), Turns(0, 0), Turns(0, math.inf)
+
+
+def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
+    """What an operation makes of scalars.
+
+    Args:
+      name: as JAX names it.
+      args: its operands; of "select" without the predicate.
+      limits: of its operands' dtype, None where they are no integers.
+
+    Returns:
+      The result, None where it is not known.
+
+    Example:
+      >>> operate("lt", (Integer(0, 0, step=2), constant(9)), Limits.of("s32"))
+      Turns(low=5, high=5)
+    """
+    if limits is None:
+        lows, highs = zip(*(arg if isinstance(arg, Turns) else _UNKNOWN for arg in args), strict=True)
+        either = Turns(max(lows), math.inf)  # when both fail at once is not followed
+        return {"and": Turns(min(lows), min(highs)), "or": either}.get(name)
+    integers = [arg if isinstance(arg, Integer) else Integer(*limits) for arg in args]
+    if name in ("lt", "le", "gt", "ge", "ne"):
+        return _compared(name, *integers, limits)
+    if name in ("min", "max", "clamp", "select"):
+        return _bounded(name, [_within(x, limits) for x in integers])
+    if name in ("add", "sub", "mul", "neg") and all(isinstance(arg, Integer) for arg in args):
+        return _arithmetic(name, integers)
+    return None
+
+
+def convert(value: Value, source: Limits | None, target: Limits | None) -> Value:
+    """What a copy makes of a scalar, from one dtype to another or the same; limits as for `operate`."""
+    if source == target:
+        return value
+    if source is None or target is None or not isinstance(value, Integer):
+        return None
+    inside = _within(value, source)
+    return inside if target.hold(inside.low, inside.high) else None
+
+
+def _within(value: Integer, limits: Limits) -> Integer:
+    """The range of an integer for operations that do not commute with its wrapping around."""
+    return value if value.is_fixed and limits.hold(value.low, value.high) else Integer(*limits)
+
+
+def _bounded(name: str, ranges: Sequence[Integer]) -> Integer:
+    lows, highs = [x.low for x in ranges], [x.high for x in ranges]
+    match name:
+        case "min":
+            return Integer(min(lows), min(highs))
+        case "max":
+            return Integer(max(lows), max(highs))
+        case "clamp":
+            return Integer(min(max(lows[:2]), lows[2]), min(max(highs[:2]), highs[2]))
+    return Integer(min(lows), max(highs))
+
+
+def _arithmetic(name: str, integers: Sequence[Integer]) -> Integer | None:
+    match name, integers:
+        case "add", [a, b] if a.slot is None or b.slot is None:
+            return Integer(a.low + b.low, a.high + b.high, a.step + b.step, b.slot if a.slot is None else a.slot)
+        case "sub", [a, b] if b.slot is None:
+            return Integer(a.low - b.high, a.high - b.low, a.step - b.step, a.slot)
+        case "neg", [a]:
+            return _arithmetic("sub", [Integer(0, 0), a])
+        case "mul", [a, b] if a.slot is None and b.is_fixed and b.low == b.high:
+            low, high = sorted((a.low * b.low, a.high * b.low))
+            return Integer(low, high, a.step * b.low)
+        case "mul", [a, b] if a.is_fixed and a.low == a.high:
+            return _arithmetic("mul", [b, a])
+    return None
+
+
+def _compared(relation: str, left: Integer, right: Integer, limits: Limits) -> Value:
+    if left.slot is not None or right.slot is not None:
+        return None
+    if relation in ("gt", "ge"):
+        left, right, relation = right, left, {"gt": "lt", "ge": "le"}[relation]
+    low, high, step = left.low - right.high, left.high - right.low, left.step - right.step
+    if relation == "ne":
+        found = _while_not_zero(low, high, step)
+    else:
+        found = _while_below(low, high, step, 0 if relation == "lt" else 1)
+    valid = min(_turns_within(left, limits), _turns_within(right, limits))
+    return Turns(min(found.low, valid), found.high if found.high < valid else math.inf)
+
+
+def _turns_within(x: Integer, limits: Limits) -> float:
+    """How many turns an integer surely stays within limits."""
+    if not limits.hold(x.low, x.high):
+        return 0
+    if not x.step:
+        return math.inf
+    return (limits.high - x.high if x.step > 0 else x.low - limits.low) // abs(x.step) + 1
+
+
+def _while_below(low: int, high: int, step: int, bound: int) -> Turns:
+    """While something from `low` to `high` that grows by `step` lies below `bound`."""
+    if step > 0:
+        return Turns(max(-((high - bound) // step), 0), max(-((low - bound) // step), 0))
+    return _ALWAYS if high < bound else _NEVER if low >= bound else _UNKNOWN
+
+
+def _while_not_zero(low: int, high: int, step: int) -> Turns:
+    if low < high or not step:
+        return _UNKNOWN
+    turn, rest = divmod(-low, step)
+    return _ALWAYS if rest or turn < 0 else Turns(turn, turn)
+
+
+class Loop:
+    """A loop's slots, which it carries from turn to turn.
+
+    Args:
+      body: what a turn makes of the slots; called twice.
+      before: the slots when the loop is reached.
+
+    Attributes:
+      slots: how each goes from turn to turn, None where that is not known.
+      behind: what is known of them behind the loop: those that no turn changes.
+
+    Example:
+      >>> add_two = lambda slots: [operate("add", (slots[0], constant(2)), Limits.of("s32"))]
+      >>> Loop(add_two, [constant(0)]).turns(lambda slots: operate("lt", (slots[0], constant(9)), Limits.of("s32")))
+      Turns(low=5, high=5)
+    """
+
+    def __init__(self, body: Callable[[list[Value]], Sequence[Value]], before: Sequence[Value]) -> None:
+        start = [x if isinstance(x, Integer) and x.is_fixed else None for x in before]
+        slots = [Integer(0, 0, slot=i) for i in range(len(before))]
+        same = [new == slot for new, slot in zip(body([*slots]), slots, strict=True)]
+        self.behind = [x if is_same else None for x, is_same in zip(before, same, strict=True)]
+        # Again, with what stays as it is: a step may be one of them.
+        known = [x if x is not None and is_same else slot for x, is_same, slot in zip(start, same, slots, strict=True)]
+        self.slots = [_slot(i, *pair) for i, pair in enumerate(zip(start, body([*known]), strict=True))]
+
+    def turns(self, condition: Callable[[list[Value]], Value]) -> Turns:
+        """How often the loop turns, by what its condition makes of the slots at the start of a turn."""
+        found = condition([*self.slots])
+        low, high = found if isinstance(found, Turns) else _UNKNOWN
+        return Turns(min(low, high), high if high <= _ENDLESS else math.inf)
+
+    def during(self, turns: float) -> list[Value]:
+        """What the slots hold at the start of any of the first `turns`."""
+        return [x and _over(x, turns) for x in self.slots]
+
+
+def _slot(index: int, start: Integer | None, new: Value) -> Integer | None:
+    """How a slot goes that a turn makes `new`."""
+    if start is None or not isinstance(new, Integer) or new.step:
+        return None
+    if new.slot is None:  # the same as before the loop, or computed anew in each turn
+        return Integer(min(start.low, new.low), max(start.high, new.high))
+    return Integer(start.low, start.high, new.low) if new.slot == index and new.low == new.high else None
+
+
+def _over(x: Integer, turns: float) -> Integer | None:
+    if x.step and math.isinf(turns):
+        return None
+    grown = x.step * max(int(turns) - 1, 0) if x.step else 0
+    return Integer(x.low + min(grown, 0), x.high + max(grown, 0))
