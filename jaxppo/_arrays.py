@@ -137,6 +137,7 @@ Aggregation = Literal[
     "rollout_mean",
 ]
 MetricAggregation = Literal["token_mean", "loss"]
+RatioTo = Literal["old", "rollout", "current"]
 
 
 def check_aggregation(aggregation: Any, aggregation_norm: float | None) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from jaxppo import batch_checks
 from jaxppo._arrays import OPTIONAL, PER_SEGMENT, REQUIRED
 from jaxppo._stacked import spec_of
 from jaxppo.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
@@ -398,9 +399,7 @@ class RolloutBatch:
           ...
           ValueError: tokens: got 9 at row 0, position 2, expected 0 to 8
         """
-        from jaxppo import validation  # which reads this module
-
-        validation.validate(self, vocab_size, normalizer)
+        batch_checks.validate(self, vocab_size, normalizer)
 
     def specs(self, parallel: ParallelMesh) -> RolloutBatch:
         """The PartitionSpec of each array, None where the array is None: rows over data, positions over context."""

@@ -11,6 +11,7 @@ from jaxppo._arrays import (
     Aggregation,
     Coefficient,
     MetricAggregation,
+    RatioTo,
     check_aggregation,
     check_choice,
     check_number,
@@ -20,7 +21,6 @@ from jaxppo.kl import KL
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.policy_losses import BY_NAME, PPO, PolicyLoss
 
-RatioTo = Literal["old", "rollout", "current"]
 ImpossibleTokens = Literal["nan", "leave_out"]
 
 
@@ -114,9 +114,9 @@ class PolicyLossConfig:
           >>> PolicyLossConfig.from_verl(config).loss
           GSPO(clip_low=0.0003, clip_high=0.2, dual_clip=None, gradient='token')
         """
-        from jaxppo.integrations.verl import translate
+        from jaxppo.integrations.verl_reader import read  # by those alone who come from there
 
-        return translate(config).config
+        return cls(**read(config).policy)
 
     @classmethod
     def from_slime(cls, args: Namespace | Mapping[str, Any]) -> PolicyLossConfig:
@@ -136,9 +136,9 @@ class PolicyLossConfig:
           >>> PolicyLossConfig.from_slime({"eps_clip_high": 0.28, "use_tis": True}).off_policy.weights
           'token'
         """
-        from jaxppo.integrations.slime import translate
+        from jaxppo.integrations.slime_reader import read  # by those alone who come from there
 
-        return translate(args).config
+        return cls(**read(args).policy)
 
     @property
     def entropy_mode(self) -> Literal["metric", "bonus"]:

@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxppo._arrays import IDS, INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check_f32, is_number
-from jaxppo.integrations.engines import Truncated, as_turns, joined, sglang_turn, vllm_turn
 from jaxppo.sharding import Packed, multihost
 from jaxppo.token_sets import TokenSets
 
@@ -108,6 +107,8 @@ class Sample:
           >>> sample.tokens, sample.mask.tolist(), sample.rollout_log_probs
           ([5, 6, 7, 8], [0.0, 0.0, 1.0, 1.0], [-0.5, -1.5])
         """
+        from jaxppo.integrations.engines import as_turns, joined, vllm_turn
+
         turns = [vllm_turn(f"output[{i}]", turn, choice) for i, turn in enumerate(as_turns(output))]
         return cls(**joined(turns, loss_mask, truncated), **fields)
 
@@ -137,6 +138,8 @@ class Sample:
           >>> Sample.from_sglang({"input_ids": [5, 6], "meta_info": meta}).tokens
           [5, 6, 7]
         """
+        from jaxppo.integrations.engines import as_turns, joined, sglang_turn
+
         turns = [sglang_turn(f"output[{i}]", turn) for i, turn in enumerate(as_turns(output))]
         return cls(**joined(turns, loss_mask, truncated), **fields)
 

@@ -22,7 +22,7 @@ from jaxppo import (
     presets,
 )
 from jaxppo.integrations import slime, slime_keys, verl, verl_keys
-from jaxppo.integrations.translation import about
+from jaxppo.integrations.options import about
 from jaxppo.policy_losses import DPPO, DRO, GMPO, GPG, ClipCov, KLCov, Reinforce
 
 KEYS = Path(__file__).parent / "keys"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxppo.integrations.translation import by_name
+from jaxppo.integrations.options import by_name
 
 VERSION = "624b824a"
 
