@@ -62,6 +62,28 @@ def test_a_project_may_have_a_module_named_sharding(tmp_path, name, order):
     assert done.returncode == 0, done.stderr
 
 
+# What most programs never use: readers of compiled programs, of configurations and of engines, and Pallas.
+LATE = """
+import jaxppo, numpy, sys
+
+late = ("sharding.audit.", "jaxppo.integrations.", "jax.extend", "jax._src.pallas")
+print(sorted(name for name in sys.modules if name.startswith(late)))
+jaxppo.sharding.audit(lambda x: x @ x, numpy.ones((2, 2)))
+jaxppo.PolicyLossConfig.from_verl({})
+jaxppo.PolicyLossConfig.from_slime({})
+from sharding.audit import audit, hlo
+import sharding.audit.trips
+assert sharding.audit is jaxppo.sharding.audit is audit  # the function, and not the folder that it lies in
+"""
+
+
+def test_what_is_used_late_is_loaded_late():
+    done = python(LATE, ROOT)
+    assert done.returncode == 0, done.stderr
+    there = ["jaxppo.integrations.modules", *(f"sharding.audit.{name}" for name in ("devices", "program", "results"))]
+    assert done.stdout == f"{there}\n"
+
+
 def test_sharding_knows_nothing_of_jaxppo():
     done = python("import sharding, sys; print([m for m in sys.modules if m.startswith('jaxppo')])", ROOT)
     assert done.stdout == "[]\n", done.stderr

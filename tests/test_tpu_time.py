@@ -410,6 +410,30 @@ def test_a_chip_of_two_devices_is_halved():
     assert device_of(devices("v5p:2x2x1")[0]).flops == 459e12
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "gib"),
+    [
+        ("TPU v4", "v4", 32),
+        ("TPU v5", "v5p", 95),
+        ("TPU v5p", "v5p", 95),
+        ("TPU v5 lite", "v5e", 16),
+        ("TPU v5e", "v5e", 16),
+        ("TPU v6 lite", "v6e", 32),
+        ("TPU7x", "tpu7x", 96),
+        ("NVIDIA H100 80GB HBM3", "H100", 80),
+        ("NVIDIA H200", "H200", 141),
+        ("NVIDIA B200", "B200", 180),
+        ("TPU v5x", None, None),
+        ("NVIDIA H1000", None, None),
+        ("cpu", None, None),
+        ("", None, None),
+    ],
+)
+def test_a_device_is_known_by_its_kind(kind, name, gib):
+    found = known_device(kind)
+    assert (found and found.name, found and found.memory / 2**30) == (name, gib)
+
+
 def test_there_is_no_time_without_a_tpu():
     assert audit(lambda x: x @ x, jnp.ones((8, 8))).time is None
     assert device_of(jax.devices()[0]) is None
