@@ -125,7 +125,7 @@ def int32(name, *args):
 
 
 def turns(condition, start, step=1):
-    """Of a loop over one integer, which grows by `step`."""
+    """The turns of a loop over one integer, which grows by `step`."""
     loop = Loop(lambda slots: [int32("add", slots[0], step)], [constant(start) if isinstance(start, int) else start])
     return loop.turns(lambda slots: condition(slots[0]))
 

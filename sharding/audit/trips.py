@@ -104,7 +104,7 @@ def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
         return {"and": Turns(min(lows), min(highs)), "or": either}.get(name)
     integers = [arg if isinstance(arg, Integer) else Integer(*limits) for arg in args]
     if name in ("lt", "le", "gt", "ge", "ne"):
-        return _compared(name, *integers, limits)
+        return _compared(name, integers[0], integers[1], limits)
     if name in ("min", "max", "clamp", "select"):
         return _bounded(name, [_within(x, limits) for x in integers])
     if name in ("add", "sub", "mul", "neg") and all(isinstance(arg, Integer) for arg in args):
