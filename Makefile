@@ -20,9 +20,9 @@ $(READY): pyproject.toml
 train: $(READY)
 	$(RUN) -m examples.train_grpo $(ARGS)
 
-# The time of tests is XLA's, compiling: tests/programs.py says how it takes half. That changes rounding alone, so what is
-# about bits is compiled as users compile it, and in nightly everything is.
-BITS := tests/test_same_bits.py tests/test_log_probs_accuracy.py
+# The time of tests is XLA's, compiling: tests/support/programs.py says how it takes half. That changes rounding alone, so
+# what is about bits is compiled as users compile it, and in nightly everything is.
+BITS := tests/head/test_same_bits.py tests/head/test_log_probs_accuracy.py
 test: lint types docs-examples tests
 
 # make tests SHARD=2 SHARDS=4: every fourth file, from the second one.
@@ -37,13 +37,14 @@ endif
 
 # What an edit of the core is checked against first.
 quick: lint
-	QUICK_COMPILES=1 $(RUN) -m pytest tests/test_mesh.py tests/test_segments.py tests/test_layouts.py tests/test_from_logits.py \
-		tests/test_from_hidden.py tests/test_policy_loss.py -x -n 2 --dist worksteal
+	QUICK_COMPILES=1 $(RUN) -m pytest tests/sharding/test_mesh.py tests/sharding/test_segments.py \
+		tests/sharding/test_layouts.py tests/head/test_from_logits.py tests/head/test_from_hidden.py \
+		tests/losses/test_policy_loss.py -x -n 2 --dist worksteal
 
 # nightly-failed.txt says what failed as it fails, nightly-summary.md what ran, how long, the slowest, the seed.
 nightly: lint types docs
 	$(RUN) -m pip install -q --disable-pip-version-check -e '.[gpu-aot,tunix]'
-	$(RUN) -m pytest tests --nightly -n 2 --dist worksteal -p tests.nightly_summary
+	$(RUN) -m pytest tests --nightly -n 2 --dist worksteal -p tests.support.nightly_summary
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
@@ -57,7 +58,7 @@ types: $(READY)
 	$(VENV)/bin/mypy
 
 docs-examples: $(READY)
-	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(RUN) -m pytest -n 2 --dist worksteal -p tests.doctest_names --doctest-modules --ignore=jaxppo/sharding jaxppo sharding README.md CONTRIBUTING.md docs --doctest-glob='*.md'
+	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(RUN) -m pytest -n 2 --dist worksteal -p tests.support.doctest_names --doctest-modules --ignore=jaxppo/sharding jaxppo sharding README.md CONTRIBUTING.md docs --doctest-glob='*.md'
 
 # The pages at build/docs/index.html: every example runs, figures are drawn, and a warning is an error.
 docs: docs-examples

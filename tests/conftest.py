@@ -8,6 +8,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
+from collections import Counter
 from pathlib import Path
 
 import hypothesis
@@ -82,6 +83,19 @@ def pytest_runtest_protocol(item):
 
 def pytest_runtest_teardown():
     programs.let_go()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The seconds of each folder, the slowest first; those of workers are added up."""
+    seconds = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[str(Path(report.location[0]).parent)] += report.duration
+    if seconds:
+        terminalreporter.section("seconds of each folder")
+    for folder, of_folder in seconds.most_common():
+        terminalreporter.write_line(f"{of_folder:8.1f}  {folder}")
 
 
 @pytest.fixture(scope="session")

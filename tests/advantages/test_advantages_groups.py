@@ -1,0 +1,202 @@
+"""Group advantages: each group's own statistics, wherever its samples lie."""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxppo import RolloutBatch, advantages
+from sharding.testing import assert_mesh_invariant
+
+NEMO = json.loads((Path(__file__).parents[1] / "golden/peers/nemo_baselines.json").read_text())["cases"]
+MESHES = ["dp=8,cp=1,tp=1", "dp=2,cp=2,tp=2", "dp=1,cp=4,tp=2"]
+# Groups of 4, 3, 2, 1 samples, scattered over rows so that data shards share them; -1 where a row has no sample.
+GROUPS = np.array(
+    [[0, 1, 2], [0, -1, -1], [1, 0, -1], [-1, -1, -1], [3, 2, -1], [-1, 0, 1], [-1, -1, -1], [-1, -1, -1]]
+)
+RNG = np.random.default_rng(0)
+REWARDS = np.where(GROUPS >= 0, RNG.normal(size=GROUPS.shape), np.nan).astype(np.float32)
+LENGTHS = RNG.integers(1, 9, GROUPS.shape).astype(np.float32)
+
+
+def by_group(formula):
+    """The f64 truth: formula(rewards, lengths) of each group of two and more, 0 for the lone sample."""
+    out = np.zeros(GROUPS.shape)
+    for group in range(3):
+        where = group == GROUPS
+        out[where] = formula(REWARDS[where].astype(np.float64), LENGTHS[where].astype(np.float64))
+    return out
+
+
+def best_minus_second(r):
+    top = np.sort(r)
+    return np.where(r == top[-1], top[-1] - top[-2], 0)
+
+
+def of_others(r):
+    others = [np.delete(r, i) for i in range(len(r))]
+    scale = [o.std(ddof=1) + 1e-6 if len(o) > 1 else 1 for o in others]
+    return [(x - o.mean()) / s for x, o, s in zip(r, others, scale, strict=True)]
+
+
+CASES = {
+    "grpo": (advantages.grpo, lambda r, n: (r - r.mean()) / (r.std(ddof=1) + 1e-6)),
+    "dr_grpo": (advantages.dr_grpo, lambda r, n: r - r.mean()),
+    "rloo": (advantages.rloo, lambda r, n: [r[i] - np.delete(r, i).mean() for i in range(len(r))]),
+    "rloo over the others' deviation": (partial(advantages.rloo, scale_by_std=True), lambda r, n: of_others(r)),
+    "maxrl": (
+        lambda r, g, **k: advantages.maxrl(jnp.abs(r), g, **k),
+        lambda r, n: (abs(r) - abs(r).mean()) / abs(r).mean(),
+    ),
+    "opo": (lambda *a, **k: advantages.opo(*a, LENGTHS, **k), lambda r, n: r - (r * n).sum() / n.sum()),
+    "pass_at_k": (advantages.pass_at_k, lambda r, n: best_minus_second(r) / (r.std(ddof=1) + 1e-6)),
+    "gpg": (advantages.gpg, lambda r, n: r - r.mean()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_own_statistics_on_any_mesh(name):
+    # Statistics over a data shard's part of a group, or over a fixed group size, are off by tens of percent here.
+    estimator, formula = CASES[name]
+    got = assert_mesh_invariant(
+        lambda parallel, r, g: estimator(r, g, parallel=parallel), jnp.array(REWARDS), jnp.array(GROUPS), meshes=MESHES
+    )
+    np.testing.assert_allclose(got, by_group(formula), rtol=1e-5, atol=1e-6)
+
+
+def test_equal_rewards_of_any_size_give_exactly_zero():
+    rewards = jnp.full((4, 3), 1000.1)
+    of_the_others = partial(advantages.rloo, scale_by_std=True)
+    for estimator in (advantages.grpo, advantages.rloo, of_the_others, advantages.maxrl, advantages.standardize):
+        assert (estimator(rewards, jnp.zeros((4, 3), int)) == 0).all()
+
+
+@pytest.mark.parametrize("singletons", ["zero", "reward"])
+def test_a_group_of_one(singletons):
+    got = advantages.dr_grpo(jnp.array([[2.5, 1.0]]), jnp.array([[4, -1]]), singletons=singletons)
+    assert got.tolist() == [[0.0 if singletons == "zero" else 2.5, 0.0]]
+
+
+def test_bad_input():
+    rewards, ids = jnp.ones((2, 3)), jnp.zeros((2, 3), int)
+    with pytest.raises(ValueError, match=r"group_ids: got shape \(2, 2\)"):
+        advantages.grpo(rewards, ids[:, :2])
+    with pytest.raises(TypeError, match="group_ids: got dtype float32, expected integers"):
+        advantages.grpo(rewards, rewards)
+    with pytest.raises(ValueError, match="singletons: got 'one'"):
+        advantages.rloo(rewards, ids, singletons="one")
+    with pytest.raises(ValueError, match="baselines: got shape"):
+        advantages.remax(rewards, rewards[:1], ids)
+    with pytest.raises(ValueError, match="rewards: got int32"):
+        advantages.grpo(ids, ids)
+    with pytest.raises(ValueError, match="lengths: got shape"):
+        advantages.opo(rewards, ids, rewards[:1])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int8"])
+@pytest.mark.parametrize("name", CASES)
+def test_ids_of_any_integer_dtype(name, dtype):
+    """Today: of unsigned ids all samples were one group, since -1 is their largest."""
+    ids, rewards = np.arange(24).reshape(8, 3) // 5, RNG.normal(size=(8, 3)).astype(np.float32)
+    call = CASES[name][0]
+    np.testing.assert_array_equal(call(rewards, jnp.asarray(ids, dtype)), call(rewards, jnp.asarray(ids)))
+
+
+def test_maxrl_of_a_negative_mean():
+    """SkyRL divides by it: right answers of a group of rewards -1 and 0 are pushed down there."""
+    rewards, ids = jnp.array([[0.0, -1.0, 1.0, 0.0, -2.0]]), jnp.array([[7, 7, 8, 8, -1]])
+    with pytest.raises(ValueError, match=r"rewards: got a mean of -0.5 in group 7, expected means of at least 0"):
+        advantages.maxrl(rewards, ids)
+    np.testing.assert_array_equal(jax.jit(advantages.maxrl)(rewards, ids), [[np.nan, np.nan, 1, -1, 0]])
+
+
+def test_maxrl_of_a_mean_of_0():
+    """The mean of -0.3, 0.1 and 0.2 is 1e-8 in f32, and 0 is what it stands for: advantages of 3e7 otherwise."""
+    rewards = jnp.array([[-0.3, 0.1, 0.2], [0.0, 0.0, 0.0], [2.0, jnp.nan, 2.0]])
+    ids = jnp.array([[7, 7, 7], [8, 8, 8], [9, -1, 9]])
+    assert (advantages.maxrl(rewards, ids) == 0).all()
+    assert advantages.maxrl(rewards, ids, singletons="reward")[2].tolist() == [0, 0, 0]
+    assert jnp.isnan(advantages.maxrl(rewards, 0 * ids)).all()  # a reward of NaN is never an advantage of 0
+
+
+def test_maxrl_of_one_right_answer_in_a_thousand():
+    """The mean as the largest reward less its differences is 1e-3 with an error of 6e-8: 6e-5 of the advantage."""
+    got = advantages.maxrl(jnp.zeros((10, 100)).at[3, 7].set(1), jnp.zeros((10, 100), int))
+    np.testing.assert_allclose(got[3, 7], 999, rtol=3e-7)
+    np.testing.assert_array_equal(got[4], -1)
+
+
+def test_deviation_of_others_that_are_equal():
+    """A difference of sums of squares leaves a deviation of 1e-4, and advantages of 1e4."""
+    of_the_others = partial(advantages.rloo, scale_by_std=True)
+    rewards, ids = jnp.array([[1.0, 0.1, 0.1, 0.1, 0.1, 3.0]]), jnp.array([[7, 7, 7, 7, 7, 8]])
+    got = of_the_others(rewards, ids)
+    assert got[0, 0] == rewards[0, 0] - rewards[0, 1]
+    assert got[0, 5] == 0
+    # one far off, and the others' own deviation stays exact
+    rewards = jnp.array([[1e6, 1.0, 1.25, 1.5]])
+    expected = (1e6 - 1.25) / (0.25 + 1e-6)
+    np.testing.assert_allclose(of_the_others(rewards, 0 * rewards.astype(int))[0, 0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", NEMO, ids=lambda c: c["test"])
+def test_baselines_of_nemo(case):
+    """Advantages as NeMo-RL makes them of its baseline and deviation: over the deviation where that is above 0."""
+    ids = jnp.unique(jnp.array(case["prompts"]), axis=0, return_inverse=True)[1].reshape(1, -1)
+    rewards, std = jnp.array([case["rewards"]]), np.array(case["std"])
+    centred = np.array(case["rewards"]) - np.array(case["baseline"])
+    np.testing.assert_allclose(advantages.rloo(rewards, ids)[0], centred, atol=1e-6)
+    scaled = np.where(std > 0, centred / (std + 1e-6), centred)
+    np.testing.assert_allclose(advantages.rloo(rewards, ids, scale_by_std=True)[0], scaled, rtol=1e-6, atol=1e-6)
+
+
+def test_samples_left_out_of_their_group():
+    """A group id of -1: the others' statistics are as if the sample were not there, and it has no advantage."""
+    kept = jnp.array([[True, True, False, True]])
+    rewards, ids = jnp.array([[1.0, 0.0, 9.0, 0.5]]), jnp.array([[7, 7, 7, 7]])
+    for estimator in (advantages.grpo, advantages.rloo, advantages.maxrl, advantages.standardize, advantages.gpg):
+        got = estimator(rewards, jnp.where(kept, ids, -1))
+        assert got[0, 2] == 0
+        np.testing.assert_allclose(got[kept], estimator(rewards[kept][None], ids[kept][None])[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "leave_one_out", "expected"),
+    [
+        ("group", "group", False, [[0.5, -0.5, 1, -1, 0], [0.5**0.5, 0.5**0.5, 2**0.5, 2**0.5, 1]]),
+        # about the mean of the step, 2: sqrt(1 + 4) and sqrt(4 + 0) over n - 1
+        ("step", "group", False, [[-1, -2, 2, 0, 1], [5**0.5, 5**0.5, 2, 2, 1]]),
+        ("group", "step", True, [[1, -1, 2, -2, 0], [(10 / 4) ** 0.5] * 5]),
+        (None, "step", False, [[1, 0, 4, 2, 3], [(30 / 4) ** 0.5] * 5]),
+        ("step", None, True, [[-1.25, -2.5, 2.5, 0, 1.25], [1 - 1e-5] * 5]),
+    ],
+)
+def test_levels_by_hand(mean, std, leave_one_out, expected):
+    rewards, ids = jnp.array([[1.0, 0.0, 4.0, 2.0, 3.0]]), jnp.array([[7, 7, 8, 8, 9]])
+    got = advantages.standardize(rewards, ids, mean=mean, std=std, leave_one_out=leave_one_out)
+    np.testing.assert_allclose(got[0], np.array(expected[0]) / (np.array(expected[1]) + 1e-5), rtol=2e-6)
+
+
+def test_bad_rewards_of_gdpo():
+    ids, one = jnp.array([[1, 2]]), jnp.ones((1, 2))
+    batch = RolloutBatch(ids, ids, ids, ids, one, jnp.array([[0, 1]]))
+    refused = {
+        "rewards: got no reward, expected a list of arrays": {"rewards": []},
+        "rewards: got ArrayImpl, expected a list of arrays": {"rewards": one},
+        "rewards[1]: got shape (1, 1)": {"rewards": [one, one[:, :1]]},
+        "group_ids: got dtype float32, expected integers": {"group_ids": one},
+        "weights: got 1 numbers, expected 2": {"weights": [1.0]},
+        "weights[1]: got nan, expected a finite number": {"weights": [1.0, float("nan")]},
+        "whitened: got 'groups'": {"whitened": "groups"},
+        "leave_one_out: got 'no'": {"leave_one_out": "no"},
+    }
+    for message, wrong in refused.items():
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            advantages.gdpo(**{"rewards": [one, one], "group_ids": ids, "batch": batch, **wrong})
+    with pytest.raises(ValueError, match="mean: got 'batch', expected one of 'step', 'group'"):
+        advantages.standardize(one, ids, mean="batch")

@@ -1,0 +1,276 @@
+"""The example: bad arguments, a run that stops and goes on, every loss, and the same numbers on every mesh."""
+
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from examples import arguments, compare_runs, members, report
+from examples.arguments import parse, parser
+from examples.grpo_run import grpo_step, set_up, supervised
+from examples.tasks import TASKS
+from examples.train_grpo import main
+from jaxppo.policy_losses import BY_NAME
+from sharding.axes import LAYOUTS
+from sharding.testing import factorings
+
+TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "24"]
+TINY += ["--learning-rate", "0.01", "--task", "gcd"]  # whose prompts are of many lengths
+RUN = [*TINY, "--steps", "3", "--checkpoint-every", "2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_compiled_once(tmp_path_factory):
+    """Runs that share a program share its compilation, though each builds its own jitted functions."""
+    options = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs"))}
+    options |= {"jax_persistent_cache_min_compile_time_secs": 0.1}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run of three steps on dp=2,cp=2,tp=2."""
+    folder = tmp_path_factory.mktemp("run")
+    assert main([*RUN, "--out", str(folder)]) == 0
+    return folder
+
+
+def records(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "memory_gib")} for line in lines]
+
+
+def few_steps(folder, *options):
+    args = parse([*TINY, "--out", str(folder), *options])
+    run = set_up(args)
+    supervised(run, args)
+    return run, [grpo_step(run, args) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mesh", "dp=2,xp=4"], "mesh: got axis 'xp', expected one of"),
+        (["--mesh", "dp=2,cp=2"], "mesh: got sizes 2*2=4 in 'dp=2,cp=2', expected 8 devices"),
+        (["--mesh", "dp=8", "--prompts", "3", "--samples", "3"], "prompts * samples: got 9, expected a multiple of"),
+        (["--out", "/dev/null/runs"], "--out: got /dev/null/runs, expected a folder that can be written to"),
+        (["--loss", "pop"], "argument --loss: invalid choice: 'pop'"),
+        (["--task", "chess"], "argument --task: invalid choice: 'chess'"),
+        (["--context-layout", "spiral"], "argument --context-layout: invalid choice: 'spiral'"),
+        (["--steps", "-1"], "argument --steps: got '-1', expected an integer of at least 0"),
+        (["--entropy-coef", "nan"], "argument --entropy-coef: got 'nan', expected a finite number of at least 0"),
+        (["--learning-rate", "0"], "argument --learning-rate: got '0', expected a finite number above 0"),
+        (["--learning-rate", "inf"], "argument --learning-rate: got 'inf', expected a finite number above 0"),
+        (["--kl-coef", "-1"], "argument --kl-coef: got '-1', expected a finite number of at least 0"),
+        (["--resume", "--overwrite"], "argument --overwrite: not allowed with argument --resume"),
+        (["--resume"], "--resume: got no checkpoint in"),
+    ],
+)
+def test_bad_arguments_end_in_one_line_and_exit_code_2(tmp_path, capsys, options, message):
+    try:
+        code = main([*TINY, "--out", str(tmp_path), *options])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith("train_grpo.py: error: ")
+    assert message in errors[0]
+
+
+@pytest.mark.parametrize("flag", [a for a in parser()._actions if a.type not in (None, Path)], ids=lambda a: a.dest)
+def test_no_number_is_out_of_its_range(flag, capsys):
+    for text in ("-1", "-0.5", "nan", "inf", "1e999", "", "x", "²"):
+        with pytest.raises(SystemExit) as stopped:
+            parse([flag.option_strings[0], text])
+        assert stopped.value.code == 2
+        assert f"argument {flag.option_strings[0]}: got {text!r}, expected" in capsys.readouterr().err
+
+
+def test_every_flag_is_described():
+    assert [action.dest for action in parser()._actions if not action.help] == []
+
+
+def test_flags_offer_what_the_packages_have():
+    assert list(arguments.LOSSES) == sorted(BY_NAME)
+    assert list(arguments.LAYOUTS) == list(LAYOUTS)
+
+
+HELP = """
+import sys
+from examples import train_grpo
+try:
+    train_grpo.main(["--help"])
+except SystemExit:
+    print(*{"jax", "numpy", "matplotlib", "reasoning_gym"} & set(sys.modules), file=sys.stderr)
+"""
+
+
+def test_help_imports_nothing_large():
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert "--kl-coef" in done.stdout
+    assert done.stderr == "\n"
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "processes" not in path.parts}
+
+
+def test_a_run_is_deleted_only_where_that_is_asked_for(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "spikes").mkdir()
+    before = files_of(tmp_path)
+    assert main([*RUN, "--out", str(tmp_path)]) == 2
+    message = f"--out: got {tmp_path}, where a run is (checkpoints 2, 3), expected --resume, to go on from it, or "
+    assert message in capsys.readouterr().err
+    assert files_of(tmp_path) == before
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert main([*RUN, "--out", str(tmp_path)]) == 2
+    assert "where a run is (no checkpoint yet), expected" in capsys.readouterr().err
+    assert main([*RUN, "--out", str(tmp_path), "--overwrite", "--steps", "0"]) == 0
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0"]
+    assert records(tmp_path) == []
+    assert (tmp_path / "samples.jsonl").read_text() == ""
+    assert not (tmp_path / "spikes").exists()
+
+
+def test_two_runs_do_not_share_a_folder(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    for first in (0, 1):  # 1: what is left of a run of two
+        mine = (tmp_path / "processes" / str(first)).open("a+")
+        assert members._lock(mine)
+        mine.truncate(0)
+        mine.write(json.dumps({"pid": 4711, "host": "box", "since": "noon"}))
+        mine.flush()
+        before = files_of(tmp_path)
+        for option in ("--resume", "--overwrite"):
+            assert main([*RUN, "--out", str(tmp_path), option]) == 2
+            assert f"--out: got {tmp_path}, where the run of process 4711 on host box goes on since noon, expected" in (
+                capsys.readouterr().err
+            )
+        assert files_of(tmp_path) == before
+        mine.close()
+
+
+def test_a_run_names_itself_to_another(tmp_path):
+    with (
+        members.Members(tmp_path / "processes", 0, 1),
+        pytest.raises(ValueError, match=rf"run of process {os.getpid()} on host {socket.gethostname()} goes on since"),
+    ):
+        members.Members(tmp_path / "processes", 0, 1).__enter__()
+    with members.Members(tmp_path / "processes", 0, 1):
+        pass
+
+
+def test_samples_of_each_step_are_kept(finished):
+    lines = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert len(line["samples"]) == 4
+        for sample in line["samples"]:
+            assert sample["prompt"].startswith("Find the Greatest Common Divisor")
+            numbers = [int(x) for x in re.findall(r"\d+", sample["prompt"].split(":")[-1])]
+            right = sample["completion"].strip() == str(math.gcd(*numbers))
+            assert (sample["reward"] == 1) == right
+
+
+def test_a_resumed_run_repeats_the_next_step(finished, tmp_path):
+    whole = records(finished)
+    assert [line["step"] for line in whole] == [1, 2, 3]
+    assert (finished / "reward.png").stat().st_size > 0
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "3")  # as if stopped after the checkpoint of step 2
+    assert main([*RUN, "--out", str(tmp_path), "--resume"]) == 0
+    assert records(tmp_path) == whole
+    assert (tmp_path / "samples.jsonl").read_text() == (finished / "samples.jsonl").read_text()
+
+
+def test_a_page_is_made_of_a_run(finished):
+    assert report.main([str(finished)]) == 0
+    page = (finished / "report.html").read_text()
+    assert "3 steps, 1 to 3" in page
+    assert page.count("not recorded in this run") == 0
+    assert "<th>task</th><td>gcd</td>" in page
+    assert page.count("<pre>Find the Greatest Common Divisor") == 12
+    assert "hold the same part of the parameters, of 2" in page
+
+
+def test_a_checkpoint_of_another_model_is_refused(finished, capsys):
+    assert main([*RUN, "--out", str(finished), "--resume", "--width", "24"]) == 2
+    assert "--resume: got a checkpoint of another model or run, width=16, expected 24" in capsys.readouterr().err
+
+
+def check_same_numbers(finished, tmp_path, mesh, layout):
+    run, steps = few_steps(tmp_path, "--mesh", mesh, "--context-layout", layout)
+    kernel = run.state.params["blocks"][0]["up"]["kernel"][...]
+    parts = run.learner.parallel.tensor_size
+    assert kernel.sharding.shard_shape(kernel.shape) == (kernel.shape[0], kernel.shape[1] // parts)
+    for got, want in zip(steps, records(finished), strict=True):
+        assert abs(want["pg_loss"]) > 1e-3
+        for name in ("reward", "loss", "entropy", "kl", "gradient_norm"):
+            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+        assert got["mismatch_log_prob_abs_diff"] < 1e-5
+
+
+def test_losses_do_not_depend_on_mesh_and_layout(finished, tmp_path):
+    check_same_numbers(finished, tmp_path, "dp=1,cp=4,tp=2", "zigzag")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mesh", factorings(8))
+def test_losses_do_not_depend_on_any_mesh_and_layout(finished, tmp_path, mesh, layout):
+    check_same_numbers(finished, tmp_path, mesh, layout)
+
+
+def check_finite(tmp_path, loss, task="gcd"):
+    run, steps = few_steps(tmp_path, "--loss", loss, "--kl-coef", "0.01", "--task", task)
+    assert all(np.isfinite(value) for step in steps for value in step.values())
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(run.state.params))
+    assert steps[0]["gradient_norm"] > 0
+
+
+def test_a_loss_with_a_step_wide_mask_runs_without_nan(tmp_path):
+    check_finite(tmp_path, "clip_cov")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_every_task_runs_without_nan(tmp_path, task):
+    check_finite(tmp_path, "ppo", task)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loss", sorted(BY_NAME))
+def test_every_registered_loss_runs_without_nan(tmp_path, loss):
+    check_finite(tmp_path, loss)
+
+
+def test_curves_of_runs_are_drawn(tmp_path, capsys):
+    for name, steps in (("long", 12), ("short", 3)):
+        (tmp_path / name).mkdir()
+        lines = (json.dumps({"reward": i / steps}) for i in range(steps))
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    picture = tmp_path / "curves.png"
+    draw = lambda *names: compare_runs.main([*(str(tmp_path / n) for n in names), "--out", str(picture)])  # noqa: E731
+    assert (draw("long", "short"), draw("long", "absent")) == (2, 2)
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0].endswith("short: got 3 steps, expected 10 or more")
+    assert "absent" in errors[1]
+    assert not picture.exists()
+    assert draw("long") == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")

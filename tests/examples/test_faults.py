@@ -1,0 +1,354 @@
+"""Runs of the example that are killed, run out of disk, find a bad checkpoint or are asked to stop, and go on."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from programs import xla_flags
+from spoilt import check_flips, files_in, flipped
+
+from examples import grpo_run
+from examples.arguments import parse
+from examples.checkpoint import Checkpoints, check_sums, steps_in
+from examples.grpo_run import set_up
+from examples.train_grpo import main
+from sharding.testing import factorings
+
+RUN = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "6"]
+RUN += ["--learning-rate", "0.01", "--task", "gcd", "--steps", "3", "--checkpoint-every", "1"]
+RANDOM = np.random.default_rng(int(os.environ["SEARCH_SEED"]))  # other moments each night, see conftest
+CHANGES = 84  # of files and folders in a run, see killed.py
+MESSAGE = (
+    "whose bytes are not those that were written, expected a whole checkpoint; --resume 2 goes on from the one before"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    """Runs share compiled programs."""
+    folder = str(tmp_path_factory.mktemp("programs"))
+    options = {"jax_compilation_cache_dir": folder, "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield folder
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    assert main([*RUN, "--out", str(folder)]) == 0
+    return folder
+
+
+def records(folder):
+    def refuse(text):
+        raise ValueError(text)
+
+    lines = (json.loads(line, parse_constant=refuse) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "memory_gib")} for line in lines]
+
+
+def befallen(programs, folder, event, number, *options):
+    """The run in a process of its own, in which something happens."""
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": programs, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment["XLA_FLAGS"] = xla_flags()
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    script = Path(__file__).parents[1] / "support" / "killed.py"
+    command = [sys.executable, str(script), event, str(number), *RUN, "--out", str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def goes_on(folder):
+    """Resumes as a job script would: afresh where nothing was saved yet."""
+    return main([*RUN, "--out", str(folder), *["--resume"] * bool(steps_in(folder / "checkpoints"))])
+
+
+def check_kill(programs, finished, folder, event, number, code=-9):
+    done = befallen(programs, folder, event, number)
+    assert done.returncode == code, done.stderr
+    for path in folder.glob("checkpoints/*/SHA256SUMS"):
+        if path.parent.name.isdigit():  # what is seen is whole
+            check_sums(path.parent)
+    assert goes_on(folder) == 0
+    assert records(folder) == records(finished)
+    assert (folder / "samples.jsonl").read_text() == (finished / "samples.jsonl").read_text()
+
+
+def test_killed_in_a_save(programs, finished, tmp_path):
+    check_kill(programs, finished, tmp_path, "file", 60)
+
+
+def test_killed_in_a_line_of_metrics(programs, finished, tmp_path):
+    check_kill(programs, finished, tmp_path, "line", 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", RANDOM.choice(range(1, CHANGES), 20, replace=False).tolist())
+def test_killed_at_any_moment(programs, finished, tmp_path, number):
+    check_kill(programs, finished, tmp_path, "file", number)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", RANDOM.choice(range(1, CHANGES), 5, replace=False).tolist())
+def test_interrupted_twice_at_any_moment(programs, finished, tmp_path, number):
+    check_kill(programs, finished, tmp_path, "twice", number, 130)
+
+
+IN_C = """
+import hashlib
+from examples.preemption import Preemption
+with Preemption():
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # for half an hour
+"""
+
+
+def test_a_second_interrupt_ends_at_once_what_python_cannot_interrupt():
+    command = [sys.executable, "-c", IN_C]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            assert process.stderr.readline() == "stops after this step and saves; Ctrl-C again ends it at once\n"
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+        finally:
+            process.kill()
+
+
+def test_a_file_in_the_place_of_checkpoints_is_an_error(tmp_path, capsys):
+    (tmp_path / "checkpoints").write_text("no folder")
+    assert main([*RUN, "--out", str(tmp_path)]) == 1
+    assert "train_grpo.py: error: " in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.nightly
+def test_a_full_disk_leaves_the_last_checkpoint(programs, finished, tmp_path):
+    done = befallen(programs, tmp_path, "full", 4096)
+    assert done.returncode == 1, done.stderr
+    error = next(line for line in done.stderr.splitlines() if line.startswith("train_grpo.py: error: "))
+    assert "error: checkpoint 1: could not be written to" in error
+    assert error.endswith("; those there: 0")
+    assert goes_on(tmp_path) == 0
+    assert records(tmp_path) == records(finished)
+
+
+@pytest.mark.parametrize(
+    ("step", "name"), [(2, "SIGTERM"), (2, "SIGINT"), pytest.param(0, "SIGTERM", marks=pytest.mark.nightly)]
+)
+def test_a_signal_saves_and_exits_0(finished, tmp_path, step, name, monkeypatch, capsys):
+    """The signal comes in step 2, or in supervised training."""
+    function = "grpo_step" if step else "answers"
+    call, asked = getattr(grpo_run, function), []
+
+    def terminated(*args):
+        asked.append(args)
+        if len(asked) == max(step, 1):
+            os.kill(os.getpid(), signal.Signals[name])
+        return call(*args)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(grpo_run, function, terminated)
+        assert main([*RUN, "--out", str(tmp_path), "--checkpoint-every", "9"]) == 0
+    assert f"stopped by {name} after step {step} of 3 and saved; --resume goes on" in capsys.readouterr().out
+    assert (tmp_path / "checkpoints" / str(step)).exists()
+    assert main([*RUN, "--out", str(tmp_path), "--resume"]) == 0
+    assert records(tmp_path) == records(finished)
+
+
+@pytest.mark.parametrize("text", [None, "", '{"step": 1, "rew', 'null\n{"step": "a"}\n[1]\n\x00\n'])
+def test_metrics_that_are_torn_do_not_end_a_resume(finished, tmp_path, text):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
+    path.unlink()
+    if text is not None:
+        path.write_text(whole[0] + text)
+    assert main([*RUN, "--out", str(tmp_path), "--resume", "2"]) == 0
+    found = [line["step"] for line in records(tmp_path)]
+    assert found == ([3] if text is None else [1, 3])
+
+
+def test_metrics_are_never_cut_before_they_are_written(finished, tmp_path, monkeypatch):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    before = (tmp_path / "metrics.jsonl").read_text()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("examples.report.os.replace", full)
+    assert main([*RUN, "--out", str(tmp_path), "--resume"]) == 1
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def resume_error(folder, capsys):
+    assert main([*RUN, "--out", str(folder), "--resume"]) == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # readers that Orbax gave up
+def test_a_checkpoint_cut_short_is_named_and_the_one_before_offered(finished, tmp_path):
+    run = set_up(parse([*RUN, "--out", str(finished), "--resume"]))
+    for name in [path.relative_to(finished) for path in finished.glob("checkpoints/3/**/*") if path.is_file()]:
+        folder = tmp_path / str(name).replace("/", "_")
+        shutil.copytree(finished, folder)
+        os.truncate(folder / name, (folder / name).stat().st_size // 2)
+        with pytest.raises(ValueError, match=re.escape(f"--resume: got {folder / name}, {MESSAGE}")):
+            Checkpoints(folder / "checkpoints", run.checkpoints.identity).load(run.state)
+
+
+def test_a_flipped_bit_is_noticed_in_files_of_every_kind(finished):
+    check_flips(finished / "checkpoints" / "3", np.random.default_rng(0), 4)
+
+
+def test_a_flipped_bit_is_named_and_the_one_before_offered(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    largest = max(files_in(tmp_path / "checkpoints" / "3"), key=lambda path: path.stat().st_size)
+    with flipped(largest, np.random.default_rng(0)):
+        error = resume_error(tmp_path, capsys)
+    assert error == f"train_grpo.py: error: --resume: got {largest}, {MESSAGE}"
+
+
+@pytest.mark.nightly
+def test_a_bit_flipped_anywhere_is_named(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    check_flips(tmp_path / "checkpoints" / "3", RANDOM, 200)
+    for path in RANDOM.choice([path for path in files_in(tmp_path / "checkpoints" / "3") if path.stat().st_size], 8):
+        with flipped(path, RANDOM):
+            assert f"got {path}, {MESSAGE}" in resume_error(tmp_path, capsys)
+
+
+def test_a_file_too_many_and_one_too_few_are_named(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    more = tmp_path / "checkpoints" / "3" / "state" / "more"
+    more.write_text("")
+    assert f"got {more}, a file that is not of it, expected a whole checkpoint" in resume_error(tmp_path, capsys)
+    more.unlink()
+    less = tmp_path / "checkpoints" / "3" / "info.json"
+    less.unlink()
+    assert f"got {less}, nothing there, expected a whole checkpoint" in resume_error(tmp_path, capsys)
+
+
+def check_same_arrays(got, want):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+def check_same_state(run, folder, *options):
+    whole = set_up(parse([*RUN, "--out", str(folder), "--resume", *options]))
+    assert (run.step, run.position) == (whole.step, whole.position)
+    check_same_arrays(run.state, whole.state)
+
+
+def test_the_one_before_goes_on(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "3" / "state" / "d")
+    assert "; --resume 2 goes on from the one before" in resume_error(tmp_path, capsys)
+    assert main([*RUN, "--out", str(tmp_path), "--resume", "2"]) == 0
+    assert records(tmp_path) == records(finished)
+    check_same_state(set_up(parse([*RUN, "--out", str(tmp_path), "--resume"])), finished)
+    assert main([*RUN, "--out", str(tmp_path), "--resume", "1"]) == 2
+    assert "--resume: got 1, expected one of the checkpoints 2, 3" in capsys.readouterr().err
+
+
+def test_a_strangers_folder_is_named(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(finished / "checkpoints" / "3" / "state", tmp_path / "checkpoints" / "7")
+    error = resume_error(tmp_path, capsys)
+    assert str(tmp_path / "checkpoints" / "7") in error
+    assert error.endswith("; --resume 3 goes on from the one before")
+
+
+def test_checkpoints_are_data(finished, tmp_path, capsys):
+    """Nothing is unpickled, and no link is followed out of the folder."""
+    unpickled = []
+    sys.addaudithook(lambda event, args: unpickled.append(args) if event == "pickle.find_class" else None)
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "3")
+    (tmp_path / "checkpoints" / "3").symlink_to(finished / "checkpoints" / "3")
+    assert "3, a link, expected a checkpoint whose files lie in it; --resume 2 goes on" in resume_error(
+        tmp_path, capsys
+    )
+    (tmp_path / "checkpoints" / "3").unlink()
+    elsewhere = next((tmp_path / "checkpoints" / "2" / "state").glob("_METADATA"))
+    elsewhere.rename(tmp_path / "outside")
+    elsewhere.symlink_to(tmp_path / "outside")
+    assert "_METADATA, a link, expected" in resume_error(tmp_path, capsys)
+    elsewhere.unlink()
+    elsewhere.write_bytes(pickle.dumps(Path("x")))
+    assert "expected a whole checkpoint" in resume_error(tmp_path, capsys)
+    run = set_up(parse([*RUN, "--out", str(finished), "--resume"]))
+    assert run.step == 3
+    assert not unpickled
+
+
+def test_a_newer_format_is_named(finished, tmp_path, capsys, monkeypatch):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    with monkeypatch.context() as newer:
+        newer.setattr("examples.checkpoint.FORMAT", 3)
+        run = set_up(parse([*RUN, "--out", str(tmp_path / "newer")]))
+        run.step = 4
+        run.save()
+    shutil.move(tmp_path / "newer" / "checkpoints" / "4", tmp_path / "checkpoints" / "4")
+    message = (
+        f"--resume: got a checkpoint of a newer format, 3, in {tmp_path / 'checkpoints' / '4'}, expected 2: a newer "
+    )
+    message += "program wrote it; --resume 3 goes on from the one before"
+    assert message in resume_error(tmp_path, capsys)
+    (tmp_path / "checkpoints" / "4" / "SHA256SUMS").unlink()  # a newer one may keep its digests elsewhere
+    assert message in resume_error(tmp_path, capsys)
+
+
+def check_restores(finished, mesh, devices=None):
+    run = set_up(parse([*RUN, "--out", str(finished), "--resume", "--mesh", mesh]), devices)
+    assert len(jax.tree.leaves(run.state)[0].sharding.device_set) == (8 if devices is None else len(devices))
+    check_same_state(run, finished)
+
+
+def test_a_checkpoint_restores_on_another_mesh_and_on_one_device(finished):
+    check_restores(finished, "dp=1,cp=1,tp=8")
+    check_restores(finished, "dp=1", jax.devices()[:1])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", factorings(8))
+def test_a_checkpoint_of_any_mesh_restores_on_any_other(finished, tmp_path, mesh):
+    check_restores(finished, mesh)
+    run = set_up(parse([*RUN, "--out", str(tmp_path), "--mesh", mesh]))
+    run.save()
+    for other in (*factorings(8), "dp=1"):
+        devices = jax.devices()[:1] if other == "dp=1" else None
+        again = set_up(parse([*RUN, "--out", str(tmp_path), "--mesh", other, "--resume"]), devices)
+        check_same_arrays(again.state, run.state)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", factorings(8))
+def test_a_resumed_run_has_the_same_bits_on_any_mesh(tmp_path, mesh):
+    run = [*RUN, "--out", str(tmp_path), "--mesh", mesh]
+    assert main(run) == 0
+    whole = records(tmp_path)
+    assert main([*run, "--resume", "2"]) == 0
+    assert records(tmp_path) == whole
+
+
+@pytest.mark.parametrize("rate", ["inf", "nan", "0", "-1", "fast"])
+def test_learning_rates_that_train_nothing(rate, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--learning-rate", rate])
+    assert stopped.value.code == 2
+    assert f"argument --learning-rate: got {rate!r}, expected a finite number above 0" in capsys.readouterr().err

@@ -1,0 +1,218 @@
+"""The example as several processes: one run's numbers, one that is killed, arguments that do not fit together."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from programs import QUICK
+from spoilt import check_flips, files_in, flipped
+
+from examples import launch
+from examples.arguments import parse
+from examples.checkpoint import steps_in
+from examples.grpo_run import set_up
+from examples.train_grpo import main
+
+TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--task", "gcd"]
+HEARTBEAT_S = 10
+WATCHDOG_S = 300  # against a hang, on a machine that does much else
+SAME = ("loss", "pg_loss", "entropy", "kl", "gradient_norm", "reward", "accuracy")
+
+
+def started(folder, *options):
+    """The launcher of two processes, its messages in a file beside the run's."""
+    command = [sys.executable, "-m", "examples.train_grpo", *TINY, *options, "--out", str(folder), "--processes", "2"]
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = QUICK
+    with (folder / "said").open("w") as said:
+        return subprocess.Popen(command, env=environment, stdout=said, stderr=said, cwd=root)
+
+
+def records(folder):
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def check_same_run(folder, whole, step, options, rtol, atol):
+    """Raises where the losses up to a step, or the parameters after it, are not those of one process.
+
+    Sums over devices are taken in another order, and Adam makes a rounding error of a small gradient a step's share.
+    """
+    for got, want in zip(records(folder)[:step], records(whole), strict=True):
+        for name in SAME:
+            assert got[name] == pytest.approx(want[name], rel=2e-5, abs=1e-6), (got["step"], name)
+    state, expected = (
+        set_up(parse([*TINY, *options, "--out", str(at), "--resume", str(step)])).state.params for at in (folder, whole)
+    )
+    for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
+
+
+def pids(folder):
+    return [int(pid) for pid in re.search(r"their ids (\d+), (\d+)", (folder / "said").read_text()).groups()]
+
+
+def wait_for(count, folder, launcher):
+    """Returns once so many steps are done."""
+    began = time.monotonic()
+    while len(records(folder)) < count:
+        assert launcher.poll() is None, (folder / "said").read_text()
+        assert time.monotonic() < began + WATCHDOG_S
+        time.sleep(0.1)
+
+
+def check_kill(folder, options, steps, victim, after_s=0):
+    """Kills one of two processes after so many steps; the other says which, and nothing else is said of it."""
+    launcher = started(folder, *options, "--steps", "100000", "--heartbeat-timeout", str(HEARTBEAT_S))
+    try:
+        wait_for(steps, folder, launcher)
+        time.sleep(after_s)
+        pid = pids(folder)[victim]
+        os.kill(pid, signal.SIGKILL)
+        # the launcher itself ends what has not ended after two heartbeat timeouts
+        assert launcher.wait(timeout=WATCHDOG_S) == 128 + signal.SIGKILL
+    finally:
+        launcher.terminate()
+        launcher.wait()
+    said = (folder / "said").read_text()
+    gone = f"process {victim} of 2 (pid {pid} on host {socket.gethostname()}) is gone; --resume goes on from the last"
+    assert said.count("error") == 1, said
+    assert f"train_grpo.py: error: {gone} checkpoint\n" in said
+    assert f"process {victim} of 2 ended with SIGKILL; waiting for the rest\n" in said
+    for word in ("AllGather", "AllReduce", "failed", ".cc:", "    @ ", "Traceback"):
+        assert word not in said
+
+
+def test_two_processes_have_one_runs_numbers_and_end_when_one_is_killed(tmp_path):
+    options = ["--mesh", "dp=8", "--sft-steps", "0", "--updates", "1", "--checkpoint-every", "3"]
+    both, whole = tmp_path / "both", tmp_path / "whole"
+    both.mkdir()
+    check_kill(both, options, 4, 1)  # so that the checkpoint of step 3 is whole
+    check_flips(both / "checkpoints" / "3", np.random.default_rng(0), 1)
+    assert main([*TINY, *options, "--steps", "3", "--out", str(whole)]) == 0
+    check_same_run(both, whole, 3, options, 1e-4, 1e-6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_of_two_is_killed_at_any_moment(tmp_path, victim):
+    after_s = np.random.default_rng(int(os.environ["SEARCH_SEED"]) + victim).uniform(0, 3)
+    check_kill(tmp_path, ["--sft-steps", "0", "--checkpoint-every", "1"], 1, victim, after_s)
+    # both refuse a checkpoint with a bit that is not as it was written
+    newest = tmp_path / "checkpoints" / str(max(steps_in(tmp_path / "checkpoints")))
+    largest = max(files_in(newest), key=lambda path: path.stat().st_size)
+    with flipped(largest, np.random.default_rng(0)):
+        assert started(tmp_path, "--resume").wait(timeout=WATCHDOG_S) == 2
+    said = (tmp_path / "said").read_text()
+    assert f"error: --resume: got {largest}, whose bytes are not those that were written" in said
+    assert "is gone" not in said
+
+
+ONE_IS_KILLED = """
+import os, signal, sys, time
+if sys.argv[-1] == "0":
+    sys.exit(1)
+time.sleep(0.5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_exit_code_is_of_the_process_that_was_killed(tmp_path, monkeypatch, capfd):
+    """Though another, which missed it, was gone before."""
+    (tmp_path / "one_is_killed.py").write_text(ONE_IS_KILLED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    args = types.SimpleNamespace(processes=2, heartbeat_timeout=10)
+    assert launch.start("one_is_killed", [], args) == 128 + signal.SIGKILL
+    assert "process 1 of 2 ended with SIGKILL" in capfd.readouterr().err
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_stops_both_after_the_same_step(tmp_path, name):
+    """SIGTERM to one process, Ctrl-C to the one that started them."""
+    launcher = started(
+        tmp_path, "--mesh", "dp=8", "--sft-steps", "0", "--steps", "100000", "--checkpoint-every", "99999"
+    )
+    try:
+        wait_for(2, tmp_path, launcher)
+        os.kill(pids(tmp_path)[1] if name == "SIGTERM" else launcher.pid, signal.Signals[name])
+        assert launcher.wait(timeout=WATCHDOG_S) == 0
+    finally:
+        launcher.terminate()
+        launcher.wait()
+    done = len(records(tmp_path))
+    assert f"stopped by {name} after step {done} of 100000 and saved" in (tmp_path / "said").read_text()
+    assert (tmp_path / "checkpoints" / str(done)).exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "cp=4,tp=2"])  # with rows of their own, with shared rows
+def test_twenty_steps_of_two_processes(tmp_path, mesh):
+    options = ["--mesh", mesh, "--context-layout", "zigzag", "--steps", "20", "--sft-steps", "20"]
+    options += ["--learning-rate", "0.003"]
+    both, whole = tmp_path / "both", tmp_path / "whole"
+    both.mkdir()
+    assert started(both, *options).wait(timeout=4 * WATCHDOG_S) == 0, (both / "said").read_text()
+    assert main([*TINY, *options, "--out", str(whole)]) == 0
+    check_same_run(both, whole, 20, options, 1e-3, 1e-5)
+
+
+ONE_FAILS = """
+import sys
+from examples import train_grpo
+from examples.checkpoint import Checkpoints
+
+def full(*_):
+    raise OSError("checkpoint 0: no space")
+
+if sys.argv[-1] == "1":
+    Checkpoints.save = full
+sys.exit(train_grpo.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.nightly
+def test_a_process_that_fails_is_named_with_its_error(tmp_path, monkeypatch, capfd):
+    (tmp_path / "one_fails.py").write_text(ONE_FAILS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XLA_FLAGS", QUICK)
+    arguments = [*TINY, "--sft-steps", "0", "--processes", "2", "--out", str(tmp_path / "run")]
+    assert launch.start("one_fails", arguments, types.SimpleNamespace(processes=2, heartbeat_timeout=60)) == 1
+    said = capfd.readouterr().err
+    assert "train_grpo.py: error: checkpoint 0: no space\n" in said
+    named = (
+        rf"process 1 of 2 \(pid \d+ on host {socket.gethostname()}\) ended with: checkpoint 0: no space; --resume goes"
+    )
+    assert re.search(rf"train_grpo.py: error: {named} on from the last checkpoint\n", said)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--processes", "3"], "--processes: got 3, expected a divisor of the 8 emulated devices"),
+        (["--process-id", "1"], "--coordinator, --process-id: got one of them, expected both or neither"),
+        (["--coordinator", "here:1", "--process-id", "2", "--processes", "2"], "--process-id: got 2, expected 0 to 1"),
+        (["--distributed", "--processes", "2"], "--distributed: got --processes or --process-id beside it"),
+        (["--heartbeat-timeout", "1"], "--heartbeat-timeout: got '1', expected an integer of at least 10"),
+    ],
+)
+def test_processes_that_do_not_fit_together(options, message, capsys):
+    try:
+        code = main([*TINY, *options])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert message in errors[0]

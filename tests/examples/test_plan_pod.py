@@ -1,0 +1,256 @@
+"""The pod planner on described TPUs, and its one-line errors."""
+
+import dataclasses
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from described_gpu import H100, NO_SEARCH
+from jax.experimental import topologies
+
+from examples import plan_pod, pod_head
+from examples.pod_sizes import HEADS, MODELS, HeadSizes, ModelSizes
+from examples.pod_step import GIB, TrainStep
+from sharding import make_parallel_mesh
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--hidden-size", "256", "--vocab-size", "32768", "--tokens", "2048"]
+
+
+def test_plan_on_emulated_devices():
+    step = pod_head.Step(HeadSizes(32, 4096), 64, jnp.float32, make_parallel_mesh("cp=4,tp=2"))
+    found = pod_head.plan(step)
+    products = 2 * 64 * 32 * 4096 // 2
+    assert found["plain"].flops.low == found["one pass"].flops.high == 3 * products
+    assert found["two passes"].flops.high == 4 * products
+    assert found["plain"].output_bytes == found["one pass"].output_bytes == found["two passes"].output_bytes
+    assert {c.axes for c in found["one pass"].collectives} == {("cp",), ("tp",)}
+    assert step.cost(step.forward).flops.high == products
+
+
+def test_vocabulary_that_the_tensor_axis_does_not_divide():
+    sizes, mesh = HeadSizes(32, 4095, tied=True), make_parallel_mesh("cp=4,tp=2")
+    found = pod_head.plan(pod_head.Step(sizes, 64, jnp.float32, mesh))
+    assert found["plain"].flops.low == 3 * 2 * 64 * 32 * 4095
+    assert found["two passes"].flops.high == 4 * 2 * 64 * 32 * 2048
+
+
+@pytest.mark.nightly
+def test_table_on_a_described_pod(capsys):
+    assert plan_pod.main([*SMALL, "--tokens", "8192", "--mesh", "dp=2,tp=2", "--topology", "v5e:2x2"]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split("  ")[0]: line.split() for line in out.splitlines() if line}
+    one, two, plain = (float(rows["temporaries"][i]) for i in (1, 3, 5))
+    assert two < one < plain
+    assert all(float(rows["computing"][i]) > 0 for i in (1, 3, 5))
+    assert "all-reduce over dp" in out
+
+
+def test_the_curve_over_budgets(capsys):
+    arguments = [*SMALL, "--mesh", "dp=2,tp=2", "--topology", "v5e:2x2", "--memory", "0.0001", "0.01", "0.5"]
+    assert plan_pod.main(arguments) == 0
+    head, least, two, one = capsys.readouterr().out.splitlines()[3:]
+    assert head.startswith("memory given")
+    assert "memory: got 107374 bytes, expected at least" in least
+    assert "two passes: one pass does not fit the memory" in two
+    assert "one pass, 2048 tokens x 16384 columns" in one
+    assert float(two.split()[2]) <= 0.01 < float(one.split()[2]) <= 0.5
+
+
+def test_what_a_step_holds_on_emulated_devices():
+    """The parts are the shards' bytes, and the step runs: its loss is that of one device."""
+    sizes = ModelSizes(32, 128, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_size=64)
+    step = TrainStep(sizes, 8, make_parallel_mesh("fsdp=2,cp=2,tp=2"))
+    found = pod_head.plan_train(step)
+    names, held = zip(*found.parts.items(), strict=True)
+    by_hand = 4 * (2 * 32 * 128 // 4 + 2 * 32 * (3 * 64 + 2 * 4 * 8 + 2 * 2 * 8) // 4 + 2 * (2 * 32 + 2 * 8) + 32)
+    assert held[:3] == (by_hand, 2 * by_hand, 8 * 4 * 7 + 4)
+    assert names[3].startswith("activations")
+    assert held[3] == found.step.temp_bytes > 0
+    assert found.needed == sum(held)
+    assert found.fits is None
+    assert "in all" in str(found)
+    assert "memory unknown" in str(found)
+
+
+def loss_of_a_step(step):
+    """The loss of a step on numbers that depend on the sizes only."""
+    rng, batch = np.random.default_rng(0), step.batch
+    put = lambda like, a: jax.device_put(np.asarray(a, like.dtype), like.sharding)  # noqa: E731
+    params = {name: put(x, 0.3 * rng.normal(size=x.shape)) for name, x in sorted(step.params.items())}
+    x, tokens, targets = rng.normal(size=(2, 16)), *rng.integers(0, 128, (2, 2, 16))
+    ids, sample_ids = np.ones((2, 16)), np.array([[0], [1]])
+    given = {"tokens": tokens, "targets": targets, "segment_ids": ids, "positions": np.cumsum(ids, 1) - 1}
+    given |= {"loss_mask": ids * (x > 0), "sample_ids": sample_ids, "advantages": x, "old_log_probs": -np.abs(x)}
+    given = {name: put(getattr(batch, name), a) for name, a in given.items()}
+    moments = tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+    return float(step.jitted(params, moments, dataclasses.replace(batch, **given, real_last_targets=True))[2])
+
+
+@pytest.mark.nightly
+def test_a_step_on_a_mesh_has_one_devices_loss():
+    sizes = ModelSizes(32, 128, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_size=64)
+    whole = TrainStep(sizes, 16, make_parallel_mesh("dp=1", devices=jax.devices()[:1]), rows=2)
+    parts = TrainStep(sizes, 8, make_parallel_mesh("fsdp=2,cp=2,tp=2"))
+    assert loss_of_a_step(parts) == pytest.approx(loss_of_a_step(whole), rel=1e-2)  # products of bf16
+
+
+V5P, V6E = ("fsdp=16,cp=4,tp=8", "v5p:8x8x8"), ("fsdp=16,cp=2,tp=8", "v6e:16x16")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("mesh", "topology"), [V5P, V6E])
+def test_a_whole_step_of_a_qwen3_8b_fits_a_pod(mesh, topology):
+    parallel = pod_head.described_mesh(mesh, topology)
+    found = pod_head.plan_train(TrainStep(MODELS["qwen3-8b"], 4096, parallel))
+    assert found.fits
+    assert found.loss.temp_bytes < found.step.temp_bytes
+    # the loss is a small part of the step's time
+    assert 0 < found.loss.time.compute < 0.2 * found.step.time.compute
+
+
+@pytest.mark.nightly
+def test_a_whole_step_of_a_qwen3_8b_fits_a_gpu_host():
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs takes the extra gpu-aot")
+    topology = {"platform": "cuda", "topology": "1x1x8", "target_config": H100}
+    devices = topologies.get_topology_desc("", **topology).devices
+    step = TrainStep(MODELS["qwen3-8b"], 4096, make_parallel_mesh("fsdp=4,tp=2", devices=devices))
+    memory = step.jitted.lower(*step.arguments).compile(NO_SEARCH).memory_analysis()
+    held = sum(step.bytes_held.values())
+    assert memory.argument_size_in_bytes == pytest.approx(held, rel=1e-3)
+    assert held + memory.temp_size_in_bytes < 80 * GIB
+
+
+@pytest.mark.nightly
+def test_a_model_that_does_not_fit(capsys):
+    arguments = ["--train", "--model", "qwen3-8b", "--mesh", "fsdp=2,tp=2", "--topology", "v5e:2x2"]
+    assert plan_pod.main(arguments) == 1
+    assert "GiB of 16 GiB: it does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_the_losses_memory_and_collectives_are_flat_from_8_to_512_chips():
+    """The same arrays are summed on any number of chips, and at most 0.8 of what whole sums in f32 would send."""
+    block, chunk = 4 * 4096 * 3840, 4 * 4096 * 2048  # f32 bytes of a block of dkernel and of a chunk of dhidden
+    of_dhidden = [("all-gather", ("tp",), chunk // 2, True), ("reduce-scatter", ("tp",), chunk, True)]
+    of_softmax = [("all-reduce", ("tp",), 4 * 2048, True), ("all-reduce", ("tp",), 3 * 4 * 2048, True)]
+    both = ("dp", "cp")
+    of_dkernel = [
+        [("all-gather", ("cp",), block // 2, True), ("reduce-scatter", ("cp",), block, True)],
+        [("all-gather", both, block // 2, True), ("reduce-scatter", both, block, True)],
+        # 4096 features are too few for 128 devices: each pair shares them, and the pairs are summed in f32
+        [
+            ("all-gather", ("cp",), block // 2, True),
+            ("all-reduce", ("dp",), block // 2, True),
+            ("reduce-scatter", ("cp",), block, True),
+        ],
+    ]
+    found, moved = [], []
+    for mesh, topology in (("cp=2,tp=4", "2x2x2"), ("dp=8,cp=2,tp=4", "4x4x4"), ("dp=64,cp=2,tp=4", "8x8x8")):
+        parallel = pod_head.described_mesh(mesh, f"v5p:{topology}")
+        step = pod_head.Step(HEADS["qwen3-8b"], 4096, jnp.dtype(jnp.bfloat16), parallel)
+        found.append(step.cost(step.one_pass))
+        others = lambda c, sizes=parallel.mesh.shape: 1 - 1 / math.prod(sizes[name] for name in c.axes)  # noqa: E731
+        # a device sends its whole array once to scatter or gather it around a ring, and twice to sum it
+        moved.append(sum(c.bytes * others(c) * (2 if c.op == "all-reduce" else 1) for c in found[-1].collectives))
+    for a, expected in zip(found, of_dkernel, strict=True):
+        large = sorted((c.op, c.axes, c.bytes, c.in_loop) for c in a.collectives if c.bytes > 64)
+        assert large == sorted(expected + of_dhidden + of_softmax)
+    assert moved[0] < moved[1] < moved[2] < 0.8 * 2 * (block + chunk)
+    for a in found[1:]:
+        assert abs(a.temp_bytes - found[0].temp_bytes) < 0.01 * GIB
+
+
+@pytest.mark.nightly
+def test_a_large_head_on_many_chips(capsys):
+    assert plan_pod.main(["--model", "qwen3-8b", "--mesh", "dp=8,cp=8,tp=8", "--topology", "v5p:8x8x8"]) == 0
+    rows = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
+    assert float(rows["temporaries"][3]) < 0.27 < 0.8 < float(rows["temporaries"][5])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "dp=3", "--topology", "v5e:2x2"], "plan_pod: mesh: got sizes 3=3 in 'dp=3', expected 4 devices"),
+        (["--mesh", "xx=4", "--topology", "v5e:2x2"], "plan_pod: mesh: got axis 'xx'"),
+        (["--topology", "v99:2x2"], "plan_pod: topology: got 'v99:2x2', expected one like v5p:8x8x8"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, capsys):
+    assert plan_pod.main([*SMALL, *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+BAD = {
+    "--topology": ("v5p:0x2x4", "v5p:-2x2x4", "v5p", ":2x2", "v5p:9999x9999x9999", "v5p:2x2x4 ", ""),
+    "--tokens": ("-5", "0", "1.5", "x", "4294967296", "²", "9" * 5000),
+    "--rows": ("0",),
+    "--hidden-size": ("-1",),
+    "--vocab-size": ("1e5",),
+    "--memory": ("-1", "0", "nan", "inf", "1e300", "a"),
+}
+
+
+@pytest.mark.parametrize(("flag", "value"), [(flag, value) for flag, values in BAD.items() for value in values])
+def test_a_bad_value_is_named_beside_its_flag(flag, value, capsys):
+    """Libtpu ends the process with SIGFPE where a topology has a size of 0."""
+    with pytest.raises(SystemExit) as stopped:
+        plan_pod.main([*SMALL, f"{flag}={value}"])
+    assert stopped.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"plan_pod: error: argument {flag}: got {value!r}, expected ")
+
+
+def ran(*arguments):
+    """The command in a process of its own, which knows nothing of the tests' environment."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TPU", "ALLOW", "LIBTPU"))}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=kept, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_help_is_quick_and_describes_every_flag():
+    """No module that takes long to import is read for it."""
+    code = "import sys; from examples.plan_pod import parse\n"
+    code += "try: parse(['--help'])\nfinally: sys.exit(bool({'jax', 'numpy', 'libtpu'} & set(sys.modules)))"
+    found = ran("-c", code)
+    assert found.returncode == 0, found.stderr
+    described = re.findall(r"^  (--[\w-]+)(.*(?:\n {4,}.*)*)", found.stdout, re.MULTILINE)
+    assert len(described) == 11
+    for flag, rest in described:
+        assert re.search(r"(  |\n +)[A-Za-z]", rest), flag
+    assert found.stderr == ""
+
+
+def test_nothing_of_libtpu_is_printed(tmp_path, monkeypatch):
+    """Nor of a compilation cache, which cannot hold programs for devices that are not there."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    mesh = ("--mesh", "dp=2,tp=2", "--topology", "v5e:2x2", "--memory", "0.5")
+    for _ in range(2):
+        found = ran("-m", "examples.plan_pod", *SMALL, *mesh)
+        assert found.returncode == 0
+        assert found.stderr == ""
+        assert "unknown" not in found.stdout
+
+
+def test_missing_libtpu_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    assert plan_pod.main(SMALL) == 2
+    assert capsys.readouterr().err == "plan_pod: libtpu is missing, expected `pip install libtpu`\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--model", "gpt2", "--hidden-size", "8"], ["--hidden-size", "8"]])
+def test_one_way_to_name_the_sizes(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        plan_pod.main(arguments)
+    assert stopped.value.code == 2
+    assert "expected --model, or" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""The tiles of accelerators, small ones on CPUs: chunks of tokens before a device's whole part of the vocabulary."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from head_cases import OPTIONS, check_head, head_arrays, tiles_of
+from hidden_loss_cases import ADAPTERS, BATCH, HIDDEN, KERNEL, T, bonus_and_kl, make_batch, step
+from tables import sampled
+
+from jaxppo import policy_loss_from_hidden
+from sharding import make_parallel_mesh
+from sharding.audit import audit
+from sharding.audit.program import hang_risks
+from sharding.testing import assert_trees_close
+
+MESHES = {"mixed": "dp=2,cp=2,tp=2", "tensor": "tp=8", "fsdp": "fsdp=4,tp=2"}
+# a bias gradient is a sum of 64 terms in another order than that of the blocks
+TOLERANCES = {"rtol": 5e-6, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_read_that_was_not_written():
+    """Arrays that start with what their memory held, as accelerators have them, hold NaN here; zeros on CPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        jax.clear_caches()
+        patch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+        yield
+    jax.clear_caches()
+
+
+def mesh_of(name):
+    return name and make_parallel_mesh(MESHES[name])
+
+
+SOME = ("plain", "softcap", "vh", "where", "keep, where", "padding", "lora", "temperatures")
+
+
+@pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.nightly) for n in OPTIONS])
+def test_two_passes(name):
+    of_arrays, options = OPTIONS[name]
+    meshes = [None, mesh_of("mixed")]
+    check_head(meshes, head_arrays(1026, **of_arrays), entropy="bonus", **TOLERANCES, **{**options, "device": "wide"})
+
+
+@pytest.mark.parametrize("layout", ["hv", "vh"])
+def test_two_passes_where_each_device_has_a_window_of_the_columns(layout):
+    check_head([mesh_of("mixed")], head_arrays(1003, layout=layout), entropy="bonus", layout=layout, device="wide")
+
+
+ALL = 4 * 2 * 512 * 1003  # bytes, for chunks of all tokens
+WAYS = {
+    "a group in chunks": {"memory": ALL, "follow_mask": False},
+    "groups of chunks": {"memory": ALL // 4, "follow_mask": False},
+    "chunks that follow the mask": {},
+    "sums in the parameter's dtype": {"gradient_sum_dtype": "parameter"},
+}
+NOTES = {
+    "a group in chunks": "one pass, 8 tokens x 1003 columns, products of 512 tokens",
+    "groups of chunks": "one pass, 8 tokens x 1003 columns, products of 128 tokens",
+    "chunks that follow the mask": "one pass, 16 tokens x 1003 columns",
+    "sums in the parameter's dtype": "one pass, 16 tokens x 1003 columns",
+}
+
+
+@functools.cache
+def on_one_cpu():
+    return jax.jit(lambda h, k: step(None, h, k, config=bonus_and_kl()))(HIDDEN, KERNEL)
+
+
+@pytest.mark.parametrize(
+    "mesh", [None, "mixed", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("tensor", "fsdp"))]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_one_pass(mesh, way):
+    config, parallel = bonus_and_kl(), mesh_of(mesh)
+    run = lambda h, k: step(parallel, h, k, config=config, **{"memory": None, **WAYS[way]})  # noqa: E731
+    with tiles_of("wide"):
+        got = jax.jit(run)(HIDDEN, KERNEL)
+        assert hang_risks(jax.make_jaxpr(run)(HIDDEN, KERNEL)) == []
+        if mesh is None:
+            assert audit(run, HIDDEN, KERNEL).notes == (NOTES[way],)
+    assert_trees_close(got, on_one_cpu(), rtol=2e-5, atol=3e-6)
+
+
+def test_work_follows_the_tokens_that_count():
+    batch = make_batch((BATCH.loss_mask * 0).at[0].set(1))
+    with tiles_of("wide"):
+        found = audit(lambda h, k, b: step(None, h, k, b, memory=None), HIDDEN, KERNEL, batch)
+    assert found.flops.low == 0
+    assert found.flops.high == pytest.approx(3 * 2 * 512 * 16 * 1003)
+    assert T == 64
+
+
+ADAPTED = itertools.product([None, "mixed"], ["hv", "vh"], ["a group in chunks", "chunks that follow the mask"])
+
+
+@pytest.mark.parametrize(("mesh", "layout", "way"), sampled(ADAPTED, lambda i, _: i in (0, 3, 5, 6)))
+def test_one_pass_with_adapters(mesh, layout, way):
+    config, parallel = bonus_and_kl(), mesh_of(mesh)
+    kernel = KERNEL if layout == "hv" else KERNEL.T
+    run = lambda p, k, lora, **how: step(p, HIDDEN, k, config=config, lora=lora, layout=layout, **how)  # noqa: E731
+    expected = jax.jit(lambda k, lora: run(None, k, lora))(kernel, ADAPTERS)
+    with tiles_of("wide"):
+        got = jax.jit(lambda k, lora: run(parallel, k, lora, **{"memory": None, **WAYS[way]}))(kernel, ADAPTERS)
+    assert_trees_close(got, expected, rtol=2e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("device", ["small", "wide"])
+def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
+    """In a caller's own `shard_map`: its micro-batches' gradients are added on each device, and those sums once."""
+    mesh, config = make_parallel_mesh("dp=2,cp=2,tp=2"), bonus_and_kl()
+    kernel, batch = KERNEL[:, :1000], dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999))
+
+    def local(hidden, kernel, batch):
+        kernel = jax.lax.pcast(kernel, ("dp", "cp"), to="varying")
+
+        def add(total, _):
+            loss = lambda k: policy_loss_from_hidden(hidden, k, batch, config, parallel=mesh.axes)[0]  # noqa: E731
+            return total + jax.grad(loss)(kernel), None
+
+        return jax.lax.psum(jax.lax.scan(add, jnp.zeros_like(kernel), None, length=3)[0], ("dp", "cp"))
+
+    specs = (mesh.hidden_spec, mesh.kernel_spec(), batch.specs(mesh))
+    step = jax.shard_map(local, mesh=mesh.mesh, in_specs=specs, out_specs=mesh.kernel_spec())
+    put = lambda x, spec: jax.device_put(x, mesh.sharding(spec))  # noqa: E731
+    arrays = jax.tree.map(put, (HIDDEN, kernel, batch), specs)
+    with tiles_of(device):
+        found = audit(step, *arrays)
+        got = jax.jit(step)(*arrays)
+    of_kernel = [c for c in found.collectives if c.bytes >= 4 * 16 * 100 and set(c.axes) & {"dp", "cp"}]
+    assert [c.in_loop for c in of_kernel] == [False]
+    alone = jax.grad(lambda k: policy_loss_from_hidden(HIDDEN, k, batch, config)[0])
+    assert_trees_close(got, 3 * jax.jit(alone)(kernel), rtol=2e-5, atol=1e-5)

@@ -1,0 +1,297 @@
+"""policy_loss_from_hidden: one pass or two, the same loss, gradients and metrics."""
+
+import dataclasses
+import functools
+import itertools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hidden_loss_cases import (
+    ADAPTERS,
+    BATCH,
+    HIDDEN,
+    KERNEL,
+    KEYS,
+    ONE_PASS,
+    TWO_PASSES,
+    H,
+    R,
+    T,
+    V,
+    bonus_and_kl,
+    make_batch,
+    normal,
+    step,
+)
+from jax.sharding import PartitionSpec as P
+from tables import sampled
+
+from jaxppo import (
+    KL,
+    PPO,
+    Head,
+    LoRA,
+    PolicyLossConfig,
+    RolloutBatch,
+    finalize_metrics,
+    log_probs_from_hidden,
+    policy_loss,
+    policy_loss_from_hidden,
+    sft_loss,
+    sft_loss_from_hidden,
+)
+from jaxppo.policy_losses import BY_NAME, ClipCov, PolicyLoss, by_name
+from sharding import make_parallel_mesh
+from sharding.audit import audit
+from sharding.audit.program import hang_risks
+from sharding.testing import assert_mesh_invariant, assert_trees_close, factorings
+
+
+def local_losses():
+    return sorted(name for name, loss in BY_NAME.items() if loss().token_local and loss.selects is None)
+
+
+@pytest.mark.parametrize("loss", local_losses())
+def test_one_pass_is_two_passes(loss):
+    config = PolicyLossConfig(by_name(loss), kl=KL(0.1), entropy_coef=0.01)
+    one, two = (jax.jit(lambda h, k, b=b: step(None, h, k, config=config, memory=b)) for b in (ONE_PASS, TWO_PASSES))
+    assert_trees_close(one(HIDDEN, KERNEL), two(HIDDEN, KERNEL), rtol=1e-5, atol=2e-6)
+
+
+OF_SEQUENCES = {
+    "a divergence by sequence": PolicyLossConfig(PPO(clip_high=0.28), kl=KL(0.1, importance="sequence")),
+    "a constant weight by sequence": PolicyLossConfig(by_name("vespo")),
+    "a ratio by sequence": PolicyLossConfig(by_name("cispo", level="sequence")),
+}
+
+
+@pytest.mark.parametrize("config", [bonus_and_kl(), *OF_SEQUENCES.values()], ids=["by token", *OF_SEQUENCES])
+def test_from_hidden_is_the_two_public_functions(config):
+
+    def loss(hidden, kernel):
+        where = BATCH.loss_mask > 0
+        stats = log_probs_from_hidden(hidden, kernel, BATCH.targets, temperature=0.8, entropy="bonus", where=where)
+        return policy_loss(stats, BATCH, config)
+
+    (value, found), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(HIDDEN, KERNEL)
+    gradients = *gradients, None
+    for budget in (ONE_PASS, TWO_PASSES):
+        got = jax.jit(lambda h, k, b=budget: step(None, h, k, config=config, memory=b))(HIDDEN, KERNEL)
+        assert_trees_close(got, (value, finalize_metrics(found), gradients), rtol=1e-5, atol=2e-6)
+
+
+MESHES = ["dp=8,cp=1,tp=1", "dp=1,cp=8,tp=1", "dp=1,cp=1,tp=8", "dp=2,cp=2,tp=2"]
+
+
+@pytest.mark.parametrize(
+    "mesh", [m if m in MESHES else pytest.param(m, marks=pytest.mark.nightly) for m in factorings()]
+)
+def test_one_pass_on_any_mesh(mesh):
+    fn = lambda p, h, k: step(p, h, k, config=bonus_and_kl())  # noqa: E731
+    # sums of up to 512 tokens in another order
+    assert_mesh_invariant(fn, HIDDEN, KERNEL, meshes=[mesh], rtol=2e-5, atol=3e-6)
+
+
+def test_one_pass_on_an_explicit_mesh_with_many_blocks_and_options():
+    nucleus = jax.random.randint(KEYS[9], (R, T, 5), -1, V)
+    options = {"nucleus_ids": nucleus, "softcap": 3.0, "bias": normal(0, V), "vocab_size": V - 2, "layout": "vh"}
+    targets = jnp.minimum(BATCH.targets, V - 3)
+    batch = dataclasses.replace(BATCH, targets=targets)
+    # small enough for several blocks of tokens: 5 * 4 * H * 512 fixed and about 10 KB a token
+    budget = 5 * 4 * H * 512 + 10_000 * 160
+    fn = lambda p, h, k: step(p, h, k, batch, bonus_and_kl(), budget, **options)  # noqa: E731
+    assert "one pass, 1" in audit(lambda h, k: fn(None, h, k), HIDDEN, KERNEL.T).notes[0]
+    explicit = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=True)
+    one = assert_mesh_invariant(fn, HIDDEN, KERNEL.T, meshes=[explicit], rtol=2e-5, atol=3e-6)
+    two = jax.jit(lambda h, k: step(None, h, k, batch, bonus_and_kl(), TWO_PASSES, **options))(HIDDEN, KERNEL.T)
+    assert_trees_close(one, two, rtol=1e-5, atol=2e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Squared(PolicyLoss):
+    """A third party's loss, with a hyperparameter of its own."""
+
+    strength: float = 1.0
+    token_local: ClassVar[bool] = True
+
+    def __call__(self, log_probs, old_log_probs, advantages, **_):
+        off = jnp.abs(log_probs - old_log_probs)
+        return self.strength * off**2 * jnp.abs(advantages), {"off": off}
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+def test_a_loss_of_the_users_own_with_traced_hyperparameters(mesh):
+    parallel = mesh and make_parallel_mesh(mesh)
+
+    def at(strength, entropy_coef, budget):
+        config = PolicyLossConfig(Squared(strength), entropy_coef=entropy_coef)
+        return step(parallel, HIDDEN, KERNEL, config=config, memory=budget)
+
+    run = jax.jit(at, static_argnums=2)
+    assert_trees_close(run(2.0, 0.1, ONE_PASS), run(2.0, 0.1, TWO_PASSES), 1e-5, 2e-6)
+    plain = step(None, HIDDEN, KERNEL, config=PolicyLossConfig(Squared(2.0), entropy_coef=0.1))
+    assert_trees_close(run(2.0, 0.1, ONE_PASS), plain, 1e-5, 2e-6)
+    assert_trees_close(run(0.0, 0.0, ONE_PASS)[2][:2], (0 * HIDDEN, 0 * KERNEL))
+
+
+@functools.cache
+def with_adapters_merged(layout):
+    kernel = KERNEL if layout == "hv" else KERNEL.T
+
+    def merged(hidden, kernel, lora):
+        whole = (kernel if layout == "hv" else kernel.T) + 0.5 * jnp.matmul(*lora, precision="highest")
+        options = {"temperature": 0.8, "memory": TWO_PASSES}
+        return policy_loss_from_hidden(hidden, whole, BATCH, bonus_and_kl(), **options)
+
+    (value, found), gradients = jax.jit(jax.value_and_grad(merged, (0, 1, 2), has_aux=True))(HIDDEN, kernel, ADAPTERS)
+    return kernel, (value, finalize_metrics(found), gradients)
+
+
+LORA = itertools.product([None, *MESHES], [ONE_PASS, TWO_PASSES], ["hv", "vh"])
+
+
+@pytest.mark.parametrize(("mesh", "budget", "layout"), sampled(LORA, lambda i, _: (i // 4 + i // 2 + i) % 2 == 0))
+def test_lora(mesh, budget, layout):
+    """As a kernel with the product of its adapters added: value, metrics, and the gradients of both adapters."""
+    config, parallel = bonus_and_kl(), mesh and make_parallel_mesh(mesh)
+    kernel, expected = with_adapters_merged(layout)
+    run = lambda h, k, lora: step(parallel, h, k, config=config, memory=budget, lora=lora, layout=layout)  # noqa: E731
+    got = jax.jit(run)(HIDDEN, kernel, ADAPTERS)
+    assert_trees_close(got, expected, rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("budget", [ONE_PASS, TWO_PASSES])
+def test_a_frozen_kernel_beneath_a_lora_costs_no_product(budget):
+
+    def loss(hidden, lora):
+        head = Head(KERNEL, lora=LoRA(*lora))
+        return policy_loss_from_hidden(hidden, head, BATCH, bonus_and_kl(), memory=budget)[0]
+
+    found = audit(jax.grad(loss, (0, 1)), HIDDEN, ADAPTERS)
+    products = 2 if budget == ONE_PASS else 3  # logits, again in two passes, and dhidden
+    low = 2 * R * T * 3 * (V * (2 * products - 1) + 3 * H)  # those of rank 3
+    assert found.flops.high == pytest.approx(products * 2 * R * T * H * V + low, rel=0.1)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
+def test_sft_in_one_pass(aggregation):
+    def two(hidden, kernel):
+        stats = log_probs_from_hidden(hidden, kernel, BATCH.targets, entropy="metric", where=BATCH.loss_mask > 0)
+        return sft_loss(stats, BATCH, aggregation=aggregation)
+
+    def one(hidden, kernel):
+        options = {"aggregation": aggregation, "memory": ONE_PASS}
+        return sft_loss_from_hidden(hidden, kernel, BATCH, **options)
+
+    def run(loss):
+        (value, found), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(HIDDEN, KERNEL)
+        return value, finalize_metrics(found), gradients
+
+    assert_trees_close(jax.jit(run, static_argnums=0)(one), jax.jit(run, static_argnums=0)(two), 1e-5, 2e-6)
+    assert "one pass" in audit(jax.grad(lambda h: one(h, KERNEL)[0]), HIDDEN).notes[0]
+
+
+def test_masked_positions_hold_anything():
+    off = BATCH.loss_mask == 0
+    hidden = jnp.where(off[..., None], jnp.nan, HIDDEN)
+    nan = lambda x: jnp.where(off, jnp.nan, x)  # noqa: E731
+    names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    batch = dataclasses.replace(
+        BATCH, targets=jnp.where(off, -100, BATCH.targets), **{n: nan(getattr(BATCH, n)) for n in names}
+    )
+    for budget in (ONE_PASS, TWO_PASSES):
+        run = jax.jit(lambda h, b, budget=budget: step(None, h, KERNEL, b, bonus_and_kl(), budget))
+        clean, dirty = run(HIDDEN, BATCH), run(hidden, batch)
+        assert_trees_close(dirty, clean, 0, 0)  # to the bit: 0 * NaN anywhere would show
+
+
+@pytest.mark.parametrize("budget", [ONE_PASS, TWO_PASSES])
+def test_no_loss_token_anywhere_is_exactly_zero(budget):
+    batch = make_batch(jnp.zeros((R, T)))
+    mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
+    value, _, gradients = jax.jit(lambda h, k: step(mesh, h, k, batch, bonus_and_kl(), budget))(HIDDEN, KERNEL)
+    assert float(value) == 0
+    for gradient in gradients[:2]:
+        assert not gradient.any()
+
+
+def test_a_program_says_which_way_it_went_and_cannot_hang():
+    mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
+    put = lambda x, spec: jax.device_put(x, mesh.sharding(spec))  # noqa: E731
+    hidden, kernel = put(HIDDEN, mesh.hidden_spec), put(KERNEL[:, :1000], mesh.kernel_spec())
+    batch = dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999))
+    one, two = (
+        audit(lambda h, k, b=b: step(mesh, h, k, batch, None, b), hidden, kernel) for b in (ONE_PASS, TWO_PASSES)
+    )
+    assert one.notes == ("one pass, 128 tokens x 500 columns",)
+    assert two.notes == (
+        "two passes: one pass does not fit the memory",
+        "forward, 64 tokens x 128 columns",
+        "gradients, 64 tokens x 128 columns",
+    )
+    # three products instead of four
+    assert one.flops.high == pytest.approx(0.75 * two.flops.high)
+    for budget in (ONE_PASS, TWO_PASSES):
+        assert hang_risks(jax.make_jaxpr(lambda h, k, b=budget: step(mesh, h, k, batch, None, b))(hidden, kernel)) == []
+    mesh = make_parallel_mesh("fsdp=4,tp=2")
+    kernel = jax.device_put(KERNEL[:, :1000], mesh.sharding(mesh.kernel_spec()))
+    hidden = jax.device_put(HIDDEN, mesh.sharding(mesh.hidden_spec))
+    gathered = audit(lambda h, k: step(mesh, h, k, batch), hidden, kernel)
+    assert gathered.notes == ("one pass, 128 tokens x 500 columns",)
+
+
+@pytest.mark.parametrize("budget", [ONE_PASS, TWO_PASSES])
+def test_devices_with_masks_of_their_own_may_share_hidden_states(budget):
+    """Their blocks of tokens differ, and so must not be summed as they are."""
+    mesh = make_parallel_mesh("dp=8")
+    shared, config = HIDDEN[:1], bonus_and_kl()
+
+    def alone(hidden, kernel):
+        return policy_loss_from_hidden(jnp.broadcast_to(hidden, HIDDEN.shape), kernel, BATCH, config)[0]
+
+    def local(hidden, kernel, batch):
+        return policy_loss_from_hidden(hidden, kernel, batch, config, parallel=mesh.axes, memory=budget)[0]
+
+    specs = (P(), P(), BATCH.specs(mesh))
+    whole = jax.jit(jax.shard_map(local, mesh=mesh.mesh, in_specs=specs, out_specs=P()))
+    got = jax.jit(jax.grad(lambda h, k: whole(h, k, BATCH), (0, 1)))(shared, KERNEL)
+    assert_trees_close(got, jax.jit(jax.grad(alone, (0, 1)))(shared, KERNEL), 1e-5, 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "features", "columns", "mib"),
+    [(2048, 1024, 8192, 48), (2048, 1024, 32768, 48), (4096, 256, 32768, 48), (700, 512, 4096, 16)],
+)
+def test_one_pass_stays_within_its_bytes(tokens, features, columns, mib):
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    ids, one = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (tokens, 1))
+    x = f32(1, tokens)
+    batch = RolloutBatch(ids, ids, ids, ids, x, one, one, one, advantages=x, old_log_probs=x)
+    config, budget = PolicyLossConfig(entropy_coef=0.01), mib * 2**20
+    run = lambda hidden, kernel, batch: step(None, hidden, kernel, batch, config, budget)  # noqa: E731
+    found = audit(run, f32(1, tokens, features), f32(features, columns), batch)
+    assert found.notes[0].startswith("one pass")
+    assert found.temp_bytes <= budget
+
+
+def test_a_frozen_head_leaves_nothing_of_its_gradient():
+    config = PolicyLossConfig(PPO(clip_high=0.28))
+
+    def loss(hidden):
+        return policy_loss_from_hidden(hidden, KERNEL, BATCH, config, memory=ONE_PASS)[0]
+
+    found = audit(jax.value_and_grad(loss), HIDDEN)
+    assert found.flops.high == pytest.approx(2 * 2 * R * T * H * V, rel=0.05)  # the logits and dhidden
+    expected = step(None, HIDDEN, KERNEL, temperature=1.0)[2][0]
+    assert_trees_close(jax.jit(jax.grad(loss))(HIDDEN), expected, 1e-5, 2e-6)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"kernel: got shape \(16, 3\).*expected 7"):
+        step(None, HIDDEN[..., :7], KERNEL[:, :3])
+    with pytest.raises(ValueError, match=r"selected: got None, expected"):
+        step(None, HIDDEN, KERNEL, config=PolicyLossConfig(ClipCov()))
+    with pytest.raises(ValueError, match=r"batch.advantages: got None"):
+        step(None, HIDDEN, KERNEL, dataclasses.replace(BATCH, advantages=None))

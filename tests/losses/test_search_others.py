@@ -1,0 +1,305 @@
+"""The search of the losses that are not policy losses: value, supervised, multi-token prediction, distillation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle.other_losses as truth
+import pytest
+from hypothesis import strategies as st
+from jax import lax
+from oracle.head import head_gradient, logits
+from oracle.samples import sample_weights, weighted_sum
+from oracle.step import through_head
+from policy_steps import quick_jit
+from random_heads import HeadShape, HeadStep, head_of, head_step, heads
+from random_losses import AGGREGATIONS, between, norm_of
+from random_steps import (
+    MESHES,
+    Place,
+    Step,
+    agree,
+    batch_of,
+    large_steps,
+    places,
+    step_samples,
+    steps,
+    to_rows,
+    to_samples,
+)
+from searches import search
+
+from jaxppo import (
+    Normalizer,
+    accumulate_gradients,
+    finalize_metrics,
+    log_probs_from_hidden,
+    sft_loss,
+    sft_loss_from_hidden,
+    value_loss,
+)
+from jaxppo.losses.distillation import distillation_loss
+from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
+
+LARGE = st.lists(large_steps, min_size=1, max_size=1)
+F32 = {"rtol": 3e-5, "share": 0.2}
+BF16 = {"rtol": 2.0**-8, "share": 1.0}
+
+
+def accumulated(loss_of: Any, where: Place, normalizers_of: Any) -> Any:
+    """A compiled function of (params, batch): loss, gradient, metrics, in micro-batches where there are some.
+
+    Args:
+      loss_of: takes params, a batch and its normalizer.
+      where: of the batch.
+      normalizers_of: takes stacked micro-batches. "rows" of params have their leading dimension too.
+    """
+
+    @quick_jit
+    def run(params: Any, batch: Any) -> Any:
+        if where.micro_batches is None:
+            fn = lambda p: loss_of({**p, **p["rows"]}, batch, None)  # noqa: E731
+            (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(params)
+            return loss, gradient, finalize_metrics(found)
+
+        def part(params: Any, given: Any) -> Any:
+            here, batch, normalizer = given
+            pick = lambda x: jnp.where(here.reshape(-1, *(1,) * (x.ndim - 1)), x, 0).sum(axis=0)  # noqa: E731
+            return loss_of({**params, **jax.tree.map(pick, params["rows"])}, batch, normalizer)
+
+        given = jnp.eye(where.micro_batches, dtype=bool), batch, normalizers_of(batch)
+        (loss, found), gradient = accumulate_gradients(part, given)(params)
+        return loss, gradient, finalize_metrics(found)
+
+    return run
+
+
+def check_found(found: dict[str, Any], expected: dict[str, float], rtol: float) -> None:
+    """Raises where a metric differs, or is missing, or a rule was broken."""
+    names = {name for name in found if not name.endswith("broken_rules")}
+    assert names == expected.keys()
+    assert all(int(found[name]) == 0 for name in found if name not in names)
+    for name, value in expected.items():
+        agree(f"metric {name}", found[name], value, 1.0, rtol)
+
+
+def check_rows(name: str, batch: Any, samples: Any, got: Any, expected: list[np.ndarray], floor: float, **allowed: Any):
+    """Raises where a gradient `[R, T, ...]` is not the oracle's, `[tokens, ...]` a sample."""
+    size = floor + max(np.max(np.abs(x), initial=0) for x in expected)
+    for i, (x, y) in enumerate(zip(to_samples(batch, samples, got), expected, strict=True)):
+        agree(f"gradient of {name} of sample {i}", x, y, size, **allowed)
+
+
+def check_head(gradient: dict[str, Any], expected: Any, shape: HeadShape, floor: float, **allowed: Any) -> None:
+    """Raises where the gradient of a parameter is not the oracle's."""
+    for name, x in gradient.items():
+        y = getattr(expected, name)
+        y = np.zeros_like(y) if shape.frozen and name in ("kernel", "bias") else y
+        x = np.asarray(x, np.float64)
+        x = x.T if name == "kernel" and shape.layout == "vh" else x
+        agree(f"gradient of {name}", x, y, floor + np.max(np.abs(y), initial=0), **allowed)
+
+
+@st.composite
+def value_options(draw, aggregation: str) -> dict[str, Any]:
+    return {
+        "clip": draw(st.none() | between(0.0625, 2)),
+        "factor": draw(between(0.25, 2)),
+        "huber_delta": draw(st.none() | between(0.0625, 2)),
+        "clip_fraction": draw(st.sampled_from(["worse", "outside"])),
+        "aggregation": aggregation,
+        "aggregation_norm": norm_of(draw, aggregation),
+        "metric_aggregation": draw(st.sampled_from(["token_mean", "loss"])),
+    }
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_value_loss(aggregation: str):
+    drawn = st.lists(steps, min_size=1, max_size=3)
+    search(f"value {aggregation}", 0.01, value_options(aggregation), places(), drawn)(check_value_loss)
+    search(f"value {aggregation}, large", 0.005, value_options(aggregation), places(), LARGE)(check_value_loss)
+
+
+def check_value_loss(options: dict, where: Place, drawn: list[Step]):
+    parallel, aggregation = where.parallel, options["aggregation"]
+    run = accumulated(
+        lambda p, b, n: value_loss(p["values"], b, **options, parallel=parallel, normalizer=n),
+        where,
+        lambda b: Normalizer.from_batches(b, aggregation, parallel=parallel),
+    )
+    for step in drawn:
+        samples = step_samples(step)
+        batch = batch_of(step, samples, where)
+        values = to_rows(batch, samples, [s.new_values for s in samples], step.garbage)
+        loss, gradient, found = run({"rows": {"values": values}}, batch)
+        expected, by_values, known = truth.value_loss(samples, **options)
+        heaviest = np.max(sample_weights(samples, aggregation, options["aggregation_norm"]))
+        agree("loss", loss, expected, 0.0)
+        check_found(found, known, 1e-5)
+        check_rows("values", batch, samples, gradient["rows"]["values"], by_values, heaviest, rtol=1e-5)
+
+
+def hidden_rows(step: Step, found: HeadStep, batch: Any, shape: HeadShape, everywhere: bool) -> Any:
+    """Hidden states `[R, T, H]`, garbage where no loss is, or outside of sequences."""
+    samples = found.samples
+    wide = [dataclasses.replace(s, mask=np.ones(len(s.mask))) for s in samples] if everywhere else samples
+    rows = to_rows(batch, wide, [s.hidden for s in samples], step.garbage)
+    return rows.astype(jnp.dtype(shape.dtype))
+
+
+def simple(shape: HeadShape, **more: Any) -> HeadShape:
+    """The shape without what these losses do not take."""
+    fixed = shape.temperature if shape.temperature == "number" else "none"
+    way = "one call" if shape.way == "logits" else shape.way
+    return dataclasses.replace(shape, way=way, temperature=fixed, **more)
+
+
+@st.composite
+def sft_options(draw, aggregation: str) -> dict[str, Any]:
+    smooth = st.just(0.0) | between(0.0625, 0.5)
+    found = {"aggregation": aggregation, "aggregation_norm": norm_of(draw, aggregation)}
+    return found | {"label_smoothing": draw(smooth), "z_loss": draw(smooth)}
+
+
+def with_gap(found: HeadStep) -> bool:
+    """Whether rounding cannot make another token the likeliest."""
+    for s in found.samples:
+        z = logits(s.hidden, found.head)
+        rival = np.where(np.arange(z.shape[1]) == s.targets[:, None], -np.inf, z).max(1, initial=-np.inf)
+        if np.any(np.abs(rival - z[np.arange(len(z)), s.targets]) < 1e-4):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_sft_loss(aggregation: str):
+    where = places((None, *MESHES), (None, None, 2), sequence_parallel=True)
+    drawn = st.lists(steps, min_size=1, max_size=2)
+    search(f"sft {aggregation}", 0.02, sft_options(aggregation), where, heads.map(simple), drawn)(check_sft_loss)
+    given = sft_options(aggregation), where, heads.map(simple), LARGE
+    search(f"sft {aggregation}, large", 0.005, *given)(check_sft_loss)
+
+
+def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[Step]):
+    """From hidden states, in one call where there is one for these options."""
+    parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
+    of_loss = {k: options[k] for k in ("aggregation", "aggregation_norm")}
+    plain = not options["label_smoothing"] and not options["z_loss"] and not shape.nucleus
+
+    def loss_of(p: Any, batch: Any, normalizer: Any) -> Any:
+        head, call = head_of(shape, p["head"]), {"parallel": parallel, "temperature": T}
+        if plain:
+            return sft_loss_from_hidden(p["hidden"], head, batch, **of_loss, **call, normalizer=normalizer)
+        where = batch.loss_mask.astype(jnp.float32) > 0
+        stats = log_probs_from_hidden(p["hidden"], head, batch.targets, logit_stats=True, where=where, **call)
+        return sft_loss(stats, batch, **options, parallel=parallel, normalizer=normalizer)
+
+    aggregation = options["aggregation"]
+    run = accumulated(loss_of, where, lambda b: Normalizer.from_batches(b, aggregation, parallel=parallel))
+    shape = dataclasses.replace(shape, nucleus=False)
+    for step in drawn:
+        found = head_step(step, shape)
+        if not with_gap(found):
+            continue
+        batch = batch_of(step, found.samples, where)
+        params = {"rows": {"hidden": hidden_rows(step, found, batch, shape, False)}, "head": found.arrays}
+        loss, gradient, values = run(params, batch)
+        with_entropy = found.samples if plain else [dataclasses.replace(s, entropy=None) for s in found.samples]
+        samples = [dataclasses.replace(s, log_z=None, likeliest=None) if plain else s for s in with_entropy]
+        expected, by_stats, known = truth.sft_loss(samples, **options)
+        agree("loss", loss, expected, 0.0, 3e-5)
+        check_found(values, known, 3e-5)
+        by_hidden, by_head = through_head(found.samples, found.head, by_stats)
+        floor = 10 * np.max(sample_weights(samples, aggregation, options["aggregation_norm"]))
+        allowed = BF16 if shape.dtype == "bfloat16" else F32
+        check_rows("hidden", batch, samples, gradient["rows"]["hidden"], by_hidden, floor, **allowed)
+        check_head(gradient["head"], by_head, shape, floor, **allowed)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "token_sum", "sequence_mean_token_mean", "rollout_mean"])
+def test_mtp_loss(aggregation: str):
+    head, where = heads.map(lambda s: simple(s, nucleus=False)), places((None, *MESHES), (None, None, 2))
+    given = st.just(aggregation), st.integers(1, 3), between(0.0625, 1), where, head, steps
+    search(f"mtp {aggregation}", 0.01, *given)(check_mtp_loss)
+    search(f"mtp {aggregation}, large", 0.005, *given[:-1], large_steps)(check_mtp_loss)
+
+
+def check_mtp_loss(aggregation: str, depths: int, coef: float, where: Place, shape: HeadShape, step: Step):
+    parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
+    given = [head_step(dataclasses.replace(step, seed=step.seed + k), shape) for k in range(depths)]
+    samples, head = given[0].samples, given[0].head
+    batch = batch_of(step, samples, where)
+
+    def loss_of(p: Any, batch: Any, normalizers: Any) -> Any:
+        options = {"coef": coef, "aggregation": aggregation, "parallel": parallel, "temperature": T}
+        hidden = [p[f"hidden {k}"] for k in range(depths)]
+        return mtp_loss(hidden, head_of(shape, p["head"]), batch, **options, normalizers=normalizers)
+
+    normalizers_of = lambda b: mtp_normalizers(b, depths, aggregation=aggregation, parallel=parallel)  # noqa: E731
+    hidden = {f"hidden {k}": hidden_rows(step, x, batch, shape, True) for k, x in enumerate(given)}
+    params = {"rows": hidden, "head": given[0].arrays}
+    loss, gradient, found = accumulated(loss_of, where, normalizers_of)(params, batch)
+    states = [[s.hidden for s in x.samples] for x in given]
+    expected, by_hidden, by_heads, known = truth.mtp_loss(samples, states, head, coef=coef, aggregation=aggregation)
+    if not all(with_gap(x) for x in given):
+        known = known | {k: float(found[k]) for k in known if k.endswith("accuracy")}
+    agree("loss", loss, expected, 0.1, 3e-5)
+    check_found(found, known, 3e-5)
+    allowed = BF16 if shape.dtype == "bfloat16" else F32
+    floor = 10 * coef * np.max(sample_weights(samples, aggregation))
+    for k in range(depths):
+        check_rows(f"hidden {k}", batch, samples, gradient["rows"][f"hidden {k}"], by_hidden[k], floor, **allowed)
+    sums = type(by_heads[0])(*(None if x[0] is None else np.sum(x, axis=0) for x in zip(*by_heads, strict=True)))
+    # each depth's gradient is rounded to the dtype of the parameter before they are summed
+    check_head(gradient["head"], sums, shape, floor, **(allowed | {"share": allowed["share"] * depths}))
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jensen_shannon"])
+def test_distillation_loss(kind: str):
+    head, where = heads.map(lambda s: simple(s, nucleus=False)), places((None, *MESHES), (None, None, 2))
+    given = st.just(kind), between(0.125, 0.875), st.sampled_from(AGGREGATIONS), where, head, steps
+    search(f"distillation {kind}", 0.01, *given)(check_distillation_loss)
+    search(f"distillation {kind}, large", 0.005, *given[:-1], large_steps)(check_distillation_loss)
+
+
+def check_distillation_loss(kind: str, beta: float, aggregation: str, where: Place, shape: HeadShape, step: Step):
+    parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
+    norm = 8.0 if aggregation == "sequence_mean_token_sum_norm" else None
+    student = head_step(step, shape)
+    plain = dataclasses.replace(shape, bias=False, lora=False, frozen=False, dtype="float32")
+    teacher = head_step(dataclasses.replace(step, seed=step.seed + 1), plain)
+    samples = student.samples
+    batch = batch_of(step, samples, where)
+
+    def loss_of(p: Any, batch: Any, normalizer: Any) -> Any:
+        options = {"divergence": kind, "beta": beta, "temperature": T, "parallel": parallel, "normalizer": normalizer}
+        of_teacher = lax.stop_gradient((p["teacher"], head_of(plain, p["teacher_head"])))
+        of_loss = {"aggregation": aggregation, "aggregation_norm": norm}
+        return distillation_loss(p["hidden"], head_of(shape, p["head"]), *of_teacher, batch, **of_loss, **options)
+
+    rows = {"hidden": hidden_rows(step, student, batch, shape, False)}
+    rows |= {"teacher": hidden_rows(step, teacher, batch, plain, False)}
+    params = {"rows": rows, "head": student.arrays, "teacher_head": teacher.arrays}
+    run = accumulated(loss_of, where, lambda b: Normalizer.from_batches(b, aggregation, parallel=parallel))
+    loss, gradient, found = run(params, batch)
+
+    weights, values, by_hidden, by_head = sample_weights(samples, aggregation, norm), [], [], []
+    for s, t, w in zip(samples, teacher.samples, weights, strict=True):
+        z, its = logits(s.at("hidden"), student.head, T), logits(t.hidden[s.here], teacher.head, T)
+        value, dz = truth.divergence(z, its, kind, beta)
+        dh, parts = head_gradient(s.at("hidden"), student.head, w * dz, T)
+        values.append(value)
+        by_hidden.append(s.scatter(dh))
+        by_head.append(parts)
+    expected = weighted_sum(weights, values)
+    count = max(sum(map(len, values)), 1)
+    agree("loss", loss, expected, weights.max(), 3e-5)
+    check_found(found, {"loss": expected, "divergence": sum(map(np.sum, values)) / count}, 3e-5)
+    allowed, floor = BF16 if shape.dtype == "bfloat16" else F32, 10 * np.max(weights)
+    check_rows("hidden", batch, samples, gradient["rows"]["hidden"], by_hidden, floor, **allowed)
+    sums = type(by_head[0])(*(None if x[0] is None else np.sum(x, axis=0) for x in zip(*by_head, strict=True)))
+    check_head(gradient["head"], sums, shape, floor, **allowed)

@@ -1,0 +1,92 @@
+"""The pages: every block runs, every public name has its place, every loss its section. `make docs` builds them."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import DOCS, PAGES
+
+import jaxppo
+from jaxppo import policy_losses, presets
+
+# Blocks for packages that `make test` does not install: nightly tests run the very text where those are there.
+RUN_BY = {
+    "levanter_loss": "integrations/test_trainers.py",
+    "skyrl_loss": "integrations/test_trainers.py",
+    "easydel_loss": "integrations/test_trainers.py",
+    "jaxppo_tunix.rl_cluster()": "integrations/test_tunix.py",
+    "hidden_and_head(model, output)": "integrations/test_maxtext.py",
+}
+
+
+def runs_elsewhere(block):
+    names = [name for name in RUN_BY if name in block]
+    return any(f'"{name}"' in (Path(__file__).parents[1] / RUN_BY[name]).read_text() for name in names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_an_example_that_runs(page):
+    """`make docs-examples` runs what begins with >>>."""
+    for kind, block in re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        runs = kind == "python" and (block.startswith(">>> ") or runs_elsewhere(block))
+        assert kind == "{toctree}" or runs, block
+
+
+def test_the_reference_holds_every_public_name():
+    text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.rst"))
+    found = set(re.findall(r"^\.\. (?:auto\w+|py:data):: ([\w.]+)$", text, re.MULTILINE))
+    modules = {name for name in jaxppo.__all__ if inspect.ismodule(getattr(jaxppo, name))}
+    expected = {f"jaxppo.{name}" for name in set(jaxppo.__all__) - modules}
+    for module in modules - {"presets"}:
+        expected |= {f"jaxppo.{module}.{name}" for name in set(getattr(jaxppo, module).__all__) - set(jaxppo.__all__)}
+    assert not expected - found - {"jaxppo.policy_losses.BY_NAME", "jaxppo.sharding.multihost"}
+    assert {"jaxppo.presets", "jaxppo.sharding.multihost"} <= found  # with all their members
+    assert "__all__" in vars(presets)
+
+
+@pytest.mark.parametrize("name", policy_losses.BY_NAME)
+def test_which_loss_when_knows_every_loss(name):
+    """With the papers that its docstring names."""
+    page, loss = (DOCS / "choosing_a_loss.md").read_text(), policy_losses.BY_NAME[name]
+    assert f"`{loss.__name__}`" in page
+    for link in re.findall(r"https://[\w./-]+", loss.__doc__):
+        assert f"({link})" in page
+
+
+def test_figures_are_shown_and_drawn(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    import curves
+    import figures
+
+    shown = {name for page in PAGES for name in re.findall(r"\(figures/(\w+)\.svg\)", page.read_text())}
+    drawn = set(curves.FIGURES) | set(figures.DIAGRAMS)
+    assert shown == {path.stem for path in (DOCS / "figures").glob("*.svg")} == drawn
+    assert set(curves.LOSSES) == set(policy_losses.BY_NAME)
+
+
+def drawn(folder, names=(), **environment):
+    """The bytes of the figures as a process of its own draws them."""
+    command = [sys.executable, DOCS / "figures.py", folder, *names]
+    subprocess.run(command, env=os.environ | environment, check=True, capture_output=True)
+    return {path.stem: path.read_bytes() for path in folder.glob("*.svg")}
+
+
+def test_figures_are_the_same_bytes_on_any_machine(tmp_path):
+    """XLA for AVX-512 and for AVX2 draws other curves of "kl", and a matplotlibrc of one's own other letters."""
+    (tmp_path / "matplotlibrc").write_text("font.family: serif\nsvg.fonttype: path\npath.simplify: False\n")
+    old = {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2", "MATPLOTLIBRC": str(tmp_path)}
+    names = ("kl", "packing")
+    here, there = drawn(tmp_path / "here", names), drawn(tmp_path / "there", names, **old)
+    assert here == there
+    assert set(here) == set(names)
+
+
+@pytest.mark.nightly
+def test_tracked_figures_are_those_that_are_drawn(tmp_path):
+    """So that `make docs` leaves the working tree as it was."""
+    found = drawn(tmp_path)
+    assert [name for name, text in found.items() if (DOCS / f"figures/{name}.svg").read_bytes() != text] == []

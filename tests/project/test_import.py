@@ -1,0 +1,107 @@
+"""What happens at import."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code, *paths):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=paths[0])
+
+
+DOOR = """
+import jaxppo, sharding, sys
+from jaxppo.sharding import multihost, testing
+from jaxppo.sharding.testing import factorings
+
+assert all(getattr(jaxppo.sharding, name) is getattr(sharding, name) for name in sharding.__all__)
+assert testing is sys.modules["sharding.testing"] and multihost is sharding.multihost is jaxppo.sharding.multihost
+assert factorings is testing.factorings
+import jaxppo.sharding.multihost
+assert jaxppo.sharding.multihost is multihost
+assert not [name for name in sys.modules if name.startswith("jaxppo_sharding")]
+"""
+
+# A project with a module of that name; `order` says which it imports first.
+FOREIGN = """
+{order}
+import sys
+from jaxppo.sharding import multihost
+from jaxppo.sharding.testing import factorings
+
+assert sys.modules["sharding"] is sharding and sharding.mine == 1
+parallel = jaxppo.make_parallel_mesh("dp=1")
+assert jaxppo.batch.ParallelMesh is jaxppo.ParallelMesh is jaxppo.sharding.ParallelMesh is type(parallel)
+assert {{type(parallel).__module__, factorings.__module__, multihost.__name__}} == {{
+    "jaxppo_sharding.mesh", "jaxppo_sharding.testing", "jaxppo_sharding.multihost"
+}}
+samples = [jaxppo.Sample([1, 2, 3], response_start=1)]
+assert jaxppo.RolloutBatch.from_samples(samples, row_length=4, parallel=parallel).tokens.shape == (1, 4)
+"""
+
+
+def test_the_door_gives_the_one_copy():
+    done = python(DOOR, ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [("sharding.py", "import jaxppo, sharding"), ("sharding/__init__.py", "import sharding, jaxppo")],
+)
+def test_a_project_may_have_a_module_named_sharding(tmp_path, name, order):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine: int = 1\n")
+    done = python(FOREIGN.format(order=order), tmp_path, ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+# What most programs never use: readers of compiled programs, of configurations and of engines, and Pallas.
+LATE = """
+import jaxppo, numpy, sys
+
+late = ("sharding.audit.", "jaxppo.integrations.", "jax.extend", "jax._src.pallas")
+print(sorted(name for name in sys.modules if name.startswith(late)))
+jaxppo.sharding.audit(lambda x: x @ x, numpy.ones((2, 2)))
+jaxppo.PolicyLossConfig.from_verl({})
+jaxppo.PolicyLossConfig.from_slime({})
+from sharding.audit import audit, hlo
+import sharding.audit.trips
+assert sharding.audit is jaxppo.sharding.audit is audit  # the function, and not the folder that it lies in
+"""
+
+
+def test_what_is_used_late_is_loaded_late():
+    done = python(LATE, ROOT)
+    assert done.returncode == 0, done.stderr
+    there = ["jaxppo.integrations.modules", *(f"sharding.audit.{name}" for name in ("devices", "program", "results"))]
+    assert done.stdout == f"{there}\n"
+
+
+def test_sharding_knows_nothing_of_jaxppo():
+    done = python("import sharding, sys; print([m for m in sys.modules if m.startswith('jaxppo')])", ROOT)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_all_is_the_table_of_contents():
+    import jaxppo
+
+    assert len(set(jaxppo.__all__)) == len(jaxppo.__all__) < 40
+    assert "metrics" not in jaxppo.__all__  # what everyone calls a loss's second result
+    for name in jaxppo.__all__:
+        assert getattr(jaxppo, name).__doc__, name
+    assert jaxppo.__version__[0].isdigit()
+
+
+def test_it_imports_what_it_asks_for_and_no_framework():
+    """Where flax, optax and the like are installed, too."""
+    names = "print(*{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
+    needed = python(f"import jax, jaxtyping, numpy, sys; {names}", ROOT)
+    done = python(f"import jaxppo, sys; {names}", ROOT)
+    assert set(done.stdout.split()) - set(needed.stdout.split()) == {"jaxppo", "sharding"}, done.stderr

@@ -1,0 +1,76 @@
+"""What keeps a nightly run going, and the summary that it leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import programs
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = """
+import pytest
+
+def test_good(): pass
+def test_bad(): assert False
+@pytest.mark.skip(reason="no such card")
+def test_not_here(): pass
+"""
+CONFTEST = """
+def pytest_addoption(parser):
+    parser.addoption("--search-seed", type=int)
+"""
+OF_SEED = """
+import os
+import pytest
+
+@pytest.mark.parametrize("seed", [os.environ["SEARCH_SEED"]])
+def test_seed(seed): pass
+"""
+
+
+def run(folder, paths, *options):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *options, "-p", "no:pytest_jaxppo", str(folder)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.nightly
+def test_workers_draw_from_one_seed(tmp_path):
+    (tmp_path / "test_seed.py").write_text(OF_SEED)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    done = run(tmp_path, [ROOT / "tests", ROOT / "tests" / "support"], "--nightly", "-p", "conftest")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_programs_are_let_go_where_there_are_many(monkeypatch):
+    double = jax.jit(lambda x: 2 * x)
+    monkeypatch.setattr(programs, "SECONDS", 0)
+    for most, left in ((10**9, 1), (0, 0)):
+        monkeypatch.setattr(programs, "MOST_REGIONS", most)
+        double(1)
+        programs.let_go()
+        assert double._cache_size() == left
+
+
+@pytest.mark.nightly
+def test_summary_of_a_run_in_two_workers(tmp_path):
+    (tmp_path / "test_few.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    done = run(tmp_path, [ROOT], "--search-seed", "7", "-p", "tests.support.nightly_summary")
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads((tmp_path / "nightly-summary.json").read_text())
+    assert found["outcomes"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert found["failed"] == ["test_few.py::test_bad"]
+    assert found["skipped"] == {"Skipped: no such card": 1}
+    assert found["files"]["test_few.py"]["tests"] == 3
+    assert found["search_seed"] == 7
+    assert found["exit_code"] == 1
+    assert "assert False" in (tmp_path / "nightly-failed.txt").read_text()
+    text = (tmp_path / "nightly-summary.md").read_text()
+    for part in ("1 failed, 1 passed, 1 skipped", "- test_few.py::test_bad", "1 x Skipped: no such card", "seed 7`"):
+        assert part in text

@@ -1,0 +1,75 @@
+"""What is written: the length of README, paths in pages, words."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+from pages import DOCS, PAGES
+
+FOLDERS = ("jaxppo", "sharding", "tests", "docs", "examples", "benchmarks")
+
+
+def sources(*endings):
+    """(path, text) of this project's own files, this one left out."""
+    paths = [*DOCS.parent.glob("*.*"), *(path for folder in FOLDERS for path in (DOCS.parent / folder).rglob("*.*"))]
+    return [(path, path.read_text()) for path in paths if path.suffix in endings and path != Path(__file__)]
+
+
+def test_the_readme_is_short():
+    assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_are_there(page):
+    """Links, `code` that is a path of this project, and the modules that commands run."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    paths = [page.parent / link for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)", text)]
+    paths += [DOCS.parent / name for name in re.findall(rf"(?<![\w./])((?:{'|'.join(FOLDERS)})/[\w./-]*[\w/])", text)]
+    modules = re.findall(r"python -m ((?:examples|benchmarks)\.\w+)", text)
+    paths += [DOCS.parent / f"{module.replace('.', '/')}.py" for module in modules]
+    assert not [path for path in paths if not path.exists() and path.name != "PART.json"]
+
+
+def docstrings(text):
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (found := ast.get_docstring(node)):
+            yield found
+
+
+def test_plain_words():
+    """A docstring begins with what a thing is; "likewise" makes a reader look for what is meant."""
+    begins = re.compile(r"(Of|The same of|What is static)\b")
+    code, texts = sources(".py"), sources(".py", ".md", ".rst")
+    found = [f"{path}: {x[:60]}" for path, text in code for x in docstrings(text) if begins.match(x)]
+    found += [f"{path}: likewise" for path, text in texts if re.search(r"\blikewise\b", text, re.IGNORECASE)]
+    assert not found, "\n".join(found)
+
+
+def test_measured_figures_are_those_of_the_results():
+    """README's milliseconds and GiB, from the estimates that `python -m benchmarks.head --parts tpu` wrote."""
+    case = {"head": "qwen3-8b", "mesh": "cp=4,tp=4", "tokens_per_shard": 8192}
+    records = json.loads((DOCS.parent / "benchmarks/results/tpu.json").read_text())["records"]
+    records = {(r["topology"][:3], r["version"]): r for r in records if case.items() <= r.items()}
+    expected = []
+    for version in ("plain", "one pass, a mask", "a fifth", "two passes, a mask", "forward"):
+        both = [records[chip, version.replace("a fifth", "one pass, a mask")] for chip in ("v5p", "v6e")]
+        times = [r["compute_ms"] * (r["fifth_over_all"] if version == "a fifth" else 1) for r in both]
+        expected.append([f"{time:.1f} ms" for time in times] + [f"{max(r['temporaries_gib'] for r in both):.2f} GiB"])
+    rows = re.findall(
+        r"^\|.*\| ([\d.]+ ms) \| ([\d.]+ ms) \| ([\d.]+ GiB) \|$", (DOCS.parent / "README.md").read_text(), re.M
+    )
+    assert [list(row) for row in rows] == expected
+
+
+def test_workflows_call_targets_of_the_makefile():
+    targets = re.findall(r"^([\w-]+):(?!=)", (DOCS.parent / "Makefile").read_text(), re.MULTILINE)
+    workflows = "\n".join(path.read_text() for path in (DOCS.parent / ".github/workflows").glob("*.yml"))
+    called = {
+        word
+        for line in re.findall(r"run: make (.*)", workflows)
+        for word in line.split()
+        if re.fullmatch(r"[\w-]+", word)
+    }
+    assert {"lint", "types", "tests", "docs", "nightly"} <= called <= {*targets}

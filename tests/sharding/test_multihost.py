@@ -1,0 +1,114 @@
+"""One process with 8 devices, and two with 4 each, come to the end with the numbers of one device."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import processes
+import pytest
+from programs import xla_flags
+
+from jaxppo import RolloutBatch
+from sharding import make_parallel_mesh, multihost
+from sharding.testing import assert_trees_close
+
+WATCHDOG_S = 120
+
+
+def run(count, mesh, layout, *event):
+    """What each process printed; a hang of any is killed, and a failure."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(processes.__file__)
+    env = os.environ | {"PYTHONPATH": str(script.parents[2]), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags()}
+    start = [sys.executable, str(script)]
+    running = [
+        subprocess.Popen(
+            [*start, str(rank), str(count), str(port), mesh, layout, *event],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        outputs = [process.communicate(timeout=WATCHDOG_S) for process in running]
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"{count} processes on {mesh} with {layout} did not end in {WATCHDOG_S} s") from None
+    finally:
+        for process in running:
+            process.kill()
+    for process, (_, errors) in zip(running, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [json.loads(text.splitlines()[-1]) for text, _ in outputs]
+
+
+def on_one_device():
+    batch = RolloutBatch.from_samples(processes.samples(), row_length=64)
+    loss, metrics, gradients = jax.jit(lambda *args: processes.step(None, *args))(
+        processes.TABLE, processes.KERNEL, batch
+    )
+    return {"loss": loss, "metrics": metrics, "gradients": list(gradients)}
+
+
+@pytest.mark.parametrize(
+    ("count", "mesh", "layout"),
+    [
+        pytest.param(1, "dp=2,cp=4", "contiguous", marks=pytest.mark.nightly),
+        pytest.param(2, "dp=2,cp=4", "zigzag", marks=pytest.mark.nightly),  # each process has rows of its own
+        (2, "cp=4,tp=2", "zigzag_per_segment"),  # the processes share every row
+        pytest.param(2, "cp=8", "striped", marks=pytest.mark.nightly),
+        pytest.param(2, "dp=4,tp=2", "contiguous", marks=pytest.mark.nightly),
+    ],
+)
+def test_processes_end_with_the_numbers_of_one_device(count, mesh, layout):
+    expected = jax.tree.map(np.asarray, on_one_device())
+    results = run(count, mesh, layout)
+    for got in results:
+        assert got.pop("rows") % make_parallel_mesh(mesh).data_size == 0
+        got = {**got, "gradients": [np.asarray(g, np.float32) for g in got["gradients"]]}
+        got = jax.tree.map(np.float32, got, is_leaf=lambda x: isinstance(x, float))
+        assert_trees_close(got, expected, rtol=1e-5, atol=1e-6, context=f"{count} processes on {mesh}")
+
+
+REFUSALS = {
+    "rows": r"ValueError: pack: got {.*'rows': \[1.0\].* on process 0 and {.*'rows': \[2.0\].* on process 1",
+    "buckets": r"ValueError: pack: got {.*'buckets': \[2.0\]} on process 0 and .*'buckets': \[2.0, 4.0\]} on process 1",
+    "none": r"ValueError: samples: got none, expected at least one \(on process 1, host .+\)",
+    "kind": r"TypeError: samples\[6\]: got str, expected Sample \(on process 1, host",
+    "long": r"ValueError: sequences: got 70 tokens .* in sequence 0, .* \(on process 1, host",
+    "same id": r"ValueError: sample_id: got 1 for samples 0 and 1, .* \(on process 1, host",
+    "value": r"ValueError: advantages: got None in sample 0, .* \(on process 1, host",
+    "values": r"ValueError: samples: got \['advantages', .* on process 0 and \['loss_mask', .* on process 1",
+    "group": "ValueError: group_id: got 2 for different prompts on several hosts",
+    "other rows": r"ValueError: batch: got other rewards on process 1 than on process 0.* both hold data shards \[0\]",
+}
+
+
+def test_what_is_bad_on_one_process_is_raised_on_both():
+    """In the same words, and both go on to the next case: none waits for another, and packing not for a device."""
+    first, second = run(2, "dp=2,cp=4", "contiguous", "refusals")
+    assert first == second
+    assert first.pop("while devices work") == [2, 64, True]
+    assert first.keys() == REFUSALS.keys()
+    for name, pattern in REFUSALS.items():
+        assert re.match(pattern, first[name]), first[name]
+
+
+def test_to_global_on_one_host():
+    parallel = make_parallel_mesh("dp=4,cp=2")
+    batch = RolloutBatch.from_samples(processes.samples(), row_length=16, parallel=parallel, micro_batches=2)
+    placed = multihost.to_global(batch, batch.specs(parallel), parallel)
+    jax.tree.map(np.testing.assert_array_equal, placed, batch)
+    assert placed.tokens.sharding.spec == batch.specs(parallel).tokens
+    assert placed.values is None
+    with pytest.raises(ValueError, match="tree: got 3 rows on this host, expected a multiple of 4"):
+        multihost.to_global(np.zeros((3, 16)), parallel.tokens_spec, parallel)

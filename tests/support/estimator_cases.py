@@ -1,0 +1,264 @@
+"""Every estimator of advantages with random options and values, in jaxppo and in the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import oracle.advantages as truth
+from hypothesis import strategies as st
+from oracle import OracleSample
+from random_losses import between
+from random_steps import Step, f32, to_rows
+
+from jaxppo import RolloutBatch, advantages
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of all estimators; each reads its own."""
+
+    gamma: float
+    lam: float
+    value_lam: float | None
+    masked: str
+    all_response: bool
+    kl_coef: float
+    coef: float
+    scale_by_std: bool
+    epsilon: float
+    singletons: str
+    f_norm: float
+    whitened: bool
+    shift_mean: bool
+    length_alpha: float | None
+    leave_one_out: bool
+    whitened_over: str | None
+    mean: str | None
+    std: str | None
+    unbiased: bool
+
+
+options = st.builds(
+    Options,
+    between(0, 1),
+    between(0, 1),
+    st.none() | between(0, 1),
+    st.sampled_from(["skip", "discount"]),
+    st.booleans(),
+    st.just(0.0) | between(-1, 1),
+    between(-1, 1),
+    st.booleans(),
+    st.sampled_from([float(np.float32(1e-6)), 0.125]),
+    st.sampled_from(["zero", "reward"]),
+    between(0.5, 4),
+    st.booleans(),
+    st.booleans(),
+    st.none() | between(0.0625, 2),
+    st.booleans(),
+    st.sampled_from(["tokens", "samples", None]),
+    *[st.sampled_from(["step", "group", None])] * 2,
+    st.booleans(),
+)
+
+
+@dataclasses.dataclass
+class Given:
+    """What jaxppo's estimators read: the batch, values of tokens `[R, T]` and of samples `[R, S]`."""
+
+    batch: RolloutBatch
+    tokens: dict[str, Any]
+    slots: dict[str, Any]
+    mask: Any
+
+
+@dataclasses.dataclass
+class Known:
+    """The same as the oracle's read it: lists of `[tokens]`, and `[samples]`."""
+
+    samples: list[OracleSample]
+    tokens: dict[str, list[np.ndarray]]
+    slots: dict[str, np.ndarray]
+    masks: list[np.ndarray]
+    counted: list[np.ndarray]
+
+    def each(self, fn: Callable[..., Any], *names: str) -> list[Any]:
+        """fn of the named values of each sample, and of what counts there."""
+        return [fn(*x) for x in zip(*(self.tokens[n] for n in names), self.counted, strict=True)]
+
+
+def gae_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
+    found = k.each(lambda r, v, m: truth.gae(r, v, m, o.gamma, o.lam, o.value_lam, o.length_alpha), "rewards", "values")
+    return [np.stack(x, axis=-1) for x in found]
+
+
+def grouped(name: str, *fields: str) -> tuple[Any, Any]:
+    """An estimator of samples by group, in jaxppo and in the oracle."""
+    read = ("likelihoods" if name == "maxrl" else "rewards", "groups", *["lengths"] * (name == "opo"))
+
+    def ours(g: Given, o: Options, p: Any) -> Any:
+        given = [g.slots[x] for x in read]
+        return getattr(advantages, name)(*given, **{f: getattr(o, f) for f in fields}, parallel=p)
+
+    def theirs(k: Known, o: Options) -> Any:
+        return getattr(truth, name)(*(k.slots[x] for x in read), **{f: getattr(o, f) for f in fields})
+
+    return ours, theirs
+
+
+def baseline_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
+    more = {"kls": k.tokens["kl"], "kl_coef": o.kl_coef, "whitened": o.whitened, "singletons": o.singletons}
+    return truth.reinforce_plus_plus_baseline(k.slots["rewards"], k.slots["groups"], k.masks, **more)
+
+
+def baseline_of_jaxppo(g: Given, o: Options, p: Any) -> Any:
+    more = {"kl": g.tokens["kl"], "kl_coef": o.kl_coef, "whitened": o.whitened, "singletons": o.singletons}
+    return advantages.reinforce_plus_plus_baseline(g.slots["rewards"], g.slots["groups"], g.batch, **more, parallel=p)
+
+
+def gdpo_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
+    more = {"weights": [1.0, o.coef], "leave_one_out": o.leave_one_out, "whitened": o.whitened_over}
+    return truth.gdpo(
+        [k.slots["rewards"], k.slots["likelihoods"]], k.slots["groups"], k.masks, **more, epsilon=o.epsilon
+    )
+
+
+def gdpo_of_jaxppo(g: Given, o: Options, p: Any) -> Any:
+    more = {"weights": [1.0, o.coef], "leave_one_out": o.leave_one_out, "whitened": o.whitened_over}
+    rewards = [g.slots["rewards"], g.slots["likelihoods"]]
+    return advantages.gdpo(rewards, g.slots["groups"], g.batch, **more, epsilon=o.epsilon, parallel=p)
+
+
+# By name: jaxppo's (given, options, parallel) -> [R, T, ...] or [R, S], the oracle's (known, options) -> by sample.
+ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "token_rewards": (
+        lambda g, o, p: advantages.token_rewards(
+            g.slots["rewards"], g.batch, kl=g.tokens["kl"], kl_coef=o.kl_coef, parallel=p
+        ),
+        lambda k, o: [
+            truth.token_rewards(r, m, kl, o.kl_coef)
+            for r, m, kl in zip(k.slots["rewards"], k.masks, k.tokens["kl"], strict=True)
+        ],
+    ),
+    "discounted_returns": (
+        lambda g, o, p: advantages.discounted_returns(
+            g.tokens["rewards"], g.batch, gamma=o.gamma, masked=o.masked, mask=g.mask, parallel=p
+        ),
+        lambda k, o: k.each(lambda r, m: truth.discounted_returns(r, m, o.gamma, o.masked), "rewards"),
+    ),
+    "gae": (
+        lambda g, o, p: jnp.stack(
+            advantages.gae(
+                g.tokens["rewards"],
+                g.tokens["values"],
+                g.batch,
+                gamma=o.gamma,
+                lam=o.lam,
+                value_lam=o.value_lam,
+                length_alpha=o.length_alpha,
+                mask=g.mask,
+                parallel=p,
+            ),
+            axis=-1,
+        ),
+        gae_of_oracle,
+    ),
+    "whiten": (
+        lambda g, o, p: advantages.whiten(
+            g.tokens["values"], g.batch.loss_mask, shift_mean=o.shift_mean, epsilon=o.epsilon, parallel=p
+        ),
+        lambda k, o: truth.whiten(k.tokens["values"], k.masks, shift_mean=o.shift_mean, epsilon=o.epsilon),
+    ),
+    "reinforce_plus_plus": (
+        lambda g, o, p: advantages.reinforce_plus_plus(
+            g.tokens["rewards"], g.batch, gamma=o.gamma, masked=o.masked, parallel=p
+        ),
+        lambda k, o: truth.reinforce_plus_plus(k.tokens["rewards"], k.masks, o.gamma, o.masked),
+    ),
+    "reinforce_plus_plus_baseline": (baseline_of_jaxppo, baseline_of_oracle),
+    "spread": (
+        lambda g, o, p: advantages.spread(g.slots["rewards"], g.batch, parallel=p),
+        lambda k, o: truth.spread(k.slots["rewards"], k.masks),
+    ),
+    "on_policy_distillation": (
+        lambda g, o, p: advantages.on_policy_distillation(
+            g.tokens["rewards"], g.tokens["values"], g.tokens["kl"], g.batch.loss_mask, coef=o.coef
+        ),
+        lambda k, o: [
+            truth.on_policy_distillation(*x, o.coef)
+            for x in zip(*(k.tokens[n] for n in ("rewards", "values", "kl")), k.masks, strict=True)
+        ],
+    ),
+    "remax": (
+        lambda g, o, p: advantages.remax(g.slots["rewards"], g.slots["baselines"], g.batch.sample_ids),
+        lambda k, o: truth.remax(k.slots["rewards"], k.slots["baselines"]),
+    ),
+    "grpo": grouped("grpo", "scale_by_std", "epsilon", "singletons"),
+    "dr_grpo": grouped("dr_grpo", "singletons"),
+    "rloo": grouped("rloo", "scale_by_std", "epsilon", "singletons"),
+    "maxrl": grouped("maxrl", "epsilon", "singletons"),
+    "standardize": grouped("standardize", "mean", "std", "leave_one_out", "unbiased", "epsilon"),
+    "gdpo": (gdpo_of_jaxppo, gdpo_of_oracle),
+    "overlong_penalty": (
+        lambda g, o, p: advantages.overlong_penalty(
+            jnp.where(g.batch.sample_ids >= 0, g.slots["lengths"], 0), max_length=6, buffer=o.f_norm
+        ),
+        lambda k, o: truth.overlong_penalty(k.slots["lengths"], 6, o.f_norm),
+    ),
+    "opo": grouped("opo", "singletons"),
+    "gpg": grouped("gpg", "f_norm", "singletons"),
+    "pass_at_k": grouped("pass_at_k", "scale_by_std", "epsilon"),
+}
+
+
+def known_of(step: Step, samples: list[OracleSample], o: Options) -> Known:
+    rng = step.rng(3)
+    response = []
+    for s, drawn in zip(samples, step.samples, strict=True):
+        mask = np.zeros(len(s.mask))
+        mask[max(drawn.prompt - 1, 0) : max(len(mask) - 1, 0)] = 1
+        response.append(mask)
+    tokens = {n: [f32(rng.normal(size=len(s.mask))) for s in samples] for n in ("rewards", "values", "kl")}
+    slots = {"rewards": np.array([s.reward for s in samples]), "groups": np.array([s.group_id for s in samples])}
+    slots |= {"baselines": f32(rng.normal(size=len(samples))), "lengths": np.array([float(s.count) for s in samples])}
+    slots |= {"likelihoods": np.abs(slots["baselines"]) * (rng.random(len(samples)) < 0.5)}
+    masks = [s.mask for s in samples]
+    return Known(samples, tokens, slots, masks, response if o.all_response else masks)
+
+
+def to_slots(batch: RolloutBatch, samples: list[OracleSample], x: np.ndarray, fill: float) -> np.ndarray:
+    """`[R, S]` of a number for each sample."""
+    ids = np.asarray(batch.sample_ids)
+    out = np.full(ids.shape, fill, np.int32 if np.isfinite(fill) else np.float32)
+    for s, value in zip(samples, x, strict=True):
+        out[ids == s.sample_id] = value
+    return out
+
+
+def given_of(step: Step, k: Known, batch: RolloutBatch, o: Options) -> Given:
+    wide = [dataclasses.replace(s, mask=m) for s, m in zip(k.samples, k.counted, strict=True)]
+    tokens = {n: to_rows(batch, wide, x, step.garbage) for n, x in k.tokens.items()}
+    slots = {n: to_slots(batch, k.samples, x, -1 if n == "groups" else np.nan) for n, x in k.slots.items()}
+    mask = to_rows(batch, wide, k.counted, 0.0) if o.all_response else None
+    return Given(batch, tokens, slots, mask)
+
+
+def amplified(name: str, k: Known, o: Options) -> float:
+    """The largest of the numbers that are whitened over their deviation.
+
+    They were rounded to f32 before, and whitening makes that rounding so many times larger.
+    """
+    if name == "reinforce_plus_plus_baseline":
+        x = baseline_of_oracle(k, dataclasses.replace(o, whitened=False)) if o.whitened else []
+    elif name == "gdpo" and o.whitened_over:
+        x = gdpo_of_oracle(k, dataclasses.replace(o, whitened_over=None))
+    elif name == "reinforce_plus_plus":
+        rewards = zip(k.tokens["rewards"], k.masks, strict=True)
+        x = [truth.discounted_returns(r, m, o.gamma, o.masked) for r, m in rewards]
+    else:
+        x = []
+    made = np.concatenate([np.zeros(0), *(each[m > 0] for each, m in zip(x, k.masks, strict=False))])
+    return float(np.abs(made).max() / np.sqrt(made.var() + 1e-12)) if made.size else 0.0

@@ -1,0 +1,184 @@
+"""Small heads with everything that a call can hold, their float64 truth, and gradients beside values."""
+
+import contextlib
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plain_head import reference_from_hidden
+
+from jaxppo import Head, LoRA, log_probs_from_hidden
+from jaxppo.head import HeadOptions, plan
+from sharding.testing import assert_trees_close
+
+R, T, H = 8, 8, 12
+PARAMETERS = ("hidden", "kernel", "bias", "lora_a", "lora_b")
+HEAD_OPTIONS = ("layout", "softcap", "scale", "vocab_size", "spec")
+RANK = 3
+OF_THE_WORK = ("spec", "device", *HeadOptions.__annotations__)
+F32 = {"rtol": 2e-6, "atol": 2e-6}
+# a gradient in bf16 is rounded once, and its terms were products of bf16 numbers
+BF16 = {"rtol": 2**-8, "atol": 2**-8}
+
+
+# Devices whose tiles are small enough for a test to have many: on CPUs of 16 or 5 tokens and 512 columns; on
+# accelerators chunks of 8 tokens, wide tiles of 32 tokens and 128 columns, chunks that follow a mask of 16 tokens.
+DEVICES = {
+    "small": dataclasses.replace(
+        plan.CPU, one_pass=2**30, tile=8 * 512 * 16, tokens=16, columns=512, wide=16, deterministic=8
+    ),
+    "five": dataclasses.replace(
+        plan.CPU, one_pass=2**30, tile=8 * 512 * 5, tokens=16, columns=512, wide=5, deterministic=8
+    ),
+    "wide": dataclasses.replace(
+        plan.PROFILES[""],
+        one_pass=2**30,
+        tile=4 * 8 * 300,
+        tokens=8,
+        least=128,
+        group=512,
+        chunk=16,
+        columns=128,
+        wide=32,
+        masked_columns=128,
+        deterministic=8,
+        shared_sums=True,
+    ),
+}
+
+plan.PROFILES = {**DEVICES, **plan.PROFILES}
+
+
+@contextlib.contextmanager
+def tiles_of(device):
+    """Calls within find themselves on such a device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "device_kind", lambda *_: device)
+        yield
+
+
+def head_arrays(
+    V,
+    *,
+    dtype="float32",
+    layout="hv",
+    with_where=False,
+    nucleus=0,
+    bias=True,
+    lora=False,
+    temperatures=False,
+    scale=1.0,
+    last=None,
+):
+    """The arrays of a call by argument name, and the weights g, e of log-probs and entropy in a loss.
+
+    Masked rows of hidden states are NaN and their targets -100; two tokens have no weight. `last` ends the targets
+    before V.
+    """
+    rng = np.random.default_rng(V)
+    kernel = rng.normal(size=(H, V)) * scale
+    arrays = {
+        "hidden": jnp.asarray(rng.normal(size=(R, T, H)), dtype),
+        "kernel": jnp.asarray(kernel if layout == "hv" else kernel.T, dtype),
+        "targets": jnp.asarray(rng.integers(0, last or V, (R, T)), jnp.int32),
+        "g": jnp.asarray(rng.normal(size=(R, T)), jnp.float32).at[0, :2].set(0),
+        "e": jnp.asarray(rng.normal(size=(R, T)), jnp.float32).at[0, 1:3].set(0),
+    }
+    if bias:
+        arrays["bias"] = jnp.asarray(rng.normal(size=V), dtype)
+    if temperatures:
+        arrays["temperature"] = jnp.asarray(rng.uniform(0.5, 2, (R, T)), jnp.float32)
+    if lora:
+        arrays["lora_a"] = jnp.asarray(rng.normal(size=(H, RANK)), dtype)
+        arrays["lora_b"] = jnp.asarray(rng.normal(size=(RANK, V)), dtype)
+    if with_where:
+        where = rng.random((R, T)) < 0.4
+        where[3], where[:, 5] = False, False  # devices with no token at all, however the tokens are split
+        arrays["where"] = jnp.asarray(where)
+        arrays["hidden"] = jnp.where(where[..., None], arrays["hidden"], jnp.nan)
+        arrays["targets"] = jnp.where(where, arrays["targets"], -100)
+        arrays |= {"temperature": jnp.where(where, arrays["temperature"], jnp.nan)} if temperatures else {}
+    if nucleus:
+        arrays["nucleus_ids"] = jnp.asarray(rng.integers(-1, last or V, (R, T, nucleus)), jnp.int32)
+    return arrays
+
+
+def head_of(arrays, **options):
+    """The head of a call's arrays."""
+    lora = LoRA(arrays["lora_a"], arrays["lora_b"], 0.5) if "lora_a" in arrays else None
+    return Head(arrays["kernel"], bias=arrays.get("bias"), lora=lora, **options)
+
+
+def call_head(parallel, arrays, **options):
+    """`log_probs_from_hidden`, or with parallel="reference" its truth."""
+    of_head = {name: options.pop(name) for name in HEAD_OPTIONS if name in options}
+    options |= {name: arrays[name] for name in ("where", "nucleus_ids", "temperature") if name in arrays}
+    args = arrays["hidden"], head_of(arrays, **of_head), arrays["targets"]
+    if parallel == "reference":
+        return reference_from_hidden(*args, **options)
+    with tiles_of(options.pop("device", os.environ.get("HEAD_DEVICE", "small"))):
+        return log_probs_from_hidden(*args, parallel=parallel, **options)
+
+
+def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
+    """The stats of a call, and the gradients of a weighted sum of them by the arrays that are in `wrt`."""
+
+    def weighted(wanted):
+        given = {**arrays, **wanted}
+        stats = call(parallel, given, **options)
+        total = (stats.log_probs * given["g"]).sum()
+        total += (stats.entropy * given["e"]).sum() if options.get("entropy") == "bonus" else 0
+        return total, stats
+
+    gradients, stats = jax.grad(weighted, has_aux=True)({n: arrays[n] for n in wrt if n in arrays})
+    return stats, gradients
+
+
+def truth(call, arrays, wrt=PARAMETERS, **options):
+    """`with_gradients` of the reference in float64."""
+    options = {k: v for k, v in options.items() if k not in OF_THE_WORK}
+    with jax.enable_x64(True):
+        wide = {k: jnp.asarray(np.asarray(x, np.float64) if x.dtype.kind in "fV" else x) for k, x in arrays.items()}
+        found = jax.jit(lambda a: with_gradients(call, "reference", a, wrt, **options))(wide)
+        return jax.tree.map(np.asarray, found)
+
+
+def check_head(meshes, arrays, wrt=PARAMETERS, rtol=F32["rtol"], atol=F32["atol"], call=call_head, **options):
+    """Values within f32 rounding of float64 and gradients within the tolerances, on each mesh; returns the truth.
+
+    With adapters in bf16 values have those tolerances too, since hidden @ a is rounded. Gradients have twice those:
+    that of hidden @ a is rounded, and so are the two of the hidden states before they are added.
+    """
+    rounded = "lora_a" in arrays and arrays["lora_a"].dtype == jnp.bfloat16
+    of_values = {"rtol": rtol, "atol": atol} if rounded else F32
+    rtol, atol = (2 * rtol, 2 * atol) if rounded else (rtol, atol)
+    stats, gradients = truth(call, arrays, wrt, **options)
+    for mesh in meshes:
+        got_stats, got = jax.jit(lambda a, p=mesh: with_gradients(call, p, a, wrt, **options))(arrays)
+        assert_trees_close(got_stats, stats, **of_values, context=f"values on {mesh}")
+        assert {k: x.dtype for k, x in got.items()} == {k: arrays[k].dtype for k in got}
+        assert_trees_close(got, gradients, rtol, atol, context=f"gradients on {mesh}")
+    return stats, gradients
+
+
+OPTIONS = {
+    "plain": ({}, {}),
+    "temperature": ({}, {"temperature": 0.3}),
+    "softcap": ({}, {"softcap": 2.0, "temperature": 1.7}),
+    "no bias": ({"bias": False}, {}),
+    "vh": ({"layout": "vh"}, {"layout": "vh"}),
+    "where": ({"with_where": True}, {}),
+    "where, several token blocks": ({"with_where": True}, {"device": "five"}),
+    "where, all computed": ({"with_where": True}, {"device": "five", "follow_mask": False}),
+    "several token blocks": ({}, {"device": "five"}),
+    "nucleus": ({"nucleus": 5}, {}),
+    "keep, where": ({"nucleus": 5, "with_where": True}, {"device": "five"}),
+    "padding": ({"last": 600}, {"vocab_size": 600}),
+    "lora": ({"lora": True, "with_where": True}, {"device": "five"}),
+    "lora, vh": ({"lora": True, "layout": "vh", "last": 600}, {"layout": "vh", "vocab_size": 600}),
+    "scale": ({"lora": True}, {"scale": 0.25, "softcap": 2.0}),
+    "temperatures": ({"temperatures": True, "with_where": True}, {"softcap": 2.0, "device": "five"}),
+}

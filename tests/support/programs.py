@@ -1,0 +1,58 @@
+"""Compiled programs: how they are compiled sooner, and let go before a process has too many."""
+
+import contextlib
+import gc
+import os
+import time
+from pathlib import Path
+
+import jax
+
+from sharding.testing import emulate_devices
+
+# Linux lets a process map 65,530 regions of memory. XLA for CPUs takes several for a program, and crashes without.
+MOST_REGIONS = 30_000
+SECONDS = 5.0  # between two looks
+_looked = 0.0
+# XLA's flags that halve a run's time. LLVM does not optimize, and code for fusions comes from the older of two
+# emitters, which JAX has up to 0.10. Numbers may be rounded otherwise.
+QUICK = "--xla_backend_optimization_level=0"
+if jax.__version_info__ < (0, 11):
+    QUICK += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+
+def start_devices(count: int) -> None:
+    """Makes the CPU appear as so many; with QUICK_COMPILES in the environment, compiles for them with `QUICK`."""
+    before = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = xla_flags()
+    emulate_devices(count)
+    os.environ["XLA_FLAGS"] = before  # libtpu reads them later, and ends a process where it does not know one
+
+
+def xla_flags() -> str:
+    """The flags with which a process that a test starts compiles for CPUs as this one does."""
+    return QUICK if os.environ.get("QUICK_COMPILES") else os.environ.get("XLA_FLAGS", "")
+
+
+def let_go() -> None:
+    """Between tests or examples of a search."""
+    global _looked
+    if time.monotonic() - _looked < SECONDS:
+        return
+    _looked = time.monotonic()
+    with contextlib.suppress(FileNotFoundError), Path("/proc/self/maps").open() as regions:  # Linux alone has it
+        if sum(1 for _ in regions) > MOST_REGIONS:
+            jax.clear_caches()
+            gc.collect()
+
+
+def compilations(fn):
+    """How many programs a call compiles."""
+    count = []
+    listener = lambda name, *_, **__: count.append(name) if "backend_compile" in name else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        jax.block_until_ready(fn())
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    return len(count)
