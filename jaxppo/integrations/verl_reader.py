@@ -45,7 +45,7 @@ _LOSSES: dict[str, Callable[[Options], PolicyLoss]] = {
     "vanilla": lambda given: PPO(*_clip(given), dual_clip=given.number(ACTOR + "clip_ratio_c")),
     "gspo": lambda given: GSPO(*_clip(given), gradient="token"),
     "cispo": lambda given: CISPO(*_clip(given)),
-    "sapo": lambda given: SAPO(*_numbers(given, ACTOR, "tau_pos tau_neg")),
+    "sapo": lambda given: SAPO(given.number(ACTOR + "tau_pos"), given.number(ACTOR + "tau_neg")),
     "geo_mean": lambda given: GMPO(*_clip(given)),
     "gpg": lambda given: GPG(),
     "dppo_tv": lambda given: DPPO("tv", *_clip(given), ratio_cap=given.number(ACTOR + "clip_ratio_c")),

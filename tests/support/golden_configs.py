@@ -29,7 +29,11 @@ def slime_config(c: dict) -> PolicyLossConfig:
     return dataclasses.replace(
         presets.slime_default(loss_with(name, given)),
         entropy_coef=c["entropy_coef"],
-        kl=KL(c["kl_loss_coef"] if c["use_kl_loss"] else 0.0, c["kl_loss_type"], c["use_unbiased_kl"]),
+        kl=KL(
+            c["kl_loss_coef"] if c["use_kl_loss"] else 0.0,
+            c["kl_loss_type"],
+            "token" if c["use_unbiased_kl"] else "none",
+        ),
         **{"aggregation": "token_sum"} if c["calculate_per_token_loss"] else {},
         ratio_to="rollout" if c["use_rollout_logprobs"] else "old",
         off_policy=off_policy,

@@ -29,7 +29,7 @@ from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
 MESHES = [None, "dp=2,cp=2,tp=2"]
-RECORDS = json.loads((Path(__file__).parent / "golden" / "peers" / "policy_losses.json").read_text())
+RECORDS = json.loads((Path(__file__).parents[1] / "golden" / "peers" / "policy_losses.json").read_text())
 
 
 def of(*systems):
