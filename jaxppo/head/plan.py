@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxppo.head.token_blocks import even_size
 from jaxppo.head.types import Cut, HeadCall, Inputs, Plan, Profile, Sizes
-from jaxppo.sharding import ParallelMesh, ShardAxes, varying, wider_dtype
+from jaxppo.sharding import ParallelMesh, ShardAxes, known_device, varying, wider_dtype
 
 GIB, MIB = 2**30, 2**20
 
@@ -41,16 +41,17 @@ CPU = Profile(
 
 
 def _accelerator(
-    gib: int, columns: int, masked_columns: int, least: int = 512, tile: int = 150, wide: int = 8192, tpu: bool = True
+    kind: str, columns: int, masked_columns: int, least: int = 512, tile: int = 150, wide: int = 8192, tpu: bool = True
 ) -> Profile:
-    """By default a sixteenth of the device's memory.
+    """By default a sixteenth of the device's memory; of a kind that nobody knows it is taken to be 16 GiB.
 
     A tile of 75 MiB stays in the VMEM of a v5e or v6e. On GPUs the second pass takes 2048 tokens at a time, to stay
     below 0.25 GiB where a head is Qwen3-8B's; nothing was timed there.
     """
+    device = known_device(kind)
     return Profile(
         whole=True,
-        one_pass=gib * GIB // 16,
+        one_pass=(16 * GIB if device is None else device.memory) // 16,
         tile=tile * MIB,
         tokens=1024,
         least=least,
@@ -64,22 +65,22 @@ def _accelerator(
     )
 
 
-def _gpu(gib: int) -> Profile:
-    return _accelerator(gib, 2048, 2048, wide=2048, tpu=False)
+def _gpu(kind: str) -> Profile:
+    return _accelerator(kind, 2048, 2048, wide=2048, tpu=False)
 
 
 # by what a device's kind contains, since described devices do not report their memory; the last is for all others
 PROFILES = {
     "cpu": CPU,
-    "TPU v4": _accelerator(32, 1536, 2688),
-    "TPU v5 lite": _accelerator(16, 2048, 2048, tile=75),
-    "TPU v5": _accelerator(95, 1536, 2688),
-    "TPU v6 lite": _accelerator(32, 3584, 3584, 1024, 75),
-    "TPU7x": _accelerator(96, 2048, 2048),
-    "H100": _gpu(80),
-    "H200": _gpu(141),
-    "B200": _gpu(180),
-    "": _accelerator(16, 2048, 2048, tpu=False),
+    "TPU v4": _accelerator("TPU v4", 1536, 2688),
+    "TPU v5 lite": _accelerator("TPU v5 lite", 2048, 2048, tile=75),
+    "TPU v5": _accelerator("TPU v5", 1536, 2688),
+    "TPU v6 lite": _accelerator("TPU v6 lite", 3584, 3584, 1024, 75),
+    "TPU7x": _accelerator("TPU7x", 2048, 2048),
+    "H100": _gpu("H100"),
+    "H200": _gpu("H200"),
+    "B200": _gpu("B200"),
+    "": _accelerator("", 2048, 2048, tpu=False),
 }
 
 
