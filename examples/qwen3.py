@@ -53,7 +53,7 @@ class Qwen3Config:
     end: int
     """The id of the end of text."""
     dtype: str
-    """Of products and activations; parameters are float32."""
+    """Products and activations have it; parameters are float32."""
 
     @classmethod
     def read(cls, folder: Path) -> Qwen3Config:

@@ -259,15 +259,16 @@ def test_one_pass_gathers_an_fsdp_kernel_once_and_scatters_its_gradient_once():
 
 
 @pytest.mark.nightly
-def test_one_pass_gathers_sequence_sharded_hidden_states_by_chunk():
+def test_one_pass_gathers_sequence_sharded_hidden_states_once():
+    """Before the loop over chunks, and their gradient is scattered once behind it."""
     parallel = sixteen(*CP4_TP4, sequence_parallel=True)
     found = audit(policy(parallel), *policy_arguments(parallel, 8192))
-    assert large(found, "all-gather", "tp") == [(2 * 2048 * H, True)]
+    assert large(found, "all-gather", "tp") == [(2 * 8192 * H, False)]
     assert large(found, "all-gather", "cp") == [(2 * 3840 * H, True)]  # dkernel, a block of columns at a time
     assert large(found, "reduce-scatter", "cp") == [(4 * 3840 * H, True)]
     [(size, in_loop)] = large(found, "reduce-scatter", "tp")
-    assert in_loop
-    assert 4 * 2048 * H <= size < 1.1 * 4 * 2048 * H  # with rows that align it
+    assert not in_loop
+    assert 4 * 8192 * H <= size < 1.1 * 4 * 8192 * H  # with rows that align it
 
 
 def test_too_little_memory_says_the_least_that_works():
