@@ -157,7 +157,8 @@ def _solve(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse
         return _double(a, bs, why, axis, reverse)[0]
     a, why, *bs = (_in_blocks(jnp.moveaxis(x, axis, last), reverse) for x in (a, why, *bs))
     entry, exit_ = (-1, 0) if reverse else (0, -1)
-    enters = (why == GOES_ON) & (jnp.arange(BLOCK) == entry % BLOCK)
+    is_entry = jnp.arange(BLOCK) == entry % BLOCK
+    enters = (why == GOES_ON) & is_entry.reshape((1,) * (why.ndim - 1) + (BLOCK,))
     product = jnp.where(enters, a, jnp.zeros_like(a))
     within = jnp.where(enters, ENTERS, jnp.where(why == GOES_ON, GOES_ON, ENDS))
     (*totals, product), why = _double(a, [*bs, product], within, last + 1, reverse)
