@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from estimator_cases import ESTIMATORS, Given, Options, amplified, given_of, known_of
 from policy_steps import quick_jit, step_of
-from random_steps import Drawn, Place, Step, agree, batch_of, of_each, step_samples, to_samples
+from random_steps import MOST, Drawn, Place, Step, agree, batch_of, of_each, step_samples, to_samples
 
 from jaxppo import (
     Normalizer,
@@ -74,7 +74,8 @@ def test_every_estimator_of_a_stacked_step(place):
     """Statistics of each micro-batch alone are off by tens of percent here."""
     where, samples = PLACES[place], step_samples(STEP)
     known, batch = known_of(STEP, samples, OPTIONS), batch_of(STEP, samples, where)
-    assert len(batch.loss_mask) == where.micro_batches
+    rows = where.rows * -(-len(samples) // MOST)  # a place is for so many samples
+    assert batch.loss_mask.shape[:2] == (where.micro_batches, rows)
     if where.micro_batches > 1:
         parts = [set(np.unique(ids[ids >= 0])) for ids in batch.group_ids]
         assert any(a & b for i, a in enumerate(parts) for b in parts[:i]), "expected groups over several micro-batches"
