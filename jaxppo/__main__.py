@@ -1,0 +1,62 @@
+"""What a report of a bug needs: `python -m jaxppo` prints versions, devices, settings, and what else is installed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import jax
+
+import jaxppo
+
+_NEEDED = ("jax", "jaxlib", "jaxtyping", "numpy")
+_OPTIONAL = (
+    *("equinox", "flax", "google-tunix", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu"),
+    *("optax", "orbax-checkpoint", "qwix"),
+)
+_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_debug_nans")
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
+
+
+def report() -> dict[str, str]:
+    """What stands in which line. Of the machine, its system and devices alone: names and folders are private."""
+    found = {"jaxppo": jaxppo.__version__}
+    found["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    versions = {name: _version(name) for name in (*_NEEDED, *_OPTIONAL)}
+    found |= {name: versions[name] or "not installed" for name in _NEEDED}
+    found["also installed"] = ", ".join(f"{name} {versions[name]}" for name in _OPTIONAL if versions[name]) or "nothing"
+    found["not installed"] = ", ".join(name for name in _OPTIONAL if not versions[name]) or "nothing"
+    found |= {name: str(getattr(jax.config, name)) for name in _SETTINGS}
+    return found | {name: os.environ[name] for name in _VARIABLES if name in os.environ} | {"devices": _devices()}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> str:
+    """How many of which kind, and those of other processes too; why there are none, where that is the bug."""
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        return f"none: {error}"
+    here = f"{jax.local_device_count()} in this process, of {jax.process_count()}"
+    return f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}); {here}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    argparse.ArgumentParser("python -m jaxppo", description=__doc__).parse_args(arguments)
+    found = report()
+    width = max(map(len, found))
+    for name, text in found.items():
+        print(f"{name:{width}}  {text}")
+
+
+if __name__ == "__main__":
+    main()
