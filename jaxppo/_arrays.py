@@ -38,6 +38,16 @@ def is_zero(coefficient: Coefficient) -> bool:
     return not isinstance(coefficient, jax.core.Tracer) and float(coefficient) == 0
 
 
+def as_coefficient(coefficient: Coefficient) -> Coefficient:
+    """The number 0 where the coefficient is known to be 0, else an f32 array: no number of them compiles anew."""
+    return 0.0 if is_zero(coefficient) else jnp.asarray(coefficient, jnp.float32)
+
+
+def times(coefficient: Coefficient, x: Float[Array, "R T"] | None) -> Float[Array, "R T"] | float:
+    """coefficient * x; 0 where there is no x, or where the coefficient is known to be 0."""
+    return 0.0 if x is None or is_zero(coefficient) else coefficient * x
+
+
 def check(what: str, got: Any, good: bool, expected: str) -> None:
     if not good:
         raise ValueError(f"{what}: got {got}, expected {expected}")

@@ -142,7 +142,7 @@ class PolicyLossConfig:
 
     @property
     def entropy_mode(self) -> Literal["metric", "bonus"]:
-        """The `entropy=` of the log-prob functions: "bonus" (differentiable) unless the coefficient is the number 0."""
+        """The `entropy=` of the log-prob functions: "metric" where the coefficient is known to be 0, else "bonus"."""
         return "metric" if is_zero(self.entropy_coef) else "bonus"
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import LOG_PROBS, Aggregation, check_f32, is_zero, masked
+from jaxppo._arrays import LOG_PROBS, Aggregation, as_coefficient, check_f32, masked, times
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
@@ -226,14 +225,9 @@ def impossible_tokens(
 
 
 def _token_loss(config: PolicyLossConfig) -> PolicyTokenLoss:
-    """The config's loss; its coefficients, where they count, as arrays, so that no number of them compiles anew."""
-    as_array = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
-    if not is_zero(config.entropy_coef):
-        config = dataclasses.replace(config, entropy_coef=as_array(config.entropy_coef))
-    kl = config.kl
-    if kl is not None and config.penalises_kl:
-        config = dataclasses.replace(config, kl=KL(as_array(kl.coef), kl.estimator, kl.importance))
-    return PolicyTokenLoss(config)
+    """The config's loss, its coefficients as the traced code takes them."""
+    kl = config.kl and dataclasses.replace(config.kl, coef=as_coefficient(config.kl.coef))
+    return PolicyTokenLoss(dataclasses.replace(config, kl=kl, entropy_coef=as_coefficient(config.entropy_coef)))
 
 
 class Correction(NamedTuple):
@@ -260,7 +254,7 @@ class PolicyTokenLoss(TokenLoss):
 
     @property
     def entropy(self) -> Entropy:
-        return "bonus" if isinstance(self.config.entropy_coef, jax.Array) else "metric"
+        return self.config.entropy_mode
 
     @property
     def off_policy(self) -> OffPolicyConfig | None:
@@ -320,41 +314,38 @@ class PolicyTokenLoss(TokenLoss):
     ) -> tuple[Float[Array, "R T"], Values]:
         correction, selected = constants
         config, mask = self.config, batch.loss_mask
-        select = lambda x: masked(x, mask)  # noqa: E731
-        log_probs = select(stats.log_probs)
-        old = select(old_log_probs(stats.log_probs, batch, config))
+        log_probs = masked(stats.log_probs, mask)
+        old = masked(old_log_probs(stats.log_probs, batch, config), mask)
         assert batch.advantages is not None  # check_needed sees to it
-        advantages = lax.stop_gradient(select(batch.advantages))
-        extra = {} if selected is None else {"selected": select(selected)}
-        losses, indicators = config.loss(log_probs, old, advantages, mask=mask, segments=segments, **extra)
-        values = dict(indicators)
-        if correction is not None:
-            losses = losses * correction.weights
-            values |= correction.values
-        ratio = jnp.exp(log_ratio(log_probs, old))
-        values |= {"pg_loss": losses, "ppo_kl": old - log_probs, "ratio": ratio}
-        if stats.entropy is not None:
-            values["entropy"] = select(stats.entropy)
-            losses = losses - config.entropy_coef * values["entropy"] if self.entropy == "bonus" else losses
-        if config.kl is not None and batch.ref_log_probs is not None:
-            importance = _kl_weight(config.kl, log_probs, old, mask, segments)
-            reference = select(batch.ref_log_probs)
-            values["kl"] = kl_divergence(log_probs, reference, config.kl.estimator, importance)
-            losses = losses + config.kl.coef * values["kl"] if isinstance(config.kl.coef, jax.Array) else losses
-        if batch.rollout_log_probs is not None:
-            rollout = select(batch.rollout_log_probs)
-            trainer = old if config.ratio_to == "old" else log_probs
-            values["sampler_log_prob_abs_diff"] = jnp.abs(trainer - rollout)
-            values["sampler_k3"] = k3(trainer - rollout)
-        return select(losses), values
+        advantages = lax.stop_gradient(masked(batch.advantages, mask))
+        extra = {} if selected is None else {"selected": masked(selected, mask)}
+        policy, indicators = config.loss(log_probs, old, advantages, mask=mask, segments=segments, **extra)
+        policy = policy if correction is None else policy * correction.weights
+        kl = _kl(config.kl, log_probs, old, batch, segments)
+        entropy = None if stats.entropy is None else masked(stats.entropy, mask)
+        kl_coef = 0.0 if config.kl is None else config.kl.coef
+        loss = policy + times(kl_coef, kl) - times(config.entropy_coef, entropy)
+        found = {"pg_loss": policy, "kl": kl, "entropy": entropy}
+        values = {**indicators, **({} if correction is None else correction.values)}
+        values |= {name: x for name, x in found.items() if x is not None}
+        return masked(loss, mask), values | self._compared(log_probs, old, batch)
+
+    def _compared(self, log_probs: Float[Array, "R T"], old: Float[Array, "R T"], batch: RolloutBatch) -> Values:
+        """What metrics say of the policies: their ratio, and how far the sampler is from the trainer."""
+        values = {"ppo_kl": old - log_probs, "ratio_mean": jnp.exp(log_ratio(log_probs, old))}
+        if batch.rollout_log_probs is None:
+            return values
+        trainer = old if self.config.ratio_to == "old" else log_probs
+        apart = trainer - masked(batch.rollout_log_probs, batch.loss_mask)
+        return values | {"sampler_log_prob_abs_diff": jnp.abs(apart), "sampler_k3": k3(apart)}
 
     def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
-        values = dict(values)
-        ratio, pg_loss = values.pop("ratio"), values.pop("pg_loss")
         by_token = self.config.metric_aggregation == "token_mean"
-        each: Callable[[jax.Array], Term] = lambda x: (x, mask, "mean") if by_token else (x, weights, "sum")  # noqa: E731
-        terms = {name: each(value) for name, value in values.items()}
-        terms |= {"pg_loss": (pg_loss, weights, "sum"), "ratio_mean": each(ratio)}
+        terms: dict[str, Term] = {
+            name: (x, mask, "mean") if by_token else (x, weights, "sum") for name, x in values.items()
+        }
+        terms["pg_loss"] = (values["pg_loss"], weights, "sum")
+        ratio = values["ratio_mean"]
         terms |= {"ratio_min": (ratio, mask, "min"), "ratio_max": (ratio, mask, "max")}
         return terms | {"first": (ratio, mask, "mean"), "second": (ratio**2, mask, "mean")}
 
@@ -363,15 +354,18 @@ class PolicyTokenLoss(TokenLoss):
         return {**found, "effective_sample_size": Composite(moments, _effective_sample_size)}
 
 
-def _kl_weight(
-    kl: KL, log_probs: Float[Array, "R T"], old: Float[Array, "R T"], mask: Float[Array, "R T"], segments: Segments
+def _kl(
+    kl: KL | None, log_probs: Float[Array, "R T"], old: Float[Array, "R T"], batch: RolloutBatch, segments: Segments
 ) -> Float[Array, "R T"] | None:
-    """What the divergence of each token is weighed by; None for 1."""
-    if kl.importance == "none":
+    """The divergence of each token from the reference; None without a config or a reference."""
+    if kl is None or batch.ref_log_probs is None:
         return None
+    weight = None
     if kl.importance == "score":
-        return jnp.exp(log_probs - lax.stop_gradient(log_probs))
-    return ratio_at(kl.importance, log_probs, old, mask, segments)
+        weight = jnp.exp(log_probs - lax.stop_gradient(log_probs))
+    elif kl.importance != "none":
+        weight = ratio_at(kl.importance, log_probs, old, batch.loss_mask, segments)
+    return kl_divergence(log_probs, masked(batch.ref_log_probs, batch.loss_mask), kl.estimator, weight)
 
 
 def _response_share(batch: RolloutBatch, segments: Segments) -> Float[Array, "R T"]:

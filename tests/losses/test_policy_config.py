@@ -21,6 +21,7 @@ from jaxppo import (
     RolloutBatch,
     TokenStats,
     accumulate_gradients,
+    policy_loss,
 )
 from jaxppo.metrics import Metric, merge_metrics
 from jaxppo.policy_losses import BY_NAME, DPPO, DRO, VESPO, ClipCov, KLCov, PolicyLoss, ProbabilityMask, by_name
@@ -140,9 +141,22 @@ def test_entropy_mode():
     assert PolicyLossConfig().entropy_mode == "metric"
     assert PolicyLossConfig(entropy_coef=0).entropy_mode == "metric"
     assert PolicyLossConfig(entropy_coef=-0.1).entropy_mode == "bonus"
+    assert PolicyLossConfig(entropy_coef=jnp.zeros(())).entropy_mode == "metric"
     modes = []
     jax.jit(lambda c: modes.append(PolicyLossConfig(entropy_coef=c).entropy_mode))(0.0)
     assert modes == ["bonus"]
+
+
+@pytest.mark.parametrize("zero", [0, np.float32(0), jnp.zeros(())], ids=["int", "numpy", "jax"])
+def test_a_coefficient_known_to_be_zero_adds_no_term(batch, zero):
+    """Were 0 times the term added, an infinite one would make the loss NaN."""
+    batch = dataclasses.replace(batch, ref_log_probs=jnp.full(batch.loss_mask.shape, -1e30))
+    stats = TokenStats(batch.old_log_probs, jnp.full(batch.loss_mask.shape, jnp.inf))
+    config = PolicyLossConfig(PPO(), kl=KL(zero, "k2"), entropy_coef=zero)
+    loss, metrics = policy_loss(stats, batch, config)
+    assert loss == policy_loss(stats, batch, PolicyLossConfig(PPO()))[0]
+    assert jnp.isinf(metrics["kl"].value)
+    assert jnp.isinf(metrics["entropy"].value)
 
 
 @pytest.mark.parametrize(
