@@ -70,13 +70,20 @@ class PairBlock(NamedTuple):
 
 def divergence_of_tokens(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> Float[Array, "R T"]:
     """Per-shard: the divergence of the device's tokens; no gradient flows to the teacher."""
+    call, arrays, shape = pair_on_device(call, inputs, teacher)
+    return _token_divergence(call, *arrays).reshape(shape)
+
+
+def pair_on_device(
+    call: DivergenceCall, inputs: Inputs, teacher: Inputs
+) -> tuple[DivergenceCall, tuple[Inputs, Inputs], tuple[int, int]]:
+    """Per-shard: both heads' arrays as schedules take them, of the same positions, and the shape of their tokens."""
     calls = call.student, call.teacher
     if calls[0].sequence_parallel != calls[1].sequence_parallel:
         (student, inputs), (other, teacher) = whole(calls[0], inputs), whole(calls[1], teacher)
         call = dataclasses.replace(call, student=student, teacher=other)
     R = inputs.features.hidden.shape[0]
-    arrays = on_device(call.student, inputs), on_device(call.teacher, teacher)
-    return _token_divergence(call, *arrays).reshape(R, -1)
+    return call, (on_device(call.student, inputs), on_device(call.teacher, teacher)), (R, -1)
 
 
 def terms(
@@ -132,11 +139,15 @@ class PairWalk(Walk):
 
     def terms(self, z: jax.Array, teacher_z: jax.Array, valid: Any, sums: LogSums) -> tuple[Any, Any, Any]:
         """`terms` and the student's log p of a block, 0 and -inf in columns that do not exist."""
+        log_p, log_q = self.log_probs(z, teacher_z, valid, sums)
+        value, h = (jnp.where(valid, x, 0) for x in terms(self.pair.divergence, self.pair.beta, log_p, log_q))
+        return value, h, log_p
+
+    def log_probs(self, z: jax.Array, teacher_z: jax.Array, valid: Any, sums: LogSums) -> tuple[jax.Array, jax.Array]:
+        """log p and log q of a block; in columns that do not exist -inf and 0."""
         log_p = (z - sums.m[:, None]) - sums.log_s[:, None]
         log_q = (teacher_z - sums.teacher_m[:, None]) - sums.teacher_log_s[:, None]
-        found = terms(self.pair.divergence, self.pair.beta, log_p, jnp.where(valid, log_q, 0))
-        value, h = (jnp.where(valid, x, 0) for x in found)
-        return value, h, log_p
+        return log_p, jnp.where(valid, log_q, 0)
 
     def dlogits(
         self, chunk: Any, block: Any, residuals: Any, cotangents: Cotangents, x: Any = None
@@ -154,6 +165,21 @@ def evaluate(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[jax
     plan = two_passes(call.student, sizes_of(call.student, inputs), True)
     walk = PairWalk(call, inputs, teacher, plan.forward, by_vocabulary=plan.forward_by_vocabulary)
     tokens, axes = walk.tokens, call.student.axes
+    known, zeros = log_sums(walk, plan.forward_by_vocabulary), walk.zeros(tokens.slots_count)
+
+    def add_terms(chunk: Any, block: Any, slots: Slots, sums: Any) -> Any:
+        found = walk.terms(*walk.logits(chunk, block)[1:], block.student.valid, tokens.read(known, slots))[:2]
+        return walk.vary(jax.tree.map(lambda total, x: total + x.sum(axis=1), sums, found))
+
+    sums = jnp.stack(over_tiles(walk, plan.forward_by_vocabulary, add_terms, (zeros, zeros)))
+    value, h = axes.psum(vary(sums, axes.tensor), axes.tensor)
+    value, residuals = tokens.to_tokens((value, known._replace(h=h)))
+    return value if inputs.counts is None else jnp.where(inputs.counts, value, 0), residuals
+
+
+def log_sums(walk: PairWalk, by_vocabulary: bool) -> LogSums:
+    """Both softmaxes' m and log s over all of the vocabulary, in slot order; h is 0."""
+    tokens = walk.tokens
 
     def add_sums(chunk: Any, block: Any, slots: Slots, sums: tuple[Sums, Sums]) -> Any:
         nothing, no_target = jnp.zeros(tokens.size, jnp.float32), jnp.zeros((1, 1), bool)
@@ -162,23 +188,13 @@ def evaluate(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[jax
         return walk.vary(both)
 
     empty = walk.vary(softmax.empty_sums(tokens.slots_count, full=True, entropy=False, nucleus=False))
-    both = _over_tiles(walk, plan.forward_by_vocabulary, add_sums, (empty, empty))
-    both = softmax.combine(jax.tree.map(lambda *x: jnp.concatenate(x), *both), axes)
+    both = over_tiles(walk, by_vocabulary, add_sums, (empty, empty))
+    both = softmax.combine(jax.tree.map(lambda *x: jnp.concatenate(x), *both), walk.call.axes)
     (m, teacher_m), (log_s, teacher_log_s) = jnp.split(both.m, 2), jnp.split(jnp.log(both.s), 2)
-    zeros = walk.zeros(tokens.slots_count)
-    known = LogSums(m, log_s, teacher_m, teacher_log_s, zeros)
-
-    def add_terms(chunk: Any, block: Any, slots: Slots, sums: Any) -> Any:
-        found = walk.terms(*walk.logits(chunk, block)[1:], block.student.valid, tokens.read(known, slots))[:2]
-        return walk.vary(jax.tree.map(lambda total, x: total + x.sum(axis=1), sums, found))
-
-    sums = jnp.stack(_over_tiles(walk, plan.forward_by_vocabulary, add_terms, (zeros, zeros)))
-    value, h = axes.psum(vary(sums, axes.tensor), axes.tensor)
-    value, residuals = tokens.to_tokens((value, known._replace(h=h)))
-    return value if inputs.counts is None else jnp.where(inputs.counts, value, 0), residuals
+    return LogSums(m, log_s, teacher_m, teacher_log_s, walk.zeros(tokens.slots_count))
 
 
-def _over_tiles(walk: Walk, by_vocabulary: bool, body: Any, totals: Any) -> Any:
+def over_tiles(walk: Walk, by_vocabulary: bool, body: Any, totals: Any) -> Any:
     """`totals` of tokens in slot order, to which each tile adds by body(chunk, block, slots, its part of them)."""
     tokens, over_blocks = walk.tokens, walk.vocabulary.over_blocks
 

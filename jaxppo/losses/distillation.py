@@ -6,7 +6,6 @@ For distillation on sampled tokens, by policy gradient, see `advantages.on_polic
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any, Literal, Unpack
 
 import jax
@@ -17,9 +16,10 @@ from jaxppo._arrays import Aggregation, check_aggregation, check_choice, masked
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.divergence import DivergenceCall, divergence_of_tokens
-from jaxppo.head.head import Head, as_head
-from jaxppo.head.prepare import HeadOptions, prepare_head
-from jaxppo.head.types import Inputs, Prepared
+from jaxppo.head.head import Head
+from jaxppo.head.pair import prepare_pair
+from jaxppo.head.prepare import HeadOptions
+from jaxppo.head.types import Inputs
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
 from jaxppo.metrics import Metrics, Term
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
@@ -85,37 +85,21 @@ def divergence_from_hidden(
     check_choice("divergence", divergence, Divergence)
     if not 0 < beta < 1:
         raise ValueError(f"beta: got {beta}, expected a number in (0, 1)")
-    prepare = partial(
-        prepare_head, targets=None, parallel=parallel, entropy="none", temperature=temperature, where=where, heads=2
+    student, teacher = prepare_pair(
+        (hidden, head),
+        (teacher_hidden, teacher_head),
+        names=("student", "teacher"),
+        second_spec=teacher_hidden_spec,
+        parallel=parallel,
+        temperature=temperature,
+        where=where,
+        options=options,
     )
-    student = prepare(hidden, head, options=options)
-    of_teacher: HeadOptions = {**options, "hidden_spec": teacher_hidden_spec}
-    teacher = prepare(teacher_hidden, teacher_head, name="teacher_head", options=of_teacher)
-    _check_pair((as_head("head", head), as_head("teacher_head", teacher_head)), (student, teacher))
     args = {"student": student.inputs, "teacher": teacher.inputs}
     specs = lambda p: ([student.specs, teacher.specs], p.tokens_spec)  # noqa: E731
     static = DivergenceCall(student.call, teacher.call, divergence, beta)
     found: Float[Array, "R T"] = shard_call("divergence_from_hidden", _per_shard, parallel, args, specs, static)
     return found
-
-
-def _check_pair(heads: tuple[Head, Head], prepared: tuple[Prepared, Prepared]) -> None:
-    """Raises where student and teacher, or their vocabularies, differ."""
-    student, teacher = prepared
-    if student.tokens != teacher.tokens:
-        raise ValueError(f"teacher_hidden: got [R, T] = {teacher.tokens}, expected the student's, {student.tokens}")
-    columns = [head.kernel.shape[head.v_dim] for head in heads]
-    if columns[0] != columns[1]:
-        raise ValueError(f"teacher_head.kernel: got {columns[1]} columns, expected the student's {columns[0]}")
-    if (heads[0].vocab_size or columns[0]) != (heads[1].vocab_size or columns[1]):
-        raise ValueError(
-            f"teacher_head.vocab_size: got {heads[1].vocab_size}, expected the student's, {heads[0].vocab_size}"
-        )
-    if student.call.v_names != teacher.call.v_names:
-        raise ValueError(
-            f"teacher_head.kernel: got its vocabulary over {teacher.call.v_names}, expected over "
-            f"{student.call.v_names}, as the student's"
-        )
 
 
 def _per_shard(axes: ShardAxes, call: DivergenceCall, student: Inputs, teacher: Inputs) -> jax.Array:

@@ -16,10 +16,11 @@ Configs are plain dicts, see `step.CONFIG` and `off_policy.OPTIONS`; hyperparame
     off_policy      importance weights, rejections, veto, sequence masking
     step            policy_loss: all of it together, with gradients and metrics; covariance and its selection
     other_losses    value, SFT, multi-token prediction, distillation, mismatch metrics
+    mismatch        two policies at the same tokens, over the vocabulary and from samples
     advantages      token rewards, returns, GAE, whitening, and the estimators over groups
 """
 
-from . import advantages, head, kl, off_policy, other_losses, policy_losses, samples, step
+from . import advantages, head, kl, mismatch, off_policy, other_losses, policy_losses, samples, step
 from .head import OracleHead
 from .samples import OracleSample
 from .step import policy_loss, policy_loss_from_hidden
@@ -30,6 +31,7 @@ __all__ = [
     "advantages",
     "head",
     "kl",
+    "mismatch",
     "off_policy",
     "other_losses",
     "policy_loss",

@@ -1,0 +1,142 @@
+"""Two heads compared at each token, over the whole vocabulary, tile by tile; forward only."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head.divergence import DivergenceCall, PairWalk, log_sums, over_tiles, pair_on_device, terms
+from jaxppo.head.plan import sizes_of, two_passes
+from jaxppo.head.token_blocks import Slots
+from jaxppo.head.types import HeadCall, Inputs
+from jaxppo.head.walk import Walk, whole_features
+from jaxppo.sharding import vary
+
+F32_UNIT = 2.0**-24
+
+
+class Comparison(NamedTuple):
+    """Student p against teacher q at each token, f32 `[R, T]`: KL(p || q), KL(q || p), total variation, and more."""
+
+    reverse_kl: jax.Array
+    forward_kl: jax.Array
+    total_variation: jax.Array
+    same_top: jax.Array
+    """1 where both find the same token likeliest, else 0; of equally likely ones the first counts."""
+    logit_error: jax.Array
+    """The scale of the error that rounding makes in a logit, see `_logit_error`."""
+
+
+class Top(NamedTuple):
+    """The largest logit up to here and where it stands, and the largest magnitude; `[N]` each."""
+
+    logit: jax.Array
+    column: jax.Array  # i32
+    magnitude: jax.Array
+
+
+def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teacher: Inputs) -> Comparison:
+    """Per-shard: the comparison of the device's tokens; 0 where they do not count.
+
+    Args:
+      call: the two heads; its divergence is not read.
+      unit: to which hidden states and kernels were rounded, relative; such as 2^-8 for bfloat16.
+      inputs: the student's arrays.
+      teacher: the teacher's.
+    """
+    call, (inputs, teacher), shape = pair_on_device(call, inputs, teacher)
+    plan = two_passes(call.student, sizes_of(call.student, inputs), True)
+    walk = PairWalk(call, inputs, teacher, plan.forward, by_vocabulary=plan.forward_by_vocabulary)
+    tokens, by_vocabulary = walk.tokens, plan.forward_by_vocabulary
+    known = log_sums(walk, by_vocabulary)
+
+    def add(chunk: Any, block: Any, slots: Slots, found: Any) -> Any:
+        sums, tops = found
+        _, z, teacher_z = walk.logits(chunk, block)
+        log_p, log_q = walk.log_probs(z, teacher_z, block.student.valid, tokens.read(known, slots))
+        each = [terms(kind, 0.5, log_p, log_q)[0] for kind in ("reverse_kl", "forward_kl")]
+        each.append(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)) / 2)
+        valid = block.student.valid
+        sums = [total + jnp.where(valid, x, 0).sum(axis=1) for total, x in zip(sums, each, strict=True)]
+        tops = [_top(tops[0], z, block.student.columns), _top(tops[1], teacher_z, block.student.columns)]
+        return walk.vary((sums, tops))
+
+    zeros = walk.zeros(tokens.slots_count)
+    no_top = Top(jnp.full_like(zeros, -jnp.inf), jnp.full_like(zeros, jnp.iinfo(jnp.int32).max, jnp.int32), zeros)
+    sums, tops = over_tiles(walk, by_vocabulary, add, walk.vary(([zeros] * 3, [no_top] * 2)))
+    names = call.student.axes.tensor
+    sums = call.student.axes.psum(vary(jnp.stack(sums), names), names)
+    own, other = (_over_shards(top, names) for top in tops)
+    same = (own.column == other.column).astype(jnp.float32)
+    *sums, same, own, other = tokens.to_tokens((*sums, same, own.magnitude, other.magnitude))
+    errors = _logit_error(call.student, walk, unit, own), _logit_error(call.teacher, walk.teacher, unit, other)
+    found = Comparison(sums[0], sums[1], sums[2], same, jnp.maximum(*errors))
+    counts = inputs.counts
+    return jax.tree.map(lambda x: (x if counts is None else jnp.where(counts, x, 0)).reshape(shape), found)
+
+
+def _top(top: Top, z: jax.Array, columns: jax.Array) -> Top:
+    """The top with the columns of a block, whose ids are ascending in no order of blocks."""
+    best = z.max(axis=1)
+    column = jnp.where(z == best[:, None], columns, jnp.iinfo(jnp.int32).max).min(axis=1)
+    magnitude = jnp.maximum(top.magnitude, jnp.where(jnp.isfinite(z), jnp.abs(z), 0).max(axis=1))
+    first = jnp.where(best == top.logit, jnp.minimum(column, top.column), column)
+    return Top(jnp.maximum(top.logit, best), jnp.where(best < top.logit, top.column, first), magnitude)
+
+
+def _over_shards(top: Top, names: tuple[str, ...]) -> Top:
+    """The top of all parts of the vocabulary."""
+    if not names:
+        return top
+    top = jax.tree.map(lambda x: vary(x, names), top)
+    logit, magnitude = lax.pmax(jnp.stack((top.logit, top.magnitude)), names)
+    column = jnp.where(top.logit == logit, top.column, jnp.iinfo(jnp.int32).max)
+    return Top(logit, lax.pmin(column, names), magnitude)
+
+
+def _logit_error(call: HeadCall, walk: Walk, unit: float, magnitude: jax.Array) -> jax.Array:
+    """The scale s of the error e of any logit of a token, f32[N]: P(|e| > t s) <= 2 exp(-t^2 / 2).
+
+    e is a sum of errors of mean 0 that are independent and bounded: two roundings of each hidden state and of each
+    kernel entry, by u relative, and the f32 errors of a sum of H terms. With sum_k h_k^2 w_k^2 <= |h^2| |w^2|:
+
+        s^2 = (4 u^2 |h^2| |w^2| + (4 * 2^-24)^2 |h|^2 |w|^2) (scale / temperature)^2 + 2 v^2 max |z|^2
+
+    w the column of the largest norm, an adapter's columns with its features beside it, v = 2^-8 where the head rounds
+    its logits to bf16, else 2^-24.
+    """
+
+    def largest(i: Any, norms: Any) -> Any:
+        block = walk.vocabulary.block(i)
+        parts = block.parameters.kernel, block.parameters.lora_b
+        valid = block.valid if block.valid is True else block.valid[0]
+        found = [_norms(x, 1 - call.v_dim, valid) for x in parts if x is not None]
+        return walk.vary(jax.tree.map(lambda a, b: jnp.maximum(a, b.max()), norms, found))
+
+    features = [x for x in whole_features(call, walk.inputs.features) if x is not None]
+    norms = walk.vocabulary.over_blocks(largest, walk.vary([(jnp.zeros(()), jnp.zeros(()))] * len(features)))
+    names, counts = call.axes.tensor, walk.inputs.counts
+    of_columns = jnp.stack([jnp.stack(pair) for pair in norms])
+    of_columns = lax.pmax(vary(of_columns, names), names) if names else of_columns
+    total = jnp.zeros_like(magnitude)
+    for x, (squares, fourths), weight in zip(features, of_columns, (1.0, call.lora_scale), strict=False):
+        of_rows = jnp.stack(_norms(x, 1, True if counts is None else counts))
+        # rows that were gathered are the same on all devices, which their type does not say
+        of_rows = lax.pmax(of_rows, names) if call.sequence_parallel else of_rows
+        of_f32 = (4 * F32_UNIT) ** 2 * of_rows[0] * squares
+        total += weight**2 * (4 * unit**2 * jnp.sqrt(of_rows[1] * fourths) + of_f32)
+    total *= call.transform.scale**2
+    if walk.inputs.temperature is not None:
+        total /= walk.inputs.temperature**2
+    of_logits = 2.0**-8 if call.transform.dtype == "bfloat16" else F32_UNIT
+    return jnp.sqrt(total + 2 * (of_logits * magnitude) ** 2)
+
+
+def _norms(x: jax.Array, dim: int, among: Any) -> tuple[jax.Array, jax.Array]:
+    """The sums along a dimension of squares and of fourth powers, 0 where not `among`."""
+    square = jnp.square(x.astype(jnp.float32))
+    keep = lambda found: jnp.where(among, found, 0)  # noqa: E731
+    return keep(square.sum(axis=dim)), keep(jnp.square(square).sum(axis=dim))

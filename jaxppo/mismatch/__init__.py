@@ -1,0 +1,7 @@
+"""How far the sampler is from the trainer: metrics of a step, and a report from `python -m jaxppo.mismatch A B`."""
+
+from jaxppo.mismatch.metrics import mismatch_metrics
+from jaxppo.mismatch.report import MismatchReport, mismatch_report
+from jaxppo.mismatch.tokens import TokenMismatch, token_mismatch
+
+__all__ = ["MismatchReport", "TokenMismatch", "mismatch_metrics", "mismatch_report", "token_mismatch"]

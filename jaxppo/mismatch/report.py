@@ -1,0 +1,169 @@
+"""A report of how far sampler and trainer are apart: figures over all tokens, by position and by entropy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jaxppo._arrays import check_array, check_number
+from jaxppo.kl import MAX_LOG_RATIO
+from jaxppo.mismatch.tokens import TokenMismatch
+from jaxppo.sharding import multihost
+
+QUANTILES = (0.5, 0.9, 0.99, 0.999)
+_BEYOND = 6.0
+_NAMES = {
+    "mean": "mean of d",
+    "abs_mean": "mean of |d|",
+    "abs_max": "max of |d|",
+    **{f"abs_q{100 * q:g}": f"{100 * q:g}% of |d| are below" for q in QUANTILES},
+    "kl": "KL(sampler || trainer)",
+    "reverse_kl": "KL(trainer || sampler)",
+    "total_variation": "total variation",
+    "same_top": "share with the same likeliest token",
+    "rms": "root mean square of d",
+    "rounding_rms": "of which rounding explains",
+    "beyond_rounding": "share beyond 6 times what rounding explains",
+}
+_IN_TABLES = ("tokens", "abs_mean", "abs_max", "kl", "total_variation", "same_top", "beyond_rounding")
+
+
+@dataclasses.dataclass(frozen=True)
+class MismatchReport:
+    """Figures of d = trainer - sampler log-prob; `print` shows them as a table.
+
+    Args:
+      tokens: how many were compared.
+      not_finite: how many more count, but have a log-prob that is infinite or NaN; no figure holds them.
+      exact: KL and total variation are over the whole vocabulary, not estimated from the sampled tokens.
+      figures: by name: mean, abs_mean, abs_max, abs_q50 to abs_q99.9, rms, kl, reverse_kl, total_variation and, where
+        they are known, same_top, rounding_rms and beyond_rounding.
+      by_position: the same of ranges of positions, with `low`, `high` (both included) and `tokens`.
+      by_entropy: the same of ranges of entropy with about equally many tokens; empty where no entropy is known.
+    """
+
+    tokens: int
+    not_finite: int
+    exact: bool
+    figures: dict[str, float]
+    by_position: tuple[dict[str, float], ...]
+    by_entropy: tuple[dict[str, float], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{'tokens':44}{self.tokens}", f"{'more, whose log-probs are not finite':44}{self.not_finite}"]
+        lines += [f"{text:44}{self.figures[name]:.6g}" for name, text in _NAMES.items() if name in self.figures]
+        if not self.exact:
+            lines.append("KL and total variation are estimates from the sampled tokens")
+        for title, parts in (("position", self.by_position), ("entropy", self.by_entropy)):
+            lines += ["", *_table(title, parts)] if parts else []
+        return "\n".join(lines)
+
+
+def mismatch_report(
+    tokens: TokenMismatch,
+    *,
+    where: Bool[Array, "..."] | None = None,
+    positions: Int[Array, "..."] | None = None,
+    bins: int = 8,
+) -> MismatchReport:
+    """How far sampler and trainer are apart, over all tokens, by position and by entropy; on the host, in f64.
+
+    With d = log p - log q of a token that the sampler q drew, r = exp(d), d within [-20, 20] where exp is taken of it;
+    KL and total variation are means of what `token_mismatch` found over the whole vocabulary, or else of
+
+        KL(q || p) = r - 1 - d      KL(p || q) = r d - r + 1      total variation = |r - 1| / 2
+
+    whose expectations over q they are. Rounding explains a root mean square of `rounding`, and hardly a token beyond 6
+    times that: where the share beyond is not 0, look for a bug.
+
+    Args:
+      tokens: `TokenMismatch(log_probs, rollout_log_probs)`, or what `token_mismatch` returns; arrays of any one shape,
+        `[R, T]` or `[N]`. Every process calls this where they lie over devices of several.
+      where: bool, the tokens that count; a loss mask does. All by default.
+      positions: i32; by default the last dimension's index.
+      bins: ranges of positions, equally wide, and of entropies, with equally many tokens.
+
+    Raises:
+      TypeError, ValueError: arrays of other shapes or dtypes, no token that counts, bins below 1.
+
+    Example:
+      >>> report = mismatch_report(TokenMismatch(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -2.0])), bins=1)
+      >>> report.tokens, report.figures["abs_mean"], report.figures["abs_max"]
+      (2, 0.25, 0.5)
+
+    The estimates: Schulman 2020, http://joschu.net/blog/kl-approx.html
+    """
+    check_number("bins", bins, least=1)
+    found = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(tokens)}
+    arrays = {name: x for name, x in (found | {"where": where, "positions": positions}).items() if x is not None}
+    for name, x in arrays.items():
+        check_array(name, x)
+        if x.shape != tokens.log_probs.shape or not x.ndim:
+            raise ValueError(f"{name}: got shape {x.shape}, expected that of log_probs, {tokens.log_probs.shape}")
+    host: dict[str, Any] = {name: np.asarray(x) for name, x in jax.device_get(multihost.whole(arrays)).items()}
+    positions_of = host.pop("positions", np.broadcast_to(np.arange(tokens.log_probs.shape[-1]), tokens.log_probs.shape))
+    counted = host.pop("where", np.ones(tokens.log_probs.shape, bool)) > 0
+    values = {name: x[counted].astype(np.float64) for name, x in host.items()}
+    finite = np.isfinite(values["log_probs"]) & np.isfinite(values["rollout_log_probs"])
+    if not finite.any():
+        raise ValueError(f"log_probs: got {finite.size} that count and none that is finite, expected at least 1")
+    values = {name: x[finite] for name, x in values.items()}
+    by_token = _by_token(values)
+    at = positions_of[counted][finite]
+    edges = np.unique(np.linspace(at.min(), at.max() + 1, int(bins) + 1).astype(np.int64))
+    by_entropy: tuple[dict[str, float], ...] = ()
+    if "entropy" in values:
+        inner = np.quantile(values["entropy"], np.linspace(0, 1, int(bins) + 1)[1:-1])
+        by_entropy = _in_ranges(by_token, values["entropy"], np.searchsorted(inner, values["entropy"], "right"))
+    return MismatchReport(
+        tokens=int(finite.sum()),
+        not_finite=int((~finite).sum()),
+        exact="kl" in values,
+        figures=_figures(by_token),
+        by_position=_in_ranges(by_token, at, np.searchsorted(edges[1:-1], at, "right")),
+        by_entropy=by_entropy,
+    )
+
+
+def _by_token(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the figures are means and quantiles of."""
+    d = values["log_probs"] - values["rollout_log_probs"]
+    bounded = np.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    grown = np.expm1(bounded)
+    found = {"d": d, "kl": grown - bounded, "reverse_kl": bounded * (grown + 1) - grown, "total_variation": grown / 2}
+    found["total_variation"] = np.abs(found["total_variation"])
+    return found | {name: x for name, x in values.items() if name in _NAMES or name == "rounding"}
+
+
+def _figures(by_token: dict[str, np.ndarray]) -> dict[str, float]:
+    d = by_token["d"]
+    found = {"mean": d.mean(), "abs_mean": np.abs(d).mean(), "abs_max": np.abs(d).max(), "rms": np.sqrt((d**2).mean())}
+    found |= {f"abs_q{100 * q:g}": x for q, x in zip(QUANTILES, np.quantile(np.abs(d), QUANTILES), strict=True)}
+    found |= {name: by_token[name].mean() for name in _NAMES if name in by_token}
+    if "rounding" in by_token:
+        found["rounding_rms"] = np.sqrt((by_token["rounding"] ** 2).mean())
+        found["beyond_rounding"] = (np.abs(d) > _BEYOND * by_token["rounding"]).mean()
+    return {name: float(x) for name, x in found.items()}
+
+
+def _in_ranges(by_token: dict[str, np.ndarray], of: np.ndarray, which: np.ndarray) -> tuple[dict[str, float], ...]:
+    """The figures of each range, `which` says a token's, of a quantity; ranges without tokens are left out."""
+    parts = []
+    for i in np.unique(which):
+        inside = which == i
+        ends = {"low": float(of[inside].min()), "high": float(of[inside].max()), "tokens": int(inside.sum())}
+        parts.append(ends | _figures({name: x[inside] for name, x in by_token.items()}))
+    return tuple(parts)
+
+
+def _table(title: str, parts: tuple[dict[str, float], ...]) -> list[str]:
+    names = [name for name in _IN_TABLES if name in parts[0]]
+    lines = [f"{title:>20}" + "".join(f"{name:>17}" for name in names)]
+    for part in parts:
+        low, high = f"{part['low']:.4g}", f"{part['high']:.4g}"
+        lines.append(f"{low + ' to ' + high:>20}" + "".join(f"{part[name]:>17.5g}" for name in names))
+    return lines

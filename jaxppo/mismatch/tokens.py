@@ -1,0 +1,144 @@
+"""Sampler and trainer at each token: their log-probs, and from two heads what the full distributions say."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Literal, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxppo._arrays import check_choice
+from jaxppo.head.api import log_probs_from_hidden
+from jaxppo.head.comparison import F32_UNIT, Comparison, comparison_of_tokens
+from jaxppo.head.divergence import DivergenceCall
+from jaxppo.head.head import Head
+from jaxppo.head.pair import prepare_pair
+from jaxppo.head.prepare import HeadOptions
+from jaxppo.head.types import Inputs
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
+
+Rounding = Literal["bfloat16", "float16", "float32"]
+_UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": F32_UNIT}
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class TokenMismatch:
+    """Trainer p and sampler q at each token, arrays of one shape; the last five are None where they are not known.
+
+    Args:
+      log_probs: of the sampled tokens, the trainer's.
+      rollout_log_probs: the sampler's.
+      entropy: of p, nats.
+      kl: KL(q || p) over the whole vocabulary.
+      reverse_kl: KL(p || q).
+      total_variation: the sum of |p_j - q_j| / 2.
+      same_top: 1 where both find the same token likeliest, else 0.
+      rounding: the scale s of the difference that rounding alone explains, see `token_mismatch`.
+
+    Example:
+      >>> TokenMismatch(jnp.array([-1.0]), jnp.array([-1.5])).kl is None
+      True
+    """
+
+    log_probs: Float[Array, "..."]
+    rollout_log_probs: Float[Array, "..."]
+    entropy: Float[Array, "..."] | None = None
+    kl: Float[Array, "..."] | None = None
+    reverse_kl: Float[Array, "..."] | None = None
+    total_variation: Float[Array, "..."] | None = None
+    same_top: Float[Array, "..."] | None = None
+    rounding: Float[Array, "..."] | None = None
+
+
+def token_mismatch(
+    hidden: Float[Array, "R T H"],
+    head: Head | Float[Array, "H V"],
+    rollout_hidden: Float[Array, "R T G"],
+    rollout_head: Head | Float[Array, "G V"],
+    targets: Int[Array, "R T"],
+    *,
+    rounded_to: Rounding = "bfloat16",
+    temperature: float | Array = 1.0,
+    where: Bool[Array, "R T"] | None = None,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    rollout_hidden_spec: P | None = None,
+    **options: Unpack[HeadOptions],
+) -> TokenMismatch:
+    """Compares the trainer's hidden states and head with the sampler's at the same tokens, without logits.
+
+    `rounding` is what the roundings of the two heads can do to d = log p_y - log q_y: hidden states and kernels each
+    rounded twice to `rounded_to`, logits where a head says so, sums in f32 in any order. As far as these errors are
+    independent and of mean 0, to first order in them,
+
+        P(|d| > t rounding) <= 2 exp(-t^2 / 2),   rounding = 2 (1 - min(p_y, q_y)) * (the scale of a logit's error)
+
+    so that beyond 6 times the rounding, 3 tokens in 10^8, something else is different: a weight, a temperature, a
+    layer. What roundings inside of the model add to hidden states is not in it.
+
+    Args:
+      hidden: `[R, T, H]`, the trainer's, see `log_probs_from_hidden`.
+      head: the trainer's.
+      rollout_hidden: `[R, T, G]`, the sampler's.
+      rollout_head: the sampler's, with as many columns, sharded in the same way.
+      targets: `i32[R, T]`, the tokens that were sampled.
+      rounded_to: the dtype to which hidden states and kernels are rounded: "bfloat16", "float16" or "float32".
+      temperature: divides both models' logits; a positive scalar or `[R, T]`.
+      where: `bool[R, T]`, the positions that count. The others read 0.
+      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
+      rollout_hidden_spec: how the sampler's hidden states are sharded, see `HeadOptions.hidden_spec`.
+      **options: see `HeadOptions`.
+
+    Returns:
+      `TokenMismatch` of `f32[R, T]`. Its log-probs and entropy are those of `log_probs_from_hidden`.
+
+    Raises:
+      TypeError, ValueError: an argument of the wrong dtype, rank, shape, sharding or range, named.
+
+    Example:
+      >>> states = jnp.ones((1, 1, 2)), jnp.zeros((2, 4)), jnp.ones((1, 1, 1)), jnp.array([[0.0, 0.0, -100.0, -100.0]])
+      >>> found = token_mismatch(*states, jnp.array([[1]]))
+      >>> found.kl.round(4), found.total_variation
+      (Array([[0.6931]], dtype=float32), Array([[0.5]], dtype=float32))
+
+    The bound: Higham and Mary 2019, probabilistic rounding error analysis, https://doi.org/10.1137/18M1226312
+    """
+    check_choice("rounded_to", rounded_to, Rounding)
+    pair = prepare_pair(
+        (hidden, head),
+        (rollout_hidden, rollout_head),
+        names=("trainer", "rollout"),
+        second_spec=rollout_hidden_spec,
+        parallel=parallel,
+        temperature=temperature,
+        where=where,
+        options=options,
+    )
+    args = {name: prepared.inputs for name, prepared in zip(("hidden", "rollout_hidden"), pair, strict=True)}
+    specs = lambda p: ([prepared.specs for prepared in pair], p.tokens_spec)  # noqa: E731
+    static = DivergenceCall(pair[0].call, pair[1].call, "reverse_kl", 0.5), _UNITS[rounded_to]
+    compared: Comparison = shard_call("token_mismatch", _per_shard, parallel, args, specs, static)
+    common = partial(log_probs_from_hidden, targets=targets, parallel=parallel, temperature=temperature, where=where)
+    of_rollout: HeadOptions = {**options, "hidden_spec": rollout_hidden_spec}
+    stats = common(hidden, head, entropy="metric", **options)
+    rollout = common(rollout_hidden, rollout_head, **of_rollout)
+    least = jnp.minimum(stats.log_probs, rollout.log_probs)
+    return TokenMismatch(
+        log_probs=stats.log_probs,
+        rollout_log_probs=rollout.log_probs,
+        entropy=stats.entropy,
+        kl=compared.forward_kl,
+        reverse_kl=compared.reverse_kl,
+        total_variation=compared.total_variation,
+        same_top=compared.same_top,
+        # the f32 sum over the vocabulary is rounded, too, however likely the token
+        rounding=-2 * jnp.expm1(least) * compared.logit_error + 16 * F32_UNIT * (1 - least),
+    )
+
+
+def _per_shard(axes: ShardAxes, static: tuple[DivergenceCall, float], trainer: Inputs, rollout: Inputs) -> Comparison:
+    return comparison_of_tokens(*static, trainer, rollout)
