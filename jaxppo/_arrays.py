@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeGuard, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 REQUIRED = ("tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids")
@@ -25,6 +26,11 @@ Coefficient = float | Float[Array, ""]
 def masked(x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R T"]:
     """x in f32 where the mask is above 0, and 0 elsewhere, whatever x holds there."""
     return jnp.where(mask > 0, x.astype(jnp.float32), 0)
+
+
+def spec_of(spec: P, x: Any) -> P:
+    """The PartitionSpec of an array whose last two dimensions have this one: micro-batches are not divided."""
+    return P(*(None,) * (x.ndim - 2), *spec)
 
 
 def is_number(x: Any) -> TypeGuard[float]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 if TYPE_CHECKING:
     from jaxppo.batch import RolloutBatch
@@ -52,8 +51,3 @@ def of_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
         return found if leading is None else jax.tree.map(lambda x: x.reshape(*leading, x.shape[-1]), found)
 
     return run
-
-
-def spec_of(spec: P, x: Any) -> P:
-    """The PartitionSpec of an array whose last two dimensions have this one: micro-batches are not divided."""
-    return P(*(None,) * (x.ndim - 2), *spec)

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, check_choice
-from jaxppo._stacked import as_rows, check_whole_step, part_of_a_step, spec_of
+from jaxppo._arrays import Aggregation, check_choice, spec_of
+from jaxppo._stacked import as_rows, check_whole_step, part_of_a_step
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
 from jaxppo.off_policy import OffPolicyConfig, weight_sums

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,31 +22,27 @@ from jaxppo._arrays import (
 from jaxppo.rules import View, raise_first
 from jaxppo.sharding import check_row_length, logical_positions, segment_multiple
 
-if TYPE_CHECKING:
-    from jaxppo.aggregation import Normalizer
-    from jaxppo.batch import RolloutBatch
 
-
-def arrays_of(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Any]:
+def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Any]:
     """The arrays of a batch that are there; raises where one holds something else than numbers in its shapes.
 
     Args:
-      batch: whose arrays may be anything.
+      fields: the batch's, by name; its arrays may be anything.
       stacked: micro-batches may be stacked, `[K, R, T]`.
       prefix: before the names of its arrays.
     """
-    arrays = {name: getattr(batch, name) for name in (*REQUIRED, *OPTIONAL)}
-    arrays = {name: x for name, x in arrays.items() if x is not None or name in REQUIRED}
+    there = [name for name in (*REQUIRED, *OPTIONAL) if fields[name] is not None or name in REQUIRED]
+    arrays = {name: fields[name] for name in there}
     for name, x in arrays.items():
         kind: Kind = "integers" if name in INTEGERS else "numbers" if name == "loss_mask" else "floats"
         check_array(prefix + name, x, kind)
         if name in LOG_PROBS:
             check_f32(prefix + name, x)
-    rows = batch.loss_mask.shape
+    rows = arrays["loss_mask"].shape
     if len(rows) != 2 and not (stacked and len(rows) == 3):
         expected = "[R, T], or [K, R, T]" if stacked else "[R, T], one micro-batch"
         raise ValueError(f"{prefix.rstrip('.') or 'batch'}: got a loss mask of shape {rows}, expected {expected}")
-    segments = (*rows[:-1], *(batch.sample_ids.shape[-1:] or ("S",)))
+    segments = (*rows[:-1], *(arrays["sample_ids"].shape[-1:] or ("S",)))
     for name, x in arrays.items():
         shape, of = (segments, "segments of sample_ids") if name in PER_SEGMENT else (rows, "positions of loss_mask")
         if x.shape != shape:
@@ -54,27 +50,41 @@ def arrays_of(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batc
     return arrays
 
 
-def validate(batch: RolloutBatch, vocab_size: int | None, normalizer: Normalizer | None) -> None:
-    """Raises at the first entry that breaks a rule, see `RolloutBatch.validate`."""
+def check_entries(
+    arrays: Mapping[str, Any],
+    vocab_size: int | None,
+    order: tuple[str, int],
+    counts: Any,
+    *,
+    real_last_targets: bool,
+) -> None:
+    """Raises at the first entry that breaks a rule, see `RolloutBatch.validate`.
+
+    Args:
+      arrays: the batch's, `[R, T]` and `[R, S]`, or stacked.
+      vocab_size: V.
+      order: the context layout that rows are in, and for how many shards.
+      counts: `[R, S]`, the loss tokens of each sequence as the normalizer has them; None without one.
+      real_last_targets: as the batch's.
+    """
     if not isinstance(vocab_size, (int, np.integer)) or vocab_size < 1:
         raise ValueError(f"vocab_size: got {vocab_size!r}, expected an integer of at least 1")
-    arrays = _rows(arrays_of(batch, stacked=True, prefix=""))
-    layout, shards, segments = batch.context_layout, batch.context_shards, arrays["segment_ids"]
+    arrays = _rows(arrays)
+    layout, shards = order
+    segments, num_segments = arrays["segment_ids"], arrays["sample_ids"].shape[1]
     length = segments.shape[1]
     check_row_length(length, layout, shards, "row length of tokens")
-    lengths = _lengths(segments, batch.num_segments)
-    order = np.broadcast_to(logical_positions(layout, length, shards, lengths), segments.shape)
-    logical = {name: x if name in PER_SEGMENT else _logical(x, order) for name, x in arrays.items()}
+    lengths = _lengths(segments, num_segments)
+    places = np.broadcast_to(logical_positions(layout, length, shards, lengths), segments.shape)
+    logical = {name: x if name in PER_SEGMENT else _logical(x, places) for name, x in arrays.items()}
     logical["present"] = lengths > 0
-    inside = np.clip(logical["segment_ids"], 0, batch.num_segments)
-    counts = np.take_along_axis(np.pad(lengths, ((0, 0), (1, 0))), inside, axis=1)
+    inside = np.clip(logical["segment_ids"], 0, num_segments)
+    tokens = np.take_along_axis(np.pad(lengths, ((0, 0), (1, 0))), inside, axis=1)
     loss_tokens = None
-    if normalizer is not None:
-        normalizer.check_step(batch)
-        logical["normalizer"] = np.asarray(normalizer.counts).reshape(lengths.shape)
-        loss_tokens = _lengths(logical["segment_ids"], batch.num_segments, logical["loss_mask"])
-    real = batch.real_last_targets
-    raise_first(View(logical, batch.num_segments, counts, loss_tokens, real, False, vocab_size, np))
+    if counts is not None:
+        logical["normalizer"] = np.asarray(counts).reshape(lengths.shape)
+        loss_tokens = _lengths(logical["segment_ids"], num_segments, logical["loss_mask"])
+    raise_first(View(logical, num_segments, tokens, loss_tokens, real_last_targets, False, vocab_size, np))
     _check_padding(logical["segment_ids"], lengths, layout, shards)
 
 

@@ -23,7 +23,7 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
     """
     if not isinstance(batch, RolloutBatch):
         raise TypeError(f"{prefix.rstrip('.')}: got {type(batch).__name__}, expected RolloutBatch")
-    return arrays_of(batch, stacked=stacked, prefix=prefix)
+    return arrays_of(vars(batch), stacked=stacked, prefix=prefix)
 
 
 def checked(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> RolloutBatch:

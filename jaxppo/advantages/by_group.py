@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_array, check_ids
-from jaxppo._stacked import check_whole_step, spec_of
+from jaxppo._arrays import check_array, check_ids, spec_of
+from jaxppo._stacked import check_whole_step
 from jaxppo.by_id import ById
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 

@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check, check_alike, check_choice, is_number, masked
-from jaxppo._stacked import check_whole_step, of_rows, spec_of
+from jaxppo._arrays import check, check_alike, check_choice, is_number, masked, spec_of
+from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.advantages.by_group import Singletons
 from jaxppo.advantages.groups import dr_grpo
 from jaxppo.advantages.tokens import Parallel, check_segments, check_tokens, spread, whiten

@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_alike, check_array
-from jaxppo._stacked import check_whole_step, of_rows, spec_of
+from jaxppo._arrays import check_alike, check_array, spec_of
+from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.batch import RolloutBatch
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 from jaxppo.validation import checked

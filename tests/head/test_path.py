@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from traced_path import ROOT, circles, gradient, traced, types_of
+from traced_path import ROOT, gradient, traced, types_of
 
 PAGE = (ROOT / "docs" / "path_of_a_gradient.md").read_text()
 ELSEWHERE = {"late", "by_tokens", "stats_of_tokens"}  # of accelerators, and of losses that are not token-local
@@ -56,10 +56,6 @@ def test_files_that_a_gradient_runs_through_stand_on_the_page(entered):
     heads = {file for file, _ in entered if file.startswith("jaxppo/head/")}
     small = {"types", "checks", "head", "choice", "low_rank"}  # types, checks of arguments, what a user says
     assert {file for file in heads if file not in PAGE and Path(file).stem not in small} == set()
-
-
-def test_no_module_of_the_head_imports_itself():
-    assert [circle for circle in circles() if any(".head" in name for name in circle)] == []
 
 
 def test_the_head_stays_small(entered):

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from import_graph import circles, graph
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,45 +56,6 @@ def gradient(**options: Any) -> Callable[[], Any]:
     return lambda: jax.make_jaxpr(jax.grad(loss, (0, 1)))(np.ones((1, T, H), np.float32), np.ones((H, V), np.float32))
 
 
-def circles(package: str = "jaxppo") -> list[list[str]]:
-    """The groups of modules of which each imports, directly or not, each of the others, if only for types."""
-    files = {
-        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
-        for p in (ROOT / package).rglob("*.py")
-    }
-    graph = {name: {t for t in _imports(path) if t in files and t != name} for name, path in files.items()}
-    reach = {name: _reached(graph, name) for name in graph}
-    groups = {tuple(sorted(m for m in reach[n] if n in reach[m])) for n in graph if n in reach[n]}
-    return sorted(map(list, groups))
-
-
-def _imports(path: Path) -> set[str]:
-    """What a module imports, at its top level and for types; `from a import b` is a.b where that is a module."""
-    found: set[str] = set()
-    body = ast.parse(path.read_text()).body
-    for_types = [x for node in body if isinstance(node, ast.If) for x in node.body]
-    for node in body + for_types:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-            own = node.module.replace(".", "/")
-            if not all((ROOT / f"{own}/{alias.name}.py").is_file() for alias in node.names):
-                found.add(node.module)
-    return found
-
-
-def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
-    seen: set[str] = set()
-    todo = list(graph[start])
-    while todo:
-        name = todo.pop()
-        if name not in seen:
-            seen.add(name)
-            todo += graph[name]
-    return seen
-
-
 def types_of(folder: Path) -> list[str]:
     """The classes and the named aliases of types in a folder."""
     found: list[str] = []
@@ -113,7 +75,7 @@ def main() -> None:
     lines = {p: len(p.read_text().splitlines()) for p in head.rglob("*.py")}
     pallas = sum(n for p, n in lines.items() if "mosaic" in p.name)
     print(f"lines of the head: {sum(lines.values())}, of Pallas {pallas}; files {len(lines)}")
-    print(f"import circles: {circles()}")
+    print(f"import circles: {sorted(map(sorted, circles(graph(ROOT, 'jaxppo', 'sharding', with_types=True))))}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,238 @@
+"""The ways to make a `RolloutBatch`: of samples on the host, of padded arrays, of rows that are packed already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self, Unpack
+
+from jaxtyping import Array, Float, Int
+
+from jaxppo.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
+from jaxppo.samples import Sample, batch_arrays, check_groups_of_hosts, check_sample_ids, check_samples
+from jaxppo.sharding import ParallelMesh, multihost, pack
+
+
+class Constructors:
+    """Those of `RolloutBatch`, which derives from this."""
+
+    @classmethod
+    def _packed(cls, parallel: ParallelMesh | None, **fields: Any) -> Self:
+        """A batch of fields whose rows are in the order that the mesh's context shards hold."""
+        make: Any = cls
+        layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
+        return make(**fields, context_layout=layout, context_shards=shards)
+
+    @classmethod
+    def from_samples(
+        cls,
+        samples: Sequence[Sample],
+        *,
+        row_length: int,
+        parallel: ParallelMesh | None = None,
+        rows: int | None = None,
+        buckets: Sequence[int] | None = None,
+        micro_batches: int | None = None,
+        max_tokens: int | None = None,
+        num_segments: int | None = None,
+    ) -> Self:
+        """Samples packed into rows in the mesh's context layout, targets and masks included; numpy arrays.
+
+        Where the mesh spans several processes, each packs its own samples, and all must call this together: they agree
+        on sizes and, unless samples have them, on sample ids. `put` then makes global arrays.
+
+        Args:
+          samples: at least one; optional values are given by all of them or by none.
+          row_length: T; a multiple of what the context layout needs.
+          parallel: the mesh, for its layout and data size.
+          rows: R, the rows of the batch, or of each micro-batch. By default as few as the data axes divide.
+          buckets: values of R to choose the smallest from, so that many different batches share few programs.
+          micro_batches: K, the number of micro-batches; with max_tokens, at least so many.
+          max_tokens: the most places of a micro-batch that one device may hold; R and K follow from it.
+          num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
+
+        Returns:
+          The batch, `[R, T]`, or `[K, R, T]` with micro_batches or max_tokens. Rows are balanced over devices by the
+          tokens that carry loss.
+
+        Raises:
+          ValueError: what `jaxppo.sharding.pack` raises; a value that some samples lack; a sample id that two samples
+            have; a group id that several hosts gave to different prompts.
+
+        Example:
+          >>> batch = RolloutBatch.from_samples([Sample([5, 6, 7], response_start=1, reward=2.0)], row_length=4)
+          >>> batch.targets.tolist(), batch.loss_mask.tolist(), batch.rewards.tolist()
+          ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]], [[2.0]])
+        """
+        with multihost.together(parallel):
+            check_samples(samples)
+        masks = [sample.mask for sample in samples]
+        several = parallel is not None and multihost.spans_processes(parallel)
+        packed = pack(
+            [sample.tokens for sample in samples],
+            row_length=row_length,
+            parallel=parallel,
+            rows=rows,
+            buckets=buckets,
+            micro_batches=micro_batches,
+            max_tokens=max_tokens,
+            num_segments=num_segments,
+            loads=[float(mask.sum()) for mask in masks],
+        )
+        first = multihost.numbers_before(parallel, len(samples)) if several and parallel else 0
+        ids = [first + i if s.sample_id is None else int(s.sample_id) for i, s in enumerate(samples)]
+        with multihost.together(parallel):
+            check_sample_ids(ids)
+            arrays: dict[str, Any] = batch_arrays(samples, masks, packed, ids)
+        if several:
+            check_groups_of_hosts(samples)
+            multihost.check_equal("samples", sorted(name for name, x in arrays.items() if x is not None))
+        return cls._packed(parallel, **arrays, micro_batches=packed.micro_batches)
+
+    @classmethod
+    def from_padded(
+        cls,
+        prompt_ids: Int[Array, "B P"],
+        completion_ids: Int[Array, "B C"],
+        completion_mask: Float[Array, "B C"],
+        *,
+        prompt_mask: Float[Array, "B P"] | None = None,
+        attention_mask: Float[Array, "B T"] | None = None,
+        pad_id: int | None = None,
+        parallel: ParallelMesh | None = None,
+        **arrays: Unpack[PaddedArrays],
+    ) -> Self:
+        """Prompts and completions padded to `[B, P]` and `[B, C]`, as Tunix and TRL hold them; traceable under jit.
+
+        Completions are padded behind. Where yours are padded in front, give `attention_mask`: without it their padding
+        counts as tokens, and the first token of the completion is predicted at the wrong place. Give `pad_id`, and that
+        mistake is noticed.
+
+        Row b holds `concatenate([prompt_ids[b], completion_ids[b]])`, one sequence, every token at its place, so that
+        hidden states of a model that ran on that concatenation fit (with a `parallel` whose layout is not
+        contiguous: of one that ran on `batch.tokens`). A token is predicted at the last token before it, padding
+        between the two stepped over. Without `attention_mask`, the tokens there are those of `prompt_mask` and, of the
+        completion, all up to the last that trains: a 0 before it is a token that does not, such as a tool's output.
+
+        Args:
+          prompt_ids: `i32[B, P]`, padded on either side.
+          completion_ids: `i32[B, C]`, padded behind.
+          completion_mask: `[B, C]`, 0 or 1, 1 for the tokens to train on.
+          prompt_mask: `[B, P]`, 1 on tokens, 0 on padding; by default all are tokens.
+          attention_mask: `[B, P + C]`, 1 on tokens, where padding lies elsewhere than said above.
+          pad_id: the padding token. Without `attention_mask`, a completion that begins with it at mask 0 and trains
+            later on is refused, and makes losses NaN under jit. Rows of padding alone are legal.
+          parallel: the mesh that the batch is for; B is a multiple of its data size.
+          **arrays: what else the batch holds, see `PaddedArrays`.
+
+        Returns:
+          A batch with R = B, T = P + C and S = 1. A completion token that trains without a token before it makes losses
+          NaN.
+
+        Raises:
+          TypeError, ValueError: an array of another dtype or shape, log-probs of 16 bits; a completion that begins with
+            padding; a row length that the layout cannot divide, or the layout "zigzag_per_segment", which is for rows
+            that were packed for it.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> prompts, completions = jnp.array([[0, 5, 6]]), jnp.array([[7, 8, 0]])
+          >>> mask, values = jnp.array([[1, 1, 0]]), {"advantages": jnp.array([0.5])}
+          >>> options = {"prompt_mask": prompts > 0, "pad_id": 0}
+          >>> batch = RolloutBatch.from_padded(prompts, completions, mask, **options, **values)
+          >>> batch.targets.tolist(), batch.loss_mask.tolist(), batch.positions.tolist()
+          ([[0, 6, 7, 8, 0, 0]], [[0.0, 0.0, 1.0, 1.0, 0.0, 0.0]], [[0, 0, 1, 2, 3, 0]])
+        """
+        masks = {"prompt_mask": prompt_mask, "attention_mask": attention_mask}
+        made: dict[str, Any] = padded_rows(
+            prompt_ids, completion_ids, completion_mask, **masks, pad_id=pad_id, arrays=arrays, parallel=parallel
+        )
+        return cls._packed(parallel, **made)
+
+    @classmethod
+    def from_token_aligned(
+        cls,
+        tokens: Int[Array, "R T"],
+        segment_ids: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        loss_mask: Float[Array, "R T"],
+        *,
+        num_segments: int | None = None,
+        parallel: ParallelMesh | None = None,
+        **arrays: Unpack[RowArrays],
+    ) -> Self:
+        """Packed rows whose arrays stand at the token that they speak of, as Tunix's packed batches; traceable.
+
+        Every per-token array moves to the position before: `loss_mask[t]` of the result is that of token t + 1 where
+        it is in the same sequence, and 0 at a sequence's last position. The first token of a sequence is predicted by
+        nothing, and its mask and values are dropped.
+
+        Args:
+          tokens: `i32[R, T]`, rows in logical order.
+          segment_ids: `i32[R, T]`, 0 is padding, 1..S the sequences of that row.
+          positions: `i32[R, T]`, the place of a token in its sequence, from 0.
+          loss_mask: `[R, T]`, 0 or 1, 1 for the tokens to train on.
+          num_segments: S; needed under jit, by default the largest segment id.
+          parallel: the mesh that the batch is for; R is a multiple of its data size.
+          **arrays: what else the batch holds, see `RowArrays`; a per-token value stands at the token that it speaks of.
+
+        Returns:
+          A batch in the mesh's layout.
+
+        Raises:
+          TypeError, ValueError: as `from_padded`; num_segments that is not given under jit.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> x, ids = jnp.array([[5, 6, 7, 8]]), jnp.array([[1, 1, 1, 2]])
+          >>> batch = RolloutBatch.from_token_aligned(x, ids, jnp.array([[0, 1, 2, 0]]), jnp.array([[0, 1, 1, 1]]))
+          >>> batch.targets.tolist(), batch.loss_mask.tolist()
+          ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
+        """
+        rows = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
+        made: dict[str, Any] = placed_rows(rows, arrays, num_segments, parallel)
+        return cls._packed(parallel, **made)
+
+    @classmethod
+    def from_target_aligned(
+        cls,
+        tokens: Int[Array, "R T"],
+        targets: Int[Array, "R T"],
+        segment_ids: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        loss_mask: Float[Array, "R T"],
+        *,
+        num_segments: int | None = None,
+        parallel: ParallelMesh | None = None,
+        **arrays: Unpack[RowArrays],
+    ) -> Self:
+        """Packed rows whose targets are shifted already, and real at last positions too, as MaxText's; traceable.
+
+        Values only move into the mesh's layout. A sequence of n + 1 tokens is n positions here, the last of which may
+        carry loss: its target is no token of the row.
+
+        Args:
+          tokens: `i32[R, T]`, rows in logical order (MaxText's `inputs`).
+          targets: `i32[R, T]`, the token after `tokens[t]` (its `targets`).
+          segment_ids: `i32[R, T]`, 0 is padding, 1..S the sequences of that row (its `inputs_segmentation`).
+          positions: `i32[R, T]`, the place of a token in its sequence, from 0 (its `inputs_position`).
+          loss_mask: `[R, T]`, 0 or 1, 1 where `targets[t]` trains.
+          num_segments: S; needed under jit, by default the largest segment id.
+          parallel: the mesh that the batch is for; R is a multiple of its data size.
+          **arrays: what else the batch holds, see `RowArrays`; a per-token value stands at the position that predicts
+            the token it speaks of.
+
+        Returns:
+          A batch in the mesh's layout.
+
+        Raises:
+          TypeError, ValueError: as `from_token_aligned`.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> x, ids, mask = jnp.array([[5, 6]]), jnp.array([[1, 1]]), jnp.array([[0, 1]])
+          >>> RolloutBatch.from_target_aligned(x, x + 1, ids, jnp.array([[0, 1]]), mask).targets.tolist()
+          [[6, 7]]
+        """
+        rows = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
+        made: dict[str, Any] = placed_rows(rows | {"targets": targets}, arrays, num_segments, parallel)
+        return cls._packed(parallel, **made, real_last_targets=True)
