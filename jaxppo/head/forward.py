@@ -18,6 +18,7 @@ def statistics(call: HeadCall, plan: Plan, inputs: Inputs) -> tuple[TokenStats, 
     """What is asked of each token, 0 where it does not count, and what the backward needs; f32[N] each."""
     walk = Walk(call, inputs, plan.forward, by_vocabulary=plan.forward_by_vocabulary)
     with note(f"forward, {plan.forward}"):
+        walk = walk.with_references()
         sums = (by_vocabulary if plan.forward_by_vocabulary else by_tokens)(walk)
     stats, residuals = walk.finish(walk.tokens.to_tokens(sums), inputs.targets)
     if inputs.counts is not None:  # residuals too: of a sum of nothing they are NaN, at which jax_debug_nans would stop

@@ -138,6 +138,7 @@ def block_sums(
     is_target: Bool[Array, "N B"],
     nucleus: Bool[Array, "N B"] | None,
     like: Sums,
+    reference: Float[Array, "N"] | None = None,
 ) -> Sums:
     """The sums of one block of logits; columns that do not exist hold -inf.
 
@@ -147,10 +148,11 @@ def block_sums(
       is_target: one-hot of the target, if the block holds it.
       nucleus: the columns that the sampler could draw, the target's included.
       like: which sums to compute.
+      reference: takes the place of the maximum m where there is one.
     """
     m = s = u = nucleus_m = nucleus_s = total = columns = top = None
     if like.m is not None:
-        m = z.max(axis=1)
+        m = z.max(axis=1) if reference is None else reference
         e, d = _exp_below(z, m)
         s = e.sum(axis=1)
         if like.u is not None:

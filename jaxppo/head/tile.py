@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from jax import lax
 
 from jaxppo.head import softmax
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
+from jaxppo.head.token_blocks import Slots, TokenBlocks
 from jaxppo.head.types import Block, Chunk, Features, HeadCall, Op, Parameters, Tile, Transform
-from jaxppo.sharding import wider_dtype
+from jaxppo.sharding import note, vary_like, wider_dtype
 
 
 def dot(call: HeadCall, a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
@@ -89,15 +91,58 @@ def dlogits(
     return of_products(call, tile, dz, x, cotangents.counts)
 
 
+def logits_of_rows(call: HeadCall, rows: Features, temperature: Any, parameters: Parameters) -> jax.Array:
+    """f32[C], the logit of each token in a column of its own: of a kernel `[V, H]`, the parameters of C rows."""
+    inner = lambda x, y: jnp.einsum("ch,ch->c", x, y, preferred_element_type=jnp.float32)  # noqa: E731
+    x = inner(rows.hidden, parameters.kernel)
+    x = x if parameters.lora_b is None else x + call.lora_scale * inner(rows.low, parameters.lora_b)
+    x = transformed(call.transform, x if parameters.bias is None else x + parameters.bias.astype(jnp.float32))
+    return x if temperature is None else x / temperature
+
+
+# A reference that lies more than 16 below the maximum shows in rounding: at 16 it costs a log-prob 2e-6, an entropy
+# 4e-6. Then the sum of exponentials may be larger than this, and is computed again.
+FARTHEST = math.exp(16)
+FEW = 128  # tokens that are computed again together
+
+
+def _sums(call: HeadCall, tile: Tile, like: Sums) -> tuple[Sums, jax.Array]:
+    x = products(call, tile.chunk.rows, tile.block.parameters)
+    z, hot = logits(call, tile.chunk, tile.block, x), is_target(tile)
+    z_y = softmax.target_logits(z, hot, *tile.place)
+    return softmax.block_sums(z, z_y, hot, tile.nucleus, like, tile.chunk.reference), x
+
+
+def _exactly(call: HeadCall, tile: Tile, sums: Sums, far: jax.Array) -> Sums:
+    """The sums, those of `far` tokens relative to their maximum: a few at a time, whose products are their own."""
+    tokens = TokenBlocks(far, far.shape[0], min(FEW, far.shape[0]))
+    known = tile.chunk._replace(reference=None), tile.place
+
+    def of_slots(slots: Slots, found: Sums) -> Sums:
+        chunk, place = tokens.take(known, slots)
+        again, _ = _sums(call, Tile(chunk, tile.block, place, None), sums)
+        written: Sums = tokens.write(found, jax.tree.map(vary_like, again, sums), slots)
+        return written
+
+    found = tokens.to_tokens(tokens.loop(of_slots, tokens.to_slots(softmax.no_sums(sums))))
+    return jax.tree.map(lambda new, old: jnp.where(far, new, old), found, sums)
+
+
 @dataclasses.dataclass(frozen=True)
 class XLA(Op):
     """See `Op`."""
 
+    takes_references: ClassVar[bool] = True
+
     def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, jax.Array]:
-        x = products(call, tile.chunk.rows, tile.block.parameters)
-        z, hot = logits(call, tile.chunk, tile.block, x), is_target(tile)
-        z_y = softmax.target_logits(z, hot, *tile.place)
-        return softmax.block_sums(z, z_y, hot, tile.nucleus, like), x
+        sums, x = _sums(call, tile, like)
+        if (reference := tile.chunk.reference) is None:
+            return sums, x
+        sums = jax.tree.map(vary_like, sums, like)
+        far = ~(sums.s <= FARTHEST) | (reference == -jnp.inf)
+        far = far if tile.chunk.counts is None else far & tile.chunk.counts
+        with note("rarely: sums of tokens far from their maximum"):
+            return lax.cond(far.any(), lambda: _exactly(call, tile, sums, far), lambda: sums), x
 
     def dlogits(
         self, call: HeadCall, tile: Tile, residuals: Residuals, cotangents: Cotangents, x: jax.Array | None

@@ -120,6 +120,8 @@ class Profile:
       deterministic: tokens of every chunk.
       shared_sums: devices share a sum of a bf16 gradient out along H. XLA for GPUs would transpose it for that, and XLA
         for CPUs sends f32 all the same.
+      references: bytes of a forward's tile, in f32 logits that are in no memory: the compiler makes sums of exponentials
+        a part of the product where what they are relative to is known before it. 0 where it does not.
     """
 
     whole: bool
@@ -134,6 +136,7 @@ class Profile:
     masked_columns: int
     deterministic: int
     shared_sums: bool
+    references: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +164,7 @@ class Sizes:
       accumulator: bytes of an f32 gradient of the kernel beside the result, 0 where the result is one.
       masked: the work follows the tokens that count.
       nucleus: log-probs are renormalised over a nucleus.
+      references: sums of exponentials are relative to a reference.
     """
 
     tokens: int
@@ -172,6 +176,7 @@ class Sizes:
     accumulator: int
     masked: bool
     nucleus: bool
+    references: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,6 +287,7 @@ class Chunk(NamedTuple):
     nucleus_ids: Any  # i32[C, K]
     temperature: Any  # f32[C]; None for 1
     counts: Any  # bool[C], the tokens that are computed; None for all
+    reference: Any = None  # f32[C], a number near the largest logit; None where sums are relative to the largest
 
 
 class Tile(NamedTuple):
@@ -297,6 +303,7 @@ class Op:
     """The arithmetic of a tile that an implementation may replace; the products of the backward are XLA's."""
 
     leaves_logits: ClassVar[bool] = True  # of a forward, in memory; an op that does not is given all columns at once
+    takes_references: ClassVar[bool] = False  # `Chunk.reference` is read
 
     def unsupported(self, call: HeadCall, inputs: Inputs) -> str | None:
         """What of a call it does not support, in words; None where it supports all."""

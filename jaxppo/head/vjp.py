@@ -124,6 +124,7 @@ def _one_pass_forward(
     per_token, shared = values((per_token, shared))
     with note(f"one pass, {plan}"):
         walk = Walk(call, inputs, plan.cut, equal=True, multiple=max(1, plan.group // plan.cut.tokens))
+        walk = walk.with_references()
         in_slots = walk.tokens.to_slots(per_token)
 
         def begin(chunk: Chunk, slots: Slots) -> Known:

@@ -134,6 +134,11 @@ class VocabularyBlocks:
             nucleus = empty.at[_range(C)[:, None], jnp.where(inside, places, B)].set(True, mode="drop")
         return Tile(chunk, block, place, nucleus)
 
+    def rows(self, ids: jax.Array) -> tuple[Parameters, jax.Array]:
+        """The parameters `[N, H]`, `[N]` and `[N, r]` of vocabulary ids of a kernel `[V, H]`, and whether they are held."""
+        place, inside = self._place_of(ids, Block(self.held, self.ids[None], True))
+        return jax.tree.map(lambda x: x.at[place].get(mode="promise_in_bounds"), self.held), inside
+
     def _place_of(self, ids: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
         """The place in the block of each vocabulary id, and whether the block has it as its own."""
         pieces = math.prod(map(lax.axis_size, self.gathered_v))

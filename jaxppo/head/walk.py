@@ -11,7 +11,9 @@ from jax import lax
 
 from jaxppo.head import softmax
 from jaxppo.head.gradient_sums import as_primal, psum_in_blocks
+from jaxppo.head.plan import references
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
+from jaxppo.head.tile import logits_of_rows
 from jaxppo.head.token_blocks import Slots, TokenBlocks
 from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Inputs, TokenStats
 from jaxppo.head.vocabulary_blocks import VocabularyBlocks
@@ -57,6 +59,7 @@ class Walk:
         self.per_token = self.tokens.to_slots(per_token)
         in_place = self.tokens.order is None or by_vocabulary
         self.features = self.tokens.to_slots(features) if in_place else features
+        self.references: jax.Array | None = None
 
     def vary(self, tree: Any) -> Any:
         """Loop carries vary over all axes from the start."""
@@ -76,8 +79,31 @@ class Walk:
 
     def chunk(self, slots: Slots, rows: Features | None = None) -> Chunk:
         """The tokens in the slots."""
-        targets, nucleus_ids, temperature = self.tokens.read(self.per_token, slots)
-        return Chunk(self.rows(slots) if rows is None else rows, targets, nucleus_ids, temperature, slots.counts)
+        known = self.tokens.read(self.per_token, slots)
+        reference = None if self.references is None else self.tokens.read(self.references, slots)
+        return Chunk(self.rows(slots) if rows is None else rows, *known, slots.counts, reference)
+
+    def with_references(self) -> Walk:
+        """This walk, whose sums of exponentials are relative to the target's logit where that is better.
+
+        A sampled token is nearly always near the likeliest. All devices of the tensor axis take the same number: relative
+        to it none has a sum that overflows, unless the likeliest token of all is far away.
+        """
+        if self.vocabulary.by_block or not references(self.call, self.inputs):
+            return self
+
+        def of_slots(slots: Slots, found: jax.Array) -> jax.Array:
+            chunk = self.chunk(slots)
+            parameters, inside = self.vocabulary.rows(chunk.targets)
+            z = logits_of_rows(self.call, chunk.rows, chunk.temperature, parameters)
+            z = jnp.where(inside & jnp.isfinite(z), z, -jnp.inf)
+            written: jax.Array = self.tokens.write(found, self.vary(z), slots)
+            return written
+
+        low = self.vary(jnp.full(self.tokens.slots_count, -jnp.inf, jnp.float32))
+        found, tensor = self.tokens.loop(of_slots, low), self.call.axes.tensor
+        self.references = self.vary(lax.pmax(found, tensor)) if tensor else found
+        return self
 
     def block(self, i: Any) -> Block:
         return self.vocabulary.block(i)

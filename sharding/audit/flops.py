@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from .program import is_rare
 from .results import Flops
 from .trips import Limits, Loop, Turns, Value, constant, convert, operate
 
@@ -73,7 +74,8 @@ def _equation(eqn: Any, args: list[Value], count: bool) -> tuple[Flops, list[Val
             return _while(params, args), []
         case "cond":
             branches = [_run(branch, args[1:], True)[0] for branch in params["branches"]]
-            return Flops(min(b.low for b in branches), max(b.high for b in branches)), []
+            highest = min if is_rare(str(eqn.source_info.name_stack)) else max
+            return Flops(min(b.low for b in branches), highest(b.high for b in branches)), []
         case "custom_linear_solve":
             return _run(params["jaxprs"].solve, [], count)[0], []
     inner = [value for value in params.values() if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]

@@ -56,6 +56,9 @@ def hang_risks(jaxpr: Any) -> list[str]:
 def note(text: str) -> AbstractContextManager[None]:
     """A context whose operations carry a note for whoever audits the program; in their names only, at no cost.
 
+    A note that begins with "rarely" says of a `cond` that it takes the shorter branch: neither flops nor time have the
+    other.
+
     Example:
       >>> def double(x):
       ...     with note("the short way"):
@@ -64,6 +67,11 @@ def note(text: str) -> AbstractContextManager[None]:
       ('the short way',)
     """
     return jax.named_scope(f"<{text}>")
+
+
+def is_rare(name: str) -> bool:
+    """Whether the innermost note in an operation's name begins with "rarely"."""
+    return (re.findall(r"<([^<>]*)>", name) or [""])[-1].startswith("rarely")
 
 
 def notes(jaxpr: Any) -> tuple[str, ...]:

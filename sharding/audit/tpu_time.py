@@ -19,6 +19,7 @@ from .devices import Device
 from .hlo import Computation, Instruction, Module, Transfer, dimensions, parse, root, transfer
 from .hlo_bytes import hbm_bytes
 from .hlo_integers import Known, loop, values
+from .program import is_rare
 from .results import Milliseconds, Time
 from .trips import Turns
 
@@ -128,7 +129,8 @@ class _Clock:
             names = [name for key in keys for name in x.calls.get(key, ())]
             branches = [self.run(name, [known.get(arg)]) for name, arg in zip(names, x.operands[1:], strict=True)]
             shortest = min((branch[0] for branch in branches), key=_length)
-            return np.stack([shortest, max((branch[1] for branch in branches), key=_length)])
+            longest = min if is_rare(x.op_name) else max
+            return np.stack([shortest, longest((branch[1] for branch in branches), key=_length)])
         if x.op == "call":
             [name] = x.calls["to_apply"]
             return self.run(name, [known.get(operand) for operand in x.operands])

@@ -77,6 +77,7 @@ def assert_dhidden_is_summed_by(found, tokens):
 
 
 IN_BF16 = re.compile(r"= bf16\[\S+ (all-reduce|reduce-scatter)\(")  # a sum over devices
+AGAIN = "rarely: sums of tokens far from their maximum"
 CP4_TP4 = ((4, 4), ("cp", "tp"))
 
 
@@ -89,6 +90,7 @@ def test_qwen3_8b_on_16_chips():
         # dkernel, a block of columns at a time, and dhidden, a block of tokens: summed in f32, sent in bf16
         ("all-gather", ("cp",), True, 2 * H * 1536),
         ("all-gather", ("tp",), True, 2 * H * 1024),
+        ("all-reduce", ("tp",), False, 4 * 8192),
         ("all-reduce", ("tp",), False, 4 * 8192),
         ("all-reduce", ("tp",), False, 3 * 4 * 8192),
         ("reduce-scatter", ("cp",), True, 4 * H * 1536),
@@ -110,16 +112,18 @@ def test_a_sum_that_devices_do_not_share_is_in_f32_too():
     assert not IN_BF16.search(found.text)
 
 
-def test_the_forward_is_one_max_and_one_sum():
+def test_the_forward_is_one_sum():
+    """Beside two maxima: of the targets' logits before the products, and, where those were far, behind them."""
     parallel = sixteen(*CP4_TP4)
     found = audit(
         lambda *a: log_probs_from_hidden(*a, parallel=parallel, entropy="metric"), *arguments(parallel, 8192)[:3]
     )
     assert sums(found) == [
         ("all-reduce", ("tp",), False, 4 * 8192),
+        ("all-reduce", ("tp",), False, 4 * 8192),
         ("all-reduce", ("tp",), False, 3 * 4 * 8192),
     ]
-    assert found.temp_bytes <= 0.16 * GIB
+    assert found.temp_bytes <= 0.04 * GIB
 
 
 @pytest.mark.nightly
@@ -232,7 +236,7 @@ def test_one_pass_in_its_bytes(memory, tiles):
     """By default in a sixteenth of the chip's memory; with a mask chunks of at most 2048 tokens follow it."""
     parallel = sixteen(*CP4_TP4)
     found = audit(policy(parallel, memory=memory), *policy_arguments(parallel, 8192))
-    assert found.notes == (f"one pass, {tiles} tokens x {V // 4} columns",)
+    assert found.notes == (f"one pass, {tiles} tokens x {V // 4} columns", AGAIN)
     assert found.temp_bytes <= (memory or 1.05 * GIB)
     ops = ("all-gather", "all-reduce", "reduce-scatter")
     assert {(c.op, c.axes) for c in found.collectives} == {(op, (a,)) for op in ops for a in ("cp", "tp")}
@@ -244,7 +248,7 @@ def test_one_pass_gathers_an_fsdp_kernel_once_and_scatters_its_gradient_once():
     parallel = sixteen((4, 4), ("fsdp", "tp"), data="fsdp", fsdp="fsdp")
     args = policy_arguments(parallel, 8192)
     found = audit(policy(parallel), *args)
-    assert found.notes == (f"one pass, 2048 tokens x {V // 4} columns",)
+    assert found.notes == (f"one pass, 2048 tokens x {V // 4} columns", AGAIN)
     shard = H * V // 4
     assert large(found, "all-gather", "fsdp") == [(2 * shard, False)]
     [(size, in_loop)] = large(found, "reduce-scatter", "fsdp")  # in blocks, since XLA would sum the whole one in bf16

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding import make_parallel_mesh
-from sharding.audit import Collective, Flops, audit
+from sharding.audit import Collective, Flops, audit, note
 from sharding.audit.flops import count_flops
 
 PARALLEL = make_parallel_mesh("dp=2,cp=2,tp=2")
@@ -128,6 +128,14 @@ def turns(length):
     return lambda a: lax.scan(lambda c, _: (c @ a, None), a, length=length)[0]
 
 
+def rarely(fn):
+    def noted(a):
+        with note("rarely: all of it"):
+            return fn(a)
+
+    return noted
+
+
 def until(stop):
     return lambda a: lax.while_loop(lambda c: stop(*c), lambda c: (c[0] + 1, c[1] @ a), (0, a))[1]
 
@@ -145,6 +153,7 @@ def until(stop):
         (jax.grad(lambda a: (a @ A).sum()), 2, 2),
         (lambda a: lax.cond(a[0, 0] > 0, turns(2), turns(6), a), 2, 6),
         (lambda a: lax.cond(a[0, 0] > 0, lambda a: a, turns(6), a), 0, 6),
+        (rarely(lambda a: lax.cond(a[0, 0] > 0, turns(2), turns(6), a)), 2, 2),
         (until(lambda i, a: a[0, 0] < 9), 0, float("inf")),
         (until(lambda i, a: 2 * i < 9), 5, 5),
         (until(lambda i, a: (i < 8) & (a[0, 0] < 9)), 0, 8),

@@ -166,6 +166,8 @@ def test_a_branch_is_a_range():
     two = "  ROOT %c = f32[1000,1000] conditional(%n, %x, %x), true_computation=%other, false_computation=%yes\n"
     time = time_of(two, FUSED + branches)
     assert (spent(time), spent(time.least)) == ({"copies": 4}, {"products": 3})
+    rare = two.rstrip() + ', metadata={op_name="jit(f)/<forward>/<rarely: again>/cond"}\n'
+    assert spent(time_of(rare, FUSED + branches)) == {"products": 3}
 
 
 def test_a_loop_in_a_branch_starts_where_its_operand_does():

@@ -49,6 +49,8 @@ DEVICES = {
     ),
 }
 
+DEVICES["references"] = dataclasses.replace(DEVICES["wide"], references=4 * 8 * 300)  # blocks of 300 columns
+
 plan.PROFILES = {**DEVICES, **plan.PROFILES}
 
 

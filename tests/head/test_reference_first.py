@@ -1,0 +1,153 @@
+"""Sums of exponentials relative to the target's logit, which TPUs know before the product; bf16 operands alone."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from head_cases import F32, check_head, head_arrays, tiles_of
+
+from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
+from jaxppo.head import tile
+from jaxppo.sharding import make_parallel_mesh
+from jaxppo.sharding.testing import assert_trees_close
+from sharding.audit.program import hang_risks, notes
+
+T, H, V = 64, 128, 1024
+TARGET, LIKELIEST = 300, 700
+CASES = {
+    "plain": ({}, {}),
+    "a mask": ({"with_where": True}, {}),
+    "adapters and temperatures": ({"lora": True, "temperatures": True}, {}),
+    "far from the target": ({"scale": 10.0}, {}),
+    "padding": ({"last": 1000}, {"vocab_size": 1000}),
+    "a soft-cap": ({}, {"softcap": 2.0}),
+    "a nucleus": ({"nucleus": 5}, {}),  # takes the maximum
+}
+MESHES = [None, "dp=2,cp=2,tp=2", "tp=8", "fsdp=4,tp=2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_tokens_are_computed_again_together():
+    """Fewer than a chunk has, as on an accelerator."""
+    with pytest.MonkeyPatch.context() as patch:
+        jax.clear_caches()
+        patch.setattr(tile, "FEW", 4)
+        yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name):
+    of_arrays, options = CASES[name]
+    arrays = head_arrays(1032, layout="vh", dtype="bfloat16", **of_arrays)
+    options = {"entropy": "bonus", "device": "references", "layout": "vh", **options}
+    meshes = [mesh and make_parallel_mesh(mesh) for mesh in (MESHES if name in ("plain", "a mask") else MESHES[:2])]
+    check_head(meshes, arrays, rtol=2**-8, atol=2**-7, **options)
+
+
+def of_gaps(gaps, dtype="bfloat16"):
+    """Hidden states `[1, T, H]` and a kernel `[V, H]`: one logit lies so far above the target's."""
+    hidden = np.zeros((1, T, H), np.float32)
+    hidden[0, :, 0], hidden[0, :, 1] = 1, gaps
+    kernel = np.zeros((V, H), np.float32)
+    kernel[:, 0] = np.linspace(-2, 0, V)
+    kernel[TARGET, 0], kernel[LIKELIEST, 1] = 0.5, 1
+    return jnp.asarray(hidden, dtype), jnp.asarray(kernel, dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("parallel", "logit_stats", "deterministic"))
+def stats_of(hidden, kernel, **options):
+    targets = jnp.full(hidden.shape[:2], TARGET)
+    return log_probs_from_hidden(hidden, Head(kernel, layout="vh"), targets, entropy="metric", **options)
+
+
+def expected(hidden, kernel):
+    """log-prob, entropy, log z and mean logit in f64."""
+    z = np.asarray(hidden, np.float64)[0] @ np.asarray(kernel, np.float64).T
+    m = z.max(1, keepdims=True)
+    log_z = m + np.log(np.exp(z - m).sum(1, keepdims=True))
+    log_p = z - log_z
+    return log_p[:, TARGET], -(np.exp(log_p) * log_p).sum(1), log_z[:, 0], z.mean(1)
+
+
+GAPS = [0, 4, 8, 12, 15, 16, 17, 24, 40, 80, 88, 96, 200, 1000, 10000, -50]
+
+
+@pytest.mark.parametrize("mesh", [None, "tp=8"])
+def test_any_gap(mesh):
+    """Without the second product gaps of 96 and more give inf and NaN, and 80 costs an entropy 2e-5."""
+    hidden, kernel = of_gaps(np.resize(GAPS, T))
+    with tiles_of("references"):
+        got = stats_of(hidden, kernel, parallel=mesh and make_parallel_mesh(mesh), logit_stats=True)
+    log_probs, entropy, log_z, mean_logit = expected(hidden, kernel)
+    np.testing.assert_allclose(got.log_probs[0], log_probs, rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(got.entropy[0], entropy, rtol=1e-6, atol=4e-6)
+    np.testing.assert_allclose(got.log_z[0], log_z, rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(got.mean_logit[0], mean_logit, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(got.accuracy[0], np.resize([gap <= 0 for gap in GAPS], T))
+    assert (got.log_probs <= 0).all()
+
+
+def test_no_token_changes_the_bits_of_another():
+    near, far = (of_gaps(np.where(np.arange(T) == 5, gap, 3.0)) for gap in (3.0, 500.0))
+    with tiles_of("references"):
+        a, b = (stats_of(*x) for x in (near, far))
+    others = np.arange(T) != 5
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x[0, others], y[0, others])
+
+
+def test_which_tokens_are_computed_again(monkeypatch):
+    """Those whose maximum lies more than 16 above the target's logit: no bit of the others changes, these are found."""
+    gaps = np.resize([3.0, 14.0, 18.0, 200.0], T)
+    arrays = of_gaps(gaps)
+    with tiles_of("references"):
+        found = stats_of(*arrays)
+        monkeypatch.setattr(tile, "FARTHEST", math.inf)
+        jax.clear_caches()
+        without = stats_of(*arrays)
+    jax.clear_caches()
+    near, far = gaps < 16, gaps > 100
+    np.testing.assert_array_equal(found.entropy[0, near], without.entropy[0, near])
+    assert (found.entropy[0, gaps == 18] != without.entropy[0, gaps == 18]).any()
+    assert np.isfinite(found.entropy).all()
+    assert not np.isfinite(without.entropy[0, far]).any()
+
+
+def step(hidden, kernel, parallel=None, **options):
+    ids, ones, zero = jnp.full((1, T), TARGET), jnp.ones((1, T)), jnp.zeros((1, 1), jnp.int32)
+    batch = RolloutBatch(ids, ids, ids // TARGET, jnp.arange(T)[None], ones, zero, advantages=ones, old_log_probs=-ones)
+    head = Head(kernel, layout="vh")
+    config = PolicyLossConfig(entropy_coef=0.01)
+    return policy_loss_from_hidden(hidden, head, batch, config, parallel=parallel, **options)[0]
+
+
+def program(dtype="bfloat16", **options):
+    with tiles_of("references"):
+        gradient = jax.grad(lambda *args: step(*args, **options), (0, 1))
+        return jax.make_jaxpr(gradient)(*of_gaps(np.zeros(T), dtype))
+
+
+def test_who_keeps_the_maximum():
+    """Operands in f32, whose accuracy it would cost, and whoever is promised bits."""
+    again = "rarely: sums of tokens far from their maximum"
+    assert again in notes(program())
+    assert again not in notes(program("float32"))
+    assert again not in notes(program(deterministic=True))
+
+
+def test_no_collective_depends_on_a_gap():
+    assert hang_risks(program(parallel=make_parallel_mesh("cp=4,tp=2"))) == []
+
+
+def test_one_pass_is_two():
+    arrays = of_gaps(np.resize(GAPS, T))
+    with tiles_of("references"):
+        one, two = (
+            jax.jit(jax.value_and_grad(lambda *args, m=memory: step(*args, memory=m), (0, 1)))(*arrays)
+            for memory in (2**30, 2**19)
+        )
+    assert_trees_close(one, two, rtol=2**-7, atol=F32["atol"])
