@@ -120,8 +120,8 @@ class Profile:
       deterministic: tokens of every chunk.
       shared_sums: devices share a sum of a bf16 gradient out along H. XLA for GPUs would transpose it for that, and XLA
         for CPUs sends f32 all the same.
-      references: bytes of a forward's tile, in f32 logits that are in no memory: the compiler makes sums of exponentials
-        a part of the product where what they are relative to is known before it. 0 where it does not.
+      references: bytes of a forward's tile, of f32 logits that are in no memory: the compiler makes sums of
+        exponentials a part of the product where what they are relative to is known before it. 0 where it does not.
     """
 
     whole: bool

@@ -79,15 +79,16 @@ class Walk:
 
     def chunk(self, slots: Slots, rows: Features | None = None) -> Chunk:
         """The tokens in the slots."""
-        known = self.tokens.read(self.per_token, slots)
+        targets, nucleus_ids, temperature = self.tokens.read(self.per_token, slots)
         reference = None if self.references is None else self.tokens.read(self.references, slots)
-        return Chunk(self.rows(slots) if rows is None else rows, *known, slots.counts, reference)
+        rows = self.rows(slots) if rows is None else rows
+        return Chunk(rows, targets, nucleus_ids, temperature, slots.counts, reference)
 
     def with_references(self) -> Walk:
         """This walk, whose sums of exponentials are relative to the target's logit where that is better.
 
-        A sampled token is nearly always near the likeliest. All devices of the tensor axis take the same number: relative
-        to it none has a sum that overflows, unless the likeliest token of all is far away.
+        A sampled token is nearly always near the likeliest. All devices of the tensor axis take the same number, so that
+        no sum overflows unless the likeliest token of all is far away.
         """
         if self.vocabulary.by_block or not references(self.call, self.inputs):
             return self

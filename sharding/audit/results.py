@@ -84,7 +84,8 @@ class Time(Milliseconds):
     """The time of a program on a TPU as its compiler estimates it, with loops at full count.
 
     A loop that data may end early turns as often as it can, and a `cond` takes its longer branch, unless a `note` says
-    that it rarely does; `least` is with the fewest turns and the shorter branches. A loop that nothing bounds makes the figures of its body infinite.
+    that it rarely does; `least` is with the fewest turns and the shorter branches. A loop that nothing bounds makes the
+    figures of its body infinite.
 
     A collective takes 2 us and, of n devices in one ring with b bytes (see `Collective.bytes`): 2 b (n-1)/n for an
     all-reduce, b (n-1)/n for an all-gather or a reduce-scatter, b n/4 for an all-to-all, over both directions of a link
