@@ -135,7 +135,7 @@ class VocabularyBlocks:
         return Tile(chunk, block, place, nucleus)
 
     def rows(self, ids: jax.Array) -> tuple[Parameters, jax.Array]:
-        """The rows of a kernel `[V, H]` and of all beside it that have these vocabulary ids, and whether they are held."""
+        """The rows of a kernel `[V, H]`, and of what lies beside it, for vocabulary ids, and whether they are held."""
         place, inside = self._place_of(ids, Block(self.held, self.ids[None], True))
         return jax.tree.map(lambda x: x.at[place].get(mode="promise_in_bounds"), self.held), inside
 

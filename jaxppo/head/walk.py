@@ -87,8 +87,8 @@ class Walk:
     def with_references(self) -> Walk:
         """This walk, whose sums of exponentials are relative to the target's logit where that is better.
 
-        A sampled token is nearly always near the likeliest. All devices of the tensor axis take the same number, so that
-        no sum overflows unless the likeliest token of all is far away.
+        A sampled token is nearly always near the likeliest. All devices of the tensor axis take the same number, so no
+        sum overflows unless the likeliest token of all is far away.
         """
         if self.vocabulary.by_block or not references(self.call, self.inputs):
             return self
