@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxppo._arrays import LOG_PROBS, PER_SEGMENT
+from jaxppo.pairs import Pairs
 from jaxppo.sharding import Segments
 
 MAX_LOG_PROB = 1e-3  # what rounding may add to a log-prob of 0
@@ -29,8 +30,8 @@ class View:
     """The arrays that rules look at, on the host in logical order, in a loss as one device holds them.
 
     Args:
-      arrays: those of the batch that are there, "log_probs", the loss's own, and "normalizer", the counts of the given
-        normalizer, where there are some.
+      arrays: those of the batch that are there, "log_probs", the loss's own, "normalizer", the counts of the given
+        normalizer, and "alone", the samples that lack their pair, where there are some.
       num_segments: S.
       counts: `[R, T]`, how many positions the sequence of each position has.
       loss_tokens: `[R, S]`, how many tokens of each sequence carry loss; None without "normalizer".
@@ -127,6 +128,10 @@ def _normalizer_of_another_step(v: View) -> Broken:
         yield name, differs & ~v.xp.isnan(v.loss_tokens)  # a mask of NaN breaks a rule of its own
 
 
+def _alone(v: View) -> Broken:
+    yield from v.there("alone")
+
+
 def _order(v: View) -> Broken:
     segments = v["segment_ids"]
     yield "segment_ids", _starts(segments) & (segments <= np.maximum.accumulate(_before(segments), axis=1))
@@ -205,6 +210,12 @@ RULES = (
         "a normalizer that was made of this step, sliced like it: as many loss tokens for each sequence as it counted",
         _normalizer_of_another_step,
     ),
+    Rule(
+        "pairs",
+        "of each pair two samples with one group id and unequal rewards, both with loss tokens and in one micro-batch, "
+        "see micro_batches_of_pairs",
+        _alone,
+    ),
     Rule("order", "each sequence to be contiguous and in order", _order, on_device=False, structural=True),
     Rule("positions", "0, 1, ... in each sequence", _positions, on_device=False, structural=True),
     Rule("vocabulary", "0 to {V}", _vocabulary, on_device=False),
@@ -227,6 +238,9 @@ def count_broken(
       real_last_targets: see `View`.
     """
     there = {name: x for name, x in arrays.items() if x is not None}
+    if "pair_ids" in there:
+        of_samples = segments.sum(there["loss_mask"])
+        there["alone"] = Pairs.of(segments.axes, there["pair_ids"], there["pair_rewards"], of_samples).alone
     counts = segments.spread(segments.sum(jnp.ones_like(segments.segment_ids)))
     loss_tokens = segments.sum(there["loss_mask"]) if "normalizer" in there else None
     cut = bool(segments.axes.unknown(segments.segment_ids))

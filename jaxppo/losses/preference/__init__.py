@@ -1,0 +1,34 @@
+"""Preference losses: from responses that people, or a judge, found better and worse, without sampling.
+
+A batch is like any other. Two samples with one `group_id` are a pair, wherever they lie in the step's rows; the one of
+higher `reward` is the chosen one. `samples_of_pairs` makes samples of lists, `micro_batches_of_pairs` keeps both
+samples of a pair in one micro-batch.
+"""
+
+from jaxppo.losses.preference.base import PairLoss, PreferenceLoss, Responses
+from jaxppo.losses.preference.dpo import DPO, IPO
+from jaxppo.losses.preference.kto import KTO, kto_reference_point
+from jaxppo.losses.preference.loss import preference_loss, preference_loss_from_hidden
+from jaxppo.losses.preference.orpo import ORPO
+from jaxppo.losses.preference.reward_model import BradleyTerry, reward_model_loss
+from jaxppo.losses.preference.samples import micro_batches_of_pairs, mismatched_samples, samples_of_pairs
+from jaxppo.losses.preference.simpo import SimPO
+
+__all__ = [
+    "DPO",
+    "IPO",
+    "KTO",
+    "ORPO",
+    "BradleyTerry",
+    "PairLoss",
+    "PreferenceLoss",
+    "Responses",
+    "SimPO",
+    "kto_reference_point",
+    "micro_batches_of_pairs",
+    "mismatched_samples",
+    "preference_loss",
+    "preference_loss_from_hidden",
+    "reward_model_loss",
+    "samples_of_pairs",
+]

@@ -1,0 +1,119 @@
+"""KTO: responses that are good or bad each for itself, without pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float
+
+from jaxppo._arrays import Coefficient, check_number, masked
+from jaxppo._stacked import as_rows, check_whole_step
+from jaxppo.batch import RolloutBatch
+from jaxppo.head.types import TokenStats
+from jaxppo.losses.preference.base import Numbers, PreferenceLoss, Responses
+from jaxppo.metrics import reduce_metric
+from jaxppo.pairs import Pairs
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
+from jaxppo.validation import checked
+
+
+@dataclasses.dataclass(frozen=True)
+class KTO(PreferenceLoss):
+    """Kahneman-Tversky optimisation: the mean over samples of w (1 - sigmoid(beta (d - z))), a bad one's with z - d.
+
+    d is the sum over a response's loss tokens of log_prob - ref_log_prob. Samples with a reward above 0 are desirable.
+
+    Args:
+      reference_point: z, see `kto_reference_point`; 0 is TRL's "apo_zero_unpaired".
+      beta: how soon gains and losses level off.
+      desirable_weight: w of the desirable samples.
+      undesirable_weight: w of the others.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Example:
+      >>> from jaxppo.losses import preference
+      >>> preference.KTO(reference_point=0.3).beta
+      0.1
+
+    Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306
+    """
+
+    paired: ClassVar[bool] = False
+    reference_point: Coefficient
+    beta: Coefficient = 0.1
+    desirable_weight: Coefficient = 1.0
+    undesirable_weight: Coefficient = 1.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_number(field.name, getattr(self, field.name), least=0)
+
+    def reward(self, x: Responses) -> Numbers:
+        return self.beta * x.log_ratio
+
+    def of_samples(self, x: Responses, chosen: Bool[Array, "R S"], pairs: Pairs | None) -> Float[Array, "R S"]:
+        gain = self.reward(x) - self.beta * self.reference_point
+        good, bad = self.desirable_weight * jax.nn.sigmoid(-gain), self.undesirable_weight * jax.nn.sigmoid(gain)
+        return jnp.where(chosen, good, bad)
+
+
+def kto_reference_point(
+    stats: TokenStats, mismatched: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None
+) -> Float[Array, ""]:
+    """The z of `KTO`: max(0, the mean over samples of the sum of log_prob - ref_log_prob), a constant.
+
+    The samples are prompts with other prompts' responses, see `mismatched_samples`. z is one number of the whole step,
+    computed before it: its log-probs are those of `compute_log_probs` with the parameters of the step.
+
+    Args:
+      stats: `f32[R, T]`, or `[K, R, T]`, of the mismatched samples, under the policy.
+      mismatched: their batch; needs `ref_log_probs`.
+      parallel: the mesh; rows sharded over data, positions over context.
+
+    Returns:
+      `f32[]`; NaN where no sample has a loss token.
+
+    Raises:
+      TypeError: stats that are no `TokenStats`.
+      ValueError: no reference log-probs, shapes that differ, one micro-batch of a step.
+
+    Example:
+      >>> from jaxppo.losses import preference
+      >>> sample = Sample([1, 2, 3], response_start=1, ref_log_probs=[-2.0, -3.0])
+      >>> batch = RolloutBatch.from_samples([sample], row_length=3)
+      >>> float(preference.kto_reference_point(TokenStats(jnp.array([[-1.5, -2.0, 0.0]])), batch))
+      1.5
+    """
+    mismatched = checked(mismatched, stacked=True, prefix="mismatched.")
+    check_whole_step("kto_reference_point", mismatched)
+    if not isinstance(stats, TokenStats):
+        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
+    if mismatched.ref_log_probs is None:
+        raise ValueError("mismatched.ref_log_probs: got None, expected f32[R, T], see compute_log_probs")
+    if stats.log_probs.shape != mismatched.loss_mask.shape:
+        got = f"got shape {stats.log_probs.shape}, expected the batch's, {mismatched.loss_mask.shape}"
+        raise ValueError(f"stats.log_probs: {got}")
+    args = {"stats": stats.log_probs, "mismatched": mismatched}
+
+    def specs(p: ParallelMesh) -> tuple[list[P | RolloutBatch], P]:
+        of_batch = mismatched.specs(p)
+        return [of_batch.loss_mask, of_batch], P()  # type: ignore[list-item]
+
+    found: Float[Array, ""] = shard_call("kto_reference_point", _of_step, parallel, args, specs)
+    return found
+
+
+def _of_step(axes: ShardAxes, log_probs: Float[Array, "*K R T"], mismatched: RolloutBatch) -> Float[Array, ""]:
+    log_probs, batch = as_rows((log_probs, mismatched))
+    mask, segments = batch.loss_mask, batch.segments(axes)
+    drift = segments.sum(masked(log_probs, mask) - masked(batch.ref_log_probs, mask))
+    rows = dataclasses.replace(axes, context=(), fsdp=())  # a sequence's sum is the same on all context shards
+    mean = reduce_metric(rows, drift, (segments.sum(mask) > 0).astype(jnp.float32), "mean")
+    return lax.stop_gradient(jnp.where(mean.count > 0, jnp.maximum(mean.value, 0), jnp.nan))

@@ -1,0 +1,250 @@
+"""`preference_loss`: log-probs and a batch of pairs to a scalar loss and its metrics, on any mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Unpack
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jaxppo._arrays import Aggregation, masked
+from jaxppo.aggregation import Normalizer
+from jaxppo.batch import RolloutBatch
+from jaxppo.head.head import Head
+from jaxppo.head.prepare import HeadOptions, prepare_head
+from jaxppo.head.types import Entropy, TokenStats
+from jaxppo.losses.preference.base import PreferenceLoss, Responses, mean_log_prob
+from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_hidden, loss_of_stats
+from jaxppo.metrics import Metrics, Term
+from jaxppo.pairs import Pairs
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
+from jaxppo.validation import checked
+
+
+def preference_loss(
+    stats: TokenStats,
+    batch: RolloutBatch,
+    loss: PreferenceLoss,
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizer: Normalizer | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """The mean of a preference loss over the step's pairs, those of `KTO` over its samples.
+
+    Two samples with one group id are a pair, and the one of higher reward is the chosen one; they may lie in any two
+    rows of the batch. Every sample with a loss token must be in one pair, and both samples of a pair in one
+    micro-batch: otherwise the loss is NaN. Gradients flow to `stats` alone.
+
+    Args:
+      stats: `f32[R, T]` log-probs of the targets; see `log_probs_from_hidden`.
+      batch: `[R, T]`; needs `rewards`, `group_ids` but for `KTO`, and `ref_log_probs` where the loss has a reference.
+      loss: `DPO`, `IPO`, `SimPO`, `ORPO`, `KTO`, or one of your own.
+      parallel: the mesh; rows sharded over data, positions over context.
+      normalizer: that of the step where the batch is one of its micro-batches, of the aggregation
+        "sequence_mean_token_mean", whose count is of samples, two a pair.
+
+    Returns:
+      The scalar f32 loss, and the metrics `loss` (adds up over micro-batches), means over chosen and rejected samples
+      of the implied rewards, `chosen_reward` and `rejected_reward`, and of the mean log-probs, `chosen_log_prob` and
+      `rejected_log_prob`; of pairs `reward_margin` and `accuracy`, how often the chosen one has the higher reward;
+      `entropy` where stats have one; `broken_rules` (see `policy_loss`).
+
+    Raises:
+      TypeError: stats that are no `TokenStats`, a loss that is no `PreferenceLoss`.
+      ValueError: an array that the batch lacks, shapes that differ, a normalizer that does not fit (see `policy_loss`).
+
+    Example:
+      >>> from jaxppo.losses import preference
+      >>> samples = preference.samples_of_pairs([[1]], chosen=[[2, 3]], rejected=[[4]])
+      >>> batch = RolloutBatch.from_samples(samples, row_length=5)
+      >>> batch = dataclasses.replace(batch, ref_log_probs=-np.ones((1, 5)))
+      >>> now = TokenStats(jnp.array([[-0.5, -0.5, 0.0, -2.0, 0.0]]))  # the log-ratios are 1 and -1
+      >>> loss, metrics = preference.preference_loss(now, batch, preference.DPO(beta=0.5))
+      >>> round(float(loss), 4), float(metrics["reward_margin"].value)
+      (0.3133, 1.0)
+    """
+    batch = _checked(batch, loss)
+    if not isinstance(stats, TokenStats):
+        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
+    if stats.log_probs.shape != batch.loss_mask.shape or stats.log_probs.ndim != 2:
+        raise ValueError(
+            f"stats.log_probs: got shape {stats.log_probs.shape}, expected the batch's [R, T], {batch.loss_mask.shape}"
+        )
+    return loss_of_stats("preference_loss", PreferenceTokenLoss(loss), stats, batch, parallel, normalizer)
+
+
+def preference_loss_from_hidden(
+    hidden: Float[Array, "R T H"],
+    head: Head | Float[Array, "H V"],
+    batch: RolloutBatch,
+    loss: PreferenceLoss,
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizer: Normalizer | None = None,
+    temperature: float | Array = 1.0,
+    **options: Unpack[HeadOptions],
+) -> tuple[Float[Array, ""], Metrics]:
+    """`preference_loss` after `log_probs_from_hidden`, without the logits; two passes over the vocabulary.
+
+    Args:
+      hidden: `[R, T, H]`, see `log_probs_from_hidden`.
+      head: a `Head`, or its bare kernel `[H, V]`.
+      batch: see `preference_loss`.
+      loss: see `preference_loss`.
+      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
+      normalizer: see `preference_loss`.
+      temperature: see `log_probs_from_hidden`.
+      **options: see `HeadOptions`.
+
+    Returns:
+      The scalar f32 loss, and the metrics of `preference_loss`.
+
+    Raises:
+      TypeError, ValueError: as `log_probs_from_hidden` and `preference_loss` do.
+
+    Example:
+      >>> from jaxppo.losses import preference
+      >>> samples = preference.samples_of_pairs([[1]], chosen=[[2, 3]], rejected=[[3]])
+      >>> batch = RolloutBatch.from_samples(samples, row_length=5)
+      >>> states = jnp.ones((1, 5, 2)), jnp.zeros((2, 4))
+      >>> round(float(preference.preference_loss_from_hidden(*states, batch, preference.SimPO(margin=0.0))[0]), 4)
+      0.6931
+    """
+    batch = _checked(batch, loss)
+    token_loss = PreferenceTokenLoss(loss)
+    prepared = prepare_head(
+        hidden,
+        head,
+        batch.targets,
+        parallel=parallel,
+        temperature=temperature,
+        entropy=token_loss.entropy,
+        where=batch.loss_mask > 0,
+        options=options,
+    )
+    return loss_of_hidden("preference_loss_from_hidden", token_loss, prepared, batch, parallel, normalizer, None)
+
+
+def _checked(batch: RolloutBatch, loss: PreferenceLoss) -> RolloutBatch:
+    batch = checked(batch)
+    if not isinstance(loss, PreferenceLoss):
+        raise TypeError(f"loss: got {type(loss).__name__}, expected a PreferenceLoss such as DPO()")
+    check_pairs(batch, loss.paired)
+    if loss.reference and batch.ref_log_probs is None:
+        raise ValueError(f"batch.ref_log_probs: got None, expected f32[R, T] for {loss}, see compute_log_probs")
+    return batch
+
+
+def check_pairs(batch: RolloutBatch, paired: bool) -> None:
+    """Raises where a batch cannot say which samples were chosen, or what they are compared with."""
+    if batch.rewards is None:
+        raise ValueError(
+            "batch.rewards: got None, expected f32[R, S], higher for what was chosen; see samples_of_pairs"
+        )
+    if paired and batch.group_ids is None:
+        raise ValueError("batch.group_ids: got None, expected i32[R, S], one id for both samples of a pair")
+
+
+@dataclasses.dataclass(frozen=True)
+class OfPairs(TokenLoss):
+    """A loss of samples or pairs: each sample's is given to all of its loss tokens.
+
+    The mean over samples of the mean over their tokens is the mean over samples, so that of pairs too: both samples of
+    a pair have the pair's.
+    """
+
+    @property
+    def aggregation(self) -> Aggregation:  # type: ignore[override]
+        return "sequence_mean_token_mean"
+
+    @property
+    def aggregation_norm(self) -> float | None:  # type: ignore[override]
+        return None
+
+    @property
+    def entropy(self) -> Entropy:
+        return "none"
+
+    @property
+    def token_local(self) -> bool:
+        return False
+
+    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
+        values = dict(values)
+        chosen = values.pop("chosen")
+        sides = {"chosen": weights * chosen, "rejected": weights * (1 - chosen)}
+        of_sides = {name: values.pop(name) for name in ("reward", "log_prob") if name in values}
+        terms: dict[str, Term] = {name: (x, weights, "mean") for name, x in values.items()}
+        return terms | {
+            f"{side}_{name}": (x, share, "mean") for name, x in of_sides.items() for side, share in sides.items()
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceTokenLoss(OfPairs):
+    """A preference loss by sample."""
+
+    loss: PreferenceLoss
+
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
+        given: dict[str, Any] = {"log_probs": stats and stats.log_probs}
+        if self.loss.reference:
+            given["ref_log_probs"] = batch.ref_log_probs
+        return given | (of_pairs(batch) if self.loss.paired else {})
+
+    def per_token(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> tuple[Float[Array, "R T"], Values]:
+        mask = batch.loss_mask
+        log_probs = masked(stats.log_probs, mask)
+        log_ratios = log_probs
+        if self.loss.reference:
+            assert batch.ref_log_probs is not None  # preference_loss sees to it
+            log_ratios = log_probs - lax.stop_gradient(masked(batch.ref_log_probs, mask))
+        counts = segments.sum(mask)
+        of = Responses(segments.sum(log_probs), segments.sum(log_ratios), jnp.maximum(counts, 1))
+        pairs, chosen = sides(batch, segments, counts, self.loss.paired)
+        values = {"reward": self.loss.reward(of), "log_prob": mean_log_prob(of), "chosen": chosen.astype(jnp.float32)}
+        if pairs is not None:
+            values |= compared(values["reward"], pairs)
+        values = {name: segments.spread(x) for name, x in values.items()}
+        if stats.entropy is not None:
+            values["entropy"] = masked(stats.entropy, mask)
+        return to_tokens(self.loss.of_samples(of, chosen, pairs), of.log_prob, segments), values
+
+
+def to_tokens(losses: Float[Array, "R S"], x: Float[Array, "R S"], segments: Segments) -> Float[Array, "R T"]:
+    """The loss of each sample at its positions.
+
+    Zero times what the loss is a function of is a part of it, so that where weights are NaN the gradient is NaN for
+    samples in no pair too.
+    """
+    return segments.spread(losses + 0 * x)
+
+
+def of_pairs(batch: RolloutBatch) -> dict[str, Any]:
+    """What the rule of pairs reads."""
+    return {"pair_ids": batch.group_ids, "pair_rewards": batch.rewards}
+
+
+def sides(
+    batch: RolloutBatch, segments: Segments, counts: Float[Array, "R S"], paired: bool
+) -> tuple[Pairs | None, Bool[Array, "R S"]]:
+    """The step's pairs, where it has some, and which of this device's samples were chosen."""
+    assert batch.rewards is not None  # check_pairs sees to it
+    if not paired:
+        return None, batch.rewards > 0
+    assert batch.group_ids is not None
+    pairs = Pairs.of(segments.axes, batch.group_ids, batch.rewards, counts)
+    return pairs, batch.rewards == pairs.to_both(pairs.of_chosen(batch.rewards))
+
+
+def compared(rewards: Float[Array, "R S"], pairs: Pairs) -> dict[str, Float[Array, "R S"]]:
+    """By how much the chosen sample of each sample's pair is ahead, and whether it is."""
+    ahead = pairs.of_chosen(rewards) - pairs.of_rejected(rewards)
+    return {
+        "reward_margin": pairs.to_both(ahead),
+        "accuracy": pairs.to_both((ahead > 0).astype(jnp.float32)),
+    }

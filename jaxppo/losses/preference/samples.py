@@ -1,0 +1,162 @@
+"""Samples and micro-batches of pairs, on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from jaxppo.batch import RolloutBatch
+from jaxppo.samples import Sample, check_samples
+from jaxppo.sharding import ParallelMesh, multihost
+
+TokenIds = Sequence[int] | Int[np.ndarray, "n"]
+
+
+def samples_of_pairs(
+    prompts: Sequence[TokenIds],
+    chosen: Sequence[TokenIds],
+    rejected: Sequence[TokenIds],
+    *,
+    margins: Sequence[float] | None = None,
+    first_id: int = 0,
+) -> list[Sample]:
+    """The samples of lists of prompts, chosen and rejected responses: two a pair, one after the other.
+
+    Args:
+      prompts: token ids of each prompt.
+      chosen: token ids of the better response to each.
+      rejected: those of the worse one.
+      margins: by how much each is better, above 0; 1 by default. They are the rewards of the chosen samples, those of
+        the rejected ones are 0.
+      first_id: the group id of the first pair; the others count on. Hosts of one run need ids of their own.
+
+    Returns:
+      Samples with `group_id`, `reward` and `response_start`.
+
+    Raises:
+      ValueError: lists of other lengths, an empty response or prompt, a margin that is not above 0.
+
+    Example:
+      >>> from jaxppo.losses import preference
+      >>> samples = preference.samples_of_pairs([[1, 2]], chosen=[[3]], rejected=[[4, 5]])
+      >>> [(x.tokens, x.group_id, x.reward) for x in samples]
+      [([1, 2, 3], 0, 1.0), ([1, 2, 4, 5], 0, 0.0)]
+    """
+    lists = {"chosen": chosen, "rejected": rejected} | ({} if margins is None else {"margins": margins})
+    for name, x in lists.items():
+        if len(x) != len(prompts):
+            raise ValueError(f"{name}: got {len(x)}, expected {len(prompts)}, as many as prompts")
+    found = []
+    for i, prompt in enumerate(prompts):
+        margin = 1.0 if margins is None else margins[i]
+        if not margin > 0:
+            raise ValueError(f"margins[{i}]: got {margin}, expected a number above 0")
+        for name, response, reward in (("chosen", chosen[i], margin), ("rejected", rejected[i], 0.0)):
+            if len(response) == 0 or len(prompt) == 0:
+                what = f"{name}[{i}]" if len(response) == 0 else f"prompts[{i}]"
+                raise ValueError(f"{what}: got no token, expected at least one")
+            tokens = [*map(int, prompt), *map(int, response)]
+            found.append(Sample(tokens, len(prompt), reward=reward, group_id=first_id + i))
+    return found
+
+
+def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
+    """Each prompt with the response of the next sample that has another group: what `kto_reference_point` is taken of.
+
+    Args:
+      samples: at least two groups of them; only tokens, prompts and group ids are read.
+
+    Returns:
+      As many samples, without rewards and log-probs.
+
+    Raises:
+      ValueError: a sample without a group id where no other tells them apart.
+
+    Example:
+      >>> from jaxppo.losses import preference
+      >>> samples = [Sample([1, 2], 1, group_id=0), Sample([5, 6, 7], 1, group_id=1)]
+      >>> [x.tokens for x in preference.mismatched_samples(samples)]
+      [[1, 6, 7], [5, 2]]
+    """
+    check_samples(samples)
+    groups = [i if s.group_id is None else s.group_id for i, s in enumerate(samples)]
+    found = []
+    for i, sample in enumerate(samples):
+        others = (
+            samples[(i + k) % len(samples)]
+            for k in range(1, len(samples))
+            if groups[(i + k) % len(groups)] != groups[i]
+        )
+        other = next(others, None)
+        if other is None:
+            raise ValueError(f"samples: got the group {groups[i]} alone, expected samples of another prompt too")
+        prompt, response = list(sample.tokens)[: sample.start], list(other.tokens)[other.start :]
+        found.append(
+            Sample([*prompt, *response], len(prompt), loss_mask=[*[0.0] * len(prompt), *other.mask[other.start :]])
+        )
+    return found
+
+
+def micro_batches_of_pairs(
+    samples: Sequence[Sample], micro_batches: int, *, parallel: ParallelMesh | None = None, **options: Any
+) -> RolloutBatch:
+    """Samples of pairs packed into K micro-batches, both samples of a pair in one of them; numpy arrays.
+
+    Groups are dealt out so that micro-batches hold about as many tokens, longest first.
+
+    Args:
+      samples: see `samples_of_pairs`; group ids tell which belong together.
+      micro_batches: K.
+      parallel: the mesh, see `RolloutBatch.from_samples`.
+      **options: those of `RolloutBatch.from_samples`, such as `row_length` and `rows`, of each micro-batch.
+
+    Returns:
+      `[K, R, T]`.
+
+    Raises:
+      ValueError: fewer groups than micro-batches, a sample without a group id, no `rows` where several processes pack,
+        what `from_samples` raises.
+
+    Example:
+      >>> from jaxppo.losses import preference
+      >>> samples = preference.samples_of_pairs([[1], [2]], chosen=[[3, 4], [5]], rejected=[[6], [7]])
+      >>> batches = preference.micro_batches_of_pairs(samples, 2, row_length=8)
+      >>> batches.group_ids[batches.group_ids >= 0].tolist()
+      [0, 0, 1, 1]
+    """
+    check_samples(samples)
+    groups: dict[int, list[int]] = {}
+    for i, sample in enumerate(samples):
+        if sample.group_id is None:
+            raise ValueError(f"samples[{i}].group_id: got None, expected one id for both samples of a pair")
+        groups.setdefault(sample.group_id, []).append(i)
+    if not 1 <= micro_batches <= len(groups):
+        raise ValueError(f"micro_batches: got {micro_batches}, expected 1 to {len(groups)}, the number of pairs")
+    first, several = 0, parallel is not None and multihost.spans_processes(parallel)
+    if several and parallel:
+        if options.get("rows") is None:
+            raise ValueError("rows: got None, expected the rows of each micro-batch, since several processes pack them")
+        first = multihost.numbers_before(parallel, len(samples))
+    sizes = {group: sum(len(samples[i].tokens) for i in members) for group, members in groups.items()}
+    parts: list[list[Sample]] = [[] for _ in range(micro_batches)]
+    tokens = [0] * micro_batches
+    for group in sorted(groups, key=lambda x: -sizes[x]):
+        least = min(range(micro_batches), key=lambda k: (bool(parts[k]), tokens[k]))
+        tokens[least] += sizes[group]
+        given = [(i, samples[i]) for i in groups[group]]
+        parts[least] += [
+            x if x.sample_id is not None else dataclasses.replace(x, sample_id=first + i) for i, x in given
+        ]
+
+    packed = [RolloutBatch.from_samples(part, parallel=parallel, **options) for part in parts]
+    rows, segments = (max(x.sample_ids.shape[axis] for x in packed) for axis in (0, 1))
+    if any(x.sample_ids.shape != (rows, segments) for x in packed):  # again, all of them of one shape
+        alike = {**options, "num_segments": segments} | ({} if several else {"rows": rows, "buckets": None})
+        packed = [RolloutBatch.from_samples(part, parallel=parallel, **alike) for part in parts]
+    stacked: RolloutBatch = jax.tree.map(lambda *x: np.stack(x), *packed)
+    return dataclasses.replace(stacked, micro_batches=micro_batches)

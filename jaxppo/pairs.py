@@ -1,0 +1,61 @@
+"""Which samples of a step make pairs: one that was chosen, and one that was rejected."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxppo.by_id import ById
+from jaxppo.sharding import ShardAxes
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """The pairs of a step's samples, over all data shards; per-shard code. Tables have a value a pair, see `ById`.
+
+    Two samples with loss tokens and one group id are a pair, and the one of higher reward is the chosen one.
+
+    Args:
+      by_id: the samples by group.
+      chosen: `bool[N]`, which of everyone's samples were chosen.
+      rejected: `bool[N]`, which were not.
+      alone: `bool[R, S]`, which of this device's samples with loss tokens are in no pair, or in more than one.
+    """
+
+    by_id: ById
+    chosen: Bool[Array, "N"]
+    rejected: Bool[Array, "N"]
+    alone: Bool[Array, "R S"]
+
+    @classmethod
+    def of(
+        cls,
+        axes: ShardAxes,
+        group_ids: Int[Array, "R S"],
+        rewards: Float[Array, "R S"],
+        counts: Float[Array, "R S"],
+    ) -> Pairs:
+        """From what a batch holds, and how many loss tokens each sample has."""
+        by_id = ById.of(axes, jnp.where(counts > 0, group_ids, -1))
+        each = by_id.gather(rewards)
+        there = by_id.gather(by_id.there.astype(jnp.int32)) > 0
+        highest, lowest = by_id.max(each)[by_id.all], -by_id.max(-each)[by_id.all]
+        chosen, rejected = (there & (each == x) & (highest > lowest) for x in (highest, lowest))
+        numbers = (by_id.sum(x.astype(jnp.int32)) for x in (there, chosen, rejected))
+        whole = [x == count for x, count in zip(numbers, (2, 1, 1), strict=True)]
+        paired = (whole[0] & whole[1] & whole[2])[by_id.own] & by_id.there
+        return cls(by_id, chosen, rejected, (counts > 0) & ~paired)
+
+    def of_chosen(self, x: Float[Array, "R S"]) -> Float[Array, "N"]:
+        """The table of the chosen samples' values."""
+        return self.by_id.sum(jnp.where(self.chosen, self.by_id.gather(x), 0))
+
+    def of_rejected(self, x: Float[Array, "R S"]) -> Float[Array, "N"]:
+        """The table of the rejected samples' values."""
+        return self.by_id.sum(jnp.where(self.rejected, self.by_id.gather(x), 0))
+
+    def to_both(self, table: Float[Array, "N"]) -> Float[Array, "R S"]:
+        """The value of the pair of each of this device's samples."""
+        return table[self.by_id.own]

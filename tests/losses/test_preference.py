@@ -1,0 +1,381 @@
+"""Preference and reward model losses: the oracle's, wherever the samples of a pair lie; and what is no pair."""
+
+import dataclasses
+import functools
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle.preference as truth
+import pytest
+from oracle import OracleSample
+from policy_steps import by_sample, quick_jit, with_garbage
+from tables import sampled
+
+from jaxppo import (
+    Normalizer,
+    RolloutBatch,
+    Sample,
+    TokenStats,
+    accumulate_gradients,
+    compute_log_probs,
+    explain_broken_rules,
+    finalize_metrics,
+    log_probs_from_hidden,
+)
+from jaxppo.losses import preference
+from sharding import make_parallel_mesh
+from sharding.audit import audit
+from sharding.audit.program import hang_risks
+from sharding.testing import assert_trees_close
+
+LOSSES = {
+    "dpo": preference.DPO(beta=0.3),
+    "cdpo, sum of nll": preference.DPO(beta=0.3, label_smoothing=0.2, nll_coef=0.5, nll="token_sum"),
+    "sigmoid_norm": preference.DPO(length_normalised=True),
+    "ipo": preference.IPO(),
+    "ipo, sums": preference.IPO(beta=0.4, length_normalised=False, nll_coef=0.1),
+    "simpo": preference.SimPO(label_smoothing=0.1),
+    "orpo": preference.ORPO(beta=0.5),
+    "kto": preference.KTO(reference_point=0.4, beta=0.5, undesirable_weight=1.5),
+}
+MESHES = {
+    "dp=8": "contiguous",
+    "dp=2,cp=2,tp=2": "zigzag",
+    "dp=2,cp=4": "zigzag_per_segment",
+    "cp=8": "striped",
+}
+COUNT = 12
+
+
+def step_of(seed: int) -> list[Sample]:
+    """Six pairs, far apart among other samples, with holes in their masks; `returns` hold the policy's log-probs."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(COUNT):
+        prompt, response = int(rng.integers(1, 4)), int(rng.integers(2, 9))
+        mask = np.zeros(prompt + response)
+        mask[prompt:] = rng.random(response) < 0.7
+        mask[-1] = 1
+        own = -0.05 - rng.exponential(1.0, response)
+        near = np.minimum(own + 0.5 * rng.normal(size=response), -0.01)
+        samples.append(
+            Sample(
+                rng.integers(0, 50, prompt + response),
+                response_start=prompt,
+                loss_mask=mask,
+                sample_id=i,
+                group_id=7 * (i % 6),
+                reward=float(rng.normal()),
+                ref_log_probs=near,
+                returns=own,
+            )
+        )
+    return samples
+
+
+def oracle_of(samples: list[Sample]) -> list[OracleSample]:
+    """At the positions that predict, `[16]`, as `by_sample` has them."""
+    found = []
+    for s in samples:
+        place = slice(s.start - 1, len(s.tokens) - 1)
+        arrays = {name: np.full(16, np.nan) for name in ("log_probs", "ref_log_probs")}
+        arrays["log_probs"][place], arrays["ref_log_probs"][place] = np.float32(s.returns), np.float32(s.ref_log_probs)
+        mask = np.pad(s.mask[1:], (0, 17 - len(s.mask)))
+        found.append(OracleSample(mask, **arrays, reward=s.reward, group_id=s.group_id, sample_id=s.sample_id))
+    return found
+
+
+def expected_of(name: str, samples: list[Sample]):
+    options = {f.name: getattr(LOSSES[name], f.name) for f in dataclasses.fields(LOSSES[name])}
+    if name == "kto":
+        return truth.kto(oracle_of(samples), **options)
+    kind = {"cdpo, sum of nll": "dpo", "sigmoid_norm": "dpo", "ipo, sums": "ipo"}.get(name, name)
+    return truth.preference_loss(oracle_of(samples), kind, **options)
+
+
+@functools.cache
+def whole(name: str, mesh: str | None = None, layout: str = "contiguous"):
+    parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
+
+    def run(batch):
+        fn = lambda x: preference.preference_loss(TokenStats(x), batch, LOSSES[name], parallel=parallel)  # noqa: E731
+        (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(batch.returns)
+        return loss, gradient, finalize_metrics(found)
+
+    return quick_jit(run)
+
+
+def check(name: str, samples: list[Sample], batch: RolloutBatch, got) -> None:
+    loss, gradient, found = got
+    expected, by_token, metrics = expected_of(name, samples)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
+    size = np.abs(by_token).max()
+    assert_trees_close(by_sample(gradient, batch, len(samples)), np.float32(by_token), rtol=2e-5, atol=1e-6 * size)
+    assert found.pop("broken_rules") == 0
+    assert found.keys() == metrics.keys()
+    for key, value in metrics.items():
+        np.testing.assert_allclose(found[key], value, rtol=2e-5, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_oracle_on_one_device(name):
+    samples = step_of(0)
+    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6)
+    check(name, samples, batch, whole(name)(with_garbage(batch, np.nan)))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), sampled(itertools.product(LOSSES, MESHES), lambda i, _: (i + i // 4) % 4 == 0)
+)
+def test_the_oracle_wherever_pairs_lie(name, mesh):
+    samples, layout = step_of(0), MESHES[mesh]
+    order = np.random.default_rng(1).permutation(COUNT)
+    options = {"parallel": make_parallel_mesh(mesh, context_layout=layout), "num_segments": 6}
+    batch = RolloutBatch.from_samples([samples[i] for i in order], row_length=32, rows=8, **options)
+    check(name, samples, batch, whole(name, mesh, layout)(with_garbage(batch, np.inf)))
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("dpo", "dp=2,cp=2,tp=2"), ("orpo", None), ("kto", "dp=2,cp=2,tp=2")])
+def test_micro_batches_add_up(name, mesh):
+    """Four pairs, one and one: the mean of the parts' means is another number."""
+    samples, parallel = step_of(2), mesh and make_parallel_mesh(mesh)
+    of = lambda *groups: [s for s in samples if s.group_id // 7 in groups]  # noqa: E731
+    pack = functools.partial(RolloutBatch.from_samples, row_length=24, rows=4, num_segments=6, parallel=parallel)
+    batches = jax.tree.map(lambda *x: np.stack(x), *(pack(of(*g)) for g in ((0, 2, 3, 5), (1,), (4,))))
+
+    def run(batches):
+        normalizer = Normalizer.from_batches(batches, "sequence_mean_token_mean", parallel=parallel)
+        places = jnp.eye(3)
+
+        def loss_fn(x, given):
+            place, batch, part = given
+            stats = TokenStats((x * place[:, None, None]).sum(axis=0))
+            options = {"parallel": parallel, "normalizer": part}
+            return preference.preference_loss(stats, batch, LOSSES[name], **options)
+
+        (loss, found), gradient = accumulate_gradients(loss_fn, (places, batches, normalizer))(batches.returns)
+        return loss, gradient, finalize_metrics(found)
+
+    check(name, samples, batches, quick_jit(run)(batches))
+
+
+def test_the_constructor_keeps_pairs_together():
+    samples = step_of(3)
+    batches = preference.micro_batches_of_pairs(samples, 4, row_length=24)
+    assert batches.micro_batches == len(batches.tokens) == 4
+    batches.validate(vocab_size=50, normalizer=Normalizer.from_batches(batches, "sequence_mean_token_mean"))
+    held = [set(x[x >= 0].tolist()) for x in batches.group_ids]
+    assert sorted(g for groups in held for g in groups) == [0, 7, 14, 21, 28, 35]
+    tokens = (batches.segment_ids > 0).sum(axis=(1, 2))
+    assert tokens.max() - tokens.min() <= 24
+    with pytest.raises(ValueError, match="micro_batches: got 7, expected 1 to 6, the number of pairs"):
+        preference.micro_batches_of_pairs(samples, 7, row_length=24)
+
+
+BROKEN = {
+    "a sample without its pair": lambda s: s[:-1],
+    "three of one group": lambda s: [*s, dataclasses.replace(s[0], sample_id=99, reward=9.0)],
+    "equal rewards": lambda s: [dataclasses.replace(x, reward=1.0) for x in s],
+    "no loss token in one": lambda s: [dataclasses.replace(s[0], loss_mask=np.zeros(len(s[0].tokens))), *s[1:]],
+}
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_is_no_pair_is_nan(how, mesh):
+    """Every other pair is sound. A mean over those would be a plausible number."""
+    samples = BROKEN[how](step_of(4))
+    options = {"parallel": mesh and make_parallel_mesh(mesh), "num_segments": 7}
+    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, **options)
+    loss, gradient, found = whole("dpo", mesh)(batch)
+    assert np.isnan(loss)
+    assert np.isnan(gradient).any()
+    (text,) = explain_broken_rules(found["broken_rules"])
+    assert text.startswith("pairs: expected of each pair two samples")
+
+
+def test_kto_wants_no_pairs():
+    samples = [dataclasses.replace(s, group_id=None) for s in step_of(5)[:-3]]
+    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6)
+    check("kto", samples, batch, whole("kto")(batch))
+
+
+def test_a_pair_in_two_micro_batches_is_nan():
+    samples = step_of(4)
+    parts = [samples[:6], samples[6:]]  # each has one sample of every pair
+    batches = [RolloutBatch.from_samples(x, row_length=24, rows=4, num_segments=6) for x in parts]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+    normalizer = Normalizer.from_batches(stacked, "sequence_mean_token_mean")
+    loss_fn = lambda x, given: preference.preference_loss(  # noqa: E731
+        TokenStats(x * given[0].returns), given[0], preference.DPO(), normalizer=given[1]
+    )
+    (loss, found), _ = accumulate_gradients(loss_fn, (stacked, normalizer))(jnp.float32(1))
+    assert np.isnan(loss)
+    assert explain_broken_rules(found["broken_rules"].value)[0].startswith("pairs")
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+def test_from_hidden(mesh):
+    """The two public functions one after the other, gradients of hidden states and kernel too."""
+    parallel = mesh and make_parallel_mesh(mesh)
+    batch = RolloutBatch.from_samples(step_of(6), row_length=24, rows=8, num_segments=6, parallel=parallel)
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(*batch.tokens.shape, 6)).astype(np.float32)
+    kernel = rng.normal(size=(6, 50)).astype(np.float32)
+    options = {"parallel": parallel, "temperature": 0.8}
+
+    def two(hidden, kernel, batch):
+        stats = log_probs_from_hidden(hidden, kernel, batch.targets, where=batch.loss_mask > 0, **options)
+        return preference.preference_loss(stats, batch, LOSSES["dpo"], parallel=parallel)
+
+    def one(hidden, kernel, batch):
+        return preference.preference_loss_from_hidden(hidden, kernel, batch, LOSSES["dpo"], **options)
+
+    run = lambda fn: jax.value_and_grad(lambda *x: fn(*x, batch), (0, 1), has_aux=True)  # noqa: E731
+    (loss, found), gradients = jax.jit(run(one))(hidden, kernel)
+    (expected, metrics), wanted = jax.jit(run(two))(hidden, kernel)
+    assert_trees_close((loss, finalize_metrics(found), gradients), (expected, finalize_metrics(metrics), wanted), 1e-5)
+    assert hang_risks(jax.make_jaxpr(run(one))(hidden, kernel)) == []
+    assert "two passes" in audit(jax.grad(lambda h: one(h, kernel, batch)[0]), hidden).notes[0]
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+@pytest.mark.parametrize("record", json.loads((Path(__file__).parents[1] / "golden/peers/preference.json").read_text()))
+def test_nemo(record, mesh):
+    """Their rewards are not multiplied by beta."""
+    options, given = record["options"], {k: np.asarray(v, np.float32) for k, v in record["in"].items()}
+    beta = options["reference_policy_kl_penalty"]
+    loss = preference.DPO(
+        beta,
+        length_normalised=options["preference_average_log_probs"],
+        nll_coef=options["sft_loss_weight"],
+        nll="token_sum",
+    )
+    rows, length = given["log_probs"].shape
+    pad = lambda x: np.pad(x, ((0, 8 - rows), (0, 8 - length)))  # noqa: E731
+    ids = pad(np.ones((rows, length), np.int32))
+    of_rows = lambda x, fill: np.pad(np.asarray(x), (0, 8 - rows), constant_values=fill)[:, None]  # noqa: E731
+    numbers = np.arange(rows, dtype=np.int32)
+    batch = RolloutBatch(
+        *(ids,) * 3,
+        np.where(ids > 0, np.arange(8, dtype=np.int32), 0),
+        pad(given["loss_mask"]),
+        of_rows(numbers, -1),
+        group_ids=of_rows(numbers // 2, -1),
+        rewards=of_rows(np.float32(numbers % 2 == 0), 0),
+        ref_log_probs=pad(given["ref_log_probs"]),
+        real_last_targets=True,
+    )
+    parallel = mesh and make_parallel_mesh(mesh)
+    fn = lambda x: preference.preference_loss(TokenStats(x), batch, loss, parallel=parallel)  # noqa: E731
+    (value, found), gradient = quick_jit(jax.value_and_grad(fn, has_aux=True))(pad(given["log_probs"]))
+    result, found = record["result"], finalize_metrics(found)
+    np.testing.assert_allclose(value, result["loss"], rtol=1e-6)
+    np.testing.assert_allclose(gradient[:rows, :length], record["grad"], rtol=1e-5, atol=1e-7)
+    for name in ("chosen", "rejected"):
+        np.testing.assert_allclose(found[f"{name}_reward"], beta * result[f"rewards_{name}_mean"], rtol=1e-6)
+    np.testing.assert_allclose(found["accuracy"], result["accuracy"])
+
+
+def test_kto_reference_point():
+    """Of a step whose micro-batches are uneven; the mean of the parts' means is another number. Below 0 it is 0."""
+    samples = step_of(7)
+    mixed = preference.mismatched_samples(samples)
+    assert [list(x.tokens[: x.start]) for x in mixed] == [list(x.tokens[: x.start]) for x in samples]
+    assert not any(list(x.tokens) == list(y.tokens) for x in mixed for y in samples)
+    parts = [samples[:9], samples[9:]]
+    batches = [RolloutBatch.from_samples(x, row_length=24, rows=4, num_segments=6) for x in parts]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+    score = lambda up, batch: TokenStats(batch.returns + up)  # noqa: E731
+    for up in (0.3, -0.3):
+        stats = jax.jit(lambda up: compute_log_probs(score, up, stacked))(up)
+        moved = [dataclasses.replace(s, returns=np.add(s.returns, up)) for s in samples]
+        expected = truth.reference_point(oracle_of(moved))
+        assert (expected > 0) == (up > 0)
+        for mesh in (None, "dp=2,cp=2,tp=2"):
+            parallel = mesh and make_parallel_mesh(mesh)
+            found = preference.kto_reference_point(stats, stacked, parallel=parallel)
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+    empty = dataclasses.replace(stacked, loss_mask=np.zeros_like(stacked.loss_mask))
+    assert np.isnan(preference.kto_reference_point(stats, empty))
+    # traced, as a step has it
+    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6)
+    run = lambda z: preference.preference_loss(TokenStats(batch.returns), batch, preference.KTO(z))[0]  # noqa: E731
+    np.testing.assert_allclose(jax.jit(run)(0.4), run(0.4), rtol=1e-6)
+    assert float(jax.jit(jax.grad(run))(0.4)) == 0  # a constant
+
+
+@pytest.mark.parametrize("mesh", [None, *MESHES])
+def test_reward_model(mesh):
+    samples, options = step_of(8), {} if mesh == "dp=8" else {"margin": 0.7, "centring": 0.05}
+    rng = np.random.default_rng(9)
+    scores = np.float32(rng.normal(size=COUNT))
+    parallel = mesh and make_parallel_mesh(mesh, context_layout=MESHES[mesh])
+    samples = [dataclasses.replace(s, returns=np.full(len(s.returns), np.nan)) for s in samples]
+    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6, parallel=parallel)
+    # a score stands at the last position, where no target is
+    of_row = np.take_along_axis(np.pad(batch.sample_ids, ((0, 0), (1, 0))), batch.segment_ids, 1)
+    is_last = (batch.segment_ids > 0) & (batch.positions == np.array([len(s.tokens) for s in samples])[of_row] - 1)
+    placed = np.where(is_last, scores[of_row], np.nan).astype(np.float32)
+    assert is_last.sum() == COUNT
+    fn = lambda x: preference.reward_model_loss(x, batch, preference.BradleyTerry(**options), parallel=parallel)  # noqa: E731
+    (loss, found), gradient = quick_jit(jax.value_and_grad(fn, has_aux=True))(placed)
+    expected, by_score, metrics = truth.bradley_terry(oracle_of(samples), scores, **options)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient, np.where(is_last, by_score[of_row], 0), rtol=2e-5, atol=1e-7)
+    found = finalize_metrics(found)
+    assert found.pop("broken_rules") == 0
+    assert found.keys() == metrics.keys()
+    for key, value in metrics.items():
+        np.testing.assert_allclose(found[key], value, rtol=2e-5, atol=1e-6, err_msg=key)
+
+
+def test_odds_of_a_certain_response_are_finite():
+    samples = preference.samples_of_pairs([[1]], chosen=[[2, 3]], rejected=[[4]])
+    batch = RolloutBatch.from_samples(samples, row_length=5)
+    run = lambda x: preference.preference_loss(TokenStats(x), batch, preference.ORPO())[0]  # noqa: E731
+    loss, gradient = jax.value_and_grad(run)(jnp.array([[0.0, 0.0, 0.0, -90.0, 0.0]]))
+    assert np.isfinite(loss)
+    assert np.isfinite(gradient).all()
+
+
+def test_refusals():
+    batch = RolloutBatch.from_samples(step_of(0), row_length=24, rows=8)
+    stats, loss = TokenStats(batch.returns), preference.DPO()
+    for name, what in {"rewards": loss, "group_ids": preference.SimPO(), "ref_log_probs": preference.KTO(0.0)}.items():
+        with pytest.raises(ValueError, match=rf"batch.{name}: got None, expected"):
+            preference.preference_loss(stats, dataclasses.replace(batch, **{name: None}), what)
+    with pytest.raises(TypeError, match="loss: got str, expected a PreferenceLoss"):
+        preference.preference_loss(stats, batch, "dpo")
+    with pytest.raises(TypeError, match="stats: got ndarray, expected TokenStats"):
+        preference.preference_loss(batch.returns, batch, loss)
+    with pytest.raises(ValueError, match=r"stats.log_probs: got shape \(4, 24\)"):
+        preference.preference_loss(TokenStats(batch.returns[:4]), batch, loss)
+    with pytest.raises(ValueError, match="normalizer: got one of aggregation 'token_mean', expected 'sequence_mean"):
+        preference.preference_loss(stats, batch, loss, normalizer=Normalizer.from_batches(batch, "token_mean"))
+    part = dataclasses.replace(batch, micro_batches=2)
+    with pytest.raises(ValueError, match="normalizer: got None for one of 2 micro-batches"):
+        preference.preference_loss(stats, part, loss)
+    with pytest.raises(ValueError, match="scores: got shape"):
+        preference.reward_model_loss(jnp.ones((4, 24)), batch)
+    with pytest.raises(TypeError, match="loss: got DPO, expected BradleyTerry"):
+        preference.reward_model_loss(jnp.ones((8, 24)), batch, loss)
+    for make, message in {
+        lambda: preference.DPO(beta=-1): "beta: got -1",
+        lambda: preference.DPO(label_smoothing=0.6): "label_smoothing: got 0.6",
+        lambda: preference.DPO(nll="mean"): "nll: got 'mean', expected one of 'token_mean', 'token_sum'",
+        lambda: preference.IPO(beta=0): "beta: got 0, expected a finite number above 0",
+        lambda: preference.SimPO(nll_coef=-0.1): "nll_coef: got -0.1",
+        lambda: preference.KTO(reference_point=float("nan")): "reference_point: got nan",
+        lambda: preference.BradleyTerry(margin=-1): "margin: got -1",
+        lambda: preference.samples_of_pairs([[1]], [[2]], []): "rejected: got 0, expected 1, as many as prompts",
+        lambda: preference.samples_of_pairs([[1]], [[2]], [[]]): r"rejected\[0\]: got no token",
+        lambda: preference.samples_of_pairs([[1]], [[2]], [[3]], margins=[0.0]): r"margins\[0\]: got 0.0",
+        lambda: preference.mismatched_samples(step_of(0)[:1]): "samples: got the group 0 alone",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            make()
