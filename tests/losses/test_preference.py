@@ -282,7 +282,7 @@ def test_nemo(record, mesh):
 
 
 def test_kto_reference_point():
-    """Of a step whose micro-batches are uneven; the mean of the parts' means is another number. Below 0 it is 0."""
+    """The step's micro-batches are uneven: the mean of the parts' means is another number. Below 0 it is 0."""
     samples = step_of(7)
     mixed = preference.mismatched_samples(samples)
     assert [list(x.tokens[: x.start]) for x in mixed] == [list(x.tokens[: x.start]) for x in samples]

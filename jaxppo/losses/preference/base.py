@@ -104,7 +104,7 @@ def mean_log_prob(x: Responses) -> Numbers:
 
 
 def log_ratio_of(x: Responses, length_normalised: bool) -> Numbers:
-    """Of a response over the reference: the sum over its loss tokens, or their mean."""
+    """The log-ratio of a response to the reference: the sum over its loss tokens, or their mean."""
     return x.log_ratio / x.tokens if length_normalised else x.log_ratio
 
 
