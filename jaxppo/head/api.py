@@ -24,6 +24,7 @@ def log_probs_from_hidden(
     entropy: Entropy = "none",
     logit_stats: bool = False,
     nucleus_ids: Int[Array, "R T K"] | None = None,
+    ids: Int[Array, "R T K"] | None = None,
     where: Bool[Array, "R T"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> TokenStats:
@@ -44,12 +45,15 @@ def log_probs_from_hidden(
         over the whole vocabulary, and the accuracy, whether no token is likelier than the target, a constant.
       nucleus_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and
         the target; the entropy stays that of the full distribution.
+      ids: `i32[R, T, K]`, ids whose log-probs are asked for too, of the full distribution and differentiable: a
+        teacher's top-k, candidates. In any order; one that stands twice gets both gradients. -1 is an empty slot: its
+        log-prob is -inf, its probability 0. They are gathered from each tile, their gradients scattered into it.
       where: `bool[R, T]`, the positions that count: only they meet the kernel. The others read 0 and may hold anything.
       **options: see `HeadOptions`.
 
     Returns:
-      `TokenStats`, `f32[R, T]` each, None if not asked for; a log-prob is at most 0, and NaN where a counted target is
-      not in the vocabulary.
+      `TokenStats`, `f32[R, T]` each, `id_log_probs` `f32[R, T, K]`, None if not asked for; a log-prob is at most 0, and
+      NaN where a counted target, or the id, is not in the vocabulary.
 
     Raises:
       TypeError, ValueError: an argument of the wrong dtype, rank, shape, sharding or range, named.
@@ -70,6 +74,7 @@ def log_probs_from_hidden(
         entropy=entropy,
         logit_stats=logit_stats,
         nucleus_ids=nucleus_ids,
+        ids=ids,
         where=where,
         options=options,
     )

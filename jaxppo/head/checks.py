@@ -24,8 +24,16 @@ def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
     """The ids as i32, where narrower ones could not name a column and wider ones would lose their high bits."""
     ids = jnp.asarray(ids)
     if ids.dtype.itemsize > 4:
-        ids = jnp.where((ids >= 0) & (ids < 2**31), ids, -1)
+        ids = jnp.where((ids >= -1) & (ids < 2**31), ids, -2)
     return ids.astype(jnp.int32)  # u32 from 2**31 on comes out below 0, which is no column either
+
+
+def as_id_sets(what: str, ids: Any, tokens: tuple[int, ...]) -> Int[Array, "R T K"]:
+    """Several ids a position as i32."""
+    check_array(what, ids, "integers")
+    if ids.ndim != 3 or ids.shape[:2] != tokens or not ids.shape[2]:
+        raise ValueError(f"{what}: got shape {ids.shape}, expected [R, T, K] with [R, T] = {tokens}")
+    return as_token_ids(ids)
 
 
 def check_where(where: Any, shape: tuple[int, ...]) -> None:

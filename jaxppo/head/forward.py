@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from jaxppo.head.softmax import Residuals, Sums
-from jaxppo.head.token_blocks import Slots
+from jaxppo.head.token_blocks import Slots, zero_unless
 from jaxppo.head.types import HeadCall, Inputs, Plan, TokenStats
 from jaxppo.head.walk import Walk
 from jaxppo.sharding import note
@@ -20,9 +17,9 @@ def statistics(call: HeadCall, plan: Plan, inputs: Inputs) -> tuple[TokenStats, 
     with note(f"forward, {plan.forward}"):
         walk = walk.with_references()
         sums = (by_vocabulary if plan.forward_by_vocabulary else by_tokens)(walk)
-    stats, residuals = walk.finish(walk.tokens.to_tokens(sums), inputs.targets)
+    stats, residuals = walk.finish(walk.tokens.to_tokens(sums), inputs.targets, inputs.ids)
     if inputs.counts is not None:  # residuals too: of a sum of nothing they are NaN, at which jax_debug_nans would stop
-        stats, residuals = jax.tree.map(lambda x: jnp.where(inputs.counts, x, 0), (stats, residuals))
+        stats, residuals = zero_unless(inputs.counts, (stats, residuals))
     return stats, residuals
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxppo._arrays import check_choice, check_floating
 from jaxppo.head import softmax
 from jaxppo.head.checks import (
+    as_id_sets,
     as_temperature,
     as_token_ids,
     check_targets,
@@ -23,6 +24,7 @@ from jaxppo.head.checks import (
     temperature_spec,
 )
 from jaxppo.head.gradient_sums import as_primal
+from jaxppo.head.token_blocks import zero_unless
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary_like, varying
 
@@ -48,6 +50,7 @@ def log_probs_from_logits(
     entropy: Entropy = "none",
     logit_stats: bool = False,
     nucleus: Bool[Array, "R T V"] | None = None,
+    ids: Int[Array, "R T K"] | None = None,
     where: Bool[Array, "R T"] | None = None,
     vocab_size: int | None = None,
 ) -> TokenStats:
@@ -68,12 +71,14 @@ def log_probs_from_logits(
         and over all of `vocab_size`, and the accuracy, whether no token is likelier than the target, a constant.
       nucleus: `bool[R, T, V]`, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and the
         target; the entropy stays that of the full distribution.
+      ids: `i32[R, T, K]`, the ids whose log-probs are asked for too, of the full distribution and differentiable. -1 is
+        an empty slot: its log-prob is -inf, its probability 0.
       where: `bool[R, T]`, the positions that count; the others read 0 and may hold anything.
       vocab_size: columns from here on are padding, with probability 0 and gradient 0.
 
     Returns:
-      `TokenStats`, `f32[R, T]` each, None if not asked for; a log-prob is at most 0, and NaN where a counted target is
-      not in `[0, vocab_size)`.
+      `TokenStats`, `f32[R, T]` each, `id_log_probs` `f32[R, T, K]`, None if not asked for; a log-prob is at most 0, and
+      NaN where a counted target, or the id, is not in `[0, vocab_size)`.
 
     Raises:
       TypeError, ValueError: an argument of the wrong dtype, rank, shape or range, named.
@@ -97,6 +102,7 @@ def log_probs_from_logits(
         "logits": logits,
         "targets": as_token_ids(targets),
         "nucleus": nucleus,
+        "ids": None if ids is None else as_id_sets("ids", ids, targets.shape),
         "where": where,
         "temperature": as_temperature(temperature, targets.shape),
     }
@@ -105,7 +111,8 @@ def log_probs_from_logits(
         # JAX cannot shard a dimension that an axis does not divide: such logits arrive whole
         of_logits = p.logits_spec if logits.shape[2] % p.tensor_size == 0 else P(*p.tokens_spec, None)
         of_temperature = temperature_spec(p, args["temperature"])
-        return [of_logits, p.tokens_spec, of_logits, p.tokens_spec, of_temperature], p.tokens_spec
+        of_tokens = p.tokens_spec
+        return [of_logits, of_tokens, of_logits, of_tokens, of_tokens, of_temperature], of_tokens
 
     static = (entropy, logit_stats, vocab_size)
     found: TokenStats = shard_call("log_probs_from_logits", _per_shard, parallel, args, specs, static)
@@ -118,6 +125,7 @@ def _per_shard(
     logits: Any,
     targets: Any,
     nucleus: Any,
+    token_ids: Any,
     where: Any,
     temperature: Any,
 ) -> TokenStats:
@@ -131,8 +139,8 @@ def _per_shard(
     where = None if where is None else flat(where).astype(bool)
     temperature = jnp.ones((), jnp.float32) if temperature is None else temperature
     temperature = flat(temperature)[:, None] if temperature.ndim else temperature
-    found = _token_stats(call, flat(logits), flat(targets), flat(nucleus), where, temperature)
-    return jax.tree.map(lambda x: x.reshape(R, T), found)
+    found = _token_stats(call, flat(logits), flat(targets), flat(nucleus), flat(token_ids), where, temperature)
+    return jax.tree.map(lambda x: x.reshape(R, T, *x.shape[1:]), found)
 
 
 def _own_columns(call: _Call, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
@@ -157,45 +165,58 @@ def _nucleus(call: _Call, nucleus: Any, is_target: Any) -> Any:
     return None if nucleus is None else _own_columns(call, nucleus)[0] | is_target
 
 
+def _place(token_ids: jax.Array, ids: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The column of each token id among `ids`, and whether it is there and valid."""
+    place = jnp.clip(token_ids - ids[0], 0, ids.shape[0] - 1)
+    return place, (ids[place] == token_ids) & valid[place]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_stats(call: _Call, logits: Any, targets: Any, nucleus: Any, where: Any, temperature: Any) -> Any:
-    return _forward(call, logits, targets, nucleus, where, temperature)[0]
+def _token_stats(
+    call: _Call, logits: Any, targets: Any, nucleus: Any, token_ids: Any, where: Any, temperature: Any
+) -> Any:
+    return _forward(call, logits, targets, nucleus, token_ids, where, temperature)[0]
 
 
-def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, where: Any, temperature: Any) -> Any:
+def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, token_ids: Any, where: Any, temperature: Any) -> Any:
     z, ids, valid = _scaled(call, logits, temperature)
     is_target = (ids[None] == targets[:, None]) & valid[None]
     inside = _nucleus(call, nucleus, is_target)
     with_entropy = call.entropy != "none"
-    full = with_entropy or call.logit_stats or inside is None
+    full = with_entropy or call.logit_stats or inside is None or token_ids is not None
     options = {"full": full, "entropy": with_entropy, "nucleus": inside is not None, "logit_stats": call.logit_stats}
-    place = jnp.clip(targets - ids[0], 0, z.shape[1] - 1)
-    here = (ids[place] == targets) & valid[place]
-    z_y = softmax.target_logits(z, is_target, place, here)
-    sums = softmax.block_sums(z, z_y, is_target, inside, softmax.empty_sums(0, **options))
+    z_y = softmax.target_logits(z, is_target, *_place(targets, ids, valid))
+    places = None if token_ids is None else softmax.IdPlaces(*_place(token_ids, ids, valid))
+    sums = softmax.block_sums(z, z_y, is_target, inside, softmax.empty_sums(0, **options), places)
     sums = softmax.combine(sums, call.axes)
     log_probs, h, residuals = softmax.finish(sums, (targets >= 0) & (targets < call.vocab_size))
     log_z, mean_logit, accuracy = softmax.logit_stats(sums, residuals) or (None, None, None)
-    out = TokenStats(log_probs, h, log_z, mean_logit, accuracy, call.entropy)
+    of_ids = None if token_ids is None else softmax.id_log_probs(sums, residuals, token_ids, call.vocab_size)
+    out = TokenStats(log_probs, h, log_z, mean_logit, accuracy, of_ids, call.entropy)
     if where is not None:
-        out = jax.tree.map(lambda x: jnp.where(where, x, 0), out)
+        out = zero_unless(where, out)
     if call.entropy != "bonus":
-        residuals = residuals.without_entropy(inside is not None and not call.logit_stats)
-    return out, (logits, targets, nucleus, where, temperature, residuals)
+        residuals = residuals.without_entropy(inside is not None and not call.logit_stats and token_ids is None)
+    return out, (logits, targets, nucleus, token_ids, where, temperature, residuals)
 
 
 def _backward(call: _Call, saved: Any, cotangents: Any) -> Any:
-    logits, targets, nucleus, where, temperature, residuals = saved
+    logits, targets, nucleus, token_ids, where, temperature, residuals = saved
     e = cotangents.entropy if call.entropy == "bonus" else None
     z, ids, valid = _scaled(call, logits, temperature)
     is_target = (ids[None] == targets[:, None]) & valid[None]
     inside = _nucleus(call, nucleus, is_target)
-    cotangents = softmax.Cotangents.of(cotangents.log_probs, e, cotangents.log_z, cotangents.mean_logit)
+    places = of_ids = None
+    if token_ids is not None:
+        places = softmax.IdPlaces(*_place(token_ids, ids, valid))
+        of_ids = softmax.id_cotangents(cotangents.id_log_probs, token_ids, call.vocab_size)
+    of_logits = cotangents.log_z, cotangents.mean_logit
+    cotangents = softmax.Cotangents.of(cotangents.log_probs, e, *of_logits, ids=of_ids)
     counts = cotangents.counts | _finite(residuals)
     counts = counts if where is None else counts & where
-    dz = softmax.dlogits(z, is_target, inside, residuals, cotangents) / temperature
+    dz = softmax.dlogits(z, is_target, inside, residuals, cotangents, places) / temperature
     dz = jnp.where(counts[:, None] & (z > -jnp.inf), dz, 0)  # padded columns hold anything
-    return _in_place(call, dz, logits), None, None, None, jnp.zeros_like(temperature)
+    return _in_place(call, dz, logits), None, None, None, None, jnp.zeros_like(temperature)
 
 
 def _finite(residuals: softmax.Residuals) -> jax.Array:

@@ -106,7 +106,7 @@ def sizes_of(call: HeadCall, inputs: Inputs) -> Sizes:
         gathered=whole[0] * whole[1] * kernel.dtype.itemsize if gathers else 0,
         accumulator=0 if in_result else 4 * whole[0] * whole[1],
         masked=inputs.counts is not None and call.follow_mask,
-        nucleus=inputs.nucleus_ids is not None,
+        of_logit=4 + (0 if inputs.nucleus_ids is None else 1) + (0 if inputs.ids is None else 4),
         references=references(call, inputs),
     )
 
@@ -114,11 +114,12 @@ def sizes_of(call: HeadCall, inputs: Inputs) -> Sizes:
 def references(call: HeadCall, inputs: Inputs) -> bool:
     """Whether the target's logit takes the place of the maximum that sums of exponentials are relative to.
 
-    It is known before the product, by one row of a kernel `[V, H]`. Only of bf16 operands: it costs accuracy.
+    It is known before the product, by one row of a kernel `[V, H]`. Only of bf16 operands: it costs accuracy. Logits of
+    ids are read from memory, and so are the maxima then.
     """
     kernel, hidden = inputs.parameters.kernel, inputs.features.hidden
     chosen = call.profile.references > 0 and call.op.takes_references and not call.deterministic
-    asked = inputs.targets is not None and inputs.nucleus_ids is None
+    asked = inputs.targets is not None and inputs.nucleus_ids is None and inputs.ids is None
     return chosen and asked and call.layout == "vh" and hidden.dtype == kernel.dtype == jnp.bfloat16
 
 
@@ -143,7 +144,7 @@ def _small_one_pass(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
     N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
     B = min(V, profile.columns)
     fixed = 5 * 4 * H * B + sizes.accumulator + sizes.gathered + sizes.rows
-    most = (memory - fixed) // ((5 if sizes.nucleus else 4) * V + 8 * B + 12 * H)
+    most = (memory - fixed) // (sizes.of_logit * V + 8 * B + 12 * H)
     if most < min(N, profile.least):
         return None
     cut = Cut(even_size(N, most), B)
@@ -159,7 +160,7 @@ def _late(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
     fixed = sizes.gathered + sizes.rows
 
     def fits(group: int, chunk: int) -> bool:
-        logits = chunk * V * (5 if sizes.nucleus else 4) + group * V * sizes.itemsize
+        logits = chunk * V * sizes.of_logit + group * V * sizes.itemsize
         accumulator = sizes.accumulator if group < N or sizes.gathered else min(sizes.accumulator, 8 * H * 4096)
         return fixed + group * H * (4 + sizes.itemsize) + logits + accumulator <= memory
 
@@ -198,7 +199,7 @@ def _shrunk(call: HeadCall, sizes: Sizes, cut: Cut, fixed: int) -> Cut:
     least = Cut(min(cut.tokens, 8), min(cut.columns, 128))
 
     def size(cut: Cut) -> int:
-        tile = cut.tokens * cut.columns * (4 + sizes.itemsize) * call.heads
+        tile = cut.tokens * cut.columns * (sizes.of_logit + sizes.itemsize) * call.heads
         return fixed + tile + cut.tokens * sizes.features * sizes.itemsize + 8 * sizes.features * cut.columns
 
     if call.memory is not None and size(least) > call.memory:

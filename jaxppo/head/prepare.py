@@ -12,9 +12,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jaxppo._arrays import check_array, check_choice, check_flag, check_floating, dtype_name
+from jaxppo._arrays import check_choice, check_flag, check_floating, dtype_name
 from jaxppo.head import plan
 from jaxppo.head.checks import (
+    as_id_sets,
     as_temperature,
     as_token_ids,
     check_targets,
@@ -89,6 +90,7 @@ def prepare_head(
     options: HeadOptions,
     logit_stats: bool = False,
     nucleus_ids: Any = None,
+    ids: Any = None,
     where: Any = None,
     heads: int = 1,
     name: str = "head",
@@ -105,7 +107,7 @@ def prepare_head(
     what = f"{name.removesuffix('head')}hidden_spec"
     hidden, sequence_parallel = bring_hidden(what, parallel, hidden, chosen.get("hidden_spec"))
     placement = place_head(parallel, name, hidden, head, sequence_parallel)
-    inputs = _inputs(hidden, head, targets, nucleus_ids, where, temperature, placement.tokens)
+    inputs = _inputs(hidden, head, targets, nucleus_ids, ids, where, temperature, placement.tokens)
     call = _call(parallel, head, placement, chosen, entropy, logit_stats, heads)
     implementation = chosen.get("implementation")
     if (reason := call.op.unsupported(call, inputs)) is not None:
@@ -115,21 +117,25 @@ def prepare_head(
 
 
 def _inputs(
-    hidden: Any, head: Head, targets: Any, nucleus_ids: Any, where: Any, temperature: Any, tokens: tuple[int, int]
+    hidden: Any,
+    head: Head,
+    targets: Any,
+    nucleus_ids: Any,
+    ids: Any,
+    where: Any,
+    temperature: Any,
+    tokens: tuple[int, int],
 ) -> Inputs:
     if targets is not None:
         check_targets(targets, tokens, "hidden")
         targets = as_token_ids(targets)
     check_where(where, tokens)
-    if nucleus_ids is not None:
-        check_array("nucleus_ids", nucleus_ids, "integers")
-        if nucleus_ids.ndim != 3 or nucleus_ids.shape[:2] != tokens:
-            raise ValueError(f"nucleus_ids: got shape {nucleus_ids.shape}, expected [R, T, K] with [R, T] = {tokens}")
-        nucleus_ids = as_token_ids(nucleus_ids)
+    nucleus_ids = None if nucleus_ids is None else as_id_sets("nucleus_ids", nucleus_ids, tokens)
+    ids = None if ids is None else as_id_sets("ids", ids, tokens)
     lora_a, lora_b = (None, None) if head.lora is None else (head.lora.a, head.lora.b)
     parameters = Parameters(head.kernel, head.bias, lora_b)
     temperature = as_temperature(temperature, tokens)
-    return Inputs(Features(hidden), parameters, lora_a, targets, nucleus_ids, where, temperature)
+    return Inputs(Features(hidden), parameters, lora_a, targets, nucleus_ids, ids, where, temperature)
 
 
 def _call(
@@ -181,7 +187,7 @@ def _specs(p: ParallelMesh, head: Head, placement: Placement, inputs: Inputs) ->
     v_entry, tokens = placement.kernel[head.v_dim], p.tokens_spec
     parameters = Parameters(placement.kernel, P(v_entry), P(None, v_entry))
     of_temperature = temperature_spec(p, inputs.temperature)
-    return Inputs(Features(placement.hidden), parameters, P(), tokens, tokens, tokens, of_temperature)
+    return Inputs(Features(placement.hidden), parameters, P(), tokens, tokens, tokens, tokens, of_temperature)
 
 
 def on_device(call: HeadCall, inputs: Inputs) -> Inputs:
@@ -191,17 +197,17 @@ def on_device(call: HeadCall, inputs: Inputs) -> Inputs:
     low = None if inputs.lora_a is None else low_rank(hidden, inputs.lora_a, tokens)
     kernel = kernel.T if call.transposed else kernel
     lora_b = None if lora_b is None else lora_b.T if call.layout == "vh" else lora_b
-    per_token = inputs.targets, inputs.nucleus_ids, inputs.counts, inputs.temperature
+    per_token = inputs.targets, inputs.nucleus_ids, inputs.ids, inputs.counts, inputs.temperature
     parts = call.axes.size(call.axes.tensor) if call.sequence_parallel else 1
     R, T = hidden.shape[0], hidden.shape[1] * parts
     flat = lambda x: x.reshape(R * T, *x.shape[2:]) if x.ndim else jnp.broadcast_to(x, R * T)  # noqa: E731
-    targets, nucleus_ids, counts, temperature = jax.tree.map(flat, per_token)
+    targets, nucleus_ids, ids, counts, temperature = jax.tree.map(flat, per_token)
     if counts is None and call.deterministic:  # the same program with a mask and without
         counts = jnp.ones(R * T, bool)
     counts = None if counts is None else counts.astype(bool)
     # where devices share hidden states but not targets, the sum over them is JAX's
     features = jax.tree.map(lambda x: vary_like(x, per_token), Features(hidden, low))
-    return Inputs(features, Parameters(kernel, bias, lora_b), None, targets, nucleus_ids, counts, temperature)
+    return Inputs(features, Parameters(kernel, bias, lora_b), None, targets, nucleus_ids, ids, counts, temperature)
 
 
 def whole(call: HeadCall, inputs: Inputs) -> tuple[HeadCall, Inputs]:

@@ -8,6 +8,7 @@ log-sum-exp, logits of 1e4 would cost four digits.
 from __future__ import annotations
 
 from functools import reduce
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.sharding import ShardAxes, vary
+from jaxppo.sharding import ShardAxes, note, vary
 
 
 class Sums(NamedTuple):
@@ -23,7 +24,7 @@ class Sums(NamedTuple):
 
     m, s, u are over all the logits, nucleus_m and nucleus_s over those that the sampler could draw, z_y is the target's
     logit, 0 where it is not among them, total the sum of all the finite logits and columns how many those are, top the
-    `top_key` of the largest.
+    `top_key` of the largest, z_ids the logits f32[N, K] of the ids that are asked for, 0 where one is not among them.
     """
 
     m: Any
@@ -35,6 +36,7 @@ class Sums(NamedTuple):
     total: Array | None = None
     columns: Array | None = None
     top: Array | None = None
+    z_ids: Array | None = None
 
 
 class Cotangents(NamedTuple):
@@ -46,12 +48,17 @@ class Cotangents(NamedTuple):
     mean_logit: Any
     counts: Any
     """bool[N]: which tokens have one that is not 0; the others may hold NaN."""
+    ids: Any = None
+    """f32[N, K], of the log-probs of the ids."""
 
     @classmethod
-    def of(cls, log_prob: Any, entropy: Any, log_z: Any, mean_logit: Any, among: Any = True) -> Cotangents:
+    def of(
+        cls, log_prob: Any, entropy: Any, log_z: Any, mean_logit: Any, among: Any = True, ids: Any = None
+    ) -> Cotangents:
         """With `counts` the tokens of `among` that have one that is not 0."""
         given = (log_prob, entropy, log_z, mean_logit)
-        return cls(*given, reduce(jnp.logical_or, [x != 0 for x in given if x is not None]) & among)
+        some = [x != 0 for x in given if x is not None] + ([] if ids is None else [(ids != 0).any(axis=1)])
+        return cls(*given, reduce(jnp.logical_or, some) & among, ids)
 
 
 class Residuals(NamedTuple):
@@ -76,8 +83,10 @@ def _exp_below(z: Array, m: Array) -> tuple[Array, Array]:
     return jnp.exp(d), d
 
 
-def empty_sums(count: int, *, full: bool, entropy: bool, nucleus: bool, logit_stats: bool = False) -> Sums:
-    """The sums of no logits."""
+def empty_sums(
+    count: int, *, full: bool, entropy: bool, nucleus: bool, logit_stats: bool = False, ids: int = 0
+) -> Sums:
+    """The sums of no logits, with those of so many ids a token."""
     low, zero = jnp.full(count, -jnp.inf, jnp.float32), jnp.zeros(count, jnp.float32)
     return Sums(
         m=low if full else None,
@@ -89,6 +98,7 @@ def empty_sums(count: int, *, full: bool, entropy: bool, nucleus: bool, logit_st
         total=zero if logit_stats else None,
         columns=zero if logit_stats else None,
         top=jnp.full(count, jnp.iinfo(jnp.int32).min, jnp.int32) if logit_stats else None,
+        z_ids=jnp.zeros((count, ids), jnp.float32) if ids else None,
     )
 
 
@@ -132,6 +142,25 @@ def target_logits(
     return lax.platform_dependent(z, is_target, place, inside, tpu=compare, default=gather)
 
 
+class IdPlaces(NamedTuple):
+    """Where the ids that are asked for stand in a block: i32[N, K], and whether the block holds them, bool[N, K]."""
+
+    place: Array
+    inside: Array
+
+    def logits(self, z: Float[Array, "N B"]) -> Float[Array, "N K"]:
+        """Their logits, 0 where they are not in the block."""
+        with note(f"logits of {self.place.shape[1]} ids a token, gathered from each tile"):
+            return jnp.where(self.inside, jnp.take_along_axis(z, self.place, axis=1), 0)
+
+    def spread(self, g: Float[Array, "N K"], like: Float[Array, "N B"]) -> Float[Array, "N B"]:
+        """sum_k g_k [j = id_k]; an id that is asked for twice gets both."""
+        with note(f"gradients of {self.place.shape[1]} ids a token, one scatter-add a tile"):
+            rows = jnp.arange(like.shape[0], dtype=jnp.int32)[:, None]
+            columns = jnp.where(self.inside, self.place, like.shape[1])
+            return jnp.zeros_like(like).at[rows, columns].add(g, mode="drop")
+
+
 def block_sums(
     z: Float[Array, "N B"],
     z_y: Float[Array, "N"],
@@ -139,6 +168,7 @@ def block_sums(
     nucleus: Bool[Array, "N B"] | None,
     like: Sums,
     reference: Float[Array, "N"] | None = None,
+    ids: IdPlaces | None = None,
 ) -> Sums:
     """The sums of one block of logits; columns that do not exist hold -inf.
 
@@ -149,6 +179,7 @@ def block_sums(
       nucleus: the columns that the sampler could draw, the target's included.
       like: which sums to compute.
       reference: takes the place of the maximum m where there is one.
+      ids: those whose logits are asked for.
     """
     m = s = u = nucleus_m = nucleus_s = total = columns = top = None
     if like.m is not None:
@@ -165,7 +196,8 @@ def block_sums(
         total = jnp.where(z > -jnp.inf, z, 0).sum(axis=1)
         columns = (z > -jnp.inf).astype(jnp.float32).sum(axis=1)
         top = top_key(z, is_target).max(axis=1)
-    return Sums(m, s, u, nucleus_m, nucleus_s, z_y, total, columns, top)
+    z_ids = None if ids is None else ids.logits(z)
+    return Sums(m, s, u, nucleus_m, nucleus_s, z_y, total, columns, top, z_ids)
 
 
 def _rescale(sums: Sums, m: Array | None, nucleus_m: Array | None) -> Sums:
@@ -183,7 +215,7 @@ def _rescale(sums: Sums, m: Array | None, nucleus_m: Array | None) -> Sums:
         s = s * f
     if nucleus_m is not None:
         nucleus_s = nucleus_s * factor(sums.nucleus_m, nucleus_m)[0]
-    return Sums(m, s, u, nucleus_m, nucleus_s, sums.z_y, sums.total, sums.columns)
+    return sums._replace(m=m, s=s, u=u, nucleus_m=nucleus_m, nucleus_s=nucleus_s, top=None)
 
 
 def _larger(a: Any, b: Any) -> Any:
@@ -222,11 +254,14 @@ def combine(sums: Sums, axes: ShardAxes) -> Sums:
 
 
 def _all_at_once(reduce: Any, tree: Any) -> Any:
-    """`reduce` applied to the stacked leaves, so that it is one collective."""
+    """`reduce` applied to the leaves, f32[N] or f32[N, K], as rows of one array, so that it is one collective."""
     leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) == 1:
         return jax.tree.unflatten(treedef, [reduce(leaves[0])])
-    return jax.tree.unflatten(treedef, list(reduce(jnp.stack(leaves))))
+    widths = [1 if x.ndim == 1 else x.shape[1] for x in leaves]
+    rows = reduce(jnp.concatenate([x[None] if x.ndim == 1 else x.T for x in leaves]))
+    parts = jnp.split(rows, list(accumulate(widths))[:-1])
+    return jax.tree.unflatten(treedef, [x[0] if y.ndim == 1 else x.T for x, y in zip(parts, leaves, strict=True)])
 
 
 def finish(sums: Sums, target_exists: Bool[Array, "N"]) -> tuple[Array, Array | None, Residuals]:
@@ -254,16 +289,36 @@ def logit_stats(sums: Sums, residuals: Residuals) -> tuple[Array, Array, Array] 
     return residuals.m + residuals.log_s, sums.total / residuals.columns, (sums.top & 1).astype(jnp.float32)
 
 
+def id_log_probs(sums: Sums, residuals: Residuals, ids: Int[Array, "N K"], vocab_size: int) -> Float[Array, "N K"]:
+    """log p of the ids over the whole vocabulary, -inf where one is -1 and NaN where one does not exist."""
+    assert sums.z_ids is not None
+    found = (sums.z_ids - residuals.m[:, None]) - residuals.log_s[:, None]
+    found -= lax.stop_gradient(jnp.maximum(found, 0))
+    found = jnp.where(_exist(ids, vocab_size), found, jnp.nan)
+    return jnp.where(ids == -1, -jnp.inf, found)
+
+
+def id_cotangents(g: Float[Array, "N K"], ids: Int[Array, "N K"], vocab_size: int) -> Float[Array, "N K"]:
+    """The cotangents of `id_log_probs` as `Cotangents` takes them: 0 where an id is -1, NaN where none exists."""
+    return jnp.where(ids == -1, 0, jnp.where(_exist(ids, vocab_size) | (g == 0), g, jnp.nan))
+
+
+def _exist(ids: Int[Array, "N K"], vocab_size: int) -> Bool[Array, "N K"]:
+    return (ids >= 0) & (ids < vocab_size)
+
+
 def dlogits(
     z: Float[Array, "N B"],
     is_target: Bool[Array, "N B"],
     nucleus: Bool[Array, "N B"] | None,
     residuals: Residuals,
     cotangents: Cotangents,
+    ids: IdPlaces | None = None,
 ) -> Float[Array, "N B"]:
     """dz_j = g * ([j = y] - p_j) - e * p_j * (log p_j + entropy) + a * p_j + b / columns where z_j is finite.
 
     With g, e, a, b the cotangents of log-prob, entropy, log_z and mean logit. In the first term p is over the nucleus.
+    Ids with cotangents g_k add sum_k g_k * ([j = id_k] - p_j), with p over all.
 
     Args:
       z: f32 logits, -inf in columns that do not exist.
@@ -271,6 +326,7 @@ def dlogits(
       nucleus: the columns that the sampler could draw, or None for all.
       residuals: of the whole vocabulary.
       cotangents: of the tokens.
+      ids: those whose log-probs have a cotangent.
     """
     column = lambda x: x[:, None]  # noqa: E731
     log_p: Any = None
@@ -287,4 +343,6 @@ def dlogits(
     if cotangents.log_z is not None:
         of_mean = jnp.where(z > -jnp.inf, column(cotangents.mean_logit / residuals.columns), 0)
         dz += column(cotangents.log_z) * jnp.exp(log_p) + of_mean
+    if cotangents.ids is not None and ids is not None:
+        dz += ids.spread(cotangents.ids, z) - column(cotangents.ids.sum(axis=1)) * jnp.exp(log_p)
     return dz

@@ -87,7 +87,7 @@ def dlogits(
     """d loss / d (hidden @ kernel), f32 `[C, B]`, of products x, which are computed where they are None."""
     x = products(call, tile.chunk.rows, tile.block.parameters) if x is None else x
     z = logits(call, tile.chunk, tile.block, x)
-    dz = softmax.dlogits(z, is_target(tile), tile.nucleus, residuals, cotangents)
+    dz = softmax.dlogits(z, is_target(tile), tile.nucleus, residuals, cotangents, tile.ids)
     return of_products(call, tile, dz, x, cotangents.counts)
 
 
@@ -110,7 +110,7 @@ def _sums(call: HeadCall, tile: Tile, like: Sums) -> tuple[Sums, jax.Array]:
     x = products(call, tile.chunk.rows, tile.block.parameters)
     z, hot = logits(call, tile.chunk, tile.block, x), is_target(tile)
     z_y = softmax.target_logits(z, hot, *tile.place)
-    return softmax.block_sums(z, z_y, hot, tile.nucleus, like, tile.chunk.reference), x
+    return softmax.block_sums(z, z_y, hot, tile.nucleus, like, tile.chunk.reference, tile.ids), x
 
 
 def _exactly(call: HeadCall, tile: Tile, sums: Sums, far: jax.Array) -> Sums:
@@ -120,7 +120,7 @@ def _exactly(call: HeadCall, tile: Tile, sums: Sums, far: jax.Array) -> Sums:
 
     def of_slots(slots: Slots, found: Sums) -> Sums:
         chunk, place = tokens.take(known, slots)
-        again, _ = _sums(call, Tile(chunk, tile.block, place, None), sums)
+        again, _ = _sums(call, Tile(chunk, tile.block, place, None, None), sums)
         written: Sums = tokens.write(found, jax.tree.map(vary_like, again, sums), slots)
         return written
 

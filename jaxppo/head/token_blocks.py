@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool
 
 from jaxppo.sharding import vary_like, varying
 
@@ -146,6 +147,11 @@ class TokenBlocks:
         extra = self.slots_count - self.count
         pad = lambda x: jnp.pad(x, ((0, extra), *[(0, 0)] * (x.ndim - 1)))  # noqa: E731
         return jax.tree.map(pad, x) if extra else x
+
+
+def zero_unless(counts: Bool[Array, "N"], tree: Any) -> Any:
+    """Arrays `[N, ...]` of tokens, 0 where one does not count."""
+    return jax.tree.map(lambda x: jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, 0), tree)
 
 
 def _rows(x: jax.Array, rows: Any) -> jax.Array:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxppo.sharding import ShardAxes
 
 if TYPE_CHECKING:
-    from jaxppo.head.softmax import Cotangents, Residuals, Sums
+    from jaxppo.head.softmax import Cotangents, IdPlaces, Residuals, Sums
 
 Names = tuple[str, ...]
 Entropy = Literal["none", "metric", "bonus"]
@@ -25,7 +25,7 @@ Implementation = Literal["xla", "mosaic_tpu", "reference"]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["log_probs", "entropy", "log_z", "mean_logit", "accuracy"],
+    data_fields=["log_probs", "entropy", "log_z", "mean_logit", "accuracy", "id_log_probs"],
     meta_fields=["entropy_mode"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,7 @@ class TokenStats:
       log_z: the log-sum-exp of the logits.
       mean_logit: the mean of the finite logits; columns masked by -inf are out of it.
       accuracy: 1 where no token is likelier than the target, else 0.
+      id_log_probs: `f32[R, T, K]`, of the ids that were given; see `log_probs_from_hidden`.
       entropy_mode: how the entropy was computed; static. By default "bonus" with an entropy, else "none".
 
     Example:
@@ -50,6 +51,7 @@ class TokenStats:
     log_z: Float[Array, "R T"] | None = None
     mean_logit: Float[Array, "R T"] | None = None
     accuracy: Float[Array, "R T"] | None = None
+    id_log_probs: Float[Array, "R T K"] | None = None
     entropy_mode: Entropy | None = None
 
     def __post_init__(self) -> None:
@@ -83,6 +85,7 @@ class Inputs(NamedTuple):
     lora_a: Any  # [H, r]; None after `on_device`
     targets: Any  # i32[R, T]; on a device [N]
     nucleus_ids: Any  # i32[R, T, K]; [N, K]
+    ids: Any  # i32[R, T, K]; [N, K]
     counts: Any  # bool[R, T], the tokens that are computed, None for all; [N]
     temperature: Any  # f32, a scalar or [R, T], None for 1; [N]
 
@@ -163,7 +166,7 @@ class Sizes:
       gathered: bytes of a kernel gathered over FSDP axes, 0 where there is none to gather.
       accumulator: bytes of an f32 gradient of the kernel beside the result, 0 where the result is one.
       masked: the work follows the tokens that count.
-      nucleus: log-probs are renormalised over a nucleus.
+      of_logit: of a logit in f32, with a bool where there is a nucleus, and a gradient in f32 where there are ids.
       references: sums of exponentials are relative to a reference.
     """
 
@@ -175,7 +178,7 @@ class Sizes:
     gathered: int
     accumulator: int
     masked: bool
-    nucleus: bool
+    of_logit: int
     references: bool
 
 
@@ -285,6 +288,7 @@ class Chunk(NamedTuple):
     rows: Features  # [C, H] and [C, r]
     targets: Any  # i32[C]
     nucleus_ids: Any  # i32[C, K]
+    ids: Any  # i32[C, K]
     temperature: Any  # f32[C]; None for 1
     counts: Any  # bool[C], the tokens that are computed; None for all
     reference: Any = None  # f32[C], a number near the largest logit; None where sums are relative to the largest
@@ -297,6 +301,7 @@ class Tile(NamedTuple):
     block: Block
     place: Any  # (i32[C], bool[C]), the target's column in the block, and whether the block holds it
     nucleus: Any  # bool[C, B], the columns that the sampler could draw, the target's included; or None
+    ids: IdPlaces | None  # of the ids whose log-probs are asked for
 
 
 class Op:

@@ -15,7 +15,7 @@ from jaxppo.head.forward import statistics
 from jaxppo.head.gradient_sums import first_order
 from jaxppo.head.plan import one_pass, sizes_of, two_passes
 from jaxppo.head.prepare import on_device
-from jaxppo.head.token_blocks import Slots
+from jaxppo.head.token_blocks import Slots, zero_unless
 from jaxppo.head.types import Chunk, Features, HeadCall, Inputs, NeedsGrad, Parameters, Plan, TokenStats
 from jaxppo.head.walk import Walk, cotangents_of
 from jaxppo.sharding import note, vary, varying
@@ -26,8 +26,12 @@ TokenLoss = Callable[[TokenStats, Any, Any], jax.Array]
 
 def stats_of_tokens(call: HeadCall, inputs: Inputs) -> TokenStats:
     """Per-shard: the statistics of the device's tokens, `[R, T]` each."""
-    shape = inputs.targets.shape
-    return jax.tree.map(lambda x: x.reshape(shape), _token_stats(call, on_device(call, inputs)))
+    return in_rows(inputs.targets.shape, _token_stats(call, on_device(call, inputs)))
+
+
+def in_rows(shape: tuple[int, ...], stats: Any) -> Any:
+    """Arrays `[N, ...]` of tokens as `[R, T, ...]`."""
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), stats)
 
 
 def reduce_tokens(
@@ -57,7 +61,7 @@ def reduce_tokens(
         total = _total(call, token_loss(stats, per_token, shared))
     else:
         total, stats = _one_pass(call, plan, token_loss, inputs, per_token, shared)
-    return total, jax.tree.map(lambda x: lax.stop_gradient(x).reshape(shape), stats)
+    return total, in_rows(shape, lax.stop_gradient(stats))
 
 
 def _total(call: HeadCall, losses: jax.Array) -> jax.Array:
@@ -79,7 +83,7 @@ def _token_stats_forward(call: HeadCall, inputs: Any) -> Any:
 
 def _token_stats_backward(call: HeadCall, left: Any, of_stats: Any) -> Any:
     inputs, (residuals, needs) = left[0], saved(left[1])
-    cotangents = cotangents_of(call, dense(of_stats), inputs.counts)
+    cotangents = cotangents_of(call, dense(of_stats), inputs.counts, inputs.ids)
     plan = two_pass_plan(call, inputs, needs)
     make = partial(Walk, call, inputs, plan.cut)
     return (cotangents_of_inputs(inputs, *gradients(plan, make, needs, (residuals, cotangents))),)
@@ -133,7 +137,8 @@ def _one_pass_forward(
 
         zeros = jnp.zeros(walk.tokens.slots_count, jnp.float32)
         entropy, of_logits = (zeros if asked else None for asked in (call.entropy != "none", call.logit_stats))
-        stats = TokenStats(zeros, entropy, of_logits, of_logits, of_logits, call.entropy)
+        of_ids = None if inputs.ids is None else jnp.zeros((walk.tokens.slots_count, inputs.ids.shape[1]), jnp.float32)
+        stats = TokenStats(zeros, entropy, of_logits, of_logits, of_logits, of_ids, call.entropy)
         results = walk.vary_results((zeros, stats))
         (losses, stats), *found = by_chunks(plan, walk, needs, begin, results)
     return (_total(call, losses), stats), (to_save(found), inputs)
@@ -148,11 +153,11 @@ def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Ar
         x = x[None]
     else:
         sums, x = lax.scan(block, empty, jnp.arange(walk.vocabulary.blocks, dtype=jnp.int32))
-    stats, residuals = walk.finish(sums, chunk.targets)
-    counted = lambda x: x if chunk.counts is None else jnp.where(chunk.counts, x, 0)  # noqa: E731
+    stats, residuals = walk.finish(sums, chunk.targets, chunk.ids)
+    counted = lambda x: x if chunk.counts is None else zero_unless(chunk.counts, x)  # noqa: E731
     losses, vjp = jax.vjp(lambda stats: counted(loss(stats)), stats)
-    cotangents = cotangents_of(walk.call, vjp(jnp.ones_like(losses))[0], chunk.counts)
-    return Known((losses, jax.tree.map(counted, stats)), residuals, cotangents, x)
+    cotangents = cotangents_of(walk.call, vjp(jnp.ones_like(losses))[0], chunk.counts, chunk.ids)
+    return Known((losses, counted(stats)), residuals, cotangents, x)
 
 
 def _one_pass_backward(call: HeadCall, plan: Plan, token_loss: TokenLoss, left: Any, of_results: Any) -> Any:
@@ -174,7 +179,8 @@ def cotangents_of_inputs(inputs: Inputs, features: Features, parameters: Paramet
     """What a rule's backward returns: these gradients, which cannot be differentiated again, and none of the rest."""
     once = partial(first_order, "a loss from hidden states")
     features, parameters = jax.tree.map(once, (features, parameters))
-    return Inputs(features, parameters, None, None, None, None, jax.tree.map(jnp.zeros_like, inputs.temperature))
+    zeros = jax.tree.map(jnp.zeros_like, inputs.temperature)
+    return Inputs(features, parameters, None, None, None, None, None, zeros)
 
 
 def dense(of_stats: Any) -> Any:

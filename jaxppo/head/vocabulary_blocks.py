@@ -18,6 +18,7 @@ from jax import lax
 
 from jaxppo.head.gradient_sums import as_primal, psum_in_blocks, sum_in_blocks, unwritten
 from jaxppo.head.plan import window
+from jaxppo.head.softmax import IdPlaces
 from jaxppo.head.token_blocks import even_size
 from jaxppo.head.types import Block, Chunk, HeadCall, Parameters, Tile
 from jaxppo.sharding import vary, varying
@@ -124,15 +125,16 @@ class VocabularyBlocks:
     def tile(self, chunk: Chunk, block: Block) -> Tile:
         """Some tokens before a block."""
         if chunk.targets is None:
-            return Tile(chunk, block, None, None)
+            return Tile(chunk, block, None, None, None)
         place, nucleus = self._place_of(chunk.targets, block), None
+        of_ids = None if chunk.ids is None else IdPlaces(*self._place_of(chunk.ids, block))
         if chunk.nucleus_ids is not None:
             ids = jnp.concatenate([chunk.nucleus_ids, chunk.targets[:, None]], axis=1)
             places, inside = self._place_of(ids, block)
             C, B = ids.shape[0], block.columns.shape[1]
             empty = vary(jnp.zeros((C, B), bool), varying(ids) | varying(block.columns))
             nucleus = empty.at[_range(C)[:, None], jnp.where(inside, places, B)].set(True, mode="drop")
-        return Tile(chunk, block, place, nucleus)
+        return Tile(chunk, block, place, nucleus, of_ids)
 
     def rows(self, ids: jax.Array) -> tuple[Parameters, jax.Array]:
         """The rows of a kernel `[V, H]`, and of what lies beside it, for vocabulary ids, and whether they are held."""

@@ -55,7 +55,7 @@ class Walk:
         least = max(-(-blocks // multiple) * multiple, 2 if call.deterministic else 1)
         equal_over = self.axes if equal else frozenset()
         self.tokens = TokenBlocks(inputs.counts, self.count, cut.tokens, least, call.follow_mask, equal_over)
-        per_token = inputs.targets, inputs.nucleus_ids, inputs.temperature
+        per_token = inputs.targets, inputs.nucleus_ids, inputs.ids, inputs.temperature
         self.per_token = self.tokens.to_slots(per_token)
         in_place = self.tokens.order is None or by_vocabulary
         self.features = self.tokens.to_slots(features) if in_place else features
@@ -79,10 +79,10 @@ class Walk:
 
     def chunk(self, slots: Slots, rows: Features | None = None) -> Chunk:
         """The tokens in the slots."""
-        targets, nucleus_ids, temperature = self.tokens.read(self.per_token, slots)
+        targets, nucleus_ids, ids, temperature = self.tokens.read(self.per_token, slots)
         reference = None if self.references is None else self.tokens.read(self.references, slots)
         rows = self.rows(slots) if rows is None else rows
-        return Chunk(rows, targets, nucleus_ids, temperature, slots.counts, reference)
+        return Chunk(rows, targets, nucleus_ids, ids, temperature, slots.counts, reference)
 
     def with_references(self) -> Walk:
         """This walk, whose sums of exponentials are relative to the target's logit where that is better.
@@ -117,13 +117,14 @@ class Walk:
     def empty_sums(self, count: int) -> Sums:
         """The sums that the call asks for, of `count` tokens and no logits."""
         call, nucleus = self.call, self.inputs.nucleus_ids is not None
+        ids = 0 if self.inputs.ids is None else self.inputs.ids.shape[1]
         # the same sums with an entropy and without, where the same bits are promised
         entropy = call.entropy != "none" or call.deterministic
-        full = entropy or call.logit_stats or not nucleus
+        full = entropy or call.logit_stats or bool(ids) or not nucleus
         options = {"full": full, "entropy": entropy, "nucleus": nucleus, "logit_stats": call.logit_stats}
-        return self.vary(softmax.empty_sums(count, **options))
+        return self.vary(softmax.empty_sums(count, **options, ids=ids))
 
-    def finish(self, sums: Sums, targets: jax.Array) -> tuple[TokenStats, Residuals]:
+    def finish(self, sums: Sums, targets: jax.Array, ids: Any) -> tuple[TokenStats, Residuals]:
         """The statistics of tokens from their sums over the device's vocabulary, and what the backward needs."""
         call = self.call
         sums = softmax.combine(sums, call.axes)
@@ -132,9 +133,11 @@ class Walk:
             # used in a way that changes nothing, or the compiler would leave it out
             log_probs, entropy = jnp.where(jnp.isnan(entropy), jnp.nan, log_probs), None
         log_z, mean_logit, accuracy = softmax.logit_stats(sums, residuals) or (None, None, None)
+        of_ids = None if ids is None else softmax.id_log_probs(sums, residuals, ids, call.vocab_size)
         if call.entropy != "bonus":
-            residuals = residuals.without_entropy(sums.nucleus_m is not None and not call.logit_stats)
-        return TokenStats(log_probs, entropy, log_z, mean_logit, accuracy, call.entropy), residuals
+            nucleus_only = sums.nucleus_m is not None and not call.logit_stats and ids is None
+            residuals = residuals.without_entropy(nucleus_only)
+        return TokenStats(log_probs, entropy, log_z, mean_logit, accuracy, of_ids, call.entropy), residuals
 
     def dlogits(
         self, chunk: Chunk, block: Any, residuals: Any, cotangents: Cotangents, x: Any = None
@@ -201,8 +204,10 @@ def whole_features(call: HeadCall, features: Features) -> Features:
     return jax.tree.map(lambda x: x.reshape(-1, x.shape[2]), features)
 
 
-def cotangents_of(call: HeadCall, found: TokenStats, counts: Any) -> Cotangents:
+def cotangents_of(call: HeadCall, found: TokenStats, counts: Any, ids: Any) -> Cotangents:
     """Cotangents of the statistics that the call differentiates, counted among these tokens."""
     entropy = found.entropy if call.entropy == "bonus" else None
     among = True if counts is None else counts
-    return Cotangents.of(found.log_probs, entropy, found.log_z, found.mean_logit, among)
+    of_ids = found.id_log_probs
+    of_ids = None if of_ids is None else softmax.id_cotangents(of_ids, ids, call.vocab_size)
+    return Cotangents.of(found.log_probs, entropy, found.log_z, found.mean_logit, among, of_ids)

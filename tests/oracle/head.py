@@ -142,6 +142,29 @@ def token_stats(z: Array, targets: Any, nucleus: Any = None) -> Stats:
     )
 
 
+def id_log_probs(z: Array, ids: Any) -> Array:
+    """`[n, K]`: log p of each id over all columns; -inf where an id is -1, nan where another does not exist."""
+    log_p, ids = log_softmax(np.asarray(z, np.float64)), np.asarray(ids, int)
+    found = np.full(ids.shape, np.nan)
+    for t, k in np.ndindex(ids.shape):
+        if 0 <= ids[t, k] < log_p.shape[1]:
+            found[t, k] = log_p[t, ids[t, k]]
+        elif ids[t, k] == -1:
+            found[t, k] = -np.inf
+    return found
+
+
+def id_gradient(z: Array, ids: Any, by_id: Any) -> Array:
+    """d / dz of sum_t sum_k g_tk log p(id_tk): sum_k g_k ([j = id_k] - p_j), ids of -1 left out."""
+    p, ids = np.exp(log_softmax(np.asarray(z, np.float64))), np.asarray(ids, int)
+    dz = np.zeros_like(p)
+    for t, k in np.ndindex(ids.shape):
+        if ids[t, k] >= 0:
+            dz[t] -= by_id[t, k] * p[t]
+            dz[t, ids[t, k]] += by_id[t, k]
+    return dz
+
+
 def logit_gradient(
     z: Array,
     targets: Any,

@@ -25,6 +25,14 @@ OF_BOTH = [
     ({"vocab_size": 0}, ValueError, "vocab_size: got 0, expected (1 to 10|at least 1)"),
     ({"vocab_size": 11}, ValueError, "vocab_size: got 11, expected 1 to 10"),
     ({"parallel": "dp=8"}, TypeError, "parallel: got str, expected ParallelMesh, ShardAxes or None"),
+    (
+        {"ids": jnp.zeros((R, T), jnp.int32)},
+        ValueError,
+        r"ids: got shape \(2, 4\), expected \[R, T, K\] with .*\(2, 4\)",
+    ),
+    ({"ids": jnp.zeros((R, T, 0), jnp.int32)}, ValueError, r"ids: got shape \(2, 4, 0\), expected \[R, T, K\]"),
+    ({"ids": jnp.zeros((R, T, 2))}, TypeError, "ids: got dtype float32, expected integers"),
+    ({"ids": [[[1]]]}, TypeError, "ids: got list, expected an array of integers"),
 ]
 OF_LOGITS = [
     (

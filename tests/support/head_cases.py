@@ -69,14 +69,16 @@ def head_arrays(
     layout="hv",
     with_where=False,
     nucleus=0,
+    ids=0,
     bias=True,
     lora=False,
     temperatures=False,
     scale=1.0,
     last=None,
 ):
-    """The arrays of a call by argument name, and the weights g, e of log-probs and entropy in a loss.
+    """The arrays of a call by argument name, and the weights g, e, i of log-probs, entropy and ids in a loss.
 
+    Of the ids the second is the first again, the third often the target; some are empty slots, of some tokens all.
     Masked rows of hidden states are NaN and their targets -100; two tokens have no weight. `last` ends the targets
     before V.
     """
@@ -105,6 +107,11 @@ def head_arrays(
         arrays |= {"temperature": jnp.where(where, arrays["temperature"], jnp.nan)} if temperatures else {}
     if nucleus:
         arrays["nucleus_ids"] = jnp.asarray(rng.integers(-1, last or V, (R, T, nucleus)), jnp.int32)
+    if ids:
+        asked = rng.integers(-1, last or V, (R, T, ids))
+        asked[..., 1], asked[::2, :, 2], asked[0] = asked[..., 0], arrays["targets"][::2], -1
+        arrays["ids"] = jnp.asarray(np.where(rng.random((R, T, 1)) < 0.9, asked, -1), jnp.int32)
+        arrays["i"] = jnp.asarray(rng.normal(size=(R, T, ids)), jnp.float32)
     return arrays
 
 
@@ -117,7 +124,7 @@ def head_of(arrays, **options):
 def call_head(parallel, arrays, **options):
     """`log_probs_from_hidden`, or with parallel="reference" its truth."""
     of_head = {name: options.pop(name) for name in HEAD_OPTIONS if name in options}
-    options |= {name: arrays[name] for name in ("where", "nucleus_ids", "temperature") if name in arrays}
+    options |= {name: arrays[name] for name in ("where", "nucleus_ids", "ids", "temperature") if name in arrays}
     args = arrays["hidden"], head_of(arrays, **of_head), arrays["targets"]
     if parallel == "reference":
         return reference_from_hidden(*args, **options)
@@ -133,6 +140,8 @@ def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
         stats = call(parallel, given, **options)
         total = (stats.log_probs * given["g"]).sum()
         total += (stats.entropy * given["e"]).sum() if options.get("entropy") == "bonus" else 0
+        if "ids" in given:
+            total += jnp.where(jnp.isinf(stats.id_log_probs), 0, stats.id_log_probs * given["i"]).sum()
         return total, stats
 
     gradients, stats = jax.grad(weighted, has_aux=True)({n: arrays[n] for n in wrt if n in arrays})
@@ -178,6 +187,9 @@ OPTIONS = {
     "several token blocks": ({}, {"device": "five"}),
     "nucleus": ({"nucleus": 5}, {}),
     "keep, where": ({"nucleus": 5, "with_where": True}, {"device": "five"}),
+    "ids": ({"ids": 7}, {"softcap": 2.0}),
+    "ids, where": ({"ids": 7, "with_where": True, "temperatures": True, "last": 600}, {"vocab_size": 600}),
+    "ids, nucleus": ({"ids": 7, "nucleus": 5, "lora": True, "with_where": True}, {"device": "five"}),
     "padding": ({"last": 600}, {"vocab_size": 600}),
     "lora": ({"lora": True, "with_where": True}, {"device": "five"}),
     "lora, vh": ({"lora": True, "layout": "vh", "last": 600}, {"layout": "vh", "vocab_size": 600}),

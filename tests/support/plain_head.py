@@ -24,6 +24,7 @@ def reference_from_logits(
     temperature: Any = 1.0,
     entropy: Any = "none",
     nucleus: Any = None,
+    ids: Any = None,
     where: Any = None,
     vocab_size: Any = None,
 ) -> TokenStats:
@@ -41,10 +42,15 @@ def reference_from_logits(
     log_p = jax.nn.log_softmax(z)
     plogp = jnp.where(jnp.exp(log_p) > 0, jnp.exp(log_p) * jnp.where(jnp.exp(log_p) > 0, log_p, 0), 0)
     h = -plogp.sum(-1)
+    of_ids = None
+    if ids is not None:
+        of_ids = jnp.take_along_axis(log_p, jnp.clip(ids, 0, z.shape[-1] - 1), axis=-1)
+        of_ids = jnp.where(ids == -1, -jnp.inf, jnp.where((ids >= 0) & (ids < z.shape[-1]), of_ids, jnp.nan))
+        of_ids = of_ids if where is None else jnp.where(where[..., None], of_ids, 0)
     if where is not None:
         log_probs, h = jnp.where(where, log_probs, 0), jnp.where(where, h, 0)
     found = {"none": None, "metric": jax.lax.stop_gradient(h), "bonus": h}[entropy]
-    return TokenStats(log_probs, found, entropy_mode=entropy)
+    return TokenStats(log_probs, found, id_log_probs=of_ids, entropy_mode=entropy)
 
 
 def reference_from_hidden(

@@ -118,6 +118,8 @@ class MosaicTPU(Op):
             return "several heads at once"
         if inputs.nucleus_ids is not None:
             return "nucleus_ids"
+        if inputs.ids is not None:
+            return "ids"
         if call.transform.dtype != "float32":
             return f"logits_dtype={call.transform.dtype!r}"
         if call.precision == "high":
@@ -169,8 +171,8 @@ def _in_kernel(structure: Any, refs: _Operands) -> tuple[Tile, _Numbers]:
     x = jax.tree.map(lambda ref: ref[...], refs._replace(targets=None, numbers=None))
     numbers = jax.tree.unflatten(structure, [refs.numbers[:, k] for k in range(structure.num_leaves)])
     block = Block(x.parameters, x.columns, x.columns >= 0)
-    chunk = Chunk(x.rows, refs.targets[:, 0], None, numbers.temperature, None)
-    return Tile(chunk, block, None, None), numbers
+    chunk = Chunk(x.rows, refs.targets[:, 0], None, None, numbers.temperature, None)
+    return Tile(chunk, block, None, None, None), numbers
 
 
 def _by_lane(x: jax.Array) -> jax.Array:

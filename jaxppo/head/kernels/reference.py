@@ -33,6 +33,7 @@ class Reference(Op):
             total=jnp.where(jnp.isfinite(z), z, 0).sum(axis=1),
             columns=(z > -jnp.inf).astype(jnp.float32).sum(axis=1),
             top=top_key(z, hot).max(axis=1),
+            z_ids=None if tile.ids is None else jnp.where(_hot_ids(tile), z[:, None], 0).sum(axis=2),
         )
         asked: Any = (None if before is None else y for before, y in zip(like, found, strict=True))
         return Sums(*asked), x
@@ -57,9 +58,16 @@ class Reference(Op):
         if cotangents.log_z is not None:
             dz += cotangents.log_z[:, None] * p
             dz += cotangents.mean_logit[:, None] / residuals.columns[:, None]
+        if cotangents.ids is not None:
+            dz += (cotangents.ids[:, :, None] * (_hot_ids(tile).astype(jnp.float32) - p[:, None])).sum(axis=1)
         counts = cotangents.counts[:, None] & tile.block.valid & (x != -jnp.inf)
         dx = jnp.where(counts, tempered(tile.chunk, dz) * _slope(call.transform, x), 0)
         return as_factor_of(tile, dx), bias_gradient(tile, dx)
+
+
+def _hot_ids(tile: Tile) -> jax.Array:
+    """One-hot of each id, `[C, K, B]`."""
+    return tile.chunk.ids[:, :, None] == jnp.where(tile.block.valid, tile.block.columns, -1)[None]
 
 
 def _logits(call: HeadCall, tile: Tile, x: jax.Array) -> jax.Array:
