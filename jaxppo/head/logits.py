@@ -187,7 +187,7 @@ def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, token_ids: An
     options = {"full": full, "entropy": with_entropy, "nucleus": inside is not None, "logit_stats": call.logit_stats}
     z_y = softmax.target_logits(z, is_target, *_place(targets, ids, valid))
     places = None if token_ids is None else softmax.IdPlaces(*_place(token_ids, ids, valid))
-    sums = softmax.block_sums(z, z_y, is_target, inside, softmax.empty_sums(0, **options), places)
+    sums = softmax.block_sums(z, z_y, is_target, inside, softmax.empty_sums(0, **options), ids=places)
     sums = softmax.combine(sums, call.axes)
     log_probs, h, residuals = softmax.finish(sums, (targets >= 0) & (targets < call.vocab_size))
     log_z, mean_logit, accuracy = softmax.logit_stats(sums, residuals) or (None, None, None)
