@@ -75,12 +75,13 @@ class Learner:
         return model(batch.tokens, batch.positions, attend), head
 
     def token_stats(self, params: nnx.State, batch: RolloutBatch) -> TokenStats:
-        """Log-probs of the targets that carry loss; the logits never exist."""
+        """Log-probs of the targets that carry loss, the sampler's bits where hidden states are; no logits exist."""
         return jaxppo.log_probs_from_hidden(
             *self._head(params, batch),
             batch.targets,
             parallel=self.parallel,
             where=batch.loss_mask > 0,
+            deterministic=True,
         )
 
     def _apply(

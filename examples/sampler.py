@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from examples.attention import Attend, attention
 from examples.model import Config, Model
 from examples.tasks import Tokenizer
-from jaxppo import ParallelMesh
+from jaxppo import Head, ParallelMesh, log_probs_from_hidden
 
 
 class Responses(NamedTuple):
@@ -54,9 +55,17 @@ def make_sampler(
     """`sample(params, prompts [B, P], lengths [B], key, temperature) -> Responses`, jitted; temperature 0 is greedy.
 
     Prompts are padded on the right to P, and keys and values of response token i go to slot P + i. Attention tells
-    slots apart by segment and position, as it does the tokens of a packed training row.
+    slots apart by segment and position, as it does the tokens of a packed training row. Log-probs are those of the
+    trainer's function, so that the head gives both the same bits for the same hidden state.
     """
     rows = rows_spec(parallel)
+    by_row = dataclasses.replace(
+        parallel,
+        data=parallel.data + parallel.context,
+        context=None,
+        context_layout="contiguous",
+        sequence_parallel=False,
+    )
     tensor = parallel.logits_spec[2]
 
     def place(x: jax.Array, *dims: Any) -> jax.Array:
@@ -69,12 +78,18 @@ def make_sampler(
         segments = (slots < lengths[:, None]).astype(jnp.int32)
         return Cache(((place(empty, None, tensor, None),) * 2,) * config.layers, segments, positions)
 
-    def choose(logits: jax.Array, key: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = jnp.where(jnp.arange(config.padded_vocab) < config.vocab_size, place(logits, None), -jnp.inf)
-        scaled = logits / jnp.where(temperature > 0, temperature, 1)
+    def choose(model: Model, hidden: jax.Array, key: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The token `[B]` that follows hidden states `[B, 1, H]`, and its log-prob."""
+        logits = place(model.logits(hidden[:, 0]), None)
+        logits = jnp.where(jnp.arange(config.padded_vocab) < config.vocab_size, logits, -jnp.inf)
+        scale = jnp.where(temperature > 0, temperature, 1)
         noise = jnp.where(temperature > 0, jax.random.gumbel(key, logits.shape), 0)
-        token = jnp.argmax(scaled + noise, axis=-1)
-        return token, jnp.take_along_axis(jax.nn.log_softmax(scaled), token[:, None], axis=-1)[:, 0]
+        token = jnp.argmax(logits / scale + noise, axis=-1)
+        head = Head.of(model.head, vocab_size=config.vocab_size)
+        stats = log_probs_from_hidden(
+            hidden, head, token[:, None], parallel=by_row, temperature=scale, deterministic=True
+        )
+        return token, stats.log_probs[:, 0]
 
     @jax.jit
     def sample(
@@ -86,7 +101,7 @@ def make_sampler(
 
         def step(carry: Any, i: jax.Array) -> Any:
             hidden, cache, done = carry
-            token, log_prob = choose(model.logits(hidden[:, 0]), jax.random.fold_in(key, i), temperature)
+            token, log_prob = choose(model, hidden, jax.random.fold_in(key, i), temperature)
             emitted = Responses(jnp.where(done, Tokenizer.pad, token), jnp.where(done, 0.0, log_prob), ~done)
             cache = cache._replace(segments=cache.segments.at[:, prompt_length + i].set(1))
             hidden, cache = _extend(model, cache, token[:, None], prompt_length + i, place, tensor)

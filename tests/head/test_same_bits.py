@@ -85,6 +85,35 @@ def test_on_any_mesh_of_the_same_tensor_axis(alone, mesh):
         np.testing.assert_array_equal(found.reshape(-1), truth[order])
 
 
+@pytest.mark.parametrize("parallel", [None, "dp=2,cp=2,tp=2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_decoding_step_is_one_of_packed_rows(dtype, parallel):
+    """A head at `[B, 1, H]`, in a step of a scan as a sampler has it or by itself, and on packed rows with a mask."""
+    hidden, kernel, targets = arrays(dtype, 480)
+    parallel = parallel and make_parallel_mesh(parallel)
+    by_row = parallel and dataclasses.replace(parallel, data=("dp", "cp"), context=None)
+    where = jnp.asarray(np.random.default_rng(2).random((4, 120)) < 0.7)
+    packed = stats(hidden.reshape(4, 120, H), kernel, targets.reshape(4, 120), where, parallel)
+    by_step = hidden.reshape(40, 12, H).swapaxes(0, 1), targets.reshape(40, 12).T
+
+    @jax.jit
+    def decode(kernel, hidden, targets):
+        def step(carry, x):
+            # what a model does before: the hidden states are a result, and no argument
+            found = run(jnp.roll(x[0], 1, axis=0)[:, None] * carry, kernel, jnp.roll(x[1], 1)[:, None], None, by_row)
+            return carry, (found.log_probs[:, 0], found.entropy[:, 0])
+
+        return jax.lax.scan(step, jnp.ones((), dtype), (hidden, targets))[1]
+
+    decoded = decode(kernel, *by_step)
+    alone = stats(hidden[:40][:, None], kernel, targets[:40][:, None], None, by_row)
+    for whole, step, one in zip(packed, decoded, alone, strict=True):
+        found = np.roll(np.asarray(step), -1, axis=1).T.reshape(4, 120)
+        np.testing.assert_array_equal(found[where], whole[where])
+        first = np.asarray(where).reshape(-1)[:40]
+        np.testing.assert_array_equal(one[first, 0], whole.reshape(-1)[:40][first])
+
+
 # A head with each of its fields
 
 OF_HEADS = {
