@@ -18,9 +18,9 @@ def statistics(call: HeadCall, plan: Plan, inputs: Inputs) -> tuple[TokenStats, 
         walk = walk.with_references()
         sums = (by_vocabulary if plan.forward_by_vocabulary else by_tokens)(walk)
     stats, residuals = walk.finish(walk.tokens.to_tokens(sums), inputs.targets, inputs.ids)
-    if inputs.counts is not None:  # residuals too: of a sum of nothing they are NaN, at which jax_debug_nans would stop
-        stats, residuals = zero_unless(inputs.counts, (stats, residuals))
-    return stats, residuals
+    # residuals too: of a sum of nothing they are NaN, at which jax_debug_nans would stop
+    found: tuple[TokenStats, Residuals] = zero_unless(inputs.counts, (stats, residuals))
+    return found
 
 
 def by_vocabulary(walk: Walk) -> Sums:

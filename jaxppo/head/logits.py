@@ -193,8 +193,7 @@ def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, token_ids: An
     log_z, mean_logit, accuracy = softmax.logit_stats(sums, residuals) or (None, None, None)
     of_ids = None if token_ids is None else softmax.id_log_probs(sums, residuals, token_ids, call.vocab_size)
     out = TokenStats(log_probs, h, log_z, mean_logit, accuracy, of_ids, call.entropy)
-    if where is not None:
-        out = zero_unless(where, out)
+    out = zero_unless(where, out)
     if call.entropy != "bonus":
         residuals = residuals.without_entropy(inside is not None and not call.logit_stats and token_ids is None)
     return out, (logits, targets, nucleus, token_ids, where, temperature, residuals)

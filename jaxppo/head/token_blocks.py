@@ -149,8 +149,10 @@ class TokenBlocks:
         return jax.tree.map(pad, x) if extra else x
 
 
-def zero_unless(counts: Bool[Array, "N"], tree: Any) -> Any:
-    """Arrays `[N, ...]` of tokens, 0 where one does not count."""
+def zero_unless(counts: Bool[Array, "N"] | None, tree: Any) -> Any:
+    """Arrays `[N, ...]` of tokens, 0 where one does not count; None: all do."""
+    if counts is None:
+        return tree
     return jax.tree.map(lambda x: jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, 0), tree)
 
 

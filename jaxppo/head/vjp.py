@@ -154,10 +154,9 @@ def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Ar
     else:
         sums, x = lax.scan(block, empty, jnp.arange(walk.vocabulary.blocks, dtype=jnp.int32))
     stats, residuals = walk.finish(sums, chunk.targets, chunk.ids)
-    counted = lambda x: x if chunk.counts is None else zero_unless(chunk.counts, x)  # noqa: E731
-    losses, vjp = jax.vjp(lambda stats: counted(loss(stats)), stats)
+    losses, vjp = jax.vjp(lambda stats: zero_unless(chunk.counts, loss(stats)), stats)
     cotangents = cotangents_of(walk.call, vjp(jnp.ones_like(losses))[0], chunk.counts, chunk.ids)
-    return Known((losses, counted(stats)), residuals, cotangents, x)
+    return Known((losses, zero_unless(chunk.counts, stats)), residuals, cotangents, x)
 
 
 def _one_pass_backward(call: HeadCall, plan: Plan, token_loss: TokenLoss, left: Any, of_results: Any) -> Any:
