@@ -15,8 +15,9 @@ from jaxppo._arrays import OPTIONAL, PER_SEGMENT, REQUIRED, spec_of
 from jaxppo.batch_checks import arrays_of, check_entries
 from jaxppo.batch_constructors import Constructors
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, check_parallel, in_order, multihost
+from jaxppo.trees import Paths
 
-_STATIC = ("context_layout", "context_shards", "micro_batches", "real_last_targets")
+_STATIC = ("context_layout", "context_shards", "micro_batches", "real_last_targets", "mtp_depths")
 _ARRAYS = (*REQUIRED, *OPTIONAL)
 
 
@@ -43,7 +44,7 @@ class RolloutBatch(Constructors):
       tokens: `i32[R, T]`.
       targets: `i32[R, T]`, the token that follows `tokens[t]` in its sequence; anything at a sequence's last position.
       segment_ids: `i32[R, T]`, 0 is padding, 1..S the sequences of that row.
-      positions: `i32[R, T]`, the place of `tokens[t]` in its sequence, from 0.
+      positions: `i32[R, T]`, the place of `tokens[t]` in its sequence, from 0; behind a shared prefix they go on.
       loss_mask: `[R, T]`, 0 or 1 in any dtype, 1 where `targets[t]` is a response token to train on.
       sample_ids: `i32[R, S]`, the number of each sequence in the step, -1 where the row has no such segment.
       group_ids: `i32[R, S]`, equal for the samples of one prompt; -1 like sample_ids.
@@ -57,10 +58,13 @@ class RolloutBatch(Constructors):
       returns: `f32[R, T]`, the critic's targets.
       policy_versions: `i32[R, T]`, which version of the policy drew `targets[t]`; see `jaxppo.staleness`.
       rewards: `f32[R, S]`, one a sequence.
+      parents: `i32[R, S]`, the segment that each goes on from, numbered as in segment_ids, 0 where it is none's branch;
+        a prefix that samples share is a segment with the sample id -1. See `jaxppo.trees`.
       context_layout: the layout that the rows are in; static, like the next ones.
       context_shards: for how many context shards.
       micro_batches: K where the batch is a step of K micro-batches, or one of them.
       real_last_targets: the last position of a sequence has a real target, as in `from_target_aligned`.
+      mtp_depths: how many depths of `mtp_loss` the branches of shared prefixes were packed for.
 
     Example:
       >>> import jax.numpy as jnp
@@ -86,10 +90,12 @@ class RolloutBatch(Constructors):
     returns: Float[Array, "R T"] | None = None
     policy_versions: Int[Array, "R T"] | None = None
     rewards: Float[Array, "R S"] | None = None
+    parents: Int[Array, "R S"] | None = None
     context_layout: str = "contiguous"
     context_shards: int = 1
     micro_batches: int | None = None
     real_last_targets: bool = False
+    mtp_depths: int = 0
 
     @property
     def num_segments(self) -> int:
@@ -100,6 +106,11 @@ class RolloutBatch(Constructors):
     def rollouts(self) -> Int[Array, "R S"]:
         """The rollout of each sequence."""
         return self.sample_ids if self.rollout_ids is None else self.rollout_ids
+
+    @property
+    def paths(self) -> Paths:
+        """Which tokens see which, for attention; see `jaxppo.trees`."""
+        return Paths.of(self.segment_ids, self.positions, self.parents)
 
     def segments(self, axes: ShardAxes | None = None) -> Segments:
         """The sequences of the rows, for per-shard code.

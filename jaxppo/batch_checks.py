@@ -21,6 +21,7 @@ from jaxppo._arrays import (
 )
 from jaxppo.rules import View, raise_first
 from jaxppo.sharding import check_row_length, logical_positions, segment_multiple
+from jaxppo.trees import starts
 
 
 def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Any]:
@@ -77,14 +78,15 @@ def check_entries(
     lengths = _lengths(segments, num_segments)
     places = np.broadcast_to(logical_positions(layout, length, shards, lengths), segments.shape)
     logical = {name: x if name in PER_SEGMENT else _logical(x, places) for name, x in arrays.items()}
-    logical["present"] = lengths > 0
+    logical["lengths"] = lengths
+    behind = lengths + starts(arrays["parents"], lengths, np) if "parents" in arrays else lengths
     inside = np.clip(logical["segment_ids"], 0, num_segments)
-    tokens = np.take_along_axis(np.pad(lengths, ((0, 0), (1, 0))), inside, axis=1)
+    lasts = np.take_along_axis(np.pad(behind, ((0, 0), (1, 0))), inside, axis=1) - 1
     loss_tokens = None
     if counts is not None:
         logical["normalizer"] = np.asarray(counts).reshape(lengths.shape)
         loss_tokens = _lengths(logical["segment_ids"], num_segments, logical["loss_mask"])
-    raise_first(View(logical, num_segments, tokens, loss_tokens, real_last_targets, False, vocab_size, np))
+    raise_first(View(logical, num_segments, lasts, loss_tokens, real_last_targets, False, vocab_size, np))
     _check_padding(logical["segment_ids"], lengths, layout, shards)
 
 

@@ -7,9 +7,10 @@ from typing import Any, Self, Unpack
 
 from jaxtyping import Array, Float, Int
 
+from jaxppo.packed import packed_samples
 from jaxppo.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
-from jaxppo.samples import Sample, batch_arrays, check_groups_of_hosts, check_sample_ids, check_samples
-from jaxppo.sharding import ParallelMesh, multihost, pack
+from jaxppo.samples import Sample
+from jaxppo.sharding import ParallelMesh
 
 
 class Constructors:
@@ -34,6 +35,8 @@ class Constructors:
         micro_batches: int | None = None,
         max_tokens: int | None = None,
         num_segments: int | None = None,
+        share_prefixes: bool = False,
+        mtp_depths: int = 0,
     ) -> Self:
         """Samples packed into rows in the mesh's context layout, targets and masks included; numpy arrays.
 
@@ -49,6 +52,9 @@ class Constructors:
           micro_batches: K, the number of micro-batches; with max_tokens, at least so many.
           max_tokens: the most places of a micro-batch that one device may hold; R and K follow from it.
           num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
+          share_prefixes: hold what prompts have in common once, as a segment of its own that theirs go on from, for a
+            model whose attention follows `paths`. No loss, metric or gradient changes.
+          mtp_depths: with share_prefixes, the most depths that `mtp_loss` is to have.
 
         Returns:
           The batch, `[R, T]`, or `[K, R, T]` with micro_batches or max_tokens. Rows are balanced over devices by the
@@ -63,30 +69,10 @@ class Constructors:
           >>> batch.targets.tolist(), batch.loss_mask.tolist(), batch.rewards.tolist()
           ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]], [[2.0]])
         """
-        with multihost.together(parallel):
-            check_samples(samples)
-        masks = [sample.mask for sample in samples]
-        several = parallel is not None and multihost.spans_processes(parallel)
-        packed = pack(
-            [sample.tokens for sample in samples],
-            row_length=row_length,
-            parallel=parallel,
-            rows=rows,
-            buckets=buckets,
-            micro_batches=micro_batches,
-            max_tokens=max_tokens,
-            num_segments=num_segments,
-            loads=[float(mask.sum()) for mask in masks],
-        )
-        first = multihost.numbers_before(parallel, len(samples)) if several and parallel else 0
-        ids = [first + i if s.sample_id is None else int(s.sample_id) for i, s in enumerate(samples)]
-        with multihost.together(parallel):
-            check_sample_ids(ids)
-            arrays: dict[str, Any] = batch_arrays(samples, masks, packed, ids)
-        if several:
-            check_groups_of_hosts(samples)
-            multihost.check_equal("samples", sorted(name for name, x in arrays.items() if x is not None))
-        return cls._packed(parallel, **arrays, micro_batches=packed.micro_batches)
+        sizes = {"row_length": row_length, "rows": rows, "buckets": buckets, "micro_batches": micro_batches}
+        sizes |= {"max_tokens": max_tokens, "num_segments": num_segments}
+        made = packed_samples(samples, sizes, parallel, share_prefixes, mtp_depths)
+        return cls._packed(parallel, **made, mtp_depths=mtp_depths)
 
     @classmethod
     def from_padded(

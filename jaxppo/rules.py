@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float
 from jaxppo._arrays import LOG_PROBS, PER_SEGMENT
 from jaxppo.pairs import Pairs
 from jaxppo.sharding import Segments
+from jaxppo.trees import has_branches, out_of_order, starts
 
 MAX_LOG_PROB = 1e-3  # what rounding may add to a log-prob of 0
 Broken = Iterator[tuple[str, Any]]
@@ -31,9 +32,10 @@ class View:
 
     Args:
       arrays: those of the batch that are there, "log_probs", the loss's own, "normalizer", the counts of the given
-        normalizer, and "alone", the samples that lack their pair, where there are some.
+        normalizer, and "alone", the samples that lack their pair, where there are some; on the host "lengths", the
+        positions of each segment.
       num_segments: S.
-      counts: `[R, T]`, how many positions the sequence of each position has.
+      lasts: `[R, T]`, the last position of the sequence of each position.
       loss_tokens: `[R, S]`, how many tokens of each sequence carry loss; None without "normalizer".
       real_last_targets: the last position of a sequence has a real target.
       cut: sequences may go on where this cannot be seen, on a caller's own shards.
@@ -43,7 +45,7 @@ class View:
 
     arrays: Mapping[str, Any]
     num_segments: int
-    counts: Any
+    lasts: Any
     loss_tokens: Any
     real_last_targets: bool
     cut: bool
@@ -58,9 +60,19 @@ class View:
         """Where loss is: also where the mask is NaN."""
         return self["loss_mask"] != 0
 
+    @property
+    def present(self) -> Any:
+        """`[R, S]`, which segments a row has; on the host only."""
+        return self["lengths"] > 0
+
     def neighbour(self, name: str) -> Any:
         """Each position's successor in the row; on the host only."""
         return np.concatenate([self[name][:, 1:], self[name][:, :1]], axis=1)
+
+    def of_segments(self, name: str) -> Any:
+        """`[R, T]`, the value of each position's sequence; anything on padding."""
+        inside = self.xp.clip(self["segment_ids"], 1, self.num_segments) - 1
+        return self.xp.take_along_axis(self[name], inside, axis=1)
 
     def there(self, *names: str) -> Iterator[tuple[str, Any]]:
         return ((name, self[name]) for name in names if name in self.arrays)
@@ -95,7 +107,7 @@ def _mask_on_padding(v: View) -> Broken:
 
 def _mask_on_last_position(v: View) -> Broken:
     if not v.real_last_targets and not v.cut:
-        yield "loss_mask", v.counted & (v["segment_ids"] > 0) & (v["positions"] == v.counts - 1)
+        yield "loss_mask", v.counted & (v["segment_ids"] > 0) & (v["positions"] == v.lasts)
 
 
 def _segment_range(v: View) -> Broken:
@@ -132,6 +144,22 @@ def _alone(v: View) -> Broken:
     yield from v.there("alone")
 
 
+def _parents(v: View) -> Broken:
+    for name, x in v.there("parents"):
+        yield name, out_of_order(x, v.xp)
+
+
+def _mask_without_sample(v: View) -> Broken:
+    if "parents" in v.arrays:
+        yield "loss_mask", v.counted & (v["segment_ids"] > 0) & (v.of_segments("sample_ids") < 0)
+
+
+def _parents_elsewhere(v: View) -> Broken:
+    for name, x in v.there("parents"):
+        held = np.take_along_axis(v["lengths"], np.clip(x, 1, v.num_segments) - 1, axis=1)
+        yield name, (x > 0) & ((held == 0) | ~v.present)
+
+
 def _order(v: View) -> Broken:
     segments = v["segment_ids"]
     yield "segment_ids", _starts(segments) & (segments <= np.maximum.accumulate(_before(segments), axis=1))
@@ -140,7 +168,11 @@ def _order(v: View) -> Broken:
 def _positions(v: View) -> Broken:
     places = np.arange(v["segment_ids"].shape[1])
     first = np.maximum.accumulate(np.where(_starts(v["segment_ids"]), places, 0), axis=1)
-    yield "positions", (v["segment_ids"] > 0) & (v["positions"] != places - first)
+    expected = places - first
+    if "parents" in v.arrays:
+        begins = starts(v["parents"], v["lengths"], np)
+        expected += np.take_along_axis(begins, np.clip(v["segment_ids"], 1, v.num_segments) - 1, axis=1)
+    yield "positions", (v["segment_ids"] > 0) & (v["positions"] != expected)
 
 
 def _vocabulary(v: View) -> Broken:
@@ -156,12 +188,15 @@ def _next_token(v: View) -> Broken:
 
 
 def _present_ids(v: View) -> Broken:
+    needed = v.present
+    if "parents" in v.arrays:
+        needed = needed & ((v["sample_ids"] >= 0) | ~has_branches(v["parents"], np))
     for name, x in v.there("sample_ids", "group_ids", "rollout_ids"):
-        yield name, v["present"] & (x < 0)
+        yield name, needed & (x < 0)
 
 
 def _own_ids(v: View) -> Broken:
-    ids = np.where(v["present"], v["sample_ids"], -1)
+    ids = np.where(v.present, v["sample_ids"], -1)
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     is_first = first[inverse].reshape(ids.shape) == np.arange(ids.size).reshape(ids.shape)
     yield "sample_ids", (ids >= 0) & ~is_first
@@ -169,7 +204,7 @@ def _own_ids(v: View) -> Broken:
 
 def _rewards(v: View) -> Broken:
     for name, x in v.there("rewards"):
-        yield name, v["present"] & ~np.isfinite(x)
+        yield name, v.present & ~np.isfinite(x)
 
 
 def _before(x: np.ndarray) -> np.ndarray:
@@ -216,11 +251,32 @@ RULES = (
         "see micro_batches_of_pairs",
         _alone,
     ),
+    Rule(
+        "parents",
+        "0, or the number of a segment of the same row that stands before it, with nothing between the two but what "
+        "goes on from that one",
+        _parents,
+        structural=True,
+    ),
+    Rule(
+        "loss_without_sample",
+        "0 in a shared prefix, which is a segment without a sample: each sample has a loss of its own",
+        _mask_without_sample,
+    ),
+    Rule(
+        "parents_elsewhere",
+        "the number of a segment that this row holds: a tree lies in one row",
+        _parents_elsewhere,
+        on_device=False,
+        structural=True,
+    ),
     Rule("order", "each sequence to be contiguous and in order", _order, on_device=False, structural=True),
-    Rule("positions", "0, 1, ... in each sequence", _positions, on_device=False, structural=True),
+    Rule(
+        "positions", "0, 1, ... in each sequence, or on from its parent", _positions, on_device=False, structural=True
+    ),
     Rule("vocabulary", "0 to {V}", _vocabulary, on_device=False),
     Rule("next_token", "the next token of the sequence", _next_token, on_device=False),
-    Rule("present_ids", "at least 0 for a sequence that is there", _present_ids, on_device=False),
+    Rule("present_ids", "at least 0 for each sequence but a shared prefix", _present_ids, on_device=False),
     Rule("own_ids", "an id of its own for each sample", _own_ids, on_device=False),
     Rule("rewards", "a finite number for a sequence that is there", _rewards, on_device=False),
 )
@@ -241,10 +297,12 @@ def count_broken(
     if "pair_ids" in there:
         of_samples = segments.sum(there["loss_mask"])
         there["alone"] = Pairs.of(segments.axes, there["pair_ids"], there["pair_rewards"], of_samples).alone
-    counts = segments.spread(segments.sum(jnp.ones_like(segments.segment_ids)))
+    lengths = segments.sum(jnp.ones_like(segments.segment_ids))
+    behind = lengths if there.get("parents") is None else lengths + starts(there["parents"], lengths, jnp)
     loss_tokens = segments.sum(there["loss_mask"]) if "normalizer" in there else None
     cut = bool(segments.axes.unknown(segments.segment_ids))
-    view = View(there, segments.num_segments, counts, loss_tokens, real_last_targets, cut, None, jnp)
+    lasts = segments.spread(behind) - 1
+    view = View(there, segments.num_segments, lasts, loss_tokens, real_last_targets, cut, None, jnp)
     zero = jnp.zeros((), jnp.float32)
     return {rule.name: sum((bad.sum(dtype=jnp.float32) for _, bad in rule.broken(view)), zero) for rule in ON_DEVICE}
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxppo._arrays import IDS, INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check_f32, is_number
+from jaxppo._arrays import INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check_f32, is_number
 from jaxppo.sharding import Packed, multihost
 from jaxppo.token_sets import TokenSets
 
@@ -238,33 +238,72 @@ def _check_values(name: str, values: Any, length: int) -> None:
         raise ValueError(f"{name}: got shape {array.shape}, expected {(length,)}, one for each response token")
 
 
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The tokens of a sample that are one segment of a row: all of them, or what `prefixes` makes of them.
+
+    Args:
+      sample: its number among the samples; of a shared prefix, any of those that have it.
+      start: the first token.
+      stop: the one behind the last.
+      bundle: what has to be in the same row has the same number.
+      parent: the piece that it goes on from, by its number among the pieces; None where the sample begins.
+      shared: it is a prefix of several samples, and has none of its own.
+    """
+
+    sample: int
+    start: int
+    stop: int
+    bundle: int
+    parent: int | None = None
+    shared: bool = False
+
+
+def whole_pieces(samples: Sequence[Sample]) -> list[Piece]:
+    """A segment for each sample."""
+    return [Piece(i, 0, len(sample.tokens), i) for i, sample in enumerate(samples)]
+
+
+def loads_of(pieces: Sequence[Piece], samples: Sequence[Sample]) -> list[float]:
+    """How many tokens of each piece carry loss."""
+    return [0.0 if piece.shared else float(samples[piece.sample].mask.sum()) for piece in pieces]
+
+
 def batch_arrays(
-    samples: Sequence[Sample], masks: Sequence[np.ndarray], packed: Packed, ids: Sequence[int]
+    samples: Sequence[Sample], pieces: Sequence[Piece], packed: Packed, ids: Sequence[int], *, trees: bool
 ) -> dict[str, np.ndarray | None]:
-    """The arrays of a `RolloutBatch`, by name, from packed samples with these masks and sample ids."""
-    rewards = _all_or_none(samples, "reward")
-    given: dict[str, list[Any] | None] = {
-        "sample_ids": list(ids),
-        "group_ids": _all_or_none(samples, "group_id"),
-        "rollout_ids": _all_or_none(samples, "rollout_id"),
-    }
-    # a value of token t + 1 stands at the position of token t, which predicts it; at a last position stands 0
-    tokens, first = [np.asarray(sample.tokens, np.int32) for sample in samples], [0] * len(samples)
-    before_response = [max(sample.start - 1, 0) for sample in samples]
+    """The arrays of a `RolloutBatch`, by name, from samples with these ids, packed in pieces."""
+    masks = [sample.mask for sample in samples]
+    tokens = [np.asarray(sample.tokens, np.int32) for sample in samples]
+
+    def of_segments(values: Sequence[Any] | None, fill: int, dtype: Any) -> np.ndarray | None:
+        if values is None:
+            return None
+        return packed.place_segments([fill if p.shared else values[p.sample] for p in pieces], fill, dtype)
+
+    # a value of token t + 1 stands at the position of token t, which predicts it; at a last position stands 0, but for
+    # a shared prefix, all branches of which go on with the same token
+    first = [0] * len(pieces)
+    predicted = [mask[p.start + 1 : p.stop + 1] for p, mask in ((p, masks[p.sample]) for p in pieces)]
     arrays: dict[str, np.ndarray | None] = {
-        "tokens": packed.place(tokens, 0, np.int32),
-        "targets": packed.place([x[1:] for x in tokens], 0, np.int32, first),
+        "tokens": packed.place([tokens[p.sample][p.start : p.stop] for p in pieces], 0, np.int32),
+        "targets": packed.place([tokens[p.sample][p.start + 1 : p.stop + 1] for p in pieces], 0, np.int32, first),
         "segment_ids": packed.segment_ids,
-        "positions": packed.positions,
-        "loss_mask": packed.place([mask[1:] for mask in masks], 0, np.float32, first),
-        "rewards": None if rewards is None else packed.place_segments(rewards, 0, np.float32),
+        "positions": packed.place([np.arange(p.start, p.stop, dtype=np.int32) for p in pieces], 0, np.int32),
+        "loss_mask": packed.place(predicted, 0, np.float32, first),
+        "rewards": of_segments(_all_or_none(samples, "reward"), 0, np.float32),
+        "sample_ids": of_segments(ids, -1, np.int32),
+        "group_ids": of_segments(_all_or_none(samples, "group_id"), -1, np.int32),
+        "rollout_ids": of_segments(_all_or_none(samples, "rollout_id"), -1, np.int32),
     }
+    before_response = [0 if p.shared else max(samples[p.sample].start - 1 - p.start, 0) for p in pieces]
     for name in PER_TOKEN_VALUES:
         responses, kind = _all_or_none(samples, name), np.int32 if name in INTEGERS else np.float32
-        arrays[name] = None if responses is None else packed.place(responses, 0, kind, before_response)
-    for name in IDS:
-        values = given[name]
-        arrays[name] = None if values is None else packed.place_segments(values, -1, np.int32)
+        values = responses and [() if p.shared else responses[p.sample] for p in pieces]
+        arrays[name] = None if values is None else packed.place(values, 0, kind, before_response)
+    if trees:
+        parents = [0 if p.parent is None else packed.slot[p.parent] + 1 for p in pieces]
+        arrays["parents"] = packed.place_segments(parents, 0, np.int32)
     return arrays
 
 

@@ -119,6 +119,7 @@ def pack(
     max_tokens: int | None = None,
     num_segments: int | None = None,
     loads: Sequence[float] | None = None,
+    bundles: Sequence[int] | None = None,
 ) -> Packed:
     """First-fit-decreasing of sequences into static rows, the rows dealt to devices so that their loads are even.
 
@@ -134,13 +135,16 @@ def pack(
       max_tokens: the most places of a micro-batch that one device may hold; R and K follow from it.
       num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
       loads: what each sequence costs; by default its length. Give the tokens that carry loss.
+      bundles: the number of each sequence's bundle, 0, 1, ... without gaps: the sequences of one stay in one row, one
+        behind another in their order. By default each is a bundle of its own.
 
     Returns:
       The places of all sequences, in their order.
 
     Raises:
-      ValueError: a sequence longer than a row (it is named), rows or buckets too small or not divided by the data axes,
-        options that exclude each other, a row length that the layout cannot divide.
+      ValueError: a sequence or a bundle longer than a row (it is named), or of more sequences than a row may hold; rows
+        or buckets too small or not divided by the data axes, options that exclude each other, a row length that the
+        layout cannot divide.
 
     Example:
       >>> packed = pack([[5, 6, 7], [8], [9, 9]], row_length=4)
@@ -168,7 +172,9 @@ def pack(
             if rows == 0:
                 raise ValueError(f"max_tokens: got {max_tokens}, expected at least {-(-row_length // shards)}, one row")
         padded = _padded(lengths, segment_multiple(layout, shards), row_length)
-        bins, slot, start = _first_fit_decreasing(padded, row_length, num_segments)
+        bundle = np.arange(len(lengths)) if bundles is None else np.asarray(bundles, np.int64)
+        _check_bundles(bundle, padded, row_length, num_segments)
+        bins, slot, start = _bundled(bundle, padded, row_length, num_segments)
     fullest = num_segments or 1 << int(slot.max(initial=0)).bit_length()
     each = -(-(int(bins.max(initial=-1)) + 1) // data)  # rows that a data shard needs
     if parallel and spans_processes(parallel):
@@ -255,13 +261,40 @@ def _bucket(needed: int, buckets: Sequence[int] | None, data: int) -> int:
     return min(fitting)
 
 
-def _first_fit_decreasing(
-    lengths: np.ndarray, row_length: int, most: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The bin, the slot in it and the start of each sequence: each goes to the first bin it fits, longest first.
+def _check_bundles(bundle: np.ndarray, padded: np.ndarray, row_length: int, most: int | None) -> None:
+    """Raises where the numbers are no bundles, or one of them does not fit a row."""
+    if bundle.shape != padded.shape or (len(bundle) and set(bundle.tolist()) != set(range(bundle.max() + 1))):
+        raise ValueError(f"bundles: got {bundle.tolist()[:8]}, expected 0, 1, ... for the {len(padded)} sequences")
+    places, held = np.bincount(bundle, padded), np.bincount(bundle)
+    for what, sizes, limit in (("tokens", places, row_length), ("sequences", held, most)):
+        if limit is not None and (sizes > limit).any():
+            i = int(np.argmax(sizes > limit))
+            raise ValueError(f"bundles: got {int(sizes[i])} {what} in bundle {i}, expected at most {limit}, a row's")
 
-    Lengths only fall, so a bin that fits one sequence fits all later ones until it takes one: such bins wait in a heap
-    by their number, the others in a heap by their free places.
+
+def _bundled(
+    bundle: np.ndarray, padded: np.ndarray, row_length: int, most: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The bin, the slot in it and the start of each sequence, bundles being what is packed."""
+    order = np.argsort(bundle, kind="stable")
+    held = np.bincount(bundle)
+    first = np.cumsum(held) - held  # of each bundle in the order
+    before = np.cumsum(padded[order]) - padded[order]  # places of all sequences before each
+    bins, slots, starts = _first_fit_decreasing(np.bincount(bundle, padded).astype(np.int64), held, row_length, most)
+    slot, start = (np.empty(len(padded), np.int32) for _ in range(2))
+    of = bundle[order]
+    slot[order] = slots[of] + np.arange(len(order)) - first[of]
+    start[order] = starts[of] + before - before[first[of]]
+    return bins[bundle], slot, start
+
+
+def _first_fit_decreasing(
+    lengths: np.ndarray, counts: np.ndarray, row_length: int, most: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The bin, the first slot in it and the start of each bundle: each goes to the first bin it fits, longest first.
+
+    Lengths only fall, so a bin that fits one bundle fits all later ones until it takes one: such bins wait in a heap
+    by their number, the others in a heap by their free places. One with too few slots for a bundle waits on.
     """
     count = len(lengths)
     free, held = [row_length] * count, [0] * count
@@ -270,16 +303,21 @@ def _first_fit_decreasing(
     full: list[tuple[int, int]] = []
     used = 0
     for i in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[i])
+        length, sequences = int(lengths[i]), int(counts[i])
         while full and -full[0][0] >= length:
             heapq.heappush(fitting, heapq.heappop(full)[1])
+        passed: list[int] = []
+        while most is not None and fitting and held[fitting[0]] + sequences > most:
+            passed.append(heapq.heappop(fitting))
         if fitting:
             first = heapq.heappop(fitting)
         else:
             first, used = used, used + 1
+        for one in passed:
+            heapq.heappush(fitting, one)
         bins[i], slot[i], start[i] = first, held[first], row_length - free[first]
         free[first] -= length
-        held[first] += 1
+        held[first] += sequences
         if most is None or held[first] < most:
             heapq.heappush(full, (-free[first], first))
     return bins, slot, start

@@ -66,7 +66,8 @@ def mtp_loss(
       devices have them.
 
     Raises:
-      ValueError: no depth, or other numbers of heads or normalizers than depths.
+      ValueError: no depth, or other numbers of heads or normalizers than depths; more depths than shared prefixes were
+        packed for, see `RolloutBatch.from_samples`.
 
     Example:
       >>> ids, places, mask = jnp.array([[1, 1, 1, 1]]), jnp.arange(4)[None], jnp.array([[1.0, 1, 1, 0]])
@@ -148,7 +149,8 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
       The batch.
 
     Raises:
-      ValueError: rows in another context layout than the mesh's.
+      ValueError: rows in another context layout than the mesh's; a shift by more than the branches of shared prefixes
+        were packed for.
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 2, 2]]), jnp.array([[0, 1]])
@@ -158,6 +160,11 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
     """
     batch = checked(batch, stacked=True)
     batch.check_layout(parallel)
+    if batch.parents is not None and by > batch.mtp_depths:
+        raise ValueError(
+            f"depths: got {by} for a batch with shared prefixes, expected at most {batch.mtp_depths}: "
+            "RolloutBatch.from_samples(..., share_prefixes=True, mtp_depths=)"
+        )
 
     def shift(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         targets, loss_mask, positions, segment_ids = arrays

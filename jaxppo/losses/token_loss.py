@@ -142,7 +142,7 @@ class Step:
 def _broken_rules(
     batch: RolloutBatch, segments: Segments, aggregation: Aggregation, ruled: Mapping[str, Any]
 ) -> dict[str, Metric]:
-    structure = ("segment_ids", "positions", "loss_mask", "sample_ids")
+    structure = ("segment_ids", "positions", "loss_mask", "sample_ids", "parents")
     arrays = {name: getattr(batch, name) for name in structure} | dict(ruled)
     if aggregation == "rollout_mean":
         arrays["rollout_ids"] = batch.rollouts

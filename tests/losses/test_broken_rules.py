@@ -249,8 +249,8 @@ def test_the_host_refuses_it(rule):
 
 
 def test_every_rule_that_losses_check_has_a_case():
-    of_preferences = {"pairs"}  # see test_preference
-    assert {rule.split(",")[0] for rule in RULES} | of_preferences == {rule.name for rule in ON_DEVICE}
+    elsewhere = {"pairs", "parents", "loss_without_sample"}  # see test_preference and test_tree_losses
+    assert {rule.split(",")[0] for rule in RULES} | elsewhere == {rule.name for rule in ON_DEVICE}
     assert explain_broken_rules(0) == []
     with pytest.raises(ValueError, match="bits: got -1, expected 0 to"):
         explain_broken_rules(-1)

@@ -1,0 +1,72 @@
+"""Samples on the host packed into the arrays of a batch, whole or with what their prompts share held once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxppo._arrays import check, check_flag
+from jaxppo.prefixes import shared_pieces
+from jaxppo.samples import (
+    Sample,
+    batch_arrays,
+    check_groups_of_hosts,
+    check_sample_ids,
+    check_samples,
+    loads_of,
+    whole_pieces,
+)
+from jaxppo.sharding import ParallelMesh, check_parallel, check_row_length, multihost, pack
+
+
+def packed_samples(
+    samples: Sequence[Sample],
+    sizes: dict[str, Any],
+    parallel: ParallelMesh | None,
+    share_prefixes: bool,
+    mtp_depths: int,
+) -> dict[str, Any]:
+    """The arrays of `RolloutBatch.from_samples`, by name, and K.
+
+    Args:
+      samples: of this process.
+      sizes: what `pack` takes by name: row_length, num_segments, ...
+      parallel: the mesh.
+      share_prefixes: see `RolloutBatch.from_samples`, as for the next one.
+      mtp_depths: of shared prefixes.
+    """
+    check_parallel(parallel, "ParallelMesh or None")
+    with multihost.together(parallel):
+        check_samples(samples)
+        _check_options(share_prefixes, mtp_depths)
+        pieces = whole_pieces(samples)
+        if share_prefixes:
+            layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
+            check_row_length(sizes["row_length"], layout, shards)
+            limits = {name: sizes[name] for name in ("row_length", "num_segments")}
+            pieces = shared_pieces(samples, **limits, mtp_depths=mtp_depths, parallel=parallel)
+    packed = pack(
+        [range(piece.start, piece.stop) for piece in pieces],
+        parallel=parallel,
+        loads=loads_of(pieces, samples),
+        bundles=[piece.bundle for piece in pieces],
+        **sizes,
+    )
+    several = parallel is not None and multihost.spans_processes(parallel)
+    first = multihost.numbers_before(parallel, len(samples)) if several and parallel else 0
+    ids = [first + i if s.sample_id is None else int(s.sample_id) for i, s in enumerate(samples)]
+    with multihost.together(parallel):
+        check_sample_ids(ids)
+        arrays: dict[str, Any] = batch_arrays(samples, pieces, packed, ids, trees=share_prefixes)
+    if several:
+        check_groups_of_hosts(samples)
+        names = sorted(name for name, x in arrays.items() if x is not None)
+        multihost.check_equal("samples", [*names, f"mtp_depths={mtp_depths}"] if mtp_depths else names)
+    return arrays | {"micro_batches": packed.micro_batches}
+
+
+def _check_options(share_prefixes: Any, mtp_depths: Any) -> None:
+    check_flag("share_prefixes", share_prefixes)
+    good = isinstance(mtp_depths, int) and not isinstance(mtp_depths, bool) and mtp_depths >= 0
+    check("mtp_depths", repr(mtp_depths), good, "an integer of at least 0")
+    check("mtp_depths", mtp_depths, share_prefixes or mtp_depths == 0, "0 without share_prefixes=True")

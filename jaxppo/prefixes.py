@@ -1,0 +1,201 @@
+"""Common beginnings of samples, found on the host and cut off, so that packing holds each of them once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxppo.samples import Piece, Sample
+from jaxppo.sharding import ParallelMesh, segment_multiple
+
+
+@dataclasses.dataclass
+class _Node:
+    """Tokens of a sample from the parent's `stop` to this one's; a leaf is all that a sample has for itself."""
+
+    stop: int
+    sample: int
+    children: list[_Node] = dataclasses.field(default_factory=list)
+    is_leaf: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Limits:
+    """What a row can hold: so many tokens, each segment padded to a multiple, and so many segments."""
+
+    row_length: int
+    multiple: int
+    segments: int
+
+    def places(self, length: int) -> int:
+        return -(-length // self.multiple) * self.multiple
+
+
+def shared_pieces(
+    samples: Sequence[Sample],
+    *,
+    row_length: int,
+    num_segments: int | None,
+    mtp_depths: int,
+    parallel: ParallelMesh | None,
+) -> list[Piece]:
+    """The segments of samples that share what their prompts have in common, trees one behind another.
+
+    A prompt is shared as far as another sample's goes on like it, but for its last 1 + mtp_depths tokens: with those
+    each branch begins, so that all that is predicted there, at any depth, has a position of its own. Nothing is shared
+    from the response on, whose values are each sample's own.
+
+    Args:
+      samples: checked ones.
+      row_length: T.
+      num_segments: S, None for as many as there are.
+      mtp_depths: of `mtp_loss`, at most.
+      parallel: the mesh, for what its layout pads segments to.
+
+    Returns:
+      The pieces; those of a tree are neighbours, each behind its parent.
+
+    Raises:
+      ValueError: a sample that is longer than a row.
+    """
+    layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
+    limits = _Limits(row_length, segment_multiple(layout, shards), num_segments or len(samples) * 2)
+    for i, sample in enumerate(samples):
+        if limits.places(len(sample.tokens)) > row_length:
+            raise ValueError(
+                f"samples: got {len(sample.tokens)} tokens ({limits.places(len(sample.tokens))} with the layout's "
+                f"padding) in sample {i}, expected at most row_length={row_length}"
+            )
+    root = _trie(samples, 1 + mtp_depths)
+    _leave_out(root, limits)
+    for leaf in _too_far(root, limits):
+        root.children.append(leaf)
+    _leave_out(root, limits)
+    return _laid_out(_split(root, limits))
+
+
+def _trie(samples: Sequence[Sample], overlap: int) -> _Node:
+    """The common prefixes of prompts: sorted prompts have their longest ones with their neighbours."""
+    prompts = [np.asarray(sample.tokens, np.int32)[: sample.start] for sample in samples]
+    order = sorted(range(len(samples)), key=lambda i: (prompts[i].astype(">i4").tobytes(), i))  # no token is below 0
+    root = _Node(0, order[0])
+    path, before = [root], prompts[order[0]][:0]
+    for i in order:
+        depth = max(_common(before, prompts[i]) - overlap, 0)
+        while path[-1].stop > depth:
+            path.pop()
+        if path[-1].stop < depth:
+            path[-1].children.append(_Node(depth, i, [path[-1].children.pop()]))
+            path.append(path[-1].children[-1])
+        path[-1].children.append(_Node(len(samples[i].tokens), i, is_leaf=True))
+        before = prompts[i]
+    return root
+
+
+def _common(x: np.ndarray, y: np.ndarray) -> int:
+    """How many tokens two prompts have in common at their start."""
+    length = min(len(x), len(y))
+    differs = x[:length] != y[:length]
+    return int(np.argmax(differs)) if differs.any() else length
+
+
+def _walk(root: _Node) -> list[tuple[_Node, _Node]]:
+    """(node, its parent) of all but the root, each before its children; without recursion: prompts may be deep."""
+    found, waiting = [], [(child, root) for child in reversed(root.children)]
+    while waiting:
+        node, parent = waiting.pop()
+        found.append((node, parent))
+        waiting += [(child, node) for child in reversed(node.children)]
+    return found
+
+
+def _leave_out(root: _Node, limits: _Limits) -> None:
+    """Takes out the shared nodes that save no place, where a layout pads each segment or one branch alone is left."""
+    for node, parent in reversed(_walk(root)):
+        if node.is_leaf:
+            continue
+        own = node.stop - parent.stop
+        lengths = [child.stop - node.stop for child in node.children]
+        saved = sum(limits.places(n + own) - limits.places(n) for n in lengths) - limits.places(own)
+        if saved <= 0:
+            at = next(i for i, child in enumerate(parent.children) if child is node)
+            parent.children[at : at + 1] = node.children
+
+
+def _too_far(root: _Node, limits: _Limits) -> list[_Node]:
+    """Takes out, and returns, the leaves whose path fits no row, padded as it is."""
+    above, out = {id(root): (0, 0)}, []
+    for node, parent in _walk(root):
+        places, segments = above[id(parent)]
+        above[id(node)] = places + limits.places(node.stop - parent.stop), segments + 1
+        if node.is_leaf and (above[id(node)][0] > limits.row_length or segments + 1 > limits.segments):
+            parent.children = [child for child in parent.children if child is not node]
+            out.append(node)
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A node with some of what goes on from it."""
+
+    node: _Node
+    places: int
+    segments: int
+    below: tuple[_Part, ...] = ()
+
+
+def _split(root: _Node, limits: _Limits) -> list[_Part]:
+    """The trees to pack, those that fit no row cut where it costs least.
+
+    Every cut repeats the path to it, so it is made as near to the root as can be: branches that fit a row stay whole,
+    and as few as possible rows repeat what is above them.
+    """
+    nodes = _walk(root)
+    above = {id(root): (0, 0)}
+    for node, parent in nodes:
+        places, segments = above[id(parent)]
+        above[id(node)] = places + limits.places(node.stop - parent.stop), segments + 1
+    parts: dict[int, list[_Part]] = {}
+    for node, parent in reversed(nodes):
+        own = limits.places(node.stop - parent.stop)
+        below = [part for child in node.children for part in parts.pop(id(child))]
+        places, segments = above[id(node)]
+        bins = _first_fit(below, limits.row_length - places, limits.segments - segments) if below else [[]]
+        parts[id(node)] = [
+            _Part(node, own + sum(p.places for p in held), 1 + sum(p.segments for p in held), tuple(held))
+            for held in bins
+        ]
+    return [part for child in root.children for part in parts[id(child)]]
+
+
+def _first_fit(parts: list[_Part], places: int, segments: int) -> list[list[_Part]]:
+    """Parts in as few bins as first-fit-decreasing finds, in their order where one bin holds all."""
+    if sum(p.places for p in parts) <= places and sum(p.segments for p in parts) <= segments:
+        return [parts]
+    bins: list[list[_Part]] = []
+    free: list[tuple[int, int]] = []
+    for part in sorted(parts, key=lambda p: -p.places):
+        at = next((i for i, (p, n) in enumerate(free) if part.places <= p and part.segments <= n), len(bins))
+        if at == len(bins):
+            bins.append([])
+            free.append((places, segments))
+        bins[at].append(part)
+        free[at] = free[at][0] - part.places, free[at][1] - part.segments
+    return bins
+
+
+def _laid_out(trees: list[_Part]) -> list[Piece]:
+    pieces: list[Piece] = []
+    for number, tree in enumerate(trees):
+        waiting: list[Any] = [(tree, None)]
+        while waiting:
+            part, parent = waiting.pop()
+            while len(part.below) == 1:  # nobody in this row to share it with
+                part = part.below[0]
+            start = 0 if parent is None else pieces[parent].stop
+            pieces.append(Piece(part.node.sample, start, part.node.stop, number, parent, not part.node.is_leaf))
+            waiting += [(below, len(pieces) - 1) for below in reversed(part.below)]
+    return pieces
