@@ -22,6 +22,14 @@ from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.policy_losses import BY_NAME, PPO, PolicyLoss
 
 ImpossibleTokens = Literal["nan", "leave_out"]
+# A ratio is a product of steps from policy to policy: the current one, the trainer's old one, the sampler's.
+_STEPS = {
+    "current/current": (),
+    "current/old": ("current/old",),
+    "old/rollout": ("old/rollout",),
+    "current/rollout": ("current/old", "old/rollout"),
+}
+_BESIDE = {"old": "'old/rollout'", "rollout": "weights='none'"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +44,20 @@ class PolicyLossConfig:
       entropy_coef: a number or a traced schedule; the number 0 leaves the entropy a metric only.
       ratio_to: the policy in the ratio's denominator: "old", the trainer's at the start of the step
         (`batch.old_log_probs`), "rollout", the sampler's (`batch.rollout_log_probs`), or "current", a ratio of 1 for
-        on-policy steps.
+        on-policy steps. What the corrections and the KL's weight compare is said by them, by their `compares`.
       aggregation: the denominators, see `token_weights`.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       metric_aggregation: per-token metrics are "token_mean"s, or reduced as the "loss" is.
       off_policy: the correction for a sampler that is not quite the trainer's policy.
-      impossible_tokens: what becomes of a loss token whose log-prob is -inf, under the policy, the old one of the ratio
-        or, where the batch has its log-probs, the sampler. "nan": the loss is NaN. "leave_out": the token has no loss,
-        penalties included, no gradient, and no part in statistics of its sequence or in metrics, but for their own
-        count, the metric `impossible_tokens`. The denominators of the loss stay those of the loss mask.
+      impossible_tokens: what becomes of a loss token whose log-prob is -inf, under the policy, the old one where it is
+        compared, or, where the batch has its log-probs, the sampler. "nan": the loss is NaN. "leave_out": the token has
+        no loss, penalties included, no gradient, and no part in statistics of its sequence or in metrics, but for their
+        own count, the metric `impossible_tokens`. The denominators of the loss stay those of the loss mask.
 
     Raises:
       TypeError: a loss, kl or off_policy of another class; an option that another class holds, which is named.
-      ValueError: a name that is not known, a number out of its range, options that contradict each other.
+      ValueError: a name that is not known, a number out of its range, options that contradict each other, weights that
+        count the loss's ratio twice.
 
     Example:
       >>> PolicyLossConfig(PPO(clip_high=0.28), kl=KL(0.01)).entropy_mode
@@ -84,15 +93,11 @@ class PolicyLossConfig:
         off_policy = self.off_policy
         if off_policy is None:
             return
-        if off_policy.needs_rollout_log_probs and self.ratio_to == "rollout" and off_policy.trainer != "current":
+        counted = set(_STEPS[f"current/{self.ratio_to}"]) & set(_STEPS[off_policy.compares])
+        if off_policy.weights != "none" and self.loss.weighs_by_ratio and counted:
             raise ValueError(
-                f"off_policy.trainer: got {off_policy.trainer!r}, expected 'current' with ratio_to='rollout': the old "
-                "policy is the sampler's, and its ratio to it 1"
-            )
-        if off_policy.batch_normalize and self.ratio_to != "old":
-            raise ValueError(
-                f"ratio_to: got {self.ratio_to!r}, expected 'old' for off_policy.batch_normalize: the mean weight of "
-                "the step is known beforehand"
+                f"off_policy.compares: got {off_policy.compares!r} for the weights beside a loss that is weighed by "
+                f"its ratio, current/{self.ratio_to}, expected {_BESIDE[self.ratio_to]}: it would count twice"
             )
 
     @classmethod
@@ -144,6 +149,12 @@ class PolicyLossConfig:
     def entropy_mode(self) -> Literal["metric", "bonus"]:
         """The `entropy=` of the log-prob functions: "metric" where the coefficient is known to be 0, else "bonus"."""
         return "metric" if is_zero(self.entropy_coef) else "bonus"
+
+    @property
+    def policies(self) -> frozenset[str]:
+        """The policies that the loss compares, beside the reference: some of "current", "old" and "rollout"."""
+        parts = [x.policies for x in (self.kl, self.off_policy) if x is not None]
+        return frozenset({"current", self.ratio_to}).union(*parts)
 
     @property
     def penalises_kl(self) -> bool:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import masked
+from jaxppo._ranks import highest, ordered_bits
 from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.batch import RolloutBatch
@@ -112,31 +113,5 @@ def _pick(
     lots = draws(owners, batch.positions)
     wanted = jnp.maximum(jnp.floor(loss.share * tokens), 1).astype(jnp.int32)
     candidates = (mask > 0) & loss.selectable(covariance, log_probs, old, advantages)
-    scores = lots if loss.selects == "random" else _ordered_bits(covariance)
-    return _highest(total, scores, lots, candidates, wanted).astype(jnp.float32)
-
-
-def _ordered_bits(x: jax.Array) -> jax.Array:
-    """u32 in the order of the f32 x, the two zeros being equal."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-    sign = jnp.uint32(1 << 31)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
-
-
-def _highest(total: Any, scores: jax.Array, lots: jax.Array, candidates: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The `wanted` candidates with the highest u32 scores over all shards, or all; lots decide between equal scores."""
-    cut = _kth(total, scores, candidates, wanted)
-    above = candidates & (scores > cut)
-    tied = candidates & (scores == cut)
-    return above | (tied & (lots >= _kth(total, lots, tied, wanted - total(above.astype(jnp.int32)))))
-
-
-def _kth(total: Any, scores: jax.Array, candidates: jax.Array, k: jax.Array) -> jax.Array:
-    """The largest u32 that at least k candidates' scores reach, 0 if none; bit by bit, one scalar all-reduce each."""
-
-    def step(i: jax.Array, cut: jax.Array) -> jax.Array:
-        attempt = cut | (jnp.uint32(1) << jnp.uint32(31 - i))
-        reached = total((candidates & (scores >= attempt)).astype(jnp.int32))
-        return jnp.where(reached >= k, attempt, cut)
-
-    return lax.fori_loop(0, 32, step, jnp.uint32(0))
+    scores = lots if loss.selects == "random" else ordered_bits(covariance)
+    return highest(total, scores, lots, candidates, wanted).astype(jnp.float32)

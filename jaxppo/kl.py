@@ -19,6 +19,7 @@ __all__ = ["KL", "adaptive_kl_coef", "kl_divergence"]
 MAX_LOG_RATIO = 20.0
 Estimator = Literal["k1", "abs", "k2", "k3", "low_var_kl", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"]
 Importance = Literal["none", "token", "sequence", "score"]
+Over = Literal["current/old", "current/rollout"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,31 +30,39 @@ class KL:
       coef: a number or a traced schedule. With the number 0 the divergence is a metric only, where the batch has
         `ref_log_probs`.
       estimator: see `kl_divergence`.
-      importance: what the estimate is weighed by, the weight's gradient included: "none"; the ratio of the policy loss
-        at each "token", or of its "sequence", the geometric mean of its tokens' ratios; or "score", a weight of 1 whose
+      importance: what the estimate is weighed by, the weight's gradient included: "none"; the ratio of two policies at
+        each "token", or of its "sequence", the geometric mean of its tokens' ratios; or "score", a weight of 1 whose
         gradient is that of log_prob. The score function's term makes the gradient of "k1", log-ratio + 1, an unbiased
         one of the divergence, on samples of the policy. An estimator with a "+" has that gradient by itself.
+      compares: the two policies of that ratio, "current/old" or "current/rollout", whatever the loss's ratio is over.
 
     Raises:
-      ValueError: a coefficient that is not a finite number, an unknown estimator or importance, "score" with a "+".
+      ValueError: a coefficient that is not a finite number, an unknown name, "score" with a "+".
 
     Example:
       >>> KL(0.01, "low_var_kl")
-      KL(coef=0.01, estimator='low_var_kl', importance='none')
+      KL(coef=0.01, estimator='low_var_kl', importance='none', compares='current/old')
     """
 
     coef: Coefficient
     estimator: Estimator = "k3"
     importance: Importance = "none"
+    compares: Over = "current/old"
 
     def __post_init__(self) -> None:
         check_number("coef", self.coef)
         check_choice("estimator", self.estimator, Estimator)
         check_choice("importance", self.importance, Importance)
+        check_choice("compares", self.compares, Over)
         if self.importance == "score" and self.estimator.endswith("+"):
             raise ValueError(
                 f"importance: got 'score', expected another with estimator={self.estimator!r}, whose weight is constant"
             )
+
+    @property
+    def policies(self) -> frozenset[str]:
+        """The policies that the weight compares."""
+        return frozenset(self.compares.split("/") if self.importance in ("token", "sequence") else ())
 
 
 def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -4,14 +4,17 @@ A sampler computes its log-probs with other kernels, another precision, often ol
 
     rho_t = trainer_t / sampler_t = exp(trainer_log_prob_t - rollout_log_prob_t)
 
-weighs tokens (truncated importance sampling, IcePop), or throws out tokens and sequences (rejection, veto).
+weighs tokens (truncated importance sampling, IcePop), or throws out tokens and sequences (rejection, veto). Each
+correction names the two policies that it compares, whatever the ratio of the loss is over.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,57 +22,77 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_choice, check_flag, check_number, is_number, masked
+from jaxppo._arrays import Compared, check_choice, check_flag, check_number, is_number, masked
 from jaxppo.kl import MAX_LOG_RATIO, k3
-from jaxppo.sharding import Segments, vary
+from jaxppo.sharding import Segments, scan_affine, vary
 
 Level = Literal["none", "token", "sequence", "geometric"]
 Outside = Literal["clamp", "zero"]
 OPSMFraction = Literal["loss", "response"]
-Trainer = Literal["old", "current"]
+Policies = Mapping[str, Array | None]  # the log-probs of "current", "old" and "rollout"
 Statistic = Literal[
     "token_k1",
     "token_k2",
     "token_k3",
+    "token_diff",
+    "run_mean_k1",
+    "run_mean_diff",
     "seq_sum_k1",
     "seq_sum_k2",
     "seq_sum_k3",
+    "seq_sum_diff",
     "seq_mean_k1",
     "seq_mean_k2",
     "seq_mean_k3",
+    "seq_mean_diff",
     "seq_max_k1",
     "seq_max_k2",
     "seq_max_k3",
+    "seq_min_k1",
 ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rejection:
-    """Keeps the tokens, or whole sequences, whose statistic lies within [low, high].
+    """Keeps the tokens, runs of them or whole sequences whose statistic lies within [low, high].
 
-    With d = log rho: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, at least 0; "token" judges each token by its own,
-    "seq_sum", "seq_mean" and "seq_max" a sequence by the sum, mean or largest over its loss-carrying tokens.
+    Of two policies a / b, with d = log a - log b: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, at least 0, and "diff" is
+    the difference of probabilities, a - b. "token" judges each token by its own; "run_mean" each run of contiguous loss
+    tokens, such as a turn, by its mean; "seq_sum", "seq_mean", "seq_max" and "seq_min" a sequence by the sum, mean,
+    largest or smallest over its loss-carrying tokens.
+
+    A sequence goes by its extreme ratios, rho from 1e-4 to 100, with `Rejection("seq_max_k1", high=1e4)` and
+    `Rejection("seq_min_k1", low=0.01)`. Runs and differences are in ROLL alone.
 
     Args:
-      statistic: "token_k1", "seq_sum_k1", ..., "seq_max_k3".
-      low: for k1 the smallest sampler / trainer ratio exp(k1); for k2 and k3 the smallest value.
-      high: for k1 the largest sampler / trainer ratio exp(k1); for k2 and k3 the largest value, nats.
+      statistic: "token_k1", "seq_sum_k1", "run_mean_diff" and others.
+      low: for k1 the smallest ratio exp(k1) = b / a; else the smallest value. By default no bound.
+      high: for k1 the largest ratio b / a; for k2 and k3 the largest value, nats; for diff the largest difference.
+      compares: the two policies a / b, "old/rollout", "current/rollout" or "current/old".
 
     Raises:
-      ValueError: an unknown statistic, bounds out of order, a k1 bound that is no ratio.
+      ValueError: an unknown statistic or pair, bounds out of order, a k1 bound that is no ratio.
 
     Example:
-      >>> Rejection("seq_mean_k1", 0.97, 1.02).statistic
-      'seq_mean_k1'
+      >>> Rejection("seq_mean_k1", 0.97, 1.02).compares
+      'old/rollout'
+
+    Names: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html; extreme ratios:
+    SkyRL, https://github.com/NovaSky-AI/SkyRL; runs and differences: ROLL, https://github.com/alibaba/ROLL
     """
 
     statistic: Statistic
-    low: float = 0.0
+    low: float | None = None
     high: float = math.inf
+    compares: Compared = "old/rollout"
 
     def __post_init__(self) -> None:
         check_choice("statistic", self.statistic, Statistic)
-        _check_bounds(self.low, self.high)
+        check_choice("compares", self.compares, Compared)
+        least = -math.inf if self.statistic.endswith("diff") else 0.0
+        if self.low is None:
+            object.__setattr__(self, "low", least)
+        _check_bounds(self.low, self.high, least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,19 +111,18 @@ class OffPolicyConfig:
       batch_normalize: divide the weights by their mean over the step.
       rejections: a token that is accepted passes all of them.
       veto: leave out each sequence that has a token with rho below this, a ratio above exp(-20).
+      compares: the two policies of the weights and the veto, rho = a / b; each rejection names its own.
       opsm_delta: off-policy sequence masking: leave out the tokens with negative advantage of each sequence whose mean
-        of old_log_prob - log_prob exceeds this, nats.
+        of -log rho exceeds this, nats.
+      opsm_compares: the two policies of that rho.
       opsm_fraction: the metric `opsm_clipfrac` counts the "loss" tokens left out, or all of the "response" from its
         first to its last loss token, as slime does.
-      trainer: the policy that rho sets against the sampler: the loss's "old" one, or the "current" one, for a loss
-        that takes the sampler itself for its old policy.
-
     Raises:
       ValueError: unknown names, bounds out of order, fields that contradict each other.
 
     Example:
-      >>> OffPolicyConfig(weights="token", high=2.0).needs_rollout_log_probs
-      True
+      >>> sorted(OffPolicyConfig(weights="token", high=2.0, opsm_delta=0.1).policies)
+      ['current', 'old', 'rollout']
 
     Truncated: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; IcePop: Ling Team 2025,
     https://arxiv.org/abs/2510.18855; sequence masking: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556
@@ -113,16 +135,18 @@ class OffPolicyConfig:
     batch_normalize: bool = False
     rejections: tuple[Rejection, ...] = ()
     veto: float | None = None
+    compares: Compared = "old/rollout"
     opsm_delta: float | None = None
+    opsm_compares: Compared = "current/old"
     opsm_fraction: OPSMFraction = "loss"
-    trainer: Trainer = "old"
 
     def __post_init__(self) -> None:
         check_choice("weights", self.weights, Level)
         check_choice("outside", self.outside, Outside)
-        check_choice("trainer", self.trainer, Trainer)
+        check_choice("compares", self.compares, Compared)
+        check_choice("opsm_compares", self.opsm_compares, Compared)
         check_choice("opsm_fraction", self.opsm_fraction, OPSMFraction)
-        _check_bounds(self.low, self.high)
+        _check_bounds(self.low, self.high, 0.0)
         check_flag("batch_normalize", self.batch_normalize)
         if isinstance(self.rejections, Rejection):
             raise TypeError(f"rejections: got {self.rejections}, expected a tuple of them")
@@ -135,16 +159,19 @@ class OffPolicyConfig:
             raise ValueError(f"veto: got {self.veto!r}, expected a ratio above {least:.2g} and below 1")
         if self.opsm_delta is not None:
             check_number("opsm_delta", self.opsm_delta, least=0)
-        if self.batch_normalize and (self.weights == "none" or self.trainer != "old"):
+        if self.batch_normalize and (self.weights == "none" or self.compares != "old/rollout"):
             raise ValueError(
-                f"batch_normalize: got True with weights={self.weights!r}, trainer={self.trainer!r}, expected weights, "
-                "and trainer='old': their mean over the step must be known before it starts"
+                f"batch_normalize: got True with weights={self.weights!r}, compares={self.compares!r}, expected "
+                "weights, and compares='old/rollout': their mean over the step must be known before it starts"
             )
 
     @property
-    def needs_rollout_log_probs(self) -> bool:
-        """Whether anything here reads the sampler's log-probs."""
-        return self.weights != "none" or bool(self.rejections) or self.veto is not None
+    def policies(self) -> frozenset[str]:
+        """The policies that are compared by anything here, "current", "old" and "rollout"."""
+        pairs = {rejection.compares for rejection in self.rejections}
+        pairs |= {self.compares} if self.weights != "none" or self.veto is not None else set()
+        pairs |= {self.opsm_compares} if self.opsm_delta is not None else set()
+        return frozenset(name for pair in pairs for name in pair.split("/"))
 
     @property
     def token_local(self) -> bool:
@@ -161,17 +188,16 @@ class OffPolicyConfig:
 
 
 def importance_weights(
-    trainer_log_probs: Float[Array, "R T"],
-    rollout_log_probs: Float[Array, "R T"],
+    log_ratio: Float[Array, "R T"],
     mask: Float[Array, "R T"],
     segments: Segments,
     config: OffPolicyConfig,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """Per-shard: rho at the level that `config.weights` asks for, before and after its bounds; 1 for level "none".
 
-    Neither is normalised; both are 1 where the mask is 0.
+    The log-ratios are of tokens, 0 where the mask is 0. Neither result is normalised; both are 1 where the mask is 0.
     """
-    d = _difference(trainer_log_probs, rollout_log_probs, mask)
+    d = log_ratio
     if config.weights == "none":
         d = jnp.zeros_like(d)
     elif config.weights != "token":
@@ -199,7 +225,7 @@ def weight_sums(
     policy finds impossible count nothing, see `PolicyLossConfig.impossible_tokens`.
     """
     mask = jnp.where(jnp.isneginf(old_log_probs) | jnp.isneginf(rollout_log_probs), 0, mask)
-    _, weights = importance_weights(old_log_probs, rollout_log_probs, mask, segments, config)
+    _, weights = importance_weights(_difference(old_log_probs, rollout_log_probs, mask), mask, segments, config)
     valid, axes = _float(mask > 0), segments.axes
     if config.weights == "token":
         sums, names = ((weights * valid).sum(), valid.sum()), axes.tokens
@@ -210,9 +236,7 @@ def weight_sums(
 
 
 def correction(
-    log_probs: Float[Array, "R T"],
-    old_log_probs: Float[Array, "R T"],
-    rollout_log_probs: Float[Array, "R T"] | None,
+    policies: Policies,
     advantages: Float[Array, "R T"],
     mask: Float[Array, "R T"],
     segments: Segments,
@@ -225,9 +249,8 @@ def correction(
     not grow. Everything is detached and finite, whatever stands at masked positions.
 
     Args:
-      log_probs: `f32[R, T]`, of the current policy.
-      old_log_probs: `f32[R, T]`, of the old policy of the loss.
-      rollout_log_probs: `f32[R, T]`, as the sampler reported them.
+      policies: `f32[R, T]` log-probs by name: of the "current" policy, of the trainer's "old" one, and as the sampler
+        reported them, "rollout"; None where there are none.
       advantages: `f32[R, T]`; only their sign is read, for off-policy sequence masking.
       mask: `f32[R, T]`, the loss mask.
       segments: the sequences of the rows.
@@ -242,55 +265,85 @@ def correction(
     Raises:
       ValueError: log-probs that a field of the config needs, or `weight_mean`, are absent.
     """
-    weights = _float(mask > 0)
+    valid = mask > 0
+    weights = _float(valid)
     indicators: dict[str, jax.Array] = {}
-    if config.needs_rollout_log_probs:
-        if rollout_log_probs is None:
-            raise ValueError(
-                "rollout_log_probs: got None, expected f32[R, T] for off_policy weights, rejections and veto"
-            )
-        trainer = old_log_probs if config.trainer == "old" else log_probs
-        if config.weights != "none":
-            ratio, weights = importance_weights(trainer, rollout_log_probs, mask, segments, config)
-            indicators |= {"tis": ratio, "tis_abs": jnp.abs(ratio - 1), "tis_clipfrac": _float(weights != ratio)}
-        if config.batch_normalize:
-            if weight_mean is None:
-                raise ValueError("weight_mean: got None, expected the Normalizer's for off_policy.batch_normalize")
-            weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # all are 0 where their mean is
-        accepted, rejected = _reject(trainer, rollout_log_probs, mask, segments, config)
+    if config.weights != "none":
+        ratio, weights = importance_weights(_log_ratio(policies, config.compares, mask), mask, segments, config)
+        indicators |= {"tis": ratio, "tis_abs": jnp.abs(ratio - 1), "tis_clipfrac": _float(weights != ratio)}
+        weights = jnp.where(valid, weights, 0)
+    if config.batch_normalize:
+        if weight_mean is None:
+            raise ValueError("weight_mean: got None, expected the Normalizer's for off_policy.batch_normalize")
+        weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # all are 0 where their mean is
+    if config.rejections:
+        accepted = valid
+        for rejection in config.rejections:
+            accepted &= _accepted(rejection, policies, mask, segments)
         weights = jnp.where(accepted, weights, 0)
-        indicators |= rejected
+        indicators["rejected_fraction"] = _float(valid & ~accepted)
+    if config.veto is not None:
+        worst = -segments.max(-_log_ratio(policies, config.compares, mask), _float(valid))
+        vetoed = valid & (segments.spread(worst) < math.log(config.veto))
+        weights = jnp.where(vetoed, 0, weights)
+        indicators["veto_fraction"] = _float(vetoed)
     if config.opsm_delta is not None:
-        drift = segments.mean(_difference(old_log_probs, log_probs, mask), mask)
-        off = (mask > 0) & (advantages < 0) & (segments.spread(drift) > config.opsm_delta)
+        drift = segments.mean(-_log_ratio(policies, config.opsm_compares, mask), mask)
+        off = valid & (advantages < 0) & (segments.spread(drift) > config.opsm_delta)
         weights = jnp.where(off, 0, weights)
         indicators["opsm_clipfrac"] = _float(off)
     return lax.stop_gradient((weights, indicators))
 
 
-def _reject(
-    trainer: jax.Array, rollout: jax.Array, mask: jax.Array, segments: Segments, config: OffPolicyConfig
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """bool[R, T], the tokens that pass all rejections and the veto, and indicators."""
-    d = _difference(trainer, rollout, mask)
-    valid = accepted = mask > 0
-    indicators = {}
-    reduce_over = {"seq_sum": lambda x, _: segments.sum(x), "seq_mean": segments.mean, "seq_max": segments.max}
-    for rejection in config.rejections:
-        level, _, k = rejection.statistic.rpartition("_")
-        value = {"k1": -d, "k2": d * d / 2, "k3": k3(d)}[k]
-        if level != "token":
-            value = segments.spread(reduce_over[level](value, _float(valid)))
-        low, high = (_log(b) if k == "k1" else b for b in (rejection.low, rejection.high))
-        accepted &= (value >= low) & (value <= high)
-    if config.rejections:
-        indicators["rejected_fraction"] = _float(valid & ~accepted)
-    if config.veto is not None:
-        worst = -segments.max(-d, _float(valid))
-        vetoed = valid & (segments.spread(worst) < math.log(config.veto))
-        accepted &= ~vetoed
-        indicators["veto_fraction"] = _float(vetoed)
-    return accepted, indicators
+def _accepted(rejection: Rejection, policies: Policies, mask: jax.Array, segments: Segments) -> jax.Array:
+    """bool[R, T], the tokens that pass the rejection; anything where the mask is 0."""
+    assert rejection.low is not None  # of an instance it never is
+    d, valid = _log_ratio(policies, rejection.compares, mask), _float(mask > 0)
+    level, _, kind = rejection.statistic.rpartition("_")
+    match kind:
+        case "k1":
+            value = -d
+        case "k2":
+            value = d * d / 2
+        case "k3":
+            value = k3(d)
+        case _:
+            a, b = (jnp.exp(x) for x in _pair(policies, rejection.compares, mask))
+            value = a - b
+    match level:
+        case "run_mean":
+            value = _mean_over_runs(value, valid, segments)
+        case "seq_sum":
+            value = segments.spread(segments.sum(value * valid))
+        case "seq_mean":
+            value = segments.spread(segments.mean(value, valid))
+        case "seq_max":
+            value = segments.spread(segments.max(value, valid))
+        case "seq_min":
+            value = segments.spread(-segments.max(-value, valid))
+    low, high = (_log(b) if kind == "k1" else b for b in (rejection.low, rejection.high))
+    return (value >= low) & (value <= high)
+
+
+def _mean_over_runs(x: jax.Array, valid: jax.Array, segments: Segments) -> jax.Array:
+    """At each loss token the mean over the run of contiguous loss tokens of its sequence that it is in."""
+    ids, slots = segments.segment_ids, segments.num_segments
+    scan = partial(scan_affine, valid, parallel=segments.axes, segment_ids=ids, num_segments=slots)
+    total, count = (scan(y) + scan(y, reverse=False) - y for y in (x * valid, valid))
+    return total / jnp.maximum(count, 1)
+
+
+def _pair(policies: Policies, compares: Compared, mask: jax.Array) -> list[jax.Array]:
+    """The log-probs of the two policies, constants, 0 where the mask is 0."""
+    for name in compares.split("/"):
+        if policies[name] is None:
+            raise ValueError(f"{name}_log_probs: got None, expected f32[R, T] for a correction by {compares!r}")
+    return [lax.stop_gradient(masked(policies[name], mask)) for name in compares.split("/")]  # type: ignore[arg-type]
+
+
+def _log_ratio(policies: Policies, compares: Compared, mask: jax.Array) -> jax.Array:
+    a, b = _pair(policies, compares, mask)
+    return a - b
 
 
 def _difference(log_probs: jax.Array, base: jax.Array, mask: jax.Array) -> jax.Array:
@@ -305,6 +358,6 @@ def _log(x: float) -> float:
     return math.log(x) if x > 0 else -math.inf
 
 
-def _check_bounds(low: float, high: float) -> None:
-    if not all(isinstance(x, (int, float, np.number)) for x in (low, high)) or not 0 <= low < high:
-        raise ValueError(f"low, high: got {low!r}, {high!r}, expected 0 <= low < high")
+def _check_bounds(low: Any, high: Any, least: float) -> None:
+    if not all(isinstance(x, (int, float, np.number)) for x in (low, high)) or not least <= low < high:
+        raise ValueError(f"low, high: got {low!r}, {high!r}, expected {'low' if least else '0 <= low'} < high")

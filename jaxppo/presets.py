@@ -57,7 +57,7 @@ def grpo() -> PolicyLossConfig:
 
     Example:
       >>> grpo().kl
-      KL(coef=0.04, estimator='k3', importance='none')
+      KL(coef=0.04, estimator='k3', importance='none', compares='current/old')
 
     Shao et al. 2024, DeepSeekMath, https://arxiv.org/abs/2402.03300
     """

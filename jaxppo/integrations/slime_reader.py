@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from jaxppo._arrays import Coefficient
+from jaxppo._arrays import Coefficient, RatioTo
 from jaxppo.integrations.options import Options, Reading
 from jaxppo.integrations.slime_keys import DEFAULTS, ELSEWHERE, MISMATCH_HELPER, VERSION
 from jaxppo.kl import KL
@@ -32,13 +32,16 @@ def read(args: Namespace | Mapping[str, Any]) -> Reading:
     if options["custom_pg_loss_reducer_function_path"] is not None:
         options.refuse("custom_pg_loss_reducer_function_path", "None; see PolicyLossConfig(aggregation=)")
     kl_coef = options.number("kl_loss_coef") if options.flag("use_kl_loss") else 0.0
+    ratio_to: RatioTo = "rollout" if options.flag("use_rollout_logprobs") else "old"
     kl_type = options.choice("kl_loss_type", ("k1", "k2", "k3", "low_var_kl"))
+    weighed = {"importance": "token", "compares": f"current/{ratio_to}"}
+    weight: Any = weighed if options.flag("use_unbiased_kl") else {}
     entropy_coef = options.number("entropy_coef")
     policy = {
         "loss": _loss(options),
-        "kl": KL(kl_coef, kl_type, "token" if options.flag("use_unbiased_kl") else "none"),  # type: ignore[arg-type]
+        "kl": KL(kl_coef, kl_type, **weight),  # type: ignore[arg-type]
         "entropy_coef": entropy_coef,
-        "ratio_to": "rollout" if options.flag("use_rollout_logprobs") else "old",
+        "ratio_to": ratio_to,
         "aggregation": "token_mean" if options.flag("calculate_per_token_loss") else "rollout_mean",
         "metric_aggregation": "loss",
         "off_policy": _correction(options, penalised=kl_coef != 0 or entropy_coef != 0),
@@ -62,6 +65,8 @@ def _loss(options: Options) -> PolicyLoss:
 def _correction(options: Options, penalised: bool) -> OffPolicyConfig | None:
     delta = options.number("opsm_delta") if options.flag("use_opsm") else None
     corrected: dict[str, Any] = {"opsm_delta": delta, "opsm_fraction": "response"} if delta is not None else {}
+    if delta is not None and options.flag("use_rollout_logprobs"):
+        corrected["opsm_compares"] = "current/rollout"
     weighs, path = options.flag("use_tis"), options["custom_tis_function_path"]
     if weighs and options.flag("use_rollout_logprobs"):
         options.refuse("use_tis", "False with use_rollout_logprobs, as slime does")

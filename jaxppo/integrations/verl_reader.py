@@ -7,13 +7,13 @@ this package does not have is an error. Where verl's loss and its documentation 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
-from jaxppo._arrays import Aggregation, RatioTo
+from jaxppo._arrays import Aggregation, Compared, RatioTo
 from jaxppo.integrations.options import Options, Reading
 from jaxppo.integrations.verl_keys import ACTOR, CORRECTION, DEFAULTS, ELSEWHERE, LOSS, VERSION
 from jaxppo.kl import KL
-from jaxppo.off_policy import OffPolicyConfig, Rejection, Statistic, Trainer
+from jaxppo.off_policy import OffPolicyConfig, Rejection
 from jaxppo.policy_losses import (
     CISPO,
     DPPO,
@@ -39,6 +39,7 @@ _AGGREGATIONS: dict[str, Aggregation] = {
 _OWN_AGGREGATION = ("gspo", "sapo", "geo_mean")  # whose policy loss is a mean of sequence means, whatever is asked for
 _KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 _ESTIMATORS = {"kl": "k1", "mse": "k2", "k3": "low_var_kl"}  # where ours has another name
+_STATISTICS = [f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")]
 _PLAIN = ("gae", "gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus", "remax", "rloo")
 _ADVANTAGES = (*_PLAIN, "grpo_vectorized", "reinforce_plus_plus_baseline", "rloo_vectorized")
 _LOSSES: dict[str, Callable[[Options], PolicyLoss]] = {
@@ -107,7 +108,7 @@ def _refuse(options: Options) -> None:
 def _policy_loss(options: Options) -> tuple[PolicyLoss, RatioTo, OffPolicyConfig | None]:
     mode = LOSS + "loss_mode"
     if not options.flag(CORRECTION + "bypass_mode"):
-        return _loss(options), "old", _correction(options, True, "old")
+        return _loss(options), "old", _correction(options, True, "old/rollout")
     kind = options.choice(CORRECTION + "loss_type", ("ppo_clip", "reinforce"))
     if options.flag("trainer.use_v1"):
         for name in ("rollout_is", "rollout_rs", "loss_type"):
@@ -119,8 +120,8 @@ def _policy_loss(options: Options) -> tuple[PolicyLoss, RatioTo, OffPolicyConfig
     if options[mode] != "vanilla":
         options.refuse(mode, "'vanilla' with bypass_mode and trainer.use_v1=False, where loss_type says the loss")
     if kind == "ppo_clip":  # whose ratio is the weight
-        return _loss(options), "rollout", _correction(options, False, "current")
-    return Reinforce(), "rollout", _correction(options, True, "current")
+        return _loss(options), "rollout", _correction(options, False, "current/rollout")
+    return Reinforce(), "rollout", _correction(options, True, "current/rollout")
 
 
 def _loss(options: Options) -> PolicyLoss:
@@ -161,17 +162,17 @@ def _aggregation(options: Options) -> tuple[Aggregation, float | None]:
     return aggregation, options.number(ACTOR + "loss_scale_factor")
 
 
-def _correction(options: Options, weighs: bool, trainer: Trainer) -> OffPolicyConfig | None:
+def _correction(options: Options, weighs: bool, compares: Compared) -> OffPolicyConfig | None:
     """What stands under rollout_correction; with `weighs` its weights too."""
-    rejections = tuple(_rejections(options))
+    rejections = tuple(_rejections(options, compares))
     level, bounds = options[CORRECTION + "rollout_is"], options[CORRECTION + "rollout_is_threshold"]
     if not weighs or level is None or bounds is None:
-        return OffPolicyConfig(rejections=rejections, trainer=trainer) if rejections else None
+        return OffPolicyConfig(rejections=rejections) if rejections else None
     level = options.choice(CORRECTION + "rollout_is", ("token", "sequence"))
     if level == "token" and options[LOSS + "loss_mode"] == "geo_mean":
         options.refuse(CORRECTION + "rollout_is", "'sequence' or None with loss_mode='geo_mean', one value a sequence")
     normalise = options.flag(CORRECTION + "rollout_is_batch_normalize")
-    if normalise and trainer == "current":
+    if normalise and compares == "current/rollout":
         expected = "False with bypass_mode: the mean weight of a step is not known before its first micro-batch"
         options.refuse(CORRECTION + "rollout_is_batch_normalize", expected)
     low, high = _bounds(options, CORRECTION + "rollout_is_threshold", str(bounds), 0.0)
@@ -182,11 +183,11 @@ def _correction(options: Options, weighs: bool, trainer: Trainer) -> OffPolicyCo
         outside="zero" if "_" in str(bounds) else "clamp",
         batch_normalize=normalise,
         rejections=rejections,
-        trainer=trainer,
+        compares=compares,
     )
 
 
-def _rejections(options: Options) -> Iterator[Rejection]:
+def _rejections(options: Options, compares: Compared) -> Iterator[Rejection]:
     key, bounds = CORRECTION + "rollout_rs", CORRECTION + "rollout_rs_threshold"
     if options[key] is None:
         return
@@ -195,12 +196,12 @@ def _rejections(options: Options) -> Iterator[Rejection]:
     if len(thresholds) not in (1, len(names)):
         options.refuse(bounds, f"one threshold, or one for each of {', '.join(names)}")
     for name, threshold in zip(names, thresholds * (len(names) if len(thresholds) == 1 else 1), strict=True):
-        if name not in get_args(Statistic):
-            options.refuse(key, f"some of {', '.join(get_args(Statistic))}")
+        if name not in _STATISTICS:
+            options.refuse(key, f"some of {', '.join(_STATISTICS)}")
         if not name.endswith("k1") and "_" in threshold:
             options.refuse(bounds, f"one number for {name}")
         low, high = _bounds(options, bounds, threshold, None if name.endswith("k1") else 0.0)
-        yield Rejection(name, low, high)  # type: ignore[arg-type]
+        yield Rejection(name, low, high, compares)  # type: ignore[arg-type]
 
 
 def _parts(value: Any) -> list[str]:

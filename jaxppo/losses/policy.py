@@ -196,11 +196,10 @@ def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:
         needed[_OLD[config.ratio_to]] = f"ratio_to={config.ratio_to!r}"
     if config.penalises_kl:
         needed["ref_log_probs"] = f"kl={config.kl}"
-    off_policy = config.off_policy
-    if off_policy is not None and off_policy.needs_rollout_log_probs:
-        needed["rollout_log_probs"] = f"off_policy={off_policy}"
-    if off_policy is not None and off_policy.batch_normalize:
-        needed["old_log_probs"] = "off_policy.batch_normalize"
+    for name in sorted(config.policies - {"current"}):
+        parts = {"off_policy": config.off_policy, "kl": config.kl}
+        asks = [f"{what}={x}" for what, x in parts.items() if x is not None and name in x.policies]
+        needed.setdefault(f"{name}_log_probs", ", ".join(asks))
     for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
         if name in needed and getattr(batch, name) is None:
             raise ValueError(f"batch.{name}: got None, expected f32[R, T] for {needed[name]}")
@@ -218,7 +217,7 @@ def impossible_tokens(
     """The loss tokens of log-prob -inf under a policy that the config compares; None where it leaves none out."""
     if config.impossible_tokens == "nan":
         return None
-    old = batch.old_log_probs if config.ratio_to == "old" else None
+    old = batch.old_log_probs if "old" in config.policies else None
     given = [x for x in (log_probs, old, batch.rollout_log_probs) if x is not None]
     found = [(batch.loss_mask > 0) & jnp.isneginf(x) for x in given]
     return functools.reduce(jnp.logical_or, found, jnp.zeros(batch.loss_mask.shape, bool))
@@ -263,7 +262,7 @@ class PolicyTokenLoss(TokenLoss):
     @property
     def token_local(self) -> bool:
         off = self.config.off_policy
-        given = off is None or (off.trainer == "old" and self.config.ratio_to != "current" and off.opsm_delta is None)
+        given = off is None or "current" not in off.policies  # before the gradient
         if off is not None and self.config.impossible_tokens == "leave_out":
             given = given and off.token_local  # what is left out counts in no sequence
         of_sequences = self.config.kl is not None and self.config.kl.importance == "sequence"
@@ -278,7 +277,7 @@ class PolicyTokenLoss(TokenLoss):
             "advantages": batch.advantages,
             "rollout_log_probs": batch.rollout_log_probs,
         }
-        if self.config.ratio_to == "old":
+        if "old" in self.config.policies:
             given["old_log_probs"] = batch.old_log_probs
         if self.config.kl is not None:
             given["ref_log_probs"] = batch.ref_log_probs
@@ -294,11 +293,9 @@ class PolicyTokenLoss(TokenLoss):
         if off_policy is None:
             return None
         assert batch.advantages is not None  # check_needed sees to it
-        log_probs = jnp.zeros_like(batch.advantages) if stats is None else stats.log_probs
+        current = None if stats is None else stats.log_probs
         weights, values = off_policy_correction(
-            log_probs,
-            old_log_probs(log_probs, batch, self.config),
-            batch.rollout_log_probs,
+            {"current": current, "old": batch.old_log_probs, "rollout": batch.rollout_log_probs},
             batch.advantages,
             batch.loss_mask,
             segments,
@@ -321,7 +318,7 @@ class PolicyTokenLoss(TokenLoss):
         extra = {} if selected is None else {"selected": masked(selected, mask)}
         policy, indicators = config.loss(log_probs, old, advantages, mask=mask, segments=segments, **extra)
         policy = policy if correction is None else policy * correction.weights
-        kl = _kl(config.kl, log_probs, old, batch, segments)
+        kl = _kl(config.kl, log_probs, batch, segments)
         entropy = None if stats.entropy is None else masked(stats.entropy, mask)
         kl_coef = 0.0 if config.kl is None else config.kl.coef
         loss = policy + times(kl_coef, kl) - times(config.entropy_coef, entropy)
@@ -355,17 +352,19 @@ class PolicyTokenLoss(TokenLoss):
 
 
 def _kl(
-    kl: KL | None, log_probs: Float[Array, "R T"], old: Float[Array, "R T"], batch: RolloutBatch, segments: Segments
+    kl: KL | None, log_probs: Float[Array, "R T"], batch: RolloutBatch, segments: Segments
 ) -> Float[Array, "R T"] | None:
     """The divergence of each token from the reference; None without a config or a reference."""
     if kl is None or batch.ref_log_probs is None:
         return None
-    weight = None
+    weight, mask = None, batch.loss_mask
     if kl.importance == "score":
         weight = jnp.exp(log_probs - lax.stop_gradient(log_probs))
     elif kl.importance != "none":
-        weight = ratio_at(kl.importance, log_probs, old, batch.loss_mask, segments)
-    return kl_divergence(log_probs, masked(batch.ref_log_probs, batch.loss_mask), kl.estimator, weight)
+        base = batch.old_log_probs if kl.compares == "current/old" else batch.rollout_log_probs
+        assert base is not None  # check_needed sees to it
+        weight = ratio_at(kl.importance, log_probs, masked(base, mask), mask, segments)
+    return kl_divergence(log_probs, masked(batch.ref_log_probs, mask), kl.estimator, weight)
 
 
 def _response_share(batch: RolloutBatch, segments: Segments) -> Float[Array, "R T"]:

@@ -29,6 +29,7 @@ class PolicyLoss(abc.ABC):
         without `segments`, and gradients need one product with the head's kernel less.
       selects: `__call__` also takes `selected`, the tokens of the step that `covariance_mask` picked: of those for
         which `selectable` holds, the share `share`, either at "random" or of the "highest" covariance.
+      weighs_by_ratio: gradients are weighed by the ratio; off-policy weights of the same ratio would count it twice.
 
     Example:
       >>> import dataclasses
@@ -44,6 +45,7 @@ class PolicyLoss(abc.ABC):
     """
 
     token_local: ClassVar[bool] = False
+    weighs_by_ratio: ClassVar[bool] = True
     selects: ClassVar[Literal["highest", "random"] | None] = None
 
     @abc.abstractmethod

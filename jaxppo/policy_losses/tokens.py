@@ -192,6 +192,7 @@ class Reinforce(PolicyLoss):
     """
 
     token_local: ClassVar[bool] = True
+    weighs_by_ratio: ClassVar[bool] = False
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
         return -advantages * log_probs, {}
@@ -279,6 +280,7 @@ class DRO(PolicyLoss):
 
     beta: Coefficient = 0.1
     token_local: ClassVar[bool] = True
+    weighs_by_ratio: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_number("beta", self.beta, least=0)

@@ -24,6 +24,7 @@ from jaxppo.covariance import covariance_mask
 from jaxppo.losses.mtp import mtp_normalizers
 from jaxppo.policy_losses import KLCov
 from jaxppo.sharding import segment_sum
+from jaxppo.step_masks import second_moment_mask, top_entropy_mask
 
 # Groups of 4, 3, 2 and 1 samples, one of them without a loss token, one without a response.
 GROUPS = (7, 9, 7, 0, 7, 9, 5, 9, 7, 0)
@@ -143,6 +144,8 @@ OF_A_BATCH = {
     "reinforce_plus_plus": lambda b: advantages.reinforce_plus_plus(b.advantages, b),
     "reinforce_plus_plus_baseline": lambda b: advantages.reinforce_plus_plus_baseline(b.rewards, b.group_ids, b),
     "covariance_mask": lambda b: covariance_mask(TokenStats(b.returns), b, SELECTING, jax.random.key(0)),
+    "second_moment_mask": second_moment_mask,
+    "top_entropy_mask": lambda b: top_entropy_mask(jnp.asarray(b.values), b),
     "Normalizer.from_batches": lambda b: Normalizer.from_batches(b, "token_mean").tokens,
 }
 OF_THE_STEP = OF_A_BATCH | {

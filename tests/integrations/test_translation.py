@@ -116,7 +116,7 @@ VERL = [
         LEGACY | corrected(rollout_rs="token_k2", rollout_rs_threshold=2.5),
         {
             "ratio_to": "rollout",
-            "off_policy": OffPolicyConfig(rejections=(Rejection("token_k2", 0, 2.5),), trainer="current"),
+            "off_policy": OffPolicyConfig(rejections=(Rejection("token_k2", 0, 2.5, "current/rollout"),)),
         },
     ),
     (
@@ -124,7 +124,7 @@ VERL = [
         {
             "ratio_to": "rollout",
             "loss": Reinforce(),
-            "off_policy": OffPolicyConfig(weights="sequence", trainer="current"),
+            "off_policy": OffPolicyConfig(weights="sequence", compares="current/rollout"),
         },
     ),
     ({"trainer.use_v1": False}, {}),

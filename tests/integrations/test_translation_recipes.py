@@ -114,7 +114,10 @@ VERL = {
             kl=OFF,
             ratio_to="rollout",
             off_policy=OffPolicyConfig(
-                rejections=(Rejection("token_k1", 0.6, 1.6), Rejection("seq_max_k2", 0.0, 2.5)), trainer="current"
+                rejections=(
+                    Rejection("token_k1", 0.6, 1.6, "current/rollout"),
+                    Rejection("seq_max_k2", 0.0, 2.5, "current/rollout"),
+                )
             ),
         ),
     ),

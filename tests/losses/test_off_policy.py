@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import pytest
 from hard_rows import MESHES, hard_batch, sequences
 
 from jaxppo import OffPolicyConfig, Rejection, finalize_metrics
+from jaxppo._arrays import Compared
 from jaxppo.mismatch import mismatch_metrics
-from jaxppo.off_policy import correction, weight_sums
-from sharding import shard_call
+from jaxppo.off_policy import Statistic, correction, weight_sums
+from sharding import Segments, shard_call
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 
 RNG = np.random.default_rng(5)
@@ -26,7 +28,12 @@ JOINED = OffPolicyConfig(
     weights="geometric",
     low=0.99,
     high=1.03,
-    rejections=(Rejection("token_k1", 0.85, 1.2), Rejection("seq_max_k2", high=0.04)),
+    rejections=(
+        Rejection("token_k1", 0.85, 1.2),
+        Rejection("seq_max_k2", high=0.04),
+        Rejection("run_mean_k1", 0.9, 1.1, "current/rollout"),
+        Rejection("run_mean_diff", -0.05, 0.05),
+    ),
     veto=0.85,
     opsm_delta=0.001,
 )
@@ -35,8 +42,8 @@ JOINED = OffPolicyConfig(
 def correct(parallel, log_probs, batch, config, weight_mean=None):
     def fn(axes, log_probs, batch):
         segments = batch.segments(axes)
-        arrays = (log_probs, batch.old_log_probs, batch.rollout_log_probs, batch.advantages, batch.loss_mask)
-        return correction(*arrays, segments, config, weight_mean)
+        policies = {"current": log_probs, "old": batch.old_log_probs, "rollout": batch.rollout_log_probs}
+        return correction(policies, batch.advantages, batch.loss_mask, segments, config, weight_mean)
 
     args = {"log_probs": log_probs, "batch": batch}
     return shard_call("correct", fn, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], p.tokens_spec))
@@ -85,21 +92,63 @@ def test_k3_accepts_what_agrees_to_rounding():
     assert (np.exp(d) - 1 - d < 0).mean() > 0.1  # of few tokens here
 
 
-@pytest.mark.parametrize("level", ["token", "seq_sum", "seq_mean", "seq_max"])
-@pytest.mark.parametrize("k", ["k1", "k2", "k3"])
-def test_rejection(level, k):
-    value = {"k1": -D, "k2": D**2 / 2, "k3": np.exp(D) - 1 - D}[k]
-    if level != "token":
-        value = by_sequence({"seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max}[level], value)
+def over_runs(x):
+    """The mean over the contiguous loss tokens of a sequence, on them."""
+    out = np.zeros(MASK.shape)
+    for row, _, places in sequences(BATCH):
+        trained = places[MASK[row, places]]
+        for run in np.split(trained, np.nonzero(np.diff(trained) > 1)[0] + 1):
+            out[row, run] = x[row, run].mean() if run.size else 0
+    return out
+
+
+REDUCED = {"seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max, "seq_min": np.min}
+PAIRS = {pair: pair.split("/") for pair in get_args(Compared)}
+
+
+@pytest.mark.parametrize("compares", PAIRS)
+@pytest.mark.parametrize("statistic", get_args(Statistic))
+def test_rejection(statistic, compares):
+    level, _, k = statistic.rpartition("_")
+    arrays = {"current": LOG_PROBS, "old": BATCH.old_log_probs, "rollout": BATCH.rollout_log_probs}
+    a, b = (np.where(MASK, np.asarray(arrays[name], np.float64), 0) for name in PAIRS[compares])
+    d = a - b
+    value = {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - 1 - d, "diff": np.exp(a) - np.exp(b)}[k]
+    if level == "run_mean":
+        value = over_runs(value)
+    elif level != "token":
+        value = by_sequence(REDUCED[level], value)
     ordered = np.unique(value[MASK])
     low, high = (ordered[int(len(ordered) * share)] + 1e-4 for share in (0.2, 0.8))  # 1e-4: off the values themselves
-    bounds = (np.exp(low), np.exp(high)) if k == "k1" else (0.0, high)
-    config = OffPolicyConfig(rejections=(Rejection(f"{level}_{k}", *map(float, bounds)),))
+    bounds = {"k1": (np.exp(low), np.exp(high)), "diff": (low, high)}.get(k, (0.0, high))
+    config = OffPolicyConfig(rejections=(Rejection(statistic, *map(float, bounds), compares),))
     weights, indicators = correct(None, LOG_PROBS, BATCH, config)
-    expected = MASK & (value <= high) & (value >= (low if k == "k1" else 0))
+    expected = MASK & (value <= high) & (value >= (low if k in ("k1", "diff") else 0))
     assert 0 < expected.sum() < MASK.sum()
     np.testing.assert_array_equal(weights, expected)
     np.testing.assert_array_equal(np.asarray(indicators["rejected_fraction"]) > 0, MASK & ~expected)
+
+
+# What SkyRL's and AReaL's own tests compute: log-probs of trainer and sampler, the mask, the rejections, what stays.
+# SkyRL drops a sample by an o / q outside [1e-4, 100], AReaL by the largest o / q of a sample.
+EXTREMES = (Rejection("seq_max_k1", high=1e4), Rejection("seq_min_k1", low=0.01))
+VECTORS = {
+    "SkyRL, one of e^5": ([-1, -1, -1], [-1, -1, -6], [1, 1, 1], EXTREMES, [0, 0, 0]),
+    "SkyRL, it has no loss": ([-1, -1, -1], [-1, -1, -6], [1, 1, 0], EXTREMES, [1, 1, 0]),
+    "SkyRL, by token": ([-1, -1, -1], [-1, -1, -3], [1, 1, 1], (Rejection("token_k1", 0.5, 2.0),), [1, 1, 0]),
+    "AReaL, the largest is e^5": ([-1, -1], [-6, -6], [1, 1], (Rejection("seq_min_k1", low=0.5),), [0, 0]),
+    "AReaL, the largest is 1": ([-1, -1], [-1, -1], [1, 1], (Rejection("seq_min_k1", low=0.5),), [1, 1]),
+    "AReaL, k2 by sample": ([-1, -1, -1], [-1, -3, -1], [1] * 3, (Rejection("seq_mean_k2", high=0.1),), [0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_what_others_drop(name):
+    old, rollout, mask, rejections, stays = VECTORS[name]
+    old, rollout, mask = (jnp.array([x], jnp.float32) for x in (old, rollout, mask))
+    policies, segments = {"current": None, "old": old, "rollout": rollout}, Segments(jnp.ones(mask.shape, int), 1)
+    weights, _ = correction(policies, mask, mask, segments, OffPolicyConfig(rejections=rejections))
+    assert weights[0].tolist() == stays
 
 
 def test_veto_and_sequence_masking():
@@ -151,7 +200,7 @@ def test_batch_normalised_weights_have_mean_one(drift):
 
 
 def test_no_gradient_flows():
-    config = OffPolicyConfig(weights="sequence", trainer="current", opsm_delta=0.0)
+    config = OffPolicyConfig(weights="sequence", compares="current/rollout", opsm_delta=0.0)
     total = lambda x: correct(None, x, BATCH, config)[0].sum()  # noqa: E731
     assert_trees_close(jax.grad(total)(LOG_PROBS), jnp.zeros_like(LOG_PROBS))
 
@@ -164,7 +213,12 @@ def test_bad_input():
         ({"veto": 2.0}, r"veto: got 2.0, expected a ratio above .* and below 1"),
         ({"opsm_delta": -1.0}, "opsm_delta: got -1.0"),
         ({"batch_normalize": True}, "batch_normalize: got True with weights='none'"),
-        ({"batch_normalize": True, "weights": "token", "trainer": "current"}, "trainer='old'"),
+        (
+            {"batch_normalize": True, "weights": "token", "compares": "current/rollout"},
+            "compares='current/rollout', expected weights, and compares='old/rollout'",
+        ),
+        ({"compares": "rollout/old"}, "compares: got 'rollout/old', expected one of 'old/rollout', 'current/rollout'"),
+        ({"opsm_compares": "old"}, "opsm_compares: got 'old'"),
     ]:
         with pytest.raises(ValueError, match=message):
             OffPolicyConfig(**kwargs)

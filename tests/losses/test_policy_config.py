@@ -55,12 +55,16 @@ def batch():
         ),
         ({"aggregation_norm": 5.0}, r"aggregation_norm: got 5.0 with aggregation='token_mean', expected None, or"),
         (
-            {"off_policy": OffPolicyConfig(weights="token", batch_normalize=True), "ratio_to": "current"},
-            r"ratio_to: got 'current', expected 'old' for off_policy.batch_normalize",
+            {"off_policy": OffPolicyConfig(weights="token"), "ratio_to": "rollout"},
+            r"off_policy.compares: got 'old/rollout' for the weights .* current/rollout, expected weights='none'",
         ),
         (
-            {"off_policy": OffPolicyConfig(weights="token"), "ratio_to": "rollout"},
-            r"off_policy.trainer: got 'old', expected 'current' with ratio_to='rollout'",
+            {"off_policy": OffPolicyConfig(weights="token", compares="current/rollout"), "ratio_to": "rollout"},
+            r"off_policy.compares: got 'current/rollout' for the weights .* expected weights='none': it would count",
+        ),
+        (
+            {"off_policy": OffPolicyConfig(weights="token", compares="current/rollout")},
+            r"off_policy.compares: got 'current/rollout' for the weights .* current/old, expected 'old/rollout'",
         ),
         ({"off_policy": {"weights": "token"}}, r"off_policy: got dict, expected OffPolicyConfig or None"),
     ],

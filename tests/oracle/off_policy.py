@@ -19,8 +19,9 @@ OPTIONS: dict[str, Any] = {
     "rejections": (),
     "veto": None,
     "opsm_delta": None,
+    "opsm_compares": "current/old",
     "opsm_fraction": "loss",
-    "trainer": "old",
+    "compares": "old/rollout",
 }
 
 
@@ -65,22 +66,37 @@ def mean_of_step(old: Sequence[Array], rollout: Sequence[Array], options: Mappin
     return mean_weight([bound(x, o["low"], o["high"], o["outside"]) for x in rho], o["weights"])
 
 
-def statistic(d: Array, name: str) -> Array:
-    """k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d of each token, or their sum, mean or maximum over the sequence."""
+def runs(mask: Array) -> list[Array]:
+    """The loss tokens, numbered among themselves, in groups that follow one another without a gap."""
+    places = np.nonzero(np.asarray(mask) > 0)[0]
+    cuts = np.nonzero(np.diff(places) > 1)[0] + 1
+    return [x for x in np.split(np.arange(len(places)), cuts) if len(x)]
+
+
+def statistic(a: Array, b: Array, name: str, mask: Array) -> Array:
+    """k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d of each token, d = a - b, or exp(a) - exp(b), of two log-probs.
+
+    Or their sum, mean, maximum or minimum over the sequence, or the mean over each run. The levels of ROLL: token, run
+    ("segment"), sequence (sums of either), geometric (means).
+    """
     level, kind = name.rsplit("_", 1)
-    k = {"k1": -d, "k2": d * d / 2, "k3": k3(d)}[kind]
+    d = a - b
+    k = {"k1": -d, "k2": d * d / 2, "k3": k3(d), "diff": np.exp(a) - np.exp(b)}[kind]
     if level == "token" or len(d) == 0:
         return k
-    return np.full_like(k, {"seq_sum": k.sum(), "seq_mean": k.mean(), "seq_max": k.max()}[level])
+    if level == "run_mean":
+        return np.concatenate([np.full(len(places), k[places].mean()) for places in runs(mask)])
+    return np.full_like(k, {"seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max, "seq_min": np.min}[level](k))
 
 
-def accepted(d: Array, rejection: Mapping[str, Any]) -> Array:
-    """Within [low, high]; the bounds of k1 are of exp(k1), the ratio sampler / trainer."""
-    name, low, high = rejection["statistic"], rejection.get("low", 0.0), rejection.get("high", np.inf)
+def accepted(a: Array, b: Array, rejection: Mapping[str, Any], mask: Array) -> Array:
+    """Within [low, high]; the bounds of k1 are of exp(k1), the ratio b / a."""
+    name, high = rejection["statistic"], rejection.get("high", np.inf)
+    low = rejection.get("low", -np.inf if name.endswith("diff") else 0.0)
     if name.endswith("k1"):
         with np.errstate(divide="ignore"):
             low, high = np.log(low), np.log(high)
-    k = statistic(d, name)
+    k = statistic(a, b, name, mask)
     return (low <= k) & (k <= high)
 
 
@@ -89,9 +105,9 @@ def vetoed(d: Array, threshold: float) -> Array:
     return np.full(len(d), bool(np.any(np.exp(clamp(d)) < threshold)))
 
 
-def sequence_masked(log_probs: Array, old: Array, advantages: Array, delta: float) -> Array:
-    """Tokens with A < 0 of a sequence whose mean of old - current exceeds delta. DeepSeek-V3.2, 2512.02556."""
-    return (advantages < 0) & bool(len(old) and np.mean(old - log_probs) > delta)
+def sequence_masked(d: Array, advantages: Array, delta: float) -> Array:
+    """Tokens with A < 0 of a sequence whose mean of -d exceeds delta. DeepSeek-V3.2, 2512.02556."""
+    return (advantages < 0) & bool(len(d) and np.mean(-d) > delta)
 
 
 def response_span(mask: Array) -> int:
@@ -100,10 +116,14 @@ def response_span(mask: Array) -> int:
     return int(places[-1] - places[0] + 1) if len(places) else 0
 
 
+def _known(policies: Mapping[str, Any], name: str) -> Any:
+    if policies[name] is None:
+        raise ValueError(f"{name}_log_probs: got None, expected [m]")
+    return policies[name]
+
+
 def correction(
-    held: Sequence[Array],
-    old: Sequence[Array],
-    rollout: Sequence[Array] | None,
+    policies: Mapping[str, Sequence[Array] | None],
     advantages: Sequence[Array],
     masks: Sequence[Array],
     options: Mapping[str, Any],
@@ -111,7 +131,8 @@ def correction(
 ) -> list[Correction]:
     """All corrections of a step. Arrays are those of the loss tokens of each sequence, `masks` whole.
 
-    `mean` is the mean weight of the step where it is not that of these tokens.
+    `policies` are the log-probs of "current", "old" and "rollout"; a pair "a/b" has d = log a - log b. `mean` is the
+    mean weight of the step where it is not that of these tokens.
 
     The policy loss of a token is times `weights`, and 0 where it is not accepted; KL and entropy, and the denominators,
     stay those of all loss tokens. (The masked importance weight of the papers is a factor of the policy gradient.)
@@ -121,10 +142,10 @@ def correction(
         raise ValueError(f"off_policy: got {sorted(unknown)}, expected {sorted(OPTIONS)}")
     o = {**OPTIONS, **options}
     level, low, high = o["weights"], o["low"], o["high"]
-    trainer = old if o["trainer"] == "old" else held
-    if rollout is None and (level != "none" or o["rejections"] or o["veto"] is not None):
-        raise ValueError("rollout_log_probs: got None, expected [m]")
-    d = [np.zeros_like(x) for x in old] if rollout is None else [t - r for t, r in zip(trainer, rollout, strict=True)]
+    pair = lambda name: [_known(policies, x) for x in name.split("/")]  # noqa: E731
+    differences = lambda name: [a - b for a, b in zip(*pair(name), strict=True)]  # noqa: E731
+    weighs = level != "none" or o["veto"] is not None
+    d = differences(o["compares"]) if weighs else [np.zeros(len(x)) for x in advantages]
     rho = [importance_weights(x, level) for x in d]
     bounded = [bound(x, low, high, o["outside"]) if level != "none" else x for x in rho]
     if mean is None:
@@ -138,14 +159,17 @@ def correction(
             beyond = (rho[i] < low) | (rho[i] > high)
             said |= {"tis": rho[i], "tis_abs": np.abs(rho[i] - 1), "tis_clipfrac": beyond * 1.0}
         if o["rejections"]:
-            keep = np.all([accepted(x, r) for r in o["rejections"]], axis=0)
+            keep = np.ones(len(x), bool)
+            for r in o["rejections"]:
+                a, b = pair(r.get("compares", "old/rollout"))
+                keep = keep & accepted(a[i], b[i], r, masks[i])
             said["rejected_fraction"] = ~keep * 1.0
         if o["veto"] is not None:
             veto = vetoed(x, o["veto"])
             keep = keep & ~veto
             said["veto_fraction"] = veto * 1.0
         if o["opsm_delta"] is not None:
-            out_of_loss = sequence_masked(held[i], old[i], advantages[i], o["opsm_delta"])
+            out_of_loss = sequence_masked(differences(o["opsm_compares"])[i], advantages[i], o["opsm_delta"])
             weights = np.where(out_of_loss, 0.0, weights)
             spread = response_span(masks[i]) / max(len(x), 1) if o["opsm_fraction"] == "response" else 1.0
             said["opsm_clipfrac"] = out_of_loss * spread

@@ -16,7 +16,7 @@ from .samples import Array, OracleSample, sample_weights, token_mean, weighted_s
 
 CONFIG: dict[str, Any] = {
     "loss": "ppo",  # a name out of LOSSES, or {"name": ..., its hyperparameters}
-    "kl": None,  # {"coef": ..., "estimator": "k3", "importance": "none"}
+    "kl": None,  # {"coef": ..., "estimator": "k3", "importance": "none", "compares": "current/old"}
     "entropy_coef": 0.0,
     "ratio_to": "old",  # "old", "rollout", "current"
     "aggregation": "token_mean",
@@ -59,7 +59,8 @@ def complete(config: Mapping[str, Any] | None) -> dict[str, Any]:
     full = {**CONFIG, **(config or {})}
     if isinstance(full["loss"], str):
         full["loss"] = {"name": full["loss"]}
-    full["kl"] = {"coef": 0.0, "estimator": "k3", "importance": "none", **(full["kl"] or {})}
+    of_kl = {"coef": 0.0, "estimator": "k3", "importance": "none", "compares": "current/old"}
+    full["kl"] = {**of_kl, **(full["kl"] or {})}
     return full
 
 
@@ -98,12 +99,12 @@ def policy_loss(
     mine = [s.log_probs for s in samples] if held is None else held
     constants = [replace(s, log_probs=h).at("log_probs") for s, h in zip(samples, mine, strict=True)]
     tokens = step_tokens(samples, c, constants)
-    rollout = None
-    if all(s.rollout_log_probs is not None for s in samples):
-        rollout = [s.at("rollout_log_probs") for s in samples]
+    policies: dict[str, Any] = {"current": constants, "old": None, "rollout": None}
+    for name in ("old", "rollout"):
+        if all(getattr(s, f"{name}_log_probs") is not None for s in samples):
+            policies[name] = [s.at(f"{name}_log_probs") for s in samples]
     masks, advantages = [s.here for s in samples], [t.advantages for t in tokens]
-    old, options = [t.old for t in tokens], c["off_policy"] or {}
-    corrections = correction(constants, old, rollout, advantages, masks, options, mean)
+    corrections = correction(policies, advantages, masks, c["off_policy"] or {}, mean)
     parts = [sample_loss(s, t, o, c) for s, t, o in zip(samples, tokens, corrections, strict=True)]
 
     loss = weighted_sum(weights, [p.total for p in parts])
@@ -130,12 +131,25 @@ def without_impossible_tokens(s: OracleSample, c: Mapping[str, Any]) -> OracleSa
     """
     if c["impossible_tokens"] == "nan":
         return s
-    names = ["log_probs", "rollout_log_probs", *(["old_log_probs"] if c["ratio_to"] == "old" else [])]
+    names = ["log_probs", "rollout_log_probs", *(["old_log_probs"] if "old" in compared(c) else [])]
     mask = np.array(s.mask, np.float64)
     for name in names:
         if getattr(s, name) is not None:
             mask[np.asarray(getattr(s, name), np.float64) == -np.inf] = 0
     return replace(s, mask=mask)
+
+
+def compared(c: Mapping[str, Any]) -> set[str]:
+    """The policies that anything of the config compares."""
+    off, kl = c["off_policy"] or {}, c["kl"] or {}
+    pairs = [r.get("compares", "old/rollout") for r in off.get("rejections", ())]
+    if off.get("weights", "none") != "none" or off.get("veto") is not None:
+        pairs.append(off.get("compares", "old/rollout"))
+    if off.get("opsm_delta") is not None:
+        pairs.append(off.get("opsm_compares", "current/old"))
+    if kl.get("importance") in ("token", "sequence"):
+        pairs.append(kl.get("compares", "current/old"))
+    return {c["ratio_to"], *(name for pair in pairs for name in pair.split("/"))}
 
 
 def mean_weight_before(samples: Sequence[OracleSample], c: Mapping[str, Any]) -> float | None:
@@ -160,7 +174,10 @@ def sample_loss(s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[st
     said = {**token_values(t), **indicators, **corrected.indicators}
     if s.ref_log_probs is not None or c["kl"]["coef"] != 0:
         estimator, importance = c["kl"]["estimator"], c["kl"]["importance"]
-        said["kl"], slope = kl_penalty(t.log_probs, s.at("ref_log_probs"), estimator, importance, t.old, t.held)
+        base = t.held  # read for a ratio alone
+        if importance in ("token", "sequence"):
+            base = s.at(c["kl"]["compares"].split("/")[1] + "_log_probs")
+        said["kl"], slope = kl_penalty(t.log_probs, s.at("ref_log_probs"), estimator, importance, base, t.held)
         total = total + c["kl"]["coef"] * said["kl"]
         by_log_probs = by_log_probs + c["kl"]["coef"] * slope
     if s.entropy is not None or c["entropy_coef"] != 0:

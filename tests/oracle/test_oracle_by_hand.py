@@ -185,12 +185,13 @@ def test_step():
 def test_corrections():
     d = [np.log([2.0, 0.5, 4.0]), np.log([0.125])]
     zero, a, masks = [np.zeros(3), np.zeros(1)], [np.ones(3), -np.ones(1)], [[1, 0, 1, 1], [1]]
+    policies = {"current": zero, "old": d, "rollout": zero}
 
     def weights(**options):
-        return [c.weights for c in correction(zero, d, zero, a, masks, options)]
+        return [c.weights for c in correction(policies, a, masks, options)]
 
     def accepted(**options):
-        return np.concatenate([c.accepted for c in correction(zero, d, zero, a, masks, options)]).tolist()
+        return np.concatenate([c.accepted for c in correction(policies, a, masks, options)]).tolist()
 
     def close(got, expected):
         np.testing.assert_allclose(np.concatenate(got), expected, rtol=1e-12)
@@ -210,24 +211,30 @@ def test_corrections():
     assert accepted(
         rejections=[{"statistic": "seq_sum_k3", "low": k3[:3].sum() - 1e-9, "high": k3[:3].sum() + 1e-9}]
     ) == [1, 1, 1, 0]
+    assert accepted(rejections=[{"statistic": "seq_min_k1", "low": 0.3}]) == [0, 0, 0, 1]  # the largest rho is 4
+    assert accepted(rejections=[{"statistic": "seq_max_k1", "high": 4.0}]) == [1, 1, 1, 0]  # the smallest is 1/2, 1/8
+    # runs of loss tokens: 2; 0.5 and 4, whose geometric mean is sqrt 2; 0.125. Differences to 1: 1, -0.5, 3, -0.875
+    assert accepted(rejections=[{"statistic": "run_mean_k1", "low": 0.6, "high": 0.8}]) == [0, 1, 1, 0]
+    assert accepted(rejections=[{"statistic": "run_mean_diff", "low": 1.2, "high": 1.3}]) == [0, 1, 1, 0]
+    assert accepted(rejections=[{"statistic": "seq_sum_diff", "low": 3.4, "high": 3.6}]) == [1, 1, 1, 0]
+    assert accepted(rejections=[{"statistic": "token_diff", "high": 1.1}]) == [1, 1, 0, 1]
+    assert accepted(rejections=[{"statistic": "token_k1", "low": 1.1, "compares": "current/old"}]) == [1, 0, 1, 0]
     assert accepted(veto=0.3) == [1, 1, 1, 0]
     assert accepted(veto=0.6) == [0, 0, 0, 0]
-    masked = correction([x - 3 for x in zero], zero, None, a, masks, {"opsm_delta": 2.0})
+    below = {"current": [x - 3 for x in zero], "old": zero, "rollout": None}
+    masked = correction(below, a, masks, {"opsm_delta": 2.0})
     close([c.weights for c in masked], [1, 1, 1, 0])
     assert [list(c.indicators["opsm_clipfrac"]) for c in masked] == [[0, 0, 0], [1]]
     assert accepted(opsm_delta=2.0) == [1, 1, 1, 1]
     tiny = [np.full(3, 1e-9), np.zeros(1)]  # exp(d) - 1 - d in place of expm1 would be 8e-17 off, and reject
-    assert correction(zero, tiny, zero, a, masks, {"rejections": [{"statistic": "token_k3", "high": 1e-17}]})[
-        0
-    ].accepted.all()
+    rejections = [{"statistic": "token_k3", "high": 1e-17}]
+    assert correction(policies | {"old": tiny}, a, masks, {"rejections": rejections})[0].accepted.all()
 
 
 def test_opsm_over_the_response():
     """slime counts the masked tokens of the sequence too: three of two loss tokens."""
     c = correction(
-        [np.zeros(2)],
-        [np.ones(2)],
-        None,
+        {"current": [np.zeros(2)], "old": [np.ones(2)], "rollout": None},
         [-np.ones(2)],
         [[1, 0, 1, 0]],
         {"opsm_delta": 0.5, "opsm_fraction": "response"},

@@ -103,6 +103,7 @@ def slime_config(c):
             "coef": c["kl_loss_coef"] if c["use_kl_loss"] else 0.0,
             "estimator": c["kl_loss_type"],
             "importance": "token" if c["use_unbiased_kl"] else "none",
+            "compares": "current/rollout" if c["use_rollout_logprobs"] else "current/old",
         },
         "entropy_coef": c["entropy_coef"],
         "ratio_to": "rollout" if c["use_rollout_logprobs"] else "old",
@@ -327,7 +328,8 @@ def verl_correction(case, options):
     old, rollout = (
         [x[m > 0] for x, m in zip(rows(case, k), masks, strict=True)] for k in ("old_log_probs", "rollout_log_probs")
     )
-    found = correction(old, old, rollout, [np.ones(len(x)) for x in old], masks, options)
+    policies = {"current": None, "old": old, "rollout": rollout}
+    found = correction(policies, [np.ones(len(x)) for x in old], masks, options)
     return found, [OracleSample(m) for m in masks]
 
 

@@ -27,7 +27,7 @@ OFF_POLICY = {
     "token": {"weights": "token", "low": 0.7, "high": 1.3},
     "icepop": {"weights": "token", "low": 0.7, "high": 1.3, "outside": "zero"},
     "sequence": {"weights": "sequence", "high": 1.5, "batch_normalize": True},
-    "geometric": {"weights": "geometric", "low": 0.9, "high": 1.1, "trainer": "current"},
+    "geometric": {"weights": "geometric", "low": 0.9, "high": 1.1, "compares": "current/rollout"},
     "rejections": {
         "rejections": (
             {"statistic": "token_k1", "low": 0.6, "high": 1.6},
@@ -35,7 +35,14 @@ OFF_POLICY = {
         ),
         "veto": 0.2,
     },
-    "opsm": {"opsm_delta": 0.01},
+    "opsm": {"opsm_delta": 0.01, "opsm_compares": "current/rollout"},
+    "runs": {
+        "rejections": (
+            {"statistic": "run_mean_k1", "low": 0.7, "high": 1.3, "compares": "current/rollout"},
+            {"statistic": "seq_min_k1", "low": 0.4},
+            {"statistic": "run_mean_diff", "low": -0.2, "high": 0.2},
+        )
+    },
 }
 VARIANTS = [
     *({"loss": name} for name in LOSSES),

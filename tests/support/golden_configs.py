@@ -33,6 +33,7 @@ def slime_config(c: dict) -> PolicyLossConfig:
             c["kl_loss_coef"] if c["use_kl_loss"] else 0.0,
             c["kl_loss_type"],
             "token" if c["use_unbiased_kl"] else "none",
+            "current/rollout" if c["use_rollout_logprobs"] and c["use_unbiased_kl"] else "current/old",
         ),
         **{"aggregation": "token_sum"} if c["calculate_per_token_loss"] else {},
         ratio_to="rollout" if c["use_rollout_logprobs"] else "old",

@@ -11,11 +11,12 @@ import oracle
 from hypothesis import strategies as st
 from oracle import OracleSample
 from oracle.step import StepLoss
+from oracle.step import compared as compared_policies
 from random_steps import agree
 
 from jaxppo import KL, OffPolicyConfig, PolicyLossConfig, Rejection, explain_broken_rules
-from jaxppo._arrays import Aggregation
-from jaxppo.kl import Estimator, Importance
+from jaxppo._arrays import Aggregation, Compared
+from jaxppo.kl import Estimator, Importance, Over
 from jaxppo.off_policy import Statistic
 from jaxppo.policy_losses import by_name
 
@@ -50,7 +51,9 @@ BOUNDS = {
     "k1": (between(0.125, 0.875), between(1.125, 8)),
     "k2": (st.just(0.0), between(2**-10, 1)),
     "k3": (st.just(0.0), between(2**-10, 1)),
+    "diff": (between(-0.5, -(2**-10)), between(2**-10, 0.5)),
 }
+compared = st.sampled_from(get_args(Compared))
 
 
 @st.composite
@@ -61,14 +64,18 @@ def losses(draw, name: str) -> dict[str, Any]:
 @st.composite
 def rejections(draw) -> dict[str, Any]:
     statistic = draw(st.sampled_from(get_args(Statistic)))
-    low, high = (draw(bound) for bound in BOUNDS[statistic[-2:]])
-    return {"statistic": statistic, "low": low, "high": high}
+    low, high = (draw(bound) for bound in BOUNDS[statistic.rpartition("_")[2]])
+    return {"statistic": statistic, "low": low, "high": high, "compares": draw(compared)}
 
 
 @st.composite
-def corrections(draw, ratio_to: str) -> dict[str, Any]:
+def corrections(draw, name: str, ratio_to: str) -> dict[str, Any]:
+    """Any, but for weights that are in the loss's ratio already."""
+    beside = {"old": ["old/rollout"], "rollout": [], "current": list(get_args(Compared))}[ratio_to]
+    free = list(get_args(Compared)) if name in ("reinforce", "gpg", "dro") else beside
     found = {
-        "weights": draw(st.sampled_from(["token", "sequence", "geometric", "none"])),
+        "compares": draw(st.sampled_from(free) if free else compared),
+        "weights": draw(st.sampled_from(["token", "sequence", "geometric", "none"])) if free else "none",
         "low": draw(st.just(0.0) | between(0.0625, 0.875)),
         "high": draw(between(1.125, 4)),
         "outside": draw(st.sampled_from(["clamp", "zero"])),
@@ -76,9 +83,9 @@ def corrections(draw, ratio_to: str) -> dict[str, Any]:
         "veto": draw(st.none() | between(2**-10, 0.875)),
         "opsm_delta": draw(st.none() | between(0, 0.5)),
         "opsm_fraction": draw(st.sampled_from(["loss", "response"])),
-        "trainer": "current" if ratio_to == "rollout" else draw(st.sampled_from(["old", "current"])),
+        "opsm_compares": draw(compared),
     }
-    normalizes = found["weights"] != "none" and found["trainer"] == "old" and ratio_to == "old"
+    normalizes = found["weights"] != "none" and found["compares"] == "old/rollout"
     return found | {"batch_normalize": normalizes and draw(st.booleans())}
 
 
@@ -94,8 +101,8 @@ def norm_of(draw, aggregation: str) -> float | None:
 def penalties(draw) -> dict[str, Any]:
     estimator = draw(st.sampled_from(get_args(Estimator)))
     weights = [x for x in get_args(Importance) if x != "score" or not estimator.endswith("+")]
-    coef = draw(st.just(0.0) | between(-0.5, 2))
-    return {"coef": coef, "estimator": estimator, "importance": draw(st.sampled_from(weights))}
+    found = {"coef": draw(st.just(0.0) | between(-0.5, 2)), "estimator": estimator}
+    return found | {"importance": draw(st.sampled_from(weights)), "compares": draw(st.sampled_from(get_args(Over)))}
 
 
 @st.composite
@@ -111,22 +118,15 @@ def configs(draw, name: str) -> dict[str, Any]:
         "aggregation": aggregation,
         "aggregation_norm": norm_of(draw, aggregation),
         "metric_aggregation": draw(st.sampled_from(["token_mean", "loss"])),
-        "off_policy": draw(st.none() | corrections(ratio_to)),
+        "off_policy": draw(st.none() | corrections(name, ratio_to)),
         "impossible_tokens": draw(st.sampled_from(["nan", "leave_out"])),
     }
 
 
 def needed(config: dict[str, Any]) -> set[str]:
     """The values that a batch must have for the config."""
-    off = config["off_policy"]
-    sampler = off is not None and (off["weights"] != "none" or off["rejections"] or off["veto"] is not None)
-    found = {
-        "advantages",
-        {"old": "old_log_probs", "rollout": "rollout_log_probs"}.get(config["ratio_to"], "advantages"),
-    }
-    return (
-        found | ({"rollout_log_probs"} if sampler else set()) | (set() if config["kl"] is None else {"ref_log_probs"})
-    )
+    found = {f"{policy}_log_probs" for policy in compared_policies(config) - {"current"}}
+    return {"advantages"} | found | (set() if config["kl"] is None else {"ref_log_probs"})
 
 
 def of_jaxppo(config: dict[str, Any], numbers: dict[str, Any] | None = None) -> PolicyLossConfig:

@@ -1,0 +1,41 @@
+"""The largest of numbers that lie on many devices, found bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Total = Callable[[jax.Array], jax.Array]  # the sum over all devices
+
+
+def ordered_bits(x: jax.Array) -> jax.Array:
+    """u32 in the order of the f32 x, the two zeros being equal."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def highest(total: Total, scores: jax.Array, lots: jax.Array, candidates: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The `wanted` candidates with the highest u32 scores over all shards, or all; lots decide between equal scores."""
+    cut = kth(total, scores, candidates, wanted)
+    above = candidates & (scores > cut)
+    tied = candidates & (scores == cut)
+    return above | (tied & (lots >= kth(total, lots, tied, wanted - total(above.astype(jnp.int32)))))
+
+
+def kth(total: Total, scores: jax.Array, candidates: jax.Array, k: jax.Array) -> jax.Array:
+    """The largest u32 that at least k candidates' scores reach, 0 if none."""
+    return largest(lambda cut: total((candidates & (scores >= cut)).astype(jnp.int32)) >= k)
+
+
+def largest(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The largest u32 that `holds` is true of, where it is true up to one and false beyond; 0 if it is true of none."""
+
+    def step(i: jax.Array, cut: jax.Array) -> jax.Array:
+        attempt = cut | (jnp.uint32(1) << jnp.uint32(31 - i))
+        return jnp.where(holds(attempt), attempt, cut)
+
+    return lax.fori_loop(0, 32, step, jnp.uint32(0))
