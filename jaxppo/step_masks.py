@@ -133,7 +133,7 @@ def top_entropy_mask(
     check_whole_step("top_entropy_mask", batch)
     check_number("share", share, above=0, most=1)
     batch.check_layout(parallel)
-    check_alike({"batch.loss_mask": batch.loss_mask, "entropy": entropy}, **{"batch.loss_mask": "numbers"})
+    check_alike({"batch.loss_mask": batch.loss_mask, "entropy": entropy})
     args = {"entropy": entropy, "loss_mask": batch.loss_mask, "share": jnp.float32(share)}
 
     def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
