@@ -14,6 +14,7 @@ from jaxppo._arrays import (
     RatioTo,
     check_aggregation,
     check_choice,
+    check_flag,
     check_number,
     is_zero,
 )
@@ -53,6 +54,7 @@ class PolicyLossConfig:
         compared, or, where the batch has its log-probs, the sampler. "nan": the loss is NaN. "leave_out": the token has
         no loss, penalties included, no gradient, and no part in statistics of its sequence or in metrics, but for their
         own count, the metric `impossible_tokens`. The denominators of the loss stay those of the loss mask.
+      clip_by_sign: the metrics `clip_fraction_positive` and `clip_fraction_negative`, by the advantage's sign, too.
 
     Raises:
       TypeError: a loss, kl or off_policy of another class; an option that another class holds, which is named.
@@ -73,6 +75,7 @@ class PolicyLossConfig:
     metric_aggregation: MetricAggregation = "token_mean"
     off_policy: OffPolicyConfig | None = None
     impossible_tokens: ImpossibleTokens = "nan"
+    clip_by_sign: bool = False
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         for name, value in fields.items():
@@ -89,6 +92,7 @@ class PolicyLossConfig:
         check_choice("ratio_to", self.ratio_to, RatioTo)
         check_choice("metric_aggregation", self.metric_aggregation, MetricAggregation)
         check_choice("impossible_tokens", self.impossible_tokens, ImpossibleTokens)
+        check_flag("clip_by_sign", self.clip_by_sign)
         check_aggregation(self.aggregation, self.aggregation_norm)
         off_policy = self.off_policy
         if off_policy is None:

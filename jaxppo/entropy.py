@@ -1,18 +1,27 @@
-"""A coefficient of the entropy bonus that moves with the entropy of each step."""
+"""The entropy of a step: a coefficient of its bonus that moves with it, and where in responses it is."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_number
+from jaxppo._arrays import check, check_number, masked
+from jaxppo.batch import RolloutBatch
+from jaxppo.head.types import TokenStats
+from jaxppo.metrics import Composite, Metric, Metrics, Term, reduce_metrics
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
+from jaxppo.validation import checked
 
-__all__ = ["AdaptiveEntropy", "EntropyState"]
+__all__ = ["AdaptiveEntropy", "EntropyState", "entropy_metrics"]
 
 
 class EntropyState(NamedTuple):
@@ -112,3 +121,110 @@ class AdaptiveEntropy:
             check_number("entropy", entropy)
         moved = jnp.where(entropy > self.target, -self.step, self.step) + jnp.where(jnp.isnan(entropy), jnp.nan, 0)
         return EntropyState(jnp.clip(state.coef + moved, 0, self.most).astype(jnp.float32), jnp.float32(entropy))
+
+
+_HIGHEST, _BINS = 13.0, 512  # nats, more than the logarithm of any vocabulary; bins as wide as their place is high
+
+
+def entropy_metrics(
+    stats: TokenStats,
+    batch: RolloutBatch,
+    *,
+    quantiles: Sequence[float] = (0.5, 0.8, 0.95),
+    starts: Sequence[int] = (0, 64, 512, 4096),
+    parallel: ParallelMesh | ShardAxes | None = None,
+) -> Metrics:
+    """The entropy of the loss tokens: its quantiles, and its mean by the place in the response.
+
+    Quantiles are of a histogram, which adds up over micro-batches and hosts, with straight lines within its bins: of a
+    quantile H they are off by at most 0.015 sqrt(H). A token's place is the number of positions from the first loss
+    token of its sequence. No loss computes these; the histogram is a scatter of every token.
+
+    Args:
+      stats: with entropies, `f32[R, T]`.
+      batch: `[R, T]`; only its sequences and its loss mask are read.
+      quantiles: in [0, 1]; 0.8 is above which the fifth of the tokens lies that top-entropy training keeps.
+      starts: the first place of each range of places, from 0, in increasing order.
+      parallel: the mesh; rows sharded over data, positions over context.
+
+    Returns:
+      The metrics `entropy_p50` and so on, 0 where there is no token, and `entropy_from_0`, `entropy_from_64` and so on,
+      the mean up to the next start.
+
+    Raises:
+      TypeError: stats that are no `TokenStats`.
+      ValueError: stats without entropies or of another shape, quantiles or starts out of order or range.
+
+    Example:
+      >>> from jaxppo.entropy import entropy_metrics
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
+      >>> stats = TokenStats(-jnp.ones((1, 4)), jnp.array([[2.0, 1.0, 0.0, 9.0]]))
+      >>> found = finalize_metrics(entropy_metrics(stats, batch, quantiles=(0.5,), starts=(0, 2)))
+      >>> {name: round(float(x), 2) for name, x in found.items()}
+      {'entropy_from_0': 1.5, 'entropy_from_2': 0.0, 'entropy_p50': 0.99}
+
+    Why the tail matters: Wang et al. 2025, https://arxiv.org/abs/2506.01939
+    """
+    batch = checked(batch)
+    if not isinstance(stats, TokenStats):
+        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
+    if stats.entropy is None:
+        raise ValueError("stats.entropy: got None, expected f32[R, T]: log_probs_from_hidden(..., entropy='metric')")
+    if stats.entropy.shape != batch.loss_mask.shape:
+        raise ValueError(
+            f"stats.entropy: got shape {stats.entropy.shape}, expected the batch's, {batch.loss_mask.shape}"
+        )
+    for q in quantiles:
+        check_number("quantiles", q, least=0, most=1)
+    in_order = list(starts)[:1] == [0] and all(a < b for a, b in zip(starts, list(starts)[1:], strict=False))
+    check("starts", tuple(starts), in_order, "0 and then larger numbers")
+    args = {"entropy": stats.entropy, "batch": batch}
+    specs = lambda p: ([p.tokens_spec, batch.specs(p)], P())  # noqa: E731
+    static = (tuple(quantiles), tuple(starts))
+    found: Metrics = shard_call("entropy_metrics", _per_shard, parallel, args, specs, static)
+    return found
+
+
+def _per_shard(
+    axes: ShardAxes,
+    static: tuple[tuple[float, ...], tuple[int, ...]],
+    entropy: Float[Array, "R T"],
+    batch: RolloutBatch,
+) -> Metrics:
+    quantiles, starts = static
+    mask, segments = (batch.loss_mask > 0).astype(jnp.float32), batch.segments(axes)
+    entropy = lax.stop_gradient(masked(entropy, mask))
+    positions = batch.positions.astype(jnp.float32)
+    first = -segments.max(-positions, mask)
+    place = positions - segments.spread(jnp.where(jnp.isfinite(first), first, 0))
+    ends = (*starts[1:], np.inf)
+    terms: dict[str, Term] = {
+        f"entropy_from_{start}": (entropy, jnp.where((place >= start) & (place < end), mask, 0), "mean")
+        for start, end in zip(starts, ends, strict=True)
+    }
+    found: Metrics = {**reduce_metrics(axes, terms)}
+    if not quantiles:
+        return found
+    bins = jnp.clip((jnp.sqrt(entropy / _HIGHEST) * _BINS).astype(jnp.int32), 0, _BINS - 1)
+    counts = jnp.zeros(_BINS, jnp.float32)
+    counts = axes.psum(
+        vary(counts, axes.tokens).at[bins].add(jnp.where(jnp.isfinite(entropy), mask, jnp.nan)), axes.tokens
+    )
+    histogram = Metric(counts, counts.sum(), "sum")
+    return found | {f"entropy_p{100 * q:g}": Composite({"counts": histogram}, _quantile(q)) for q in quantiles}
+
+
+@functools.cache
+def _quantile(q: float) -> Callable[..., Float[Array, ""]]:
+    """The quantile of a histogram, one function a number, so that metrics of two steps are of one structure."""
+
+    def of(counts: Float[Array, "B"]) -> Float[Array, ""]:
+        upto = jnp.cumsum(counts)
+        wanted = jnp.maximum(q * upto[-1], 0.5)  # the smallest where q is 0
+        i = jnp.minimum(jnp.searchsorted(upto, wanted), _BINS - 1)
+        inside = (wanted - (upto[i] - counts[i])) / jnp.where(counts[i] == 0, 1, counts[i])
+        edges = jnp.stack([i, i + 1]).astype(jnp.float32) / _BINS
+        low, high = _HIGHEST * edges**2
+        return jnp.where(upto[-1] == 0, 0, low + (high - low) * jnp.clip(inside, 0, 1)) + 0 * upto[-1]
+
+    return of

@@ -149,6 +149,21 @@ def reduce_metrics(axes: ShardAxes, terms: Mapping[str, Term]) -> dict[str, Metr
     return {name: Metric(totals[name], count, terms[name][2]) for name, (_, count) in sums.items()}
 
 
+def share(clipped: Float[Array, ""], there: Float[Array, ""]) -> Float[Array, ""]:
+    """One mean over another, 0 where that is 0."""
+    return clipped / jnp.where(there == 0, 1, there)
+
+
+def effective_share(first: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:
+    """(sum r)^2 / (N sum r^2), the effective sample size as a share: 1 where all r are equal, 0 where there is none."""
+    return first**2 / jnp.where(second == 0, 1, second)
+
+
+def deviation(first: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:
+    """The standard deviation from the means of x - c and (x - c)^2, for any c near x."""
+    return jnp.sqrt(jnp.maximum(second - first**2, 0))
+
+
 def reduce_metric(axes: ShardAxes, x: Float[Array, "R T"], weights: Float[Array, "R T"], reduce: Reduce) -> Metric:
     """`reduce_metrics` of one."""
     return reduce_metrics(axes, {"": (x, weights, reduce)})[""]

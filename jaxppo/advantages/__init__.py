@@ -2,6 +2,7 @@
 
 from jaxppo.advantages.filters import drop_equal_groups, overlong_penalty
 from jaxppo.advantages.groups import dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
+from jaxppo.advantages.pass_rates import pass_rates
 from jaxppo.advantages.returns import (
     discounted_returns,
     gae,
@@ -27,6 +28,7 @@ __all__ = [
     "opo",
     "overlong_penalty",
     "pass_at_k",
+    "pass_rates",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple, Unpack
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -20,7 +19,7 @@ from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.kl import KL, k3, kl_divergence, log_ratio
 from jaxppo.losses.token_loss import Step, TokenLoss, Values, loss_of_hidden, loss_of_stats
-from jaxppo.metrics import Composite, Metric, Metrics, Term
+from jaxppo.metrics import Composite, Metric, Metrics, Term, effective_share, share
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.off_policy import correction as off_policy_correction
 from jaxppo.policy_losses.base import ratio_at
@@ -63,6 +62,8 @@ def policy_loss(
         reference), `ppo_kl` (old_log_prob - log_prob), `ratio_mean`, `clip_fraction`, `clip_fraction_lower` and others
         of the loss, `tis`, `rejected_fraction` and others of the correction, `sampler_log_prob_abs_diff`, `sampler_k3`;
       - extremes over loss tokens: `ratio_min`, `ratio_max`;
+      - with `config.clip_by_sign`, `clip_fraction_positive` and `clip_fraction_negative`, of the tokens with such an
+        advantage, where the loss has a `clip_fraction`;
       - `effective_sample_size`, (sum r)^2 / (N sum r^2), a share of the loss tokens;
       - `impossible_tokens`, with `config.impossible_tokens="leave_out"`, the number of tokens left out;
       - `broken_rules`, 0 for a sound batch. Otherwise the loss is NaN, and `explain_broken_rules` says what is wrong.
@@ -325,6 +326,12 @@ class PolicyTokenLoss(TokenLoss):
         found = {"pg_loss": policy, "kl": kl, "entropy": entropy}
         values = {**indicators, **({} if correction is None else correction.values)}
         values |= {name: x for name, x in found.items() if x is not None}
+        if config.clip_by_sign and "clip_fraction" in indicators:
+            for sign, there in (("positive", advantages > 0), ("negative", advantages < 0)):
+                values |= {
+                    sign: there.astype(jnp.float32),
+                    f"clipped_{sign}": jnp.where(there, indicators["clip_fraction"], 0),
+                }
         return masked(loss, mask), values | self._compared(log_probs, old, batch)
 
     def _compared(self, log_probs: Float[Array, "R T"], old: Float[Array, "R T"], batch: RolloutBatch) -> Values:
@@ -348,7 +355,10 @@ class PolicyTokenLoss(TokenLoss):
 
     def metrics(self, found: dict[str, Metric]) -> Metrics:
         moments = {name: found.pop(name) for name in ("first", "second")}
-        return {**found, "effective_sample_size": Composite(moments, _effective_sample_size)}
+        for sign in ("positive", "negative") if "positive" in found else ():
+            parts = {"clipped": found.pop(f"clipped_{sign}"), "there": found.pop(sign)}
+            found[f"clip_fraction_{sign}"] = Composite(parts, share)  # type: ignore[assignment]
+        return {**found, "effective_sample_size": Composite(moments, effective_share)}
 
 
 def _kl(
@@ -373,8 +383,3 @@ def _response_share(batch: RolloutBatch, segments: Segments) -> Float[Array, "R 
     span = segments.max(positions, mask) + segments.max(-positions, mask) + 1
     count = segments.sum((mask > 0).astype(jnp.float32))
     return segments.spread(jnp.where(count > 0, span / jnp.maximum(count, 1), 0))
-
-
-def _effective_sample_size(first: jax.Array, second: jax.Array) -> jax.Array:
-    """(sum r)^2 / (N sum r^2), a share of the tokens: 1 where all ratios are equal, 0 where there is no token."""
-    return first**2 / jnp.where(second == 0, 1, second)

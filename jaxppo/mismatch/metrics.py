@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxppo._arrays import check_f32, masked
 from jaxppo.batch import RolloutBatch
 from jaxppo.kl import MAX_LOG_RATIO, k3
-from jaxppo.metrics import Metric, Metrics, reduce_metric
+from jaxppo.metrics import Composite, Metric, Metrics, Term, deviation, effective_share, reduce_metrics
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.validation import checked
 
@@ -36,7 +36,14 @@ def mismatch_metrics(
         log_ppl_diff = mean (L_trainer - L_rollout), and its abs, max, min          ppl_ratio = mean exp of it
 
     The first two lines are means over tokens (chi2_sequence over sequences), the others over sequences that have
-    loss-carrying tokens.
+    loss-carrying tokens. Over tokens too, with r = exp(d) and, as shares, (sum r)^2 / (N sum r^2):
+
+        token_mult_prob_error = mean exp(|d|)      reverse_k3_kl = mean exp(-d) - 1 + d, of KL(trainer || sampler)
+        jensen_shannon = mean of 0.5 k3 of trainer and of sampler, each to m = (trainer + sampler) / 2
+        weight_std, weight_min, weight_max of r, which importance weights bound      effective_sample_size
+        sequence_effective_sample_size: over sequences, of exp(D) in place of r
+
+    The tokens are the sampler's: `k3_kl` alone has no bias for it.
 
     Args:
       batch: `[R, T]`; needs `rollout_log_probs`, and `old_log_probs` unless others are given.
@@ -55,7 +62,8 @@ def mismatch_metrics(
       >>> float(mismatch_metrics(batch)["trainer_log_ppl"].value)
       1.0
 
-    Names and conventions: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html
+    Names and conventions: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html;
+    token_mult_prob_error and the divergence of Jensen and Shannon: NeMo-RL
     """
     batch = checked(batch)
     trainer = batch.old_log_probs if trainer_log_probs is None else trainer_log_probs
@@ -83,8 +91,21 @@ def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metr
         "k3_kl": k3(d),
         "log_prob_abs_diff": jnp.abs(d),
         "chi2_token": jnp.expm1(2 * bounded(d)),
+        "token_mult_prob_error": jnp.exp(bounded(jnp.abs(d))),
+        "reverse_k3_kl": k3(-d),
+        "jensen_shannon": _jensen_shannon(bounded(d)),
     }
-    found: Metrics = {name: reduce_metric(axes, x, mask, "mean") for name, x in by_token.items()}
+    weight = jnp.exp(bounded(d))
+    terms: dict[str, Term] = {name: (x, mask, "mean") for name, x in by_token.items()}
+    terms |= {"weight_min": (weight, mask, "min"), "weight_max": (weight, mask, "max")}
+    terms |= {"off": (weight - 1, mask, "mean"), "off_squared": ((weight - 1) ** 2, mask, "mean")}
+    terms |= {"first": (weight, mask, "mean"), "second": (weight**2, mask, "mean")}
+    reduced = reduce_metrics(axes, terms)
+    found: Metrics = {
+        "weight_std": Composite(_moments(reduced, "off", "off_squared"), deviation),
+        "effective_sample_size": Composite(_moments(reduced, "first", "second"), effective_share),
+        **reduced,
+    }
     segments = batch.segments(axes)
     count = segments.sum(mask)
     log_ppl = {name: -segments.mean(x, mask) for name, x in (("trainer", trainer), ("rollout", rollout))}
@@ -92,11 +113,27 @@ def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metr
     by_sequence = {f"{name}_log_ppl": x for name, x in log_ppl.items()}
     by_sequence |= {f"{name}_ppl": jnp.exp(x) for name, x in log_ppl.items()}
     by_sequence |= {"log_ppl_diff": gap, "log_ppl_abs_diff": jnp.abs(gap), "ppl_ratio": jnp.exp(bounded(gap))}
+    of_sequence = jnp.exp(bounded(segments.sum(d)))
     by_sequence["chi2_sequence"] = jnp.expm1(2 * bounded(segments.sum(d)))
+    by_sequence |= {"first": of_sequence, "second": of_sequence**2}
 
     rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards
     valid = (count > 0).astype(jnp.float32)
-    reduce = lambda x, how: reduce_metric(rows, x, valid, how)  # noqa: E731
-    found |= {name: reduce(x, "mean") for name, x in by_sequence.items()}
-    extremes: dict[str, Metric] = {"log_ppl_diff_max": reduce(gap, "max"), "log_ppl_diff_min": reduce(gap, "min")}
-    return found | extremes
+    terms = {name: (x, valid, "mean") for name, x in by_sequence.items()}
+    terms |= {"log_ppl_diff_max": (gap, valid, "max"), "log_ppl_diff_min": (gap, valid, "min")}
+    reduced = reduce_metrics(rows, terms)
+    found["sequence_effective_sample_size"] = Composite(_moments(reduced, "first", "second"), effective_share)
+    return {**found, **reduced}
+
+
+def _jensen_shannon(d: Float[Array, "R T"]) -> Float[Array, "R T"]:
+    """0.5 k3(p, m) + 0.5 k3(q, m) with m = (p + q) / 2 and log p - log q = d, k3(a, b) = a / b - 1 - log(a / b).
+
+    p / m and q / m add up to 2, so that their logarithms are left: log cosh(d / 2), here without a difference.
+    """
+    return jnp.log1p(2 * jnp.sinh(d / 4) ** 2)
+
+
+def _moments(reduced: dict[str, Metric], first: str, second: str) -> dict[str, Metric]:
+    """Takes two of them, as what `deviation` and `effective_share` are made of."""
+    return {"first": reduced.pop(first), "second": reduced.pop(second)}

@@ -1,5 +1,6 @@
 """The adaptive coefficient of the entropy bonus, against its rule in plain Python."""
 
+import dataclasses
 import math
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 from policy_steps import config_of, loss_of, step_of
 
-from jaxppo import RolloutBatch, TokenStats
-from jaxppo.entropy import AdaptiveEntropy, EntropyState
+from jaxppo import RolloutBatch, TokenStats, advantages, finalize_metrics
+from jaxppo.entropy import AdaptiveEntropy, EntropyState, entropy_metrics
+from jaxppo.metrics import merge_metrics
+from sharding import make_parallel_mesh
 
 ENTROPIES = [0.5, 0.2, 0.1, 0.15, 0.3, 0.05, 0.05, 0.4, 0.4, 0.4, 0.4, 0.1]
 
@@ -81,3 +84,81 @@ def test_an_entropy_of_nan_does_not_pass_for_a_low_one():
 def test_bad_numbers(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def entropies(samples):
+    """Those of the loss tokens, and their places from the first loss token of their sample, of `step_of`."""
+    each = [(np.asarray(s.values)[s.mask[s.start :] > 0], np.flatnonzero(s.mask[s.start :] > 0)) for s in samples]
+    return np.concatenate([x for x, _ in each]), np.concatenate([i - i[0] for _, i in each if len(i)])
+
+
+@pytest.mark.parametrize("layout", [None, "contiguous", "zigzag"])
+def test_quantiles_and_places(layout):
+    parallel = layout and make_parallel_mesh("dp=2,cp=2,tp=2", context_layout=layout)
+    samples, wanted = step_of(6, 40), (0.0, 0.25, 0.5, 0.8, 1.0)
+    batch = RolloutBatch.from_samples(samples, row_length=32, rows=24, num_segments=8, parallel=parallel)
+    spoilt = np.where(batch.loss_mask > 0, batch.values, np.nan)
+
+    @jax.jit
+    def run(batch, entropy):
+        stats = TokenStats(batch.returns, entropy)
+        return entropy_metrics(stats, batch, quantiles=wanted, starts=(0, 1, 4), parallel=parallel)
+
+    x, place = entropies(samples)
+    expected = {f"entropy_from_{a}": x[(place >= a) & (place < b)].mean() for a, b in ((0, 1), (1, 4), (4, 99))}
+    expected |= {f"entropy_p{100 * q:g}": np.quantile(x, q, method="inverted_cdf") for q in wanted}
+    # of micro-batches that are merged, of unequal sizes, and of all at once
+    some = dataclasses.replace(batch, loss_mask=batch.loss_mask * (batch.sample_ids[:, :1] < 9))
+    rest = dataclasses.replace(batch, loss_mask=batch.loss_mask - some.loss_mask)
+    for found in (run(batch, spoilt), merge_metrics(run(some, spoilt), run(rest, spoilt))):
+        got = finalize_metrics(found)
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            close = 0.015 * np.sqrt(value) + 1e-4 if "_p" in name else 1e-6
+            np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=close, err_msg=name)
+    nothing = dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
+    assert all(float(x) == 0 for x in finalize_metrics(run(nothing, spoilt)).values())
+    assert np.isnan(finalize_metrics(run(batch, np.full_like(spoilt, np.nan)))["entropy_p50"])
+
+
+def test_bad_entropies():
+    batch = RolloutBatch.from_samples(step_of(0), row_length=24, rows=4)
+    stats = TokenStats(batch.returns, batch.values)
+    with pytest.raises(ValueError, match=r"stats.entropy: got None, expected f32\[R, T\]"):
+        entropy_metrics(TokenStats(batch.returns), batch)
+    with pytest.raises(ValueError, match=r"stats.entropy: got shape \(2, 24\)"):
+        entropy_metrics(TokenStats(batch.returns, batch.values[:2]), batch)
+    with pytest.raises(ValueError, match=r"quantiles: got 1.5, expected a finite number"):
+        entropy_metrics(stats, batch, quantiles=(1.5,))
+    for starts in ((1, 2), (0, 4, 4), ()):
+        with pytest.raises(ValueError, match=r"starts: got .*, expected 0 and then larger numbers"):
+            entropy_metrics(stats, batch, starts=starts)
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_pass_rates(mesh, stacked):
+    """Groups of 3, 1, 2 and 2 samples, far apart; the sample without a group counts nowhere."""
+    groups = np.array([[7, 8, -1], [9, 7, 3], [3, 9, 7], [-1, -1, -1]])
+    rewards = np.array([[1.0, 1.0, 1.0], [0.5, 2.0, 0.0], [0.9, 0.5, 0.0], [np.nan] * 3], np.float32)
+    given = [x.reshape(2, 2, 3) if stacked else x for x in (rewards, groups)]
+    parallel = mesh and make_parallel_mesh(mesh)
+    run = jax.jit(lambda r, g, least: advantages.pass_rates(r, g, at_least=least, parallel=parallel))
+    found = {name: float(x) for name, x in finalize_metrics(run(*given, 1.0)).items()}
+    expected = {"pass_rate": (2 / 3 + 1) / 4, "pass_all": 1 / 4, "pass_none": 2 / 4, "pass_some": 1 / 4}
+    assert found == pytest.approx(expected)
+    assert float(run(*given, 0.5)["pass_rate"].value) == pytest.approx((2 / 3 + 1 + 1 + 1 / 2) / 4)
+    given[0] = np.where(given[1] == 9, np.nan, given[0])
+    assert all(np.isnan(x.value) for x in run(*given, 1.0).values())
+
+
+def test_bad_rewards():
+    ids = jnp.zeros((1, 2), int)
+    with pytest.raises(ValueError, match="group_ids: got shape"):
+        advantages.pass_rates(jnp.ones((1, 3)), ids)
+    with pytest.raises(TypeError, match="group_ids: got dtype float32"):
+        advantages.pass_rates(jnp.ones((1, 2)), jnp.ones((1, 2)))
+    with pytest.raises(ValueError, match=r"rewards: got shape \(2,\), expected \[R, S\]"):
+        advantages.pass_rates(jnp.ones(2), ids[0])
+    with pytest.raises(ValueError, match="at_least: got nan"):
+        advantages.pass_rates(jnp.ones((1, 2)), ids, at_least=float("nan"))

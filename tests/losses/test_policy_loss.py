@@ -94,18 +94,19 @@ def test_micro_batches_add_up_off_policy(off_policy):
 
 
 def test_micro_batches_merge_metrics():
-    config = config_of(PPO(0.2, 0.28, 1.2), off_policy=OffPolicyConfig(weights="token", high=1.1))
+    config = config_of(PPO(0.2, 0.28, 1.2), off_policy=OffPolicyConfig(weights="token", high=1.1), clip_by_sign=True)
     batch = RolloutBatch.from_samples(step_of(5), row_length=24, rows=6, num_segments=9)
     stacked = jax.tree.map(lambda x: x.reshape(3, 2, *x.shape[1:]), batch)
     *_, found = accumulated(config, MESH, metrics=True)(stacked)
     *_, expected = whole(config, metrics=True)(batch)
     assert_trees_close(finalize_metrics(found), finalize_metrics(expected), rtol=1e-5, atol=1e-6)
     assert {"loss", "pg_loss", "entropy", "kl", "ppo_kl", "clip_fraction", "clip_fraction_lower"} <= set(found)
+    assert {"clip_fraction_positive", "clip_fraction_negative"} <= set(found)
     assert {"ratio_mean", "ratio_min", "ratio_max", "effective_sample_size", "tis", "sampler_k3"} <= set(found)
 
 
 def test_metrics_say_what_they_mean():
-    config = config_of(PPO(0.2, 0.28, 1.2), kl=KL(0.1, "k2"))
+    config = config_of(PPO(0.2, 0.28, 1.2), kl=KL(0.1, "k2"), clip_by_sign=True)
     batch = RolloutBatch.from_samples(step_of(6), row_length=24, rows=4, num_segments=9)
     *_, found = whole(config, MESH, metrics=True)(batch)
     found = {name: float(x) for name, x in finalize_metrics(found).items()}
@@ -121,6 +122,8 @@ def test_metrics_say_what_they_mean():
         "pg_loss": plain.mean(),
         "clip_fraction": clipped.mean(),
         "clip_fraction_lower": lower.mean(),
+        "clip_fraction_positive": clipped[a > 0].mean(),
+        "clip_fraction_negative": clipped[a < 0].mean(),
         "entropy": batch.values[on].mean(),
         "kl": kl.mean(),
         "ppo_kl": -d.mean(),
@@ -130,6 +133,7 @@ def test_metrics_say_what_they_mean():
         "effective_sample_size": r.sum() ** 2 / (len(r) * (r**2).sum()),
         "sampler_log_prob_abs_diff": np.abs(batch.old_log_probs - batch.rollout_log_probs)[on].mean(),
     }
+    assert 0 < expected["clip_fraction_positive"] != expected["clip_fraction_negative"] > 0
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
 

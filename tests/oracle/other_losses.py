@@ -183,4 +183,24 @@ def mismatch_metrics(samples: Sequence[OracleSample]) -> Metrics:
         "log_ppl_diff_max": float(np.max(diff)),
         "log_ppl_diff_min": float(np.min(diff)),
         "ppl_ratio": float(np.mean(np.exp(clamp(diff)))),
+        **policies_apart(d, sums),
+    }
+
+
+def policies_apart(d: Sequence[Array], sums: Array) -> Metrics:
+    """What NeMo-RL says of sampler and trainer, d their differences by sample; and the spread of verl's weights."""
+    everyone = clamp(np.concatenate(d))
+    trainer = np.exp(everyone) / (1 + np.exp(everyone))  # its share of the mixture, times 1 / 2
+    half = lambda x: 2 * x - 1 - np.log(2 * x)  # noqa: E731
+    weights, of_samples = np.exp(everyone), np.exp(clamp(sums))
+    share = lambda w: float(w.sum() ** 2 / (len(w) * np.sum(w * w)))  # noqa: E731
+    return {
+        "token_mult_prob_error": float(np.exp(np.abs(everyone)).mean()),
+        "reverse_k3_kl": token_mean([k3(-x) for x in d]),
+        "jensen_shannon": float(0.5 * (half(trainer) + half(1 / (1 + np.exp(everyone)))).mean()),
+        "weight_std": float(weights.std()),
+        "weight_min": float(weights.min()),
+        "weight_max": float(weights.max()),
+        "effective_sample_size": share(weights),
+        "sequence_effective_sample_size": share(of_samples),
     }
