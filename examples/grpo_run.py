@@ -85,7 +85,9 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     parallel = make_parallel_mesh(mesh, context_layout=args.context_layout, devices=devices)
     clip = {"clip_high": 0.28} if args.loss == "ppo" else {}
     kl = KL(args.kl_coef)
-    loss = PolicyLossConfig(policy_losses.by_name(args.loss, **clip), kl=kl, entropy_coef=args.entropy_coef)
+    loss = PolicyLossConfig(
+        policy_losses.by_name(args.loss, **clip), kl=kl, entropy_coef=args.entropy_coef, clip_by_sign=True
+    )
     batch_size = args.prompts * args.samples
     task, config, graphdef, params = _load(args, parallel) if args.model else _create(args, parallel)
     longest = task.prompt_length + task.response_length

@@ -21,7 +21,9 @@ from jaxppo.covariance import covariance_mask
 from jaxppo.mismatch import mismatch_metrics
 
 Metrics = dict[str, jax.Array]
-_OF_RATIOS = ("clip_fraction", "ppo_kl", "ratio_min", "ratio_mean", "ratio_max")
+_OF_CLIPS = ("clip_fraction", "clip_fraction_positive", "clip_fraction_negative")
+_OF_RATIOS = (*_OF_CLIPS, "ppo_kl", "ratio_min", "ratio_mean", "ratio_max")
+_OF_SAMPLER = ("kl", "log_prob_abs_diff", "chi2_sequence", "jensen_shannon", "token_mult_prob_error", "weight_std")
 
 
 @jax.tree_util.register_dataclass
@@ -157,7 +159,8 @@ class Learner:
         last = {f"{name}_last_update": metrics[name][-1] for name in _OF_RATIOS if name in metrics}
         metrics = {name: x.sum() if name == "skipped" else x[0] for name, x in metrics.items()} | last
         mismatch = finalize_metrics(mismatch_metrics(batch, parallel=self.parallel))
-        metrics |= {f"mismatch_{name}": mismatch[name] for name in ("kl", "log_prob_abs_diff", "chi2_sequence")}
+        metrics |= {f"mismatch_{name}": mismatch[name] for name in _OF_SAMPLER}
+        metrics |= finalize_metrics(advantages.pass_rates(batch.rewards, batch.group_ids, parallel=self.parallel))
         state = dataclasses.replace(state, params=params, optimizer=optimizer, step=state.step + 1)
         return self._pin(state), metrics
 

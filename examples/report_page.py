@@ -22,7 +22,8 @@ from examples.report import read_records
 CHARTS = {
     "Reward": ("of the task's verifier; accuracy is the share of full marks", ("reward", "accuracy")),
     "KL": ("nats a token: to the supervised model, and to the policy that sampled (ppo_kl)", ("kl", "ppo_kl*")),
-    "Entropy": ("of the policy, nats a token", ("entropy",)),
+    "Pass rates": ("of the groups of a prompt: with all, none or a part of their samples of full marks", ("pass_*",)),
+    "Entropy": ("of the policy, nats a token", ("entropy*",)),
     "Clip fractions": ("share of tokens whose ratio is clipped; 0 in the first update of a step", ("clip_fraction*",)),
     "Ratios": ("of the policy to the one that sampled", ("ratio_*",)),
     "Mismatch": ("between the log-probs of sampler and trainer", ("mismatch_*", "sampler_*")),

@@ -161,7 +161,7 @@ def entropy_metrics(
       >>> stats = TokenStats(-jnp.ones((1, 4)), jnp.array([[2.0, 1.0, 0.0, 9.0]]))
       >>> found = finalize_metrics(entropy_metrics(stats, batch, quantiles=(0.5,), starts=(0, 2)))
       >>> {name: round(float(x), 2) for name, x in found.items()}
-      {'entropy_from_0': 1.5, 'entropy_from_2': 0.0, 'entropy_p50': 0.99}
+      {'entropy_from_0': 1.5, 'entropy_from_2': 0.0, 'entropy_p50': 1.01}
 
     Why the tail matters: Wang et al. 2025, https://arxiv.org/abs/2506.01939
     """

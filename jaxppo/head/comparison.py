@@ -42,7 +42,7 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
     """Per-shard: the comparison of the device's tokens; 0 where they do not count.
 
     Args:
-      call: the two heads; its divergence is not read.
+      call: the two heads; its divergences are not read.
       unit: to which hidden states and kernels were rounded, relative; such as 2^-8 for bfloat16.
       inputs: the student's arrays.
       teacher: the teacher's.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -33,22 +33,22 @@ from jaxppo.sharding import vary
 
 @dataclasses.dataclass(frozen=True)
 class DivergenceCall:
-    """All that is static: the two heads, whose blocks hold the same columns, and the divergence."""
+    """All that is static: the two heads, whose blocks hold the same columns, and the divergences, see `terms`."""
 
     student: HeadCall
     teacher: HeadCall
-    divergence: str
+    divergences: tuple[str, ...]
     beta: float
 
 
 class LogSums(NamedTuple):
-    """For a token, f32[N] each: the student's and the teacher's m and log s, and the sum of h (see `terms`)."""
+    """For a token, f32[N] each: the student's and the teacher's m and log s, and the sum of each h (see `terms`)."""
 
     m: Array
     log_s: Array
     teacher_m: Array
     teacher_log_s: Array
-    h: Array
+    h: tuple[Array, ...]
 
 
 class PairChunk(NamedTuple):
@@ -68,10 +68,10 @@ class PairBlock(NamedTuple):
     teacher: Block
 
 
-def divergence_of_tokens(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> Float[Array, "R T"]:
-    """Per-shard: the divergence of the device's tokens; no gradient flows to the teacher."""
+def divergences_of_tokens(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[Float[Array, "R T"], ...]:
+    """Per-shard: the divergences of the device's tokens; no gradient flows to the teacher."""
     call, arrays, shape = pair_on_device(call, inputs, teacher)
-    return _token_divergence(call, *arrays).reshape(shape)
+    return tuple(x.reshape(shape) for x in _token_divergences(call, *arrays))
 
 
 def pair_on_device(
@@ -93,11 +93,16 @@ def terms(
 
     Through the softmax, d D / d z_j = h_j - p_j * sum(h). No column adds less than 0: that of KL(a || b) adds
     a log(a / b) - a + b, where -a + b is 0 in the sum over all columns, and rounding is of the size of what it adds.
+    The others are the cross-entropy of p under q, and the total variation, whose slope is 0 where p is q.
     """
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     weighted = lambda weight, log: jnp.where(weight == 0, 0, weight * log)  # noqa: E731  so that NaN stays
     if divergence == "reverse_kl":
         return _kl_term(p, log_p, q, log_q), weighted(p, log_p - log_q)
+    if divergence == "cross_entropy":
+        return weighted(q, -log_p), -q
+    if divergence == "total_variation":
+        return jnp.abs(p - q) / 2, p * jnp.sign(p - q) / 2
     if divergence == "forward_kl":
         return _kl_term(q, log_q, p, log_p), -q
     log_mixture = jnp.logaddexp(log_q + jnp.log(beta), log_p + jnp.log1p(-beta))
@@ -138,10 +143,11 @@ class PairWalk(Walk):
         return x, tile.logits(*student, x), tile.logits(*teacher, y)
 
     def terms(self, z: jax.Array, teacher_z: jax.Array, valid: Any, sums: LogSums) -> tuple[Any, Any, Any]:
-        """`terms` and the student's log p of a block, 0 and -inf in columns that do not exist."""
+        """`terms` of each divergence and the student's log p of a block, 0 and -inf in columns that do not exist."""
         log_p, log_q = self.log_probs(z, teacher_z, valid, sums)
-        value, h = (jnp.where(valid, x, 0) for x in terms(self.pair.divergence, self.pair.beta, log_p, log_q))
-        return value, h, log_p
+        each = [terms(kind, self.pair.beta, log_p, log_q) for kind in self.pair.divergences]
+        found = [tuple(jnp.where(valid, x, 0) for x in parts) for parts in zip(*each, strict=True)]
+        return found[0], found[1], log_p
 
     def log_probs(self, z: jax.Array, teacher_z: jax.Array, valid: Any, sums: LogSums) -> tuple[jax.Array, jax.Array]:
         """log p and log q of a block; in columns that do not exist -inf and 0."""
@@ -153,15 +159,16 @@ class PairWalk(Walk):
         self, chunk: Any, block: Any, residuals: Any, cotangents: Cotangents, x: Any = None
     ) -> tuple[jax.Array, jax.Array | None]:
         x, z, teacher_z = self.logits(chunk, block)
-        _, h, log_p = self.terms(z, teacher_z, block.student.valid, residuals)
-        dz = cotangents.log_prob[:, None] * (h - jnp.exp(log_p) * residuals.h[:, None])
+        _, each, log_p = self.terms(z, teacher_z, block.student.valid, residuals)
+        slopes = (h - jnp.exp(log_p) * of_token[:, None] for h, of_token in zip(each, residuals.h, strict=True))
+        dz = sum(g[:, None] * slope for g, slope in zip(cotangents.log_prob, slopes, strict=True))
         before = self.vocabulary.tile(chunk.student, block.student)
         dz = tile.of_products(self.call, before, dz, x, cotangents.counts)
         return tile.as_factor_of(before, dz), tile.bias_gradient(before, dz)
 
 
-def evaluate(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[jax.Array, LogSums]:
-    """The divergence and the residuals, f32[N] each: one walk for the sums, one for the divergence."""
+def evaluate(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[tuple[jax.Array, ...], LogSums]:
+    """The divergences and the residuals, f32[N] each: one walk for the sums, one for all divergences."""
     plan = two_passes(call.student, sizes_of(call.student, inputs), True)
     walk = PairWalk(call, inputs, teacher, plan.forward, by_vocabulary=plan.forward_by_vocabulary)
     tokens, axes = walk.tokens, call.student.axes
@@ -171,14 +178,16 @@ def evaluate(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[jax
         found = walk.terms(*walk.logits(chunk, block)[1:], block.student.valid, tokens.read(known, slots))[:2]
         return walk.vary(jax.tree.map(lambda total, x: total + x.sum(axis=1), sums, found))
 
-    sums = jnp.stack(over_tiles(walk, plan.forward_by_vocabulary, add_terms, (zeros, zeros)))
-    value, h = axes.psum(vary(sums, axes.tensor), axes.tensor)
-    value, residuals = tokens.to_tokens((value, known._replace(h=h)))
-    return value if inputs.counts is None else jnp.where(inputs.counts, value, 0), residuals
+    count = len(call.divergences)
+    nothing = ((zeros,) * count, (zeros,) * count)
+    parts = jax.tree.leaves(over_tiles(walk, plan.forward_by_vocabulary, add_terms, nothing))
+    sums = tuple(axes.psum(vary(jnp.stack(parts), axes.tensor), axes.tensor))
+    found, residuals = tokens.to_tokens((sums[:count], known._replace(h=sums[count:])))
+    return tuple(x if inputs.counts is None else jnp.where(inputs.counts, x, 0) for x in found), residuals
 
 
 def log_sums(walk: PairWalk, by_vocabulary: bool) -> LogSums:
-    """Both softmaxes' m and log s over all of the vocabulary, in slot order; h is 0."""
+    """Both softmaxes' m and log s over all of the vocabulary, in slot order; no h yet."""
     tokens = walk.tokens
 
     def add_sums(chunk: Any, block: Any, slots: Slots, sums: tuple[Sums, Sums]) -> Any:
@@ -191,7 +200,7 @@ def log_sums(walk: PairWalk, by_vocabulary: bool) -> LogSums:
     both = over_tiles(walk, by_vocabulary, add_sums, (empty, empty))
     both = softmax.combine(jax.tree.map(lambda *x: jnp.concatenate(x), *both), walk.call.axes)
     (m, teacher_m), (log_s, teacher_log_s) = jnp.split(both.m, 2), jnp.split(jnp.log(both.s), 2)
-    return LogSums(m, log_s, teacher_m, teacher_log_s, walk.zeros(tokens.slots_count))
+    return LogSums(m, log_s, teacher_m, teacher_log_s, ())
 
 
 def over_tiles(walk: Walk, by_vocabulary: bool, body: Any, totals: Any) -> Any:
@@ -212,8 +221,8 @@ def over_tiles(walk: Walk, by_vocabulary: bool, body: Any, totals: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_divergence(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> jax.Array:
-    """The divergence `f32[N]` of one device's tokens."""
+def _token_divergences(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[jax.Array, ...]:
+    """The divergences of one device's tokens, f32[N] each."""
     return evaluate(call, inputs, teacher)[0]
 
 
@@ -225,7 +234,10 @@ def _forward(call: DivergenceCall, inputs: Any, teacher: Any) -> Any:
 
 def _backward(call: DivergenceCall, left: Any, g: Any) -> Any:
     inputs, teacher, (residuals, needs) = left[0], left[1], saved(left[2])
-    cotangents = Cotangents.of(dense(g), None, None, None, True if inputs.counts is None else inputs.counts)
+    each = dense(g)  # one a divergence
+    counts = reduce(jnp.logical_or, [x != 0 for x in each])
+    counts = counts if inputs.counts is None else counts & inputs.counts
+    cotangents = Cotangents(each, None, None, None, counts)
     plan = two_pass_plan(call.student, inputs, needs)
     make = partial(PairWalk, call, inputs, teacher, plan.cut)
     nothing: Any = [None] * len(Inputs._fields)
@@ -233,4 +245,4 @@ def _backward(call: DivergenceCall, left: Any, g: Any) -> Any:
     return cotangents_of_inputs(inputs, *gradients(plan, make, needs, (residuals, cotangents))), none
 
 
-_token_divergence.defvjp(_forward, _backward, symbolic_zeros=True)
+_token_divergences.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 from jaxppo._arrays import Aggregation, check_aggregation, check_choice, masked
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.divergence import DivergenceCall, divergence_of_tokens
+from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.head import Head
 from jaxppo.head.pair import prepare_pair
 from jaxppo.head.prepare import HeadOptions
@@ -97,13 +97,13 @@ def divergence_from_hidden(
     )
     args = {"student": student.inputs, "teacher": teacher.inputs}
     specs = lambda p: ([student.specs, teacher.specs], p.tokens_spec)  # noqa: E731
-    static = DivergenceCall(student.call, teacher.call, divergence, beta)
+    static = DivergenceCall(student.call, teacher.call, (divergence,), beta)
     found: Float[Array, "R T"] = shard_call("divergence_from_hidden", _per_shard, parallel, args, specs, static)
     return found
 
 
 def _per_shard(axes: ShardAxes, call: DivergenceCall, student: Inputs, teacher: Inputs) -> jax.Array:
-    return divergence_of_tokens(call, student, teacher)
+    return divergences_of_tokens(call, student, teacher)[0]
 
 
 def distillation_loss(

@@ -1,0 +1,352 @@
+"""Multi-token prediction as a draft model, drawn to the policy's distributions, which accept or reject its tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from jaxppo._arrays import Aggregation, Coefficient, check_aggregation, check_choice, check_number, masked
+from jaxppo.aggregation import Normalizer
+from jaxppo.batch import RolloutBatch
+from jaxppo.head.comparison import F32_UNIT, comparison_of_tokens
+from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
+from jaxppo.head.head import Head
+from jaxppo.head.pair import prepare_pair
+from jaxppo.head.prepare import HeadOptions
+from jaxppo.head.types import Inputs, Prepared
+from jaxppo.losses.mtp import shift_targets
+from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
+from jaxppo.metrics import Metric, Metrics, Term, reduce_metrics
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call, shift_left
+from jaxppo.validation import checked
+
+__all__ = ["draft_loss", "draft_metrics", "draft_normalizers"]
+
+Objective = Literal["soft_cross_entropy", "total_variation", "end_to_end", "likelihood"]
+States = Float[Array, "K R T H"] | Sequence[Float[Array, "R T H"]]
+Heads = Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]]
+
+
+def draft_loss(
+    hidden: States,
+    head: Heads,
+    policy_hidden: Float[Array, "R T G"],
+    policy_head: Head | Float[Array, "G V"],
+    batch: RolloutBatch,
+    *,
+    objective: Objective = "soft_cross_entropy",
+    eta: Coefficient = 3.0,
+    coef: float | Array = 0.1,
+    aggregation: Aggregation = "token_mean",
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizers: Sequence[Normalizer] | None = None,
+    temperature: float | Array = 1.0,
+    **options: Unpack[HeadOptions],
+) -> tuple[Float[Array, ""], Metrics]:
+    """coef / K * sum over depths k of the distance of the draft d_k from the policy p, k places further on.
+
+    At depth k, position t of the draft predicts what the policy predicts at t + k of the same sequence, where both
+    carry loss. With the acceptance a_k = sum over the vocabulary of min(p, d_k), the chance that a token drawn from d_k
+    is kept by rejection sampling, and 1 - a_k their total variation:
+
+        soft_cross_entropy   -sum p log d_k
+        total_variation      1 - a_k
+        likelihood           l KL(p || d_k) + (1 - l) (1 - a_k),   l = exp(-eta a_k), a constant
+        end_to_end           1 - (1 / K_t) sum over j of a_1 ... a_j, the K_t depths that token t has; one loss of all
+
+    Both vocabularies are walked together in blocks, as in `distillation.distillation_loss`. The policy is a constant,
+    its head too: a head that both share learns from the draft's side alone.
+
+    Args:
+      hidden: for each depth the `[R, T, H]` states that its predictions are read from.
+      head: the draft's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or stacked.
+      policy_hidden: `[R, T, G]`, the policy's final hidden states.
+      policy_head: the policy's head, with as many columns, sharded in the same way.
+      batch: `[R, T]`; only its sequences and its loss mask are read.
+      objective: which.
+      eta: how soon "likelihood" goes over from the divergence to the total variation as acceptance grows.
+      coef: of the sum; of "end_to_end" of the one loss.
+      aggregation: the denominators of a depth, see `sft_loss`.
+      parallel: the mesh; rows sharded over data, positions over context in its layout.
+      normalizers: `draft_normalizers` of the whole step where the batch is one of its micro-batches.
+      temperature: divides both models' logits.
+      **options: see `HeadOptions`.
+
+    Returns:
+      The scalar f32 loss, and metrics: `draft_loss` (adds up over micro-batches), for each depth k
+      `draft_{k}_acceptance`, the mean of a_k, and `draft_{k}_broken_rules` (see `policy_loss`).
+
+    Raises:
+      TypeError, ValueError: no depth, other numbers of heads or normalizers than depths, an unknown objective, an
+        aggregation by a constant length, states or heads that do not fit each other.
+
+    Example:
+      >>> from jaxppo.losses.draft import draft_loss
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
+      >>> states = jnp.zeros((1, 1, 4, 2)), jnp.zeros((2, 8)), jnp.ones((1, 4, 2)), jnp.zeros((2, 8))
+      >>> loss, metrics = draft_loss(*states, batch, coef=1.0)
+      >>> round(float(loss), 4), round(float(metrics["draft_1_acceptance"].value), 4)  # log 8
+      (2.0794, 1.0)
+
+    Total variation: Bebop 2026, https://arxiv.org/abs/2606.12370; likelihood: 2026, https://arxiv.org/abs/2602.23881.
+    Soft cross-entropy is in SkyRL and NeMo-RL, the others in pull requests of Megatron and speculators.
+    """
+    check_choice("objective", objective, Objective)
+    check_number("eta", eta, least=0)
+    check_aggregation(aggregation, None)
+    batch = checked(batch)
+    heads = _heads_of(hidden, head, normalizers, objective)
+    kinds = {"soft_cross_entropy": ("cross_entropy",), "likelihood": ("forward_kl",)}.get(objective, ())
+    policy = policy_hidden, policy_head
+    walk: dict[str, Any] = {"parallel": parallel, "temperature": temperature, "options": options}
+    depths = [_depth(hidden[k], heads[k], policy, batch, k + 1, kinds, **walk) for k in range(len(heads))]
+    if objective == "end_to_end":
+        parts = [(_end_to_end(depths), depths[0].batch)]
+    else:
+        parts = [(_of_depth(depth, objective, eta), depth.batch) for depth in depths]
+    total, metrics = jnp.float32(0), {}
+    for k, (losses, shifted) in enumerate(parts, 1):
+        normalizer = None if normalizers is None else normalizers[k - 1]
+        of_tokens = DraftTokenLoss(aggregation)
+        loss, found = loss_of_stats("draft_loss", of_tokens, losses, shifted, parallel, normalizer)
+        total += loss
+        metrics[f"draft_{k}_broken_rules"] = found["broken_rules"]
+    for k, depth in enumerate(depths, 1):
+        metrics[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
+    total *= coef / len(parts)
+    return total, metrics | {"draft_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
+
+
+def draft_metrics(
+    hidden: States,
+    head: Heads,
+    policy_hidden: Float[Array, "R T G"],
+    policy_head: Head | Float[Array, "G V"],
+    batch: RolloutBatch,
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    temperature: float | Array = 1.0,
+    **options: Unpack[HeadOptions],
+) -> Metrics:
+    """How good a draft is, forward only: what is accepted in expectation, and how often both find one token likeliest.
+
+    The second is acceptance of greedy decoding. It is not how often the draft's likeliest token is the one that was
+    sampled, which is Megatron's `acceptance_rate`.
+
+    Args:
+      hidden, head and the others: as those of `draft_loss`.
+      head: see there.
+      policy_hidden: see there.
+      policy_head: see there.
+      batch: see there.
+      parallel: the mesh.
+      temperature: divides both models' logits.
+      **options: see `HeadOptions`.
+
+    Returns:
+      For each depth k the means over its tokens `draft_{k}_acceptance`, of sum min(p, d_k), and `draft_{k}_agreement`.
+
+    Raises:
+      TypeError, ValueError: as `draft_loss`.
+
+    Example:
+      >>> from jaxppo.losses.draft import draft_metrics
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
+      >>> states = jnp.ones((1, 1, 4, 1)), jnp.array([[0.0, 100.0]]), jnp.ones((1, 4, 1)), jnp.array([[0.0, 0.1]])
+      >>> found = finalize_metrics(draft_metrics(*states, batch))
+      >>> {name: round(float(x), 4) for name, x in found.items()}
+      {'draft_1_acceptance': 0.525, 'draft_1_agreement': 1.0}
+    """
+    batch, heads = checked(batch), _heads_of(hidden, head, None, "soft_cross_entropy")
+    found: Metrics = {}
+    for k, its_head in enumerate(heads, 1):
+        shifted = _shifted(batch, k, parallel)
+        later = _later(policy_hidden, batch, k, parallel)
+        pair = _pair((hidden[k - 1], its_head), (later, policy_head), shifted, parallel, temperature, options)
+        args = {"hidden": pair[0].inputs, "policy_hidden": pair[1].inputs}
+        specs = lambda p, pair=pair: ([x.specs for x in pair], (p.tokens_spec, p.tokens_spec))  # noqa: E731
+        static = DivergenceCall(pair[0].call, pair[1].call, (), 0.5)
+        apart, same = shard_call("draft_metrics", _compare, parallel, args, specs, static)
+        found[f"draft_{k}_acceptance"] = _mean(1 - apart, shifted, parallel)
+        found[f"draft_{k}_agreement"] = _mean(same, shifted, parallel)
+    return found
+
+
+def draft_normalizers(
+    micro_batches: RolloutBatch,
+    depths: int,
+    *,
+    aggregation: Aggregation = "token_mean",
+    parallel: ParallelMesh | ShardAxes | None = None,
+) -> list[Normalizer]:
+    """The denominators of each depth over a whole step, for `draft_loss`; "end_to_end" takes those of one depth.
+
+    Args:
+      micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
+      depths: how many.
+      aggregation: that of `draft_loss`.
+      parallel: the mesh.
+
+    Returns:
+      A `Normalizer` for each depth, stacked like the micro-batches.
+
+    Raises:
+      ValueError: see `Normalizer.from_batches`.
+
+    Example:
+      >>> from jaxppo.losses.draft import draft_normalizers
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
+      >>> [float(n.tokens) for n in draft_normalizers(batch, 2)]
+      [2.0, 1.0]
+    """
+    micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
+    shifted = [_shifted(micro_batches, k, parallel) for k in range(1, depths + 1)]
+    return [Normalizer.from_batches(batch, aggregation, parallel=parallel) for batch in shifted]
+
+
+class Depth(NamedTuple):
+    """What is known of one depth: the batch with its mask, the total variation, and the divergence, if one is read."""
+
+    batch: RolloutBatch
+    apart: Float[Array, "R T"]
+    divergence: Float[Array, "R T"] | None
+
+
+def _depth(
+    hidden: Any,
+    head: Any,
+    policy: tuple[Any, Any],
+    batch: RolloutBatch,
+    k: int,
+    kinds: tuple[str, ...],
+    *,
+    parallel: ParallelMesh | ShardAxes | None,
+    temperature: Any,
+    options: HeadOptions,
+) -> Depth:
+    shifted = _shifted(batch, k, parallel)
+    later = _later(policy[0], batch, k, parallel), policy[1]
+    pair = _pair((hidden, head), later, shifted, parallel, temperature, options)
+    args = {"hidden": pair[0].inputs, "policy_hidden": pair[1].inputs}
+    kinds = ("total_variation", *kinds)
+    specs = lambda p: ([x.specs for x in pair], (p.tokens_spec,) * len(kinds))  # noqa: E731
+    static = DivergenceCall(pair[0].call, pair[1].call, kinds, 0.5)
+    apart, *divergence = shard_call("draft_loss", _per_shard, parallel, args, specs, static)
+    return Depth(shifted, apart, divergence[0] if divergence else None)
+
+
+def _per_shard(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs) -> tuple[Float[Array, "R T"], ...]:
+    return divergences_of_tokens(call, draft, policy)
+
+
+def _compare(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs) -> tuple[jax.Array, jax.Array]:
+    found = comparison_of_tokens(call, F32_UNIT, draft, policy)
+    return found.total_variation, found.same_top
+
+
+def _pair(
+    draft: tuple[Any, Any],
+    policy: tuple[Any, Any],
+    shifted: RolloutBatch,
+    parallel: ParallelMesh | ShardAxes | None,
+    temperature: Any,
+    options: HeadOptions,
+) -> tuple[Prepared, Prepared]:
+    spec: P | None = options.get("hidden_spec")
+    return prepare_pair(
+        draft,
+        lax.stop_gradient(policy),
+        names=("draft", "policy"),
+        second_spec=spec,
+        parallel=parallel,
+        temperature=temperature,
+        where=shifted.loss_mask > 0,
+        options=options,
+    )
+
+
+def _shifted(batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
+    """The batch whose loss mask is that of t and of t + k."""
+    later = shift_targets(batch, k, parallel)
+    return dataclasses.replace(later, loss_mask=later.loss_mask * batch.loss_mask)
+
+
+def _later(policy_hidden: Any, batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> Any:
+    """The policy's hidden states of t + k, at t."""
+    return shift_left(lax.stop_gradient(policy_hidden), parallel, k, 0, batch.segment_ids, batch.num_segments)
+
+
+def _of_depth(depth: Depth, objective: Objective, eta: Any) -> Float[Array, "R T"]:
+    if depth.divergence is None:
+        return depth.apart
+    if objective == "soft_cross_entropy":
+        return depth.divergence
+    share = lax.stop_gradient(jnp.exp(-eta * (1 - depth.apart)))
+    return share * depth.divergence + (1 - share) * depth.apart
+
+
+def _end_to_end(depths: Sequence[Depth]) -> Float[Array, "R T"]:
+    """1 less the mean over a token's depths of the chance that all drafts up to that one are kept."""
+    kept = there = jnp.ones_like(depths[0].apart)
+    total, count = jnp.zeros_like(kept), jnp.zeros_like(kept)
+    for depth in depths:
+        there = there * (depth.batch.loss_mask > 0).astype(jnp.float32)  # what follows a gap cannot be reached
+        kept = kept * jnp.where(there > 0, 1 - depth.apart, 1)
+        total, count = total + there * kept, count + there
+    return jnp.where(count > 0, 1 - total / jnp.maximum(count, 1), 0)
+
+
+def _mean(x: Float[Array, "R T"], batch: RolloutBatch, parallel: ParallelMesh | ShardAxes | None) -> Metric:
+    args = {"x": x, "batch": batch}
+    specs = lambda p: ([p.tokens_spec, batch.specs(p)], P())  # noqa: E731
+    found: Metric = shard_call("draft_metrics", _mean_of_tokens, parallel, args, specs)
+    return found
+
+
+def _mean_of_tokens(axes: ShardAxes, x: Float[Array, "R T"], batch: RolloutBatch) -> Metric:
+    mask = (batch.loss_mask > 0).astype(jnp.float32)
+    return reduce_metrics(axes, {"": (x, mask, "mean")})[""]
+
+
+def _heads_of(hidden: Any, head: Any, normalizers: Any, objective: Objective) -> list[Any]:
+    """The head of each depth; raises where numbers differ."""
+    depths = len(hidden)
+    several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
+    heads = [*head] if several else [head] * depths
+    if depths == 0:
+        raise ValueError("hidden: got no depths, expected at least one")
+    expected = {"head": (heads, depths), "normalizers": (normalizers, 1 if objective == "end_to_end" else depths)}
+    for name, (given, count) in expected.items():
+        if given is not None and len(given) != count:
+            raise ValueError(f"{name}: got {len(given)}, expected {count} for {depths} depths and {objective!r}")
+    return heads
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftTokenLoss(TokenLoss):
+    """The loss of a token as it is given."""
+
+    aggregation: Aggregation
+    aggregation_norm: float | None = None
+
+    @property
+    def token_local(self) -> bool:
+        return True
+
+    def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> dict[str, Any]:
+        return {"new_values": stats}
+
+    def per_token(
+        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> tuple[Float[Array, "R T"], Values]:
+        return masked(stats, batch.loss_mask), {}
+
+    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
+        return {}
