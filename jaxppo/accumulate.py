@@ -11,12 +11,17 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_array
+from jaxppo._once_a_step import gradients_of_originals, split
 from jaxppo._stacked import part_of_a_step
 from jaxppo.metrics import Composite, Metric, Metrics, collapse_metrics
+from jaxppo.sharding import ShardAxes, check_parallel, vary, varying
 
 
 def accumulate_gradients(
-    loss_fn: Callable[[Any, Any], tuple[Float[Array, ""], Metrics]], micro_batches: Any
+    loss_fn: Callable[[Any, Any], tuple[Float[Array, ""], Metrics]],
+    micro_batches: Any,
+    *,
+    parallel: ShardAxes | None = None,
 ) -> Callable[[Any], tuple[tuple[Float[Array, ""], Metrics], Any]]:
     """`jax.value_and_grad` of a whole step, one micro-batch at a time: sum over k of loss_fn(params, micro_batches[k]).
 
@@ -27,9 +32,15 @@ def accumulate_gradients(
     step: call them before, on the stacked micro-batches. One `lax.scan`, so one program whatever K is, with one set of
     f32 gradient buffers.
 
+    On a mesh the gradients of a head's parameters are summed over data and context axes once, behind the loop, in f32.
+    docs/normalizers.md tells how those of the rest of a model are.
+
     Args:
       loss_fn: (params, micro_batch) -> (scalar loss, metrics).
       micro_batches: a pytree whose arrays all have a leading K.
+      parallel: inside the caller's `shard_map`, the roles of its axes: the gradients of all parameters are then summed
+        over data and context axes once, behind the loop, in f32. Without it JAX sums them in each micro-batch. The loss
+        is to be summed over these axes, and to hold no term of the parameters alone.
 
     Returns:
       A function of params, a pytree of floating-point arrays, to ((loss, metrics), gradients): metrics merged over
@@ -38,7 +49,8 @@ def accumulate_gradients(
     Raises:
       TypeError: parameters that are no floating-point arrays; a `loss_fn` that does not return a scalar and metrics.
       ValueError: arrays without a common leading K, or with K = 0; in loss_fn, a loss of this package without a
-        `Normalizer` or with one of another number of micro-batches, or a statistic of the step.
+        `Normalizer` or with one of another number of micro-batches, or a statistic of the step; with `parallel`, a loss
+        that is not summed over its data and context axes.
 
     Example:
       >>> from jaxppo.metrics import Metric
@@ -56,31 +68,71 @@ def accumulate_gradients(
     if len(lengths) != 1 or lengths <= {(), (0,)}:
         raise ValueError(f"micro_batches: got leading dimensions {sorted(lengths)}, expected one K above 0 for all")
     (count,) = lengths.pop()
+    check_parallel(parallel, "ShardAxes or None")
+    names = () if parallel is None else parallel.tokens
+    if parallel is not None:
+        parallel.check_manual("accumulate_gradients")
+        parallel.check_vma()
 
     def checked(params: Any, micro_batch: Any) -> tuple[Float[Array, ""], Metrics]:
         found = loss_fn(params, micro_batch)
         _check_result(found)
         return found
 
-    value_and_grad = jax.value_and_grad(checked, has_aux=True)
-
     def run(params: Any) -> tuple[tuple[Float[Array, ""], Metrics], Any]:
         for path, x in jax.tree.leaves_with_path(params):
             check_array(f"params{jax.tree_util.keystr(path)}", x, "floats")
+        given, structure = jax.tree.flatten(params)
+        leaves = [vary(x, names) for x in given]
+        one = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), micro_batches)
+        with part_of_a_step(count):
+            traced, result = jax.make_jaxpr(checked, return_shape=True)(jax.tree.unflatten(structure, leaves), one)
+        _check_summed(traced.out_avals[0], names)
+        parts = split(traced, leaves, jax.tree.leaves(one))
+        originals, back = jax.vjp(parts.originals, *leaves)
+        wanted = [x if used else None for x, used in zip(leaves, parts.used, strict=True)], parts.copies(*originals)
+
+        def part(wanted: tuple[list[Any], list[Any]], micro_batch: Any) -> tuple[Array, Metrics]:
+            params = [x if y is None else y for x, y in zip(leaves, wanted[0], strict=True)]
+            found = parts.rest(*params, *wanted[1], *jax.tree.leaves(micro_batch))
+            loss, metrics = jax.tree.unflatten(jax.tree.structure(result), found)
+            return loss, metrics
 
         def step(carry: Any, micro_batch: Any) -> Any:
             loss, gradients = carry
             with part_of_a_step(count):
-                (part, metrics), more = value_and_grad(params, micro_batch)
+                (here, metrics), more = jax.value_and_grad(part, has_aux=True)(wanted, micro_batch)
             gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more)
-            return (loss + part, gradients), metrics
+            return (loss + here, gradients), metrics
 
-        start = jnp.float32(0), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params)
-        (loss, gradients), metrics = lax.scan(step, start, micro_batches)
-        gradients = jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, params)
-        return (loss, collapse_metrics(metrics)), gradients
+        start = jnp.float32(0), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), wanted)
+        (loss, (found, of_copies)), metrics = lax.scan(step, start, micro_batches)
+        gradients = [jnp.zeros_like(x, jnp.float32) if g is None else g for x, g in zip(leaves, found, strict=True)]
+        if of_copies:
+            gradients = list(map(jnp.add, gradients, gradients_of_originals(back, originals, of_copies)))
+        gradients = list(map(_summed, gradients, given))
+        return (loss, collapse_metrics(metrics)), jax.tree.unflatten(structure, gradients)
 
     return run
+
+
+def _summed(total: Float[Array, "..."], param: Float[Array, "..."]) -> Float[Array, "..."]:
+    """An f32 gradient in its parameter's dtype, summed over the axes along which only the gradient varies."""
+    missing = tuple(sorted(varying(total) - varying(param)))
+    if missing:
+        info = jnp.finfo(param.dtype)
+        # rounded before it is converted: else XLA for TPU sums over devices in bf16
+        total = lax.reduce_precision(lax.psum(total, missing), info.nexp, info.nmant)
+    return total.astype(param.dtype)
+
+
+def _check_summed(loss: Any, names: tuple[str, ...]) -> None:
+    """Raises where a loss differs between the devices over which gradients are to be summed."""
+    if left := [name for name in names if name in loss.manual_axis_type.varying]:
+        raise ValueError(
+            f"loss_fn: got a loss that varies over mesh axes {left}, expected the sum over them, lax.psum; what it has "
+            "of the parameters alone, as a weight decay, is to be added behind accumulate_gradients"
+        )
 
 
 def _check_result(found: Any) -> None:

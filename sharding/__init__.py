@@ -5,6 +5,7 @@ from .audit import Audit, Collective, Time, audit, note
 from .audit.devices import known_device
 from .axes import LAYOUTS, ShardAxes, vary, vary_like, varying
 from .call import shard_call
+from .copies import one_a_device
 from .dtypes import wider_dtype
 from .layouts import check_row_length, in_order, logical_positions, physical_places, row_multiple, segment_multiple
 from .layouts.base import Layout, Row, register_layout
@@ -36,6 +37,7 @@ __all__ = [
     "make_parallel_mesh",
     "multihost",
     "note",
+    "one_a_device",
     "pack",
     "physical_places",
     "redistribute",

@@ -219,6 +219,11 @@ class ParallelMesh:
         spec = (_entry(self.fsdp), _entry(self.tensor))
         return P(*spec) if kernel_layout == "hv" else P(*reversed(spec))
 
+    def copies_spec(self, spec: P) -> P:
+        """The spec of one copy a device, `[D, ...]`, of an array that lies as `spec` says; see `one_a_device`."""
+        used = {name for entry in spec for name in axis_names(entry)}
+        return P(_entry(tuple(name for name in self.data + self.context if name not in used)), *spec)
+
     def sharding(self, spec: P) -> NamedSharding:
         """The sharding of an array that lies so, written as `jax.jit` writes that of its results.
 

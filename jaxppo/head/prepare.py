@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxppo._arrays import check_choice, check_flag, check_floating, dtype_name
+from jaxppo._stacked import part_of_a_step
 from jaxppo.head import plan
 from jaxppo.head.checks import (
     as_id_sets,
@@ -38,7 +39,7 @@ from jaxppo.head.types import (
     Prepared,
     SumDtype,
 )
-from jaxppo.sharding import ParallelMesh, ShardAxes, vary_like, varying
+from jaxppo.sharding import ParallelMesh, ShardAxes, one_a_device, vary_like, varying
 
 LANES = 128  # of a TPU's registers
 
@@ -112,7 +113,11 @@ def prepare_head(
     implementation = chosen.get("implementation")
     if (reason := call.op.unsupported(call, inputs)) is not None:
         raise NotImplementedError(f"implementation: got {implementation!r}, which does not support {reason}")
-    specs = _specs(parallel, head, placement, inputs) if isinstance(parallel, ParallelMesh) else None
+    if not isinstance(parallel, ParallelMesh):
+        return Prepared(call, inputs, None, placement.tokens)
+    specs = _specs(parallel, head, placement, inputs)
+    if call.copied:
+        inputs, specs = _copied(parallel, inputs, specs)
     return Prepared(call, inputs, specs, placement.tokens)
 
 
@@ -180,6 +185,7 @@ def _call(
         follow_mask=options.get("follow_mask", True) or deterministic,
         deterministic=deterministic,
         heads=heads,
+        copied=bool(part_of_a_step.value and isinstance(parallel, ParallelMesh) and axes.tokens),
     )
 
 
@@ -190,8 +196,21 @@ def _specs(p: ParallelMesh, head: Head, placement: Placement, inputs: Inputs) ->
     return Inputs(Features(placement.hidden), parameters, P(), tokens, tokens, tokens, tokens, of_temperature)
 
 
+def _copied(p: ParallelMesh, inputs: Inputs, specs: Inputs) -> tuple[Inputs, Inputs]:
+    """The parameters as one copy a device, so that a step of many micro-batches sums their gradients once."""
+    of_given = (*specs.parameters, specs.lora_a)
+    given = zip((*inputs.parameters, inputs.lora_a), of_given, strict=True)
+    *parameters, lora_a = (None if x is None else one_a_device(x, p, spec) for x, spec in given)
+    *of_parameters, of_lora_a = (p.copies_spec(spec) for spec in of_given)
+    inputs = inputs._replace(parameters=Parameters(*parameters), lora_a=lora_a)
+    return inputs, specs._replace(parameters=Parameters(*of_parameters), lora_a=of_lora_a)
+
+
 def on_device(call: HeadCall, inputs: Inputs) -> Inputs:
     """Per-shard: the arrays as schedules take them, N tokens in a row, hidden @ lora.a among them."""
+    if call.copied:
+        parameters, lora_a = jax.tree.map(lambda x: x[0], (inputs.parameters, inputs.lora_a))
+        inputs = inputs._replace(parameters=parameters, lora_a=lora_a)
     hidden, (kernel, bias, lora_b) = inputs.features.hidden, inputs.parameters
     tokens = call.profile.deterministic if call.deterministic else None
     low = None if inputs.lora_a is None else low_rank(hidden, inputs.lora_a, tokens)

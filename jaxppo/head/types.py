@@ -228,6 +228,7 @@ class HeadCall:
       follow_mask: the work follows the tokens that count.
       deterministic: tiles do not depend on the number of tokens.
       heads: how many are walked together.
+      copied: parameters come as one copy a device, `[D, ...]`, whose gradients wait to be summed.
     """
 
     axes: ShardAxes
@@ -249,6 +250,7 @@ class HeadCall:
     follow_mask: bool
     deterministic: bool
     heads: int
+    copied: bool
 
     @property
     def v_dim(self) -> int:
