@@ -29,8 +29,8 @@ def one_a_device(x: jax.Array, parallel: ParallelMesh, spec: P) -> jax.Array:
     Example:
       >>> mesh = make_parallel_mesh("dp=4,cp=2")
       >>> copies = one_a_device(jnp.ones((3, 5)), mesh, P())
-      >>> copies.shape, copies.sharding.spec
-      ((8, 3, 5), PartitionSpec(('dp', 'cp')))
+      >>> copies.shape, copies.sharding.spec[0]
+      ((8, 3, 5), ('dp', 'cp'))
     """
     names = axis_names(parallel.copies_spec(spec)[0])
     if not names:
