@@ -249,18 +249,22 @@ def token_weights(
       `f32[R, T]`, 0 where the mask is 0; all 0 where the step has no loss token.
     """
     mask = lax.stop_gradient(loss_mask.astype(jnp.float32))
-    some = lambda count: jnp.where(count == 0, 1, count)  # noqa: E731  of nothing, 0 / 1
     match normalizer.aggregation:
         case "token_sum":
             return mask
         case "token_mean":
-            return mask / some(normalizer.tokens)
+            return mask / _or_one(normalizer.tokens)
         case "sequence_mean_token_sum":
-            return mask / some(normalizer.sequences)
+            return mask / _or_one(normalizer.sequences)
         case "sequence_mean_token_sum_norm":
             assert norm is not None  # check_aggregation sees to it
-            return mask / (some(normalizer.sequences) * norm)
-    return mask * segments.spread(1 / (some(normalizer.denominators) * some(normalizer.sequences)))
+            return mask / (_or_one(normalizer.sequences) * norm)
+    return mask * segments.spread(1 / (_or_one(normalizer.denominators) * _or_one(normalizer.sequences)))
+
+
+def _or_one(count: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A denominator: the mean over nothing is 0 / 1."""
+    return jnp.where(count == 0, 1, count)
 
 
 def weighted_sum(

@@ -103,14 +103,19 @@ def _pick(
     mask = (batch.loss_mask > 0).astype(jnp.float32)
     assert batch.advantages is not None  # check_needed sees to it
     log_probs, old, advantages = (masked(x, mask) for x in (log_probs, old, batch.advantages))
-    total = lambda x: axes.psum(vary(x.sum(dtype=x.dtype), axes.tokens), axes.tokens)  # noqa: E731
+
+    def total(x: jax.Array) -> jax.Array:
+        return axes.psum(vary(x.sum(dtype=x.dtype), axes.tokens), axes.tokens)
+
+    def draw(sample: jax.Array, position: jax.Array) -> jax.Array:
+        of_token = jax.random.fold_in(jax.random.fold_in(key, sample), position)
+        return jax.random.bits(of_token, dtype=jnp.uint32)  # u64 with x64 else
+
     tokens = jnp.maximum(total(mask), 1)
-    center = lambda x: masked(x - total(x) / tokens, mask)  # noqa: E731
-    covariance = center(advantages) * center(log_probs)
+    from_means = [masked(x - total(x) / tokens, mask) for x in (advantages, log_probs)]
+    covariance = from_means[0] * from_means[1]
     owners = batch.segments(axes).spread(batch.sample_ids)
-    key_of = lambda s, t: jax.random.fold_in(jax.random.fold_in(key, s), t)  # noqa: E731
-    draws = jax.vmap(jax.vmap(lambda s, t: jax.random.bits(key_of(s, t), dtype=jnp.uint32)))  # u64 with x64 else
-    lots = draws(owners, batch.positions)
+    lots = jax.vmap(jax.vmap(draw))(owners, batch.positions)
     wanted = jnp.maximum(jnp.floor(loss.share * tokens), 1).astype(jnp.int32)
     candidates = (mask > 0) & loss.selectable(covariance, log_probs, old, advantages)
     scores = lots if loss.selects == "random" else ordered_bits(covariance)

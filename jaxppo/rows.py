@@ -247,7 +247,11 @@ def _padded(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
     arrays = dict(zip(names, given, strict=True))
     prompt, completion, mask = (arrays.pop(name) for name in ("prompt_ids", "completion_ids", "completion_mask"))
     P = prompt.shape[1]
-    at_completion = lambda x: jnp.pad(x, ((0, 0), (P, 0)))  # noqa: E731
+
+    def at_completion(x: Array) -> Array:
+        x = x if x.ndim == 2 else jnp.broadcast_to(x[:, None], completion.shape)
+        return jnp.pad(x, ((0, 0), (P, 0)))
+
     trains = at_completion(mask.astype(jnp.float32))
     misplaced = pad_id is not None and "attention_mask" not in arrays and _padded_before(completion, mask, pad_id)
     real = _real_tokens(trains, arrays.pop("prompt_mask", None), arrays.pop("attention_mask", None), P)
@@ -265,11 +269,10 @@ def _padded(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
     first = real & (jnp.cumsum(real, axis=1) == 1)
     unpredicted = ((trains != 0) & (first | ~real)).any(axis=1, keepdims=True) | jnp.reshape(misplaced, (-1, 1))
     per_segment = {what: arrays.pop(what)[:, None] for what in PER_SEGMENT if what in arrays}
-    spread = lambda x: x if x.ndim == 2 else jnp.broadcast_to(x[:, None], completion.shape)  # noqa: E731
     inside = (lax.cummax(real.astype(jnp.int32), axis=1) > 0) & (
         lax.cummax(real.astype(jnp.int32), 1, reverse=True) > 0
     )
-    rows = {what: at_predictor(at_completion(spread(x))) for what, x in arrays.items()}
+    rows = {what: at_predictor(at_completion(x)) for what, x in arrays.items()}
     rows |= {
         "tokens": tokens,
         "targets": at_predictor(tokens),

@@ -116,8 +116,9 @@ def staleness_metrics(
       >>> float(found["staleness"].value), float(found["version_span"].value)
       (0.5, 1.0)
     """
-    specs = lambda p: ([P(), batch.specs(p)], P())  # noqa: E731
-    found: Metrics = shard_call("staleness_metrics", _metrics, parallel, _arguments(batch, version), specs)
+    found: Metrics = shard_call(
+        "staleness_metrics", _metrics, parallel, _arguments(batch, version), lambda p: ([P(), batch.specs(p)], P())
+    )
     return found
 
 
@@ -162,9 +163,15 @@ def staleness_weights(
     check_choice("level", level, Level)
     check_number("limit", limit, least=0)
     check_number("decay", decay, least=0, most=1)
-    specs = lambda p: ([P(), batch.specs(p)], p.tokens_spec)  # noqa: E731
     static = (limit, decay, level)
-    found: Array = shard_call("staleness_weights", _weights, parallel, _arguments(batch, version), specs, static)
+    found: Array = shard_call(
+        "staleness_weights",
+        _weights,
+        parallel,
+        _arguments(batch, version),
+        lambda p: ([P(), batch.specs(p)], p.tokens_spec),
+        static,
+    )
     return found
 
 

@@ -146,9 +146,9 @@ class ShardAxes:
         """The mesh axes without a role here along which devices hold different parts of arrays, as `check_complete`."""
         mesh = jax.sharding.get_abstract_mesh()
         known = {*self.data, *self.context, *self.tensor, *self.replicated}
-        differs = lambda name: any(name in varying(x) for x in jax.tree.leaves(arrays))  # noqa: E731
+        leaves = jax.tree.leaves(arrays)
         names = [name for name in mesh.manual_axes if mesh.shape[name] > 1 and name not in known]
-        return [name for name in names if differs(name) or not _tracks_varying(name)]
+        return [name for name in names if any(name in varying(x) for x in leaves) or not _tracks_varying(name)]
 
 
 def _tracks_varying(name: str) -> bool:

@@ -86,8 +86,8 @@ def _on_mesh(
 ) -> Any:
     in_specs, out_specs = jax.tree.unflatten(structure, specs)  # taken apart since a dict of specs has no hash
     if parallel.is_explicit:  # where in_specs only assert what the arrays' types say
-        to = lambda spec, arg: _by_leaf(lambda s, x: jax.reshard(x, parallel.sharding(s)), spec, arg)  # noqa: E731
-        args = tuple(map(to, in_specs, args))
+        pairs = zip(in_specs, args, strict=True)
+        args = tuple(_by_leaf(lambda s, x: jax.reshard(x, parallel.sharding(s)), *pair) for pair in pairs)
     body = functools.partial(_call, fn, parallel.axes, static)
     return jax.shard_map(body, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs)(*args)
 

@@ -227,10 +227,12 @@ def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
       >>> to_global(np.ones((2, 3)), parallel.tokens_spec, parallel).shape
       (2, 3)
     """
-    is_spec = lambda leaf: leaf is None or isinstance(leaf, P)  # noqa: E731
-    place = lambda spec, part: jax.tree.map(lambda leaf: _to_global(np.asarray(leaf), spec, parallel), part)  # noqa: E731
+
+    def place(spec: Any, part: Any) -> Any:
+        return jax.tree.map(lambda leaf: _to_global(np.asarray(leaf), spec, parallel), part)
+
     with jax.transfer_guard_host_to_device("allow"):  # JAX takes its callbacks for transfers that nobody asked for
-        return jax.tree.map(place, specs, tree, is_leaf=is_spec)
+        return jax.tree.map(place, specs, tree, is_leaf=lambda leaf: leaf is None or isinstance(leaf, P))
 
 
 def to_local(tree: Any, parallel: ParallelMesh) -> Any:

@@ -178,8 +178,8 @@ def pack(
     fullest = num_segments or 1 << int(slot.max(initial=0)).bit_length()
     each = -(-(int(bins.max(initial=-1)) + 1) // data)  # rows that a data shard needs
     if parallel and spans_processes(parallel):
-        by_shard = lambda sizes: sizes and [size / data for size in sizes]  # noqa: E731
-        options = {"row_length": row_length, "rows": by_shard(rows and [rows]), "buckets": by_shard(buckets)}
+        of_shard = [size / data for size in buckets or ()]
+        options = {"row_length": row_length, "rows": rows and rows / data, "buckets": of_shard or None}
         options |= {"micro_batches": micro_batches, "max_tokens": max_tokens, "num_segments": num_segments}
         check_equal("pack", {name: value for name, value in options.items() if value is not None})
         each, fullest = agree((each, fullest))

@@ -102,8 +102,14 @@ def segment_sum(
 
     args = {"x": x, "segment_ids": segment_ids}
     leading = (None,) * (x.ndim - 2)
-    specs = lambda p: ([P(*leading, *p.tokens_spec)] * 2, P(*leading, *p.rows_spec))  # noqa: E731
-    found: jax.Array = shard_call("segment_sum", _segment_sum, parallel, args, specs, num_segments)
+    found: jax.Array = shard_call(
+        "segment_sum",
+        _segment_sum,
+        parallel,
+        args,
+        lambda p: ([P(*leading, *p.tokens_spec)] * 2, P(*leading, *p.rows_spec)),
+        num_segments,
+    )
     return found
 
 

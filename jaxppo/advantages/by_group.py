@@ -124,9 +124,15 @@ def by_group(
         raise ValueError(f"lengths: got shape {weights.shape} in {name}, expected that of rewards, {rewards.shape}")
     check_whole_step(name)
     args = {"rewards": rewards, "group_ids": group_ids, "lengths": weights}
-    specs = lambda p: ([spec_of(p.rows_spec, rewards)] * 3, spec_of(p.rows_spec, rewards))  # noqa: E731
     static = (formula, tuple(options.items()))
-    found: Float[Array, "*K R S"] = shard_call(name, _per_shard, parallel, args, specs, static)
+    found: Float[Array, "*K R S"] = shard_call(
+        name,
+        _per_shard,
+        parallel,
+        args,
+        lambda p: ([spec_of(p.rows_spec, rewards)] * 3, spec_of(p.rows_spec, rewards)),
+        static,
+    )
     return found
 
 

@@ -116,9 +116,15 @@ def discounted_returns(
     _check_unit(gamma=gamma)
     batch = check_tokens(batch, {"rewards": rewards}, mask=mask)
     args = {"rewards": rewards, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
-    specs = lambda p: ([*[batch.specs(p).loss_mask] * 2, batch.specs(p)], batch.specs(p).loss_mask)  # noqa: E731
     static = (gamma, gamma if masked == "discount" else 1.0)
-    found: Float[Array, "*K R T"] = shard_call("discounted_returns", _returns, parallel, args, specs, static)
+    found: Float[Array, "*K R T"] = shard_call(
+        "discounted_returns",
+        _returns,
+        parallel,
+        args,
+        lambda p: ([*[batch.specs(p).loss_mask] * 2, batch.specs(p)], batch.specs(p).loss_mask),
+        static,
+    )
     return found
 
 
@@ -191,9 +197,15 @@ def gae(
         check("length_alpha", repr(length_alpha), good, "a finite number above 0, or None")
     batch = check_tokens(batch, {"rewards": rewards, "values": values}, mask=mask)
     args = {"rewards": rewards, "values": values, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
-    specs = lambda p: ([*[batch.specs(p).loss_mask] * 3, batch.specs(p)], batch.specs(p).loss_mask)  # noqa: E731
     static = (gamma, lam, value_lam, length_alpha)
-    found: tuple[jax.Array, jax.Array] = shard_call("gae", _gae, parallel, args, specs, static)
+    found: tuple[jax.Array, jax.Array] = shard_call(
+        "gae",
+        _gae,
+        parallel,
+        args,
+        lambda p: ([*[batch.specs(p).loss_mask] * 3, batch.specs(p)], batch.specs(p).loss_mask),
+        static,
+    )
     return found
 
 

@@ -65,8 +65,13 @@ def spread(x: Float[Array, "*K R S"], batch: RolloutBatch, *, parallel: Parallel
     """
     batch = check_tokens(batch)
     check_segments(batch, x=x)
-    specs = lambda p: ([spec_of(p.rows_spec, x), batch.specs(p)], batch.specs(p).loss_mask)  # noqa: E731
-    found: Float[Array, "*K R T"] = shard_call("spread", _spread, parallel, {"x": x, "batch": batch}, specs)
+    found: Float[Array, "*K R T"] = shard_call(
+        "spread",
+        _spread,
+        parallel,
+        {"x": x, "batch": batch},
+        lambda p: ([spec_of(p.rows_spec, x), batch.specs(p)], batch.specs(p).loss_mask),
+    )
     return found
 
 
@@ -110,9 +115,15 @@ def whiten(
     if x.ndim not in (2, 3) or x.shape != mask.shape:
         raise ValueError(f"x, mask: got shapes {x.shape} and {mask.shape}, expected [R, T], or [K, R, T], both")
     check_whole_step("whiten")
-    specs = lambda p: ([spec_of(p.tokens_spec, x)] * 2, spec_of(p.tokens_spec, x))  # noqa: E731
     args = {"x": x, "mask": mask}
-    found: Float[Array, "*K R T"] = shard_call("whiten", _whiten, parallel, args, specs, (shift_mean, epsilon))
+    found: Float[Array, "*K R T"] = shard_call(
+        "whiten",
+        _whiten,
+        parallel,
+        args,
+        lambda p: ([spec_of(p.tokens_spec, x)] * 2, spec_of(p.tokens_spec, x)),
+        (shift_mean, epsilon),
+    )
     return found
 
 
@@ -128,7 +139,10 @@ def _whiten(axes: ShardAxes, static: tuple[bool, float], x: jax.Array, mask: jax
 def _moments(axes: ShardAxes, x: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(x less its mean, the mean, the variance over n - 1), of all kept tokens of the step."""
     x = lax.stop_gradient(jnp.where(keep, x.astype(jnp.float32), 0))
-    total_of = lambda *values: axes.psum(tuple(vary(v.sum(), axes.tokens) for v in values), axes.tokens)  # noqa: E731
+
+    def total_of(*values: jax.Array) -> tuple[jax.Array, ...]:
+        return axes.psum(tuple(vary(v.sum(), axes.tokens) for v in values), axes.tokens)
+
     total, count = total_of(x, keep.astype(jnp.float32))
     centre = total / jnp.maximum(count, 1)
     d = jnp.where(keep, x - centre, 0)
@@ -174,9 +188,10 @@ def explained_variance(
     if values.ndim not in (2, 3):
         raise ValueError(f"values: got shape {values.shape}, expected [R, T], or [K, R, T]")
     check_whole_step("explained_variance")
-    specs = lambda p: ([spec_of(p.tokens_spec, values)] * 3, P())  # noqa: E731
     args = {"values": values, "returns": returns, "mask": mask}
-    found: Float[Array, ""] = shard_call("explained_variance", _explained_variance, parallel, args, specs)
+    found: Float[Array, ""] = shard_call(
+        "explained_variance", _explained_variance, parallel, args, lambda p: ([spec_of(p.tokens_spec, values)] * 3, P())
+    )
     return found
 
 

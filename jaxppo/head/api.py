@@ -83,9 +83,10 @@ def log_probs_from_hidden(
 
 def token_stats(prepared: Prepared, parallel: ParallelMesh | ShardAxes | None) -> TokenStats:
     """What `log_probs_from_hidden` returns."""
-    specs = lambda p: ([prepared.specs], p.tokens_spec)  # noqa: E731
     given = {"head": prepared.inputs}
-    found: TokenStats = shard_call("log_probs_from_hidden", _per_shard, parallel, given, specs, prepared.call)
+    found: TokenStats = shard_call(
+        "log_probs_from_hidden", _per_shard, parallel, given, lambda p: ([prepared.specs], p.tokens_spec), prepared.call
+    )
     return found
 
 

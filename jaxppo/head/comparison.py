@@ -138,5 +138,5 @@ def _logit_error(call: HeadCall, walk: Walk, unit: float, magnitude: jax.Array) 
 def _norms(x: jax.Array, dim: int, among: Any) -> tuple[jax.Array, jax.Array]:
     """The sums along a dimension of squares and of fourth powers, 0 where not `among`."""
     square = jnp.square(x.astype(jnp.float32))
-    keep = lambda found: jnp.where(among, found, 0)  # noqa: E731
-    return keep(square.sum(axis=dim)), keep(jnp.square(square).sum(axis=dim))
+    sums = square.sum(axis=dim), jnp.square(square).sum(axis=dim)
+    return jnp.where(among, sums[0], 0), jnp.where(among, sums[1], 0)

@@ -96,7 +96,10 @@ def terms(
     The others are the cross-entropy of p under q, and the total variation, whose slope is 0 where p is q.
     """
     p, q = jnp.exp(log_p), jnp.exp(log_q)
-    weighted = lambda weight, log: jnp.where(weight == 0, 0, weight * log)  # noqa: E731  so that NaN stays
+
+    def weighted(weight: jax.Array, log: jax.Array) -> jax.Array:
+        return jnp.where(weight == 0, 0, weight * log)  # so that NaN stays
+
     if divergence == "reverse_kl":
         return _kl_term(p, log_p, q, log_q), weighted(p, log_p - log_q)
     if divergence == "cross_entropy":
@@ -209,13 +212,16 @@ def over_tiles(walk: Walk, by_vocabulary: bool, body: Any, totals: Any) -> Any:
 
     def of_block(i: Any, totals: Any) -> Any:
         block = walk.block(i)
-        add = lambda slots, x: tokens.write(x, body(walk.chunk(slots), block, slots, tokens.read(x, slots)), slots)  # noqa: E731
+
+        def add(slots: Slots, totals: Any) -> Any:
+            return tokens.write(totals, body(walk.chunk(slots), block, slots, tokens.read(totals, slots)), slots)
+
         return tokens.loop(add, totals)
 
     def of_slots(slots: Slots, totals: Any) -> Any:
         chunk = walk.chunk(slots)
-        add = lambda i, part: body(chunk, walk.block(i), slots, part)  # noqa: E731
-        return tokens.write(totals, over_blocks(add, tokens.read(totals, slots)), slots)
+        part = over_blocks(lambda i, part: body(chunk, walk.block(i), slots, part), tokens.read(totals, slots))
+        return tokens.write(totals, part, slots)
 
     return over_blocks(of_block, totals) if by_vocabulary else tokens.loop(of_slots, totals)
 

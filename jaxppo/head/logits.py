@@ -135,11 +135,15 @@ def _per_shard(
     window = -(-V_local // axes.size(axes.tensor)) if own else None
     vocab_size = check_vocab_size(vocab_size, V_local * (1 if own else axes.size(axes.tensor)))
     call = _Call(entropy, logit_stats, vocab_size, axes, window)
-    flat: Any = lambda x: None if x is None else x.reshape(R * T, *x.shape[2:])  # noqa: E731
-    where = None if where is None else flat(where).astype(bool)
     temperature = jnp.ones((), jnp.float32) if temperature is None else temperature
-    temperature = flat(temperature)[:, None] if temperature.ndim else temperature
-    found = _token_stats(call, flat(logits), flat(targets), flat(nucleus), flat(token_ids), where, temperature)
+    by_token = temperature[..., None] if temperature.ndim else None
+    of_tokens = logits, targets, nucleus, token_ids, where, by_token
+    logits, targets, nucleus, token_ids, where, by_token = jax.tree.map(
+        lambda x: x.reshape(R * T, *x.shape[2:]), of_tokens
+    )
+    where = None if where is None else where.astype(bool)
+    temperature = temperature if by_token is None else by_token
+    found = _token_stats(call, logits, targets, nucleus, token_ids, where, temperature)
     return jax.tree.map(lambda x: x.reshape(R, T, *x.shape[1:]), found)
 
 

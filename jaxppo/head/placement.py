@@ -46,7 +46,10 @@ def bring_hidden(
     if parallel is None or given is None:
         return hidden, bool(roles.tensor) and roles.sequence_parallel
     sizes = parallel.mesh.shape if isinstance(parallel, ParallelMesh) else jax.sharding.get_abstract_mesh().shape
-    above_1 = lambda names: tuple(n for n in names if sizes.get(n) != 1)  # noqa: E731
+
+    def above_1(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(n for n in names if sizes.get(n) != 1)
+
     entries = [above_1(entry_names(entry)) for entry in _full(given, 3)]
     data, context, tensor = map(above_1, (roles.data, roles.context, roles.tensor))
     if entries == [data, context, ()]:

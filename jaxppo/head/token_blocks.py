@@ -97,9 +97,15 @@ class TokenBlocks:
             return body(self.slots(0), carry)
         if self.order is None:
             return lax.fori_loop(0, self.blocks, lambda j, carry: body(self.slots(j), carry), carry)
-        # the constant bound says to whoever reads the program how long the loop can be
-        more = lambda c: (c[0] < self.blocks) & (c[0] < self.turns)  # noqa: E731
-        turn = lambda c: (c[0] + 1, body(self.slots(c[0]), c[1]))  # noqa: E731
+
+        def more(state: tuple[jax.Array, Any]) -> jax.Array:
+            # the constant bound says to whoever reads the program how long the loop can be
+            return (state[0] < self.blocks) & (state[0] < self.turns)
+
+        def turn(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            j, carry = state
+            return j + 1, body(self.slots(j), carry)
+
         return lax.while_loop(more, turn, (jnp.zeros_like(self.turns), carry))[1]
 
     def to_slots(self, x: Any) -> Any:
@@ -131,8 +137,7 @@ class TokenBlocks:
         """x, an array in slot order or a pytree of them, with the block replaced."""
         if self.blocks == 1:
             return block
-        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, slots.start, 0)  # noqa: E731
-        return jax.tree.map(put, x, block)
+        return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, slots.start, 0), x, block)
 
     def put(self, x: jax.Array, rows: jax.Array, slots: Slots) -> jax.Array:
         """x, an array in token order, padded, with the rows of the tokens in the slots replaced where they count."""
@@ -145,8 +150,9 @@ class TokenBlocks:
     def padded(self, x: Any) -> Any:
         """Arrays in token order, with rows added for all slots."""
         extra = self.slots_count - self.count
-        pad = lambda x: jnp.pad(x, ((0, extra), *[(0, 0)] * (x.ndim - 1)))  # noqa: E731
-        return jax.tree.map(pad, x) if extra else x
+        if not extra:
+            return x
+        return jax.tree.map(lambda x: jnp.pad(x, ((0, extra), *[(0, 0)] * (x.ndim - 1))), x)
 
 
 def zero_unless(counts: Bool[Array, "N"] | None, tree: Any) -> Any:

@@ -117,10 +117,14 @@ class VocabularyBlocks:
         if self.padded:
             exists = ids < self.call.vocab_size
             # padding may hold NaN, and 0 * NaN is NaN in the gradient of the hidden states
-            among = lambda x: exists if x.ndim == 1 else jnp.expand_dims(exists, 1 - self.dim(x))  # noqa: E731
-            parts, valid = jax.tree.map(lambda x: jnp.where(among(x), x, 0), parts), valid & exists
+            parts = jax.tree.map(lambda x: jnp.where(self._beside(exists, x), x, 0), parts)
+            valid = valid & exists
         bias = None if parts.bias is None else parts.bias.astype(jnp.float32)[None]
         return Block(parts._replace(bias=bias), ids[None], valid if valid is True else valid[None])
+
+    def _beside(self, of_columns: jax.Array, x: jax.Array) -> jax.Array:
+        """What is said of each column, in the dimensions of an array that has those columns."""
+        return of_columns if x.ndim == 1 else jnp.expand_dims(of_columns, 1 - self.dim(x))
 
     def tile(self, chunk: Chunk, block: Block) -> Tile:
         """Some tokens before a block."""
@@ -146,10 +150,10 @@ class VocabularyBlocks:
         pieces = math.prod(map(lax.axis_size, self.gathered_v))
         size = block.columns.shape[1] // pieces
         starts = block.columns[0, ::size]
-        row = lambda x: x.reshape(*[1] * ids.ndim, pieces)  # noqa: E731
-        offset = ids[..., None] - row(starts)
+        as_last = (*[1] * ids.ndim, pieces)
+        offset = ids[..., None] - starts.reshape(as_last)
         inside = (offset >= 0) & (offset < size)
-        place = jnp.where(inside, offset + row(_range(pieces) * size), 0).sum(-1, dtype=jnp.int32)
+        place = jnp.where(inside, offset + (_range(pieces) * size).reshape(as_last), 0).sum(-1, dtype=jnp.int32)
         return place, inside.any(-1) & (True if block.valid is True else block.valid[0, place])
 
     def over_blocks(self, body: Callable[[Any, Any], Any], carry: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -199,9 +199,10 @@ def _check_method(x: Any, kind: str, method: str) -> None:
 
 def _parameters(x: Any) -> list[str]:
     """The names of a module's attributes that hold parameters, or modules that may."""
-    holds: Callable[[Any], bool] = lambda v: (  # noqa: E731
-        _is(v, "flax.nnx", "Variable") or _is(v, "flax.nnx", "Module") or isinstance(v, jax.Array)
-    )
+
+    def holds(v: Any) -> bool:
+        return _is(v, "flax.nnx", "Variable") or _is(v, "flax.nnx", "Module") or isinstance(v, jax.Array)
+
     return [name for name, v in vars(x).items() if holds(v) and name not in _QWIX_NOTES]
 
 

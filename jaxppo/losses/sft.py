@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, Unpack
 
 import jax
@@ -169,7 +170,7 @@ class SFTTokenLoss(TokenLoss):
     def per_token(
         self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
     ) -> tuple[Float[Array, "R T"], Values]:
-        select = lambda x: masked(x, batch.loss_mask)  # noqa: E731
+        select = partial(masked, mask=batch.loss_mask)
         nll = losses = -select(stats.log_probs)
         if self.label_smoothing:
             assert stats.log_z is not None  # sft_loss sees to it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -75,8 +76,9 @@ def mismatch_metrics(
         check_f32(name, x)
 
     args = {"trainer_log_probs": trainer, "batch": batch}
-    specs = lambda p: ([p.tokens_spec, batch.specs(p)], P())  # noqa: E731
-    found: Metrics = shard_call("mismatch_metrics", _per_shard, parallel, args, specs)
+    found: Metrics = shard_call(
+        "mismatch_metrics", _per_shard, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P())
+    )
     return found
 
 
@@ -85,7 +87,7 @@ def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metr
     assert batch.rollout_log_probs is not None  # mismatch_metrics sees to it
     trainer, rollout = masked(trainer, mask), masked(batch.rollout_log_probs, mask)
     d = trainer - rollout
-    bounded = lambda x: jnp.clip(x, -MAX_LOG_RATIO, MAX_LOG_RATIO)  # noqa: E731  so that exp of it is finite
+    bounded = partial(jnp.clip, min=-MAX_LOG_RATIO, max=MAX_LOG_RATIO)  # so that exp of it is finite
     by_token = {
         "kl": -d,
         "k3_kl": k3(d),

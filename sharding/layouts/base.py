@@ -83,13 +83,19 @@ class Layout:
 
     def shift(self, axes: ShardAxes, x: Any, by: int, fill: Any, segment_ids: Any, num_segments: int | None) -> Any:
         """`shift_left` of what this device holds."""
-        fn = lambda contiguous, x, ids: contiguous.shift(axes, x, by, fill, ids, num_segments)  # noqa: E731
-        return self._through_contiguous(axes, fn, x, segment_ids, num_segments)
+
+        def shift(contiguous: Layout, x: Any, ids: Any) -> Any:
+            return contiguous.shift(axes, x, by, fill, ids, num_segments)
+
+        return self._through_contiguous(axes, shift, x, segment_ids, num_segments)
 
     def scan(self, axes: ShardAxes, ab: Any, reverse: bool, segment_ids: Any, num_segments: int | None) -> jax.Array:
         """`scan_affine` of what this device holds."""
-        fn = lambda contiguous, ab, ids: contiguous.scan(axes, ab, reverse, ids, num_segments)  # noqa: E731
-        return self._through_contiguous(axes, fn, ab, segment_ids, num_segments)
+
+        def scan(contiguous: Layout, ab: Any, ids: Any) -> jax.Array:
+            return contiguous.scan(axes, ab, reverse, ids, num_segments)
+
+        return self._through_contiguous(axes, scan, ab, segment_ids, num_segments)
 
     def _through_contiguous(self, axes: ShardAxes, fn: Any, x: Any, segment_ids: Any, num_segments: int | None) -> Any:
         contiguous, row = LAYOUTS["contiguous"], self.row(axes, x, segment_ids, num_segments)

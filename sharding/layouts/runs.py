@@ -143,7 +143,9 @@ def _scan(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse:
         from_a, from_on = (_before(x, 1, axis, not reverse) for x in (a, on))
         return jnp.stack(_solve(from_a, list(bs), jnp.where(from_on, GOES_ON, ENDS), axis, not reverse))
 
-    solve = lambda _, bs: jnp.stack(_solve(a, list(bs), why, axis, reverse))  # noqa: E731
+    def solve(_: Any, bs: jax.Array) -> jax.Array:
+        return jnp.stack(_solve(a, list(bs), why, axis, reverse))
+
     return list(lax.custom_linear_solve(left_over, jnp.stack(bs), solve, transposed))
 
 

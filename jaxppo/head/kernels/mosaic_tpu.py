@@ -187,7 +187,9 @@ def _forward(call: HeadCall, structure: Any, active: Any, refs: _Operands, out: 
     """
     i, j = pl.program_id(0), pl.program_id(1)
     sums, x_out = out
-    write = lambda new: jax.tree.map(lambda ref, x: ref.__setitem__(..., x), sums, new)  # noqa: E731
+
+    def write(new: Any) -> None:
+        jax.tree.map(lambda ref, x: ref.__setitem__(..., x), sums, new)
 
     @pl.when(j == 0)
     def _() -> None:
@@ -325,8 +327,10 @@ class _Grid:
 
     def _specs(self, operands: _Operands) -> _Operands:
         """No column moves for tokens that do not count."""
-        tokens = lambda x: pl.BlockSpec((self.bt, x.shape[1]), lambda i, j, active: (i, 0))  # noqa: E731
         row = pl.BlockSpec((1, self.bv), lambda i, j, active: (0, j * active[i]))
+
+        def tokens(x: jax.Array) -> pl.BlockSpec:
+            return pl.BlockSpec((self.bt, x.shape[1]), lambda i, j, active: (i, 0))
 
         def by_columns(x: jax.Array) -> pl.BlockSpec:
             if self.call.v_dim == 1:
