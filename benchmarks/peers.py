@@ -60,7 +60,10 @@ def torch_peers(case: Case, data: Any) -> dict[str, Callable[[], Any]]:
         return {}
     device = "cuda" if on_gpu else "cpu"
     dtype = getattr(torch, case.dtype)
-    to = lambda x: torch.from_numpy(np.array(x[0] if x.ndim == 3 else x, np.float32)).to(device, dtype)  # noqa: E731
+
+    def to(x):
+        return torch.from_numpy(np.array(x[0] if x.ndim == 3 else x, np.float32)).to(device, dtype)
+
     hidden, kernel = to(data["hidden"]).requires_grad_(), to(data["kernel"]).requires_grad_()
     targets = torch.from_numpy(np.array(data["targets"][0], np.int64)).to(device)
     g, e = (torch.from_numpy(np.array(data[name][0])).to(device) for name in ("g", "e"))

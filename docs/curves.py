@@ -38,7 +38,10 @@ def per_token(loss: Any, ratio: Any, advantage: float, selected: float) -> tuple
     segments = Segments(jnp.ones(rows.shape, jnp.int32), 1, ShardAxes())
     given = (old, jnp.full_like(rows, advantage))
     extra = {"mask": jnp.ones_like(rows), "segments": segments, "selected": jnp.full_like(rows, selected)}
-    values = lambda x: loss(x, *given, **extra)[0]  # noqa: E731
+
+    def values(x):
+        return loss(x, *given, **extra)[0]
+
     log_probs = old + jnp.log(rows)
     pull = -jax.grad(lambda x: values(x).sum())(log_probs)
     return np.round(values(log_probs)[:, 0], 4), np.round(pull[:, 0], 4)
@@ -205,7 +208,9 @@ def memory() -> Any:
     H, V, mib = 256, 16384, 2**20
 
     def batch_of(tokens: int) -> RolloutBatch:
-        x = lambda dtype, *shape: jax.ShapeDtypeStruct((1, *shape), dtype)  # noqa: E731
+        def x(dtype, *shape):
+            return jax.ShapeDtypeStruct((1, *shape), dtype)
+
         ids, numbers = [x(jnp.int32, tokens)] * 4, x(jnp.float32, tokens)
         return RolloutBatch(*ids, numbers, x(jnp.int32, 1), advantages=numbers, old_log_probs=numbers)
 
@@ -228,7 +233,10 @@ def memory() -> Any:
     figure, axes = plots(1, width=6.0, height=3.2)
     for name, (fn, colour) in versions.items():
         kernel = jax.ShapeDtypeStruct((H, V), jnp.float32)
-        hidden = lambda n: jax.ShapeDtypeStruct((1, n, H), jnp.float32)  # noqa: E731
+
+        def hidden(n):
+            return jax.ShapeDtypeStruct((1, n, H), jnp.float32)
+
         temporaries = [audit(jax.grad(fn, (0, 1)), hidden(n), kernel, batch_of(n)).temp_bytes / mib for n in counts]
         axes[0][0].plot(counts, temporaries, color=colour, marker="o", markersize=4, label=name)
     axes[0][0].set(xscale="log", yscale="log", xlabel="tokens", ylabel="temporaries, MiB")

@@ -54,14 +54,20 @@ class Policy(eqx.Module):
 
 def placed(model: Policy, parallel: ParallelMesh) -> Policy:
     """Weights `[out, in]` over the mesh as a head's kernel, vectors on each device."""
-    spec = lambda x: parallel.kernel_spec("vh") if x.ndim == 2 else P(None)  # noqa: E731
+
+    def spec(x):
+        return parallel.kernel_spec("vh") if x.ndim == 2 else P(None)
+
     return jax.tree.map(lambda x: jax.device_put(x, parallel.sharding(spec(x))), model)
 
 
 def hidden_states(model: Policy, tokens: jax.Array, parallel: ParallelMesh) -> jax.Array:
     """`bf16[R, T, H]`. Equinox's layers know no Explicit axes; within `auto_axes` they need not."""
     model = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
-    run = lambda model, tokens: jax.vmap(jax.vmap(model))(tokens)  # noqa: E731
+
+    def run(model, tokens):
+        return jax.vmap(jax.vmap(model))(tokens)
+
     if parallel.is_explicit:
         run = jax.sharding.auto_axes(run, out_sharding=parallel.sharding(parallel.hidden_spec))
     return run(model, tokens)

@@ -127,7 +127,10 @@ def create_model(config: ModelConfig, parallel: ParallelMesh, seed: int) -> tupl
         raise ValueError(
             f"mesh: got {parallel.tensor_size} tensor shards, expected a divisor of the {config.heads} heads"
         )
-    create = lambda: nnx.split(Decoder(config, parallel, nnx.Rngs(seed)))  # noqa: E731
+
+    def create():
+        return nnx.split(Decoder(config, parallel, nnx.Rngs(seed)))
+
     graphdef, abstract = jax.eval_shape(create)
     shardings = jax.tree.map(parallel.sharding, nnx.get_partition_spec(abstract))
     return graphdef, jax.jit(lambda: create()[1], out_shardings=shardings)()

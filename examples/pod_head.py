@@ -174,8 +174,13 @@ def plan_train(step: TrainStep) -> Fit:
 
 def table(found: dict[str, Audit]) -> str:
     """The costs of each version in columns."""
-    gib = lambda size: f"{size / GIB:.3f} GiB"  # noqa: E731
-    ms = lambda a, kind: "unknown" if a.time is None else f"{getattr(a.time, kind):.2f} ms"  # noqa: E731
+
+    def gib(size):
+        return f"{size / GIB:.3f} GiB"
+
+    def ms(a, kind):
+        return "unknown" if a.time is None else f"{getattr(a.time, kind):.2f} ms"
+
     rows = {
         "computing": [ms(a, "compute") for a in found.values()],
         "collectives": [ms(a, "collectives") for a in found.values()],

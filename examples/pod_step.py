@@ -115,7 +115,10 @@ class TrainStep:
         """Causal attention within segments; keys and values are gathered over the context axis."""
         sizes, shards = self.sizes, self.parallel.context_size
         R, T = x.shape[:2]
-        split = lambda y: self._place(y.reshape(R, T, -1, sizes.head_dim), "data", "context", "tensor", None)  # noqa: E731
+
+        def split(y):
+            return self._place(y.reshape(R, T, -1, sizes.head_dim), "data", "context", "tensor", None)
+
         q = _rotate(_norm(split(x @ p["q"]), p["q_norm"]), angles)
         k = _rotate(_norm(split(x @ p["k"]), p["k_norm"]), angles)
         k, v = (self._place(y, "data", None, "tensor", None) for y in (k, split(x @ p["v"])))
@@ -158,7 +161,10 @@ class TrainStep:
         loss, gradients = jax.value_and_grad(self.loss)(params, batch)
         first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments[0], gradients)
         second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, moments[1], gradients)
-        adam = lambda w, m, v: w - 1e-6 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * w)  # noqa: E731
+
+        def adam(w, m, v):
+            return w - 1e-6 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * w)
+
         return jax.tree.map(adam, params, first, second), (first, second), loss
 
     @property
@@ -205,7 +211,9 @@ class Fit:
         return None if self.available is None else self.step is not None and self.needed <= self.available
 
     def __str__(self) -> str:
-        size = lambda what, n: f"{what:<44}{n / GIB:9.3f} GiB"  # noqa: E731
+        def size(what, n):
+            return f"{what:<44}{n / GIB:9.3f} GiB"
+
         lines = ["per device", *(size(what, n) for what, n in self.parts.items())]
         lines.append(size("  the loss on its own, of these", self.loss.temp_bytes))
         verdict = {None: "memory unknown", True: "it fits", False: "it does not fit"}[self.fits]

@@ -111,7 +111,10 @@ def readable(samples: Sequence[Sample], tokenizer: Tokenizer | FolderTokenizer) 
 
 def _place(arrays: tuple[np.ndarray, ...], shardings: tuple[NamedSharding, ...]) -> tuple[jax.Array, ...]:
     """Arrays that every process has, on the devices of all of them."""
-    put = lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])  # noqa: E731
+
+    def put(x, sharding):
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
     with jax.transfer_guard_host_to_device("allow"):  # JAX takes its callbacks for transfers that nobody asked for
         return tuple(map(put, arrays, shardings))
 

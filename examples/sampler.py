@@ -124,7 +124,9 @@ def _extend(
 
     def attend_in(layer: int) -> Attend:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            write = lambda old, new: place(lax.dynamic_update_slice_in_dim(old, new, at, 1), None, tensor, None)  # noqa: E731
+            def write(old, new):
+                return place(lax.dynamic_update_slice_in_dim(old, new, at, 1), None, tensor, None)
+
             layers[layer] = keys, values = write(layers[layer][0], k), write(layers[layer][1], v)
             return attention(q, keys, values, segments, positions, cache.segments, cache.positions)
 

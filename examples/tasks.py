@@ -76,7 +76,9 @@ class Task:
             warnings.simplefilter("ignore", SyntaxWarning)  # in the source of a package that reasoning-gym imports
             import reasoning_gym  # which takes a second, and help needs the names alone
 
-        make = lambda stream: reasoning_gym.create_dataset(name, seed=stream * _STREAM, size=_STREAM, **TASKS[name])  # noqa: E731
+        def make(stream):
+            return reasoning_gym.create_dataset(name, seed=stream * _STREAM, size=_STREAM, **TASKS[name])
+
         self.stream, unseen = make(seed + 2), make(1)
         probe = make(0)
         texts = [probe[i]["question"] for i in range(512)]

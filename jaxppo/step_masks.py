@@ -148,7 +148,10 @@ def top_entropy_mask(
 def _top_entropy(axes: ShardAxes, entropy: jax.Array, loss_mask: jax.Array, share: jax.Array) -> Float[Array, "*K R T"]:
     axes.check_complete("a quantile of the step's entropies", loss_mask)
     mask = loss_mask > 0
-    total = lambda x: axes.psum(vary(x.sum(dtype=x.dtype), axes.tokens), axes.tokens)  # noqa: E731
+
+    def total(x: jax.Array) -> jax.Array:
+        return axes.psum(vary(x.sum(dtype=x.dtype), axes.tokens), axes.tokens)
+
     count = total(mask.astype(jnp.int32))
     wanted = count - jnp.ceil((count - 1).astype(jnp.float32) * (1 - share)).astype(jnp.int32)
     scores = ordered_bits(jnp.where(mask, entropy.astype(jnp.float32), 0))

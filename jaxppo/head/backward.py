@@ -168,9 +168,9 @@ def _fill(walk: Walk, groups: TokenBlocks, slots: Slots, begin: Begin, results: 
         results = tokens.write(results, walk.vary_results(known.results), own)
         if chunks == 1:
             return results, dz, known.cotangents.counts, of_bias
-        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, k * size, 0)  # noqa: E731
-        dbias = None if of_bias is None else dbias + of_bias
-        return results, *walk.vary((put(dz_all, dz), put(counts, known.cotangents.counts), dbias))
+        given, new = (dz_all, counts), (dz, known.cotangents.counts)
+        put = jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, k * size, 0), given, new)
+        return results, *walk.vary((*put, None if of_bias is None else dbias + of_bias))
 
     columns = block.columns.shape[1]
     dtype = product_dtype(walk.inputs.features.hidden, walk.inputs.parameters.kernel)

@@ -46,8 +46,8 @@ def by_tokens(walk: Walk) -> Sums:
 
     def of_slots(slots: Slots, sums: Sums) -> Sums:
         chunk = walk.chunk(slots)
-        add = lambda i, found: walk.sums(chunk, walk.block(i), found)[0]  # noqa: E731
-        found = walk.vocabulary.over_blocks(add, walk.empty_sums(walk.tokens.size))
+        empty = walk.empty_sums(walk.tokens.size)
+        found = walk.vocabulary.over_blocks(lambda i, found: walk.sums(chunk, walk.block(i), found)[0], empty)
         written: Sums = walk.tokens.write(sums, found, slots)
         return written
 

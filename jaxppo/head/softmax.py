@@ -231,12 +231,14 @@ def merge(a: Sums, b: Sums) -> Sums:
     return added._replace(m=m, nucleus_m=nucleus_m, top=top)
 
 
+def _column(x: jax.Array) -> jax.Array:
+    return x[:, None]
+
+
 def merge_parts(parts: Sums) -> Sums:
     """The sums of N tokens from those of parts of their logits, `[N, parts]`."""
-    largest = lambda x: None if x is None else x.max(axis=1)  # noqa: E731
-    m, nucleus_m, top = map(largest, (parts.m, parts.nucleus_m, parts.top))
-    wide = lambda x: None if x is None else x[:, None]  # noqa: E731
-    rescaled = _rescale(parts, wide(m), wide(nucleus_m))._replace(m=None, nucleus_m=None)
+    m, nucleus_m, top = jax.tree.map(lambda x: x.max(axis=1), (parts.m, parts.nucleus_m, parts.top))
+    rescaled = _rescale(parts, *jax.tree.map(_column, (m, nucleus_m)))._replace(m=None, nucleus_m=None)
     return jax.tree.map(lambda x: x.sum(axis=1), rescaled)._replace(m=m, nucleus_m=nucleus_m, top=top)
 
 
@@ -328,21 +330,20 @@ def dlogits(
       cotangents: of the tokens.
       ids: those whose log-probs have a cotangent.
     """
-    column = lambda x: x[:, None]  # noqa: E731
     log_p: Any = None
     if residuals.m is not None:
-        log_p = (z - column(residuals.m)) - column(residuals.log_s)
+        log_p = (z - _column(residuals.m)) - _column(residuals.log_s)
     if nucleus is None:
         p = jnp.exp(log_p)
     else:
-        p = jnp.where(nucleus, jnp.exp((z - column(residuals.nucleus_m)) - column(residuals.nucleus_log_s)), 0)
-    dz = column(cotangents.log_prob) * (is_target.astype(p.dtype) - p)
+        p = jnp.where(nucleus, jnp.exp((z - _column(residuals.nucleus_m)) - _column(residuals.nucleus_log_s)), 0)
+    dz = _column(cotangents.log_prob) * (is_target.astype(p.dtype) - p)
     if cotangents.entropy is not None:
         full_p = jnp.exp(log_p)
-        dz -= column(cotangents.entropy) * jnp.where(full_p > 0, full_p * (log_p + column(residuals.entropy)), 0)
+        dz -= _column(cotangents.entropy) * jnp.where(full_p > 0, full_p * (log_p + _column(residuals.entropy)), 0)
     if cotangents.log_z is not None:
-        of_mean = jnp.where(z > -jnp.inf, column(cotangents.mean_logit / residuals.columns), 0)
-        dz += column(cotangents.log_z) * jnp.exp(log_p) + of_mean
+        of_mean = jnp.where(z > -jnp.inf, _column(cotangents.mean_logit / residuals.columns), 0)
+        dz += _column(cotangents.log_z) * jnp.exp(log_p) + of_mean
     if cotangents.ids is not None and ids is not None:
-        dz += ids.spread(cotangents.ids, z) - column(cotangents.ids.sum(axis=1)) * jnp.exp(log_p)
+        dz += ids.spread(cotangents.ids, z) - _column(cotangents.ids.sum(axis=1)) * jnp.exp(log_p)
     return dz

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -93,7 +94,7 @@ def dlogits(
 
 def logits_of_rows(call: HeadCall, rows: Features, temperature: Any, parameters: Parameters) -> jax.Array:
     """f32[C], the logit of each token in a column of its own: of a kernel `[V, H]`, the parameters of C rows."""
-    inner = lambda x, y: jnp.einsum("ch,ch->c", x, y, preferred_element_type=jnp.float32)  # noqa: E731
+    inner = partial(jnp.einsum, "ch,ch->c", preferred_element_type=jnp.float32)
     x = inner(rows.hidden, parameters.kernel)
     x = x if parameters.lora_b is None else x + call.lora_scale * inner(rows.low, parameters.lora_b)
     x = transformed(call.transform, x if parameters.bias is None else x + parameters.bias.astype(jnp.float32))

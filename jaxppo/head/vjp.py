@@ -15,6 +15,7 @@ from jaxppo.head.forward import statistics
 from jaxppo.head.gradient_sums import first_order
 from jaxppo.head.plan import one_pass, sizes_of, two_passes
 from jaxppo.head.prepare import on_device
+from jaxppo.head.softmax import Sums
 from jaxppo.head.token_blocks import Slots, zero_unless
 from jaxppo.head.types import Chunk, Features, HeadCall, Inputs, NeedsGrad, Parameters, Plan, TokenStats
 from jaxppo.head.walk import Walk, cotangents_of
@@ -132,8 +133,8 @@ def _one_pass_forward(
         in_slots = walk.tokens.to_slots(per_token)
 
         def begin(chunk: Chunk, slots: Slots) -> Known:
-            loss = lambda stats: token_loss(stats, walk.tokens.read(in_slots, slots), shared)  # noqa: E731
-            return _loss_of_chunk(walk, chunk, loss)
+            of_slots = walk.tokens.read(in_slots, slots)
+            return _loss_of_chunk(walk, chunk, lambda stats: token_loss(stats, of_slots, shared))
 
         zeros = jnp.zeros(walk.tokens.slots_count, jnp.float32)
         entropy, of_logits = (zeros if asked else None for asked in (call.entropy != "none", call.logit_stats))
@@ -147,7 +148,10 @@ def _one_pass_forward(
 def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Array]) -> Known:
     """A chunk's losses and statistics, its residuals and cotangents, and its products."""
     empty = walk.empty_sums(chunk.targets.shape[0])
-    block = lambda sums, i: walk.sums(chunk, walk.block(i), sums, keep=True)  # noqa: E731
+
+    def block(sums: Sums, i: Any) -> tuple[Sums, jax.Array]:
+        return walk.sums(chunk, walk.block(i), sums, keep=True)
+
     if walk.vocabulary.blocks == 1:
         sums, x = block(empty, 0)
         x = x[None]
@@ -162,8 +166,8 @@ def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Ar
 def _one_pass_backward(call: HeadCall, plan: Plan, token_loss: TokenLoss, left: Any, of_results: Any) -> Any:
     found, inputs = saved(left[0]), left[1]
     c = of_results[0]
-    scale = lambda x: vary((x.astype(jnp.float32) * c).astype(x.dtype), varying(x))  # noqa: E731
-    return cotangents_of_inputs(inputs, *jax.tree.map(scale, found)), None, None
+    scaled = jax.tree.map(lambda x: vary((x.astype(jnp.float32) * c).astype(x.dtype), varying(x)), found)
+    return cotangents_of_inputs(inputs, *scaled), None, None
 
 
 _one_pass.defvjp(_one_pass_forward, _one_pass_backward, symbolic_zeros=True)
@@ -184,9 +188,12 @@ def cotangents_of_inputs(inputs: Inputs, features: Features, parameters: Paramet
 
 def dense(of_stats: Any) -> Any:
     """Cotangents of statistics, with zeros where one is known to be 0."""
-    is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)  # noqa: E731
-    zeros = lambda x: jnp.zeros(x.shape, jnp.float32) if is_zero(x) else x  # noqa: E731
-    return jax.tree.map(zeros, of_stats, is_leaf=is_zero)
+    zero = jax.custom_derivatives.SymbolicZero
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.float32) if isinstance(x, zero) else x,
+        of_stats,
+        is_leaf=lambda x: isinstance(x, zero),
+    )
 
 
 def values(tree: Any) -> Any:
@@ -214,7 +221,10 @@ def to_save(tree: Any) -> Any:
     A function under `jit` is traced once, and the forward of a rule in it once for each set of gradients that is asked
     for. But JAX gives every backward the structure of what the last of these forwards saved.
     """
-    mark = lambda x: jnp.zeros(_NONE, jnp.float32) if x is None else jnp.zeros(_TRUE, jnp.float32) if x is True else x  # noqa: E731
+
+    def mark(x: Any) -> Any:
+        return x if x is not None and x is not True else jnp.zeros(_NONE if x is None else _TRUE, jnp.float32)
+
     return jax.tree.map(mark, tree, is_leaf=lambda x: x is None)
 
 

@@ -97,7 +97,10 @@ EXPECTED = jax.jit(lambda *a: everything(None, *a))
 def test_explicit_mesh():
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=True)
     specs = (BATCH.specs(parallel), parallel.tokens_spec, parallel.hidden_spec, parallel.kernel_spec())
-    is_spec = lambda s: isinstance(s, P)  # noqa: E731
+
+    def is_spec(s):
+        return isinstance(s, P)
+
     placed = jax.tree.map(lambda s, x: jax.device_put(x, parallel.sharding(s)), specs, ARRAYS, is_leaf=is_spec)
     got = jax.jit(lambda *a: everything(parallel, *a))(*placed)
     assert_trees_close(got, EXPECTED(*ARRAYS), atol=3e-6)

@@ -93,7 +93,10 @@ def test_slime_value(slime_value, parallel):
 def test_slime_sft(slime_sft, parallel):
     case, ragged = slime_sft, Ragged.of(slime_sft)
     batch, vocab = ragged.batch(case), case.inputs["logits"].shape[1]
-    pad = lambda x: np.pad(x, ((0, 0), (0, 0), (0, vocab % 2)))  # noqa: E731  tp=2 shards have equal size
+
+    # tp=2 shards have equal size
+    def pad(x):
+        return np.pad(x, ((0, 0), (0, 0), (0, vocab % 2)))
 
     def run(logits):
         options = {"aggregation": "sequence_mean_token_mean", "normalizer": per_sample_sums(batch, parallel)}
@@ -176,7 +179,10 @@ def test_slime_reinforce_plus_plus(slime_reinforce, parallel):
 
 def test_slime_whiten(slime_whiten, parallel):
     case = slime_whiten
-    shape = lambda x: np.pad(x, (0, 40 - x.size)).reshape(4, 10)  # noqa: E731
+
+    def shape(x):
+        return np.pad(x, (0, 40 - x.size)).reshape(4, 10)
+
     x, mask = shape(case.inputs["values"]), shape(case.inputs["mask"])
     whiten = functools.partial(advantages.whiten, shift_mean=case.config["shift_mean"], parallel=parallel)
     got = jax.jit(whiten)(x, mask)
@@ -258,7 +264,10 @@ def correct(case, config, parallel):
         return correction(old, old, batch.rollout_log_probs, none, batch.loss_mask, segments, config)[0]
 
     args = {"batch": batch}
-    run = lambda: shard_call("correct", per_shard, parallel, args, lambda p: ([batch.specs(p)], p.tokens_spec))  # noqa: E731
+
+    def run():
+        return shard_call("correct", per_shard, parallel, args, lambda p: ([batch.specs(p)], p.tokens_spec))
+
     return padded.pad(jax.jit(run)()) * case.inputs["loss_mask"]
 
 

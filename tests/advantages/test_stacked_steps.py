@@ -171,7 +171,10 @@ def test_a_statistic_of_a_micro_batch_is_refused(name):
     """Before, it was the micro-batch's own: whitened advantages 0.71 to 1.35 times those of the step."""
     statistic, batches = jax.jit(CALLS[name]), dataclasses.replace(BATCHES, micro_batches=None)
     statistic(jax.tree.map(lambda x: x[0], batches))  # a trace from before must not answer
-    loss_fn = lambda w, batch: (w * statistic(batch).sum(), {})  # noqa: E731
+
+    def loss_fn(w, batch):
+        return (w * statistic(batch).sum(), {})
+
     message = rf"{NAMES.get(name, name)}: got one micro-batch inside accumulate_gradients, expected the whole step"
     with pytest.raises(ValueError, match=message):
         accumulate_gradients(loss_fn, batches)(jnp.float32(1))

@@ -92,7 +92,10 @@ def test_values(name, jitted, place):
     devices = jax.devices()[: int(np.prod([int(part[3:]) for part in (mesh or "dp=1").split(",")]))]
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout, devices=devices)
     given, expected = CASES[name]
-    make = lambda arrays: made(name, arrays, parallel=parallel)  # noqa: E731
+
+    def make(arrays):
+        return made(name, arrays, parallel=parallel)
+
     batch = (jax.jit(make) if jitted else make)(as_arrays(given))
     order = logical_positions(layout, 8, shards)
     for field in dataclasses.fields(RolloutBatch):
@@ -115,7 +118,10 @@ def test_gradients_and_vmap_of_what_is_made_under_them(name):
     """`loss_mask` aside, a value's gradient is 1 at the token that it came from, for each position that it reached."""
     given, expected = as_arrays(CASES[name][0]), CASES[name][1]
     field = "old_log_probs" if name == "from_padded" else "returns"
-    total = lambda x: getattr(made(name, given | {field: x}), field).sum()  # noqa: E731
+
+    def total(x):
+        return getattr(made(name, given | {field: x}), field).sum()
+
     slope = jax.grad(total)(jnp.asarray(given[field], jnp.float32))
     moved = np.asarray(expected[field])
     assert float((np.asarray(slope) * given[field]).sum()) == moved.sum()

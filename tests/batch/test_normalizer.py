@@ -90,7 +90,10 @@ def test_counts_of_another_step(loss, mesh, aggregation, other):
     """Before, a larger one gave -0.171 for -0.239."""
     parallel, config = mesh and make_parallel_mesh(mesh), PolicyLossConfig(aggregation=aggregation)
     run = jax.jit(lambda batch, normalizer: loss(batch, config, parallel=parallel, normalizer=normalizer))
-    make = lambda batch: Normalizer.from_batches(batch, aggregation, parallel=parallel)  # noqa: E731
+
+    def make(batch):
+        return Normalizer.from_batches(batch, aggregation, parallel=parallel)
+
     wrong = {"larger": LARGER, "smaller": SMALLER}[other]
     value, found = run(BATCH, make(wrong))
     assert np.isnan(value)
@@ -105,9 +108,9 @@ def test_counts_of_another_step(loss, mesh, aggregation, other):
 
 
 def accumulate(batches, normalizer):
-    fn = lambda w, part: policy_loss(  # noqa: E731
-        TokenStats(w * part[0].returns), part[0], PolicyLossConfig(), normalizer=part[1]
-    )
+    def fn(w, part):
+        return policy_loss(TokenStats(w * part[0].returns), part[0], PolicyLossConfig(), normalizer=part[1])
+
     (loss, found), _ = jax.jit(accumulate_gradients(fn, (batches, normalizer)))(jnp.float32(1))
     return loss, explain_broken_rules(found["broken_rules"].value)
 
@@ -115,7 +118,10 @@ def accumulate(batches, normalizer):
 def test_a_step_of_more_micro_batches():
     """Before, -0.076 for -0.085: half of a step over the tokens of all of it."""
     normalizer = Normalizer.from_batches(STACKED, "token_mean")
-    half = lambda x: x[:2]  # noqa: E731
+
+    def half(x):
+        return x[:2]
+
     given = jax.tree.map(half, (STACKED, normalizer))
     with pytest.raises(ValueError, match=r"got one of a step of 4 micro-batches, expected 2: Normalizer\.from_batches"):
         accumulate(*given)

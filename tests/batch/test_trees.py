@@ -46,7 +46,10 @@ def test_by_hand():
 
 def paths_of(batch):
     """{sample: (row, the logical positions of its path)}, from the segments and parents alone."""
-    flat = lambda x: np.asarray(x).reshape(-1, x.shape[-1])  # noqa: E731
+
+    def flat(x):
+        return np.asarray(x).reshape(-1, x.shape[-1])
+
     segments, ids, parents = flat(batch.segment_ids), flat(batch.sample_ids), flat(batch.parents)
     found = {}
     for row, slot in np.argwhere(ids >= 0):
@@ -88,7 +91,10 @@ def test_every_sample_can_be_read(layout, drawn, depths, micro_batches, length, 
     options = {"row_length": length, "parallel": parallel, "micro_batches": micro_batches, "num_segments": most}
     batch = RolloutBatch.from_samples(samples, share_prefixes=True, mtp_depths=depths, **options)
     batch.validate(100)
-    flat = lambda x: np.asarray(x).reshape(-1, x.shape[-1])  # noqa: E731
+
+    def flat(x):
+        return np.asarray(x).reshape(-1, x.shape[-1])
+
     tokens, targets, mask, values, positions = (
         flat(x) for x in (batch.tokens, batch.targets, batch.loss_mask, batch.values, batch.positions)
     )

@@ -266,7 +266,10 @@ def test_curves_of_runs_are_drawn(tmp_path, capsys):
         lines = (json.dumps({"reward": i / steps}) for i in range(steps))
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
     picture = tmp_path / "curves.png"
-    draw = lambda *names: compare_runs.main([*(str(tmp_path / n) for n in names), "--out", str(picture)])  # noqa: E731
+
+    def draw(*names):
+        return compare_runs.main([*(str(tmp_path / n) for n in names), "--out", str(picture)])
+
     assert (draw("long", "short"), draw("long", "absent")) == (2, 2)
     errors = capsys.readouterr().err.splitlines()
     assert errors[0].endswith("short: got 3 steps, expected 10 or more")

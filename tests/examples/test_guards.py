@@ -132,7 +132,10 @@ def test_what_stands_out(tmp_path):
 def compiled():
     """Names of the programs compiled so far, whether or not a cache had them."""
     found = []
-    listener = lambda name, *_, **__: found.append(name) if "backend_compile" in name else None  # noqa: E731
+
+    def listener(name, *_, **__):
+        return found.append(name) if "backend_compile" in name else None
+
     jax.monitoring.register_event_duration_secs_listener(listener)
     yield found
     jax.monitoring.unregister_event_duration_listener(listener)

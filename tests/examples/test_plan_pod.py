@@ -83,7 +83,10 @@ def test_what_a_step_holds_on_emulated_devices():
 def loss_of_a_step(step):
     """The loss of a step on numbers that depend on the sizes only."""
     rng, batch = np.random.default_rng(0), step.batch
-    put = lambda like, a: jax.device_put(np.asarray(a, like.dtype), like.sharding)  # noqa: E731
+
+    def put(like, a):
+        return jax.device_put(np.asarray(a, like.dtype), like.sharding)
+
     params = {name: put(x, 0.3 * rng.normal(size=x.shape)) for name, x in sorted(step.params.items())}
     x, tokens, targets = rng.normal(size=(2, 16)), *rng.integers(0, 128, (2, 2, 16))
     ids, sample_ids = np.ones((2, 16)), np.array([[0], [1]])
@@ -157,7 +160,10 @@ def test_the_losses_memory_and_collectives_are_flat_from_8_to_512_chips():
         parallel = pod_head.described_mesh(mesh, f"v5p:{topology}")
         step = pod_head.Step(HEADS["qwen3-8b"], 4096, jnp.dtype(jnp.bfloat16), parallel)
         found.append(step.cost(step.one_pass))
-        others = lambda c, sizes=parallel.mesh.shape: 1 - 1 / math.prod(sizes[name] for name in c.axes)  # noqa: E731
+
+        def others(c, sizes=parallel.mesh.shape):
+            return 1 - 1 / math.prod(sizes[name] for name in c.axes)
+
         # a device sends its whole array once to scatter or gather it around a ring, and twice to sum it
         moved.append(sum(c.bytes * others(c) * (2 if c.op == "all-reduce" else 1) for c in found[-1].collectives))
     for a, expected in zip(found, of_dkernel, strict=True):

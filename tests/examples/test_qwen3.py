@@ -45,7 +45,10 @@ def logits_by_definition(config, tensors, tokens):
 
     x = w["embed_tokens"][tokens]
     for layer in range(config["num_hidden_layers"]):
-        at = lambda name, layer=layer: w[f"layers.{layer}.{name}"]  # noqa: E731
+
+        def at(name, layer=layer):
+            return w[f"layers.{layer}.{name}"]
+
         y = norm(x, at("input_layernorm"))
         q, k, v = (y @ at(f"self_attn.{c}_proj").T for c in "qkv")
         mixed = np.empty_like(q)

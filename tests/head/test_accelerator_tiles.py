@@ -77,7 +77,10 @@ def on_one_cpu():
 @pytest.mark.parametrize("way", WAYS)
 def test_one_pass(mesh, way):
     config, parallel = bonus_and_kl(), mesh_of(mesh)
-    run = lambda h, k: step(parallel, h, k, config=config, **{"memory": None, **WAYS[way]})  # noqa: E731
+
+    def run(h, k):
+        return step(parallel, h, k, config=config, **{"memory": None, **WAYS[way]})
+
     with tiles_of("wide"):
         got = jax.jit(run)(HIDDEN, KERNEL)
         assert hang_risks(jax.make_jaxpr(run)(HIDDEN, KERNEL)) == []
@@ -102,7 +105,10 @@ ADAPTED = itertools.product([None, "mixed"], ["hv", "vh"], ["a group in chunks",
 def test_one_pass_with_adapters(mesh, layout, way):
     config, parallel = bonus_and_kl(), mesh_of(mesh)
     kernel = KERNEL if layout == "hv" else KERNEL.T
-    run = lambda p, k, lora, **how: step(p, HIDDEN, k, config=config, lora=lora, layout=layout, **how)  # noqa: E731
+
+    def run(p, k, lora, **how):
+        return step(p, HIDDEN, k, config=config, lora=lora, layout=layout, **how)
+
     expected = jax.jit(lambda k, lora: run(None, k, lora))(kernel, ADAPTERS)
     with tiles_of("wide"):
         got = jax.jit(lambda k, lora: run(parallel, k, lora, **{"memory": None, **WAYS[way]}))(kernel, ADAPTERS)
@@ -119,14 +125,19 @@ def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
         kernel = jax.lax.pcast(kernel, ("dp", "cp"), to="varying")
 
         def add(total, _):
-            loss = lambda k: policy_loss_from_hidden(hidden, k, batch, config, parallel=mesh.axes)[0]  # noqa: E731
+            def loss(k):
+                return policy_loss_from_hidden(hidden, k, batch, config, parallel=mesh.axes)[0]
+
             return total + jax.grad(loss)(kernel), None
 
         return jax.lax.psum(jax.lax.scan(add, jnp.zeros_like(kernel), None, length=3)[0], ("dp", "cp"))
 
     specs = (mesh.hidden_spec, mesh.kernel_spec(), batch.specs(mesh))
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=specs, out_specs=mesh.kernel_spec())
-    put = lambda x, spec: jax.device_put(x, mesh.sharding(spec))  # noqa: E731
+
+    def put(x, spec):
+        return jax.device_put(x, mesh.sharding(spec))
+
     arrays = jax.tree.map(put, (HIDDEN, kernel, batch), specs)
     with tiles_of(device):
         found = audit(step, *arrays)

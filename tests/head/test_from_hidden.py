@@ -175,7 +175,10 @@ def test_vmap_on_one_device():
     arrays = head_arrays(1026, with_where=True, bias=False)
     batched = {name: x if name == "kernel" else x[:, None] for name, x in arrays.items()}
     axes = ({name: None if name == "kernel" else 0 for name in arrays},)
-    one = lambda a: with_gradients(call_head, None, a, entropy="bonus")  # noqa: E731
+
+    def one(a):
+        return with_gradients(call_head, None, a, entropy="bonus")
+
     stats, gradients = jax.jit(jax.vmap(one, in_axes=axes))(batched)
     expected, expected_gradients = truth(call_head, arrays, entropy="bonus")
     assert_trees_close(jax.tree.map(lambda x: x[:, 0], stats), expected, **F32)

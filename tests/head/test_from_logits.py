@@ -202,7 +202,10 @@ def test_a_target_outside_the_vocabulary_is_nan(mesh, nucleus):
 
 def test_vmap_on_one_device():
     arrays = logits_arrays(97)
-    one = lambda logits, targets: log_probs_from_logits(logits, targets, entropy="metric")  # noqa: E731
+
+    def one(logits, targets):
+        return log_probs_from_logits(logits, targets, entropy="metric")
+
     batched = jax.jit(jax.vmap(one))(arrays["logits"][:, None], arrays["targets"][:, None])
     expected = jax.jit(one)(arrays["logits"], arrays["targets"])
     assert_trees_close(jax.tree.map(lambda x: x[:, 0], batched), expected, **F32)

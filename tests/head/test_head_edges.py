@@ -56,9 +56,10 @@ def test_the_gradient_of_a_soft_cap_that_saturates(at, memory, implementation):
     )
     hidden, kernel = (jnp.asarray(x, jnp.float32) for x in (hidden, kernel))
     batch = batch_of(1)
-    loss = lambda h, k: sft_loss_from_hidden(  # noqa: E731
-        h, Head(k, softcap=3.0), batch, memory=memory, implementation=implementation
-    )[0]
+
+    def loss(h, k):
+        return sft_loss_from_hidden(h, Head(k, softcap=3.0), batch, memory=memory, implementation=implementation)[0]
+
     got = jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
     here, exact = np.asarray(batch.loss_mask[0]) > 0, OracleHead(np.asarray(kernel), softcap=3.0)
     rows = np.asarray(hidden[0])[here]
@@ -138,7 +139,10 @@ def test_label_smoothing_beside_masked_columns(path, mesh):
     loss = from_logits if path == "logits" else sft_loss_from_hidden
     options = {"memory": 2**15 if path == "two passes" else 2**30, "parallel": parallel, **SMOOTH}
     options |= {"implementation": "reference"} if path == "reference" else {}
-    call = lambda h, k, b: loss(h, Head(k, b), batch, **options)[0]  # noqa: E731
+
+    def call(h, k, b):
+        return loss(h, Head(k, b), batch, **options)[0]
+
     value, gradients = jax.jit(jax.value_and_grad(call, (0, 1, 2)))(hidden, kernel, bias)
     expected, of_expected = smoothed_truth(hidden, kernel, bias, batch)
     np.testing.assert_allclose(value, expected, rtol=2e-6)
@@ -170,7 +174,10 @@ def test_masked_columns_under_logits_rounded_to_bf16():
     keep = np.isfinite(bias)
     narrow = Head(kernel[:, keep], bias[keep], logits_dtype="bfloat16")
     places = jnp.asarray(np.cumsum(keep) - 1, jnp.int32)
-    call = lambda head, targets: log_probs_from_hidden(hidden, head, targets, where=batch.loss_mask > 0).log_probs  # noqa: E731
+
+    def call(head, targets):
+        return log_probs_from_hidden(hidden, head, targets, where=batch.loss_mask > 0).log_probs
+
     np.testing.assert_allclose(call(head, batch.targets), call(narrow, places[batch.targets]), rtol=1e-6)
     gradient = jax.grad(lambda head: call(head, batch.targets).sum())(head)
     expected = jax.grad(lambda head: call(head, places[batch.targets]).sum())(narrow)
@@ -209,7 +216,10 @@ def half_loss(batch, arrays, parallel=None, memory=2**30, scale=1.0):
 def half_truth(batch, arrays, scale):
     """The gradients of `half_loss` by closed forms: no ratio is clipped, and a token's is minus advantage by ratio."""
     here = np.asarray(batch.loss_mask) > 0
-    get = lambda name: None if name not in arrays else np.asarray(arrays[name], np.float64)  # noqa: E731
+
+    def get(name):
+        return None if name not in arrays else np.asarray(arrays[name], np.float64)
+
     head = OracleHead(get("kernel"), get("bias"), get("lora_a"), get("lora_b"), lora_scale=0.5)
     rows, targets = get("hidden")[here], np.asarray(batch.targets)[here]
     z = oracle.logits(rows, head)

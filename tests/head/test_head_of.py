@@ -143,10 +143,15 @@ def test_equinox(kind):
     eqx = pytest.importorskip("equinox", reason="Equinox is not installed")
     if kind == "Linear":
         module = eqx.nn.Linear(H, V, key=jax.random.key(0))
-        logits = lambda m, x: jax.vmap(jax.vmap(m))(x)  # noqa: E731
+
+        def logits(m, x):
+            return jax.vmap(jax.vmap(m))(x)
     else:
         module = eqx.nn.Embedding(V, H, key=jax.random.key(0))
-        logits = lambda m, x: x @ m.weight.T  # noqa: E731
+
+        def logits(m, x):
+            return x @ m.weight.T
+
     assert Head.of(module).layout == "vh"
     assert_same(lambda m, x, y: loss_of_head(Head.of(m), x, y), lambda m, x, y: loss_of_logits(logits(m, x), y), module)
 
@@ -178,7 +183,10 @@ def test_qwix_lora(at, layer):
     model = qwix.apply_lora_to_model(Model(rngs()), provider, HIDDEN, rngs=rngs())
     params = jax.tree.map(lambda x: x + jnp.sin(jnp.arange(x.size)).reshape(x.shape), nnx.state(model))  # b begins as 0
     graph = nnx.graphdef(model)
-    head = lambda p: Head.of(getattr(nnx.merge(graph, p), layer), lora_scale=6.0 / RANK)  # noqa: E731
+
+    def head(p):
+        return Head.of(getattr(nnx.merge(graph, p), layer), lora_scale=6.0 / RANK)
+
     ours = jax.jit(jax.value_and_grad(lambda p: loss_of_head(head(p), HIDDEN, TARGETS)))(params)
     theirs = jax.jit(jax.value_and_grad(lambda p: loss_of_logits(nnx.merge(graph, p)(HIDDEN)[at], TARGETS)))(params)
     assert_trees_close(ours, theirs, **CLOSE)
@@ -235,7 +243,10 @@ def test_a_module_of_shapes_alone_has_a_head_of_shapes():
 def test_adapters_on_a_mesh_as_qwix_shards_them(explicit):
     """It gives an adapter's dimensions the sharding that they have in the kernel: H over fsdp, V over tp."""
     parallel = make_parallel_mesh("fsdp=4,tp=2", explicit=explicit)
-    put = lambda x, *spec: jax.device_put(x, parallel.sharding(jax.P(*spec)))  # noqa: E731
+
+    def put(x, *spec):
+        return jax.device_put(x, parallel.sharding(jax.P(*spec)))
+
     graph, params = nnx.split(qwix_linear())
     specs = {"kernel": ("fsdp", "tp"), "bias": ("tp",), "kernel_lora_a": ("fsdp", None), "kernel_lora_b": (None, "tp")}
 
@@ -343,7 +354,10 @@ def test_scales_and_layouts_that_contradict_the_module_are_refused():
 
 def test_a_frozen_kernel_under_an_adapter_gets_no_gradient_and_the_adapter_does():
     graph, adapters, rest = nnx.split(lora_linear(), nnx.LoRAParam, ...)
-    loss = lambda a: loss_of_head(Head.of(nnx.merge(graph, a, rest)), HIDDEN, TARGETS)  # noqa: E731
+
+    def loss(a):
+        return loss_of_head(Head.of(nnx.merge(graph, a, rest)), HIDDEN, TARGETS)
+
     gradient = jax.grad(loss)(adapters)
     assert len(jax.tree.leaves(gradient)) == 2
     head = Head.of(nnx.merge(graph, adapters, rest))

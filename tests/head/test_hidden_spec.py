@@ -90,7 +90,10 @@ def run(call, parallel=None, spec=None, teacher_spec=None, **options):
     if parallel is not None:
         lies = [parallel.hidden_spec if s is None else s for s in (spec, teacher_spec)]
         states = [jax.device_put(x, parallel.sharding(s)) for x, s in zip(states, lies, strict=True)]
-    fn = lambda h, k, t: CALLS[call](h, k, t, spec, teacher_spec, parallel=parallel, **options)  # noqa: E731
+
+    def fn(h, k, t):
+        return CALLS[call](h, k, t, spec, teacher_spec, parallel=parallel, **options)
+
     step = jax.jit(jax.value_and_grad(fn, (0, 1), has_aux=True))
     return step(states[0], KERNEL, states[1])
 
@@ -178,7 +181,10 @@ def random_spec(draw, parallel):
 def cases(draw):
     parallel = draw(meshes())
     specs = [random_spec(draw, parallel) for _ in range(2)]
-    size = lambda names: parallel.size(tuple(names))  # noqa: E731
+
+    def size(names):
+        return parallel.size(tuple(names))
+
     positions = size(parallel.context) * (size(parallel.tensor) if parallel.sequence_parallel else 1)
     assert R % size(parallel.data) == T % positions == 0
     return parallel, specs, draw(st.sampled_from(sorted(CALLS))), draw(st.sampled_from([{}, TWO_PASSES]))
@@ -219,7 +225,10 @@ def test_every_spec_of_one_mesh():
 @pytest.mark.parametrize("explicit", [False, True])
 def test_the_audit_notes_what_is_brought(explicit):
     parallel = make_parallel_mesh(MESH, explicit=explicit)
-    loss = lambda h, k, spec: policy_loss_from_hidden(h, k, BATCH, CONFIG, parallel=parallel, hidden_spec=spec)[0]  # noqa: E731
+
+    def loss(h, k, spec):
+        return policy_loss_from_hidden(h, k, BATCH, CONFIG, parallel=parallel, hidden_spec=spec)[0]
+
     hidden = jax.device_put(HIDDEN, parallel.sharding(TURNED))
     notes = audit(jax.grad(partial(loss, spec=TURNED)), hidden, KERNEL).notes
     assert any("hidden states brought from" in line and "'fsdp', 'dp'" in line for line in notes)
@@ -232,7 +241,10 @@ def test_the_audit_notes_what_is_brought(explicit):
 def test_the_gradient_comes_back_as_the_hidden_states_lie(explicit):
     parallel = make_parallel_mesh(MESH, explicit=explicit)
     hidden = jax.device_put(HIDDEN, parallel.sharding(TURNED))
-    loss = lambda h: policy_loss_from_hidden(h, KERNEL, BATCH, CONFIG, parallel=parallel, hidden_spec=TURNED)[0]  # noqa: E731
+
+    def loss(h):
+        return policy_loss_from_hidden(h, KERNEL, BATCH, CONFIG, parallel=parallel, hidden_spec=TURNED)[0]
+
     assert jax.jit(jax.grad(loss))(hidden).sharding.is_equivalent_to(hidden.sharding, 3)
 
 

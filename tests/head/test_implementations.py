@@ -202,7 +202,10 @@ def test_logit_statistics(implementation):
 
 def test_the_nucleus():
     arrays = arrays_of(PLAIN, nucleus=5)
-    run = lambda name: jax.jit(lambda a: with_gradients(call_head, None, a, implementation=name, device="wide"))(arrays)  # noqa: E731
+
+    def run(name):
+        return jax.jit(lambda a: with_gradients(call_head, None, a, implementation=name, device="wide"))(arrays)
+
     assert_trees_close(run("reference"), run("xla"), **F32)
 
 
@@ -230,7 +233,10 @@ def test_what_the_kernels_do_not_support_is_said(reason, device, given, options,
     monkeypatch.setattr(plan, "device_kind", lambda *_: device)
     arrays = {"hidden": jnp.zeros((1, 2, 4)), "kernel": jnp.zeros((4, 8))} | given
     hidden, kernel, targets = arrays.pop("hidden"), arrays.pop("kernel"), jnp.zeros((1, 2), jnp.int32)
-    call = lambda name: log_probs_from_hidden(hidden, kernel, targets, implementation=name, **arrays, **options)  # noqa: E731
+
+    def call(name):
+        return log_probs_from_hidden(hidden, kernel, targets, implementation=name, **arrays, **options)
+
     with pytest.raises(NotImplementedError, match=f"implementation: got 'mosaic_tpu'.*{reason}"):
         jax.eval_shape(lambda: call("mosaic_tpu"))
     jax.eval_shape(lambda: call(None))  # takes another

@@ -29,7 +29,10 @@ KERNEL_BLOCK, DHIDDEN, TOKENS = 4 * H * 512, 4 * N * H, 4 * N
 def described(parallel, arrays, **specs):
     """The arrays of a call as only their shapes and shardings."""
     specs = {"hidden": parallel.hidden_spec, "kernel": parallel.kernel_spec(), "logits": parallel.logits_spec} | specs
-    sharding = lambda name: parallel.sharding(specs.get(name, parallel.tokens_spec))  # noqa: E731
+
+    def sharding(name):
+        return parallel.sharding(specs.get(name, parallel.tokens_spec))
+
     return {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(k)) for k, x in arrays.items()}
 
 

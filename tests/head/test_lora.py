@@ -56,7 +56,10 @@ def test_the_merged_kernel_never_exists(way, layout, mesh):
 
     part = 4 * H * V // parallel.tensor_size
     for wrt in ((), (0, 2)):
-        of = lambda fn, wrt=wrt: jax.grad(fn, wrt) if wrt else fn  # noqa: E731
+
+        def of(fn, wrt=wrt):
+            return jax.grad(fn, wrt) if wrt else fn
+
         assert audit(of(apart), hidden, kernel, adapters, batch).temp_bytes < part / 2
     assert audit(merged, hidden, kernel, adapters, batch).temp_bytes >= part
 

@@ -57,7 +57,10 @@ def parameters(parallel, everywhere=False):
         "lora_b": ((2, V), P(None, v_names)),
     }
     rng = np.random.default_rng(1)
-    make = lambda shape, spec: jax.device_put(jnp.asarray(rng.normal(size=shape), jnp.float32), parallel.sharding(spec))  # noqa: E731
+
+    def make(shape, spec):
+        return jax.device_put(jnp.asarray(rng.normal(size=shape), jnp.float32), parallel.sharding(spec))
+
     return {name: make(shape, spec) for name, (shape, spec) in shapes.items()}
 
 
@@ -147,7 +150,10 @@ def test_a_loop_with_an_optimiser(mesh, compilations):
     optimizer = optax.adam(1e-2)
     params = parameters(parallel)
     state = optimizer.init(params)
-    lies = lambda x: isinstance(x.sharding, NamedSharding)  # noqa: E731
+
+    def lies(x):
+        return isinstance(x.sharding, NamedSharding)
+
     state = jax.tree.map(lambda x: x if lies(x) else jax.device_put(x, parallel.sharding(P())), state)
 
     def step(carry, batch):

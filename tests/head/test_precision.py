@@ -41,7 +41,10 @@ def mesh_of(platform):
 def compiled(platform, way, dtypes, sizes=(T, H, V), **options):
     """The text of the gradients of a policy loss on described devices, and their bytes of temporaries."""
     parallel, (tokens, hidden_size, columns) = mesh_of(platform), sizes
-    put = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(parallel.mesh, spec))  # noqa: E731
+
+    def put(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(parallel.mesh, spec))
+
     shape = 1, tokens * parallel.context_size
     ids, x = (put(shape, dtype, parallel.tokens_spec) for dtype in (jnp.int32, jnp.float32))
     batch = RolloutBatch(*[ids] * 4, x, put((1, 1), jnp.int32, P()), advantages=x, old_log_probs=x)
@@ -66,7 +69,10 @@ def compiled(platform, way, dtypes, sizes=(T, H, V), **options):
 
 def products(text):
     """(lhs, rhs, result, precision) of each product."""
-    dtype = lambda shape: re.match(r"\(?(\w+)\[", shape)[1]  # noqa: E731
+
+    def dtype(shape):
+        return re.match(r"\(?(\w+)\[", shape)[1]
+
     found = set()
     for computation in parse(text).computations.values():
         for x in computation.values():

@@ -64,7 +64,10 @@ def test_a_dtype_as_jnp_takes_it(dtype):
 
 def products(**options):
     """The jaxpr of a loss's gradients."""
-    loss = lambda hidden: log_probs_from_hidden(hidden, KERNEL, jnp.asarray(TARGETS), **options).log_probs.sum()  # noqa: E731
+
+    def loss(hidden):
+        return log_probs_from_hidden(hidden, KERNEL, jnp.asarray(TARGETS), **options).log_probs.sum()
+
     return str(jax.make_jaxpr(jax.grad(loss))(HIDDEN))
 
 

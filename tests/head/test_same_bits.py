@@ -169,7 +169,10 @@ def test_heads_with_every_field(name, dtype, parallel):
     targets %= fields.get("vocab_size", V)
     head = head_with(kernel, **fields)
     call = jax.jit(partial(log_probs_from_hidden, parallel=parallel, entropy="metric", deterministic=True))
-    get = lambda *args, **how: (lambda x: np.stack([x.log_probs, x.entropy], -1))(call(*args, **how))  # noqa: E731
+
+    def get(*args, **how):
+        return (lambda x: np.stack([x.log_probs, x.entropy], -1))(call(*args, **how))
+
     expected = get(hidden.reshape(8, 100, H), head, targets.reshape(8, 100)).reshape(800, 2)
     assert np.isfinite(expected).all()
     rng = np.random.default_rng(1)
@@ -212,6 +215,9 @@ def test_the_ratio_to_an_old_pass_of_the_same_policy_is_1(mesh, memory, dtype):
         ids, targets, ids, positions, mask, jnp.arange(4)[:, None], advantages=mask, old_log_probs=old[::-1]
     )
     config = PolicyLossConfig(PPO())
-    loss = lambda h, k, b: policy_loss_from_hidden(h, k, b, config, **options)  # noqa: E731
+
+    def loss(h, k, b):
+        return policy_loss_from_hidden(h, k, b, config, **options)
+
     found = finalize_metrics(jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, kernel, batch)[0][1])
     assert (found["ratio_max"], found["ratio_min"]) == (1, 1)

@@ -72,7 +72,10 @@ def sglang(prompt, tokens, reason="stop", *, log_probs=True, nucleus=None, encod
         meta["output_token_logprobs"] = [(-0.5 - i, t, None) for i, t in enumerate(tokens)]
     if nucleus is not None:
         flat, offsets = [i for ids in nucleus for i in ids], np.cumsum([0, *map(len, nucleus)]).tolist()
-        wire = lambda x: base64.b64encode(np.asarray(x, "<i4").tobytes()).decode() if encoded else x  # noqa: E731
+
+        def wire(x):
+            return base64.b64encode(np.asarray(x, "<i4").tobytes()).decode() if encoded else x
+
         meta |= {"top_p_token_ids": wire(flat), "top_p_token_offsets": wire(offsets)}
     return {"text": "...", "input_ids": prompt, "output_ids": tokens, "meta_info": meta} | entries
 

@@ -37,9 +37,14 @@ class Words:
     def decode(self, ids, **_):
         return " ".join(map(str, ids))
 
-    bos_id = lambda self: 2  # noqa: E731
-    eos_id = lambda self: EOS  # noqa: E731
-    pad_id = lambda self: PAD  # noqa: E731
+    def bos_id(self):
+        return 2
+
+    def eos_id(self):
+        return EOS
+
+    def pad_id(self):
+        return PAD
 
 
 def qwen(seed=0, **options):
@@ -215,7 +220,10 @@ def assert_same(found, expected):
     np.testing.assert_allclose(loss, their_loss, rtol=2e-5, atol=1e-6)
     for name in ("kl", "pg_clipfrac"):
         np.testing.assert_allclose(aux[name], their_aux[name], rtol=2e-5, atol=1e-6)
-    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6)  # noqa: E731
+
+    def close(x, y):
+        return np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6)
+
     jax.tree.map(close, gradient, their_gradient)
 
 
@@ -252,7 +260,10 @@ def test_on_their_meshes(shape):
     with mesh:
         graph, state = nnx.split(qwen(num_heads=4, num_kv_heads=4))
         specs = nnx.get_partition_spec(state)
-        put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))  # noqa: E731
+
+        def put(x, spec):
+            return jax.device_put(x, jax.NamedSharding(mesh, spec))
+
         model = nnx.merge(graph, jax.tree.map(put, state, specs))
         expected = losses(model, "grpo", grpo(), example())
         assert_same(losses(model, ours.register(parallel=ParallelMesh(mesh)), grpo(), example()), expected)
@@ -304,7 +315,11 @@ def test_adapters(module_path):
     inputs = {"input_tokens": jnp.ones((2, 8), jnp.int32), "positions": jnp.ones((2, 8), jnp.int32), "cache": None}
     inputs["attention_mask"] = jnp.ones((2, 8, 8), bool)
     model = qwix.apply_lora_to_model(base, provider, **inputs, rngs=nnx.Rngs(0))
-    shake = lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size)).reshape(x.shape)  # noqa: E731  an adapter begins as 0
+
+    # an adapter begins as 0
+    def shake(x):
+        return x + 0.1 * jnp.sin(jnp.arange(x.size)).reshape(x.shape)
+
     nnx.update(model, jax.tree.map(shake, nnx.state(model, nnx.LoRAParam)))
     name = ours.register(lora_scale=6.0 / 4)
     found = losses(model, name, grpo(), example(), nnx.LoRAParam)
@@ -337,7 +352,10 @@ def described(mesh, batch, prompt, completion):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
 
     shapes = jax.eval_shape(lambda: example(batch, prompt, completion))
-    by_row = lambda x: put(x, jax.P("fsdp", *[None] * (x.ndim - 1)))  # noqa: E731
+
+    def by_row(x):
+        return put(x, jax.P("fsdp", *[None] * (x.ndim - 1)))
+
     state = jax.tree.map(put, state, nnx.get_partition_spec(state))
     return graph, state, jax.tree.map(by_row, shapes)
 
@@ -356,7 +374,9 @@ def test_peak_temporaries_of_both():
             loss_fn = registry.get_policy_loss_fn(name)
 
             def step(state, train_example, loss_fn=loss_fn):
-                loss = lambda s: loss_fn(nnx.merge(graph, s), train_example, grpo(), PAD, EOS)[0]  # noqa: E731
+                def loss(s):
+                    return loss_fn(nnx.merge(graph, s), train_example, grpo(), PAD, EOS)[0]
+
                 return jax.value_and_grad(loss)(state)
 
             found[name] = audit(step, *args).temp_bytes

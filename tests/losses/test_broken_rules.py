@@ -235,7 +235,10 @@ def test_a_step_without_a_loss_token_too():
     hidden, head = INPUTS["hidden"][0], Head(INPUTS["kernel"])
     batch = dataclasses.replace(batch, micro_batches=None)
     for memory in (2**30, 18_000):
-        of = lambda hidden, memory=memory: sft_loss_from_hidden(hidden, head, batch, memory=memory)  # noqa: E731
+
+        def of(hidden, memory=memory):
+            return sft_loss_from_hidden(hidden, head, batch, memory=memory)
+
         (loss, found), _ = jax.value_and_grad(of, has_aux=True)(hidden)
         assert np.isnan(loss)
         assert "segment_ids_range" in explain_broken_rules(found["broken_rules"].value)[0]

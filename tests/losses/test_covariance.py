@@ -27,7 +27,10 @@ def picked(config, batch, mesh=None, key=KEY):
 
 def covariances(batch):
     on = batch.loss_mask > 0
-    center = lambda x: x - x[on].astype(np.float64).mean()  # noqa: E731
+
+    def center(x):
+        return x - x[on].astype(np.float64).mean()
+
     return np.where(on, center(batch.advantages) * center(batch.returns), np.nan)
 
 

@@ -27,7 +27,10 @@ MASK[0], MASK[1, 3:5], MASK[3, 7] = True, True, True
 def heads(V, seed=0, dtype=jnp.float32):
     """(hidden states, head) of a student and of a teacher."""
     rng = np.random.default_rng(seed)
-    array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+
+    def array(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
     hidden, teacher_hidden = (jnp.where(MASK[..., None], array(R, T, n), jnp.nan) for n in (H, TEACHER_H))
     student = Head(array(H, V), bias=array(V))
     return (hidden, student), (teacher_hidden, Head(array(V, TEACHER_H), layout="vh", softcap=4.0))
@@ -48,7 +51,10 @@ def reference(student, teacher, divergence, beta, temperature):
     log_p, log_q = log_p(student), jax.lax.stop_gradient(log_p(teacher))
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     log_m = jnp.log(beta * q + (1 - beta) * p)
-    kl = lambda p, log_p, log_q: (p * (log_p - log_q)).sum(-1)  # noqa: E731
+
+    def kl(p, log_p, log_q):
+        return (p * (log_p - log_q)).sum(-1)
+
     found = {
         "reverse_kl": kl(p, log_p, log_q),
         "forward_kl": kl(q, log_q, log_p),
@@ -114,7 +120,9 @@ def test_padded_columns_and_a_frozen_head():
     shorter = Head(head.kernel[:, :500], head.bias[:500]), dataclasses.replace(teacher, kernel=teacher.kernel[:500])
 
     def gradient(head, teacher):
-        run = lambda hidden: divergence_from_hidden(hidden, head, teacher_hidden, teacher, where=MASK).sum()  # noqa: E731
+        def run(hidden):
+            return divergence_from_hidden(hidden, head, teacher_hidden, teacher, where=MASK).sum()
+
         return jax.jit(jax.value_and_grad(run))(hidden)
 
     assert_trees_close(gradient(spoiled, padded), gradient(*shorter))
@@ -123,12 +131,17 @@ def test_padded_columns_and_a_frozen_head():
 def test_lora_of_student_and_teacher():
     (hidden, head), (teacher_hidden, teacher) = heads(97)
     rng = np.random.default_rng(7)
-    adapter = lambda n: LoRA(*(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((n, 2), (2, 97))), scale=0.5)  # noqa: E731
+
+    def adapter(n):
+        return LoRA(*(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((n, 2), (2, 97))), scale=0.5)
+
     student = hidden, dataclasses.replace(head, lora=adapter(H))
     other = teacher_hidden, dataclasses.replace(teacher, lora=adapter(TEACHER_H))
 
     def run(parallel, student, other):
-        call = lambda s: divergence_from_hidden(*s, *other, where=MASK, parallel=parallel)  # noqa: E731
+        def call(s):
+            return divergence_from_hidden(*s, *other, where=MASK, parallel=parallel)
+
         return weighted(call)(student)
 
     got = assert_mesh_invariant(run, student, other, meshes=MESHES, rtol=1e-5, atol=2e-6)
@@ -176,7 +189,10 @@ def test_temporaries_on_a_tpu_pod():
     topology = topologies.get_topology_desc("v5p:2x2x4", platform="tpu")
     parallel = ParallelMesh(jax.sharding.Mesh(np.array(topology.devices).reshape(4, 4), ("cp", "tp")))
     V, tokens = 151936, 4 * 8192
-    like = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=parallel.sharding(spec))  # noqa: E731
+
+    def like(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=parallel.sharding(spec))
+
     hidden, kernel = parallel.hidden_spec, parallel.kernel_spec()
     args = [like(spec, *shape) for h in (4096, 5120) for spec, shape in ((hidden, (1, tokens, h)), (kernel, (h, V)))]
 
@@ -240,7 +256,10 @@ def test_a_divergence_where_one_model_excludes_a_column():
     """p log(p / q) is infinite where q is 0, and nothing where p is."""
     hidden, kernel = jnp.ones((1, 1, 2)), jnp.zeros((2, 4))
     bias = jnp.array([0.0, 0.0, -jnp.inf, -jnp.inf])
-    of = lambda p, q, kind: divergence_from_hidden(hidden, p, hidden, q, divergence=kind).item()  # noqa: E731
+
+    def of(p, q, kind):
+        return divergence_from_hidden(hidden, p, hidden, q, divergence=kind).item()
+
     half, whole = Head(kernel, bias), Head(kernel)
     assert of(half, whole, "reverse_kl") == pytest.approx(np.log(2), rel=1e-6)
     assert of(whole, half, "forward_kl") == pytest.approx(np.log(2), rel=1e-6)

@@ -87,7 +87,11 @@ def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
     counts = [int(m.sum()) for m in ragged.spread(case.inputs["loss_mask"])]
     batch = ragged.batch(case, rollout_ids=rollouts(counts, case.inputs["sample_denominators"]))
     vocab = case.inputs["logits"].shape[1]
-    pad = lambda x: np.pad(x, ((0, 0), (0, 0), (0, vocab % 2)))  # noqa: E731  tp=2 shards have equal size
+
+    # tp=2 shards have equal size
+    def pad(x):
+        return np.pad(x, ((0, 0), (0, 0), (0, vocab % 2)))
+
     logits = pad(ragged.packing.pack(ragged.split(case.inputs["logits"]), np.nan))
     keep = case.inputs.get("keep_mask")
     keep = None if keep is None else pad(ragged.packing.pack(ragged.spread(keep)))

@@ -89,7 +89,9 @@ MESHES = ["dp=8,cp=1,tp=1", "dp=1,cp=8,tp=1", "dp=1,cp=1,tp=8", "dp=2,cp=2,tp=2"
     "mesh", [m if m in MESHES else pytest.param(m, marks=pytest.mark.nightly) for m in factorings()]
 )
 def test_one_pass_on_any_mesh(mesh):
-    fn = lambda p, h, k: step(p, h, k, config=bonus_and_kl())  # noqa: E731
+    def fn(p, h, k):
+        return step(p, h, k, config=bonus_and_kl())
+
     # sums of up to 512 tokens in another order
     assert_mesh_invariant(fn, HIDDEN, KERNEL, meshes=[mesh], rtol=2e-5, atol=3e-6)
 
@@ -101,7 +103,10 @@ def test_one_pass_on_an_explicit_mesh_with_many_blocks_and_options():
     batch = dataclasses.replace(BATCH, targets=targets)
     # small enough for several blocks of tokens: 5 * 4 * H * 512 fixed and about 10 KB a token
     budget = 5 * 4 * H * 512 + 10_000 * 160
-    fn = lambda p, h, k: step(p, h, k, batch, bonus_and_kl(), budget, **options)  # noqa: E731
+
+    def fn(p, h, k):
+        return step(p, h, k, batch, bonus_and_kl(), budget, **options)
+
     assert "one pass, 1" in audit(lambda h, k: fn(None, h, k), HIDDEN, KERNEL.T).notes[0]
     explicit = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=True)
     one = assert_mesh_invariant(fn, HIDDEN, KERNEL.T, meshes=[explicit], rtol=2e-5, atol=3e-6)
@@ -157,7 +162,10 @@ def test_lora(mesh, budget, layout):
     """As a kernel with the product of its adapters added: value, metrics, and the gradients of both adapters."""
     config, parallel = bonus_and_kl(), mesh and make_parallel_mesh(mesh)
     kernel, expected = with_adapters_merged(layout)
-    run = lambda h, k, lora: step(parallel, h, k, config=config, memory=budget, lora=lora, layout=layout)  # noqa: E731
+
+    def run(h, k, lora):
+        return step(parallel, h, k, config=config, memory=budget, lora=lora, layout=layout)
+
     got = jax.jit(run)(HIDDEN, kernel, ADAPTERS)
     assert_trees_close(got, expected, rtol=1e-5, atol=3e-6)
 
@@ -196,7 +204,10 @@ def test_sft_in_one_pass(aggregation):
 def test_masked_positions_hold_anything():
     off = BATCH.loss_mask == 0
     hidden = jnp.where(off[..., None], jnp.nan, HIDDEN)
-    nan = lambda x: jnp.where(off, jnp.nan, x)  # noqa: E731
+
+    def nan(x):
+        return jnp.where(off, jnp.nan, x)
+
     names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
     batch = dataclasses.replace(
         BATCH, targets=jnp.where(off, -100, BATCH.targets), **{n: nan(getattr(BATCH, n)) for n in names}
@@ -219,7 +230,10 @@ def test_no_loss_token_anywhere_is_exactly_zero(budget):
 
 def test_a_program_says_which_way_it_went_and_cannot_hang():
     mesh = make_parallel_mesh("dp=2,cp=2,tp=2")
-    put = lambda x, spec: jax.device_put(x, mesh.sharding(spec))  # noqa: E731
+
+    def put(x, spec):
+        return jax.device_put(x, mesh.sharding(spec))
+
     hidden, kernel = put(HIDDEN, mesh.hidden_spec), put(KERNEL[:, :1000], mesh.kernel_spec())
     batch = dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999))
     one, two = (
@@ -265,12 +279,17 @@ def test_devices_with_masks_of_their_own_may_share_hidden_states(budget):
     [(2048, 1024, 8192, 48), (2048, 1024, 32768, 48), (4096, 256, 32768, 48), (700, 512, 4096, 16)],
 )
 def test_one_pass_stays_within_its_bytes(tokens, features, columns, mib):
-    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    def f32(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
     ids, one = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (tokens, 1))
     x = f32(1, tokens)
     batch = RolloutBatch(ids, ids, ids, ids, x, one, one, one, advantages=x, old_log_probs=x)
     config, budget = PolicyLossConfig(entropy_coef=0.01), mib * 2**20
-    run = lambda hidden, kernel, batch: step(None, hidden, kernel, batch, config, budget)  # noqa: E731
+
+    def run(hidden, kernel, batch):
+        return step(None, hidden, kernel, batch, config, budget)
+
     found = audit(run, f32(1, tokens, features), f32(features, columns), batch)
     assert found.notes[0].startswith("one pass")
     assert found.temp_bytes <= budget

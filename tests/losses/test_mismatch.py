@@ -29,10 +29,18 @@ EXACT = ("kl", "reverse_kl", "total_variation", "same_top")
 def models(V, seed=0, distance=0.3, dtype=jnp.float32):
     """(hidden states, head) of a trainer, and of a sampler near it whose head lies the other way and has an adapter."""
     rng = np.random.default_rng(seed)
-    array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+
+    def array(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
     hidden, kernel, bias = array(R, T, H), array(H, V), array(V)
-    near = lambda x: x + jnp.asarray(distance, dtype) * array(*x.shape)  # noqa: E731
-    spoilt = lambda x: jnp.where(WHERE[..., None], x, jnp.nan)  # noqa: E731
+
+    def near(x):
+        return x + jnp.asarray(distance, dtype) * array(*x.shape)
+
+    def spoilt(x):
+        return jnp.where(WHERE[..., None], x, jnp.nan)
+
     lora = LoRA(distance * array(H, 2), array(2, V), scale=0.5)
     other = Head(near(kernel).T, bias, lora, layout="vh", softcap=30.0)
     return (spoilt(hidden), Head(kernel, bias)), (spoilt(near(hidden)), other)
@@ -41,7 +49,10 @@ def models(V, seed=0, distance=0.3, dtype=jnp.float32):
 def truth(model, temperature=1.0):
     """Logits in float64 at the tokens that count."""
     hidden, head = model
-    as_f64 = lambda x: None if x is None else np.asarray(x, np.float64)  # noqa: E731
+
+    def as_f64(x):
+        return None if x is None else np.asarray(x, np.float64)
+
     lora = (None, None, 1.0) if head.lora is None else (as_f64(head.lora.a), as_f64(head.lora.b), head.lora.scale)
     kernel = as_f64(head.kernel) if head.layout == "hv" else as_f64(head.kernel).T
     plain = OracleHead(kernel, as_f64(head.bias), *lora, head.softcap, head.scale, head.vocab_size)
@@ -117,8 +128,13 @@ def test_of_equally_likely_tokens_the_first_counts(small_tiles, mesh):
     """In many blocks on many shards; -inf and padded columns are never likeliest."""
     V, parallel = 4096, mesh and make_parallel_mesh(mesh)
     hidden, kernel, targets = jnp.ones((1, 8, 2)), jnp.zeros((2, V)), jnp.zeros((1, 8), jnp.int32)
-    first = lambda *at: Head(kernel, jnp.zeros(V).at[jnp.array(at)].set(1.0), vocab_size=V - 1)  # noqa: E731
-    same = lambda a, b: token_mismatch(hidden, a, hidden, b, targets, parallel=parallel).same_top  # noqa: E731
+
+    def first(*at):
+        return Head(kernel, jnp.zeros(V).at[jnp.array(at)].set(1.0), vocab_size=V - 1)
+
+    def same(a, b):
+        return token_mismatch(hidden, a, hidden, b, targets, parallel=parallel).same_top
+
     assert (same(first(700, 3000), first(700)) == 1).all()
     assert (same(first(700, 3000), first(3000)) == 0).all()
     spoilt = dataclasses.replace(first(700), bias=first(700).bias.at[5].set(-jnp.inf).at[V - 1].set(jnp.nan))
@@ -249,7 +265,10 @@ def test_log_probs_that_are_not_finite_are_counted_and_left_out():
 def test_arrays_on_a_mesh():
     trainer, sampler, _ = random_arrays(shape=(4, 8))
     parallel = make_parallel_mesh("dp=2,cp=4")
-    put = lambda x: jax.device_put(x, parallel.sharding(parallel.tokens_spec))  # noqa: E731
+
+    def put(x):
+        return jax.device_put(x, parallel.sharding(parallel.tokens_spec))
+
     on_mesh = mismatch_report(TokenMismatch(put(trainer), put(sampler)))
     assert on_mesh == mismatch_report(TokenMismatch(trainer, sampler))
 
@@ -315,7 +334,10 @@ def test_two_files_of_hidden_states(tmp_path, capsys, shape):
     assert (found["tokens"], found["exact"], len(found["by_entropy"])) == (where.sum(), True, 2)
     assert 0 < found["figures"]["abs_max"] < 0.1
     assert found["figures"]["beyond_rounding"] == 0
-    rows = lambda x: jnp.asarray(x).reshape(1, 32, *x.shape[len(shape) :])  # noqa: E731
+
+    def rows(x):
+        return jnp.asarray(x).reshape(1, 32, *x.shape[len(shape) :])
+
     states = rows(hidden), kernel, rows(low["hidden"]), jnp.asarray(low["kernel"])
     same = token_mismatch(*states, rows(targets), temperature=0.9, where=rows(where))
     assert found["figures"]["kl"] == pytest.approx(mismatch_report(same, where=rows(where)).figures["kl"], rel=1e-4)

@@ -96,7 +96,10 @@ def test_micro_batches_add_up_to_the_step(aggregation):
     """In uneven parts, of which the own denominators would be off."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
     order = logical_positions("zigzag", T, 2)
-    physical = lambda x: x[:, order] if x.shape == (R, T) else x  # noqa: E731
+
+    def physical(x):
+        return x[:, order] if x.shape == (R, T) else x
+
     batch = dataclasses.replace(jax.tree.map(physical, BATCH), context_layout="zigzag", context_shards=2)
     hidden = HIDDEN[:, :, order]
 

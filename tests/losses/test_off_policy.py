@@ -20,7 +20,12 @@ from sharding.testing import assert_mesh_invariant, assert_trees_close
 RNG = np.random.default_rng(5)
 BATCH, LOG_PROBS = hard_batch()
 OLD = np.asarray(BATCH.old_log_probs)
-near = lambda: jnp.asarray(OLD + 0.1 * RNG.normal(size=OLD.shape), jnp.float32)  # noqa: E731
+
+
+def near():
+    return jnp.asarray(OLD + 0.1 * RNG.normal(size=OLD.shape), jnp.float32)
+
+
 BATCH, LOG_PROBS = dataclasses.replace(BATCH, rollout_log_probs=near()), near()
 MASK = np.asarray(BATCH.loss_mask) > 0
 D = np.asarray(BATCH.old_log_probs, np.float64) - np.asarray(BATCH.rollout_log_probs, np.float64)
@@ -201,7 +206,10 @@ def test_batch_normalised_weights_have_mean_one(drift):
 
 def test_no_gradient_flows():
     config = OffPolicyConfig(weights="sequence", compares="current/rollout", opsm_delta=0.0)
-    total = lambda x: correct(None, x, BATCH, config)[0].sum()  # noqa: E731
+
+    def total(x):
+        return correct(None, x, BATCH, config)[0].sum()
+
     assert_trees_close(jax.grad(total)(LOG_PROBS), jnp.zeros_like(LOG_PROBS))
 
 

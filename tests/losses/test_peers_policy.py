@@ -81,7 +81,10 @@ def check(record, config, mesh, step=lambda batch, log_probs: batch):
     case, parallel = case_of(record), mesh and make_parallel_mesh(mesh)
     padded = Padded.of(case)
     batch = padded.batch(case)
-    run = lambda x: policy_loss(TokenStats(x), step(batch, x), config, parallel=parallel)[0]  # noqa: E731
+
+    def run(x):
+        return policy_loss(TokenStats(x), step(batch, x), config, parallel=parallel)[0]
+
     found, gradient = quick_jit(jax.value_and_grad(run))(padded.pack(case.inputs["log_probs"]))
     scale = np.abs(case.outputs["log_probs"]).max()
     assert_trees_close(np.float32(found), np.float32(record["loss"]), rtol=1e-5, atol=2e-6, context="loss")

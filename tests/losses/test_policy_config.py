@@ -219,7 +219,9 @@ def test_accumulation_refuses_denominators_of_a_part(batch, loss):
     selected = stacked.loss_mask if loss != "ppo" else None
 
     def run(normalizer, selected):
-        fn = lambda x, part: loss_of(TokenStats(x[part[3]]), part[0], config, None, part[1], part[2])  # noqa: E731
+        def fn(x, part):
+            return loss_of(TokenStats(x[part[3]]), part[0], config, None, part[1], part[2])
+
         return accumulate_gradients(fn, (stacked, normalizer, selected, np.arange(2)))(jnp.asarray(stacked.returns))
 
     run(normalizer, selected)
@@ -231,7 +233,9 @@ def test_accumulation_refuses_denominators_of_a_part(batch, loss):
 
 
 def test_accumulation_wants_one_leading_dimension():
-    fn = lambda w, x: (w * x.sum(), {})  # noqa: E731
+    def fn(w, x):
+        return (w * x.sum(), {})
+
     for parts in ((jnp.ones(2), jnp.ones(3)), jnp.ones((0, 2)), jnp.float32(1)):
         with pytest.raises(ValueError, match="micro_batches: got leading dimensions"):
             accumulate_gradients(fn, parts)
@@ -239,7 +243,10 @@ def test_accumulation_wants_one_leading_dimension():
 
 def test_accumulators_are_f32():
     """512 gradients of 1 in bf16: a bf16 sum stops at 256."""
-    fn = lambda w, x: (jnp.sum(w.astype(jnp.float32) * x), {})  # noqa: E731
+
+    def fn(w, x):
+        return (jnp.sum(w.astype(jnp.float32) * x), {})
+
     _, gradient = jax.jit(accumulate_gradients(fn, jnp.ones((512, 3))))(jnp.ones(3, jnp.bfloat16))
     assert gradient.dtype == jnp.bfloat16
     assert gradient.tolist() == [512.0] * 3

@@ -155,11 +155,15 @@ def test_inside_the_users_own_shard_map(explicit):
     parallel = make_parallel_mesh(MESH, explicit=explicit)
 
     def mesh_level(batch):
-        fn = lambda x: loss_of(TokenStats(x, batch.values), batch, config, parallel)[0]  # noqa: E731
+        def fn(x):
+            return loss_of(TokenStats(x, batch.values), batch, config, parallel)[0]
+
         return jax.value_and_grad(fn)(batch.returns)
 
     def own(batch):
-        fn = lambda x: loss_of(TokenStats(x, batch.values), batch, config, parallel.axes)[0]  # noqa: E731
+        def fn(x):
+            return loss_of(TokenStats(x, batch.values), batch, config, parallel.axes)[0]
+
         return jax.value_and_grad(fn)(batch.returns)
 
     specs = batch.specs(parallel)

@@ -64,7 +64,10 @@ def test_gradient_is_that_of_f64_differences(name, options):
         x, old, advantages = arguments(jnp.float64)
         weights = jnp.asarray(np.random.default_rng(1).uniform(0.5, 1.5, MASK.shape) * MASK)
         constants = Constants()
-        total = lambda x: jnp.sum(call(name, x, old, advantages, **options)[0] * weights)  # noqa: E731
+
+        def total(x):
+            return jnp.sum(call(name, x, old, advantages, **options)[0] * weights)
+
         with mock.patch.object(lax, "stop_gradient", constants):
             total(x)
             differences = np.zeros(MASK.shape)
@@ -88,7 +91,10 @@ def test_any_log_ratio_is_finite(name):
     for ratio in (100.0, -100.0, 1e4, -1e4):
         _, old, _ = arguments(jnp.float32)
         for sign in (1.0, -1.0):
-            fn = lambda x: jnp.sum(call(name, x, old, jnp.full(MASK.shape, sign))[0])  # noqa: B023, E731
+
+            def fn(x, old=old, sign=sign):
+                return jnp.sum(call(name, x, old, jnp.full(MASK.shape, sign))[0])
+
             value, gradient = jax.value_and_grad(fn)(jnp.where(MASK > 0, old + ratio, 0))
             assert np.isfinite(value), (ratio, sign)
             assert np.all(np.isfinite(gradient)), (ratio, sign)
@@ -101,7 +107,10 @@ def test_token_local_flag_is_true(name, options):
     By values, not by the Jacobian: the weight of a sequence may be a constant of differentiation, as VESPO's is.
     """
     log_probs, old, advantages = arguments(jnp.float32)
-    values = lambda x: call(name, x, old, advantages, **options)[0].reshape(-1)  # noqa: E731
+
+    def values(x):
+        return call(name, x, old, advantages, **options)[0].reshape(-1)
+
     moved = log_probs[None] + (0.1 * np.eye(16) * MASK.reshape(-1)).reshape(16, 2, 8)
     felt = np.asarray(jax.vmap(values)(moved) != values(log_probs)[None]) & ~np.eye(16, dtype=bool)
     assert loss_named(name, **options).token_local == (not np.any(felt))
@@ -118,7 +127,10 @@ def test_token_local_losses_in_blocks(name):
     weights = token_weights(batch.loss_mask, segments, normalize(batch, segments, loss.aggregation))
     total = 0.0
     for block in range(0, 24, 8):
-        cut = lambda x: x[:, block : block + 8] if x.shape[1] == 24 else x  # noqa: B023, E731
+
+        def cut(x, columns=slice(block, block + 8)):
+            return x[:, columns] if x.shape[1] == 24 else x
+
         part = jax.tree.map(cut, batch)
         stats = TokenStats(part.returns, part.values)
         losses, _ = loss.per_token(stats, part, (None, None if selected is None else cut(selected)), None)
@@ -166,7 +178,10 @@ def test_a_token_that_the_probability_mask_drops_is_pulled_still_and_the_cap_kee
     p, q = np.array([0.5, 0.1, 0.2, 3e-5]), np.array([0.1, 0.5, 0.1, 1e-5])
     a, d = np.array([1.0, -1.0, -1.0, 1.0]), np.log(p / q)
     loss = ProbabilityMask(0.3, 0.3, ratio_cap=2.0, pull=0.5)
-    values = lambda x: loss(x, jnp.asarray(np.log(q), jnp.float32), jnp.asarray(a, jnp.float32))  # noqa: E731
+
+    def values(x):
+        return loss(x, jnp.asarray(np.log(q), jnp.float32), jnp.asarray(a, jnp.float32))
+
     x = jnp.asarray(np.log(p), jnp.float32)
     kept = np.array([0.0, 0.0, 2.0, -2.0])
     np.testing.assert_allclose(values(x)[0], kept + 0.5 * d**2, rtol=1e-5)
@@ -190,6 +205,9 @@ def test_the_gradient_of_a_gate_that_is_nearly_one():
     ratios = np.array([1.0, 5.0, 10.0, 15.0, 17.0])
     p, q = 1 / (1 + np.exp(1 - ratios)), 1 / (1 + np.exp(ratios - 1))
     given = (jnp.zeros(5), jnp.ones(5))
-    loss = lambda log_probs: SAPO(tau_positive=1.0)(log_probs, *given, mask=None, segments=None)[0].sum()  # noqa: E731
+
+    def loss(log_probs):
+        return SAPO(tau_positive=1.0)(log_probs, *given, mask=None, segments=None)[0].sum()
+
     found = jax.grad(loss)(jnp.log(jnp.asarray(ratios, jnp.float32)))
     np.testing.assert_allclose(found, -4 * ratios * p * q, rtol=1e-5)

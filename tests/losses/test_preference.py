@@ -102,7 +102,9 @@ def whole(name: str, mesh: str | None = None, layout: str = "contiguous"):
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
 
     def run(batch):
-        fn = lambda x: preference.preference_loss(TokenStats(x), batch, LOSSES[name], parallel=parallel)  # noqa: E731
+        def fn(x):
+            return preference.preference_loss(TokenStats(x), batch, LOSSES[name], parallel=parallel)
+
         (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(batch.returns)
         return loss, gradient, finalize_metrics(found)
 
@@ -143,7 +145,10 @@ def test_the_oracle_wherever_pairs_lie(name, mesh):
 def test_micro_batches_add_up(name, mesh):
     """Four pairs, one and one: the mean of the parts' means is another number."""
     samples, parallel = step_of(2), mesh and make_parallel_mesh(mesh)
-    of = lambda *groups: [s for s in samples if s.group_id // 7 in groups]  # noqa: E731
+
+    def of(*groups):
+        return [s for s in samples if s.group_id // 7 in groups]
+
     pack = functools.partial(RolloutBatch.from_samples, row_length=24, rows=4, num_segments=6, parallel=parallel)
     batches = jax.tree.map(lambda *x: np.stack(x), *(pack(of(*g)) for g in ((0, 2, 3, 5), (1,), (4,))))
 
@@ -210,9 +215,12 @@ def test_a_pair_in_two_micro_batches_is_nan():
     batches = [RolloutBatch.from_samples(x, row_length=24, rows=4, num_segments=6) for x in parts]
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
     normalizer = Normalizer.from_batches(stacked, "sequence_mean_token_mean")
-    loss_fn = lambda x, given: preference.preference_loss(  # noqa: E731
-        TokenStats(x * given[0].returns), given[0], preference.DPO(), normalizer=given[1]
-    )
+
+    def loss_fn(x, given):
+        return preference.preference_loss(
+            TokenStats(x * given[0].returns), given[0], preference.DPO(), normalizer=given[1]
+        )
+
     (loss, found), _ = accumulate_gradients(loss_fn, (stacked, normalizer))(jnp.float32(1))
     assert np.isnan(loss)
     assert explain_broken_rules(found["broken_rules"].value)[0].startswith("pairs")
@@ -235,7 +243,9 @@ def test_from_hidden(mesh):
     def one(hidden, kernel, batch):
         return preference.preference_loss_from_hidden(hidden, kernel, batch, LOSSES["dpo"], **options)
 
-    run = lambda fn: jax.value_and_grad(lambda *x: fn(*x, batch), (0, 1), has_aux=True)  # noqa: E731
+    def run(fn):
+        return jax.value_and_grad(lambda *x: fn(*x, batch), (0, 1), has_aux=True)
+
     (loss, found), gradients = jax.jit(run(one))(hidden, kernel)
     (expected, metrics), wanted = jax.jit(run(two))(hidden, kernel)
     assert_trees_close((loss, finalize_metrics(found), gradients), (expected, finalize_metrics(metrics), wanted), 1e-5)
@@ -256,9 +266,15 @@ def test_nemo(record, mesh):
         nll="token_sum",
     )
     rows, length = given["log_probs"].shape
-    pad = lambda x: np.pad(x, ((0, 8 - rows), (0, 8 - length)))  # noqa: E731
+
+    def pad(x):
+        return np.pad(x, ((0, 8 - rows), (0, 8 - length)))
+
     ids = pad(np.ones((rows, length), np.int32))
-    of_rows = lambda x, fill: np.pad(np.asarray(x), (0, 8 - rows), constant_values=fill)[:, None]  # noqa: E731
+
+    def of_rows(x, fill):
+        return np.pad(np.asarray(x), (0, 8 - rows), constant_values=fill)[:, None]
+
     numbers = np.arange(rows, dtype=np.int32)
     batch = RolloutBatch(
         *(ids,) * 3,
@@ -271,7 +287,10 @@ def test_nemo(record, mesh):
         real_last_targets=True,
     )
     parallel = mesh and make_parallel_mesh(mesh)
-    fn = lambda x: preference.preference_loss(TokenStats(x), batch, loss, parallel=parallel)  # noqa: E731
+
+    def fn(x):
+        return preference.preference_loss(TokenStats(x), batch, loss, parallel=parallel)
+
     (value, found), gradient = quick_jit(jax.value_and_grad(fn, has_aux=True))(pad(given["log_probs"]))
     result, found = record["result"], finalize_metrics(found)
     np.testing.assert_allclose(value, result["loss"], rtol=1e-6)
@@ -290,7 +309,10 @@ def test_kto_reference_point():
     parts = [samples[:9], samples[9:]]
     batches = [RolloutBatch.from_samples(x, row_length=24, rows=4, num_segments=6) for x in parts]
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
-    score = lambda up, batch: TokenStats(batch.returns + up)  # noqa: E731
+
+    def score(up, batch):
+        return TokenStats(batch.returns + up)
+
     for up in (0.3, -0.3):
         stats = jax.jit(lambda up: compute_log_probs(score, up, stacked))(up)
         moved = [dataclasses.replace(s, returns=np.add(s.returns, up)) for s in samples]
@@ -304,7 +326,10 @@ def test_kto_reference_point():
     assert np.isnan(preference.kto_reference_point(stats, empty))
     # traced, as a step has it
     batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6)
-    run = lambda z: preference.preference_loss(TokenStats(batch.returns), batch, preference.KTO(z))[0]  # noqa: E731
+
+    def run(z):
+        return preference.preference_loss(TokenStats(batch.returns), batch, preference.KTO(z))[0]
+
     np.testing.assert_allclose(jax.jit(run)(0.4), run(0.4), rtol=1e-6)
     assert float(jax.jit(jax.grad(run))(0.4)) == 0  # a constant
 
@@ -322,7 +347,10 @@ def test_reward_model(mesh):
     is_last = (batch.segment_ids > 0) & (batch.positions == np.array([len(s.tokens) for s in samples])[of_row] - 1)
     placed = np.where(is_last, scores[of_row], np.nan).astype(np.float32)
     assert is_last.sum() == COUNT
-    fn = lambda x: preference.reward_model_loss(x, batch, preference.BradleyTerry(**options), parallel=parallel)  # noqa: E731
+
+    def fn(x):
+        return preference.reward_model_loss(x, batch, preference.BradleyTerry(**options), parallel=parallel)
+
     (loss, found), gradient = quick_jit(jax.value_and_grad(fn, has_aux=True))(placed)
     expected, by_score, metrics = truth.bradley_terry(oracle_of(samples), scores, **options)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
@@ -337,7 +365,10 @@ def test_reward_model(mesh):
 def test_odds_of_a_certain_response_are_finite():
     samples = preference.samples_of_pairs([[1]], chosen=[[2, 3]], rejected=[[4]])
     batch = RolloutBatch.from_samples(samples, row_length=5)
-    run = lambda x: preference.preference_loss(TokenStats(x), batch, preference.ORPO())[0]  # noqa: E731
+
+    def run(x):
+        return preference.preference_loss(TokenStats(x), batch, preference.ORPO())[0]
+
     loss, gradient = jax.value_and_grad(run)(jnp.array([[0.0, 0.0, 0.0, -90.0, 0.0]]))
     assert np.isfinite(loss)
     assert np.isfinite(gradient).all()

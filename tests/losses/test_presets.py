@@ -19,7 +19,10 @@ def test_preset(name):
     assert dataclasses.replace(config, entropy_coef=0.5).entropy_coef == 0.5
     batch = RolloutBatch.from_samples(step_of(0), row_length=24, rows=4, num_segments=9)
     selected = selected_of(batch, config, None)
-    fn = lambda x: loss_of(TokenStats(x), batch, config, None, selected=selected)[0]  # noqa: E731
+
+    def fn(x):
+        return loss_of(TokenStats(x), batch, config, None, selected=selected)[0]
+
     loss, gradient = jax.value_and_grad(fn)(batch.returns)
     assert np.isfinite(loss)
     assert np.any(gradient)

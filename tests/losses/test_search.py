@@ -35,7 +35,10 @@ def of_stats(config: dict[str, Any], where: Place, traced: bool) -> Any:
         mine = of_jaxppo(config, numbers if traced else None)
         selected = covariance_mask(stats, batch, mine, key, parallel) if mine.loss.selects else None
         if where.micro_batches is None:
-            fn = lambda stats: policy_loss(stats, batch, mine, parallel=parallel, selected=selected)  # noqa: E731
+
+            def fn(stats):
+                return policy_loss(stats, batch, mine, parallel=parallel, selected=selected)
+
             (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(stats)
             return loss, gradient, finalize_metrics(found), selected
         normalizer = Normalizer.from_batches(batch, mine.aggregation, off_policy=mine.off_policy, parallel=parallel)
@@ -68,8 +71,13 @@ def check_selection(config: dict[str, Any], samples: list[OracleSample], selecte
         sure, possible = cov > least + rounding, cov >= least - rounding
     else:
         config = config | {"loss": {k: loss[k] for k in ("name", "clip_low", "clip_high")}}
-        of = lambda by, d: clip_cov_candidates(moved(samples, by), config, loss["low"] + d, loss["high"] - d)  # noqa: E731
-        flat = lambda found: np.concatenate([x[y] for x, y in zip(found, here, strict=True)])  # noqa: E731
+
+        def of(by, d):
+            return clip_cov_candidates(moved(samples, by), config, loss["low"] + d, loss["high"] - d)
+
+        def flat(found):
+            return np.concatenate([x[y] for x, y in zip(found, here, strict=True)])
+
         sure = flat(of(-2e-6, rounding)) & flat(of(2e-6, rounding))
         possible = flat(of(-2e-6, -rounding)) | flat(of(2e-6, -rounding))
     assert not np.any(got & ~possible), "selected: tokens that are no candidates"
@@ -103,7 +111,10 @@ def check_policy_loss(config: dict, where: Place, traced: bool, bare: bool, draw
         batch = batch_of(step, samples, where, lacking if rollouts else (*lacking, "rollout_id"))
         gone = dict.fromkeys(lacking) | ({} if with_entropy else {"entropy": None})
         samples = [dataclasses.replace(s, **gone) for s in samples]
-        rows = lambda name, s=samples, b=batch, g=step.garbage: to_rows(b, s, [getattr(x, name) for x in s], g)  # noqa: E731
+
+        def rows(name, s=samples, b=batch, g=step.garbage):
+            return to_rows(b, s, [getattr(x, name) for x in s], g)
+
         stats = TokenStats(rows("log_probs"), rows("entropy") if with_entropy else None)
         loss, gradient, found, selected = run(stats, batch, jax.random.key(step.seed), numbers_of(config))
         if selected is not None:

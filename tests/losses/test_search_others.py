@@ -62,13 +62,19 @@ def accumulated(loss_of: Any, where: Place, normalizers_of: Any) -> Any:
     @quick_jit
     def run(params: Any, batch: Any) -> Any:
         if where.micro_batches is None:
-            fn = lambda p: loss_of({**p, **p["rows"]}, batch, None)  # noqa: E731
+
+            def fn(p):
+                return loss_of({**p, **p["rows"]}, batch, None)
+
             (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(params)
             return loss, gradient, finalize_metrics(found)
 
         def part(params: Any, given: Any) -> Any:
             here, batch, normalizer = given
-            pick = lambda x: jnp.where(here.reshape(-1, *(1,) * (x.ndim - 1)), x, 0).sum(axis=0)  # noqa: E731
+
+            def pick(x):
+                return jnp.where(here.reshape(-1, *(1,) * (x.ndim - 1)), x, 0).sum(axis=0)
+
             return loss_of({**params, **jax.tree.map(pick, params["rows"])}, batch, normalizer)
 
         given = jnp.eye(where.micro_batches, dtype=bool), batch, normalizers_of(batch)
@@ -239,7 +245,9 @@ def check_mtp_loss(aggregation: str, depths: int, coef: float, where: Place, sha
         hidden = [p[f"hidden {k}"] for k in range(depths)]
         return mtp_loss(hidden, head_of(shape, p["head"]), batch, **options, normalizers=normalizers)
 
-    normalizers_of = lambda b: mtp_normalizers(b, depths, aggregation=aggregation, parallel=parallel)  # noqa: E731
+    def normalizers_of(b):
+        return mtp_normalizers(b, depths, aggregation=aggregation, parallel=parallel)
+
     hidden = {f"hidden {k}": hidden_rows(step, x, batch, shape, True) for k, x in enumerate(given)}
     params = {"rows": hidden, "head": given[0].arrays}
     loss, gradient, found = accumulated(loss_of, where, normalizers_of)(params, batch)

@@ -59,10 +59,16 @@ def test_micro_batches_add_up(fn, aggregation):
     # The mean of the micro-batches' own means is 10-40% off here: their token counts differ.
     batch, x = hard_batch()
     whole = fn(None, x, batch, aggregation=aggregation)[0]
-    stack = lambda a: a.reshape(2, 4, *a.shape[1:])  # noqa: E731
+
+    def stack(a):
+        return a.reshape(2, 4, *a.shape[1:])
+
     stacked = jax.tree.map(stack, batch)
     normalizers = Normalizer.from_batches(stacked, aggregation)
-    part = lambda tree, k: jax.tree.map(lambda a: a[k], tree)  # noqa: E731
+
+    def part(tree, k):
+        return jax.tree.map(lambda a: a[k], tree)
+
     parts = [
         fn(None, stack(x)[k], part(stacked, k), aggregation=aggregation, normalizer=part(normalizers, k))[0]
         for k in range(2)
@@ -102,7 +108,10 @@ def test_huber_by_hand():
     sample, returns = jnp.zeros((1, 1), int), jnp.array([[1.0, -1.0, 3.0]])
     batch = RolloutBatch(ids, ids, ids, ids, one, sample, values=0 * one, returns=returns, real_last_targets=True)
     now = jnp.array([[0.5, 0.5, 0.1]])
-    run = lambda x: value_loss(x, batch, clip=0.25, huber_delta=1.0, aggregation="token_sum")[0]  # noqa: E731
+
+    def run(x):
+        return value_loss(x, batch, clip=0.25, huber_delta=1.0, aggregation="token_sum")[0]
+
     loss, gradient = jax.value_and_grad(run)(now)
     # errors -0.75 (clipped; the value itself is nearer), 1.5, -2.9
     np.testing.assert_allclose(loss, 0.5 * 0.75**2 + (1.5 - 0.5) + (2.9 - 0.5), rtol=1e-6)

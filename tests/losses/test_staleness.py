@@ -53,7 +53,9 @@ def test_proximal_log_probs(proximal):
 
 
 def test_proximal_log_probs_are_constants():
-    fn = lambda x: proximal_log_probs(x, BATCH.rollout_log_probs, BATCH.policy_versions, VERSION).sum()  # noqa: E731
+    def fn(x):
+        return proximal_log_probs(x, BATCH.rollout_log_probs, BATCH.policy_versions, VERSION).sum()
+
     np.testing.assert_array_equal(jax.grad(fn)(LOG_PROBS), 0)
 
 
@@ -92,7 +94,10 @@ def test_any_mesh():
 
 def test_any_layout_and_a_traced_version():
     whole = staleness_weights(BATCH, VERSION, limit=3, level="sequence")
-    fn = lambda v, batch, parallel: staleness_weights(batch, v, limit=3, level="sequence", parallel=parallel)  # noqa: E731
+
+    def fn(v, batch, parallel):
+        return staleness_weights(batch, v, limit=3, level="sequence", parallel=parallel)
+
     for layout, parallel, to_physical, to_logical in layouts_on():
         got = jax.jit(fn, static_argnums=2)(jnp.int32(VERSION), to_physical(BATCH), parallel)
         np.testing.assert_array_equal(to_logical(got), whole, err_msg=layout)

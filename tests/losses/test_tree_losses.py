@@ -117,7 +117,9 @@ def test_multi_token_prediction(layout):
     _, trees = both(SAMPLES, **options, parallel=parallel)
 
     def run(batch, hidden, parallel):
-        fn = lambda hidden: mtp_loss(hidden, KERNEL, batch, coef=0.5, parallel=parallel)  # noqa: E731
+        def fn(hidden):
+            return mtp_loss(hidden, KERNEL, batch, coef=0.5, parallel=parallel)
+
         return jax.value_and_grad(fn, has_aux=True)(hidden)
 
     hidden = [[states(batch, depth) for depth in range(DEPTHS)] for batch in (plain, trees)]

@@ -142,8 +142,13 @@ def correction(
         raise ValueError(f"off_policy: got {sorted(unknown)}, expected {sorted(OPTIONS)}")
     o = {**OPTIONS, **options}
     level, low, high = o["weights"], o["low"], o["high"]
-    pair = lambda name: [_known(policies, x) for x in name.split("/")]  # noqa: E731
-    differences = lambda name: [a - b for a, b in zip(*pair(name), strict=True)]  # noqa: E731
+
+    def pair(name):
+        return [_known(policies, x) for x in name.split("/")]
+
+    def differences(name):
+        return [a - b for a, b in zip(*pair(name), strict=True)]
+
     weighs = level != "none" or o["veto"] is not None
     d = differences(o["compares"]) if weighs else [np.zeros(len(x)) for x in advantages]
     rho = [importance_weights(x, level) for x in d]

@@ -101,7 +101,10 @@ def sft_loss(
 
 def shifted(s: OracleSample, by: int) -> OracleSample:
     """Targets and mask of position t + `by` at t, 0 where that leaves the sequence."""
-    move = lambda x: np.concatenate([np.asarray(x)[by:], np.zeros(min(by, len(x)), np.asarray(x).dtype)])  # noqa: E731
+
+    def move(x):
+        return np.concatenate([np.asarray(x)[by:], np.zeros(min(by, len(x)), np.asarray(x).dtype)])
+
     return replace(s, targets=move(s.targets), mask=move(s.here))
 
 

@@ -160,7 +160,10 @@ def mean_weight_before(samples: Sequence[OracleSample], c: Mapping[str, Any]) ->
     known = [without_impossible_tokens(replace(s, log_probs=None), c) for s in samples]
     if not (c["off_policy"] or {}).get("batch_normalize"):
         return None
-    of = lambda name: [s.at(name) for s in known]  # noqa: E731
+
+    def of(name):
+        return [s.at(name) for s in known]
+
     return mean_of_step(of("old_log_probs"), of("rollout_log_probs"), c["off_policy"])
 
 

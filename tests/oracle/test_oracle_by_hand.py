@@ -39,7 +39,10 @@ def test_token_losses():
     check("reinforce", t, -t.advantages * t.log_probs)
     check("gpg", t, -t.advantages * t.log_probs)
     check("dro", t, -t.advantages * t.log_probs + np.log([1.5, 0.5, 1.5, 0.5, 4.0]) ** 2, {"beta": 2.0})
-    sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
     expected = [-4 * sigmoid(1.0), -4 * sigmoid(-1.0), 2 * sigmoid(2.0), 2 * sigmoid(-2.0), sigmoid(12.0)]
     check("sapo", t, expected, {"tau_positive": 2.0, "tau_negative": 4.0})
 

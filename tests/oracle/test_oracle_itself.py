@@ -75,8 +75,13 @@ def make_step(seed=0, spread=0.4):
     samples = []
     for i, mask in enumerate(masks):
         here = np.array(mask) > 0
-        hide = lambda x, here=here: np.where(here, x, np.nan)  # noqa: E731
-        near = lambda x, hide=hide: hide(x + spread * rng.normal(size=len(x)))  # noqa: E731
+
+        def hide(x, here=here):
+            return np.where(here, x, np.nan)
+
+        def near(x, hide=hide):
+            return hide(x + spread * rng.normal(size=len(x)))
+
         log_probs = hide(-rng.exponential(1.0, len(mask)) - 0.1)
         values = hide(rng.normal(size=len(mask)))
         old, ref, rollout = (np.minimum(near(log_probs), -0.01) for _ in range(3))
@@ -146,7 +151,10 @@ class TestGradients:
         options = {"gspo": {"clip_high": 1e9}}.get(name, {})
         variants = [options, {**options, "gradient": "token"}] if name == "gspo" else [options]
         for each in variants:
-            loss = lambda y, each=each: LOSSES[name](Tokens(y, old, a, x, selected), **each)  # noqa: E731
+
+            def loss(y, each=each):
+                return LOSSES[name](Tokens(y, old, a, x, selected), **each)
+
             values, jacobian, _ = loss(x)
             assert np.isfinite(values).all()
             expected = [slopes(lambda y, t=t, loss=loss: loss(y).values[t], x) for t in range(len(x))]
@@ -166,7 +174,10 @@ class TestGradients:
             expected = w * d
         else:  # one token at a time: beside a value of 1e10 the slope of another is lost
             each = [None if sampling is None else sampling[i : i + 1] for i in range(len(d))]
-            moved = lambda x, i: kl_divergence(x, ref[i : i + 1], estimator, each[i])[0][0]  # noqa: E731
+
+            def moved(x, i):
+                return kl_divergence(x, ref[i : i + 1], estimator, each[i])[0][0]
+
             expected = [slopes(lambda x, i=i: moved(x, i), (ref + d)[i : i + 1])[0] for i in range(len(d))]
         rounding = 1e-9 * np.maximum(1.0, np.abs(value))  # of a difference of values over 2e-6
         assert (np.abs(slope - expected) <= 1e-6 * np.abs(slope) + rounding).all()
@@ -224,7 +235,10 @@ class TestGradients:
         ]
         config = {"loss": "gspo", "entropy_coef": 0.3, "kl": {"coef": 0.2}, "aggregation": "rollout_mean"}
         result, by_hidden, by_head = policy_loss_from_hidden(samples, head, config)
-        loss = lambda s, h: policy_loss_from_hidden(s, h, config)[0].loss  # noqa: E731
+
+        def loss(s, h):
+            return policy_loss_from_hidden(s, h, config)[0].loss
+
         assert result.loss == loss(samples, head)
         for i, s in enumerate(samples):
             agree(by_hidden[i], slopes(lambda x, i=i: loss(changed(samples, i, hidden=x), head), s.hidden))
@@ -249,7 +263,10 @@ class TestGradients:
         options = {"label_smoothing": 0.2, "z_loss": 0.05, "aggregation": "sequence_mean_token_mean"}
         _, by_stats, _ = sft_loss(with_stats(samples, head), **options)
         by_hidden, by_head = through_head(samples, head, by_stats)
-        loss = lambda s, h: sft_loss(with_stats(s, h), **options)[0]  # noqa: E731
+
+        def loss(s, h):
+            return sft_loss(with_stats(s, h), **options)[0]
+
         agree(by_head.kernel, slopes(lambda x: loss(samples, replace(head, kernel=x)), head.kernel))
         agree(by_hidden[0], slopes(lambda x: loss(changed(samples, 0, hidden=x), head), samples[0].hidden))
 

@@ -61,15 +61,24 @@ def test_by_hand():
     """A chosen response at log-probs -1, -2 against references -1.5, -3; a rejected one at -3 against -2."""
     one = OracleSample([1, 1], [-1.0, -2.0], ref_log_probs=[-1.5, -3.0], group_id=0, reward=1.0)
     two = OracleSample([1], [-3.0], ref_log_probs=[-2.0], group_id=0, reward=0.0)
-    near = lambda name, value, **o: np.testing.assert_allclose(preference_loss([one, two], name, **o)[0], value)  # noqa: E731
+
+    def near(name, value, **o):
+        return np.testing.assert_allclose(preference_loss([one, two], name, **o)[0], value)
+
     near("dpo", -math.log(1 / (1 + math.exp(-0.25))))  # D = 1.5 + 1
     near("dpo", -math.log(1 / (1 + math.exp(-0.175))), length_normalised=True)
     near("ipo", (1.75 - 5) ** 2)
     near("ipo", (2.5 - 5) ** 2, length_normalised=False)
     near("simpo", -math.log(1 / (1 + math.exp(-2.5))))  # 2 * (-1.5 + 3) - 0.5
-    odds = lambda m: math.exp(m) / (1 - math.exp(m))  # noqa: E731
+
+    def odds(m):
+        return math.exp(m) / (1 - math.exp(m))
+
     near("orpo", 1.5 + 0.1 * math.log(1 + odds(-3) / odds(-1.5)))
-    sigma = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+
+    def sigma(x):
+        return 1 / (1 + math.exp(-x))
+
     value = kto([one, two], reference_point=0.5, undesirable_weight=2.0)[0]
     np.testing.assert_allclose(value, (1 - sigma(0.1 * (1.5 - 0.5)) + 2 * (1 - sigma(0.1 * (0.5 + 1)))) / 2)
     np.testing.assert_allclose(reference_point([one, two]), 0.25)

@@ -121,7 +121,10 @@ def samples(count=8, **more):
     rng = np.random.default_rng(3)
     found = []
     for i in range(count):
-        near = lambda: -1 - rng.random(6)  # noqa: E731
+
+        def near():
+            return -1 - rng.random(6)
+
         values = {name: near() for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")}
         values |= {name: rng.normal(size=6) for name in ("advantages", "values", "returns")}
         ids = {"reward": float(i), "group_id": i // 2} | more
@@ -227,7 +230,10 @@ def test_4_curvature_of_the_kl_at_the_old_policy(estimator, mesh):
     """There the KL and its gradient are 0, and a rule whose gradient is linear in its cotangent gave a Hessian of 0."""
     parallel = mesh and make_parallel_mesh(mesh)
     targets, v = jnp.asarray(BATCH.targets), jnp.asarray(RNG.normal(size=KERNEL.shape), jnp.float32)
-    plain = lambda k: jnp.take_along_axis(jax.nn.log_softmax(HIDDEN @ k), targets[..., None], -1)[..., 0]  # noqa: E731
+
+    def plain(k):
+        return jnp.take_along_axis(jax.nn.log_softmax(HIDDEN @ k), targets[..., None], -1)[..., 0]
+
     reference = plain(KERNEL)
     batch = dataclasses.replace(BATCH, ref_log_probs=reference, old_log_probs=reference, advantages=0 * reference)
     config = PolicyLossConfig(kl=KL(1.0, estimator), aggregation="token_sum")
@@ -279,7 +285,10 @@ def test_5_no_log_prob_is_above_0(mesh, temperature):
         assert (log_probs <= 0).all()
         assert (log_probs > -1e-6).any()
     each = jnp.eye(8)[:, :, None] * mask[None]  # one row at a time
-    of_row = lambda m: sft_loss_from_hidden(hidden, kernel, dataclasses.replace(batch, loss_mask=m), **p)[0]  # noqa: E731
+
+    def of_row(m):
+        return sft_loss_from_hidden(hidden, kernel, dataclasses.replace(batch, loss_mask=m), **p)[0]
+
     assert (lax.map(of_row, each) >= 0).all()
 
 

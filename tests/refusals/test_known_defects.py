@@ -37,7 +37,10 @@ def batch_of(lengths, prompts, **per_token):
     mask = np.concatenate(
         [(np.arange(n) >= p - 1) & (np.arange(n) < n - 1) for n, p in zip(lengths, prompts, strict=True)]
     )
-    pad = lambda x, dtype: jnp.asarray(np.pad(x, (0, ROW - len(x)))[None], dtype)  # noqa: E731
+
+    def pad(x, dtype):
+        return jnp.asarray(np.pad(x, (0, ROW - len(x)))[None], dtype)
+
     tokens = pad(np.arange(len(ids)) % 7 + 1, jnp.int32)
     segments = jnp.arange(len(lengths), dtype=jnp.int32)[None]
     return RolloutBatch(
@@ -90,7 +93,9 @@ def test_3_kl_at_log_ratios_of_100(estimator, log_ratio):
 
 
 def test_4_infinite_and_huge_logits():
-    stats = lambda z: log_probs_from_logits(z, jnp.array([[1]]), entropy="bonus")  # noqa: E731
+    def stats(z):
+        return log_probs_from_logits(z, jnp.array([[1]]), entropy="bonus")
+
     z = jnp.array([[[1.0, 2.0, -jnp.inf, -jnp.inf]]])
     gradient = jax.grad(lambda z: (lambda s: s.log_probs.sum() + s.entropy.sum())(stats(z)))(z)
     assert float(stats(z).entropy[0, 0]) == pytest.approx(0.582203, abs=1e-6)  # sum p log p with p = 0: NaN
@@ -145,7 +150,10 @@ def test_5_uneven_micro_batches_are_the_whole(loss, aggregation, mesh):
 def test_6_a_shard_without_loss_tokens_gives_zero_gradient():
     batch = batch_of([4], [1], advantages=np.ones(ROW), old_log_probs=np.zeros(ROW))
     mesh = make_parallel_mesh("cp=8")
-    loss = lambda x: policy_loss(TokenStats(x), batch, PolicyLossConfig(), parallel=mesh)[0]  # noqa: E731
+
+    def loss(x):
+        return policy_loss(TokenStats(x), batch, PolicyLossConfig(), parallel=mesh)[0]
+
     value, gradient = jax.jit(jax.value_and_grad(loss))(jnp.zeros((1, ROW)))
     assert float(value) == -1  # a mean over each shard's own tokens, then over shards: NaN, from 0 / 0 on six of them
     np.testing.assert_allclose(gradient[0, :3], -1 / 3, rtol=1e-6)
@@ -182,7 +190,10 @@ def test_9_nan_in_a_masked_position():
     batch = batch_of([6, 5], [3, 2], advantages=np.ones(ROW), old_log_probs=np.zeros(ROW))
     off = batch.loss_mask == 0
     dirty = dataclasses.replace(batch, advantages=jnp.where(off, jnp.nan, batch.advantages))
-    loss = lambda x, b: policy_loss(TokenStats(x), b, PolicyLossConfig())[0]  # noqa: E731
+
+    def loss(x, b):
+        return policy_loss(TokenStats(x), b, PolicyLossConfig())[0]
+
     clean = jax.value_and_grad(loss)(jnp.zeros((1, ROW)), batch)
     got = jax.value_and_grad(loss)(jnp.where(off, jnp.nan, 0.0), dirty)
     assert float(got[0]) == float(clean[0]) == -1  # mask * NaN is NaN

@@ -136,7 +136,10 @@ def test_vmap_over_a_mesh(call):
     logits = jax.random.normal(jax.random.key(1), (R, T, V))
     hidden, kernel = jax.random.normal(jax.random.key(2), (R, T, H)), jax.random.normal(jax.random.key(3), (H, V))
     arrays = {"logits": logits} if call is from_logits else {"hidden": hidden, "kernel": kernel}
-    run = lambda parallel: jax.vmap(lambda y: call(targets=y, parallel=parallel, **arrays).log_probs)(targets)  # noqa: E731
+
+    def run(parallel):
+        return jax.vmap(lambda y: call(targets=y, parallel=parallel, **arrays).log_probs)(targets)
+
     assert jnp.allclose(run(make_parallel_mesh("dp=2,cp=4")), run(None), atol=1e-6)
 
 

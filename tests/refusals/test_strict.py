@@ -102,7 +102,10 @@ def given(mesh: str | None, dtypes: str) -> Given:
     cast = {name: np.asarray(getattr(batch, name)).astype(jnp.dtype(kind)) for name, kind in of_batch.items()}
     batch = jax.tree.map(jnp.asarray, dataclasses.replace(batch, **cast))
     rng = np.random.default_rng(0)
-    array = lambda dtype, *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+
+    def array(dtype, *shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
     lora = LoRA(array(kernel, H, 2), array(kernel, 2, V), 0.5)
     head = Head(array(kernel, H, V), bias=array(kernel, V), lora=lora, softcap=5.0)
     return Given(batch, array(hidden, R, T, H), head, parallel)
@@ -120,7 +123,9 @@ def of_head(g: Given, call: Callable[..., Any]) -> Any:
 
 
 def policy(g: Given, config: PolicyLossConfig, **options: Any) -> Any:
-    loss = lambda x: jaxppo.policy_loss(TokenStats(x, g.batch.values), g.batch, config, **g.on, **options)  # noqa: E731
+    def loss(x):
+        return jaxppo.policy_loss(TokenStats(x, g.batch.values), g.batch, config, **g.on, **options)
+
     return slope(loss, g.batch.returns)
 
 

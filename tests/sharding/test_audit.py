@@ -58,7 +58,10 @@ def test_a_collective_by_itself(name):
 def test_a_collective_in_a_loop():
     found = audited(lambda x: lax.scan(lambda c, _: (swap(c) + 1, None), x, length=3)[0])
     assert found.collectives == (Collective("collective-permute", ("tp",), 256, True),)
-    asked = lambda x: lax.while_loop(lambda c: lax.psum(c.sum(), ("dp", "cp", "tp")) < 9, lambda c: c + 1, x)  # noqa: E731
+
+    def asked(x):
+        return lax.while_loop(lambda c: lax.psum(c.sum(), ("dp", "cp", "tp")) < 9, lambda c: c + 1, x)
+
     assert audited(asked).collectives == (Collective("all-reduce", ("dp", "cp", "tp"), 4, True),)
     nested = audited(lambda x: lax.fori_loop(0, 2, lambda i, c: lax.fori_loop(0, 2, lambda j, c: swap(c * c), c), x))
     assert nested.collectives == (Collective("collective-permute", ("tp",), 256, True),)
@@ -173,7 +176,10 @@ FIRST = (0, A)
 
 def loop(stop, step=1, start=0):
     """A loop over a counter, a product and an integer that comes as an argument."""
-    turn = lambda c: (c[0] + step, c[1] @ c[1], c[2])  # noqa: E731
+
+    def turn(c):
+        return (c[0] + step, c[1] @ c[1], c[2])
+
     return lambda n: lax.while_loop(lambda c: stop(c[0], c[2]), turn, (start, A, n))[1]
 
 
@@ -200,7 +206,10 @@ def of_loops_in_a_while(n):
 
 def in_two_loops(n):
     """The second is bounded by what the first carries along unchanged."""
-    first = lambda c: (c[0] + 1, c[1] @ c[1], c[2])  # noqa: E731
+
+    def first(c):
+        return (c[0] + 1, c[1] @ c[1], c[2])
+
     _, a, six = lax.while_loop(lambda c: c[0] < 5, first, (0, A, 6))
     return lax.while_loop(lambda c: c[0] < six, lambda c: (c[0] + 1, c[1] @ c[1]), (0, a))[1]
 
@@ -217,9 +226,11 @@ def in_a_rule(n):
 
 
 def on_a_mesh(n):
-    run = lambda a, b: lax.while_loop(  # noqa: E731
-        lambda c: c[0] < b, lambda c: (c[0] + 1, c[1] @ c[1]), (lax.pcast(0, "dp", to="varying"), a)
-    )[1]
+    def run(a, b):
+        return lax.while_loop(
+            lambda c: c[0] < b, lambda c: (c[0] + 1, c[1] @ c[1]), (lax.pcast(0, "dp", to="varying"), a)
+        )[1]
+
     return jax.shard_map(run, mesh=PARALLEL.mesh, in_specs=(P("dp"), P()), out_specs=P("dp"))(jnp.ones((8, 4)), 6)
 
 
@@ -284,15 +295,20 @@ def test_flops_of_a_while(fn, low, high):
 @pytest.mark.parametrize(("stop", "low", "high"), [(lambda i, n: i < 9, 9, 9), (lambda i, n: (i < 9) & (i < n), 0, 9)])
 def test_a_product_in_a_condition_runs_once_more_than_the_body(stop, low, high):
     """Two products in the condition, one in the body."""
-    loop = lambda n: lax.while_loop(  # noqa: E731
-        lambda c: stop(c[0], n) & ((c[1] @ A @ A)[0, 0] < INF), lambda c: (c[0] + 1, c[1] @ A), FIRST
-    )
+
+    def loop(n):
+        return lax.while_loop(
+            lambda c: stop(c[0], n) & ((c[1] @ A @ A)[0, 0] < INF), lambda c: (c[0] + 1, c[1] @ A), FIRST
+        )
+
     # What the products compare to may end the loop before its first turn.
     assert count_flops(jax.make_jaxpr(loop)(N)) == Flops(2 * PRODUCT, (3 * high + 2) * PRODUCT)
 
 
 def test_a_product_in_nothing_but_a_condition():
-    loop = lambda a: lax.while_loop(lambda c: (a @ a)[0, 0] > c, lambda c: c + 1, 0.0)  # noqa: E731
+    def loop(a):
+        return lax.while_loop(lambda c: (a @ a)[0, 0] > c, lambda c: c + 1, 0.0)
+
     assert count_flops(jax.make_jaxpr(loop)(A)) == Flops(PRODUCT, INF)
 
 
@@ -307,7 +323,9 @@ def test_a_kernel_runs_in_each_step_of_its_grid():
 
 
 def test_a_linear_solve_runs_its_solver_alone():
-    solve = lambda a: lax.custom_linear_solve(lambda x: a @ x, a[0], lambda _, b: turns(2)(a)[0] + b)  # noqa: E731
+    def solve(a):
+        return lax.custom_linear_solve(lambda x: a @ x, a[0], lambda _, b: turns(2)(a)[0] + b)
+
     assert count_flops(jax.make_jaxpr(solve)(A)) == Flops(2 * PRODUCT, 2 * PRODUCT)
 
 
@@ -316,13 +334,18 @@ def test_flops_of_ragged_products_and_convolutions():
     assert count_flops(jax.make_jaxpr(lax.ragged_dot)(rows, kernels, sizes)).high == 2 * 10 * 3 * 7
     gradient = jax.grad(lambda k: lax.ragged_dot(rows, k, sizes).sum())
     assert count_flops(jax.make_jaxpr(gradient)(kernels)).high == 2 * (2 * 10 * 3 * 7)
-    convolve = lambda x, k: lax.conv(x, k, (1, 1), "VALID")  # noqa: E731
+
+    def convolve(x, k):
+        return lax.conv(x, k, (1, 1), "VALID")
+
     found = count_flops(jax.make_jaxpr(convolve)(jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 2, 2))))
     assert found.high == 2 * (2 * 5 * 7 * 7) * (3 * 2 * 2)
 
 
 def test_flops_of_batched_and_rectangular_products():
-    product = lambda a, b: jnp.einsum("bij,bkj->bik", a, b)  # noqa: E731
+    def product(a, b):
+        return jnp.einsum("bij,bkj->bik", a, b)
+
     assert count_flops(jax.make_jaxpr(product)(jnp.ones((3, 4, 5)), jnp.ones((3, 7, 5)))).low == 2 * 3 * 4 * 5 * 7
 
 

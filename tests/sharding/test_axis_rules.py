@@ -105,7 +105,9 @@ def test_specs_are_those_of_flax(sizes):
         kept = [tuple(a for a in entry or () if mesh.shape[a] > 1) for entry in spec]
         return jax.NamedSharding(mesh, jax.P(*[entry or None for entry in kept]))
 
-    same = lambda spec, *names: parallel.sharding(spec).is_equivalent_to(expected(*names), len(names))  # noqa: E731
+    def same(spec, *names):
+        return parallel.sharding(spec).is_equivalent_to(expected(*names), len(names))
+
     assert same(parallel.tokens_spec, "activation_embed_and_logits_batch", "activation_length")
     assert same(parallel.kernel_spec("hv"), "embed_vocab", "vocab")
     assert same(parallel.kernel_spec("vh"), "vocab", "embed_vocab")

@@ -186,7 +186,10 @@ def test_a_device_with_padding_only_adds_exactly_nothing():
 def test_what_is_none_has_no_collectives():
     """Without entropy, and without reference log-probs, fewer bytes cross; values, which no policy loss reads, none."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
-    sharded = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=parallel.sharding(spec))  # noqa: E731
+
+    def sharded(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=parallel.sharding(spec))
+
     states = jnp.zeros((*BATCH.targets.shape, 8)), jnp.zeros((8, 64))
     states = [sharded(x, spec) for x, spec in zip(states, (parallel.hidden_spec, parallel.kernel_spec()), strict=True)]
 

@@ -84,7 +84,10 @@ def test_layouts_are_permutations(layout, shards):
 
 def test_zigzag_balances_causal_attention():
     """Every shard attends to as many earlier positions, in each sequence too; contiguous shards do not."""
-    work = lambda held: held.reshape(4, -1).sum(axis=1)  # noqa: E731
+
+    def work(held):
+        return held.reshape(4, -1).sum(axis=1)
+
     assert len(set(work(logical_positions("zigzag", T, 4)))) == 1
     one = np.array([[24, 32, 8]])
     starts = np.repeat([0, 24, 56], one[0])
@@ -130,7 +133,10 @@ def test_transpose_of_redistribute_is_exact(source, target):
     """<A x, y> = <x, A' y> bit for bit on integers in f32, and derivatives of both modes."""
     parallel = make_parallel_mesh("dp=2,cp=4")
     ids = physical(logical_segments(4), source, 4)
-    move = lambda x: redistribute(x, parallel, source, target, ids, S)  # noqa: E731
+
+    def move(x):
+        return redistribute(x, parallel, source, target, ids, S)
+
     rng = np.random.default_rng(1)
     x, y = (jnp.asarray(rng.integers(-99, 99, size=(R, T)), jnp.float32) for _ in range(2))
     moved, pull = jax.jit(lambda x, y: (move(x), jax.linear_transpose(move, x)(y)[0]))(x, y)
@@ -151,10 +157,16 @@ def test_transpose_of_redistribute_is_exact(source, target):
 def test_bytes_moved_by_redistribute(mesh, source, target, expected):
     parallel = make_parallel_mesh(mesh)
     x, ids = jnp.ones((2 * R, T)), jnp.ones((2 * R, T), jnp.int32)
-    move = lambda x, ids: redistribute(x, parallel, source, target, ids, S)  # noqa: E731
+
+    def move(x, ids):
+        return redistribute(x, parallel, source, target, ids, S)
+
     expected = sorted((op, size * 2) for op, size in expected)
     assert collectives(parallel, move, x, ids) == expected
-    transpose = lambda x, ids: jax.linear_transpose(lambda x: move(x, ids), x)(x)  # noqa: E731
+
+    def transpose(x, ids):
+        return jax.linear_transpose(lambda x: move(x, ids), x)(x)
+
     assert collectives(parallel, transpose, x, ids) == expected
 
 
@@ -198,7 +210,10 @@ def test_transpose_of_shift_left(layout):
     ids = physical(logical_segments(4), layout, 4)
     rng = np.random.default_rng(3)
     x, y = (jnp.asarray(rng.integers(-99, 99, size=(R, T)), jnp.float32) for _ in range(2))
-    shift = lambda x: shift_left(x, parallel, 2, 0, ids, S)  # noqa: E731
+
+    def shift(x):
+        return shift_left(x, parallel, 2, 0, ids, S)
+
     shifted, pull = jax.jit(lambda x, y: (shift(x), jax.linear_transpose(shift, x)(y)[0]))(x, y)
     assert jnp.vdot(shifted, y) == jnp.vdot(x, pull)
 
@@ -296,7 +311,9 @@ def test_second_derivatives(layout):
     a, b = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, R, T)) / 2)
 
     def penalty(a, b, ids, parallel):
-        loss = lambda a, b: jnp.sin(scan_affine(a, b, parallel, True, ids, S)).sum()  # noqa: E731
+        def loss(a, b):
+            return jnp.sin(scan_affine(a, b, parallel, True, ids, S)).sum()
+
         return sum((g**2).sum() for g in jax.grad(loss, argnums=(0, 1))(a, b))
 
     second = jax.grad(penalty, argnums=(0, 1))

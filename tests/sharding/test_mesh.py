@@ -85,9 +85,11 @@ def test_a_sum_over_devices_needs_to_know_the_axes(check_vma):
         axes.check_complete("the mean", x)
         return x
 
-    run = lambda axes: jax.shard_map(  # noqa: E731
-        lambda x: inside(axes, x), mesh=MESH, in_specs=P("dp"), out_specs=P("dp"), check_vma=check_vma
-    )(X)
+    def run(axes):
+        return jax.shard_map(
+            lambda x: inside(axes, x), mesh=MESH, in_specs=P("dp"), out_specs=P("dp"), check_vma=check_vma
+        )(X)
+
     with pytest.raises(ValueError, match=r"parallel: got no role for mesh axis 'dp' .* the mean would be that of one"):
         run(ShardAxes())
     if check_vma:
@@ -136,7 +138,10 @@ def test_a_role_of_several_axes():
     mesh = jax.make_mesh((2, 2, 1, 2), ("a", "b", "c", "d"), AUTO)
     p = ParallelMesh(mesh, data=("a", "b"), context=("c", "d"), tensor=None)
     assert (p.data_size, p.context_size, p.context) == (4, 2, ("d",))
-    place = lambda axes, x: jnp.zeros_like(x, int) + axes.index(axes.data)  # noqa: E731
+
+    def place(axes, x):
+        return jnp.zeros_like(x, int) + axes.index(axes.data)
+
     index = shard_call("index", place, p, {"x": X}, lambda p: ([p.tokens_spec], p.tokens_spec))
     np.testing.assert_array_equal(index[:, 0], [0, 0, 1, 1, 2, 2, 3, 3])
 
@@ -213,7 +218,10 @@ def test_none_stays_none_and_pytrees_pass():
         return {"y": x + tree["a"]}, tree["b"]
 
     p = make_parallel_mesh("dp=2,cp=2,tp=2")
-    specs = lambda p: ([p.tokens_spec] * 3, ({"y": p.tokens_spec}, p.tokens_spec))  # noqa: E731
+
+    def specs(p):
+        return ([p.tokens_spec] * 3, ({"y": p.tokens_spec}, p.tokens_spec))
+
     args = {"x": X, "missing": None, "tree": {"a": X, "b": X}}
     for parallel in (None, p):
         found = shard_call("fn", per_shard, parallel, args, specs)
@@ -249,7 +257,10 @@ def powers(axes, power, x):
 
 def test_a_second_eager_call_compiles_nothing():
     p = ParallelMesh(MESH)
-    run = lambda power, x: shard_call("powers", powers, p, {"x": x}, lambda p: ([p.tokens_spec], P()), static=power)  # noqa: E731
+
+    def run(power, x):
+        return shard_call("powers", powers, p, {"x": x}, lambda p: ([p.tokens_spec], P()), static=power)
+
     assert compilations(lambda: run(2, X)) > 0
     assert compilations(lambda: run(2, X)) == compilations(lambda: run(2, X)) == 0
     assert compilations(lambda: run(3, X)) > 0
@@ -276,7 +287,9 @@ def test_dimensions_that_the_mesh_does_not_divide(shape, message):
 
 
 def test_a_spec_with_an_axis_that_the_mesh_lacks():
-    call = lambda: shard_call("f", lambda axes, x: x, ParallelMesh(MESH), {"x": X}, lambda p: ([P("pp")], P("dp")))  # noqa: E731
+    def call():
+        return shard_call("f", lambda axes, x: x, ParallelMesh(MESH), {"x": X}, lambda p: ([P("pp")], P("dp")))
+
     with pytest.raises(ValueError, match=r"x: got spec P\('pp',?\) in f, expected axes of the mesh"):
         call()
 
@@ -319,7 +332,9 @@ def test_what_depends_on_the_mesh_is_found():
         share = axes.psum(x.sum(), axes.data)
         return lax.pmax(share, axes.context) if axes.context else share
 
-    fn = lambda parallel, x: shard_call("f", forgets_context, parallel, {"x": x}, lambda p: ([p.tokens_spec], P()))  # noqa: E731
+    def fn(parallel, x):
+        return shard_call("f", forgets_context, parallel, {"x": x}, lambda p: ([p.tokens_spec], P()))
+
     assert_mesh_invariant(fn, X, meshes=["dp=8", "dp=2,tp=4"])
     with pytest.raises(AssertionError, match=r"mesh dp=1,cp=2,tp=4 at the result: 1 of 1 differ"):
         assert_mesh_invariant(fn, X)
@@ -333,7 +348,9 @@ def test_wrong_gradients_are_found():
         x = x + (axes.size(axes.tensor) - 1) * (x - lax.stop_gradient(x))
         return axes.psum(x.sum(), axes.tokens)
 
-    fn = lambda parallel, x: shard_call("f", twice, parallel, {"x": x}, lambda p: ([p.tokens_spec], P()))  # noqa: E731
+    def fn(parallel, x):
+        return shard_call("f", twice, parallel, {"x": x}, lambda p: ([p.tokens_spec], P()))
+
     assert_mesh_invariant(fn, X)
     with pytest.raises(AssertionError, match=r"mesh .*tp=\d+ at \[1\]: 64 of 64 differ, .* got \d.0, expected 1.0"):
         assert_mesh_invariant(lambda parallel, x: jax.value_and_grad(lambda x: fn(parallel, x))(x), X)

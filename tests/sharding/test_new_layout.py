@@ -86,7 +86,10 @@ def test_redistribute(layout, other):
     ids = np.array([np.repeat([1, 2, 3, 0], [*row, T - sum(row)]) for row in lengths])
     x, y = np.random.default_rng(0).integers(-99, 99, size=(2, 2, T)).astype(np.float32)
     here, there = (functools.partial(brought_to, name, lengths) for name in (layout, other))
-    move = lambda x: redistribute(x, parallel, layout, other, here(ids), S)  # noqa: E731
+
+    def move(x):
+        return redistribute(x, parallel, layout, other, here(ids), S)
+
     moved, pull = jax.jit(lambda x, y: (move(x), jax.linear_transpose(move, x)(y)[0]))(here(x), there(y))
     np.testing.assert_array_equal(moved, there(x))
     np.testing.assert_array_equal(pull, here(y))
@@ -114,7 +117,9 @@ def test_shifts_and_scans(layout, reverse):
 
         return jax.grad(loss, argnums=(0, 1), has_aux=True)(a, b)
 
-    physical = lambda x: np.take_along_axis(x, packed.order, axis=1)  # noqa: E731
+    def physical(x):
+        return np.take_along_axis(x, packed.order, axis=1)
+
     ids = np.take_along_axis(packed.segment_ids, np.argsort(packed.order, axis=1), axis=1)
     expected = jax.tree.map(lambda x: physical(np.asarray(x)), run(None, ids, a, b, weights))
     assert_trees_close(run(parallel, *map(physical, (ids, a, b, weights))), expected)

@@ -139,8 +139,12 @@ def test_spoiled_tangents_and_cotangents_stay_in_their_sequence(shards, layout):
 
     @jax.jit
     def derivatives(b, *weights):
-        scan = lambda a, b: scan_affine(a, b, parallel, True, physical(ids), S)  # noqa: E731
-        shift = lambda b: shift_left(b, parallel, 3, 0, physical(ids), S)  # noqa: E731
+        def scan(a, b):
+            return scan_affine(a, b, parallel, True, physical(ids), S)
+
+        def shift(b):
+            return shift_left(b, parallel, 3, 0, physical(ids), S)
+
         pulled = [*jax.vjp(scan, physical(a), b)[1](weights[0]), *jax.vjp(shift, b)[1](weights[0])]
         return *pulled, jax.jvp(scan, (physical(a), b), weights)[1], jax.jvp(shift, (b,), weights[:1])[1]
 
@@ -162,7 +166,9 @@ def test_padding_and_what_is_behind_the_end_may_hold_anything(shards, layout):
 
     @jax.jit
     def run(a, b):
-        scan = lambda a, b: scan_affine(a, b, parallel, True, physical(ids), S)  # noqa: E731
+        def scan(a, b):
+            return scan_affine(a, b, parallel, True, physical(ids), S)
+
         return scan(a, b), jax.grad(lambda a, b: (scan(a, b) ** 2).sum(), argnums=(0, 1))(a, b)
 
     clean = run(physical(a), physical(b))
@@ -212,7 +218,9 @@ def test_shift_left(shards, layout):
 
     @jax.jit
     def run(x):
-        shift = lambda x: shift_left(x, parallel, 3, 0, physical(ids), S)  # noqa: E731
+        def shift(x):
+            return shift_left(x, parallel, 3, 0, physical(ids), S)
+
         return shift(x), jax.grad(lambda x: (shift(x) ** 2).sum())(x)
 
     clean = run(physical(x))
@@ -241,7 +249,10 @@ def test_segment_reductions(shards):
             return shard_call("segments", per_shard, parallel, args, lambda p: ([specs] * 3, [specs] * 3))
 
         values = reductions(x)
-        squares = lambda x: sum((y**2 * mask).sum() for y in reductions(x)[:2])  # noqa: E731
+
+        def squares(x):
+            return sum((y**2 * mask).sum() for y in reductions(x)[:2])
+
         sums = segment_sum(x, ids, S, parallel)
         return *values, jax.grad(squares)(x), Segments(jnp.asarray(ids), S).spread(sums)
 

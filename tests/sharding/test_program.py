@@ -13,7 +13,10 @@ PARALLEL = make_parallel_mesh("dp=2,cp=4")
 
 def trace(fn):
     spec = PARALLEL.tokens_spec
-    call = lambda x: shard_call("call", lambda axes, x: fn(x), PARALLEL, {"x": x}, lambda p: ([spec], spec))  # noqa: E731
+
+    def call(x):
+        return shard_call("call", lambda axes, x: fn(x), PARALLEL, {"x": x}, lambda p: ([spec], spec))
+
     return jax.make_jaxpr(jax.jit(call))(jnp.ones((2, 8)))
 
 

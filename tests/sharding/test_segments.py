@@ -47,7 +47,10 @@ def segments_call(fn):
 def test_segment_sum_on_any_mesh():
     def run(parallel, x):
         weights = jnp.arange(8.0 * S).reshape(8, S)
-        loss = lambda x: (segment_sum(x, jnp.asarray(IDS), S, parallel) * weights).sum()  # noqa: E731
+
+        def loss(x):
+            return (segment_sum(x, jnp.asarray(IDS), S, parallel) * weights).sum()
+
         return segment_sum(x, jnp.asarray(IDS), S, parallel), jax.grad(loss)(x)
 
     found, gradient = assert_mesh_invariant(run, X)
@@ -118,7 +121,10 @@ def test_the_dtype_stays(dtype):
 
 def test_inside_a_users_shard_map():
     p = make_parallel_mesh("dp=2,cp=4")
-    fn = lambda x, ids: segment_sum(x, ids, S, p.axes)  # noqa: E731
+
+    def fn(x, ids):
+        return segment_sum(x, ids, S, p.axes)
+
     mapped = jax.shard_map(fn, mesh=p.mesh, in_specs=(p.tokens_spec,) * 2, out_specs=P("dp"))
     assert_trees_close(jax.jit(mapped)(X, IDS), by_hand(np.sum, 0), atol=1e-6)
 

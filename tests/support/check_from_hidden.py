@@ -34,7 +34,10 @@ def of_hidden(config: dict[str, Any], where: Place, shape: HeadShape) -> Any:
             selected = covariance_mask(stats, batch, mine, key, parallel)
         if where.micro_batches is None:
             rest = options | {"normalizer": None, "selected": selected}
-            fn = lambda p: loss_from(p["hidden"], p["head"], batch, mine, shape, parallel, rest)  # noqa: E731
+
+            def fn(p):
+                return loss_from(p["hidden"], p["head"], batch, mine, shape, parallel, rest)
+
             (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(params)
             return loss, gradient, finalize_metrics(found), selected
         normalizer = Normalizer.from_batches(batch, mine.aggregation, off_policy=mine.off_policy, parallel=parallel)
@@ -55,7 +58,10 @@ def of_hidden(config: dict[str, Any], where: Place, shape: HeadShape) -> Any:
 
 def given_to(step: Step, found: HeadStep, shape: HeadShape, batch: Any) -> tuple[Any, Any]:
     """Parameters and options of a call."""
-    rows = lambda name, fill, dtype: to_rows(batch, samples, [getattr(s, name) for s in samples], fill, dtype)  # noqa: E731
+
+    def rows(name, fill, dtype):
+        return to_rows(batch, samples, [getattr(s, name) for s in samples], fill, dtype)
+
     samples, garbage = found.samples, step.garbage
     hidden = rows("hidden", garbage, np.float32)
     if shape.way == "logits":

@@ -113,7 +113,10 @@ class Packing:
         if tokens is None:
             tokens = [np.zeros(n, np.int32) for n in self.lengths]
         ids = np.arange(count, dtype=np.int32)
-        as_ids = lambda x: self.per_sample(ids if x is None else np.asarray(x, np.int32))  # noqa: E731
+
+        def as_ids(x):
+            return self.per_sample(ids if x is None else np.asarray(x, np.int32))
+
         return RolloutBatch(
             tokens=self.pack([t.astype(np.int32) for t in tokens]),
             targets=self.pack([np.append(t[1:], 0).astype(np.int32) for t in tokens]),

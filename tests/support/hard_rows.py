@@ -33,7 +33,10 @@ def hard_batch(seed=0, **more):
     mask[4, 3:6], mask[4, 9:23], mask[4, 15:18] = 1, 1, 0
     mask[6, :2] = 1
     mask[7, 20:23] = 1  # and an empty response
-    array = lambda: np.where(mask > 0, rng.normal(size=(R, T)), np.nan).astype(np.float32)  # noqa: E731
+
+    def array():
+        return np.where(mask > 0, rng.normal(size=(R, T)), np.nan).astype(np.float32)
+
     ids = np.where(LENGTHS > 0, np.arange(R * S).reshape(R, S), -1)
     groups = np.where(ids >= 0, ids % 3, -1)
     names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
@@ -64,7 +67,9 @@ def layouts_on(mesh="dp=2,cp=4,tp=1", layouts=LAYOUTS):
         order = np.broadcast_to(logical_positions(layout, T, parallel.context_size, per_segment), (R, T))
 
         def to_physical(tree, order=order, parallel=parallel):
-            place = lambda x: jnp.asarray(np.take_along_axis(np.asarray(x), order, 1)) if x.shape == (R, T) else x  # noqa: E731
+            def place(x):
+                return jnp.asarray(np.take_along_axis(np.asarray(x), order, 1)) if x.shape == (R, T) else x
+
             placed = jax.tree.map(place, tree)
             if isinstance(tree, RolloutBatch):
                 shards = parallel.context_size

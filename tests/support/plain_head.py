@@ -62,7 +62,10 @@ def reference_from_hidden(
     where = options.get("where")
     hidden = hidden if where is None else jnp.where(where[..., None], hidden, 0)
     hidden, kernel = hidden.astype(dtype), head.kernel if head.layout == "hv" else head.kernel.T
-    product = lambda a, b: jnp.matmul(a, b.astype(dtype), precision="highest")  # noqa: E731
+
+    def product(a, b):
+        return jnp.matmul(a, b.astype(dtype), precision="highest")
+
     logits = product(hidden, kernel)
     logits = logits if head.bias is None else logits + head.bias.astype(dtype)[None, None]
     if head.lora is not None:

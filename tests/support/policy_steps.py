@@ -51,7 +51,10 @@ def step_of(seed: int, count: int = 9) -> list[Sample]:
         mask[prompt:] = (rng.random(response) < 0.7) * (i != 2)
         normal = functools.partial(rng.normal, size=response)
         old = -2 - np.abs(normal())
-        near = lambda scale, old=old, normal=normal: np.minimum(old + scale * normal(), -0.01)  # noqa: E731
+
+        def near(scale, old=old, normal=normal):
+            return np.minimum(old + scale * normal(), -0.01)
+
         samples.append(
             Sample(
                 rng.integers(0, 50, prompt + response),
@@ -101,7 +104,10 @@ def whole(config: PolicyLossConfig, mesh: str | None = None, layout: str = "cont
 
     def run(batch):
         selected = selected_of(batch, config, parallel)
-        fn = lambda stats: loss_of(stats, batch, config, parallel, selected=selected)  # noqa: E731
+
+        def fn(stats):
+            return loss_of(stats, batch, config, parallel, selected=selected)
+
         (loss, found), gradients = jax.value_and_grad(fn, has_aux=True)(TokenStats(batch.returns, batch.values))
         gradients = gradients.log_probs, gradients.entropy
         return (loss, gradients, found) if metrics else (loss, gradients)

@@ -59,9 +59,16 @@ def refusals(rank):
 
     own, shared = make_parallel_mesh("dp=2,cp=4"), make_parallel_mesh("cp=4,tp=2")
     good = samples()
-    change = lambda i, **values: [dataclasses.replace(s, **values) if s is good[i] else s for s in good]  # noqa: E731
-    mine = lambda wrong: wrong if rank == 1 else good  # noqa: E731
-    different = lambda offset: [dataclasses.replace(s, group_id=g + offset) for g, s in enumerate(good)]  # noqa: E731
+
+    def change(i, **values):
+        return [dataclasses.replace(s, **values) if s is good[i] else s for s in good]
+
+    def mine(wrong):
+        return wrong if rank == 1 else good
+
+    def different(offset):
+        return [dataclasses.replace(s, group_id=g + offset) for g, s in enumerate(good)]
+
     cases = {
         "rows": (own, good, {"rows": 1 + rank}),
         "buckets": (own, good, {"buckets": (2, 4) if rank else (2,)}),

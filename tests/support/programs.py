@@ -49,7 +49,10 @@ def let_go() -> None:
 def compilations(fn):
     """How many programs a call compiles."""
     count = []
-    listener = lambda name, *_, **__: count.append(name) if "backend_compile" in name else None  # noqa: E731
+
+    def listener(name, *_, **__):
+        return count.append(name) if "backend_compile" in name else None
+
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
         jax.block_until_ready(fn())

@@ -188,7 +188,10 @@ def check_step(got: Found | StepLoss, expected: StepLoss, config: dict[str, Any]
 def check_metrics(loss: Any, found: dict[str, Any], expected: StepLoss, config: dict[str, Any], rtol: float) -> None:
     """Raises where a loss or a metric is not the oracle's, or one of them has a metric that the other lacks."""
     weights, parts = expected.weights, expected.parts
-    total = lambda values: sum(w * np.abs(v).sum() for w, v in zip(weights, values, strict=True))  # noqa: E731
+
+    def total(values):
+        return sum(w * np.abs(v).sum() for w, v in zip(weights, values, strict=True))
+
     count = max(sum(len(p.total) for p in parts), 1)
     of_ones = total([np.ones(len(p.total)) for p in parts])
     of_terms = total([abs(p.policy) + abs(p.total) + abs(p.total - p.policy) for p in parts])
@@ -217,7 +220,10 @@ def check_metrics(loss: Any, found: dict[str, Any], expected: StepLoss, config: 
 def moved(samples: list[OracleSample], by: float, own: float = 0.0) -> list[OracleSample]:
     """All log-probs times 1 + by, and the policy's own plus `own`, as rounding might have them."""
     names = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs")
-    given = lambda s: {k: getattr(s, k) * (1 + by) for k in names if getattr(s, k) is not None}  # noqa: E731
+
+    def given(s):
+        return {k: getattr(s, k) * (1 + by) for k in names if getattr(s, k) is not None}
+
     found = [dataclasses.replace(s, **given(s)) for s in samples]
     return [dataclasses.replace(s, log_probs=s.log_probs + own) for s in found]
 

@@ -118,7 +118,10 @@ def step_samples(
         mask = np.zeros(n)
         mask[max(s.prompt - 1, 0) : max(n - 1, 0)] = s.mask
         own = -0.05 - rng.exponential(2.0, n) if log_probs is None else log_probs[i]
-        near = lambda rng=rng, own=own, n=n: f32(np.minimum(own + step.spread * rng.normal(size=n), -0.01))  # noqa: E731
+
+        def near(rng=rng, own=own, n=n):
+            return f32(np.minimum(own + step.spread * rng.normal(size=n), -0.01))
+
         advantages = rng.normal(size=n) if step.advantages == "by token" else np.full(n, rng.normal())
         if step.advantages == "some 0":
             advantages = advantages * (rng.random(n) < 0.5)

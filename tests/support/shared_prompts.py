@@ -38,7 +38,10 @@ def both(samples, **options) -> tuple[RolloutBatch, RolloutBatch]:
 
 def by_token(x, batch: RolloutBatch) -> dict:
     """{(sample, position): value} of a packed array where there is loss, whatever the packing and layout."""
-    rows = lambda a: np.asarray(a).reshape(-1, *np.shape(a)[batch.loss_mask.ndim - 1 :])  # noqa: E731
+
+    def rows(a):
+        return np.asarray(a).reshape(-1, *np.shape(a)[batch.loss_mask.ndim - 1 :])
+
     x, mask, segments, positions = (rows(a) for a in (x, batch.loss_mask, batch.segment_ids, batch.positions))
     samples = np.asarray(batch.sample_ids).reshape(-1, batch.num_segments)
     places = np.argwhere(mask > 0)

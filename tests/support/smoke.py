@@ -8,8 +8,13 @@ import typed_user as user
 def check(params, alone, placed, config):
     """One device and eight have the same loss and gradients; log-probs from logits and from hidden states agree."""
     parallel = user.mesh()
-    on_one = lambda params, batch: user.loss_of(params, batch, config, None)[0]  # noqa: E731
-    on_eight = lambda params, batch: user.loss_of(params, batch, config, parallel)[0]  # noqa: E731
+
+    def on_one(params, batch):
+        return user.loss_of(params, batch, config, None)[0]
+
+    def on_eight(params, batch):
+        return user.loss_of(params, batch, config, parallel)[0]
+
     loss, gradients = jax.jit(jax.value_and_grad(on_one))(params, alone)
     sharded_loss, sharded_gradients = jax.jit(jax.value_and_grad(on_eight))(params, placed)
     np.testing.assert_allclose(sharded_loss, loss, rtol=1e-5, atol=1e-6)

@@ -52,7 +52,10 @@ def gradient(**options: Any) -> Callable[[], Any]:
         ids, ids, ones.astype(jnp.int32), places, ones, ids[:, :1], advantages=ones, old_log_probs=-ones
     )
     config = PolicyLossConfig(entropy_coef=0.01)
-    loss = lambda h, k: policy_loss_from_hidden(h, k, batch, config, **options)[0]  # noqa: E731
+
+    def loss(h, k):
+        return policy_loss_from_hidden(h, k, batch, config, **options)[0]
+
     return lambda: jax.make_jaxpr(jax.grad(loss, (0, 1)))(np.ones((1, T, H), np.float32), np.ones((H, V), np.float32))
 
 
