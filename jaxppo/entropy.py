@@ -179,9 +179,10 @@ def entropy_metrics(
     in_order = list(starts)[:1] == [0] and all(a < b for a, b in zip(starts, list(starts)[1:], strict=False))
     check("starts", tuple(starts), in_order, "0 and then larger numbers")
     args = {"entropy": stats.entropy, "batch": batch}
-    specs = lambda p: ([p.tokens_spec, batch.specs(p)], P())  # noqa: E731
     static = (tuple(quantiles), tuple(starts))
-    found: Metrics = shard_call("entropy_metrics", _per_shard, parallel, args, specs, static)
+    found: Metrics = shard_call(
+        "entropy_metrics", _per_shard, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P()), static
+    )
     return found
 
 

@@ -51,8 +51,9 @@ def pass_rates(
     if rewards.ndim not in (2, 3):
         raise ValueError(f"rewards: got shape {rewards.shape}, expected [R, S], or [K, R, S]")
     args = {"rewards": rewards, "group_ids": group_ids, "at_least": jnp.asarray(at_least, jnp.float32)}
-    specs = lambda p: ([*[spec_of(p.rows_spec, rewards)] * 2, P()], P())  # noqa: E731
-    found: Metrics = shard_call("pass_rates", _per_shard, parallel, args, specs)
+    found: Metrics = shard_call(
+        "pass_rates", _per_shard, parallel, args, lambda p: ([*[spec_of(p.rows_spec, rewards)] * 2, P()], P())
+    )
     return found
 
 

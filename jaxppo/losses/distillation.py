@@ -96,9 +96,15 @@ def divergence_from_hidden(
         options=options,
     )
     args = {"student": student.inputs, "teacher": teacher.inputs}
-    specs = lambda p: ([student.specs, teacher.specs], p.tokens_spec)  # noqa: E731
     static = DivergenceCall(student.call, teacher.call, (divergence,), beta)
-    found: Float[Array, "R T"] = shard_call("divergence_from_hidden", _per_shard, parallel, args, specs, static)
+    found: Float[Array, "R T"] = shard_call(
+        "divergence_from_hidden",
+        _per_shard,
+        parallel,
+        args,
+        lambda p: ([student.specs, teacher.specs], p.tokens_spec),
+        static,
+    )
     return found
 
 

@@ -171,8 +171,11 @@ def draft_metrics(
         later = _later(policy_hidden, batch, k, parallel)
         pair = _pair((hidden[k - 1], its_head), (later, policy_head), shifted, parallel, temperature, options)
         args = {"hidden": pair[0].inputs, "policy_hidden": pair[1].inputs}
-        specs = lambda p, pair=pair: ([x.specs for x in pair], (p.tokens_spec, p.tokens_spec))  # noqa: E731
         static = DivergenceCall(pair[0].call, pair[1].call, (), 0.5)
+
+        def specs(p: ParallelMesh, pair: tuple[Prepared, Prepared] = pair) -> tuple[list[Any], Any]:
+            return [x.specs for x in pair], (p.tokens_spec, p.tokens_spec)
+
         apart, same = shard_call("draft_metrics", _compare, parallel, args, specs, static)
         found[f"draft_{k}_acceptance"] = _mean(1 - apart, shifted, parallel)
         found[f"draft_{k}_agreement"] = _mean(same, shifted, parallel)
@@ -236,9 +239,15 @@ def _depth(
     pair = _pair((hidden, head), later, shifted, parallel, temperature, options)
     args = {"hidden": pair[0].inputs, "policy_hidden": pair[1].inputs}
     kinds = ("total_variation", *kinds)
-    specs = lambda p: ([x.specs for x in pair], (p.tokens_spec,) * len(kinds))  # noqa: E731
     static = DivergenceCall(pair[0].call, pair[1].call, kinds, 0.5)
-    apart, *divergence = shard_call("draft_loss", _per_shard, parallel, args, specs, static)
+    apart, *divergence = shard_call(
+        "draft_loss",
+        _per_shard,
+        parallel,
+        args,
+        lambda p: ([x.specs for x in pair], (p.tokens_spec,) * len(kinds)),
+        static,
+    )
     return Depth(shifted, apart, divergence[0] if divergence else None)
 
 
@@ -305,8 +314,9 @@ def _end_to_end(depths: Sequence[Depth]) -> Float[Array, "R T"]:
 
 def _mean(x: Float[Array, "R T"], batch: RolloutBatch, parallel: ParallelMesh | ShardAxes | None) -> Metric:
     args = {"x": x, "batch": batch}
-    specs = lambda p: ([p.tokens_spec, batch.specs(p)], P())  # noqa: E731
-    found: Metric = shard_call("draft_metrics", _mean_of_tokens, parallel, args, specs)
+    found: Metric = shard_call(
+        "draft_metrics", _mean_of_tokens, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P())
+    )
     return found
 
 

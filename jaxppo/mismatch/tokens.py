@@ -119,9 +119,15 @@ def token_mismatch(
         options=options,
     )
     args = {name: prepared.inputs for name, prepared in zip(("hidden", "rollout_hidden"), pair, strict=True)}
-    specs = lambda p: ([prepared.specs for prepared in pair], p.tokens_spec)  # noqa: E731
     static = DivergenceCall(pair[0].call, pair[1].call, (), 0.5), _UNITS[rounded_to]
-    compared: Comparison = shard_call("token_mismatch", _per_shard, parallel, args, specs, static)
+    compared: Comparison = shard_call(
+        "token_mismatch",
+        _per_shard,
+        parallel,
+        args,
+        lambda p: ([prepared.specs for prepared in pair], p.tokens_spec),
+        static,
+    )
     common = partial(log_probs_from_hidden, targets=targets, parallel=parallel, temperature=temperature, where=where)
     of_rollout: HeadOptions = {**options, "hidden_spec": rollout_hidden_spec}
     stats = common(hidden, head, entropy="metric", **options)

@@ -80,7 +80,10 @@ def expected(objective):
 
 def everything(objective, parallel, hidden, kernel, policy, policy_kernel, batch, **options):
     options = {"objective": objective, "eta": ETA, "coef": COEF, "parallel": parallel} | options
-    fn = lambda h, k: draft_loss(h, k, policy, policy_kernel, batch, **options)  # noqa: E731
+
+    def fn(h, k):
+        return draft_loss(h, k, policy, policy_kernel, batch, **options)
+
     (loss, found), gradients = jax.value_and_grad(fn, (0, 1), has_aux=True)(hidden, kernel)
     return loss, gradients, finalize_metrics(found)
 
@@ -116,7 +119,10 @@ def test_the_oracle(objective):
 def test_on_a_mesh(objective, mesh, layout):
     ((_, parallel, to_physical, _),) = layouts_on(mesh, [layout])
     order = np.asarray(to_physical(np.broadcast_to(np.arange(T), (R, T))))
-    place = lambda x: np.take_along_axis(x, order[..., None], 1)  # noqa: E731
+
+    def place(x):
+        return np.take_along_axis(x, order[..., None], 1)
+
     hidden = np.stack([place(x) for x in HIDDEN])
     run = functools.partial(everything, objective, parallel)
     args = hidden, KERNEL, place(POLICY), POLICY_KERNEL, to_physical(BATCH)
@@ -134,7 +140,10 @@ def test_on_a_mesh(objective, mesh, layout):
 @pytest.mark.parametrize("objective", ["likelihood", "end_to_end"])
 def test_micro_batches_add_up(objective):
     """Uneven parts, whose own denominators would be off."""
-    stack = lambda x: x.reshape(2, R // 2, *x.shape[1:])  # noqa: E731
+
+    def stack(x):
+        return x.reshape(2, R // 2, *x.shape[1:])
+
     batches = jax.tree.map(stack, BATCH)
     parts = draft_normalizers(batches, 1 if objective == "end_to_end" else K)
     total = 0.0
@@ -148,7 +157,9 @@ def test_micro_batches_add_up(objective):
 
 
 def test_no_gradient_reaches_the_policy():
-    run = lambda p, v: draft_loss(HIDDEN, KERNEL, p, v, BATCH, objective="likelihood")[0]  # noqa: E731
+    def run(p, v):
+        return draft_loss(HIDDEN, KERNEL, p, v, BATCH, objective="likelihood")[0]
+
     assert not any(np.any(g) for g in jax.jit(jax.grad(run, (0, 1)))(POLICY, POLICY_KERNEL))
 
 

@@ -194,9 +194,15 @@ def policies_apart(d: Sequence[Array], sums: Array) -> Metrics:
     """What NeMo-RL says of sampler and trainer, d their differences by sample; and the spread of verl's weights."""
     everyone = clamp(np.concatenate(d))
     trainer = np.exp(everyone) / (1 + np.exp(everyone))  # its share of the mixture, times 1 / 2
-    half = lambda x: 2 * x - 1 - np.log(2 * x)  # noqa: E731
+
+    def half(x):
+        return 2 * x - 1 - np.log(2 * x)
+
     weights, of_samples = np.exp(everyone), np.exp(clamp(sums))
-    share = lambda w: float(w.sum() ** 2 / (len(w) * np.sum(w * w)))  # noqa: E731
+
+    def share(w):
+        return float(w.sum() ** 2 / (len(w) * np.sum(w * w)))
+
     return {
         "token_mult_prob_error": float(np.exp(np.abs(everyone)).mean()),
         "reverse_k3_kl": token_mean([k3(-x) for x in d]),
