@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add("--sft-steps", type=_integer(0), default=22, help="supervised steps before the first GRPO step")
     add("--prompts", type=_integer(1), default=16, help="questions a step")
     add("--samples", type=_integer(2), default=8, help="responses to each question, a group")
+    add("--share-prefixes", action="store_true", help="hold the prompt of a group once: rows packed as trees")
     add("--updates", type=_integer(1), default=2, help="updates on each batch of rollouts")
     add("--learning-rate", type=_positive, default=1e-3, help="of AdamW, the same at every step")
     add("--spike-deviations", type=_positive, help="keep the batch of a step whose loss is this many deviations off")

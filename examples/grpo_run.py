@@ -99,7 +99,7 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     if args.overwrite:
         _clear(args.out)
     checkpoints = Checkpoints(args.out / "checkpoints", identity)
-    pack = Packer(parallel, batch_size, longest)
+    pack = Packer(parallel, batch_size, longest, args.samples if args.share_prefixes else None)
     spikes = Spikes(args.out / "spikes", args.spike_deviations)
     run = Run(task, rollouts, pack, learner, checkpoints, learner.start(params, args.seed), spikes)
     if args.resume is not None:

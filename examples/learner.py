@@ -19,6 +19,7 @@ from examples.model import Config, Model
 from jaxppo import Head, ParallelMesh, PolicyLossConfig, RolloutBatch, TokenStats, advantages, finalize_metrics
 from jaxppo.covariance import covariance_mask
 from jaxppo.mismatch import mismatch_metrics
+from jaxppo.trees import check_recurrent
 
 Metrics = dict[str, jax.Array]
 _OF_CLIPS = ("clip_fraction", "clip_fraction_positive", "clip_fraction_negative")
@@ -72,7 +73,8 @@ class Learner:
     def _head(self, params: nnx.State, batch: RolloutBatch) -> tuple[jax.Array, Head]:
         """Final hidden states, and the head that makes logits of them."""
         model: Model = nnx.merge(self.graphdef, params)
-        attend = context_attention(batch.segment_ids, batch.positions, self.parallel)
+        check_recurrent(model, batch)
+        attend = context_attention(batch.paths, self.parallel)
         head = Head.of(model.head, vocab_size=self.model.vocab_size)
         return model(batch.tokens, batch.positions, attend), head
 

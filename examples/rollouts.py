@@ -128,19 +128,33 @@ def answers(questions: Sequence[Question]) -> list[Sample]:
 class Packer:
     """Packs samples of at most `longest` tokens into rows whose number and length never change.
 
-    There are `batch_size` of them on all processes together, and each gives those of its data shards.
+    There are `batch_size` of them on all processes together, and each gives those of its data shards. Where so many
+    `copies` share a prompt, it is held once for all of them, and a step has as many rows as it then takes, of few
+    numbers.
     """
 
     parallel: ParallelMesh
     batch_size: int
     longest: int
+    copies: int | None = None
 
     def __call__(self, samples: Sequence[Sample]) -> RolloutBatch:
+        if self.copies is not None:
+            return self._trees(samples, self.copies)
         multiple = 2 * self.parallel.context_size  # divides what every context layout asks of a row or a sequence
         row_length = _SEQUENCES_PER_ROW * _round_up(self.longest, multiple)
         rows = _round_up(-(-self.batch_size // _SEQUENCES_PER_ROW), self.parallel.data_size)
         rows = rows // self.parallel.data_size * multihost.local_data_size(self.parallel)
         shape = {"row_length": row_length, "rows": rows, "num_segments": _SEQUENCES_PER_ROW}
+        return RolloutBatch.from_samples(samples, parallel=self.parallel, **shape).put(self.parallel)
+
+    def _trees(self, samples: Sequence[Sample], copies: int) -> RolloutBatch:
+        """A row holds two groups whole, or more that share; at most there is a row for each group."""
+        row_length = 2 * copies * _round_up(self.longest, 2 * self.parallel.context_size)
+        local, most = multihost.local_data_size(self.parallel), -(-self.batch_size // copies)
+        doublings = (-(-most // self.parallel.data_size)).bit_length()
+        shape = {"row_length": row_length, "buckets": [local << i for i in range(doublings + 1)]}
+        shape |= {"num_segments": 4 * (copies + 1), "share_prefixes": True}
         return RolloutBatch.from_samples(samples, parallel=self.parallel, **shape).put(self.parallel)
 
 

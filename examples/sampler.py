@@ -17,6 +17,7 @@ from examples.attention import Attend, attention
 from examples.model import Config, Model
 from examples.tasks import Tokenizer
 from jaxppo import Head, ParallelMesh, log_probs_from_hidden
+from jaxppo.trees import Paths
 
 
 class Responses(NamedTuple):
@@ -128,7 +129,7 @@ def _extend(
                 return place(lax.dynamic_update_slice_in_dim(old, new, at, 1), None, tensor, None)
 
             layers[layer] = keys, values = write(layers[layer][0], k), write(layers[layer][1], v)
-            return attention(q, keys, values, segments, positions, cache.segments, cache.positions)
+            return attention(q, keys, values, Paths(segments, positions), Paths(cache.segments, cache.positions))
 
         return attend
 

@@ -214,8 +214,8 @@ def test_a_checkpoint_of_another_model_is_refused(finished, capsys):
     assert "--resume: got a checkpoint of another model or run, width=16, expected 24" in capsys.readouterr().err
 
 
-def check_same_numbers(finished, tmp_path, mesh, layout):
-    run, steps = few_steps(tmp_path, "--mesh", mesh, "--context-layout", layout)
+def check_same_numbers(finished, tmp_path, mesh, layout, *options):
+    run, steps = few_steps(tmp_path, "--mesh", mesh, "--context-layout", layout, *options)
     kernel = run.state.params["blocks"][0]["up"]["kernel"][...]
     parts = run.learner.parallel.tensor_size
     assert kernel.sharding.shard_shape(kernel.shape) == (kernel.shape[0], kernel.shape[1] // parts)
@@ -228,6 +228,10 @@ def check_same_numbers(finished, tmp_path, mesh, layout):
 
 def test_losses_do_not_depend_on_mesh_and_layout(finished, tmp_path):
     check_same_numbers(finished, tmp_path, "dp=1,cp=4,tp=2", "zigzag")
+
+
+def test_losses_do_not_depend_on_shared_prompts(finished, tmp_path):
+    check_same_numbers(finished, tmp_path, "dp=2,cp=2,tp=2", "zigzag", "--share-prefixes")
 
 
 @pytest.mark.nightly
