@@ -7,10 +7,12 @@ published with. `dataclasses.replace(presets.dapo(), entropy_coef=1e-3)` changes
 from __future__ import annotations
 
 import dataclasses
+import math
 
+from jaxppo._arrays import check_number
 from jaxppo.config import PolicyLossConfig
 from jaxppo.kl import KL
-from jaxppo.off_policy import OffPolicyConfig
+from jaxppo.off_policy import OffPolicyConfig, Rejection
 from jaxppo.policy_losses import (
     CISPO,
     DPPO,
@@ -24,6 +26,7 @@ from jaxppo.policy_losses import (
     KLCov,
     PolicyLoss,
     ProbabilityMask,
+    Reinforce,
 )
 
 __all__ = [
@@ -42,7 +45,9 @@ __all__ = [
     "luspo",
     "prime_rl_default",
     "prime_rl_ref_kl",
+    "rollout_is",
     "sapo",
+    "sequence_masked_importance_sampling",
     "slime_default",
     "truncated_importance_sampling",
     "verl_default",
@@ -232,6 +237,53 @@ def truncated_importance_sampling() -> PolicyLossConfig:
     Yao et al. 2025, https://fengyao.notion.site/off-policy-rl
     """
     return PolicyLossConfig(off_policy=OffPolicyConfig(weights="token", high=2.0))
+
+
+def sequence_masked_importance_sampling(low: float = 0.999, high: float = 1.002) -> PolicyLossConfig:
+    """PPO weighted by trainer / sampler as it is; a sequence whose geometric mean of it is out of bounds has no loss.
+
+    "seq-mask-tis" of NeMo-RL and OpenRLHF, with NeMo-RL's bounds. Token means.
+
+    Args:
+      low: the smallest geometric mean.
+      high: the largest.
+
+    Raises:
+      ValueError: bounds out of order.
+
+    Example:
+      >>> sequence_masked_importance_sampling(0.5, 2.0).off_policy.rejections[0].high
+      2.0
+
+    https://github.com/NVIDIA-NeMo/RL, https://github.com/OpenRLHF/OpenRLHF
+    """
+    check_number("low", low, above=0)
+    check_number("high", high, above=low)
+    rejection = Rejection("seq_mean_k1", 1 / high, 1 / low)  # of sampler / trainer
+    return PolicyLossConfig(off_policy=OffPolicyConfig(weights="token", high=math.inf, rejections=(rejection,)))
+
+
+def rollout_is(clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyLossConfig:
+    """SkyRL's `rollout_is`: REINFORCE weighted by current / sampler, 0 outside of [1 - clip_low, 1 + clip_high].
+
+    Token means, as its default reduction has them. Only SkyRL ships it.
+
+    Args:
+      clip_low: below 1.
+      clip_high: above 1.
+
+    Raises:
+      ValueError: bounds out of order.
+
+    Example:
+      >>> rollout_is().off_policy.outside
+      'zero'
+
+    https://github.com/NovaSky-AI/SkyRL
+    """
+    bounds = {"low": 1 - clip_low, "high": 1 + clip_high}
+    off_policy = OffPolicyConfig(weights="token", **bounds, outside="zero", compares="current/rollout")
+    return PolicyLossConfig(Reinforce(), ratio_to="rollout", off_policy=off_policy)
 
 
 def icepop() -> PolicyLossConfig:

@@ -1,4 +1,4 @@
-"""Policy losses and KL weights that TRL, Liger, NeMo-RL, prime-rl and SkyRL computed, on one device and on a mesh."""
+"""Policy losses and KL weights as other systems computed them, on one device and on a mesh."""
 
 import dataclasses
 import json
@@ -18,13 +18,15 @@ from jaxppo import (
     SAPO,
     OffPolicyConfig,
     PolicyLossConfig,
+    RolloutBatch,
+    Sample,
     TokenStats,
     advantages,
     policy_loss,
     policy_loss_from_hidden,
     presets,
 )
-from jaxppo.policy_losses import VESPO, ProbabilityMask
+from jaxppo.policy_losses import DRO, GPG, VESPO, ProbabilityMask
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
@@ -160,3 +162,87 @@ def test_liger(record, mesh):
     expected = [x[: len(y)] for x, y in zip(case.outputs["hidden"], padded.packing.unpack(by_hidden), strict=True)]
     assert_trees_close(padded.packing.unpack(by_hidden), expected, rtol=2e-5, atol=5e-6, context="hidden")
     assert_trees_close(np.asarray(by_kernel), case.outputs["kernel"], rtol=2e-5, atol=5e-6, context="kernel")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@of("skyrl rollout_is")
+def test_skyrl_rollout_is(record, mesh):
+    """Its reduction is in the advantages, so that the loss is a sum."""
+    check(record, dataclasses.replace(presets.rollout_is(), aggregation="token_sum"), mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@of("nemo seq-mask-tis")
+def test_nemo_sequence_mask(record, mesh):
+    """Of four sequences the one whose geometric mean is 1.14 has no loss, and another is 0.82; bounds 0.9 and 1.1."""
+    check(record, presets.sequence_masked_importance_sampling(**record["options"]), mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@of("areal gspo")
+def test_areal_gspo(record, mesh):
+    """The advantages of a sequence are their mean there, the loss a mean over tokens."""
+    clip = record["options"]["eps_clip"]
+    given = record["in"]
+    mask, x = np.asarray(given["loss_mask"]), np.asarray(given["advantages"])
+    mean = (x * mask).sum(axis=1, keepdims=True) / mask.sum(axis=1, keepdims=True)
+    moved = record | {"in": given | {"advantages": np.broadcast_to(mean, x.shape)}}
+    check(moved, PolicyLossConfig(GSPO(clip, clip), aggregation="token_mean"), mesh)
+
+
+def openrlhf(options) -> PolicyLossConfig:
+    """`policy_loss_type`, `eps_clip_low_high`, `dual_clip`, `vllm_is_correction_type`."""
+    clips = options["clip_eps_low"], options["clip_eps_high"], options["dual_clip"]
+    of_vllm = None
+    if options["enable_vllm_is_correction"]:
+        assert options["vllm_is_correction_type"] == "icepop"
+        low, high = options["vllm_is_truncated_threshold"]
+        of_vllm = OffPolicyConfig(weights="token", low=low, high=high, outside="zero")
+    return PolicyLossConfig(
+        (GSPO if options["policy_loss_type"] == "gspo" else PPO)(*clips),
+        aggregation="token_mean" if options["token_level_loss"] else "sequence_mean_token_mean",
+        off_policy=of_vllm,
+    )
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@of("openrlhf")
+def test_openrlhf(record, mesh):
+    check(record, openrlhf(record["options"]), mesh)
+
+
+def one_token(x, advantage=1.0, old=-1.0):
+    """A batch of one token of that old log-prob, and its statistics now."""
+    ids, one = np.ones((1, 1), np.int32), np.ones((1, 1), np.float32)
+    values = {"old_log_probs": old * one, "advantages": advantage * one}
+    batch = RolloutBatch(ids, ids, ids, 0 * ids, one, 0 * ids, **values, real_last_targets=True)
+    return TokenStats(np.float32([[x]])), batch
+
+
+def test_roll_by_hand():
+    """kimi15: -A x + tau / 2 (x - x_o)^2. tis: -sg(clip(r, 0, 1)) A x. Dual clip: at most -A (1 + 2 pg_clip)."""
+    for x in (-1.5, -0.7):
+        stats, batch = one_token(x)
+        loss, _ = policy_loss(stats, batch, PolicyLossConfig(DRO(beta=0.1)))
+        np.testing.assert_allclose(loss, -x + 0.05 * (x + 1) ** 2, rtol=1e-6)
+        loss, _ = policy_loss(stats, batch, PolicyLossConfig(CISPO(clip_low=1, clip_high=0)))
+        np.testing.assert_allclose(loss, -min(np.exp(x + 1), 1) * x, rtol=1e-6)
+    config = PolicyLossConfig(PPO(0.2, 0.2, dual_clip=1 + 2 * 0.2))
+    for x, expected in ((-0.9, np.exp(0.1)), (-0.3, 1.4)):
+        np.testing.assert_allclose(policy_loss(*one_token(x, -1.0), config)[0], expected, rtol=1e-6)
+
+
+def test_skyrl_prompt_mean():
+    """The mean over prompts of the mean over all tokens of a prompt's responses: rollouts that are prompts."""
+    rng = np.random.default_rng(0)
+    lengths, groups = (5, 2, 3, 1), (4, 4, 9, 9)
+    samples = [
+        Sample([1] * (n + 1), 1, group_id=g, advantages=rng.normal(size=n), old_log_probs=-np.ones(n))
+        for n, g in zip(lengths, groups, strict=True)
+    ]
+    batch = RolloutBatch.from_samples(samples, row_length=24)
+    batch = dataclasses.replace(batch, rollout_ids=batch.group_ids)
+    config = PolicyLossConfig(GPG(), ratio_to="current", aggregation="rollout_mean")
+    loss, _ = policy_loss(TokenStats(-np.ones_like(batch.loss_mask)), batch, config)
+    of_prompt = [np.concatenate([s.advantages for s in samples if s.group_id == g]).mean() for g in (4, 9)]
+    np.testing.assert_allclose(loss, np.mean(of_prompt), rtol=1e-6)
