@@ -281,8 +281,8 @@ def rollout_is(clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyLossConf
 
     https://github.com/NovaSky-AI/SkyRL
     """
-    bounds = {"low": 1 - clip_low, "high": 1 + clip_high}
-    off_policy = OffPolicyConfig(weights="token", **bounds, outside="zero", compares="current/rollout")
+    low, high = 1 - clip_low, 1 + clip_high
+    off_policy = OffPolicyConfig("token", low, high, outside="zero", compares="current/rollout")
     return PolicyLossConfig(Reinforce(), ratio_to="rollout", off_policy=off_policy)
 
 

@@ -174,7 +174,7 @@ def test_skyrl_rollout_is(record, mesh):
 @pytest.mark.parametrize("mesh", MESHES)
 @of("nemo seq-mask-tis")
 def test_nemo_sequence_mask(record, mesh):
-    """Of four sequences the one whose geometric mean is 1.14 has no loss, and another is 0.82; bounds 0.9 and 1.1."""
+    """Two of the four sequences, whose geometric means are 1.14 and 0.82, are out of bounds and have no loss."""
     check(record, presets.sequence_masked_importance_sampling(**record["options"]), mesh)
 
 
@@ -191,15 +191,19 @@ def test_areal_gspo(record, mesh):
 
 
 def openrlhf(options) -> PolicyLossConfig:
-    """`policy_loss_type`, `eps_clip_low_high`, `dual_clip`, `vllm_is_correction_type`."""
+    """`policy_loss_type`, `eps_clip_low_high`, `dual_clip`, `vllm_is_correction_type`.
+
+    With the correction the ratio of gspo is over the sampler, and nothing is weighed.
+    """
     clips = options["clip_eps_low"], options["clip_eps_high"], options["dual_clip"]
-    of_vllm = None
-    if options["enable_vllm_is_correction"]:
+    of_vllm, gspo = None, options["policy_loss_type"] == "gspo"
+    if options["enable_vllm_is_correction"] and not gspo:
         assert options["vllm_is_correction_type"] == "icepop"
         low, high = options["vllm_is_truncated_threshold"]
         of_vllm = OffPolicyConfig(weights="token", low=low, high=high, outside="zero")
     return PolicyLossConfig(
-        (GSPO if options["policy_loss_type"] == "gspo" else PPO)(*clips),
+        (GSPO if gspo else PPO)(*clips),
+        ratio_to="rollout" if gspo and options["enable_vllm_is_correction"] else "old",
         aggregation="token_mean" if options["token_level_loss"] else "sequence_mean_token_mean",
         off_policy=of_vllm,
     )

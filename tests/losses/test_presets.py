@@ -13,7 +13,7 @@ from jaxppo import RolloutBatch, TokenStats, presets
 @pytest.mark.parametrize("name", presets.__all__)
 def test_preset(name):
     preset = getattr(presets, name)
-    args = (12.0,) if name == "dr_grpo" else ()
+    args = {"dr_grpo": (12.0,), "sequence_masked_importance_sampling": (0.5, 2.0)}.get(name, ())
     assert "https://" in preset.__doc__
     config = preset(*args)
     assert dataclasses.replace(config, entropy_coef=0.5).entropy_coef == 0.5
