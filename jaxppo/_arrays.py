@@ -16,7 +16,7 @@ REQUIRED = ("tokens", "targets", "segment_ids", "positions", "loss_mask", "sampl
 IDS = ("sample_ids", "group_ids", "rollout_ids")
 PER_SEGMENT = ("rewards", *IDS, "parents")
 LOG_PROBS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
-PER_TOKEN_VALUES = ("advantages", *LOG_PROBS, "values", "returns", "policy_versions")
+PER_TOKEN_VALUES = ("advantages", *LOG_PROBS, "values", "returns", "policy_versions", "loss_weights")
 OPTIONAL = ("group_ids", "rollout_ids", *PER_TOKEN_VALUES, "rewards", "parents")
 INTEGERS = ("tokens", "targets", "segment_ids", "positions", "policy_versions", *IDS, "parents")
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, check_choice, spec_of
+from jaxppo._arrays import Aggregation, check_choice, masked, spec_of
 from jaxppo._stacked import as_rows, check_whole_step, part_of_a_step
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
@@ -24,7 +24,7 @@ from jaxppo.validation import checked
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["tokens", "sequences", "denominators", "counts", "weight_mean"],
-    meta_fields=["aggregation", "off_policy", "micro_batches"],
+    meta_fields=["aggregation", "off_policy", "micro_batches", "weighted"],
 )
 @dataclasses.dataclass(frozen=True)
 class Normalizer:
@@ -34,7 +34,8 @@ class Normalizer:
     gives each micro-batch its own part. A normalizer knows what it was made for, and other losses refuse it.
 
     Args:
-      tokens: `f32[]`, the sum of the loss mask.
+      tokens: `f32[]`, the sum of the loss mask; with the batch's `weighted_denominators` of mask times `loss_weights`,
+        here and in `denominators`.
       sequences: `f32[]`, how many sequences ("rollout_mean": rollouts) have a loss token.
       denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
       counts: `f32[R, S]`, the loss tokens of each sequence, which must be those of the batch that it is used with.
@@ -42,6 +43,7 @@ class Normalizer:
       weight_mean: `f32[]`, the mean importance weight, for `OffPolicyConfig(batch_normalize=True)`; else None.
       off_policy: the part of an `OffPolicyConfig` that the mean weight depends on; else None.
       micro_batches: K where it was made of stacked micro-batches; else None.
+      weighted: the batch's `weighted_denominators`.
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 2, 0]]), jnp.array([[0, 1]])
@@ -59,6 +61,7 @@ class Normalizer:
     weight_mean: Float[Array, ""] | None = None
     off_policy: OffPolicyConfig | None = None
     micro_batches: int | None = None
+    weighted: bool = False
 
     @classmethod
     def from_batches(
@@ -95,10 +98,11 @@ class Normalizer:
                     raise ValueError(f"micro_batches.{name}: got None, expected f32[R, T] for batch_normalize")
         count = micro_batches.loss_mask.shape[0] if micro_batches.loss_mask.ndim == 3 else None
         static = (aggregation, of_weights, count)
+        weighted = micro_batches.weighted_denominators
 
         def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
             of = micro_batches.specs(parallel)
-            return [of], _specs(of.sample_ids, *static)
+            return [of], _specs(of.sample_ids, *static, weighted)
 
         args = {"micro_batches": micro_batches}
         found: Normalizer = shard_call("Normalizer.from_batches", _of_step, parallel, args, specs, static)
@@ -107,7 +111,7 @@ class Normalizer:
     def specs(self, parallel: ParallelMesh) -> Normalizer:
         """The PartitionSpec of each array: rows over data."""
         rows = spec_of(parallel.rows_spec, self.counts)
-        return _specs(rows, self.aggregation, self.off_policy, self.micro_batches)
+        return _specs(rows, self.aggregation, self.off_policy, self.micro_batches, self.weighted)
 
     def check_step(self, batch: RolloutBatch) -> None:
         """Raises where shapes show that it was made of another step than the batch, or than the one it is a part of."""
@@ -131,10 +135,10 @@ class Normalizer:
 
 
 def _specs(
-    rows: Any, aggregation: Aggregation, off_policy: OffPolicyConfig | None, micro_batches: int | None
+    rows: Any, aggregation: Aggregation, off_policy: OffPolicyConfig | None, micro_batches: int | None, weighted: bool
 ) -> Normalizer:
     one: Any = P()
-    return Normalizer(one, one, rows, rows, aggregation, one, off_policy, micro_batches)
+    return Normalizer(one, one, rows, rows, aggregation, one, off_policy, micro_batches, weighted)
 
 
 def _of_step(
@@ -157,11 +161,15 @@ def normalize(
     mask = lax.stop_gradient(batch.loss_mask.astype(jnp.float32))
     if aggregation != "token_sum":
         segments.axes.check_complete(f"the denominator of aggregation={aggregation!r}", mask)
-    counts = segments.sum(mask)
-    tokens = segments.axes.psum(vary(counts.sum(), segments.axes.data), segments.axes.data)
-    sequences, denominators = _rollouts(batch, segments, counts) if aggregation == "rollout_mean" else (None, counts)
+    counts = weights = segments.sum(mask)
+    if batch.weighted_denominators:
+        if batch.loss_weights is None:
+            raise ValueError("batch.loss_weights: got None, expected f32[R, T] with weighted_denominators=True")
+        weights = segments.sum(lax.stop_gradient(masked(batch.loss_weights, mask)) * mask)
+    tokens = segments.axes.psum(vary(weights.sum(), segments.axes.data), segments.axes.data)
+    sequences, denominators = _rollouts(batch, segments, weights) if aggregation == "rollout_mean" else (None, weights)
     if sequences is None:
-        present = vary((counts > 0).sum(dtype=jnp.float32), segments.axes.data)
+        present = vary((weights > 0).sum(dtype=jnp.float32), segments.axes.data)
         sequences = segments.axes.psum(present, segments.axes.data)
     weight_mean = None
     off_policy = None if off_policy is None else off_policy.of_mean_weight
@@ -171,7 +179,8 @@ def normalize(
         old, rollout = batch.old_log_probs, batch.rollout_log_probs
         total, count = weight_sums(old, rollout, mask, segments, off_policy)
         weight_mean = total / jnp.maximum(count, 1)
-    return Normalizer(tokens, sequences, denominators, counts, aggregation, weight_mean, off_policy)
+    weighted = batch.weighted_denominators
+    return Normalizer(tokens, sequences, denominators, counts, aggregation, weight_mean, off_policy, None, weighted)
 
 
 def _rollouts(
@@ -201,6 +210,9 @@ def step_normalizer(
         return normalize(batch, segments, aggregation, off_policy)
     if normalizer.aggregation != aggregation:
         raise ValueError(f"normalizer: got one of aggregation {normalizer.aggregation!r}, expected {aggregation!r}")
+    if normalizer.weighted != batch.weighted_denominators:
+        got, expected = normalizer.weighted, batch.weighted_denominators
+        raise ValueError(f"normalizer: got one of weighted_denominators={got}, expected the batch's, {expected}")
     weights = None if off_policy is None else off_policy.of_mean_weight
     if weights is not None and normalizer.off_policy != weights:
         raise ValueError(f"normalizer: got one of off_policy={normalizer.off_policy}, expected {weights}")
@@ -230,7 +242,8 @@ def token_weights(
 ) -> Float[Array, "R T"]:
     """The weight of each token's loss: loss = sum over all tokens of weight * token loss.
 
-    With m the loss mask, N its sum, n_s its sum over a sequence, B the number of sequences with n_s > 0:
+    With m the loss mask, N its sum, n_s its sum over a sequence, B the number of sequences with n_s > 0; in these
+    denominators m is times the batch's `loss_weights` where it has `weighted_denominators`:
 
         token_mean                     m / N
         token_sum                      m

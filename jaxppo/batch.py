@@ -17,7 +17,14 @@ from jaxppo.batch_constructors import Constructors
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, check_parallel, in_order, multihost
 from jaxppo.trees import Paths
 
-_STATIC = ("context_layout", "context_shards", "micro_batches", "real_last_targets", "mtp_depths")
+_STATIC = (
+    "context_layout",
+    "context_shards",
+    "micro_batches",
+    "real_last_targets",
+    "mtp_depths",
+    "weighted_denominators",
+)
 _ARRAYS = (*REQUIRED, *OPTIONAL)
 
 
@@ -57,6 +64,7 @@ class RolloutBatch(Constructors):
       values: `f32[R, T]`, the critic's.
       returns: `f32[R, T]`, the critic's targets.
       policy_versions: `i32[R, T]`, which version of the policy drew `targets[t]`; see `jaxppo.staleness`.
+      loss_weights: `f32[R, T]`, at least 0; what a token's whole loss is multiplied by, penalties included.
       rewards: `f32[R, S]`, one a sequence.
       parents: `i32[R, S]`, the segment that each goes on from, numbered as in segment_ids, 0 where it is none's branch;
         a prefix that samples share is a segment with the sample id -1. See `jaxppo.trees`.
@@ -65,6 +73,7 @@ class RolloutBatch(Constructors):
       micro_batches: K where the batch is a step of K micro-batches, or one of them.
       real_last_targets: the last position of a sequence has a real target, as in `from_target_aligned`.
       mtp_depths: how many depths of `mtp_loss` the branches of shared prefixes were packed for.
+      weighted_denominators: denominators of losses are sums of `loss_weights`, and not numbers of loss tokens.
 
     Example:
       >>> import jax.numpy as jnp
@@ -89,6 +98,7 @@ class RolloutBatch(Constructors):
     values: Float[Array, "R T"] | None = None
     returns: Float[Array, "R T"] | None = None
     policy_versions: Int[Array, "R T"] | None = None
+    loss_weights: Float[Array, "R T"] | None = None
     rewards: Float[Array, "R S"] | None = None
     parents: Int[Array, "R S"] | None = None
     context_layout: str = "contiguous"
@@ -96,6 +106,7 @@ class RolloutBatch(Constructors):
     micro_batches: int | None = None
     real_last_targets: bool = False
     mtp_depths: int = 0
+    weighted_denominators: bool = False
 
     @property
     def num_segments(self) -> int:

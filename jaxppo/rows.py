@@ -38,6 +38,7 @@ class PaddedArrays(TypedDict, total=False):
     values: Float[Array, "B C"] | None
     returns: Float[Array, "B C"] | None
     policy_versions: Int[Array, "B C"] | None
+    loss_weights: Float[Array, "B C"] | Float[Array, "B"] | None
     rewards: Float[Array, "B"] | None
     group_ids: Int[Array, "B"] | None
 
@@ -52,6 +53,7 @@ class RowArrays(TypedDict, total=False):
     values: Float[Array, "R T"] | None
     returns: Float[Array, "R T"] | None
     policy_versions: Int[Array, "R T"] | None
+    loss_weights: Float[Array, "R T"] | None
     rewards: Float[Array, "R S"] | None
     group_ids: Int[Array, "R S"] | None
     rollout_ids: Int[Array, "R S"] | None
@@ -80,7 +82,7 @@ def padded_rows(
     T = _shape("prompt_ids", prompt_ids)[1] + C
     shapes: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(given, ((B, C),))
     shapes |= {"prompt_ids": ((B, T - C),), "prompt_mask": ((B, T - C),), "attention_mask": ((B, T),)}
-    shapes |= {"advantages": ((B, C), (B,)), "rewards": ((B,),), "group_ids": ((B,),)}
+    shapes |= {"advantages": ((B, C), (B,)), "loss_weights": ((B, C), (B,)), "rewards": ((B,),), "group_ids": ((B,),)}
     for what, x in given.items():
         _check_array(what, x, shapes[what])
     if pad_id is not None and attention_mask is None:

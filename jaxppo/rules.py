@@ -129,6 +129,11 @@ def _values_not_finite(v: View) -> Broken:
         yield name, v.counted & ~v.xp.isfinite(x)
 
 
+def _loss_weights(v: View) -> Broken:
+    for name, x in v.there("loss_weights"):
+        yield name, v.counted & ~(v.xp.isfinite(x) & (x >= 0))
+
+
 def _rollout_missing(v: View) -> Broken:
     for name, x in v.there("rollout_ids"):
         yield name, (x < 0) & (v["sample_ids"] >= 0)
@@ -263,6 +268,7 @@ RULES = (
         "0 in a shared prefix, which is a segment without a sample: each sample has a loss of its own",
         _mask_without_sample,
     ),
+    Rule("loss_weights", "finite weights of at least 0 where loss_mask is 1", _loss_weights),
     Rule(
         "parents_elsewhere",
         "the number of a segment that this row holds: a tree lies in one row",

@@ -45,6 +45,7 @@ class Sample:
       nucleus: the token ids that the sampler could draw at each response token, ragged, or `TokenSets`, for
         `pack_nucleus_ids`.
       policy_versions: integers, which version of the policy drew each token; see `jaxppo.staleness`.
+      loss_weights: what each token's whole loss is multiplied by, at least 0; a number for all of the response.
 
     Raises:
       TypeError: tokens or ids that are no integers, a reward or values that are no numbers.
@@ -70,6 +71,7 @@ class Sample:
     returns: Sequence[float] | Float[np.ndarray, "m"] | None = None
     nucleus: TokenSets | Sequence[Sequence[int]] | None = None
     policy_versions: Sequence[int] | Int[np.ndarray, "m"] | None = None
+    loss_weights: Sequence[float] | Float[np.ndarray, "m"] | float | None = None
 
     @classmethod
     def from_vllm(
@@ -151,6 +153,8 @@ class Sample:
             _check_id(name, getattr(self, name))
         if self.reward is not None and not is_number(self.reward):
             raise TypeError(f"reward: got {_shown(self.reward)}, expected one finite number for the whole response")
+        if is_number(self.loss_weights):
+            object.__setattr__(self, "loss_weights", np.full(length - start, self.loss_weights, np.float32))
         for name in PER_TOKEN_VALUES:
             _check_values(name, getattr(self, name), length - start)
         if self.nucleus is not None and len(self.nucleus) != length - start:

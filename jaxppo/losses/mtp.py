@@ -167,19 +167,22 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
         )
 
     def shift(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-        targets, loss_mask, positions, segment_ids = arrays
-        moving = {"targets": targets, "loss_mask": loss_mask.astype(jnp.float32), "positions": positions}
+        targets, loss_mask, positions, segment_ids, *weights = arrays
+        moving: dict[str, Any] = {"targets": targets, "loss_mask": loss_mask.astype(jnp.float32)}
+        moving |= {"positions": positions, "loss_weights": weights}
         moved = shift_left(moving, parallel, by, 0, segment_ids, batch.num_segments)
         gap = (moved["loss_mask"] > 0) & (moved["positions"] != positions + by)
         inner = segment_ids > 0  # but for the last positions
         if not batch.real_last_targets:
             inner = shift_left(inner, parallel, 1, False, segment_ids, batch.num_segments)
         unsound = (loss_mask != 0) & ~inner
-        return moved["targets"], jnp.where(gap | unsound, jnp.nan, moved["loss_mask"])
+        return moved["targets"], jnp.where(gap | unsound, jnp.nan, moved["loss_mask"]), *moved["loss_weights"]
 
-    arrays = tuple(jnp.asarray(x) for x in (batch.targets, batch.loss_mask, batch.positions, batch.segment_ids))
-    targets, loss_mask = lax.map(shift, arrays) if arrays[0].ndim == 3 else shift(arrays)
-    return dataclasses.replace(batch, targets=targets, loss_mask=loss_mask)
+    given = (batch.targets, batch.loss_mask, batch.positions, batch.segment_ids, batch.loss_weights)
+    arrays = tuple(jnp.asarray(x) for x in given if x is not None)
+    targets, loss_mask, *weights = lax.map(shift, arrays) if arrays[0].ndim == 3 else shift(arrays)
+    weight = weights[0] if weights else None
+    return dataclasses.replace(batch, targets=targets, loss_mask=loss_mask, loss_weights=weight)
 
 
 def _check_depths(depths: int, **lists: Any) -> None:

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import PER_SEGMENT, Aggregation
+from jaxppo._arrays import PER_SEGMENT, Aggregation, masked
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.aggregation import Normalizer, step_normalizer, token_weights, weighted_sum
 from jaxppo.batch import RolloutBatch
@@ -123,6 +123,8 @@ class Step:
         given = {} if normalizer is None else {"normalizer": normalizer.counts}
         normalizer = step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
         weights = token_weights(batch.loss_mask, segments, normalizer, loss.aggregation_norm)
+        if batch.loss_weights is not None:
+            weights *= lax.stop_gradient(masked(batch.loss_weights, batch.loss_mask))
         broken = _broken_rules(batch, segments, normalizer.aggregation, given | loss.ruled(stats, batch))
         left_out = loss.left_out(stats, batch)
         if left_out is not None:  # the denominators stay those of all the tokens
@@ -144,6 +146,8 @@ def _broken_rules(
 ) -> dict[str, Metric]:
     structure = ("segment_ids", "positions", "loss_mask", "sample_ids", "parents")
     arrays = {name: getattr(batch, name) for name in structure} | dict(ruled)
+    if batch.loss_weights is not None:
+        arrays["loss_weights"] = batch.loss_weights
     if aggregation == "rollout_mean":
         arrays["rollout_ids"] = batch.rollouts
     counts = count_broken(lax.stop_gradient(arrays), segments, batch.real_last_targets)

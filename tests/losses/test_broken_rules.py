@@ -45,7 +45,7 @@ def make_batch() -> RolloutBatch:
     for _ in range(12):
         n = int(rng.integers(4, 6))
         values = {name: -rng.exponential(size=n) for name in VALUES}
-        samples.append(Sample(rng.integers(0, V - 1, 2 + n), response_start=2, **values))
+        samples.append(Sample(rng.integers(0, V - 1, 2 + n), response_start=2, loss_weights=0.5, **values))
     batch = RolloutBatch.from_samples(samples, row_length=T, rows=R, micro_batches=K, num_segments=2)
     return dataclasses.replace(batch, rollout_ids=batch.sample_ids)
 
@@ -111,6 +111,8 @@ RULES = {
         EVERY,
         {"batch": dataclasses.replace(BATCH, rollout_ids=np.full_like(BATCH.sample_ids, -1))},
     ),
+    "loss_weights": (EVERY, batch_with("loss_weights", value=-0.5)),
+    "loss_weights, NaN": (EVERY, batch_with("loss_weights")),
     "normalizer_of_another_step": (EVERY, {"normalizer_of": SMALLER}),
 }
 WAYS = {

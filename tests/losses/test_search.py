@@ -19,7 +19,19 @@ from oracle import OracleSample
 from oracle.step import clip_cov_candidates, covariance, how_many, without_impossible_tokens
 from policy_steps import quick_jit
 from random_losses import LOSSES, Found, check_step, configs, is_steady, moved, needed, numbers_of, of_jaxppo, of_oracle
-from random_steps import VALUES, Place, Step, batch_of, large_steps, places, step_samples, steps, to_rows, to_samples
+from random_steps import (
+    VALUES,
+    Place,
+    Step,
+    batch_of,
+    large_steps,
+    places,
+    step_samples,
+    steps,
+    to_rows,
+    to_samples,
+    with_weights,
+)
 from searches import search
 
 from jaxppo import Normalizer, TokenStats, accumulate_gradients, finalize_metrics, policy_loss
@@ -108,7 +120,10 @@ def check_policy_loss(config: dict, where: Place, traced: bool, bare: bool, draw
     for step in drawn:
         rtol = 1e-5 * (1 + step.spread)
         samples = step_samples(step, rollouts=rollouts, impossible=config["impossible_tokens"] == "leave_out")
+        weighted = config["weighted_denominators"]
+        samples = samples if weighted is None else with_weights(step, samples)
         batch = batch_of(step, samples, where, lacking if rollouts else (*lacking, "rollout_id"))
+        batch = dataclasses.replace(batch, weighted_denominators=bool(weighted))
         gone = dict.fromkeys(lacking) | ({} if with_entropy else {"entropy": None})
         samples = [dataclasses.replace(s, **gone) for s in samples]
 

@@ -74,18 +74,24 @@ def kl_divergence(
 
 
 def kl_penalty(
-    log_probs: Array, ref_log_probs: Array, estimator: str, importance: str, old: Array, held: Array
+    log_probs: Array,
+    ref_log_probs: Array,
+    estimator: str,
+    importance: str,
+    old: Array,
+    held: Array,
+    weights: Array | float = 1.0,
 ) -> tuple[Array, Array]:
-    """The estimates of one sequence and the derivative of their SUM by each log-prob, for each kind of weight w.
+    """The estimates of one sequence and the derivative of their weighted SUM by each log-prob, for each kind of w.
 
     "none": w = 1. "token": w = p / old. "sequence": w = exp(mean of log p - log old), which all log-probs move.
     "score": w = exp(log_prob - sg(log_prob)), 1 with the derivative 1. TRL and Liger, `use_bias_correction_kl`, the
     level that of the loss; NeMo-RL, `calculate_kl`.
     """
     if importance != "sequence":
-        return kl_divergence(
-            log_probs, ref_log_probs, estimator, {"none": None, "token": old, "score": held}[importance]
-        )
+        base = {"none": None, "token": old, "score": held}[importance]
+        value, slope = kl_divergence(log_probs, ref_log_probs, estimator, base)
+        return value, weights * slope
     n = max(len(log_probs), 1)
     mean = float(np.sum(log_probs - old)) / n
     w = float(np.exp(clamp(mean)))
@@ -95,8 +101,8 @@ def kl_penalty(
     if estimator.startswith("low_var_kl"):
         free = (np.abs(value) <= 10.0) * 1.0
         value = np.clip(value, -10.0, 10.0)
-    by_weight = w * inside(mean) * np.sum(free * f) / n
-    return value, w * d if estimator.endswith("+") else free * w * df + by_weight
+    by_weight = w * inside(mean) * np.sum(weights * free * f) / n
+    return value, weights * w * d if estimator.endswith("+") else weights * free * w * df + by_weight
 
 
 def adaptive_kl_coef(coef: float, kl: float, target: float, samples: int, horizon: float = 10000.0) -> float:

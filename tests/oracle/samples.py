@@ -32,6 +32,7 @@ class OracleSample:
     log_z: Any = None  # log-sum-exp and mean of the logits, and whether the target is a likeliest token
     mean_logit: Any = None
     likeliest: Any = None
+    loss_weights: Any = None  # [m], what the token's whole loss is multiplied by; None for 1
     selected: Any = None  # bool [m], the tokens that clip_cov takes out or kl_cov penalises
     hidden: Any = None  # [m, H], for what starts from hidden states; targets [m] and nucleus ids [m, K] with it
     targets: Any = None
@@ -51,6 +52,11 @@ class OracleSample:
     def count(self) -> int:
         """How many tokens carry loss."""
         return int(self.here.sum())
+
+    @property
+    def weights(self) -> Array:
+        """`loss_weights` on the tokens with loss, `[n]`."""
+        return np.ones(self.count) if self.loss_weights is None else self.at("loss_weights")
 
     def at(self, name: str) -> Array:
         """The field of that name on the tokens with loss, float64 `[n, ...]`."""
@@ -73,29 +79,33 @@ def ids(samples: Sequence[OracleSample], name: str) -> list[int]:
 
 
 def sample_weights(
-    samples: Sequence[OracleSample], aggregation: str = "token_mean", norm: float | None = None
+    samples: Sequence[OracleSample],
+    aggregation: str = "token_mean",
+    norm: float | None = None,
+    weighted: bool | None = False,
 ) -> Array:
     """`[samples]`: what each loss token of a sample counts for, so that loss = sum over tokens of weight * token loss.
 
     N loss tokens are in the step, n_s in the sample, n_r in all samples of its rollout; B samples and B_r rollouts have
     any: token_mean 1 / N, token_sum 1, sequence_mean_token_sum 1 / B, sequence_mean_token_mean 1 / (n_s B),
-    sequence_mean_token_sum_norm 1 / (norm B), rollout_mean 1 / (n_r B_r).
+    sequence_mean_token_sum_norm 1 / (norm B), rollout_mean 1 / (n_r B_r). Weighted: a token is as many as its weight.
     """
-    n = np.array([s.count for s in samples], np.float64)
+    n = np.array([np.sum(s.weights) if weighted else s.count for s in samples], np.float64)
     rollouts = ids(samples, "rollout_id")
     n_r = np.array([sum(m for m, other in zip(n, rollouts, strict=True) if other == r) for r in rollouts])
     present = float(np.sum(n > 0)) or 1.0
     present_rollouts = float(len({r for m, r in zip(n, rollouts, strict=True) if m > 0})) or 1.0
     one = np.ones(len(samples))
+    some = lambda x: np.where(x == 0, 1.0, x)  # noqa: E731
     if aggregation == "sequence_mean_token_sum_norm" and norm is None:
         raise ValueError("aggregation_norm: got None, expected the constant length")
     return {
-        "token_mean": one / max(n.sum(), 1.0),
+        "token_mean": one / some(n.sum()),
         "token_sum": one,
         "sequence_mean_token_sum": one / present,
-        "sequence_mean_token_mean": one / (np.maximum(n, 1.0) * present),
+        "sequence_mean_token_mean": one / (some(n) * present),
         "sequence_mean_token_sum_norm": one / ((norm or 1.0) * present),
-        "rollout_mean": one / (np.maximum(n_r, 1.0) * present_rollouts),
+        "rollout_mean": one / (some(n_r) * present_rollouts),
     }[aggregation]
 
 

@@ -24,6 +24,7 @@ CONFIG: dict[str, Any] = {
     "metric_aggregation": "token_mean",  # or "loss"
     "off_policy": None,  # off_policy.OPTIONS, rejections as {"statistic": ..., "low": ..., "high": ...}
     "impossible_tokens": "nan",  # or "leave_out"
+    "weighted_denominators": False,  # sums of loss weights in place of counts of loss tokens
 }
 
 
@@ -92,7 +93,7 @@ def policy_loss(
     current policy) come from. They are those of the samples, unless a finite difference moves the latter alone.
     """
     c = complete(config)
-    weights = sample_weights(samples, c["aggregation"], c["aggregation_norm"])
+    weights = sample_weights(samples, c["aggregation"], c["aggregation_norm"], c["weighted_denominators"])
     everything = sum(s.count for s in samples)
     mean = mean_weight_before(samples, c)
     samples = [without_impossible_tokens(s, c) for s in samples]
@@ -107,11 +108,13 @@ def policy_loss(
     corrections = correction(policies, advantages, masks, c["off_policy"] or {}, mean)
     parts = [sample_loss(s, t, o, c) for s, t, o in zip(samples, tokens, corrections, strict=True)]
 
-    loss = weighted_sum(weights, [p.total for p in parts])
-    metrics = {"loss": loss, "pg_loss": weighted_sum(weights, [p.policy for p in parts])}
+    by_token = [s.weights for s in samples]
+    weighed = lambda values: weighted_sum(weights, [w * v for w, v in zip(by_token, values, strict=True)])  # noqa: E731
+    loss = weighed([p.total for p in parts])
+    metrics = {"loss": loss, "pg_loss": weighed([p.policy for p in parts])}
     for name in parts[0].values:
         each = [p.values[name] for p in parts]
-        metrics[name] = weighted_sum(weights, each) if c["metric_aggregation"] == "loss" else token_mean(each)
+        metrics[name] = weighed(each) if c["metric_aggregation"] == "loss" else token_mean(each)
     if c["impossible_tokens"] == "leave_out":
         metrics["impossible_tokens"] = float(everything - sum(s.count for s in samples))
     return StepLoss(
@@ -168,19 +171,24 @@ def mean_weight_before(samples: Sequence[OracleSample], c: Mapping[str, Any]) ->
 
 
 def sample_loss(s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[str, Any]) -> SampleLoss:
-    """accepted * correction * policy loss + kl_coef * KL - entropy_coef * entropy of each loss token of a sample."""
+    """accepted * correction * policy loss + kl_coef * KL - entropy_coef * entropy of each loss token of a sample.
+
+    The gradients are those of the sum of these, each times its loss weight.
+    """
     upstream = corrected.accepted * corrected.weights
     loss = LOSSES[c["loss"]["name"]]
     values, jacobian, indicators = loss(t, **{k: v for k, v in c["loss"].items() if k != "name"})
     policy = total = upstream * values
-    by_log_probs = upstream @ jacobian if jacobian.ndim == 2 else upstream * jacobian
+    weighed = s.weights * upstream
+    by_log_probs = weighed @ jacobian if jacobian.ndim == 2 else weighed * jacobian
     said = {**token_values(t), **indicators, **corrected.indicators}
     if s.ref_log_probs is not None or c["kl"]["coef"] != 0:
         estimator, importance = c["kl"]["estimator"], c["kl"]["importance"]
         base = t.held  # read for a ratio alone
         if importance in ("token", "sequence"):
             base = s.at(c["kl"]["compares"].split("/")[1] + "_log_probs")
-        said["kl"], slope = kl_penalty(t.log_probs, s.at("ref_log_probs"), estimator, importance, base, t.held)
+        reference = s.at("ref_log_probs")
+        said["kl"], slope = kl_penalty(t.log_probs, reference, estimator, importance, base, t.held, s.weights)
         total = total + c["kl"]["coef"] * said["kl"]
         by_log_probs = by_log_probs + c["kl"]["coef"] * slope
     if s.entropy is not None or c["entropy_coef"] != 0:
@@ -189,7 +197,7 @@ def sample_loss(s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[st
     if s.rollout_log_probs is not None:
         trainer = t.held if c["ratio_to"] == "rollout" else t.old
         said |= sampler_values(trainer, s.at("rollout_log_probs"))
-    return SampleLoss(total, policy, by_log_probs, np.full(s.count, -c["entropy_coef"]), said)
+    return SampleLoss(total, policy, by_log_probs, -c["entropy_coef"] * s.weights, said)
 
 
 def token_values(t: Tokens) -> dict[str, Array]:

@@ -13,7 +13,7 @@ from hypothesis import assume
 from policy_steps import quick_jit
 from random_heads import TEMPERATURE, HeadShape, HeadStep, head_step, loss_from, stats_from
 from random_losses import check_metrics, is_steady, of_jaxppo, of_oracle
-from random_steps import Place, Step, agree, batch_of, to_rows, to_samples
+from random_steps import Place, Step, agree, batch_of, to_rows, to_samples, with_weights
 
 from jaxppo import Normalizer, accumulate_gradients, finalize_metrics
 from jaxppo.covariance import covariance_mask
@@ -103,9 +103,11 @@ def check_policy_loss_from_hidden(config: dict, where: Place, shape: HeadShape, 
     for step in drawn:
         rtol = 3e-5 * (1 + step.spread)
         found = head_step(step, shape, config["impossible_tokens"] == "leave_out")
+        if (weighted := config["weighted_denominators"]) is not None:
+            found = dataclasses.replace(found, samples=with_weights(step, found.samples))
         if not selects:  # before anything is compiled
             assume(is_steady(config, found.samples, 10 * rtol, ROUNDING))
-        batch = batch_of(step, found.samples, where)
+        batch = dataclasses.replace(batch_of(step, found.samples, where), weighted_denominators=bool(weighted))
         params, options = given_to(step, found, shape, batch)
         loss, gradient, values, selected = run(params, batch, options, jax.random.key(step.seed))
         samples = found.samples

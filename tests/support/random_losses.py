@@ -120,6 +120,8 @@ def configs(draw, name: str) -> dict[str, Any]:
         "metric_aggregation": draw(st.sampled_from(["token_mean", "loss"])),
         "off_policy": draw(st.none() | corrections(name, ratio_to)),
         "impossible_tokens": draw(st.sampled_from(["nan", "leave_out"])),
+        # of the batch: None without loss weights
+        "weighted_denominators": draw(st.sampled_from([None, None, False, True])),
     }
 
 

@@ -154,6 +154,16 @@ def step_samples(
     return found
 
 
+def with_weights(step: Step, samples: list[OracleSample]) -> list[OracleSample]:
+    """The samples with loss weights, those of some samples all 0."""
+    found = []
+    for i, s in enumerate(samples):
+        rng = step.rng(4, i)
+        weights = rng.choice([0.0, 0.25, 1.0, 1.5], len(s.mask)) * (rng.random() < 0.8)
+        found.append(dataclasses.replace(s, loss_weights=weights))
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a step lies: the mesh, its layout, the rows."""
@@ -197,7 +207,8 @@ def batch_of(step: Step, samples: list[OracleSample], where: Place, lacking: tup
     for s, drawn in zip(samples, step.samples, strict=True):
         n, start = len(s.mask), drawn.prompt
         loss_mask = np.concatenate([[0.0], s.mask[:-1]])[:n]
-        of_response = {k: getattr(s, k)[max(start - 1, 0) : max(n - 1, 0)] for k in VALUES if k not in lacking}
+        there = [k for k in VALUES if k not in lacking] + ["loss_weights"] * (s.loss_weights is not None)
+        of_response = {k: getattr(s, k)[max(start - 1, 0) : max(n - 1, 0)] for k in there}
         ids = {"group_id": s.group_id, "sample_id": s.sample_id, "rollout_id": s.rollout_id}
         ids = {k: v for k, v in ids.items() if k not in lacking}
         tokens = step.rng(drawn.sample).integers(0, 1000, n) if s.targets is None else tokens_of(s.targets)

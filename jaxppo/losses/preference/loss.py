@@ -132,6 +132,8 @@ def _checked(batch: RolloutBatch, loss: PreferenceLoss) -> RolloutBatch:
     if not isinstance(loss, PreferenceLoss):
         raise TypeError(f"loss: got {type(loss).__name__}, expected a PreferenceLoss such as DPO()")
     check_pairs(batch, loss.paired)
+    if batch.loss_weights is not None:
+        raise ValueError("batch.loss_weights: got an array, expected None: a preference loss is not one of tokens")
     if loss.reference and batch.ref_log_probs is None:
         raise ValueError(f"batch.ref_log_probs: got None, expected f32[R, T] for {loss}, see compute_log_probs")
     return batch
