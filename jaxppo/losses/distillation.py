@@ -1,5 +1,6 @@
 """Distillation over the full vocabulary: divergences between a student's and a teacher's head, without their logits.
 
+From a teacher's top-k see `top_k_distillation_loss_from_hidden`.
 For distillation on sampled tokens, by policy gradient, see `advantages.on_policy_distillation`.
 """
 
@@ -21,11 +22,24 @@ from jaxppo.head.pair import prepare_pair
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.head.types import Inputs
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
+from jaxppo.losses.top_k_distillation import (
+    check_top_k,
+    top_k_distillation_loss,
+    top_k_distillation_loss_from_hidden,
+    top_k_divergence,
+)
 from jaxppo.metrics import Metrics, Term
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
 from jaxppo.validation import checked
 
-__all__ = ["distillation_loss", "divergence_from_hidden"]
+__all__ = [
+    "check_top_k",
+    "distillation_loss",
+    "divergence_from_hidden",
+    "top_k_distillation_loss",
+    "top_k_distillation_loss_from_hidden",
+    "top_k_divergence",
+]
 
 Divergence = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
 

@@ -163,9 +163,9 @@ def loss_of_stats(
     batch: RolloutBatch,
     parallel: ParallelMesh | ShardAxes | None,
     normalizer: Normalizer | None,
-    selected: Float[Array, "R T"] | None = None,
+    selected: Any = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The loss and its metrics from statistics, on any mesh."""
+    """The loss and its metrics from statistics, on any mesh; `selected` are constants `[R, T, ...]` of the caller."""
     check_normalizer(normalizer)
     static, traced = take_arrays(loss)
     args = {"stats": stats, "batch": batch, "normalizer": normalizer, "selected": selected, "config": traced}
@@ -225,7 +225,7 @@ def loss_of_hidden(
     batch: RolloutBatch,
     parallel: ParallelMesh | ShardAxes | None,
     normalizer: Normalizer | None,
-    selected: Float[Array, "R T"] | None,
+    selected: Any,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss and its metrics from hidden states, on any mesh, in one pass where that fits."""
     check_normalizer(normalizer)

@@ -160,6 +160,39 @@ def divergence(student: Array, teacher: Array, kind: str = "reverse_kl", beta: f
     return value, p * (slope - (p * slope).sum(-1, keepdims=True))
 
 
+def top_k_divergence(
+    log_p: Array, log_q: Array, kind: str = "forward_kl", beta: float = 0.5, tail: str = "bucket"
+) -> tuple[float, Array]:
+    """The divergence of one token whose K ids have these log-probs, and its gradient by each log p.
+
+    p and q get one bucket more, or are divided by their sums, or stay. h are the slopes by the log-probs that are then
+    compared; through 1 - sum p a log p_k has p_k of them, through the sum that it is divided by p_k / sum p.
+    """
+    p, q = np.exp(np.asarray(log_p, np.float64)), np.exp(np.asarray(log_q, np.float64))
+    own = p
+    if tail == "bucket":
+        p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
+    elif tail == "renormalise":
+        p, q = p / p.sum(), q / q.sum()
+    m = beta * q + (1 - beta) * p
+    kl = lambda a, b: sum(x * np.log(x / y) for x, y in zip(a, b, strict=True) if x > 0)  # noqa: E731
+    forward, reverse = -q, p * np.log(p / q) + p
+    value, h = {
+        "forward_kl": (kl(q, p), forward),
+        "reverse_kl": (kl(p, q), reverse),
+        "mixed_kl": (beta * kl(q, p) + (1 - beta) * kl(p, q), beta * forward + (1 - beta) * reverse),
+        "jensen_shannon": (
+            beta * kl(q, m) + (1 - beta) * kl(p, m),
+            (1 - beta) * (p * np.log(p / m) + p) - (1 - beta) * p * (beta * q + (1 - beta) * p) / m,
+        ),
+    }[kind]
+    if tail == "bucket":
+        h = h[:-1] - own / p[-1] * h[-1]
+    elif tail == "renormalise":
+        h = h - p * h.sum()
+    return float(value), h
+
+
 def mismatch_metrics(samples: Sequence[OracleSample]) -> Metrics:
     """Trainer (`old_log_probs`) against sampler, over tokens and over sequences that have some; d their difference.
 

@@ -1,0 +1,330 @@
+"""Distillation from a teacher's top-k: against the oracle, what NeMo-RL computed, and the full divergence."""
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from head_cases import tiles_of
+from oracle import OracleHead, other_losses
+from oracle.head import head_gradient, id_gradient, id_log_probs, log_softmax, logits
+from policy_steps import quick_jit
+
+from jaxppo import Normalizer, RolloutBatch, distillation, log_probs_from_hidden, log_probs_from_logits
+from jaxppo.losses.top_k_distillation import Tail, TopKDivergence
+from sharding import make_parallel_mesh
+from sharding.audit import audit
+from sharding.testing import assert_trees_close
+
+KINDS, TAILS = get_args(TopKDivergence), get_args(Tail)
+CLOSED = ("bucket", "renormalise")
+R, T, H, V, K = 4, 8, 12, 97, 6
+MIXED = "dp=2,cp=2,tp=2"
+RNG = np.random.default_rng(3)
+
+
+def top_k(z, k):
+    """Ids and log-probs of the k likeliest of logits `[..., V]`."""
+    log_p = log_softmax(np.asarray(z, np.float64).reshape(-1, z.shape[-1])).reshape(z.shape)
+    ids = np.argsort(-log_p, axis=-1)[..., :k]
+    return ids.astype(np.int32), np.take_along_axis(log_p, ids, axis=-1).astype(np.float32)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_the_oracle(kind, tail):
+    z, teacher = RNG.normal(size=(2, 50, V)) * 2
+    ids, log_q = top_k(teacher, K)
+    log_p = np.take_along_axis(log_softmax(z), ids, axis=-1).astype(np.float32)
+    options = {"divergence": kind, "beta": 0.3, "tail": tail}
+    fn = lambda x: distillation.top_k_divergence(x, log_q, **options)  # noqa: E731
+    found, gradient = jax.jit(lambda x: (fn(x), jax.grad(lambda x: fn(x).sum())(x)))(log_p)
+    for t in range(50):
+        value, by_log_p = other_losses.top_k_divergence(log_p[t], log_q[t], kind, 0.3, tail)
+        np.testing.assert_allclose(found[t], value, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(gradient[t], by_log_p, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("tail", CLOSED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_never_negative(kind, tail):
+    """Far or near or equal, of any mass; what a bucket sees is at most the full divergence."""
+    z = RNG.normal(size=(400, V)) * RNG.uniform(0, 12, (400, 1))
+    far = RNG.normal(size=z.shape) * np.repeat([0.0, 1e-6, 1e-3, 1.0, 10.0], 80)[:, None]
+    for k in (1, K, V):
+        ids, log_q = top_k(z + far, k)
+        log_p = np.take_along_axis(log_softmax(z), ids, axis=-1).astype(np.float32)
+        found = distillation.top_k_divergence(log_p, log_q, divergence=kind, beta=0.3, tail=tail)
+        assert np.isfinite(found).all()
+        assert found.min() >= 0
+        if tail == "bucket" and kind != "mixed_kl":
+            full, _ = other_losses.divergence(z, z + far, kind, 0.3)
+            assert (np.asarray(found) <= full * (1 + 1e-4) + 1e-5).all()
+
+
+def test_left_out_it_is_negative_where_the_student_has_more_mass_on_the_ids():
+    """-0.3 log 3, a plausible number that a clamp at 0 would hide, and with it the gradient."""
+    p, q = np.log([[0.9]]), np.log([[0.3]])
+    of = lambda tail: float(distillation.top_k_divergence(p, q, tail=tail)[0])  # noqa: E731
+    assert of("leave_out") == pytest.approx(-0.3 * np.log(3), rel=1e-6)
+    assert of("bucket") == pytest.approx(0.3 * np.log(0.3 / 0.9) + 0.7 * np.log(0.7 / 0.1), rel=1e-6)
+    assert of("renormalise") == 0
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_slots_count_no_mass(kind, tail):
+    """Whatever stands in them: the divergence is that without them, and they have no gradient."""
+    z, teacher = RNG.normal(size=(2, 9, V))
+    ids, log_q = top_k(teacher, K)
+    log_p = np.take_along_axis(log_softmax(z), ids, axis=-1).astype(np.float32)
+    options = {"divergence": kind, "beta": 0.3, "tail": tail}
+    run = lambda p, q, ids: jax.value_and_grad(  # noqa: E731
+        lambda p: distillation.top_k_divergence(p, q, ids, **options).sum()
+    )(p)
+    expected = run(log_p, log_q, ids)
+    for filler in (-np.inf, np.nan, 0.0, 5.0):
+        wide = [np.concatenate([x, np.full((9, 2), filler, np.float32)], axis=-1) for x in (log_p, log_q)]
+        padded = np.concatenate([ids, np.full((9, 2), -1)], axis=-1)
+        value, gradient = run(*wide, padded)
+        assert_trees_close((value, gradient[:, :K]), expected, rtol=1e-6, atol=1e-7)
+        np.testing.assert_array_equal(gradient[:, K:], 0)
+    none = distillation.top_k_divergence(log_p, log_q, np.full_like(ids, -1), **options)
+    np.testing.assert_array_equal(none, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ids_are_the_full_divergence(kind):
+    """The mass is 1, in f32 a little more or less: the bucket holds 1e-7 of both, not a log of 0."""
+    z, teacher = RNG.normal(size=(2, 30, V)) * 3
+    ids, log_q = top_k(teacher, V)
+    log_p = np.take_along_axis(log_softmax(z), ids, axis=-1).astype(np.float32)
+    expected = {
+        name: other_losses.divergence(z, teacher, name, 0.3)[0]
+        for name in ("forward_kl", "reverse_kl", "jensen_shannon")
+    }
+    expected["mixed_kl"] = 0.3 * expected["forward_kl"] + 0.7 * expected["reverse_kl"]
+    for tail in TAILS:
+        fn = lambda x: distillation.top_k_divergence(x, log_q, divergence=kind, beta=0.3, tail=tail)  # noqa: B023, E731
+        np.testing.assert_allclose(fn(log_p), expected[kind], rtol=2e-5, atol=1e-5)
+        assert np.isfinite(jax.grad(lambda x: fn(x).sum())(log_p)).all()  # noqa: B023
+
+
+def test_the_mixture_is_not_continuous_at_its_ends():
+    """It tends to 0, where TRL's alpha of 0 and 1 are the two KLs; so both ends are refused."""
+    p, q = np.log([[0.5, 0.2]]), np.log([[0.4, 0.4]])
+    of = lambda **options: float(distillation.top_k_divergence(p, q, **options)[0])  # noqa: E731
+    for end in (1e-6, 1 - 1e-6):
+        assert 0 <= of(divergence="jensen_shannon", beta=end) < 2e-6
+    assert min(of(divergence="forward_kl"), of(divergence="reverse_kl")) > 0.09
+    assert of(divergence="mixed_kl", beta=1.0) == of(divergence="forward_kl")
+    assert of(divergence="mixed_kl", beta=0.0) == of(divergence="reverse_kl")
+    for end in (0, 1, 0.0, 1.0):
+        with pytest.raises(ValueError, match=r"beta: got .* expected a number in \(0, 1\), or 'forward_kl' or"):
+            of(divergence="jensen_shannon", beta=end)
+
+
+def test_a_teacher_that_cannot_be_is_nan():
+    p = np.log([[0.5, 0.2]])
+    of = lambda q, **options: float(distillation.top_k_divergence(p, np.asarray(q), **options)[0])  # noqa: E731
+    assert np.isnan(of([[0.1, -2.0]]))  # logits, not log-probs
+    assert np.isnan(of([[np.nan, -2.0]]))
+    assert np.isnan(of(np.log([[0.9, 0.9]])))  # an id that stands twice
+    assert np.isfinite(of(np.log([[0.9, 0.9]]), tail="renormalise"))
+    assert np.isfinite(of([[-0.1, -np.inf]]))  # a probability of 0
+
+
+RECORDS = json.loads((Path(__file__).parents[1] / "golden" / "peers" / "top_k_distillation.json").read_text())[
+    "records"
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=[str(record["call"]) for record in RECORDS])
+def test_what_nemo_computed(record):
+    """Their teacher is renormalised always, their student unless `zero_outside_topk`.
+
+    Renormalised it is before their call, so that gradients are by that.
+    """
+    options, (log_p, log_q) = record["options"], (np.asarray(record[x], np.float32) for x in ("student", "teacher"))
+    kind, tail = f"{options['kl_type']}_kl", "leave_out" if options["zero_outside_topk"] else "renormalise"
+    log_q = log_q - np.log(np.exp(log_q).sum(-1, keepdims=True))
+
+    def loss(x):
+        given = {"divergence": kind, "beta": options["mixed_kl_weight"], "tail": tail}
+        return distillation.top_k_divergence(x, log_q, **given).sum() / record["tokens"]
+
+    value, gradient = jax.value_and_grad(loss)(log_p)
+    np.testing.assert_allclose(value, record["loss"], rtol=2e-5, atol=1e-6)
+    theirs = np.asarray(record["gradient"])
+    if tail == "renormalise":
+        theirs -= np.exp(log_p) / np.exp(log_p).sum(-1, keepdims=True) * theirs.sum(-1, keepdims=True)
+    np.testing.assert_allclose(gradient, theirs, rtol=1e-4, atol=1e-6)
+
+
+MASK = np.zeros((R, T), np.float32)
+MASK[0, :7], MASK[1, 3:5], MASK[3, 6] = 1, 1, 1
+
+
+def arrays():
+    """Hidden states, a kernel, a teacher's top-k and a batch; NaN and nonsense where no loss is."""
+    hidden, kernel = RNG.normal(size=(R, T, H)), RNG.normal(size=(H, V)) / 2
+    ids, log_q = top_k(RNG.normal(size=(R, T, V)) * 2, K)
+    ids[0, 1, 3:], ids[1, 3] = -1, -1
+    off = MASK == 0
+    hidden[off], ids[off], log_q[off] = np.nan, 10**6, np.nan
+    targets = np.where(off, -100, RNG.integers(0, V, (R, T))).astype(np.int32)
+    one = jnp.ones((R, T), jnp.int32)
+    batch = RolloutBatch(
+        one, jnp.asarray(targets), one, jnp.tile(jnp.arange(T)[None], (R, 1)), jnp.asarray(MASK), jnp.arange(R)[:, None]
+    )
+    f32 = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
+    return f32(hidden), f32(kernel), jnp.asarray(ids), f32(log_q), batch
+
+
+ARRAYS = arrays()
+
+
+def truth(kind, tail):
+    """The mean over the loss tokens, its gradients, and the teacher's and student's mean mass."""
+    hidden, kernel, ids, log_q, _ = (
+        np.asarray(x, np.float64) if not isinstance(x, RolloutBatch) else x for x in ARRAYS
+    )
+    at = MASK > 0
+    rows, head = hidden[at], OracleHead(kernel)
+    z, of_ids, log_q = logits(rows, head), ids[at].astype(int), log_q[at]
+    log_p, n = id_log_probs(z, of_ids), int(at.sum())
+    g, values, masses = np.zeros_like(log_p), [], np.zeros(2)
+    for t in range(n):
+        there = of_ids[t] >= 0
+        if there.any():
+            value, g[t, there] = other_losses.top_k_divergence(log_p[t, there], log_q[t, there], kind, 0.3, tail)
+            values.append(value)
+            masses += np.exp(log_q[t, there]).sum(), np.exp(log_p[t, there]).sum()
+    by_hidden, by_head = head_gradient(rows, head, id_gradient(z, of_ids, g / n))
+    of_hidden = np.zeros_like(hidden)
+    of_hidden[at] = by_hidden
+    return sum(values) / n, (of_hidden, by_head.kernel), masses / n
+
+
+def from_hidden(hidden, kernel, options, parallel=None):
+    run = distillation.top_k_distillation_loss_from_hidden
+    return run(hidden, kernel, *ARRAYS[2:], parallel=parallel, **options)
+
+
+def from_stats(hidden, kernel, options, parallel=None):
+    _, _, ids, log_q, batch = ARRAYS
+    given = {"ids": ids, "where": batch.loss_mask > 0, "parallel": parallel}
+    stats = log_probs_from_hidden(hidden, kernel, batch.targets, **given)
+    return distillation.top_k_distillation_loss(stats, ids, log_q, batch, parallel=parallel, **options)
+
+
+@pytest.mark.parametrize(
+    ("way", "mesh", "kind", "tail"),
+    [
+        (from_hidden, None, "forward_kl", "bucket"),
+        (from_hidden, MIXED, "forward_kl", "bucket"),
+        (from_hidden, "tp=4", "jensen_shannon", "renormalise"),
+        (from_hidden, MIXED, "reverse_kl", "bucket"),
+        (from_stats, MIXED, "mixed_kl", "leave_out"),
+    ],
+)
+def test_the_loss_on_any_mesh(way, mesh, kind, tail):
+    parallel = mesh and make_parallel_mesh(mesh, devices=jax.devices()[: 4 if mesh == "tp=4" else 8])
+    options = {"divergence": kind, "beta": 0.3, "tail": tail}
+    with tiles_of("five"):
+        fn = quick_jit(jax.value_and_grad(lambda *x: way(*x, options, parallel), (0, 1), has_aux=True))
+        (loss, metrics), gradients = fn(*ARRAYS[:2])
+    expected, expected_gradients, masses = truth(kind, tail)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert_trees_close(gradients, expected_gradients, rtol=2e-5, atol=2e-6)
+    found = [metrics[name].value for name in ("divergence", "teacher_mass", "student_mass", "broken_rules")]
+    np.testing.assert_allclose(found, [expected, *masses, 0], rtol=1e-5)
+
+
+def test_one_pass_and_two():
+    options = {"tail": "bucket"}
+    grad = lambda **more: jax.grad(lambda *x: from_hidden(*x, options | more)[0], (0, 1))  # noqa: E731
+    for memory, way in ((None, "one pass"), (2**15, "two passes")):
+        assert audit(grad(memory=memory), *ARRAYS[:2]).notes[0].startswith(way)
+    one, two = (quick_jit(grad(memory=memory))(*ARRAYS[:2]) for memory in (None, 2**15))
+    assert_trees_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_micro_batches_add_up():
+    hidden, kernel, ids, log_q, batch = ARRAYS
+    run = distillation.top_k_distillation_loss_from_hidden
+    parts = jax.tree.map(lambda x: x.reshape(2, R // 2, *x.shape[1:]), (hidden, ids, log_q, batch))
+    normalizer = Normalizer.from_batches(parts[3], "token_mean")
+    found = 0.0
+    for k in range(2):
+        h, i, q, b, n = jax.tree.map(lambda x: x[k], (*parts, normalizer))  # noqa: B023
+        found += run(h, kernel, i, q, b, normalizer=n)[0]
+    np.testing.assert_allclose(found, run(hidden, kernel, ids, log_q, batch)[0], rtol=1e-6)
+
+
+def test_from_logits_and_several_teachers_by_row():
+    """A row's teacher is what its row of the arrays holds."""
+    z, (one, other) = RNG.normal(size=(R, T, V)), (top_k(RNG.normal(size=(R, T, V)), K) for _ in range(2))
+    batch = ARRAYS[4]
+
+    def loss(teacher, rows):
+        ids, log_q = teacher
+        names = ("tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids")
+        of_rows = RolloutBatch(*(getattr(batch, name)[rows] for name in names))
+        stats = log_probs_from_logits(
+            jnp.asarray(z[rows], jnp.float32), of_rows.targets, ids=ids[rows], where=of_rows.loss_mask > 0
+        )
+        return distillation.top_k_distillation_loss(
+            stats, jnp.asarray(ids[rows]), log_q[rows], of_rows, aggregation="token_sum"
+        )[0]
+
+    by_row = tuple(np.concatenate([x[:1], y[1:]]) for x, y in zip(one, other, strict=True))
+    apart = loss(one, slice(0, 1)) + loss(other, slice(1, R))
+    np.testing.assert_allclose(loss(by_row, slice(0, R)), apart, rtol=1e-6)
+
+
+def test_bad_input():
+    hidden, kernel, ids, log_q, batch = ARRAYS
+    run = distillation.top_k_distillation_loss_from_hidden
+    for more, message in [
+        ({"divergence": "kl"}, "divergence: got 'kl', expected one of 'forward_kl', 'reverse_kl'"),
+        ({"tail": "drop"}, "tail: got 'drop', expected one of 'bucket', 'renormalise', 'leave_out'"),
+        ({"divergence": "mixed_kl", "beta": 1.5}, "beta: got 1.5, expected a finite number of at least 0 and of at"),
+        ({"aggregation": "mean"}, "aggregation: got 'mean'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(hidden, kernel, ids, log_q, batch, **more)
+    with pytest.raises(
+        ValueError, match=r"teacher_log_probs: got shape \(4, 8, 5\), expected that of ids, \(4, 8, 6\)"
+    ):
+        run(hidden, kernel, ids, log_q[..., :5], batch)
+    with pytest.raises(ValueError, match=r"ids: got shape \(4, 7, 6\), expected \[R, T, K\]"):
+        run(hidden, kernel, ids[:, :7], log_q, batch)
+    stats = log_probs_from_hidden(hidden, kernel, batch.targets, where=batch.loss_mask > 0)
+    with pytest.raises(ValueError, match=r"stats.id_log_probs: got None, expected f32\[R, T, K\]"):
+        distillation.top_k_distillation_loss(stats, ids, log_q, batch)
+    for spoilt in (ids.at[0, 0, 0].set(V), ids.at[0, 0, 0].set(-2)):
+        assert np.isnan(run(hidden, kernel, spoilt, log_q, batch)[0])
+    assert np.isnan(run(hidden, kernel, ids, log_q.at[0, 0, 0].set(0.5), batch)[0])
+
+
+def test_checks_on_the_host():
+    ids, log_q = top_k(RNG.normal(size=(2, 3, V)), K)
+    distillation.check_top_k(ids, log_q, V)
+    padded = np.where(np.arange(K) < 3, ids, -1)
+    distillation.check_top_k(padded, np.where(padded < 0, np.nan, log_q), V)
+    spoil = lambda x, value: np.where(np.arange(x.size).reshape(x.shape) == 9, value, x)  # noqa: E731
+    for bad, message in [
+        ((spoil(ids, V), log_q), r"ids: got 97 at \(0, 1, 3\), expected -1 or 0 to 96"),
+        ((spoil(ids, -100), log_q), r"ids: got -100 at \(0, 1, 3\)"),
+        ((spoil(ids, ids[0, 1, 0]), log_q), r"ids: got \d+ at \(0, 1, 3\), expected each id once at a position"),
+        ((ids, spoil(log_q, 0.5)), r"log_probs: got 0.5 at \(0, 1, 3\), expected log-probs of at most"),
+        ((ids, spoil(log_q, np.nan)), r"log_probs: got nan at \(0, 1, 3\)"),
+        ((ids, spoil(log_q, 0.0)), r"the mass of log_probs: got 1\.\d+ at \(0, 1, 0\), expected at most 1"),
+        ((ids, log_q[..., :2]), r"log_probs: got shape \(2, 3, 2\), expected that of ids, \(2, 3, 6\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            distillation.check_top_k(*bad, V)
