@@ -14,6 +14,7 @@ from examples.tasks import TASKS
 EMULATED_DEVICES = 8  # on a machine with nothing but a CPU
 HEARTBEAT_S = 30  # a process that is silent for so long is gone, and the others end
 NEWEST = -1  # checkpoint to resume from
+TRY_AGAIN = 75  # exit code of a run that was saved before it was done; sysexits.h has it for what is to be tried again
 MOST = 2**31 - 1  # of an integer
 
 # Names that packages register which import JAX; tests compare them.
@@ -53,6 +54,12 @@ def parser() -> argparse.ArgumentParser:
         help="go on from the newest checkpoint in --out, or from that of this step, and forget later ones",
     )
     old("--overwrite", action="store_true", help="delete the run that is in --out, and start anew")
+    old(
+        "--restartable",
+        action="store_true",
+        help="for schedulers that start a command again: go on from the newest checkpoint, or start without one; "
+        f"exit code {TRY_AGAIN} where it was told to stop before it was done",
+    )
     add("--checkpoint-every", type=_integer(1), default=50, help="steps from one checkpoint to the next")
     add("--sft-steps", type=_integer(0), default=22, help="supervised steps before the first GRPO step")
     add("--prompts", type=_integer(1), default=16, help="questions a step")

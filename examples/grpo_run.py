@@ -17,7 +17,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from examples import processes
-from examples.arguments import NEWEST
+from examples.arguments import NEWEST, TRY_AGAIN
 from examples.checkpoint import Checkpoints, steps_in
 from examples.learner import Learner, TrainState
 from examples.members import Members
@@ -78,7 +78,11 @@ class Run:
 
 def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None) -> Run:
     """Everything up to the first step, a checkpoint loaded if `--resume` asks for it; raises on any bad argument."""
-    if args.resume is None and not args.overwrite:
+    resume, anew = args.resume, args.overwrite
+    if args.restartable:  # every process sees the same: none has come to a checkpoint of its own
+        resume = NEWEST if steps_in(args.out / "checkpoints") else None
+        anew = resume is None
+    if resume is None and not anew:
         _check_no_run(args.out)
     devices = jax.devices() if devices is None else devices
     mesh = args.mesh or ("dp=2,cp=2,tp=2" if len(devices) == 8 else f"dp={len(devices)},cp=1,tp=1")
@@ -96,14 +100,14 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     learner = Learner(graphdef, config, parallel, loss, optimizer, args.updates)
     identity = {"task": args.task, "seed": args.seed, **dataclasses.asdict(config)}
     rollouts = Rollouts(task, sampler, parallel, batch_size)
-    if args.overwrite:
+    if anew:
         _clear(args.out)
     checkpoints = Checkpoints(args.out / "checkpoints", identity)
     pack = Packer(parallel, batch_size, longest, args.samples if args.share_prefixes else None)
     spikes = Spikes(args.out / "spikes", args.spike_deviations)
     run = Run(task, rollouts, pack, learner, checkpoints, learner.start(params, args.seed), spikes)
-    if args.resume is not None:
-        run.load(None if args.resume == NEWEST else args.resume)
+    if resume is not None:
+        run.load(None if resume == NEWEST else resume)
     return run
 
 
@@ -254,7 +258,7 @@ def _begin_to_end(args: argparse.Namespace, preemption: Preemption, members: Mem
         return _failed(1, members.ended)
     if preemption.asked and run.step < args.steps:
         print(f"stopped by {preemption.asked} after step {run.step} of {args.steps} and saved; --resume goes on")
-        return 0
+        return TRY_AGAIN if args.restartable else 0
     before, after = run.accuracy_after_sft, run.rollouts.held_out_accuracy(run.state.params)
     assert before is not None
     print(f"held-out accuracy: {before:.1%} after SFT, {after:.1%} after GRPO ({after - before:+.1%})")

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from examples.arguments import EMULATED_DEVICES
+from examples.arguments import EMULATED_DEVICES, TRY_AGAIN
 from jaxppo.sharding import multihost
 
 
@@ -51,7 +51,7 @@ def keep_logs(path: Path) -> None:
 
 def leave(code: int) -> int:
     """The exit code; a process that failed does not wait for the others, who would wait for it."""
-    if code and jax.process_count() > 1:
+    if code not in (0, TRY_AGAIN) and jax.process_count() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -18,7 +18,7 @@ from programs import QUICK
 from spoilt import check_flips, files_in, flipped
 
 from examples import launch
-from examples.arguments import parse
+from examples.arguments import TRY_AGAIN, parse
 from examples.checkpoint import steps_in
 from examples.grpo_run import set_up
 from examples.train_grpo import main
@@ -140,14 +140,15 @@ def test_the_exit_code_is_of_the_process_that_was_killed(tmp_path, monkeypatch, 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_stops_both_after_the_same_step(tmp_path, name):
-    """SIGTERM to one process, Ctrl-C to the one that started them."""
+    """SIGTERM to one process of a scheduler's, Ctrl-C to the one that started them."""
+    again = ["--restartable"] * (name == "SIGTERM")
     launcher = started(
-        tmp_path, "--mesh", "dp=8", "--sft-steps", "0", "--steps", "100000", "--checkpoint-every", "99999"
+        tmp_path, "--mesh", "dp=8", "--sft-steps", "0", "--steps", "100000", "--checkpoint-every", "99999", *again
     )
     try:
         wait_for(2, tmp_path, launcher)
         os.kill(pids(tmp_path)[1] if name == "SIGTERM" else launcher.pid, signal.Signals[name])
-        assert launcher.wait(timeout=WATCHDOG_S) == 0
+        assert launcher.wait(timeout=WATCHDOG_S) == (TRY_AGAIN if again else 0)
     finally:
         launcher.terminate()
         launcher.wait()
