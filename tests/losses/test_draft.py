@@ -9,8 +9,9 @@ import oracle.draft as truth
 import pytest
 from hard_rows import R, T, hard_batch, layouts_on, sequences
 
-from jaxppo import finalize_metrics
+from jaxppo import Head, finalize_metrics
 from jaxppo.losses.draft import draft_loss, draft_metrics, draft_normalizers
+from sharding import make_parallel_mesh
 from sharding.audit.program import hang_risks
 from sharding.testing import assert_trees_close
 
@@ -135,6 +136,26 @@ def test_on_a_mesh(objective, mesh, layout):
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("options", [{"explicit": True}, {"sequence_parallel": True}], ids=str)
+def test_explicit_axes_and_hidden_states_sharded_by_position(options):
+    """Arrays lie as a model leaves them."""
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2", **options)
+    put = lambda x, spec: jax.device_put(x, parallel.sharding(spec))  # noqa: E731
+    hidden = [put(x, parallel.hidden_spec) for x in HIDDEN]
+    policy, batch = put(POLICY, parallel.hidden_spec), BATCH.put(parallel)
+    kernels = [put(np.pad(x, ((0, 0), (0, 1))), parallel.kernel_spec()) for x in (KERNEL, POLICY_KERNEL)]
+
+    def run(hidden, policy, kernel, policy_kernel, batch):
+        call = {"objective": "likelihood", "eta": ETA, "coef": COEF, "parallel": parallel}
+        of = functools.partial(Head, vocab_size=V)
+        fn = lambda h, k: draft_loss(h, of(k), policy, of(policy_kernel), batch, **call)  # noqa: E731
+        (loss, found), gradients = jax.value_and_grad(fn, (0, 1), has_aux=True)(hidden, kernel)
+        return loss, gradients, finalize_metrics(found)
+
+    loss, (dhidden, dkernel), found = jax.jit(run)(hidden, policy, *kernels, batch)
+    check("likelihood", (loss, (np.stack([np.asarray(x) for x in dhidden]), np.asarray(dkernel)[:, :V]), found))
 
 
 @pytest.mark.parametrize("objective", ["likelihood", "end_to_end"])

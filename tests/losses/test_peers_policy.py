@@ -223,6 +223,15 @@ def one_token(x, advantage=1.0, old=-1.0):
     return TokenStats(np.float32([[x]])), batch
 
 
+@pytest.mark.parametrize(("ratio", "kept"), [(0.45, False), (0.6, True), (1.4, True), (1.8, False)])
+def test_bounds_of_a_sequence_are_of_trainer_over_sampler(ratio, kept):
+    """Bounds of 0.5 and 1.5: by their inverses 1.8 would be kept, and 0.6 not. What is kept is not bounded."""
+    stats, batch = one_token(-1.0)
+    batch = dataclasses.replace(batch, rollout_log_probs=batch.old_log_probs - np.float32(np.log(ratio)))
+    loss, _ = policy_loss(stats, batch, presets.sequence_masked_importance_sampling(0.5, 1.5))
+    np.testing.assert_allclose(loss, -ratio * kept, rtol=1e-6)
+
+
 def test_roll_by_hand():
     """kimi15: -A x + tau / 2 (x - x_o)^2. tis: -sg(clip(r, 0, 1)) A x. Dual clip: at most -A (1 + 2 pg_clip)."""
     for x in (-1.5, -0.7):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle.preference as truth
 import pytest
+from jax.sharding import PartitionSpec as P
 from oracle import OracleSample
 from policy_steps import by_sample, quick_jit, with_garbage
 from tables import sampled
@@ -251,6 +252,26 @@ def test_from_hidden(mesh):
     assert_trees_close((loss, finalize_metrics(found), gradients), (expected, finalize_metrics(metrics), wanted), 1e-5)
     assert hang_risks(jax.make_jaxpr(run(one))(hidden, kernel)) == []
     assert "two passes" in audit(jax.grad(lambda h: one(h, kernel, batch)[0]), hidden).notes[0]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_inside_the_users_own_shard_map(explicit):
+    """As a call on the mesh: pairs are found over the data axes that the caller's shards lie on."""
+    samples, parallel = step_of(0), make_parallel_mesh("dp=2,cp=2,tp=2", explicit=explicit)
+    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6, parallel=parallel)
+    specs = batch.specs(parallel)
+    placed = jax.device_put(batch, jax.tree.map(parallel.sharding, specs))
+
+    def run(batch, parallel):
+        fn = lambda x: preference.preference_loss(TokenStats(x), batch, LOSSES["dpo"], parallel=parallel)  # noqa: E731
+        (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(batch.returns)
+        return loss, gradient, finalize_metrics(found)
+
+    own = functools.partial(run, parallel=parallel.axes)
+    out = (P(), specs.returns, P())
+    inside = jax.shard_map(own, mesh=parallel.mesh, in_specs=(specs,), out_specs=out)
+    check("dpo", samples, batch, jax.jit(inside)(placed))
+    check("dpo", samples, batch, jax.jit(functools.partial(run, parallel=parallel))(placed))
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
