@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_choice
+from jaxppo._pytree import register_checked
 from jaxppo.sharding import ShardAxes, vary
 
 __all__ = ["Composite", "Metric", "Metrics", "collapse_metrics", "finalize_metrics", "merge_metrics"]
@@ -20,7 +21,7 @@ __all__ = ["Composite", "Metric", "Metrics", "collapse_metrics", "finalize_metri
 Reduce = Literal["mean", "sum", "min", "max"]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["total", "count"], meta_fields=["reduce"])
+@register_checked(static=["reduce"])
 @dataclasses.dataclass(frozen=True)
 class Metric:
     """A number that is not divided yet: total / count for "mean", else the total itself.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any, cast
 
 import jax
@@ -13,11 +12,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_choice, check_floating, check_number, dtype_name
+from jaxppo._pytree import register_checked
 from jaxppo.head.types import Layout, LogitsDtype, Transform
 from jaxppo.integrations.modules import narrowed, parts_of
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["scale"])
+@register_checked(static=["scale"])
 @dataclasses.dataclass(frozen=True)
 class LoRA:
     """A low-rank addition to a head: logits += scale * (hidden @ a) @ b. The merged kernel never exists.
@@ -46,11 +46,7 @@ class LoRA:
         check_number("lora.scale", self.scale)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["kernel", "bias", "lora"],
-    meta_fields=["layout", "logits_dtype", "softcap", "scale", "vocab_size", "spec"],
-)
+@register_checked(static=["layout", "logits_dtype", "softcap", "scale", "vocab_size", "spec"])
 @dataclasses.dataclass(frozen=True)
 class Head:
     """A model's head: logits = softcap(scale * (hidden @ kernel + bias + LoRA)). A pytree of its parameters.

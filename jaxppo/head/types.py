@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
 
+from jaxppo._pytree import register_checked
 from jaxppo.sharding import ShardAxes
 
 if TYPE_CHECKING:
@@ -23,11 +23,7 @@ SumDtype = Literal["float32", "parameter"]
 Implementation = Literal["xla", "mosaic_tpu", "reference"]
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["log_probs", "entropy", "log_z", "mean_logit", "accuracy", "id_log_probs"],
-    meta_fields=["entropy_mode"],
-)
+@register_checked(static=["entropy_mode"])
 @dataclasses.dataclass(frozen=True)
 class TokenStats:
     """What a loss reads of a head's distribution at each token; f32 `[R, T]` each, None where it is not asked for.
