@@ -80,9 +80,9 @@ def policy_loss(
       >>> float(loss), float(metrics["ratio_max"].value)
       (-1.0, 1.0)
     """
-    batch = _check_batch(batch, config, selected)
+    batch = check_batch(batch, config, selected)
     _check_stats(stats, batch, config)
-    return loss_of_stats("policy_loss", _token_loss(config), stats, batch, parallel, normalizer, selected)
+    return loss_of_stats("policy_loss", token_loss_of(config), stats, batch, parallel, normalizer, selected)
 
 
 def policy_loss_from_hidden(
@@ -140,8 +140,8 @@ def policy_loss_from_hidden(
       >>> float(loss)
       -1.0
     """
-    batch = _check_batch(batch, config, selected)
-    loss = _token_loss(config)
+    batch = check_batch(batch, config, selected)
+    loss = token_loss_of(config)
     prepared = prepare_head(
         hidden,
         head,
@@ -176,7 +176,7 @@ def _check_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfi
         )
 
 
-def _check_batch(batch: RolloutBatch, config: PolicyLossConfig, selected: Float[Array, "R T"] | None) -> RolloutBatch:
+def check_batch(batch: RolloutBatch, config: PolicyLossConfig, selected: Float[Array, "R T"] | None) -> RolloutBatch:
     batch = checked(batch)
     if not isinstance(config, PolicyLossConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")
@@ -224,7 +224,7 @@ def impossible_tokens(
     return functools.reduce(jnp.logical_or, found, jnp.zeros(batch.loss_mask.shape, bool))
 
 
-def _token_loss(config: PolicyLossConfig) -> PolicyTokenLoss:
+def token_loss_of(config: PolicyLossConfig) -> PolicyTokenLoss:
     """The config's loss, its coefficients as the traced code takes them."""
     kl = config.kl and dataclasses.replace(config.kl, coef=as_coefficient(config.kl.coef))
     return PolicyTokenLoss(dataclasses.replace(config, kl=kl, entropy_coef=as_coefficient(config.entropy_coef)))
@@ -319,7 +319,7 @@ class PolicyTokenLoss(TokenLoss):
         extra = {} if selected is None else {"selected": masked(selected, mask)}
         policy, indicators = config.loss(log_probs, old, advantages, mask=mask, segments=segments, **extra)
         policy = policy if correction is None else policy * correction.weights
-        kl = _kl(config.kl, log_probs, batch, segments)
+        kl = reference_kl(config.kl, log_probs, batch, segments)
         entropy = None if stats.entropy is None else masked(stats.entropy, mask)
         kl_coef = 0.0 if config.kl is None else config.kl.coef
         loss = policy + times(kl_coef, kl) - times(config.entropy_coef, entropy)
@@ -361,7 +361,7 @@ class PolicyTokenLoss(TokenLoss):
         return {**found, "effective_sample_size": Composite(moments, effective_share)}
 
 
-def _kl(
+def reference_kl(
     kl: KL | None, log_probs: Float[Array, "R T"], batch: RolloutBatch, segments: Segments
 ) -> Float[Array, "R T"] | None:
     """The divergence of each token from the reference; None without a config or a reference."""

@@ -138,7 +138,7 @@ def sft_loss_from_hidden(
         parallel=parallel,
         temperature=temperature,
         entropy=loss.entropy,
-        logit_stats=logit_stats or bool(label_smoothing or z_loss),
+        logit_stats=logit_stats or loss.logit_stats,
         where=batch.loss_mask > 0,
         options=options,
     )
@@ -149,10 +149,10 @@ def sft_loss_from_hidden(
 class SFTTokenLoss(TokenLoss):
     """The negative log-likelihood of a token."""
 
-    label_smoothing: float
-    z_loss: float
-    aggregation: Aggregation
-    aggregation_norm: float | None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    aggregation: Aggregation = "token_mean"
+    aggregation_norm: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
@@ -163,6 +163,10 @@ class SFTTokenLoss(TokenLoss):
     @property
     def token_local(self) -> bool:
         return True
+
+    @property
+    def logit_stats(self) -> bool:
+        return bool(self.label_smoothing or self.z_loss)
 
     def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
         return {"log_probs": stats and stats.log_probs}

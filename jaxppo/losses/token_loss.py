@@ -57,6 +57,11 @@ class TokenLoss(abc.ABC):
         return "metric"
 
     @property
+    def logit_stats(self) -> bool:
+        """Whether it reads log_z, mean_logit or accuracy."""
+        return False
+
+    @property
     def off_policy(self) -> OffPolicyConfig | None:
         """The correction whose mean weight the normalizer holds."""
         return None
@@ -171,7 +176,7 @@ def loss_of_stats(
     args = {"stats": stats, "batch": batch, "normalizer": normalizer, "selected": selected, "config": traced}
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [p.tokens_spec, *_batch_specs(p, batch, normalizer, selected)], P()
+        return [p.tokens_spec, *batch_specs(p, batch, normalizer, selected)], P()
 
     found: tuple[Float[Array, ""], Metrics] = shard_call(name, _of_stats, parallel, args, specs, static)
     return found
@@ -182,7 +187,7 @@ def check_normalizer(normalizer: Normalizer | None) -> None:
         raise TypeError(f"normalizer: got {type(normalizer).__name__}, expected Normalizer or None")
 
 
-def _batch_specs(p: ParallelMesh, batch: RolloutBatch, normalizer: Normalizer | None, selected: Any) -> list[Any]:
+def batch_specs(p: ParallelMesh, batch: RolloutBatch, normalizer: Normalizer | None, selected: Any) -> list[Any]:
     of_normalizer = None if normalizer is None else normalizer.specs(p)
     return [batch.specs(p), of_normalizer, None if selected is None else p.tokens_spec, P()]
 
@@ -197,10 +202,10 @@ def _of_stats(
     traced: list[Array],
 ) -> tuple[Float[Array, ""], Metrics]:
     loss = put_arrays(static, lax.stop_gradient(traced))
-    return _finish(Step.of(axes, loss, stats, batch, normalizer), loss, stats, selected)
+    return finish(Step.of(axes, loss, stats, batch, normalizer), loss, stats, selected)
 
 
-def _finish(
+def finish(
     step: Step, loss: TokenLoss, stats: Any, selected: Any, total: Float[Array, ""] | None = None
 ) -> tuple[Float[Array, ""], Metrics]:
     """Steps 2 to 4; with a total, that of the one pass, only the metrics are made of the tokens' losses."""
@@ -233,7 +238,7 @@ def loss_of_hidden(
     args = {"head": head.inputs, "batch": batch, "normalizer": normalizer, "selected": selected, "config": traced}
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [head.specs, *_batch_specs(p, batch, normalizer, selected)], P()
+        return [head.specs, *batch_specs(p, batch, normalizer, selected)], P()
 
     call = (static, head.call)
     found: tuple[Float[Array, ""], Metrics] = shard_call(name, _of_hidden, parallel, args, specs, call)
@@ -255,19 +260,23 @@ def _of_hidden(
     if not loss.token_local:
         with note("two passes: the loss of a token depends on others"):
             stats = stats_of_tokens(head, inputs)
-        return _finish(Step.of(axes, loss, stats, batch, normalizer), loss, stats, selected)
+        return finish(Step.of(axes, loss, stats, batch, normalizer), loss, stats, selected)
     step = Step.of(axes, loss, None, batch, normalizer)
+    total, stats = reduce_tokens(head, inputs, OfTokens(static), *known_before(step, loss, selected, traced))
+    step = Step.of(axes, loss, stats, batch, step.normalizer)  # again, now that there are log-probs to judge
+    return finish(step, loss, stats, selected, total)
+
+
+def known_before(step: Step, loss: TokenLoss, selected: Any, traced: list[Array]) -> tuple[Any, Any]:
+    """What `OfTokens` reads beside the statistics: arrays of tokens, and those it reads whole."""
     constants = lax.stop_gradient((loss.constants(None, step), selected))
     by_segment = {name: getattr(step.batch, name) for name in PER_SEGMENT}
     tokens = dataclasses.replace(step.batch, **dict.fromkeys(PER_SEGMENT))  # type: ignore[arg-type]
-    per_token, shared = (tokens, step.weights, constants), (by_segment, traced)
-    total, stats = reduce_tokens(head, inputs, _OfTokens(static), per_token, shared)
-    step = Step.of(axes, loss, stats, batch, step.normalizer)  # again, now that there are log-probs to judge
-    return _finish(step, loss, stats, selected, total)
+    return (tokens, step.weights, constants), (by_segment, traced)
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfTokens:
+class OfTokens:
     """The weighted losses of some tokens, as `reduce_tokens` wants them."""
 
     loss: TokenLoss

@@ -1,0 +1,358 @@
+"""A loss that is a sum of parts, each a loss of tokens of its own, in one pass of the head."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from jaxppo._arrays import (
+    Aggregation,
+    Coefficient,
+    check_aggregation,
+    check_array,
+    check_choice,
+    check_number,
+    masked,
+)
+from jaxppo._traced import put_arrays, take_arrays
+from jaxppo.aggregation import Normalizer
+from jaxppo.batch import RolloutBatch
+from jaxppo.config import PolicyLossConfig
+from jaxppo.head.head import Head
+from jaxppo.head.prepare import HeadOptions, prepare_head
+from jaxppo.head.types import HeadCall, Inputs, TokenStats
+from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
+from jaxppo.kl import KL, Estimator
+from jaxppo.losses.policy import check_batch, reference_kl, token_loss_of
+from jaxppo.losses.sft import SFTTokenLoss
+from jaxppo.losses.token_loss import (
+    OfTokens,
+    Step,
+    TokenLoss,
+    Values,
+    batch_specs,
+    check_normalizer,
+    finish,
+    known_before,
+)
+from jaxppo.metrics import Metric, Metrics, Term
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
+from jaxppo.validation import checked
+
+__all__ = ["SFT", "Part", "ReferenceKL", "joint_loss_from_hidden", "joint_normalizers"]
+
+ByPart = Mapping[str, Float[Array, "R T"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SFT(SFTTokenLoss):
+    """The negative log-likelihood as a part: the loss of `sft_loss`, with its options.
+
+    Args:
+      label_smoothing: see `sft_loss`, as for the next ones.
+      z_loss: the coefficient of log_z^2.
+      aggregation: the denominators.
+      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+
+    Raises:
+      ValueError: an option out of its range.
+
+    Example:
+      >>> SFT(z_loss=1e-4).aggregation
+      'token_mean'
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceKL(TokenLoss):
+    """The divergence from the reference of sampled tokens as a part, for tokens without a policy loss too.
+
+    Args:
+      estimator: see `kl_divergence`.
+      aggregation: the denominators, see `token_weights`.
+      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+
+    Raises:
+      ValueError: an unknown estimator or aggregation.
+
+    Example:
+      >>> ReferenceKL("k2").estimator
+      'k2'
+    """
+
+    estimator: Estimator = "k3"
+    aggregation: Aggregation = "token_mean"
+    aggregation_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("estimator", self.estimator, Estimator)
+        check_aggregation(self.aggregation, self.aggregation_norm)
+
+    @property
+    def token_local(self) -> bool:
+        return True
+
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
+        return {"log_probs": stats and stats.log_probs, "ref_log_probs": batch.ref_log_probs}
+
+    def per_token(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> tuple[Float[Array, "R T"], Values]:
+        kl = reference_kl(KL(1.0, self.estimator), masked(stats.log_probs, batch.loss_mask), batch, segments)
+        assert kl is not None  # joint_loss_from_hidden sees to it
+        return kl, {"kl": kl}
+
+    def terms(self, values: Values, weights: jax.Array, mask: jax.Array) -> dict[str, Term]:
+        return {name: (x, mask, "mean") for name, x in values.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One loss of several: coef times the loss.
+
+    Args:
+      loss: a `PolicyLossConfig`, an `SFT`, a `ReferenceKL`, or a `TokenLoss` of your own.
+      coef: a number or a traced schedule.
+
+    Raises:
+      TypeError: another loss.
+      ValueError: a coefficient that is not a finite number, a policy loss that wants selected tokens.
+
+    Example:
+      >>> Part(PolicyLossConfig(), coef=0.5).coef
+      0.5
+    """
+
+    loss: PolicyLossConfig | TokenLoss
+    coef: Coefficient = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss, (PolicyLossConfig, TokenLoss)):
+            raise TypeError(f"loss: got {type(self.loss).__name__}, expected a PolicyLossConfig, SFT or ReferenceKL")
+        if isinstance(self.loss, PolicyLossConfig) and self.loss.loss.selects is not None:
+            raise ValueError(f"loss: got {self.loss.loss}, expected one that selects no tokens of the step")
+        check_number("coef", self.coef)
+
+
+def joint_loss_from_hidden(
+    hidden: Float[Array, "R T H"],
+    head: Head | Float[Array, "H V"],
+    batch: RolloutBatch,
+    parts: Mapping[str, Part],
+    *,
+    masks: ByPart | None = None,
+    weights: ByPart | None = None,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizers: Mapping[str, Normalizer] | None = None,
+    temperature: float | Array = 1.0,
+    **options: Unpack[HeadOptions],
+) -> tuple[Float[Array, ""], Metrics]:
+    """Several losses of one batch: loss = sum over parts c of coef_c (1 / N_c) sum over t of w_ct loss_ct.
+
+    Each part has its own tokens, weights, aggregation and denominators, and all have one pass of the head, with three
+    products in place of three each. Where a part's loss of a token depends on others, all take two passes.
+
+    Args:
+      hidden: `[R, T, H]`, see `policy_loss_from_hidden`.
+      head: a `Head`, or its bare kernel `[H, V]`.
+      batch: `[R, T]`; holds what any part needs, where that part's mask is 1.
+      parts: by name.
+      masks: 0 or 1, `[R, T]`, the tokens of a part, in its denominators too; by default `batch.loss_mask`.
+      weights: at least 0, `f32[R, T]`, of a part's tokens; by default `batch.loss_weights`. Its denominators are counts
+        of tokens, or with `batch.weighted_denominators` sums of weights.
+      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
+      normalizers: of the whole step, for one of its micro-batches, see `joint_normalizers`.
+      temperature: divides the logits; a number, a traced scalar or `f32[R, T]`, so that rows may have their own.
+      **options: see `HeadOptions`.
+
+    Returns:
+      The scalar f32 loss, and metrics: `loss`, and "name/..." for what the loss of each part reports by itself, without
+      its coefficient.
+
+    Raises:
+      TypeError: parts that are none, arrays of another kind.
+      ValueError: no parts, masks, weights or normalizers of parts that are not there, shapes that differ, an array that
+        a part needs and the batch lacks, what the loss of a part refuses.
+
+    Example:
+      >>> from jaxppo.losses.joint import SFT, Part, joint_loss_from_hidden
+      >>> sample = Sample([1, 2, 3], response_start=1, advantages=[1.0, 1.0], old_log_probs=[-np.log(4)] * 2)
+      >>> batch = RolloutBatch.from_samples([sample], row_length=3)
+      >>> parts = {"policy": Part(PolicyLossConfig()), "written": Part(SFT(), coef=0.5)}
+      >>> masks = {"policy": jnp.array([[1, 0, 0]]), "written": jnp.array([[0, 1, 0]])}
+      >>> loss, metrics = joint_loss_from_hidden(jnp.ones((1, 3, 2)), jnp.zeros((2, 4)), batch, parts, masks=masks)
+      >>> round(float(loss), 4), round(float(metrics["written/nll"].value), 4)  # -1 + 0.5 log 4
+      (-0.3069, 1.3863)
+    """
+    batch = checked(batch)
+    batches = _batches(batch, parts, masks, weights)
+    losses = [_loss_of(name, part, batches[name]) for name, part in parts.items()]
+    where = functools.reduce(jnp.logical_or, [b.loss_mask > 0 for b in batches.values()])
+    prepared = prepare_head(
+        hidden,
+        head,
+        batch.targets,
+        parallel=parallel,
+        temperature=temperature,
+        entropy="bonus" if any(loss.entropy == "bonus" for loss in losses) else "metric",
+        logit_stats=any(loss.logit_stats for loss in losses),
+        where=where,
+        options=options,
+    )
+    given = dict(normalizers or {})
+    _check_names("normalizers", given, parts)
+    for normalizer in given.values():
+        check_normalizer(normalizer)
+    static, traced = zip(*(take_arrays(loss) for loss in losses), strict=True)
+    ordered = [(batches[name], given.get(name)) for name in parts]
+    args = {
+        "head": prepared.inputs,
+        "parts": ordered,
+        "config": list(traced),
+        "coefs": [jnp.asarray(part.coef, jnp.float32) for part in parts.values()],
+    }
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [prepared.specs, [tuple(batch_specs(p, b, n, None)[:2]) for b, n in ordered], P(), P()], P()
+
+    call = (static, tuple(parts), prepared.call)
+    found: tuple[Float[Array, ""], Metrics] = shard_call(
+        "joint_loss_from_hidden", _of_parts, parallel, args, specs, call
+    )
+    return found
+
+
+def joint_normalizers(
+    micro_batches: RolloutBatch,
+    parts: Mapping[str, Part],
+    *,
+    masks: ByPart | None = None,
+    weights: ByPart | None = None,
+    parallel: ParallelMesh | ShardAxes | None = None,
+) -> dict[str, Normalizer]:
+    """The denominators of each part over a whole step.
+
+    Args:
+      micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
+      parts: those of `joint_loss_from_hidden`, by name.
+      masks: those of `joint_loss_from_hidden`, stacked like the batch.
+      weights: the same.
+      parallel: the mesh.
+
+    Returns:
+      A `Normalizer` for each part by name, stacked like the micro-batches: slices of it go with slices of them.
+
+    Raises:
+      ValueError: as `Normalizer.from_batches`; masks or weights of parts that are not there.
+
+    Example:
+      >>> from jaxppo.losses.joint import SFT, Part, joint_normalizers
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
+      >>> masks = {"written": jnp.array([[0, 1, 0]])}
+      >>> float(joint_normalizers(batch, {"written": Part(SFT())}, masks=masks)["written"].tokens)
+      1.0
+    """
+    micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
+    found = {}
+    for name, batch in _batches(micro_batches, parts, masks, weights).items():
+        loss = parts[name].loss
+        found[name] = Normalizer.from_batches(batch, loss.aggregation, off_policy=loss.off_policy, parallel=parallel)
+    return found
+
+
+def _batches(
+    batch: RolloutBatch, parts: Mapping[str, Part], masks: ByPart | None, weights: ByPart | None
+) -> dict[str, RolloutBatch]:
+    """The batch as each part reads it."""
+    if not isinstance(parts, Mapping):
+        raise TypeError(f"parts: got {type(parts).__name__}, expected Parts by name")
+    if not parts:
+        raise ValueError("parts: got none, expected at least one")
+    for name, part in parts.items():
+        if not isinstance(part, Part):
+            raise TypeError(f"parts[{name!r}]: got {type(part).__name__}, expected Part")
+    given = {"masks": dict(masks or {}), "weights": dict(weights or {})}
+    for what, arrays in given.items():
+        _check_names(what, arrays, parts)
+        for name, x in arrays.items():
+            check_array(f"{what}[{name!r}]", x)
+            if x.shape != batch.loss_mask.shape:
+                raise ValueError(
+                    f"{what}[{name!r}]: got shape {x.shape}, expected the batch's, {batch.loss_mask.shape}"
+                )
+    f32: Callable[[Any], Any] = lambda x: None if x is None else x.astype(jnp.float32)  # noqa: E731
+    return {
+        name: dataclasses.replace(
+            batch,
+            loss_mask=f32(given["masks"].get(name, batch.loss_mask)),
+            loss_weights=f32(given["weights"].get(name, batch.loss_weights)),
+        )
+        for name in parts
+    }
+
+
+def _check_names(what: str, given: Iterable[str], parts: Mapping[str, Part]) -> None:
+    for name in given:
+        if name not in parts:
+            raise ValueError(f"{what}: got {name!r}, expected some of {sorted(parts)}")
+
+
+def _loss_of(name: str, part: Part, batch: RolloutBatch) -> TokenLoss:
+    """The loss of a part's tokens; raises where the batch lacks what it reads."""
+    if isinstance(part.loss, PolicyLossConfig):
+        check_batch(batch, part.loss, None)
+        return token_loss_of(part.loss)
+    if isinstance(part.loss, ReferenceKL) and batch.ref_log_probs is None:
+        raise ValueError(f"batch.ref_log_probs: got None, expected f32[R, T] for the part {name!r}")
+    return part.loss
+
+
+def _of_parts(
+    axes: ShardAxes,
+    call: tuple[tuple[TokenLoss, ...], tuple[str, ...], HeadCall],
+    inputs: Inputs,
+    parts: list[tuple[RolloutBatch, Normalizer | None]],
+    traced: list[list[Array]],
+    coefs: list[Array],
+) -> tuple[Float[Array, ""], Metrics]:
+    static, names, head = call
+    traced, coefs = lax.stop_gradient((traced, coefs))
+    losses = [put_arrays(loss, arrays) for loss, arrays in zip(static, traced, strict=True)]
+    normalizers = [normalizer for _, normalizer in parts]
+    total = None
+    if all(loss.token_local for loss in losses):
+        before = [Step.of(axes, x, None, b, n) for x, (b, n) in zip(losses, parts, strict=True)]
+        known = [known_before(*x) for x in zip(before, losses, [None] * len(parts), traced, strict=True)]
+        per_token = [(b, w * c, of) for ((b, w, of), _), c in zip(known, coefs, strict=True)]
+        total, stats = reduce_tokens(head, inputs, _OfParts(static), per_token, [shared for _, shared in known])
+        normalizers = [step.normalizer for step in before]
+    else:
+        with note("two passes: the loss of a token depends on others"):
+            stats = stats_of_tokens(head, inputs)
+    steps = [Step.of(axes, x, stats, b, n) for x, (b, _), n in zip(losses, parts, normalizers, strict=True)]
+    found = [finish(step, loss, stats, None) for step, loss in zip(steps, losses, strict=True)]
+    if total is None:
+        total = sum((c * value for c, (value, _) in zip(coefs, found, strict=True)), jnp.float32(0))
+    for step in steps:
+        total += jnp.where(step.is_broken, jnp.nan, 0)  # where no token has a weight, or the coefficient is 0, too
+    metrics: Metrics = {f"{n}/{what}": x for n, (_, its) in zip(names, found, strict=True) for what, x in its.items()}
+    return total, metrics | {"loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfParts:
+    """The weighted losses of some tokens, summed over the parts, as `reduce_tokens` wants them."""
+
+    losses: tuple[TokenLoss, ...]
+
+    def __call__(self, stats: Any, per_token: Any, shared: Any) -> jax.Array:
+        found = [OfTokens(loss)(stats, *of) for loss, *of in zip(self.losses, per_token, shared, strict=True)]
+        return functools.reduce(jnp.add, found)
