@@ -96,7 +96,7 @@ def top_k_divergence(
     there = jnp.ones(log_probs.shape, bool) if ids is None else jnp.asarray(ids) != -1
     log_q = lax.stop_gradient(teacher_log_probs.astype(jnp.float32))
     log_q = jnp.where(log_q <= MAX_LOG_PROB, log_q, jnp.nan)
-    log_p, log_q = (_closed(x.astype(jnp.float32), there, tail) for x in (log_probs, log_q))
+    log_p, log_q = (with_tail(x.astype(jnp.float32), there, tail) for x in (log_probs, log_q))
     term = partial(_kl_terms, closed=tail != "leave_out")
     if divergence == "forward_kl":
         found = term(log_q, log_p)
@@ -123,7 +123,7 @@ def _check_options(divergence: Any, beta: Any, tail: Any) -> None:
         )
 
 
-def _closed(log_p: Float[Array, "*batch K"], there: Bool[Array, "*batch K"], tail: Tail) -> Float[Array, "..."]:
+def with_tail(log_p: Float[Array, "*batch K"], there: Bool[Array, "*batch K"], tail: Tail) -> Float[Array, "..."]:
     """Log-probs of all that is compared, the bucket last; 0 in empty slots."""
     largest = lax.stop_gradient(jnp.where(there, log_p, -jnp.inf).max(axis=-1, keepdims=True))
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
@@ -202,14 +202,8 @@ def top_k_distillation_loss(
       0.0
     """
     batch = checked(batch)
-    if not isinstance(stats, TokenStats):
-        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
-    if stats.id_log_probs is None:
-        raise ValueError("stats.id_log_probs: got None, expected f32[R, T, K]: log_probs_from_hidden(..., ids=ids)")
     loss = TopKLoss(divergence, beta, tail, aggregation, aggregation_norm)
-    teacher = _teacher(ids, teacher_log_probs, batch)
-    if stats.id_log_probs.shape != teacher[0].shape:
-        raise ValueError(f"stats.id_log_probs: got shape {stats.id_log_probs.shape}, expected that of ids, {ids.shape}")
+    teacher = as_top_k(stats, ids, teacher_log_probs, batch)
     return loss_of_stats("top_k_distillation_loss", loss, stats, batch, parallel, normalizer, teacher)
 
 
@@ -264,7 +258,7 @@ def top_k_distillation_loss_from_hidden(
     """
     batch = checked(batch)
     loss = TopKLoss(divergence, beta, tail, aggregation, aggregation_norm)
-    teacher = _teacher(ids, teacher_log_probs, batch)
+    teacher = _pair(ids, teacher_log_probs, batch)
     prepared = prepare_head(
         hidden,
         head,
@@ -280,11 +274,25 @@ def top_k_distillation_loss_from_hidden(
     return loss_of_hidden(name, loss, prepared, batch, parallel, normalizer, teacher)
 
 
-def _teacher(ids: Any, log_probs: Any, batch: RolloutBatch) -> tuple[Array, Array]:
+def as_top_k(
+    stats: TokenStats, ids: Any, log_probs: Any, batch: RolloutBatch, name: str = "teacher_log_probs"
+) -> tuple[Array, Array]:
+    """Ids and log-probs `[R, T, K]` that belong to the log-probs of the statistics."""
+    if not isinstance(stats, TokenStats):
+        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
+    if stats.id_log_probs is None:
+        raise ValueError("stats.id_log_probs: got None, expected f32[R, T, K]: log_probs_from_hidden(..., ids=ids)")
+    found = _pair(ids, log_probs, batch, name)
+    if stats.id_log_probs.shape != found[0].shape:
+        raise ValueError(f"stats.id_log_probs: got shape {stats.id_log_probs.shape}, expected that of ids, {ids.shape}")
+    return found
+
+
+def _pair(ids: Any, log_probs: Any, batch: RolloutBatch, name: str = "teacher_log_probs") -> tuple[Array, Array]:
     ids = as_id_sets("ids", ids, batch.loss_mask.shape)
-    check_floating("teacher_log_probs", log_probs, 3, "[R, T, K]")
+    check_floating(name, log_probs, 3, "[R, T, K]")
     if log_probs.shape != ids.shape:
-        raise ValueError(f"teacher_log_probs: got shape {log_probs.shape}, expected that of ids, {ids.shape}")
+        raise ValueError(f"{name}: got shape {log_probs.shape}, expected that of ids, {ids.shape}")
     return ids, jnp.asarray(log_probs)
 
 

@@ -193,6 +193,22 @@ def top_k_divergence(
     return float(value), h
 
 
+def score_centering(log_p: Array, log_q: Array, f: Any, advantage: float, tail: str = "bucket") -> tuple[float, Array]:
+    """A sum c_v log p_v of one token whose ids have these log-probs, and its gradient by each log p, c a constant.
+
+    c_v = q_v f(p_v, q_v) - a p_v, a = rho f(1 - P, 1 - Q), rho = (1 - Q) / (1 - P); renormalised, of p / P and a of 0,
+    and the gradient of log(p_v / P) has P's too. 2609.20807.
+    """
+    p, q = np.exp(np.asarray(log_p, np.float64)), np.exp(np.asarray(log_q, np.float64))
+    if tail == "renormalise":
+        p, q = p / p.sum(), q / q.sum()
+        c = q * np.array([f(x, y) for x, y in zip(p, q, strict=True)])
+        return float(advantage * (c * np.log(p)).sum()), advantage * (c - p * c.sum())
+    rest_p, rest_q = 1 - p.sum(), 1 - q.sum()
+    c = q * np.array([f(x, y) for x, y in zip(p, q, strict=True)]) - rest_q / rest_p * f(rest_p, rest_q) * p
+    return float(advantage * (c * np.log(p)).sum()), advantage * c
+
+
 def mismatch_metrics(samples: Sequence[OracleSample]) -> Metrics:
     """Trainer (`old_log_probs`) against sampler, over tokens and over sequences that have some; d their difference.
 

@@ -1,0 +1,162 @@
+"""Score centering: what a policy loss would do to the policy on average over the sampler, taken out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxppo._arrays import Aggregation, check_choice, masked
+from jaxppo.aggregation import Normalizer
+from jaxppo.batch import RolloutBatch
+from jaxppo.config import PolicyLossConfig
+from jaxppo.head.types import Entropy, TokenStats
+from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
+from jaxppo.losses.top_k_distillation import as_top_k, with_tail
+from jaxppo.metrics import Metrics, Term
+from jaxppo.policy_losses.base import PolicyLoss
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
+from jaxppo.validation import checked
+
+__all__ = ["score_centering_loss"]
+
+CenteringTail = Literal["bucket", "renormalise"]
+
+
+def score_centering_loss(
+    stats: TokenStats,
+    ids: Int[Array, "R T K"],
+    rollout_log_probs: Float[Array, "R T K"],
+    batch: RolloutBatch,
+    config: PolicyLossConfig,
+    *,
+    tail: CenteringTail = "bucket",
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizer: Normalizer | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """What is added to a policy loss so that its expected gradient over the sampler's tokens is 0.
+
+    Of a policy loss with the gradient -A f(p / q) grad log p at a token, p the policy and q the sampler,
+
+        loss = sum over tokens of weight_t * A_t * sum over ids v of c_v log p_v
+        c_v = q_v f(p_v / q_v) - a p_v,   a = rho f(1 / rho),   rho = (1 - sum q) / (1 - sum p),   constants
+
+    Without it a weight other than p / q moves the policy even where all tokens have one advantage. f is read off the
+    config's loss: it is 1 for `Reinforce`, min(r, 1 + clip_high) for `CISPO(clip_low=1)`, a mask for `ProbabilityMask`.
+    For f = r, as of a `PPO` that clips nothing, all c_v are 0. Only what an advantage does is centred: a pull to the
+    sampler stays.
+
+    The value is no loss, only its gradient means something. That is exact where the ids are all that the sampler could
+    draw. What they leave out is taken as one token.
+
+    Args:
+      stats: of `log_probs_from_hidden(..., ids=ids)`, or from logits; its `id_log_probs` are read.
+      ids: `i32[R, T, K]`, -1 padded, the sampler's top-k at each position.
+      rollout_log_probs: `[R, T, K]`, the sampler's, of these ids over the whole vocabulary.
+      batch: `[R, T]`, with advantages.
+      config: that of the `policy_loss` beside it. Of it the loss, `ratio_to` and the aggregation are read.
+      tail: "bucket", or "renormalise" where the ids are the sampler's whole nucleus: p and q are divided by their sums
+        and nothing has a tail. Then log-probs of the policy loss want the same `nucleus_ids`.
+      parallel: the mesh; rows sharded over data, positions over context.
+      normalizer: the denominators of the whole step where the batch is one of its micro-batches.
+
+    Returns:
+      The scalar f32 to be added to the loss, and the metrics `loss` (its value), `policy_mass` and `rollout_mass` (of
+      the ids, means over tokens) and `broken_rules` (see `policy_loss`).
+
+    Raises:
+      TypeError, ValueError: arrays that are no log-probs or differ in shape; statistics without log-probs of ids; a
+        config whose loss is not of the token alone or selects tokens, whose ratio is over the trainer's old policy, of
+        which the ids' log-probs are not known, or that has an off-policy correction.
+
+    Example:
+      >>> from jaxppo.losses.score_centering import score_centering_loss
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2], response_start=1, advantages=[1.0])], row_length=2)
+      >>> ids, q = jnp.array([[[0, 1, 2], [-1, -1, -1]]]), jnp.log(jnp.array([[[0.5, 0.25, 0.25], [1.0, 1.0, 1.0]]]))
+      >>> config = PolicyLossConfig(policy_losses.Reinforce(), ratio_to="current")
+      >>> def centring(logits):
+      ...     stats = log_probs_from_logits(logits, batch.targets, ids=ids, where=batch.loss_mask > 0)
+      ...     return score_centering_loss(stats, ids, q, batch, config, tail="renormalise")[0]
+      >>> jax.grad(centring)(jnp.zeros((1, 2, 3)))[0, 0].round(3)                  # q - p: what the sampler prefers
+      Array([ 0.167, -0.083, -0.083], dtype=float32)
+
+    2026, https://arxiv.org/abs/2609.20807; shipped by prime-rl (with "renormalise") and Tunix.
+    """
+    batch = checked(batch)
+    if not isinstance(config, PolicyLossConfig):
+        raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")
+    check_choice("tail", tail, CenteringTail)
+    if not config.loss.token_local or config.loss.selects:
+        raise ValueError(f"config.loss: got {config.loss}, expected one whose tokens are each on their own")
+    if config.ratio_to == "old":
+        raise ValueError(
+            "config.ratio_to: got 'old', expected 'rollout' or 'current': only the sampler's ids are known"
+        )
+    if config.off_policy is not None:
+        raise ValueError("config.off_policy: got a correction, expected None: its weights of the ids are not known")
+    if batch.advantages is None:
+        raise ValueError("batch.advantages: got None, expected f32[R, T]")
+    given = as_top_k(stats, ids, rollout_log_probs, batch, "rollout_log_probs")
+    own = CenteringLoss(config.loss, config.ratio_to == "current", tail, config.aggregation, config.aggregation_norm)
+    return loss_of_stats("score_centering_loss", own, stats, batch, parallel, normalizer, given)
+
+
+@dataclasses.dataclass(frozen=True)
+class CenteringLoss(TokenLoss):
+    """The centring term of a token; its constants are the ids and the sampler's log-probs."""
+
+    loss: PolicyLoss
+    on_policy: bool
+    tail: CenteringTail
+    aggregation: Aggregation
+    aggregation_norm: float | None
+
+    @property
+    def token_local(self) -> bool:
+        return True
+
+    @property
+    def entropy(self) -> Entropy:
+        return "none"
+
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
+        return {"log_probs": stats and stats.log_probs, "advantages": batch.advantages}
+
+    def per_token(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> tuple[Float[Array, "R T"], Values]:
+        ids, log_q = constants[1]
+        there = (ids != -1) & (batch.loss_mask[..., None] > 0)
+        read = lambda x: jnp.where(there, x.astype(jnp.float32), 0)  # noqa: E731
+        log_p, log_q = (with_tail(read(x), there, self.tail) for x in (stats.id_log_probs, log_q))
+        assert batch.advantages is not None
+        slopes = self._slopes(log_p, log_q, masked(batch.advantages, batch.loss_mask), segments)
+        drawn = jnp.exp(log_q) * slopes
+        if self.tail == "bucket":  # whose slope goes to the ids, by the share of each that is not in it
+            rest = drawn[..., -1:] * jnp.exp(-log_p[..., -1:])
+            log_p, drawn = log_p[..., :-1], drawn[..., :-1]
+            drawn = drawn - rest * jnp.exp(log_p)
+        found = -jnp.where(there, lax.stop_gradient(drawn) * log_p, 0).sum(axis=-1)
+        mass = lambda x: jnp.where(there, jnp.exp(x.astype(jnp.float32)), 0).sum(axis=-1)  # noqa: E731
+        return found, {"policy_mass": mass(stats.id_log_probs), "rollout_mass": mass(constants[1][1])}
+
+    def _slopes(
+        self, log_p: Float[Array, "R T K"], log_q: Float[Array, "R T K"], advantages: Float[Array, "R T"], segments: Any
+    ) -> Float[Array, "R T K"]:
+        """The loss's gradient by each log p had that token been drawn, without what it has at an advantage of 0."""
+        R, T, K = log_p.shape
+        flat = lambda x: lax.stop_gradient(x).reshape(R, T * K)  # noqa: E731
+        old, wide = flat(log_p if self.on_policy else log_q), flat(jnp.repeat(advantages[..., None], K, axis=-1))
+
+        def at(x: Float[Array, "R TK"], advantages: Float[Array, "R TK"]) -> Float[Array, ""]:
+            return self.loss(x, old, advantages, mask=jnp.ones_like(x), segments=segments)[0].sum()
+
+        by_advantage, without = (jax.grad(at)(flat(log_p), a) for a in (wide, jnp.zeros_like(wide)))
+        return (by_advantage - without).reshape(R, T, K)
+
+    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
+        return {name: (x, mask, "mean") for name, x in values.items()}

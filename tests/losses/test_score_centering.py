@@ -1,0 +1,180 @@
+"""Score centering: against the oracle, and that the expected gradient over the sampler is 0."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import other_losses
+from oracle.head import log_softmax
+from policy_steps import quick_jit
+
+from jaxppo import (
+    CISPO,
+    GSPO,
+    PPO,
+    OffPolicyConfig,
+    PolicyLossConfig,
+    RolloutBatch,
+    TokenStats,
+    log_probs_from_hidden,
+    log_probs_from_logits,
+    policy_loss,
+)
+from jaxppo.losses.score_centering import score_centering_loss
+from jaxppo.policy_losses import ProbabilityMask, Reinforce
+from sharding import make_parallel_mesh
+from sharding.testing import assert_trees_close
+
+R, T, V, K = 4, 8, 23, 6
+RNG = np.random.default_rng(5)
+MASK = (RNG.random((R, T)) < 0.7).astype(np.float32)
+MASK[:, -1] = 0
+Z, SAMPLER = RNG.normal(size=(2, R, T, V)) * 1.5
+LOG_Q = log_softmax(SAMPLER.reshape(-1, V)).reshape(Z.shape)
+UNCLIPPED = PPO(1.0, 1e9)
+# the loss, where its ratio is, and f of p and q
+LOSSES = {
+    "one": (Reinforce(), "current", lambda p, q: 1.0),
+    "truncated": (CISPO(1.0, 1.0), "rollout", lambda p, q: min(p / q, 2.0)),
+    "masked": (ProbabilityMask(0.1, 0.1, 1.5), "rollout", lambda p, q: min(p / q, 1.5) * (abs(p - q) <= 0.1)),
+    "a pull beside": (
+        ProbabilityMask(0.1, 0.1, 1.5, 0.5),
+        "rollout",
+        lambda p, q: min(p / q, 1.5) * (abs(p - q) <= 0.1),
+    ),
+    "ratio": (UNCLIPPED, "rollout", lambda p, q: p / q),
+}
+
+
+def of_sampler(k):
+    ids = np.argsort(-LOG_Q, axis=-1)[..., :k].astype(np.int32)
+    return ids, np.take_along_axis(LOG_Q, ids, axis=-1).astype(np.float32)
+
+
+def batch_of(targets, advantages):
+    off = MASK == 0
+    one, row = jnp.ones((R, T), jnp.int32), jnp.tile(jnp.arange(T)[None], (R, 1))
+    rollout = np.take_along_axis(LOG_Q, targets[..., None], axis=-1)[..., 0]
+    return RolloutBatch(
+        one,
+        jnp.asarray(np.where(off, -100, targets), jnp.int32),
+        one,
+        row,
+        jnp.asarray(MASK),
+        jnp.arange(R)[:, None],
+        advantages=jnp.asarray(np.where(off, np.nan, advantages), jnp.float32),
+        rollout_log_probs=jnp.asarray(rollout, jnp.float32),
+    )
+
+
+ADVANTAGES = RNG.normal(size=(R, T))
+BATCH = batch_of(RNG.integers(0, V, (R, T)), ADVANTAGES)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalise"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_against_the_oracle(name, tail):
+    """Of PPO unclipped, whose ratio is exact importance sampling, all coefficients are 0 with a bucket."""
+    loss, ratio_to, f = LOSSES[name]
+    config = PolicyLossConfig(loss, ratio_to=ratio_to, aggregation="token_sum")
+    ids, log_q = of_sampler(K)
+    ids[0, 1, 4:] = -1
+    log_p = np.take_along_axis(log_softmax(Z.reshape(-1, V)).reshape(Z.shape), np.maximum(ids, 0), axis=-1)
+    log_p = np.where(ids < 0, -np.inf, log_p).astype(np.float32)
+    off = MASK[..., None] == 0
+    given = np.where(off, 10**6, ids), np.where(off, np.nan, log_q)
+
+    def run(x):
+        return score_centering_loss(
+            TokenStats(jnp.full((R, T), -1.0), id_log_probs=x), *given, BATCH, config, tail=tail
+        )
+
+    (value, metrics), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(jnp.where(off, jnp.nan, log_p))
+    total, expected = 0.0, np.zeros(log_p.shape)
+    for r, t in zip(*np.nonzero(MASK), strict=True):
+        k = ids[r, t] >= 0
+        own = log_p[r, t, k], log_q[r, t, k], f, ADVANTAGES[r, t], tail
+        found, expected[r, t, k] = other_losses.score_centering(*own)
+        total += found
+    np.testing.assert_allclose(value, total, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(gradient, expected, rtol=2e-4, atol=5e-6)
+    if name == "ratio" and tail == "bucket":
+        assert np.abs(gradient).max() < 1e-5
+    np.testing.assert_allclose(metrics["rollout_mass"].value, np.exp(log_q[MASK > 0]).sum(-1).mean(), rtol=0.02)
+
+
+@pytest.mark.parametrize("name", ["one", "truncated", "masked"])
+def test_the_expected_gradient_over_the_sampler_is_zero(name):
+    """Every token of the vocabulary in turn is the sampled one, with its probability; alone, the policy loss moves."""
+    loss, ratio_to, _ = LOSSES[name]
+    config = PolicyLossConfig(loss, ratio_to=ratio_to, aggregation="token_sum")
+    given = of_sampler(V)
+
+    def total(logits, centred):
+        found = 0.0
+        for y in range(V):
+            batch = batch_of(np.full((R, T), y), ADVANTAGES)
+            # what a token is worth is its advantage times how often the sampler draws it
+            weight = jnp.where(MASK > 0, jnp.exp(batch.rollout_log_probs), 0)
+            stats = log_probs_from_logits(logits, batch.targets, where=batch.loss_mask > 0)
+            worth = dataclasses.replace(batch, advantages=batch.advantages * weight)
+            found += policy_loss(stats, worth, config)[0]
+        if centred:
+            stats = log_probs_from_logits(logits, BATCH.targets, ids=given[0], where=BATCH.loss_mask > 0)
+            found += score_centering_loss(stats, *given, BATCH, config, tail="renormalise")[0]
+        return found
+
+    z = jnp.asarray(Z, jnp.float32)
+    alone, centred = (np.asarray(jax.jit(jax.grad(lambda z, c=c: total(z, c)))(z)) for c in (False, True))
+    assert np.abs(alone).max() > 0.05
+    np.testing.assert_allclose(centred, 0, atol=2e-6)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "tp=8"])
+def test_on_a_mesh_from_hidden_states(mesh):
+    hidden, kernel = (
+        jnp.asarray(RNG.normal(size=(R, T, 5)), jnp.float32),
+        jnp.asarray(RNG.normal(size=(5, V)), jnp.float32),
+    )
+    config = PolicyLossConfig(CISPO(1.0, 1.0), ratio_to="rollout")
+    given = of_sampler(K)
+
+    def total(hidden, kernel, parallel):
+        where = BATCH.loss_mask > 0
+        stats = log_probs_from_hidden(hidden, kernel, BATCH.targets, ids=given[0], where=where, parallel=parallel)
+        one = policy_loss(stats, BATCH, config, parallel=parallel)[0]
+        return one + score_centering_loss(stats, *given, BATCH, config, parallel=parallel)[0]
+
+    of = lambda p: quick_jit(jax.value_and_grad(lambda *x: total(*x, p), (0, 1)))(hidden, kernel)  # noqa: E731
+    assert_trees_close(of(make_parallel_mesh(mesh)), of(None), rtol=1e-5, atol=1e-6)
+
+
+def test_bad_input():
+    given = of_sampler(K)
+    stats = TokenStats(jnp.full((R, T), -1.0), id_log_probs=jnp.asarray(given[1]))
+    config = PolicyLossConfig(CISPO(1.0, 1.0), ratio_to="rollout")
+    run = lambda config=config, stats=stats, given=given, **more: score_centering_loss(  # noqa: E731
+        stats, *given, BATCH, config, **more
+    )
+    assert np.isfinite(run()[0])
+    for config_, message in [
+        (PolicyLossConfig(GSPO(), ratio_to="rollout"), "config.loss: got GSPO.*expected one whose tokens are each"),
+        (PolicyLossConfig(), "config.ratio_to: got 'old', expected 'rollout' or 'current'"),
+        (
+            PolicyLossConfig(Reinforce(), ratio_to="current", off_policy=OffPolicyConfig(weights="token")),
+            "config.off_policy: got a correction, expected None",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(config_)
+    with pytest.raises(ValueError, match="tail: got 'leave_out', expected one of 'bucket', 'renormalise'"):
+        run(tail="leave_out")
+    with pytest.raises(ValueError, match=r"stats.id_log_probs: got None, expected f32\[R, T, K\]"):
+        run(stats=TokenStats(jnp.zeros((R, T))))
+    with pytest.raises(ValueError, match=r"rollout_log_probs: got shape \(4, 8, 2\), expected that of ids"):
+        run(given=(given[0], given[1][..., :2]))
+    spoilt = given[1].copy()
+    spoilt[tuple(np.argwhere(MASK > 0)[0])] = np.nan
+    assert np.isnan(run(given=(given[0], spoilt))[0])
