@@ -76,7 +76,7 @@ BATCH = batch_of(RNG.integers(0, V, (R, T)), ADVANTAGES)
 @pytest.mark.parametrize("tail", ["bucket", "renormalise"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_against_the_oracle(name, tail):
-    """Of PPO unclipped, whose ratio is exact importance sampling, all coefficients are 0 with a bucket."""
+    """All coefficients of an unclipped PPO, whose ratio is exact importance sampling, are 0 with a bucket."""
     loss, ratio_to, f = LOSSES[name]
     config = PolicyLossConfig(loss, ratio_to=ratio_to, aggregation="token_sum")
     ids, log_q = of_sampler(K)
