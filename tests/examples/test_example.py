@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from programs import kept_in
 
 from examples import arguments, compare_runs, members, report
 from examples.arguments import parse, parser
@@ -31,14 +32,8 @@ RUN = [*TINY, "--steps", "3", "--checkpoint-every", "2"]
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_compiled_once(tmp_path_factory):
     """Runs that share a program share its compilation, though each builds its own jitted functions."""
-    options = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs"))}
-    options |= {"jax_persistent_cache_min_compile_time_secs": 0.1}
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with kept_in(tmp_path_factory.mktemp("programs"), seconds=0.1):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from programs import xla_flags
+from programs import kept_in, xla_flags
 from spoilt import check_flips, files_in, flipped
 
 from examples import grpo_run
@@ -35,14 +35,8 @@ MESSAGE = (
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory):
     """Runs share compiled programs."""
-    folder = str(tmp_path_factory.mktemp("programs"))
-    options = {"jax_compilation_cache_dir": folder, "jax_persistent_cache_min_compile_time_secs": 0}
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield folder
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with kept_in(tmp_path_factory.mktemp("programs")) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

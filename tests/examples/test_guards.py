@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax._src.array import ArrayImpl
+from programs import kept_in
 
 from examples import grpo_run
 from examples.arguments import parse
@@ -27,14 +28,8 @@ TINY += ["--learning-rate", "0.01", "--task", "gcd"]  # whose prompts are of man
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory):
     """Runs share compiled programs."""
-    options = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs"))}
-    options |= {"jax_persistent_cache_min_compile_time_secs": 0}
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with kept_in(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 def started(folder, *options):

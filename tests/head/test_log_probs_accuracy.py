@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from head_cases import tiles_of
+from oracle.head import logit_gradient, token_stats
 
 from jaxppo import Head, log_probs_from_hidden, log_probs_from_logits
 from sharding import make_parallel_mesh
@@ -15,30 +16,19 @@ MESHES = [None, "dp=2,cp=2,tp=2", "tp=8"]
 
 def softmax_in_f64(z, y, nucleus=None):
     """Log-prob of y, among `nucleus` and itself where given, and entropy, of logits `[..., V]`."""
-    z = z.astype(np.float64)
-    one_hot = y[..., None] == np.arange(z.shape[-1])
-
-    def log_softmax(z):
-        d = z - z.max(-1, keepdims=True)
-        return d - np.log(np.exp(d).sum(-1, keepdims=True))
-
-    log_p = log_softmax(z)
-    inside = log_p if nucleus is None else log_softmax(np.where(nucleus | one_hot, z, -np.inf))
-    p = np.exp(log_p)
-    return inside[one_hot].reshape(y.shape), -np.where(p > 0, p * np.where(p > 0, log_p, 0), 0).sum(-1)
+    found = token_stats(flat(z), y.reshape(-1), nucleus if nucleus is None else flat(nucleus))
+    return found.log_probs.reshape(y.shape), found.entropy.reshape(y.shape)
 
 
 def gradients_in_f64(z, y, g, e, nucleus=None):
     """d (sum g log_prob + e entropy) / d z, by the formula; the finite differences below check the formula too."""
-    z = z.astype(np.float64)
-    p = np.exp(z - z.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    one_hot = y[..., None] == np.arange(z.shape[-1])
-    q = p if nucleus is None else np.where(nucleus | one_hot, p, 0)
-    q = q / q.sum(-1, keepdims=True)
-    log_p = np.log(np.where(p > 0, p, 1))
-    entropy = -(p * log_p).sum(-1, keepdims=True)
-    return g[..., None] * (one_hot - q) - e[..., None] * p * (log_p + entropy)
+    weights = {"by_log_prob": g.reshape(-1), "by_entropy": e.reshape(-1)}
+    nucleus = None if nucleus is None else flat(nucleus)
+    return logit_gradient(flat(z), y.reshape(-1), **weights, nucleus=nucleus).reshape(z.shape)
+
+
+def flat(x):
+    return x.reshape(-1, x.shape[-1])
 
 
 def assert_accurate(got, expected):

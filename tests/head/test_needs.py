@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plain_head import plain_logits, reference_from_hidden
 
 from jaxppo import (
     Head,
@@ -40,19 +41,17 @@ def head_of(arrays):
 
 
 def logits_of(arrays):
-    low = jnp.matmul(arrays["hidden"], arrays["a"], precision="highest")
-    z = jnp.matmul(arrays["hidden"], arrays["kernel"], precision="highest") + arrays["bias"][None, None]
-    return z + 0.5 * jnp.matmul(low, arrays["b"], precision="highest")
+    return plain_logits(arrays["hidden"], head_of(arrays))
 
 
 def plain_divergence(arrays):
     log_p = jax.nn.log_softmax(logits_of(arrays))
-    log_q = jax.nn.log_softmax(jnp.matmul(*TEACHER, precision="highest"))
+    log_q = jax.nn.log_softmax(plain_logits(*TEACHER))
     return (jnp.exp(log_p) * (log_p - log_q)).sum()
 
 
 def plain_log_probs(arrays):
-    return jnp.take_along_axis(jax.nn.log_softmax(logits_of(arrays)), IDS[..., None], 2).sum()
+    return reference_from_hidden(arrays["hidden"], head_of(arrays), IDS).log_probs.sum()
 
 
 CONFIG = PolicyLossConfig()

@@ -11,6 +11,7 @@ import pytest
 from head_cases import tiles_of
 from jax.experimental import topologies
 from oracle import other_losses
+from plain_head import plain_logits
 
 from jaxppo import Head, LoRA, RolloutBatch
 from jaxppo.losses.distillation import Divergence, distillation_loss, divergence_from_hidden
@@ -38,15 +39,7 @@ def heads(V, seed=0, dtype=jnp.float32):
 
 def reference(student, teacher, divergence, beta, temperature):
     def log_p(states):
-        hidden, head = states
-        kernel = head.kernel if head.layout == "hv" else head.kernel.T
-        hidden = jnp.where(MASK[..., None], hidden, 0)
-        z = jnp.matmul(hidden, kernel, precision="highest") + (0 if head.bias is None else head.bias[None, None])
-        if head.lora is not None:
-            low = jnp.matmul(hidden, head.lora.a, precision="highest")
-            z = z + head.lora.scale * jnp.matmul(low, head.lora.b, precision="highest")
-        cap = head.softcap
-        return jax.nn.log_softmax((cap * jnp.tanh(z / cap) if cap else z) / temperature)
+        return jax.nn.log_softmax(plain_logits(*states, where=MASK) / temperature)
 
     log_p, log_q = log_p(student), jax.lax.stop_gradient(log_p(teacher))
     p, q = jnp.exp(log_p), jnp.exp(log_q)

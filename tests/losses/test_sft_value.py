@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hard_rows import MESHES, hard_batch
+from plain_head import plain_logits
 
 from jaxppo import (
     Head,
@@ -131,7 +132,7 @@ OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2}
 def written_out(hidden, kernel, batch):
     """Label smoothing and z-loss on logits written out."""
     counted = batch.loss_mask > 0
-    z = jnp.matmul(jnp.where(counted[..., None], hidden, 0), kernel, precision="highest")
+    z = plain_logits(hidden, kernel, where=counted)
     log_z = jax.nn.logsumexp(z, axis=-1)
     target = 0.9 * jax.nn.one_hot(batch.targets, V) + 0.1 / V
     losses = -(target * (z - log_z[..., None])).sum(-1) + 1e-2 * log_z**2

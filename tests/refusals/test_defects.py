@@ -13,6 +13,7 @@ import numpy as np
 import oracle.advantages as truth
 import pytest
 from jax import lax
+from plain_head import reference_from_hidden
 from programs import compilations
 
 from jaxppo import (
@@ -234,7 +235,7 @@ def test_4_curvature_of_the_kl_at_the_old_policy(estimator, mesh):
     targets, v = jnp.asarray(BATCH.targets), jnp.asarray(RNG.normal(size=KERNEL.shape), jnp.float32)
 
     def plain(k):
-        return jnp.take_along_axis(jax.nn.log_softmax(HIDDEN @ k), targets[..., None], -1)[..., 0]
+        return reference_from_hidden(HIDDEN, k, targets).log_probs
 
     reference = plain(KERNEL)
     batch = dataclasses.replace(BATCH, ref_log_probs=reference, old_log_probs=reference, advantages=0 * reference)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from padded_batches import IDS, ONES, aligned, padded, shifted
 
 from examples.spikes import load_batch
 from jaxppo import (
@@ -62,25 +63,6 @@ def changed(name, value=None, at=None):
 
 def validated(*args, **kwargs):
     changed(*args, **kwargs).validate(V)
-
-
-IDS = np.array([[1, 2, 3, 4]])
-ONES = np.ones((1, 4), np.int32)
-
-
-def padded(**changes):
-    given = {"prompt_ids": IDS, "completion_ids": IDS, "completion_mask": ONES} | changes
-    return RolloutBatch.from_padded(**given)
-
-
-def aligned(**changes):
-    given = {"tokens": IDS, "segment_ids": ONES, "positions": IDS - 1, "loss_mask": ONES} | changes
-    return RolloutBatch.from_token_aligned(**given)
-
-
-def shifted(**changes):
-    given = {"tokens": IDS, "targets": IDS, "segment_ids": ONES, "positions": IDS - 1, "loss_mask": ONES} | changes
-    return RolloutBatch.from_target_aligned(**given)
 
 
 LOG_PROBS = jnp.full((1, 8), -1.0)

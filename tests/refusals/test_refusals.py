@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from padded_batches import aligned, padded, shifted
 
 from jaxppo import (
     PPO,
@@ -27,23 +28,7 @@ from jaxppo.sharding import audit, pack, shift_left
 MESH = make_parallel_mesh("dp=4,tp=2")
 SAMPLES = [Sample([5, 6, 7], response_start=1) for _ in range(8)]
 BATCH = RolloutBatch.from_samples(SAMPLES, row_length=4, parallel=MESH)
-IDS, ONES, ROWS = np.array([[1, 2, 3]]), np.ones((1, 3), np.int32), jnp.ones((8, 4))
-LISTS = [[1, 1, 1]]
-
-
-def padded(**changes):
-    given = {"prompt_ids": IDS, "completion_ids": IDS, "completion_mask": ONES} | changes
-    return RolloutBatch.from_padded(**given)
-
-
-def aligned(**changes):
-    given = {"tokens": IDS, "segment_ids": ONES, "positions": IDS - 1, "loss_mask": ONES} | changes
-    return RolloutBatch.from_token_aligned(**given)
-
-
-def shifted(**changes):
-    given = {"tokens": IDS, "targets": IDS, "segment_ids": ONES, "positions": IDS - 1, "loss_mask": ONES} | changes
-    return RolloutBatch.from_target_aligned(**given)
+ROWS, LISTS = jnp.ones((8, 4)), [[1, 1, 1, 1]]
 
 
 def summed(w, x):
@@ -101,7 +86,7 @@ REFUSED = {
     "no completions": (lambda: padded(completion_ids=None), "completion_ids: got None"),
     "a mask of lists": (lambda: padded(completion_mask=LISTS), "completion_mask: got list"),
     "no completion mask": (lambda: padded(completion_mask=None), "completion_mask: got None"),
-    "an attention mask of lists": (lambda: padded(attention_mask=[[1] * 6]), "attention_mask: got list"),
+    "an attention mask of lists": (lambda: padded(attention_mask=[[1] * 8]), "attention_mask: got list"),
     "advantages of lists": (lambda: padded(advantages=[1.0]), "advantages: got list"),
     "segments of lists": (lambda: aligned(segment_ids=LISTS), "segment_ids: got list"),
     "no segments": (lambda: aligned(segment_ids=None), "segment_ids: got None"),

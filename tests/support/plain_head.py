@@ -53,13 +53,10 @@ def reference_from_logits(
     return TokenStats(log_probs, found, id_log_probs=of_ids, entropy_mode=entropy)
 
 
-def reference_from_hidden(
-    hidden: Any, head: Any, targets: Any, *, nucleus_ids: Any = None, **options: Any
-) -> TokenStats:
-    """`log_probs_from_hidden` through logits; `options` are those of `reference_from_logits`."""
+def plain_logits(hidden: Any, head: Any, where: Any = None) -> jax.Array:
+    """The logits `[R, T, V]` of a head before any temperature, padding columns included."""
     head = as_head("head", head)
     dtype = wider_dtype(hidden.dtype, jnp.float32)
-    where = options.get("where")
     hidden = hidden if where is None else jnp.where(where[..., None], hidden, 0)
     hidden, kernel = hidden.astype(dtype), head.kernel if head.layout == "hv" else head.kernel.T
 
@@ -71,7 +68,15 @@ def reference_from_hidden(
     if head.lora is not None:
         logits = logits + head.lora.scale * product(product(hidden, head.lora.a), head.lora.b)
     logits = head.scale * logits
-    logits = logits if head.softcap is None else head.softcap * jnp.tanh(logits / head.softcap)
+    return logits if head.softcap is None else head.softcap * jnp.tanh(logits / head.softcap)
+
+
+def reference_from_hidden(
+    hidden: Any, head: Any, targets: Any, *, nucleus_ids: Any = None, **options: Any
+) -> TokenStats:
+    """`log_probs_from_hidden` through logits; `options` are those of `reference_from_logits`."""
+    head = as_head("head", head)
+    logits = plain_logits(hidden, head, options.get("where"))
     if nucleus_ids is not None:
         options["nucleus"] = (nucleus_ids[..., None] == columns(logits)[..., None, :]).any(-2)
     return reference_from_logits(logits, targets, vocab_size=head.vocab_size, **options)

@@ -46,6 +46,18 @@ def let_go() -> None:
             gc.collect()
 
 
+@contextlib.contextmanager
+def kept_in(folder, seconds=0.0):
+    """Programs that take so long to compile are kept in a folder: others of the same text are read from there."""
+    options = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": seconds}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield str(folder)
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
 def compilations(fn):
     """How many programs a call compiles."""
     count = []
