@@ -25,6 +25,7 @@ from jaxppo import (
     policy_loss,
     policy_loss_from_hidden,
     presets,
+    sft_loss,
 )
 from jaxppo.policy_losses import DRO, GPG, VESPO, ProbabilityMask
 from sharding import make_parallel_mesh
@@ -82,10 +83,12 @@ def check(record, config, mesh, step=lambda batch, log_probs: batch):
     """`step` is the batch as an update has it, whose log-probs are given."""
     case, parallel = case_of(record), mesh and make_parallel_mesh(mesh)
     padded = Padded.of(case)
-    batch = padded.batch(case)
+    batch = padded.batch(case, rewards=case.inputs.get("rewards"))
+    nll_coef = record["options"].get("positive_example_nll_weight", 0.0)
 
     def run(x):
-        return policy_loss(TokenStats(x), step(batch, x), config, parallel=parallel)[0]
+        loss = policy_loss(TokenStats(x), step(batch, x), config, parallel=parallel)[0]
+        return loss + nll_coef * positive_nll(x, batch, parallel) if nll_coef else loss
 
     found, gradient = quick_jit(jax.value_and_grad(run))(padded.pack(case.inputs["log_probs"]))
     scale = np.abs(case.outputs["log_probs"]).max()
@@ -93,6 +96,13 @@ def check(record, config, mesh, step=lambda batch, log_probs: batch):
     assert_trees_close(
         padded.pad(gradient), case.outputs["log_probs"], rtol=1e-5, atol=2e-6 * scale, context="gradient"
     )
+
+
+def positive_nll(log_probs, batch, parallel):
+    """The negative log-likelihood of the samples with a reward above 0: the part "written" of the recipe."""
+    positive = advantages.spread((batch.rewards > 0).astype(np.float32), batch, parallel=parallel)
+    masked = dataclasses.replace(batch, loss_mask=batch.loss_mask * positive)
+    return sft_loss(TokenStats(log_probs), masked, parallel=parallel)[0]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -104,8 +114,6 @@ def test_trl(record, mesh):
 @pytest.mark.parametrize("mesh", MESHES)
 @of("nemo")
 def test_nemo_kl(record, mesh):
-    if record["options"].get("positive_example_nll_weight"):
-        pytest.skip("of another test")
     """exp(x - sg x) on the estimate: the value of k2 is d^2 / 2, its gradient d^2 / 2 + d."""
     check(record, nemo(record["options"]), mesh)
 
