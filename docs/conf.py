@@ -17,7 +17,7 @@ root_doc = "docs/index"
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**"]
 exclude_patterns = [".*", "build", "dist", "**/node_modules", "**/*.py", "**/__pycache__"]
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
@@ -34,6 +34,9 @@ html_extra_path = ["root"]
 pygments_style = "default"
 
 myst_heading_anchors = 3
+nb_execution_mode = "force"  # notebooks are tracked without results
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 autodoc_member_order = "bysource"
