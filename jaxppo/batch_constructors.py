@@ -14,7 +14,7 @@ from jaxppo.sharding import ParallelMesh
 
 
 class Constructors:
-    """Those of `RolloutBatch`, which derives from this."""
+    """The constructors of `RolloutBatch`, which derives from this class."""
 
     @classmethod
     def _packed(cls, parallel: ParallelMesh | None, **fields: Any) -> Self:

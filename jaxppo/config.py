@@ -167,7 +167,7 @@ class PolicyLossConfig:
 
 
 def _place_of(name: str) -> str:
-    """In words, which class has an option that `PolicyLossConfig` lacks."""
+    """Names the class that has an option that `PolicyLossConfig` lacks."""
     if name == "temperature":
         return "it where logits are divided by it: an argument of policy_loss_from_hidden and log_probs_from_hidden"
     parts: dict[str, Any] = {"kl": KL, "off_policy": OffPolicyConfig}

@@ -177,7 +177,7 @@ def _check_dtype(name: str, x: Any) -> None:
 def _call(
     name: str, fn: Any, length: int, given: dict[str, Any], option: int | None, parallel: ParallelMesh | None
 ) -> dict[str, Array]:
-    """fn on whole rows of the mesh's data shards, its results in the mesh's layout.
+    """Runs fn on the whole rows of each data shard and brings its results into the mesh's layout.
 
     Args:
       name: for errors.
@@ -218,7 +218,7 @@ def _own_positions(axes: ShardAxes, length: int, arrays: dict[str, Array]) -> di
 
 
 def _sample_ids(axes: ShardAxes, segment_ids: Array, num_segments: int) -> Int[Array, "R S"]:
-    """Numbers of the sequences that are there, -1 elsewhere; rows are this device's, and whole."""
+    """A number for each sequence that exists, -1 elsewhere; the rows are this device's, and whole."""
     there = Segments(segment_ids, num_segments).sum(jnp.ones_like(segment_ids)) > 0
     rows = axes.index(axes.data) * segment_ids.shape[0] + jnp.arange(segment_ids.shape[0], dtype=jnp.int32)
     numbers = rows[:, None] * num_segments + jnp.arange(num_segments, dtype=jnp.int32)[None]

@@ -148,5 +148,5 @@ def has_branches(parents: Any, xp: ModuleType) -> Any:
 
 
 def _numbers(count: int, rank: int, xp: ModuleType) -> Any:
-    """1 to S, `[1, ..., 1, S]` of one more dimension."""
+    """The numbers 1 to S along a new last dimension, `[1, ..., 1, S]`."""
     return xp.arange(1, count + 1, dtype=xp.int32).reshape((1,) * rank + (count,))

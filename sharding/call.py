@@ -102,7 +102,7 @@ def _by_leaf(fn: Callable[[P, Any], Any], spec: Any, arg: Any) -> Any:
 
 
 def _named(what: str, arg: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(name, argument, spec), of a NamedTuple those of its fields, of theirs too: what errors say."""
+    """(name, argument, spec) as errors name them: the argument, or each field of a NamedTuple and of nested ones."""
     if not hasattr(arg, "_fields") or _is_spec(spec):
         yield what, arg, spec
         return

@@ -82,7 +82,7 @@ def log_probs_from_hidden(
 
 
 def token_stats(prepared: Prepared, parallel: ParallelMesh | ShardAxes | None) -> TokenStats:
-    """What `log_probs_from_hidden` returns."""
+    """The statistics that `log_probs_from_hidden` returns."""
     given = {"head": prepared.inputs}
     found: TokenStats = shard_call(
         "log_probs_from_hidden", _per_shard, parallel, given, lambda p: ([prepared.specs], p.tokens_spec), prepared.call

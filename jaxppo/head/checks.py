@@ -29,7 +29,7 @@ def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 def as_id_sets(what: str, ids: Any, tokens: tuple[int, ...]) -> Int[Array, "R T K"]:
-    """Several ids a position as i32."""
+    """Sets of ids, several a position, as i32."""
     check_array(what, ids, "integers")
     if ids.ndim != 3 or ids.shape[:2] != tokens or not ids.shape[2]:
         raise ValueError(f"{what}: got shape {ids.shape}, expected [R, T, K] with [R, T] = {tokens}")
@@ -67,5 +67,5 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
 
 
 def temperature_spec(parallel: ParallelMesh, temperature: Any) -> P:
-    """The spec of what `as_temperature` gives."""
+    """The spec of a temperature that `as_temperature` returned."""
     return parallel.tokens_spec if getattr(temperature, "ndim", 0) else P()

@@ -79,7 +79,7 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
 
 
 def _top(top: Top, z: jax.Array, columns: jax.Array) -> Top:
-    """The top with the columns of a block, whose ids are ascending in no order of blocks."""
+    """The top after one more block of columns; blocks come in any order."""
     best = z.max(axis=1)
     column = jnp.where(z == best[:, None], columns, jnp.iinfo(jnp.int32).max).min(axis=1)
     magnitude = jnp.maximum(top.magnitude, jnp.where(jnp.isfinite(z), jnp.abs(z), 0).max(axis=1))

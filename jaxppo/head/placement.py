@@ -31,7 +31,7 @@ def entry_names(entry: Any) -> Names:
 def bring_hidden(
     what: str, parallel: ParallelMesh | ShardAxes | None, hidden: Any, given: P | None
 ) -> tuple[Any, bool]:
-    """Hidden states whose tokens lie as the batch's, and whether the tensor axis shards their positions too.
+    """Hidden states laid out as the batch's tokens, and whether the tensor axis shards their positions too.
 
     On a mesh they are brought there from any spec. Inside a `shard_map` that is for the caller to do.
 

@@ -241,7 +241,7 @@ def whole(call: HeadCall, inputs: Inputs) -> tuple[HeadCall, Inputs]:
 
 
 def check_options(options: HeadOptions) -> dict[str, Any]:
-    """The options in one form each, a precision and a dtype by name; raises where one is unknown or out of range."""
+    """The options, a precision and a dtype by name; raises where one is unknown or out of range."""
     unknown = set(options) - set(HeadOptions.__annotations__)
     if unknown:
         raise TypeError(f"options: got {sorted(unknown)}, expected some of {sorted(HeadOptions.__annotations__)}")
@@ -263,7 +263,7 @@ def check_options(options: HeadOptions) -> dict[str, Any]:
 
 
 def _precision_name(precision: Any) -> Any:
-    """The name of what jnp takes as a precision; itself where it is none, for `check_choice` to refuse."""
+    """The name of a precision that jnp takes in several forms; anything else as it is, for `check_choice` to refuse."""
     try:
         return lax.Precision(precision).name.lower()
     except ValueError:

@@ -74,7 +74,7 @@ class TokenBlocks:
             self.turns = lax.pmax(turns, tuple(sorted(names))) if names else turns
 
     def grouped(self, blocks: int) -> TokenBlocks:
-        """The same slots, so many blocks in one."""
+        """The same slots with several blocks joined into one."""
         found = copy.copy(self)
         found.size, found.blocks = self.size * blocks, self.blocks // blocks
         found.turns = -(-self.turns // blocks)

@@ -96,7 +96,7 @@ class VocabularyBlocks:
         return self.first + jnp.minimum(i * self.size, self.window - self.size) if self.blocks > 1 else self.first
 
     def own(self, i: Any) -> Any:
-        """bool: which columns of block i are its alone."""
+        """bool: the columns of block i that no other block has."""
         at = self.start(i) + _range(self.size)
         before = self.call.axes.index(self.call.axes.tensor) * self.window if self.window < self.count else 0
         return (at >= self.first + i * self.size) & (at >= before)
@@ -123,7 +123,7 @@ class VocabularyBlocks:
         return Block(parts._replace(bias=bias), ids[None], valid if valid is True else valid[None])
 
     def _beside(self, of_columns: jax.Array, x: jax.Array) -> jax.Array:
-        """What is said of each column, in the dimensions of an array that has those columns."""
+        """One value a column, with dimensions of 1 added so that it fits an array of those columns."""
         return of_columns if x.ndim == 1 else jnp.expand_dims(of_columns, 1 - self.dim(x))
 
     def tile(self, chunk: Chunk, block: Block) -> Tile:

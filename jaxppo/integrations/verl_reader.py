@@ -134,7 +134,7 @@ def _numbers(options: Options, section: str, names: str) -> Iterator[float]:
 
 
 def _clip(options: Options) -> tuple[float, float]:
-    """The lower and the upper bound, each that of both where it is None."""
+    """The lower and the upper bound; one that is None is the common bound of both."""
     keys = (ACTOR + name for name in ("clip_ratio_low", "clip_ratio_high"))
     low, high = (options.number(ACTOR + "clip_ratio" if options[key] is None else key) for key in keys)
     return low, high
@@ -163,7 +163,7 @@ def _aggregation(options: Options) -> tuple[Aggregation, float | None]:
 
 
 def _correction(options: Options, weighs: bool, compares: Compared) -> OffPolicyConfig | None:
-    """What stands under rollout_correction; with `weighs` its weights too."""
+    """The options under rollout_correction; with `weighs`, its weights too."""
     rejections = tuple(_rejections(options, compares))
     level, bounds = options[CORRECTION + "rollout_is"], options[CORRECTION + "rollout_is_threshold"]
     if not weighs or level is None or bounds is None:

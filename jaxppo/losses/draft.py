@@ -282,7 +282,7 @@ def _pair(
 
 
 def _shifted(batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
-    """The batch whose loss mask is that of t and of t + k."""
+    """The batch whose loss mask is 1 where those of t and of t + k are."""
     later = shift_targets(batch, k, parallel)
     return dataclasses.replace(later, loss_mask=later.loss_mask * batch.loss_mask)
 

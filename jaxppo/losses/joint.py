@@ -306,7 +306,7 @@ def _check_names(what: str, given: Iterable[str], parts: Mapping[str, Part]) -> 
 
 
 def _loss_of(name: str, part: Part, batch: RolloutBatch) -> TokenLoss:
-    """The loss of a part's tokens; raises where the batch lacks what it reads."""
+    """The token loss of a part; raises where the batch lacks what it reads."""
     if isinstance(part.loss, PolicyLossConfig):
         check_batch(batch, part.loss, None)
         return token_loss_of(part.loss)

@@ -141,7 +141,7 @@ def with_tail(log_p: Float[Array, "*batch K"], there: Bool[Array, "*batch K"], t
 
 
 def _kl_terms(log_a: Float[Array, "..."], log_b: Float[Array, "..."], closed: bool) -> Float[Array, "..."]:
-    """What each adds to sum a log(a / b): where a and b have the same mass, a log(a / b) - a + b, which is at least 0.
+    """a log(a / b) - a + b, each at least 0; the sum is that of a log(a / b) where a and b have the same mass.
 
     That is a (exp(d) - 1 - d), d = log(b / a), where the two are near each other. Where a is 0 it is b.
     """

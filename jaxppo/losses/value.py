@@ -141,7 +141,7 @@ class ValueTokenLoss(TokenLoss):
         return self.factor * error, values
 
     def _squared(self, error: Float[Array, "R T"]) -> Float[Array, "R T"]:
-        """Its square, and beyond `huber_delta` the tangent of it."""
+        """The square of an error; beyond `huber_delta`, its tangent."""
         if self.huber_delta is None:
             return error**2
         inside = jnp.clip(error, -self.huber_delta, self.huber_delta)

@@ -137,5 +137,5 @@ def _jensen_shannon(d: Float[Array, "R T"]) -> Float[Array, "R T"]:
 
 
 def _moments(reduced: dict[str, Metric], first: str, second: str) -> dict[str, Metric]:
-    """Takes two of them, as what `deviation` and `effective_share` are made of."""
+    """Takes two metrics out, the parts that `deviation` and `effective_share` combine."""
     return {"first": reduced.pop(first), "second": reduced.pop(second)}

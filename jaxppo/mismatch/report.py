@@ -130,7 +130,7 @@ def mismatch_report(
 
 
 def _by_token(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the figures are means and quantiles of."""
+    """The values of each token that the figures are means and quantiles of."""
     d = values["log_probs"] - values["rollout_log_probs"]
     bounded = np.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     grown = np.expm1(bounded)
@@ -151,7 +151,7 @@ def _figures(by_token: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def _in_ranges(by_token: dict[str, np.ndarray], of: np.ndarray, which: np.ndarray) -> tuple[dict[str, float], ...]:
-    """The figures of each range, `which` says a token's, of a quantity; ranges without tokens are left out."""
+    """The figures of each range of a quantity; `which` is each token's range. Ranges without tokens are left out."""
     parts = []
     for i in np.unique(which):
         inside = which == i

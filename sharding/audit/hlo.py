@@ -43,7 +43,7 @@ class Instruction:
 
     @functools.cached_property
     def calls(self) -> dict[str, tuple[str, ...]]:
-        """The computations that it calls, by attribute: calls, to_apply, body, condition, ..."""
+        """The computations that the instruction calls, by attribute: calls, to_apply, body, condition, ..."""
         return {
             key: tuple(name.strip().lstrip("%") for name in many.split(",")) if many else (one,)
             for key, many, one in _CALLS.findall(self.attributes.split("backend_config=", 1)[0])
@@ -51,12 +51,12 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """The element that a get-tuple-element takes."""
+        """The index of the element that a get-tuple-element takes."""
         return int(self.attributes.split("index=", 1)[1].split(",", 1)[0])
 
     @property
     def op_name(self) -> str:
-        """What the traced program calls it."""
+        """The name of the operation in the traced program."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
@@ -73,7 +73,7 @@ class Module:
     devices: int
 
     def called(self, instruction: Instruction, *keys: str) -> list[Computation]:
-        """The computations that an instruction calls by any of the attributes, or by any at all."""
+        """The computations that an instruction calls by the given attributes; by any attribute where none is given."""
         names = [n for key, found in instruction.calls.items() if not keys or key in keys for n in found]
         return [self.computations[n] for n in names if n in self.computations]
 
@@ -123,7 +123,7 @@ def _instruction(start: re.Match[str], line: str) -> Instruction:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Behind the parenthesis that closes the one at `opening`."""
+    """The index after the parenthesis that closes the one at `opening`."""
     depth = 0
     for match in re.compile("[()]").finditer(text, opening):
         depth += 1 if match[0] == "(" else -1

@@ -23,7 +23,7 @@ def values(module: Module, computation: Computation, args: Sequence[Known] = ())
 
 
 class While(NamedTuple):
-    """A `while`: how often it turns, what its body and its condition may be given, what is known behind it."""
+    """A `while`: its number of turns, the possible inputs of its body and condition, and what is known after it."""
 
     turns: Turns
     body_args: list[Known]
@@ -32,7 +32,7 @@ class While(NamedTuple):
 
 
 def loop(module: Module, instruction: Instruction, known: dict[str, Known]) -> While:
-    """Reads a `while` whose computation's values are known as by `values`."""
+    """Reads a `while`, given the `values` of the computation that it stands in."""
     [body], [condition] = module.called(instruction, "body"), module.called(instruction, "condition")
     is_tuple = instruction.shape.startswith("(")
     nothing: list[Value] = [None] * (len(parts(instruction.shape)) if is_tuple else 1)

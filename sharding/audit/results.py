@@ -67,7 +67,7 @@ class Milliseconds:
 
     @property
     def compute(self) -> float:
-        """All but the collectives."""
+        """The time of everything but the collectives."""
         return self.products + self.elementwise + self.copies + self.kernels
 
     def __str__(self) -> str:

@@ -88,7 +88,7 @@ class _Clock:
         self.module, self.chip, self.unknown = module, chip, list[str]()
 
     def run(self, name: str, args: Sequence[Known]) -> np.ndarray:
-        """A computation, given what is known of its parameters."""
+        """The time of a computation, given what is known of its parameters."""
         computation = self.module.computations[name]
         known = values(self.module, computation, args)
         total = np.zeros((2, len(_KINDS)))
@@ -154,7 +154,7 @@ class _Clock:
         return _repeated(body, found.turns) + _repeated(asking, asked)
 
     def _plain(self, computation: Computation, x: Instruction) -> np.ndarray:
-        """An instruction or a fusion that runs by itself."""
+        """The time of an instruction or a fusion that runs by itself."""
         cycles = _cycles(x)
         if x.op in _FREE or x.op.endswith("-done") or (x.op == "custom-call" and cycles is None):
             return np.zeros((2, len(_KINDS)))
@@ -241,7 +241,7 @@ def _is_on_scalars(computation: Computation, x: Instruction) -> bool:
 
 
 def _is_fill(computation: Computation, x: Instruction) -> bool:
-    """Whether an instruction does no more than give each element of an array the same value."""
+    """Whether an instruction only fills an array with one value."""
     if x.op == "broadcast":
         return all(_is_scalar(computation[name]) for name in x.operands)
     return x.op in ("bitcast", "constant", "tuple") or (x.op == "parameter" and _is_scalar(x))

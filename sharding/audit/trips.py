@@ -54,7 +54,7 @@ class Limits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Integer:
-    """What lies between `low` and `high` in a loop's first turn, and grows by `step` in each; before it wraps around.
+    """An integer from `low` to `high` in a loop's first turn that grows by `step` each turn, before it wraps around.
 
     Inside a loop's body it is added to what the loop carries at `slot`, where that is not None.
     """
@@ -66,7 +66,7 @@ class Integer:
 
     @property
     def is_fixed(self) -> bool:
-        """The same range in every turn."""
+        """Whether the range is the same in every turn."""
         return self.slot is None and not self.step
 
 
@@ -84,7 +84,7 @@ _ALWAYS, _NEVER, _UNKNOWN = Turns(math.inf, math.inf), Turns(0, 0), Turns(0, mat
 
 
 def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
-    """What an operation makes of scalars.
+    """The result of an operation on scalars, as far as its operands are known.
 
     Args:
       name: as JAX names it.
@@ -113,7 +113,7 @@ def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
 
 
 def convert(value: Value, source: Limits | None, target: Limits | None) -> Value:
-    """What a copy makes of a scalar, from one dtype to another or the same; limits as for `operate`."""
+    """A scalar after a copy or a cast to another dtype; limits as for `operate`."""
     if source == target:
         return value
     if source is None or target is None or not isinstance(value, Integer):
@@ -179,7 +179,7 @@ def _turns_within(x: Integer, limits: Limits) -> float:
 
 
 def _while_below(low: int, high: int, step: int, bound: int) -> Turns:
-    """While something from `low` to `high` that grows by `step` lies below `bound`."""
+    """The turns in which an integer from `low` to `high`, growing by `step`, lies below `bound`."""
     if step > 0:
         return Turns(max(-((high - bound) // step), 0), max(-((low - bound) // step), 0))
     return _ALWAYS if high < bound else _NEVER if low >= bound else _UNKNOWN
@@ -219,7 +219,7 @@ class Loop:
         self.slots = [_slot(i, *pair) for i, pair in enumerate(zip(start, body([*known]), strict=True))]
 
     def turns(self, condition: Callable[[list[Value]], Value]) -> Turns:
-        """How often the loop turns, by what its condition makes of the slots at the start of a turn."""
+        """How often the loop turns, given its condition as a function of the slots at the start of a turn."""
         found = condition([*self.slots])
         low, high = found if isinstance(found, Turns) else _UNKNOWN
         return Turns(min(low, high), high if high <= _ENDLESS else math.inf)
@@ -230,7 +230,7 @@ class Loop:
 
 
 def _slot(index: int, start: Integer | None, new: Value) -> Integer | None:
-    """How a slot goes that a turn makes `new`."""
+    """The range of a loop's slot that holds `new` after a turn."""
     if start is None or not isinstance(new, Integer) or new.step:
         return None
     if new.slot is None:  # the same as before the loop, or computed anew in each turn

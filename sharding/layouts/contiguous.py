@@ -35,7 +35,7 @@ class Contiguous(Layout):
         return Runs(starts, starts + size, of_place, self.halves, size)
 
     def hop(self, axes: ShardAxes, runs: Runs, x: jax.Array, by: int) -> jax.Array:
-        """x shifted by no more than the shortest run."""
+        """x shifted by at most the length of the shortest run."""
         split = x.reshape(x.shape[0], self.halves, -1, *x.shape[2:])
         return jnp.concatenate([split[:, :, by:], following(axes, split[:, :, :by])], axis=2).reshape(x.shape)
 

@@ -135,7 +135,7 @@ def _scan(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse:
     on = why == GOES_ON
 
     def left_over(ys: jax.Array) -> jax.Array:
-        """b of y: what the derivatives follow from."""
+        """b as a linear function of y, which `custom_linear_solve` differentiates."""
         near = (_before(y, 1, axis, reverse) for y in ys)
         return ys - jnp.stack([jnp.where(on, a, 0) * jnp.where(on, y, 0) for y in near])
 

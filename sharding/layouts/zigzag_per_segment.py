@@ -18,7 +18,7 @@ from .zigzag import Zigzag
 
 
 class ZigzagPerSegment(Zigzag):
-    """A chain of runs a sequence, two of them on each shard; all know its length, so none asks for segment ids."""
+    """One chain of runs a sequence, two runs on each shard. All shards know its length, so none needs segment ids."""
 
     name = "zigzag_per_segment"
     per_segment = True
