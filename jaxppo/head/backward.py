@@ -16,12 +16,12 @@ from jax import lax
 
 from jaxppo.head.gradient_sums import sum_in_blocks
 from jaxppo.head.softmax import Cotangents
-from jaxppo.head.tile import as_factor, feature_gradients, parameter_gradients, product_dtype
+from jaxppo.head.tile import as_factor, feature_gradients, first_of_factor, parameter_gradients, product_dtype
 from jaxppo.head.token_blocks import Slots, TokenBlocks
 from jaxppo.head.types import Block, Chunk, Features, NeedsGrad, Parameters, Plan
 from jaxppo.head.vocabulary_blocks import SUMMED_BYTES, each
 from jaxppo.head.walk import Walk
-from jaxppo.sharding import varying
+from jaxppo.sharding import vary_like, varying
 
 
 class Known(NamedTuple):
@@ -134,15 +134,20 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
 
     def of_group(slots: Slots, carry: Any) -> Any:
         results, dfeatures, total = carry
-        results, dz, factor, dbias = _fill(walk, groups, slots, begin, results)
+        results, filled, factor, dbias = _fill(walk, groups, slots, begin, results)
         if groups.blocks > 1:  # or XLA computes what is not stored again inside each product
-            dz = lax.optimization_barrier(dz)
-        drows = feature_gradients(call, dz, block.parameters, primals)
+            filled = filled._replace(dz=lax.optimization_barrier(filled.dz))
+        drows = filled.product(
+            lambda n: _padded(feature_gradients(call, filled.dz[:n], block.parameters, primals), filled)
+        )
         dfeatures = walk.put_features(groups, dfeatures, drows, primals, slots)
-        found = parameter_gradients(call, dz, factor, total)._replace(bias=None if total.bias is None else dbias)
+        found = filled.product(
+            lambda n: parameter_gradients(call, filled.dz[:n], first_of_factor(call, factor, n), total)
+        )
+        found = found._replace(bias=None if total.bias is None else dbias)
         if not direct:
             return results, dfeatures, jax.tree.map(partial(vocabulary.add, 0), total, found)
-        return results, dfeatures, found._replace(kernel=_kernel_gradient(walk, dz, factor, parameters.kernel))
+        return results, dfeatures, found._replace(kernel=_kernel_gradient(walk, filled, factor, parameters.kernel))
 
     zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), needed(needs.parameters, vocabulary.held))
     zeros = zeros._replace(kernel=None) if direct else zeros
@@ -153,8 +158,25 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
     return walk.tokens.to_tokens(results), walk.finish_features(dfeatures, primals), dparameters
 
 
-def _fill(walk: Walk, groups: TokenBlocks, slots: Slots, begin: Begin, results: Any) -> tuple[Any, Any, Features, Any]:
-    """A group's results, gradients of logits `[G, V]`, features as `parameter_gradients` takes them, and dbias."""
+class Filled(NamedTuple):
+    """A group's gradients of logits, of which a mask may have left the last chunks unwritten."""
+
+    dz: jax.Array  # [G, V]
+    chunks: Any  # those that are written: a number that a program knows, or an array
+    size: int  # tokens of a chunk
+
+    def product(self, product: Callable[[int], Any]) -> Any:
+        """product(n) of the first n rows, those of the chunks that are written."""
+        if isinstance(self.chunks, int):
+            return product(self.dz.shape[0])
+        counts = range(0, self.dz.shape[0] + 1, self.size)
+        return lax.switch(self.chunks, [partial(product, n) for n in counts])
+
+
+def _fill(
+    walk: Walk, groups: TokenBlocks, slots: Slots, begin: Begin, results: Any
+) -> tuple[Any, Filled, Features, Any]:
+    """A group's results, gradients of logits, features as `parameter_gradients` takes them, and dbias."""
     tokens, size = walk.tokens, walk.tokens.size
     chunks, block, rows = groups.size // size, walk.block(0), groups.take(walk.features, slots)
 
@@ -177,17 +199,31 @@ def _fill(walk: Walk, groups: TokenBlocks, slots: Slots, begin: Begin, results: 
     dbias = None if block.parameters.bias is None else walk.zeros(columns)
     empty = walk.vary((lax.empty((groups.size, columns), dtype), jnp.zeros(groups.size, bool)))
     start = results, *empty, dbias
-    results, dz, counts, dbias = of_chunk(0, start) if chunks == 1 else lax.fori_loop(0, chunks, of_chunk, start)
-    return results, dz, as_factor(walk.call, rows, counts), dbias
+    turns = chunks if tokens.order is None or chunks == 1 else jnp.clip(tokens.turns - slots.start // size, 0, chunks)
+    results, dz, counts, dbias = of_chunk(0, start) if chunks == 1 else lax.fori_loop(0, turns, of_chunk, start)
+    return results, Filled(dz, turns, size), as_factor(walk.call, rows, counts), dbias
 
 
-def _kernel_gradient(walk: Walk, dz: jax.Array, factor: Features, primal: jax.Array) -> jax.Array:
+def _padded(tree: Any, filled: Filled) -> Any:
+    """Arrays of the group's first rows, with space for its others."""
+
+    def pad(x: jax.Array) -> jax.Array:
+        whole = vary_like(lax.empty((filled.dz.shape[0], x.shape[1]), x.dtype), x)
+        return lax.dynamic_update_slice_in_dim(whole, x, 0, 0) if whole.shape != x.shape else x
+
+    return jax.tree.map(pad, tree)
+
+
+def _kernel_gradient(walk: Walk, filled: Filled, factor: Features, primal: jax.Array) -> jax.Array:
     """dkernel, summed over devices a block of columns at a time: no array of its shape in f32."""
     call = walk.call
 
     def part(start: Any, size: int) -> jax.Array:
-        of_block = lax.dynamic_slice_in_dim(dz, start, size, 1)
-        found: jax.Array = parameter_gradients(call, of_block, factor, Parameters(True)).kernel
+        def product(n: int) -> Any:  # one slice: XLA makes that of columns a part of the product, and copies two
+            of_block = lax.dynamic_slice(filled.dz, (0, start), (n, size))
+            return parameter_gradients(call, of_block, first_of_factor(call, factor, n), Parameters(True)).kernel
+
+        found: jax.Array = filled.product(product)
         return found
 
     summed = walk.axes - varying(primal) and call.sum_dtype == "float32"

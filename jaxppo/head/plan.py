@@ -169,8 +169,9 @@ def _late(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
     chunks = [min(chunk, N), *(c for c in powers if profile.least <= c < chunk)]
     if call.deterministic:
         cuts = [(profile.deterministic, profile.deterministic)]
-    elif sizes.masked:  # products follow the tokens that count
-        cuts = [(c, c) for c in chunks]
+    elif sizes.masked:  # products of one group are compiled for each number of chunks; those of several follow the mask
+        one = profile.group >= N and not sizes.gathered
+        cuts = [(N, c) for c in chunks if one and 4 * c >= N] + [(c, c) for c in chunks]
     else:
         most = N if profile.group >= N else profile.group // 2  # of several groups each has an accumulator beside it
         groups = [most, *(g for g in powers if profile.least <= g < most)]

@@ -191,5 +191,10 @@ def as_factor(call: HeadCall, rows: Features, counts: jax.Array) -> Features:
     return jax.tree.map(lambda x: x.T if _transposes(call, x) else x, rows)
 
 
+def first_of_factor(call: HeadCall, factor: Features, count: int) -> Features:
+    """What `as_factor` made, of the first `count` tokens."""
+    return jax.tree.map(lambda x: x[:, :count] if _transposes(call, x) else x[:count], factor)
+
+
 def _transposes(call: HeadCall, rows: jax.Array) -> bool:
     return call.layout == "hv" and rows.dtype == jnp.float32

@@ -57,13 +57,16 @@ WAYS = {
     "groups of chunks": {"memory": ALL // 4, "follow_mask": False},
     "chunks that follow the mask": {},
     "sums in the parameter's dtype": {"gradient_sum_dtype": "parameter"},
+    "one group that follows the mask": {},
 }
 NOTES = {
     "a group in chunks": "one pass, 8 tokens x 1003 columns, products of 512 tokens",
     "groups of chunks": "one pass, 8 tokens x 1003 columns, products of 128 tokens",
     "chunks that follow the mask": "one pass, 16 tokens x 1003 columns",
     "sums in the parameter's dtype": "one pass, 16 tokens x 1003 columns",
+    "one group that follows the mask": "one pass, 128 tokens x 1003 columns, products of 512 tokens",
 }
+OTHERWISE = {"one group that follows the mask": "few chunks"}  # than of device "wide"
 
 
 @functools.cache
@@ -81,7 +84,7 @@ def test_one_pass(mesh, way):
     def run(h, k):
         return step(parallel, h, k, config=config, **{"memory": None, **WAYS[way]})
 
-    with tiles_of("wide"):
+    with tiles_of(OTHERWISE.get(way, "wide")):
         got = jax.jit(run)(HIDDEN, KERNEL)
         assert hang_risks(jax.make_jaxpr(run)(HIDDEN, KERNEL)) == []
         if mesh is None:
@@ -89,13 +92,27 @@ def test_one_pass(mesh, way):
     assert_trees_close(got, on_one_cpu(), rtol=2e-5, atol=3e-6)
 
 
-def test_work_follows_the_tokens_that_count():
+@pytest.mark.parametrize("device", ["wide", "few chunks"])
+def test_work_follows_the_tokens_that_count(device):
     batch = make_batch((BATCH.loss_mask * 0).at[0].set(1))
-    with tiles_of("wide"):
+    with tiles_of(device):
         found = audit(lambda h, k, b: step(None, h, k, b, memory=None), HIDDEN, KERNEL, batch)
     assert found.flops.low == 0
     assert found.flops.high == pytest.approx(3 * 2 * 512 * 16 * 1003)
     assert T == 64
+
+
+def test_products_behind_the_loop_are_of_the_chunks_that_count():
+    """What the loop did not write is NaN here."""
+    with_mask = lambda mask: step(None, HIDDEN, KERNEL, make_batch(mask), memory=None)  # noqa: E731
+    mask_of = lambda count: (jnp.arange(512) < count).astype(jnp.float32).reshape(BATCH.loss_mask.shape)  # noqa: E731
+    by_device = {}
+    for device in ("few chunks", "small"):
+        with tiles_of(device):
+            by_device[device] = jax.jit(with_mask).lower(mask_of(0)).compile()
+    for count in (0, 1, 128, 129, 300, 512):
+        got, expected = (by_device[device](mask_of(count)) for device in ("few chunks", "small"))
+        assert_trees_close(got, expected, rtol=2e-5, atol=3e-6, context=f"{count} tokens")
 
 
 ADAPTED = itertools.product([None, "mixed"], ["hv", "vh"], ["a group in chunks", "chunks that follow the mask"])

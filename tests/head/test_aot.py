@@ -230,14 +230,18 @@ def policy(parallel, **options):
 
 
 @pytest.mark.parametrize(
-    ("memory", "tiles"), [(None, "2048"), pytest.param(int(0.9 * GIB), "1024", marks=pytest.mark.nightly)]
+    ("memory", "tiles"),
+    [
+        (None, f"2048 tokens x {V // 4} columns, products of 8192 tokens"),
+        pytest.param(int(0.9 * GIB), f"1024 tokens x {V // 4} columns", marks=pytest.mark.nightly),
+    ],
 )
 def test_one_pass_in_its_bytes(memory, tiles):
     """By default in a sixteenth of the chip's memory; with a mask chunks of at most 2048 tokens follow it."""
     parallel = sixteen(*CP4_TP4)
     found = audit(policy(parallel, memory=memory), *policy_arguments(parallel, 8192))
-    assert found.notes == (f"one pass, {tiles} tokens x {V // 4} columns", AGAIN)
-    assert found.temp_bytes <= (memory or 1.05 * GIB)
+    assert found.notes == (f"one pass, {tiles}", AGAIN)
+    assert found.temp_bytes <= (memory or 1.0 * GIB)
     ops = ("all-gather", "all-reduce", "reduce-scatter")
     assert {(c.op, c.axes) for c in found.collectives} == {(op, (a,)) for op in ops for a in ("cp", "tp")}
     assert not IN_BF16.search(found.text)

@@ -49,7 +49,8 @@ DEVICES = {
     ),
 }
 
-DEVICES["references"] = dataclasses.replace(DEVICES["wide"], references=4 * 8 * 300)  # blocks of 300 columns
+DEVICES["few chunks"] = dataclasses.replace(DEVICES["wide"], chunk=128)  # of one group that follows a mask
+DEVICES["references"] = dataclasses.replace(DEVICES["wide"], chunk=16, references=4 * 8 * 300)  # blocks of 300 columns
 
 plan.PROFILES = {**DEVICES, **plan.PROFILES}
 
