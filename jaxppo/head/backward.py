@@ -122,8 +122,9 @@ def by_tile(walk: Walk, needs: NeedsGrad, begin: Begin, results: Any) -> tuple[A
 def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -> tuple[Any, Features, Parameters]:
     """Chunks of tokens fill an array of dlogits in place; dhidden and dkernel are one product each behind the loop.
 
-    A chunk meets the device's whole part of the vocabulary. Where the memory has no room for all dlogits, or the work
-    follows a mask, there are several groups of chunks, and dkernel is accumulated in f32.
+    A chunk meets the device's whole part of the vocabulary. Where the memory has no room for all dlogits there are
+    several groups of chunks, and dkernel is accumulated in f32. Of chunks that follow a mask a group leaves the last
+    unwritten, and the products are of those before.
     """
     call, vocabulary, block = walk.call, walk.vocabulary, walk.block(0)
     groups = walk.tokens.grouped(plan.group // walk.tokens.size)
