@@ -135,20 +135,29 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
 
     def of_group(slots: Slots, carry: Any) -> Any:
         results, dfeatures, total = carry
-        results, filled, factor, dbias = _fill(walk, groups, slots, begin, results)
+        results, dz, chunks, factor, dbias = _fill(walk, groups, slots, begin, results)
         if groups.blocks > 1:  # or XLA computes what is not stored again inside each product
-            filled = filled._replace(dz=lax.optimization_barrier(filled.dz))
-        drows = filled.product(
-            lambda n: _padded(feature_gradients(call, filled.dz[:n], block.parameters, primals), filled)
-        )
-        dfeatures = walk.put_features(groups, dfeatures, drows, primals, slots)
-        found = filled.product(
-            lambda n: parameter_gradients(call, filled.dz[:n], first_of_factor(call, factor, n), total)
-        )
+            dz = lax.optimization_barrier(dz)
+        written = partial(_of_written, chunks, walk.tokens.size, groups.size)
+
+        def of_rows(n: int) -> Features:
+            found = feature_gradients(call, dz[:n], block.parameters, primals)
+            return jax.tree.map(partial(_padded, groups.size), found)
+
+        def of_columns(n: int, start: Any, size: int, total: Parameters) -> Parameters:
+            # one slice: XLA makes that of columns a part of the product, and would copy what two give
+            of_block = lax.dynamic_slice(dz, (0, start), (n, size))
+            return parameter_gradients(call, of_block, first_of_factor(call, factor, n), total)
+
+        def of_kernel(start: Any, size: int) -> Any:
+            return written(partial(of_columns, start=start, size=size, total=Parameters(True))).kernel
+
+        dfeatures = walk.put_features(groups, dfeatures, written(of_rows), primals, slots)
+        found = written(partial(of_columns, start=0, size=dz.shape[1], total=total))
         found = found._replace(bias=None if total.bias is None else dbias)
         if not direct:
             return results, dfeatures, jax.tree.map(partial(vocabulary.add, 0), total, found)
-        return results, dfeatures, found._replace(kernel=_kernel_gradient(walk, filled, factor, parameters.kernel))
+        return results, dfeatures, found._replace(kernel=_kernel_gradient(walk, of_kernel, parameters.kernel))
 
     zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), needed(needs.parameters, vocabulary.held))
     zeros = zeros._replace(kernel=None) if direct else zeros
@@ -159,25 +168,19 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
     return walk.tokens.to_tokens(results), walk.finish_features(dfeatures, primals), dparameters
 
 
-class Filled(NamedTuple):
-    """A group's gradients of logits, of which a mask may have left the last chunks unwritten."""
-
-    dz: jax.Array  # [G, V]
-    chunks: Any  # those that are written: a number that a program knows, or an array
-    size: int  # tokens of a chunk
-
-    def product(self, product: Callable[[int], Any]) -> Any:
-        """product(n) of the first n rows, those of the chunks that are written."""
-        if isinstance(self.chunks, int):
-            return product(self.dz.shape[0])
-        counts = range(0, self.dz.shape[0] + 1, self.size)
-        return lax.switch(self.chunks, [partial(product, n) for n in counts])
+def _of_written(chunks: Any, size: int, count: int, product: Callable[[int], Any]) -> Any:
+    """product(n) of the first n of `count` rows, those of the chunks that are written: a number, or an array."""
+    if isinstance(chunks, int):
+        return product(count)
+    return lax.switch(chunks, [partial(product, n) for n in range(0, count + 1, size)])
 
 
 def _fill(
     walk: Walk, groups: TokenBlocks, slots: Slots, begin: Begin, results: Any
-) -> tuple[Any, Filled, Features, Any]:
-    """A group's results, gradients of logits, features as `parameter_gradients` takes them, and dbias."""
+) -> tuple[Any, jax.Array, Any, Features, Any]:
+    """A group's results, gradients of logits `[G, V]`, how many chunks of them a mask lets be written, features as
+    `parameter_gradients` takes them, and dbias.
+    """
     tokens, size = walk.tokens, walk.tokens.size
     chunks, block, rows = groups.size // size, walk.block(0), groups.take(walk.features, slots)
 
@@ -202,31 +205,18 @@ def _fill(
     start = results, *empty, dbias
     turns = chunks if tokens.order is None or chunks == 1 else jnp.clip(tokens.turns - slots.start // size, 0, chunks)
     results, dz, counts, dbias = of_chunk(0, start) if chunks == 1 else lax.fori_loop(0, turns, of_chunk, start)
-    return results, Filled(dz, turns, size), as_factor(walk.call, rows, counts), dbias
+    return results, dz, turns, as_factor(walk.call, rows, counts), dbias
 
 
-def _padded(tree: Any, filled: Filled) -> Any:
-    """Arrays of the group's first rows, with space for its others."""
-
-    def pad(x: jax.Array) -> jax.Array:
-        whole = vary_like(lax.empty((filled.dz.shape[0], x.shape[1]), x.dtype), x)
-        return lax.dynamic_update_slice_in_dim(whole, x, 0, 0) if whole.shape != x.shape else x
-
-    return jax.tree.map(pad, tree)
+def _padded(count: int, x: jax.Array) -> jax.Array:
+    """`count` rows, the first of which are x, and the others anything."""
+    whole = vary_like(lax.empty((count, x.shape[1]), x.dtype), x)
+    return lax.dynamic_update_slice_in_dim(whole, x, 0, 0) if whole.shape != x.shape else x
 
 
-def _kernel_gradient(walk: Walk, filled: Filled, factor: Features, primal: jax.Array) -> jax.Array:
+def _kernel_gradient(walk: Walk, part: Callable[[Any, int], Any], primal: jax.Array) -> jax.Array:
     """dkernel, summed over devices a block of columns at a time: no array of its shape in f32."""
     call = walk.call
-
-    def part(start: Any, size: int) -> jax.Array:
-        def product(n: int) -> Any:  # one slice: XLA makes that of columns a part of the product, and copies two
-            of_block = lax.dynamic_slice(filled.dz, (0, start), (n, size))
-            return parameter_gradients(call, of_block, first_of_factor(call, factor, n), Parameters(True)).kernel
-
-        found: jax.Array = filled.product(product)
-        return found
-
     summed = walk.axes - varying(primal) and call.sum_dtype == "float32"
     size = SUMMED_BYTES // (4 * primal.shape[1 - call.v_dim]) if summed else primal.shape[call.v_dim]
     found: jax.Array = sum_in_blocks(part, primal, call.v_dim, size, **walk.vocabulary.sums)

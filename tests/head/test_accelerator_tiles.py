@@ -104,12 +104,14 @@ def test_work_follows_the_tokens_that_count(device):
 
 def test_products_behind_the_loop_are_of_the_chunks_that_count():
     """What the loop did not write is NaN here."""
-    mask_of = lambda count: (jnp.arange(512) < count).astype(jnp.float32).reshape(BATCH.loss_mask.shape)  # noqa: E731
+
+    def mask_of(count):
+        return (jnp.arange(512) < count).astype(jnp.float32).reshape(BATCH.loss_mask.shape)
 
     def on(device):
         with tiles_of(device):
-            program = lambda mask: step(None, HIDDEN, KERNEL, make_batch(mask), memory=None)  # noqa: E731
-            return jax.jit(program).lower(mask_of(0)).compile()
+            program = jax.jit(lambda mask: step(None, HIDDEN, KERNEL, make_batch(mask), memory=None))
+            return program.lower(mask_of(0)).compile()
 
     by_device = {device: on(device) for device in ("few chunks", "small")}
     for count in (0, 1, 128, 129, 300, 512):
