@@ -42,7 +42,8 @@ def log_probs_from_hidden(
       temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`, a constant of differentiation.
       entropy: "none", "metric" (no gradient: nothing of its backward exists) or "bonus" (differentiable).
       logit_stats: also compute log_z, the log-sum-exp of z, and the mean of z (see `sft_loss`), both differentiable and
-        over the whole vocabulary, and the accuracy, whether no token is likelier than the target, a constant.
+        over the whole vocabulary, and two constants: the accuracy, whether no token is likelier than the target, and
+        the sum of p^2.
       nucleus_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and
         the target; the entropy stays that of the full distribution.
       ids: `i32[R, T, K]`, ids whose log-probs are asked for too, of the full distribution and differentiable: a

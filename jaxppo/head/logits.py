@@ -68,7 +68,8 @@ def log_probs_from_logits(
         differentiation.
       entropy: "none", "metric" (no gradient: nothing of its backward exists) or "bonus" (differentiable).
       logit_stats: also compute log_z, the log-sum-exp of z, and the mean of z (see `sft_loss`), both differentiable
-        and over all of `vocab_size`, and the accuracy, whether no token is likelier than the target, a constant.
+        and over all of `vocab_size`, and two constants: the accuracy, whether no token is likelier than the target, and
+        the sum of p^2.
       nucleus: `bool[R, T, V]`, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and the
         target; the entropy stays that of the full distribution.
       ids: `i32[R, T, K]`, the ids whose log-probs are asked for too, of the full distribution and differentiable. -1 is
@@ -194,9 +195,9 @@ def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, token_ids: An
     sums = softmax.block_sums(z, z_y, is_target, inside, softmax.empty_sums(0, **options), ids=places)
     sums = softmax.combine(sums, call.axes)
     log_probs, h, residuals = softmax.finish(sums, (targets >= 0) & (targets < call.vocab_size))
-    log_z, mean_logit, accuracy = softmax.logit_stats(sums, residuals) or (None, None, None)
+    of_logits = softmax.logit_stats(sums, residuals) or (None,) * 4
     of_ids = None if token_ids is None else softmax.id_log_probs(sums, residuals, token_ids, call.vocab_size)
-    out = TokenStats(log_probs, h, log_z, mean_logit, accuracy, of_ids, call.entropy)
+    out = TokenStats(log_probs, h, *of_logits, of_ids, call.entropy)
     out = zero_unless(where, out)
     if call.entropy != "bonus":
         residuals = residuals.without_entropy(inside is not None and not call.logit_stats and token_ids is None)

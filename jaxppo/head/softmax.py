@@ -24,7 +24,8 @@ class Sums(NamedTuple):
 
     m, s, u are over all the logits, nucleus_m and nucleus_s over those that the sampler could draw, z_y is the target's
     logit, 0 where it is not among them, total the sum of all the finite logits and columns how many those are, top the
-    `top_key` of the largest, z_ids the logits f32[N, K] of the ids that are asked for, 0 where one is not among them.
+    `top_key` of the largest, squares the sum of exp(z - m)^2, z_ids the logits f32[N, K] of the ids that are asked for,
+    0 where one is not among them.
     """
 
     m: Any
@@ -36,6 +37,7 @@ class Sums(NamedTuple):
     total: Array | None = None
     columns: Array | None = None
     top: Array | None = None
+    squares: Array | None = None
     z_ids: Array | None = None
 
 
@@ -98,6 +100,7 @@ def empty_sums(
         total=zero if logit_stats else None,
         columns=zero if logit_stats else None,
         top=jnp.full(count, jnp.iinfo(jnp.int32).min, jnp.int32) if logit_stats else None,
+        squares=zero if logit_stats else None,
         z_ids=jnp.zeros((count, ids), jnp.float32) if ids else None,
     )
 
@@ -181,13 +184,15 @@ def block_sums(
       reference: takes the place of the maximum m where there is one.
       ids: those whose logits are asked for.
     """
-    m = s = u = nucleus_m = nucleus_s = total = columns = top = None
+    m = s = u = nucleus_m = nucleus_s = total = columns = top = squares = None
     if like.m is not None:
         m = z.max(axis=1) if reference is None else reference
         e, d = _exp_below(z, m)
         s = e.sum(axis=1)
         if like.u is not None:
             u = jnp.where(e > 0, e * d, 0).sum(axis=1)
+        if like.squares is not None:
+            squares = (e * e).sum(axis=1)
     if nucleus is not None:
         inside = jnp.where(nucleus, z, -jnp.inf)
         nucleus_m = inside.max(axis=1)
@@ -197,7 +202,7 @@ def block_sums(
         columns = (z > -jnp.inf).astype(jnp.float32).sum(axis=1)
         top = top_key(z, is_target).max(axis=1)
     z_ids = None if ids is None else ids.logits(z)
-    return Sums(m, s, u, nucleus_m, nucleus_s, z_y, total, columns, top, z_ids)
+    return Sums(m, s, u, nucleus_m, nucleus_s, z_y, total, columns, top, squares, z_ids)
 
 
 def _rescale(sums: Sums, m: Array | None, nucleus_m: Array | None) -> Sums:
@@ -207,15 +212,16 @@ def _rescale(sums: Sums, m: Array | None, nucleus_m: Array | None) -> Sums:
         delta = jnp.where(old == -jnp.inf, 0, old - new)  # -inf - -inf is NaN; the sums are 0 there
         return jnp.exp(delta), delta
 
-    s, u, nucleus_s = sums.s, sums.u, sums.nucleus_s
+    s, u, nucleus_s, squares = sums.s, sums.u, sums.nucleus_s, sums.squares
     if m is not None:
         f, delta = factor(sums.m, m)
         # f can be 0 where delta is huge: then neither sum has anything left of it
         u = None if u is None else jnp.where(f > 0, f * (u + s * delta), 0)
         s = s * f
+        squares = None if squares is None else squares * f**2
     if nucleus_m is not None:
         nucleus_s = nucleus_s * factor(sums.nucleus_m, nucleus_m)[0]
-    return sums._replace(m=m, s=s, u=u, nucleus_m=nucleus_m, nucleus_s=nucleus_s, top=None)
+    return sums._replace(m=m, s=s, u=u, nucleus_m=nucleus_m, nucleus_s=nucleus_s, top=None, squares=squares)
 
 
 def _larger(a: Any, b: Any) -> Any:
@@ -281,14 +287,15 @@ def finish(sums: Sums, target_exists: Bool[Array, "N"]) -> tuple[Array, Array | 
     return log_probs, entropy, Residuals(sums.m, log_s, entropy, sums.nucleus_m, nucleus_log_s, columns)
 
 
-def logit_stats(sums: Sums, residuals: Residuals) -> tuple[Array, Array, Array] | None:
-    """log_z, the log-sum-exp of all the logits, the mean of the finite ones, and 1 where the target is likeliest.
+def logit_stats(sums: Sums, residuals: Residuals) -> tuple[Array, Array, Array, Array] | None:
+    """log_z, the log-sum-exp of all the logits, the mean of the finite ones, 1 where the target is likeliest, sum p^2.
 
-    The last is a constant. None where the sums lack what they take.
+    The last two are constants. None where the sums lack what they take.
     """
-    if sums.total is None or sums.top is None:
+    if sums.total is None or sums.top is None or sums.squares is None:
         return None
-    return residuals.m + residuals.log_s, sums.total / residuals.columns, (sums.top & 1).astype(jnp.float32)
+    likeliest, sum_p2 = (sums.top & 1).astype(jnp.float32), sums.squares * jnp.exp(-2 * residuals.log_s)
+    return residuals.m + residuals.log_s, sums.total / residuals.columns, likeliest, sum_p2
 
 
 def id_log_probs(sums: Sums, residuals: Residuals, ids: Int[Array, "N K"], vocab_size: int) -> Float[Array, "N K"]:

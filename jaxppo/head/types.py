@@ -34,6 +34,7 @@ class TokenStats:
       log_z: the log-sum-exp of the logits.
       mean_logit: the mean of the finite logits; columns masked by -inf are out of it.
       accuracy: 1 where no token is likelier than the target, else 0.
+      sum_p2: the sum of p^2 over the vocabulary, how often two draws agree; an optimal token baseline reads it.
       id_log_probs: `f32[R, T, K]`, of the ids that were given; see `log_probs_from_hidden`.
       entropy_mode: how the entropy was computed; static. By default "bonus" with an entropy, else "none".
 
@@ -47,6 +48,7 @@ class TokenStats:
     log_z: Float[Array, "R T"] | None = None
     mean_logit: Float[Array, "R T"] | None = None
     accuracy: Float[Array, "R T"] | None = None
+    sum_p2: Float[Array, "R T"] | None = None
     id_log_probs: Float[Array, "R T K"] | None = None
     entropy_mode: Entropy | None = None
 
@@ -215,7 +217,7 @@ class HeadCall:
       lora_scale: of the adapter.
       vocab_size: columns of the whole vocabulary that exist.
       entropy: "none", "metric" or "bonus".
-      logit_stats: log_z, mean logit and accuracy are asked for.
+      logit_stats: log_z, mean logit, accuracy and sum_p2 are asked for.
       profile: what is good for the devices.
       op: the arithmetic of a tile.
       precision: of products, as in `jnp.dot`; of f32 operands "highest" by default.

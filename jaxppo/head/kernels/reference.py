@@ -33,6 +33,7 @@ class Reference(Op):
             total=jnp.where(jnp.isfinite(z), z, 0).sum(axis=1),
             columns=(z > -jnp.inf).astype(jnp.float32).sum(axis=1),
             top=top_key(z, hot).max(axis=1),
+            squares=(e**2).sum(axis=1),
             z_ids=None if tile.ids is None else jnp.where(_hot_ids(tile), z[:, None], 0).sum(axis=2),
         )
         asked: Any = (None if before is None else y for before, y in zip(like, found, strict=True))
