@@ -195,9 +195,9 @@ def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, token_ids: An
     sums = softmax.block_sums(z, z_y, is_target, inside, softmax.empty_sums(0, **options), ids=places)
     sums = softmax.combine(sums, call.axes)
     log_probs, h, residuals = softmax.finish(sums, (targets >= 0) & (targets < call.vocab_size))
-    of_logits = softmax.logit_stats(sums, residuals) or (None,) * 4
+    log_z, mean_logit, accuracy, sum_p2 = softmax.logit_stats(sums, residuals) or (None, None, None, None)
     of_ids = None if token_ids is None else softmax.id_log_probs(sums, residuals, token_ids, call.vocab_size)
-    out = TokenStats(log_probs, h, *of_logits, of_ids, call.entropy)
+    out = TokenStats(log_probs, h, log_z, mean_logit, accuracy, sum_p2, of_ids, call.entropy)
     out = zero_unless(where, out)
     if call.entropy != "bonus":
         residuals = residuals.without_entropy(inside is not None and not call.logit_stats and token_ids is None)

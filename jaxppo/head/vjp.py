@@ -139,7 +139,7 @@ def _one_pass_forward(
         zeros = jnp.zeros(walk.tokens.slots_count, jnp.float32)
         entropy, of_logits = (zeros if asked else None for asked in (call.entropy != "none", call.logit_stats))
         of_ids = None if inputs.ids is None else jnp.zeros((walk.tokens.slots_count, inputs.ids.shape[1]), jnp.float32)
-        stats = TokenStats(zeros, entropy, *[of_logits] * 4, of_ids, call.entropy)
+        stats = TokenStats(zeros, entropy, of_logits, of_logits, of_logits, of_logits, of_ids, call.entropy)
         results = walk.vary_results((zeros, stats))
         (losses, stats), *found = by_chunks(plan, walk, needs, begin, results)
     return (_total(call, losses), stats), (to_save(found), inputs)

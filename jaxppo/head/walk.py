@@ -132,12 +132,12 @@ class Walk:
         if call.entropy == "none" and entropy is not None:
             # used in a way that changes nothing, or the compiler would leave it out
             log_probs, entropy = jnp.where(jnp.isnan(entropy), jnp.nan, log_probs), None
-        of_logits = softmax.logit_stats(sums, residuals) or (None,) * 4
+        log_z, mean_logit, accuracy, sum_p2 = softmax.logit_stats(sums, residuals) or (None, None, None, None)
         of_ids = None if ids is None else softmax.id_log_probs(sums, residuals, ids, call.vocab_size)
         if call.entropy != "bonus":
             nucleus_only = sums.nucleus_m is not None and not call.logit_stats and ids is None
             residuals = residuals.without_entropy(nucleus_only)
-        return TokenStats(log_probs, entropy, *of_logits, of_ids, call.entropy), residuals
+        return TokenStats(log_probs, entropy, log_z, mean_logit, accuracy, sum_p2, of_ids, call.entropy), residuals
 
     def dlogits(
         self, chunk: Chunk, block: Any, residuals: Any, cotangents: Cotangents, x: Any = None
