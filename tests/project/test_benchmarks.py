@@ -1,5 +1,6 @@
 """The benchmark at toy sizes: every version computes the same, and what is written can be read. No time is asserted."""
 
+import dataclasses
 import json
 import sys
 import types
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import gpu, head, peers, versions
+from benchmarks import gpu, head, peers, trees, versions
 from benchmarks.cases import Case, draw
 from benchmarks.measure import compile_step, difference, fits, in_turns, peaks
 from examples.pod_sizes import HEADS, HeadSizes
@@ -154,3 +155,11 @@ def test_real_heads_have_the_published_sizes():
     sizes = {name: (h.hidden_size, h.vocab_size) for name, h in HEADS.items()}
     assert sizes["qwen3-8b"] == (4096, 151936)
     assert sizes["gpt2"] == (768, 50257)
+
+
+def test_trees_count_tokens_and_operations():
+    """Four samples of 8 + 2 tokens are 40, or 7 + 4 * 3 as a tree. Rows of 20 hold two whole samples, or a tree."""
+    config = dataclasses.replace(trees.MODEL, vocab_size=64, width=8, layers=1, heads=1, head_dim=8, mlp_width=8)
+    cells = trees.row(trees.Step(8, 2, 4, 2), 20, config).strip("| ").split(" | ")
+    assert cells[:7] == ["8:2", "4", "80", "38", "52%", "4", "2"]
+    assert cells[-1] == "50%"

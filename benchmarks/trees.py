@@ -1,0 +1,93 @@
+"""What rows that are trees save: tokens computed, and floating-point operations of a model's forward and backward.
+
+    python -m benchmarks.trees
+
+Operations are counted by `jaxppo.sharding.audit` in the program of the example's decoder, for one device; nothing runs.
+The head is left out, since its work follows the tokens with loss, which are as many in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+from examples.attention import context_attention
+from examples.model import ModelConfig, create_model
+from jaxppo import RolloutBatch, Sample, make_parallel_mesh
+from jaxppo.sharding import audit
+
+MODEL = ModelConfig(vocab_size=32768, max_length=8192, width=1024, layers=4, heads=8, head_dim=128, mlp_width=4096)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """`prompts` groups of `copies` samples, a prompt and a response of so many tokens each."""
+
+    prompt: int
+    response: int
+    copies: int
+    prompts: int
+
+    def samples(self) -> list[Sample]:
+        """Samples whose prompts have nothing in common with those of other groups."""
+        rng, samples = np.random.default_rng(0), []
+        for group in range(self.prompts):
+            prompt = [group, *rng.integers(0, MODEL.vocab_size, self.prompt - 1)]
+            for _ in range(self.copies):
+                tokens = [*prompt, *rng.integers(0, MODEL.vocab_size, self.response)]
+                samples.append(Sample(tokens, response_start=self.prompt, group_id=group))
+        return samples
+
+
+def operations(batch: RolloutBatch, config: ModelConfig) -> float:
+    """Those of the hidden states of a batch and their gradient."""
+    parallel = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
+    graphdef, params = create_model(config, parallel, seed=0)
+
+    def total(params: nnx.State, batch: RolloutBatch) -> jax.Array:
+        model = nnx.merge(graphdef, params)
+        hidden: jax.Array = model(batch.tokens, batch.positions, context_attention(batch.paths, parallel))
+        return hidden.sum()
+
+    return audit(jax.grad(total), params, batch.put(parallel)).flops.high
+
+
+def row(step: Step, row_length: int, config: ModelConfig) -> str:
+    """A line of the table."""
+    samples = step.samples()
+    whole, trees = (RolloutBatch.from_samples(samples, row_length=row_length, share_prefixes=x) for x in (False, True))
+    tokens = [int((batch.segment_ids > 0).sum()) for batch in (whole, trees)]
+    flops = [operations(batch, config) / 1e12 for batch in (whole, trees)]
+    rows = [batch.tokens.shape[0] for batch in (whole, trees)]
+    cells = [f"{step.prompt}:{step.response}", f"{step.copies}", *(f"{n:,}" for n in tokens)]
+    cells += [f"{1 - tokens[1] / tokens[0]:.0%}", *map(str, rows), *(f"{n:.1f}" for n in flops)]
+    return "| " + " | ".join([*cells, f"{1 - flops[1] / flops[0]:.0%}"]) + " |"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    about = "Tokens and operations of samples packed whole and as trees."
+    add = (parser := argparse.ArgumentParser(prog="benchmarks.trees", description=about)).add_argument
+    add("--tokens", type=int, default=1000, help="of a sample")
+    add("--prompts", type=int, default=16, help="of a step")
+    add("--row-length", type=int, default=9216, help="T")
+    add("--layers", type=int, default=MODEL.layers)
+    args = parser.parse_args(argv)
+    config = dataclasses.replace(MODEL, layers=args.layers)
+    print("| prompt:response | a prompt's | tokens | as trees | saved | rows | as trees | TFLOP | as trees | saved |")
+    print("|" + "---|" * 10)
+    for share in (4, 1):
+        response = args.tokens // (share + 1)
+        for copies in (8, 16):
+            print(
+                row(Step(args.tokens - response, response, copies, args.prompts), args.row_length, config), flush=True
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
