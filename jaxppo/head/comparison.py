@@ -117,7 +117,7 @@ def _logit_error(call: HeadCall, walk: Walk, unit: float, magnitude: jax.Array) 
         return walk.vary(jax.tree.map(lambda a, b: jnp.maximum(a, b.max()), norms, found))
 
     features = [x for x in whole_features(call, walk.inputs.features) if x is not None]
-    norms = walk.vocabulary.over_blocks(largest, walk.vary([(jnp.zeros(()), jnp.zeros(()))] * len(features)))
+    norms = walk.vocabulary.over_blocks(largest, walk.vary([(jnp.float32(0), jnp.float32(0))] * len(features)))
     names, counts = call.axes.tensor, walk.inputs.counts
     of_columns = jnp.stack([jnp.stack(pair) for pair in norms])
     of_columns = lax.pmax(vary(of_columns, names), names) if names else of_columns
