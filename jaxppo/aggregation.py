@@ -207,7 +207,8 @@ def step_normalizer(
     """
     if normalizer is None:
         _check_denominators(batch, aggregation)
-        return normalize(batch, segments, aggregation, off_policy)
+        found = normalize(batch, segments, aggregation, off_policy)
+        return dataclasses.replace(found, micro_batches=part_of_a_step.value or batch.micro_batches)
     if normalizer.aggregation != aggregation:
         raise ValueError(f"normalizer: got one of aggregation {normalizer.aggregation!r}, expected {aggregation!r}")
     if normalizer.weighted != batch.weighted_denominators:

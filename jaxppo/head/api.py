@@ -26,6 +26,7 @@ def log_probs_from_hidden(
     nucleus_ids: Int[Array, "R T K"] | None = None,
     ids: Int[Array, "R T K"] | None = None,
     where: Bool[Array, "R T"] | None = None,
+    adapter_ids: Int[Array, "R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> TokenStats:
     """Log-probs of the targets, and the entropy, of a head's distribution, without its logits ever existing.
@@ -49,6 +50,8 @@ def log_probs_from_hidden(
       ids: `i32[R, T, K]`, ids whose log-probs are asked for too, of the full distribution and differentiable: a
         teacher's top-k, candidates. In any order; one that stands twice gets both gradients. -1 is an empty slot: its
         log-prob is -inf, its probability 0. They are gathered from each tile, their gradients scattered into it.
+      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row of an id
+        that is of no adapter has NaN.
       where: `bool[R, T]`, the positions that count: only they meet the kernel. The others read 0 and may hold anything.
       **options: see `HeadOptions`.
 
@@ -77,6 +80,7 @@ def log_probs_from_hidden(
         nucleus_ids=nucleus_ids,
         ids=ids,
         where=where,
+        adapter_ids=adapter_ids,
         options=options,
     )
     return token_stats(prepared, parallel)

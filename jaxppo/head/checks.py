@@ -36,6 +36,21 @@ def as_id_sets(what: str, ids: Any, tokens: tuple[int, ...]) -> Int[Array, "R T 
     return as_token_ids(ids)
 
 
+def as_adapter_ids(what: str, lora: Any, adapter_ids: Any, rows: int) -> Int[Array, "R"] | None:
+    """Which adapter each row has, as i32; None where there is one for all, or none."""
+    stacked = lora is not None and lora.a.ndim == 3
+    if not stacked and adapter_ids is None:
+        return None
+    if not stacked:
+        raise ValueError(f"adapter_ids: got an array, expected None without several adapters in {what}, [A, H, r]")
+    if adapter_ids is None:
+        raise ValueError(f"adapter_ids: got None, expected i32[R] for the {lora.a.shape[0]} adapters of {what}")
+    check_array("adapter_ids", adapter_ids, "integers")
+    if adapter_ids.shape != (rows,):
+        raise ValueError(f"adapter_ids: got shape {adapter_ids.shape}, expected {(rows,)}, one a row")
+    return as_token_ids(adapter_ids)
+
+
 def check_where(where: Any, shape: tuple[int, ...]) -> None:
     if where is None:
         return

@@ -25,9 +25,14 @@ class LoRA:
     hidden @ a is summed in f32 and rounded to the dtype of a, as a layer's output is: with adapters in bf16 log-probs
     differ by that from those of f32 adapters.
 
+    Several adapters are stacked, `[A, H, r]` and `[A, r, V]`, and a call says which one each row has: `adapter_ids`.
+    The low-rank features of a row stand in its adapter's columns of `[T, A r]`, the others being 0, so that one product
+    serves all. It costs A r / H of the product with the kernel: beyond an eighth, sort rows by adapter, and make a call
+    for each.
+
     Args:
-      a: `[H, r]`, f32 or bf16; on a mesh every device has all of it.
-      b: `[r, V]`, sharded over V as the kernel is.
+      a: `[H, r]`, f32 or bf16, or `[A, H, r]`; on a mesh every device has all of it.
+      b: `[r, V]`, or `[A, r, V]`, sharded over V as the kernel is.
       scale: alpha / r in most libraries.
 
     Example:
@@ -38,8 +43,8 @@ class LoRA:
     Hu et al. 2021, https://arxiv.org/abs/2106.09685
     """
 
-    a: Float[Array, "H r"]
-    b: Float[Array, "r V"]
+    a: Float[Array, "*A H r"]
+    b: Float[Array, "*A r V"]
     scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -192,13 +197,15 @@ class Head:
         if self.lora is not None:
             if not isinstance(self.lora, LoRA):
                 raise TypeError(f"{name}.lora: got {type(self.lora).__name__}, expected LoRA or None")
-            check_floating(f"{name}.lora.a", self.lora.a, 2, "[H, r]")
-            check_floating(f"{name}.lora.b", self.lora.b, 2, "[r, V]")
-            rank = self.lora.a.shape[1]
-            if self.lora.a.shape[0] != features:
-                raise ValueError(f"{name}.lora.a: got shape {self.lora.a.shape}, expected [H, r] with H = {features}")
-            if self.lora.b.shape != (rank, columns):
-                raise ValueError(f"{name}.lora.b: got shape {self.lora.b.shape}, expected {(rank, columns)}, [r, V]")
+            stacked = getattr(self.lora.a, "ndim", 2) == 3
+            of_a, of_b, rank = ("[A, H, r]", "[A, r, V]", 3) if stacked else ("[H, r]", "[r, V]", 2)
+            check_floating(f"{name}.lora.a", self.lora.a, rank, of_a)
+            check_floating(f"{name}.lora.b", self.lora.b, rank, of_b)
+            if self.lora.a.shape[-2] != features:
+                raise ValueError(f"{name}.lora.a: got shape {self.lora.a.shape}, expected {of_a} with H = {features}")
+            shape = (*self.lora.a.shape[:-2], self.lora.a.shape[-1], columns)
+            if self.lora.b.shape != shape:
+                raise ValueError(f"{name}.lora.b: got shape {self.lora.b.shape}, expected {shape}, {of_b}")
 
 
 def as_head(name: str, head: Any) -> Head:

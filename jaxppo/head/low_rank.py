@@ -1,4 +1,4 @@
-"""hidden @ lora.a, the low-rank features of an adapter."""
+"""hidden @ lora.a, the low-rank features of an adapter, or of one of several for each row."""
 
 from __future__ import annotations
 
@@ -48,3 +48,20 @@ def _low_backward(tokens: int | None, saved: Any, g: jax.Array) -> Any:
 
 
 low_rank.defvjp(_low_forward, _low_backward)
+
+
+def low_rank_by_row(
+    hidden: jax.Array, a: jax.Array, b: jax.Array, adapter_ids: jax.Array, tokens: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """The low-rank features `[R, T, A r]` of rows that have one of A adapters each, and what they multiply, `[A r, V]`.
+
+    A row's features stand in the columns of its adapter, 0 in all others; in none for the id -1, and NaN in all for an
+    id that is of no adapter.
+    """
+    count, _, rank = a.shape
+    low = low_rank(hidden, a.transpose(1, 0, 2).reshape(a.shape[1], count * rank), tokens)
+    ids = adapter_ids[:, None, None]
+    columns = jnp.arange(count * rank, dtype=jnp.int32)[None, None] // rank
+    unknown = (ids < -1) | (ids >= count)
+    low = jnp.where(columns == ids, low, jnp.where(unknown, jnp.nan, 0.0).astype(low.dtype))
+    return low, b.reshape(count * rank, b.shape[2])

@@ -16,6 +16,7 @@ from jaxppo._arrays import check_choice, check_flag, check_floating, dtype_name
 from jaxppo._stacked import part_of_a_step
 from jaxppo.head import plan
 from jaxppo.head.checks import (
+    as_adapter_ids,
     as_id_sets,
     as_temperature,
     as_token_ids,
@@ -26,7 +27,7 @@ from jaxppo.head.checks import (
 )
 from jaxppo.head.head import Head, as_head
 from jaxppo.head.kernels.choice import choose
-from jaxppo.head.low_rank import low_rank
+from jaxppo.head.low_rank import low_rank, low_rank_by_row
 from jaxppo.head.placement import Placement, bring_hidden, entry_names, place_head
 from jaxppo.head.types import (
     Entropy,
@@ -93,6 +94,7 @@ def prepare_head(
     nucleus_ids: Any = None,
     ids: Any = None,
     where: Any = None,
+    adapter_ids: Any = None,
     heads: int = 1,
     name: str = "head",
 ) -> Prepared:
@@ -109,6 +111,7 @@ def prepare_head(
     hidden, sequence_parallel = bring_hidden(what, parallel, hidden, chosen.get("hidden_spec"))
     placement = place_head(parallel, name, hidden, head, sequence_parallel)
     inputs = _inputs(hidden, head, targets, nucleus_ids, ids, where, temperature, placement.tokens)
+    inputs = inputs._replace(adapter_ids=as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, placement.tokens[0]))
     call = _call(parallel, head, placement, chosen, entropy, logit_stats, heads)
     implementation = chosen.get("implementation")
     if (reason := call.op.unsupported(call, inputs)) is not None:
@@ -191,9 +194,10 @@ def _call(
 
 def _specs(p: ParallelMesh, head: Head, placement: Placement, inputs: Inputs) -> Inputs:
     v_entry, tokens = placement.kernel[head.v_dim], p.tokens_spec
-    parameters = Parameters(placement.kernel, P(v_entry), P(None, v_entry))
-    of_temperature = temperature_spec(p, inputs.temperature)
-    return Inputs(Features(placement.hidden), parameters, P(), tokens, tokens, tokens, tokens, of_temperature)
+    of_b = P(None, v_entry) if inputs.adapter_ids is None else P(None, None, v_entry)
+    parameters = Parameters(placement.kernel, P(v_entry), of_b)
+    of_tokens = (tokens, tokens, tokens, tokens, temperature_spec(p, inputs.temperature))
+    return Inputs(Features(placement.hidden), parameters, P(), *of_tokens, P(p.rows_spec[0]))
 
 
 def _copied(p: ParallelMesh, inputs: Inputs, specs: Inputs) -> tuple[Inputs, Inputs]:
@@ -213,7 +217,11 @@ def on_device(call: HeadCall, inputs: Inputs) -> Inputs:
         inputs = inputs._replace(parameters=parameters, lora_a=lora_a)
     hidden, (kernel, bias, lora_b) = inputs.features.hidden, inputs.parameters
     tokens = call.profile.deterministic if call.deterministic else None
-    low = None if inputs.lora_a is None else low_rank(hidden, inputs.lora_a, tokens)
+    low = None
+    if inputs.adapter_ids is not None:
+        low, lora_b = low_rank_by_row(hidden, inputs.lora_a, lora_b, inputs.adapter_ids, tokens)
+    elif inputs.lora_a is not None:
+        low = low_rank(hidden, inputs.lora_a, tokens)
     kernel = kernel.T if call.transposed else kernel
     lora_b = None if lora_b is None else lora_b.T if call.layout == "vh" else lora_b
     per_token = inputs.targets, inputs.nucleus_ids, inputs.ids, inputs.counts, inputs.temperature

@@ -80,12 +80,13 @@ class Inputs(NamedTuple):
 
     features: Features  # [R, T, H] and [R, T, r]; `low` is None until `on_device`
     parameters: Parameters
-    lora_a: Any  # [H, r]; None after `on_device`
+    lora_a: Any  # [H, r], or of several adapters [A, H, r]; None after `on_device`
     targets: Any  # i32[R, T]; on a device [N]
     nucleus_ids: Any  # i32[R, T, K]; [N, K]
     ids: Any  # i32[R, T, K]; [N, K]
     counts: Any  # bool[R, T], the tokens that are computed, None for all; [N]
     temperature: Any  # f32, a scalar or [R, T], None for 1; [N]
+    adapter_ids: Any = None  # i32[R], where there are several; None after `on_device`
 
 
 @dataclasses.dataclass(frozen=True)

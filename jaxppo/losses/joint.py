@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import (
     Aggregation,
@@ -153,6 +153,7 @@ def joint_loss_from_hidden(
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizers: Mapping[str, Normalizer] | None = None,
     temperature: float | Array = 1.0,
+    adapter_ids: Int[Array, "R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
     """Several losses of one batch: loss = sum over parts c of coef_c (1 / N_c) sum over t of w_ct loss_ct.
@@ -171,6 +172,8 @@ def joint_loss_from_hidden(
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       normalizers: of the whole step, for one of its micro-batches, see `joint_normalizers`.
       temperature: divides the logits; a number, a traced scalar or `f32[R, T]`, so that rows may have their own.
+      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row of an id
+        that is of no adapter has NaN.
       **options: see `HeadOptions`.
 
     Returns:
@@ -205,6 +208,7 @@ def joint_loss_from_hidden(
         entropy="bonus" if any(loss.entropy == "bonus" for loss in losses) else "metric",
         logit_stats=any(loss.logit_stats for loss in losses),
         where=where,
+        adapter_ids=adapter_ids,
         options=options,
     )
     given = dict(normalizers or {})

@@ -96,6 +96,7 @@ def policy_loss_from_hidden(
     selected: Float[Array, "R T"] | None = None,
     temperature: float | Array = 1.0,
     nucleus_ids: Int[Array, "R T K"] | None = None,
+    adapter_ids: Int[Array, "R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
     """The policy loss of a batch from hidden states, whose logits never exist together.
@@ -123,6 +124,8 @@ def policy_loss_from_hidden(
       temperature: divides the logits, as the sampler's did; a number, a traced scalar or `f32[R, T]`.
       nucleus_ids: `i32[R, T, K]`, -1 padded, the ids that top-p or top-k left to the sampler; log-probs are
         renormalised over them. See `pack_nucleus_ids`.
+      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row of an id
+        that is of no adapter has NaN.
       **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and others.
 
     Returns:
@@ -150,6 +153,7 @@ def policy_loss_from_hidden(
         temperature=temperature,
         entropy=loss.entropy,
         nucleus_ids=nucleus_ids,
+        adapter_ids=adapter_ids,
         where=batch.loss_mask > 0,
         options=options,
     )

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Unpack
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import Aggregation, check_aggregation, check_number, masked
 from jaxppo.aggregation import Normalizer
@@ -99,6 +99,7 @@ def sft_loss_from_hidden(
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizer: Normalizer | None = None,
     temperature: float | Array = 1.0,
+    adapter_ids: Int[Array, "R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
     """`sft_loss` after `log_probs_from_hidden`, in one pass where `policy_loss_from_hidden` would take one.
@@ -115,6 +116,8 @@ def sft_loss_from_hidden(
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       normalizer: the denominators of the whole step where the batch is one of its micro-batches.
       temperature: see `log_probs_from_hidden`.
+      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row of an id
+        that is of no adapter has NaN.
       **options: see `HeadOptions`.
 
     Returns:
@@ -140,6 +143,7 @@ def sft_loss_from_hidden(
         entropy=loss.entropy,
         logit_stats=logit_stats or loss.logit_stats,
         where=batch.loss_mask > 0,
+        adapter_ids=adapter_ids,
         options=options,
     )
     return loss_of_hidden("sft_loss_from_hidden", loss, prepared, batch, parallel, normalizer, None)

@@ -1,0 +1,154 @@
+"""Adapters by row: each row as if the head had its adapter alone, values and gradients, against merged kernels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxppo import (
+    Head,
+    LoRA,
+    PolicyLossConfig,
+    RolloutBatch,
+    accumulate_gradients,
+    log_probs_from_hidden,
+    policy_loss_from_hidden,
+    sft_loss_from_hidden,
+)
+from jaxppo.losses.distillation import distillation_loss
+from jaxppo.losses.joint import SFT, Part, joint_loss_from_hidden
+from jaxppo.policy_losses import Reinforce
+from sharding import make_parallel_mesh
+from sharding.audit import audit
+
+R, T, H, V, A, RANK = 4, 16, 12, 101, 3, 2
+SCALE = 0.7
+KEYS = jax.random.split(jax.random.key(0), 8)
+IDS = jnp.array([2, 0, -1, 2], jnp.int32)
+MASK = jax.random.bernoulli(KEYS[5], 0.6, (R, T)).astype(jnp.float32)
+PARAMS = {
+    "hidden": jnp.where(MASK[..., None] > 0, jax.random.normal(KEYS[0], (R, T, H)), jnp.nan),
+    "kernel": jax.random.normal(KEYS[1], (H, V)),
+    "a": jax.random.normal(KEYS[2], (A, H, RANK)),
+    "b": jax.random.normal(KEYS[3], (A, RANK, V)),
+}
+TARGETS = jax.random.randint(KEYS[4], (R, T), 0, V)
+ADVANTAGES = jax.random.normal(KEYS[6], (R, T))
+CONFIG = PolicyLossConfig(Reinforce(), ratio_to="current", entropy_coef=0.1, aggregation="token_sum")
+
+
+def make_batch():
+    ids, one = jnp.ones((R, T), jnp.int32), jnp.arange(R, dtype=jnp.int32)[:, None]
+    places = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (R, T))
+    batch = RolloutBatch(ids, TARGETS, ids, places, MASK, one, advantages=ADVANTAGES)
+    return batch.__class__(**{**vars(batch), "real_last_targets": True})
+
+
+BATCH = make_batch()
+
+
+def head_of(params, layout="hv"):
+    kernel = params["kernel"] if layout == "hv" else params["kernel"].T
+    return Head(kernel, lora=LoRA(params["a"], params["b"], SCALE), layout=layout)
+
+
+def loss_of(params, batch, ids, parallel=None, layout="hv", **options):
+    head = head_of(params, layout)
+    return policy_loss_from_hidden(params["hidden"], head, batch, CONFIG, parallel=parallel, adapter_ids=ids, **options)
+
+
+def merged(params):
+    """-A log p - 0.1 entropy, summed over the loss tokens, each row before a kernel of its own."""
+    total = 0.0
+    for row, k in enumerate(IDS.tolist()):
+        kernel = params["kernel"] + (SCALE * params["a"][k] @ params["b"][k] if k >= 0 else 0)
+        hidden = jnp.where(MASK[row][:, None] > 0, params["hidden"][row], 0)
+        log_p = jax.nn.log_softmax(jnp.dot(hidden, kernel, precision="highest"))
+        picked = jnp.take_along_axis(log_p, TARGETS[row][:, None], axis=1)[:, 0]
+        entropy = -(jnp.exp(log_p) * log_p).sum(-1)
+        total += (MASK[row] * (-ADVANTAGES[row] * picked - 0.1 * entropy)).sum()
+    return total
+
+
+EXPECTED = jax.jit(jax.value_and_grad(merged))(PARAMS)
+WAYS = {
+    "one pass": {"memory": 2**30},
+    "two passes": {"memory": 60_000},
+    "vh": {"layout": "vh"},
+    "mesh": {"mesh": "dp=2,cp=2,tp=2"},
+    "positions over the tensor axis": {"mesh": "dp=2,cp=1,tp=4", "sequence_parallel": True},
+    "fsdp": {"mesh": "fsdp=4,tp=2", "layout": "vh"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_row_has_its_adapter(way):
+    options = dict(WAYS[way])
+    flags = {"sequence_parallel": True} if options.pop("sequence_parallel", False) else {}
+    parallel = (mesh := options.pop("mesh", None)) and make_parallel_mesh(mesh, **flags)
+    run = lambda p, ids: loss_of(p, BATCH, ids, parallel, **options)[0]  # noqa: E731
+    loss, gradient = jax.jit(jax.value_and_grad(run))(PARAMS, IDS)
+    np.testing.assert_allclose(loss, EXPECTED[0], rtol=1e-5)
+    scale = {k: float(jnp.nanmax(jnp.abs(x))) for k, x in EXPECTED[1].items()}
+    for name, x in EXPECTED[1].items():
+        np.testing.assert_allclose(gradient[name], x, rtol=2e-5, atol=4e-6 * scale[name], err_msg=name)
+    assert not np.any(gradient["a"][1])  # the adapter that no row has
+    assert not np.any(gradient["b"][1])
+
+
+def test_the_ways_are_what_they_say():
+    for way in ("one pass", "two passes"):
+        notes = audit(jax.grad(lambda p, o=WAYS[way]: loss_of(p, BATCH, IDS, **o)[0]), PARAMS).notes
+        assert notes[0].startswith(way), notes
+
+
+def test_micro_batches_on_a_mesh():
+    parallel = make_parallel_mesh("dp=2,tp=2", devices=jax.devices()[:4])
+    halves = jax.tree.map(lambda x: x.reshape(2, R // 2, *x.shape[1:]), (BATCH, IDS, PARAMS["hidden"]))
+    rest = {k: x for k, x in PARAMS.items() if k != "hidden"}
+
+    def part(params, given):
+        batch, ids, hidden = given
+        return loss_of(params | {"hidden": hidden}, batch, ids, parallel)
+
+    (loss, _), gradient = jax.jit(accumulate_gradients(part, halves))(rest)
+    np.testing.assert_allclose(loss, EXPECTED[0], rtol=1e-5)
+    for name, x in gradient.items():
+        np.testing.assert_allclose(x, EXPECTED[1][name], rtol=2e-5, atol=1e-4, err_msg=name)
+
+
+def test_the_other_ways_in():
+    head = head_of(PARAMS)
+    hidden = PARAMS["hidden"]
+    stats = log_probs_from_hidden(hidden, head, TARGETS, where=MASK > 0, adapter_ids=IDS)
+    nll, _ = sft_loss_from_hidden(hidden, head, BATCH, aggregation="token_sum", adapter_ids=IDS)
+    parts = {"written": Part(SFT(aggregation="token_sum"))}
+    joint, _ = joint_loss_from_hidden(hidden, head, BATCH, parts, adapter_ids=IDS)
+    np.testing.assert_allclose([nll, joint], -stats.log_probs.sum(), rtol=1e-5)
+
+
+def test_an_id_of_no_adapter_is_nan_in_its_row_alone():
+    for bad in (A, -2):
+        stats = log_probs_from_hidden(
+            PARAMS["hidden"], head_of(PARAMS), TARGETS, where=MASK > 0, adapter_ids=IDS.at[1].set(bad)
+        )
+        assert np.isnan(stats.log_probs[1][MASK[1] > 0]).all()
+        assert np.isfinite(stats.log_probs[np.array([0, 2, 3])]).all()
+        assert np.isnan(loss_of(PARAMS, BATCH, IDS.at[1].set(bad))[0])
+
+
+def test_bad_input():
+    hidden, one = PARAMS["hidden"], Head(PARAMS["kernel"], lora=LoRA(PARAMS["a"][0], PARAMS["b"][0]))
+    call = lambda head, ids: log_probs_from_hidden(hidden, head, TARGETS, adapter_ids=ids)  # noqa: E731
+    with pytest.raises(ValueError, match=r"adapter_ids: got None, expected i32\[R\] for the 3 adapters of head.lora"):
+        call(head_of(PARAMS), None)
+    with pytest.raises(ValueError, match="adapter_ids: got an array, expected None without several adapters in head"):
+        call(one, IDS)
+    with pytest.raises(ValueError, match=r"adapter_ids: got shape \(3,\), expected \(4,\), one a row"):
+        call(head_of(PARAMS), IDS[:3])
+    with pytest.raises(TypeError, match="adapter_ids: got dtype float32, expected integers"):
+        call(head_of(PARAMS), IDS.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"lora.b: got shape \(2, 2, 101\), expected \(3, 2, 101\), \[A, r, V\]"):
+        call(Head(PARAMS["kernel"], lora=LoRA(PARAMS["a"], PARAMS["b"][:2])), IDS)
+    with pytest.raises(ValueError, match="adapter_ids: got None, expected"):  # where there is no way to say them yet
+        distillation_loss(hidden, head_of(PARAMS), hidden, PARAMS["kernel"], BATCH)
