@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from benchmarks import gpu, peers, plots, versions
 from benchmarks.cases import Case, draw
 from benchmarks.measure import compile_step, difference, fits, in_turns, peaks, temporaries
-from examples.pod_head import Step, described_mesh
+from examples.pod_head import Step, best_plain_stats, described_mesh
 from examples.pod_sizes import HEADS, HeadSizes
 from jaxppo.sharding import Audit, audit
 
@@ -213,6 +213,7 @@ def costs(step: Step) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {"three products": {"compute_ms": products, "over_products": 1.0}}
     ways: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "plain": (step.plain, {}),
+        "best plain": (step.plain, {"stats": best_plain_stats}),
         "one pass, no mask": (step.one_pass, {"follow_mask": False}),
         "one pass, a mask": (step.one_pass, {}),
         "two passes": (step.two_passes, {}),

@@ -44,6 +44,15 @@ def plain_stats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.A
     return log_probs, log_z - (jnp.exp(logits - log_z[..., None]) * logits).sum(axis=-1)
 
 
+def best_plain_stats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same as XLA for TPUs likes it best: no gradient through the maximum, and the target by comparing columns."""
+    d = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    e = jnp.exp(d)
+    s = e.sum(axis=-1)
+    picked = jnp.where(targets[..., None] == jnp.arange(d.shape[-1]), d, 0).sum(axis=-1)
+    return picked - jnp.log(s), jnp.log(s) - (e * d).sum(axis=-1) / s
+
+
 def plain_logits(hidden: jax.Array, kernel: jax.Array, sizes: HeadSizes) -> jax.Array:
     """f32 logits `[R, T, V]`."""
     product = "rth,vh->rtv" if sizes.tied else "rth,hv->rtv"
@@ -122,12 +131,12 @@ class Step:
         found = log_probs_from_hidden(hidden, self.head(kernel), batch.targets, **of_call)
         return found.log_probs, found.entropy
 
-    def plain(self, hidden: Any, kernel: Any, batch: RolloutBatch) -> Any:
+    def plain(self, hidden: Any, kernel: Any, batch: RolloutBatch, *, stats: Any = plain_stats) -> Any:
         """The same loss of logits that exist."""
         logits = plain_logits(hidden, kernel, self.sizes)
         logits = jax.lax.with_sharding_constraint(logits, self.parallel.sharding(self.roles.logits_spec))
-        stats = TokenStats(*plain_stats(logits, batch.targets))
-        return policy_loss(stats, batch, CONFIG, parallel=self.parallel)[0]
+        found = TokenStats(*stats(logits, batch.targets))
+        return policy_loss(found, batch, CONFIG, parallel=self.parallel)[0]
 
     def cost(self, loss: Callable[..., Any], **options: Any) -> Audit:
         """What the gradients of one of these cost; of `forward` its values."""

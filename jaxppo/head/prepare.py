@@ -65,7 +65,7 @@ class HeadOptions(TypedDict, total=False):
         of the parameter. bf16 sums send two thirds of the bytes on TPUs, half elsewhere, and lose 0.3% rms over 4
         devices, 1.4% over 128.
       follow_mask: the work follows the tokens that count, by default. False computes all tokens: where nearly all count
-        that is faster, by a sixth on a TPU v6e.
+        that takes less memory on accelerators.
       deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch: for one
         platform, jax version, tensor axis, kernel dtype and `memory`. Then tiles do not depend on the number of tokens,
         which costs time where there are few, and CPUs take two passes. With `logit_stats` the bits may be others than

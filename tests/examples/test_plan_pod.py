@@ -24,6 +24,14 @@ ROOT = Path(__file__).parents[2]
 SMALL = ["--hidden-size", "256", "--vocab-size", "32768", "--tokens", "2048"]
 
 
+def test_both_plain_versions_are_the_same_statistics():
+    logits = 3 * jax.random.normal(jax.random.key(0), (2, 5, 300))
+    targets = 7 * jnp.arange(10).reshape(2, 5)
+    plain, best = (stats(logits, targets) for stats in (pod_head.plain_stats, pod_head.best_plain_stats))
+    for x, y in zip(plain, best, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
 def test_plan_on_emulated_devices():
     step = pod_head.Step(HeadSizes(32, 4096), 64, jnp.float32, make_parallel_mesh("cp=4,tp=2"))
     found = pod_head.plan(step)
