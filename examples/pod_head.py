@@ -49,7 +49,7 @@ def best_plain_stats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, 
     d = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     e = jnp.exp(d)
     s = e.sum(axis=-1)
-    picked = jnp.where(targets[..., None] == jnp.arange(d.shape[-1]), d, 0).sum(axis=-1)
+    picked = jnp.where(targets[..., None] == jnp.arange(d.shape[-1])[None, None], d, 0).sum(axis=-1)
     return picked - jnp.log(s), jnp.log(s) - (e * d).sum(axis=-1) / s
 
 
