@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from jaxppo._arrays import (
     check_f32,
     check_ids,
 )
-from jaxppo.rules import View, raise_first
-from jaxppo.sharding import check_row_length, logical_positions, segment_multiple
+from jaxppo.rules import RULES, RULES_OF_ROWS, RULES_OF_STEPS, Rule, View, raise_first
+from jaxppo.sharding import check_row_length, in_order, logical_positions, segment_multiple
 from jaxppo.trees import starts
+
+IN_CACHE = 2**14  # positions that are checked at once: what is made of them stays in a core's cache
 
 
 def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Any]:
@@ -72,22 +75,52 @@ def check_entries(
         raise ValueError(f"vocab_size: got {vocab_size!r}, expected an integer of at least 1")
     arrays = _rows(arrays)
     layout, shards = order
-    segments, num_segments = arrays["segment_ids"], arrays["sample_ids"].shape[1]
-    length = segments.shape[1]
+    length = arrays["segment_ids"].shape[1]
     check_row_length(length, layout, shards, "row length of tokens")
+    if counts is not None:
+        arrays["normalizer"] = np.asarray(counts).reshape(arrays["sample_ids"].shape)
+    check = partial(_check_rows, vocab_size=vocab_size, order=order, real_last_targets=real_last_targets)
+    R, some = len(arrays["segment_ids"]), max(1, IN_CACHE // length)
+    if some < R:
+        parts = [{name: x[i : i + some] for name, x in arrays.items()} for i in range(0, R, some)]
+        try:
+            lengths = np.concatenate([check(part, RULES_OF_ROWS) for part in parts])
+        except ValueError:  # below all rows say which entry is the first
+            pass
+        else:
+            ids = {name: arrays[name] for name in IDS if name in arrays} | {"lengths": lengths}
+            raise_first(View(ids, lengths.shape[1], None, None, False, False, vocab_size, np), RULES_OF_STEPS)
+            return
+    check(arrays, RULES)
+
+
+def _check_rows(
+    arrays: Mapping[str, np.ndarray],
+    rules: tuple[Rule, ...],
+    *,
+    vocab_size: int,
+    order: tuple[str, int],
+    real_last_targets: bool,
+) -> np.ndarray:
+    """The length of each sequence, `[R, S]`; raises at the first entry of these rows that breaks a rule."""
+    layout, shards = order
+    segments, num_segments = arrays["segment_ids"], arrays["sample_ids"].shape[1]
     lengths = _lengths(segments, num_segments)
-    places = np.broadcast_to(logical_positions(layout, length, shards, lengths), segments.shape)
-    logical = {name: x if name in PER_SEGMENT else _logical(x, places) for name, x in arrays.items()}
+    logical = dict(arrays)
+    if not in_order(layout, shards):
+        places = np.broadcast_to(logical_positions(layout, segments.shape[1], shards, lengths), segments.shape)
+        by_token = set(arrays) - {*PER_SEGMENT, "normalizer"}
+        logical |= {name: _logical(arrays[name], places) for name in by_token}
     logical["lengths"] = lengths
     behind = lengths + starts(arrays["parents"], lengths, np) if "parents" in arrays else lengths
-    inside = np.clip(logical["segment_ids"], 0, num_segments)
-    lasts = np.take_along_axis(np.pad(behind, ((0, 0), (1, 0))), inside, axis=1) - 1
+    numbered = _numbered(logical["segment_ids"], num_segments)
+    lasts = np.pad(behind - 1, ((0, 0), (1, 0)), constant_values=-1).astype(np.int32).reshape(-1)[numbered]
     loss_tokens = None
-    if counts is not None:
-        logical["normalizer"] = np.asarray(counts).reshape(lengths.shape)
+    if "normalizer" in arrays:
         loss_tokens = _lengths(logical["segment_ids"], num_segments, logical["loss_mask"])
-    raise_first(View(logical, num_segments, lasts, loss_tokens, real_last_targets, False, vocab_size, np))
+    raise_first(View(logical, num_segments, lasts, loss_tokens, real_last_targets, False, vocab_size, np), rules)
     _check_padding(logical["segment_ids"], lengths, layout, shards)
+    return lengths
 
 
 def _rows(given: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -100,11 +133,16 @@ def _rows(given: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def _lengths(segments: np.ndarray, num_segments: int, weights: np.ndarray | None = None) -> np.ndarray:
     """`[R, S]`, the positions of each sequence, or the sum of their weights; ids out of range left out."""
-    inside = np.where((segments >= 0) & (segments <= num_segments), segments, 0)
-    numbered = inside + np.arange(len(segments))[:, None] * (num_segments + 1)
     each = None if weights is None else weights.reshape(-1)
-    counts = np.bincount(numbered.reshape(-1), each, minlength=len(segments) * (num_segments + 1))
+    numbered = _numbered(segments, num_segments).reshape(-1)
+    counts = np.bincount(numbered, each, minlength=len(segments) * (num_segments + 1))
     return counts.reshape(len(segments), -1)[:, 1:]
+
+
+def _numbered(segments: np.ndarray, num_segments: int) -> np.ndarray:
+    """`[R, T]`, one number for each sequence of all rows, and for a row's padding and ids out of range."""
+    inside = np.where((segments >= 0) & (segments <= num_segments), segments, 0)
+    return inside + np.arange(len(segments))[:, None] * (num_segments + 1)
 
 
 def _logical(x: np.ndarray, order: np.ndarray) -> np.ndarray:

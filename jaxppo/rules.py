@@ -8,6 +8,7 @@ as a bit set that `explain_broken_rules` reads.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -55,10 +56,16 @@ class View:
     def __getitem__(self, name: str) -> Any:
         return self.arrays[name]
 
-    @property
+    @functools.cached_property
     def counted(self) -> Any:
         """Where loss is: also where the mask is NaN."""
         return self["loss_mask"] != 0
+
+    @functools.cached_property
+    def starts(self) -> Any:
+        """Where a sequence begins; on the host only."""
+        segments = self["segment_ids"]
+        return (segments != _before(segments)) & (segments > 0)
 
     @property
     def present(self) -> Any:
@@ -88,6 +95,7 @@ class Rule:
       broken: (array name, where it is broken) pairs.
       on_device: whether losses check it too.
       structural: whether other rules are only meaningful where this one holds.
+      of_rows: whether each row can be judged alone.
     """
 
     name: str
@@ -95,6 +103,7 @@ class Rule:
     broken: Callable[[View], Broken]
     on_device: bool = True
     structural: bool = False
+    of_rows: bool = True
 
 
 def _mask_values(v: View) -> Broken:
@@ -167,12 +176,12 @@ def _parents_elsewhere(v: View) -> Broken:
 
 def _order(v: View) -> Broken:
     segments = v["segment_ids"]
-    yield "segment_ids", _starts(segments) & (segments <= np.maximum.accumulate(_before(segments), axis=1))
+    yield "segment_ids", v.starts & (segments <= np.maximum.accumulate(_before(segments), axis=1))
 
 
 def _positions(v: View) -> Broken:
-    places = np.arange(v["segment_ids"].shape[1])
-    first = np.maximum.accumulate(np.where(_starts(v["segment_ids"]), places, 0), axis=1)
+    places = np.arange(v["segment_ids"].shape[1], dtype=np.int32)
+    first = np.maximum.accumulate(v.starts * places, axis=1)
     expected = places - first
     if "parents" in v.arrays:
         begins = starts(v["parents"], v["lengths"], np)
@@ -214,10 +223,6 @@ def _rewards(v: View) -> Broken:
 
 def _before(x: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
-
-
-def _starts(segments: np.ndarray) -> np.ndarray:
-    return (segments != _before(segments)) & (segments > 0)
 
 
 # Bit i of `broken_rules` is rule i: new rules come at the end of those that losses check.
@@ -283,10 +288,12 @@ RULES = (
     Rule("vocabulary", "0 to {V}", _vocabulary, on_device=False),
     Rule("next_token", "the next token of the sequence", _next_token, on_device=False),
     Rule("present_ids", "at least 0 for each sequence but a shared prefix", _present_ids, on_device=False),
-    Rule("own_ids", "an id of its own for each sample", _own_ids, on_device=False),
+    Rule("own_ids", "an id of its own for each sample", _own_ids, on_device=False, of_rows=False),
     Rule("rewards", "a finite number for a sequence that is there", _rewards, on_device=False),
 )
 ON_DEVICE = tuple(rule for rule in RULES if rule.on_device)
+RULES_OF_ROWS = tuple(rule for rule in RULES if rule.of_rows)
+RULES_OF_STEPS = tuple(rule for rule in RULES if not rule.of_rows)
 
 
 def count_broken(
@@ -353,9 +360,9 @@ def explain_broken_rules(bits: int | Array) -> list[str]:
     ]
 
 
-def raise_first(view: View) -> None:
-    """Raises ValueError at the first entry that breaks a rule, with its row and logical position, or segment."""
-    for rule in sorted(RULES, key=lambda rule: not rule.structural):
+def raise_first(view: View, rules: tuple[Rule, ...] = RULES) -> None:
+    """Raises ValueError at the first entry that breaks one of them, with its row and logical position, or segment."""
+    for rule in sorted(rules, key=lambda rule: not rule.structural):
         for name, bad in rule.broken(view):
             if bad.any():
                 row, place = (int(i) for i in np.argwhere(bad)[0])
