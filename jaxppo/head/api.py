@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxppo._arrays import check_array
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
-from jaxppo.head.types import Entropy, HeadCall, Inputs, Prepared, TokenStats
+from jaxppo.head.types import Entropy, HeadCall, Inputs, TokenStats
 from jaxppo.head.vjp import stats_of_tokens
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
@@ -83,14 +83,13 @@ def log_probs_from_hidden(
         adapter_ids=adapter_ids,
         options=options,
     )
-    return token_stats(prepared, parallel)
-
-
-def token_stats(prepared: Prepared, parallel: ParallelMesh | ShardAxes | None) -> TokenStats:
-    """The statistics that `log_probs_from_hidden` returns."""
-    given = {"head": prepared.inputs}
     found: TokenStats = shard_call(
-        "log_probs_from_hidden", _per_shard, parallel, given, lambda p: ([prepared.specs], p.tokens_spec), prepared.call
+        "log_probs_from_hidden",
+        _per_shard,
+        parallel,
+        {"head": prepared.inputs},
+        lambda p: ([prepared.specs], p.tokens_spec),
+        prepared.call,
     )
     return found
 

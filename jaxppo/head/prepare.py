@@ -227,11 +227,9 @@ def on_device(call: HeadCall, inputs: Inputs) -> Inputs:
     per_token = inputs.targets, inputs.nucleus_ids, inputs.ids, inputs.counts, inputs.temperature
     parts = call.axes.size(call.axes.tensor) if call.sequence_parallel else 1
     R, T = hidden.shape[0], hidden.shape[1] * parts
-
-    def flat(x: jax.Array) -> jax.Array:
-        return x.reshape(R * T, *x.shape[2:]) if x.ndim else jnp.broadcast_to(x, R * T)
-
-    targets, nucleus_ids, ids, counts, temperature = jax.tree.map(flat, per_token)
+    targets, nucleus_ids, ids, counts, temperature = jax.tree.map(
+        lambda x: x.reshape(R * T, *x.shape[2:]) if x.ndim else jnp.broadcast_to(x, R * T), per_token
+    )
     if counts is None and call.deterministic:  # the same program with a mask and without
         counts = jnp.ones(R * T, bool)
     counts = None if counts is None else counts.astype(bool)

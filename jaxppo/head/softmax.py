@@ -237,14 +237,10 @@ def merge(a: Sums, b: Sums) -> Sums:
     return added._replace(m=m, nucleus_m=nucleus_m, top=top)
 
 
-def _column(x: jax.Array) -> jax.Array:
-    return x[:, None]
-
-
 def merge_parts(parts: Sums) -> Sums:
     """The sums of N tokens from those of parts of their logits, `[N, parts]`."""
     m, nucleus_m, top = jax.tree.map(lambda x: x.max(axis=1), (parts.m, parts.nucleus_m, parts.top))
-    rescaled = _rescale(parts, *jax.tree.map(_column, (m, nucleus_m)))._replace(m=None, nucleus_m=None)
+    rescaled = _rescale(parts, *jax.tree.map(lambda x: x[:, None], (m, nucleus_m)))._replace(m=None, nucleus_m=None)
     return jax.tree.map(lambda x: x.sum(axis=1), rescaled)._replace(m=m, nucleus_m=nucleus_m, top=top)
 
 
@@ -339,18 +335,18 @@ def dlogits(
     """
     log_p: Any = None
     if residuals.m is not None:
-        log_p = (z - _column(residuals.m)) - _column(residuals.log_s)
+        log_p = (z - residuals.m[:, None]) - residuals.log_s[:, None]
     if nucleus is None:
         p = jnp.exp(log_p)
     else:
-        p = jnp.where(nucleus, jnp.exp((z - _column(residuals.nucleus_m)) - _column(residuals.nucleus_log_s)), 0)
-    dz = _column(cotangents.log_prob) * (is_target.astype(p.dtype) - p)
+        p = jnp.where(nucleus, jnp.exp((z - residuals.nucleus_m[:, None]) - residuals.nucleus_log_s[:, None]), 0)
+    dz = cotangents.log_prob[:, None] * (is_target.astype(p.dtype) - p)
     if cotangents.entropy is not None:
         full_p = jnp.exp(log_p)
-        dz -= _column(cotangents.entropy) * jnp.where(full_p > 0, full_p * (log_p + _column(residuals.entropy)), 0)
+        dz -= cotangents.entropy[:, None] * jnp.where(full_p > 0, full_p * (log_p + residuals.entropy[:, None]), 0)
     if cotangents.log_z is not None:
-        of_mean = jnp.where(z > -jnp.inf, _column(cotangents.mean_logit / residuals.columns), 0)
-        dz += _column(cotangents.log_z) * jnp.exp(log_p) + of_mean
+        of_mean = jnp.where(z > -jnp.inf, (cotangents.mean_logit / residuals.columns)[:, None], 0)
+        dz += cotangents.log_z[:, None] * jnp.exp(log_p) + of_mean
     if cotangents.ids is not None and ids is not None:
-        dz += ids.spread(cotangents.ids, z) - _column(cotangents.ids.sum(axis=1)) * jnp.exp(log_p)
+        dz += ids.spread(cotangents.ids, z) - cotangents.ids.sum(axis=1)[:, None] * jnp.exp(log_p)
     return dz

@@ -198,17 +198,13 @@ def dense(of_stats: Any) -> Any:
 
 def values(tree: Any) -> Any:
     """The arrays of a rule's arguments with `symbolic_zeros`."""
-    return jax.tree.map(lambda x: x.value, tree, is_leaf=_is_argument)
+    return jax.tree.map(lambda x: x.value, tree, is_leaf=lambda x: hasattr(x, "perturbed"))
 
 
 def values_and_needs(inputs: Any) -> tuple[Inputs, NeedsGrad]:
     """The arrays of a rule's `Inputs` with `symbolic_zeros`, and which gradients will be asked for."""
-    needed = jax.tree.map(lambda x: x.perturbed or None, inputs, is_leaf=_is_argument)
+    needed = jax.tree.map(lambda x: x.perturbed or None, inputs, is_leaf=lambda x: hasattr(x, "perturbed"))
     return values(inputs), NeedsGrad(needed.features, needed.parameters)
-
-
-def _is_argument(x: Any) -> bool:
-    return hasattr(x, "perturbed")
 
 
 # Where a forward saves None or True it leaves an array with no element and of such a shape.
@@ -221,11 +217,11 @@ def to_save(tree: Any) -> Any:
     A function under `jit` is traced once, and the forward of a rule in it once for each set of gradients that is asked
     for. But JAX gives every backward the structure of what the last of these forwards saved.
     """
-
-    def mark(x: Any) -> Any:
-        return x if x is not None and x is not True else jnp.zeros(_NONE if x is None else _TRUE, jnp.float32)
-
-    return jax.tree.map(mark, tree, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda x: x if x is not None and x is not True else jnp.zeros(_NONE if x is None else _TRUE, jnp.float32),
+        tree,
+        is_leaf=lambda x: x is None,
+    )
 
 
 def saved(tree: Any) -> Any:
