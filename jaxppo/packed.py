@@ -39,7 +39,7 @@ def packed_samples(
     with multihost.together(parallel):
         check_samples(samples)
         _check_options(share_prefixes, mtp_depths)
-        pieces = whole_pieces(samples)
+        masks, pieces = [sample.mask for sample in samples], whole_pieces(samples)
         if share_prefixes:
             layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
             check_row_length(sizes["row_length"], layout, shards)
@@ -48,7 +48,7 @@ def packed_samples(
     packed = pack(
         [range(piece.start, piece.stop) for piece in pieces],
         parallel=parallel,
-        loads=loads_of(pieces, samples),
+        loads=loads_of(pieces, masks),
         bundles=[piece.bundle for piece in pieces],
         **sizes,
     )
@@ -57,7 +57,7 @@ def packed_samples(
     ids = [first + i if s.sample_id is None else int(s.sample_id) for i, s in enumerate(samples)]
     with multihost.together(parallel):
         check_sample_ids(ids)
-        arrays: dict[str, Any] = batch_arrays(samples, pieces, packed, ids, trees=share_prefixes)
+        arrays: dict[str, Any] = batch_arrays(samples, masks, pieces, packed, ids, trees=share_prefixes)
     if several:
         check_groups_of_hosts(samples)
         names = sorted(name for name, x in arrays.items() if x is not None)

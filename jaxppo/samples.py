@@ -268,16 +268,21 @@ def whole_pieces(samples: Sequence[Sample]) -> list[Piece]:
     return [Piece(i, 0, len(sample.tokens), i) for i, sample in enumerate(samples)]
 
 
-def loads_of(pieces: Sequence[Piece], samples: Sequence[Sample]) -> list[float]:
+def loads_of(pieces: Sequence[Piece], masks: Sequence[np.ndarray]) -> list[float]:
     """How many tokens of each piece carry loss."""
-    return [0.0 if piece.shared else float(samples[piece.sample].mask.sum()) for piece in pieces]
+    return [0.0 if piece.shared else float(masks[piece.sample].sum()) for piece in pieces]
 
 
 def batch_arrays(
-    samples: Sequence[Sample], pieces: Sequence[Piece], packed: Packed, ids: Sequence[int], *, trees: bool
+    samples: Sequence[Sample],
+    masks: Sequence[np.ndarray],
+    pieces: Sequence[Piece],
+    packed: Packed,
+    ids: Sequence[int],
+    *,
+    trees: bool,
 ) -> dict[str, np.ndarray | None]:
-    """The arrays of a `RolloutBatch`, by name, from samples with these ids, packed in pieces."""
-    masks = [sample.mask for sample in samples]
+    """The arrays of a `RolloutBatch`, by name, from samples with these masks and ids, packed in pieces."""
     tokens = [np.asarray(sample.tokens, np.int32) for sample in samples]
 
     def of_segments(values: Sequence[Any] | None, fill: int, dtype: Any) -> np.ndarray | None:
@@ -293,7 +298,7 @@ def batch_arrays(
         "tokens": packed.place([tokens[p.sample][p.start : p.stop] for p in pieces], 0, np.int32),
         "targets": packed.place([tokens[p.sample][p.start + 1 : p.stop + 1] for p in pieces], 0, np.int32, first),
         "segment_ids": packed.segment_ids,
-        "positions": packed.place([np.arange(p.start, p.stop, dtype=np.int32) for p in pieces], 0, np.int32),
+        "positions": packed.positions,
         "loss_mask": packed.place(predicted, 0, np.float32, first),
         "rewards": of_segments(_all_or_none(samples, "reward"), 0, np.float32),
         "sample_ids": of_segments(ids, -1, np.int32),
@@ -306,6 +311,8 @@ def batch_arrays(
         values = responses and [() if p.shared else responses[p.sample] for p in pieces]
         arrays[name] = None if values is None else packed.place(values, 0, kind, before_response)
     if trees:
+        positions = [np.arange(p.start, p.stop, dtype=np.int32) for p in pieces]
+        arrays["positions"] = packed.place(positions, 0, np.int32)
         parents = [0 if p.parent is None else packed.slot[p.parent] + 1 for p in pieces]
         arrays["parents"] = packed.place_segments(parents, 0, np.int32)
     return arrays
