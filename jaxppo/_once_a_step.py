@@ -39,7 +39,10 @@ def split(traced: ClosedJaxpr, params: Sequence[Any], others: Sequence[Any]) -> 
     found, renamed = _without_repeats(marked)
     originals, copies = [eqn.invars[0] for eqn in found], [eqn.outvars[0] for eqn in found]
     taken = {id(eqn) for eqn in marked}
-    name = lambda v: renamed.get(v, v) if _is_var(v) else v  # noqa: E731
+
+    def name(v: Any) -> Any:
+        return renamed.get(v, v) if _is_var(v) else v
+
     eqns = [eqn.replace(invars=list(map(name, eqn.invars))) for eqn in jaxpr.eqns if id(eqn) not in taken]
     eqns = _needed(eqns, outvars := list(map(name, jaxpr.outvars)))
     read = {v for eqn in eqns for v in eqn.invars if _is_var(v)} | set(filter(_is_var, outvars))
@@ -74,7 +77,10 @@ def _evaluate(traced: ClosedJaxpr, *args: Any) -> list[Any]:
 
     jaxpr = traced.jaxpr
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*traced.consts, *args), strict=True))
-    read = lambda v: values[v] if _is_var(v) else v.val  # noqa: E731
+
+    def read(v: Any) -> Any:
+        return values[v] if _is_var(v) else v.val
+
     for eqn in jaxpr.eqns:
         if _holds_copies(eqn):
             values.update(zip(eqn.outvars, _evaluate(eqn.params["jaxpr"], *map(read, eqn.invars)), strict=True))
@@ -138,8 +144,10 @@ def gradients_of_originals(
     info = [jnp.finfo(x.dtype) for x in originals]
     # rounded before they are converted: else XLA for TPU sums over devices in bf16
     rounded = [lax.reduce_precision(x, i.nexp, i.nmant) for x, i in zip(sums, info, strict=True)]
-    narrow = lambda xs: [x.astype(y.dtype) for x, y in zip(xs, originals, strict=True)]  # noqa: E731
-    as_f32 = lambda xs: [x.astype(jnp.float32) for x in xs]  # noqa: E731
-    found = as_f32(back(narrow(rounded)))
-    lost = as_f32(back(narrow([x - y for x, y in zip(sums, rounded, strict=True)])))
-    return [x + y for x, y in zip(found, lost, strict=True)]
+    lost = [x - y for x, y in zip(sums, rounded, strict=True)]
+
+    def through(xs: list[jax.Array]) -> list[jax.Array]:
+        narrow = [x.astype(y.dtype) for x, y in zip(xs, originals, strict=True)]
+        return [x.astype(jnp.float32) for x in back(narrow)]
+
+    return [x + y for x, y in zip(through(rounded), through(lost), strict=True)]

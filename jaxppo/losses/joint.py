@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
 import jax
@@ -292,7 +292,10 @@ def _batches(
                 raise ValueError(
                     f"{what}[{name!r}]: got shape {x.shape}, expected the batch's, {batch.loss_mask.shape}"
                 )
-    f32: Callable[[Any], Any] = lambda x: None if x is None else x.astype(jnp.float32)  # noqa: E731
+
+    def f32(x: Any) -> Any:
+        return None if x is None else x.astype(jnp.float32)
+
     return {
         name: dataclasses.replace(
             batch,

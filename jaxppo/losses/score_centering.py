@@ -131,8 +131,10 @@ class CenteringLoss(TokenLoss):
     ) -> tuple[Float[Array, "R T"], Values]:
         ids, log_q = constants[1]
         there = (ids != -1) & (batch.loss_mask[..., None] > 0)
-        read = lambda x: jnp.where(there, x.astype(jnp.float32), 0)  # noqa: E731
-        log_p, log_q = (with_tail(read(x), there, self.tail) for x in (stats.id_log_probs, log_q))
+        given: tuple[Any, Any] = stats.id_log_probs, log_q
+        of_ids = [jnp.where(there, x.astype(jnp.float32), 0) for x in given]
+        masses = [jnp.where(there, jnp.exp(x), 0).sum(axis=-1) for x in of_ids]
+        log_p, log_q = (with_tail(x, there, self.tail) for x in of_ids)
         assert batch.advantages is not None
         slopes = self._slopes(log_p, log_q, masked(batch.advantages, batch.loss_mask), segments)
         drawn = jnp.exp(log_q) * slopes
@@ -141,21 +143,20 @@ class CenteringLoss(TokenLoss):
             log_p, drawn = log_p[..., :-1], drawn[..., :-1]
             drawn = drawn - rest * jnp.exp(log_p)
         found = -jnp.where(there, lax.stop_gradient(drawn) * log_p, 0).sum(axis=-1)
-        mass = lambda x: jnp.where(there, jnp.exp(x.astype(jnp.float32)), 0).sum(axis=-1)  # noqa: E731
-        return found, {"policy_mass": mass(stats.id_log_probs), "rollout_mass": mass(constants[1][1])}
+        return found, {"policy_mass": masses[0], "rollout_mass": masses[1]}
 
     def _slopes(
         self, log_p: Float[Array, "R T K"], log_q: Float[Array, "R T K"], advantages: Float[Array, "R T"], segments: Any
     ) -> Float[Array, "R T K"]:
         """The loss's gradient by each log p had that token been drawn, without what it has at an advantage of 0."""
         R, T, K = log_p.shape
-        flat = lambda x: lax.stop_gradient(x).reshape(R, T * K)  # noqa: E731
-        old, wide = flat(log_p if self.on_policy else log_q), flat(jnp.repeat(advantages[..., None], K, axis=-1))
+        given = log_p, log_p if self.on_policy else log_q, jnp.repeat(advantages[..., None], K, axis=-1)
+        new, old, wide = (lax.stop_gradient(x).reshape(R, T * K) for x in given)
 
         def at(x: Float[Array, "R TK"], advantages: Float[Array, "R TK"]) -> Float[Array, ""]:
             return self.loss(x, old, advantages, mask=jnp.ones_like(x), segments=segments)[0].sum()
 
-        by_advantage, without = (jax.grad(at)(flat(log_p), a) for a in (wide, jnp.zeros_like(wide)))
+        by_advantage, without = (jax.grad(at)(new, a) for a in (wide, jnp.zeros_like(wide)))
         return (by_advantage - without).reshape(R, T, K)
 
     def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:

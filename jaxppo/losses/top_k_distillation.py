@@ -326,11 +326,11 @@ class TopKLoss(TokenLoss):
     ) -> tuple[Float[Array, "R T"], Values]:
         ids, log_q = constants[1]
         ids = jnp.where(batch.loss_mask[..., None] > 0, ids, -1)  # so that nothing is read where no loss is
-        read = lambda x: jnp.where(ids == -1, 0, x.astype(jnp.float32))  # noqa: E731
-        log_p, log_q = read(stats.id_log_probs), read(log_q)
+        given: tuple[Any, Any] = stats.id_log_probs, log_q
+        log_p, log_q = (jnp.where(ids == -1, 0, x.astype(jnp.float32)) for x in given)
         found = top_k_divergence(log_p, log_q, ids, divergence=self.divergence, beta=self.beta, tail=self.tail)
-        mass = lambda x: jnp.where(ids == -1, 0, jnp.exp(x)).sum(axis=-1)  # noqa: E731
-        return found, {"divergence": found, "teacher_mass": mass(log_q), "student_mass": mass(log_p)}
+        student, teacher = (jnp.where(ids == -1, 0, jnp.exp(x)).sum(axis=-1) for x in (log_p, log_q))
+        return found, {"divergence": found, "teacher_mass": teacher, "student_mass": student}
 
     def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
         return {name: (x, mask, "mean") for name, x in values.items()}

@@ -40,8 +40,8 @@ OFF_POLICY = OffPolicyConfig(
 
 def corrected(parallel, batch: RolloutBatch, x):
     def per_shard(axes, batch, x):
-        arrays = (x, batch.old_log_probs, batch.rollout_log_probs, batch.advantages, batch.loss_mask)
-        return correction(*arrays, batch.segments(axes), OFF_POLICY)[0]
+        policies = {"current": x, "old": batch.old_log_probs, "rollout": batch.rollout_log_probs}
+        return correction(policies, batch.advantages, batch.loss_mask, batch.segments(axes), OFF_POLICY)[0]
 
     args = {"batch": batch, "x": x}
     return shard_call(

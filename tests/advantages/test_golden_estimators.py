@@ -261,7 +261,8 @@ def correct(case, config, parallel):
     def per_shard(axes, batch):
         none = jnp.zeros_like(batch.loss_mask)
         segments, old = batch.segments(axes), batch.old_log_probs
-        return correction(old, old, batch.rollout_log_probs, none, batch.loss_mask, segments, config)[0]
+        policies = {"current": old, "old": old, "rollout": batch.rollout_log_probs}
+        return correction(policies, none, batch.loss_mask, segments, config)[0]
 
     args = {"batch": batch}
 

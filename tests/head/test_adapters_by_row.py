@@ -86,7 +86,10 @@ def test_each_row_has_its_adapter(way):
     options = dict(WAYS[way])
     flags = {"sequence_parallel": True} if options.pop("sequence_parallel", False) else {}
     parallel = (mesh := options.pop("mesh", None)) and make_parallel_mesh(mesh, **flags)
-    run = lambda p, ids: loss_of(p, BATCH, ids, parallel, **options)[0]  # noqa: E731
+
+    def run(p, ids):
+        return loss_of(p, BATCH, ids, parallel, **options)[0]
+
     loss, gradient = jax.jit(jax.value_and_grad(run))(PARAMS, IDS)
     np.testing.assert_allclose(loss, EXPECTED[0], rtol=1e-5)
     scale = {k: float(jnp.nanmax(jnp.abs(x))) for k, x in EXPECTED[1].items()}
@@ -139,7 +142,10 @@ def test_an_id_of_no_adapter_is_nan_in_its_row_alone():
 
 def test_bad_input():
     hidden, one = PARAMS["hidden"], Head(PARAMS["kernel"], lora=LoRA(PARAMS["a"][0], PARAMS["b"][0]))
-    call = lambda head, ids: log_probs_from_hidden(hidden, head, TARGETS, adapter_ids=ids)  # noqa: E731
+
+    def call(head, ids):
+        return log_probs_from_hidden(hidden, head, TARGETS, adapter_ids=ids)
+
     with pytest.raises(ValueError, match=r"adapter_ids: got None, expected i32\[R\] for the 3 adapters of head.lora"):
         call(head_of(PARAMS), None)
     with pytest.raises(ValueError, match="adapter_ids: got an array, expected None without several adapters in head"):

@@ -44,12 +44,17 @@ def mesh_of(names="dp cp tp", kind=AxisType.Auto):
 def params_of(dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(1), 4)
     shapes = {"kernel": (H, V), "bias": (V,), "a": (H, 4), "b": (4, V)}
-    draw = lambda key, shape: (jax.random.normal(key, shape) / 4).astype(dtype)  # noqa: E731
+
+    def draw(key, shape):
+        return (jax.random.normal(key, shape) / 4).astype(dtype)
+
     return {name: draw(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
 
 def head_of(params, dtype=None):
-    cast = lambda x: x if dtype is None else x.astype(dtype)  # noqa: E731
+    def cast(x):
+        return x if dtype is None else x.astype(dtype)
+
     if set(params) == {"kernel"}:
         return Head(cast(params["kernel"]))
     return Head(cast(params["kernel"]), cast(params["bias"]), LoRA(cast(params["a"]), cast(params["b"]), 0.5))
@@ -194,7 +199,10 @@ SPECS = {"kernel": P(None, "tp"), "bias": P("tp"), "a": P(), "b": P(None, "tp"),
 def in_a_shard_map(loss_fn, **options):
     parallel = mesh_of()
     parts = P(None, "dp", "cp"), BATCH.specs(parallel), NORMALIZER.specs(parallel)
-    run = lambda params, parts: accumulate_gradients(loss_fn, parts, **options)(params)[1]  # noqa: E731
+
+    def run(params, parts):
+        return accumulate_gradients(loss_fn, parts, **options)(params)[1]
+
     return jax.jit(jax.shard_map(run, mesh=parallel.mesh, in_specs=(SPECS, parts), out_specs=SPECS))
 
 
@@ -253,7 +261,9 @@ def test_on_a_tpu(way):
         batch = dataclasses.replace(batch, micro_batches=K)
         normalizer = Normalizer.from_batches(batch, CONFIG.aggregation, parallel=parallel)
 
-        loss_fn = lambda kernel, part: way({"kernel": kernel}, part, parallel)  # noqa: E731
+        def loss_fn(kernel, part):
+            return way({"kernel": kernel}, part, parallel)
+
         return accumulate_gradients(loss_fn, (hidden, batch, normalizer))(kernel)[1]
 
     found = audit(step, kernel, (states, batch))

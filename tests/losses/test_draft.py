@@ -142,7 +142,10 @@ def test_on_a_mesh(objective, mesh, layout):
 def test_explicit_axes_and_hidden_states_sharded_by_position(options):
     """Arrays lie as a model leaves them."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", **options)
-    put = lambda x, spec: jax.device_put(x, parallel.sharding(spec))  # noqa: E731
+
+    def put(x, spec):
+        return jax.device_put(x, parallel.sharding(spec))
+
     hidden = [put(x, parallel.hidden_spec) for x in HIDDEN]
     policy, batch = put(POLICY, parallel.hidden_spec), BATCH.put(parallel)
     kernels = [put(np.pad(x, ((0, 0), (0, 1))), parallel.kernel_spec()) for x in (KERNEL, POLICY_KERNEL)]
@@ -150,7 +153,10 @@ def test_explicit_axes_and_hidden_states_sharded_by_position(options):
     def run(hidden, policy, kernel, policy_kernel, batch):
         call = {"objective": "likelihood", "eta": ETA, "coef": COEF, "parallel": parallel}
         of = functools.partial(Head, vocab_size=V)
-        fn = lambda h, k: draft_loss(h, of(k), policy, of(policy_kernel), batch, **call)  # noqa: E731
+
+        def fn(h, k):
+            return draft_loss(h, of(k), policy, of(policy_kernel), batch, **call)
+
         (loss, found), gradients = jax.value_and_grad(fn, (0, 1), has_aux=True)(hidden, kernel)
         return loss, gradients, finalize_metrics(found)
 

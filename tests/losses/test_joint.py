@@ -144,13 +144,21 @@ def test_the_sum_of_the_parts(path):
 
 def test_three_products_in_place_of_nine():
     batch, masks, weights, params, _ = step()
-    joint = lambda p: joint_loss_from_hidden(*p, batch, PARTS, masks=masks, weights=weights)[0]  # noqa: E731
-    one = lambda p: policy_loss_from_hidden(*p, batch, POLICY)[0]  # noqa: E731
+
+    def joint(p):
+        return joint_loss_from_hidden(*p, batch, PARTS, masks=masks, weights=weights)[0]
+
+    def one(p):
+        return policy_loss_from_hidden(*p, batch, POLICY)[0]
+
     given = params["hidden"], params["kernel"]
     found = [audit(jax.grad(fn), given) for fn in (one, joint)]
     assert found[0].flops == found[1].flops
     assert "one pass" in found[1].notes[0]
-    small = lambda p: joint_loss_from_hidden(*p, batch, PARTS, memory=22_000)[0]  # noqa: E731
+
+    def small(p):
+        return joint_loss_from_hidden(*p, batch, PARTS, memory=22_000)[0]
+
     assert "two passes" in audit(jax.grad(small), given).notes[0]
 
 
@@ -158,7 +166,10 @@ def test_a_loss_of_sequences_takes_all_parts_to_two_passes():
     batch, masks, _, params, _ = step()
     of_sequences = PolicyLossConfig(GSPO(0.01, 0.02))
     parts = {"policy": Part(of_sequences), "written": Part(SFT(), coef=jnp.float32(0.3))}
-    run = lambda p: joint_loss_from_hidden(p["hidden"], p["kernel"], batch, parts, masks=masks)[0]  # noqa: E731
+
+    def run(p):
+        return joint_loss_from_hidden(p["hidden"], p["kernel"], batch, parts, masks=masks)[0]
+
     loss, gradient = quick_jit(jax.value_and_grad(run))(params)
 
     def separate(p):
@@ -174,7 +185,10 @@ def test_a_loss_of_sequences_takes_all_parts_to_two_passes():
 def test_a_rule_that_one_part_breaks():
     batch, masks, _, params, _ = step()
     masks = masks | {"policy": batch.loss_mask}  # advantages are NaN on the written samples
-    run = lambda p: joint_loss_from_hidden(p["hidden"], p["kernel"], batch, PARTS, masks=masks)  # noqa: E731
+
+    def run(p):
+        return joint_loss_from_hidden(p["hidden"], p["kernel"], batch, PARTS, masks=masks)
+
     (loss, found), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(params)
     assert np.isnan(loss)
     assert np.isnan(gradient["kernel"]).any()
@@ -185,9 +199,10 @@ def test_a_rule_that_one_part_breaks():
 
 def test_bad_input():
     batch, masks, weights, params, _ = step()
-    call = lambda parts=PARTS, **more: joint_loss_from_hidden(  # noqa: E731
-        params["hidden"], params["kernel"], batch, parts, **more
-    )
+
+    def call(parts=PARTS, **more):
+        return joint_loss_from_hidden(params["hidden"], params["kernel"], batch, parts, **more)
+
     with pytest.raises(ValueError, match="parts: got none, expected at least one"):
         call({})
     with pytest.raises(TypeError, match=r"parts\['a'\]: got SFT, expected Part"):

@@ -71,7 +71,10 @@ def make_step():
         hidden, targets = rng.normal(size=(len(s.mask), H)).astype(np.float32), rng.integers(0, V, len(s.mask))
         found = dataclasses.replace(s, hidden=hidden, targets=targets)
         own = with_stats([found], head)[0].log_probs
-        near = lambda own=own: np.minimum(own + 0.3 * rng.normal(size=len(own)), -0.01).astype(np.float32)  # noqa: E731
+
+        def near(own=own):
+            return np.minimum(own + 0.3 * rng.normal(size=len(own)), -0.01).astype(np.float32)
+
         samples.append(dataclasses.replace(found, old_log_probs=near(), ref_log_probs=near(), rollout_log_probs=near()))
     return with_weights(STEP, samples), head
 
@@ -181,7 +184,10 @@ def test_a_number_weighs_a_sample():
 
 def test_one_pass_stays_one_pass():
     hidden, kernel = jnp.ones((*BATCH.tokens.shape, 4)), jnp.ones((4, 50))
-    run = lambda h, w, b: policy_loss_from_hidden(h, w, b, PolicyLossConfig(by_name("ppo")))[0]  # noqa: E731
+
+    def run(h, w, b):
+        return policy_loss_from_hidden(h, w, b, PolicyLossConfig(by_name("ppo")))[0]
+
     flops = [
         audit(jax.grad(run, (0, 1)), hidden, kernel, batch).flops
         for batch in (BATCH, dataclasses.replace(BATCH, loss_weights=BATCH.loss_mask))

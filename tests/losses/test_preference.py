@@ -263,7 +263,9 @@ def test_inside_the_users_own_shard_map(explicit):
     placed = jax.device_put(batch, jax.tree.map(parallel.sharding, specs))
 
     def run(batch, parallel):
-        fn = lambda x: preference.preference_loss(TokenStats(x), batch, LOSSES["dpo"], parallel=parallel)  # noqa: E731
+        def fn(x):
+            return preference.preference_loss(TokenStats(x), batch, LOSSES["dpo"], parallel=parallel)
+
         (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(batch.returns)
         return loss, gradient, finalize_metrics(found)
 

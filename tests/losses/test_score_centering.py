@@ -147,7 +147,9 @@ def test_on_a_mesh_from_hidden_states(mesh):
         one = policy_loss(stats, BATCH, config, parallel=parallel)[0]
         return one + score_centering_loss(stats, *given, BATCH, config, parallel=parallel)[0]
 
-    of = lambda p: quick_jit(jax.value_and_grad(lambda *x: total(*x, p), (0, 1)))(hidden, kernel)  # noqa: E731
+    def of(p):
+        return quick_jit(jax.value_and_grad(lambda *x: total(*x, p), (0, 1)))(hidden, kernel)
+
     assert_trees_close(of(make_parallel_mesh(mesh)), of(None), rtol=1e-5, atol=1e-6)
 
 
@@ -155,9 +157,10 @@ def test_bad_input():
     given = of_sampler(K)
     stats = TokenStats(jnp.full((R, T), -1.0), id_log_probs=jnp.asarray(given[1]))
     config = PolicyLossConfig(CISPO(1.0, 1.0), ratio_to="rollout")
-    run = lambda config=config, stats=stats, given=given, **more: score_centering_loss(  # noqa: E731
-        stats, *given, BATCH, config, **more
-    )
+
+    def run(config=config, stats=stats, given=given, **more):
+        return score_centering_loss(stats, *given, BATCH, config, **more)
+
     assert np.isfinite(run()[0])
     for config_, message in [
         (PolicyLossConfig(GSPO(), ratio_to="rollout"), "config.loss: got GSPO.*expected one whose tokens are each"),

@@ -40,7 +40,10 @@ def test_against_the_oracle(kind, tail):
     ids, log_q = top_k(teacher, K)
     log_p = np.take_along_axis(log_softmax(z), ids, axis=-1).astype(np.float32)
     options = {"divergence": kind, "beta": 0.3, "tail": tail}
-    fn = lambda x: distillation.top_k_divergence(x, log_q, **options)  # noqa: E731
+
+    def fn(x):
+        return distillation.top_k_divergence(x, log_q, **options)
+
     found, gradient = jax.jit(lambda x: (fn(x), jax.grad(lambda x: fn(x).sum())(x)))(log_p)
     for t in range(50):
         value, by_log_p = other_losses.top_k_divergence(log_p[t], log_q[t], kind, 0.3, tail)
@@ -68,7 +71,10 @@ def test_it_is_never_negative(kind, tail):
 def test_left_out_it_is_negative_where_the_student_has_more_mass_on_the_ids():
     """-0.3 log 3, a plausible number that a clamp at 0 would hide, and with it the gradient."""
     p, q = np.log([[0.9]]), np.log([[0.3]])
-    of = lambda tail: float(distillation.top_k_divergence(p, q, tail=tail)[0])  # noqa: E731
+
+    def of(tail):
+        return float(distillation.top_k_divergence(p, q, tail=tail)[0])
+
     assert of("leave_out") == pytest.approx(-0.3 * np.log(3), rel=1e-6)
     assert of("bucket") == pytest.approx(0.3 * np.log(0.3 / 0.9) + 0.7 * np.log(0.7 / 0.1), rel=1e-6)
     assert of("renormalise") == 0
@@ -82,9 +88,10 @@ def test_empty_slots_count_no_mass(kind, tail):
     ids, log_q = top_k(teacher, K)
     log_p = np.take_along_axis(log_softmax(z), ids, axis=-1).astype(np.float32)
     options = {"divergence": kind, "beta": 0.3, "tail": tail}
-    run = lambda p, q, ids: jax.value_and_grad(  # noqa: E731
-        lambda p: distillation.top_k_divergence(p, q, ids, **options).sum()
-    )(p)
+
+    def run(p, q, ids):
+        return jax.value_and_grad(lambda p: distillation.top_k_divergence(p, q, ids, **options).sum())(p)
+
     expected = run(log_p, log_q, ids)
     for filler in (-np.inf, np.nan, 0.0, 5.0):
         wide = [np.concatenate([x, np.full((9, 2), filler, np.float32)], axis=-1) for x in (log_p, log_q)]
@@ -108,15 +115,21 @@ def test_all_ids_are_the_full_divergence(kind):
     }
     expected["mixed_kl"] = 0.3 * expected["forward_kl"] + 0.7 * expected["reverse_kl"]
     for tail in TAILS:
-        fn = lambda x: distillation.top_k_divergence(x, log_q, divergence=kind, beta=0.3, tail=tail)  # noqa: B023, E731
+
+        def fn(x):
+            return distillation.top_k_divergence(x, log_q, divergence=kind, beta=0.3, tail=tail)  # noqa: B023
+
         np.testing.assert_allclose(fn(log_p), expected[kind], rtol=2e-5, atol=1e-5)
-        assert np.isfinite(jax.grad(lambda x: fn(x).sum())(log_p)).all()  # noqa: B023
+        assert np.isfinite(jax.grad(lambda x: fn(x).sum())(log_p)).all()
 
 
 def test_the_mixture_is_not_continuous_at_its_ends():
     """It tends to 0, where TRL's alpha of 0 and 1 are the two KLs; so both ends are refused."""
     p, q = np.log([[0.5, 0.2]]), np.log([[0.4, 0.4]])
-    of = lambda **options: float(distillation.top_k_divergence(p, q, **options)[0])  # noqa: E731
+
+    def of(**options):
+        return float(distillation.top_k_divergence(p, q, **options)[0])
+
     for end in (1e-6, 1 - 1e-6):
         assert 0 <= of(divergence="jensen_shannon", beta=end) < 2e-6
     assert min(of(divergence="forward_kl"), of(divergence="reverse_kl")) > 0.09
@@ -129,7 +142,10 @@ def test_the_mixture_is_not_continuous_at_its_ends():
 
 def test_a_teacher_that_cannot_be_is_nan():
     p = np.log([[0.5, 0.2]])
-    of = lambda q, **options: float(distillation.top_k_divergence(p, np.asarray(q), **options)[0])  # noqa: E731
+
+    def of(q, **options):
+        return float(distillation.top_k_divergence(p, np.asarray(q), **options)[0])
+
     assert np.isnan(of([[0.1, -2.0]]))  # logits, not log-probs
     assert np.isnan(of([[np.nan, -2.0]]))
     assert np.isnan(of(np.log([[0.9, 0.9]])))  # an id that stands twice
@@ -180,7 +196,10 @@ def arrays():
     batch = RolloutBatch(
         one, jnp.asarray(targets), one, jnp.tile(jnp.arange(T)[None], (R, 1)), jnp.asarray(MASK), jnp.arange(R)[:, None]
     )
-    f32 = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
+
+    def f32(x):
+        return jnp.asarray(x, jnp.float32)
+
     return f32(hidden), f32(kernel), jnp.asarray(ids), f32(log_q), batch
 
 
@@ -246,7 +265,10 @@ def test_the_loss_on_any_mesh(way, mesh, kind, tail):
 
 def test_one_pass_and_two():
     options = {"tail": "bucket"}
-    grad = lambda **more: jax.grad(lambda *x: from_hidden(*x, options | more)[0], (0, 1))  # noqa: E731
+
+    def grad(**more):
+        return jax.grad(lambda *x: from_hidden(*x, options | more)[0], (0, 1))
+
     for memory, way in ((None, "one pass"), (2**15, "two passes")):
         assert audit(grad(memory=memory), *ARRAYS[:2]).notes[0].startswith(way)
     one, two = (quick_jit(grad(memory=memory))(*ARRAYS[:2]) for memory in (None, 2**15))
@@ -316,7 +338,10 @@ def test_checks_on_the_host():
     distillation.check_top_k(ids, log_q, V)
     padded = np.where(np.arange(K) < 3, ids, -1)
     distillation.check_top_k(padded, np.where(padded < 0, np.nan, log_q), V)
-    spoil = lambda x, value: np.where(np.arange(x.size).reshape(x.shape) == 9, value, x)  # noqa: E731
+
+    def spoil(x, value):
+        return np.where(np.arange(x.size).reshape(x.shape) == 9, value, x)
+
     for bad, message in [
         ((spoil(ids, V), log_q), r"ids: got 97 at \(0, 1, 3\), expected -1 or 0 to 96"),
         ((spoil(ids, -100), log_q), r"ids: got -100 at \(0, 1, 3\)"),

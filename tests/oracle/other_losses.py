@@ -175,7 +175,10 @@ def top_k_divergence(
     elif tail == "renormalise":
         p, q = p / p.sum(), q / q.sum()
     m = beta * q + (1 - beta) * p
-    kl = lambda a, b: sum(x * np.log(x / y) for x, y in zip(a, b, strict=True) if x > 0)  # noqa: E731
+
+    def kl(a, b):
+        return sum(x * np.log(x / y) for x, y in zip(a, b, strict=True) if x > 0)
+
     forward, reverse = -q, p * np.log(p / q) + p
     value, h = {
         "forward_kl": (kl(q, p), forward),

@@ -96,7 +96,10 @@ def sample_weights(
     present = float(np.sum(n > 0)) or 1.0
     present_rollouts = float(len({r for m, r in zip(n, rollouts, strict=True) if m > 0})) or 1.0
     one = np.ones(len(samples))
-    some = lambda x: np.where(x == 0, 1.0, x)  # noqa: E731
+
+    def some(x):
+        return np.where(x == 0, 1.0, x)
+
     if aggregation == "sequence_mean_token_sum_norm" and norm is None:
         raise ValueError("aggregation_norm: got None, expected the constant length")
     return {

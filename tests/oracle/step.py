@@ -109,7 +109,10 @@ def policy_loss(
     parts = [sample_loss(s, t, o, c) for s, t, o in zip(samples, tokens, corrections, strict=True)]
 
     by_token = [s.weights for s in samples]
-    weighed = lambda values: weighted_sum(weights, [w * v for w, v in zip(by_token, values, strict=True)])  # noqa: E731
+
+    def weighed(values):
+        return weighted_sum(weights, [w * v for w, v in zip(by_token, values, strict=True)])
+
     loss = weighed([p.total for p in parts])
     metrics = {"loss": loss, "pg_loss": weighed([p.policy for p in parts])}
     for name in parts[0].values:
