@@ -377,7 +377,7 @@ def reference_kl(
     elif kl.importance != "none":
         base = batch.old_log_probs if kl.compares == "current/old" else batch.rollout_log_probs
         assert base is not None  # check_needed sees to it
-        weight = ratio_at(kl.importance, log_probs, masked(base, mask), mask, segments)
+        weight = ratio_at(kl.importance, log_probs, lax.stop_gradient(masked(base, mask)), mask, segments)
     return kl_divergence(log_probs, masked(batch.ref_log_probs, mask), kl.estimator, weight)
 
 

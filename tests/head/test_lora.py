@@ -78,7 +78,7 @@ def test_gradients_of_adapters_against_the_oracle(way, layout, mesh, dtype):
     shape = HeadShape(way, 530, 5, layout, dtype, True, True, True, 8.0, 0.5, "by token", False)
     config = {
         "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.25, "dual_clip": None},
-        "kl": {"coef": 0.25, "estimator": "k3", "importance": "none"},
+        "kl": {"coef": 0.25, "estimator": "k3", "importance": "none", "compares": "current/old"},
         "entropy_coef": 0.125,
         "ratio_to": "old",
         "aggregation": "sequence_mean_token_mean",
@@ -86,6 +86,7 @@ def test_gradients_of_adapters_against_the_oracle(way, layout, mesh, dtype):
         "metric_aggregation": "token_mean",
         "off_policy": None,
         "impossible_tokens": "nan",
+        "weighted_denominators": None,
     }
     drawn = [Drawn(2 + i % 2, (1, 1, 0, 1, 1, 1)[i % 3 :], i, 7 + i // 2, i) for i in range(6)]
     step = Step(tuple(drawn), 5, 0.3, "by token", float("nan"))
