@@ -120,7 +120,7 @@ def draft_loss(
         metrics[f"draft_{k}_broken_rules"] = found["broken_rules"]
     for k, depth in enumerate(depths, 1):
         metrics[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
-    total *= coef / len(parts)
+    total *= lax.stop_gradient(coef) / len(parts)
     return total, metrics | {"draft_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
 
 

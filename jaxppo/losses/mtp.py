@@ -100,7 +100,7 @@ def mtp_loss(
         loss, found = sft_loss(stats, shifted, aggregation=aggregation, parallel=parallel, normalizer=normalizer)
         total += loss
         metrics |= {f"mtp_{k}_{name}": found[name] for name in ("nll", "accuracy", "broken_rules")}
-    total *= coef / depths
+    total *= lax.stop_gradient(coef) / depths
     return total, metrics | {"mtp_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
 
 

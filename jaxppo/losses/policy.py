@@ -319,7 +319,7 @@ class PolicyTokenLoss(TokenLoss):
         log_probs = masked(stats.log_probs, mask)
         old = masked(old_log_probs(stats.log_probs, batch, config), mask)
         assert batch.advantages is not None  # check_needed sees to it
-        advantages = lax.stop_gradient(masked(batch.advantages, mask))
+        advantages = masked(batch.advantages, mask)
         extra = {} if selected is None else {"selected": masked(selected, mask)}
         policy, indicators = config.loss(log_probs, old, advantages, mask=mask, segments=segments, **extra)
         policy = policy if correction is None else policy * correction.weights
@@ -377,7 +377,7 @@ def reference_kl(
     elif kl.importance != "none":
         base = batch.old_log_probs if kl.compares == "current/old" else batch.rollout_log_probs
         assert base is not None  # check_needed sees to it
-        weight = ratio_at(kl.importance, log_probs, lax.stop_gradient(masked(base, mask)), mask, segments)
+        weight = ratio_at(kl.importance, log_probs, masked(base, mask), mask, segments)
     return kl_divergence(log_probs, masked(batch.ref_log_probs, mask), kl.estimator, weight)
 
 

@@ -98,7 +98,7 @@ class Step:
     """Per-shard: a batch as a part of its optimiser step.
 
     Args:
-      batch: with an f32 loss mask, 0 where the loss leaves a token out.
+      batch: constants, with an f32 loss mask, 0 where the loss leaves a token out.
       segments: of its rows.
       normalizer: of the whole step.
       weights: `f32[R, T]`, the weight of each token's loss; NaN where a rule is broken anywhere.
@@ -123,13 +123,14 @@ class Step:
         normalizer: Normalizer | None,
     ) -> Step:
         """From the batch, the statistics where they are known, and the step's normalizer where there is one."""
+        batch = lax.stop_gradient(batch)  # whatever a loss reads of it is a constant
         batch = dataclasses.replace(batch, loss_mask=batch.loss_mask.astype(jnp.float32))
         segments = batch.segments(axes)
         given = {} if normalizer is None else {"normalizer": normalizer.counts}
         normalizer = step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
         weights = token_weights(batch.loss_mask, segments, normalizer, loss.aggregation_norm)
         if batch.loss_weights is not None:
-            weights *= lax.stop_gradient(masked(batch.loss_weights, batch.loss_mask))
+            weights *= masked(batch.loss_weights, batch.loss_mask)
         broken = _broken_rules(batch, segments, normalizer.aggregation, given | loss.ruled(stats, batch))
         left_out = loss.left_out(stats, batch)
         if left_out is not None:  # the denominators stay those of all the tokens

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import (
@@ -127,12 +126,12 @@ class ValueTokenLoss(TokenLoss):
     ) -> tuple[Float[Array, "R T"], Values]:
         assert batch.returns is not None  # value_loss sees to it
         v = masked(stats, batch.loss_mask)
-        goal = lax.stop_gradient(masked(batch.returns, batch.loss_mask))
+        goal = masked(batch.returns, batch.loss_mask)
         error = self._squared(v - goal)
         values = {"value_mean": v, "value_error": jnp.abs(v - goal)}
         if self.clip is not None:
             assert batch.values is not None
-            old = lax.stop_gradient(masked(batch.values, batch.loss_mask))
+            old = masked(batch.values, batch.loss_mask)
             # exactly v inside, so never worse there
             clipped_error = self._squared(jnp.clip(v, old - self.clip, old + self.clip) - goal)
             moved = clipped_error > error if self.clip_fraction == "worse" else jnp.abs(v - old) > self.clip

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, Unpack
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxppo._arrays import Aggregation, masked
@@ -204,7 +203,7 @@ class PreferenceTokenLoss(OfPairs):
         log_ratios = log_probs
         if self.loss.reference:
             assert batch.ref_log_probs is not None  # preference_loss sees to it
-            log_ratios = log_probs - lax.stop_gradient(masked(batch.ref_log_probs, mask))
+            log_ratios = log_probs - masked(batch.ref_log_probs, mask)
         counts = segments.sum(mask)
         of = Responses(segments.sum(log_probs), segments.sum(log_ratios), jnp.maximum(counts, 1))
         pairs, chosen = sides(batch, segments, counts, self.loss.paired)
