@@ -136,6 +136,8 @@ def _log_probs_not_finite(v: View) -> Broken:
 def _values_not_finite(v: View) -> Broken:
     for name, x in v.there("advantages", "values", "returns", "new_values"):
         yield name, v.counted & ~v.xp.isfinite(x)
+    for name, _ in v.there("sample_rewards"):
+        yield name, v.counted & ~v.xp.isfinite(v.of_segments(name))
 
 
 def _loss_weights(v: View) -> Broken:
@@ -248,7 +250,11 @@ RULES = (
         "PolicyLossConfig.impossible_tokens",
         _log_probs_not_finite,
     ),
-    Rule("values_not_finite", "finite advantages, values and returns where loss_mask is 1", _values_not_finite),
+    Rule(
+        "values_not_finite",
+        "finite advantages, values and returns where loss_mask is 1, and rewards where they say what is desirable",
+        _values_not_finite,
+    ),
     Rule("rollout_ids_missing", "a rollout id of at least 0 for each sample", _rollout_missing),
     Rule(
         "normalizer_of_another_step",

@@ -15,7 +15,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import Aggregation, check_aggregation, check_array, check_choice, check_floating, check_number
+from jaxppo._arrays import (
+    Aggregation,
+    check_aggregation,
+    check_array,
+    check_choice,
+    check_floating,
+    check_number,
+    is_zero,
+)
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.checks import as_id_sets
@@ -103,7 +111,9 @@ def top_k_divergence(
     elif divergence == "reverse_kl":
         found = term(log_p, log_q)
     elif divergence == "mixed_kl":
-        found = beta * term(log_q, log_p) + (1 - beta) * term(log_p, log_q)
+        ways = (beta, log_q, log_p), (1 - beta, log_p, log_q)
+        # what has no share is left out: an infinite divergence times 0 is NaN
+        found = sum(share * term(*of) for share, *of in ways if not is_zero(share))
     else:
         log_m = jnp.logaddexp(log_q + jnp.log(beta), log_p + jnp.log1p(-beta))
         found = beta * term(log_q, log_m) + (1 - beta) * term(log_p, log_m)

@@ -213,5 +213,7 @@ def test_bad_weights():
         policy_loss(TokenStats(jnp.asarray(BATCH.returns)), one, PolicyLossConfig(), normalizer=normalizer)
     stats = TokenStats(jnp.asarray(BATCH.returns))
     one = dataclasses.replace(one, rewards=jnp.zeros(BATCH.sample_ids.shape), group_ids=BATCH.sample_ids)
-    with pytest.raises(ValueError, match=r"batch\.loss_weights: got an array, expected None: a preference loss"):
+    with pytest.raises(ValueError, match=r"batch\.loss_weights: got an array, expected None: a loss of whole samples"):
         preference.preference_loss(stats, one, preference.DPO())
+    with pytest.raises(ValueError, match=r"batch\.loss_weights: got an array, expected None: a loss of whole samples"):
+        preference.reward_model_loss(stats.log_probs, one)

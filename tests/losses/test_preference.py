@@ -210,6 +210,25 @@ def test_kto_wants_no_pairs():
     check("kto", samples, batch, whole("kto")(batch))
 
 
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+def test_a_reward_that_says_nothing_makes_kto_nan(mesh):
+    """Taken for one that is not above 0, its sample would be an undesirable one."""
+    batch = RolloutBatch.from_samples(
+        step_of(5), row_length=24, rows=8, num_segments=6, parallel=mesh and make_parallel_mesh(mesh)
+    )
+    rewards = np.where(batch.sample_ids == 3, np.nan, batch.rewards)
+    loss, gradient, found = whole("kto", mesh)(dataclasses.replace(batch, rewards=rewards))
+    assert np.isnan(loss)
+    assert np.isnan(gradient).any()
+    (text,) = explain_broken_rules(found["broken_rules"])
+    assert text.startswith("values_not_finite")
+    # of a sample that is not there a reward may be anything
+    loss, *_ = whole("kto", mesh)(
+        dataclasses.replace(batch, rewards=np.where(batch.sample_ids < 0, np.nan, batch.rewards))
+    )
+    assert np.isfinite(loss)
+
+
 def test_a_pair_in_two_micro_batches_is_nan():
     samples = step_of(4)
     parts = [samples[:6], samples[6:]]  # each has one sample of every pair
@@ -347,6 +366,9 @@ def test_kto_reference_point():
             np.testing.assert_allclose(found, expected, rtol=1e-5)
     empty = dataclasses.replace(stacked, loss_mask=np.zeros_like(stacked.loss_mask))
     assert np.isnan(preference.kto_reference_point(stats, empty))
+    impossible = np.array(stats.log_probs)
+    impossible[tuple(np.argwhere(stacked.loss_mask > 0)[0])] = -np.inf
+    assert np.isnan(preference.kto_reference_point(TokenStats(impossible), stacked))
     # traced, as a step has it
     batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6)
 

@@ -135,6 +135,9 @@ def test_the_mixture_is_not_continuous_at_its_ends():
     assert min(of(divergence="forward_kl"), of(divergence="reverse_kl")) > 0.09
     assert of(divergence="mixed_kl", beta=1.0) == of(divergence="forward_kl")
     assert of(divergence="mixed_kl", beta=0.0) == of(divergence="reverse_kl")
+    q = np.array([[np.log(0.4), -np.inf]])  # from there the reverse divergence is infinite
+    assert of(divergence="mixed_kl", beta=1.0) == of(divergence="forward_kl") < np.inf
+    assert of(divergence="mixed_kl", beta=0.5) == of(divergence="reverse_kl") == np.inf
     for end in (0, 1, 0.0, 1.0):
         with pytest.raises(ValueError, match=r"beta: got .* expected a number in \(0, 1\), or 'forward_kl' or"):
             of(divergence="jensen_shannon", beta=end)

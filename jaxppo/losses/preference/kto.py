@@ -78,7 +78,7 @@ def kto_reference_point(
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      `f32[]`; NaN where no sample has a loss token.
+      `f32[]`; NaN where no sample has a loss token, or a log-prob of one is not finite.
 
     Raises:
       TypeError: stats that are no `TokenStats`.
@@ -116,4 +116,5 @@ def _of_step(axes: ShardAxes, log_probs: Float[Array, "*K R T"], mismatched: Rol
     drift = segments.sum(masked(log_probs, mask) - masked(batch.ref_log_probs, mask))
     rows = dataclasses.replace(axes, context=(), fsdp=())  # a sequence's sum is the same on all context shards
     mean = reduce_metric(rows, drift, (segments.sum(mask) > 0).astype(jnp.float32), "mean")
-    return lax.stop_gradient(jnp.where(mean.count > 0, jnp.maximum(mean.value, 0), jnp.nan))
+    known = (mean.count > 0) & jnp.isfinite(mean.value)
+    return lax.stop_gradient(jnp.where(known, jnp.maximum(mean.value, 0), jnp.nan))

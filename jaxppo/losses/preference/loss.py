@@ -131,8 +131,6 @@ def _checked(batch: RolloutBatch, loss: PreferenceLoss) -> RolloutBatch:
     if not isinstance(loss, PreferenceLoss):
         raise TypeError(f"loss: got {type(loss).__name__}, expected a PreferenceLoss such as DPO()")
     check_pairs(batch, loss.paired)
-    if batch.loss_weights is not None:
-        raise ValueError("batch.loss_weights: got an array, expected None: a preference loss is not one of tokens")
     if loss.reference and batch.ref_log_probs is None:
         raise ValueError(f"batch.ref_log_probs: got None, expected f32[R, T] for {loss}, see compute_log_probs")
     return batch
@@ -146,6 +144,10 @@ def check_pairs(batch: RolloutBatch, paired: bool) -> None:
         )
     if paired and batch.group_ids is None:
         raise ValueError("batch.group_ids: got None, expected i32[R, S], one id for both samples of a pair")
+    if batch.loss_weights is not None:
+        raise ValueError(
+            "batch.loss_weights: got an array, expected None: a loss of whole samples is not one of tokens"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +195,7 @@ class PreferenceTokenLoss(OfPairs):
         given: dict[str, Any] = {"log_probs": stats and stats.log_probs}
         if self.loss.reference:
             given["ref_log_probs"] = batch.ref_log_probs
-        return given | (of_pairs(batch) if self.loss.paired else {})
+        return given | (of_pairs(batch) if self.loss.paired else {"sample_rewards": batch.rewards})
 
     def per_token(
         self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
