@@ -28,7 +28,7 @@ from jaxppo.losses.top_k_distillation import (
     top_k_distillation_loss_from_hidden,
     top_k_divergence,
 )
-from jaxppo.metrics import Metrics, Term
+from jaxppo.metrics import Metrics
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
 from jaxppo.validation import checked
 
@@ -214,6 +214,3 @@ class DivergenceLoss(TokenLoss):
     ) -> tuple[Float[Array, "R T"], Values]:
         divergence = masked(stats, batch.loss_mask)
         return divergence, {"divergence": divergence}
-
-    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
-        return {"divergence": (values["divergence"], mask, "mean")}

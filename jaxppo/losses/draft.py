@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, Coefficient, check_aggregation, check_choice, check_number, masked
+from jaxppo._arrays import Aggregation, Coefficient, check_choice, check_number
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.comparison import F32_UNIT, comparison_of_tokens
@@ -21,10 +21,11 @@ from jaxppo.head.head import Head
 from jaxppo.head.pair import prepare_pair
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.head.types import Inputs, Prepared
-from jaxppo.losses.mtp import shift_targets
-from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
-from jaxppo.metrics import Metric, Metrics, Term, reduce_metrics
-from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call, shift_left
+from jaxppo.losses.distillation import DivergenceLoss
+from jaxppo.losses.mtp import heads_of, shift_targets
+from jaxppo.losses.token_loss import loss_of_stats
+from jaxppo.metrics import Metric, Metrics, reduce_metrics
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
 from jaxppo.validation import checked
 
 __all__ = ["draft_loss", "draft_metrics", "draft_normalizers"]
@@ -100,9 +101,9 @@ def draft_loss(
     """
     check_choice("objective", objective, Objective)
     check_number("eta", eta, least=0)
-    check_aggregation(aggregation, None)
+    of_tokens = DivergenceLoss(aggregation, None)
     batch = checked(batch)
-    heads = _heads_of(hidden, head, normalizers, objective)
+    heads = heads_of(hidden, head, normalizers, 1 if objective == "end_to_end" else None)
     kinds = {"soft_cross_entropy": ("cross_entropy",), "likelihood": ("forward_kl",)}.get(objective, ())
     policy = policy_hidden, policy_head
     walk: dict[str, Any] = {"parallel": parallel, "temperature": temperature, "options": options}
@@ -114,7 +115,6 @@ def draft_loss(
     total, metrics = jnp.float32(0), {}
     for k, (losses, shifted) in enumerate(parts, 1):
         normalizer = None if normalizers is None else normalizers[k - 1]
-        of_tokens = DraftTokenLoss(aggregation)
         loss, found = loss_of_stats("draft_loss", of_tokens, losses, shifted, parallel, normalizer)
         total += loss
         metrics[f"draft_{k}_broken_rules"] = found["broken_rules"]
@@ -164,7 +164,7 @@ def draft_metrics(
       >>> {name: round(float(x), 4) for name, x in found.items()}
       {'draft_1_acceptance': 0.525, 'draft_1_agreement': 1.0}
     """
-    batch, heads = checked(batch), _heads_of(hidden, head, None, "soft_cross_entropy")
+    batch, heads = checked(batch), heads_of(hidden, head, None)
     found: Metrics = {}
     for k, its_head in enumerate(heads, 1):
         shifted = _shifted(batch, k, parallel)
@@ -323,40 +323,3 @@ def _mean(x: Float[Array, "R T"], batch: RolloutBatch, parallel: ParallelMesh | 
 def _mean_of_tokens(axes: ShardAxes, x: Float[Array, "R T"], batch: RolloutBatch) -> Metric:
     mask = (batch.loss_mask > 0).astype(jnp.float32)
     return reduce_metrics(axes, {"": (x, mask, "mean")})[""]
-
-
-def _heads_of(hidden: Any, head: Any, normalizers: Any, objective: Objective) -> list[Any]:
-    """The head of each depth; raises where numbers differ."""
-    depths = len(hidden)
-    several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
-    heads = [*head] if several else [head] * depths
-    if depths == 0:
-        raise ValueError("hidden: got no depths, expected at least one")
-    expected = {"head": (heads, depths), "normalizers": (normalizers, 1 if objective == "end_to_end" else depths)}
-    for name, (given, count) in expected.items():
-        if given is not None and len(given) != count:
-            raise ValueError(f"{name}: got {len(given)}, expected {count} for {depths} depths and {objective!r}")
-    return heads
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftTokenLoss(TokenLoss):
-    """The loss of a token as it is given."""
-
-    aggregation: Aggregation
-    aggregation_norm: float | None = None
-
-    @property
-    def token_local(self) -> bool:
-        return True
-
-    def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> dict[str, Any]:
-        return {"new_values": stats}
-
-    def per_token(
-        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Any, segments: Segments
-    ) -> tuple[Float[Array, "R T"], Values]:
-        return masked(stats, batch.loss_mask), {}
-
-    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
-        return {}

@@ -43,7 +43,7 @@ from jaxppo.losses.token_loss import (
     finish,
     known_before,
 )
-from jaxppo.metrics import Metric, Metrics, Term
+from jaxppo.metrics import Metric, Metrics
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
 from jaxppo.validation import checked
 
@@ -109,9 +109,6 @@ class ReferenceKL(TokenLoss):
         kl = reference_kl(KL(1.0, self.estimator), masked(stats.log_probs, batch.loss_mask), batch, segments)
         assert kl is not None  # joint_loss_from_hidden sees to it
         return kl, {"kl": kl}
-
-    def terms(self, values: Values, weights: jax.Array, mask: jax.Array) -> dict[str, Term]:
-        return {name: (x, mask, "mean") for name, x in values.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,10 +77,8 @@ def mtp_loss(
       (1.0397, 2.0)
     """
     batch = checked(batch)
-    depths = len(hidden)
-    several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
-    heads: list[Any] = [*head] if several else [head] * depths  # type: ignore[misc]
-    _check_depths(depths, head=heads, normalizers=normalizers)
+    heads = heads_of(hidden, head, normalizers)
+    depths = len(heads)
     total = jnp.float32(0)
     metrics: Metrics = {}
     for k in range(1, depths + 1):
@@ -185,9 +183,21 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
     return dataclasses.replace(batch, targets=targets, loss_mask=loss_mask, loss_weights=weight)
 
 
-def _check_depths(depths: int, **lists: Any) -> None:
+def heads_of(hidden: Any, head: Any, normalizers: Any, losses: int | None = None) -> list[Any]:
+    """The head of each depth; raises where there are not as many, or not as many normalizers as losses.
+
+    Args:
+      hidden: states of each depth.
+      head: one for all depths, or one for each.
+      normalizers: None or one for each loss.
+      losses: how many; by default one for each depth.
+    """
+    depths = len(hidden)
+    several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
+    heads = [*head] if several else [head] * depths
     if depths == 0:
         raise ValueError("hidden: got no depths, expected at least one")
-    for name, value in lists.items():
-        if value is not None and len(value) != depths:
-            raise ValueError(f"{name}: got {len(value)}, expected {depths}, one for each depth of hidden")
+    for name, given, count in (("head", heads, depths), ("normalizers", normalizers, losses or depths)):
+        if given is not None and len(given) != count:
+            raise ValueError(f"{name}: got {len(given)}, expected {count} for the {depths} depths of hidden")
+    return heads

@@ -17,7 +17,7 @@ from jaxppo.config import PolicyLossConfig
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
 from jaxppo.losses.top_k_distillation import as_top_k, with_tail
-from jaxppo.metrics import Metrics, Term
+from jaxppo.metrics import Metrics
 from jaxppo.policy_losses.base import PolicyLoss
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
@@ -158,6 +158,3 @@ class CenteringLoss(TokenLoss):
 
         by_advantage, without = (jax.grad(at)(new, a) for a in (wide, jnp.zeros_like(wide)))
         return (by_advantage - without).reshape(R, T, K)
-
-    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
-        return {name: (x, mask, "mean") for name, x in values.items()}

@@ -6,7 +6,6 @@ import dataclasses
 from functools import partial
 from typing import Any, Unpack
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import Aggregation, check_aggregation, check_number, masked
@@ -16,7 +15,7 @@ from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_hidden, loss_of_stats
-from jaxppo.metrics import Metrics, Term
+from jaxppo.metrics import Metrics
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
 
@@ -190,6 +189,3 @@ class SFTTokenLoss(TokenLoss):
             losses = losses + self.z_loss * select(stats.log_z) ** 2
         found = {"nll": nll, "entropy": stats.entropy, "log_z": stats.log_z, "accuracy": stats.accuracy}
         return losses, {name: select(x) for name, x in found.items() if x is not None}
-
-    def terms(self, values: Values, weights: jax.Array, mask: jax.Array) -> dict[str, Term]:
-        return {name: (x, mask, "mean") for name, x in values.items()}

@@ -76,9 +76,9 @@ class TokenLoss(abc.ABC):
     ) -> tuple[Float[Array, "R T"], Values]:
         """Per-shard: the loss of each token before weighting, 0 outside the mask, and values, constants, by name."""
 
-    @abc.abstractmethod
     def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
-        """What metrics are made of."""
+        """What metrics are made of, by default means over tokens."""
+        return {name: (x, mask, "mean") for name, x in values.items()}
 
     def metrics(self, found: dict[str, Metric]) -> Metrics:
         """The metrics by name, from the reduced terms."""

@@ -32,7 +32,7 @@ from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.kl import k3
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_hidden, loss_of_stats
-from jaxppo.metrics import Metrics, Term
+from jaxppo.metrics import Metrics
 from jaxppo.rules import MAX_LOG_PROB
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
@@ -113,7 +113,7 @@ def top_k_divergence(
     elif divergence == "mixed_kl":
         ways = (beta, log_q, log_p), (1 - beta, log_p, log_q)
         # what has no share is left out: an infinite divergence times 0 is NaN
-        found = sum(share * term(*of) for share, *of in ways if not is_zero(share))
+        found = sum((share * term(*of) for share, *of in ways if not is_zero(share)), jnp.float32(0))
     else:
         log_m = jnp.logaddexp(log_q + jnp.log(beta), log_p + jnp.log1p(-beta))
         found = beta * term(log_q, log_m) + (1 - beta) * term(log_p, log_m)
@@ -341,9 +341,6 @@ class TopKLoss(TokenLoss):
         found = top_k_divergence(log_p, log_q, ids, divergence=self.divergence, beta=self.beta, tail=self.tail)
         student, teacher = (jnp.where(ids == -1, 0, jnp.exp(x)).sum(axis=-1) for x in (log_p, log_q))
         return found, {"divergence": found, "teacher_mass": teacher, "student_mass": student}
-
-    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
-        return {name: (x, mask, "mean") for name, x in values.items()}
 
 
 def check_top_k(ids: Any, log_probs: Any, vocab_size: int) -> None:

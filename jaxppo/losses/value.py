@@ -147,7 +147,7 @@ class ValueTokenLoss(TokenLoss):
         return inside * (2 * error - inside)
 
     def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
-        terms: dict[str, Term] = {name: (x, mask, "mean") for name, x in values.items()}
+        terms = super().terms(values, weights, mask)
         if "clip_fraction" in values and self.metric_aggregation == "loss":
             terms["clip_fraction"] = (values["clip_fraction"], weights, "sum")
         return terms

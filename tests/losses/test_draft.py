@@ -205,7 +205,7 @@ def test_a_draft_that_is_the_policy():
     ("arguments", "message"),
     [
         ({"hidden": HIDDEN[:0]}, "hidden: got no depths"),
-        ({"head": [KERNEL] * 2}, "head: got 2, expected 3 for 3 depths"),
+        ({"head": [KERNEL] * 2}, "head: got 2, expected 3 for the 3 depths of hidden"),
         ({"objective": "kl"}, "objective: got 'kl', expected one of 'soft_cross_entropy'"),
         ({"eta": -1.0}, "eta: got -1.0"),
         ({"policy_head": POLICY_KERNEL[:, :7]}, "policy_head.kernel: got 7 columns, expected the draft's 11"),

@@ -162,7 +162,7 @@ def test_a_row_with_nothing_to_predict_gives_zero():
     ("arguments", "message"),
     [
         ({"hidden": HIDDEN[:0]}, "hidden: got no depths, expected at least one"),
-        ({"head": [KERNEL] * 2}, "head: got 2, expected 3, one for each depth of hidden"),
+        ({"head": [KERNEL] * 2}, "head: got 2, expected 3 for the 3 depths of hidden"),
         ({"normalizers": [Normalizer.from_batches(BATCH, "token_mean")]}, "normalizers: got 1, expected 3"),
         ({"aggregation": "mean"}, "aggregation: got 'mean', expected one of 'token_mean'"),
     ],
