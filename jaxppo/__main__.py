@@ -14,15 +14,22 @@ import jaxppo
 
 _NEEDED = ("jax", "jaxlib", "jaxtyping", "numpy")
 _OPTIONAL = (
-    *("equinox", "flax", "google-tunix", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu"),
-    *("optax", "orbax-checkpoint", "qwix"),
+    "equinox",
+    "flax",
+    "google-tunix",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "libtpu",
+    "optax",
+    "orbax-checkpoint",
+    "qwix",
 )
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_debug_nans")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 
 
 def report() -> dict[str, str]:
-    """What stands in which line. Of the machine, its system and devices alone: names and folders are private."""
+    """The lines of the report, by name. It tells the system and its devices; host names and folders are private."""
     found = {"jaxppo": jaxppo.__version__}
     found["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     versions = {name: _version(name) for name in (*_NEEDED, *_OPTIONAL)}
@@ -41,7 +48,7 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> str:
-    """How many of which kind, and those of other processes too; why there are none, where that is the bug."""
+    """The number and kind of all devices, of other processes too, or JAX's error if there are none."""
     try:
         devices = jax.devices()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What of a traced loss can be done once for all micro-batches: the copies of parameters that each device has."""
+"""Finds the part of a traced loss that runs once for all micro-batches: the copies of parameters on each device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Split(NamedTuple):
     """A traced loss of parameters and a micro-batch, with the copies of parameters taken out of it."""
 
     originals: Callable[..., list[jax.Array]]
-    """Of the parameters: what there are copies of."""
+    """Maps the parameters to the arrays that are copied."""
     copies: Callable[..., list[jax.Array]]
-    """Of the originals: one copy a device of each, `[D, ...]`."""
+    """Maps the originals to their copies, one a device, `[D, ...]`."""
     rest: Callable[..., list[Any]]
-    """Of parameters, copies and micro-batch: what the loss function returns, in a list."""
+    """Maps parameters, copies and micro-batch to what the loss function returns, in a list."""
     used: list[bool]
-    """The parameters that the rest reads beside the copies."""
+    """For each parameter, whether `rest` reads it beside the copies."""
 
 
 def split(traced: ClosedJaxpr, params: Sequence[Any], others: Sequence[Any]) -> Split:
-    """Takes out of a function traced with these arguments what `one_a_device` makes of its parameters."""
+    """Takes the calls of `one_a_device` on parameters out of a function that was traced with these arguments."""
     from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # here, since it loads Pallas
 
     if any(map(_holds_copies, traced.jaxpr.eqns)):
@@ -65,14 +65,14 @@ def _is_copy(eqn: JaxprEqn) -> bool:
 
 
 def _holds_copies(eqn: JaxprEqn) -> bool:
-    """Whether it is the call of a jitted function in which there are copies, at any depth."""
+    """Whether the equation calls a jitted function that makes copies, at any depth."""
     if eqn.primitive.name != "jit" or _is_copy(eqn):
         return False
     return any(_is_copy(inner) or _holds_copies(inner) for inner in eqn.params["jaxpr"].eqns)
 
 
 def _evaluate(traced: ClosedJaxpr, *args: Any) -> list[Any]:
-    """What a traced function returns; jitted functions with copies are evaluated, not called."""
+    """Runs a traced function. Jitted functions with copies are inlined: a trace of this run shows the copies."""
     from jax.extend.core import ClosedJaxpr, DropVar, jaxpr_as_fun
 
     jaxpr = traced.jaxpr
@@ -97,7 +97,7 @@ def _is_var(v: Any) -> bool:
 
 
 def _copies_of_params(jaxpr: Jaxpr, params: Sequence[Any]) -> list[JaxprEqn]:
-    """The calls of `one_a_device` on what is made of parameters alone, and through which their gradient flows."""
+    """The calls of `one_a_device` whose argument is made of parameters alone and passes a gradient to them."""
     known, flows, found = {*jaxpr.constvars, *params}, set(params), []
     for eqn in jaxpr.eqns:
         inputs = set(filter(_is_var, eqn.invars))
@@ -113,7 +113,7 @@ def _copies_of_params(jaxpr: Jaxpr, params: Sequence[Any]) -> list[JaxprEqn]:
 
 
 def _without_repeats(marked: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Any, Any]]:
-    """One call for all those of the same array, and by which variable the result of another is known then."""
+    """Keeps one call for each array, and maps the results of the other calls to the result of the kept one."""
     first: dict[Any, JaxprEqn] = {}
     renamed = {}
     for eqn in marked:
@@ -123,7 +123,7 @@ def _without_repeats(marked: Iterable[JaxprEqn]) -> tuple[list[JaxprEqn], dict[A
 
 
 def _needed(eqns: Sequence[JaxprEqn], outvars: Iterable[Any], effects: bool = True) -> list[JaxprEqn]:
-    """The equations that `outvars` are made by, those with effects too if asked for."""
+    """The equations that `outvars` depend on and, with `effects`, those that have side effects."""
     wanted, found = set(filter(_is_var, outvars)), []
     for eqn in reversed(eqns):
         if not wanted.isdisjoint(eqn.outvars) or (effects and eqn.effects):
@@ -135,10 +135,10 @@ def _needed(eqns: Sequence[JaxprEqn], outvars: Iterable[Any], effects: bool = Tr
 def gradients_of_originals(
     back: Callable[[list[jax.Array]], Any], originals: Sequence[jax.Array], totals: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """f32 gradients of parameters from those of the copies of what is made of them, `[D, ...]`, summed over devices.
+    """Sums the gradients of copies, `[D, ...]`, over devices and takes them back to f32 gradients of parameters.
 
-    Each sum is rounded to the dtype of its original. What the rounding takes away goes the same way, so that a
-    parameter that was narrowed for the copies gets its gradient to 16 bits.
+    Each sum is rounded to the dtype of its original. The rounding error goes back in a second call, so that the
+    gradient of a parameter that was narrowed for the copies is exact to 16 bits.
     """
     sums = [total.sum(axis=0) for total in totals]
     info = [jnp.finfo(x.dtype) for x in originals]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from check_from_hidden import check_policy_loss_from_hidden
 from random_heads import HeadShape
+from random_losses import BASE
 from random_steps import Drawn, Place, Step
 
 from jaxppo import KL, Head, LoRA, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
@@ -76,19 +77,7 @@ def test_the_merged_kernel_never_exists(way, layout, mesh):
 )
 def test_gradients_of_adapters_against_the_oracle(way, layout, mesh, dtype):
     shape = HeadShape(way, 530, 5, layout, dtype, True, True, True, 8.0, 0.5, "by token", False)
-    config = {
-        "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.25, "dual_clip": None},
-        "kl": {"coef": 0.25, "estimator": "k3", "importance": "none", "compares": "current/old"},
-        "entropy_coef": 0.125,
-        "ratio_to": "old",
-        "aggregation": "sequence_mean_token_mean",
-        "aggregation_norm": None,
-        "metric_aggregation": "token_mean",
-        "off_policy": None,
-        "impossible_tokens": "nan",
-        "weighted_denominators": None,
-    }
     drawn = [Drawn(2 + i % 2, (1, 1, 0, 1, 1, 1)[i % 3 :], i, 7 + i // 2, i) for i in range(6)]
     step = Step(tuple(drawn), 5, 0.3, "by token", float("nan"))
     where = Place(mesh, False, "zigzag" if mesh == "dp=2,cp=2,tp=2" else "contiguous", False, 16, 8, 2, None)
-    check_policy_loss_from_hidden(config, where, shape, [step])
+    check_policy_loss_from_hidden(BASE, where, shape, [step])

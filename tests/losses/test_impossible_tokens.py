@@ -10,7 +10,7 @@ import pytest
 from oracle import OracleHead
 from oracle.step import with_stats
 from policy_steps import quick_jit
-from random_losses import check_metrics, of_jaxppo
+from random_losses import BASE, check_metrics, of_jaxppo
 from random_steps import Drawn, Place, Step, agree, batch_of, step_samples, to_rows, to_samples
 from tables import sampled
 
@@ -45,17 +45,7 @@ STEP = Step(
     "by token",
     float("nan"),
 )
-CONFIG = {
-    "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.25, "dual_clip": None},
-    "kl": {"coef": 0.25, "estimator": "k3", "importance": "token"},
-    "entropy_coef": 0.125,
-    "ratio_to": "old",
-    "aggregation": "sequence_mean_token_mean",
-    "aggregation_norm": None,
-    "metric_aggregation": "token_mean",
-    "off_policy": None,
-    "impossible_tokens": "leave_out",
-}
+CONFIG = BASE | {"kl": {"coef": 0.25, "estimator": "k3", "importance": "token"}, "impossible_tokens": "leave_out"}
 TIS = {"weights": "token", "low": 0.0, "high": 1.25, "outside": "clamp", "rejections": ()}
 CONFIGS = {
     "ppo": {},

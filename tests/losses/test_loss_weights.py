@@ -10,7 +10,7 @@ import pytest
 from oracle import OracleHead
 from oracle.step import with_stats
 from policy_steps import quick_jit, step_of
-from random_losses import check_metrics, of_jaxppo
+from random_losses import BASE, check_metrics, of_jaxppo
 from random_steps import Drawn, Place, Step, agree, batch_of, step_samples, to_rows, to_samples, with_weights
 
 from jaxppo import (
@@ -40,16 +40,7 @@ STEP = Step(
     "by token",
     float("nan"),
 )
-CONFIG = {
-    "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.25, "dual_clip": None},
-    "kl": {"coef": 0.25, "estimator": "k3", "importance": "sequence"},
-    "entropy_coef": 0.125,
-    "ratio_to": "old",
-    "aggregation_norm": None,
-    "metric_aggregation": "loss",
-    "off_policy": None,
-    "impossible_tokens": "nan",
-}
+CONFIG = BASE | {"kl": {"coef": 0.25, "estimator": "k3", "importance": "sequence"}, "metric_aggregation": "loss"}
 CONFIGS = {
     "ppo": {"kl": {"coef": 0.25, "estimator": "k3", "importance": "none"}, "metric_aggregation": "token_mean"},
     "gspo": {"loss": {"name": "gspo", "clip_low": 0.01, "clip_high": 0.02}},

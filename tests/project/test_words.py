@@ -33,9 +33,11 @@ def test_paths_are_there(page):
 
 
 def docstrings(text):
+    """Those of modules, classes and functions, and the strings that stand below the fields of a class."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (found := ast.get_docstring(node)):
-            yield found
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            lines = (x.value for x in node.body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))
+            yield from (x.value.strip() for x in lines if isinstance(x.value, str))
 
 
 def test_plain_words():

@@ -4,17 +4,15 @@ One table by what the user does. "Today" in a comment is the number that a versi
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
+from misuse_steps import BATCH, CONFIG, HIDDEN, KERNEL, LOG_PROBS, RNG, H, R, T, V, loss_at, packed, samples
 
 from jaxppo import (
-    PPO,
     Head,
     LoRA,
     Normalizer,
@@ -22,7 +20,6 @@ from jaxppo import (
     PolicyLossConfig,
     RolloutBatch,
     Sample,
-    ShardAxes,
     TokenStats,
     accumulate_gradients,
     advantages,
@@ -34,40 +31,8 @@ from jaxppo import (
     sft_loss,
     value_loss,
 )
-from jaxppo.covariance import covariance_mask
 from jaxppo.mismatch import mismatch_metrics
-from jaxppo.policy_losses import ClipCov
 from jaxppo.staleness import proximal_log_probs
-
-R, T, H, V = 4, 8, 6, 24
-RNG = np.random.default_rng(0)
-HIDDEN = jnp.asarray(RNG.normal(size=(R, T, H)), jnp.float32)
-KERNEL = jnp.asarray(RNG.normal(size=(H, V)), jnp.float32)
-CONFIG = PolicyLossConfig(PPO())
-
-
-def samples(count=6, **more):
-    rng = np.random.default_rng(1)
-    found = []
-    for i in range(count):
-        n = int(rng.integers(3, 6))
-        values = {"advantages": np.full(n, rng.normal()), "old_log_probs": -rng.exponential(size=n)}
-        given = {"reward": float(i), "group_id": i // 2} | more
-        found.append(Sample(rng.integers(0, V, 2 + n), response_start=2, **given, **values))
-    return found
-
-
-def packed(**options):
-    return RolloutBatch.from_samples(samples(), **{"row_length": T, "rows": 8} | options)
-
-
-BATCH = packed()
-LOG_PROBS = jnp.asarray(-RNG.exponential(size=BATCH.loss_mask.shape), jnp.float32)
-
-
-def loss_at(batch, log_probs=LOG_PROBS, config=CONFIG, **options):
-    return policy_loss(TokenStats(log_probs), batch, config, **options)
-
 
 # A head's adapters
 
@@ -172,95 +137,6 @@ def test_a_normalizer_that_does_not_fit():
     of_another = PolicyLossConfig(aggregation="sequence_mean_token_mean")
     with pytest.raises(ValueError, match="normalizer: got one of aggregation 'token_mean', expected 'seq"):
         loss_at(slice_of(batches, 0), LOG_PROBS[:4], of_another, normalizer=slice_of(normalizers, 0))
-
-
-# The caller's own shard_map or pmap
-
-
-MESH = make_parallel_mesh("dp=2,cp=2,tp=2")
-SELECTING = PolicyLossConfig(ClipCov())
-
-
-def in_shard_map(fn, batch=BATCH, out_specs=None, check_vma=True, x=LOG_PROBS):
-    specs = (batch.specs(MESH), MESH.tokens_spec)
-    run = jax.shard_map(
-        fn, mesh=MESH.mesh, in_specs=specs, out_specs=P() if out_specs is None else out_specs, check_vma=check_vma
-    )
-    return jax.jit(run)(batch, x)
-
-
-NEED_SUMS = {
-    "denominators": lambda b, x: loss_at(b, x)[0],
-    "sft": lambda b, x: sft_loss(TokenStats(x), b)[0],
-    "whitening": lambda b, x: advantages.whiten(x, b.loss_mask).sum(),
-    "groups": lambda b, x: advantages.grpo(b.rewards, b.group_ids).sum(),
-    "selection": lambda b, x: covariance_mask(TokenStats(x), b, SELECTING, jax.random.key(0)).sum(),
-    "normalizer": lambda b, x: Normalizer.from_batches(b, "token_mean").tokens,
-    "rollouts": lambda b, x: Normalizer.from_batches(b, "rollout_mean").tokens,
-}
-
-
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("what", NEED_SUMS)
-def test_sums_over_devices_that_the_library_does_not_know_of(what, check_vma):
-    """Today: 0.147 for 0.251."""
-    with pytest.raises(ValueError, match=r"parallel: got no role for mesh axis '\w+' inside a shard_map or pmap"):
-        in_shard_map(NEED_SUMS[what], check_vma=check_vma)
-
-
-def test_pmap_is_noticed():
-    batch = jax.tree.map(lambda x: jnp.asarray(x)[:, None], BATCH)
-    with pytest.raises(ValueError, match="parallel: got no role for mesh axis"):
-        jax.pmap(lambda b, x: loss_at(b, x)[0])(batch, LOG_PROBS[:, None])
-
-
-def test_what_is_legitimate_in_ones_own_shard_map():
-    expected, _ = loss_at(BATCH)
-    tokens = MESH.axes.tokens
-    whole = Normalizer.from_batches(BATCH, "token_mean")
-
-    def own_psum(b, x, normalizer):
-        return jax.lax.psum(loss_at(b, x, normalizer=normalizer)[0], tokens)
-
-    specs = (BATCH.specs(MESH), MESH.tokens_spec, whole.specs(MESH))
-    run = jax.shard_map(own_psum, mesh=MESH.mesh, in_specs=specs, out_specs=P())
-    np.testing.assert_allclose(jax.jit(run)(BATCH, LOG_PROBS, whole), expected, rtol=1e-6)
-
-    def sum_of_tokens(b, x):
-        return jax.lax.psum(loss_at(b, x, PolicyLossConfig(aggregation="token_sum"))[0], tokens) / whole.tokens
-
-    for fn in (sum_of_tokens, lambda b, x: loss_at(b, x, parallel=MESH.axes)[0]):
-        np.testing.assert_allclose(in_shard_map(fn), expected, rtol=1e-6)
-
-    def replicated(b, x):
-        return loss_at(b, x, parallel=ShardAxes(replicated=("dp", "cp", "tp")))[0]
-
-    run = jax.shard_map(replicated, mesh=MESH.mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
-    np.testing.assert_allclose(jax.jit(run)(BATCH, LOG_PROBS), expected, rtol=1e-6)
-
-
-# A kernel inside the caller's shard_map
-
-
-def stats_in_shard_map(gather, **of_head):
-    def inside(hidden, kernel, targets):
-        head = Head(gather(kernel), **of_head)
-        return log_probs_from_hidden(hidden, head, targets, parallel=MESH.axes).log_probs
-
-    specs = (MESH.hidden_spec, MESH.kernel_spec(), MESH.tokens_spec)
-    run = jax.shard_map(inside, mesh=MESH.mesh, in_specs=specs, out_specs=MESH.tokens_spec)
-    return jax.jit(run)(HIDDEN, KERNEL, jnp.zeros((R, T), jnp.int32))
-
-
-def test_a_kernel_gathered_over_the_tensor_axis():
-    """Today: taken for a shard of twice the vocabulary, off by log 2."""
-    expected = log_probs_from_hidden(HIDDEN, KERNEL, jnp.zeros((R, T), jnp.int32)).log_probs
-    invariant = functools.partial(jax.lax.all_gather, axis_name="tp", axis=1, tiled=True, to="invarying")
-    np.testing.assert_allclose(stats_in_shard_map(lambda k: k), expected, atol=1e-5)
-    np.testing.assert_allclose(stats_in_shard_map(invariant), expected, atol=1e-5)
-    varying = functools.partial(jax.lax.all_gather, axis_name="tp", axis=1, tiled=True)
-    with pytest.raises(ValueError, match=r"head.vocab_size: got 24 with 24 columns on each of 2 tensor shards"):
-        stats_in_shard_map(varying, vocab_size=V)
 
 
 # Meshes, layouts, groups, statistics

@@ -20,6 +20,18 @@ from jaxppo.kl import Estimator, Importance, Over
 from jaxppo.off_policy import Statistic
 from jaxppo.policy_losses import by_name
 
+BASE = {  # every key of a config of a loss; tests change what they are about
+    "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.25, "dual_clip": None},
+    "kl": {"coef": 0.25, "estimator": "k3", "importance": "none", "compares": "current/old"},
+    "entropy_coef": 0.125,
+    "ratio_to": "old",
+    "aggregation": "sequence_mean_token_mean",
+    "aggregation_norm": None,
+    "metric_aggregation": "token_mean",
+    "off_policy": None,
+    "impossible_tokens": "nan",
+    "weighted_denominators": None,  # None: the batch has no loss weights
+}
 PICKS = ("share", "low", "high")  # of ClipCov and KLCov: what `covariance_mask` reads
 
 

@@ -1,4 +1,4 @@
-"""What a preference loss is, and what several of them share."""
+"""The base classes of preference losses, and the functions that several of them share."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ NLL = Literal["token_mean", "token_sum"]
 
 
 class Responses(NamedTuple):
-    """What a preference loss reads of responses: sums over the loss tokens of each."""
+    """Responses as a preference loss sees them: sums over the loss tokens of each."""
 
     log_prob: Numbers
+    """The sum of log_probs."""
     log_ratio: Numbers
-    """Of log_prob - ref_log_prob; that of log_prob where the loss reads no reference."""
+    """The sum of log_probs - ref_log_probs; the sum of log_probs where the loss reads no reference."""
     tokens: Numbers
-    """How many, at least 1."""
+    """The number of loss tokens, at least 1."""
 
 
 class PreferenceLoss(abc.ABC):
     """A preference loss: a frozen dataclass whose fields are its hyperparameters, which may be traced.
 
     Attributes:
-      reference: it reads `ref_log_probs`.
-      paired: it compares the two samples of a pair; otherwise each sample counts for itself, and those with a reward
-        above 0 are the desirable ones.
+      reference: the loss reads `ref_log_probs`.
+      paired: the loss compares the two samples of a pair. Otherwise each sample has its own loss, and those with a
+        reward above 0 are the desirable ones.
     """
 
     reference: ClassVar[bool] = True
@@ -47,19 +48,19 @@ class PreferenceLoss(abc.ABC):
         """The loss of each sample, whose mean over the step's samples is the loss.
 
         Args:
-          x: of this device's samples, `[R, S]`.
-          chosen: which of them were chosen, or are desirable.
-          pairs: of the step, where the loss is `paired`.
+          x: the responses of this device's samples, `[R, S]`.
+          chosen: which samples were chosen, or are desirable.
+          pairs: the pairs of the step, where the loss is `paired`.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class PairLoss(PreferenceLoss):
-    """A preference loss of pairs: `__call__` is all that one adds, and `reward`.
+    """The base of losses on pairs. A subclass adds `__call__` and `reward`.
 
     Args:
-      nll_coef: of the chosen response's negative log-likelihood, which is added to the pair's loss.
-      nll: over its loss tokens the "token_mean", or the "token_sum" as NeMo-RL's default is.
+      nll_coef: the coefficient of the chosen response's negative log-likelihood, which is added to the pair's loss.
+      nll: "token_mean" takes the mean of it over loss tokens, "token_sum" their sum, which is NeMo-RL's default.
 
     Raises:
       ValueError: a coefficient below 0, an unknown `nll`.
@@ -92,7 +93,7 @@ class PairLoss(PreferenceLoss):
     def of_samples(self, x: Responses, chosen: Bool[Array, "R S"], pairs: Pairs | None) -> Float[Array, "R S"]:
         assert pairs is not None  # since this loss is paired
         better, worse = (Responses(*map(of, x)) for of in (pairs.of_chosen, pairs.of_rejected))
-        # of no pair a table holds 0: a mean over no token must not be NaN
+        # an empty slot of the table of pairs holds 0 tokens: its mean must not be NaN
         better, worse = (of._replace(tokens=jax.numpy.maximum(of.tokens, 1)) for of in (better, worse))
         nll = -mean_log_prob(better) if self.nll == "token_mean" else -better.log_prob
         return pairs.to_both(self(better, worse) + self.nll_coef * nll)

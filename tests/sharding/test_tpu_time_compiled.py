@@ -1,0 +1,300 @@
+"""Estimated times of programs that are compiled for TPUs that are not there."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxppo import log_probs_from_hidden
+from sharding import ParallelMesh
+from sharding.audit import Milliseconds, audit
+from sharding.audit.devices import device_of, known_device
+
+LATENCY = 0.002  # ms
+V5P = {"flops": 459e9, "hbm": 2765e6, "link": 90e6}  # a millisecond
+
+
+@functools.cache
+def devices(name, **how):
+    return topologies.get_topology_desc(name, platform="tpu", **how).devices
+
+
+def on_one(shape, dtype=jnp.bfloat16, name="v5p:2x2x1"):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(devices(name)[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "peak"),
+    [
+        ("v5p:2x2x1", "v5p", 459e9),
+        ("v6e:2x2", "v6e", 918e9),
+        ("v5e:2x2", "v5e", 197e9),
+        ("tpu7x:2x2x1", "tpu7x", 1153.5e9),
+    ],
+)
+def test_a_bare_product_comes_out_below_the_peak_of_its_chip(name, chip, peak):
+    rows, inner, columns = 8192, 4096, 32768
+    found = audit(lambda a, b: a @ b, on_one((rows, inner), name=name), on_one((inner, columns), name=name))
+    at_peak = 2 * rows * inner * columns / peak
+    assert at_peak <= found.time.products <= at_peak / 0.75
+    assert found.time.compute == found.time.products == found.time.least.products
+    assert found.time.unknown == ()
+    assert found.time.chip == chip
+    assert found.time.compiler == f"libtpu {importlib.metadata.version('libtpu')}"
+    assert f"time on {chip}, estimated by {found.time.compiler}: compute" in str(found)
+
+
+def test_a_chip_of_two_devices_is_halved():
+    whole, half = (device_of(devices("v4:2x2x1", **how)[0]) for how in ({"chip_config_name": "megacore"}, {}))
+    assert (whole.flops, whole.bandwidth, whole.memory) == (275e12, 1200e9, 32 * 2**30)
+    assert (half.flops, half.bandwidth, half.memory) == (275e12 / 2, 1200e9 / 2, 16 * 2**30)
+    assert device_of(devices("tpu7x:2x2x1")[0]).flops == 2307e12 / 2
+    assert device_of(devices("v5p:2x2x1")[0]).flops == 459e12
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "gib"),
+    [
+        ("TPU v4", "v4", 32),
+        ("TPU v5", "v5p", 95),
+        ("TPU v5p", "v5p", 95),
+        ("TPU v5 lite", "v5e", 16),
+        ("TPU v5e", "v5e", 16),
+        ("TPU v6 lite", "v6e", 32),
+        ("TPU7x", "tpu7x", 96),
+        ("NVIDIA H100 80GB HBM3", "H100", 80),
+        ("NVIDIA H200", "H200", 141),
+        ("NVIDIA B200", "B200", 180),
+        ("TPU v5x", None, None),
+        ("NVIDIA H1000", None, None),
+        ("cpu", None, None),
+        ("", None, None),
+    ],
+)
+def test_a_device_is_known_by_its_kind(kind, name, gib):
+    found = known_device(kind)
+    assert (found and found.name, found and found.memory / 2**30) == (name, gib)
+
+
+def test_there_is_no_time_without_a_tpu():
+    assert audit(lambda x: x @ x, jnp.ones((8, 8))).time is None
+    assert device_of(jax.devices()[0]) is None
+    assert device_of(None) is None
+
+
+@functools.cache
+def one_turn():
+    """The product of a loop over matrices of 1024 x 1024, in ms."""
+    return products_of(lambda a, n: lax.fori_loop(0, 7, lambda i, c: c @ a, a)) / 7
+
+
+def products_of(fn):
+    return timed(fn).products
+
+
+def timed(fn):
+    return audit(fn, on_one((1024, 1024)), on_one((), jnp.int32)).time
+
+
+def counted(stop, step=1, start=0):
+    return lambda a, n: lax.while_loop(lambda s: stop(s[0], n, s[1]), lambda s: (s[0] + step, s[1] @ a), (start, a))[1]
+
+
+def test_a_turn_takes_what_a_product_may():
+    at_peak = 2 * 1024**3 / V5P["flops"]
+    assert at_peak <= one_turn() <= at_peak / 0.3  # a small one, and its result is written
+
+
+@pytest.mark.parametrize(
+    ("fn", "least", "most"),
+    [
+        (lambda a, n: lax.scan(lambda c, _: (c @ a, None), a, length=6)[0], 6, 6),
+        (lambda a, n: lax.fori_loop(0, 3, lambda i, c: lax.fori_loop(0, 5, lambda j, d: d @ a, c), a), 15, 15),
+        (lambda a, n: lax.fori_loop(0, 4, lambda i, c: lax.fori_loop(0, i, lambda j, d: d @ a, c), a), 0, 12),
+        (counted(lambda i, n, c: i <= 9), 10, 10),
+        (counted(lambda i, n, c: i < 9, step=2), 5, 5),
+        (counted(lambda i, n, c: i > 0, step=-1, start=9), 9, 9),
+        (counted(lambda i, n, c: (i < 9) & (i < n)), 0, 9),
+        (counted(lambda i, n, c: i < jnp.minimum(n, 6)), 0, 6),
+        (counted(lambda i, n, c: i < n), 0, math.inf),
+        (counted(lambda i, n, c: (i < 9) | (c[0, 0] > 0)), 9, math.inf),
+        (
+            lambda a, n: lax.while_loop(lambda s: s[0] < s[2], lambda s: (s[0] + 1, s[1] @ a, s[2]), (0, a, 11))[1],
+            11,
+            11,
+        ),
+    ],
+)
+def test_compiled_loops(fn, least, most):
+    found = timed(fn)
+    assert found.least.products == pytest.approx(least * one_turn(), rel=0.05)
+    assert found.products == pytest.approx(most * one_turn(), rel=0.05)
+    assert len(found.unknown) == (most == math.inf)
+
+
+def test_a_pallas_kernel_takes_what_it_declares():
+    N = 1024
+
+    def kernel(a_ref, b_ref, o_ref):
+        o_ref[...] = jnp.dot(a_ref[...], b_ref[...], preferred_element_type=jnp.float32).astype(o_ref.dtype)
+
+    def call(cost):
+        tiles = {"in_specs": [pl.BlockSpec((256, N), lambda i, j: (i, 0)), pl.BlockSpec((N, 256), lambda i, j: (0, j))]}
+        out = {"out_specs": pl.BlockSpec((256, 256), lambda i, j: (i, j))}
+        shape = jax.ShapeDtypeStruct((N, N), jnp.bfloat16)
+        return pl.pallas_call(kernel, out_shape=shape, grid=(4, 4), cost_estimate=cost, **tiles, **out)
+
+    cost = pl.CostEstimate(flops=2 * N**3, bytes_accessed=6 * N * N, transcendentals=0)
+    found = audit(call(cost), on_one((N, N)), on_one((N, N)))
+    assert found.time.kernels == pytest.approx(max(2 * N**3 / (0.93 * V5P["flops"]), 6 * N * N / V5P["hbm"]))
+    assert found.time.compute == found.time.kernels
+    assert found.time.unknown == ()
+    assert found.flops.low == found.flops.high == 2 * N**3
+    silent = audit(call(None), on_one((N, N)), on_one((N, N)))
+    assert silent.time.kernels == pytest.approx(3 * 2 * N * N / V5P["hbm"])
+    [unknown] = silent.time.unknown
+    assert "it declares nothing" in unknown
+
+
+def test_a_compiled_fill_takes_its_bytes():
+    found = audit(lambda x: jnp.full((8192, 4096), x), on_one((), jnp.float32))
+    assert found.time.compute == pytest.approx(8192 * 4096 * 4 / V5P["hbm"], rel=1e-3)
+
+
+@functools.cache
+def sixteen():
+    return Mesh(np.array(devices("v5p:2x2x4")).reshape(4, 4), ("a", "b"))
+
+
+def on_sixteen(fn, out_specs, *args):
+    x = jax.ShapeDtypeStruct((16 * 1024, 1024), jnp.float32, sharding=NamedSharding(sixteen(), P(("a", "b"))))
+    in_specs = (P(("a", "b")), *(P() for _ in args))
+    return audit(jax.shard_map(fn, mesh=sixteen(), in_specs=in_specs, out_specs=out_specs), x, *args).time
+
+
+MIB4 = 1024 * 1024 * 4
+
+
+@pytest.mark.parametrize(
+    ("fn", "out_specs", "carried"),
+    [
+        (lambda x: lax.psum(x, ("a", "b")), P(), 2 * 15 / 16 * MIB4 / 2),
+        (lambda x: lax.psum(x, "b"), P("a"), 2 * 3 / 4 * MIB4 / 2),
+        (lambda x: lax.all_gather(x, "b", axis=0, tiled=True), P(("a", "b")), 3 / 4 * 4 * MIB4 / 2),
+        (lambda x: lax.all_to_all(x, "b", 0, 1, tiled=True), P(("a", "b")), MIB4 / 2),
+        (lambda x: lax.ppermute(x, "b", [(i, (i + 1) % 4) for i in range(4)]), P(("a", "b")), MIB4),
+    ],
+)
+def test_compiled_collectives(fn, out_specs, carried):
+    found = on_sixteen(fn, out_specs)
+    assert found.collectives == pytest.approx(carried / V5P["link"] + LATENCY)
+    assert (found.overlapped, found.products, found.unknown) == (0, 0, ())
+
+
+def test_a_compiled_collective_beside_a_product():
+    def both(x, a):
+        return lax.ppermute(x, "b", [(i, (i + 1) % 4) for i in range(4)]), a @ a
+
+    a = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=NamedSharding(sixteen(), P()))
+    found = on_sixteen(both, (P(("a", "b")), P()), a)
+    assert found.products >= 2 * 4096**3 / V5P["flops"]
+    assert (found.overlapped, found.collectives) == (pytest.approx(MIB4 / V5P["link"] + LATENCY), 0)
+
+
+class Watched:
+    """A jitted function that counts how often it is compiled, or is answered by a cache."""
+
+    def __init__(self, jitted, is_cached):
+        self.jitted, self.is_cached, self.compiled = jitted, is_cached, 0
+
+    def __call__(self, *args):
+        return self.jitted(*args)
+
+    def lower(self, *args):
+        self.lowered = self.jitted.lower(*args)
+        return self
+
+    def trace(self, *args):
+        self.jaxpr = self.jitted.trace(*args).jaxpr
+        self.lower = functools.partial(Watched.lower, self, *args)
+        return self
+
+    def compile(self, options=None):
+        self.compiled += 1
+        return self.lowered.compile(None if self.is_cached else options)
+
+
+def test_a_program_is_compiled_once():
+    watched = Watched(jax.jit(lambda a: a @ a), is_cached=False)
+    assert audit(watched, on_one((256, 256))).time.products > 0
+    assert watched.compiled == 1
+
+
+def test_a_program_that_a_cache_returned_has_no_time_but_its_text():
+    watched = Watched(jax.jit(lambda a: a @ a), is_cached=True)
+    found = audit(watched, on_one((256, 256)))
+    assert found.time is None
+    assert "ENTRY" in found.text
+
+
+# A head of Qwen3-8B for 16 chips.
+
+H, V, TOKENS = 4096, 151936, 8192
+COLUMNS = V // 4
+
+
+def head_arguments(mesh, with_where):
+    def described(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(spec))
+
+    per_token = [jnp.int32, jnp.float32] + [bool] * with_where
+    return (
+        described((1, 4 * TOKENS, H), jnp.bfloat16, mesh.hidden_spec),
+        described((H, V), jnp.bfloat16, mesh.kernel_spec()),
+        *(described((1, 4 * TOKENS), dtype, mesh.tokens_spec) for dtype in per_token),
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "peak", "link"), [("v5p:2x2x4", 459e9, 2 * 90e6), ("v6e:4x4", 918e9, 90e6)])
+def test_a_plain_head(name, peak, link):
+    mesh = ParallelMesh(Mesh(np.array(devices(name)).reshape(4, 4), ("cp", "tp")))
+
+    def loss(hidden, kernel, targets, weights):
+        logits = lax.with_sharding_constraint(hidden @ kernel, mesh.sharding(mesh.logits_spec)).astype(jnp.float32)
+        log_p = jax.nn.log_softmax(logits)
+        return (jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0] * weights).sum()
+
+    found = audit(jax.value_and_grad(loss, (0, 1)), *head_arguments(mesh, False)).time
+    at_peak = 3 * 2 * TOKENS * H * COLUMNS / peak
+    assert at_peak <= found.products <= at_peak / 0.75
+    gradients = 2 * 3 / 4 * 2 * (TOKENS * H + H * COLUMNS) / link  # summed in bf16
+    assert gradients <= found.collectives <= 1.05 * gradients
+    assert found.compute < 2 * at_peak + 10  # ms of arithmetic on 8192 x 37984 logits
+    assert found.least == Milliseconds(*dataclasses.astuple(found)[:7])
+
+
+@pytest.mark.nightly
+def test_a_masked_head_is_timed_at_full_count():
+    mesh = ParallelMesh(Mesh(np.array(devices("v5p:2x2x4")).reshape(4, 4), ("cp", "tp")))
+
+    def loss(hidden, kernel, targets, weights, where):
+        return (log_probs_from_hidden(hidden, kernel, targets, parallel=mesh, where=where).log_probs * weights).sum()
+
+    found = audit(jax.value_and_grad(loss, (0, 1)), *head_arguments(mesh, True))
+    at_peak = found.flops.high / 459e9
+    assert at_peak >= 3 * 2 * TOKENS * H * COLUMNS / 459e9
+    assert at_peak <= found.time.products <= at_peak / 0.6
+    assert found.time.least.products <= 0.1 * found.time.products
+    assert found.flops.low <= 0.1 * found.flops.high
+    assert all("sparse cores" in text for text in found.time.unknown)
