@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
 
+if TYPE_CHECKING:
+    from .layouts.base import Layout
+
 Names = tuple[str, ...]
-LAYOUTS: dict[str, Any] = {}  # by name; `register_layout` adds to them
+LAYOUTS: dict[str, Layout] = {}  # by name; `register_layout` adds to them
 
 
 def axis_names(value: str | Sequence[str] | None) -> Names:
@@ -99,21 +102,21 @@ class ShardAxes:
         return lax.axis_index(names) if names else 0
 
     def psum(self, x: Any, names: Names) -> Any:
-        """Sum over the shards of `names`; x itself for none. An x that is the same on all shards counts once each."""
+        """The sum of x over the shards of `names`; x itself for none. A replicated x is counted once for each shard."""
         return lax.psum(x, names) if names else x
 
     def check_manual(self, what: str) -> None:
-        """Raises where an axis with a role is not one of those of the surrounding `shard_map`."""
+        """Raises where an axis with a role is not an axis of the surrounding `shard_map`."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
         for name in (*self.tokens, *self.tensor, *self.replicated):
             if name not in manual:
                 raise ValueError(
                     f"parallel: got mesh axis {name!r} in {what}, expected axes of the shard_map around this call, "
-                    f"{manual}; it is to be over all axes of the mesh"
+                    f"{manual}; the shard_map must be over all axes of the mesh"
                 )
 
     def check_vma(self) -> None:
-        """Raises where the surrounding `shard_map` has `check_vma=False`: gradients there are another contract."""
+        """Raises where the surrounding `shard_map` has `check_vma=False`, which changes the rules of gradients."""
         for name in self.tokens + self.tensor:
             if not _tracks_varying(name):
                 raise ValueError(
@@ -123,18 +126,19 @@ class ShardAxes:
                 )
 
     def check_complete(self, what: str, *arrays: Any) -> None:
-        """Raises where devices hold different parts of what `what` is about, over a mesh axis that has no role here.
+        """Raises where arrays differ between devices along a mesh axis that has no role here.
 
-        A sum over devices would then be only one device's part of it. Axes along which no array varies are harmless.
-        Under `pmap` and `check_vma=False` JAX does not track that, so any axis without a role raises.
+        A sum over devices would leave that axis out, and be only one device's part of the whole. Axes along which no
+        array varies are harmless. Under `pmap` and `check_vma=False` JAX does not track varying axes, so any axis
+        without a role raises.
 
         Args:
-          what: what is summed, for the error.
-          *arrays: what it is made of.
+          what: the name of the sum, for the error.
+          *arrays: the arrays that the sum is computed from.
         """
         for name in self.unknown(*arrays):
             roles = "parallel=ShardAxes(data=..., context=...)"
-            if not _tracks_varying(name):  # which no role is allowed then
+            if not _tracks_varying(name):  # there `check_vma` refuses every role
                 roles += " in a shard_map with check_vma=True in its place"
             raise ValueError(
                 f"parallel: got no role for mesh axis {name!r} inside a shard_map or pmap, expected one, since "
@@ -143,7 +147,7 @@ class ShardAxes:
             )
 
     def unknown(self, *arrays: Any) -> list[str]:
-        """The mesh axes without a role here along which devices hold different parts of arrays, as `check_complete`."""
+        """The mesh axes without a role here along which arrays differ between devices, see `check_complete`."""
         mesh = jax.sharding.get_abstract_mesh()
         known = {*self.data, *self.context, *self.tensor, *self.replicated}
         leaves = jax.tree.leaves(arrays)
@@ -168,5 +172,5 @@ def vary(x: jax.Array, names: Names | frozenset[str]) -> jax.Array:
 
 
 def vary_like(x: jax.Array, *others: Any) -> jax.Array:
-    """x with all the varying axes of the arrays `others`: what a loop carry must start from."""
+    """x with all varying axes of the arrays `others` added; a loop carry must start with them."""
     return vary(x, frozenset().union(*(varying(leaf) for leaf in jax.tree.leaves(others))))

@@ -1,4 +1,4 @@
-"""Logical axis rules, as Flax and MaxText have them, read for the roles that mesh axes play in a loss."""
+"""Derives the roles of mesh axes from logical axis rules, as Flax and MaxText write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 Names = tuple[str, ...]
 
-# What the dimensions of a loss are called: MaxText's logits and head first, then its other names, then Flax's.
+# The usual logical names of a loss's dimensions: MaxText's for logits and head first, its other names, then Flax's.
 _USUAL = {
     "batch": ("activation_embed_and_logits_batch", "activation_batch", "batch"),
     "length": ("activation_length", "length"),
@@ -23,17 +23,17 @@ def roles_of_rules(
 ) -> dict[str, Names]:
     """The axes of data, context, tensor and fsdp, in the order in which the rules name them.
 
-    As in Flax, the rules are read from first to last, and one is taken where no other dimension of the same array has
-    an axis of it. Axes that the mesh lacks or has in size 1 are dropped afterwards.
+    As in Flax, the rules are read from first to last, and a rule applies if no other dimension of the same array uses
+    one of its axes already. Afterwards axes that the mesh lacks or has in size 1 are dropped.
 
     Args:
-      rules: pairs of a logical name and the mesh axes of it: a name, several, or None.
-      sizes: of the mesh axes.
+      rules: pairs of a logical name and its mesh axes: a name, several, or None.
+      sizes: the sizes of the mesh axes, by name.
       given: the logical names of batch, length, embed and vocab, None for the usual ones.
 
     Raises:
-      ValueError: rules that are no pairs, a name without a rule, an axis that shards both tokens and the vocabulary, or
-        a kernel's rows and no tokens.
+      ValueError: rules that are not pairs, a name without a rule, an axis that shards both tokens and the vocabulary,
+        an axis that shards a kernel's rows but no tokens.
     """
     pairs = [_pair(rule) for rule in rules]
     known = {name for name, _ in pairs}
@@ -70,7 +70,7 @@ def _pair(rule: Any) -> tuple[str, Names]:
 
 
 def _called(dim: str, given: str | None, known: set[str]) -> str | None:
-    """The logical name of a dimension; None where no rule speaks of it, so that it is not sharded."""
+    """The logical name of a dimension; None where no rule names it, and it is not sharded."""
     if given is not None:
         if given not in known:
             raise ValueError(

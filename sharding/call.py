@@ -24,9 +24,9 @@ def shard_call(
 ) -> Any:
     """Runs the per-shard `fn(axes, *args.values())` on one device, in the caller's `shard_map`, or on a mesh.
 
-    This is how every mesh-level function here is made, so that the per-shard function is the only implementation. It is
-    compiled as a whole, also where the caller does not jit: with a module-level `fn`, a second call with equal `static`
-    and arrays of the same shapes compiles nothing.
+    Every mesh-level function here goes through this, so that the per-shard function is the only implementation. It is
+    jitted even where the caller does not jit: with a module-level `fn`, a second call with equal `static` and arrays of
+    the same shapes compiles nothing.
 
     Args:
       name: the public function's name, for errors.
@@ -34,7 +34,7 @@ def shard_call(
       parallel: None (one device), `ShardAxes` (already inside a `shard_map`), or `ParallelMesh`.
       args: arrays or pytrees of them by argument name; None stays None.
       specs: maps the mesh to (one PartitionSpec or pytree prefix of them for each argument, the same for the results).
-      static: whatever else `fn` takes; hashable.
+      static: the static argument of `fn`, hashable; None for none.
 
     Raises:
       TypeError: `parallel` is something else.
@@ -84,8 +84,8 @@ def _on_mesh(
     structure: jax.tree_util.PyTreeDef,
     *args: Any,
 ) -> Any:
-    in_specs, out_specs = jax.tree.unflatten(structure, specs)  # taken apart since a dict of specs has no hash
-    if parallel.is_explicit:  # where in_specs only assert what the arrays' types say
+    in_specs, out_specs = jax.tree.unflatten(structure, specs)  # flattened by the caller: a dict of specs has no hash
+    if parallel.is_explicit:  # there in_specs assert shardings and never reshard
         pairs = zip(in_specs, args, strict=True)
         args = tuple(_by_leaf(lambda s, x: jax.reshard(x, parallel.sharding(s)), *pair) for pair in pairs)
     body = functools.partial(_call, fn, parallel.axes, static)
@@ -102,7 +102,7 @@ def _by_leaf(fn: Callable[[P, Any], Any], spec: Any, arg: Any) -> Any:
 
 
 def _named(what: str, arg: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(name, argument, spec) as errors name them: the argument, or each field of a NamedTuple and of nested ones."""
+    """Yields (name for errors, value, spec): of the argument, or of each field of a NamedTuple, nested ones too."""
     if not hasattr(arg, "_fields") or _is_spec(spec):
         yield what, arg, spec
         return
@@ -112,7 +112,7 @@ def _named(what: str, arg: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _check_divides(name: str, what: str, arg: Any, spec: Any, parallel: ParallelMesh) -> None:
-    """Raises where an array of the argument cannot be laid over the mesh as its spec says."""
+    """Raises where the mesh does not divide an array as its spec says, or lacks an axis of the spec."""
 
     def check(spec: P, x: Any) -> None:
         shape = jnp.shape(x)

@@ -7,10 +7,10 @@ from typing import Any
 
 
 def check_int(name: str, value: Any, least: int) -> int:
-    """The value as an int; raises unless it is an integer, not traced, and large enough."""
+    """The value as an int. Raises where it is no integer, traced, or below `least`."""
     try:
         number = operator.index(value)
-    except TypeError:  # JAX's own errors about traced values among them
+    except TypeError:  # JAX's errors about traced values are TypeErrors too
         raise TypeError(f"{name}: got {value!r}, expected a static integer of at least {least}") from None
     if number < least:
         raise ValueError(f"{name}: got {value}, expected at least {least}")

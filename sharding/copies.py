@@ -1,4 +1,4 @@
-"""Parameters as one copy for each device, so that the sum of their gradients over devices can wait."""
+"""Gives each device its own copy of a parameter, so that gradients are summed over devices once, at the end."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .mesh import ParallelMesh
 
 
 def one_a_device(x: jax.Array, parallel: ParallelMesh, spec: P) -> jax.Array:
-    """An array as one copy for each of the devices that share it: `[...]` to `[D, ...]`, no device sending anything.
+    """One copy of an array for each of the devices that share it, `[...]` to `[D, ...]`, without communication.
 
-    The gradient of the copies is what each device's own tokens contribute. Their sum over devices, the gradient of x,
-    is in f32. `jaxppo.accumulate_gradients` takes it once, behind its loop over micro-batches.
+    The gradient of a copy is what that device's tokens contribute. The gradient of x is their sum over devices, in f32.
+    `jaxppo.accumulate_gradients` computes that sum once, after its loop over micro-batches.
 
     Args:
       x: `[...]`, floating-point.
       parallel: the mesh.
-      spec: how x lies on it; D is the number of devices along the data and context axes that are not in it.
+      spec: the PartitionSpec of x. D is the number of devices along the data and context axes that it does not name.
 
     Returns:
       `[D, ...]`, sharded by `parallel.copies_spec(spec)`.
@@ -40,7 +40,7 @@ def one_a_device(x: jax.Array, parallel: ParallelMesh, spec: P) -> jax.Array:
     return _one_a_device(x, parallel, names, spec)
 
 
-# by its name `accumulate_gradients` finds it in a traced loss
+# `accumulate_gradients` finds this function in a traced loss by its name
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _one_a_device(x: jax.Array, parallel: ParallelMesh, names: Names, spec: P) -> jax.Array:
     def per_shard(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Which dtype numbers of several dtypes are computed in."""
+"""The common dtype of arrays of several dtypes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 
 def wider_dtype(*given: Any) -> Any:
-    """JAX's common dtype of arrays or dtypes, also in a session that is strict about promotion.
+    """JAX's common dtype of arrays or dtypes, in strict sessions too.
 
-    Under `jax_numpy_dtype_promotion="strict"` `jnp.result_type` raises for two widths of floats.
+    Under `jax_numpy_dtype_promotion="strict"`, `jnp.result_type` raises for floats of two widths.
 
     Args:
       *given: arrays, Python numbers or dtypes.

@@ -36,14 +36,14 @@ class ParallelMesh:
     """A `jax.sharding.Mesh` and the role of each of its axes; axis names are the caller's.
 
     A role takes a name, a tuple of names, or None for no axis. A role that is not given takes the axes of the usual
-    names: dp, data, replica; cp, context, sequence, sp; tp, tensor, model; fsdp, but none that another role was given.
-    Axes of size 1 vanish from their roles. Meshes of Auto and of Explicit axis types both work.
+    names, dp, data, replica; cp, context, sequence, sp; tp, tensor, model; fsdp, except those given to another role.
+    Axes of size 1 are left out of their roles. Meshes of Auto and of Explicit axis types both work.
 
     Args:
       mesh: the device mesh (`jax.make_mesh`).
-      data: axes of the rows of a batch. Those of `fsdp` that are not in `context` count as such too.
-      context: axes of the positions of a row.
-      tensor: axes of the vocabulary.
+      data: axes that shard the rows of a batch. Axes of `fsdp` that are not in `context` are added to them.
+      context: axes that shard the positions of a row.
+      tensor: axes that shard the vocabulary.
       fsdp: axes over which a head kernel is sharded beside `tensor`.
       replicated: axes over which every device does the same work.
       sequence_parallel: hidden states arrive with positions sharded over `tensor` too.
@@ -121,10 +121,10 @@ class ParallelMesh:
         sequence_parallel: bool = False,
         context_layout: str = "contiguous",
     ) -> ParallelMesh:
-        """The roles that logical axis rules give the axes of a mesh: MaxText's `logical_axis_rules`, Flax's rules.
+        """A `ParallelMesh` with the roles that logical axis rules imply: MaxText's `logical_axis_rules`, Flax's rules.
 
-        Rows are sharded as the rules shard the batch of logits, positions as its length, a head kernel as its
-        dimensions embed and vocab. As in Flax, the first rule whose axes are free in that array is taken.
+        The rule of the logits' batch shards rows, that of their length shards positions, and those of embed and vocab
+        shard a head kernel. As in Flax, the first rule whose axes are free in that array applies.
 
         Args:
           mesh: the device mesh.
@@ -132,14 +132,14 @@ class ParallelMesh:
             has in size 1, are left out.
           batch: the logical name of rows; by default the first of activation_embed_and_logits_batch, activation_batch
             and batch that has a rule.
-          length: of positions; activation_length, length.
-          embed: of a head kernel's H; embed_vocab, embed.
-          vocab: of its V; vocab.
+          length: the logical name of positions; by default activation_length or length.
+          embed: the logical name of a head kernel's H; by default embed_vocab or embed.
+          vocab: the logical name of its V; by default vocab.
           replicated, sequence_parallel, context_layout: see `ParallelMesh`.
 
         Raises:
-          ValueError: rules that are no pairs, a name without a rule, an axis that shards both tokens and the
-            vocabulary, or a kernel's rows and no tokens, an axis of size above 1 without a role.
+          ValueError: rules that are not pairs, a name without a rule, an axis that shards both tokens and the
+            vocabulary, an axis that shards a kernel's rows but no tokens, an axis of size above 1 without a role.
 
         Example:
           >>> import jax
@@ -220,15 +220,15 @@ class ParallelMesh:
         return P(*spec) if kernel_layout == "hv" else P(*reversed(spec))
 
     def copies_spec(self, spec: P) -> P:
-        """The spec of one copy a device, `[D, ...]`, of an array that lies as `spec` says; see `one_a_device`."""
+        """The spec of the copies `[D, ...]` that `one_a_device` makes of an array with this spec."""
         used = {name for entry in spec for name in axis_names(entry)}
         return P(_entry(tuple(name for name in self.data + self.context if name not in used)), *spec)
 
     def sharding(self, spec: P) -> NamedSharding:
-        """The sharding of an array that lies so, written as `jax.jit` writes that of its results.
+        """The NamedSharding of a spec, in the form in which `jax.jit` returns it.
 
-        Where JAX chooses it, on Auto axes, that ends without None. Equal shardings that are written otherwise make
-        `jit` keep a second entry for a step that is given its own results.
+        On Auto axes that form has no None at its end. With the other form, `jit` would compile a step a second time
+        when it is given its own results.
         """
         entries = list(spec)
         while entries and entries[-1] is None and not self.is_explicit:
@@ -247,8 +247,8 @@ def check_parallel(parallel: Any, expected: str = "ParallelMesh, ShardAxes or No
 
 
 def _roles_of(mesh: Mesh, given: Mapping[str, Names]) -> dict[str, Names]:
-    """The axes of each role: those given, else those of the usual names; axes of size 1 left out."""
-    # one axis may shard both tokens and a kernel, so that fsdp is not a role that others compete with
+    """The axes of each role: those given, else those with the usual names. Axes of size 1 are left out."""
+    # one axis may shard both tokens and a kernel, so fsdp takes no axis away from other roles
     claimed = {name for role, names in given.items() if role != "fsdp" for name in names}
     usual: dict[str, Names] = {}
     for role, names in _CONVENTION.items():
@@ -274,8 +274,8 @@ def make_parallel_mesh(
 ) -> ParallelMesh:
     """A `ParallelMesh` from text such as "dp=2,cp=2,tp=2", whatever the order of its axes and the shape of the slice.
 
-    Tensor axes, then context axes, take the fastest links; data axes span slices, if there are several. `links` tells
-    what each axis got.
+    Tensor axes take the fastest links, then context axes; data axes span slices, if there are several. `links` tells
+    which links each axis has.
 
     Args:
       description: comma-separated `axis=size`, with the usual names of axes: see `ParallelMesh`.

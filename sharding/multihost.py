@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed  # whose client of the coordinator has no public name
+from jax._src import distributed  # the coordinator's client has no public name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Num
@@ -48,16 +48,17 @@ def start(
 
 
 def exchange(what: str, mine: bytes) -> list[bytes]:
-    """The bytes of every process, by process; all must call this, in the same order and from one thread.
+    """The bytes of all processes, in their order. All must call this, in the same order and from one thread.
 
-    They travel through JAX's coordinator. No device takes part, so this does not wait for a running step.
+    The bytes travel through JAX's coordinator. No device takes part, so this does not wait for a running step.
 
     Args:
-      what: a name for it, which is compared, so that processes at different calls notice.
-      mine: what this process brings.
+      what: the name of this exchange. Processes compare it, so that a process at another call is noticed.
+      mine: the bytes of this process.
 
     Raises:
-      RuntimeError: several processes without `start`, or one that did not come in ten minutes.
+      RuntimeError: several processes without `start`, a process that does not arrive within ten minutes, or processes
+        at different calls.
 
     Example:
       >>> exchange("sizes", b"3")
@@ -73,7 +74,7 @@ def exchange(what: str, mine: bytes) -> list[bytes]:
     client.key_value_set_bytes(f"jaxppo/{number}/{me}", what.encode() + b"\0" + mine)
     client.wait_at_barrier(f"jaxppo/{number}", 1000 * EXCHANGE_TIMEOUT_S)
     found = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get_bytes(f"jaxppo/{number}")}
-    if number:  # all have read that one, or they were not here
+    if number:  # all processes have read the exchange before, since they are at this one
         client.key_value_delete(f"jaxppo/{number - 1}/{me}")
     calls, everyone = zip(*(found[process].split(b"\0", 1) for process in sorted(found)), strict=True)
     if len(set(calls)) > 1:
@@ -83,7 +84,7 @@ def exchange(what: str, mine: bytes) -> list[bytes]:
 
 
 def agree(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The largest of each size over all processes, every one of which must call this.
+    """The maximum of each size over all processes; every process must call this.
 
     Example:
       >>> agree((3, 4))
@@ -107,12 +108,13 @@ def gather(rows: Num[np.ndarray, "N ..."]) -> list[Num[np.ndarray, "N ..."]]:
 
 @contextlib.contextmanager
 def together(parallel: ParallelMesh | None) -> Iterator[None]:
-    """An error in the block on one process is raised on all processes of the mesh, and names the process and its host.
+    """Raises an error of one process on all processes of the mesh, with the number and host of the process it is from.
 
-    Every process must enter it, and exchange nothing within. It does nothing where the mesh lies in one process.
+    Every process must enter the block, and must not exchange anything inside it. A mesh of one process needs none of
+    this: the error is raised as it is.
 
     Raises:
-      TypeError, ValueError: what was raised, anything else as ValueError.
+      TypeError, ValueError: the error itself; any other type is raised as ValueError.
 
     Example:
       >>> with together(None):
@@ -147,9 +149,9 @@ def spans_processes(parallel: ParallelMesh) -> bool:
 
 
 def numbers_before(parallel: ParallelMesh, count: int) -> int:
-    """How many things the data shards before this process's hold, each process holding `count`; all must call this.
+    """The sum of `count` over the processes whose data shards come before this process's; all must call this.
 
-    Processes that hold the same data shards hold the same things, and count once.
+    Processes with the same data shards hold the same rows, and are counted once.
     """
     mine = np.array([[min(local_data_shards(parallel)), count]], np.int64)
     held = dict(tuple(row) for part in gather(mine) for row in part.tolist())
@@ -157,7 +159,7 @@ def numbers_before(parallel: ParallelMesh, count: int) -> int:
 
 
 def check_equal(what: str, value: Any) -> None:
-    """Raises on every process where `value` is not the same text on all of them; every process must call this."""
+    """Raises on every process unless `repr(value)` is the same on all of them; every process must call this."""
     texts = [part.decode() for part in exchange(f"comparison of {what}", repr(value).encode())]
     for process, other in enumerate(texts):
         if other != texts[0]:
@@ -165,7 +167,7 @@ def check_equal(what: str, value: Any) -> None:
 
 
 def check_equal_rows(what: str, arrays: Mapping[str, np.ndarray], parallel: ParallelMesh) -> None:
-    """Raises on every process where two that hold the same data shards bring other arrays; all must call this."""
+    """Raises on every process where two with the same data shards pass different arrays; all must call this."""
     mine = local_data_shards(parallel)
     prints = {name: zlib.crc32(np.ascontiguousarray(x).tobytes()) for name, x in arrays.items()}
     first: dict[str, tuple[int, dict[str, int]]] = {}
@@ -208,11 +210,11 @@ def local_data_size(parallel: ParallelMesh) -> int:
 
 
 def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
-    """Global arrays of the rows that each host holds: those of its own data shards, whole in every other dimension.
+    """Global arrays from the rows of each host: it holds those of its own data shards, in full along other dimensions.
 
     Args:
       tree: a pytree of arrays, such as a `RolloutBatch` of this host's rows; None leaves stay None.
-      specs: the PartitionSpec of each, or a prefix; the dimension given the data axes is that of the rows.
+      specs: the PartitionSpecs, or a pytree prefix of them. The data axes mark the dimension of the rows.
       parallel: the mesh.
 
     Returns:
@@ -231,15 +233,15 @@ def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
     def place(spec: Any, part: Any) -> Any:
         return jax.tree.map(lambda leaf: _to_global(np.asarray(leaf), spec, parallel), part)
 
-    with jax.transfer_guard_host_to_device("allow"):  # JAX takes its callbacks for transfers that nobody asked for
+    with jax.transfer_guard_host_to_device("allow"):  # the guard takes this function's transfers for implicit ones
         return jax.tree.map(place, specs, tree, is_leaf=lambda leaf: leaf is None or isinstance(leaf, P))
 
 
 def to_local(tree: Any, parallel: ParallelMesh) -> Any:
-    """The rows of this host's own data shards, of arrays over the whole mesh: what `to_global` takes; all call this.
+    """The rows of this host's data shards, from global arrays: the inverse of `to_global`; all hosts must call this.
 
     Args:
-      tree: a pytree of arrays whose first dimension is that of the rows.
+      tree: a pytree of arrays whose first dimension is the rows.
       parallel: the mesh.
 
     Example:
@@ -254,7 +256,7 @@ def to_local(tree: Any, parallel: ParallelMesh) -> Any:
 
 
 def whole(tree: Any) -> Any:
-    """Arrays over devices of several processes, whole on each of them; every process must call this.
+    """Gathers arrays that are spread over processes, so that each process has them in full; all must call this.
 
     Example:
       >>> whole(np.ones(3)).shape

@@ -17,13 +17,13 @@ from .multihost import agree, check_equal, local_data_size, spans_processes, tog
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Where each of N sequences lies in `[R, T]` rows, or `[K, R, T]` micro-batches, and what that makes of a row.
+    """The place of each of N sequences in `[R, T]` rows, or in `[K, R, T]` micro-batches.
 
     Args:
-      lengths: `i32[N]`.
+      lengths: `i32[N]`, the tokens of each sequence.
       row: `i32[N]`, the row of each sequence; micro-batch k has rows [k * R, (k+1) * R).
-      slot: `i32[N]`, which of the row's S segments it is, from 0.
-      start: `i32[N]`, its first logical position in the row.
+      slot: `i32[N]`, the number of the sequence among its row's S segments, from 0.
+      start: `i32[N]`, the first logical position of the sequence in its row.
       num_segments: S.
       rows: R, of one micro-batch.
       micro_batches: K, or None for one batch without a leading dimension.
@@ -47,13 +47,13 @@ class Packed:
         """The rows that hold values[i], `[lengths[i], ...]`, at the places of sequence i, and fill elsewhere.
 
         Args:
-          values: one array a sequence.
-          fill: what the other places hold.
-          dtype: of the rows; by default the one that holds all values.
-          starts: where in its sequence each value begins; then values may be shorter than their sequences.
+          values: one array for each sequence.
+          fill: the value of all other places.
+          dtype: the dtype of the rows; by default one that holds all values.
+          starts: the place in its sequence where each value begins; then values may be shorter than their sequences.
 
         Raises:
-          ValueError: a value of another length than its sequence, or that does not fit it from its start.
+          ValueError: a value whose length is not its sequence's, or that reaches beyond the end of its sequence.
         """
         arrays = [np.asarray(value) for value in values]
         dtype = dtype or (np.result_type(*arrays) if arrays else np.int32)
@@ -70,7 +70,7 @@ class Packed:
         return self._rows(arrays, begins, sizes, fill, dtype, trailing)
 
     def place_segments(self, values: Sequence[Any], fill: float, dtype: Any) -> Num[np.ndarray, "*K R S"]:
-        """One number a sequence, `[R, S]`, and fill where a row has no such segment."""
+        """One number for each sequence, `[R, S]`, and fill where a row has no such segment."""
         rows = np.full((self.order.shape[0], self.num_segments), fill, dtype)
         rows[self.row, self.slot] = np.asarray(values, dtype)
         return self._split(rows)
@@ -90,7 +90,7 @@ class Packed:
     ) -> np.ndarray:
         """Rows with values[i] at the `sizes[i]` places from `starts[i]` of sequence i, in physical order."""
         shape = (*self.order.shape, *trailing)
-        rows = np.full(shape, fill, dtype) if fill else np.zeros(shape, dtype)  # which touches no page twice
+        rows = np.full(shape, fill, dtype) if fill else np.zeros(shape, dtype)  # zeros leaves memory untouched
         begins = self.start + starts
         for value, row, begin, end in zip(values, self.row, begins.tolist(), (begins + sizes).tolist(), strict=True):
             rows[row, begin:end] = value
@@ -101,7 +101,7 @@ class Packed:
 
 
 def in_physical_order(rows: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """y[r, p] = rows[r, order[r, p]] for rows `[R, T, ...]`; the rows themselves where that is how they lie."""
+    """y[r, p] = rows[r, order[r, p]] for rows `[R, T, ...]`; `rows` itself where that is the same."""
     if order.strides[0]:  # each row has its own order
         return np.take_along_axis(rows, order.reshape(*order.shape, *(1,) * (rows.ndim - 2)), axis=1)
     same = (order[0] == np.arange(order.shape[1])).all()
@@ -121,30 +121,30 @@ def pack(
     loads: Sequence[float] | None = None,
     bundles: Sequence[int] | None = None,
 ) -> Packed:
-    """First-fit-decreasing of sequences into static rows, the rows dealt to devices so that their loads are even.
+    """Packs sequences into static rows, first-fit-decreasing, and spreads the rows so that devices have even loads.
 
     Args:
       sequences: anything with a length, 0 included.
       row_length: T; a multiple of what the mesh's context layout needs.
       parallel: the mesh whose data axes share the rows, and whose layout orders the positions. On several hosts, each
-        packs for the data shards that its own devices hold, all of them call this together, and what the options leave
-        open is agreed; hosts that hold the same shards pack the same sequences.
-      rows: R, the rows of the batch, or of each micro-batch. By default as few as the data axes divide.
-      buckets: values of R to choose the smallest from, so that many different batches share few compiled programs.
-      micro_batches: K, the number of micro-batches; with max_tokens, at least so many.
+        host packs for the data shards of its own devices, all hosts call this together, and they agree on the sizes
+        that the options leave open. Hosts that hold the same data shards must pack the same sequences.
+      rows: R, the rows of the batch, or of each micro-batch. By default the fewest that the data axes divide.
+      buckets: values of R. The smallest that is large enough is taken, so that batches share few compiled programs.
+      micro_batches: K, the number of micro-batches; with max_tokens, the least number of them.
       max_tokens: the most places of a micro-batch that one device may hold; R and K follow from it.
       num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
-      loads: what each sequence costs; by default its length. Give the tokens that carry loss.
-      bundles: the number of each sequence's bundle, 0, 1, ... without gaps: the sequences of one stay in one row, one
-        behind another in their order. By default each is a bundle of its own.
+      loads: the cost of each sequence; by default its length. For a loss, give the number of loss tokens.
+      bundles: the number of each sequence's bundle, 0, 1, ... without gaps. The sequences of a bundle stay in one row,
+        next to each other and in their order. By default each sequence is its own bundle.
 
     Returns:
       The places of all sequences, in their order.
 
     Raises:
-      ValueError: a sequence or a bundle longer than a row (it is named), or of more sequences than a row may hold; rows
-        or buckets too small or not divided by the data axes, options that exclude each other, a row length that the
-        layout cannot divide.
+      ValueError: a sequence or a bundle that is longer than a row or has more sequences than a row may hold, rows or
+        buckets that are too small or that the data axes do not divide, options that exclude each other, a row length
+        that the layout cannot divide.
 
     Example:
       >>> packed = pack([[5, 6, 7], [8], [9, 9]], row_length=4)
@@ -176,7 +176,7 @@ def pack(
         _check_bundles(bundle, padded, row_length, num_segments)
         bins, slot, start = _bundled(bundle, padded, row_length, num_segments)
     fullest = num_segments or 1 << int(slot.max(initial=0)).bit_length()
-    each = -(-(int(bins.max(initial=-1)) + 1) // data)  # rows that a data shard needs
+    each = -(-(int(bins.max(initial=-1)) + 1) // data)  # rows for each data shard
     if parallel and spans_processes(parallel):
         of_shard = [size / data for size in buckets or ()]
         options = {"row_length": row_length, "rows": rows and rows / data, "buckets": of_shard or None}
@@ -200,11 +200,11 @@ def pack(
 
 
 def unpack(array: Any, packed: Packed) -> list[np.ndarray]:
-    """What each sequence holds of an array `[R, T, ...]` or `[K, R, T, ...]` in packed order; the inverse of `place`.
+    """Splits an array `[R, T, ...]` or `[K, R, T, ...]` into one array for each sequence; inverts `Packed.place`.
 
     Raises:
-      ValueError: an array of other rows.
-      TypeError: packed is something else.
+      ValueError: an array whose rows are not those of `packed`.
+      TypeError: `packed` is not a `Packed`.
 
     Example:
       >>> packed = pack([[5, 6, 7], [8, 9]], row_length=4)
@@ -240,7 +240,7 @@ def _check_options(rows: Any, buckets: Any, micro_batches: Any, max_tokens: Any,
 
 
 def _padded(lengths: np.ndarray, unit: int, row_length: int) -> np.ndarray:
-    """The places that each sequence takes."""
+    """The length of each sequence, padded to a multiple of `unit`; raises where one does not fit a row."""
     padded = -(-lengths // unit) * unit
     if (padded > row_length).any():
         i = int(np.argmax(padded > row_length))
@@ -262,7 +262,7 @@ def _bucket(needed: int, buckets: Sequence[int] | None, data: int) -> int:
 
 
 def _check_bundles(bundle: np.ndarray, padded: np.ndarray, row_length: int, most: int | None) -> None:
-    """Raises where the numbers are no bundles, or one of them does not fit a row."""
+    """Raises where the bundles are not numbered 0, 1, ... or one of them does not fit a row."""
     if bundle.shape != padded.shape or (len(bundle) and set(bundle.tolist()) != set(range(bundle.max() + 1))):
         raise ValueError(f"bundles: got {bundle.tolist()[:8]}, expected 0, 1, ... for the {len(padded)} sequences")
     places, held = np.bincount(bundle, padded), np.bincount(bundle)
@@ -275,7 +275,7 @@ def _check_bundles(bundle: np.ndarray, padded: np.ndarray, row_length: int, most
 def _bundled(
     bundle: np.ndarray, padded: np.ndarray, row_length: int, most: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The bin, the slot in it and the start of each sequence, bundles being what is packed."""
+    """Packs whole bundles, and returns the bin, the slot in it and the start of each sequence."""
     order = np.argsort(bundle, kind="stable")
     held = np.bincount(bundle)
     first = np.cumsum(held) - held  # of each bundle in the order
@@ -291,10 +291,10 @@ def _bundled(
 def _first_fit_decreasing(
     lengths: np.ndarray, counts: np.ndarray, row_length: int, most: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The bin, the first slot in it and the start of each bundle: each goes to the first bin it fits, longest first.
+    """The bin, the first slot in it and the start of each bundle. Each, the longest first, takes the first bin it fits.
 
-    Lengths only fall, so a bin that fits one bundle fits all later ones until it takes one: such bins wait in a heap
-    by their number, the others in a heap by their free places. One with too few slots for a bundle waits on.
+    Lengths only fall, so a bin that fits one bundle fits all later ones until it takes one. `fitting` holds such bins
+    by their number, `full` the others by their free places. A bin with too few slots for a bundle stays in `fitting`.
     """
     count = len(lengths)
     free, held = [row_length] * count, [0] * count
@@ -324,7 +324,7 @@ def _first_fit_decreasing(
 
 
 def _deal(bins: np.ndarray, costs: np.ndarray, rows: int, count: int, data: int) -> np.ndarray:
-    """The row that each bin becomes: micro-batches of like costs, the next heaviest to the least loaded device."""
+    """The row of each bin. Micro-batches hold bins of similar cost; the least loaded device takes the next heaviest."""
     loads = np.zeros(rows * count)
     np.add.at(loads, bins, costs)
     row_of = np.empty(rows * count, np.int32)

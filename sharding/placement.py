@@ -1,4 +1,4 @@
-"""Which device goes where in a mesh: the busiest axes on the fastest links, and what was chosen."""
+"""Orders devices into a mesh so that the busiest axes have the fastest links, and tells the links of each axis."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _DIMENSIONS = ("x", "y", "z", "core")
 def place(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     """The devices as an array of shape `sizes`, whose axes are ordered from the least traffic to the most.
 
-    Within a slice `jax.experimental.mesh_utils` decides. Where it refuses, because an axis is no product of whole
-    dimensions of the torus, dimensions are split: each axis, the busiest first, takes neighbours along one dimension if
-    one is long enough. Several slices, which a slower network connects, share out the first axes.
+    Within a slice `jax.experimental.mesh_utils` decides. It refuses an axis that is not a product of whole dimensions
+    of the torus. Then dimensions are split: each axis, the busiest first, takes neighbours along one dimension if one
+    is long enough. The first axes span the slices, which a slower network connects.
 
     Args:
-      sizes: of the axes; their product is the number of devices.
-      devices: of equally large slices.
+      sizes: the sizes of the axes; their product is the number of devices.
+      devices: the devices, in slices of equal size.
 
     Raises:
       ValueError: slices of different sizes.
@@ -51,7 +51,7 @@ def _slice(device: Any) -> int:
 def _in_slice(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(sizes, devices)
-    except (NotImplementedError, AssertionError):  # the second for chips of which each core is a device
+    except (NotImplementedError, AssertionError):  # AssertionError: chips whose cores are devices of their own
         grid = _grid(devices)
         if grid is None:
             return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
@@ -72,12 +72,12 @@ def _grid(devices: Sequence[jax.Device]) -> np.ndarray | None:
 
 
 def _split(sizes: Sequence[int], grid: np.ndarray) -> np.ndarray:
-    """The grid with its dimensions split so that they make up axes of `sizes`, the last axis choosing first."""
+    """Splits the grid's dimensions and combines them to axes of `sizes`; the last axis chooses first."""
     left = list(grid.shape)
     taken: list[list[tuple[int, int]]] = [[] for _ in left]  # of each dimension, (axis, count) with neighbours first
     for axis in reversed(range(len(sizes))):
         size = sizes[axis]
-        # unspoilt dimensions first, whose neighbours are one hop apart; then those it fits exactly or most nearly
+        # first dimensions that `size` divides, then unsplit ones, whose neighbours are one hop apart, then the shortest
         order = sorted(range(len(left)), key=lambda d: (left[d] % size > 0, grid.shape[d] // left[d], left[d]))
         for dimension in order:
             count = math.gcd(size, left[dimension])
@@ -91,9 +91,10 @@ def _split(sizes: Sequence[int], grid: np.ndarray) -> np.ndarray:
 
 
 def links(mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """What connects the devices along each axis of a mesh: "slice" for the network between slices, then "x", "y", "z".
+    """The links between the devices along each axis of a mesh: "slice", "x", "y", "z" or "core".
 
-    "core" is the link between two cores of a chip. An axis of size 1, or of devices without coordinates, has none.
+    "slice" is the network between slices, "x" to "z" are dimensions of the torus, "core" is the link between two cores
+    of a chip. An axis of size 1 has no links, and devices without coordinates have none.
 
     Example:
       >>> links(jax.make_mesh((1,), ("dp",), devices=jax.devices()[:1]))

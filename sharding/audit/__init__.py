@@ -1,6 +1,6 @@
-"""What a program costs on each device, read off what JAX traces and XLA compiles for devices that need not be there.
+"""The cost of a program on each device, read from what JAX traces and XLA compiles; the devices need not be there.
 
-`audit` is the door, and `note` what a function says of itself to those who audit it. `results` holds what they give,
+`audit` is the entry point; `note` lets a function leave remarks for it. `results` holds the records that they return,
 `devices` the public figures of TPUs and GPUs. `flops` reads jaxprs. `hlo`, `hlo_integers`, `hlo_bytes` and `tpu_time`
 read the text of a compiled module, and `trips` counts the turns of loops for both.
 
@@ -23,10 +23,10 @@ __all__ = ["Audit", "Collective", "Flops", "Milliseconds", "Time", "audit", "not
 
 
 def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit:
-    """Compiles `fn` for the devices of its arguments, real or only described, and reads off what it costs.
+    """Compiles `fn` for the devices of its arguments, real or only described, and reads its costs from the result.
 
     Args:
-      fn: what `jax.jit` takes, or its result.
+      fn: a function, or the result of `jax.jit`.
       *args: arrays, or `jax.ShapeDtypeStruct`s with shardings, such as over a mesh of
         `jax.experimental.topologies.get_topology_desc("v5p:2x2x4", platform="tpu").devices`.
       mesh: names the axes of collectives; the mesh of the arguments' shardings by default.
@@ -44,7 +44,7 @@ def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit
       >>> found.collectives, found.flops.low
       ((), 128)
     """
-    from .compiled import read  # the readers, which those who never audit need not load
+    from .compiled import read  # here, so that a program that never audits does not load the readers
 
     if not callable(fn):
         raise TypeError(f"fn: got {type(fn).__name__}, expected a function, or what jax.jit makes of one")

@@ -1,4 +1,4 @@
-"""What a compiled function costs: collectives, temporaries and time from its module, flops from its jaxpr."""
+"""The costs of a compiled function: collectives, temporaries and time from its module, flops from its jaxpr."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _mesh_of(args: Any) -> Mesh | None:
 
 
 def _device_of(args: Any, mesh: Mesh | None) -> Any:
-    """One of the devices to compile for; None where neither the arguments nor the mesh say."""
+    """One of the devices to compile for; None where neither the arguments nor the mesh name one."""
     if mesh is not None:
         return mesh.devices.flat[0]
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
@@ -83,7 +83,7 @@ def _collectives(module: Module, mesh: Mesh | None) -> tuple[Collective, ...]:
 
 
 def _axes(groups: Sequence[tuple[int, ...]], op: str, mesh: Mesh | None) -> tuple[str, ...] | None:
-    """The mesh axes along which the members of a group differ, if the groups are all that differ so."""
+    """The mesh axes that a collective's groups span; None where the groups are not a product of axes."""
     if mesh is None or not groups:
         return None
     ids = np.arange(mesh.devices.size).reshape(mesh.devices.shape)

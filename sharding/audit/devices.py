@@ -1,4 +1,4 @@
-"""The public figures of TPUs and GPUs: the one table of them, for times, for memory and for the sizes of tiles."""
+"""The public figures of TPUs and GPUs, in one table for times, memory and the sizes of tiles."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A chip, or one of the devices that JAX shows it as.
+    """A chip, or one of the JAX devices on it.
 
     Args:
-      name: what people call it.
-      kinds: what JAX calls it (`device_kind`), or a word of that.
-      flops: bf16 operations a second at its peak.
+      name: the usual short name.
+      kinds: JAX's `device_kind`, or a word of it.
+      flops: peak bf16 operations a second.
       hertz: cycles a second.
-      bandwidth: bytes a second between it and its memory.
-      memory: bytes of it.
-      link: bytes a second over one link to a neighbour, one way; of a GPU over all its links to their switch.
+      bandwidth: bytes a second to and from its memory.
+      memory: bytes of memory.
+      link: bytes a second over one link to a neighbour, one way; for a GPU over all its links to the switch.
       wraps: whether four chips along an axis make a ring, as in a slice of whole 4x4x4 cubes; else they make a line.
-      devices: JAX's devices on a chip, where a client does not say.
+      devices: JAX devices on a chip, for clients that do not tell.
     """
 
     name: str
@@ -60,7 +60,7 @@ DEVICES = (
 
 
 def known_device(kind: str) -> Device | None:
-    """The figures of one device by its `device_kind`, which is all that a described device says of itself.
+    """The figures of one device by its `device_kind`, the only thing that a described device tells.
 
     Returns:
       `Device`, None where the kind is not in the table.
@@ -74,7 +74,7 @@ def known_device(kind: str) -> Device | None:
 
 
 def device_of(device: Any) -> Device | None:
-    """The figures of a device, real or described, whose client knows how many share a chip; None if it is not known."""
+    """The figures of a device, real or described; its client tells how many share a chip. None for unknown kinds."""
     if (whole := _whole(getattr(device, "device_kind", ""))) is None:
         return None
     return whole.shared_by(1 + max(getattr(d, "core_on_chip", 0) or 0 for d in device.client.devices()))

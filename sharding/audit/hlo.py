@@ -1,4 +1,4 @@
-"""The text of a compiled module (HLO): its computations, instructions, shapes, and what its collectives join."""
+"""Parses the text of a compiled module (HLO): computations, instructions, shapes, and the groups of collectives."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ Computation = dict[str, Instruction]
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled module: instructions by name, in their order, by computation; `devices` that run it together."""
+    """A compiled module: its computations, each a dict of instructions by name, and the number of `devices`."""
 
     computations: dict[str, Computation]
     entry: str
@@ -180,12 +180,12 @@ def parts(shape: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """What a collective does.
+    """A collective, as an instruction describes it.
 
     Args:
-      op: without its "-start".
-      groups: of devices that it joins, pairs for a permutation; empty where they could not be read.
-      bytes: of the whole array that a device puts in or gets out, whichever is larger.
+      op: its name, without "-start".
+      groups: the groups of devices that it joins, pairs for a permutation; empty where they could not be read.
+      bytes: the size of a device's input or output, whichever is larger.
       started: whether other work may run until its "-done".
     """
 
@@ -196,7 +196,7 @@ class Transfer:
 
 
 def transfer(module: Module, computation: str, instruction: Instruction) -> Transfer | None:
-    """What an instruction of a computation sends between devices, if it is a collective."""
+    """The collective that an instruction is; None for any other instruction."""
     if not (match := _COLLECTIVE.fullmatch(instruction.op)):
         return None
     kind, started = match[1], bool(match[2])

@@ -1,4 +1,4 @@
-"""The integers of a compiled module (HLO), as far as its text shows them, and with them the turns of its loops."""
+"""The values of integers in a compiled module (HLO), as far as its text shows them, and the turns of its loops."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _value(
 
 
 def _scalar(instruction: Instruction, operands: list[Value], source: Limits | None, result: Limits | None) -> Value:
-    """What an operation on scalars gives, from one dtype's limits to another's."""
+    """The result of an operation on scalars, given the limits of its operands' and its result's dtype."""
     match instruction.op:
         case "compare":
             direction = re.search(r"direction=(\w+)", instruction.attributes)

@@ -1,4 +1,4 @@
-"""What a traced program would do on several devices: its collectives, its hangs, and the notes left in it."""
+"""The collectives of a traced program, those at which devices might hang, and the notes left in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOT_COLLECTIVE = frozenset({"axis_index", "pcast", "pvary", "shard_map"})
 
 
 def collectives(jaxpr: Any) -> list[tuple[str, tuple[str, ...]]]:
-    """(primitive, mesh axes) of every collective of a (closed) jaxpr, loop bodies and branches once each.
+    """(primitive, mesh axes) of every collective of a (closed) jaxpr; loop bodies and branches are read once each.
 
     Args:
       jaxpr: as `jax.make_jaxpr` or `jax.jit(f).trace(...).jaxpr` give it.
@@ -54,10 +54,10 @@ def hang_risks(jaxpr: Any) -> list[str]:
 
 
 def note(text: str) -> AbstractContextManager[None]:
-    """A context whose operations carry a note for whoever audits the program; in their names only, at no cost.
+    """A context whose operations carry a note for `audit`. It is a part of their names only, and costs nothing.
 
-    A note that begins with "rarely" says of a `cond` that it takes the shorter branch: neither flops nor time have the
-    other.
+    A note that begins with "rarely" marks a `cond` that almost always takes its shorter branch: flops and time count
+    that branch alone.
 
     Example:
       >>> def double(x):
@@ -81,7 +81,7 @@ def notes(jaxpr: Any) -> tuple[str, ...]:
 
 
 def _axes(eqn: Any) -> tuple[str, ...]:
-    """The mesh axes that an equation's collective crosses; none where it is no collective."""
+    """The mesh axes that an equation's collective crosses; none if it is not a collective."""
     if eqn.primitive.name in _NOT_COLLECTIVE:
         return ()
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -90,8 +90,8 @@ def _axes(eqn: Any) -> tuple[str, ...]:
 
 
 def _equations(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Every equation, and the branches and varying loops that it sits in."""
-    from jax.extend import core  # which loads Pallas, and `note` needs none of it
+    """Every equation, with the branches and varying loops around it."""
+    from jax.extend import core  # here, since it loads Pallas, which `note` does not need
 
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn, path

@@ -1,4 +1,4 @@
-"""What an audit gives: records without logic, but for how they are written out."""
+"""The records that an audit returns, and how they are printed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Collective:
 
     Args:
       op: "all-reduce", "all-gather", "reduce-scatter", "collective-permute" or "all-to-all".
-      axes: the mesh axes that it crosses; None where its groups are no product of axes, or no mesh is known.
-      bytes: of the whole array that a device puts in or gets out, whichever is larger; for one turn of a loop.
-      in_loop: whether it sits in the body or the condition of a loop.
+      axes: the mesh axes that it crosses; None where its groups are not a product of axes, or no mesh is known.
+      bytes: the size of a device's input or output, whichever is larger; for one turn of a loop.
+      in_loop: whether it stands in the body or the condition of a loop.
     """
 
     op: str
@@ -27,8 +27,8 @@ class Flops:
     """Floating-point operations of the matrix products on one device; a multiplication and an addition are two.
 
     Args:
-      low: where loops whose length depends on data run as little as they can.
-      high: where they run as long as they can; infinite where nothing bounds them.
+      low: the count if loops whose length depends on data take the fewest turns.
+      high: the count if they take the most turns; infinite where nothing bounds them.
     """
 
     low: float
@@ -44,17 +44,17 @@ class Flops:
 
 @dataclasses.dataclass(frozen=True)
 class Milliseconds:
-    """The time of one device, by what it is spent on.
+    """The time of one device, by kind of work.
 
     Args:
-      products: matrix products, with what is fused to them.
+      products: matrix products and the work fused to them.
       elementwise: other arithmetic, reductions, gathers, sorts.
       copies: moves and fills without arithmetic.
-      kernels: Pallas and other custom kernels, by what they declare.
-      collectives: that nothing runs beside.
-      overlapped: collectives that other work runs beside; in no sum.
-      unestimated: of products, elementwise and copies, what the compiler gives no estimate of (gathers, scatters,
-        sorts): charged its bytes at the memory's peak, which is the least that it can take.
+      kernels: Pallas and other custom kernels, by the costs that they declare.
+      collectives: collectives that no other work overlaps.
+      overlapped: collectives that other work overlaps; not a part of any sum.
+      unestimated: the part of products, elementwise and copies for which the compiler gives no estimate (gathers,
+        scatters, sorts). It is charged its bytes at the memory's peak, which is a lower bound.
     """
 
     products: float
@@ -83,20 +83,20 @@ class Milliseconds:
 class Time(Milliseconds):
     """The time of a program on a TPU as its compiler estimates it, with loops at full count.
 
-    A loop that data may end early turns as often as it can, and a `cond` takes its longer branch, unless a `note` says
-    that it rarely does; `least` is with the fewest turns and the shorter branches. A loop that nothing bounds makes the
-    figures of its body infinite.
+    A loop that data may end early takes the most turns that it can, and a `cond` takes its longer branch, unless a
+    `note` says that it rarely does. `least` is the time with the fewest turns and the shorter branches. A loop that
+    nothing bounds makes the figures of its body infinite.
 
     A collective takes 2 us and, of n devices in one ring with b bytes (see `Collective.bytes`): 2 b (n-1)/n for an
     all-reduce, b (n-1)/n for an all-gather or a reduce-scatter, b n/4 for an all-to-all, over both directions of a link
     where the ring closes and over one where it is a line; b over one link for a permutation.
 
     Args:
-      least: the same, with data-dependent loops and branches at their shortest.
-      unknown: what the figures leave open, in words: loops that nothing bounds, kernels that declare nothing, work of
-        the sparse cores, collectives whose groups could not be read.
-      compiler: whose estimates they are.
-      chip: of which TPU.
+      least: the time with data-dependent loops and branches at their shortest.
+      unknown: in words, what the figures leave out or guess: loops that nothing bounds, kernels that declare nothing,
+        work of the sparse cores, collectives whose groups could not be read.
+      compiler: the name and version of the compiler that made the estimates.
+      chip: the name of the TPU.
     """
 
     least: Milliseconds
@@ -113,17 +113,17 @@ class Time(Milliseconds):
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What a compiled function costs on each device.
+    """The costs of a compiled function on each device.
 
     Args:
-      collectives: in the order of the module.
-      temp_bytes: temporaries, as the compiler laid them out.
-      argument_bytes: its arguments.
-      output_bytes: its results.
-      flops: of its matrix products, with loops counted; a range where a loop's length depends on data.
-      time: what XLA:TPU expects it to take, see `jaxppo.sharding.Time`; None where the devices are no TPUs that are
-        known there, or where a persistent compilation cache answered instead of the compiler.
-      notes: what the function says of itself, see `jaxppo.sharding.note`.
+      collectives: its collectives, in the order of the module.
+      temp_bytes: the size of temporaries, as the compiler laid them out.
+      argument_bytes: the size of the arguments.
+      output_bytes: the size of the results.
+      flops: the flops of its matrix products, with loops counted; a range where a loop's length depends on data.
+      time: XLA:TPU's estimate, see `jaxppo.sharding.Time`; None where the devices are not known TPUs, or where a
+        persistent compilation cache answered instead of the compiler.
+      notes: the notes that the function left, see `jaxppo.sharding.note`.
       text: the compiled module.
     """
 

@@ -1,8 +1,9 @@
-"""The time of a compiled TPU program, as XLA's own estimates of each instruction add up; no TPU is needed for it.
+"""The estimated time of a compiled TPU program: the sum of XLA's estimates of its instructions. No TPU is needed.
 
-XLA:TPU writes into the text of the code that it generates how many cycles it expects of most instructions. These are
-added up, loops as often as they turn. What carries no number is charged the bytes that it moves, and a collective what
-a ring of devices takes. Nothing here was timed: differences under 15% mean nothing, and a new libtpu may say otherwise.
+XLA:TPU writes the expected cycles of most instructions into the text of the code that it generates. They are added up,
+those of a loop once for each turn. An instruction without a number is charged the bytes that it moves, and a collective
+the time of a ring of devices. Nothing here was timed: differences under 15% mean nothing, and a new libtpu may give
+other estimates.
 """
 
 from __future__ import annotations

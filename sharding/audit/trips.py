@@ -1,4 +1,4 @@
-"""How often a loop turns, read off the integers that it carries; for traced (jaxpr) and compiled (HLO) loops alike.
+"""The number of turns of a loop, read from the integers that it carries; for traced (jaxpr) and compiled (HLO) loops.
 
 Plain counters are read: an integer that grows or shrinks by the same step in each turn, compared (<, <=, >, >=, !=)
 with a constant or with another integer that the loop carries. A condition on data beside such a comparison leaves a
@@ -22,7 +22,7 @@ _ENDLESS = 2**30  # turns; a loop that may take more is bounded by its counter's
 class Turns(NamedTuple):
     """How often a loop turns: at least `low`, at most `high`, which is infinite where nothing bounds it.
 
-    As the value of a condition: it holds in each turn before `low`, and fails in turn `high` where it held till then.
+    As the value of a condition: the condition holds in each turn before `low`, and fails in turn `high` at the latest.
     """
 
     low: float
@@ -30,7 +30,7 @@ class Turns(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What an integer dtype can hold."""
+    """The smallest and the largest number of an integer dtype."""
 
     low: int
     high: int
@@ -196,12 +196,12 @@ class Loop:
     """A loop's slots, which it carries from turn to turn.
 
     Args:
-      body: what a turn makes of the slots; called twice.
+      body: maps the slots at the start of a turn to those at its end; called twice.
       before: the slots when the loop is reached.
 
     Attributes:
-      slots: how each goes from turn to turn, None where that is not known.
-      behind: what is known of them behind the loop: those that no turn changes.
+      slots: how each slot changes from turn to turn, None where that is not known.
+      behind: what is known of the slots after the loop: those that no turn changes.
 
     Example:
       >>> add_two = lambda slots: [operate("add", (slots[0], constant(2)), Limits.of("s32"))]
@@ -214,7 +214,7 @@ class Loop:
         slots = [Integer(0, 0, slot=i) for i in range(len(before))]
         same = [new == slot for new, slot in zip(body([*slots]), slots, strict=True)]
         self.behind = [x if is_same else None for x, is_same in zip(before, same, strict=True)]
-        # Again, with what stays as it is: a step may be one of them.
+        # Again, with the slots that never change: the step of another slot may be one of them.
         known = [x if x is not None and is_same else slot for x, is_same, slot in zip(start, same, slots, strict=True)]
         self.slots = [_slot(i, *pair) for i, pair in enumerate(zip(start, body([*known]), strict=True))]
 
@@ -225,7 +225,7 @@ class Loop:
         return Turns(min(low, high), high if high <= _ENDLESS else math.inf)
 
     def during(self, turns: float) -> list[Value]:
-        """What the slots hold at the start of any of the first `turns`."""
+        """The possible values of the slots at the start of any of the first `turns` turns."""
         return [x and _over(x, turns) for x in self.slots]
 
 

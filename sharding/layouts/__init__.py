@@ -30,7 +30,7 @@ for layout in (Contiguous(), Zigzag(), ZigzagPerSegment(), Striped()):
 
 
 def row_multiple(layout: str, shards: int) -> int:
-    """What the length of a row, and for "zigzag_per_segment" of each of its sequences, must be a multiple of.
+    """The number that divides every valid row length; for "zigzag_per_segment" it divides every padded sequence too.
 
     Example:
       >>> row_multiple("zigzag", 4), row_multiple("striped", 4)
@@ -41,7 +41,7 @@ def row_multiple(layout: str, shards: int) -> int:
 
 
 def segment_multiple(layout: str, shards: int) -> int:
-    """What each sequence of a row must be padded to a multiple of.
+    """Each sequence of a row must be padded to a multiple of this number.
 
     Example:
       >>> segment_multiple("zigzag_per_segment", 4), segment_multiple("zigzag", 4)
@@ -51,7 +51,7 @@ def segment_multiple(layout: str, shards: int) -> int:
 
 
 def in_order(layout: str, shards: int) -> bool:
-    """Whether a row lies in the order of its positions.
+    """Whether the physical order of a row is its logical order.
 
     Example:
       >>> in_order("contiguous", 4), in_order("zigzag", 4), in_order("zigzag", 1)

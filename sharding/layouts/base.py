@@ -1,4 +1,4 @@
-"""What a context layout is, the registry of them, and rows moved from one to another by explicit collectives."""
+"""The base class of context layouts, their registry, and the collectives that move rows from one to another."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..axes import LAYOUTS, ShardAxes, check_layout, vary, varying
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["lengths", "sizes"], meta_fields=["length", "shards"])
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What the place of a position depends on: the row's length, the shards and, per segment, `[R, S]` lengths.
+    """The shape of a row, which decides where positions lie: its length, the shards and, per segment, `[R, S]` lengths.
 
-    `sizes` `[R, S+1]` are the lengths as padded and, last, the padding behind them.
+    `sizes` `[R, S+1]` holds the padded lengths and, last, the padding at the end of the row.
     """
 
     length: int
@@ -45,7 +45,7 @@ class Row:
         return self.sizes.cumsum(axis=1, dtype=self.sizes.dtype)
 
     def at(self, points: Any, values: Any) -> Any:
-        """`[R, n]`: for each of the positions `[n]`, `[1, n]` or `[R, n]` the value, of `[R, S+1]`, of its sequence."""
+        """`[R, n]`: looks up `values` `[R, S+1]` at the sequence of each position, `[n]`, `[1, n]` or `[R, n]`."""
         points, ends = points[..., None, :], self.ends[:, :, None]
         inside = (points >= ends - self.sizes[:, :, None]) & (points < ends)
         return (inside.astype(values.dtype) * values[:, :, None]).sum(axis=1, dtype=values.dtype)
@@ -54,15 +54,15 @@ class Row:
 class Layout:
     """A permutation of the positions of a row over C > 1 context shards.
 
-    A new layout is a subclass with a name and the two formulas, handed to `register_layout`; everything else here is
-    right for any of them, at the cost of moving the shard, and is there to be done better.
+    A new layout is a subclass with a name, `position_at` and `place_of`; pass an instance to `register_layout`. The
+    other methods are correct for any layout, but move the whole shard. Override them where a layout can send less.
     """
 
     name: str
-    per_segment = False  # the formulas need the lengths of the sequences, and so all functions their segment_ids
+    per_segment = False  # True: the formulas need the lengths of sequences, and all functions their segment_ids
 
     def row_multiple(self, shards: int) -> int:
-        """What T must be a multiple of and, per segment, each sequence padded to one."""
+        """T must be a multiple of this number; per segment, each padded sequence too."""
         return shards
 
     def position_at(self, places: Any, row: Row) -> Any:
@@ -103,7 +103,7 @@ class Layout:
         return move(axes, fn(contiguous, x, segment_ids), contiguous, self, row)
 
     def row(self, axes: ShardAxes, x: Any, segment_ids: Any, num_segments: int | None) -> Row:
-        """The shape of the rows of x, per segment for one psum of `[R, S]`."""
+        """The `Row` of x; per segment it costs one psum of `[R, S]`."""
         shards = axes.size(axes.context)
         length = shards * next((leaf.shape[1] for leaf in jax.tree.leaves(x)), 0)
         if not self.per_segment:
@@ -115,7 +115,7 @@ class Layout:
 
 
 def register_layout(layout: Layout) -> None:
-    """Makes `context_layout=layout.name` mean this layout, in every function here.
+    """Registers a layout: `context_layout=layout.name` then means it in every function.
 
     Raises:
       TypeError: layout is no Layout.
@@ -142,7 +142,7 @@ def register_layout(layout: Layout) -> None:
 
 
 def find_layout(name: str, argument: str = "context_layout", shards: int | None = None) -> Layout:
-    """The layout of that name, or contiguous where there is but one shard, which holds a row in order in each."""
+    """The layout of that name; contiguous where there is one shard, which holds the row in order in any layout."""
     check_layout(name, argument)
     return LAYOUTS["contiguous" if shards == 1 else name]
 
@@ -151,7 +151,7 @@ def move(axes: ShardAxes, x: Any, source: Layout, target: Layout, row: Row) -> A
     """`redistribute` of what this device holds; its transpose is the move back."""
     if row.shards == 1 or source is target:
         return x
-    # jit keeps constants inside: linear_call would hand those of one trace to another, in second derivatives
+    # jit keeps constants inside: in second derivatives linear_call would pass those of one trace to another
     there, back = (jax.jit(functools.partial(_move, axes, *way)) for way in ((source, target), (target, source)))
     needed = frozenset(axes.context).union(*(varying(leaf) for leaf in jax.tree.leaves(row)))
 
@@ -170,7 +170,7 @@ def _move(axes: ShardAxes, source: Layout, target: Layout, row: Row, x: jax.Arra
 
 
 def exchange(axes: ShardAxes, source: Layout, target: Layout, row: Row, x: jax.Array) -> jax.Array:
-    """From any layout to any: one all_to_all or, where the lengths decide, an all_gather of the row and a take."""
+    """Moves x from any layout to any: by one all_to_all or, per segment, by an all_gather of the row and a take."""
     me = axes.index(axes.context)
     if source.per_segment or target.per_segment:
         here = target.position_at(places_of(me, row), row)
@@ -189,7 +189,7 @@ def places_of(shard: Any, row: Row) -> jax.Array:
 
 @functools.lru_cache
 def _exchange_tables(source: Layout, target: Layout, length: int, shards: int) -> tuple[np.ndarray, np.ndarray]:
-    """What each shard sends, `[C, C, m]` local places by receiver, and which of the `C*m` received it keeps."""
+    """The local places that a shard sends to each receiver, `[C, C, m]`, and which of the `C*m` received it keeps."""
     row = Row(length, shards)
     came = source.place_of(target.position_at(np.arange(length), row), row).reshape(shards, row.local)
     senders = came // row.local
@@ -204,5 +204,5 @@ def _exchange_tables(source: Layout, target: Layout, length: int, shards: int) -
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[r, index[r, j], ...] for x `[R, T, ...]` and index `[R, n]`; an index outside reads what is nearest."""
+    """x[r, index[r, j], ...] for x `[R, T, ...]` and index `[R, n]`; an index out of range is clipped."""
     return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1, mode="clip")

@@ -13,7 +13,7 @@ from .runs import Runs, following, scan_runs
 
 
 class Contiguous(Layout):
-    """Shifts and scans run by run: what crosses the border of a shard is the ends of its runs alone."""
+    """Shifts and scans run by run, so that only the ends of runs cross the border of a shard."""
 
     name = "contiguous"
     halves = 1
@@ -61,5 +61,5 @@ class Contiguous(Layout):
 
 
 def widen(mask: jax.Array, like: jax.Array) -> jax.Array:
-    """`[R, T]` for use with `[R, T, ...]`."""
+    """`[R, T]` with dimensions of 1 added, to broadcast against `[R, T, ...]`."""
     return mask.reshape(mask.shape + (1,) * (like.ndim - 2))

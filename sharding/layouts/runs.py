@@ -1,7 +1,7 @@
-"""What is done run by run: across the border of a shard go the ends of its runs alone.
+"""Shifts and scans of a shard's runs of neighbouring positions; only the ends of runs cross the border of a shard.
 
-In the scan a break between sequences is a flag, not a coefficient of 0: what lies behind it is replaced by 0 before any
-product, so that NaN and inf stay in their sequence, in values and in gradients.
+The scan marks a break between sequences by a flag, not by a coefficient of 0: a value from beyond the break is replaced
+by 0 before any product, so that NaN and inf stay in their sequence, in values and in gradients.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jaxtyping import Array, Int
 from ..axes import ShardAxes, vary, vary_like
 from .base import take
 
-# y_t needs its neighbour's y; is b_t; or lies at the end of a run and needs the next run's
+# how y_t is made: GOES_ON: from the y of its neighbour; ENDS: it is b_t; ENTERS: from the y of the next run
 GOES_ON, ENDS, ENTERS = np.int8(0), np.int8(1), np.int8(2)
 BLOCK = 128  # positions that a scan takes together: the lanes of a TPU's registers
 
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """The runs of neighbouring positions on this shard, P a row, links of G chains of runs over all shards.
+    """The P runs of neighbouring positions of each row on this shard: links of G chains of runs over all shards.
 
     Args:
       starts: `i32[R, P]`, the local place of each run's first position; absent runs lie anywhere.
@@ -49,7 +49,7 @@ class Runs:
 
 
 def following(axes: ShardAxes, heads: jax.Array) -> jax.Array:
-    """`[R, halves, ...]`, of the run that comes after each run here in its chain; 0 where none does."""
+    """`[R, halves, ...]`: for each run here, the head of the next run in its chain; 0 at the end of a chain."""
     last = axes.size(axes.context) - 1
 
     def send(x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
@@ -58,17 +58,17 @@ def following(axes: ShardAxes, heads: jax.Array) -> jax.Array:
     after_first = send(heads[:, :1], [(r + 1, r) for r in range(last)])
     if heads.shape[1] == 1:
         return after_first
-    turn = axes.index(axes.context) == last  # there a chain goes on in the second half
+    turn = axes.index(axes.context) == last  # on the last shard a chain goes on in the second half
     after_second = send(heads[:, 1:], [(r, r + 1) for r in range(last)])
     return jnp.concatenate([jnp.where(turn, heads[:, 1:], after_first), after_second], axis=1)
 
 
 def scan_runs(axes: ShardAxes, runs: Runs, ab: Any, reverse: bool, segment_ids: Any) -> jax.Array:
-    """`scan_affine` of what this device holds, `[R, T_local]` each: y = total + product * lead * carry in each run.
+    """`scan_affine` of this device's shards, `[R, T_local]` each: y = total + product * lead * carry in each run.
 
-    total is y and product that of the a, both as if the run stood alone; lead is a at its entry, where the scan comes
-    in, and carry is y at the exit of the run before it in the scan. Gathered are product and total at the exits and,
-    where `runs.links` are not known, those and the leads.
+    total is y as if the run stood alone, and product the product of the a since the run's entry, where the scan comes
+    in. lead is a at the entry, and carry is y at the exit of the run before it in the scan. Devices gather product and
+    total at the exits and, where `runs.links` is None, the links and the leads too.
     """
     a, b = (vary(vary_like(x, ab, segment_ids), axes.context) for x in ab)
     ids = jnp.ones(b.shape, jnp.int32) if segment_ids is None else segment_ids.astype(jnp.int32)
@@ -85,7 +85,7 @@ def scan_runs(axes: ShardAxes, runs: Runs, ab: Any, reverse: bool, segment_ids: 
     me, entry_ids, lead = axes.index(axes.context), take(ids, entries), take(a, entries)
 
     def of_previous(chain: jax.Array) -> jax.Array:
-        """`[R, P]` of `[Q, R, G]`: what the run before each run here has."""
+        """`[R, P]` from `[Q, R, G]`: the value of the run before each run here."""
         chain = _before(chain, 1, 0, reverse)
         held = [me, chain.shape[0] - 1 - me][: runs.halves]
         return jnp.concatenate([lax.dynamic_index_in_dim(chain, link, keepdims=False) for link in held], axis=1)
@@ -112,14 +112,14 @@ def scan_runs(axes: ShardAxes, runs: Runs, ab: Any, reverse: bool, segment_ids: 
 
 
 def _chains(axes: ShardAxes, runs: Runs, *ends: jax.Array) -> jax.Array:
-    """`[n, Q, R, G]`: the n numbers `[R, P]` of each run here, gathered and put in the order of the chains."""
+    """`[n, Q, R, G]`: n numbers for each run, `[R, P]` each, gathered from all shards in the order of the chains."""
     gathered = lax.all_gather(jnp.stack(ends), axes.context, axis=1)  # [n, C, R, P]
     halves = jnp.split(gathered, runs.halves, axis=3)
     return jnp.concatenate([half[:, :: 1 - 2 * i] for i, half in enumerate(halves)], axis=1)
 
 
 def _before(x: jax.Array, distance: Any, axis: int, reverse: bool) -> jax.Array:
-    """What each entry of x has `distance` ahead of it in the order of the scan; 0 beyond the end."""
+    """For each entry of x, the entry that the scan visits `distance` earlier; 0 where there is none."""
     length, none = x.shape[axis], jnp.zeros_like(x)
     padded = jnp.concatenate([x, none] if reverse else [none, x], axis)
     start = distance if reverse else length - distance
@@ -127,9 +127,9 @@ def _before(x: jax.Array, distance: Any, axis: int, reverse: bool) -> jax.Array:
 
 
 def _scan(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool) -> list[jax.Array]:
-    """y for each b; its derivatives are scans too, the one by b the other way.
+    """y for each b. The derivatives are scans too; the transpose by b runs the other way.
 
-    The bs are one array to JAX, which cannot transpose a linear solve for some of several.
+    The bs are stacked into one array, since JAX cannot transpose a linear solve by a subset of its arguments.
     """
     a, why, *bs = (vary_like(x, a, why, bs) for x in (a, why, *bs))
     on = why == GOES_ON
@@ -150,9 +150,9 @@ def _scan(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse:
 
 
 def _solve(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool) -> list[jax.Array]:
-    """y for each b. A long axis is scanned in blocks, then over the blocks' ends, then both are put together.
+    """y for each b. A long axis is scanned in blocks, then over the ends of the blocks, then both are combined.
 
-    Compilers for TPUs lay an axis of this length out otherwise than one of a million, whose shifts they unroll.
+    Blocks keep the scanned axis short: the TPU compiler unrolls the shifts of an axis of a million positions.
     """
     length, last = a.shape[axis], a.ndim - 1
     if length <= BLOCK:
@@ -185,9 +185,9 @@ def _in_blocks(x: jax.Array, reverse: bool) -> jax.Array:
 def _double(
     a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool
 ) -> tuple[list[jax.Array], jax.Array]:
-    """y for each b, and why the scan does not go on from what each place reaches, by doubling that reach.
+    """y for each b, and the flag at which the scan to each place began, by doubling the reach of each place.
 
-    The levels are the turns of a loop: unrolled, as in `lax.associative_scan`, each is compiled anew.
+    The levels are the turns of a loop. Unrolled, as in `lax.associative_scan`, each level would be compiled anew.
     """
 
     def level(i: Any, carry: Any) -> Any:

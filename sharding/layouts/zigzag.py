@@ -22,12 +22,12 @@ class Zigzag(Contiguous):
     halves = 2
 
     def span(self, points: Any, row: Row) -> tuple[Any, Any]:
-        """The start and the size of what is cut into chunks at each of the positions."""
+        """The start and the size of the span, here the row, whose chunks hold each of the positions."""
         return 0, row.length
 
     def position_at(self, places: Any, row: Row) -> Any:
         shard, offset = places // row.local, places % row.local
-        start, size = self.span(offset * row.shards, row)  # a shard holds as large a part of each span
+        start, size = self.span(offset * row.shards, row)  # a shard holds an equal part of each span
         chunk, offset = size // (2 * row.shards), offset - start // row.shards
         second = (offset >= chunk).astype(offset.dtype)
         return start + _mirrored(shard, second, row) * chunk + offset - second * chunk
@@ -48,18 +48,18 @@ class Zigzag(Contiguous):
 
 
 def _mirrored(link: Any, second: Any, row: Row) -> Any:
-    """From the link of a chain to its shard and, where it is the second there, back."""
+    """The shard of a link of a chain, or the link of a shard: 2C-1-x for second links, else x."""
     return link + second * (2 * row.shards - 1 - 2 * link)
 
 
 def _permute(axes: ShardAxes, row: Row, halves: Any, back: bool) -> list[jax.Array]:
-    """The even and the odd chunk of each contiguous shard sent to the shard that has them in zigzag, or back."""
+    """Sends the even and the odd chunk of each contiguous shard to its shard in zigzag, or back."""
     homes = [min(chunk, 2 * row.shards - 1 - chunk) for chunk in range(2 * row.shards)]
     ways = [[pair[::-1] if back else pair for pair in enumerate(homes[odd::2])] for odd in (0, 1)]
     return [lax.ppermute(half, axes.context, way) for half, way in zip(halves, ways, strict=True)]
 
 
 def _even_first(axes: ShardAxes, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The even and the odd chunk of a shard from its first and second, and back: the first is chunk r on shard r."""
+    """Swaps (first, second) chunk to (even, odd) chunk, or back; the first one on shard r is chunk r."""
     is_even = axes.index(axes.context) % 2 == 0
     return jnp.where(is_even, first, second), jnp.where(is_even, second, first)

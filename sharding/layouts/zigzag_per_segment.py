@@ -1,4 +1,4 @@
-"""Zigzag within each sequence, padded to a multiple of 2C; the padding behind the last one counts as one more.
+"""Zigzag within each sequence, padded to a multiple of 2C; the padding at the end of the row is one more sequence.
 
 Packed (thd) context parallelism of Megatron, Transformer Engine and slime.
 """
@@ -18,7 +18,7 @@ from .zigzag import Zigzag
 
 
 class ZigzagPerSegment(Zigzag):
-    """One chain of runs a sequence, two runs on each shard. All shards know its length, so none needs segment ids."""
+    """Each sequence is a chain with two runs on each shard. All shards know its length, so none sends segment ids."""
 
     name = "zigzag_per_segment"
     per_segment = True
