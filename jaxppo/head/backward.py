@@ -1,7 +1,8 @@
-"""Gradients of features and parameters, in three orders of tiles; a plan names the one that is taken.
+"""Gradients of features and parameters, by one of three schedules of tiles; the plan names the schedule.
 
-Each takes a walk, which gradients are asked for, and what is known of tokens. `late` and `by_tile` take tokens a chunk
-at a time and ask `begin` what is known of a chunk, which may be its loss: then their results come with the gradients.
+Each schedule takes a walk and the set of gradients that are asked for. `by_vocabulary` is given the residuals and
+cotangents of all tokens. `late` and `by_tile` take a chunk of tokens at a time and call `begin` for its residuals and
+cotangents. In one pass `begin` computes the chunk's loss too, and the schedule returns results beside the gradients.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from jaxppo.sharding import vary_like, varying
 
 
 class Known(NamedTuple):
-    """What is known of a chunk before its gradient."""
+    """What the gradient of a chunk is computed from."""
 
-    results: Any  # of its tokens, f32[C] each
+    results: Any  # losses and statistics of the tokens, f32[C] each; None in the second pass
     residuals: Any
     cotangents: Cotangents
-    products: Any = None  # f32 [blocks, C, B], where they need not be computed again
+    products: Any = None  # f32 [blocks, C, B], kept from the forward; None: computed again
 
 
 Begin = Callable[[Chunk, Slots], Known]
@@ -38,14 +39,14 @@ Gradients = tuple[Features, Parameters]
 
 
 def needed(like: Any, tree: Any) -> Any:
-    """The fields of a `Features` or `Parameters` whose gradient is asked for, None for the others."""
+    """`tree`, a `Features` or `Parameters`, with None in the fields whose gradient is not asked for."""
     return type(tree)(*(x if need else None for need, x in zip(like, tree, strict=True)))
 
 
 def by_vocabulary(walk: Walk, needs: NeedsGrad, known: Any) -> Gradients:
-    """dhidden accumulated in f32, each block of dkernel finished in turn, devices' sums included.
+    """Finishes one block of dkernel at a time, its sum over devices included, and accumulates dhidden in f32.
 
-    `known` holds residuals and cotangents of all tokens, f32[N] each.
+    `known` holds the residuals and cotangents of all tokens, f32[N] each.
     """
     call, tokens, vocabulary = walk.call, walk.tokens, walk.vocabulary
     features, parameters = needed(needs.features, walk.features), needed(needs.parameters, vocabulary.given)
@@ -55,7 +56,7 @@ def by_vocabulary(walk: Walk, needs: NeedsGrad, known: Any) -> Gradients:
         dfeatures, dblock = carry
         chunk, factor, residuals, cotangents = factor_of(slots)
         dz, of_bias = walk.dlogits(chunk, block, residuals, cotangents)
-        # or XLA for accelerators computes it again inside each product; on CPUs it would only cost memory
+        # without it XLA for accelerators computes dz again inside each product; on CPUs it would only cost memory
         dz = lax.optimization_barrier(dz) if call.profile.whole else dz
         found = feature_gradients(call, dz, block.parameters, features)
         dfeatures = tokens.write(dfeatures, jax.tree.map(jnp.add, tokens.read(dfeatures, slots), found), slots)
@@ -86,7 +87,7 @@ def by_vocabulary(walk: Walk, needs: NeedsGrad, known: Any) -> Gradients:
 
 
 def by_tile(walk: Walk, needs: NeedsGrad, begin: Begin, results: Any) -> tuple[Any, Features, Parameters]:
-    """Chunk after chunk of tokens before block after block; dkernel accumulated in f32 and summed at the end."""
+    """The outer loop is over chunks of tokens, the inner over blocks; dkernel is accumulated and summed at the end."""
     call, tokens, vocabulary = walk.call, walk.tokens, walk.vocabulary
     primals = needed(needs.features, walk.inputs.features)
     parameters = needed(needs.parameters, vocabulary.given)
@@ -120,11 +121,11 @@ def by_tile(walk: Walk, needs: NeedsGrad, begin: Begin, results: Any) -> tuple[A
 
 
 def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -> tuple[Any, Features, Parameters]:
-    """Chunks of tokens fill an array of dlogits in place; dhidden and dkernel are one product each behind the loop.
+    """Chunks of tokens fill an array of dlogits in place; dhidden and dkernel are one product each after the loop.
 
-    A chunk meets the device's whole part of the vocabulary. Where the memory has no room for all dlogits there are
-    several groups of chunks, and dkernel is accumulated in f32. Of chunks that follow a mask a group leaves the last
-    unwritten, and the products are of those before.
+    A chunk meets the device's whole part of the vocabulary. Where the memory cannot hold all dlogits there are several
+    groups of chunks, and dkernel is accumulated in f32. Where the work follows a mask, chunks without a token that
+    counts are never written, and the products leave them out.
     """
     call, vocabulary, block = walk.call, walk.vocabulary, walk.block(0)
     groups = walk.tokens.grouped(plan.group // walk.tokens.size)
@@ -136,7 +137,7 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
     def of_group(slots: Slots, carry: Any) -> Any:
         results, dfeatures, total = carry
         results, dz, chunks, factor, dbias = _fill(walk, groups, slots, begin, results)
-        if groups.blocks > 1:  # or XLA computes what is not stored again inside each product
+        if groups.blocks > 1:  # without it XLA computes dz again inside each product
             dz = lax.optimization_barrier(dz)
         written = partial(_of_written, chunks, walk.tokens.size, groups.size)
 
@@ -145,7 +146,7 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
             return jax.tree.map(partial(_padded, groups.size), found)
 
         def of_columns(n: int, start: Any, size: int, total: Parameters) -> Parameters:
-            # one slice: XLA makes that of columns a part of the product, and would copy what two give
+            # one slice in both dimensions: XLA fuses it into the product, and would copy the result of two slices
             of_block = lax.dynamic_slice(dz, (0, start), (n, size))
             return parameter_gradients(call, of_block, first_of_factor(call, factor, n), total)
 
@@ -169,7 +170,7 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
 
 
 def _of_written(chunks: Any, size: int, count: int, product: Callable[[int], Any]) -> Any:
-    """product(n) of the first n of `count` rows, those of the chunks that are written: a number, or an array."""
+    """product(n) of the n rows that are written, of `count`; `chunks` of them, a number or an array, are full."""
     if isinstance(chunks, int):
         return product(count)
     return lax.switch(chunks, [partial(product, n) for n in range(0, count + 1, size)])
@@ -178,7 +179,7 @@ def _of_written(chunks: Any, size: int, count: int, product: Callable[[int], Any
 def _fill(
     walk: Walk, groups: TokenBlocks, slots: Slots, begin: Begin, results: Any
 ) -> tuple[Any, jax.Array, Any, Features, Any]:
-    """A group's results, gradients of logits `[G, V]`, how many chunks of them a mask lets be written, features as
+    """The results and dlogits `[G, V]` of a group, the number of chunks that are written, features as
     `parameter_gradients` takes them, and dbias.
     """
     tokens, size = walk.tokens, walk.tokens.size
@@ -209,13 +210,13 @@ def _fill(
 
 
 def _padded(count: int, x: jax.Array) -> jax.Array:
-    """`count` rows, the first of which are x, and the others anything."""
+    """`count` rows: x first, then anything."""
     whole = vary_like(lax.empty((count, x.shape[1]), x.dtype), x)
     return lax.dynamic_update_slice_in_dim(whole, x, 0, 0) if whole.shape != x.shape else x
 
 
 def _kernel_gradient(walk: Walk, part: Callable[[Any, int], Any], primal: jax.Array) -> jax.Array:
-    """dkernel, summed over devices a block of columns at a time: no array of its shape in f32."""
+    """dkernel, summed over devices a block of columns at a time, so that no f32 array of its shape is needed."""
     call = walk.call
     summed = walk.axes - varying(primal) and call.sum_dtype == "float32"
     size = SUMMED_BYTES // (4 * primal.shape[1 - call.v_dim]) if summed else primal.shape[call.v_dim]
@@ -224,5 +225,5 @@ def _kernel_gradient(walk: Walk, part: Callable[[Any, int], Any], primal: jax.Ar
 
 
 def among(cotangents: Cotangents, counts: Any) -> Cotangents:
-    """The cotangents of those tokens alone that count."""
+    """The cotangents, counted only for tokens that count in `counts` too."""
     return cotangents if counts is None else cotangents._replace(counts=cotangents.counts & counts)

@@ -12,19 +12,19 @@ from jaxppo.sharding import note
 
 
 def statistics(call: HeadCall, plan: Plan, inputs: Inputs) -> tuple[TokenStats, Residuals]:
-    """What is asked of each token, 0 where it does not count, and what the backward needs; f32[N] each."""
+    """The statistics of each token and the residuals of the backward, f32[N] each, 0 where a token does not count."""
     walk = Walk(call, inputs, plan.forward, by_vocabulary=plan.forward_by_vocabulary)
     with note(f"forward, {plan.forward}"):
         walk = walk.with_references()
         sums = (by_vocabulary if plan.forward_by_vocabulary else by_tokens)(walk)
     stats, residuals = walk.finish(walk.tokens.to_tokens(sums), inputs.targets, inputs.ids)
-    # residuals too: of a sum of nothing they are NaN, at which jax_debug_nans would stop
+    # residuals too: those of an empty sum are NaN, and jax_debug_nans would stop there
     found: tuple[TokenStats, Residuals] = zero_unless(inputs.counts, (stats, residuals))
     return found
 
 
 def by_vocabulary(walk: Walk) -> Sums:
-    """The sums of all tokens in slot order; each block of columns meets all tokens before the next."""
+    """The sums of all tokens in slot order. The outer loop is over blocks of columns, the inner one over tokens."""
 
     def of_block(i: Any, sums: Sums) -> Sums:
         block = walk.block(i)
@@ -42,7 +42,7 @@ def by_vocabulary(walk: Walk) -> Sums:
 
 
 def by_tokens(walk: Walk) -> Sums:
-    """The sums of all tokens in slot order; each block of tokens meets all columns before the next."""
+    """The sums of all tokens in slot order. The outer loop is over blocks of tokens, the inner one over columns."""
 
     def of_slots(slots: Slots, sums: Sums) -> Sums:
         chunk = walk.chunk(slots)

@@ -28,12 +28,13 @@ def as_primal(
     """A cotangent in its primal's dtype and varying axes, summed over the axes that the primal lacks.
 
     Args:
-      cotangent: f32, or of the primal's dtype.
-      primal: what it is the gradient of.
-      sum_dtype: "float32", rounded after the sum, or "parameter", before it.
-      shared: of a bf16 gradient each device sums its share in f32, rounds it, and sends it to all the others.
-      keep: the axes over which it is not summed, by default those of the primal.
-      blocks: the dimension of a matrix in which it may be a block of the whole; devices share it along the other.
+      cotangent: f32, or the primal's dtype.
+      primal: the array whose gradient the cotangent is.
+      sum_dtype: "float32" rounds after the sum, "parameter" before it.
+      shared: for a bf16 primal, each device sums one share in f32, rounds it, and sends it to all others.
+      keep: the axes that are not summed over, by default those of the primal.
+      blocks: the dimension of a matrix along which the cotangent may be one block of the whole. Shares are cut along
+        the other dimension.
     """
     keep = varying(primal) if keep is None else keep
     extra = tuple(sorted(varying(cotangent) - keep))
@@ -57,9 +58,9 @@ def as_primal(
 
 
 def _sharers(shape: tuple[int, ...], dim: int, names: tuple[str, ...]) -> tuple[str, ...]:
-    """As many axes as can share a matrix along `dim` in multiples of 128, the lanes of a TPU.
+    """The axes whose devices can share a matrix along `dim`, in shares that are multiples of a TPU's 128 lanes.
 
-    Of other shares, and over all devices of a mesh, XLA for TPUs makes whole sums, to slice them.
+    For other shares, and for shares over all devices of a mesh, XLA for TPUs computes the whole sum and slices it.
     """
     sharers: tuple[str, ...] = ()
     for name in names if len(shape) == 2 else ():
@@ -70,7 +71,7 @@ def _sharers(shape: tuple[int, ...], dim: int, names: tuple[str, ...]) -> tuple[
 
 
 def sum_in_blocks(part: Callable[[Any, int], jax.Array], primal: jax.Array, dim: int, size: int, **how: Any) -> Any:
-    """`as_primal` of a cotangent that is made in blocks of `size` along `dim`: part(start, size)."""
+    """`as_primal` of a cotangent that `part(start, size)` computes, one block along `dim` at a time."""
     length = primal.shape[dim]
     size = even_size(length, size, 128)
     if size >= length:
@@ -85,16 +86,16 @@ def sum_in_blocks(part: Callable[[Any, int], jax.Array], primal: jax.Array, dim:
 
 
 def psum_in_blocks(x: jax.Array, primal: jax.Array, dim: int, size: int, **how: Any) -> jax.Array:
-    """`as_primal`, block by block of `size` along `dim`, so that the sum needs no second array of x's size."""
+    """`as_primal` of x, one block of `size` along `dim` at a time: the sum needs no second array of the size of x."""
     size = size if varying(x) - varying(primal) else x.shape[dim]
     return sum_in_blocks(lambda start, n: lax.dynamic_slice_in_dim(x, start, n, dim), primal, dim, size, **how)
 
 
 def unwritten(primal: jax.Array, dim: int) -> jax.Array:
-    """An array of the primal's shape, for blocks along `dim` to be written in until all of it is.
+    """An array of the primal's shape that blocks along `dim` will overwrite completely.
 
-    Nothing fills it first where blocks are of whole rows. Of columns it starts with zeros: XLA lays out an empty array
-    as it likes, and on a TPU v6e that was a layout from which it transposed all of dkernel in the end.
+    For blocks of rows it is uninitialized. For blocks of columns it starts as zeros: XLA chooses the memory layout of
+    an uninitialized array, and on a TPU v6e it chose one from which it had to transpose all of dkernel.
     """
     fill = lax.empty if dim == 0 else jnp.zeros
     return vary(fill(primal.shape, primal.dtype), varying(primal))
@@ -102,7 +103,7 @@ def unwritten(primal: jax.Array, dim: int) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def first_order(name: str, x: jax.Array) -> jax.Array:
-    """x, a gradient that cannot be differentiated again: whoever tries is told so, rather than given zeros."""
+    """x, a gradient that cannot be differentiated again: trying to raises NotImplementedError."""
     return x
 
 

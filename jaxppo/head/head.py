@@ -1,4 +1,4 @@
-"""What a user says of a model's head: its parameters and how logits come of them."""
+"""A model's head as a user gives it: its parameters, and how logits are computed from them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from jaxppo.integrations.modules import narrowed, parts_of
 class LoRA:
     """A low-rank addition to a head: logits += scale * (hidden @ a) @ b. The merged kernel never exists.
 
-    hidden @ a is summed in f32 and rounded to the dtype of a, as a layer's output is: with adapters in bf16 log-probs
-    differ by that from those of f32 adapters.
+    hidden @ a is summed in f32 and rounded to the dtype of a, as a layer's output is. With bf16 adapters log-probs
+    therefore differ slightly from those with f32 adapters.
 
-    Several adapters are stacked, `[A, H, r]` and `[A, r, V]`, and a call says which one each row has: `adapter_ids`.
-    The low-rank features of a row stand in its adapter's columns of `[T, A r]`, the others being 0, so that one product
-    serves all. It costs A r / H of the product with the kernel: beyond an eighth, sort rows by adapter, and make a call
-    for each.
+    Several adapters are stacked, `[A, H, r]` and `[A, r, V]`, and `adapter_ids` tells which one each row uses. The
+    low-rank features of a row stand in its adapter's columns of `[T, A r]`, and the other columns are 0, so that one
+    product serves all adapters. It costs A r / H of the product with the kernel. Beyond an eighth, sort rows by adapter
+    and call once for each.
 
     Args:
       a: `[H, r]`, f32 or bf16, or `[A, H, r]`; on a mesh every device has all of it.
@@ -56,18 +56,18 @@ class LoRA:
 class Head:
     """A model's head: logits = softcap(scale * (hidden @ kernel + bias + LoRA)). A pytree of its parameters.
 
-    The gradient of a loss by a Head is a Head. A parameter that no gradient is asked for, such as the kernel beneath a
-    LoRA, costs no product and no memory.
+    The gradient with respect to a Head is a Head. A parameter without a gradient, such as the kernel beneath a LoRA,
+    costs no product and no memory in the backward.
 
     Args:
       kernel: `[H, V]`, f32 or bf16, or `[V, H]` with layout "vh"; sharded by `parallel.kernel_spec(layout)`, or
-        replicated over a tensor axis that does not divide V. Its gradient has its dtype and sharding. Columns that
-        only fill up a vocabulary count as tokens unless `vocab_size` says where they begin.
+        replicated over a tensor axis that does not divide V. Its gradient has its dtype and sharding. Padding columns
+        count as tokens unless `vocab_size` says where they begin.
       bias: `[V]`, sharded like the kernel's V.
       lora: an adapter of the kernel.
       layout: "hv", or "vh" for tied embeddings; needed where H == V, else "hv" by default.
-      logits_dtype: bfloat16 (a name or a dtype) rounds what comes of the product before anything else, as samplers do
-        whose head multiplies in bf16, so that both see the same logits; gradients are those of no rounding.
+      logits_dtype: bfloat16 (a name or a dtype) rounds the product before anything else, as a sampler whose head
+        multiplies in bf16 does, so that both see the same logits. The gradient ignores the rounding.
       softcap: logits become softcap * tanh(logits / softcap), before temperature.
       scale: a number that multiplies the logits before the soft-cap.
       vocab_size: columns from here on are padding, with probability 0 and gradient 0, whatever they hold.
@@ -121,25 +121,24 @@ class Head:
         vocab_size: int | None = None,
         spec: P | None = None,
     ) -> Head:
-        """The head that a module of another library is, with its layout, its bias and its adapter.
+        """The Head of another library's module, with its layout, its bias and its adapter.
 
-        Called inside the loss, where the module holds what is differentiated: gradients flow to its parameters. What
-        a model does with the logits of its head (a soft-cap, a scale) no head knows; it is said here.
+        Call it inside the loss, on the module that is differentiated, and gradients flow to the module's parameters. A
+        module does not know what its model does with the logits (a soft-cap, a scale): give that here.
 
         Args:
           module: an array, nnx.Param, nnx.Linear, nnx.LoRALinear, nnx.LoRA around a Linear, nnx.Embed (tied) or
             nnx.Einsum; a parameter of Linen, boxed or not, or the parameters {"kernel", "bias"} or {"embedding"} of
             its layers, also as nnx.State; eqx.nn.Linear or eqx.nn.Embedding; the `lm_head` or `embedder` of a Tunix
             model; each with an adapter of Qwix, and a Head, which is returned.
-          layout: "hv" or "vh" of an array or parameter alone; a module says its own.
-          lora_scale: alpha / rank of a Qwix adapter, which no module holds; not read where there is none.
-          dtype: in which the kernel is multiplied; by default that of the module, where it says one. A parameter of a
+          layout: "hv" or "vh", for an array or a parameter; other modules have their own.
+          lora_scale: alpha / rank of a Qwix adapter, which no module holds; not read for other modules.
+          dtype: the dtype in which the kernel is multiplied; by default the module's, if it has one. A parameter of a
             wider dtype is rounded, as the module does, and gets a gradient of its own dtype.
-          logits_dtype: see `Head`, as for the next ones.
+          logits_dtype: see `Head`, also for the other options.
 
         Raises:
-          TypeError: a module that is not known, or that computes in a way of its own; quantised weights; adapters that
-            are not understood.
+          TypeError: an unknown module, or one with its own way of computing; quantised weights; unknown adapters.
           ValueError: a layout that is not the module's, an adapter without its scale, a Head with options.
 
         Example:
@@ -178,7 +177,7 @@ class Head:
 
     @property
     def transform(self) -> Transform:
-        """What becomes of logits, elementwise."""
+        """The elementwise transform of logits."""
         return Transform(cast(LogitsDtype, self.logits_dtype), self.softcap, self.scale)
 
     @property
@@ -209,7 +208,7 @@ class Head:
 
 
 def as_head(name: str, head: Any) -> Head:
-    """The head itself, or one of a bare `[H, V]` kernel."""
+    """The head itself, or a Head made from a bare `[H, V]` kernel."""
     if isinstance(head, Head):
         return head
     if isinstance(head, (jax.Array, np.ndarray)):

@@ -1,4 +1,4 @@
-"""hidden @ lora.a, the low-rank features of an adapter, or of one of several for each row."""
+"""hidden @ lora.a, the low-rank features of one adapter, or of the adapter that each row names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from jaxppo.sharding import wider_dtype
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def low_rank(hidden: jax.Array, a: jax.Array, tokens: int | None) -> jax.Array:
-    """hidden @ a in the dtype of a, `[R, T, r]`; rows without a cotangent may hold anything, NaN included.
+    """hidden @ a in the dtype of a, `[R, T, r]`; positions with a cotangent of 0 may hold anything, NaN included.
 
-    With `tokens` in blocks of so many, at least two, so that the bits of a row do not depend on how many there are.
+    With `tokens` it is computed in at least two blocks of that many, so that the bits of a token do not depend on the
+    number of tokens.
     """
     if tokens is None:
         return _low(hidden, a).astype(a.dtype)
@@ -53,10 +54,10 @@ low_rank.defvjp(_low_forward, _low_backward)
 def low_rank_by_row(
     hidden: jax.Array, a: jax.Array, b: jax.Array, adapter_ids: jax.Array, tokens: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The low-rank features `[R, T, A r]` of rows that have one of A adapters each, and what they multiply, `[A r, V]`.
+    """The low-rank features `[R, T, A r]` of rows that use one of A adapters each, and the matrix `[A r, V]` for them.
 
-    A row's features stand in the columns of its adapter, 0 in all others; in none for the id -1, and NaN in all for an
-    id that is of no adapter.
+    A row's features stand in the columns of its adapter, and the other columns are 0. For the id -1 all columns are 0,
+    for an id without an adapter all are NaN.
     """
     count, _, rank = a.shape
     low = low_rank(hidden, a.transpose(1, 0, 2).reshape(a.shape[1], count * rank), tokens)

@@ -24,14 +24,14 @@ def prepare_pair(
     where: Any,
     options: HeadOptions,
 ) -> tuple[Prepared, Prepared]:
-    """Both calls, whose tokens, columns and shards are the same.
+    """Prepares both calls and checks that their tokens, columns and shards agree.
 
     Args:
       first: hidden states and head, the arguments `hidden` and `head`.
       second: the arguments `teacher_hidden` and `teacher_head` where the second name is "teacher".
-      names: of the two models, for errors.
+      names: the names of the two models, for errors.
       second_spec: how the second hidden states are sharded, see `HeadOptions.hidden_spec`.
-      parallel: as the other arguments of both, see `log_probs_from_hidden`.
+      parallel: this and the other arguments are those of both calls, see `log_probs_from_hidden`.
     """
     prepare = partial(
         prepare_head, targets=None, parallel=parallel, entropy="none", temperature=temperature, where=where, heads=2

@@ -1,4 +1,4 @@
-"""How a head's hidden states and kernel lie on a mesh: from the caller's specs, or the mesh's defaults, checked."""
+"""The PartitionSpecs of a head's hidden states and kernel: the caller's or the mesh's defaults, checked."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def entry_names(entry: Any) -> Names:
 def bring_hidden(
     what: str, parallel: ParallelMesh | ShardAxes | None, hidden: Any, given: P | None
 ) -> tuple[Any, bool]:
-    """Hidden states laid out as the batch's tokens, and whether the tensor axis shards their positions too.
+    """Reshards hidden states as the batch's tokens are, and says whether the tensor axis shards their positions too.
 
-    On a mesh they are brought there from any spec. Inside a `shard_map` that is for the caller to do.
+    On a mesh any spec is accepted. Inside a `shard_map` hidden states must already lie as the tokens do.
 
     Args:
-      what: the argument that says the spec.
+      what: the name of the argument that holds the spec, for errors.
       parallel: the mesh or the roles of its axes.
       hidden: `[R, T, H]`.
-      given: how they lie, None for as the mesh says.
+      given: the spec of `hidden`; None for the mesh's default.
     """
     check_parallel(parallel)
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
@@ -70,7 +70,7 @@ def bring_hidden(
     wanted = _spec_of_hidden(mesh, by_position)
     to = jax.reshard if mesh.is_explicit else lax.with_sharding_constraint
     with note(f"hidden states brought from {given} to {wanted}"):
-        # by way of the given spec, in which their gradient comes back
+        # the first constraint gives the gradient the caller's spec
         return to(to(hidden, mesh.sharding(given)), mesh.sharding(wanted)), by_position
 
 
@@ -102,7 +102,7 @@ def place_head(
 
 
 def _check_part(name: str, axes: ShardAxes, head: Head, v_dim: int) -> None:
-    """Raises where a kernel that varies over the tensor axis can be no part of the vocabulary, but all of it."""
+    """Raises where a kernel that varies over the tensor axis holds the whole vocabulary rather than a part of it."""
     own, shards = head.kernel.shape[v_dim], axes.size(axes.tensor)
     is_part = bool(set(axes.tensor) & varying(head.kernel))
     if is_part and head.vocab_size is not None and head.vocab_size <= own * (shards - 1):

@@ -1,4 +1,4 @@
-"""The tokens of a device in blocks; with a mask, only those that it selects, in a number of blocks that it decides."""
+"""The tokens of a device in blocks. With a mask the tokens that count come first, and loops stop after the last one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from jaxppo.sharding import vary_like, varying
 
 
 def even_size(count: int, most: int, multiple: int = 8) -> int:
-    """The size, at most `most` where that is a multiple, of as few equal blocks of `count` as can be.
+    """The size of equal blocks that cover `count`, as few of them as sizes up to `most` allow.
 
-    What the last one has too much is padding, or overlaps the one before.
+    The size is rounded up to `multiple` where that stays within `most`. Where the blocks hold more than `count`, the
+    caller pads the last one or lets it overlap the one before.
 
     Example:
       >>> even_size(2304, 2048), even_size(30, 12), even_size(100, 40)
@@ -39,15 +40,15 @@ class Slots(NamedTuple):
 
 
 class TokenBlocks:
-    """Tokens in slots: those that count first, in their order, so that blocks of slots stop where they stop.
+    """Tokens sorted into slots: those that count first, in their order, so that a loop over blocks can stop early.
 
     Args:
-      counts: `bool[N]`, the tokens that count, or None for all. One block has all tokens, and needs no order.
+      counts: `bool[N]`, the tokens that count, or None for all. A single block keeps the tokens in place.
       count: N.
-      size: tokens of a block.
-      least: blocks at least; empty ones are added.
-      follow: those that count come first; else all take their turn where they are.
-      equal: mesh axes along which every device is to take as many turns, so that a collective may sit in the loop.
+      size: the number of tokens in a block.
+      least: the smallest number of blocks; empty blocks are added.
+      follow: sort the tokens that count to the front. Otherwise every token stays in place and takes its turn.
+      equal: mesh axes along which all devices take the same number of turns, so that a collective may sit in the loop.
     """
 
     def __init__(
@@ -66,15 +67,15 @@ class TokenBlocks:
         self.turns: Any = self.blocks
         self._counts = None if counts is None else self.padded(counts)
         if counts is not None and follow and self.blocks > 1:
-            order = vary_like(jnp.argsort(~counts, stable=True), counts)  # whose type has lost the mesh axes
+            order = vary_like(jnp.argsort(~counts, stable=True), counts)  # argsort's type loses the mesh axes
             self.order = self.padded(order)
             self.total = counts.sum(dtype=jnp.int32)
             turns = (self.total + size - 1) // size
-            names = equal & varying(turns)  # along the others they are equal already
+            names = equal & varying(turns)  # along other axes the turns are equal already
             self.turns = lax.pmax(turns, tuple(sorted(names))) if names else turns
 
     def grouped(self, blocks: int) -> TokenBlocks:
-        """The same slots with several blocks joined into one."""
+        """The same slots in larger blocks, each made of `blocks` of these."""
         found = copy.copy(self)
         found.size, found.blocks = self.size * blocks, self.blocks // blocks
         found.turns = -(-self.turns // blocks)
@@ -99,7 +100,7 @@ class TokenBlocks:
             return lax.fori_loop(0, self.blocks, lambda j, carry: body(self.slots(j), carry), carry)
 
         def more(state: tuple[jax.Array, Any]) -> jax.Array:
-            # the constant bound says to whoever reads the program how long the loop can be
+            # the constant bound tells `audit` how long the loop can be
             return (state[0] < self.blocks) & (state[0] < self.turns)
 
         def turn(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
@@ -122,25 +123,25 @@ class TokenBlocks:
         return jax.tree.map(lambda x: _rows(x, places), x)
 
     def read(self, x: Any, slots: Slots) -> Any:
-        """The block of x, an array in slot order or a pytree of them."""
+        """The block's part of x, an array in slot order or a pytree of them."""
         if self.blocks == 1:
             return x
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, slots.start, self.size), x)
 
     def take(self, x: Any, slots: Slots) -> Any:
-        """The block of x, an array in token order, padded, or a pytree of them."""
+        """The block's part of x, a padded array in token order or a pytree of them."""
         if self.order is None:
             return self.read(x, slots)
         return jax.tree.map(lambda x: _rows(x, self.read(self.order, slots)), x)
 
     def write(self, x: Any, block: Any, slots: Slots) -> Any:
-        """x, an array in slot order or a pytree of them, with the block replaced."""
+        """Replaces the block's part of x, an array in slot order or a pytree of them."""
         if self.blocks == 1:
             return block
         return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, slots.start, 0), x, block)
 
     def put(self, x: jax.Array, rows: jax.Array, slots: Slots) -> jax.Array:
-        """x, an array in token order, padded, with the rows of the tokens in the slots replaced where they count."""
+        """Replaces the rows of x, a padded array in token order, that belong to the slots' tokens that count."""
         if self.order is None:
             return self.write(x, rows, slots)
         assert slots.counts is not None
@@ -156,7 +157,7 @@ class TokenBlocks:
 
 
 def zero_unless(counts: Bool[Array, "N"] | None, tree: Any) -> Any:
-    """Arrays `[N, ...]` of tokens, 0 where one does not count; None: all do."""
+    """Arrays `[N, ...]` of tokens with 0 at each token that does not count; unchanged where `counts` is None."""
     if counts is None:
         return tree
     return jax.tree.map(lambda x: jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, 0), tree)

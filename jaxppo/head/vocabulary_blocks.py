@@ -1,8 +1,8 @@
-"""A head's parameters as one device holds them, in blocks of columns, and where the gradients of blocks go.
+"""A head's parameters as one device holds them, cut into blocks of columns, and the gradients of those blocks.
 
-The kernel may be sharded over the tensor axis along V, and over data axes (FSDP) along H or V. It is gathered over
-those at once, or a block at a time. Remainders overlap the block before them with the duplicates masked, so nothing is
-padded or copied.
+The kernel may be sharded over the tensor axis along V, and over data axes (FSDP) along H or V. The FSDP shards are
+gathered at once, or a block at a time. A last block that would be shorter overlaps the block before it, and the
+duplicate columns are masked, so nothing is padded or copied.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from jaxppo.head.types import Block, Chunk, HeadCall, Parameters, Tile
 from jaxppo.sharding import vary, varying
 
 LANES = 128  # of an accelerator's registers
-SUMMED_BYTES = 64 * 2**20  # of one sum over devices, which needs an array of its own
+SUMMED_BYTES = 64 * 2**20  # the size of one sum over devices, which needs an array of its own
 
 
 class VocabularyBlocks:
     """The parameters of one device in blocks of columns.
 
     Args:
-      call: how they lie on the mesh.
-      parameters: as the device holds them.
-      size: columns of a block at most.
-      by_block: gather them over FSDP axes for each block, rather than at once.
+      call: says how the parameters lie on the mesh.
+      parameters: the device's shards.
+      size: the most columns of a block.
+      by_block: gather over FSDP axes for each block, rather than all at once.
     """
 
     def __init__(self, call: HeadCall, parameters: Parameters, size: int, by_block: bool = False):
@@ -62,7 +62,7 @@ class VocabularyBlocks:
 
     @property
     def whole(self) -> bool:
-        """The device works on all the columns of its own parameters."""
+        """Whether the device works on all columns of its own parameters."""
         return self.window == self.count and not self.gathers
 
     def _bases(self, own: int) -> jax.Array:
@@ -88,11 +88,11 @@ class VocabularyBlocks:
         return each(gather, parameters)
 
     def dim(self, x: jax.Array) -> int:
-        """The dimension of V."""
+        """The dimension of x that runs along V."""
         return self.call.v_dim if x.ndim == 2 else 0
 
     def start(self, i: Any) -> Any:
-        """The first column of block i, of those held."""
+        """The first column of block i, among the columns held."""
         return self.first + jnp.minimum(i * self.size, self.window - self.size) if self.blocks > 1 else self.first
 
     def own(self, i: Any) -> Any:
@@ -102,7 +102,7 @@ class VocabularyBlocks:
         return (at >= self.first + i * self.size) & (at >= before)
 
     def slice(self, i: Any, x: jax.Array) -> jax.Array:
-        """The columns of block i of an array that has all that are held."""
+        """The columns of block i, of an array of all columns held."""
         if self.size == self.count:
             return x
         return lax.dynamic_slice_in_dim(x, self.start(i), self.size, self.dim(x))
@@ -123,7 +123,7 @@ class VocabularyBlocks:
         return Block(parts._replace(bias=bias), ids[None], valid if valid is True else valid[None])
 
     def _beside(self, of_columns: jax.Array, x: jax.Array) -> jax.Array:
-        """One value a column, with dimensions of 1 added so that it fits an array of those columns."""
+        """Values of columns `[B]`, with dimensions of 1 added so that they broadcast against x."""
         return of_columns if x.ndim == 1 else jnp.expand_dims(of_columns, 1 - self.dim(x))
 
     def tile(self, chunk: Chunk, block: Block) -> Tile:
@@ -141,7 +141,7 @@ class VocabularyBlocks:
         return Tile(chunk, block, place, nucleus, of_ids)
 
     def rows(self, ids: jax.Array) -> tuple[Parameters, jax.Array]:
-        """The rows of a kernel `[V, H]`, and of what lies beside it, for vocabulary ids, and whether they are held."""
+        """The parameters of vocabulary ids, rows of a kernel `[V, H]`, and whether this device holds each id."""
         place, inside = self._place_of(ids, Block(self.held, self.ids[None], True))
         return jax.tree.map(lambda x: x.at[place].get(mode="promise_in_bounds"), self.held), inside
 
@@ -157,7 +157,7 @@ class VocabularyBlocks:
         return place, inside.any(-1) & (True if block.valid is True else block.valid[0, place])
 
     def over_blocks(self, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """`carry = body(i, carry)` over the blocks, the last first: what it shares with the one before is there."""
+        """`carry = body(i, carry)` over the blocks, the last one first, since the block before it may overlap it."""
         if self.blocks == 1:
             return body(0, carry)
         return lax.fori_loop(0, self.blocks, lambda i, carry: body(self.blocks - 1 - i, carry), carry)
@@ -172,7 +172,7 @@ class VocabularyBlocks:
         return lax.dynamic_update_slice_in_dim(total, part, self.start(i), self.dim(total))
 
     def empty(self, primal: jax.Array) -> jax.Array:
-        """Where `put_summed` writes every column; zeros where it writes a window of them."""
+        """The array that `put_summed` fills: empty where it writes every column, zeros where it writes a window."""
         if self.window == self.count:
             return unwritten(primal, self.dim(primal))
         return vary(jnp.zeros(primal.shape, primal.dtype), varying(primal) | set(self.call.axes.tensor))
@@ -182,17 +182,17 @@ class VocabularyBlocks:
     ) -> jax.Array:
         """`total`, of the primal's shape, with the gradient of block i, summed over the devices that share it.
 
-        Blocks come last first, so that the zeros of the last, in columns that it shares with the one before, are
-        written over.
+        The last block comes first: it holds zeros in the columns that it shares with the block before, and that block
+        overwrites them.
         """
         gradient = self._scatter(is_kernel, gradient, primal)
-        # over the tensor axis windows differ, and only whole gradients can be summed: `finish`
+        # windows differ along the tensor axis, over which `finish` sums the whole gradient
         keep = varying(primal) | (set(self.call.axes.tensor) if self.window < self.count else set())
         gradient = as_primal(gradient, primal, keep=keep, blocks=self.dim(primal), **self.sums)
         return gradient if self.size == total.shape[self.dim(total)] else self._set(i, total, gradient)
 
     def finish(self, total: jax.Array, primal: jax.Array) -> jax.Array:
-        """The end of `put_summed`s: windows of one whole kernel are disjoint, so that any dtype sums them exactly."""
+        """Ends `put_summed`: sums over the tensor axis. Windows are disjoint, so the sum is exact in any dtype."""
         return as_primal(total, primal)
 
     def _scatter(self, is_kernel: bool, gradient: jax.Array, primal: jax.Array) -> jax.Array:
@@ -225,6 +225,6 @@ _range = partial(jnp.arange, dtype=jnp.int32)
 
 
 def each(fn: Callable[..., Any], parameters: Parameters, *others: Parameters) -> Parameters:
-    """fn(is_kernel, parameter, ...) for each parameter that is there."""
+    """fn(is_kernel, parameter, ...) for each parameter that is not None."""
     values = zip(parameters, *others, strict=True)
     return Parameters(*(None if x[0] is None else fn(i == 0, *x) for i, x in enumerate(values)))
