@@ -1,4 +1,4 @@
-"""What all per-token code shares: the names of a batch's arrays, masked values, and checks that name what is wrong."""
+"""Helpers of all per-token code: the names of a batch's arrays, masked values, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def masked(x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R
 
 
 def spec_of(spec: P, x: Any) -> P:
-    """The PartitionSpec of an array whose last two dimensions have this one: micro-batches are not divided."""
+    """The PartitionSpec of an array whose last two dimensions lie as `spec`; leading micro-batches are not sharded."""
     return P(*(None,) * (x.ndim - 2), *spec)
 
 
 def is_number(x: Any) -> TypeGuard[float]:
-    """Whether x is a finite Python or numpy number, and so known before the program runs."""
+    """Whether x is a finite Python or numpy number, and therefore known at trace time."""
     real = isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
     return real and math.isfinite(x)
 
 
 def is_zero(coefficient: Coefficient) -> bool:
-    """Whether the coefficient is 0 and known to be: a traced schedule never is."""
+    """Whether the coefficient is known to be 0 at trace time; False for a traced schedule."""
     return not isinstance(coefficient, jax.core.Tracer) and float(coefficient) == 0
 
 
 def as_coefficient(coefficient: Coefficient) -> Coefficient:
-    """The number 0 where the coefficient is known to be 0, else an f32 array: no number of them compiles anew."""
+    """The number 0 if the coefficient is known to be 0, else an f32 array: other numbers then compile nothing new."""
     return 0.0 if is_zero(coefficient) else jnp.asarray(coefficient, jnp.float32)
 
 
@@ -66,7 +66,7 @@ def check_choice(what: str, value: Any, choices: Any) -> None:
 
 
 def dtype_name(x: Any) -> Any:
-    """The name of a dtype in any form that jnp takes; x itself where it is none, for `check_choice` to refuse."""
+    """The name of a dtype in any form that jnp takes; x itself if it is no dtype, and `check_choice` refuses it."""
     try:
         return x if x is None else jnp.dtype(x).name
     except TypeError:
@@ -76,7 +76,7 @@ def dtype_name(x: Any) -> Any:
 def check_number(
     what: str, value: Any, *, least: float | None = None, above: float | None = None, most: float | None = None
 ) -> None:
-    """Raises unless the value is a finite number in its range; a scalar array may be traced, and passes."""
+    """Raises unless the value is a finite number in its range; a traced scalar passes."""
     ranges = [f"of at least {least}"] if least is not None else []
     ranges += [f"above {above}"] if above is not None else []
     ranges += [f"of at most {most}"] if most is not None else []
@@ -89,7 +89,7 @@ def check_number(
 
 
 def check_flag(what: str, value: Any) -> None:
-    """Raises unless the value is True or False: any text would be taken for True, "no" included."""
+    """Raises unless the value is True or False: any text, "no" included, would count as True."""
     check(what, repr(value), isinstance(value, (bool, np.bool_)), "True or False")
 
 
@@ -113,7 +113,7 @@ _KINDS: dict[Kind, tuple[Any, ...]] = {
 
 
 def check_array(what: str, x: Any, kind: Kind = "numbers") -> None:
-    """Raises unless x is an array of such numbers: JAX takes a list for a tree of them."""
+    """Raises unless x is an array of this kind of numbers. A list is refused: to JAX it is a tree of scalars."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"{what}: got {'None' if x is None else type(x).__name__}, expected an array of {kind}")
     if not any(jnp.issubdtype(x.dtype, of) for of in _KINDS[kind]):
@@ -121,7 +121,7 @@ def check_array(what: str, x: Any, kind: Kind = "numbers") -> None:
 
 
 def check_alike(arrays: Mapping[str, Any], **kinds: Kind) -> None:
-    """Raises where arrays are no floats, but for those of other kinds, or not all of the first one's shape."""
+    """Raises unless all arrays have the first one's shape and are floats, or the kind that `kinds` names."""
     first = next(iter(arrays))
     for what, x in arrays.items():
         check_array(what, x, kinds.get(what, "floats"))
@@ -130,14 +130,14 @@ def check_alike(arrays: Mapping[str, Any], **kinds: Kind) -> None:
 
 
 def check_f32(what: str, x: Any) -> None:
-    """Raises where log-probs were rounded to 16 bits: the ratio of an on-policy step would not be 1 any more."""
+    """Raises where log-probs were rounded to 16 bits: the ratio of an on-policy step would no longer be 1."""
     dtype = getattr(x, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
-        raise TypeError(f"{what}: got dtype {dtype}, expected float32: the ratio of rounded log-probs is none")
+        raise TypeError(f"{what}: got dtype {dtype}, expected float32: ratios of rounded log-probs are wrong")
 
 
 def check_ids(what: str, x: Any) -> None:
-    """Raises unless ids are integers that, on the host, fit the device's i32, where two could become one."""
+    """Raises unless ids are integers, and on the host ones that fit i32: cut to i32, two ids could become equal."""
     check_array(what, x, "integers")
     if isinstance(x, np.ndarray) and x.size and not -(2**31) <= x.min() <= x.max() < 2**31:
         widest = x.min() if x.max() < 2**31 else x.max()
@@ -158,7 +158,7 @@ Compared = Literal["old/rollout", "current/rollout", "current/old"]  # two polic
 
 
 def check_aggregation(aggregation: Any, aggregation_norm: float | None) -> None:
-    """Raises where the aggregation is unknown, or has no use for the constant length, or needs one."""
+    """Raises where the aggregation is unknown, or needs a constant length and has none, or has one without need."""
     check_choice("aggregation", aggregation, Aggregation)
     if aggregation == "sequence_mean_token_sum_norm":
         check_number("aggregation_norm", aggregation_norm, above=0)

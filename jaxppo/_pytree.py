@@ -12,10 +12,10 @@ Class = TypeVar("Class", bound=type)
 
 
 def register_checked(*, static: Iterable[str]) -> Callable[[Class], Class]:
-    """Decorates a frozen dataclass: a pytree of its fields, but for the static ones.
+    """Decorates a frozen dataclass as a pytree whose children are all fields but the static ones.
 
-    A constructor is called where somebody makes an object. With `jax.tree_util.register_dataclass` it would also be
-    called, and would check again, each time that JAX puts a tree together: dozens of times in a trace.
+    The constructor, with its checks, runs only where somebody makes an object. With `jax.tree_util.register_dataclass`
+    it would also run each time that JAX unflattens the tree: dozens of times in a trace.
     """
 
     def register(cls: Class) -> Class:

@@ -1,4 +1,4 @@
-"""The largest of numbers that lie on many devices, found bit by bit."""
+"""Finds the largest of numbers that are spread over devices, bit by bit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Total = Callable[[jax.Array], jax.Array]  # the sum over all devices
 
 
 def ordered_bits(x: jax.Array) -> jax.Array:
-    """u32 in the order of the f32 x, the two zeros being equal."""
+    """u32 numbers in the same order as the f32 x; -0 and 0 are equal."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def highest(total: Total, scores: jax.Array, lots: jax.Array, candidates: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The `wanted` candidates with the highest u32 scores over all shards, or all; lots decide between equal scores."""
+    """The `wanted` candidates with the highest u32 scores over all shards, or all of them; lots break ties."""
     cut = kth(total, scores, candidates, wanted)
     above = candidates & (scores > cut)
     tied = candidates & (scores == cut)
@@ -27,12 +27,12 @@ def highest(total: Total, scores: jax.Array, lots: jax.Array, candidates: jax.Ar
 
 
 def kth(total: Total, scores: jax.Array, candidates: jax.Array, k: jax.Array) -> jax.Array:
-    """The largest u32 that at least k candidates' scores reach, 0 if none."""
+    """The largest u32 that the scores of at least k candidates reach, 0 if there is none."""
     return largest(lambda cut: total((candidates & (scores >= cut)).astype(jnp.int32)) >= k)
 
 
 def largest(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The largest u32 that `holds` is true of, where it is true up to one and false beyond; 0 if it is true of none."""
+    """The largest u32 for which `holds` is true, if it is true up to some number and false beyond; 0 if never true."""
 
     def step(i: jax.Array, cut: jax.Array) -> jax.Array:
         attempt = cut | (jnp.uint32(1) << jnp.uint32(31 - i))

@@ -1,4 +1,4 @@
-"""A step as stacked micro-batches, `[K, R, ...]`: one population, of which a single micro-batch is only a part."""
+"""A step as stacked micro-batches, `[K, R, ...]`: statistics are over all of it, and refused for a single part."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
     from jaxppo.batch import RolloutBatch
 
 # K while `accumulate_gradients` traces one of K micro-batches, else 0. It is part of the key of jit's caches, so that
-# no trace from before answers for a part of a step.
+# a function that was traced outside is traced again for a part of a step.
 part_of_a_step = jax.make_user_context(0)
 
 
 def check_whole_step(name: str, batch: RolloutBatch | None = None) -> None:
-    """Raises where `name`, a statistic of the step, is asked for one of its micro-batches.
+    """Raises where `name`, a statistic of the whole step, is called on one of its micro-batches.
 
     Args:
       name: the public function's name.
-      batch: what the statistic is taken of, where it is one of a batch.
+      batch: the batch that the statistic is computed from, if it is computed from one.
     """
     expected = "expected the whole step, its micro-batches stacked, [K, R, ...]"
     if part_of_a_step.value:
         raise ValueError(
             f"{name}: got one micro-batch inside accumulate_gradients, {expected}: call it before, and put its result "
-            "among micro_batches"
+            "into micro_batches"
         )
     if batch is not None and batch.loss_mask.ndim == 2 and (batch.micro_batches or 1) > 1:
         raise ValueError(
@@ -37,12 +37,12 @@ def check_whole_step(name: str, batch: RolloutBatch | None = None) -> None:
 
 
 def as_rows(tree: Any) -> Any:
-    """The arrays `[K, R, n]` of a tree as `[K R, n]`; all others as they are."""
+    """The tree with each array `[K, R, n]` reshaped to `[K R, n]`; other arrays are unchanged."""
     return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]) if getattr(x, "ndim", 0) == 3 else x, tree)
 
 
 def of_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a per-shard function of rows, `[R, n]` to `[R, m]`: it then takes stacked micro-batches as well."""
+    """Decorates a per-shard function of rows, `[R, n]` to `[R, m]`, to take stacked micro-batches too."""
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Configs that hold traced numbers, as a hashable part and the arrays: what a cached `jit` takes."""
+"""Splits a config that holds traced numbers into a hashable part and its arrays, as a cached `jit` needs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Config = TypeVar("Config")
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where an array was."""
+    """Marks the place of an array."""
 
     index: int
 
@@ -41,7 +41,7 @@ def _replace_leaves(x: Any, fn: Any) -> Any:
         return tuple(_replace_leaves(part, fn) for part in x)
     if not dataclasses.is_dataclass(x) or isinstance(x, _Place):
         return fn(x)
-    # a copy, since the checks of a constructor know no marks
+    # a copy, since the constructor's checks would refuse the marks
     new = copy.copy(x)
     for field in dataclasses.fields(x):
         object.__setattr__(new, field.name, _replace_leaves(getattr(x, field.name), fn))

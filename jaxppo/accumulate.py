@@ -1,4 +1,4 @@
-"""Gradients of a step too large for one pass: the sum over its micro-batches."""
+"""The gradient of a step that is too large for one pass, as the sum over its micro-batches."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ def accumulate_gradients(
 ) -> Callable[[Any], tuple[tuple[Float[Array, ""], Metrics], Any]]:
     """`jax.value_and_grad` of a whole step, one micro-batch at a time: sum over k of loss_fn(params, micro_batches[k]).
 
-    The sum is the loss of the whole step only where each loss is normalised by the whole step: put the
+    The sum is the loss of the whole step only if each part is normalised by the whole step. So put the
     `Normalizer.from_batches` of the stacked micro-batches (and for ClipCov and KLCov their `covariance_mask`) into
-    `micro_batches` beside them. A loss of this package without one is refused here, since the mean of the means of
-    uneven micro-batches is another number. So are group advantages, `whiten` and whatever else is a statistic of the
-    step: call them before, on the stacked micro-batches. One `lax.scan`, so one program whatever K is, with one set of
-    f32 gradient buffers.
+    `micro_batches` beside them. A loss of this package without a normalizer is refused here, since the mean of the
+    means of uneven micro-batches is another number. Group advantages, `whiten` and other statistics of the step are
+    refused too: call them before, on the stacked micro-batches. The loop is one `lax.scan`: one program for any K, with
+    one set of f32 gradient buffers.
 
-    On a mesh the gradients of a head's parameters are summed over data and context axes once, behind the loop, in f32.
-    docs/normalizers.md tells how those of the rest of a model are.
+    On a mesh the gradients of a head's parameters are summed over data and context axes once, after the loop, in f32.
+    docs/normalizers.md tells how the gradients of the rest of a model are summed.
 
     Args:
       loss_fn: (params, micro_batch) -> (scalar loss, metrics).
       micro_batches: a pytree whose arrays all have a leading K.
-      parallel: inside the caller's `shard_map`, the roles of its axes: the gradients of all parameters are then summed
-        over data and context axes once, behind the loop, in f32. Without it JAX sums them in each micro-batch. The loss
-        is to be summed over these axes, and to hold no term of the parameters alone.
+      parallel: inside the caller's `shard_map`, the roles of its axes. The gradients of all parameters are then summed
+        over data and context axes once, after the loop, in f32. Without it JAX sums them in each micro-batch. The loss
+        must be summed over these axes, and must not hold a term of the parameters alone.
 
     Returns:
-      A function of params, a pytree of floating-point arrays, to ((loss, metrics), gradients): metrics merged over
-      the micro-batches, gradients in the dtypes of params.
+      A function that maps params, a pytree of floating-point arrays, to ((loss, metrics), gradients): metrics merged
+      over the micro-batches, gradients in the dtypes of params.
 
     Raises:
-      TypeError: parameters that are no floating-point arrays; a `loss_fn` that does not return a scalar and metrics.
+      TypeError: parameters that are not floating-point arrays; a `loss_fn` that does not return a scalar and metrics.
       ValueError: arrays without a common leading K, or with K = 0; in loss_fn, a loss of this package without a
         `Normalizer` or with one of another number of micro-batches, or a statistic of the step; with `parallel`, a loss
         that is not summed over its data and context axes.
@@ -130,13 +130,13 @@ def _check_summed(loss: Any, names: tuple[str, ...]) -> None:
     """Raises where a loss differs between the devices over which gradients are to be summed."""
     if left := [name for name in names if name in loss.manual_axis_type.varying]:
         raise ValueError(
-            f"loss_fn: got a loss that varies over mesh axes {left}, expected the sum over them, lax.psum; what it has "
-            "of the parameters alone, as a weight decay, is to be added behind accumulate_gradients"
+            f"loss_fn: got a loss that varies over mesh axes {left}, expected the sum over them, lax.psum; a term of "
+            "the parameters alone, such as weight decay, must be added after accumulate_gradients"
         )
 
 
 def _check_result(found: Any) -> None:
-    """Raises where it is not what a loss of this package returns."""
+    """Raises unless `found` is a scalar loss with metrics, as losses of this package return them."""
     expected = "(scalar loss, metrics), as policy_loss returns them"
     if not isinstance(found, tuple) or len(found) != 2:
         got = f"an array of shape {found.shape}" if hasattr(found, "shape") else type(found).__name__

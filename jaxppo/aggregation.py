@@ -31,18 +31,19 @@ class Normalizer:
     """The denominators of a whole optimiser step, so that its micro-batches add up to exactly the full batch.
 
     For stacked micro-batches `[K, R, T]` every array has a leading K too, so that `lax.scan` over (batch, normalizer)
-    gives each micro-batch its own part. A normalizer knows what it was made for, and other losses refuse it.
+    gives each micro-batch its own part. A normalizer holds the options that it was made with, and a loss with other
+    options refuses it.
 
     Args:
       tokens: `f32[]`, the sum of the loss mask; with the batch's `weighted_denominators` of mask times `loss_weights`,
         here and in `denominators`.
-      sequences: `f32[]`, how many sequences ("rollout_mean": rollouts) have a loss token.
+      sequences: `f32[]`, the number of sequences ("rollout_mean": rollouts) with a loss token.
       denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
       counts: `f32[R, S]`, the loss tokens of each sequence, which must be those of the batch that it is used with.
-      aggregation: what they are the denominators of; static, like the next ones but `weight_mean`.
+      aggregation: the aggregation that they are for; static, like all that follow but `weight_mean`.
       weight_mean: `f32[]`, the mean importance weight, for `OffPolicyConfig(batch_normalize=True)`; else None.
       off_policy: the part of an `OffPolicyConfig` that the mean weight depends on; else None.
-      micro_batches: K where it was made of stacked micro-batches; else None.
+      micro_batches: K, if it was made from stacked micro-batches; else None.
       weighted: the batch's `weighted_denominators`.
 
     Example:
@@ -76,8 +77,8 @@ class Normalizer:
 
         Args:
           micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
-          aggregation: that of the loss, see `token_weights`.
-          off_policy: that of the loss, where it normalises importance weights over the step.
+          aggregation: the loss's aggregation, see `token_weights`.
+          off_policy: the loss's correction, needed if it normalises importance weights over the step.
           parallel: the mesh.
 
         Returns:
@@ -114,7 +115,7 @@ class Normalizer:
         return _specs(rows, self.aggregation, self.off_policy, self.micro_batches, self.weighted)
 
     def check_step(self, batch: RolloutBatch) -> None:
-        """Raises where shapes show that it was made of another step than the batch, or than the one it is a part of."""
+        """Raises where shapes show that it was made for a step that the batch is not, and is not a part of."""
         stacked = batch.loss_mask.shape[0] if batch.loss_mask.ndim == 3 else None
         count = stacked or part_of_a_step.value or batch.micro_batches
         if count is not None and count != (self.micro_batches or 1):

@@ -29,7 +29,7 @@ _ARRAYS = (*REQUIRED, *OPTIONAL)
 
 
 class StepCounts(Protocol):
-    """What `RolloutBatch.validate` asks of a `Normalizer`."""
+    """The part of a `Normalizer` that `RolloutBatch.validate` reads."""
 
     @property
     def counts(self) -> Float[Array, "R S"]: ...
@@ -40,40 +40,41 @@ class StepCounts(Protocol):
 @partial(jax.tree_util.register_dataclass, data_fields=list(_ARRAYS), meta_fields=list(_STATIC))
 @dataclasses.dataclass(frozen=True)
 class RolloutBatch(Constructors):
-    """Rollouts packed into `[R, T]` rows, a pytree; index t of a per-token array speaks of `targets[t]`.
+    """Rollouts packed into `[R, T]` rows, a pytree. Index t of a per-token array is about `targets[t]`.
 
-    Positions lie in the physical order of the mesh's context layout; `positions` carries the logical ones. Optional
-    arrays may be None, and then the compiled program holds nothing of them. Micro-batches carry
-    one more leading dimension, `[K, R, T]` and `[K, R, S]`. Pass batches to jitted functions as arguments: one that a
-    function closes over is a constant of its program, which is compiled anew for each batch.
+    Positions lie in the physical order of the mesh's context layout; `positions` holds the logical ones. Optional
+    arrays may be None, and then the compiled program has no trace of them. Stacked micro-batches have one more leading
+    dimension, `[K, R, T]` and `[K, R, S]`. Pass batches to jitted functions as arguments: a batch that a function
+    closes over is a constant of its program, which is then compiled anew for each batch.
 
     Args:
       tokens: `i32[R, T]`.
       targets: `i32[R, T]`, the token that follows `tokens[t]` in its sequence; anything at a sequence's last position.
       segment_ids: `i32[R, T]`, 0 is padding, 1..S the sequences of that row.
-      positions: `i32[R, T]`, the place of `tokens[t]` in its sequence, from 0; behind a shared prefix they go on.
+      positions: `i32[R, T]`, the place of `tokens[t]` in its sequence, from 0; a branch goes on from its prefix.
       loss_mask: `[R, T]`, 0 or 1 in any dtype, 1 where `targets[t]` is a response token to train on.
       sample_ids: `i32[R, S]`, the number of each sequence in the step, -1 where the row has no such segment.
       group_ids: `i32[R, S]`, equal for the samples of one prompt; -1 like sample_ids.
       rollout_ids: `i32[R, S]`, equal for the samples that one rollout was cut into; -1 like sample_ids. By default
         each sample is a rollout.
       advantages: `f32[R, T]`.
-      old_log_probs: `f32[R, T]`, under the policy at the start of the step; these three are refused in 16 bits.
+      old_log_probs: `f32[R, T]`, under the policy at the start of the step. These log-probs and the next two are
+        refused in 16 bits.
       ref_log_probs: `f32[R, T]`, under the reference policy.
       rollout_log_probs: `f32[R, T]`, as the sampler reported them.
       values: `f32[R, T]`, the critic's.
       returns: `f32[R, T]`, the critic's targets.
-      policy_versions: `i32[R, T]`, which version of the policy drew `targets[t]`; see `jaxppo.staleness`.
-      loss_weights: `f32[R, T]`, at least 0; what a token's whole loss is multiplied by, penalties included.
-      rewards: `f32[R, S]`, one a sequence.
-      parents: `i32[R, S]`, the segment that each goes on from, numbered as in segment_ids, 0 where it is none's branch;
-        a prefix that samples share is a segment with the sample id -1. See `jaxppo.trees`.
-      context_layout: the layout that the rows are in; static, like the next ones.
-      context_shards: for how many context shards.
-      micro_batches: K where the batch is a step of K micro-batches, or one of them.
+      policy_versions: `i32[R, T]`, the version of the policy that drew `targets[t]`; see `jaxppo.staleness`.
+      loss_weights: `f32[R, T]`, at least 0; they multiply a token's whole loss, penalties included.
+      rewards: `f32[R, S]`, one for each sequence.
+      parents: `i32[R, S]`, the segment that each segment continues, numbered as in segment_ids; 0 for none. A prefix
+        that samples share is a segment with the sample id -1. See `jaxppo.trees`.
+      context_layout: the layout of the rows; static, like all that follow.
+      context_shards: the number of context shards that the rows were packed for.
+      micro_batches: K, if the batch is a step of K micro-batches, or one of them.
       real_last_targets: the last position of a sequence has a real target, as in `from_target_aligned`.
-      mtp_depths: how many depths of `mtp_loss` the branches of shared prefixes were packed for.
-      weighted_denominators: denominators of losses are sums of `loss_weights`, and not numbers of loss tokens.
+      mtp_depths: the number of `mtp_loss` depths that the branches of shared prefixes were packed for.
+      weighted_denominators: losses are divided by sums of `loss_weights` rather than by counts of loss tokens.
 
     Example:
       >>> import jax.numpy as jnp
@@ -120,21 +121,21 @@ class RolloutBatch(Constructors):
 
     @property
     def paths(self) -> Paths:
-        """Which tokens see which, for attention; see `jaxppo.trees`."""
+        """The tokens that each token attends to; see `jaxppo.trees`."""
         return Paths.of(self.segment_ids, self.positions, self.parents)
 
     def segments(self, axes: ShardAxes | None = None) -> Segments:
         """The sequences of the rows, for per-shard code.
 
         Raises:
-          ValueError: rows in another order than the context shards of the mesh hold them, or none.
+          ValueError: rows in another context layout than the mesh's, or no rows.
         """
         axes = ShardAxes() if axes is None else axes
         self.check_layout(axes)
         return Segments(self.segment_ids, self.num_segments, axes)
 
     def check_layout(self, parallel: ParallelMesh | ShardAxes | None) -> None:
-        """Raises ValueError where there are no rows, or not in the order that the context shards of the mesh hold."""
+        """Raises ValueError where there are no rows, or their context layout is not the mesh's."""
         if 0 in (*self.segment_ids.shape, self.num_segments):
             raise ValueError(
                 f"batch: got rows of shape {self.segment_ids.shape} with {self.num_segments} segments, expected at "
@@ -157,7 +158,7 @@ class RolloutBatch(Constructors):
     def put(self, parallel: ParallelMesh) -> RolloutBatch:
         """The batch on the devices of a mesh: rows over data, positions over context.
 
-        Where the mesh spans several processes, each gives the rows of its own data shards, as `from_samples` packs
+        Where the mesh spans several processes, each brings the rows of its own data shards, as `from_samples` packs
         them, and all must call this together.
 
         Args:
@@ -167,7 +168,7 @@ class RolloutBatch(Constructors):
           The same batch, of global `jax.Array`s.
 
         Raises:
-          TypeError: no `ParallelMesh`.
+          TypeError: `parallel` is not a `ParallelMesh`.
           ValueError: another context layout, rows that the data shards do not divide, sizes that differ between
             processes.
 
@@ -188,14 +189,14 @@ class RolloutBatch(Constructors):
         return multihost.to_global(self, self.specs(parallel), parallel)
 
     def validate(self, vocab_size: int | None = None, *, normalizer: StepCounts | None = None) -> None:
-        """Checks on the host what shapes do not show; a batch from `from_samples` passes.
+        """Checks values on the host, beside shapes and dtypes. A batch from `from_samples` passes.
 
-        What it cannot see: values that were rolled by one position within their sequences, and padding ids among the
-        tokens of a sequence.
+        It cannot notice values that are off by one position within their sequences, or padding ids among the tokens of
+        a sequence.
 
         Args:
-          vocab_size: V, which no array of the batch shows; an error without it.
-          normalizer: one that the batch is to be used with.
+          vocab_size: V; required, since no array of the batch shows it.
+          normalizer: the normalizer that will be used with the batch, to be checked too.
 
         Raises:
           TypeError: an array of another kind of dtype.
@@ -231,5 +232,5 @@ class RolloutBatch(Constructors):
 
 
 def _order(layout: str, shards: int) -> tuple[str, int]:
-    """What two batches of the same order of positions have in common."""
+    """The layout and the shards, normalised so that they are equal exactly where the orders of positions are."""
     return ("contiguous", 1) if in_order(layout, shards) else (layout, shards)

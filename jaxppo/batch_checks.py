@@ -1,4 +1,4 @@
-"""What a batch holds: of which shapes and dtypes, and on the host what shapes do not show."""
+"""Checks of a batch: shapes and dtypes at trace time, values on the host."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from jaxppo.rules import RULES, RULES_OF_ROWS, RULES_OF_STEPS, Rule, View, raise
 from jaxppo.sharding import check_row_length, in_order, logical_positions, segment_multiple
 from jaxppo.trees import starts
 
-IN_CACHE = 2**14  # positions that are checked at once: what is made of them stays in a core's cache
+IN_CACHE = 2**14  # positions that are checked at once: their intermediate arrays stay in a core's cache
 
 
 def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Any]:
-    """The arrays of a batch that are there; raises where one holds something else than numbers in its shapes.
+    """The arrays of a batch that are not None; raises where a shape or a dtype is wrong.
 
     Args:
-      fields: the batch's, by name; its arrays may be anything.
+      fields: the fields of the batch, by name, unchecked.
       stacked: micro-batches may be stacked, `[K, R, T]`.
-      prefix: before the names of its arrays.
+      prefix: stands before the names of arrays in errors.
     """
     there = [name for name in (*REQUIRED, *OPTIONAL) if fields[name] is not None or name in REQUIRED]
     arrays = {name: fields[name] for name in there}
@@ -65,11 +65,11 @@ def check_entries(
     """Raises at the first entry that breaks a rule, see `RolloutBatch.validate`.
 
     Args:
-      arrays: the batch's, `[R, T]` and `[R, S]`, or stacked.
+      arrays: the arrays of the batch, `[R, T]` and `[R, S]`, or stacked.
       vocab_size: V.
-      order: the context layout that rows are in, and for how many shards.
-      counts: `[R, S]`, the loss tokens of each sequence as the normalizer has them; None without one.
-      real_last_targets: as the batch's.
+      order: the context layout of the rows, and its number of shards.
+      counts: `[R, S]`, the loss tokens of each sequence according to the normalizer; None without one.
+      real_last_targets: the batch's field.
     """
     if not isinstance(vocab_size, (int, np.integer)) or vocab_size < 1:
         raise ValueError(f"vocab_size: got {vocab_size!r}, expected an integer of at least 1")
@@ -85,7 +85,7 @@ def check_entries(
         parts = [{name: x[i : i + some] for name, x in arrays.items()} for i in range(0, R, some)]
         try:
             lengths = np.concatenate([check(part, RULES_OF_ROWS) for part in parts])
-        except ValueError:  # below all rows say which entry is the first
+        except ValueError:  # the check of all rows below names the first entry
             pass
         else:
             ids = {name: arrays[name] for name in IDS if name in arrays} | {"lengths": lengths}
@@ -124,7 +124,7 @@ def _check_rows(
 
 
 def _rows(given: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The arrays on the host, micro-batches as more rows."""
+    """The arrays on the host, with the rows of micro-batches joined."""
     arrays = {name: np.asarray(x) for name, x in given.items()}
     for name in set(IDS) & set(arrays):
         check_ids(name, arrays[name])
@@ -152,7 +152,7 @@ def _logical(x: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 
 def _check_padding(segments: np.ndarray, lengths: np.ndarray, layout: str, shards: int) -> None:
-    """Raises where a layout that cuts each sequence finds one that does not start at its multiple."""
+    """Raises where a layout per segment has a sequence that does not start at a multiple of its unit."""
     multiple = segment_multiple(layout, shards)
     first = np.concatenate([np.zeros_like(lengths[:, :1]), -(-lengths // multiple) * multiple], axis=1).cumsum(1)
     for row, slot in zip(*np.nonzero((lengths > 0) & (multiple > 1)), strict=True):

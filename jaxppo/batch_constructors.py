@@ -1,4 +1,4 @@
-"""The ways to make a `RolloutBatch`: of samples on the host, of padded arrays, of rows that are packed already."""
+"""The constructors of `RolloutBatch`: from samples on the host, from padded arrays, from packed rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Constructors:
 
     @classmethod
     def _packed(cls, parallel: ParallelMesh | None, **fields: Any) -> Self:
-        """A batch of fields whose rows are in the order that the mesh's context shards hold."""
+        """A batch of these fields, whose rows lie in the mesh's context layout."""
         make: Any = cls
         layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
         return make(**fields, context_layout=layout, context_shards=shards)
@@ -38,31 +38,31 @@ class Constructors:
         share_prefixes: bool = False,
         mtp_depths: int = 0,
     ) -> Self:
-        """Samples packed into rows in the mesh's context layout, targets and masks included; numpy arrays.
+        """Packs samples into rows in the mesh's context layout, with targets and masks; numpy arrays.
 
         Where the mesh spans several processes, each packs its own samples, and all must call this together: they agree
         on sizes and, unless samples have them, on sample ids. `put` then makes global arrays.
 
         Args:
-          samples: at least one; optional values are given by all of them or by none.
+          samples: at least one sample; an optional value must be given in all of them or in none.
           row_length: T; a multiple of what the context layout needs.
           parallel: the mesh, for its layout and data size.
-          rows: R, the rows of the batch, or of each micro-batch. By default as few as the data axes divide.
-          buckets: values of R to choose the smallest from, so that many different batches share few programs.
-          micro_batches: K, the number of micro-batches; with max_tokens, at least so many.
+          rows: R, the rows of the batch, or of each micro-batch. By default the fewest that the data axes divide.
+          buckets: values of R. The smallest that is large enough is taken, so that batches share few programs.
+          micro_batches: K, the number of micro-batches; with max_tokens, the least number of them.
           max_tokens: the most places of a micro-batch that one device may hold; R and K follow from it.
           num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
-          share_prefixes: hold what prompts have in common once, as a segment of its own that theirs go on from, for a
-            model whose attention follows `paths`. No loss, metric or gradient changes.
-          mtp_depths: with share_prefixes, the most depths that `mtp_loss` is to have.
+          share_prefixes: store a prefix that prompts have in common once, as a segment that the samples continue. The
+            model's attention must then follow `paths`. No loss, metric or gradient changes.
+          mtp_depths: with share_prefixes, the most depths that `mtp_loss` will have.
 
         Returns:
           The batch, `[R, T]`, or `[K, R, T]` with micro_batches or max_tokens. Rows are balanced over devices by the
           tokens that carry loss.
 
         Raises:
-          ValueError: what `jaxppo.sharding.pack` raises; a value that some samples lack; a sample id that two samples
-            have; a group id that several hosts gave to different prompts.
+          ValueError: the errors of `jaxppo.sharding.pack`; a value that only some samples have; a sample id of two
+            samples; a group id that several hosts gave to different prompts.
 
         Example:
           >>> batch = RolloutBatch.from_samples([Sample([5, 6, 7], response_start=1, reward=2.0)], row_length=4)
@@ -87,28 +87,28 @@ class Constructors:
         parallel: ParallelMesh | None = None,
         **arrays: Unpack[PaddedArrays],
     ) -> Self:
-        """Prompts and completions padded to `[B, P]` and `[B, C]`, as Tunix and TRL hold them; traceable under jit.
+        """A batch from prompts and completions padded to `[B, P]` and `[B, C]`, as in Tunix and TRL; works under jit.
 
-        Completions are padded behind. Where yours are padded in front, give `attention_mask`: without it their padding
-        counts as tokens, and the first token of the completion is predicted at the wrong place. Give `pad_id`, and that
-        mistake is noticed.
+        Completions are right-padded. For left-padded completions give `attention_mask`: without it their padding counts
+        as tokens, and the first token of the completion is predicted at the wrong position. With `pad_id` that mistake
+        is noticed.
 
-        Row b holds `concatenate([prompt_ids[b], completion_ids[b]])`, one sequence, every token at its place, so that
-        hidden states of a model that ran on that concatenation fit (with a `parallel` whose layout is not
-        contiguous: of one that ran on `batch.tokens`). A token is predicted at the last token before it, padding
-        between the two stepped over. Without `attention_mask`, the tokens there are those of `prompt_mask` and, of the
-        completion, all up to the last that trains: a 0 before it is a token that does not, such as a tool's output.
+        Row b holds `concatenate([prompt_ids[b], completion_ids[b]])` as one sequence, with every token in its place.
+        Hidden states of a model that ran on that concatenation fit the batch; if the layout of `parallel` is not
+        contiguous, run the model on `batch.tokens`. A token is predicted at the last token before it, across any
+        padding between the two. Without `attention_mask`, tokens are those of `prompt_mask` and all of the completion
+        up to the last that trains: a 0 before that is a token without loss, such as a tool's output.
 
         Args:
           prompt_ids: `i32[B, P]`, padded on either side.
-          completion_ids: `i32[B, C]`, padded behind.
+          completion_ids: `i32[B, C]`, right-padded.
           completion_mask: `[B, C]`, 0 or 1, 1 for the tokens to train on.
           prompt_mask: `[B, P]`, 1 on tokens, 0 on padding; by default all are tokens.
-          attention_mask: `[B, P + C]`, 1 on tokens, where padding lies elsewhere than said above.
+          attention_mask: `[B, P + C]`, 1 on tokens; needed if padding lies elsewhere than described above.
           pad_id: the padding token. Without `attention_mask`, a completion that begins with it at mask 0 and trains
-            later on is refused, and makes losses NaN under jit. Rows of padding alone are legal.
+            later is refused, and makes losses NaN under jit. Rows of padding alone are legal.
           parallel: the mesh that the batch is for; B is a multiple of its data size.
-          **arrays: what else the batch holds, see `PaddedArrays`.
+          **arrays: the other arrays of the batch, see `PaddedArrays`.
 
         Returns:
           A batch with R = B, T = P + C and S = 1. A completion token that trains without a token before it makes losses
@@ -116,8 +116,8 @@ class Constructors:
 
         Raises:
           TypeError, ValueError: an array of another dtype or shape, log-probs of 16 bits; a completion that begins with
-            padding; a row length that the layout cannot divide, or the layout "zigzag_per_segment", which is for rows
-            that were packed for it.
+            padding; a row length that the layout cannot divide; the layout "zigzag_per_segment", which needs rows that
+            were packed for it.
 
         Example:
           >>> import jax.numpy as jnp
@@ -146,11 +146,11 @@ class Constructors:
         parallel: ParallelMesh | None = None,
         **arrays: Unpack[RowArrays],
     ) -> Self:
-        """Packed rows whose arrays stand at the token that they speak of, as Tunix's packed batches; traceable.
+        """A batch from packed rows whose arrays are aligned to tokens, as in Tunix's packed batches; works under jit.
 
-        Every per-token array moves to the position before: `loss_mask[t]` of the result is that of token t + 1 where
-        it is in the same sequence, and 0 at a sequence's last position. The first token of a sequence is predicted by
-        nothing, and its mask and values are dropped.
+        Every per-token array moves one position to the left, to the position that predicts the token: `loss_mask[t]` of
+        the result is that of token t + 1 if it is in the same sequence, and 0 at a sequence's last position. Nothing
+        predicts the first token of a sequence; its mask and values are dropped.
 
         Args:
           tokens: `i32[R, T]`, rows in logical order.
@@ -159,7 +159,7 @@ class Constructors:
           loss_mask: `[R, T]`, 0 or 1, 1 for the tokens to train on.
           num_segments: S; needed under jit, by default the largest segment id.
           parallel: the mesh that the batch is for; R is a multiple of its data size.
-          **arrays: what else the batch holds, see `RowArrays`; a per-token value stands at the token that it speaks of.
+          **arrays: the other arrays of the batch, see `RowArrays`; per-token values are aligned to tokens too.
 
         Returns:
           A batch in the mesh's layout.
@@ -191,10 +191,10 @@ class Constructors:
         parallel: ParallelMesh | None = None,
         **arrays: Unpack[RowArrays],
     ) -> Self:
-        """Packed rows whose targets are shifted already, and real at last positions too, as MaxText's; traceable.
+        """A batch from packed rows whose targets are already shifted, as in MaxText; works under jit.
 
-        Values only move into the mesh's layout. A sequence of n + 1 tokens is n positions here, the last of which may
-        carry loss: its target is no token of the row.
+        Values only move into the mesh's layout. A sequence of n + 1 tokens has n positions here. Its last position has
+        a real target too, which is not among the row's tokens, and may carry loss.
 
         Args:
           tokens: `i32[R, T]`, rows in logical order (MaxText's `inputs`).
@@ -204,8 +204,8 @@ class Constructors:
           loss_mask: `[R, T]`, 0 or 1, 1 where `targets[t]` trains.
           num_segments: S; needed under jit, by default the largest segment id.
           parallel: the mesh that the batch is for; R is a multiple of its data size.
-          **arrays: what else the batch holds, see `RowArrays`; a per-token value stands at the position that predicts
-            the token it speaks of.
+          **arrays: the other arrays of the batch, see `RowArrays`; a per-token value stands at the position that
+            predicts its token.
 
         Returns:
           A batch in the mesh's layout.

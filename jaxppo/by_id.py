@@ -14,15 +14,15 @@ from jaxppo.sharding import ShardAxes, vary
 
 @dataclasses.dataclass(frozen=True)
 class ById:
-    """The samples of all data shards, numbered by their ids; per-shard code. Memory is linear in their number N.
+    """Numbers the ids of all data shards' N samples; per-shard code. Memory is linear in N.
 
-    A table, `[N]`, has a value for each id, at the number that the id got. Samples without an id, -1, share one.
+    A table, `[N]`, holds one value for each id, at the id's number. Samples without an id, -1, share one number.
 
     Args:
       axes: the roles of the mesh axes.
-      own: `i32[R, S]`, the number of this device's samples.
-      all: `i32[N]`, that of everyone's.
-      there: `bool[R, S]`, which of this device's have an id.
+      own: `i32[R, S]`, the numbers of this device's samples.
+      all: `i32[N]`, the numbers of all samples.
+      there: `bool[R, S]`, which of this device's samples have an id.
     """
 
     axes: ShardAxes
@@ -32,9 +32,9 @@ class ById:
 
     @classmethod
     def of(cls, axes: ShardAxes, ids: Int[Array, "R S"]) -> ById:
-        """From the ids of this device's samples, -1 where there is none."""
+        """Numbers all samples by their ids; this device's ids are given, -1 where there is no sample."""
         axes.check_complete("a comparison of samples by id", ids)
-        if jnp.issubdtype(ids.dtype, jnp.signedinteger):  # of unsigned ids -1 would be the largest
+        if jnp.issubdtype(ids.dtype, jnp.signedinteger):  # an unsigned -1 would be the largest id
             ids = jnp.maximum(ids, -1)
         everyone = _gather(axes, ids.reshape(-1))
         order = jnp.argsort(everyone)
@@ -49,23 +49,23 @@ class ById:
         return cls(axes, own, numbers, ids >= 0)
 
     def gather(self, x: Num[Array, "R S"]) -> Num[Array, "N"]:
-        """The values of everyone's samples; 0 where there is none."""
+        """The values of all devices' samples, 0 where there is no sample."""
         return _gather(self.axes, jnp.where(self.there, x, 0).reshape(-1))
 
     def sum(self, x: Num[Array, "N"]) -> Num[Array, "N"]:
-        """The table of sums."""
+        """The table of each id's sum."""
         return jax.ops.segment_sum(x, self.all, self.all.size)
 
     def max(self, x: Num[Array, "N"]) -> Num[Array, "N"]:
-        """The table of largest values."""
+        """The table of each id's largest value."""
         return jax.ops.segment_max(x, self.all, self.all.size)
 
     def count(self) -> Float[Array, "N"]:
-        """The table of how many samples there are."""
+        """The table of each id's number of samples."""
         return self.sum(jnp.ones(self.all.shape, jnp.float32))
 
     def mean(self, x: Float[Array, "N"], weights: Float[Array, "N"] | None = None) -> Float[Array, "N"]:
-        """The table of means: of the largest value and the differences from it, so exact where all are equal."""
+        """The table of each id's mean, as its largest value plus the mean difference: exact where all are equal."""
         largest = self.max(x)
         difference = x - largest[self.all]
         weights = jnp.ones_like(x) if weights is None else weights

@@ -1,4 +1,4 @@
-"""What a policy loss is made of: one frozen, validated dataclass."""
+"""The config of a policy loss: one frozen, validated dataclass."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ _BESIDE = {"old": "'old/rollout'", "rollout": "weights='none'"}
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLossConfig:
-    """Which loss, which penalties and which denominators `policy_loss` uses.
+    """The loss, the penalties and the denominators of `policy_loss`.
 
         loss = aggregate(policy loss + kl.coef * KL(policy || reference) - entropy_coef * entropy)
 
     Args:
       loss: one of `policy_losses`, or the caller's own `PolicyLoss`.
-      kl: the penalty against `batch.ref_log_probs`; None for neither penalty nor metric.
-      entropy_coef: a number or a traced schedule; the number 0 leaves the entropy a metric only.
+      kl: the penalty against `batch.ref_log_probs`; None for no penalty and no metric.
+      entropy_coef: a number or a traced schedule; with the number 0 the entropy is only a metric.
       ratio_to: the policy in the ratio's denominator: "old", the trainer's at the start of the step
         (`batch.old_log_probs`), "rollout", the sampler's (`batch.rollout_log_probs`), or "current", a ratio of 1 for
-        on-policy steps. What the corrections and the KL's weight compare is said by them, by their `compares`.
+        on-policy steps. Corrections and the KL's weight have their own field `compares`.
       aggregation: the denominators, see `token_weights`.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
-      metric_aggregation: per-token metrics are "token_mean"s, or reduced as the "loss" is.
-      off_policy: the correction for a sampler that is not quite the trainer's policy.
-      impossible_tokens: what becomes of a loss token whose log-prob is -inf, under the policy, the old one where it is
-        compared, or, where the batch has its log-probs, the sampler. "nan": the loss is NaN. "leave_out": the token has
-        no loss, penalties included, no gradient, and no part in statistics of its sequence or in metrics, but for their
-        own count, the metric `impossible_tokens`. The denominators of the loss stay those of the loss mask.
-      clip_by_sign: the metrics `clip_fraction_positive` and `clip_fraction_negative`, by the advantage's sign, too.
+      metric_aggregation: "token_mean", or "loss" to reduce per-token metrics as the loss is.
+      off_policy: the correction for a sampler whose policy differs from the trainer's.
+      impossible_tokens: what to do with a loss token whose log-prob is -inf, under the policy, under the old policy
+        where it is compared, or under the sampler where the batch has its log-probs. "nan": the loss is NaN.
+        "leave_out": the token has no loss, no penalty and no gradient, and is left out of statistics of its sequence
+        and of metrics; the metric `impossible_tokens` counts it. The denominators of the loss still follow the mask.
+      clip_by_sign: adds the metrics `clip_fraction_positive` and `clip_fraction_negative`, by the advantage's sign.
 
     Raises:
-      TypeError: a loss, kl or off_policy of another class; an option that another class holds, which is named.
-      ValueError: a name that is not known, a number out of its range, options that contradict each other, weights that
-        count the loss's ratio twice.
+      TypeError: a loss, kl or off_policy of another class; an option of another class, which the error names.
+      ValueError: an unknown name, a number out of its range, options that contradict each other, weights that count the
+        loss's ratio twice.
 
     Example:
       >>> PolicyLossConfig(PPO(clip_high=0.28), kl=KL(0.01)).entropy_mode
@@ -106,17 +106,17 @@ class PolicyLossConfig:
 
     @classmethod
     def from_verl(cls, config: Mapping[str, Any]) -> PolicyLossConfig:
-        """The policy loss of a verl configuration; what is not given has verl's default.
+        """The policy loss of a verl configuration; missing keys have verl's defaults.
 
         Args:
-          config: verl's keys, as nested mappings or joined by dots; see `jaxppo.integrations.verl.translate`, which
-            also reads the temperature and the batching, and says what the other keys are about.
+          config: verl's keys, as nested mappings or joined by dots. `jaxppo.integrations.verl.translate` also reads the
+            temperature and the batching, and reports the keys that it does not use.
 
         Returns:
           The config.
 
         Raises:
-          ValueError: unknown keys, all listed; a value that this package has no meaning for.
+          ValueError: unknown keys, all of them listed; a value without an equivalent here.
 
         Example:
           >>> config = {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "gspo"}, "clip_ratio_low": 3e-4}}}
@@ -129,17 +129,17 @@ class PolicyLossConfig:
 
     @classmethod
     def from_slime(cls, args: Namespace | Mapping[str, Any]) -> PolicyLossConfig:
-        """The policy loss of slime's arguments; what is not given has slime's default.
+        """The policy loss of slime's arguments; missing arguments have slime's defaults.
 
         Args:
-          args: what slime's `parse_args` returns, or names and values; see `jaxppo.integrations.slime.translate`, which
-            also reads the temperature and the batching, and says what the other arguments are about.
+          args: the result of slime's `parse_args`, or names and values. `jaxppo.integrations.slime.translate` reads the
+            temperature and the batching too, and reports the arguments that it does not use.
 
         Returns:
           The config.
 
         Raises:
-          ValueError: unknown names, all listed; a value that this package has no meaning for.
+          ValueError: unknown names, all of them listed; a value without an equivalent here.
 
         Example:
           >>> PolicyLossConfig.from_slime({"eps_clip_high": 0.28, "use_tis": True}).off_policy.weights

@@ -1,4 +1,4 @@
-"""Which tokens of a step have the highest covariance of log-prob and advantage: what ClipCov and KLCov act on."""
+"""Picks the tokens of a step with the highest covariance of log-prob and advantage, for ClipCov and KLCov."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def covariance_mask(
 ) -> Float[Array, "*K R T"]:
     """The tokens of a whole step that ClipCov takes out, or that KLCov penalises.
 
-    With c = (A - mean A) (log_prob - mean log_prob), means over the step's N loss tokens, and n = max(1, share N):
-    KLCov takes the n highest c; ClipCov n random ones of those with low < c < high that the ratio's clip spares. The
-    randomness of a token depends on (key, sample id, position) alone, so that neither packing nor mesh nor the split
-    into micro-batches changes what is picked.
+    Let c = (A - mean A) (log_prob - mean log_prob), with means over the step's N loss tokens, and n = max(1, share N).
+    KLCov picks the tokens with the n highest c. ClipCov picks n random tokens among those with low < c < high that the
+    ratio does not clip. The randomness of a token depends on (key, sample id, position) alone, so that packing, mesh
+    and micro-batches do not change which tokens are picked.
 
     Args:
       stats: log-probs, `f32[R, T]`, or those of the step's micro-batches stacked, `[K, R, T]`.

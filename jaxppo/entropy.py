@@ -1,4 +1,4 @@
-"""The entropy of a step: a coefficient of its bonus that moves with it, and where in responses it is."""
+"""The entropy of a step: an adaptive coefficient of its bonus, and metrics of its distribution."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["AdaptiveEntropy", "EntropyState", "entropy_metrics"]
 
 
 class EntropyState(NamedTuple):
-    """What a run saves between its steps: a pytree of two `f32[]`."""
+    """The state that a run keeps between steps: a pytree of two `f32[]`."""
 
     coef: Float[Array, ""]
     """The coefficient, whether or not the next step uses it."""
@@ -35,7 +35,7 @@ class EntropyState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveEntropy:
-    """Raises the coefficient c of the entropy bonus while entropy H is low, and takes the bonus away while it is high.
+    """Raises the coefficient c of the entropy bonus while the entropy H is low; no bonus while H is above the target.
 
         after a step:      c <- clip(c + step where H <= target, else c - step, 0, most)
         in the next step:  the bonus has the coefficient c where H <= target, else 0
@@ -123,7 +123,7 @@ class AdaptiveEntropy:
         return EntropyState(jnp.clip(state.coef + moved, 0, self.most).astype(jnp.float32), jnp.float32(entropy))
 
 
-_HIGHEST, _BINS = 13.0, 512  # nats, more than the logarithm of any vocabulary; bins as wide as their place is high
+_HIGHEST, _BINS = 13.0, 512  # in nats, above the logarithm of any vocabulary; bins are narrower at low entropies
 
 
 def entropy_metrics(
@@ -136,14 +136,14 @@ def entropy_metrics(
 ) -> Metrics:
     """The entropy of the loss tokens: its quantiles, and its mean by the place in the response.
 
-    Quantiles are of a histogram, which adds up over micro-batches and hosts, with straight lines within its bins: of a
-    quantile H they are off by at most 0.015 sqrt(H). A token's place is the number of positions from the first loss
-    token of its sequence. No loss computes these; the histogram is a scatter of every token.
+    Quantiles are read from a histogram, which adds up over micro-batches and hosts, by linear interpolation within its
+    bins. A quantile H is off by at most 0.015 sqrt(H). A token's place is its distance from the first loss token of its
+    sequence. Losses do not compute these metrics, since the histogram is a scatter of every token.
 
     Args:
-      stats: with entropies, `f32[R, T]`.
+      stats: statistics with entropies, `f32[R, T]`.
       batch: `[R, T]`; only its sequences and its loss mask are read.
-      quantiles: in [0, 1]; 0.8 is above which the fifth of the tokens lies that top-entropy training keeps.
+      quantiles: numbers in [0, 1]; top-entropy training keeps the fifth of the tokens above the quantile 0.8.
       starts: the first place of each range of places, from 0, in increasing order.
       parallel: the mesh; rows sharded over data, positions over context.
 
@@ -152,7 +152,7 @@ def entropy_metrics(
       the mean up to the next start.
 
     Raises:
-      TypeError: stats that are no `TokenStats`.
+      TypeError: `stats` is not a `TokenStats`.
       ValueError: stats without entropies or of another shape, quantiles or starts out of order or range.
 
     Example:
@@ -217,7 +217,7 @@ def _per_shard(
 
 @functools.cache
 def _quantile(q: float) -> Callable[..., Float[Array, ""]]:
-    """The quantile of a histogram, one function a number, so that metrics of two steps are of one structure."""
+    """A function for the quantile q of a histogram; cached, so that metrics of two steps have the same structure."""
 
     def of(counts: Float[Array, "B"]) -> Float[Array, ""]:
         upto = jnp.cumsum(counts)

@@ -1,4 +1,4 @@
-"""Forward passes alone: the old, reference and teacher log-probs that a step compares with."""
+"""Forward passes without a backward: the old, reference and teacher log-probs of a step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxppo.validation import check_arrays
 def compute_log_probs(
     apply: Callable[[Any, RolloutBatch], TokenStats], params: Any, micro_batches: RolloutBatch
 ) -> TokenStats:
-    """The statistics of every micro-batch, one after another; nothing is kept for a backward. Call it under jit.
+    """Computes the statistics of micro-batches one after another, and keeps nothing for a backward. Call it under jit.
 
     Args:
       apply: takes params and one micro-batch `[R, T]`, returns its `TokenStats`; see `log_probs_from_hidden`.
-      params: of the model that scores.
+      params: the parameters of the model that scores.
       micro_batches: `[K, R, T]`, or one batch `[R, T]`.
 
     Returns:

@@ -30,11 +30,11 @@ class KL:
       coef: a number or a traced schedule. With the number 0 the divergence is a metric only, where the batch has
         `ref_log_probs`.
       estimator: see `kl_divergence`.
-      importance: what the estimate is weighed by, the weight's gradient included: "none"; the ratio of two policies at
-        each "token", or of its "sequence", the geometric mean of its tokens' ratios; or "score", a weight of 1 whose
-        gradient is that of log_prob. The score function's term makes the gradient of "k1", log-ratio + 1, an unbiased
-        one of the divergence, on samples of the policy. An estimator with a "+" has that gradient by itself.
-      compares: the two policies of that ratio, "current/old" or "current/rollout", whatever the loss's ratio is over.
+      importance: the weight of the estimate; its gradient is a part of the loss's. "none" has no weight. "token" is the
+        ratio of two policies at each token, "sequence" the geometric mean of the ratios of its sequence. "score" is a
+        weight of 1 with the gradient of log_prob: on samples of the policy it makes the gradient of "k1", log-ratio +
+        1, an unbiased gradient of the divergence. An estimator with a "+" has that gradient by itself.
+      compares: the two policies of that ratio, "current/old" or "current/rollout", whatever the loss's ratio is.
 
     Raises:
       ValueError: a coefficient that is not a finite number, an unknown name, "score" with a "+".
@@ -66,23 +66,23 @@ class KL:
 
 
 def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array, "..."]:
-    """log_probs - base clamped to [-20, 20], f32 at least: exp of it is finite, and so is its gradient, 0 outside."""
+    """log_probs - base clamped to [-20, 20], f32 at least. Its exp is finite, and the gradient is 0 where clamped."""
     dtype = wider_dtype(log_probs, base, jnp.float32)
     return jnp.clip(log_probs.astype(dtype) - base.astype(dtype), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def k3(d: Float[Array, "..."]) -> Float[Array, "..."]:
-    """exp(d) - 1 - d, never below 0. It is computed by expm1, since exp(d) - 1 would be rounding for a small d.
+    """exp(d) - 1 - d, never below 0. It uses expm1: for a small d, exp(d) - 1 would be nothing but rounding error.
 
-    exp goes on along its tangent above d = 20, so that value and gradient are finite, and point the right way.
+    Above d = 20 the tangent replaces exp, so that value and gradient are finite and have the right sign.
     """
     beyond = jnp.maximum(d - MAX_LOG_RATIO, 0)
     value = jnp.expm1(jnp.minimum(d, MAX_LOG_RATIO)) + jnp.exp(MAX_LOG_RATIO) * beyond - d
-    return value - lax.stop_gradient(jnp.minimum(value, 0))  # whose gradient is that of the value everywhere
+    return value - lax.stop_gradient(jnp.minimum(value, 0))  # clamps at 0 and leaves the gradient as it is
 
 
 def magnitude(d: Float[Array, "..."]) -> Float[Array, "..."]:
-    """|d| with the gradient sign(d), 0 where policies agree; that of `jnp.abs` is 1 there."""
+    """|d| with the gradient sign(d), which is 0 where policies agree; `jnp.abs` has the gradient 1 there."""
     return d * lax.stop_gradient(jnp.sign(d))
 
 
@@ -97,20 +97,20 @@ def kl_divergence(
         k1: w d      abs: w |d|      k2: w d^2 / 2      k3: w (exp(-d) - 1 + d)      low_var_kl: k3 clamped to [-10, 10]
 
     A "+" after the name keeps the value and takes the gradient of k2, w d, which on samples of the policy is an
-    unbiased gradient of the divergence; w is then constant. exp(-d) goes on along its tangent below d = -20, so that
-    value and gradient are finite, and point the right way, at any log-ratio. k3 is at least 0.
+    unbiased gradient of the divergence; w is then constant. Below d = -20 the tangent replaces exp(-d), so that value
+    and gradient are finite and have the right sign at any log-ratio. k3 is at least 0.
 
     Args:
-      log_probs: `[...]`, of the policy.
-      ref_log_probs: `[...]`, of the reference; no gradient flows to it.
+      log_probs: `[...]`, the policy's.
+      ref_log_probs: `[...]`, the reference's; no gradient flows to them.
       estimator: "k1", "abs", "k2", "k3", "low_var_kl", each with or without "+".
-      importance_ratio: `[...]`, policy over sampling policy; its gradient is part of the estimate.
+      importance_ratio: `[...]`, the policy over the sampling policy; its gradient is a part of the result's.
 
     Returns:
       `f32[...]`, nats.
 
     Raises:
-      TypeError, ValueError: an unknown estimator; arrays that are no floats, or not of one shape.
+      TypeError, ValueError: an unknown estimator; arrays that are not floats, or have different shapes.
 
     Example:
       >>> kl_divergence(jnp.array([0.0, -1.0]), jnp.array([-1.0, -1.0]), "k2")
@@ -152,8 +152,8 @@ def adaptive_kl_coef(
       coef: the coefficient of this step.
       kl: the mean divergence measured in this step, nats.
       target: the divergence to keep, nats, above 0.
-      samples: how many samples the step had.
-      horizon: how many samples the coefficient takes to move by its own size.
+      samples: the number of samples in the step.
+      horizon: the number of samples in which the coefficient can move by its own size.
 
     Returns:
       `f32[]`.

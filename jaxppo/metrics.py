@@ -1,4 +1,4 @@
-"""Metrics that are carried as sums, merged over devices and micro-batches, and divided once, at the end."""
+"""Metrics as sums that are merged over devices and micro-batches, and divided once, at the end."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Reduce = Literal["mean", "sum", "min", "max"]
 @register_checked(static=["reduce"])
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A number that is not divided yet: total / count for "mean", else the total itself.
+    """A metric before its division: its value is total / count for "mean", else the total itself.
 
     Args:
       total: the sum, smallest or largest value so far.
-      count: how many values, or what weight of them, it stands for; only "mean" divides by it.
+      count: the number of values, or the sum of their weights; only "mean" divides by it.
       reduce: "mean", "sum", "min" or "max": how two of them merge.
 
     Raises:
@@ -61,7 +61,7 @@ class Metric:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["combine"])
 @dataclasses.dataclass(frozen=True)
 class Composite:
-    """A number that is a function of several metrics; the parts are merged, and combined once, at the end.
+    """A metric that is a function of several others: these parts are merged, and combined once, at the end.
 
     Args:
       parts: metrics by name.
@@ -89,14 +89,14 @@ Metrics = dict[str, Metric | Composite]
 
 
 def merge_metrics(first: Any, *others: Any) -> Any:
-    """One metric, or one dict of them by name, out of several of equal structure.
+    """Merges metrics, or dicts of them, of several micro-batches or processes into one.
 
     Args:
       first: a `Metric`, a `Composite` or a dict of them.
-      *others: the same, of other micro-batches or processes.
+      *others: the same structure, from other micro-batches or processes.
 
     Returns:
-      The same structure; its `value` is that of all the data together.
+      The same structure, whose values are those of all the data together.
 
     Raises:
       ValueError: structures (names, or ways to reduce) that differ.
@@ -129,10 +129,10 @@ Term = tuple[Float[Array, "R T"], Float[Array, "R T"], Reduce]
 
 
 def reduce_metrics(axes: ShardAxes, terms: Mapping[str, Term]) -> dict[str, Metric]:
-    """For per-shard code: metrics of (values, weights, reduce) over all data and context shards, in one collective.
+    """Per-shard: metrics from (values, weights, reduce) over all data and context shards, in one collective.
 
-    "mean" and "sum" weigh the values, "min" and "max" look at those whose weight is above 0. No gradient flows; values
-    may be NaN where the weight is 0.
+    "mean" and "sum" multiply values by their weights; "min" and "max" read the values with a weight above 0. No
+    gradient flows, and values may be NaN where the weight is 0.
     """
     sums, highest = {}, {}
     for name, (x, weights, reduce) in terms.items():
@@ -151,7 +151,7 @@ def reduce_metrics(axes: ShardAxes, terms: Mapping[str, Term]) -> dict[str, Metr
 
 
 def share(clipped: Float[Array, ""], there: Float[Array, ""]) -> Float[Array, ""]:
-    """One mean over another, 0 where that is 0."""
+    """One mean divided by another, 0 where the divisor is 0."""
     return clipped / jnp.where(there == 0, 1, there)
 
 
@@ -166,5 +166,5 @@ def deviation(first: Float[Array, ""], second: Float[Array, ""]) -> Float[Array,
 
 
 def reduce_metric(axes: ShardAxes, x: Float[Array, "R T"], weights: Float[Array, "R T"], reduce: Reduce) -> Metric:
-    """`reduce_metrics` of one."""
+    """`reduce_metrics` for a single metric."""
     return reduce_metrics(axes, {"": (x, weights, reduce)})[""]

@@ -1,4 +1,4 @@
-"""Top-p/top-k replay: what the sampler could draw at each token, recorded as ragged ids, in a batch's layout."""
+"""Top-p/top-k replay: the ids that the sampler could draw at each token, brought into a batch's layout."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ Recorded = Sequence[TokenSets | Sequence[Any]]
 def pack_nucleus_ids(
     recorded: Recorded | None, samples: Sequence[Sample], batch: RolloutBatch, *, width: int | None = None
 ) -> Int[np.ndarray, "*K R T width"]:
-    """The sampler's recorded nuclei at the positions of a batch that predict their tokens; on the host.
+    """Places the sampler's recorded nuclei at the positions of a batch that predict their tokens; on the host.
 
-    `log_probs_from_hidden(..., nucleus_ids=)` takes the result as it is, `nucleus_mask` makes of it what
-    `log_probs_from_logits(..., nucleus=)` takes. Both keep the sampled token whether it was recorded or not.
+    Pass the result to `log_probs_from_hidden(..., nucleus_ids=)`, or through `nucleus_mask` to
+    `log_probs_from_logits(..., nucleus=)`. Both keep the sampled token whether it was recorded or not.
 
     Args:
       recorded: `recorded[i][j]`: the token ids that the sampler could draw at response token j of samples[i]; ragged,
-        in any order, negative ones left out; or recorded[i] with flat `token_ids` and `offsets`, which is faster.
-        Empty where nothing was recorded, such as what a tool wrote: then only the sampled token is kept. None takes
-        each sample's own `nucleus`.
-      samples: those that the batch was made of.
+        in any order, negative ids ignored. Or recorded[i] has flat `token_ids` and `offsets`, which is faster. An
+        empty set, as for tokens that a tool wrote, keeps only the sampled token. None takes each sample's `nucleus`.
+      samples: the samples that the batch was made from.
       batch: `[R, T]` or `[K, R, T]`, in any layout.
       width: the static size of the last dimension; by default the power of two that holds the largest nucleus.
 
@@ -95,11 +94,11 @@ def nucleus_mask(
 ) -> Bool[Array, "R T V"]:
     """The dense mask of recorded nuclei, for the logits path: mask[r, t, v] = v in nucleus_ids[r, t].
 
-    Each device makes its own part, sharded as logits are.
+    Each device makes its own part; the mask is sharded as logits are.
 
     Args:
       nucleus_ids: `i32[R, T, K]`, -1 padded, see `pack_nucleus_ids`.
-      columns: V, as many as the logits have, over all vocabulary shards.
+      columns: V, the number of columns of the logits over all vocabulary shards.
       parallel: the mesh; rows sharded over data, positions over context, the vocabulary over tensor.
 
     Returns:
@@ -119,7 +118,7 @@ def nucleus_mask(
         raise ValueError(f"columns: got {columns!r}, expected an integer of at least 1")
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
     shards = parallel.tensor_size if isinstance(parallel, ParallelMesh) else roles.size(roles.tensor)
-    whole = bool(columns % shards)  # as such logits are
+    whole = bool(columns % shards)  # such logits are not sharded either
 
     def specs(p: ParallelMesh) -> tuple[list[P], P]:
         return [p.tokens_spec], P(*p.tokens_spec, None) if whole else p.logits_spec

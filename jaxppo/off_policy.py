@@ -4,8 +4,8 @@ A sampler computes its log-probs with other kernels, another precision, often ol
 
     rho_t = trainer_t / sampler_t = exp(trainer_log_prob_t - rollout_log_prob_t)
 
-weighs tokens (truncated importance sampling, IcePop), or throws out tokens and sequences (rejection, veto). Each
-correction names the two policies that it compares, whatever the ratio of the loss is over.
+weighs tokens (truncated importance sampling, IcePop), or decides which tokens and sequences are left out (rejection,
+veto). Each correction names the two policies that it compares, independently of the loss's ratio.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ Statistic = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Rejection:
-    """Keeps the tokens, runs of them or whole sequences whose statistic lies within [low, high].
+    """Keeps the tokens, runs of tokens or sequences whose statistic lies within [low, high].
 
-    Of two policies a / b, with d = log a - log b: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, at least 0, and "diff" is
-    the difference of probabilities, a - b. "token" judges each token by its own; "run_mean" each run of contiguous loss
-    tokens, such as a turn, by its mean; "seq_sum", "seq_mean", "seq_max" and "seq_min" a sequence by the sum, mean,
-    largest or smallest over its loss-carrying tokens.
+    The statistic compares two policies a / b. With d = log a - log b: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, which
+    is at least 0, and "diff" = a - b, the difference of probabilities. "token" takes each token's own value; "run_mean"
+    the mean over each run of contiguous loss tokens, such as a turn; "seq_sum", "seq_mean", "seq_max" and "seq_min" the
+    sum, mean, largest or smallest value over the loss tokens of a sequence.
 
-    A sequence goes by its extreme ratios, rho from 1e-4 to 100, with `Rejection("seq_max_k1", high=1e4)` and
-    `Rejection("seq_min_k1", low=0.01)`. Runs and differences are in ROLL alone.
+    `Rejection("seq_max_k1", high=1e4)` and `Rejection("seq_min_k1", low=0.01)` together reject sequences with a ratio
+    rho outside 1e-4 to 100. Only ROLL ships runs and differences.
 
     Args:
       statistic: "token_k1", "seq_sum_k1", "run_mean_diff" and others.
@@ -97,17 +97,18 @@ class Rejection:
 
 @dataclasses.dataclass(frozen=True)
 class OffPolicyConfig:
-    """Which corrections a policy loss applies; by default none.
+    """The off-policy corrections of a policy loss; by default none.
 
-    Weights multiply the policy loss of a token, and what is left out has weight 0; the penalties, KL and entropy, and
-    all denominators stay those of the loss mask.
+    Weights multiply the policy loss of a token, and a token that is left out has weight 0. The penalties (KL and
+    entropy) and all denominators still follow the loss mask.
 
     Args:
       weights: the importance weight of a token: its own rho ("token"), the product of rho over its sequence
         ("sequence") or the geometric mean of rho over its sequence ("geometric").
       low: smallest weight.
       high: largest weight.
-      outside: what becomes of weights outside [low, high]: "clamp" (truncated importance sampling) or "zero" (IcePop).
+      outside: weights outside [low, high] are set to the bound, "clamp" (truncated importance sampling), or to 0,
+        "zero" (IcePop).
       batch_normalize: divide the weights by their mean over the step.
       rejections: a token that is accepted passes all of them.
       veto: leave out each sequence that has a token with rho below this, a ratio above exp(-20).
@@ -115,8 +116,9 @@ class OffPolicyConfig:
       opsm_delta: off-policy sequence masking: leave out the tokens with negative advantage of each sequence whose mean
         of -log rho exceeds this, nats.
       opsm_compares: the two policies of that rho.
-      opsm_fraction: the metric `opsm_clipfrac` counts the "loss" tokens left out, or all of the "response" from its
-        first to its last loss token, as slime does.
+      opsm_fraction: the metric `opsm_clipfrac` is over the "loss" tokens, or over the whole "response" from its first
+        to its last loss token, as in slime.
+
     Raises:
       ValueError: unknown names, bounds out of order, fields that contradict each other.
 
@@ -167,7 +169,7 @@ class OffPolicyConfig:
 
     @property
     def policies(self) -> frozenset[str]:
-        """The policies that are compared by anything here, "current", "old" and "rollout"."""
+        """The policies that these corrections compare, out of "current", "old" and "rollout"."""
         pairs = {rejection.compares for rejection in self.rejections}
         pairs |= {self.compares} if self.weights != "none" or self.veto is not None else set()
         pairs |= {self.opsm_compares} if self.opsm_delta is not None else set()
@@ -181,7 +183,7 @@ class OffPolicyConfig:
 
     @property
     def of_mean_weight(self) -> OffPolicyConfig | None:
-        """What of this the mean weight of a step depends on; None without `batch_normalize`."""
+        """The config with only the fields that the mean weight of a step depends on; None without `batch_normalize`."""
         if not self.batch_normalize:
             return None
         return OffPolicyConfig(self.weights, self.low, self.high, self.outside, batch_normalize=True)
@@ -220,9 +222,9 @@ def weight_sums(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Per-shard: the sum and the number of bounded weights over data and context, for `batch_normalize`.
 
-    The mean over the step is the sum of the sums over its micro-batches by that of the counts. Token weights count
-    once a token, "sequence" and "geometric" ones once a sequence that has loss-carrying tokens. Tokens that either
-    policy finds impossible count nothing, see `PolicyLossConfig.impossible_tokens`.
+    The mean over the step is the sum of these sums over its micro-batches, divided by the sum of the counts. "token"
+    weights count once for each token, "sequence" and "geometric" ones once for each sequence with loss tokens. Tokens
+    that either policy finds impossible are not counted, see `PolicyLossConfig.impossible_tokens`.
     """
     mask = jnp.where(jnp.isneginf(old_log_probs) | jnp.isneginf(rollout_log_probs), 0, mask)
     _, weights = importance_weights(_difference(old_log_probs, rollout_log_probs, mask), mask, segments, config)
@@ -243,10 +245,10 @@ def correction(
     config: OffPolicyConfig,
     weight_mean: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
-    """Per-shard: the weight of each token's policy loss, 0 on the tokens that are left out, and what to report.
+    """Per-shard: the weight of each token's policy loss, 0 for tokens that are left out, and indicators for metrics.
 
-    Denominators of the loss stay those of the original mask: what is left out has weight 0, and the other weights do
-    not grow. Everything is detached and finite, whatever stands at masked positions.
+    Denominators of the loss still follow the original mask, so leaving a token out does not increase the weight of the
+    others. The results are detached and finite, whatever stands at masked positions.
 
     Args:
       policies: `f32[R, T]` log-probs by name: of the "current" policy, of the trainer's "old" one, and as the sampler
@@ -254,7 +256,7 @@ def correction(
       advantages: `f32[R, T]`; only their sign is read, for off-policy sequence masking.
       mask: `f32[R, T]`, the loss mask.
       segments: the sequences of the rows.
-      config: which corrections.
+      config: the corrections.
       weight_mean: `f32[]`, the mean weight over the step (see `weight_sums`), for `batch_normalize`.
 
     Returns:
@@ -297,7 +299,7 @@ def correction(
 
 def _accepted(rejection: Rejection, policies: Policies, mask: jax.Array, segments: Segments) -> jax.Array:
     """bool[R, T], the tokens that pass the rejection; anything where the mask is 0."""
-    assert rejection.low is not None  # of an instance it never is
+    assert rejection.low is not None  # __post_init__ sets it
     d, valid = _log_ratio(policies, rejection.compares, mask), _float(mask > 0)
     level, _, kind = rejection.statistic.rpartition("_")
     match kind:
@@ -326,7 +328,7 @@ def _accepted(rejection: Rejection, policies: Policies, mask: jax.Array, segment
 
 
 def _mean_over_runs(x: jax.Array, valid: jax.Array, segments: Segments) -> jax.Array:
-    """At each loss token the mean over the run of contiguous loss tokens of its sequence that it is in."""
+    """At each loss token, the mean over its run of contiguous loss tokens."""
     ids, slots = segments.segment_ids, segments.num_segments
     scan = partial(scan_affine, valid, parallel=segments.axes, segment_ids=ids, num_segments=slots)
     total, count = (scan(y) + scan(y, reverse=False) - y for y in (x * valid, valid))

@@ -1,4 +1,4 @@
-"""Samples on the host packed into the arrays of a batch, whole or with what their prompts share held once."""
+"""Packs samples on the host into the arrays of a batch, optionally with shared prefixes stored once."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def packed_samples(
     """The arrays of `RolloutBatch.from_samples`, by name, and K.
 
     Args:
-      samples: of this process.
-      sizes: what `pack` takes by name: row_length, num_segments, ...
+      samples: the samples of this process.
+      sizes: keyword arguments of `pack`: row_length, num_segments, ...
       parallel: the mesh.
-      share_prefixes: see `RolloutBatch.from_samples`, as for the next one.
-      mtp_depths: of shared prefixes.
+      share_prefixes: see `RolloutBatch.from_samples`.
+      mtp_depths: see `RolloutBatch.from_samples`.
     """
     check_parallel(parallel, "ParallelMesh or None")
     with multihost.together(parallel):

@@ -1,4 +1,4 @@
-"""Which samples of a step make pairs: one that was chosen, and one that was rejected."""
+"""Finds the pairs of a step: a chosen sample and a rejected one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jaxppo.sharding import ShardAxes
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """The pairs of a step's samples, over all data shards; per-shard code. Tables have a value a pair, see `ById`.
+    """The pairs of a step, over all data shards; per-shard code. Tables have one value for each pair, see `ById`.
 
-    Two samples with loss tokens and one group id are a pair, and the one of higher reward is the chosen one.
+    Two samples with loss tokens and the same group id are a pair. The sample with the higher reward is the chosen one.
 
     Args:
       by_id: the samples by group.
-      chosen: `bool[N]`, which of everyone's samples were chosen.
-      rejected: `bool[N]`, which were not.
-      alone: `bool[R, S]`, which of this device's samples with loss tokens are in no pair, or in more than one.
+      chosen: `bool[N]`, which of all devices' samples were chosen.
+      rejected: `bool[N]`, which of all devices' samples were rejected.
+      alone: `bool[R, S]`, which of this device's samples with loss tokens are not in exactly one pair.
     """
 
     by_id: ById
@@ -37,7 +37,7 @@ class Pairs:
         rewards: Float[Array, "R S"],
         counts: Float[Array, "R S"],
     ) -> Pairs:
-        """From what a batch holds, and how many loss tokens each sample has."""
+        """Finds the pairs from the batch's groups and rewards, and the number of loss tokens of each sample."""
         by_id = ById.of(axes, jnp.where(counts > 0, group_ids, -1))
         each = by_id.gather(rewards)
         there = by_id.gather(by_id.there.astype(jnp.int32)) > 0
@@ -57,5 +57,5 @@ class Pairs:
         return self.by_id.sum(jnp.where(self.rejected, self.by_id.gather(x), 0))
 
     def to_both(self, table: Float[Array, "N"]) -> Float[Array, "R S"]:
-        """The value of the pair of each of this device's samples."""
+        """For each of this device's samples, the value of its pair."""
         return table[self.by_id.own]

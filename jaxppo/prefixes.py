@@ -1,4 +1,4 @@
-"""Common beginnings of samples, found on the host and cut off, so that packing holds each of them once."""
+"""Finds the prefixes that prompts share, on the host, and splits samples so that each prefix is stored once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxppo.sharding import ParallelMesh, segment_multiple
 
 @dataclasses.dataclass
 class _Node:
-    """Tokens of a sample from the parent's `stop` to this one's; a leaf is all that a sample has for itself."""
+    """Tokens of a sample from the parent's `stop` to its own; a leaf is the part that no other sample shares."""
 
     stop: int
     sample: int
@@ -24,7 +24,7 @@ class _Node:
 
 @dataclasses.dataclass(frozen=True)
 class _Limits:
-    """What a row can hold: so many tokens, each segment padded to a multiple, and so many segments."""
+    """The capacity of a row: the most tokens, with each segment padded to a multiple, and the most segments."""
 
     row_length: int
     multiple: int
@@ -42,21 +42,21 @@ def shared_pieces(
     mtp_depths: int,
     parallel: ParallelMesh | None,
 ) -> list[Piece]:
-    """The segments of samples that share what their prompts have in common, trees one behind another.
+    """Splits samples into shared prefixes and branches: the segments to pack, one tree after another.
 
-    A prompt is shared as far as another sample's goes on like it, but for its last 1 + mtp_depths tokens: with those
-    each branch begins, so that all that is predicted there, at any depth, has a position of its own. Nothing is shared
-    from the response on, whose values are each sample's own.
+    A prefix is shared as far as the prompts of two samples agree, except for its last 1 + mtp_depths tokens. Each
+    branch begins with a copy of those, so that every prediction from there, at any depth, has a position of its own.
+    Responses are never shared, since their values belong to one sample.
 
     Args:
-      samples: checked ones.
+      samples: checked samples.
       row_length: T.
-      num_segments: S, None for as many as there are.
-      mtp_depths: of `mtp_loss`, at most.
+      num_segments: S, None for no limit.
+      mtp_depths: the most depths of `mtp_loss`.
       parallel: the mesh, for what its layout pads segments to.
 
     Returns:
-      The pieces; those of a tree are neighbours, each behind its parent.
+      The pieces; those of a tree are neighbours, each after its parent.
 
     Raises:
       ValueError: a sample that is longer than a row.
@@ -78,7 +78,7 @@ def shared_pieces(
 
 
 def _trie(samples: Sequence[Sample], overlap: int) -> _Node:
-    """The common prefixes of prompts: sorted prompts have their longest ones with their neighbours."""
+    """The tree of common prefixes. Prompts are sorted first: the longest common prefix is then with a neighbour."""
     prompts = [np.asarray(sample.tokens, np.int32)[: sample.start] for sample in samples]
     order = sorted(range(len(samples)), key=lambda i: (prompts[i].astype(">i4").tobytes(), i))  # no token is below 0
     root = _Node(0, order[0])
@@ -96,14 +96,14 @@ def _trie(samples: Sequence[Sample], overlap: int) -> _Node:
 
 
 def _common(x: np.ndarray, y: np.ndarray) -> int:
-    """How many tokens two prompts have in common at their start."""
+    """The length of the common prefix of two prompts."""
     length = min(len(x), len(y))
     differs = x[:length] != y[:length]
     return int(np.argmax(differs)) if differs.any() else length
 
 
 def _walk(root: _Node) -> list[tuple[_Node, _Node]]:
-    """(node, its parent) of all but the root, each before its children; without recursion: prompts may be deep."""
+    """(node, its parent) for all nodes but the root, parents first; without recursion, since trees may be deep."""
     found, waiting = [], [(child, root) for child in reversed(root.children)]
     while waiting:
         node, parent = waiting.pop()
@@ -113,7 +113,7 @@ def _walk(root: _Node) -> list[tuple[_Node, _Node]]:
 
 
 def _leave_out(root: _Node, limits: _Limits) -> None:
-    """Takes out the shared nodes that save no place, where a layout pads each segment or one branch alone is left."""
+    """Removes shared nodes that save no place: padding may outweigh them, or only one branch is left."""
     for node, parent in reversed(_walk(root)):
         if node.is_leaf:
             continue
@@ -126,7 +126,7 @@ def _leave_out(root: _Node, limits: _Limits) -> None:
 
 
 def _too_far(root: _Node, limits: _Limits) -> list[_Node]:
-    """Takes out, and returns, the leaves whose path fits no row, padded as it is."""
+    """Removes, and returns, the leaves whose padded path from the root does not fit a row."""
     above, out = {id(root): (0, 0)}, []
     for node, parent in _walk(root):
         places, segments = above[id(parent)]
@@ -139,7 +139,7 @@ def _too_far(root: _Node, limits: _Limits) -> list[_Node]:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A node with some of what goes on from it."""
+    """A node with some of its branches."""
 
     node: _Node
     places: int
@@ -148,10 +148,10 @@ class _Part:
 
 
 def _split(root: _Node, limits: _Limits) -> list[_Part]:
-    """The trees to pack, those that fit no row cut where it costs least.
+    """The trees to pack. A tree that does not fit a row is cut where it costs least.
 
-    Every cut repeats the path to it, so it is made as near to the root as can be: branches that fit a row stay whole,
-    and as few as possible rows repeat what is above them.
+    Every cut repeats the path above it, so cuts are made as near to the root as possible: branches that fit a row stay
+    whole, and as few rows as possible repeat the path above them.
     """
     nodes = _walk(root)
     above = {id(root): (0, 0)}
@@ -172,7 +172,7 @@ def _split(root: _Node, limits: _Limits) -> list[_Part]:
 
 
 def _first_fit(parts: list[_Part], places: int, segments: int) -> list[list[_Part]]:
-    """Parts in as few bins as first-fit-decreasing finds, in their order where one bin holds all."""
+    """Packs parts into bins, first-fit-decreasing; a single bin keeps their order."""
     if sum(p.places for p in parts) <= places and sum(p.segments for p in parts) <= segments:
         return [parts]
     bins: list[list[_Part]] = []
@@ -193,7 +193,7 @@ def _laid_out(trees: list[_Part]) -> list[Piece]:
         waiting: list[Any] = [(tree, None)]
         while waiting:
             part, parent = waiting.pop()
-            while len(part.below) == 1:  # nobody in this row to share it with
+            while len(part.below) == 1:  # no other branch in this row shares it
                 part = part.below[0]
             start = 0 if parent is None else pieces[parent].stop
             pieces.append(Piece(part.node.sample, start, part.node.stop, number, parent, not part.node.is_leaf))

@@ -1,7 +1,7 @@
-"""Policy losses as papers and systems have them: each a `PolicyLossConfig`.
+"""The policy losses of papers and systems, as `PolicyLossConfig`s.
 
-A preset is the loss only. Advantages come from `jaxppo.advantages`, and each docstring names those that the method is
-published with. `dataclasses.replace(presets.dapo(), entropy_coef=1e-3)` changes a field.
+A preset is the loss only. Advantages come from `jaxppo.advantages`; each docstring names the estimator that the method
+was published with. `dataclasses.replace(presets.dapo(), entropy_coef=1e-3)` changes a field.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def vespo() -> PolicyLossConfig:
 
 
 def prime_rl_default() -> PolicyLossConfig:
-    """prime-rl's default since September 2026, "ipo": tokens whose probability is 0.3 from the sampler's count nothing.
+    """prime-rl's default since September 2026, "ipo": a token has no loss if its probability moved by more than 0.3.
 
     A mean over tokens. Only prime-rl ships it. In August 2026 the bounds were 0.1, with `pull=1e-3`.
 
@@ -142,8 +142,8 @@ def prime_rl_ref_kl() -> PolicyLossConfig:
     """prime-rl's `ref_kl`: on-policy distillation, the reverse KL of sampled tokens as their advantage.
 
     The advantages are `advantages.on_policy_distillation` of the current log-probs, made anew in each update; no
-    gradient flows through them. A token counts nothing where its probability is 0.2 below the sampler's, whatever the
-    sign of its advantage. Only prime-rl ships it.
+    gradient flows through them. A token has no loss if its probability is 0.2 below the sampler's, whatever the sign of
+    its advantage. Only prime-rl ships it.
 
     Example:
       >>> prime_rl_ref_kl().loss.clip_low, prime_rl_ref_kl().loss.clip_high
