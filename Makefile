@@ -20,8 +20,8 @@ $(READY): pyproject.toml
 train: $(READY)
 	$(RUN) -m examples.train_grpo $(ARGS)
 
-# The time of tests is XLA's, compiling: tests/support/programs.py says how it takes half. That changes rounding alone, so
-# what is about bits is compiled as users compile it, and in nightly everything is.
+# The time of tests is XLA's, compiling: tests/support/programs.py says how it takes a third. That changes rounding alone,
+# so what is about bits is compiled as users compile it, and at night everything that tests the head is.
 BITS := tests/head/test_same_bits.py tests/head/test_log_probs_accuracy.py tests/examples/test_sampler.py
 test: lint types docs-examples tests
 
@@ -41,10 +41,14 @@ quick: lint
 		tests/sharding/test_layouts.py tests/head/test_from_logits.py tests/head/test_from_hidden.py \
 		tests/losses/test_policy_loss.py -x -n 2 --dist worksteal
 
-# nightly-failed.txt says what failed as it fails, nightly-summary.md what ran, how long, the slowest, the seed.
+# In two parts, by how they are compiled. nightly-PART-failed.txt says what failed as it fails, nightly-PART-summary.md
+# what ran, how long, the slowest, the seed.
+AS_USERS = $(sort $(BITS) $(wildcard tests/head/test_*.py))
+NIGHTLY = $(RUN) -m pytest --nightly -n 2 --dist worksteal -p tests.support.nightly_summary
 nightly: lint types docs
 	$(RUN) -m pip install -q --disable-pip-version-check -e '.[gpu-aot,tunix]'
-	$(RUN) -m pytest tests --nightly -n 2 --dist worksteal -p tests.support.nightly_summary
+	QUICK_COMPILES=1 $(NIGHTLY) --summary=nightly-rest $(filter-out $(AS_USERS),$(TESTS)); rest=$$?; \
+		$(NIGHTLY) --summary=nightly-head $(AS_USERS) && exit $$rest
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -1,8 +1,8 @@
-"""A summary of a nightly run in nightly-summary.md and .json: what ran, how long, the slowest, the seeds.
+"""A summary of a nightly run in NAME-summary.md and .json: what ran, how long, the slowest, the seeds.
 
-Failures are in nightly-failed.txt as soon as they are there.
+Failures are in NAME-failed.txt as soon as they are there.
 
-A pytest plugin, `-p tests.support.nightly_summary`. With xdist the process that hands out the tests writes it, of what
+A pytest plugin, `-p tests.support.nightly_summary --summary=NAME`. With xdist the process that hands out the tests writes it, of what
 its workers report.
 """
 
@@ -24,9 +24,10 @@ SLOWEST = 25
 class Summary:
     """Takes the reports of tests as they come, and writes the files after the last."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        (folder / "nightly-failed.txt").write_text("")
+    def __init__(self, folder: Path, name: str):
+        self.failures = folder / f"{name}-failed.txt"
+        self.failures.write_text("")
+        self.summary = folder / f"{name}-summary"
         self.began = time.time()
         self.seconds: dict[str, float] = defaultdict(float)
         self.outcomes: dict[str, str] = {}
@@ -37,15 +38,15 @@ class Summary:
         before = self.outcomes.get(report.nodeid, "passed")
         self.outcomes[report.nodeid] = before if before != "passed" else report.outcome
         if report.failed:
-            with (self.folder / "nightly-failed.txt").open("a") as file:
+            with self.failures.open("a") as file:
                 file.write(f"{report.nodeid}\n{report.longreprtext}\n\n")
         if report.skipped and isinstance(report.longrepr, tuple):
             self.reasons[report.longrepr[2]] += 1
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         found = self.found(int(exitstatus)) | {"search_seed": session.config.getoption("search_seed")}
-        (self.folder / "nightly-summary.json").write_text(json.dumps(found, indent=1) + "\n")
-        (self.folder / "nightly-summary.md").write_text(markdown(found))
+        self.summary.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        self.summary.with_suffix(".md").write_text(markdown(found))
 
     def found(self, exit_code: int) -> dict:
         files: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
@@ -90,6 +91,10 @@ def markdown(found: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--summary", default="nightly", metavar="NAME", help="what the files of the summary begin with")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # a worker's reports reach the process that hands out
-        config.pluginmanager.register(Summary(config.rootpath), "nightly-summary")
+        config.pluginmanager.register(Summary(config.rootpath, config.getoption("--summary")), "nightly-summary")
