@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import jax
@@ -22,15 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def traced(fn: Callable[[], Any]) -> set[tuple[str, str]]:
     """(file, name) of the functions of jaxppo and sharding that a call enters, lambdas and the like left out."""
-    found: set[tuple[str, str]] = set()
+    codes: set[CodeType] = set()
 
-    def enter(frame: Any, event: str, _: Any) -> None:
-        code = frame.f_code
-        path = Path(code.co_filename)
-        if event != "call" or "<" in code.co_name or not path.is_relative_to(ROOT):
-            return
-        if path.relative_to(ROOT).parts[0] in ("jaxppo", "sharding"):
-            found.add((str(path.relative_to(ROOT)), code.co_qualname))
+    def enter(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            codes.add(frame.f_code)
 
     jax.clear_caches()
     sys.setprofile(enter)
@@ -38,7 +35,9 @@ def traced(fn: Callable[[], Any]) -> set[tuple[str, str]]:
         fn()
     finally:
         sys.setprofile(None)
-    return found
+    ours = (str(ROOT / "jaxppo"), str(ROOT / "sharding"))
+    named = [code for code in codes if code.co_filename.startswith(ours) and "<" not in code.co_name]
+    return {(str(Path(code.co_filename).relative_to(ROOT)), code.co_qualname) for code in named}
 
 
 def gradient(**options: Any) -> Callable[[], Any]:
