@@ -66,10 +66,22 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--nightly"):
-        nightly = [item for item in items if item.get_closest_marker("nightly")]
-        config.hook.pytest_deselected(items=nightly)
-        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    if config.getoption("--nightly"):
+        return
+    cases: Counter[str] = Counter()
+    met: set[tuple[str, str, str]] = set()  # (test, parameter, value)
+    by_day, at_night = [], []
+    for item in items:
+        test, every = item.nodeid.split("[")[0], item.get_closest_marker("every")
+        out = bool(item.get_closest_marker("nightly") or (every and cases[test] % every.args[0]))
+        cases[test] += 1
+        if item.get_closest_marker("sampled") and not out:
+            values = {(test, name, repr(value)) for name, value in item.callspec.params.items()}
+            out = values <= met
+            met |= values
+        (at_night if out else by_day).append(item)
+    config.hook.pytest_deselected(items=at_night)
+    items[:] = by_day
 
 
 @pytest.hookimpl(wrapper=True)

@@ -70,6 +70,7 @@ PLACES = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_every_estimator_of_a_stacked_step(place):
     """Statistics of each micro-batch alone are off by tens of percent here."""

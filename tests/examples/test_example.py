@@ -56,6 +56,7 @@ def few_steps(folder, *options):
     return run, [grpo_step(run, args) for _ in range(3)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -39,6 +39,7 @@ def mesh_of(name):
 SOME = ("plain", "softcap", "vh", "where", "keep, where", "padding", "lora", "temperatures")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.nightly) for n in OPTIONS])
 def test_two_passes(name):
     of_arrays, options = OPTIONS[name]
@@ -74,6 +75,7 @@ def on_one_cpu():
     return jax.jit(lambda h, k: step(None, h, k, config=bonus_and_kl()))(HIDDEN, KERNEL)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "mesh", [None, "mixed", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("tensor", "fsdp"))]
 )
@@ -122,6 +124,7 @@ def test_products_behind_the_loop_are_of_the_chunks_that_count():
 ADAPTED = itertools.product([None, "mixed"], ["hv", "vh"], ["a group in chunks", "chunks that follow the mask"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mesh", "layout", "way"), sampled(ADAPTED, lambda i, _: i in (0, 3, 5, 6)))
 def test_one_pass_with_adapters(mesh, layout, way):
     config, parallel = bonus_and_kl(), mesh_of(mesh)

@@ -101,6 +101,7 @@ def train(compilations, step, params, batch):
 ONCE = [1] + [0] * (STEPS - 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize("mesh", MESHES)
@@ -142,6 +143,7 @@ def test_what_is_pinned_is_needed(compilations):
     assert after["kernel"].sharding.spec == P(None, "tp")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_loop_with_an_optimiser(mesh, compilations):
     """As docs/head.md has it: the state is made of placed parameters, and its counters are put on the mesh too."""

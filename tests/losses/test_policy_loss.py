@@ -30,6 +30,7 @@ def results(batch, run):
     return np.append(loss, weights), by_sample(by_log_prob, batch), by_sample(by_entropy, batch)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_nothing_else_matters(loss):
     config = config_of(loss, AGGREGATIONS[LOSSES.index(loss) % 6])
@@ -69,6 +70,7 @@ def check_micro_batches(loss, aggregation, **options):
     assert_trees_close(got, results(together, whole(config)), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("loss", "aggregation"), PAIRS)
 def test_micro_batches_add_up(loss, aggregation):
     check_micro_batches(loss, aggregation)

@@ -116,6 +116,7 @@ def test_token_local_flag_is_true(name, options):
     assert loss_named(name, **options).token_local == (not np.any(felt))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", [n for n in LOSSES if loss_named(n).token_local])
 def test_token_local_losses_in_blocks(name):
     """The sum over blocks of tokens, each by itself, is the loss: what a one-pass head relies on."""

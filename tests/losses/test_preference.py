@@ -188,6 +188,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 @pytest.mark.parametrize("how", BROKEN)
 def test_what_is_no_pair_is_nan(how, mesh):

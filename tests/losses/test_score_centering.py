@@ -73,6 +73,7 @@ ADVANTAGES = RNG.normal(size=(R, T))
 BATCH = batch_of(RNG.integers(0, V, (R, T)), ADVANTAGES)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tail", ["bucket", "renormalise"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_against_the_oracle(name, tail):

@@ -54,6 +54,7 @@ def test_same_on_every_mesh_and_blind_to_nan_outside_the_mask(fn):
     assert all(np.isfinite(v) for v in metrics.values())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fn", [sft, value])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
 def test_micro_batches_add_up(fn, aggregation):

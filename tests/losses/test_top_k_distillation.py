@@ -33,6 +33,7 @@ def top_k(z, k):
     return ids.astype(np.int32), np.take_along_axis(log_p, ids, axis=-1).astype(np.float32)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_the_oracle(kind, tail):
@@ -51,6 +52,7 @@ def test_against_the_oracle(kind, tail):
         np.testing.assert_allclose(gradient[t], by_log_p, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tail", CLOSED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_never_negative(kind, tail):
@@ -80,6 +82,7 @@ def test_left_out_it_is_negative_where_the_student_has_more_mass_on_the_ids():
     assert of("renormalise") == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_slots_count_no_mass(kind, tail):

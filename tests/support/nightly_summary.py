@@ -2,8 +2,8 @@
 
 Failures are in NAME-failed.txt as soon as they are there.
 
-A pytest plugin, `-p tests.support.nightly_summary --summary=NAME`. With xdist the process that hands out the tests writes it, of what
-its workers report.
+A pytest plugin, `-p tests.support.nightly_summary --summary=NAME`. With xdist the process that hands out
+the tests writes it, of what its workers report.
 """
 
 from __future__ import annotations
