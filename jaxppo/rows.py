@@ -1,7 +1,6 @@
-"""Arrays as training frameworks hold them, made into the rows of a batch, on the host or under jit.
+"""Turns the arrays of training frameworks into the rows of a batch, on the host or under jit.
 
-The work on a row is done by the devices that share it, each on the whole row; then each keeps the positions that the
-context layout gives it.
+Each device that shares a row computes the whole row, and then keeps the positions that the context layout gives it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from jaxppo.sharding import (
 
 
 class PaddedArrays(TypedDict, total=False):
-    """What `RolloutBatch.from_padded` takes beside tokens and masks: `[B, C]` at the token it speaks of, or `[B]`."""
+    """The optional arrays of `RolloutBatch.from_padded`: `[B, C]`, aligned to tokens, or `[B]`."""
 
     advantages: Float[Array, "B"] | Float[Array, "B C"] | None
     old_log_probs: Float[Array, "B C"] | None
@@ -44,7 +43,7 @@ class PaddedArrays(TypedDict, total=False):
 
 
 class RowArrays(TypedDict, total=False):
-    """What the constructors from rows take beside tokens and masks: `[R, T]` per token, `[R, S]` per sequence."""
+    """The optional arrays of the constructors from rows: `[R, T]` per token, `[R, S]` per sequence."""
 
     advantages: Float[Array, "R T"] | None
     old_log_probs: Float[Array, "R T"] | None
@@ -100,7 +99,7 @@ def _check_padded_behind(completion_ids: Any, completion_mask: Any, pad_id: Any)
     if bad.any():
         raise ValueError(
             f"completion_ids: got {pad_id}, the pad_id, before the tokens of row {int(np.argmax(bad))}, expected "
-            "padding behind completions, or attention_mask= to say where tokens are"
+            "completions that are right-padded, or attention_mask= to say where tokens are"
         )
 
 
@@ -112,7 +111,7 @@ def _padded_before(completion_ids: Any, completion_mask: Any, pad_id: Any) -> An
 def placed_rows(
     rows: Mapping[str, Any], arrays: Any, num_segments: int | None, parallel: ParallelMesh | None
 ) -> dict[str, Array]:
-    """See `RolloutBatch.from_token_aligned`, and with targets among the rows `from_target_aligned`."""
+    """See `RolloutBatch.from_token_aligned`; if the rows hold targets, see `from_target_aligned`."""
     name = "RolloutBatch.from_target_aligned" if "targets" in rows else "RolloutBatch.from_token_aligned"
     given = {**rows, **_there(_given(arrays, RowArrays))}
     R, T = _shape("tokens", rows["tokens"])
@@ -128,7 +127,7 @@ def placed_rows(
 
 
 def _check_segments(segment_ids: Any, num_segments: Any) -> None:
-    """Raises where there is no room for the ids on the host; losses check those on devices."""
+    """Raises where a segment id on the host is above S; losses check ids on devices."""
     if not isinstance(num_segments, (int, np.integer)) or num_segments < 1:
         raise ValueError(f"num_segments: got {num_segments!r}, expected an integer of at least 1")
     most = 0 if isinstance(segment_ids, jax.Array) else int(np.max(np.asarray(segment_ids)))
@@ -165,7 +164,7 @@ def _check_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None
 
 
 def _check_dtype(name: str, x: Any) -> None:
-    if not hasattr(x, "dtype"):  # a list would be a tree of numbers
+    if not hasattr(x, "dtype"):  # to JAX a list is a tree of scalars
         raise TypeError(f"{name}: got {'None' if x is None else type(x).__name__}, expected an array")
     integer = jnp.issubdtype(x.dtype, jnp.integer)
     if (name in INTEGERS or name.endswith("_ids")) and not integer:
@@ -180,11 +179,11 @@ def _call(
     """Runs fn on the whole rows of each data shard and brings its results into the mesh's layout.
 
     Args:
-      name: for errors.
-      fn: per-shard code, of this module.
+      name: the public function's name, for errors.
+      fn: a per-shard function of this module.
       length: T.
       given: arrays by name.
-      option: static, what else fn takes.
+      option: the static argument of fn.
       parallel: the mesh.
     """
     check_parallel(parallel, "ParallelMesh or None")
@@ -208,7 +207,7 @@ def _call(
 
 
 def _own_positions(axes: ShardAxes, length: int, arrays: dict[str, Array]) -> dict[str, Array]:
-    """The positions that this device holds, out of whole rows in logical order."""
+    """Takes this device's positions out of whole rows in logical order."""
     shards = axes.size(axes.context)
     if shards == 1:
         return arrays
@@ -218,7 +217,7 @@ def _own_positions(axes: ShardAxes, length: int, arrays: dict[str, Array]) -> di
 
 
 def _sample_ids(axes: ShardAxes, segment_ids: Array, num_segments: int) -> Int[Array, "R S"]:
-    """A number for each sequence that exists, -1 elsewhere; the rows are this device's, and whole."""
+    """A number for each sequence, -1 where a row has no such segment; takes this device's rows, in full length."""
     there = Segments(segment_ids, num_segments).sum(jnp.ones_like(segment_ids)) > 0
     rows = axes.index(axes.data) * segment_ids.shape[0] + jnp.arange(segment_ids.shape[0], dtype=jnp.int32)
     numbers = rows[:, None] * num_segments + jnp.arange(num_segments, dtype=jnp.int32)[None]

@@ -1,7 +1,7 @@
-"""What a batch must hold beyond its shapes: one table of rules, checked on the host and, the cheap ones, in every loss.
+"""The rules for the values of a batch, in one table. The host checks all of them, and every loss the cheap ones.
 
-On the host `RolloutBatch.validate` raises at the first entry that breaks one. Under jit nothing can be raised: there a
-broken rule makes the loss NaN rather than a plausible number, and the metric `broken_rules` says which rules they were,
+On the host `RolloutBatch.validate` raises at the first entry that breaks a rule. Under jit nothing can be raised: a
+broken rule makes the loss NaN rather than a plausible number. The metric `broken_rules` tells which rules were broken,
 as a bit set that `explain_broken_rules` reads.
 """
 
@@ -23,13 +23,13 @@ from jaxppo.pairs import Pairs
 from jaxppo.sharding import Segments
 from jaxppo.trees import has_branches, out_of_order, starts
 
-MAX_LOG_PROB = 1e-3  # what rounding may add to a log-prob of 0
+MAX_LOG_PROB = 1e-3  # rounding may bring a log-prob of 0 up to this
 Broken = Iterator[tuple[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The arrays that rules look at, on the host in logical order, in a loss as one device holds them.
+    """The arrays that rules read: on the host in logical order, in a loss one device's shards.
 
     Args:
       arrays: those of the batch that are there, "log_probs", the loss's own, "normalizer", the counts of the given
@@ -37,9 +37,9 @@ class View:
         positions of each segment.
       num_segments: S.
       lasts: `[R, T]`, the last position of the sequence of each position.
-      loss_tokens: `[R, S]`, how many tokens of each sequence carry loss; None without "normalizer".
+      loss_tokens: `[R, S]`, the number of loss tokens of each sequence; None without "normalizer".
       real_last_targets: the last position of a sequence has a real target.
-      cut: sequences may go on where this cannot be seen, on a caller's own shards.
+      cut: sequences may continue on other devices, out of sight, on a caller's own shards.
       vocab_size: None where it is not known.
       xp: numpy or jax.numpy.
     """
@@ -58,18 +58,18 @@ class View:
 
     @functools.cached_property
     def counted(self) -> Any:
-        """Where loss is: also where the mask is NaN."""
+        """The positions with loss; a NaN in the mask counts as loss."""
         return self["loss_mask"] != 0
 
     @functools.cached_property
     def starts(self) -> Any:
-        """Where a sequence begins; on the host only."""
+        """The first position of each sequence; on the host only."""
         segments = self["segment_ids"]
         return (segments != _before(segments)) & (segments > 0)
 
     @property
     def present(self) -> Any:
-        """`[R, S]`, which segments a row has; on the host only."""
+        """`[R, S]`, the segments that a row has; on the host only."""
         return self["lengths"] > 0
 
     def neighbour(self, name: str) -> Any:
@@ -90,12 +90,12 @@ class Rule:
     """One rule.
 
     Args:
-      name: in the metric's parts.
-      expected: what must hold, for errors and explanations.
-      broken: (array name, where it is broken) pairs.
-      on_device: whether losses check it too.
-      structural: whether other rules are only meaningful where this one holds.
-      of_rows: whether each row can be judged alone.
+      name: the name of the rule in explanations.
+      expected: the condition in words, for errors and explanations.
+      broken: yields pairs (array name, where it breaks the rule).
+      on_device: whether losses check the rule too.
+      structural: whether other rules have a meaning only if this one holds.
+      of_rows: whether each row can be checked alone.
     """
 
     name: str
@@ -227,7 +227,7 @@ def _before(x: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
 
 
-# Bit i of `broken_rules` is rule i: new rules come at the end of those that losses check.
+# Bit i of `broken_rules` is rule i, so new rules are added at the end of those that losses check.
 RULES = (
     Rule(
         "loss_mask_values",
@@ -305,7 +305,7 @@ RULES_OF_STEPS = tuple(rule for rule in RULES if not rule.of_rows)
 def count_broken(
     arrays: Mapping[str, Array | None], segments: Segments, real_last_targets: bool
 ) -> dict[str, Float[Array, "..."]]:
-    """Per-shard: for each rule that losses check, how often this device's part breaks it, 0 where it does not.
+    """Per-shard: for each rule that losses check, the number of this device's entries that break it.
 
     Args:
       arrays: as those of `View`; None where there is none.
@@ -327,7 +327,7 @@ def count_broken(
 
 
 def broken_log_probs(log_probs: Float[Array, "..."], loss_mask: Float[Array, "..."]) -> Bool[Array, "..."]:
-    """Which tokens' log-probs break a rule: for code that sees some of the tokens only."""
+    """The tokens whose log-probs break a rule; for code that sees only some of the tokens."""
     view = View({"log_probs": log_probs, "loss_mask": loss_mask}, 0, None, None, True, False, None, jnp)
     found = [bad for rule in (_log_probs_above_zero, _log_probs_not_finite) for _, bad in rule(view)]
     return found[0] | found[1]
@@ -341,7 +341,7 @@ def as_bits(**counts: Float[Array, ""]) -> jax.Array:
 
 
 def explain_broken_rules(bits: int | Array) -> list[str]:
-    """What the bits of the metric `broken_rules` mean.
+    """Explains the bits of the metric `broken_rules`.
 
     Args:
       bits: the metric's value.

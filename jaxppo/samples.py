@@ -1,4 +1,4 @@
-"""One prompt and response on the host, and many of them packed into the arrays of a batch."""
+"""A prompt with its response on the host, and the packing of many of them into the arrays of a batch."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ MAX_ID = 2**31 - 1
 class Sample:
     """One prompt and response, on the host.
 
-    The response is `tokens[response_start:]`; every array of it is in order of its tokens, `[len(tokens) -
-    response_start]`, and None where the run has none. Packing moves each value to the position that predicts its token.
+    The response is `tokens[response_start:]`. Per-token arrays have one value for each response token,
+    `[len(tokens) - response_start]`, and are None if the run has no such values. Packing moves each value to the
+    position that predicts its token.
 
     Args:
       tokens: `i32[n]`, the prompt and the response, without padding: a padding id would count as a token like any
         other.
-      response_start: the first response token, at least 1 since token 0 is predicted by nothing; n for an empty
-        response. By default the first token with loss_mask 1.
-      loss_mask: `[n]`, 0 or 1, 1 for the tokens to train on. By default the whole response; 0 in it for what a tool
-        wrote.
+      response_start: the first response token. At least 1, since nothing predicts token 0; n for an empty response. By
+        default the first token with loss_mask 1.
+      loss_mask: `[n]`, 0 or 1, 1 for the tokens to train on. By default the whole response; set tokens that a tool
+        wrote to 0.
       reward: one number for the whole response.
-      sample_id: its number in the step, unlike any other's, by default its place among the samples.
-      group_id: equal for the samples of one prompt; what compares samples by group, such as `advantages.grpo`, needs
-        it.
+      sample_id: the number of the sample in the step, unlike any other's; by default its place among the samples.
+      group_id: equal for the samples of one prompt; estimators that compare samples, as `advantages.grpo`, need it.
       rollout_id: equal for the samples that one rollout was cut into; by default each sample is a rollout.
-      advantages: `f32[n - response_start]`, as are the next ones.
+      advantages: `f32[n - response_start]`, like the arrays that follow.
       old_log_probs: under the policy at the start of the step.
       ref_log_probs: under the reference policy.
       rollout_log_probs: as the sampler reported them.
@@ -44,11 +44,11 @@ class Sample:
       returns: the critic's targets.
       nucleus: the token ids that the sampler could draw at each response token, ragged, or `TokenSets`, for
         `pack_nucleus_ids`.
-      policy_versions: integers, which version of the policy drew each token; see `jaxppo.staleness`.
-      loss_weights: what each token's whole loss is multiplied by, at least 0; a number for all of the response.
+      policy_versions: integers, the version of the policy that drew each token; see `jaxppo.staleness`.
+      loss_weights: factors of each token's whole loss, at least 0; a single number for the whole response.
 
     Raises:
-      TypeError: tokens or ids that are no integers, a reward or values that are no numbers.
+      TypeError: tokens or ids that are not integers, a reward or values that are not numbers.
       ValueError: neither response_start nor loss_mask, or arrays of another length than the response.
 
     Example:
@@ -85,23 +85,23 @@ class Sample:
     ) -> Sample:
         """The sample of one vLLM output, or of the outputs of several turns.
 
-        Later turns go on from the tokens of those before; what their prompts add, such as a tool's answer, is not
-        trained on. Log-probs are vLLM's `logprobs` of the sampled tokens, and the nucleus is its `sampling_mask`, where
-        it was asked for them.
+        The prompt of a later turn continues the tokens of the turns before. The tokens that it adds, such as a tool's
+        answer, are not trained on. Log-probs are vLLM's `logprobs` of the sampled tokens, and the nucleus is its
+        `sampling_mask`, if the request asked for them.
 
         Args:
           output: a `RequestOutput`, or as a dictionary: {"prompt_token_ids", "outputs": [{"index", "token_ids",
             "logprobs", "finish_reason"}]}; or an endpoint's answer with return_token_ids=True: {"choices": [...]}. A
             list of them for several turns.
-          choice: the index of the completion, where a request had several.
-          loss_mask: 0 or 1 for each token after the first prompt, 0 for what is not to be trained on either.
-          truncated: "train" on a sample that ended for its length, or "mask" it, aborted ones too.
+          choice: the index of the completion, if a request had several.
+          loss_mask: 0 or 1 for each token after the first prompt; 0 excludes more tokens from training.
+          truncated: "train" on a sample that was cut at its length limit, or "mask" it, and aborted ones too.
           **fields: the sample's other fields, such as reward and group_id.
 
         Raises:
-          TypeError: token ids that are no integers.
-          ValueError: a missing entry, a turn whose prompt does not begin with the turns before, log-probs of some turns
-            or tokens only, a last turn that was aborted or goes on.
+          TypeError: token ids that are not integers.
+          ValueError: a missing entry, a turn whose prompt does not begin with the turns before, log-probs for only some
+            turns or tokens, a last turn that was aborted or is not finished.
 
         Example:
           >>> sampled = {"index": 0, "token_ids": [7, 8], "logprobs": [{7: -0.5}, {8: -1.5}], "finish_reason": "stop"}
@@ -126,14 +126,14 @@ class Sample:
         """The sample of one SGLang output, or of the outputs of several turns, as `from_vllm`.
 
         Args:
-          output: what /generate or `Engine.generate` returned, {"meta_info", "output_ids"}, with the request's
-            "input_ids" put beside it, since SGLang does not return them. Log-probs are `output_token_logprobs`; the
-            nucleus is top_p_token_ids and top_p_token_offsets, where it was asked for. A list for several turns.
-          loss_mask: see `from_vllm`, as for the next ones.
+          output: the result of /generate or `Engine.generate`, {"meta_info", "output_ids"}, and beside it the request's
+            "input_ids", which SGLang does not return. Log-probs are `output_token_logprobs`; the nucleus is
+            top_p_token_ids and top_p_token_offsets, if the request asked for them. A list for several turns.
+          loss_mask: see `from_vllm`, also for the other arguments.
 
         Raises:
-          TypeError, ValueError: see `from_vllm`; counts of tokens that are not those of meta_info, offsets that do not
-            fit their ids.
+          TypeError, ValueError: see `from_vllm`; counts of tokens that differ from those of meta_info, offsets that do
+            not fit their ids.
 
         Example:
           >>> meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [(-0.5, 7, None)]}
@@ -201,7 +201,7 @@ def _shown(x: Any) -> str:
 def _as_array(name: str, x: Any) -> np.ndarray:
     try:
         return np.asarray(x)
-    except ValueError:  # of lists of unequal lengths
+    except ValueError:  # numpy refuses lists of unequal lengths
         raise ValueError(f"{name}: got {_shown(x)}, expected one number for each token") from None
 
 
@@ -244,15 +244,15 @@ def _check_values(name: str, values: Any, length: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The tokens of a sample that are one segment of a row: all of them, or what `prefixes` makes of them.
+    """The tokens of a sample that become one segment of a row: all of them, or a part that `prefixes` cut.
 
     Args:
-      sample: its number among the samples; of a shared prefix, any of those that have it.
+      sample: the number of the sample; for a shared prefix, of any sample that has it.
       start: the first token.
-      stop: the one behind the last.
-      bundle: what has to be in the same row has the same number.
-      parent: the piece that it goes on from, by its number among the pieces; None where the sample begins.
-      shared: it is a prefix of several samples, and has none of its own.
+      stop: the token after the last.
+      bundle: pieces with the same number must lie in the same row.
+      parent: the number of the piece that this one continues; None at the start of a sample.
+      shared: the piece is a prefix of several samples, and belongs to none of them.
     """
 
     sample: int
@@ -269,7 +269,7 @@ def whole_pieces(samples: Sequence[Sample]) -> list[Piece]:
 
 
 def loads_of(pieces: Sequence[Piece], masks: Sequence[np.ndarray]) -> list[float]:
-    """How many tokens of each piece carry loss."""
+    """The number of loss tokens of each piece."""
     return [0.0 if piece.shared else float(masks[piece.sample].sum()) for piece in pieces]
 
 
@@ -290,8 +290,8 @@ def batch_arrays(
             return None
         return packed.place_segments([fill if p.shared else values[p.sample] for p in pieces], fill, dtype)
 
-    # a value of token t + 1 stands at the position of token t, which predicts it; at a last position stands 0, but for
-    # a shared prefix, all branches of which go on with the same token
+    # the value of token t + 1 stands at position t, which predicts it. The last position of a segment has 0, except
+    # for a shared prefix, whose branches all continue with the same token
     first = [0] * len(pieces)
     predicted = [mask[p.start + 1 : p.stop + 1] for p, mask in ((p, masks[p.sample]) for p in pieces)]
     arrays: dict[str, np.ndarray | None] = {
@@ -319,7 +319,7 @@ def batch_arrays(
 
 
 def check_samples(samples: Sequence[Sample]) -> None:
-    """Raises where there are none, or something else among them."""
+    """Raises unless there is at least one sample, and nothing else among them."""
     if not isinstance(samples, Sequence):
         raise TypeError(f"samples: got {type(samples).__name__}, expected a sequence of Sample")
     if not samples:
@@ -330,7 +330,7 @@ def check_samples(samples: Sequence[Sample]) -> None:
 
 
 def check_sample_ids(ids: Sequence[int]) -> None:
-    """Raises where two samples have one id: what is drawn or recorded for one would be taken for the other's."""
+    """Raises where two samples have the same id: random draws and records of one would be used for the other."""
     seen: dict[int, int] = {}
     for i, number in enumerate(ids):
         if number in seen:
@@ -349,10 +349,10 @@ def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:
 
 
 def check_groups_of_hosts(samples: Sequence[Sample]) -> None:
-    """Raises where hosts gave one group id to different prompts: their samples would be compared with strangers.
+    """Raises where hosts gave one group id to different prompts, whose samples would then be compared.
 
-    The prompt of a group is what its samples have in common at their start, as far as the shortest prompt goes: the
-    prompts of a rollout's later parts go on from that of its first. Every host must call this.
+    The prompt of a group is the common prefix of its samples, up to the length of the shortest prompt: later parts of a
+    rollout have longer prompts, which continue that of the first part. Every host must call this.
     """
     shortest: dict[int, np.ndarray] = {}
     for sample in samples:

@@ -1,11 +1,11 @@
-"""Asynchronous training: how old the policy is that drew each token, and what to do about it.
+"""Asynchronous training: the staleness of each token, its metrics, and corrections for it.
 
-The sampler runs on while the trainer updates, so that the tokens of one response may come from several versions of the
-policy, all of them older than the one that learns. Samples carry the version of each token, `policy_versions`; the
-trainer's own is `version`, and s = version - policy_versions is the staleness of a token, in updates.
+The sampler goes on while the trainer updates, so that the tokens of one response may come from several versions of the
+policy, all of them older than the current one. Samples carry the version of each token, `policy_versions`. The
+trainer's own version is `version`, and s = version - policy_versions is the staleness of a token, in updates.
 
-The decoupled objective keeps apart what PPO takes for one: the policy that a step must stay near, the *proximal* one,
-from the policy that drew the tokens. With b the sampler's probability, each token's term is
+PPO uses one policy both as the *proximal* policy, which a step must stay near, and as the policy that drew the tokens.
+The decoupled objective separates the two. With b the sampler's probability, each token's term is
 
     (prox / b) * min(r * A, clip(r) * A)        r = pi / prox
 
@@ -46,7 +46,7 @@ def proximal_log_probs(
     version: Version,
     proximal_version: Version | None = None,
 ) -> Float[Array, "R T"]:
-    """The proximal policy's log-probs without a forward pass, on the line from the sampler's to the current ones.
+    """The proximal policy's log-probs without a forward pass: a linear interpolation of sampler and current policy.
 
         log prox = log b + alpha * (log pi - log b)
         alpha = (proximal_version - policy_version) / (version - policy_version), within [0, 1]; 0 for a fresh token
@@ -93,7 +93,7 @@ def proximal_log_probs(
 def staleness_metrics(
     batch: RolloutBatch, version: Version, *, parallel: ParallelMesh | ShardAxes | None = None
 ) -> Metrics:
-    """How old the policies are that drew the loss-carrying tokens.
+    """Metrics of the staleness of loss tokens.
 
         staleness, staleness_max, staleness_min = mean, max, min of version - policy_version, over tokens
         version_span = mean of (newest - oldest policy_version), over sequences
@@ -133,8 +133,8 @@ def staleness_weights(
 ) -> Float[Array, "R T"]:
     """1 for tokens of staleness s <= limit, decay^(s - limit) beyond: 0 by default, which drops them.
 
-    Multiply `batch.advantages` by them: then they weigh the policy loss of each token, while the penalties and all
-    denominators stay what they are, as with the weights of `OffPolicyConfig`.
+    Multiply `batch.advantages` by them. They then weigh the policy loss of each token and change neither penalties nor
+    denominators, as with the weights of `OffPolicyConfig`.
 
     Args:
       batch: `[R, T]`; needs `policy_versions`.

@@ -1,4 +1,4 @@
-"""Tokens that a whole step picks by numbers known before it: by how far two policies are apart, by entropy."""
+"""Masks that select tokens over a whole step before it runs: by the drift of the policy, or by entropy."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def second_moment_mask(
 ) -> Float[Array, "*K R T"]:
     """M2PO: drops the fewest tokens that keep the second moment of the drift below a bound, over the whole step.
 
-    With d = (rollout_log_prob - old_log_prob)^2 of the loss tokens, those of the largest d go until the mean of the
-    rest is below `bound`. Tokens of equal d go together, and those of the smallest stay. What has no log-prob under one
-    of the two policies goes first.
+    Let d = (rollout_log_prob - old_log_prob)^2. The loss tokens with the largest d are dropped until the mean of the
+    rest is below `bound`. Tokens with equal d are dropped together, and those with the smallest d always stay. Tokens
+    without a finite log-prob under one of the two policies are dropped first.
 
-    As `dataclasses.replace(batch, loss_mask=...)` it takes tokens out of penalties and denominators too, as AReaL has
-    it; times the advantages out of the policy loss alone. The paper compares the sampler with the current policy; the
-    old one is known before the step. AReaL sorts a micro-batch. Only AReaL ships it.
+    Use it as `dataclasses.replace(batch, loss_mask=...)` to drop tokens from penalties and denominators too, as AReaL
+    does; or multiply the advantages by it to drop them from the policy loss alone. The paper compares the sampler with
+    the current policy; the old policy is known before the step. AReaL sorts each micro-batch. Only AReaL ships it.
 
     Args:
       batch: the step, `[R, T]`, or its micro-batches stacked, `[K, R, T]`; needs `old_log_probs` and
@@ -99,19 +99,19 @@ def top_entropy_mask(
     *,
     parallel: ParallelMesh | ShardAxes | None = None,
 ) -> Float[Array, "*K R T"]:
-    """The loss tokens of the step whose entropy is at least the quantile 1 - share: the forks of its reasoning.
+    """Keeps the loss tokens of the step whose entropy is at least the quantile 1 - share.
 
-    The quantile is the linear one: with n loss tokens, n - ceil((n - 1) (1 - share)) stay, and those that equal the
-    last of them. Entropies are of the policy at the start of the step: `compute_log_probs(..., entropy="metric")` gives
-    them beside the old log-probs, in the same forward pass.
+    The quantile is interpolated linearly: of n loss tokens, n - ceil((n - 1) (1 - share)) stay, and ties of the last
+    one. Entropies are of the policy at the start of the step. `log_probs_from_hidden(..., entropy="metric")` computes
+    them in the forward pass of the old log-probs, see `compute_log_probs`.
 
-    Multiply the advantages by it: the others then have no policy loss, while penalties and denominators are those of
-    all tokens. TRL and ms-swift take the quantile of a micro-batch.
+    Multiply the advantages by the mask: the other tokens then have no policy loss, and penalties and denominators are
+    still over all tokens. TRL and ms-swift take the quantile of each micro-batch.
 
     Args:
-      entropy: `f32[R, T]`, nats, or of stacked micro-batches, `[K, R, T]`; anything where the mask is 0.
+      entropy: `f32[R, T]`, nats, or `[K, R, T]` for stacked micro-batches; anything where the mask is 0.
       batch: the step, of the same shape; only its loss mask is read.
-      share: of the loss tokens, above 0 and at most 1.
+      share: the share of loss tokens to keep, above 0 and at most 1.
       parallel: the mesh.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Sets of token ids of unequal sizes, one a token, as samplers record what they could draw."""
+"""Sets of token ids of unequal sizes, one for each token, such as the nuclei that samplers record."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class TokenSets:
 
     @classmethod
     def of(cls, name: str, given: Any) -> TokenSets:
-        """From a sequence of sequences, or from what has `token_ids` and `offsets` (vLLM's SamplingMask, a mapping).
+        """Reads a sequence of sequences, or an object with `token_ids` and `offsets` (vLLM's SamplingMask, a mapping).
 
         Raises:
-          TypeError: something else; ids that are no integers.
+          TypeError: something else; ids that are not integers.
           ValueError: offsets that do not rise from 0 to the number of ids.
         """
         if isinstance(given, TokenSets):
@@ -60,7 +60,7 @@ class TokenSets:
 
     @classmethod
     def flat(cls, name: str, token_ids: Any, offsets: Any) -> TokenSets:
-        """From flat arrays, checked."""
+        """Reads flat arrays, and checks them."""
         token_ids, offsets = _integers(name, np.asarray(token_ids)), _integers(name, np.asarray(offsets))
         rises = offsets.size and offsets[0] == 0 and offsets[-1] == token_ids.size and (np.diff(offsets) >= 0).all()
         if not rises:
@@ -80,7 +80,7 @@ class TokenSets:
 
     @classmethod
     def empty(cls, count: int) -> TokenSets:
-        """So many sets of nothing."""
+        """`count` empty sets."""
         return cls(np.zeros(0, np.int64), np.zeros(count + 1, np.int64))
 
     @property
@@ -95,7 +95,7 @@ class TokenSets:
         return [ids.tolist() for ids in np.split(self.token_ids, self.offsets[1:-1])] if len(self) else []
 
     def padded(self, width: int) -> Int[np.ndarray, "n width"]:
-        """`i32[n, width]`, -1 behind each set."""
+        """`i32[n, width]`, padded with -1."""
         out = np.full((len(self), width), -1, np.int32)
         sizes = self.sizes
         token = np.repeat(np.arange(len(self)), sizes)

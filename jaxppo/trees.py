@@ -1,8 +1,8 @@
-"""Rows packed as trees: which segments go on from which, and so which tokens see which.
+"""Rows packed as trees: which segment continues which, and therefore which tokens attend to which.
 
-A prefix that samples share is a segment without a sample. `parents i32[R, S]` says whose branch a segment is: the
-parent's number in `segment_ids`, in the same row, 0 for none. A segment stands before its branches, and with nothing
-else between, so that all that go on from it are neighbours: from the one behind it to its `ends`.
+A prefix that samples share is a segment without a sample. `parents i32[R, S]` holds the parent of each segment, by its
+number in `segment_ids` in the same row, 0 for none. Branches follow their parent, with no other segment between, so
+that the descendants of a segment are neighbours: from the next segment up to its `ends`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Paths", "check_recurrent"]
 
 
 class Rows(Protocol):
-    """What is asked of a `RolloutBatch`."""
+    """The part of a `RolloutBatch` that is read here."""
 
     @property
     def parents(self) -> Int[Array, "R S"] | None: ...
@@ -29,13 +29,13 @@ class Rows(Protocol):
 @partial(jax.tree_util.register_dataclass, data_fields=["segment_ids", "positions", "ends"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """What decides which tokens see which: arrays that travel with the tokens, in any order and any part of a row.
+    """The arrays that decide which tokens attend to which. They travel with tokens, in any order and part of a row.
 
     Args:
       segment_ids: `i32[R, T]`, 0 is padding.
       positions: `i32[R, T]`, places in the sample, from 0.
-      ends: `i32[R, T]`, the last segment that goes on from that of each token, itself where none does; None for rows
-        without shared prefixes.
+      ends: `i32[R, T]`, the last descendant of each token's segment, or the segment itself if it has none; None for
+        rows without shared prefixes.
 
     Example:
       >>> prompts = [[5, 6, 7, 8, 1], [5, 6, 7, 8, 2]]
@@ -55,23 +55,23 @@ class Paths:
     def of(
         cls, segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"], parents: Int[Array, "R S"] | None
     ) -> Paths:
-        """Those of rows, or of stacked rows."""
+        """The paths of rows, or of stacked rows."""
         if parents is None:
             return cls(segment_ids, positions)
-        # compared, not gathered: an explicit mesh knows how the result lies
+        # a comparison and not a gather: on Explicit meshes its result has a known sharding
         is_in = segment_ids[..., :, None] == _numbers(parents.shape[-1], parents.ndim, jnp)
         last = jnp.where(is_in, ends(parents, jnp)[..., None, :], 0)
         return cls(segment_ids, positions, last.sum(-1, dtype=jnp.int32))
 
     def attends(self, keys: Paths) -> Bool[Array, "R Q K"]:
-        """Whether each of these tokens sees each of `keys`: those up to itself of its own segment and its ancestors.
+        """Whether each of these tokens attends to each of `keys`: those up to itself in its segment and its ancestors.
 
         Args:
-          keys: of the same rows, in any order, such as all positions of a row while `self` is of one context shard.
+          keys: the paths of the same rows, in any order; all positions, for example, while `self` is one context shard.
 
         Returns:
-          `bool[R, Q, K]`, as `jax.nn.dot_product_attention(mask=)` takes it with a dimension for heads. A token of
-          padding sees padding.
+          `bool[R, Q, K]`, the mask of `jax.nn.dot_product_attention` once a dimension for heads is added. Padding
+          attends to padding.
         """
         query, key = self.segment_ids[..., :, None], keys.segment_ids[..., None, :]
         causal = self.positions[..., :, None] >= keys.positions[..., None, :]
@@ -81,16 +81,17 @@ class Paths:
 
 
 def check_recurrent(model: Any, batch: Rows) -> None:
-    """Raises where a model says that it has a state along the row, `recurrent`, and the rows are trees.
+    """Raises where a recurrent model would run on rows that are trees.
 
-    A state runs from token to token; behind a branch stands its sibling, whose state is another.
+    A recurrent state runs from token to token, but the segment after a branch is its sibling, and needs the state of
+    their parent.
 
     Args:
-      model: anything; `recurrent` is read where it has it.
-      batch: what the model is to run on.
+      model: any model; its attribute `recurrent` is read, if it has one.
+      batch: the batch that the model will run on.
 
     Raises:
-      ValueError: it is True, and the batch has shared prefixes.
+      ValueError: `recurrent` is True, and the batch has shared prefixes.
 
     Example:
       >>> import types
@@ -107,9 +108,9 @@ def check_recurrent(model: Any, batch: Rows) -> None:
 
 
 def ends(parents: Any, xp: ModuleType) -> Any:
-    """`i32[..., S]`, the last segment that goes on from each, itself where none does.
+    """`i32[..., S]`, the last descendant of each segment, or the segment itself if it has none.
 
-    Those that go on from a are the ones behind it up to the first whose parent stands before a.
+    The descendants of a are the segments after it, up to the first whose parent comes before a.
     """
     count = parents.shape[-1]
     numbers = _numbers(count, parents.ndim, xp)
@@ -119,11 +120,11 @@ def ends(parents: Any, xp: ModuleType) -> Any:
 
 
 def starts(parents: Any, lengths: Any, xp: ModuleType) -> Any:
-    """`[..., S]`, the position at which each segment begins: as many as its ancestors have.
+    """`[..., S]`, the position at which each segment begins: the total length of its ancestors.
 
     Args:
       parents: `i32[..., S]`, in order.
-      lengths: of that shape, how many positions each segment has.
+      lengths: the number of positions of each segment, of the same shape.
       xp: numpy or jax.numpy.
     """
     numbers = _numbers(parents.shape[-1], parents.ndim, xp)
@@ -133,7 +134,7 @@ def starts(parents: Any, lengths: Any, xp: ModuleType) -> Any:
 
 
 def out_of_order(parents: Any, xp: ModuleType) -> Any:
-    """`bool[..., S]`, whose parent does not stand before it, or on no path to the segment before it."""
+    """`bool[..., S]`, True for a segment whose parent is not before it, or not on the path of the segment before it."""
     numbers = _numbers(parents.shape[-1], parents.ndim, xp)
     own = numbers.reshape(*numbers.shape[:-2], parents.shape[-1], 1)
     is_parent = parents[..., None, :] == own
@@ -142,7 +143,7 @@ def out_of_order(parents: Any, xp: ModuleType) -> Any:
 
 
 def has_branches(parents: Any, xp: ModuleType) -> Any:
-    """`bool[..., S]`, which segments are the parent of another."""
+    """`bool[..., S]`, True for a segment that is the parent of another."""
     numbers = _numbers(parents.shape[-1], parents.ndim, xp)
     return (parents[..., None, :] == numbers.reshape(*numbers.shape[:-2], -1, 1)).any(axis=-1)
 

@@ -14,12 +14,12 @@ from jaxppo.head.checks import as_token_ids
 
 
 def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Any]:
-    """The arrays that are there; raises where it is no batch, or holds something else than numbers in its shapes.
+    """The arrays of a batch that are not None; raises unless it is a batch, with the right shapes and dtypes.
 
     Args:
-      batch: whatever a user gave as one.
+      batch: the argument of a user, unchecked.
       stacked: micro-batches may be stacked, `[K, R, T]`.
-      prefix: before the names of its arrays.
+      prefix: stands before the names of arrays in errors.
     """
     if not isinstance(batch, RolloutBatch):
         raise TypeError(f"{prefix.rstrip('.')}: got {type(batch).__name__}, expected RolloutBatch")
@@ -27,7 +27,7 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
 
 
 def checked(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> RolloutBatch:
-    """The batch after `check_arrays`, with its integers in i32 and all else in f32, whatever a user holds them in."""
+    """Checks a batch with `check_arrays`, and casts its integers to i32 and all other arrays to f32."""
 
     def brought(name: str, x: Any) -> Any:
         if name in INTEGERS:

@@ -1,4 +1,4 @@
-"""The samples of a step by group, as every estimator that compares samples takes them."""
+"""The samples of a step by group, for all estimators that compare samples."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Moments = tuple[Float[Array, "N"], Float[Array, "N"], Float[Array, "N"]]
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The samples by group: tables have a value a group, see `ById`."""
+    """The samples by group. Tables have one value for each group, see `ById`."""
 
     by_id: ById
     rewards: Float[Array, "N"]
-    """The values of everyone's samples, 0 where there is none."""
+    """The values of all devices' samples, 0 where there is no sample."""
     count: Float[Array, "N"]
     mean: Float[Array, "N"]
 
@@ -37,12 +37,12 @@ class Groups:
         return self.own_part(self.rewards)
 
     def own_part(self, x: Float[Array, "N"]) -> Float[Array, "*K R S"]:
-        """This device's samples out of everyone's."""
+        """This device's part of the values of all samples."""
         first = self.by_id.axes.index(self.by_id.axes.data) * self.by_id.own.size
         return lax.dynamic_slice_in_dim(x, first, self.by_id.own.size).reshape(self.by_id.own.shape)
 
     def of(self, table: Float[Array, "N"]) -> Float[Array, "*K R S"]:
-        """The value of the group of each of this device's samples."""
+        """For each of this device's samples, its group's value."""
         return table[self.by_id.own]
 
     def deviation(self) -> Float[Array, "N"]:
@@ -59,15 +59,15 @@ class Groups:
     def unless_alone(
         self, advantages: Float[Array, "*K R S"], singletons: Singletons, reward: Float[Array, "*K R S"] | None = None
     ) -> Float[Array, "*K R S"]:
-        """The advantages, and in a group of one 0, or its `reward`, by default as it is."""
+        """The advantages; in a group of one, 0 or the `reward` itself."""
         kept = self.own if reward is None else reward
         return jnp.where(self.of(self.count) > 1, advantages, kept if singletons == "reward" else 0)
 
     def others(self) -> Moments:
-        """(count, mean, squares about that mean) of the other samples in the group of each of everyone's, `[N]`.
+        """(count, mean, sum of squares about that mean) of each sample's group without the sample, `[N]` each.
 
-        What stands before and after a sample in its group is merged. Its own square is never taken off a sum: of
-        nearly equal others a difference of sums leaves nothing but rounding.
+        The moments of the samples before it and after it in the group are merged. A difference of sums would not do:
+        where the others are nearly equal, it is nothing but rounding error.
         """
         order = jnp.argsort(self.by_id.all)
         ids, rewards = self.by_id.all[order], self.rewards[order]
@@ -82,14 +82,14 @@ class Groups:
 
 
 def _merged(x: Moments, y: Moments) -> Moments:
-    """The moments of two sets together; of no sample they are 0."""
+    """The moments of the union of two sets; those of an empty set are 0."""
     count = x[0] + y[0]
     share, apart = y[0] / jnp.maximum(count, 1), y[1] - x[1]
     return count, x[1] + apart * share, x[2] + y[2] + apart**2 * x[0] * share
 
 
 def _running(each: Moments, starts: Bool[Array, "N"], *, reverse: bool) -> Moments:
-    """The moments from each start on, up to and with each sample."""
+    """Running moments, up to and including each sample, that begin anew at each start."""
 
     def step(x: tuple[jax.Array, Moments], y: tuple[jax.Array, Moments]) -> tuple[jax.Array, Moments]:
         together = jax.tree.map(lambda own, both: jnp.where(y[0], own, both), y[1], _merged(x[1], y[1]))

@@ -1,4 +1,4 @@
-"""What is done to rewards and samples before they are compared: a penalty on length, groups that teach nothing."""
+"""Changes of rewards and samples before estimators compare them: a length penalty, groups without a signal."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def overlong_penalty(
     It is 0 up to the length L - b, falls along the buffer b, and is -factor from the maximal length L on.
 
     Args:
-      lengths: numbers `[R, S]`, or `[K, R, S]` of a stacked step: n, the response tokens of each sample, 0 where there
-        is none, `segment_sum(loss_mask, ...)`.
+      lengths: numbers `[R, S]`, or `[K, R, S]` for a stacked step: n, the response tokens of each sample, 0 where there
+        is no sample; `segment_sum(loss_mask, ...)` computes them.
       max_length: L, the length at which generation ends.
-      buffer: b, the last tokens before L, where the penalty grows; at most L.
-      factor: what a response of the maximal length loses.
+      buffer: b, the number of tokens before L over which the penalty grows; at most L.
+      factor: the penalty of a response of the maximal length.
 
     Returns:
       `f32`, the shape of lengths, at most 0.
@@ -52,19 +52,19 @@ def overlong_penalty(
 def drop_equal_groups(samples: Sequence[Sample], *, keep_lone: bool = False) -> list[Sample]:
     """The samples of those groups whose rewards differ: DAPO's dynamic sampling. Runs on the host, before packing.
 
-    A group of equal rewards has no advantages and no gradient, and yet counts in every mean over the step. How many
-    samples are left is not known before; what is missing is for the caller to sample.
+    A group of equal rewards has no advantages and no gradient, but counts in every mean over the step. The number of
+    samples that are left is not known in advance; the caller has to sample the missing ones.
 
     Args:
       samples: each with its reward and group_id.
-      keep_lone: keep groups of one (verl), which have an advantage with `singletons="reward"` alone.
+      keep_lone: keep groups of one (verl). They have an advantage only with `singletons="reward"`.
 
     Returns:
       The kept samples, in their order. Samples without a sample_id are numbered by their place in that list, as
       `RolloutBatch.from_samples` does.
 
     Raises:
-      TypeError: what is no sequence of samples.
+      TypeError: `samples` is not a sequence of samples.
       ValueError: no sample, or one without a reward or group_id.
 
     Example:

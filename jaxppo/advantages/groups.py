@@ -106,8 +106,8 @@ def rloo(
 ) -> Float[Array, "*K R S"]:
     """Leave-one-out advantages: A_i = r_i - mean of the others of the group = n / (n - 1) * (r_i - mean_g).
 
-    With `scale_by_std` they are divided by the deviation of the others, where that is above 0: A_i / (std + epsilon).
-    It is over n - 2, and none where the others are a single sample or equal: then A_i is not scaled (NeMo-RL).
+    With `scale_by_std` they are divided by the deviation of the others (over n - 2), A_i / (std + epsilon). Where the
+    others are a single sample or equal, A_i is not scaled (NeMo-RL).
 
     Args:
       rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
@@ -240,7 +240,7 @@ def gpg(
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
-    """Advantages scaled up for the samples that teach nothing: A_i = (N / #{r != 0}) * (r_i - mean_g) / f_norm.
+    """Advantages scaled up to make up for rewards of 0: A_i = (N / #{r != 0}) * (r_i - mean_g) / f_norm.
 
     N and the count of rewards that are not 0 are over the whole batch, or stacked step.
 

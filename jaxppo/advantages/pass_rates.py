@@ -1,4 +1,4 @@
-"""How many of a prompt's responses pass: what says whether prompts are too easy or too hard."""
+"""The share of a prompt's responses that pass: it tells whether prompts are too easy or too hard."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def pass_rates(
     at_least: float = 1.0,
     parallel: ParallelMesh | ShardAxes | None = None,
 ) -> Metrics:
-    """How many samples of each group have a reward of `at_least`, over the whole step.
+    """Metrics of how many samples of each group have a reward of `at_least`, over the whole step.
 
-    Where all of a group pass, or none does, its samples have no group advantage.
+    If all samples of a group pass, or none, they have no group advantage.
 
     Args:
       rewards: `f32[R, S]`, or `[K, R, S]`, the whole step's.
       group_ids: equal for the samples of one prompt, -1 where there is none.
-      at_least: the reward from which on a sample passes.
+      at_least: the smallest reward that passes.
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      Metrics, NaN where a reward is, means over groups: `pass_rate`, the share of a group's samples that pass;
-      `pass_all`, `pass_none` and `pass_some`, how many groups pass with all of their samples, none, or a part of them.
+      Metrics, means over groups, NaN if a reward is NaN: `pass_rate`, the share of a group's samples that pass;
+      `pass_all`, `pass_none` and `pass_some`, the share of groups in which all, none or some of the samples pass.
 
     Raises:
       TypeError: arrays of another dtype.
-      ValueError: shapes that differ, a threshold that is no number, one of a step's micro-batches.
+      ValueError: shapes that differ, a threshold that is not a number, a single micro-batch of a step.
 
     Example:
       >>> found = advantages.pass_rates(jnp.array([[1.0, 0.0, 1.0]]), jnp.array([[7, 7, 8]]))

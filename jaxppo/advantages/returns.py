@@ -1,7 +1,7 @@
-"""Advantages that look along a sequence: discounted returns, GAE, and what builds on them.
+"""Advantages that look along a sequence: discounted returns, GAE and estimators that build on them.
 
 All of them scan backwards over each sequence wherever its tokens lie: packed in a row with others, cut over context
-shards, in any context layout. What crosses the network is a few numbers a row.
+shards, in any context layout. Only a few numbers for each row cross the network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def token_rewards(
     kl_coef: float | jax.Array = 0.0,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
-    """Sequence rewards on each sequence's last response token, less a KL penalty on all: r_t = [t = last] R - c kl_t.
+    """Puts each sequence's reward on its last response token, minus a KL penalty on all: r_t = [t = last] R - c kl_t.
 
     The last token is found by `batch.positions`, so it may lie on any context shard, in any layout.
 
@@ -88,14 +88,14 @@ def discounted_returns(
     mask: Float[Array, "*K R T"] | None = None,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
-    """The discounted sum of what follows: G_t = r_t + gamma * G_(t+1), within each sequence.
+    """The discounted sum of future rewards: G_t = r_t + gamma * G_(t+1), within each sequence.
 
     Args:
       rewards: `f32[R, T]`, see `token_rewards`; anything where the mask is 0.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       gamma: the discount.
-      masked: what a masked token within a response (a tool's output) does to the return of those before it: "skip",
-        as if it were not there (verl); "discount" it as any other (slime).
+      masked: how a masked token within a response (a tool's output) enters the returns before it: "skip" it, as if it
+        were not there (verl), or "discount" over it as over any other token (slime).
       mask: `[R, T]`, 1 where a token counts; the loss mask by default.
       parallel: the mesh; rows sharded over data, positions over context.
 
@@ -168,9 +168,9 @@ def gae(
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       gamma: the discount.
       lam: lambda of the advantages.
-      value_lam: lambda of the returns, where the critic is to learn from another one (VC-PPO); `lam` if None.
-      length_alpha: alpha of a lambda of the advantages that goes by length (VAPO), in place of `lam`: 1 - 1 / (alpha n)
-        in a sequence of n tokens that count, at least 0; a published value is 0.05. Returns keep theirs.
+      value_lam: lambda of the returns, if the critic learns with another one (VC-PPO); `lam` if None.
+      length_alpha: alpha of a length-dependent lambda of the advantages (VAPO), in place of `lam`: 1 - 1 / (alpha n)
+        for a sequence of n tokens that count, at least 0; a published value is 0.05. It does not change the returns.
       mask: `[R, T]`, 1 where a token counts; the loss mask by default.
       parallel: the mesh; rows sharded over data, positions over context.
 

@@ -1,4 +1,4 @@
-"""Advantages by group on another scale than its deviation: MaxRL, several rewards (GDPO), levels of a step (AReaL)."""
+"""Group advantages with other scales than the group's deviation: MaxRL, several rewards (GDPO), AReaL's levels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxppo.batch import RolloutBatch
 
 Level = Literal["step", "group"]
 Whitened = Literal["tokens", "samples"]
-# A mean this much smaller than the largest reward is the rounding of a mean of 0.
+# A mean below this share of the largest reward is a mean of 0 with rounding errors.
 ROUNDING = 2.0**-22
 
 
@@ -34,7 +34,7 @@ def maxrl(
     """MaxRL: A_i = (r_i - mean_g) / (mean_g + epsilon), over the samples of i's own group; 0 where mean_g is 0.
 
     With rewards of 0 and 1 the mean is the share of right answers, and the expected gradient is that of the likelihood
-    of a right answer, up to as many orders as a group has samples. A negative mean would turn all signs.
+    of a right answer, up to an order equal to the group's size. A negative mean would flip all signs.
 
     Args:
       rewards: `f32[R, S]`, one a sample, at least 0, or `[K, R, S]` of a stacked step.
@@ -63,7 +63,7 @@ def maxrl(
 
 
 def _maxrl(groups: Groups, _: None, *, epsilon: float, singletons: Singletons) -> jax.Array:
-    # From the smallest reward up, so that no difference of near numbers is divided by: a mean of 1/1000 is exact too.
+    # relative to the smallest reward, so that the divisor is not a difference of near numbers: 1/1000 is exact too
     mean = groups.of(-groups.by_id.mean(-groups.rewards))
     rounding = ROUNDING * groups.of(groups.by_id.max(jnp.abs(groups.rewards)))
     none = (mean <= rounding) & (mean >= -rounding)
@@ -73,7 +73,7 @@ def _maxrl(groups: Groups, _: None, *, epsilon: float, singletons: Singletons) -
 
 
 def _check_means(rewards: Any, group_ids: Any) -> None:
-    """Raises at a group with a negative mean, where this host can read all rewards."""
+    """Raises where a group has a negative mean, if this host can read all rewards."""
     for x in (rewards, group_ids):
         if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
             return
@@ -98,17 +98,17 @@ def gdpo(
     epsilon: float = 1e-6,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
-    """GDPO, of several rewards: A_i = whiten(sum over k of w_k (r_ki - mean_gk) / (std_gk + epsilon)).
+    """GDPO, for several rewards: A_i = whiten(sum over k of w_k (r_ki - mean_gk) / (std_gk + epsilon)).
 
-    Each reward is scaled on its own, so that one of a wide range does not drown the others, as it does in the sum of
-    rewards. What the sum's scale became is put back to 1 over the step.
+    Each reward is scaled on its own, so that a reward with a wide range does not drown the others, as it would in a sum
+    of rewards. Whitening brings the deviation of the sum back to 1 over the step.
 
     Args:
       rewards: for each reward `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       weights: w, a number for each reward; 1 by default.
-      leave_one_out: mean and deviation of the others, see `rloo` with `scale_by_std` (NeMo-RL).
+      leave_one_out: use the mean and the deviation of the other samples, see `rloo` with `scale_by_std` (NeMo-RL).
       whitened: over all "tokens" of the step, as `whiten` does (verl); over its "samples", each counted once:
         (A - mean) / (std + epsilon) (TRL, NeMo-RL, ms-swift); or not at all.
       epsilon: added to deviations.
@@ -164,18 +164,18 @@ def standardize(
     epsilon: float = 1e-5,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
-    """Mean and deviation of levels of their own: A_i = (r_i - mean) / (std + epsilon), each of the step or i's group.
+    """A_i = (r_i - mean) / (std + epsilon), where mean and std are each taken over the step or over i's group.
 
-    The deviation is about the mean chosen: std^2 = sum over j of (r_j - mean_j)^2 / (n - 1), j over the deviation's
-    level, mean_j what j itself is centred by: 0 without a mean.
+    The deviation is about the chosen mean: std^2 = sum over j of (r_j - mean_j)^2 / (n - 1), where j runs over the
+    deviation's level, and mean_j is the mean that centres j, or 0 without one.
 
     Args:
       rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
-      mean: the level of the mean, or None to take none off.
-      std: the level of the deviation, or None for no scale, epsilon included.
-      leave_one_out: the mean of the others of the level; a sample without others has advantage 0.
-      unbiased: divide squares by n - 1, by 1 for a group of one, whose deviation is 1 then; else by n.
+      mean: the level of the mean, or None to subtract none.
+      std: the level of the deviation, or None to divide by nothing.
+      leave_one_out: use the mean of the other samples of the level; a sample without others has advantage 0.
+      unbiased: divide the sum of squares by n - 1 rather than n; a group of one then has deviation 1.
       epsilon: added to the deviation.
       parallel: the mesh; rows sharded over data.
 
@@ -190,7 +190,7 @@ def standardize(
       >>> standardize(rewards, ids, mean="group", std="step", unbiased=False).round(3)
       Array([[ 1., -1.,  1., -1.]], dtype=float32)
 
-    AReaL's `NormConfig` alone, https://arxiv.org/abs/2505.24298; there "batch" is the step here.
+    AReaL's `NormConfig`, whose "batch" is the step here; only AReaL ships it. https://arxiv.org/abs/2505.24298
     """
     for name, level in {"mean": mean, "std": std}.items():
         if level is not None:

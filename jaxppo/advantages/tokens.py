@@ -1,4 +1,4 @@
-"""From one number a sample to one a token, and statistics over all tokens of a batch."""
+"""Spreads one number per sample to its tokens, and computes statistics over all tokens of a batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Parallel = ParallelMesh | ShardAxes | None
 def check_tokens(
     batch: RolloutBatch, needed: Mapping[str, Any] | None = None, **optional: jax.Array | None
 ) -> RolloutBatch:
-    """The batch in its own dtypes; raises where an array is not of its `[R, T]`, or `[K, R, T]`."""
+    """The checked batch; raises where an array does not have its shape, `[R, T]` or `[K, R, T]`."""
     batch = checked(batch, stacked=True)
     shape = batch.loss_mask.shape
     given = {name: x for name, x in optional.items() if x is not None}
@@ -35,7 +35,7 @@ def check_tokens(
 
 
 def check_segments(batch: RolloutBatch, **arrays: jax.Array | None) -> None:
-    """Raises where an array is not of the batch's `[R, S]`, or absent."""
+    """Raises where an array is None or does not have the batch's `[R, S]`."""
     for name, x in arrays.items():
         if x is not None:
             check_array(name, x)
@@ -146,7 +146,7 @@ def _moments(axes: ShardAxes, x: jax.Array, keep: jax.Array) -> tuple[jax.Array,
     total, count = total_of(x, keep.astype(jnp.float32))
     centre = total / jnp.maximum(count, 1)
     d = jnp.where(keep, x - centre, 0)
-    # `centre` carries the rounding of a sum of large numbers; the sum of the differences takes it out again.
+    # `centre` has the rounding error of a sum of large numbers; the sum of the differences corrects it
     rest, square = total_of(d, d * d)
     rest = rest / jnp.maximum(count, 1)
     variance = jnp.maximum(square - count * rest * rest, 0) / jnp.maximum(count - 1, 1)
@@ -160,10 +160,10 @@ def explained_variance(
     *,
     parallel: Parallel = None,
 ) -> Float[Array, ""]:
-    """How much of the returns the critic foresaw: 1 - var(G - V) / var(G), over all masked-in tokens of the step.
+    """The share of the returns' variance that the critic explains: 1 - var(G - V) / var(G), over the step's tokens.
 
-    1 is a perfect critic, 0 one no better than a constant, below 0 one that is worse. An offset of all values shows in
-    `value_error`, not here. Variances are found in two passes, as `whiten` finds its own.
+    It is 1 for a perfect critic, 0 for one that is no better than a constant, and below 0 for a worse one. A constant
+    offset of the values shows in `value_error`, not here. Variances take two passes over the tokens, as in `whiten`.
 
     Args:
       values: `f32[R, T]`, V, or a stacked step `[K, R, T]`: the critic's before the update, as in `batch.values`.
@@ -172,7 +172,7 @@ def explained_variance(
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      The scalar f32; NaN where all returns are equal, for then there is nothing to explain.
+      An f32 scalar; NaN if all returns are equal, since there is no variance to explain.
 
     Raises:
       ValueError, TypeError: shapes that differ; a call inside `accumulate_gradients`.
@@ -201,6 +201,6 @@ def _explained_variance(axes: ShardAxes, values: jax.Array, returns: jax.Array, 
     _, mean, variance = _moments(axes, returns, keep)
     error = jnp.where(keep, returns.astype(jnp.float32) - values.astype(jnp.float32), 0)
     _, _, left = _moments(axes, error, keep)
-    # so small a variance is the rounding of a mean of equal returns
+    # such a small variance is the rounding error of equal returns
     nothing = variance <= (2.0**-22 * mean) ** 2
     return jnp.where(nothing, jnp.nan, 1 - left / jnp.where(nothing, 1, variance))

@@ -1,1 +1,1 @@
-"""Other systems and this one. Each module is imported only when it is asked for."""
+"""Adapters for other systems. Each module is imported only when a program imports it."""

@@ -1,4 +1,4 @@
-"""What vLLM and SGLang return for a request, as the tokens, masks and log-probs of a sample."""
+"""Reads the outputs of vLLM and SGLang as the tokens, masks and log-probs of a sample."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Truncated = Literal["train", "mask"]
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One request and what was sampled for it.
+    """One request and its completion.
 
     Args:
       prompt: token ids.
-      completion: token ids, the one that stopped it included.
-      log_probs: of the completion, None where none were asked for.
+      completion: token ids, including the one that stopped it.
+      log_probs: the log-probs of the completion, None if the request did not ask for them.
       finish_reason: "stop", "length", "abort" or another of the engine's.
       nucleus: the ids that could be drawn, by token of the completion.
     """
@@ -34,16 +34,16 @@ class Turn:
 
 
 def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str) -> dict[str, Any]:
-    """The fields of a `Sample`: each turn's prompt goes on from all before it, and what it adds is not trained on.
+    """The fields of a `Sample` of several turns. Tokens that a later prompt adds are not trained on.
 
     Args:
       turns: in order.
-      loss_mask: of all tokens after the first prompt, 0 for those that are not to be trained on either; or None.
-      truncated: what happens to a sample whose last turn did not end by itself.
+      loss_mask: for all tokens after the first prompt, 0 to exclude more of them from training; or None.
+      truncated: "train" on a sample whose last turn did not end by itself, or "mask" it.
 
     Raises:
-      ValueError: a prompt that does not begin with what came before, values that only some turns have, a mask of
-        another length, a last turn that was aborted or goes on.
+      ValueError: a prompt that does not begin with the turns before, values that only some turns have, a mask of
+        another length, a last turn that was aborted or is not finished.
     """
     tokens = list(turns[0].prompt)
     start = len(tokens)
@@ -82,7 +82,7 @@ def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str) -> dict[str, A
 
 
 def _added(turn: int, so_far: list[int], prompt: list[int]) -> list[int]:
-    """What the environment wrote between the last completion and this one."""
+    """The tokens of the environment between the last completion and this one."""
     if prompt[: len(so_far)] != so_far:
         same = next((i for i, (a, b) in enumerate(zip(so_far, prompt, strict=False)) if a != b), len(prompt))
         raise ValueError(
@@ -114,7 +114,7 @@ def as_turns(output: Any) -> list[Any]:
 
 
 def _get(x: Any, name: str) -> Any:
-    """An entry of a dictionary, or an attribute of an object of the engine's own; None where there is none."""
+    """An entry of a dictionary, or an attribute of one of the engine's objects; None if it is missing."""
     return x.get(name) if isinstance(x, Mapping) else getattr(x, name, None)
 
 
@@ -198,7 +198,7 @@ _NUCLEUS_OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
 
 
 def sglang_turn(where: str, output: Any) -> Turn:
-    """What /generate and `Engine.generate` return, with the request's `input_ids` beside it.
+    """The result of /generate or `Engine.generate`, with the request's `input_ids` beside it.
 
     Args:
       where: its name, for errors.

@@ -33,10 +33,10 @@ def batch_of(
     parallel: ParallelMesh | None = None,
     **arrays: Any,
 ) -> RolloutBatch:
-    """A batch of MaxText's, whose targets are shifted already; traceable.
+    """Converts a batch of MaxText, whose targets are already shifted; works under jit.
 
-    A position carries loss where `targets_segmentation` is not 0, as in MaxText's loss, and `targets_loss_mask`, where
-    the batch has one, neither.
+    A position carries loss where `targets_segmentation` is not 0, as in MaxText's loss, and `targets_loss_mask`, if the
+    batch has one, is not 0 either.
 
     Args:
       data: `i32[R, T]` inputs, targets, inputs_segmentation, inputs_position and targets_segmentation; other keys are
@@ -79,14 +79,14 @@ def batch_of(
 
 
 def hidden_and_head(model: Any, decoder_output: Float[Array, "R T H"]) -> tuple[Float[Array, "R T H"], Head]:
-    """What `model.logits_from_hidden_states_for_vocab_tiling(decoder_output)` multiplies, instead of the product.
+    """The factors of `model.logits_from_hidden_states_for_vocab_tiling(decoder_output)`: hidden states and the head.
 
-    The decoder's output goes through its last norm. The head is `logits_dense`, or the embedding table where
-    `logits_via_embedding`, which MaxText rounds to bf16 there; `normalize_embedding_logits` is a scale and
-    `final_logits_soft_cap` a soft-cap of such a head alone. Dropout is that of inference: none.
+    The decoder's output goes through its last norm. The head is `logits_dense` or, with `logits_via_embedding`, the
+    embedding table, which MaxText then rounds to bf16. `normalize_embedding_logits` becomes a scale and
+    `final_logits_soft_cap` a soft-cap, both for an embedding table only. There is no dropout, as in inference.
 
     Args:
-      model: MaxText's NNX `Transformer`; call it where the model holds what is differentiated.
+      model: MaxText's NNX `Transformer`; call this inside the loss, on the model that is differentiated.
       decoder_output: `[R, T, H]`, before the last norm.
 
     Returns:

@@ -1,5 +1,5 @@
-"""What the modules of Flax, Equinox, Tunix and Qwix hold as a head. None of them is imported: an object of a package
-that nobody imported does not exist."""
+"""Reads a head out of modules of Flax, Equinox, Tunix and Qwix. None of them is imported here: an object of such a
+package can exist only if the program has imported it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _QWIX_NOTES = ("qwix_path", "qwix_rngs", "disable_quant_stats_update")
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What was found in a module.
+    """The parts of a head in a module.
 
     Args:
       kernel: `[H, V]` or `[V, H]`.
@@ -62,7 +62,7 @@ def parts_of(module: Any) -> Parts:
 
 
 def narrowed(x: Any, dtype: Any) -> Any:
-    """x in the dtype that a module multiplies in, where that is the narrower one: the wider changes no product."""
+    """x in the dtype in which a module multiplies, if that is narrower; a wider dtype would not change a product."""
     if x is None or dtype is None or jnp.dtype(dtype).itemsize >= x.dtype.itemsize:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -87,7 +87,7 @@ def _is(x: Any, package: str, name: str) -> bool:
 
 
 def _value(where: str, x: Any) -> Any:
-    """The array of floats within a variable or box, or a TypeError that says what is there instead."""
+    """The array of floats within a variable or box; raises a TypeError that names any other content."""
     while _is(x, "flax.nnx", "Variable") or _is(x, "flax.core.meta", "AxisMetadata"):
         x = x.get_value() if _is(x, "flax.nnx", "Variable") else x.value
     if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
@@ -102,7 +102,7 @@ def _value(where: str, x: Any) -> Any:
 
 
 def _adapter(where: str, name: str, holder: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """What Qwix's LoraProvider, and so Tunix, puts beside a parameter."""
+    """The adapter that Qwix's LoraProvider, which Tunix uses, puts beside a parameter."""
     a, b = (holder.get(f"{name}_lora_{which}") for which in "ab")
     if a is None and b is None:
         return None
@@ -222,7 +222,7 @@ def _from_equinox(x: Any) -> Parts | None:
 def _from_tunix(x: Any) -> Parts | None:
     """A model's `lm_head`, an Einsum of its own over `w`, or its embedder, whose `decode` makes logits.
 
-    Every Tunix model defines both classes anew, so that they are known by what they hold.
+    Every Tunix model defines both classes anew, so they are recognised by their attributes.
     """
     if not _is(x, "flax.nnx", "Module"):
         return None

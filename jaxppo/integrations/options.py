@@ -1,6 +1,6 @@
-"""What the readers of other systems' configurations share: their result, and errors that name the key.
+"""Shared code of the readers of other systems' configurations: their result, and errors that name the key.
 
-They give the fields of a `PolicyLossConfig` and not the class, which itself reads such configurations.
+They return the fields of a `PolicyLossConfig` rather than an instance, since that class calls them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxppo._arrays import is_number
 
 
 class Reading(NamedTuple):
-    """What was read: the fields of a `PolicyLossConfig`, and the rest as a `Translation` has it."""
+    """The result of a reader: the fields of a `PolicyLossConfig`, and the other fields of a `Translation`."""
 
     policy: dict[str, Any]
     head: dict[str, Any]
@@ -24,28 +24,28 @@ class Reading(NamedTuple):
 
 
 def by_name(reasons: Mapping[str, str], section: str = "") -> dict[str, str]:
-    """{reason: "name name"} as {name: reason}, the names in a section."""
+    """Turns {reason: "name name"} into {name: reason}, with the section before each name."""
     return {section + name: reason for reason, names in reasons.items() for name in names.split()}
 
 
 def about(key: str, elsewhere: Mapping[str, str]) -> str | None:
-    """What a key is about; a name that ends in a dot speaks of that section, one that ends in "_" of all so begun."""
+    """The remark on a key. A name that ends in "." stands for a section, one that ends in "_" for a prefix."""
     begin = [name for name in elsewhere if name[-1] in "._" and f"{key}.".startswith(name)]
     return elsewhere.get(key) or (elsewhere[max(begin, key=len)] if begin else None)
 
 
 class Options:
-    """The values of a configuration by key, another system's own defaults where none was given.
+    """The values of a configuration by key, with the other system's defaults for missing keys.
 
     Args:
       given: the configuration.
-      defaults: the keys that are translated.
-      elsewhere: what the other keys are about.
-      system: whose they are, for the error.
-      others: what keys are about that the system has not; None makes them an error.
+      defaults: the keys that are translated, with their defaults.
+      elsewhere: remarks on the system's other keys.
+      system: the name of the system, for the error.
+      others: the remark on keys that the system does not have; None makes them an error.
 
     Raises:
-      ValueError: lists the keys that the system has not.
+      ValueError: lists the keys that the system does not have.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The arguments of slime in the words of this package. https://github.com/THUDM/slime"""
+"""Translates the arguments of slime. https://github.com/THUDM/slime"""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from jaxppo.integrations.translation import Translation
 
 
 def translate(args: Namespace | Mapping[str, Any]) -> Translation:
-    """slime's arguments as a policy loss and as arguments of the functions around it.
+    """Translates slime's arguments to a policy loss and to arguments of the functions around it.
 
-    What is not given has slime's default. Of a `Namespace`, what slime does not define is taken for Megatron's or
-    SGLang's; of a mapping it is an error. Mean weights (`tis_batch_normalize`) are of the whole step here, not of a
-    micro-batch.
+    Missing arguments have slime's defaults. An argument that slime does not define is taken for Megatron's or SGLang's
+    in a `Namespace`, and is an error in a mapping. Mean weights (`tis_batch_normalize`) are over the whole step here,
+    not over a micro-batch.
 
     Args:
-      args: what slime's `parse_args` returns, or its names and values, those of the file of `--custom-config-path`
-        among them.
+      args: the result of slime's `parse_args`, or its names and values, including those of the file of
+        `--custom-config-path`.
 
     Returns:
-      The loss, the head's temperature, `row_length` and `max_tokens` of a batch as far as they are given, and what the
-      other arguments are about.
+      The loss, the head's temperature, the `row_length` and `max_tokens` of a batch if they are given, and a remark on
+      each other argument.
 
     Raises:
-      ValueError: unknown names, all listed; a value that is none of its argument's, or that this package has no meaning
-        for.
+      ValueError: unknown names, all of them listed; a value that its argument does not allow, or that has no
+        equivalent here.
 
     Example:
       >>> found = translate({"advantage_estimator": "gspo", "eps_clip": 4e-4, "max_tokens_per_gpu": 9216, "lr": 1e-6})

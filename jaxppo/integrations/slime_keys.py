@@ -1,4 +1,4 @@
-"""The arguments of slime: those that are translated, with slime's defaults, and what the others are about."""
+"""The arguments of slime: those that are translated, with slime's defaults, and remarks on the others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MISMATCH_HELPER = {
     **dict.fromkeys(("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize")),
     **dict.fromkeys(("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")),
 }
-# What the others are about. A name that ends in "_" speaks of all that begin so.
+# Remarks on the others. A name that ends in "_" stands for all names with that prefix.
 ELSEWHERE = by_name(
     {
         "gamma= of jaxppo.advantages": "gamma",

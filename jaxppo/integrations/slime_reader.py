@@ -1,7 +1,7 @@
 """The arguments of slime, read as the fields of a `PolicyLossConfig`.
 
-An argument is translated, about something else (`Translation.elsewhere` says what), or refused by name: a value whose
-meaning this package does not have is an error.
+An argument is translated, or has a remark in `Translation.elsewhere`, or is refused by name: a value without an
+equivalent here is an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STATISTICS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_
 
 
 def read(args: Namespace | Mapping[str, Any]) -> Reading:
-    """The policy loss of a configuration, and what is around it, see `slime.translate`."""
+    """Reads the policy loss of a configuration and the options around it, see `slime.translate`."""
     given, others = (vars(args), "no argument of slime's own") if isinstance(args, Namespace) else (args, None)
     options = Options(given, DEFAULTS | MISMATCH_HELPER, ELSEWHERE, f"slime at {VERSION}", others)
     options.choice("loss_type", ("policy_loss",), "sft_loss is a function of its own, a loss of your own a PolicyLoss")
@@ -83,7 +83,7 @@ def _correction(options: Options, penalised: bool) -> OffPolicyConfig | None:
 
 
 def _mismatch_helper(options: Options, penalised: bool) -> dict[str, Any]:
-    """What examples/train_infer_mismatch_helper computes, as fields of an `OffPolicyConfig`."""
+    """The correction of examples/train_infer_mismatch_helper, as fields of an `OffPolicyConfig`."""
     missing = [name for name in MISMATCH_HELPER if name not in options.given]
     if missing:
         raise ValueError(

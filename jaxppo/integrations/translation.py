@@ -1,4 +1,4 @@
-"""Another system's configuration in the words of this package."""
+"""The result of translating another system's configuration."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jaxppo.integrations.options import Reading
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """Another system's configuration in the words of this package.
+    """The translation of another system's configuration.
 
     Args:
       config: the policy loss.
       head: keyword arguments of `log_probs_from_hidden`, `log_probs_from_logits` and `policy_loss_from_hidden`.
-      batching: keyword arguments of `RolloutBatch.from_samples`, as far as the configuration says them.
-      elsewhere: the keys that were given and that are about something else, each with what that is.
+      batching: keyword arguments of `RolloutBatch.from_samples`, as far as the configuration has them.
+      elsewhere: the given keys that are about something else, each with a remark on what that is.
     """
 
     config: PolicyLossConfig
@@ -27,5 +27,5 @@ class Translation:
 
     @classmethod
     def of(cls, found: Reading) -> Self:
-        """What a reader found, its policy loss as a config."""
+        """Makes a translation from the result of a reader."""
         return cls(PolicyLossConfig(**found.policy), found.head, found.batching, found.elsewhere)

@@ -1,4 +1,4 @@
-"""How far the sampler is from the trainer: metrics of a step, and a report from `python -m jaxppo.mismatch A B`."""
+"""Compares sampler and trainer: metrics of a step, and a report from `python -m jaxppo.mismatch TRAINER SAMPLER`."""
 
 from jaxppo.mismatch.metrics import mismatch_metrics
 from jaxppo.mismatch.report import MismatchReport, mismatch_report

@@ -1,7 +1,8 @@
-"""How far a sampler's log-probs are from a trainer's, from two files: `python -m jaxppo.mismatch TRAINER SAMPLER`.
+"""Compares a sampler's log-probs with a trainer's, from two files: `python -m jaxppo.mismatch TRAINER SAMPLER`.
 
-A file is an .npy of log-probs, or an .npz with `log_probs`, or with `hidden` and `kernel` of the same tokens. Then KL,
-total variation and the likeliest token are those of the whole vocabulary, and the report says what rounding explains.
+A file is an .npy of log-probs, or an .npz with `log_probs`, or one with `hidden` and `kernel` of the same tokens. With
+hidden states, KL, total variation and the likeliest token are over the whole vocabulary, and the report tells how much
+of the difference rounding explains.
 The trainer's .npz may also hold `targets` (needed with hidden), `where`, `positions`, `entropy`, `temperature`; both
 may hold `bias`. Arrays of bfloat16 may be stored as numpy stores them.
 """
@@ -30,14 +31,14 @@ def read(path: str | Path) -> Arrays:
     """The arrays of a file by name; an .npy is `log_probs`. Nothing is unpickled."""
     loaded = np.load(path, allow_pickle=False)
     arrays = {"log_probs": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
-    # numpy stores a dtype that it does not know as so many bytes
+    # numpy stores a dtype that it does not know, such as bfloat16, as raw bytes
     return {name: x.view(ml_dtypes.bfloat16) if x.dtype == "V2" else x for name, x in arrays.items()}
 
 
 def compare(
     trainer: Arrays, sampler: Arrays, *, layout: str = "hv", rounded_to: Rounding = "bfloat16"
 ) -> TokenMismatch:
-    """The tokens of two files; over the whole vocabulary where both hold hidden states."""
+    """Compares the tokens of two files; over the whole vocabulary if both hold hidden states."""
     if "hidden" not in trainer or "hidden" not in sampler:
         for name, arrays in (("trainer", trainer), ("sampler", sampler)):
             if "log_probs" not in arrays:
@@ -75,7 +76,7 @@ def _model(arrays: Arrays, layout: Any, row: tuple[int, ...]) -> tuple[Any, Head
 
 
 def report(trainer: Arrays, sampler: Arrays, *, bins: int = 8, **how: Any) -> MismatchReport:
-    """What `main` prints."""
+    """The report that `main` prints."""
     where = None if "where" not in trainer else trainer["where"] > 0
     found = compare(trainer, sampler, **how)
     return mismatch_report(found, where=where, positions=trainer.get("positions"), bins=bins)

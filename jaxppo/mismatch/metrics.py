@@ -1,4 +1,4 @@
-"""Metrics of how far the sampler's log-probs are from the trainer's."""
+"""Metrics of the difference between the sampler's and the trainer's log-probs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mismatch_metrics(
         weight_std, weight_min, weight_max of r, which importance weights bound      effective_sample_size
         sequence_effective_sample_size: over sequences, of exp(D) in place of r
 
-    The tokens are the sampler's: `k3_kl` alone has no bias for it.
+    The tokens are drawn by the sampler, so of the divergences by k3 only `k3_kl` is unbiased.
 
     Args:
       batch: `[R, T]`; needs `rollout_log_probs`, and `old_log_probs` unless others are given.
@@ -131,11 +131,11 @@ def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metr
 def _jensen_shannon(d: Float[Array, "R T"]) -> Float[Array, "R T"]:
     """0.5 k3(p, m) + 0.5 k3(q, m) with m = (p + q) / 2 and log p - log q = d, k3(a, b) = a / b - 1 - log(a / b).
 
-    p / m and q / m add up to 2, so that their logarithms are left: log cosh(d / 2), here without a difference.
+    p / m and q / m add up to 2, so only their logarithms are left: log cosh(d / 2), computed without cancellation.
     """
     return jnp.log1p(2 * jnp.sinh(d / 4) ** 2)
 
 
 def _moments(reduced: dict[str, Metric], first: str, second: str) -> dict[str, Metric]:
-    """Takes two metrics out, the parts that `deviation` and `effective_share` combine."""
+    """Removes two metrics from `reduced` and returns them as the parts of `deviation` and `effective_share`."""
     return {"first": reduced.pop(first), "second": reduced.pop(second)}

@@ -1,4 +1,4 @@
-"""A report of how far sampler and trainer are apart: figures over all tokens, by position and by entropy."""
+"""A report of the difference between sampler and trainer: figures over all tokens, by position and by entropy."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class MismatchReport:
     """Figures of d = trainer - sampler log-prob; `print` shows them as a table.
 
     Args:
-      tokens: how many were compared.
-      not_finite: how many more count, but have a log-prob that is infinite or NaN; no figure holds them.
+      tokens: the number of tokens that were compared.
+      not_finite: the number of tokens left out, since a log-prob is infinite or NaN.
       exact: KL and total variation are over the whole vocabulary, not estimated from the sampled tokens.
       figures: by name: mean, abs_mean, abs_max, abs_q50 to abs_q99.9, rms, kl, reverse_kl, total_variation and, where
         they are known, same_top, rounding_rms and beyond_rounding.
-      by_position: the same of ranges of positions, with `low`, `high` (both included) and `tokens`.
-      by_entropy: the same of ranges of entropy with about equally many tokens; empty where no entropy is known.
+      by_position: the same figures for ranges of positions, with `low`, `high` (both included) and `tokens`.
+      by_entropy: the same figures for ranges of entropy with about equally many tokens; empty without entropies.
     """
 
     tokens: int
@@ -70,15 +70,15 @@ def mismatch_report(
     positions: Int[Array, "..."] | None = None,
     bins: int = 8,
 ) -> MismatchReport:
-    """How far sampler and trainer are apart, over all tokens, by position and by entropy; on the host, in f64.
+    """Compares sampler and trainer over all tokens, by position and by entropy; on the host, in f64.
 
-    With d = log p - log q of a token that the sampler q drew, r = exp(d), d within [-20, 20] where exp is taken of it;
-    KL and total variation are means of what `token_mismatch` found over the whole vocabulary, or else of
+    Let d = log p - log q for a token that the sampler q drew, clamped to [-20, 20] before exp, and r = exp(d). KL and
+    total variation are means of the values that `token_mismatch` found over the whole vocabulary, or else of
 
         KL(q || p) = r - 1 - d      KL(p || q) = r d - r + 1      total variation = |r - 1| / 2
 
-    whose expectations over q they are. Rounding explains a root mean square of `rounding`, and hardly a token beyond 6
-    times that: where the share beyond is not 0, look for a bug.
+    which have the right expectation over q. Rounding explains differences with a root mean square of `rounding`, and
+    practically no token beyond 6 times that. If the share beyond is not 0, look for a bug.
 
     Args:
       tokens: `TokenMismatch(log_probs, rollout_log_probs)`, or what `token_mismatch` returns; arrays of any one shape,
@@ -130,7 +130,7 @@ def mismatch_report(
 
 
 def _by_token(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The values of each token that the figures are means and quantiles of."""
+    """The values of each token, of which the figures are means and quantiles."""
     d = values["log_probs"] - values["rollout_log_probs"]
     bounded = np.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     grown = np.expm1(bounded)

@@ -1,4 +1,4 @@
-"""Sampler and trainer at each token: their log-probs, and from two heads what the full distributions say."""
+"""Compares sampler and trainer at each token: by their log-probs, or by the full distributions of two heads."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def token_mismatch(
 ) -> TokenMismatch:
     """Compares the trainer's hidden states and head with the sampler's at the same tokens, without logits.
 
-    `rounding` is what the roundings of the two heads can do to d = log p_y - log q_y: hidden states and kernels each
-    rounded twice to `rounded_to`, logits where a head says so, sums in f32 in any order. As far as these errors are
-    independent and of mean 0, to first order in them,
+    `rounding` is the scale of the error of d = log p_y - log q_y that rounding in the two heads causes: hidden states
+    and kernels are each rounded twice to `rounded_to`, logits if a head rounds them, and sums are in f32 in any order.
+    If these errors are independent and have mean 0, to first order in them,
 
         P(|d| > t rounding) <= 2 exp(-t^2 / 2),   rounding = 2 (1 - min(p_y, q_y)) * (the scale of a logit's error)
 
-    so that beyond 6 times the rounding, 3 tokens in 10^8, something else is different: a weight, a temperature, a
-    layer. What roundings inside of the model add to hidden states is not in it.
+    so that a difference beyond 6 times the rounding, which 3 tokens in 10^8 have by chance, has another cause: a
+    weight, a temperature, a layer. Rounding errors inside the model, before the hidden states, are not included.
 
     Args:
       hidden: `[R, T, H]`, the trainer's, see `log_probs_from_hidden`.

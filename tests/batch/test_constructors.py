@@ -310,7 +310,9 @@ def padded_loss(arrays, **options):
 def test_completions_that_are_padded_in_front():
     """Today: 11 was predicted at a padding token, and the loss was finite."""
     given = as_arrays(LEFT)
-    message = "completion_ids: got 0, the pad_id, before the tokens of row 0, expected padding behind completions"
+    message = (
+        "completion_ids: got 0, the pad_id, before the tokens of row 0, expected completions that are right-padded"
+    )
     for arrays in (given, jax.tree.map(jnp.asarray, given)):
         with pytest.raises(ValueError, match=message):
             made("from_padded", arrays, pad_id=0)
