@@ -36,8 +36,7 @@ def log_probs_from_hidden(
 
     Args:
       hidden: `[R, T, H]`, f32 or bf16; sharded by `parallel.hidden_spec`.
-      head: a `Head`, or its bare kernel `[H, V]`. Where no gradient of a parameter is asked for, nothing of it is
-        computed.
+      head: a `Head`, or its bare kernel `[H, V]`. Only the gradients that are asked for are computed.
       targets: `i32[R, T]`, the token that each position predicts.
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`, a constant of differentiation.

@@ -1,4 +1,4 @@
-"""Checks of the arguments that both ways to log-probs share."""
+"""Checks of the arguments that `log_probs_from_hidden` and `log_probs_from_logits` share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_targets(targets: Any, shape: tuple[int, ...], source: str) -> None:
 
 
 def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
-    """The ids as i32, where narrower ones could not name a column and wider ones would lose their high bits."""
+    """The ids as i32: narrower dtypes may be too small for a column's id; ids above i32 become -2, which is invalid."""
     ids = jnp.asarray(ids)
     if ids.dtype.itemsize > 4:
         ids = jnp.where((ids >= -1) & (ids < 2**31), ids, -2)
@@ -37,7 +37,7 @@ def as_id_sets(what: str, ids: Any, tokens: tuple[int, ...]) -> Int[Array, "R T 
 
 
 def as_adapter_ids(what: str, lora: Any, adapter_ids: Any, rows: int) -> Int[Array, "R"] | None:
-    """Which adapter each row has, as i32; None where there is one for all, or none."""
+    """The adapter of each row, as i32; None if all rows share one adapter, or there is none."""
     stacked = lora is not None and lora.a.ndim == 3
     if not stacked and adapter_ids is None:
         return None

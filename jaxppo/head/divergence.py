@@ -1,4 +1,4 @@
-"""The divergence of two heads at each token: both vocabularies walked together, tile by tile, and its gradient rule."""
+"""The divergence of two heads at each token, tile by tile over both vocabularies at once, with its gradient rule."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def pair_on_device(
 def terms(
     divergence: str, beta: float, log_p: Float[Array, "..."], log_q: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """What each column of student p and teacher q adds to the divergence D, and h = d D / d log p with p unconstrained.
+    """The term of each column of student p and teacher q in the divergence D, and h = dD / d log p, p unconstrained.
 
     Through the softmax, d D / d z_j = h_j - p_j * sum(h). No column adds less than 0: that of KL(a || b) adds
     a log(a / b) - a + b, where -a + b is 0 in the sum over all columns, and rounding is of the size of what it adds.

@@ -1,9 +1,9 @@
-"""How tokens and columns are cut: by device, sizes and the memory allowed. Numbers do not depend on it, time does.
+"""Plans the tiles of a call by device, sizes and memory. Plans change the time, and results by rounding only.
 
-CPUs want tiles that fit their caches. Accelerators want wide ones: an f32 accumulator that is read and written for
-each tile hides behind its product where the tile has about 4 * peak flops / memory bandwidth columns or tokens, 664 on
-a v5p, 1180 on an H100, 2240 on a v6e, and twice that where the update is an op of its own. So there a chunk of tokens
-meets the device's whole part of the vocabulary at once, and gradients of logits wait for one product of many chunks.
+CPUs are fast with tiles that fit their caches. Accelerators need wide ones: each tile reads and writes an f32
+accumulator, and the product hides that if the tile has about 4 * peak flops / memory bandwidth columns or tokens: 664
+on a v5p, 1180 on an H100, 2240 on a v6e, and twice that if the update is an op of its own. So on accelerators a chunk
+of tokens meets the device's whole part of the vocabulary at once, and dlogits wait for one product of many chunks.
 """
 
 from __future__ import annotations
@@ -124,9 +124,10 @@ def references(call: HeadCall, inputs: Inputs) -> bool:
 
 
 def window(call: HeadCall, columns: int) -> int:
-    """How many of the `columns` of V that it holds a device works on: a share, if all of the tensor axis hold them.
+    """The number of columns that a device works on, out of the `columns` that it holds.
 
-    JAX cannot shard a vocabulary that the tensor axis does not divide.
+    If all devices of the tensor axis hold the same columns, each works on its share: JAX cannot shard a vocabulary that
+    the tensor axis does not divide.
     """
     shared = call.axes.tensor and not set(call.v_names) & set(call.axes.tensor)
     return -(-columns // call.axes.size(call.axes.tensor)) if shared else columns
@@ -152,9 +153,9 @@ def _small_one_pass(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
 
 
 def _late(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
-    """The largest group of tokens that fits, in the largest chunks that do.
+    """The largest group of tokens that fits the memory, in the largest chunks that fit.
 
-    All tokens at once are one group of one chunk only where a `memory` is given: they take twice that of chunks.
+    All tokens as a single chunk are considered only if a `memory` is given, since that takes twice as much as chunks do.
     """
     N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
     fixed = sizes.gathered + sizes.rows
@@ -187,16 +188,16 @@ def _late(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
 
 @functools.cache
 def two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
-    """Statistics first, then gradients; `frozen`, none of a parameter's.
+    """Two passes: statistics first, then gradients; with `frozen`, no gradient of a parameter.
 
     Raises:
-      ValueError: memory for no tile.
+      ValueError: a memory that no tile fits.
     """
     return (_wide_two_passes if call.profile.whole else _small_two_passes)(call, sizes, frozen)
 
 
 def _shrunk(call: HeadCall, sizes: Sizes, cut: Cut, fixed: int) -> Cut:
-    """The cut made smaller until it fits the memory, where there is one."""
+    """Makes the cut smaller until it fits the memory, if one is given."""
     least = Cut(min(cut.tokens, 8), min(cut.columns, 128))
 
     def size(cut: Cut) -> int:
@@ -214,7 +215,7 @@ def _shrunk(call: HeadCall, sizes: Sizes, cut: Cut, fixed: int) -> Cut:
 
 
 def _small_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
-    """Few columns cost reads of the accumulated dhidden, few tokens those of an accumulated block of dkernel."""
+    """Fewer columns mean more reads of the accumulated dhidden; fewer tokens, of an accumulated block of dkernel."""
     N, H, profile = sizes.tokens, sizes.features, call.profile
     tile = profile.tile // call.heads
     most = profile.tokens if sizes.masked or profile.wide < N else N

@@ -46,11 +46,11 @@ LANES = 128  # of a TPU's registers
 
 
 class HeadOptions(TypedDict, total=False):
-    """How the work of a head is done; what it computes does not depend on it beyond rounding.
+    """Options of how a head computes; they change its results by rounding only.
 
     Args:
-      hidden_spec: how the hidden states are sharded, where it is not `parallel.hidden_spec`. Their tokens are brought
-        to where the batch's lie, which `sharding.audit` notes; inside a `shard_map` another spec is refused.
+      hidden_spec: the PartitionSpec of hidden states that do not lie as `parallel.hidden_spec`. They are resharded as
+        the batch's tokens are, which `sharding.audit` notes; inside a `shard_map` another spec is refused.
       memory: bytes that a device may spend beside its results. By default a sixteenth of an accelerator's memory for
         one pass, 0.27 GiB (and dhidden in f32 beyond 8192 tokens) for two; on CPUs 48 MiB and tiles of 8 MiB.
       precision: of products, as `jnp.dot` takes it. bf16 operands multiply in one pass with f32 sums. Of f32 operands
@@ -98,10 +98,10 @@ def prepare_head(
     heads: int = 1,
     name: str = "head",
 ) -> Prepared:
-    """The arguments of `log_probs_from_hidden`, checked.
+    """Checks the arguments of `log_probs_from_hidden` and prepares the call.
 
-    Beside those: `heads`, how many are walked together; `name`, of this one; targets may be None where nothing asks for
-    their log-probs.
+    Two more arguments: `heads`, the number of heads that share the memory, and `name`, the name of this one in errors.
+    `targets` may be None if no log-probs are asked for.
     """
     chosen = check_options(options)
     check_floating(f"{name.removesuffix('head')}hidden", hidden, 3, "[R, T, H]")
@@ -164,7 +164,7 @@ def _call(
         v_names = tuple(n for n in v_names if n in varying(head.kernel))
         own, columns = columns, columns * axes.size(v_names)
     device = plan.device_kind(parallel, head.kernel)
-    # a TPU holds a `[H, V]` kernel whose V is no multiple of 128 as its `[V, H]`
+    # a TPU stores a `[H, V]` kernel transposed if V is not a multiple of 128
     transposed = head.layout == "hv" and "TPU" in device and own % LANES != 0
     deterministic = options.get("deterministic", False)
     assert head.layout is not None
@@ -201,7 +201,7 @@ def _specs(p: ParallelMesh, head: Head, placement: Placement, inputs: Inputs) ->
 
 
 def _copied(p: ParallelMesh, inputs: Inputs, specs: Inputs) -> tuple[Inputs, Inputs]:
-    """The parameters as one copy a device, so that a step of many micro-batches sums their gradients once."""
+    """Gives each device its own copy of the parameters, so that a step of many micro-batches sums gradients once."""
     of_given = (*specs.parameters, specs.lora_a)
     given = zip((*inputs.parameters, inputs.lora_a), of_given, strict=True)
     *parameters, lora_a = (None if x is None else one_a_device(x, p, spec) for x, spec in given)

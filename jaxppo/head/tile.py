@@ -101,8 +101,8 @@ def logits_of_rows(call: HeadCall, rows: Features, temperature: Any, parameters:
     return x if temperature is None else x / temperature
 
 
-# A reference that lies more than 16 below the maximum shows in rounding: at 16 it costs a log-prob 2e-6, an entropy
-# 4e-6. Then the sum of exponentials may be larger than this, and is computed again.
+# A reference far below the maximum costs accuracy: at a distance of 16, 2e-6 in a log-prob and 4e-6 in an entropy.
+# A sum of exponentials above this number may have one farther away, and is computed again.
 FARTHEST = math.exp(16)
 FEW = 128  # tokens that are computed again together
 
@@ -181,18 +181,18 @@ def _outer(call: HeadCall, dz: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def as_factor(call: HeadCall, rows: Features, counts: jax.Array) -> Features:
-    """Features as `parameter_gradients` takes them, to be made outside a loop over the vocabulary.
+    """Features in the form that `parameter_gradients` takes; make them outside a loop over the vocabulary.
 
-    Rows that do not count are 0: one may hold NaN, and 0 * NaN is NaN. For "hv" in f32 they are transposed: XLA for
-    CPUs takes a tenth to a third longer for a product whose left factor is contracted along its rows. Of bf16 it cannot
-    run the product if it transposes by layout.
+    Rows that do not count are set to 0: they may hold NaN, and 0 * NaN is NaN. In f32 with "hv" they are transposed:
+    XLA for CPUs takes 10% to 33% longer for a product whose left factor is contracted along its rows. It cannot run
+    that product in bf16 if the factor is transposed by layout.
     """
     rows = jax.tree.map(lambda x: jnp.where(counts[:, None], x, 0), rows)
     return jax.tree.map(lambda x: x.T if _transposes(call, x) else x, rows)
 
 
 def first_of_factor(call: HeadCall, factor: Features, count: int) -> Features:
-    """What `as_factor` made, of the first `count` tokens."""
+    """The part of `as_factor`'s result for the first `count` tokens."""
     return jax.tree.map(lambda x: x[:, :count] if _transposes(call, x) else x[:count], factor)
 
 

@@ -58,7 +58,7 @@ class TokenStats:
 
 
 class Features(NamedTuple):
-    """What tokens multiply parameters with: hidden states, and hidden @ lora.a where there is an adapter."""
+    """The features of tokens, which multiply parameters: hidden states and, with an adapter, hidden @ lora.a."""
 
     hidden: Any
     low: Any = None
@@ -106,20 +106,20 @@ class Transform:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What is good for a kind of device.
+    """The sizes that suit a kind of device.
 
     Args:
-      whole: chunks meet the whole part of the vocabulary.
-      one_pass: bytes of the one pass by default.
-      tile: bytes of a tile of two passes, f32 logits and their gradient; on accelerators of a forward's logits.
-      tokens: of a tile of the forward and of a chunk of the one pass, on CPUs of all tiles.
-      least: tokens of a group of the one pass: with fewer, reading and writing dkernel costs more than two passes do.
-      group: the most tokens whose gradients of logits one late product takes.
+      whole: whether a chunk meets the device's whole part of the vocabulary.
+      one_pass: the default memory of one pass, in bytes.
+      tile: bytes of a tile of two passes: f32 logits and their gradient; on accelerators the logits of a forward.
+      tokens: tokens of a tile of the forward and of a chunk of one pass; on CPUs of all tiles.
+      least: the fewest tokens of a group in one pass: with fewer, two passes cost less than the updates of dkernel.
+      group: the most tokens whose dlogits go into one late product.
       chunk: tokens of a tile that follows a mask.
-      columns: of a tile of the second pass; on CPUs of the one pass.
+      columns: columns of a tile of the second pass; on CPUs of one pass.
       wide: tokens of a tile of the second pass.
-      masked_columns: of a tile of the second pass that follows a mask.
-      deterministic: tokens of every chunk.
+      masked_columns: columns of a tile of the second pass that follows a mask.
+      deterministic: tokens of every chunk of a deterministic call.
       shared_sums: devices share a sum of a bf16 gradient out along H. XLA for GPUs would transpose it for that, and XLA
         for CPUs sends f32 all the same.
       references: bytes of a forward's tile, of f32 logits that are in no memory: the compiler makes sums of
@@ -154,17 +154,17 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a device has to do; in tokens, features and columns, and bytes.
+    """The sizes of a device's work, in tokens, features, columns and bytes.
 
     Args:
       tokens: N.
       features: H.
       columns: of the vocabulary, of the device's part.
-      itemsize: of what products take.
-      rows: bytes of hidden states gathered over the tensor axis, 0 where there are none to gather.
-      gathered: bytes of a kernel gathered over FSDP axes, 0 where there is none to gather.
-      accumulator: bytes of an f32 gradient of the kernel beside the result, 0 where the result is one.
-      masked: the work follows the tokens that count.
+      itemsize: bytes of a number in products.
+      rows: bytes of hidden states gathered over the tensor axis, 0 if none are gathered.
+      gathered: bytes of a kernel gathered over FSDP axes, 0 if it is not gathered.
+      accumulator: bytes of an f32 gradient of the kernel beside the result, 0 if the result itself is in f32.
+      masked: whether the work follows the tokens that count.
       of_logit: of a logit in f32, with a bool where there is a nucleus, and a gradient in f32 where there are ids.
       references: sums of exponentials are relative to a reference.
     """
@@ -183,14 +183,14 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a call is computed.
+    """The schedule and the tiles of a call.
 
     Args:
       forward: the tile of the statistics.
-      forward_by_vocabulary: their outer loop is over the vocabulary.
+      forward_by_vocabulary: whether their outer loop is over the vocabulary.
       backward: the schedule of the gradients, by the name of its function.
-      cut: its tile.
-      group: tokens whose gradients of logits one late product takes.
+      cut: the tile of the gradients.
+      group: the number of tokens whose dlogits go into one late product.
     """
 
     forward: Cut
@@ -269,7 +269,7 @@ class Prepared(NamedTuple):
 
 
 class NeedsGrad(NamedTuple):
-    """Which gradients are asked for, as fields that are True, not None; the others leave nothing in the program."""
+    """The gradients that are asked for: True in their fields, None in the others, which cost nothing."""
 
     features: Features
     parameters: Parameters

@@ -38,13 +38,13 @@ def in_rows(shape: tuple[int, ...], stats: Any) -> Any:
 def reduce_tokens(
     call: HeadCall, inputs: Inputs, token_loss: TokenLoss, per_token: Any, shared: Any
 ) -> tuple[jax.Array, TokenStats]:
-    """Per-shard: the losses of all devices' tokens, summed, and this one's statistics, constants.
+    """Per-shard: the sum of all devices' token losses, and this device's statistics as constants.
 
-    One pass where the memory has room for it and nothing is of f16, else two. The loss of a token is to depend on that
-    token alone.
+    It takes one pass if the memory has room for it and nothing is in f16, else two. The loss of a token must depend on
+    that token alone.
 
     Args:
-      call: static.
+      call: the static part of the call.
       inputs: the arrays of the head, as the device holds them.
       token_loss: of some tokens; hashable.
       per_token: arrays `[R, T, ...]` that it reads; constants of differentiation.
@@ -94,7 +94,7 @@ _token_stats.defvjp(_token_stats_forward, _token_stats_backward, symbolic_zeros=
 
 
 def gradients(plan: Plan, make: Callable[..., Walk], needs: NeedsGrad, known: Any) -> tuple[Features, Parameters]:
-    """The gradients that are asked for, of tokens whose residuals and cotangents are `known`, f32[N] each."""
+    """The gradients that are asked for; `known` holds the residuals and cotangents of tokens, f32[N] each."""
     with note(f"gradients, {plan}"):
         if plan.backward == "by_vocabulary":
             return by_vocabulary(make(by_vocabulary=True), needs, known)
@@ -179,7 +179,7 @@ def two_pass_plan(call: HeadCall, inputs: Inputs, needs: NeedsGrad) -> Plan:
 
 
 def cotangents_of_inputs(inputs: Inputs, features: Features, parameters: Parameters) -> Inputs:
-    """What a rule's backward returns: these gradients, which cannot be differentiated again, and none of the rest."""
+    """The result of a rule's backward: these gradients, which cannot be differentiated again, and None elsewhere."""
     once = partial(first_order, "a loss from hidden states")
     features, parameters = jax.tree.map(once, (features, parameters))
     zeros = jax.tree.map(jnp.zeros_like, inputs.temperature)
@@ -187,7 +187,7 @@ def cotangents_of_inputs(inputs: Inputs, features: Features, parameters: Paramet
 
 
 def dense(of_stats: Any) -> Any:
-    """Cotangents of statistics, with zeros where one is known to be 0."""
+    """Cotangents of statistics, with arrays of zeros in place of symbolic zeros."""
     zero = jax.custom_derivatives.SymbolicZero
     return jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.float32) if isinstance(x, zero) else x,
@@ -212,10 +212,10 @@ _NONE, _TRUE = (0,) * 6, (0,) * 7
 
 
 def to_save(tree: Any) -> Any:
-    """What a forward leaves to its backward, in the same structure whichever gradients are asked for.
+    """The residuals of a forward, in a structure that does not depend on which gradients are asked for.
 
-    A function under `jit` is traced once, and the forward of a rule in it once for each set of gradients that is asked
-    for. But JAX gives every backward the structure of what the last of these forwards saved.
+    A function under `jit` is traced once, and the forward of a rule in it once for each set of gradients. But JAX gives
+    every backward the structure that the last of these forwards saved.
     """
     return jax.tree.map(
         lambda x: x if x is not None and x is not True else jnp.zeros(_NONE if x is None else _TRUE, jnp.float32),
@@ -225,5 +225,5 @@ def to_save(tree: Any) -> Any:
 
 
 def saved(tree: Any) -> Any:
-    """What was given to `to_save`."""
+    """The inverse of `to_save`."""
     return jax.tree.map(lambda x: {_NONE: None, _TRUE: True}.get(x.shape, x), tree)

@@ -1,4 +1,4 @@
-"""One device's tokens before its part of the vocabulary, cut into tiles: what all schedules share."""
+"""One device's tokens and its part of the vocabulary, cut into tiles: the code that all schedules share."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SUMMED_TOKENS = 1024  # of dhidden, at a time
 
 
 class Walk:
-    """One device's tokens against its blocks of the vocabulary.
+    """One device's tokens and its blocks of the vocabulary, for a schedule to loop over.
 
     Args:
-      call: static.
+      call: the static part of the call.
       inputs: the device's arrays.
       cut: tokens and columns of a tile.
       by_vocabulary: the loop over the vocabulary is the outer one: all tokens that count come to the front at once, and
@@ -62,11 +62,11 @@ class Walk:
         self.references: jax.Array | None = None
 
     def vary(self, tree: Any) -> Any:
-        """Loop carries vary over all axes from the start."""
+        """Makes a loop carry vary over all axes, as it must from the start."""
         return jax.tree.map(lambda x: vary(x, self.axes), tree)
 
     def vary_results(self, tree: Any) -> Any:
-        """Results of tokens, the same on all devices of the tensor axis."""
+        """Makes results of tokens vary over all axes but the tensor axis, along which they are equal."""
         return jax.tree.map(lambda x: vary(x, self.axes - set(self.call.axes.tensor)), tree)
 
     def zeros(self, *shape: int) -> jax.Array:
@@ -85,7 +85,7 @@ class Walk:
         return Chunk(rows, targets, nucleus_ids, ids, temperature, slots.counts, reference)
 
     def with_references(self) -> Walk:
-        """This walk, whose sums of exponentials are relative to the target's logit where that is better.
+        """This walk, with sums of exponentials relative to the target's logit if the plan allows it.
 
         A sampled token is nearly always near the likeliest. All devices of the tensor axis take the same number, so no
         sum overflows unless the likeliest token of all is far away.
@@ -193,7 +193,7 @@ class Walk:
 
 
 def _rows_like(primal: jax.Array, rows: jax.Array) -> jax.Array:
-    """An array of the primal's type and the shape of rows."""
+    """An array with the shape of rows, and the primal's dtype and varying axes."""
     return vary(jnp.zeros(rows.shape, primal.dtype), varying(primal))
 
 

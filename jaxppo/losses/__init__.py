@@ -1,1 +1,1 @@
-"""Losses: from a head's statistics, or from hidden states, to a scalar, its gradient and metrics."""
+"""Losses of a head's statistics or of hidden states: each returns a scalar and its metrics."""

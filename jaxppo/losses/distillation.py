@@ -1,6 +1,6 @@
 """Distillation over the full vocabulary: divergences between a student's and a teacher's head, without their logits.
 
-From a teacher's top-k see `top_k_distillation_loss_from_hidden`.
+If only the teacher's top-k is known, see `top_k_distillation_loss_from_hidden`.
 For distillation on sampled tokens, by policy gradient, see `advantages.on_policy_distillation`.
 """
 
@@ -66,15 +66,15 @@ def divergence_from_hidden(
         forward_kl       sum_j q_j log(q_j / p_j)
         jensen_shannon   beta KL(q || m) + (1 - beta) KL(p || m)
 
-    Both vocabularies are walked together in blocks, three times: for the softmax statistics, for the divergence, and in
-    the backward. The gradient reaches the student's hidden states and head; the teacher is a constant.
+    Three passes go over both vocabularies together, block by block: for the softmax statistics, for the divergence, and
+    in the backward. Gradients flow to the student's hidden states and head; the teacher is a constant.
 
     Args:
       hidden: `[R, T, H]`, the student's, see `log_probs_from_hidden`.
       head: the student's `Head`, or its bare kernel `[H, V]`.
       teacher_hidden: `[R, T, G]`, the teacher's; G may be another size.
       teacher_head: the teacher's, with as many columns, sharded in the same way.
-      divergence: which.
+      divergence: one of the three above.
       beta: the teacher's share of the mixture, in (0, 1), for "jensen_shannon".
       temperature: divides both models' logits; a positive scalar or `[R, T]`.
       where: `bool[R, T]`, the positions that count: only they meet the kernels. The others read 0.
@@ -194,7 +194,7 @@ def distillation_loss(
 
 @dataclasses.dataclass(frozen=True)
 class DivergenceLoss(TokenLoss):
-    """The divergence itself."""
+    """The divergence of a token is its loss."""
 
     aggregation: Aggregation
     aggregation_norm: float | None

@@ -1,4 +1,4 @@
-"""Multi-token prediction as a draft model, drawn to the policy's distributions, which accept or reject its tokens."""
+"""Trains multi-token prediction heads as a draft model, towards the policy that will accept or reject their tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def draft_loss(
     temperature: float | Array = 1.0,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """coef / K * sum over depths k of the distance of the draft d_k from the policy p, k places further on.
+    """coef / K * sum over depths k of the distance between the draft d_k and the policy p, k places later.
 
     At depth k, position t of the draft predicts what the policy predicts at t + k of the same sequence, where both
     carry loss. With the acceptance a_k = sum over the vocabulary of min(p, d_k), the chance that a token drawn from d_k
@@ -62,8 +62,8 @@ def draft_loss(
         likelihood           l KL(p || d_k) + (1 - l) (1 - a_k),   l = exp(-eta a_k), a constant
         end_to_end           1 - (1 / K_t) sum over j of a_1 ... a_j, the K_t depths that token t has; one loss of all
 
-    Both vocabularies are walked together in blocks, as in `distillation.distillation_loss`. The policy is a constant,
-    its head too: a head that both share learns from the draft's side alone.
+    The vocabularies are processed together in blocks, as in `distillation.distillation_loss`. The policy and its head
+    are constants: a head that both share gets a gradient through the draft only.
 
     Args:
       hidden: for each depth the `[R, T, H]` states that its predictions are read from.
@@ -71,8 +71,8 @@ def draft_loss(
       policy_hidden: `[R, T, G]`, the policy's final hidden states.
       policy_head: the policy's head, with as many columns, sharded in the same way.
       batch: `[R, T]`; only its sequences and its loss mask are read.
-      objective: which.
-      eta: how soon "likelihood" goes over from the divergence to the total variation as acceptance grows.
+      objective: one of the four above.
+      eta: how quickly "likelihood" changes from the divergence to the total variation as acceptance grows.
       coef: of the sum; of "end_to_end" of the one loss.
       aggregation: the denominators of a depth, see `sft_loss`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
@@ -135,10 +135,10 @@ def draft_metrics(
     temperature: float | Array = 1.0,
     **options: Unpack[HeadOptions],
 ) -> Metrics:
-    """How good a draft is, forward only: what is accepted in expectation, and how often both find one token likeliest.
+    """Metrics of a draft, forward only: its expected acceptance, and how often draft and policy agree on the top token.
 
-    The second is acceptance of greedy decoding. It is not how often the draft's likeliest token is the one that was
-    sampled, which is Megatron's `acceptance_rate`.
+    The second is the acceptance under greedy decoding. Megatron's `acceptance_rate` is another number: how often the
+    draft's top token is the sampled one.
 
     Args:
       hidden, head and the others: as those of `draft_loss`.
@@ -288,7 +288,7 @@ def _shifted(batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | N
 
 
 def _later(policy_hidden: Any, batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> Any:
-    """The policy's hidden states of t + k, at t."""
+    """The policy's hidden states, shifted so that t holds those of t + k."""
     return shift_left(lax.stop_gradient(policy_hidden), parallel, k, 0, batch.segment_ids, batch.num_segments)
 
 
@@ -302,11 +302,11 @@ def _of_depth(depth: Depth, objective: Objective, eta: Any) -> Float[Array, "R T
 
 
 def _end_to_end(depths: Sequence[Depth]) -> Float[Array, "R T"]:
-    """1 less the mean over a token's depths of the chance that all drafts up to that one are kept."""
+    """1 minus the mean over a token's depths of the chance that all drafts up to that depth are kept."""
     kept = there = jnp.ones_like(depths[0].apart)
     total, count = jnp.zeros_like(kept), jnp.zeros_like(kept)
     for depth in depths:
-        there = there * (depth.batch.loss_mask > 0).astype(jnp.float32)  # what follows a gap cannot be reached
+        there = there * (depth.batch.loss_mask > 0).astype(jnp.float32)  # no depth beyond a gap can be reached
         kept = kept * jnp.where(there > 0, 1 - depth.apart, 1)
         total, count = total + there * kept, count + there
     return jnp.where(count > 0, 1 - total / jnp.maximum(count, 1), 0)

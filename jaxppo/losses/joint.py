@@ -1,4 +1,4 @@
-"""A loss that is a sum of parts, each a loss of tokens of its own, in one pass of the head."""
+"""A loss that is a sum of parts, each with its own token loss, in one pass of the head."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class SFT(SFTTokenLoss):
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceKL(TokenLoss):
-    """The divergence from the reference of sampled tokens as a part, for tokens without a policy loss too.
+    """The KL divergence to the reference as a part, which may have tokens without a policy loss.
 
     Args:
       estimator: see `kl_divergence`.
@@ -178,9 +178,9 @@ def joint_loss_from_hidden(
       its coefficient.
 
     Raises:
-      TypeError: parts that are none, arrays of another kind.
-      ValueError: no parts, masks, weights or normalizers of parts that are not there, shapes that differ, an array that
-        a part needs and the batch lacks, what the loss of a part refuses.
+      TypeError: parts of another class, arrays of another kind.
+      ValueError: no parts; masks, weights or normalizers for unknown parts; shapes that differ; an array that a part
+        needs and the batch lacks; anything that the loss of a part refuses.
 
     Example:
       >>> from jaxppo.losses.joint import SFT, Part, joint_loss_from_hidden

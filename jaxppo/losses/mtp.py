@@ -38,7 +38,7 @@ def mtp_loss(
     temperature: float | Array = 1.0,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """coef / K * sum over depths k = 1..K of the mean negative log-likelihood of the targets k places further on.
+    """coef / K * sum over depths k = 1..K of the mean negative log-likelihood of the targets k places later.
 
     At depth k, position t predicts `targets[t + k]` where that is in the same sequence, with the loss mask of t + k.
     Targets and masks cross shard borders by `jaxppo.sharding.shift_left`. DeepSeek-V3, https://arxiv.org/abs/2412.19437
@@ -134,9 +134,9 @@ def mtp_normalizers(
 def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAxes | None = None) -> RolloutBatch:
     """The batch whose targets and loss mask at t are those of t + `by`, and 0 where that leaves the sequence.
 
-    Where positions leave out numbers (padding inside a sequence, see `RolloutBatch.from_padded`), t + `by` is not the
-    token `by` places on: the mask is NaN there, and a loss of it too. It stays NaN where the batch's own mask is set on
-    padding or at the last position of a sequence, which could not be seen any more once it moved.
+    If positions skip numbers (padding inside a sequence, see `RolloutBatch.from_padded`), t + `by` is not the token
+    `by` places later: the mask, and therefore the loss, is NaN there. The mask is also NaN if the batch's own mask is
+    set on padding or at the last position of a sequence, an error that no rule could find after the shift.
 
     Args:
       batch: `[R, T]`, or micro-batches `[K, R, T]`.

@@ -40,9 +40,9 @@ def policy_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss of a batch: sum over tokens of weight * (policy loss + kl.coef * KL - entropy_coef * entropy).
 
-    Gradients flow to `stats` alone: the batch and the coefficients are constants. Positions with loss mask 0 may hold
+    Gradients flow to `stats` only; the batch and the coefficients are constants. Positions with loss mask 0 may hold
     anything, NaN included. A batch that is one of a step's micro-batches needs the step's `normalizer`. With its own
-    denominators it would be another loss, and is refused where the shapes show it.
+    denominators its loss would be wrong, which is refused if the shapes show it.
 
     Args:
       stats: `f32[R, T]` log-probs of the targets, and entropies; see `log_probs_from_hidden`.
@@ -235,10 +235,10 @@ def token_loss_of(config: PolicyLossConfig) -> PolicyTokenLoss:
 
 
 class Correction(NamedTuple):
-    """What the off-policy correction says of each token."""
+    """The off-policy correction of each token."""
 
     weights: Float[Array, "R T"]
-    """0 on the tokens that it leaves out."""
+    """Factors of the policy loss, 0 for the tokens that the correction leaves out."""
     values: Values
 
 
@@ -339,7 +339,7 @@ class PolicyTokenLoss(TokenLoss):
         return masked(loss, mask), values | self._compared(log_probs, old, batch)
 
     def _compared(self, log_probs: Float[Array, "R T"], old: Float[Array, "R T"], batch: RolloutBatch) -> Values:
-        """What metrics say of the policies: their ratio, and how far the sampler is from the trainer."""
+        """The values of metrics that compare policies: the ratio, and the sampler's difference from the trainer."""
         values = {"ppo_kl": old - log_probs, "ratio_mean": jnp.exp(log_ratio(log_probs, old))}
         if batch.rollout_log_probs is None:
             return values
@@ -368,7 +368,7 @@ class PolicyTokenLoss(TokenLoss):
 def reference_kl(
     kl: KL | None, log_probs: Float[Array, "R T"], batch: RolloutBatch, segments: Segments
 ) -> Float[Array, "R T"] | None:
-    """The divergence of each token from the reference; None without a config or a reference."""
+    """The KL divergence to the reference at each token; None without a config or a reference."""
     if kl is None or batch.ref_log_probs is None:
         return None
     weight, mask = None, batch.loss_mask

@@ -1,4 +1,4 @@
-"""Score centering: what a policy loss would do to the policy on average over the sampler, taken out of it."""
+"""Score centering: removes from a policy loss the gradient that it has on average over the sampler's tokens."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def score_centering_loss(
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizer: Normalizer | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """What is added to a policy loss so that its expected gradient over the sampler's tokens is 0.
+    """A term for a policy loss that makes its expected gradient over the sampler's tokens 0 for equal advantages.
 
-    Of a policy loss with the gradient -A f(p / q) grad log p at a token, p the policy and q the sampler,
+    For a policy loss with the gradient -A f(p / q) grad log p at a token, with p the policy and q the sampler,
 
         loss = sum over tokens of weight_t * A_t * sum over ids v of c_v log p_v
         c_v = q_v f(p_v / q_v) - a p_v,   a = rho f(1 / rho),   rho = (1 - sum q) / (1 - sum p),   constants
 
-    Without it a weight other than p / q moves the policy even where all tokens have one advantage. f is read off the
-    config's loss: it is 1 for `Reinforce`, min(r, 1 + clip_high) for `CISPO(clip_low=1)`, a mask for `ProbabilityMask`.
-    For f = r, as of a `PPO` that clips nothing, all c_v are 0. Only what an advantage does is centred: a pull to the
-    sampler stays.
+    Without this term a weight other than p / q moves the policy even if all tokens have the same advantage. f comes
+    from the config's loss: it is 1 for `Reinforce`, min(r, 1 + clip_high) for `CISPO(clip_low=1)`, a mask for
+    `ProbabilityMask`. For f = r, as in a `PPO` that clips nothing, all c_v are 0. Only the part of the gradient that is
+    due to advantages is centred: a pull to the sampler stays.
 
-    The value is no loss, only its gradient means something. That is exact where the ids are all that the sampler could
-    draw. What they leave out is taken as one token.
+    Only the gradient of this term has a meaning, its value does not. It is exact if the ids are all that the sampler
+    could draw. The tokens without an id are treated as one token.
 
     Args:
       stats: of `log_probs_from_hidden(..., ids=ids)`, or from logits; its `id_log_probs` are read.
@@ -148,7 +148,7 @@ class CenteringLoss(TokenLoss):
     def _slopes(
         self, log_p: Float[Array, "R T K"], log_q: Float[Array, "R T K"], advantages: Float[Array, "R T"], segments: Any
     ) -> Float[Array, "R T K"]:
-        """The loss's gradient by each log p had that token been drawn, without what it has at an advantage of 0."""
+        """The loss's gradient by each log p if that token had been drawn, minus its gradient at an advantage of 0."""
         R, T, K = log_p.shape
         given = log_p, log_p if self.on_policy else log_q, jnp.repeat(advantages[..., None], K, axis=-1)
         new, old, wide = (lax.stop_gradient(x).reshape(R, T * K) for x in given)

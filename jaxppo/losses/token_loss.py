@@ -1,13 +1,13 @@
-"""From statistics or hidden states to a loss: what policy and supervised losses share.
+"""From statistics or hidden states to a loss: the code that policy and supervised losses share.
 
-A `TokenLoss` says what the loss of one token is. A batch goes through these steps:
+A `TokenLoss` defines the loss of one token. A batch goes through these steps:
 
 1. `Step.of`: the weight of each token, over the whole step, and the rules that the batch breaks;
-2. `TokenLoss.constants`: what the loss reads that is known before the gradient, such as importance weights;
-3. `TokenLoss.per_token`: the loss of each token, and the values that metrics are made of;
+2. `TokenLoss.constants`: the constants of differentiation that the loss reads, such as importance weights;
+3. `TokenLoss.per_token`: the loss of each token, and the values of metrics;
 4. the sum over tokens and devices, and the metrics.
 
-From hidden states, step 3 is taken inside the head where the loss of a token depends on that token alone: one pass.
+From hidden states, step 3 runs inside the head if the loss of a token depends on that token alone: one pass.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Values = dict[str, Float[Array, "R T"]]
 class TokenLoss(abc.ABC):
     """The loss of a token: a frozen dataclass of hyperparameters, which may be traced.
 
-    What it reads of a model are its `stats`, a pytree of `[R, T]`: a head's `TokenStats`, values, a divergence.
+    It reads `stats` of a model, a pytree of `[R, T]` arrays: a head's `TokenStats`, a critic's values, or a divergence.
     """
 
     aggregation: Aggregation
@@ -49,11 +49,11 @@ class TokenLoss(abc.ABC):
     @property
     @abc.abstractmethod
     def token_local(self) -> bool:
-        """Whether a token's loss depends on its own log-prob and entropy only, all else given by the batch."""
+        """Whether a token's loss depends on its own log-prob and entropy and the batch, and on no other token's."""
 
     @property
     def entropy(self) -> Entropy:
-        """How the head is to compute the entropy."""
+        """The entropy mode that the head must use."""
         return "metric"
 
     @property
@@ -77,7 +77,7 @@ class TokenLoss(abc.ABC):
         """Per-shard: the loss of each token before weighting, 0 outside the mask, and values, constants, by name."""
 
     def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
-        """What metrics are made of, by default means over tokens."""
+        """The terms that metrics are reduced from, by default means over tokens."""
         return {name: (x, mask, "mean") for name, x in values.items()}
 
     def metrics(self, found: dict[str, Metric]) -> Metrics:
@@ -85,12 +85,12 @@ class TokenLoss(abc.ABC):
         return dict(found)
 
     def left_out(self, stats: Any, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
-        """The tokens that have no loss although the mask has them, known from the statistics or before them."""
+        """The loss tokens that the loss leaves out; None for none. `stats` are None before they are computed."""
         return None
 
     @abc.abstractmethod
     def ruled(self, stats: Any, batch: RolloutBatch) -> dict[str, Any]:
-        """The arrays that the loss reads, by the names that rules know; stats are None before they are computed."""
+        """The arrays that the rules should check, by their names there; `stats` are None before they are computed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +122,8 @@ class Step:
         batch: RolloutBatch,
         normalizer: Normalizer | None,
     ) -> Step:
-        """From the batch, the statistics where they are known, and the step's normalizer where there is one."""
-        batch = lax.stop_gradient(batch)  # whatever a loss reads of it is a constant
+        """Weighs tokens and checks rules, with the statistics and the step's normalizer if there are any."""
+        batch = lax.stop_gradient(batch)  # everything that a loss reads from it is a constant
         batch = dataclasses.replace(batch, loss_mask=batch.loss_mask.astype(jnp.float32))
         segments = batch.segments(axes)
         given = {} if normalizer is None else {"normalizer": normalizer.counts}
@@ -137,7 +137,7 @@ class Step:
             weights, mask = (jnp.where(left_out, 0, x) for x in (weights, batch.loss_mask))
             batch = dataclasses.replace(batch, loss_mask=mask)
         step = cls(batch, segments, normalizer, weights, broken, left_out)
-        # the weights, so that gradients are NaN too; not the sum of the losses, whose factor would be one more
+        # NaN in the weights makes gradients NaN too; a factor of the summed losses would cost one more
         # multiplication of the kernel's gradient
         return dataclasses.replace(step, weights=weights * jnp.where(step.is_broken, jnp.nan, 1))
 
@@ -209,7 +209,7 @@ def _of_stats(
 def finish(
     step: Step, loss: TokenLoss, stats: Any, selected: Any, total: Float[Array, ""] | None = None
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Steps 2 to 4; with a total, that of the one pass, only the metrics are made of the tokens' losses."""
+    """Steps 2 to 4. If one pass has computed the `total` already, the tokens' losses are used for metrics only."""
     axes, mask = step.segments.axes, step.batch.loss_mask
     constants = lax.stop_gradient((loss.constants(stats, step), selected))
     losses, values = loss.per_token(stats, step.batch, constants, step.segments)
@@ -269,7 +269,7 @@ def _of_hidden(
 
 
 def known_before(step: Step, loss: TokenLoss, selected: Any, traced: list[Array]) -> tuple[Any, Any]:
-    """What `OfTokens` reads beside the statistics: arrays of tokens, and those it reads whole."""
+    """The arrays that `OfTokens` reads beside the statistics: per token, and shared by all tokens."""
     constants = lax.stop_gradient((loss.constants(None, step), selected))
     by_segment = {name: getattr(step.batch, name) for name in PER_SEGMENT}
     tokens = dataclasses.replace(step.batch, **dict.fromkeys(PER_SEGMENT))  # type: ignore[arg-type]
@@ -278,7 +278,7 @@ def known_before(step: Step, loss: TokenLoss, selected: Any, traced: list[Array]
 
 @dataclasses.dataclass(frozen=True)
 class OfTokens:
-    """The weighted losses of some tokens, as `reduce_tokens` wants them."""
+    """The weighted losses of some tokens, in the form that `reduce_tokens` takes."""
 
     loss: TokenLoss
 

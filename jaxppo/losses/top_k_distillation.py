@@ -1,6 +1,7 @@
-"""Distillation from a teacher's top-k: its ids and log-probs at each position, and nothing else of it.
+"""Distillation from a teacher's top-k: only its ids and their log-probs at each position are known.
 
-What the K ids leave out is the tail of both distributions. It is one more bucket, is renormalised away, or is left out.
+The tokens without one of the K ids are the tail of both distributions. The tail is one more bucket, is renormalised
+away, or is left out.
 """
 
 from __future__ import annotations
@@ -51,31 +52,31 @@ def top_k_divergence(
     beta: float | Array = 0.5,
     tail: Tail = "bucket",
 ) -> Float[Array, "*batch"]:
-    """The divergence of a student p from a teacher q of whose distribution K log-probs are known.
+    """The divergence of a student p from a teacher q, of which only K log-probs are known.
 
         forward_kl       sum q log(q / p)
         reverse_kl       sum p log(p / q)
         mixed_kl         beta forward_kl + (1 - beta) reverse_kl
         jensen_shannon   beta KL(q || m) + (1 - beta) KL(p || m),   m = beta q + (1 - beta) p
 
-    The sums are over the K ids. What has no id there:
+    The sums are over the K ids. The other tokens, the tail,
 
-        bucket           is one more, of probability 1 - sum p and 1 - sum q:     at least 0, at most the full one
-        renormalise      is nothing: p / sum p and q / sum q take their places:   at least 0
-        leave_out        is left out of the sums of the raw p and q:              may be below 0
+        bucket           are one more term, with 1 - sum p and 1 - sum q:    at least 0, at most the full divergence
+        renormalise      are dropped: p / sum p and q / sum q replace p, q:  at least 0
+        leave_out        are dropped: the sums are over the raw p and q:     may be below 0
 
-    The mixture is not continuous at its ends: as beta goes to 0 or 1 it tends to 0, and not to one of the two KLs. So
-    "jensen_shannon" refuses both; where TRL has alpha = 0 and 1, take "forward_kl" and "reverse_kl". A bucket holds at
-    least 1e-7, where f32 would find nothing.
+    The mixture is not continuous at its ends: as beta goes to 0 or 1 it tends to 0, not to one of the two KLs. So
+    "jensen_shannon" refuses both; in place of TRL's alpha = 0 and 1, use "forward_kl" and "reverse_kl". A bucket holds
+    at least 1e-7, since f32 cannot resolve less.
 
     Args:
       log_probs: `f32[..., K]`, the student's, over the whole vocabulary; `stats.id_log_probs`.
       teacher_log_probs: `[..., K]`, the teacher's of the same ids, over the whole vocabulary, at the student's
         temperature; -inf is a probability of 0. Constants.
-      ids: `i32[..., K]`, of which only -1 is read, an empty slot, which counts no mass; None where there are none.
-      divergence: which.
+      ids: `i32[..., K]`, read only for -1, which marks an empty slot without mass; None if no slot is empty.
+      divergence: one of the four above.
       beta: for "mixed_kl" in [0, 1], for "jensen_shannon" in (0, 1); the others do not read it.
-      tail: what becomes of the rest of the vocabulary.
+      tail: one of the three above.
 
     Returns:
       `f32[...]`, nats; 0 where there is no id. NaN where a log-prob of the teacher is above 0, or, with "bucket", where
@@ -112,7 +113,7 @@ def top_k_divergence(
         found = term(log_p, log_q)
     elif divergence == "mixed_kl":
         ways = (beta, log_q, log_p), (1 - beta, log_p, log_q)
-        # what has no share is left out: an infinite divergence times 0 is NaN
+        # a term with share 0 is left out, since an infinite divergence times 0 is NaN
         found = sum((share * term(*of) for share, *of in ways if not is_zero(share)), jnp.float32(0))
     else:
         log_m = jnp.logaddexp(log_q + jnp.log(beta), log_p + jnp.log1p(-beta))
@@ -134,7 +135,7 @@ def _check_options(divergence: Any, beta: Any, tail: Any) -> None:
 
 
 def with_tail(log_p: Float[Array, "*batch K"], there: Bool[Array, "*batch K"], tail: Tail) -> Float[Array, "..."]:
-    """Log-probs of all that is compared, the bucket last; 0 in empty slots."""
+    """The log-probs to compare, with the bucket last; 0 in empty slots."""
     largest = lax.stop_gradient(jnp.where(there, log_p, -jnp.inf).max(axis=-1, keepdims=True))
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     own = jnp.where(there, log_p, largest)
@@ -344,7 +345,7 @@ class TopKLoss(TokenLoss):
 
 
 def check_top_k(ids: Any, log_probs: Any, vocab_size: int) -> None:
-    """Raises at the first entry of a teacher's top-k that cannot be; on the host, before a step.
+    """Raises at the first invalid entry of a teacher's top-k; on the host, before a step.
 
     Ids are -1 or in `[0, vocab_size)`, none twice at a position; log-probs at most 0 and no NaN, where there is an id;
     their mass at most 1.

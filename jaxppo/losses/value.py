@@ -46,16 +46,16 @@ def value_loss(
     v_clip = clip(v, old - clip, old + clip). Differentiable in `values`. verl: the defaults; slime: factor=1,
     clip_fraction="outside".
 
-    With `huber_delta` d an error e = v - G beyond d counts d (2 |e| - d) in place of e^2: its gradient grows no
-    further.
+    With `huber_delta` d, an error e = v - G beyond d counts d (2 |e| - d) in place of e^2, so that its gradient stops
+    growing.
 
     Args:
       values: `[R, T]`, the critic's, now.
       batch: `[R, T]`; needs `returns`, and with a clip `values`, the critic's at the start of the step.
-      clip: how far a value may move from its old one and still gain; None for the plain squared error.
+      clip: the largest useful change of a value from its old one; None for the plain squared error.
       factor: multiplies the squared error.
-      huber_delta: the error from which on the loss is linear, AReaL's alone (10 there); None for squares.
-      clip_fraction: what the metric `clip_fraction` counts: tokens whose clipped error is the "worse", or whose value
+      huber_delta: the error beyond which the loss is linear; only AReaL ships it (10 there). None for squares.
+      clip_fraction: the metric `clip_fraction` counts tokens whose clipped error is the "worse" one, or whose value
         moved "outside" the clip.
       aggregation: the denominators, see `token_weights`.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".

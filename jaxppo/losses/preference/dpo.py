@@ -24,9 +24,9 @@ class DPO(PairLoss):
     DPO, TRL's "sigmoid_norm".
 
     Args:
-      beta: the strength of the reference.
+      beta: the strength of the pull to the reference.
       label_smoothing: the probability that a label is wrong, at most 0.5.
-      length_normalised: the means of log-ratios in place of their sums.
+      length_normalised: use the means of log-ratios in place of their sums.
       nll_coef: see `PairLoss`; 1 is RPO's, TRL's `rpo_alpha`.
       nll: see `PairLoss`.
 
@@ -60,13 +60,13 @@ class DPO(PairLoss):
 
 @dataclasses.dataclass(frozen=True)
 class IPO(PairLoss):
-    """Identity preference optimisation: (D - 1 / (2 beta))^2, D as in `DPO`, of means by default, as TRL has it.
+    """Identity preference optimisation: (D - 1 / (2 beta))^2, with D as in `DPO`, but of means by default, as in TRL.
 
-    Its target is a difference, and not one as large as can be. Not prime-rl's policy loss of that name.
+    It aims at a fixed difference D rather than the largest one. prime-rl's policy loss "ipo" is another loss.
 
     Args:
-      beta: the larger, the nearer to the reference; the paper's tau.
-      length_normalised: means of log-ratios, or the paper's sums.
+      beta: a larger one keeps the policy nearer to the reference; the paper's tau.
+      length_normalised: use the means of log-ratios; False takes the paper's sums.
       nll_coef: see `PairLoss`.
       nll: see `PairLoss`.
 

@@ -1,4 +1,4 @@
-"""KTO: responses that are good or bad each for itself, without pairs."""
+"""KTO: single responses that are labelled good or bad, without pairs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class KTO(PreferenceLoss):
 
     Args:
       reference_point: z, see `kto_reference_point`; 0 is TRL's "apo_zero_unpaired".
-      beta: how soon gains and losses level off.
+      beta: how quickly gains and losses level off.
       desirable_weight: w of the desirable samples.
       undesirable_weight: w of the others.
 

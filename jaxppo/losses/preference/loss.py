@@ -30,11 +30,11 @@ def preference_loss(
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizer: Normalizer | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The mean of a preference loss over the step's pairs, those of `KTO` over its samples.
+    """The mean of a preference loss over the step's pairs, or over its samples for `KTO`.
 
-    Two samples with one group id are a pair, and the one of higher reward is the chosen one; they may lie in any two
-    rows of the batch. Every sample with a loss token must be in one pair, and both samples of a pair in one
-    micro-batch: otherwise the loss is NaN. Gradients flow to `stats` alone.
+    Two samples with the same group id are a pair, and the one with the higher reward is the chosen one. They may lie in
+    any rows of the batch. Every sample with a loss token must be in one pair, and both samples of a pair in one
+    micro-batch: otherwise the loss is NaN. Gradients flow to `stats` only.
 
     Args:
       stats: `f32[R, T]` log-probs of the targets; see `log_probs_from_hidden`.
@@ -137,7 +137,7 @@ def _checked(batch: RolloutBatch, loss: PreferenceLoss) -> RolloutBatch:
 
 
 def check_pairs(batch: RolloutBatch, paired: bool) -> None:
-    """Raises where a batch cannot say which samples were chosen, or what they are compared with."""
+    """Raises where a batch lacks the rewards or groups of its pairs, or has loss weights."""
     if batch.rewards is None:
         raise ValueError(
             "batch.rewards: got None, expected f32[R, S], higher for what was chosen; see samples_of_pairs"
@@ -154,8 +154,8 @@ def check_pairs(batch: RolloutBatch, paired: bool) -> None:
 class OfPairs(TokenLoss):
     """A loss of samples or pairs: each sample's is given to all of its loss tokens.
 
-    The mean over samples of the mean over their tokens is the mean over samples, so that of pairs too: both samples of
-    a pair have the pair's.
+    The mean over samples of the mean over their tokens is then the mean over samples. It is also the mean over pairs,
+    since both samples of a pair have the pair's loss.
     """
 
     @property
@@ -221,14 +221,14 @@ class PreferenceTokenLoss(OfPairs):
 def to_tokens(losses: Float[Array, "R S"], x: Float[Array, "R S"], segments: Segments) -> Float[Array, "R T"]:
     """The loss of each sample at its positions.
 
-    Zero times what the loss is a function of is a part of it, so that where weights are NaN the gradient is NaN for
-    samples in no pair too.
+    It adds 0 * x, the array that the loss is a function of: where weights are NaN, the gradient is then NaN for samples
+    without a pair too.
     """
     return segments.spread(losses + 0 * x)
 
 
 def of_pairs(batch: RolloutBatch) -> dict[str, Any]:
-    """What the rule of pairs reads."""
+    """The arrays that the rule of pairs reads."""
     return {"pair_ids": batch.group_ids, "pair_rewards": batch.rewards}
 
 
@@ -245,7 +245,7 @@ def sides(
 
 
 def compared(rewards: Float[Array, "R S"], pairs: Pairs) -> dict[str, Float[Array, "R S"]]:
-    """By how much the chosen sample of each sample's pair is ahead, and whether it is."""
+    """For each sample, the reward margin of its pair, and whether the chosen sample has the higher reward."""
     ahead = pairs.of_chosen(rewards) - pairs.of_rejected(rewards)
     return {
         "reward_margin": pairs.to_both(ahead),

@@ -20,11 +20,11 @@ class ORPO(PairLoss):
 
         log odds = m - log(1 - exp(m)), m the mean log-prob of a response's loss tokens
 
-    The likelihood is of the loss tokens: the response, as in the paper. TRL has it over the prompt too, as the mean
-    over all tokens of a micro-batch.
+    The likelihood is over the loss tokens, that is the response, as in the paper. TRL takes the mean over all tokens of
+    a micro-batch, prompts included.
 
     Args:
-      beta: of the odds; the paper's lambda.
+      beta: the coefficient of the odds; the paper's lambda.
       nll_coef: see `PairLoss`.
       nll: see `PairLoss`.
 

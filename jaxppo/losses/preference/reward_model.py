@@ -1,4 +1,4 @@
-"""What trains a reward model on pairs."""
+"""The loss of a reward model on pairs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jaxppo.validation import checked
 class BradleyTerry:
     """-log sigmoid(s_chosen - s_rejected - margin (r_chosen - r_rejected)) + centring (s_chosen + s_rejected)^2.
 
-    s are the reward model's scores, r the rewards of the batch: how far apart people found the two.
+    s are the reward model's scores. r are the batch's rewards, whose difference tells how much better one response is.
 
     Args:
-      margin: how much the distance counts that people gave; 0 for that of labels alone.
+      margin: the coefficient of that difference; 0 uses only which response is better.
       centring: pulls the scores of a pair to a mean of 0, TRL's `center_rewards_coefficient`.
 
     Raises:
@@ -49,7 +49,7 @@ class BradleyTerry:
         check_number("centring", self.centring, least=0)
 
     def __call__(self, chosen: Numbers, rejected: Numbers, distance: Numbers) -> Numbers:
-        """The loss of each pair from its two scores, and how far apart its rewards are."""
+        """The loss of each pair, from its two scores and the difference of its rewards."""
         return preferred(chosen - rejected - self.margin * distance) + self.centring * (chosen + rejected) ** 2
 
 
@@ -64,7 +64,7 @@ def reward_model_loss(
     """The mean of a `BradleyTerry` loss over the step's pairs; a sample's score stands at its last position.
 
     Args:
-      scores: `[R, T]`, what the model's scalar head says at each position; only last positions of sequences are read.
+      scores: `[R, T]`, the output of the model's scalar head; only the last position of each sequence is read.
       batch: `[R, T]`, pairs as in `preference_loss`; a sample needs a loss token to count.
       loss: by default `BradleyTerry()`.
       parallel: the mesh; rows sharded over data, positions over context.

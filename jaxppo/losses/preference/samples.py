@@ -25,15 +25,15 @@ def samples_of_pairs(
     margins: Sequence[float] | None = None,
     first_id: int = 0,
 ) -> list[Sample]:
-    """The samples of lists of prompts, chosen and rejected responses: two a pair, one after the other.
+    """Makes samples from lists of prompts, chosen and rejected responses: two for each pair, next to each other.
 
     Args:
       prompts: token ids of each prompt.
       chosen: token ids of the better response to each.
-      rejected: those of the worse one.
-      margins: by how much each is better, above 0; 1 by default. They are the rewards of the chosen samples, those of
-        the rejected ones are 0.
-      first_id: the group id of the first pair; the others count on. Hosts of one run need ids of their own.
+      rejected: token ids of the worse response to each.
+      margins: how much better each chosen response is, above 0; 1 by default. They become the rewards of the chosen
+        samples; rejected samples have the reward 0.
+      first_id: the group id of the first pair; the next pairs have the next ids. Hosts of one run need different ids.
 
     Returns:
       Samples with `group_id`, `reward` and `response_start`.
@@ -66,7 +66,7 @@ def samples_of_pairs(
 
 
 def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
-    """Each prompt with the response of the next sample that has another group: what `kto_reference_point` is taken of.
+    """Pairs each prompt with the response of the next sample of another group, for `kto_reference_point`.
 
     Args:
       samples: at least two groups of them; only tokens, prompts and group ids are read.
