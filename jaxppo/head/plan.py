@@ -155,7 +155,7 @@ def _small_one_pass(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
 def _late(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
     """The largest group of tokens that fits the memory, in the largest chunks that fit.
 
-    All tokens as a single chunk are considered only if a `memory` is given, since that takes twice as much as chunks do.
+    All tokens as a single chunk are considered only if a `memory` is given, since they take twice as much as chunks.
     """
     N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
     fixed = sizes.gathered + sizes.rows

@@ -162,9 +162,9 @@ class Sizes:
       columns: of the vocabulary, of the device's part.
       itemsize: bytes of a number in products.
       rows: bytes of hidden states gathered over the tensor axis, 0 if none are gathered.
-      gathered: bytes of a kernel gathered over FSDP axes, 0 if it is not gathered.
-      accumulator: bytes of an f32 gradient of the kernel beside the result, 0 if the result itself is in f32.
-      masked: whether the work follows the tokens that count.
+      gathered: bytes of a kernel gathered over FSDP axes, 0 where there is none to gather.
+      accumulator: bytes of an f32 gradient of the kernel beside the result, 0 where the result is one.
+      masked: the work follows the tokens that count.
       of_logit: of a logit in f32, with a bool where there is a nucleus, and a gradient in f32 where there are ids.
       references: sums of exponentials are relative to a reference.
     """

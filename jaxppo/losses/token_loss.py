@@ -269,7 +269,7 @@ def _of_hidden(
 
 
 def known_before(step: Step, loss: TokenLoss, selected: Any, traced: list[Array]) -> tuple[Any, Any]:
-    """The arrays that `OfTokens` reads beside the statistics: per token, and shared by all tokens."""
+    """What `OfTokens` reads beside the statistics: arrays of tokens, and those it reads whole."""
     constants = lax.stop_gradient((loss.constants(None, step), selected))
     by_segment = {name: getattr(step.batch, name) for name in PER_SEGMENT}
     tokens = dataclasses.replace(step.batch, **dict.fromkeys(PER_SEGMENT))  # type: ignore[arg-type]
