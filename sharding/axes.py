@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax import lax
 
-if TYPE_CHECKING:
-    from .layouts.base import Layout
-
 Names = tuple[str, ...]
-LAYOUTS: dict[str, Layout] = {}  # by name; `register_layout` adds to them
+LAYOUTS: dict[str, Any] = {}  # by name; `register_layout` adds to them
 
 
 def axis_names(value: str | Sequence[str] | None) -> Names:
