@@ -1,4 +1,4 @@
-"""Samples a second that become a batch, are checked and are packed, on the host; no device takes part.
+"""Times the host: samples a second that are packed, made into a batch and checked; no device takes part.
 
     python -m benchmarks.batches
     python -m benchmarks.batches --before FOLDER      # another checkout beside this one, in turns

@@ -1,4 +1,4 @@
-"""What the versions are given: sizes, and data drawn once for all of them."""
+"""The sizes and the data of the benchmark, drawn once for all versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows that are trees save: tokens computed, and floating-point operations of a model's forward and backward.
+"""The savings of rows packed as trees: tokens, and floating-point operations of a model's forward and backward.
 
     python -m benchmarks.trees
 

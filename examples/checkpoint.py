@@ -1,4 +1,4 @@
-"""Orbax checkpoints of a whole training state, and the refusal to load what cannot be gone on from."""
+"""Orbax checkpoints of a whole training state; checkpoints that a run cannot continue from are refused."""
 
 from __future__ import annotations
 

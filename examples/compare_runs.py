@@ -1,4 +1,4 @@
-"""Draws the reward curves of several runs of train_grpo.py into one picture.
+"""Draws the reward curves of several runs of train_grpo.py in one picture.
 
 python -m examples.compare_runs runs/ppo runs/gspo --out curves.png
 """

@@ -1,4 +1,4 @@
-"""What is compiled for training: the supervised step and the GRPO step, from tokens to updated parameters."""
+"""The compiled training steps, supervised and GRPO: from tokens to updated parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is in a run's folder: each process locks a file there, which the kernel lets go of however the process ends."""
+"""Tracks the processes of a run: each locks a file in its folder, and the kernel frees it when the process ends."""
 
 from __future__ import annotations
 

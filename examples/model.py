@@ -1,4 +1,4 @@
-"""What the loop asks of a model, and a small decoder-only transformer in Flax NNX, sharded over the tensor axis."""
+"""The model interface of the loop, and a small decoder-only transformer in Flax NNX, sharded over the tensor axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a head costs on a pod that is not there: time, memory, collectives and flops per device, against the plain way.
+"""The costs of a head on a described pod: time, memory, collectives and flops per device, beside a plain head's.
 
     python -m examples.plan_pod --model qwen3-8b --mesh dp=8,cp=8,tp=8 --topology v5p:8x8x8 --tokens 8192
     python -m examples.plan_pod --model qwen3-8b --memory 0.3 0.5 1 2 4

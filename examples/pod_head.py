@@ -1,4 +1,4 @@
-"""The head of a model on a described pod: what its gradients cost there, in three ways and in so much memory."""
+"""The costs of a head's gradients on a described pod, computed in three ways, each with its memory."""
 
 from __future__ import annotations
 

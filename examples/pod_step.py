@@ -1,4 +1,4 @@
-"""A training step of a Qwen3-shaped model on described arrays, its layers scanned: what a pod compiles and holds."""
+"""A training step of a Qwen3-shaped model on described arrays, with scanned layers, as a pod would compile it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wish to stop, granted between two steps: Ctrl-C, or SIGTERM as schedulers send it before they take a machine."""
+"""Stops a run between two steps: on Ctrl-C, or on SIGTERM, which schedulers send before they take a machine."""
 
 from __future__ import annotations
 

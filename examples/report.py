@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar, metrics.jsonl, samples.jsonl, settings.json, reward.png; on request, a page.
+"""The output of a run: a progress bar, metrics.jsonl, samples.jsonl, settings.json, reward.png; on request, a page.
 
 python -m examples.report runs/grpo    # report.html, to be opened in a browser, and events for TensorBoard
 """

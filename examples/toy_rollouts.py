@@ -1,4 +1,4 @@
-"""What the examples of frameworks train on: rollouts whose even tokens were good and whose odd ones were not."""
+"""The data of the frameworks' examples: rollouts in which even tokens were good and odd ones were not."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is done to rewards, samples and advantages around an estimator: by hand."""
+"""Changes of rewards, samples and advantages around an estimator, against numbers worked out by hand."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""`loss_weights` of a batch: what a token's whole loss counts for, and whether denominators are their sums."""
+"""`loss_weights` of a batch: factors of a token's whole loss, and sums of them as denominators."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Correction for a sampler that is not quite the trainer's policy: weights, rejections, veto, sequence masking."""
+"""Correction for a sampler whose policy differs from the trainer's: weights, rejections, veto, sequence masking."""
 
 from __future__ import annotations
 

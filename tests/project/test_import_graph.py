@@ -1,4 +1,4 @@
-"""No module needs one that needs it, however late it is imported."""
+"""No import circles, late imports included."""
 
 from pathlib import Path
 

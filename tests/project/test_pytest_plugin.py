@@ -1,4 +1,4 @@
-"""The pytest plugin, in pytest runs of their own: what it catches, what it refuses, and that else it is not there."""
+"""The pytest plugin, in separate pytest runs: what it catches, what it refuses, and that it is inactive by default."""
 
 from pathlib import Path
 

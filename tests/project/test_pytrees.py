@@ -1,4 +1,4 @@
-"""Checks run where a user constructs, not each time that JAX puts a tree together."""
+"""Constructors check their arguments for users, and not each time that JAX unflattens a tree."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is written: the length of README, paths in pages, words."""
+"""Checks of texts: the length of README, paths in pages, plain words in docstrings."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""What users do wrong at the door: each case comes out right, or is refused with words that say what to do.
+"""Common mistakes of users: each case gives the right number, or an error that tells what to do.
 
 One table by what the user does. "Today" in a comment is the number that a version without the check gave.
 """

@@ -1,4 +1,4 @@
-"""A run of the example that something befalls.
+"""Runs of the example that are killed or disturbed.
 
 python killed.py EVENT NUMBER ARGUMENTS...
 

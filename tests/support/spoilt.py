@@ -1,4 +1,4 @@
-"""Checkpoints with a bit that is not as it was written."""
+"""Corrupts a bit of a checkpoint."""
 
 import contextlib
 import re

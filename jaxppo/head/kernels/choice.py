@@ -1,4 +1,4 @@
-"""Which implementation of a tile's arithmetic a call takes."""
+"""Chooses the implementation of a tile's arithmetic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxppo.head.types import Implementation, Op
 
 
 def choose(implementation: Implementation | None, device: str) -> Op:
-    """The implementation that was asked for; XLA where none was, since nobody has run the kernels on a chip."""
+    """The implementation that was asked for, by default XLA: nobody has run the kernels on a chip yet."""
     if implementation == "mosaic_tpu":
         from jaxppo.head.kernels.mosaic_tpu import MosaicTPU  # JAX's kernels for TPUs import more than JAX
 

@@ -5,7 +5,7 @@ the softmax sums (and the logits, where the one pass asks for them), another the
 that products take. Both run the functions of `ops.xla` and `softmax` on pieces of tokens by columns, all of H at once,
 so that there is one mathematics. The products of the backward stay XLA's.
 
-It is a choice and not the default. Estimated by `sharding.audit` for a Qwen3-8B head (H 4096, V 151936, bf16) over
+It is not the default. Times estimated by `sharding.audit` for a Qwen3-8B head (H 4096, V 151936, bf16) over
 cp=4, tp=4 with 8192 tokens a device, in ms of compute, XLA's first; libtpu 0.0.52, nothing timed on a chip:
 
                v5p            v6e            tpu7x
@@ -87,7 +87,7 @@ class _Operands(NamedTuple):
 
 
 class _Numbers(NamedTuple):
-    """What a kernel reads of each token, f32[C] each, None where there is none."""
+    """The numbers that a kernel reads for each token, f32[C] each, or None."""
 
     temperature: Any
     residuals: Residuals | None = None
@@ -183,7 +183,7 @@ def _by_lane(x: jax.Array) -> jax.Array:
 def _forward(call: HeadCall, structure: Any, active: Any, refs: _Operands, out: Any) -> None:
     """Adds the sums of a piece to those of the pieces before it, which lie in VMEM as long as the tokens stay.
 
-    Each lane has sums of its own, since sums across lanes are dear: on a v6e they took a fifth of the time.
+    Each lane has its own sums, since sums across lanes are slow: on a v6e they took a fifth of the time.
     """
     i, j = pl.program_id(0), pl.program_id(1)
     sums, x_out = out

@@ -1,4 +1,4 @@
-"""The plain arithmetic of a tile, for comparison: every array written out, each formula as it stands in the papers."""
+"""The plain arithmetic of a tile, for comparison: every array is materialised, and formulas are as in the papers."""
 
 from __future__ import annotations
 
