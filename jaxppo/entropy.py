@@ -14,14 +14,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check, check_number, masked
+from jaxppo._arrays import check, check_array, check_number, masked
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.types import TokenStats
 from jaxppo.metrics import Composite, Metric, Metrics, Term, reduce_metrics
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 from jaxppo.validation import checked
 
-__all__ = ["AdaptiveEntropy", "EntropyState", "entropy_metrics"]
+__all__ = ["AdaptiveEntropy", "EntropyState", "entropy_metrics", "renormalised_entropy"]
 
 
 class EntropyState(NamedTuple):
@@ -184,6 +184,38 @@ def entropy_metrics(
         "entropy_metrics", _per_shard, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P()), static
     )
     return found
+
+
+def renormalised_entropy(log_probs: Float[Array, "*batch K"]) -> Float[Array, "*batch"]:
+    """The entropy of a distribution p that is renormalised over K of its tokens: -sum q log q, with q = p / sum p.
+
+    Over the sampler's nucleus it is that of `id_log_probs` with `ids=nucleus_ids`, differentiable. Over the likeliest
+    tokens it is that of `top_log_probs`, a constant; for a gradient give `top_ids` as `ids`.
+
+    Args:
+      log_probs: `[..., K]`, of different tokens; -inf for an empty slot.
+
+    Returns:
+      `f32[...]`, nats; 0 where all slots are empty.
+
+    Raises:
+      TypeError, ValueError: something else than floats, or without K.
+
+    Example:
+      >>> from jaxppo.entropy import renormalised_entropy
+      >>> stats = log_probs_from_logits(jnp.array([[[0.0, 2.0, 1.0, 2.0]]]), jnp.zeros((1, 1), int), top_k=2)
+      >>> stats.top_ids, renormalised_entropy(stats.top_log_probs).round(4)
+      (Array([[[1, 3]]], dtype=int32), Array([[0.6931]], dtype=float32))
+    """
+    check_array("log_probs", log_probs, "floats")
+    if not log_probs.ndim or not log_probs.shape[-1]:
+        raise ValueError(f"log_probs: got shape {log_probs.shape}, expected [..., K]")
+    there = log_probs != -jnp.inf
+    some = there.any(axis=-1, keepdims=True)
+    there = there | ~some  # a distribution to renormalise, so that the gradient of none is 0
+    log_q = jax.nn.log_softmax(jnp.where(there, jnp.where(some, log_probs.astype(jnp.float32), 0), -jnp.inf))
+    terms = jnp.where(there & some, jnp.exp(log_q) * jnp.where(there, log_q, 0), 0)
+    return -terms.sum(axis=-1)
 
 
 def _per_shard(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Unpack
 
 from jaxtyping import Array, Bool, Float, Int
@@ -9,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxppo._arrays import check_array
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
-from jaxppo.head.types import Entropy, HeadCall, Inputs, TokenStats
+from jaxppo.head.types import Entropy, HeadCall, Inputs, LogitStat, TokenStats
 from jaxppo.head.vjp import stats_of_tokens
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
@@ -22,7 +23,8 @@ def log_probs_from_hidden(
     parallel: ParallelMesh | ShardAxes | None = None,
     temperature: float | Array = 1.0,
     entropy: Entropy = "none",
-    logit_stats: bool = False,
+    logit_stats: Sequence[LogitStat] = (),
+    top_k: int = 0,
     nucleus_ids: Int[Array, "R T K"] | None = None,
     ids: Int[Array, "R T K"] | None = None,
     where: Bool[Array, "R T"] | None = None,
@@ -41,9 +43,11 @@ def log_probs_from_hidden(
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`, a constant of differentiation.
       entropy: "none", "metric" (no gradient: nothing of its backward exists) or "bonus" (differentiable).
-      logit_stats: also compute log_z, the log-sum-exp of z, and the mean of z (see `sft_loss`), both differentiable and
-        over the whole vocabulary, and two constants: the accuracy, whether no token is likelier than the target, and
-        the sum of p^2.
+      logit_stats: names of what else to compute: "log_z", the log-sum-exp of z, "mean_logit", the mean of the finite z
+        (see `sft_loss`), both differentiable, and the constants "accuracy", whether no token is likelier than the
+        target, and "sum_p2", the sum of p^2. They are over the whole vocabulary. What is not named costs nothing.
+      top_k: how many of the likeliest ids to find, as `top_ids`, with their log-probs in the full distribution. They
+        are constants: for gradients ask for those ids again, as `ids`.
       nucleus_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and
         the target; the entropy stays that of the full distribution.
       ids: `i32[R, T, K]`, ids whose log-probs are asked for too, of the full distribution and differentiable: a
@@ -55,8 +59,8 @@ def log_probs_from_hidden(
       **options: see `HeadOptions`.
 
     Returns:
-      `TokenStats`, `f32[R, T]` each, `id_log_probs` `f32[R, T, K]`, None if not asked for; a log-prob is at most 0, and
-      NaN where a counted target, or the id, is not in the vocabulary.
+      `TokenStats`, `f32[R, T]` each, `[R, T, K]` of ids and of the likeliest, None if not asked for; a log-prob is at
+      most 0, and NaN where a counted target, or the id, is not in the vocabulary.
 
     Raises:
       TypeError, ValueError: an argument of the wrong dtype, rank, shape, sharding or range, named.
@@ -76,6 +80,7 @@ def log_probs_from_hidden(
         temperature=temperature,
         entropy=entropy,
         logit_stats=logit_stats,
+        top_k=top_k,
         nucleus_ids=nucleus_ids,
         ids=ids,
         where=where,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_array
+from jaxppo._arrays import check_array, check_choice
+from jaxppo.head.types import Asked, Entropy, LogitStat
 from jaxppo.sharding import ParallelMesh
 
 
@@ -34,6 +36,22 @@ def as_id_sets(what: str, ids: Any, tokens: tuple[int, ...]) -> Int[Array, "R T 
     if ids.ndim != 3 or ids.shape[:2] != tokens or not ids.shape[2]:
         raise ValueError(f"{what}: got shape {ids.shape}, expected [R, T, K] with [R, T] = {tokens}")
     return as_token_ids(ids)
+
+
+def as_asked(entropy: Any, logit_stats: Any, top_k: Any) -> Asked:
+    """What is asked for of each token's distribution."""
+    check_choice("entropy", entropy, Entropy)
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
+        raise ValueError(f"top_k: got {top_k!r}, expected a number of ids, or 0 for none")
+    return Asked(entropy, as_logit_stats(logit_stats), top_k)
+
+
+def as_logit_stats(logit_stats: Any) -> tuple[LogitStat, ...]:
+    """The names, each once and in one order."""
+    names = get_args(LogitStat)
+    if isinstance(logit_stats, str) or not isinstance(logit_stats, Collection) or set(logit_stats) - set(names):
+        raise ValueError(f"logit_stats: got {logit_stats!r}, expected some of {names}, in a tuple, list or set")
+    return tuple(name for name in names if name in logit_stats)
 
 
 def as_adapter_ids(what: str, lora: Any, adapter_ids: Any, rows: int) -> Int[Array, "R"] | None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.divergence import DivergenceCall, PairWalk, log_sums, over_tiles, pair_on_device, terms
+from jaxppo.head.likeliest import merge_top, no_top, top_of_block, top_over_shards
 from jaxppo.head.plan import sizes_of, two_passes
 from jaxppo.head.token_blocks import Slots
 from jaxppo.head.types import HeadCall, Inputs
@@ -30,14 +31,6 @@ class Comparison(NamedTuple):
     """The scale of the error that rounding makes in a logit, see `_logit_error`."""
 
 
-class Top(NamedTuple):
-    """The largest logit up to here and where it stands, and the largest magnitude; `[N]` each."""
-
-    logit: jax.Array
-    column: jax.Array  # i32
-    magnitude: jax.Array
-
-
 def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teacher: Inputs) -> Comparison:
     """Per-shard: the comparison of the device's tokens; 0 where they do not count.
 
@@ -54,47 +47,32 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
     known = log_sums(walk, by_vocabulary)
 
     def add(chunk: Any, block: Any, slots: Slots, found: Any) -> Any:
-        sums, tops = found
+        sums, tops, magnitudes = found
         _, z, teacher_z = walk.logits(chunk, block)
         log_p, log_q = walk.log_probs(z, teacher_z, block.student.valid, tokens.read(known, slots))
         each = [terms(kind, 0.5, log_p, log_q)[0] for kind in ("reverse_kl", "forward_kl")]
         each.append(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)) / 2)
         valid = block.student.valid
         sums = [total + jnp.where(valid, x, 0).sum(axis=1) for total, x in zip(sums, each, strict=True)]
-        tops = [_top(tops[0], z, block.student.columns), _top(tops[1], teacher_z, block.student.columns)]
-        return walk.vary((sums, tops))
+        both = z, teacher_z
+        tops = [merge_top(top, top_of_block(x, block.student.columns, 1)) for top, x in zip(tops, both, strict=True)]
+        largest = [jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(axis=1) for x in both]
+        return walk.vary((sums, tops, jax.tree.map(jnp.maximum, magnitudes, largest)))
 
-    zeros = walk.zeros(tokens.slots_count)
-    no_top = Top(jnp.full_like(zeros, -jnp.inf), jnp.full_like(zeros, jnp.iinfo(jnp.int32).max, jnp.int32), zeros)
-    sums, tops = over_tiles(walk, by_vocabulary, add, walk.vary(([zeros] * 3, [no_top] * 2)))
-    names = call.student.axes.tensor
-    sums = call.student.axes.psum(vary(jnp.stack(sums), names), names)
-    own, other = (_over_shards(top, names) for top in tops)
-    same = (own.column == other.column).astype(jnp.float32)
-    *sums, same, own, other = tokens.to_tokens((*sums, same, own.magnitude, other.magnitude))
+    zeros, nothing = walk.zeros(tokens.slots_count), no_top(tokens.slots_count, 1)
+    start = walk.vary(([zeros] * 3, [nothing] * 2, [zeros] * 2))
+    sums, tops, magnitudes = over_tiles(walk, by_vocabulary, add, start)
+    axes = call.student.axes
+    sums, magnitudes = (vary(jnp.stack(x), axes.tensor) for x in (sums, magnitudes))
+    if axes.tensor:
+        sums, magnitudes = lax.psum(sums, axes.tensor), lax.pmax(magnitudes, axes.tensor)
+        tops = [top_over_shards(top, axes) for top in tops]
+    same = (tops[0][1] == tops[1][1])[:, 0].astype(jnp.float32)
+    *sums, same, own, other = tokens.to_tokens((*sums, same, *magnitudes))
     errors = _logit_error(call.student, walk, unit, own), _logit_error(call.teacher, walk.teacher, unit, other)
     found = Comparison(sums[0], sums[1], sums[2], same, jnp.maximum(*errors))
     counts = inputs.counts
     return jax.tree.map(lambda x: (x if counts is None else jnp.where(counts, x, 0)).reshape(shape), found)
-
-
-def _top(top: Top, z: jax.Array, columns: jax.Array) -> Top:
-    """The top after one more block of columns; blocks come in any order."""
-    best = z.max(axis=1)
-    column = jnp.where(z == best[:, None], columns, jnp.iinfo(jnp.int32).max).min(axis=1)
-    magnitude = jnp.maximum(top.magnitude, jnp.where(jnp.isfinite(z), jnp.abs(z), 0).max(axis=1))
-    first = jnp.where(best == top.logit, jnp.minimum(column, top.column), column)
-    return Top(jnp.maximum(top.logit, best), jnp.where(best < top.logit, top.column, first), magnitude)
-
-
-def _over_shards(top: Top, names: tuple[str, ...]) -> Top:
-    """The top of all parts of the vocabulary."""
-    if not names:
-        return top
-    top = jax.tree.map(lambda x: vary(x, names), top)
-    logit, magnitude = lax.pmax(jnp.stack((top.logit, top.magnitude)), names)
-    column = jnp.where(top.logit == logit, top.column, jnp.iinfo(jnp.int32).max)
-    return Top(logit, lax.pmin(column, names), magnitude)
 
 
 def _logit_error(call: HeadCall, walk: Walk, unit: float, magnitude: jax.Array) -> jax.Array:

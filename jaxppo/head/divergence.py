@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxppo.head import softmax, tile
+from jaxppo.head.asked import empty_sums
 from jaxppo.head.plan import sizes_of, two_passes
 from jaxppo.head.prepare import on_device, whole
 from jaxppo.head.softmax import Cotangents, Sums
@@ -199,7 +200,7 @@ def log_sums(walk: PairWalk, by_vocabulary: bool) -> LogSums:
         both = tuple(softmax.merge(s, softmax.block_sums(z, nothing, no_target, None, s)) for z, s in pairs)
         return walk.vary(both)
 
-    empty = walk.vary(softmax.empty_sums(tokens.slots_count, full=True, entropy=False, nucleus=False))
+    empty = walk.vary(empty_sums(tokens.slots_count, walk.call.asked))
     both = over_tiles(walk, by_vocabulary, add_sums, (empty, empty))
     both = softmax.combine(jax.tree.map(lambda *x: jnp.concatenate(x), *both), walk.call.axes)
     (m, teacher_m), (log_s, teacher_log_s) = jnp.split(both.m, 2), jnp.split(jnp.log(both.s), 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -12,9 +13,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_choice, check_floating
+from jaxppo._arrays import check_floating
 from jaxppo.head import softmax
+from jaxppo.head.asked import answers, empty_sums, id_cotangents
 from jaxppo.head.checks import (
+    as_asked,
     as_id_sets,
     as_temperature,
     as_token_ids,
@@ -25,7 +28,7 @@ from jaxppo.head.checks import (
 )
 from jaxppo.head.gradient_sums import as_primal
 from jaxppo.head.token_blocks import zero_unless
-from jaxppo.head.types import Entropy, TokenStats
+from jaxppo.head.types import Asked, Entropy, LogitStat, TokenStats
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary_like, varying
 
 
@@ -33,8 +36,7 @@ from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary_like, vary
 class _Call:
     """The static part of one call on a device."""
 
-    entropy: Entropy
-    logit_stats: bool
+    asked: Asked
     vocab_size: int
     axes: ShardAxes
     window: int | None
@@ -48,7 +50,8 @@ def log_probs_from_logits(
     parallel: ParallelMesh | ShardAxes | None = None,
     temperature: float | Array = 1.0,
     entropy: Entropy = "none",
-    logit_stats: bool = False,
+    logit_stats: Sequence[LogitStat] = (),
+    top_k: int = 0,
     nucleus: Bool[Array, "R T V"] | None = None,
     ids: Int[Array, "R T K"] | None = None,
     where: Bool[Array, "R T"] | None = None,
@@ -67,9 +70,11 @@ def log_probs_from_logits(
       temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`, a constant of
         differentiation.
       entropy: "none", "metric" (no gradient: nothing of its backward exists) or "bonus" (differentiable).
-      logit_stats: also compute log_z, the log-sum-exp of z, and the mean of z (see `sft_loss`), both differentiable
-        and over all of `vocab_size`, and two constants: the accuracy, whether no token is likelier than the target, and
-        the sum of p^2.
+      logit_stats: names of what else to compute: "log_z", the log-sum-exp of z, "mean_logit", the mean of the finite z
+        (see `sft_loss`), both differentiable, and the constants "accuracy", whether no token is likelier than the
+        target, and "sum_p2", the sum of p^2. They are over all of `vocab_size`. What is not named costs nothing.
+      top_k: how many of the likeliest ids to find, as `top_ids`, with their log-probs in the full distribution. They
+        are constants: for gradients ask for those ids again, as `ids`.
       nucleus: `bool[R, T, V]`, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and the
         target; the entropy stays that of the full distribution.
       ids: `i32[R, T, K]`, the ids whose log-probs are asked for too, of the full distribution and differentiable. -1 is
@@ -78,8 +83,8 @@ def log_probs_from_logits(
       vocab_size: columns from here on are padding, with probability 0 and gradient 0.
 
     Returns:
-      `TokenStats`, `f32[R, T]` each, `id_log_probs` `f32[R, T, K]`, None if not asked for; a log-prob is at most 0, and
-      NaN where a counted target, or the id, is not in `[0, vocab_size)`.
+      `TokenStats`, `f32[R, T]` each, `[R, T, K]` of ids and of the likeliest, None if not asked for; a log-prob is at
+      most 0, and NaN where a counted target, or the id, is not in `[0, vocab_size)`.
 
     Raises:
       TypeError, ValueError: an argument of the wrong dtype, rank, shape or range, named.
@@ -92,7 +97,7 @@ def log_probs_from_logits(
     check_floating("logits", logits, 3, "[R, T, V]")
     check_targets(targets, logits.shape[:2], "logits")
     check_where(where, targets.shape)
-    check_choice("entropy", entropy, Entropy)
+    asked = as_asked(entropy, logit_stats, top_k)
     if nucleus is not None and nucleus.shape != logits.shape:
         raise ValueError(f"nucleus: got shape {nucleus.shape}, expected {logits.shape}, the shape of logits")
     if nucleus is not None and nucleus.dtype != bool:
@@ -115,14 +120,13 @@ def log_probs_from_logits(
         of_tokens = p.tokens_spec
         return [of_logits, of_tokens, of_logits, of_tokens, of_tokens, of_temperature], of_tokens
 
-    static = (entropy, logit_stats, vocab_size)
-    found: TokenStats = shard_call("log_probs_from_logits", _per_shard, parallel, args, specs, static)
+    found: TokenStats = shard_call("log_probs_from_logits", _per_shard, parallel, args, specs, (asked, vocab_size))
     return found
 
 
 def _per_shard(
     axes: ShardAxes,
-    static: tuple[Entropy, bool, int | None],
+    static: tuple[Asked, int | None],
     logits: Any,
     targets: Any,
     nucleus: Any,
@@ -130,12 +134,12 @@ def _per_shard(
     where: Any,
     temperature: Any,
 ) -> TokenStats:
-    entropy, logit_stats, vocab_size = static
+    asked, vocab_size = static
     R, T, V_local = logits.shape
     own = bool(axes.tensor) and not set(axes.tensor) & varying(logits)
     window = -(-V_local // axes.size(axes.tensor)) if own else None
     vocab_size = check_vocab_size(vocab_size, V_local * (1 if own else axes.size(axes.tensor)))
-    call = _Call(entropy, logit_stats, vocab_size, axes, window)
+    call = _Call(asked, vocab_size, axes, window)
     temperature = jnp.ones((), jnp.float32) if temperature is None else temperature
     by_token = temperature[..., None] if temperature.ndim else None
     of_tokens = logits, targets, nucleus, token_ids, where, by_token
@@ -187,33 +191,28 @@ def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, token_ids: An
     z, ids, valid = _scaled(call, logits, temperature)
     is_target = (ids[None] == targets[:, None]) & valid[None]
     inside = _nucleus(call, nucleus, is_target)
-    with_entropy = call.entropy != "none"
-    full = with_entropy or call.logit_stats or inside is None or token_ids is not None
-    options = {"full": full, "entropy": with_entropy, "nucleus": inside is not None, "logit_stats": call.logit_stats}
     z_y = softmax.target_logits(z, is_target, *_place(targets, ids, valid))
     places = None if token_ids is None else softmax.IdPlaces(*_place(token_ids, ids, valid))
-    sums = softmax.block_sums(z, z_y, is_target, inside, softmax.empty_sums(0, **options), ids=places)
+    of_ids = 0 if token_ids is None else token_ids.shape[1]
+    with_entropy = call.asked.entropy != "none"
+    like = empty_sums(0, call.asked, entropy=with_entropy, nucleus=inside is not None, ids=of_ids)
+    sums = softmax.block_sums(z, z_y, is_target, inside, like, ids=places, columns=ids[None])
     sums = softmax.combine(sums, call.axes)
-    log_probs, h, residuals = softmax.finish(sums, (targets >= 0) & (targets < call.vocab_size))
-    log_z, mean_logit, accuracy, sum_p2 = softmax.logit_stats(sums, residuals) or (None, None, None, None)
-    of_ids = None if token_ids is None else softmax.id_log_probs(sums, residuals, token_ids, call.vocab_size)
-    out = TokenStats(log_probs, h, log_z, mean_logit, accuracy, sum_p2, of_ids, call.entropy)
+    out, residuals = answers(sums, call.asked, targets, token_ids, call.vocab_size)
     out = zero_unless(where, out)
-    if call.entropy != "bonus":
-        residuals = residuals.without_entropy(inside is not None and not call.logit_stats and token_ids is None)
     return out, (logits, targets, nucleus, token_ids, where, temperature, residuals)
 
 
 def _backward(call: _Call, saved: Any, cotangents: Any) -> Any:
     logits, targets, nucleus, token_ids, where, temperature, residuals = saved
-    e = cotangents.entropy if call.entropy == "bonus" else None
+    e = cotangents.entropy if call.asked.entropy == "bonus" else None
     z, ids, valid = _scaled(call, logits, temperature)
     is_target = (ids[None] == targets[:, None]) & valid[None]
     inside = _nucleus(call, nucleus, is_target)
     places = of_ids = None
     if token_ids is not None:
         places = softmax.IdPlaces(*_place(token_ids, ids, valid))
-        of_ids = softmax.id_cotangents(cotangents.id_log_probs, token_ids, call.vocab_size)
+        of_ids = id_cotangents(cotangents.id_log_probs, token_ids, call.vocab_size)
     of_logits = cotangents.log_z, cotangents.mean_logit
     cotangents = softmax.Cotangents.of(cotangents.log_probs, e, *of_logits, ids=of_ids)
     counts = cotangents.counts | _finite(residuals)

@@ -106,7 +106,10 @@ def sizes_of(call: HeadCall, inputs: Inputs) -> Sizes:
         gathered=whole[0] * whole[1] * kernel.dtype.itemsize if gathers else 0,
         accumulator=0 if in_result else 4 * whole[0] * whole[1],
         masked=inputs.counts is not None and call.follow_mask,
-        of_logit=4 + (0 if inputs.nucleus_ids is None else 1) + (0 if inputs.ids is None else 4),
+        of_logit=4
+        + (0 if inputs.nucleus_ids is None else 1)
+        + (0 if inputs.ids is None else 4)
+        + (8 if call.asked.top_k else 0),
         references=references(call, inputs),
     )
 
@@ -115,11 +118,11 @@ def references(call: HeadCall, inputs: Inputs) -> bool:
     """Whether the target's logit takes the place of the maximum that sums of exponentials are relative to.
 
     It is known before the product, by one row of a kernel `[V, H]`. Only of bf16 operands: it costs accuracy. Logits of
-    ids are read from memory, and so are the maxima then.
+    ids and the likeliest ones are read from memory, and so are the maxima then.
     """
     kernel, hidden = inputs.parameters.kernel, inputs.features.hidden
     chosen = call.profile.references > 0 and call.op.takes_references and not call.deterministic
-    asked = inputs.targets is not None and inputs.nucleus_ids is None and inputs.ids is None
+    asked = inputs.targets is not None and inputs.nucleus_ids is None and inputs.ids is None and not call.asked.top_k
     return chosen and asked and call.layout == "vh" and hidden.dtype == kernel.dtype == jnp.bfloat16
 
 

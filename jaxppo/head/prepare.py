@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import jax
@@ -17,6 +18,7 @@ from jaxppo._stacked import part_of_a_step
 from jaxppo.head import plan
 from jaxppo.head.checks import (
     as_adapter_ids,
+    as_asked,
     as_id_sets,
     as_temperature,
     as_token_ids,
@@ -30,11 +32,13 @@ from jaxppo.head.kernels.choice import choose
 from jaxppo.head.low_rank import low_rank, low_rank_by_row
 from jaxppo.head.placement import Placement, bring_hidden, entry_names, place_head
 from jaxppo.head.types import (
+    Asked,
     Entropy,
     Features,
     HeadCall,
     Implementation,
     Inputs,
+    LogitStat,
     Parameters,
     Precision,
     Prepared,
@@ -68,8 +72,8 @@ class HeadOptions(TypedDict, total=False):
         that takes less memory on accelerators.
       deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch: for one
         platform, jax version, tensor axis, kernel dtype and `memory`. Then tiles do not depend on the number of tokens,
-        which costs time where there are few, and CPUs take two passes. With `logit_stats` the bits may be others than
-        without. On TPUs and GPUs the option does the same, but nobody has tested the bits there.
+        which costs time where there are few, and CPUs take two passes. With `logit_stats` or `top_k` the bits may be
+        others than without. On TPUs and GPUs the option does the same, but nobody has tested the bits there.
     """
 
     hidden_spec: P | None
@@ -90,7 +94,8 @@ def prepare_head(
     temperature: Any,
     entropy: Entropy,
     options: HeadOptions,
-    logit_stats: bool = False,
+    logit_stats: Sequence[LogitStat] = (),
+    top_k: int = 0,
     nucleus_ids: Any = None,
     ids: Any = None,
     where: Any = None,
@@ -106,13 +111,13 @@ def prepare_head(
     chosen = check_options(options)
     check_floating(f"{name.removesuffix('head')}hidden", hidden, 3, "[R, T, H]")
     head = as_head(name, head)
-    check_choice("entropy", entropy, Entropy)
+    asked = as_asked(entropy, logit_stats, top_k)
     what = f"{name.removesuffix('head')}hidden_spec"
     hidden, sequence_parallel = bring_hidden(what, parallel, hidden, chosen.get("hidden_spec"))
     placement = place_head(parallel, name, hidden, head, sequence_parallel)
     inputs = _inputs(hidden, head, targets, nucleus_ids, ids, where, temperature, placement.tokens)
     inputs = inputs._replace(adapter_ids=as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, placement.tokens[0]))
-    call = _call(parallel, head, placement, chosen, entropy, logit_stats, heads)
+    call = _call(parallel, head, placement, chosen, asked, heads)
     implementation = chosen.get("implementation")
     if (reason := call.op.unsupported(call, inputs)) is not None:
         raise NotImplementedError(f"implementation: got {implementation!r}, which does not support {reason}")
@@ -151,8 +156,7 @@ def _call(
     head: Head,
     placement: Placement,
     options: dict[str, Any],
-    entropy: Entropy,
-    logit_stats: bool,
+    asked: Asked,
     heads: int,
 ) -> HeadCall:
     axes = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
@@ -178,8 +182,7 @@ def _call(
         transform=head.transform,
         lora_scale=1.0 if head.lora is None else head.lora.scale,
         vocab_size=check_vocab_size(head.vocab_size, columns),
-        entropy=entropy,
-        logit_stats=logit_stats,
+        asked=asked,
         profile=next(profile for kind, profile in plan.PROFILES.items() if kind in device),
         op=choose(options.get("implementation"), device),
         precision=options.get("precision"),

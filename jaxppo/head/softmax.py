@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxppo.head.likeliest import Top, merge_top, top_of_block, top_over_shards
 from jaxppo.sharding import ShardAxes, note, vary
 
 
@@ -23,9 +24,9 @@ class Sums(NamedTuple):
     """Softmax sums of some of the logits of N tokens, f32[N] each; None where not asked for.
 
     m, s, u are over all the logits, nucleus_m and nucleus_s over those that the sampler could draw, z_y is the target's
-    logit, 0 where it is not among them, total the sum of all the finite logits and columns how many those are, top the
-    `top_key` of the largest, squares the sum of exp(z - m)^2, z_ids the logits f32[N, K] of the ids that are asked for,
-    0 where one is not among them.
+    logit, 0 where it is not among them, total the sum of all the finite logits and columns how many those are,
+    likeliest the `top_key` of the largest, squares the sum of exp(z - m)^2, z_ids the logits f32[N, K] of the ids that
+    are asked for, 0 where one is not among them, top what `top_of_block` returns.
     """
 
     m: Any
@@ -36,9 +37,10 @@ class Sums(NamedTuple):
     z_y: Array
     total: Array | None = None
     columns: Array | None = None
-    top: Array | None = None
+    likeliest: Array | None = None
     squares: Array | None = None
     z_ids: Array | None = None
+    top: Top | None = None
 
 
 class Cotangents(NamedTuple):
@@ -85,29 +87,9 @@ def _exp_below(z: Array, m: Array) -> tuple[Array, Array]:
     return jnp.exp(d), d
 
 
-def empty_sums(
-    count: int, *, full: bool, entropy: bool, nucleus: bool, logit_stats: bool = False, ids: int = 0
-) -> Sums:
-    """The sums of no logits, with those of so many ids a token."""
-    low, zero = jnp.full(count, -jnp.inf, jnp.float32), jnp.zeros(count, jnp.float32)
-    return Sums(
-        m=low if full else None,
-        s=zero if full else None,
-        u=zero if entropy else None,
-        nucleus_m=low if nucleus else None,
-        nucleus_s=zero if nucleus else None,
-        z_y=zero,
-        total=zero if logit_stats else None,
-        columns=zero if logit_stats else None,
-        top=jnp.full(count, jnp.iinfo(jnp.int32).min, jnp.int32) if logit_stats else None,
-        squares=zero if logit_stats else None,
-        z_ids=jnp.zeros((count, ids), jnp.float32) if ids else None,
-    )
-
-
 def no_sums(like: Sums) -> Sums:
     """The sums of no logits, those that `like` has, in its shape."""
-    fill = {"m": -jnp.inf, "nucleus_m": -jnp.inf, "top": jnp.iinfo(jnp.int32).min}
+    fill = {"m": -jnp.inf, "nucleus_m": -jnp.inf, "likeliest": jnp.iinfo(jnp.int32).min}
     fields: Any = {k: None if x is None else jnp.full_like(x, fill.get(k, 0)) for k, x in like._asdict().items()}
     return Sums(**fields)
 
@@ -172,6 +154,7 @@ def block_sums(
     like: Sums,
     reference: Float[Array, "N"] | None = None,
     ids: IdPlaces | None = None,
+    columns: Int[Array, "1 B"] | None = None,
 ) -> Sums:
     """The sums of one block of logits; columns that do not exist hold -inf.
 
@@ -183,8 +166,9 @@ def block_sums(
       like: which sums to compute.
       reference: takes the place of the maximum m where there is one.
       ids: those whose logits are asked for.
+      columns: the vocabulary ids of the block, rising, where the likeliest are asked for.
     """
-    m = s = u = nucleus_m = nucleus_s = total = columns = top = squares = None
+    m = s = u = nucleus_m = nucleus_s = total = count = likeliest = squares = top = None
     if like.m is not None:
         m = z.max(axis=1) if reference is None else reference
         e, d = _exp_below(z, m)
@@ -199,10 +183,14 @@ def block_sums(
         nucleus_s = _exp_below(inside, nucleus_m)[0].sum(axis=1)
     if like.total is not None:
         total = jnp.where(z > -jnp.inf, z, 0).sum(axis=1)
-        columns = (z > -jnp.inf).astype(jnp.float32).sum(axis=1)
-        top = top_key(z, is_target).max(axis=1)
+        count = (z > -jnp.inf).astype(jnp.float32).sum(axis=1)
+    if like.likeliest is not None:
+        likeliest = top_key(z, is_target).max(axis=1)
+    if like.top is not None:
+        assert columns is not None
+        top = top_of_block(z, columns, like.top[0].shape[1])
     z_ids = None if ids is None else ids.logits(z)
-    return Sums(m, s, u, nucleus_m, nucleus_s, z_y, total, columns, top, squares, z_ids)
+    return Sums(m, s, u, nucleus_m, nucleus_s, z_y, total, count, likeliest, squares, z_ids, top)
 
 
 def _rescale(sums: Sums, m: Array | None, nucleus_m: Array | None) -> Sums:
@@ -221,7 +209,8 @@ def _rescale(sums: Sums, m: Array | None, nucleus_m: Array | None) -> Sums:
         squares = None if squares is None else squares * f**2
     if nucleus_m is not None:
         nucleus_s = nucleus_s * factor(sums.nucleus_m, nucleus_m)[0]
-    return sums._replace(m=m, s=s, u=u, nucleus_m=nucleus_m, nucleus_s=nucleus_s, top=None, squares=squares)
+    rescaled = sums._replace(m=m, s=s, u=u, nucleus_m=nucleus_m, nucleus_s=nucleus_s, squares=squares)
+    return rescaled._replace(likeliest=None, top=None)
 
 
 def _larger(a: Any, b: Any) -> Any:
@@ -230,31 +219,32 @@ def _larger(a: Any, b: Any) -> Any:
 
 def merge(a: Sums, b: Sums) -> Sums:
     """The sums of two disjoint sets of logits of the same tokens."""
-    m, nucleus_m = _larger(a.m, b.m), _larger(a.nucleus_m, b.nucleus_m)
-    top = _larger(a.top, b.top)
+    m, nucleus_m, likeliest = (_larger(getattr(a, k), getattr(b, k)) for k in ("m", "nucleus_m", "likeliest"))
+    top = None if a.top is None or b.top is None else merge_top(a.top, b.top)
     a, b = _rescale(a, m, nucleus_m), _rescale(b, m, nucleus_m)
     added = jax.tree.map(jnp.add, a._replace(m=None, nucleus_m=None), b._replace(m=None, nucleus_m=None))
-    return added._replace(m=m, nucleus_m=nucleus_m, top=top)
+    return added._replace(m=m, nucleus_m=nucleus_m, likeliest=likeliest, top=top)
 
 
 def merge_parts(parts: Sums) -> Sums:
     """The sums of N tokens from those of parts of their logits, `[N, parts]`."""
-    m, nucleus_m, top = jax.tree.map(lambda x: x.max(axis=1), (parts.m, parts.nucleus_m, parts.top))
+    m, nucleus_m, likeliest = jax.tree.map(lambda x: x.max(axis=1), (parts.m, parts.nucleus_m, parts.likeliest))
     rescaled = _rescale(parts, *jax.tree.map(lambda x: x[:, None], (m, nucleus_m)))._replace(m=None, nucleus_m=None)
-    return jax.tree.map(lambda x: x.sum(axis=1), rescaled)._replace(m=m, nucleus_m=nucleus_m, top=top)
+    return jax.tree.map(lambda x: x.sum(axis=1), rescaled)._replace(m=m, nucleus_m=nucleus_m, likeliest=likeliest)
 
 
 def combine(sums: Sums, axes: ShardAxes) -> Sums:
-    """The sums over all vocabulary shards: one max and one sum over the tensor axis."""
+    """The sums over all vocabulary shards: one max and one sum over the tensor axis, beside those of what is asked."""
     if not axes.tensor:
         return sums
     sums = jax.tree.map(lambda x: vary(x, axes.tensor), sums)
     # constants: the sums do not depend on them, and JAX has no derivative of a pmax
     maxima = _all_at_once(lambda x: lax.pmax(lax.stop_gradient(x), axes.tensor), (sums.m, sums.nucleus_m))
-    top = None if sums.top is None else lax.pmax(sums.top, axes.tensor)
+    likeliest = None if sums.likeliest is None else lax.pmax(sums.likeliest, axes.tensor)
+    top = None if sums.top is None else top_over_shards(sums.top, axes)
     rescaled = _rescale(sums, *maxima)._replace(m=None, nucleus_m=None)
     summed = _all_at_once(lambda x: lax.psum(x, axes.tensor), rescaled)
-    return summed._replace(m=maxima[0], nucleus_m=maxima[1], top=top)
+    return summed._replace(m=maxima[0], nucleus_m=maxima[1], likeliest=likeliest, top=top)
 
 
 def _all_at_once(reduce: Any, tree: Any) -> Any:
@@ -266,50 +256,6 @@ def _all_at_once(reduce: Any, tree: Any) -> Any:
     rows = reduce(jnp.concatenate([x[None] if x.ndim == 1 else x.T for x in leaves]))
     parts = jnp.split(rows, list(accumulate(widths))[:-1])
     return jax.tree.unflatten(treedef, [x[0] if y.ndim == 1 else x.T for x, y in zip(parts, leaves, strict=True)])
-
-
-def finish(sums: Sums, target_exists: Bool[Array, "N"]) -> tuple[Array, Array | None, Residuals]:
-    """Log-probs, entropy and residuals from the sums over the whole vocabulary; NaN where the target does not exist."""
-    log_s = None if sums.s is None else jnp.log(sums.s)
-    nucleus_log_s = None if sums.nucleus_s is None else jnp.log(sums.nucleus_s)
-    entropy = None if sums.u is None else log_s - sums.u / sums.s
-    # through log s, so that the gradient of a target that does not exist is NaN too
-    log_s, nucleus_log_s = (None if x is None else jnp.where(target_exists, x, jnp.nan) for x in (log_s, nucleus_log_s))
-    top, log_sum = (sums.m, log_s) if sums.nucleus_m is None else (sums.nucleus_m, nucleus_log_s)
-    log_probs = sums.z_y - top - log_sum
-    # at most 0, also where the target's logit, the maximum and the sum were computed from logits an ulp apart
-    log_probs -= lax.stop_gradient(jnp.maximum(log_probs, 0))
-    columns = None if sums.columns is None else jnp.maximum(sums.columns, 1)
-    return log_probs, entropy, Residuals(sums.m, log_s, entropy, sums.nucleus_m, nucleus_log_s, columns)
-
-
-def logit_stats(sums: Sums, residuals: Residuals) -> tuple[Array, Array, Array, Array] | None:
-    """log_z, the log-sum-exp of all the logits, the mean of the finite ones, 1 where the target is likeliest, sum p^2.
-
-    The last two are constants. None where the sums lack what they take.
-    """
-    if sums.total is None or sums.top is None or sums.squares is None:
-        return None
-    likeliest, sum_p2 = (sums.top & 1).astype(jnp.float32), sums.squares * jnp.exp(-2 * residuals.log_s)
-    return residuals.m + residuals.log_s, sums.total / residuals.columns, likeliest, sum_p2
-
-
-def id_log_probs(sums: Sums, residuals: Residuals, ids: Int[Array, "N K"], vocab_size: int) -> Float[Array, "N K"]:
-    """log p of the ids over the whole vocabulary, -inf where one is -1 and NaN where one does not exist."""
-    assert sums.z_ids is not None
-    found = (sums.z_ids - residuals.m[:, None]) - residuals.log_s[:, None]
-    found -= lax.stop_gradient(jnp.maximum(found, 0))
-    found = jnp.where(_exist(ids, vocab_size), found, jnp.nan)
-    return jnp.where(ids == -1, -jnp.inf, found)
-
-
-def id_cotangents(g: Float[Array, "N K"], ids: Int[Array, "N K"], vocab_size: int) -> Float[Array, "N K"]:
-    """The cotangents of `id_log_probs` as `Cotangents` takes them: 0 where an id is -1, NaN where none exists."""
-    return jnp.where(ids == -1, 0, jnp.where(_exist(ids, vocab_size) | (g == 0), g, jnp.nan))
-
-
-def _exist(ids: Int[Array, "N K"], vocab_size: int) -> Bool[Array, "N K"]:
-    return (ids >= 0) & (ids < vocab_size)
 
 
 def dlogits(
@@ -345,8 +291,9 @@ def dlogits(
         full_p = jnp.exp(log_p)
         dz -= cotangents.entropy[:, None] * jnp.where(full_p > 0, full_p * (log_p + residuals.entropy[:, None]), 0)
     if cotangents.log_z is not None:
-        of_mean = jnp.where(z > -jnp.inf, (cotangents.mean_logit / residuals.columns)[:, None], 0)
-        dz += cotangents.log_z[:, None] * jnp.exp(log_p) + of_mean
+        dz += cotangents.log_z[:, None] * jnp.exp(log_p)
+    if cotangents.mean_logit is not None:
+        dz += jnp.where(z > -jnp.inf, (cotangents.mean_logit / residuals.columns)[:, None], 0)
     if cotangents.ids is not None and ids is not None:
         dz += ids.spread(cotangents.ids, z) - cotangents.ids.sum(axis=1)[:, None] * jnp.exp(log_p)
     return dz

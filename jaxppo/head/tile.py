@@ -111,7 +111,7 @@ def _sums(call: HeadCall, tile: Tile, like: Sums) -> tuple[Sums, jax.Array]:
     x = products(call, tile.chunk.rows, tile.block.parameters)
     z, hot = logits(call, tile.chunk, tile.block, x), is_target(tile)
     z_y = softmax.target_logits(z, hot, *tile.place)
-    return softmax.block_sums(z, z_y, hot, tile.nucleus, like, tile.chunk.reference, tile.ids), x
+    return softmax.block_sums(z, z_y, hot, tile.nucleus, like, tile.chunk.reference, tile.ids, tile.block.columns), x
 
 
 def _exactly(call: HeadCall, tile: Tile, sums: Sums, far: jax.Array) -> Sums:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxppo._pytree import register_checked
 from jaxppo.sharding import ShardAxes
@@ -18,6 +18,7 @@ Names = tuple[str, ...]
 Entropy = Literal["none", "metric", "bonus"]
 Layout = Literal["hv", "vh"]
 LogitsDtype = Literal["float32", "bfloat16"]
+LogitStat = Literal["log_z", "mean_logit", "accuracy", "sum_p2"]
 Precision = Literal["default", "high", "highest"]
 SumDtype = Literal["float32", "parameter"]
 Implementation = Literal["xla", "mosaic_tpu", "reference"]
@@ -36,6 +37,8 @@ class TokenStats:
       accuracy: 1 where no token is likelier than the target, else 0.
       sum_p2: the sum of p^2 over the vocabulary, how often two draws agree; an optimal token baseline reads it.
       id_log_probs: `f32[R, T, K]`, of the ids that were given; see `log_probs_from_hidden`.
+      top_ids: `i32[R, T, K]`, the likeliest ids, of equally likely ones the lowest first; -1 behind those that can be.
+      top_log_probs: `f32[R, T, K]`, of those, constants; -inf where there is none.
       entropy_mode: how the entropy was computed; static. By default "bonus" with an entropy, else "none".
 
     Example:
@@ -50,11 +53,28 @@ class TokenStats:
     accuracy: Float[Array, "R T"] | None = None
     sum_p2: Float[Array, "R T"] | None = None
     id_log_probs: Float[Array, "R T K"] | None = None
+    top_ids: Int[Array, "R T K"] | None = None
+    top_log_probs: Float[Array, "R T K"] | None = None
     entropy_mode: Entropy | None = None
 
     def __post_init__(self) -> None:
         if self.entropy_mode is None:
             object.__setattr__(self, "entropy_mode", "none" if self.entropy is None else "bonus")
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is computed of a token's distribution beside the target's log-prob; static. The rest is not in the program.
+
+    Args:
+      entropy: "none", "metric" or "bonus".
+      logit_stats: names of the fields of `TokenStats`, sorted.
+      top_k: how many of the likeliest ids.
+    """
+
+    entropy: Entropy = "none"
+    logit_stats: tuple[LogitStat, ...] = ()
+    top_k: int = 0
 
 
 class Features(NamedTuple):
@@ -165,7 +185,8 @@ class Sizes:
       gathered: bytes of a kernel gathered over FSDP axes, 0 where there is none to gather.
       accumulator: bytes of an f32 gradient of the kernel beside the result, 0 where the result is one.
       masked: the work follows the tokens that count.
-      of_logit: of a logit in f32, with a bool where there is a nucleus, and a gradient in f32 where there are ids.
+      of_logit: of a logit in f32, with a bool where there is a nucleus, a gradient in f32 where there are ids, and
+        a copy with its place where the likeliest are asked for.
       references: sums of exponentials are relative to a reference.
     """
 
@@ -217,8 +238,7 @@ class HeadCall:
       transform: of logits, before the temperature.
       lora_scale: of the adapter.
       vocab_size: columns of the whole vocabulary that exist.
-      entropy: "none", "metric" or "bonus".
-      logit_stats: log_z, mean logit, accuracy and sum_p2 are asked for.
+      asked: what of each token's distribution.
       profile: what is good for the devices.
       op: the arithmetic of a tile.
       precision: of products, as in `jnp.dot`; of f32 operands "highest" by default.
@@ -239,8 +259,7 @@ class HeadCall:
     transform: Transform
     lora_scale: float
     vocab_size: int
-    entropy: Entropy
-    logit_stats: bool
+    asked: Asked
     profile: Profile
     op: Op
     precision: Precision | None

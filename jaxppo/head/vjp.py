@@ -136,11 +136,10 @@ def _one_pass_forward(
             of_slots = walk.tokens.read(in_slots, slots)
             return _loss_of_chunk(walk, chunk, lambda stats: token_loss(stats, of_slots, shared))
 
-        zeros = jnp.zeros(walk.tokens.slots_count, jnp.float32)
-        entropy, of_logits = (zeros if asked else None for asked in (call.entropy != "none", call.logit_stats))
-        of_ids = None if inputs.ids is None else jnp.zeros((walk.tokens.slots_count, inputs.ids.shape[1]), jnp.float32)
-        stats = TokenStats(zeros, entropy, of_logits, of_logits, of_logits, of_logits, of_ids, call.entropy)
-        results = walk.vary_results((zeros, stats))
+        targets, _, ids, _ = walk.per_token
+        like = jax.eval_shape(lambda: walk.finish(walk.empty_sums(walk.tokens.slots_count), targets, ids)[0])
+        stats = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        results = walk.vary_results((stats.log_probs, stats))
         (losses, stats), *found = by_chunks(plan, walk, needs, begin, results)
     return (_total(call, losses), stats), (to_save(found), inputs)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head import softmax
+from jaxppo.head.asked import answers, empty_sums, id_cotangents
 from jaxppo.head.gradient_sums import as_primal, psum_in_blocks
 from jaxppo.head.plan import references
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
@@ -119,25 +120,13 @@ class Walk:
         call, nucleus = self.call, self.inputs.nucleus_ids is not None
         ids = 0 if self.inputs.ids is None else self.inputs.ids.shape[1]
         # the same sums with an entropy and without, where the same bits are promised
-        entropy = call.entropy != "none" or call.deterministic
-        full = entropy or call.logit_stats or bool(ids) or not nucleus
-        options = {"full": full, "entropy": entropy, "nucleus": nucleus, "logit_stats": call.logit_stats}
-        return self.vary(softmax.empty_sums(count, **options, ids=ids))
+        entropy = call.asked.entropy != "none" or call.deterministic
+        return self.vary(empty_sums(count, call.asked, entropy=entropy, nucleus=nucleus, ids=ids))
 
     def finish(self, sums: Sums, targets: jax.Array, ids: Any) -> tuple[TokenStats, Residuals]:
         """The statistics of tokens from their sums over the device's vocabulary, and what the backward needs."""
-        call = self.call
-        sums = softmax.combine(sums, call.axes)
-        log_probs, entropy, residuals = softmax.finish(sums, (targets >= 0) & (targets < call.vocab_size))
-        if call.entropy == "none" and entropy is not None:
-            # used in a way that changes nothing, or the compiler would leave it out
-            log_probs, entropy = jnp.where(jnp.isnan(entropy), jnp.nan, log_probs), None
-        log_z, mean_logit, accuracy, sum_p2 = softmax.logit_stats(sums, residuals) or (None, None, None, None)
-        of_ids = None if ids is None else softmax.id_log_probs(sums, residuals, ids, call.vocab_size)
-        if call.entropy != "bonus":
-            nucleus_only = sums.nucleus_m is not None and not call.logit_stats and ids is None
-            residuals = residuals.without_entropy(nucleus_only)
-        return TokenStats(log_probs, entropy, log_z, mean_logit, accuracy, sum_p2, of_ids, call.entropy), residuals
+        sums = softmax.combine(sums, self.call.axes)
+        return answers(sums, self.call.asked, targets, ids, self.call.vocab_size)
 
     def dlogits(
         self, chunk: Chunk, block: Any, residuals: Any, cotangents: Cotangents, x: Any = None
@@ -206,8 +195,8 @@ def whole_features(call: HeadCall, features: Features) -> Features:
 
 def cotangents_of(call: HeadCall, found: TokenStats, counts: Any, ids: Any) -> Cotangents:
     """Cotangents of the statistics that the call differentiates, counted among these tokens."""
-    entropy = found.entropy if call.entropy == "bonus" else None
+    entropy = found.entropy if call.asked.entropy == "bonus" else None
     among = True if counts is None else counts
     of_ids = found.id_log_probs
-    of_ids = None if of_ids is None else softmax.id_cotangents(of_ids, ids, call.vocab_size)
+    of_ids = None if of_ids is None else id_cotangents(of_ids, ids, call.vocab_size)
     return Cotangents.of(found.log_probs, entropy, found.log_z, found.mean_logit, among, of_ids)

@@ -203,7 +203,7 @@ def joint_loss_from_hidden(
         parallel=parallel,
         temperature=temperature,
         entropy="bonus" if any(loss.entropy == "bonus" for loss in losses) else "metric",
-        logit_stats=any(loss.logit_stats for loss in losses),
+        logit_stats=[name for loss in losses for name in loss.logit_stats],
         where=where,
         adapter_ids=adapter_ids,
         options=options,

@@ -91,7 +91,7 @@ def mtp_loss(
             parallel=parallel,
             temperature=temperature,
             where=shifted.loss_mask > 0,
-            logit_stats=True,
+            logit_stats=("accuracy",),
             **options,
         )
         normalizer = None if normalizers is None else normalizers[k - 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -11,9 +12,10 @@ from jaxtyping import Array, Float, Int
 from jaxppo._arrays import Aggregation, check_aggregation, check_number, masked
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
+from jaxppo.head.checks import as_logit_stats
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
-from jaxppo.head.types import TokenStats
+from jaxppo.head.types import LogitStat, TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Metrics
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
@@ -41,7 +43,8 @@ def sft_loss(
     Differentiable in `stats`. Positions with loss mask 0 may hold anything, NaN included.
 
     Args:
-      stats: `f32[R, T]` log-probs of the targets, see `log_probs_from_hidden`; of `logit_stats=True` for the next two.
+      stats: `f32[R, T]` log-probs of the targets, see `log_probs_from_hidden`; of `logit_stats=("log_z", "mean_logit")`
+        for label smoothing, of ("log_z",) for a z-loss.
       batch: `[R, T]`; only its sequences and its loss mask are read.
       label_smoothing: the share of a uniform target, in [0, 1).
       z_loss: the coefficient of log_z^2.
@@ -73,11 +76,12 @@ def sft_loss(
     if not isinstance(stats, TokenStats):
         raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
     loss = SFTTokenLoss(label_smoothing, z_loss, aggregation, aggregation_norm)
-    if (label_smoothing or z_loss) and stats.log_z is None:
-        raise ValueError(
-            f"stats.log_z: got None, expected f32[R, T] for label_smoothing={label_smoothing}, z_loss={z_loss}: pass "
-            "logit_stats=True to log_probs_from_hidden or log_probs_from_logits"
-        )
+    for name in loss.logit_stats:
+        if getattr(stats, name) is None:
+            raise ValueError(
+                f"stats.{name}: got None, expected f32[R, T] for label_smoothing={label_smoothing}, z_loss={z_loss}: "
+                f"pass logit_stats={loss.logit_stats} to log_probs_from_hidden or log_probs_from_logits"
+            )
     if stats.log_probs.shape != batch.loss_mask.shape or stats.log_probs.ndim != 2:
         raise ValueError(
             f"stats.log_probs: got shape {stats.log_probs.shape}, expected the batch's [R, T], {batch.loss_mask.shape}"
@@ -92,7 +96,7 @@ def sft_loss_from_hidden(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logit_stats: bool = False,
+    logit_stats: Sequence[LogitStat] = (),
     aggregation: Aggregation = "token_mean",
     aggregation_norm: float | None = None,
     parallel: ParallelMesh | ShardAxes | None = None,
@@ -109,7 +113,7 @@ def sft_loss_from_hidden(
       batch: `[R, T]`; only its sequences, targets and loss mask are read.
       label_smoothing: see `sft_loss`.
       z_loss: see `sft_loss`.
-      logit_stats: also the metrics `log_z` and `accuracy`, which label smoothing and z-loss bring with them.
+      logit_stats: "log_z" and "accuracy" for those metrics too; label smoothing and z-loss bring the first.
       aggregation: the denominators, see `token_weights`.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
@@ -140,7 +144,7 @@ def sft_loss_from_hidden(
         parallel=parallel,
         temperature=temperature,
         entropy=loss.entropy,
-        logit_stats=logit_stats or loss.logit_stats,
+        logit_stats=(*as_logit_stats(logit_stats), *loss.logit_stats),
         where=batch.loss_mask > 0,
         adapter_ids=adapter_ids,
         options=options,
@@ -168,8 +172,10 @@ class SFTTokenLoss(TokenLoss):
         return True
 
     @property
-    def logit_stats(self) -> bool:
-        return bool(self.label_smoothing or self.z_loss)
+    def logit_stats(self) -> tuple[LogitStat, ...]:
+        if self.label_smoothing:
+            return "log_z", "mean_logit"
+        return ("log_z",) if self.z_loss else ()
 
     def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
         return {"log_probs": stats and stats.log_probs}

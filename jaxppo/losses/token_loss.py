@@ -27,7 +27,7 @@ from jaxppo._arrays import PER_SEGMENT, Aggregation, masked
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.aggregation import Normalizer, step_normalizer, token_weights, weighted_sum
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.types import Entropy, HeadCall, Inputs, Prepared
+from jaxppo.head.types import Entropy, HeadCall, Inputs, LogitStat, Prepared
 from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
 from jaxppo.metrics import Composite, Metric, Metrics, Term, reduce_metrics
 from jaxppo.off_policy import OffPolicyConfig
@@ -57,9 +57,9 @@ class TokenLoss(abc.ABC):
         return "metric"
 
     @property
-    def logit_stats(self) -> bool:
-        """Whether it reads log_z, mean_logit or accuracy."""
-        return False
+    def logit_stats(self) -> tuple[LogitStat, ...]:
+        """What it reads of `log_probs_from_hidden(..., logit_stats=)`."""
+        return ()
 
     @property
     def off_policy(self) -> OffPolicyConfig | None:

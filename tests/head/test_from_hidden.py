@@ -48,6 +48,7 @@ def test_vocabularies_and_blocks(V, mesh):
         "ids",
         "ids, where",
         "ids, nucleus",
+        "statistics",
         "padding",
         "lora",
         "lora, vh",

@@ -125,9 +125,8 @@ def smoothed_truth(hidden, kernel, bias, batch, softcap=None):
 
 def from_logits(hidden, head, batch, parallel=None, memory=None, **options):
     logits = jnp.einsum("rth,hv->rtv", hidden, head.kernel, precision="highest") + head.bias[None, None]
-    stats = log_probs_from_logits(
-        logits, batch.targets, parallel=parallel, logit_stats=True, entropy="metric", where=batch.loss_mask > 0
-    )
+    asked = {"logit_stats": ("log_z", "mean_logit"), "entropy": "metric", "where": batch.loss_mask > 0}
+    stats = log_probs_from_logits(logits, batch.targets, parallel=parallel, **asked)
     return sft_loss(stats, batch, parallel=parallel, **options)
 
 
@@ -159,10 +158,12 @@ def test_the_mean_logit_of_each_token_is_over_its_finite_columns(path):
     hidden, kernel, bias, batch = masked_case()
     where = batch.loss_mask > 0
     if path == "hidden":
-        found = log_probs_from_hidden(hidden, Head(kernel, bias), batch.targets, logit_stats=True, where=where)
+        found = log_probs_from_hidden(
+            hidden, Head(kernel, bias), batch.targets, logit_stats=("mean_logit",), where=where
+        )
     else:
         logits = jnp.einsum("rth,hv->rtv", hidden, kernel, precision="highest") + bias[None, None]
-        found = log_probs_from_logits(logits, batch.targets, logit_stats=True, where=where)
+        found = log_probs_from_logits(logits, batch.targets, logit_stats=("mean_logit",), where=where)
     here = np.asarray(where)
     z = np.asarray(hidden, np.float64)[here] @ np.asarray(kernel, np.float64)[:, np.isfinite(bias)]
     z = z + np.asarray(bias, np.float64)[np.isfinite(bias)]

@@ -191,7 +191,8 @@ def test_logit_statistics(implementation):
 
     def run(a, implementation):
         def weighted(hidden):
-            options = {"implementation": implementation, "logit_stats": True, "device": "cpu wide"}
+            asked = ("log_z", "mean_logit", "accuracy", "sum_p2")
+            options = {"implementation": implementation, "logit_stats": asked, "device": "cpu wide"}
             found = call_head(None, a | {"hidden": hidden}, **options)
             return (found.log_z * a["g"] + found.mean_logit * a["e"]).sum(), found
 
@@ -223,6 +224,7 @@ def test_pieces_without_a_token_that_counts():
     ("reason", "device", "given", "options"),
     [
         ("nucleus_ids", "cpu", {"nucleus_ids": jnp.zeros((1, 2, 3), jnp.int32)}, {}),
+        ("top_k", "cpu", {}, {"top_k": 1}),
         ("devices of the kind 'NVIDIA H100 80GB HBM3'", "NVIDIA H100 80GB HBM3", {}, {}),
         ("devices of the kind 'TPU v3'", "TPU v3", {}, {}),
         ("precision='high'", "cpu", {}, {"precision": "high"}),

@@ -81,7 +81,8 @@ def test_any_gap(mesh):
     """Without the second product gaps of 96 and more give inf and NaN, and 80 costs an entropy 2e-5."""
     hidden, kernel = of_gaps(np.resize(GAPS, T))
     with tiles_of("references"):
-        got = stats_of(hidden, kernel, parallel=mesh and make_parallel_mesh(mesh), logit_stats=True)
+        options = {"logit_stats": ("log_z", "mean_logit", "accuracy")}
+        got = stats_of(hidden, kernel, parallel=mesh and make_parallel_mesh(mesh), **options)
     log_probs, entropy, log_z, mean_logit = expected(hidden, kernel)
     np.testing.assert_allclose(got.log_probs[0], log_probs, rtol=1e-6, atol=2e-6)
     np.testing.assert_allclose(got.entropy[0], entropy, rtol=1e-6, atol=4e-6)

@@ -201,7 +201,8 @@ def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[St
         if plain:
             return sft_loss_from_hidden(p["hidden"], head, batch, **of_loss, **call, normalizer=normalizer)
         where = batch.loss_mask.astype(jnp.float32) > 0
-        stats = log_probs_from_hidden(p["hidden"], head, batch.targets, logit_stats=True, where=where, **call)
+        call |= {"logit_stats": ("log_z", "mean_logit", "accuracy"), "where": where}
+        stats = log_probs_from_hidden(p["hidden"], head, batch.targets, **call)
         return sft_loss(stats, batch, **options, parallel=parallel, normalizer=normalizer)
 
     aggregation = options["aggregation"]

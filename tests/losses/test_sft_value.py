@@ -150,7 +150,7 @@ def test_label_smoothing_and_z_loss_on_every_mesh(path):
     kernel = jnp.asarray(rng.normal(size=(H, V)), jnp.float32)
 
     def loss(parallel, hidden, kernel, batch):
-        options = {"where": batch.loss_mask > 0, "logit_stats": True, "parallel": parallel}
+        options = {"where": batch.loss_mask > 0, "logit_stats": ("log_z", "mean_logit"), "parallel": parallel}
         if path == "hidden":
             stats = log_probs_from_hidden(hidden, Head(kernel, vocab_size=V), batch.targets, **options)
         else:

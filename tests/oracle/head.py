@@ -154,6 +154,29 @@ def id_log_probs(z: Array, ids: Any) -> Array:
     return found
 
 
+def likeliest_ids(z: Array, k: int) -> Array:
+    """`[n, k]`: the ids of the k largest of each row, of equal ones the lowest first; -1 behind those above -inf."""
+    found = np.full((len(z), k), -1)
+    for t, row in enumerate(np.asarray(z, np.float64)):
+        order = sorted((j for j, x in enumerate(row) if x > -np.inf), key=lambda j: (-row[j], j))[:k]
+        found[t, : len(order)] = order
+    return found
+
+
+def set_entropy(z: Array, ids: Any) -> tuple[Array, Array]:
+    """The entropy of each row renormalised over its ids, `[n]`, and its gradient -q_j (log q_j + H) by `z`; -1 is none."""
+    z = np.asarray(z, np.float64)
+    found, dz = np.zeros(len(z)), np.zeros_like(z)
+    for t, row in enumerate(np.asarray(ids, int)):
+        inside = row[row >= 0]
+        if len(inside):
+            log_q = log_softmax(z[t, inside])
+            q = np.exp(log_q)
+            found[t] = -times_log(q, log_q).sum()
+            dz[t, inside] = -times_log(q, log_q + found[t])
+    return found, dz
+
+
 def id_gradient(z: Array, ids: Any, by_id: Any) -> Array:
     """d / dz of sum_t sum_k g_tk log p(id_tk): sum_k g_k ([j = id_k] - p_j), ids of -1 left out."""
     p, ids = np.exp(log_softmax(np.asarray(z, np.float64))), np.asarray(ids, int)

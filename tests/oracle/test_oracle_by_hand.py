@@ -3,7 +3,7 @@
 import numpy as np
 
 from oracle import OracleHead, OracleSample, advantages, policy_loss
-from oracle.head import logit_gradient, logits, token_stats
+from oracle.head import likeliest_ids, logit_gradient, logits, set_entropy, token_stats
 from oracle.kl import adaptive_kl_coef, kl_penalty
 from oracle.off_policy import correction
 from oracle.other_losses import divergence, mtp_loss, sft_loss, shifted, value_loss
@@ -258,6 +258,16 @@ def test_head_statistics():
     wide = token_stats([[1e4, -np.inf, 1e4]], [0])
     np.testing.assert_allclose([wide.log_probs[0], wide.entropy[0]], [-np.log(2), np.log(2)])
     assert np.isfinite(logit_gradient([[1e4, -np.inf, 1e4]], [0], 1.0, 1.0)).all()
+
+
+def test_some_of_a_vocabulary():
+    z = np.array([[0.0, 2, -np.inf, 2, 1], [3, *[-np.inf] * 4]])
+    assert likeliest_ids(z, 3).tolist() == [[1, 3, 4], [0, -1, -1]]
+    found, dz = set_entropy(np.log([[1.0, 2, 5, 2], [1, 2, 3, 4]]), [[1, 3, -1], [-1, -1, -1]])
+    np.testing.assert_allclose(found, [np.log(2), 0])
+    np.testing.assert_allclose(dz, 0, atol=1e-12)  # the highest there is, and nothing
+    _, dz = set_entropy(np.log([[1.0, 3]]), [[0, 1]])
+    np.testing.assert_allclose(dz[0], [3 / 16 * np.log(3), -3 / 16 * np.log(3)])
 
 
 def test_returns():

@@ -233,7 +233,7 @@ def test_5_accuracy_of_the_likeliest_tokens_is_1(mesh, temperature, dtype):
     """It compared the target's logit, divided by the temperature in another fusion, with the maximum."""
     parallel = mesh and make_parallel_mesh(mesh)
     z = (8 * jax.random.normal(jax.random.key(0), (4, 64, 500))).astype(dtype)
-    options = {"temperature": temperature, "logit_stats": True, "parallel": parallel}
+    options = {"temperature": temperature, "logit_stats": ("accuracy",), "parallel": parallel}
     stats = jax.jit(lambda z, y: log_probs_from_logits(z, y, **options))(z, z.argmax(-1))
     np.testing.assert_array_equal(stats.accuracy, 1)
     assert (stats.log_probs <= 0).all()

@@ -191,6 +191,10 @@ OPTIONS = {
     "ids": ({"ids": 7}, {"softcap": 2.0}),
     "ids, where": ({"ids": 7, "with_where": True, "temperatures": True, "last": 600}, {"vocab_size": 600}),
     "ids, nucleus": ({"ids": 7, "nucleus": 5, "lora": True, "with_where": True}, {"device": "five"}),
+    "statistics": (
+        {"lora": True, "nucleus": 5, "with_where": True, "temperatures": True, "last": 600},
+        {"vocab_size": 600, "softcap": 2.0, "logit_stats": ("log_z", "mean_logit", "accuracy", "sum_p2"), "top_k": 3},
+    ),
     "padding": ({"last": 600}, {"vocab_size": 600}),
     "lora": ({"lora": True, "with_where": True}, {"device": "five"}),
     "lora, vh": ({"lora": True, "layout": "vh", "last": 600}, {"layout": "vh", "vocab_size": 600}),

@@ -23,6 +23,8 @@ def reference_from_logits(
     *,
     temperature: Any = 1.0,
     entropy: Any = "none",
+    logit_stats: Any = (),
+    top_k: int = 0,
     nucleus: Any = None,
     ids: Any = None,
     where: Any = None,
@@ -50,7 +52,18 @@ def reference_from_logits(
     if where is not None:
         log_probs, h = jnp.where(where, log_probs, 0), jnp.where(where, h, 0)
     found = {"none": None, "metric": jax.lax.stop_gradient(h), "bonus": h}[entropy]
-    return TokenStats(log_probs, found, id_log_probs=of_ids, entropy_mode=entropy)
+    likeliest = jax.lax.top_k(log_p, top_k) if top_k else (None, None)
+    more = {
+        "log_z": jax.nn.logsumexp(z, axis=-1),
+        "mean_logit": jnp.where(z > -jnp.inf, z, 0).sum(-1) / (z > -jnp.inf).sum(-1),
+        "accuracy": (z.argmax(-1) == y).astype(z.dtype),
+        "sum_p2": (jnp.exp(log_p) ** 2).sum(-1),
+    }
+    more = {name: more[name] for name in logit_stats} | dict(zip(("top_log_probs", "top_ids"), likeliest, strict=True))
+    if where is not None:
+        here = where[..., None]
+        more = {k: x if x is None else jnp.where(here if x.ndim == 3 else where, x, 0) for k, x in more.items()}
+    return TokenStats(log_probs, found, id_log_probs=of_ids, entropy_mode=entropy, **more)
 
 
 def plain_logits(hidden: Any, head: Any, where: Any = None) -> jax.Array:

@@ -28,7 +28,7 @@ from jaxppo import (
     make_parallel_mesh,
 )
 from jaxppo.covariance import covariance_mask
-from jaxppo.entropy import entropy_metrics
+from jaxppo.entropy import entropy_metrics, renormalised_entropy
 from jaxppo.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.losses import preference
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
@@ -175,7 +175,8 @@ def from_logits(g: Given) -> Any:
     options = {"nucleus": nucleus, "where": g.batch.loss_mask, "temperature": jnp.full((R, T), 0.7), **g.on}
 
     def total(logits: Any) -> Any:
-        stats = jaxppo.log_probs_from_logits(logits, g.batch.targets, logit_stats=True, entropy="bonus", **options)
+        asked = {"logit_stats": ("log_z", "mean_logit", "accuracy", "sum_p2"), "top_k": 3, "entropy": "bonus"}
+        stats = jaxppo.log_probs_from_logits(logits, g.batch.targets, **asked, **options)
         return (stats.log_probs + stats.entropy + stats.log_z + stats.mean_logit).sum(), {}
 
     return slope(total, g.logits)
@@ -361,6 +362,9 @@ CALLS: dict[str, Callable[[Given], Any]] = {
     "log_probs_from_logits and nucleus_mask": from_logits,
     "compute_log_probs": lambda g: jaxppo.compute_log_probs(lambda params, batch: g.stats, None, g.batch),
     "covariance_mask": selected,
+    "renormalised_entropy": lambda g: slope(
+        lambda x: (renormalised_entropy(jnp.stack([x, x - 1], axis=-1)).sum(), {}), g.batch.returns
+    ),
     "accumulate_gradients": in_micro_batches,
     "Normalizer.from_batches": lambda g: Normalizer.from_batches(
         g.batch, "sequence_mean_token_mean", off_policy=CORRECTED, **g.on

@@ -120,6 +120,8 @@ class MosaicTPU(Op):
             return "nucleus_ids"
         if inputs.ids is not None:
             return "ids"
+        if call.asked.top_k:
+            return "top_k"
         if call.transform.dtype != "float32":
             return f"logits_dtype={call.transform.dtype!r}"
         if call.precision == "high":

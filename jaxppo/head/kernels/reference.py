@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxppo.head.likeliest import NO_ID, Top, merge_top, no_top
 from jaxppo.head.softmax import Cotangents, Residuals, Sums, top_key
 from jaxppo.head.tile import as_factor_of, bias_gradient, is_target, products, tempered, transformed
 from jaxppo.head.types import HeadCall, Op, Tile, Transform
@@ -32,9 +33,10 @@ class Reference(Op):
             z_y=jnp.where(hot, z, 0).sum(axis=1),
             total=jnp.where(jnp.isfinite(z), z, 0).sum(axis=1),
             columns=(z > -jnp.inf).astype(jnp.float32).sum(axis=1),
-            top=top_key(z, hot).max(axis=1),
+            likeliest=top_key(z, hot).max(axis=1),
             squares=(e**2).sum(axis=1),
             z_ids=None if tile.ids is None else jnp.where(_hot_ids(tile), z[:, None], 0).sum(axis=2),
+            top=None if like.top is None else _top(z, tile.block.columns, like.top[0].shape[1]),
         )
         asked: Any = (None if before is None else y for before, y in zip(like, found, strict=True))
         return Sums(*asked), x
@@ -58,6 +60,7 @@ class Reference(Op):
             dz -= cotangents.entropy[:, None] * p * of_entropy
         if cotangents.log_z is not None:
             dz += cotangents.log_z[:, None] * p
+        if cotangents.mean_logit is not None:
             dz += cotangents.mean_logit[:, None] / residuals.columns[:, None]
         if cotangents.ids is not None:
             dz += (cotangents.ids[:, :, None] * (_hot_ids(tile).astype(jnp.float32) - p[:, None])).sum(axis=1)
@@ -69,6 +72,11 @@ class Reference(Op):
 def _hot_ids(tile: Tile) -> jax.Array:
     """One-hot of each id, `[C, K, B]`."""
     return tile.chunk.ids[:, :, None] == jnp.where(tile.block.valid, tile.block.columns, -1)[None]
+
+
+def _top(z: jax.Array, columns: jax.Array, k: int) -> Top:
+    """All logits sorted, and the first k."""
+    return merge_top(no_top(z.shape[0], k), (z, jnp.where(z == -jnp.inf, NO_ID, columns)))
 
 
 def _logits(call: HeadCall, tile: Tile, x: jax.Array) -> jax.Array:

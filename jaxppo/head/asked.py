@@ -1,0 +1,99 @@
+"""From what is asked of a token's distribution to the sums that tell it, and from the sums to the answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxppo.head.likeliest import NO_ID, no_top
+from jaxppo.head.softmax import Residuals, Sums
+from jaxppo.head.types import Asked, TokenStats
+
+
+def empty_sums(count: int, asked: Asked, *, entropy: bool = False, nucleus: bool = False, ids: int = 0) -> Sums:
+    """The sums of no logits of `count` tokens.
+
+    Args:
+      count: of tokens.
+      asked: what they are for.
+      entropy: u is among them.
+      nucleus: log-probs are renormalised over a nucleus.
+      ids: of how many ids a token the log-probs are asked for.
+    """
+    low, zero = jnp.full(count, -jnp.inf, jnp.float32), jnp.zeros(count, jnp.float32)
+    stats, k = asked.logit_stats, asked.top_k
+    full = entropy or bool(ids) or bool(k) or not nucleus or "log_z" in stats or "sum_p2" in stats
+    return Sums(
+        m=low if full else None,
+        s=zero if full else None,
+        u=zero if entropy else None,
+        nucleus_m=low if nucleus else None,
+        nucleus_s=zero if nucleus else None,
+        z_y=zero,
+        total=zero if "mean_logit" in stats else None,
+        columns=zero if "mean_logit" in stats else None,
+        likeliest=jnp.full(count, jnp.iinfo(jnp.int32).min, jnp.int32) if "accuracy" in stats else None,
+        squares=zero if "sum_p2" in stats else None,
+        z_ids=jnp.zeros((count, ids), jnp.float32) if ids else None,
+        top=no_top(count, k) if k else None,
+    )
+
+
+def answers(
+    sums: Sums, asked: Asked, targets: Int[Array, "N"], ids: Int[Array, "N K"] | None, vocab_size: int
+) -> tuple[TokenStats, Residuals]:
+    """The statistics of tokens from their sums over the whole vocabulary; NaN where a target does not exist."""
+    log_s: Any = None if sums.s is None else jnp.log(sums.s)
+    nucleus_log_s: Any = None if sums.nucleus_s is None else jnp.log(sums.nucleus_s)
+    entropy = None if sums.u is None else log_s - sums.u / sums.s
+    # through log s, so that the gradient of a target that does not exist is NaN too
+    exists = _exist(targets, vocab_size)
+    log_s, nucleus_log_s = (None if x is None else jnp.where(exists, x, jnp.nan) for x in (log_s, nucleus_log_s))
+    columns: Any = None if sums.columns is None else jnp.maximum(sums.columns, 1)
+    residuals = Residuals(sums.m, log_s, entropy, sums.nucleus_m, nucleus_log_s, columns)
+    of_all = sums.m, log_s
+    log_probs = _log_probs(sums.z_y, *(of_all if sums.nucleus_m is None else (sums.nucleus_m, nucleus_log_s)))
+    if asked.entropy == "none" and entropy is not None:
+        # used in a way that changes nothing, or the compiler would leave it out
+        log_probs, entropy = jnp.where(jnp.isnan(entropy), jnp.nan, log_probs), None
+    of_ids = top_ids = top_log_probs = None
+    if ids is not None:
+        of_ids = jnp.where(_exist(ids, vocab_size), _log_probs(sums.z_ids, *of_all), jnp.nan)
+        of_ids = jnp.where(ids == -1, -jnp.inf, of_ids)
+    if sums.top is not None:
+        top_ids = jnp.where(sums.top[1] == NO_ID, -1, sums.top[1])
+        top_log_probs = jnp.where(top_ids == -1, -jnp.inf, lax.stop_gradient(_log_probs(sums.top[0], *of_all)))
+    stats = TokenStats(
+        log_probs,
+        entropy,
+        log_z=sums.m + log_s if "log_z" in asked.logit_stats else None,
+        mean_logit=None if sums.total is None else sums.total / columns,
+        accuracy=None if sums.likeliest is None else (sums.likeliest & 1).astype(jnp.float32),
+        sum_p2=None if sums.squares is None else sums.squares * jnp.exp(-2 * log_s),
+        id_log_probs=of_ids,
+        top_ids=top_ids,
+        top_log_probs=top_log_probs,
+        entropy_mode=asked.entropy,
+    )
+    if asked.entropy != "bonus":
+        nucleus_only = sums.nucleus_m is not None and stats.log_z is None and ids is None
+        residuals = residuals.without_entropy(nucleus_only)
+    return stats, residuals
+
+
+def _log_probs(z: Any, m: Array, log_s: Array) -> Array:
+    """log p of logits `[N]` or `[N, K]`; at most 0, also where they, m and log s are of logits an ulp apart."""
+    found = (z - m.reshape(-1, *[1] * (z.ndim - 1))) - log_s.reshape(-1, *[1] * (z.ndim - 1))
+    return found - lax.stop_gradient(jnp.maximum(found, 0))
+
+
+def id_cotangents(g: Float[Array, "N K"], ids: Int[Array, "N K"], vocab_size: int) -> Float[Array, "N K"]:
+    """The cotangents of log-probs of ids as `Cotangents` takes them: 0 where an id is -1, NaN where none exists."""
+    return jnp.where(ids == -1, 0, jnp.where(_exist(ids, vocab_size) | (g == 0), g, jnp.nan))
+
+
+def _exist(ids: Int[Array, "..."], vocab_size: int) -> Bool[Array, "..."]:
+    return (ids >= 0) & (ids < vocab_size)
