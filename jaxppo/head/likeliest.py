@@ -14,7 +14,7 @@ NO_ID = 2**31 - 1  # behind those that there are, with a logit of -inf
 
 
 def no_top(count: int, k: int) -> Top:
-    """Of no logits."""
+    """What `top_of_block` finds in no logits."""
     return jnp.full((count, k), -jnp.inf, jnp.float32), jnp.full((count, k), NO_ID, jnp.int32)
 
 

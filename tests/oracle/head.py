@@ -164,7 +164,7 @@ def likeliest_ids(z: Array, k: int) -> Array:
 
 
 def set_entropy(z: Array, ids: Any) -> tuple[Array, Array]:
-    """The entropy of each row renormalised over its ids, `[n]`, and its gradient -q_j (log q_j + H) by `z`; -1 is none."""
+    """The entropy of each row renormalised over its ids, `[n]`; its gradient -q_j (log q_j + H) by `z`. -1 is no id."""
     z = np.asarray(z, np.float64)
     found, dz = np.zeros(len(z)), np.zeros_like(z)
     for t, row in enumerate(np.asarray(ids, int)):

@@ -193,7 +193,7 @@ OPTIONS = {
     "ids, nucleus": ({"ids": 7, "nucleus": 5, "lora": True, "with_where": True}, {"device": "five"}),
     "statistics": (
         {"lora": True, "nucleus": 5, "with_where": True, "temperatures": True, "last": 600},
-        {"vocab_size": 600, "softcap": 2.0, "logit_stats": ("log_z", "mean_logit", "accuracy", "sum_p2"), "top_k": 3},
+        {"vocab_size": 600, "softcap": 40.0, "logit_stats": ("log_z", "mean_logit", "accuracy", "sum_p2"), "top_k": 3},
     ),
     "padding": ({"last": 600}, {"vocab_size": 600}),
     "lora": ({"lora": True, "with_where": True}, {"device": "five"}),

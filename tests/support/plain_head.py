@@ -52,11 +52,11 @@ def reference_from_logits(
     if where is not None:
         log_probs, h = jnp.where(where, log_probs, 0), jnp.where(where, h, 0)
     found = {"none": None, "metric": jax.lax.stop_gradient(h), "bonus": h}[entropy]
-    likeliest = jax.lax.top_k(log_p, top_k) if top_k else (None, None)
+    likeliest = jax.lax.top_k(log_p, top_k) if top_k else (None, None)  # of equal ones the lowest id is first
     more = {
         "log_z": jax.nn.logsumexp(z, axis=-1),
-        "mean_logit": jnp.where(z > -jnp.inf, z, 0).sum(-1) / (z > -jnp.inf).sum(-1),
-        "accuracy": (z.argmax(-1) == y).astype(z.dtype),
+        "mean_logit": jnp.where(z > -jnp.inf, z, 0).sum(-1) / (z > -jnp.inf).astype(z.dtype).sum(-1),
+        "accuracy": (jnp.argmax(z, -1).astype(y.dtype) == y).astype(z.dtype),
         "sum_p2": (jnp.exp(log_p) ** 2).sum(-1),
     }
     more = {name: more[name] for name in logit_stats} | dict(zip(("top_log_probs", "top_ids"), likeliest, strict=True))
