@@ -169,15 +169,24 @@ def loss_of_stats(
     batch: RolloutBatch,
     parallel: ParallelMesh | ShardAxes | None,
     normalizer: Normalizer | None,
-    selected: Any = None,
+    token_constants: Any = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The loss and its metrics from statistics, on any mesh; `selected` are constants `[R, T, ...]` of the caller."""
+    """The loss and its metrics from statistics, on any mesh.
+
+    `token_constants` are arrays `[R, T, ...]` that the loss reads beside its batch, such as a teacher's log-probs.
+    """
     check_normalizer(normalizer)
     static, traced = take_arrays(loss)
-    args = {"stats": stats, "batch": batch, "normalizer": normalizer, "selected": selected, "config": traced}
+    args = {
+        "stats": stats,
+        "batch": batch,
+        "normalizer": normalizer,
+        "token_constants": token_constants,
+        "config": traced,
+    }
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [p.tokens_spec, *batch_specs(p, batch, normalizer, selected)], P()
+        return [p.tokens_spec, *batch_specs(p, batch, normalizer, token_constants)], P()
 
     found: tuple[Float[Array, ""], Metrics] = shard_call(name, _of_stats, parallel, args, specs, static)
     return found
@@ -188,9 +197,9 @@ def check_normalizer(normalizer: Normalizer | None) -> None:
         raise TypeError(f"normalizer: got {type(normalizer).__name__}, expected Normalizer or None")
 
 
-def batch_specs(p: ParallelMesh, batch: RolloutBatch, normalizer: Normalizer | None, selected: Any) -> list[Any]:
+def batch_specs(p: ParallelMesh, batch: RolloutBatch, normalizer: Normalizer | None, token_constants: Any) -> list[Any]:
     of_normalizer = None if normalizer is None else normalizer.specs(p)
-    return [batch.specs(p), of_normalizer, None if selected is None else p.tokens_spec, P()]
+    return [batch.specs(p), of_normalizer, None if token_constants is None else p.tokens_spec, P()]
 
 
 def _of_stats(
@@ -199,19 +208,19 @@ def _of_stats(
     stats: Any,
     batch: RolloutBatch,
     normalizer: Normalizer | None,
-    selected: Any,
+    token_constants: Any,
     traced: list[Array],
 ) -> tuple[Float[Array, ""], Metrics]:
     loss = put_arrays(static, lax.stop_gradient(traced))
-    return finish(Step.of(axes, loss, stats, batch, normalizer), loss, stats, selected)
+    return finish(Step.of(axes, loss, stats, batch, normalizer), loss, stats, token_constants)
 
 
 def finish(
-    step: Step, loss: TokenLoss, stats: Any, selected: Any, total: Float[Array, ""] | None = None
+    step: Step, loss: TokenLoss, stats: Any, token_constants: Any, total: Float[Array, ""] | None = None
 ) -> tuple[Float[Array, ""], Metrics]:
     """Steps 2 to 4. If one pass has computed the `total` already, the tokens' losses are used for metrics only."""
     axes, mask = step.segments.axes, step.batch.loss_mask
-    constants = lax.stop_gradient((loss.constants(stats, step), selected))
+    constants = lax.stop_gradient((loss.constants(stats, step), token_constants))
     losses, values = loss.per_token(stats, step.batch, constants, step.segments)
     if total is None:
         total = weighted_sum(axes, losses, step.weights, mask)
@@ -231,15 +240,21 @@ def loss_of_hidden(
     batch: RolloutBatch,
     parallel: ParallelMesh | ShardAxes | None,
     normalizer: Normalizer | None,
-    selected: Any,
+    token_constants: Any,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss and its metrics from hidden states, on any mesh, in one pass where that fits."""
     check_normalizer(normalizer)
     static, traced = take_arrays(loss)
-    args = {"head": head.inputs, "batch": batch, "normalizer": normalizer, "selected": selected, "config": traced}
+    args = {
+        "head": head.inputs,
+        "batch": batch,
+        "normalizer": normalizer,
+        "token_constants": token_constants,
+        "config": traced,
+    }
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [head.specs, *batch_specs(p, batch, normalizer, selected)], P()
+        return [head.specs, *batch_specs(p, batch, normalizer, token_constants)], P()
 
     call = (static, head.call)
     found: tuple[Float[Array, ""], Metrics] = shard_call(name, _of_hidden, parallel, args, specs, call)
@@ -252,7 +267,7 @@ def _of_hidden(
     inputs: Inputs,
     batch: RolloutBatch,
     normalizer: Normalizer | None,
-    selected: Any,
+    token_constants: Any,
     traced: list[Array],
 ) -> tuple[Float[Array, ""], Metrics]:
     static, head = call
@@ -261,16 +276,16 @@ def _of_hidden(
     if not loss.token_local:
         with note("two passes: the loss of a token depends on others"):
             stats = stats_of_tokens(head, inputs)
-        return finish(Step.of(axes, loss, stats, batch, normalizer), loss, stats, selected)
+        return finish(Step.of(axes, loss, stats, batch, normalizer), loss, stats, token_constants)
     step = Step.of(axes, loss, None, batch, normalizer)
-    total, stats = reduce_tokens(head, inputs, OfTokens(static), *known_before(step, loss, selected, traced))
+    total, stats = reduce_tokens(head, inputs, OfTokens(static), *known_before(step, loss, token_constants, traced))
     step = Step.of(axes, loss, stats, batch, step.normalizer)  # again, now that there are log-probs to judge
-    return finish(step, loss, stats, selected, total)
+    return finish(step, loss, stats, token_constants, total)
 
 
-def known_before(step: Step, loss: TokenLoss, selected: Any, traced: list[Array]) -> tuple[Any, Any]:
+def known_before(step: Step, loss: TokenLoss, token_constants: Any, traced: list[Array]) -> tuple[Any, Any]:
     """What `OfTokens` reads beside the statistics: arrays of tokens, and those it reads whole."""
-    constants = lax.stop_gradient((loss.constants(None, step), selected))
+    constants = lax.stop_gradient((loss.constants(None, step), token_constants))
     by_segment = {name: getattr(step.batch, name) for name in PER_SEGMENT}
     tokens = dataclasses.replace(step.batch, **dict.fromkeys(PER_SEGMENT))  # type: ignore[arg-type]
     return (tokens, step.weights, constants), (by_segment, traced)
