@@ -1,4 +1,4 @@
-"""Online softmax statistics of blocks of logits, how they merge, and the gradient that they determine.
+"""Online softmax statistics of blocks of logits, their merge, and the gradient that they determine.
 
 Per token, over any set of logits z with maximum m:  s = sum exp(z - m),  u = sum exp(z - m) * (z - m).
 Sums of two disjoint sets merge after both are rescaled to the larger maximum. m and log s stay apart: folded into one
@@ -44,29 +44,29 @@ class Sums(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """A token's cotangents of its statistics, f32[N] each, None where it has none."""
+    """The cotangents of tokens' statistics, f32[N] each, None for a statistic without one."""
 
     log_prob: Any
     entropy: Any
     log_z: Any
     mean_logit: Any
     counts: Any
-    """bool[N]: which tokens have one that is not 0; the others may hold NaN."""
+    """bool[N]: the tokens with a cotangent that is not 0; the others may hold NaN."""
     ids: Any = None
-    """f32[N, K], of the log-probs of the ids."""
+    """f32[N, K], the cotangents of the ids' log-probs."""
 
     @classmethod
     def of(
         cls, log_prob: Any, entropy: Any, log_z: Any, mean_logit: Any, among: Any = True, ids: Any = None
     ) -> Cotangents:
-        """With `counts` the tokens of `among` that have one that is not 0."""
+        """Sets `counts` to the tokens of `among` with a cotangent that is not 0."""
         given = (log_prob, entropy, log_z, mean_logit)
         some = [x != 0 for x in given if x is not None] + ([] if ids is None else [(ids != 0).any(axis=1)])
         return cls(*given, reduce(jnp.logical_or, some) & among, ids)
 
 
 class Residuals(NamedTuple):
-    """What the backward needs beside its inputs: f32[N] each, None where no gradient asks for it."""
+    """The numbers that the backward reads beside its inputs, f32[N] each, None where no gradient needs them."""
 
     m: Any
     log_s: Any
@@ -74,10 +74,10 @@ class Residuals(NamedTuple):
     nucleus_m: Any
     nucleus_log_s: Any
     columns: Any = None
-    """How many logits the mean is over."""
+    """The number of logits in the mean."""
 
     def without_entropy(self, nucleus_only: bool) -> Residuals:
-        """What the gradient of the log-probs alone needs."""
+        """The residuals that the gradient of the log-probs alone needs."""
         return self._replace(m=None, log_s=None, entropy=None) if nucleus_only else self._replace(entropy=None)
 
 
@@ -88,7 +88,7 @@ def _exp_below(z: Array, m: Array) -> tuple[Array, Array]:
 
 
 def no_sums(like: Sums) -> Sums:
-    """The sums of no logits, those that `like` has, in its shape."""
+    """The sums over no logits, in the structure and shape of `like`."""
     fill = {"m": -jnp.inf, "nucleus_m": -jnp.inf, "likeliest": jnp.iinfo(jnp.int32).min}
     fields: Any = {k: None if x is None else jnp.full_like(x, fill.get(k, 0)) for k, x in like._asdict().items()}
     return Sums(**fields)
@@ -238,7 +238,7 @@ def combine(sums: Sums, axes: ShardAxes) -> Sums:
     if not axes.tensor:
         return sums
     sums = jax.tree.map(lambda x: vary(x, axes.tensor), sums)
-    # constants: the sums do not depend on them, and JAX has no derivative of a pmax
+    # constants: results do not depend on the maxima, and JAX has no derivative of a pmax
     maxima = _all_at_once(lambda x: lax.pmax(lax.stop_gradient(x), axes.tensor), (sums.m, sums.nucleus_m))
     likeliest = None if sums.likeliest is None else lax.pmax(sums.likeliest, axes.tensor)
     top = None if sums.top is None else top_over_shards(sums.top, axes)
@@ -248,7 +248,7 @@ def combine(sums: Sums, axes: ShardAxes) -> Sums:
 
 
 def _all_at_once(reduce: Any, tree: Any) -> Any:
-    """`reduce` applied to the leaves, f32[N] or f32[N, K], as rows of one array, so that it is one collective."""
+    """Applies `reduce` to the leaves, f32[N] or f32[N, K], stacked into one array: one collective for all of them."""
     leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) == 1:
         return jax.tree.unflatten(treedef, [reduce(leaves[0])])
