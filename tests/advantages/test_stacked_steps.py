@@ -167,6 +167,7 @@ CALLS = OF_THE_STEP | {
 NAMES = {"dr_grpo": "grpo", "mtp_normalizers": "Normalizer.from_batches"}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_statistic_of_a_micro_batch_is_refused(name):
     """Before, it was the micro-batch's own: whitened advantages 0.71 to 1.35 times those of the step."""

@@ -226,6 +226,7 @@ def test_losses_do_not_depend_on_mesh_and_layout(finished, tmp_path):
     check_same_numbers(finished, tmp_path, "dp=1,cp=4,tp=2", "zigzag")
 
 
+@pytest.mark.nightly
 def test_losses_do_not_depend_on_shared_prompts(finished, tmp_path):
     check_same_numbers(finished, tmp_path, "dp=2,cp=2,tp=2", "zigzag", "--share-prefixes")
 

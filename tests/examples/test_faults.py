@@ -80,10 +80,12 @@ def check_kill(programs, finished, folder, event, number, code=-9):
     assert (folder / "samples.jsonl").read_text() == (finished / "samples.jsonl").read_text()
 
 
+@pytest.mark.nightly
 def test_killed_in_a_save(programs, finished, tmp_path):
     check_kill(programs, finished, tmp_path, "file", 60)
 
 
+@pytest.mark.nightly
 def test_killed_in_a_line_of_metrics(programs, finished, tmp_path):
     check_kill(programs, finished, tmp_path, "line", 2)
 

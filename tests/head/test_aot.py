@@ -206,6 +206,7 @@ def test_other_vocabularies(columns):
     assert found.temp_bytes <= 0.25 * GIB
 
 
+@pytest.mark.nightly
 def test_dkernel_is_laid_out_as_the_kernel():
     """Where V is a multiple of 128 a kernel stays `[H, V]`: no copy of its gradient into that layout."""
     parallel = sixteen(*CP4_TP4, chips="v6e:4x4")

@@ -106,6 +106,7 @@ def test_empty_slots_count_no_mass(kind, tail):
     np.testing.assert_array_equal(none, 0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ids_are_the_full_divergence(kind):
     """The mass is 1, in f32 a little more or less: the bucket holds 1e-7 of both, not a log of 0."""
@@ -246,6 +247,7 @@ def from_stats(hidden, kernel, options, parallel=None):
     return distillation.top_k_distillation_loss(stats, ids, log_q, batch, parallel=parallel, **options)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("way", "mesh", "kind", "tail"),
     [

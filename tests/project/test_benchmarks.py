@@ -77,6 +77,7 @@ def test_an_accelerator_is_compared_with_what_it_reaches(monkeypatch):
         assert record["share_of_copy_bandwidth"] > 0
 
 
+@pytest.mark.nightly
 def test_tiles_are_swept(monkeypatch):
     monkeypatch.setattr(gpu, "TILES", {"columns": (16, 32), "chunk": (8,)})
     monkeypatch.setattr(gpu, "MEMORIES", (1,))

@@ -75,6 +75,7 @@ def drawn(folder, names=(), **environment):
     return {path.stem: path.read_bytes() for path in folder.glob("*.svg")}
 
 
+@pytest.mark.nightly
 def test_figures_are_the_same_bytes_on_any_machine(tmp_path):
     """XLA for AVX-512 and for AVX2 draws other curves of "kl", and a matplotlibrc of one's own other letters."""
     (tmp_path / "matplotlibrc").write_text("font.family: serif\nsvg.fonttype: path\npath.simplify: False\n")

@@ -26,6 +26,7 @@ def test_no_result_is_tracked():
     assert json.dumps(NOTEBOOK, indent=1, ensure_ascii=False) + "\n" == (DOCS / "first_loss.ipynb").read_text()
 
 
+@pytest.mark.nightly
 def test_it_runs_from_the_top(tmp_path):
     """As a script, without Jupyter, in an environment where nobody has set up devices."""
     (tmp_path / "notebook.py").write_text("\n".join([*CODE, AFTER]))

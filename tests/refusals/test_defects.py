@@ -173,6 +173,7 @@ def eager_calls(parallel):
     }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", eager_calls(None))
 @pytest.mark.parametrize("mesh", [None, MIXED])
 def test_3_eager_calls_work_and_the_second_compiles_nothing(name, mesh):
