@@ -21,7 +21,7 @@ train: $(READY)
 	$(RUN) -m examples.train_grpo $(ARGS)
 
 # The time of tests is XLA's, compiling: tests/support/programs.py says how it takes a third. That changes rounding alone,
-# so what is about bits is compiled as users compile it, and at night everything that tests the head is.
+# so what is about bits is compiled as users compile it, and at night the head's values and gradients are too.
 BITS := tests/head/test_same_bits.py tests/head/test_log_probs_accuracy.py tests/examples/test_sampler.py
 test: lint types docs-examples tests
 
@@ -43,7 +43,8 @@ quick: lint
 
 # In two parts, by how they are compiled. nightly-PART-failed.txt says what failed as it fails, nightly-PART-summary.md
 # what ran, how long, the slowest, the seed.
-AS_USERS = $(sort $(BITS) $(wildcard tests/head/test_*.py))
+AS_USERS = $(sort $(BITS) $(wildcard tests/head/test_from_*.py) $(patsubst %,tests/head/test_%.py,ids implementations \
+	nucleus precision reference_first))
 NIGHTLY = $(RUN) -m pytest --nightly -n 2 --dist worksteal -p tests.support.nightly_summary
 nightly: lint types docs
 	$(RUN) -m pip install -q --disable-pip-version-check -e '.[gpu-aot,tunix]'
