@@ -103,7 +103,7 @@ def test_bad_input():
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "int8"])
 @pytest.mark.parametrize("name", CASES)
 def test_ids_of_any_integer_dtype(name, dtype):
-    """Today: of unsigned ids all samples were one group, since -1 is their largest."""
+    """Without the check: of unsigned ids all samples were one group, since -1 is their largest."""
     ids, rewards = np.arange(24).reshape(8, 3) // 5, RNG.normal(size=(8, 3)).astype(np.float32)
     call = CASES[name][0]
     np.testing.assert_array_equal(call(rewards, jnp.asarray(ids, dtype)), call(rewards, jnp.asarray(ids)))

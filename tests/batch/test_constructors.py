@@ -308,7 +308,7 @@ def padded_loss(arrays, **options):
 
 
 def test_completions_that_are_padded_in_front():
-    """Today: 11 was predicted at a padding token, and the loss was finite."""
+    """Without the check: 11 was predicted at a padding token, and the loss was finite."""
     given = as_arrays(LEFT)
     message = (
         "completion_ids: got 0, the pad_id, before the tokens of row 0, expected completions that are right-padded"

@@ -1,6 +1,6 @@
 """Common mistakes of users: each case gives the right number, or an error that tells what to do.
 
-One table by what the user does. "Today" in a comment is the number that a version without the check gave.
+One table by what the user does. "Without the check" names the number that such a version gave.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from jaxppo.staleness import proximal_log_probs
 
 
 def test_a_lora_is_honoured_and_modules_are_refused():
-    """Today: the kernel of a module with adapters was taken alone, 1.15 nats off."""
+    """Without the check: the kernel of a module with adapters was taken alone, 1.15 nats off."""
     a, b = (jnp.asarray(RNG.normal(size=s), jnp.float32) for s in ((H, 2), (2, V)))
     targets = jnp.zeros((R, T), jnp.int32)
     got = log_probs_from_hidden(HIDDEN, Head(KERNEL, lora=LoRA(a, b, 0.5)), targets).log_probs
@@ -104,7 +104,7 @@ def slice_of(batch, k):
 
 @pytest.mark.parametrize("loss", [loss_at, lambda b, x: sft_loss(TokenStats(x), b), lambda b, x: value_loss(x, b)])
 def test_a_slice_of_stacked_batches_without_a_normalizer(loss):
-    """Today: 0.294 for 0.251, and 27% off in the head's gradient."""
+    """Without the check: 0.294 for 0.251, and 27% off in the head's gradient."""
     batches = stacked()
     batches = dataclasses.replace(batches, values=batches.advantages, returns=batches.advantages)
     with pytest.raises(ValueError, match=r"normalizer: got None for one of 2 micro-batches, expected the step's"):
@@ -113,7 +113,7 @@ def test_a_slice_of_stacked_batches_without_a_normalizer(loss):
 
 
 def test_accumulation_cannot_be_passed_by_a_function_that_was_traced_before():
-    """Today: a loss_fn that was jitted and called before gave -3.0 instead of -2.625 for these."""
+    """Without the check: a loss_fn that was jitted and called before gave -3.0 instead of -2.625 for these."""
     batches = stacked()
     plain = dataclasses.replace(batches, micro_batches=None)
     loss_fn = jax.jit(lambda x, batch: loss_at(batch, x))
@@ -143,7 +143,7 @@ def test_a_normalizer_that_does_not_fit():
 
 
 def test_a_mesh_whose_axes_have_no_role():
-    """Today: all replicated, 8 times the work."""
+    """Without the check: all replicated, 8 times the work."""
     mesh = jax.make_mesh((4, 2), ("workers", "shards"), (jax.sharding.AxisType.Auto,) * 2)
     with pytest.raises(ValueError, match=r"mesh: got axes workers=4, shards=2, expected a role for each"):
         ParallelMesh(mesh)
@@ -151,7 +151,7 @@ def test_a_mesh_whose_axes_have_no_role():
 
 @pytest.mark.parametrize("group_id", [None, "some"])
 def test_a_group_id_that_was_left_out(group_id):
-    """Today: each sample was its own group, and every advantage 0."""
+    """Without the check: each sample was its own group, and every advantage 0."""
     given = samples(group_id=None)
     if group_id is not None:
         given[0] = dataclasses.replace(given[0], group_id=3)
@@ -166,7 +166,7 @@ def test_a_group_id_that_was_left_out(group_id):
 @pytest.mark.parametrize("packed_for", [None, "dp=2,cp=4"])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_batch_packed_for_another_layout_or_other_shards(packed_for, jitted):
-    """Today: wrong GAE."""
+    """Without the check: wrong GAE."""
     layout = {} if packed_for is None else {"parallel": make_parallel_mesh(packed_for, context_layout="zigzag")}
     batch = packed(row_length=16, rows=8, **layout)
     zigzag = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
@@ -186,7 +186,7 @@ def test_a_batch_packed_for_another_layout_or_other_shards(packed_for, jitted):
 
 
 def test_a_call_that_forgets_the_mesh():
-    """Today: told to give the constructor what it had been given."""
+    """Without the check: told to give the constructor what it had been given."""
     zigzag = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
     batch = packed(row_length=16, rows=8, parallel=zigzag)
     calls = {
@@ -233,14 +233,14 @@ IDS = np.ones((2, 4), np.int32)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("entry", ROUNDED)
 def test_log_probs_of_16_bits(entry, dtype):
-    """Today: taken as they were; the on-policy ratio was between 0.98 and 1.02."""
+    """Without the check: taken as they were; the on-policy ratio was between 0.98 and 1.02."""
     with pytest.raises(TypeError, match=r"\w+: got dtype (b?float16), expected float32"):
         ROUNDED[entry](jnp.full((2, 4), -1.3, dtype))
     ROUNDED[entry](jnp.full((2, 4), -1.3, jnp.float32))
 
 
 def test_a_bonus_on_statistics_without_a_gradient():
-    """Today: no effect, and no word."""
+    """Without the check: no effect, and no word."""
     stats = TokenStats(LOG_PROBS, jnp.ones_like(LOG_PROBS), entropy_mode="metric")
     config = PolicyLossConfig(entropy_coef=0.1)
     with pytest.raises(ValueError, match=r"stats: got entropies of mode 'metric', .* entropy=config.entropy_mode"):
@@ -252,7 +252,7 @@ def test_a_bonus_on_statistics_without_a_gradient():
 
 
 def test_a_square_kernel_wants_a_layout():
-    """Today: a transposed one was read the wrong way round."""
+    """Without the check: a transposed one was read the wrong way round."""
     with pytest.raises(ValueError, match=r"layout: got None for a kernel \(6, 6\), expected 'hv'"):
         Head(jnp.ones((6, 6)))
     assert Head(jnp.ones((6, 6)), layout="vh").layout == "vh"
@@ -282,7 +282,7 @@ def test_samples_that_cannot_be(name):
 
 
 def test_equal_sample_ids():
-    """Today: passed `validate`, and mixed up what was recorded for them."""
+    """Without the check: passed `validate`, and mixed up what was recorded for them."""
     given = [dataclasses.replace(s, sample_id=i // 2) for i, s in enumerate(samples())]
     with pytest.raises(ValueError, match="sample_id: got 0 for samples 0 and 1, expected one of its own"):
         RolloutBatch.from_samples(given, row_length=T)
@@ -293,7 +293,7 @@ def test_equal_sample_ids():
 
 @pytest.mark.parametrize("dtype", [bool, np.int32, np.float16])
 def test_a_mask_of_any_dtype(dtype):
-    """Today: a bare error in gspo, gmpo and sequence masking."""
+    """Without the check: a bare error in gspo, gmpo and sequence masking."""
     from jaxppo import GSPO, OffPolicyConfig
     from jaxppo.policy_losses import GMPO
 

@@ -1,6 +1,6 @@
 """What users do wrong inside their own shard_map or pmap: refused, and what is right there is right.
 
-"Today" in a docstring is the number that a version without the check gave.
+"Without the check" names the number that such a version gave.
 """
 
 import functools
@@ -55,7 +55,7 @@ NEED_SUMS = {
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("what", NEED_SUMS)
 def test_sums_over_devices_that_the_library_does_not_know_of(what, check_vma):
-    """Today: 0.147 for 0.251."""
+    """Without the check: 0.147 for 0.251."""
     with pytest.raises(ValueError, match=r"parallel: got no role for mesh axis '\w+' inside a shard_map or pmap"):
         in_shard_map(NEED_SUMS[what], check_vma=check_vma)
 
@@ -105,7 +105,7 @@ def stats_in_shard_map(gather, **of_head):
 
 
 def test_a_kernel_gathered_over_the_tensor_axis():
-    """Today: taken for a shard of twice the vocabulary, off by log 2."""
+    """Without the check: taken for a shard of twice the vocabulary, off by log 2."""
     expected = log_probs_from_hidden(HIDDEN, KERNEL, jnp.zeros((R, T), jnp.int32)).log_probs
     invariant = functools.partial(jax.lax.all_gather, axis_name="tp", axis=1, tiled=True, to="invarying")
     np.testing.assert_allclose(stats_in_shard_map(lambda k: k), expected, atol=1e-5)

@@ -10,7 +10,9 @@ import contextlib
 import inspect
 import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
