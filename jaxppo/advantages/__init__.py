@@ -2,7 +2,9 @@
 
 from jaxppo.advantages.filters import drop_equal_groups, overlong_penalty
 from jaxppo.advantages.groups import dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
+from jaxppo.advantages.optimal_baseline import optimal_token_baseline
 from jaxppo.advantages.pass_rates import pass_rates
+from jaxppo.advantages.process import process_grpo
 from jaxppo.advantages.returns import (
     discounted_returns,
     gae,
@@ -26,9 +28,11 @@ __all__ = [
     "maxrl",
     "on_policy_distillation",
     "opo",
+    "optimal_token_baseline",
     "overlong_penalty",
     "pass_at_k",
     "pass_rates",
+    "process_grpo",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",

@@ -32,7 +32,6 @@ DEFAULTS: dict[str, Any] = {
     ACTOR + "use_kl_loss": False,
     ACTOR + "kl_loss_coef": 0.001,
     ACTOR + "kl_loss_type": "low_var_kl",
-    ACTOR + "calculate_sum_pi_squared": False,
     ACTOR + "use_dynamic_bsz": False,
     ACTOR + "ppo_max_token_len_per_gpu": 16384,
     ACTOR + "ppo_micro_batch_size": None,
@@ -57,6 +56,7 @@ DEFAULTS: dict[str, Any] = {
 ELSEWHERE = by_name(
     {
         "the entropy is always among the metrics": "calculate_entropy",
+        "logit_stats= of log_probs_from_hidden": "calculate_sum_pi_squared",
         "the prompts of one step, whose samples go to from_samples together": "ppo_mini_batch_size",
         "the samples of one prompt": "rollout_n",
         "verl does not read it; rollout_correction.bypass_mode is what does so": "use_rollout_log_probs",
@@ -95,7 +95,7 @@ ELSEWHERE = by_name(
         "the critic; its loss is value_loss": "critic.",
         "the data set": "data.",
         "distillation.enabled, refused": "distillation.",
-        "adv_estimator='gdpo', refused": "algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights",
+        "the rewards and weights= of advantages.gdpo": "algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights",
         "profiling": "global_profiler.",
         "rewards": "custom_reward_function. reward. reward_model. sandbox_fusion.",
         "the training loop": "async_training. skip. trainer.",

@@ -41,7 +41,8 @@ _KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 _ESTIMATORS = {"kl": "k1", "mse": "k2", "k3": "low_var_kl"}  # where ours has another name
 _STATISTICS = [f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")]
 _PLAIN = ("gae", "gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus", "remax", "rloo")
-_ADVANTAGES = (*_PLAIN, "grpo_vectorized", "reinforce_plus_plus_baseline", "rloo_vectorized")
+_ADVANTAGES = (*_PLAIN, "gdpo", "grpo_vectorized", "reinforce_plus_plus_baseline", "rloo_vectorized")
+_ADVANTAGES += ("optimal_token_baseline", "tir_optimal_token_baseline")
 _LOSSES: dict[str, Callable[[Options], PolicyLoss]] = {
     "vanilla": lambda given: PPO(*_clip(given), dual_clip=given.number(ACTOR + "clip_ratio_c")),
     "gspo": lambda given: GSPO(*_clip(given), gradient="token"),
@@ -96,7 +97,6 @@ def _refuse(options: Options) -> None:
     options.choice("algorithm.adv_estimator", _ADVANTAGES, "jaxppo.advantages has no other")
     for key, expected in (
         ("algorithm.use_pf_ppo", "False: samples are not drawn anew by their rewards here"),
-        (ACTOR + "calculate_sum_pi_squared", "False: advantages have no optimal token baseline"),
         ("distillation.enabled", "False: its loss is no policy loss; see advantages.on_policy_distillation"),
     ):
         if options.flag(key):

@@ -66,6 +66,10 @@ def everything(parallel, b, x, hidden, kernel):
         "gae by length": advantages.gae(rewards, b.values, b, length_alpha=0.3, **on),
         "gdpo": advantages.gdpo([b.rewards, b.rewards**2], b.group_ids, b, **on),
         "gdpo over samples": advantages.gdpo([b.rewards, -b.rewards], b.group_ids, b, whitened="samples", **on),
+        "process": advantages.process_grpo(x, b.positions % 2, b.group_ids, b, **on),
+        "optimal": advantages.optimal_token_baseline(
+            b.values, TokenStats(-jnp.abs(x) - 0.1, sum_p2=jnp.exp(-0.1 - jnp.abs(x))), b.group_ids, b, **on
+        ),
         "reinforce_plus_plus": advantages.reinforce_plus_plus(x, b, **on),
         "baseline": advantages.reinforce_plus_plus_baseline(b.rewards, b.group_ids, b, **kl, **on),
         "distillation": advantages.on_policy_distillation(b.advantages, x, b.values, mask),

@@ -128,15 +128,14 @@ VERL = [
         },
     ),
     ({"trainer.use_v1": False}, {}),
-    (actor(calculate_sum_pi_squared=False, ppo_micro_batch_size=None), {}),
+    (actor(ppo_micro_batch_size=None), {}),
     ({"algorithm.adv_estimator": "grpo", "algorithm.use_pf_ppo": False, "distillation.enabled": False}, {}),
     ({"algorithm": {"rollout_correction": None, "filter_groups": {}}, "critic": None}, {}),
 ]
 # (what is given, the error)
 VERL_REFUSED = [
     (actor(ppo_micro_batch_size=64), "ppo_micro_batch_size: got 64, expected None"),
-    (actor(calculate_sum_pi_squared=True), "calculate_sum_pi_squared: got True, expected False"),
-    ({"algorithm.adv_estimator": "gdpo"}, "algorithm.adv_estimator: got 'gdpo', expected one of gae"),
+    ({"algorithm.adv_estimator": "gdpo2"}, "algorithm.adv_estimator: got 'gdpo2', expected one of gae"),
     ({"algorithm.use_pf_ppo": True}, "algorithm.use_pf_ppo: got True"),
     ({"distillation.enabled": True}, "distillation.enabled: got True"),
     (actor(kl_loss_type="full"), "kl_loss_type: got 'full', expected one of kl"),

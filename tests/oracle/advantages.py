@@ -268,3 +268,66 @@ def reinforce_plus_plus_baseline(
 def on_policy_distillation(advantages: Any, log_probs: Any, teacher: Any, mask: Any, coef: float = 1.0) -> Array:
     """A - coef (log_prob - teacher_log_prob). Agarwal et al. 2023, https://arxiv.org/abs/2306.13649."""
     return _write(_read(advantages, mask) - coef * (_read(log_probs, mask) - _read(teacher, mask)), mask)
+
+
+def process_grpo(
+    rewards: Sequence[Any],
+    ends: Sequence[Any],
+    groups: Any,
+    masks: Sequence[Any],
+    *,
+    scale_by_std: bool = True,
+    epsilon: float = 1e-6,
+    singletons: str = "zero",
+) -> list[Array]:
+    """Each step's reward by mean and deviation of those of its group's steps, summed over what follows. 2402.03300."""
+    steps = [[t for t in range(len(m)) if m[t] > 0 and e[t] > 0] for e, m in zip(ends, masks, strict=True)]
+    out = []
+    for i, mask in enumerate(masks):
+        group = np.array([rewards[j][t] for j in range(len(masks)) if groups[j] == groups[i] for t in steps[j]])
+        advantages = np.zeros(len(mask))
+        for t in steps[i]:
+            r = float(rewards[i][t])
+            if len(group) > 1:
+                r = (r - group.mean()) / (_deviation(group) + epsilon if scale_by_std else 1.0)
+            else:
+                r = (r / (1.0 + epsilon if scale_by_std else 1.0)) if singletons == "reward" else 0.0
+            advantages[: t + 1] += r
+        out.append(advantages * (np.asarray(mask) > 0))
+    return out
+
+
+def optimal_token_baseline(
+    returns: Sequence[Any],
+    log_probs: Sequence[Any],
+    sum_p2: Sequence[Any],
+    groups: Any,
+    masks: Sequence[Any],
+    *,
+    weights: Sequence[Any] | None = None,
+    place: str = "position",
+    singletons: str = "reward",
+    epsilon: float = 1e-8,
+) -> list[Array]:
+    """G_t less the mean of the group's G_t by W_t = the sum up to t of w^2 (1 - 2 p + sum p^2). 2602.07078."""
+    by_place: list[dict[int, tuple[int, float, float]]] = []  # of each sample: its token, G and W at each place
+    for i, mask in enumerate(masks):
+        here, upto, found = np.nonzero(np.asarray(mask) > 0)[0], 0.0, {}
+        for count, t in enumerate(here):
+            energy = 1 - 2 * np.exp(log_probs[i][t]) + sum_p2[i][t]
+            upto += energy * (1.0 if weights is None else weights[i][t] ** 2)
+            found[int(count if place == "loss_token" else t - here[0])] = (int(t), float(returns[i][t]), float(upto))
+        by_place.append(found)
+    out = []
+    for i, mask in enumerate(masks):
+        group = [found for j, found in enumerate(by_place) if groups[j] == groups[i]]
+        advantages = np.zeros(len(mask))
+        for at, (t, g, _) in by_place[i].items():
+            there = [found[at][1:] for found in group if at in found]
+            baseline = sum(x * w for x, w in there) / (sum(w for _, w in there) + epsilon)
+            if sum(max(found, default=-1) >= at for found in group) > 1:
+                advantages[t] = g - baseline
+            else:
+                advantages[t] = g if singletons == "reward" else 0.0
+        out.append(advantages)
+    return out

@@ -14,7 +14,7 @@ from oracle import OracleSample
 from random_losses import between
 from random_steps import Step, f32, to_rows
 
-from jaxppo import RolloutBatch, advantages
+from jaxppo import RolloutBatch, TokenStats, advantages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +132,15 @@ def gdpo_of_jaxppo(g: Given, o: Options, p: Any) -> Any:
     return advantages.gdpo(rewards, g.slots["groups"], g.batch, **more, epsilon=o.epsilon, parallel=p)
 
 
+def of_steps(o: Options) -> dict[str, Any]:
+    return {"scale_by_std": o.scale_by_std, "epsilon": o.epsilon, "singletons": o.singletons}
+
+
+def of_places(o: Options, tokens: dict[str, Any]) -> dict[str, Any]:
+    found = {"place": "loss_token" if o.masked == "skip" else "position", "singletons": o.singletons}
+    return found | {"epsilon": o.epsilon, "weights": tokens["kl"] if o.whitened else None}
+
+
 # By name: jaxppo's (given, options, parallel) -> [R, T, ...] or [R, S], the oracle's (known, options) -> by sample.
 ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "token_rewards": (
@@ -209,6 +218,30 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda k, o: truth.overlong_penalty(k.slots["lengths"], 6, o.f_norm),
     ),
     "opo": grouped("opo", "singletons"),
+    "process_grpo": (
+        lambda g, o, p: advantages.process_grpo(
+            g.tokens["rewards"], g.tokens["ends"], g.slots["groups"], g.batch, **of_steps(o), parallel=p
+        ),
+        lambda k, o: truth.process_grpo(
+            k.tokens["rewards"], k.tokens["ends"], k.slots["groups"], k.masks, **of_steps(o)
+        ),
+    ),
+    "optimal_token_baseline": (
+        lambda g, o, p: advantages.optimal_token_baseline(
+            g.tokens["rewards"],
+            TokenStats(g.tokens["log_probs"], sum_p2=g.tokens["sum_p2"]),
+            g.slots["groups"],
+            g.batch,
+            **of_places(o, g.tokens),
+            parallel=p,
+        ),
+        lambda k, o: truth.optimal_token_baseline(
+            *(k.tokens[n] for n in ("rewards", "log_probs", "sum_p2")),
+            k.slots["groups"],
+            k.masks,
+            **of_places(o, k.tokens),
+        ),
+    ),
     "gpg": grouped("gpg", "f_norm", "singletons"),
     "pass_at_k": grouped("pass_at_k", "scale_by_std", "epsilon"),
 }
@@ -222,6 +255,10 @@ def known_of(step: Step, samples: list[OracleSample], o: Options) -> Known:
         mask[max(drawn.prompt - 1, 0) : max(len(mask) - 1, 0)] = 1
         response.append(mask)
     tokens = {n: [f32(rng.normal(size=len(s.mask))) for s in samples] for n in ("rewards", "values", "kl")}
+    tokens["ends"] = [rng.integers(0, 2, len(s.mask)).astype(float) for s in samples]
+    tokens["log_probs"] = [s.log_probs for s in samples]
+    p = [np.exp(s.log_probs) for s in samples]
+    tokens["sum_p2"] = [f32(x**2 + (1 - x) ** 2 * rng.random(len(x))) for x in p]
     slots = {"rewards": np.array([s.reward for s in samples]), "groups": np.array([s.group_id for s in samples])}
     slots |= {"baselines": f32(rng.normal(size=len(samples))), "lengths": np.array([float(s.count) for s in samples])}
     slots |= {"likelihoods": np.abs(slots["baselines"]) * (rng.random(len(samples)) < 0.5)}
@@ -249,7 +286,8 @@ def given_of(step: Step, k: Known, batch: RolloutBatch, o: Options) -> Given:
 def amplified(name: str, k: Known, o: Options) -> float:
     """The largest of the numbers that are whitened over their deviation.
 
-    They were rounded to f32 before, and whitening makes that rounding so many times larger.
+    They were rounded to f32 before, and whitening makes that rounding so many times larger. A weighted mean makes that
+    of small weights larger.
     """
     if name == "reinforce_plus_plus_baseline":
         x = baseline_of_oracle(k, dataclasses.replace(o, whitened=False)) if o.whitened else []
@@ -260,5 +298,11 @@ def amplified(name: str, k: Known, o: Options) -> float:
         x = [truth.discounted_returns(r, m, o.gamma, o.masked) for r, m in rewards]
     else:
         x = []
+    if name == "optimal_token_baseline":
+        # sum p^2 was rounded, which counts where the tokens of a place are all sure: only their W is as small
+        sure = [
+            np.min((1 - np.exp(x[m > 0])) ** 2, initial=1) for x, m in zip(k.tokens["log_probs"], k.masks, strict=True)
+        ]
+        return float(max(np.max(np.abs(x), initial=0) for x in k.tokens["rewards"]) / min(sure))
     made = np.concatenate([np.zeros(0), *(each[m > 0] for each, m in zip(x, k.masks, strict=False))])
     return float(np.abs(made).max() / np.sqrt(made.var() + 1e-12)) if made.size else 0.0

@@ -249,6 +249,17 @@ ESTIMATORS: dict[str, Callable[[Given], Any]] = {
     "reinforce_plus_plus_baseline": lambda g: advantages.reinforce_plus_plus_baseline(
         g.batch.rewards, g.batch.group_ids, g.batch, kl=g.batch.values, kl_coef=0.1, **g.on
     ),
+    "process_grpo": lambda g: advantages.process_grpo(
+        g.batch.advantages, g.batch.loss_mask, g.batch.group_ids, g.batch, **g.on
+    ),
+    "optimal_token_baseline": lambda g: advantages.optimal_token_baseline(
+        g.batch.advantages,
+        TokenStats(g.batch.returns, sum_p2=jnp.exp(2 * g.batch.returns)),
+        g.batch.group_ids,
+        g.batch,
+        weights=g.batch.advantages,
+        **g.on,
+    ),
     "on_policy_distillation": lambda g: advantages.on_policy_distillation(
         g.batch.advantages, g.batch.returns, g.batch.old_log_probs, g.batch.loss_mask
     ),

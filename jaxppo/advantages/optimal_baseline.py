@@ -1,0 +1,165 @@
+"""The baseline of each token that makes the variance of the policy's gradient smallest."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxppo._arrays import check_choice, check_ids, check_number, masked, spec_of
+from jaxppo._stacked import check_whole_step, of_rows
+from jaxppo.advantages.by_group import Parallel, Singletons
+from jaxppo.advantages.tokens import check_segments, check_tokens
+from jaxppo.batch import RolloutBatch
+from jaxppo.by_id import ById
+from jaxppo.head.types import TokenStats
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, scan_shard, shard_call, vary
+
+Place = Literal["position", "loss_token"]
+
+
+def optimal_token_baseline(
+    returns: Float[Array, "*K R T"],
+    stats: TokenStats,
+    group_ids: Int[Array, "*K R S"],
+    batch: RolloutBatch,
+    *,
+    place: Place = "position",
+    weights: Float[Array, "*K R T"] | None = None,
+    singletons: Singletons = "reward",
+    epsilon: float = 1e-8,
+    parallel: Parallel = None,
+) -> Float[Array, "*K R T"]:
+    """The optimal token baseline: A_t = G_t - B_t, B_t = sum_g(G_t W_t) / (sum_g(W_t) + epsilon) at each place t.
+
+    W_t is how large the gradient of a sample's log-probs up to t is, seen from the logits: the sum of
+    w_u^2 (1 - 2 p_u + sum p^2) over its loss tokens u up to t. Sums are over the samples of the group with a loss token
+    at t. A place that no other sample of the group reaches has no baseline.
+
+    On each device two tables of `[tokens of the step / 2]` hold the sums, 4 bytes a token of the step together, and are
+    summed over all devices once. Every other cost is a few numbers a row.
+
+    Args:
+      returns: `f32[R, T]`, G, see `discounted_returns`; anything where the mask is 0.
+      stats: log-probs p of the tokens and `sum_p2`, `[R, T]`, before the step: `compute_log_probs` of
+        `log_probs_from_hidden(..., logit_stats=True)`.
+      group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      place: t is the "position" from a sample's first loss token on, or how many loss tokens came before, "loss_token":
+        what tools wrote counts no place then (verl's form for tool-integrated reasoning).
+      weights: w, `f32[R, T]`, importance weights over the sampler, or 1.
+      singletons: the advantage at a place that no other sample reaches: its own return, "reward" (verl), or "zero".
+      epsilon: added to the sum of W.
+      parallel: the mesh; rows sharded over data, positions over context.
+
+    Returns:
+      `f32`, the shape of the loss mask, 0 where the mask is 0, and in samples without a group.
+
+    Raises:
+      ValueError, TypeError: as `grpo`; statistics without `sum_p2`; shapes that differ; one micro-batch of several.
+
+    Example:
+      >>> ids, one = jnp.array([[1, 2, 2]]), jnp.ones((1, 3))
+      >>> batch = RolloutBatch(ids, ids, ids, jnp.array([[0, 0, 1]]), one, jnp.array([[0, 1]]))
+      >>> stats = TokenStats(jnp.log(jnp.array([[0.5, 0.25, 0.5]])), sum_p2=jnp.array([[0.5, 0.5, 0.5]]))
+      >>> returns = jnp.array([[3.0, 0.0, 0.0]])  # W is 0.5 and 1 at the first place
+      >>> optimal_token_baseline(returns, stats, jnp.array([[7, 7]]), batch).round(2)
+      Array([[ 2., -1.,  0.]], dtype=float32)
+
+    2026, Optimal Token Baseline, https://arxiv.org/abs/2602.07078; verl alone ships it
+    """
+    check_choice("place", place, Place)
+    check_choice("singletons", singletons, Singletons)
+    check_number("epsilon", epsilon, least=0)
+    if not isinstance(stats, TokenStats):
+        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
+    if stats.sum_p2 is None:
+        raise ValueError("stats.sum_p2: got None, expected f32[R, T]: log_probs_from_hidden(..., logit_stats=True)")
+    of_tokens = {"returns": returns, "stats.log_probs": stats.log_probs, "stats.sum_p2": stats.sum_p2}
+    batch = check_tokens(batch, of_tokens, weights=weights)
+    check_segments(batch, group_ids=group_ids)
+    check_ids("group_ids", group_ids)
+    check_whole_step("optimal_token_baseline", batch)
+    args = {**of_tokens, "weights": weights, "group_ids": group_ids, "batch": batch}
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        of = batch.specs(p)
+        return [*[of.loss_mask] * 4, spec_of(p.rows_spec, group_ids), of], of.loss_mask
+
+    static = (place, singletons, epsilon)
+    found: Float[Array, "*K R T"] = shard_call("optimal_token_baseline", _per_shard, parallel, args, specs, static)
+    return found
+
+
+@of_rows
+def _per_shard(
+    axes: ShardAxes,
+    static: tuple[Place, Singletons, float],
+    returns: jax.Array,
+    log_probs: jax.Array,
+    sum_p2: jax.Array,
+    weights: jax.Array | None,
+    group_ids: jax.Array,
+    batch: RolloutBatch,
+) -> jax.Array:
+    place, singletons, epsilon = static
+    segments, by_id = batch.segments(axes), ById.of(axes, group_ids)
+    keep = (batch.loss_mask > 0) & (segments.spread(by_id.there.astype(jnp.int32)) > 0)
+    mask = keep.astype(jnp.float32)
+    returns = masked(returns, mask)
+    energy = _energy(masked(log_probs, mask), masked(sum_p2, mask))
+    energy = energy if weights is None else energy * masked(weights, mask) ** 2
+    upto = _sums_upto(axes, batch, jnp.where(keep, energy, 0))
+    at = _places(axes, batch, segments, mask, place)
+
+    # The places that two samples of a group have: up to the end of the second longest. Groups have them one after
+    # another in a table, which is no longer than half of all tokens since the longest sample has as many.
+    lengths = by_id.gather(jnp.maximum(segments.max(at.astype(jnp.float32), mask) + 1, 0))
+    longest = by_id.max(lengths)
+    is_longest = lengths == longest[by_id.all]
+    second = by_id.max(jnp.where(is_longest, 0, lengths))
+    shared = jnp.where(by_id.sum(is_longest.astype(jnp.float32)) > 1, longest, second)
+    shared = jnp.maximum(shared, 0).astype(jnp.int32)
+    starts = jnp.cumsum(shared, dtype=jnp.int32) - shared
+    inside = keep & (at < segments.spread(shared[by_id.own]))
+    size = max(keep.size * axes.size(axes.tokens) // 2, 1)
+    index = jnp.where(inside, segments.spread(starts[by_id.own]) + at, size)
+
+    def total(x: jax.Array) -> jax.Array:
+        return vary(jnp.zeros(size, jnp.float32), axes.tokens).at[index].add(x, mode="drop")
+
+    # Differences from the group's largest return, so that equal returns leave nothing at all.
+    largest = by_id.max(by_id.gather(segments.max(returns, mask)))
+    largest = segments.spread(jnp.where(jnp.isneginf(largest), 0, largest)[by_id.own])
+    numerators, denominators = axes.psum((total((returns - largest) * upto), total(upto)), axes.tokens)
+    numerator, denominator = (x.at[index].get(mode="fill", fill_value=0) for x in (numerators, denominators))
+    whole = denominator + epsilon
+    whole = jnp.where(whole == 0, 1, whole)
+    advantages = returns - largest * (denominator / whole) - numerator / whole
+    alone = returns if singletons == "reward" else jnp.zeros_like(returns)
+    return lax.stop_gradient(jnp.where(keep, jnp.where(inside, advantages, alone), 0))
+
+
+def _energy(log_probs: jax.Array, sum_p2: jax.Array) -> jax.Array:
+    """1 - 2 p + sum p^2, as (1 - p)^2 and what the other tokens add: no rounding makes it negative."""
+    others = jnp.maximum(sum_p2 - jnp.exp(2 * log_probs), 0)
+    return jnp.expm1(log_probs) ** 2 + others
+
+
+def _places(axes: ShardAxes, batch: RolloutBatch, segments: Segments, mask: jax.Array, place: Place) -> jax.Array:
+    """The place in its sample of each token of the mask, from 0."""
+    if place == "loss_token":
+        at = _sums_upto(axes, batch, mask) - 1
+    else:
+        positions = batch.positions.astype(jnp.float32)
+        first = -segments.max(-positions, mask)
+        at = positions - segments.spread(jnp.where(jnp.isfinite(first), first, 0))
+    return jnp.where(mask > 0, at, 0).astype(jnp.int32)
+
+
+def _sums_upto(axes: ShardAxes, batch: RolloutBatch, x: jax.Array) -> jax.Array:
+    """Sums over each sequence up to and with each token."""
+    return scan_shard(axes, jnp.ones_like(x), x, False, batch.segment_ids, batch.num_segments)

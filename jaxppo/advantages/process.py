@@ -1,0 +1,112 @@
+"""Advantages of rewards that stand at steps inside a response, compared by group: process supervision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxppo._arrays import check_choice, check_ids, masked, spec_of
+from jaxppo._stacked import check_whole_step, of_rows
+from jaxppo.advantages.by_group import Parallel, Singletons
+from jaxppo.advantages.tokens import check_segments, check_tokens
+from jaxppo.batch import RolloutBatch
+from jaxppo.by_id import ById
+from jaxppo.sharding import ParallelMesh, ShardAxes, scan_shard, shard_call
+
+
+def process_grpo(
+    rewards: Float[Array, "*K R T"],
+    ends: Float[Array, "*K R T"],
+    group_ids: Int[Array, "*K R S"],
+    batch: RolloutBatch,
+    *,
+    scale_by_std: bool = True,
+    epsilon: float = 1e-6,
+    singletons: Singletons = "zero",
+    parallel: Parallel = None,
+) -> Float[Array, "*K R T"]:
+    """GRPO with process supervision: A_t = sum over the steps j that end at t or later of (r_j - mean_g) / (std_g + e).
+
+    Mean and deviation (over n - 1) are of the rewards of all steps of all samples of the group, however many steps each
+    sample has. A step that ends before t says nothing of the token at t.
+
+    Args:
+      rewards: `f32[R, T]`, the reward of a step at its last token; anything elsewhere.
+      ends: `[R, T]`, above 0 at the last token of each step; read where the loss mask is 1 alone.
+      group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      scale_by_std: divide by the deviation.
+      epsilon: e, added to the deviation.
+      singletons: what the only step of a group counts: "zero", or its own "reward" over 1 + epsilon.
+      parallel: the mesh; rows sharded over data, positions over context.
+
+    Returns:
+      `f32`, the shape of the loss mask, 0 where the mask is 0, behind the last step, and in samples without a group.
+
+    Raises:
+      ValueError, TypeError: as `grpo`; shapes that differ; one micro-batch of several.
+
+    Example:
+      >>> ids, one = jnp.array([[1, 1, 1, 2]]), jnp.ones((1, 4))
+      >>> batch = RolloutBatch(ids, ids, ids, jnp.array([[0, 1, 2, 0]]), one, jnp.array([[0, 1]]))
+      >>> rewards, ends = jnp.array([[1.0, 0.0, 3.0, 2.0]]), jnp.array([[1, 0, 1, 1]])
+      >>> process_grpo(rewards, ends, jnp.array([[7, 7]]), batch, epsilon=0.0)  # mean 2, deviation 1
+      Array([[0., 1., 1., 0.]], dtype=float32)
+
+    Shao et al. 2024, DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.3
+    """
+    check_choice("singletons", singletons, Singletons)
+    batch = check_tokens(batch, {"rewards": rewards, "ends": ends})
+    check_segments(batch, group_ids=group_ids)
+    check_ids("group_ids", group_ids)
+    check_whole_step("process_grpo", batch)
+    args = {"rewards": rewards, "ends": ends, "group_ids": group_ids, "batch": batch}
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        of = batch.specs(p)
+        return [of.loss_mask, of.loss_mask, spec_of(p.rows_spec, group_ids), of], of.loss_mask
+
+    static = (scale_by_std, epsilon, singletons)
+    found: Float[Array, "*K R T"] = shard_call("process_grpo", _process_grpo, parallel, args, specs, static)
+    return found
+
+
+@of_rows
+def _process_grpo(
+    axes: ShardAxes,
+    static: tuple[bool, float, Singletons],
+    rewards: jax.Array,
+    ends: jax.Array,
+    group_ids: jax.Array,
+    batch: RolloutBatch,
+) -> jax.Array:
+    scale_by_std, epsilon, singletons = static
+    segments, by_id = batch.segments(axes), ById.of(axes, group_ids)
+    there = segments.spread(by_id.there.astype(jnp.int32)) > 0
+    is_end = (ends.astype(jnp.float32) > 0) & (batch.loss_mask > 0) & there
+    steps = is_end.astype(jnp.float32)
+    rewards = masked(rewards, steps)
+
+    def to_tokens(table: jax.Array) -> jax.Array:
+        return segments.spread(table[by_id.own])
+
+    def total(x: jax.Array) -> jax.Array:
+        """The table of sums over the steps of each group."""
+        return by_id.sum(by_id.gather(segments.sum(jnp.where(is_end, x, 0))))
+
+    count = total(steps)
+    # The mean is of differences from the largest reward, so that it is exact where all are equal.
+    largest = by_id.max(by_id.gather(segments.max(rewards, steps)))
+    below = rewards - to_tokens(jnp.where(count > 0, largest, 0))
+    centred = below - to_tokens(total(below) / jnp.maximum(count, 1))
+    if scale_by_std:
+        deviation = jnp.sqrt(total(centred**2) / jnp.maximum(count - 1, 1))
+        centred, rewards = centred / (to_tokens(deviation) + epsilon), rewards / (1 + epsilon)
+    counted = jnp.where(to_tokens(count) > 1, centred, rewards if singletons == "reward" else 0)
+    counted = jnp.where(is_end, counted, 0)
+    following = scan_shard(axes, jnp.ones_like(counted), counted, True, batch.segment_ids, batch.num_segments)
+    return lax.stop_gradient(jnp.where(batch.loss_mask > 0, following, 0))

@@ -1,0 +1,172 @@
+"""Advantages that compare tokens with others of their group: rewards of steps, and the optimal token baseline."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policy_steps import step_of
+
+from jaxppo import RolloutBatch, Sample, TokenStats, advantages
+from sharding import make_parallel_mesh
+from sharding.audit import audit
+
+VERL = json.loads((Path(__file__).parents[1] / "golden/peers/verl_baselines.json").read_text())["cases"]
+MESHES = [None, "dp=2,cp=2,tp=2"]
+
+
+def placed(batch, rows):
+    """`[R, T]` of a list of arrays, one for each sample, each from its first response token on."""
+    out = np.full(batch.tokens.shape, np.nan, np.float32)
+    row, t = np.nonzero(batch.segment_ids)
+    sample = batch.sample_ids[row, batch.segment_ids[row, t] - 1]
+    for at in zip(row, t, sample, batch.positions[row, t], strict=True):
+        if at[3] < len(rows[at[2]]):
+            out[at[:2]] = rows[at[2]][at[3]]
+    return out
+
+
+def packed(masks, groups, parallel):
+    samples = [Sample([5] * (len(m) + 1), 1, loss_mask=[0, *m], group_id=g) for m, g in zip(masks, groups, strict=True)]
+    layout = {"row_length": 16, "rows": 4, "num_segments": 3}
+    return RolloutBatch.from_samples(samples, parallel=parallel, **layout)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("case", VERL, ids=lambda c: c["function"].split("_")[1] + " weighted" * bool(c["weights"]))
+def test_the_baseline_of_verl(case, mesh):
+    """Where tools wrote in a sample, verl's form without places of loss tokens counts lengths in another way."""
+    parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
+    batch = packed(case["mask"], case["groups"], parallel)
+    of = {name: placed(batch, case[name]) for name in ("rewards", "log_probs", "sum_pi_squared", "advantages")}
+    weights = None if case["weights"] is None else placed(batch, case["weights"])
+    place = "loss_token" if "multi_turn" in case["function"] else "position"
+    returns = advantages.discounted_returns(jnp.asarray(of["rewards"]), batch, parallel=parallel)
+    stats = TokenStats(jnp.asarray(of["log_probs"]), sum_p2=jnp.asarray(of["sum_pi_squared"]))
+    options = {"place": place, "weights": weights, "parallel": parallel}
+    got = advantages.optimal_token_baseline(returns, stats, batch.group_ids, batch, **options)
+    np.testing.assert_allclose(got, np.where(batch.loss_mask > 0, of["advantages"], 0), rtol=2e-5, atol=2e-6)
+
+
+def test_what_the_baseline_sums_over_devices():
+    """Twice as long rows: 4 bytes more for each token of the step, and nothing of a place and a group each."""
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
+
+    def sent(length):
+        layout = {"row_length": length, "rows": 8, "num_segments": 6, "parallel": parallel}
+        batch = RolloutBatch.from_samples(step_of(3), **layout)
+        stats = TokenStats(jnp.asarray(batch.returns), sum_p2=jnp.exp(jnp.asarray(batch.returns)))
+
+        def run(batch):
+            returns = jnp.asarray(batch.advantages)
+            return advantages.optimal_token_baseline(returns, stats, batch.group_ids, batch, parallel=parallel)
+
+        return sum(c.bytes for c in audit(run, batch).collectives)
+
+    assert sent(256) - sent(128) == 4 * 8 * 128
+
+
+@pytest.mark.parametrize("place", ["position", "loss_token"])
+def test_equal_returns_have_no_advantage_but_behind_all_others(place):
+    """0.1 less its own weighted mean is 1e-8 by rounding, which `whiten` would make 1."""
+    batch = packed([[1] * 7, [1, 0, 1, 1, 0], [1, 1]], [3, 3, 3], None)
+    rng = np.random.default_rng(0)
+    log_probs = -rng.exponential(size=batch.tokens.shape).astype(np.float32)
+    stats = TokenStats(jnp.asarray(log_probs), sum_p2=jnp.exp(jnp.asarray(log_probs)))
+    returns = jnp.full(batch.tokens.shape, 0.1)
+    got = advantages.optimal_token_baseline(returns, stats, batch.group_ids, batch, place=place)
+    behind = 4 if place == "position" else 3
+    row, column = np.nonzero((batch.positions >= behind) & (batch.loss_mask > 0) & (np.asarray(got) != 0))
+    assert len(row) == 7 - behind
+    expected = np.zeros(batch.tokens.shape, np.float32)
+    expected[row, column] = 0.1
+    np.testing.assert_array_equal(got, expected)
+    alone = advantages.optimal_token_baseline(returns, stats, batch.group_ids, batch, place=place, singletons="zero")
+    assert not np.any(alone)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_rewards_of_steps_by_hand(mesh):
+    """Three steps in one sample, one in the other: mean 2, deviation sqrt(14 / 3). One that ends in a hole is none."""
+    parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
+    batch = packed([[1, 1, 1, 0, 1, 1], [1, 1], [1, 1]], [3, 3, 9], parallel)
+    ends = placed(batch, [[1, 0, 1, 1, 1, 0], [0, 1], [0, 1]])
+    rewards = placed(batch, [[5.0, 7, 0, 9, 1, np.nan], [9, 2.0], [9, 4.0]])
+    call = {"rewards": jnp.asarray(rewards), "ends": jnp.nan_to_num(ends), "group_ids": batch.group_ids}
+    call |= {"batch": batch, "epsilon": 0.0, "parallel": parallel}
+    got = np.asarray(advantages.process_grpo(**call))
+    each = np.array([3.0, -2.0, -1.0, 0.0]) / np.sqrt(14 / 3)
+    first = [each[:3].sum(), each[1:3].sum(), each[1:3].sum(), 0, each[2], 0]
+    expected = np.nan_to_num(placed(batch, [first, [each[3]] * 2, [0.0] * 2]))
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
+    plain = advantages.process_grpo(**call, scale_by_std=False, singletons="reward")
+    expected = np.nan_to_num(placed(batch, [[0, -3, -3, 0, -1, 0], [0, 0], [4.0, 4.0]]))
+    np.testing.assert_allclose(plain, expected, atol=1e-7)
+
+
+def test_one_step_a_sample_is_grpo():
+    samples = [dataclasses.replace(s, reward=float(i % 5)) for i, s in enumerate(step_of(5)) if np.any(s.mask)]
+    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8)
+    rewards = advantages.token_rewards(batch.rewards, batch)
+    last = advantages.token_rewards(np.ones_like(batch.rewards), batch)
+    got = advantages.process_grpo(rewards, last, batch.group_ids, batch)
+    expected = advantages.spread(advantages.grpo(batch.rewards, batch.group_ids), batch)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_equal_steps_of_any_size_give_exactly_zero():
+    batch = packed([[1] * 7, [1] * 3, [1]], [3, 3, 3], None)
+    same = jnp.full(batch.tokens.shape, 1000.1)
+    assert not np.any(advantages.process_grpo(same, same, batch.group_ids, batch))
+
+
+def test_a_sample_without_a_group_has_no_part():
+    batch = packed([[1] * 4, [1] * 3, [1] * 2], [3, 3, 3], None)
+    rng = np.random.default_rng(0)
+    x, ends = (jnp.asarray(rng.random(batch.tokens.shape), jnp.float32) for _ in range(2))
+    stats = TokenStats(-x, sum_p2=jnp.exp(-x))
+    ids = np.where(batch.sample_ids == 2, -1, batch.group_ids)
+    rest = dataclasses.replace(
+        batch,
+        loss_mask=np.asarray(advantages.spread((batch.sample_ids != 2).astype(np.float32), batch)),
+        group_ids=ids,
+    )
+    for of in (
+        lambda ids, b: advantages.process_grpo(x, jnp.round(ends), ids, b),
+        lambda ids, b: advantages.optimal_token_baseline(x, stats, ids, b),
+    ):
+        np.testing.assert_array_equal(of(ids, batch), of(ids, rest))
+        assert np.any(np.asarray(of(batch.group_ids, batch)) != np.asarray(of(ids, batch)))
+
+
+def test_refusals():
+    batch = packed([[1, 1], [1]], [3, 3], None)
+    x = jnp.zeros(batch.tokens.shape)
+    stats = TokenStats(x, sum_p2=x)
+    given = {"returns": x, "stats": stats, "group_ids": batch.group_ids, "batch": batch}
+    refused = {
+        "stats: got ArrayImpl, expected TokenStats": {"stats": x},
+        "stats.sum_p2: got None, expected f32": {"stats": TokenStats(x)},
+        "stats.log_probs: got shape": {"stats": TokenStats(x[:1], sum_p2=x)},
+        "weights: got shape": {"weights": x[:1]},
+        "place: got 'turn', expected one of 'position', 'loss_token'": {"place": "turn"},
+        "singletons: got 'one'": {"singletons": "one"},
+        "epsilon: got -1, expected a finite number of at least 0": {"epsilon": -1},
+        "group_ids: got shape": {"group_ids": batch.group_ids[:1]},
+        "group_ids: got dtype float32, expected integers": {"group_ids": jnp.ones(batch.group_ids.shape)},
+    }
+    for message, wrong in refused.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            advantages.optimal_token_baseline(**given | wrong)
+    steps = {"rewards": x, "ends": x, "group_ids": batch.group_ids, "batch": batch}
+    refused = {
+        "ends: got shape": {"ends": x[:1]},
+        "rewards: got None, expected an array": {"rewards": None},
+        "group_ids: got None": {"group_ids": None},
+        "singletons: got 'one'": {"singletons": "one"},
+    }
+    for message, wrong in refused.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            advantages.process_grpo(**steps | wrong)
