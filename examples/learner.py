@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,16 @@ from examples.attention import context_attention
 from examples.model import Config, Model
 from jaxppo import Head, ParallelMesh, PolicyLossConfig, RolloutBatch, TokenStats, advantages, finalize_metrics
 from jaxppo.covariance import covariance_mask
+from jaxppo.entropy import entropy_metrics
 from jaxppo.mismatch import mismatch_metrics
 from jaxppo.trees import check_recurrent
 
 Metrics = dict[str, jax.Array]
 _OF_CLIPS = ("clip_fraction", "clip_fraction_positive", "clip_fraction_negative")
 _OF_RATIOS = (*_OF_CLIPS, "ppo_kl", "ratio_min", "ratio_mean", "ratio_max")
-_OF_SAMPLER = ("kl", "log_prob_abs_diff", "chi2_sequence", "jensen_shannon", "token_mult_prob_error", "weight_std")
+_OF_SAMPLER = ("kl", "k3_kl", "reverse_k3_kl", "log_prob_abs_diff", "chi2_sequence", "jensen_shannon")
+_OF_SAMPLER += ("token_mult_prob_error", "weight_std", "weight_min", "weight_max", "sequence_effective_sample_size")
+_PLACES = (0, 2)  # where ranges of places begin that entropies are the mean of: responses are a few tokens
 
 
 @jax.tree_util.register_dataclass
@@ -78,12 +81,15 @@ class Learner:
         head = Head.of(model.head, vocab_size=self.model.vocab_size)
         return model(batch.tokens, batch.positions, attend), head
 
-    def token_stats(self, params: nnx.State, batch: RolloutBatch) -> TokenStats:
+    def token_stats(
+        self, params: nnx.State, batch: RolloutBatch, entropy: Literal["none", "metric"] = "none"
+    ) -> TokenStats:
         """Log-probs of the targets that carry loss, the sampler's bits where hidden states are; no logits exist."""
         return jaxppo.log_probs_from_hidden(
             *self._head(params, batch),
             batch.targets,
             parallel=self.parallel,
+            entropy=entropy,
             where=batch.loss_mask > 0,
             deterministic=True,
         )
@@ -130,7 +136,7 @@ class Learner:
         The trainer's own log-probs under the parameters that sampled are computed here, and are what the ratio is
         over; the sampler's stay in the batch, and `mismatch_*` says how far the two are apart.
         """
-        old = self.token_stats(state.params, batch)
+        old = self.token_stats(state.params, batch, "metric")
         assert batch.rewards is not None  # the task gave every sample one
         assert batch.group_ids is not None
         by_sample = advantages.grpo(batch.rewards, batch.group_ids, parallel=self.parallel)
@@ -162,6 +168,7 @@ class Learner:
         metrics = {name: x.sum() if name == "skipped" else x[0] for name, x in metrics.items()} | last
         mismatch = finalize_metrics(mismatch_metrics(batch, parallel=self.parallel))
         metrics |= {f"mismatch_{name}": mismatch[name] for name in _OF_SAMPLER}
+        metrics |= finalize_metrics(entropy_metrics(old, batch, starts=_PLACES, parallel=self.parallel))
         metrics |= finalize_metrics(advantages.pass_rates(batch.rewards, batch.group_ids, parallel=self.parallel))
         state = dataclasses.replace(state, params=params, optimizer=optimizer, step=state.step + 1)
         return self._pin(state), metrics

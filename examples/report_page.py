@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import html
 import io
 import itertools
@@ -18,7 +19,7 @@ from matplotlib.figure import Figure
 
 from examples.report import read_records
 
-# title: (what it says, the names of its curves or how they begin)
+# title: (what it says, patterns of the names of its curves)
 CHARTS = {
     "Reward": ("of the task's verifier; accuracy is the share of full marks", ("reward", "accuracy")),
     "KL": ("nats a token: to the supervised model, and to the policy that sampled (ppo_kl)", ("kl", "ppo_kl*")),
@@ -26,7 +27,21 @@ CHARTS = {
     "Entropy": ("of the policy, nats a token", ("entropy*",)),
     "Clip fractions": ("share of tokens whose ratio is clipped; 0 in the first update of a step", ("clip_fraction*",)),
     "Ratios": ("of the policy to the one that sampled", ("ratio_*",)),
-    "Mismatch": ("between the log-probs of sampler and trainer", ("mismatch_*", "sampler_*")),
+    "Mismatch": (
+        "between the log-probs of sampler and trainer",
+        (
+            "mismatch_*kl",
+            "mismatch_log_prob_abs_diff",
+            "mismatch_chi2_sequence",
+            "mismatch_jensen_shannon",
+            "mismatch_token_mult_prob_error",
+            "sampler_*",
+        ),
+    ),
+    "Rollout weights": (
+        "the trainer's probability of a token over the sampler's, and the effective share of samples",
+        ("mismatch_weight_*", "mismatch_sequence_effective_sample_size"),
+    ),
     "Loss": ("of the first update of a step", ("loss", "pg_loss")),
     "Gradient norm": ("before clipping", ("gradient_norm",)),
     "Throughput": ("tokens of prompts and responses a second", ("tokens_per_second",)),
@@ -103,7 +118,7 @@ def page(run: Run) -> str:
     shown: set[str] = set()
     charts = []
     for title, (about, wanted) in CHARTS.items():
-        curves = [name for pattern in wanted for name in names if _matches(name, pattern)]
+        curves = [name for pattern in wanted for name in names if fnmatch.fnmatchcase(name, pattern)]
         shown |= set(curves)
         charts.append(_chart(run, title, about, curves))
     charts += [_chart(run, name, "", [name]) for name in names if name not in shown]
@@ -125,10 +140,6 @@ def page(run: Run) -> str:
         body.append("<h2>Settings</h2><p>settings.json is not there, or cannot be read</p>")
     head = f'<meta charset="utf-8"><title>{html.escape(run.name)}</title><style>{_STYLE}</style>'
     return f'<!DOCTYPE html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
 def _series(run: Run, name: str) -> tuple[list[int], list[float], list[int]]:

@@ -200,6 +200,8 @@ def test_a_page_is_made_of_a_run(finished):
     page = (finished / "report.html").read_text()
     assert "3 steps, 1 to 3" in page
     assert page.count("not recorded in this run") == 0
+    for name in ("entropy_p80", "entropy_from_2", "mismatch_reverse_k3_kl", "mismatch_weight_max", "pass_some"):
+        assert f"<th>{name}</th>" in page
     assert "<th>task</th><td>gcd</td>" in page
     assert page.count("<pre>Find the Greatest Common Divisor") == 12
     assert "hold the same part of the parameters, of 2" in page

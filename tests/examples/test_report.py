@@ -66,7 +66,7 @@ def test_it_shows_every_curve_and_loads_nothing(tmp_path):
     for text in ("Reward", "KL", "Entropy", "Clip fractions", "Mismatch", "Throughput", "Memory", "5 steps, 1 to 5"):
         assert text in read.texts, text
     assert read.tags.count("svg") == len(NAMES)
-    assert read.texts.count("not recorded in this run") == 7  # of the charts, samples and the mesh
+    assert read.texts.count("not recorded in this run") == 8  # of the charts, samples and the mesh
     assert not {"script", "img", "link", "iframe"} & set(read.tags)
     assert read.loaded == []
     assert len(set(read.ids)) == len(read.ids)
