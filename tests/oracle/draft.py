@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from .head import log_softmax
-from .samples import Array
+from .head import HeadGradient, OracleHead, head_gradient, log_softmax, logits
+from .samples import Array, OracleSample, sample_weights
 
 
 def soft_cross_entropy(z: Array, policy: Array) -> tuple[Array, Array]:
@@ -38,3 +40,75 @@ def end_to_end(a: Sequence[float]) -> tuple[float, Array]:
     value = 1 - np.cumprod(a).mean()
     slopes = [-sum(np.prod(np.delete(a[: j + 1], i)) for j in range(i, len(a))) / len(a) for i in range(len(a))]
     return float(value), np.array(slopes)
+
+
+def shared_mask(mask: Any, k: int) -> Array:
+    """`[m]`, 1 where the token and the one k places further on both carry loss."""
+    here = np.asarray(mask) > 0
+    later = np.zeros(len(here), bool)
+    later[: max(len(here) - k, 0)] = here[k:]
+    return (here & later) * 1.0
+
+
+def draft_loss(
+    samples: Sequence[OracleSample],
+    hidden: Sequence[Sequence[Any]],
+    heads: Sequence[OracleHead],
+    policy: Sequence[Any],
+    policy_head: OracleHead,
+    objective: str,
+    *,
+    eta: float,
+    coef: float,
+    aggregation: str,
+    temperature: float = 1.0,
+) -> tuple[float, list[list[Array]], list[HeadGradient], dict[str, float]]:
+    """coef / K times the sum over depths k of the aggregated loss, from `hidden[k - 1][sample]` and the policy's own.
+
+    States are `[m, H]`, of positions. The end-to-end objective is one loss, coef times. Gradients are by depth.
+    """
+    depths = len(hidden)
+    masks = [[shared_mask(s.mask, k) for s in samples] for k in range(1, depths + 1)]
+    weights = [
+        sample_weights([replace(s, mask=m) for s, m in zip(samples, of, strict=True)], aggregation) for of in masks
+    ]
+    slopes = [[np.zeros((len(s.mask), heads[k].columns)) for s in samples] for k in range(depths)]  # by logits
+    accepted: list[list[float]] = [[] for _ in range(depths)]
+    loss = 0.0
+    for i, s in enumerate(samples):
+        for t in range(len(s.mask)):
+            chain: list[tuple[float, Array]] = []
+            for k in range(depths):
+                if not masks[k][i][t]:
+                    continue
+                z = logits(np.asarray(hidden[k][i])[t : t + 1], heads[k], temperature)
+                q = logits(np.asarray(policy[i])[t + k + 1 : t + k + 2], policy_head, temperature)
+                (a,), (by_a,) = acceptance(z, q)
+                accepted[k].append(float(a))
+                if len(chain) == k:
+                    chain.append((float(a), by_a))
+                if objective == "end_to_end":
+                    continue
+                if objective == "total_variation":
+                    value, slope = 1 - a, -by_a
+                else:
+                    (value,), (slope,) = (
+                        soft_cross_entropy(z, q) if objective == "soft_cross_entropy" else likelihood(z, q, eta)
+                    )
+                loss += coef / depths * weights[k][i] * value
+                slopes[k][i][t] = coef / depths * weights[k][i] * slope
+            if objective == "end_to_end" and chain:
+                value, by_each = end_to_end([a for a, _ in chain])
+                loss += coef * weights[0][i] * value
+                for k, ((_, by_a), slope) in enumerate(zip(chain, by_each, strict=True)):
+                    slopes[k][i][t] = coef * weights[0][i] * slope * by_a
+    by_hidden, by_heads = [], []
+    for states, head, of in zip(hidden, heads, slopes, strict=True):
+        each = [
+            head_gradient(np.asarray(h, np.float64), head, dz, temperature) for h, dz in zip(states, of, strict=True)
+        ]
+        by_hidden.append([dh for dh, _ in each])
+        parts = zip(*(parts for _, parts in each), strict=True)
+        by_heads.append(HeadGradient(*(None if x[0] is None else np.sum(x, axis=0) for x in parts)))
+    means = {f"draft_{k}_acceptance": float(np.mean(x)) if x else 0.0 for k, x in enumerate(accepted, 1)}
+    return float(loss), by_hidden, by_heads, {"draft_loss": float(loss), **means}

@@ -201,8 +201,8 @@ def places(draw, meshes=(None, *MESHES), micro_batches=(None, 1, 2, 3), sequence
     return Place(mesh, explicit, layout, by_position, length, rows, segments, count)
 
 
-def batch_of(step: Step, samples: list[OracleSample], where: Place, lacking: tuple[str, ...] = ()) -> RolloutBatch:
-    """The step as a batch, its rows in a random order, garbage where no loss is; without the values that it lacks."""
+def given_samples(step: Step, samples: list[OracleSample], lacking: tuple[str, ...] = ()) -> list[Sample]:
+    """The samples as a batch is packed from them, without the values that it lacks."""
     given = []
     for s, drawn in zip(samples, step.samples, strict=True):
         n, start = len(s.mask), drawn.prompt
@@ -213,16 +213,25 @@ def batch_of(step: Step, samples: list[OracleSample], where: Place, lacking: tup
         ids = {k: v for k, v in ids.items() if k not in lacking}
         tokens = step.rng(drawn.sample).integers(0, 1000, n) if s.targets is None else tokens_of(s.targets)
         given.append(Sample(tokens, start, loss_mask, reward=s.reward, **ids, **of_response))
+    return given
+
+
+def batch_of(step: Step, samples: list[OracleSample], where: Place, lacking: tuple[str, ...] = ()) -> RolloutBatch:
+    """The step as a batch, its rows in a random order, garbage where no loss is; without the values that it lacks."""
     rows = where.rows * -(-len(samples) // MOST)  # a place is for so many samples
     batch = RolloutBatch.from_samples(
-        given,
+        given_samples(step, samples, lacking),
         row_length=where.length,
         parallel=where.parallel,
         rows=rows,
         num_segments=where.segments,
         micro_batches=where.micro_batches,
     )
-    order = step.rng(1).permutation(rows * (where.micro_batches or 1))
+    return disordered(step, batch, step.rng(1).permutation(rows * (where.micro_batches or 1)))
+
+
+def disordered(step: Step, batch: RolloutBatch, order: np.ndarray) -> RolloutBatch:
+    """The batch with its rows in this order, garbage where no loss is, and arrays in the dtypes of the step."""
     batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[order].reshape(x.shape), batch)
     batch = with_garbage(batch, step.garbage)
     dtypes = dict.fromkeys(("advantages", "values", "returns"), step.floats) | {"loss_mask": step.masks}
