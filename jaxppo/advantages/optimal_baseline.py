@@ -115,15 +115,8 @@ def _per_shard(
     upto = _sums_upto(axes, batch, jnp.where(keep, energy, 0))
     at = _places(axes, batch, segments, mask, place)
 
-    # The places that two samples of a group have: up to the end of the second longest. Groups have them one after
-    # another in a table, which is no longer than half of all tokens since the longest sample has as many.
-    lengths = by_id.gather(jnp.maximum(segments.max(at.astype(jnp.float32), mask) + 1, 0))
-    longest = by_id.max(lengths)
-    is_longest = lengths == longest[by_id.all]
-    second = by_id.max(jnp.where(is_longest, 0, lengths))
-    shared = jnp.where(by_id.sum(is_longest.astype(jnp.float32)) > 1, longest, second)
-    shared = jnp.maximum(shared, 0).astype(jnp.int32)
-    starts = jnp.cumsum(shared, dtype=jnp.int32) - shared
+    lengths = jnp.maximum(segments.max(at.astype(jnp.float32), mask) + 1, 0)
+    shared, starts = _shared_places(by_id, lengths)
     inside = keep & (at < segments.spread(shared[by_id.own]))
     size = max(keep.size * axes.size(axes.tokens) // 2, 1)
     index = jnp.where(inside, segments.spread(starts[by_id.own]) + at, size)
@@ -135,12 +128,28 @@ def _per_shard(
     largest = by_id.max(by_id.gather(segments.max(returns, mask)))
     largest = segments.spread(jnp.where(jnp.isneginf(largest), 0, largest)[by_id.own])
     numerators, denominators = axes.psum((total((returns - largest) * upto), total(upto)), axes.tokens)
-    numerator, denominator = (x.at[index].get(mode="fill", fill_value=0) for x in (numerators, denominators))
+    read = jnp.where(inside, index, 0)  # positions with gaps may lead out of the tables: what is read there is NaN
+    numerator, denominator = (x.at[read].get(mode="fill", fill_value=jnp.nan) for x in (numerators, denominators))
     whole = denominator + epsilon
     whole = jnp.where(whole == 0, 1, whole)
     advantages = returns - largest * (denominator / whole) - numerator / whole
     alone = returns if singletons == "reward" else jnp.zeros_like(returns)
     return lax.stop_gradient(jnp.where(keep, jnp.where(inside, advantages, alone), 0))
+
+
+def _shared_places(by_id: ById, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """By group: how many places two of its samples have, as many as the second longest; and where they begin.
+
+    They stand one group after another in a table, which is no longer than half of all tokens: of each group the longest
+    sample has as many.
+    """
+    each = by_id.gather(lengths)
+    longest = by_id.max(each)
+    is_longest = each == longest[by_id.all]
+    second = by_id.max(jnp.where(is_longest, 0, each))
+    shared = jnp.where(by_id.sum(is_longest.astype(jnp.float32)) > 1, longest, second)
+    shared = jnp.maximum(shared, 0).astype(jnp.int32)
+    return shared, jnp.cumsum(shared, dtype=jnp.int32) - shared
 
 
 def _energy(log_probs: jax.Array, sum_p2: jax.Array) -> jax.Array:

@@ -4,10 +4,11 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policy_steps import step_of
+from policy_steps import quick_jit, step_of
 
 from jaxppo import RolloutBatch, Sample, TokenStats, advantages
 from sharding import make_parallel_mesh
@@ -34,6 +35,17 @@ def packed(masks, groups, parallel):
     return RolloutBatch.from_samples(samples, parallel=parallel, **layout)
 
 
+def optimal(returns, stats, batch, **options):
+    """In one program, as the next one."""
+    return quick_jit(lambda x, s, b: advantages.optimal_token_baseline(x, s, b.group_ids, b, **options))(
+        returns, stats, batch
+    )
+
+
+def of_steps(rewards, ends, batch, **options):
+    return quick_jit(lambda x, e, b: advantages.process_grpo(x, e, b.group_ids, b, **options))(rewards, ends, batch)
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("case", VERL, ids=lambda c: c["function"].split("_")[1] + " weighted" * bool(c["weights"]))
 def test_the_baseline_of_verl(case, mesh):
@@ -43,10 +55,15 @@ def test_the_baseline_of_verl(case, mesh):
     of = {name: placed(batch, case[name]) for name in ("rewards", "log_probs", "sum_pi_squared", "advantages")}
     weights = None if case["weights"] is None else placed(batch, case["weights"])
     place = "loss_token" if "multi_turn" in case["function"] else "position"
-    returns = advantages.discounted_returns(jnp.asarray(of["rewards"]), batch, parallel=parallel)
-    stats = TokenStats(jnp.asarray(of["log_probs"]), sum_p2=jnp.asarray(of["sum_pi_squared"]))
-    options = {"place": place, "weights": weights, "parallel": parallel}
-    got = advantages.optimal_token_baseline(returns, stats, batch.group_ids, batch, **options)
+    stats = TokenStats(of["log_probs"], sum_p2=of["sum_pi_squared"])
+
+    @quick_jit
+    def run(rewards, stats, batch):
+        returns = advantages.discounted_returns(rewards, batch, parallel=parallel)
+        options = {"place": place, "weights": weights, "parallel": parallel}
+        return advantages.optimal_token_baseline(returns, stats, batch.group_ids, batch, **options)
+
+    got = run(of["rewards"], stats, batch)
     np.testing.assert_allclose(got, np.where(batch.loss_mask > 0, of["advantages"], 0), rtol=2e-5, atol=2e-6)
 
 
@@ -76,15 +93,14 @@ def test_equal_returns_have_no_advantage_but_behind_all_others(place):
     log_probs = -rng.exponential(size=batch.tokens.shape).astype(np.float32)
     stats = TokenStats(jnp.asarray(log_probs), sum_p2=jnp.exp(jnp.asarray(log_probs)))
     returns = jnp.full(batch.tokens.shape, 0.1)
-    got = advantages.optimal_token_baseline(returns, stats, batch.group_ids, batch, place=place)
+    got = optimal(returns, stats, batch, place=place)
     behind = 4 if place == "position" else 3
     row, column = np.nonzero((batch.positions >= behind) & (batch.loss_mask > 0) & (np.asarray(got) != 0))
     assert len(row) == 7 - behind
     expected = np.zeros(batch.tokens.shape, np.float32)
     expected[row, column] = 0.1
     np.testing.assert_array_equal(got, expected)
-    alone = advantages.optimal_token_baseline(returns, stats, batch.group_ids, batch, place=place, singletons="zero")
-    assert not np.any(alone)
+    assert not np.any(optimal(returns, stats, batch, place=place, singletons="zero"))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -94,14 +110,13 @@ def test_rewards_of_steps_by_hand(mesh):
     batch = packed([[1, 1, 1, 0, 1, 1], [1, 1], [1, 1]], [3, 3, 9], parallel)
     ends = placed(batch, [[1, 0, 1, 1, 1, 0], [0, 1], [0, 1]])
     rewards = placed(batch, [[5.0, 7, 0, 9, 1, np.nan], [9, 2.0], [9, 4.0]])
-    call = {"rewards": jnp.asarray(rewards), "ends": jnp.nan_to_num(ends), "group_ids": batch.group_ids}
-    call |= {"batch": batch, "epsilon": 0.0, "parallel": parallel}
-    got = np.asarray(advantages.process_grpo(**call))
+    given, options = (rewards, np.nan_to_num(ends), batch), {"epsilon": 0.0, "parallel": parallel}
+    got = of_steps(*given, **options)
     each = np.array([3.0, -2.0, -1.0, 0.0]) / np.sqrt(14 / 3)
     first = [each[:3].sum(), each[1:3].sum(), each[1:3].sum(), 0, each[2], 0]
     expected = np.nan_to_num(placed(batch, [first, [each[3]] * 2, [0.0] * 2]))
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
-    plain = advantages.process_grpo(**call, scale_by_std=False, singletons="reward")
+    plain = of_steps(*given, **options, scale_by_std=False, singletons="reward")
     expected = np.nan_to_num(placed(batch, [[0, -3, -3, 0, -1, 0], [0, 0], [4.0, 4.0]]))
     np.testing.assert_allclose(plain, expected, atol=1e-7)
 
@@ -109,17 +124,22 @@ def test_rewards_of_steps_by_hand(mesh):
 def test_one_step_a_sample_is_grpo():
     samples = [dataclasses.replace(s, reward=float(i % 5)) for i, s in enumerate(step_of(5)) if np.any(s.mask)]
     batch = RolloutBatch.from_samples(samples, row_length=24, rows=8)
-    rewards = advantages.token_rewards(batch.rewards, batch)
-    last = advantages.token_rewards(np.ones_like(batch.rewards), batch)
-    got = advantages.process_grpo(rewards, last, batch.group_ids, batch)
-    expected = advantages.spread(advantages.grpo(batch.rewards, batch.group_ids), batch)
+
+    @quick_jit
+    def run(batch):
+        rewards = advantages.token_rewards(batch.rewards, batch)
+        last = advantages.token_rewards(jnp.ones_like(batch.rewards), batch)
+        got = advantages.process_grpo(rewards, last, batch.group_ids, batch)
+        return got, advantages.spread(advantages.grpo(batch.rewards, batch.group_ids), batch)
+
+    got, expected = run(jax.tree.map(jnp.asarray, batch))
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_equal_steps_of_any_size_give_exactly_zero():
     batch = packed([[1] * 7, [1] * 3, [1]], [3, 3, 3], None)
     same = jnp.full(batch.tokens.shape, 1000.1)
-    assert not np.any(advantages.process_grpo(same, same, batch.group_ids, batch))
+    assert not np.any(of_steps(same, same, batch))
 
 
 def test_a_sample_without_a_group_has_no_part():
@@ -133,12 +153,13 @@ def test_a_sample_without_a_group_has_no_part():
         loss_mask=np.asarray(advantages.spread((batch.sample_ids != 2).astype(np.float32), batch)),
         group_ids=ids,
     )
+    left_out = dataclasses.replace(batch, group_ids=ids)
     for of in (
-        lambda ids, b: advantages.process_grpo(x, jnp.round(ends), ids, b),
-        lambda ids, b: advantages.optimal_token_baseline(x, stats, ids, b),
+        quick_jit(lambda b: advantages.process_grpo(x, jnp.round(ends), b.group_ids, b)),
+        quick_jit(lambda b: advantages.optimal_token_baseline(x, stats, b.group_ids, b)),
     ):
-        np.testing.assert_array_equal(of(ids, batch), of(ids, rest))
-        assert np.any(np.asarray(of(batch.group_ids, batch)) != np.asarray(of(ids, batch)))
+        np.testing.assert_array_equal(of(left_out), of(rest))
+        assert np.any(np.asarray(of(batch)) != np.asarray(of(left_out)))
 
 
 def test_refusals():
