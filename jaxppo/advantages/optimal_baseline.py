@@ -45,7 +45,7 @@ def optimal_token_baseline(
     Args:
       returns: `f32[R, T]`, G, see `discounted_returns`; anything where the mask is 0.
       stats: log-probs p of the tokens and `sum_p2`, `[R, T]`, before the step: `compute_log_probs` of
-        `log_probs_from_hidden(..., logit_stats=True)`.
+        `log_probs_from_hidden(..., logit_stats=("sum_p2",))`.
       group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       place: t is the "position" from a sample's first loss token on, or how many loss tokens came before, "loss_token":
@@ -77,7 +77,7 @@ def optimal_token_baseline(
     if not isinstance(stats, TokenStats):
         raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
     if stats.sum_p2 is None:
-        raise ValueError("stats.sum_p2: got None, expected f32[R, T]: log_probs_from_hidden(..., logit_stats=True)")
+        raise ValueError("stats.sum_p2: got None, expected f32[R, T], of log_probs_from_hidden(logit_stats=['sum_p2'])")
     of_tokens = {"returns": returns, "stats.log_probs": stats.log_probs, "stats.sum_p2": stats.sum_p2}
     batch = check_tokens(batch, of_tokens, weights=weights)
     check_segments(batch, group_ids=group_ids)
