@@ -1,4 +1,4 @@
-"""Tunix (google-tunix 0.1.7): jaxppo's policy losses in its registry, and its forward passes without logits.
+"""Tunix (google-tunix 0.1.7, and its main branch of August 2026): policy losses and forward passes without logits.
 
     from jaxppo.integrations import tunix as jaxppo_tunix
 
@@ -14,6 +14,9 @@ Where Tunix lets others in, and where it does not:
   Tunix is replaced for others.
 - The advantages, the rewards and the value loss of PPO have logits in them nowhere, and are left alone.
 - Its supervised and DPO trainers have another loss (`with_loss_fn`), which this module does not touch.
+
+Which Tunix it is shows by what it has: with a `LossOutput` the loss is handed over as a sum and its denominator, which
+Tunix adds up over micro-batches.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxppo._arrays import Aggregation
+from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.prepare import HeadOptions, check_options
@@ -35,7 +39,7 @@ from jaxppo.integrations.tunix_models import hidden_states as hidden_states
 from jaxppo.integrations.tunix_models import log_probs as log_probs
 from jaxppo.kl import KL, Estimator
 from jaxppo.losses.policy import policy_loss_from_hidden
-from jaxppo.metrics import finalize_metrics
+from jaxppo.metrics import Metric, Metrics
 from jaxppo.policy_losses import GSPO, PPO, PolicyLoss
 from jaxppo.sharding import ParallelMesh
 
@@ -93,16 +97,18 @@ def register(
         found = config_of(algo_config, completion_length) if config is None else _agreed(config, algo_config)
         found = _fitting(found, batch, getattr(train_example, "sampler_is_weights", None))
         hidden = _hidden(model, train_example, pad_id)
+        normalizer = Normalizer.from_batches(batch, found.aggregation, off_policy=found.off_policy, parallel=parallel)
         loss, metrics = policy_loss_from_hidden(
             hidden,
             head_of(model, lora_scale=lora_scale),
             batch,
             found,
             parallel=parallel,
+            normalizer=normalizer,
             temperature=getattr(algo_config, "temperature", 1.0) or 1.0,
             **options,
         )
-        return _output(loss, finalize_metrics(metrics), found, batch)
+        return _output(loss, metrics, normalizer)
 
     function_registry.register_policy_loss_fn(name)(loss_fn)
     return name
@@ -226,25 +232,41 @@ def _hidden(model: Any, x: Any, pad_id: int) -> jax.Array:
     return hidden_of_example(model, x.prompt_ids, x.completion_ids, pad_id, *packed)
 
 
-def _output(loss: jax.Array, values: dict[str, Any], config: PolicyLossConfig, batch: RolloutBatch) -> Any:
-    """What Tunix expects of a policy loss: the loss, and metrics with the names that its learners log."""
-    aux = values | {
-        "kl": values.get("kl", jnp.float32(0)),
-        "kl_loss": values.get("kl", jnp.float32(0)),
-        "pg_clipfrac": values.get("clip_fraction", jnp.float32(0)),
-        "sampler_is/weight_mean": jnp.float32(1),
-        "sampler_is/weight_min": jnp.float32(1),
-    }
-    return loss, aux
+def _output(loss: jax.Array, metrics: Metrics, normalizer: Normalizer) -> Any:
+    """What Tunix expects of a policy loss: the loss, and metrics with the names that its learners log.
+
+    With a `LossOutput` a mean is its sum and its count. Tunix differentiates the sum of a micro-batch, adds gradients
+    and counts of a step, and divides once.
+    """
+    from tunix.sft import utils
+
+    nothing = Metric(jnp.float32(0), jnp.float32(1))
+    one = Metric(jnp.float32(1), jnp.float32(1))
+    kl = metrics.get("kl", nothing)
+    theirs = {"kl": kl, "kl_loss": kl, "pg_clipfrac": metrics.get("clip_fraction", nothing)}
+    aux = metrics | theirs | {"sampler_is/weight_mean": one, "sampler_is/weight_min": one}
+    if not hasattr(utils, "LossOutput"):
+        return loss, {name: metric.value for name, metric in aux.items()}
+    counts = {"token_mean": normalizer.tokens, "token_sum": jnp.float32(1)}
+    count = counts.get(normalizer.aggregation, normalizer.sequences)
+
+    def reported(metric: Any) -> Any:
+        is_mean = isinstance(metric, Metric) and metric.reduce == "mean"
+        return utils.WeightedMetric(metric.total, metric.count) if is_mean else metric.value
+
+    whole = utils.WeightedMetric(loss * count, count)
+    return utils.LossOutput(primary_loss=whole, aux_metrics={name: reported(metric) for name, metric in aux.items()})
 
 
 def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions]) -> Any:
     """Tunix's `RLCluster` as a class whose reference, old and actor passes compute log-probs without logits.
 
+    Its main branch calls it `RLEngine`, the old name an alias.
+
     What it overrides: the `inference_worker` property, for `get_ref_per_token_logps`; the `rollout` property, for
     `get_per_token_logps`; and `get_actor_per_token_logps`, which stays Tunix's where models are offloaded to the CPU.
-    All else is Tunix's. The old log-probs are at the sampler's temperature, like the loss; Tunix 0.1.7's vanilla
-    rollout computes them at 1.
+    All else is Tunix's. The old log-probs are at the sampler's temperature, like the loss; Tunix's vanilla rollout
+    computes them at 1.
 
     Args:
       lora_scale: alpha / rank of an adapter of the head; see `Head.of`.
@@ -301,27 +323,24 @@ def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions
             eos_id: int,
             micro_batch_size: int | None = None,
             temperature: float | None = None,
+            **packed: Any,
         ) -> jax.Array:
             anchor = self._anchor_policy_state  # the weights at the start of the step, which only Tunix holds
             if anchor is None or self.cluster_config.offload_to_cpu:
                 return super().get_actor_per_token_logps(
-                    prompt_tokens, completion_tokens, pad_id, eos_id, micro_batch_size, temperature
+                    prompt_tokens, completion_tokens, pad_id, eos_id, micro_batch_size, temperature, **packed
                 )
             graph, state = nnx.split(self.actor_trainer.model)
             model = nnx.merge(graph, jax.tree.map(lambda kept, x: jax.device_put(kept, x.sharding), anchor, state))
             temperature = self._temperature() if temperature is None else temperature
             rows = micro_batch_size or len(prompt_tokens)
-            parts = [
-                self._log_probs(
-                    theirs.Role.ACTOR,
-                    model,
-                    *(x[i : i + rows] for x in (prompt_tokens, completion_tokens)),
-                    pad_id=pad_id,
-                    temperature=temperature,
-                )
-                for i in range(0, len(prompt_tokens), rows)
-            ]
-            return jnp.concatenate(parts)
+
+            def part(i: int) -> jax.Array:
+                args, kwargs = jax.tree.map(lambda x: x[i : i + rows], ((prompt_tokens, completion_tokens), packed))
+                kwargs |= {"pad_id": pad_id, "temperature": temperature}
+                return self._log_probs(theirs.Role.ACTOR, model, *args, **kwargs)
+
+            return jnp.concatenate([part(i) for i in range(0, len(prompt_tokens), rows)])
 
         def _temperature(self) -> float:
             found: float = self.get_rollout_config(mode=theirs.Mode.TRAIN).temperature

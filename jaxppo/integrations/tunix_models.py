@@ -50,9 +50,10 @@ def hidden_states(
 ) -> Float[Array, "B T H"]:
     """The hidden states that the head of a Tunix model multiplies, after its last norm.
 
-    A model whose call takes `output_hidden_states` (Qwen 2 and 3, Gemma 1 to 3) is asked for them. The others (Llama 3,
-    Gemma 4) have no such output: the `final_norm` of a copy of the model, which shares its arrays, notes what it
-    returns. The logits that the model computes beside them are used by nothing, so that under jit they do not exist.
+    A model whose call takes `skip_lm_head` (Tunix's main branch) returns them. One whose call takes
+    `output_hidden_states` (0.1.7: Qwen 2 and 3, Gemma 1 to 3) is asked for them. The others (0.1.7: Llama 3, Gemma 4)
+    have no such output: the `final_norm` of a copy of the model, which shares its arrays, notes what it returns. The
+    logits that such a model computes beside them are used by nothing, so that under jit they do not exist.
 
     Args:
       model: of `tunix.models`.
@@ -79,18 +80,21 @@ def hidden_states(
             noted.append(self.norm(*args, **kwargs))
             return noted[-1]
 
-    model = nnx.merge(*nnx.split(model))  # what is noted stays with the copy
     taken = _parameters_of_call(model)
-    asked: dict[str, Any] = {}
+    call: dict[str, Any] = {"positions": positions, "cache": None, "attention_mask": attention_mask}
+    if "segment_ids" in taken and segment_ids is not None:
+        call["segment_ids"] = segment_ids
+    if "skip_lm_head" in taken:
+        hidden: Float[Array, "B T H"] = model(tokens, **call, skip_lm_head=True)[0]
+        return hidden
+    model = nnx.merge(*nnx.split(model))  # what is noted stays with the copy
     if "output_hidden_states" in taken:
-        asked["output_hidden_states"] = True
+        call["output_hidden_states"] = True
     elif hasattr(model, "final_norm"):
         model.final_norm = Noting(model.final_norm)
     else:
         raise TypeError(f"model: got {type(model).__name__}, expected a Tunix model with a final_norm")
-    if "segment_ids" in taken and segment_ids is not None:
-        asked["segment_ids"] = segment_ids
-    model(tokens, positions=positions, cache=None, attention_mask=attention_mask, **asked)
+    model(tokens, **call)
     left = nnx.to_flat_state(nnx.pop(model, nnx.Intermediate))
     found = noted or [jax.tree.leaves(value)[-1] for path, value in left if _SOWN in path]
     if not found:

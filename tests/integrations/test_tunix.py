@@ -1,9 +1,11 @@
 """jaxppo in Tunix itself: its GRPO learner, models, adapters and packed batches, with its loss and with ours.
 
-`make nightly` installs it, the extra `tunix`, beside the others.
+`make nightly` installs it, the extra `tunix`, beside the others. Its main branch is tested from a checkout on the path:
+PYTHONPATH=.../tunix python -m pytest tests/integrations/test_tunix.py --nightly
 """
 
 import functools
+import inspect
 import re
 from pathlib import Path
 
@@ -23,6 +25,7 @@ need = functools.partial(pytest.importorskip, reason="Tunix is not installed: th
 common, registry = need("tunix.rl.common"), need("tunix.rl.function_registry")
 clusters, grpo_learner = need("tunix.rl.rl_cluster"), need("tunix.rl.grpo.grpo_learner")
 base_rollout, qwen3 = need("tunix.rl.rollout.base_rollout"), need("tunix.models.qwen3.model")
+LossOutput = getattr(need("tunix.sft.utils"), "LossOutput", ())  # of its main branch: () is no class
 
 pytestmark = pytest.mark.nightly
 V, PAD, EOS = 64, 0, 1
@@ -62,10 +65,12 @@ def rewards(completions, **_):
     return [sum(int(word) % 2 for word in c.split()) for c in completions]
 
 
-def settings_of(mesh, steps, temperature):
+def settings_of(mesh, steps, temperature, **training):
     roles = clusters.Role.ACTOR, clusters.Role.REFERENCE, clusters.Role.ROLLOUT
-    training = clusters.RLTrainingConfig(actor_optimizer=optax.sgd(0.02), eval_every_n_steps=100, max_steps=steps)
+    training |= {"actor_optimizer": optax.sgd(0.02), "eval_every_n_steps": 100, "max_steps": steps}
+    training = clusters.RLTrainingConfig(**training)
     sampler = {"max_tokens_to_generate": 6, "max_prompt_length": 8, "kv_cache_size": 32, "temperature": temperature}
+    sampler |= {"return_logprobs": True}
     return clusters.ClusterConfig(
         role_to_mesh=dict.fromkeys(roles, mesh),
         rollout_engine="vanilla",
@@ -74,22 +79,23 @@ def settings_of(mesh, steps, temperature):
     )
 
 
-def cluster_of(cluster_class, mesh, steps=3, temperature=0.9):
-    settings = settings_of(mesh, steps, temperature)
+def cluster_of(cluster_class, mesh, steps=3, temperature=0.9, **training):
+    settings = settings_of(mesh, steps, temperature, **training)
     # the reference is another model, so that the divergence from it is not 0
     return cluster_class(actor=qwen(), reference=qwen(1), tokenizer=Words(), cluster_config=settings)
 
 
-def train(cluster_class, mesh, steps=3, temperature=0.9, **config):
+def train(cluster_class, mesh, steps=3, temperature=0.9, training=(), **config):
     """The losses and gradient norms of steps of Tunix's learner, and the trained parameters."""
     with mesh:
-        cluster = cluster_of(cluster_class, mesh, steps, temperature)
+        cluster = cluster_of(cluster_class, mesh, steps, temperature, **dict(training))
         logged = []
         trainer = cluster.actor_trainer
         kept = trainer._buffer_metrics
 
         def note(buffer, loss, step, additional_metrics=None):
-            logged.append((float(loss), float(additional_metrics["grad_norm"][0])))
+            value = loss.compute() if hasattr(loss, "compute") else loss
+            logged.append((float(value), float(additional_metrics["grad_norm"][0])))
             return kept(buffer, loss, step, additional_metrics)
 
         trainer._buffer_metrics = note
@@ -127,11 +133,24 @@ def test_the_example_of_the_docs_trains():
 
 
 def test_old_log_probs_of_several_iterations_have_no_logits_either():
-    """At temperature 1: at another, Tunix's old log-probs are of temperature 1 and its policy's are not."""
+    """At temperature 1: at another, those of Tunix 0.1.7 are of temperature 1 and its policy's are not.
+
+    Its main branch takes the sampler's, which a rollout returns with what it drew.
+    """
     config = {"beta": 0.0, "num_iterations": 2, "loss_agg_mode": "token-mean"}
     theirs, parameters = train(clusters.RLCluster, mesh_of(1, 1), steps=4, temperature=1.0, **config)
     name = ours.register()
     found, trained = train(ours.rl_cluster(), mesh_of(1, 1), steps=4, temperature=1.0, policy_loss_fn=name, **config)
+    np.testing.assert_allclose(found, theirs, rtol=2e-5, atol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), trained, parameters)
+
+
+def test_micro_batches_of_a_step_add_up_as_theirs():
+    """Tunix 0.1.7 takes the mean of their means, its main branch sums over counts: with its `LossOutput`, so do we."""
+    options = {"training": {"mini_batch_size": 2, "train_micro_batch_size": 1}, "loss_agg_mode": "token-mean"}
+    theirs, parameters = train(clusters.RLCluster, mesh_of(1, 1), steps=2, **options)
+    found, trained = train(ours.rl_cluster(), mesh_of(1, 1), steps=2, policy_loss_fn=ours.register(), **options)
+    assert len(theirs) == 4
     np.testing.assert_allclose(found, theirs, rtol=2e-5, atol=1e-6)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), trained, parameters)
 
@@ -182,11 +201,11 @@ MODELS = {
 }
 
 
-def example(rows=4, prompt=5, completion=7, **arrays):
-    """A padded batch: prompts padded before, completions behind, one of them empty."""
+def example(rows=4, prompt=5, completion=7, shortest=0, **arrays):
+    """A padded batch: prompts padded before, completions behind, one of them empty or as long as the shortest."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, V, (rows, prompt)) * (np.arange(prompt) >= np.arange(rows)[:, None] % prompt)
-    lengths = np.arange(rows)[:, None] * 2 % (completion + 1)
+    lengths = np.maximum(np.arange(rows)[:, None] * 2 % (completion + 1), shortest)
     completions = rng.integers(2, V, (rows, completion)) * (np.arange(completion) < lengths)
     given = {"advantages": rng.normal(size=rows), "ref_per_token_logps": -4 + 0.3 * rng.normal(size=completions.shape)}
     given |= {"old_per_token_logps": -4.2 + 0.2 * rng.normal(size=completions.shape)} | arrays
@@ -202,19 +221,32 @@ def grpo(**options):
     return config
 
 
+def loss_and_metrics(name):
+    """A registered loss as a number and its metrics: sums of Tunix's main branch, divided."""
+    loss_fn = registry.get_policy_loss_fn(name)
+
+    def called(*args):
+        found = loss_fn(*args)
+        if not isinstance(found, LossOutput):
+            return found
+        metrics = {name: x.compute() if hasattr(x, "compute") else x for name, x in found.aux_metrics.items()}
+        return found.primary_loss.compute(), metrics
+
+    return called
+
+
 def losses(model, name, algo_config, train_example, wrt=nnx.Param):
     """((loss, aux), gradient) of a registered loss, as Tunix's trainer takes them."""
-    loss_fn = registry.get_policy_loss_fn(name)
 
     @nnx.jit
     def step(model, train_example):
-        grad = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=True)
+        grad = nnx.value_and_grad(loss_and_metrics(name), argnums=nnx.DiffState(0, wrt), has_aux=True)
         return grad(model, train_example, algo_config, PAD, EOS)
 
     return step(model, train_example)
 
 
-def assert_same(found, expected):
+def assert_same(found, expected, atol=2e-6):
     (loss, aux), gradient = found
     (their_loss, their_aux), their_gradient = expected
     np.testing.assert_allclose(loss, their_loss, rtol=2e-5, atol=1e-6)
@@ -222,7 +254,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(aux[name], their_aux[name], rtol=2e-5, atol=1e-6)
 
     def close(x, y):
-        return np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6)
+        return np.testing.assert_allclose(x, y, rtol=2e-4, atol=atol)
 
     jax.tree.map(close, gradient, their_gradient)
 
@@ -250,7 +282,8 @@ def test_losses_and_gradients_of_each_model(name):
 def test_each_option_of_their_config(options):
     model, config = qwen(), grpo(**options)
     ref = None if config.beta == 0 else example().ref_per_token_logps
-    batch = example(ref_per_token_logps=ref)
+    # its main branch counts rows without a completion in the norm of a padded batch, and not in that of a packed one
+    batch = example(ref_per_token_logps=ref, shortest=int("norm" in config.loss_agg_mode))
     assert_same(losses(model, ours.register(), config, batch), losses(model, "grpo", config, batch))
 
 
@@ -266,13 +299,16 @@ def test_on_their_meshes(shape):
 
         model = nnx.merge(graph, jax.tree.map(put, state, specs))
         expected = losses(model, "grpo", grpo(), example())
-        assert_same(losses(model, ours.register(parallel=ParallelMesh(mesh)), grpo(), example()), expected)
+        found = losses(model, ours.register(parallel=ParallelMesh(mesh)), grpo(), example())
+        assert_same(found, expected, atol=5e-6)  # sums over devices: one of 1024 differs by 3e-6 on (4, 1)
 
 
 def test_packed_rows_are_the_padded_ones():
     """Two rows of 24 tokens. Tunix's own packed loss needs flash attention: without it, it attends to everything."""
     batch, model, config = example(), qwen(), grpo(loss_agg_mode="token-mean")
-    packed = need("tunix.rl.utils").pack_sequences(iter([[batch]]), max_token_budget=24, pad_id=PAD)
+    pack = need("tunix.rl.utils").pack_sequences
+    count = {"sequences_per_update": 4} if "sequences_per_update" in inspect.signature(pack).parameters else {}
+    packed = pack(iter([[batch]]), max_token_budget=24, pad_id=PAD, **count)
     rows = [row for part in packed for row in part]
     assert len(rows) == 2
     whole = jax.tree.map(lambda *x: jnp.concatenate(x), *rows)
@@ -371,7 +407,7 @@ def test_peak_temporaries_of_both():
     with mesh:
         graph, *args = described(mesh, 64, 256, 768)
         for name in ("grpo", ours.register(parallel=ParallelMesh(mesh))):
-            loss_fn = registry.get_policy_loss_fn(name)
+            loss_fn = loss_and_metrics(name)
 
             def step(state, train_example, loss_fn=loss_fn):
                 def loss(s):
