@@ -37,7 +37,7 @@ def accumulate_gradients(
 
     Args:
       loss_fn: (params, micro_batch) -> (scalar loss, metrics).
-      micro_batches: a pytree whose arrays all have a leading K.
+      micro_batches: a pytree whose arrays, keys of `jax.random` among them, all have a leading K.
       parallel: inside the caller's `shard_map`, the roles of its axes. The gradients of all parameters are then summed
         over data and context axes once, after the loop, in f32. Without it JAX sums them in each micro-batch. The loss
         must be summed over these axes, and must not hold a term of the parameters alone.
@@ -63,7 +63,8 @@ def accumulate_gradients(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn: got {type(loss_fn).__name__}, expected a function of (params, micro_batch)")
     for path, x in jax.tree.leaves_with_path(micro_batches):
-        check_array(f"micro_batches{jax.tree_util.keystr(path)}", x)
+        if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
+            check_array(f"micro_batches{jax.tree_util.keystr(path)}", x)
     lengths = {x.shape[:1] for x in jax.tree.leaves(micro_batches)}
     if len(lengths) != 1 or lengths <= {(), (0,)}:
         raise ValueError(f"micro_batches: got leading dimensions {sorted(lengths)}, expected one K above 0 for all")

@@ -115,7 +115,8 @@ def top_entropy_mask(
       parallel: the mesh.
 
     Returns:
-      `f32`, the shape of `batch.loss_mask`: 1 where a loss token stays.
+      `f32`, the shape of `batch.loss_mask`: 1 where a loss token stays. NaN where the entropy of a loss token is not
+      finite, so that the loss is NaN.
 
     Raises:
       ValueError: shapes that differ, a share out of its range, one micro-batch of several, a call inside
@@ -155,4 +156,5 @@ def _top_entropy(axes: ShardAxes, entropy: jax.Array, loss_mask: jax.Array, shar
     count = total(mask.astype(jnp.int32))
     wanted = count - jnp.ceil((count - 1).astype(jnp.float32) * (1 - share)).astype(jnp.int32)
     scores = ordered_bits(jnp.where(mask, entropy.astype(jnp.float32), 0))
-    return (mask & (scores >= kth(total, scores, mask, wanted))).astype(jnp.float32)
+    stays = (mask & (scores >= kth(total, scores, mask, wanted))).astype(jnp.float32)
+    return jnp.where(mask & ~jnp.isfinite(entropy), jnp.nan, stays)

@@ -15,8 +15,8 @@ from .mesh import ParallelMesh
 def one_a_device(x: jax.Array, parallel: ParallelMesh, spec: P) -> jax.Array:
     """One copy of an array for each of the devices that share it, `[...]` to `[D, ...]`, without communication.
 
-    The gradient of a copy is what that device's tokens contribute. The gradient of x is their sum over devices, in f32.
-    `jaxppo.accumulate_gradients` computes that sum once, after its loop over micro-batches.
+    The gradient of a copy is what that device's tokens contribute. The gradient of x is their sum over devices, in f32,
+    or in f64 if x is. `jaxppo.accumulate_gradients` computes that sum once, after its loop over micro-batches, in f32.
 
     Args:
       x: `[...]`, floating-point.
@@ -44,6 +44,7 @@ def one_a_device(x: jax.Array, parallel: ParallelMesh, spec: P) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _one_a_device(x: jax.Array, parallel: ParallelMesh, names: Names, spec: P) -> jax.Array:
     def per_shard(x: jax.Array) -> jax.Array:
-        return vary(x.astype(jnp.float32), names).astype(x.dtype)[None]
+        wide = jnp.promote_types(x.dtype, jnp.float32)  # in which the gradients of copies are summed
+        return vary(x.astype(wide), names).astype(x.dtype)[None]
 
     return jax.shard_map(per_shard, mesh=parallel.mesh, in_specs=spec, out_specs=P(names, *spec))(x)

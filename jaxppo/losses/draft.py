@@ -22,7 +22,7 @@ from jaxppo.head.pair import prepare_pair
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.head.types import Inputs, Prepared
 from jaxppo.losses.distillation import DivergenceLoss
-from jaxppo.losses.mtp import heads_of, shift_targets
+from jaxppo.losses.mtp import heads_of, shift_targets, shift_temperature
 from jaxppo.losses.token_loss import loss_of_stats
 from jaxppo.metrics import Metric, Metrics, reduce_metrics
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
@@ -77,7 +77,8 @@ def draft_loss(
       aggregation: the denominators of a depth, see `sft_loss`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
       normalizers: `draft_normalizers` of the whole step where the batch is one of its micro-batches.
-      temperature: divides both models' logits.
+      temperature: divides both models' logits. Of `[R, T]` it is that of the token that is predicted: at depth k that
+        of t + k, where the policy predicts it.
       **options: see `HeadOptions`.
 
     Returns:
@@ -169,7 +170,8 @@ def draft_metrics(
     for k, its_head in enumerate(heads, 1):
         shifted = _shifted(batch, k, parallel)
         later = _later(policy_hidden, batch, k, parallel)
-        pair = _pair((hidden[k - 1], its_head), (later, policy_head), shifted, parallel, temperature, options)
+        warmth = shift_temperature(temperature, batch, k, parallel)
+        pair = _pair((hidden[k - 1], its_head), (later, policy_head), shifted, parallel, warmth, options)
         args = {"hidden": pair[0].inputs, "policy_hidden": pair[1].inputs}
         static = DivergenceCall(pair[0].call, pair[1].call, (), 0.5)
 
@@ -236,7 +238,8 @@ def _depth(
 ) -> Depth:
     shifted = _shifted(batch, k, parallel)
     later = _later(policy[0], batch, k, parallel), policy[1]
-    pair = _pair((hidden, head), later, shifted, parallel, temperature, options)
+    warmth = shift_temperature(temperature, batch, k, parallel)
+    pair = _pair((hidden, head), later, shifted, parallel, warmth, options)
     args = {"hidden": pair[0].inputs, "policy_hidden": pair[1].inputs}
     kinds = ("total_variation", *kinds)
     static = DivergenceCall(pair[0].call, pair[1].call, kinds, 0.5)

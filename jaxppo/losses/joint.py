@@ -13,130 +13,34 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import (
-    Aggregation,
-    Coefficient,
-    check_aggregation,
-    check_array,
-    check_choice,
-    check_number,
-    masked,
-)
+from jaxppo._arrays import check_array
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
-from jaxppo.head.types import HeadCall, Inputs, TokenStats
+from jaxppo.head.types import HeadCall, Inputs
 from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
-from jaxppo.kl import KL, Estimator
-from jaxppo.losses.policy import check_batch, reference_kl, token_loss_of
-from jaxppo.losses.sft import SFTTokenLoss
+from jaxppo.losses.parts import SFT, Part, ReferenceKL, TopKDistillation
+from jaxppo.losses.policy import check_batch, token_loss_of
 from jaxppo.losses.token_loss import (
     OfTokens,
     Step,
     TokenLoss,
-    Values,
     batch_specs,
     check_normalizer,
     finish,
     known_before,
 )
+from jaxppo.losses.top_k_distillation import TopKLoss, ids_and_log_probs
 from jaxppo.metrics import Metric, Metrics
-from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
+from jaxppo.sharding import ParallelMesh, ShardAxes, note, shard_call
 from jaxppo.validation import checked
 
-__all__ = ["SFT", "Part", "ReferenceKL", "joint_loss_from_hidden", "joint_normalizers"]
+__all__ = ["SFT", "Part", "ReferenceKL", "TopKDistillation", "joint_loss_from_hidden", "joint_normalizers"]
 
 ByPart = Mapping[str, Float[Array, "R T"]]
-
-
-@dataclasses.dataclass(frozen=True)
-class SFT(SFTTokenLoss):
-    """The negative log-likelihood as a part: the loss of `sft_loss`, with its options.
-
-    Args:
-      label_smoothing: see `sft_loss`, as for the next ones.
-      z_loss: the coefficient of log_z^2.
-      aggregation: the denominators.
-      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
-
-    Raises:
-      ValueError: an option out of its range.
-
-    Example:
-      >>> SFT(z_loss=1e-4).aggregation
-      'token_mean'
-    """
-
-
-@dataclasses.dataclass(frozen=True)
-class ReferenceKL(TokenLoss):
-    """The KL divergence to the reference as a part, which may have tokens without a policy loss.
-
-    Args:
-      estimator: see `kl_divergence`.
-      aggregation: the denominators, see `token_weights`.
-      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
-
-    Raises:
-      ValueError: an unknown estimator or aggregation.
-
-    Example:
-      >>> ReferenceKL("k2").estimator
-      'k2'
-    """
-
-    estimator: Estimator = "k3"
-    aggregation: Aggregation = "token_mean"
-    aggregation_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("estimator", self.estimator, Estimator)
-        check_aggregation(self.aggregation, self.aggregation_norm)
-
-    @property
-    def token_local(self) -> bool:
-        return True
-
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
-        return {"log_probs": stats and stats.log_probs, "ref_log_probs": batch.ref_log_probs}
-
-    def per_token(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
-    ) -> tuple[Float[Array, "R T"], Values]:
-        kl = reference_kl(KL(1.0, self.estimator), masked(stats.log_probs, batch.loss_mask), batch, segments)
-        assert kl is not None  # joint_loss_from_hidden sees to it
-        return kl, {"kl": kl}
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One loss of several: coef times the loss.
-
-    Args:
-      loss: a `PolicyLossConfig`, an `SFT`, a `ReferenceKL`, or a `TokenLoss` of your own.
-      coef: a number or a traced schedule.
-
-    Raises:
-      TypeError: another loss.
-      ValueError: a coefficient that is not a finite number, a policy loss that wants selected tokens.
-
-    Example:
-      >>> Part(PolicyLossConfig(), coef=0.5).coef
-      0.5
-    """
-
-    loss: PolicyLossConfig | TokenLoss
-    coef: Coefficient = 1.0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.loss, (PolicyLossConfig, TokenLoss)):
-            raise TypeError(f"loss: got {type(self.loss).__name__}, expected a PolicyLossConfig, SFT or ReferenceKL")
-        if isinstance(self.loss, PolicyLossConfig) and self.loss.loss.selects is not None:
-            raise ValueError(f"loss: got {self.loss.loss}, expected one that selects no tokens of the step")
-        check_number("coef", self.coef)
 
 
 def joint_loss_from_hidden(
@@ -147,6 +51,8 @@ def joint_loss_from_hidden(
     *,
     masks: ByPart | None = None,
     weights: ByPart | None = None,
+    ids: Int[Array, "R T K"] | None = None,
+    teacher_log_probs: Mapping[str, Float[Array, "R T K"]] | None = None,
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizers: Mapping[str, Normalizer] | None = None,
     temperature: float | Array = 1.0,
@@ -166,6 +72,9 @@ def joint_loss_from_hidden(
       masks: 0 or 1, `[R, T]`, the tokens of a part, in its denominators too; by default `batch.loss_mask`.
       weights: at least 0, `f32[R, T]`, of a part's tokens; by default `batch.loss_weights`. Its denominators are counts
         of tokens, or with `batch.weighted_denominators` sums of weights.
+      ids: `i32[R, T, K]`, -1 padded, those whose log-probs the parts of a `TopKDistillation` compare: the same for all
+        of them. Anything where none of them has loss.
+      teacher_log_probs: `[R, T, K]`, of these ids, for each `TopKDistillation` by name.
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       normalizers: of the whole step, for one of its micro-batches, see `joint_normalizers`.
       temperature: divides the logits; a number, a traced scalar or `f32[R, T]`, so that rows may have their own.
@@ -180,7 +89,8 @@ def joint_loss_from_hidden(
     Raises:
       TypeError: parts of another class, arrays of another kind.
       ValueError: no parts; masks, weights or normalizers for unknown parts; shapes that differ; an array that a part
-        needs and the batch lacks; anything that the loss of a part refuses.
+        needs and the batch or the call lacks; ids by part; log-probs of a teacher for a part of another loss; anything
+        that the loss of a part refuses.
 
     Example:
       >>> from jaxppo.losses.joint import SFT, Part, joint_loss_from_hidden
@@ -195,6 +105,7 @@ def joint_loss_from_hidden(
     batch = checked(batch)
     batches = _batches(batch, parts, masks, weights)
     losses = [_loss_of(name, part, batches[name]) for name, part in parts.items()]
+    teachers = _teachers(batch, parts, ids, teacher_log_probs)
     where = functools.reduce(jnp.logical_or, [b.loss_mask > 0 for b in batches.values()])
     prepared = prepare_head(
         hidden,
@@ -204,6 +115,7 @@ def joint_loss_from_hidden(
         temperature=temperature,
         entropy="bonus" if any(loss.entropy == "bonus" for loss in losses) else "metric",
         logit_stats=[name for loss in losses for name in loss.logit_stats],
+        ids=ids,
         where=where,
         adapter_ids=adapter_ids,
         options=options,
@@ -213,7 +125,7 @@ def joint_loss_from_hidden(
     for normalizer in given.values():
         check_normalizer(normalizer)
     static, traced = zip(*(take_arrays(loss) for loss in losses), strict=True)
-    ordered = [(batches[name], given.get(name)) for name in parts]
+    ordered = [(batches[name], given.get(name), teachers.get(name)) for name in parts]
     args = {
         "head": prepared.inputs,
         "parts": ordered,
@@ -222,7 +134,7 @@ def joint_loss_from_hidden(
     }
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [prepared.specs, [tuple(batch_specs(p, b, n, None)[:2]) for b, n in ordered], P(), P()], P()
+        return [prepared.specs, [tuple(batch_specs(p, *of)[:3]) for of in ordered], P(), P()], P()
 
     call = (static, tuple(parts), prepared.call)
     found: tuple[Float[Array, ""], Metrics] = shard_call(
@@ -309,6 +221,29 @@ def _check_names(what: str, given: Iterable[str], parts: Mapping[str, Part]) -> 
             raise ValueError(f"{what}: got {name!r}, expected some of {sorted(parts)}")
 
 
+def _teachers(
+    batch: RolloutBatch, parts: Mapping[str, Part], ids: Any, teacher_log_probs: Mapping[str, Any] | None
+) -> dict[str, tuple[Array, Array]]:
+    """The ids and the teacher's log-probs of each part that distils."""
+    given = dict(teacher_log_probs or {})
+    _check_names("teacher_log_probs", given, parts)
+    if isinstance(ids, Mapping):
+        raise ValueError(f"ids: got some for each of {sorted(ids)}, expected one i32[R, T, K] that all parts share")
+    found = {}
+    for name, part in parts.items():
+        what = f"teacher_log_probs[{name!r}]"
+        if not isinstance(part.loss, TopKLoss):
+            if name in given:
+                raise ValueError(f"{what}: got some for a {type(part.loss).__name__}, expected a TopKDistillation")
+            continue
+        if ids is None:
+            raise ValueError(f"ids: got None, expected i32[R, T, K] for the part {name!r}")
+        if name not in given:
+            raise ValueError(f"{what}: got None, expected f32[R, T, K]")
+        found[name] = ids_and_log_probs(ids, given[name], batch, what)
+    return found
+
+
 def _loss_of(name: str, part: Part, batch: RolloutBatch) -> TokenLoss:
     """The token loss of a part; raises where the batch lacks what it reads."""
     if isinstance(part.loss, PolicyLossConfig):
@@ -323,26 +258,26 @@ def _of_parts(
     axes: ShardAxes,
     call: tuple[tuple[TokenLoss, ...], tuple[str, ...], HeadCall],
     inputs: Inputs,
-    parts: list[tuple[RolloutBatch, Normalizer | None]],
+    parts: list[tuple[RolloutBatch, Normalizer | None, tuple[Array, Array] | None]],
     traced: list[list[Array]],
     coefs: list[Array],
 ) -> tuple[Float[Array, ""], Metrics]:
     static, names, head = call
     traced, coefs = lax.stop_gradient((traced, coefs))
     losses = [put_arrays(loss, arrays) for loss, arrays in zip(static, traced, strict=True)]
-    normalizers = [normalizer for _, normalizer in parts]
+    batches, normalizers, teachers = zip(*parts, strict=True)
     total = None
     if all(loss.token_local for loss in losses):
-        before = [Step.of(axes, x, None, b, n) for x, (b, n) in zip(losses, parts, strict=True)]
-        known = [known_before(*x) for x in zip(before, losses, [None] * len(parts), traced, strict=True)]
+        before = [Step.of(axes, x, None, b, n) for x, b, n in zip(losses, batches, normalizers, strict=True)]
+        known = [known_before(*x) for x in zip(before, losses, teachers, traced, strict=True)]
         per_token = [(b, w * c, of) for ((b, w, of), _), c in zip(known, coefs, strict=True)]
         total, stats = reduce_tokens(head, inputs, _OfParts(static), per_token, [shared for _, shared in known])
-        normalizers = [step.normalizer for step in before]
+        normalizers = tuple(step.normalizer for step in before)
     else:
         with note("two passes: the loss of a token depends on others"):
             stats = stats_of_tokens(head, inputs)
-    steps = [Step.of(axes, x, stats, b, n) for x, (b, _), n in zip(losses, parts, normalizers, strict=True)]
-    found = [finish(step, loss, stats, None) for step, loss in zip(steps, losses, strict=True)]
+    steps = [Step.of(axes, x, stats, b, n) for x, b, n in zip(losses, batches, normalizers, strict=True)]
+    found = [finish(step, loss, stats, of) for step, loss, of in zip(steps, losses, teachers, strict=True)]
     if total is None:
         total = sum((c * value for c, (value, _) in zip(coefs, found, strict=True)), jnp.float32(0))
     for step in steps:

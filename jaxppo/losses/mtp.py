@@ -57,7 +57,8 @@ def mtp_loss(
       aggregation: the denominators of a depth, see `sft_loss`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
       normalizers: `mtp_normalizers` of the whole step where the batch is one of its micro-batches.
-      temperature: see `log_probs_from_hidden`.
+      temperature: see `log_probs_from_hidden`. Of `[R, T]` it is that of the token that is predicted: at depth k that
+        of t + k, as for `targets`.
       **options: see `HeadOptions`.
 
     Returns:
@@ -89,7 +90,7 @@ def mtp_loss(
             lax.stop_gradient(heads[k - 1]) if stop_head else heads[k - 1],
             shifted.targets,
             parallel=parallel,
-            temperature=temperature,
+            temperature=shift_temperature(temperature, batch, k, parallel),
             where=shifted.loss_mask > 0,
             logit_stats=("accuracy",),
             **options,
@@ -181,6 +182,13 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
     targets, loss_mask, *weights = lax.map(shift, arrays) if arrays[0].ndim == 3 else shift(arrays)
     weight = weights[0] if weights else None
     return dataclasses.replace(batch, targets=targets, loss_mask=loss_mask, loss_weights=weight)
+
+
+def shift_temperature(temperature: Any, batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAxes | None) -> Any:
+    """The temperature of each token `by` places later; a number, and what the head refuses, as it is."""
+    if getattr(temperature, "shape", ()) != batch.loss_mask.shape:
+        return temperature
+    return shift_left(jnp.asarray(temperature), parallel, by, 1, batch.segment_ids, batch.num_segments)
 
 
 def heads_of(hidden: Any, head: Any, normalizers: Any, losses: int | None = None) -> list[Any]:

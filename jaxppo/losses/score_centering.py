@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxppo._arrays import Aggregation, check_choice, masked
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
-from jaxppo.config import PolicyLossConfig
+from jaxppo.config import ImpossibleTokens, PolicyLossConfig
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
 from jaxppo.losses.top_k_distillation import as_top_k, with_tail
@@ -51,14 +51,16 @@ def score_centering_loss(
     due to advantages is centred: a pull to the sampler stays.
 
     Only the gradient of this term has a meaning, its value does not. It is exact if the ids are all that the sampler
-    could draw. The tokens without an id are treated as one token.
+    could draw. The tokens without an id are treated as one token. An id that the policy finds impossible makes the loss
+    NaN. With `impossible_tokens="leave_out"` its c_v is 0, since drawing it has no policy loss.
 
     Args:
       stats: of `log_probs_from_hidden(..., ids=ids)`, or from logits; its `id_log_probs` are read.
       ids: `i32[R, T, K]`, -1 padded, the sampler's top-k at each position.
       rollout_log_probs: `[R, T, K]`, the sampler's, of these ids over the whole vocabulary.
       batch: `[R, T]`, with advantages.
-      config: that of the `policy_loss` beside it. Of it the loss, `ratio_to` and the aggregation are read.
+      config: that of the `policy_loss` beside it. Of it the loss, `ratio_to`, the aggregation and `impossible_tokens`
+        are read.
       tail: "bucket", or "renormalise" where the ids are the sampler's whole nucleus: p and q are divided by their sums
         and nothing has a tail. Then log-probs of the policy loss want the same `nucleus_ids`.
       parallel: the mesh; rows sharded over data, positions over context.
@@ -101,7 +103,8 @@ def score_centering_loss(
     if batch.advantages is None:
         raise ValueError("batch.advantages: got None, expected f32[R, T]")
     given = as_top_k(stats, ids, rollout_log_probs, batch, "rollout_log_probs")
-    own = CenteringLoss(config.loss, config.ratio_to == "current", tail, config.aggregation, config.aggregation_norm)
+    on_policy, gone = config.ratio_to == "current", config.impossible_tokens
+    own = CenteringLoss(config.loss, on_policy, gone, tail, config.aggregation, config.aggregation_norm)
     return loss_of_stats("score_centering_loss", own, stats, batch, parallel, normalizer, given)
 
 
@@ -111,6 +114,7 @@ class CenteringLoss(TokenLoss):
 
     loss: PolicyLoss
     on_policy: bool
+    impossible_tokens: ImpossibleTokens
     tail: CenteringTail
     aggregation: Aggregation
     aggregation_norm: float | None
@@ -124,7 +128,10 @@ class CenteringLoss(TokenLoss):
         return "none"
 
     def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
-        return {"log_probs": stats and stats.log_probs, "advantages": batch.advantages}
+        log_probs = None if stats is None else stats.log_probs
+        if log_probs is not None and self.impossible_tokens == "leave_out":
+            log_probs = jnp.where(jnp.isneginf(log_probs), 0, log_probs)  # the ids alone have a part in the term
+        return {"log_probs": log_probs, "advantages": batch.advantages}
 
     def per_token(
         self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
@@ -135,14 +142,19 @@ class CenteringLoss(TokenLoss):
         of_ids = [jnp.where(there, x.astype(jnp.float32), 0) for x in given]
         masses = [jnp.where(there, jnp.exp(x), 0).sum(axis=-1) for x in of_ids]
         log_p, log_q = (with_tail(x, there, self.tail) for x in of_ids)
+        gone = jnp.isneginf(log_p)
+        if self.impossible_tokens == "leave_out":
+            of_none, finite = 0.0, jnp.where(gone, 0, log_p)
+        else:
+            of_none, finite = jnp.nan, log_p
         assert batch.advantages is not None
-        slopes = self._slopes(log_p, log_q, masked(batch.advantages, batch.loss_mask), segments)
-        drawn = jnp.exp(log_q) * slopes
+        slopes = self._slopes(finite, log_q, masked(batch.advantages, batch.loss_mask), segments)
+        drawn = jnp.where(gone, of_none, jnp.exp(log_q) * slopes)
         if self.tail == "bucket":  # whose slope goes to the ids, by the share of each that is not in it
             rest = drawn[..., -1:] * jnp.exp(-log_p[..., -1:])
-            log_p, drawn = log_p[..., :-1], drawn[..., :-1]
+            log_p, finite, drawn = log_p[..., :-1], finite[..., :-1], drawn[..., :-1]
             drawn = drawn - rest * jnp.exp(log_p)
-        found = -jnp.where(there, lax.stop_gradient(drawn) * log_p, 0).sum(axis=-1)
+        found = -jnp.where(there, lax.stop_gradient(drawn) * finite, 0).sum(axis=-1)
         return found, {"policy_mass": masses[0], "rollout_mass": masses[1]}
 
     def _slopes(

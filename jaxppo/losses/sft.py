@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Unpack
 
+import jax
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import Aggregation, check_aggregation, check_number, masked
+from jaxppo._arrays import Aggregation, Coefficient, check_aggregation, check_number, masked
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.checks import as_logit_stats
@@ -26,8 +27,8 @@ def sft_loss(
     stats: TokenStats,
     batch: RolloutBatch,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    label_smoothing: Coefficient = 0.0,
+    z_loss: Coefficient = 0.0,
     aggregation: Aggregation = "token_mean",
     aggregation_norm: float | None = None,
     parallel: ParallelMesh | ShardAxes | None = None,
@@ -46,8 +47,8 @@ def sft_loss(
       stats: `f32[R, T]` log-probs of the targets, see `log_probs_from_hidden`; of `logit_stats=("log_z", "mean_logit")`
         for label smoothing, of ("log_z",) for a z-loss.
       batch: `[R, T]`; only its sequences and its loss mask are read.
-      label_smoothing: the share of a uniform target, in [0, 1).
-      z_loss: the coefficient of log_z^2.
+      label_smoothing: the share of a uniform target, in [0, 1); a number or a traced schedule.
+      z_loss: the coefficient of log_z^2, a number or a traced schedule.
       aggregation: the denominators, see `token_weights`.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       parallel: the mesh; rows sharded over data, positions over context.
@@ -94,8 +95,8 @@ def sft_loss_from_hidden(
     head: Head | Float[Array, "H V"],
     batch: RolloutBatch,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    label_smoothing: Coefficient = 0.0,
+    z_loss: Coefficient = 0.0,
     logit_stats: Sequence[LogitStat] = (),
     aggregation: Aggregation = "token_mean",
     aggregation_norm: float | None = None,
@@ -156,13 +157,15 @@ def sft_loss_from_hidden(
 class SFTTokenLoss(TokenLoss):
     """The negative log-likelihood of a token."""
 
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    label_smoothing: Coefficient = 0.0
+    z_loss: Coefficient = 0.0
     aggregation: Aggregation = "token_mean"
     aggregation_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
+        if isinstance(self.label_smoothing, jax.Array):
+            check_number("label_smoothing", self.label_smoothing)
+        elif not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing: got {self.label_smoothing}, expected a number in [0, 1)")
         check_number("z_loss", self.z_loss, least=0)
         check_aggregation(self.aggregation, self.aggregation_norm)
@@ -173,9 +176,9 @@ class SFTTokenLoss(TokenLoss):
 
     @property
     def logit_stats(self) -> tuple[LogitStat, ...]:
-        if self.label_smoothing:
+        if _has(self.label_smoothing):
             return "log_z", "mean_logit"
-        return ("log_z",) if self.z_loss else ()
+        return ("log_z",) if _has(self.z_loss) else ()
 
     def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
         return {"log_probs": stats and stats.log_probs}
@@ -185,13 +188,18 @@ class SFTTokenLoss(TokenLoss):
     ) -> tuple[Float[Array, "R T"], Values]:
         select = partial(masked, mask=batch.loss_mask)
         nll = losses = -select(stats.log_probs)
-        if self.label_smoothing:
+        if _has(self.label_smoothing):
             assert stats.log_z is not None  # sft_loss sees to it
             assert stats.mean_logit is not None
             uniform = select(stats.log_z) - select(stats.mean_logit)
             losses = (1 - self.label_smoothing) * nll + self.label_smoothing * uniform
-        if self.z_loss:
+        if _has(self.z_loss):
             assert stats.log_z is not None
             losses = losses + self.z_loss * select(stats.log_z) ** 2
         found = {"nll": nll, "entropy": stats.entropy, "log_z": stats.log_z, "accuracy": stats.accuracy}
         return losses, {name: select(x) for name, x in found.items() if x is not None}
+
+
+def _has(coefficient: Coefficient) -> bool:
+    """Whether a term may have a share. An array of any value may, so that the answer is the same inside of jit."""
+    return isinstance(coefficient, jax.Array) or coefficient != 0

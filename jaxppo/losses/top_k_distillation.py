@@ -269,7 +269,7 @@ def top_k_distillation_loss_from_hidden(
     """
     batch = checked(batch)
     loss = TopKLoss(divergence, beta, tail, aggregation, aggregation_norm)
-    teacher = _pair(ids, teacher_log_probs, batch)
+    teacher = ids_and_log_probs(ids, teacher_log_probs, batch)
     prepared = prepare_head(
         hidden,
         head,
@@ -293,13 +293,16 @@ def as_top_k(
         raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
     if stats.id_log_probs is None:
         raise ValueError("stats.id_log_probs: got None, expected f32[R, T, K]: log_probs_from_hidden(..., ids=ids)")
-    found = _pair(ids, log_probs, batch, name)
+    found = ids_and_log_probs(ids, log_probs, batch, name)
     if stats.id_log_probs.shape != found[0].shape:
         raise ValueError(f"stats.id_log_probs: got shape {stats.id_log_probs.shape}, expected that of ids, {ids.shape}")
     return found
 
 
-def _pair(ids: Any, log_probs: Any, batch: RolloutBatch, name: str = "teacher_log_probs") -> tuple[Array, Array]:
+def ids_and_log_probs(
+    ids: Any, log_probs: Any, batch: RolloutBatch, name: str = "teacher_log_probs"
+) -> tuple[Array, Array]:
+    """Ids and log-probs `[R, T, K]`, checked; `name` is that of the log-probs in errors."""
     ids = as_id_sets("ids", ids, batch.loss_mask.shape)
     check_floating(name, log_probs, 3, "[R, T, K]")
     if log_probs.shape != ids.shape:
@@ -311,11 +314,11 @@ def _pair(ids: Any, log_probs: Any, batch: RolloutBatch, name: str = "teacher_lo
 class TopKLoss(TokenLoss):
     """The divergence itself; its constants are the ids and the teacher's log-probs."""
 
-    divergence: TopKDivergence
-    beta: float | Array
-    tail: Tail
-    aggregation: Aggregation
-    aggregation_norm: float | None
+    divergence: TopKDivergence = "forward_kl"
+    beta: float | Array = 0.5
+    tail: Tail = "bucket"
+    aggregation: Aggregation = "token_mean"
+    aggregation_norm: float | None = None
 
     def __post_init__(self) -> None:
         _check_options(self.divergence, self.beta, self.tail)

@@ -138,6 +138,17 @@ def test_a_narrowed_parameter_keeps_its_gradient_to_16_bits():
     np.testing.assert_allclose(found, np.broadcast_to(expected, (8, 256)), rtol=2**-16)
 
 
+def test_wide_parameters_are_not_rounded():
+    """Through f32 they were, to 1.0."""
+    parallel = mesh_of()
+    with jax.enable_x64(True):
+        x = jnp.float64(1) + jnp.float64(2) ** -40 * jnp.arange(8.0)
+        copies, back = jax.vjp(lambda x: one_a_device(x, parallel, P()), x)
+        assert copies.dtype == jnp.float64
+        np.testing.assert_array_equal(copies, np.broadcast_to(x, copies.shape))
+        np.testing.assert_array_equal(back(copies)[0], x * len(copies))
+
+
 def test_an_fsdp_kernel_is_summed_over_data_once():
     """Over fsdp it is scattered in each micro-batch, since each is gathered there too."""
     parallel, params = mesh_of("dp fsdp tp"), params_of()
@@ -191,6 +202,21 @@ def test_a_frozen_head_is_not_summed():
     found = step(params, micro_batches)
     assert not np.any(found["kernel"])
     assert_trees_close(found, one_by_one(loss_fn, params, micro_batches), rtol=1e-5, atol=1e-7)
+
+
+def test_keys_of_random_numbers_lie_among_micro_batches():
+    """They were refused, as no numbers."""
+    keys, x = jax.random.split(jax.random.key(0), K), jnp.arange(4 * K, dtype=jnp.float32).reshape(K, 4)
+
+    def loss_fn(w, part):
+        key, x = part
+        return jnp.where(jax.random.bernoulli(key, shape=x.shape), w * x, 0).sum(), {}
+
+    _, found = accumulate_gradients(loss_fn, (keys, x))(jnp.ones(4))
+    kept = jnp.stack([jax.random.bernoulli(key, shape=(4,)) for key in keys])
+    np.testing.assert_array_equal(found, jnp.where(kept, x, 0).sum(axis=0))
+    with pytest.raises(ValueError, match=r"micro_batches: got leading dimensions \[\(3,\), \(4,\)\], expected one K"):
+        accumulate_gradients(loss_fn, (keys[:3], x))
 
 
 AXES = ShardAxes("dp", "cp", "tp")

@@ -8,6 +8,7 @@ import numpy as np
 import oracle.draft as truth
 import pytest
 from hard_rows import R, T, hard_batch, layouts_on, sequences
+from policy_steps import quick_jit
 
 from jaxppo import Head, finalize_metrics
 from jaxppo.losses.draft import draft_loss, draft_metrics, draft_normalizers
@@ -106,6 +107,28 @@ def test_the_oracle(objective):
     check(
         objective, jax.jit(functools.partial(everything, objective, None))(hidden, KERNEL, policy, POLICY_KERNEL, BATCH)
     )
+
+
+def test_a_temperature_is_that_of_the_token_that_is_predicted():
+    """Both models have the one that the policy has there; anything where no loss is."""
+    temperature = np.where(MASK > 0, RNG.uniform(0.5, 2, (R, T)), np.nan).astype(np.float32)
+    given = [*HIDDEN], KERNEL, POLICY, POLICY_KERNEL, BATCH
+
+    @quick_jit
+    def run(temperature):
+        loss = draft_loss(*given, objective="soft_cross_entropy", coef=COEF, temperature=temperature)[0]
+        return loss, draft_metrics(*given, temperature=temperature)
+
+    loss, found = run(temperature)
+    total = 0.0
+    for k in range(1, K + 1):
+        there = list(pairs_of_places(k))
+        of = np.array([temperature[row, later] for row, _, later in there], np.float64)[:, None]
+        z = np.stack([HIDDEN[k - 1, row, t] for row, t, _ in there]).astype(np.float64) @ KERNEL / of
+        p = np.stack([POLICY[row, later] for row, _, later in there]).astype(np.float64) @ POLICY_KERNEL / of
+        total += COEF / K * truth.soft_cross_entropy(z, p)[0].mean()
+        np.testing.assert_allclose(found[f"draft_{k}_acceptance"].value, truth.acceptance(z, p)[0].mean(), rtol=1e-5)
+    np.testing.assert_allclose(loss, total, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

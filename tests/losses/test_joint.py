@@ -5,12 +5,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+from oracle import OracleHead, OracleSample, other_losses
+from oracle.head import HeadGradient, head_gradient, id_gradient, id_log_probs, log_softmax, logits
+from oracle.samples import sample_weights
+from oracle.step import through_head, with_stats
 from policy_steps import quick_jit, step_of, with_garbage
 
 from jaxppo import (
     GSPO,
-    KL,
     Normalizer,
     OffPolicyConfig,
     PolicyLossConfig,
@@ -21,13 +25,13 @@ from jaxppo import (
     policy_loss_from_hidden,
     sft_loss_from_hidden,
 )
-from jaxppo.losses.joint import SFT, Part, ReferenceKL, joint_loss_from_hidden, joint_normalizers
-from jaxppo.policy_losses import KLCov, Reinforce
+from jaxppo.losses.joint import SFT, Part, ReferenceKL, TopKDistillation, joint_loss_from_hidden, joint_normalizers
+from jaxppo.policy_losses import KLCov
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.testing import assert_trees_close
 
-H, V = 8, 50
+H, V, K = 8, 50, 4
 POLICY = PolicyLossConfig(
     entropy_coef=0.01,
     aggregation="sequence_mean_token_mean",
@@ -37,17 +41,21 @@ PARTS = {
     "policy": Part(POLICY),
     "written": Part(SFT(label_smoothing=0.1, z_loss=1e-3), coef=0.3),
     "near": Part(ReferenceKL("k2", aggregation="rollout_mean"), coef=0.2),
+    "taught": Part(TopKDistillation("mixed_kl", 0.3, aggregation="sequence_mean_token_sum"), coef=0.4),
 }
 PATHS = {
     "one pass": {"memory": 2**30},
-    "two passes": {"memory": 22_000},
+    "two passes": {"memory": 25_000},
     "micro-batches": {"memory": 2**30, "micro_batches": 2},
     "mesh": {"memory": 2**30, "mesh": "dp=2,cp=2,tp=2"},
 }
 
 
 def step(mesh=None, micro_batches=None):
-    """The batch, hidden states and kernel; policy on even samples, written ones odd, the divergence on all, weighed."""
+    """The batch, what the call is given beside it, and hidden states and kernel.
+
+    Policy on even samples, written ones odd, the divergence on all, weighed; a teacher has every third.
+    """
     parallel = mesh and make_parallel_mesh(mesh)
     rows = 4 if micro_batches is None else 2
     batch = RolloutBatch.from_samples(
@@ -55,45 +63,100 @@ def step(mesh=None, micro_batches=None):
     )
     segments = np.asarray(batch.segment_ids)
     owners = np.take_along_axis(np.asarray(batch.sample_ids), np.maximum(segments - 1, 0), -1)
-    masks = {"policy": batch.loss_mask * (owners % 2 == 0), "written": batch.loss_mask * (owners % 2 == 1)}
+    of = {"policy": owners % 2 == 0, "written": owners % 2 == 1, "taught": owners % 3 == 0}
+    masks = {name: batch.loss_mask * here for name, here in of.items()}
     weights = {"near": np.where(batch.loss_mask > 0, 0.5 + owners % 3, np.nan).astype(np.float32)}
     batch = with_garbage(batch, np.nan)
     # what one part does not read may be garbage where only others have loss
     advantages = np.where(masks["policy"] > 0, batch.advantages, np.nan)
     keys = jax.random.split(jax.random.key(0))
     by_token = np.asarray(jax.random.normal(keys[0], (12, 32, H)))  # the same for a token wherever it lies
-    hidden = np.where(segments[..., None] > 0, by_token[owners, np.asarray(batch.positions)], np.nan)
+    at = owners, np.asarray(batch.positions)
+    hidden = np.where(segments[..., None] > 0, by_token[at], np.nan)
+    taught = masks["taught"][..., None] > 0
+    given = {
+        "masks": masks,
+        "weights": weights,
+        "ids": np.where(taught, TEACHER[0][at], 10**6),
+        "teacher_log_probs": {"taught": np.where(taught, TEACHER[1][at], np.nan)},
+    }
     params = {"hidden": hidden.astype(np.float32), "kernel": 0.3 * jax.random.normal(keys[1], (H, V))}
-    return dataclasses.replace(batch, advantages=advantages), masks, weights, params, parallel
+    return dataclasses.replace(batch, advantages=advantages), given, params, parallel
 
 
-def alone(name, hidden, kernel, batch, masks, weights, **options):
-    """The loss of a part by its own function; ReferenceKL is a policy loss without advantages."""
-    batch = dataclasses.replace(batch, loss_mask=masks.get(name, batch.loss_mask), loss_weights=weights.get(name))
-    if name == "policy":
-        return policy_loss_from_hidden(hidden, kernel, batch, POLICY, **options)
-    if name == "written":
-        return sft_loss_from_hidden(hidden, kernel, batch, label_smoothing=0.1, z_loss=1e-3, **options)
-    config = PolicyLossConfig(Reinforce(), kl=KL(1.0, "k2"), ratio_to="current", aggregation="rollout_mean")
-    nothing = dataclasses.replace(batch, advantages=np.zeros_like(batch.loss_mask))
-    return policy_loss_from_hidden(hidden, kernel, nothing, config, **options)
+def teacher():
+    """The likeliest ids of a teacher at each token, and their log-probs; one is missing at every other position."""
+    log_q = log_softmax(np.random.default_rng(1).normal(size=(12 * 32, V)) * 2).reshape(12, 32, V)
+    ids = np.argsort(-log_q, axis=-1)[..., :K].astype(np.int32)
+    log_q = np.take_along_axis(log_q, ids, axis=-1).astype(np.float32)
+    ids[:, ::2, -1] = -1
+    return ids, log_q
+
+
+TEACHER = teacher()
 
 
 def expected_of():
-    batch, masks, weights, params, _ = step()
+    """What the oracles of the parts say: the sum, its gradients by hidden states and kernel, metrics of each part."""
+    batch, given, params, _ = step()
+    names = ("targets", "old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
+    arrays = {name: by_token(getattr(batch, name), batch) for name in names}
+    arrays["hidden"] = by_token(params["hidden"], batch)
+    rollouts = {int(i): int(r) for i, r in zip(batch.sample_ids.flat, batch.rollout_ids.flat, strict=True)}
+    head = OracleHead(params["kernel"])
 
-    def run(params):
-        found = {n: alone(n, params["hidden"], params["kernel"], batch, masks, weights, memory=22_000) for n in PARTS}
-        total = sum(PARTS[n].coef * loss for n, (loss, _) in found.items())
-        return total, {n: finalize_metrics(metrics) for n, (_, metrics) in found.items()}
+    def samples(name):
+        mask = by_token(given["masks"].get(name, batch.loss_mask), batch)
+        weights = by_token(given["weights"].get(name, np.ones_like(batch.loss_mask)), batch)
+        for i in range(12):
+            own = {key: x[i] for key, x in arrays.items()}
+            yield OracleSample(mask[i], loss_weights=weights[i], rollout_id=rollouts[i], **own)
 
-    (total, found), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(params)
-    return total, found, gradient, batch
+    off = {"weights": "token", "high": 1.05, "batch_normalize": True}
+    config = {"entropy_coef": 0.01, "aggregation": POLICY.aggregation, "off_policy": off}
+    found = {"policy": oracle.policy_loss_from_hidden([*samples("policy")], head, config)}
+    loss, cotangents, metrics = other_losses.sft_loss(
+        with_stats(written := [*samples("written")], head), label_smoothing=0.1, z_loss=1e-3
+    )
+    found["written"] = (loss, metrics), *through_head(written, head, cotangents)
+    kl = {"coef": 1.0, "estimator": "k2"}
+    none = [dataclasses.replace(s, advantages=np.zeros(32)) for s in samples("near")]
+    config = {"loss": "reinforce", "kl": kl, "ratio_to": "current", "aggregation": "rollout_mean"}
+    found["near"] = oracle.policy_loss_from_hidden(none, head, config)
+    found["taught"] = taught([*samples("taught")], head)
+    metrics = {
+        n: {"loss": x.loss} | x.metrics if hasattr(x, "loss") else {"loss": x[0]} | x[1] for n, (x, *_) in found.items()
+    }
+    total = sum(PARTS[n].coef * its["loss"] for n, its in metrics.items())
+    gradient = {
+        "hidden": sum(PARTS[n].coef * np.stack(x[1]) for n, x in found.items()),
+        "kernel": sum(PARTS[n].coef * x[2].kernel for n, x in found.items()),
+    }
+    return total, metrics, gradient
+
+
+def taught(samples, head):
+    """Loss and divergence, gradients by hidden states and head, of the part that distils."""
+    weights = sample_weights(samples, "sequence_mean_token_sum")
+    values, by_hidden, by_head = [np.zeros(0)], [], []
+    loss = 0.0
+    for i, (s, w) in enumerate(zip(samples, weights, strict=True)):
+        hidden, (ids, log_q) = s.at("hidden"), (x[i][s.here] for x in TEACHER)
+        z = logits(hidden, head)
+        log_p, g, own = id_log_probs(z, ids), np.zeros(ids.shape), np.zeros(len(ids))
+        for t, k in enumerate(ids >= 0):
+            own[t], g[t, k] = other_losses.top_k_divergence(log_p[t, k], log_q[t, k], "mixed_kl", 0.3)
+        dh, dw = head_gradient(hidden, head, id_gradient(z, ids, w * g))
+        by_hidden.append(s.scatter(dh))
+        by_head.append(dw.kernel)
+        values.append(own)
+        loss += w * own.sum()
+    return (loss, {"divergence": np.concatenate(values).mean()}), by_hidden, HeadGradient(sum(by_head), *[None] * 3)
 
 
 def by_token(x, batch):
-    """`[samples, positions, H]`, wherever the tokens lie."""
-    out = np.zeros((12, 32, H), np.float32)
+    """`[samples, positions, ...]`, wherever the tokens lie."""
+    out = np.zeros((12, 32, *np.shape(x)[batch.tokens.ndim :]), np.float32)
     x, segments, positions = (
         np.asarray(a).reshape(-1, *a.shape[batch.tokens.ndim - 1 :]) for a in (x, batch.segment_ids, batch.positions)
     )
@@ -106,47 +169,47 @@ def by_token(x, batch):
 @pytest.mark.parametrize("path", PATHS)
 def test_the_sum_of_the_parts(path):
     options = dict(PATHS[path])
-    batch, masks, weights, params, parallel = step(options.pop("mesh", None), options.pop("micro_batches", None))
+    batch, given, params, parallel = step(options.pop("mesh", None), options.pop("micro_batches", None))
 
-    def loss_of(params, batch, masks, weights, normalizers=None):
-        more = {"masks": masks, "weights": weights, "normalizers": normalizers, "parallel": parallel, **options}
+    def loss_of(params, batch, given, normalizers=None):
+        more = {"normalizers": normalizers, "parallel": parallel, **given, **options}
         return joint_loss_from_hidden(params["hidden"], params["kernel"], batch, PARTS, **more)
 
-    def run(params, batch, masks, weights):
+    def run(params, batch, given):
         if batch.micro_batches is None:
-            return jax.value_and_grad(loss_of, has_aux=True)(params, batch, masks, weights)
-        normalizers = joint_normalizers(batch, PARTS, masks=masks, weights=weights, parallel=parallel)
+            return jax.value_and_grad(loss_of, has_aux=True)(params, batch, given)
+        tokens = {name: given[name] for name in ("masks", "weights")}
+        normalizers = joint_normalizers(batch, PARTS, **tokens, parallel=parallel)
 
-        def part(params, given):
-            here, *rest = given
+        def part(params, step):
+            here, *rest = step
             own = jnp.where(here[:, None, None, None] > 0, params["hidden"], 0).sum(axis=0)
             return loss_of(params | {"hidden": own}, *rest)
 
-        given = jnp.eye(batch.micro_batches), batch, masks, weights, normalizers
-        return accumulate_gradients(part, given)(params)
+        return accumulate_gradients(part, (jnp.eye(batch.micro_batches), batch, given, normalizers))(params)
 
-    (loss, found), gradient = quick_jit(run)(params, batch, masks, weights)
-    total, metrics, expected, of_one = expected_of()
+    (loss, found), gradient = quick_jit(run)(params, batch, given)
+    total, metrics, expected = expected_of()
     np.testing.assert_allclose(loss, total, rtol=2e-5)
     numbers = finalize_metrics(found)
     assert_trees_close(numbers.pop("loss"), loss)
     for name, its in metrics.items():
-        compared = {"near": {"loss", "kl"}, "written": {"loss", "nll", "log_z"}}
+        compared = {"near": {"loss", "kl"}, "written": {"loss", "nll", "log_z"}, "taught": {"loss", "divergence"}}
         for what in compared.get(name, {"loss", "pg_loss", "entropy", "tis", "ratio_max"}):
             found = numbers[f"{name}/{what}"]
             np.testing.assert_allclose(found, its[what], rtol=3e-5, atol=1e-6, err_msg=f"{name}/{what}")
-    scale = {k: float(jnp.nanmax(jnp.abs(x))) for k, x in expected.items()}
+    scale = {k: np.abs(x).max() for k, x in expected.items()}
     np.testing.assert_allclose(gradient["kernel"], expected["kernel"], rtol=3e-5, atol=3e-6 * scale["kernel"])
-    mine, theirs = by_token(gradient["hidden"], batch), by_token(expected["hidden"], of_one)
-    np.testing.assert_allclose(mine, theirs, rtol=3e-5, atol=3e-6 * scale["hidden"])
+    mine = by_token(gradient["hidden"], batch)
+    np.testing.assert_allclose(mine, expected["hidden"], rtol=3e-5, atol=3e-6 * scale["hidden"])
     assert {name.split("/")[0] for name in numbers} == {*PARTS}
 
 
 def test_three_products_in_place_of_nine():
-    batch, masks, weights, params, _ = step()
+    batch, more, params, _ = step()
 
     def joint(p):
-        return joint_loss_from_hidden(*p, batch, PARTS, masks=masks, weights=weights)[0]
+        return joint_loss_from_hidden(*p, batch, PARTS, **more)[0]
 
     def one(p):
         return policy_loss_from_hidden(*p, batch, POLICY)[0]
@@ -157,13 +220,14 @@ def test_three_products_in_place_of_nine():
     assert "one pass" in found[1].notes[0]
 
     def small(p):
-        return joint_loss_from_hidden(*p, batch, PARTS, memory=22_000)[0]
+        return joint_loss_from_hidden(*p, batch, PARTS, memory=25_000, **more)[0]
 
     assert "two passes" in audit(jax.grad(small), given).notes[0]
 
 
 def test_a_loss_of_sequences_takes_all_parts_to_two_passes():
-    batch, masks, _, params, _ = step()
+    batch, given, params, _ = step()
+    masks = {name: given["masks"][name] for name in ("policy", "written")}
     of_sequences = PolicyLossConfig(GSPO(0.01, 0.02))
     parts = {"policy": Part(of_sequences), "written": Part(SFT(), coef=jnp.float32(0.3))}
 
@@ -183,22 +247,23 @@ def test_a_loss_of_sequences_takes_all_parts_to_two_passes():
 
 
 def test_a_rule_that_one_part_breaks():
-    batch, masks, _, params, _ = step()
-    masks = masks | {"policy": batch.loss_mask}  # advantages are NaN on the written samples
+    batch, given, params, _ = step()
+    given["masks"]["policy"] = batch.loss_mask  # advantages are NaN on the written samples
 
     def run(p):
-        return joint_loss_from_hidden(p["hidden"], p["kernel"], batch, PARTS, masks=masks)
+        return joint_loss_from_hidden(p["hidden"], p["kernel"], batch, PARTS, **given)
 
     (loss, found), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(params)
     assert np.isnan(loss)
     assert np.isnan(gradient["kernel"]).any()
     bits = {name: int(found[f"{name}/broken_rules"].value) for name in PARTS}
-    assert bits["written"] == bits["near"] == 0
+    assert bits["written"] == bits["near"] == bits["taught"] == 0
     assert explain_broken_rules(bits["policy"])[0].startswith("values_not_finite")
 
 
 def test_bad_input():
-    batch, masks, weights, params, _ = step()
+    batch, given, params, _ = step()
+    masks, weights, ids, of_teacher = given.values()
 
     def call(parts=PARTS, **more):
         return joint_loss_from_hidden(params["hidden"], params["kernel"], batch, parts, **more)
@@ -207,13 +272,13 @@ def test_bad_input():
         call({})
     with pytest.raises(TypeError, match=r"parts\['a'\]: got SFT, expected Part"):
         call({"a": SFT()})
-    with pytest.raises(TypeError, match="loss: got float, expected a PolicyLossConfig, SFT or ReferenceKL"):
+    with pytest.raises(TypeError, match="loss: got float, expected a PolicyLossConfig, SFT, ReferenceKL or Top"):
         Part(0.5)
     with pytest.raises(ValueError, match=r"loss: got KLCov.*, expected one that selects no tokens"):
         Part(PolicyLossConfig(KLCov()))
     with pytest.raises(ValueError, match="coef: got nan, expected a finite number"):
         Part(SFT(), coef=float("nan"))
-    with pytest.raises(ValueError, match=r"masks: got 'other', expected some of \['near', 'policy', 'written'\]"):
+    with pytest.raises(ValueError, match=r"masks: got 'other', expected some of \['near', 'policy', 'taught', 'wri"):
         call(masks={"other": masks["policy"]})
     with pytest.raises(ValueError, match=r"weights\['near'\]: got shape \(1, 2\), expected the batch's, \(4, 32\)"):
         call(weights={"near": jnp.ones((1, 2))})
@@ -227,3 +292,17 @@ def test_bad_input():
     of_another = Normalizer.from_batches(batch, "token_mean")
     with pytest.raises(ValueError, match="normalizer: got one of aggregation 'token_mean', expected 'rollout_mean'"):
         call({"near": PARTS["near"]}, weights=weights, normalizers={"near": of_another})
+    distil = {"taught": PARTS["taught"], "again": Part(TopKDistillation())}
+    log_q = of_teacher["taught"]
+    both = {"taught": log_q, "again": log_q}
+    for parts, ids_, log_probs, message in [
+        (PARTS, None, of_teacher, r"ids: got None, expected i32\[R, T, K\] for the part 'taught'"),
+        (distil, {"taught": ids, "again": ids}, both, r"ids: got some for each of \['again', 'taught'\], expected one"),
+        (distil, ids, of_teacher, r"teacher_log_probs\['again'\]: got None, expected f32\[R, T, K\]"),
+        (distil, ids, both | {"other": log_q}, "teacher_log_probs: got 'other', expected some of"),
+        (PARTS, ids, both, "teacher_log_probs: got 'again', expected some of"),
+        (PARTS, ids, {"near": log_q}, r"teacher_log_probs\['near'\]: got some for a ReferenceKL, expected a TopK"),
+        (distil, ids, both | {"again": log_q[..., :2]}, r"teacher_log_probs\['again'\]: got shape \(4, 32, 2\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call(parts, ids=ids_, teacher_log_probs=log_probs)

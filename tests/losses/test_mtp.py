@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hard_rows import LAYOUTS, R, T, hard_batch, layouts_on, sequences
+from policy_steps import quick_jit
 
 from jaxppo import Normalizer, finalize_metrics
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
@@ -29,15 +30,16 @@ KERNEL = RNG.normal(size=(H, V)).astype(np.float32)
 COEF = 0.3
 
 
-def reference():
-    """(nll, accuracy, tokens) of each depth in f64, one position at a time."""
+def reference(temperature=None):
+    """(nll, accuracy, tokens) of each depth in f64, one position at a time; a token has its own temperature."""
+    temperature = np.ones((R, T)) if temperature is None else temperature.astype(np.float64)
     found = []
     for k in range(1, K + 1):
         losses, hits = [], []
         for row, _, places in sequences(BATCH):
             for t, later in zip(places, places[k:], strict=False):
                 if MASK[row, later]:
-                    z = HIDDEN[k - 1, row, t].astype(np.float64) @ KERNEL.astype(np.float64)
+                    z = HIDDEN[k - 1, row, t].astype(np.float64) @ KERNEL.astype(np.float64) / temperature[row, later]
                     losses.append(np.log(np.exp(z).sum()) - z[TARGETS[row, later]])
                     hits.append(z.argmax() == TARGETS[row, later])
         found.append((np.mean(losses), np.mean(hits), len(losses)))
@@ -65,6 +67,22 @@ def test_each_depth_predicts_further_on():
         np.testing.assert_allclose(found[f"mtp_{k}_accuracy"], accuracy, rtol=1e-6)
     np.testing.assert_allclose(loss, COEF * np.mean([nll for nll, _, _ in expected]), rtol=1e-5)
     np.testing.assert_allclose(found["mtp_loss"], loss)
+
+
+def test_a_temperature_is_that_of_the_token_that_is_predicted():
+    """Across the borders of shards too; anything where no loss is."""
+    ((_, parallel, to_physical, _),) = layouts_on("dp=2,cp=4,tp=1", ["zigzag"])
+    temperature = np.where(MASK > 0, RNG.uniform(0.5, 2, (R, T)), np.nan).astype(np.float32)
+    order = np.asarray(to_physical(np.broadcast_to(np.arange(T), (R, T))))
+    hidden = np.stack([np.take_along_axis(h, order[..., None], 1) for h in HIDDEN])
+
+    @quick_jit
+    def run(hidden, batch, temperature):
+        return mtp_loss(hidden, KERNEL, batch, coef=COEF, parallel=parallel, temperature=temperature)[1]
+
+    found = run(hidden, to_physical(BATCH), np.take_along_axis(temperature, order, 1))
+    for k, (nll, _, _) in enumerate(reference(temperature), 1):
+        np.testing.assert_allclose(found[f"mtp_{k}_nll"].value, nll, rtol=1e-5)
 
 
 CASES = [("dp=2,cp=4,tp=1", layout) for layout in LAYOUTS] + [

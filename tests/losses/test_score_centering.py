@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import other_losses
-from oracle.head import log_softmax
+from oracle.head import id_gradient, id_log_probs, log_softmax
 from policy_steps import quick_jit
 
 from jaxppo import (
@@ -104,6 +104,44 @@ def test_against_the_oracle(name, tail):
     if name == "ratio" and tail == "bucket":
         assert np.abs(gradient).max() < 1e-5
     np.testing.assert_allclose(metrics["rollout_mass"].value, np.exp(log_q[MASK > 0]).sum(-1).mean(), rtol=0.02)
+
+
+@pytest.mark.parametrize(("name", "tail"), [("one", "bucket"), ("truncated", "renormalise")])
+def test_an_id_that_the_policy_finds_impossible(name, tail):
+    """Drawing it has no policy loss where the config leaves it out, and its coefficient is 0; otherwise all is NaN.
+
+    The first token that was drawn is one of them.
+    """
+    ids, log_q = of_sampler(K)
+    row, t = np.argwhere(MASK > 0)[0]
+    batch = dataclasses.replace(BATCH, targets=BATCH.targets.at[row, t].set(ids[row, t, 1]))
+    z = Z.copy()
+    np.put_along_axis(z, ids[..., 1:2], np.where(np.arange(R)[:, None, None] < 2, -np.inf, 0), axis=-1)
+    loss, ratio_to, f = LOSSES[name]
+
+    def run(z, impossible):
+        config = PolicyLossConfig(loss, ratio_to=ratio_to, aggregation="token_sum", impossible_tokens=impossible)
+        stats = log_probs_from_logits(z, batch.targets, ids=ids, where=batch.loss_mask > 0)
+        return score_centering_loss(stats, ids, log_q, batch, config, tail=tail)
+
+    def f_or_none(p, q):
+        return f(p, q) if p > 0 else 0.0
+
+    @quick_jit
+    def both(z):
+        return [jax.value_and_grad(run, has_aux=True)(z, impossible) for impossible in ("leave_out", "nan")]
+
+    ((value, metrics), gradient), ((spoilt, _), no_gradient) = both(jnp.asarray(z, jnp.float32))
+    expected = np.zeros(z.shape)
+    for r, t in zip(*np.nonzero(MASK), strict=True):
+        log_p = id_log_probs(z[r, t : t + 1], ids[r, t : t + 1])[0]
+        with np.errstate(all="ignore"):
+            by_id = other_losses.score_centering(log_p, log_q[r, t], f_or_none, ADVANTAGES[r, t], tail)[1]
+        expected[r, t] = id_gradient(z[r, t : t + 1], ids[r, t : t + 1], by_id[None])[0]
+    assert np.isfinite([value, *(x.value for x in metrics.values())]).all()
+    np.testing.assert_allclose(gradient, expected, rtol=2e-4, atol=5e-6)
+    assert np.isnan(spoilt)
+    assert np.isnan(no_gradient).any()
 
 
 @pytest.mark.parametrize("name", ["one", "truncated", "masked"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hard_rows import MESHES, hard_batch
 from plain_head import plain_logits
+from policy_steps import quick_jit
 
 from jaxppo import (
     Head,
@@ -16,6 +17,7 @@ from jaxppo import (
     log_probs_from_hidden,
     log_probs_from_logits,
     sft_loss,
+    sft_loss_from_hidden,
     value_loss,
 )
 from jaxppo.aggregation import Normalizer
@@ -170,6 +172,31 @@ def test_label_smoothing_and_z_loss_on_every_mesh(path):
     expected = jax.jit(jax.value_and_grad(written_out, (0, 1)))(hidden, kernel, batch)
     assert_trees_close((got, grads), expected, atol=3e-6)
     assert metrics["log_z"] > 0
+
+
+def test_coefficients_may_be_traced():
+    """In one pass too, and constants of differentiation; a traced 0 is a term of 0."""
+    batch, _ = hard_batch()
+    batch = dataclasses.replace(batch, targets=jnp.where(batch.loss_mask > 0, 3, -100))
+    hidden = jax.random.normal(jax.random.key(0), (*batch.tokens.shape, H))
+    kernel = 0.3 * jax.random.normal(jax.random.key(1), (H, V))
+
+    @quick_jit
+    def run(kernel, options):
+        def loss(kernel, options):
+            return sft_loss_from_hidden(hidden, kernel, batch, **options)[0]
+
+        return jax.value_and_grad(loss, (0, 1))(kernel, options)
+
+    z = np.asarray(plain_logits(hidden, kernel), np.float64)[np.asarray(batch.loss_mask) > 0]
+    log_z = np.log(np.exp(z).sum(-1))
+    of_uniform, of_target = log_z - z.mean(-1), log_z - z[:, 3]
+    for s, c in ((0.1, 1e-2), (0.0, 1e-2), (0.1, 0.0)):
+        value, (slope, by_options) = run(kernel, {"label_smoothing": jnp.float32(s), "z_loss": jnp.float32(c)})
+        expected = (1 - s) * of_target + s * of_uniform + c * log_z**2
+        np.testing.assert_allclose(value, expected.mean(), rtol=1e-5)
+        assert np.isfinite(slope).all()
+        assert not any(by_options.values())
 
 
 def test_bad_input():

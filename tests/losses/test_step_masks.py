@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from policy_steps import by_sample, config_of, quick_jit, step_of, whole, with_garbage
 
-from jaxppo import RolloutBatch
+from jaxppo import PolicyLossConfig, RolloutBatch, TokenStats, policy_loss
 from jaxppo.step_masks import second_moment_mask, top_entropy_mask
 from sharding import make_parallel_mesh
 
@@ -68,6 +68,26 @@ def test_the_highest_entropies_stay(place, share):
     np.testing.assert_array_equal(by_sample(got, batch, 20) > 0, expected)
     n = mask.sum()
     assert expected.sum() == n - math.ceil((n - 1) * (1 - share) - 1e-9)
+
+
+def test_an_entropy_that_is_not_finite_makes_the_loss_nan():
+    """It passed for the highest of all, and the loss was a number."""
+    ids, one = jnp.array([[1, 1, 1, 1]]), jnp.array([[-1.0, -1.0, -1.0, -1.0]])
+    mask = jnp.array([[1.0, 1.0, 1.0, 0.0]])
+    batch = RolloutBatch(ids, ids, ids, jnp.arange(4)[None], mask, jnp.array([[0]]), advantages=one, old_log_probs=one)
+
+    def loss(entropy):
+        stays = top_entropy_mask(entropy, batch, 0.5)
+        step = dataclasses.replace(batch, advantages=jnp.where(mask > 0, one, 0) * stays)
+        return stays, policy_loss(TokenStats(one), step, PolicyLossConfig())[0]
+
+    for spoilt in (jnp.nan, jnp.inf, -jnp.inf):
+        stays, found = loss(jnp.array([[0.1, spoilt, 0.3, jnp.nan]]))
+        assert np.isnan(stays).tolist() == [[False, True, False, False]]
+        assert np.isnan(found)
+    stays, found = loss(jnp.array([[0.1, 0.2, 0.3, jnp.nan]]))
+    assert stays.tolist() == [[0, 1, 1, 0]]
+    assert np.isfinite(found)
 
 
 def test_other_tokens_keep_their_penalties_and_the_denominators():

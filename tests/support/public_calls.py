@@ -33,7 +33,7 @@ from jaxppo.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.losses import preference
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
 from jaxppo.losses.draft import draft_loss, draft_metrics, draft_normalizers
-from jaxppo.losses.joint import SFT, Part, ReferenceKL, joint_loss_from_hidden, joint_normalizers
+from jaxppo.losses.joint import SFT, Part, ReferenceKL, TopKDistillation, joint_loss_from_hidden, joint_normalizers
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers, shift_targets
 from jaxppo.losses.score_centering import score_centering_loss
 from jaxppo.losses.top_k_distillation import (
@@ -313,8 +313,10 @@ def draft(g: Given) -> Any:
 
 def joint(g: Given) -> Any:
     parts = {"policy": Part(CONFIG), "imitation": Part(SFT(), 0.1), "reference": Part(ReferenceKL(), 0.01)}
+    parts["teacher"] = Part(TopKDistillation("jensen_shannon"), 0.1)
     normalizers = joint_normalizers(g.batch, parts, **g.on)
-    on = {"normalizers": normalizers, **g.on}
+    ids, log_probs = top_k(g)
+    on = {"normalizers": normalizers, "ids": ids, "teacher_log_probs": {"teacher": log_probs}, **g.on}
     return of_head(g, lambda *x: joint_loss_from_hidden(*x, g.batch, parts, **on))
 
 

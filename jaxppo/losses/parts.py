@@ -1,0 +1,129 @@
+"""The losses that a joint loss is a sum of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxppo._arrays import Aggregation, Coefficient, check_aggregation, check_choice, check_number, masked
+from jaxppo.batch import RolloutBatch
+from jaxppo.config import PolicyLossConfig
+from jaxppo.head.types import TokenStats
+from jaxppo.kl import KL, Estimator
+from jaxppo.losses.policy import reference_kl
+from jaxppo.losses.sft import SFTTokenLoss
+from jaxppo.losses.token_loss import TokenLoss, Values
+from jaxppo.losses.top_k_distillation import TopKLoss
+from jaxppo.sharding import Segments
+
+
+@dataclasses.dataclass(frozen=True)
+class SFT(SFTTokenLoss):
+    """The negative log-likelihood as a part: the loss of `sft_loss`, with its options.
+
+    Args:
+      label_smoothing: see `sft_loss`, as for the next ones.
+      z_loss: the coefficient of log_z^2.
+      aggregation: the denominators.
+      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+
+    Raises:
+      ValueError: an option out of its range.
+
+    Example:
+      >>> SFT(z_loss=1e-4).aggregation
+      'token_mean'
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceKL(TokenLoss):
+    """The KL divergence to the reference as a part, which may have tokens without a policy loss.
+
+    Args:
+      estimator: see `kl_divergence`.
+      aggregation: the denominators, see `token_weights`.
+      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+
+    Raises:
+      ValueError: an unknown estimator or aggregation.
+
+    Example:
+      >>> ReferenceKL("k2").estimator
+      'k2'
+    """
+
+    estimator: Estimator = "k3"
+    aggregation: Aggregation = "token_mean"
+    aggregation_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("estimator", self.estimator, Estimator)
+        check_aggregation(self.aggregation, self.aggregation_norm)
+
+    @property
+    def token_local(self) -> bool:
+        return True
+
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
+        return {"log_probs": stats and stats.log_probs, "ref_log_probs": batch.ref_log_probs}
+
+    def per_token(
+        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
+    ) -> tuple[Float[Array, "R T"], Values]:
+        kl = reference_kl(KL(1.0, self.estimator), masked(stats.log_probs, batch.loss_mask), batch, segments)
+        assert kl is not None  # joint_loss_from_hidden sees to it
+        return kl, {"kl": kl}
+
+
+@dataclasses.dataclass(frozen=True)
+class TopKDistillation(TopKLoss):
+    """The divergence from a teacher's top-k as a part: the loss of `distillation.top_k_distillation_loss`.
+
+    The ids are those of the call, and the teacher's log-probs are given by the part's name.
+
+    Args:
+      divergence: see `distillation.top_k_divergence`, as for the next ones.
+      beta: for "mixed_kl" and "jensen_shannon".
+      tail: "bucket", "renormalise" or "leave_out".
+      aggregation: the denominators, see `token_weights`.
+      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+
+    Raises:
+      ValueError: an option out of its range.
+
+    Example:
+      >>> TopKDistillation("reverse_kl").tail
+      'bucket'
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One loss of several: coef times the loss.
+
+    Args:
+      loss: a `PolicyLossConfig`, an `SFT`, a `ReferenceKL`, a `TopKDistillation`, or a `TokenLoss` of your own.
+      coef: a number or a traced schedule.
+
+    Raises:
+      TypeError: another loss.
+      ValueError: a coefficient that is not a finite number, a policy loss that wants selected tokens.
+
+    Example:
+      >>> Part(PolicyLossConfig(), coef=0.5).coef
+      0.5
+    """
+
+    loss: PolicyLossConfig | TokenLoss
+    coef: Coefficient = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss, (PolicyLossConfig, TokenLoss)):
+            expected = "a PolicyLossConfig, SFT, ReferenceKL or TopKDistillation"
+            raise TypeError(f"loss: got {type(self.loss).__name__}, expected {expected}")
+        if isinstance(self.loss, PolicyLossConfig) and self.loss.loss.selects is not None:
+            raise ValueError(f"loss: got {self.loss.loss}, expected one that selects no tokens of the step")
+        check_number("coef", self.coef)
