@@ -35,7 +35,7 @@ def optimal_token_baseline(
 ) -> Float[Array, "*K R T"]:
     """The optimal token baseline: A_t = G_t - B_t, B_t = sum_g(G_t W_t) / (sum_g(W_t) + epsilon) at each place t.
 
-    W_t is how large the gradient of a sample's log-probs up to t is, seen from the logits: the sum of
+    W_t is the size of the gradient of a sample's log-probs up to t by the logits: the sum of
     w_u^2 (1 - 2 p_u + sum p^2) over its loss tokens u up to t. Sums are over the samples of the group with a loss token
     at t. A place that no other sample of the group reaches has no baseline.
 
@@ -48,8 +48,8 @@ def optimal_token_baseline(
         `log_probs_from_hidden(..., logit_stats=("sum_p2",))`.
       group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
-      place: t is the "position" from a sample's first loss token on, or how many loss tokens came before, "loss_token":
-        what tools wrote counts no place then (verl's form for tool-integrated reasoning).
+      place: how t counts: "position" counts all tokens from a sample's first loss token on; "loss_token" counts loss
+        tokens alone, so tokens that tools wrote count no place (verl's form for tool-integrated reasoning).
       weights: w, `f32[R, T]`, importance weights over the sampler, or 1.
       singletons: the advantage at a place that no other sample reaches: its own return, "reward" (verl), or "zero".
       epsilon: added to the sum of W.
@@ -138,10 +138,10 @@ def _per_shard(
 
 
 def _shared_places(by_id: ById, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """By group: how many places two of its samples have, as many as the second longest; and where they begin.
+    """For each group: how many places at least two of its samples reach, and where these places begin in the table.
 
-    They stand one group after another in a table, which is no longer than half of all tokens: of each group the longest
-    sample has as many.
+    The number is the length of the group's second longest sample. The groups follow one another in the table. It has
+    at most half as many places as there are tokens, because the longest sample of each group has at least as many tokens.
     """
     each = by_id.gather(lengths)
     longest = by_id.max(each)
@@ -159,7 +159,7 @@ def _energy(log_probs: jax.Array, sum_p2: jax.Array) -> jax.Array:
 
 
 def _places(axes: ShardAxes, batch: RolloutBatch, segments: Segments, mask: jax.Array, place: Place) -> jax.Array:
-    """The place in its sample of each token of the mask, from 0."""
+    """The place of each loss token in its sample, from 0."""
     if place == "loss_token":
         at = _sums_upto(axes, batch, mask) - 1
     else:
@@ -170,5 +170,5 @@ def _places(axes: ShardAxes, batch: RolloutBatch, segments: Segments, mask: jax.
 
 
 def _sums_upto(axes: ShardAxes, batch: RolloutBatch, x: jax.Array) -> jax.Array:
-    """Sums over each sequence up to and with each token."""
+    """Running sums over each sequence, each token included."""
     return scan_shard(axes, jnp.ones_like(x), x, False, batch.segment_ids, batch.num_segments)

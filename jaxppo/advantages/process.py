@@ -31,21 +31,21 @@ def process_grpo(
 ) -> Float[Array, "*K R T"]:
     """GRPO with process supervision: A_t = sum over the steps j that end at t or later of (r_j - mean_g) / (std_g + e).
 
-    Mean and deviation (over n - 1) are of the rewards of all steps of all samples of the group, however many steps each
-    sample has. A step that ends before t says nothing of the token at t.
+    Mean and deviation (over n - 1) are taken over the rewards of all steps of all samples of the group, however many
+    steps each sample has. A step that ends before t does not change the advantage at t.
 
     Args:
       rewards: `f32[R, T]`, the reward of a step at its last token; anything elsewhere.
-      ends: `[R, T]`, above 0 at the last token of each step; read where the loss mask is 1 alone.
+      ends: `[R, T]`, above 0 at the last token of each step; read only where the loss mask is 1.
       group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       scale_by_std: divide by the deviation.
       epsilon: e, added to the deviation.
-      singletons: what the only step of a group counts: "zero", or its own "reward" over 1 + epsilon.
+      singletons: the value of a step that is alone in its group: "zero", or its own "reward" over 1 + epsilon.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      `f32`, the shape of the loss mask, 0 where the mask is 0, behind the last step, and in samples without a group.
+      `f32`, the shape of the loss mask, 0 where the mask is 0, after the last step, and in samples without a group.
 
     Raises:
       ValueError, TypeError: as `grpo`; shapes that differ; one micro-batch of several.

@@ -1,4 +1,4 @@
-"""From what is asked of a token's distribution to the sums that tell it, and from the sums to the answers."""
+"""The sums that the statistics asked for need, and the statistics computed from these sums."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxppo.head.types import Asked, TokenStats
 
 
 def empty_sums(count: int, asked: Asked, *, entropy: bool = False, nucleus: bool = False, ids: int = 0) -> Sums:
-    """The sums of no logits of `count` tokens.
+    """The sums before any logits are added, for `count` tokens.
 
     Args:
-      count: of tokens.
-      asked: what they are for.
-      entropy: u is among them.
+      count: the number of tokens.
+      asked: the statistics that are asked for.
+      entropy: include u, the sum for the entropy.
       nucleus: log-probs are renormalised over a nucleus.
-      ids: of how many ids a token the log-probs are asked for.
+      ids: the number of ids a token whose log-probs are asked for.
     """
     low, zero = jnp.full(count, -jnp.inf, jnp.float32), jnp.zeros(count, jnp.float32)
     stats, k = asked.logit_stats, asked.top_k
@@ -45,7 +45,7 @@ def empty_sums(count: int, asked: Asked, *, entropy: bool = False, nucleus: bool
 def answers(
     sums: Sums, asked: Asked, targets: Int[Array, "N"], ids: Int[Array, "N K"] | None, vocab_size: int
 ) -> tuple[TokenStats, Residuals]:
-    """The statistics of tokens from their sums over the whole vocabulary; NaN where a target does not exist."""
+    """The statistics of tokens from their sums over the whole vocabulary; NaN for a target outside the vocabulary."""
     log_s: Any = None if sums.s is None else jnp.log(sums.s)
     nucleus_log_s: Any = None if sums.nucleus_s is None else jnp.log(sums.nucleus_s)
     entropy = None if sums.u is None else log_s - sums.u / sums.s
@@ -85,13 +85,13 @@ def answers(
 
 
 def _log_probs(z: Any, m: Array, log_s: Array) -> Array:
-    """log p of logits `[N]` or `[N, K]`; at most 0, also where they, m and log s are of logits an ulp apart."""
+    """log p of logits `[N]` or `[N, K]`; at most 0, even if m and log s come from logits that differ by an ulp."""
     found = (z - m.reshape(-1, *[1] * (z.ndim - 1))) - log_s.reshape(-1, *[1] * (z.ndim - 1))
     return found - lax.stop_gradient(jnp.maximum(found, 0))
 
 
 def id_cotangents(g: Float[Array, "N K"], ids: Int[Array, "N K"], vocab_size: int) -> Float[Array, "N K"]:
-    """The cotangents of log-probs of ids as `Cotangents` takes them: 0 where an id is -1, NaN where none exists."""
+    """The cotangents of ids' log-probs for `Cotangents`: 0 where an id is -1, NaN if it is outside the vocabulary."""
     return jnp.where(ids == -1, 0, jnp.where(_exist(ids, vocab_size) | (g == 0), g, jnp.nan))
 
 

@@ -26,7 +26,7 @@ class Comparison(NamedTuple):
     forward_kl: jax.Array
     total_variation: jax.Array
     same_top: jax.Array
-    """1 where both find the same token likeliest, else 0; of equally likely ones the first counts."""
+    """1 where both find the same token likeliest, else 0; among equally likely tokens the first counts."""
     logit_error: jax.Array
     """The scale of the error that rounding makes in a logit, see `_logit_error`."""
 
@@ -36,7 +36,7 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
 
     Args:
       call: the two heads; its divergences are not read.
-      unit: to which hidden states and kernels were rounded, relative; such as 2^-8 for bfloat16.
+      unit: the relative rounding of hidden states and kernels, such as 2^-8 for bfloat16.
       inputs: the student's arrays.
       teacher: the teacher's.
     """
@@ -83,8 +83,8 @@ def _logit_error(call: HeadCall, walk: Walk, unit: float, magnitude: jax.Array) 
 
         s^2 = (4 u^2 |h^2| |w^2| + (4 * 2^-24)^2 |h|^2 |w|^2) (scale / temperature)^2 + 2 v^2 max |z|^2
 
-    w the column of the largest norm, an adapter's columns with its features beside it, v = 2^-8 where the head rounds
-    its logits to bf16, else 2^-24.
+    w is the column of the largest norm; an adapter adds a term of its own features and columns. v is 2^-8 if the head
+    rounds its logits to bf16, else 2^-24.
     """
 
     def largest(i: Any, norms: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The largest logits of tokens and their ids, by blocks of columns; of equal ones the lowest id is first."""
+"""The largest logits of tokens and their ids, by blocks of columns; among equal logits the lowest id is first."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ NO_ID = 2**31 - 1  # behind those that there are, with a logit of -inf
 
 
 def no_top(count: int, k: int) -> Top:
-    """What `top_of_block` finds in no logits."""
+    """The result of `top_of_block` before any logits are seen."""
     return jnp.full((count, k), -jnp.inf, jnp.float32), jnp.full((count, k), NO_ID, jnp.int32)
 
 
 def top_of_block(z: Float[Array, "N B"], columns: Int[Array, "1 B"], k: int) -> Top:
-    """The k largest logits of a block whose ids rise, constants; one of -inf has no id.
+    """The k largest logits of a block whose ids rise, as constants; a logit of -inf has no id.
 
-    One alone is found by a reduction that reads a logit and its id together: a program may compute a logit twice, an
-    ulp apart, so that none is to be compared with a maximum.
+    For k = 1 one reduction reads a logit and its id together. Comparing logits with their maximum is not safe: a
+    program may compute a logit twice, an ulp apart.
     """
     z = lax.stop_gradient(jnp.where(z == 0, 0, z))  # or -0 would come behind 0
     B = z.shape[1]
@@ -44,7 +44,7 @@ def _larger_or_before(a: Top, b: Top) -> Top:
 
 
 def merge_top(a: Top, b: Top) -> Top:
-    """The largest of both, as many as `a` has."""
+    """The largest logits of `a` and `b` together, as many as `a` has."""
     z, ids = (jnp.concatenate(pair, axis=1) for pair in zip(a, b, strict=True))
     return _first_of(a[0].shape[1], z, ids)
 

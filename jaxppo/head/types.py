@@ -177,16 +177,16 @@ class Sizes:
     """The sizes of a device's work, in tokens, features, columns and bytes.
 
     Args:
-      tokens: N.
-      features: H.
-      columns: of the vocabulary, of the device's part.
+      tokens: N, the number of tokens.
+      features: H, the hidden size.
+      columns: the number of vocabulary columns on the device.
       itemsize: bytes of a number in products.
       rows: bytes of hidden states gathered over the tensor axis, 0 if none are gathered.
-      gathered: bytes of a kernel gathered over FSDP axes, 0 where there is none to gather.
-      accumulator: bytes of an f32 gradient of the kernel beside the result, 0 where the result is one.
+      gathered: bytes of a kernel gathered over FSDP axes, 0 if it is not gathered.
+      accumulator: bytes of an f32 gradient of the kernel beside the result, 0 if the result itself is f32.
       masked: the work follows the tokens that count.
-      of_logit: of a logit in f32, with a bool where there is a nucleus, a gradient in f32 where there are ids, and
-        a copy with its place where the likeliest are asked for.
+      of_logit: bytes a logit takes in f32, plus a bool if there is a nucleus, a gradient in f32 if there are ids, and
+        a copy with its place if the likeliest ids are asked for.
       references: sums of exponentials are relative to a reference.
     """
 

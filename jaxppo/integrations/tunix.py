@@ -6,17 +6,17 @@
     cluster = jaxppo_tunix.rl_cluster()(actor=..., reference=..., ...)           # the reference and old passes
     GRPOLearner(cluster, GRPOConfig(policy_loss_fn=name), reward_fns=...).train(data)
 
-Where Tunix lets others in, and where it does not:
+How this module plugs into Tunix:
 
-- Policy losses have a registry, which is used.
-- The reference, old and actor passes have none. They are methods of `RLCluster`, of its inference worker and of its
-  rollout, and call a function of a module. `rl_cluster()` is a subclass of `RLCluster` that overrides them. Nothing of
-  Tunix is replaced for others.
-- The advantages, the rewards and the value loss of PPO have logits in them nowhere, and are left alone.
+- Policy losses have a registry, and this module uses it.
+- The reference, old and actor passes have no registry. They are methods of `RLCluster`, of its inference worker and of
+  its rollout, and call a function of a module. `rl_cluster()` is a subclass of `RLCluster` that overrides them. Nothing
+  of Tunix is replaced for others.
+- The advantages, the rewards and the value loss of PPO use no logits, and are left alone.
 - Its supervised and DPO trainers have another loss (`with_loss_fn`), which this module does not touch.
 
-Which Tunix it is shows by what it has: with a `LossOutput` the loss is handed over as a sum and its denominator, which
-Tunix adds up over micro-batches.
+The version of Tunix is recognised by what it has. If it has a `LossOutput`, the loss is returned as a sum and its
+denominator, which Tunix adds up over micro-batches.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def register(
     """Puts a policy loss into Tunix's registry; a learner takes it with `GRPOConfig(policy_loss_fn=name)`.
 
     The loss takes the model's hidden states and its head to `policy_loss_from_hidden`. Batches may be padded or packed,
-    the model adapted, its head frozen. Tunix's learner still decides what is computed before: it wants
-    `GRPOConfig(beta=...)` other than 0 for reference log-probs, and `num_iterations` above 1 for old ones; without old
-    ones the ratio is 1, as in its own loss.
+    the model adapted, its head frozen. Tunix's learner still decides which log-probs are computed before.
+    For reference log-probs it needs a `GRPOConfig(beta=...)` other than 0, for old log-probs `num_iterations` above 1.
+    Without old log-probs the ratio is 1, as in Tunix's own loss.
 
     Args:
-      config: which loss; None for what the learner's config asks for, see `config_of`.
+      config: the loss; None takes it from the learner's own config, see `config_of`.
       parallel: the mesh of the actor.
-      name: in the registry; a name that is there is replaced, "grpo" and "ppo" too.
+      name: its name in the registry; an existing name is replaced, "grpo" and "ppo" too.
       lora_scale: alpha / rank of an adapter of the head; see `Head.of`.
       num_segments: the most sequences in a packed row; by default as many as it has tokens, which takes memory where
         rows are long.
@@ -83,7 +83,7 @@ def register(
 
     Raises:
       ModuleNotFoundError: Tunix is not installed.
-      TypeError, ValueError: a config or an option that is none.
+      TypeError, ValueError: a wrong config or option.
     """
     from tunix.rl import function_registry
 
@@ -126,7 +126,7 @@ def config_of(algo_config: Any, completion_length: int | None = None) -> PolicyL
       The config. Its entropy is a metric, as in Tunix.
 
     Raises:
-      ValueError: a value that this package has no meaning for; a PPOConfig, whose loss `register` takes as a config.
+      ValueError: a value without an equivalent here, or a PPOConfig: pass its loss to `register` as a config.
 
     Example:
       >>> from types import SimpleNamespace
@@ -138,7 +138,7 @@ def config_of(algo_config: Any, completion_length: int | None = None) -> PolicyL
     if algorithm not in ("grpo", "gspo-token"):
         raise ValueError(
             f"algo_config: got {type(algo_config).__name__} with loss_algo={algorithm!r}, expected 'grpo' or "
-            "'gspo-token'; register(config) says the loss of another"
+            "'gspo-token'; for another loss use register(config)"
         )
     mode = algo_config.loss_agg_mode
     if mode not in _AGGREGATIONS:
@@ -167,7 +167,7 @@ def _kl(algo_config: Any) -> KL | None:
 
 
 def _agreed(config: PolicyLossConfig, algo_config: Any) -> PolicyLossConfig:
-    """The config, where the learner computes what it needs and means the same penalty."""
+    """The config, if the learner computes what the config needs and has the same penalty."""
     beta, mine = getattr(algo_config, "beta", None), 0.0 if config.kl is None else config.kl.coef
     if beta is not None and hasattr(algo_config, "loss_algo") and isinstance(mine, (int, float)) and beta != mine:
         raise ValueError(
@@ -261,12 +261,12 @@ def _output(loss: jax.Array, metrics: Metrics, normalizer: Normalizer) -> Any:
 def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions]) -> Any:
     """Tunix's `RLCluster` as a class whose reference, old and actor passes compute log-probs without logits.
 
-    Its main branch calls it `RLEngine`, the old name an alias.
+    On Tunix's main branch the class is called `RLEngine`, and the old name is an alias.
 
-    What it overrides: the `inference_worker` property, for `get_ref_per_token_logps`; the `rollout` property, for
+    It overrides the `inference_worker` property, for `get_ref_per_token_logps`; the `rollout` property, for
     `get_per_token_logps`; and `get_actor_per_token_logps`, which stays Tunix's where models are offloaded to the CPU.
-    All else is Tunix's. The old log-probs are at the sampler's temperature, like the loss; Tunix's vanilla rollout
-    computes them at 1.
+    Everything else is Tunix's. The old log-probs are at the sampler's temperature, like the loss; Tunix's vanilla
+    rollout computes them at 1.
 
     Args:
       lora_scale: alpha / rank of an adapter of the head; see `Head.of`.
@@ -274,7 +274,7 @@ def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions
 
     Returns:
       A subclass of `tunix.rl.rl_cluster.RLCluster`. `parallel_of(role)` is the mesh of a role, by default what
-      `ParallelMesh` makes of Tunix's; a further subclass may say otherwise.
+      `ParallelMesh` makes of Tunix's mesh; override it in a subclass for another.
 
     Raises:
       ModuleNotFoundError: Tunix is not installed.

@@ -27,10 +27,10 @@ def head_of(model: Any, *, lora_scale: float | None = None) -> Head:
       lora_scale: alpha / rank of the adapter of the head; see `Head.of`.
 
     Returns:
-      The head; call it where the model holds what is differentiated.
+      The head. Call `head_of` inside the function that is differentiated, so that gradients reach the model.
 
     Raises:
-      TypeError: a model with neither.
+      TypeError: a model with neither an `lm_head` nor an embedder.
     """
     module = getattr(model, "lm_head", None)
     module = getattr(model, "embedder", None) if module is None else module
@@ -53,14 +53,14 @@ def hidden_states(
     A model whose call takes `skip_lm_head` (Tunix's main branch) returns them. One whose call takes
     `output_hidden_states` (0.1.7: Qwen 2 and 3, Gemma 1 to 3) is asked for them. The others (0.1.7: Llama 3, Gemma 4)
     have no such output: the `final_norm` of a copy of the model, which shares its arrays, notes what it returns. The
-    logits that such a model computes beside them are used by nothing, so that under jit they do not exist.
+    logits that such a model also computes are not used, so under jit they do not exist.
 
     Args:
       model: of `tunix.models`.
       tokens: `i32[B, T]`.
       positions: `i32[B, T]`.
       attention_mask: `bool[B, T, T]`.
-      segment_ids: `i32[B, T]`, for attention kernels; models whose call takes none do without.
+      segment_ids: `i32[B, T]`, for attention kernels; left out for models whose call does not take them.
 
     Returns:
       `[B, T, H]` in the model's dtype.
@@ -121,8 +121,8 @@ def hidden_of_example(
 ) -> Float[Array, "B T H"]:
     """The hidden states of prompts and completions, `[B, P + C, H]`, padded or packed as Tunix's TrainExample is.
 
-    Packed rows (`segment_ids`; the prompts are empty) get an attention mask by segment too: Tunix gives them none, and
-    without flash attention its models would then attend to everything.
+    Packed rows (`segment_ids`; the prompts are empty) also get an attention mask by segment. Tunix gives them no mask,
+    so without flash attention its models would attend to everything.
     """
     from tunix.rl import common
 
@@ -162,7 +162,7 @@ def log_probs(
       **options: see `HeadOptions`.
 
     Returns:
-      `f32[B, C]`, at the token that each speaks of; 0 at padding and at the first token of a packed sequence.
+      `f32[B, C]`, each at the token that it is about; 0 at padding and at the first token of a packed sequence.
     """
     from flax import nnx
 

@@ -1,4 +1,4 @@
-"""The keys of verl's configuration: those that are translated, with verl's defaults, and what the others are about."""
+"""The keys of verl's configuration: the translated ones with verl's defaults, and the subject of each other key."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.use_v1": True,
 }
 
-# What the other keys are about. A name that ends in a dot is a section, all of whose keys are about the same.
+# The subject of each other key. A name that ends in a dot is a section; all of its keys have the same subject.
 ELSEWHERE = by_name(
     {
         "the entropy is always among the metrics": "calculate_entropy",
@@ -61,7 +61,7 @@ ELSEWHERE = by_name(
         "the samples of one prompt": "rollout_n",
         "verl does not read it; rollout_correction.bypass_mode is what does so": "use_rollout_log_probs",
         "where verl copies algorithm.rollout_correction to": "policy_loss.rollout_correction.",
-        "memory, which the head sees to": """
+        "memory, which the head manages": """
             entropy_checkpointing entropy_from_logits_chunk_size entropy_from_logits_with_chunking
         """,
         "forward passes: compute_log_probs": "ppo_infer_max_token_len_per_gpu ppo_infer_micro_batch_size_per_gpu",

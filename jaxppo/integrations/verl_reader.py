@@ -1,7 +1,7 @@
 """The configuration of verl's trainers, read as the fields of a `PolicyLossConfig`.
 
-A key is translated, about something else (`Translation.elsewhere` says what), or refused by name: a value whose meaning
-this package does not have is an error. Where verl's loss and its documentation differ, the loss counts.
+A key is translated, or listed in `Translation.elsewhere` with its subject, or refused by name: a value without an
+equivalent in this package is an error. If verl's loss and its documentation differ, this module follows the loss.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LOSSES: dict[str, Callable[[Options], PolicyLoss]] = {
 
 
 def read(config: Mapping[str, Any]) -> Reading:
-    """The policy loss of a configuration, and what is around it, see `verl.translate`."""
+    """The policy loss of a configuration and the options around it, see `verl.translate`."""
     options = Options(dict(_flat(config)), DEFAULTS, ELSEWHERE, f"verl at {VERSION}")
     _refuse(options)
     loss, ratio_to, off_policy = _policy_loss(options)
@@ -82,7 +82,7 @@ def read(config: Mapping[str, Any]) -> Reading:
 
 
 def _flat(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys joined by dots. A section that is None or empty says nothing, nor does `_target_`, the class of one."""
+    """Keys joined by dots. Skips sections that are None or empty, and `_target_`, the class of a section."""
     known = (*DEFAULTS, *ELSEWHERE)
     for name, value in config.items():
         key = f"{section}{name}"
@@ -134,7 +134,7 @@ def _numbers(options: Options, section: str, names: str) -> Iterator[float]:
 
 
 def _clip(options: Options) -> tuple[float, float]:
-    """The lower and the upper bound; one that is None is the common bound of both."""
+    """The lower and the upper bound; the common bound replaces one that is None."""
     keys = (ACTOR + name for name in ("clip_ratio_low", "clip_ratio_high"))
     low, high = (options.number(ACTOR + "clip_ratio" if options[key] is None else key) for key in keys)
     return low, high
@@ -209,7 +209,7 @@ def _parts(value: Any) -> list[str]:
 
 
 def _bounds(options: Options, key: str, text: str, lowest: float | None) -> tuple[float, float]:
-    """The two of "low_high"; of a single number, it and `lowest`, or its inverse."""
+    """Both bounds of "low_high". A single number is the upper one; the lower is `lowest`, or its inverse if None."""
     low, _, high = text.rpartition("_")
     try:
         return (float(low) if low else 1 / float(high) if lowest is None else lowest), float(high)

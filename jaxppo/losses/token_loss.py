@@ -284,7 +284,7 @@ def _of_hidden(
 
 
 def known_before(step: Step, loss: TokenLoss, token_constants: Any, traced: list[Array]) -> tuple[Any, Any]:
-    """What `OfTokens` reads beside the statistics: arrays of tokens, and those it reads whole."""
+    """The inputs of `OfTokens` beside the statistics: arrays by token, and arrays that every token reads whole."""
     constants = lax.stop_gradient((loss.constants(None, step), token_constants))
     by_segment = {name: getattr(step.batch, name) for name in PER_SEGMENT}
     tokens = dataclasses.replace(step.batch, **dict.fromkeys(PER_SEGMENT))  # type: ignore[arg-type]
