@@ -141,7 +141,7 @@ def _shared_places(by_id: ById, lengths: jax.Array) -> tuple[jax.Array, jax.Arra
     """For each group: how many places at least two of its samples reach, and where these places begin in the table.
 
     The number is the length of the group's second longest sample. The groups follow one another in the table. It has
-    at most half as many places as there are tokens, because the longest sample of each group has at least as many tokens.
+    at most half as many places as there are tokens, because each group's longest sample is at least as long.
     """
     each = by_id.gather(lengths)
     longest = by_id.max(each)
