@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from pages import DOCS
 
 NOTEBOOK = json.loads((DOCS / "first_loss.ipynb").read_text())
