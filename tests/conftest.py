@@ -52,7 +52,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Searches: a slice of 100 examples that never changes, or 5000 new ones; each test takes its share of them."""
+    """Searches: a slice of 100 examples that never changes, or 1000 new ones; each test takes its share of them."""
     if config.option.search_seed is None and hasattr(config, "workerinput"):  # of the process that hands out the tests
         config.option.search_seed = int(os.environ["SEARCH_SEED"])
     elif config.option.search_seed is None:
@@ -62,7 +62,7 @@ def pytest_configure(config):
     common = {"deadline": None, "database": None, "suppress_health_check": checks, "print_blob": True}
     found, shrunk = hypothesis.Phase.generate, hypothesis.Phase.shrink
     hypothesis.settings.register_profile("slice", max_examples=100, derandomize=True, phases=[found], **common)
-    hypothesis.settings.register_profile("nightly", max_examples=5000, phases=[found, shrunk], **common)
+    hypothesis.settings.register_profile("nightly", max_examples=1000, phases=[found, shrunk], **common)
     hypothesis.settings.load_profile("nightly" if config.getoption("--nightly") else "slice")
 
 
