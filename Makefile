@@ -63,7 +63,7 @@ types: $(READY)
 	$(VENV)/bin/mypy
 
 docs-examples: $(READY)
-	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(RUN) -m pytest -n 2 --dist worksteal -p tests.support.doctest_names --doctest-modules --ignore=jaxppo/sharding jaxppo sharding README.md CONTRIBUTING.md docs --doctest-glob='*.md'
+	QUICK_COMPILES=1 $(RUN) -m pytest -n 2 --dist worksteal -p tests.support.doctest_names --doctest-modules --ignore=jaxppo/sharding jaxppo sharding README.md CONTRIBUTING.md docs --doctest-glob='*.md'
 
 # The pages at build/docs/index.html: every example runs, figures are drawn, and a warning is an error.
 docs: docs-examples

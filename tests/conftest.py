@@ -52,7 +52,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Searches: a slice of 100 examples that never changes, or 1000 new ones; each test takes its share of them."""
+    """Searches: a slice of 40 examples that never changes, or 1000 new ones; each test takes its share of them."""
     if config.option.search_seed is None and hasattr(config, "workerinput"):  # of the process that hands out the tests
         config.option.search_seed = int(os.environ["SEARCH_SEED"])
     elif config.option.search_seed is None:
@@ -61,7 +61,7 @@ def pytest_configure(config):
     checks = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
     common = {"deadline": None, "database": None, "suppress_health_check": checks, "print_blob": True}
     found, shrunk = hypothesis.Phase.generate, hypothesis.Phase.shrink
-    hypothesis.settings.register_profile("slice", max_examples=100, derandomize=True, phases=[found], **common)
+    hypothesis.settings.register_profile("slice", max_examples=40, derandomize=True, phases=[found], **common)
     hypothesis.settings.register_profile("nightly", max_examples=1000, phases=[found, shrunk], **common)
     hypothesis.settings.load_profile("nightly" if config.getoption("--nightly") else "slice")
 

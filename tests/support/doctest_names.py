@@ -1,4 +1,4 @@
-"""A pytest plugin: what the examples in docstrings need not import, `jnp`, `np` and the public names."""
+"""A pytest plugin: eight devices, and what examples in docstrings need not import: `jnp`, `np`, the public names."""
 
 import inspect
 
@@ -9,6 +9,9 @@ import pytest
 
 import jaxppo
 from jaxppo import metrics, sharding
+from tests.support import programs
+
+programs.start_devices(8)
 
 
 @pytest.fixture(autouse=True)
