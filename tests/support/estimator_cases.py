@@ -283,6 +283,20 @@ def given_of(step: Step, k: Known, batch: RolloutBatch, o: Options) -> Given:
     return Given(batch, tokens, slots, mask)
 
 
+def amplified_by_gdpo(k: Known, o: Options) -> float:
+    """The largest of the scaled rewards, which may cancel each other in their sum, over the deviation of the sums."""
+    scaled = truth.rloo if o.leave_one_out else truth.grpo
+    rewards = (k.slots["rewards"], o.coef * k.slots["likelihoods"])
+    each = [scaled(x, k.slots["groups"], scale_by_std=True, epsilon=o.epsilon) for x in rewards]
+    sums = sum(each)
+    if o.whitened_over == "tokens":
+        sums = np.concatenate(
+            [np.zeros(0), *(x[m > 0] for x, m in zip(truth.spread(sums, k.masks), k.masks, strict=True))]
+        )
+    largest = max(np.max(np.abs(x), initial=0) for x in each)
+    return float(largest / np.sqrt(sums.var() + 1e-12)) if sums.size else 0.0
+
+
 def amplified(name: str, k: Known, o: Options) -> float:
     """The largest of the numbers that are whitened over their deviation.
 
@@ -291,13 +305,13 @@ def amplified(name: str, k: Known, o: Options) -> float:
     """
     if name == "reinforce_plus_plus_baseline":
         x = baseline_of_oracle(k, dataclasses.replace(o, whitened=False)) if o.whitened else []
-    elif name == "gdpo" and o.whitened_over:
-        x = gdpo_of_oracle(k, dataclasses.replace(o, whitened_over=None))
     elif name == "reinforce_plus_plus":
         rewards = zip(k.tokens["rewards"], k.masks, strict=True)
         x = [truth.discounted_returns(r, m, o.gamma, o.masked) for r, m in rewards]
     else:
         x = []
+    if name == "gdpo" and o.whitened_over:
+        return amplified_by_gdpo(k, o)
     if name == "optimal_token_baseline":
         # sum p^2 was rounded, which counts where the tokens of a place are all sure: only their W is as small
         sure = [
