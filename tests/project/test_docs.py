@@ -20,6 +20,7 @@ RUN_BY = {
     "easydel_loss": "integrations/test_trainers.py",
     "jaxppo_tunix.rl_cluster()": "integrations/test_tunix.py",
     "hidden_and_head(model, output)": "integrations/test_maxtext.py",
+    "def compute_chunked_logps(model": "integrations/test_pull_requests.py",
 }
 
 
