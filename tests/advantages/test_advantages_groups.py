@@ -99,7 +99,7 @@ def test_bad_input():
         advantages.opo(rewards, ids, rewards[:1])
 
 
-@pytest.mark.sampled
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "int8"])
 @pytest.mark.parametrize("name", CASES)
 def test_ids_of_any_integer_dtype(name, dtype):

@@ -73,6 +73,7 @@ def test_discounted_returns(masked):
     on_every_layout_and_mesh(fn, serial_returns(0.9, masked), layouts=False)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("gamma", "lam", "value_lam"), [(0.99, 0.95, 0.95), (0.97, 0.0, 0.5)])
 def test_gae(gamma, lam, value_lam):
     # One that resets at a shard's border is off by up to 100%; one that reads V across a hole in the mask, NaN.
@@ -136,6 +137,7 @@ def test_advantages_are_constants():
     assert (jax.jit(jax.grad(total))(REWARDS) == 0).all()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("row_length", "layout"), [(64, "contiguous"), (96, "zigzag")])
 def test_packing_and_order_change_nothing(row_length, layout):
     rng = np.random.default_rng(4)

@@ -98,6 +98,7 @@ def everything(parallel, b, x, hidden, kernel):
 EXPECTED = jax.jit(lambda *a: everything(None, *a))
 
 
+@pytest.mark.nightly
 def test_explicit_mesh():
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=True)
     specs = (BATCH.specs(parallel), parallel.tokens_spec, parallel.hidden_spec, parallel.kernel_spec())
@@ -125,6 +126,7 @@ def test_inside_a_users_shard_map():
     assert_trees_close(jax.jit(inside)(*ARRAYS), EXPECTED(*ARRAYS), atol=3e-6)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mesh", ["dp=2,cp=4,tp=1", "dp=1,cp=4,tp=2"])
 def test_no_device_can_be_left_waiting(mesh):
     parallel = make_parallel_mesh(mesh, context_layout="zigzag")

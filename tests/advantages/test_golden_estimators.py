@@ -109,7 +109,6 @@ def test_slime_sft(slime_sft, parallel):
     assert_close(grad[..., :vocab], ragged.packing.pack(ragged.split(case.outputs["grad_logits"])))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("path", ["logits", "hidden"])
 def test_slime_log_probs_and_entropy(slime_log_probs, path, parallel):
     case = slime_log_probs

@@ -31,6 +31,7 @@ from jaxppo import advantages, finalize_metrics
 from jaxppo.mismatch import mismatch_metrics
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_advantages(name: str):
     more = st.lists(st.sampled_from(list(ESTIMATORS)), max_size=2)
@@ -39,6 +40,7 @@ def test_advantages(name: str):
     search(f"advantages {name}", 0.01, names, options, places(), drawn)(check_advantages)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("cell", range(3))
 def test_advantages_of_large_steps(cell: int):
     """All of them on each step."""
@@ -69,6 +71,7 @@ def check_advantages(names: list[str], o: Options, where: Place, drawn: list[Ste
             agree(name, got, expected, size)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("cell", range(6))
 def test_mismatch_metrics(cell: int):
     where, drawn = places(micro_batches=(None,)), st.lists(steps | large_steps, min_size=1, max_size=3)
@@ -91,6 +94,7 @@ def check_mismatch_metrics(where: Place, drawn: list[Step]):
                 agree(name, found[name], value, 0.5, 1e-5 * (1 + step.spread))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("cell", range(3))
 def test_explained_variance(cell: int):
     drawn = st.lists(steps | large_steps, min_size=1, max_size=3)

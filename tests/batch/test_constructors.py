@@ -83,7 +83,6 @@ def made(name, arrays, **options):
     return getattr(RolloutBatch, name)(*positional, **arrays, **options)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", CASES)

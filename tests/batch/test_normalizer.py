@@ -82,7 +82,6 @@ def of_hidden(batch, config, **options):
     return policy_loss_from_hidden(HIDDEN, KERNEL, batch, config, **options)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("loss", [loss_at, of_hidden])
 @pytest.mark.parametrize("mesh", [None, MESH])
 @pytest.mark.parametrize("aggregation", ["token_mean", "rollout_mean"])

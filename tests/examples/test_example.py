@@ -247,6 +247,7 @@ def check_finite(tmp_path, loss, task="gcd"):
     assert steps[0]["gradient_norm"] > 0
 
 
+@pytest.mark.nightly
 def test_a_loss_with_a_step_wide_mask_runs_without_nan(tmp_path):
     check_finite(tmp_path, "clip_cov")
 

@@ -143,6 +143,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(programs, finished, tmp_path):
     assert records(tmp_path) == records(finished)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("step", "name"), [(2, "SIGTERM"), (2, "SIGINT"), pytest.param(0, "SIGTERM", marks=pytest.mark.nightly)]
 )
@@ -166,6 +167,7 @@ def test_a_signal_saves_and_exits_0(finished, tmp_path, step, name, monkeypatch,
     assert records(tmp_path) == records(finished)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("text", [None, "", '{"step": 1, "rew', 'null\n{"step": "a"}\n[1]\n\x00\n'])
 def test_metrics_that_are_torn_do_not_end_a_resume(finished, tmp_path, text):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)

@@ -80,6 +80,7 @@ def test_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypatch, c
     assert [line["skipped"] for line in lines] == [2, 0, 2, 2]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "dp=1,cp=1,tp=8"])
 def test_gradients_are_clipped_by_their_norm_over_all_shards(tmp_path, mesh):
     run = set_up(parse([*TINY, "--out", str(tmp_path), "--mesh", mesh]))

@@ -94,6 +94,7 @@ def check_kill(folder, options, steps, victim, after_s=0):
         assert word not in said
 
 
+@pytest.mark.nightly
 def test_two_processes_have_one_runs_numbers_and_end_when_one_is_killed(tmp_path):
     options = ["--mesh", "dp=8", "--sft-steps", "0", "--updates", "1", "--checkpoint-every", "3"]
     both, whole = tmp_path / "both", tmp_path / "whole"

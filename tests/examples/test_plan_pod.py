@@ -61,6 +61,7 @@ def test_table_on_a_described_pod(capsys):
     assert "all-reduce over dp" in out
 
 
+@pytest.mark.nightly
 def test_the_curve_over_budgets(capsys):
     arguments = [*SMALL, "--mesh", "dp=2,tp=2", "--topology", "v5e:2x2", "--memory", "0.0001", "0.01", "0.5"]
     assert plan_pod.main(arguments) == 0
@@ -244,6 +245,7 @@ def test_help_is_quick_and_describes_every_flag():
     assert found.stderr == ""
 
 
+@pytest.mark.nightly
 def test_nothing_of_libtpu_is_printed(tmp_path, monkeypatch):
     """Nor of a compilation cache, which cannot hold programs for devices that are not there."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))

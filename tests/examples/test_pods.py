@@ -91,6 +91,7 @@ def steps_of(folder):
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly
 def test_a_scheduler_starts_one_command_again_until_it_is_done(tmp_path, monkeypatch):
     """Told to stop before its first step, then after it; what an older start left without a checkpoint is deleted."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 4711}\n')

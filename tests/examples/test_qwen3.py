@@ -197,6 +197,7 @@ TINY = ["--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "
 TINY += ["--task", "gcd", "--updates", "1"]
 
 
+@pytest.mark.nightly
 def test_it_trains_in_the_loop(tmp_path):
     model = tmp_path / "model"
     tiny_qwen3.write(model, shards=2, num_hidden_layers=1)

@@ -87,7 +87,7 @@ DAY = {
 BY_DAY = sampled(CASES, lambda i, case: case in DAY)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("kind", "mesh", "layout"), BY_DAY)
 def test_same_loss_metrics_and_gradients(kind, mesh, layout, folder):
     loss, metrics, gradients = run(kind, mesh, layout, folder, trees=True)

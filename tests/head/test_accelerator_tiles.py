@@ -39,7 +39,7 @@ def mesh_of(name):
 SOME = ("plain", "softcap", "vh", "where", "keep, where", "padding", "lora", "temperatures")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(10)
 @pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.nightly) for n in OPTIONS])
 def test_two_passes(name):
     of_arrays, options = OPTIONS[name]
@@ -75,7 +75,7 @@ def on_one_cpu():
     return jax.jit(lambda h, k: step(None, h, k, config=bonus_and_kl()))(HIDDEN, KERNEL)
 
 
-@pytest.mark.sampled
+@pytest.mark.every(10)
 @pytest.mark.parametrize(
     "mesh", [None, "mixed", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("tensor", "fsdp"))]
 )
@@ -94,6 +94,7 @@ def test_one_pass(mesh, way):
     assert_trees_close(got, on_one_cpu(), rtol=2e-5, atol=3e-6)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("device", ["wide", "few chunks"])
 def test_work_follows_the_tokens_that_count(device):
     batch = make_batch((BATCH.loss_mask * 0).at[0].set(1))
@@ -124,7 +125,7 @@ def test_products_behind_the_loop_are_of_the_chunks_that_count():
 ADAPTED = itertools.product([None, "mixed"], ["hv", "vh"], ["a group in chunks", "chunks that follow the mask"])
 
 
-@pytest.mark.sampled
+@pytest.mark.every(8)
 @pytest.mark.parametrize(("mesh", "layout", "way"), sampled(ADAPTED, lambda i, _: i in (0, 3, 5, 6)))
 def test_one_pass_with_adapters(mesh, layout, way):
     config, parallel = bonus_and_kl(), mesh_of(mesh)
@@ -139,6 +140,7 @@ def test_one_pass_with_adapters(mesh, layout, way):
     assert_trees_close(got, expected, rtol=2e-5, atol=3e-6)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("device", ["small", "wide"])
 def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
     """In a caller's own `shard_map`: its micro-batches' gradients are added on each device, and those sums once."""

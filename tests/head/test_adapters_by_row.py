@@ -81,6 +81,7 @@ WAYS = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_row_has_its_adapter(way):
     options = dict(WAYS[way])

@@ -230,6 +230,7 @@ def policy(parallel, **options):
     return jax.value_and_grad(loss, (0, 1))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("memory", "tiles"),
     [

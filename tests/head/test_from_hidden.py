@@ -30,6 +30,7 @@ def test_everything_at_once():
 
 
 # of a device: less than a block, a block, a block and a column, a block and a column with windows that overlap
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("V", "mesh"), [(1000, MIXED), (1024, MIXED), (1026, MIXED), (1025, MIXED), (4096, "tp=8"), (4097, "tp=8")]
 )
@@ -37,6 +38,7 @@ def test_vocabularies_and_blocks(V, mesh):
     check_head(meshes([mesh]), head_arrays(V, bias=False), entropy="bonus")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "name",
     [

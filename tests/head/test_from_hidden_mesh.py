@@ -32,7 +32,7 @@ SPECS = {  # of the kernel [H, V]
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.every(4)
 @pytest.mark.parametrize("layout", ["hv", "vh"])
 @pytest.mark.parametrize("name", SPECS)
 def test_kernel_specs(name, layout):

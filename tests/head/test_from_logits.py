@@ -86,7 +86,7 @@ def test_bf16(name):
     check([None, MIXED], logits_arrays(104, dtype="bfloat16", **of_arrays), rounded_once, **options)
 
 
-@pytest.mark.sampled
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", ["plain", "nucleus, where", "padding", "temperatures"])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_vocabulary_that_the_tensor_axis_does_not_divide(name, explicit):

@@ -44,7 +44,7 @@ def assert_near(got, expected, size):
     assert (np.abs(np.asarray(got) - expected) < 1e-4 * size).all(), np.max(np.abs(got - expected) / size)
 
 
-@pytest.mark.sampled
+@pytest.mark.every(8)
 @pytest.mark.parametrize("implementation", ["xla", "reference", "mosaic_tpu"])
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("at", [1, 4, 8, 12, 16, 20])
@@ -130,7 +130,7 @@ def from_logits(hidden, head, batch, parallel=None, memory=None, **options):
     return sft_loss(stats, batch, parallel=parallel, **options)
 
 
-@pytest.mark.sampled
+@pytest.mark.every(4)
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "fsdp=2,tp=4"])
 @pytest.mark.parametrize("path", ["one pass", "two passes", "reference", "logits"])
 def test_label_smoothing_beside_masked_columns(path, mesh):
@@ -257,7 +257,6 @@ def on_policy(batch, arrays):
 HALVES = [*((name,) for name in FIELDS), ("hidden", "kernel"), FIELDS]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 @pytest.mark.parametrize("names", HALVES, ids="+".join)
 def test_gradients_under_a_loss_scale_where_anything_is_float16(names, mesh):

@@ -124,7 +124,7 @@ FOUND = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.every(6)
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize(("mesh", "spec"), FOUND, ids=str)
 def test_specs_that_met_other_tokens_targets(mesh, spec, explicit):
@@ -132,7 +132,6 @@ def test_specs_that_met_other_tokens_targets(mesh, spec, explicit):
     check("policy", make_parallel_mesh(mesh, explicit=explicit), spec)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, TWO_PASSES, {"deterministic": True}], ids=["one pass", "two", "bits"])
 @pytest.mark.parametrize("call", CALLS)
 def test_every_call_with_turned_axes(call, options):

@@ -134,7 +134,6 @@ def check(implementation, case, arrays):
         assert_trees_close(x, gradients[name], **tolerances, context=f"gradient of {name}")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", pairwise(9), ids=name_of)
 def test_options_and_meshes(case, implementation):
@@ -158,6 +157,7 @@ def test_the_table_has_every_two_options():
 PLAIN = {name: options[0] for name, options in OPTIONS.items()} | {"entropy": "bonus"}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("implementation", ["reference", "mosaic_tpu"])
 def test_one_pass(implementation):
     """The logits of the forward are those that the backward reads."""

@@ -86,7 +86,6 @@ def of_logits(request):
     return run, dtype
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", HARD)
 def test_hard_logits(of_logits, name):
     rng = np.random.default_rng(1)
@@ -186,7 +185,6 @@ def of_hidden(request):
         yield run, dtype
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("scale", [0, 2.0**-6, 1, 4, 64, 2.0**10])
 def test_from_hidden_states(of_hidden, scale):
     """Logits up to 1e5 in blocks of the vocabulary, merged."""

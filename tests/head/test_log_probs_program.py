@@ -112,6 +112,7 @@ CASES = {  # mesh, V, where, gradients asked for: collectives beside those of th
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("case", CASES)
 def test_collectives_of_each_mesh(case):
     parallel, columns, with_where, wrt, expected = CASES[case]
@@ -183,7 +184,6 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("columns", [2062, 2063, 2 * 17])  # 17 and 34 columns on 64 or 16 tokens: tokens outermost
 def test_no_array_holds_the_vocabulary_per_token(name, columns):
@@ -273,7 +273,6 @@ def test_temporaries_of_logits():
         assert found[entropy].output_bytes <= 1.01 * logits_bytes
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("path", ["logits", "hidden"])
 @pytest.mark.parametrize("parallel", [None, MIXED], ids=str)
 def test_entropy_as_a_metric_costs_the_backward_nothing(path, parallel):

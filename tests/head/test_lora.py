@@ -40,7 +40,6 @@ def statistics(hidden, head, batch, parallel):
     return (stats.log_probs * batch.advantages + stats.entropy).sum()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("way", [one_call, statistics])
 @pytest.mark.parametrize("layout", ["hv", "vh"])
 @pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "cp=2,tp=4"])
@@ -66,7 +65,6 @@ def test_the_merged_kernel_never_exists(way, layout, mesh):
     assert audit(merged, hidden, kernel, adapters, batch).temp_bytes >= part
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["one call", "statistics first"])
 @pytest.mark.parametrize(
     ("layout", "mesh", "dtype"),

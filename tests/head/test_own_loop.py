@@ -101,7 +101,7 @@ def train(compilations, step, params, batch):
 ONCE = [1] + [0] * (STEPS - 1)
 
 
-@pytest.mark.sampled
+@pytest.mark.every(6)
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize("mesh", MESHES)

@@ -39,6 +39,7 @@ def few_tokens_are_computed_again_together():
     jax.clear_caches()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name):
     of_arrays, options = CASES[name]

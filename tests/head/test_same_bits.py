@@ -69,6 +69,7 @@ def check_any_batch(alone, data):
         np.testing.assert_array_equal(found.reshape(-1)[kept], truth[chosen][kept])
 
 
+@pytest.mark.every(2)
 def test_in_any_batch(alone):
     """Any tokens in any places beside any others, few or many, with any mask."""
     check_any_batch(alone)
@@ -149,6 +150,7 @@ TODAY = [("lora", "bfloat16", None), ("lora", "float32", "sequence"), ("spec", "
 TODAY += [(name, "float32", None) for name in OF_HEADS if name != "spec"]
 
 
+@pytest.mark.every(14)
 @pytest.mark.parametrize(
     ("name", "dtype", "parallel"),
     [

@@ -59,6 +59,7 @@ def test_clip_cov_takes_random_ones_of_the_candidates():
     np.testing.assert_array_equal(everything > 0, candidates)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("loss", [ClipCov(0.2, 0.28, 0.2, 0.0), KLCov(0.2)])
 def test_the_choice_depends_on_the_step_alone(loss):
     config = config_of(loss)

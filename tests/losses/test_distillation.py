@@ -78,6 +78,7 @@ def small_tiles():
 
 
 # V: more than one block with a remainder; what tp=2 does not divide
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("divergence", "V"), [*((d, 1000) for d in DIVERGENCES), ("jensen_shannon", 97)])
 def test_against_logits_written_out_on_any_mesh(divergence, V):
     student, teacher = heads(V)

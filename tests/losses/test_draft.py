@@ -100,6 +100,7 @@ def check(objective, got):
         np.testing.assert_allclose(x, 0 if name.endswith("rules") else metrics[name], rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_oracle(objective):
     hidden = np.where(IDS[None, :, :, None] > 0, HIDDEN, np.nan)
@@ -131,6 +132,7 @@ def test_a_temperature_is_that_of_the_token_that_is_predicted():
     np.testing.assert_allclose(loss, total, rtol=1e-5)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("objective", "mesh", "layout"),
     [
@@ -161,6 +163,7 @@ def test_on_a_mesh(objective, mesh, layout):
         np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("options", [{"explicit": True}, {"sequence_parallel": True}], ids=str)
 def test_explicit_axes_and_hidden_states_sharded_by_position(options):
     """Arrays lie as a model leaves them."""

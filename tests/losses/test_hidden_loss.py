@@ -53,6 +53,7 @@ def local_losses():
     return sorted(name for name, loss in BY_NAME.items() if loss().token_local and loss.selects is None)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("loss", local_losses())
 def test_one_pass_is_two_passes(loss):
     config = PolicyLossConfig(by_name(loss), kl=KL(0.1), entropy_coef=0.01)
@@ -67,6 +68,7 @@ OF_SEQUENCES = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("config", [bonus_and_kl(), *OF_SEQUENCES.values()], ids=["by token", *OF_SEQUENCES])
 def test_from_hidden_is_the_two_public_functions(config):
 
@@ -85,6 +87,7 @@ def test_from_hidden_is_the_two_public_functions(config):
 MESHES = ["dp=8,cp=1,tp=1", "dp=1,cp=8,tp=1", "dp=1,cp=1,tp=8", "dp=2,cp=2,tp=2"]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     "mesh", [m if m in MESHES else pytest.param(m, marks=pytest.mark.nightly) for m in factorings()]
 )
@@ -126,6 +129,7 @@ class Squared(PolicyLoss):
         return self.strength * off**2 * jnp.abs(advantages), {"off": off}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_a_loss_of_the_users_own_with_traced_hyperparameters(mesh):
     parallel = mesh and make_parallel_mesh(mesh)
@@ -157,6 +161,7 @@ def with_adapters_merged(layout):
 LORA = itertools.product([None, *MESHES], [ONE_PASS, TWO_PASSES], ["hv", "vh"])
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize(("mesh", "budget", "layout"), sampled(LORA, lambda i, _: (i // 4 + i // 2 + i) % 2 == 0))
 def test_lora(mesh, budget, layout):
     """As a kernel with the product of its adapters added: value, metrics, and the gradients of both adapters."""
@@ -183,6 +188,7 @@ def test_a_frozen_kernel_beneath_a_lora_costs_no_product(budget):
     assert found.flops.high == pytest.approx(products * 2 * R * T * H * V + low, rel=0.1)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
 def test_sft_in_one_pass(aggregation):
     def two(hidden, kernel):
@@ -256,6 +262,7 @@ def test_a_program_says_which_way_it_went_and_cannot_hang():
     assert gathered.notes == ("one pass, 128 tokens x 500 columns",)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("budget", [ONE_PASS, TWO_PASSES])
 def test_devices_with_masks_of_their_own_may_share_hidden_states(budget):
     """Their blocks of tokens differ, and so must not be summed as they are."""
@@ -274,6 +281,7 @@ def test_devices_with_masks_of_their_own_may_share_hidden_states(budget):
     assert_trees_close(got, jax.jit(jax.grad(alone, (0, 1)))(shared, KERNEL), 1e-5, 2e-6)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("tokens", "features", "columns", "mib"),
     [(2048, 1024, 8192, 48), (2048, 1024, 32768, 48), (4096, 256, 32768, 48), (700, 512, 4096, 16)],

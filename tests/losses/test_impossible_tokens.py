@@ -138,7 +138,7 @@ def given_to(path: str):
     return {"hidden": hidden, "kernel": HEAD.kernel.astype(np.float32), "bias": HEAD.bias.astype(np.float32)}, batch
 
 
-@pytest.mark.sampled
+@pytest.mark.every(10)
 @pytest.mark.parametrize(("name", "path"), sampled(CASES, lambda i, case: (i // 6 + i) % 6 in (1, 3) or i < 6))
 def test_they_are_left_out(name, path):
     config = CONFIG | CONFIGS[name]

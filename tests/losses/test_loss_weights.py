@@ -128,6 +128,7 @@ def mtp(batch, aggregation):
     return mtp_loss(hidden, jax.random.normal(jax.random.key(1), (4, 50)), batch, aggregation=aggregation)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("aggregation", ["token_mean", "token_sum"])
 @pytest.mark.parametrize("loss", [sft, value, mtp])
 def test_other_losses_too(loss, aggregation):

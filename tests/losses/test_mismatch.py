@@ -66,6 +66,7 @@ def small_tiles():
 
 
 # V: more than one block with a remainder; what tp=2 does not divide
+@pytest.mark.every(2)
 @pytest.mark.parametrize("V", [1000, 97])
 def test_against_logits_written_out_on_any_mesh(small_tiles, V):
     trainer, sampler = models(V)
@@ -89,6 +90,7 @@ def test_against_logits_written_out_on_any_mesh(small_tiles, V):
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fsdp_and_bf16(small_tiles, sequence_parallel):
     parallel = make_parallel_mesh("fsdp=2,cp=2,tp=2", sequence_parallel=sequence_parallel)
@@ -123,6 +125,7 @@ def test_inside_a_users_shard_map():
     assert_trees_close(got, token_mismatch(hidden, head.kernel, other_hidden, yours, targets, where=WHERE), atol=2e-6)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mesh", [None, "tp=8"])
 def test_of_equally_likely_tokens_the_first_counts(small_tiles, mesh):
     """In many blocks on many shards; -inf and padded columns are never likeliest."""
@@ -161,6 +164,7 @@ def rounded(x, dtype):
     return x.astype(dtype).astype(jnp.float32)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("logits_dtype", ["float32", "bfloat16"])
 def test_rounding_is_within_its_bound_and_the_bound_is_near(dtype, logits_dtype):

@@ -92,6 +92,7 @@ CASES = [("dp=2,cp=4,tp=1", layout) for layout in LAYOUTS] + [
 NIGHTLY = [("dp=1,cp=4,tp=2", layout) for layout in LAYOUTS] + [("dp=1,cp=8,tp=1", layout) for layout in LAYOUTS[:2]]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("mesh", "layout"), CASES + [pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY]
 )

@@ -30,7 +30,7 @@ def results(batch, run):
     return np.append(loss, weights), by_sample(by_log_prob, batch), by_sample(by_entropy, batch)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_nothing_else_matters(loss):
     config = config_of(loss, AGGREGATIONS[LOSSES.index(loss) % 6])
@@ -70,7 +70,7 @@ def check_micro_batches(loss, aggregation, **options):
     assert_trees_close(got, results(together, whole(config)), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("loss", "aggregation"), PAIRS)
 def test_micro_batches_add_up(loss, aggregation):
     check_micro_batches(loss, aggregation)
@@ -82,6 +82,7 @@ def test_micro_batches_add_up_all(loss, aggregation):
     check_micro_batches(loss, aggregation)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "off_policy",
     [
@@ -140,6 +141,7 @@ def test_metrics_say_what_they_mean():
         np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_loss_token_anywhere_is_exactly_zero(loss):
     batch = RolloutBatch.from_samples(step_of(1), row_length=24, rows=4, num_segments=9)
@@ -208,6 +210,7 @@ def test_current_log_probs_are_a_ratio_of_one():
     )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "gmpo"])
 def test_context_shards_without_loss_tokens(loss):
     """Seven of eight context shards own none: their gradient is exactly 0, and they take part in every collective."""

@@ -58,6 +58,7 @@ MORE = [("gspo", {"gradient": "token"}), ("cispo", {"unified_mask": True}), ("pr
 VARIANTS = [*ALL.items(), *MORE, *OF_SEQUENCES]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "options"), VARIANTS)
 def test_gradient_is_that_of_f64_differences(name, options):
     with jax.enable_x64(True):
@@ -85,6 +86,7 @@ def test_gradient_is_that_of_f64_differences(name, options):
     np.testing.assert_allclose(jax.grad(total)(x), differences, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_log_ratio_is_finite(name):
     """exp(100) is inf in f32, and inf * 0 a NaN gradient: the ratio is exp of at most 20."""
@@ -100,6 +102,7 @@ def test_any_log_ratio_is_finite(name):
             assert np.all(np.isfinite(gradient)), (ratio, sign)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in LOSSES), *OF_SEQUENCES])
 def test_token_local_flag_is_true(name, options):
     """No token of a token-local loss feels another's log-prob; those of others do, or they lose the one-pass path.
@@ -116,7 +119,7 @@ def test_token_local_flag_is_true(name, options):
     assert loss_named(name, **options).token_local == (not np.any(felt))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", [n for n in LOSSES if loss_named(n).token_local])
 def test_token_local_losses_in_blocks(name):
     """The sum over blocks of tokens, each by itself, is the loss: what a one-pass head relies on."""

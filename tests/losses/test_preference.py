@@ -122,6 +122,7 @@ def check(name: str, samples: list[Sample], batch: RolloutBatch, got) -> None:
         np.testing.assert_allclose(found[key], value, rtol=2e-5, atol=1e-6, err_msg=key)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_oracle_on_one_device(name):
     samples = step_of(0)
@@ -129,6 +130,7 @@ def test_the_oracle_on_one_device(name):
     check(name, samples, batch, whole(name)(with_garbage(batch, np.nan)))
 
 
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     ("name", "mesh"), sampled(itertools.product(LOSSES, MESHES), lambda i, _: (i + i // 4) % 4 == 0)
 )
@@ -140,6 +142,7 @@ def test_the_oracle_wherever_pairs_lie(name, mesh):
     check(name, samples, batch, whole(name, mesh, layout)(with_garbage(batch, np.inf)))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "mesh"), [("dpo", "dp=2,cp=2,tp=2"), ("orpo", None), ("kto", "dp=2,cp=2,tp=2")])
 def test_micro_batches_add_up(name, mesh):
     """Four pairs, one and one: the mean of the parts' means is another number."""
@@ -188,7 +191,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.every(4)
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 @pytest.mark.parametrize("how", BROKEN)
 def test_what_is_no_pair_is_nan(how, mesh):
@@ -245,6 +248,7 @@ def test_a_pair_in_two_micro_batches_is_nan():
     assert explain_broken_rules(found["broken_rules"].value)[0].startswith("pairs")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_from_hidden(mesh):
     """The two public functions one after the other, gradients of hidden states and kernel too."""
@@ -331,6 +335,7 @@ def test_kto_reference_point():
     assert float(jax.jit(jax.grad(run))(0.4)) == 0  # a constant
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("mesh", [None, *MESHES])
 def test_reward_model(mesh):
     samples, options = step_of(8), {} if mesh == "dp=8" else {"margin": 0.7, "centring": 0.05}

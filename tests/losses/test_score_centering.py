@@ -73,7 +73,6 @@ ADVANTAGES = RNG.normal(size=(R, T))
 BATCH = batch_of(RNG.integers(0, V, (R, T)), ADVANTAGES)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("tail", ["bucket", "renormalise"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_against_the_oracle(name, tail):
@@ -144,6 +143,7 @@ def test_an_id_that_the_policy_finds_impossible(name, tail):
     assert np.isnan(no_gradient).any()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["one", "truncated", "masked"])
 def test_the_expected_gradient_over_the_sampler_is_zero(name):
     """Every token of the vocabulary in turn is the sampled one, with its probability; alone, the policy loss moves."""
@@ -171,6 +171,7 @@ def test_the_expected_gradient_over_the_sampler_is_zero(name):
     np.testing.assert_allclose(centred, 0, atol=2e-6)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "tp=8"])
 def test_on_a_mesh_from_hidden_states(mesh):
     hidden, kernel = (

@@ -42,6 +42,7 @@ def truth(fn, x, batch):
     return 0.5 * np.maximum((x - goal) ** 2, (np.clip(x, old - 0.2, old + 0.2) - goal) ** 2).mean()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("fn", [sft, value])
 def test_same_on_every_mesh_and_blind_to_nan_outside_the_mask(fn):
     batch, x = hard_batch()
@@ -56,7 +57,6 @@ def test_same_on_every_mesh_and_blind_to_nan_outside_the_mask(fn):
     assert all(np.isfinite(v) for v in metrics.values())
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("fn", [sft, value])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
 def test_micro_batches_add_up(fn, aggregation):
@@ -142,6 +142,7 @@ def written_out(hidden, kernel, batch):
     return jnp.where(counted, losses, 0).sum() / counted.sum(dtype=jnp.float32)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("path", ["hidden", "logits"])
 def test_label_smoothing_and_z_loss_on_every_mesh(path):
     batch, _ = hard_batch()

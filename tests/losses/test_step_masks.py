@@ -34,7 +34,6 @@ def loss_tokens(batch, *names):
     return mask, [np.where(mask, by_sample(getattr(batch, name), batch, 20), 0).astype(np.float64) for name in names]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bound", [1e-9, 2e-3, 5e-3, 1.0])
 def test_the_fewest_largest_go(place, bound):
@@ -57,7 +56,6 @@ def test_tokens_of_one_drift_go_together_and_impossible_ones_first():
     assert second_moment_mask(batch, 0.2).tolist() == [[1, 1, 1, 1, 0, 0]]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("share", [1e-3, 0.2, 0.5, 1.0])
 def test_the_highest_entropies_stay(place, share):

@@ -46,7 +46,7 @@ def parallel_of(mesh, layout):
     return make_parallel_mesh(mesh, context_layout=layout)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("mesh", "layout", "kind"), BY_DAY)
 def test_losses_metrics_and_gradients(mesh, layout, kind):
     plain, _ = both(SAMPLES, row_length=LENGTH)
@@ -86,7 +86,7 @@ def of_step(batch, parallel):
     return found
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_advantages(layout):
     mesh = {"contiguous": "dp=2,cp=2,tp=2", "zigzag": "cp=4,dp=2", "striped": "dp=4,cp=2"}.get(layout, "cp=8")
@@ -111,7 +111,7 @@ def states(batch, depth):
     return table[owners, batch.positions]
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_multi_token_prediction(layout):
     parallel = parallel_of("dp=2,cp=2,tp=2", layout)
@@ -163,6 +163,7 @@ OF_LOSSES = {
 KERNEL = np.random.default_rng(9).normal(size=(6, 56)).astype(np.float32)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", OF_LOSSES)
 def test_losses_of_broken_trees_are_nan(kind):
     _, trees = both(SAMPLES, row_length=LENGTH, mtp_depths=1)

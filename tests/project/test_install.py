@@ -21,7 +21,7 @@ def test_it(parallel_mesh, assert_mesh_invariant):
 """
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.nightly)])
 def python(request, built, tmp_path_factory):
     return with_jaxppo(tmp_path_factory.mktemp("env") / "venv", built[1], request.param, "pytest")
 

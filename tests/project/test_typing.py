@@ -99,7 +99,7 @@ def basedpyright(python, folder, *files):
     return {(Path(x["file"]).name, x["range"]["start"]["line"] + 1) for x in found}, done.stdout
 
 
-@pytest.mark.parametrize("check", [mypy, basedpyright])
+@pytest.mark.parametrize("check", [mypy, pytest.param(basedpyright, marks=pytest.mark.nightly)])
 def test_a_users_file_is_clean_and_mistakes_are_reported(python, project, check):
     wrong = WRONG.strip().splitlines()
     lines = [f"    {line}" for line in wrong + RIGHT.strip().splitlines()]
@@ -111,7 +111,8 @@ def test_a_users_file_is_clean_and_mistakes_are_reported(python, project, check)
     assert reported <= set(range(len(wrong))), said
 
 
-@pytest.mark.parametrize("name", ["sharding.py", pytest.param("sharding/__init__.py", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["sharding.py", "sharding/__init__.py"])
 def test_mypy_is_clean_in_a_project_with_a_module_named_sharding(python, project, name):
     (project / name).parent.mkdir(exist_ok=True)
     (project / name).write_text("mine: int = 1\n")

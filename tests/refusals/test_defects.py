@@ -199,6 +199,7 @@ def hessian_vector(loss, kernel, v):
         return None
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 @pytest.mark.parametrize("mesh", [None, MIXED])
 def test_4_curvature_of_the_kl_at_the_old_policy(estimator, mesh):

@@ -99,6 +99,7 @@ ALL = [(mesh, layout) for mesh in factorings(8) for layout in LAYOUTS]
 ALL.remove(("dp=1,cp=8,tp=1", "zigzag_per_segment"))  # its sequences are padded to 8 positions, and need 16
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mesh", "layout"), CASES + [pytest.param(*case, marks=pytest.mark.nightly) for case in ALL if case not in CASES]
 )

@@ -242,6 +242,7 @@ def serial_scan(a, b, ids, reverse):
     return y
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("mesh", "layout"), TABLE)
 def test_scan_affine_is_the_serial_loop(mesh, layout):
     """In f64, both ways, over segments and over whole rows; whatever lies on padding."""
@@ -303,6 +304,7 @@ def test_gradient_of_scan_affine(layout, reverse):
         np.testing.assert_allclose(g, physical(e, layout, shards), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_second_derivatives(layout):
     """A scan and a move in one: the gradient of a gradient's square is that of one device."""
