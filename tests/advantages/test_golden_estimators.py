@@ -109,6 +109,7 @@ def test_slime_sft(slime_sft, parallel):
     assert_close(grad[..., :vocab], ragged.packing.pack(ragged.split(case.outputs["grad_logits"])))
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("path", ["logits", "hidden"])
 def test_slime_log_probs_and_entropy(slime_log_probs, path, parallel):
     case = slime_log_probs
@@ -152,6 +153,7 @@ def test_slime_gae(slime_gae, parallel):
     assert_close(list(map(concatenate, got)), [case.outputs["advantages"], case.outputs["returns"]])
 
 
+@pytest.mark.every(3)
 def test_slime_reinforce_plus_plus(slime_reinforce, parallel):
     case = slime_reinforce
     packing, pack, concatenate = response_packing(case)
@@ -189,6 +191,7 @@ def test_slime_whiten(slime_whiten, parallel):
     assert_close(got, shape(case.outputs["whitened"] * case.inputs["mask"]))
 
 
+@pytest.mark.every(3)
 def test_verl_value(verl_value, parallel):
     case, padded = verl_value, Padded.of(verl_value)
     batch = padded.batch(case, values=list(case.inputs["old_values"]))
@@ -203,6 +206,7 @@ def test_verl_value(verl_value, parallel):
     assert_close(found["clip_fraction"].value, case.outputs["clipfrac"])
 
 
+@pytest.mark.every(3)
 def test_verl_gae(verl_gae, parallel):
     case, padded = verl_gae, Padded.of(verl_gae)
     batch = padded.batch(case)
@@ -244,6 +248,7 @@ def verl_estimate(name, case, batch, parallel):
     return advantages.reinforce_plus_plus(token_rewards, batch, **options)
 
 
+@pytest.mark.every(5)
 def test_verl_outcome_advantages(verl_outcome, parallel):
     case, padded = verl_outcome, Padded.of(verl_outcome)
     batch = padded.batch(case, rewards=case.inputs["rewards"].sum(1), group_ids=case.inputs.get("group"))

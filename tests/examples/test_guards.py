@@ -96,6 +96,7 @@ def test_gradients_are_clipped_by_their_norm_over_all_shards(tmp_path, mesh):
     assert norm == pytest.approx(1e-3, rel=1e-3)  # parameters near 1 round at 6e-8
 
 
+@pytest.mark.nightly
 def test_a_spike_is_kept_with_its_ids_and_replayed(tmp_path):
     run, args = started(tmp_path, "--spike-deviations", "1e-9")  # so that all steps stand out once there are some
     for _ in range(4):
@@ -193,6 +194,7 @@ def test_a_step_moves_only_what_it_asks_for_by_name(tmp_path, monkeypatch):
     assert asked == [3, len(numbers) - 4]  # responses; metrics, beside which there are four numbers of the host
 
 
+@pytest.mark.nightly
 def test_a_transfer_that_nobody_asked_for_is_refused(tmp_path):
     run, args = started(tmp_path)
     pack = run.pack

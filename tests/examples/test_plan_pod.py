@@ -73,6 +73,7 @@ def test_the_curve_over_budgets(capsys):
     assert float(two.split()[2]) <= 0.01 < float(one.split()[2]) <= 0.5
 
 
+@pytest.mark.nightly
 def test_what_a_step_holds_on_emulated_devices():
     """The parts are the shards' bytes, and the step runs: its loss is that of one device."""
     sizes = ModelSizes(32, 128, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_size=64)

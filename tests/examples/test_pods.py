@@ -120,6 +120,7 @@ class NoCoordinator:
         raise AssertionError(f"a single controller asked for {name}")
 
 
+@pytest.mark.nightly
 def test_a_single_controller_needs_no_coordinator(monkeypatch):
     """One process that owns all devices, as under Pathways: batches, sums and results go by arrays alone."""
     monkeypatch.setattr(multihost, "distributed", NoCoordinator())

@@ -39,7 +39,7 @@ def mesh_of(name):
 SOME = ("plain", "softcap", "vh", "where", "keep, where", "padding", "lora", "temperatures")
 
 
-@pytest.mark.every(10)
+@pytest.mark.every(21)
 @pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.nightly) for n in OPTIONS])
 def test_two_passes(name):
     of_arrays, options = OPTIONS[name]

@@ -38,7 +38,7 @@ def test_vocabularies_and_blocks(V, mesh):
     check_head(meshes([mesh]), head_arrays(V, bias=False), entropy="bonus")
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 @pytest.mark.parametrize(
     "name",
     [

@@ -51,6 +51,7 @@ def check(meshes, arrays, tolerances=F32, **options):
     check_head(parallels, arrays, ("logits",), call=call_logits, **tolerances, **options)
 
 
+@pytest.mark.nightly
 def test_every_factoring():
     check([None, *factorings(8)], logits_arrays(1000))
 
@@ -73,6 +74,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name):
     of_arrays, options = OPTIONS[name]

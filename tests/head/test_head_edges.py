@@ -257,6 +257,7 @@ def on_policy(batch, arrays):
 HALVES = [*((name,) for name in FIELDS), ("hidden", "kernel"), FIELDS]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 @pytest.mark.parametrize("names", HALVES, ids="+".join)
 def test_gradients_under_a_loss_scale_where_anything_is_float16(names, mesh):

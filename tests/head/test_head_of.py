@@ -99,7 +99,7 @@ def assert_same(head_loss, logits_loss, params, tolerance=CLOSE):
     assert all(bool(jnp.any(x != 0)) for x in jax.tree.leaves(ours[1]))
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("name", NNX)
 def test_nnx_and_tunix(name):
     make, logits, options = NNX[name]

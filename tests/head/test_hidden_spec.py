@@ -124,7 +124,7 @@ FOUND = [
 ]
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize(("mesh", "spec"), FOUND, ids=str)
 def test_specs_that_met_other_tokens_targets(mesh, spec, explicit):
@@ -132,12 +132,14 @@ def test_specs_that_met_other_tokens_targets(mesh, spec, explicit):
     check("policy", make_parallel_mesh(mesh, explicit=explicit), spec)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("options", [{}, TWO_PASSES, {"deterministic": True}], ids=["one pass", "two", "bits"])
 @pytest.mark.parametrize("call", CALLS)
 def test_every_call_with_turned_axes(call, options):
     check(call, make_parallel_mesh(MESH), TURNED, TURNED, **options)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("specs", [(None, TURNED), (TURNED, None), (P(None, ("tp", "fsdp")), P("tp", "dp"))], ids=str)
 @pytest.mark.parametrize("call", ["divergence", "distillation"])
 def test_student_and_teacher_lie_otherwise(call, specs):

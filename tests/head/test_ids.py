@@ -33,6 +33,7 @@ def truth(arrays):
     return values, {"hidden": of_hidden, "kernel": gradient.kernel, "bias": gradient.bias}
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("with_where", [False, True])
 @pytest.mark.parametrize("mesh", [None, MIXED, "fsdp=4,tp=2", "tp=8"])
 def test_values_and_gradients(mesh, with_where):

@@ -134,6 +134,7 @@ def check(implementation, case, arrays):
         assert_trees_close(x, gradients[name], **tolerances, context=f"gradient of {name}")
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", pairwise(9), ids=name_of)
 def test_options_and_meshes(case, implementation):

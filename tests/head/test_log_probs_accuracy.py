@@ -86,6 +86,7 @@ def of_logits(request):
     return run, dtype
 
 
+@pytest.mark.every(11)
 @pytest.mark.parametrize("name", HARD)
 def test_hard_logits(of_logits, name):
     rng = np.random.default_rng(1)
@@ -185,6 +186,7 @@ def of_hidden(request):
         yield run, dtype
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("scale", [0, 2.0**-6, 1, 4, 64, 2.0**10])
 def test_from_hidden_states(of_hidden, scale):
     """Logits up to 1e5 in blocks of the vocabulary, merged."""

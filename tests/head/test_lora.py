@@ -40,6 +40,7 @@ def statistics(hidden, head, batch, parallel):
     return (stats.log_probs * batch.advantages + stats.entropy).sum()
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("way", [one_call, statistics])
 @pytest.mark.parametrize("layout", ["hv", "vh"])
 @pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "cp=2,tp=4"])

@@ -104,7 +104,7 @@ CASES = {  # loss, mesh axes, dtype of parameters, of products
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("case", CASES)
 def test_a_head_on_a_mesh(case):
     loss_fn, kind, dtype, narrowed = CASES[case]

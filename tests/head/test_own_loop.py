@@ -101,7 +101,7 @@ def train(compilations, step, params, batch):
 ONCE = [1] + [0] * (STEPS - 1)
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(13)
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize("mesh", MESHES)
@@ -119,6 +119,7 @@ def test_a_plain_loop_compiles_its_step_once(mesh, one_pass, explicit, compilati
         assert {k: x.sharding for k, x in after.items()} == {k: x.sharding for k, x in params.items()}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("how", ["spec", "out_shardings", "explicit"])
 @pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "fsdp=8"])
 def test_parameters_that_lie_otherwise_than_the_mesh_says(mesh, how, compilations):

@@ -84,7 +84,7 @@ def test_a_f32_gradient_is_one_sum():
     assert [c.op for c in audit(fn, x, mesh=PARALLEL.mesh).collectives] == ["all-reduce"]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("layout", ["hv", "vh"])
 @pytest.mark.parametrize("frozen", [False, True])  # tokens outermost, and the vocabulary
 def test_a_head(layout, frozen, monkeypatch):

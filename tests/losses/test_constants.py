@@ -62,7 +62,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", LOSSES)
 def test_batches_and_coefficients_are_constants(name):
     arrays = {name: jnp.asarray(getattr(BATCH, name)) for name in ("loss_mask", "rewards", *OF_TOKENS)}

@@ -132,7 +132,7 @@ def test_a_temperature_is_that_of_the_token_that_is_predicted():
     np.testing.assert_allclose(loss, total, rtol=1e-5)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("objective", "mesh", "layout"),
     [

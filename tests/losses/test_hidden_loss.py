@@ -53,7 +53,7 @@ def local_losses():
     return sorted(name for name, loss in BY_NAME.items() if loss().token_local and loss.selects is None)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("loss", local_losses())
 def test_one_pass_is_two_passes(loss):
     config = PolicyLossConfig(by_name(loss), kl=KL(0.1), entropy_coef=0.01)
@@ -68,7 +68,7 @@ OF_SEQUENCES = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("config", [bonus_and_kl(), *OF_SEQUENCES.values()], ids=["by token", *OF_SEQUENCES])
 def test_from_hidden_is_the_two_public_functions(config):
 
@@ -87,7 +87,7 @@ def test_from_hidden_is_the_two_public_functions(config):
 MESHES = ["dp=8,cp=1,tp=1", "dp=1,cp=8,tp=1", "dp=1,cp=1,tp=8", "dp=2,cp=2,tp=2"]
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(11)
 @pytest.mark.parametrize(
     "mesh", [m if m in MESHES else pytest.param(m, marks=pytest.mark.nightly) for m in factorings()]
 )

@@ -40,6 +40,7 @@ def value_and_grad(estimator, d, weigh=False):
     return np.asarray(value), np.asarray(pullback(jnp.ones_like(value))[0]), np.asarray(x - ref, np.float64)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("estimator", KL_NAMES)
 def test_values_and_gradients(estimator):
     name = estimator.removesuffix("+")
@@ -49,6 +50,7 @@ def test_values_and_gradients(estimator):
     np.testing.assert_allclose(gradient, slope, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("estimator", KL_NAMES)
 def test_importance_weight(estimator):
     """d/dx of w k(x), w = exp(x - old): w (k + k'); with "+" the value is w k and the gradient w d, w constant."""

@@ -73,6 +73,7 @@ def make_step():
 SAMPLES, HEAD = make_step()
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     ("name", "path", "aggregation"),

@@ -90,7 +90,7 @@ def test_against_logits_written_out_on_any_mesh(small_tiles, V):
     )
 
 
-@pytest.mark.every(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fsdp_and_bf16(small_tiles, sequence_parallel):
     parallel = make_parallel_mesh("fsdp=2,cp=2,tp=2", sequence_parallel=sequence_parallel)
@@ -164,7 +164,7 @@ def rounded(x, dtype):
     return x.astype(dtype).astype(jnp.float32)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("logits_dtype", ["float32", "bfloat16"])
 def test_rounding_is_within_its_bound_and_the_bound_is_near(dtype, logits_dtype):

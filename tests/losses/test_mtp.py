@@ -159,6 +159,7 @@ def test_gradients_that_are_stopped(option, stopped):
     np.testing.assert_allclose(gradients[1 - stopped], full[1 - stopped], rtol=1e-6)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_device_is_left_waiting(layout):
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout=layout)

@@ -147,6 +147,7 @@ VECTORS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", VECTORS)
 def test_what_others_drop(name):
     old, rollout, mask, rejections, stays = VECTORS[name]

@@ -105,12 +105,14 @@ def positive_nll(log_probs, batch, parallel):
     return sft_loss(TokenStats(log_probs), masked, parallel=parallel)[0]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("mesh", MESHES)
 @of("trl")
 def test_trl(record, mesh):
     check(record, trl(record["options"]), mesh)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("mesh", MESHES)
 @of("nemo")
 def test_nemo_kl(record, mesh):
@@ -118,6 +120,7 @@ def test_nemo_kl(record, mesh):
     check(record, nemo(record["options"]), mesh)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("mesh", MESHES)
 @of("prime-rl")
 def test_prime_rl(record, mesh):
@@ -217,6 +220,7 @@ def openrlhf(options) -> PolicyLossConfig:
     )
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("mesh", MESHES)
 @of("openrlhf")
 def test_openrlhf(record, mesh):

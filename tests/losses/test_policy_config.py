@@ -116,7 +116,7 @@ def test_hyperparameters(make, message):
         make()
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_hyperparameters_may_be_traced(name):
     """Where the loss is made inside jit: equality and hash are for plain numbers."""

@@ -70,7 +70,7 @@ def check_micro_batches(loss, aggregation, **options):
     assert_trees_close(got, results(together, whole(config)), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @pytest.mark.parametrize(("loss", "aggregation"), PAIRS)
 def test_micro_batches_add_up(loss, aggregation):
     check_micro_batches(loss, aggregation)

@@ -86,7 +86,7 @@ def test_gradient_is_that_of_f64_differences(name, options):
     np.testing.assert_allclose(jax.grad(total)(x), differences, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_log_ratio_is_finite(name):
     """exp(100) is inf in f32, and inf * 0 a NaN gradient: the ratio is exp of at most 20."""

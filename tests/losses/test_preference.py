@@ -122,7 +122,7 @@ def check(name: str, samples: list[Sample], batch: RolloutBatch, got) -> None:
         np.testing.assert_allclose(found[key], value, rtol=2e-5, atol=1e-6, err_msg=key)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_oracle_on_one_device(name):
     samples = step_of(0)

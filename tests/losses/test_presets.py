@@ -10,7 +10,7 @@ from policy_steps import loss_of, selected_of, step_of
 from jaxppo import RolloutBatch, TokenStats, presets
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("name", presets.__all__)
 def test_preset(name):
     preset = getattr(presets, name)

@@ -73,6 +73,7 @@ ADVANTAGES = RNG.normal(size=(R, T))
 BATCH = batch_of(RNG.integers(0, V, (R, T)), ADVANTAGES)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("tail", ["bucket", "renormalise"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_against_the_oracle(name, tail):
@@ -143,7 +144,7 @@ def test_an_id_that_the_policy_finds_impossible(name, tail):
     assert np.isnan(no_gradient).any()
 
 
-@pytest.mark.every(3)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["one", "truncated", "masked"])
 def test_the_expected_gradient_over_the_sampler_is_zero(name):
     """Every token of the vocabulary in turn is the sampled one, with its probability; alone, the policy loss moves."""

@@ -111,7 +111,7 @@ def states(batch, depth):
     return table[owners, batch.positions]
 
 
-@pytest.mark.every(4)
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_multi_token_prediction(layout):
     parallel = parallel_of("dp=2,cp=2,tp=2", layout)

@@ -158,6 +158,7 @@ def test_real_heads_have_the_published_sizes():
     assert sizes["gpt2"] == (768, 50257)
 
 
+@pytest.mark.nightly
 def test_trees_count_tokens_and_operations():
     """Four samples of 8 + 2 tokens are 40, or 7 + 4 * 3 as a tree. Rows of 20 hold two whole samples, or a tree."""
     config = dataclasses.replace(trees.MODEL, vocab_size=64, width=8, layers=1, heads=1, head_dim=8, mlp_width=8)

@@ -43,6 +43,7 @@ def test_the_sdist_holds_the_tests_and_what_they_compare_with(built):
     assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "runs/"))]
 
 
+@pytest.mark.nightly
 def test_smoke(python, tmp_path):
     for name in ("smoke.py", "typed_user.py"):
         shutil.copy(ROOT / "tests" / "support" / name, tmp_path)

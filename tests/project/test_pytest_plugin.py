@@ -103,6 +103,7 @@ def sizes(case):
     return (*(int(size[3:]) for size in mesh.split(",")), layout.partition("-")[0])
 
 
+@pytest.mark.nightly
 def test_what_one_device_does_not_show_is_found_on_meshes(pytester, inner):
     pytester.makepyfile(functions=FUNCTIONS, test_it=TESTS)
     result = inner("--emulated-devices", "4", "--mesh-cases", "pairwise", "-vrf", "-n", "1")
@@ -137,6 +138,7 @@ def test_the_configuration_says_it_too_and_the_sample_is_pairwise(pytester, inne
     assert "dp=1,cp=1,tp=2-contiguous" in inner("--collect-only", "-q", "--emulated-devices", "2").stdout.str()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices", [2, 4])
 def test_devices_that_jax_has_already(pytester, inner, devices):
     """Devices of another plugin, started before any conftest.py: enough are taken, fewer are refused."""
@@ -151,6 +153,7 @@ def test_devices_that_jax_has_already(pytester, inner, devices):
         result.stderr.fnmatch_lines(["*emulated_devices: got 3, expected at most 2, the devices that JAX had started*"])
 
 
+@pytest.mark.nightly
 def test_a_conftest_that_sets_fewer(pytester, inner):
     pytester.makeconftest("import jax\njax.config.update('jax_num_cpu_devices', 2)")
     pytester.makepyfile("def test_it(assert_mesh_invariant):\n    pass")
@@ -159,6 +162,7 @@ def test_a_conftest_that_sets_fewer(pytester, inner):
     result.stdout.fnmatch_lines(["*emulated_devices: got 4, expected at most 2, *"])
 
 
+@pytest.mark.nightly
 def test_the_devices_that_are_there(pytester, inner):
     pytester.makeconftest("import jax\njax.config.update('jax_num_cpu_devices', 2)")
     pytester.makepyfile("def test_it(parallel_mesh):\n    assert parallel_mesh.mesh.size == 2")
@@ -180,6 +184,7 @@ def test_nobody_asked(pytester, inner):
     result.stdout.fnmatch_lines(["emulated_devices: got none, expected a number of devices: emulated_devices in*"])
 
 
+@pytest.mark.nightly
 def test_a_users_own_fixtures_and_options_are_theirs(pytester, inner):
     pytester.makeconftest(
         "import pytest\n@pytest.fixture(params=[3, 4])\ndef parallel_mesh(request): return request.param"
@@ -188,6 +193,7 @@ def test_a_users_own_fixtures_and_options_are_theirs(pytester, inner):
     inner("--emulated-devices", "2").assert_outcomes(passed=2)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("ini", "error"),
     [

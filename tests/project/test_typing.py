@@ -99,6 +99,7 @@ def basedpyright(python, folder, *files):
     return {(Path(x["file"]).name, x["range"]["start"]["line"] + 1) for x in found}, done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("check", [mypy, pytest.param(basedpyright, marks=pytest.mark.nightly)])
 def test_a_users_file_is_clean_and_mistakes_are_reported(python, project, check):
     wrong = WRONG.strip().splitlines()

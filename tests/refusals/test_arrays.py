@@ -98,6 +98,7 @@ def test_all_arrays_are_there():
     assert len(NAMES) == 16
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("function", TAKE_A_BATCH)
 def test_an_array_of_a_batch_is_named(function):
     TAKE_A_BATCH[function](BATCH)

@@ -81,6 +81,7 @@ def one_token_samples(rollouts):
     return [Sample([1, 2], response_start=1, rollout_id=r, **values) for r in rollouts]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("mesh", [None, "dp=8", MIXED])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_1_rollouts_of_three_and_of_one(mesh, seed):
@@ -173,7 +174,7 @@ def eager_calls(parallel):
     }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("name", eager_calls(None))
 @pytest.mark.parametrize("mesh", [None, MIXED])
 def test_3_eager_calls_work_and_the_second_compiles_nothing(name, mesh):
@@ -199,7 +200,7 @@ def hessian_vector(loss, kernel, v):
         return None
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 @pytest.mark.parametrize("mesh", [None, MIXED])
 def test_4_curvature_of_the_kl_at_the_old_policy(estimator, mesh):

@@ -121,6 +121,7 @@ UNEVEN = itertools.product(
 )
 
 
+@pytest.mark.every(9)
 @pytest.mark.parametrize(("mesh", "loss", "aggregation"), sampled(UNEVEN, lambda i, _: i % 2 == 0))
 def test_5_uneven_micro_batches_are_the_whole(loss, aggregation, mesh):
     stacked, whole, log_probs = micro_batches()

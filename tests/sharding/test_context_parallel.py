@@ -132,6 +132,7 @@ PROGRAMS |= {
 PROGRAMS["distillation"] = distilled
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_loss_can_leave_a_device_waiting(name):
     """With its gradient; see test_mtp for that one."""

@@ -342,6 +342,7 @@ def test_what_a_scan_moves(layout, expected):
         assert collectives(parallel, lambda a, b: scan_affine(a, b, parallel), x, x) == pairs
 
 
+@pytest.mark.nightly
 def test_context_over_two_axes_explicit_and_inside_shard_map():
     """A context axis made of two mesh axes, Explicit ones, and ShardAxes inside the caller's own shard_map."""
     mesh = jax.make_mesh((2, 2, 2), ("rows", "slow", "fast"))

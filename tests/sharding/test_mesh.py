@@ -203,6 +203,7 @@ def test_descriptions_that_cannot_be(text, message):
 # shard_call
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("mesh", [None, *factorings(8)])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_sum_on_any_mesh(mesh, explicit):

@@ -78,6 +78,7 @@ def test_packing_and_back(layout):
     np.testing.assert_array_equal(physical_places(layout, T, C, lengths), np.argsort(held, axis=-1))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("other", list(LAYOUTS))
 def test_redistribute(layout, other):
     """There, back, and <A x, y> = <x, A' y>."""
@@ -101,6 +102,7 @@ def brought_to(name, lengths, x):
     return np.take_along_axis(x, np.broadcast_to(logical_positions(name, T, C, lengths), x.shape), axis=1)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("reverse", [True, False])
 def test_shifts_and_scans(layout, reverse):
     """Values and gradients of one device that holds the rows in order."""

@@ -65,6 +65,7 @@ def assert_spoiled_only(got, clean, row, dependent, value, context):
         assert np.isnan(got[mask]).all(), context
 
 
+@pytest.mark.every(9)
 @pytest.mark.parametrize(
     ("shards", "layout", "reverse"),
     sampled([(*case, back) for case in CASES for back in (True, False)], lambda i, _: (i // 2 + i) % 2),
@@ -118,6 +119,7 @@ def test_scan_affine(shards, layout, reverse):
                     assert_spoiled_only(got, before, row, dependent, value, context)
 
 
+@pytest.mark.every(5)
 @EVERYWHERE
 def test_an_infinite_addend_is_not_made_nan(shards, layout):
     """With positive coefficients all that depends on it is infinite, across shards too."""
@@ -132,6 +134,7 @@ def test_an_infinite_addend_is_not_made_nan(shards, layout):
         assert not np.isnan(got).any()
 
 
+@pytest.mark.every(7)
 @SAMPLED
 def test_spoiled_tangents_and_cotangents_stay_in_their_sequence(shards, layout):
     parallel, ids, physical = on(shards, layout)
@@ -157,6 +160,7 @@ def test_spoiled_tangents_and_cotangents_stay_in_their_sequence(shards, layout):
                 np.testing.assert_array_equal(np.asarray(got)[others], np.asarray(expected)[others])
 
 
+@pytest.mark.every(7)
 @SAMPLED
 def test_padding_and_what_is_behind_the_end_may_hold_anything(shards, layout):
     """Padding in a and b, and a at the end of each sequence, where y is b alone."""
@@ -211,6 +215,7 @@ def test_ids_that_come_again_are_other_sequences(layout):
         np.testing.assert_allclose(scan(physical(ids)), physical(y[:, :T]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.every(5)
 @EVERYWHERE
 def test_shift_left(shards, layout):
     parallel, ids, physical = on(shards, layout)
@@ -264,6 +269,7 @@ def test_segment_reductions(shards):
             np.testing.assert_array_equal(np.asarray(got)[others], np.asarray(expected)[others])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("shards", "layout"), [(1, "contiguous"), *((4, layout) for layout in LAYOUTS)])
 def test_returns_and_advantages(shards, layout):
     """One NaN reward or value costs its own sequence alone, whatever it shares a row with."""

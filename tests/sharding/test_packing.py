@@ -14,6 +14,7 @@ from sharding.axes import LAYOUTS
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(deadline=None, max_examples=30)
 @given(LENGTHS, st.sampled_from([None, 1, 3]))

@@ -69,6 +69,7 @@ def test_uneven_dimensions_are_shared_out():
         assert place(sizes, devices).shape == tuple(sizes)
 
 
+@pytest.mark.nightly
 def test_the_planner_says_what_was_chosen(capsys):
     small = ["--hidden-size", "256", "--vocab-size", "4096", "--tokens", "256"]
     assert plan_pod.main([*small, "--mesh", "dp=2,cp=2,tp=4", "--topology", "v5p:2x2x4"]) == 0

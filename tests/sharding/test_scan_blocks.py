@@ -31,6 +31,7 @@ def on(mesh, layout):
     return parallel, lambda x: np.take_along_axis(np.asarray(x), order, axis=1)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("mesh", "layout"), CASES)
 @pytest.mark.parametrize("reverse", [True, False])
 def test_many_blocks_are_the_serial_loop(mesh, layout, reverse):
@@ -51,6 +52,7 @@ def test_many_blocks_are_the_serial_loop(mesh, layout, reverse):
     np.testing.assert_allclose(gradient, put(np.where(IDS > 0, expected, 0)), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize(("mesh", "layout"), CASES)
 @pytest.mark.parametrize("place", [0, BLOCK, 2 * BLOCK - 1, 3 * BLOCK + 1, T - BLOCK, T - 1])
 def test_nan_reaches_what_depends_on_it(mesh, layout, place):
