@@ -118,11 +118,15 @@ def _full(spec: P, rank: int) -> P:
 
 
 def _kernel_spec(parallel: Any, roles: ShardAxes, hidden: Any, kernel: Any, v_dim: int, given: P | None) -> P:
+    if given is None and isinstance(parallel, ParallelMesh) and parallel.is_explicit:
+        given = getattr(jax.typeof(kernel).sharding, "spec", None)
     if given is not None:
-        return _checked_kernel_spec(roles, _full(given, 2), v_dim)
+        full = _full(given, 2)
+        if isinstance(parallel, ParallelMesh):  # whose axes of size 1 have no role, and leave whole what they shard
+            sizes = parallel.mesh.shape
+            full = P(*(tuple(name for name in entry_names(entry) if sizes.get(name) != 1) or None for entry in full))
+        return _checked_kernel_spec(roles, full, v_dim)
     if isinstance(parallel, ParallelMesh):
-        if parallel.is_explicit and (spec := getattr(jax.typeof(kernel).sharding, "spec", None)) is not None:
-            return _checked_kernel_spec(roles, _full(spec, 2), v_dim)
         h_entry, v_entry = parallel.kernel_spec("hv")
         if kernel.shape[v_dim] % parallel.tensor_size:
             v_entry = None  # such a kernel cannot be sharded by JAX, and arrives whole

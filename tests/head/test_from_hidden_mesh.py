@@ -44,6 +44,17 @@ def test_kernel_specs(name, layout):
     check_head([parallel], arrays, entropy="bonus", layout=layout, spec=spec, vocab_size=1030)
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_kernel_spec_may_name_an_axis_of_size_1(explicit):
+    """As the specs of a model do on a mesh without tensor parallelism: given, or the sharding of an Explicit array."""
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((4, 1), ("fsdp", "tp"), (kind,) * 2, devices=jax.devices()[:4])
+    arrays, spec = head_arrays(104), P("fsdp", "tp")
+    if explicit:
+        arrays["kernel"] = jax.device_put(arrays["kernel"], jax.NamedSharding(mesh, spec))
+    check_head([ParallelMesh(mesh)], arrays, entropy="bonus", spec=None if explicit else spec)
+
+
 def test_fsdp_gradients_of_bf16():
     parallel = make_parallel_mesh("fsdp=4,tp=2")
     check_head([parallel], head_arrays(1026, dtype="bfloat16"), entropy="bonus", **BF16)
