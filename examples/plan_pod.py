@@ -3,19 +3,23 @@
     python -m examples.plan_pod --model qwen3-8b --mesh dp=8,cp=8,tp=8 --topology v5p:8x8x8 --tokens 8192
     python -m examples.plan_pod --model qwen3-8b --memory 0.3 0.5 1 2 4
     python -m examples.plan_pod --train --model qwen3-8b --mesh fsdp=16,cp=4,tp=8 --topology v5p:8x8x8 --tokens 4096
+    python -m examples.plan_pod --search --model qwen3-8b --topology v5p:4x4x4 --search-minutes 20
 
 The gradients of a PPO loss with an entropy bonus are compiled by the TPU compiler (`pip install libtpu`; no TPU is
 needed), which also estimates their time; all tokens carry loss. With --memory the head is given so many GiB in turn.
-With --train the whole training step is compiled, and what it holds is compared with the device's memory.
+With --train the whole training step is compiled, and what it holds is compared with the device's memory. With --search
+that is done for many meshes and numbers of micro-batches, and the best plans are printed and drawn.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from examples.pod_sizes import HEADS, MODELS, HeadSizes
 
@@ -39,13 +43,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mesh", default="cp=4,tp=4", help="such as dp=8,cp=8,tp=8; axes dp, fsdp, cp, tp")
     add("--topology", type=_topology, default="v5p:2x2x4", help="such as v5p:8x8x8, v6e:16x16")
     add("--memory", type=_gib, nargs="*", help="GiB, the curve over them; by default of some")
+    add("--search", action="store_true", help="the best plans of whole training steps; --memory for their head")
+    add("--step-tokens", type=_count, default=2**20, help="of a whole step, with --search")
+    add("--row-length", type=_count, default=8192, help="tokens of a row, with --search")
+    add("--trees", type=_share, help="share of the rows that trees save, such as 0.6: they are searched too")
+    add("--search-minutes", type=_minutes, default=math.inf, help="after which a search ends with what it knows")
+    add("--workers", type=_count, default=os.cpu_count() or 1, help="plans that are compiled at the same time")
+    add("--cache", type=Path, default=Path("runs/plans"), help="folder that keeps what a search compiled")
     args = parser.parse_args(arguments)
     sizes = (args.hidden_size, args.vocab_size)
     if (args.model is None) == (None in sizes) or (args.model and sizes != (None, None)):
         parser.error("model: expected --model, or --hidden-size and --vocab-size")
-    choices = MODELS if args.train else HEADS
-    if args.model not in choices and (args.model or args.train):
+    whole = args.train or args.search
+    choices = MODELS if whole else HEADS
+    if args.model not in choices and (args.model or whole):
         parser.error(f"model: got {args.model}, expected one of {', '.join(choices)}")
+    if args.train and args.search:
+        parser.error("argument --search: got --train beside it, expected one of them")
+    if args.search and args.step_tokens % args.row_length:
+        rows = f"a multiple of the {args.row_length} of --row-length"
+        parser.error(f"argument --step-tokens: got {args.step_tokens}, expected {rows}")
     return args
 
 
@@ -55,14 +72,29 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _gib(text: str) -> float:
+def _number(text: str) -> float:
     try:
-        number = float(text)
+        return float(text)
     except ValueError:
-        number = math.nan
-    if not 2**-30 <= number < 2**20:
+        return math.nan
+
+
+def _gib(text: str) -> float:
+    if not 2**-30 <= _number(text) < 2**20:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of GiB, from one byte to 2**20")
-    return number
+    return float(text)
+
+
+def _share(text: str) -> float:
+    if not 0 < _number(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number between 0 and 1")
+    return float(text)
+
+
+def _minutes(text: str) -> float:
+    if not 0 < _number(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of minutes above 0")
+    return float(text)
 
 
 def _topology(text: str) -> str:
@@ -89,6 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # what a cache answers was not compiled here, so that nothing is known of its time
     jax.config.update("jax_enable_compilation_cache", False)
     try:
+        if args.search:
+            from examples import plan_report  # draws
+
+            return plan_report.search(args)
         parallel = pod_head.described_mesh(args.mesh, args.topology)
         if args.train:
             found = pod_head.plan_train(TrainStep(MODELS[args.model], args.tokens, parallel, args.rows))

@@ -234,6 +234,24 @@ _NO_TPU_HERE = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "T
 _NO_TPU_HERE |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
 
 
+def described_devices(topology: str) -> Sequence[Any]:
+    """TPUs that are only described.
+
+    Raises:
+      ModuleNotFoundError: no libtpu.
+      ValueError: a topology that libtpu does not know.
+    """
+    import libtpu  # noqa: F401  without it JAX's own error is a page long
+
+    for name, value in _NO_TPU_HERE.items():
+        os.environ.setdefault(name, value)
+    try:
+        return topologies.get_topology_desc(topology, platform="tpu").devices
+    except Exception as error:  # jaxlib raises several kinds
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"topology: got {topology!r}, expected one like v5p:8x8x8 ({reason})") from error
+
+
 def described_mesh(mesh: str, topology: str) -> ParallelMesh:
     """A mesh over TPUs that are only described.
 
@@ -241,13 +259,4 @@ def described_mesh(mesh: str, topology: str) -> ParallelMesh:
       ModuleNotFoundError: no libtpu.
       ValueError: a topology that libtpu does not know, a mesh that does not multiply to its devices.
     """
-    import libtpu  # noqa: F401  without it JAX's own error is a page long
-
-    for name, value in _NO_TPU_HERE.items():
-        os.environ.setdefault(name, value)
-    try:
-        devices = topologies.get_topology_desc(topology, platform="tpu").devices
-    except Exception as error:  # jaxlib raises several kinds
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"topology: got {topology!r}, expected one like v5p:8x8x8 ({reason})") from error
-    return make_parallel_mesh(mesh, devices=devices)
+    return make_parallel_mesh(mesh, devices=described_devices(topology))

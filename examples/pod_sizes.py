@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,26 @@ class ModelSizes:
     mlp_size: int
     tied: bool = False
     rope_theta: float = 1e6
+
+    @property
+    def parameters(self) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
+        """Shape and roles of the dimensions, fsdp or tensor, of each parameter; those of layers have them in front."""
+        L, H, D = self.layers, self.hidden_size, self.head_dim
+        wide = (None, "fsdp", "tensor")
+        found: dict[str, Any] = {
+            "embed": ((self.vocab_size, H), ("tensor", "fsdp") if self.tied else ("fsdp", "tensor")),
+            "q": ((L, H, self.heads * D), wide),
+            "k": ((L, H, self.kv_heads * D), wide),
+            "v": ((L, H, self.kv_heads * D), wide),
+            "out": ((L, self.heads * D, H), (None, "tensor", "fsdp")),
+            "gate": ((L, H, self.mlp_size), wide),
+            "up": ((L, H, self.mlp_size), wide),
+            "down": ((L, self.mlp_size, H), (None, "tensor", "fsdp")),
+            **dict.fromkeys(("attention_norm", "mlp_norm"), ((L, H), (None, None))),
+            **dict.fromkeys(("q_norm", "k_norm"), ((L, D), (None, None))),
+            "norm": ((H,), (None,)),
+        }
+        return found if self.tied else found | {"head": ((H, self.vocab_size), ("fsdp", "tensor"))}
 
 
 # From the models' published configs.

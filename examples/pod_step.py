@@ -15,31 +15,20 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from examples.pod_sizes import ModelSizes
-from jaxppo import Head, ParallelMesh, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden
+from jaxppo import (
+    Head,
+    Normalizer,
+    ParallelMesh,
+    PolicyLossConfig,
+    RolloutBatch,
+    accumulate_gradients,
+    policy_loss_from_hidden,
+)
 from jaxppo.sharding import Audit, audit, known_device
+from jaxppo.trees import Paths
 
 QUERIES = 512  # that meet all keys at once
 CONFIG = PolicyLossConfig(entropy_coef=0.01)
-
-
-def _shapes(m: ModelSizes) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
-    """Shape and roles of the dimensions, fsdp or tensor, of each parameter; those of layers have them in front."""
-    L, H, D = m.layers, m.hidden_size, m.head_dim
-    wide = (None, "fsdp", "tensor")
-    found: dict[str, Any] = {
-        "embed": ((m.vocab_size, H), ("tensor", "fsdp") if m.tied else ("fsdp", "tensor")),
-        "q": ((L, H, m.heads * D), wide),
-        "k": ((L, H, m.kv_heads * D), wide),
-        "v": ((L, H, m.kv_heads * D), wide),
-        "out": ((L, m.heads * D, H), (None, "tensor", "fsdp")),
-        "gate": ((L, H, m.mlp_size), wide),
-        "up": ((L, H, m.mlp_size), wide),
-        "down": ((L, m.mlp_size, H), (None, "tensor", "fsdp")),
-        **dict.fromkeys(("attention_norm", "mlp_norm"), ((L, H), (None, None))),
-        **dict.fromkeys(("q_norm", "k_norm"), ((L, D), (None, None))),
-        "norm": ((H,), (None,)),
-    }
-    return found if m.tied else found | {"head": ((H, m.vocab_size), ("fsdp", "tensor"))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,21 +39,25 @@ class TrainStep:
       sizes: the model.
       tokens: on each shard of the data and context axes; with `rows` more rows of as many.
       parallel: the mesh, over real or described devices.
-      rows: of each data shard.
+      rows: of each data shard, in each micro-batch.
+      micro_batches: K, one after the other; their gradients are summed in f32.
+      memory: bytes that the head may take, None for its default.
+      trees: rows hold shared prefixes, so that attention follows the segments' parents.
     """
 
     sizes: ModelSizes
     tokens: int
     parallel: ParallelMesh
     rows: int = 1
+    micro_batches: int = 1
+    memory: int | None = None
+    trees: bool = False
 
     def __post_init__(self) -> None:
         tensor = self.parallel.tensor_size
         for what, size in (("heads", self.sizes.heads), ("kv_heads", self.sizes.kv_heads)):
             if size % tensor:
                 raise ValueError(f"mesh: got {tensor} tensor shards, expected a divisor of the {size} {what}")
-        if self.parallel.context_layout != "contiguous":
-            raise ValueError(f"mesh: got context layout {self.parallel.context_layout!r}, expected 'contiguous'")
 
     def _place(self, x: jax.Array, *roles: str | None) -> jax.Array:
         return lax.with_sharding_constraint(x, self.parallel.sharding(self._spec(roles)))
@@ -78,22 +71,30 @@ class TrainStep:
     @property
     def params(self) -> dict[str, jax.ShapeDtypeStruct]:
         """f32 parameters."""
-        shapes = _shapes(self.sizes).items()
+        shapes = self.sizes.parameters.items()
         return {name: self._describe(shape, jnp.float32, self._spec(roles)) for name, (shape, roles) in shapes}
 
     @property
     def batch(self) -> RolloutBatch:
-        parallel = self.parallel
-        shape = (self.rows * parallel.data_size, self.tokens * parallel.context_size)
-        ids, x = (self._describe(shape, dtype, parallel.tokens_spec) for dtype in (jnp.int32, jnp.float32))
-        one = self._describe((shape[0], 1), jnp.int32, parallel.rows_spec)
+        """One micro-batch `[R, T]`, or all of them `[K, R, T]`."""
+        parallel, K = self.parallel, self.micro_batches
+        lead = (K,) if K > 1 else ()
+        R, T = self.rows * parallel.data_size, self.tokens * parallel.context_size
+
+        def described(dtype: Any, width: int, spec: P) -> jax.ShapeDtypeStruct:
+            return self._describe((*lead, R, width), dtype, P(*(None for _ in lead), *spec))
+
+        ids, x = (described(dtype, T, parallel.tokens_spec) for dtype in (jnp.int32, jnp.float32))
+        one = described(jnp.int32, 2 if self.trees else 1, parallel.rows_spec)
+        given: dict[str, Any] = {"advantages": x, "old_log_probs": x, "parents": one if self.trees else None}
+        given["micro_batches"] = K if lead else None
         layout = {"context_layout": parallel.context_layout, "context_shards": parallel.context_size}
-        return RolloutBatch(ids, ids, ids, ids, x, one, advantages=x, old_log_probs=x, **layout)
+        return RolloutBatch(ids, ids, ids, ids, x, one, **given, **layout)
 
     def hidden(self, params: dict[str, jax.Array], batch: RolloutBatch) -> jax.Array:
         """Final hidden states `[R, T, H]`."""
         sizes, per_layer = self.sizes, {}
-        for name, (_, roles) in _shapes(sizes).items():
+        for name, (_, roles) in sizes.parameters.items():
             if roles[0] is None and len(roles) > 1:
                 per_layer[name] = params[name]
         table = self._place(params["embed"].astype(jnp.bfloat16), None, "tensor")
@@ -112,7 +113,7 @@ class TrainStep:
         return _norm(x, params["norm"].astype(jnp.bfloat16))
 
     def _attention(self, x: jax.Array, p: dict[str, jax.Array], angles: Any, batch: RolloutBatch) -> jax.Array:
-        """Causal attention within segments; keys and values are gathered over the context axis."""
+        """Causal attention along paths; keys and values are gathered over the context axis, in any layout."""
         sizes, shards = self.sizes, self.parallel.context_size
         R, T = x.shape[:2]
 
@@ -129,20 +130,19 @@ class TrainStep:
             y = y.reshape(R, shards, -1, each, *y.shape[2:])
             return jnp.moveaxis(self._place(y, "data", "context", None, None, *roles), 2, 0)
 
+        paths = batch.paths
+        keys = jax.tree.map(lambda y: y[:, None], paths)
+
         @jax.checkpoint
-        def attend(_: None, given: Any) -> tuple[None, jax.Array]:
-            q, segments, positions = given
+        def attend(_: None, given: tuple[jax.Array, Paths]) -> tuple[None, jax.Array]:
+            q, queries = given
             grouped = q.reshape(*q.shape[:3], sizes.kv_heads, -1, sizes.head_dim)
             scores = jnp.einsum("rcqngd,rtnd->rcngqt", grouped, k, preferred_element_type=jnp.float32)
-            seen = (segments[..., None] == batch.segment_ids[:, None, None]) & (
-                positions[..., None] >= batch.positions[:, None, None]
-            )
-            scores = jnp.where(seen[:, :, None, None], scores * sizes.head_dim**-0.5, -1e30)
+            scores = jnp.where(queries.attends(keys)[:, :, None, None], scores * sizes.head_dim**-0.5, -1e30)
             weights = jax.nn.softmax(scores, axis=-1).astype(jnp.bfloat16)
             return None, jnp.einsum("rcngqt,rtnd->rcqngd", weights, v).reshape(q.shape)
 
-        given = chunks(q, "tensor", None), chunks(batch.segment_ids), chunks(batch.positions)
-        _, y = lax.scan(attend, None, given)
+        _, y = lax.scan(attend, None, (chunks(q, "tensor", None), jax.tree.map(chunks, paths)))
         y = jnp.moveaxis(y, 0, 2).reshape(R, T, -1)
         return self._place(y, "data", "context", "tensor") @ p["out"]
 
@@ -152,13 +152,24 @@ class TrainStep:
         kernel = params["embed" if self.sizes.tied else "head"].astype(jnp.bfloat16)
         return Head(kernel, layout=layout, spec=self.parallel.kernel_spec(layout))
 
-    def loss(self, params: dict[str, jax.Array], batch: RolloutBatch) -> jax.Array:
-        hidden = self.hidden(params, batch)
-        return policy_loss_from_hidden(hidden, self.head(params), batch, CONFIG, parallel=self.parallel)[0]
+    def loss(self, params: dict[str, jax.Array], given: tuple[RolloutBatch, Normalizer | None]) -> tuple[Any, Any]:
+        """The loss and the metrics of a batch, or of one micro-batch with the step's denominators."""
+        batch, whole = given
+        options: Any = {"parallel": self.parallel, "normalizer": whole, "memory": self.memory}
+        return policy_loss_from_hidden(self.hidden(params, batch), self.head(params), batch, CONFIG, **options)
+
+    def gradients(self, params: dict[str, jax.Array], batch: RolloutBatch) -> tuple[jax.Array, Any]:
+        """The loss of the step, and its gradients."""
+        if self.micro_batches == 1:
+            (loss, _), found = jax.value_and_grad(self.loss, has_aux=True)(params, (batch, None))
+        else:
+            whole = Normalizer.from_batches(batch, CONFIG.aggregation, parallel=self.parallel)
+            (loss, _), found = accumulate_gradients(self.loss, (batch, whole))(params)
+        return loss, found
 
     def __call__(self, params: Any, moments: Any, batch: RolloutBatch) -> Any:
         """Updated parameters and moments, and the loss; moments are (first, second), each like the parameters."""
-        loss, gradients = jax.value_and_grad(self.loss)(params, batch)
+        loss, gradients = self.gradients(params, batch)
         first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments[0], gradients)
         second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, moments[1], gradients)
 
@@ -231,10 +242,8 @@ class Fit:
         return "\n".join(lines)
 
 
-def fit(step: TrainStep, loss: Audit) -> Fit:
-    """Compiles the whole step, and adds up what a device must hold; `loss` is the audit of the loss on its own."""
-    device = known_device(step.parallel.mesh.devices.flat[0].device_kind)  # described ones do not report their memory
-    available = device and device.memory
+def held(step: TrainStep) -> tuple[dict[str, int], Audit | None]:
+    """What a device must hold, by what it is for, and the audit of the step; None if it does not fit the device."""
     parts, rest = step.bytes_held, "activations, gradients and other temporaries"
     try:
         found = audit(step.jitted, *step.arguments)
@@ -242,20 +251,27 @@ def fit(step: TrainStep, loss: Audit) -> Fit:
         refused = re.search(r"required for HLO temporaries \(([\d.]+)G\) exceeds", str(error))
         if refused is None:
             raise
-        parts |= {rest: int(float(refused[1]) * GIB)}
-        return Fit(parts, sum(parts.values()), available, None, loss)
-    parts |= {rest: found.temp_bytes}
-    return Fit(parts, sum(parts.values()), available, found, loss)
+        return parts | {rest: int(float(refused[1]) * GIB)}, None
+    return parts | {rest: found.temp_bytes}, found
+
+
+def fit(step: TrainStep, loss: Audit) -> Fit:
+    """Compiles the whole step, and adds up what a device must hold; `loss` is the audit of the loss on its own."""
+    device = known_device(step.parallel.mesh.devices.flat[0].device_kind)  # described ones do not report their memory
+    parts, found = held(step)
+    return Fit(parts, sum(parts.values()), device and device.memory, found, loss)
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)
-    return (y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+    y = (y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+    return y * lax.broadcast_to_rank(scale, y.ndim)
 
 
 def _angles(positions: jax.Array, sizes: ModelSizes) -> tuple[jax.Array, jax.Array]:
     half = sizes.head_dim // 2
-    angles = positions[..., None, None] * sizes.rope_theta ** (-jnp.arange(half) / half)
+    rates = sizes.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[..., None, None].astype(jnp.float32) * rates[None, None, None]
     return jnp.cos(angles), jnp.sin(angles)
 
 

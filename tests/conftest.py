@@ -30,7 +30,6 @@ EXCUSED = {  # tests that run code of others which promotes, by module or one by
     "test_launch": OPTAX,
     "test_own_loop::test_a_loop_with_an_optimiser": OPTAX,
     "test_pods::test_a_scheduler_starts_one_command_again_until_it_is_done": OPTAX,
-    "test_plan_pod::test_what_a_step_holds_on_emulated_devices": OPTAX,
     "test_tunix": "Tunix multiplies positions, masks and logits of other dtypes and ranks",
     "test_qwen3": f"{OPTAX}; the RMSNorm of flax multiplies bf16 by f32",
 }

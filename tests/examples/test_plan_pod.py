@@ -95,13 +95,16 @@ def loss_of_a_step(step):
     rng, batch = np.random.default_rng(0), step.batch
 
     def put(like, a):
-        return jax.device_put(np.asarray(a, like.dtype), like.sharding)
+        return jax.device_put(np.asarray(a, like.dtype).reshape(like.shape), like.sharding)
 
     params = {name: put(x, 0.3 * rng.normal(size=x.shape)) for name, x in sorted(step.params.items())}
     x, tokens, targets = rng.normal(size=(2, 16)), *rng.integers(0, 128, (2, 2, 16))
     ids, sample_ids = np.ones((2, 16)), np.array([[0], [1]])
+    if step.trees:  # without a branch
+        sample_ids = np.array([[0, -1], [1, -1]])
     given = {"tokens": tokens, "targets": targets, "segment_ids": ids, "positions": np.cumsum(ids, 1) - 1}
     given |= {"loss_mask": ids * (x > 0), "sample_ids": sample_ids, "advantages": x, "old_log_probs": -np.abs(x)}
+    given |= {"parents": np.zeros((2, 2))} if step.trees else {}
     given = {name: put(getattr(batch, name), a) for name, a in given.items()}
     moments = tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(2))
     return float(step.jitted(params, moments, dataclasses.replace(batch, **given, real_last_targets=True))[2])
@@ -112,7 +115,10 @@ def test_a_step_on_a_mesh_has_one_devices_loss():
     sizes = ModelSizes(32, 128, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_size=64)
     whole = TrainStep(sizes, 16, make_parallel_mesh("dp=1", devices=jax.devices()[:1]), rows=2)
     parts = TrainStep(sizes, 8, make_parallel_mesh("fsdp=2,cp=2,tp=2"))
-    assert loss_of_a_step(parts) == pytest.approx(loss_of_a_step(whole), rel=1e-2)  # products of bf16
+    mesh = make_parallel_mesh("cp=2,tp=2", devices=jax.devices()[:4])
+    in_turn = TrainStep(sizes, 8, mesh, micro_batches=2, trees=True)
+    for other in (parts, in_turn):
+        assert loss_of_a_step(other) == pytest.approx(loss_of_a_step(whole), rel=1e-2)  # products of bf16
 
 
 V5P, V6E = ("fsdp=16,cp=4,tp=8", "v5p:8x8x8"), ("fsdp=16,cp=2,tp=8", "v6e:16x16")
@@ -240,7 +246,7 @@ def test_help_is_quick_and_describes_every_flag():
     found = ran("-c", code)
     assert found.returncode == 0, found.stderr
     described = re.findall(r"^  (--[\w-]+)(.*(?:\n {4,}.*)*)", found.stdout, re.MULTILINE)
-    assert len(described) == 11
+    assert len(described) == 18
     for flag, rest in described:
         assert re.search(r"(  |\n +)[A-Za-z]", rest), flag
     assert found.stderr == ""

@@ -1,0 +1,130 @@
+"""A search for the best plan: candidates are compiled in the order of a guess, until no other can be among the best."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from examples.plan_bounds import Bound, Candidate, Work, bound, candidates
+from examples.plan_compilers import Compilers, Found, Kept
+
+BEST = 5
+
+
+class Search:
+    """What to compile next, from what has been compiled.
+
+    Candidates come in the order of a guess: `Bound.expected`, times the smallest ratio of time to it among the compiled
+    plans that share a row and its heads out in the same way, or among all. One is left out once its bound, or its
+    guess, is above the time of the fifth best. The head's budgets are tried on the five best.
+    """
+
+    def __init__(self, work: Work, memories: Iterable[float] = ()) -> None:
+        self.work, self.memories = work, tuple(memories)
+        bounds = {c: bound(work, c) for c in candidates(work)}
+        self.considered = len(bounds)
+        self._order = sorted((c for c in bounds if self._may_fit(bounds[c])), key=lambda c: bounds[c].expected)
+        self._bounds = {c: bounds[c] for c in self._order}
+        self.found: dict[Candidate, Found] = {}
+
+    def _may_fit(self, b: Bound) -> bool:
+        return b.bytes <= self.work.device.memory
+
+    @property
+    def fitting(self) -> int:
+        """How many candidates arithmetic does not exclude."""
+        return len(self._order)
+
+    def bound(self, c: Candidate) -> Bound:
+        """That of any candidate; the head's budget does not change it."""
+        return self._bounds[dataclasses.replace(c, memory=None)]
+
+    def add(self, found: Found) -> None:
+        """Takes what is known of a candidate; of one that this search does not consider, nothing."""
+        if dataclasses.replace(found.candidate, memory=None) in self._bounds:
+            self.found[found.candidate] = found
+
+    def fits(self, found: Found) -> bool:
+        return bool(found.times) and found.needed is not None and found.needed <= self.work.device.memory
+
+    @property
+    def best(self) -> list[Found]:
+        """The best so far, fastest first."""
+        return sorted(filter(self.fits, self.found.values()), key=lambda f: f.ms)[:BEST]
+
+    @property
+    def limit(self) -> float:
+        """The time that a candidate must beat."""
+        best = self.best
+        return best[-1].ms if len(best) == BEST else math.inf
+
+    def open(self) -> tuple[list[Candidate], list[Candidate]]:
+        """The candidates that may still be among the best: those to compile, and those that the guess leaves out."""
+        limit, ratios = self.limit, self._ratios()
+        any_plan = min(ratios.values(), default=1.0)
+        left = {
+            c: self.bound(c).expected * ratios.get(_shares(c), any_plan)
+            for c in self._variants()
+            if c not in self.found and self.bound(c).ms < limit
+        }
+        order = sorted(left, key=left.__getitem__)
+        return [c for c in order if left[c] < limit], [c for c in order if left[c] >= limit]
+
+    def _ratios(self) -> dict[tuple[int, int, bool], float]:
+        """The smallest ratio of time to `Bound.expected`, of plans that share rows and heads out in the same way."""
+        found: dict[tuple[int, int, bool], float] = {}
+        for f in self.found.values():
+            if f.times:
+                ratio, shares = f.ms / self.bound(f.candidate).expected, _shares(f.candidate)
+                found[shares] = min(ratio, found.get(shares, math.inf))
+        return found
+
+    def _variants(self) -> list[Candidate]:
+        tried = [
+            dataclasses.replace(f.candidate, memory=memory)
+            for f in self.best
+            if f.candidate.memory is None
+            for memory in self.memories
+        ]
+        return self._order + tried
+
+
+def _shares(c: Candidate) -> tuple[int, int, bool]:
+    """What gives a device's products their shapes, but for the number of rows."""
+    return c.cp, c.tp, c.trees
+
+
+def run(search: Search, folder: Path, *, minutes: float = math.inf, workers: int = 1) -> None:
+    """Compiles candidates, `workers` at a time, and keeps each in a file of the folder.
+
+    It returns when nothing is left to compile, or after so many minutes; what is being compiled then is lost.
+    """
+    end = time.monotonic() + 60 * minutes
+    lost: set[Candidate] = set()
+    with Kept(folder, search.work) as cache, Compilers(search.work, workers) as compilers:
+        for found in cache.read():
+            search.add(found)
+        with tqdm(initial=len(search.found), desc="plans", unit="plan", dynamic_ncols=True) as bar:
+            while (left := end - time.monotonic()) > 0:
+                todo = [c for c in search.open()[0] if c not in lost and c not in compilers]
+                _show(bar, search, len(todo) + len(compilers))
+                compilers.start(todo)
+                if not len(compilers):
+                    break
+                for c, found in compilers.done(left):
+                    if isinstance(found, int):
+                        lost.add(c)
+                        tqdm.write(f"{c}: its compiler ended with {found}")
+                    else:
+                        search.add(found)
+                        cache.add(found)
+
+
+def _show(bar: tqdm[None], search: Search, left: int) -> None:
+    bar.total, bar.n = len(search.found) + left, len(search.found)
+    bar.set_postfix_str(f"best {search.best[0].ms:.0f} ms" if search.best else "")
