@@ -157,7 +157,7 @@ class Kept:
 
 
 def _source_digest() -> str:
-    """Of the code that a step is made of."""
+    """A digest of the code that a step is made of."""
     import jaxppo
     import sharding
 

@@ -21,7 +21,7 @@ class Search:
 
     Candidates come in the order of a guess: `Bound.expected`, times the smallest ratio of time to it among the compiled
     plans that share a row and its heads out in the same way, or among all. One is left out once its bound, or its
-    guess, is above the time of the fifth best. The head's budgets are tried on the five best.
+    guess, is above the time of the fifth best. The head's budgets are tried last, on the five best.
     """
 
     def __init__(self, work: Work, memories: Iterable[float] = ()) -> None:
@@ -42,11 +42,11 @@ class Search:
 
     def bound(self, c: Candidate) -> Bound:
         """That of any candidate; the head's budget does not change it."""
-        return self._bounds[dataclasses.replace(c, memory=None)]
+        return self._bounds[_any_memory(c)]
 
     def add(self, found: Found) -> None:
         """Takes what is known of a candidate; of one that this search does not consider, nothing."""
-        if dataclasses.replace(found.candidate, memory=None) in self._bounds:
+        if _any_memory(found.candidate) in self._bounds:
             self.found[found.candidate] = found
 
     def fits(self, found: Found) -> bool:
@@ -54,8 +54,11 @@ class Search:
 
     @property
     def best(self) -> list[Found]:
-        """The best so far, fastest first."""
-        return sorted(filter(self.fits, self.found.values()), key=lambda f: f.ms)[:BEST]
+        """The best so far, fastest first, each with the best of the budgets tried for its head."""
+        fastest: dict[Candidate, Found] = {}
+        for f in sorted(filter(self.fits, self.found.values()), key=lambda f: f.ms):
+            fastest.setdefault(_any_memory(f.candidate), f)
+        return list(fastest.values())[:BEST]
 
     @property
     def limit(self) -> float:
@@ -72,7 +75,7 @@ class Search:
             for c in self._variants()
             if c not in self.found and self.bound(c).ms < limit
         }
-        order = sorted(left, key=left.__getitem__)
+        order = sorted(left, key=lambda c: (c.memory is not None, left[c]))  # meshes first, which matter more
         return [c for c in order if left[c] < limit], [c for c in order if left[c] >= limit]
 
     def _ratios(self) -> dict[tuple[int, int, bool], float]:
@@ -85,13 +88,11 @@ class Search:
         return found
 
     def _variants(self) -> list[Candidate]:
-        tried = [
-            dataclasses.replace(f.candidate, memory=memory)
-            for f in self.best
-            if f.candidate.memory is None
-            for memory in self.memories
-        ]
-        return self._order + tried
+        return self._order + [dataclasses.replace(f.candidate, memory=m) for f in self.best for m in self.memories]
+
+
+def _any_memory(c: Candidate) -> Candidate:
+    return dataclasses.replace(c, memory=None)
 
 
 def _shares(c: Candidate) -> tuple[int, int, bool]:
