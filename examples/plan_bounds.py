@@ -63,7 +63,7 @@ class Candidate:
         return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1"
 
     def rows(self, work: Work) -> int:
-        """Of each data shard in a micro-batch; the last ones may be empty."""
+        """The rows of each data shard in a micro-batch; the last ones may be empty."""
         rows = math.ceil(work.rows * (1 - (work.saved or 0))) if self.trees else work.rows
         return math.ceil(rows / (self.dp * self.fsdp * self.micro_batches))
 
