@@ -76,7 +76,8 @@ class Search:
             if c not in self.found and self.bound(c).ms < limit
         }
         order = sorted(left, key=lambda c: (c.memory is not None, left[c]))  # meshes first, which matter more
-        return [c for c in order if left[c] < limit], [c for c in order if left[c] >= limit]
+        likely = [c for c in order if c.memory is not None or left[c] < limit]
+        return likely, [c for c in order if c.memory is None and left[c] >= limit]
 
     def _ratios(self) -> dict[tuple[int, int, bool], float]:
         """The smallest ratio of time to `Bound.expected`, of plans that share rows and heads out in the same way."""
