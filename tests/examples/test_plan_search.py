@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from examples import plan_pod
 from examples.plan_bounds import Candidate, Work, bound, candidates, least_flops
 from examples.plan_compilers import KINDS, Found, Kept, compile_candidate
-from examples.plan_report import GIB, draw, limits, table
+from examples.plan_report import GIB, draw, limits, table, work_of
 from examples.plan_search import BEST, Search, run
 from examples.pod_sizes import MODELS, ModelSizes
 from examples.pod_step import TrainStep
@@ -261,6 +261,23 @@ def test_a_topology_without_a_plan_is_one_line(topology, message, tmp_path, caps
     err = capsys.readouterr().err
     assert err.startswith(f"plan_pod: {message}")
     assert err.count("\n") == 1
+
+
+def test_the_command_prints_and_draws_what_was_kept(tmp_path, capsys):
+    arguments = ["--search", "--model", "qwen3-0.6b", "--topology", "v5e:4x4", "--cache", str(tmp_path)]
+    arguments += ["--search-minutes", "1e-9"]
+    work = work_of(plan_pod.parse(arguments))
+    search = Search(work)
+    with Kept(tmp_path, work) as cache:
+        for c in search.open()[0][:6]:
+            search.add(found_of(search, c, 1.5))
+            cache.add(search.found[c])
+    search.memories = (0.5, 2.0)
+    assert plan_pod.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.lstrip().startswith(table(search))
+    assert "6 compiled, 0 of which do not fit" in out
+    assert (tmp_path / "qwen3-0.6b_v5e_4x4.png").exists()
 
 
 def test_a_search_ends_with_its_minutes(tmp_path):
