@@ -80,6 +80,7 @@ def test_what_is_held_is_what_the_step_holds(drawn):
     assert step.rows * c.micro_batches * c.dp * c.fsdp >= rows
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_flops_are_those_of_the_traced_step(micro_batches):
     work, c = Work("small", SMALL, "none", V5P, 1, 4, 16), Candidate(micro_batches=micro_batches)
@@ -100,6 +101,7 @@ def test_candidates_are_the_meshes_that_divide_the_model():
     assert {c.rows(dataclasses.replace(work, saved=0.6)) * 64 for c in as_trees if c.dp * c.fsdp == 64} == {64}
 
 
+@pytest.mark.nightly
 def test_every_layout_of_the_context_axis_lowers_to_one_program():
     """So that a search need not compile them: this attention multiplies whole rows, and its loss shifts nothing."""
 
