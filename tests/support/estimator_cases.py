@@ -297,6 +297,16 @@ def amplified_by_gdpo(k: Known, o: Options) -> float:
     return float(largest / np.sqrt(sums.var() + 1e-12)) if sums.size else 0.0
 
 
+UNSCALED = {"grpo": {"scale_by_std": False}, "rloo": {"scale_by_std": False}, "standardize": {"std": None}}
+
+
+def amplified_by_scaling(name: str, k: Known, o: Options) -> float:
+    """The largest reward, whose rounding is in every difference from a mean, over the smallest deviation."""
+    found, plain = (ESTIMATORS[name][1](k, x) for x in (o, dataclasses.replace(o, **UNSCALED[name])))
+    factors = np.abs(found[plain != 0] / plain[plain != 0])
+    return float(np.max(np.abs(k.slots["rewards"]), initial=0) * np.max(factors, initial=0))
+
+
 def amplified(name: str, k: Known, o: Options) -> float:
     """The largest of the numbers that are whitened over their deviation.
 
@@ -312,6 +322,8 @@ def amplified(name: str, k: Known, o: Options) -> float:
         x = []
     if name == "gdpo" and o.whitened_over:
         return amplified_by_gdpo(k, o)
+    if name in UNSCALED:
+        return amplified_by_scaling(name, k, o)
     if name == "optimal_token_baseline":
         # sum p^2 was rounded, which counts where the tokens of a place are all sure: only their W is as small
         sure = [
