@@ -1,7 +1,7 @@
-"""Times the host: samples a second that are packed, made into a batch and checked; no device takes part.
+"""Times the host: how many samples a second are packed, made into a batch and checked. No device takes part.
 
     python -m benchmarks.batches
-    python -m benchmarks.batches --before FOLDER      # another checkout beside this one, in turns
+    python -m benchmarks.batches --before FOLDER      # times another checkout and this one in turns
 
 Samples of 2000 tokens, a quarter of them the prompt, with four per-token fields: advantages and three kinds of
 log-probs.
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-PACKED = 100_000  # samples that are packed, of which lengths alone matter
+PACKED = 100_000  # samples to pack; only their lengths matter
 
 
 def timed(fn: Callable[[], Any]) -> float:
@@ -30,7 +30,7 @@ def timed(fn: Callable[[], Any]) -> float:
 
 
 def measure(count: int, tokens: int) -> dict[str, float]:
-    """Samples a second of each step, once; of packing the seconds for `PACKED` samples."""
+    """Times each step once: samples a second, and for packing the seconds of `PACKED` samples."""
     from jaxppo import RolloutBatch, Sample
     from jaxppo.sharding import pack
 

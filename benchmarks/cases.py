@@ -21,7 +21,7 @@ class Case:
       tokens: T.
       sizes: the head.
       dtype: of hidden states and kernel.
-      share: of the tokens that carry loss, where a version has a mask.
+      share: the share of tokens with loss, for versions that have a mask.
     """
 
     tokens: int
@@ -31,7 +31,7 @@ class Case:
 
     @property
     def counted(self) -> int:
-        """How many tokens carry loss."""
+        """How many tokens have a loss."""
         return max(1, round(self.share * self.tokens))
 
     @property
@@ -47,7 +47,7 @@ class Case:
 
 
 def draw(case: Case, seed: int = 0) -> dict[str, Any]:
-    """The arrays of a case: what a policy-gradient step has, with advantages of both signs.
+    """The arrays of a policy-gradient step, with advantages of both signs.
 
     `g` and `e` are the cotangents of log-probs and entropies, `batch` has every token in its loss mask and `part`
     only `case.counted` of them, which lie in runs as responses do.

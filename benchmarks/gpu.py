@@ -1,4 +1,5 @@
-"""Published sizes on a GPU: every version that fits it, one pass by its memory, two passes by their tiles.
+"""Heads of published sizes on a GPU: all versions that fit it, one pass with several budgets of memory, two passes
+with several tiles.
 
 Published for the second case on an H100: three products at 650 TFLOP/s take about 100 ms, full logits 133 ms in 25 GiB.
 """
@@ -37,28 +38,28 @@ TILES = {
 
 @contextlib.contextmanager
 def tiled(**fields: Any) -> Iterator[None]:
-    """Within, programs are made for every device with these fields of its profile."""
+    """Within the block, programs are compiled with these fields changed in the profile of each device."""
     profiles = {kind: dataclasses.replace(profile, **fields) for kind, profile in plan.PROFILES.items()}
-    jax.clear_caches()  # programs are kept by what was asked for, which a profile is not part of
+    jax.clear_caches()  # the cache of programs does not know of profiles
     with mock.patch.object(plan, "PROFILES", profiles):
         yield
     jax.clear_caches()
 
 
 def one_passes(case: Case) -> dict[str, Step]:
-    """By the memory they may take; two passes where that is too little."""
+    """One pass for each budget of memory; it becomes two passes if the budget is too small."""
     return {f"jaxppo in {mib} MiB": versions.our_policy_loss(case, mib) for mib in MEMORIES}
 
 
 def cuts() -> Iterator[tuple[str, dict[str, int]]]:
-    """Names and fields of profiles for two passes."""
+    """The names of the tiles for two passes, with the fields of profiles that set them."""
     for values in itertools.product(*TILES.values()):
         fields = dict(zip(TILES, values, strict=True))
         yield ", ".join(f"{name} {value}" for name, value in fields.items()), fields
 
 
 def check(parser: argparse.ArgumentParser) -> None:
-    """Ends the command where there is no GPU; PyTorch is to find memory beside JAX."""
+    """Ends the command if there is no GPU; leaves GPU memory to PyTorch."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if jax.default_backend() != "gpu":
         parser.error(f"gpu: expected a GPU, got {jax.default_backend()}; CUDA's wheels are pip install 'jax[cuda12]'")

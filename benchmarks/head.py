@@ -35,8 +35,8 @@ from jaxppo.sharding import Audit, audit
 
 MIB = 2**20
 Records = list[dict[str, Any]]
-Programs = dict[tuple[str, str], Any]  # by group and name
-SWEPT = {  # group and name of the versions in the plots
+Programs = dict[tuple[str, str], Any]  # the key is (group, name)
+SWEPT = {  # the versions in the plots, by (group, name)
     versions.FLOOR: "floor",
     "plain: log_softmax, sum of p log p": "entropy",
     "plain: log-sum-exp, mean logit by exp": "entropy",
@@ -47,7 +47,7 @@ SWEPT = {  # group and name of the versions in the plots
 
 
 def measured(case: Case, rounds: int, only: dict[str, str] | None = None) -> Records:
-    """The versions of a case, or `only` some of them (name: group), timed in turns; a record each."""
+    """Times the versions of a case in turns, or `only` some of them (name: group); returns a record of each."""
     data = draw(case)
     grouped = versions.groups(case)
     if only is None:
@@ -64,7 +64,7 @@ def compiled_of(grouped: dict[str, dict[str, versions.Step]], data: Any) -> Prog
 def timed(
     case: Case, data: Any, programs: Programs, rounds: int, others: dict[str, Callable[[], Any]] | None = None
 ) -> Records:
-    """A record for each program and each of the others; without a time where it does not fit the device's memory."""
+    """A record of each program and of each of the others. What does not fit the device's memory has no time."""
     expected: dict[str, Any] = {}
     records: Records = []
     runs: dict[str, Callable[[], Any]] = {}
@@ -96,7 +96,7 @@ def timed(
 
 
 def show(title: str, records: Records) -> None:
-    """A table, a column for each key that any record has."""
+    """Prints a table with a column for each key that any record has."""
     columns = list(dict.fromkeys(key for record in records for key in record))
     cells = [columns] + [[_cell(record.get(key)) for key in columns] for record in records]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -116,7 +116,7 @@ def _title(case: Case) -> str:
 
 
 def main_part(args: argparse.Namespace) -> Records:
-    """All versions at one size, and what a mask saves."""
+    """Times all versions at one size, and what a mask saves."""
     case = Case(args.tokens, HeadSizes(args.hidden_size, args.vocab_size), args.dtype, args.share)
     records = measured(case, args.rounds)
     show(f"{_title(case)}; {args.share:.0%} of the tokens in group part", records)
@@ -133,7 +133,7 @@ def main_part(args: argparse.Namespace) -> Records:
 
 
 def vocabulary_part(args: argparse.Namespace) -> Records:
-    """Time over the floor, by vocabulary."""
+    """Times over that of the bare products, for several vocabularies."""
     records: Records = []
     for V in args.vocabularies:
         case = Case(args.sweep_tokens, HeadSizes(args.sweep_hidden_size, V), args.dtype)
@@ -144,7 +144,7 @@ def vocabulary_part(args: argparse.Namespace) -> Records:
 
 
 def tokens_part(args: argparse.Namespace) -> Records:
-    """Temporaries by tokens; nothing runs."""
+    """Temporaries for several numbers of tokens; nothing runs."""
     records: Records = []
     for tokens in args.token_counts:
         case = Case(tokens, HeadSizes(args.hidden_size, args.vocab_size), args.dtype)
@@ -159,7 +159,7 @@ def tokens_part(args: argparse.Namespace) -> Records:
 
 
 def heads_part(args: argparse.Namespace) -> Records:
-    """Real vocabularies, layouts and soft-caps, the hidden size divided by --head-scale so that they fit."""
+    """Times heads of published models, with the hidden size divided by --head-scale so that they fit."""
     records: Records = []
     for name in args.heads:
         sizes = HEADS[name]
@@ -172,7 +172,7 @@ def heads_part(args: argparse.Namespace) -> Records:
 
 
 def tpu_part(args: argparse.Namespace) -> Records:
-    """Full-size heads in bf16 by the TPU compiler: estimated milliseconds, over the bare products, and temporaries."""
+    """Full-size heads in bf16 by the TPU compiler: estimated times, also over the bare products, and temporaries."""
     records: Records = []
     for topology, mesh, name, tokens in itertools.product(args.tpu, args.mesh, args.heads, args.tpu_tokens):
         step = Step(HEADS[name], tokens, jnp.bfloat16, described_mesh(mesh, topology))
@@ -184,7 +184,7 @@ def tpu_part(args: argparse.Namespace) -> Records:
 
 
 def gpu_part(args: argparse.Namespace) -> Records:
-    """Every version at published sizes, then one pass by its memory and two passes by their tiles, on one GPU."""
+    """Times all versions at published sizes on one GPU, then one pass by memory and two passes by tiles."""
     records: Records = []
     for case in gpu.CASES:
         found = measured(case, args.rounds)
@@ -197,7 +197,7 @@ def gpu_part(args: argparse.Namespace) -> Records:
 
 
 def swept_tiles(case: Case, rounds: int) -> Records:
-    """Two passes with other tiles, and one pass in other memory, timed in turns."""
+    """Times two passes with several tiles, and one pass in several budgets of memory, in turns."""
     data = draw(case)
     programs = compiled_of({"floor": {versions.FLOOR: versions.three_matmuls(case)}}, data)
     programs |= compiled_of({"policy loss": gpu.one_passes(case)}, data)
@@ -208,7 +208,7 @@ def swept_tiles(case: Case, rounds: int) -> Records:
 
 
 def costs(step: Step) -> dict[str, dict[str, Any]]:
-    """By version; `over_products` is the time of computing over that of the bare products, of the forward one."""
+    """Costs by version. `over_products` is computing time over that of the bare products, for the forward of one."""
     forward, products = (products_time(step, count) for count in (1, 3))
     found: dict[str, dict[str, Any]] = {"three products": {"compute_ms": products, "over_products": 1.0}}
     ways: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -244,9 +244,10 @@ def costs(step: Step) -> dict[str, dict[str, Any]]:
 
 
 def of_a_fifth(cost: Audit, tokens: int) -> float:
-    """Estimated milliseconds of a program that follows a mask, where a fifth of the tokens count.
+    """Estimated milliseconds of a program that follows a mask, if a fifth of the tokens have loss.
 
-    Its loops take turns for the chunks that a fifth fills; what is outside of them is what no turns leave."""
+    Its loops run once for each chunk of tokens with loss. The time outside of them is the estimate without iterations.
+    """
     assert cost.time is not None
     chunk = max(int(n) for note in cost.notes for n in re.findall(r"(\d+) tokens x", note))
     turns = math.ceil(tokens / 5 / chunk) / math.ceil(tokens / chunk)
@@ -255,7 +256,7 @@ def of_a_fifth(cost: Audit, tokens: int) -> float:
 
 
 def products_time(step: Step, count: int) -> float:
-    """Estimated milliseconds of a device's share of the products: logits, and the gradients of both factors."""
+    """Estimated milliseconds of the first `count` products on a device: logits, the gradients of both factors."""
     parallel, sizes = step.parallel, step.sizes
     columns = -(-sizes.vocab_size // parallel.tensor_size)
     shapes = [(step.tokens, sizes.hidden_size), (sizes.hidden_size, columns), (step.tokens, columns)]
@@ -280,7 +281,7 @@ PARTS = {
     "tpu": tpu_part,
     "gpu": gpu_part,
 }
-ELSEWHERE = ("tpu", "gpu")  # parts for other devices than the one at hand
+ELSEWHERE = ("tpu", "gpu")  # parts that need other devices than this machine may have
 DRAWN = {"vocabulary": plots.time_over_vocabulary, "tokens": plots.temporaries_over_tokens}
 
 

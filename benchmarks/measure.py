@@ -19,12 +19,12 @@ def compile_step(step: Callable[[Any], Any], data: Any) -> Any:
 
 
 def temporaries(compiled: Any) -> int:
-    """Bytes beside arguments and results, as the compiler laid them out."""
+    """Bytes of temporaries, without arguments and results, as the compiler laid them out."""
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
 def fits(compiled: Any, share: float = 0.9) -> bool:
-    """Whether a share of the device's memory holds the program, where the device says how much it has."""
+    """Whether the program fits a share of the device's memory; True if the device does not say how much it has."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     sizes = compiled.memory_analysis()
     held = sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + sizes.output_size_in_bytes
@@ -32,10 +32,9 @@ def fits(compiled: Any, share: float = 0.9) -> bool:
 
 
 def in_turns(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median seconds of each run; a round has every one of them once, in an order of its own.
+    """The median seconds of each run. A round has each run once, in a random order.
 
-    What ran before leaves its mark on caches and on the pages that it gave back, so that no run is to follow always the
-    same one.
+    A run changes caches and memory pages for the next one, so no run may always follow the same other one.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
@@ -49,7 +48,7 @@ def in_turns(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, fl
 
 
 def difference(got: Any, expected: Any) -> float:
-    """The largest difference of any gradient, over its largest value."""
+    """The largest difference of any gradient, divided by its largest value."""
 
     def one(a: Any, b: Any) -> float:
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
@@ -59,7 +58,7 @@ def difference(got: Any, expected: Any) -> float:
 
 
 def peaks(rounds: int, size: int = 8192, elements: int = 2**28) -> dict[str, float]:
-    """What the accelerator reaches: FLOP/s of a square bf16 product, bytes/s of a copy (read and written)."""
+    """Measures the accelerator: FLOP/s of a square bf16 product, bytes/s of a copy (read and written)."""
     a = jnp.ones((size, size), jnp.bfloat16)
     x = jnp.ones(elements, jnp.float32)
     product, copy = jax.jit(lambda a: a @ a), jax.jit(lambda x: x + 1)

@@ -26,7 +26,7 @@ def jax_peers(case: Case) -> dict[str, Step]:
         import tokamax
         from absl import flags
 
-        flags.FLAGS.mark_as_parsed()  # else tokamax reads this command's arguments as its own
+        flags.FLAGS.mark_as_parsed()  # otherwise tokamax would parse this command's arguments
         backend = "mosaic_tpu" if jax.default_backend() == "tpu" else "xla"
 
         def loss(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> jax.Array:
@@ -50,7 +50,7 @@ def _gradients(loss: Callable[..., jax.Array]) -> Step:
 
 
 def torch_peers(case: Case, data: Any) -> dict[str, Callable[[], Any]]:
-    """Plain PyTorch, eager and compiled, on the same data and the same kind of device; each call waits for its end."""
+    """Plain PyTorch, eager and compiled, on the same data and kind of device. Each call waits until it is done."""
     if not installed("torch") or case.sizes.softcap is not None:
         return {}
     import torch
@@ -88,7 +88,7 @@ def torch_peers(case: Case, data: Any) -> dict[str, Callable[[], Any]]:
 
 
 def _runs(run: Callable[[], Any]) -> bool:
-    """False where the GPU's memory is too small."""
+    """Runs it once; False if the GPU's memory is too small."""
     import torch
 
     try:

@@ -14,14 +14,14 @@ Records = list[dict[str, Any]]
 
 
 def time_over_vocabulary(records: Records, folder: Path) -> None:
-    """Time over that of the three matmuls."""
+    """Plots times, divided by that of the three matrix products."""
     _lines(
         records, "vocab_size", "over_floor", "vocabulary", "time / three matmuls", folder / "time_over_vocabulary.png"
     )
 
 
 def temporaries_over_tokens(records: Records, folder: Path) -> None:
-    """Temporaries of the compiled module."""
+    """Plots the temporaries of the compiled module."""
     path = folder / "temporaries_over_tokens.png"
     _lines(records, "tokens", "temporaries_mib", "tokens", "temporaries (MiB)", path, log=True)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.trees
 
 Operations are counted by `jaxppo.sharding.audit` in the program of the example's decoder, for one device; nothing runs.
-The head is left out, since its work follows the tokens with loss, which are as many in both.
+The head is left out: its work follows the tokens with loss, and both kinds of rows have the same number of those.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Step:
 
 
 def operations(batch: RolloutBatch, config: ModelConfig) -> float:
-    """Those of the hidden states of a batch and their gradient."""
+    """The floating-point operations of a batch's hidden states and their gradient."""
     parallel = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
     graphdef, params = create_model(config, parallel, seed=0)
 
@@ -58,7 +58,7 @@ def operations(batch: RolloutBatch, config: ModelConfig) -> float:
 
 
 def row(step: Step, row_length: int, config: ModelConfig) -> str:
-    """A line of the table."""
+    """One row of the table."""
     samples = step.samples()
     whole, trees = (RolloutBatch.from_samples(samples, row_length=row_length, share_prefixes=x) for x in (False, True))
     tokens = [int((batch.segment_ids > 0).sum()) for batch in (whole, trees)]

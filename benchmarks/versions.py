@@ -1,4 +1,4 @@
-"""Every way to the same gradients, as functions of the data that are to be compiled.
+"""All ways to compute the same gradients, as functions of the data, to be compiled.
 
 A step takes the arrays of `cases.draw` and returns `(value, (dhidden, dkernel))`. Steps of one group compute the same:
 
@@ -23,7 +23,7 @@ from examples.pod_head import head_of, plain_logits, plain_stats
 from jaxppo import PolicyLossConfig, TokenStats, log_probs_from_hidden, policy_loss, policy_loss_from_hidden
 
 FLOOR = "three matmuls"
-CHUNK = 128  # tokens, as Tunix has it
+CHUNK = 128  # tokens, as in Tunix
 
 Step = Callable[[Any], Any]
 Stats = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
@@ -44,7 +44,7 @@ def _step(stats: Stats) -> Step:
 
 
 def three_matmuls(case: Case) -> Step:
-    """The products that no version can do without: logits, and the gradients of both factors."""
+    """The three matrix products that every version needs: logits, and the gradients of both factors."""
     f32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     kernel = "vh" if case.sizes.tied else "hv"
 
@@ -99,7 +99,7 @@ def _from_logits(case: Case, stats: Callable[..., Any]) -> Stats:
 
 
 def chunked(case: Case, stats: Callable[..., Any]) -> Stats:
-    """Chunks of tokens one after the other, their logits computed again in the backward."""
+    """Processes chunks of tokens one after the other; the backward computes their logits again."""
 
     def apply(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> Any:
         size = min(CHUNK, case.tokens)
@@ -117,7 +117,7 @@ def chunked(case: Case, stats: Callable[..., Any]) -> Stats:
 
 
 def ours(case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", where: str | None = None) -> Step:
-    """`log_probs_from_hidden`; `where` names the batch whose loss mask it is given."""
+    """`log_probs_from_hidden`; `where` names the batch whose loss mask it gets."""
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         stats = log_probs_from_hidden(
@@ -133,7 +133,7 @@ def ours(case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", wher
 
 
 def gathered(case: Case, step: Step) -> Step:
-    """The step on the rows that carry loss, gathered first; their number is known beforehand here."""
+    """The step on the rows with loss, gathered first. Their number is known beforehand here."""
 
     def apply(data: Any) -> Any:
         rows = jnp.nonzero(data["part"].loss_mask[0], size=case.counted)[0]
@@ -145,7 +145,7 @@ def gathered(case: Case, step: Step) -> Step:
 
 
 def masked(step: Step) -> Step:
-    """The step over all tokens, with the cotangents of those that carry no loss at 0."""
+    """The step over all tokens, with cotangents of 0 for tokens without loss."""
 
     def apply(data: Any) -> Any:
         mask = data["part"].loss_mask
@@ -168,7 +168,7 @@ def plain_policy_loss(case: Case, batch: str = "batch") -> Step:
 
 
 def our_policy_loss(case: Case, mib: int | None = None, batch: str = "batch") -> Step:
-    """`policy_loss_from_hidden`, in so many MiB; 24 are too few for one pass."""
+    """`policy_loss_from_hidden` with a memory of so many MiB; 24 are too few for one pass."""
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         return policy_loss_from_hidden(
@@ -179,7 +179,7 @@ def our_policy_loss(case: Case, mib: int | None = None, batch: str = "batch") ->
 
 
 def groups(case: Case) -> dict[str, dict[str, Step]]:
-    """All versions by group, the first of each group being what the others are checked against."""
+    """All versions by group. The first of each group is what the others are checked against."""
     plain = {name: _step(_from_logits(case, stats)) for name, stats in PLAIN.items()}
     fastest = _step(_from_logits(case, plain_stats))
     full = ours(case)

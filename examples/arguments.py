@@ -12,10 +12,10 @@ from typing import NoReturn
 from examples.tasks import TASKS
 
 EMULATED_DEVICES = 8  # on a machine with nothing but a CPU
-HEARTBEAT_S = 30  # a process that is silent for so long is gone, and the others end
+HEARTBEAT_S = 30  # a process that is silent for so long counts as gone, and the others end
 NEWEST = -1  # checkpoint to resume from
-TRY_AGAIN = 75  # exit code of a run that was saved before it was done; sysexits.h has it for what is to be tried again
-MOST = 2**31 - 1  # of an integer
+TRY_AGAIN = 75  # exit code of a run that was saved before its end; EX_TEMPFAIL of sysexits.h
+MOST = 2**31 - 1  # the largest integer of an argument
 
 # Names that packages register which import JAX; tests compare them.
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_segment", "striped")
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments; exits with code 2 and one line where one of them is out of its range or does not fit another."""
+    """Parses the arguments; prints one line and exits with code 2 if one is out of range or does not fit another."""
     whole = parser()
     args = whole.parse_args(argv)
     if problem := _misfit(args):
@@ -106,7 +106,7 @@ def _misfit(args: argparse.Namespace) -> str | None:
 
 def _integer(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
-        # int() takes more than digits, and argparse would say less of what it does not take
+        # int() accepts more than digits, and argparse's own message says less
         if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= MOST):
             raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of at least {least}, at most {MOST}")
         return int(text)

@@ -23,7 +23,7 @@ def attention(
     queries: Paths,
     keys: Paths,
 ) -> Float[Array, "R Q N D"]:
-    """Causal attention along paths, for keys in any order: who sees whom is read from what travels with the tokens.
+    """Causal attention along paths, for keys in any order: arrays that travel with the tokens say who sees whom.
 
     Each of the M key heads serves N / M query heads that follow one another. Scores and their softmax are in f32.
     """

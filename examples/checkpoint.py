@@ -16,14 +16,14 @@ import orbax.checkpoint as ocp
 from examples.learner import TrainState
 from jaxppo.sharding import multihost
 
-FORMAT = 2  # of what is saved; to be raised where an older program could not go on from it
-SUMS = "SHA256SUMS"  # as the program sha256sum writes and checks them
+FORMAT = 2  # the version of what is saved: raise it if an older program could not load it
+SUMS = "SHA256SUMS"  # in the format of the program sha256sum
 _INFO, _STATE = "info.json", "state"
 _KEPT = 2
 
 
 class Checkpoints:
-    """The newest two checkpoints under `folder`. Each becomes visible whole, by a rename, or not at all.
+    """The newest two checkpoints under `folder`. A rename makes each visible at once, when it is whole.
 
     A checkpoint is a folder: the arrays in Orbax's layout, a file of JSON with what else the run remembers, and the
     digests of both, which must fit every byte when it is loaded.
@@ -40,7 +40,7 @@ class Checkpoints:
         def clean() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.iterdir():
-                if path.suffix in (".new", ".old"):  # of a run that ended in a save
+                if path.suffix in (".new", ".old"):  # left by a run that ended while it saved
                     shutil.rmtree(path)
 
         self._on_first(clean)
@@ -75,11 +75,11 @@ class Checkpoints:
 
     def _delete(self, step: int) -> None:
         old = self.folder / f"{step}.old"
-        os.replace(self.folder / str(step), old)  # at no time is half of one in its place
+        os.replace(self.folder / str(step), old)  # a rename, so that half a checkpoint never stands there
         shutil.rmtree(old)
 
     def _on_first(self, act: Callable[[], Any]) -> None:
-        """Has the first process do it; every process raises what it does, and none goes on before."""
+        """Process 0 calls `act`; all processes wait for it, and all raise what it raised."""
         problem = ""
         if jax.process_index() == 0:
             try:
@@ -90,7 +90,7 @@ class Checkpoints:
             raise OSError(problem)
 
     def load(self, like: TrainState, step: int | None = None) -> tuple[TrainState, int, dict[str, Any]]:
-        """A state, placed as `like` is on whatever mesh that is, its step and its notes.
+        """Loads a state, placed as `like` is, which may be on another mesh; returns it with its step and notes.
 
         Args:
           like: a state of the same shapes.
@@ -120,7 +120,7 @@ class Checkpoints:
             if path.is_symlink():
                 raise ValueError(f"got {path}, a link, expected a checkpoint whose files lie in it")
         if not (folder / SUMS).is_file() and (version := _read_info(folder).get("format")) != FORMAT:
-            raise ValueError(_other_format(folder, version))  # which may keep its digests elsewhere
+            raise ValueError(_other_format(folder, version))  # its digests may be elsewhere
         check_sums(folder)
         info = _read_info(folder)
         if info.get("format") != FORMAT:
@@ -156,7 +156,7 @@ def _digest(data: bytes) -> str:
 
 
 def _sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """The digest of each file, as the processes find them, each reading its share; all must call this."""
+    """The digest of each file. Each process reads its share of the files, so all must call this."""
     names = json.loads(multihost.exchange("files of a checkpoint", json.dumps(names).encode())[0])
     mine = {}
     for name in names[jax.process_index() :: jax.process_count()]:

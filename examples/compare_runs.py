@@ -15,7 +15,7 @@ import matplotlib
 import numpy as np
 from matplotlib import pyplot
 
-WINDOW = 10  # steps that a point of a curve is the mean of
+WINDOW = 10  # each point of a curve is the mean over so many steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:

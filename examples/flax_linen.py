@@ -32,7 +32,7 @@ CONFIG = PolicyLossConfig(PPO(clip_high=0.28))
 
 
 class Policy(nn.Module):
-    """A model of one block. Its result are the final hidden states and the head's parameters, never the logits."""
+    """A model of one block. It returns the final hidden states and the head's parameters, never the logits."""
 
     parallel: ParallelMesh
     tied: bool
@@ -57,7 +57,7 @@ class Policy(nn.Module):
         return self.norm(x + self.down(nn.gelu(self.up(x))))
 
     def logits(self, tokens: jax.Array) -> jax.Array:
-        """For `init` alone, which makes the parameters of the layers that it meets."""
+        """Called by `init` alone, which makes the parameters of the layers that run."""
         return self.tokens.attend(self(tokens)) if self.tied else self.head(self(tokens))
 
 
@@ -65,11 +65,11 @@ class Policy(nn.Module):
 def step(
     state: TrainState, batch: RolloutBatch, parallel: ParallelMesh, tied: bool
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update. The batch is an argument: one that is closed over would be compiled in."""
+    """One update. The batch is an argument: closed over, it would be compiled into the program."""
 
     def loss_fn(params: Any) -> Any:
         hidden = state.apply_fn({"params": params}, batch.tokens)
-        head = Head.of(params["tokens" if tied else "head"], dtype=hidden.dtype)  # parameters say no dtype of products
+        head = Head.of(params["tokens" if tied else "head"], dtype=hidden.dtype)  # arrays alone do not say it
         return policy_loss_from_hidden(hidden, head, batch, CONFIG, parallel=parallel)
 
     (_, found), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params)

@@ -31,12 +31,12 @@ from examples.tasks import Task
 from jaxppo import KL, ParallelMesh, PolicyLossConfig, Sample, make_parallel_mesh, policy_losses
 from jaxppo.sharding import multihost
 
-TEMPERATURE = 1.0  # of sampling; the trainer divides logits by the same, which 1 leaves out
+TEMPERATURE = 1.0  # of sampling; at 1 the trainer need not divide its logits by it
 
 
 @dataclasses.dataclass
 class Run:
-    """All that a run is made of, once its arguments are known to be good."""
+    """The parts of a run, made when its arguments are known to be good."""
 
     task: Task
     rollouts: Rollouts
@@ -66,7 +66,7 @@ class Run:
         return bool(asked)
 
     def save(self) -> None:
-        """Saves all that is needed to go on from here, unless that is done."""
+        """Saves all that is needed to go on from here, unless this step is saved already."""
         self.checkpoints.save(self.state, self.step, {name: getattr(self, name) for name in self._NOTES})
 
     def load(self, step: int | None) -> None:
@@ -79,7 +79,7 @@ class Run:
 def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None) -> Run:
     """Everything up to the first step, a checkpoint loaded if `--resume` asks for it; raises on any bad argument."""
     resume, anew = args.resume, args.overwrite
-    if args.restartable:  # every process sees the same: none has come to a checkpoint of its own
+    if args.restartable:  # all processes see the same, since none has saved a checkpoint yet
         resume = NEWEST if steps_in(args.out / "checkpoints") else None
         anew = resume is None
     if resume is None and not anew:
@@ -112,7 +112,7 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
 
 
 def _check_no_run(folder: Path) -> None:
-    """Raises where an older run would be written over."""
+    """Raises if the folder holds an older run, which would be overwritten."""
     steps = steps_in(folder / "checkpoints")
     if steps or (folder / "metrics.jsonl").exists():
         found = f"checkpoints {', '.join(map(str, steps))}" if steps else "no checkpoint yet"
@@ -123,7 +123,7 @@ def _check_no_run(folder: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Deletes an older run's files; what every run makes anew is replaced when it does."""
+    """Deletes an older run's files, but for those that every run replaces."""
     if processes.is_first():
         for name in ("checkpoints", "spikes"):
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -145,7 +145,7 @@ def _create(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
 
 def _load(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
     """The model of a folder, with its tokenizer."""
-    # what only this needs is imported only here
+    # imported here, since nothing else needs them
     from examples.model_folder import FolderTokenizer
     from examples.qwen3 import Qwen3Config, load_model
 
@@ -165,7 +165,7 @@ def supervised(run: Run, args: argparse.Namespace) -> None:
         if run.stops():
             return
         questions, run.position = run.task.take(run.position, run.rollouts.batch_size)
-        # nothing here waits for the step before, on whatever process: this batch is packed while that one runs
+        # nothing here waits for the step before: the host packs this batch while devices run that step
         run.state, metrics = run.learner.sft_step(run.state, run.pack(run.rollouts.own(answers(questions))))
         skipped.append(metrics["skipped"])
         run.sft_done += 1
@@ -177,9 +177,9 @@ def supervised(run: Run, args: argparse.Namespace) -> None:
 
 
 def grpo_step(run: Run, args: argparse.Namespace) -> dict[str, Any]:
-    """Samples, scores, packs and learns once; returns what to report.
+    """Samples, scores, packs and learns once; returns the numbers to report.
 
-    What crosses between host and device is asked for by name: prompts, responses, the packed batch, the metrics.
+    Each transfer between host and device is explicit: prompts, responses, the packed batch, the metrics.
     """
     began = time.perf_counter()
     questions, run.position = run.task.take(run.position, args.prompts)
@@ -240,17 +240,17 @@ def one_process(args: argparse.Namespace) -> int:
 
 
 def _begin_to_end(args: argparse.Namespace, preemption: Preemption, members: Members) -> int:
-    if jax.config.jax_compilation_cache_dir is None:  # a run that goes on need not compile again
+    if jax.config.jax_compilation_cache_dir is None:  # so that a resumed run need not compile again
         jax.config.update("jax_compilation_cache_dir", str(args.out.absolute() / "programs"))
     began = time.perf_counter()
     try:
         run = set_up(args)
         run.preemption = preemption
         train(run, args)
-    except (ValueError, FloatingPointError) as error:  # every process has the same
+    except (ValueError, FloatingPointError) as error:  # all processes raise the same error
         members.ended = str(error)
         return _failed(2 if isinstance(error, ValueError) else 1, error)
-    except (OSError, RuntimeError) as error:  # mostly for want of another process, which is then to be named
+    except (OSError, RuntimeError) as error:  # mostly since another process is gone, which is then named
         lost = members.missing(wait=True)
         members.ended = lost or str(error)
         if not lost and isinstance(error, RuntimeError):

@@ -18,26 +18,25 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def is_launcher(args: argparse.Namespace) -> bool:
-    """Whether this process is to start those of the run, rather than to be one."""
+    """Whether this process starts the processes of the run, and is none of them."""
     return args.processes > 1 and args.process_id is None
 
 
 def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> int:
     """Runs the module as `args.processes` processes on this machine, and passes signals on to them.
 
-    Where one ends badly, the others have the heartbeat timeout, and as long again, to end on their own; then they are
-    killed.
+    If one ends with an error, the others have twice the heartbeat timeout to end on their own; then they are killed.
 
     Returns:
-      0, or the exit code of the one that ended badly: 128 and the signal's number where a signal ended one, since
-      others fail for want of it; otherwise that of the first.
+      0, or an exit code. If a signal ended a process, it is 128 plus the signal's number, since the others then fail
+      because that process is gone. Otherwise it is the exit code of the first process that failed.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", module, *arguments, "--coordinator", f"127.0.0.1:{port}", "--process-id"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    # in groups of their own: a terminal sends Ctrl-C to this process alone, which passes it on once
+    # each in its own process group: a terminal then sends Ctrl-C to this process alone, which passes it on once
     running = [subprocess.Popen([*command, str(i)], env=environment, process_group=0) for i in range(args.processes)]
 
     def pass_on(number: int, _: FrameType | None) -> None:

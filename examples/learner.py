@@ -27,13 +27,13 @@ _OF_CLIPS = ("clip_fraction", "clip_fraction_positive", "clip_fraction_negative"
 _OF_RATIOS = (*_OF_CLIPS, "ppo_kl", "ratio_min", "ratio_mean", "ratio_max")
 _OF_SAMPLER = ("kl", "k3_kl", "reverse_k3_kl", "log_prob_abs_diff", "chi2_sequence", "jensen_shannon")
 _OF_SAMPLER += ("token_mult_prob_error", "weight_std", "weight_min", "weight_max", "sequence_effective_sample_size")
-_PLACES = (0, 2)  # where ranges of places begin that entropies are the mean of: responses are a few tokens
+_PLACES = (0, 2)  # entropies are averaged over places 0 and 1, and over 2 and more: responses are a few tokens
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that changes from step to step, and so all that a checkpoint needs."""
+    """All that changes from step to step: what a checkpoint holds."""
 
     params: Any
     optimizer: Any
@@ -65,7 +65,7 @@ class Learner:
         return jax.jit(make, out_shardings=self.shardings(jax.eval_shape(make, params)))(params)
 
     def shardings(self, state: TrainState) -> TrainState:
-        """The NamedSharding of each array of the state: moments lie as their parameters do, the rest is replicated."""
+        """The NamedSharding of each array of the state: that of its parameter for a moment, else replicated."""
         named = jax.tree.map(self.parallel.sharding, nnx.get_partition_spec(state.params))
         everywhere = self.parallel.sharding(P())
         moments = optax.tree_map_params(
@@ -74,7 +74,7 @@ class Learner:
         return TrainState(named, moments, named, everywhere, everywhere)
 
     def _head(self, params: nnx.State, batch: RolloutBatch) -> tuple[jax.Array, Head]:
-        """Final hidden states, and the head that makes logits of them."""
+        """The final hidden states, and the head that turns them into logits."""
         model: Model = nnx.merge(self.graphdef, params)
         check_recurrent(model, batch)
         attend = context_attention(batch.paths, self.parallel)
@@ -84,7 +84,7 @@ class Learner:
     def token_stats(
         self, params: nnx.State, batch: RolloutBatch, entropy: Literal["none", "metric"] = "none"
     ) -> TokenStats:
-        """Log-probs of the targets that carry loss, the sampler's bits where hidden states are; no logits exist."""
+        """Log-probs of the targets with loss: the sampler's bits where hidden states are the same. No logits exist."""
         return jaxppo.log_probs_from_hidden(
             *self._head(params, batch),
             batch.targets,
@@ -97,14 +97,14 @@ class Learner:
     def _apply(
         self, loss: jax.Array, params: nnx.State, state: Any, gradients: nnx.State
     ) -> tuple[nnx.State, Any, Metrics]:
-        """The updated parameters and optimiser, or, where the loss or a gradient is not finite, the old ones.
+        """The updated parameters and optimiser, or the old ones if the loss or a gradient is not finite.
 
-        Both are the whole mesh's numbers, so that every device skips the same updates.
+        Loss and gradients are sums over the whole mesh, so all devices skip the same updates.
         """
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, updated = self.optimizer.update(gradients, state, params)
-        # chosen afterwards, not by a condition around the update: its collectives run on every device every time
+        # chosen after the update, not by a condition around it: its collectives run on every device every time
         choose = partial(jax.tree.map, partial(jnp.where, finite))
         metrics = {"gradient_norm": norm, "skipped": 1 - finite.astype(jnp.float32)}
         return choose(optax.apply_updates(params, updates), params), choose(updated, state), metrics
@@ -130,11 +130,12 @@ class Learner:
     def grpo_step(self, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Metrics]:
         """`updates` updates on rollouts that carry rewards and the sampler's log-probs.
 
-        Metrics are the first update's, whose ratios are 1; those of ratios, under other names, the last one's too.
-        The metric "skipped" counts the updates whose loss or gradient was not finite; nothing came of those.
+        Metrics are those of the first update, whose ratios are 1. Metrics of ratios are also those of the last update,
+        under other names.
+        The metric "skipped" counts the updates that were left out, since their loss or gradient was not finite.
 
-        The trainer's own log-probs under the parameters that sampled are computed here, and are what the ratio is
-        over; the sampler's stay in the batch, and `mismatch_*` says how far the two are apart.
+        The ratio is over the trainer's own log-probs under the parameters that sampled, which are computed here. The
+        sampler's log-probs stay in the batch, and `mismatch_*` says how far the two are apart.
         """
         old = self.token_stats(state.params, batch, "metric")
         assert batch.rewards is not None  # the task gave every sample one
@@ -174,5 +175,5 @@ class Learner:
         return self._pin(state), metrics
 
     def _pin(self, state: TrainState) -> TrainState:
-        """The state where it started, so that the next step finds the same shardings and is not compiled again."""
+        """The state with the shardings that it started with, so that the next step is not compiled again."""
         return lax.with_sharding_constraint(state, self.shardings(state))

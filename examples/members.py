@@ -17,14 +17,14 @@ from typing import Any, NoReturn
 
 from jaxppo.sharding import multihost
 
-_LAST_WORDS_S = 2.0  # in which a process that fails for want of another may see that one go
-_GRACE_S = 10.0  # in which this process says itself why it ends, where another ended with an error
+_LAST_WORDS_S = 2.0  # so long a process that fails waits to see whether another is gone
+_GRACE_S = 10.0  # so long this process has to report its own error, after another ended with one
 
 
 class Members:
     """Within the block, this process holds its file in `folder`; no two runs hold files there at once.
 
-    Where another process of the run is killed, this one says which, and ends at once: no collective waits for it.
+    If another process of the run is killed, this one says which and ends at once: no collective waits for it.
 
     Args:
       folder: made if it is not there.
@@ -37,9 +37,9 @@ class Members:
 
     def __init__(self, folder: Path, process: int, count: int):
         self.folder, self.process, self.count = folder, process, count
-        self.ended = ""  # what this process ended with, to be told to the others
+        self.ended = ""  # the error that this process ended with, for the others to read
         self._file: Any = None
-        self._seen: list[int] = []  # whose locks show; on some file systems those of other hosts do not
+        self._seen: list[int] = []  # processes whose locks are visible; some file systems hide those of other hosts
         self._speaks = threading.Lock()
 
     def __enter__(self) -> Members:
@@ -56,7 +56,7 @@ class Members:
         self._file.close()
 
     def _together(self, act: Any) -> None:
-        """Raises on every process what is raised on one; no mesh is known yet."""
+        """Calls `act`; if it raises on one process, all raise. It needs no mesh."""
         problem = ""
         try:
             act()
@@ -73,7 +73,7 @@ class Members:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = (self.folder / str(self.process)).open("a+")
             held = [self.folder / str(self.process)] if not _lock(self._file) else []
-            # of a run of more processes, some may live on after their first
+            # processes of an older run may live on after its process 0
             others = {path for path in self.folder.iterdir() if path.name.isdigit()} - {self.folder / str(self.process)}
             for path in sorted(others) if self.process == 0 else []:
                 with path.open() as file:
@@ -93,13 +93,13 @@ class Members:
         self._write(_me())
 
     def _write(self, what: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # of a full disk: the lock is what counts
+        with contextlib.suppress(OSError):  # such as a full disk: the lock is enough
             self._file.truncate(0)
             self._file.write(json.dumps(what))
             self._file.flush()
 
     def _watch(self, other: int) -> None:
-        """Has a thread wait for the other's lock, where it shows."""
+        """Starts a thread that waits for the other's lock, if that is visible here."""
         file = (self.folder / str(other)).open()
         if _lock(file, fcntl.LOCK_SH):
             file.close()
@@ -123,16 +123,16 @@ class Members:
         os._exit(1)
 
     def missing(self, wait: bool = False) -> str | None:
-        """Which of the others is gone, and why where it said so; None where all are there. Only one thread returns.
+        """Names another process that is gone, with its error if it left one; None if all run. Only one thread returns.
 
         Args:
-          wait: whether one may be about to go.
+          wait: wait a moment for a process that is about to end.
         """
         deadline = time.monotonic() + (_LAST_WORDS_S if wait and self.count > 1 else 0)
         while not (found := self._gone()) and time.monotonic() < deadline:
             time.sleep(0.05)
         if found:
-            while not self._speaks.acquire(timeout=1):  # another thread has said it, and ends the process
+            while not self._speaks.acquire(timeout=1):  # another thread has reported it and ends the process
                 pass
         return found
 
@@ -154,7 +154,7 @@ class Members:
 
 
 def _lock(file: Any, how: int = fcntl.LOCK_EX) -> bool:
-    """Whether the lock was free."""
+    """Takes the lock if it is free; whether it was."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:

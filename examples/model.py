@@ -122,7 +122,7 @@ class Decoder(nnx.Module):
 
 
 def create_model(config: ModelConfig, parallel: ParallelMesh, seed: int) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure and its parameters, each placed on the mesh as its kernel asks."""
+    """The model's structure and its parameters, each placed on the mesh by its partition spec."""
     if config.heads % parallel.tensor_size:
         raise ValueError(
             f"mesh: got {parallel.tensor_size} tensor shards, expected a divisor of the {config.heads} heads"

@@ -1,4 +1,4 @@
-"""What lies in the folder of a published model: config.json, tokenizer.json and safetensors, single or sharded."""
+"""Reads the folder of a published model: config.json, tokenizer.json and safetensors, single or sharded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</thi
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file of the model's folder.
+    """Reads an object from a JSON file of the model's folder.
 
     Raises:
       ValueError: there is no such file, or something else is in it.
@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"--model: got {path.parent} without a readable {path.name} ({error.strerror})") from None
     except RecursionError:
         raise ValueError(f"--model: got {path} with lists in lists beyond all depth, expected JSON") from None
-    except ValueError as error:  # of JSON and of text
+    except ValueError as error:  # from the parser of JSON, or from decoding the text
         raise ValueError(f"--model: got {path}, expected JSON ({error})") from None
     if not isinstance(found, dict):
         raise ValueError(f"--model: got {path} with a {type(found).__name__}, expected a JSON object")
@@ -41,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
 class FolderTokenizer:
     """The tokenizer of tokenizer.json, with the end of text that config.json names.
 
-    Where that is the end of a chat turn, questions are asked as a user's turn, answered without thinking.
+    If that token ends a chat turn, questions are asked as a user's turn, to be answered without thinking.
 
     Args:
       folder: the model's folder.
@@ -67,7 +67,7 @@ class FolderTokenizer:
         self._chat = token == _CHAT_END
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that begins anew: nothing is put around it."""
+        """The ids of a text, without special tokens around it."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_question(self, text: str) -> list[int]:
@@ -79,8 +79,8 @@ class FolderTokenizer:
 
 
 class Weights:
-    """The tensors of a folder by name. Only headers are read until `place` asks for a tensor, and of it only the parts
-    that devices of this process hold.
+    """The tensors of a folder by name. At first only headers are read. `place` reads the parts of a tensor that this
+    process's devices hold.
 
     Raises:
       ValueError: no safetensors, a file that is cut short or is missing, a tensor that holds no floats.
@@ -118,7 +118,7 @@ class Weights:
                 )
 
     def place(self, name: str, sharding: NamedSharding, transposed: bool) -> jax.Array:
-        """A tensor in float32 on the mesh: each device gets its part, read once for all devices that hold the same.
+        """Puts a tensor on the mesh in float32. A part that several devices hold is read once.
 
         Args:
           name: which one.

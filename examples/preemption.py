@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Preemption:
     """Within the block, SIGTERM and the first SIGINT set `asked`; a second SIGINT ends the process at once.
 
-    A thread counts, since Python's own handlers wait for whatever the main thread does, such as a long compilation.
+    A thread counts the SIGINTs: Python's own handlers would wait for the main thread, say for a long compilation.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Preemption:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Preemption:
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             self._mine, theirs = socket.socketpair()
             theirs.setblocking(False)
             self._theirs = theirs
@@ -40,7 +40,7 @@ class Preemption:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._fd)
-            self._theirs.close()  # which ends the thread
+            self._theirs.close()  # this ends the thread
 
     def _ask(self, number: int, _: FrameType | None) -> None:
         self.asked = self.asked or signal.Signals(number).name
@@ -51,7 +51,7 @@ class Preemption:
             while found := signals.recv(64):
                 before, interrupts = interrupts, interrupts + found.count(signal.SIGINT)
                 if interrupts > 1:
-                    # nothing is half-written: what goes on is renamed into its place when it is whole
+                    # no file that a run resumes from is half-written: each is renamed into place when it is whole
                     os._exit(128 + signal.SIGINT)
                 if interrupts > before:
                     with contextlib.suppress(OSError, ValueError):

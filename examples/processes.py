@@ -1,4 +1,4 @@
-"""A process of a run that may have many: joining the others, speaking for them, leaving them."""
+"""What a process of a run of many does: it joins the others, the first one prints for all, and it leaves."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jaxppo.sharding import multihost
 
 
 def join(args: argparse.Namespace) -> None:
-    """Makes this process one of the run's, with its share of the devices where they are emulated."""
+    """Joins this process to the run, with its share of the devices if they are emulated."""
     if not args.distributed:
-        with contextlib.suppress(RuntimeError):  # devices exist already: those it will be
+        with contextlib.suppress(RuntimeError):  # JAX has made its devices already: the run takes those
             jax.config.update("jax_num_cpu_devices", EMULATED_DEVICES // args.processes)
     if args.distributed:
         multihost.start(heartbeat_timeout_s=args.heartbeat_timeout)
@@ -28,21 +28,21 @@ def join(args: argparse.Namespace) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process writes what all of them have found."""
+    """Whether this is the process that writes files for all."""
     return jax.process_index() == 0
 
 
 @contextlib.contextmanager
 def one_speaks() -> Iterator[None]:
-    """Within the block, what other processes than the first print goes nowhere."""
+    """Within the block, only the first process prints."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if is_first() else nowhere):
         yield
 
 
 def keep_logs(path: Path) -> None:
-    """Sends what libraries of C++ write to stderr into a file; Python's own goes where it went.
+    """Sends what C++ libraries write to stderr into a file; Python's own stderr stays as it was.
 
-    Where process 0 dies, XLA ends the others with a page of stack frames, beside what this program says of it.
+    If process 0 dies, XLA ends the others with a page of stack frames, which would hide this program's own message.
     """
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     with path.open("w") as file:
@@ -50,7 +50,7 @@ def keep_logs(path: Path) -> None:
 
 
 def leave(code: int) -> int:
-    """The exit code; a process that failed does not wait for the others, who would wait for it."""
+    """Leaves the run; returns the exit code. A process that failed does not wait for others, which wait for it."""
     if code not in (0, TRY_AGAIN) and jax.process_count() > 1:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Qwen3's dense models in Flax NNX, of any size, from a folder as they are published.
+"""Qwen3's dense models of any size in Flax NNX, loaded from their published folders.
 
 Qwen3 Technical Report (https://arxiv.org/abs/2505.09388): RMSNorm before attention and before a SwiGLU MLP,
 grouped-query attention with normed queries and keys, rotary positions.
@@ -23,7 +23,7 @@ from jaxppo import ParallelMesh
 from jaxppo.sharding import multihost
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# settings of config.json that change the model, and the values under which it is the model below
+# settings of config.json that change the model, with the values that the model below has
 _ONLY = {
     "model_type": ("qwen3",),
     "hidden_act": ("silu",),
@@ -36,7 +36,7 @@ _ONLY = {
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3Config:
-    """Sizes of the model. Of the `padded_vocab` columns, those that no token of the tokenizer has are padding."""
+    """Sizes of the model. Columns of `padded_vocab` that belong to no token of the tokenizer are padding."""
 
     vocab_size: int
     padded_vocab: int
@@ -57,7 +57,7 @@ class Qwen3Config:
 
     @classmethod
     def read(cls, folder: Path) -> Qwen3Config:
-        """What config.json says; every column of the head counts as a token's.
+        """Reads config.json. Every column of the head counts as a token until `with_tokens` says how many there are.
 
         Raises:
           ValueError: no config.json, one of another architecture, or one that lacks a setting.
@@ -134,7 +134,7 @@ def _kernel(spec: P, parallel: ParallelMesh) -> nnx.Initializer:
 
 
 class Projection(nnx.Module):
-    """A product with a kernel that rests on `fsdp` and is gathered from there, in the dtype of the product."""
+    """A product with a kernel that is sharded over `fsdp`, and is gathered in the dtype of the product."""
 
     def __init__(self, shape: tuple[int, int], columns: bool, config: Qwen3Config, parallel: ParallelMesh, rngs: Any):
         tensor = parallel.logits_spec[2]
@@ -203,7 +203,7 @@ class Qwen3(nnx.Module):
 
     @property
     def head(self) -> nnx.Linear | nnx.Embed:
-        """What makes logits of hidden states."""
+        """The head that turns hidden states into logits."""
         return self.embed_tokens if self.lm_head is None else self.lm_head
 
     def __call__(
@@ -211,7 +211,7 @@ class Qwen3(nnx.Module):
     ) -> Float[Array, "R T H"]:
         """Final hidden states. `attend` is one function, or one for each layer (each with its own cache).
 
-        With one function, which is how a loss calls it, a layer's activations are computed again in the backward.
+        With one function, as in a loss, the backward computes each layer's activations again.
         """
         x = jnp.take(self.embed_tokens.embedding[...], tokens, axis=0).astype(self.config.dtype)
         angles = rotary_angles(positions, self.config)
@@ -251,7 +251,7 @@ def describe_model(config: Qwen3Config, parallel: ParallelMesh) -> tuple[nnx.Gra
 
 
 def load_model(folder: Path, config: Qwen3Config, parallel: ParallelMesh) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure and the folder's parameters, each placed on the mesh as its kernel asks.
+    """The model's structure and the folder's parameters, each placed on the mesh by its partition spec.
 
     Raises:
       ValueError: tensors that are missing, of another shape, not finite, or of a model with more parts; a mesh that
@@ -264,7 +264,7 @@ def load_model(folder: Path, config: Qwen3Config, parallel: ParallelMesh) -> tup
         )
     weights = Weights(folder)
     layers = {name.split(".")[2] for name in weights.shapes if name.startswith("model.layers.")}
-    if config.layers != len(layers):  # the one size that costs time to describe
+    if config.layers != len(layers):  # checked first, since describing many layers takes time
         raise ValueError(
             f"--model: got num_hidden_layers {config.layers} in config.json, expected {len(layers)}, the layers of "
             "the tensors"
@@ -287,13 +287,13 @@ def load_model(folder: Path, config: Qwen3Config, parallel: ParallelMesh) -> tup
                 f"mesh: got {dict(parallel.mesh.shape)}, expected sizes that divide {name} {leaf.shape} as "
                 f"{sharding.spec}"
             ) from None
-    with multihost.together(parallel):  # each process sees its own weights alone
+    with multihost.together(parallel):  # each process reads its own part of the weights
         arrays = [weights.place(name, sharding, transposed) for (name, transposed), _, sharding in placed]
     return graphdef, jax.tree.unflatten(structure, arrays)
 
 
 def _published_name(path: tuple[Any, ...]) -> tuple[str, bool]:
-    """A parameter's name in the files, and whether it lies there transposed."""
+    """A parameter's name in the files, and whether the file holds it transposed."""
     *modules, kind = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
     name = ".".join([*modules, "weight"])
     return name if modules[0] == "lm_head" else f"model.{name}", kind == "kernel"

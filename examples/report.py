@@ -37,9 +37,9 @@ class Report:
     Args:
       folder: where the files go.
       steps: the number of GRPO steps of the whole run.
-      start: the step to go on from; what the files say of later ones is dropped, and so are lines that a sudden end
-        left torn. 0 starts new files.
-      settings: what the run was started with, kept beside the metrics.
+      start: the step to go on from. Records of later steps are dropped, and so are lines that a sudden end cut off.
+        0 starts new files.
+      settings: what the run was started with; written to settings.json.
     """
 
     def __init__(self, folder: Path, steps: int, start: int, settings: Mapping[str, Any]):
@@ -54,9 +54,9 @@ class Report:
         self._bar = tqdm(total=steps, initial=start, desc="grpo", unit="step", dynamic_ncols=True)
 
     def add(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the numbers of one step, and what of its samples is to be kept.
+        """Takes the numbers of one step, and the samples to keep.
 
-        A number that is not finite is null in the file, since JSON has no NaN.
+        A number that is not finite becomes null in the file, since JSON has no NaN.
         """
         numbers = {name: float(value) for name, value in metrics.items()}
         self.records.append({"step": step} | {n: x if math.isfinite(x) else None for n, x in numbers.items()})
@@ -108,7 +108,7 @@ def settings_of(parallel: ParallelMesh, arguments: Mapping[str, Any], model: Any
 
 
 def memory_gib() -> float:
-    """The most that a device of this process has held so far, or the process itself, where devices do not say."""
+    """The most that a device of this process has held so far; that of the process if devices do not say."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return float(max(peaks) or host) / 2**30
@@ -119,9 +119,9 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file; whoever looks finds the old text or the new."""
+    """Replaces a file at once: a reader finds the old text or the new one."""
     beside = path.with_name(f"{path.name}.new")
-    beside.unlink(missing_ok=True)  # a link there would lead out of the folder
+    beside.unlink(missing_ok=True)  # a link of that name would lead out of the folder
     beside.write_text(text)
     os.replace(beside, path)
 
@@ -131,7 +131,7 @@ def _records_until(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, without the lines that are none."""
+    """The records of a file, without lines that are not valid."""
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             record = json.loads(line)
@@ -140,7 +140,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_events(records: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Writes every number for TensorBoard, in the place of an older report's events."""
+    """Writes every number for TensorBoard, and removes the events of an older report."""
     from tensorboardX import SummaryWriter
 
     for old in folder.glob("events.out.tfevents.*"):
@@ -153,7 +153,7 @@ def write_events(records: Sequence[Mapping[str, Any]], folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes the page and the events of a run that is over, or still goes on."""
+    """Makes the page and the events of a run, which may still go on."""
     from examples.report_page import load_run, page
 
     parser = argparse.ArgumentParser(prog="examples.report", description="A look at a run of train_grpo.")

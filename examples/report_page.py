@@ -1,4 +1,4 @@
-"""The page of a run: curves, settings and a picture of the mesh in one file of HTML that loads nothing else."""
+"""The page of a run, as one HTML file that loads no others: curves, settings and a picture of the mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from examples.report import read_records
 
-# title: (what it says, patterns of the names of its curves)
+# title: (the text below it, patterns of the names of its curves)
 CHARTS = {
     "Reward": ("of the task's verifier; accuracy is the share of full marks", ("reward", "accuracy")),
     "KL": ("nats a token: to the supervised model, and to the policy that sampled (ppo_kl)", ("kl", "ppo_kl*")),
@@ -65,7 +65,7 @@ th { background: #f6f8fa } .mesh td { text-align: center; min-width: 3rem } .war
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run's folder tells: records in the order of their steps, `left_out` lines that were none, its settings.
+    """What a run's folder holds: records by step, the settings, and how many lines were not valid (`left_out`).
 
     `samples` are a few of each step, by step.
     """
@@ -78,17 +78,17 @@ class Run:
 
     @property
     def numbers(self) -> list[dict[str, Any]]:
-        """The records without what is no finite number."""
+        """The records, their finite numbers alone."""
         return [{name: x for name, x in record.items() if _is_finite(x)} for record in self.records]
 
 
 def _is_finite(x: Any) -> bool:
-    # integers of JSON have any size, and what is drawn is to have room around it
+    # JSON has integers of any size, and a plot needs some room around its largest number
     return isinstance(x, int | float) and not isinstance(x, bool) and -1e300 < x < 1e300
 
 
 def load_run(folder: Path) -> Run:
-    """Reads what is there: torn lines are counted, of two records of a step the later one stands.
+    """Reads a run's folder. Broken lines are counted; of two records of one step the later one is kept.
 
     Raises:
       ValueError: there are no metrics.
@@ -143,7 +143,7 @@ def page(run: Run) -> str:
 
 
 def _series(run: Run, name: str) -> tuple[list[int], list[float], list[int]]:
-    """Steps and values of one name, NaN where it is not finite, and the steps where that is so."""
+    """The steps and values of one name, with NaN for values that are not finite, and the steps of those."""
     steps, values, lost = [], [], []
     for record, numbers in zip(run.records, run.numbers, strict=True):
         if name in record:
@@ -163,7 +163,7 @@ def _chart(run: Run, title: str, about: str, names: Sequence[str]) -> str:
     notes = []
     for name in names:
         steps, values, lost = _series(run, name)
-        # text is given to matplotlib as it is: no formula of its own
+        # labels and titles are text that matplotlib must not read as formulas
         axis.plot(steps, values, marker="." if len(steps) < 30 else None, label=_plain(name), linewidth=1.3)
         for step in lost[:200]:
             axis.axvline(step, color="#b42318", linewidth=0.6, alpha=0.6)
@@ -178,12 +178,12 @@ def _chart(run: Run, title: str, about: str, names: Sequence[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text as matplotlib shows it literally: a leading underscore hides a label, dollars begin a formula."""
+    """Text that matplotlib shows as it is: a leading underscore would hide a label, a dollar begin a formula."""
     return text.replace("$", r"\$").lstrip("_") or "?"
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """The figure as an element whose ids do not meet those of another figure on the page."""
+    """The figure as an SVG element; its ids differ from those of all other figures on the page."""
     key = re.sub(r"\W", "-", title.lower())
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": key, "font.family": "sans-serif"}):
@@ -207,7 +207,7 @@ def _summary(run: Run, names: Sequence[str]) -> str:
 
 
 def _samples(samples: Mapping[int, Sequence[Any]]) -> str:
-    """Prompts, completions and rewards of steps that are evenly spaced, the first and the last among them."""
+    """Prompts, completions and rewards of evenly spaced steps, the first and the last included."""
     if not samples:
         return "<p>not recorded in this run</p>"
     steps = list(samples)
@@ -235,7 +235,7 @@ def _text(value: Any) -> str:
 
 
 def _mesh(mesh: Any) -> str:
-    """A cell a device: down the first axis, across the others, coloured by the part of the parameters that it holds."""
+    """Draws a cell for each device: rows are the first axis, columns the others, colours parts of the parameters."""
     try:
         axes = {str(name): int(size) for name, size in mesh["axes"].items()}
         devices = [str(device) for device in mesh["devices"]]

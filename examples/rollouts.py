@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GREEDY = 0.0
 _SEQUENCES_PER_ROW = 4
-_READABLE = 4  # samples of a step that are kept as text
+_READABLE = 4  # samples of each step that are kept as text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Rollouts:
     def sample(
         self, params: nnx.State, questions: Sequence[Question], copies: int, key: jax.Array, temperature: Any
     ) -> list[Sample]:
-        """`copies` scored responses to each question, each question's a group of its own."""
+        """`copies` scored responses to each question; those of one question are a group."""
         asked = [question for question in questions for _ in range(copies)]
         width = self.task.prompt_length
         prompts = np.array([q.prompt + [Tokenizer.pad] * (width - len(q.prompt)) for q in asked], np.int32)
@@ -70,13 +70,13 @@ class Rollouts:
         ]
 
     def own(self, everything: Sequence[Any]) -> list[Any]:
-        """What falls to this process of a batch: the part of each of its data shards."""
+        """This process's part of a batch: that of each of its data shards."""
         each = len(everything) // self.parallel.data_size
         shards = multihost.local_data_shards(self.parallel)
         return [x for shard in shards for x in everything[shard * each : (shard + 1) * each]]
 
     def held_out_accuracy(self, params: nnx.State) -> float:
-        """The share of held-out questions whose most likely response the verifier gives full marks."""
+        """The share of held-out questions whose most likely response has a reward of 1."""
         questions = self.task.held_out
         right = 0
         for start in range(0, len(questions), self.batch_size):
@@ -92,7 +92,7 @@ def scores(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
     """Rewards and lengths of the samples of every process, in order of their ids; all must call this."""
     mine = np.array([(sample.sample_id, sample.reward, len(sample.tokens)) for sample in samples], np.float64)
     everyone = np.concatenate(multihost.gather(mine))
-    _, first = np.unique(everyone[:, 0], return_index=True)  # processes that share a data shard have the same ones
+    _, first = np.unique(everyone[:, 0], return_index=True)  # processes that share a data shard report the same samples
     return everyone[first, 1], everyone[first, 2]
 
 
@@ -110,17 +110,17 @@ def readable(samples: Sequence[Sample], tokenizer: Tokenizer | FolderTokenizer) 
 
 
 def _place(arrays: tuple[np.ndarray, ...], shardings: tuple[NamedSharding, ...]) -> tuple[jax.Array, ...]:
-    """Arrays that every process has, on the devices of all of them."""
+    """Puts arrays that every process has onto the devices of all."""
 
     def put(x, sharding):
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    with jax.transfer_guard_host_to_device("allow"):  # JAX takes its callbacks for transfers that nobody asked for
+    with jax.transfer_guard_host_to_device("allow"):  # JAX counts its own callbacks as such transfers
         return tuple(map(put, arrays, shardings))
 
 
 def answers(questions: Sequence[Question]) -> list[Sample]:
-    """The right answers, to imitate."""
+    """The right answers as samples, for supervised steps."""
     return [Sample([*q.prompt, *q.answer], response_start=len(q.prompt), sample_id=i) for i, q in enumerate(questions)]
 
 
@@ -128,9 +128,8 @@ def answers(questions: Sequence[Question]) -> list[Sample]:
 class Packer:
     """Packs samples of at most `longest` tokens into rows whose number and length never change.
 
-    There are `batch_size` of them on all processes together, and each gives those of its data shards. Where so many
-    `copies` share a prompt, it is held once for all of them, and a step has as many rows as it then takes, of few
-    numbers.
+    All processes together have `batch_size` samples; each process packs those of its data shards. With `copies`, so
+    many samples share a prompt, which a row then holds once, and a step has one of a few numbers of rows.
     """
 
     parallel: ParallelMesh
@@ -141,7 +140,7 @@ class Packer:
     def __call__(self, samples: Sequence[Sample]) -> RolloutBatch:
         if self.copies is not None:
             return self._trees(samples, self.copies)
-        multiple = 2 * self.parallel.context_size  # divides what every context layout asks of a row or a sequence
+        multiple = 2 * self.parallel.context_size  # a multiple of what any context layout needs of a row or a sequence
         row_length = _SEQUENCES_PER_ROW * _round_up(self.longest, multiple)
         rows = _round_up(-(-self.batch_size // _SEQUENCES_PER_ROW), self.parallel.data_size)
         rows = rows // self.parallel.data_size * multihost.local_data_size(self.parallel)
@@ -149,7 +148,7 @@ class Packer:
         return RolloutBatch.from_samples(samples, parallel=self.parallel, **shape).put(self.parallel)
 
     def _trees(self, samples: Sequence[Sample], copies: int) -> RolloutBatch:
-        """A row holds two groups whole, or more that share; at most there is a row for each group."""
+        """A row has room for two groups, or for more that share prompts; there is at most one row for each group."""
         row_length = 2 * copies * _round_up(self.longest, 2 * self.parallel.context_size)
         local, most = multihost.local_data_size(self.parallel), -(-self.batch_size // copies)
         doublings = (-(-most // self.parallel.data_size)).bit_length()

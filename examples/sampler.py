@@ -21,7 +21,7 @@ from jaxppo.trees import Paths
 
 
 class Responses(NamedTuple):
-    """What was sampled: tokens up to and with the end of text, their log-probabilities, and where they are."""
+    """What was sampled: tokens up to and including the end of text, their log-probs, and a mask of where they are."""
 
     tokens: Int[Array, "B M"]
     log_probs: Float[Array, "B M"]
@@ -33,7 +33,7 @@ Place = Callable[..., jax.Array]
 
 
 class Cache(NamedTuple):
-    """Keys and values `[B, slots, N, D]` of each layer, and what each slot holds: segment 1 is a token, 0 nothing."""
+    """Keys and values `[B, slots, N, D]` of each layer, and what each slot holds: segment 1 is a token, 0 is empty."""
 
     layers: tuple[tuple[jax.Array, jax.Array], ...]
     segments: Int[Array, "B slots"]
@@ -41,7 +41,7 @@ class Cache(NamedTuple):
 
 
 def rows_spec(parallel: ParallelMesh) -> P:
-    """Where the responses lie: each is one row, so that context shards serve as further data shards."""
+    """The PartitionSpec of responses: each is one row, and context shards serve as further data shards."""
     return P(parallel.data + parallel.context or None)
 
 

@@ -1,4 +1,4 @@
-"""Steps whose loss stands out, kept as files that replay them."""
+"""Saves the batches of steps whose loss stands out, so that such a step can be run again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Spikes:
 
     Args:
       folder: of the files, `step_N.npz`.
-      deviations: how many standard deviations from the mean of the last steps stand out; None for no files at all.
-      window: how many steps are looked back on; nothing stands out among fewer than four.
+      deviations: a loss stands out at so many standard deviations from the mean of the last steps; None for no files.
+      window: how many of the last steps are compared; nothing stands out among fewer than four.
     """
 
     def __init__(self, folder: Path, deviations: float | None, window: int = 32):
@@ -31,7 +31,7 @@ class Spikes:
         self._losses: deque[float] = deque(maxlen=window)
 
     def look(self, step: int, loss: float, batch: RolloutBatch) -> Path | None:
-        """Takes a step's loss; returns the file, if it made one."""
+        """Takes a step's loss; returns the file if it saved one."""
         if self.deviations is None:
             return None
         spike = not math.isfinite(loss)
@@ -43,7 +43,7 @@ class Spikes:
         if not spike:
             return None
         path = self.folder / f"step_{step}.npz"
-        batch = multihost.whole(batch)  # every process comes here, since all have the same losses
+        batch = multihost.whole(batch)  # every process calls this, since all have the same losses
         if jax.process_index() == 0:
             self.folder.mkdir(exist_ok=True)
             save_batch(path, batch)
@@ -67,7 +67,7 @@ def load_batch(path: Path, parallel: ParallelMesh) -> RolloutBatch:
       ValueError: no such file, or the batch was packed for another context layout.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:  # a file is data, and runs nothing
+        with np.load(path, allow_pickle=False) as file:  # so that loading a file cannot run code
             found: dict[str, Any] = dict(file)
         batch = RolloutBatch(**found | json.loads(str(found.pop("static"))))
     except Exception as error:  # of a stranger's file, whatever reads it raises

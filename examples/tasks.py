@@ -73,8 +73,8 @@ class Task:
 
     def __init__(self, name: str, seed: int, held_out: int, tokenizer: FolderTokenizer | None = None):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # in the source of a package that reasoning-gym imports
-            import reasoning_gym  # which takes a second, and help needs the names alone
+            warnings.simplefilter("ignore", SyntaxWarning)  # from a package that reasoning-gym imports
+            import reasoning_gym  # here, since it takes a second, and --help needs only the names
 
         def make(stream):
             return reasoning_gym.create_dataset(name, seed=stream * _STREAM, size=_STREAM, **TASKS[name])

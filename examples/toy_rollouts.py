@@ -1,4 +1,4 @@
-"""The data of the frameworks' examples: rollouts in which even tokens were good and odd ones were not."""
+"""The data of the frameworks' examples: rollouts that reward even tokens and punish odd ones."""
 
 import math
 
@@ -10,12 +10,12 @@ VOCAB, WIDTH = 128, 32
 
 
 def rollouts(seed: int, parallel: ParallelMesh | None) -> RolloutBatch:
-    """16 samples of other lengths for each seed, in rows that are the same in number and length."""
+    """16 samples, whose lengths depend on the seed, in rows whose number and length never change."""
     rng = np.random.default_rng(seed)
     samples = []
     for group in range(16):
         length = 2 * int(rng.integers(2, 7))
-        tokens = 2 * rng.integers(0, 8, 3 + length) + np.arange(3 + length) % 2  # as many even as odd
+        tokens = 2 * rng.integers(0, 8, 3 + length) + np.arange(3 + length) % 2  # even and odd tokens in turns
         response = tokens[3:]
         samples.append(
             Sample(

@@ -2,7 +2,7 @@
 
 python -m examples.train_grpo --out runs/grpo
 
-What a run does is in grpo_run.py, which imports JAX; here are its beginning and its end.
+grpo_run.py holds what a run does, and imports JAX; this file starts and ends it.
 """
 
 from __future__ import annotations
