@@ -22,7 +22,7 @@ STRICT = {"jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "ra
 JAX_AS_IT_COMES = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
 JAX_AS_IT_COMES |= {"jax_legacy_prng_key": "allow"}
 OPTAX = "optax raises a float to a power that is an array of integers"
-EXCUSED = {  # tests that run code of others which promotes, by module or one by one, and what promotes there
+EXCUSED = {  # modules or single tests that run other packages' code, which promotes dtypes; and the reason
     "test_example": OPTAX,
     "test_faults": OPTAX,
     "test_frameworks": f"{OPTAX}; flax adds bf16 to f32",
@@ -41,7 +41,7 @@ def set_options(options):
 
 
 set_options(STRICT)
-gc.set_threshold(50_000, 20, 100)  # traces leave little garbage among millions of objects: 6% of a run went into it
+gc.set_threshold(50_000, 20, 100)  # millions of objects, little garbage: collecting took 6% of a run
 
 
 def pytest_addoption(parser):
@@ -51,8 +51,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Searches: a slice of 40 examples that never changes, or 1000 new ones; each test takes its share of them."""
-    if config.option.search_seed is None and hasattr(config, "workerinput"):  # of the process that hands out the tests
+    """Sets the examples of searches: by day 40 that never change, at night 1000 new ones; each test takes its share."""
+    if config.option.search_seed is None and hasattr(config, "workerinput"):  # of the process that hands out tests
         config.option.search_seed = int(os.environ["SEARCH_SEED"])
     elif config.option.search_seed is None:
         config.option.search_seed = random.SystemRandom().randrange(2**31) if config.getoption("--nightly") else 0
@@ -66,11 +66,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """By day, of a table's cases those in which a value of a parameter is met first, or every n-th; at night all."""
+    """By day, keeps the cases in which a parameter has a value that is new to the test, or every n-th; at night all."""
     if config.getoption("--nightly"):
         return
     cases: Counter[str] = Counter()
-    met: set[tuple[str, str, str]] = set()  # (test, parameter, value)
+    met: set[tuple[str, str, str]] = set()  # (test, parameter, value) of the cases so far
     by_day, at_night = [], []
     for item in items:
         test, every = item.nodeid.split("[")[0], item.get_closest_marker("every")
@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """For the excused ones JAX is set as it comes, in the whole process, since some of them start threads."""
+    """Runs the excused tests with JAX's default settings, in the whole process, since some of them start threads."""
     module = item.path.stem
     set_options(JAX_AS_IT_COMES if {module, f"{module}::{item.originalname}"} & set(EXCUSED) else STRICT)
     try:
@@ -101,7 +101,7 @@ def pytest_runtest_teardown():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The seconds of each folder, the slowest first; those of workers are added up."""
+    """Prints the seconds of each folder, the slowest first, added up over workers."""
     seconds = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:

@@ -1,4 +1,4 @@
-"""One example of the search from hidden states and from logits, compared with the oracle."""
+"""Compares one example of the search with the oracle, from hidden states and from logits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def of_hidden(config: dict[str, Any], where: Place, shape: HeadShape) -> Any:
 
 
 def given_to(step: Step, found: HeadStep, shape: HeadShape, batch: Any) -> tuple[Any, Any]:
-    """Parameters and options of a call."""
+    """The parameters and options of a call."""
 
     def rows(name, fill, dtype):
         return to_rows(batch, samples, [getattr(s, name) for s in samples], fill, dtype)
@@ -76,7 +76,7 @@ def given_to(step: Step, found: HeadStep, shape: HeadShape, batch: Any) -> tuple
 
 
 def check_gradients(found: HeadStep, shape: HeadShape, batch: Any, gradient: Any, expected: Any, rtol: float) -> None:
-    """Raises where a gradient by hidden states or by the head is not the oracle's."""
+    """Raises if a gradient with respect to hidden states or the head is not the oracle's."""
     result, by_hidden, by_head = expected
     heaviest = np.max(result.weights, initial=0) * 10  # hidden states and parameters are of size 1
     # the kernel's dtype is that of the gradient of the logits, and of its products
@@ -105,7 +105,7 @@ def check_policy_loss_from_hidden(config: dict, where: Place, shape: HeadShape, 
         found = head_step(step, shape, config["impossible_tokens"] == "leave_out")
         if (weighted := config["weighted_denominators"]) is not None:
             found = dataclasses.replace(found, samples=with_weights(step, found.samples))
-        if not selects:  # before anything is compiled
+        if not selects:  # checked before anything is compiled
             assume(is_steady(config, found.samples, 10 * rtol, ROUNDING))
         batch = dataclasses.replace(batch_of(step, found.samples, where), weighted_denominators=bool(weighted))
         params, options = given_to(step, found, shape, batch)

@@ -1,4 +1,4 @@
-"""A GPU that programs are compiled for without one: what XLA is told of it."""
+"""A description of a GPU, so that XLA compiles for it on a machine without one."""
 
 H100 = """
 gpu_device_info {
@@ -10,4 +10,4 @@ gpu_device_info {
 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 patch: 0 } device_description_str: "NVIDIA H100 80GB HBM3"
 """
-NO_SEARCH = {"xla_gpu_autotune_level": "0"}  # for the fastest kernels, since there is no card to time them on
+NO_SEARCH = {"xla_gpu_autotune_level": "0"}  # no search for the fastest kernels: there is no card to time them on

@@ -1,4 +1,4 @@
-"""A pytest plugin: eight devices, and what examples in docstrings need not import: `jnp`, `np`, the public names."""
+"""A pytest plugin for examples in docstrings: eight devices, and names that they need not import."""
 
 import inspect
 

@@ -67,7 +67,7 @@ options = st.builds(
 
 @dataclasses.dataclass
 class Given:
-    """What jaxppo's estimators read: the batch, values of tokens `[R, T]` and of samples `[R, S]`."""
+    """The inputs of jaxppo's estimators: the batch, values of tokens `[R, T]` and of samples `[R, S]`."""
 
     batch: RolloutBatch
     tokens: dict[str, Any]
@@ -77,7 +77,7 @@ class Given:
 
 @dataclasses.dataclass
 class Known:
-    """The same as the oracle's read it: lists of `[tokens]`, and `[samples]`."""
+    """The same inputs for the oracle: lists of `[tokens]`, and `[samples]`."""
 
     samples: list[OracleSample]
     tokens: dict[str, list[np.ndarray]]
@@ -86,7 +86,7 @@ class Known:
     counted: list[np.ndarray]
 
     def each(self, fn: Callable[..., Any], *names: str) -> list[Any]:
-        """fn of the named values of each sample, and of what counts there."""
+        """Calls fn with the named values of each sample, and with the mask of its tokens that count."""
         return [fn(*x) for x in zip(*(self.tokens[n] for n in names), self.counted, strict=True)]
 
 
@@ -96,7 +96,7 @@ def gae_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
 
 
 def grouped(name: str, *fields: str) -> tuple[Any, Any]:
-    """An estimator of samples by group, in jaxppo and in the oracle."""
+    """An estimator that compares the samples of a group, in jaxppo and in the oracle."""
     read = ("likelihoods" if name == "maxrl" else "rewards", "groups", *["lengths"] * (name == "opo"))
 
     def ours(g: Given, o: Options, p: Any) -> Any:
@@ -141,7 +141,8 @@ def of_places(o: Options, tokens: dict[str, Any]) -> dict[str, Any]:
     return found | {"epsilon": o.epsilon, "weights": tokens["kl"] if o.whitened else None}
 
 
-# By name: jaxppo's (given, options, parallel) -> [R, T, ...] or [R, S], the oracle's (known, options) -> by sample.
+# By name, two functions. jaxppo's: (given, options, parallel) -> [R, T, ...] or [R, S]. The oracle's: (known, options)
+# -> a result for each sample.
 ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "token_rewards": (
         lambda g, o, p: advantages.token_rewards(
@@ -267,7 +268,7 @@ def known_of(step: Step, samples: list[OracleSample], o: Options) -> Known:
 
 
 def to_slots(batch: RolloutBatch, samples: list[OracleSample], x: np.ndarray, fill: float) -> np.ndarray:
-    """`[R, S]` of a number for each sample."""
+    """Puts one number for each sample into an array `[R, S]`."""
     ids = np.asarray(batch.sample_ids)
     out = np.full(ids.shape, fill, np.int32 if np.isfinite(fill) else np.float32)
     for s, value in zip(samples, x, strict=True):

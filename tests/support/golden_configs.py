@@ -1,4 +1,4 @@
-"""The configs that stand for those of the reference vectors."""
+"""Translates the configs of the reference vectors to jaxppo's."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ def slime_config(c: dict) -> PolicyLossConfig:
 
 
 def loss_with(name: str, given: dict) -> PolicyLoss:
-    """The loss with those of the hyperparameters that it has and that are not None."""
+    """The loss, given those hyperparameters that it has, unless they are None."""
     fields = {field.name for field in dataclasses.fields(policy_losses.BY_NAME[name])}
     return policy_losses.by_name(name, **{k: v for k, v in given.items() if k in fields and v is not None})
 
@@ -52,9 +52,9 @@ def verl_config(case: Case) -> PolicyLossConfig:
     name = VERL_LOSSES.get(c["loss_mode"], c["loss_mode"])
     aggregation = VERL_AGGREGATIONS[c["loss_agg_mode"]]
     if name == "gmpo":
-        aggregation = "sequence_mean_token_mean"  # upstream takes the mean of one value a sequence, whatever the option
+        aggregation = "sequence_mean_token_mean"  # upstream ignores the option: one value a sequence, their mean
     given = {
-        "clip_low": c.get("clip_ratio_low", 0.2),  # upstream's default, whatever clip_ratio is
+        "clip_low": c.get("clip_ratio_low", 0.2),  # upstream's default, which does not follow clip_ratio
         "clip_high": c.get("clip_ratio_high", 0.2),
         "dual_clip": c.get("clip_ratio_c") if name == "ppo" else None,
         "gradient": "token",

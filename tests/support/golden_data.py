@@ -45,7 +45,7 @@ def load_cases(folder: str | Path, system: str) -> list[Case]:
 
 
 def parametrize_cases(metafunc, argument: str, system: str, function: str) -> None:
-    """For a test module's `pytest_generate_tests`: the cases whose upstream function contains `function`."""
+    """Parametrizes a test with the cases whose upstream function contains `function`; for `pytest_generate_tests`."""
     if argument in metafunc.fixturenames:
         cases = [c for c in load_cases(metafunc.config.getoption("golden"), system) if function in c.function]
         metafunc.parametrize(argument, cases, ids=[c.name for c in cases])
@@ -108,7 +108,7 @@ class Packing:
         rewards: Any = None,
         **per_token: list[np.ndarray] | None,
     ) -> RolloutBatch:
-        """A packed batch; float arrays are NaN on padding, so that a result that looks there shows."""
+        """A packed batch. Float arrays are NaN on padding, so that a result that reads padding is NaN."""
         count = len(self.lengths)
         if tokens is None:
             tokens = [np.zeros(n, np.int32) for n in self.lengths]
@@ -205,6 +205,6 @@ class Padded:
         return out
 
     def batch(self, case: Case, **kwargs: Any) -> RolloutBatch:
-        """What stands at a position speaks of its own target, the last one's too."""
+        """The packed batch. Each value belongs to the target of its position, at the last position too."""
         arrays = {k: list(case.inputs[k]) for k in PER_TOKEN if k in case.inputs}
         return dataclasses.replace(self.packing.batch(list(self.loss_mask), **arrays | kwargs), real_last_targets=True)

@@ -1,4 +1,4 @@
-"""Packed rows with all that goes wrong: full rows, prompts only, padding only, empty responses, holes in the mask."""
+"""Packed rows that are hard to get right: full ones, prompts only, padding only, empty responses, holes in the mask."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ LAYOUTS = ["contiguous", "zigzag", "zigzag_per_segment", "striped"]
 
 
 def hard_batch(seed=0, **more):
-    """A batch in logical order: NaN outside the mask, and one more array like it for what is differentiated."""
+    """A batch in logical order, NaN outside the mask, and one more such array to differentiate by."""
     rng = np.random.default_rng(seed)
     segment_ids, positions, mask = np.zeros((R, T), int), np.zeros((R, T), int), np.zeros((R, T), np.float32)
     for row, lengths in enumerate(LENGTHS):
@@ -32,7 +32,7 @@ def hard_batch(seed=0, **more):
     mask[3] = np.tile([0, 1, 1, 1, 0, 1, 1, 0], 4)
     mask[4, 3:6], mask[4, 9:23], mask[4, 15:18] = 1, 1, 0
     mask[6, :2] = 1
-    mask[7, 20:23] = 1  # and an empty response
+    mask[7, 20:23] = 1  # the row also has an empty response
 
     def array():
         return np.where(mask > 0, rng.normal(size=(R, T)), np.nan).astype(np.float32)
@@ -60,7 +60,7 @@ def sequences(batch):
 
 
 def layouts_on(mesh="dp=2,cp=4,tp=1", layouts=LAYOUTS):
-    """(layout, parallel, logical -> physical, physical -> logical) for each layout on a mesh; of `[R, T]` arrays."""
+    """For each layout: (layout, parallel, logical -> physical, physical -> logical), two maps of `[R, T]`."""
     for layout in layouts:
         parallel = make_parallel_mesh(mesh, context_layout=layout)
         per_segment = LENGTHS if layout == "zigzag_per_segment" else None

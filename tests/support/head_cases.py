@@ -1,4 +1,4 @@
-"""Small heads with everything that a call can hold, their float64 truth, and gradients beside values."""
+"""Small heads with all options of a call, and their values and gradients in float64."""
 
 import contextlib
 import dataclasses
@@ -57,7 +57,7 @@ plan.PROFILES = {**DEVICES, **plan.PROFILES}
 
 @contextlib.contextmanager
 def tiles_of(device):
-    """Calls within find themselves on such a device."""
+    """Within the block, calls choose tiles as on that device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "device_kind", lambda *_: device)
         yield
@@ -79,9 +79,9 @@ def head_arrays(
 ):
     """The arrays of a call by argument name, and the weights g, e, i of log-probs, entropy and ids in a loss.
 
-    Of the ids the second is the first again, the third often the target; some are empty slots, of some tokens all.
-    Masked rows of hidden states are NaN and their targets -100; two tokens have no weight. `last` ends the targets
-    before V.
+    The second id repeats the first, and the third is often the target. Some slots of ids are empty, for some tokens
+    all of them. Masked rows of hidden states are NaN, with targets of -100. Two tokens have no weight. Targets
+    are below `last`.
     """
     rng = np.random.default_rng(V)
     kernel = rng.normal(size=(H, V)) * scale
@@ -101,7 +101,7 @@ def head_arrays(
         arrays["lora_b"] = jnp.asarray(rng.normal(size=(RANK, V)), dtype)
     if with_where:
         where = rng.random((R, T)) < 0.4
-        where[3], where[:, 5] = False, False  # devices with no token at all, however the tokens are split
+        where[3], where[:, 5] = False, False  # so that some devices have no token at all, however the tokens are split
         arrays["where"] = jnp.asarray(where)
         arrays["hidden"] = jnp.where(where[..., None], arrays["hidden"], jnp.nan)
         arrays["targets"] = jnp.where(where, arrays["targets"], -100)
@@ -123,7 +123,7 @@ def head_of(arrays, **options):
 
 
 def call_head(parallel, arrays, **options):
-    """`log_probs_from_hidden`, or with parallel="reference" its truth."""
+    """`log_probs_from_hidden`, or with parallel="reference" the reference."""
     of_head = {name: options.pop(name) for name in HEAD_OPTIONS if name in options}
     options |= {name: arrays[name] for name in ("where", "nucleus_ids", "ids", "temperature") if name in arrays}
     args = arrays["hidden"], head_of(arrays, **of_head), arrays["targets"]
@@ -134,7 +134,7 @@ def call_head(parallel, arrays, **options):
 
 
 def with_gradients(call, parallel, arrays, wrt=PARAMETERS, **options):
-    """The stats of a call, and the gradients of a weighted sum of them by the arrays that are in `wrt`."""
+    """The statistics of a call, and the gradients of a weighted sum of them with respect to the arrays in `wrt`."""
 
     def weighted(wanted):
         given = {**arrays, **wanted}

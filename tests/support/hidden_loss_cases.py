@@ -1,4 +1,4 @@
-"""A batch, a head with adapters, and the gradients of `policy_loss_from_hidden` of them."""
+"""A batch, a head with adapters, and the gradients of `policy_loss_from_hidden` for them."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxppo import KL, PPO, Head, LoRA, PolicyLossConfig, RolloutBatch, finalize_metrics, policy_loss_from_hidden
 
 R, T, H, V = 8, 64, 16, 1003
-ONE_PASS, TWO_PASSES = 2**30, 2**17  # bytes; the latter are too few for a chunk of the one pass
+ONE_PASS, TWO_PASSES = 2**30, 2**17  # bytes; the second number is too small for a chunk of the one pass
 KEYS = jax.random.split(jax.random.key(0), 10)
 
 

@@ -11,11 +11,11 @@ def modules(root, *packages):
 
 
 def imports(tree, package):
-    """(what is imported, whether it is for annotations alone) by the statements of a module, those in functions too.
+    """(name, whether it is for annotations alone) of each import of a module, also of those in functions.
 
     Args:
       tree: the module's.
-      package: the parts of the name of the package that it is, or lies in.
+      package: the parts of the name of its package, or of itself if it is a package.
     """
     pending = [(tree, False)]
     while pending:
@@ -33,7 +33,7 @@ def imports(tree, package):
 
 
 def graph(root, *packages, with_types):
-    """{module: the modules that it imports}; a name that is no module counts as the module that it comes from."""
+    """{module: the modules that it imports}; an imported name that is no module counts as its module."""
     files, found = modules(root, *packages), {}
     for name, path in files.items():
         package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
@@ -44,7 +44,7 @@ def graph(root, *packages, with_types):
 
 
 def circles(edges):
-    """The sets of modules that all need each other."""
+    """The sets of modules that import each other in a circle."""
 
     def reached(start):
         seen, pending = set(), [start]

@@ -1,4 +1,4 @@
-"""jaxppo as users have it: built, and installed into virtual environments that hold what it asks for and no more."""
+"""Builds jaxppo and installs it into virtual environments that hold its requirements and nothing else."""
 
 import os
 import subprocess
@@ -23,14 +23,14 @@ def run(*command, cwd="/", **env):
 
 
 def succeed(*command, **options):
-    """What the command prints; its errors are this test's."""
+    """Runs a command and returns what it prints; the test fails if the command does."""
     done = run(*command, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def pytest_in(folder, python, *arguments):
-    """What pytest prints of a folder, without this tree's plugins or a configuration in a folder above it."""
+    """Runs pytest on a folder without this tree's plugins and configuration; returns what it prints."""
     (folder / "pytest.ini").touch()
     return succeed(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, cwd=folder)
 
@@ -42,7 +42,7 @@ def build(folder):
 
 
 def requirements(wheel):
-    """What the wheel asks for, without extras, as its metadata say."""
+    """The requirements in the wheel's metadata, without extras."""
     with zipfile.ZipFile(wheel) as file:
         name = next(name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
         lines = message_from_bytes(file.read(name)).get_all("Requires-Dist")
@@ -51,7 +51,7 @@ def requirements(wheel):
 
 
 def environment(folder, names):
-    """The interpreter of a new environment that holds the named distributions of this one, and what they ask for."""
+    """Makes an environment with the named distributions of this one and their requirements; returns its interpreter."""
     succeed(sys.executable, "-m", "venv", "--without-pip", folder)
     site = next(folder.glob("lib/python*/site-packages"))
     for distribution in _closure(names).values():
@@ -63,12 +63,12 @@ def environment(folder, names):
 
 
 def install(python, *what):
-    """Installs into that environment, asking no index for anything."""
+    """Installs into that environment without any package index."""
     succeed(*PIP, "--python", python, "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", *what)
 
 
 def with_jaxppo(folder, wheel, kind, *more):
-    """The interpreter of a new environment with jaxppo, from the wheel or this tree, what it asks for, and `more`."""
+    """Makes an environment with jaxppo (wheel or tree), its requirements and `more`; returns its interpreter."""
     editable = kind == "editable"
     tools = ["hatchling", "editables"] if editable else []
     python = environment(folder, [*requirements(wheel), *more, *tools])

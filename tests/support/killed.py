@@ -26,8 +26,8 @@ def kill():
 def interrupt_twice():
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(2)  # two that wait for one thread at once are one
-    time.sleep(60)  # so that it ends here
+        time.sleep(2)  # two signals at once would count as one
+    time.sleep(60)  # so that the second signal ends it here
 
 
 def befall_at_change(number, folder, act):

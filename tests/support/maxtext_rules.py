@@ -1,7 +1,7 @@
-"""MaxText's logical axis rules, and the roles that its mesh axes have by them.
+"""MaxText's logical axis rules, and the roles that they give to mesh axes.
 
-`MAXTEXT` restates the rules of src/maxtext/configs/base.yml in August 2026 (commit e591f30): those that speak of logits
-or of a head kernel, and some beside them.
+`MAXTEXT` restates the rules of src/maxtext/configs/base.yml in August 2026 (commit e591f30): those for logits and
+head kernels, and some others.
 """
 
 import jax
@@ -42,7 +42,7 @@ OF_KERNEL = {"fsdp", "fsdp_transpose", "context", "context_usp_ulysses", "expert
 
 
 def mesh_of(axes, **sizes):
-    """A mesh of those axes, of size 1 where no other is given."""
+    """A mesh of those axes. Axes without a given size have size 1."""
     shape = tuple(sizes.get(name, 1) for name in axes)
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
     return jax.make_mesh(shape, tuple(axes), kinds, devices=jax.devices()[: int(np.prod(shape))])

@@ -1,4 +1,4 @@
-"""Samples, a packed batch, a head and a policy loss of it, for the tests of what users do wrong."""
+"""Samples, a packed batch, a head and its policy loss, for the tests of users' mistakes."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,9 +1,9 @@
 """A summary of a nightly run in NAME-summary.md and .json: what ran, how long, the slowest, the seeds.
 
-Failures are in NAME-failed.txt as soon as they are there.
+Failures are written to NAME-failed.txt as they happen.
 
-A pytest plugin, `-p tests.support.nightly_summary --summary=NAME`. With xdist the process that hands out
-the tests writes it, of what its workers report.
+A pytest plugin, `-p tests.support.nightly_summary --summary=NAME`. With xdist, the process that hands out
+the tests writes it, from the reports of its workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLOWEST = 25
 
 
 class Summary:
-    """Takes the reports of tests as they come, and writes the files after the last."""
+    """Takes the reports of tests, and writes the files after the last one."""
 
     def __init__(self, folder: Path, name: str):
         self.failures = folder / f"{name}-failed.txt"
@@ -71,7 +71,7 @@ class Summary:
 
 
 def markdown(found: dict) -> str:
-    """The summary as people read it."""
+    """The summary in markdown."""
     counts = ", ".join(f"{n} {outcome}" for outcome, n in sorted(found["outcomes"].items())) or "no test"
     lines = [
         "# Nightly",
@@ -96,5 +96,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # a worker's reports reach the process that hands out
+    if not hasattr(config, "workerinput"):  # workers write nothing: they report to the process that hands out tests
         config.pluginmanager.register(Summary(config.rootpath, config.getoption("--summary")), "nightly-summary")

@@ -1,4 +1,4 @@
-"""Small batches by each constructor of arrays, one argument or another changed: where tests of bad input start."""
+"""Small batches by each constructor that takes arrays. Tests of bad input change one of the arguments."""
 
 import numpy as np
 

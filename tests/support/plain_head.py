@@ -1,4 +1,4 @@
-"""The shortest obviously right log-probs and entropy: one device, f32, every array written out, JAX's own gradients."""
+"""Log-probs and entropy as simple as can be: one device, f32, all logits at once, JAX's own gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reference_from_logits(
     where: Any = None,
     vocab_size: Any = None,
 ) -> TokenStats:
-    """`log_probs_from_logits`, in the arithmetic of its arguments' dtype but at least f32."""
+    """`log_probs_from_logits`, computed in its arguments' dtype, at least f32."""
     temperature = jnp.asarray(temperature)
     if temperature.ndim:
         temperature = (temperature if where is None else jnp.where(where, temperature, 1))[..., None]

@@ -1,4 +1,4 @@
-"""Random steps of rollouts, and policy losses run on them in every way: packed, sharded, in micro-batches."""
+"""Random steps of rollouts, and policy losses on them: packed, sharded, in micro-batches."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from jaxppo.covariance import covariance_mask
 from jaxppo.policy_losses import BY_NAME, PolicyLoss, by_name
 from sharding import make_parallel_mesh
 
-# These programs run once or a few times: compiling is what they cost.
+# These programs run only a few times, so that nearly all of their time is compiling.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 LOSSES = sorted({*BY_NAME, "dppo_kl"})
 AGGREGATIONS = get_args(Aggregation)
@@ -21,7 +21,7 @@ ACTIVE = {"clip_low": 0.2, "clip_high": 0.28, "share": 0.3, "low": 0.0}
 
 
 def loss_named(name: str, **hyperparameters) -> PolicyLoss:
-    """The loss with hyperparameters at which it does all that it can on small random steps: clips, picks."""
+    """The loss, with hyperparameters for which it clips and selects some tokens of small random steps."""
     name, extra = ("dppo", {"divergence": "kl"}) if name == "dppo_kl" else (name, {})
     fields = {field.name for field in dataclasses.fields(BY_NAME[name])}
     active = {k: v for k, v in ACTIVE.items() if k in fields}
@@ -30,7 +30,7 @@ def loss_named(name: str, **hyperparameters) -> PolicyLoss:
 
 
 def config_of(loss: str | PolicyLoss, aggregation: str = "token_mean", **options) -> PolicyLossConfig:
-    """A config in which every loss does all that it can: clips, picks, penalises."""
+    """A config with which every loss clips and selects tokens, and has penalties."""
     loss = loss_named(loss) if isinstance(loss, str) else loss
     options = {"kl": KL(0.1), "entropy_coef": 0.01} | options
     if aggregation == "sequence_mean_token_sum_norm":
@@ -41,7 +41,7 @@ def config_of(loss: str | PolicyLoss, aggregation: str = "token_mean", **options
 def step_of(seed: int, count: int = 9) -> list[Sample]:
     """Samples with holes in their masks, one of them without a loss token, one without a response.
 
-    Fields that policy losses do not read carry what they do: `returns` the log-probs, `values` the entropies.
+    Policy losses do not read `returns` and `values`. Here they hold the log-probs and entropies of the current policy.
     """
     rng = np.random.default_rng(seed)
     samples = []
@@ -75,7 +75,7 @@ def step_of(seed: int, count: int = 9) -> list[Sample]:
 
 
 def with_garbage(batch: RolloutBatch, garbage: float) -> RolloutBatch:
-    """The batch with `garbage` in each float array wherever there is no loss."""
+    """The batch with `garbage` in each float array at positions without loss."""
     arrays = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     return dataclasses.replace(
         batch,

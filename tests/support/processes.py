@@ -1,8 +1,9 @@
-"""One process of several: packs its own samples, takes the loss and gradients of a global batch, prints them.
+"""One process of several: it packs its own samples, computes loss and gradients of the global batch, and prints them.
 
 python processes.py RANK COUNT PORT MESH LAYOUT
 
-With "refusals" behind, prints how batches are refused that are bad on one process, or fit no other's.
+With a last argument "refusals", it prints how batches are refused that are bad on one process, or that do not fit
+those of the other processes.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ def samples():
 
 
 def step(parallel, table, kernel, batch):
-    """Loss, gradients and metrics of a policy that looks one token back, and of one that looks two back."""
+    """Loss, gradients and metrics of a policy that reads one token before, and of one that reads two."""
     from jaxppo import KL, PolicyLossConfig, finalize_metrics, log_probs_from_hidden, policy_loss
     from jaxppo.losses.mtp import mtp_loss
 
@@ -53,7 +54,7 @@ def step(parallel, table, kernel, batch):
 
 
 def refusals(rank):
-    """Why each of these is refused on this process, by name; process 1 is the one that brings what is wrong."""
+    """By name, the error that each bad batch raises on this process. Process 1 is the one with the bad data."""
     from jaxppo import RolloutBatch
     from sharding import make_parallel_mesh
 
@@ -91,12 +92,13 @@ def refusals(rank):
 
 
 def packed_while_devices_work(parallel):
-    """The shape of a batch that is packed and placed, and whether the devices still are at what was before it."""
+    """Packs and places a batch; returns its shape, and whether devices were still busy with an earlier program."""
     from jaxppo import RolloutBatch
 
     long = jax.jit(lambda x: jax.lax.fori_loop(0, 2**31 - 1, lambda _, y: jax.numpy.sin(y) + 1, x))
     sharding = jax.NamedSharding(jax.sharding.Mesh(np.array(jax.local_devices()), "x"), jax.P("x"))
-    running = long(jax.device_put(np.zeros(8), sharding))  # the host waits for a program of one device, on CPUs
+    # a program of all devices: on CPUs, the host would wait for that of one device
+    running = long(jax.device_put(np.zeros(8), sharding))
     batch = RolloutBatch.from_samples(samples(), row_length=64, parallel=parallel).put(parallel)
     return [*batch.tokens.shape, not running.is_ready()]
 
@@ -113,8 +115,8 @@ def main(rank, count, port, mesh, layout, event=None):
     if event == "refusals":
         print(json.dumps(refusals(rank) | {"while devices work": packed_while_devices_work(parallel)}), flush=True)
         if rank == 0:
-            time.sleep(2)  # the coordinator lives in this process, and the other may still read from it
-        os._exit(0)  # not after the devices
+            time.sleep(2)  # the coordinator is in this process, and the other process may still read from it
+        os._exit(0)  # without waiting for the devices
     mine = samples()
     if multihost.local_data_size(parallel) < parallel.data_size:  # each process feeds its own rows: 4 samples and 2
         mine = mine[:4] if rank == 0 else mine[4:]
@@ -122,7 +124,7 @@ def main(rank, count, port, mesh, layout, event=None):
     kernel = multihost.to_global(KERNEL, parallel.kernel_spec(), parallel)
     table = multihost.to_global(TABLE, jax.P(), parallel)
     value, found, gradients = jax.jit(lambda *args: step(parallel, *args))(table, kernel, batch)
-    whole = jax.jit(lambda x: x, out_shardings=parallel.sharding(jax.P()))  # what every process can read
+    whole = jax.jit(lambda x: x, out_shardings=parallel.sharding(jax.P()))  # for every process to read
     gradients = [np.asarray(whole(g).addressable_data(0)).tolist() for g in gradients]
     found = {name: float(x) for name, x in found.items()}
     print(json.dumps({"loss": float(value), "metrics": found, "gradients": gradients, "rows": batch.tokens.shape[0]}))

@@ -1,4 +1,4 @@
-"""Compiled programs: how they are compiled sooner, and let go before a process has too many."""
+"""Compiles programs faster, and frees them before a process has too many."""
 
 import contextlib
 import gc
@@ -10,9 +10,10 @@ import jax
 
 from sharding.testing import emulate_devices
 
-# Linux lets a process map 65,530 regions of memory. XLA for CPUs takes several for a program, and crashes without.
+# Linux lets a process map 65,530 regions of memory. XLA for CPUs needs several for each program, and crashes when
+# there are no more.
 MOST_REGIONS = 30_000
-SECONDS = 5.0  # between two looks
+SECONDS = 5.0  # between two checks
 _looked = 0.0
 # XLA's flags that halve a run's time. LLVM does not optimize, and code for fusions comes from the older of two
 # emitters, which JAX has up to 0.10. Numbers may be rounded otherwise.
@@ -22,25 +23,25 @@ if jax.__version_info__ < (0, 11):
 
 
 def start_devices(count: int) -> None:
-    """Makes the CPU appear as so many; with QUICK_COMPILES in the environment, compiles for them with `QUICK`."""
+    """Makes the CPU appear as so many devices. With QUICK_COMPILES in the environment, sets the flags of `QUICK`."""
     before = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = xla_flags()
     emulate_devices(count)
-    os.environ["XLA_FLAGS"] = before  # libtpu reads them later, and ends a process where it does not know one
+    os.environ["XLA_FLAGS"] = before  # libtpu reads them later, and ends the process if it does not know one
 
 
 def xla_flags() -> str:
-    """The flags with which a process that a test starts compiles for CPUs as this one does."""
+    """The flags for a process that a test starts, so that it compiles for CPUs as this one does."""
     return QUICK if os.environ.get("QUICK_COMPILES") else os.environ.get("XLA_FLAGS", "")
 
 
 def let_go() -> None:
-    """Between tests or examples of a search."""
+    """Frees programs if there are many; called between tests, and between examples of a search."""
     global _looked
     if time.monotonic() - _looked < SECONDS:
         return
     _looked = time.monotonic()
-    with contextlib.suppress(FileNotFoundError), Path("/proc/self/maps").open() as regions:  # Linux alone has it
+    with contextlib.suppress(FileNotFoundError), Path("/proc/self/maps").open() as regions:  # only Linux has this file
         if sum(1 for _ in regions) > MOST_REGIONS:
             jax.clear_caches()
             gc.collect()
@@ -48,7 +49,7 @@ def let_go() -> None:
 
 @contextlib.contextmanager
 def kept_in(folder, seconds=0.0):
-    """Programs that take so long to compile are kept in a folder: others of the same text are read from there."""
+    """Keeps programs that take so long to compile in a folder: the same program is then read from there."""
     options = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": seconds}
     before = {name: getattr(jax.config, name) for name in options}
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""A call of every public function that computes, of arrays in the dtypes that users hold, by name."""
+"""By name, a call of each public function that computes, on arrays in the dtypes that users have."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CORRECTED = OffPolicyConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A step as a user holds it: a batch, hidden states, a head, and a mesh or None."""
+    """The inputs of a step: a batch, hidden states, a head, and a mesh or None."""
 
     batch: RolloutBatch
     hidden: Any
@@ -86,7 +86,7 @@ INTEGERS = {"tokens": "uint8", "targets": "int16", "segment_ids": "int8", "posit
 INTEGERS |= {"policy_versions": "int8", "sample_ids": "int8", "group_ids": "int8", "rollout_ids": "int16"}
 NARROW = INTEGERS | {"loss_mask": bool, "rewards": "bfloat16", "advantages": "bfloat16", "values": "bfloat16"}
 WIDE = dict.fromkeys(INTEGERS, "int64") | {"rewards": "float64"}
-DTYPES = {  # of some of the batch's arrays, the hidden states, the kernel
+DTYPES = {  # the dtypes of some of the batch's arrays, of hidden states, and of the kernel
     "as made": ({}, "float32", "float32"),
     "narrow": (NARROW, "bfloat16", "float32"),
     "wide": (WIDE | {"loss_mask": "float64", "advantages": "float64"}, "float32", "bfloat16"),
@@ -110,13 +110,13 @@ def given(mesh: str | None, dtypes: str) -> Given:
 
 
 def slope(call: Callable[..., Any], x: Any) -> Any:
-    """The first number, metrics and gradient of call(x), which gives (loss, metrics)."""
+    """Loss, metrics and gradient of call(x), which returns (loss, metrics)."""
     (loss, found), gradient = jax.value_and_grad(call, has_aux=True)(x)
     return loss, finalize_metrics(found), gradient
 
 
 def of_head(g: Given, call: Callable[..., Any]) -> Any:
-    """`slope` by the hidden states and the kernel."""
+    """`slope` with respect to the hidden states and the kernel."""
     return slope(lambda x: call(x[0], dataclasses.replace(g.head, kernel=x[1])), (g.hidden, g.head.kernel))
 
 
@@ -200,7 +200,7 @@ def divergence(g: Given) -> Any:
 
 
 def moved(g: Given) -> Any:
-    """The functions of rows, of numbers of two dtypes."""
+    """The functions that move and sum rows, on numbers of two dtypes."""
     ids, layout = g.batch.segment_ids, "contiguous" if g.parallel is None else g.parallel.context_layout
     to = redistribute((g.hidden, ids), g.parallel, layout, "striped")
     later = shift_left((g.hidden, g.batch.positions), by=3, segment_ids=ids, **g.on)
@@ -279,7 +279,7 @@ def top_k(g: Given) -> tuple[Any, Any]:
 
 
 def of_ids(g: Given, call: Callable[..., Any], *more: Any) -> Any:
-    """`slope` of a loss of statistics that hold the log-probs of several ids, by the log-probs of the tokens."""
+    """`slope` of a loss of statistics with the log-probs of several ids, with respect to the tokens' log-probs."""
     ids, log_probs = top_k(g)
 
     def loss(x: Any) -> Any:
@@ -297,7 +297,7 @@ def mismatch_of_models(g: Given) -> Any:
 
 
 def pairs(g: Given) -> RolloutBatch:
-    """A batch of four pairs in place of the given one."""
+    """A batch of four pairs, instead of the given one."""
     made = preference.samples_of_pairs([[1, 2]] * 4, chosen=[[3, 4]] * 4, rejected=[[5]] * 4)
     batch = RolloutBatch.from_samples(made, row_length=T, rows=R, parallel=g.parallel)
     return dataclasses.replace(batch, ref_log_probs=np.full((R, T), -1.0, np.float32))

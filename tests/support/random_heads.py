@@ -1,4 +1,4 @@
-"""Random heads and hidden states for the search, and jaxppo's loss from them by each way that there is."""
+"""Random heads and hidden states for the search, and all ways to compute jaxppo's loss from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS = ("one call", "statistics first", "logits")
 
 @dataclasses.dataclass(frozen=True)
 class HeadShape:
-    """The static part of a head and its call."""
+    """The static description of a head and of a call."""
 
     way: str
     columns: int
@@ -62,7 +62,7 @@ heads = st.builds(
 
 @dataclasses.dataclass
 class HeadStep:
-    """A step with its hidden states, or logits in their place, and the head as the oracle has it.
+    """A step with its hidden states (or logits instead), and the head for the oracle.
 
     `arrays` are jaxppo's: kernel, bias, a and b where the head has them, with garbage in columns that do not exist.
     """
@@ -73,12 +73,12 @@ class HeadStep:
 
 
 def held(x: Any, dtype: str) -> np.ndarray:
-    """The numbers as the dtype holds them, in float64."""
+    """The numbers rounded to the dtype, in float64."""
     return np.asarray(x, jnp.dtype(dtype)).astype(np.float64)
 
 
 def head_step(step: Step, shape: HeadShape, impossible: bool = False) -> HeadStep:
-    """The numbers of a step and its head. Logits are hidden states before a kernel that changes nothing.
+    """The numbers of a step and its head. Logits are hidden states with a kernel that changes nothing.
 
     With `impossible`, some tokens have a log-prob of -inf under the old policy or the sampler.
     """
@@ -124,7 +124,7 @@ def head_of(shape: HeadShape, arrays: dict[str, Any]) -> Head:
 
 
 def loss_from(hidden: Any, arrays: Any, batch: Any, mine: Any, shape: HeadShape, parallel: Any, given: dict) -> Any:
-    """The loss and metrics, by the shape's way; `given` are temperature, nucleus_ids, normalizer and selection."""
+    """Loss and metrics, in the shape's way; `given` are temperature, nucleus_ids, normalizer and selection."""
     temperature, ids = given["temperature"], given["nucleus_ids"]
     of_loss = {"parallel": parallel, "normalizer": given["normalizer"], "selected": given["selected"]}
     if shape.way == "one call":

@@ -20,7 +20,7 @@ from jaxppo.kl import Estimator, Importance, Over
 from jaxppo.off_policy import Statistic
 from jaxppo.policy_losses import by_name
 
-BASE = {  # every key of a config of a loss; tests change what they are about
+BASE = {  # all keys of a loss's config; tests change those that they are about
     "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.25, "dual_clip": None},
     "kl": {"coef": 0.25, "estimator": "k3", "importance": "none", "compares": "current/old"},
     "entropy_coef": 0.125,
@@ -32,11 +32,11 @@ BASE = {  # every key of a config of a loss; tests change what they are about
     "impossible_tokens": "nan",
     "weighted_denominators": None,  # None: the batch has no loss weights
 }
-PICKS = ("share", "low", "high")  # of ClipCov and KLCov: what `covariance_mask` reads
+PICKS = ("share", "low", "high")  # hyperparameters of ClipCov and KLCov that `covariance_mask` reads
 
 
 def between(low: float, high: float) -> st.SearchStrategy[float]:
-    """Numbers that f32 holds."""
+    """Numbers between two bounds that f32 represents exactly."""
     return st.floats(low, high, width=32)
 
 
@@ -82,7 +82,7 @@ def rejections(draw) -> dict[str, Any]:
 
 @st.composite
 def corrections(draw, name: str, ratio_to: str) -> dict[str, Any]:
-    """Any, but for weights that are in the loss's ratio already."""
+    """Any corrections, but for weights that are already in the loss's ratio."""
     beside = {"old": ["old/rollout"], "rollout": [], "current": list(get_args(Compared))}[ratio_to]
     free = list(get_args(Compared)) if name in ("reinforce", "gpg", "dro") else beside
     found = {
@@ -132,7 +132,7 @@ def configs(draw, name: str) -> dict[str, Any]:
         "metric_aggregation": draw(st.sampled_from(["token_mean", "loss"])),
         "off_policy": draw(st.none() | corrections(name, ratio_to)),
         "impossible_tokens": draw(st.sampled_from(["nan", "leave_out"])),
-        # of the batch: None without loss weights
+        # describes the batch: None without loss weights
         "weighted_denominators": draw(st.sampled_from([None, None, False, True])),
     }
 
@@ -171,8 +171,8 @@ def numbers_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_oracle(config: dict[str, Any], samples: list[OracleSample]) -> tuple[list[OracleSample], dict[str, Any]]:
-    """What `oracle.policy_loss` takes."""
-    if config["kl"] is None:  # neither penalty nor metric, whatever the batch has
+    """The arguments of `oracle.policy_loss`."""
+    if config["kl"] is None:  # neither penalty nor metric, even if the batch has reference log-probs
         samples = [dataclasses.replace(s, ref_log_probs=None) for s in samples]
     picks = PICKS if config["loss"]["name"] in ("clip_cov", "kl_cov") else ()
     return samples, config | {"loss": {k: v for k, v in config["loss"].items() if k not in picks}}
@@ -180,7 +180,7 @@ def of_oracle(config: dict[str, Any], samples: list[OracleSample]) -> tuple[list
 
 @dataclasses.dataclass
 class Found:
-    """A result as the oracle has it: gradients by sample, `[tokens]` each, or None; metrics by name."""
+    """A result in the oracle's form: gradients by sample, `[tokens]` each, or None; metrics by name."""
 
     loss: Any
     by_log_probs: Any
@@ -189,7 +189,7 @@ class Found:
 
 
 def check_step(got: Found | StepLoss, expected: StepLoss, config: dict[str, Any], rtol: float = 1e-5) -> None:
-    """Raises where a loss, a gradient or a metric is further from the oracle's than rounding explains."""
+    """Raises if a loss, a gradient or a metric differs from the oracle's by more than rounding explains."""
     check_metrics(got.loss, got.metrics, expected, config, rtol)
     heaviest = np.max(expected.weights * [len(p.total) > 0 for p in expected.parts], initial=0)
     for what in ("by_log_probs", "by_entropy"):
@@ -200,7 +200,7 @@ def check_step(got: Found | StepLoss, expected: StepLoss, config: dict[str, Any]
 
 
 def check_metrics(loss: Any, found: dict[str, Any], expected: StepLoss, config: dict[str, Any], rtol: float) -> None:
-    """Raises where a loss or a metric is not the oracle's, or one of them has a metric that the other lacks."""
+    """Raises if a loss or a metric is not the oracle's, or if one of the two has a metric that the other lacks."""
     weights, parts = expected.weights, expected.parts
 
     def total(values):
@@ -226,13 +226,13 @@ def check_metrics(loss: Any, found: dict[str, Any], expected: StepLoss, config: 
             size = sum(np.abs(p.values[name]).sum() for p in parts) / count + 0.5
             off = config["off_policy"] or {}
             if name.startswith("tis") and off.get("weights") in ("sequence", "geometric"):
-                # a ratio of a sequence holds the rounding of all its log-probs
+                # the ratio of a sequence has the rounding errors of all its log-probs
                 size += 0.05 * max(len(p.total) for p in parts)
         agree(f"metric {name}", found[name], value, size, rtol)
 
 
 def moved(samples: list[OracleSample], by: float, own: float = 0.0) -> list[OracleSample]:
-    """All log-probs times 1 + by, and the policy's own plus `own`, as rounding might have them."""
+    """The step with all log-probs times 1 + by, and the policy's own plus `own`: a change as small as rounding."""
     names = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs")
 
     def given(s):
@@ -243,7 +243,7 @@ def moved(samples: list[OracleSample], by: float, own: float = 0.0) -> list[Orac
 
 
 def is_steady(config: dict[str, Any], samples: list[OracleSample], rtol: float, own: float = 0.0) -> bool:
-    """Whether rounding decides nothing: no token is at the edge of a clip, a rejection or a clamp."""
+    """Whether rounding changes no decision: no token is at the edge of a clip, a rejection or a clamp."""
     expected = oracle.policy_loss(*of_oracle(config, samples))
     for sign in (-1, 1):
         try:

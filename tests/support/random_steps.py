@@ -1,4 +1,4 @@
-"""Random steps for the search: samples as drawn, their numbers, and where they lie in a batch.
+"""Random steps for the search: which samples, their numbers, and their places in a batch.
 
 Numbers come from a seed. All per-token arrays of a sample are aligned to predicting positions, `[tokens]`.
 """
@@ -39,9 +39,9 @@ class Drawn:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step: its samples in the order that they are packed in, and what its numbers are like.
+    """A step: its samples in their order of packing, and how its numbers are drawn.
 
-    `spread` is how far policies are apart, nats; `garbage` stands in all float arrays where no loss is. `floats` hold
+    `spread` is how far policies are apart, nats; `garbage` fills float arrays at positions without loss. `floats` hold
     the advantages, the critic's values and the returns, `masks` the loss mask, `integers` the rows' structure.
     """
 
@@ -69,7 +69,7 @@ def drawn_samples(draw) -> Drawn:
 
 
 def many_samples(count: int, seed: int) -> tuple[Drawn, ...]:
-    """As many samples, short ones, by twos in a rollout and by fours in a group, with every eighth mask empty."""
+    """Many short samples: two in each rollout, four in each group; every eighth mask is empty."""
     rng = np.random.default_rng(seed)
     masks = [tuple(int(x) for x in rng.random(rng.integers(1, 6)) < 0.7 * (i % 8 > 0)) for i in range(count)]
     ids = rng.permutation(10 * count)
@@ -87,28 +87,28 @@ def of_samples(samples: st.SearchStrategy[tuple[Drawn, ...]]) -> st.SearchStrate
         st.sampled_from(["float32", "bfloat16", "float16"]),
         st.sampled_from(["float32", "bool", "int8", "bfloat16"]),
         st.sampled_from(["int32", "int16", "uint16"]),
-    ).filter(lambda step: step.seed > 0)  # which hypothesis tries first, with all else at its simplest
+    ).filter(lambda step: step.seed > 0)  # hypothesis tries 0 first, with all else at its simplest
 
 
 steps = of_samples(st.lists(drawn_samples(), min_size=1, max_size=MOST, unique_by=lambda s: s.sample).map(tuple))
-# Steps as large as those of training: what begins at many sequences shows in no small one.
+# Steps as large as those of training, for errors that only many sequences show.
 large_steps = of_samples(st.builds(many_samples, st.integers(100, 400), st.integers(0, 2**32 - 1)))
 
 
 def f32(x: Any) -> np.ndarray:
-    """Rounded to f32, as float64: what jaxppo and the oracle both read."""
+    """Rounds to f32 and returns float64: numbers that jaxppo and the oracle both read exactly."""
     return np.asarray(x, np.float32).astype(np.float64)
 
 
 def in_dtype(x: Any, dtype: str) -> np.ndarray:
-    """Rounded to that dtype, as float64."""
+    """Rounds to that dtype and returns float64."""
     return np.asarray(x).astype(jnp.dtype(dtype)).astype(np.float64)
 
 
 def step_samples(
     step: Step, log_probs: list[np.ndarray] | None = None, rollouts: bool = True, impossible: bool = False
 ) -> list[OracleSample]:
-    """The step with its numbers; the policy's own log-probs may be given, others are about them.
+    """The samples of a step with their numbers. If the policy's log-probs are given, those of others are near them.
 
     With `impossible`, some tokens have a log-prob of -inf under one policy or another.
     """
@@ -155,7 +155,7 @@ def step_samples(
 
 
 def with_weights(step: Step, samples: list[OracleSample]) -> list[OracleSample]:
-    """The samples with loss weights, those of some samples all 0."""
+    """The samples with loss weights, which are all 0 for some of them."""
     found = []
     for i, s in enumerate(samples):
         rng = step.rng(4, i)
@@ -166,7 +166,7 @@ def with_weights(step: Step, samples: list[OracleSample]) -> list[OracleSample]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a step lies: the mesh, its layout, the rows."""
+    """Where a step is placed: the mesh, its layout, the rows."""
 
     mesh: str | None
     explicit: bool
@@ -187,7 +187,7 @@ class Place:
 
 @st.composite
 def places(draw, meshes=(None, *MESHES), micro_batches=(None, 1, 2, 3), sequence_parallel=False) -> Place:
-    """Any place that holds the samples of any step; of a large one in more rows."""
+    """Any place that has room for the samples of any step; a large step gets more rows."""
     mesh = draw(st.sampled_from(meshes))
     sizes = dict(part.split("=") for part in (mesh or "dp=1").split(","))
     data = int(sizes.get("dp", 1)) * int(sizes.get("fsdp", 1))
@@ -202,7 +202,7 @@ def places(draw, meshes=(None, *MESHES), micro_batches=(None, 1, 2, 3), sequence
 
 
 def given_samples(step: Step, samples: list[OracleSample], lacking: tuple[str, ...] = ()) -> list[Sample]:
-    """The samples as a batch is packed from them, without the values that it lacks."""
+    """The samples to pack, without the values that the batch shall lack."""
     given = []
     for s, drawn in zip(samples, step.samples, strict=True):
         n, start = len(s.mask), drawn.prompt
@@ -217,8 +217,8 @@ def given_samples(step: Step, samples: list[OracleSample], lacking: tuple[str, .
 
 
 def batch_of(step: Step, samples: list[OracleSample], where: Place, lacking: tuple[str, ...] = ()) -> RolloutBatch:
-    """The step as a batch, its rows in a random order, garbage where no loss is; without the values that it lacks."""
-    rows = where.rows * -(-len(samples) // MOST)  # a place is for so many samples
+    """The step as a batch: rows in a random order, garbage where there is no loss, without the values it shall lack."""
+    rows = where.rows * -(-len(samples) // MOST)  # a place has rows for MOST samples
     batch = RolloutBatch.from_samples(
         given_samples(step, samples, lacking),
         row_length=where.length,
@@ -231,18 +231,18 @@ def batch_of(step: Step, samples: list[OracleSample], where: Place, lacking: tup
 
 
 def disordered(step: Step, batch: RolloutBatch, order: np.ndarray) -> RolloutBatch:
-    """The batch with its rows in this order, garbage where no loss is, and arrays in the dtypes of the step."""
+    """The batch with its rows in this order, garbage at positions without loss, and arrays in the step's dtypes."""
     batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[order].reshape(x.shape), batch)
     batch = with_garbage(batch, step.garbage)
     dtypes = dict.fromkeys(("advantages", "values", "returns"), step.floats) | {"loss_mask": step.masks}
     dtypes |= dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), step.integers)
-    with np.errstate(over="ignore", invalid="ignore"):  # of garbage
+    with np.errstate(over="ignore", invalid="ignore"):  # garbage may overflow
         there = {k: x.astype(jnp.dtype(v)) for k, v in dtypes.items() if (x := getattr(batch, k)) is not None}
     return dataclasses.replace(batch, **there)
 
 
 def tokens_of(targets: np.ndarray) -> np.ndarray:
-    """A sequence whose targets these are; the last target is not in it."""
+    """Tokens with these targets; the last target is not one of them."""
     return np.concatenate([[0], targets[:-1]])[: len(targets)].astype(int)
 
 
@@ -271,7 +271,7 @@ def to_rows(batch: RolloutBatch, samples: list[OracleSample], arrays: list[Any],
 
 
 def to_samples(batch: RolloutBatch, samples: list[OracleSample], x: Any) -> list[np.ndarray]:
-    """The inverse; raises where x is not 0 outside of all sequences."""
+    """The inverse; raises if x is not 0 outside of all sequences."""
     x = np.asarray(x, np.float64).reshape(-1, batch.segment_ids.shape[-1], *np.shape(x)[batch.segment_ids.ndim :])
     found = [x[rows, columns] for rows, columns in _entries(batch, samples)]
     outside = x[(np.asarray(batch.segment_ids) == 0).reshape(x.shape[:2])]
@@ -280,26 +280,26 @@ def to_samples(batch: RolloutBatch, samples: list[OracleSample], x: Any) -> list
 
 
 def of_each(batch: RolloutBatch, samples: list[OracleSample], x: Any) -> np.ndarray:
-    """`[samples]` of a `[R, S]` array, or `[K, R, S]`; raises where it is not 0 outside of all samples."""
+    """`[samples]` from an array `[R, S]` or `[K, R, S]`; raises if it is not 0 where there is no sample."""
     x, ids = np.asarray(x, np.float64).reshape(-1), np.asarray(batch.sample_ids).reshape(-1)
     assert not np.any(x[ids < 0]), f"got {x[ids < 0]} where no sample is, expected 0"
     return np.array([x[ids == s.sample_id][0] for s in samples])
 
 
 def agree(name: str, got: Any, expected: Any, size: Any, rtol: float = 1e-5, share: float = 0.2) -> None:
-    """Raises where a number is further from the expected one than rounding explains: rtol * (|number| + share * size).
+    """Raises if a number is further from the expected one than rounding explains: rtol * (|number| + share * size).
 
     Args:
       name: for the error.
       got: an array.
       expected: the same, float64.
-      size: of the terms that a number is a sum of.
+      size: the size of the terms whose sum a number is.
       rtol: relative.
       share: of the size.
     """
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert got.shape == expected.shape, f"{name}: got shape {got.shape}, expected {expected.shape}"
-    exact = got == expected  # infinities too
+    exact = got == expected  # true for equal infinities too
     with np.errstate(invalid="ignore"):
         bad = ~exact & ~(np.abs(got - expected) <= rtol * (np.abs(expected) + share * np.asarray(size, np.float64)))
     if bad.any():

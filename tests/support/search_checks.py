@@ -1,4 +1,4 @@
-"""What searches of several losses share: a step in micro-batches, and what is found beside what the oracle has."""
+"""Shared by the searches of several losses: a step in micro-batches, and comparisons with the oracle."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ BF16 = {"rtol": 2.0**-8, "share": 1.0}
 
 
 def accumulated(loss_of: Any, where: Place, normalizers_of: Any) -> Any:
-    """A compiled function of (params, batch): loss, gradient, metrics, in micro-batches where there are some.
+    """A compiled function of (params, batch) to loss, gradient and metrics, in micro-batches if the place has some.
 
     Args:
       loss_of: takes params, a batch and its normalizer.
-      where: of the batch.
+      where: the place of the batch.
       normalizers_of: takes stacked micro-batches. "rows" of params have their leading dimension too.
     """
 
@@ -54,7 +54,7 @@ def accumulated(loss_of: Any, where: Place, normalizers_of: Any) -> Any:
 
 
 def check_found(found: dict[str, Any], expected: dict[str, float], rtol: float) -> None:
-    """Raises where a metric differs, or is missing, or a rule was broken."""
+    """Raises if a metric differs or is missing, or if a rule was broken."""
     names = {name for name in found if not name.endswith("broken_rules")}
     assert names == expected.keys()
     assert all(int(found[name]) == 0 for name in found if name not in names)
@@ -63,14 +63,14 @@ def check_found(found: dict[str, Any], expected: dict[str, float], rtol: float) 
 
 
 def check_rows(name: str, batch: Any, samples: Any, got: Any, expected: list[np.ndarray], floor: float, **allowed: Any):
-    """Raises where a gradient `[R, T, ...]` is not the oracle's, `[tokens, ...]` a sample."""
+    """Raises if a gradient `[R, T, ...]` is not the oracle's, which is `[tokens, ...]` for each sample."""
     size = floor + max(np.max(np.abs(x), initial=0) for x in expected)
     for i, (x, y) in enumerate(zip(to_samples(batch, samples, got), expected, strict=True)):
         agree(f"gradient of {name} of sample {i}", x, y, size, **allowed)
 
 
 def check_head(gradient: dict[str, Any], expected: Any, shape: HeadShape, floor: float, **allowed: Any) -> None:
-    """Raises where the gradient of a parameter is not the oracle's."""
+    """Raises if the gradient of a parameter is not the oracle's."""
     for name, x in gradient.items():
         y = getattr(expected, name)
         y = np.zeros_like(y) if shape.frozen and name in ("kernel", "bias") else y
@@ -80,7 +80,7 @@ def check_head(gradient: dict[str, Any], expected: Any, shape: HeadShape, floor:
 
 
 def hidden_rows(step: Step, found: HeadStep, batch: Any, shape: HeadShape, everywhere: bool) -> Any:
-    """Hidden states `[R, T, H]`, garbage where no loss is, or outside of sequences."""
+    """Hidden states `[R, T, H]`, with garbage at positions without loss and outside of sequences."""
     samples = found.samples
     wide = [dataclasses.replace(s, mask=np.ones(len(s.mask))) for s in samples] if everywhere else samples
     rows = to_rows(batch, wide, [s.hidden for s in samples], step.garbage)
@@ -88,14 +88,14 @@ def hidden_rows(step: Step, found: HeadStep, batch: Any, shape: HeadShape, every
 
 
 def simple(shape: HeadShape, **more: Any) -> HeadShape:
-    """The shape without what these losses do not take."""
+    """The shape without the options that these losses do not have."""
     fixed = shape.temperature if shape.temperature == "number" else "none"
     way = "one call" if shape.way == "logits" else shape.way
     return dataclasses.replace(shape, way=way, temperature=fixed, **more)
 
 
 def with_gap(found: HeadStep) -> bool:
-    """Whether rounding cannot make another token the likeliest."""
+    """Whether the likeliest token is ahead by more than rounding."""
     for s in found.samples:
         z = logits(s.hidden, found.head)
         rival = np.where(np.arange(z.shape[1]) == s.targets[:, None], -np.inf, z).max(1, initial=-np.inf)

@@ -1,4 +1,4 @@
-"""A search: random examples of a check, a fixed slice of them or as many new ones as the run asks for."""
+"""Runs a check on random examples: always the same ones by day, new ones at night."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 
 def search(cell: str, of_examples: float, *strategies: st.SearchStrategy) -> Callable[[Callable[..., None]], None]:
-    """Runs the decorated check at once, on this part of the profile's examples, see conftest.
+    """Runs the decorated check at once, on this share of the profile's examples, see conftest.
 
-    A cell has a seed of its own, the same for every slice, and by `--search-seed` for a night. Few examples of one
-    seed are much alike, so a test has many cells.
+    Each cell of a test has its own seed. It is always the same by day, and depends on `--search-seed` at night. A few
+    examples of one seed are much alike, so a test has many cells.
     """
 
     def run(check: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""Steps whose prompts begin alike: three levels of common prefixes, and batches that hold each once, or not."""
+"""Steps whose prompts have common prefixes on three levels, as batches that hold each prefix once or repeat it."""
 
 import dataclasses
 
@@ -7,11 +7,11 @@ from policy_steps import step_of
 
 from jaxppo import RolloutBatch, Sample
 
-SYSTEM, TOOLS = [41, 42, 43], [44, 45, 46, 47]  # of all samples, and of the first two groups of three
+SYSTEM, TOOLS = [41, 42, 43], [44, 45, 46, 47]  # prefixes: of all samples, and of the first two of three groups
 
 
 def three_levels(seed: int, count: int = 9) -> list[Sample]:
-    """`step_of` behind prompts of a system's, some tools' and a group's tokens."""
+    """`step_of` with longer prompts: the system's tokens, those of tools, and those of the group."""
     rng = np.random.default_rng(seed)
     questions = [[10 + group, *rng.integers(0, 40, 4)] for group in range(count)]
     samples = []
@@ -30,14 +30,14 @@ def three_levels(seed: int, count: int = 9) -> list[Sample]:
 
 
 def both(samples, **options) -> tuple[RolloutBatch, RolloutBatch]:
-    """The samples in rows, whole and as trees."""
+    """The samples packed in plain rows, and in rows as trees."""
     depths = {"mtp_depths": options.pop("mtp_depths")} if "mtp_depths" in options else {}
     whole = RolloutBatch.from_samples(samples, **options)
     return whole, RolloutBatch.from_samples(samples, share_prefixes=True, **depths, **options)
 
 
 def by_token(x, batch: RolloutBatch) -> dict:
-    """{(sample, position): value} of a packed array where there is loss, whatever the packing and layout."""
+    """{(sample, position): value} of a packed array at positions with loss, for any packing and layout."""
 
     def rows(a):
         return np.asarray(a).reshape(-1, *np.shape(a)[batch.loss_mask.ndim - 1 :])

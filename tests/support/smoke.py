@@ -1,4 +1,4 @@
-"""What an installed jaxppo is tried with, by an interpreter that may have no more than it asks for."""
+"""Checks an installed jaxppo, in an environment that may have its requirements and nothing else."""
 
 import jax
 import numpy as np

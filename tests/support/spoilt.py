@@ -9,7 +9,7 @@ from examples.checkpoint import check_sums
 
 
 def kinds(folder):
-    """A file of each kind, by its name without what is random of it."""
+    """A file of each kind, by its name without its random part."""
     found = {re.sub(r"[0-9a-f]{16,}", "*", str(path.relative_to(folder))): path for path in files_in(folder)}
     assert len(found) > 5
     return list(found.values())
@@ -21,7 +21,7 @@ def files_in(folder):
 
 @contextlib.contextmanager
 def flipped(path, random):
-    """Within the block, one bit of the file is not as it was written."""
+    """Within the block, one bit of the file is flipped."""
     whole = path.read_bytes()
     spoilt = bytearray(whole)
     spoilt[random.integers(len(whole))] ^= 1 << random.integers(8)

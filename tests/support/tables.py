@@ -7,5 +7,5 @@ import pytest
 
 
 def sampled(cases: Iterable[tuple], by_day: Callable[[int, tuple], Any]) -> list:
-    """The cases for `parametrize`; those for which by_day(i, case) is False are of the nightly run."""
+    """The cases for `parametrize`. Those for which by_day(i, case) is False run at night only."""
     return [c if by_day(i, c) else pytest.param(*c, marks=pytest.mark.nightly) for i, c in enumerate(cases)]

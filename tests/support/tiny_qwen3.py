@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 as a folder of its published form: config.json, tokenizer.json, safetensors, whole or sharded."""
+"""Writes a tiny random Qwen3 in its published form: config.json, tokenizer.json, safetensors in one file or several."""
 
 import json
 
@@ -71,14 +71,14 @@ def tokenizer():
 
 
 def write(folder, shards=1, dtype=np.float32, seed=0, **settings):
-    """The folder's settings and tensors, once they are written."""
+    """Writes the folder; returns its settings and tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**CONFIG, **settings, "torch_dtype": np.dtype(dtype).name}
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer().save(str(folder / "tokenizer.json"))
     found = tensors(config, seed)
     stored = {name: x.astype(dtype) for name, x in found.items()}
-    if config["tie_word_embeddings"]:  # the small ones are published with a copy, which nothing reads
+    if config["tie_word_embeddings"]:  # small models are published with a copy of the head, which nothing reads
         stored["lm_head.weight"] = np.zeros_like(stored["model.embed_tokens.weight"])
     if shards == 1:
         save_file(stored, folder / "model.safetensors")

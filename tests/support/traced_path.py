@@ -1,4 +1,4 @@
-"""Which functions of the package a traced gradient runs through, and what else says how much there is to read.
+"""Counts how much code there is to read: functions that a traced gradient runs through, types, lines, import circles.
 
 python tests/support/traced_path.py        # functions of a gradient, types and lines of the head, import circles
 """
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def traced(fn: Callable[[], Any]) -> set[tuple[str, str]]:
-    """(file, name) of the functions of jaxppo and sharding that a call enters, lambdas and the like left out."""
+    """(file, name) of the functions of jaxppo and sharding that a call enters, without lambdas and comprehensions."""
     codes: set[CodeType] = set()
 
     def enter(frame: FrameType, event: str, _: Any) -> None:
@@ -41,7 +41,7 @@ def traced(fn: Callable[[], Any]) -> set[tuple[str, str]]:
 
 
 def gradient(**options: Any) -> Callable[[], Any]:
-    """Traces a gradient of `policy_loss_from_hidden` by hidden states and kernel."""
+    """Traces the gradient of `policy_loss_from_hidden` with respect to hidden states and kernel."""
     from jaxppo import PolicyLossConfig, RolloutBatch, policy_loss_from_hidden
 
     T, H, V = 512, 16, 1024

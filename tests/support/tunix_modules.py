@@ -1,4 +1,4 @@
-"""Modules with the attributes and methods of Tunix's, which is not installed here: it brings a training stack along.
+"""Modules with the attributes and methods of Tunix's. Tunix needs a whole training stack, so it is not installed.
 
 They restate the conventions of google-tunix 0.1.7: tunix/models/qwen3/model.py (`Einsum`, `Embedder`) and
 tunix/models/gemma/model.py (the embedder without a dtype of its own); and those of qwix 0.1.8 for adapters beside a
@@ -21,7 +21,7 @@ class Einsum(nnx.Module):
 
 
 class GemmaEmbedder(nnx.Module):
-    """A table of tokens that makes logits too."""
+    """An embedding that also makes logits."""
 
     def __init__(self, vocab_size, embed_dim, *, rngs):
         self.input_embedding = nnx.Param(nnx.initializers.normal()(rngs.params(), (vocab_size, embed_dim)))
@@ -31,7 +31,7 @@ class GemmaEmbedder(nnx.Module):
 
 
 class Embedder(GemmaEmbedder):
-    """One that multiplies in a dtype."""
+    """An embedding that multiplies in its own dtype."""
 
     def __init__(self, vocab_size, embed_dim, *, rngs, dtype=jnp.float32):
         super().__init__(vocab_size, embed_dim, rngs=rngs)
@@ -42,7 +42,7 @@ class Embedder(GemmaEmbedder):
 
 
 def adapt(module, name, rank, rngs):
-    """Puts Qwix's adapter beside the parameter of that name, not 0 as it begins."""
+    """Adds Qwix's adapter to the parameter of that name, with values other than the 0 that it would begin with."""
     first, last = getattr(module, name).shape
     normal = nnx.initializers.normal(0.3)
     setattr(module, f"{name}_lora_a", nnx.LoRAParam(normal(rngs.params(), (first, rank))))
@@ -51,6 +51,6 @@ def adapt(module, name, rank, rngs):
 
 
 def adapted(module, name, x, scale):
-    """What Qwix adds to the module's result."""
+    """The module's result with its adapter, as Qwix computes it."""
     a, b = (getattr(module, f"{name}_lora_{which}")[...] for which in "ab")
     return module(x) + scale * (x @ a @ b)

@@ -1,4 +1,4 @@
-"""A user's file: what type checkers read, and `smoke.py` runs with an installed jaxppo."""
+"""A file as a user writes it: type checkers read it, and `smoke.py` runs it with an installed jaxppo."""
 
 import dataclasses
 from typing import ClassVar, assert_type
@@ -45,7 +45,7 @@ V, H = 96, 16
 
 @dataclasses.dataclass(frozen=True)
 class Focal(PolicyLoss):
-    """A loss of the user's own."""
+    """A loss that the user wrote."""
 
     power: float = 2.0
     token_local: ClassVar[bool] = True
@@ -134,7 +134,7 @@ def loss_of(
 
 
 def by_hand(params: Params, batch: RolloutBatch, config: PolicyLossConfig) -> jax.Array:
-    """The same loss from log-probs, and those from logits."""
+    """The same loss from log-probs, which come from logits."""
     hidden, where, temperature = hidden_of(params, batch), batch.loss_mask > 0, jnp.float32(0.7)
     stats: TokenStats = log_probs_from_hidden(
         hidden, head_of(params), batch.targets, entropy=config.entropy_mode, where=where, temperature=temperature
