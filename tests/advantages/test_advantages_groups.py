@@ -25,7 +25,7 @@ LENGTHS = RNG.integers(1, 9, GROUPS.shape).astype(np.float32)
 
 
 def by_group(formula):
-    """The f64 truth: formula(rewards, lengths) of each group of two and more, 0 for the lone sample."""
+    """The expected result in f64: formula(rewards, lengths) for each group of two or more, 0 for a lone sample."""
     out = np.zeros(GROUPS.shape)
     for group in range(3):
         where = group == GROUPS
@@ -103,14 +103,14 @@ def test_bad_input():
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "int8"])
 @pytest.mark.parametrize("name", CASES)
 def test_ids_of_any_integer_dtype(name, dtype):
-    """Without the check: of unsigned ids all samples were one group, since -1 is their largest."""
+    """Without the check, unsigned ids put all samples into one group, since -1 is their largest number."""
     ids, rewards = np.arange(24).reshape(8, 3) // 5, RNG.normal(size=(8, 3)).astype(np.float32)
     call = CASES[name][0]
     np.testing.assert_array_equal(call(rewards, jnp.asarray(ids, dtype)), call(rewards, jnp.asarray(ids)))
 
 
 def test_maxrl_of_a_negative_mean():
-    """SkyRL divides by it: right answers of a group of rewards -1 and 0 are pushed down there."""
+    """SkyRL divides by a negative mean: in a group with rewards -1 and 0 it makes right answers less likely."""
     rewards, ids = jnp.array([[0.0, -1.0, 1.0, 0.0, -2.0]]), jnp.array([[7, 7, 8, 8, -1]])
     with pytest.raises(ValueError, match=r"rewards: got a mean of -0.5 in group 7, expected means of at least 0"):
         advantages.maxrl(rewards, ids)
@@ -118,7 +118,7 @@ def test_maxrl_of_a_negative_mean():
 
 
 def test_maxrl_of_a_mean_of_0():
-    """The mean of -0.3, 0.1 and 0.2 is 1e-8 in f32, and 0 is what it stands for: advantages of 3e7 otherwise."""
+    """The mean of -0.3, 0.1 and 0.2 is 1e-8 in f32, and must count as 0: otherwise advantages are 3e7."""
     rewards = jnp.array([[-0.3, 0.1, 0.2], [0.0, 0.0, 0.0], [2.0, jnp.nan, 2.0]])
     ids = jnp.array([[7, 7, 7], [8, 8, 8], [9, -1, 9]])
     assert (advantages.maxrl(rewards, ids) == 0).all()
@@ -127,7 +127,7 @@ def test_maxrl_of_a_mean_of_0():
 
 
 def test_maxrl_of_one_right_answer_in_a_thousand():
-    """The mean as the largest reward less its differences is 1e-3 with an error of 6e-8: 6e-5 of the advantage."""
+    """Computed as the largest reward minus differences, the mean of 1e-3 would be 6e-8 off: 6e-5 of the advantage."""
     got = advantages.maxrl(jnp.zeros((10, 100)).at[3, 7].set(1), jnp.zeros((10, 100), int))
     np.testing.assert_allclose(got[3, 7], 999, rtol=3e-7)
     np.testing.assert_array_equal(got[4], -1)
@@ -140,7 +140,7 @@ def test_deviation_of_others_that_are_equal():
     got = of_the_others(rewards, ids)
     assert got[0, 0] == rewards[0, 0] - rewards[0, 1]
     assert got[0, 5] == 0
-    # one far off, and the others' own deviation stays exact
+    # with one reward far off, the others' deviation must stay exact
     rewards = jnp.array([[1e6, 1.0, 1.25, 1.5]])
     expected = (1e6 - 1.25) / (0.25 + 1e-6)
     np.testing.assert_allclose(of_the_others(rewards, 0 * rewards.astype(int))[0, 0], expected, rtol=1e-6)
@@ -148,7 +148,7 @@ def test_deviation_of_others_that_are_equal():
 
 @pytest.mark.parametrize("case", NEMO, ids=lambda c: c["test"])
 def test_baselines_of_nemo(case):
-    """Advantages as NeMo-RL makes them of its baseline and deviation: over the deviation where that is above 0."""
+    """Advantages as NeMo-RL computes them from baseline and deviation: divided by the deviation if that is above 0."""
     ids = jnp.unique(jnp.array(case["prompts"]), axis=0, return_inverse=True)[1].reshape(1, -1)
     rewards, std = jnp.array([case["rewards"]]), np.array(case["std"])
     centred = np.array(case["rewards"]) - np.array(case["baseline"])

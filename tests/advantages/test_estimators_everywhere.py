@@ -1,4 +1,4 @@
-"""Estimators, value, SFT and distillation losses in one program: Explicit meshes, a user's shard_map, no hangs."""
+"""Estimators and value, SFT and distillation losses in one program, on Explicit meshes and in a user's shard_map."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def corrected(parallel, batch: RolloutBatch, x):
 
 
 def everything(parallel, b, x, hidden, kernel):
-    """(per-token arrays, per-sample arrays, the rest) of all that takes a mesh."""
+    """(per-token arrays, per-sample arrays, the rest) of all functions that take a mesh."""
     on, mask = {"parallel": parallel}, b.loss_mask
     kl = {"kl": b.values, "kl_coef": 0.1}
     rewards = advantages.token_rewards(b.rewards, b, **kl, **on)

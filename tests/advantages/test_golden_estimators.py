@@ -146,7 +146,7 @@ def test_slime_log_probs_and_entropy(slime_log_probs, path, parallel):
 def test_slime_gae(slime_gae, parallel):
     case = slime_gae
     packing, pack, concatenate = response_packing(case)
-    batch = packing.batch([np.ones(n) for n in packing.lengths])  # slime's GAE has no mask
+    batch = packing.batch([np.ones(n) for n in packing.lengths])  # slime's GAE ignores the mask
     options = {"gamma": case.config["gamma"], "lam": case.config["lambd"], "parallel": parallel}
     gae = jax.jit(functools.partial(advantages.gae, **options))
     got = gae(pack(case.inputs["rewards"]), pack(case.inputs["values"]), batch)
@@ -170,7 +170,7 @@ def test_slime_reinforce_plus_plus(slime_reinforce, parallel):
         got = got(batch)
         expected = case.outputs["returns"] * case.inputs["loss_mask"]
     else:
-        # Upstream's rewards come with the group's mean taken off.
+        # Upstream's rewards already have their group's mean subtracted.
         options = {"whitened": False, "singletons": "reward"}
         group_ids = batch.sample_ids
         estimate = functools.partial(advantages.reinforce_plus_plus_baseline, **kl, **options)

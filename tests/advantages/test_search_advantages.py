@@ -1,4 +1,4 @@
-"""The search of advantages and of metrics that look at a batch alone."""
+"""The search of advantages, and of metrics that need no loss."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_advantages(name: str):
 @pytest.mark.every(3)
 @pytest.mark.parametrize("cell", range(3))
 def test_advantages_of_large_steps(cell: int):
-    """All of them on each step."""
+    """All estimators on each step."""
     names = st.just([*ESTIMATORS])
     drawn = st.lists(large_steps, min_size=1, max_size=1)
     where = places(micro_batches=(None,))

@@ -1,4 +1,4 @@
-"""A step of stacked micro-batches is one population: estimators take it whole, and refuse one of its parts."""
+"""A step of stacked micro-batches is one population: estimators take the whole step, and refuse a part of it."""
 
 import dataclasses
 
@@ -139,7 +139,7 @@ def test_grpo_in_micro_batches_is_grpo_of_the_whole(mesh):
 SAMPLES = [dataclasses.replace(s, reward=float(i % 2)) for i, s in enumerate(step_of(3))]
 BATCHES = RolloutBatch.from_samples(SAMPLES, row_length=12, rows=2, micro_batches=4)
 SELECTING = PolicyLossConfig(KLCov())
-# of a batch; the others read arrays, which know nothing of a step
+# functions of a batch; the others read arrays, which do not know their step
 OF_A_BATCH = {
     "gdpo": lambda b: advantages.gdpo([b.rewards, b.rewards], b.group_ids, b),
     "reinforce_plus_plus": lambda b: advantages.reinforce_plus_plus(b.advantages, b),
@@ -174,9 +174,9 @@ NAMES = {"dr_grpo": "grpo", "mtp_normalizers": "Normalizer.from_batches"}
 @pytest.mark.every(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_statistic_of_a_micro_batch_is_refused(name):
-    """Before, it was the micro-batch's own: whitened advantages 0.71 to 1.35 times those of the step."""
+    """Before, it was the micro-batch's own statistic: whitened advantages were 0.71 to 1.35 times those of the step."""
     statistic, batches = jax.jit(CALLS[name]), dataclasses.replace(BATCHES, micro_batches=None)
-    statistic(jax.tree.map(lambda x: x[0], batches))  # a trace from before must not answer
+    statistic(jax.tree.map(lambda x: x[0], batches))  # no earlier trace may be reused
 
     def loss_fn(w, batch):
         return (w * statistic(batch).sum(), {})

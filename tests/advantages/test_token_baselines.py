@@ -1,4 +1,4 @@
-"""Advantages that compare tokens with others of their group: rewards of steps, and the optimal token baseline."""
+"""Advantages that compare the tokens of a group: process rewards, and the optimal token baseline."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ MESHES = [None, "dp=2,cp=2,tp=2"]
 
 
 def placed(batch, rows):
-    """`[R, T]` of a list of arrays, one for each sample, each from its first response token on."""
+    """Puts arrays, one for each sample, into `[R, T]`, each from its sample's first response token on."""
     out = np.full(batch.tokens.shape, np.nan, np.float32)
     row, t = np.nonzero(batch.segment_ids)
     sample = batch.sample_ids[row, batch.segment_ids[row, t] - 1]
@@ -36,7 +36,7 @@ def packed(masks, groups, parallel):
 
 
 def optimal(returns, stats, batch, **options):
-    """In one program, as the next one."""
+    """The estimator, compiled."""
     return quick_jit(lambda x, s, b: advantages.optimal_token_baseline(x, s, b.group_ids, b, **options))(
         returns, stats, batch
     )
@@ -49,7 +49,7 @@ def of_steps(rewards, ends, batch, **options):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("case", VERL, ids=lambda c: c["function"].split("_")[1] + " weighted" * bool(c["weights"]))
 def test_the_baseline_of_verl(case, mesh):
-    """Where tools wrote in a sample, verl's form without places of loss tokens counts lengths in another way."""
+    """verl's form without places of loss tokens counts lengths in another way if tools wrote tokens in a sample."""
     parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
     batch = packed(case["mask"], case["groups"], parallel)
     of = {name: placed(batch, case[name]) for name in ("rewards", "log_probs", "sum_pi_squared", "advantages")}
@@ -68,7 +68,7 @@ def test_the_baseline_of_verl(case, mesh):
 
 
 def test_what_the_baseline_sums_over_devices():
-    """Twice as long rows: 4 bytes more for each token of the step, and nothing of a place and a group each."""
+    """With rows twice as long, 4 bytes more for each token of the step, and no array of places times groups."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
 
     def sent(length):
@@ -87,7 +87,7 @@ def test_what_the_baseline_sums_over_devices():
 
 @pytest.mark.parametrize("place", ["position", "loss_token"])
 def test_equal_returns_have_no_advantage_but_behind_all_others(place):
-    """0.1 less its own weighted mean is 1e-8 by rounding, which `whiten` would make 1."""
+    """0.1 minus its own weighted mean is 1e-8 because of rounding, which `whiten` would make 1."""
     batch = packed([[1] * 7, [1, 0, 1, 1, 0], [1, 1]], [3, 3, 3], None)
     rng = np.random.default_rng(0)
     log_probs = -rng.exponential(size=batch.tokens.shape).astype(np.float32)
@@ -105,7 +105,7 @@ def test_equal_returns_have_no_advantage_but_behind_all_others(place):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_rewards_of_steps_by_hand(mesh):
-    """Three steps in one sample, one in the other: mean 2, deviation sqrt(14 / 3). One that ends in a hole is none."""
+    """Three steps in one sample, one in the other: mean 2, deviation sqrt(14 / 3). A step must not end in a hole."""
     parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
     batch = packed([[1, 1, 1, 0, 1, 1], [1, 1], [1, 1]], [3, 3, 9], parallel)
     ends = placed(batch, [[1, 0, 1, 1, 1, 0], [0, 1], [0, 1]])

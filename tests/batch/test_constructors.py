@@ -34,7 +34,7 @@ FROM_PADDED = {
     "group_ids": [[3], [3]],
     "sample_ids": [[0], [1]],
 }
-# Every value stands at its token. The first token of a sequence is predicted by nothing.
+# Every value is at its token. No position predicts the first token of a sequence.
 TOKEN_ALIGNED = {
     "tokens": [[5, 6, 7, 8, 9, 0, 0, 0], [1, 2, 3, 4, 0, 0, 0, 0]],
     "segment_ids": [[1, 1, 1, 2, 2, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]],
@@ -50,7 +50,7 @@ FROM_TOKEN_ALIGNED = TOKEN_ALIGNED | {
     "returns": [[1, 2, 0, 3, 0, 0, 0, 0], [4, 5, 6, 0, 0, 0, 0, 0]],
     "sample_ids": [[0, 1], [2, -1]],
 }
-# Nothing moves; the last position of a sequence has a target that is no token of the row.
+# Nothing moves; the target of a sequence's last position is not a token of the row.
 TARGET_ALIGNED = TOKEN_ALIGNED | {
     "targets": [[6, 7, 70, 9, 90, 0, 0, 0], [2, 3, 4, 40, 0, 0, 0, 0]],
     "loss_mask": [[0, 1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0]],
@@ -109,13 +109,13 @@ def test_values(name, jitted, place):
             assert x is None, field.name
     assert (batch.context_layout, batch.context_shards) == (layout, shards)
     assert batch.real_last_targets == (name == "from_target_aligned")
-    if name != "from_padded":  # which leaves numbers out where padding lies within
+    if name != "from_padded":  # which leaves out numbers if there is padding within a sequence
         batch.validate(100)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_and_vmap_of_what_is_made_under_them(name):
-    """`loss_mask` aside, a value's gradient is 1 at the token that it came from, for each position that it reached."""
+    """`loss_mask` aside, the gradient of a value is 1 at its token, for each position that the value reached."""
     given, expected = as_arrays(CASES[name][0]), CASES[name][1]
     field = "old_log_probs" if name == "from_padded" else "returns"
 
@@ -132,7 +132,7 @@ def test_gradients_and_vmap_of_what_is_made_under_them(name):
 
 
 def test_where_attention_mask_says_otherwise():
-    """Without it, a completion ends at its last token that trains; and a prompt's padding is not known."""
+    """Without an attention mask, a completion ends at its last token with loss, and a prompt's padding is not known."""
     given = as_arrays(PADDED)
     attention = np.array([[0, 0, 1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 1, 1, 1, 1]])
     batch = made("from_padded", given | {"prompt_mask": None}, attention_mask=attention)
@@ -279,7 +279,7 @@ def test_meshes_that_do_not_fit():
 
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_completion_without_a_token_before_it(jitted):
-    """Its first token is predicted by nothing: the loss is NaN and says why."""
+    """No position predicts its first token: the loss is NaN, and a metric says why."""
     given = as_arrays(PADDED) | {"prompt_mask": np.zeros((2, 4), np.int32)}
 
     def loss(arrays):
@@ -307,7 +307,7 @@ def padded_loss(arrays, **options):
 
 
 def test_completions_that_are_padded_in_front():
-    """Without the check: 11 was predicted at a padding token, and the loss was finite."""
+    """Without the check, a padding token predicted token 11, and the loss was finite."""
     given = as_arrays(LEFT)
     message = (
         "completion_ids: got 0, the pad_id, before the tokens of row 0, expected completions that are right-padded"

@@ -1,4 +1,7 @@
-"""A `Normalizer` knows what it was made for: a loss refuses one of another correction, step or part of it."""
+"""A `Normalizer` knows what it was made for: a loss refuses one of another correction, step or part of it.
+
+"Before, x for y": an earlier version gave the loss x, and y is right.
+"""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""`validate` looks at a few rows at a time, and says what it would say of all of them at once."""
+"""`validate` checks a few rows at a time, and raises what it would raise for all of them at once."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Rows packed as trees: every sample can be read from them, nothing shared has loss, and nothing is packed twice."""
+"""Rows packed as trees: they hold every sample, shared tokens have no loss, and no shared token is packed twice."""
 
 import dataclasses
 import itertools
@@ -45,7 +45,7 @@ def test_by_hand():
 
 
 def paths_of(batch):
-    """{sample: (row, the logical positions of its path)}, from the segments and parents alone."""
+    """{sample: (row, the logical positions of its path)}, computed from segments and parents alone."""
 
     def flat(x):
         return np.asarray(x).reshape(-1, x.shape[-1])
@@ -61,7 +61,7 @@ def paths_of(batch):
 
 
 def fewest_tokens(samples, overlap):
-    """Each position of a prompt that another's tokens go on from in the same way counts once."""
+    """The fewest tokens for these prompts: a common prefix counts once."""
     shared = {tuple(s.tokens[:end]) for s in samples for end in range(1 + overlap, s.start + 1)}
     return len(shared) + sum(len(s.tokens) - max(s.start - overlap, 0) for s in samples)
 
@@ -118,7 +118,7 @@ def test_every_sample_can_be_read(layout, drawn, depths, micro_batches, length, 
 
 
 def least_by_search(samples, length):
-    """The fewest tokens of any split of the samples over rows."""
+    """The fewest tokens of any split of the samples over rows, by trying all."""
 
     def splits(rest):
         if not rest:
@@ -141,7 +141,7 @@ def least_by_search(samples, length):
 
 
 def test_a_tree_is_cut_where_it_costs_least():
-    """Near the root: two rows hold the system, and each the tools of its own samples alone."""
+    """It is cut near the root: two rows hold the system's tokens, and each holds only its own samples' tools."""
     system, tools = [1] * 3, [[2] * 9, [3] * 8]
     samples = [
         Sample([*system, *tools[i // 3], 4, 5 + i], response_start=len(system) + len(tools[i // 3]) + 1)
@@ -162,7 +162,7 @@ def test_a_tree_is_cut_where_it_costs_least():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_who_sees_whom(layout):
-    """A token sees what its own sample has up to it, and nothing of a sibling."""
+    """A token sees the tokens of its own sample up to itself, and none of a sibling."""
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     samples = three_levels(0)
     batch = RolloutBatch.from_samples(samples, row_length=160, parallel=parallel, share_prefixes=True)
@@ -170,7 +170,7 @@ def test_who_sees_whom(layout):
     for row, chain in paths_of(batch).values():
         places = np.concatenate([part[np.argsort(batch.positions[row, part])] for part in chain])
         expected[row, places[:, None], places] |= np.tril(np.ones((len(places),) * 2, bool))
-    # no shared token was given what a branch of it sees
+    # no shared token sees its branches
     shared = np.take_along_axis(batch.sample_ids, np.maximum(batch.segment_ids - 1, 0), axis=1) < 0
     assert (shared & (batch.segment_ids > 0)).sum() > 8
     real = (batch.segment_ids > 0)[:, :, None] & (batch.segment_ids > 0)[:, None, :]

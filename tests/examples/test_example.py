@@ -25,13 +25,13 @@ from sharding.axes import LAYOUTS
 from sharding.testing import factorings
 
 TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "24"]
-TINY += ["--learning-rate", "0.01", "--task", "gcd"]  # whose prompts are of many lengths
+TINY += ["--learning-rate", "0.01", "--task", "gcd"]  # a task with prompts of many lengths
 RUN = [*TINY, "--steps", "3", "--checkpoint-every", "2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_compiled_once(tmp_path_factory):
-    """Runs that share a program share its compilation, though each builds its own jitted functions."""
+    """Caches compiled programs, so that runs share them, though each builds its own jitted functions."""
     with kept_in(tmp_path_factory.mktemp("programs"), seconds=0.1):
         yield
 
@@ -146,7 +146,7 @@ def test_a_run_is_deleted_only_where_that_is_asked_for(finished, tmp_path, capsy
 
 def test_two_runs_do_not_share_a_folder(finished, tmp_path, capsys):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    for first in (0, 1):  # 1: what is left of a run of two
+    for first in (0, 1):  # 1: the rest of a run of two
         mine = (tmp_path / "processes" / str(first)).open("a+")
         assert members._lock(mine)
         mine.truncate(0)

@@ -25,8 +25,8 @@ from sharding.testing import factorings
 
 RUN = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "6"]
 RUN += ["--learning-rate", "0.01", "--task", "gcd", "--steps", "3", "--checkpoint-every", "1"]
-RANDOM = np.random.default_rng(int(os.environ["SEARCH_SEED"]))  # other moments each night, see conftest
-CHANGES = 84  # of files and folders in a run, see killed.py
+RANDOM = np.random.default_rng(int(os.environ["SEARCH_SEED"]))  # other moments for kills each night, see conftest
+CHANGES = 84  # how often a run changes files and folders, see killed.py
 MESSAGE = (
     "whose bytes are not those that were written, expected a whole checkpoint; --resume 2 goes on from the one before"
 )
@@ -55,7 +55,7 @@ def records(folder):
 
 
 def befallen(programs, folder, event, number, *options):
-    """The run in a process of its own, in which something happens."""
+    """Runs the example in a process of its own, in which the event happens."""
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": programs, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment["XLA_FLAGS"] = xla_flags()
     environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -65,7 +65,7 @@ def befallen(programs, folder, event, number, *options):
 
 
 def goes_on(folder):
-    """Resumes as a job script would: afresh where nothing was saved yet."""
+    """Resumes as a job script would: from the start if nothing was saved yet."""
     return main([*RUN, "--out", str(folder), *["--resume"] * bool(steps_in(folder / "checkpoints"))])
 
 
@@ -73,7 +73,7 @@ def check_kill(programs, finished, folder, event, number, code=-9):
     done = befallen(programs, folder, event, number)
     assert done.returncode == code, done.stderr
     for path in folder.glob("checkpoints/*/SHA256SUMS"):
-        if path.parent.name.isdigit():  # what is seen is whole
+        if path.parent.name.isdigit():  # a checkpoint that is visible is whole
             check_sums(path.parent)
     assert goes_on(folder) == 0
     assert records(folder) == records(finished)
@@ -198,7 +198,7 @@ def resume_error(folder, capsys):
     return capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # readers that Orbax gave up
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from readers that Orbax abandons
 def test_a_checkpoint_cut_short_is_named_and_the_one_before_offered(finished, tmp_path):
     run = set_up(parse([*RUN, "--out", str(finished), "--resume"]))
     for name in [path.relative_to(finished) for path in finished.glob("checkpoints/3/**/*") if path.is_file()]:

@@ -22,7 +22,7 @@ from jaxppo.head.types import TokenStats
 from sharding import make_parallel_mesh
 
 TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "2"]
-TINY += ["--learning-rate", "0.01", "--task", "gcd"]  # whose prompts are of many lengths
+TINY += ["--learning-rate", "0.01", "--task", "gcd"]  # a task with prompts of many lengths
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +40,7 @@ def started(folder, *options):
 
 
 def spoil(batch):
-    """The batch with one reward that is no number."""
+    """The batch with one reward of NaN."""
     rewards = np.array(batch.rewards)
     rewards[0, 0] = np.nan
     return dataclasses.replace(batch, rewards=jax.device_put(rewards, batch.rewards.sharding))
@@ -98,7 +98,7 @@ def test_gradients_are_clipped_by_their_norm_over_all_shards(tmp_path, mesh):
 
 @pytest.mark.nightly
 def test_a_spike_is_kept_with_its_ids_and_replayed(tmp_path):
-    run, args = started(tmp_path, "--spike-deviations", "1e-9")  # so that all steps stand out once there are some
+    run, args = started(tmp_path, "--spike-deviations", "1e-9")  # so that all steps after the first few stand out
     for _ in range(4):
         grpo_step(run, args)
     assert not (tmp_path / "spikes").exists()
@@ -122,7 +122,7 @@ def test_what_stands_out(tmp_path):
         np.testing.assert_array_equal(getattr(kept, name), x, err_msg=name)
 
 
-# No surprise
+# No transfer or compilation that was not asked for
 
 
 @pytest.fixture

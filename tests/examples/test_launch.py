@@ -1,4 +1,4 @@
-"""The example as several processes: one run's numbers, one that is killed, arguments that do not fit together."""
+"""The example as several processes: the same numbers as one, a process that is killed, arguments that do not fit."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from examples.train_grpo import main
 
 TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--task", "gcd"]
 HEARTBEAT_S = 10
-WATCHDOG_S = 300  # against a hang, on a machine that does much else
+WATCHDOG_S = 300  # ends a hang; long, for a busy machine
 SAME = ("loss", "pg_loss", "entropy", "kl", "gradient_norm", "reward", "accuracy")
 
 
@@ -45,9 +45,9 @@ def records(folder):
 
 
 def check_same_run(folder, whole, step, options, rtol, atol):
-    """Raises where the losses up to a step, or the parameters after it, are not those of one process.
+    """Raises if the losses up to a step, or the parameters after it, are not those of one process.
 
-    Sums over devices are taken in another order, and Adam makes a rounding error of a small gradient a step's share.
+    Sums over devices have another order, and Adam turns a rounding error in a small gradient into part of a step.
     """
     for got, want in zip(records(folder)[:step], records(whole), strict=True):
         for name in SAME:
@@ -73,7 +73,7 @@ def wait_for(count, folder, launcher):
 
 
 def check_kill(folder, options, steps, victim, after_s=0):
-    """Kills one of two processes after so many steps; the other says which, and nothing else is said of it."""
+    """Kills one of two processes after so many steps. The other must name it, in one message."""
     launcher = started(folder, *options, "--steps", "100000", "--heartbeat-timeout", str(HEARTBEAT_S))
     try:
         wait_for(steps, folder, launcher)
@@ -130,7 +130,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_exit_code_is_of_the_process_that_was_killed(tmp_path, monkeypatch, capfd):
-    """Though another, which missed it, was gone before."""
+    """Also if another process, which failed because of it, ended before."""
     (tmp_path / "one_is_killed.py").write_text(ONE_IS_KILLED)
     monkeypatch.syspath_prepend(str(tmp_path))
     args = types.SimpleNamespace(processes=2, heartbeat_timeout=10)

@@ -1,4 +1,4 @@
-"""Pods as people start them: the JobSet manifest, the xpk line, exit codes, and one process that owns all devices."""
+"""How runs start on pods: the JobSet manifest, the xpk command, exit codes, and one process that owns all devices."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def test_the_manifest_fits_the_program():
 
 
 def test_the_xpk_line_fits_the_program():
-    """Its own flags are xpk's to check: xpk 1.16 took the line."""
+    """xpk checks its own flags: xpk 1.16 accepted the command."""
     page = (ROOT / "docs/running.md").read_text().replace("\\\n", " ")
     words = shlex.split(re.search(r"^    (xpk workload create .*)$", page, re.MULTILINE)[1])
     options = dict(zip(words[3::2], words[4::2], strict=True))

@@ -1,4 +1,4 @@
-"""The page of a run: every record that is one, nothing that is none, and no word of it is markup."""
+"""The page of a run: it has all valid records and no others, and no text of a run becomes markup."""
 
 import json
 import re
@@ -233,7 +233,7 @@ def scalars(path):
 
 def test_events_read_back_as_they_were_written(tmp_path):
     run = make_run(tmp_path, ['{"step": 6, "reward": null, "kl": 0.5}', '{"step'])
-    for _ in range(2):  # an older report's are replaced
+    for _ in range(2):  # the second report replaces the first one's events
         assert main([str(run)]) == 0
     (path,) = (run / "tensorboard").iterdir()
     expected = {(name, step): step + 0.25 for name in NAMES for step in range(1, 6)} | {("kl", 6): 0.5}

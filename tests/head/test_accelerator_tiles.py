@@ -1,4 +1,4 @@
-"""The tiles of accelerators, small ones on CPUs: chunks of tokens before a device's whole part of the vocabulary."""
+"""The tiles that accelerators use, made small for CPUs: chunks of tokens times a device's part of the vocabulary."""
 
 import dataclasses
 import functools
@@ -18,13 +18,13 @@ from sharding.audit.program import hang_risks
 from sharding.testing import assert_trees_close
 
 MESHES = {"mixed": "dp=2,cp=2,tp=2", "tensor": "tp=8", "fsdp": "fsdp=4,tp=2"}
-# a bias gradient is a sum of 64 terms in another order than that of the blocks
+# a bias gradient sums 64 terms in another order than the blocks do
 TOLERANCES = {"rtol": 5e-6, "atol": 1e-5}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_read_that_was_not_written():
-    """Arrays that start with what their memory held, as accelerators have them, hold NaN here; zeros on CPUs."""
+    """Fills arrays that start uninitialised on accelerators with NaN; on CPUs they would be zeros."""
     with pytest.MonkeyPatch.context() as patch:
         jax.clear_caches()
         patch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
@@ -67,7 +67,7 @@ NOTES = {
     "sums in the parameter's dtype": "one pass, 16 tokens x 1003 columns",
     "one group that follows the mask": "one pass, 128 tokens x 1003 columns, products of 512 tokens",
 }
-OTHERWISE = {"one group that follows the mask": "few chunks"}  # than of device "wide"
+OTHERWISE = {"one group that follows the mask": "few chunks"}  # options that need another device than "wide"
 
 
 @functools.cache
@@ -106,7 +106,7 @@ def test_work_follows_the_tokens_that_count(device):
 
 
 def test_products_behind_the_loop_are_of_the_chunks_that_count():
-    """What the loop did not write is NaN here."""
+    """What the loop did not write is NaN, and must not reach a product."""
 
     def mask_of(count):
         return (jnp.arange(512) < count).astype(jnp.float32).reshape(BATCH.loss_mask.shape)
@@ -143,7 +143,7 @@ def test_one_pass_with_adapters(mesh, layout, way):
 @pytest.mark.every(2)
 @pytest.mark.parametrize("device", ["small", "wide"])
 def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
-    """In a caller's own `shard_map`: its micro-batches' gradients are added on each device, and those sums once."""
+    """In a caller's own `shard_map`: each device adds up its micro-batches' gradients, and devices are summed once."""
     mesh, config = make_parallel_mesh("dp=2,cp=2,tp=2"), bonus_and_kl()
     kernel, batch = KERNEL[:, :1000], dataclasses.replace(BATCH, targets=jnp.minimum(BATCH.targets, 999))
 

@@ -1,4 +1,4 @@
-"""Adapters by row: each row as if the head had its adapter alone, values and gradients, against merged kernels."""
+"""Adapters by row: values and gradients of each row are those of a head with that adapter merged into its kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def loss_of(params, batch, ids, parallel=None, layout="hv", **options):
 
 
 def merged(params):
-    """-A log p - 0.1 entropy, summed over the loss tokens, each row before a kernel of its own."""
+    """-A log p - 0.1 entropy, summed over the loss tokens; each row has a kernel with its adapter merged in."""
     total = 0.0
     for row, k in enumerate(IDS.tolist()):
         kernel = params["kernel"] + (SCALE * params["a"][k] @ params["b"][k] if k >= 0 else 0)
@@ -96,7 +96,7 @@ def test_each_row_has_its_adapter(way):
     scale = {k: float(jnp.nanmax(jnp.abs(x))) for k, x in EXPECTED[1].items()}
     for name, x in EXPECTED[1].items():
         np.testing.assert_allclose(gradient[name], x, rtol=2e-5, atol=4e-6 * scale[name], err_msg=name)
-    assert not np.any(gradient["a"][1])  # the adapter that no row has
+    assert not np.any(gradient["a"][1])  # no row has this adapter
     assert not np.any(gradient["b"][1])
 
 
@@ -157,5 +157,5 @@ def test_bad_input():
         call(head_of(PARAMS), IDS.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"lora.b: got shape \(2, 2, 101\), expected \(3, 2, 101\), \[A, r, V\]"):
         call(Head(PARAMS["kernel"], lora=LoRA(PARAMS["a"], PARAMS["b"][:2])), IDS)
-    with pytest.raises(ValueError, match="adapter_ids: got None, expected"):  # where there is no way to say them yet
+    with pytest.raises(ValueError, match="adapter_ids: got None, expected"):  # these functions cannot take them yet
         distillation_loss(hidden, head_of(PARAMS), hidden, PARAMS["kernel"], BATCH)

@@ -26,7 +26,7 @@ def sixteen(sizes, names, chips="v5p:2x2x4", **roles):
 
 
 def arguments(parallel, tokens, *, with_where=False, hidden_size=H, columns=V, dtype=jnp.bfloat16):
-    """The arguments of a loss, `tokens` a device: hidden states, kernel, targets, weights and, if asked for, a mask."""
+    """The arguments of a loss, `tokens` a device: hidden states, kernel, targets, weights, on request a mask."""
     R = parallel.data_size
     T = tokens * parallel.context_size
 
@@ -62,7 +62,7 @@ def plain(parallel):
 
 
 def sums(found):
-    """(op, axes, in a loop) and bytes of each collective, those of a loss's scalar left out."""
+    """(op, axes, in a loop) and bytes of each collective, without those of the scalar loss."""
     return sorted((c.op, c.axes, c.in_loop, c.bytes) for c in found.collectives if c.bytes > 8)
 
 
@@ -71,7 +71,7 @@ def large(found, op, axis):
 
 
 def assert_dhidden_is_summed_by(found, tokens):
-    """Over tp, so many tokens at a time, and nothing else there is as large."""
+    """dhidden is summed over tp, so many tokens at a time, and no other sum is as large."""
     assert large(found, "reduce-scatter", "tp") == [(4 * H * tokens, True)]
     assert large(found, "all-gather", "tp") == [(2 * H * tokens, True)]
 
@@ -98,13 +98,13 @@ def test_qwen3_8b_on_16_chips():
     ]
     assert not IN_BF16.search(found.text)
     assert [c.axes for c in found.collectives if c.bytes <= 8] == [("cp",)]
-    # four products of 2 H V / 4 flops a token, the last block's overlap beside them
+    # four products of 2 H V / 4 flops a token, and the overlap of the last block
     exact = 4 * 2 * 8192 * H * V // 4
     assert exact <= found.flops.low == found.flops.high <= 1.11 * exact
 
 
 def test_a_sum_that_devices_do_not_share_is_in_f32_too():
-    """A quarter of 256 features is less than the lanes of a TPU: one sum, rounded after it."""
+    """A quarter of 256 features is less than the lanes of a TPU, so there is one sum, which is rounded afterwards."""
     parallel = sixteen(*CP4_TP4)
     args = arguments(parallel, 2048, hidden_size=256, columns=8192)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *args)
@@ -113,7 +113,7 @@ def test_a_sum_that_devices_do_not_share_is_in_f32_too():
 
 
 def test_the_forward_is_one_sum():
-    """Beside two maxima: of the targets' logits before the products, and, where those were far, behind them."""
+    """There are also two maxima: of targets' logits before the products, and of tokens computed again, after them."""
     parallel = sixteen(*CP4_TP4)
     found = audit(
         lambda *a: log_probs_from_hidden(*a, parallel=parallel, entropy="metric"), *arguments(parallel, 8192)[:3]
@@ -137,7 +137,7 @@ def test_a_mask_costs_little_memory():
 
 @pytest.mark.nightly
 def test_the_plain_version_of_a_small_head_gathers_no_logits_either():
-    """What is compared with is partitioned well: what it lacks is memory."""
+    """The plain version is partitioned well, so the comparison is fair: it only needs more memory."""
     parallel = sixteen(*CP4_TP4)
     args = arguments(parallel, 4096, hidden_size=256, columns=131072)
     plainly = audit(jax.value_and_grad(plain(parallel), (0, 1)), *args)
@@ -181,7 +181,7 @@ def test_two_passes_gather_an_fsdp_kernel_once_forward_and_by_block_backward():
     assert large(found, "reduce-scatter", "fsdp") == [(4 * block, True)]
     assert_dhidden_is_summed_by(found, 1024)
     assert found.temp_bytes <= 0.5 * GIB
-    # in less than the whole kernel takes, the forward gathers by block as well
+    # with less memory than the whole kernel takes, the forward gathers by block as well
     less = audit(jax.value_and_grad(head(parallel, memory=int(0.35 * GIB)), (0, 1)), *args)
     assert less.temp_bytes <= 0.35 * GIB
     assert large(less, "all-gather", "fsdp") == [(2 * block, True)] * 2
@@ -208,7 +208,7 @@ def test_other_vocabularies(columns):
 
 @pytest.mark.nightly
 def test_dkernel_is_laid_out_as_the_kernel():
-    """Where V is a multiple of 128 a kernel stays `[H, V]`: no copy of its gradient into that layout."""
+    """If V is a multiple of 128, a kernel stays `[H, V]`, and its gradient is not copied into that layout."""
     parallel = sixteen(*CP4_TP4, chips="v6e:4x4")
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, columns=131072))
     assert found.temp_bytes <= 0.25 * GIB
@@ -239,7 +239,7 @@ def policy(parallel, **options):
     ],
 )
 def test_one_pass_in_its_bytes(memory, tiles):
-    """By default in a sixteenth of the chip's memory; with a mask chunks of at most 2048 tokens follow it."""
+    """By default one pass takes a sixteenth of the chip's memory. Chunks of at most 2048 tokens follow a mask."""
     parallel = sixteen(*CP4_TP4)
     found = audit(policy(parallel, memory=memory), *policy_arguments(parallel, 8192))
     assert found.notes == (f"one pass, {tiles}", AGAIN)
@@ -270,7 +270,7 @@ def test_one_pass_gathers_an_fsdp_kernel_once_and_scatters_its_gradient_once():
 
 @pytest.mark.nightly
 def test_one_pass_gathers_sequence_sharded_hidden_states_once():
-    """Before the loop over chunks, and their gradient is scattered once behind it."""
+    """They are gathered before the loop over chunks, and their gradient is scattered once after it."""
     parallel = sixteen(*CP4_TP4, sequence_parallel=True)
     found = audit(policy(parallel), *policy_arguments(parallel, 8192))
     assert large(found, "all-gather", "tp") == [(2 * 8192 * H, False)]

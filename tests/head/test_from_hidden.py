@@ -29,7 +29,7 @@ def test_everything_at_once():
     check_head(meshes(names), arrays, entropy="bonus", device="five", **options)
 
 
-# of a device: less than a block, a block, a block and a column, a block and a column with windows that overlap
+# columns of a device: less than a block, a block, a block and a column, the same with windows that overlap
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("V", "mesh"), [(1000, MIXED), (1024, MIXED), (1026, MIXED), (1025, MIXED), (4096, "tp=8"), (4097, "tp=8")]
@@ -97,7 +97,7 @@ def test_some_of_the_gradients(wrt):
 
 @pytest.mark.parametrize(("with_where", "mesh"), [(False, MIXED), (True, None), (True, "dp=8")])
 def test_tokens_outermost(with_where, mesh):
-    """Fewer columns than tokens: dkernel is the smaller accumulator, and the loop over tokens the outer one."""
+    """With fewer columns than tokens, dkernel is the smaller accumulator, and the loop over tokens is the outer one."""
     arrays = head_arrays(10, with_where=with_where, bias=False)
     if mesh == "dp=8":
         arrays = head_arrays(6, with_where=with_where)
@@ -105,7 +105,7 @@ def test_tokens_outermost(with_where, mesh):
 
 
 def without_row(row):
-    """A call whose loss leaves out the row, as a loss mask does: its cotangents are zero."""
+    """A call whose loss leaves out the row, as a loss mask would: the cotangents of the row are zero."""
 
     def call(parallel, arrays, **options):
         stats = call_head(parallel, arrays, **options)
@@ -133,7 +133,7 @@ def test_no_token_counts(mesh):
 
 
 def test_a_device_without_a_token_that_counts_does_no_product():
-    """A kernel of NaN shows in every product with it: in the row of the device with such tokens, and in no other."""
+    """With a kernel of NaN, each product leaves NaN: in the row of the device with such tokens, and in no other."""
     arrays = head_arrays(97, bias=False)
     arrays |= {"where": jnp.zeros((R, T), bool).at[4].set(True), "kernel": jnp.full_like(arrays["kernel"], jnp.nan)}
     _, found = jax.jit(lambda a: with_gradients(call_head, meshes(["dp=8"])[0], a, entropy="bonus", device="five"))(

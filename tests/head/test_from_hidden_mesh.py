@@ -18,7 +18,7 @@ from sharding.testing import assert_trees_close
 def test_fsdp_kernels_over_h(V, explicit):
     parallel = make_parallel_mesh("fsdp=4,tp=2", explicit=explicit)
     arrays = head_arrays(V, with_where=True)
-    if explicit and V == 1026:  # a kernel that arrives as the optimiser holds it
+    if explicit and V == 1026:  # the kernel arrives sharded as the optimiser holds it
         arrays["kernel"] = jax.device_put(arrays["kernel"], parallel.sharding(parallel.kernel_spec()))
     check_head([parallel], arrays, entropy="bonus")
 
@@ -94,7 +94,7 @@ def test_tunix_axes():
 
 
 def test_a_replicated_axis():
-    """Each copy of the tokens counts once."""
+    """Tokens are replicated over the axis, and count once."""
     mesh = jax.make_mesh((2, 2, 2), ("dp", "expert", "tp"), (jax.sharding.AxisType.Auto,) * 3)
     check_head([ParallelMesh(mesh, replicated="expert")], head_arrays(1026, with_where=True), entropy="bonus")
 
@@ -103,7 +103,7 @@ def test_a_replicated_axis():
 
 
 def in_shard_map(parallel, axes, arrays, kernel_spec, *, grad_inside, varies=False, **options):
-    """Gradients by hidden states and kernel of a sum over all tokens, on arrays sharded by hand."""
+    """Gradients of a sum over all tokens with respect to hidden states and kernel, on arrays sharded by hand."""
     names = ("hidden", "kernel", "targets", "g", "e", "where")
     tokens = parallel.tokens_spec
     specs = (parallel.hidden_spec, kernel_spec, tokens, tokens, tokens, tokens)
@@ -135,7 +135,7 @@ def test_inside_a_users_shard_map(kernel_spec, grad_inside):
 
 @pytest.mark.parametrize("grad_inside", [False, True])
 def test_a_kernel_that_varies_over_data(grad_inside):
-    """The user made it vary: its cotangent is each device's own, and their pcast sums it."""
+    """The user's pcast makes it vary: each device has its own cotangent, and the pcast's transpose sums them."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
     arrays = head_arrays(1026, with_where=True, bias=False)
     expected = truth(call_head, arrays, entropy="bonus")[1]

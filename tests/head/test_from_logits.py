@@ -92,7 +92,7 @@ def test_bf16(name):
 @pytest.mark.parametrize("name", ["plain", "nucleus, where", "padding", "temperatures"])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_vocabulary_that_the_tensor_axis_does_not_divide(name, explicit):
-    """Such logits cannot be sharded over it: each device works on a window, the last of which overlaps."""
+    """Such logits cannot be sharded over the axis. Each device works on a window of columns; the last one overlaps."""
     of_arrays, options = OPTIONS[name]
     meshes = [make_parallel_mesh(mesh, explicit=explicit) for mesh in ("dp=2,cp=4", MIXED, "tp=8")]
     check(meshes, logits_arrays(97, **of_arrays), **options)
@@ -126,7 +126,7 @@ def test_explicit_axes(name):
 
 
 def test_inside_a_users_shard_map():
-    """Gradients taken outside and inside of it."""
+    """Gradients are taken outside and inside of the shard_map."""
     parallel, arrays = make_parallel_mesh(MIXED), logits_arrays(104)
     P = jax.sharding.PartitionSpec
     axes = ShardAxes("dp", "cp", "tp")

@@ -28,7 +28,7 @@ MEMORIES = (2**30, 2**18)  # one pass, two passes
 
 
 def batch_of(rows=R, length=T, seed=1):
-    """Each row one sample whose tokens all but the first train."""
+    """A batch with one sample a row. All its tokens but the first have loss."""
     rng = np.random.default_rng(seed)
     samples = [
         Sample(rng.integers(0, V, length), response_start=1, advantages=rng.normal(size=length - 1), old_log_probs=old)
@@ -49,7 +49,7 @@ def assert_near(got, expected, size):
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("at", [1, 4, 8, 12, 16, 20])
 def test_the_gradient_of_a_soft_cap_that_saturates(at, memory, implementation):
-    """1 - tanh(x)^2 in f32 was 10% off at |x| = 8, and 0 from 10 on."""
+    """Computed as 1 - tanh(x)^2 in f32, it was 10% off at |x| = 8, and 0 from 10 on."""
     rng = np.random.default_rng(at)
     hidden, kernel = (
         rng.uniform(0.97, 1, (1, T, 1)),
@@ -134,7 +134,7 @@ def from_logits(hidden, head, batch, parallel=None, memory=None, **options):
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "fsdp=2,tp=4"])
 @pytest.mark.parametrize("path", ["one pass", "two passes", "reference", "logits"])
 def test_label_smoothing_beside_masked_columns(path, mesh):
-    """The mean is over finite logits: with all of them under it the loss was 0.2 * 0.3 of the mean off."""
+    """The mean is over finite logits. Divided by the number of all columns, the loss was 0.2 * 0.3 of the mean off."""
     hidden, kernel, bias, batch = masked_case()
     parallel = mesh and make_parallel_mesh(mesh)
     loss = from_logits if path == "logits" else sft_loss_from_hidden
@@ -171,7 +171,7 @@ def test_the_mean_logit_of_each_token_is_over_its_finite_columns(path):
 
 
 def test_masked_columns_under_logits_rounded_to_bf16():
-    """-inf - -inf in the rounding made every log-prob NaN."""
+    """The rounding computed -inf - -inf, which made every log-prob NaN."""
     hidden, kernel, bias, batch = masked_case()
     head = Head(kernel, bias, logits_dtype="bfloat16")
     keep = np.isfinite(bias)
@@ -208,7 +208,7 @@ def head_of(arrays):
 
 
 def half_loss(batch, arrays, parallel=None, memory=2**30, scale=1.0):
-    """Each token has the weight of one among 262144: below what float16 holds in full."""
+    """Each token has the weight 1 / 262144, which float16 holds with few digits."""
     config = PolicyLossConfig(PPO(), aggregation="sequence_mean_token_sum_norm", aggregation_norm=2.0**15)
     loss = policy_loss_from_hidden(arrays["hidden"], head_of(arrays), batch, config, parallel=parallel, memory=memory)[
         0
@@ -217,7 +217,7 @@ def half_loss(batch, arrays, parallel=None, memory=2**30, scale=1.0):
 
 
 def half_truth(batch, arrays, scale):
-    """The gradients of `half_loss` by closed forms: no ratio is clipped, and a token's is minus advantage by ratio."""
+    """The gradients of `half_loss` in closed form: no ratio is clipped, so a token's is -advantage * ratio."""
     here = np.asarray(batch.loss_mask) > 0
 
     def get(name):
@@ -261,7 +261,7 @@ HALVES = [*((name,) for name in FIELDS), ("hidden", "kernel"), FIELDS]
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 @pytest.mark.parametrize("names", HALVES, ids="+".join)
 def test_gradients_under_a_loss_scale_where_anything_is_float16(names, mesh):
-    """One pass rounded them before the scale: 4.6% off in dhidden. Here float16 rounds three times at most."""
+    """One pass once rounded them before the scale, and dhidden was 4.6% off. Now float16 rounds three times at most."""
     arrays = half_case(names)
     batch = on_policy(batch_of(8, 8), arrays)
     parallel = mesh and make_parallel_mesh(mesh)

@@ -1,4 +1,4 @@
-"""Heads out of other libraries' modules: what a module computes is what its head computes, and so are the gradients."""
+"""Heads taken from other libraries' modules: a head computes the values and gradients that its module computes."""
 
 import dataclasses
 import subprocess
@@ -21,7 +21,7 @@ H, V, RANK = 12, 40, 3
 HIDDEN = jax.random.normal(jax.random.key(0), (2, 8, H))
 TARGETS = jax.random.randint(jax.random.key(1), (2, 8), 0, V)
 CLOSE = {"rtol": 5e-6, "atol": 5e-6}
-FAST = nnx.Rngs(0)  # where a test reads no value
+FAST = nnx.Rngs(0)  # for tests that read no values
 
 
 def rngs():
@@ -34,7 +34,7 @@ def noisy_bias(module):
 
 
 def wide(rank_module):
-    """A LoRA whose b is not 0, as it begins."""
+    """A LoRA whose b is not 0; a new one has b = 0."""
     rank_module.lora_b[...] = jax.random.normal(jax.random.key(4), rank_module.lora_b.shape)
     return rank_module
 
@@ -92,7 +92,7 @@ def loss_of_logits(logits, targets):
 
 
 def assert_same(head_loss, logits_loss, params, tolerance=CLOSE):
-    """Values and gradients of both by what the module holds."""
+    """Compares values, and gradients with respect to the module's parameters, of both."""
     ours = jax.jit(jax.value_and_grad(head_loss))(params, HIDDEN, TARGETS)
     theirs = jax.jit(jax.value_and_grad(logits_loss))(params, HIDDEN, TARGETS)
     assert_trees_close(ours, theirs, **tolerance)
@@ -167,7 +167,7 @@ def test_equinox_shared_is_asked_for_what_it_shares():
 
 
 class Model(nnx.Module):
-    """For Qwix, which adapts a model rather than a layer."""
+    """A model for Qwix, which adapts models, not layers."""
 
     def __init__(self, rngs):
         self.lm_head = nnx.Linear(H, V, rngs=rngs)
@@ -219,7 +219,7 @@ def test_f32_masters_of_a_bf16_module_are_rounded_as_it_rounds_them_and_get_grad
     assert Head.of(nnx.merge(graph, params)).kernel.dtype == jnp.bfloat16
     gradient = jax.grad(lambda p: loss_of_head(Head.of(nnx.merge(graph, p)), hidden, TARGETS))(params)
     assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
-    # dtype= says otherwise, for models whose parameters say nothing
+    # dtype= sets another one, for models whose parameters do not say it
     assert Head.of(nnx.merge(graph, params), dtype=jnp.float32).kernel.dtype == jnp.float32
     assert Head.of(jnp.ones((H, V)), dtype=jnp.bfloat16).kernel.dtype == jnp.bfloat16
     # a dtype wider than the parameter's changes no product, and makes no copy
@@ -242,7 +242,7 @@ def test_a_module_of_shapes_alone_has_a_head_of_shapes():
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["Auto", "Explicit"])
 def test_adapters_on_a_mesh_as_qwix_shards_them(explicit):
-    """It gives an adapter's dimensions the sharding that they have in the kernel: H over fsdp, V over tp."""
+    """Qwix gives an adapter's dimensions the sharding that they have in the kernel: H over fsdp, V over tp."""
     parallel = make_parallel_mesh("fsdp=4,tp=2", explicit=explicit)
 
     def put(x, *spec):
@@ -264,13 +264,13 @@ def test_adapters_on_a_mesh_as_qwix_shards_them(explicit):
         batch = put(hidden, "fsdp", None, None), put(targets, "fsdp", None)
         got = jax.jit(jax.value_and_grad(partial(loss, parallel=parallel)))(placed, *batch)
     assert_trees_close(got, expected, rtol=1e-5, atol=1e-5)
-    if explicit:  # where types carry shardings, a gradient has that of its parameter
+    if explicit:  # on explicit meshes, a gradient has the sharding of its parameter
         for name, spec in specs.items():
             assert got[1][name].get_value().sharding.is_equivalent_to(parallel.sharding(jax.P(*spec)), len(spec))
 
 
 class Scaled(nnx.Linear):
-    """A layer whose logits are not its parent's."""
+    """A subclass whose logits differ from its parent's."""
 
     def __call__(self, inputs, out_sharding=None):
         return 2 * super().__call__(inputs, out_sharding)

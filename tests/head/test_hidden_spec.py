@@ -1,4 +1,4 @@
-"""Hidden states of any sharding meet the targets of their own tokens: `hidden_spec`, against one device's numbers."""
+"""With `hidden_spec`, hidden states of any sharding meet their own tokens' targets: compared with one device."""
 
 import dataclasses
 import itertools
@@ -44,7 +44,7 @@ SAMPLES = [
     for old in -RNG.exponential(size=(R, T - 2)) - 0.1
 ]
 BATCH = RolloutBatch.from_samples(SAMPLES, row_length=T, rows=R)
-WEIGHTS = 0.1 + jnp.abs(normal(R, T))  # of one sign: a sum that cancels is all rounding
+WEIGHTS = 0.1 + jnp.abs(normal(R, T))  # all positive, so that the sum does not cancel to rounding errors
 CONFIG = PolicyLossConfig(PPO(), aggregation="sequence_mean_token_mean")
 
 
@@ -85,7 +85,7 @@ TWO_PASSES = {"memory": 2**15}
 
 
 def run(call, parallel=None, spec=None, teacher_spec=None, **options):
-    """Values and gradients by hidden states and kernel, of arrays that lie as the specs say."""
+    """Values, and gradients with respect to hidden states and kernel, of arrays sharded as the specs say."""
     states = HIDDEN, TEACHER
     if parallel is not None:
         lies = [parallel.hidden_spec if s is None else s for s in (spec, teacher_spec)]
@@ -108,7 +108,7 @@ def check(call, parallel, spec, teacher_spec=None, **options):
     assert_trees_close(found, unsharded(call), rtol=2e-5, atol=2e-6, context=f"{call} on {parallel}, {spec}")
 
 
-# The specs that were found wrong, and those that ended in an error of a reshape
+# Specs that once gave wrong numbers, or an error of a reshape
 
 MESH = "dp=2,fsdp=2,tp=2"
 TURNED = P(("fsdp", "dp"))
@@ -128,7 +128,7 @@ FOUND = [
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize(("mesh", "spec"), FOUND, ids=str)
 def test_specs_that_met_other_tokens_targets(mesh, spec, explicit):
-    """A loss of -0.1305 for -0.1376, and a largest ratio of 315, with no rule broken."""
+    """An earlier version gave a loss of -0.1305 instead of -0.1376 and a largest ratio of 315, with no rule broken."""
     check("policy", make_parallel_mesh(mesh, explicit=explicit), spec)
 
 
@@ -154,7 +154,7 @@ SHAPES = [(8,), (2, 4), (4, 2), (2, 2, 2), (2, 1, 4)]
 
 @st.composite
 def meshes(draw):
-    """Axes of any names in any roles: a data role may take several in any order, and an fsdp axis may be context's."""
+    """Meshes with any axis names in any roles. A role may have several axes, in any order; fsdp may share them."""
     shape = draw(st.sampled_from(SHAPES))
     names = [f"axis{i}" for i in draw(st.permutations(range(len(shape))))]
     roles = {role: [] for role in (*ROLES, "replicated")}
@@ -169,7 +169,7 @@ def meshes(draw):
 
 
 def random_spec(draw, parallel):
-    """Any axes in any order on rows and positions, given as bare names or tuples."""
+    """A spec with any axes in any order on rows and positions, as bare names or tuples."""
     names = draw(st.permutations(parallel.mesh.axis_names))
     first = draw(st.integers(0, len(names)))
     second = draw(st.integers(first, len(names)))
@@ -208,7 +208,7 @@ ALL = [
 
 
 def test_every_spec_of_one_mesh():
-    """Values alone, of arrays that do lie so and of arrays that lie otherwise."""
+    """Values alone, of arrays that are sharded as the spec says and of arrays that are not."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
     expected = log_probs_from_hidden(HIDDEN, KERNEL, BATCH.targets).log_probs
     for spec in ALL:
@@ -222,7 +222,7 @@ def test_every_spec_of_one_mesh():
             np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6, err_msg=str(spec))
 
 
-# What is said of it
+# Error messages
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -281,7 +281,7 @@ def test_the_teachers_spec_is_named():
 
 @pytest.mark.parametrize("spec", [P("cp", "dp"), P("dp", ("tp", "cp")), P(), P("dp"), P("tp", "cp")], ids=str)
 def test_inside_ones_own_shard_map(spec):
-    """There the tokens are for the caller to bring."""
+    """There the caller must bring the tokens of each device."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
 
     def inside(hidden, kernel, targets):

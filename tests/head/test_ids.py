@@ -19,7 +19,7 @@ IDS_ONLY = {"g": jnp.zeros((R, T)), "e": jnp.zeros((R, T))}
 
 
 def truth(arrays):
-    """Log-probs of the ids of counted tokens, and the gradients of their weighted sum by logits, hidden and kernel."""
+    """Log-probs of the ids, and the gradients of their weighted sum by logits, hidden states and kernel."""
     wide = {k: np.asarray(x, np.float64 if x.dtype.kind == "f" else None) for k, x in arrays.items()}
     rows = wide.get("where", np.ones((R, T), bool))
     head = OracleHead(wide["kernel"], wide.get("bias"), softcap=OPTIONS["softcap"])
@@ -78,7 +78,7 @@ def test_from_logits(mesh):
 @pytest.mark.parametrize("mesh", [None, MIXED])
 @pytest.mark.parametrize("call", [call_head, in_logits])
 def test_an_id_outside_the_vocabulary_is_nan(call, mesh):
-    """Its log-prob, and where that is used the gradient of its token."""
+    """Its log-prob is NaN, and so is the gradient of its token if the log-prob is used."""
     arrays = head_arrays(V, ids=4) | IDS_ONLY
     parallel = mesh and make_parallel_mesh(mesh)
     run = jax.jit(lambda a: with_gradients(call, parallel, a))
@@ -110,7 +110,7 @@ def test_nothing_that_is_masked_matters(mesh):
 
 
 def test_an_empty_slot_has_no_gradient_whatever_the_loss_makes_of_it():
-    """q log(q / p) of q = 0 and p = 0 is NaN by the chain rule of its parts."""
+    """A loss may have q log(q / p), whose gradient at q = 0 and p = 0 is NaN by the chain rule."""
     hidden, kernel = jnp.ones((1, 1, 2)), jnp.array([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]])
     ids = jnp.array([[[2, -1]]])
 
@@ -145,7 +145,7 @@ def test_ids_of_other_dtypes():
 
 
 def test_the_audit_tells_of_them_and_no_mask_is_made():
-    """In the program no array has K beside the columns, and each schedule scatters a tile once."""
+    """No array of the program has both K and the columns as dimensions, and each schedule scatters once a tile."""
     hidden, kernel = jax.ShapeDtypeStruct((1, 64, 16), jnp.float32), jax.ShapeDtypeStruct((16, 640), jnp.float32)
     targets, ids = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1, 64, 200), jnp.int32)
 

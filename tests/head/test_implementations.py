@@ -47,14 +47,14 @@ OPTIONS = {
 
 
 def pairwise(most=None):
-    """Cases in which any two options of OPTIONS meet, in few of them; those that meet most come first."""
+    """A few cases in which each two options of OPTIONS occur together; those with most new pairs come first."""
     rng = np.random.default_rng(0)
     pairs = itertools.combinations(OPTIONS, 2)
     todo = {((a, i), (b, j)) for a, b in pairs for i in range(len(OPTIONS[a])) for j in range(len(OPTIONS[b]))}
-    todo.remove((("dtype", 1), ("lora", 1)))  # hidden @ lora.a is rounded then: no truth in float64 knows of that
+    todo.remove((("dtype", 1), ("lora", 1)))  # left out: hidden @ lora.a is rounded there, which float64 does not do
     found = []
     while todo and len(found) < (most or 10**6):
-        must = dict(min(todo))  # so that each case meets one at least
+        must = dict(min(todo))  # so that each case has at least one new pair
         tries = [{name: int(rng.integers(len(x))) for name, x in OPTIONS.items()} | must for _ in range(50)]
         met = [
             {pair for pair in todo if all(case[name] == i for name, i in pair)}
@@ -86,7 +86,7 @@ def arrays_of(case, **more):
 
 
 def truth(arrays, case):
-    """`with_gradients`, of the counted tokens one by one, in float64."""
+    """`with_gradients` in float64, one token at a time."""
     wide = {k: np.asarray(x, np.float64 if x.dtype.kind in "fV" else None) for k, x in arrays.items()}
     rows = wide.get("where", np.ones((R, T), bool))
     kernel = wide["kernel"] if case["layout"] == "hv" else wide["kernel"].T
@@ -161,7 +161,7 @@ PLAIN = {name: options[0] for name, options in OPTIONS.items()} | {"entropy": "b
 @pytest.mark.every(2)
 @pytest.mark.parametrize("implementation", ["reference", "mosaic_tpu"])
 def test_one_pass(implementation):
-    """The logits of the forward are those that the backward reads."""
+    """The backward reads the logits that the forward computed."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
     arrays = arrays_of(PLAIN | {"bias": True, "where": True})
     rng = np.random.default_rng(0)
@@ -213,7 +213,7 @@ def test_the_nucleus():
 
 
 def test_pieces_without_a_token_that_counts():
-    """They are skipped: what they hold, and what lies where their results would, is not read."""
+    """They are skipped: neither their inputs nor the memory of their results is read."""
     arrays = arrays_of(PLAIN | {"where": True})
     where = jnp.arange(R * T).reshape(R, T) < 20  # the second piece of 32 tokens has none
     arrays["where"], arrays["targets"] = where, jnp.where(where, jnp.abs(arrays["targets"]), -100)
@@ -243,7 +243,7 @@ def test_what_the_kernels_do_not_support_is_said(reason, device, given, options,
 
     with pytest.raises(NotImplementedError, match=f"implementation: got 'mosaic_tpu'.*{reason}"):
         jax.eval_shape(lambda: call("mosaic_tpu"))
-    jax.eval_shape(lambda: call(None))  # takes another
+    jax.eval_shape(lambda: call(None))  # another implementation is taken
 
 
 def test_unknown_implementations():
@@ -261,7 +261,7 @@ def test_pieces_fit(kind, H, operand_bytes):
 
 
 def qwen3_8b(topology, options):
-    """The forward of a head, and a loss of it that takes two passes, with their arguments on 16 described chips."""
+    """The forward of Qwen3-8B's head, and a loss in two passes, with their arguments on 16 described chips."""
     devices = topologies.get_topology_desc(topology, platform="tpu").devices
     parallel = ParallelMesh(Mesh(np.array(devices).reshape(4, 4), ("cp", "tp")))
 
@@ -288,7 +288,7 @@ TOPOLOGIES = ["v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x2"]
     "topology", [pytest.param(x, marks=pytest.mark.nightly) if x[1] != "5" else x for x in TOPOLOGIES]
 )
 def test_a_forward_at_its_real_size(topology):
-    """Neither leaves logits in memory: XLA makes sums of exponentials a part of the product, in the time of kernels."""
+    """Neither XLA nor the kernels leave logits in memory: XLA fuses the sums of exponentials into the product."""
     found = {}
     for name in ("xla", "mosaic_tpu"):
         forward, _, args = qwen3_8b(topology, {"implementation": name})

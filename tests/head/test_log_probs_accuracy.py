@@ -15,7 +15,7 @@ MESHES = [None, "dp=2,cp=2,tp=2", "tp=8"]
 
 
 def softmax_in_f64(z, y, nucleus=None):
-    """Log-prob of y, among `nucleus` and itself where given, and entropy, of logits `[..., V]`."""
+    """The log-prob of y, renormalised over `nucleus` and y if there is one, and the entropy, from logits `[..., V]`."""
     found = token_stats(flat(z), y.reshape(-1), nucleus if nucleus is None else flat(nucleus))
     return found.log_probs.reshape(y.shape), found.entropy.reshape(y.shape)
 
@@ -39,7 +39,7 @@ def assert_accurate(got, expected):
 
 
 def hard_logits():
-    """Name: logits f32 `[R, T, V]` and targets of finite log-prob."""
+    """By name: logits f32 `[R, T, V]`, and targets with a finite log-prob."""
     rng = np.random.default_rng(0)
     y = rng.integers(0, V, (R, T))
     noise = rng.normal(size=(R, T, V))
@@ -215,7 +215,7 @@ def test_hard_logits_from_hidden_states(of_hidden, name):
 
 
 def test_a_bias_of_minus_infinity():
-    """Removes its columns, as a mask of a vocabulary does."""
+    """It removes its columns, as a mask of the vocabulary does."""
     rng = np.random.default_rng(1)
     hidden = rng.integers(-3, 4, (R, T, 8)).astype(np.float32)
     kernel = rng.integers(-8, 9, (8, V)).astype(np.float32) / 8

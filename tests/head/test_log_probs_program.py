@@ -1,4 +1,4 @@
-"""What the programs of log-probs hold: no array of the vocabulary per token, and each collective counted."""
+"""The compiled programs of log-probs: no array has tokens times vocabulary, and each collective is counted."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ KERNEL_BLOCK, DHIDDEN, TOKENS = 4 * H * 512, 4 * N * H, 4 * N
 
 
 def described(parallel, arrays, **specs):
-    """The arrays of a call as only their shapes and shardings."""
+    """The shapes and shardings of a call's arrays."""
     specs = {"hidden": parallel.hidden_spec, "kernel": parallel.kernel_spec(), "logits": parallel.logits_spec} | specs
 
     def sharding(name):
@@ -37,7 +37,7 @@ def described(parallel, arrays, **specs):
 
 
 def forward_and_backward(call, parallel, wrt, **options):
-    """Stats and the cotangents of `wrt` that g, and for a bonus e, give."""
+    """Statistics, and the cotangents of `wrt` for cotangents g of log-probs and, with a bonus, e of entropies."""
 
     def run(arrays):
         stats, pull = jax.vjp(lambda w: call(parallel, {**arrays, **w}, **options), {n: arrays[n] for n in wrt})
@@ -56,7 +56,7 @@ def logits_arrays(columns, dtype=jnp.float32):
 
 
 def counted(found):
-    """(op, axes, bytes, in a loop) of each collective, and how often it is there."""
+    """(op, axes, bytes, in a loop) of each collective, with its count."""
     return Counter((c.op, c.axes, c.bytes, c.in_loop) for c in found.collectives)
 
 
@@ -81,7 +81,7 @@ BOTH = ("hidden", "kernel")
 DKERNEL = ("all-reduce", ("dp", "cp"), KERNEL_BLOCK, True)
 DHIDDEN_SUM = ("all-reduce", ("tp",), DHIDDEN, False)
 GATHERED_BLOCK = ("all-gather", ("fsdp",), KERNEL_BLOCK, True)
-CASES = {  # mesh, V, where, gradients asked for: collectives beside those of the softmax
+CASES = {  # (mesh, V, where, gradients): collectives beside those of the softmax
     "both": (MIXED, V, False, BOTH, [DKERNEL, DHIDDEN_SUM]),
     "where": (MIXED, V, True, BOTH, [DKERNEL, DHIDDEN_SUM]),
     "a last block that overlaps": (  # 1025 columns on a device, in three blocks of 384
@@ -137,7 +137,7 @@ def test_the_gradient_of_logits_needs_no_collective():
 
 
 def test_unequal_windows_of_a_replicated_kernel():
-    """A vocabulary that the tensor axis does not divide: the whole gradient is summed over all axes, once."""
+    """If the tensor axis does not divide the vocabulary, the whole gradient is summed over all axes, once."""
     arrays = head_arrays(97, bias=False)
     arrays = described(MIXED, arrays, kernel=P())
     found = audit(forward_and_backward(call_head, MIXED, BOTH, entropy="bonus"), arrays)
@@ -168,7 +168,7 @@ def traced(parallel, arrays, wrt=BOTH, **options):
 
 
 def per_token_over_the_vocabulary(jaxpr, columns):
-    """Shapes with a dimension of the vocabulary, or of a device's part of it, that are no parameter's."""
+    """Shapes with a dimension of the vocabulary, or of a device's part of it, without those of parameters."""
     vocabulary = {columns, -(-columns // 2)}
     return {s for s in shapes(jaxpr) if set(s) & vocabulary and not set(s) <= vocabulary | {1, H, H // 4}}
 
@@ -207,7 +207,7 @@ def products(jaxpr):
 
 @pytest.mark.parametrize("columns", [24, V])
 def test_gradients_that_nobody_asks_for_leave_no_product(columns):
-    """Logits in the forward and in the backward, then one product for each of dhidden and dkernel."""
+    """Both forward and backward compute logits; then dhidden and dkernel have one product each, if they are needed."""
     arrays = head_arrays(columns)
     assert products(traced(MIXED, arrays, BOTH)) == 4
     assert products(traced(MIXED, arrays, ("hidden",))) == 3

@@ -1,4 +1,4 @@
-"""One traced function asked for different gradients in turns: each backward gets what its own forward left."""
+"""One traced function, different gradients in turns: each backward reads what its own forward left."""
 
 import itertools
 
@@ -58,7 +58,7 @@ def plain_log_probs(arrays):
 
 
 CONFIG = PolicyLossConfig()
-CALLS = {  # by the engine, and from logits
+CALLS = {  # from hidden states, and from logits
     "two passes": (
         lambda x, **options: log_probs_from_hidden(x["hidden"], head_of(x), IDS, **options).log_probs.sum(),
         plain_log_probs,

@@ -1,4 +1,4 @@
-"""Recorded nuclei reach both paths to log-probs in any layout; forward passes over micro-batches."""
+"""Recorded nuclei in both ways to log-probs, in any layout; forward passes over micro-batches."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ SAMPLES = [
 
 
 def nuclei(sample):
-    """0 to 5 ids for each response token; every other one lacks the sampled token."""
+    """0 to 5 ids for each response token. Every second nucleus lacks the sampled token."""
     sampled = sample.tokens[sample.response_start :]
     some = [RNG.integers(0, V, RNG.integers(0, 5)) for _ in sampled]
     return [
@@ -84,7 +84,7 @@ def test_both_paths_renormalise_over_the_nucleus_and_the_sampled_token(mesh):
 
 @pytest.mark.parametrize("columns", [96, 97])
 def test_a_mask_is_sharded_as_logits_are(columns):
-    """Over the tensor axis, or whole on every device where that does not divide the columns."""
+    """Over the tensor axis, or replicated if that axis does not divide the columns."""
     ids = jnp.asarray(RNG.integers(-1, columns, (4, 8, 3)), jnp.int32)
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
     got = nucleus_mask(ids, columns, parallel=parallel)

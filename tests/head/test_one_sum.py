@@ -67,7 +67,7 @@ def one_pass(params, part, parallel, dtype=None):
 
 
 def two_passes(params, part, parallel, dtype=None):
-    """Its cotangents depend on the micro-batch twice: by token, and by what divides them all."""
+    """A loss whose cotangents depend on the micro-batch twice: by token, and by a common divisor."""
     hidden, batch, _ = part
     options = {"parallel": parallel, "where": batch.loss_mask > 0, "entropy": "bonus"}
     stats = log_probs_from_hidden(hidden, head_of(params, dtype), batch.targets, **options)
@@ -83,14 +83,14 @@ def one_by_one(loss_fn, params, micro_batches):
 
 
 def sums(step, params, micro_batches, mesh, over=("dp", "cp")):
-    """(operation, bytes) of what crosses data or context axes, scalars left out: in the loop, and behind it."""
+    """(operation, bytes) of what crosses data or context axes in the loop, and after it; scalars are left out."""
     found = audit(step, params, micro_batches, mesh=mesh).collectives
     large = [c for c in found if set(c.axes) & set(over) and c.bytes > 64]
     return [[(c.op, c.bytes) for c in large if c.in_loop is inside] for inside in (True, False)]
 
 
 def sizes(params, shards):
-    """What the sums of all gradients take in f32."""
+    """The f32 bytes of the sums of all gradients."""
     return sum(4 * x.size // shards.get(name, 1) for name, x in params.items())
 
 
@@ -119,13 +119,13 @@ def test_a_head_on_a_mesh(case):
     assert inside == []
     assert {op for op, _ in behind} == {"all-reduce"}
     assert sum(size for _, size in behind) == sizes(params, HALVES)
-    # a bf16 gradient is rounded in each micro-batch, here before devices are summed and there behind it
+    # a bf16 gradient is rounded in each micro-batch: on one side before the sum over devices, on the other after it
     rtol, atol = (1e-5, 1e-7) if narrowed is None and dtype == "float32" else (2**-6, 2**-8)
     assert_trees_close(step(params, micro_batches), one_by_one(loss, params, micro_batches), rtol=rtol, atol=atol)
 
 
 def test_a_narrowed_parameter_keeps_its_gradient_to_16_bits():
-    """The sum of the whole step is not rounded to bf16 once more: its error was 2^-9 then, 1.8e-3."""
+    """The sum over the step is not rounded to bf16 once more. Its error was 2^-9, or 1.8e-3, when it was."""
     parallel = mesh_of()
     params, w = {"w": jnp.ones((8, 256))}, 1 + jax.random.uniform(jax.random.key(0), (K, 1, 1, 256))
 
@@ -139,7 +139,7 @@ def test_a_narrowed_parameter_keeps_its_gradient_to_16_bits():
 
 
 def test_wide_parameters_are_not_rounded():
-    """Through f32 they were, to 1.0."""
+    """In f32 they would all be rounded to 1.0."""
     parallel = mesh_of()
     with jax.enable_x64(True):
         x = jnp.float64(1) + jnp.float64(2) ** -40 * jnp.arange(8.0)
@@ -150,7 +150,7 @@ def test_wide_parameters_are_not_rounded():
 
 
 def test_an_fsdp_kernel_is_summed_over_data_once():
-    """Over fsdp it is scattered in each micro-batch, since each is gathered there too."""
+    """Over fsdp it is scattered in each micro-batch, since each micro-batch gathers it too."""
     parallel, params = mesh_of("dp fsdp tp"), params_of()
     loss = functools.partial(one_pass, parallel=parallel)
     micro_batches = jnp.concatenate([HIDDEN] * 2, 1), *two_batches()
@@ -169,7 +169,7 @@ def two_batches():
 
 
 def test_a_kernel_used_twice_and_in_a_jitted_loss():
-    """By two calls as a head: one copy, one sum. What it gets as an embedding is XLA's to sum, on CPUs in the loop."""
+    """Two calls use it as a head: one copy, one sum. XLA sums its gradient as an embedding, on CPUs in the loop."""
     parallel, params = mesh_of(), {"embed": params_of()["kernel"].T}
 
     @jax.jit
@@ -205,7 +205,7 @@ def test_a_frozen_head_is_not_summed():
 
 
 def test_keys_of_random_numbers_lie_among_micro_batches():
-    """They were refused, as no numbers."""
+    """Such keys were once refused, since they are no numbers."""
     keys, x = jax.random.split(jax.random.key(0), K), jnp.arange(4 * K, dtype=jnp.float32).reshape(K, 4)
 
     def loss_fn(w, part):
@@ -234,7 +234,7 @@ def in_a_shard_map(loss_fn, **options):
 
 
 def model(params, part):
-    """A layer of the user's own before the head."""
+    """The user's own layer before the head."""
     return one_pass(params, (jnp.tanh(part[0] @ params["layer"]), *part[1:]), AXES)
 
 
@@ -254,7 +254,7 @@ def test_all_parameters_of_a_model_in_a_shard_map(dtype):
 
 
 def test_a_term_of_parameters_alone_is_refused_in_a_shard_map():
-    """It would count once for each device."""
+    """Such a term would count once for each device."""
 
     def decayed(params, part):
         loss, metrics = model(params, part)

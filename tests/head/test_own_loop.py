@@ -1,4 +1,4 @@
-"""A training loop of the user's own compiles its step once: what comes back lies as what went in."""
+"""A user's training loop compiles its step once: results have the shardings of the arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ SAMPLES = [
 
 
 class Compilations:
-    """How many programs were compiled; one that a persistent cache gives counts too."""
+    """How many programs were compiled, those from a persistent cache included."""
 
     def __init__(self):
         self.count = 0
@@ -47,7 +47,7 @@ def compilations():
 
 
 def parameters(parallel, everywhere=False):
-    """A trunk and a head with all its parameters, as `parallel.kernel_spec` lays them, or whole on each device."""
+    """A trunk and a head with all its parameters, sharded by `parallel.kernel_spec`, or replicated."""
     h_names, v_names = (None, None) if everywhere else parallel.kernel_spec()
     shapes = {
         "embedding": ((V, H), P()),
@@ -123,7 +123,7 @@ def test_a_plain_loop_compiles_its_step_once(mesh, one_pass, explicit, compilati
 @pytest.mark.parametrize("how", ["spec", "out_shardings", "explicit"])
 @pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "fsdp=8"])
 def test_parameters_that_lie_otherwise_than_the_mesh_says(mesh, how, compilations):
-    """A kernel that is whole on each device: `Head(spec=)` says so, or its Explicit type, or results are pinned."""
+    """A kernel that is whole on each device. `Head(spec=)` says so, or its Explicit type, or the results are pinned."""
     parallel = make_parallel_mesh(mesh, explicit=how == "explicit")
     params = parameters(parallel, everywhere=True)
     options = {"out_shardings": jax.tree.map(lambda x: x.sharding, params)} if how == "out_shardings" else {}
@@ -135,7 +135,7 @@ def test_parameters_that_lie_otherwise_than_the_mesh_says(mesh, how, compilation
 
 
 def test_what_is_pinned_is_needed(compilations):
-    """Nothing under `jit` says how an Auto array lies: without a pin the second step is another program."""
+    """Under `jit`, nothing says how an Auto array is sharded: without a pin the second step is another program."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
     step, batch = step_of(parallel)
     counts, after = train(compilations, step, parameters(parallel, everywhere=True), batch)
@@ -147,7 +147,7 @@ def test_what_is_pinned_is_needed(compilations):
 @pytest.mark.every(3)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_loop_with_an_optimiser(mesh, compilations):
-    """As docs/head.md has it: the state is made of placed parameters, and its counters are put on the mesh too."""
+    """As in docs/head.md: the state is made from placed parameters, and its counters are put on the mesh too."""
     parallel = make_parallel_mesh(mesh)
     update, batch = step_of(parallel)
     optimizer = optax.adam(1e-2)

@@ -1,4 +1,4 @@
-"""The page that names the functions of a gradient names those that a traced gradient runs through."""
+"""docs/path_of_a_gradient.md names the functions that a traced gradient runs through."""
 
 import ast
 import re
@@ -8,11 +8,11 @@ import pytest
 from traced_path import ROOT, gradient, traced, types_of
 
 PAGE = (ROOT / "docs" / "path_of_a_gradient.md").read_text()
-ELSEWHERE = {"late", "by_tokens", "stats_of_tokens"}  # of accelerators, and of losses that are not token-local
+ELSEWHERE = {"late", "by_tokens", "stats_of_tokens"}  # run on accelerators, and for losses that are not token-local
 
 
 def named():
-    """(file, name) of what the page names: a file counts for the names before it, back to the one before."""
+    """(file, name) of all names on the page. A file belongs to the names before it, back to the previous file."""
     found, waiting = [], []
     for text in re.findall(r"`([^`]+)`", PAGE):
         if not text.endswith(".py"):
@@ -36,7 +36,7 @@ def defined(path: Path):
 
 @pytest.fixture(scope="module")
 def entered():
-    """What two gradients run through, one in one pass and one in two."""
+    """The functions that two gradients run through, one in one pass and one in two."""
     return traced(gradient()) | traced(gradient(memory=2**17))
 
 
@@ -59,6 +59,6 @@ def test_files_that_a_gradient_runs_through_stand_on_the_page(entered):
 
 
 def test_the_head_stays_small(entered):
-    """Above these, somebody has to read it again."""
+    """If it grows above these numbers, somebody should read it as a whole again."""
     assert len({x for x in entered if x[0].startswith("jaxppo/head/")}) <= 170
     assert len(types_of(ROOT / "jaxppo" / "head")) <= 45

@@ -1,4 +1,4 @@
-"""What compiled programs for TPUs and GPUs multiply: the operand dtypes and the passes of each product."""
+"""The matrix products in programs compiled for TPUs and GPUs: their operand dtypes and passes."""
 
 import itertools
 import re
@@ -84,7 +84,7 @@ def products(text):
 
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-# the compiler may leave the cast of the one operand to the product, whose passes are those of f32
+# the compiler may move the cast of one operand into the product, which has the passes of f32
 MIXED_EXACT = {(a, b, "f32", "highest") for a, b in (("bf16", "f32"), ("f32", "bf16"), ("f32", "f32"))}
 ANY_FAST = {(a, b, "f32", "default") for a in ("bf16", "f32") for b in ("bf16", "f32")}
 CASES = {

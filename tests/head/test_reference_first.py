@@ -24,14 +24,14 @@ CASES = {
     "far from the target": ({"scale": 10.0}, {}),
     "padding": ({"last": 1000}, {"vocab_size": 1000}),
     "a soft-cap": ({}, {"softcap": 2.0}),
-    "a nucleus": ({"nucleus": 5}, {}),  # takes the maximum
+    "a nucleus": ({"nucleus": 5}, {}),  # this one takes the maximum
 }
 MESHES = [None, "dp=2,cp=2,tp=2", "tp=8", "fsdp=4,tp=2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_tokens_are_computed_again_together():
-    """Fewer than a chunk has, as on an accelerator."""
+    """Groups for tokens computed again are smaller than a chunk, as on an accelerator."""
     with pytest.MonkeyPatch.context() as patch:
         jax.clear_caches()
         patch.setattr(tile, "FEW", 4)
@@ -50,7 +50,7 @@ def test_values_and_gradients(name):
 
 
 def of_gaps(gaps, dtype="bfloat16"):
-    """Hidden states `[1, T, H]` and a kernel `[V, H]`: one logit lies so far above the target's."""
+    """Hidden states `[1, T, H]` and a kernel `[V, H]`: one logit is above the target's by the given gap."""
     hidden = np.zeros((1, T, H), np.float32)
     hidden[0, :, 0], hidden[0, :, 1] = 1, gaps
     kernel = np.zeros((V, H), np.float32)
@@ -103,7 +103,7 @@ def test_no_token_changes_the_bits_of_another():
 
 
 def test_which_tokens_are_computed_again(monkeypatch):
-    """Those whose maximum lies more than 16 above the target's logit: no bit of the others changes, these are found."""
+    """Those whose maximum is more than 16 above the target's logit. All are found; no bit of the others changes."""
     gaps = np.resize([3.0, 14.0, 18.0, 200.0], T)
     arrays = of_gaps(gaps)
     with tiles_of("references"):
@@ -134,7 +134,7 @@ def program(dtype="bfloat16", **options):
 
 
 def test_who_keeps_the_maximum():
-    """Operands in f32, whose accuracy it would cost, and whoever is promised bits."""
+    """f32 operands keep it for their accuracy, and so do calls with deterministic=True."""
     again = "rarely: sums of tokens far from their maximum"
     assert again in notes(program())
     assert again not in notes(program("float32"))

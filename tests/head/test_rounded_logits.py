@@ -48,18 +48,18 @@ def test_value_and_gradients(mesh, implementation):
     for got, want in zip((log_probs[0], dhidden[0], dkernel), values, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
     unrounded = softmaxes(rounded=False)[0][np.arange(N), TARGETS[0]]
-    assert np.abs(unrounded - values[0]).max() > 1e-3  # it matters
+    assert np.abs(unrounded - values[0]).max() > 1e-3  # rounding makes a difference
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, np.dtype("bfloat16"), jnp.ones(1, "bfloat16").dtype])
 def test_a_dtype_as_jnp_takes_it(dtype):
-    """One program whichever way it is said: the head is a static argument of it."""
+    """All ways to name a dtype give one program, of which the dtype is a static argument."""
     head = Head(KERNEL, logits_dtype=dtype)
     assert head.logits_dtype == "bfloat16"
     assert jax.tree.structure(head) == jax.tree.structure(Head(KERNEL, logits_dtype="bfloat16"))
     assert Head.of(KERNEL, layout="hv", logits_dtype=dtype).logits_dtype == "bfloat16"
     plain = Head(KERNEL)
-    assert Head.of(plain, logits_dtype=jnp.float32) is plain  # the default, said otherwise
+    assert Head.of(plain, logits_dtype=jnp.float32) is plain  # f32 is the default
 
 
 def products(**options):

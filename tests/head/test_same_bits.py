@@ -49,7 +49,7 @@ def stats(hidden, kernel, targets, where=None, parallel=None):
 
 @pytest.fixture(scope="module", params=DTYPES)
 def alone(request):
-    """600 tokens in one row, and what they are."""
+    """600 tokens in one row, and their statistics."""
     hidden, kernel, targets = arrays(request.param, 600)
     return hidden, kernel, targets, [x[0] for x in stats(hidden[None], kernel, targets[None])]
 
@@ -77,7 +77,7 @@ def test_in_any_batch(alone):
 
 @pytest.mark.parametrize("mesh", ["dp=8", "cp=8", "dp=2,cp=4", "fsdp=4,cp=2"])
 def test_on_any_mesh_of_the_same_tensor_axis(alone, mesh):
-    """A whole kernel on each device: data and context axes do not show."""
+    """The kernel is whole on each device: data and context axes change no bit."""
     hidden, kernel, targets, expected = alone
     parallel = make_parallel_mesh(mesh)
     order = np.random.default_rng(1).permutation(600)[:512]
@@ -100,7 +100,7 @@ def test_a_decoding_step_is_one_of_packed_rows(dtype, parallel):
     @jax.jit
     def decode(kernel, hidden, targets):
         def step(carry, x):
-            # what a model does before: the hidden states are a result, and no argument
+            # stands for the model: hidden states are results in the program, not arguments
             found = run(jnp.roll(x[0], 1, axis=0)[:, None] * carry, kernel, jnp.roll(x[1], 1)[:, None], None, by_row)
             return carry, (found.log_probs[:, 0], found.entropy[:, 0])
 
@@ -159,7 +159,7 @@ TODAY += [(name, "float32", None) for name in OF_HEADS if name != "spec"]
     ],
 )
 def test_heads_with_every_field(name, dtype, parallel):
-    """With a LoRA whose product was one over all tokens, those in batches of one token or seven changed."""
+    """When the LoRA's product was one over all tokens, bits changed in batches of one token or seven."""
     fields = dict(OF_HEADS[name])
     spec = fields.pop("spec", None)
     if parallel == "fsdp=2,tp=4":
@@ -204,7 +204,7 @@ MESHES, MEMORIES = (None, "dp=4,cp=2", "dp=2,cp=2,tp=2"), (2**30, 2**20)
     ],
 )
 def test_the_ratio_to_an_old_pass_of_the_same_policy_is_1(mesh, memory, dtype):
-    """With memory for one pass and without, and the old pass had other neighbours: no mask, other rows."""
+    """With memory for one pass and without. The old pass had other neighbours: no mask, other rows."""
     parallel = mesh and make_parallel_mesh(mesh)
     hidden, kernel, targets = arrays(dtype, 640)
     hidden, targets = hidden.reshape(4, 160, H), targets.reshape(4, 160)

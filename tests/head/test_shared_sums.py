@@ -1,4 +1,4 @@
-"""A bf16 gradient is summed over devices in f32, each rounding its share of the sum: bits, and bytes that move.
+"""A bf16 gradient is summed over devices in f32, and each device rounds its share: its bits, and the bytes sent.
 
 XLA for CPUs gathers bf16 as f32; on TPUs it is 2 bytes a number, in test_aot.
 """
@@ -47,7 +47,7 @@ def summed(fn, primal, over=OVER):
 
 
 def integers(shape, count=4):
-    """On every device sums in f32 are exact, and sums in bf16, or of rounded numbers, are not."""
+    """Numbers whose f32 sums over devices are exact, while sums in bf16 or of rounded numbers are not."""
     return np.random.default_rng(0).integers(-4000, 4000, (count, *shape)).astype(np.float32)
 
 
@@ -64,7 +64,7 @@ def test_bits_and_bytes(case):
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_blocks_of_a_sum(dim):
-    """Blocks of one dimension, the last overlapping the one before, devices sharing the other."""
+    """Blocks of one dimension, of which the last overlaps the one before; devices share the other dimension."""
     shape = (300, 512) if dim == 0 else (512, 300)
     x, primal = integers(shape), jnp.zeros(shape, jnp.bfloat16)
 

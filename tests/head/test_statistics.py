@@ -1,4 +1,4 @@
-"""Statistics of a token's distribution that one asks for, against float64 numpy, by every way to them, on any mesh."""
+"""The statistics of a token's distribution on request, against float64 numpy, in all ways, on any mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def from_logits(parallel, arrays, implementation=None, device=None, **options):
 
 
 def expected(arrays, k, temperature):
-    """By name, 0 where nothing counts."""
+    """By name; 0 for tokens that do not count."""
     here = np.asarray(arrays["where"])
     head = OracleHead(np.asarray(arrays["kernel"], np.float64), np.asarray(arrays["bias"], np.float64))
     z = logits(np.asarray(arrays["hidden"], np.float64)[here], head, temperature)
@@ -126,7 +126,7 @@ def test_the_likeliest_have_the_same_bits_in_any_batch():
 
 
 def primitives(call, **options):
-    """How often reductions stand in the program of a call."""
+    """The number of reductions in the program of a call."""
     hidden, kernel = jnp.ones((1, 4, 3)), jnp.ones((3, 64))
     program = str(jax.make_jaxpr(lambda *a: call(*a, jnp.zeros((1, 4), jnp.int32), **options))(hidden, kernel))
     return {name: program.count(f" {name}[") for name in ("reduce_sum", "reduce_max", "top_k", "reduce", "sort")}
@@ -138,7 +138,7 @@ def by_logits(hidden, kernel, targets, **options):
 
 @pytest.mark.parametrize("call", [log_probs_from_hidden, by_logits])
 def test_what_is_not_asked_for_is_not_in_the_program(call):
-    """Each is a reduction of its own, but for log z, which every log-prob takes."""
+    """Each has a reduction of its own, but for log z, which every log-prob needs."""
     plain = primitives(call)
     assert plain["top_k"] == plain["reduce"] == plain["sort"] == 0
     more = {"log_z": {}, "mean_logit": {"reduce_sum": 2}, "accuracy": {"reduce_max": 1}, "sum_p2": {"reduce_sum": 1}}

@@ -1,4 +1,4 @@
-"""Samples out of what inference engines return.
+"""Samples from the results of inference engines.
 
 The dictionaries restate the shapes, in August 2026, of vLLM (vllm/outputs.py, vllm/logprobs.py,
 vllm/entrypoints/openai/*/protocol.py with return_token_ids) and of SGLang (srt/managers/tokenizer_manager.py and
@@ -101,7 +101,7 @@ def test_one_turn_of_vllm(shape):
 def test_one_turn_of_sglang():
     sample = Sample.from_sglang(sglang(PROMPT, FIRST), reward=2.0)
     assert (sample.tokens, sample.start, sample.rollout_log_probs) == (PROMPT + FIRST, 3, [-0.5, -1.5])
-    # the token that stopped it may be cut off output_ids; it was sampled, and is trained on
+    # output_ids may lack the token that stopped it, which was sampled and has loss
     assert Sample.from_sglang(sglang(PROMPT, FIRST, output_ids=FIRST[:-1])).tokens == PROMPT + FIRST
     # the prompt as input_token_logprobs have it, of logprob_start_len=0
     told = sglang(PROMPT, FIRST, input_ids=None)
@@ -149,7 +149,7 @@ def test_what_tools_wrote_between_turns_is_not_trained_on():
     assert sample.tokens == PROMPT + FIRST + TOOL + SECOND
     assert sample.mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 1]
     assert sample.rollout_log_probs == [-0.5, -1.5, 0, 0, 0, -4.0]
-    # a mask of one's own, of all after the first prompt, takes away more and gives nothing back
+    # the user's own mask, of all after the first prompt, removes tokens and adds none
     masked = Sample.from_vllm(vllm_turns(), loss_mask=[0, 1, 1, 1, 1, 1])
     assert masked.mask.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 1]
     assert masked.start == 3  # and the log-probs still begin there

@@ -1,4 +1,4 @@
-"""The examples of frameworks: they learn, on a mesh as on one device, and hold their parameters as they say."""
+"""The examples of frameworks: they learn, on a mesh as on one device, and shard their parameters as they say."""
 
 import ast
 import functools
@@ -68,9 +68,9 @@ def test_it_learns_on_eight_devices_as_on_one(name, tied, explicit, one_device):
     example = example()
     parallel = make_parallel_mesh("fsdp=4,tp=2", explicit=explicit)
     trained, losses = example.train(parallel, tied=tied)
-    # the gain of a policy whose every token is at its clip: half of it 1.28, half of it -0.8
+    # the gain of a policy with every token at its clip: half of the tokens have 1.28, half -0.8
     assert losses[-1] < -0.2, losses
-    # activations in bf16 are rounded elsewhere where they are sharded otherwise, by 2^-9 of logits of about 1
+    # other shardings round bf16 activations at other places, by 2^-9 of logits of about 1
     np.testing.assert_allclose(losses[:3], one_device, atol=4e-3)
     kernel = head_of(trained)
     assert kernel.dtype == np.float32
@@ -79,7 +79,7 @@ def test_it_learns_on_eight_devices_as_on_one(name, tied, explicit, one_device):
 
 
 def test_parameters_are_sharded_where_another_library_turned_that_off():
-    """As importing Tunix does, for the whole process."""
+    """Importing Tunix turns it off for the whole process."""
     before = flax.config.flax_always_shard_variable
     flax.config.update("flax_always_shard_variable", False)
     try:

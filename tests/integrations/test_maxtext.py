@@ -67,7 +67,7 @@ def test_the_custom_meshes_that_maxtext_ships():
 
 
 def test_batches_by_their_keys():
-    """As their packing lays them out: two sequences, targets shifted already, no loss at padding."""
+    """Batches as MaxText packs them: two sequences, targets shifted already, no loss at padding."""
     data = {
         "inputs": jnp.array([[5, 6, 7, 8, 9, 0]]),
         "targets": jnp.array([[6, 7, 3, 9, 3, 0]]),
@@ -94,7 +94,7 @@ class Dense(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """What apply_output_head reads of a model, and what it computes."""
+    """The attributes that apply_output_head reads, and what it computes."""
 
     def __init__(self, **config):
         defaults = {"logits_via_embedding": False, "normalize_embedding_logits": False, "final_logits_soft_cap": 0.0}
@@ -137,7 +137,7 @@ def test_hidden_states_to_head(config):
         return jnp.take_along_axis(log_p, targets[..., None], axis=-1).sum()
 
     found, expected = (jax.jit(jax.value_and_grad(f))(params) for f in (ours, theirs))
-    # their gradient of a table goes through bf16
+    # their gradient of an embedding is rounded to bf16
     tolerance = {"rtol": 1e-2, "atol": 2e-2} if config.get("logits_via_embedding") else {"rtol": 1e-4, "atol": 1e-5}
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), found[1], expected[1])

@@ -23,7 +23,7 @@ CONFIG = PolicyLossConfig()
 
 
 def documented(name, **names):
-    """The function that a block of the docs defines, with the `loss_of` of the docs."""
+    """The function that a block of docs/frameworks.md defines, with the `loss_of` of that page."""
     blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     namespace = {key: getattr(jaxppo, key) for key in jaxppo.__all__} | names
 
@@ -74,7 +74,7 @@ def test_skyrl_tx(tied):
             hidden = m(ids, attention_mask=mask).last_hidden_state
             if not tied:
                 return loss_of_log_probs(m.compute_logprobs(hidden, batch.targets), batch)
-            # the tied head of 0.3.0 is a function of the table at the model's making, without a gradient
+            # the tied head of 0.3.0 holds a copy of the embedding from the model's creation, and has no gradient
             logits = hidden @ m.model.embed_tokens.embedding[...].T
             return loss_of_log_probs(m.logits_to_logprobs(logits, batch.targets), batch)
 

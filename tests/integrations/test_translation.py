@@ -49,7 +49,7 @@ LEGACY = {CORRECTION + "bypass_mode": True, "trainer.use_v1": False}
 VERL = [
     (actor(clip_ratio_low=0.1), {"loss": PPO(0.1, 0.2, 3.0)}),
     (actor(clip_ratio_high="2.8e-1"), {"loss": PPO(0.2, 0.28, 3.0)}),
-    (actor(clip_ratio=0.3), {}),  # verl's own default of the two others stands before it
+    (actor(clip_ratio=0.3), {}),  # verl's own defaults of the two others take precedence
     (actor(clip_ratio=0.3, clip_ratio_low=None, clip_ratio_high=None), {"loss": PPO(0.3, 0.3, 3.0)}),
     (actor(clip_ratio_c=10.0), {"loss": PPO(0.2, 0.2, 10.0)}),
     (mode("gspo"), {"loss": GSPO(0.2, 0.2, gradient="token"), "aggregation": "sequence_mean_token_mean"}),
@@ -75,7 +75,7 @@ VERL = [
         actor(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=4096),
         {"aggregation": "sequence_mean_token_sum_norm", "aggregation_norm": 4096.0},
     ),
-    (actor(loss_scale_factor=4096), {}),  # of the one aggregation alone
+    (actor(loss_scale_factor=4096), {}),  # read by one aggregation only
     (actor(entropy_coeff=0.01), {"entropy_coef": 0.01}),
     (actor(kl_loss_coef=0.5), {}),
     (actor(use_kl_loss=True), {"kl": KL(0.001, "low_var_kl")}),
@@ -111,7 +111,7 @@ VERL = [
     (corrected(bypass_mode=True), {"ratio_to": "rollout"}),
     (corrected(bypass_mode=True) | mode("gpg"), {"ratio_to": "rollout", "loss": GPG()}),
     (LEGACY, {"ratio_to": "rollout"}),
-    (LEGACY | corrected(rollout_is="token"), {"ratio_to": "rollout"}),  # in the ratio already
+    (LEGACY | corrected(rollout_is="token"), {"ratio_to": "rollout"}),  # already in the ratio
     (
         LEGACY | corrected(rollout_rs="token_k2", rollout_rs_threshold=2.5),
         {

@@ -1,4 +1,4 @@
-"""jaxppo in Tunix itself: its GRPO learner, models, adapters and packed batches, with its loss and with ours.
+"""jaxppo in Tunix: its GRPO learner, models, adapters and packed batches, with Tunix's loss and with jaxppo's.
 
 `make nightly` installs it, the extra `tunix`, beside the others. Its main branch is tested from a checkout on the path:
 PYTHONPATH=.../tunix python -m pytest tests/integrations/test_tunix.py --nightly
@@ -25,7 +25,7 @@ need = functools.partial(pytest.importorskip, reason="Tunix is not installed: th
 common, registry = need("tunix.rl.common"), need("tunix.rl.function_registry")
 clusters, grpo_learner = need("tunix.rl.rl_cluster"), need("tunix.rl.grpo.grpo_learner")
 base_rollout, qwen3 = need("tunix.rl.rollout.base_rollout"), need("tunix.models.qwen3.model")
-LossOutput = getattr(need("tunix.sft.utils"), "LossOutput", ())  # of its main branch: () is no class
+LossOutput = getattr(need("tunix.sft.utils"), "LossOutput", ())  # the main branch has it; () stands for no class
 
 pytestmark = pytest.mark.nightly
 V, PAD, EOS = 64, 0, 1
@@ -202,7 +202,7 @@ MODELS = {
 
 
 def example(rows=4, prompt=5, completion=7, shortest=0, **arrays):
-    """A padded batch: prompts padded before, completions behind, one of them empty or as long as the shortest."""
+    """A padded batch: prompts padded on the left, completions on the right, some of them short or empty."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, V, (rows, prompt)) * (np.arange(prompt) >= np.arange(rows)[:, None] % prompt)
     lengths = np.maximum(np.arange(rows)[:, None] * 2 % (completion + 1), shortest)
@@ -222,7 +222,7 @@ def grpo(**options):
 
 
 def loss_and_metrics(name):
-    """A registered loss as a number and its metrics: sums of Tunix's main branch, divided."""
+    """A registered loss as a number, with its metrics. The main branch returns sums, which are divided here."""
     loss_fn = registry.get_policy_loss_fn(name)
 
     def called(*args):
@@ -300,7 +300,7 @@ def test_on_their_meshes(shape):
         model = nnx.merge(graph, jax.tree.map(put, state, specs))
         expected = losses(model, "grpo", grpo(), example())
         found = losses(model, ours.register(parallel=ParallelMesh(mesh)), grpo(), example())
-        assert_same(found, expected, atol=5e-6)  # sums over devices: one of 1024 differs by 3e-6 on (4, 1)
+        assert_same(found, expected, atol=5e-6)  # sums over devices: one of 1024 is 3e-6 off on (4, 1)
 
 
 def test_packed_rows_are_the_padded_ones():
@@ -379,7 +379,7 @@ def test_what_contradicts_the_learner_is_refused_by_name():
 
 
 def described(mesh, batch, prompt, completion):
-    """A Qwen3 of two layers under a vocabulary of 151936 with gradients of its GRPO loss, on a described mesh."""
+    """The arguments of a GRPO loss of a Qwen3 with two layers and a vocabulary of 151936, on a described mesh."""
     sizes = {"vocab_size": 151936, "embed_dim": 1024, "hidden_dim": 3072, "num_heads": 16, "num_kv_heads": 8}
     sizes |= {"head_dim": 64, "dtype": jnp.bfloat16, "remat_config": qwen3.RematConfig.BLOCK}
     graph, state = nnx.split(nnx.eval_shape(lambda: qwen(**sizes)))

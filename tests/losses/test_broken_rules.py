@@ -1,6 +1,6 @@
-"""Where `broken_rules` is not 0 the loss is NaN, and its gradient too: every rule, by every loss, on every path.
+"""If `broken_rules` is not 0, the loss and its gradient are NaN: every rule, with every loss, on every path.
 
-A path is compiled once a loss; the rules are broken in the data that it is given.
+A path is compiled once for each loss; the data break the rules. "Before" says what an earlier version gave.
 """
 
 import dataclasses
@@ -62,11 +62,11 @@ NORMALIZER = Normalizer.from_batches(BATCH, AGGREGATION)
 
 
 def entry(where: np.ndarray) -> tuple[int, ...]:
-    """In the last micro-batch, so that the one before it is sound; not at the first position of a sequence."""
+    """The entry to break: in the last micro-batch, after a sound one, and not at the first position of a sequence."""
     return tuple(int(i) for i in np.argwhere(where & (BATCH.positions != 0) | (where & (BATCH.segment_ids == 0)))[-1])
 
 
-# one that has loss before and after it, so that every depth of `mtp_loss` reads what stands there
+# with loss before and after it, so that every depth of `mtp_loss` reads this entry
 LOSS_TOKEN = entry((BATCH.loss_mask > 0) & (np.roll(BATCH.loss_mask, -1, -1) > 0) & (BATCH.positions > 1))
 PADDING = entry(BATCH.segment_ids == 0)
 LAST = entry((BATCH.segment_ids > 0) & (np.roll(BATCH.segment_ids, -1, -1) != BATCH.segment_ids))
@@ -90,7 +90,7 @@ SMALLER = dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask * (np.arange(T) <
 TARGET = int(BATCH.targets[LOSS_TOKEN])
 EVERY = ("policy", "sft", "value", "mtp", "distillation")
 OF_LOG_PROBS = ("policy", "sft", "mtp")
-# by rule: which losses it is about, and what is given in place of what is sound
+# for each rule: the losses that have it, and the data that break it
 RULES = {
     "loss_mask_values": (EVERY, batch_with("loss_mask", value=0.5)),
     "loss_mask_values, NaN": (EVERY, batch_with("loss_mask")),
@@ -170,7 +170,7 @@ def program(kind: str, way: str):
         given = jnp.eye(K), rest, batch, normalizer
         if way == "micro-batches":
             (loss, found), gradient = accumulate_gradients(part, given)(params)
-        else:  # the micro-batch that is not sound, by itself
+        else:  # the broken micro-batch by itself
             last = jax.tree.map(lambda x: x[-1], given)
             (loss, found), gradient = jax.value_and_grad(part, has_aux=True)(params, last)
         bits = [x.value for name, x in found.items() if name.endswith("broken_rules")]
@@ -232,7 +232,7 @@ def test_the_ways_are_what_they_say():
 
 
 def test_a_step_without_a_loss_token_too():
-    """Nothing is summed there, and so no weight of NaN could show. Before: in one pass 0, with bit 8."""
+    """There is nothing to sum, so a NaN weight alone would not show. Before: in one pass 0, with bit 8."""
     batch = jax.tree.map(lambda x: x[0], dataclasses.replace(BATCH, loss_mask=np.zeros_like(BATCH.loss_mask)))
     batch = dataclasses.replace(batch, segment_ids=np.where(batch.positions == 3, 9, batch.segment_ids))
     hidden, head = INPUTS["hidden"][0], Head(INPUTS["kernel"])

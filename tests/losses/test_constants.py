@@ -1,4 +1,4 @@
-"""What a loss reads beside its model, the batch and the coefficients, gets no gradient, however it is read."""
+"""Arrays that a loss reads beside model, batch and coefficients get no gradient, in whatever way they are read."""
 
 import dataclasses
 

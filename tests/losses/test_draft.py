@@ -1,4 +1,4 @@
-"""A draft against the policy's distribution k places on: the oracle's, in every layout, in micro-batches."""
+"""Draft losses against the oracle, in every layout and in micro-batches."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ OBJECTIVES = ("soft_cross_entropy", "total_variation", "likelihood", "end_to_end
 
 
 def pairs_of_places(k):
-    """(row, t, t + k) where both carry loss and are of one sequence."""
+    """(row, t, t + k) where both positions have loss and are in one sequence."""
     for row, _, places in sequences(BATCH):
         for t, later in zip(places, places[k:], strict=False):
             if MASK[row, t] and MASK[row, later]:
@@ -111,7 +111,7 @@ def test_the_oracle(objective):
 
 
 def test_a_temperature_is_that_of_the_token_that_is_predicted():
-    """Both models have the one that the policy has there; anything where no loss is."""
+    """Both models are divided by the policy's temperature there. Positions without loss may hold anything."""
     temperature = np.where(MASK > 0, RNG.uniform(0.5, 2, (R, T)), np.nan).astype(np.float32)
     given = [*HIDDEN], KERNEL, POLICY, POLICY_KERNEL, BATCH
 
@@ -166,7 +166,7 @@ def test_on_a_mesh(objective, mesh, layout):
 @pytest.mark.every(2)
 @pytest.mark.parametrize("options", [{"explicit": True}, {"sequence_parallel": True}], ids=str)
 def test_explicit_axes_and_hidden_states_sharded_by_position(options):
-    """Arrays lie as a model leaves them."""
+    """Arrays have the shardings that a model gives them."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", **options)
 
     def put(x, spec):
@@ -192,7 +192,7 @@ def test_explicit_axes_and_hidden_states_sharded_by_position(options):
 
 @pytest.mark.parametrize("objective", ["likelihood", "end_to_end"])
 def test_micro_batches_add_up(objective):
-    """Uneven parts, whose own denominators would be off."""
+    """The micro-batches are uneven, so their own denominators would be wrong."""
 
     def stack(x):
         return x.reshape(2, R // 2, *x.shape[1:])
@@ -217,7 +217,7 @@ def test_no_gradient_reaches_the_policy():
 
 
 def test_a_draft_that_is_the_policy():
-    """Accepted always; of a gap in the mask what lies behind it does not count."""
+    """It is always accepted. A position behind a gap in the mask does not count."""
     shifted = np.stack([np.pad(POLICY[:, k:], ((0, 0), (0, k), (0, 0))) for k in range(1, K + 1)])
     for objective, value in {"total_variation": 0, "likelihood": 0, "end_to_end": 0}.items():
         loss, found = draft_loss(shifted, POLICY_KERNEL, POLICY, POLICY_KERNEL, BATCH, objective=objective)

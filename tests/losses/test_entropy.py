@@ -47,7 +47,7 @@ def test_the_state_is_all_that_a_run_saves():
 
 
 def test_in_a_step():
-    """The metric of one step is what moves the bonus of the next, without another compilation."""
+    """The metric of one step moves the bonus of the next, without another compilation."""
     adaptive = AdaptiveEntropy(target=10.0, step=0.25)
     batch = RolloutBatch.from_samples(step_of(4), row_length=24, rows=4, num_segments=9)
 

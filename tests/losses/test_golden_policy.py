@@ -43,7 +43,7 @@ def pytest_generate_tests(metafunc):
 
 
 def assert_close(got, expected, context, terms=0.0):
-    """To rtol 1e-5 and 1e-6 of the largest value, or of the largest of the `terms` that were added up."""
+    """To rtol 1e-5, and 1e-6 of the largest value or of the largest of the `terms` that were added up."""
     got, expected = (np.append(np.asarray(x, np.float32), np.float32(terms)) for x in (got, expected))
     assert_trees_close(got, expected, rtol=1e-5, atol=1e-6, context=context)
 
@@ -103,7 +103,7 @@ def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
         batch.loss_mask > 0,
     )
 
-    # Upstream divides by the number of rollouts afterwards.
+    # Upstream divides by the number of rollouts later, outside of this function.
     normalizer = dataclasses.replace(step_normalizer(mesh, config.aggregation)(batch), sequences=jnp.float32(1))
 
     def run(stats):

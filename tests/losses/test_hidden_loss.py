@@ -119,7 +119,7 @@ def test_one_pass_on_an_explicit_mesh_with_many_blocks_and_options():
 
 @dataclasses.dataclass(frozen=True)
 class Squared(PolicyLoss):
-    """A third party's loss, with a hyperparameter of its own."""
+    """A user's loss, with a hyperparameter."""
 
     strength: float = 1.0
     token_local: ClassVar[bool] = True
@@ -164,7 +164,7 @@ LORA = itertools.product([None, *MESHES], [ONE_PASS, TWO_PASSES], ["hv", "vh"])
 @pytest.mark.every(7)
 @pytest.mark.parametrize(("mesh", "budget", "layout"), sampled(LORA, lambda i, _: (i // 4 + i // 2 + i) % 2 == 0))
 def test_lora(mesh, budget, layout):
-    """As a kernel with the product of its adapters added: value, metrics, and the gradients of both adapters."""
+    """Equal to a kernel with the product of the adapters added: value, metrics, and gradients of both adapters."""
     config, parallel = bonus_and_kl(), mesh and make_parallel_mesh(mesh)
     kernel, expected = with_adapters_merged(layout)
 
@@ -265,7 +265,7 @@ def test_a_program_says_which_way_it_went_and_cannot_hang():
 @pytest.mark.every(2)
 @pytest.mark.parametrize("budget", [ONE_PASS, TWO_PASSES])
 def test_devices_with_masks_of_their_own_may_share_hidden_states(budget):
-    """Their blocks of tokens differ, and so must not be summed as they are."""
+    """Their blocks of tokens differ, so blocks must not be summed over devices as they are."""
     mesh = make_parallel_mesh("dp=8")
     shared, config = HIDDEN[:1], bonus_and_kl()
 

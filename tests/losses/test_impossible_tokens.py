@@ -73,7 +73,7 @@ CASES = [(config, path) for config in CONFIGS for path in PATHS]
 
 
 def make_step():
-    """Samples with hidden states, their statistics, and the head; targets that the head makes impossible among them."""
+    """Samples with hidden states, their statistics, and the head. The head makes some targets impossible."""
     rng = np.random.default_rng(0)
     kernel, bias = (rng.normal(size=n).astype(np.float32) for n in ((H, V), V))
     bias[list(GONE)] = -np.inf
@@ -82,7 +82,7 @@ def make_step():
     for s in step_samples(STEP, impossible=True):
         targets = rng.integers(0, V, len(s.mask))
         found = dataclasses.replace(s, hidden=rng.normal(size=(len(s.mask), H)).astype(np.float32), targets=targets)
-        # old log-probs near the policy's, but for those of -inf
+        # old log-probs near the policy's, except for those of -inf
         own = with_stats([found], head)[0].log_probs
         near = {}
         for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
@@ -182,7 +182,7 @@ def test_by_default_each_of_them_makes_the_loss_nan():
 
 
 def test_what_else_is_broken_still_is():
-    """NaN is no -inf, and a reference of -inf is none of the policies that a token is judged by."""
+    """NaN is not -inf, and a token is not left out because of the reference's -inf."""
     samples = [Sample([1, 2, 3, 4], 1, advantages=[1.0] * 3, old_log_probs=[-1.0] * 3, ref_log_probs=[-1.0] * 3)]
     batch = RolloutBatch.from_samples(samples, row_length=4)
     config = PolicyLossConfig(kl=KL(0.1), impossible_tokens="leave_out")
@@ -227,7 +227,7 @@ def test_selection_leaves_them_out():
     ],
 )
 def test_one_pass_where_a_token_left_out_changes_no_other(off_policy, one_pass):
-    """A weight of a sequence would hold a token that the pass finds impossible only later on."""
+    """Not with weights of sequences: they would include a token before the pass finds it impossible."""
     config = PolicyLossConfig(off_policy=off_policy, impossible_tokens="leave_out")
     assert PolicyTokenLoss(config).token_local is one_pass
     assert PolicyTokenLoss(dataclasses.replace(config, impossible_tokens="nan")).token_local

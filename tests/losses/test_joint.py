@@ -1,4 +1,4 @@
-"""Several losses of one batch in one pass: the sum of what each gives alone, on every path."""
+"""Several losses of one batch in one pass: the sum of the losses computed alone, on every path."""
 
 import dataclasses
 
@@ -52,9 +52,10 @@ PATHS = {
 
 
 def step(mesh=None, micro_batches=None):
-    """The batch, what the call is given beside it, and hidden states and kernel.
+    """The batch, the other arguments of the call, and hidden states and kernel.
 
-    Policy on even samples, written ones odd, the divergence on all, weighed; a teacher has every third.
+    Even samples have the policy loss, odd ones are written answers, all have the weighted divergence, and every third
+    has a teacher.
     """
     parallel = mesh and make_parallel_mesh(mesh)
     rows = 4 if micro_batches is None else 2
@@ -67,7 +68,7 @@ def step(mesh=None, micro_batches=None):
     masks = {name: batch.loss_mask * here for name, here in of.items()}
     weights = {"near": np.where(batch.loss_mask > 0, 0.5 + owners % 3, np.nan).astype(np.float32)}
     batch = with_garbage(batch, np.nan)
-    # what one part does not read may be garbage where only others have loss
+    # an array may hold garbage at tokens where no part that reads it has loss
     advantages = np.where(masks["policy"] > 0, batch.advantages, np.nan)
     keys = jax.random.split(jax.random.key(0))
     by_token = np.asarray(jax.random.normal(keys[0], (12, 32, H)))  # the same for a token wherever it lies

@@ -133,7 +133,7 @@ def mtp(batch, aggregation):
 @pytest.mark.parametrize("aggregation", ["token_mean", "token_sum"])
 @pytest.mark.parametrize("loss", [sft, value, mtp])
 def test_other_losses_too(loss, aggregation):
-    """A loss with weights is the sum of those of the tokens of each weight."""
+    """A loss with weights is the sum, over the weights, of the loss on the tokens with that weight."""
     rng = np.random.default_rng(0)
     weights = np.where(ON, rng.choice([0.0, 0.5, 2.0], BATCH.loss_mask.shape), np.nan).astype(np.float32)
     weighed = loss(dataclasses.replace(BATCH, loss_weights=weights), aggregation)[0]
@@ -141,7 +141,7 @@ def test_other_losses_too(loss, aggregation):
     for w in (0.5, 2.0):
         zeros_and_ones = np.where(ON, weights == w, np.nan).astype(np.float32)
         expected += w * loss(dataclasses.replace(BATCH, loss_weights=zeros_and_ones), aggregation)[0]
-        if loss is not mtp:  # whose mask is another
+        if loss is not mtp:  # mtp has another mask
             part = dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask * (weights == w))
             share = part.loss_mask.sum() / BATCH.loss_mask.sum() if aggregation == "token_mean" else 1
             found = loss(dataclasses.replace(BATCH, loss_weights=zeros_and_ones), aggregation)[0]

@@ -154,7 +154,7 @@ def test_entropy_mode():
 
 @pytest.mark.parametrize("zero", [0, np.float32(0), jnp.zeros(())], ids=["int", "numpy", "jax"])
 def test_a_coefficient_known_to_be_zero_adds_no_term(batch, zero):
-    """Were 0 times the term added, an infinite one would make the loss NaN."""
+    """If 0 times the term were added, an infinite term would make the loss NaN."""
     batch = dataclasses.replace(batch, ref_log_probs=jnp.full(batch.loss_mask.shape, -1e30))
     stats = TokenStats(batch.old_log_probs, jnp.full(batch.loss_mask.shape, jnp.inf))
     config = PolicyLossConfig(PPO(), kl=KL(zero, "k2"), entropy_coef=zero)

@@ -1,4 +1,4 @@
-"""What must not change a policy loss: packing, order, mesh, layout, garbage where no loss is, micro-batches."""
+"""A policy loss does not depend on packing, order, mesh, layout, micro-batches or garbage at positions without loss."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ OTHER_PAIRS = [(loss, a) for loss in LOSSES for a in AGGREGATIONS if (loss, a) n
 def results(batch, run):
     """(loss beside the sum of the token weights, gradients by sample), to compare between packings.
 
-    The loss is a sum of terms of either sign, each about its weight in size: so f32 rounding is about that sum's.
+    The loss sums terms of either sign, each about as large as its weight; so rounding is relative to the weights' sum.
     """
     loss, (by_log_prob, by_entropy) = run(batch)
     weights = -np.sum(by_entropy) / 0.01

@@ -22,7 +22,7 @@ MASK = np.array([[1, 0, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 1, 1, 1]])
 
 
 def arguments(dtype):
-    """log_probs, old_log_probs, advantages away from kinks; every other token is selected."""
+    """log_probs, old_log_probs and advantages, away from kinks; every second token is selected."""
     rng = np.random.default_rng(0)
     old = rng.uniform(-3, -0.2, MASK.shape)
     log_probs = np.minimum(old + rng.uniform(-0.7, 0.7, MASK.shape), -0.01)

@@ -145,7 +145,7 @@ def test_the_oracle_wherever_pairs_lie(name, mesh):
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "mesh"), [("dpo", "dp=2,cp=2,tp=2"), ("orpo", None), ("kto", "dp=2,cp=2,tp=2")])
 def test_micro_batches_add_up(name, mesh):
-    """Four pairs, one and one: the mean of the parts' means is another number."""
+    """Micro-batches of four pairs, one and one: the mean of their means is another number."""
     samples, parallel = step_of(2), mesh and make_parallel_mesh(mesh)
 
     def of(*groups):
@@ -195,7 +195,7 @@ BROKEN = {
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 @pytest.mark.parametrize("how", BROKEN)
 def test_what_is_no_pair_is_nan(how, mesh):
-    """Every other pair is sound. A mean over those would be a plausible number."""
+    """All other pairs are sound; a mean over those would be a plausible number."""
     samples = BROKEN[how](step_of(4))
     options = {"parallel": mesh and make_parallel_mesh(mesh), "num_segments": 7}
     batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, **options)
@@ -214,7 +214,7 @@ def test_kto_wants_no_pairs():
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_a_reward_that_says_nothing_makes_kto_nan(mesh):
-    """Taken for one that is not above 0, its sample would be an undesirable one."""
+    """If NaN counted as not above 0, the sample would be an undesirable one."""
     batch = RolloutBatch.from_samples(
         step_of(5), row_length=24, rows=8, num_segments=6, parallel=mesh and make_parallel_mesh(mesh)
     )

@@ -13,7 +13,7 @@ from pages import DOCS, PAGES
 import jaxppo
 from jaxppo import policy_losses, presets
 
-# Blocks for packages that `make test` does not install: nightly tests run the very text where those are there.
+# Blocks for packages that `make test` does not install. Nightly tests run their text if the package is installed.
 RUN_BY = {
     "levanter_loss": "integrations/test_trainers.py",
     "skyrl_loss": "integrations/test_trainers.py",
@@ -31,7 +31,7 @@ def runs_elsewhere(block):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_is_an_example_that_runs(page):
-    """`make docs-examples` runs what begins with >>>."""
+    """`make docs-examples` runs the blocks that begin with >>>."""
     for kind, block in re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
         runs = kind == "python" and (block.startswith(">>> ") or runs_elsewhere(block))
         assert kind == "{toctree}" or runs, block
@@ -70,7 +70,7 @@ def test_figures_are_shown_and_drawn(monkeypatch):
 
 
 def drawn(folder, names=(), **environment):
-    """The bytes of the figures as a process of its own draws them."""
+    """The bytes of the figures, drawn in a process of its own."""
     command = [sys.executable, DOCS / "figures.py", folder, *names]
     subprocess.run(command, env=os.environ | environment, check=True, capture_output=True)
     return {path.stem: path.read_bytes() for path in folder.glob("*.svg")}
@@ -78,7 +78,7 @@ def drawn(folder, names=(), **environment):
 
 @pytest.mark.nightly
 def test_figures_are_the_same_bytes_on_any_machine(tmp_path):
-    """XLA for AVX-512 and for AVX2 draws other curves of "kl", and a matplotlibrc of one's own other letters."""
+    """XLA for AVX2 could draw another curve of "kl" than for AVX-512, and a user's matplotlibrc other letters."""
     (tmp_path / "matplotlibrc").write_text("font.family: serif\nsvg.fonttype: path\npath.simplify: False\n")
     old = {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2", "MATPLOTLIBRC": str(tmp_path)}
     names = ("kl", "packing")

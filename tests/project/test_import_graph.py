@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_no_module_needs_itself():
-    """Imports within functions count: they put a circle off, and do not cut it. A reader meets those of annotations."""
+    """Imports within functions count, since they only delay a circle. Imports for annotations count, for the reader."""
     assert circles(graph(ROOT, "jaxppo", "sharding", with_types=True)) == set()
 
 

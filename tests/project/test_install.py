@@ -1,4 +1,4 @@
-"""jaxppo as installed, from a wheel and editable: with nothing but what it asks for, and beside another `sharding`."""
+"""jaxppo installed from a wheel and editable: with its requirements alone, and beside another module `sharding`."""
 
 import shutil
 import sys
@@ -65,7 +65,7 @@ def test_a_project_with_a_module_named_sharding_under_pytest(python, tmp_path):
 
 
 def test_a_missing_sharding_is_named(built, tmp_path):
-    """The wheel's jaxppo alone, as a careless vendoring leaves it."""
+    """The wheel's folder `jaxppo` alone, as somebody might copy it."""
     with zipfile.ZipFile(built[1]) as wheel:
         wheel.extractall(tmp_path, [name for name in wheel.namelist() if not name.startswith("sharding/")])
     (tmp_path / "sharding.py").write_text("mine = 1\n")

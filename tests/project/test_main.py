@@ -1,4 +1,4 @@
-"""`python -m jaxppo`, which a report of a bug begins with."""
+"""`python -m jaxppo`, whose output begins a bug report."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def test_it_prints_versions_devices_and_what_is_installed(capsys, monkeypatch):
 
 
 def test_devices_that_do_not_start_are_a_line(monkeypatch):
-    """A report is wanted most where nothing else runs."""
+    """The report is needed most when nothing else runs."""
 
     def none():
         raise RuntimeError("Unable to initialize backend 'tpu'")
@@ -38,7 +38,7 @@ def test_devices_that_do_not_start_are_a_line(monkeypatch):
     ("arguments", "code", "says"), [(["--help"], 0, "versions, devices"), (["--fast"], 2, "--fast")]
 )
 def test_help_starts_no_device(arguments, code, says):
-    """In a process whose platform does not exist, which any use of a device would show."""
+    """In a process whose platform does not exist, so that any use of a device fails."""
     environment = {"JAX_PLATFORMS": "nowhere", "PYTHONPATH": ":".join(filter(None, sys.path))}
     command = [sys.executable, "-m", "jaxppo", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""Where tests lie: in the folder of what they test, with what they share in tests/support."""
+"""Tests are in the folder of what they test, and what they share is in tests/support."""
 
 import ast
 from pathlib import Path

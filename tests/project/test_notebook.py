@@ -1,4 +1,4 @@
-"""The notebook: it runs from the top, and what is tracked of it is its source. `make docs` shows its results."""
+"""The notebook runs from the top, and only its source is tracked. `make docs` shows its results."""
 
 import json
 import os
@@ -18,7 +18,7 @@ assert abs(float(on_mesh(kernel)) - float(loss)) < 1e-5
 
 
 def test_no_result_is_tracked():
-    """What one machine drew, or how long it took, is no part of the source; nor is who wrote it with what."""
+    """Results, times, and the names of authors and tools are no part of the source."""
     for cell in NOTEBOOK["cells"]:
         assert cell["metadata"] == {}
         assert cell["cell_type"] != "code" or (cell["outputs"], cell["execution_count"]) == ([], None)

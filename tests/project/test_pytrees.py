@@ -1,4 +1,4 @@
-"""Constructors check their arguments for users, and not each time that JAX unflattens a tree."""
+"""Constructors check their arguments when a user calls them, not each time that JAX unflattens a tree."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What mypy and basedpyright say of a user's file, against jaxppo as installed."""
+"""What mypy and basedpyright report for a user's file, with jaxppo installed."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from installed import ROOT, run, with_jaxppo
 
 USER = ROOT / "tests" / "support" / "typed_user.py"
 
-# One mistake a line, each of which both are to report.
+# One mistake a line. Both must report each.
 WRONG = """
 policy_loss(stats, batch, config, normaliser=None)
 policy_loss(stats, batch, config, temperature=0.7)
@@ -43,7 +43,7 @@ finalize_metrics(stats)
 presets.grppo()
 Segments().all()
 """
-# And none here.
+# No mistakes here.
 RIGHT = """
 policy_loss(stats, batch, config, normalizer=None)
 policy_loss_from_hidden(hidden, kernel, batch, config, temperature=0.7)

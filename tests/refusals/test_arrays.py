@@ -1,4 +1,4 @@
-"""Arrays that are none, or of another shape or dtype, are named: those of a batch, and those that functions take."""
+"""Errors name arguments that are not arrays, or have another shape or dtype: those of a batch and of functions."""
 
 import dataclasses
 import re
@@ -90,7 +90,7 @@ SPOILT = {
 
 
 def named(name, error):
-    """Where the shapes of two arrays differ, both are."""
+    """If the shapes of two arrays differ, the error names both."""
     return ": got " in error and re.search(rf"\b{name.replace('_', '[_ ]')}\b", error)
 
 

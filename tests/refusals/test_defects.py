@@ -1,6 +1,6 @@
-"""Defects of an earlier version of jaxppo, and of the numbers that they gave: none may come back.
+"""Defects of an earlier version of jaxppo, with the wrong numbers that they gave: none may come back.
 
-`ELSEWHERE` says where those are tested that this file does not repeat. Defects of other systems: test_known_defects.py.
+`ELSEWHERE` names the tests of defects that are not in this file. Defects of other systems: test_known_defects.py.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ def one_token_samples(rollouts):
 @pytest.mark.parametrize("mesh", [None, "dp=8", MIXED])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_1_rollouts_of_three_and_of_one(mesh, seed):
-    """Denominators were taken of the wrong rollouts where the id of empty slots sorted among them."""
+    """If the id of empty slots sorted among the others, denominators were those of the wrong rollouts."""
     rollouts = np.random.default_rng(seed).permutation([7, 7, 7, 9])
     parallel = mesh and make_parallel_mesh(mesh)
     batch = RolloutBatch.from_samples(one_token_samples(rollouts), row_length=4, rows=8, parallel=parallel)
@@ -233,7 +233,7 @@ def test_4_curvature_of_the_kl_at_the_old_policy(estimator, mesh):
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.3, 3.0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_5_accuracy_of_the_likeliest_tokens_is_1(mesh, temperature, dtype):
-    """It compared the target's logit, divided by the temperature in another fusion, with the maximum."""
+    """The target's logit was compared with the maximum, but divided by the temperature in another fusion."""
     parallel = mesh and make_parallel_mesh(mesh)
     z = (8 * jax.random.normal(jax.random.key(0), (4, 64, 500))).astype(dtype)
     options = {"temperature": temperature, "logit_stats": ("accuracy",), "parallel": parallel}
@@ -245,7 +245,7 @@ def test_5_accuracy_of_the_likeliest_tokens_is_1(mesh, temperature, dtype):
 @pytest.mark.parametrize("mesh", [None, MIXED])
 @pytest.mark.parametrize("temperature", [0.1, 0.7])
 def test_5_no_log_prob_is_above_0(mesh, temperature):
-    """The tokens are all but certain."""
+    """The tokens have probabilities of nearly 1."""
     parallel = mesh and make_parallel_mesh(mesh)
     hidden, kernel = (jax.random.normal(jax.random.key(i), s) for i, s in ((0, (8, 8, 64)), (1, (64, 300))))
     targets = (hidden @ kernel).argmax(-1)
@@ -334,7 +334,7 @@ def test_8_narrow_targets_of_a_wide_vocabulary(dtype, mesh):
 
 
 def test_the_slope_of_a_distance_is_0_where_policies_agree():
-    """That of jnp.abs is 1 there."""
+    """The slope of jnp.abs is 1 there."""
     slope = jax.grad(lambda x: kl_divergence(x, jnp.zeros(3), "abs").sum())
     np.testing.assert_array_equal(slope(jnp.array([-1.0, 0.0, 1.0])), [-1, 0, 1])
 

@@ -1,4 +1,4 @@
-"""Bad input that an earlier version of jaxppo took: each kind is refused, or makes the loss NaN."""
+"""Bad input that an earlier version of jaxppo accepted: each kind is refused, or makes the loss NaN."""
 
 import dataclasses
 import uuid
@@ -38,7 +38,7 @@ def without(R=2, T=4, S=1):
 
 @pytest.mark.parametrize("size", [{"R": 0}, {"T": 0}, {"S": 0}])
 def test_10_batches_of_nothing(size):
-    """Bare errors of reductions, divisions by zero, or a loss of 0."""
+    """They gave bare errors of reductions, divisions by zero, or a loss of 0."""
     batch = without(**size)
     x = batch.advantages
     for call in (

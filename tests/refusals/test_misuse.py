@@ -240,7 +240,7 @@ def test_log_probs_of_16_bits(entry, dtype):
 
 
 def test_a_bonus_on_statistics_without_a_gradient():
-    """Without the check: no effect, and no word."""
+    """Without the check: it had no effect, and no error said so."""
     stats = TokenStats(LOG_PROBS, jnp.ones_like(LOG_PROBS), entropy_mode="metric")
     config = PolicyLossConfig(entropy_coef=0.1)
     with pytest.raises(ValueError, match=r"stats: got entropies of mode 'metric', .* entropy=config.entropy_mode"):

@@ -82,7 +82,7 @@ def test_several_collectives_and_none():
 
 
 def over_its_second_axis(shape, mesh):
-    """The axes of `mesh` that a sum over an axis of another mesh of its devices is found to cross."""
+    """The axes of `mesh` that the audit names for a sum over an axis of another mesh with the same devices."""
     own = Mesh(mesh.devices.reshape(shape), ("a", "b"))
     x = jax.ShapeDtypeStruct((24, 24), jnp.float32, sharding=NamedSharding(own, P("a", "b")))
     summed = jax.shard_map(lambda x: lax.psum(x, "b"), mesh=own, in_specs=P("a", "b"), out_specs=P("a"))
@@ -127,7 +127,7 @@ PRODUCT = 2 * 4**3
 
 
 def turns(length):
-    """A product, `length` times."""
+    """A loop with one product a turn, `length` turns."""
     return lambda a: lax.scan(lambda c, _: (c @ a, None), a, length=length)[0]
 
 
@@ -170,12 +170,12 @@ def test_flops(fn, low, high):
 
 
 INF = float("inf")
-N = jnp.asarray(3)  # an argument, of which nothing is known when the program is traced
+N = jnp.asarray(3)  # an argument: its value is not known when the program is traced
 FIRST = (0, A)
 
 
 def loop(stop, step=1, start=0):
-    """A loop over a counter, a product and an integer that comes as an argument."""
+    """A loop with a product a turn, which carries a counter and an integer that is an argument."""
 
     def turn(c):
         return (c[0] + step, c[1] @ c[1], c[2])
@@ -184,7 +184,7 @@ def loop(stop, step=1, start=0):
 
 
 def of_state(stop, turn, first):
-    """`turn` and `stop` of three integers; a product a turn."""
+    """A loop over three integers with the given `turn` and `stop`, and a product a turn."""
     return lambda n: lax.while_loop(
         lambda c: stop(*c[:3]), lambda c: (*turn(*c[:3]), c[3] @ c[3]), (*(n if x is None else x for x in first), A)
     )[3]
@@ -195,7 +195,7 @@ def outer(body, length=3):
 
 
 def inner(turns):
-    """A product, `turns` times, which need not be known."""
+    """A loop of `turns` products; `turns` may be traced."""
     return lambda c: lax.fori_loop(0, turns, lambda j, d: d @ d, c)
 
 
@@ -205,7 +205,7 @@ def of_loops_in_a_while(n):
 
 
 def in_two_loops(n):
-    """The second is bounded by what the first carries along unchanged."""
+    """Two loops. The second's bound is a number that the first carries along unchanged."""
 
     def first(c):
         return (c[0] + 1, c[1] @ c[1], c[2])
@@ -215,7 +215,7 @@ def in_two_loops(n):
 
 
 def in_a_rule(n):
-    """A loop in a custom_vjp, whose bound is an argument of it."""
+    """A loop in a custom_vjp; its bound is an argument of that function."""
 
     @jax.custom_vjp
     def rule(a, bound):
@@ -263,7 +263,7 @@ def on_a_mesh(n):
         (loop(lambda i, n: (i < 9) | (i < 4)), 9, INF),
         (loop(lambda i, n: ~((i >= 9) | (n > 0))), 0, INF),
         (loop(lambda i, n: n * 0 + 9 > i), 0, INF),
-        # bounds and steps that the loop carries, or changes
+        # bounds and steps that the loop carries or changes
         (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + s, b, s), (0, 9, 2)), 5, 5),
         (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, b - 1, s), (0, 9, 0)), 5, 5),
         (of_state(lambda i, b, s: i < b, lambda i, b, s: (i + 1, b + 1, s), (0, 9, 0)), 2**31 - 9, INF),
@@ -301,7 +301,7 @@ def test_a_product_in_a_condition_runs_once_more_than_the_body(stop, low, high):
             lambda c: stop(c[0], n) & ((c[1] @ A @ A)[0, 0] < INF), lambda c: (c[0] + 1, c[1] @ A), FIRST
         )
 
-    # What the products compare to may end the loop before its first turn.
+    # The loop may end before its first turn, depending on what the products give.
     assert count_flops(jax.make_jaxpr(loop)(N)) == Flops(2 * PRODUCT, (3 * high + 2) * PRODUCT)
 
 
@@ -355,7 +355,7 @@ def test_flops_are_of_one_device():
 
 
 def test_flops_of_loops_that_a_mask_ends_are_bounded():
-    """On a mesh the bound of the loop is a constant that was made to vary."""
+    """On a mesh the bound of the loop is a constant with a pcast to varying."""
     # 1026 columns in three even blocks, 513 of them on a device in one
     for parallel, tokens, columns, device in ((None, 64, 1026, "small"), (PARALLEL, 16, 513, "five")):
         arrays = head_arrays(1026, with_where=True)

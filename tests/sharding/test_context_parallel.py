@@ -1,4 +1,4 @@
-"""Every loss on rows of which some shards hold only prompts or padding: one device's numbers, and no one waits."""
+"""Every loss on rows of which some shards hold only prompts or padding: one device's numbers, and no device waits."""
 
 import dataclasses
 import functools
@@ -135,7 +135,7 @@ PROGRAMS["distillation"] = distilled
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_loss_can_leave_a_device_waiting(name):
-    """With its gradient; see test_mtp for that one."""
+    """Losses with their gradients; see test_mtp for that one."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")
     shapes = jax.ShapeDtypeStruct((*BATCH.targets.shape, 8), jnp.float32), jax.ShapeDtypeStruct((8, 64), jnp.float32)
     loss = functools.partial(PROGRAMS[name], parallel)
@@ -186,7 +186,7 @@ def test_a_device_with_padding_only_adds_exactly_nothing():
 
 
 def test_what_is_none_has_no_collectives():
-    """Without entropy, and without reference log-probs, fewer bytes cross; values, which no policy loss reads, none."""
+    """Without entropy and reference log-probs fewer bytes are sent. Values, which no policy loss reads, add none."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
 
     def sharded(x, spec):

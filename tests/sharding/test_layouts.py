@@ -63,7 +63,7 @@ def collectives(parallel, fn, *args):
 
 
 def test_layouts_are_as_pictured():
-    """The picture in the module's docstring is what the functions give."""
+    """The functions give what the module's docstring shows."""
     pictures = dict(re.findall(r"^ {4}(\w+) +([\d |]+\d)", layout_module.__doc__, re.MULTILINE))
     assert set(pictures) == set(LAYOUTS)
     for name, picture in pictures.items():
@@ -180,7 +180,7 @@ def serial_shift(x, ids, by, fill):
 
 @pytest.mark.parametrize(("mesh", "layout"), TABLE)
 def test_shift_left(mesh, layout):
-    """By 0, 1, a few, more than the piece of a row that a shard holds, and than the row; with and without segments."""
+    """By 0, 1, a few, more than a shard's part of a row, and more than a row; with and without segments."""
     parallel = make_parallel_mesh(mesh, context_layout=layout)
     shards = parallel.context_size
     ids, rng = logical_segments(shards), np.random.default_rng(2)
@@ -245,7 +245,7 @@ def serial_scan(a, b, ids, reverse):
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("mesh", "layout"), TABLE)
 def test_scan_affine_is_the_serial_loop(mesh, layout):
-    """In f64, both ways, over segments and over whole rows; whatever lies on padding."""
+    """In f64, in both directions, over segments and over whole rows, with anything at padding."""
     parallel = make_parallel_mesh(mesh, context_layout=layout)
     shards = parallel.context_size
     ids, rng = logical_segments(shards), np.random.default_rng(4)
@@ -307,7 +307,7 @@ def test_gradient_of_scan_affine(layout, reverse):
 @pytest.mark.every(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_second_derivatives(layout):
-    """A scan and a move in one: the gradient of a gradient's square is that of one device."""
+    """A scan and a move in one function: the gradient of its gradient's square is that of one device."""
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     ids, rng = logical_segments(4), np.random.default_rng(7)
     a, b = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, R, T)) / 2)

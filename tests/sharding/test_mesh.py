@@ -1,4 +1,4 @@
-"""Meshes, the roles of their axes, the one way to run per-shard functions on them, and the test of invariance."""
+"""Meshes, the roles of their axes, `shard_call`, and `assert_mesh_invariant`."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def test_roles_by_convention():
     p = ParallelMesh(mesh)
     assert (p.data, p.fsdp, p.context, p.tensor) == (("replica",), (), ("sequence",), ("model",))
     assert ParallelMesh(mesh, context=None, replicated="sequence").context == ()
-    p = ParallelMesh(mesh, data=("sequence", "replica"))  # which leaves the context role without an axis
+    p = ParallelMesh(mesh, data=("sequence", "replica"))  # so no axis is left for the context role
     assert (p.data, p.context) == (("sequence", "replica"), ())
     mesh = jax.make_mesh((2, 2, 2), ("fsdp", "dp", "tp"), AUTO[:3])
     assert ParallelMesh(mesh).data == ("fsdp", "dp")  # in the order of the mesh
@@ -320,7 +320,7 @@ def test_varying():
     )
 
 
-# The test of invariance goes red
+# assert_mesh_invariant fails when it should
 
 
 def test_factorings():

@@ -1,4 +1,4 @@
-"""One process with 8 devices, and two with 4 each, come to the end with the numbers of one device."""
+"""One process with 8 devices and two processes with 4 each: both give the numbers of one device."""
 
 import json
 import os
@@ -22,7 +22,7 @@ WATCHDOG_S = 120
 
 
 def run(count, mesh, layout, *event):
-    """What each process printed; a hang of any is killed, and a failure."""
+    """What each process printed. A process that hangs is killed, and fails the test."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -94,7 +94,7 @@ REFUSALS = {
 
 
 def test_what_is_bad_on_one_process_is_raised_on_both():
-    """In the same words, and both go on to the next case: none waits for another, and packing not for a device."""
+    """Both raise the same text, and both go on: no process waits for another, and packing waits for no device."""
     first, second = run(2, "dp=2,cp=4", "contiguous", "refusals")
     assert first == second
     assert first.pop("while devices work") == [2, 64, True]

@@ -1,4 +1,4 @@
-"""A context layout of a user's own: a name and two formulas, registered, and everything works with it."""
+"""A user's context layout: a name and two formulas. Once it is registered, everything works with it."""
 
 import ast
 import functools
@@ -83,7 +83,7 @@ def test_packing_and_back(layout):
 def test_redistribute(layout, other):
     """There, back, and <A x, y> = <x, A' y>."""
     parallel = make_parallel_mesh("dp=2,cp=4")
-    lengths = np.array([[16, 24, 8], [8, 32, 0]])  # what any of the layouts divides
+    lengths = np.array([[16, 24, 8], [8, 32, 0]])  # multiples of what all of the layouts need
     ids = np.array([np.repeat([1, 2, 3, 0], [*row, T - sum(row)]) for row in lengths])
     x, y = np.random.default_rng(0).integers(-99, 99, size=(2, 2, T)).astype(np.float32)
     here, there = (functools.partial(brought_to, name, lengths) for name in (layout, other))
@@ -137,7 +137,7 @@ def test_bad_input(layout):
 
 
 def test_the_names_of_layouts_are_compared_nowhere():
-    """Outside the registry, and where a layout says its name."""
+    """Nowhere but in the registry, and where a layout sets its name."""
     for path in [*(ROOT / "sharding").rglob("*.py"), *(ROOT / "jaxppo").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Compare):

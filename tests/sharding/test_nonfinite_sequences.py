@@ -1,4 +1,4 @@
-"""A NaN or an infinity in one packed sequence reaches what depends on it in that sequence, and nothing else."""
+"""A NaN or an infinity in one packed sequence reaches the results of that sequence that depend on it, and no others."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def spoiled(x, row, place, value):
 
 
 def assert_spoiled_only(got, clean, row, dependent, value, context):
-    """Every bit as in the clean run outside `dependent`, a slice or places of the row; NaN all over in it."""
+    """Raises unless all of `dependent` (a slice or places of the row) is NaN, and all else has the clean run's bits."""
     mask = np.zeros((R, T), bool)
     mask[row, dependent] = True
     np.testing.assert_array_equal(got[~mask], clean[~mask], err_msg=f"{context}")
@@ -201,7 +201,7 @@ def test_rows_without_segments(layout, reverse):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_ids_that_come_again_are_other_sequences(layout):
-    """Any change of the id is a break, at the borders of shards too, and runs of padding link nothing."""
+    """Each change of the id starts a new sequence, at the borders of shards too; padding links no sequences."""
     parallel, _, physical = on(4, layout)
     rng = np.random.default_rng(4)
     a, b = rng.normal(size=(2, R, T)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The check that no device is left waiting can itself find one."""
+"""The check that no device is left waiting finds programs in which one is."""
 
 import jax
 import jax.numpy as jnp

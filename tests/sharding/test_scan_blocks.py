@@ -68,7 +68,7 @@ def test_nan_reaches_what_depends_on_it(mesh, layout, place):
 
 
 def test_the_program_does_not_grow_with_the_row():
-    """Unrolled by level it has five times the lines at a million positions that it has at a thousand."""
+    """Unrolled by level, it would have five times as many lines at a million positions as at a thousand."""
 
     def lines(length):
         row = jax.ShapeDtypeStruct((1, length), jnp.float32)

@@ -29,7 +29,7 @@ def time_of(body, computations="", **how):
 
 
 def spent(time):
-    """The kinds that are not 0, in ms, without rounding errors and what a scalar takes."""
+    """The kinds of time that are not 0, in ms, without rounding errors and the time of scalars."""
     return {k: round(v, 8) for k, v in dataclasses.asdict(time).items() if isinstance(v, float) and v > 1e-8}
 
 
@@ -86,7 +86,7 @@ STATE = f"(s32[], s32[], {A})"
 
 
 def loop(bound, ms=2, step="add(%i, %one)", relation="LT", body=None):
-    """A `while` from 0 on, `ms` of arithmetic a turn and a quarter of it in the condition."""
+    """A `while` that counts from 0, with `ms` of arithmetic a turn, and a quarter of that in the condition."""
     state = STATE
     computations = (
         f"%cond (s: {state}) -> pred[] {{\n  %s = {state} parameter(0)\n"
@@ -136,7 +136,7 @@ def test_a_loop_that_cannot_be_read_is_unknown_and_never_one(bound, step, least)
     found = loop(bound, step=step)
     assert found.elementwise == math.inf
     assert found.least.elementwise == pytest.approx(least * 2 + (least + 1) * 0.5)
-    assert found.products == 0  # what is outside of the loop, or not in it, stays known
+    assert found.products == 0  # time outside of the loop stays known
     assert found.unknown == (f"how often w turns (jit(f)/while): {least} times or more, 2 ms of compute each",)
     assert "unknown: how often w turns" in str(found)
 

@@ -1,4 +1,4 @@
-"""Estimated times of programs that are compiled for TPUs that are not there."""
+"""Estimated times of programs that are compiled for described TPUs."""
 
 import dataclasses
 import functools

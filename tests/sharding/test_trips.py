@@ -1,4 +1,4 @@
-"""Turns of loops against loops that are run, in integers of eight bits that wrap around."""
+"""The computed numbers of turns against loops that run, in 8-bit integers that wrap around."""
 
 import math
 
@@ -25,7 +25,7 @@ RUN = {
     "and": lambda a, b: a and b,
     "or": lambda a, b: a or b,
     "not": lambda a: not a,
-    "select": lambda a, b: b,  # what the predicate chose
+    "select": lambda a, b: b,  # the branch that the predicate chose
     "clamp": lambda low, x, high: min(max(x, low), high),
 }
 
@@ -157,7 +157,7 @@ def both(name, *args):
         (lambda i: constant(True), 0, 1, (math.inf, math.inf)),
         (lambda i: constant(False), 0, 1, (0, 0)),
         (lambda i: None, 0, 1, (0, math.inf)),
-        # No plain counters, and no compiler was seen to write them: unknown, but never too few turns.
+        # These are no plain counters, and no compiler was seen to write them: unknown, but never too few turns.
         (lambda i: int32("eq", i, 0), 0, 3, (0, math.inf)),
         (lambda i: both("or", int32("lt", i, 9), int32("lt", i, 5)), 0, 1, (9, math.inf)),
         (lambda i: both("not", int32("ge", i, 9)), 0, 1, (0, math.inf)),
