@@ -22,7 +22,8 @@ train: $(READY)
 
 # The time of tests is XLA's, compiling: tests/support/programs.py says how it takes half. That changes rounding alone,
 # so what is about bits is compiled as users compile it, and at night the head's values and gradients are too.
-BITS := tests/head/test_same_bits.py tests/head/test_log_probs_accuracy.py tests/examples/test_sampler.py
+BITS := tests/head/test_same_bits.py tests/head/test_same_bits_tp.py tests/head/test_log_probs_accuracy.py \
+	tests/examples/test_sampler.py
 test: lint types docs-examples tests
 
 # make tests SHARD=2 SHARDS=4: every fourth file, from the second one.

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxppo.head.softmax import Residuals, Sums
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head.plan import PARTS
+from jaxppo.head.softmax import Residuals, Sums, merge_in_pairs
 from jaxppo.head.token_blocks import Slots, zero_unless
 from jaxppo.head.types import HeadCall, Inputs, Plan, TokenStats
 from jaxppo.head.walk import Walk
@@ -14,9 +18,11 @@ from jaxppo.sharding import note
 def statistics(call: HeadCall, plan: Plan, inputs: Inputs) -> tuple[TokenStats, Residuals]:
     """The statistics of each token and the residuals of the backward, f32[N] each, 0 where a token does not count."""
     walk = Walk(call, inputs, plan.forward, by_vocabulary=plan.forward_by_vocabulary)
-    with note(f"forward, {plan.forward}"):
+    schedule = by_vocabulary if plan.forward_by_vocabulary else by_tokens
+    parts = jnp.arange(walk.vocabulary.parts, dtype=jnp.int32) if walk.vocabulary.parts else None
+    with note(f"forward, {plan.forward}" + ("" if parts is None else f", {PARTS} parts whatever the tensor axis")):
         walk = walk.with_references()
-        sums = (by_vocabulary if plan.forward_by_vocabulary else by_tokens)(walk)
+        sums = schedule(walk) if parts is None else merge_in_pairs(lax.map(lambda p: schedule(walk.part(p)), parts))
     stats, residuals = walk.finish(walk.tokens.to_tokens(sums), inputs.targets, inputs.ids)
     # residuals too: those of an empty sum are NaN, and jax_debug_nans would stop there
     found: tuple[TokenStats, Residuals] = zero_unless(inputs.counts, (stats, residuals))

@@ -136,6 +136,20 @@ def window(call: HeadCall, columns: int) -> int:
     return -(-columns // call.axes.size(call.axes.tensor)) if shared else columns
 
 
+PARTS = 8  # of the vocabulary, whose borders are those of devices wherever tp divides it
+
+
+def parts(call: HeadCall, columns: int) -> int:
+    """How many of the vocabulary's `PARTS` a deterministic call works on, out of the `columns` that a device holds.
+
+    Each is summed apart, in tiles of the same shapes on any number of devices. 0 where equal parts do not end where
+    devices do: sums are then those of the device's columns, and other calls always have these.
+    """
+    shards, shared = call.axes.size(call.axes.tensor), window(call, columns) < columns
+    equal = not PARTS % shards and not columns * (1 if shared else shards) % PARTS
+    return PARTS // shards if call.deterministic and equal and set(call.v_names) <= set(call.axes.tensor) else 0
+
+
 @functools.cache
 def one_pass(call: HeadCall, sizes: Sizes) -> Plan | None:
     """One pass, None where it does not fit the memory."""
@@ -249,7 +263,7 @@ def _wide_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
     cut = _shrunk(call, sizes, cut, 4 * N * H + sizes.rows)
     # a kernel that is gathered for the forward at once beside its tile, or else a block at a time
     by_block = bool(sizes.gathered) and sizes.gathered + profile.tile > (call.memory or profile.one_pass)
-    return Plan(cut if by_block else forward, by_block, "by_vocabulary", cut)
+    return Plan(cut if by_block and not call.deterministic else forward, by_block, "by_vocabulary", cut)
 
 
 def device_kind(parallel: ParallelMesh | ShardAxes | None, x: Any) -> str:

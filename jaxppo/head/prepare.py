@@ -70,10 +70,12 @@ class HeadOptions(TypedDict, total=False):
         devices, 1.4% over 128.
       follow_mask: the work follows the tokens that count, by default. False computes all tokens: where nearly all count
         that takes less memory on accelerators.
-      deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch: for one
-        platform, jax version, tensor axis, kernel dtype and `memory`. Then tiles do not depend on the number of tokens,
-        which costs time where there are few, and CPUs take two passes. With `logit_stats` or `top_k` the bits may be
-        others than without. On TPUs and GPUs the option does the same, but nobody has tested the bits there.
+      deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch, and on tp = 1, 2,
+        4 and 8: for one platform, jax version, kernel dtype and `memory`. Then tiles do not depend on the number of
+        tokens, which costs time where there are few, and CPUs take two passes; and each eighth of the vocabulary is
+        summed apart. tp may only change where 8 divides the number of columns and FSDP does not shard them. With
+        `logit_stats` or `top_k` the bits may be others than without. On TPUs and GPUs the option does the same, but
+        nobody has tested the bits there.
     """
 
     hidden_spec: P | None

@@ -7,7 +7,8 @@ log-sum-exp, logits of 1e4 would cost four digits.
 
 from __future__ import annotations
 
-from functools import reduce
+import operator
+from functools import partial, reduce
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -233,29 +234,60 @@ def merge_parts(parts: Sums) -> Sums:
     return jax.tree.map(lambda x: x.sum(axis=1), rescaled)._replace(m=m, nucleus_m=nucleus_m, likeliest=likeliest)
 
 
-def combine(sums: Sums, axes: ShardAxes) -> Sums:
-    """The sums over all vocabulary shards: one max and one sum over the tensor axis, beside those of what is asked."""
+def merge_in_pairs(parts: Sums) -> Sums:
+    """The sums of N tokens from those of 2^k parts of their logits, `[2^k, N]`, by a tree that is always the same.
+
+    A device merges its own parts, and then all devices merge what each has: the order is that of the vocabulary.
+    """
+    each = [jax.tree.map(operator.itemgetter(i), parts) for i in range(parts.z_y.shape[0])]
+    while len(each) > 1:
+        each = [merge(a, b) for a, b in zip(each[::2], each[1::2], strict=True)]
+    return each[0]
+
+
+def combine(sums: Sums, axes: ShardAxes, in_order: tuple[str, ...] = ()) -> Sums:
+    """The sums over all vocabulary shards: one max and one sum over the tensor axis, beside those of what is asked.
+
+    Args:
+      sums: of the device's own columns.
+      axes: the roles of the mesh axes.
+      in_order: the tensor axes in the order in which they shard the vocabulary, for `merge_in_pairs` of what devices
+        have: one gather then takes the place of the max and the sum.
+    """
     if not axes.tensor:
         return sums
     sums = jax.tree.map(lambda x: vary(x, axes.tensor), sums)
+    if in_order:
+        gather = partial(lax.all_gather, axis_name=in_order, axis=1, to="invarying")
+        parts = _all_at_once(gather, sums._replace(likeliest=None, top=None))
+        return merge_in_pairs(parts)._replace(**_largest(sums, axes))
     # constants: results do not depend on the maxima, and JAX has no derivative of a pmax
     maxima = _all_at_once(lambda x: lax.pmax(lax.stop_gradient(x), axes.tensor), (sums.m, sums.nucleus_m))
-    likeliest = None if sums.likeliest is None else lax.pmax(sums.likeliest, axes.tensor)
-    top = None if sums.top is None else top_over_shards(sums.top, axes)
+    exact = _largest(sums, axes)
     rescaled = _rescale(sums, *maxima)._replace(m=None, nucleus_m=None)
     summed = _all_at_once(lambda x: lax.psum(x, axes.tensor), rescaled)
-    return summed._replace(m=maxima[0], nucleus_m=maxima[1], likeliest=likeliest, top=top)
+    return summed._replace(m=maxima[0], nucleus_m=maxima[1], **exact)
+
+
+def _largest(sums: Sums, axes: ShardAxes) -> dict[str, Any]:
+    """The fields that say which ids are likeliest, over all vocabulary shards: no order changes them."""
+    likeliest = None if sums.likeliest is None else lax.pmax(sums.likeliest, axes.tensor)
+    return {"likeliest": likeliest, "top": None if sums.top is None else top_over_shards(sums.top, axes)}
 
 
 def _all_at_once(reduce: Any, tree: Any) -> Any:
-    """Applies `reduce` to the leaves, f32[N] or f32[N, K], stacked into one array: one collective for all of them."""
+    """Applies `reduce` to the leaves, f32[N] or f32[N, K], stacked along the first dimension: one collective for all.
+
+    What it returns may have more dimensions, between the first and that of the tokens.
+    """
     leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) == 1:
         return jax.tree.unflatten(treedef, [reduce(leaves[0])])
     widths = [1 if x.ndim == 1 else x.shape[1] for x in leaves]
     rows = reduce(jnp.concatenate([x[None] if x.ndim == 1 else x.T for x in leaves]))
     parts = jnp.split(rows, list(accumulate(widths))[:-1])
-    return jax.tree.unflatten(treedef, [x[0] if y.ndim == 1 else x.T for x, y in zip(parts, leaves, strict=True)])
+    found = [x[0] if y.ndim == 1 else jnp.moveaxis(x, 0, -1) for x, y in zip(parts, leaves, strict=True)]
+    return jax.tree.unflatten(treedef, found)
 
 
 def dlogits(

@@ -245,7 +245,7 @@ class HeadCall:
       sum_dtype: in which gradients of parameters are summed over devices.
       memory: bytes a device may spend beside its results; None for its default.
       follow_mask: the work follows the tokens that count.
-      deterministic: tiles do not depend on the number of tokens.
+      deterministic: tiles do not depend on the number of tokens, nor sums on the tensor axis where `plan.parts` are.
       heads: how many are walked together.
       copied: parameters come as one copy a device, `[D, ...]`, whose gradients wait to be summed.
     """

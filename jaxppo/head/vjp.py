@@ -15,7 +15,7 @@ from jaxppo.head.forward import statistics
 from jaxppo.head.gradient_sums import first_order
 from jaxppo.head.plan import one_pass, sizes_of, two_passes
 from jaxppo.head.prepare import on_device
-from jaxppo.head.softmax import Sums
+from jaxppo.head.softmax import Sums, merge_in_pairs
 from jaxppo.head.token_blocks import Slots, zero_unless
 from jaxppo.head.types import Chunk, Features, HeadCall, Inputs, NeedsGrad, Parameters, Plan, TokenStats
 from jaxppo.head.walk import Walk, cotangents_of
@@ -151,7 +151,16 @@ def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Ar
     def block(sums: Sums, i: Any) -> tuple[Sums, jax.Array]:
         return walk.sums(chunk, walk.block(i), sums, keep=True)
 
-    if walk.vocabulary.blocks == 1:
+    def part(x: jax.Array, p: jax.Array) -> tuple[jax.Array, Sums]:
+        of_part = walk.part(p)
+        sums, new = of_part.sums(chunk, of_part.block(0), empty, keep=True)
+        return lax.dynamic_update_slice_in_dim(x, walk.vary(new), p * new.shape[1], 1), sums
+
+    if walk.vocabulary.parts:  # of accelerators, where a chunk meets all columns at once
+        x = walk.vary(lax.empty((chunk.targets.shape[0], walk.vocabulary.window), jnp.float32))
+        x, each = lax.scan(part, x, jnp.arange(walk.vocabulary.parts, dtype=jnp.int32))
+        sums, x = merge_in_pairs(each), x[None]
+    elif walk.vocabulary.blocks == 1:
         sums, x = block(empty, 0)
         x = x[None]
     else:

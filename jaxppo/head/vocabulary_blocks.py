@@ -7,6 +7,7 @@ duplicate columns are masked, so nothing is padded or copied.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.gradient_sums import as_primal, psum_in_blocks, sum_in_blocks, unwritten
-from jaxppo.head.plan import window
+from jaxppo.head.plan import parts, window
 from jaxppo.head.softmax import IdPlaces
 from jaxppo.head.token_blocks import even_size
 from jaxppo.head.types import Block, Chunk, HeadCall, Parameters, Tile
@@ -38,7 +39,7 @@ class VocabularyBlocks:
     """
 
     def __init__(self, call: HeadCall, parameters: Parameters, size: int, by_block: bool = False):
-        self.call, self.given = call, parameters
+        self.call, self.given, self.most = call, parameters, size
         self.gathered_v = tuple(n for n in call.v_names if n not in call.axes.tensor)
         self.gathers = bool(call.h_names or self.gathered_v)
         self.by_block = self.gathers and by_block
@@ -50,15 +51,28 @@ class VocabularyBlocks:
         if self.by_block and self.gathered_v:
             self.ids = self.ids.reshape(-1, own)[0]
         self.count = self.ids.shape[0]
-        self.window, shards = window(call, self.count), call.axes.size(call.axes.tensor)
-        self.size = even_size(self.window, size, LANES)
-        self.blocks = -(-self.window // self.size)
+        shards = call.axes.size(call.axes.tensor)
+        self._cut(window(call, self.count))
+        self.parts = parts(call, self.count)
         self.first: Any = 0
-        if self.window < self.count:
+        self.shared = self.window < self.count
+        if self.shared:
             self.first = jnp.minimum(call.axes.index(call.axes.tensor) * self.window, self.count - self.window)
         self.padded = call.vocab_size < own * math.prod(map(lax.axis_size, call.v_names))
         self.overlaps = bool(self.window % self.size) or self.count > self.window != self.count / shards
         self.sums: Any = {"sum_dtype": call.sum_dtype, "shared": call.profile.shared_sums}
+
+    def _cut(self, columns: int) -> None:
+        self.window, self.size = columns, even_size(columns, self.most, LANES)
+        self.blocks = -(-columns // self.size)
+
+    def part(self, p: Any) -> VocabularyBlocks:
+        """The blocks of one of the device's equal `parts`."""
+        found = copy.copy(self)
+        found._cut(self.window // self.parts)
+        found.first = self.first + p * found.window
+        found.overlaps, found.shared = bool(found.window % found.size), False
+        return found
 
     @property
     def whole(self) -> bool:
@@ -98,7 +112,7 @@ class VocabularyBlocks:
     def own(self, i: Any) -> Any:
         """bool: the columns of block i that no other block has."""
         at = self.start(i) + _range(self.size)
-        before = self.call.axes.index(self.call.axes.tensor) * self.window if self.window < self.count else 0
+        before = self.call.axes.index(self.call.axes.tensor) * self.window if self.shared else 0
         return (at >= self.first + i * self.size) & (at >= before)
 
     def slice(self, i: Any, x: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -110,6 +111,12 @@ class Walk:
     def block(self, i: Any) -> Block:
         return self.vocabulary.block(i)
 
+    def part(self, p: Any) -> Walk:
+        """This walk over one of the device's equal parts of the vocabulary."""
+        found = copy.copy(self)
+        found.vocabulary = self.vocabulary.part(p)
+        return found
+
     def sums(self, chunk: Chunk, block: Block, before: Sums, keep: bool = False) -> tuple[Sums, Any]:
         """The softmax sums of the chunk up to this block, `before` those of the blocks before; products to keep."""
         found, x = self.call.op.forward(self.call, self.vocabulary.tile(chunk, block), before, keep)
@@ -125,7 +132,8 @@ class Walk:
 
     def finish(self, sums: Sums, targets: jax.Array, ids: Any) -> tuple[TokenStats, Residuals]:
         """The statistics of tokens from their sums over the device's vocabulary, and what the backward needs."""
-        sums = softmax.combine(sums, self.call.axes)
+        order = (self.call.v_names or self.call.axes.tensor) if self.vocabulary.parts else ()
+        sums = softmax.combine(sums, self.call.axes, order)
         return answers(sums, self.call.asked, targets, ids, self.call.vocab_size)
 
     def dlogits(
