@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from head_cases import check_head, head_arrays, tiles_of
+from jax.experimental import topologies
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxppo import (
@@ -19,7 +21,9 @@ from jaxppo import (
     log_probs_from_hidden,
     policy_loss_from_hidden,
 )
-from sharding import make_parallel_mesh
+from sharding import ParallelMesh, make_parallel_mesh
+from sharding.audit import audit
+from sharding.audit.hlo import dimensions, parse
 from sharding.audit.program import notes
 
 H, V, R, T = 48, 1536, 8, 75
@@ -142,3 +146,37 @@ def test_values_and_gradients(device, options):
     given = head_arrays(8 * 515, nucleus=5, ids=4, lora=True, with_where=True, temperatures=True, last=4000)
     meshes = [make_parallel_mesh("dp=2,tp=4")]
     check_head(meshes, given, entropy="bonus", vocab_size=4000, device=device, deterministic=True, **options)
+
+
+def products_and_collectives(tp):
+    """A forward compiled for 8 TPUs: dimensions of products' operands and results, and what crosses the network."""
+    devices = topologies.get_topology_desc("v5p:2x2x2", platform="tpu").devices
+    parallel = ParallelMesh(Mesh(np.array(devices).reshape(8 // tp, tp), ("dp", "tp")))
+
+    def described(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=parallel.sharding(spec))
+
+    rows, columns, features = 8 // tp, 8192, 512
+    args = (
+        described((rows, 2048, features), jnp.bfloat16, parallel.hidden_spec),
+        described((features, columns), jnp.bfloat16, parallel.kernel_spec()),
+        described((rows, 2048), jnp.int32, parallel.tokens_spec),
+    )
+    options = {"parallel": parallel, "entropy": "metric", "deterministic": True}
+    found = audit(partial(log_probs_from_hidden, **options), *args)
+    products = [
+        (sorted(tuple(dimensions(of[name].shape)) for name in x.operands[:2]), tuple(dimensions(x.shape)))
+        for of in parse(found.text).computations.values()
+        for x in of.values()
+        if x.op in ("dot", "convolution")
+    ]
+    return products, [(c.op, c.axes, c.bytes) for c in found.collectives]
+
+
+@pytest.mark.nightly
+def test_the_order_on_tpus():
+    """Chunks of 1024 tokens meet 1024 of 8192 columns on any tensor axis; four sums of each token are gathered."""
+    for tp in (1, 2, 4, 8):
+        products, collectives = products_and_collectives(tp)
+        assert products == [([(512, 1024), (1024, 512)], (1024, 1024))], tp
+        assert collectives == [("all-gather", ("tp",), tp * 4 * 2048 * 4)] * (tp > 1), tp
