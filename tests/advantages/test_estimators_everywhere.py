@@ -111,6 +111,7 @@ def test_explicit_mesh():
     assert_trees_close(got, EXPECTED(*ARRAYS), atol=3e-6)
 
 
+@pytest.mark.nightly
 def test_inside_a_users_shard_map():
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
     tokens, rows = parallel.tokens_spec, parallel.rows_spec

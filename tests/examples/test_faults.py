@@ -167,7 +167,7 @@ def test_a_signal_saves_and_exits_0(finished, tmp_path, step, name, monkeypatch,
     assert records(tmp_path) == records(finished)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("text", [None, "", '{"step": 1, "rew', 'null\n{"step": "a"}\n[1]\n\x00\n'])
 def test_metrics_that_are_torn_do_not_end_a_resume(finished, tmp_path, text):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
@@ -252,6 +252,7 @@ def check_same_state(run, folder, *options):
     check_same_arrays(run.state, whole.state)
 
 
+@pytest.mark.nightly
 def test_the_one_before_goes_on(finished, tmp_path, capsys):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints" / "3" / "state" / "d")

@@ -65,6 +65,7 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_device(tmp_path):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(run.state.params))
 
 
+@pytest.mark.nightly
 def test_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypatch, capsys):
     pack, calls = Packer.__call__, []
 

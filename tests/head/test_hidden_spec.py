@@ -207,6 +207,7 @@ ALL = [
 ]
 
 
+@pytest.mark.nightly
 def test_every_spec_of_one_mesh():
     """Values alone, of arrays that are sharded as the spec says and of arrays that are not."""
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")

@@ -77,7 +77,7 @@ CALLS = {  # from hidden states, and from logits
 MESHES = (None, "dp=2,cp=2,tp=2", "fsdp=4,tp=2")
 
 
-@pytest.mark.every(9)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "mesh"), sampled(itertools.product(CALLS, MESHES), lambda i, _: i % 4 == 0))
 def test_forwards_first_and_then_backwards(name, mesh):
     """A function under jit is traced once: what its gradients are asked for must not be remembered between calls."""

@@ -268,6 +268,7 @@ def test_a_term_of_parameters_alone_is_refused_in_a_shard_map():
         accumulate_gradients(model, HIDDEN, parallel=mesh_of())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", [one_pass, pytest.param(two_passes, marks=pytest.mark.nightly)])
 def test_on_a_tpu(way):
     """The sum stays in f32 although its result is rounded, and no scatter or gather of it is left in the loop."""

@@ -13,7 +13,7 @@ from searches import search
 FSDP = ("dp=2,fsdp=2,tp=2", "cp=2,fsdp=4", "fsdp=8", "cp=2,fsdp=2,tp=2")
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", LOSSES)
 def test_policy_loss_from_hidden(name: str):
     where = places((None, *MESHES, *FSDP), (None, None, 2), sequence_parallel=True)
@@ -21,7 +21,7 @@ def test_policy_loss_from_hidden(name: str):
     search(f"{name} from hidden", 0.02, configs(name), where, heads, drawn)(check_policy_loss_from_hidden)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(14)
 @pytest.mark.parametrize("name", LOSSES)
 def test_policy_loss_from_hidden_of_large_steps(name: str):
     where = places((None, *MESHES, *FSDP), (None, None, 2), sequence_parallel=True)

@@ -127,7 +127,7 @@ def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
         assert_close(found[SLIME_METRICS[name]], value, name, terms)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_slime(slime_case: Case, mesh):
     try:
@@ -141,7 +141,7 @@ def test_slime(slime_case: Case, mesh):
         check_slime(slime_case, mesh, lost_clamp=True)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_verl(verl_case: Case, mesh):
     case, padded, parallel = verl_case, Padded.of(verl_case), mesh and make_parallel_mesh(mesh)

@@ -167,7 +167,7 @@ def by_token(x, batch):
     return out
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("path", PATHS)
 def test_the_sum_of_the_parts(path):
     options = dict(PATHS[path])

@@ -105,7 +105,7 @@ def positive_nll(log_probs, batch, parallel):
     return sft_loss(TokenStats(log_probs), masked, parallel=parallel)[0]
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("mesh", MESHES)
 @of("trl")
 def test_trl(record, mesh):

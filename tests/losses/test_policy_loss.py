@@ -30,7 +30,7 @@ def results(batch, run):
     return np.append(loss, weights), by_sample(by_log_prob, batch), by_sample(by_entropy, batch)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_nothing_else_matters(loss):
     config = config_of(loss, AGGREGATIONS[LOSSES.index(loss) % 6])

@@ -58,7 +58,7 @@ MORE = [("gspo", {"gradient": "token"}), ("cispo", {"unified_mask": True}), ("pr
 VARIANTS = [*ALL.items(), *MORE, *OF_SEQUENCES]
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("name", "options"), VARIANTS)
 def test_gradient_is_that_of_f64_differences(name, options):
     with jax.enable_x64(True):

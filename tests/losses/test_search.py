@@ -99,14 +99,14 @@ def check_selection(config: dict[str, Any], samples: list[OracleSample], selecte
         assert not np.any(sure & ~got), "selected: not the highest"
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_policy_loss(name: str):
     drawn = st.lists(steps, min_size=1, max_size=3)
     search(name, 0.025, configs(name), places(), st.booleans(), st.booleans(), drawn)(check_policy_loss)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(14)
 @pytest.mark.parametrize("name", LOSSES)
 def test_policy_loss_of_large_steps(name: str):
     drawn = st.lists(large_steps, min_size=1, max_size=1)

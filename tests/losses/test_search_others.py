@@ -67,7 +67,7 @@ def value_options(draw, aggregation: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_value_loss(aggregation: str):
     drawn = st.lists(steps, min_size=1, max_size=3)
@@ -101,7 +101,7 @@ def sft_options(draw, aggregation: str) -> dict[str, Any]:
     return found | {"label_smoothing": draw(smooth), "z_loss": draw(smooth)}
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_sft_loss(aggregation: str):
     where = places((None, *MESHES), (None, None, 2), sequence_parallel=True)
@@ -148,7 +148,7 @@ def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[St
         check_head(gradient["head"], by_head, shape, floor, **allowed)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("aggregation", ["token_mean", "token_sum", "sequence_mean_token_mean", "rollout_mean"])
 def test_mtp_loss(aggregation: str):
     head, where = heads.map(lambda s: simple(s, nucleus=False)), places((None, *MESHES), (None, None, 2))
@@ -189,7 +189,7 @@ def check_mtp_loss(aggregation: str, depths: int, coef: float, where: Place, sha
     check_head(gradient["head"], sums, shape, floor, **(allowed | {"share": allowed["share"] * depths}))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jensen_shannon"])
 def test_distillation_loss(kind: str):
     head, where = heads.map(lambda s: simple(s, nucleus=False)), places((None, *MESHES), (None, None, 2))

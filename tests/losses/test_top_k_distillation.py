@@ -81,7 +81,7 @@ def test_left_out_it_is_negative_where_the_student_has_more_mass_on_the_ids():
     assert of("renormalise") == 0
 
 
-@pytest.mark.every(12)
+@pytest.mark.nightly
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_slots_count_no_mass(kind, tail):

@@ -129,6 +129,7 @@ def agree(got, expected, tolerance=2e-8):
 
 
 class TestGradients:
+    @pytest.mark.every(3)
     @pytest.mark.parametrize("config", VARIANTS, ids=str)
     def test_policy_loss(self, config):
         samples = make_step()

@@ -177,6 +177,7 @@ def test_nothing_of_ours_or_of_jax_is_loaded():
 """
 
 
+@pytest.mark.nightly
 def test_nobody_asked(pytester, inner):
     pytester.makepyfile(UNUSED + "\ndef test_it(parallel_mesh): pass\ndef test_that(assert_mesh_invariant): pass")
     result = inner()

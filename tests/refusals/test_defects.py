@@ -295,6 +295,7 @@ def test_7_five_thousand_samples_in_any_order(name):
     assert not np.delete(got, where).any()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("mesh", [None, MIXED])
 def test_8_losses_from_hidden_states_with_x64(frozen, mesh):

@@ -278,6 +278,7 @@ def test_scan_affine_is_the_serial_loop(mesh, layout):
                 np.testing.assert_allclose(y, physical(expected, layout, shards), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reverse", [True, False])
 def test_gradient_of_scan_affine(layout, reverse):
@@ -304,7 +305,7 @@ def test_gradient_of_scan_affine(layout, reverse):
         np.testing.assert_allclose(g, physical(e, layout, shards), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_second_derivatives(layout):
     """A scan and a move in one function: the gradient of its gradient's square is that of one device."""
@@ -324,6 +325,7 @@ def test_second_derivatives(layout):
     assert_trees_close(got, jax.tree.map(lambda x: physical(x, layout, 4), expected), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("layout", "expected"), [
     ("contiguous", [("all-gather", 4 * 4)]),
     ("zigzag", [("all-gather", 4 * 4 * 2)]),
