@@ -42,15 +42,15 @@ quick: lint
 		tests/sharding/test_layouts.py tests/head/test_from_logits.py tests/head/test_from_hidden.py \
 		tests/losses/test_policy_loss.py -x -n 2 --dist worksteal
 
-# In two parts, by how they are compiled. nightly-PART-failed.txt says what failed as it fails, nightly-PART-summary.md
-# what ran, how long, the slowest, the seed.
+# In two parts, by how they are compiled, the slower first. nightly-PART-failed.txt says what failed as it fails,
+# nightly-PART-summary.md what ran, how long, the slowest, the seed.
 AS_USERS = $(sort $(BITS) $(wildcard tests/head/test_from_*.py) $(patsubst %,tests/head/test_%.py,ids implementations \
 	nucleus precision reference_first))
 NIGHTLY = $(RUN) -m pytest --nightly -n 2 --dist worksteal -p tests.support.nightly_summary
 nightly: lint types docs
 	$(RUN) -m pip install -q --disable-pip-version-check -e '.[gpu-aot,tunix]'
-	QUICK_COMPILES=1 $(NIGHTLY) --summary=nightly-rest $(filter-out $(AS_USERS),$(TESTS)); rest=$$?; \
-		$(NIGHTLY) --summary=nightly-head $(AS_USERS) && exit $$rest
+	$(NIGHTLY) --summary=nightly-head $(AS_USERS); head=$$?; \
+		QUICK_COMPILES=1 $(NIGHTLY) --summary=nightly-rest $(filter-out $(AS_USERS),$(TESTS)) && exit $$head
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

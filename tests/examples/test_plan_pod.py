@@ -159,7 +159,11 @@ def test_the_losses_memory_and_collectives_are_flat_from_8_to_512_chips():
     """The same arrays are summed on any number of chips, and at most 0.8 of what whole sums in f32 would send."""
     block, chunk = 4 * 4096 * 3840, 4 * 4096 * 2048  # f32 bytes of a block of dkernel and of a chunk of dhidden
     of_dhidden = [("all-gather", ("tp",), chunk // 2, True), ("reduce-scatter", ("tp",), chunk, True)]
-    of_softmax = [("all-reduce", ("tp",), 4 * 2048, True), ("all-reduce", ("tp",), 3 * 4 * 2048, True)]
+    of_softmax = [
+        ("all-reduce", ("tp",), 4 * 4096, False),  # every token's reference, before the sweep
+        ("all-reduce", ("tp",), 4 * 2048, True),
+        ("all-reduce", ("tp",), 3 * 4 * 2048, True),
+    ]
     both = ("dp", "cp")
     of_dkernel = [
         [("all-gather", ("cp",), block // 2, True), ("reduce-scatter", ("cp",), block, True)],
