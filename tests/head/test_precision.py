@@ -117,7 +117,7 @@ def test_a_real_head_on_a_gpu_host():
     for way, options, gib, turns in (
         ("two passes", {"where": None}, 0.25, 20),
         ("two passes", {}, 0.3, 20),
-        ("one pass", {}, 1.05, 10),
+        ("one pass", {}, 1.2, 10),  # 0.58 of it are dlogits, kept for the products behind the loop
     ):
         text, temporaries = compiled("gpu", way, (BF16, BF16), (8192, 4096, 151936), **options)
         assert temporaries <= gib * 2**30
