@@ -21,7 +21,7 @@ train: $(READY)
 	$(RUN) -m examples.train_grpo $(ARGS)
 
 # The time of tests is XLA's, compiling: tests/support/programs.py says how it takes half. That changes rounding alone,
-# so what is about bits is compiled as users compile it, and at night the head's values and gradients are too.
+# so what is about bits is compiled as users compile it, and at night the heads are too.
 BITS := tests/head/test_same_bits.py tests/head/test_same_bits_tp.py tests/head/test_log_probs_accuracy.py \
 	tests/examples/test_sampler.py
 test: lint types docs-examples tests
@@ -42,15 +42,17 @@ quick: lint
 		tests/sharding/test_layouts.py tests/head/test_from_logits.py tests/head/test_from_hidden.py \
 		tests/losses/test_policy_loss.py -x -n 2 --dist worksteal
 
-# In two parts, by how they are compiled, the slower first. nightly-PART-failed.txt says what failed as it fails,
-# nightly-PART-summary.md what ran, how long, the slowest, the seed.
-AS_USERS = $(sort $(BITS) $(wildcard tests/head/test_from_*.py) $(patsubst %,tests/head/test_%.py,ids implementations \
-	nucleus precision reference_first))
-NIGHTLY = $(RUN) -m pytest --nightly -n 2 --dist worksteal -p tests.support.nightly_summary
+# In three parts, by how they are compiled: what is about bits and, by day's cases, heads, as users compile them; all
+# else, with the full tables, quickly. nightly-PART-failed.txt says what failed as it fails, nightly-PART-summary.md what
+# ran, how long, the slowest, the seed.
+HEADS = $(wildcard tests/head/test_from_*.py) $(patsubst %,tests/head/test_%.py,ids implementations nucleus precision \
+	reference_first)
+NIGHTLY = $(RUN) -m pytest -n 2 --dist worksteal -p tests.support.nightly_summary
 nightly: lint types docs
 	$(RUN) -m pip install -q --disable-pip-version-check -e '.[gpu-aot,tunix]'
-	$(NIGHTLY) --summary=nightly-head $(AS_USERS); head=$$?; \
-		QUICK_COMPILES=1 $(NIGHTLY) --summary=nightly-rest $(filter-out $(AS_USERS),$(TESTS)) && exit $$head
+	$(NIGHTLY) --nightly --summary=nightly-bits $(BITS); bits=$$?; \
+		$(NIGHTLY) --summary=nightly-head $(HEADS); head=$$?; \
+		QUICK_COMPILES=1 $(NIGHTLY) --nightly --summary=nightly-rest $(filter-out $(BITS),$(TESTS)) && exit $$((bits + head))
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
