@@ -1,7 +1,7 @@
-"""What a training step takes at least on each device, by arithmetic: which plans cannot fit, or cannot be best.
+"""Lower bounds of a training step's memory and time on a device: which plans cannot fit, or cannot be the best.
 
-The step is that of `pod_step.TrainStep`. Bounds are from below, so that no plan that fits, and none that is among the
-best, is left out for them. `expected` is a guess that only says what to compile first.
+The step is that of `pod_step.TrainStep`. The bounds never leave out a plan that fits or that is among the best.
+`expected` is a guess. It decides what to compile first.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from examples.pod_sizes import ModelSizes
 
-_RECOMPUTED = 4  # products of a layer for each product of its forward: forward, again, and two of the backward
+_RECOMPUTED = 4  # products for each product of a layer: forward, the same recomputed, and two in the backward
 _OF_ATTENTION = 9  # the two products of attention together: scores five times, weighted values four times
 _OF_HEAD = 3
-_BYTES_A_SCORE = 100  # that plain attention moves for each score of a step, as the TPU compiler estimates it
-_SLOWDOWN = 1.3  # of products and the work around them, to their peak
+_BYTES_A_SCORE = 100  # bytes that plain attention moves for each score in a step, by the TPU compiler's estimate
+_SLOWDOWN = 1.3  # time of products and elementwise work, divided by that of products at the chip's peak
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Work:
     """A model, the chips, and the rows of one step.
 
     Args:
-      model: its name.
-      sizes: its sizes.
-      topology: as libtpu names it.
-      device: the figures of one, as `jaxppo.sharding.known_device` has them.
-      devices: how many there are.
-      rows: of a step.
-      row_length: tokens of a row.
-      saved: the share of the rows that packing as trees saves; None where rows cannot be trees.
+      model: name of the model.
+      sizes: sizes of the model.
+      topology: the chips, by libtpu's name.
+      device: figures of one chip, from `jaxppo.sharding.known_device`.
+      devices: number of chips.
+      rows: number of rows in a step.
+      row_length: number of tokens in a row.
+      saved: the share of rows that packing as trees saves. None: trees are not considered.
     """
 
     model: str
@@ -47,7 +47,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One plan: sizes of the mesh's axes, K micro-batches, GiB for the head (None: its default), rows as trees."""
+    """One plan: the sizes of mesh axes, K micro-batches, GiB for the head (None: its default), and trees or not."""
 
     dp: int = 1
     fsdp: int = 1
@@ -73,7 +73,7 @@ class Candidate:
 
 
 def candidates(work: Work) -> Iterator[Candidate]:
-    """Every mesh that divides the model, with every K that leaves no row over; the head has its default memory."""
+    """Every mesh that divides the model, with every K that divides its rows. The head has its default memory."""
     for tp in _divisors(work.devices):
         for cp in _divisors(work.devices // tp):
             for fsdp in _divisors(work.devices // tp // cp):
@@ -99,15 +99,15 @@ def _divides(work: Work, c: Candidate) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What a device needs at least.
+    """The least memory and time that a device needs.
 
     Args:
-      held: bytes of parameters, moments and batch; exact.
-      gradients: bytes.
+      held: bytes of parameters, moments and batch, which are exact.
+      gradients: bytes of gradients.
       activations: bytes of the inputs of all layers, kept for the backward.
-      compute: milliseconds of products at their peak, and of the optimiser at that of the memory.
-      collectives: milliseconds of the sums and gathers that no plan avoids.
-      expected: milliseconds of the whole step; no bound but a guess.
+      compute: milliseconds of products at the chip's peak, and of the optimiser at its memory's bandwidth.
+      collectives: milliseconds of the sums and gathers that every plan with this mesh needs.
+      expected: milliseconds of the whole step. A guess, not a bound.
     """
 
     held: int
@@ -119,12 +119,12 @@ class Bound:
 
     @property
     def bytes(self) -> int:
-        """Gradients are there while the inputs of the first layers are."""
+        """The sum: gradients of the last layers exist beside the inputs of the first ones."""
         return self.held + self.gradients + self.activations
 
     @property
     def ms(self) -> float:
-        """Collectives may run beside all other work."""
+        """The larger of the two times, since collectives may overlap all other work."""
         return max(self.compute, self.collectives)
 
 
@@ -169,7 +169,7 @@ def bound(work: Work, c: Candidate) -> Bound:
 
 
 def least_flops(work: Work, c: Candidate) -> float:
-    """Operations of the matrix products of a step on one device, with a head of one pass."""
+    """Operations of a step's matrix products on one device, with the head in one pass."""
     sizes, tokens = work.sizes, c.micro_batches * c.rows(work) * work.row_length // c.cp
     L, H, D = sizes.layers, sizes.hidden_size, sizes.head_dim
     matrices = H * (2 * sizes.heads * D + 2 * sizes.kv_heads * D + 3 * sizes.mlp_size)
@@ -179,7 +179,7 @@ def least_flops(work: Work, c: Candidate) -> float:
 
 
 def _parameters(sizes: ModelSizes, c: Candidate, *, layers: bool = False) -> int:
-    """How many parameters a device holds, of all or of those of layers."""
+    """How many parameters a device holds; with `layers`, only those of layers."""
     shards = {None: 1, "fsdp": c.fsdp, "tensor": c.tp}
     return sum(
         math.prod(size // shards[role] for size, role in zip(shape, roles, strict=True))

@@ -1,4 +1,4 @@
-"""Compilation of candidates in processes of their own, and the file in which their figures are kept."""
+"""Compiles candidates in separate processes, and keeps what was found in a file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ KINDS = ("products", "elementwise", "copies", "kernels", "collectives")
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What the compiler says of a candidate: bytes that a device needs, or why there is no program, and milliseconds.
+    """The compiler's figures for a candidate.
 
     Args:
       candidate: the plan.
-      needed: bytes of parameters, moments, batch and temporaries; None where it was refused for another reason.
-      times: milliseconds by kind, as in `jaxppo.sharding.Time`; empty where it does not fit.
-      refused: the compiler's reason, if it has one.
-      seconds: that its compilation took.
+      needed: bytes that a device needs for parameters, moments, batch and temporaries. None if the compiler refused the
+        program for another reason than memory.
+      times: milliseconds by kind, as in `jaxppo.sharding.Time`; empty if the program does not fit.
+      refused: why the compiler refused the program, if it did.
+      seconds: how long it took to compile.
     """
 
     candidate: Candidate
@@ -45,7 +46,7 @@ class Found:
 
 
 class Compilers:
-    """Processes, one a candidate: a compiler that dies takes no other with it, and can be stopped at any time."""
+    """Processes that compile, one for each candidate: one that crashes or is stopped does not affect the others."""
 
     def __init__(self, work: Work, workers: int) -> None:
         self._work, self._workers = work, workers
@@ -66,7 +67,7 @@ class Compilers:
         return any(c == other for other, _ in self._running.values())
 
     def start(self, todo: Sequence[Candidate]) -> None:
-        """Starts the first of these, as many as there are processes free."""
+        """Starts as many of these as there are free processes, the first ones first."""
         context = multiprocessing.get_context("spawn")
         for c in todo[: self._workers - len(self._running)]:
             ours, theirs = context.Pipe(duplex=False)
@@ -76,7 +77,7 @@ class Compilers:
             self._running[ours] = c, process
 
     def done(self, seconds: float) -> Iterator[tuple[Candidate, Found | int]]:
-        """What ends next: a candidate with what was found, or with the exit code of a process that found nothing."""
+        """Waits for processes to end: each candidate with its figures, or with the exit code of a failed process."""
         for end in wait(list(self._running), timeout=None if math.isinf(seconds) else seconds):
             assert isinstance(end, Connection)
             c, process = self._running.pop(end)
@@ -93,7 +94,7 @@ def _send(work: Work, c: Candidate, end: Connection) -> None:
 
 
 def compile_candidate(work: Work, c: Candidate) -> dict[str, Any]:
-    """Compiles one candidate in this process: the fields of its `Found`."""
+    """Compiles one candidate in this process. Returns the fields of its `Found`."""
     import jax
 
     from examples import pod_head
@@ -101,7 +102,7 @@ def compile_candidate(work: Work, c: Candidate) -> dict[str, Any]:
 
     start = time.monotonic()
     jax.config.update("jax_platforms", "cpu")  # a real TPU here is not to be taken
-    jax.config.update("jax_enable_compilation_cache", False)  # what it answers has no times
+    jax.config.update("jax_enable_compilation_cache", False)  # a cached program has no estimates of time
     memory = None if c.memory is None else int(c.memory * GIB)
     tokens, rows = work.row_length // c.cp, c.rows(work)
     try:
@@ -115,9 +116,9 @@ def compile_candidate(work: Work, c: Candidate) -> dict[str, Any]:
 
 
 class Kept:
-    """`plans.jsonl` of a folder: a line each candidate, with a digest of all that determines what is found of it.
+    """The file `plans.jsonl` of a folder: a line for each candidate, with a digest of all that its figures depend on.
 
-    Lines of other searches stay in it. A last line that a sudden end cut short is passed over.
+    Lines of other searches are kept. A last line that is incomplete, because the process was killed, is ignored.
     """
 
     def __init__(self, folder: Path, work: Work) -> None:
@@ -142,7 +143,7 @@ class Kept:
         return hashlib.sha256(given.encode()).hexdigest()
 
     def read(self) -> Iterator[Found]:
-        """What was kept of this search."""
+        """The figures of this search that are in the file."""
         for line in self._path.read_text().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)
@@ -157,7 +158,7 @@ class Kept:
 
 
 def _source_digest() -> str:
-    """A digest of the code that a step is made of."""
+    """A digest of the source code of a step."""
     import jaxppo
     import sharding
 

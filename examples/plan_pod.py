@@ -98,7 +98,7 @@ def _minutes(text: str) -> float:
 
 
 def _topology(text: str) -> str:
-    """Libtpu names most of what it does not know; of a size of 0 it dies."""
+    """Refuses a size of 0, with which libtpu crashes. Other errors libtpu reports by itself."""
     match = re.fullmatch(r"\w+:([0-9]{1,6}(?:x[0-9]{1,6})*)", text)
     if match is None or not 0 < math.prod(map(int, match[1].split("x"))) <= _MOST_CHIPS:
         raise argparse.ArgumentTypeError(

@@ -19,15 +19,15 @@ from jaxppo.sharding import known_device
 
 GIB = 2**30
 _MEMORIES = 0.5, 2.0  # GiB for the head, beside its default
-_TIGHT = 0.1  # of a device's memory
+_TIGHT = 0.1  # memory is short if less than this share of it is free
 
 
 def search(args: argparse.Namespace) -> int:
     """`plan_pod --search`: searches, prints the table, draws the picture.
 
     Raises:
-      ValueError: a topology that libtpu does not know, or whose chips have no known figures; no plan at all.
-      ModuleNotFoundError: no libtpu.
+      ValueError: libtpu does not know the topology, the chip's figures are unknown, or no plan fits.
+      ModuleNotFoundError: libtpu is not installed.
     """
     work = work_of(args)
     found = Search(work, _MEMORIES if args.memory is None else args.memory or BUDGETS)
@@ -35,7 +35,7 @@ def search(args: argparse.Namespace) -> int:
         raise ValueError(
             f"topology: got {args.topology!r}, where no plan of {found.considered} fits, expected more chips"
         )
-    with contextlib.suppress(KeyboardInterrupt):  # what is known is worth printing
+    with contextlib.suppress(KeyboardInterrupt):  # print what was found so far
         run(found, args.cache, minutes=args.search_minutes, workers=args.workers)
     print(f"\n{table(found)}")
     if found.best:
@@ -46,7 +46,7 @@ def search(args: argparse.Namespace) -> int:
 
 
 def work_of(args: argparse.Namespace) -> Work:
-    """What the arguments ask for."""
+    """The work that the arguments describe."""
     devices = described_devices(args.topology)
     chip = known_device(devices[0].device_kind)
     if chip is None:
@@ -58,7 +58,7 @@ def work_of(args: argparse.Namespace) -> Work:
 
 
 def limits(search: Search, found: Found) -> str:
-    """What a plan's time goes into most, and whether memory is short."""
+    """What takes most of a plan's time, and whether memory is short."""
     total, free = found.ms, _free(search, found)
     kind = max(KINDS, key=found.times.__getitem__)
     name = "sums over devices" if kind == "collectives" else f"compute ({kind})"
@@ -72,7 +72,7 @@ def _free(search: Search, found: Found) -> float:
 
 
 def table(search: Search) -> str:
-    """How the search ended, and a line for each of the best plans."""
+    """A summary of the search, and a line for each of the best plans."""
     work, tried = search.work, search.found.values()
     to_compile, unlikely = search.open()
     too_large = sum(not search.fits(f) for f in tried)
@@ -96,7 +96,7 @@ def table(search: Search) -> str:
 
 
 def draw(search: Search, path: Path) -> None:
-    """The times of the best plans by kind, and time and memory of all that fit."""
+    """Draws the times of the best plans by kind, and the time and memory of all plans that fit."""
     matplotlib.use("Agg")
     best, fitting = search.best, [f for f in search.found.values() if search.fits(f)]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4), width_ratios=(3, 2), layout="constrained")

@@ -1,4 +1,4 @@
-"""A search for the best plan: candidates are compiled in the order of a guess, until no other can be among the best."""
+"""A search for the best plan: compiles candidates, the likeliest first, until no other can be among the best."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ BEST = 5
 class Search:
     """What to compile next, from what has been compiled.
 
-    Candidates come in the order of a guess: `Bound.expected`, times the smallest ratio of time to it among the compiled
-    plans that share a row and its heads out in the same way, or among all. One is left out once its bound, or its
-    guess, is above the time of the fifth best. The head's budgets are tried last, on the five best.
+    Candidates are compiled in the order of a guess of their time: `Bound.expected`, times the smallest ratio of
+    compiled time to `expected` so far. The ratio is that of plans with the same cp, tp and trees, if one was compiled.
+    A candidate is left out if its bound or its guess is above the time of the fifth best. Budgets of the head are tried
+    last, on the five best.
     """
 
     def __init__(self, work: Work, memories: Iterable[float] = ()) -> None:
@@ -37,15 +38,15 @@ class Search:
 
     @property
     def fitting(self) -> int:
-        """How many candidates arithmetic does not exclude."""
+        """How many candidates may fit, by their bounds."""
         return len(self._order)
 
     def bound(self, c: Candidate) -> Bound:
-        """That of any candidate; the head's budget does not change it."""
+        """The bound of a candidate. The budget of the head does not change it."""
         return self._bounds[_any_memory(c)]
 
     def add(self, found: Found) -> None:
-        """Takes what is known of a candidate; of one that this search does not consider, nothing."""
+        """Adds the figures of a candidate; ignored if this search does not consider it."""
         if _any_memory(found.candidate) in self._bounds:
             self.found[found.candidate] = found
 
@@ -54,7 +55,7 @@ class Search:
 
     @property
     def best(self) -> list[Found]:
-        """The best so far, fastest first, each with the best of the budgets tried for its head."""
+        """The fastest plans so far, each with the best budget of those tried for its head."""
         fastest: dict[Candidate, Found] = {}
         for f in sorted(filter(self.fits, self.found.values()), key=lambda f: f.ms):
             fastest.setdefault(_any_memory(f.candidate), f)
@@ -62,12 +63,12 @@ class Search:
 
     @property
     def limit(self) -> float:
-        """The time that a candidate must beat."""
+        """Milliseconds of the fifth best: a candidate must take less."""
         best = self.best
         return best[-1].ms if len(best) == BEST else math.inf
 
     def open(self) -> tuple[list[Candidate], list[Candidate]]:
-        """The candidates that may still be among the best: those to compile, and those that the guess leaves out."""
+        """Candidates that are not compiled: those to compile next, and those that only the guess leaves out."""
         limit, ratios = self.limit, self._ratios()
         any_plan = min(ratios.values(), default=1.0)
         left = {
@@ -80,7 +81,7 @@ class Search:
         return likely, [c for c in order if c.memory is None and left[c] >= limit]
 
     def _ratios(self) -> dict[tuple[int, int, bool], float]:
-        """The smallest ratio of time to `Bound.expected`, of plans that share rows and heads out in the same way."""
+        """The smallest ratio of compiled time to `Bound.expected`, for each cp, tp and trees."""
         found: dict[tuple[int, int, bool], float] = {}
         for f in self.found.values():
             if f.times:
@@ -97,14 +98,14 @@ def _any_memory(c: Candidate) -> Candidate:
 
 
 def _shares(c: Candidate) -> tuple[int, int, bool]:
-    """What gives a device's products their shapes, but for the number of rows."""
+    """What determines the shapes of a device's products, except for the number of rows."""
     return c.cp, c.tp, c.trees
 
 
 def run(search: Search, folder: Path, *, minutes: float = math.inf, workers: int = 1) -> None:
-    """Compiles candidates, `workers` at a time, and keeps each in a file of the folder.
+    """Compiles candidates, `workers` at a time, and keeps the figures of each in a file of the folder.
 
-    It returns when nothing is left to compile, or after so many minutes; what is being compiled then is lost.
+    Returns when nothing is left to compile, or after `minutes`. Unfinished compilations are lost.
     """
     end = time.monotonic() + 60 * minutes
     lost: set[Candidate] = set()

@@ -45,7 +45,7 @@ def plain_stats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def best_plain_stats(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same as XLA for TPUs likes it best: no gradient through the maximum, and the target by comparing columns."""
+    """The fastest plain version on TPUs: the maximum is a constant, and the target is found by comparing columns."""
     d = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     e = jnp.exp(d)
     s = e.sum(axis=-1)
@@ -70,8 +70,8 @@ class Step:
 
     Args:
       sizes: the head.
-      tokens: on each shard of the data and context axes.
-      dtype: of hidden states and kernel.
+      tokens: how many each shard of the data and context axes has.
+      dtype: that of hidden states and kernel.
       parallel: the mesh, over real or described devices.
     """
 
@@ -82,7 +82,7 @@ class Step:
 
     @property
     def roles(self) -> ParallelMesh:
-        """The mesh as the kernel lies on it: JAX cannot shard a vocabulary that the tensor axis does not divide."""
+        """The mesh for the kernel, which each device holds whole if the tensor axis does not divide the vocabulary."""
         parallel = self.parallel
         if self.sizes.vocab_size % parallel.tensor_size == 0:
             return parallel
@@ -112,13 +112,13 @@ class Step:
         return head_of(self.sizes, kernel, self.kernel_spec)
 
     def one_pass(self, hidden: Any, kernel: Any, batch: RolloutBatch, **options: Unpack[HeadOptions]) -> Any:
-        """`policy_loss_from_hidden`, in one pass where the memory allows it."""
+        """`policy_loss_from_hidden`, in one pass if memory allows it."""
         return policy_loss_from_hidden(hidden, self.head(kernel), batch, CONFIG, parallel=self.parallel, **options)[0]
 
     def two_passes(
         self, hidden: Any, kernel: Any, batch: RolloutBatch, *, where: bool = False, **options: Unpack[HeadOptions]
     ) -> Any:
-        """What a loss takes that is not token-local; with `where`, for the tokens of the mask alone."""
+        """Log-probs, and then a loss of them. With `where`, log-probs of unmasked tokens only."""
         of_call: Any = {"parallel": self.parallel, "entropy": "bonus", **options}
         if where:
             of_call["where"] = batch.loss_mask > 0
@@ -132,14 +132,14 @@ class Step:
         return found.log_probs, found.entropy
 
     def plain(self, hidden: Any, kernel: Any, batch: RolloutBatch, *, stats: Any = plain_stats) -> Any:
-        """The same loss of logits that exist."""
+        """The same loss, computed from logits in memory."""
         logits = plain_logits(hidden, kernel, self.sizes)
         logits = jax.lax.with_sharding_constraint(logits, self.parallel.sharding(self.roles.logits_spec))
         found = TokenStats(*stats(logits, batch.targets))
         return policy_loss(found, batch, CONFIG, parallel=self.parallel)[0]
 
     def cost(self, loss: Callable[..., Any], **options: Any) -> Audit:
-        """What the gradients of one of these cost; of `forward` its values."""
+        """Audits the gradients of one of these losses, or the values of `forward`."""
         hidden, kernel, batch = self.arguments
         if loss == self.forward:
             return audit(functools.partial(loss, **options), hidden, kernel, batch)
@@ -147,24 +147,24 @@ class Step:
         found = audit(jax.jit(gradients, out_shardings=(hidden.sharding, kernel.sharding)), hidden, kernel, batch)
         if loss != self.plain:
             return found
-        # the shapes of the plain version are the whole mesh's, and the compiler shares its products out
+        # the plain program has global shapes: the compiler divides its products among the devices
         sharers = self.parallel.data_size * self.parallel.context_size * self.roles.tensor_size
         flops = dataclasses.replace(found.flops, low=found.flops.low / sharers, high=found.flops.high / sharers)
         return dataclasses.replace(found, flops=flops)
 
 
 def plan(step: Step) -> dict[str, Audit]:
-    """What the head costs on each device of the mesh, in three ways; the flops are one device's.
+    """Audits three versions of the head's loss. Flops are those of one device.
 
     Raises:
-      ValueError: a hidden size or a token count that the mesh does not divide.
+      ValueError: the mesh does not divide the hidden size or the number of tokens.
     """
     ways = {"one pass": step.one_pass, "two passes": step.two_passes, "plain": step.plain}
     return {name: step.cost(loss) for name, loss in ways.items()}
 
 
 def curve(step: Step, budgets: Sequence[float]) -> list[tuple[float, Audit | str]]:
-    """What `policy_loss_from_hidden` costs in so many GiB; in words where they are too few."""
+    """Audits `policy_loss_from_hidden` with each budget in GiB. A budget that is too small gives the error's text."""
     found: list[tuple[float, Audit | str]] = []
     for gib in budgets:
         try:
@@ -175,14 +175,14 @@ def curve(step: Step, budgets: Sequence[float]) -> list[tuple[float, Audit | str
 
 
 def plan_train(step: TrainStep) -> Fit:
-    """Whether a whole training step fits, with its loss on its own beside it."""
+    """Whether a whole training step fits a device, and what its loss takes of that."""
     sizes = HeadSizes(step.sizes.hidden_size, step.sizes.vocab_size, step.sizes.tied)
     head = Step(sizes, step.rows * step.tokens, jnp.dtype(jnp.bfloat16), step.parallel)
     return fit(step, head.cost(head.one_pass))
 
 
 def table(found: dict[str, Audit]) -> str:
-    """The costs of each version in columns."""
+    """A table with a column for each version."""
 
     def gib(size):
         return f"{size / GIB:.3f} GiB"
@@ -213,7 +213,7 @@ def table(found: dict[str, Audit]) -> str:
 
 
 def curve_table(found: list[tuple[float, Audit | str]]) -> str:
-    """A line a budget."""
+    """A table with a line for each budget."""
     lines = ["memory given     temporaries    computing    collectives   how"]
     for gib, cost in found:
         if isinstance(cost, str):
@@ -228,18 +228,18 @@ def curve_table(found: list[tuple[float, Audit | str]]) -> str:
     return "\n".join(lines)
 
 
-# libtpu asks the network for real TPUs and writes what it does not find to the terminal, unless it is told. It only
-# compiles: another process may, too.
+# Without these, libtpu looks for real TPUs on the network and prints warnings. Two processes may use it at once, since
+# it only compiles.
 _NO_TPU_HERE = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
 _NO_TPU_HERE |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
 
 
 def described_devices(topology: str) -> Sequence[Any]:
-    """TPUs that are only described.
+    """Described TPUs, which need no hardware.
 
     Raises:
-      ModuleNotFoundError: no libtpu.
-      ValueError: a topology that libtpu does not know.
+      ModuleNotFoundError: libtpu is not installed.
+      ValueError: libtpu does not know the topology.
     """
     import libtpu  # noqa: F401  without it JAX's own error is a page long
 
@@ -253,10 +253,10 @@ def described_devices(topology: str) -> Sequence[Any]:
 
 
 def described_mesh(mesh: str, topology: str) -> ParallelMesh:
-    """A mesh over TPUs that are only described.
+    """A mesh over described TPUs.
 
     Raises:
-      ModuleNotFoundError: no libtpu.
-      ValueError: a topology that libtpu does not know, a mesh that does not multiply to its devices.
+      ModuleNotFoundError: libtpu is not installed.
+      ValueError: libtpu does not know the topology, or the mesh has another number of devices.
     """
     return make_parallel_mesh(mesh, devices=described_devices(topology))

@@ -52,7 +52,7 @@ class ModelSizes:
 
     @property
     def parameters(self) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
-        """Shape and roles of the dimensions, fsdp or tensor, of each parameter; those of layers have them in front."""
+        """Each parameter's shape, and which axes shard its dimensions. A parameter of layers has a leading axis L."""
         L, H, D = self.layers, self.hidden_size, self.head_dim
         wide = (None, "fsdp", "tensor")
         found: dict[str, Any] = {

@@ -27,7 +27,7 @@ from jaxppo import (
 from jaxppo.sharding import Audit, audit, known_device
 from jaxppo.trees import Paths
 
-QUERIES = 512  # that meet all keys at once
+QUERIES = 512  # how many queries are compared with all keys at a time
 CONFIG = PolicyLossConfig(entropy_coef=0.01)
 
 
@@ -37,12 +37,12 @@ class TrainStep:
 
     Args:
       sizes: the model.
-      tokens: on each shard of the data and context axes; with `rows` more rows of as many.
+      tokens: of a row, on each shard of the context axes.
       parallel: the mesh, over real or described devices.
-      rows: of each data shard, in each micro-batch.
-      micro_batches: K, one after the other; their gradients are summed in f32.
-      memory: bytes that the head may take, None for its default.
-      trees: rows hold shared prefixes, so that attention follows the segments' parents.
+      rows: how many each data shard has in a micro-batch.
+      micro_batches: K, how many run one after the other. Their gradients are summed in f32.
+      memory: bytes that the head may take. None: its default.
+      trees: whether rows share prefixes. Attention then follows the parents of segments.
     """
 
     sizes: ModelSizes
@@ -113,7 +113,7 @@ class TrainStep:
         return _norm(x, params["norm"].astype(jnp.bfloat16))
 
     def _attention(self, x: jax.Array, p: dict[str, jax.Array], angles: Any, batch: RolloutBatch) -> jax.Array:
-        """Causal attention along paths; keys and values are gathered over the context axis, in any layout."""
+        """Causal attention. Keys and values are gathered over the context axis, whatever its layout."""
         sizes, shards = self.sizes, self.parallel.context_size
         R, T = x.shape[:2]
 
@@ -126,7 +126,7 @@ class TrainStep:
         each = math.gcd(QUERIES, T // shards)
 
         def chunks(y: jax.Array, *roles: str | None) -> jax.Array:
-            """`[R, T, ...]` to `[chunks, R, shards, each, ...]`: the context axis stays where it is."""
+            """Reshapes `[R, T, ...]` to `[chunks, R, shards, each, ...]`; no token changes its context shard."""
             y = y.reshape(R, shards, -1, each, *y.shape[2:])
             return jnp.moveaxis(self._place(y, "data", "context", None, None, *roles), 2, 0)
 
@@ -147,7 +147,7 @@ class TrainStep:
         return self._place(y, "data", "context", "tensor") @ p["out"]
 
     def head(self, params: dict[str, jax.Array]) -> Head:
-        """bf16, as the products are."""
+        """The head, with a bf16 kernel."""
         layout = "vh" if self.sizes.tied else "hv"
         kernel = params["embed" if self.sizes.tied else "head"].astype(jnp.bfloat16)
         return Head(kernel, layout=layout, spec=self.parallel.kernel_spec(layout))
@@ -159,7 +159,7 @@ class TrainStep:
         return policy_loss_from_hidden(self.hidden(params, batch), self.head(params), batch, CONFIG, **options)
 
     def gradients(self, params: dict[str, jax.Array], batch: RolloutBatch) -> tuple[jax.Array, Any]:
-        """The loss of the step, and its gradients."""
+        """The step's loss and its gradients."""
         if self.micro_batches == 1:
             (loss, _), found = jax.value_and_grad(self.loss, has_aux=True)(params, (batch, None))
         else:
@@ -168,7 +168,7 @@ class TrainStep:
         return loss, found
 
     def __call__(self, params: Any, moments: Any, batch: RolloutBatch) -> Any:
-        """Updated parameters and moments, and the loss; moments are (first, second), each like the parameters."""
+        """Returns new parameters, new moments and the loss. `moments` is (first, second), each like the parameters."""
         loss, gradients = self.gradients(params, batch)
         first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments[0], gradients)
         second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, moments[1], gradients)
@@ -180,13 +180,13 @@ class TrainStep:
 
     @property
     def bytes_held(self) -> dict[str, int]:
-        """What a device holds from step to step, and the batch."""
+        """Bytes of parameters, moments and batch on one device."""
         params, moments, batch = (sum(map(_shard_bytes, jax.tree.leaves(x))) for x in self.arguments)
         return {"parameters, f32": params, "AdamW's moments, f32": moments, "batch": batch}
 
     @property
     def jitted(self) -> Callable[..., Any]:
-        """The step as a trainer compiles it: the old state's memory is the new one's."""
+        """The step as a trainer compiles it: the new state is written over the old one."""
         shardings = jax.tree.map(lambda x: x.sharding, self.params)
         return jax.jit(self, donate_argnums=(0, 1), out_shardings=(shardings, (shardings, shardings), None))
 
@@ -205,10 +205,14 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Whether a step fits a device: bytes by what they are for, the sum, and what the device has (None: unknown).
+    """Whether a step fits a device.
 
-    `step` and `loss` are what the compiler says of the whole step and of the loss on its own, gradients and head's
-    products among it; `step` is None where the compiler refused for memory, and then `needed` is its own figure.
+    Args:
+      parts: bytes by what they are for.
+      needed: their sum. If the compiler refused the step for lack of memory, it holds the compiler's own figure.
+      available: bytes of the device; None if unknown.
+      step: audit of the whole step; None if the compiler refused it.
+      loss: audit of the loss alone, with its gradients.
     """
 
     parts: dict[str, int]
@@ -243,7 +247,7 @@ class Fit:
 
 
 def held(step: TrainStep) -> tuple[dict[str, int], Audit | None]:
-    """What a device must hold, by what it is for, and the audit of the step; None if it does not fit the device."""
+    """Bytes that a device must hold, by what they are for, and the audit of the step, None if it does not fit."""
     parts, rest = step.bytes_held, "activations, gradients and other temporaries"
     try:
         found = audit(step.jitted, *step.arguments)
@@ -256,7 +260,7 @@ def held(step: TrainStep) -> tuple[dict[str, int], Audit | None]:
 
 
 def fit(step: TrainStep, loss: Audit) -> Fit:
-    """Compiles the whole step, and adds up what a device must hold; `loss` is the audit of the loss on its own."""
+    """Compiles the step and adds up what a device must hold. `loss`: the audit of the loss alone."""
     device = known_device(step.parallel.mesh.devices.flat[0].device_kind)  # described ones do not report their memory
     parts, found = held(step)
     return Fit(parts, sum(parts.values()), device and device.memory, found, loss)
