@@ -1,4 +1,4 @@
-"""Score centering: against the oracle, and that the expected gradient over the sampler is 0."""
+"""Score centering against the oracle, and its expected gradient under the sampler, which is 0."""
 
 import dataclasses
 
@@ -77,7 +77,7 @@ BATCH = batch_of(RNG.integers(0, V, (R, T)), ADVANTAGES)
 @pytest.mark.parametrize("tail", ["bucket", "renormalise"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_against_the_oracle(name, tail):
-    """All coefficients of an unclipped PPO, whose ratio is exact importance sampling, are 0 with a bucket."""
+    """With a bucket, the coefficients of unclipped PPO are all 0: its ratio is exact importance sampling."""
     loss, ratio_to, f = LOSSES[name]
     config = PolicyLossConfig(loss, ratio_to=ratio_to, aggregation="token_sum")
     ids, log_q = of_sampler(K)
@@ -147,7 +147,7 @@ def test_an_id_that_the_policy_finds_impossible(name, tail):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["one", "truncated", "masked"])
 def test_the_expected_gradient_over_the_sampler_is_zero(name):
-    """Every token of the vocabulary in turn is the sampled one, with its probability; alone, the policy loss moves."""
+    """The mean over every token that may be sampled, by its probability. Without centering it is not 0."""
     loss, ratio_to, _ = LOSSES[name]
     config = PolicyLossConfig(loss, ratio_to=ratio_to, aggregation="token_sum")
     given = of_sampler(V)

@@ -39,7 +39,7 @@ from jaxppo.covariance import covariance_mask
 
 
 def of_stats(config: dict[str, Any], where: Place, traced: bool) -> Any:
-    """A compiled function of (stats, batch, key, numbers): loss, gradient, metrics, selection."""
+    """Compiles a function of (stats, batch, key, numbers) that returns loss, gradient, metrics and selection."""
     parallel = where.parallel
 
     @quick_jit
@@ -69,7 +69,7 @@ def of_stats(config: dict[str, Any], where: Place, traced: bool) -> Any:
 
 
 def check_selection(config: dict[str, Any], samples: list[OracleSample], selected: list[np.ndarray]) -> None:
-    """Raises where the selection is not as the loss says; of random ones, how many there are and out of which."""
+    """Checks which tokens the loss selected. If it selects at random: how many, and that they are candidates."""
     samples = [without_impossible_tokens(s, config) for s in samples]
     loss, here = config["loss"], [s.here for s in samples]
     covariances, got = covariance(samples), np.concatenate([x[y] for x, y in zip(selected, here, strict=True)])
@@ -114,7 +114,7 @@ def test_policy_loss_of_large_steps(name: str):
 
 
 def check_policy_loss(config: dict, where: Place, traced: bool, bare: bool, drawn: list[Step]):
-    """`policy_loss` of given statistics; `bare` batches have nothing that the config does not need."""
+    """Checks `policy_loss` of given statistics. A `bare` batch has only the arrays that the config needs."""
     run = of_stats(config, where, traced)
     with_entropy = traced or not bare or config["entropy_coef"] != 0
     lacking = tuple({*VALUES} - needed(config)) if bare else ()

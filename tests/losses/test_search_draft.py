@@ -1,4 +1,4 @@
-"""The search of draft losses: random heads and depths, meshes, packings and micro-batches."""
+"""A search of draft losses over random heads, depths, meshes, packings and micro-batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_draft_loss():
 
 
 def near_ties(samples: list[OracleSample], drafts: list[HeadStep], policy: HeadStep, T: float) -> bool:
-    """Whether rounding may decide which of two probabilities is the smaller, where that moves a gradient."""
+    """Whether two probabilities are so near that rounding decides which is smaller, and with it a gradient."""
     for k, draft in enumerate(drafts, 1):
         for s, own, its in zip(samples, draft.samples, policy.samples, strict=True):
             here = np.nonzero(truth.shared_mask(s.mask, k))[0]
@@ -47,7 +47,7 @@ def near_ties(samples: list[OracleSample], drafts: list[HeadStep], policy: HeadS
 
 
 def check_draft_loss(options: dict, depths: int, own_heads: bool, where: Place, shape: HeadShape, step: Step):
-    """Each depth has a head of its own, or all share one; the policy's is another."""
+    """Checks one example. The depths have a head each or share one; the policy has its own."""
     parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
     plain = dataclasses.replace(shape, bias=False, lora=False, frozen=False, dtype="float32")
     drafts = [head_step(dataclasses.replace(step, seed=step.seed + k), shape) for k in range(depths)]

@@ -1,4 +1,4 @@
-"""The search of the losses that are not policy losses: value, supervised, multi-token prediction, distillation."""
+"""A search of value, supervised, multi-token-prediction and distillation losses."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_sft_loss(aggregation: str):
 
 
 def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[Step]):
-    """From hidden states, in one call where there is one for these options."""
+    """Checks one example from hidden states, in one pass if these options allow it."""
     parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
     of_loss = {k: options[k] for k in ("aggregation", "aggregation_norm")}
     plain = not options["label_smoothing"] and not options["z_loss"] and not shape.nucleus

@@ -1,4 +1,4 @@
-"""The search of preference and reward model losses: random pairs among other samples, wherever they lie."""
+"""A search of preference and reward model losses: random pairs, anywhere among other samples."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @st.composite
 def few_pairs(draw) -> tuple[Drawn, ...]:
-    """One to three pairs, and samples of other groups without a loss token, in any order."""
+    """Draws one to three pairs and, in any order among them, samples of other groups without loss tokens."""
     pairs, others = draw(st.integers(1, 3)), draw(st.integers(0, MOST - 6))
     ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=MOST, max_size=MOST, unique=True))
     found = []
@@ -82,14 +82,14 @@ WHERE = places((None, *MESHES), (None, None, 2, 3))
 
 
 def samples_of(step: Step) -> list[OracleSample]:
-    """The step's samples, no two of one reward; exp of sums of log-ratios is to be finite in the oracle."""
+    """Draws the step's samples. No two rewards are equal, and exp of a sum of log-ratios is finite in the oracle."""
     samples = step_samples(dataclasses.replace(step, spread=min(step.spread, 3.0)))
     rewards = f32(step.rng(5).permutation(len(samples)) - 0.4 * len(samples))
     return [dataclasses.replace(s, reward=float(r)) for s, r in zip(samples, rewards, strict=True)]
 
 
 def in_place(step: Step, samples: list[OracleSample], where: Place) -> tuple[RolloutBatch, Place]:
-    """The batch; in micro-batches, of which there are no more than groups, pairs are kept together."""
+    """Packs the batch. Micro-batches keep pairs together; there are at most as many as groups."""
     if where.micro_batches is None:
         return batch_of(step, samples, where, LACKING), where
     count = min(where.micro_batches, len({s.group_id for s in samples}))
@@ -101,7 +101,7 @@ def in_place(step: Step, samples: list[OracleSample], where: Place) -> tuple[Rol
 
 
 def moved(samples: list[OracleSample]) -> list[OracleSample]:
-    """As rounding of sums may move them: those of higher reward up, the others down."""
+    """Moves log-probs as far as rounding of sums may: up for the higher reward of a pair, down for the lower."""
     middle = np.median([s.reward for s in samples])
     found = []
     for s in samples:
@@ -155,7 +155,7 @@ def of_pairs(loss_of: Any, where: Place) -> Any:
 
 
 def settled(known: dict[str, float], near: dict[str, float], found: dict[str, Any]) -> tuple[Any, Any]:
-    """The metrics; accuracy is what was found where rounding decides it."""
+    """The expected metrics. Where rounding decides the accuracy, it is the one that was found."""
     if known.get("accuracy") != near.get("accuracy"):
         known = known | {"accuracy": float(found["accuracy"])}
     return known, near | ({"accuracy": known["accuracy"]} if "accuracy" in known else {})

@@ -34,7 +34,7 @@ def value(parallel, x, batch, **options):
 
 
 def truth(fn, x, batch):
-    """The f64 token_mean loss, by numpy."""
+    """The token_mean loss in float64 numpy."""
     mask = np.asarray(batch.loss_mask) > 0
     x, old, goal = (np.asarray(a, np.float64)[mask] for a in (x, batch.values, batch.returns))
     if fn is sft:
@@ -107,7 +107,7 @@ def test_value_conventions():
 
 
 def test_huber_by_hand():
-    """0.5 e^2 up to delta, delta (|e| - delta / 2) beyond, of the clipped value as well, as AReaL has it."""
+    """0.5 e^2 up to delta and delta (|e| - delta / 2) beyond, for the clipped value too, as in AReaL."""
     ids, one = jnp.ones((1, 3), int), jnp.ones((1, 3))
     sample, returns = jnp.zeros((1, 1), int), jnp.array([[1.0, -1.0, 3.0]])
     batch = RolloutBatch(ids, ids, ids, ids, one, sample, values=0 * one, returns=returns, real_last_targets=True)
@@ -133,7 +133,7 @@ OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2}
 
 
 def written_out(hidden, kernel, batch):
-    """Label smoothing and z-loss on logits written out."""
+    """Label smoothing and z-loss, from whole logits."""
     counted = batch.loss_mask > 0
     z = plain_logits(hidden, kernel, where=counted)
     log_z = jax.nn.logsumexp(z, axis=-1)
@@ -176,7 +176,7 @@ def test_label_smoothing_and_z_loss_on_every_mesh(path):
 
 
 def test_coefficients_may_be_traced():
-    """In one pass too, and constants of differentiation; a traced 0 is a term of 0."""
+    """In one pass too. They get no gradient, and a traced 0 adds a term of 0."""
     batch, _ = hard_batch()
     batch = dataclasses.replace(batch, targets=jnp.where(batch.loss_mask > 0, 3, -100))
     hidden = jax.random.normal(jax.random.key(0), (*batch.tokens.shape, H))

@@ -1,4 +1,4 @@
-"""Stale tokens: against plain float64, on any mesh, and a sampler that lags behind without harm."""
+"""Stale tokens: against plain float64 on any mesh, and with a sampler that lags behind."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ AGE = VERSION - DRAWN
 
 
 def oldest():
-    """For each loss token, the largest staleness in its sequence."""
+    """The largest staleness in each loss token's sequence."""
     out = np.zeros(MASK.shape)
     for row, _, places in sequences(BATCH):
         trained = places[MASK[row, places]]
@@ -154,7 +154,7 @@ PARALLEL = make_parallel_mesh("dp=2,cp=2,tp=1", devices=jax.devices()[:4])
 
 
 def draw(tables, versions, rng):
-    """Samples whose later tokens may come from a newer version than the first ones."""
+    """Draws samples in which later tokens may come from a newer policy than earlier ones."""
     found = []
     for i in range(PROMPTS * COPIES):
         prompt, drawn = i // COPIES, np.sort(rng.choice(versions, PLACES))

@@ -1,4 +1,4 @@
-"""Tokens that a step picks by its old and sampling log-probs, or by entropies: against sorting, on any mesh."""
+"""Masks over a step's tokens, by log-probs or entropies, compared with sorting, on any mesh."""
 
 import dataclasses
 import math
@@ -69,7 +69,7 @@ def test_the_highest_entropies_stay(place, share):
 
 
 def test_an_entropy_that_is_not_finite_makes_the_loss_nan():
-    """It passed for the highest of all, and the loss was a number."""
+    """Once it was taken as the highest of all, and the loss was finite."""
     ids, one = jnp.array([[1, 1, 1, 1]]), jnp.array([[-1.0, -1.0, -1.0, -1.0]])
     mask = jnp.array([[1.0, 1.0, 1.0, 0.0]])
     batch = RolloutBatch(ids, ids, ids, jnp.arange(4)[None], mask, jnp.array([[0]]), advantages=one, old_log_probs=one)
@@ -89,7 +89,7 @@ def test_an_entropy_that_is_not_finite_makes_the_loss_nan():
 
 
 def test_other_tokens_keep_their_penalties_and_the_denominators():
-    """20 tokens of 100: with every advantage the policy loss is another, the divergence is not."""
+    """20 of 100 tokens keep their policy loss. The KL term stays that of all tokens."""
     batch, _ = packed()
     stays = top_entropy_mask(jnp.asarray(batch.values), batch, 0.2)
     config = config_of("ppo")

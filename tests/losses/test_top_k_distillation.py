@@ -1,4 +1,4 @@
-"""Distillation from a teacher's top-k: against the oracle, what NeMo-RL computed, and the full divergence."""
+"""Distillation from a teacher's top-k, compared with the oracle, NeMo-RL's numbers and the full divergence."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ RNG = np.random.default_rng(3)
 
 
 def top_k(z, k):
-    """Ids and log-probs of the k likeliest of logits `[..., V]`."""
+    """The k largest ids of logits `[..., V]`, and their log-probs."""
     log_p = log_softmax(np.asarray(z, np.float64).reshape(-1, z.shape[-1])).reshape(z.shape)
     ids = np.argsort(-log_p, axis=-1)[..., :k]
     return ids.astype(np.int32), np.take_along_axis(log_p, ids, axis=-1).astype(np.float32)
@@ -55,7 +55,7 @@ def test_against_the_oracle(kind, tail):
 @pytest.mark.parametrize("tail", CLOSED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_never_negative(kind, tail):
-    """Far or near or equal, of any mass; what a bucket sees is at most the full divergence."""
+    """For near, far and equal policies and any mass of the ids. With a bucket it is at most the full divergence."""
     z = RNG.normal(size=(400, V)) * RNG.uniform(0, 12, (400, 1))
     far = RNG.normal(size=z.shape) * np.repeat([0.0, 1e-6, 1e-3, 1.0, 10.0], 80)[:, None]
     for k in (1, K, V):
@@ -70,7 +70,7 @@ def test_it_is_never_negative(kind, tail):
 
 
 def test_left_out_it_is_negative_where_the_student_has_more_mass_on_the_ids():
-    """-0.3 log 3, a plausible number that a clamp at 0 would hide, and with it the gradient."""
+    """It is -0.3 log 3. Clamping it at 0 would hide that, and lose the gradient."""
     p, q = np.log([[0.9]]), np.log([[0.3]])
 
     def of(tail):
@@ -85,7 +85,7 @@ def test_left_out_it_is_negative_where_the_student_has_more_mass_on_the_ids():
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_slots_count_no_mass(kind, tail):
-    """Whatever stands in them: the divergence is that without them, and they have no gradient."""
+    """Whatever an empty slot holds, the divergence does not depend on it, and it gets no gradient."""
     z, teacher = RNG.normal(size=(2, 9, V))
     ids, log_q = top_k(teacher, K)
     log_p = np.take_along_axis(log_softmax(z), ids, axis=-1).astype(np.float32)
@@ -108,7 +108,7 @@ def test_empty_slots_count_no_mass(kind, tail):
 @pytest.mark.every(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ids_are_the_full_divergence(kind):
-    """The mass is 1, in f32 a little more or less: the bucket holds 1e-7 of both, not a log of 0."""
+    """The ids' mass is 1 within f32's rounding: the bucket gets 1e-7 of both rather than log(0)."""
     z, teacher = RNG.normal(size=(2, 30, V)) * 3
     ids, log_q = top_k(teacher, V)
     log_p = np.take_along_axis(log_softmax(z), ids, axis=-1).astype(np.float32)
@@ -127,7 +127,7 @@ def test_all_ids_are_the_full_divergence(kind):
 
 
 def test_the_mixture_is_not_continuous_at_its_ends():
-    """It tends to 0, where TRL's alpha of 0 and 1 are the two KLs; so both ends are refused."""
+    """At both ends it tends to 0, while TRL's alpha of 0 and 1 give the two KLs. So both ends are refused."""
     p, q = np.log([[0.5, 0.2]]), np.log([[0.4, 0.4]])
 
     def of(**options):
@@ -167,9 +167,9 @@ RECORDS = json.loads((Path(__file__).parents[1] / "golden" / "peers" / "top_k_di
 @pytest.mark.every(3)
 @pytest.mark.parametrize("record", RECORDS, ids=[str(record["call"]) for record in RECORDS])
 def test_what_nemo_computed(record):
-    """Their teacher is renormalised always, their student unless `zero_outside_topk`.
+    """They always renormalise the teacher, and the student unless `zero_outside_topk` is set.
 
-    Renormalised it is before their call, so that gradients are by that.
+    They renormalise before the call, so their gradients are by renormalised log-probs.
     """
     options, (log_p, log_q) = record["options"], (np.asarray(record[x], np.float32) for x in ("student", "teacher"))
     kind, tail = f"{options['kl_type']}_kl", "leave_out" if options["zero_outside_topk"] else "renormalise"
@@ -192,7 +192,7 @@ MASK[0, :7], MASK[1, 3:5], MASK[3, 6] = 1, 1, 1
 
 
 def arrays():
-    """Hidden states, a kernel, a teacher's top-k and a batch; NaN and nonsense where no loss is."""
+    """Hidden states, a kernel, a teacher's top-k and a batch. Positions without loss hold NaN and invalid ids."""
     hidden, kernel = RNG.normal(size=(R, T, H)), RNG.normal(size=(H, V)) / 2
     ids, log_q = top_k(RNG.normal(size=(R, T, V)) * 2, K)
     ids[0, 1, 3:], ids[1, 3] = -1, -1
@@ -214,7 +214,7 @@ ARRAYS = arrays()
 
 
 def truth(kind, tail):
-    """The mean over the loss tokens, its gradients, and the teacher's and student's mean mass."""
+    """The mean loss, its gradients, and the mean mass of teacher and student on the ids."""
     hidden, kernel, ids, log_q, _ = (
         np.asarray(x, np.float64) if not isinstance(x, RolloutBatch) else x for x in ARRAYS
     )
@@ -298,7 +298,7 @@ def test_micro_batches_add_up():
 
 
 def test_from_logits_and_several_teachers_by_row():
-    """A row's teacher is what its row of the arrays holds."""
+    """Each row may have another teacher: its row of the arrays."""
     z, (one, other) = RNG.normal(size=(R, T, V)), (top_k(RNG.normal(size=(R, T, V)), K) for _ in range(2))
     batch = ARRAYS[4]
 

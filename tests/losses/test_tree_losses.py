@@ -1,4 +1,4 @@
-"""Losses, metrics, gradients and advantages of samples that share their prompts, beside those of the samples whole."""
+"""Samples that share prompts have the same losses, metrics, gradients and advantages as whole samples."""
 
 import dataclasses
 import functools
@@ -74,7 +74,7 @@ def test_no_denominator_counts_a_shared_prefix(aggregation):
 
 
 def of_step(batch, parallel):
-    """Group statistics on each token, and GAE, whose mask may be all response tokens, and REINFORCE++."""
+    """Group advantages of each token, GAE (its mask may be all response tokens) and REINFORCE++."""
     grouped = advantages.grpo(batch.rewards, batch.group_ids, parallel=parallel)
     rewards = advantages.token_rewards(batch.rewards, batch, parallel=parallel)
     found = {"grpo": advantages.spread(grouped, batch, parallel=parallel), "token_rewards": rewards}
@@ -104,7 +104,7 @@ DEPTHS = 2
 
 
 def states(batch, depth):
-    """`[R, T, H]` that follow from sample and position alone; a shared prefix has some of its own."""
+    """Hidden states `[R, T, H]` that depend on sample and position alone; a shared prefix has its own."""
     rng = np.random.default_rng(depth)
     table = rng.normal(size=(len(SAMPLES) + 1, 64, 6)).astype(np.float32)
     owners = np.take_along_axis(batch.sample_ids, np.maximum(batch.segment_ids - 1, 0), axis=1)
@@ -136,7 +136,7 @@ def test_multi_token_prediction(layout):
 
 
 def test_more_depths_than_packed_for():
-    """Depth 2 of branches that were packed for 1 would lose a target each, and nobody would see it."""
+    """Depth 2 of branches packed for depth 1 would silently lose one target each."""
     plain, trees = both(SAMPLES, row_length=LENGTH, mtp_depths=1)
     message = "depths: got 2 for a batch with shared prefixes, expected at most 1: RolloutBatch.from_samples"
     with pytest.raises(ValueError, match=message):

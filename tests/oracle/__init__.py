@@ -1,4 +1,4 @@
-"""The independent truth: every formula once more, in float64 numpy, by another hand.
+"""An independent reference: every formula again, in float64 numpy, sharing no code with the package.
 
 Nothing here knows of packing, rows, layouts, meshes, micro-batches, blocks or float32: a step is a list of samples, and
 a sum over tokens is a sum over tokens. Formulas are written from the papers that their docstrings name. What each

@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
 class StepLoss(NamedTuple):
     """The loss; its gradients by log-probs and entropies, `[m]` a sample, 0 where there is no loss; metrics by name.
 
-    What they were made of, for a caller that wants the size of the terms: the weight and the losses of each sample.
+    `weights` and `parts` are each sample's weight and losses, for callers that need the size of the terms.
     """
 
     loss: float
@@ -43,7 +43,7 @@ class StepLoss(NamedTuple):
 
 
 class SampleLoss(NamedTuple):
-    """On the loss tokens of a sample, `[n]`: losses, the gradients of their sum, and what metrics are made of."""
+    """Arrays `[n]` over the loss tokens of a sample: losses, gradients of their sum, and terms of metrics."""
 
     total: Array
     policy: Array
@@ -66,12 +66,12 @@ def complete(config: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def old_log_probs(s: OracleSample, held: Array, ratio_to: str) -> Array:
-    """What the ratio is over: the trainer's at the start of the step, the sampler's, or the current (a ratio of 1)."""
+    """The denominator of the ratio: the trainer's log-probs before the step, the sampler's, or the current ones."""
     return held if ratio_to == "current" else s.at({"old": "old_log_probs", "rollout": "rollout_log_probs"}[ratio_to])
 
 
 def step_tokens(samples: Sequence[OracleSample], config: Mapping[str, Any], held: Sequence[Array]) -> list[Tokens]:
-    """The loss tokens of each sample as policy losses take them."""
+    """The loss tokens of each sample, as arguments of a policy loss."""
     return [
         Tokens(
             s.at("log_probs"),
@@ -131,7 +131,7 @@ def policy_loss(
 
 
 def without_impossible_tokens(s: OracleSample, c: Mapping[str, Any]) -> OracleSample:
-    """The sample without loss on the tokens that a policy which is compared gives a log-prob of -inf, if they go.
+    """The sample without its impossible tokens, if the config leaves them out: those with a log-prob of -inf.
 
     The denominators of the loss are not those of this sample. NeMo-RL, `mask_out_neg_inf_logprobs`.
     """
@@ -146,7 +146,7 @@ def without_impossible_tokens(s: OracleSample, c: Mapping[str, Any]) -> OracleSa
 
 
 def compared(c: Mapping[str, Any]) -> set[str]:
-    """The policies that anything of the config compares."""
+    """The policies that the config compares."""
     off, kl = c["off_policy"] or {}, c["kl"] or {}
     pairs = [r.get("compares", "old/rollout") for r in off.get("rejections", ())]
     if off.get("weights", "none") != "none" or off.get("veto") is not None:
@@ -204,12 +204,12 @@ def sample_loss(s: OracleSample, t: Tokens, corrected: Correction, c: Mapping[st
 
 
 def token_values(t: Tokens) -> dict[str, Array]:
-    """What is reported of every policy loss: old - current, and the ratio."""
+    """Metrics of every policy loss: old - current log-probs, and the ratio."""
     return {"ppo_kl": -t.d, "ratio_mean": t.ratio}
 
 
 def sampler_values(trainer: Array, sampler: Array) -> dict[str, Array]:
-    """How far the sampler is from the trainer's old policy, the current one where the sampler itself is the old one.
+    """The sampler compared with the trainer's old policy, or with the current one if the sampler is the old one.
 
     |d| and exp(d) - 1 - d, with d = trainer - sampler.
     """

@@ -1,4 +1,4 @@
-"""The oracle against the reference vectors: slime's and verl's numbers, in float32."""
+"""The oracle against float32 reference vectors of slime and verl."""
 
 from dataclasses import replace
 
@@ -53,7 +53,7 @@ def pytest_generate_tests(metafunc):
 
 
 def alike(got, expected, context="", terms=0.0):
-    """Within float32 of the vectors: 1e-5 of each number, 2e-6 of the largest or of the `terms` it is a sum of."""
+    """Compares within float32: 1e-5 of each number, 2e-6 of the largest, or of the `terms` of a sum."""
     expected = np.asarray(expected, np.float64)
     scale = np.max(np.abs(expected), initial=terms)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale + 1e-9, err_msg=context)

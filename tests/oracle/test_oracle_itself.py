@@ -1,4 +1,4 @@
-"""The oracle checked by itself: every gradient by finite differences, and what must not change it.
+"""Checks of the oracle: every gradient by finite differences, and changes that must not matter.
 
 See test_oracle_by_hand.py and test_oracle_golden.py for its values.
 """
@@ -69,7 +69,7 @@ VARIANTS = [
 
 
 def make_step(seed=0, spread=0.4):
-    """Samples of uneven lengths with holes, one without a token, two rollouts of several; NaN where nothing is read."""
+    """Uneven samples with masked tokens, one without any loss token, two in one rollout; NaN where nothing is read."""
     rng = np.random.default_rng(seed)
     masks = [[0, 1, 1, 0, 1], [1, 1], [0, 0, 0], [1, 0, 1, 1, 1, 1, 0], [1]]
     samples = []

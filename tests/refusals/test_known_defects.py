@@ -1,4 +1,4 @@
-"""Twelve defects of existing systems, each with a case that such a system fails and the number that it would give."""
+"""Twelve defects of other systems. Each test has a case that such a system fails, and the number it would give."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ ROW = 16
 
 
 def batch_of(lengths, prompts, **per_token):
-    """One row of sequences of these lengths, of which the first `prompts` tokens are no response; padded to ROW."""
+    """One row of sequences of these lengths, padded to ROW. The first `prompts` tokens of each are its prompt."""
     ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     positions = np.concatenate([np.arange(n) for n in lengths])
     mask = np.concatenate(
@@ -107,7 +107,7 @@ def test_4_infinite_and_huge_logits():
 
 
 def micro_batches():
-    """Two of them, of 12 and 2 loss tokens, and the log-probs of the policy."""
+    """Two micro-batches, of 12 and 2 loss tokens, and the policy's log-probs."""
     rng = np.random.default_rng(1)
     given = [{"advantages": rng.normal(size=ROW), "old_log_probs": -rng.exponential(size=ROW)} for _ in range(2)]
     parts = [batch_of([8, 7], [1, 2], **given[0]), batch_of([9, 2], [8, 1], **given[1])]
