@@ -51,7 +51,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Sets the examples of searches: by day 40 that never change, at night 1000 new ones; each test takes its share."""
+    """Sets the examples of searches: by day 40 that never change, at night 600 new ones; each test takes its share."""
     if config.option.search_seed is None and hasattr(config, "workerinput"):  # of the process that hands out tests
         config.option.search_seed = int(os.environ["SEARCH_SEED"])
     elif config.option.search_seed is None:
@@ -61,7 +61,7 @@ def pytest_configure(config):
     common = {"deadline": None, "database": None, "suppress_health_check": checks, "print_blob": True}
     found, shrunk = hypothesis.Phase.generate, hypothesis.Phase.shrink
     hypothesis.settings.register_profile("slice", max_examples=40, derandomize=True, phases=[found], **common)
-    hypothesis.settings.register_profile("nightly", max_examples=1000, phases=[found, shrunk], **common)
+    hypothesis.settings.register_profile("nightly", max_examples=600, phases=[found, shrunk], **common)
     hypothesis.settings.load_profile("nightly" if config.getoption("--nightly") else "slice")
 
 

@@ -1,6 +1,6 @@
 """A search: random steps, configs, meshes, packings and micro-batches, each compared with the oracle.
 
-An example is one program, run on a few steps. `make test` runs a fixed slice of them, `--nightly` 1000 fresh ones.
+An example is one program, run on a few steps. `make test` runs a fixed slice of them, `--nightly` 600 fresh ones.
 """
 
 from __future__ import annotations
