@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
+from examples.described_gpu import described_gpus
 from examples.pod_sizes import HeadSizes
 from examples.pod_step import Fit, TrainStep, fit
 from jaxppo import (
@@ -235,12 +237,14 @@ _NO_TPU_HERE |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
 
 
 def described_devices(topology: str) -> Sequence[Any]:
-    """Described TPUs, which need no hardware.
+    """Described TPUs, or the H100s of one host as "h100:8", which need no hardware.
 
     Raises:
-      ModuleNotFoundError: libtpu is not installed.
+      ModuleNotFoundError: libtpu, or for GPUs jax-cuda12-plugin, is not installed.
       ValueError: libtpu does not know the topology.
     """
+    if gpus := re.fullmatch(r"h100:([1-8])", topology):
+        return described_gpus(int(gpus[1]))
     import libtpu  # noqa: F401  without it JAX's own error is a page long
 
     for name, value in _NO_TPU_HERE.items():
@@ -249,14 +253,14 @@ def described_devices(topology: str) -> Sequence[Any]:
         return topologies.get_topology_desc(topology, platform="tpu").devices
     except Exception as error:  # jaxlib raises several kinds
         reason = str(error).splitlines()[0]
-        raise ValueError(f"topology: got {topology!r}, expected one like v5p:8x8x8 ({reason})") from error
+        raise ValueError(f"topology: got {topology!r}, expected one like v5p:8x8x8 or h100:8 ({reason})") from error
 
 
 def described_mesh(mesh: str, topology: str) -> ParallelMesh:
-    """A mesh over described TPUs.
+    """A mesh over described TPUs or GPUs.
 
     Raises:
-      ModuleNotFoundError: libtpu is not installed.
+      ModuleNotFoundError: libtpu, or for GPUs jax-cuda12-plugin, is not installed.
       ValueError: libtpu does not know the topology, or the mesh has another number of devices.
     """
     return make_parallel_mesh(mesh, devices=described_devices(topology))

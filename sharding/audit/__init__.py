@@ -1,8 +1,8 @@
 """The cost of a program on each device, read from what JAX traces and XLA compiles; the devices need not be there.
 
 `audit` is the entry point; `note` lets a function leave remarks for it. `results` holds the records that they return,
-`devices` the public figures of TPUs and GPUs. `flops` reads jaxprs. `hlo`, `hlo_integers`, `hlo_bytes` and `tpu_time`
-read the text of a compiled module, and `trips` counts the turns of loops for both.
+`devices` the public figures of TPUs and GPUs. `flops` reads jaxprs. `hlo`, `hlo_integers`, `hlo_bytes`, `tpu_time`
+and `gpu_time` read the text of a compiled module, and `trips` counts the turns of loops for both.
 
 The text (HLO) is parsed by hand, because nothing lighter knows enough. `compiled.cost_analysis()` counts the body of a
 loop once, whatever the loop's length. The bindings of jaxlib (`jaxlib._hlo`) show neither shapes nor attributes. The

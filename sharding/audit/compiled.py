@@ -12,11 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from .devices import device_of
+from .devices import Device, device_of
 from .flops import count_flops
+from .gpu_time import roofline
 from .hlo import Module, parse, transfer
 from .program import notes
-from .results import Audit, Collective
+from .results import Audit, Collective, Time
 from .tpu_time import estimate_time
 
 
@@ -35,10 +36,18 @@ def read(fn: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Audit:
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         flops=count_flops(traced.jaxpr),
-        time=estimate_time(generated, chip) if chip and generated else None,
+        time=_time(text, generated, chip, device),
         notes=notes(traced.jaxpr),
         text=text,
     )
+
+
+def _time(text: str, generated: str, chip: Device | None, device: Any) -> Time | None:
+    if chip is None:
+        return None
+    if device.platform == "gpu":
+        return roofline(text, chip)
+    return estimate_time(generated, chip) if generated else None
 
 
 def _mesh_of(args: Any) -> Mesh | None:

@@ -70,7 +70,7 @@ def _value(
             return loop(module, instruction, known).results
         case "constant":
             return _constant(instruction.inside, dtype)
-        case "fusion" | "call" if dtype:
+        case "fusion" | "call" if dtype or instruction.shape.startswith("("):
             return _result(module, module.called(instruction, "calls", "to_apply")[0], operands)
     if dtype is None or not operands or any(isinstance(x, list) for x in operands):
         return None

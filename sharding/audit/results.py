@@ -81,7 +81,10 @@ class Milliseconds:
 
 @dataclasses.dataclass(frozen=True)
 class Time(Milliseconds):
-    """The time of a program on a TPU as its compiler estimates it, with loops at full count.
+    """The time of a program with loops at full count: on a TPU as its compiler estimates it, on a GPU at the least.
+
+    XLA for GPUs makes no estimate. Each kernel takes the time of its bytes at the memory's peak or that of its products
+    at the peak of their dtype, whichever is longer. What a kernel takes to start is left out.
 
     A loop that data may end early takes the most turns that it can, and a `cond` takes its longer branch, unless a
     `note` says that it rarely does. `least` is the time with the fewest turns and the shorter branches. A loop that
@@ -89,14 +92,15 @@ class Time(Milliseconds):
 
     A collective takes 2 us and, of n devices in one ring with b bytes (see `Collective.bytes`): 2 b (n-1)/n for an
     all-reduce, b (n-1)/n for an all-gather or a reduce-scatter, b n/4 for an all-to-all, over both directions of a link
-    where the ring closes and over one where it is a line; b over one link for a permutation.
+    where the ring closes and over one where it is a line; b over one link for a permutation. GPUs reach each other
+    through a switch, as those of one host do: an all-to-all takes b (n-1)/n.
 
     Args:
       least: the time with data-dependent loops and branches at their shortest.
       unknown: in words, what the figures leave out or guess: loops that nothing bounds, kernels that declare nothing,
         work of the sparse cores, collectives whose groups could not be read.
-      compiler: the name and version of the compiler that made the estimates.
-      chip: the name of the TPU.
+      compiler: the name and version of the compiler that made the estimates; "a roofline" on a GPU.
+      chip: the name of the device.
     """
 
     least: Milliseconds
@@ -121,8 +125,8 @@ class Audit:
       argument_bytes: the size of the arguments.
       output_bytes: the size of the results.
       flops: the flops of its matrix products, with loops counted; a range where a loop's length depends on data.
-      time: XLA:TPU's estimate, see `jaxppo.sharding.Time`; None where the devices are not known TPUs, or where a
-        persistent compilation cache answered instead of the compiler.
+      time: XLA:TPU's estimate, or a roofline for GPUs, see `jaxppo.sharding.Time`; None where the devices are neither
+        known TPUs nor known GPUs, or where a persistent compilation cache answered instead of the compiler for TPUs.
       notes: the notes that the function left, see `jaxppo.sharding.note`.
       text: the compiled module.
     """

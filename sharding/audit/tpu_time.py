@@ -51,16 +51,7 @@ def estimate_time(text: str, chip: Device) -> Time:
       >>> estimate_time(text, known_device("TPU v5")).elementwise
       1.0
     """
-    module = parse(text)
-    clock = _Clock(module, chip)
-    least, full = (Milliseconds(*map(float, row)) for row in clock.run(module.entry, ()) * 1e3)
-    return Time(
-        **dataclasses.asdict(full),
-        least=least,
-        unknown=tuple(dict.fromkeys(clock.unknown)),
-        compiler=_compiler(),
-        chip=chip.name,
-    )
+    return Clock(parse(text), chip).time(_compiler())
 
 
 def _compiler() -> str:
@@ -71,22 +62,28 @@ def _compiler() -> str:
 
 
 # Instructions that take no time of their own, or whose time passes beside other work.
-_FREE = frozenset(
+FREE = frozenset(
     {"after-all", "async-done", "async-start", "async-update", "bitcast", "constant", "copy-done", "copy-start",
      "get-tuple-element", "infeed", "opt-barrier", "outfeed", "parameter", "partition-id", "recv", "replica-id", "send",
      "tuple"}
 )  # fmt: skip
-_MOVES = frozenset(
+MOVES = frozenset(
     {"bitcast", "broadcast", "concatenate", "constant", "copy", "dynamic-slice", "dynamic-update-slice",
      "get-tuple-element", "pad", "parameter", "reshape", "reverse", "slice", "transpose", "tuple"}
 )  # fmt: skip
 
 
-class _Clock:
+class Clock:
     """Adds up a module. Times are arrays `[2, kinds]` in seconds: with the fewest turns, and with the most."""
 
     def __init__(self, module: Module, chip: Device) -> None:
         self.module, self.chip, self.unknown = module, chip, list[str]()
+
+    def time(self, compiler: str) -> Time:
+        """The time of the module, by the compiler of this name."""
+        least, full = (Milliseconds(*map(float, row)) for row in self.run(self.module.entry, ()) * 1e3)
+        unknown = tuple(dict.fromkeys(self.unknown))
+        return Time(**dataclasses.asdict(full), least=least, unknown=unknown, compiler=compiler, chip=self.chip.name)
 
     def run(self, name: str, args: Sequence[Known]) -> np.ndarray:
         """The time of a computation, given what is known of its parameters."""
@@ -97,13 +94,13 @@ class _Clock:
         for x in computation.values():
             source = x.operands[0] if x.operands else ""
             if (found := self._sent(name, x)) is not None:
-                seconds = self._ring_seconds(found, x)
+                seconds = self.ring_seconds(found, x)
                 if x.op == "fusion" and _cycles(x) is not None:  # with work of its own
-                    total += self._plain(computation, x)
+                    total += self.plain(computation, x)
                 if x.op.endswith("-start"):
                     started[x.name] = seconds, total[:, _COMPUTE].sum(axis=1)
                 else:
-                    total += _spent("collectives", seconds)
+                    total += spent("collectives", seconds)
             elif source in started and x.op == "async-update":
                 started[x.name] = started.pop(source)
             elif source in started and x.op.endswith("-done"):
@@ -111,7 +108,7 @@ class _Clock:
                 total += _beside(seconds, before, total[:, _COMPUTE].sum(axis=1))
             else:
                 total += self._instruction(computation, x, known)
-        return total + sum(_spent("overlapped", seconds) for seconds, _ in started.values())
+        return total + sum(spent("overlapped", seconds) for seconds, _ in started.values())
 
     def _sent(self, name: str, x: Instruction) -> Transfer | None:
         """The collective that an instruction is, or that it wraps."""
@@ -139,8 +136,8 @@ class _Clock:
             [wrapped] = self.module.called(x, "calls")
             self.unknown.append(f"what the sparse cores take beside the rest ({root(wrapped).op_name or x.name})")
         if x.op == "custom-call" and 'custom_call_target="tpu_custom_call"' in x.attributes:
-            return _spent("kernels", self._kernel_seconds(computation, x))
-        return self._plain(computation, x)
+            return spent("kernels", self._kernel_seconds(computation, x))
+        return self.plain(computation, x)
 
     def _loop(self, x: Instruction, known: dict[str, Known]) -> np.ndarray:
         found = loop(self.module, x, known)
@@ -154,33 +151,33 @@ class _Clock:
         asked = Turns(found.turns.low + 1, found.turns.high + 1)
         return _repeated(body, found.turns) + _repeated(asking, asked)
 
-    def _plain(self, computation: Computation, x: Instruction) -> np.ndarray:
+    def plain(self, computation: Computation, x: Instruction) -> np.ndarray:
         """The time of an instruction or a fusion that runs by itself."""
         cycles = _cycles(x)
-        if x.op in _FREE or x.op.endswith("-done") or (x.op == "custom-call" and cycles is None):
+        if x.op in FREE or x.op.endswith("-done") or (x.op == "custom-call" and cycles is None):
             return np.zeros((2, len(_KINDS)))
-        inside = self._inside(computation, x)
+        inside = self.inside(computation, x)
         is_product = any(y.op in ("convolution", "dot") for _, y in inside)
-        if cycles is None and all(_is_on_scalars(c, y) for c, y in inside):
+        if cycles is None and all(is_on_scalars(c, y) for c, y in inside):
             return np.zeros((2, len(_KINDS)))
-        is_move = all(y.op in _MOVES or _is_on_scalars(c, y) for c, y in inside)
+        is_move = all(y.op in MOVES or is_on_scalars(c, y) for c, y in inside)
         kind = "products" if is_product else "copies" if is_move else "elementwise"
         by_bytes = hbm_bytes(self.module, computation, x) / self.chip.bandwidth
         if cycles is None:
-            flops = sum(_product_flops(c, y) for c, y in inside if y.op in ("convolution", "dot"))
+            flops = sum(product_flops(c, y) for c, y in inside if y.op in ("convolution", "dot"))
             seconds = max(by_bytes, flops / self.chip.flops)
-            return _spent(kind, seconds) + _spent("unestimated", seconds)
+            return spent(kind, seconds) + spent("unestimated", seconds)
         seconds = cycles / self.chip.hertz
         if all(_is_fill(c, y) for c, y in inside):
             seconds = min(seconds, by_bytes)  # a constant: the estimate is up to ten times its bytes
-        return _spent(kind, seconds)
+        return spent(kind, seconds)
 
-    def _inside(self, computation: Computation, x: Instruction) -> list[tuple[Computation, Instruction]]:
+    def inside(self, computation: Computation, x: Instruction) -> list[tuple[Computation, Instruction]]:
         """The instructions of a fusion and of those in it; any other instruction itself."""
         if x.op != "fusion":
             return [(computation, x)]
         [inner] = self.module.called(x, "calls")
-        return [found for y in inner.values() for found in self._inside(inner, y)]
+        return [found for y in inner.values() for found in self.inside(inner, y)]
 
     def _kernel_seconds(self, computation: Computation, x: Instruction) -> float:
         declared = re.search(r'"cost_estimate":\{([^}]*)\}', x.attributes)
@@ -190,7 +187,7 @@ class _Clock:
         moved = cost.get("bytes_accessed") or hbm_bytes(self.module, computation, x)
         return max(cost.get("flops", 0) / (_KERNEL_PEAK * self.chip.flops), moved / self.chip.bandwidth)
 
-    def _ring_seconds(self, sent: Transfer, x: Instruction) -> float:
+    def ring_seconds(self, sent: Transfer, x: Instruction) -> float:
         n = max((len(group) for group in sent.groups), default=self.module.devices)
         if not sent.groups:
             self.unknown.append(f"what {x.name} joins ({x.op_name}): charged for all {n} devices")
@@ -212,7 +209,7 @@ def _cycles(x: Instruction) -> int | None:
     return int(found[1]) if found else None
 
 
-def _spent(kind: str, seconds: float) -> np.ndarray:
+def spent(kind: str, seconds: float) -> np.ndarray:
     return np.tile(_KIND[kind] * seconds, (2, 1))
 
 
@@ -230,25 +227,25 @@ def _beside(seconds: float, before: np.ndarray, after: np.ndarray) -> np.ndarray
     """The time of a collective that other work overlaps between its start and its end."""
     work = np.subtract(after, before, out=np.zeros_like(before), where=np.isfinite(before))
     hidden = np.minimum(work, seconds)[:, None]
-    return hidden * (_KIND["overlapped"] - _KIND["collectives"]) + _spent("collectives", seconds)
+    return hidden * (_KIND["overlapped"] - _KIND["collectives"]) + spent("collectives", seconds)
 
 
-def _is_scalar(x: Instruction) -> bool:
+def is_scalar(x: Instruction) -> bool:
     return re.match(r"\w+\[\]", x.shape) is not None
 
 
-def _is_on_scalars(computation: Computation, x: Instruction) -> bool:
-    return _is_scalar(x) and all(_is_scalar(computation[name]) for name in x.operands if name in computation)
+def is_on_scalars(computation: Computation, x: Instruction) -> bool:
+    return is_scalar(x) and all(is_scalar(computation[name]) for name in x.operands if name in computation)
 
 
 def _is_fill(computation: Computation, x: Instruction) -> bool:
     """Whether an instruction only fills an array with one value."""
     if x.op == "broadcast":
-        return all(_is_scalar(computation[name]) for name in x.operands)
-    return x.op in ("bitcast", "constant", "tuple") or (x.op == "parameter" and _is_scalar(x))
+        return all(is_scalar(computation[name]) for name in x.operands)
+    return x.op in ("bitcast", "constant", "tuple") or (x.op == "parameter" and is_scalar(x))
 
 
-def _product_flops(computation: Computation, x: Instruction) -> float:
+def product_flops(computation: Computation, x: Instruction) -> float:
     """The flops of a product: of TPUs' `convolution(rows, kernel), dim_labels=bf_io->bf`, or of a `dot`."""
     lhs, rhs = (dimensions(computation[name].shape) if name in computation else [] for name in x.operands[:2])
     if labels := re.search(r"dim_labels=\w+_(\w+)->", x.attributes):

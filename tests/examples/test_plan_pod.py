@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from described_gpu import H100, NO_SEARCH
-from jax.experimental import topologies
 from programs import without_gpu_plugin
 
 from examples import plan_pod, pod_head
+from examples.described_gpu import NO_SEARCH
 from examples.pod_sizes import HEADS, MODELS, HeadSizes, ModelSizes
 from examples.pod_step import GIB, TrainStep
 from sharding import make_parallel_mesh
@@ -139,9 +138,7 @@ def test_a_whole_step_of_a_qwen3_8b_fits_a_pod(mesh, topology):
 @pytest.mark.nightly
 def test_a_whole_step_of_a_qwen3_8b_fits_a_gpu_host():
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs takes the extra gpu-aot")
-    topology = {"platform": "cuda", "topology": "1x1x8", "target_config": H100}
-    devices = topologies.get_topology_desc("", **topology).devices
-    step = TrainStep(MODELS["qwen3-8b"], 4096, make_parallel_mesh("fsdp=4,tp=2", devices=devices))
+    step = TrainStep(MODELS["qwen3-8b"], 4096, pod_head.described_mesh("fsdp=4,tp=2", "h100:8"))
     memory = step.jitted.lower(*step.arguments).compile(NO_SEARCH).memory_analysis()
     held = sum(step.bytes_held.values())
     assert memory.argument_size_in_bytes == pytest.approx(held, rel=1e-3)

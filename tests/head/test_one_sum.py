@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from policy_steps import step_of
 
+from examples.pod_head import described_mesh
 from jaxppo import (
     Head,
     LoRA,
@@ -269,11 +269,13 @@ def test_a_term_of_parameters_alone_is_refused_in_a_shard_map():
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("topology", ["v5p:2x2x2", "h100:8"])
 @pytest.mark.parametrize("way", [one_pass, pytest.param(two_passes, marks=pytest.mark.nightly)])
-def test_on_a_tpu(way):
+def test_on_accelerators(topology, way):
     """The sum stays in f32 although its result is rounded, and no scatter or gather of it is left in the loop."""
-    devices = topologies.get_topology_desc("v5p:2x2x2", platform="tpu").devices
-    parallel = ParallelMesh(Mesh(np.array(devices).reshape(2, 2, 2), ("dp", "cp", "tp")))
+    if topology.startswith("h100"):
+        pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs takes the extra gpu-aot")
+    parallel = described_mesh("dp=2,cp=2,tp=2", topology)
     rows, tokens, hidden, columns = 2, 2048, 512, 16384
 
     def described(shape, dtype, *spec):

@@ -1,4 +1,11 @@
-"""A description of a GPU, so that XLA compiles for it on a machine without one."""
+"""Described H100s, so that XLA compiles for them on a machine without a GPU. Takes the extra gpu-aot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.experimental import topologies
 
 H100 = """
 gpu_device_info {
@@ -11,3 +18,15 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 patch: 0 } device_description_str: "NVIDIA H100 80GB HBM3"
 """
 NO_SEARCH = {"xla_gpu_autotune_level": "0"}  # no search for the fastest kernels: there is no card to time them on
+
+
+def described_gpus(count: int) -> Sequence[Any]:
+    """H100s of one host.
+
+    Raises:
+      ModuleNotFoundError: jax-cuda12-plugin is not installed.
+    """
+    import jax_cuda12_plugin  # noqa: F401  without it JAX's own error is a page long
+
+    topology = f"1x1x{count}"  # slices, hosts, devices of a host
+    return topologies.get_topology_desc("", platform="cuda", topology=topology, target_config=H100).devices

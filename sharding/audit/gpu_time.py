@@ -1,0 +1,95 @@
+"""A lower bound of a compiled GPU program's time, by a roofline of its kernels. No GPU is needed.
+
+XLA for GPUs writes no estimate into its modules. Each kernel, which is one instruction of the module, is charged the
+bytes that it moves at the memory's peak or the products in it at the peak of their dtype, whichever takes longer; those
+of a loop once for each turn. What a kernel takes to start, what the caches hold and how far a kernel stays below the
+peaks is left out, so that a real card takes longer: the figure is for comparing programs.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from .devices import Device
+from .hlo import Computation, Instruction, Transfer, dimensions, parse
+from .hlo_bytes import hbm_bytes
+from .results import Time
+from .tpu_time import FREE, MOVES, Clock, is_on_scalars, product_flops, spent
+
+# Peaks over that of bf16. f32 operands are multiplied as TF32, unless the highest precision is asked for: then outside
+# of the tensor cores, a sixteenth on an H100 (https://www.nvidia.com/en-us/data-center/h100).
+_TF32, _FULL_F32 = 1 / 2, 1 / 16
+
+
+def roofline(text: str, chip: Device) -> Time:
+    """The least time of a compiled GPU module: bytes or products of each kernel, loops as often as they turn.
+
+    Args:
+      text: of the optimized module.
+      chip: that it was compiled for.
+
+    Returns:
+      `Time`.
+
+    Example:
+      >>> from sharding.audit.devices import known_device
+      >>> text = '''ENTRY %main (x: f32[3350,250000]) -> f32[3350,250000] {
+      ...   %x = f32[3350,250000]{1,0} parameter(0)
+      ...   ROOT %y = f32[3350,250000]{1,0} add(%x, %x)
+      ... }'''
+      >>> roofline(text, known_device("H100")).elementwise
+      2.0
+    """
+    return _Roofline(parse(text), chip).time("a roofline")
+
+
+class _Roofline(Clock):
+    """See `Clock`."""
+
+    def plain(self, computation: Computation, x: Instruction) -> np.ndarray:
+        inside = self.inside(computation, x)
+        free = x.op in FREE or x.op.endswith("-done") or 'custom_call_target="AllocateBuffer"' in x.attributes
+        if free or all(is_on_scalars(c, y) for c, y in inside):
+            return spent("copies", 0.0)
+        products = sum(_product_seconds(c, y, self.chip) for c, y in inside)
+        if x.op == "custom-call":
+            products = _library_seconds(computation, x, self.chip)
+        is_move = all(y.op in MOVES or is_on_scalars(c, y) for c, y in inside)
+        kind = "products" if products else "copies" if is_move else "elementwise"
+        return spent(kind, max(products, hbm_bytes(self.module, computation, x) / self.chip.bandwidth))
+
+    def ring_seconds(self, sent: Transfer, x: Instruction) -> float:
+        """As on a line of TPUs; but each pair of GPUs is equally far, so that an all-to-all sends each byte once."""
+        n = max((len(group) for group in sent.groups), default=self.module.devices)
+        if sent.op in ("all-to-all", "ragged-all-to-all"):
+            return (n - 1) / n * sent.bytes / self.chip.link
+        return super().ring_seconds(sent, x)
+
+
+def _product_seconds(computation: Computation, x: Instruction, chip: Device) -> float:
+    if x.op != "dot":
+        return 0.0
+    operands = [computation[name].shape for name in x.operands if name in computation]
+    return product_flops(computation, x) / _peak(operands, x.attributes, chip)
+
+
+def _library_seconds(computation: Computation, x: Instruction, chip: Device) -> float:
+    """The time of a product `[M, K] @ [K, N]` that a library computes; 0 for its other functions.
+
+    The sizes multiplied are those of both factors and of the result: M K K N M N.
+    """
+    if not re.search(r'custom_call_target="__cublas', x.attributes):
+        return 0.0
+    operands = [computation[name].shape for name in x.operands[:2] if name in computation]
+    result = re.search(r"\w+\[[^\]]*\]", x.shape)
+    sizes = [float(np.prod(dimensions(shape))) for shape in (*operands, result[0] if result else "[]")]
+    return 2 * float(np.prod(sizes)) ** 0.5 / _peak(operands, x.attributes, chip)
+
+
+def _peak(operands: list[str], attributes: str, chip: Device) -> float:
+    if not any(shape.startswith("f32") for shape in operands):
+        return chip.flops
+    highest = re.search(r'operand_precision=\{[^}]*highest|"operand_precision":\["HIGHEST', attributes)
+    return chip.flops * (_FULL_F32 if highest else _TF32)
