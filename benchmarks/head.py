@@ -3,6 +3,7 @@
     python -m benchmarks.head                                   # the table, the sweeps and the real heads
     python -m benchmarks.head --parts tpu --tpu v5p:2x2x4       # full-size heads, by the TPU compiler (needs libtpu)
     python -m benchmarks.head --gpu                             # full-size heads and a sweep of tiles, on a GPU
+    python -m benchmarks.head --parts roofline                  # full-size heads on described H100s (needs gpu-aot)
 
 Times are medians over rounds in which every version runs once; temporaries are the compiled module's. Each version's
 gradients are compared with those of the first of its group. Tables go to the terminal, JSON and plots to --out.
@@ -175,12 +176,17 @@ def tpu_part(args: argparse.Namespace) -> Records:
     """Full-size heads in bf16 by the TPU compiler: estimated times, also over the bare products, and temporaries."""
     records: Records = []
     for topology, mesh, name, tokens in itertools.product(args.tpu, args.mesh, args.heads, args.tpu_tokens):
-        step = Step(HEADS[name], tokens, jnp.bfloat16, described_mesh(mesh, topology))
-        found = [{"version": version, **cost} for version, cost in costs(step).items()]
-        show(f"{name}, {tokens} tokens a device, bf16, {mesh} on {topology}", found)
-        case = {"topology": topology, "mesh": mesh, "head": name, "tokens_per_shard": tokens}
-        records += [{**case, **record} for record in found]
+        records += described(name, HEADS[name], tokens, mesh, topology)
     return records
+
+
+def described(name: str, sizes: HeadSizes, tokens: int, mesh: str, topology: str) -> Records:
+    """The costs of one head on a mesh over described devices."""
+    step = Step(sizes, tokens, jnp.bfloat16, described_mesh(mesh, topology))
+    found = [{"version": version, **cost} for version, cost in costs(step).items()]
+    show(f"{name}, {tokens} tokens a device, bf16, {mesh} on {topology}", found)
+    case = {"topology": topology, "mesh": mesh, "head": name, "tokens_per_shard": tokens}
+    return [{**case, **record} for record in found]
 
 
 def gpu_part(args: argparse.Namespace) -> Records:
@@ -193,6 +199,15 @@ def gpu_part(args: argparse.Namespace) -> Records:
         show(f"{_title(case)}: memory of one pass, tiles of two", swept)
         sizes = {"tokens": case.tokens, **dataclasses.asdict(case.sizes)}
         records += [{**sizes, **record} for record in found + swept]
+    return records
+
+
+def roofline_part(args: argparse.Namespace) -> Records:
+    """Full-size heads in bf16 on described H100s, by a roofline of the kernels that XLA makes for them."""
+    records = described("qwen3-8b", HEADS["qwen3-8b"], 8192, "cp=2,tp=4", "h100:8")
+    for case in gpu.CASES:
+        name = f"H={case.sizes.hidden_size}, V={case.sizes.vocab_size}"
+        records += described(name, case.sizes, case.tokens, "dp=1", "h100:1")
     return records
 
 
@@ -280,15 +295,16 @@ PARTS = {
     "heads": heads_part,
     "tpu": tpu_part,
     "gpu": gpu_part,
+    "roofline": roofline_part,
 }
-ELSEWHERE = ("tpu", "gpu")  # parts that need other devices than this machine may have
+NAMED = ("tpu", "gpu", "roofline")  # parts that run only where they are asked for: they need devices or extras
 DRAWN = {"vocabulary": plots.time_over_vocabulary, "tokens": plots.temporaries_over_tokens}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, help="all but tpu and gpu by default")
+    add("--parts", nargs="+", choices=PARTS, help="all but tpu, gpu and roofline by default")
     add("--tokens", type=int, default=2048)
     add("--hidden-size", type=int, default=1024)
     add("--vocab-size", type=int, default=32768)
@@ -309,7 +325,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(arguments)
     if args.parts is None:
-        args.parts = ["gpu"] if args.gpu else [part for part in PARTS if part not in ELSEWHERE or getattr(args, part)]
+        args.parts = (
+            ["gpu"] if args.gpu else [part for part in PARTS if part not in NAMED or getattr(args, part, False)]
+        )
     if "tpu" in args.parts and not args.tpu:
         parser.error("tpu: expected --tpu TOPOLOGY, such as v5p:2x2x4")
     if "gpu" in args.parts:

@@ -150,8 +150,12 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
             of_block = lax.dynamic_slice(dz, (0, start), (n, size))
             return parameter_gradients(call, of_block, first_of_factor(call, factor, n), total)
 
-        def of_kernel(start: Any, size: int) -> Any:
-            return written(partial(of_columns, start=start, size=size, total=Parameters(True))).kernel
+        def of_kernel(dtype: Any, start: Any, size: int) -> Any:
+            def of_rows(n: int) -> Any:
+                found = of_columns(n, start, size, Parameters(True)).kernel
+                return None if found is None else found.astype(dtype)
+
+            return written(of_rows)
 
         dfeatures = walk.put_features(groups, dfeatures, written(of_rows), primals, slots)
         found = written(partial(of_columns, start=0, size=dz.shape[1], total=total))
@@ -215,11 +219,15 @@ def _padded(count: int, x: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(whole, x, 0, 0) if whole.shape != x.shape else x
 
 
-def _kernel_gradient(walk: Walk, part: Callable[[Any, int], Any], primal: jax.Array) -> jax.Array:
-    """dkernel, summed over devices a block of columns at a time, so that no f32 array of its shape is needed."""
+def _kernel_gradient(walk: Walk, part: Callable[..., Any], primal: jax.Array) -> jax.Array:
+    """dkernel, summed over devices a block of columns at a time, so that no f32 array of its shape is needed.
+
+    `part(dtype, start, size)` is the product; what no sum follows is rounded there, where XLA makes it one kernel.
+    """
     call = walk.call
     summed = walk.axes - varying(primal) and call.sum_dtype == "float32"
     size = SUMMED_BYTES // (4 * primal.shape[1 - call.v_dim]) if summed else primal.shape[call.v_dim]
+    part = partial(part, jnp.float32 if summed else primal.dtype)
     found: jax.Array = sum_in_blocks(part, primal, call.v_dim, size, **walk.vocabulary.sums)
     return found
 

@@ -38,16 +38,16 @@ CPU = Profile(
     deterministic=256,
     shared_sums=False,
     references=0,
+    gathers_columns=False,
 )
 
 
 def _accelerator(
-    kind: str, columns: int, masked_columns: int, least: int = 512, tile: int = 150, wide: int = 8192, tpu: bool = True
+    kind: str, columns: int, masked_columns: int, least: int = 512, tile: int = 150, tpu: bool = True
 ) -> Profile:
     """By default a sixteenth of the device's memory; of a kind that nobody knows it is taken to be 16 GiB.
 
-    A tile of 75 MiB stays in the VMEM of a v5e or v6e. On GPUs the second pass takes 2048 tokens at a time, to stay
-    below 0.25 GiB where a head is Qwen3-8B's; nothing was timed there.
+    A tile of 75 MiB stays in the VMEM of a v5e or v6e.
     """
     device = known_device(kind)
     return Profile(
@@ -59,16 +59,22 @@ def _accelerator(
         group=8192,
         chunk=2048,
         columns=columns,
-        wide=wide,
+        wide=8192,
         masked_columns=masked_columns,
         deterministic=1024,
         shared_sums=tpu,
-        references=150 * MIB if tpu else 0,
+        references=(150 if tpu else tile) * MIB,
+        gathers_columns=not tpu,
     )
 
 
 def _gpu(kind: str) -> Profile:
-    return _accelerator(kind, 2048, 2048, wide=2048, tpu=False)
+    """As XLA compiles for GPUs; nothing was timed there.
+
+    It copies a slice of columns before it multiplies them. So a tile of the forward has few tokens and all columns of a
+    vocabulary up to 155k. Accumulators of the second pass lie in memory, so that a tile that updates them is large.
+    """
+    return dataclasses.replace(_accelerator(kind, 4096, 8192, tile=304, tpu=False), tokens=512)
 
 
 # by what a device's kind contains, since described devices do not report their memory; the last is for all others
@@ -82,7 +88,7 @@ PROFILES = {
     "H100": _gpu("H100"),
     "H200": _gpu("H200"),
     "B200": _gpu("B200"),
-    "": _accelerator("", 2048, 2048, tpu=False),
+    "": _gpu(""),
 }
 
 
@@ -117,13 +123,15 @@ def sizes_of(call: HeadCall, inputs: Inputs) -> Sizes:
 def references(call: HeadCall, inputs: Inputs) -> bool:
     """Whether the target's logit takes the place of the maximum that sums of exponentials are relative to.
 
-    It is known before the product, by one row of a kernel `[V, H]`. Only of bf16 operands: it costs accuracy. Logits of
-    ids and the likeliest ones are read from memory, and so are the maxima then.
+    It is known before the product, by one row of a kernel `[V, H]`; of `[H, V]` a column has to be gathered, which TPUs
+    do slowly. Only of bf16 operands: it costs accuracy. Logits of ids and the likeliest ones are read from memory, and
+    so are the maxima then.
     """
     kernel, hidden = inputs.parameters.kernel, inputs.features.hidden
     chosen = call.profile.references > 0 and call.op.takes_references and not call.deterministic
     asked = inputs.targets is not None and inputs.nucleus_ids is None and inputs.ids is None and not call.asked.top_k
-    return chosen and asked and call.layout == "vh" and hidden.dtype == kernel.dtype == jnp.bfloat16
+    gathered = call.layout == "vh" or call.profile.gathers_columns
+    return chosen and asked and gathered and hidden.dtype == kernel.dtype == jnp.bfloat16
 
 
 def window(call: HeadCall, columns: int) -> int:

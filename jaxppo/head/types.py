@@ -142,8 +142,10 @@ class Profile:
       deterministic: tokens of every chunk of a deterministic call.
       shared_sums: devices share a sum of a bf16 gradient out along H. XLA for GPUs would transpose it for that, and XLA
         for CPUs sends f32 all the same.
-      references: bytes of a forward's tile, of f32 logits that are in no memory: the compiler makes sums of
-        exponentials a part of the product where what they are relative to is known before it. 0 where it does not.
+      references: bytes of f32 logits in a forward's tile where sums of exponentials are relative to a number that is
+        known before the product. TPUs make the sums a part of the product; on GPUs it saves one of two readings of the
+        logits. 0: sums are relative to the maximum.
+      gathers_columns: columns of a kernel `[H, V]` are gathered for it too.
     """
 
     whole: bool
@@ -159,6 +161,7 @@ class Profile:
     deterministic: int
     shared_sums: bool
     references: int
+    gathers_columns: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -155,9 +155,13 @@ class VocabularyBlocks:
         return Tile(chunk, block, place, nucleus, of_ids)
 
     def rows(self, ids: jax.Array) -> tuple[Parameters, jax.Array]:
-        """The parameters of vocabulary ids, rows of a kernel `[V, H]`, and whether this device holds each id."""
+        """The parameters of vocabulary ids, one id a row, and whether this device holds each id."""
         place, inside = self._place_of(ids, Block(self.held, self.ids[None], True))
-        return jax.tree.map(lambda x: x.at[place].get(mode="promise_in_bounds"), self.held), inside
+
+        def of_ids(x: jax.Array) -> jax.Array:
+            return jnp.moveaxis(x, self.dim(x), 0).at[place].get(mode="promise_in_bounds")
+
+        return jax.tree.map(of_ids, self.held), inside
 
     def _place_of(self, ids: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
         """The place in the block of each vocabulary id, and whether the block has it as its own."""

@@ -1,4 +1,4 @@
-"""Sums of exponentials relative to the target's logit, which TPUs know before the product; bf16 operands alone."""
+"""Sums of exponentials relative to the target's logit, which is known before the product; bf16 operands alone."""
 
 import functools
 import math
@@ -17,6 +17,7 @@ from sharding.audit.program import hang_risks, notes
 
 T, H, V = 64, 128, 1024
 TARGET, LIKELIEST = 300, 700
+COLUMNS = {"layout": "hv", "device": "gathers columns"}
 CASES = {
     "plain": ({}, {}),
     "a mask": ({"with_where": True}, {}),
@@ -25,6 +26,8 @@ CASES = {
     "padding": ({"last": 1000}, {"vocab_size": 1000}),
     "a soft-cap": ({}, {"softcap": 2.0}),
     "a nucleus": ({"nucleus": 5}, {}),  # this one takes the maximum
+    "a kernel [H, V]": ({}, COLUMNS),
+    "columns of adapters, a mask": ({"lora": True, "with_where": True}, COLUMNS),
 }
 MESHES = [None, "dp=2,cp=2,tp=2", "tp=8", "fsdp=4,tp=2"]
 
@@ -43,8 +46,8 @@ def few_tokens_are_computed_again_together():
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name):
     of_arrays, options = CASES[name]
-    arrays = head_arrays(1032, layout="vh", dtype="bfloat16", **of_arrays)
     options = {"entropy": "bonus", "device": "references", "layout": "vh", **options}
+    arrays = head_arrays(1032, layout=options["layout"], dtype="bfloat16", **of_arrays)
     meshes = [mesh and make_parallel_mesh(mesh) for mesh in (MESHES if name in ("plain", "a mask") else MESHES[:2])]
     check_head(meshes, arrays, rtol=2**-8, atol=2**-7, **options)
 
@@ -119,26 +122,28 @@ def test_which_tokens_are_computed_again(monkeypatch):
     assert not np.isfinite(without.entropy[0, far]).any()
 
 
-def step(hidden, kernel, parallel=None, **options):
+def step(hidden, kernel, parallel=None, layout="vh", **options):
     ids, ones, zero = jnp.full((1, T), TARGET), jnp.ones((1, T)), jnp.zeros((1, 1), jnp.int32)
     batch = RolloutBatch(ids, ids, ids // TARGET, jnp.arange(T)[None], ones, zero, advantages=ones, old_log_probs=-ones)
-    head = Head(kernel, layout="vh")
+    head = Head(kernel if layout == "vh" else kernel.T, layout=layout)
     config = PolicyLossConfig(entropy_coef=0.01)
     return policy_loss_from_hidden(hidden, head, batch, config, parallel=parallel, **options)[0]
 
 
-def program(dtype="bfloat16", **options):
-    with tiles_of("references"):
+def program(dtype="bfloat16", device="references", **options):
+    with tiles_of(device):
         gradient = jax.grad(lambda *args: step(*args, **options), (0, 1))
         return jax.make_jaxpr(gradient)(*of_gaps(np.zeros(T), dtype))
 
 
 def test_who_keeps_the_maximum():
-    """f32 operands keep it for their accuracy, and so do calls with deterministic=True."""
+    """f32 operands keep it for their accuracy; so do calls with deterministic=True, and kernels [H, V] on TPUs."""
     again = "rarely: sums of tokens far from their maximum"
     assert again in notes(program())
     assert again not in notes(program("float32"))
     assert again not in notes(program(deterministic=True))
+    assert again not in notes(program(layout="hv"))
+    assert again in notes(program(layout="hv", device="gathers columns"))
 
 
 def test_no_collective_depends_on_a_gap():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 import types
+from pathlib import Path
 from unittest.mock import Mock
 
 import jax
@@ -119,9 +120,7 @@ def test_command_writes_json_and_plots(tmp_path, capsys, monkeypatch):
     sizes = "--tokens 140 --hidden-size 4 --vocab-size 24 --sweep-tokens 8 --sweep-hidden-size 4 --head-tokens 4"
     sweeps = "--vocabularies 12 --token-counts 8 --heads gpt2 --head-scale 768 --rounds 1"
     assert head.main([*sizes.split(), *sweeps.split(), "--out", str(tmp_path)]) == 0
-    found = {
-        part: json.loads((tmp_path / f"{part}.json").read_text()) for part in head.PARTS if part not in head.ELSEWHERE
-    }
+    found = {part: json.loads((tmp_path / f"{part}.json").read_text()) for part in head.PARTS if part not in head.NAMED}
     assert {r["version"] for r in found["main"]["records"]} >= {versions.FLOOR, "jaxppo", "jaxppo, where", "optax"}
     for part in ("main", "vocabulary", "heads"):
         for record in found[part]["records"]:
@@ -165,3 +164,16 @@ def test_trees_count_tokens_and_operations():
     cells = trees.row(trees.Step(8, 2, 4, 2), 20, config).strip("| ").split(" | ")
     assert cells[:7] == ["8:2", "4", "80", "38", "52%", "4", "2"]
     assert cells[-1] == "50%"
+
+
+@pytest.mark.nightly
+def test_heads_on_described_gpus_are_no_slower_than_documented(tmp_path):
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs takes the extra gpu-aot")
+    assert head.main(["--parts", "roofline", "--out", str(tmp_path)]) == 0
+    kept = Path(__file__).parents[2] / "benchmarks/results"
+    now, before = (json.loads((path / "roofline.json").read_text())["records"] for path in (tmp_path, kept))
+    for new, old in zip(now, before, strict=True):
+        assert (new["head"], new["version"]) == (old["head"], old["version"])
+        if "plain" not in new["version"]:
+            assert new["compute_ms"] <= 1.02 * old["compute_ms"]
+            assert new.get("temporaries_gib", 0) <= 1.02 * old.get("temporaries_gib", 0)

@@ -46,11 +46,14 @@ DEVICES = {
         masked_columns=128,
         deterministic=8,
         shared_sums=True,
+        references=0,
+        gathers_columns=False,
     ),
 }
 
 DEVICES["few chunks"] = dataclasses.replace(DEVICES["wide"], chunk=128)  # of one group that follows a mask
 DEVICES["references"] = dataclasses.replace(DEVICES["wide"], chunk=16, references=4 * 8 * 300)  # blocks of 300 columns
+DEVICES["gathers columns"] = dataclasses.replace(DEVICES["references"], gathers_columns=True)
 
 plan.PROFILES = {**DEVICES, **plan.PROFILES}
 
