@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=_count, default=8192, help="on each data and context shard")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of hidden states and kernel")
     add("--mesh", default="cp=4,tp=4", help="such as dp=8,cp=8,tp=8; axes dp, fsdp, cp, tp")
-    add("--topology", type=_topology, default="v5p:2x2x4", help="such as v5p:8x8x8, v6e:16x16")
+    add("--topology", type=_topology, default="v5p:2x2x4", help="such as v5p:8x8x8, v6e:16x16; h100:8 without --search")
     add("--memory", type=_gib, nargs="*", help="GiB, the curve over them; by default of some")
     add("--search", action="store_true", help="the best plans of whole training steps; --memory for their head")
     add("--step-tokens", type=_count, default=2**20, help="of a whole step, with --search")
@@ -136,15 +136,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = pod_head.table(pod_head.plan(step))
         else:
             text = pod_head.curve_table(pod_head.curve(step, args.memory or pod_head.BUDGETS))
-    except ModuleNotFoundError:
-        print("plan_pod: libtpu is missing, expected `pip install libtpu`", file=sys.stderr)
+    except ModuleNotFoundError as missing:
+        name = (missing.name or "libtpu").replace("_", "-")
+        print(f"plan_pod: {name} is missing, expected `pip install {name}`", file=sys.stderr)
         return 2
     except ValueError as error:
         print(f"plan_pod: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     print(f"{args.model or head}, {args.tokens} tokens a shard, {args.dtype}, {args.mesh} on {args.topology}")
     chosen = (f"{name} {' '.join(along)}" for name, along in links(parallel.mesh).items() if along)
-    print(f"placed along links: {'; '.join(chosen)}\n")
+    print("" if args.topology.startswith("h100") else f"placed along links: {'; '.join(chosen)}\n")
     print(text)
     return 0
 

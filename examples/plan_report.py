@@ -47,6 +47,10 @@ def search(args: argparse.Namespace) -> int:
 
 def work_of(args: argparse.Namespace) -> Work:
     """The work that the arguments describe."""
+    if args.topology.startswith("h100"):
+        raise ValueError(
+            f"topology: got {args.topology!r}, expected TPUs: a search takes links between them into account"
+        )
     devices = described_devices(args.topology)
     chip = known_device(devices[0].device_kind)
     if chip is None:

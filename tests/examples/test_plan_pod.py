@@ -61,6 +61,20 @@ def test_table_on_a_described_pod(capsys):
     assert "all-reduce over dp" in out
 
 
+def test_table_on_described_gpus(capsys):
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs takes the extra gpu-aot")
+    assert plan_pod.main([*SMALL, "--tokens", "8192", "--mesh", "dp=2,tp=4", "--topology", "h100:8"]) == 0
+    out = capsys.readouterr().out
+    assert "links" not in out
+    [computing] = [line.split() for line in out.splitlines() if line.startswith("computing")]
+    assert all(float(computing[i]) > 0 for i in (1, 3, 5))
+
+
+def test_a_search_takes_tpus(capsys):
+    assert plan_pod.main(["--search", "--model", "qwen3-8b", "--topology", "h100:8"]) == 2
+    assert "topology: got 'h100:8', expected TPUs" in capsys.readouterr().err
+
+
 @pytest.mark.nightly
 def test_the_curve_over_budgets(capsys):
     arguments = [*SMALL, "--mesh", "dp=2,tp=2", "--topology", "v5e:2x2", "--memory", "0.0001", "0.01", "0.5"]
