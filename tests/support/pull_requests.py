@@ -11,7 +11,10 @@ import re
 from pathlib import Path
 
 PAGES = Path(__file__).parents[2] / "docs" / "pull_requests"
-PLACES = {"tunix": ("tunix.rl.common", "compute_chunked_logps")}
+PLACES = {
+    "tunix": ("tunix.rl.common", "compute_chunked_logps"),
+    "skyrl_tx": ("skyrl.tx.utils.logits_processor", "LogitsProcessorMixin._compute_chunked_logprobs"),
+}
 
 
 def documented(page, **names):
