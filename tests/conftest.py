@@ -29,6 +29,8 @@ EXCUSED = {  # modules or single tests that run other packages' code, which prom
     "test_guards": OPTAX,
     "test_launch": OPTAX,
     "test_own_loop::test_a_loop_with_an_optimiser": OPTAX,
+    "test_pull_requests::test_maxtext": "MaxText multiplies f32 by bf16",
+    "test_pull_requests::test_peak_temporaries_of_maxtext": "MaxText multiplies f32 by bf16",
     "test_pods::test_a_scheduler_starts_one_command_again_until_it_is_done": OPTAX,
     "test_tunix": "Tunix multiplies positions, masks and logits of other dtypes and ranks",
     "test_qwen3": f"{OPTAX}; the RMSNorm of flax multiplies bf16 by f32",

@@ -81,28 +81,47 @@ def batch_of(
 def hidden_and_head(model: Any, decoder_output: Float[Array, "R T H"]) -> tuple[Float[Array, "R T H"], Head]:
     """The factors of `model.logits_from_hidden_states_for_vocab_tiling(decoder_output)`: hidden states and the head.
 
-    The decoder's output goes through its last norm. The head is `logits_dense` or, with `logits_via_embedding`, the
-    embedding table, which MaxText then rounds to bf16. `normalize_embedding_logits` becomes a scale and
-    `final_logits_soft_cap` a soft-cap, both for an embedding table only. There is no dropout, as in inference.
+    The decoder's output goes through its last norm. There is no dropout, as in inference.
 
     Args:
       model: MaxText's NNX `Transformer`; call this inside the loss, on the model that is differentiated.
       decoder_output: `[R, T, H]`, before the last norm.
 
     Returns:
-      Hidden states and the head.
+      Hidden states and the head, see `head_of`.
 
     Raises:
       TypeError: weights that are quantised, a bias.
     """
-    config, decoder = model.config, model.decoder
-    hidden = decoder.decoder_norm(decoder_output)
+    hidden = model.decoder.decoder_norm(decoder_output)
+    if not model.config.logits_via_embedding:
+        hidden = hidden.astype(model.decoder.logits_dense.dtype)
+    return hidden, head_of(model)
+
+
+def head_of(model: Any) -> Head:
+    """The head of a MaxText model: what multiplies the output of the last norm.
+
+    It is `logits_dense` or, with `logits_via_embedding`, the embedding table, which MaxText then rounds to bf16.
+    `normalize_embedding_logits` becomes a scale and `final_logits_soft_cap` a soft-cap, both for an embedding table
+    only.
+
+    Args:
+      model: as for `hidden_and_head`.
+
+    Returns:
+      The head.
+
+    Raises:
+      TypeError: weights that are quantised, a bias.
+    """
+    config = model.config
     if not config.logits_via_embedding:
-        dense = decoder.logits_dense
+        dense = model.decoder.logits_dense
         if dense.bias is not None:
             raise TypeError("model.decoder.logits_dense: got a bias, expected none, as MaxText makes it")
-        return hidden.astype(dense.dtype), Head.of(dense.kernel, layout="hv", dtype=dense.dtype)
-    scale = 1 / math.sqrt(hidden.shape[-1]) if config.normalize_embedding_logits else 1.0
-    softcap = config.final_logits_soft_cap or None
+        return Head.of(dense.kernel, layout="hv", dtype=dense.dtype)
     table = model.token_embedder.embedding
-    return hidden, Head.of(table, layout="vh", scale=scale, softcap=softcap, dtype=jnp.bfloat16)
+    scale = 1 / math.sqrt(table.shape[-1]) if config.normalize_embedding_logits else 1.0
+    softcap = config.final_logits_soft_cap or None
+    return Head.of(table, layout="vh", scale=scale, softcap=softcap, dtype=jnp.bfloat16)

@@ -22,6 +22,7 @@ RUN_BY = {
     "hidden_and_head(model, output)": "integrations/test_maxtext.py",
     "def compute_chunked_logps(model": "integrations/test_pull_requests.py",
     "def _compute_chunked_logprobs(self": "integrations/test_pull_request_skyrl.py",
+    "def __call__(": "integrations/test_pull_requests.py",
 }
 
 

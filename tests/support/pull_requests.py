@@ -6,6 +6,7 @@ In a checkout of the trainer, JAXPPO being this repository's folder:
     python -m pytest -p pull_requests --pull-request tunix tests/rl/common_test.py
 """
 
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -14,14 +15,20 @@ PAGES = Path(__file__).parents[2] / "docs" / "pull_requests"
 PLACES = {
     "tunix": ("tunix.rl.common", "compute_chunked_logps"),
     "skyrl_tx": ("skyrl.tx.utils.logits_processor", "LogitsProcessorMixin._compute_chunked_logprobs"),
+    "maxtext": ("maxtext.integration.tunix.tunix_adapter", "TunixMaxTextAdapter.__call__"),
 }
 
 
 def documented(page, **names):
     """The function that a page puts in the place of the trainer's."""
+    return defined(page, **names)[PLACES[page][1].split(".")[-1]]
+
+
+def defined(page, **names):
+    """The functions and properties of a page's block: that one, and those that a class of the trainer lacks."""
     [block] = re.findall(r"^```python\n((?!>>>).*?)^```$", (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
     exec(block, names)
-    return names[PLACES[page][1].split(".")[-1]]
+    return {k: x for k, x in names.items() if isinstance(x, property) or getattr(x, "__globals__", None) is names}
 
 
 def pytest_addoption(parser):
@@ -34,14 +41,17 @@ def pytest_configure(config):
     where = importlib.import_module(module)
     for owner in owners:
         where = getattr(where, owner)
-    ours = documented(config.getoption("--pull-request"), theirs=getattr(where, name))
+    found = defined(config.getoption("--pull-request"), theirs=getattr(where, name))
+    ours = found[name]
     config.calls = 0
 
+    @functools.wraps(ours)
     def counted(*args, **kwargs):
         config.calls += 1
         return ours(*args, **kwargs)
 
-    setattr(where, name, counted)
+    for key, x in (found | {name: counted}).items():
+        setattr(where, key, x)
 
 
 def pytest_terminal_summary(terminalreporter, config):
