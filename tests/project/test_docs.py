@@ -23,6 +23,7 @@ RUN_BY = {
     "def compute_chunked_logps(model": "integrations/test_pull_requests.py",
     "def _compute_chunked_logprobs(self": "integrations/test_pull_request_skyrl.py",
     "def __call__(": "integrations/test_pull_requests.py",
+    "def compute_model_logprobs_and_entropy(model": "integrations/test_pull_requests.py",
 }
 
 
