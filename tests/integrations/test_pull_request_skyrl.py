@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from pull_request_cases import GIB, assert_same, mesh_of, value_and_gradients
 from pull_requests import documented
-from test_pull_requests import GIB, assert_same, mesh_of, value_and_gradients
 
 from sharding.audit import audit
 
