@@ -151,11 +151,7 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
             return parameter_gradients(call, of_block, first_of_factor(call, factor, n), total)
 
         def of_kernel(dtype: Any, start: Any, size: int) -> Any:
-            def of_rows(n: int) -> Any:
-                found = of_columns(n, start, size, Parameters(True)).kernel
-                return None if found is None else found.astype(dtype)
-
-            return written(of_rows)
+            return written(lambda n: of_columns(n, start, size, Parameters(True)).kernel.astype(dtype))
 
         dfeatures = walk.put_features(groups, dfeatures, written(of_rows), primals, slots)
         found = written(partial(of_columns, start=0, size=dz.shape[1], total=total))
