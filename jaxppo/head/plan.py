@@ -38,6 +38,7 @@ CPU = Profile(
     deterministic=256,
     shared_sums=False,
     references=0,
+    columns_grow=False,
     gathers_columns=False,
 )
 
@@ -64,6 +65,7 @@ def _accelerator(
         deterministic=1024,
         shared_sums=tpu,
         references=(150 if tpu else tile) * MIB,
+        columns_grow=not tpu,
         gathers_columns=not tpu,
     )
 
@@ -72,9 +74,10 @@ def _gpu(kind: str) -> Profile:
     """As XLA compiles for GPUs; nothing was timed there.
 
     It copies a slice of columns before it multiplies them. So a tile of the forward has few tokens and all columns of a
-    vocabulary up to 155k. Accumulators of the second pass lie in memory, so that a tile that updates them is large.
+    vocabulary up to 155k. Accumulators of the second pass lie in memory, so that a tile which updates them is large: as
+    0.25 GiB allow where a head is Qwen3-8B's.
     """
-    return dataclasses.replace(_accelerator(kind, 4096, 8192, tile=304, tpu=False), tokens=512)
+    return dataclasses.replace(_accelerator(kind, 1152, 2048, tile=304, tpu=False), tokens=512)
 
 
 # by what a device's kind contains, since described devices do not report their memory; the last is for all others
@@ -266,8 +269,9 @@ def _wide_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
         return dataclasses.replace(fits, forward=forward)
     if frozen and not sizes.gathered:
         return Plan(forward, False, "by_tile", forward)
-    cut = Cut(min(N, profile.chunk if sizes.masked else profile.wide), min(V, profile.columns))
-    cut = cut if not sizes.masked else Cut(cut.tokens, min(V, profile.masked_columns))
+    columns = profile.masked_columns if sizes.masked else profile.columns
+    columns *= max(1, N // profile.wide) if profile.columns_grow else 1
+    cut = Cut(min(N, profile.chunk if sizes.masked else profile.wide), min(V, columns))
     cut = _shrunk(call, sizes, cut, 4 * N * H + sizes.rows)
     # a kernel that is gathered for the forward at once beside its tile, or else a block at a time
     by_block = bool(sizes.gathered) and sizes.gathered + profile.tile > (call.memory or profile.one_pass)

@@ -145,6 +145,8 @@ class Profile:
       references: bytes of f32 logits in a forward's tile where sums of exponentials are relative to a number that is
         known before the product. TPUs make the sums a part of the product; on GPUs it saves one of two readings of the
         logits. 0: sums are relative to the maximum.
+      columns_grow: with n times `wide` tokens a tile of the second pass has n times the columns, since each block of
+        columns reads and writes the gradient of all hidden states.
       gathers_columns: columns of a kernel `[H, V]` are gathered for it too.
     """
 
@@ -161,6 +163,7 @@ class Profile:
     deterministic: int
     shared_sums: bool
     references: int
+    columns_grow: bool
     gathers_columns: bool
 
 

@@ -230,19 +230,19 @@ def _beside(seconds: float, before: np.ndarray, after: np.ndarray) -> np.ndarray
     return hidden * (_KIND["overlapped"] - _KIND["collectives"]) + spent("collectives", seconds)
 
 
-def is_scalar(x: Instruction) -> bool:
+def _is_scalar(x: Instruction) -> bool:
     return re.match(r"\w+\[\]", x.shape) is not None
 
 
 def is_on_scalars(computation: Computation, x: Instruction) -> bool:
-    return is_scalar(x) and all(is_scalar(computation[name]) for name in x.operands if name in computation)
+    return _is_scalar(x) and all(_is_scalar(computation[name]) for name in x.operands if name in computation)
 
 
 def _is_fill(computation: Computation, x: Instruction) -> bool:
     """Whether an instruction only fills an array with one value."""
     if x.op == "broadcast":
-        return all(is_scalar(computation[name]) for name in x.operands)
-    return x.op in ("bitcast", "constant", "tuple") or (x.op == "parameter" and is_scalar(x))
+        return all(_is_scalar(computation[name]) for name in x.operands)
+    return x.op in ("bitcast", "constant", "tuple") or (x.op == "parameter" and _is_scalar(x))
 
 
 def product_flops(computation: Computation, x: Instruction) -> float:

@@ -281,6 +281,13 @@ def test_nothing_of_libtpu_is_printed(tmp_path, monkeypatch):
         assert "unknown" not in found.stdout
 
 
+def test_a_missing_plugin_for_gpus_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jax_cuda12_plugin", None)
+    assert plan_pod.main([*SMALL, "--mesh", "tp=8", "--topology", "h100:8"]) == 2
+    missing = "jax-cuda12-plugin is missing, expected `pip install jax-cuda12-plugin`"
+    assert capsys.readouterr().err == f"plan_pod: {missing}\n"
+
+
 def test_missing_libtpu_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     assert plan_pod.main(SMALL) == 2

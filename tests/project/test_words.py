@@ -41,7 +41,7 @@ def docstrings(text):
 
 
 def test_plain_words():
-    """A docstring begins with what a thing is; "likewise" makes a reader look for what is meant."""
+    """Docstrings begin with what a thing is; no text sends its reader back to another sentence by a single word."""
     begins = re.compile(r"(Of|The same of|What is static)\b")
     code, texts = sources(".py"), sources(".py", ".md", ".rst")
     found = [f"{path}: {x[:60]}" for path, text in code for x in docstrings(text) if begins.match(x)]

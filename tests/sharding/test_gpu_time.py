@@ -16,7 +16,7 @@ from sharding.audit.gpu_time import roofline
 
 # A ms is 1e12 flops of bf16, 1e9 bytes of memory or of links.
 ROUND = dataclasses.replace(known_device("H100"), flops=1e15, bandwidth=1e12, link=1e12)
-BIG, SMALL = "f32[1000,250000]{1,0}", "f32[1000,1000]{1,0}"  # 1e9 and 4e6 bytes
+BIG = "f32[1000,250000]{1,0}"  # 1e9 bytes
 
 
 def time_of(body, computations="", inputs=f"%x = {BIG} parameter(0)"):

@@ -47,6 +47,7 @@ DEVICES = {
         deterministic=8,
         shared_sums=True,
         references=0,
+        columns_grow=True,
         gathers_columns=False,
     ),
 }
