@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxppo._arrays import check, check_flag
-from jaxppo.prefixes import shared_pieces
 from jaxppo.samples import (
     Sample,
     batch_arrays,
@@ -41,6 +40,8 @@ def packed_samples(
         _check_options(share_prefixes, mtp_depths)
         masks, pieces = [sample.mask for sample in samples], whole_pieces(samples)
         if share_prefixes:
+            from jaxppo.prefixes import shared_pieces  # here, since few programs share prefixes
+
             layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
             check_row_length(sizes["row_length"], layout, shards)
             limits = {name: sizes[name] for name in ("row_length", "num_segments")}

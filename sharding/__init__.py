@@ -1,7 +1,9 @@
 """Meshes, axis roles, sequence layouts, packing, collectives and audits. Knows nothing of reinforcement learning."""
 
+from typing import TYPE_CHECKING, Any
+
 from . import multihost
-from .audit import Audit, Collective, Time, audit, note
+from .audit import audit, note
 from .audit.devices import known_device
 from .axes import LAYOUTS, ShardAxes, vary, vary_like, varying
 from .call import shard_call
@@ -14,6 +16,21 @@ from .packing import Packed, pack, unpack
 from .placement import links
 from .rows import check_context_rows, redistribute, scan_affine, scan_shard, shift_left, shift_shard
 from .segments import Segments, segment_sum
+
+if TYPE_CHECKING:
+    from .audit.results import Audit, Collective, Time
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in ("Audit", "Collective", "Time"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .audit import results  # here, since few programs audit
+
+        return getattr(results, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "LAYOUTS",

@@ -57,4 +57,14 @@ def _submodule(name: str) -> ModuleType:
 
 _package = _load()
 __all__ = list(_package.__all__)
-globals().update({name: getattr(_package, name) for name in __all__})
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(_package, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

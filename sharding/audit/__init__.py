@@ -12,14 +12,16 @@ protos that hold both come with xprof or TensorFlow, which are heavy to depend o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
 from .program import note
-from .results import Audit, Collective, Flops, Milliseconds, Time
 
-__all__ = ["Audit", "Collective", "Flops", "Milliseconds", "Time", "audit", "note"]
+if TYPE_CHECKING:
+    from .results import Audit
+
+__all__ = ["audit", "note"]
 
 
 def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit:

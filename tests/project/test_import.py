@@ -62,12 +62,17 @@ def test_a_project_may_have_a_module_named_sharding(tmp_path, name, order):
     assert done.returncode == 0, done.stderr
 
 
-# What most programs never use: readers of compiled programs, of configurations and of engines, and Pallas.
+# What many programs never use: modules of `jaxppo.__all__`, readers of compiled programs, of configurations and of
+# engines, and Pallas.
 LATE = """
-import jaxppo, numpy, sys
+import jaxppo, numpy, sharding, sys
 
-late = ("sharding.audit.", "jaxppo.integrations.", "jax.extend", "jax._src.pallas")
-print(sorted(name for name in sys.modules if name.startswith(late)))
+late = ("sharding.audit.", "jaxppo.integrations.", "jaxppo.prefixes", "jax.extend", "jax._src.pallas")
+named = [f"jaxppo.{name}" for name in jaxppo.__all__]
+print(sorted(name for name in sys.modules if name in named or name.startswith((*late, "jaxppo.losses."))))
+assert {*jaxppo.__all__} <= {*dir(jaxppo)} and {*jaxppo.sharding.__all__} <= {*dir(jaxppo.sharding)}
+assert jaxppo.advantages.grpo and jaxppo.mtp is sys.modules["jaxppo.losses.mtp"]
+assert not hasattr(jaxppo, "losse") and not hasattr(jaxppo.sharding, "sys_") and not hasattr(sharding, "Audi")
 jaxppo.sharding.audit(lambda x: x @ x, numpy.ones((2, 2)))
 jaxppo.PolicyLossConfig.from_verl({})
 jaxppo.PolicyLossConfig.from_slime({})
@@ -80,7 +85,9 @@ assert sharding.audit is jaxppo.sharding.audit is audit  # the function, and not
 def test_what_is_used_late_is_loaded_late():
     done = python(LATE, ROOT)
     assert done.returncode == 0, done.stderr
-    there = ["jaxppo.integrations.modules", *(f"sharding.audit.{name}" for name in ("devices", "program", "results"))]
+    there = ["integrations.modules", "kl", *(f"losses.{name}" for name in ("policy", "sft", "token_loss", "value"))]
+    there = [f"jaxppo.{name}" for name in (*there, "policy_losses", "sharding")]
+    there += ["sharding.audit.devices", "sharding.audit.program"]
     assert done.stdout == f"{there}\n"
 
 

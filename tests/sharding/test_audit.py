@@ -11,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding import make_parallel_mesh
-from sharding.audit import Collective, Flops, audit, note
+from sharding.audit import audit, note
 from sharding.audit.flops import count_flops
+from sharding.audit.results import Collective, Flops
 
 PARALLEL = make_parallel_mesh("dp=2,cp=2,tp=2")
 SPEC = P("dp", ("cp", "tp"))

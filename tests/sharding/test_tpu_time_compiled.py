@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxppo import log_probs_from_hidden
 from sharding import ParallelMesh
-from sharding.audit import Milliseconds, audit
+from sharding.audit import audit
 from sharding.audit.devices import device_of, known_device
+from sharding.audit.results import Milliseconds
 
 LATENCY = 0.002  # ms
 V5P = {"flops": 459e9, "hbm": 2765e6, "link": 90e6}  # a millisecond
