@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ OPTIONAL = ("group_ids", "rollout_ids", *PER_TOKEN_VALUES, "rewards", "parents")
 INTEGERS = ("tokens", "targets", "segment_ids", "positions", "policy_versions", *IDS, "parents")
 
 Coefficient = float | Float[Array, ""]
+Arrays = TypeVar("Arrays", np.ndarray, jax.Array)  # on the host, or on a device
 
 
 def masked(x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R T"]:
@@ -28,15 +29,14 @@ def masked(x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R
     return jnp.where(mask > 0, x.astype(jnp.float32), 0)
 
 
-def spec_of(spec: P, x: Any) -> P:
+def spec_of(spec: P, x: Array) -> P:
     """The PartitionSpec of an array whose last two dimensions lie as `spec`; leading micro-batches are not sharded."""
     return P(*(None,) * (x.ndim - 2), *spec)
 
 
-def is_number(x: Any) -> TypeGuard[float]:
+def is_number(x: object) -> TypeGuard[float]:
     """Whether x is a finite Python or numpy number, and therefore known at trace time."""
-    real = isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
-    return real and math.isfinite(x)
+    return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def is_zero(coefficient: Coefficient) -> bool:
@@ -54,12 +54,12 @@ def times(coefficient: Coefficient, x: Float[Array, "R T"] | None) -> Float[Arra
     return 0.0 if x is None or is_zero(coefficient) else coefficient * x
 
 
-def check(what: str, got: Any, good: bool, expected: str) -> None:
+def check(what: str, got: object, good: bool, expected: str) -> None:
     if not good:
         raise ValueError(f"{what}: got {got}, expected {expected}")
 
 
-def check_choice(what: str, value: Any, choices: Any) -> None:
+def check_choice(what: str, value: object, choices: Any) -> None:
     """Raises unless the value is one of a `Literal`'s."""
     names = get_args(choices)
     check(what, repr(value), isinstance(value, str) and value in names, f"one of {', '.join(map(repr, names))}")
@@ -88,7 +88,7 @@ def check_number(
     check(what, repr(value), good and (most is None or value <= most), expected)
 
 
-def check_flag(what: str, value: Any) -> None:
+def check_flag(what: str, value: object) -> None:
     """Raises unless the value is True or False: any text, "no" included, would count as True."""
     check(what, repr(value), isinstance(value, (bool, np.bool_)), "True or False")
 

@@ -71,7 +71,7 @@ def _holds_copies(eqn: JaxprEqn) -> bool:
     return any(_is_copy(inner) or _holds_copies(inner) for inner in eqn.params["jaxpr"].eqns)
 
 
-def _evaluate(traced: ClosedJaxpr, *args: Any) -> list[Any]:
+def _evaluate(traced: ClosedJaxpr, *args: Any) -> list[jax.Array]:
     """Runs a traced function. Jitted functions with copies are inlined: a trace of this run shows the copies."""
     from jax.extend.core import ClosedJaxpr, DropVar, jaxpr_as_fun
 
@@ -92,7 +92,7 @@ def _evaluate(traced: ClosedJaxpr, *args: Any) -> list[Any]:
     return list(map(read, jaxpr.outvars))
 
 
-def _is_var(v: Any) -> bool:
+def _is_var(v: object) -> bool:
     return not hasattr(v, "val")  # a literal has one
 
 

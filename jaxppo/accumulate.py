@@ -136,7 +136,7 @@ def _check_summed(loss: Any, names: tuple[str, ...]) -> None:
         )
 
 
-def _check_result(found: Any) -> None:
+def _check_result(found: object) -> None:
     """Raises unless `found` is a scalar loss with metrics, as losses of this package return them."""
     expected = "(scalar loss, metrics), as policy_loss returns them"
     if not isinstance(found, tuple) or len(found) != 2:

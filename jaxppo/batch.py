@@ -220,7 +220,7 @@ class RolloutBatch(Constructors):
     def specs(self, parallel: ParallelMesh) -> RolloutBatch:
         """The PartitionSpec of each array, None where the array is None: rows over data, positions over context."""
 
-        def spec(name: str, x: Any) -> P:
+        def spec(name: str, x: Array) -> P:
             return spec_of(parallel.rows_spec if name in PER_SEGMENT else parallel.tokens_spec, x)
 
         specs: dict[str, Any] = {name: spec(name, x) for name, x in self._there().items()}

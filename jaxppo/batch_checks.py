@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from jaxtyping import Array, Float
 
 from jaxppo._arrays import (
     IDS,
@@ -58,7 +59,7 @@ def check_entries(
     arrays: Mapping[str, Any],
     vocab_size: int | None,
     order: tuple[str, int],
-    counts: Any,
+    counts: Float[Array, "*K R S"] | None,
     *,
     real_last_targets: bool,
 ) -> None:

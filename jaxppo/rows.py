@@ -5,16 +5,17 @@ Each device that shares a row computes the whole row, and then keeps the positio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import IDS, INTEGERS, LOG_PROBS, PER_SEGMENT, check_f32, check_ids
+from jaxppo._arrays import IDS, INTEGERS, LOG_PROBS, PER_SEGMENT, Arrays, check_f32, check_ids
 from jaxppo.sharding import (
     ParallelMesh,
     Segments,
@@ -25,6 +26,8 @@ from jaxppo.sharding import (
     segment_multiple,
     shard_call,
 )
+
+Static = tuple[int, Any, tuple[str, ...]]  # T, the option of a constructor, the names of its arrays
 
 
 class PaddedArrays(TypedDict, total=False):
@@ -62,14 +65,14 @@ _PADDED = {"prompt_ids", "completion_ids", "completion_mask", "prompt_mask", "at
 
 
 def padded_rows(
-    prompt_ids: Any,
-    completion_ids: Any,
-    completion_mask: Any,
+    prompt_ids: Int[Array, "B P"],
+    completion_ids: Int[Array, "B C"],
+    completion_mask: Float[Array, "B C"],
     *,
-    prompt_mask: Any,
-    attention_mask: Any,
+    prompt_mask: Float[Array, "B P"] | None,
+    attention_mask: Float[Array, "B P+C"] | None,
     pad_id: int | None,
-    arrays: Any,
+    arrays: PaddedArrays,
     parallel: ParallelMesh | None,
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_padded`."""
@@ -89,7 +92,7 @@ def padded_rows(
     return _call(name, _padded, T, given, pad_id, parallel)
 
 
-def _check_padded_behind(completion_ids: Any, completion_mask: Any, pad_id: Any) -> None:
+def _check_padded_behind(completion_ids: Arrays, completion_mask: Arrays, pad_id: int) -> None:
     """Raises where a completion begins with padding; under jit the loss mask becomes NaN."""
     if not isinstance(pad_id, (int, np.integer)):
         raise TypeError(f"pad_id: got {pad_id!r}, expected an integer")
@@ -103,13 +106,13 @@ def _check_padded_behind(completion_ids: Any, completion_mask: Any, pad_id: Any)
         )
 
 
-def _padded_before(completion_ids: Any, completion_mask: Any, pad_id: Any) -> Any:
+def _padded_before(completion_ids: Arrays, completion_mask: Arrays, pad_id: int) -> Arrays:
     """bool[B], whether a completion begins with padding although a later token trains."""
     return (completion_ids[:, 0] == pad_id) & (completion_mask[:, 0] == 0) & (completion_mask != 0).any(axis=1)
 
 
 def placed_rows(
-    rows: Mapping[str, Any], arrays: Any, num_segments: int | None, parallel: ParallelMesh | None
+    rows: Mapping[str, Array], arrays: RowArrays, num_segments: int | None, parallel: ParallelMesh | None
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_token_aligned`; if the rows hold targets, see `from_target_aligned`."""
     name = "RolloutBatch.from_target_aligned" if "targets" in rows else "RolloutBatch.from_token_aligned"
@@ -126,7 +129,7 @@ def placed_rows(
     return _call(name, _aligned, T, given, num_segments, parallel)
 
 
-def _check_segments(segment_ids: Any, num_segments: Any) -> None:
+def _check_segments(segment_ids: Array | np.ndarray, num_segments: int) -> None:
     """Raises where a segment id on the host is above S; losses check ids on devices."""
     if not isinstance(num_segments, (int, np.integer)) or num_segments < 1:
         raise ValueError(f"num_segments: got {num_segments!r}, expected an integer of at least 1")
@@ -139,7 +142,7 @@ def _there(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
-def _given(arrays: Mapping[str, Any], known: Any) -> dict[str, Any]:
+def _given(arrays: Mapping[str, Any], known: type) -> dict[str, Any]:
     for name in arrays:
         if name not in known.__annotations__:
             raise TypeError(f"{name}: got an unknown array, expected one of {', '.join(known.__annotations__)}")
@@ -174,7 +177,12 @@ def _check_dtype(name: str, x: Any) -> None:
 
 
 def _call(
-    name: str, fn: Any, length: int, given: dict[str, Any], option: int | None, parallel: ParallelMesh | None
+    name: str,
+    fn: Callable[..., dict[str, Array]],
+    length: int,
+    given: dict[str, Any],
+    option: int | None,
+    parallel: ParallelMesh | None,
 ) -> dict[str, Array]:
     """Runs fn on the whole rows of each data shard and brings its results into the mesh's layout.
 
@@ -198,7 +206,7 @@ def _call(
 
     made = {"tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids", *given} - _PADDED
 
-    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+    def specs(p: ParallelMesh) -> tuple[list[PartitionSpec], dict[str, PartitionSpec]]:
         return [p.rows_spec] * len(given), {
             what: p.rows_spec if what in PER_SEGMENT else p.tokens_spec for what in made
         }
@@ -230,7 +238,7 @@ def _as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str,
     return _own_positions(axes, length, {what: x.astype(kinds[what]) for what, x in arrays.items()})
 
 
-def _aligned(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
+def _aligned(axes: ShardAxes, static: Static, *given: Array) -> dict[str, Array]:
     length, num_segments, names = static
     arrays = dict(zip(names, given, strict=True))
     if "targets" not in arrays:  # every value moves to the position that predicts its token
@@ -243,7 +251,7 @@ def _aligned(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
     return _as_batch(axes, length, num_segments, arrays)
 
 
-def _padded(axes: ShardAxes, static: Any, *given: Array) -> dict[str, Array]:
+def _padded(axes: ShardAxes, static: Static, *given: Array) -> dict[str, Array]:
     length, pad_id, names = static
     arrays = dict(zip(names, given, strict=True))
     prompt, completion, mask = (arrays.pop(name) for name in ("prompt_ids", "completion_ids", "completion_mask"))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float, Int
+from numpy.typing import DTypeLike
 
 from jaxppo._arrays import INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check_f32, is_number
 from jaxppo.sharding import Packed, multihost
 from jaxppo.token_sets import TokenSets
+
+if TYPE_CHECKING:
+    from jaxppo.integrations.engines import Truncated
 
 MAX_ID = 2**31 - 1
 
@@ -193,19 +197,19 @@ class Sample:
             raise ValueError(f"loss_mask: got 1 at token {int(np.argmax(self.mask > 0))}, expected 0 before {start}")
 
 
-def _shown(x: Any) -> str:
+def _shown(x: object) -> str:
     text = repr(x)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _as_array(name: str, x: Any) -> np.ndarray:
+def _as_array(name: str, x: object) -> np.ndarray:
     try:
         return np.asarray(x)
     except ValueError:  # numpy refuses lists of unequal lengths
         raise ValueError(f"{name}: got {_shown(x)}, expected one number for each token") from None
 
 
-def _check_tokens(tokens: Any) -> int:
+def _check_tokens(tokens: object) -> int:
     array = _as_array("tokens", tokens)
     if array.ndim != 1:
         raise ValueError(f"tokens: got shape {array.shape}, expected [n]")
@@ -216,7 +220,7 @@ def _check_tokens(tokens: Any) -> int:
     return array.size
 
 
-def _check_id(name: str, value: Any) -> None:
+def _check_id(name: str, value: object) -> None:
     if value is None:
         return
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
@@ -227,7 +231,7 @@ def _check_id(name: str, value: Any) -> None:
         raise ValueError(f"{name}: got {value}, expected 0 to {MAX_ID}; number the ids of a step")
 
 
-def _check_values(name: str, values: Any, length: int) -> None:
+def _check_values(name: str, values: object, length: int) -> None:
     if values is None:
         return
     array = _as_array(name, values)
@@ -285,7 +289,7 @@ def batch_arrays(
     """The arrays of a `RolloutBatch`, by name, from samples with these masks and ids, packed in pieces."""
     tokens = [np.asarray(sample.tokens, np.int32) for sample in samples]
 
-    def of_segments(values: Sequence[Any] | None, fill: int, dtype: Any) -> np.ndarray | None:
+    def of_segments(values: Sequence[Any] | None, fill: int, dtype: DTypeLike) -> np.ndarray | None:
         if values is None:
             return None
         return packed.place_segments([fill if p.shared else values[p.sample] for p in pieces], fill, dtype)

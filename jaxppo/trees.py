@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jaxppo._arrays import Arrays
+
 __all__ = ["Paths", "check_recurrent"]
 
 
@@ -107,7 +109,7 @@ def check_recurrent(model: Any, batch: Rows) -> None:
         )
 
 
-def ends(parents: Any, xp: ModuleType) -> Any:
+def ends(parents: Arrays, xp: ModuleType) -> Arrays:
     """`i32[..., S]`, the last descendant of each segment, or the segment itself if it has none.
 
     The descendants of a are the segments after it, up to the first whose parent comes before a.
@@ -119,7 +121,7 @@ def ends(parents: Any, xp: ModuleType) -> Any:
     return xp.where(leaves, numbers, count + 1).min(axis=-1) - 1
 
 
-def starts(parents: Any, lengths: Any, xp: ModuleType) -> Any:
+def starts(parents: Arrays, lengths: Arrays, xp: ModuleType) -> Arrays:
     """`[..., S]`, the position at which each segment begins: the total length of its ancestors.
 
     Args:
@@ -133,7 +135,7 @@ def starts(parents: Any, lengths: Any, xp: ModuleType) -> Any:
     return xp.where(is_ancestor, lengths[..., :, None], 0).sum(axis=-2, dtype=lengths.dtype)
 
 
-def out_of_order(parents: Any, xp: ModuleType) -> Any:
+def out_of_order(parents: Arrays, xp: ModuleType) -> Arrays:
     """`bool[..., S]`, True for a segment whose parent is not before it, or not on the path of the segment before it."""
     numbers = _numbers(parents.shape[-1], parents.ndim, xp)
     own = numbers.reshape(*numbers.shape[:-2], parents.shape[-1], 1)
@@ -142,7 +144,7 @@ def out_of_order(parents: Any, xp: ModuleType) -> Any:
     return left.any(axis=-2) | (parents < 0) | (parents > parents.shape[-1])
 
 
-def has_branches(parents: Any, xp: ModuleType) -> Any:
+def has_branches(parents: Arrays, xp: ModuleType) -> Arrays:
     """`bool[..., S]`, True for a segment that is the parent of another."""
     numbers = _numbers(parents.shape[-1], parents.ndim, xp)
     return (parents[..., None, :] == numbers.reshape(*numbers.shape[:-2], -1, 1)).any(axis=-1)

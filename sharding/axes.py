@@ -17,7 +17,7 @@ def axis_names(value: str | Sequence[str] | None) -> Names:
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
-def check_names(role: str, value: Any) -> None:
+def check_names(role: str, value: object) -> None:
     names = value if isinstance(value, (tuple, list)) else [value]
     if value is not None and not all(isinstance(name, str) for name in names):
         raise TypeError(f"{role}: got {value!r}, expected an axis name, a tuple of them or None")

@@ -57,7 +57,7 @@ def roles_of_rules(
     return {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp}
 
 
-def _pair(rule: Any) -> tuple[str, Names]:
+def _pair(rule: object) -> tuple[str, Names]:
     if isinstance(rule, str) or not isinstance(rule, Sequence) or len(rule) != 2 or not isinstance(rule[0], str):
         raise ValueError(f"rules: got {rule!r}, expected pairs of a logical name and mesh axes")
     name, axes = rule

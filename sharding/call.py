@@ -66,19 +66,19 @@ def shard_call(
     return _on_mesh(fn, static, parallel, tuple(leaves), structure, *args.values())
 
 
-def _call(fn: Callable[..., Any], axes: ShardAxes, static: Any, *args: Any) -> Any:
+def _call(fn: Callable[..., Any], axes: ShardAxes, static: Hashable, *args: Any) -> Any:
     return fn(axes, *args) if static is None else fn(axes, static, *args)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _on_one_device(fn: Callable[..., Any], static: Any, *args: Any) -> Any:
+def _on_one_device(fn: Callable[..., Any], static: Hashable, *args: Any) -> Any:
     return _call(fn, ShardAxes(), static, *args)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _on_mesh(
     fn: Callable[..., Any],
-    static: Any,
+    static: Hashable,
     parallel: ParallelMesh,
     specs: tuple[P, ...],
     structure: jax.tree_util.PyTreeDef,
@@ -92,7 +92,7 @@ def _on_mesh(
     return jax.shard_map(body, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs)(*args)
 
 
-def _is_spec(x: Any) -> bool:
+def _is_spec(x: object) -> bool:
     return isinstance(x, P)
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
-def wider_dtype(*given: Any) -> Any:
+def wider_dtype(*given: Any) -> np.dtype:
     """JAX's common dtype of arrays or dtypes, in strict sessions too.
 
     Under `jax_numpy_dtype_promotion="strict"`, `jnp.result_type` raises for floats of two widths.

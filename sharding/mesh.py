@@ -26,7 +26,7 @@ _CONVENTION = {
 _BY_TRAFFIC = ("data", "fsdp", "context", "tensor")  # from the least to the most
 
 
-def _entry(names: Names) -> Any:
+def _entry(names: Names) -> str | Names | None:
     """One entry of a PartitionSpec."""
     return None if not names else names[0] if len(names) == 1 else names
 
@@ -236,7 +236,7 @@ class ParallelMesh:
         return NamedSharding(self.mesh, P(*entries))
 
 
-def check_parallel(parallel: Any, expected: str = "ParallelMesh, ShardAxes or None") -> None:
+def check_parallel(parallel: object, expected: str = "ParallelMesh, ShardAxes or None") -> None:
     """Raises unless `parallel` is what `expected` names."""
     kinds = {ParallelMesh: "ParallelMesh", ShardAxes: "ShardAxes", type(None): "None"}
     if any(isinstance(parallel, kind) and name in expected for kind, name in kinds.items()):

@@ -8,7 +8,7 @@ import itertools
 import json
 import socket
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -158,7 +158,7 @@ def numbers_before(parallel: ParallelMesh, count: int) -> int:
     return sum(n for first, n in held.items() if first < mine[0, 0])
 
 
-def check_equal(what: str, value: Any) -> None:
+def check_equal(what: str, value: object) -> None:
     """Raises on every process unless `repr(value)` is the same on all of them; every process must call this."""
     texts = [part.decode() for part in exchange(f"comparison of {what}", repr(value).encode())]
     for process, other in enumerate(texts):
@@ -273,7 +273,7 @@ def whole(tree: Any) -> Any:
 
 
 @functools.cache
-def _placed(sharding: NamedSharding) -> Any:
+def _placed(sharding: NamedSharding) -> Callable[[Any], Any]:
     return jax.jit(lambda tree: tree, out_shardings=sharding)
 
 

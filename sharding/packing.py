@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Num, Shaped
+from jaxtyping import Array, Int, Num, Shaped
+from numpy.typing import DTypeLike
 
 from .layouts import check_row_length, logical_positions, segment_multiple
 from .mesh import ParallelMesh, check_parallel
@@ -42,7 +43,11 @@ class Packed:
     order: Int[np.ndarray, "KR T"]
 
     def place(
-        self, values: Sequence[Any], fill: float = 0, dtype: Any = None, starts: Sequence[int] | None = None
+        self,
+        values: Sequence[Any],
+        fill: float = 0,
+        dtype: DTypeLike | None = None,
+        starts: Sequence[int] | None = None,
     ) -> Shaped[np.ndarray, "*K R T ..."]:
         """The rows that hold values[i], `[lengths[i], ...]`, at the places of sequence i, and fill elsewhere.
 
@@ -69,7 +74,7 @@ class Packed:
             raise ValueError(f"values[{i}]: got shape {arrays[i].shape}, expected {expected}")
         return self._rows(arrays, begins, sizes, fill, dtype, trailing)
 
-    def place_segments(self, values: Sequence[Any], fill: float, dtype: Any) -> Num[np.ndarray, "*K R S"]:
+    def place_segments(self, values: Sequence[Any], fill: float, dtype: DTypeLike) -> Num[np.ndarray, "*K R S"]:
         """One number for each sequence, `[R, S]`, and fill where a row has no such segment."""
         rows = np.full((self.order.shape[0], self.num_segments), fill, dtype)
         rows[self.row, self.slot] = np.asarray(values, dtype)
@@ -86,7 +91,13 @@ class Packed:
         return self._rows(counted, np.zeros_like(self.lengths), self.lengths, 0, np.int32, ())
 
     def _rows(
-        self, values: Any, starts: np.ndarray, sizes: np.ndarray, fill: float, dtype: Any, trailing: tuple[int, ...]
+        self,
+        values: Sequence[np.ndarray] | np.ndarray,
+        starts: np.ndarray,
+        sizes: np.ndarray,
+        fill: float,
+        dtype: DTypeLike,
+        trailing: tuple[int, ...],
     ) -> np.ndarray:
         """Rows with values[i] at the `sizes[i]` places from `starts[i]` of sequence i, in physical order."""
         shape = (*self.order.shape, *trailing)
@@ -199,7 +210,7 @@ def pack(
     return Packed(lengths, row, slot, start, fullest, rows, count if has_micro_batches else None, order)
 
 
-def unpack(array: Any, packed: Packed) -> list[np.ndarray]:
+def unpack(array: Shaped[Array | np.ndarray, "*K R T ..."], packed: Packed) -> list[np.ndarray]:
     """Splits an array `[R, T, ...]` or `[K, R, T, ...]` into one array for each sequence; inverts `Packed.place`.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -44,7 +43,7 @@ def place(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     return np.block(parts.reshape(outer).tolist()) if len(slices) > 1 else parts[0]
 
 
-def _slice(device: Any) -> int:
+def _slice(device: jax.Device) -> int:
     return getattr(device, "slice_index", None) or 0
 
 
@@ -58,7 +57,7 @@ def _in_slice(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray
         return _split(sizes, grid)
 
 
-def _coordinates(device: Any) -> tuple[int, ...]:
+def _coordinates(device: jax.Device) -> tuple[int, ...]:
     return (*device.coords, getattr(device, "core_on_chip", None) or 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from .call import shard_call
 from .checks import check_int
 from .dtypes import wider_dtype
 from .layouts import check_row_length
-from .layouts.base import Layout, find_layout, move
+from .layouts.base import Fill, Layout, find_layout, move
 from .mesh import ParallelMesh, check_parallel
 
 Parallel = ParallelMesh | ShardAxes | None
@@ -63,7 +64,7 @@ def redistribute(
     return _of_rows("redistribute", _redistribute, parallel, args, (source, target, num_segments))
 
 
-def _redistribute(axes: ShardAxes, static: tuple[str, str, int | None], x: Any, segment_ids: Any) -> Any:
+def _redistribute(axes: ShardAxes, static: tuple[str, str, int | None], x: Any, segment_ids: jax.Array | None) -> Any:
     here, there = find_layout(static[0]), find_layout(static[1])
     row = (here if here.per_segment else there).row(axes, x, segment_ids, static[2])
     return move(axes, x, here, there, row)
@@ -114,7 +115,7 @@ def shift_left(
     return _of_rows("shift_left", _shift_left, parallel, args, (by, num_segments))
 
 
-def _check_fill(fill: Any, x: Any) -> None:
+def _check_fill(fill: Fill, x: Any) -> None:
     """Raises where an array of x cannot hold the fill: a cast would make another number of it."""
     for leaf in jax.tree.leaves(x):
         dtype, inexact = jnp.result_type(leaf), jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
@@ -128,12 +129,16 @@ def _check_fill(fill: Any, x: Any) -> None:
             raise ValueError(f"fill: got {fill}, expected a number that {dtype} holds, the dtype of x")
 
 
-def _shift_left(axes: ShardAxes, static: tuple[int, int | None], x: Any, segment_ids: Any, fill: Any) -> Any:
+def _shift_left(
+    axes: ShardAxes, static: tuple[int, int | None], x: Any, segment_ids: jax.Array | None, fill: jax.Array
+) -> Any:
     by, num_segments = static
     return shift_shard(axes, x, by, fill, segment_ids, num_segments)
 
 
-def shift_shard(axes: ShardAxes, x: Any, by: int, fill: Any, segment_ids: Any, num_segments: int | None) -> Any:
+def shift_shard(
+    axes: ShardAxes, x: Any, by: int, fill: Fill, segment_ids: jax.Array | None, num_segments: int | None
+) -> Any:
     """`shift_left` for code inside a `shard_map`, each array as this device holds it."""
     return _layout_of(axes).shift(axes, x, by, fill, segment_ids, num_segments) if jax.tree.leaves(x) else x
 
@@ -191,30 +196,37 @@ def scan_affine(
 
 
 def _scan_affine(
-    axes: ShardAxes, static: tuple[bool, int | None], a: jax.Array, b: jax.Array, segment_ids: Any
+    axes: ShardAxes, static: tuple[bool, int | None], a: jax.Array, b: jax.Array, segment_ids: jax.Array | None
 ) -> jax.Array:
     reverse, num_segments = static
     return scan_shard(axes, a, b, reverse, segment_ids, num_segments)
 
 
 def scan_shard(
-    axes: ShardAxes, a: jax.Array, b: jax.Array, reverse: bool, segment_ids: Any, num_segments: int | None
+    axes: ShardAxes, a: jax.Array, b: jax.Array, reverse: bool, segment_ids: jax.Array | None, num_segments: int | None
 ) -> jax.Array:
     """`scan_affine` for code inside a `shard_map`, each array as this device holds it."""
     return _layout_of(axes).scan(axes, (a, b), reverse, segment_ids, num_segments)
 
 
-def _of_rows(name: str, per_shard: Any, parallel: Parallel, args: dict[str, Any], static: Any) -> Any:
+def _of_rows(
+    name: str, per_shard: Callable[..., Any], parallel: Parallel, args: dict[str, Any], static: Hashable
+) -> Any:
     """A function of rows on any mesh, of a module, so that a second call with the same statics compiles nothing."""
 
-    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+    def specs(p: ParallelMesh) -> tuple[list[P], P]:
         return [P() if what == "fill" else p.tokens_spec for what in args], p.tokens_spec
 
     return shard_call(name, per_shard, parallel, args, specs, static)
 
 
 def check_context_rows(
-    parallel: Parallel, arrays: dict[str, Any], segment_ids: Any, num_segments: Any, function: str, *layouts: Layout
+    parallel: Parallel,
+    arrays: dict[str, Any],
+    segment_ids: jax.Array | None,
+    num_segments: int | None,
+    function: str,
+    *layouts: Layout,
 ) -> None:
     """Raises where arrays, by name, or pytrees of them cannot be `[R, T, ...]` in layouts, by default the mesh's."""
     check_parallel(parallel)

@@ -137,7 +137,11 @@ def by_group(
 
 
 def _per_shard(
-    axes: ShardAxes, static: tuple[Any, Any], rewards: jax.Array, ids: jax.Array, weights: jax.Array | None
+    axes: ShardAxes,
+    static: tuple[Callable[..., jax.Array], tuple[tuple[str, Any], ...]],
+    rewards: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array | None,
 ) -> jax.Array:
     formula, options = static
     by_id = ById.of(axes, ids)

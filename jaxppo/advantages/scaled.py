@@ -72,7 +72,7 @@ def _maxrl(groups: Groups, _: None, *, epsilon: float, singletons: Singletons) -
     return jnp.where(mean < -rounding, jnp.nan, advantages)
 
 
-def _check_means(rewards: Any, group_ids: Any) -> None:
+def _check_means(rewards: Float[Array, "*K R S"], group_ids: Int[Array, "*K R S"]) -> None:
     """Raises where a group has a negative mean, if this host can read all rewards."""
     for x in (rewards, group_ids):
         if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):

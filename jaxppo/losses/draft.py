@@ -225,15 +225,15 @@ class Depth(NamedTuple):
 
 
 def _depth(
-    hidden: Any,
-    head: Any,
-    policy: tuple[Any, Any],
+    hidden: Float[Array, "R T H"],
+    head: Head | Float[Array, "H V"],
+    policy: tuple[Float[Array, "R T G"], Head | Float[Array, "G V"]],
     batch: RolloutBatch,
     k: int,
     kinds: tuple[str, ...],
     *,
     parallel: ParallelMesh | ShardAxes | None,
-    temperature: Any,
+    temperature: float | Array,
     options: HeadOptions,
 ) -> Depth:
     shifted = _shifted(batch, k, parallel)
@@ -264,11 +264,11 @@ def _compare(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Input
 
 
 def _pair(
-    draft: tuple[Any, Any],
-    policy: tuple[Any, Any],
+    draft: tuple[Float[Array, "R T H"], Head | Float[Array, "H V"]],
+    policy: tuple[Float[Array, "R T G"], Head | Float[Array, "G V"]],
     shifted: RolloutBatch,
     parallel: ParallelMesh | ShardAxes | None,
-    temperature: Any,
+    temperature: float | Array,
     options: HeadOptions,
 ) -> tuple[Prepared, Prepared]:
     spec: P | None = options.get("hidden_spec")
@@ -290,12 +290,14 @@ def _shifted(batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | N
     return dataclasses.replace(later, loss_mask=later.loss_mask * batch.loss_mask)
 
 
-def _later(policy_hidden: Any, batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> Any:
+def _later(
+    policy_hidden: Float[Array, "R T G"], batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None
+) -> Float[Array, "R T G"]:
     """The policy's hidden states, shifted so that t holds those of t + k."""
     return shift_left(lax.stop_gradient(policy_hidden), parallel, k, 0, batch.segment_ids, batch.num_segments)
 
 
-def _of_depth(depth: Depth, objective: Objective, eta: Any) -> Float[Array, "R T"]:
+def _of_depth(depth: Depth, objective: Objective, eta: Coefficient) -> Float[Array, "R T"]:
     if depth.divergence is None:
         return depth.apart
     if objective == "soft_cross_entropy":

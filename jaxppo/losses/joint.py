@@ -222,7 +222,10 @@ def _check_names(what: str, given: Iterable[str], parts: Mapping[str, Part]) -> 
 
 
 def _teachers(
-    batch: RolloutBatch, parts: Mapping[str, Part], ids: Any, teacher_log_probs: Mapping[str, Any] | None
+    batch: RolloutBatch,
+    parts: Mapping[str, Part],
+    ids: Int[Array, "R T K"] | None,
+    teacher_log_probs: Mapping[str, Float[Array, "R T K"]] | None,
 ) -> dict[str, tuple[Array, Array]]:
     """The ids and the teacher's log-probs of each part that distils."""
     given = dict(teacher_log_probs or {})

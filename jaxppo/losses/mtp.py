@@ -184,7 +184,9 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
     return dataclasses.replace(batch, targets=targets, loss_mask=loss_mask, loss_weights=weight)
 
 
-def shift_temperature(temperature: Any, batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAxes | None) -> Any:
+def shift_temperature(
+    temperature: float | Array, batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAxes | None
+) -> float | Array:
     """The temperature of each token `by` places later; a number, and what the head refuses, as it is."""
     if getattr(temperature, "shape", ()) != batch.loss_mask.shape:
         return temperature

@@ -158,7 +158,11 @@ class CenteringLoss(TokenLoss):
         return found, {"policy_mass": masses[0], "rollout_mass": masses[1]}
 
     def _slopes(
-        self, log_p: Float[Array, "R T K"], log_q: Float[Array, "R T K"], advantages: Float[Array, "R T"], segments: Any
+        self,
+        log_p: Float[Array, "R T K"],
+        log_q: Float[Array, "R T K"],
+        advantages: Float[Array, "R T"],
+        segments: Segments,
     ) -> Float[Array, "R T K"]:
         """The loss's gradient by each log p if that token had been drawn, minus its gradient at an advantage of 0."""
         R, T, K = log_p.shape

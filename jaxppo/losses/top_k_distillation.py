@@ -123,7 +123,7 @@ def top_k_divergence(
     return jnp.where(there, found, 0).sum(axis=-1)
 
 
-def _check_options(divergence: Any, beta: Any, tail: Any) -> None:
+def _check_options(divergence: TopKDivergence, beta: float | Array, tail: Tail) -> None:
     check_choice("divergence", divergence, TopKDivergence)
     check_choice("tail", tail, Tail)
     check_number("beta", beta, least=0, most=1)
@@ -286,7 +286,11 @@ def top_k_distillation_loss_from_hidden(
 
 
 def as_top_k(
-    stats: TokenStats, ids: Any, log_probs: Any, batch: RolloutBatch, name: str = "teacher_log_probs"
+    stats: TokenStats,
+    ids: Int[Array, "R T K"],
+    log_probs: Float[Array, "R T K"],
+    batch: RolloutBatch,
+    name: str = "teacher_log_probs",
 ) -> tuple[Array, Array]:
     """Ids and log-probs `[R, T, K]` that belong to the log-probs of the statistics."""
     if not isinstance(stats, TokenStats):
@@ -300,7 +304,10 @@ def as_top_k(
 
 
 def ids_and_log_probs(
-    ids: Any, log_probs: Any, batch: RolloutBatch, name: str = "teacher_log_probs"
+    ids: Int[Array, "R T K"],
+    log_probs: Float[Array, "R T K"],
+    batch: RolloutBatch,
+    name: str = "teacher_log_probs",
 ) -> tuple[Array, Array]:
     """Ids and log-probs `[R, T, K]`, checked; `name` is that of the log-probs in errors."""
     ids = as_id_sets("ids", ids, batch.loss_mask.shape)
@@ -347,7 +354,9 @@ class TopKLoss(TokenLoss):
         return found, {"divergence": found, "teacher_mass": teacher, "student_mass": student}
 
 
-def check_top_k(ids: Any, log_probs: Any, vocab_size: int) -> None:
+def check_top_k(
+    ids: Int[Array | np.ndarray, "*batch K"], log_probs: Float[Array | np.ndarray, "*batch K"], vocab_size: int
+) -> None:
     """Raises at the first invalid entry of a teacher's top-k; on the host, before a step.
 
     Ids are -1 or in `[0, vocab_size)`, none twice at a position; log-probs at most 0 and no NaN, where there is an id;

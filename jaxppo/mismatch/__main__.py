@@ -19,8 +19,10 @@ from typing import Any, get_args
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jaxtyping import Array
 
 from jaxppo.head import Head
+from jaxppo.head.types import Layout
 from jaxppo.mismatch.report import MismatchReport, mismatch_report
 from jaxppo.mismatch.tokens import Rounding, TokenMismatch, token_mismatch
 
@@ -36,7 +38,7 @@ def read(path: str | Path) -> Arrays:
 
 
 def compare(
-    trainer: Arrays, sampler: Arrays, *, layout: str = "hv", rounded_to: Rounding = "bfloat16"
+    trainer: Arrays, sampler: Arrays, *, layout: Layout = "hv", rounded_to: Rounding = "bfloat16"
 ) -> TokenMismatch:
     """Compares the tokens of two files; over the whole vocabulary if both hold hidden states."""
     if "hidden" not in trainer or "hidden" not in sampler:
@@ -69,7 +71,7 @@ def compare(
     return TokenMismatch(**values)
 
 
-def _model(arrays: Arrays, layout: Any, row: tuple[int, ...]) -> tuple[Any, Head]:
+def _model(arrays: Arrays, layout: Layout, row: tuple[int, ...]) -> tuple[Array, Head]:
     """Hidden states `[R, T, H]` and the head."""
     bias = None if "bias" not in arrays else jnp.asarray(arrays["bias"])
     return jnp.asarray(arrays["hidden"]).reshape(*row, -1), Head(jnp.asarray(arrays["kernel"]), bias, layout=layout)

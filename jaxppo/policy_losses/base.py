@@ -94,7 +94,11 @@ def ratio_at(level: Level, log_probs: Tokens, old_log_probs: Tokens, mask: Token
 
 
 def clipped_surrogate(
-    ratio: Tokens, advantages: Tokens, clip_low: Any, clip_high: Any, dual_clip: Any = None
+    ratio: Tokens,
+    advantages: Tokens,
+    clip_low: Coefficient,
+    clip_high: Coefficient,
+    dual_clip: Coefficient | None = None,
 ) -> Result:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), at most -A dual_clip where A < 0."""
     plain = -advantages * ratio

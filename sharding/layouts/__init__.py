@@ -13,7 +13,6 @@ shard 1 behind it:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -108,7 +107,7 @@ def physical_places(
     return _on_host("place_of", layout, length, shards, segment_lengths)
 
 
-def _on_host(formula: str, layout: str, length: int, shards: int, segment_lengths: Any) -> np.ndarray:
+def _on_host(formula: str, layout: str, length: int, shards: int, segment_lengths: np.ndarray | None) -> np.ndarray:
     check_row_length(length, layout, shards)
     fn, points = getattr(find_layout(layout, shards=shards), formula), np.arange(length, dtype=np.int32)
     if not find_layout(layout).per_segment:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,10 @@ from jax import lax
 from jax.custom_derivatives import linear_call
 
 from ..axes import LAYOUTS, ShardAxes, check_layout, vary, varying
+
+Points = TypeVar("Points", np.ndarray, jax.Array)  # on the host, or on a device
+Pair = tuple[jax.Array, jax.Array]
+Fill = jax.Array | float
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["lengths", "sizes"], meta_fields=["length", "shards"])
@@ -26,7 +31,7 @@ class Row:
 
     length: int
     shards: int
-    lengths: Any = None
+    lengths: Any = None  # of numpy on the host, else of JAX
     sizes: Any = None
 
     @classmethod
@@ -65,11 +70,11 @@ class Layout:
         """T must be a multiple of this number; per segment, each padded sequence too."""
         return shards
 
-    def position_at(self, places: Any, row: Row) -> Any:
+    def position_at(self, places: Points, row: Row) -> Points:
         """The logical positions at physical places, numpy's `[n]` or JAX's `[1, n]`; `[R, n]` per segment."""
         raise NotImplementedError
 
-    def place_of(self, positions: Any, row: Row) -> Any:
+    def place_of(self, positions: Points, row: Row) -> Points:
         """The physical places of logical positions `[n]`, `[1, n]` or `[R, n]`: the inverse of `position_at`."""
         raise NotImplementedError
 
@@ -81,34 +86,47 @@ class Layout:
         """The inverse, and the transpose, of `to_contiguous`."""
         return exchange(axes, LAYOUTS["contiguous"], self, row, x)
 
-    def shift(self, axes: ShardAxes, x: Any, by: int, fill: Any, segment_ids: Any, num_segments: int | None) -> Any:
+    def shift(
+        self, axes: ShardAxes, x: Any, by: int, fill: Fill, segment_ids: jax.Array | None, num_segments: int | None
+    ) -> Any:
         """`shift_left` of what this device holds."""
 
-        def shift(contiguous: Layout, x: Any, ids: Any) -> Any:
+        def shift(contiguous: Layout, x: Any, ids: jax.Array | None) -> Any:
             return contiguous.shift(axes, x, by, fill, ids, num_segments)
 
         return self._through_contiguous(axes, shift, x, segment_ids, num_segments)
 
-    def scan(self, axes: ShardAxes, ab: Any, reverse: bool, segment_ids: Any, num_segments: int | None) -> jax.Array:
+    def scan(
+        self, axes: ShardAxes, ab: Pair, reverse: bool, segment_ids: jax.Array | None, num_segments: int | None
+    ) -> jax.Array:
         """`scan_affine` of what this device holds."""
 
-        def scan(contiguous: Layout, ab: Any, ids: Any) -> jax.Array:
+        def scan(contiguous: Layout, ab: Pair, ids: jax.Array | None) -> jax.Array:
             return contiguous.scan(axes, ab, reverse, ids, num_segments)
 
         return self._through_contiguous(axes, scan, ab, segment_ids, num_segments)
 
-    def _through_contiguous(self, axes: ShardAxes, fn: Any, x: Any, segment_ids: Any, num_segments: int | None) -> Any:
+    def _through_contiguous(
+        self,
+        axes: ShardAxes,
+        fn: Callable[[Layout, Any, jax.Array | None], Any],
+        x: Any,
+        segment_ids: jax.Array | None,
+        num_segments: int | None,
+    ) -> Any:
         contiguous, row = LAYOUTS["contiguous"], self.row(axes, x, segment_ids, num_segments)
         x, segment_ids = move(axes, (x, segment_ids), self, contiguous, row)
         return move(axes, fn(contiguous, x, segment_ids), contiguous, self, row)
 
-    def row(self, axes: ShardAxes, x: Any, segment_ids: Any, num_segments: int | None) -> Row:
+    def row(self, axes: ShardAxes, x: Any, segment_ids: jax.Array | None, num_segments: int | None) -> Row:
         """The `Row` of x; per segment it costs one psum of `[R, S]`."""
         shards = axes.size(axes.context)
         length = shards * next((leaf.shape[1] for leaf in jax.tree.leaves(x)), 0)
         if not self.per_segment:
             return Row(length, shards)
-        numbers = jnp.arange(1, num_segments + 1, dtype=jnp.int32)  # type: ignore[operator]
+        assert segment_ids is not None  # check_context_rows sees to both
+        assert num_segments is not None
+        numbers = jnp.arange(1, num_segments + 1, dtype=jnp.int32)
         held = segment_ids.astype(jnp.int32)[:, :, None] == numbers[None, None]
         lengths = axes.psum(held.sum(axis=1, dtype=jnp.int32), axes.context)
         return Row.of(length, shards, lengths, self.row_multiple(shards), jnp)
@@ -182,7 +200,7 @@ def exchange(axes: ShardAxes, source: Layout, target: Layout, row: Row, x: jax.A
     return received[:, jnp.asarray(keep)[me]]
 
 
-def places_of(shard: Any, row: Row) -> jax.Array:
+def places_of(shard: jax.Array | int, row: Row) -> jax.Array:
     """`i32[1, T_local]`, the physical places that a shard holds."""
     return (shard * row.local + jnp.arange(row.local, dtype=jnp.int32))[None]
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..axes import ShardAxes
-from .base import Layout, Row, places_of
+from .base import Fill, Layout, Pair, Points, Row, places_of
 from .runs import Runs, following, scan_runs
 
 
@@ -21,10 +21,10 @@ class Contiguous(Layout):
     def row_multiple(self, shards: int) -> int:
         return shards * self.halves
 
-    def position_at(self, places: Any, row: Row) -> Any:
+    def position_at(self, places: Points, row: Row) -> Points:
         return places
 
-    def place_of(self, positions: Any, row: Row) -> Any:
+    def place_of(self, positions: Points, row: Row) -> Points:
         return positions
 
     def runs(self, row: Row, rows: int) -> Runs:
@@ -39,7 +39,9 @@ class Contiguous(Layout):
         split = x.reshape(x.shape[0], self.halves, -1, *x.shape[2:])
         return jnp.concatenate([split[:, :, by:], following(axes, split[:, :, :by])], axis=2).reshape(x.shape)
 
-    def shift(self, axes: ShardAxes, x: Any, by: int, fill: Any, segment_ids: Any, num_segments: int | None) -> Any:
+    def shift(
+        self, axes: ShardAxes, x: Any, by: int, fill: Fill, segment_ids: jax.Array | None, num_segments: int | None
+    ) -> Any:
         row = self.row(axes, x, segment_ids, num_segments)
         runs, by = self.runs(row, jax.tree.leaves(x)[0].shape[0]), min(by, row.length)
 
@@ -50,12 +52,16 @@ class Contiguous(Layout):
 
         if segment_ids is None or self.per_segment:
             position = self.position_at(places_of(axes.index(axes.context), row), row)
-            stays = position + by < (row.length if segment_ids is None else runs.sequence_ends)
+            ends = row.length if segment_ids is None else runs.sequence_ends
+            assert ends is not None  # per segment there are some
+            stays = position + by < ends
         else:
             stays = (shifted(segment_ids) == segment_ids) & (segment_ids > 0)
         return jax.tree.map(lambda y: jnp.where(widen(stays, y), shifted(y), jnp.asarray(fill, y.dtype)), x)
 
-    def scan(self, axes: ShardAxes, ab: Any, reverse: bool, segment_ids: Any, num_segments: int | None) -> jax.Array:
+    def scan(
+        self, axes: ShardAxes, ab: Pair, reverse: bool, segment_ids: jax.Array | None, num_segments: int | None
+    ) -> jax.Array:
         row = self.row(axes, ab, segment_ids, num_segments)
         return scan_runs(axes, self.runs(row, ab[1].shape[0]), ab, reverse, segment_ids)
 

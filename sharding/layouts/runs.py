@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from ..axes import ShardAxes, vary, vary_like
-from .base import take
+from .base import Pair, take
 
 # how y_t is made: GOES_ON: from the y of its neighbour; ENDS: it is b_t; ENTERS: from the y of the next run
 GOES_ON, ENDS, ENTERS = np.int8(0), np.int8(1), np.int8(2)
@@ -63,7 +63,7 @@ def following(axes: ShardAxes, heads: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.where(turn, heads[:, 1:], after_first), after_second], axis=1)
 
 
-def scan_runs(axes: ShardAxes, runs: Runs, ab: Any, reverse: bool, segment_ids: Any) -> jax.Array:
+def scan_runs(axes: ShardAxes, runs: Runs, ab: Pair, reverse: bool, segment_ids: jax.Array | None) -> jax.Array:
     """`scan_affine` of this device's shards, `[R, T_local]` each: y = total + product * lead * carry in each run.
 
     total is y as if the run stood alone, and product the product of the a since the run's entry, where the scan comes
@@ -118,7 +118,7 @@ def _chains(axes: ShardAxes, runs: Runs, *ends: jax.Array) -> jax.Array:
     return jnp.concatenate([half[:, :: 1 - 2 * i] for i, half in enumerate(halves)], axis=1)
 
 
-def _before(x: jax.Array, distance: Any, axis: int, reverse: bool) -> jax.Array:
+def _before(x: jax.Array, distance: jax.Array | int, axis: int, reverse: bool) -> jax.Array:
     """For each entry of x, the entry that the scan visits `distance` earlier; 0 where there is none."""
     length, none = x.shape[axis], jnp.zeros_like(x)
     padded = jnp.concatenate([x, none] if reverse else [none, x], axis)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from .base import Layout, Row
+from .base import Layout, Points, Row
 
 
 class Striped(Layout):
     name = "striped"
 
-    def position_at(self, places: Any, row: Row) -> Any:
+    def position_at(self, places: Points, row: Row) -> Points:
         return places % row.local * row.shards + places // row.local
 
-    def place_of(self, positions: Any, row: Row) -> Any:
+    def place_of(self, positions: Points, row: Row) -> Points:
         return positions % row.shards * row.local + positions // row.shards

@@ -6,6 +6,7 @@ Megatron's context parallelism of a padded batch; Transformer Engine's and MaxTe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..axes import ShardAxes
-from .base import Row
+from .base import Points, Row
 from .contiguous import Contiguous
 
 
@@ -25,14 +26,14 @@ class Zigzag(Contiguous):
         """The start and the size of the span, here the row, whose chunks hold each of the positions."""
         return 0, row.length
 
-    def position_at(self, places: Any, row: Row) -> Any:
+    def position_at(self, places: Points, row: Row) -> Points:
         shard, offset = places // row.local, places % row.local
         start, size = self.span(offset * row.shards, row)  # a shard holds an equal part of each span
         chunk, offset = size // (2 * row.shards), offset - start // row.shards
         second = (offset >= chunk).astype(offset.dtype)
         return start + _mirrored(shard, second, row) * chunk + offset - second * chunk
 
-    def place_of(self, positions: Any, row: Row) -> Any:
+    def place_of(self, positions: Points, row: Row) -> Points:
         start, size = self.span(positions, row)
         chunk = size // (2 * row.shards)
         link, offset = (positions - start) // chunk, (positions - start) % chunk
@@ -47,12 +48,12 @@ class Zigzag(Contiguous):
         return jnp.concatenate(_permute(axes, row, _even_first(axes, *jnp.split(x, 2, axis=1)), back=True), axis=1)
 
 
-def _mirrored(link: Any, second: Any, row: Row) -> Any:
+def _mirrored(link: Points, second: Points, row: Row) -> Points:
     """The shard of a link of a chain, or the link of a shard: 2C-1-x for second links, else x."""
     return link + second * (2 * row.shards - 1 - 2 * link)
 
 
-def _permute(axes: ShardAxes, row: Row, halves: Any, back: bool) -> list[jax.Array]:
+def _permute(axes: ShardAxes, row: Row, halves: Sequence[jax.Array], back: bool) -> list[jax.Array]:
     """Sends the even and the odd chunk of each contiguous shard to its shard in zigzag, or back."""
     homes = [min(chunk, 2 * row.shards - 1 - chunk) for chunk in range(2 * row.shards)]
     ways = [[pair[::-1] if back else pair for pair in enumerate(homes[odd::2])] for odd in (0, 1)]
