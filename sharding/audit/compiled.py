@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.stages import Lowered
 
 from .devices import Device, device_of
 from .flops import count_flops
@@ -21,12 +22,14 @@ from .results import Audit, Collective, Time
 from .tpu_time import estimate_time
 
 
-def read(fn: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Audit:
+def read(fn: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh | None) -> Audit:
     """The audit of a function, see `audit`."""
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
     traced = jitted.trace(*args)
-    mesh = _mesh_of(args) if mesh is None else mesh
-    device = _device_of(args, mesh)
+    shardings = [s for x in jax.tree.leaves(args) if (s := getattr(x, "sharding", None)) is not None]
+    mesh = _mesh_of(shardings) if mesh is None else mesh
+    devices = mesh.devices.flat if mesh is not None else (d for s in shardings for d in s.device_set)
+    device = next(iter(devices), None)  # None where neither the arguments nor the mesh name one
     chip = device_of(device)
     compiled, text, generated = _compile(traced.lower(), device)
     memory = compiled.memory_analysis()
@@ -42,34 +45,25 @@ def read(fn: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Audit:
     )
 
 
-def _time(text: str, generated: str, chip: Device | None, device: Any) -> Time | None:
-    if chip is None:
+def _time(text: str, generated: str, chip: Device | None, device: jax.Device | None) -> Time | None:
+    if chip is None or device is None:
         return None
     if device.platform == "gpu":
         return roofline(text, chip)
     return estimate_time(generated, chip) if generated else None
 
 
-def _mesh_of(args: Any) -> Mesh | None:
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
+def _mesh_of(shardings: Sequence[Sharding]) -> Mesh | None:
     meshes: set[Any] = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
     if len(meshes) > 1:
         raise ValueError(f"args: got arrays on {len(meshes)} meshes, expected one, or mesh=")
     return meshes.pop() if meshes else None
 
 
-def _device_of(args: Any, mesh: Mesh | None) -> Any:
-    """One of the devices to compile for; None where neither the arguments nor the mesh name one."""
-    if mesh is not None:
-        return mesh.devices.flat[0]
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
-    return next((d for s in shardings if s is not None for d in s.device_set), None)
-
-
-def _compile(lowered: Any, device: Any) -> tuple[Any, str, str]:
+def _compile(lowered: Lowered, device: jax.Device | None) -> tuple[Any, str, str]:
     """The compiled function, the text of its module and, on a TPU, that of the code generated from it."""
     if device is None or device.platform != "tpu":
-        compiled = lowered.compile()
+        compiled: Any = lowered.compile()
         return compiled, compiled.as_text(), ""
     # The text of some TPU modules cannot be had from the executable (XLA fails to read its own async instructions), and
     # the estimates of time are in the dump only. A program that a cache returns was not dumped.

@@ -15,9 +15,10 @@ from .results import Flops
 from .trips import Limits, Loop, Turns, Value, constant, convert, operate
 
 _NONE = Flops(0, 0)
+AnyJaxpr = core.Jaxpr | core.ClosedJaxpr
 
 
-def count_flops(jaxpr: Any) -> Flops:
+def count_flops(jaxpr: AnyJaxpr) -> Flops:
     """The flops of a (closed) jaxpr: the shapes inside a `shard_map` are one device's.
 
     Args:
@@ -35,7 +36,7 @@ def count_flops(jaxpr: Any) -> Flops:
     return _run(jaxpr, [], True)[0]
 
 
-def _run(jaxpr: Any, args: Sequence[Value], count: bool) -> tuple[Flops, list[Value]]:
+def _run(jaxpr: AnyJaxpr, args: Sequence[Value], count: bool) -> tuple[Flops, list[Value]]:
     """The flops of a jaxpr, if they are to be counted, and what is known of its results."""
     inner, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
     known: dict[Any, Value] = dict(zip(inner.invars, args, strict=True)) if args else {}
@@ -90,10 +91,7 @@ def _equation(eqn: Any, args: list[Value], count: bool) -> tuple[Flops, list[Val
 
 
 # They run their jaxpr once, on their own arguments.
-_CALLS = frozenset(
-    {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2",
-     "shard_map"}
-)  # fmt: skip
+_CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2", "shard_map"})
 
 
 def _exactly(flops: float) -> Flops:
@@ -106,7 +104,7 @@ def _times(flops: Flops, turns: Turns) -> Flops:
     return Flops(low, high)
 
 
-def _arity(jaxpr: Any) -> int:
+def _arity(jaxpr: AnyJaxpr) -> int:
     return len(getattr(jaxpr, "jaxpr", jaxpr).invars)
 
 
@@ -120,7 +118,7 @@ def _ragged_dot(eqn: Any) -> Flops:
     return _exactly(flops // groups)
 
 
-def _scan(params: Any, args: list[Value]) -> Flops:
+def _scan(params: dict[str, Any], args: list[Value]) -> Flops:
     body, length = params["jaxpr"], params["length"]
     if "ft_in" in params:  # from JAX 0.12 on, a tree that splits what it is given
         first, count, _ = (len(list(part)) for part in params["ft_in"].update(range(len(args))).unpack())
@@ -133,7 +131,7 @@ def _scan(params: Any, args: list[Value]) -> Flops:
     return _times(flops, Turns(length, length))
 
 
-def _while(params: Any, args: list[Value]) -> Flops:
+def _while(params: dict[str, Any], args: list[Value]) -> Flops:
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     condition_consts, body_consts = args[:first], args[first:last]
@@ -146,12 +144,12 @@ def _while(params: Any, args: list[Value]) -> Flops:
 
 
 _SAME = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "pcast", "pvary", "reshape", "sharding_constraint",
+    {"broadcast_in_dim", "convert_element_type", "copy", "pcast", "pvary", "reshape", "sharding_constraint",
      "squeeze"}
 )  # fmt: skip
 
 
-def _scalar(eqn: Any, args: list[Value]) -> Value:
+def _scalar(eqn: core.JaxprEqn, args: list[Value]) -> Value:
     """What is known of the result of an operation on scalars."""
     name, operands, result = eqn.primitive.name, [x.aval for x in eqn.invars], eqn.outvars[0].aval
     if getattr(result, "shape", None) != () or not operands:

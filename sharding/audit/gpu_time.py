@@ -14,9 +14,8 @@ import numpy as np
 
 from .devices import Device
 from .hlo import Computation, Instruction, Transfer, dimensions, parse
-from .hlo_bytes import hbm_bytes
 from .results import Time
-from .tpu_time import FREE, MOVES, Clock, is_on_scalars, product_flops, spent
+from .tpu_time import Clock, product_flops, spent
 
 # Peaks over that of bf16. f32 operands are multiplied as TF32, unless the highest precision is asked for: then outside
 # of the tensor cores, a sixteenth on an H100 (https://www.nvidia.com/en-us/data-center/h100).
@@ -48,17 +47,29 @@ def roofline(text: str, chip: Device) -> Time:
 class _Roofline(Clock):
     """See `Clock`."""
 
-    def plain(self, computation: Computation, x: Instruction) -> np.ndarray:
-        inside = self.inside(computation, x)
-        free = x.op in FREE or x.op.endswith("-done") or 'custom_call_target="AllocateBuffer"' in x.attributes
-        if free or all(is_on_scalars(c, y) for c, y in inside):
-            return spent("copies", 0.0)
-        products = sum(_product_seconds(c, y, self.chip) for c, y in inside)
-        if x.op == "custom-call":
-            products = _library_seconds(computation, x, self.chip)
-        is_move = all(y.op in MOVES or is_on_scalars(c, y) for c, y in inside)
-        kind = "products" if products else "copies" if is_move else "elementwise"
-        return spent(kind, max(products, hbm_bytes(self.module, computation, x) / self.chip.bandwidth))
+    def is_free(self, x: Instruction) -> bool:
+        return 'custom_call_target="AllocateBuffer"' in x.attributes
+
+    def product_seconds(self, computation: Computation, x: Instruction) -> float:
+        """The time of a `dot`, or of a product `[M, K] @ [K, N]` that a library computes.
+
+        The sizes multiplied are those of both factors and of the result of a library's call: M K K N M N.
+        """
+        operands = [computation[name].shape for name in x.operands[:2] if name in computation]
+        if x.op == "dot":
+            flops = product_flops(computation, x)
+        elif re.search(r'custom_call_target="__cublas', x.attributes):
+            result = re.search(r"\w+\[[^\]]*\]", x.shape)
+            sizes = [float(np.prod(dimensions(shape))) for shape in (*operands, result[0] if result else "[]")]
+            flops = 2 * float(np.prod(sizes)) ** 0.5
+        else:
+            return 0.0
+        is_f32 = any(shape.startswith("f32") for shape in operands)
+        highest = re.search(r'operand_precision=\{[^}]*highest|"operand_precision":\["HIGHEST', x.attributes)
+        return flops / self.chip.flops / ((_FULL_F32 if highest else _TF32) if is_f32 else 1)
+
+    def without_estimate(self, kind: str, seconds: float) -> np.ndarray:
+        return spent(kind, seconds)  # and nothing is said of a part: there are no estimates
 
     def ring_seconds(self, sent: Transfer, x: Instruction) -> float:
         """As on a line of TPUs; but each pair of GPUs is equally far, so that an all-to-all sends each byte once."""
@@ -66,30 +77,3 @@ class _Roofline(Clock):
         if sent.op in ("all-to-all", "ragged-all-to-all"):
             return (n - 1) / n * sent.bytes / self.chip.link
         return super().ring_seconds(sent, x)
-
-
-def _product_seconds(computation: Computation, x: Instruction, chip: Device) -> float:
-    if x.op != "dot":
-        return 0.0
-    operands = [computation[name].shape for name in x.operands if name in computation]
-    return product_flops(computation, x) / _peak(operands, x.attributes, chip)
-
-
-def _library_seconds(computation: Computation, x: Instruction, chip: Device) -> float:
-    """The time of a product `[M, K] @ [K, N]` that a library computes; 0 for its other functions.
-
-    The sizes multiplied are those of both factors and of the result: M K K N M N.
-    """
-    if not re.search(r'custom_call_target="__cublas', x.attributes):
-        return 0.0
-    operands = [computation[name].shape for name in x.operands[:2] if name in computation]
-    result = re.search(r"\w+\[[^\]]*\]", x.shape)
-    sizes = [float(np.prod(dimensions(shape))) for shape in (*operands, result[0] if result else "[]")]
-    return 2 * float(np.prod(sizes)) ** 0.5 / _peak(operands, x.attributes, chip)
-
-
-def _peak(operands: list[str], attributes: str, chip: Device) -> float:
-    if not any(shape.startswith("f32") for shape in operands):
-        return chip.flops
-    highest = re.search(r'operand_precision=\{[^}]*highest|"operand_precision":\["HIGHEST', attributes)
-    return chip.flops * (_FULL_F32 if highest else _TF32)

@@ -19,7 +19,6 @@ _CALLS = re.compile(
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|ragged-all-to-all)(-start)?"
 )
-_ITEM_BITS = {"pred": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,23 +147,18 @@ def shape_bytes(shape: str, in_hbm: bool = False) -> int:
       >>> shape_bytes("(bf16[8,4]{1,0:T(8,128)S(1)}, s32[])"), shape_bytes("(bf16[8,4]{1,0:S(1)}, s32[])", in_hbm=True)
       (68, 4)
     """
-    return sum(size for size, elsewhere in _sizes(shape) if not (in_hbm and elsewhere))
+    total = 0
+    for dtype, dims, layout in re.findall(r"(\w+)\[([^\]]*)\](\{[^}]*\})?", shape):
+        if not (in_hbm and re.search(r"S\([1-9]", layout)):
+            bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or ["0"])[0])
+            total += math.prod(dimensions(f"[{dims}]")) * bits // 8
+    return total
 
 
 def dimensions(shape: str) -> list[int]:
     """The dimensions of a shape that is no tuple."""
     found = re.search(r"\[([^\]]*)\]", shape)
     return [int(d.lstrip("<=")) for d in found[1].split(",") if d] if found else []
-
-
-def _sizes(shape: str) -> list[tuple[int, bool]]:
-    """The bytes of each part of a shape, and whether they lie outside of HBM."""
-    found = []
-    for dtype, dims, layout in re.findall(r"(\w+)\[([^\]]*)\](\{[^}]*\})?", shape):
-        bits = _ITEM_BITS.get(dtype) or int((re.findall(r"\d+", dtype) or ["0"])[0])
-        elements = math.prod(dimensions(f"[{dims}]"))
-        found.append((elements * bits // 8, re.search(r"S\([1-9]", layout) is not None))
-    return found
 
 
 def parts(shape: str) -> list[str]:
@@ -186,29 +180,27 @@ class Transfer:
       op: its name, without "-start".
       groups: the groups of devices that it joins, pairs for a permutation; empty where they could not be read.
       bytes: the size of a device's input or output, whichever is larger.
-      started: whether other work may run until its "-done".
     """
 
     op: str
     groups: tuple[tuple[int, ...], ...]
     bytes: int
-    started: bool
 
 
 def transfer(module: Module, computation: str, instruction: Instruction) -> Transfer | None:
     """The collective that an instruction is; None for any other instruction."""
     if not (match := _COLLECTIVE.fullmatch(instruction.op)):
         return None
-    kind, started = match[1], bool(match[2])
+    kind = match[1]
     groups = _groups(instruction.attributes, module.devices)
     size = shape_bytes(instruction.shape)
-    if started and kind != "all-reduce":  # its operands are a part of its result, and semaphores too
+    if match[2] and kind != "all-reduce":  # its operands are a part of its result, and semaphores too
         size = max(map(shape_bytes, parts(instruction.shape)), default=0)
     if kind == "reduce-scatter" and groups:
         size *= len(groups[0])
     if computation.startswith("all-reduce-scatter"):  # the fusion that is XLA's reduce-scatter on TPU
         kind = "reduce-scatter"
-    return Transfer(kind, groups, max(size, 1), started)
+    return Transfer(kind, groups, max(size, 1))
 
 
 def _groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
@@ -218,7 +210,7 @@ def _groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
     if "replica_groups={}" in attributes:
         return (tuple(range(devices)),)
     if match := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
-        return _rows(_iota(match[2]).reshape(_integers(match[1])))
+        return tuple(map(tuple, _iota(match[2]).reshape(_integers(match[1])).tolist()))
     mesh = r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\((\[[^)]*\)|\[[\d,]+\]|[\d,]+)\))? ?\{([^}]*)\}"
     if match := re.search(mesh, attributes):
         return _mesh_groups(*match.groups())
@@ -253,7 +245,3 @@ def _iota(text: str) -> np.ndarray:
 
 def _integers(text: str) -> list[int]:
     return [int(x) for x in text.split(",") if x]
-
-
-def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(map(int, row)) for row in ids)

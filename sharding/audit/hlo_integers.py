@@ -11,7 +11,7 @@ from .trips import Limits, Loop, Turns, Value, constant, convert, operate
 
 Known = Any  # a Value, or a list of them for an instruction that has several results
 
-_NAMES = {"subtract": "sub", "multiply": "mul", "minimum": "min", "maximum": "max", "negate": "neg"}
+_NAMES = {"subtract": "sub", "multiply": "mul", "minimum": "min", "maximum": "max"}
 
 
 def values(module: Module, computation: Computation, args: Sequence[Known] = ()) -> dict[str, Known]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 _NOT_COLLECTIVE = frozenset({"axis_index", "pcast", "pvary", "shard_map"})
 
 
-def collectives(jaxpr: Any) -> list[tuple[str, tuple[str, ...]]]:
+def collectives(jaxpr: Jaxpr | ClosedJaxpr) -> list[tuple[str, tuple[str, ...]]]:
     """(primitive, mesh axes) of every collective of a (closed) jaxpr; loop bodies and branches are read once each.
 
     Args:
@@ -30,7 +33,7 @@ def collectives(jaxpr: Any) -> list[tuple[str, tuple[str, ...]]]:
     return [(eqn.primitive.name, _axes(eqn)) for eqn, _ in _equations(jaxpr, ()) if _axes(eqn)]
 
 
-def hang_risks(jaxpr: Any) -> list[str]:
+def hang_risks(jaxpr: Jaxpr | ClosedJaxpr) -> list[str]:
     """The collectives that devices may reach unequally often: under a `cond`, or in a `while` whose end varies.
 
     A program without them runs the same collectives in the same order on every device.
@@ -74,13 +77,13 @@ def is_rare(name: str) -> bool:
     return (re.findall(r"<([^<>]*)>", name) or [""])[-1].startswith("rarely")
 
 
-def notes(jaxpr: Any) -> tuple[str, ...]:
+def notes(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[str, ...]:
     """The notes in a (closed) jaxpr, each once, in their order."""
     found = (re.findall(r"<([^<>]*)>", str(eqn.source_info.name_stack)) for eqn, _ in _equations(jaxpr, ()))
     return tuple(dict.fromkeys(text for texts in found for text in texts))
 
 
-def _axes(eqn: Any) -> tuple[str, ...]:
+def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
     """The mesh axes that an equation's collective crosses; none if it is not a collective."""
     if eqn.primitive.name in _NOT_COLLECTIVE:
         return ()
@@ -89,7 +92,7 @@ def _axes(eqn: Any) -> tuple[str, ...]:
     return tuple(name for name in names if isinstance(name, str))
 
 
-def _equations(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+def _equations(jaxpr: Jaxpr | ClosedJaxpr, path: tuple[str, ...]) -> Iterator[tuple[JaxprEqn, tuple[str, ...]]]:
     """Every equation, with the branches and varying loops around it."""
     from jax.extend import core  # here, since it loads Pallas, which `note` does not need
 

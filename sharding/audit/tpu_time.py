@@ -62,12 +62,12 @@ def _compiler() -> str:
 
 
 # Instructions that take no time of their own, or whose time passes beside other work.
-FREE = frozenset(
+_FREE = frozenset(
     {"after-all", "async-done", "async-start", "async-update", "bitcast", "constant", "copy-done", "copy-start",
      "get-tuple-element", "infeed", "opt-barrier", "outfeed", "parameter", "partition-id", "recv", "replica-id", "send",
      "tuple"}
 )  # fmt: skip
-MOVES = frozenset(
+_MOVES = frozenset(
     {"bitcast", "broadcast", "concatenate", "constant", "copy", "dynamic-slice", "dynamic-update-slice",
      "get-tuple-element", "pad", "parameter", "reshape", "reverse", "slice", "transpose", "tuple"}
 )  # fmt: skip
@@ -153,31 +153,39 @@ class Clock:
 
     def plain(self, computation: Computation, x: Instruction) -> np.ndarray:
         """The time of an instruction or a fusion that runs by itself."""
-        cycles = _cycles(x)
-        if x.op in FREE or x.op.endswith("-done") or (x.op == "custom-call" and cycles is None):
+        cycles, inside = _cycles(x), self._inside(computation, x)
+        is_free = x.op in _FREE or x.op.endswith("-done") or self.is_free(x)
+        if is_free or (cycles is None and all(_is_on_scalars(c, y) for c, y in inside)):
             return np.zeros((2, len(_KINDS)))
-        inside = self.inside(computation, x)
-        is_product = any(y.op in ("convolution", "dot") for _, y in inside)
-        if cycles is None and all(is_on_scalars(c, y) for c, y in inside):
-            return np.zeros((2, len(_KINDS)))
-        is_move = all(y.op in MOVES or is_on_scalars(c, y) for c, y in inside)
-        kind = "products" if is_product else "copies" if is_move else "elementwise"
+        products = sum(self.product_seconds(c, y) for c, y in inside)
+        is_move = all(y.op in _MOVES or _is_on_scalars(c, y) for c, y in inside)
+        kind = "products" if products else "copies" if is_move else "elementwise"
         by_bytes = hbm_bytes(self.module, computation, x) / self.chip.bandwidth
         if cycles is None:
-            flops = sum(product_flops(c, y) for c, y in inside if y.op in ("convolution", "dot"))
-            seconds = max(by_bytes, flops / self.chip.flops)
-            return spent(kind, seconds) + spent("unestimated", seconds)
+            return self.without_estimate(kind, max(by_bytes, products))
         seconds = cycles / self.chip.hertz
         if all(_is_fill(c, y) for c, y in inside):
             seconds = min(seconds, by_bytes)  # a constant: the estimate is up to ten times its bytes
         return spent(kind, seconds)
 
-    def inside(self, computation: Computation, x: Instruction) -> list[tuple[Computation, Instruction]]:
+    def is_free(self, x: Instruction) -> bool:
+        """Whether an instruction starts no work on this kind of device."""
+        return x.op == "custom-call" and _cycles(x) is None
+
+    def product_seconds(self, computation: Computation, x: Instruction) -> float:
+        """The time of an instruction's product at the device's peak; 0 for what is no product."""
+        return product_flops(computation, x) / self.chip.flops if x.op in ("convolution", "dot") else 0.0
+
+    def without_estimate(self, kind: str, seconds: float) -> np.ndarray:
+        """The time of an instruction for which the compiler gives no estimate."""
+        return spent(kind, seconds) + spent("unestimated", seconds)
+
+    def _inside(self, computation: Computation, x: Instruction) -> list[tuple[Computation, Instruction]]:
         """The instructions of a fusion and of those in it; any other instruction itself."""
         if x.op != "fusion":
             return [(computation, x)]
         [inner] = self.module.called(x, "calls")
-        return [found for y in inner.values() for found in self.inside(inner, y)]
+        return [found for y in inner.values() for found in self._inside(inner, y)]
 
     def _kernel_seconds(self, computation: Computation, x: Instruction) -> float:
         declared = re.search(r'"cost_estimate":\{([^}]*)\}', x.attributes)
@@ -234,7 +242,7 @@ def _is_scalar(x: Instruction) -> bool:
     return re.match(r"\w+\[\]", x.shape) is not None
 
 
-def is_on_scalars(computation: Computation, x: Instruction) -> bool:
+def _is_on_scalars(computation: Computation, x: Instruction) -> bool:
     return _is_scalar(x) and all(_is_scalar(computation[name]) for name in x.operands if name in computation)
 
 

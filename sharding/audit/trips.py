@@ -107,7 +107,7 @@ def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
         return _compared(name, integers[0], integers[1], limits)
     if name in ("min", "max", "clamp", "select"):
         return _bounded(name, [_within(x, limits) for x in integers])
-    if name in ("add", "sub", "mul", "neg") and all(isinstance(arg, Integer) for arg in args):
+    if name in ("add", "sub", "mul") and all(isinstance(arg, Integer) for arg in args):
         return _arithmetic(name, integers)
     return None
 
@@ -145,8 +145,6 @@ def _arithmetic(name: str, integers: Sequence[Integer]) -> Integer | None:
             return Integer(a.low + b.low, a.high + b.high, a.step + b.step, b.slot if a.slot is None else a.slot)
         case "sub", [a, b] if b.slot is None:
             return Integer(a.low - b.high, a.high - b.low, a.step - b.step, a.slot)
-        case "neg", [a]:
-            return _arithmetic("sub", [Integer(0, 0), a])
         case "mul", [a, b] if a.slot is None and b.is_fixed and b.low == b.high:
             low, high = sorted((a.low * b.low, a.high * b.low))
             return Integer(low, high, a.step * b.low)

@@ -19,7 +19,6 @@ RUN = {
     "add": lambda a, b: wrap(a + b),
     "sub": lambda a, b: wrap(a - b),
     "mul": lambda a, b: wrap(a * b),
-    "neg": lambda a: wrap(-a),
     "min": min,
     "max": max,
     "and": lambda a, b: a and b,
@@ -70,7 +69,6 @@ integers = st.recursive(
     lambda inner: st.one_of(
         st.tuples(st.sampled_from(["add", "sub", "mul", "min", "max", "select"]), inner, inner),
         st.tuples(st.just("clamp"), inner, inner, inner),
-        st.tuples(st.just("neg"), inner),
     ),
     max_leaves=3,
 )
