@@ -35,8 +35,8 @@ class Normalizer:
     options refuses it.
 
     Args:
-      tokens: `f32[]`, the sum of the loss mask; with the batch's `weighted_denominators` of mask times `loss_weights`,
-        here and in `denominators`.
+      tokens: `f32[]`, the sum of the loss mask. If the batch has `weighted_denominators`, this and `denominators` are
+        sums of the mask times `loss_weights`.
       sequences: `f32[]`, the number of sequences ("rollout_mean": rollouts) with a loss token.
       denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
       counts: `f32[R, S]`, the loss tokens of each sequence, which must be those of the batch that it is used with.
@@ -115,7 +115,7 @@ class Normalizer:
         return _specs(rows, self.aggregation, self.off_policy, self.micro_batches, self.weighted)
 
     def check_step(self, batch: RolloutBatch) -> None:
-        """Raises where shapes show that it was made for a step that the batch is not, and is not a part of."""
+        """Raises where shapes show that the batch is neither the step that it was made for nor a part of it."""
         stacked = batch.loss_mask.shape[0] if batch.loss_mask.ndim == 3 else None
         count = stacked or part_of_a_step.value or batch.micro_batches
         if count is not None and count != (self.micro_batches or 1):
@@ -200,7 +200,7 @@ def step_normalizer(
     aggregation: Aggregation,
     off_policy: OffPolicyConfig | None = None,
 ) -> Normalizer:
-    """Per-shard: the given normalizer, checked, or without one that of the batch, which then is a step of its own.
+    """Per-shard: the given normalizer, checked. Without one, that of the batch, which is then a step of its own.
 
     Raises:
       ValueError: no normalizer for a batch that is one of a step's micro-batches, one of another aggregation or
@@ -223,7 +223,7 @@ def step_normalizer(
 
 
 def _check_denominators(batch: RolloutBatch, aggregation: Aggregation) -> None:
-    """Raises where the batch is known to be a part of a step, whose denominators are not its own."""
+    """Raises where the batch is known to be a part of a step: its own denominators would be wrong."""
     if aggregation == "token_sum":
         return
     expected = (
@@ -244,8 +244,8 @@ def token_weights(
 ) -> Float[Array, "R T"]:
     """The weight of each token's loss: loss = sum over all tokens of weight * token loss.
 
-    With m the loss mask, N its sum, n_s its sum over a sequence, B the number of sequences with n_s > 0; in these
-    denominators m is times the batch's `loss_weights` where it has `weighted_denominators`:
+    Let m be the loss mask, N its sum, n_s its sum over a sequence, and B the number of sequences with n_s > 0. If the
+    batch has `weighted_denominators`, N and n_s are sums of m times its `loss_weights`.
 
         token_mean                     m / N
         token_sum                      m

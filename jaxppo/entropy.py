@@ -108,7 +108,7 @@ class AdaptiveEntropy:
           entropy: the mean over the loss tokens of the whole step, nats: its metric `entropy`.
 
         Returns:
-          The state; NaN, and so is the next loss, where the entropy is NaN.
+          The state. Where the entropy is NaN, the state is NaN, and so is the next loss.
 
         Raises:
           ValueError: an entropy that is no finite number, where it is not an array.
@@ -189,8 +189,8 @@ def entropy_metrics(
 def renormalised_entropy(log_probs: Float[Array, "*batch K"]) -> Float[Array, "*batch"]:
     """The entropy of a distribution p that is renormalised over K of its tokens: -sum q log q, with q = p / sum p.
 
-    Over the sampler's nucleus it is that of `id_log_probs` with `ids=nucleus_ids`, differentiable. Over the likeliest
-    tokens it is that of `top_log_probs`, a constant; for a gradient give `top_ids` as `ids`.
+    For the sampler's nucleus, pass the `id_log_probs` of `ids=nucleus_ids`, which are differentiable. For the likeliest
+    tokens, pass `top_log_probs`, which are constants, or, for a gradient, the `id_log_probs` of `ids=top_ids`.
 
     Args:
       log_probs: `[..., K]`, of different tokens; -inf for an empty slot.

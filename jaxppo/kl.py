@@ -30,10 +30,10 @@ class KL:
       coef: a number or a traced schedule. With the number 0 the divergence is a metric only, where the batch has
         `ref_log_probs`.
       estimator: see `kl_divergence`.
-      importance: the weight of the estimate; its gradient is a part of the loss's. "none" has no weight. "token" is the
-        ratio of two policies at each token, "sequence" the geometric mean of the ratios of its sequence. "score" is a
-        weight of 1 with the gradient of log_prob: on samples of the policy it makes the gradient of "k1", log-ratio +
-        1, an unbiased gradient of the divergence. An estimator with a "+" has that gradient by itself.
+      importance: the weight of the estimate; its gradient is a part of the loss's gradient. "none" has no weight.
+        "token" is the ratio of two policies at each token, "sequence" the geometric mean of the ratios of its sequence.
+        "score" is a weight of 1 with the gradient of log_prob: on samples of the policy it makes the gradient of "k1",
+        log-ratio + 1, an unbiased gradient of the divergence. An estimator with a "+" has that gradient by itself.
       compares: the two policies of that ratio, "current/old" or "current/rollout", whatever the loss's ratio is.
 
     Raises:

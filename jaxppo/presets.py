@@ -116,8 +116,8 @@ def luspo() -> PolicyLossConfig:
 def vespo() -> PolicyLossConfig:
     """VESPO: sequences softly weighed by the product of their ratios, a mean over tokens. With `advantages.grpo`.
 
-    `ratio_to="rollout"` takes the sampler's drift into that product; `OffPolicyConfig` weights beside it would count it
-    twice.
+    The ratios are over the sampler (`ratio_to="rollout"`), so the product holds its drift already. `OffPolicyConfig`
+    weights would count the drift twice.
 
     2026, https://arxiv.org/abs/2602.10693
     """
@@ -202,7 +202,7 @@ def gpg() -> PolicyLossConfig:
 
 
 def dppo() -> PolicyLossConfig:
-    """DPPO: tokens leave the loss by how far their probability moved, total variation over 0.15, not by the ratio.
+    """DPPO: a token leaves the loss if its probability moved by more than 0.15 (total variation), whatever its ratio.
 
     The ratio is over the sampler's own log-probs. `DPPO("kl", 0.05, 0.05)` measures by binary KL.
 
@@ -240,7 +240,7 @@ def truncated_importance_sampling() -> PolicyLossConfig:
 
 
 def sequence_masked_importance_sampling(low: float = 0.999, high: float = 1.002) -> PolicyLossConfig:
-    """PPO weighted by trainer / sampler as it is; a sequence whose geometric mean of it is out of bounds has no loss.
+    """PPO weighted by the unclipped trainer / sampler; a sequence has no loss if its geometric mean is out of bounds.
 
     "seq-mask-tis" of NeMo-RL and OpenRLHF, with NeMo-RL's bounds. Token means.
 
@@ -266,7 +266,7 @@ def sequence_masked_importance_sampling(low: float = 0.999, high: float = 1.002)
 def rollout_is(clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyLossConfig:
     """SkyRL's `rollout_is`: REINFORCE weighted by current / sampler, 0 outside of [1 - clip_low, 1 + clip_high].
 
-    Token means, as its default reduction has them. Only SkyRL ships it.
+    A mean over tokens, which is its default reduction. Only SkyRL ships it.
 
     Args:
       clip_low: below 1.

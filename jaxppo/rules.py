@@ -1,4 +1,4 @@
-"""The rules for the values of a batch, in one table. The host checks all of them, and every loss the cheap ones.
+"""The rules for the values of a batch, in one table. The host checks all of them; every loss checks the cheap ones.
 
 On the host `RolloutBatch.validate` raises at the first entry that breaks a rule. Under jit nothing can be raised: a
 broken rule makes the loss NaN rather than a plausible number. The metric `broken_rules` tells which rules were broken,
@@ -32,14 +32,14 @@ class View:
     """The arrays that rules read: on the host in logical order, in a loss one device's shards.
 
     Args:
-      arrays: those of the batch that are there, "log_probs", the loss's own, "normalizer", the counts of the given
-        normalizer, and "alone", the samples that lack their pair, where there are some; on the host "lengths", the
-        positions of each segment.
+      arrays: those of the batch; "log_probs", the loss's own; "normalizer", the counts of the given normalizer;
+        "alone", the samples that lack their pair; on the host "lengths", the number of positions of each segment. Only
+        those that exist.
       num_segments: S.
       lasts: `[R, T]`, the last position of the sequence of each position.
       loss_tokens: `[R, S]`, the number of loss tokens of each sequence; None without "normalizer".
       real_last_targets: the last position of a sequence has a real target.
-      cut: sequences may continue on other devices, out of sight, on a caller's own shards.
+      cut: sequences may continue on other devices, which is not seen here: a caller passed its own shards.
       vocab_size: None where it is not known.
       xp: numpy or jax.numpy.
     """
@@ -246,7 +246,7 @@ RULES = (
     Rule(
         "log_probs_not_finite",
         "finite log-probs where loss_mask is 1; those of the policy are not where a target is outside the vocabulary, "
-        "or hidden states or head hold NaN. Of tokens that a policy finds impossible, -inf, see "
+        "or hidden states or head hold NaN. For tokens that a policy finds impossible, -inf, see "
         "PolicyLossConfig.impossible_tokens",
         _log_probs_not_finite,
     ),

@@ -51,7 +51,7 @@ def proximal_log_probs(
         log prox = log b + alpha * (log pi - log b)
         alpha = (proximal_version - policy_version) / (version - policy_version), within [0, 1]; 0 for a fresh token
 
-    One update ago, a token of staleness s has alpha = (s - 1) / s. The result is detached.
+    If the proximal policy is one update old, a token of staleness s has alpha = (s - 1) / s. The result is detached.
 
     Args:
       log_probs: `f32[R, T]`, log pi, of the policy that learns.

@@ -36,7 +36,7 @@ def second_moment_mask(
     Args:
       batch: the step, `[R, T]`, or its micro-batches stacked, `[K, R, T]`; needs `old_log_probs` and
         `rollout_log_probs`.
-      bound: of the mean, nats^2, above 0.
+      bound: the bound of the mean, nats^2, above 0.
       parallel: the mesh.
 
     Returns:
@@ -101,9 +101,10 @@ def top_entropy_mask(
 ) -> Float[Array, "*K R T"]:
     """Keeps the loss tokens of the step whose entropy is at least the quantile 1 - share.
 
-    The quantile is interpolated linearly: of n loss tokens, n - ceil((n - 1) (1 - share)) stay, and ties of the last
-    one. Entropies are of the policy at the start of the step. `log_probs_from_hidden(..., entropy="metric")` computes
-    them in the forward pass of the old log-probs, see `compute_log_probs`.
+    The quantile is interpolated linearly: of n loss tokens, n - ceil((n - 1) (1 - share)) stay, and those that tie with
+    the last of them. Entropies are of the policy at the start of the step.
+    `log_probs_from_hidden(..., entropy="metric")` computes them in the forward pass of the old log-probs, see
+    `compute_log_probs`.
 
     Multiply the advantages by the mask: the other tokens then have no policy loss, and penalties and denominators are
     still over all tokens. TRL and ms-swift take the quantile of each micro-batch.

@@ -112,7 +112,7 @@ def check_recurrent(model: Any, batch: Rows) -> None:
 def ends(parents: Arrays, xp: ModuleType) -> Arrays:
     """`i32[..., S]`, the last descendant of each segment, or the segment itself if it has none.
 
-    The descendants of a are the segments after it, up to the first whose parent comes before a.
+    The descendants of segment a are those after it, up to the first whose parent comes before a.
     """
     count = parents.shape[-1]
     numbers = _numbers(count, parents.ndim, xp)

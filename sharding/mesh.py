@@ -35,9 +35,10 @@ def _entry(names: Names) -> str | Names | None:
 class ParallelMesh:
     """A `jax.sharding.Mesh` and the role of each of its axes; axis names are the caller's.
 
-    A role takes a name, a tuple of names, or None for no axis. A role that is not given takes the axes of the usual
-    names, dp, data, replica; cp, context, sequence, sp; tp, tensor, model; fsdp, except those given to another role.
-    Axes of size 1 are left out of their roles. Meshes of Auto and of Explicit axis types both work.
+    A role takes a name, a tuple of names, or None for no axis. A role that is not given takes the axes of its usual
+    names, except those given to another role: for data dp, data, replica; for context cp, context, sequence, sp; for
+    tensor tp, tensor, model; for fsdp fsdp. Axes of size 1 are left out of their roles. Meshes of Auto and of Explicit
+    axis types both work.
 
     Args:
       mesh: the device mesh (`jax.make_mesh`).

@@ -111,7 +111,7 @@ def together(parallel: ParallelMesh | None) -> Iterator[None]:
     """Raises an error of one process on all processes of the mesh, with the number and host of the process it is from.
 
     Every process must enter the block, and must not exchange anything inside it. A mesh of one process needs none of
-    this: the error is raised as it is.
+    this: the error is raised unchanged.
 
     Raises:
       TypeError, ValueError: the error itself; any other type is raised as ValueError.
@@ -210,7 +210,7 @@ def local_data_size(parallel: ParallelMesh) -> int:
 
 
 def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
-    """Global arrays from the rows of each host: it holds those of its own data shards, in full along other dimensions.
+    """Global arrays from the rows of each host, which are those of its own data shards, in full along other dimensions.
 
     Args:
       tree: a pytree of arrays, such as a `RolloutBatch` of this host's rows; None leaves stay None.

@@ -32,9 +32,9 @@ def redistribute(
 ) -> Any:
     """Moves x to another context layout: y[place in target of t] = x[place in source of t] for each position t.
 
-    Between contiguous and zigzag two ppermutes move every element at most once; between striped and either of them it
-    is one all_to_all; where "zigzag_per_segment" takes part, an all_gather of the row and a take. The way back is the
-    exact inverse, and so is the transpose under a gradient.
+    Between contiguous and zigzag, two ppermutes move every element at most once. Between striped and either of them, it
+    is one all_to_all; from or to "zigzag_per_segment", an all_gather of the row and a take. The way back is the exact
+    inverse, and so is the transpose under a gradient.
 
     Args:
       x: `[R, T, ...]` of any dtype, or a pytree of them; None leaves stay None.
@@ -80,9 +80,10 @@ def shift_left(
 ) -> Any:
     """y[t] = x[t + by] along the logical positions of a row, across shards, and `fill` where that leaves the sequence.
 
-    By the mesh's context layout, what each row of an array (and of segment_ids, once) sends from a device is by
-    positions in contiguous, 2 * by in zigzag, 2 * S * by in zigzag_per_segment (and there S counts, summed, in place of
-    the segment_ids), and the shard, to contiguous and back, in striped. A shift longer than a piece of the row hops.
+    The mesh's context layout decides how many positions of each row of an array a device sends: `by` in contiguous,
+    `2 * by` in zigzag, `2 * S * by` in zigzag_per_segment; in striped the whole shard, to contiguous and back. As many
+    segment_ids are sent, once for all arrays; in zigzag_per_segment S counts are summed instead. A shift longer than a
+    piece of the row takes several hops.
 
     Args:
       x: `[R, T, ...]` of any dtype in the mesh's layout, or a pytree of them; None leaves stay None.
@@ -154,10 +155,11 @@ def scan_affine(
     """y_t = a_t * y_(t+1) + b_t along the logical positions of a row, y = 0 behind each sequence's end.
 
     Discounted returns are `scan_affine(gamma, rewards)`, and GAE is `scan_affine(gamma * lambda, deltas)`. Each shard
-    scans its own pieces of the row and sends one pair (a, b) a piece, with segment_ids two more numbers: one piece in
-    contiguous, two in zigzag, and in zigzag_per_segment two a sequence, pairs only. In striped the shard goes to
-    contiguous and back. Differentiable in a and b. NaN and inf reach what depends on them in their own sequence, in
-    values and gradients, and nothing else; padding may hold them, and a at a sequence's end, which nothing depends on.
+    scans its own pieces of the row: one in contiguous, two in zigzag, two for each sequence in zigzag_per_segment. It
+    sends a pair (a, b) for each piece, and two more numbers with segment_ids, except in zigzag_per_segment. In striped
+    the whole shard goes to contiguous and back. Differentiable in a and b. NaN and inf reach what depends on them in
+    their own sequence, in values and gradients, and nothing else. Nothing depends on padding, or on a at a sequence's
+    end, so both may hold them.
 
     Args:
       a: `[R, T]` coefficients in the mesh's layout, or a scalar.
@@ -212,7 +214,7 @@ def scan_shard(
 def _of_rows(
     name: str, per_shard: Callable[..., Any], parallel: Parallel, args: dict[str, Any], static: Hashable
 ) -> Any:
-    """A function of rows on any mesh, of a module, so that a second call with the same statics compiles nothing."""
+    """Runs a module-level function of rows on any mesh; a second call with the same statics compiles nothing."""
 
     def specs(p: ParallelMesh) -> tuple[list[P], P]:
         return [P() if what == "fill" else p.tokens_spec for what in args], p.tokens_spec

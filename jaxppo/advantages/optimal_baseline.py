@@ -35,12 +35,12 @@ def optimal_token_baseline(
 ) -> Float[Array, "*K R T"]:
     """The optimal token baseline: A_t = G_t - B_t, B_t = sum_g(G_t W_t) / (sum_g(W_t) + epsilon) at each place t.
 
-    W_t is the size of the gradient of a sample's log-probs up to t by the logits: the sum of
+    W_t is the squared norm of the gradient of a sample's log-probs up to t with respect to the logits: the sum of
     w_u^2 (1 - 2 p_u + sum p^2) over its loss tokens u up to t. Sums are over the samples of the group with a loss token
     at t. A place that no other sample of the group reaches has no baseline.
 
-    On each device two tables of `[tokens of the step / 2]` hold the sums, 4 bytes a token of the step together, and are
-    summed over all devices once. Every other cost is a few numbers a row.
+    Each device holds the sums in two tables of `[tokens of the step / 2]`, together 4 bytes for each token of the step.
+    They are summed over all devices once. Everything else costs a few numbers for each row.
 
     Args:
       returns: `f32[R, T]`, G, see `discounted_returns`; anything where the mask is 0.

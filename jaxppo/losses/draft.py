@@ -54,8 +54,8 @@ def draft_loss(
     """coef / K * sum over depths k of the distance between the draft d_k and the policy p, k places later.
 
     At depth k, position t of the draft predicts what the policy predicts at t + k of the same sequence, where both
-    carry loss. With the acceptance a_k = sum over the vocabulary of min(p, d_k), the chance that a token drawn from d_k
-    is kept by rejection sampling, and 1 - a_k their total variation:
+    carry loss. The acceptance a_k = sum over the vocabulary of min(p, d_k) is the chance that rejection sampling keeps
+    a token drawn from d_k, and 1 - a_k is their total variation:
 
         soft_cross_entropy   -sum p log d_k
         total_variation      1 - a_k
@@ -73,12 +73,12 @@ def draft_loss(
       batch: `[R, T]`; only its sequences and its loss mask are read.
       objective: one of the four above.
       eta: how quickly "likelihood" changes from the divergence to the total variation as acceptance grows.
-      coef: of the sum; of "end_to_end" of the one loss.
+      coef: the factor of the sum, or of the single loss of "end_to_end".
       aggregation: the denominators of a depth, see `sft_loss`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
       normalizers: `draft_normalizers` of the whole step where the batch is one of its micro-batches.
-      temperature: divides both models' logits. Of `[R, T]` it is that of the token that is predicted: at depth k that
-        of t + k, where the policy predicts it.
+      temperature: divides both models' logits. An `[R, T]` array belongs to the predicted tokens: depth k reads it at
+        t + k, where the policy predicts that token.
       **options: see `HeadOptions`.
 
     Returns:
@@ -142,11 +142,11 @@ def draft_metrics(
     draft's top token is the sampled one.
 
     Args:
-      hidden, head and the others: as those of `draft_loss`.
-      head: see there.
-      policy_hidden: see there.
-      policy_head: see there.
-      batch: see there.
+      hidden: see `draft_loss`.
+      head: see `draft_loss`.
+      policy_hidden: see `draft_loss`.
+      policy_head: see `draft_loss`.
+      batch: see `draft_loss`.
       parallel: the mesh.
       temperature: divides both models' logits.
       **options: see `HeadOptions`.

@@ -61,8 +61,9 @@ def joint_loss_from_hidden(
 ) -> tuple[Float[Array, ""], Metrics]:
     """Several losses of one batch: loss = sum over parts c of coef_c (1 / N_c) sum over t of w_ct loss_ct.
 
-    Each part has its own tokens, weights, aggregation and denominators, and all have one pass of the head, with three
-    products in place of three each. Where a part's loss of a token depends on others, all take two passes.
+    Each part has its own tokens, weights, aggregation and denominators. All parts share one pass of the head, with
+    three products rather than three for each part. If one part's loss of a token depends on other tokens, all parts
+    take two passes.
 
     Args:
       hidden: `[R, T, H]`, see `policy_loss_from_hidden`.
@@ -72,19 +73,19 @@ def joint_loss_from_hidden(
       masks: 0 or 1, `[R, T]`, the tokens of a part, in its denominators too; by default `batch.loss_mask`.
       weights: at least 0, `f32[R, T]`, of a part's tokens; by default `batch.loss_weights`. Its denominators are counts
         of tokens, or with `batch.weighted_denominators` sums of weights.
-      ids: `i32[R, T, K]`, -1 padded, those whose log-probs the parts of a `TopKDistillation` compare: the same for all
-        of them. Anything where none of them has loss.
+      ids: `i32[R, T, K]`, -1 padded, the ids whose log-probs every `TopKDistillation` compares. They may be anything
+        where none of these parts has loss.
       teacher_log_probs: `[R, T, K]`, of these ids, for each `TopKDistillation` by name.
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       normalizers: of the whole step, for one of its micro-batches, see `joint_normalizers`.
       temperature: divides the logits; a number, a traced scalar or `f32[R, T]`, so that rows may have their own.
-      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row of an id
-        that is of no adapter has NaN.
+      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row whose id
+        belongs to no adapter gives NaN.
       **options: see `HeadOptions`.
 
     Returns:
-      The scalar f32 loss, and metrics: `loss`, and "name/..." for what the loss of each part reports by itself, without
-      its coefficient.
+      The scalar f32 loss, and metrics: `loss`, and, as "name/...", the metrics that the loss of each part reports by
+      itself, without its coefficient.
 
     Raises:
       TypeError: parts of another class, arrays of another kind.

@@ -50,15 +50,15 @@ def mtp_loss(
       head: the main loss's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or
         stacked.
       batch: `[R, T]`; only its sequences, targets and loss mask are read.
-      coef: of the sum.
+      coef: the factor of the sum.
       stop_trunk: no gradient into `hidden`: only heads learn. (If a module between trunk and head shall learn and the
         trunk shall not, stop the gradient at that module's input instead.)
       stop_head: no gradient into `head`.
       aggregation: the denominators of a depth, see `sft_loss`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
       normalizers: `mtp_normalizers` of the whole step where the batch is one of its micro-batches.
-      temperature: see `log_probs_from_hidden`. Of `[R, T]` it is that of the token that is predicted: at depth k that
-        of t + k, as for `targets`.
+      temperature: see `log_probs_from_hidden`. An `[R, T]` array belongs to the predicted tokens: depth k reads it at
+        t + k, like `targets`.
       **options: see `HeadOptions`.
 
     Returns:
@@ -187,14 +187,14 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
 def shift_temperature(
     temperature: float | Array, batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAxes | None
 ) -> float | Array:
-    """The temperature of each token `by` places later; a number, and what the head refuses, as it is."""
+    """The temperature of each token `by` places later. A number, and what the head will refuse, stays unchanged."""
     if getattr(temperature, "shape", ()) != batch.loss_mask.shape:
         return temperature
     return shift_left(jnp.asarray(temperature), parallel, by, 1, batch.segment_ids, batch.num_segments)
 
 
 def heads_of(hidden: Any, head: Any, normalizers: Any, losses: int | None = None) -> list[Any]:
-    """The head of each depth; raises where there are not as many, or not as many normalizers as losses.
+    """The head of each depth. Raises unless there are as many heads as depths, and as many normalizers as losses.
 
     Args:
       hidden: states of each depth.

@@ -62,8 +62,8 @@ def policy_loss(
         reference), `ppo_kl` (old_log_prob - log_prob), `ratio_mean`, `clip_fraction`, `clip_fraction_lower` and others
         of the loss, `tis`, `rejected_fraction` and others of the correction, `sampler_log_prob_abs_diff`, `sampler_k3`;
       - extremes over loss tokens: `ratio_min`, `ratio_max`;
-      - with `config.clip_by_sign`, `clip_fraction_positive` and `clip_fraction_negative`, of the tokens with such an
-        advantage, where the loss has a `clip_fraction`;
+      - with `config.clip_by_sign`, `clip_fraction_positive` and `clip_fraction_negative`, the `clip_fraction`
+        over the tokens with an advantage of that sign, if the loss has one;
       - `effective_sample_size`, (sum r)^2 / (N sum r^2), a share of the loss tokens;
       - `impossible_tokens`, with `config.impossible_tokens="leave_out"`, the number of tokens left out;
       - `broken_rules`, 0 for a sound batch. Otherwise the loss is NaN, and `explain_broken_rules` says what is wrong.
@@ -124,8 +124,8 @@ def policy_loss_from_hidden(
       temperature: divides the logits, as the sampler's did; a number, a traced scalar or `f32[R, T]`.
       nucleus_ids: `i32[R, T, K]`, -1 padded, the ids that top-p or top-k left to the sampler; log-probs are
         renormalised over them. See `pack_nucleus_ids`.
-      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row of an id
-        that is of no adapter has NaN.
+      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row whose id
+        belongs to no adapter gives NaN.
       **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and others.
 
     Returns:
@@ -219,7 +219,7 @@ def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: P
 def impossible_tokens(
     log_probs: Float[Array, "R T"] | None, batch: RolloutBatch, config: PolicyLossConfig
 ) -> Bool[Array, "R T"] | None:
-    """The loss tokens of log-prob -inf under a policy that the config compares; None where it leaves none out."""
+    """The loss tokens with log-prob -inf under a policy that the config compares; None unless it leaves them out."""
     if config.impossible_tokens == "nan":
         return None
     old = batch.old_log_probs if "old" in config.policies else None
@@ -229,7 +229,7 @@ def impossible_tokens(
 
 
 def token_loss_of(config: PolicyLossConfig) -> PolicyTokenLoss:
-    """The config's loss, its coefficients as the traced code takes them."""
+    """The config's loss, with its coefficients in the form that traced code takes."""
     kl = config.kl and dataclasses.replace(config.kl, coef=as_coefficient(config.kl.coef))
     return PolicyTokenLoss(dataclasses.replace(config, kl=kl, entropy_coef=as_coefficient(config.entropy_coef)))
 
@@ -382,7 +382,7 @@ def reference_kl(
 
 
 def _response_share(batch: RolloutBatch, segments: Segments) -> Float[Array, "R T"]:
-    """Each sequence's number of positions from its first loss token to its last, over that of its loss tokens."""
+    """For each sequence, the positions from its first loss token to its last, divided by its number of loss tokens."""
     mask, positions = batch.loss_mask, batch.positions.astype(jnp.float32)
     span = segments.max(positions, mask) + segments.max(-positions, mask) + 1
     count = segments.sum((mask > 0).astype(jnp.float32))

@@ -59,10 +59,10 @@ def score_centering_loss(
       ids: `i32[R, T, K]`, -1 padded, the sampler's top-k at each position.
       rollout_log_probs: `[R, T, K]`, the sampler's, of these ids over the whole vocabulary.
       batch: `[R, T]`, with advantages.
-      config: that of the `policy_loss` beside it. Of it the loss, `ratio_to`, the aggregation and `impossible_tokens`
-        are read.
-      tail: "bucket", or "renormalise" where the ids are the sampler's whole nucleus: p and q are divided by their sums
-        and nothing has a tail. Then log-probs of the policy loss want the same `nucleus_ids`.
+      config: that of the `policy_loss` beside it. Only its loss, `ratio_to`, aggregation and `impossible_tokens` are
+        read.
+      tail: "bucket", or "renormalise" where the ids are the sampler's whole nucleus: p and q are divided by their sums,
+        and there is no tail. The log-probs of the policy loss then need the same `nucleus_ids`.
       parallel: the mesh; rows sharded over data, positions over context.
       normalizer: the denominators of the whole step where the batch is one of its micro-batches.
 
@@ -72,8 +72,8 @@ def score_centering_loss(
 
     Raises:
       TypeError, ValueError: arrays that are no log-probs or differ in shape; statistics without log-probs of ids; a
-        config whose loss is not of the token alone or selects tokens, whose ratio is over the trainer's old policy, of
-        which the ids' log-probs are not known, or that has an off-policy correction.
+        config whose loss of a token depends on other tokens or selects tokens, whose ratio is over the trainer's old
+        policy (its log-probs of the ids are not known), or that has an off-policy correction.
 
     Example:
       >>> from jaxppo.losses.score_centering import score_centering_loss

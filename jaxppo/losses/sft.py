@@ -39,13 +39,13 @@ def sft_loss(
         l_t = (1 - label_smoothing) * -log_prob_t + label_smoothing * (log_z_t - mean_logit_t) + z_loss * log_z_t^2
 
     log_z is the log-sum-exp of the logits, and log_z - mean_logit the mean of -log p over the vocabulary. Columns whose
-    logit is -inf, as under a bias of -inf, are out of that mean, and their gradient is 0.
+    logit is -inf, as under a bias of -inf, are left out of that mean, and their gradient is 0.
 
     Differentiable in `stats`. Positions with loss mask 0 may hold anything, NaN included.
 
     Args:
-      stats: `f32[R, T]` log-probs of the targets, see `log_probs_from_hidden`; of `logit_stats=("log_z", "mean_logit")`
-        for label smoothing, of ("log_z",) for a z-loss.
+      stats: `f32[R, T]` log-probs of the targets, see `log_probs_from_hidden`; made with
+        `logit_stats=("log_z", "mean_logit")` for label smoothing, with ("log_z",) for a z-loss.
       batch: `[R, T]`; only its sequences and its loss mask are read.
       label_smoothing: the share of a uniform target, in [0, 1); a number or a traced schedule.
       z_loss: the coefficient of log_z^2, a number or a traced schedule.
@@ -114,14 +114,14 @@ def sft_loss_from_hidden(
       batch: `[R, T]`; only its sequences, targets and loss mask are read.
       label_smoothing: see `sft_loss`.
       z_loss: see `sft_loss`.
-      logit_stats: "log_z" and "accuracy" for those metrics too; label smoothing and z-loss bring the first.
+      logit_stats: "log_z" and "accuracy", for these metrics. With label smoothing or a z-loss, "log_z" is there anyway.
       aggregation: the denominators, see `token_weights`.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       normalizer: the denominators of the whole step where the batch is one of its micro-batches.
       temperature: see `log_probs_from_hidden`.
-      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row of an id
-        that is of no adapter has NaN.
+      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row whose id
+        belongs to no adapter gives NaN.
       **options: see `HeadOptions`.
 
     Returns:

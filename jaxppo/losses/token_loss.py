@@ -74,7 +74,7 @@ class TokenLoss(abc.ABC):
     def per_token(
         self, stats: Any, batch: RolloutBatch, constants: Any, segments: Segments
     ) -> tuple[Float[Array, "R T"], Values]:
-        """Per-shard: the loss of each token before weighting, 0 outside the mask, and values, constants, by name."""
+        """Per-shard: the loss of each token before weighting, 0 outside the mask; and values for metrics, by name."""
 
     def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
         """The terms that metrics are reduced from, by default means over tokens."""
@@ -90,7 +90,7 @@ class TokenLoss(abc.ABC):
 
     @abc.abstractmethod
     def ruled(self, stats: Any, batch: RolloutBatch) -> dict[str, Any]:
-        """The arrays that the rules should check, by their names there; `stats` are None before they are computed."""
+        """The arrays that the rules should check, by the rules' names; `stats` are None before they are computed."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,7 @@ def top_k_divergence(
     beta: float | Array = 0.5,
     tail: Tail = "bucket",
 ) -> Float[Array, "*batch"]:
-    """The divergence of a student p from a teacher q, of which only K log-probs are known.
+    """The divergence of a student p from a teacher q if only K of the teacher's log-probs are known.
 
         forward_kl       sum q log(q / p)
         reverse_kl       sum p log(p / q)

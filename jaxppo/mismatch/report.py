@@ -130,7 +130,7 @@ def mismatch_report(
 
 
 def _by_token(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The values of each token, of which the figures are means and quantiles."""
+    """The values of each token; the figures are their means and quantiles."""
     d = values["log_probs"] - values["rollout_log_probs"]
     bounded = np.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     grown = np.expm1(bounded)

@@ -23,7 +23,7 @@ class ClipCov(PolicyLoss):
     Args:
       clip_low: the ratio is clipped below 1 - clip_low.
       clip_high: the ratio is clipped above 1 + clip_high.
-      share: of the step's tokens that are picked.
+      share: the share of the step's tokens that are picked.
       low: tokens are picked among covariances above this.
       high: and below this.
 
@@ -83,7 +83,7 @@ class KLCov(PolicyLoss):
     They are picked over the whole step by `covariance_mask`.
 
     Args:
-      share: of the step's tokens that are picked. 2e-3 is for 7B models; the paper has 2e-4 for 32B.
+      share: the share of the step's tokens that are picked. 2e-3 is for 7B models; the paper has 2e-4 for 32B.
       coef: the strength of the penalty.
 
     Raises:

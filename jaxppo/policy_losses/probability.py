@@ -1,4 +1,4 @@
-"""A loss whose tokens leave by how far their probability is from the one that they were sampled with."""
+"""A loss that drops a token if its probability is far from the one that it was sampled with."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Milliseconds:
 
 @dataclasses.dataclass(frozen=True)
 class Time(Milliseconds):
-    """The time of a program with loops at full count: on a TPU as its compiler estimates it, on a GPU at the least.
+    """The time of a program with loops at full count: its compiler's estimate on a TPU, a lower bound on a GPU.
 
     XLA for GPUs makes no estimate. Each kernel takes the time of its bytes at the memory's peak or that of its products
     at the peak of their dtype, whichever is longer. What a kernel takes to start is left out.
