@@ -38,13 +38,20 @@ CPU = Profile(
     deterministic=256,
     shared_sums=False,
     references=0,
+    fused_tokens=0,
     columns_grow=False,
     gathers_columns=False,
 )
 
 
 def _accelerator(
-    kind: str, columns: int, masked_columns: int, least: int = 512, tile: int = 150, tpu: bool = True
+    kind: str,
+    columns: int,
+    masked_columns: int,
+    least: int = 512,
+    tile: int = 150,
+    fused_tokens: int = 1024,
+    tpu: bool = True,
 ) -> Profile:
     """By default a sixteenth of the device's memory; of a kind that nobody knows it is taken to be 16 GiB.
 
@@ -65,6 +72,7 @@ def _accelerator(
         deterministic=1024,
         shared_sums=tpu,
         references=(150 if tpu else tile) * MIB,
+        fused_tokens=fused_tokens if tpu else 0,
         columns_grow=not tpu,
         gathers_columns=not tpu,
     )
@@ -86,7 +94,7 @@ PROFILES = {
     "TPU v4": _accelerator("TPU v4", 1536, 2688),
     "TPU v5 lite": _accelerator("TPU v5 lite", 2048, 2048, tile=75),
     "TPU v5": _accelerator("TPU v5", 1536, 2688),
-    "TPU v6 lite": _accelerator("TPU v6 lite", 3584, 3584, 1024, 75),
+    "TPU v6 lite": _accelerator("TPU v6 lite", 3584, 3584, 1024, 75, 2048),
     "TPU7x": _accelerator("TPU7x", 2048, 2048),
     "H100": _gpu("H100"),
     "H200": _gpu("H200"),
@@ -256,19 +264,38 @@ def _small_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
     return Plan(forward, True, "by_tile" if frozen and not sizes.gathered else "by_vocabulary", cut)
 
 
+def _fused(call: HeadCall, sizes: Sizes) -> Cut | None:
+    """The tile of a forward whose sums are a part of the product, in all columns; None where they have to be cut.
+
+    Of a block of columns XLA makes a copy for every tile of tokens, because some may be computed again. So where memory
+    is short tokens are cut first, but not to 128, which take twice as long.
+    """
+    V, profile = sizes.columns, call.profile
+    if not sizes.references or not profile.fused_tokens:
+        return None
+    tokens = profile.tokens if sizes.masked else profile.fused_tokens  # few are computed in vain behind a mask's last
+    maximum = "accuracy" in call.asked.logit_stats  # for it logits are in memory
+    most = min(call.memory or math.inf, profile.references if maximum else math.inf)
+    while tokens > 256 and tokens * V * sizes.of_logit > most:
+        tokens //= 2
+    fits = call.memory is None or tokens * V * sizes.of_logit <= call.memory
+    return Cut(min(sizes.tokens, tokens), V) if fits else None
+
+
 def _wide_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
     N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
     tokens = profile.deterministic if call.deterministic else min(N, profile.tokens)
     leaves = call.op.leaves_logits
     tile = profile.references if sizes.references else profile.tile
-    forward = Cut(tokens, min(V, tile // (4 * profile.tokens * call.heads)) if leaves else V)
+    by_tile = Cut(tokens, min(V, tile // (4 * profile.tokens * call.heads)) if leaves else V)
     if leaves and not call.deterministic:
-        forward = _shrunk(call, sizes, forward, 0)
+        by_tile = _shrunk(call, sizes, by_tile, 0)
+    forward = _fused(call, sizes) or by_tile
     fits = one_pass(call, sizes) if call.memory is not None else None
     if fits is not None:
         return dataclasses.replace(fits, forward=forward)
     if frozen and not sizes.gathered:
-        return Plan(forward, False, "by_tile", forward)
+        return Plan(forward, False, "by_tile", by_tile)
     columns = profile.masked_columns if sizes.masked else profile.columns
     columns *= max(1, N // profile.wide) if profile.columns_grow else 1
     cut = Cut(min(N, profile.chunk if sizes.masked else profile.wide), min(V, columns))

@@ -142,9 +142,10 @@ class Profile:
       deterministic: tokens of every chunk of a deterministic call.
       shared_sums: devices share a sum of a bf16 gradient out along H. XLA for GPUs would transpose it for that, and XLA
         for CPUs sends f32 all the same.
-      references: bytes of f32 logits in a forward's tile where sums of exponentials are relative to a number that is
-        known before the product. TPUs make the sums a part of the product; on GPUs it saves one of two readings of the
-        logits. 0: sums are relative to the maximum.
+      references: bytes of f32 logits in a tile where sums of exponentials are relative to a number that is known before
+        the product, which on GPUs saves one of two readings of the logits. 0: sums are relative to the maximum.
+      fused_tokens: tokens of a forward's tile if XLA makes such sums a part of the product, as on TPUs: logits are then
+        not in memory, and a tile has all columns. 0 if it does not.
       columns_grow: with n times `wide` tokens a tile of the second pass has n times the columns, since each block of
         columns reads and writes the gradient of all hidden states.
       gathers_columns: columns of a kernel `[H, V]` are gathered for it too.
@@ -163,6 +164,7 @@ class Profile:
     deterministic: int
     shared_sums: bool
     references: int
+    fused_tokens: int
     columns_grow: bool
     gathers_columns: bool
 

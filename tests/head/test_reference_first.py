@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from head_cases import F32, check_head, head_arrays, tiles_of
+from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
 from jaxppo.head import tile
-from jaxppo.sharding import make_parallel_mesh
+from jaxppo.sharding import ParallelMesh, make_parallel_mesh
 from jaxppo.sharding.testing import assert_trees_close
+from sharding.audit import audit
 from sharding.audit.program import hang_risks, notes
 
 T, H, V = 64, 128, 1024
@@ -26,6 +29,7 @@ CASES = {
     "padding": ({"last": 1000}, {"vocab_size": 1000}),
     "a soft-cap": ({}, {"softcap": 2.0}),
     "a nucleus": ({"nucleus": 5}, {}),  # this one takes the maximum
+    "all columns at once": ({}, {"device": "fused sums"}),
     "a kernel [H, V]": ({}, COLUMNS),
     "columns of adapters, a mask": ({"lora": True, "with_where": True}, COLUMNS),
 }
@@ -158,3 +162,54 @@ def test_one_pass_is_two():
             for memory in (2**30, 2**19)
         )
     assert_trees_close(one, two, rtol=2**-7, atol=F32["atol"])
+
+
+GEMMA = 262208, 2560  # the columns and features of Gemma 3 4B's head
+
+
+@pytest.mark.parametrize(
+    ("device", "cut", "masked", "options"),
+    [
+        ("TPU v6 lite", "2048 tokens x 65552 columns", False, {}),
+        ("TPU v5", "1024 tokens x 65552 columns", False, {}),
+        ("TPU v6 lite", "1024 tokens x 65552 columns", True, {}),
+        ("TPU v6 lite", "512 tokens x 65552 columns", False, {"logit_stats": ("accuracy",)}),
+        ("TPU v6 lite", "2048 tokens x 65552 columns", False, {"logit_stats": ("log_z",), "memory": 2**30}),
+        ("TPU v6 lite", "256 tokens x 65552 columns", False, {"memory": 2**26 + 2**22}),
+        ("TPU v6 lite", "1024 tokens x 600 columns", False, {"memory": 2**25}),
+    ],
+)
+def test_all_columns_where_the_sums_are_a_part_of_the_product(device, cut, masked, options):
+    """Tokens become fewer before columns do: with a maximum, which is read from memory, or a small `memory`."""
+    hidden = jax.ShapeDtypeStruct((1, 8192, GEMMA[1]), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((GEMMA[0] // 4, GEMMA[1]), jnp.bfloat16)
+
+    def forward(hidden, kernel):
+        where = hidden[..., 0] > 0 if masked else None
+        targets = jnp.zeros(hidden.shape[:2], jnp.int32)
+        return log_probs_from_hidden(hidden, Head(kernel, layout="vh"), targets, where=where, **options)
+
+    with tiles_of(device):
+        found = notes(jax.make_jaxpr(forward)(hidden, kernel))
+    assert f"forward, {cut}" in found
+
+
+@pytest.mark.parametrize("accuracy", [False, True])
+def test_no_block_of_a_tied_kernel_is_copied(accuracy):
+    """Blocks of columns would be, for every tile of tokens: 8.4 of 13 ms on a v6e, and a block's bytes beside them."""
+    devices = topologies.get_topology_desc("v6e:4x4", platform="tpu").devices
+    parallel = ParallelMesh(Mesh(np.array(devices).reshape(4, 4), ("cp", "tp")))
+
+    def forward(hidden, kernel, targets):
+        options = {"entropy": "metric", "logit_stats": ("accuracy",) if accuracy else ()}
+        return log_probs_from_hidden(hidden, Head(kernel, layout="vh"), targets, parallel=parallel, **options)
+
+    def described(dtype, spec, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=parallel.sharding(spec))
+
+    hidden = described(jnp.bfloat16, parallel.hidden_spec, 1, 4 * 8192, GEMMA[1])
+    kernel = described(jnp.bfloat16, parallel.kernel_spec("vh"), *GEMMA)
+    found = audit(forward, hidden, kernel, described(jnp.int32, parallel.tokens_spec, 1, 4 * 8192))
+    assert found.time.copies < 0.4
+    assert found.time.compute < (9 if accuracy else 4.5)
+    assert found.temp_bytes < (0.15 if accuracy else 0.03) * 2**30

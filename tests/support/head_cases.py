@@ -47,6 +47,7 @@ DEVICES = {
         deterministic=8,
         shared_sums=True,
         references=0,
+        fused_tokens=0,
         columns_grow=True,
         gathers_columns=False,
     ),
@@ -54,6 +55,7 @@ DEVICES = {
 
 DEVICES["few chunks"] = dataclasses.replace(DEVICES["wide"], chunk=128)  # of one group that follows a mask
 DEVICES["references"] = dataclasses.replace(DEVICES["wide"], chunk=16, references=4 * 8 * 300)  # blocks of 300 columns
+DEVICES["fused sums"] = dataclasses.replace(DEVICES["references"], fused_tokens=16)
 DEVICES["gathers columns"] = dataclasses.replace(DEVICES["references"], gathers_columns=True)
 
 plan.PROFILES = {**DEVICES, **plan.PROFILES}
