@@ -9,15 +9,15 @@ It is not the default. Times estimated by `sharding.audit` for a Qwen3-8B head (
 cp=4, tp=4 with 8192 tokens a device, in ms of compute, XLA's first; libtpu 0.0.52, nothing timed on a chip:
 
                v5p            v6e            tpu7x
-    forward     7.67   6.21    4.78   3.30    3.47   2.56
-    two passes 27.9   26.1    17.4   15.2    13.8   11.7
-    one pass   22.1   20.5    18.2   15.3    10.7   11.6
+    forward     6.11   6.23    3.48   3.32    2.68   2.57
+    two passes 26.4   26.0    16.2   15.2    14.3   11.7
+    one pass   20.5   20.6    13.8   13.5    18.6    9.6
 
 These charge kernels 93% of the peak. By the compiler's static profile the kernels reach 94% on a v5p, but about 80% on
-a v6e and 75% to 80% on a tpu7x, where products and the arithmetic after them do not overlap: two passes gain less than
-10% on each of them. A forward without gradients gains more everywhere, 19% on a v5p; one pass 7% there, 13% on a v6e,
-and loses on a tpu7x. What two passes lose again is a copy of each block of the kernel, which XLA fuses into its
-products, and on a tpu7x copies of the hidden states from one memory layout to another in each turn.
+a v6e and 75% to 80% on a tpu7x, where products and the arithmetic after them do not overlap. They gain nothing on a v5p.
+On a v6e a forward gains 5% here, and 14% for Gemma 3 4B, whose products are smaller beside the sums. Two passes gain 6%
+there and 19% on a tpu7x, nearly all of it by the gradient's kernel. In one pass XLA for a tpu7x copies operands and
+logits from one memory layout to another, which is half of its time.
 
 On CPUs the kernels are interpreted, to be tested: that is slow.
 """
