@@ -14,10 +14,9 @@ cp=4, tp=4 with 8192 tokens a device, in ms of compute, XLA's first; libtpu 0.0.
     one pass   20.5   20.6    13.8   13.5    18.6    9.6
 
 These charge kernels 93% of the peak. By the compiler's static profile the kernels reach 94% on a v5p, but about 80% on
-a v6e and 75% to 80% on a tpu7x, where products and the arithmetic after them do not overlap. They gain nothing on a v5p.
-On a v6e a forward gains 5% here, and 14% for Gemma 3 4B, whose products are smaller beside the sums. Two passes gain 6%
-there and 19% on a tpu7x, nearly all of it by the gradient's kernel. In one pass XLA for a tpu7x copies operands and
-logits from one memory layout to another, which is half of its time.
+a v6e and 75% to 80% on a tpu7x, where products and the arithmetic after them do not overlap. On a v5p they gain next to
+nothing. On a v6e a forward gains 5% here, and 14% for Gemma 3 4B. Two passes gain 6% there and 19% on a tpu7x, nearly
+all of it by the gradient's kernel. In one pass half of XLA's time on a tpu7x are copies.
 
 On CPUs the kernels are interpreted, to be tested: that is slow.
 """
