@@ -177,7 +177,7 @@ def _agreed(config: PolicyLossConfig, algo_config: Any) -> PolicyLossConfig:
     return config
 
 
-def _fitting(config: PolicyLossConfig, batch: RolloutBatch, weights: Any) -> PolicyLossConfig:
+def _fitting(config: PolicyLossConfig, batch: RolloutBatch, weights: jax.Array | None) -> PolicyLossConfig:
     """The config for a batch as Tunix made it: without old log-probs the ratio is 1."""
     if weights is not None:
         raise NotImplementedError(

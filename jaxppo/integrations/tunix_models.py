@@ -113,10 +113,10 @@ def _parameters_of_call(model: Any) -> set[str]:
 
 def hidden_of_example(
     model: Any,
-    prompt_ids: Any,
-    completion_ids: Any,
+    prompt_ids: Int[Array, "B P"],
+    completion_ids: Int[Array, "B C"],
     pad_id: int,
-    segment_ids: Any = None,
+    segment_ids: Int[Array, "B C"] | None = None,
     segment_positions: Any = None,
 ) -> Float[Array, "B T H"]:
     """The hidden states of prompts and completions, `[B, P + C, H]`, padded or packed as Tunix's TrainExample is.

@@ -7,6 +7,7 @@ For distillation on sampled tokens, by policy gradient, see `advantages.on_polic
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, Unpack
 
 import jax
@@ -206,7 +207,7 @@ class DivergenceLoss(TokenLoss):
     def token_local(self) -> bool:
         return True
 
-    def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> dict[str, Any]:
+    def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
         return {"new_values": stats}
 
     def per_token(

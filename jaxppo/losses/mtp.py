@@ -193,7 +193,12 @@ def shift_temperature(
     return shift_left(jnp.asarray(temperature), parallel, by, 1, batch.segment_ids, batch.num_segments)
 
 
-def heads_of(hidden: Any, head: Any, normalizers: Any, losses: int | None = None) -> list[Any]:
+def heads_of(
+    hidden: Array | Sequence[Array],
+    head: Any,
+    normalizers: Sequence[Normalizer] | None,
+    losses: int | None = None,
+) -> list[Any]:
     """The head of each depth. Raises unless there are as many heads as depths, and as many normalizers as losses.
 
     Args:

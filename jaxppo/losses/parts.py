@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtyping import Array, Float
@@ -67,8 +68,8 @@ class ReferenceKL(TokenLoss):
     def token_local(self) -> bool:
         return True
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
-        return {"log_probs": stats and stats.log_probs, "ref_log_probs": batch.ref_log_probs}
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
+        return {"log_probs": None if stats is None else stats.log_probs, "ref_log_probs": batch.ref_log_probs}
 
     def per_token(
         self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
@@ -276,7 +277,7 @@ class PolicyTokenLoss(TokenLoss):
     def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         return impossible_tokens(None if stats is None else stats.log_probs, batch, self.config)
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
         given: dict[str, Any] = {
             "log_probs": stats and stats.log_probs,
             "advantages": batch.advantages,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -127,7 +128,7 @@ class CenteringLoss(TokenLoss):
     def entropy(self) -> Entropy:
         return "none"
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
         log_probs = None if stats is None else stats.log_probs
         if log_probs is not None and self.impossible_tokens == "leave_out":
             log_probs = jnp.where(jnp.isneginf(log_probs), 0, log_probs)  # the ids alone have a part in the term

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -180,8 +180,8 @@ class SFTTokenLoss(TokenLoss):
             return "log_z", "mean_logit"
         return ("log_z",) if _has(self.z_loss) else ()
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
-        return {"log_probs": stats and stats.log_probs}
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
+        return {"log_probs": None if stats is None else stats.log_probs}
 
     def per_token(
         self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments

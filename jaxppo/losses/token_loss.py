@@ -89,7 +89,7 @@ class TokenLoss(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def ruled(self, stats: Any, batch: RolloutBatch) -> dict[str, Any]:
+    def ruled(self, stats: Any, batch: RolloutBatch) -> Mapping[str, Array | None]:
         """The arrays that the rules should check, by the rules' names; `stats` are None before they are computed."""
 
 
@@ -131,7 +131,7 @@ class Step:
         weights = token_weights(batch.loss_mask, segments, normalizer, loss.aggregation_norm)
         if batch.loss_weights is not None:
             weights *= masked(batch.loss_weights, batch.loss_mask)
-        broken = _broken_rules(batch, segments, normalizer.aggregation, given | loss.ruled(stats, batch))
+        broken = _broken_rules(batch, segments, normalizer.aggregation, {**given, **loss.ruled(stats, batch)})
         left_out = loss.left_out(stats, batch)
         if left_out is not None:  # the denominators stay those of all the tokens
             weights, mask = (jnp.where(left_out, 0, x) for x in (weights, batch.loss_mask))

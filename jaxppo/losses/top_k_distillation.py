@@ -7,6 +7,7 @@ away, or is left out.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, Unpack
 
@@ -339,8 +340,8 @@ class TopKLoss(TokenLoss):
     def entropy(self) -> Entropy:
         return "none"
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
-        return {"log_probs": stats and stats.log_probs}
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
+        return {"log_probs": None if stats is None else stats.log_probs}
 
     def per_token(
         self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -118,7 +119,7 @@ class ValueTokenLoss(TokenLoss):
     def token_local(self) -> bool:
         return True
 
-    def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> dict[str, Any]:
+    def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
         return {"new_values": stats, "returns": batch.returns, "values": batch.values}
 
     def per_token(

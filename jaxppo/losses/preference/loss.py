@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import jax.numpy as jnp
@@ -191,7 +192,7 @@ class PreferenceTokenLoss(OfPairs):
 
     loss: PreferenceLoss
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Any]:
+    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
         given: dict[str, Any] = {"log_probs": stats and stats.log_probs}
         if self.loss.reference:
             given["ref_log_probs"] = batch.ref_log_probs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -103,7 +104,7 @@ class RewardModelLoss(OfPairs):
 
     loss: BradleyTerry
 
-    def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> dict[str, Any]:
+    def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
         return of_pairs(batch)
 
     def per_token(
