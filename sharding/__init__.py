@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from . import multihost
 from .audit import audit, note
 from .audit.devices import known_device
-from .axes import LAYOUTS, ShardAxes, vary, vary_like, varying
+from .axes import LAYOUTS, ShardAxes, unvary, vary, vary_like, varying
 from .call import shard_call
 from .copies import one_a_device
 from .dtypes import wider_dtype
@@ -68,6 +68,7 @@ __all__ = [
     "shift_left",
     "shift_shard",
     "unpack",
+    "unvary",
     "vary",
     "vary_like",
     "varying",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -166,6 +167,32 @@ def vary(x: jax.Array, names: Names | frozenset[str]) -> jax.Array:
     """x with `names` added to the axes along which it varies; under a gradient this sums over the added ones."""
     missing = tuple(sorted(set(names) - varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def unvary(x: jax.Array, names: Names) -> jax.Array:
+    """x without `names` among the axes along which it varies.
+
+    The caller knows that it is equal along them, as JAX cannot: a gather by permutations has that result. Nothing is
+    checked or sent. It has no derivative.
+    """
+    return _unvarying().bind(x, names=names)
+
+
+@functools.cache
+def _unvarying() -> Any:
+    from jax.extend.core import Primitive  # here, since it loads Pallas
+    from jax.interpreters import batching, mlir
+
+    equal = Primitive("equal_along")
+    equal.def_abstract_eval(
+        lambda x, names: x.update(
+            manual_axis_type=jax.sharding.ManualAxisType(varying=x.manual_axis_type.varying - set(names))
+        )
+    )
+    equal.def_impl(lambda x, names: x)
+    mlir.register_lowering(equal, lambda _, x, names: [x])
+    batching.primitive_batchers[equal] = lambda args, dims, names: (equal.bind(*args, names=names), *dims)
+    return equal
 
 
 def vary_like(x: jax.Array, *others: Any) -> jax.Array:

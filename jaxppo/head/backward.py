@@ -15,12 +15,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.gradient_sums import sum_in_blocks
+from jaxppo.head.gradient_sums import as_primal
+from jaxppo.head.ring import block_of
 from jaxppo.head.softmax import Cotangents
-from jaxppo.head.tile import as_factor, feature_gradients, first_of_factor, parameter_gradients, product_dtype
+from jaxppo.head.tile import (
+    as_factor,
+    feature_gradients,
+    first_of_factor,
+    hidden_product,
+    kernel_product,
+    parameter_gradients,
+    product_dtype,
+)
 from jaxppo.head.token_blocks import Slots, TokenBlocks
 from jaxppo.head.types import Block, Chunk, Features, NeedsGrad, Parameters, Plan
-from jaxppo.head.vocabulary_blocks import SUMMED_BYTES, each
+from jaxppo.head.vocabulary_blocks import SUMMED_COLUMNS, each
 from jaxppo.head.walk import Walk
 from jaxppo.sharding import vary_like, varying
 
@@ -50,40 +59,53 @@ def by_vocabulary(walk: Walk, needs: NeedsGrad, known: Any) -> Gradients:
     """
     call, tokens, vocabulary = walk.call, walk.tokens, walk.vocabulary
     features, parameters = needed(needs.features, walk.features), needed(needs.parameters, vocabulary.given)
-    known = tokens.to_slots(known)
+    known, H = tokens.to_slots(known), walk.features.hidden.shape[1]
 
-    def of_tile(block: Block, factor_of: Any, slots: Slots, carry: Any) -> Any:
-        dfeatures, dblock = carry
-        chunk, factor, residuals, cotangents = factor_of(slots)
+    def of_slots(slots: Slots) -> Any:
+        chunk, (residuals, cotangents) = walk.chunk(slots), tokens.read(known, slots)
+        if slots.counts is not None:
+            cotangents = cotangents._replace(counts=cotangents.counts & slots.counts)
+        return slots, chunk, as_factor(call, walk.rows(slots), cotangents.counts), residuals, cotangents
+
+    def of_tile(block: Block, tile: Any, dfeatures: Features) -> tuple[Features, Parameters]:
+        """dhidden with what the tile adds, and the gradients of the block, that of its kernel as a `Part`."""
+        slots, chunk, factor, residuals, cotangents = tile
         dz, of_bias = walk.dlogits(chunk, block, residuals, cotangents)
         # without it XLA for accelerators computes dz again inside each product; on CPUs it would only cost memory
         dz = lax.optimization_barrier(dz) if call.profile.whole else dz
         found = feature_gradients(call, dz, block.parameters, features)
         dfeatures = tokens.write(dfeatures, jax.tree.map(jnp.add, tokens.read(dfeatures, slots), found), slots)
-        of_block = parameter_gradients(call, dz, factor, parameters)
-        of_block = of_block._replace(bias=None if parameters.bias is None else of_bias)
-        return walk.vary((dfeatures, jax.tree.map(jnp.add, dblock, of_block)))
+        kernel = None if parameters.kernel is None else partial(kernel_product, call, tokens.size, dz, factor.hidden)
+        of_block = parameter_gradients(call, dz, factor, parameters._replace(kernel=None))
+        return walk.vary(dfeatures), of_block._replace(kernel=kernel, bias=None if parameters.bias is None else of_bias)
 
-    def of_slots(slots: Slots) -> Any:
-        chunk, (residuals, cotangents) = walk.chunk(slots), tokens.read(known, slots)
-        cotangents = among(cotangents, slots.counts)
-        return chunk, as_factor(call, walk.rows(slots), cotangents.counts), residuals, cotangents
-
-    once = of_slots(tokens.slots(0)) if tokens.blocks == 1 else None
+    only = of_slots(tokens.slots(0)) if tokens.blocks == 1 else None
 
     def of_block(i: Any, carry: Any) -> Any:
-        block = walk.block(i)
         dfeatures, dparameters = carry
-        shapes = needed(needs.parameters, block.parameters._replace(bias=block.columns[0]))
-        zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), shapes)
-        body = partial(of_tile, block, of_slots if once is None else lambda _: once)
-        dfeatures, dblock = tokens.loop(body, (dfeatures, zeros))
-        return dfeatures, each(partial(vocabulary.put_summed, i), dparameters, dblock, parameters)
+        block = walk.block(i)
+
+        def add(slots: Slots, carry: Any) -> Any:
+            dfeatures, total = carry
+            dfeatures, found = of_tile(block, of_slots(slots), dfeatures)
+            whole = None if found.kernel is None else found.kernel(0, block.columns.shape[1], 0, H)
+            return dfeatures, walk.vary(jax.tree.map(jnp.add, total, found._replace(kernel=whole)))
+
+        if only is not None:
+            dfeatures, found = of_tile(block, only, dfeatures)
+        else:
+            shapes = needed(needs.parameters, block.parameters._replace(bias=block.columns[0]))
+            zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), shapes)
+            dfeatures, found = tokens.loop(add, (dfeatures, zeros))
+            kernel = None if found.kernel is None else partial(block_of, found.kernel, call.v_dim)
+            found = found._replace(kernel=kernel)
+        at_once = vocabulary.size if only is not None else SUMMED_COLUMNS
+        return dfeatures, each(partial(vocabulary.put_summed, walk.axes, at_once, i), dparameters, found, parameters)
 
     start = jax.tree.map(lambda x: walk.zeros(*x.shape), features), jax.tree.map(vocabulary.empty, parameters)
     dfeatures, dparameters = vocabulary.over_blocks(of_block, start)
     primals = needed(needs.features, walk.inputs.features)
-    return walk.slots_to_features(dfeatures, primals), jax.tree.map(vocabulary.finish, dparameters, parameters)
+    return walk.slots_to_features(dfeatures, primals), jax.tree.map(as_primal, dparameters, parameters)
 
 
 def by_tile(walk: Walk, needs: NeedsGrad, begin: Begin, results: Any) -> tuple[Any, Features, Parameters]:
@@ -132,7 +154,11 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
     primals = needed(needs.features, walk.inputs.features)
     parameters = needed(needs.parameters, vocabulary.given)
     # one group's product is summed over devices as it is made, with no array of the kernel's shape in f32
-    direct = groups.blocks == 1 and vocabulary.whole and parameters.kernel is not None
+    direct = groups.blocks == 1 and vocabulary.owns and parameters.kernel is not None
+    rest = parameters._replace(kernel=None) if direct else parameters
+    # what no f32 sum follows is rounded in its product: XLA makes one kernel of that
+    summed = call.sum_dtype == "float32" and (call.h_names or walk.axes - varying(vocabulary.given.kernel))
+    dtype = jnp.float32 if summed else vocabulary.given.kernel.dtype
 
     def of_group(slots: Slots, carry: Any) -> Any:
         results, dfeatures, total = carry
@@ -141,31 +167,39 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
             dz = lax.optimization_barrier(dz)
         written = partial(_of_written, chunks, walk.tokens.size, groups.size)
 
-        def of_rows(n: int) -> Features:
-            found = feature_gradients(call, dz[:n], block.parameters, primals)
-            return jax.tree.map(partial(_padded, groups.size), found)
+        def of_hidden(start: Any, size: int, first: Any, width: int) -> jax.Array:
+            def product(n: int) -> jax.Array:
+                return hidden_product(call, dz, block.parameters.kernel, start, min(n, size), first, width)
 
-        def of_columns(n: int, start: Any, size: int, total: Parameters) -> Parameters:
-            # one slice in both dimensions: XLA fuses it into the product, and would copy the result of two slices
-            of_block = lax.dynamic_slice(dz, (0, start), (n, size))
-            return parameter_gradients(call, of_block, first_of_factor(call, factor, n), total)
+            if size == groups.size:
+                return written(lambda n: _padded(size, product(n)))
+            return _if_written(chunks, walk.tokens.size, start, lambda: product(size))
 
-        def of_kernel(dtype: Any, start: Any, size: int) -> Any:
-            return written(lambda n: of_columns(n, start, size, Parameters(True)).kernel.astype(dtype))
+        def of_kernel(*block: Any) -> jax.Array:
+            def product(n: int) -> jax.Array:
+                return kernel_product(call, n, dz, factor.hidden, *block).astype(dtype)
 
-        dfeatures = walk.put_features(groups, dfeatures, written(of_rows), primals, slots)
-        found = written(partial(of_columns, start=0, size=dz.shape[1], total=total))
+            return written(product)
+
+        def of_rest(n: int) -> tuple[Features, Parameters]:
+            rows = feature_gradients(call, dz[:n], block.parameters, primals._replace(hidden=None))
+            columns = parameter_gradients(call, dz[:n], first_of_factor(call, factor, n), rest)
+            return jax.tree.map(partial(_padded, groups.size), rows), columns
+
+        drows, found = written(of_rest)
+        drows = drows._replace(hidden=None if primals.hidden is None else of_hidden)
+        dfeatures = walk.put_features(groups, dfeatures, drows, primals, slots)
         found = found._replace(bias=None if total.bias is None else dbias)
         if not direct:
             return results, dfeatures, jax.tree.map(partial(vocabulary.add, 0), total, found)
-        return results, dfeatures, found._replace(kernel=_kernel_gradient(walk, of_kernel, parameters.kernel))
+        kernel = vocabulary.sum(True, of_kernel, parameters.kernel, walk.axes)
+        return results, dfeatures, found._replace(kernel=kernel)
 
     zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), needed(needs.parameters, vocabulary.held))
     zeros = zeros._replace(kernel=None) if direct else zeros
     results, dfeatures, total = groups.loop(of_group, (results, walk.features_start(primals), zeros))
-    kernel = total.kernel if direct else None
-    dparameters = each(vocabulary.summed, total._replace(kernel=None) if direct else total, parameters)
-    dparameters = dparameters._replace(kernel=kernel) if direct else dparameters
+    dparameters = each(vocabulary.summed, total._replace(kernel=None) if direct else total, rest)
+    dparameters = dparameters._replace(kernel=total.kernel) if direct else dparameters
     return walk.tokens.to_tokens(results), walk.finish_features(dfeatures, primals), dparameters
 
 
@@ -209,25 +243,15 @@ def _fill(
     return results, dz, turns, as_factor(walk.call, rows, counts), dbias
 
 
+def _if_written(chunks: Any, size: int, start: Any, product: Callable[[], jax.Array]) -> jax.Array:
+    """product() of rows from `start` on, zeros where none of them is written; `chunks` of `size` rows are."""
+    if isinstance(chunks, int):
+        return product()
+    like = jax.eval_shape(product)
+    return lax.cond(start < chunks * size, product, lambda: vary_like(jnp.zeros(like.shape, like.dtype), like))
+
+
 def _padded(count: int, x: jax.Array) -> jax.Array:
     """`count` rows: x first, then anything."""
     whole = vary_like(lax.empty((count, x.shape[1]), x.dtype), x)
     return lax.dynamic_update_slice_in_dim(whole, x, 0, 0) if whole.shape != x.shape else x
-
-
-def _kernel_gradient(walk: Walk, part: Callable[..., Any], primal: jax.Array) -> jax.Array:
-    """dkernel, summed over devices a block of columns at a time, so that no f32 array of its shape is needed.
-
-    `part(dtype, start, size)` is the product; what no sum follows is rounded there, where XLA makes it one kernel.
-    """
-    call = walk.call
-    summed = walk.axes - varying(primal) and call.sum_dtype == "float32"
-    size = SUMMED_BYTES // (4 * primal.shape[1 - call.v_dim]) if summed else primal.shape[call.v_dim]
-    part = partial(part, jnp.float32 if summed else primal.dtype)
-    found: jax.Array = sum_in_blocks(part, primal, call.v_dim, size, **walk.vocabulary.sums)
-    return found
-
-
-def among(cotangents: Cotangents, counts: Any) -> Cotangents:
-    """The cotangents, counted only for tokens that count in `counts` too."""
-    return cotangents if counts is None else cotangents._replace(counts=cotangents.counts & counts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxppo.head.ring import LANES, Part, ring_axes, ring_sum, rings_of
 from jaxppo.head.token_blocks import even_size
-from jaxppo.head.types import SumDtype
-from jaxppo.sharding import vary, varying
+from jaxppo.head.types import Names, SumDtype
+from jaxppo.sharding import unvary, vary, varying
 
 
 def as_primal(
@@ -21,9 +21,8 @@ def as_primal(
     primal: jax.Array,
     sum_dtype: SumDtype = "float32",
     *,
-    shared: bool = False,
     keep: frozenset[str] | None = None,
-    blocks: int = 0,
+    is_sum: bool = False,
 ) -> jax.Array:
     """A cotangent in its primal's dtype and varying axes, summed over the axes that the primal lacks.
 
@@ -31,74 +30,89 @@ def as_primal(
       cotangent: f32, or the primal's dtype.
       primal: the array whose gradient the cotangent is.
       sum_dtype: "float32" rounds after the sum, "parameter" before it.
-      shared: for a bf16 primal, each device sums one share in f32, rounds it, and sends it to all others.
       keep: the axes that are not summed over, by default those of the primal.
-      blocks: the dimension of a matrix along which the cotangent may be one block of the whole. Shares are cut along
-        the other dimension.
+      is_sum: the cotangent is a sum over other axes.
     """
     keep = varying(primal) if keep is None else keep
     extra = tuple(sorted(varying(cotangent) - keep))
-    if sum_dtype != "float32" or not extra:
-        cotangent = cotangent.astype(primal.dtype)
-    narrows = bool(extra) and cotangent.dtype == jnp.float32 and primal.dtype == jnp.bfloat16
-    sharers = _sharers(cotangent.shape, 1 - blocks, extra) if narrows and shared else ()
-    rest = tuple(name for name in extra if name not in sharers)
-    if sharers:
-        # each device rounds its share of the sum before all of it is sent: 4 + 2 bytes a number rather than 4 + 4
-        cotangent = lax.psum_scatter(cotangent, sharers, scatter_dimension=1 - blocks, tiled=True)
-    if rest:
-        cotangent = lax.psum(cotangent, rest)
-    if narrows:
+    if extra:
+        cotangent = lax.psum(cotangent if sum_dtype == "float32" else cotangent.astype(primal.dtype), extra)
+    if (extra or is_sum) and cotangent.dtype == jnp.float32 and primal.dtype == jnp.bfloat16:
         # rounded before it is converted: else XLA for TPU sums in bf16, as the conversion is all it sees of the result
         cotangent = lax.reduce_precision(cotangent, exponent_bits=8, mantissa_bits=7)
-    cotangent = cotangent.astype(primal.dtype)
-    if sharers:
-        cotangent = lax.all_gather(cotangent, sharers, axis=1 - blocks, tiled=True, to="invarying")
-    return vary(cotangent, keep)
+    return vary(cotangent.astype(primal.dtype), keep)
 
 
-def _sharers(shape: tuple[int, ...], dim: int, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes whose devices can share a matrix along `dim`, in shares that are multiples of a TPU's 128 lanes.
+def sum_in_blocks(
+    part: Part,
+    primal: jax.Array,
+    dim: int,
+    size: int,
+    axes: frozenset[str],
+    *,
+    length: int | None = None,
+    sum_dtype: SumDtype = "float32",
+    rings: bool = False,
+    scatter: Names = (),
+    keep: frozenset[str] = frozenset(),
+) -> jax.Array:
+    """`as_primal` of a matrix that `part` computes, one block along `dim` at a time.
 
-    For other shares, and for shares over all devices of a mesh, XLA for TPUs computes the whole sum and slices it.
+    Args:
+      part: f32 blocks of this device's term; blocks start anywhere along `dim`.
+      primal: the matrix whose gradient it is.
+      dim: the dimension that is cut into blocks.
+      size: the most of it in a block.
+      axes: those along which the terms vary.
+      length: how much there is of it, by default as in the primal.
+      sum_dtype: as of `as_primal`.
+      rings: sum by rings where shares of whole lanes allow it.
+      scatter: axes that shard the primal's other dimension: of that each device keeps its share alone.
+      keep: axes that are not summed over beside those of the primal.
     """
-    sharers: tuple[str, ...] = ()
-    for name in names if len(shape) == 2 else ():
-        count = math.prod(map(lax.axis_size, (*sharers, name)))
-        if shape[dim] % (128 * count) == 0 and count < jax.sharding.get_abstract_mesh().size:
-            sharers = (*sharers, name)
-    return sharers
+    length = primal.shape[dim] if length is None else length
+    keep = keep | varying(primal)
+    width = primal.shape[1 - dim] * math.prod(map(lax.axis_size, scatter))
+    names: Names = ()
+    if rings:
+        names = ring_axes(width, scatter, 1) if scatter else ring_axes(width, tuple(axes - keep))
+    if names and (not scatter or names == scatter):
 
+        def term(*block: Any) -> jax.Array:
+            found = part(*block)
+            return found if sum_dtype == "float32" else found.astype(primal.dtype)
 
-def sum_in_blocks(part: Callable[[Any, int], jax.Array], primal: jax.Array, dim: int, size: int, **how: Any) -> Any:
-    """`as_primal` of a cotangent that `part(start, size)` computes, one block along `dim` at a time."""
-    length = primal.shape[dim]
-    size = even_size(length, size, 128)
+        finish = partial(as_primal, primal=primal, sum_dtype=sum_dtype, keep=keep | set(names))
+        size = even_size(length, size, 2 * LANES)
+        found = ring_sum(names, rings_of(names), term, dim, length, width, size, finish, gathers=not scatter)
+        return found if scatter else unvary(found, names)
+
+    def summed(start: Any, size: int) -> jax.Array:
+        found = part(start, size, 0, width)
+        if scatter:
+            found = found if sum_dtype == "float32" else found.astype(primal.dtype)
+            found = lax.psum_scatter(found, scatter, scatter_dimension=1 - dim, tiled=True)
+        return as_primal(found, primal, sum_dtype, keep=keep, is_sum=bool(scatter))
+
+    size = even_size(length, size if axes - keep or scatter else length, LANES)
     if size >= length:
-        return as_primal(part(0, length), primal, **how, blocks=dim)
+        return summed(0, length)
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
         start = jnp.minimum(i * size, length - size)
-        found = as_primal(part(start, size), primal, **how, blocks=dim)
-        return lax.dynamic_update_slice_in_dim(out, found, start, dim)
+        return lax.dynamic_update_slice_in_dim(out, summed(start, size), start, dim)
 
-    return lax.fori_loop(0, -(-length // size), block, unwritten(primal, dim))
-
-
-def psum_in_blocks(x: jax.Array, primal: jax.Array, dim: int, size: int, **how: Any) -> jax.Array:
-    """`as_primal` of x, one block of `size` along `dim` at a time: the sum needs no second array of the size of x."""
-    size = size if varying(x) - varying(primal) else x.shape[dim]
-    return sum_in_blocks(lambda start, n: lax.dynamic_slice_in_dim(x, start, n, dim), primal, dim, size, **how)
+    shape = (length, primal.shape[1]) if dim == 0 else (primal.shape[0], length)
+    return lax.fori_loop(0, -(-length // size), block, unwritten(shape, primal.dtype, keep, dim))
 
 
-def unwritten(primal: jax.Array, dim: int) -> jax.Array:
-    """An array of the primal's shape that blocks along `dim` will overwrite completely.
+def unwritten(shape: tuple[int, ...], dtype: Any, axes: frozenset[str], dim: int) -> jax.Array:
+    """An array that blocks along `dim` will overwrite completely.
 
     For blocks of rows it is uninitialized. For blocks of columns it starts as zeros: XLA chooses the memory layout of
     an uninitialized array, and on a TPU v6e it chose one from which it had to transpose all of dkernel.
     """
-    fill = lax.empty if dim == 0 else jnp.zeros
-    return vary(fill(primal.shape, primal.dtype), varying(primal))
+    return vary((lax.empty if dim == 0 else jnp.zeros)(shape, dtype), axes)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

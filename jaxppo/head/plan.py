@@ -36,7 +36,7 @@ CPU = Profile(
     wide=2048,
     masked_columns=512,
     deterministic=256,
-    shared_sums=False,
+    rings=False,
     references=0,
     fused_tokens=0,
     columns_grow=False,
@@ -70,7 +70,7 @@ def _accelerator(
         wide=8192,
         masked_columns=masked_columns,
         deterministic=1024,
-        shared_sums=tpu,
+        rings=tpu,
         references=(150 if tpu else tile) * MIB,
         fused_tokens=fused_tokens if tpu else 0,
         columns_grow=not tpu,
@@ -122,6 +122,7 @@ def sizes_of(call: HeadCall, inputs: Inputs) -> Sizes:
         rows=tokens * whole[0] * hidden.dtype.itemsize if call.sequence_parallel else 0,
         gathered=whole[0] * whole[1] * kernel.dtype.itemsize if gathers else 0,
         accumulator=0 if in_result else 4 * whole[0] * whole[1],
+        direct=not gathered_v and window(call, whole[1]) == whole[1],
         masked=inputs.counts is not None and call.follow_mask,
         of_logit=4
         + (0 if inputs.nucleus_ids is None else 1)
@@ -198,7 +199,7 @@ def _late(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
 
     def fits(group: int, chunk: int) -> bool:
         logits = chunk * V * sizes.of_logit + group * V * sizes.itemsize
-        accumulator = sizes.accumulator if group < N or sizes.gathered else min(sizes.accumulator, 8 * H * 4096)
+        accumulator = sizes.accumulator if group < N or not sizes.direct else min(sizes.accumulator, 8 * H * 4096)
         return fixed + group * H * (4 + sizes.itemsize) + logits + accumulator <= memory
 
     powers = [2**k for k in range(20, 6, -1)]
@@ -207,7 +208,7 @@ def _late(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
     if call.deterministic:
         cuts = [(profile.deterministic, profile.deterministic)]
     elif sizes.masked:  # products of one group are compiled for each number of chunks; those of several follow the mask
-        one = profile.group >= N and not sizes.gathered
+        one = profile.group >= N and sizes.direct
         cuts = [(N, c) for c in chunks if one and 4 * c >= N] + [(c, c) for c in chunks]
     else:
         most = N if profile.group >= N else profile.group // 2  # of several groups each has an accumulator beside it

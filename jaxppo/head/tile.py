@@ -168,6 +168,31 @@ def feature_gradients(call: HeadCall, dz: jax.Array, parameters: Parameters, nee
     return Features(hidden, low)
 
 
+def hidden_product(
+    call: HeadCall, dz: jax.Array, kernel: jax.Array, start: Any, size: int, first: Any, width: int
+) -> jax.Array:
+    """The f32 gradient of hidden states, of `size` tokens from `start` on and `width` features from `first` on."""
+    dz = lax.dynamic_slice(dz, (start, 0), (size, dz.shape[1]))
+    columns = kernel.shape[call.v_dim]
+    at, shape = ((first, 0), (width, columns)) if call.v_dim == 1 else ((0, first), (columns, width))
+    return dot(call, dz, lax.dynamic_slice(kernel, at, shape), (1, call.v_dim))
+
+
+def kernel_product(
+    call: HeadCall, tokens: int, dz: jax.Array, factor: jax.Array, start: Any, size: int, first: Any, width: int
+) -> jax.Array:
+    """The f32 gradient of the kernel from the first `tokens`: `size` columns from `start` on, `width` features from
+    `first` on.
+
+    Each factor is cut in both dimensions by one slice: XLA fuses that into the product, and would copy the result of
+    two slices.
+    """
+    at, shape = (0, first), (tokens, width)
+    if _transposes(call, factor):
+        at, shape = at[::-1], shape[::-1]
+    return _outer(call, lax.dynamic_slice(dz, (0, start), (tokens, size)), lax.dynamic_slice(factor, at, shape))
+
+
 def parameter_gradients(call: HeadCall, dz: jax.Array, factor: Features, needs: Parameters) -> Parameters:
     """f32 gradients of the block's kernel and lora_b, in their layout, where `needs` is not None."""
     kernel = None if needs.kernel is None else _outer(call, dz, factor.hidden)

@@ -140,8 +140,7 @@ class Profile:
       wide: tokens of a tile of the second pass.
       masked_columns: columns of a tile of the second pass that follows a mask.
       deterministic: tokens of every chunk of a deterministic call.
-      shared_sums: devices share a sum of a bf16 gradient out along H. XLA for GPUs would transpose it for that, and XLA
-        for CPUs sends f32 all the same.
+      rings: gradients are summed over devices by `ring_sum`, beside the products that make them.
       references: bytes of f32 logits in a tile where sums of exponentials are relative to a number that is known before
         the product, which on GPUs saves one of two readings of the logits. 0: sums are relative to the maximum.
       fused_tokens: tokens of a forward's tile if XLA makes such sums a part of the product, as on TPUs: logits are then
@@ -162,7 +161,7 @@ class Profile:
     wide: int
     masked_columns: int
     deterministic: int
-    shared_sums: bool
+    rings: bool
     references: int
     fused_tokens: int
     columns_grow: bool
@@ -192,6 +191,7 @@ class Sizes:
       rows: bytes of hidden states gathered over the tensor axis, 0 if none are gathered.
       gathered: bytes of a kernel gathered over FSDP axes, 0 if it is not gathered.
       accumulator: bytes of an f32 gradient of the kernel beside the result, 0 if the result itself is f32.
+      direct: a single late product of dkernel needs no accumulator: it is summed over devices as it is made.
       masked: the work follows the tokens that count.
       of_logit: bytes a logit takes in f32, plus a bool if there is a nucleus, a gradient in f32 if there are ids, and
         a copy with its place if the likeliest ids are asked for.
@@ -205,6 +205,7 @@ class Sizes:
     rows: int
     gathered: int
     accumulator: int
+    direct: bool
     masked: bool
     of_logit: int
     references: bool

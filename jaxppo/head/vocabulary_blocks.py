@@ -17,14 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.gradient_sums import as_primal, psum_in_blocks, sum_in_blocks, unwritten
+from jaxppo.head.gradient_sums import as_primal, sum_in_blocks, unwritten
 from jaxppo.head.plan import parts, window
+from jaxppo.head.ring import LANES, Part, block_of
 from jaxppo.head.softmax import IdPlaces
 from jaxppo.head.token_blocks import even_size
 from jaxppo.head.types import Block, Chunk, HeadCall, Parameters, Tile
 from jaxppo.sharding import vary, varying
 
-LANES = 128  # of an accelerator's registers
+SUMMED_COLUMNS = 4096  # of a gradient that is there already, at a time
 SUMMED_BYTES = 64 * 2**20  # the size of one sum over devices, which needs an array of its own
 
 
@@ -55,12 +56,15 @@ class VocabularyBlocks:
         self._cut(window(call, self.count))
         self.parts = parts(call, self.count)
         self.first: Any = 0
+        # all columns are the device's own, and no other works on them
+        self.owns = self.window == self.count and not self.gathered_v
         self.shared = self.window < self.count
         if self.shared:
             self.first = jnp.minimum(call.axes.index(call.axes.tensor) * self.window, self.count - self.window)
         self.padded = call.vocab_size < own * math.prod(map(lax.axis_size, call.v_names))
         self.overlaps = bool(self.window % self.size) or self.count > self.window != self.count / shards
-        self.sums: Any = {"sum_dtype": call.sum_dtype, "shared": call.profile.shared_sums}
+        rings = call.profile.rings and not self.gathered_v
+        self.sums: Any = {"sum_dtype": call.sum_dtype, "rings": rings}
 
     def _cut(self, columns: int) -> None:
         self.window, self.size = columns, even_size(columns, self.most, LANES)
@@ -73,11 +77,6 @@ class VocabularyBlocks:
         found.first = self.first + p * found.window
         found.overlaps, found.shared = bool(found.window % found.size), False
         return found
-
-    @property
-    def whole(self) -> bool:
-        """Whether the device works on all columns of its own parameters."""
-        return self.window == self.count and not self.gathers
 
     def _bases(self, own: int) -> jax.Array:
         """The first vocabulary id of each piece that a gather over V brings together, in the gather's order."""
@@ -192,51 +191,73 @@ class VocabularyBlocks:
     def empty(self, primal: jax.Array) -> jax.Array:
         """The array that `put_summed` fills: empty where it writes every column, zeros where it writes a window."""
         if self.window == self.count:
-            return unwritten(primal, self.dim(primal))
+            return unwritten(primal.shape, primal.dtype, varying(primal), self.dim(primal))
         return vary(jnp.zeros(primal.shape, primal.dtype), varying(primal) | set(self.call.axes.tensor))
 
     def put_summed(
-        self, i: Any, is_kernel: bool, total: jax.Array, gradient: jax.Array, primal: jax.Array
+        self,
+        axes: frozenset[str],
+        size: int,
+        i: Any,
+        is_kernel: bool,
+        total: jax.Array,
+        gradient: Any,
+        primal: jax.Array,
     ) -> jax.Array:
         """`total`, of the primal's shape, with the gradient of block i, summed over the devices that share it.
 
-        The last block comes first: it holds zeros in the columns that it shares with the block before, and that block
-        overwrites them.
+        The gradient varies along `axes`; that of a kernel is a `Part`, summed `size` columns at a time. The last block
+        comes first: it holds zeros in the columns that it shares with the block before, and that block overwrites them.
         """
-        gradient = self._scatter(is_kernel, gradient, primal)
-        # windows differ along the tensor axis, over which `finish` sums the whole gradient
-        keep = varying(primal) | (set(self.call.axes.tensor) if self.window < self.count else set())
-        gradient = as_primal(gradient, primal, keep=keep, blocks=self.dim(primal), **self.sums)
-        return gradient if self.size == total.shape[self.dim(total)] else self._set(i, total, gradient)
+        # windows differ along the tensor axis: the whole gradient is summed over it at the end, exactly in any dtype
+        keep = frozenset(self.call.axes.tensor if self.window < self.count else ())
+        dim = self.dim(primal)
+        if is_kernel:
+            part = self._of_own(gradient, dim, self.size) if self.gathered_v else gradient
+            given: Any = {"length": self.size, "scatter": self.call.h_names, "keep": keep, **self.sums}
+            gradient = sum_in_blocks(part, primal, dim, size, axes, **given)
+        else:
+            gradient = as_primal(
+                self._scattered(gradient, dim), primal, self.call.sum_dtype, keep=keep | varying(primal)
+            )
+        return gradient if self.size == total.shape[dim] else self._set(i, total, gradient)
 
-    def finish(self, total: jax.Array, primal: jax.Array) -> jax.Array:
-        """Ends `put_summed`: sums over the tensor axis. Windows are disjoint, so the sum is exact in any dtype."""
-        return as_primal(total, primal)
+    def _of_own(self, part: Part, dim: int, own: int) -> Part:
+        """`part` of the device's `own` columns, summed over the axes that shard the vocabulary beside the tensor axis.
 
-    def _scatter(self, is_kernel: bool, gradient: jax.Array, primal: jax.Array) -> jax.Array:
-        gradient = gradient if self.call.sum_dtype == "float32" else gradient.astype(primal.dtype)
-        scatter = partial(lax.psum_scatter, tiled=True)
-        if self.call.h_names and is_kernel:
-            gradient = scatter(gradient, self.call.h_names, scatter_dimension=1 - self.call.v_dim)
-        if self.gathered_v:
-            gradient = scatter(gradient, self.gathered_v, scatter_dimension=self.dim(primal))
-        return gradient
+        The given one has all columns that were gathered over these axes.
+        """
+        pieces = math.prod(map(lax.axis_size, self.gathered_v))
+
+        def summed(start: Any, size: int, first: Any, width: int) -> jax.Array:
+            found = [part(start + k * own, size, first, width) for k in range(pieces)]
+            return self._scattered(jnp.concatenate(found, dim), dim)
+
+        return summed
+
+    def _scattered(self, gradient: jax.Array, dim: int) -> jax.Array:
+        if not self.gathered_v:
+            return gradient
+        gradient = gradient if self.call.sum_dtype == "float32" else gradient.astype(self.given.kernel.dtype)
+        return lax.psum_scatter(gradient, self.gathered_v, scatter_dimension=dim, tiled=True)
+
+    def sum(self, is_kernel: bool, part: Part, primal: jax.Array, axes: frozenset[str]) -> jax.Array:
+        """The gradient of all columns held, a matrix that varies along `axes`, summed over devices in blocks.
+
+        In blocks so that no second f32 array of its shape is needed. And XLA for TPUs takes one large scatter for a sum
+        of all, and sums that in bf16.
+        """
+        dim = self.dim(primal)
+        scatter = self.call.h_names if is_kernel else ()
+        width = primal.shape[1 - dim] * math.prod(map(lax.axis_size, scatter))
+        part = self._of_own(part, dim, primal.shape[dim]) if self.gathered_v else part
+        return sum_in_blocks(part, primal, dim, SUMMED_BYTES // (4 * width), axes, scatter=scatter, **self.sums)
 
     def summed(self, is_kernel: bool, total: jax.Array, primal: jax.Array) -> jax.Array:
         """The f32 gradient of all columns held, summed over the devices that share the primal."""
-        dim = self.dim(primal)
-        size = max(LANES, SUMMED_BYTES // (4 * total.size // total.shape[dim]))
-        if not self.gathers:
-            return psum_in_blocks(total, primal, dim, size, **self.sums)
-        pieces, own = math.prod(map(lax.axis_size, self.gathered_v)), primal.shape[dim]
-
-        def part(start: Any, size: int) -> jax.Array:
-            """The gradient of `size` of the device's own columns, from each device's part of all of them."""
-            found = [lax.dynamic_slice_in_dim(total, start + k * own, size, dim) for k in range(pieces)]
-            return self._scatter(is_kernel, jnp.concatenate(found, dim) if len(found) > 1 else found[0], primal)
-
-        # in blocks also for the compiler: XLA for TPUs takes one large scatter for a sum of all, and sums that in bf16
-        return sum_in_blocks(part, primal, dim, max(LANES, size // pieces), **self.sums)
+        if total.ndim == 1:
+            return as_primal(self._scattered(total, 0), primal, self.call.sum_dtype)
+        return self.sum(is_kernel, partial(block_of, total, self.dim(total)), primal, varying(total))
 
 
 _range = partial(jnp.arange, dtype=jnp.int32)

@@ -12,8 +12,9 @@ from jax import lax
 
 from jaxppo.head import softmax
 from jaxppo.head.asked import answers, empty_sums, id_cotangents
-from jaxppo.head.gradient_sums import as_primal, psum_in_blocks
+from jaxppo.head.gradient_sums import as_primal, sum_in_blocks
 from jaxppo.head.plan import references
+from jaxppo.head.ring import Part, block_of
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.tile import logits_of_rows
 from jaxppo.head.token_blocks import Slots, TokenBlocks
@@ -21,7 +22,7 @@ from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Inputs, Tok
 from jaxppo.head.vocabulary_blocks import VocabularyBlocks
 from jaxppo.sharding import vary, varying
 
-SUMMED_TOKENS = 1024  # of dhidden, at a time
+SUMMED_TOKENS = 1024  # of a dhidden that is there already, at a time
 
 
 class Walk:
@@ -156,14 +157,29 @@ class Walk:
     def put_features(
         self, tokens: TokenBlocks, total: Features, drows: Features, primals: Features, slots: Slots
     ) -> Features:
-        """`total` with the f32 gradients of the rows in the slots, summed over devices where they can be now."""
+        """`total` with the gradients of the rows in the slots, summed over devices where they can be now.
 
-        def put(total: jax.Array, drows: jax.Array, primal: jax.Array) -> jax.Array:
-            if not self.call.sequence_parallel:
-                drows = psum_in_blocks(drows, _rows_like(primal, drows), 0, self.tokens.size, shared=self.shared)
-            return tokens.put(total, drows, slots)
+        `drows` are f32 arrays, or those of hidden states a `Part`.
+        """
+
+        def put(total: jax.Array, drows: Any, primal: jax.Array) -> jax.Array:
+            if self.call.sequence_parallel:
+                drows = drows(0, tokens.size, 0, primal.shape[-1]) if callable(drows) else drows
+                return tokens.put(total, drows, slots)
+            return tokens.put(total, self._summed_rows(drows, tokens.size, primal), slots)
 
         return jax.tree.map(put, total, drows, primals)
+
+    def _summed_rows(self, rows: jax.Array | Part, count: int, primal: jax.Array) -> jax.Array:
+        """The gradients of `count` rows in the primal's dtype, summed over the axes that the primal lacks."""
+        like = vary(jnp.zeros((count, primal.shape[-1]), primal.dtype), varying(primal))
+        if not callable(rows):
+            return sum_in_blocks(
+                partial(block_of, rows, 0), like, 0, SUMMED_TOKENS, self.axes, rings=self.call.profile.rings
+            )
+        # half a block goes around at once: with a mask that is a chunk, which is left out if no token of it counts
+        size = count if self.tokens.order is None else 2 * self.tokens.size
+        return sum_in_blocks(rows, like, 0, size, self.axes, rings=self.call.profile.rings)
 
     def finish_features(self, total: Features, primals: Features) -> Features:
         """The end of `put_features`: in the shape and sharding of the features."""
@@ -173,25 +189,15 @@ class Walk:
         """The f32 gradients of rows in slot order, as those of the features."""
         if self.call.sequence_parallel:
             return jax.tree.map(self._feature_cotangent, self.tokens.to_tokens(total), primals)
-        like = jax.tree.map(_rows_like, primals, total)
-        summed = jax.tree.map(lambda x, p: psum_in_blocks(x, p, 0, SUMMED_TOKENS, shared=self.shared), total, like)
+        summed = jax.tree.map(lambda x, p: self._summed_rows(x, x.shape[0], p), total, primals)
         return jax.tree.map(self._feature_cotangent, self.tokens.to_tokens(summed), primals)
-
-    @property
-    def shared(self) -> bool:
-        return self.call.profile.shared_sums
 
     def _feature_cotangent(self, gradient: jax.Array, primal: jax.Array) -> jax.Array:
         names = self.call.axes.tensor
         gradient = gradient.reshape(primal.shape[0], -1, primal.shape[2])
         if self.call.sequence_parallel:
             gradient = lax.psum_scatter(gradient, names, scatter_dimension=1, tiled=True)
-        return as_primal(gradient, primal, shared=self.shared)
-
-
-def _rows_like(primal: jax.Array, rows: jax.Array) -> jax.Array:
-    """An array with the shape of rows, and the primal's dtype and varying axes."""
-    return vary(jnp.zeros(rows.shape, primal.dtype), varying(primal))
+        return as_primal(gradient, primal)
 
 
 def whole_features(call: HeadCall, features: Features) -> Features:

@@ -90,7 +90,8 @@ class Clock:
         computation = self.module.computations[name]
         known = values(self.module, computation, args)
         total = np.zeros((2, len(_KINDS)))
-        started: dict[str, tuple[float, np.ndarray]] = {}  # how long a collective takes, and all work before it
+        started: dict[str, tuple[float, np.ndarray]] = {}  # how long a collective takes, and when it ends
+        busy: dict[Any, np.ndarray] = {}  # until when the links of a permutation are; those of others run beside it
         for x in computation.values():
             source = x.operands[0] if x.operands else ""
             if (found := self._sent(name, x)) is not None:
@@ -98,14 +99,16 @@ class Clock:
                 if x.op == "fusion" and _cycles(x) is not None:  # with work of its own
                     total += self.plain(computation, x)
                 if x.op.endswith("-start"):
-                    started[x.name] = seconds, total[:, _COMPUTE].sum(axis=1)
+                    now = _elapsed(total)
+                    busy[found.groups] = np.maximum(now, busy.get(found.groups, now)) + seconds
+                    started[x.name] = seconds, busy[found.groups]
                 else:
                     total += spent("collectives", seconds)
             elif source in started and x.op == "async-update":
                 started[x.name] = started.pop(source)
             elif source in started and x.op.endswith("-done"):
-                seconds, before = started.pop(source)
-                total += _beside(seconds, before, total[:, _COMPUTE].sum(axis=1))
+                seconds, end = started.pop(source)
+                total += _beside(seconds, end, _elapsed(total))
             else:
                 total += self._instruction(computation, x, known)
         return total + sum(spent("overlapped", seconds) for seconds, _ in started.values())
@@ -222,7 +225,7 @@ def spent(kind: str, seconds: float) -> np.ndarray:
 
 
 def _length(time: np.ndarray) -> float:
-    return float(time[_COMPUTE].sum() + time[_KINDS.index("collectives")])
+    return float(_elapsed(time[None])[0])
 
 
 def _repeated(time: np.ndarray, turns: Turns) -> np.ndarray:
@@ -231,11 +234,14 @@ def _repeated(time: np.ndarray, turns: Turns) -> np.ndarray:
     return np.multiply(time, times, out=np.zeros_like(time), where=(time > 0) & (times > 0))
 
 
-def _beside(seconds: float, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """The time of a collective that other work overlaps between its start and its end."""
-    work = np.subtract(after, before, out=np.zeros_like(before), where=np.isfinite(before))
-    hidden = np.minimum(work, seconds)[:, None]
-    return hidden * (_KIND["overlapped"] - _KIND["collectives"]) + spent("collectives", seconds)
+def _elapsed(time: np.ndarray) -> np.ndarray:
+    return np.asarray(time[:, _COMPUTE].sum(axis=1) + time[:, _KINDS.index("collectives")])
+
+
+def _beside(seconds: float, end: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """The time of a collective that is waited for now: what of it is still to come, and what other work overlapped."""
+    left = np.maximum(np.subtract(end, now, out=np.full_like(end, seconds), where=np.isfinite(end)), 0)[:, None]
+    return left * (_KIND["collectives"] - _KIND["overlapped"]) + spent("overlapped", seconds)
 
 
 def _is_scalar(x: Instruction) -> bool:

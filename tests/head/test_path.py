@@ -8,7 +8,8 @@ import pytest
 from traced_path import ROOT, gradient, traced, types_of
 
 PAGE = (ROOT / "docs" / "path_of_a_gradient.md").read_text()
-ELSEWHERE = {"late", "by_tokens", "stats_of_tokens"}  # run on accelerators, and for losses that are not token-local
+# run on accelerators, and for losses that are not token-local
+ELSEWHERE = {"late", "by_tokens", "stats_of_tokens", "hidden_product", "ring_sum"}
 
 
 def named():

@@ -30,7 +30,7 @@ SELECTION = [
     "policy_loss",
     "program",
     "segments",
-    "shared_sums",
+    "ring",
     "trips",
 ]
 

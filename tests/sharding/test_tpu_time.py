@@ -299,6 +299,29 @@ def test_what_runs_beside_other_work_is_apart():
     }
 
 
+def permuted(name, pairs):
+    shapes = "(f32[1000,1000], f32[1000,1000])"
+    start = f"  %{name} = {shapes} collective-permute-start(%x), source_target_pairs={{{pairs}}}\n"
+    return start, f"  %{name}.done = {A} collective-permute-done(%{name})\n"
+
+
+def test_permutations_at_the_same_time():
+    """Over the same links one waits for the other; over others both are sent at once."""
+    sent = SIZE / 1e9 + LATENCY
+    up, up_done = permuted("up", "{0,1},{1,0}")
+    again, again_done = permuted("again", "{0,1},{1,0}")
+    down, down_done = permuted("down", "{1,2},{2,1}")
+    same, other = up + again + up_done + again_done, up + down + up_done + down_done
+    assert spent(time_of(same)) == {"collectives": pytest.approx(2 * sent)}
+    assert spent(time_of(other)) == {"collectives": pytest.approx(sent), "overlapped": pytest.approx(sent)}
+    short = WORK.replace("1000000", "1000")
+    assert spent(time_of(up + again + short + up_done + again_done, FUSED)) == {
+        "elementwise": 0.001,
+        "overlapped": pytest.approx(0.001),
+        "collectives": pytest.approx(2 * sent - 0.001),
+    }
+
+
 def test_what_runs_beside_other_work_behind_a_loop_that_is_unknown():
     found = loop("copy(%less.1)", body=f"  {WHILE}\n" + START + WORK + DONE)
     assert found.elementwise == math.inf
