@@ -88,7 +88,7 @@ def _logit_error(call: HeadCall, walk: Walk, unit: float, magnitude: jax.Array) 
     """
 
     def largest(i: Any, norms: Any) -> Any:
-        block = walk.block(i)
+        block = walk.vocabulary.block(i)
         parts = block.parameters.kernel, block.parameters.lora_b
         valid = block.valid if block.valid is True else block.valid[0]
         found = [_norms(x, 1 - call.v_dim, valid) for x in parts if x is not None]
