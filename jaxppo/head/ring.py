@@ -132,10 +132,11 @@ def ring_sum(
 
     def block(b: Any, carry: Any) -> Any:
         out, before, at = carry
-        start = jnp.minimum(b * size, length - size)
+        start = unit * jnp.minimum(b * (size // unit), (length - size) // unit)
         new = share_of(start)
         return gathered(out, complete(before) if rest else before, at), new, start
 
+    unit = math.gcd(size, length - size)  # a factor of starts, from which XLA knows how blocks are aligned
     blocks, like = -(-length // size), jax.eval_shape(lambda: (complete(scattered(0))[0], share_of(0)))
     shape = (length, width if gathers else like[0].shape[1 - dim])
     # XLA allocates an uninitialized array long before a loop that fills it

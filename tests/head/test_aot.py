@@ -286,6 +286,15 @@ def test_one_pass_gathers_sequence_sharded_hidden_states_once():
     assert 4 * 8192 * H <= size < 1.1 * 4 * 8192 * H  # with rows that align it
 
 
+@pytest.mark.nightly
+def test_a_tpu7x_does_not_copy_gradients_of_logits():
+    """Starts of blocks are multiples that XLA knows. Else it laid out all of them anew for each block of dkernel."""
+    parallel = sixteen(*CP4_TP4, chips="tpu7x:2x2x2")
+    found = audit(policy(parallel, follow_mask=False), *policy_arguments(parallel, 8192))
+    assert found.time.copies < 0.1 * found.time.compute
+    assert found.temp_bytes <= 1.5 * GIB
+
+
 def test_too_little_memory_says_the_least_that_works():
     parallel = sixteen(*CP4_TP4)
     with pytest.raises(ValueError, match=r"memory: got 1024 bytes, expected at least \d+"):
