@@ -24,7 +24,8 @@ from jax import lax
 from jaxppo.head.types import Names
 from jaxppo.sharding import vary, varying
 
-LANES = 128  # of a register: narrower shares would be padded
+LANES = 128  # of a register
+LEAST = 64  # features of a share: narrower ones would be padded to many times their size
 MOST = 4  # devices in a ring, where their number is no prime
 
 # part(start, size, first, width): the block of a matrix with `size` of one dimension, from `start` on, and `width` of
@@ -38,15 +39,15 @@ def block_of(x: jax.Array, dim: int, start: Any, size: int, first: Any, width: i
     return x if shape == x.shape else lax.dynamic_slice(x, at, shape)
 
 
-def ring_axes(width: int, names: Names, lanes: int = LANES) -> Names:
-    """Those of the axes whose devices can have equal shares of `width`, in multiples of `lanes`.
+def ring_axes(width: int, names: Names, multiple: int = LEAST) -> Names:
+    """Those of the axes whose devices can have equal shares of `width`, each a `multiple`.
 
     They come in the order of the mesh: `lax.ppermute` counts devices in that order, whatever the order of its names.
     """
     found: Names = ()
     for name in (x for x in jax.sharding.get_abstract_mesh().axis_names if x in names):
         count = math.prod(map(lax.axis_size, (*found, name)))
-        if width % (lanes * count) == 0:
+        if width % (multiple * count) == 0:
             found = (*found, name)
     return found
 
