@@ -176,14 +176,14 @@ def tpu_part(args: argparse.Namespace) -> Records:
     """Full-size heads in bf16 by the TPU compiler: estimated times, also over the bare products, and temporaries."""
     records: Records = []
     for topology, mesh, name, tokens in itertools.product(args.tpu, args.mesh, args.heads, args.tpu_tokens):
-        records += described(name, HEADS[name], tokens, mesh, topology)
+        records += described(name, HEADS[name], tokens, mesh, topology, args.kernels)
     return records
 
 
-def described(name: str, sizes: HeadSizes, tokens: int, mesh: str, topology: str) -> Records:
-    """The costs of one head on a mesh over described devices."""
+def described(name: str, sizes: HeadSizes, tokens: int, mesh: str, topology: str, kernels: bool = False) -> Records:
+    """The costs of one head on a mesh over described devices, with `kernels` by the Pallas kernels too."""
     step = Step(sizes, tokens, jnp.bfloat16, described_mesh(mesh, topology))
-    found = [{"version": version, **cost} for version, cost in costs(step).items()]
+    found = [{"version": version, **cost} for version, cost in costs(step, kernels).items()]
     show(f"{name}, {tokens} tokens a device, bf16, {mesh} on {topology}", found)
     case = {"topology": topology, "mesh": mesh, "head": name, "tokens_per_shard": tokens}
     return [{**case, **record} for record in found]
@@ -222,8 +222,12 @@ def swept_tiles(case: Case, rounds: int) -> Records:
     return timed(case, data, programs, rounds)
 
 
-def costs(step: Step) -> dict[str, dict[str, Any]]:
-    """Costs by version. `over_products` is computing time over that of the bare products, for the forward of one."""
+def costs(step: Step, kernels: bool) -> dict[str, dict[str, Any]]:
+    """Costs by version. `over_products` is computing time over that of the bare products, for the forward of one.
+
+    `over_best_plain` is computing and collectives that nothing overlaps, over the same of the best plain JAX.
+    """
+    on_tpu = step.parallel.mesh.devices.flat[0].platform == "tpu"
     forward, products = (products_time(step, count) for count in (1, 3))
     found: dict[str, dict[str, Any]] = {"three products": {"compute_ms": products, "over_products": 1.0}}
     ways: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -235,10 +239,14 @@ def costs(step: Step) -> dict[str, dict[str, Any]]:
         "two passes, a mask": (step.two_passes, {"where": True}),
         "forward": (step.forward, {}),
     }
-    for version in ("one pass, no mask", "one pass, a mask", "two passes", "forward"):
+    if on_tpu:
+        ways["one pass, no mask, best plain's memory"] = step.one_pass, {"follow_mask": False}
+    for version in ("one pass, no mask", "one pass, a mask", "two passes", "forward") if kernels else ():
         loss, options = ways[version]
         ways[f"{version}, Pallas"] = loss, {**options, "implementation": "mosaic_tpu"}
     for version, (loss, options) in ways.items():
+        if version.endswith("memory"):
+            options = {**options, "memory": int(found["best plain"]["temporaries_gib"] * 2**30)}
         try:
             cost = step.cost(loss, **options)
         except NotImplementedError as refused:  # the kernels do not support every head
@@ -253,21 +261,29 @@ def costs(step: Step) -> dict[str, dict[str, Any]]:
             "temporaries_gib": cost.temp_bytes / 2**30,
             "notes": "; ".join(cost.notes),
         }
+        if on_tpu and "pass" in version:
+            spent, least = (
+                [found[x][f"{what}_ms"] for what in ("compute", "collectives")] for x in (version, "best plain")
+            )
+            found[version]["over_best_plain"] = sum(spent) / sum(least)
         if "a mask" in version:
-            found[version]["fifth_over_all"] = of_a_fifth(cost, step.tokens) / cost.time.compute
+            computing, waiting = of_a_fifth(cost, step.tokens)
+            found[version] |= {"fifth_over_all": computing / cost.time.compute, "fifth_ms": computing + waiting}
     return found
 
 
-def of_a_fifth(cost: Audit, tokens: int) -> float:
-    """Estimated milliseconds of a program that follows a mask, if a fifth of the tokens have loss.
+def of_a_fifth(cost: Audit, tokens: int) -> tuple[float, float]:
+    """Estimated milliseconds of computing, and of sums that it does not hide, if a fifth of the tokens have loss.
 
-    Its loops run once for each chunk of tokens with loss. The time outside of them is the estimate without iterations.
+    The loops of a program that follows a mask run once for each chunk of tokens with loss. The time outside of them is
+    the estimate without iterations.
     """
     assert cost.time is not None
     chunk = max(int(n) for note in cost.notes for n in re.findall(r"(\d+) tokens x", note))
     turns = math.ceil(tokens / 5 / chunk) / math.ceil(tokens / chunk)
-    nothing, everything = cost.time.least.compute, cost.time.compute
-    return nothing + turns * (everything - nothing)
+    nothing, everything = cost.time.least, cost.time
+    computing = nothing.compute + turns * (everything.compute - nothing.compute)
+    return computing, nothing.collectives + turns * (everything.collectives - nothing.collectives)
 
 
 def products_time(step: Step, count: int) -> float:
@@ -320,6 +336,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--head-scale", type=int, default=8)
     add("--tpu", nargs="+", help="topologies, such as v5p:2x2x4 v6e:4x4")
     add("--mesh", nargs="+", default=["cp=4,tp=4"], help="meshes over the topology")
+    add("--kernels", action="store_true", help="estimate the Pallas kernels too")
     add("--tpu-tokens", type=int, nargs="+", default=[8192, 32768], help="on each data and context shard")
     add("--gpu", action="store_true", help="the part gpu alone")
     add("--out", type=Path, default=Path("benchmarks/results"))
