@@ -55,6 +55,7 @@ def sum_in_blocks(
     rings: bool = False,
     scatter: Names = (),
     keep: frozenset[str] = frozenset(),
+    is_sum: bool = False,
 ) -> jax.Array:
     """`as_primal` of a matrix that `part` computes, one block along `dim` at a time.
 
@@ -69,6 +70,7 @@ def sum_in_blocks(
       rings: sum by rings where shares of whole lanes allow it.
       scatter: axes that shard the primal's other dimension: of that each device keeps its share alone.
       keep: axes that are not summed over beside those of the primal.
+      is_sum: as of `as_primal`; true after a scatter.
     """
     length = primal.shape[dim] if length is None else length
     keep = keep | varying(primal)
@@ -85,14 +87,14 @@ def sum_in_blocks(
         finish = partial(as_primal, primal=primal, sum_dtype=sum_dtype, keep=keep | set(names))
         size = even_size(length, size, 2 * LANES)
         found = ring_sum(names, rings_of(names), term, dim, length, width, size, finish, gathers=not scatter)
-        return found if scatter else unvary(found, names)
+        return found if scatter else unvary(first_order("a loss from hidden states", found), names)
 
     def summed(start: Any, size: int) -> jax.Array:
         found = part(start, size, 0, width)
         if scatter:
             found = found if sum_dtype == "float32" else found.astype(primal.dtype)
             found = lax.psum_scatter(found, scatter, scatter_dimension=1 - dim, tiled=True)
-        return as_primal(found, primal, sum_dtype, keep=keep, is_sum=bool(scatter))
+        return as_primal(found, primal, sum_dtype, keep=keep, is_sum=is_sum or bool(scatter))
 
     size = even_size(length, size if axes - keep or scatter else length, LANES)
     if size >= length:

@@ -64,7 +64,7 @@ class VocabularyBlocks:
         self.padded = call.vocab_size < own * math.prod(map(lax.axis_size, call.v_names))
         self.overlaps = bool(self.window % self.size) or self.count > self.window != self.count / shards
         rings = call.profile.rings and not self.gathered_v
-        self.sums: Any = {"sum_dtype": call.sum_dtype, "rings": rings}
+        self.sums: Any = {"sum_dtype": call.sum_dtype, "rings": rings, "is_sum": bool(self.gathered_v)}
 
     def _cut(self, columns: int) -> None:
         self.window, self.size = columns, even_size(columns, self.most, LANES)
@@ -217,9 +217,8 @@ class VocabularyBlocks:
             given: Any = {"length": self.size, "scatter": self.call.h_names, "keep": keep, **self.sums}
             gradient = sum_in_blocks(part, primal, dim, size, axes, **given)
         else:
-            gradient = as_primal(
-                self._scattered(gradient, dim), primal, self.call.sum_dtype, keep=keep | varying(primal)
-            )
+            keep, scattered = keep | varying(primal), self._scattered(gradient, dim)
+            gradient = as_primal(scattered, primal, self.call.sum_dtype, keep=keep, is_sum=self.sums["is_sum"])
         return gradient if self.size == total.shape[dim] else self._set(i, total, gradient)
 
     def _of_own(self, part: Part, dim: int, own: int) -> Part:
@@ -256,7 +255,7 @@ class VocabularyBlocks:
     def summed(self, is_kernel: bool, total: jax.Array, primal: jax.Array) -> jax.Array:
         """The f32 gradient of all columns held, summed over the devices that share the primal."""
         if total.ndim == 1:
-            return as_primal(self._scattered(total, 0), primal, self.call.sum_dtype)
+            return as_primal(self._scattered(total, 0), primal, self.call.sum_dtype, is_sum=self.sums["is_sum"])
         return self.sum(is_kernel, partial(block_of, total, self.dim(total)), primal, varying(total))
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from jaxppo import PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
+from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
 from sharding import ParallelMesh
 from sharding.audit import audit
 
@@ -194,6 +195,22 @@ def test_two_passes_gather_an_fsdp_kernel_once_forward_and_by_block_backward():
     assert large(less, "all-gather", "fsdp") == [(2 * block, True)] * 2
     assert_goes_around(less, "fsdp", block, gathered=False)
     assert_goes_around(less, "tp", H * 1024)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("spec", [None, P(None, "fsdp")], ids=["H", "V"])
+def test_a_sum_scattered_over_all_devices_is_in_f32(spec):
+    """XLA makes one sum of such a scatter, in bf16 where all that it sees of the result is a conversion."""
+    parallel = sixteen((16,), ("fsdp",), data="fsdp", fsdp="fsdp")
+    hidden, kernel, *per_token = arguments(parallel, 2048, columns=131072)
+    if spec is not None:
+        kernel = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype, sharding=parallel.sharding(spec))
+
+    def loss(hidden, kernel, *per_token):
+        return head(parallel)(hidden, Head(kernel, spec=spec), *per_token)
+
+    found = audit(jax.value_and_grad(loss, (0, 1)), hidden, kernel, *per_token)
+    assert not IN_BF16.search(found.text)
 
 
 @pytest.mark.nightly

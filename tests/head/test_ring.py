@@ -163,3 +163,19 @@ def test_a_head(layout, way, mesh, monkeypatch):
     assert ("collective-permute" in found - without) == summed
     assert "reduce-scatter" not in found
     assert_trees_close(around, at_once, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("memory", [None, 600_000])  # one pass, two
+def test_second_derivatives_are_refused(memory):
+    """By name, as where no sum goes around."""
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
+    hidden, kernel = jnp.ones((2, 64, 512), jnp.bfloat16), jnp.ones((512, 1024), jnp.bfloat16)
+    targets = jnp.zeros((2, 64), jnp.int32)
+    weights = jnp.ones((2, 64))
+    batch = RolloutBatch(*[targets] * 4, weights, targets, advantages=weights, old_log_probs=-6 * weights)
+
+    def loss(hidden):
+        return policy_loss_from_hidden(hidden, kernel, batch, PolicyLossConfig(), parallel=parallel, memory=memory)[0]
+
+    with tiles_of("wide"), pytest.raises(NotImplementedError, match="second derivatives of a loss from hidden states"):
+        jax.make_jaxpr(jax.jacfwd(lambda x: jax.grad(loss)(x).astype(jnp.float32).sum()))(hidden)

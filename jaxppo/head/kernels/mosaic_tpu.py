@@ -33,14 +33,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 
 from jaxppo.head import softmax
 from jaxppo.head import tile as xla
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.types import Block, Chunk, Features, HeadCall, Inputs, Op, Parameters, Tile
-from jaxppo.sharding import vary, varying
+from jaxppo.sharding import unvary, vary, varying
 
 MIB = 2**20
 LANES = 128  # of a register
@@ -64,15 +62,6 @@ CHIPS = {
     "TPU7x": _Chip(64 * MIB, 1024, 1024),
     "cpu": _Chip(64 * MIB, 32, 256),
 }
-
-
-# The interpreter of kernels knows no varying axes, and `pltpu.InterpretParams`, which does, makes devices wait for each
-# other, forever where one takes fewer turns of a loop. So what it takes passes for invariant, and varies again after.
-_invariant = Primitive("passes_for_invariant")
-_invariant.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
-_invariant.def_impl(lambda x: x)
-mlir.register_lowering(_invariant, lambda _, x: [x])
-batching.primitive_batchers[_invariant] = lambda args, dims: (_invariant.bind(*args), *dims)
 
 
 class _Operands(NamedTuple):
@@ -308,8 +297,13 @@ class _Grid:
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
 
     def _given(self, x: jax.Array) -> jax.Array:
-        """What the kernel takes; `_struct` is the type of what it gives."""
-        return _invariant.bind(x) if self.op._interpreted and varying(x) else x
+        """What the kernel takes; `_struct` is the type of what it gives.
+
+        The interpreter of kernels knows no varying axes, and `pltpu.InterpretParams`, which does, makes devices wait
+        for each other, forever where one takes fewer turns of a loop. So what it takes passes for equal everywhere, and
+        varies again after.
+        """
+        return unvary(x, tuple(sorted(varying(x)))) if self.op._interpreted else x
 
     def of_tokens(self, dtype: Any) -> _Result:
         """A result `[C, 128]`."""
