@@ -63,8 +63,7 @@ def by_vocabulary(walk: Walk, needs: NeedsGrad, known: Any) -> Gradients:
 
     def of_slots(slots: Slots) -> Any:
         chunk, (residuals, cotangents) = walk.chunk(slots), tokens.read(known, slots)
-        if slots.counts is not None:
-            cotangents = cotangents._replace(counts=cotangents.counts & slots.counts)
+        cotangents = among(cotangents, slots.counts)
         return slots, chunk, as_factor(call, walk.rows(slots), cotangents.counts), residuals, cotangents
 
     def of_tile(block: Block, tile: Any, dfeatures: Features) -> tuple[Features, Parameters]:
@@ -255,3 +254,8 @@ def _padded(count: int, x: jax.Array) -> jax.Array:
     """`count` rows: x first, then anything."""
     whole = vary_like(lax.empty((count, x.shape[1]), x.dtype), x)
     return lax.dynamic_update_slice_in_dim(whole, x, 0, 0) if whole.shape != x.shape else x
+
+
+def among(cotangents: Cotangents, counts: Any) -> Cotangents:
+    """The cotangents, counted only for tokens that count in `counts` too."""
+    return cotangents if counts is None else cotangents._replace(counts=cotangents.counts & counts)

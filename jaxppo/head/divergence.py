@@ -168,7 +168,7 @@ class PairWalk(Walk):
         dz = sum(g[:, None] * slope for g, slope in zip(cotangents.log_prob, slopes, strict=True))
         before = self.vocabulary.tile(chunk.student, block.student)
         dz = tile.of_products(self.call, before, dz, x, cotangents.counts)
-        return tile.as_factor_of(before, dz), tile.bias_gradient(before, dz)
+        return tile.factor_and_bias(before, dz)
 
 
 def evaluate(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[tuple[jax.Array, ...], LogSums]:

@@ -268,8 +268,8 @@ def _small_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
 def _fused(call: HeadCall, sizes: Sizes) -> Cut | None:
     """The tile of a forward whose sums are a part of the product, in all columns; None where they have to be cut.
 
-    Of a block of columns XLA makes a copy for every tile of tokens, because some may be computed again. So where memory
-    is short tokens are cut first, but not to 128, which take twice as long.
+    XLA would copy a block of columns for every tile of tokens, because some tokens may be computed again. So where
+    memory is short tokens are cut first, but not to 128, which take twice as long.
     """
     V, profile = sizes.columns, call.profile
     if not sizes.references or not profile.fused_tokens:

@@ -31,6 +31,7 @@ from jaxppo.head.head import Head, as_head
 from jaxppo.head.kernels.choice import choose
 from jaxppo.head.low_rank import low_rank, low_rank_by_row
 from jaxppo.head.placement import Placement, bring_hidden, entry_names, place_head
+from jaxppo.head.ring import LANES
 from jaxppo.head.types import (
     Asked,
     Entropy,
@@ -45,8 +46,6 @@ from jaxppo.head.types import (
     SumDtype,
 )
 from jaxppo.sharding import ParallelMesh, ShardAxes, one_a_device, vary_like, varying
-
-LANES = 128  # of a TPU's registers
 
 
 class HeadOptions(TypedDict, total=False):

@@ -3,8 +3,8 @@
 Every device ends with one share of the sum, or with all shares where they are gathered. The sum of a share starts at
 the device behind its own and goes from neighbour to neighbour. Each adds its term, which it computed while the sum was
 on its way. So links and matrix units work at the same time, as they would not with one collective behind the product.
-Half of the rows go around one way, half the other way, since a link carries both at once. A share that is complete is
-finished, and goes around again to be gathered, beside the products of the block that follows.
+Half of the rows go around one way, half the other way, since a link carries both at once. A complete share goes around
+again to be gathered, beside the products of the block that follows.
 
 Sixteen devices are rings of four, whose shares go around in rings of four again: a product for each of sixteen shares
 would be a narrow one. All turns are written out. In a loop over them XLA for TPUs would copy the operands of products.
@@ -26,7 +26,7 @@ from jaxppo.sharding import vary, varying
 
 LANES = 128  # of a register
 LEAST = 64  # features of a share: narrower ones would be padded to many times their size
-MOST = 4  # devices in a ring, where their number is no prime
+MOST = 4  # devices in a ring; more only if their number is a multiple of no smaller one
 
 # part(start, size, first, width): the block of a matrix with `size` of one dimension, from `start` on, and `width` of
 # the other, from `first` on.
@@ -100,7 +100,8 @@ def ring_sum(
         return [term(start + row, n, (place - step * (k + 1)) % devices * share, share) for step, row, n in ways]
 
     def neighbour(i: int, step: int) -> int:
-        return i + ((i // stride % devices + step) % devices - i // stride % devices) * stride
+        before = i // stride % devices
+        return i + ((before + step) % devices - before) * stride
 
     def pass_on(halves: list[jax.Array]) -> list[jax.Array]:
         everyone = range(lax.axis_size(names))
@@ -131,13 +132,14 @@ def ring_sum(
     def share_of(start: Any) -> list[jax.Array]:
         return scattered(start) if rest else complete(scattered(start))
 
+    unit = math.gcd(size, length - size)  # a factor of starts, from which XLA knows how blocks are aligned
+
     def block(b: Any, carry: Any) -> Any:
         out, before, at = carry
         start = unit * jnp.minimum(b * (size // unit), (length - size) // unit)
         new = share_of(start)
         return gathered(out, complete(before) if rest else before, at), new, start
 
-    unit = math.gcd(size, length - size)  # a factor of starts, from which XLA knows how blocks are aligned
     blocks, like = -(-length // size), jax.eval_shape(lambda: (complete(scattered(0))[0], share_of(0)))
     shape = (length, width if gathers else like[0].shape[1 - dim])
     # XLA allocates an uninitialized array long before a loop that fills it

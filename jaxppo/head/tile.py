@@ -148,17 +148,13 @@ class XLA(Op):
     def dlogits(
         self, call: HeadCall, tile: Tile, residuals: Residuals, cotangents: Cotangents, x: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        dz = dlogits(call, tile, residuals, cotangents, x)
-        return as_factor_of(tile, dz), bias_gradient(tile, dz)
+        return factor_and_bias(tile, dlogits(call, tile, residuals, cotangents, x))
 
 
-def as_factor_of(tile: Tile, dz: jax.Array) -> jax.Array:
-    """A gradient of logits in the dtype in which it is multiplied."""
-    return dz.astype(product_dtype(tile.chunk.rows.hidden, tile.block.parameters.kernel))
-
-
-def bias_gradient(tile: Tile, dz: jax.Array) -> jax.Array | None:
-    return None if tile.block.parameters.bias is None else dz.sum(axis=0)
+def factor_and_bias(tile: Tile, dz: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """A gradient of products in the dtype in which it is multiplied, and the gradient of the bias, if there is one."""
+    dbias = None if tile.block.parameters.bias is None else dz.sum(axis=0)
+    return dz.astype(product_dtype(tile.chunk.rows.hidden, tile.block.parameters.kernel)), dbias
 
 
 def feature_gradients(call: HeadCall, dz: jax.Array, parameters: Parameters, needs: Features) -> Features:
@@ -181,11 +177,10 @@ def hidden_product(
 def kernel_product(
     call: HeadCall, tokens: int, dz: jax.Array, factor: jax.Array, start: Any, size: int, first: Any, width: int
 ) -> jax.Array:
-    """The f32 gradient of the kernel from the first `tokens`: `size` columns from `start` on, `width` features from
-    `first` on.
+    """The f32 gradient of a part of the kernel: `size` columns from `start` on, `width` features from `first` on.
 
-    Each factor is cut in both dimensions by one slice: XLA fuses that into the product, and would copy the result of
-    two slices.
+    It is summed over the first `tokens`. Each factor is cut in both dimensions by one slice: XLA fuses that into the
+    product, and would copy the result of two slices.
     """
     at, shape = (0, first), (tokens, width)
     if _transposes(call, factor):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.backward import Begin, Known, by_tile, by_vocabulary, late
+from jaxppo.head.backward import Begin, Known, among, by_tile, by_vocabulary, late
 from jaxppo.head.forward import statistics
 from jaxppo.head.gradient_sums import first_order
 from jaxppo.head.plan import one_pass, sizes_of, two_passes
@@ -103,9 +103,7 @@ def gradients(plan: Plan, make: Callable[..., Walk], needs: NeedsGrad, known: An
 
         def begin(chunk: Any, slots: Slots) -> Known:
             residuals, cotangents = walk.tokens.read(in_slots, slots)
-            if slots.counts is not None:
-                cotangents = cotangents._replace(counts=cotangents.counts & slots.counts)
-            return Known(None, residuals, cotangents)
+            return Known(None, residuals, among(cotangents, slots.counts))
 
         return by_chunks(plan, walk, needs, begin, None)[1:]
 

@@ -217,7 +217,7 @@ class VocabularyBlocks:
             given: Any = {"length": self.size, "scatter": self.call.h_names, "keep": keep, **self.sums}
             gradient = sum_in_blocks(part, primal, dim, size, axes, **given)
         else:
-            keep, scattered = keep | varying(primal), self._scattered(gradient, dim)
+            keep, scattered = keep | varying(primal), self._scattered(gradient, dim) if self.gathered_v else gradient
             gradient = as_primal(scattered, primal, self.call.sum_dtype, keep=keep, is_sum=self.sums["is_sum"])
         return gradient if self.size == total.shape[dim] else self._set(i, total, gradient)
 
@@ -235,8 +235,6 @@ class VocabularyBlocks:
         return summed
 
     def _scattered(self, gradient: jax.Array, dim: int) -> jax.Array:
-        if not self.gathered_v:
-            return gradient
         gradient = gradient if self.call.sum_dtype == "float32" else gradient.astype(self.given.kernel.dtype)
         return lax.psum_scatter(gradient, self.gathered_v, scatter_dimension=dim, tiled=True)
 
@@ -255,7 +253,8 @@ class VocabularyBlocks:
     def summed(self, is_kernel: bool, total: jax.Array, primal: jax.Array) -> jax.Array:
         """The f32 gradient of all columns held, summed over the devices that share the primal."""
         if total.ndim == 1:
-            return as_primal(self._scattered(total, 0), primal, self.call.sum_dtype, is_sum=self.sums["is_sum"])
+            total = self._scattered(total, 0) if self.gathered_v else total
+            return as_primal(total, primal, self.call.sum_dtype, is_sum=self.sums["is_sum"])
         return self.sum(is_kernel, partial(block_of, total, self.dim(total)), primal, varying(total))
 
 

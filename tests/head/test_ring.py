@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import head_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,6 +164,17 @@ def test_a_head(layout, way, mesh, monkeypatch):
     assert ("collective-permute" in found - without) == summed
     assert "reduce-scatter" not in found
     assert_trees_close(around, at_once, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "fsdp=4,tp=2", "cp=8"])
+@pytest.mark.parametrize("form", [{}, {"layout": "vh"}, {"with_where": True}, {"lora": True}], ids=str)
+def test_gradients_beside_float64(mesh, form, monkeypatch):
+    """With features enough for each device to have a share."""
+    monkeypatch.setattr(head_cases, "H", 512)
+    arrays = head_cases.head_arrays(1024, scale=1 / 22, **form)
+    options = {"layout": form["layout"]} if "layout" in form else {}
+    parallel = make_parallel_mesh(mesh)
+    head_cases.check_head([parallel], arrays, device="wide", entropy="bonus", **options)
 
 
 @pytest.mark.parametrize("memory", [None, 600_000])  # one pass, two

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxppo.head.likeliest import NO_ID, Top, merge_top, no_top
 from jaxppo.head.softmax import Cotangents, Residuals, Sums, top_key
-from jaxppo.head.tile import as_factor_of, bias_gradient, is_target, products, tempered, transformed
+from jaxppo.head.tile import factor_and_bias, is_target, products, tempered, transformed
 from jaxppo.head.types import HeadCall, Op, Tile, Transform
 
 
@@ -66,7 +66,7 @@ class Reference(Op):
             dz += (cotangents.ids[:, :, None] * (_hot_ids(tile).astype(jnp.float32) - p[:, None])).sum(axis=1)
         counts = cotangents.counts[:, None] & tile.block.valid & (x != -jnp.inf)
         dx = jnp.where(counts, tempered(tile.chunk, dz) * _slope(call.transform, x), 0)
-        return as_factor_of(tile, dx), bias_gradient(tile, dx)
+        return factor_and_bias(tile, dx)
 
 
 def _hot_ids(tile: Tile) -> jax.Array:
