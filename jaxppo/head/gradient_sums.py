@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.ring import LANES, Part, ring_axes, ring_sum, rings_of
+from jaxppo.head.ring import LANES, Part, in_mesh_order, ring_size, ring_sum, rings_of
 from jaxppo.head.token_blocks import even_size
 from jaxppo.head.types import Names, SumDtype
 from jaxppo.sharding import unvary, vary, varying
@@ -67,7 +67,7 @@ def sum_in_blocks(
       axes: those along which the terms vary.
       length: how much there is of it, by default as in the primal.
       sum_dtype: as of `as_primal`.
-      rings: sum by rings where shares of whole lanes allow it.
+      rings: sum by rings where devices can have equal shares.
       scatter: axes that shard the primal's other dimension: of that each device keeps its share alone.
       keep: axes that are not summed over beside those of the primal.
       is_sum: as of `as_primal`; true after a scatter.
@@ -75,19 +75,19 @@ def sum_in_blocks(
     length = primal.shape[dim] if length is None else length
     keep = keep | varying(primal)
     width = primal.shape[1 - dim] * math.prod(map(lax.axis_size, scatter))
-    names: Names = ()
-    if rings:
-        names = ring_axes(width, scatter, 1) if scatter else ring_axes(width, tuple(axes - keep))
+    names = in_mesh_order(scatter or axes - keep) if rings else ()
     if names and (not scatter or names == scatter):
-
-        def term(*block: Any) -> jax.Array:
-            found = part(*block)
-            return found if sum_dtype == "float32" else found.astype(primal.dtype)
-
-        finish = partial(as_primal, primal=primal, sum_dtype=sum_dtype, keep=keep | set(names))
-        size = even_size(length, size, 2 * LANES)
-        found = ring_sum(names, rings_of(names), term, dim, length, width, size, finish, gathers=not scatter)
-        return found if scatter else unvary(first_order("a loss from hidden states", found), names)
+        around = rings_of(names)
+        rows = ring_size(length, size, around)
+        # shares of rows lie together in memory, and a product of few features would read the rest again and again
+        equal = width % (16 * math.prod(map(lax.axis_size, names))) == 0
+        across = bool(scatter) or (equal and (dim == 1 or not rows))
+        rows = even_size(length, size, 2 * LANES) if across else rows
+        if rows:
+            finish = partial(as_primal, primal=primal, sum_dtype=sum_dtype, keep=keep | set(names))
+            rounded = part if sum_dtype == "float32" else lambda *block: part(*block).astype(primal.dtype)
+            found = ring_sum(names, around, rounded, dim, length, width, rows, finish, across, not scatter)
+            return found if scatter else unvary(first_order("a loss from hidden states", found), names)
 
     def summed(start: Any, size: int) -> jax.Array:
         found = part(start, size, 0, width)

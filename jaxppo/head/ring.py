@@ -7,13 +7,13 @@ Half of the rows go around one way, half the other way, since a link carries bot
 again to be gathered, beside the products of the block that follows.
 
 Sixteen devices are rings of four, whose shares go around in rings of four again: a product for each of sixteen shares
-would be a narrow one. All turns are written out. In a loop over them XLA for TPUs would copy the operands of products.
+would be a small one. All turns are written out. In a loop over them XLA for TPUs would copy the operands of products.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ from jaxppo.head.types import Names
 from jaxppo.sharding import vary, varying
 
 LANES = 128  # of a register
-LEAST = 64  # features of a share: narrower ones would be padded to many times their size
 MOST = 4  # devices in a ring; more only if their number is a multiple of no smaller one
 
 # part(start, size, first, width): the block of a matrix with `size` of one dimension, from `start` on, and `width` of
@@ -39,17 +38,9 @@ def block_of(x: jax.Array, dim: int, start: Any, size: int, first: Any, width: i
     return x if shape == x.shape else lax.dynamic_slice(x, at, shape)
 
 
-def ring_axes(width: int, names: Names, multiple: int = LEAST) -> Names:
-    """Those of the axes whose devices can have equal shares of `width`, each a `multiple`.
-
-    They come in the order of the mesh: `lax.ppermute` counts devices in that order, whatever the order of its names.
-    """
-    found: Names = ()
-    for name in (x for x in jax.sharding.get_abstract_mesh().axis_names if x in names):
-        count = math.prod(map(lax.axis_size, (*found, name)))
-        if width % (multiple * count) == 0:
-            found = (*found, name)
-    return found
+def in_mesh_order(names: Collection[str]) -> Names:
+    """These axes in the order of the mesh, in which `lax.ppermute` counts devices, whatever the order of its names."""
+    return tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in names)
 
 
 def rings_of(names: Names) -> list[tuple[int, int]]:
@@ -65,6 +56,15 @@ def rings_of(names: Names) -> list[tuple[int, int]]:
     return found
 
 
+def ring_size(length: int, most: int, rings: Sequence[tuple[int, int]]) -> int:
+    """The size of blocks, at most about `most`, that rings can cut into equal shares; 0 if there is none."""
+    unit, blocks = 16 * math.prod(devices for devices, _ in rings), -(-length // most)
+    if blocks == 1 and length % unit == 0:
+        return length
+    size = -(-length // max(blocks, 2) // unit) * unit
+    return size if size <= length else 0
+
+
 def ring_sum(
     names: Names,
     rings: Sequence[tuple[int, int]],
@@ -74,12 +74,13 @@ def ring_sum(
     width: int,
     size: int,
     finish: Callable[[jax.Array], jax.Array],
+    across: bool,
     gathers: bool,
 ) -> jax.Array:
     """The sum of all devices' terms.
 
     Args:
-      names: the axes whose devices form the rings, as `ring_axes` returns them.
+      names: the axes whose devices form the rings, in the order of the mesh.
       rings: what `rings_of` returns. The first cuts the sum into shares, the second shares into shares, and so on.
       term: blocks of this device's term, cut along `dim` and the other dimension.
       dim: the dimension that is cut into blocks of `size`, 0 or 1.
@@ -87,17 +88,30 @@ def ring_sum(
       width: how much there is of the other, which is cut into shares.
       size: the size of a block, at most `length`. The last one overlaps the one before it.
       finish: what is done with a share once it is complete.
+      across: shares cut the width, else the blocks.
       gathers: give each device all shares, not its own alone.
     """
     if not rings:
         return finish(term(0, length, 0, width))
     (devices, stride), rest = rings[0], rings[1:]
-    share, place = width // devices, lax.axis_index(names) // stride % devices
-    ways = [(1, 0, size // 2), (-1, size // 2, size - size // 2)]  # the step to the neighbour, the first row, rows
-    ways = [way for way in ways if way[2]]
+    place = lax.axis_index(names) // stride % devices
+    rows, columns = (size, width // devices) if across else (size // devices, width)  # of a share
+    if across or rows >= columns:
+        cut = rows // 2
+        pieces = [(1, 0, cut, 0, columns), (-1, cut, rows - cut, 0, columns)]
+    else:
+        cut = columns // 2 // LANES * LANES or columns // 2
+        pieces = [(1, 0, rows, 0, cut), (-1, 0, rows, cut, columns - cut)]
+    pieces = [piece for piece in pieces if piece[2] and piece[4]]
+
+    def of_share(start: Any, k: int, piece: Sequence[int]) -> tuple[Any, int, Any, int]:
+        """Where a piece of the share lies whose sum is at its k-th device behind the last."""
+        step, row, n, first, m = piece
+        share = (place - step * k) % devices
+        return (start + row, n, share * columns + first, m) if across else (start + share * rows + row, n, first, m)
 
     def terms(start: Any, k: int) -> list[jax.Array]:
-        return [term(start + row, n, (place - step * (k + 1)) % devices * share, share) for step, row, n in ways]
+        return [term(*of_share(start, k + 1, piece)) for piece in pieces]
 
     def neighbour(i: int, step: int) -> int:
         before = i // stride % devices
@@ -105,14 +119,13 @@ def ring_sum(
 
     def pass_on(halves: list[jax.Array]) -> list[jax.Array]:
         everyone = range(lax.axis_size(names))
-        pairs = [[(i, neighbour(i, step)) for i in everyone] for step, _, _ in ways]
+        pairs = [[(i, neighbour(i, piece[0])) for i in everyone] for piece in pieces]
         return [lax.ppermute(x, names, each) for x, each in zip(halves, pairs, strict=True)]
 
     def complete(halves: list[jax.Array]) -> list[jax.Array]:
-        given = zip(halves, [rows for _, _, rows in ways], strict=True)
         return [
-            ring_sum(names, rest, partial(block_of, x, dim), dim, rows, share, rows, finish, gathers)
-            for x, rows in given
+            ring_sum(names, rest, partial(block_of, x, dim), dim, n, m, n, finish, across, gathers)
+            for x, (_, _, n, _, m) in zip(halves, pieces, strict=True)
         ]
 
     def scattered(start: Any) -> list[jax.Array]:
@@ -124,8 +137,9 @@ def ring_sum(
     def gathered(out: jax.Array, ready: list[jax.Array], start: Any) -> jax.Array:
         for k in range(devices if gathers else 1):
             ready = pass_on(ready) if k else ready
-            for (step, row, _), x in zip(ways, ready, strict=True):
-                at = (start + row, (place - step * k) % devices * share if gathers else 0)
+            for piece, x in zip(pieces, ready, strict=True):
+                at, _, first, _ = of_share(start, k, piece)
+                at = (at, first if gathers else 0)
                 out = lax.dynamic_update_slice(out, x, at if dim == 0 else at[::-1])
         return out
 

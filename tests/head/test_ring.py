@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
 from jaxppo.head import plan
 from jaxppo.head.gradient_sums import as_primal, sum_in_blocks
-from jaxppo.head.ring import block_of, ring_axes
+from jaxppo.head.ring import block_of, ring_size
 from sharding.audit import audit
 from sharding.mesh import make_parallel_mesh
 from sharding.testing import assert_trees_close
@@ -83,33 +83,39 @@ def test_a_rounded_sum():
     assert all(":bf16[" in eqn for eqn in sent)
 
 
-WIDTHS = {  # width, axes: those of the ring, in the order of the mesh
-    "all": (512, OVER, OVER),
-    "whatever their order": (512, ("cp", "dp"), OVER),
-    "one of them": (128, OVER, ("dp",)),
-    "none: 48 features": (96, OVER, ()),
+SIZES = {  # length, most, devices a ring: size
+    "one block": ((4096, 5000, [4]), 4096),
+    "ten blocks, of which the last overlaps a little": ((37984, 4096, [4]), 3840),
+    "rings of rings": ((37984, 4096, [4, 4]), 3840),
+    "two blocks that overlap, since one has no equal shares": ((300, 1000, [4]), 192),
+    "too short": ((60, 1000, [4]), 0),
 }
 
 
-@pytest.mark.parametrize("case", WIDTHS)
-def test_axes(case):
-    width, names, expected = WIDTHS[case]
-    found = []
-    jax.eval_shape(
-        jax.shard_map(lambda: found.append(ring_axes(width, names)), mesh=PARALLEL.mesh, in_specs=(), out_specs=P())
-    )
-    assert found == [expected]
+@pytest.mark.parametrize("case", SIZES)
+def test_sizes_of_blocks(case):
+    (length, most, devices), expected = SIZES[case]
+    assert ring_size(length, most, [(n, 0) for n in devices]) == expected
 
 
-def test_axes_without_a_share():
-    """One axis goes around, the other is summed by one collective of what is complete."""
-    x, primal = integers((40, 128), 4), jnp.zeros((40, 128), jnp.bfloat16)
+@pytest.mark.parametrize("over", [("dp", "cp"), ("cp", "dp"), ("cp",)])
+def test_axes_in_any_order(over):
+    shape = (300, 512)
+    x, primal = integers(shape, PARALLEL.mesh.shape["dp"] ** len(over)), jnp.zeros(shape, jnp.bfloat16)
+    fn, *args = summed(x, primal, 0, 128, over=over)
+    found = np.asarray(fn(*args).astype(jnp.float32))
+    np.testing.assert_array_equal(found, x.sum(axis=0).astype(jnp.bfloat16).astype(np.float32))
+
+
+@pytest.mark.parametrize(("width", "op"), [(128, "collective-permute"), (100, "all-reduce")])
+def test_too_few_rows_for_shares(width, op):
+    """Shares are of the features then; where these have no equal ones either, one collective sums."""
+    x, primal = integers((40, width), 4), jnp.zeros((40, width), jnp.bfloat16)
     fn, *args = summed(x, primal, 0, 40)
     np.testing.assert_array_equal(
         np.asarray(fn(*args).astype(jnp.float32)), x.sum(axis=0).astype(jnp.bfloat16).astype(np.float32)
     )
-    moved = {(c.op, c.axes): c.bytes for c in audit(fn, *args, mesh=PARALLEL.mesh).collectives}
-    assert moved[("all-reduce", ("cp",))] == 4 * 40 * 64
+    assert {c.op for c in audit(fn, *args, mesh=PARALLEL.mesh).collectives} == {op}
 
 
 def test_a_vector_is_one_sum():
