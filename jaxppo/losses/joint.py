@@ -253,6 +253,8 @@ def _loss_of(name: str, part: Part, batch: RolloutBatch) -> TokenLoss:
     if isinstance(part.loss, PolicyLossConfig):
         check_batch(batch, part.loss, None)
         return token_loss_of(part.loss)
+    if isinstance(part.loss, SFT):
+        return part.loss.with_coefficients()
     if isinstance(part.loss, ReferenceKL) and batch.ref_log_probs is None:
         raise ValueError(f"batch.ref_log_probs: got None, expected f32[R, T] for the part {name!r}")
     return part.loss

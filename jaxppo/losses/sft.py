@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import Aggregation, Coefficient, check_aggregation, check_number, masked
+from jaxppo._arrays import Aggregation, Coefficient, as_coefficient, check_aggregation, check_number, is_zero, masked
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.checks import as_logit_stats
@@ -76,7 +76,7 @@ def sft_loss(
     batch = checked(batch)
     if not isinstance(stats, TokenStats):
         raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
-    loss = SFTTokenLoss(label_smoothing, z_loss, aggregation, aggregation_norm)
+    loss = SFTTokenLoss(label_smoothing, z_loss, aggregation, aggregation_norm).with_coefficients()
     for name in loss.logit_stats:
         if getattr(stats, name) is None:
             raise ValueError(
@@ -137,7 +137,7 @@ def sft_loss_from_hidden(
       1.3863
     """
     batch = checked(batch)
-    loss = SFTTokenLoss(label_smoothing, z_loss, aggregation, aggregation_norm)
+    loss = SFTTokenLoss(label_smoothing, z_loss, aggregation, aggregation_norm).with_coefficients()
     prepared = prepare_head(
         hidden,
         head,
@@ -170,15 +170,20 @@ class SFTTokenLoss(TokenLoss):
         check_number("z_loss", self.z_loss, least=0)
         check_aggregation(self.aggregation, self.aggregation_norm)
 
+    def with_coefficients(self) -> Self:
+        """With the coefficients in the form that traced code takes."""
+        smoothing, z_loss = as_coefficient(self.label_smoothing), as_coefficient(self.z_loss)
+        return dataclasses.replace(self, label_smoothing=smoothing, z_loss=z_loss)
+
     @property
     def token_local(self) -> bool:
         return True
 
     @property
     def logit_stats(self) -> tuple[LogitStat, ...]:
-        if _has(self.label_smoothing):
+        if not is_zero(self.label_smoothing):
             return "log_z", "mean_logit"
-        return ("log_z",) if _has(self.z_loss) else ()
+        return () if is_zero(self.z_loss) else ("log_z",)
 
     def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
         return {"log_probs": None if stats is None else stats.log_probs}
@@ -188,18 +193,13 @@ class SFTTokenLoss(TokenLoss):
     ) -> tuple[Float[Array, "R T"], Values]:
         select = partial(masked, mask=batch.loss_mask)
         nll = losses = -select(stats.log_probs)
-        if _has(self.label_smoothing):
+        if not is_zero(self.label_smoothing):
             assert stats.log_z is not None  # sft_loss sees to it
             assert stats.mean_logit is not None
             uniform = select(stats.log_z) - select(stats.mean_logit)
             losses = (1 - self.label_smoothing) * nll + self.label_smoothing * uniform
-        if _has(self.z_loss):
+        if not is_zero(self.z_loss):
             assert stats.log_z is not None
             losses = losses + self.z_loss * select(stats.log_z) ** 2
         found = {"nll": nll, "entropy": stats.entropy, "log_z": stats.log_z, "accuracy": stats.accuracy}
         return losses, {name: select(x) for name, x in found.items() if x is not None}
-
-
-def _has(coefficient: Coefficient) -> bool:
-    """Whether a term may have a share. An array of any value may, so that the answer is the same inside of jit."""
-    return isinstance(coefficient, jax.Array) or coefficient != 0
