@@ -1,4 +1,4 @@
-"""The sums that the statistics asked for need, and the statistics computed from these sums."""
+"""Which sums the requested statistics need, and how the statistics follow from the sums."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from jaxppo.head.divergence import DivergenceCall, PairWalk, log_sums, over_tile
 from jaxppo.head.likeliest import merge_top, no_top, top_of_block, top_over_shards
 from jaxppo.head.plan import sizes_of, two_passes
 from jaxppo.head.token_blocks import Slots
-from jaxppo.head.types import HeadCall, Inputs
+from jaxppo.head.types import HeadCall, Index, Inputs
 from jaxppo.head.walk import Walk, whole_features
 from jaxppo.sharding import vary
 
@@ -87,7 +87,7 @@ def _logit_error(call: HeadCall, walk: Walk, unit: float, magnitude: jax.Array) 
     rounds its logits to bf16, else 2^-24.
     """
 
-    def largest(i: Any, norms: Any) -> Any:
+    def largest(i: Index, norms: Any) -> Any:
         block = walk.vocabulary.block(i)
         parts = block.parameters.kernel, block.parameters.lora_b
         valid = block.valid if block.valid is True else block.valid[0]
@@ -100,7 +100,8 @@ def _logit_error(call: HeadCall, walk: Walk, unit: float, magnitude: jax.Array) 
     of_columns = jnp.stack([jnp.stack(pair) for pair in norms])
     of_columns = lax.pmax(vary(of_columns, names), names) if names else of_columns
     total = jnp.zeros_like(magnitude)
-    for x, (squares, fourths), weight in zip(features, of_columns, (1.0, call.lora_scale), strict=False):
+    weights = (1.0, call.lora_scale)[: len(features)]  # of the kernel and of an adapter
+    for x, (squares, fourths), weight in zip(features, of_columns, weights, strict=True):
         of_rows = jnp.stack(_norms(x, 1, True if counts is None else counts))
         # rows that were gathered are the same on all devices, which their type does not say
         of_rows = lax.pmax(of_rows, names) if call.sequence_parallel else of_rows
@@ -113,8 +114,8 @@ def _logit_error(call: HeadCall, walk: Walk, unit: float, magnitude: jax.Array) 
     return jnp.sqrt(total + 2 * (of_logits * magnitude) ** 2)
 
 
-def _norms(x: jax.Array, dim: int, among: Any) -> tuple[jax.Array, jax.Array]:
-    """The sums along a dimension of squares and of fourth powers, 0 where not `among`."""
+def _norms(x: jax.Array, dim: int, counts: jax.Array | bool) -> tuple[jax.Array, jax.Array]:
+    """The sums along a dimension of squares and of fourth powers, 0 where `counts` is False."""
     square = jnp.square(x.astype(jnp.float32))
     sums = square.sum(axis=dim), jnp.square(square).sum(axis=dim)
-    return jnp.where(among, sums[0], 0), jnp.where(among, sums[1], 0)
+    return jnp.where(counts, sums[0], 0), jnp.where(counts, sums[1], 0)

@@ -16,7 +16,7 @@ from jaxppo.head.plan import sizes_of, two_passes
 from jaxppo.head.prepare import on_device, whole
 from jaxppo.head.softmax import Cotangents, Sums
 from jaxppo.head.token_blocks import Slots
-from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Inputs, Parameters
+from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Index, Inputs, Parameters
 from jaxppo.head.vjp import (
     cotangents_of_inputs,
     dense,
@@ -135,7 +135,7 @@ class PairWalk(Walk):
         student = super().chunk(slots, rows)
         return PairChunk(student.rows, student, self.teacher.chunk(slots))
 
-    def block(self, i: Any) -> Any:
+    def block(self, i: Index) -> Any:
         student = super().block(i)
         return PairBlock(student.parameters, student.columns, student, self.teacher.block(i))
 
@@ -208,10 +208,10 @@ def log_sums(walk: PairWalk, by_vocabulary: bool) -> LogSums:
 
 
 def over_tiles(walk: Walk, by_vocabulary: bool, body: Any, totals: Any) -> Any:
-    """`totals` of tokens in slot order, to which each tile adds by body(chunk, block, slots, its part of them)."""
+    """Loops over all tiles: each writes body(chunk, block, slots, what it wrote before) to its slots of `totals`."""
     tokens, over_blocks = walk.tokens, walk.vocabulary.over_blocks
 
-    def of_block(i: Any, totals: Any) -> Any:
+    def of_block(i: Index, totals: Any) -> Any:
         block = walk.block(i)
 
         def add(slots: Slots, totals: Any) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.plan import PARTS
 from jaxppo.head.softmax import Residuals, Sums, merge_in_pairs
 from jaxppo.head.token_blocks import Slots, zero_unless
-from jaxppo.head.types import HeadCall, Inputs, Plan, TokenStats
+from jaxppo.head.types import HeadCall, Index, Inputs, Plan, TokenStats
 from jaxppo.head.walk import Walk
 from jaxppo.sharding import note
 
@@ -25,26 +23,22 @@ def statistics(call: HeadCall, plan: Plan, inputs: Inputs) -> tuple[TokenStats, 
         sums = schedule(walk) if parts is None else merge_in_pairs(lax.map(lambda p: schedule(walk.part(p)), parts))
     stats, residuals = walk.finish(walk.tokens.to_tokens(sums), inputs.targets, inputs.ids)
     # residuals too: those of an empty sum are NaN, and jax_debug_nans would stop there
-    found: tuple[TokenStats, Residuals] = zero_unless(inputs.counts, (stats, residuals))
-    return found
+    return zero_unless(inputs.counts, (stats, residuals))
 
 
 def by_vocabulary(walk: Walk) -> Sums:
     """The sums of all tokens in slot order. The outer loop is over blocks of columns, the inner one over tokens."""
 
-    def of_block(i: Any, sums: Sums) -> Sums:
+    def of_block(i: Index, sums: Sums) -> Sums:
         block = walk.block(i)
 
         def of_slots(slots: Slots, sums: Sums) -> Sums:
             found, _ = walk.sums(walk.chunk(slots), block, walk.tokens.read(sums, slots))
-            written: Sums = walk.tokens.write(sums, found, slots)
-            return written
+            return walk.tokens.write(sums, found, slots)
 
-        looped: Sums = walk.tokens.loop(of_slots, sums)
-        return looped
+        return walk.tokens.loop(of_slots, sums)
 
-    found: Sums = walk.vocabulary.over_blocks(of_block, walk.empty_sums(walk.tokens.slots_count))
-    return found
+    return walk.vocabulary.over_blocks(of_block, walk.empty_sums(walk.tokens.slots_count))
 
 
 def by_tokens(walk: Walk) -> Sums:
@@ -54,8 +48,6 @@ def by_tokens(walk: Walk) -> Sums:
         chunk = walk.chunk(slots)
         empty = walk.empty_sums(walk.tokens.size)
         found = walk.vocabulary.over_blocks(lambda i, found: walk.sums(chunk, walk.block(i), found)[0], empty)
-        written: Sums = walk.tokens.write(sums, found, slots)
-        return written
+        return walk.tokens.write(sums, found, slots)
 
-    found: Sums = walk.tokens.loop(of_slots, walk.empty_sums(walk.tokens.slots_count))
-    return found
+    return walk.tokens.loop(of_slots, walk.empty_sums(walk.tokens.slots_count))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxppo.head.ring import LANES, Part, in_mesh_order, ring_size, ring_sum, rings_of
 from jaxppo.head.token_blocks import even_size
-from jaxppo.head.types import Names, SumDtype
+from jaxppo.head.types import Index, Names, SumDtype
 from jaxppo.sharding import unvary, vary, varying
 
 
@@ -89,7 +90,7 @@ def sum_in_blocks(
             found = ring_sum(names, around, rounded, dim, length, width, rows, finish, across, not scatter)
             return found if scatter else unvary(first_order("a loss from hidden states", found), names)
 
-    def summed(start: Any, size: int) -> jax.Array:
+    def summed(start: Index, size: int) -> jax.Array:
         found = part(start, size, 0, width)
         if scatter:
             found = found if sum_dtype == "float32" else found.astype(primal.dtype)
@@ -108,7 +109,7 @@ def sum_in_blocks(
     return lax.fori_loop(0, -(-length // size), block, unwritten(shape, primal.dtype, keep, dim))
 
 
-def unwritten(shape: tuple[int, ...], dtype: Any, axes: frozenset[str], dim: int) -> jax.Array:
+def unwritten(shape: tuple[int, ...], dtype: DTypeLike, axes: frozenset[str], dim: int) -> jax.Array:
     """An array that blocks along `dim` will overwrite completely.
 
     For blocks of rows it is uninitialized. For blocks of columns it starts as zeros: XLA chooses the memory layout of
@@ -124,7 +125,7 @@ def first_order(name: str, x: jax.Array) -> jax.Array:
 
 
 @first_order.defjvp
-def _second_order(name: str, primals: Any, tangents: Any) -> Any:
+def _second_order(name: str, primals: Any, tangents: Any) -> NoReturn:
     raise NotImplementedError(
         f"second derivatives of {name}: not implemented, since they would keep every block of logits; "
         "log_probs_from_logits has them"

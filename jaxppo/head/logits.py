@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,17 @@ class _Call:
     axes: ShardAxes
     window: int | None
     """How many of the logits' columns a device works on, where it holds all of them; None where it holds its own."""
+
+
+class _Inputs(NamedTuple):
+    """The arrays of a call, None where there is none; on a device N tokens in a row."""
+
+    logits: Any  # [R, T, V]; [N, V]
+    targets: Any  # i32[R, T]; [N]
+    nucleus: Any  # bool[R, T, V]; [N, V]
+    ids: Any  # i32[R, T, K]; [N, K]
+    where: Any  # bool[R, T]; [N]
+    temperature: Any  # f32, a scalar or [R, T], None for 1; a scalar or [N, 1]
 
 
 def log_probs_from_logits(
@@ -104,51 +115,35 @@ def log_probs_from_logits(
         raise TypeError(f"nucleus: got dtype {nucleus.dtype}, expected bool")
     if not isinstance(parallel, ShardAxes):
         check_vocab_size(vocab_size, logits.shape[2])
-    args: dict[str, Any] = {
-        "logits": logits,
-        "targets": as_token_ids(targets),
-        "nucleus": nucleus,
-        "ids": None if ids is None else as_id_sets("ids", ids, targets.shape),
-        "where": where,
-        "temperature": as_temperature(temperature, targets.shape),
-    }
+    token_ids = None if ids is None else as_id_sets("ids", ids, targets.shape)
+    of_temperature = as_temperature(temperature, targets.shape)
+    inputs = _Inputs(logits, as_token_ids(targets), nucleus, token_ids, where, of_temperature)
 
-    def specs(p: ParallelMesh) -> tuple[list[P], P]:
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
         # JAX cannot shard a dimension that an axis does not divide: such logits arrive whole
         of_logits = p.logits_spec if logits.shape[2] % p.tensor_size == 0 else P(*p.tokens_spec, None)
-        of_temperature = temperature_spec(p, args["temperature"])
         of_tokens = p.tokens_spec
-        return [of_logits, of_tokens, of_logits, of_tokens, of_tokens, of_temperature], of_tokens
+        of_inputs = of_logits, of_tokens, of_logits, of_tokens, of_tokens, temperature_spec(p, of_temperature)
+        given = zip(inputs, of_inputs, strict=True)
+        return [_Inputs(*(None if x is None else spec for x, spec in given))], of_tokens
 
+    args = {"inputs": inputs}
     found: TokenStats = shard_call("log_probs_from_logits", _per_shard, parallel, args, specs, (asked, vocab_size))
     return found
 
 
-def _per_shard(
-    axes: ShardAxes,
-    static: tuple[Asked, int | None],
-    logits: Any,
-    targets: Any,
-    nucleus: Any,
-    token_ids: Any,
-    where: Any,
-    temperature: Any,
-) -> TokenStats:
+def _per_shard(axes: ShardAxes, static: tuple[Asked, int | None], inputs: _Inputs) -> TokenStats:
     asked, vocab_size = static
-    R, T, V_local = logits.shape
-    own = bool(axes.tensor) and not set(axes.tensor) & varying(logits)
+    R, T, V_local = inputs.logits.shape
+    own = bool(axes.tensor) and not set(axes.tensor) & varying(inputs.logits)
     window = -(-V_local // axes.size(axes.tensor)) if own else None
     vocab_size = check_vocab_size(vocab_size, V_local * (1 if own else axes.size(axes.tensor)))
-    call = _Call(asked, vocab_size, axes, window)
-    temperature = jnp.ones((), jnp.float32) if temperature is None else temperature
-    by_token = temperature[..., None] if temperature.ndim else None
-    of_tokens = logits, targets, nucleus, token_ids, where, by_token
-    logits, targets, nucleus, token_ids, where, by_token = jax.tree.map(
-        lambda x: x.reshape(R * T, *x.shape[2:]), of_tokens
-    )
-    where = None if where is None else where.astype(bool)
-    temperature = temperature if by_token is None else by_token
-    found = _token_stats(call, logits, targets, nucleus, token_ids, where, temperature)
+    one = jnp.ones((), jnp.float32) if inputs.temperature is None else inputs.temperature
+    by_token = one[..., None] if one.ndim else None
+    inputs = jax.tree.map(lambda x: x.reshape(R * T, *x.shape[2:]), inputs._replace(temperature=by_token))
+    where = None if inputs.where is None else inputs.where.astype(bool)
+    inputs = inputs._replace(where=where, temperature=one if by_token is None else inputs.temperature)
+    found = _token_stats(_Call(asked, vocab_size, axes, window), inputs)
     return jax.tree.map(lambda x: x.reshape(R, T, *x.shape[1:]), found)
 
 
@@ -162,16 +157,19 @@ def _own_columns(call: _Call, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
     return lax.dynamic_slice_in_dim(x, first, call.window, axis=1), ids, ids >= index * call.window
 
 
-def _scaled(call: _Call, logits: Any, temperature: Any) -> Any:
+def _scaled(call: _Call, inputs: _Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """f32 logits after temperature, the ids of their columns, and which are valid; the others hold -inf."""
-    own, ids, mine = _own_columns(call, logits)
+    own, ids, mine = _own_columns(call, inputs.logits)
     valid = (ids < call.vocab_size) & mine
-    z = jnp.where(valid[None], own.astype(jnp.float32) / temperature, -jnp.inf)
+    z = jnp.where(valid[None], own.astype(jnp.float32) / inputs.temperature, -jnp.inf)
     return z, ids, valid
 
 
-def _nucleus(call: _Call, nucleus: Any, is_target: Any) -> Any:
-    return None if nucleus is None else _own_columns(call, nucleus)[0] | is_target
+def _places(call: _Call, inputs: _Inputs, ids: jax.Array, valid: jax.Array) -> tuple[Any, Any, Any]:
+    """One-hot of the target `[N, V]`, the nucleus with the target, and the places of the ids that are asked for."""
+    is_target = (ids[None] == inputs.targets[:, None]) & valid[None]
+    nucleus = None if inputs.nucleus is None else _own_columns(call, inputs.nucleus)[0] | is_target
+    return is_target, nucleus, None if inputs.ids is None else softmax.IdPlaces(*_place(inputs.ids, ids, valid))
 
 
 def _place(token_ids: jax.Array, ids: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -181,45 +179,38 @@ def _place(token_ids: jax.Array, ids: jax.Array, valid: jax.Array) -> tuple[jax.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_stats(
-    call: _Call, logits: Any, targets: Any, nucleus: Any, token_ids: Any, where: Any, temperature: Any
-) -> Any:
-    return _forward(call, logits, targets, nucleus, token_ids, where, temperature)[0]
+def _token_stats(call: _Call, inputs: _Inputs) -> TokenStats:
+    return _forward(call, inputs)[0]
 
 
-def _forward(call: _Call, logits: Any, targets: Any, nucleus: Any, token_ids: Any, where: Any, temperature: Any) -> Any:
-    z, ids, valid = _scaled(call, logits, temperature)
-    is_target = (ids[None] == targets[:, None]) & valid[None]
-    inside = _nucleus(call, nucleus, is_target)
-    z_y = softmax.target_logits(z, is_target, *_place(targets, ids, valid))
-    places = None if token_ids is None else softmax.IdPlaces(*_place(token_ids, ids, valid))
-    of_ids = 0 if token_ids is None else token_ids.shape[1]
+def _forward(call: _Call, inputs: _Inputs) -> tuple[TokenStats, tuple[_Inputs, softmax.Residuals]]:
+    z, ids, valid = _scaled(call, inputs)
+    is_target, nucleus, places = _places(call, inputs, ids, valid)
+    z_y = softmax.target_logits(z, is_target, *_place(inputs.targets, ids, valid))
+    of_ids = 0 if inputs.ids is None else inputs.ids.shape[1]
     with_entropy = call.asked.entropy != "none"
-    like = empty_sums(0, call.asked, entropy=with_entropy, nucleus=inside is not None, ids=of_ids)
-    sums = softmax.block_sums(z, z_y, is_target, inside, like, ids=places, columns=ids[None])
+    like = empty_sums(0, call.asked, entropy=with_entropy, nucleus=nucleus is not None, ids=of_ids)
+    sums = softmax.block_sums(z, z_y, is_target, nucleus, like, ids=places, columns=ids[None])
     sums = softmax.combine(sums, call.axes)
-    out, residuals = answers(sums, call.asked, targets, token_ids, call.vocab_size)
-    out = zero_unless(where, out)
-    return out, (logits, targets, nucleus, token_ids, where, temperature, residuals)
+    out, residuals = answers(sums, call.asked, inputs.targets, inputs.ids, call.vocab_size)
+    return zero_unless(inputs.where, out), (inputs, residuals)
 
 
-def _backward(call: _Call, saved: Any, cotangents: Any) -> Any:
-    logits, targets, nucleus, token_ids, where, temperature, residuals = saved
-    e = cotangents.entropy if call.asked.entropy == "bonus" else None
-    z, ids, valid = _scaled(call, logits, temperature)
-    is_target = (ids[None] == targets[:, None]) & valid[None]
-    inside = _nucleus(call, nucleus, is_target)
-    places = of_ids = None
-    if token_ids is not None:
-        places = softmax.IdPlaces(*_place(token_ids, ids, valid))
-        of_ids = id_cotangents(cotangents.id_log_probs, token_ids, call.vocab_size)
-    of_logits = cotangents.log_z, cotangents.mean_logit
-    cotangents = softmax.Cotangents.of(cotangents.log_probs, e, *of_logits, ids=of_ids)
+def _backward(call: _Call, saved: tuple[_Inputs, softmax.Residuals], of_stats: TokenStats) -> tuple[_Inputs]:
+    inputs, residuals = saved
+    e = of_stats.entropy if call.asked.entropy == "bonus" else None
+    z, ids, valid = _scaled(call, inputs)
+    is_target, nucleus, places = _places(call, inputs, ids, valid)
+    g = of_stats.id_log_probs
+    of_ids = None if g is None or inputs.ids is None else id_cotangents(g, inputs.ids, call.vocab_size)
+    of_logits = of_stats.log_z, of_stats.mean_logit
+    cotangents = softmax.Cotangents.of(of_stats.log_probs, e, *of_logits, ids=of_ids)
     counts = cotangents.counts | _finite(residuals)
-    counts = counts if where is None else counts & where
-    dz = softmax.dlogits(z, is_target, inside, residuals, cotangents, places) / temperature
+    counts = counts if inputs.where is None else counts & inputs.where
+    dz = softmax.dlogits(z, is_target, nucleus, residuals, cotangents, places) / inputs.temperature
     dz = jnp.where(counts[:, None] & (z > -jnp.inf), dz, 0)  # padded columns hold anything
-    return _in_place(call, dz, logits), None, None, None, None, jnp.zeros_like(temperature)
+    dlogits = _in_place(call, dz, inputs.logits)
+    return (_Inputs(dlogits, None, None, None, None, jnp.zeros_like(inputs.temperature)),)
 
 
 def _finite(residuals: softmax.Residuals) -> jax.Array:

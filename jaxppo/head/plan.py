@@ -53,7 +53,7 @@ def _accelerator(
     fused_tokens: int = 1024,
     tpu: bool = True,
 ) -> Profile:
-    """By default a sixteenth of the device's memory; of a kind that nobody knows it is taken to be 16 GiB.
+    """The profile of an accelerator. One pass may take a sixteenth of its memory; an unknown one counts as 16 GiB.
 
     A tile of 75 MiB stays in the VMEM of a v5e or v6e.
     """
@@ -82,8 +82,8 @@ def _gpu(kind: str) -> Profile:
     """As XLA compiles for GPUs; nothing was timed there.
 
     It copies a slice of columns before it multiplies them. So a tile of the forward has few tokens and all columns of a
-    vocabulary up to 155k. Accumulators of the second pass lie in memory, so that a tile which updates them is large: as
-    0.25 GiB allow where a head is Qwen3-8B's.
+    vocabulary up to 155k. Accumulators of the second pass lie in memory, so its tiles are as large as 0.25 GiB allow
+    for Qwen3-8B's head.
     """
     return dataclasses.replace(_accelerator(kind, 1152, 2048, tile=304, tpu=False), tokens=512)
 
@@ -219,7 +219,7 @@ def _late(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
         chunk = chunk if call.deterministic else even_size(group, chunk)
         group = chunk * -(-group // chunk)
         if fits(group, chunk):
-            return Plan(Cut(chunk, V), False, "late", Cut(chunk, V), group)
+            return Plan(Cut(chunk, V), False, "late", Cut(chunk, V), group, sizes.direct)
     return None
 
 

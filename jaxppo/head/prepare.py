@@ -215,7 +215,7 @@ def _copied(p: ParallelMesh, inputs: Inputs, specs: Inputs) -> tuple[Inputs, Inp
 
 
 def on_device(call: HeadCall, inputs: Inputs) -> Inputs:
-    """Per-shard: the arrays as schedules take them, N tokens in a row, hidden @ lora.a among them."""
+    """Per-shard: flattens tokens to N = R * T, and adds the low-rank features hidden @ lora.a."""
     if call.copied:
         parameters, lora_a = jax.tree.map(lambda x: x[0], (inputs.parameters, inputs.lora_a))
         inputs = inputs._replace(parameters=parameters, lora_a=lora_a)
@@ -243,7 +243,7 @@ def on_device(call: HeadCall, inputs: Inputs) -> Inputs:
 
 
 def whole(call: HeadCall, inputs: Inputs) -> tuple[HeadCall, Inputs]:
-    """Per-shard: the call with the hidden states of all positions on each device of the tensor axis."""
+    """Per-shard: gathers hidden states over the tensor axis and turns sequence parallelism off in the call."""
     if not call.sequence_parallel:
         return call, inputs
     hidden = lax.all_gather(inputs.features.hidden, call.axes.tensor, axis=1, tiled=True)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.types import Names
+from jaxppo.head.types import Index, Names
 from jaxppo.sharding import vary, varying
 
 LANES = 128  # of a register
@@ -29,10 +29,10 @@ MOST = 4  # devices in a ring; more only if their number is a multiple of no sma
 
 # part(start, size, first, width): the block of a matrix with `size` of one dimension, from `start` on, and `width` of
 # the other, from `first` on.
-Part = Callable[[Any, int, Any, int], jax.Array]
+Part = Callable[[Index, int, Index, int], jax.Array]
 
 
-def block_of(x: jax.Array, dim: int, start: Any, size: int, first: Any, width: int) -> jax.Array:
+def block_of(x: jax.Array, dim: int, start: Index, size: int, first: Index, width: int) -> jax.Array:
     """`partial(block_of, x, dim)` is the `Part` of an array that is there already, cut into blocks along `dim`."""
     at, shape = ((start, first), (size, width)) if dim == 0 else ((first, start), (width, size))
     return x if shape == x.shape else lax.dynamic_slice(x, at, shape)
@@ -44,7 +44,7 @@ def in_mesh_order(names: Collection[str]) -> Names:
 
 
 def rings_of(names: Names) -> list[tuple[int, int]]:
-    """Rings of a few devices: how many there are in one, and how many places apart in the order of the mesh.
+    """Splits devices into rings of a few: how many are in a ring, and how many places apart in the order of the mesh.
 
     After a sum around the first rings, then the second, and so on, device i has share i.
     """
@@ -77,15 +77,15 @@ def ring_sum(
     across: bool,
     gathers: bool,
 ) -> jax.Array:
-    """The sum of all devices' terms.
+    """Sums a matrix over devices by rings; each block of a term is computed just before it is added.
 
     Args:
       names: the axes whose devices form the rings, in the order of the mesh.
       rings: what `rings_of` returns. The first cuts the sum into shares, the second shares into shares, and so on.
       term: blocks of this device's term, cut along `dim` and the other dimension.
       dim: the dimension that is cut into blocks of `size`, 0 or 1.
-      length: how much there is of it.
-      width: how much there is of the other, which is cut into shares.
+      length: the size of that dimension.
+      width: the size of the other.
       size: the size of a block, at most `length`. The last one overlaps the one before it.
       finish: what is done with a share once it is complete.
       across: shares cut the width, else the blocks.
@@ -96,30 +96,19 @@ def ring_sum(
     (devices, stride), rest = rings[0], rings[1:]
     place = lax.axis_index(names) // stride % devices
     rows, columns = (size, width // devices) if across else (size // devices, width)  # of a share
-    if across or rows >= columns:
-        cut = rows // 2
-        pieces = [(1, 0, cut, 0, columns), (-1, cut, rows - cut, 0, columns)]
-    else:
-        cut = columns // 2 // LANES * LANES or columns // 2
-        pieces = [(1, 0, rows, 0, cut), (-1, 0, rows, cut, columns - cut)]
-    pieces = [piece for piece in pieces if piece[2] and piece[4]]
+    pieces = _halves(rows, columns, across)
 
-    def of_share(start: Any, k: int, piece: Sequence[int]) -> tuple[Any, int, Any, int]:
+    def of_share(start: Index, k: int, piece: Sequence[int]) -> tuple[Any, int, Any, int]:
         """Where a piece of the share lies whose sum is at its k-th device behind the last."""
         step, row, n, first, m = piece
         share = (place - step * k) % devices
         return (start + row, n, share * columns + first, m) if across else (start + share * rows + row, n, first, m)
 
-    def terms(start: Any, k: int) -> list[jax.Array]:
+    def terms(start: Index, k: int) -> list[jax.Array]:
         return [term(*of_share(start, k + 1, piece)) for piece in pieces]
 
-    def neighbour(i: int, step: int) -> int:
-        before = i // stride % devices
-        return i + ((before + step) % devices - before) * stride
-
     def pass_on(halves: list[jax.Array]) -> list[jax.Array]:
-        everyone = range(lax.axis_size(names))
-        pairs = [[(i, neighbour(i, piece[0])) for i in everyone] for piece in pieces]
+        pairs = [_neighbours(lax.axis_size(names), devices, stride, piece[0]) for piece in pieces]
         return [lax.ppermute(x, names, each) for x, each in zip(halves, pairs, strict=True)]
 
     def complete(halves: list[jax.Array]) -> list[jax.Array]:
@@ -128,13 +117,13 @@ def ring_sum(
             for x, (_, _, n, _, m) in zip(halves, pieces, strict=True)
         ]
 
-    def scattered(start: Any) -> list[jax.Array]:
+    def scattered(start: Index) -> list[jax.Array]:
         sums = terms(start, 0)
         for k in range(1, devices):
             sums = [x + y for x, y in zip(pass_on(sums), terms(start, k), strict=True)]
         return sums
 
-    def gathered(out: jax.Array, ready: list[jax.Array], start: Any) -> jax.Array:
+    def gathered(out: jax.Array, ready: list[jax.Array], start: Index) -> jax.Array:
         for k in range(devices if gathers else 1):
             ready = pass_on(ready) if k else ready
             for piece, x in zip(pieces, ready, strict=True):
@@ -143,12 +132,12 @@ def ring_sum(
                 out = lax.dynamic_update_slice(out, x, at if dim == 0 else at[::-1])
         return out
 
-    def share_of(start: Any) -> list[jax.Array]:
+    def share_of(start: Index) -> list[jax.Array]:
         return scattered(start) if rest else complete(scattered(start))
 
     unit = math.gcd(size, length - size)  # a factor of starts, from which XLA knows how blocks are aligned
 
-    def block(b: Any, carry: Any) -> Any:
+    def block(b: Index, carry: Any) -> Any:
         out, before, at = carry
         start = unit * jnp.minimum(b * (size // unit), (length - size) // unit)
         new = share_of(start)
@@ -164,3 +153,23 @@ def ring_sum(
     empty = [vary(jnp.zeros(x.shape, x.dtype), varying(x)) for x in like[1]]
     out, last, start = lax.fori_loop(0, blocks, block, (out, empty, jnp.int32(0)))
     return gathered(out, complete(last) if rest else last, start)
+
+
+def _halves(rows: int, columns: int, across: bool) -> list[tuple[int, int, int, int, int]]:
+    """The halves of a share: each its step around the ring, first row, number of rows, first column, number of columns.
+
+    If shares cut the width, halves are of rows; else the longer side is cut.
+    """
+    if across or rows >= columns:
+        cut = rows // 2
+        halves = [(1, 0, cut, 0, columns), (-1, cut, rows - cut, 0, columns)]
+    else:
+        cut = columns // 2 // LANES * LANES or columns // 2
+        halves = [(1, 0, rows, 0, cut), (-1, 0, rows, cut, columns - cut)]
+    return [half for half in halves if half[2] and half[4]]
+
+
+def _neighbours(count: int, devices: int, stride: int, step: int) -> list[tuple[int, int]]:
+    """(each device, the one `step` places on in its ring), of `count`; devices of a ring are `stride` places apart."""
+    places = [(i, i // stride % devices) for i in range(count)]
+    return [(i, i + ((place + step) % devices - place) * stride) for i, place in places]

@@ -22,26 +22,20 @@ from jaxppo.sharding import ShardAxes, note, vary
 
 
 class Sums(NamedTuple):
-    """Softmax sums of some of the logits of N tokens, f32[N] each; None where not asked for.
+    """Softmax sums of some of the logits of N tokens, f32[N] each; None where not asked for."""
 
-    m, s, u are over all the logits, nucleus_m and nucleus_s over those that the sampler could draw, z_y is the target's
-    logit, 0 where it is not among them, total the sum of all the finite logits and columns how many those are,
-    likeliest the `top_key` of the largest, squares the sum of exp(z - m)^2, z_ids the logits f32[N, K] of the ids that
-    are asked for, 0 where one is not among them, top what `top_of_block` returns.
-    """
-
-    m: Any
-    s: Any
-    u: Any
-    nucleus_m: Any
-    nucleus_s: Any
-    z_y: Array
-    total: Array | None = None
-    columns: Array | None = None
-    likeliest: Array | None = None
-    squares: Array | None = None
-    z_ids: Array | None = None
-    top: Top | None = None
+    m: Any  # the largest logit, or the reference in its place
+    s: Any  # sum of exp(z - m)
+    u: Any  # sum of exp(z - m) (z - m)
+    nucleus_m: Any  # as m, over the logits that the sampler could draw
+    nucleus_s: Any  # as s, over these
+    z_y: Array  # the target's logit, 0 where it is not among the logits
+    total: Array | None = None  # sum of the finite logits
+    columns: Array | None = None  # how many those are
+    likeliest: Array | None = None  # `top_key` of the largest
+    squares: Array | None = None  # sum of exp(z - m)^2
+    z_ids: Array | None = None  # f32[N, K], the logits of the ids that are asked for, 0 where one is not among them
+    top: Top | None = None  # what `top_of_block` returns
 
 
 class Cotangents(NamedTuple):
@@ -58,12 +52,12 @@ class Cotangents(NamedTuple):
 
     @classmethod
     def of(
-        cls, log_prob: Any, entropy: Any, log_z: Any, mean_logit: Any, among: Any = True, ids: Any = None
+        cls, log_prob: Any, entropy: Any, log_z: Any, mean_logit: Any, counts: Any = True, ids: Any = None
     ) -> Cotangents:
-        """Sets `counts` to the tokens of `among` with a cotangent that is not 0."""
+        """Sets `counts` to those of the tokens in `counts` whose cotangents are not all 0."""
         given = (log_prob, entropy, log_z, mean_logit)
         some = [x != 0 for x in given if x is not None] + ([] if ids is None else [(ids != 0).any(axis=1)])
-        return cls(*given, reduce(jnp.logical_or, some) & among, ids)
+        return cls(*given, reduce(jnp.logical_or, some) & counts, ids)
 
 
 class Residuals(NamedTuple):

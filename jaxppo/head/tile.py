@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxppo.head import softmax
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.token_blocks import Slots, TokenBlocks
-from jaxppo.head.types import Block, Chunk, Features, HeadCall, Op, Parameters, Tile, Transform
+from jaxppo.head.types import Block, Chunk, Features, HeadCall, Index, Op, Parameters, Tile, Transform
 from jaxppo.sharding import note, vary_like, wider_dtype
 
 
@@ -29,7 +30,7 @@ def dot(call: HeadCall, a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> ja
     )
 
 
-def product_dtype(a: jax.Array, b: jax.Array) -> Any:
+def product_dtype(a: jax.Array, b: jax.Array) -> np.dtype[Any]:
     """The dtype in which two arrays are multiplied."""
     return wider_dtype(a.dtype, b.dtype)
 
@@ -122,8 +123,7 @@ def _exactly(call: HeadCall, tile: Tile, sums: Sums, far: jax.Array) -> Sums:
     def of_slots(slots: Slots, found: Sums) -> Sums:
         chunk, place = tokens.take(known, slots)
         again, _ = _sums(call, Tile(chunk, tile.block, place, None, None), sums)
-        written: Sums = tokens.write(found, jax.tree.map(vary_like, again, sums), slots)
-        return written
+        return tokens.write(found, jax.tree.map(vary_like, again, sums), slots)
 
     found = tokens.to_tokens(tokens.loop(of_slots, tokens.to_slots(softmax.no_sums(sums))))
     return jax.tree.map(lambda new, old: jnp.where(far, new, old), found, sums)
@@ -131,7 +131,7 @@ def _exactly(call: HeadCall, tile: Tile, sums: Sums, far: jax.Array) -> Sums:
 
 @dataclasses.dataclass(frozen=True)
 class XLA(Op):
-    """See `Op`."""
+    """The default: plain JAX, which XLA compiles."""
 
     takes_references: ClassVar[bool] = True
 
@@ -165,7 +165,7 @@ def feature_gradients(call: HeadCall, dz: jax.Array, parameters: Parameters, nee
 
 
 def hidden_product(
-    call: HeadCall, dz: jax.Array, kernel: jax.Array, start: Any, size: int, first: Any, width: int
+    call: HeadCall, dz: jax.Array, kernel: jax.Array, start: Index, size: int, first: Index, width: int
 ) -> jax.Array:
     """The f32 gradient of hidden states, of `size` tokens from `start` on and `width` features from `first` on."""
     dz = lax.dynamic_slice(dz, (start, 0), (size, dz.shape[1]))
@@ -175,14 +175,15 @@ def hidden_product(
 
 
 def kernel_product(
-    call: HeadCall, tokens: int, dz: jax.Array, factor: jax.Array, start: Any, size: int, first: Any, width: int
+    call: HeadCall, tokens: int, dz: jax.Array, factor: jax.Array, start: Index, size: int, first: Index, width: int
 ) -> jax.Array:
     """The f32 gradient of a part of the kernel: `size` columns from `start` on, `width` features from `first` on.
 
     It is summed over the first `tokens`. Each factor is cut in both dimensions by one slice: XLA fuses that into the
     product, and would copy the result of two slices.
     """
-    at, shape = (0, first), (tokens, width)
+    at: tuple[Index, Index] = (0, first)
+    shape = (tokens, width)
     if _transposes(call, factor):
         at, shape = at[::-1], shape[::-1]
     return _outer(call, lax.dynamic_slice(dz, (0, start), (tokens, size)), lax.dynamic_slice(factor, at, shape))

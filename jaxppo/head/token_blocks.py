@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
+from jaxppo.head.types import Index
 from jaxppo.sharding import vary_like, varying
+
+Tree = TypeVar("Tree")  # a pytree of arrays
 
 
 def even_size(count: int, most: int, multiple: int = 8) -> int:
@@ -35,7 +38,7 @@ def even_size(count: int, most: int, multiple: int = 8) -> int:
 class Slots(NamedTuple):
     """One block of token slots."""
 
-    start: Any
+    start: Index
     counts: jax.Array | None  # bool[n], False for padding and tokens that do not count; None: all True
 
 
@@ -64,7 +67,7 @@ class TokenBlocks:
         self.blocks = max(least, -(-count // size))
         self.slots_count = self.blocks * size
         self.order: jax.Array | None = None
-        self.turns: Any = self.blocks
+        self.turns: Index = self.blocks
         self._counts = None if counts is None else self.padded(counts)
         if counts is not None and follow and self.blocks > 1:
             order = vary_like(jnp.argsort(~counts, stable=True), counts)  # argsort's type loses the mesh axes
@@ -81,7 +84,7 @@ class TokenBlocks:
         found.turns = -(-self.turns // blocks)
         return found
 
-    def slots(self, j: Any) -> Slots:
+    def slots(self, j: Index) -> Slots:
         """Block j."""
         start = j * self.size
         if self.order is not None:
@@ -92,49 +95,49 @@ class TokenBlocks:
             return Slots(start, start + jnp.arange(self.size, dtype=jnp.int32) < self.count)
         return Slots(start, None)
 
-    def loop(self, body: Callable[[Slots, Any], Any], carry: Any) -> Any:
+    def loop(self, body: Callable[[Slots, Tree], Tree], carry: Tree) -> Tree:
         """`carry = body(slots, carry)` over the blocks with a token that counts, or all where there is no order."""
         if self.blocks == 1:
             return body(self.slots(0), carry)
         if self.order is None:
             return lax.fori_loop(0, self.blocks, lambda j, carry: body(self.slots(j), carry), carry)
 
-        def more(state: tuple[jax.Array, Any]) -> jax.Array:
+        def more(state: tuple[jax.Array, Tree]) -> jax.Array:
             # the constant bound tells `audit` how long the loop can be
             return (state[0] < self.blocks) & (state[0] < self.turns)
 
-        def turn(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        def turn(state: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
             j, carry = state
             return j + 1, body(self.slots(j), carry)
 
         return lax.while_loop(more, turn, (jnp.zeros_like(self.turns), carry))[1]
 
-    def to_slots(self, x: Any) -> Any:
+    def to_slots(self, x: Tree) -> Tree:
         """Arrays from token order to slot order, padding included."""
-        if self.order is None:
+        if (order := self.order) is None:
             return self.padded(x)
-        return jax.tree.map(lambda x: _rows(x, self.order), x)
+        return jax.tree.map(lambda x: _rows(x, order), x)
 
-    def to_tokens(self, x: Any) -> Any:
+    def to_tokens(self, x: Tree) -> Tree:
         """Arrays from slot order to token order."""
         if self.order is None:
             return jax.tree.map(lambda x: x[: self.count], x)
         places = vary_like(jnp.argsort(self.order[: self.count]), self.order)
         return jax.tree.map(lambda x: _rows(x, places), x)
 
-    def read(self, x: Any, slots: Slots) -> Any:
+    def read(self, x: Tree, slots: Slots) -> Tree:
         """The block's part of x, an array in slot order or a pytree of them."""
         if self.blocks == 1:
             return x
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, slots.start, self.size), x)
 
-    def take(self, x: Any, slots: Slots) -> Any:
+    def take(self, x: Tree, slots: Slots) -> Tree:
         """The block's part of x, a padded array in token order or a pytree of them."""
-        if self.order is None:
+        if (order := self.order) is None:
             return self.read(x, slots)
-        return jax.tree.map(lambda x: _rows(x, self.read(self.order, slots)), x)
+        return jax.tree.map(lambda x: _rows(x, self.read(order, slots)), x)
 
-    def write(self, x: Any, block: Any, slots: Slots) -> Any:
+    def write(self, x: Tree, block: Tree, slots: Slots) -> Tree:
         """Replaces the block's part of x, an array in slot order or a pytree of them."""
         if self.blocks == 1:
             return block
@@ -148,7 +151,7 @@ class TokenBlocks:
         places = jnp.where(slots.counts, self.read(self.order, slots), x.shape[0])
         return x.at[places].set(rows, mode="drop")
 
-    def padded(self, x: Any) -> Any:
+    def padded(self, x: Tree) -> Tree:
         """Arrays in token order, with rows added for all slots."""
         extra = self.slots_count - self.count
         if not extra:
@@ -156,12 +159,12 @@ class TokenBlocks:
         return jax.tree.map(lambda x: jnp.pad(x, ((0, extra), *[(0, 0)] * (x.ndim - 1))), x)
 
 
-def zero_unless(counts: Bool[Array, "N"] | None, tree: Any) -> Any:
+def zero_unless(counts: Bool[Array, "N"] | None, tree: Tree) -> Tree:
     """Arrays `[N, ...]` of tokens with 0 at each token that does not count; unchanged where `counts` is None."""
     if counts is None:
         return tree
     return jax.tree.map(lambda x: jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, 0), tree)
 
 
-def _rows(x: jax.Array, rows: Any) -> jax.Array:
+def _rows(x: jax.Array, rows: jax.Array) -> jax.Array:
     return x.at[rows].get(mode="promise_in_bounds")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxppo.head.softmax import Cotangents, IdPlaces, Residuals, Sums
 
 Names = tuple[str, ...]
+Index = int | jax.Array  # a scalar
 Entropy = Literal["none", "metric", "bonus"]
 Layout = Literal["hv", "vh"]
 LogitsDtype = Literal["float32", "bfloat16"]
@@ -64,7 +65,7 @@ class TokenStats:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What is computed of a token's distribution beside the target's log-prob; static. The rest is not in the program.
+    """The statistics that are computed beside the target's log-prob; static. No other is in the program.
 
     Args:
       entropy: "none", "metric" or "bonus".
@@ -141,13 +142,13 @@ class Profile:
       masked_columns: columns of a tile of the second pass that follows a mask.
       deterministic: tokens of every chunk of a deterministic call.
       rings: gradients are summed over devices by `ring_sum`, beside the products that make them.
-      references: bytes of f32 logits in a tile where sums of exponentials are relative to a number that is known before
-        the product, which on GPUs saves one of two readings of the logits. 0: sums are relative to the maximum.
+      references: bytes of a tile's f32 logits where sums of exponentials are relative to the target's logit. That saves
+        one of two readings of the logits. 0: they are relative to the maximum.
       fused_tokens: tokens of a forward's tile if XLA makes such sums a part of the product, as on TPUs: logits are then
         not in memory, and a tile has all columns. 0 if it does not.
       columns_grow: with n times `wide` tokens a tile of the second pass has n times the columns, since each block of
         columns reads and writes the gradient of all hidden states.
-      gathers_columns: columns of a kernel `[H, V]` are gathered for it too.
+      gathers_columns: targets' columns are gathered for it from a kernel `[H, V]` too, which TPUs do slowly.
     """
 
     whole: bool
@@ -221,6 +222,7 @@ class Plan:
       backward: the schedule of the gradients, by the name of its function.
       cut: the tile of the gradients.
       group: the number of tokens whose dlogits go into one late product.
+      direct: the late product of a single group is summed over devices as it is made, see `Sizes`.
     """
 
     forward: Cut
@@ -228,6 +230,7 @@ class Plan:
     backward: Literal["by_vocabulary", "late", "by_tile"]
     cut: Cut
     group: int = 0
+    direct: bool = False
 
     def __str__(self) -> str:
         return f"{self.cut}" + (f", products of {self.group} tokens" if self.group > self.cut.tokens else "")
@@ -247,15 +250,15 @@ class HeadCall:
       transform: of logits, before the temperature.
       lora_scale: of the adapter.
       vocab_size: columns of the whole vocabulary that exist.
-      asked: what of each token's distribution.
-      profile: what is good for the devices.
+      asked: the statistics to compute.
+      profile: the tile sizes for the devices.
       op: the arithmetic of a tile.
       precision: of products, as in `jnp.dot`; of f32 operands "highest" by default.
       sum_dtype: in which gradients of parameters are summed over devices.
       memory: bytes a device may spend beside its results; None for its default.
       follow_mask: the work follows the tokens that count.
       deterministic: tiles do not depend on the number of tokens, nor sums on the tensor axis where `plan.parts` are.
-      heads: how many are walked together.
+      heads: how many share the memory.
       copied: parameters come as one copy a device, `[D, ...]`, whose gradients wait to be summed.
     """
 
@@ -308,7 +311,7 @@ class Block(NamedTuple):
 
     parameters: Parameters  # [H, B] or [B, H]; f32[1, B]; [r, B] or [B, r]
     columns: jax.Array  # i32[1, B], their vocabulary ids
-    valid: Any  # bool[1, B], False for duplicates of other blocks and for padding; True where there are none of either
+    valid: jax.Array | Literal[True]  # bool[1, B], False for duplicates of other blocks and for padding; or all True
 
 
 class Chunk(NamedTuple):
@@ -316,11 +319,11 @@ class Chunk(NamedTuple):
 
     rows: Features  # [C, H] and [C, r]
     targets: Any  # i32[C]
-    nucleus_ids: Any  # i32[C, K]
-    ids: Any  # i32[C, K]
-    temperature: Any  # f32[C]; None for 1
-    counts: Any  # bool[C], the tokens that are computed; None for all
-    reference: Any = None  # f32[C], a number near the largest logit; None where sums are relative to the largest
+    nucleus_ids: jax.Array | None  # i32[C, K]
+    ids: jax.Array | None  # i32[C, K]
+    temperature: jax.Array | None  # f32[C]; None for 1
+    counts: jax.Array | None  # bool[C], the tokens that are computed; None for all
+    reference: jax.Array | None = None  # f32[C], near the largest logit: sums are relative to it, else to the largest
 
 
 class Tile(NamedTuple):
@@ -329,7 +332,7 @@ class Tile(NamedTuple):
     chunk: Chunk
     block: Block
     place: Any  # (i32[C], bool[C]), the target's column in the block, and whether the block holds it
-    nucleus: Any  # bool[C, B], the columns that the sampler could draw, the target's included; or None
+    nucleus: jax.Array | None  # bool[C, B], the columns that the sampler could draw, the target's included; or None
     ids: IdPlaces | None  # of the ids whose log-probs are asked for
 
 

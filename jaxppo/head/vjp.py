@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.backward import Begin, Known, among, by_tile, by_vocabulary, late
+from jaxppo.head.backward import Begin, Known, by_tile, by_vocabulary, late, restrict_counts
 from jaxppo.head.forward import statistics
 from jaxppo.head.gradient_sums import first_order
 from jaxppo.head.plan import one_pass, sizes_of, two_passes
 from jaxppo.head.prepare import on_device
 from jaxppo.head.softmax import Sums, merge_in_pairs
-from jaxppo.head.token_blocks import Slots, zero_unless
-from jaxppo.head.types import Chunk, Features, HeadCall, Inputs, NeedsGrad, Parameters, Plan, TokenStats
+from jaxppo.head.token_blocks import Slots, Tree, zero_unless
+from jaxppo.head.types import Chunk, Features, HeadCall, Index, Inputs, NeedsGrad, Parameters, Plan, TokenStats
 from jaxppo.head.walk import Walk, cotangents_of
 from jaxppo.sharding import note, vary, varying
 
@@ -30,7 +30,7 @@ def stats_of_tokens(call: HeadCall, inputs: Inputs) -> TokenStats:
     return in_rows(inputs.targets.shape, _token_stats(call, on_device(call, inputs)))
 
 
-def in_rows(shape: tuple[int, ...], stats: Any) -> Any:
+def in_rows(shape: tuple[int, ...], stats: Tree) -> Tree:
     """Arrays `[N, ...]` of tokens as `[R, T, ...]`."""
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), stats)
 
@@ -101,9 +101,9 @@ def gradients(plan: Plan, make: Callable[..., Walk], needs: NeedsGrad, known: An
         walk = make(equal=True, multiple=max(1, plan.group // plan.cut.tokens))
         in_slots = walk.tokens.to_slots(known)
 
-        def begin(chunk: Any, slots: Slots) -> Known:
+        def begin(chunk: Chunk, slots: Slots) -> Known:
             residuals, cotangents = walk.tokens.read(in_slots, slots)
-            return Known(None, residuals, among(cotangents, slots.counts))
+            return Known(None, residuals, restrict_counts(cotangents, slots.counts))
 
         return by_chunks(plan, walk, needs, begin, None)[1:]
 
@@ -148,7 +148,7 @@ def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Ar
     """A chunk's losses and statistics, its residuals and cotangents, and its products."""
     empty = walk.empty_sums(chunk.targets.shape[0])
 
-    def block(sums: Sums, i: Any) -> tuple[Sums, jax.Array]:
+    def block(sums: Sums, i: Index) -> tuple[Sums, jax.Array]:
         return walk.sums(chunk, walk.block(i), sums, keep=True)
 
     def part(x: jax.Array, p: jax.Array) -> tuple[jax.Array, Sums]:

@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from jaxppo.head.gradient_sums import as_primal, sum_in_blocks, unwritten
 from jaxppo.head.plan import parts, window
 from jaxppo.head.ring import LANES, Part, block_of
 from jaxppo.head.softmax import IdPlaces
-from jaxppo.head.token_blocks import even_size
-from jaxppo.head.types import Block, Chunk, HeadCall, Parameters, Tile
+from jaxppo.head.token_blocks import Tree, even_size
+from jaxppo.head.types import Block, Chunk, HeadCall, Index, Parameters, Tile
 from jaxppo.sharding import vary, varying
 
 SUMMED_COLUMNS = 4096  # of a gradient that is there already, at a time
@@ -55,9 +55,7 @@ class VocabularyBlocks:
         shards = call.axes.size(call.axes.tensor)
         self._cut(window(call, self.count))
         self.parts = parts(call, self.count)
-        self.first: Any = 0
-        # all columns are the device's own, and no other works on them
-        self.owns = self.window == self.count and not self.gathered_v
+        self.first: Index = 0
         self.shared = self.window < self.count
         if self.shared:
             self.first = jnp.minimum(call.axes.index(call.axes.tensor) * self.window, self.count - self.window)
@@ -70,7 +68,7 @@ class VocabularyBlocks:
         self.window, self.size = columns, even_size(columns, self.most, LANES)
         self.blocks = -(-columns // self.size)
 
-    def part(self, p: Any) -> VocabularyBlocks:
+    def part(self, p: Index) -> VocabularyBlocks:
         """The blocks of one of the device's equal `parts`."""
         found = copy.copy(self)
         found._cut(self.window // self.parts)
@@ -104,29 +102,29 @@ class VocabularyBlocks:
         """The dimension of x that runs along V."""
         return self.call.v_dim if x.ndim == 2 else 0
 
-    def start(self, i: Any) -> Any:
+    def start(self, i: Index) -> Any:
         """The first column of block i, among the columns held."""
         return self.first + jnp.minimum(i * self.size, self.window - self.size) if self.blocks > 1 else self.first
 
-    def own(self, i: Any) -> Any:
+    def own(self, i: Index) -> Any:
         """bool: the columns of block i that no other block has."""
         at = self.start(i) + _range(self.size)
         before = self.call.axes.index(self.call.axes.tensor) * self.window if self.shared else 0
         return (at >= self.first + i * self.size) & (at >= before)
 
-    def slice(self, i: Any, x: jax.Array) -> jax.Array:
+    def slice(self, i: Index, x: jax.Array) -> jax.Array:
         """The columns of block i, of an array of all columns held."""
         if self.size == self.count:
             return x
         return lax.dynamic_slice_in_dim(x, self.start(i), self.size, self.dim(x))
 
-    def block(self, i: Any) -> Block:
+    def block(self, i: Index) -> Block:
         """Block i, gathered if it is not yet."""
         parts = jax.tree.map(partial(self.slice, i), self.held)
         ids = self.slice(i, self.ids) if self.gathers else self.ids[0] + self.start(i) + _range(self.size)
         if self.by_block:
             parts, ids = self._gather(parts), (ids[None] + self.offsets[:, None]).reshape(-1)
-        valid: Any = jnp.tile(self.own(i), ids.shape[0] // self.size) if self.overlaps else True
+        valid: jax.Array | Literal[True] = jnp.tile(self.own(i), ids.shape[0] // self.size) if self.overlaps else True
         if self.padded:
             exists = ids < self.call.vocab_size
             # padding may hold NaN, and 0 * NaN is NaN in the gradient of the hidden states
@@ -173,19 +171,19 @@ class VocabularyBlocks:
         place = jnp.where(inside, offset + (_range(pieces) * size).reshape(as_last), 0).sum(-1, dtype=jnp.int32)
         return place, inside.any(-1) & (True if block.valid is True else block.valid[0, place])
 
-    def over_blocks(self, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    def over_blocks(self, body: Callable[[Index, Tree], Tree], carry: Tree) -> Tree:
         """`carry = body(i, carry)` over the blocks, the last one first, since the block before it may overlap it."""
         if self.blocks == 1:
             return body(0, carry)
         return lax.fori_loop(0, self.blocks, lambda i, carry: body(self.blocks - 1 - i, carry), carry)
 
-    def add(self, i: Any, total: jax.Array, gradient: jax.Array) -> jax.Array:
+    def add(self, i: Index, total: jax.Array, gradient: jax.Array) -> jax.Array:
         """This device's f32 `total`, of all columns held, plus the gradient of block i."""
         if self.size == self.count:
             return total + gradient
         return self._set(i, total, self.slice(i, total) + gradient)
 
-    def _set(self, i: Any, total: jax.Array, part: jax.Array) -> jax.Array:
+    def _set(self, i: Index, total: jax.Array, part: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(total, part, self.start(i), self.dim(total))
 
     def empty(self, primal: jax.Array) -> jax.Array:
@@ -198,7 +196,7 @@ class VocabularyBlocks:
         self,
         axes: frozenset[str],
         size: int,
-        i: Any,
+        i: Index,
         is_kernel: bool,
         total: jax.Array,
         gradient: Any,
@@ -222,13 +220,10 @@ class VocabularyBlocks:
         return gradient if self.size == total.shape[dim] else self._set(i, total, gradient)
 
     def _of_own(self, part: Part, dim: int, own: int) -> Part:
-        """`part` of the device's `own` columns, summed over the axes that shard the vocabulary beside the tensor axis.
-
-        The given one has all columns that were gathered over these axes.
-        """
+        """The `Part` of this device's `own` columns: of `part`, which has all that were gathered, the scattered sum."""
         pieces = math.prod(map(lax.axis_size, self.gathered_v))
 
-        def summed(start: Any, size: int, first: Any, width: int) -> jax.Array:
+        def summed(start: Index, size: int, first: Index, width: int) -> jax.Array:
             found = [part(start + k * own, size, first, width) for k in range(pieces)]
             return self._scattered(jnp.concatenate(found, dim), dim)
 
@@ -239,10 +234,9 @@ class VocabularyBlocks:
         return lax.psum_scatter(gradient, self.gathered_v, scatter_dimension=dim, tiled=True)
 
     def sum(self, is_kernel: bool, part: Part, primal: jax.Array, axes: frozenset[str]) -> jax.Array:
-        """The gradient of all columns held, a matrix that varies along `axes`, summed over devices in blocks.
+        """The gradient of all columns held, a matrix that varies along `axes`, summed over devices one block at a time.
 
-        In blocks so that no second f32 array of its shape is needed. And XLA for TPUs takes one large scatter for a sum
-        of all, and sums that in bf16.
+        So no second f32 array of its shape is needed. And XLA for TPUs would run one large scatter as a sum in bf16.
         """
         dim = self.dim(primal)
         scatter = self.call.h_names if is_kernel else ()

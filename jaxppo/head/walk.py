@@ -17,8 +17,8 @@ from jaxppo.head.plan import references
 from jaxppo.head.ring import Part, block_of
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.tile import logits_of_rows
-from jaxppo.head.token_blocks import Slots, TokenBlocks
-from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Inputs, TokenStats
+from jaxppo.head.token_blocks import Slots, TokenBlocks, Tree
+from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Index, Inputs, TokenStats
 from jaxppo.head.vocabulary_blocks import VocabularyBlocks
 from jaxppo.sharding import vary, varying
 
@@ -64,11 +64,11 @@ class Walk:
         self.features = self.tokens.to_slots(features) if in_place else features
         self.references: jax.Array | None = None
 
-    def vary(self, tree: Any) -> Any:
+    def vary(self, tree: Tree) -> Tree:
         """Makes a loop carry vary over all axes, as it must from the start."""
         return jax.tree.map(lambda x: vary(x, self.axes), tree)
 
-    def vary_results(self, tree: Any) -> Any:
+    def vary_results(self, tree: Tree) -> Tree:
         """Makes results of tokens vary over all axes but the tensor axis, along which they are equal."""
         return jax.tree.map(lambda x: vary(x, self.axes - set(self.call.axes.tensor)), tree)
 
@@ -77,8 +77,7 @@ class Walk:
 
     def rows(self, slots: Slots) -> Features:
         """The features of the tokens in the slots."""
-        rows: Features = (self.tokens.read if self.compact else self.tokens.take)(self.features, slots)
-        return rows
+        return (self.tokens.read if self.compact else self.tokens.take)(self.features, slots)
 
     def chunk(self, slots: Slots, rows: Features | None = None) -> Chunk:
         """The tokens in the slots."""
@@ -101,25 +100,24 @@ class Walk:
             parameters, inside = self.vocabulary.rows(chunk.targets)
             z = logits_of_rows(self.call, chunk.rows, chunk.temperature, parameters)
             z = jnp.where(inside & jnp.isfinite(z), z, -jnp.inf)
-            written: jax.Array = self.tokens.write(found, self.vary(z), slots)
-            return written
+            return self.tokens.write(found, self.vary(z), slots)
 
         low = self.vary(jnp.full(self.tokens.slots_count, -jnp.inf, jnp.float32))
         found, tensor = self.tokens.loop(of_slots, low), self.call.axes.tensor
         self.references = self.vary(lax.pmax(found, tensor)) if tensor else found
         return self
 
-    def block(self, i: Any) -> Block:
+    def block(self, i: Index) -> Block:
         return self.vocabulary.block(i)
 
-    def part(self, p: Any) -> Walk:
+    def part(self, p: Index) -> Walk:
         """This walk over one of the device's equal parts of the vocabulary."""
         found = copy.copy(self)
         found.vocabulary = self.vocabulary.part(p)
         return found
 
     def sums(self, chunk: Chunk, block: Block, before: Sums, keep: bool = False) -> tuple[Sums, Any]:
-        """The softmax sums of the chunk up to this block, `before` those of the blocks before; products to keep."""
+        """`before`, the chunk's softmax sums so far, with those of this block; and its products, if `keep`."""
         found, x = self.call.op.forward(self.call, self.vocabulary.tile(chunk, block), before, keep)
         return self.vary(found if self.vocabulary.blocks == 1 else softmax.merge(before, found)), x
 
@@ -144,7 +142,7 @@ class Walk:
         return self.call.op.dlogits(self.call, self.vocabulary.tile(chunk, block), residuals, cotangents, x)
 
     def features_start(self, primals: Features) -> Features:
-        """Where `put_features` writes gradients of rows, in token order."""
+        """Zeros in token order, which `put_features` fills with gradients of rows."""
 
         rows = self.tokens.slots_count if self.tokens.order is None else self.count
 
@@ -182,7 +180,7 @@ class Walk:
         return sum_in_blocks(rows, like, 0, size, self.axes, rings=self.call.profile.rings)
 
     def finish_features(self, total: Features, primals: Features) -> Features:
-        """The end of `put_features`: in the shape and sharding of the features."""
+        """What `put_features` has filled, without padding, in the shape and sharding of the features."""
         return jax.tree.map(partial(self._feature_cotangent), jax.tree.map(lambda x: x[: self.count], total), primals)
 
     def slots_to_features(self, total: Features, primals: Features) -> Features:
@@ -210,7 +208,8 @@ def whole_features(call: HeadCall, features: Features) -> Features:
 def cotangents_of(call: HeadCall, found: TokenStats, counts: Any, ids: Any) -> Cotangents:
     """Cotangents of the statistics that the call differentiates, counted among these tokens."""
     entropy = found.entropy if call.asked.entropy == "bonus" else None
-    among = True if counts is None else counts
     of_ids = found.id_log_probs
     of_ids = None if of_ids is None else id_cotangents(of_ids, ids, call.vocab_size)
-    return Cotangents.of(found.log_probs, entropy, found.log_z, found.mean_logit, among, of_ids)
+    return Cotangents.of(
+        found.log_probs, entropy, found.log_z, found.mean_logit, True if counts is None else counts, of_ids
+    )

@@ -135,7 +135,7 @@ def joint_loss_from_hidden(
     }
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [prepared.specs, [tuple(batch_specs(p, *of)[:3]) for of in ordered], P(), P()], P()
+        return [prepared.specs, [tuple(batch_specs(p, *of)) for of in ordered], P(), P()], P()
 
     call = (static, tuple(parts), prepared.call)
     found: tuple[Float[Array, ""], Metrics] = shard_call(

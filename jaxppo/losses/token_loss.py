@@ -186,7 +186,7 @@ def loss_of_stats(
     }
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [p.tokens_spec, *batch_specs(p, batch, normalizer, token_constants)], P()
+        return [p.tokens_spec, *batch_specs(p, batch, normalizer, token_constants), P()], P()
 
     found: tuple[Float[Array, ""], Metrics] = shard_call(name, _of_stats, parallel, args, specs, static)
     return found
@@ -199,7 +199,7 @@ def check_normalizer(normalizer: Normalizer | None) -> None:
 
 def batch_specs(p: ParallelMesh, batch: RolloutBatch, normalizer: Normalizer | None, token_constants: Any) -> list[Any]:
     of_normalizer = None if normalizer is None else normalizer.specs(p)
-    return [batch.specs(p), of_normalizer, None if token_constants is None else p.tokens_spec, P()]
+    return [batch.specs(p), of_normalizer, None if token_constants is None else p.tokens_spec]
 
 
 def _of_stats(
@@ -254,7 +254,7 @@ def loss_of_hidden(
     }
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [head.specs, *batch_specs(p, batch, normalizer, token_constants)], P()
+        return [head.specs, *batch_specs(p, batch, normalizer, token_constants), P()], P()
 
     call = (static, head.call)
     found: tuple[Float[Array, ""], Metrics] = shard_call(name, _of_hidden, parallel, args, specs, call)

@@ -256,7 +256,7 @@ def test_unknown_implementations():
 def test_pieces_fit(kind, H, operand_bytes):
     chip = mosaic_tpu.CHIPS[kind]
     bt, bv = mosaic_tpu._piece(chip, H, operand_bytes)
-    assert operand_bytes * (bt + bv) * H < chip.vmem
+    assert operand_bytes * (bt + bv) * H < chip[0]
     assert bt % mosaic_tpu.SUBLANES == bv % mosaic_tpu.MATRIX == 0
 
 

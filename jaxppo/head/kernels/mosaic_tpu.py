@@ -2,10 +2,10 @@
 
 XLA writes a tile's f32 logits to memory and reads them back for the sums. Here they stay on the chip: one kernel leaves
 the softmax sums (and the logits, where the one pass asks for them), another the gradient of the logits in the dtype
-that products take. Both run the functions of `ops.xla` and `softmax` on pieces of tokens by columns, all of H at once,
+that products take. Both run the functions of `tile` and `softmax` on pieces of tokens by columns, all of H at once,
 so that there is one mathematics. The products of the backward stay XLA's.
 
-It is not the default. Times estimated by `sharding.audit` for a Qwen3-8B head (H 4096, V 151936, bf16) over
+It is not the default. Times estimated by `jaxppo.sharding.audit` for a Qwen3-8B head (H 4096, V 151936, bf16) over
 cp=4, tp=4 with 8192 tokens a device, in ms of compute, XLA's first; libtpu 0.0.52, nothing timed on a chip:
 
                v5p            v6e            tpu7x
@@ -46,21 +46,14 @@ SUBLANES = 32  # a multiple of what registers of any dtype have
 MATRIX = 256  # columns of the matrix units of newer chips
 
 
-class _Chip(NamedTuple):
-    """Bytes of a core's VMEM, and the tokens and columns of the largest piece."""
-
-    vmem: int
-    tokens: int
-    columns: int
-
-
-# by what a device's kind contains; the two cores of a v5p share the tokens of a chunk
+# Bytes of a core's VMEM, and the tokens and columns of the largest piece, by what a device's kind contains.
+# The two cores of a v5p share the tokens of a chunk.
 CHIPS = {
-    "TPU v5 lite": _Chip(128 * MIB, 1024, 2048),
-    "TPU v5": _Chip(64 * MIB, 512, 1024),
-    "TPU v6 lite": _Chip(128 * MIB, 1024, 2048),
-    "TPU7x": _Chip(64 * MIB, 1024, 1024),
-    "cpu": _Chip(64 * MIB, 32, 256),
+    "TPU v5 lite": (128 * MIB, 1024, 2048),
+    "TPU v5": (64 * MIB, 512, 1024),
+    "TPU v6 lite": (128 * MIB, 1024, 2048),
+    "TPU7x": (64 * MIB, 1024, 1024),
+    "cpu": (64 * MIB, 32, 256),
 }
 
 
@@ -84,7 +77,7 @@ class _Numbers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MosaicTPU(Op):
-    """See `Op`.
+    """A tile by the kernels of this file.
 
     Args:
       device: its kind.
@@ -117,11 +110,11 @@ class MosaicTPU(Op):
         if dtypes - {"bfloat16", "float32"}:
             return f"hidden states or parameters of {sorted(dtypes)}, only bfloat16 and float32"
         if _piece(self._chip, hidden.shape[-1], _operand_bytes(call, hidden, kernel)) is None:
-            return f"H = {hidden.shape[-1]}, of which no piece fits {self._chip.vmem} bytes of VMEM"
+            return f"H = {hidden.shape[-1]}, of which no piece fits {self._chip[0]} bytes of VMEM"
         return None
 
     @property
-    def _chip(self) -> _Chip | None:
+    def _chip(self) -> tuple[int, int, int] | None:
         return next((chip for kind, chip in CHIPS.items() if kind in self.device), None)
 
     def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, Any]:
@@ -227,7 +220,7 @@ def _operand_bytes(call: HeadCall, hidden: jax.Array, kernel: jax.Array) -> int:
     return 2 * itemsize * (2 if itemsize == 4 and call.precision != "default" else 1)
 
 
-def _piece(chip: _Chip, H: int, operand_bytes: int) -> tuple[int, int] | None:
+def _piece(chip: tuple[int, int, int], H: int, operand_bytes: int) -> tuple[int, int] | None:
     """The largest piece that fits, None where none does.
 
     It does not depend on the number of tokens, and so neither do the bits of a token's sums.
@@ -237,8 +230,8 @@ def _piece(chip: _Chip, H: int, operand_bytes: int) -> tuple[int, int] | None:
         """Operands, what is written for each token, and temporaries."""
         return operand_bytes * (bt + bv) * H + 2 * bt * LANES * 4 * 8 + 5 * bt * bv * 4
 
-    bt, bv = chip.tokens, chip.columns
-    while size(bt, bv) > chip.vmem * 3 // 4:
+    vmem, bt, bv = chip
+    while size(bt, bv) > vmem * 3 // 4:
         if bt <= SUBLANES and bv <= MATRIX:
             return None
         bt, bv = (bt, bv // 2) if bv > max(bt, MATRIX) else (max(bt // 2, SUBLANES), bv)
@@ -365,7 +358,7 @@ class _Grid:
             ),
             out_shape=[x.array for x in results],
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=self.op._chip.vmem
+                dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=self.op._chip[0]
             ),
             cost_estimate=pl.CostEstimate(
                 flops=2 * self.tokens * self.columns * inner,

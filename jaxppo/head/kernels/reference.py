@@ -17,7 +17,7 @@ from jaxppo.head.types import HeadCall, Op, Tile, Transform
 
 @dataclasses.dataclass(frozen=True)
 class Reference(Op):
-    """See `Op`."""
+    """A tile by the formulas alone, for tests of the others."""
 
     def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, jax.Array]:
         x, hot = products(call, tile.chunk.rows, tile.block.parameters), is_target(tile)
@@ -71,7 +71,8 @@ class Reference(Op):
 
 def _hot_ids(tile: Tile) -> jax.Array:
     """One-hot of each id, `[C, K, B]`."""
-    return tile.chunk.ids[:, :, None] == jnp.where(tile.block.valid, tile.block.columns, -1)[None]
+    ids = jnp.asarray(tile.chunk.ids)
+    return ids[:, :, None] == jnp.where(tile.block.valid, tile.block.columns, -1)[None]
 
 
 def _top(z: jax.Array, columns: jax.Array, k: int) -> Top:
