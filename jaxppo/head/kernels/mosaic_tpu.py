@@ -10,13 +10,13 @@ cp=4, tp=4 with 8192 tokens a device, in ms of compute, XLA's first; libtpu 0.0.
 
                v5p            v6e            tpu7x
     forward     6.11   6.23    3.48   3.32    2.68   2.57
-    two passes 26.4   26.0    16.2   15.2    14.3   11.7
-    one pass   20.5   20.6    13.8   13.5    18.6    9.6
+    two passes 28.2   28.0    17.7   16.3    15.3   13.4
+    one pass   22.5   22.7    14.7   14.7    10.4   10.4
 
 These charge kernels 93% of the peak. By the compiler's static profile the kernels reach 94% on a v5p, but about 80% on
 a v6e and 75% to 80% on a tpu7x, where products and the arithmetic after them do not overlap. On a v5p they gain next to
-nothing. On a v6e a forward gains 5% here, and 14% for Gemma 3 4B. Two passes gain 6% there and 19% on a tpu7x, nearly
-all of it by the gradient's kernel. In one pass half of XLA's time on a tpu7x are copies.
+nothing. On a v6e a forward gains 5% here, and 14% for Gemma 3 4B. Two passes gain 8% there and 12% on a tpu7x, nearly
+all of it by the gradient's kernel. One pass gains nothing.
 
 On CPUs the kernels are interpreted, to be tested: that is slow.
 """
