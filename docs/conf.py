@@ -25,6 +25,11 @@ extensions = [
 ]
 
 html_theme = "furo"
+html_theme_options = {
+    "source_repository": "https://github.com/jaxppo/jaxppo",
+    "source_branch": "main",
+    "source_directory": "",
+}
 html_title = f"jaxppo {release}"
 html_copy_source = False
 html_show_copyright = False

@@ -278,7 +278,7 @@ def token_weights(
 
 
 def _or_one(count: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A denominator: the mean over nothing is 0 / 1."""
+    """Replaces a denominator of 0 by 1: the mean over nothing is 0."""
     return jnp.where(count == 0, 1, count)
 
 

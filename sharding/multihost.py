@@ -141,7 +141,7 @@ def spans_processes(parallel: ParallelMesh) -> bool:
     """Whether devices of the mesh belong to several processes.
 
     Example:
-      >>> from sharding import make_parallel_mesh
+      >>> from jaxppo.sharding import make_parallel_mesh
       >>> spans_processes(make_parallel_mesh("dp=1", devices=jax.devices()[:1]))
       False
     """
@@ -186,7 +186,7 @@ def local_data_shards(parallel: ParallelMesh) -> list[int]:
     """The data shards that have a device in this process, by their place in the order of `parallel.data`.
 
     Example:
-      >>> from sharding import make_parallel_mesh
+      >>> from jaxppo.sharding import make_parallel_mesh
       >>> local_data_shards(make_parallel_mesh("dp=1", devices=jax.devices()[:1]))
       [0]
     """
@@ -202,7 +202,7 @@ def local_data_size(parallel: ParallelMesh) -> int:
     """How many of the data shards have a device in this process.
 
     Example:
-      >>> from sharding import make_parallel_mesh
+      >>> from jaxppo.sharding import make_parallel_mesh
       >>> local_data_size(make_parallel_mesh("dp=1", devices=jax.devices()[:1]))
       1
     """
@@ -224,7 +224,7 @@ def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
       ValueError: rows that the data shards of this host do not divide.
 
     Example:
-      >>> from sharding import make_parallel_mesh
+      >>> from jaxppo.sharding import make_parallel_mesh
       >>> parallel = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
       >>> to_global(np.ones((2, 3)), parallel.tokens_spec, parallel).shape
       (2, 3)
@@ -245,7 +245,7 @@ def to_local(tree: Any, parallel: ParallelMesh) -> Any:
       parallel: the mesh.
 
     Example:
-      >>> from sharding import make_parallel_mesh
+      >>> from jaxppo.sharding import make_parallel_mesh
       >>> parallel = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
       >>> to_local(to_global(np.ones((2, 3)), parallel.tokens_spec, parallel), parallel).shape
       (2, 3)

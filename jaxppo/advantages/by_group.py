@@ -59,7 +59,7 @@ class Groups:
     def unless_alone(
         self, advantages: Float[Array, "*K R S"], singletons: Singletons, reward: Float[Array, "*K R S"] | None = None
     ) -> Float[Array, "*K R S"]:
-        """The advantages; in a group of one, 0 or the `reward` itself."""
+        """Replaces the advantage of a sample that is alone in its group by 0 or by its `reward`."""
         kept = self.own if reward is None else reward
         return jnp.where(self.of(self.count) > 1, advantages, kept if singletons == "reward" else 0)
 

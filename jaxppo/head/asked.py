@@ -34,7 +34,7 @@ def empty_sums(count: int, asked: Asked, *, entropy: bool = False, nucleus: bool
         nucleus_s=zero if nucleus else None,
         z_y=zero,
         total=zero if "mean_logit" in stats else None,
-        columns=zero if "mean_logit" in stats else None,
+        finite=zero if "mean_logit" in stats else None,
         likeliest=jnp.full(count, jnp.iinfo(jnp.int32).min, jnp.int32) if "accuracy" in stats else None,
         squares=zero if "sum_p2" in stats else None,
         z_ids=jnp.zeros((count, ids), jnp.float32) if ids else None,
@@ -52,8 +52,8 @@ def answers(
     # through log s, so that the gradient of a target that does not exist is NaN too
     exists = _exist(targets, vocab_size)
     log_s, nucleus_log_s = (None if x is None else jnp.where(exists, x, jnp.nan) for x in (log_s, nucleus_log_s))
-    columns: Any = None if sums.columns is None else jnp.maximum(sums.columns, 1)
-    residuals = Residuals(sums.m, log_s, entropy, sums.nucleus_m, nucleus_log_s, columns)
+    finite: Any = None if sums.finite is None else jnp.maximum(sums.finite, 1)
+    residuals = Residuals(sums.m, log_s, entropy, sums.nucleus_m, nucleus_log_s, finite)
     of_all = sums.m, log_s
     log_probs = _log_probs(sums.z_y, *(of_all if sums.nucleus_m is None else (sums.nucleus_m, nucleus_log_s)))
     if asked.entropy == "none" and entropy is not None:
@@ -70,7 +70,7 @@ def answers(
         log_probs,
         entropy,
         log_z=sums.m + log_s if "log_z" in asked.logit_stats else None,
-        mean_logit=None if sums.total is None else sums.total / columns,
+        mean_logit=None if sums.total is None else sums.total / finite,
         accuracy=None if sums.likeliest is None else (sums.likeliest & 1).astype(jnp.float32),
         sum_p2=None if sums.squares is None else sums.squares * jnp.exp(-2 * log_s),
         id_log_probs=of_ids,

@@ -76,13 +76,13 @@ def by_vocabulary(walk: Walk, needs: NeedsGrad, known: Any) -> Gradients:
         def add(slots: Slots, carry: Any) -> Any:
             dfeatures, total = carry
             dfeatures, found = _add_tile(walk, block, of_slots(slots), dfeatures, parameters)
-            whole = None if found.kernel is None else found.kernel(0, block.columns.shape[1], 0, H)
+            whole = None if found.kernel is None else found.kernel(0, block.column_ids.shape[1], 0, H)
             return dfeatures, walk.vary(jax.tree.map(jnp.add, total, found._replace(kernel=whole)))
 
         if only is not None:
             dfeatures, found = _add_tile(walk, block, only, dfeatures, parameters)
         else:
-            shapes = needed(needs.parameters, block.parameters._replace(bias=block.columns[0]))
+            shapes = needed(needs.parameters, block.parameters._replace(bias=block.column_ids[0]))
             zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), shapes)
             dfeatures, found = tokens.loop(add, (dfeatures, zeros))
             kernel = None if found.kernel is None else partial(block_of, found.kernel, call.v_dim)
@@ -247,7 +247,7 @@ def _fill(
         put = jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, k * size, 0), given, new)
         return results, *walk.vary((*put, None if of_bias is None else dbias + of_bias))
 
-    columns = block.columns.shape[1]
+    columns = block.column_ids.shape[1]
     dtype = product_dtype(walk.inputs.features.hidden, walk.inputs.parameters.kernel)
     dbias = None if block.parameters.bias is None else walk.zeros(columns)
     empty = walk.vary((lax.empty((groups.size, columns), dtype), jnp.zeros(groups.size, bool)))

@@ -55,7 +55,7 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
         valid = block.student.valid
         sums = [total + jnp.where(valid, x, 0).sum(axis=1) for total, x in zip(sums, each, strict=True)]
         both = z, teacher_z
-        tops = [merge_top(top, top_of_block(x, block.student.columns, 1)) for top, x in zip(tops, both, strict=True)]
+        tops = [merge_top(top, top_of_block(x, block.student.column_ids, 1)) for top, x in zip(tops, both, strict=True)]
         largest = [jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(axis=1) for x in both]
         return walk.vary((sums, tops, jax.tree.map(jnp.maximum, magnitudes, largest)))
 

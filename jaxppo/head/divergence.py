@@ -137,7 +137,7 @@ class PairWalk(Walk):
 
     def block(self, i: Index) -> Any:
         student = super().block(i)
-        return PairBlock(student.parameters, student.columns, student, self.teacher.block(i))
+        return PairBlock(student.parameters, student.column_ids, student, self.teacher.block(i))
 
     def logits(self, chunk: PairChunk, block: PairBlock) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The student's products, and the student's and the teacher's logits; f32 `[C, B]`."""

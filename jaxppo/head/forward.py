@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.plan import PARTS
+from jaxppo.head.plan import EIGHTHS
 from jaxppo.head.softmax import Residuals, Sums, merge_in_pairs
 from jaxppo.head.token_blocks import Slots, zero_unless
 from jaxppo.head.types import HeadCall, Index, Inputs, Plan, TokenStats
@@ -17,10 +17,12 @@ def statistics(call: HeadCall, plan: Plan, inputs: Inputs) -> tuple[TokenStats, 
     """The statistics of each token and the residuals of the backward, f32[N] each, 0 where a token does not count."""
     walk = Walk(call, inputs, plan.forward, by_vocabulary=plan.forward_by_vocabulary)
     schedule = by_vocabulary if plan.forward_by_vocabulary else by_tokens
-    parts = jnp.arange(walk.vocabulary.parts, dtype=jnp.int32) if walk.vocabulary.parts else None
-    with note(f"forward, {plan.forward}" + ("" if parts is None else f", {PARTS} parts whatever the tensor axis")):
+    eighths = jnp.arange(walk.vocabulary.eighths, dtype=jnp.int32) if walk.vocabulary.eighths else None
+    with note(f"forward, {plan.forward}" + ("" if eighths is None else f", {EIGHTHS} parts whatever the tensor axis")):
         walk = walk.with_references()
-        sums = schedule(walk) if parts is None else merge_in_pairs(lax.map(lambda p: schedule(walk.part(p)), parts))
+        sums = (
+            schedule(walk) if eighths is None else merge_in_pairs(lax.map(lambda p: schedule(walk.eighth(p)), eighths))
+        )
     stats, residuals = walk.finish(walk.tokens.to_tokens(sums), inputs.targets, inputs.ids)
     # residuals too: those of an empty sum are NaN, and jax_debug_nans would stop there
     return zero_unless(inputs.counts, (stats, residuals))

@@ -156,18 +156,18 @@ def window(call: HeadCall, columns: int) -> int:
     return -(-columns // call.axes.size(call.axes.tensor)) if shared else columns
 
 
-PARTS = 8  # of the vocabulary, whose borders are those of devices wherever tp divides it
+EIGHTHS = 8  # of the vocabulary, whose borders are those of devices wherever tp divides it
 
 
-def parts(call: HeadCall, columns: int) -> int:
-    """How many of the vocabulary's `PARTS` a deterministic call works on, out of the `columns` that a device holds.
+def eighths(call: HeadCall, columns: int) -> int:
+    """How many of the vocabulary's `EIGHTHS` a deterministic call works on, out of the `columns` that a device holds.
 
     Each is summed apart, in tiles of the same shapes on any number of devices. 0 where equal parts do not end where
     devices do: sums are then those of the device's columns, and other calls always have these.
     """
     shards, shared = call.axes.size(call.axes.tensor), window(call, columns) < columns
-    equal = not PARTS % shards and not columns * (1 if shared else shards) % PARTS
-    return PARTS // shards if call.deterministic and equal and set(call.v_names) <= set(call.axes.tensor) else 0
+    equal = not EIGHTHS % shards and not columns * (1 if shared else shards) % EIGHTHS
+    return EIGHTHS // shards if call.deterministic and equal and set(call.v_names) <= set(call.axes.tensor) else 0
 
 
 @functools.cache

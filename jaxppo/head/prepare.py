@@ -229,8 +229,8 @@ def on_device(call: HeadCall, inputs: Inputs) -> Inputs:
     kernel = kernel.T if call.transposed else kernel
     lora_b = None if lora_b is None else lora_b.T if call.layout == "vh" else lora_b
     per_token = inputs.targets, inputs.nucleus_ids, inputs.ids, inputs.counts, inputs.temperature
-    parts = call.axes.size(call.axes.tensor) if call.sequence_parallel else 1
-    R, T = hidden.shape[0], hidden.shape[1] * parts
+    shards = call.axes.size(call.axes.tensor) if call.sequence_parallel else 1
+    R, T = hidden.shape[0], hidden.shape[1] * shards
     targets, nucleus_ids, ids, counts, temperature = jax.tree.map(
         lambda x: x.reshape(R * T, *x.shape[2:]) if x.ndim else jnp.broadcast_to(x, R * T), per_token
     )

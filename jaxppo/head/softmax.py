@@ -31,7 +31,7 @@ class Sums(NamedTuple):
     nucleus_s: Any  # as s, over these
     z_y: Array  # the target's logit, 0 where it is not among the logits
     total: Array | None = None  # sum of the finite logits
-    columns: Array | None = None  # how many those are
+    finite: Array | None = None  # how many those are
     likeliest: Array | None = None  # `top_key` of the largest
     squares: Array | None = None  # sum of exp(z - m)^2
     z_ids: Array | None = None  # f32[N, K], the logits of the ids that are asked for, 0 where one is not among them
@@ -68,8 +68,8 @@ class Residuals(NamedTuple):
     entropy: Any
     nucleus_m: Any
     nucleus_log_s: Any
-    columns: Any = None
-    """The number of logits in the mean."""
+    finite: Any = None
+    """The number of finite logits, of which the mean is."""
 
     def without_entropy(self, nucleus_only: bool) -> Residuals:
         """The residuals that the gradient of the log-probs alone needs."""
@@ -221,10 +221,10 @@ def merge(a: Sums, b: Sums) -> Sums:
     return added._replace(m=m, nucleus_m=nucleus_m, likeliest=likeliest, top=top)
 
 
-def merge_parts(parts: Sums) -> Sums:
-    """The sums of N tokens from those of parts of their logits, `[N, parts]`."""
-    m, nucleus_m, likeliest = jax.tree.map(lambda x: x.max(axis=1), (parts.m, parts.nucleus_m, parts.likeliest))
-    rescaled = _rescale(parts, *jax.tree.map(lambda x: x[:, None], (m, nucleus_m)))._replace(m=None, nucleus_m=None)
+def merge_pieces(pieces: Sums) -> Sums:
+    """The sums of N tokens from those of pieces of their logits, `[N, pieces]`."""
+    m, nucleus_m, likeliest = jax.tree.map(lambda x: x.max(axis=1), (pieces.m, pieces.nucleus_m, pieces.likeliest))
+    rescaled = _rescale(pieces, *jax.tree.map(lambda x: x[:, None], (m, nucleus_m)))._replace(m=None, nucleus_m=None)
     return jax.tree.map(lambda x: x.sum(axis=1), rescaled)._replace(m=m, nucleus_m=nucleus_m, likeliest=likeliest)
 
 
@@ -292,7 +292,7 @@ def dlogits(
     cotangents: Cotangents,
     ids: IdPlaces | None = None,
 ) -> Float[Array, "N B"]:
-    """dz_j = g * ([j = y] - p_j) - e * p_j * (log p_j + entropy) + a * p_j + b / columns where z_j is finite.
+    """dz_j = g * ([j = y] - p_j) - e * p_j * (log p_j + entropy) + a * p_j + b / finite where z_j is finite.
 
     With g, e, a, b the cotangents of log-prob, entropy, log_z and mean logit. In the first term p is over the nucleus.
     Ids with cotangents g_k add sum_k g_k * ([j = id_k] - p_j), with p over all.
@@ -319,7 +319,7 @@ def dlogits(
     if cotangents.log_z is not None:
         dz += cotangents.log_z[:, None] * jnp.exp(log_p)
     if cotangents.mean_logit is not None:
-        dz += jnp.where(z > -jnp.inf, (cotangents.mean_logit / residuals.columns)[:, None], 0)
+        dz += jnp.where(z > -jnp.inf, (cotangents.mean_logit / residuals.finite)[:, None], 0)
     if cotangents.ids is not None and ids is not None:
         dz += ids.spread(cotangents.ids, z) - cotangents.ids.sum(axis=1)[:, None] * jnp.exp(log_p)
     return dz

@@ -67,7 +67,7 @@ def logits(call: HeadCall, chunk: Chunk, block: Block, x: jax.Array) -> jax.Arra
 
 def is_target(tile: Tile) -> jax.Array:
     """One-hot of the target, `[C, B]`."""
-    return (tile.chunk.targets[:, None] == tile.block.columns) & tile.block.valid
+    return (tile.chunk.targets[:, None] == tile.block.column_ids) & tile.block.valid
 
 
 def of_products(call: HeadCall, tile: Tile, dz: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ def _sums(call: HeadCall, tile: Tile, like: Sums) -> tuple[Sums, jax.Array]:
     x = products(call, tile.chunk.rows, tile.block.parameters)
     z, hot = logits(call, tile.chunk, tile.block, x), is_target(tile)
     z_y = softmax.target_logits(z, hot, *tile.place)
-    return softmax.block_sums(z, z_y, hot, tile.nucleus, like, tile.chunk.reference, tile.ids, tile.block.columns), x
+    return softmax.block_sums(z, z_y, hot, tile.nucleus, like, tile.chunk.reference, tile.ids, tile.block.column_ids), x
 
 
 def _exactly(call: HeadCall, tile: Tile, sums: Sums, far: jax.Array) -> Sums:

@@ -257,7 +257,7 @@ class HeadCall:
       sum_dtype: in which gradients of parameters are summed over devices.
       memory: bytes a device may spend beside its results; None for its default.
       follow_mask: the work follows the tokens that count.
-      deterministic: tiles do not depend on the number of tokens, nor sums on the tensor axis where `plan.parts` are.
+      deterministic: tiles do not depend on the number of tokens, nor sums on the tensor axis where `plan.eighths` are.
       heads: how many share the memory.
       copied: parameters come as one copy a device, `[D, ...]`, whose gradients wait to be summed.
     """
@@ -310,7 +310,7 @@ class Block(NamedTuple):
     """Some columns of the vocabulary."""
 
     parameters: Parameters  # [H, B] or [B, H]; f32[1, B]; [r, B] or [B, r]
-    columns: jax.Array  # i32[1, B], their vocabulary ids
+    column_ids: jax.Array  # i32[1, B], their places in the vocabulary
     valid: jax.Array | Literal[True]  # bool[1, B], False for duplicates of other blocks and for padding; or all True
 
 

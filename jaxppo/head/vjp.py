@@ -152,13 +152,13 @@ def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Ar
         return walk.sums(chunk, walk.block(i), sums, keep=True)
 
     def part(x: jax.Array, p: jax.Array) -> tuple[jax.Array, Sums]:
-        of_part = walk.part(p)
+        of_part = walk.eighth(p)
         sums, new = of_part.sums(chunk, of_part.block(0), empty, keep=True)
         return lax.dynamic_update_slice_in_dim(x, walk.vary(new), p * new.shape[1], 1), sums
 
-    if walk.vocabulary.parts:  # of accelerators, where a chunk meets all columns at once
+    if walk.vocabulary.eighths:  # of accelerators, where a chunk meets all columns at once
         x = walk.vary(lax.empty((chunk.targets.shape[0], walk.vocabulary.window), jnp.float32))
-        x, each = lax.scan(part, x, jnp.arange(walk.vocabulary.parts, dtype=jnp.int32))
+        x, each = lax.scan(part, x, jnp.arange(walk.vocabulary.eighths, dtype=jnp.int32))
         sums, x = merge_in_pairs(each), x[None]
     elif walk.vocabulary.blocks == 1:
         sums, x = block(empty, 0)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.gradient_sums import as_primal, sum_in_blocks, unwritten
-from jaxppo.head.plan import parts, window
+from jaxppo.head.plan import eighths, window
 from jaxppo.head.ring import LANES, Part, block_of
 from jaxppo.head.softmax import IdPlaces
 from jaxppo.head.token_blocks import Tree, even_size
@@ -54,7 +54,7 @@ class VocabularyBlocks:
         self.count = self.ids.shape[0]
         shards = call.axes.size(call.axes.tensor)
         self._cut(window(call, self.count))
-        self.parts = parts(call, self.count)
+        self.eighths = eighths(call, self.count)
         self.first: Index = 0
         self.shared = self.window < self.count
         if self.shared:
@@ -68,10 +68,10 @@ class VocabularyBlocks:
         self.window, self.size = columns, even_size(columns, self.most, LANES)
         self.blocks = -(-columns // self.size)
 
-    def part(self, p: Index) -> VocabularyBlocks:
+    def eighth(self, p: Index) -> VocabularyBlocks:
         """The blocks of one of the device's equal `parts`."""
         found = copy.copy(self)
-        found._cut(self.window // self.parts)
+        found._cut(self.window // self.eighths)
         found.first = self.first + p * found.window
         found.overlaps, found.shared = bool(found.window % found.size), False
         return found
@@ -146,8 +146,8 @@ class VocabularyBlocks:
         if chunk.nucleus_ids is not None:
             ids = jnp.concatenate([chunk.nucleus_ids, chunk.targets[:, None]], axis=1)
             places, inside = self._place_of(ids, block)
-            C, B = ids.shape[0], block.columns.shape[1]
-            empty = vary(jnp.zeros((C, B), bool), varying(ids) | varying(block.columns))
+            C, B = ids.shape[0], block.column_ids.shape[1]
+            empty = vary(jnp.zeros((C, B), bool), varying(ids) | varying(block.column_ids))
             nucleus = empty.at[_range(C)[:, None], jnp.where(inside, places, B)].set(True, mode="drop")
         return Tile(chunk, block, place, nucleus, of_ids)
 
@@ -163,8 +163,8 @@ class VocabularyBlocks:
     def _place_of(self, ids: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
         """The place in the block of each vocabulary id, and whether the block has it as its own."""
         pieces = math.prod(map(lax.axis_size, self.gathered_v))
-        size = block.columns.shape[1] // pieces
-        starts = block.columns[0, ::size]
+        size = block.column_ids.shape[1] // pieces
+        starts = block.column_ids[0, ::size]
         as_last = (*[1] * ids.ndim, pieces)
         offset = ids[..., None] - starts.reshape(as_last)
         inside = (offset >= 0) & (offset < size)

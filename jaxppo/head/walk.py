@@ -110,10 +110,10 @@ class Walk:
     def block(self, i: Index) -> Block:
         return self.vocabulary.block(i)
 
-    def part(self, p: Index) -> Walk:
+    def eighth(self, p: Index) -> Walk:
         """This walk over one of the device's equal parts of the vocabulary."""
         found = copy.copy(self)
-        found.vocabulary = self.vocabulary.part(p)
+        found.vocabulary = self.vocabulary.eighth(p)
         return found
 
     def sums(self, chunk: Chunk, block: Block, before: Sums, keep: bool = False) -> tuple[Sums, Any]:
@@ -131,7 +131,7 @@ class Walk:
 
     def finish(self, sums: Sums, targets: jax.Array, ids: Any) -> tuple[TokenStats, Residuals]:
         """The statistics of tokens from their sums over the device's vocabulary, and what the backward needs."""
-        order = (self.call.v_names or self.call.axes.tensor) if self.vocabulary.parts else ()
+        order = (self.call.v_names or self.call.axes.tensor) if self.vocabulary.eighths else ()
         sums = softmax.combine(sums, self.call.axes, order)
         return answers(sums, self.call.asked, targets, ids, self.call.vocab_size)
 

@@ -1,5 +1,7 @@
-"""Reads a head out of modules of Flax, Equinox, Tunix and Qwix. None of them is imported here: an object of such a
-package can exist only if the program has imported it."""
+"""Reads a head out of modules of Flax, Equinox, Tunix and Qwix.
+
+None of them is imported here: an object of such a package can exist only if the program has imported it.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def collectives(jaxpr: Jaxpr | ClosedJaxpr) -> list[tuple[str, tuple[str, ...]]]
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from sharding import make_parallel_mesh, segment_sum
+      >>> from jaxppo.sharding import make_parallel_mesh, segment_sum
       >>> mesh = make_parallel_mesh(f"cp={jax.device_count()}")
       >>> ids = jnp.ones((1, 8), jnp.int32)
       >>> found = collectives(jax.make_jaxpr(lambda x: segment_sum(x, ids, 1, mesh))(jnp.ones((1, 8))))

@@ -12,7 +12,7 @@ import dataclasses
 import importlib.metadata
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -91,7 +91,7 @@ class Clock:
         known = values(self.module, computation, args)
         total = np.zeros((2, len(_KINDS)))
         started: dict[str, tuple[float, np.ndarray]] = {}  # how long a collective takes, and when it ends
-        busy: dict[Any, np.ndarray] = {}  # until when the links of a permutation are; those of others run beside it
+        busy: dict[Hashable, np.ndarray] = {}  # until when a permutation's links are; those of others run beside it
         for x in computation.values():
             source = x.operands[0] if x.operands else ""
             if (found := self._sent(name, x)) is not None:

@@ -140,7 +140,7 @@ def register_layout(layout: Layout) -> None:
       ValueError: the name is taken.
 
     Example:
-      >>> from sharding import logical_positions
+      >>> from jaxppo.sharding import logical_positions
       >>> class Rotated(Layout):
       ...     name = "rotated"
       ...     def position_at(self, places, row):

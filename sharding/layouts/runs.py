@@ -127,7 +127,7 @@ def _before(x: jax.Array, distance: jax.Array | int, axis: int, reverse: bool) -
 
 
 def _scan(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool) -> list[jax.Array]:
-    """y for each b. The derivatives are scans too; the transpose by b runs the other way.
+    """Solves the recurrence for each b. The derivatives are scans too; the transpose by b runs the other way.
 
     The bs are stacked into one array, since JAX cannot transpose a linear solve by a subset of its arguments.
     """
@@ -150,9 +150,10 @@ def _scan(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse:
 
 
 def _solve(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool) -> list[jax.Array]:
-    """y for each b. A long axis is scanned in blocks, then over the ends of the blocks, then both are combined.
+    """Solves the recurrence for each b.
 
-    Blocks keep the scanned axis short: the TPU compiler unrolls the shifts of an axis of a million positions.
+    A long axis is scanned in blocks, then over the ends of the blocks, then both are combined. Blocks keep the scanned
+    axis short: the TPU compiler unrolls the shifts of an axis of a million positions.
     """
     length, last = a.shape[axis], a.ndim - 1
     if length <= BLOCK:
@@ -185,7 +186,7 @@ def _in_blocks(x: jax.Array, reverse: bool) -> jax.Array:
 def _double(
     a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool
 ) -> tuple[list[jax.Array], jax.Array]:
-    """y for each b, and the flag at which the scan to each place began, by doubling the reach of each place.
+    """Solves the recurrence for each b by doubling the reach of each place; also says where each scan began.
 
     The levels are the turns of a loop. Unrolled, as in `lax.associative_scan`, each level would be compiled anew.
     """

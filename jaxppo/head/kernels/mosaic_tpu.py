@@ -62,7 +62,7 @@ class _Operands(NamedTuple):
 
     rows: Features  # [C, H] and [C, r]
     parameters: Parameters  # as in `Block`, the bias [1, B]
-    columns: Any  # i32[1, B], -1 where the column is not the block's own
+    column_ids: Any  # i32[1, B], -1 where the column is not the block's own
     targets: Any  # i32[C, 1]
     numbers: Any  # f32[C, n], the leaves of `_Numbers`
 
@@ -123,7 +123,7 @@ class MosaicTPU(Op):
         kernel = partial(_forward, call, jax.tree.structure(numbers))
         out = [jax.tree.map(lambda x: grid.of_tokens(x.dtype), like), grid.of_tile(jnp.float32) if keep else None]
         sums, x = grid.run("head_forward", kernel, _operands(grid, tile, numbers), out)
-        return softmax.merge_parts(sums), x
+        return softmax.merge_pieces(sums), x
 
     def dlogits(
         self, call: HeadCall, tile: Tile, residuals: Residuals, cotangents: Cotangents, x: jax.Array | None
@@ -142,7 +142,7 @@ class MosaicTPU(Op):
 def _operands(grid: _Grid, tile: Tile, numbers: _Numbers) -> _Operands:
     """Numbers and columns are padded to whole pieces with what does not count."""
     block = tile.block
-    columns = jnp.where(block.valid, block.columns, -1)
+    columns = jnp.where(block.valid, block.column_ids, -1)
     columns = jnp.pad(columns, ((0, 0), (0, -grid.columns % grid.bv)), constant_values=-1)
     leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(numbers)]
     stacked = jnp.pad(jnp.stack(leaves, axis=1), ((0, -grid.tokens % grid.bt), (0, 0))) if leaves else None
@@ -153,7 +153,7 @@ def _in_kernel(structure: Any, refs: _Operands) -> tuple[Tile, _Numbers]:
     """A piece as a tile."""
     x = jax.tree.map(lambda ref: ref[...], refs._replace(targets=None, numbers=None))
     numbers = jax.tree.unflatten(structure, [refs.numbers[:, k] for k in range(structure.num_leaves)])
-    block = Block(x.parameters, x.columns, x.columns >= 0)
+    block = Block(x.parameters, x.column_ids, x.column_ids >= 0)
     chunk = Chunk(x.rows, refs.targets[:, 0], None, None, numbers.temperature, None)
     return Tile(chunk, block, None, None, None), numbers
 
@@ -184,7 +184,7 @@ def _forward(call: HeadCall, structure: Any, active: Any, refs: _Operands, out: 
         tile, _ = _in_kernel(structure, refs)
         x = xla.products(call, tile.chunk.rows, tile.block.parameters)
         z = xla.logits(call, tile.chunk, tile.block, x)
-        is_target = refs.targets[...][None, None] == _by_lane(tile.block.columns)
+        is_target = refs.targets[...][None, None] == _by_lane(tile.block.column_ids)
         old = jax.tree.map(lambda ref: ref[...], sums)
         z_y = jnp.where(is_target, _by_lane(z), 0).sum(axis=1)
         found = softmax.block_sums(_by_lane(z), z_y, is_target, None, old)

@@ -32,11 +32,11 @@ class Reference(Op):
             nucleus_s=nucleus_e.sum(axis=1),
             z_y=jnp.where(hot, z, 0).sum(axis=1),
             total=jnp.where(jnp.isfinite(z), z, 0).sum(axis=1),
-            columns=(z > -jnp.inf).astype(jnp.float32).sum(axis=1),
+            finite=(z > -jnp.inf).astype(jnp.float32).sum(axis=1),
             likeliest=top_key(z, hot).max(axis=1),
             squares=(e**2).sum(axis=1),
             z_ids=None if tile.ids is None else jnp.where(_hot_ids(tile), z[:, None], 0).sum(axis=2),
-            top=None if like.top is None else _top(z, tile.block.columns, like.top[0].shape[1]),
+            top=None if like.top is None else _top(z, tile.block.column_ids, like.top[0].shape[1]),
         )
         asked: Any = (None if before is None else y for before, y in zip(like, found, strict=True))
         return Sums(*asked), x
@@ -61,7 +61,7 @@ class Reference(Op):
         if cotangents.log_z is not None:
             dz += cotangents.log_z[:, None] * p
         if cotangents.mean_logit is not None:
-            dz += cotangents.mean_logit[:, None] / residuals.columns[:, None]
+            dz += cotangents.mean_logit[:, None] / residuals.finite[:, None]
         if cotangents.ids is not None:
             dz += (cotangents.ids[:, :, None] * (_hot_ids(tile).astype(jnp.float32) - p[:, None])).sum(axis=1)
         counts = cotangents.counts[:, None] & tile.block.valid & (x != -jnp.inf)
@@ -72,7 +72,7 @@ class Reference(Op):
 def _hot_ids(tile: Tile) -> jax.Array:
     """One-hot of each id, `[C, K, B]`."""
     ids = jnp.asarray(tile.chunk.ids)
-    return ids[:, :, None] == jnp.where(tile.block.valid, tile.block.columns, -1)[None]
+    return ids[:, :, None] == jnp.where(tile.block.valid, tile.block.column_ids, -1)[None]
 
 
 def _top(z: jax.Array, columns: jax.Array, k: int) -> Top:
