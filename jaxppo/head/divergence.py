@@ -64,7 +64,7 @@ class PairBlock(NamedTuple):
     """The same columns of both heads; the parameters are the student's."""
 
     parameters: Parameters
-    columns: Any
+    column_ids: Any
     student: Block
     teacher: Block
 
