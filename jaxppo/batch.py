@@ -183,9 +183,9 @@ class RolloutBatch(Constructors):
         with multihost.together(parallel):
             self.check_layout(parallel)
         if multihost.spans_processes(parallel):
-            there = {name: np.asarray(x) for name, x in self._there().items()}
-            multihost.check_equal("batch", {name: (x.shape, x.dtype.name) for name, x in there.items()})
-            multihost.check_equal_rows("batch", there, parallel)
+            arrays = {name: np.asarray(x) for name, x in self._existing().items()}
+            multihost.check_equal("batch", {name: (x.shape, x.dtype.name) for name, x in arrays.items()})
+            multihost.check_equal_rows("batch", arrays, parallel)
         return multihost.to_global(self, self.specs(parallel), parallel)
 
     def validate(self, vocab_size: int | None = None, *, normalizer: StepCounts | None = None) -> None:
@@ -223,10 +223,10 @@ class RolloutBatch(Constructors):
         def spec(name: str, x: Array) -> P:
             return spec_of(parallel.rows_spec if name in PER_SEGMENT else parallel.tokens_spec, x)
 
-        specs: dict[str, Any] = {name: spec(name, x) for name, x in self._there().items()}
+        specs: dict[str, Any] = {name: spec(name, x) for name, x in self._existing().items()}
         return dataclasses.replace(self, **specs)
 
-    def _there(self) -> dict[str, Any]:
+    def _existing(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in _ARRAYS}
         return {name: x for name, x in given.items() if x is not None}
 

@@ -36,8 +36,8 @@ def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str =
       stacked: micro-batches may be stacked, `[K, R, T]`.
       prefix: stands before the names of arrays in errors.
     """
-    there = [name for name in (*REQUIRED, *OPTIONAL) if fields[name] is not None or name in REQUIRED]
-    arrays = {name: fields[name] for name in there}
+    existing = [name for name in (*REQUIRED, *OPTIONAL) if fields[name] is not None or name in REQUIRED]
+    arrays = {name: fields[name] for name in existing}
     for name, x in arrays.items():
         kind: Kind = "integers" if name in INTEGERS else "numbers" if name == "loss_mask" else "floats"
         check_array(prefix + name, x, kind)
@@ -83,9 +83,9 @@ def check_entries(
     check = partial(_check_rows, vocab_size=vocab_size, order=order, real_last_targets=real_last_targets)
     R, some = len(arrays["segment_ids"]), max(1, IN_CACHE // length)
     if some < R:
-        parts = [{name: x[i : i + some] for name, x in arrays.items()} for i in range(0, R, some)]
+        blocks = [{name: x[i : i + some] for name, x in arrays.items()} for i in range(0, R, some)]
         try:
-            lengths = np.concatenate([check(part, RULES_OF_ROWS) for part in parts])
+            lengths = np.concatenate([check(block, RULES_OF_ROWS) for block in blocks])
         except ValueError:  # the check of all rows below names the first entry
             pass
         else:
@@ -136,8 +136,8 @@ def _lengths(segments: np.ndarray, num_segments: int, weights: np.ndarray | None
     """`[R, S]`, the positions of each sequence, or the sum of their weights; ids out of range left out."""
     each = None if weights is None else weights.reshape(-1)
     numbered = _numbered(segments, num_segments).reshape(-1)
-    counts = np.bincount(numbered, each, minlength=len(segments) * (num_segments + 1))
-    return counts.reshape(len(segments), -1)[:, 1:]
+    lengths = np.bincount(numbered, each, minlength=len(segments) * (num_segments + 1))
+    return lengths.reshape(len(segments), -1)[:, 1:]
 
 
 def _numbered(segments: np.ndarray, num_segments: int) -> np.ndarray:

@@ -42,8 +42,8 @@ class ById:
         starts = jnp.concatenate(
             [jnp.zeros_like(sorted_ids[:1], jnp.int32), (sorted_ids[1:] != sorted_ids[:-1]).astype(jnp.int32)]
         )
-        counted = jnp.cumsum(starts, dtype=jnp.int32)
-        numbers = jnp.zeros_like(everyone, jnp.int32).at[order].set(counted, unique_indices=True)
+        number_of_sorted = jnp.cumsum(starts, dtype=jnp.int32)
+        numbers = jnp.zeros_like(everyone, jnp.int32).at[order].set(number_of_sorted, unique_indices=True)
         first = axes.index(axes.data) * ids.size
         own = lax.dynamic_slice_in_dim(numbers, first, ids.size).reshape(ids.shape)
         return cls(axes, own, numbers, ids >= 0)

@@ -97,8 +97,8 @@ class PolicyLossConfig:
         off_policy = self.off_policy
         if off_policy is None:
             return
-        counted = set(_STEPS[f"current/{self.ratio_to}"]) & set(_STEPS[off_policy.compares])
-        if off_policy.weights != "none" and self.loss.weighs_by_ratio and counted:
+        twice = set(_STEPS[f"current/{self.ratio_to}"]) & set(_STEPS[off_policy.compares])
+        if off_policy.weights != "none" and self.loss.weighs_by_ratio and twice:
             raise ValueError(
                 f"off_policy.compares: got {off_policy.compares!r} for the weights beside a loss that is weighed by "
                 f"its ratio, current/{self.ratio_to}, expected {_BESIDE[self.ratio_to]}: it would count twice"
@@ -157,8 +157,8 @@ class PolicyLossConfig:
     @property
     def policies(self) -> frozenset[str]:
         """The policies that the loss compares, beside the reference: some of "current", "old" and "rollout"."""
-        parts = [x.policies for x in (self.kl, self.off_policy) if x is not None]
-        return frozenset({"current", self.ratio_to}).union(*parts)
+        compared = [x.policies for x in (self.kl, self.off_policy) if x is not None]
+        return frozenset({"current", self.ratio_to}).union(*compared)
 
     @property
     def penalises_kl(self) -> bool:
@@ -170,8 +170,8 @@ def _place_of(name: str) -> str:
     """Names the class that has an option that `PolicyLossConfig` lacks."""
     if name == "temperature":
         return "it where logits are divided by it: an argument of policy_loss_from_hidden and log_probs_from_hidden"
-    parts: dict[str, Any] = {"kl": KL, "off_policy": OffPolicyConfig}
-    classes = [("loss", loss) for loss in dict.fromkeys([PPO, *BY_NAME.values()])] + list(parts.items())
+    other_fields: dict[str, Any] = {"kl": KL, "off_policy": OffPolicyConfig}
+    classes = [("loss", loss) for loss in dict.fromkeys([PPO, *BY_NAME.values()])] + list(other_fields.items())
     found = [f"{field}={kind.__name__}({name}=...)" for field, kind in classes if name in kind.__dataclass_fields__]
     own = ", ".join(field.name for field in dataclasses.fields(PolicyLossConfig))
     return f"it in {' or '.join(found)}" if found else f"one of {own}"

@@ -210,11 +210,11 @@ def renormalised_entropy(log_probs: Float[Array, "*batch K"]) -> Float[Array, "*
     check_array("log_probs", log_probs, "floats")
     if not log_probs.ndim or not log_probs.shape[-1]:
         raise ValueError(f"log_probs: got shape {log_probs.shape}, expected [..., K]")
-    there = log_probs != -jnp.inf
-    some = there.any(axis=-1, keepdims=True)
-    there = there | ~some  # a distribution to renormalise, so that the gradient of none is 0
-    log_q = jax.nn.log_softmax(jnp.where(there, jnp.where(some, log_probs.astype(jnp.float32), 0), -jnp.inf))
-    terms = jnp.where(there & some, jnp.exp(log_q) * jnp.where(there, log_q, 0), 0)
+    possible = log_probs != -jnp.inf
+    some = possible.any(axis=-1, keepdims=True)
+    possible = possible | ~some  # a distribution to renormalise, so that the gradient of none is 0
+    log_q = jax.nn.log_softmax(jnp.where(possible, jnp.where(some, log_probs.astype(jnp.float32), 0), -jnp.inf))
+    terms = jnp.where(possible & some, jnp.exp(log_q) * jnp.where(possible, log_q, 0), 0)
     return -terms.sum(axis=-1)
 
 

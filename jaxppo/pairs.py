@@ -35,18 +35,18 @@ class Pairs:
         axes: ShardAxes,
         group_ids: Int[Array, "R S"],
         rewards: Float[Array, "R S"],
-        counts: Float[Array, "R S"],
+        loss_tokens: Float[Array, "R S"],
     ) -> Pairs:
         """Finds the pairs from the batch's groups and rewards, and the number of loss tokens of each sample."""
-        by_id = ById.of(axes, jnp.where(counts > 0, group_ids, -1))
+        by_id = ById.of(axes, jnp.where(loss_tokens > 0, group_ids, -1))
         each = by_id.gather(rewards)
-        there = by_id.gather(by_id.there.astype(jnp.int32)) > 0
+        present = by_id.gather(by_id.there.astype(jnp.int32)) > 0
         highest, lowest = by_id.max(each)[by_id.all], -by_id.max(-each)[by_id.all]
-        chosen, rejected = (there & (each == x) & (highest > lowest) for x in (highest, lowest))
-        numbers = (by_id.sum(x.astype(jnp.int32)) for x in (there, chosen, rejected))
+        chosen, rejected = (present & (each == x) & (highest > lowest) for x in (highest, lowest))
+        numbers = (by_id.sum(x.astype(jnp.int32)) for x in (present, chosen, rejected))
         whole = [x == count for x, count in zip(numbers, (2, 1, 1), strict=True)]
         paired = (whole[0] & whole[1] & whole[2])[by_id.own] & by_id.there
-        return cls(by_id, chosen, rejected, (counts > 0) & ~paired)
+        return cls(by_id, chosen, rejected, (loss_tokens > 0) & ~paired)
 
     def of_chosen(self, x: Float[Array, "R S"]) -> Float[Array, "N"]:
         """The table of the chosen samples' values."""

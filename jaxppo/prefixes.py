@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -138,16 +137,16 @@ def _too_far(root: _Node, limits: _Limits) -> list[_Node]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _Subtree:
     """A node with some of its branches."""
 
     node: _Node
     places: int
     segments: int
-    below: tuple[_Part, ...] = ()
+    below: tuple[_Subtree, ...] = ()
 
 
-def _split(root: _Node, limits: _Limits) -> list[_Part]:
+def _split(root: _Node, limits: _Limits) -> list[_Subtree]:
     """The trees to pack. A tree that does not fit a row is cut where it costs least.
 
     Every cut repeats the path above it, so cuts are made as near to the root as possible: branches that fit a row stay
@@ -158,44 +157,44 @@ def _split(root: _Node, limits: _Limits) -> list[_Part]:
     for node, parent in nodes:
         places, segments = above[id(parent)]
         above[id(node)] = places + limits.places(node.stop - parent.stop), segments + 1
-    parts: dict[int, list[_Part]] = {}
+    subtrees: dict[int, list[_Subtree]] = {}
     for node, parent in reversed(nodes):
         own = limits.places(node.stop - parent.stop)
-        below = [part for child in node.children for part in parts.pop(id(child))]
+        below = [subtree for child in node.children for subtree in subtrees.pop(id(child))]
         places, segments = above[id(node)]
         bins = _first_fit(below, limits.row_length - places, limits.segments - segments) if below else [[]]
-        parts[id(node)] = [
-            _Part(node, own + sum(p.places for p in held), 1 + sum(p.segments for p in held), tuple(held))
+        subtrees[id(node)] = [
+            _Subtree(node, own + sum(x.places for x in held), 1 + sum(x.segments for x in held), tuple(held))
             for held in bins
         ]
-    return [part for child in root.children for part in parts[id(child)]]
+    return [subtree for child in root.children for subtree in subtrees[id(child)]]
 
 
-def _first_fit(parts: list[_Part], places: int, segments: int) -> list[list[_Part]]:
-    """Packs parts into bins, first-fit-decreasing; a single bin keeps their order."""
-    if sum(p.places for p in parts) <= places and sum(p.segments for p in parts) <= segments:
-        return [parts]
-    bins: list[list[_Part]] = []
+def _first_fit(subtrees: list[_Subtree], places: int, segments: int) -> list[list[_Subtree]]:
+    """Packs subtrees into bins, first-fit-decreasing; a single bin keeps their order."""
+    if sum(x.places for x in subtrees) <= places and sum(x.segments for x in subtrees) <= segments:
+        return [subtrees]
+    bins: list[list[_Subtree]] = []
     free: list[tuple[int, int]] = []
-    for part in sorted(parts, key=lambda p: -p.places):
-        at = next((i for i, (p, n) in enumerate(free) if part.places <= p and part.segments <= n), len(bins))
+    for subtree in sorted(subtrees, key=lambda x: -x.places):
+        at = next((i for i, (p, n) in enumerate(free) if subtree.places <= p and subtree.segments <= n), len(bins))
         if at == len(bins):
             bins.append([])
             free.append((places, segments))
-        bins[at].append(part)
-        free[at] = free[at][0] - part.places, free[at][1] - part.segments
+        bins[at].append(subtree)
+        free[at] = free[at][0] - subtree.places, free[at][1] - subtree.segments
     return bins
 
 
-def _laid_out(trees: list[_Part]) -> list[Piece]:
+def _laid_out(trees: list[_Subtree]) -> list[Piece]:
     pieces: list[Piece] = []
     for number, tree in enumerate(trees):
-        waiting: list[Any] = [(tree, None)]
+        waiting: list[tuple[_Subtree, int | None]] = [(tree, None)]
         while waiting:
-            part, parent = waiting.pop()
-            while len(part.below) == 1:  # no other branch in this row shares it
-                part = part.below[0]
-            start = 0 if parent is None else pieces[parent].stop
-            pieces.append(Piece(part.node.sample, start, part.node.stop, number, parent, not part.node.is_leaf))
-            waiting += [(below, len(pieces) - 1) for below in reversed(part.below)]
+            subtree, parent = waiting.pop()
+            while len(subtree.below) == 1:  # no other branch in this row shares it
+                subtree = subtree.below[0]
+            node, start = subtree.node, 0 if parent is None else pieces[parent].stop
+            pieces.append(Piece(node.sample, start, node.stop, number, parent, not node.is_leaf))
+            waiting += [(below, len(pieces) - 1) for below in reversed(subtree.below)]
     return pieces

@@ -78,8 +78,8 @@ def padded_rows(
     """See `RolloutBatch.from_padded`."""
     name = "RolloutBatch.from_padded"
     given = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "completion_mask": completion_mask}
-    given |= _there({"prompt_mask": prompt_mask, "attention_mask": attention_mask})
-    given |= _there(_given(arrays, PaddedArrays))
+    given |= _existing({"prompt_mask": prompt_mask, "attention_mask": attention_mask})
+    given |= _existing(_given(arrays, PaddedArrays))
     B, C = _shape("completion_ids", completion_ids)
     T = _shape("prompt_ids", prompt_ids)[1] + C
     shapes: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(given, ((B, C),))
@@ -116,7 +116,7 @@ def placed_rows(
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_token_aligned`; if the rows hold targets, see `from_target_aligned`."""
     name = "RolloutBatch.from_target_aligned" if "targets" in rows else "RolloutBatch.from_token_aligned"
-    given = {**rows, **_there(_given(arrays, RowArrays))}
+    given = {**rows, **_existing(_given(arrays, RowArrays))}
     R, T = _shape("tokens", rows["tokens"])
     _check_dtype("segment_ids", rows["segment_ids"])
     if num_segments is None:
@@ -138,7 +138,7 @@ def _check_segments(segment_ids: Array | np.ndarray, num_segments: int) -> None:
         raise ValueError(f"num_segments: got {num_segments}, expected at least {most}, the largest of segment_ids")
 
 
-def _there(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _existing(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
@@ -226,10 +226,10 @@ def _own_positions(axes: ShardAxes, length: int, arrays: dict[str, Array]) -> di
 
 def _sample_ids(axes: ShardAxes, segment_ids: Array, num_segments: int) -> Int[Array, "R S"]:
     """A number for each sequence, -1 where a row has no such segment; takes this device's rows, in full length."""
-    there = Segments(segment_ids, num_segments).sum(jnp.ones_like(segment_ids)) > 0
+    present = Segments(segment_ids, num_segments).sum(jnp.ones_like(segment_ids)) > 0
     rows = axes.index(axes.data) * segment_ids.shape[0] + jnp.arange(segment_ids.shape[0], dtype=jnp.int32)
     numbers = rows[:, None] * num_segments + jnp.arange(num_segments, dtype=jnp.int32)[None]
-    return jnp.where(there, numbers, -1)
+    return jnp.where(present, numbers, -1)
 
 
 def _as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, Array]) -> dict[str, Array]:

@@ -57,7 +57,7 @@ class View:
         return self.arrays[name]
 
     @functools.cached_property
-    def counted(self) -> Any:
+    def counts(self) -> Any:
         """The positions with loss; a NaN in the mask counts as loss."""
         return self["loss_mask"] != 0
 
@@ -81,7 +81,7 @@ class View:
         inside = self.xp.clip(self["segment_ids"], 1, self.num_segments) - 1
         return self.xp.take_along_axis(self[name], inside, axis=1)
 
-    def there(self, *names: str) -> Iterator[tuple[str, Any]]:
+    def existing(self, *names: str) -> Iterator[tuple[str, Any]]:
         return ((name, self[name]) for name in names if name in self.arrays)
 
 
@@ -107,16 +107,16 @@ class Rule:
 
 
 def _mask_values(v: View) -> Broken:
-    yield "loss_mask", v.counted & (v["loss_mask"] != 1)
+    yield "loss_mask", v.counts & (v["loss_mask"] != 1)
 
 
 def _mask_on_padding(v: View) -> Broken:
-    yield "loss_mask", v.counted & (v["segment_ids"] == 0)
+    yield "loss_mask", v.counts & (v["segment_ids"] == 0)
 
 
 def _mask_on_last_position(v: View) -> Broken:
     if not v.real_last_targets and not v.cut:
-        yield "loss_mask", v.counted & (v["segment_ids"] > 0) & (v["positions"] == v.lasts)
+        yield "loss_mask", v.counts & (v["segment_ids"] > 0) & (v["positions"] == v.lasts)
 
 
 def _segment_range(v: View) -> Broken:
@@ -124,54 +124,54 @@ def _segment_range(v: View) -> Broken:
 
 
 def _log_probs_above_zero(v: View) -> Broken:
-    for name, x in v.there("log_probs", *LOG_PROBS):
-        yield name, v.counted & (x > MAX_LOG_PROB)
+    for name, x in v.existing("log_probs", *LOG_PROBS):
+        yield name, v.counts & (x > MAX_LOG_PROB)
 
 
 def _log_probs_not_finite(v: View) -> Broken:
-    for name, x in v.there("log_probs", *LOG_PROBS):
-        yield name, v.counted & ~v.xp.isfinite(x)
+    for name, x in v.existing("log_probs", *LOG_PROBS):
+        yield name, v.counts & ~v.xp.isfinite(x)
 
 
 def _values_not_finite(v: View) -> Broken:
-    for name, x in v.there("advantages", "values", "returns", "new_values"):
-        yield name, v.counted & ~v.xp.isfinite(x)
-    for name, _ in v.there("sample_rewards"):
-        yield name, v.counted & ~v.xp.isfinite(v.of_segments(name))
+    for name, x in v.existing("advantages", "values", "returns", "new_values"):
+        yield name, v.counts & ~v.xp.isfinite(x)
+    for name, _ in v.existing("sample_rewards"):
+        yield name, v.counts & ~v.xp.isfinite(v.of_segments(name))
 
 
 def _loss_weights(v: View) -> Broken:
-    for name, x in v.there("loss_weights"):
-        yield name, v.counted & ~(v.xp.isfinite(x) & (x >= 0))
+    for name, x in v.existing("loss_weights"):
+        yield name, v.counts & ~(v.xp.isfinite(x) & (x >= 0))
 
 
 def _rollout_missing(v: View) -> Broken:
-    for name, x in v.there("rollout_ids"):
+    for name, x in v.existing("rollout_ids"):
         yield name, (x < 0) & (v["sample_ids"] >= 0)
 
 
 def _normalizer_of_another_step(v: View) -> Broken:
-    for name, x in v.there("normalizer"):
+    for name, x in v.existing("normalizer"):
         differs = v.loss_tokens > x if v.cut else v.loss_tokens != x
         yield name, differs & ~v.xp.isnan(v.loss_tokens)  # a mask of NaN breaks a rule of its own
 
 
 def _alone(v: View) -> Broken:
-    yield from v.there("alone")
+    yield from v.existing("alone")
 
 
 def _parents(v: View) -> Broken:
-    for name, x in v.there("parents"):
+    for name, x in v.existing("parents"):
         yield name, out_of_order(x, v.xp)
 
 
 def _mask_without_sample(v: View) -> Broken:
     if "parents" in v.arrays:
-        yield "loss_mask", v.counted & (v["segment_ids"] > 0) & (v.of_segments("sample_ids") < 0)
+        yield "loss_mask", v.counts & (v["segment_ids"] > 0) & (v.of_segments("sample_ids") < 0)
 
 
 def _parents_elsewhere(v: View) -> Broken:
-    for name, x in v.there("parents"):
+    for name, x in v.existing("parents"):
         held = np.take_along_axis(v["lengths"], np.clip(x, 1, v.num_segments) - 1, axis=1)
         yield name, (x > 0) & ((held == 0) | ~v.present)
 
@@ -194,20 +194,20 @@ def _positions(v: View) -> Broken:
 def _vocabulary(v: View) -> Broken:
     assert v.vocab_size is not None
     yield "tokens", (v["segment_ids"] > 0) & ((v["tokens"] < 0) | (v["tokens"] >= v.vocab_size))
-    yield "targets", v.counted & ((v["targets"] < 0) | (v["targets"] >= v.vocab_size))
+    yield "targets", v.counts & ((v["targets"] < 0) | (v["targets"] >= v.vocab_size))
 
 
 def _next_token(v: View) -> Broken:
     segments = v["segment_ids"]
     follows = (segments == v.neighbour("segment_ids")) & (np.arange(segments.shape[1]) < segments.shape[1] - 1)
-    yield "targets", follows & v.counted & (v["targets"] != v.neighbour("tokens"))
+    yield "targets", follows & v.counts & (v["targets"] != v.neighbour("tokens"))
 
 
 def _present_ids(v: View) -> Broken:
     needed = v.present
     if "parents" in v.arrays:
         needed = needed & ((v["sample_ids"] >= 0) | ~has_branches(v["parents"], np))
-    for name, x in v.there("sample_ids", "group_ids", "rollout_ids"):
+    for name, x in v.existing("sample_ids", "group_ids", "rollout_ids"):
         yield name, needed & (x < 0)
 
 
@@ -219,7 +219,7 @@ def _own_ids(v: View) -> Broken:
 
 
 def _rewards(v: View) -> Broken:
-    for name, x in v.there("rewards"):
+    for name, x in v.existing("rewards"):
         yield name, v.present & ~np.isfinite(x)
 
 
@@ -312,16 +312,17 @@ def count_broken(
       segments: of the rows.
       real_last_targets: see `View`.
     """
-    there = {name: x for name, x in arrays.items() if x is not None}
-    if "pair_ids" in there:
-        of_samples = segments.sum(there["loss_mask"])
-        there["alone"] = Pairs.of(segments.axes, there["pair_ids"], there["pair_rewards"], of_samples).alone
+    existing = {name: x for name, x in arrays.items() if x is not None}
+    if "pair_ids" in existing:
+        of_samples = segments.sum(existing["loss_mask"])
+        pairs = Pairs.of(segments.axes, existing["pair_ids"], existing["pair_rewards"], of_samples)
+        existing["alone"] = pairs.alone
     lengths = segments.sum(jnp.ones_like(segments.segment_ids))
-    behind = lengths if there.get("parents") is None else lengths + starts(there["parents"], lengths, jnp)
-    loss_tokens = segments.sum(there["loss_mask"]) if "normalizer" in there else None
+    behind = lengths if existing.get("parents") is None else lengths + starts(existing["parents"], lengths, jnp)
+    loss_tokens = segments.sum(existing["loss_mask"]) if "normalizer" in existing else None
     cut = bool(segments.axes.unknown(segments.segment_ids))
     lasts = segments.spread(behind) - 1
-    view = View(there, segments.num_segments, lasts, loss_tokens, real_last_targets, cut, None, jnp)
+    view = View(existing, segments.num_segments, lasts, loss_tokens, real_last_targets, cut, None, jnp)
     zero = jnp.zeros((), jnp.float32)
     return {rule.name: sum((bad.sum(dtype=jnp.float32) for _, bad in rule.broken(view)), zero) for rule in ON_DEVICE}
 
@@ -333,10 +334,10 @@ def broken_log_probs(log_probs: Float[Array, "..."], loss_mask: Float[Array, "..
     return found[0] | found[1]
 
 
-def as_bits(**counts: Float[Array, ""]) -> jax.Array:
+def as_bits(**broken: Float[Array, ""]) -> jax.Array:
     """i32, bit i set where rule i of `ON_DEVICE` was broken."""
     return sum(
-        ((counts[rule.name] > 0).astype(jnp.int32) << i for i, rule in enumerate(ON_DEVICE)), jnp.zeros((), jnp.int32)
+        ((broken[rule.name] > 0).astype(jnp.int32) << i for i, rule in enumerate(ON_DEVICE)), jnp.zeros((), jnp.int32)
     )
 
 

@@ -72,11 +72,11 @@ class TokenSets:
         return cls(token_ids, offsets)
 
     @classmethod
-    def join(cls, parts: Iterable[TokenSets]) -> TokenSets:
-        """All sets of the parts, in order."""
-        parts = list(parts)
-        sizes = np.concatenate([np.zeros(1, np.int64), *(part.sizes for part in parts)])
-        return cls(np.concatenate([part.token_ids for part in parts]), np.cumsum(sizes))
+    def join(cls, several: Iterable[TokenSets]) -> TokenSets:
+        """The sets of all of them, in order."""
+        several = list(several)
+        sizes = np.concatenate([np.zeros(1, np.int64), *(each.sizes for each in several)])
+        return cls(np.concatenate([each.token_ids for each in several]), np.cumsum(sizes))
 
     @classmethod
     def empty(cls, count: int) -> TokenSets:
@@ -106,9 +106,9 @@ class TokenSets:
         """The sets without the negative ids that pad them."""
         if not self.token_ids.size or self.token_ids.min() >= 0:
             return self
-        there = self.token_ids >= 0
-        counts = np.concatenate([[0], np.cumsum(there)])
-        return TokenSets(self.token_ids[there], counts[self.offsets])
+        real = self.token_ids >= 0
+        before = np.concatenate([[0], np.cumsum(real)])
+        return TokenSets(self.token_ids[real], before[self.offsets])
 
 
 def _integers(name: str, array: np.ndarray) -> np.ndarray:

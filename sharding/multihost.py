@@ -102,8 +102,8 @@ def gather(rows: Num[np.ndarray, "N ..."]) -> list[Num[np.ndarray, "N ..."]]:
       [[[1, 2]]]
     """
     like = f"rows of {rows.dtype}{list(rows.shape[1:])}"
-    parts = exchange(like, rows.tobytes())
-    return [np.frombuffer(part, rows.dtype).reshape(-1, *rows.shape[1:]) for part in parts]
+    of_each = exchange(like, rows.tobytes())
+    return [np.frombuffer(sent, rows.dtype).reshape(-1, *rows.shape[1:]) for sent in of_each]
 
 
 @contextlib.contextmanager
@@ -154,13 +154,13 @@ def numbers_before(parallel: ParallelMesh, count: int) -> int:
     Processes with the same data shards hold the same rows, and are counted once.
     """
     mine = np.array([[min(local_data_shards(parallel)), count]], np.int64)
-    held = dict(tuple(row) for part in gather(mine) for row in part.tolist())
+    held = dict(tuple(row) for rows in gather(mine) for row in rows.tolist())
     return sum(n for first, n in held.items() if first < mine[0, 0])
 
 
 def check_equal(what: str, value: object) -> None:
     """Raises on every process unless `repr(value)` is the same on all of them; every process must call this."""
-    texts = [part.decode() for part in exchange(f"comparison of {what}", repr(value).encode())]
+    texts = [sent.decode() for sent in exchange(f"comparison of {what}", repr(value).encode())]
     for process, other in enumerate(texts):
         if other != texts[0]:
             raise ValueError(f"{what}: got {texts[0]} on process 0 and {other} on process {process}, expected the same")
@@ -171,8 +171,8 @@ def check_equal_rows(what: str, arrays: Mapping[str, np.ndarray], parallel: Para
     mine = local_data_shards(parallel)
     prints = {name: zlib.crc32(np.ascontiguousarray(x).tobytes()) for name, x in arrays.items()}
     first: dict[str, tuple[int, dict[str, int]]] = {}
-    for process, part in enumerate(exchange(f"rows of {what}", json.dumps([mine, prints]).encode())):
-        shards, found = json.loads(part)
+    for process, sent in enumerate(exchange(f"rows of {what}", json.dumps([mine, prints]).encode())):
+        shards, found = json.loads(sent)
         other, expected = first.setdefault(str(shards), (process, found))
         differ = [name for name in expected if found.get(name) != expected[name]]
         if differ:
@@ -230,8 +230,8 @@ def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
       (2, 3)
     """
 
-    def place(spec: Any, part: Any) -> Any:
-        return jax.tree.map(lambda leaf: _to_global(np.asarray(leaf), spec, parallel), part)
+    def place(spec: Any, subtree: Any) -> Any:
+        return jax.tree.map(lambda leaf: _to_global(np.asarray(leaf), spec, parallel), subtree)
 
     with jax.transfer_guard_host_to_device("allow"):  # the guard takes this function's transfers for implicit ones
         return jax.tree.map(place, specs, tree, is_leaf=lambda leaf: leaf is None or isinstance(leaf, P))
@@ -278,8 +278,8 @@ def _placed(sharding: NamedSharding) -> Callable[[Any], Any]:
 
 
 def _rows(x: jax.Array) -> np.ndarray:
-    parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
-    return np.concatenate(jax.device_get([parts[start] for start in sorted(parts)]))
+    of_rows = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate(jax.device_get([of_rows[start] for start in sorted(of_rows)]))
 
 
 def _to_global(local: np.ndarray, spec: P, parallel: ParallelMesh) -> jax.Array:
@@ -294,8 +294,8 @@ def _to_global(local: np.ndarray, spec: P, parallel: ParallelMesh) -> jax.Array:
     each = local.shape[dim] // len(mine)
     shape = (*local.shape[:dim], each * parallel.data_size, *local.shape[dim + 1 :])
 
-    def part(index: Any) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         first = mine.index((index[dim].start or 0) // each) * each
         return local[(*index[:dim], slice(first, first + each), *index[dim + 1 :])]
 
-    return jax.make_array_from_callback(shape, sharding, part)
+    return jax.make_array_from_callback(shape, sharding, shard)

@@ -87,8 +87,8 @@ class Packed:
     @property
     def positions(self) -> Int[np.ndarray, "*K R T"]:
         longest = np.arange(self.order.shape[1], dtype=np.int32)
-        counted = [longest[:length] for length in self.lengths]
-        return self._rows(counted, np.zeros_like(self.lengths), self.lengths, 0, np.int32, ())
+        from_zero = [longest[:length] for length in self.lengths]
+        return self._rows(from_zero, np.zeros_like(self.lengths), self.lengths, 0, np.int32, ())
 
     def _rows(
         self,

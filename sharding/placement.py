@@ -30,17 +30,17 @@ def place(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
         slices.setdefault(_slice(device), []).append(device)
-    counts = {len(some) for some in slices.values()}
-    if len(counts) > 1:
-        raise ValueError(f"devices: got slices of {sorted(counts)} devices, expected slices of one size")
+    sizes_found = {len(some) for some in slices.values()}
+    if len(sizes_found) > 1:
+        raise ValueError(f"devices: got slices of {sorted(sizes_found)} devices, expected slices of one size")
     outer, rest = [], len(slices)
     for size in sizes:
         outer.append(math.gcd(rest, size))
         rest //= outer[-1]
     inner = [size // count for size, count in zip(sizes, outer, strict=True)]
-    parts = np.empty(len(slices), object)
-    parts[:] = [_in_slice(inner, slices[index]) for index in sorted(slices)]
-    return np.block(parts.reshape(outer).tolist()) if len(slices) > 1 else parts[0]
+    blocks = np.empty(len(slices), object)
+    blocks[:] = [_in_slice(inner, slices[index]) for index in sorted(slices)]
+    return np.block(blocks.reshape(outer).tolist()) if len(slices) > 1 else blocks[0]
 
 
 def _slice(device: jax.Device) -> int:
@@ -84,9 +84,9 @@ def _split(sizes: Sequence[int], grid: np.ndarray) -> np.ndarray:
                 taken[dimension].append((axis, count))
                 left[dimension] //= count
                 size //= count
-    parts = [part for counts in taken for part in reversed(counts)]
-    axes = sorted(range(len(parts)), key=lambda i: parts[i][0])
-    return grid.reshape([count for _, count in parts]).transpose(axes).reshape(sizes)
+    factors = [factor for of_dimension in taken for factor in reversed(of_dimension)]
+    axes = sorted(range(len(factors)), key=lambda i: factors[i][0])
+    return grid.reshape([count for _, count in factors]).transpose(axes).reshape(sizes)
 
 
 def links(mesh: Mesh) -> dict[str, tuple[str, ...]]:

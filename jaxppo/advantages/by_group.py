@@ -60,8 +60,8 @@ class Groups:
         self, advantages: Float[Array, "*K R S"], singletons: Singletons, reward: Float[Array, "*K R S"] | None = None
     ) -> Float[Array, "*K R S"]:
         """Replaces the advantage of a sample that is alone in its group by 0 or by its `reward`."""
-        kept = self.own if reward is None else reward
-        return jnp.where(self.of(self.count) > 1, advantages, kept if singletons == "reward" else 0)
+        own = self.own if reward is None else reward
+        return jnp.where(self.of(self.count) > 1, advantages, own if singletons == "reward" else 0)
 
     def others(self) -> Moments:
         """(count, mean, sum of squares about that mean) of each sample's group without the sample, `[N]` each.

@@ -107,18 +107,18 @@ def _per_shard(
 ) -> jax.Array:
     place, singletons, epsilon = static
     segments, by_id = batch.segments(axes), ById.of(axes, group_ids)
-    keep = (batch.loss_mask > 0) & (segments.spread(by_id.there.astype(jnp.int32)) > 0)
-    mask = keep.astype(jnp.float32)
+    counts = (batch.loss_mask > 0) & (segments.spread(by_id.there.astype(jnp.int32)) > 0)
+    mask = counts.astype(jnp.float32)
     returns = masked(returns, mask)
     energy = _energy(masked(log_probs, mask), masked(sum_p2, mask))
     energy = energy if weights is None else energy * masked(weights, mask) ** 2
-    upto = _sums_upto(axes, batch, jnp.where(keep, energy, 0))
+    upto = _sums_upto(axes, batch, jnp.where(counts, energy, 0))
     at = _places(axes, batch, segments, mask, place)
 
     lengths = jnp.maximum(segments.max(at.astype(jnp.float32), mask) + 1, 0)
     shared, starts = _shared_places(by_id, lengths)
-    inside = keep & (at < segments.spread(shared[by_id.own]))
-    size = max(keep.size * axes.size(axes.tokens) // 2, 1)
+    inside = counts & (at < segments.spread(shared[by_id.own]))
+    size = max(counts.size * axes.size(axes.tokens) // 2, 1)
     index = jnp.where(inside, segments.spread(starts[by_id.own]) + at, size)
 
     def total(x: jax.Array) -> jax.Array:
@@ -134,7 +134,7 @@ def _per_shard(
     whole = jnp.where(whole == 0, 1, whole)
     advantages = returns - largest * (denominator / whole) - numerator / whole
     alone = returns if singletons == "reward" else jnp.zeros_like(returns)
-    return lax.stop_gradient(jnp.where(keep, jnp.where(inside, advantages, alone), 0))
+    return lax.stop_gradient(jnp.where(counts, jnp.where(inside, advantages, alone), 0))
 
 
 def _shared_places(by_id: ById, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:

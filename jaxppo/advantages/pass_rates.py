@@ -61,10 +61,10 @@ def _per_shard(
     axes: ShardAxes, rewards: Float[Array, "*K R S"], group_ids: Int[Array, "*K R S"], at_least: Float[Array, ""]
 ) -> Metrics:
     by_id = ById.of(axes, group_ids)
-    there = by_id.gather(by_id.there.astype(jnp.float32))
+    present = by_id.gather(by_id.there.astype(jnp.float32))
     passes = jnp.where(jnp.isnan(rewards), jnp.nan, (rewards.astype(jnp.float32) >= at_least).astype(jnp.float32))
     passed = by_id.gather(passes)
-    count, number = by_id.sum(there), by_id.sum(passed)
+    count, number = by_id.sum(present), by_id.sum(passed)
     is_group = (count > 0).astype(jnp.float32)
     groups = is_group.sum()
     each = {

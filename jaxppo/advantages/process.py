@@ -86,8 +86,8 @@ def _process_grpo(
 ) -> jax.Array:
     scale_by_std, epsilon, singletons = static
     segments, by_id = batch.segments(axes), ById.of(axes, group_ids)
-    there = segments.spread(by_id.there.astype(jnp.int32)) > 0
-    is_end = (ends.astype(jnp.float32) > 0) & (batch.loss_mask > 0) & there
+    in_group = segments.spread(by_id.there.astype(jnp.int32)) > 0
+    is_end = (ends.astype(jnp.float32) > 0) & (batch.loss_mask > 0) & in_group
     steps = is_end.astype(jnp.float32)
     rewards = masked(rewards, steps)
 
@@ -106,7 +106,7 @@ def _process_grpo(
     if scale_by_std:
         deviation = jnp.sqrt(total(centred**2) / jnp.maximum(count - 1, 1))
         centred, rewards = centred / (to_tokens(deviation) + epsilon), rewards / (1 + epsilon)
-    counted = jnp.where(to_tokens(count) > 1, centred, rewards if singletons == "reward" else 0)
-    counted = jnp.where(is_end, counted, 0)
-    following = scan_shard(axes, jnp.ones_like(counted), counted, True, batch.segment_ids, batch.num_segments)
+    of_steps = jnp.where(to_tokens(count) > 1, centred, rewards if singletons == "reward" else 0)
+    of_steps = jnp.where(is_end, of_steps, 0)
+    following = scan_shard(axes, jnp.ones_like(of_steps), of_steps, True, batch.segment_ids, batch.num_segments)
     return lax.stop_gradient(jnp.where(batch.loss_mask > 0, following, 0))

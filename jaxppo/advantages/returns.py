@@ -133,10 +133,10 @@ def _returns(
     axes: ShardAxes, static: tuple[float, float], rewards: jax.Array, mask: jax.Array, batch: RolloutBatch
 ) -> jax.Array:
     gamma, through = static
-    keep = mask.astype(jnp.float32) > 0
-    a = jnp.where(keep, gamma, through).astype(jnp.float32)
-    b = jnp.where(keep, rewards.astype(jnp.float32), 0)
-    return lax.stop_gradient(jnp.where(keep, _scan(axes, batch, a, b), 0))
+    counts = mask.astype(jnp.float32) > 0
+    a = jnp.where(counts, gamma, through).astype(jnp.float32)
+    b = jnp.where(counts, rewards.astype(jnp.float32), 0)
+    return lax.stop_gradient(jnp.where(counts, _scan(axes, batch, a, b), 0))
 
 
 def _scan(axes: ShardAxes, batch: RolloutBatch, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -219,22 +219,22 @@ def _gae(
     batch: RolloutBatch,
 ) -> tuple[jax.Array, jax.Array]:
     gamma, lam, value_lam, length_alpha = static
-    keep = mask.astype(jnp.float32) > 0
-    rewards, values = (jnp.where(keep, x.astype(jnp.float32), 0) for x in (rewards, values))
-    nearest = _scan(axes, batch, jnp.where(keep, 0.0, 1.0), values)
+    counts = mask.astype(jnp.float32) > 0
+    rewards, values = (jnp.where(counts, x.astype(jnp.float32), 0) for x in (rewards, values))
+    nearest = _scan(axes, batch, jnp.where(counts, 0.0, 1.0), values)
     next_value = shift_shard(axes, nearest, 1, 0, batch.segment_ids, batch.num_segments)
-    delta = jnp.where(keep, rewards + gamma * next_value - values, 0)
+    delta = jnp.where(counts, rewards + gamma * next_value - values, 0)
 
     def advantages(lam: float | jax.Array) -> jax.Array:
-        a = jnp.where(keep, gamma * lam, 1.0).astype(jnp.float32)
-        return jnp.where(keep, _scan(axes, batch, a, delta), 0)
+        a = jnp.where(counts, gamma * lam, 1.0).astype(jnp.float32)
+        return jnp.where(counts, _scan(axes, batch, a, delta), 0)
 
     if length_alpha is None:
         policy = advantages(lam)
         value = policy if value_lam == lam else advantages(value_lam)
     else:
         segments = batch.segments(axes)
-        length = segments.spread(segments.sum(keep.astype(jnp.float32)))
+        length = segments.spread(segments.sum(counts.astype(jnp.float32)))
         policy, value = advantages(1 - 1 / jnp.maximum(length_alpha * length, 1)), advantages(value_lam)
     return lax.stop_gradient((policy, value + values))
 

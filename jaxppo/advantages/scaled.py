@@ -77,9 +77,9 @@ def _check_means(rewards: Float[Array, "*K R S"], group_ids: Int[Array, "*K R S"
     for x in (rewards, group_ids):
         if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
             return
-    there = np.asarray(group_ids) >= 0
-    ids, numbers = np.unique(np.asarray(group_ids)[there], return_inverse=True)
-    r = np.asarray(rewards)[there].astype(np.float64)
+    present = np.asarray(group_ids) >= 0
+    ids, numbers = np.unique(np.asarray(group_ids)[present], return_inverse=True)
+    r = np.asarray(rewards)[present].astype(np.float64)
     means = np.bincount(numbers, r) / np.bincount(numbers)
     largest = np.zeros(len(ids))
     np.fmax.at(largest, numbers, np.abs(r))

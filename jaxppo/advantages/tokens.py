@@ -130,22 +130,22 @@ def whiten(
 def _whiten(axes: ShardAxes, static: tuple[bool, float], x: jax.Array, mask: jax.Array) -> jax.Array:
     shift_mean, epsilon = static
     axes.check_complete("the mean and deviation to whiten by", x, mask)
-    keep = mask.astype(jnp.float32) > 0
-    centred, mean, variance = _moments(axes, x, keep)
+    counts = mask.astype(jnp.float32) > 0
+    centred, mean, variance = _moments(axes, x, counts)
     y = centred * lax.rsqrt(variance + epsilon)
-    return jnp.where(keep, y if shift_mean else y + mean, 0)
+    return jnp.where(counts, y if shift_mean else y + mean, 0)
 
 
-def _moments(axes: ShardAxes, x: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(x less its mean, the mean, the variance over n - 1), of all kept tokens of the step."""
-    x = lax.stop_gradient(jnp.where(keep, x.astype(jnp.float32), 0))
+def _moments(axes: ShardAxes, x: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(x less its mean, the mean, the variance over n - 1), of the tokens of the step that count."""
+    x = lax.stop_gradient(jnp.where(counts, x.astype(jnp.float32), 0))
 
     def total_of(*values: jax.Array) -> tuple[jax.Array, ...]:
         return axes.psum(tuple(vary(v.sum(), axes.tokens) for v in values), axes.tokens)
 
-    total, count = total_of(x, keep.astype(jnp.float32))
+    total, count = total_of(x, counts.astype(jnp.float32))
     centre = total / jnp.maximum(count, 1)
-    d = jnp.where(keep, x - centre, 0)
+    d = jnp.where(counts, x - centre, 0)
     # `centre` has the rounding error of a sum of large numbers; the sum of the differences corrects it
     rest, square = total_of(d, d * d)
     rest = rest / jnp.maximum(count, 1)
@@ -197,10 +197,10 @@ def explained_variance(
 
 def _explained_variance(axes: ShardAxes, values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
     axes.check_complete("the variance of returns", values, returns, mask)
-    keep = mask.astype(jnp.float32) > 0
-    _, mean, variance = _moments(axes, returns, keep)
-    error = jnp.where(keep, returns.astype(jnp.float32) - values.astype(jnp.float32), 0)
-    _, _, left = _moments(axes, error, keep)
+    counts = mask.astype(jnp.float32) > 0
+    _, mean, variance = _moments(axes, returns, counts)
+    error = jnp.where(counts, returns.astype(jnp.float32) - values.astype(jnp.float32), 0)
+    _, _, left = _moments(axes, error, counts)
     # such a small variance is the rounding error of equal returns
     nothing = variance <= (2.0**-22 * mean) ** 2
     return jnp.where(nothing, jnp.nan, 1 - left / jnp.where(nothing, 1, variance))

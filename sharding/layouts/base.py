@@ -170,12 +170,12 @@ def move(axes: ShardAxes, x: Any, source: Layout, target: Layout, row: Row) -> A
     if row.shards == 1 or source is target:
         return x
     # jit keeps constants inside: in second derivatives linear_call would pass those of one trace to another
-    there, back = (jax.jit(functools.partial(_move, axes, *way)) for way in ((source, target), (target, source)))
+    forth, back = (jax.jit(functools.partial(_move, axes, *way)) for way in ((source, target), (target, source)))
     needed = frozenset(axes.context).union(*(varying(leaf) for leaf in jax.tree.leaves(row)))
 
     def one(x: jax.Array) -> jax.Array:
         x = vary(x, needed)
-        return linear_call(there, back, row, x) if jnp.issubdtype(x.dtype, jnp.inexact) else there(row, x)
+        return linear_call(forth, back, row, x) if jnp.issubdtype(x.dtype, jnp.inexact) else forth(row, x)
 
     return jax.tree.map(one, x)
 
@@ -194,10 +194,10 @@ def exchange(axes: ShardAxes, source: Layout, target: Layout, row: Row, x: jax.A
         here = target.position_at(places_of(me, row), row)
         whole = lax.all_gather(x, axes.context, axis=1, tiled=True)
         return take(whole, source.place_of(here, row))
-    send, keep = _exchange_tables(source, target, row.length, row.shards)
+    send, received_at = _exchange_tables(source, target, row.length, row.shards)
     outgoing = x[:, jnp.asarray(send)[me].reshape(-1)]
     received = lax.all_to_all(outgoing, axes.context, split_axis=1, concat_axis=1, tiled=True)
-    return received[:, jnp.asarray(keep)[me]]
+    return received[:, jnp.asarray(received_at)[me]]
 
 
 def places_of(shard: jax.Array | int, row: Row) -> jax.Array:
@@ -207,18 +207,22 @@ def places_of(shard: jax.Array | int, row: Row) -> jax.Array:
 
 @functools.lru_cache
 def _exchange_tables(source: Layout, target: Layout, length: int, shards: int) -> tuple[np.ndarray, np.ndarray]:
-    """The local places that a shard sends to each receiver, `[C, C, m]`, and which of the `C*m` received it keeps."""
+    """The tables of an exchange.
+
+    These are the local places that a shard sends to each receiver, `[C, C, m]`, and, for each place of a shard, the
+    index of what it keeps among the `C*m` received, `[C, T_local]`.
+    """
     row = Row(length, shards)
     came = source.place_of(target.position_at(np.arange(length), row), row).reshape(shards, row.local)
     senders = came // row.local
     width = max(np.bincount(each).max() for each in senders)
     send = np.zeros((shards, shards, width), np.int32)
-    keep = np.zeros((shards, row.local), np.int32)
+    received_at = np.zeros((shards, row.local), np.int32)
     for sender, receiver in np.ndindex(shards, shards):
-        (kept,) = np.nonzero(senders[receiver] == sender)
-        send[sender, receiver, : kept.size] = came[receiver, kept] % row.local
-        keep[receiver, kept] = sender * width + np.arange(kept.size)
-    return send, keep
+        (places,) = np.nonzero(senders[receiver] == sender)
+        send[sender, receiver, : places.size] = came[receiver, places] % row.local
+        received_at[receiver, places] = sender * width + np.arange(places.size)
+    return send, received_at
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
