@@ -192,9 +192,9 @@ def _positions(v: View) -> Broken:
 
 
 def _vocabulary(v: View) -> Broken:
-    assert v.vocab_size is not None
-    yield "tokens", (v["segment_ids"] > 0) & ((v["tokens"] < 0) | (v["tokens"] >= v.vocab_size))
-    yield "targets", v.counts & ((v["targets"] < 0) | (v["targets"] >= v.vocab_size))
+    if v.vocab_size is not None:
+        yield "tokens", (v["segment_ids"] > 0) & ((v["tokens"] < 0) | (v["tokens"] >= v.vocab_size))
+        yield "targets", v.counts & ((v["targets"] < 0) | (v["targets"] >= v.vocab_size))
 
 
 def _next_token(v: View) -> Broken:

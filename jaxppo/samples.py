@@ -171,7 +171,8 @@ class Sample:
         """loss_mask of every token."""
         if self.loss_mask is not None:
             return np.asarray(self.loss_mask, np.float32)
-        assert self.response_start is not None  # __post_init__ sees to it
+        if self.response_start is None:
+            raise ValueError("response_start, loss_mask: got None for both, expected one of them")
         return (np.arange(len(self.tokens)) >= self.response_start).astype(np.float32)
 
     @property
@@ -182,8 +183,6 @@ class Sample:
         return int(np.argmax(self.mask > 0)) if self.mask.any() else len(self.tokens)
 
     def _check_mask(self, length: int) -> None:
-        if self.loss_mask is None and self.response_start is None:
-            raise ValueError("response_start, loss_mask: got None for both, expected one of them")
         if self.loss_mask is not None:
             mask = _as_array("loss_mask", self.loss_mask)
             if mask.shape != (length,):

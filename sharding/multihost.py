@@ -266,7 +266,8 @@ def whole(tree: Any) -> Any:
     def read(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
             return x
-        assert isinstance(x.sharding, NamedSharding)
+        if not isinstance(x.sharding, NamedSharding):
+            raise TypeError(f"tree: got an array with {type(x.sharding).__name__}, expected NamedSharding")
         return jax.device_get(_placed(NamedSharding(x.sharding.mesh, P()))(x))
 
     return jax.tree.map(read, tree)

@@ -79,10 +79,9 @@ def drop_equal_groups(samples: Sequence[Sample], *, keep_lone: bool = False) -> 
     check_samples(samples)
     rewards: dict[int, list[float]] = defaultdict(list)
     for i, s in enumerate(samples):
-        for name in ("reward", "group_id"):
-            check(f"samples[{i}].{name}", None, getattr(s, name) is not None, "one for every sample")
-        assert s.group_id is not None
-        assert s.reward is not None
+        if s.reward is None or s.group_id is None:
+            missing = "reward" if s.reward is None else "group_id"
+            raise ValueError(f"samples[{i}].{missing}: got None, expected one for every sample")
         rewards[int(s.group_id)].append(float(s.reward))
     kept = {g for g, found in rewards.items() if min(found) != max(found) or (keep_lone and len(found) == 1)}
     return [s for s in samples if s.group_id in kept]

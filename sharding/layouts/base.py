@@ -124,8 +124,9 @@ class Layout:
         length = shards * next((leaf.shape[1] for leaf in jax.tree.leaves(x)), 0)
         if not self.per_segment:
             return Row(length, shards)
-        assert segment_ids is not None  # check_context_rows sees to both
-        assert num_segments is not None
+        if segment_ids is None or num_segments is None:
+            missing = "segment_ids" if segment_ids is None else "num_segments"
+            raise ValueError(f"{missing}: got None, expected it for context layout {self.name!r}")
         numbers = jnp.arange(1, num_segments + 1, dtype=jnp.int32)
         held = segment_ids.astype(jnp.int32)[:, :, None] == numbers[None, None]
         lengths = axes.psum(held.sum(axis=1, dtype=jnp.int32), axes.context)

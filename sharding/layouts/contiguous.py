@@ -50,13 +50,11 @@ class Contiguous(Layout):
                 x = self.hop(axes, runs, x, min(runs.shortest, by - gone))
             return x
 
-        if segment_ids is None or self.per_segment:
-            position = self.position_at(places_of(axes.index(axes.context), row), row)
-            ends = row.length if segment_ids is None else runs.sequence_ends
-            assert ends is not None  # per segment there are some
-            stays = position + by < ends
-        else:
+        if segment_ids is not None and runs.sequence_ends is None:
             stays = (shifted(segment_ids) == segment_ids) & (segment_ids > 0)
+        else:
+            position = self.position_at(places_of(axes.index(axes.context), row), row)
+            stays = position + by < (row.length if runs.sequence_ends is None else runs.sequence_ends)
         return jax.tree.map(lambda y: jnp.where(widen(stays, y), shifted(y), jnp.asarray(fill, y.dtype)), x)
 
     def scan(
