@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_array
-from jaxppo._once_a_step import gradients_of_originals, split
+from jaxppo._once_a_step import Split, gradients_of_originals, split
 from jaxppo._stacked import part_of_a_step
 from jaxppo.metrics import Composite, Metric, Metrics, collapse_metrics
 from jaxppo.sharding import ShardAxes, check_parallel, vary, varying
+
+# What is differentiated in each micro-batch: the parameters that it reads, None for others, and the copies.
+Wanted = tuple[list[Float[Array, "..."] | None], list[Float[Array, "D ..."]]]
 
 
 def accumulate_gradients(
@@ -62,59 +67,95 @@ def accumulate_gradients(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn: got {type(loss_fn).__name__}, expected a function of (params, micro_batch)")
-    for path, x in jax.tree.leaves_with_path(micro_batches):
-        if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
-            check_array(f"micro_batches{jax.tree_util.keystr(path)}", x)
-    lengths = {x.shape[:1] for x in jax.tree.leaves(micro_batches)}
-    if len(lengths) != 1 or lengths <= {(), (0,)}:
-        raise ValueError(f"micro_batches: got leading dimensions {sorted(lengths)}, expected one K above 0 for all")
-    (count,) = lengths.pop()
+    count = _check_micro_batches(micro_batches)
     check_parallel(parallel, "ShardAxes or None")
     names = () if parallel is None else parallel.tokens
     if parallel is not None:
         parallel.check_manual("accumulate_gradients")
         parallel.check_vma()
 
-    def checked(params: Any, micro_batch: Any) -> tuple[Float[Array, ""], Metrics]:
-        found = loss_fn(params, micro_batch)
-        _check_result(found)
-        return found
-
     def run(params: Any) -> tuple[tuple[Float[Array, ""], Metrics], Any]:
         for path, x in jax.tree.leaves_with_path(params):
             check_array(f"params{jax.tree_util.keystr(path)}", x, "floats")
         given, structure = jax.tree.flatten(params)
         leaves = [vary(x, names) for x in given]
-        one = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), micro_batches)
-        with part_of_a_step(count):
-            traced, result = jax.make_jaxpr(checked, return_shape=True)(jax.tree.unflatten(structure, leaves), one)
-        _check_summed(traced.out_avals[0], names)
-        parts = split(traced, leaves, jax.tree.leaves(one))
-        originals, back = jax.vjp(parts.originals, *leaves)
-        wanted = [x if used else None for x, used in zip(leaves, parts.used, strict=True)], parts.copies(*originals)
-
-        def part(wanted: tuple[list[Any], list[Any]], micro_batch: Any) -> tuple[Array, Metrics]:
-            params = [x if y is None else y for x, y in zip(leaves, wanted[0], strict=True)]
-            found = parts.rest(*params, *wanted[1], *jax.tree.leaves(micro_batch))
-            loss, metrics = jax.tree.unflatten(jax.tree.structure(result), found)
-            return loss, metrics
-
-        def step(carry: Any, micro_batch: Any) -> Any:
-            loss, gradients = carry
-            with part_of_a_step(count):
-                (here, metrics), more = jax.value_and_grad(part, has_aux=True)(wanted, micro_batch)
-            gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more)
-            return (loss + here, gradients), metrics
-
-        start = jnp.float32(0), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), wanted)
-        (loss, (found, of_copies)), metrics = lax.scan(step, start, micro_batches)
+        loss = _split_loss(loss_fn, jax.tree.unflatten(structure, leaves), micro_batches, count, names)
+        originals, back = jax.vjp(loss.split.originals, *leaves)
+        read = [x if used else None for x, used in zip(leaves, loss.split.used, strict=True)]
+        wanted = read, loss.split.copies(*originals)
+        total, metrics, (found, of_copies) = _sum_over_micro_batches(loss, leaves, wanted, micro_batches, count)
         gradients = [jnp.zeros_like(x, jnp.float32) if g is None else g for x, g in zip(leaves, found, strict=True)]
         if of_copies:
             gradients = list(map(jnp.add, gradients, gradients_of_originals(back, originals, of_copies)))
         gradients = list(map(_summed, gradients, given))
-        return (loss, collapse_metrics(metrics)), jax.tree.unflatten(structure, gradients)
+        return (total, metrics), jax.tree.unflatten(structure, gradients)
 
     return run
+
+
+class _SplitLoss(NamedTuple):
+    """The loss of one micro-batch, split into what runs once a step and what runs for each micro-batch."""
+
+    split: Split
+    result: PyTreeDef
+    """The structure of (loss, metrics)."""
+
+    def of_one(
+        self, leaves: list[Float[Array, "..."]], wanted: Wanted, micro_batch: Any
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """(loss, metrics) of a micro-batch; `leaves` are constants where `wanted` has no parameter."""
+        read, copies = wanted
+        params = [x if y is None else y for x, y in zip(leaves, read, strict=True)]
+        found = self.split.rest(*params, *copies, *jax.tree.leaves(micro_batch))
+        loss, metrics = jax.tree.unflatten(self.result, found)
+        return loss, metrics
+
+
+def _split_loss(
+    loss_fn: Callable[[Any, Any], Any], params: Any, micro_batches: Any, count: int, names: tuple[str, ...]
+) -> _SplitLoss:
+    """Traces the loss of one micro-batch, and checks what it returns."""
+
+    def checked(params: Any, micro_batch: Any) -> tuple[Float[Array, ""], Metrics]:
+        found = loss_fn(params, micro_batch)
+        _check_result(found)
+        return found
+
+    one = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), micro_batches)
+    with part_of_a_step(count):
+        traced, result = jax.make_jaxpr(checked, return_shape=True)(params, one)
+    _check_summed(traced.out_avals[0], names)
+    return _SplitLoss(split(traced, jax.tree.leaves(params), jax.tree.leaves(one)), jax.tree.structure(result))
+
+
+def _sum_over_micro_batches(
+    loss: _SplitLoss, leaves: list[Float[Array, "..."]], wanted: Wanted, micro_batches: Any, count: int
+) -> tuple[Float[Array, ""], Metrics, Wanted]:
+    """The loss, the metrics and the f32 gradients of what is wanted, in one loop."""
+    value_and_grad = jax.value_and_grad(partial(loss.of_one, leaves), has_aux=True)
+
+    def step(carry: tuple[Float[Array, ""], Wanted], micro_batch: Any) -> Any:
+        total, gradients = carry
+        with part_of_a_step(count):
+            (here, metrics), more = value_and_grad(wanted, micro_batch)
+        gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more)
+        return (total + here, gradients), metrics
+
+    start = jnp.float32(0), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), wanted)
+    (total, gradients), metrics = lax.scan(step, start, micro_batches)
+    return total, collapse_metrics(metrics), gradients
+
+
+def _check_micro_batches(micro_batches: Any) -> int:
+    """K; raises where an array of the micro-batches has no leading K."""
+    for path, x in jax.tree.leaves_with_path(micro_batches):
+        if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
+            check_array(f"micro_batches{jax.tree_util.keystr(path)}", x)
+    lengths = {x.shape[:1] for x in jax.tree.leaves(micro_batches)}
+    if len(lengths) != 1 or lengths <= {(), (0,)}:
+        raise ValueError(f"micro_batches: got leading dimensions {sorted(lengths)}, expected one K above 0 for all")
+    ((count,),) = lengths
+    return count
 
 
 def _summed(total: Float[Array, "..."], param: Float[Array, "..."]) -> Float[Array, "..."]:
