@@ -279,10 +279,10 @@ def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions
     Raises:
       ModuleNotFoundError: Tunix is not installed.
     """
-    from flax import nnx
     from tunix.rl import rl_cluster as theirs
 
     check_options(options)
+    passes = _Passes(theirs, lora_scale, options)
 
     class RLCluster(theirs.RLCluster):  # type: ignore[misc]
         """Tunix's cluster, without logits in its forward passes."""
@@ -291,29 +291,13 @@ def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions
             mesh = self.r2m[role]
             return None if mesh.empty or mesh.size == 1 else ParallelMesh(mesh)
 
-        def _log_probs(self, role: Any, model: Any, *args: Any, **kwargs: Any) -> jax.Array:
-            kwargs |= {"parallel": self.parallel_of(role), "lora_scale": lora_scale}
-            return log_probs(model, *args, **kwargs, **options)
-
         @property
         def inference_worker(self) -> Any:
-            worker = super().inference_worker
-
-            def get(prompts: Any, completions: Any, pad_id: int, eos_id: int, **kwargs: Any) -> jax.Array:
-                model = worker.get_model("reference")
-                return self._log_probs(theirs.Role.REFERENCE, model, prompts, completions, pad_id=pad_id, **kwargs)
-
-            return _Instead(worker, get_ref_per_token_logps=get)
+            return passes.inference_worker(self, super().inference_worker)
 
         @property
         def rollout(self) -> Any:
-            rollout = super().rollout
-
-            def get(prompt_tokens: Any, completion_tokens: Any, **_: Any) -> jax.Array:
-                kwargs = {"pad_id": rollout.pad_id(), "temperature": self._temperature()}
-                return self._log_probs(theirs.Role.ROLLOUT, rollout.model(), prompt_tokens, completion_tokens, **kwargs)
-
-            return _Instead(rollout, get_per_token_logps=get)
+            return passes.rollout(self, super().rollout)
 
         def get_actor_per_token_logps(
             self,
@@ -325,28 +309,82 @@ def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions
             temperature: float | None = None,
             **packed: Any,
         ) -> jax.Array:
-            anchor = self._anchor_policy_state  # the weights at the start of the step, which only Tunix holds
-            if anchor is None or self.cluster_config.offload_to_cpu:
+            if self._anchor_policy_state is None or self.cluster_config.offload_to_cpu:
                 return super().get_actor_per_token_logps(
                     prompt_tokens, completion_tokens, pad_id, eos_id, micro_batch_size, temperature, **packed
                 )
-            graph, state = nnx.split(self.actor_trainer.model)
-            model = nnx.merge(graph, jax.tree.map(lambda kept, x: jax.device_put(kept, x.sharding), anchor, state))
-            temperature = self._temperature() if temperature is None else temperature
             rows = micro_batch_size or len(prompt_tokens)
-
-            def part(i: int) -> jax.Array:
-                args, kwargs = jax.tree.map(lambda x: x[i : i + rows], ((prompt_tokens, completion_tokens), packed))
-                kwargs |= {"pad_id": pad_id, "temperature": temperature}
-                return self._log_probs(theirs.Role.ACTOR, model, *args, **kwargs)
-
-            return jnp.concatenate([part(i) for i in range(0, len(prompt_tokens), rows)])
-
-        def _temperature(self) -> float:
-            found: float = self.get_rollout_config(mode=theirs.Mode.TRAIN).temperature
-            return found
+            return passes.actor(self, rows, temperature, pad_id, (prompt_tokens, completion_tokens), packed)
 
     return RLCluster
+
+
+@dataclasses.dataclass(frozen=True)
+class _Passes:
+    """The forward passes of a cluster of `rl_cluster`, which is the first argument of each.
+
+    Args:
+      tunix: the module tunix.rl.rl_cluster.
+      lora_scale: alpha / rank of an adapter of the head.
+      options: of the head.
+    """
+
+    tunix: Any
+    lora_scale: float | None
+    options: HeadOptions
+
+    def inference_worker(self, cluster: Any, worker: Any) -> _Instead:
+        """Tunix's inference worker, whose reference pass has no logits."""
+
+        def get(prompts: Any, completions: Any, pad_id: int, eos_id: int, **kwargs: Any) -> jax.Array:
+            model = worker.get_model("reference")
+            return self._log_probs(
+                cluster, self.tunix.Role.REFERENCE, model, prompts, completions, pad_id=pad_id, **kwargs
+            )
+
+        return _Instead(worker, get_ref_per_token_logps=get)
+
+    def rollout(self, cluster: Any, rollout: Any) -> _Instead:
+        """Tunix's rollout, whose pass for old log-probs has no logits."""
+
+        def get(prompt_tokens: Any, completion_tokens: Any, **_: Any) -> jax.Array:
+            kwargs = {"pad_id": rollout.pad_id(), "temperature": self._temperature(cluster)}
+            role, model = self.tunix.Role.ROLLOUT, rollout.model()
+            return self._log_probs(cluster, role, model, prompt_tokens, completion_tokens, **kwargs)
+
+        return _Instead(rollout, get_per_token_logps=get)
+
+    def actor(
+        self,
+        cluster: Any,
+        rows: int,
+        temperature: float | None,
+        pad_id: int,
+        tokens: tuple[Any, Any],
+        packed: dict[str, Any],
+    ) -> jax.Array:
+        """The log-probs of prompts and completions under the weights at the start of the step, some rows at a time."""
+        from flax import nnx
+
+        anchor = cluster._anchor_policy_state  # the weights at the start of the step, which only Tunix holds
+        graph, state = nnx.split(cluster.actor_trainer.model)
+        model = nnx.merge(graph, jax.tree.map(lambda kept, x: jax.device_put(kept, x.sharding), anchor, state))
+        temperature = self._temperature(cluster) if temperature is None else temperature
+
+        def of_rows(first: int) -> jax.Array:
+            args, kwargs = jax.tree.map(lambda x: x[first : first + rows], (tokens, packed))
+            kwargs |= {"pad_id": pad_id, "temperature": temperature}
+            return self._log_probs(cluster, self.tunix.Role.ACTOR, model, *args, **kwargs)
+
+        return jnp.concatenate([of_rows(first) for first in range(0, len(tokens[0]), rows)])
+
+    def _log_probs(self, cluster: Any, role: Any, model: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        kwargs |= {"parallel": cluster.parallel_of(role), "lora_scale": self.lora_scale}
+        return log_probs(model, *args, **kwargs, **self.options)
+
+    def _temperature(self, cluster: Any) -> float:
+        found: float = cluster.get_rollout_config(mode=self.tunix.Mode.TRAIN).temperature
+        return found
 
 
 class _Instead:
