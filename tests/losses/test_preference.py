@@ -1,4 +1,4 @@
-"""Preference and reward model losses: the oracle's, wherever the samples of a pair lie; and what is no pair."""
+"""preference_loss: the oracle's, wherever the samples of a pair lie; what is no pair; what is refused."""
 
 import dataclasses
 import functools
@@ -7,20 +7,17 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle.preference as truth
 import pytest
 from jax.sharding import PartitionSpec as P
-from oracle import OracleSample
-from policy_steps import by_sample, quick_jit, with_garbage
+from policy_steps import quick_jit, with_garbage
+from preference_steps import COUNT, LOSSES, MESHES, check, step_of, whole
 from tables import sampled
 
 from jaxppo import (
     Normalizer,
     RolloutBatch,
-    Sample,
     TokenStats,
     accumulate_gradients,
-    compute_log_probs,
     explain_broken_rules,
     finalize_metrics,
     log_probs_from_hidden,
@@ -30,96 +27,6 @@ from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.audit.program import hang_risks
 from sharding.testing import assert_trees_close
-
-LOSSES = {
-    "dpo": preference.DPO(beta=0.3),
-    "cdpo, sum of nll": preference.DPO(beta=0.3, label_smoothing=0.2, nll_coef=0.5, nll="token_sum"),
-    "sigmoid_norm": preference.DPO(length_normalised=True),
-    "ipo": preference.IPO(),
-    "ipo, sums": preference.IPO(beta=0.4, length_normalised=False, nll_coef=0.1),
-    "simpo": preference.SimPO(label_smoothing=0.1),
-    "orpo": preference.ORPO(beta=0.5),
-    "kto": preference.KTO(reference_point=0.4, beta=0.5, undesirable_weight=1.5),
-}
-MESHES = {
-    "dp=8": "contiguous",
-    "dp=2,cp=2,tp=2": "zigzag",
-    "dp=2,cp=4": "zigzag_per_segment",
-    "cp=8": "striped",
-}
-COUNT = 12
-
-
-def step_of(seed: int) -> list[Sample]:
-    """Six pairs, far apart among other samples, with holes in their masks; `returns` hold the policy's log-probs."""
-    rng = np.random.default_rng(seed)
-    samples = []
-    for i in range(COUNT):
-        prompt, response = int(rng.integers(1, 4)), int(rng.integers(2, 9))
-        mask = np.zeros(prompt + response)
-        mask[prompt:] = rng.random(response) < 0.7
-        mask[-1] = 1
-        own = -0.05 - rng.exponential(1.0, response)
-        near = np.minimum(own + 0.5 * rng.normal(size=response), -0.01)
-        samples.append(
-            Sample(
-                rng.integers(0, 50, prompt + response),
-                response_start=prompt,
-                loss_mask=mask,
-                sample_id=i,
-                group_id=7 * (i % 6),
-                reward=float(rng.normal()),
-                ref_log_probs=near,
-                returns=own,
-            )
-        )
-    return samples
-
-
-def oracle_of(samples: list[Sample]) -> list[OracleSample]:
-    """At the positions that predict, `[16]`, as `by_sample` has them."""
-    found = []
-    for s in samples:
-        place = slice(s.start - 1, len(s.tokens) - 1)
-        arrays = {name: np.full(16, np.nan) for name in ("log_probs", "ref_log_probs")}
-        arrays["log_probs"][place], arrays["ref_log_probs"][place] = np.float32(s.returns), np.float32(s.ref_log_probs)
-        mask = np.pad(s.mask[1:], (0, 17 - len(s.mask)))
-        found.append(OracleSample(mask, **arrays, reward=s.reward, group_id=s.group_id, sample_id=s.sample_id))
-    return found
-
-
-def expected_of(name: str, samples: list[Sample]):
-    options = {f.name: getattr(LOSSES[name], f.name) for f in dataclasses.fields(LOSSES[name])}
-    if name == "kto":
-        return truth.kto(oracle_of(samples), **options)
-    kind = {"cdpo, sum of nll": "dpo", "sigmoid_norm": "dpo", "ipo, sums": "ipo"}.get(name, name)
-    return truth.preference_loss(oracle_of(samples), kind, **options)
-
-
-@functools.cache
-def whole(name: str, mesh: str | None = None, layout: str = "contiguous"):
-    parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
-
-    def run(batch):
-        def fn(x):
-            return preference.preference_loss(TokenStats(x), batch, LOSSES[name], parallel=parallel)
-
-        (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(batch.returns)
-        return loss, gradient, finalize_metrics(found)
-
-    return quick_jit(run)
-
-
-def check(name: str, samples: list[Sample], batch: RolloutBatch, got) -> None:
-    loss, gradient, found = got
-    expected, by_token, metrics = expected_of(name, samples)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
-    size = np.abs(by_token).max()
-    assert_trees_close(by_sample(gradient, batch, len(samples)), np.float32(by_token), rtol=2e-5, atol=1e-6 * size)
-    assert found.pop("broken_rules") == 0
-    assert found.keys() == metrics.keys()
-    for key, value in metrics.items():
-        np.testing.assert_allclose(found[key], value, rtol=2e-5, atol=1e-6, err_msg=key)
 
 
 @pytest.mark.every(5)
@@ -206,31 +113,6 @@ def test_what_is_no_pair_is_nan(how, mesh):
     assert text.startswith("pairs: expected of each pair two samples")
 
 
-def test_kto_wants_no_pairs():
-    samples = [dataclasses.replace(s, group_id=None) for s in step_of(5)[:-3]]
-    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6)
-    check("kto", samples, batch, whole("kto")(batch))
-
-
-@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
-def test_a_reward_that_says_nothing_makes_kto_nan(mesh):
-    """If NaN counted as not above 0, the sample would be an undesirable one."""
-    batch = RolloutBatch.from_samples(
-        step_of(5), row_length=24, rows=8, num_segments=6, parallel=mesh and make_parallel_mesh(mesh)
-    )
-    rewards = np.where(batch.sample_ids == 3, np.nan, batch.rewards)
-    loss, gradient, found = whole("kto", mesh)(dataclasses.replace(batch, rewards=rewards))
-    assert np.isnan(loss)
-    assert np.isnan(gradient).any()
-    (text,) = explain_broken_rules(found["broken_rules"])
-    assert text.startswith("values_not_finite")
-    # of a sample that is not there a reward may be anything
-    loss, *_ = whole("kto", mesh)(
-        dataclasses.replace(batch, rewards=np.where(batch.sample_ids < 0, np.nan, batch.rewards))
-    )
-    assert np.isfinite(loss)
-
-
 def test_a_pair_in_two_micro_batches_is_nan():
     samples = step_of(4)
     parts = [samples[:6], samples[6:]]  # each has one sample of every pair
@@ -296,72 +178,6 @@ def test_inside_the_users_own_shard_map(explicit):
     inside = jax.shard_map(own, mesh=parallel.mesh, in_specs=(specs,), out_specs=out)
     check("dpo", samples, batch, jax.jit(inside)(placed))
     check("dpo", samples, batch, jax.jit(functools.partial(run, parallel=parallel))(placed))
-
-
-def test_kto_reference_point():
-    """The step's micro-batches are uneven: the mean of the parts' means is another number. Below 0 it is 0."""
-    samples = step_of(7)
-    mixed = preference.mismatched_samples(samples)
-    assert [list(x.tokens[: x.start]) for x in mixed] == [list(x.tokens[: x.start]) for x in samples]
-    assert not any(list(x.tokens) == list(y.tokens) for x in mixed for y in samples)
-    parts = [samples[:9], samples[9:]]
-    batches = [RolloutBatch.from_samples(x, row_length=24, rows=4, num_segments=6) for x in parts]
-    stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
-
-    def score(up, batch):
-        return TokenStats(batch.returns + up)
-
-    for up in (0.3, -0.3):
-        stats = jax.jit(lambda up: compute_log_probs(score, up, stacked))(up)
-        moved = [dataclasses.replace(s, returns=np.add(s.returns, up)) for s in samples]
-        expected = truth.reference_point(oracle_of(moved))
-        assert (expected > 0) == (up > 0)
-        for mesh in (None, "dp=2,cp=2,tp=2"):
-            parallel = mesh and make_parallel_mesh(mesh)
-            found = preference.kto_reference_point(stats, stacked, parallel=parallel)
-            np.testing.assert_allclose(found, expected, rtol=1e-5)
-    empty = dataclasses.replace(stacked, loss_mask=np.zeros_like(stacked.loss_mask))
-    assert np.isnan(preference.kto_reference_point(stats, empty))
-    impossible = np.array(stats.log_probs)
-    impossible[tuple(np.argwhere(stacked.loss_mask > 0)[0])] = -np.inf
-    assert np.isnan(preference.kto_reference_point(TokenStats(impossible), stacked))
-    # traced, as a step has it
-    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6)
-
-    def run(z):
-        return preference.preference_loss(TokenStats(batch.returns), batch, preference.KTO(z))[0]
-
-    np.testing.assert_allclose(jax.jit(run)(0.4), run(0.4), rtol=1e-6)
-    assert float(jax.jit(jax.grad(run))(0.4)) == 0  # a constant
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("mesh", [None, *MESHES])
-def test_reward_model(mesh):
-    samples, options = step_of(8), {} if mesh == "dp=8" else {"margin": 0.7, "centring": 0.05}
-    rng = np.random.default_rng(9)
-    scores = np.float32(rng.normal(size=COUNT))
-    parallel = mesh and make_parallel_mesh(mesh, context_layout=MESHES[mesh])
-    samples = [dataclasses.replace(s, returns=np.full(len(s.returns), np.nan)) for s in samples]
-    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6, parallel=parallel)
-    # a score stands at the last position, where no target is
-    of_row = np.take_along_axis(np.pad(batch.sample_ids, ((0, 0), (1, 0))), batch.segment_ids, 1)
-    is_last = (batch.segment_ids > 0) & (batch.positions == np.array([len(s.tokens) for s in samples])[of_row] - 1)
-    placed = np.where(is_last, scores[of_row], np.nan).astype(np.float32)
-    assert is_last.sum() == COUNT
-
-    def fn(x):
-        return preference.reward_model_loss(x, batch, preference.BradleyTerry(**options), parallel=parallel)
-
-    (loss, found), gradient = quick_jit(jax.value_and_grad(fn, has_aux=True))(placed)
-    expected, by_score, metrics = truth.bradley_terry(oracle_of(samples), scores, **options)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    np.testing.assert_allclose(gradient, np.where(is_last, by_score[of_row], 0), rtol=2e-5, atol=1e-7)
-    found = finalize_metrics(found)
-    assert found.pop("broken_rules") == 0
-    assert found.keys() == metrics.keys()
-    for key, value in metrics.items():
-        np.testing.assert_allclose(found[key], value, rtol=2e-5, atol=1e-6, err_msg=key)
 
 
 def test_odds_of_a_certain_response_are_finite():
