@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plain_head import reference_from_hidden
 
 from jaxppo import (
     Head,
@@ -62,11 +63,10 @@ def merged(params):
     total = 0.0
     for row, k in enumerate(IDS.tolist()):
         kernel = params["kernel"] + (SCALE * params["a"][k] @ params["b"][k] if k >= 0 else 0)
-        hidden = jnp.where(MASK[row][:, None] > 0, params["hidden"][row], 0)
-        log_p = jax.nn.log_softmax(jnp.dot(hidden, kernel, precision="highest"))
-        picked = jnp.take_along_axis(log_p, TARGETS[row][:, None], axis=1)[:, 0]
-        entropy = -(jnp.exp(log_p) * log_p).sum(-1)
-        total += (MASK[row] * (-ADVANTAGES[row] * picked - 0.1 * entropy)).sum()
+        one = slice(row, row + 1)
+        options = {"entropy": "bonus", "where": MASK[one] > 0}
+        stats = reference_from_hidden(params["hidden"][one], kernel, TARGETS[one], **options)
+        total += (MASK[one] * (-ADVANTAGES[one] * stats.log_probs - 0.1 * stats.entropy)).sum()
     return total
 
 

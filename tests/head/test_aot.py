@@ -12,6 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from examples.pod_head import plain_stats
 from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
 from sharding import ParallelMesh
 from sharding.audit import audit
@@ -55,9 +56,7 @@ def head(parallel, **options):
 def plain(parallel):
     def loss(hidden, kernel, targets, weights):
         logits = jax.lax.with_sharding_constraint(hidden @ kernel, parallel.sharding(parallel.logits_spec))
-        log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
-        log_probs = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
-        entropy = -(jnp.exp(log_p) * log_p).sum(-1)
+        log_probs, entropy = plain_stats(logits.astype(jnp.float32), targets)
         return ((log_probs + entropy) * weights).sum()
 
     return loss

@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 from jax.experimental import topologies
 from maxtext_rules import AXES, MAXTEXT, OF_KERNEL, ROLE, mesh_of, roles
+from plain_head import reference_from_logits
 
 from jaxppo import PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
 from jaxppo.integrations.maxtext import batch_of, hidden_and_head
@@ -133,8 +134,7 @@ def test_hidden_states_to_head(config):
         return log_probs_from_hidden(*hidden_and_head(nnx.merge(graph, params), y), targets).log_probs.sum()
 
     def theirs(params):
-        log_p = jax.nn.log_softmax(nnx.merge(graph, params).logits(y))
-        return jnp.take_along_axis(log_p, targets[..., None], axis=-1).sum()
+        return reference_from_logits(nnx.merge(graph, params).logits(y), targets).log_probs.sum()
 
     found, expected = (jax.jit(jax.value_and_grad(f))(params) for f in (ours, theirs))
     # their gradient of an embedding is rounded to bf16
@@ -163,9 +163,8 @@ def test_the_example_of_the_docs():
     names |= {"advantages": -x, "old": x, "ParallelMesh": ParallelMesh, "nnx": nnx}
     names |= {"policy_loss_from_hidden": policy_loss_from_hidden, "PolicyLossConfig": PolicyLossConfig}
     exec(block, names)
-    log_probs = jax.nn.log_softmax(names["model"].logits(names["output"]))
-    taken = jnp.take_along_axis(log_probs, data["targets"][..., None], axis=-1)[..., 0]
-    ratio = jnp.exp(taken + 1)
+    logits = names["model"].logits(names["output"])
+    ratio = jnp.exp(reference_from_logits(logits, data["targets"]).log_probs + 1)
     np.testing.assert_allclose(names["loss"], jnp.maximum(-ratio, -jnp.clip(ratio, 0.8, 1.2)).mean(), rtol=1e-5)
 
 

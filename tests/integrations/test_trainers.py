@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from plain_head import reference_from_logits
 
 import jaxppo
 from jaxppo import PolicyLossConfig, RolloutBatch, TokenStats, policy_loss
@@ -109,8 +110,7 @@ def test_levanter(tied):
 
     def plain(m):
         logits = m(tokens, AttentionMask.causal()).rearrange(("batch", model.Pos.name, "vocab")).array
-        log_p = jax.nn.log_softmax(logits)
-        return loss_of_log_probs(jnp.take_along_axis(log_p, batch.targets[..., None], axis=-1)[..., 0], batch)
+        return loss_of_log_probs(reference_from_logits(logits, batch.targets).log_probs, batch)
 
     assert_same(ours, eqx.filter_jit(eqx.filter_value_and_grad(plain))(model))
 
@@ -124,6 +124,6 @@ def test_easydel():
     ids, batch = ids_and_batch()
     mask = jnp.ones_like(ids)
     found = documented("easydel_loss")(model, ids, mask, batch, None)
-    log_p = jax.nn.log_softmax(model(input_ids=ids, attention_mask=mask).logits)
-    expected = loss_of_log_probs(jnp.take_along_axis(log_p, batch.targets[..., None], axis=-1)[..., 0], batch)
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    expected = loss_of_log_probs(reference_from_logits(logits, batch.targets).log_probs, batch)
     np.testing.assert_allclose(found, expected, rtol=1e-5)

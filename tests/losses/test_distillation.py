@@ -11,7 +11,7 @@ import pytest
 from head_cases import tiles_of
 from jax.experimental import topologies
 from oracle import other_losses
-from plain_head import plain_logits
+from plain_head import reference_divergence
 
 from jaxppo import Head, LoRA, RolloutBatch
 from jaxppo.losses.distillation import Divergence, distillation_loss, divergence_from_hidden
@@ -35,25 +35,6 @@ def heads(V, seed=0, dtype=jnp.float32):
     hidden, teacher_hidden = (jnp.where(MASK[..., None], array(R, T, n), jnp.nan) for n in (H, TEACHER_H))
     student = Head(array(H, V), bias=array(V))
     return (hidden, student), (teacher_hidden, Head(array(V, TEACHER_H), layout="vh", softcap=4.0))
-
-
-def reference(student, teacher, divergence, beta, temperature):
-    def log_p(states):
-        return jax.nn.log_softmax(plain_logits(*states, where=MASK) / temperature)
-
-    log_p, log_q = log_p(student), jax.lax.stop_gradient(log_p(teacher))
-    p, q = jnp.exp(log_p), jnp.exp(log_q)
-    log_m = jnp.log(beta * q + (1 - beta) * p)
-
-    def kl(p, log_p, log_q):
-        return (p * (log_p - log_q)).sum(-1)
-
-    found = {
-        "reverse_kl": kl(p, log_p, log_q),
-        "forward_kl": kl(q, log_q, log_p),
-        "jensen_shannon": beta * kl(q, log_q, log_m) + (1 - beta) * kl(p, log_p, log_m),
-    }
-    return jnp.where(MASK, found[divergence], 0)
 
 
 def weighted(fn):
@@ -88,7 +69,9 @@ def test_against_logits_written_out_on_any_mesh(divergence, V):
         return weighted(lambda s: divergence_from_hidden(*s, *teacher, divergence=divergence, **options))(student)
 
     got = assert_mesh_invariant(run, student, teacher, meshes=MESHES[:1] if V == 97 else MESHES, rtol=1e-5, atol=2e-6)
-    expected = jax.jit(weighted(lambda s: reference(s, teacher, divergence, 0.3, 0.7)))(student)
+    expected = jax.jit(
+        weighted(lambda s: reference_divergence(s, teacher, divergence, beta=0.3, temperature=0.7, where=MASK))
+    )(student)
     assert_trees_close(got, expected, rtol=1e-5, atol=2e-6)
     assert (np.asarray(got[0]) >= 0).all()
 
@@ -100,7 +83,7 @@ def test_kernels_sharded_over_fsdp_and_bf16(sequence_parallel):
     run = jax.jit(weighted(lambda s: divergence_from_hidden(*s, *teacher, where=MASK, parallel=parallel)))
     found, gradients = run(student)
     as_f32 = [jax.tree.map(lambda x: x.astype(jnp.float32), states) for states in (student, teacher)]
-    expected, exact = weighted(lambda s: reference(s, as_f32[1], "reverse_kl", 0.5, 1.0))(as_f32[0])
+    expected, exact = weighted(lambda s: reference_divergence(s, as_f32[1], where=MASK))(as_f32[0])
     assert_trees_close(found, expected, rtol=1e-5, atol=2e-6)
     assert all(g.dtype == jnp.bfloat16 for g in jax.tree.leaves(gradients))
     # A bf16 model's logit gradient is rounded to bf16 before its products, 2^-9 of each term.
@@ -139,7 +122,7 @@ def test_lora_of_student_and_teacher():
         return weighted(call)(student)
 
     got = assert_mesh_invariant(run, student, other, meshes=MESHES, rtol=1e-5, atol=2e-6)
-    expected = jax.jit(weighted(lambda s: reference(s, other, "reverse_kl", 0.5, 1.0)))(student)
+    expected = jax.jit(weighted(lambda s: reference_divergence(s, other, where=MASK)))(student)
     assert_trees_close(got, expected, rtol=1e-5, atol=3e-6)
 
 
@@ -204,7 +187,7 @@ def test_distillation_loss_is_the_mean_over_loss_tokens():
     for mesh in (None, make_parallel_mesh(MESHES[0])):
         run = jax.jit(lambda s, t, b, p=mesh: distillation_loss(*s, *t, b, divergence="forward_kl", parallel=p))
         loss, metrics = run(student, teacher, batch)
-        expected = np.asarray(reference(student, teacher, "forward_kl", 0.5, 1.0))[MASK].mean()
+        expected = np.asarray(reference_divergence(student, teacher, "forward_kl", where=MASK))[MASK].mean()
         np.testing.assert_allclose([loss, metrics["divergence"].value], expected, rtol=1e-5)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxppo.head.head import as_head
 from jaxppo.head.types import TokenStats
+from jaxppo.losses.distillation import Divergence
 from sharding import wider_dtype
 
 
@@ -93,3 +94,32 @@ def reference_from_hidden(
     if nucleus_ids is not None:
         options["nucleus"] = (nucleus_ids[..., None] == columns(logits)[..., None, :]).any(-2)
     return reference_from_logits(logits, targets, vocab_size=head.vocab_size, **options)
+
+
+def reference_divergence(
+    student: tuple[Any, Any],
+    teacher: tuple[Any, Any],
+    divergence: Divergence = "reverse_kl",
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    where: Any = None,
+) -> jax.Array:
+    """`divergence_from_hidden` through logits, of (hidden states, head) each."""
+
+    def log_softmax(states):
+        return jax.nn.log_softmax(plain_logits(*states, where=where) / temperature)
+
+    log_p, log_q = log_softmax(student), jax.lax.stop_gradient(log_softmax(teacher))
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    log_m = jnp.log(beta * q + (1 - beta) * p)
+
+    def kl(p, log_p, log_q):
+        return (p * (log_p - log_q)).sum(-1)
+
+    found = {
+        "reverse_kl": kl(p, log_p, log_q),
+        "forward_kl": kl(q, log_q, log_p),
+        "jensen_shannon": beta * kl(q, log_q, log_m) + (1 - beta) * kl(p, log_p, log_m),
+    }[divergence]
+    return found if where is None else jnp.where(where, found, 0)
