@@ -1,4 +1,9 @@
-"""Splits a config that holds traced numbers into a hashable part and its arrays, as a cached `jit` needs them."""
+"""Splits a config that holds traced numbers into a hashable part and its arrays, as a cached `jit` needs them.
+
+A registered dataclass has the same traced fields in all its objects, but here each object decides: a coefficient that
+is the number 0 leaves its term out of the program, and a schedule does not. Losses that users write are plain frozen
+dataclasses that nobody registers, and the checks of their constructors would refuse what JAX puts into a tree.
+"""
 
 from __future__ import annotations
 
