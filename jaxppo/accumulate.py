@@ -88,7 +88,7 @@ def accumulate_gradients(
         if of_copies:
             gradients = list(map(jnp.add, gradients, gradients_of_originals(back, originals, of_copies)))
         gradients = list(map(_summed, gradients, given))
-        return (total, metrics), jax.tree.unflatten(structure, gradients)
+        return (total, collapse_metrics(metrics)), jax.tree.unflatten(structure, gradients)
 
     return run
 
@@ -131,7 +131,7 @@ def _split_loss(
 def _sum_over_micro_batches(
     loss: _SplitLoss, leaves: list[Float[Array, "..."]], wanted: Wanted, micro_batches: Any, count: int
 ) -> tuple[Float[Array, ""], Metrics, Wanted]:
-    """The loss, the metrics and the f32 gradients of what is wanted, in one loop."""
+    """The loss, the stacked metrics of the micro-batches and the f32 gradients of what is wanted, in one loop."""
     value_and_grad = jax.value_and_grad(partial(loss.of_one, leaves), has_aux=True)
 
     def step(carry: tuple[Float[Array, ""], Wanted], micro_batch: Any) -> Any:
@@ -143,7 +143,7 @@ def _sum_over_micro_batches(
 
     start = jnp.float32(0), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), wanted)
     (total, gradients), metrics = lax.scan(step, start, micro_batches)
-    return total, collapse_metrics(metrics), gradients
+    return total, metrics, gradients
 
 
 def _check_micro_batches(micro_batches: Any) -> int:
