@@ -23,6 +23,7 @@ JAX_AS_IT_COMES = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_prom
 JAX_AS_IT_COMES |= {"jax_legacy_prng_key": "allow"}
 OPTAX = "optax raises a float to a power that is an array of integers"
 LEVANTER = "marin and Levanter multiply f32 by bf16 and by integers"
+TUNIX = "Tunix multiplies positions, masks and logits of other dtypes and ranks"
 EXCUSED = {  # modules or single tests that run other packages' code, which promotes dtypes; and the reason
     "test_example": OPTAX,
     "test_faults": OPTAX,
@@ -35,7 +36,8 @@ EXCUSED = {  # modules or single tests that run other packages' code, which prom
     "test_pull_request_marin::test_peak_temporaries_of_marin": LEVANTER,
     "test_pull_request_maxtext::test_peak_temporaries_of_maxtext": "MaxText multiplies f32 by bf16",
     "test_pods::test_a_scheduler_starts_one_command_again_until_it_is_done": OPTAX,
-    "test_tunix": "Tunix multiplies positions, masks and logits of other dtypes and ranks",
+    "test_tunix": TUNIX,
+    "test_tunix_models": TUNIX,
     "test_qwen3": f"{OPTAX}; the RMSNorm of flax multiplies bf16 by f32",
 }
 
