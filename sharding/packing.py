@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,7 @@ def in_physical_order(rows: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 
 def pack(
-    sequences: Sequence[Any],
+    sequences: Sequence[Sized],
     *,
     row_length: int,
     parallel: ParallelMesh | None = None,
@@ -173,15 +173,9 @@ def pack(
         check_row_length(row_length, layout, shards)
         _check_options(rows, buckets, micro_batches, max_tokens, num_segments, data)
         lengths = np.array([len(sequence) for sequence in sequences], np.int32)
-        costs = np.asarray(lengths if loads is None else loads, np.float64)
-        if costs.shape == lengths.shape and not np.isfinite(costs).all():
-            raise ValueError(f"loads: got {costs[~np.isfinite(costs)][0]}, expected finite numbers")
-        if costs.shape != lengths.shape:
-            raise ValueError(f"loads: got shape {costs.shape}, expected one of each of the {len(lengths)} sequences")
+        costs = _costs(loads, lengths)
         if max_tokens is not None:
-            rows = max_tokens * shards // row_length * data
-            if rows == 0:
-                raise ValueError(f"max_tokens: got {max_tokens}, expected at least {-(-row_length // shards)}, one row")
+            rows = _rows_within(max_tokens, row_length, shards) * data
         padded = _padded(lengths, segment_multiple(layout, shards), row_length)
         bundle = np.arange(len(lengths)) if bundles is None else np.asarray(bundles, np.int64)
         _check_bundles(bundle, padded, row_length, num_segments)
@@ -194,13 +188,7 @@ def pack(
         options |= {"micro_batches": micro_batches, "max_tokens": max_tokens, "num_segments": num_segments}
         check_equal("pack", {name: value for name, value in options.items() if value is not None})
         each, fullest = agree((each, fullest))
-    needed = each * data
-    count = micro_batches or 1
-    if max_tokens is not None and rows:
-        count = max(count, -(-needed // rows), 1)
-    rows = rows or _bucket(max(-(-needed // count), 1), buckets, data)
-    if rows * count < needed:
-        raise ValueError(f"rows: got {rows} in each of {count} micro-batches, expected at least {needed} in all")
+    rows, count = _rows_and_count(each * data, rows, buckets, micro_batches or 1, max_tokens is not None, data)
     has_micro_batches = micro_batches is not None or max_tokens is not None
     row = _deal(bins, costs, rows, count, data)[bins] if len(bins) else bins
     sizes = np.zeros((rows * count, fullest), np.int64)
@@ -235,19 +223,46 @@ def unpack(array: Shaped[Array | np.ndarray, "*K R T ..."], packed: Packed) -> l
     return [flat[row, places[row, start : start + length]] for row, start, length in spans]
 
 
-def _check_options(rows: Any, buckets: Any, micro_batches: Any, max_tokens: Any, num_segments: Any, data: int) -> None:
+def _check_options(
+    rows: int | None,
+    buckets: Sequence[int] | None,
+    micro_batches: int | None,
+    max_tokens: int | None,
+    num_segments: int | None,
+    data: int,
+) -> None:
     if buckets is not None and not isinstance(buckets, Sequence):
         raise TypeError(f"buckets: got {buckets!r}, expected a sequence of numbers of rows")
     given = {"rows": rows, "buckets": buckets, "max_tokens": max_tokens}
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) > 1:
         raise ValueError(f"{', '.join(chosen)}: got all of them, expected one at most")
-    for name, value in {**given, "micro_batches": micro_batches, "num_segments": num_segments}.items():
-        for size in value if name == "buckets" and value is not None else [value]:
+    sizes: dict[str, Sequence[int | None]] = {"rows": [rows], "buckets": buckets or (), "max_tokens": [max_tokens]}
+    sizes |= {"micro_batches": [micro_batches], "num_segments": [num_segments]}
+    for name, several in sizes.items():
+        for size in several:
             if size is not None and size < 1:
                 raise ValueError(f"{name}: got {size}, expected at least 1")
             if size is not None and name in ("rows", "buckets") and size % data:
                 raise ValueError(f"{name}: got {size}, expected a multiple of {data}, the size of the data axes")
+
+
+def _costs(loads: Sequence[float] | None, lengths: np.ndarray) -> np.ndarray:
+    """The cost of each sequence, by default its length."""
+    costs = np.asarray(lengths if loads is None else loads, np.float64)
+    if costs.shape != lengths.shape:
+        raise ValueError(f"loads: got shape {costs.shape}, expected one of each of the {len(lengths)} sequences")
+    if not np.isfinite(costs).all():
+        raise ValueError(f"loads: got {costs[~np.isfinite(costs)][0]}, expected finite numbers")
+    return costs
+
+
+def _rows_within(max_tokens: int, row_length: int, shards: int) -> int:
+    """The most rows of a data shard whose devices then hold at most `max_tokens` places each."""
+    rows = max_tokens * shards // row_length
+    if rows == 0:
+        raise ValueError(f"max_tokens: got {max_tokens}, expected at least {-(-row_length // shards)}, one row")
+    return rows
 
 
 def _padded(lengths: np.ndarray, unit: int, row_length: int) -> np.ndarray:
@@ -260,6 +275,17 @@ def _padded(lengths: np.ndarray, unit: int, row_length: int) -> np.ndarray:
             f"most row_length={row_length}"
         )
     return padded
+
+
+def _rows_and_count(
+    needed: int, rows: int | None, buckets: Sequence[int] | None, least: int, more: bool, data: int
+) -> tuple[int, int]:
+    """The rows of a micro-batch, and the number of micro-batches: `least`, or `more` of them where rows need it."""
+    count = max(least, -(-needed // rows)) if more and rows else least
+    rows = rows or _bucket(max(-(-needed // count), 1), buckets, data)
+    if rows * count < needed:
+        raise ValueError(f"rows: got {rows} in each of {count} micro-batches, expected at least {needed} in all")
+    return rows, count
 
 
 def _bucket(needed: int, buckets: Sequence[int] | None, data: int) -> int:
