@@ -214,8 +214,8 @@ class RolloutBatch(Constructors):
         if normalizer is not None:
             normalizer.check_step(self)
         order = self.context_layout, self.context_shards
-        counts = None if normalizer is None else normalizer.counts
-        check_entries(arrays, vocab_size, order, counts, real_last_targets=self.real_last_targets)
+        loss_tokens = None if normalizer is None else normalizer.counts
+        check_entries(arrays, vocab_size, order, loss_tokens, real_last_targets=self.real_last_targets)
 
     def specs(self, parallel: ParallelMesh) -> RolloutBatch:
         """The PartitionSpec of each array, None where the array is None: rows over data, positions over context."""
@@ -226,7 +226,7 @@ class RolloutBatch(Constructors):
         specs: dict[str, Any] = {name: spec(name, x) for name, x in self._existing().items()}
         return dataclasses.replace(self, **specs)
 
-    def _existing(self) -> dict[str, Any]:
+    def _existing(self) -> dict[str, Array]:
         given = {name: getattr(self, name) for name in _ARRAYS}
         return {name: x for name, x in given.items() if x is not None}
 

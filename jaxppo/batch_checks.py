@@ -28,7 +28,7 @@ from jaxppo.trees import starts
 IN_CACHE = 2**14  # positions that are checked at once: their intermediate arrays stay in a core's cache
 
 
-def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Any]:
+def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Array]:
     """The arrays of a batch that are not None; raises where a shape or a dtype is wrong.
 
     Args:
@@ -56,10 +56,10 @@ def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str =
 
 
 def check_entries(
-    arrays: Mapping[str, Any],
+    arrays: Mapping[str, Array],
     vocab_size: int | None,
     order: tuple[str, int],
-    counts: Float[Array, "*K R S"] | None,
+    loss_tokens: Float[Array, "*K R S"] | None,
     *,
     real_last_targets: bool,
 ) -> None:
@@ -69,30 +69,30 @@ def check_entries(
       arrays: the arrays of the batch, `[R, T]` and `[R, S]`, or stacked.
       vocab_size: V.
       order: the context layout of the rows, and its number of shards.
-      counts: `[R, S]`, the loss tokens of each sequence according to the normalizer; None without one.
+      loss_tokens: `[R, S]`, the number of each sequence according to the normalizer; None without one.
       real_last_targets: the batch's field.
     """
     if not isinstance(vocab_size, (int, np.integer)) or vocab_size < 1:
         raise ValueError(f"vocab_size: got {vocab_size!r}, expected an integer of at least 1")
-    arrays = _rows(arrays)
+    rows = _rows(arrays)
     layout, shards = order
-    length = arrays["segment_ids"].shape[1]
+    length = rows["segment_ids"].shape[1]
     check_row_length(length, layout, shards, "row length of tokens")
-    if counts is not None:
-        arrays["normalizer"] = np.asarray(counts).reshape(arrays["sample_ids"].shape)
+    if loss_tokens is not None:
+        rows["normalizer"] = np.asarray(loss_tokens).reshape(rows["sample_ids"].shape)
     check = partial(_check_rows, vocab_size=vocab_size, order=order, real_last_targets=real_last_targets)
-    R, some = len(arrays["segment_ids"]), max(1, IN_CACHE // length)
+    R, some = len(rows["segment_ids"]), max(1, IN_CACHE // length)
     if some < R:
-        blocks = [{name: x[i : i + some] for name, x in arrays.items()} for i in range(0, R, some)]
+        blocks = [{name: x[i : i + some] for name, x in rows.items()} for i in range(0, R, some)]
         try:
             lengths = np.concatenate([check(block, RULES_OF_ROWS) for block in blocks])
         except ValueError:  # the check of all rows below names the first entry
             pass
         else:
-            ids = {name: arrays[name] for name in IDS if name in arrays} | {"lengths": lengths}
+            ids = {name: rows[name] for name in IDS if name in rows} | {"lengths": lengths}
             raise_first(View(ids, lengths.shape[1], None, None, False, False, vocab_size, np), RULES_OF_STEPS)
             return
-    check(arrays, RULES)
+    check(rows, RULES)
 
 
 def _check_rows(
@@ -124,7 +124,7 @@ def _check_rows(
     return lengths
 
 
-def _rows(given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _rows(given: Mapping[str, Array]) -> dict[str, np.ndarray]:
     """The arrays on the host, with the rows of micro-batches joined."""
     arrays = {name: np.asarray(x) for name, x in given.items()}
     for name in set(IDS) & set(arrays):

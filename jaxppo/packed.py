@@ -66,7 +66,7 @@ def packed_samples(
     return arrays | {"micro_batches": packed.micro_batches}
 
 
-def _check_options(share_prefixes: Any, mtp_depths: Any) -> None:
+def _check_options(share_prefixes: bool, mtp_depths: int) -> None:
     check_flag("share_prefixes", share_prefixes)
     good = isinstance(mtp_depths, int) and not isinstance(mtp_depths, bool) and mtp_depths >= 0
     check("mtp_depths", repr(mtp_depths), good, "an integer of at least 0")

@@ -27,7 +27,7 @@ from jaxppo.sharding import (
     shard_call,
 )
 
-Static = tuple[int, Any, tuple[str, ...]]  # T, the option of a constructor, the names of its arrays
+Names = tuple[str, ...]  # of the arrays of a constructor
 
 
 class PaddedArrays(TypedDict, total=False):
@@ -138,7 +138,7 @@ def _check_segments(segment_ids: Array | np.ndarray, num_segments: int) -> None:
         raise ValueError(f"num_segments: got {num_segments}, expected at least {most}, the largest of segment_ids")
 
 
-def _existing(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _existing(arrays: Mapping[str, Any]) -> dict[str, Array]:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
@@ -180,7 +180,7 @@ def _call(
     name: str,
     fn: Callable[..., dict[str, Array]],
     length: int,
-    given: dict[str, Any],
+    given: dict[str, Array],
     option: int | None,
     parallel: ParallelMesh | None,
 ) -> dict[str, Array]:
@@ -238,7 +238,7 @@ def _as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str,
     return _own_positions(axes, length, {what: x.astype(kinds[what]) for what, x in arrays.items()})
 
 
-def _aligned(axes: ShardAxes, static: Static, *given: Array) -> dict[str, Array]:
+def _aligned(axes: ShardAxes, static: tuple[int, int, Names], *given: Array) -> dict[str, Array]:
     length, num_segments, names = static
     arrays = dict(zip(names, given, strict=True))
     if "targets" not in arrays:  # every value moves to the position that predicts its token
@@ -251,7 +251,7 @@ def _aligned(axes: ShardAxes, static: Static, *given: Array) -> dict[str, Array]
     return _as_batch(axes, length, num_segments, arrays)
 
 
-def _padded(axes: ShardAxes, static: Static, *given: Array) -> dict[str, Array]:
+def _padded(axes: ShardAxes, static: tuple[int, int | None, Names], *given: Array) -> dict[str, Array]:
     length, pad_id, names = static
     arrays = dict(zip(names, given, strict=True))
     prompt, completion, mask = (arrays.pop(name) for name in ("prompt_ids", "completion_ids", "completion_mask"))

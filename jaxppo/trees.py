@@ -82,7 +82,7 @@ class Paths:
         return causal & (key <= query) & (query <= keys.ends[..., None, :])
 
 
-def check_recurrent(model: Any, batch: Rows) -> None:
+def check_recurrent(model: object, batch: Rows) -> None:
     """Raises where a recurrent model would run on rows that are trees.
 
     A recurrent state runs from token to token, but the segment after a branch is its sibling, and needs the state of

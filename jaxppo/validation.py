@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxppo._arrays import INTEGERS
 from jaxppo.batch import RolloutBatch
@@ -13,7 +14,7 @@ from jaxppo.batch_checks import arrays_of
 from jaxppo.head.checks import as_token_ids
 
 
-def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Any]:
+def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Array]:
     """The arrays of a batch that are not None; raises unless it is a batch, with the right shapes and dtypes.
 
     Args:
@@ -29,10 +30,11 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
 def checked(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> RolloutBatch:
     """Checks a batch with `check_arrays`, and casts its integers to i32 and all other arrays to f32."""
 
-    def brought(name: str, x: Any) -> Any:
+    def brought(name: str, x: Array) -> Array:
         if name in INTEGERS:
             return x if x.dtype == jnp.int32 else as_token_ids(x)
         return x if x.dtype == jnp.float32 else x.astype(jnp.float32)
 
     arrays = check_arrays(batch, stacked=stacked, prefix=prefix)
-    return dataclasses.replace(batch, **{name: brought(name, x) for name, x in arrays.items()})
+    fields: dict[str, Any] = {name: brought(name, x) for name, x in arrays.items()}
+    return dataclasses.replace(batch, **fields)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 from jax import lax
 
+if TYPE_CHECKING:
+    from .layouts.base import Layout
+
 Names = tuple[str, ...]
-LAYOUTS: dict[str, Any] = {}  # by name; `register_layout` adds to them
+Tree = TypeVar("Tree")  # of arrays
+LAYOUTS: dict[str, Layout] = {}  # by name; `register_layout` adds to them
 
 
 def axis_names(value: str | Sequence[str] | None) -> Names:
@@ -99,7 +103,7 @@ class ShardAxes:
         """This device's place among the shards over `names`, first name slowest; 0 for none."""
         return lax.axis_index(names) if names else 0
 
-    def psum(self, x: Any, names: Names) -> Any:
+    def psum(self, x: Tree, names: Names) -> Tree:
         """The sum of x over the shards of `names`; x itself for none. A replicated x is counted once for each shard."""
         return lax.psum(x, names) if names else x
 

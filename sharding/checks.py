@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import SupportsIndex
 
 
-def check_int(name: str, value: Any, least: int) -> int:
+def check_int(name: str, value: SupportsIndex, least: int) -> int:
     """The value as an int. Raises where it is no integer, traced, or below `least`."""
     try:
         number = operator.index(value)

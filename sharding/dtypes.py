@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+from numpy.typing import DTypeLike
 
 
-def wider_dtype(*given: Any) -> np.dtype:
+def wider_dtype(*given: ArrayLike | DTypeLike) -> np.dtype:
     """JAX's common dtype of arrays or dtypes, in strict sessions too.
 
     Under `jax_numpy_dtype_promotion="strict"`, `jnp.result_type` raises for floats of two widths.

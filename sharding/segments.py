@@ -6,7 +6,7 @@ None of them depends on the order of the positions, so each is right in every co
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class Segments:
         padded = jnp.concatenate([jnp.zeros_like(y[:, :1]), y], axis=1)
         return jnp.take_along_axis(padded, self.segment_ids, axis=1)
 
-    def _scatter(self, x: Any, start: float, how: str) -> Any:
+    def _scatter(self, x: Num[Array, "R T"], start: float, how: Literal["add", "max"]) -> Num[Array, "R S"]:
         rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
         out = vary_like(jnp.full((x.shape[0], self.num_segments + 1), start, x.dtype), x, self.segment_ids)
         return getattr(out.at[rows, self.segment_ids], how)(x)[:, 1:]
