@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from jaxppo._arrays import check, check_array, check_number, masked
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.types import TokenStats
-from jaxppo.metrics import Composite, Metric, Metrics, Term, reduce_metrics
+from jaxppo.metrics import Composite, Metric, Metrics, Terms, reduce_metrics
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 from jaxppo.validation import checked
 
@@ -231,11 +231,11 @@ def _per_shard(
     first = -segments.max(-positions, mask)
     place = positions - segments.spread(jnp.where(jnp.isfinite(first), first, 0))
     ends = (*starts[1:], np.inf)
-    terms: dict[str, Term] = {
+    terms: Terms = {
         f"entropy_from_{start}": (entropy, jnp.where((place >= start) & (place < end), mask, 0), "mean")
         for start, end in zip(starts, ends, strict=True)
     }
-    found: Metrics = {**reduce_metrics(axes, terms)}
+    found = reduce_metrics(axes, terms)
     if not quantiles:
         return found
     bins = jnp.clip((jnp.sqrt(entropy / _HIGHEST) * _BINS).astype(jnp.int32), 0, _BINS - 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -125,10 +125,44 @@ def finalize_metrics(metrics: Mapping[str, Metric | Composite]) -> dict[str, Flo
     return {name: metric.value for name, metric in metrics.items()}
 
 
-Term = tuple[Float[Array, "R T"], Float[Array, "R T"], Reduce]
+Term = tuple[Float[Array, "R T"], Float[Array, "R T"], Reduce]  # values, weights, and how they are reduced
+Name = TypeVar("Name", bound=Hashable)
 
 
-def reduce_metrics(axes: ShardAxes, terms: Mapping[str, Term]) -> dict[str, Metric]:
+class CompositeTerm(NamedTuple):
+    """What a `Composite` is reduced from: the terms of its parts, and the function that combines their values."""
+
+    parts: Mapping[str, Term]
+    combine: Callable[..., Float[Array, ""]]
+
+
+Terms = dict[str, Term | CompositeTerm]
+
+
+def means(values: Mapping[str, Float[Array, "R T"]], weights: Float[Array, "R T"]) -> Terms:
+    """The terms of weighted means, by name."""
+    return {name: (x, weights, "mean") for name, x in values.items()}
+
+
+def moments(x: Float[Array, "R T"], weights: Float[Array, "R T"]) -> dict[str, Term]:
+    """The terms that `deviation` and `effective_share` combine: the means of x and of x^2."""
+    return {"first": (x, weights, "mean"), "second": (x**2, weights, "mean")}
+
+
+def reduce_metrics(axes: ShardAxes, terms: Mapping[str, Term | CompositeTerm]) -> Metrics:
+    """Per-shard: the metrics of all data and context shards from their terms, in one collective; see `reduce_terms`."""
+    parts = {name: term.parts if isinstance(term, CompositeTerm) else {"": term} for name, term in terms.items()}
+    reduced = reduce_terms(axes, {(name, part): x for name, its in parts.items() for part, x in its.items()})
+    found: Metrics = {}
+    for name, term in terms.items():
+        if isinstance(term, CompositeTerm):
+            found[name] = Composite({part: reduced[name, part] for part in term.parts}, term.combine)
+        else:
+            found[name] = reduced[name, ""]
+    return found
+
+
+def reduce_terms(axes: ShardAxes, terms: Mapping[Name, Term]) -> dict[Name, Metric]:
     """Per-shard: metrics from (values, weights, reduce) over all data and context shards, in one collective.
 
     "mean" and "sum" multiply values by their weights; "min" and "max" read the values with a weight above 0. No
@@ -150,9 +184,14 @@ def reduce_metrics(axes: ShardAxes, terms: Mapping[str, Term]) -> dict[str, Metr
     return {name: Metric(totals[name], count, terms[name][2]) for name, (_, count) in sums.items()}
 
 
-def share(clipped: Float[Array, ""], there: Float[Array, ""]) -> Float[Array, ""]:
-    """One mean divided by another, 0 where the divisor is 0."""
-    return clipped / jnp.where(there == 0, 1, there)
+def reduce_metric(axes: ShardAxes, x: Float[Array, "R T"], weights: Float[Array, "R T"], reduce: Reduce) -> Metric:
+    """`reduce_terms` for a single metric."""
+    return reduce_terms(axes, {"": (x, weights, reduce)})[""]
+
+
+def share(part: Float[Array, ""], whole: Float[Array, ""]) -> Float[Array, ""]:
+    """part / whole, 0 where the whole is 0."""
+    return part / jnp.where(whole == 0, 1, whole)
 
 
 def effective_share(first: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:
@@ -163,8 +202,3 @@ def effective_share(first: Float[Array, ""], second: Float[Array, ""]) -> Float[
 def deviation(first: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:
     """The standard deviation from the means of x - c and (x - c)^2, for any c near x."""
     return jnp.sqrt(jnp.maximum(second - first**2, 0))
-
-
-def reduce_metric(axes: ShardAxes, x: Float[Array, "R T"], weights: Float[Array, "R T"], reduce: Reduce) -> Metric:
-    """`reduce_metrics` for a single metric."""
-    return reduce_metrics(axes, {"": (x, weights, reduce)})[""]

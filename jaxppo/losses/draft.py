@@ -24,7 +24,7 @@ from jaxppo.head.types import Inputs, Prepared
 from jaxppo.losses.distillation import DivergenceLoss
 from jaxppo.losses.mtp import heads_of, shift_targets, shift_temperature
 from jaxppo.losses.token_loss import loss_of_stats
-from jaxppo.metrics import Metric, Metrics, reduce_metrics
+from jaxppo.metrics import Metric, Metrics, reduce_metric
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
 from jaxppo.validation import checked
 
@@ -327,4 +327,4 @@ def _mean(x: Float[Array, "R T"], batch: RolloutBatch, parallel: ParallelMesh | 
 
 def _mean_of_tokens(axes: ShardAxes, x: Float[Array, "R T"], batch: RolloutBatch) -> Metric:
     mask = (batch.loss_mask > 0).astype(jnp.float32)
-    return reduce_metrics(axes, {"": (x, mask, "mean")})[""]
+    return reduce_metric(axes, x, mask, "mean")

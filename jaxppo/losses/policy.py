@@ -20,7 +20,7 @@ from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.kl import KL, k3, kl_divergence, log_ratio
 from jaxppo.losses.token_loss import Step, TokenLoss, Values, loss_of_hidden, loss_of_stats
-from jaxppo.metrics import Composite, Metric, Metrics, Term, effective_share, share
+from jaxppo.metrics import CompositeTerm, Metrics, Term, Terms, effective_share, moments, share
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.off_policy import correction as off_policy_correction
 from jaxppo.policy_losses.base import ratio_at
@@ -332,11 +332,7 @@ class PolicyTokenLoss(TokenLoss):
         values = {**indicators, **({} if correction is None else correction.values)}
         values |= {name: x for name, x in found.items() if x is not None}
         if config.clip_by_sign and "clip_fraction" in indicators:
-            for sign, there in (("positive", advantages > 0), ("negative", advantages < 0)):
-                values |= {
-                    sign: there.astype(jnp.float32),
-                    f"clipped_{sign}": jnp.where(there, indicators["clip_fraction"], 0),
-                }
+            values |= {"positive": advantages > 0, "negative": advantages < 0}
         return masked(loss, mask), values | self._compared(log_probs, old, batch)
 
     def _compared(self, log_probs: Float[Array, "R T"], old: Float[Array, "R T"], batch: RolloutBatch) -> Values:
@@ -348,22 +344,22 @@ class PolicyTokenLoss(TokenLoss):
         apart = trainer - masked(batch.rollout_log_probs, batch.loss_mask)
         return values | {"sampler_log_prob_abs_diff": jnp.abs(apart), "sampler_k3": k3(apart)}
 
-    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
-        by_token = self.config.metric_aggregation == "token_mean"
-        terms: dict[str, Term] = {
-            name: (x, mask, "mean") if by_token else (x, weights, "sum") for name, x in values.items()
-        }
-        terms["pg_loss"] = (values["pg_loss"], weights, "sum")
-        ratio = values["ratio_mean"]
-        terms |= {"ratio_min": (ratio, mask, "min"), "ratio_max": (ratio, mask, "max")}
-        return terms | {"first": (ratio, mask, "mean"), "second": (ratio**2, mask, "mean")}
+    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Terms:
+        def reduced(x: Float[Array, "R T"]) -> Term:
+            return (x, mask, "mean") if self.config.metric_aggregation == "token_mean" else (x, weights, "sum")
 
-    def metrics(self, found: dict[str, Metric]) -> Metrics:
-        moments = {name: found.pop(name) for name in ("first", "second")}
-        for sign in ("positive", "negative") if "positive" in found else ():
-            parts = {"clipped": found.pop(f"clipped_{sign}"), "there": found.pop(sign)}
-            found[f"clip_fraction_{sign}"] = Composite(parts, share)  # type: ignore[assignment]
-        return {**found, "effective_sample_size": Composite(moments, effective_share)}
+        signs = {name: x for name, x in values.items() if name in ("positive", "negative")}
+        terms: Terms = {name: reduced(x) for name, x in values.items() if name not in signs}
+        for sign, of_sign in signs.items():
+            clipped = jnp.where(of_sign, values["clip_fraction"], 0)
+            terms[f"clip_fraction_{sign}"] = CompositeTerm({"part": reduced(clipped), "whole": reduced(of_sign)}, share)
+        ratio = values["ratio_mean"]
+        return terms | {
+            "pg_loss": (values["pg_loss"], weights, "sum"),
+            "ratio_min": (ratio, mask, "min"),
+            "ratio_max": (ratio, mask, "max"),
+            "effective_sample_size": CompositeTerm(moments(ratio, mask), effective_share),
+        }
 
 
 def reference_kl(

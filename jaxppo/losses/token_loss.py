@@ -29,7 +29,7 @@ from jaxppo.aggregation import Normalizer, step_normalizer, token_weights, weigh
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.types import Entropy, HeadCall, Inputs, LogitStat, Prepared
 from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
-from jaxppo.metrics import Composite, Metric, Metrics, Term, reduce_metrics
+from jaxppo.metrics import Composite, Metric, Metrics, Term, Terms, means, reduce_metrics, reduce_terms
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.rules import as_bits, broken_log_probs, count_broken
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
@@ -76,13 +76,9 @@ class TokenLoss(abc.ABC):
     ) -> tuple[Float[Array, "R T"], Values]:
         """Per-shard: the loss of each token before weighting, 0 outside the mask; and values for metrics, by name."""
 
-    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
+    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Terms:
         """The terms that metrics are reduced from, by default means over tokens."""
-        return {name: (x, mask, "mean") for name, x in values.items()}
-
-    def metrics(self, found: dict[str, Metric]) -> Metrics:
-        """The metrics by name, from the reduced terms."""
-        return dict(found)
+        return means(values, mask)
 
     def left_out(self, stats: Any, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         """The loss tokens that the loss leaves out; None for none. `stats` are None before they are computed."""
@@ -159,7 +155,7 @@ def _broken_rules(
     counts = count_broken(lax.stop_gradient(arrays), segments, batch.real_last_targets)
     one = jnp.ones((), jnp.float32)
     terms: dict[str, Term] = {name: (count, one, "sum") for name, count in counts.items()}
-    return reduce_metrics(segments.axes, terms)
+    return reduce_terms(segments.axes, terms)
 
 
 def loss_of_stats(
@@ -228,9 +224,8 @@ def finish(
     terms = loss.terms(lax.stop_gradient(values), step.weights, mask)
     if step.left_out is not None:
         terms["impossible_tokens"] = (step.left_out, jnp.ones_like(mask), "sum")
-    found = reduce_metrics(axes, terms)
     of_loss = Metric(lax.stop_gradient(total), jnp.float32(1), "sum")
-    return total, loss.metrics(found) | {"loss": of_loss, "broken_rules": Composite(step.broken, as_bits)}
+    return total, reduce_metrics(axes, terms) | {"loss": of_loss, "broken_rules": Composite(step.broken, as_bits)}
 
 
 def loss_of_hidden(

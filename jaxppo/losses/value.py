@@ -21,7 +21,7 @@ from jaxppo._arrays import (
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
-from jaxppo.metrics import Metrics, Term
+from jaxppo.metrics import Metrics, Terms
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
 
@@ -147,7 +147,7 @@ class ValueTokenLoss(TokenLoss):
         inside = jnp.clip(error, -self.huber_delta, self.huber_delta)
         return inside * (2 * error - inside)
 
-    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
+    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Terms:
         terms = super().terms(values, weights, mask)
         if "clip_fraction" in values and self.metric_aggregation == "loss":
             terms["clip_fraction"] = (values["clip_fraction"], weights, "sum")

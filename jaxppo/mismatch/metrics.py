@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,8 @@ from jaxtyping import Array, Float
 from jaxppo._arrays import check_f32, masked
 from jaxppo.batch import RolloutBatch
 from jaxppo.kl import MAX_LOG_RATIO, k3
-from jaxppo.metrics import Composite, Metric, Metrics, Term, deviation, effective_share, reduce_metrics
-from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
+from jaxppo.metrics import CompositeTerm, Metrics, Terms, deviation, effective_share, means, moments, reduce_metrics
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
 from jaxppo.validation import checked
 
 __all__ = ["mismatch_metrics"]
@@ -86,46 +85,55 @@ def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metr
     mask = (batch.loss_mask > 0).astype(jnp.float32)
     assert batch.rollout_log_probs is not None  # mismatch_metrics sees to it
     trainer, rollout = masked(trainer, mask), masked(batch.rollout_log_probs, mask)
-    d = trainer - rollout
-    bounded = partial(jnp.clip, min=-MAX_LOG_RATIO, max=MAX_LOG_RATIO)  # so that exp of it is finite
+    rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards
+    of_sequences = _sequence_terms(trainer, rollout, mask, batch.segments(axes))
+    return reduce_metrics(axes, _token_terms(trainer - rollout, mask)) | reduce_metrics(rows, of_sequences)
+
+
+def _token_terms(d: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Terms:
+    weight = jnp.exp(_bounded(d))
     by_token = {
         "kl": -d,
         "k3_kl": k3(d),
         "log_prob_abs_diff": jnp.abs(d),
-        "chi2_token": jnp.expm1(2 * bounded(d)),
-        "token_mult_prob_error": jnp.exp(bounded(jnp.abs(d))),
+        "chi2_token": jnp.expm1(2 * _bounded(d)),
+        "token_mult_prob_error": jnp.exp(_bounded(jnp.abs(d))),
         "reverse_k3_kl": k3(-d),
-        "jensen_shannon": _jensen_shannon(bounded(d)),
+        "jensen_shannon": _jensen_shannon(_bounded(d)),
     }
-    weight = jnp.exp(bounded(d))
-    terms: dict[str, Term] = {name: (x, mask, "mean") for name, x in by_token.items()}
-    terms |= {"weight_min": (weight, mask, "min"), "weight_max": (weight, mask, "max")}
-    terms |= {"off": (weight - 1, mask, "mean"), "off_squared": ((weight - 1) ** 2, mask, "mean")}
-    terms |= {"first": (weight, mask, "mean"), "second": (weight**2, mask, "mean")}
-    reduced = reduce_metrics(axes, terms)
-    found: Metrics = {
-        "weight_std": Composite(_moments(reduced, "off", "off_squared"), deviation),
-        "effective_sample_size": Composite(_moments(reduced, "first", "second"), effective_share),
-        **reduced,
+    return means(by_token, mask) | {
+        "weight_min": (weight, mask, "min"),
+        "weight_max": (weight, mask, "max"),
+        "weight_std": CompositeTerm(moments(weight - 1, mask), deviation),
+        "effective_sample_size": CompositeTerm(moments(weight, mask), effective_share),
     }
-    segments = batch.segments(axes)
-    count = segments.sum(mask)
+
+
+def _sequence_terms(
+    trainer: Float[Array, "R T"], rollout: Float[Array, "R T"], mask: Float[Array, "R T"], segments: Segments
+) -> Terms:
+    counts = (segments.sum(mask) > 0).astype(jnp.float32)
     log_ppl = {name: -segments.mean(x, mask) for name, x in (("trainer", trainer), ("rollout", rollout))}
     gap = log_ppl["trainer"] - log_ppl["rollout"]
-    by_sequence = {f"{name}_log_ppl": x for name, x in log_ppl.items()}
-    by_sequence |= {f"{name}_ppl": jnp.exp(x) for name, x in log_ppl.items()}
-    by_sequence |= {"log_ppl_diff": gap, "log_ppl_abs_diff": jnp.abs(gap), "ppl_ratio": jnp.exp(bounded(gap))}
-    of_sequence = jnp.exp(bounded(segments.sum(d)))
-    by_sequence["chi2_sequence"] = jnp.expm1(2 * bounded(segments.sum(d)))
-    by_sequence |= {"first": of_sequence, "second": of_sequence**2}
+    total = _bounded(segments.sum(trainer - rollout))
+    by_sequence = {
+        **{f"{name}_log_ppl": x for name, x in log_ppl.items()},
+        **{f"{name}_ppl": jnp.exp(x) for name, x in log_ppl.items()},
+        "log_ppl_diff": gap,
+        "log_ppl_abs_diff": jnp.abs(gap),
+        "ppl_ratio": jnp.exp(_bounded(gap)),
+        "chi2_sequence": jnp.expm1(2 * total),
+    }
+    return means(by_sequence, counts) | {
+        "log_ppl_diff_max": (gap, counts, "max"),
+        "log_ppl_diff_min": (gap, counts, "min"),
+        "sequence_effective_sample_size": CompositeTerm(moments(jnp.exp(total), counts), effective_share),
+    }
 
-    rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards
-    valid = (count > 0).astype(jnp.float32)
-    terms = {name: (x, valid, "mean") for name, x in by_sequence.items()}
-    terms |= {"log_ppl_diff_max": (gap, valid, "max"), "log_ppl_diff_min": (gap, valid, "min")}
-    reduced = reduce_metrics(rows, terms)
-    found["sequence_effective_sample_size"] = Composite(_moments(reduced, "first", "second"), effective_share)
-    return {**found, **reduced}
+
+def _bounded(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x within [-20, 20], so that exp of it is finite."""
+    return jnp.clip(x, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _jensen_shannon(d: Float[Array, "R T"]) -> Float[Array, "R T"]:
@@ -134,8 +142,3 @@ def _jensen_shannon(d: Float[Array, "R T"]) -> Float[Array, "R T"]:
     p / m and q / m add up to 2, so only their logarithms are left: log cosh(d / 2), computed without cancellation.
     """
     return jnp.log1p(2 * jnp.sinh(d / 4) ** 2)
-
-
-def _moments(reduced: dict[str, Metric], first: str, second: str) -> dict[str, Metric]:
-    """Removes two metrics from `reduced` and returns them as the parts of `deviation` and `effective_share`."""
-    return {"first": reduced.pop(first), "second": reduced.pop(second)}

@@ -17,7 +17,7 @@ from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.losses.preference.base import PreferenceLoss, Responses, mean_log_prob
 from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_hidden, loss_of_stats
-from jaxppo.metrics import Metrics, Term
+from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.pairs import Pairs
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
@@ -175,13 +175,12 @@ class OfPairs(TokenLoss):
     def token_local(self) -> bool:
         return False
 
-    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> dict[str, Term]:
+    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Terms:
         values = dict(values)
         chosen = values.pop("chosen")
         sides = {"chosen": weights * chosen, "rejected": weights * (1 - chosen)}
         of_sides = {name: values.pop(name) for name in ("reward", "log_prob") if name in values}
-        terms: dict[str, Term] = {name: (x, weights, "mean") for name, x in values.items()}
-        return terms | {
+        return means(values, weights) | {
             f"{side}_{name}": (x, share, "mean") for name, x in of_sides.items() for side, share in sides.items()
         }
 
