@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -22,14 +22,14 @@ from jaxppo.head.head import Head
 from jaxppo.head.pair import prepare_pair
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.head.types import Inputs
-from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
+from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_stats
 from jaxppo.losses.top_k_distillation import (
     check_top_k,
     top_k_distillation_loss,
     top_k_distillation_loss_from_hidden,
     top_k_divergence,
 )
-from jaxppo.metrics import Metrics
+from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
 from jaxppo.validation import checked
 
@@ -211,7 +211,9 @@ class DivergenceLoss(TokenLoss):
         return {"new_values": stats}
 
     def per_token(
-        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Any, segments: Segments
-    ) -> tuple[Float[Array, "R T"], Values]:
-        divergence = masked(stats, batch.loss_mask)
-        return divergence, {"divergence": divergence}
+        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Constants, segments: Segments
+    ) -> Float[Array, "R T"]:
+        return masked(stats, batch.loss_mask)
+
+    def terms(self, stats: Float[Array, "R T"], step: Step, constants: Constants) -> Terms:
+        return means({"divergence": stats}, step.batch.loss_mask)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from jaxtyping import Array, Float
 
@@ -15,8 +14,9 @@ from jaxppo.head.types import TokenStats
 from jaxppo.kl import KL, Estimator
 from jaxppo.losses.policy import reference_kl
 from jaxppo.losses.sft import SFTTokenLoss
-from jaxppo.losses.token_loss import TokenLoss, Values
+from jaxppo.losses.token_loss import Constants, Step, TokenLoss
 from jaxppo.losses.top_k_distillation import TopKLoss
+from jaxppo.metrics import Terms, means
 from jaxppo.sharding import Segments
 
 
@@ -72,11 +72,14 @@ class ReferenceKL(TokenLoss):
         return {"log_probs": None if stats is None else stats.log_probs, "ref_log_probs": batch.ref_log_probs}
 
     def per_token(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
-    ) -> tuple[Float[Array, "R T"], Values]:
+        self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments
+    ) -> Float[Array, "R T"]:
         kl = reference_kl(KL(1.0, self.estimator), masked(stats.log_probs, batch.loss_mask), batch, segments)
         assert kl is not None  # joint_loss_from_hidden sees to it
-        return kl, {"kl": kl}
+        return kl
+
+    def terms(self, stats: TokenStats, step: Step, constants: Constants) -> Terms:
+        return means({"kl": self.per_token(stats, step.batch, constants, step.segments)}, step.batch.loss_mask)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,11 +19,11 @@ from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.kl import KL, k3, kl_divergence, log_ratio
-from jaxppo.losses.token_loss import Step, TokenLoss, Values, loss_of_hidden, loss_of_stats
+from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import CompositeTerm, Metrics, Term, Terms, effective_share, moments, share
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.off_policy import correction as off_policy_correction
-from jaxppo.policy_losses.base import ratio_at
+from jaxppo.policy_losses.base import Indicators, ratio_at
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
 
@@ -240,7 +240,7 @@ class Correction(NamedTuple):
 
     weights: Float[Array, "R T"]
     """Factors of the policy loss, 0 for the tokens that the correction leaves out."""
-    values: Values
+    values: Indicators
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,53 +313,68 @@ class PolicyTokenLoss(TokenLoss):
         return Correction(weights, values)
 
     def per_token(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
-    ) -> tuple[Float[Array, "R T"], Values]:
-        correction, selected = constants
+        self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments
+    ) -> Float[Array, "R T"]:
         config, mask = self.config, batch.loss_mask
         log_probs = masked(stats.log_probs, mask)
-        old = masked(old_log_probs(stats.log_probs, batch, config), mask)
-        assert batch.advantages is not None  # check_needed sees to it
-        advantages = masked(batch.advantages, mask)
-        extra = {} if selected is None else {"selected": masked(selected, mask)}
-        policy, indicators = config.loss(log_probs, old, advantages, mask=mask, segments=segments, **extra)
-        policy = policy if correction is None else policy * correction.weights
+        policy, _ = self._policy(log_probs, batch, constants, segments)
         kl = reference_kl(config.kl, log_probs, batch, segments)
-        entropy = None if stats.entropy is None else masked(stats.entropy, mask)
         kl_coef = 0.0 if config.kl is None else config.kl.coef
-        loss = policy + times(kl_coef, kl) - times(config.entropy_coef, entropy)
-        found = {"pg_loss": policy, "kl": kl, "entropy": entropy}
-        values = {**indicators, **({} if correction is None else correction.values)}
-        values |= {name: x for name, x in found.items() if x is not None}
-        if config.clip_by_sign and "clip_fraction" in indicators:
-            values |= {"positive": advantages > 0, "negative": advantages < 0}
-        return masked(loss, mask), values | self._compared(log_probs, old, batch)
+        entropy = None if stats.entropy is None else masked(stats.entropy, mask)
+        return masked(policy + times(kl_coef, kl) - times(config.entropy_coef, entropy), mask)
 
-    def _compared(self, log_probs: Float[Array, "R T"], old: Float[Array, "R T"], batch: RolloutBatch) -> Values:
+    def terms(self, stats: TokenStats, step: Step, constants: Constants) -> Terms:
+        config, batch, weights, mask = self.config, step.batch, step.weights, step.batch.loss_mask
+
+        def reduced(x: Float[Array, "R T"]) -> Term:
+            return (x, mask, "mean") if config.metric_aggregation == "token_mean" else (x, weights, "sum")
+
+        log_probs = masked(stats.log_probs, mask)
+        policy, values = self._policy(log_probs, batch, constants, step.segments)
+        correction: Correction | None = constants[0]
+        kl = reference_kl(config.kl, log_probs, batch, step.segments)
+        compared = self._comparisons(log_probs, batch)
+        corrected = {} if correction is None else correction.values
+        found = {**values, **corrected, "kl": kl, "entropy": stats.entropy, **compared}
+        terms: Terms = {name: reduced(x) for name, x in found.items() if x is not None}
+        if config.clip_by_sign and "clip_fraction" in values:
+            assert batch.advantages is not None
+            for sign, of_sign in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
+                clipped = jnp.where(of_sign, values["clip_fraction"], 0)
+                parts = {"part": reduced(clipped), "whole": reduced(of_sign)}
+                terms[f"clip_fraction_{sign}"] = CompositeTerm(parts, share)
+        ratio = compared["ratio_mean"]
+        return terms | {
+            "pg_loss": (policy, weights, "sum"),
+            "ratio_min": (ratio, mask, "min"),
+            "ratio_max": (ratio, mask, "max"),
+            "effective_sample_size": CompositeTerm(moments(ratio, mask), effective_share),
+        }
+
+    def _policy(
+        self, log_probs: Float[Array, "R T"], batch: RolloutBatch, constants: Constants, segments: Segments
+    ) -> tuple[Float[Array, "R T"], Indicators]:
+        """The corrected policy loss of each token, and the indicators of the config's loss."""
+        correction, selected = constants
+        mask = batch.loss_mask
+        assert batch.advantages is not None  # check_needed sees to it
+        given = self._old(log_probs, batch), masked(batch.advantages, mask)
+        extra = {} if selected is None else {"selected": masked(selected, mask)}
+        policy, indicators = self.config.loss(log_probs, *given, mask=mask, segments=segments, **extra)
+        return policy if correction is None else policy * correction.weights, indicators
+
+    def _old(self, log_probs: Float[Array, "R T"], batch: RolloutBatch) -> Float[Array, "R T"]:
+        return masked(old_log_probs(log_probs, batch, self.config), batch.loss_mask)
+
+    def _comparisons(self, log_probs: Float[Array, "R T"], batch: RolloutBatch) -> dict[str, Float[Array, "R T"]]:
         """The values of metrics that compare policies: the ratio, and the sampler's difference from the trainer."""
+        old = self._old(log_probs, batch)
         values = {"ppo_kl": old - log_probs, "ratio_mean": jnp.exp(log_ratio(log_probs, old))}
         if batch.rollout_log_probs is None:
             return values
         trainer = old if self.config.ratio_to == "old" else log_probs
         apart = trainer - masked(batch.rollout_log_probs, batch.loss_mask)
         return values | {"sampler_log_prob_abs_diff": jnp.abs(apart), "sampler_k3": k3(apart)}
-
-    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Terms:
-        def reduced(x: Float[Array, "R T"]) -> Term:
-            return (x, mask, "mean") if self.config.metric_aggregation == "token_mean" else (x, weights, "sum")
-
-        signs = {name: x for name, x in values.items() if name in ("positive", "negative")}
-        terms: Terms = {name: reduced(x) for name, x in values.items() if name not in signs}
-        for sign, of_sign in signs.items():
-            clipped = jnp.where(of_sign, values["clip_fraction"], 0)
-            terms[f"clip_fraction_{sign}"] = CompositeTerm({"part": reduced(clipped), "whole": reduced(of_sign)}, share)
-        ratio = values["ratio_mean"]
-        return terms | {
-            "pg_loss": (values["pg_loss"], weights, "sum"),
-            "ratio_min": (ratio, mask, "min"),
-            "ratio_max": (ratio, mask, "max"),
-            "effective_sample_size": CompositeTerm(moments(ratio, mask), effective_share),
-        }
 
 
 def reference_kl(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import ImpossibleTokens, PolicyLossConfig
 from jaxppo.head.types import Entropy, TokenStats
-from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
-from jaxppo.losses.top_k_distillation import as_top_k, with_tail
-from jaxppo.metrics import Metrics
+from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_stats
+from jaxppo.losses.top_k_distillation import as_top_k, mass, of_ids, with_tail
+from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.policy_losses.base import PolicyLoss
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
@@ -135,14 +135,11 @@ class CenteringLoss(TokenLoss):
         return {"log_probs": log_probs, "advantages": batch.advantages}
 
     def per_token(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
-    ) -> tuple[Float[Array, "R T"], Values]:
-        ids, log_q = constants[1]
-        there = (ids != -1) & (batch.loss_mask[..., None] > 0)
-        given: tuple[Any, Any] = stats.id_log_probs, log_q
-        of_ids = [jnp.where(there, x.astype(jnp.float32), 0) for x in given]
-        masses = [jnp.where(there, jnp.exp(x), 0).sum(axis=-1) for x in of_ids]
-        log_p, log_q = (with_tail(x, there, self.tail) for x in of_ids)
+        self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments
+    ) -> Float[Array, "R T"]:
+        ids, *log_probs = of_ids(stats, constants, batch.loss_mask)
+        has_id = ids != -1
+        log_p, log_q = (with_tail(x, has_id, self.tail) for x in log_probs)
         gone = jnp.isneginf(log_p)
         if self.impossible_tokens == "leave_out":
             of_none, finite = 0.0, jnp.where(gone, 0, log_p)
@@ -155,8 +152,12 @@ class CenteringLoss(TokenLoss):
             rest = drawn[..., -1:] * jnp.exp(-log_p[..., -1:])
             log_p, finite, drawn = log_p[..., :-1], finite[..., :-1], drawn[..., :-1]
             drawn = drawn - rest * jnp.exp(log_p)
-        found = -jnp.where(there, lax.stop_gradient(drawn) * finite, 0).sum(axis=-1)
-        return found, {"policy_mass": masses[0], "rollout_mass": masses[1]}
+        return -jnp.where(has_id, lax.stop_gradient(drawn) * finite, 0).sum(axis=-1)
+
+    def terms(self, stats: TokenStats, step: Step, constants: Constants) -> Terms:
+        mask = step.batch.loss_mask
+        ids, log_p, log_q = of_ids(stats, constants, mask)
+        return means({"policy_mass": mass(log_p, ids), "rollout_mass": mass(log_q, ids)}, mask)
 
     def _slopes(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -17,8 +17,8 @@ from jaxppo.head.checks import as_logit_stats
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import LogitStat, TokenStats
-from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_hidden, loss_of_stats
-from jaxppo.metrics import Metrics
+from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_hidden, loss_of_stats
+from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
 
@@ -189,17 +189,20 @@ class SFTTokenLoss(TokenLoss):
         return {"log_probs": None if stats is None else stats.log_probs}
 
     def per_token(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
-    ) -> tuple[Float[Array, "R T"], Values]:
+        self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments
+    ) -> Float[Array, "R T"]:
         select = partial(masked, mask=batch.loss_mask)
-        nll = losses = -select(stats.log_probs)
+        losses = -select(stats.log_probs)
         if not is_zero(self.label_smoothing):
             assert stats.log_z is not None  # sft_loss sees to it
             assert stats.mean_logit is not None
             uniform = select(stats.log_z) - select(stats.mean_logit)
-            losses = (1 - self.label_smoothing) * nll + self.label_smoothing * uniform
+            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * uniform
         if not is_zero(self.z_loss):
             assert stats.log_z is not None
             losses = losses + self.z_loss * select(stats.log_z) ** 2
-        found = {"nll": nll, "entropy": stats.entropy, "log_z": stats.log_z, "accuracy": stats.accuracy}
-        return losses, {name: select(x) for name, x in found.items() if x is not None}
+        return losses
+
+    def terms(self, stats: TokenStats, step: Step, constants: Constants) -> Terms:
+        found = {"nll": -stats.log_probs, "entropy": stats.entropy, "log_z": stats.log_z, "accuracy": stats.accuracy}
+        return means({name: x for name, x in found.items() if x is not None}, step.batch.loss_mask)

@@ -4,8 +4,8 @@ A `TokenLoss` defines the loss of one token. A batch goes through these steps:
 
 1. `Step.of`: the weight of each token, over the whole step, and the rules that the batch breaks;
 2. `TokenLoss.constants`: the constants of differentiation that the loss reads, such as importance weights;
-3. `TokenLoss.per_token`: the loss of each token, and the values of metrics;
-4. the sum over tokens and devices, and the metrics.
+3. `TokenLoss.per_token`: the loss of each token, and the sum over tokens and devices;
+4. `TokenLoss.terms`: the metrics.
 
 From hidden states, step 3 runs inside the head if the loss of a token depends on that token alone: one pass.
 """
@@ -29,12 +29,12 @@ from jaxppo.aggregation import Normalizer, step_normalizer, token_weights, weigh
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.types import Entropy, HeadCall, Inputs, LogitStat, Prepared
 from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
-from jaxppo.metrics import Composite, Metric, Metrics, Term, Terms, means, reduce_metrics, reduce_terms
+from jaxppo.metrics import Composite, Metric, Metrics, Term, Terms, reduce_metrics, reduce_terms
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.rules import as_bits, broken_log_probs, count_broken
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
 
-Values = dict[str, Float[Array, "R T"]]
+Constants = tuple[Any, Any]  # what `TokenLoss.constants` returns, and the arrays that a call gives beside its batch
 
 
 class TokenLoss(abc.ABC):
@@ -72,13 +72,13 @@ class TokenLoss(abc.ABC):
 
     @abc.abstractmethod
     def per_token(
-        self, stats: Any, batch: RolloutBatch, constants: Any, segments: Segments
-    ) -> tuple[Float[Array, "R T"], Values]:
-        """Per-shard: the loss of each token before weighting, 0 outside the mask; and values for metrics, by name."""
+        self, stats: Any, batch: RolloutBatch, constants: Constants, segments: Segments
+    ) -> Float[Array, "R T"]:
+        """Per-shard: the loss of each token before weighting, finite where the mask is 0."""
 
-    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Terms:
-        """The terms that metrics are reduced from, by default means over tokens."""
-        return means(values, mask)
+    @abc.abstractmethod
+    def terms(self, stats: Any, step: Step, constants: Constants) -> Terms:
+        """Per-shard: the terms that `reduce_metrics` turns into metrics, by name; anything where the mask is 0."""
 
     def left_out(self, stats: Any, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         """The loss tokens that the loss leaves out; None for none. `stats` are None before they are computed."""
@@ -214,14 +214,14 @@ def _of_stats(
 def finish(
     step: Step, loss: TokenLoss, stats: Any, token_constants: Any, total: Float[Array, ""] | None = None
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Steps 2 to 4. If one pass has computed the `total` already, the tokens' losses are used for metrics only."""
+    """Steps 2 to 4. Step 3 is left out where one pass has computed the `total` already."""
     axes, mask = step.segments.axes, step.batch.loss_mask
     constants = lax.stop_gradient((loss.constants(stats, step), token_constants))
-    losses, values = loss.per_token(stats, step.batch, constants, step.segments)
     if total is None:
+        losses = loss.per_token(stats, step.batch, constants, step.segments)
         total = weighted_sum(axes, losses, step.weights, mask)
     total += jnp.where(step.is_broken, jnp.nan, 0)  # where no token has a weight too
-    terms = loss.terms(lax.stop_gradient(values), step.weights, mask)
+    terms = loss.terms(lax.stop_gradient(stats), step, constants)
     if step.left_out is not None:
         terms["impossible_tokens"] = (step.left_out, jnp.ones_like(mask), "sum")
     of_loss = Metric(lax.stop_gradient(total), jnp.float32(1), "sum")
@@ -300,7 +300,7 @@ class OfTokens:
         left_out = loss.left_out(stats, batch)
         if left_out is not None:
             batch = dataclasses.replace(batch, loss_mask=jnp.where(left_out, 0, batch.loss_mask))
-        losses, _ = loss.per_token(stats, batch, constants, Segments(batch.segment_ids, batch.num_segments))
+        losses = loss.per_token(stats, batch, constants, Segments(batch.segment_ids, batch.num_segments))
         # the rules of the step were checked without these log-probs; a slope of NaN too, which a clip would stop
         broken = broken_log_probs(stats.log_probs, batch.loss_mask)
         losses = jnp.where(batch.loss_mask > 0, losses, 0) * weights

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,8 @@ from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.kl import k3
-from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_hidden, loss_of_stats
-from jaxppo.metrics import Metrics
+from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_hidden, loss_of_stats
+from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.rules import MAX_LOG_PROB
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
@@ -344,15 +344,32 @@ class TopKLoss(TokenLoss):
         return {"log_probs": None if stats is None else stats.log_probs}
 
     def per_token(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
-    ) -> tuple[Float[Array, "R T"], Values]:
-        ids, log_q = constants[1]
-        ids = jnp.where(batch.loss_mask[..., None] > 0, ids, -1)  # so that nothing is read where no loss is
-        given: tuple[Any, Any] = stats.id_log_probs, log_q
-        log_p, log_q = (jnp.where(ids == -1, 0, x.astype(jnp.float32)) for x in given)
-        found = top_k_divergence(log_p, log_q, ids, divergence=self.divergence, beta=self.beta, tail=self.tail)
-        student, teacher = (jnp.where(ids == -1, 0, jnp.exp(x)).sum(axis=-1) for x in (log_p, log_q))
-        return found, {"divergence": found, "teacher_mass": teacher, "student_mass": student}
+        self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments
+    ) -> Float[Array, "R T"]:
+        ids, log_p, log_q = of_ids(stats, constants, batch.loss_mask)
+        return top_k_divergence(log_p, log_q, ids, divergence=self.divergence, beta=self.beta, tail=self.tail)
+
+    def terms(self, stats: TokenStats, step: Step, constants: Constants) -> Terms:
+        mask = step.batch.loss_mask
+        ids, log_p, log_q = of_ids(stats, constants, mask)
+        masses = {"teacher_mass": mass(log_q, ids), "student_mass": mass(log_p, ids)}
+        return means({"divergence": self.per_token(stats, step.batch, constants, step.segments), **masses}, mask)
+
+
+def of_ids(
+    stats: TokenStats, constants: Constants, mask: Float[Array, "R T"]
+) -> tuple[Int[Array, "R T K"], Float[Array, "R T K"], Float[Array, "R T K"]]:
+    """The ids, -1 where the mask is 0 too, and their log-probs in the statistics and in a call; 0 without an id."""
+    ids, given = constants[1]
+    ids = jnp.where(mask[..., None] > 0, ids, -1)
+    assert stats.id_log_probs is not None
+    own, given = (jnp.where(ids == -1, 0, x.astype(jnp.float32)) for x in (stats.id_log_probs, given))
+    return ids, own, given
+
+
+def mass(log_probs: Float[Array, "R T K"], ids: Int[Array, "R T K"]) -> Float[Array, "R T"]:
+    """The probability of all ids together."""
+    return jnp.where(ids == -1, 0, jnp.exp(log_probs)).sum(axis=-1)
 
 
 def check_top_k(

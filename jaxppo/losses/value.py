@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -20,8 +20,8 @@ from jaxppo._arrays import (
 )
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
-from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_stats
-from jaxppo.metrics import Metrics, Terms
+from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_stats
+from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
 
@@ -123,32 +123,42 @@ class ValueTokenLoss(TokenLoss):
         return {"new_values": stats, "returns": batch.returns, "values": batch.values}
 
     def per_token(
-        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Any, segments: Segments
-    ) -> tuple[Float[Array, "R T"], Values]:
-        assert batch.returns is not None  # value_loss sees to it
-        v = masked(stats, batch.loss_mask)
-        goal = masked(batch.returns, batch.loss_mask)
-        error = self._squared(v - goal)
-        values = {"value_mean": v, "value_error": jnp.abs(v - goal)}
+        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Constants, segments: Segments
+    ) -> Float[Array, "R T"]:
+        error = self._error(stats, batch)
         if self.clip is not None:
-            assert batch.values is not None
-            old = masked(batch.values, batch.loss_mask)
-            # exactly v inside, so never worse there
-            clipped_error = self._squared(jnp.clip(v, old - self.clip, old + self.clip) - goal)
-            moved = clipped_error > error if self.clip_fraction == "worse" else jnp.abs(v - old) > self.clip
-            values["clip_fraction"] = moved.astype(jnp.float32)
-            error = jnp.maximum(error, clipped_error)
-        return self.factor * error, values
+            error = jnp.maximum(error, self._error(self._clipped(stats, batch, self.clip), batch))
+        return self.factor * error
 
-    def _squared(self, error: Float[Array, "R T"]) -> Float[Array, "R T"]:
-        """The square of an error; beyond `huber_delta`, its tangent."""
+    def terms(self, stats: Float[Array, "R T"], step: Step, constants: Constants) -> Terms:
+        batch, mask = step.batch, step.batch.loss_mask
+        assert batch.returns is not None
+        terms = means({"value_mean": stats, "value_error": jnp.abs(_apart(stats, batch.returns, mask))}, mask)
+        if self.clip is None:
+            return terms
+        if self.clip_fraction == "worse":
+            moved = self._error(self._clipped(stats, batch, self.clip), batch) > self._error(stats, batch)
+        else:
+            assert batch.values is not None
+            moved = jnp.abs(_apart(stats, batch.values, mask)) > self.clip
+        by_token = self.metric_aggregation == "token_mean"
+        return terms | {"clip_fraction": (moved, mask, "mean") if by_token else (moved, step.weights, "sum")}
+
+    def _error(self, v: Float[Array, "R T"], batch: RolloutBatch) -> Float[Array, "R T"]:
+        """The square of the error v - G; beyond `huber_delta`, its tangent."""
+        assert batch.returns is not None  # value_loss sees to it
+        error = _apart(v, batch.returns, batch.loss_mask)
         if self.huber_delta is None:
             return error**2
         inside = jnp.clip(error, -self.huber_delta, self.huber_delta)
         return inside * (2 * error - inside)
 
-    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Terms:
-        terms = super().terms(values, weights, mask)
-        if "clip_fraction" in values and self.metric_aggregation == "loss":
-            terms["clip_fraction"] = (values["clip_fraction"], weights, "sum")
-        return terms
+    def _clipped(self, v: Float[Array, "R T"], batch: RolloutBatch, clip: float) -> Float[Array, "R T"]:
+        """The values within the clip about the old ones; exactly v inside, so that the error is never worse there."""
+        assert batch.values is not None
+        old = masked(batch.values, batch.loss_mask)
+        return jnp.clip(masked(v, batch.loss_mask), old - clip, old + clip)
+
+
+def _apart(x: Float[Array, "R T"], y: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R T"]:
+    return masked(x, mask) - masked(y, mask)

@@ -137,7 +137,7 @@ def test_token_local_losses_in_blocks(name):
 
         part = jax.tree.map(cut, batch)
         stats = TokenStats(part.returns, part.values)
-        losses, _ = loss.per_token(stats, part, (None, None if selected is None else cut(selected)), None)
+        losses = loss.per_token(stats, part, (None, None if selected is None else cut(selected)), None)
         total += jnp.sum(losses * cut(weights))
     expected, _ = loss_of(TokenStats(batch.returns, batch.values), batch, loss.config, None, selected=selected)
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-6)

@@ -16,7 +16,7 @@ from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.losses.preference.base import PreferenceLoss, Responses, mean_log_prob
-from jaxppo.losses.token_loss import TokenLoss, Values, loss_of_hidden, loss_of_stats
+from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.pairs import Pairs
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
@@ -175,15 +175,6 @@ class OfPairs(TokenLoss):
     def token_local(self) -> bool:
         return False
 
-    def terms(self, values: Values, weights: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Terms:
-        values = dict(values)
-        chosen = values.pop("chosen")
-        sides = {"chosen": weights * chosen, "rejected": weights * (1 - chosen)}
-        of_sides = {name: values.pop(name) for name in ("reward", "log_prob") if name in values}
-        return means(values, weights) | {
-            f"{side}_{name}": (x, share, "mean") for name, x in of_sides.items() for side, share in sides.items()
-        }
-
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceTokenLoss(OfPairs):
@@ -198,24 +189,44 @@ class PreferenceTokenLoss(OfPairs):
         return given | (of_pairs(batch) if self.loss.paired else {"sample_rewards": batch.rewards})
 
     def per_token(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments
-    ) -> tuple[Float[Array, "R T"], Values]:
+        self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments
+    ) -> Float[Array, "R T"]:
+        of, pairs, chosen = self._read(stats, batch, segments)
+        return to_tokens(self.loss.of_samples(of, chosen, pairs), of.log_prob, segments)
+
+    def terms(self, stats: TokenStats, step: Step, constants: Constants) -> Terms:
+        of, pairs, chosen = self._read(stats, step.batch, step.segments)
+        of_sides = {"reward": self.loss.reward(of), "log_prob": mean_log_prob(of)}
+        terms = sample_terms(step, chosen, of_sides, {} if pairs is None else compared(of_sides["reward"], pairs))
+        return terms if stats.entropy is None else {**terms, "entropy": (stats.entropy, step.weights, "mean")}
+
+    def _read(
+        self, stats: TokenStats, batch: RolloutBatch, segments: Segments
+    ) -> tuple[Responses, Pairs | None, Bool[Array, "R S"]]:
+        """The responses of this device, the step's pairs where the loss has pairs, and which samples were chosen."""
         mask = batch.loss_mask
-        log_probs = masked(stats.log_probs, mask)
-        log_ratios = log_probs
+        log_ratios = log_probs = masked(stats.log_probs, mask)
         if self.loss.reference:
             assert batch.ref_log_probs is not None  # preference_loss sees to it
             log_ratios = log_probs - masked(batch.ref_log_probs, mask)
-        counts = segments.sum(mask)
-        of = Responses(segments.sum(log_probs), segments.sum(log_ratios), jnp.maximum(counts, 1))
-        pairs, chosen = sides(batch, segments, counts, self.loss.paired)
-        values = {"reward": self.loss.reward(of), "log_prob": mean_log_prob(of), "chosen": chosen.astype(jnp.float32)}
-        if pairs is not None:
-            values |= compared(values["reward"], pairs)
-        values = {name: segments.spread(x) for name, x in values.items()}
-        if stats.entropy is not None:
-            values["entropy"] = masked(stats.entropy, mask)
-        return to_tokens(self.loss.of_samples(of, chosen, pairs), of.log_prob, segments), values
+        tokens = segments.sum(mask)
+        of = Responses(segments.sum(log_probs), segments.sum(log_ratios), jnp.maximum(tokens, 1))
+        return of, *sides(batch, segments, tokens, self.loss.paired)
+
+
+def sample_terms(
+    step: Step,
+    chosen: Bool[Array, "R S"],
+    of_sides: Mapping[str, Float[Array, "R S"]],
+    of_pairs: Mapping[str, Float[Array, "R S"]],
+) -> Terms:
+    """The terms of means over samples: of the chosen ones and of the rejected ones, and of all."""
+    spread, weights = step.segments.spread, step.weights
+    is_chosen = spread(chosen.astype(jnp.float32))
+    by_side = {"chosen": weights * is_chosen, "rejected": weights * (1 - is_chosen)}
+    return means({name: spread(x) for name, x in of_pairs.items()}, weights) | {
+        f"{side}_{name}": (spread(x), its, "mean") for name, x in of_sides.items() for side, its in by_side.items()
+    }
 
 
 def to_tokens(losses: Float[Array, "R S"], x: Float[Array, "R S"], segments: Segments) -> Float[Array, "R T"]:

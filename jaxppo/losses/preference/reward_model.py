@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxppo._arrays import Coefficient, check_array, check_number
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.losses.preference.base import Numbers, preferred
-from jaxppo.losses.preference.loss import OfPairs, check_pairs, compared, of_pairs, sides, to_tokens
-from jaxppo.losses.token_loss import Values, loss_of_stats
-from jaxppo.metrics import Metrics
+from jaxppo.losses.preference.loss import OfPairs, check_pairs, compared, of_pairs, sample_terms, sides, to_tokens
+from jaxppo.losses.token_loss import Constants, Step, loss_of_stats
+from jaxppo.metrics import Metrics, Terms
+from jaxppo.pairs import Pairs
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
 
@@ -108,18 +108,25 @@ class RewardModelLoss(OfPairs):
         return of_pairs(batch)
 
     def per_token(
-        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Any, segments: Segments
-    ) -> tuple[Float[Array, "R T"], Values]:
-        assert batch.rewards is not None  # check_pairs sees to it
+        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Constants, segments: Segments
+    ) -> Float[Array, "R T"]:
+        assert batch.rewards is not None
+        scores, pairs, _ = self._read(stats, batch, segments)
+        scored, given = ((pairs.of_chosen(x), pairs.of_rejected(x)) for x in (scores, batch.rewards))
+        return to_tokens(pairs.to_both(self.loss(*scored, given[0] - given[1])), scores, segments)
+
+    def terms(self, stats: Float[Array, "R T"], step: Step, constants: Constants) -> Terms:
+        scores, pairs, chosen = self._read(stats, step.batch, step.segments)
+        return sample_terms(step, chosen, {"reward": scores}, compared(scores, pairs))
+
+    def _read(
+        self, stats: Float[Array, "R T"], batch: RolloutBatch, segments: Segments
+    ) -> tuple[Float[Array, "R S"], Pairs, Bool[Array, "R S"]]:
+        """The score of each sample, the step's pairs, and which samples were chosen."""
         inside = (batch.segment_ids > 0).astype(jnp.float32)
         positions = batch.positions.astype(jnp.float32)
         is_last = (inside > 0) & (positions == segments.spread(segments.max(positions, inside)))
         scores = segments.sum(jnp.where(is_last, stats.astype(jnp.float32), 0))
         pairs, chosen = sides(batch, segments, segments.sum(batch.loss_mask), paired=True)
         assert pairs is not None
-        scored, given = ((pairs.of_chosen(x), pairs.of_rejected(x)) for x in (scores, batch.rewards))
-        losses = self.loss(*scored, given[0] - given[1])
-        values = {"reward": scores, "chosen": chosen.astype(jnp.float32)} | compared(scores, pairs)
-        return to_tokens(pairs.to_both(losses), scores, segments), {
-            name: segments.spread(x) for name, x in values.items()
-        }
+        return scores, pairs, chosen
