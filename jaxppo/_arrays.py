@@ -21,6 +21,7 @@ OPTIONAL = ("group_ids", "rollout_ids", *PER_TOKEN_VALUES, "rewards", "parents")
 INTEGERS = ("tokens", "targets", "segment_ids", "positions", "policy_versions", *IDS, "parents")
 
 Coefficient = float | Float[Array, ""]
+Something = TypeVar("Something")
 Arrays = TypeVar("Arrays", np.ndarray, jax.Array)  # on the host, or on a device
 
 
@@ -57,6 +58,13 @@ def times(coefficient: Coefficient, x: Float[Array, "R T"] | None) -> Float[Arra
 def check(what: str, got: object, good: bool, expected: str) -> None:
     if not good:
         raise ValueError(f"{what}: got {got}, expected {expected}")
+
+
+def needed(what: str, x: Something | None, expected: str = "f32[R, T]") -> Something:
+    """x itself, such as an optional array of a batch that this call reads. Raises where it is None."""
+    if x is None:
+        raise ValueError(f"{what}: got None, expected {expected}")
+    return x
 
 
 def check_choice(what: str, value: object, choices: Any) -> None:

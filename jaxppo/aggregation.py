@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, check_choice, masked, spec_of
+from jaxppo._arrays import Aggregation, check_choice, masked, needed, spec_of
 from jaxppo._stacked import as_rows, check_whole_step, part_of_a_step
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
@@ -93,10 +93,6 @@ class Normalizer:
         check_whole_step("Normalizer.from_batches", micro_batches)
         micro_batches.check_layout(parallel)
         of_weights = None if off_policy is None else off_policy.of_mean_weight
-        if of_weights is not None:
-            for name in ("old_log_probs", "rollout_log_probs"):
-                if getattr(micro_batches, name) is None:
-                    raise ValueError(f"micro_batches.{name}: got None, expected f32[R, T] for batch_normalize")
         count = micro_batches.loss_mask.shape[0] if micro_batches.loss_mask.ndim == 3 else None
         static = (aggregation, of_weights, count)
         weighted = micro_batches.weighted_denominators
@@ -164,9 +160,8 @@ def normalize(
         segments.axes.check_complete(f"the denominator of aggregation={aggregation!r}", mask)
     counts = weights = segments.sum(mask)
     if batch.weighted_denominators:
-        if batch.loss_weights is None:
-            raise ValueError("batch.loss_weights: got None, expected f32[R, T] with weighted_denominators=True")
-        weights = segments.sum(lax.stop_gradient(masked(batch.loss_weights, mask)) * mask)
+        given = needed("batch.loss_weights", batch.loss_weights, "f32[R, T] with weighted_denominators=True")
+        weights = segments.sum(lax.stop_gradient(masked(given, mask)) * mask)
     tokens = segments.axes.psum(vary(weights.sum(), segments.axes.data), segments.axes.data)
     sequences, denominators = _rollouts(batch, segments, weights) if aggregation == "rollout_mean" else (None, weights)
     if sequences is None:
@@ -175,9 +170,8 @@ def normalize(
     weight_mean = None
     off_policy = None if off_policy is None else off_policy.of_mean_weight
     if off_policy is not None:
-        assert batch.old_log_probs is not None  # whoever calls this sees to it
-        assert batch.rollout_log_probs is not None
-        old, rollout = batch.old_log_probs, batch.rollout_log_probs
+        old = needed("batch.old_log_probs", batch.old_log_probs, "f32[R, T] for batch_normalize")
+        rollout = needed("batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] for batch_normalize")
         total, count = weight_sums(old, rollout, mask, segments, off_policy)
         weight_mean = total / jnp.maximum(count, 1)
     weighted = batch.weighted_denominators
@@ -272,8 +266,7 @@ def token_weights(
         case "sequence_mean_token_sum":
             return mask / _or_one(normalizer.sequences)
         case "sequence_mean_token_sum_norm":
-            assert norm is not None  # check_aggregation sees to it
-            return mask / (_or_one(normalizer.sequences) * norm)
+            return mask / (_or_one(normalizer.sequences) * needed("aggregation_norm", norm, "a number above 0"))
     return mask * segments.spread(1 / (_or_one(normalizer.denominators) * _or_one(normalizer.sequences)))
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Compared, check_choice, check_flag, check_number, is_number, masked
+from jaxppo._arrays import Compared, check_choice, check_flag, check_number, is_number, masked, needed
 from jaxppo.kl import MAX_LOG_RATIO, k3
 from jaxppo.sharding import Segments, scan_affine, vary
 
@@ -275,8 +275,7 @@ def correction(
         indicators |= {"tis": ratio, "tis_abs": jnp.abs(ratio - 1), "tis_clipfrac": _float(weights != ratio)}
         weights = jnp.where(valid, weights, 0)
     if config.batch_normalize:
-        if weight_mean is None:
-            raise ValueError("weight_mean: got None, expected the Normalizer's for off_policy.batch_normalize")
+        weight_mean = needed("weight_mean", weight_mean, "the Normalizer's for off_policy.batch_normalize")
         weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # all are 0 where their mean is
     if config.rejections:
         accepted = valid
@@ -299,7 +298,6 @@ def correction(
 
 def _accepted(rejection: Rejection, policies: Policies, mask: jax.Array, segments: Segments) -> jax.Array:
     """bool[R, T], the tokens that pass the rejection; anything where the mask is 0."""
-    assert rejection.low is not None  # __post_init__ sets it
     d, valid = _log_ratio(policies, rejection.compares, mask), _float(mask > 0)
     level, _, kind = rejection.statistic.rpartition("_")
     match kind:
@@ -323,7 +321,7 @@ def _accepted(rejection: Rejection, policies: Policies, mask: jax.Array, segment
             value = segments.spread(segments.max(value, valid))
         case "seq_min":
             value = segments.spread(-segments.max(-value, valid))
-    low, high = (_log(b) if kind == "k1" else b for b in (rejection.low, rejection.high))
+    low, high = (_log(b) if kind == "k1" else b for b in (needed("low", rejection.low, "a number"), rejection.high))
     return (value >= low) & (value <= high)
 
 
@@ -337,10 +335,9 @@ def _mean_over_runs(x: jax.Array, valid: jax.Array, segments: Segments) -> jax.A
 
 def _pair(policies: Policies, compares: Compared, mask: jax.Array) -> list[jax.Array]:
     """The log-probs of the two policies, constants, 0 where the mask is 0."""
-    for name in compares.split("/"):
-        if policies[name] is None:
-            raise ValueError(f"{name}_log_probs: got None, expected f32[R, T] for a correction by {compares!r}")
-    return [lax.stop_gradient(masked(policies[name], mask)) for name in compares.split("/")]  # type: ignore[arg-type]
+    expected = f"f32[R, T] for a correction by {compares!r}"
+    given = [needed(f"{name}_log_probs", policies[name], expected) for name in compares.split("/")]
+    return [lax.stop_gradient(masked(x, mask)) for x in given]
 
 
 def _log_ratio(policies: Policies, compares: Compared, mask: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_alike, check_choice, check_f32, check_number
+from jaxppo._arrays import check_alike, check_choice, check_f32, check_number, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.metrics import Metrics, reduce_metric
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
@@ -183,17 +183,15 @@ def _check_version(what: str, version: Any) -> None:
 
 def _arguments(batch: RolloutBatch, version: Version) -> dict[str, Any]:
     _check_version("version", version)
-    batch = checked(batch)
-    if batch.policy_versions is None:
-        raise ValueError("batch.policy_versions: got None, expected i32[R, T]; give samples policy_versions=")
-    return {"version": jnp.asarray(version, jnp.int32), "batch": batch}
+    return {"version": jnp.asarray(version, jnp.int32), "batch": checked(batch)}
 
 
 def _staleness(version: jax.Array, batch: RolloutBatch) -> tuple[jax.Array, jax.Array]:
     """f32[R, T], staleness where the mask is above 0, and that mask."""
     mask = (batch.loss_mask > 0).astype(jnp.float32)
-    assert batch.policy_versions is not None  # _arguments sees to it
-    return jnp.where(mask > 0, (version - batch.policy_versions).astype(jnp.float32), 0), mask
+    expected = "i32[R, T]; give samples policy_versions="
+    age = version - needed("batch.policy_versions", batch.policy_versions, expected)
+    return jnp.where(mask > 0, age.astype(jnp.float32), 0), mask
 
 
 def _metrics(axes: ShardAxes, version: jax.Array, batch: RolloutBatch) -> Metrics:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_alike, check_number
+from jaxppo._arrays import check_alike, check_number, needed
 from jaxppo._ranks import kth, largest, ordered_bits
 from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.batch import RolloutBatch
@@ -59,26 +59,25 @@ def second_moment_mask(
     check_whole_step("second_moment_mask", batch)
     check_number("bound", bound, above=0)
     batch.check_layout(parallel)
-    for name in ("old_log_probs", "rollout_log_probs"):
-        if getattr(batch, name) is None:
-            raise ValueError(f"batch.{name}: got None, expected f32[R, T] for second_moment_mask")
-    args = {"batch": batch, "bound": jnp.float32(bound)}
+    given = {"old_log_probs": batch.old_log_probs, "rollout_log_probs": batch.rollout_log_probs}
+    args = {name: needed(f"batch.{name}", x, "f32[R, T] for second_moment_mask") for name, x in given.items()}
+    args |= {"loss_mask": batch.loss_mask, "bound": jnp.float32(bound)}
 
     def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
-        of = batch.specs(parallel)
-        return [of, P()], of.loss_mask
+        of = batch.specs(parallel).loss_mask
+        return [of, of, of, P()], of
 
     found: Float[Array, "*K R T"] = shard_call("second_moment_mask", _second_moment, parallel, args, specs)
     return found
 
 
 @of_rows
-def _second_moment(axes: ShardAxes, batch: RolloutBatch, bound: jax.Array) -> Float[Array, "*K R T"]:
-    axes.check_complete("the second moment of a step", batch.loss_mask)
-    assert batch.old_log_probs is not None  # second_moment_mask sees to it
-    assert batch.rollout_log_probs is not None
-    mask = batch.loss_mask > 0
-    d = jnp.where(mask, jnp.square(batch.rollout_log_probs - batch.old_log_probs), 0)
+def _second_moment(
+    axes: ShardAxes, old: jax.Array, rollout: jax.Array, loss_mask: jax.Array, bound: jax.Array
+) -> Float[Array, "*K R T"]:
+    axes.check_complete("the second moment of a step", loss_mask)
+    mask = loss_mask > 0
+    d = jnp.where(mask, jnp.square(rollout - old), 0)
     scores = jnp.where(jnp.isnan(d), jnp.uint32(0xFFFFFFFF), ordered_bits(d))
 
     def holds(cut: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_array
+from jaxppo._arrays import check_array, needed
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
@@ -23,7 +23,8 @@ from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import HeadCall, Inputs
 from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
 from jaxppo.losses.parts import SFT, Part, ReferenceKL, TopKDistillation
-from jaxppo.losses.policy import check_batch, token_loss_of
+from jaxppo.losses.policy import token_loss_of
+from jaxppo.losses.policy_checks import check_batch
 from jaxppo.losses.token_loss import (
     OfTokens,
     Step,
@@ -240,11 +241,8 @@ def _teachers(
             if name in given:
                 raise ValueError(f"{what}: got some for a {type(part.loss).__name__}, expected a TopKDistillation")
             continue
-        if ids is None:
-            raise ValueError(f"ids: got None, expected i32[R, T, K] for the part {name!r}")
-        if name not in given:
-            raise ValueError(f"{what}: got None, expected f32[R, T, K]")
-        found[name] = ids_and_log_probs(ids, given[name], batch, what)
+        shared = needed("ids", ids, f"i32[R, T, K] for the part {name!r}")
+        found[name] = ids_and_log_probs(shared, needed(what, given.get(name), "f32[R, T, K]"), batch, what)
     return found
 
 
@@ -255,8 +253,8 @@ def _loss_of(name: str, part: Part, batch: RolloutBatch) -> TokenLoss:
         return token_loss_of(part.loss)
     if isinstance(part.loss, SFT):
         return part.loss.with_coefficients()
-    if isinstance(part.loss, ReferenceKL) and batch.ref_log_probs is None:
-        raise ValueError(f"batch.ref_log_probs: got None, expected f32[R, T] for the part {name!r}")
+    if isinstance(part.loss, ReferenceKL):
+        needed("batch.ref_log_probs", batch.ref_log_probs, f"f32[R, T] for the part {name!r}")
     return part.loss
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, Coefficient, check_aggregation, check_choice, check_number, masked
+from jaxppo._arrays import Aggregation, Coefficient, check_aggregation, check_choice, check_number, masked, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.types import TokenStats
@@ -75,8 +75,7 @@ class ReferenceKL(TokenLoss):
         self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments
     ) -> Float[Array, "R T"]:
         kl = reference_kl(KL(1.0, self.estimator), masked(stats.log_probs, batch.loss_mask), batch, segments)
-        assert kl is not None  # joint_loss_from_hidden sees to it
-        return kl
+        return needed("batch.ref_log_probs", kl)
 
     def terms(self, stats: TokenStats, step: Step, constants: Constants) -> Terms:
         return means({"kl": self.per_token(stats, step.batch, constants, step.segments)}, step.batch.loss_mask)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import LOG_PROBS, Aggregation, as_coefficient, check_f32, masked, times
+from jaxppo._arrays import LOG_PROBS, Aggregation, as_coefficient, masked, needed, times
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
@@ -19,15 +19,13 @@ from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.kl import KL, k3, kl_divergence, log_ratio
+from jaxppo.losses.policy_checks import BY_RATIO, check_batch, check_stats
 from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import CompositeTerm, Metrics, Term, Terms, effective_share, moments, share
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.off_policy import correction as off_policy_correction
 from jaxppo.policy_losses.base import Indicators, ratio_at
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
-from jaxppo.validation import checked
-
-_OLD = {"old": "old_log_probs", "rollout": "rollout_log_probs"}
 
 
 def policy_loss(
@@ -82,7 +80,7 @@ def policy_loss(
       (-1.0, 1.0)
     """
     batch = check_batch(batch, config, selected)
-    _check_stats(stats, batch, config)
+    check_stats(stats, batch, config)
     return loss_of_stats("policy_loss", token_loss_of(config), stats, batch, parallel, normalizer, selected)
 
 
@@ -161,60 +159,15 @@ def policy_loss_from_hidden(
     return loss_of_hidden("policy_loss_from_hidden", loss, prepared, batch, parallel, normalizer, selected)
 
 
-def _check_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfig) -> None:
-    """Raises where the config asks for what the statistics lack, or where shapes differ."""
-    if not isinstance(stats, TokenStats):
-        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
-    shape = batch.loss_mask.shape
-    for name, array in (("stats.log_probs", stats.log_probs), ("stats.entropy", stats.entropy)):
-        if array is not None and array.shape != shape:
-            raise ValueError(f"{name}: got shape {array.shape}, expected the batch's, {shape}")
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name}: got {array.dtype}, expected a floating-point dtype such as float32")
-    check_f32("stats.log_probs", stats.log_probs)
-    if config.entropy_mode == "bonus" and stats.entropy is None:
-        raise ValueError(f"stats.entropy: got None, expected f32[R, T] for entropy_coef={config.entropy_coef}")
-    if config.entropy_mode == "bonus" and stats.entropy_mode != "bonus":
-        raise ValueError(
-            f"stats: got entropies of mode {stats.entropy_mode!r}, which have no gradient, expected 'bonus' for "
-            f"entropy_coef={config.entropy_coef}: log_probs_from_hidden(..., entropy=config.entropy_mode)"
-        )
-
-
-def check_batch(batch: RolloutBatch, config: PolicyLossConfig, selected: Float[Array, "R T"] | None) -> RolloutBatch:
-    batch = checked(batch)
-    if not isinstance(config, PolicyLossConfig):
-        raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")
-    check_needed(batch, config)
-    shape = batch.loss_mask.shape
-    selects = config.loss.selects is not None
-    if selects != (selected is not None) or (selected is not None and selected.shape != shape):
-        got = "None" if selected is None else f"shape {selected.shape}"
-        expected = f"the step's covariance_mask(stats, batch, config, key), {shape}," if selects else "None"
-        raise ValueError(f"selected: got {got}, expected {expected} with loss={config.loss}")
-    return batch
-
-
-def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:
-    """Raises ValueError where the config asks for an array that the batch lacks."""
-    needed = {"advantages": "every policy loss"}
-    if config.ratio_to in _OLD:
-        needed[_OLD[config.ratio_to]] = f"ratio_to={config.ratio_to!r}"
-    if config.penalises_kl:
-        needed["ref_log_probs"] = f"kl={config.kl}"
-    for name in sorted(config.policies - {"current"}):
-        parts = {"off_policy": config.off_policy, "kl": config.kl}
-        asks = [f"{what}={x}" for what, x in parts.items() if x is not None and name in x.policies]
-        needed.setdefault(f"{name}_log_probs", ", ".join(asks))
-    for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
-        if name in needed and getattr(batch, name) is None:
-            raise ValueError(f"batch.{name}: got None, expected f32[R, T] for {needed[name]}")
-
-
 def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: PolicyLossConfig) -> Float[Array, "R T"]:
     """The log-probs in the denominator of the config's ratio; a constant of differentiation."""
-    name = _OLD.get(config.ratio_to)
+    name = BY_RATIO.get(config.ratio_to)
     return lax.stop_gradient(log_probs if name is None else getattr(batch, name))
+
+
+def advantages_of(batch: RolloutBatch) -> Float[Array, "R T"]:
+    """The advantages in f32, 0 where the mask is 0."""
+    return masked(needed("batch.advantages", batch.advantages), batch.loss_mask)
 
 
 def impossible_tokens(
@@ -298,11 +251,10 @@ class PolicyTokenLoss(TokenLoss):
         off_policy, batch, segments = self.config.off_policy, step.batch, step.segments
         if off_policy is None:
             return None
-        assert batch.advantages is not None  # check_needed sees to it
         current = None if stats is None else stats.log_probs
         weights, values = off_policy_correction(
             {"current": current, "old": batch.old_log_probs, "rollout": batch.rollout_log_probs},
-            batch.advantages,
+            advantages_of(batch),
             batch.loss_mask,
             segments,
             off_policy,
@@ -338,8 +290,8 @@ class PolicyTokenLoss(TokenLoss):
         found = {**values, **corrected, "kl": kl, "entropy": stats.entropy, **compared}
         terms: Terms = {name: reduced(x) for name, x in found.items() if x is not None}
         if config.clip_by_sign and "clip_fraction" in values:
-            assert batch.advantages is not None
-            for sign, of_sign in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
+            advantages = advantages_of(batch)
+            for sign, of_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
                 clipped = jnp.where(of_sign, values["clip_fraction"], 0)
                 parts = {"part": reduced(clipped), "whole": reduced(of_sign)}
                 terms[f"clip_fraction_{sign}"] = CompositeTerm(parts, share)
@@ -357,8 +309,7 @@ class PolicyTokenLoss(TokenLoss):
         """The corrected policy loss of each token, and the indicators of the config's loss."""
         correction, selected = constants
         mask = batch.loss_mask
-        assert batch.advantages is not None  # check_needed sees to it
-        given = self._old(log_probs, batch), masked(batch.advantages, mask)
+        given = self._old(log_probs, batch), advantages_of(batch)
         extra = {} if selected is None else {"selected": masked(selected, mask)}
         policy, indicators = self.config.loss(log_probs, *given, mask=mask, segments=segments, **extra)
         return policy if correction is None else policy * correction.weights, indicators
@@ -387,9 +338,9 @@ def reference_kl(
     if kl.importance == "score":
         weight = jnp.exp(log_probs - lax.stop_gradient(log_probs))
     elif kl.importance != "none":
-        base = batch.old_log_probs if kl.compares == "current/old" else batch.rollout_log_probs
-        assert base is not None  # check_needed sees to it
-        weight = ratio_at(kl.importance, log_probs, masked(base, mask), mask, segments)
+        name = "old_log_probs" if kl.compares == "current/old" else "rollout_log_probs"
+        base = masked(needed(f"batch.{name}", getattr(batch, name)), mask)
+        weight = ratio_at(kl.importance, log_probs, base, mask, segments)
     return kl_divergence(log_probs, masked(batch.ref_log_probs, mask), kl.estimator, weight)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import Aggregation, check_choice, masked
+from jaxppo._arrays import Aggregation, check_choice, masked, needed
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import ImpossibleTokens, PolicyLossConfig
@@ -101,8 +101,6 @@ def score_centering_loss(
         )
     if config.off_policy is not None:
         raise ValueError("config.off_policy: got a correction, expected None: its weights of the ids are not known")
-    if batch.advantages is None:
-        raise ValueError("batch.advantages: got None, expected f32[R, T]")
     given = as_top_k(stats, ids, rollout_log_probs, batch, "rollout_log_probs")
     on_policy, gone = config.ratio_to == "current", config.impossible_tokens
     own = CenteringLoss(config.loss, on_policy, gone, tail, config.aggregation, config.aggregation_norm)
@@ -145,8 +143,8 @@ class CenteringLoss(TokenLoss):
             of_none, finite = 0.0, jnp.where(gone, 0, log_p)
         else:
             of_none, finite = jnp.nan, log_p
-        assert batch.advantages is not None
-        slopes = self._slopes(finite, log_q, masked(batch.advantages, batch.loss_mask), segments)
+        advantages = masked(needed("batch.advantages", batch.advantages), batch.loss_mask)
+        slopes = self._slopes(finite, log_q, advantages, segments)
         drawn = jnp.where(gone, of_none, jnp.exp(log_q) * slopes)
         if self.tail == "bucket":  # whose slope goes to the ids, by the share of each that is not in it
             rest = drawn[..., -1:] * jnp.exp(-log_p[..., -1:])

@@ -10,7 +10,16 @@ from typing import Self, Unpack
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import Aggregation, Coefficient, as_coefficient, check_aggregation, check_number, is_zero, masked
+from jaxppo._arrays import (
+    Aggregation,
+    Coefficient,
+    as_coefficient,
+    check_aggregation,
+    check_number,
+    is_zero,
+    masked,
+    needed,
+)
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.checks import as_logit_stats
@@ -78,11 +87,9 @@ def sft_loss(
         raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
     loss = SFTTokenLoss(label_smoothing, z_loss, aggregation, aggregation_norm).with_coefficients()
     for name in loss.logit_stats:
-        if getattr(stats, name) is None:
-            raise ValueError(
-                f"stats.{name}: got None, expected f32[R, T] for label_smoothing={label_smoothing}, z_loss={z_loss}: "
-                f"pass logit_stats={loss.logit_stats} to log_probs_from_hidden or log_probs_from_logits"
-            )
+        purpose = f"label_smoothing={label_smoothing}, z_loss={z_loss}"
+        how = f"pass logit_stats={loss.logit_stats} to log_probs_from_hidden or log_probs_from_logits"
+        needed(f"stats.{name}", getattr(stats, name), f"f32[R, T] for {purpose}: {how}")
     if stats.log_probs.shape != batch.loss_mask.shape or stats.log_probs.ndim != 2:
         raise ValueError(
             f"stats.log_probs: got shape {stats.log_probs.shape}, expected the batch's [R, T], {batch.loss_mask.shape}"
@@ -194,13 +201,10 @@ class SFTTokenLoss(TokenLoss):
         select = partial(masked, mask=batch.loss_mask)
         losses = -select(stats.log_probs)
         if not is_zero(self.label_smoothing):
-            assert stats.log_z is not None  # sft_loss sees to it
-            assert stats.mean_logit is not None
-            uniform = select(stats.log_z) - select(stats.mean_logit)
+            uniform = select(needed("stats.log_z", stats.log_z)) - select(needed("stats.mean_logit", stats.mean_logit))
             losses = (1 - self.label_smoothing) * losses + self.label_smoothing * uniform
         if not is_zero(self.z_loss):
-            assert stats.log_z is not None
-            losses = losses + self.z_loss * select(stats.log_z) ** 2
+            losses = losses + self.z_loss * select(needed("stats.log_z", stats.log_z)) ** 2
         return losses
 
     def terms(self, stats: TokenStats, step: Step, constants: Constants) -> Terms:

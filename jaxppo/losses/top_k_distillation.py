@@ -25,6 +25,7 @@ from jaxppo._arrays import (
     check_floating,
     check_number,
     is_zero,
+    needed,
 )
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
@@ -296,11 +297,10 @@ def as_top_k(
     """Ids and log-probs `[R, T, K]` that belong to the log-probs of the statistics."""
     if not isinstance(stats, TokenStats):
         raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
-    if stats.id_log_probs is None:
-        raise ValueError("stats.id_log_probs: got None, expected f32[R, T, K]: log_probs_from_hidden(..., ids=ids)")
+    own = own_log_probs(stats)
     found = ids_and_log_probs(ids, log_probs, batch, name)
-    if stats.id_log_probs.shape != found[0].shape:
-        raise ValueError(f"stats.id_log_probs: got shape {stats.id_log_probs.shape}, expected that of ids, {ids.shape}")
+    if own.shape != found[0].shape:
+        raise ValueError(f"stats.id_log_probs: got shape {own.shape}, expected that of ids, {ids.shape}")
     return found
 
 
@@ -362,9 +362,13 @@ def of_ids(
     """The ids, -1 where the mask is 0 too, and their log-probs in the statistics and in a call; 0 without an id."""
     ids, given = constants[1]
     ids = jnp.where(mask[..., None] > 0, ids, -1)
-    assert stats.id_log_probs is not None
-    own, given = (jnp.where(ids == -1, 0, x.astype(jnp.float32)) for x in (stats.id_log_probs, given))
+    own, given = (jnp.where(ids == -1, 0, x.astype(jnp.float32)) for x in (own_log_probs(stats), given))
     return ids, own, given
+
+
+def own_log_probs(stats: TokenStats) -> Float[Array, "R T K"]:
+    """The log-probs of ids that statistics hold."""
+    return needed("stats.id_log_probs", stats.id_log_probs, "f32[R, T, K]: log_probs_from_hidden(..., ids=ids)")
 
 
 def mass(log_probs: Float[Array, "R T K"], ids: Int[Array, "R T K"]) -> Float[Array, "R T"]:

@@ -17,6 +17,7 @@ from jaxppo._arrays import (
     check_choice,
     check_number,
     masked,
+    needed,
 )
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
@@ -86,11 +87,8 @@ def value_loss(
     options = (clip_fraction, aggregation, aggregation_norm, metric_aggregation)
     loss = ValueTokenLoss(clip, factor, huber_delta, *options)
     check_array("values", values, "floats")
-    for name, x in {"values": values, "batch.returns": batch.returns, "batch.values": batch.values}.items():
-        if x is None and not (name == "batch.values" and clip is None):
-            raise ValueError(f"{name}: got None, expected f32[R, T] for clip={clip} (see advantages.gae)")
-        if x is not None and (x.shape != batch.loss_mask.shape or x.ndim != 2):
-            raise ValueError(f"{name}: got shape {x.shape}, expected the batch's [R, T], {batch.loss_mask.shape}")
+    if values.shape != batch.loss_mask.shape:
+        raise ValueError(f"values: got shape {values.shape}, expected the batch's [R, T], {batch.loss_mask.shape}")
     return loss_of_stats("value_loss", loss, values, batch, parallel, normalizer)
 
 
@@ -125,29 +123,28 @@ class ValueTokenLoss(TokenLoss):
     def per_token(
         self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Constants, segments: Segments
     ) -> Float[Array, "R T"]:
-        error = self._error(stats, batch)
+        v = masked(stats, batch.loss_mask)
+        error = self._error(v, batch)
         if self.clip is not None:
-            error = jnp.maximum(error, self._error(self._clipped(stats, batch, self.clip), batch))
+            error = jnp.maximum(error, self._error(self._clipped(v, batch, self.clip), batch))
         return self.factor * error
 
     def terms(self, stats: Float[Array, "R T"], step: Step, constants: Constants) -> Terms:
         batch, mask = step.batch, step.batch.loss_mask
-        assert batch.returns is not None
-        terms = means({"value_mean": stats, "value_error": jnp.abs(_apart(stats, batch.returns, mask))}, mask)
+        v = masked(stats, mask)
+        terms = means({"value_mean": v, "value_error": jnp.abs(v - _returns(batch))}, mask)
         if self.clip is None:
             return terms
         if self.clip_fraction == "worse":
-            moved = self._error(self._clipped(stats, batch, self.clip), batch) > self._error(stats, batch)
+            moved = self._error(self._clipped(v, batch, self.clip), batch) > self._error(v, batch)
         else:
-            assert batch.values is not None
-            moved = jnp.abs(_apart(stats, batch.values, mask)) > self.clip
+            moved = jnp.abs(v - _old_values(batch)) > self.clip
         by_token = self.metric_aggregation == "token_mean"
         return terms | {"clip_fraction": (moved, mask, "mean") if by_token else (moved, step.weights, "sum")}
 
     def _error(self, v: Float[Array, "R T"], batch: RolloutBatch) -> Float[Array, "R T"]:
         """The square of the error v - G; beyond `huber_delta`, its tangent."""
-        assert batch.returns is not None  # value_loss sees to it
-        error = _apart(v, batch.returns, batch.loss_mask)
+        error = v - _returns(batch)
         if self.huber_delta is None:
             return error**2
         inside = jnp.clip(error, -self.huber_delta, self.huber_delta)
@@ -155,10 +152,13 @@ class ValueTokenLoss(TokenLoss):
 
     def _clipped(self, v: Float[Array, "R T"], batch: RolloutBatch, clip: float) -> Float[Array, "R T"]:
         """The values within the clip about the old ones; exactly v inside, so that the error is never worse there."""
-        assert batch.values is not None
-        old = masked(batch.values, batch.loss_mask)
-        return jnp.clip(masked(v, batch.loss_mask), old - clip, old + clip)
+        old = _old_values(batch)
+        return jnp.clip(v, old - clip, old + clip)
 
 
-def _apart(x: Float[Array, "R T"], y: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    return masked(x, mask) - masked(y, mask)
+def _returns(batch: RolloutBatch) -> Float[Array, "R T"]:
+    return masked(needed("batch.returns", batch.returns, "f32[R, T] (see advantages.gae)"), batch.loss_mask)
+
+
+def _old_values(batch: RolloutBatch) -> Float[Array, "R T"]:
+    return masked(needed("batch.values", batch.values, "f32[R, T] for a clip (see advantages.gae)"), batch.loss_mask)

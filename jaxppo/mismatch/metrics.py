@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_f32, masked
+from jaxppo._arrays import check_f32, masked, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.kl import MAX_LOG_RATIO, k3
 from jaxppo.metrics import CompositeTerm, Metrics, Terms, deviation, effective_share, means, moments, reduce_metrics
@@ -67,24 +67,23 @@ def mismatch_metrics(
     """
     batch = checked(batch)
     trainer = batch.old_log_probs if trainer_log_probs is None else trainer_log_probs
-    for name, x in (("old_log_probs", trainer), ("rollout_log_probs", batch.rollout_log_probs)):
-        if x is None:
-            raise ValueError(f"batch.{name}: got None, expected f32[R, T] to compare sampler and trainer")
+    given = {"old_log_probs": trainer, "rollout_log_probs": batch.rollout_log_probs}
+    args = {name: needed(f"batch.{name}", x, "f32[R, T] to compare sampler and trainer") for name, x in given.items()}
+    for name, x in args.items():
         if x.shape != batch.loss_mask.shape or x.ndim != 2:
             raise ValueError(f"{name}: got shape {x.shape}, expected the batch's [R, T], {batch.loss_mask.shape}")
         check_f32(name, x)
 
-    args = {"trainer_log_probs": trainer, "batch": batch}
-    found: Metrics = shard_call(
-        "mismatch_metrics", _per_shard, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P())
-    )
+    def specs(p: ParallelMesh) -> tuple[list[P | RolloutBatch], P]:
+        return [p.tokens_spec, p.tokens_spec, batch.specs(p)], P()
+
+    found: Metrics = shard_call("mismatch_metrics", _per_shard, parallel, {**args, "batch": batch}, specs)
     return found
 
 
-def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metrics:
+def _per_shard(axes: ShardAxes, trainer: jax.Array, rollout: jax.Array, batch: RolloutBatch) -> Metrics:
     mask = (batch.loss_mask > 0).astype(jnp.float32)
-    assert batch.rollout_log_probs is not None  # mismatch_metrics sees to it
-    trainer, rollout = masked(trainer, mask), masked(batch.rollout_log_probs, mask)
+    trainer, rollout = masked(trainer, mask), masked(rollout, mask)
     rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards
     of_sequences = _sequence_terms(trainer, rollout, mask, batch.segments(axes))
     return reduce_metrics(axes, _token_terms(trainer - rollout, mask)) | reduce_metrics(rows, of_sequences)

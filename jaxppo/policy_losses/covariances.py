@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxppo._arrays import Coefficient, check_number
+from jaxppo._arrays import Coefficient, check_number, needed
 from jaxppo.kl import log_ratio, magnitude
 from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip, clipped_surrogate
 
@@ -70,7 +70,7 @@ class ClipCov(PolicyLoss):
         selected: Tokens | None = None,
         **_: object,
     ) -> Result:
-        assert selected is not None  # policy_loss sees to it
+        selected = needed("selected", selected, "the step's covariance_mask")
         ratio = jnp.exp(log_ratio(log_probs, old_log_probs))
         loss = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)[0]
         return jnp.where(selected > 0, 0, loss), {"clip_fraction": selected}
@@ -114,7 +114,7 @@ class KLCov(PolicyLoss):
         selected: Tokens | None = None,
         **_: object,
     ) -> Result:
-        assert selected is not None  # policy_loss sees to it
+        selected = needed("selected", selected, "the step's covariance_mask")
         distance = magnitude(log_probs - old_log_probs)
         loss = -advantages * jnp.exp(log_ratio(log_probs, old_log_probs))
         loss = loss + jnp.where(selected > 0, self.coef * distance, 0)

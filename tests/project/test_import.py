@@ -85,8 +85,8 @@ assert sharding.audit is jaxppo.sharding.audit is audit  # the function, and not
 def test_what_is_used_late_is_loaded_late():
     done = python(LATE, ROOT)
     assert done.returncode == 0, done.stderr
-    there = ["integrations.modules", "kl", *(f"losses.{name}" for name in ("policy", "sft", "token_loss", "value"))]
-    there = [f"jaxppo.{name}" for name in (*there, "policy_losses", "sharding")]
+    losses = [f"losses.{name}" for name in ("policy", "policy_checks", "sft", "token_loss", "value")]
+    there = [f"jaxppo.{name}" for name in ("integrations.modules", "kl", *losses, "policy_losses", "sharding")]
     there += ["sharding.audit.devices", "sharding.audit.program"]
     assert done.stdout == f"{there}\n"
 

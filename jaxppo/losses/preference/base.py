@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Coefficient, check_choice, check_number
+from jaxppo._arrays import Coefficient, check_choice, check_number, needed
 from jaxppo.pairs import Pairs
 
 Numbers = Float[Array, "*n"]
@@ -91,7 +91,7 @@ class PairLoss(PreferenceLoss):
         """The loss of each pair, without the negative log-likelihood."""
 
     def of_samples(self, x: Responses, chosen: Bool[Array, "R S"], pairs: Pairs | None) -> Float[Array, "R S"]:
-        assert pairs is not None  # since this loss is paired
+        pairs = needed("pairs", pairs, "the pairs of the step, since the loss is paired")
         better, worse = (Responses(*map(of, x)) for of in (pairs.of_chosen, pairs.of_rejected))
         # an empty slot of the table of pairs holds 0 tokens: its mean must not be NaN
         better, worse = (of._replace(tokens=jax.numpy.maximum(of.tokens, 1)) for of in (better, worse))

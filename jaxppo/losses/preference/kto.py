@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Coefficient, check_number, masked
+from jaxppo._arrays import Coefficient, check_number, masked, needed
 from jaxppo._stacked import as_rows, check_whole_step
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.types import TokenStats
@@ -95,8 +95,7 @@ def kto_reference_point(
     check_whole_step("kto_reference_point", mismatched)
     if not isinstance(stats, TokenStats):
         raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
-    if mismatched.ref_log_probs is None:
-        raise ValueError("mismatched.ref_log_probs: got None, expected f32[R, T], see compute_log_probs")
+    needed("mismatched.ref_log_probs", mismatched.ref_log_probs, "f32[R, T], see compute_log_probs")
     if stats.log_probs.shape != mismatched.loss_mask.shape:
         got = f"got shape {stats.log_probs.shape}, expected the batch's, {mismatched.loss_mask.shape}"
         raise ValueError(f"stats.log_probs: {got}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Aggregation, masked
+from jaxppo._arrays import Aggregation, masked, needed
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.head import Head
@@ -132,19 +132,16 @@ def _checked(batch: RolloutBatch, loss: PreferenceLoss) -> RolloutBatch:
     if not isinstance(loss, PreferenceLoss):
         raise TypeError(f"loss: got {type(loss).__name__}, expected a PreferenceLoss such as DPO()")
     check_pairs(batch, loss.paired)
-    if loss.reference and batch.ref_log_probs is None:
-        raise ValueError(f"batch.ref_log_probs: got None, expected f32[R, T] for {loss}, see compute_log_probs")
+    if loss.reference:
+        needed("batch.ref_log_probs", batch.ref_log_probs, f"f32[R, T] for {loss}, see compute_log_probs")
     return batch
 
 
 def check_pairs(batch: RolloutBatch, paired: bool) -> None:
     """Raises where a batch lacks the rewards or groups of its pairs, or has loss weights."""
-    if batch.rewards is None:
-        raise ValueError(
-            "batch.rewards: got None, expected f32[R, S], higher for what was chosen; see samples_of_pairs"
-        )
-    if paired and batch.group_ids is None:
-        raise ValueError("batch.group_ids: got None, expected i32[R, S], one id for both samples of a pair")
+    needed("batch.rewards", batch.rewards, "f32[R, S], higher for what was chosen; see samples_of_pairs")
+    if paired:
+        needed("batch.group_ids", batch.group_ids, "i32[R, S], one id for both samples of a pair")
     if batch.loss_weights is not None:
         raise ValueError(
             "batch.loss_weights: got an array, expected None: a loss of whole samples is not one of tokens"
@@ -183,10 +180,10 @@ class PreferenceTokenLoss(OfPairs):
     loss: PreferenceLoss
 
     def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
-        given: dict[str, Any] = {"log_probs": stats and stats.log_probs}
+        given: dict[str, Array | None] = {"log_probs": None if stats is None else stats.log_probs}
         if self.loss.reference:
             given["ref_log_probs"] = batch.ref_log_probs
-        return given | (of_pairs(batch) if self.loss.paired else {"sample_rewards": batch.rewards})
+        return given | (ruled_of_pairs(batch) if self.loss.paired else {"sample_rewards": batch.rewards})
 
     def per_token(
         self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments
@@ -207,11 +204,12 @@ class PreferenceTokenLoss(OfPairs):
         mask = batch.loss_mask
         log_ratios = log_probs = masked(stats.log_probs, mask)
         if self.loss.reference:
-            assert batch.ref_log_probs is not None  # preference_loss sees to it
-            log_ratios = log_probs - masked(batch.ref_log_probs, mask)
+            log_ratios = log_probs - masked(needed("batch.ref_log_probs", batch.ref_log_probs), mask)
         tokens = segments.sum(mask)
         of = Responses(segments.sum(log_probs), segments.sum(log_ratios), jnp.maximum(tokens, 1))
-        return of, *sides(batch, segments, tokens, self.loss.paired)
+        if self.loss.paired:
+            return of, *pairs_of(batch, segments, tokens)
+        return of, None, needed("batch.rewards", batch.rewards, "f32[R, S]") > 0
 
 
 def sample_terms(
@@ -238,21 +236,16 @@ def to_tokens(losses: Float[Array, "R S"], x: Float[Array, "R S"], segments: Seg
     return segments.spread(losses + 0 * x)
 
 
-def of_pairs(batch: RolloutBatch) -> dict[str, Any]:
+def ruled_of_pairs(batch: RolloutBatch) -> dict[str, Array | None]:
     """The arrays that the rule of pairs reads."""
     return {"pair_ids": batch.group_ids, "pair_rewards": batch.rewards}
 
 
-def sides(
-    batch: RolloutBatch, segments: Segments, counts: Float[Array, "R S"], paired: bool
-) -> tuple[Pairs | None, Bool[Array, "R S"]]:
-    """The step's pairs, where it has some, and which of this device's samples were chosen."""
-    assert batch.rewards is not None  # check_pairs sees to it
-    if not paired:
-        return None, batch.rewards > 0
-    assert batch.group_ids is not None
-    pairs = Pairs.of(segments.axes, batch.group_ids, batch.rewards, counts)
-    return pairs, batch.rewards == pairs.to_both(pairs.of_chosen(batch.rewards))
+def pairs_of(batch: RolloutBatch, segments: Segments, tokens: Float[Array, "R S"]) -> tuple[Pairs, Bool[Array, "R S"]]:
+    """The step's pairs, and which of this device's samples were chosen; `tokens` are the loss tokens of each."""
+    rewards = needed("batch.rewards", batch.rewards, "f32[R, S]")
+    pairs = Pairs.of(segments.axes, needed("batch.group_ids", batch.group_ids, "i32[R, S]"), rewards, tokens)
+    return pairs, rewards == pairs.to_both(pairs.of_chosen(rewards))
 
 
 def compared(rewards: Float[Array, "R S"], pairs: Pairs) -> dict[str, Float[Array, "R S"]]:

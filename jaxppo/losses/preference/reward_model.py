@@ -8,11 +8,19 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Coefficient, check_array, check_number
+from jaxppo._arrays import Coefficient, check_array, check_number, needed
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.losses.preference.base import Numbers, preferred
-from jaxppo.losses.preference.loss import OfPairs, check_pairs, compared, of_pairs, sample_terms, sides, to_tokens
+from jaxppo.losses.preference.loss import (
+    OfPairs,
+    check_pairs,
+    compared,
+    pairs_of,
+    ruled_of_pairs,
+    sample_terms,
+    to_tokens,
+)
 from jaxppo.losses.token_loss import Constants, Step, loss_of_stats
 from jaxppo.metrics import Metrics, Terms
 from jaxppo.pairs import Pairs
@@ -105,14 +113,14 @@ class RewardModelLoss(OfPairs):
     loss: BradleyTerry
 
     def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
-        return of_pairs(batch)
+        return ruled_of_pairs(batch)
 
     def per_token(
         self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Constants, segments: Segments
     ) -> Float[Array, "R T"]:
-        assert batch.rewards is not None
         scores, pairs, _ = self._read(stats, batch, segments)
-        scored, given = ((pairs.of_chosen(x), pairs.of_rejected(x)) for x in (scores, batch.rewards))
+        rewards = needed("batch.rewards", batch.rewards, "f32[R, S]")
+        scored, given = ((pairs.of_chosen(x), pairs.of_rejected(x)) for x in (scores, rewards))
         return to_tokens(pairs.to_both(self.loss(*scored, given[0] - given[1])), scores, segments)
 
     def terms(self, stats: Float[Array, "R T"], step: Step, constants: Constants) -> Terms:
@@ -127,6 +135,4 @@ class RewardModelLoss(OfPairs):
         positions = batch.positions.astype(jnp.float32)
         is_last = (inside > 0) & (positions == segments.spread(segments.max(positions, inside)))
         scores = segments.sum(jnp.where(is_last, stats.astype(jnp.float32), 0))
-        pairs, chosen = sides(batch, segments, segments.sum(batch.loss_mask), paired=True)
-        assert pairs is not None
-        return scores, pairs, chosen
+        return scores, *pairs_of(batch, segments, segments.sum(batch.loss_mask))
