@@ -23,12 +23,8 @@ from jaxppo.head.pair import prepare_pair
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.head.types import Inputs
 from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_stats
-from jaxppo.losses.top_k_distillation import (
-    check_top_k,
-    top_k_distillation_loss,
-    top_k_distillation_loss_from_hidden,
-    top_k_divergence,
-)
+from jaxppo.losses.top_k_distillation import top_k_distillation_loss, top_k_distillation_loss_from_hidden
+from jaxppo.losses.top_k_divergence import check_top_k, top_k_divergence
 from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
 from jaxppo.validation import checked

@@ -17,7 +17,8 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.config import ImpossibleTokens, PolicyLossConfig
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_stats
-from jaxppo.losses.top_k_distillation import as_top_k, mass, of_ids, with_tail
+from jaxppo.losses.top_k_distillation import as_top_k, mass, of_ids
+from jaxppo.losses.top_k_divergence import with_tail
 from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.policy_losses.base import PolicyLoss
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes

@@ -14,7 +14,7 @@ from oracle.head import head_gradient, id_gradient, id_log_probs, log_softmax, l
 from policy_steps import quick_jit
 
 from jaxppo import Normalizer, RolloutBatch, distillation, log_probs_from_hidden, log_probs_from_logits
-from jaxppo.losses.top_k_distillation import Tail, TopKDivergence
+from jaxppo.losses.top_k_divergence import Tail, TopKDivergence
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.testing import assert_trees_close

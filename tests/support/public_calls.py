@@ -36,11 +36,8 @@ from jaxppo.losses.draft import draft_loss, draft_metrics, draft_normalizers
 from jaxppo.losses.joint import SFT, Part, ReferenceKL, TopKDistillation, joint_loss_from_hidden, joint_normalizers
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers, shift_targets
 from jaxppo.losses.score_centering import score_centering_loss
-from jaxppo.losses.top_k_distillation import (
-    top_k_distillation_loss,
-    top_k_distillation_loss_from_hidden,
-    top_k_divergence,
-)
+from jaxppo.losses.top_k_distillation import top_k_distillation_loss, top_k_distillation_loss_from_hidden
+from jaxppo.losses.top_k_divergence import top_k_divergence
 from jaxppo.metrics import Metric, collapse_metrics, finalize_metrics, merge_metrics
 from jaxppo.mismatch import mismatch_metrics, mismatch_report, token_mismatch
 from jaxppo.nucleus import nucleus_mask
