@@ -199,10 +199,10 @@ def _metrics(axes: ShardAxes, version: jax.Array, batch: RolloutBatch) -> Metric
     found: Metrics = {"staleness": reduce_metric(axes, age, mask, "mean")}
     found |= {f"staleness_{how}": reduce_metric(axes, age, mask, how) for how in ("max", "min")}
     segments = batch.segments(axes)
-    there = (segments.sum(mask) > 0).astype(jnp.float32)
-    span = jnp.where(there > 0, segments.max(age, mask) + segments.max(-age, mask), 0)
+    counts = (segments.sum(mask) > 0).astype(jnp.float32)
+    span = jnp.where(counts > 0, segments.max(age, mask) + segments.max(-age, mask), 0)
     rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards
-    return found | {"version_span": reduce_metric(rows, span, there, "mean")}
+    return found | {"version_span": reduce_metric(rows, span, counts, "mean")}
 
 
 def _weights(axes: ShardAxes, static: tuple[int, float, Level], version: jax.Array, batch: RolloutBatch) -> jax.Array:

@@ -22,7 +22,7 @@ from jaxppo.head.pair import prepare_pair
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.head.types import Inputs, Prepared
 from jaxppo.losses.distillation import DivergenceLoss
-from jaxppo.losses.mtp import heads_of, shift_targets, shift_temperature
+from jaxppo.losses.mtp import Heads, States, heads_of, shift_targets, shift_temperature
 from jaxppo.losses.token_loss import loss_of_stats
 from jaxppo.metrics import Metric, Metrics, reduce_metric
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
@@ -31,8 +31,6 @@ from jaxppo.validation import checked
 __all__ = ["draft_loss", "draft_metrics", "draft_normalizers"]
 
 Objective = Literal["soft_cross_entropy", "total_variation", "end_to_end", "likelihood"]
-States = Float[Array, "K R T H"] | Sequence[Float[Array, "R T H"]]
-Heads = Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]]
 
 
 def draft_loss(
@@ -54,8 +52,8 @@ def draft_loss(
     """coef / K * sum over depths k of the distance between the draft d_k and the policy p, k places later.
 
     At depth k, position t of the draft predicts what the policy predicts at t + k of the same sequence, where both
-    carry loss. The acceptance a_k = sum over the vocabulary of min(p, d_k) is the chance that rejection sampling keeps
-    a token drawn from d_k, and 1 - a_k is their total variation:
+    carry loss. The acceptance a_k = sum over the vocabulary of min(p, d_k) is the chance that rejection sampling
+    accepts a token drawn from d_k, and 1 - a_k is their total variation:
 
         soft_cross_entropy   -sum p log d_k
         total_variation      1 - a_k
@@ -307,14 +305,15 @@ def _of_depth(depth: Depth, objective: Objective, eta: Coefficient) -> Float[Arr
 
 
 def _end_to_end(depths: Sequence[Depth]) -> Float[Array, "R T"]:
-    """1 minus the mean over a token's depths of the chance that all drafts up to that depth are kept."""
-    kept = there = jnp.ones_like(depths[0].apart)
-    total, count = jnp.zeros_like(kept), jnp.zeros_like(kept)
+    """1 minus the mean over a token's depths of the chance that all drafts up to that depth are accepted."""
+    accepted = jnp.ones_like(depths[0].apart)
+    counts = jnp.ones(accepted.shape, bool)
+    total, number = jnp.zeros_like(accepted), jnp.zeros_like(accepted)
     for depth in depths:
-        there = there * (depth.batch.loss_mask > 0).astype(jnp.float32)  # no depth beyond a gap can be reached
-        kept = kept * jnp.where(there > 0, 1 - depth.apart, 1)
-        total, count = total + there * kept, count + there
-    return jnp.where(count > 0, 1 - total / jnp.maximum(count, 1), 0)
+        counts &= depth.batch.loss_mask > 0  # no depth beyond a gap can be reached
+        accepted = accepted * jnp.where(counts, 1 - depth.apart, 1)
+        total, number = total + jnp.where(counts, accepted, 0), number + counts.astype(jnp.float32)
+    return jnp.where(number > 0, 1 - total / jnp.maximum(number, 1), 0)
 
 
 def _mean(x: Float[Array, "R T"], batch: RolloutBatch, parallel: ParallelMesh | ShardAxes | None) -> Metric:

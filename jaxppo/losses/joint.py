@@ -159,14 +159,14 @@ def joint_normalizers(
       micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
       parts: those of `joint_loss_from_hidden`, by name.
       masks: those of `joint_loss_from_hidden`, stacked like the batch.
-      weights: the same.
+      weights: those of `joint_loss_from_hidden`, stacked too.
       parallel: the mesh.
 
     Returns:
       A `Normalizer` for each part by name, stacked like the micro-batches: slices of it go with slices of them.
 
     Raises:
-      ValueError: as `Normalizer.from_batches`; masks or weights of parts that are not there.
+      ValueError: as `Normalizer.from_batches`; masks or weights of unknown parts.
 
     Example:
       >>> from jaxppo.losses.joint import SFT, Part, joint_normalizers
@@ -204,17 +204,15 @@ def _batches(
                     f"{what}[{name!r}]: got shape {x.shape}, expected the batch's, {batch.loss_mask.shape}"
                 )
 
-    def f32(x: Any) -> Any:
-        return None if x is None else x.astype(jnp.float32)
-
-    return {
-        name: dataclasses.replace(
+    found = {}
+    for name in parts:
+        mask, of_part = given["masks"].get(name, batch.loss_mask), given["weights"].get(name, batch.loss_weights)
+        found[name] = dataclasses.replace(
             batch,
-            loss_mask=f32(given["masks"].get(name, batch.loss_mask)),
-            loss_weights=f32(given["weights"].get(name, batch.loss_weights)),
+            loss_mask=mask.astype(jnp.float32),
+            loss_weights=None if of_part is None else of_part.astype(jnp.float32),
         )
-        for name in parts
-    }
+    return found
 
 
 def _check_names(what: str, given: Iterable[str], parts: Mapping[str, Part]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,10 +23,13 @@ from jaxppo.validation import checked
 
 __all__ = ["mtp_loss", "mtp_normalizers", "shift_targets"]
 
+States = Float[Array, "K R T H"] | Sequence[Float[Array, "R T H"]]  # of each depth
+Heads = Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]]  # one, or that of each depth
+
 
 def mtp_loss(
-    hidden: Float[Array, "K R T H"] | Sequence[Float[Array, "R T H"]],
-    head: Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]],
+    hidden: States,
+    head: Heads,
     batch: RolloutBatch,
     *,
     coef: float | Array = 0.1,
@@ -167,7 +170,7 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
 
     def shift(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         targets, loss_mask, positions, segment_ids, *weights = arrays
-        moving: dict[str, Any] = {"targets": targets, "loss_mask": loss_mask.astype(jnp.float32)}
+        moving: dict[str, Array | list[Array]] = {"targets": targets, "loss_mask": loss_mask.astype(jnp.float32)}
         moving |= {"positions": positions, "loss_weights": weights}
         moved = shift_left(moving, parallel, by, 0, segment_ids, batch.num_segments)
         gap = (moved["loss_mask"] > 0) & (moved["positions"] != positions + by)
@@ -194,10 +197,7 @@ def shift_temperature(
 
 
 def heads_of(
-    hidden: Array | Sequence[Array],
-    head: Any,
-    normalizers: Sequence[Normalizer] | None,
-    losses: int | None = None,
+    hidden: States, head: Any, normalizers: Sequence[Normalizer] | None, losses: int | None = None
 ) -> list[Any]:
     """The head of each depth. Raises unless there are as many heads as depths, and as many normalizers as losses.
 

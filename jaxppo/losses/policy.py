@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import jax.numpy as jnp
 from jax import lax
@@ -231,8 +231,8 @@ class PolicyTokenLoss(TokenLoss):
         return impossible_tokens(None if stats is None else stats.log_probs, batch, self.config)
 
     def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
-        given: dict[str, Any] = {
-            "log_probs": stats and stats.log_probs,
+        given: dict[str, Array | None] = {
+            "log_probs": None if stats is None else stats.log_probs,
             "advantages": batch.advantages,
             "rollout_log_probs": batch.rollout_log_probs,
         }
@@ -243,8 +243,8 @@ class PolicyTokenLoss(TokenLoss):
         left_out = self.left_out(stats, batch)
         if left_out is None:
             return given
-        of_policies = {name: given[name] for name in ("log_probs", *LOG_PROBS) if given.get(name) is not None}
-        return given | {name: jnp.where(left_out, 0, x) for name, x in of_policies.items()}
+        of_policies = {name: given.get(name) for name in ("log_probs", *LOG_PROBS)}
+        return given | {name: jnp.where(left_out, 0, x) for name, x in of_policies.items() if x is not None}
 
     def constants(self, stats: TokenStats | None, step: Step) -> Correction | None:
         """The off-policy correction, None without one."""

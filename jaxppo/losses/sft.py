@@ -121,7 +121,7 @@ def sft_loss_from_hidden(
       batch: `[R, T]`; only its sequences, targets and loss mask are read.
       label_smoothing: see `sft_loss`.
       z_loss: see `sft_loss`.
-      logit_stats: "log_z" and "accuracy", for these metrics. With label smoothing or a z-loss, "log_z" is there anyway.
+      logit_stats: "log_z" and "accuracy", for these metrics. Label smoothing and a z-loss bring "log_z" anyway.
       aggregation: the denominators, see `token_weights`.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.

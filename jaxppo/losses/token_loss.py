@@ -144,7 +144,7 @@ class Step:
 
 
 def _broken_rules(
-    batch: RolloutBatch, segments: Segments, aggregation: Aggregation, ruled: Mapping[str, Any]
+    batch: RolloutBatch, segments: Segments, aggregation: Aggregation, ruled: Mapping[str, Array | None]
 ) -> dict[str, Metric]:
     structure = ("segment_ids", "positions", "loss_mask", "sample_ids", "parents")
     arrays = {name: getattr(batch, name) for name in structure} | dict(ruled)

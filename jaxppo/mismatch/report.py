@@ -106,14 +106,14 @@ def mismatch_report(
             raise ValueError(f"{name}: got shape {x.shape}, expected that of log_probs, {tokens.log_probs.shape}")
     host: dict[str, Any] = {name: np.asarray(x) for name, x in jax.device_get(multihost.whole(arrays)).items()}
     positions_of = host.pop("positions", np.broadcast_to(np.arange(tokens.log_probs.shape[-1]), tokens.log_probs.shape))
-    counted = host.pop("where", np.ones(tokens.log_probs.shape, bool)) > 0
-    values = {name: x[counted].astype(np.float64) for name, x in host.items()}
+    counts = host.pop("where", np.ones(tokens.log_probs.shape, bool)) > 0
+    values = {name: x[counts].astype(np.float64) for name, x in host.items()}
     finite = np.isfinite(values["log_probs"]) & np.isfinite(values["rollout_log_probs"])
     if not finite.any():
         raise ValueError(f"log_probs: got {finite.size} that count and none that is finite, expected at least 1")
     values = {name: x[finite] for name, x in values.items()}
     by_token = _by_token(values)
-    at = positions_of[counted][finite]
+    at = positions_of[counts][finite]
     edges = np.unique(np.linspace(at.min(), at.max() + 1, int(bins) + 1).astype(np.int64))
     by_entropy: tuple[dict[str, float], ...] = ()
     if "entropy" in values:
