@@ -11,14 +11,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import masked, needed
+from jaxppo._arrays import masked
 from jaxppo._ranks import highest, ordered_bits
 from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.types import TokenStats
-from jaxppo.losses.policy import impossible_tokens, old_log_probs
+from jaxppo.losses.policy import advantages_of, impossible_tokens, old_log_probs
 from jaxppo.losses.policy_checks import check_needed
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
@@ -102,8 +102,7 @@ def _pick(
     loss: Any = put_arrays(static, traced)
     axes.check_complete("a selection of the step's tokens", batch.loss_mask)
     mask = (batch.loss_mask > 0).astype(jnp.float32)
-    advantages = needed("batch.advantages", batch.advantages)
-    log_probs, old, advantages = (masked(x, mask) for x in (log_probs, old, advantages))
+    log_probs, old, advantages = masked(log_probs, mask), masked(old, mask), advantages_of(batch)
 
     def total(x: jax.Array) -> jax.Array:
         return axes.psum(vary(x.sum(dtype=x.dtype), axes.tokens), axes.tokens)

@@ -143,19 +143,19 @@ def distillation_loss(
     """The divergence from the teacher over the loss-carrying tokens: loss = sum over tokens of weight_t * D_t.
 
     Args:
-      hidden: `[R, T, H]`, the student's.
+      hidden: `[R, T, H]`, the student's, see `divergence_from_hidden`.
       head: the student's.
       teacher_hidden: `[R, T, G]`, the teacher's.
       teacher_head: the teacher's.
       batch: `[R, T]`; only its sequences and its loss mask are read.
-      divergence, beta, temperature, the specs: see `divergence_from_hidden`.
-      beta: for "jensen_shannon".
+      divergence: "reverse_kl", "forward_kl" or "jensen_shannon", see `divergence_from_hidden`.
+      beta: the teacher's share of the mixture, for "jensen_shannon".
       temperature: divides both models' logits.
       aggregation: the denominators, see `token_weights`.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       parallel: the mesh; rows sharded over data, positions over context, vocabularies over tensor.
       normalizer: the denominators of the whole step where the batch is one of its micro-batches.
-      teacher_hidden_spec: of the teacher's hidden states.
+      teacher_hidden_spec: how the teacher's hidden states are sharded, see `HeadOptions.hidden_spec`.
       **options: see `HeadOptions`.
 
     Returns:

@@ -282,17 +282,17 @@ class PolicyTokenLoss(TokenLoss):
             return (x, mask, "mean") if config.metric_aggregation == "token_mean" else (x, weights, "sum")
 
         log_probs = masked(stats.log_probs, mask)
-        policy, values = self._policy(log_probs, batch, constants, step.segments)
+        policy, indicators = self._policy(log_probs, batch, constants, step.segments)
         correction: Correction | None = constants[0]
         kl = reference_kl(config.kl, log_probs, batch, step.segments)
         compared = self._comparisons(log_probs, batch)
         corrected = {} if correction is None else correction.values
-        found = {**values, **corrected, "kl": kl, "entropy": stats.entropy, **compared}
+        found = {**indicators, **corrected, "kl": kl, "entropy": stats.entropy, **compared}
         terms: Terms = {name: reduced(x) for name, x in found.items() if x is not None}
-        if config.clip_by_sign and "clip_fraction" in values:
+        if config.clip_by_sign and "clip_fraction" in indicators:
             advantages = advantages_of(batch)
             for sign, of_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
-                clipped = jnp.where(of_sign, values["clip_fraction"], 0)
+                clipped = jnp.where(of_sign, indicators["clip_fraction"], 0)
                 parts = {"part": reduced(clipped), "whole": reduced(of_sign)}
                 terms[f"clip_fraction_{sign}"] = CompositeTerm(parts, share)
         ratio = compared["ratio_mean"]
@@ -315,6 +315,7 @@ class PolicyTokenLoss(TokenLoss):
         return policy if correction is None else policy * correction.weights, indicators
 
     def _old(self, log_probs: Float[Array, "R T"], batch: RolloutBatch) -> Float[Array, "R T"]:
+        """The log-probs in the denominator of the ratio, 0 where the mask is 0."""
         return masked(old_log_probs(log_probs, batch, self.config), batch.loss_mask)
 
     def _comparisons(self, log_probs: Float[Array, "R T"], batch: RolloutBatch) -> dict[str, Float[Array, "R T"]]:

@@ -25,9 +25,10 @@ def check_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfig
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name}: got {array.dtype}, expected a floating-point dtype such as float32")
     check_f32("stats.log_probs", stats.log_probs)
-    if config.entropy_mode == "bonus":
-        needed("stats.entropy", stats.entropy, f"f32[R, T] for entropy_coef={config.entropy_coef}")
-    if config.entropy_mode == "bonus" and stats.entropy_mode != "bonus":
+    if config.entropy_mode != "bonus":
+        return
+    needed("stats.entropy", stats.entropy, f"f32[R, T] for entropy_coef={config.entropy_coef}")
+    if stats.entropy_mode != "bonus":
         raise ValueError(
             f"stats: got entropies of mode {stats.entropy_mode!r}, which have no gradient, expected 'bonus' for "
             f"entropy_coef={config.entropy_coef}: log_probs_from_hidden(..., entropy=config.entropy_mode)"

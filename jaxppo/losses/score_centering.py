@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import Aggregation, check_choice, masked, needed
+from jaxppo._arrays import Aggregation, check_choice
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import ImpossibleTokens, PolicyLossConfig
 from jaxppo.head.types import Entropy, TokenStats
+from jaxppo.losses.policy import advantages_of
 from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_stats
 from jaxppo.losses.top_k_distillation import as_top_k, mass, of_ids
 from jaxppo.losses.top_k_divergence import with_tail
@@ -144,8 +145,7 @@ class CenteringLoss(TokenLoss):
             of_none, finite = 0.0, jnp.where(gone, 0, log_p)
         else:
             of_none, finite = jnp.nan, log_p
-        advantages = masked(needed("batch.advantages", batch.advantages), batch.loss_mask)
-        slopes = self._slopes(finite, log_q, advantages, segments)
+        slopes = self._slopes(finite, log_q, advantages_of(batch), segments)
         drawn = jnp.where(gone, of_none, jnp.exp(log_q) * slopes)
         if self.tail == "bucket":  # whose slope goes to the ids, by the share of each that is not in it
             rest = drawn[..., -1:] * jnp.exp(-log_p[..., -1:])
