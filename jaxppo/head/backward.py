@@ -16,22 +16,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.gradient_sums import as_primal
-from jaxppo.head.ring import Part, block_of
+from jaxppo.head.ring import block_of
 from jaxppo.head.softmax import Cotangents
 from jaxppo.head.tile import (
     as_factor,
     feature_gradients,
-    first_of_factor,
-    hidden_product,
     kernel_product,
     parameter_gradients,
-    product_dtype,
 )
-from jaxppo.head.token_blocks import Slots, TokenBlocks
-from jaxppo.head.types import Block, Chunk, Features, Index, NeedsGrad, Parameters, Plan
+from jaxppo.head.token_blocks import Slots
+from jaxppo.head.types import Block, Chunk, Features, Index, NeedsGrad, Parameters
 from jaxppo.head.vocabulary_blocks import SUMMED_COLUMNS, each
 from jaxppo.head.walk import Walk
-from jaxppo.sharding import vary_like, varying
 
 
 class Known(NamedTuple):
@@ -107,7 +103,9 @@ def _add_tile(
     dz = lax.optimization_barrier(dz) if call.profile.whole else dz
     found = feature_gradients(call, dz, block.parameters, dfeatures)
     dfeatures = tokens.write(dfeatures, jax.tree.map(jnp.add, tokens.read(dfeatures, slots), found), slots)
-    kernel = None if parameters.kernel is None else partial(kernel_product, call, tokens.size, dz, factor.hidden)
+    kernel = None
+    if parameters.kernel is not None:
+        kernel = partial(kernel_product, call, tokens.size, partial(block_of, dz, 0), factor.hidden)
     of_block = parameter_gradients(call, dz, factor, parameters._replace(kernel=None))
     return walk.vary(dfeatures), of_block._replace(kernel=kernel, bias=None if parameters.bias is None else of_bias)
 
@@ -144,131 +142,6 @@ def by_tile(walk: Walk, needs: NeedsGrad, begin: Begin, results: Any) -> tuple[A
     results, dfeatures, total = tokens.loop(of_slots, start)
     dparameters = each(vocabulary.summed, total, parameters)
     return tokens.to_tokens(results), walk.finish_features(dfeatures, primals), dparameters
-
-
-def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -> tuple[Any, Features, Parameters]:
-    """Chunks of tokens fill an array of dlogits in place; dhidden and dkernel are one product each after the loop.
-
-    A chunk meets the device's whole part of the vocabulary. Where the memory cannot hold all dlogits there are several
-    groups of chunks, and dkernel is accumulated in f32. Where the work follows a mask, chunks without a token that
-    counts are never written, and the products leave them out.
-    """
-    call, vocabulary = walk.call, walk.vocabulary
-    groups = walk.tokens.grouped(plan.group // walk.tokens.size)
-    primals = needed(needs.features, walk.inputs.features)
-    parameters = needed(needs.parameters, vocabulary.given)
-    # one group's product is summed over devices as it is made, with no array of the kernel's shape in f32
-    direct = groups.blocks == 1 and plan.direct and parameters.kernel is not None
-    rest = parameters._replace(kernel=None) if direct else parameters
-    # what no f32 sum follows is rounded in its product: XLA makes one kernel of that
-    summed = call.sum_dtype == "float32" and (call.h_names or walk.axes - varying(vocabulary.given.kernel))
-    dtype = jnp.float32 if summed else vocabulary.given.kernel.dtype
-
-    def of_group(slots: Slots, carry: Any) -> Any:
-        results, dfeatures, total = carry
-        results, dz, chunks, factor, dbias = _fill(walk, groups, slots, begin, results)
-        if groups.blocks > 1:  # without it XLA computes dz again inside each product
-            dz = lax.optimization_barrier(dz)
-        of_hidden, of_kernel = _late_products(walk, dz, chunks, factor, dtype)
-
-        def of_rest(n: int) -> tuple[Features, Parameters]:
-            rows = feature_gradients(call, dz[:n], walk.block(0).parameters, primals._replace(hidden=None))
-            columns = parameter_gradients(call, dz[:n], first_of_factor(call, factor, n), rest)
-            return jax.tree.map(partial(_padded, groups.size), rows), columns
-
-        drows, found = _of_written(chunks, walk.tokens.size, groups.size, of_rest)
-        drows = drows._replace(hidden=None if primals.hidden is None else of_hidden)
-        dfeatures = walk.put_features(groups, dfeatures, drows, primals, slots)
-        found = found._replace(bias=None if total.bias is None else dbias)
-        if not direct:
-            return results, dfeatures, jax.tree.map(partial(vocabulary.add, 0), total, found)
-        kernel = vocabulary.sum(True, of_kernel, parameters.kernel, walk.axes)
-        return results, dfeatures, found._replace(kernel=kernel)
-
-    zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), needed(needs.parameters, vocabulary.held))
-    zeros = zeros._replace(kernel=None) if direct else zeros
-    results, dfeatures, total = groups.loop(of_group, (results, walk.features_start(primals), zeros))
-    dparameters = each(vocabulary.summed, total._replace(kernel=None) if direct else total, rest)
-    dparameters = dparameters._replace(kernel=total.kernel) if direct else dparameters
-    return walk.tokens.to_tokens(results), walk.finish_features(dfeatures, primals), dparameters
-
-
-def _late_products(walk: Walk, dz: jax.Array, chunks: Index, factor: Features, dtype: Any) -> tuple[Part, Part]:
-    """dhidden of a group in f32 and dkernel in `dtype`, from dlogits of which so many chunks are written."""
-    call, kernel, count, size = walk.call, walk.block(0).parameters.kernel, dz.shape[0], walk.tokens.size
-
-    def of_hidden(start: Index, rows: int, first: Index, width: int) -> jax.Array:
-        def product(n: int) -> jax.Array:
-            return hidden_product(call, dz, kernel, start, min(n, rows), first, width)
-
-        if rows == count:
-            found: jax.Array = _of_written(chunks, size, count, lambda n: _padded(rows, product(n)))
-            return found
-        return _if_written(chunks, size, start, lambda: product(rows))
-
-    def of_kernel(*block: Any) -> jax.Array:
-        def product(n: int) -> jax.Array:
-            return kernel_product(call, n, dz, factor.hidden, *block).astype(dtype)
-
-        found: jax.Array = _of_written(chunks, size, count, product)
-        return found
-
-    return of_hidden, of_kernel
-
-
-def _of_written(chunks: Index, size: int, count: int, product: Callable[[int], Any]) -> Any:
-    """product(n) of the first n of `count` rows: those of the `chunks` of `size` rows that are written."""
-    if isinstance(chunks, int):
-        return product(count)
-    return lax.switch(chunks, [partial(product, n) for n in range(0, count + 1, size)])
-
-
-def _fill(
-    walk: Walk, groups: TokenBlocks, slots: Slots, begin: Begin, results: Any
-) -> tuple[Any, jax.Array, Index, Features, jax.Array | None]:
-    """Computes a group's chunks and writes their dlogits into one array `[G, V]`.
-
-    Returns results, dlogits, the number of chunks that are written, what `as_factor` returns, and dbias.
-    """
-    tokens, size = walk.tokens, walk.tokens.size
-    chunks, block, rows = groups.size // size, walk.block(0), groups.take(walk.features, slots)
-
-    def of_chunk(k: Index, carry: Any) -> Any:
-        results, dz_all, counts, dbias = carry
-        own = tokens.slots(slots.start // size + k)
-        chunk = walk.chunk(own, jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, k * size, size), rows))
-        known = begin(chunk, own)
-        x = None if known.products is None else known.products[0]
-        dz, of_bias = walk.dlogits(chunk, block, known.residuals, known.cotangents, x)
-        results = tokens.write(results, walk.vary_results(known.results), own)
-        if chunks == 1:
-            return results, dz, known.cotangents.counts, of_bias
-        given, new = (dz_all, counts), (dz, known.cotangents.counts)
-        put = jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, k * size, 0), given, new)
-        return results, *walk.vary((*put, None if of_bias is None else dbias + of_bias))
-
-    columns = block.column_ids.shape[1]
-    dtype = product_dtype(walk.inputs.features.hidden, walk.inputs.parameters.kernel)
-    dbias = None if block.parameters.bias is None else walk.zeros(columns)
-    empty = walk.vary((lax.empty((groups.size, columns), dtype), jnp.zeros(groups.size, bool)))
-    start = results, *empty, dbias
-    turns = chunks if tokens.order is None or chunks == 1 else jnp.clip(tokens.turns - slots.start // size, 0, chunks)
-    results, dz, counts, dbias = of_chunk(0, start) if chunks == 1 else lax.fori_loop(0, turns, of_chunk, start)
-    return results, dz, turns, as_factor(walk.call, rows, counts), dbias
-
-
-def _if_written(chunks: Index, size: int, start: Index, product: Callable[[], jax.Array]) -> jax.Array:
-    """product(), of rows from `start` on; zeros if none of them is written: the first `chunks` of `size` rows are."""
-    if isinstance(chunks, int):
-        return product()
-    like = jax.eval_shape(product)
-    return lax.cond(start < chunks * size, product, lambda: vary_like(jnp.zeros(like.shape, like.dtype), like))
-
-
-def _padded(count: int, x: jax.Array) -> jax.Array:
-    """x with rows added to make it `count`; they are not initialized."""
-    whole = vary_like(lax.empty((count, x.shape[1]), x.dtype), x)
-    return lax.dynamic_update_slice_in_dim(whole, x, 0, 0) if whole.shape != x.shape else x
 
 
 def restrict_counts(cotangents: Cotangents, counts: jax.Array | None) -> Cotangents:

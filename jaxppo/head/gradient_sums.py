@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxppo.head.ring import LANES, Part, in_mesh_order, ring_size, ring_sum, rings_of
+from jaxppo.head.ring import LANES, RingSum, in_mesh_order, ring_size, rings_of
 from jaxppo.head.token_blocks import even_size
-from jaxppo.head.types import Index, Names, SumDtype
+from jaxppo.head.types import Index, Names, Part, SumDtype
 from jaxppo.sharding import unvary, vary, varying
 
 
@@ -54,6 +54,7 @@ def sum_in_blocks(
     length: int | None = None,
     sum_dtype: SumDtype = "float32",
     rings: bool = False,
+    by_rows: bool = False,
     scatter: Names = (),
     keep: frozenset[str] = frozenset(),
     is_sum: bool = False,
@@ -69,6 +70,7 @@ def sum_in_blocks(
       length: how much there is of it, by default as in the primal.
       sum_dtype: as of `as_primal`.
       rings: sum by rings where devices can have equal shares.
+      by_rows: `RingSum.by_rows`.
       scatter: axes that shard the primal's other dimension: of that each device keeps its share alone.
       keep: axes that are not summed over beside those of the primal.
       is_sum: as of `as_primal`; true after a scatter.
@@ -87,7 +89,8 @@ def sum_in_blocks(
         if rows:
             finish = partial(as_primal, primal=primal, sum_dtype=sum_dtype, keep=keep | set(names))
             rounded = part if sum_dtype == "float32" else lambda *block: part(*block).astype(primal.dtype)
-            found = ring_sum(names, around, rounded, dim, length, width, rows, finish, across, not scatter)
+            how = across, not scatter, by_rows, finish
+            found = RingSum(names, around, rounded, dim, length, width, rows, *how).sum()
             return found if scatter else unvary(first_order("a loss from hidden states", found), names)
 
     def summed(start: Index, size: int) -> jax.Array:

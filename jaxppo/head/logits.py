@@ -169,7 +169,7 @@ def _places(call: _Call, inputs: _Inputs, ids: jax.Array, valid: jax.Array) -> t
     """One-hot of the target `[N, V]`, the nucleus with the target, and the places of the ids that are asked for."""
     is_target = (ids[None] == inputs.targets[:, None]) & valid[None]
     nucleus = None if inputs.nucleus is None else _own_columns(call, inputs.nucleus)[0] | is_target
-    return is_target, nucleus, None if inputs.ids is None else softmax.IdPlaces(*_place(inputs.ids, ids, valid))
+    return is_target, nucleus, None if inputs.ids is None else _place(inputs.ids, ids, valid)
 
 
 def _place(token_ids: jax.Array, ids: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
@@ -12,15 +12,6 @@ from jax.sharding import PartitionSpec as P
 from jaxppo.head.head import Head
 from jaxppo.head.types import Names
 from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, note, varying
-
-
-class Placement(NamedTuple):
-    """The specs of one call to a head."""
-
-    kernel: P
-    hidden: P | None  # on a mesh
-    sequence_parallel: bool  # hidden states are sharded by position over the tensor axis
-    tokens: tuple[int, int]  # [R, T] of the targets that belong to the hidden states
 
 
 def entry_names(entry: Any) -> Names:
@@ -80,8 +71,11 @@ def _spec_of_hidden(parallel: ParallelMesh, sequence_parallel: bool) -> P:
 
 def place_head(
     parallel: ParallelMesh | ShardAxes | None, name: str, hidden: Any, head: Head, sequence_parallel: bool
-) -> Placement:
-    """The specs of a head, given or by default, with every disagreement between shapes and specs raised."""
+) -> tuple[P, P | None, tuple[int, int]]:
+    """The specs of a kernel and of hidden states, and [R, T] of their tokens; raises where shapes and specs disagree.
+
+    Specs are those that were given, or the mesh's. Without a mesh, hidden states have none.
+    """
     head.check(name, hidden.shape[2])
     kernel, v_dim = head.kernel, head.v_dim
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
@@ -98,7 +92,7 @@ def place_head(
         _check_part(name, parallel, head, v_dim)
     hidden_spec = _spec_of_hidden(parallel, sequence_parallel) if isinstance(parallel, ParallelMesh) else None
     shards = roles.size(roles.tensor) if sequence_parallel and not on_mesh else 1
-    return Placement(kernel_spec, hidden_spec, sequence_parallel, (hidden.shape[0], hidden.shape[1] * shards))
+    return kernel_spec, hidden_spec, (hidden.shape[0], hidden.shape[1] * shards)
 
 
 def _check_part(name: str, axes: ShardAxes, head: Head, v_dim: int) -> None:

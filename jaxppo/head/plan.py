@@ -37,6 +37,7 @@ CPU = Profile(
     masked_columns=512,
     deterministic=256,
     rings=False,
+    fused_features=0,
     references=0,
     fused_tokens=0,
     columns_grow=False,
@@ -53,14 +54,14 @@ def _accelerator(
     fused_tokens: int = 1024,
     tpu: bool = True,
 ) -> Profile:
-    """The profile of an accelerator. One pass may take a sixteenth of its memory; an unknown one counts as 16 GiB.
+    """The profile of an accelerator. One pass may take an eighth of its memory; an unknown one counts as 16 GiB.
 
     A tile of 75 MiB stays in the VMEM of a v5e or v6e.
     """
     device = known_device(kind)
     return Profile(
         whole=True,
-        one_pass=(16 * GIB if device is None else device.memory) // 16,
+        one_pass=(16 * GIB if device is None else device.memory) // 8,
         tile=tile * MIB,
         tokens=1024,
         least=least,
@@ -71,6 +72,7 @@ def _accelerator(
         masked_columns=masked_columns,
         deterministic=1024,
         rings=tpu,
+        fused_features=3072 if tpu else 0,
         references=(150 if tpu else tile) * MIB,
         fused_tokens=fused_tokens if tpu else 0,
         columns_grow=not tpu,
@@ -173,7 +175,14 @@ def eighths(call: HeadCall, columns: int) -> int:
 @functools.cache
 def one_pass(call: HeadCall, sizes: Sizes) -> Plan | None:
     """One pass, None where it does not fit the memory."""
-    return (_late if call.profile.whole else _small_one_pass)(call, sizes, call.memory or call.profile.one_pass)
+    memory = call.memory or call.profile.one_pass
+    if not call.profile.whole:
+        return _small_one_pass(call, sizes, memory)
+    # ids and nuclei have places in whole blocks, kernels do not leave the logits, and the tanh of a soft-cap costs more
+    # than an array: products compute some dlogits several times
+    may_fuse = call.profile.fused_features > 0 and call.op.leaves_logits and sizes.of_logit == 4
+    may_fuse = may_fuse and call.transform.softcap is None
+    return _late(call, sizes, memory, may_fuse)
 
 
 def _small_one_pass(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
@@ -189,22 +198,35 @@ def _small_one_pass(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
     return Plan(cut, False, "by_tile", cut)
 
 
-def _late(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
+FEW_LOGITS = 512 * MIB  # of f32 logits that are stored without a `memory` that allows it
+
+
+def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | None:
     """The largest group of tokens that fits the memory, in the largest chunks that fit.
 
-    All tokens as a single chunk are considered only if a `memory` is given, since they take twice as much as chunks.
+    All tokens as a single chunk take twice as much as chunks. They are considered if a `memory` is given, and where
+    their dlogits should rather be computed within products.
     """
     N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
     fixed = sizes.gathered + sizes.rows
 
+    # an array of dlogits costs much time beside products of few features; stored logits may take little memory
+    rather = may_fuse and not sizes.masked and (profile.fused_features >= H or 4 * N * V <= FEW_LOGITS)
+
+    def fuses(group: int, chunk: int) -> bool:
+        return group == chunk and may_fuse and (rather or group >= N)
+
     def fits(group: int, chunk: int) -> bool:
-        logits = chunk * V * sizes.of_logit + group * V * sizes.itemsize
-        accumulator = sizes.accumulator if group < N or not sizes.direct else min(sizes.accumulator, 8 * H * 4096)
-        return fixed + group * H * (4 + sizes.itemsize) + logits + accumulator <= memory
+        one, fused = group >= N and sizes.direct, fuses(group, chunk)
+        logits = chunk * V * sizes.of_logit
+        kept = fixed + 2 * group * H * sizes.itemsize + (logits if fused else group * V * sizes.itemsize)
+        kept += 0 if one else sizes.accumulator
+        products = 4 * group * H + (min(sizes.accumulator, 8 * H * 4096) if one else 0)
+        return kept + (products if fused else max(logits, products)) <= memory
 
     powers = [2**k for k in range(20, 6, -1)]
     chunk = profile.chunk if sizes.masked else profile.tokens
-    chunks = [min(chunk, N), *(c for c in powers if profile.least <= c < chunk)]
+    chunks = [min(chunk, N), *(c for c in powers if min(profile.least, 512) <= c < chunk)]
     if call.deterministic:
         cuts = [(profile.deterministic, profile.deterministic)]
     elif sizes.masked:  # products of one group are compiled for each number of chunks; those of several follow the mask
@@ -213,13 +235,13 @@ def _late(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
     else:
         most = N if profile.group >= N else profile.group // 2  # of several groups each has an accumulator beside it
         groups = [most, *(g for g in powers if profile.least <= g < most)]
-        cuts = [(N, N)] if call.memory and profile.group >= N else []
-        cuts += [(g, c) for g in groups for c in chunks if c <= g]
+        cuts = [(N, N)] if (rather or call.memory is not None) and profile.group >= N else []
+        cuts += [(g, c) for g in groups for c in ([g, *chunks] if rather else chunks) if c <= g]
     for group, chunk in cuts:
         chunk = chunk if call.deterministic else even_size(group, chunk)
         group = chunk * -(-group // chunk)
         if fits(group, chunk):
-            return Plan(Cut(chunk, V), False, "late", Cut(chunk, V), group, sizes.direct)
+            return Plan(Cut(chunk, V), False, "late", Cut(chunk, V), group, fuses(group, chunk), sizes.direct)
     return None
 
 
@@ -292,7 +314,7 @@ def _wide_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
     if leaves and not call.deterministic:
         by_tile = _shrunk(call, sizes, by_tile, 0)
     forward = _fused(call, sizes) or by_tile
-    fits = one_pass(call, sizes) if call.memory is not None else None
+    fits = _late(call, sizes, call.memory, may_fuse=False) if call.memory is not None else None
     if fits is not None:
         return dataclasses.replace(fits, forward=forward)
     if frozen and not sizes.gathered:

@@ -30,7 +30,7 @@ from jaxppo.head.checks import (
 from jaxppo.head.head import Head, as_head
 from jaxppo.head.kernels.choice import choose
 from jaxppo.head.low_rank import low_rank, low_rank_by_row
-from jaxppo.head.placement import Placement, bring_hidden, entry_names, place_head
+from jaxppo.head.placement import bring_hidden, entry_names, place_head
 from jaxppo.head.ring import LANES
 from jaxppo.head.types import (
     Asked,
@@ -54,7 +54,7 @@ class HeadOptions(TypedDict, total=False):
     Args:
       hidden_spec: the PartitionSpec of hidden states that do not lie as `parallel.hidden_spec`. They are resharded as
         the batch's tokens are, which `sharding.audit` notes; inside a `shard_map` another spec is refused.
-      memory: bytes that a device may spend beside its results. By default a sixteenth of an accelerator's memory for
+      memory: bytes that a device may spend beside its results. By default an eighth of an accelerator's memory for
         one pass, 0.27 GiB (and dhidden in f32 beyond 8192 tokens) for two; on CPUs 48 MiB and tiles of 8 MiB.
       precision: of products, as `jnp.dot` takes it. bf16 operands multiply in one pass with f32 sums. Of f32 operands
         the default is "highest", since accelerators would round them to bf16 or TF32: the products then take 6.5 times
@@ -115,19 +115,19 @@ def prepare_head(
     asked = as_asked(entropy, logit_stats, top_k)
     what = f"{name.removesuffix('head')}hidden_spec"
     hidden, sequence_parallel = bring_hidden(what, parallel, hidden, chosen.get("hidden_spec"))
-    placement = place_head(parallel, name, hidden, head, sequence_parallel)
-    inputs = _inputs(hidden, head, targets, nucleus_ids, ids, where, temperature, placement.tokens)
-    inputs = inputs._replace(adapter_ids=as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, placement.tokens[0]))
-    call = _call(parallel, head, placement, chosen, asked, heads)
+    kernel_spec, hidden_spec, tokens = place_head(parallel, name, hidden, head, sequence_parallel)
+    inputs = _inputs(hidden, head, targets, nucleus_ids, ids, where, temperature, tokens)
+    inputs = inputs._replace(adapter_ids=as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, tokens[0]))
+    call = _call(parallel, head, kernel_spec, sequence_parallel, chosen, asked, heads)
     implementation = chosen.get("implementation")
     if (reason := call.op.unsupported(call, inputs)) is not None:
         raise NotImplementedError(f"implementation: got {implementation!r}, which does not support {reason}")
     if not isinstance(parallel, ParallelMesh):
-        return Prepared(call, inputs, None, placement.tokens)
-    specs = _specs(parallel, head, placement, inputs)
+        return Prepared(call, inputs, None, tokens)
+    specs = _specs(parallel, head, kernel_spec, hidden_spec, inputs)
     if call.copied:
         inputs, specs = _copied(parallel, inputs, specs)
-    return Prepared(call, inputs, specs, placement.tokens)
+    return Prepared(call, inputs, specs, tokens)
 
 
 def _inputs(
@@ -155,13 +155,14 @@ def _inputs(
 def _call(
     parallel: ParallelMesh | ShardAxes | None,
     head: Head,
-    placement: Placement,
+    kernel_spec: P,
+    sequence_parallel: bool,
     options: dict[str, Any],
     asked: Asked,
     heads: int,
 ) -> HeadCall:
     axes = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
-    h_names, v_names = (entry_names(placement.kernel[dim]) for dim in (1 - head.v_dim, head.v_dim))
+    h_names, v_names = (entry_names(kernel_spec[dim]) for dim in (1 - head.v_dim, head.v_dim))
     columns = head.kernel.shape[head.v_dim]
     if isinstance(parallel, ParallelMesh):
         own = columns // math.prod(parallel.mesh.shape.get(n, 1) for n in v_names)  # `shard_call` refuses others
@@ -179,7 +180,7 @@ def _call(
         transposed=transposed,
         h_names=h_names,
         v_names=v_names,
-        sequence_parallel=placement.sequence_parallel,
+        sequence_parallel=sequence_parallel,
         transform=head.transform,
         lora_scale=1.0 if head.lora is None else head.lora.scale,
         vocab_size=check_vocab_size(head.vocab_size, columns),
@@ -196,12 +197,12 @@ def _call(
     )
 
 
-def _specs(p: ParallelMesh, head: Head, placement: Placement, inputs: Inputs) -> Inputs:
-    v_entry, tokens = placement.kernel[head.v_dim], p.tokens_spec
+def _specs(p: ParallelMesh, head: Head, kernel_spec: P, hidden_spec: P | None, inputs: Inputs) -> Inputs:
+    v_entry, tokens = kernel_spec[head.v_dim], p.tokens_spec
     of_b = P(None, v_entry) if inputs.adapter_ids is None else P(None, None, v_entry)
-    parameters = Parameters(placement.kernel, P(v_entry), of_b)
+    parameters = Parameters(kernel_spec, P(v_entry), of_b)
     of_tokens = (tokens, tokens, tokens, tokens, temperature_spec(p, inputs.temperature))
-    return Inputs(Features(placement.hidden), parameters, P(), *of_tokens, P(p.rows_spec[0]))
+    return Inputs(Features(hidden_spec), parameters, P(), *of_tokens, P(p.rows_spec[0]))
 
 
 def _copied(p: ParallelMesh, inputs: Inputs, specs: Inputs) -> tuple[Inputs, Inputs]:

@@ -12,6 +12,8 @@ would be a small one. All turns are written out. In a loop over them XLA for TPU
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -21,15 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.types import Index, Names
+from jaxppo.head.types import Index, Names, Part
 from jaxppo.sharding import vary, varying
 
 LANES = 128  # of a register
 MOST = 4  # devices in a ring; more only if their number is a multiple of no smaller one
-
-# part(start, size, first, width): the block of a matrix with `size` of one dimension, from `start` on, and `width` of
-# the other, from `first` on.
-Part = Callable[[Index, int, Index, int], jax.Array]
 
 
 def block_of(x: jax.Array, dim: int, start: Index, size: int, first: Index, width: int) -> jax.Array:
@@ -65,108 +63,149 @@ def ring_size(length: int, most: int, rings: Sequence[tuple[int, int]]) -> int:
     return size if size <= length else 0
 
 
-def ring_sum(
-    names: Names,
-    rings: Sequence[tuple[int, int]],
-    term: Part,
-    dim: int,
-    length: int,
-    width: int,
-    size: int,
-    finish: Callable[[jax.Array], jax.Array],
-    across: bool,
-    gathers: bool,
-) -> jax.Array:
-    """Sums a matrix over devices by rings; each block of a term is computed just before it is added.
+# The half of a share that goes around one way: its step around the ring, 1 or -1, its rows and its columns.
+_Half = tuple[int, slice, slice]
+
+
+@dataclasses.dataclass(frozen=True)
+class RingSum:
+    """A sum over devices by rings; each block of a device's term is computed just before it is added.
 
     Args:
       names: the axes whose devices form the rings, in the order of the mesh.
       rings: what `rings_of` returns. The first cuts the sum into shares, the second shares into shares, and so on.
       term: blocks of this device's term, cut along `dim` and the other dimension.
-      dim: the dimension that is cut into blocks of `size`, 0 or 1.
-      length: the size of that dimension.
-      width: the size of the other.
+      dim: the dimension that is cut into blocks, 0 or 1.
+      length: the size of `dim`.
+      width: the size of the other dimension.
       size: the size of a block, at most `length`. The last one overlaps the one before it.
-      finish: what is done with a share once it is complete.
       across: shares cut the width, else the blocks.
       gathers: give each device all shares, not its own alone.
+      by_rows: halves of shares are of rows even if they have more columns: a term that computes dlogits for its rows
+        would compute them again for the other columns.
+      finish: what is done with a share once it is complete.
     """
-    if not rings:
-        return finish(term(0, length, 0, width))
-    (devices, stride), rest = rings[0], rings[1:]
-    place = lax.axis_index(names) // stride % devices
-    rows, columns = (size, width // devices) if across else (size // devices, width)  # of a share
-    pieces = _halves(rows, columns, across)
 
-    def of_share(start: Index, k: int, piece: Sequence[int]) -> tuple[Any, int, Any, int]:
-        """Where a piece of the share lies whose sum is at its k-th device behind the last."""
-        step, row, n, first, m = piece
-        share = (place - step * k) % devices
-        return (start + row, n, share * columns + first, m) if across else (start + share * rows + row, n, first, m)
+    names: Names
+    rings: Sequence[tuple[int, int]]
+    term: Part
+    dim: int
+    length: int
+    width: int
+    size: int
+    across: bool
+    gathers: bool
+    by_rows: bool
+    finish: Callable[[jax.Array], jax.Array]
 
-    def terms(start: Index, k: int) -> list[jax.Array]:
-        return [term(*of_share(start, k + 1, piece)) for piece in pieces]
+    def sum(self) -> jax.Array:
+        """The sum of all devices' terms, a block at a time; a block is gathered beside the products of the next."""
+        if not self.rings:
+            return self.finish(self.term(0, self.length, 0, self.width))
+        _ = self._place  # known from here on, in the loop too
+        later = len(self.rings) > 1  # shares of shares go around beside the products of the next block, too
 
-    def pass_on(halves: list[jax.Array]) -> list[jax.Array]:
-        pairs = [_neighbours(lax.axis_size(names), devices, stride, piece[0]) for piece in pieces]
-        return [lax.ppermute(x, names, each) for x, each in zip(halves, pairs, strict=True)]
+        def sums_of(start: Index) -> list[jax.Array]:
+            return self._sums(start) if later else self._complete(self._sums(start))
 
-    def complete(halves: list[jax.Array]) -> list[jax.Array]:
-        return [
-            ring_sum(names, rest, partial(block_of, x, dim), dim, n, m, n, finish, across, gathers)
-            for x, (_, _, n, _, m) in zip(halves, pieces, strict=True)
-        ]
+        def put(out: jax.Array, sums: list[jax.Array], start: Index) -> jax.Array:
+            return self._put(out, self._complete(sums) if later else sums, start)
 
-    def scattered(start: Index) -> list[jax.Array]:
-        sums = terms(start, 0)
-        for k in range(1, devices):
-            sums = [x + y for x, y in zip(pass_on(sums), terms(start, k), strict=True)]
+        # a factor of starts, from which XLA knows how blocks are aligned
+        unit = math.gcd(self.size, self.length - self.size)
+
+        def block(b: Index, carry: Any) -> Any:
+            out, before, at = carry
+            start = unit * jnp.minimum(b * (self.size // unit), (self.length - self.size) // unit)
+            new = sums_of(start)
+            return put(out, before, at), new, start
+
+        sums = jax.eval_shape(lambda: self._terms(0, 0))
+        completed = jax.eval_shape(self._complete, sums)
+        share = completed[0]
+        shape = (self.length, self.width if self.gathers else share.shape[1 - self.dim])
+        blocks = -(-self.length // self.size)
+        # XLA allocates an uninitialized array long before a loop that fills it
+        fill = jnp.zeros if blocks > 1 else lax.empty
+        out = vary(fill(shape if self.dim == 0 else shape[::-1], share.dtype), varying(share))
+        if blocks == 1:
+            return put(out, sums_of(0), 0)
+        empty = [vary(jnp.zeros(x.shape, x.dtype), varying(x)) for x in (sums if later else completed)]
+        return put(*lax.fori_loop(0, blocks, block, (out, empty, jnp.int32(0))))
+
+    @functools.cached_property
+    def _place(self) -> jax.Array:
+        """This device's place in its ring."""
+        devices, stride = self.rings[0]
+        return lax.axis_index(self.names) // stride % devices
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """Rows and columns of a share of a block."""
+        devices = self.rings[0][0]
+        return (self.size, self.width // devices) if self.across else (self.size // devices, self.width)
+
+    @property
+    def _halves(self) -> list[_Half]:
+        """The halves of a share: of its rows, or of its longer side."""
+        rows, columns = self._share
+        if self.across or self.by_rows or rows >= columns:
+            cut = rows // 2
+            halves = [(1, slice(0, cut), slice(0, columns)), (-1, slice(cut, rows), slice(0, columns))]
+        else:
+            cut = columns // 2 // LANES * LANES or columns // 2
+            halves = [(1, slice(0, rows), slice(0, cut)), (-1, slice(0, rows), slice(cut, columns))]
+        return [half for half in halves if _size(half[1]) and _size(half[2])]
+
+    def _at(self, start: Index, k: int, half: _Half) -> tuple[Index, int, Index, int]:
+        """Where a half of the share lies whose sum is at its k-th device behind the last, as a `Part` is asked."""
+        step, rows, columns = half
+        share = (self._place - step * k) % self.rings[0][0]
+        row, column = (0, share * self._share[1]) if self.across else (share * self._share[0], 0)
+        return start + row + rows.start, _size(rows), column + columns.start, _size(columns)
+
+    def _terms(self, start: Index, k: int) -> list[jax.Array]:
+        return [self.term(*self._at(start, k + 1, half)) for half in self._halves]
+
+    def _passed_on(self, sums: list[jax.Array]) -> list[jax.Array]:
+        pairs = [_neighbours(lax.axis_size(self.names), *self.rings[0], step) for step, _, _ in self._halves]
+        return [lax.ppermute(x, self.names, each) for x, each in zip(sums, pairs, strict=True)]
+
+    def _sums(self, start: Index) -> list[jax.Array]:
+        """The halves of this device's share of a block, summed around the first ring."""
+        sums = self._terms(start, 0)
+        for k in range(1, self.rings[0][0]):
+            sums = [x + y for x, y in zip(self._passed_on(sums), self._terms(start, k), strict=True)]
         return sums
 
-    def gathered(out: jax.Array, ready: list[jax.Array], start: Index) -> jax.Array:
-        for k in range(devices if gathers else 1):
-            ready = pass_on(ready) if k else ready
-            for piece, x in zip(pieces, ready, strict=True):
-                at, _, first, _ = of_share(start, k, piece)
-                at = (at, first if gathers else 0)
-                out = lax.dynamic_update_slice(out, x, at if dim == 0 else at[::-1])
+    def _complete(self, sums: list[jax.Array]) -> list[jax.Array]:
+        """These sums after the other rings too."""
+        return [
+            dataclasses.replace(
+                self,
+                rings=self.rings[1:],
+                term=partial(block_of, x, self.dim),
+                length=_size(rows),
+                width=_size(columns),
+                size=_size(rows),
+            ).sum()
+            for x, (_, rows, columns) in zip(sums, self._halves, strict=True)
+        ]
+
+    def _put(self, out: jax.Array, ready: list[jax.Array], start: Index) -> jax.Array:
+        """`out` with the complete halves of a block, the other devices' too if they are gathered."""
+        for k in range(self.rings[0][0] if self.gathers else 1):
+            ready = self._passed_on(ready) if k else ready
+            for half, x in zip(self._halves, ready, strict=True):
+                row, _, column, _ = self._at(start, k, half)
+                at = (row, column if self.gathers else 0)
+                out = lax.dynamic_update_slice(out, x, at if self.dim == 0 else at[::-1])
         return out
 
-    def share_of(start: Index) -> list[jax.Array]:
-        return scattered(start) if rest else complete(scattered(start))
 
-    unit = math.gcd(size, length - size)  # a factor of starts, from which XLA knows how blocks are aligned
-
-    def block(b: Index, carry: Any) -> Any:
-        out, before, at = carry
-        start = unit * jnp.minimum(b * (size // unit), (length - size) // unit)
-        new = share_of(start)
-        return gathered(out, complete(before) if rest else before, at), new, start
-
-    blocks, like = -(-length // size), jax.eval_shape(lambda: (complete(scattered(0))[0], share_of(0)))
-    shape = (length, width if gathers else like[0].shape[1 - dim])
-    # XLA allocates an uninitialized array long before a loop that fills it
-    fill = jnp.zeros if blocks > 1 else lax.empty
-    out = vary(fill(shape if dim == 0 else shape[::-1], like[0].dtype), varying(like[0]))
-    if blocks == 1:
-        return gathered(out, complete(scattered(0)), 0)
-    empty = [vary(jnp.zeros(x.shape, x.dtype), varying(x)) for x in like[1]]
-    out, last, start = lax.fori_loop(0, blocks, block, (out, empty, jnp.int32(0)))
-    return gathered(out, complete(last) if rest else last, start)
-
-
-def _halves(rows: int, columns: int, across: bool) -> list[tuple[int, int, int, int, int]]:
-    """The halves of a share: each its step around the ring, first row, number of rows, first column, number of columns.
-
-    If shares cut the width, halves are of rows; else the longer side is cut.
-    """
-    if across or rows >= columns:
-        cut = rows // 2
-        halves = [(1, 0, cut, 0, columns), (-1, cut, rows - cut, 0, columns)]
-    else:
-        cut = columns // 2 // LANES * LANES or columns // 2
-        halves = [(1, 0, rows, 0, cut), (-1, 0, rows, cut, columns - cut)]
-    return [half for half in halves if half[2] and half[4]]
+def _size(side: slice) -> int:
+    size: int = side.stop - side.start
+    return size
 
 
 def _neighbours(count: int, devices: int, stride: int, step: int) -> list[tuple[int, int]]:

@@ -20,6 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxppo.head.likeliest import Top, merge_top, top_of_block, top_over_shards
 from jaxppo.sharding import ShardAxes, note, vary
 
+Places = tuple[Array, Array]  # i32[N] or [N, K], where ids stand in a block; and whether the block holds them, bool
+
 
 class Sums(NamedTuple):
     """Softmax sums of some of the logits of N tokens, f32[N] each; None where not asked for."""
@@ -122,23 +124,19 @@ def target_logits(
     return lax.platform_dependent(z, is_target, place, inside, tpu=compare, default=gather)
 
 
-class IdPlaces(NamedTuple):
-    """Where the ids that are asked for stand in a block: i32[N, K], and whether the block holds them, bool[N, K]."""
+def logits_of_ids(z: Float[Array, "N B"], places: Places) -> Float[Array, "N K"]:
+    """The logits of ids, 0 where they are not in the block."""
+    place, inside = places
+    with note(f"logits of {place.shape[1]} ids a token, gathered from each tile"):
+        return jnp.where(inside, jnp.take_along_axis(z, place, axis=1), 0)
 
-    place: Array
-    inside: Array
 
-    def logits(self, z: Float[Array, "N B"]) -> Float[Array, "N K"]:
-        """Their logits, 0 where they are not in the block."""
-        with note(f"logits of {self.place.shape[1]} ids a token, gathered from each tile"):
-            return jnp.where(self.inside, jnp.take_along_axis(z, self.place, axis=1), 0)
-
-    def spread(self, g: Float[Array, "N K"], like: Float[Array, "N B"]) -> Float[Array, "N B"]:
-        """sum_k g_k [j = id_k]; an id that is asked for twice gets both."""
-        with note(f"gradients of {self.place.shape[1]} ids a token, one scatter-add a tile"):
-            rows = jnp.arange(like.shape[0], dtype=jnp.int32)[:, None]
-            columns = jnp.where(self.inside, self.place, like.shape[1])
-            return jnp.zeros_like(like).at[rows, columns].add(g, mode="drop")
+def spread_ids(g: Float[Array, "N K"], places: Places, like: Float[Array, "N B"]) -> Float[Array, "N B"]:
+    """sum_k g_k [j = id_k]; an id that is asked for twice gets both."""
+    place, inside = places
+    with note(f"gradients of {place.shape[1]} ids a token, one scatter-add a tile"):
+        rows = jnp.arange(like.shape[0], dtype=jnp.int32)[:, None]
+        return jnp.zeros_like(like).at[rows, jnp.where(inside, place, like.shape[1])].add(g, mode="drop")
 
 
 def block_sums(
@@ -148,7 +146,7 @@ def block_sums(
     nucleus: Bool[Array, "N B"] | None,
     like: Sums,
     reference: Float[Array, "N"] | None = None,
-    ids: IdPlaces | None = None,
+    ids: Places | None = None,
     columns: Int[Array, "1 B"] | None = None,
 ) -> Sums:
     """The sums of one block of logits; columns that do not exist hold -inf.
@@ -184,7 +182,7 @@ def block_sums(
     if like.top is not None:
         assert columns is not None
         top = top_of_block(z, columns, like.top[0].shape[1])
-    z_ids = None if ids is None else ids.logits(z)
+    z_ids = None if ids is None else logits_of_ids(z, ids)
     return Sums(m, s, u, nucleus_m, nucleus_s, z_y, total, count, likeliest, squares, z_ids, top)
 
 
@@ -290,7 +288,7 @@ def dlogits(
     nucleus: Bool[Array, "N B"] | None,
     residuals: Residuals,
     cotangents: Cotangents,
-    ids: IdPlaces | None = None,
+    ids: Places | None = None,
 ) -> Float[Array, "N B"]:
     """dz_j = g * ([j = y] - p_j) - e * p_j * (log p_j + entropy) + a * p_j + b / finite where z_j is finite.
 
@@ -321,5 +319,5 @@ def dlogits(
     if cotangents.mean_logit is not None:
         dz += jnp.where(z > -jnp.inf, (cotangents.mean_logit / residuals.finite)[:, None], 0)
     if cotangents.ids is not None and ids is not None:
-        dz += ids.spread(cotangents.ids, z) - cotangents.ids.sum(axis=1)[:, None] * jnp.exp(log_p)
+        dz += spread_ids(cotangents.ids, ids, z) - cotangents.ids.sum(axis=1)[:, None] * jnp.exp(log_p)
     return dz

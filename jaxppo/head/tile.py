@@ -15,7 +15,7 @@ from jax import lax
 from jaxppo.head import softmax
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.token_blocks import Slots, TokenBlocks
-from jaxppo.head.types import Block, Chunk, Features, HeadCall, Index, Op, Parameters, Tile, Transform
+from jaxppo.head.types import Block, Chunk, Features, HeadCall, Index, Op, Parameters, Part, Tile, Transform
 from jaxppo.sharding import note, vary_like, wider_dtype
 
 
@@ -165,17 +165,16 @@ def feature_gradients(call: HeadCall, dz: jax.Array, parameters: Parameters, nee
 
 
 def hidden_product(
-    call: HeadCall, dz: jax.Array, kernel: jax.Array, start: Index, size: int, first: Index, width: int
+    call: HeadCall, dz: Part, kernel: jax.Array, start: Index, size: int, first: Index, width: int
 ) -> jax.Array:
     """The f32 gradient of hidden states, of `size` tokens from `start` on and `width` features from `first` on."""
-    dz = lax.dynamic_slice(dz, (start, 0), (size, dz.shape[1]))
     columns = kernel.shape[call.v_dim]
     at, shape = ((first, 0), (width, columns)) if call.v_dim == 1 else ((0, first), (columns, width))
-    return dot(call, dz, lax.dynamic_slice(kernel, at, shape), (1, call.v_dim))
+    return dot(call, dz(start, size, 0, columns), lax.dynamic_slice(kernel, at, shape), (1, call.v_dim))
 
 
 def kernel_product(
-    call: HeadCall, tokens: int, dz: jax.Array, factor: jax.Array, start: Index, size: int, first: Index, width: int
+    call: HeadCall, tokens: int, dz: Part, factor: jax.Array, start: Index, size: int, first: Index, width: int
 ) -> jax.Array:
     """The f32 gradient of a part of the kernel: `size` columns from `start` on, `width` features from `first` on.
 
@@ -186,7 +185,7 @@ def kernel_product(
     shape = (tokens, width)
     if _transposes(call, factor):
         at, shape = at[::-1], shape[::-1]
-    return _outer(call, lax.dynamic_slice(dz, (0, start), (tokens, size)), lax.dynamic_slice(factor, at, shape))
+    return _outer(call, dz(0, tokens, start, size), lax.dynamic_slice(factor, at, shape))
 
 
 def parameter_gradients(call: HeadCall, dz: jax.Array, factor: Features, needs: Parameters) -> Parameters:

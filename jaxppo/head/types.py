@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -12,10 +13,13 @@ from jaxppo._pytree import register_checked
 from jaxppo.sharding import ShardAxes
 
 if TYPE_CHECKING:
-    from jaxppo.head.softmax import Cotangents, IdPlaces, Residuals, Sums
+    from jaxppo.head.softmax import Cotangents, Places, Residuals, Sums
 
 Names = tuple[str, ...]
 Index = int | jax.Array  # a scalar
+# part(start, size, first, width): the block of a matrix with `size` of one dimension, from `start` on, and `width` of
+# the other, from `first` on.
+Part = Callable[[Index, int, Index, int], jax.Array]
 Entropy = Literal["none", "metric", "bonus"]
 Layout = Literal["hv", "vh"]
 LogitsDtype = Literal["float32", "bfloat16"]
@@ -141,7 +145,9 @@ class Profile:
       wide: tokens of a tile of the second pass.
       masked_columns: columns of a tile of the second pass that follows a mask.
       deterministic: tokens of every chunk of a deterministic call.
-      rings: gradients are summed over devices by `ring_sum`, beside the products that make them.
+      rings: gradients are summed over devices by `RingSum`, beside the products that make them.
+      fused_features: the largest hidden size with which dlogits are computed within products by default. XLA for TPUs
+        does that without an array of dlogits, but then it needs the f32 logits of all tokens. 0: never.
       references: bytes of a tile's f32 logits where sums of exponentials are relative to the target's logit. That saves
         one of two readings of the logits. 0: they are relative to the maximum.
       fused_tokens: tokens of a forward's tile if XLA makes such sums a part of the product, as on TPUs: logits are then
@@ -163,6 +169,7 @@ class Profile:
     masked_columns: int
     deterministic: int
     rings: bool
+    fused_features: int
     references: int
     fused_tokens: int
     columns_grow: bool
@@ -222,6 +229,7 @@ class Plan:
       backward: the schedule of the gradients, by the name of its function.
       cut: the tile of the gradients.
       group: the number of tokens whose dlogits go into one late product.
+      fused: dlogits are computed within late products, from the logits of a chunk that is a whole group.
       direct: the late product of a single group is summed over devices as it is made, see `Sizes`.
     """
 
@@ -230,6 +238,7 @@ class Plan:
     backward: Literal["by_vocabulary", "late", "by_tile"]
     cut: Cut
     group: int = 0
+    fused: bool = False
     direct: bool = False
 
     def __str__(self) -> str:
@@ -333,7 +342,7 @@ class Tile(NamedTuple):
     block: Block
     place: Any  # (i32[C], bool[C]), the target's column in the block, and whether the block holds it
     nucleus: jax.Array | None  # bool[C, B], the columns that the sampler could draw, the target's included; or None
-    ids: IdPlaces | None  # of the ids whose log-probs are asked for
+    ids: Places | None  # of the ids whose log-probs are asked for
 
 
 class Op:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.backward import Begin, Known, by_tile, by_vocabulary, late, restrict_counts
+from jaxppo.head.backward import Begin, Known, by_tile, by_vocabulary, restrict_counts
 from jaxppo.head.forward import statistics
 from jaxppo.head.gradient_sums import first_order
+from jaxppo.head.late import late
 from jaxppo.head.plan import one_pass, sizes_of, two_passes
 from jaxppo.head.prepare import on_device
 from jaxppo.head.softmax import Sums, merge_in_pairs

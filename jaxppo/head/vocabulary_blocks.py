@@ -19,10 +19,9 @@ from jax import lax
 
 from jaxppo.head.gradient_sums import as_primal, sum_in_blocks, unwritten
 from jaxppo.head.plan import eighths, window
-from jaxppo.head.ring import LANES, Part, block_of
-from jaxppo.head.softmax import IdPlaces
+from jaxppo.head.ring import LANES, block_of
 from jaxppo.head.token_blocks import Tree, even_size
-from jaxppo.head.types import Block, Chunk, HeadCall, Index, Parameters, Tile
+from jaxppo.head.types import Block, Chunk, HeadCall, Index, Parameters, Part, Tile
 from jaxppo.sharding import vary, varying
 
 SUMMED_COLUMNS = 4096  # of a gradient that is there already, at a time
@@ -142,7 +141,7 @@ class VocabularyBlocks:
         if chunk.targets is None:
             return Tile(chunk, block, None, None, None)
         place, nucleus = self._place_of(chunk.targets, block), None
-        of_ids = None if chunk.ids is None else IdPlaces(*self._place_of(chunk.ids, block))
+        of_ids = None if chunk.ids is None else self._place_of(chunk.ids, block)
         if chunk.nucleus_ids is not None:
             ids = jnp.concatenate([chunk.nucleus_ids, chunk.targets[:, None]], axis=1)
             places, inside = self._place_of(ids, block)
@@ -233,16 +232,20 @@ class VocabularyBlocks:
         gradient = gradient if self.call.sum_dtype == "float32" else gradient.astype(self.given.kernel.dtype)
         return lax.psum_scatter(gradient, self.gathered_v, scatter_dimension=dim, tiled=True)
 
-    def sum(self, is_kernel: bool, part: Part, primal: jax.Array, axes: frozenset[str]) -> jax.Array:
+    def sum(
+        self, is_kernel: bool, part: Part, primal: jax.Array, axes: frozenset[str], *, by_rows: bool = False
+    ) -> jax.Array:
         """The gradient of all columns held, a matrix that varies along `axes`, summed over devices one block at a time.
 
         So no second f32 array of its shape is needed. And XLA for TPUs would run one large scatter as a sum in bf16.
+        `by_rows` is that of `RingSum`; halves of shares are then of about a thousand rows.
         """
         dim = self.dim(primal)
         scatter = self.call.h_names if is_kernel else ()
         width = primal.shape[1 - dim] * math.prod(map(lax.axis_size, scatter))
         part = self._of_own(part, dim, primal.shape[dim]) if self.gathered_v else part
-        return sum_in_blocks(part, primal, dim, SUMMED_BYTES // (4 * width), axes, scatter=scatter, **self.sums)
+        size = 2 * SUMMED_COLUMNS if by_rows else SUMMED_BYTES // (4 * width)
+        return sum_in_blocks(part, primal, dim, size, axes, scatter=scatter, by_rows=by_rows, **self.sums)
 
     def summed(self, is_kernel: bool, total: jax.Array, primal: jax.Array) -> jax.Array:
         """The f32 gradient of all columns held, summed over the devices that share the primal."""

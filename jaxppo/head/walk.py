@@ -14,11 +14,11 @@ from jaxppo.head import softmax
 from jaxppo.head.asked import answers, empty_sums, id_cotangents
 from jaxppo.head.gradient_sums import as_primal, sum_in_blocks
 from jaxppo.head.plan import references
-from jaxppo.head.ring import Part, block_of
+from jaxppo.head.ring import block_of
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.tile import logits_of_rows
 from jaxppo.head.token_blocks import Slots, TokenBlocks, Tree
-from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Index, Inputs, TokenStats
+from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Index, Inputs, Part, Tile, TokenStats
 from jaxppo.head.vocabulary_blocks import VocabularyBlocks
 from jaxppo.sharding import vary, varying
 
@@ -141,6 +141,26 @@ class Walk:
         """d loss / d (hidden @ kernel) as products take it, `[C, B]`, and its f32 sum over the tokens; see `Op`."""
         return self.call.op.dlogits(self.call, self.vocabulary.tile(chunk, block), residuals, cotangents, x)
 
+    def dlogits_by_part(self, chunk: Chunk, residuals: Residuals, cotangents: Cotangents, x: jax.Array) -> Part:
+        """`dlogits` of a chunk with the products x, over all columns, computed a part at a time where one is taken."""
+        block = self.block(0)
+
+        def of_part(start: Index, size: int, first: Index, width: int) -> jax.Array:
+            def rows(x: jax.Array) -> jax.Array:
+                return x if size == x.shape[0] else lax.dynamic_slice_in_dim(x, start, size)
+
+            def columns(x: jax.Array) -> jax.Array:
+                dim = 1 if x.shape[0] == 1 else self.call.v_dim
+                return x if width == x.shape[dim] else lax.dynamic_slice_in_dim(x, first, width, dim)
+
+            valid = block.valid if block.valid is True else columns(block.valid)
+            part = Block(jax.tree.map(columns, block.parameters), columns(block.column_ids), valid)
+            tile = Tile(jax.tree.map(rows, chunk), part, None, None, None)
+            known = jax.tree.map(rows, residuals), jax.tree.map(rows, cotangents)
+            return self.call.op.dlogits(self.call, tile, *known, block_of(x, 0, start, size, first, width))[0]
+
+        return of_part
+
     def features_start(self, primals: Features) -> Features:
         """Zeros in token order, which `put_features` fills with gradients of rows."""
 
@@ -153,31 +173,37 @@ class Walk:
         return jax.tree.map(start, primals)
 
     def put_features(
-        self, tokens: TokenBlocks, total: Features, drows: Features, primals: Features, slots: Slots
+        self,
+        tokens: TokenBlocks,
+        total: Features,
+        drows: Features,
+        primals: Features,
+        slots: Slots,
+        *,
+        by_rows: bool = False,
     ) -> Features:
         """`total` with the gradients of the rows in the slots, summed over devices where they can be now.
 
-        `drows` are f32 arrays, or those of hidden states a `Part`.
+        `drows` are f32 arrays, or those of hidden states a `Part`. `by_rows` is that of `RingSum`.
         """
 
         def put(total: jax.Array, drows: Any, primal: jax.Array) -> jax.Array:
             if self.call.sequence_parallel:
                 drows = drows(0, tokens.size, 0, primal.shape[-1]) if callable(drows) else drows
                 return tokens.put(total, drows, slots)
-            return tokens.put(total, self._summed_rows(drows, tokens.size, primal), slots)
+            return tokens.put(total, self._summed_rows(drows, tokens.size, primal, by_rows), slots)
 
         return jax.tree.map(put, total, drows, primals)
 
-    def _summed_rows(self, rows: jax.Array | Part, count: int, primal: jax.Array) -> jax.Array:
+    def _summed_rows(self, rows: jax.Array | Part, count: int, primal: jax.Array, by_rows: bool = False) -> jax.Array:
         """The gradients of `count` rows in the primal's dtype, summed over the axes that the primal lacks."""
         like = vary(jnp.zeros((count, primal.shape[-1]), primal.dtype), varying(primal))
+        options: Any = {"rings": self.call.profile.rings, "by_rows": by_rows}
         if not callable(rows):
-            return sum_in_blocks(
-                partial(block_of, rows, 0), like, 0, SUMMED_TOKENS, self.axes, rings=self.call.profile.rings
-            )
+            return sum_in_blocks(partial(block_of, rows, 0), like, 0, SUMMED_TOKENS, self.axes, **options)
         # half a block goes around at once: with a mask that is a chunk, which is left out if no token of it counts
         size = count if self.tokens.order is None else 2 * self.tokens.size
-        return sum_in_blocks(rows, like, 0, size, self.axes, rings=self.call.profile.rings)
+        return sum_in_blocks(rows, like, 0, size, self.axes, **options)
 
     def finish_features(self, total: Features, primals: Features) -> Features:
         """What `put_features` has filled, without padding, in the shape and sharding of the features."""

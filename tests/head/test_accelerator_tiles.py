@@ -59,6 +59,8 @@ WAYS = {
     "chunks that follow the mask": {},
     "sums in the parameter's dtype": {"gradient_sum_dtype": "parameter"},
     "one group that follows the mask": {},
+    "all tokens at once, dlogits in the products": {"follow_mask": False},
+    "groups of one chunk, dlogits in the products": {},
 }
 NOTES = {
     "a group in chunks": "one pass, 8 tokens x 1003 columns, products of 512 tokens",
@@ -66,8 +68,14 @@ NOTES = {
     "chunks that follow the mask": "one pass, 16 tokens x 1003 columns",
     "sums in the parameter's dtype": "one pass, 16 tokens x 1003 columns",
     "one group that follows the mask": "one pass, 128 tokens x 1003 columns, products of 512 tokens",
+    "all tokens at once, dlogits in the products": "one pass, 512 tokens x 1003 columns",
+    "groups of one chunk, dlogits in the products": "one pass, 16 tokens x 1003 columns",
 }
-OTHERWISE = {"one group that follows the mask": "few chunks"}  # options that need another device than "wide"
+OTHERWISE = {  # ways that need another device than "wide"
+    "one group that follows the mask": "few chunks",
+    "all tokens at once, dlogits in the products": "fused dlogits",
+    "groups of one chunk, dlogits in the products": "fused dlogits",
+}
 
 
 @functools.cache
@@ -122,11 +130,15 @@ def test_products_behind_the_loop_are_of_the_chunks_that_count():
         assert_trees_close(got, expected, rtol=2e-5, atol=3e-6, context=f"{count} tokens")
 
 
-ADAPTED = itertools.product([None, "mixed"], ["hv", "vh"], ["a group in chunks", "chunks that follow the mask"])
+BY_CHUNKS = "a group in chunks", "chunks that follow the mask"
+ADAPTED = [
+    *itertools.product([None, "mixed"], ["hv", "vh"], BY_CHUNKS),
+    *itertools.product([None, "mixed"], ["hv", "vh"], [way for way in OTHERWISE if "dlogits" in way]),
+]
 
 
 @pytest.mark.every(8)
-@pytest.mark.parametrize(("mesh", "layout", "way"), sampled(ADAPTED, lambda i, _: i in (0, 3, 5, 6)))
+@pytest.mark.parametrize(("mesh", "layout", "way"), sampled(ADAPTED, lambda i, _: i in (0, 3, 5, 6, 9, 14)))
 def test_one_pass_with_adapters(mesh, layout, way):
     config, parallel = bonus_and_kl(), mesh_of(mesh)
     kernel = KERNEL if layout == "hv" else KERNEL.T
@@ -135,7 +147,7 @@ def test_one_pass_with_adapters(mesh, layout, way):
         return step(p, HIDDEN, k, config=config, lora=lora, layout=layout, **how)
 
     expected = jax.jit(lambda k, lora: run(None, k, lora))(kernel, ADAPTERS)
-    with tiles_of("wide"):
+    with tiles_of(OTHERWISE.get(way, "wide")):
         got = jax.jit(lambda k, lora: run(parallel, k, lora, **{"memory": None, **WAYS[way]}))(kernel, ADAPTERS)
     assert_trees_close(got, expected, rtol=2e-5, atol=3e-6)
 

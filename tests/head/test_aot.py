@@ -262,7 +262,7 @@ def policy(parallel, **options):
     ],
 )
 def test_one_pass_in_its_bytes(memory, tiles):
-    """By default one pass takes a sixteenth of the chip's memory. Chunks of at most 2048 tokens follow a mask."""
+    """By default one pass takes an eighth of the chip's memory. Chunks of at most 2048 tokens follow a mask."""
     parallel = sixteen(*CP4_TP4)
     found = audit(policy(parallel, memory=memory), *policy_arguments(parallel, 8192))
     assert found.notes == (f"one pass, {tiles}", AGAIN)
@@ -270,6 +270,23 @@ def test_one_pass_in_its_bytes(memory, tiles):
     ops = ("all-reduce", "collective-permute")
     assert {(c.op, c.axes) for c in found.collectives} == {(op, (a,)) for op in ops for a in ("cp", "tp")}
     assert not IN_BF16.search(found.text)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("sizes", "memory", "gib"), [({}, int(1.8 * GIB), 1.4), ({"hidden_size": 1024}, None, 1.25)])
+def test_products_compute_the_gradients_of_logits_that_they_take(sizes, memory, gib):
+    """By default if H is small, else where the memory allows it: no array of them is in the program."""
+    parallel = sixteen(*CP4_TP4)
+    args = policy_arguments(parallel, 8192, **sizes)
+    found = audit(policy(parallel, memory=memory, follow_mask=False), *args)
+    assert f"one pass, 8192 tokens x {V // 4} columns" in found.notes
+    assert found.temp_bytes <= gib * GIB
+    less = audit(policy(parallel, memory=int(0.9 * GIB), follow_mask=False), *args)
+    assert f"one pass, 1024 tokens x {V // 4} columns, products of 8192 tokens" in less.notes
+    whole = f"bf16[8192,{V // 4}]"
+    assert whole in less.text
+    assert whole not in found.text
+    assert found.time.compute < less.time.compute
 
 
 @pytest.mark.nightly

@@ -46,6 +46,7 @@ DEVICES = {
         masked_columns=128,
         deterministic=8,
         rings=True,
+        fused_features=0,
         references=0,
         fused_tokens=0,
         columns_grow=True,
@@ -56,6 +57,7 @@ DEVICES = {
 DEVICES["few chunks"] = dataclasses.replace(DEVICES["wide"], chunk=128)  # of one group that follows a mask
 DEVICES["references"] = dataclasses.replace(DEVICES["wide"], chunk=16, references=4 * 8 * 300)  # blocks of 300 columns
 DEVICES["fused sums"] = dataclasses.replace(DEVICES["references"], fused_tokens=16)
+DEVICES["fused dlogits"] = dataclasses.replace(DEVICES["references"], fused_features=32)
 DEVICES["gathers columns"] = dataclasses.replace(DEVICES["references"], gathers_columns=True)
 
 plan.PROFILES = {**DEVICES, **plan.PROFILES}
@@ -103,7 +105,7 @@ def head_arrays(
     if temperatures:
         arrays["temperature"] = jnp.asarray(rng.uniform(0.5, 2, (R, T)), jnp.float32)
     if lora:
-        arrays["lora_a"] = jnp.asarray(rng.normal(size=(H, RANK)), dtype)
+        arrays["lora_a"] = jnp.asarray(rng.normal(size=(H, RANK)) * scale, dtype)
         arrays["lora_b"] = jnp.asarray(rng.normal(size=(RANK, V)), dtype)
     if with_where:
         where = rng.random((R, T)) < 0.4
