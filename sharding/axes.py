@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
 
-if TYPE_CHECKING:
-    from .layouts.base import Layout
-
 Names = tuple[str, ...]
 Tree = TypeVar("Tree")  # of arrays
-LAYOUTS: dict[str, Layout] = {}  # by name; `register_layout` adds to them
+LAYOUTS: dict[str, Any] = {}  # Layouts by name, which import this module; `register_layout` adds to them
 
 
 def axis_names(value: str | Sequence[str] | None) -> Names:
