@@ -5,56 +5,70 @@ What stands here is enough for a first week. Rarer things live in the modules, s
 """
 
 import importlib
+import importlib.util
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
-from jaxppo import kl, policy_losses, sharding
-from jaxppo.accumulate import accumulate_gradients
-from jaxppo.aggregation import Normalizer
-from jaxppo.batch import RolloutBatch
-from jaxppo.config import PolicyLossConfig
-from jaxppo.forward import compute_log_probs
-from jaxppo.head import Head, LoRA, TokenStats, log_probs_from_hidden, log_probs_from_logits
-from jaxppo.kl import KL
-from jaxppo.losses.policy import policy_loss, policy_loss_from_hidden
-from jaxppo.losses.sft import sft_loss, sft_loss_from_hidden
-from jaxppo.losses.value import value_loss
-from jaxppo.metrics import finalize_metrics
-from jaxppo.off_policy import OffPolicyConfig, Rejection
-from jaxppo.policy_losses import CISPO, GSPO, PPO, SAPO
-from jaxppo.rules import explain_broken_rules
-from jaxppo.samples import Sample
-from jaxppo.sharding import ParallelMesh, ShardAxes, make_parallel_mesh
+# These two load at once: what they add to JAX, and find in it, must not depend on what a program does before.
+from jaxppo import _stacked  # noqa: F401
+from jaxppo.integrations import modules as _modules  # noqa: F401
 
 __version__ = _version("jaxppo")
 
 if TYPE_CHECKING:
-    from jaxppo import advantages, covariance, mismatch, nucleus, presets, staleness
+    from jaxppo import advantages, covariance, kl, mismatch, nucleus, policy_losses, presets, sharding, staleness
+    from jaxppo.accumulate import accumulate_gradients
+    from jaxppo.aggregation import Normalizer
+    from jaxppo.batch import RolloutBatch
+    from jaxppo.config import PolicyLossConfig
+    from jaxppo.forward import compute_log_probs
+    from jaxppo.head import Head, LoRA, TokenStats, log_probs_from_hidden, log_probs_from_logits
+    from jaxppo.kl import KL
     from jaxppo.losses import distillation, mtp
+    from jaxppo.losses.policy import policy_loss, policy_loss_from_hidden
+    from jaxppo.losses.sft import sft_loss, sft_loss_from_hidden
+    from jaxppo.losses.value import value_loss
+    from jaxppo.metrics import finalize_metrics
+    from jaxppo.off_policy import OffPolicyConfig, Rejection
+    from jaxppo.policy_losses import CISPO, GSPO, PPO, SAPO
+    from jaxppo.rules import explain_broken_rules
+    from jaxppo.samples import Sample
+    from jaxppo.sharding import ParallelMesh, ShardAxes, make_parallel_mesh
 else:
-    # A program uses a few of these modules. Each is loaded when it is first named, so that importing jaxppo stays fast.
+    # The same imports, each run when its name is first used: importing jaxppo is fast, a program loads what it needs.
     _LATE = {
-        module.rpartition(".")[2]: module
-        for module in (
-            "jaxppo.advantages",
-            "jaxppo.covariance",
-            "jaxppo.losses.distillation",
-            "jaxppo.losses.mtp",
-            "jaxppo.mismatch",
-            "jaxppo.nucleus",
-            "jaxppo.presets",
-            "jaxppo.staleness",
-        )
+        "jaxppo.accumulate": ["accumulate_gradients"],
+        "jaxppo.aggregation": ["Normalizer"],
+        "jaxppo.batch": ["RolloutBatch"],
+        "jaxppo.config": ["PolicyLossConfig"],
+        "jaxppo.forward": ["compute_log_probs"],
+        "jaxppo.head": ["Head", "LoRA", "TokenStats", "log_probs_from_hidden", "log_probs_from_logits"],
+        "jaxppo.kl": ["KL"],
+        "jaxppo.losses": ["distillation", "mtp"],
+        "jaxppo.losses.policy": ["policy_loss", "policy_loss_from_hidden"],
+        "jaxppo.losses.sft": ["sft_loss", "sft_loss_from_hidden"],
+        "jaxppo.losses.value": ["value_loss"],
+        "jaxppo.metrics": ["finalize_metrics"],
+        "jaxppo.off_policy": ["OffPolicyConfig", "Rejection"],
+        "jaxppo.policy_losses": ["CISPO", "GSPO", "PPO", "SAPO"],
+        "jaxppo.rules": ["explain_broken_rules"],
+        "jaxppo.samples": ["Sample"],
+        "jaxppo.sharding": ["ParallelMesh", "ShardAxes", "make_parallel_mesh"],
     }
+    _MODULE_OF = {name: module for module, names in _LATE.items() for name in names}
 
     def __getattr__(name: str) -> Any:
-        if name not in _LATE:
+        if name in _MODULE_OF:
+            found = getattr(__import__(_MODULE_OF[name], fromlist=[name]), name)
+        elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+            found = importlib.import_module(f"{__name__}.{name}")
+        else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = importlib.import_module(_LATE[name])
-        return globals()[name]
+        globals()[name] = found
+        return found
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_LATE})
+        return sorted({*globals(), *__all__})
 
 
 __all__ = [  # noqa: RUF022  in the order in which one meets them

@@ -1,6 +1,8 @@
 """What happens at import."""
 
+import ast
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,17 +64,29 @@ def test_a_project_may_have_a_module_named_sharding(tmp_path, name, order):
     assert done.returncode == 0, done.stderr
 
 
-# What many programs never use: modules of `jaxppo.__all__`, readers of compiled programs, of configurations and of
-# engines, and Pallas.
+# Importing jaxppo loads next to nothing. A first loss loads no other losses, no readers of compiled programs, of
+# configurations and of engines, and not Pallas.
 LATE = """
+import jaxppo, sys
+
+def loaded(*within):
+    return sorted(name for name in sys.modules if name.startswith(within))
+
+print(loaded("jaxppo", "sharding"))
+from jaxppo import PPO, Head, PolicyLossConfig, RolloutBatch, Sample, accumulate_gradients, finalize_metrics
+from jaxppo import policy_loss_from_hidden
+others = [name for name in loaded("jaxppo.") if name in [f"jaxppo.{name}" for name in jaxppo.__all__]]
+within = "sharding.audit.", "jaxppo.integrations.", "jaxppo.prefixes", "jaxppo.losses.", "jax.extend", "jax._src.pallas"
+print(others + loaded(*within))
+"""
+HAS_ALL = """
 import jaxppo, numpy, sharding, sys
 
-late = ("sharding.audit.", "jaxppo.integrations.", "jaxppo.prefixes", "jax.extend", "jax._src.pallas")
-named = [f"jaxppo.{name}" for name in jaxppo.__all__]
-print(sorted(name for name in sys.modules if name in named or name.startswith((*late, "jaxppo.losses."))))
 assert {*jaxppo.__all__} <= {*dir(jaxppo)} and {*jaxppo.sharding.__all__} <= {*dir(jaxppo.sharding)}
 assert jaxppo.advantages.grpo and jaxppo.mtp is sys.modules["jaxppo.losses.mtp"]
-assert not hasattr(jaxppo, "losse") and not hasattr(jaxppo.sharding, "sys_") and not hasattr(sharding, "Audi")
+assert jaxppo.entropy.__name__ == "jaxppo.entropy"  # a module that is in no list
+assert not hasattr(jaxppo, "losse") and not hasattr(jaxppo, "__main__")
+assert not hasattr(jaxppo.sharding, "sys_") and not hasattr(sharding, "Audi")
 jaxppo.sharding.audit(lambda x: x @ x, numpy.ones((2, 2)))
 jaxppo.PolicyLossConfig.from_verl({})
 jaxppo.PolicyLossConfig.from_slime({})
@@ -85,10 +99,57 @@ assert sharding.audit is jaxppo.sharding.audit is audit  # the function, and not
 def test_what_is_used_late_is_loaded_late():
     done = python(LATE, ROOT)
     assert done.returncode == 0, done.stderr
-    losses = [f"losses.{name}" for name in ("policy", "policy_checks", "sft", "token_loss", "value")]
-    there = [f"jaxppo.{name}" for name in ("integrations.modules", "kl", *losses, "policy_losses", "sharding")]
+    at_once = ["jaxppo", "jaxppo._stacked", "jaxppo.integrations", "jaxppo.integrations.modules"]
+    there = ["jaxppo.kl", "jaxppo.policy_losses", "jaxppo.sharding"]
+    losses = [f"jaxppo.losses.{name}" for name in ("policy", "policy_checks", "token_loss")]
+    there += ["jaxppo.integrations.modules", *losses]
     there += ["sharding.audit.devices", "sharding.audit.program"]
-    assert done.stdout == f"{there}\n"
+    assert done.stdout == f"{at_once}\n{sorted(there[:3]) + sorted(there[3:])}\n"
+
+
+def test_what_loads_late_is_there():
+    done = python(HAS_ALL, ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_type_checker_sees_what_a_program_gets():
+    import jaxppo
+
+    tree = ast.parse(Path(jaxppo.__file__).read_text())
+    (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
+    places = {alias.name: node.module for node in typed.body for alias in node.names}
+    assert set(places) == set(jaxppo.__all__)
+    for name, module in places.items():
+        assert getattr(jaxppo, name) is pkgutil.resolve_name(f"{module}.{name}"), name
+
+
+# Names that are first used while JAX traces, after a patch of JAX that lasts as long as the call.
+IN_A_TRACE = """
+import jax, jaxppo, jax.numpy as jnp
+from flax import nnx
+
+layer, product = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), jax.lax.dot_general
+
+@jax.jit
+@jax.grad
+def loss(hidden):
+    jax.lax.dot_general = lambda *args, **options: product(*args, **options)
+    try:
+        return jaxppo.log_probs_from_hidden(hidden, jaxppo.Head.of(layer), jnp.zeros((1, 3), int)).log_probs.sum()
+    finally:
+        jax.lax.dot_general = product
+
+hidden = jnp.ones((1, 3, 4))
+assert (first := loss(hidden)).any() and (first == loss(hidden)).all()
+jax.clear_caches()
+assert (first == loss(hidden)).all()
+"""
+
+
+def test_names_may_be_used_first_in_a_trace():
+    pytest.importorskip("flax")
+    done = python(IN_A_TRACE, ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_sharding_knows_nothing_of_jaxppo():
@@ -110,5 +171,5 @@ def test_it_imports_what_it_asks_for_and_no_framework():
     """Where flax, optax and the like are installed, too."""
     names = "print(*{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
     needed = python(f"import jax, jaxtyping, numpy, sys; {names}", ROOT)
-    done = python(f"import jaxppo, sys; {names}", ROOT)
+    done = python(f"from jaxppo import *; import sys; {names}", ROOT)
     assert set(done.stdout.split()) - set(needed.stdout.split()) == {"jaxppo", "sharding"}, done.stderr

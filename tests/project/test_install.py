@@ -69,5 +69,5 @@ def test_a_missing_sharding_is_named(built, tmp_path):
     with zipfile.ZipFile(built[1]) as wheel:
         wheel.extractall(tmp_path, [name for name in wheel.namelist() if not name.startswith("sharding/")])
     (tmp_path / "sharding.py").write_text("mine = 1\n")
-    done = run(sys.executable, "-c", "import jaxppo", cwd=tmp_path)
+    done = run(sys.executable, "-c", "import jaxppo.sharding", cwd=tmp_path)
     assert "ImportError: sharding: got no package at" in done.stderr
