@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxppo.head.divergence import DivergenceCall, PairWalk, log_sums, over_tiles, pair_on_device, terms
 from jaxppo.head.likeliest import merge_top, no_top, top_of_block, top_over_shards
-from jaxppo.head.plan import sizes_of, two_passes
+from jaxppo.head.plan import plan_of
 from jaxppo.head.token_blocks import Slots
 from jaxppo.head.types import HeadCall, Index, Inputs
 from jaxppo.head.walk import Walk, whole_features
@@ -41,7 +41,7 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
       teacher: the teacher's.
     """
     call, (inputs, teacher), shape = pair_on_device(call, inputs, teacher)
-    plan = two_passes(call.student, sizes_of(call.student, inputs), True)
+    plan = plan_of(call.student, inputs)
     walk = PairWalk(call, inputs, teacher, plan.forward, by_vocabulary=plan.forward_by_vocabulary)
     tokens, by_vocabulary = walk.tokens, plan.forward_by_vocabulary
     known = log_sums(walk, by_vocabulary)

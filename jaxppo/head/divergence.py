@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxppo.head import softmax, tile
 from jaxppo.head.asked import empty_sums
-from jaxppo.head.plan import sizes_of, two_passes
+from jaxppo.head.plan import plan_of
 from jaxppo.head.prepare import on_device, whole
 from jaxppo.head.softmax import Cotangents, Sums
 from jaxppo.head.token_blocks import Slots
@@ -23,7 +23,6 @@ from jaxppo.head.vjp import (
     gradients,
     saved,
     to_save,
-    two_pass_plan,
     values,
     values_and_needs,
 )
@@ -173,7 +172,7 @@ class PairWalk(Walk):
 
 def evaluate(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[tuple[jax.Array, ...], LogSums]:
     """The divergences and the residuals, f32[N] each: one walk for the sums, one for all divergences."""
-    plan = two_passes(call.student, sizes_of(call.student, inputs), True)
+    plan = plan_of(call.student, inputs)
     walk = PairWalk(call, inputs, teacher, plan.forward, by_vocabulary=plan.forward_by_vocabulary)
     tokens, axes = walk.tokens, call.student.axes
     known, zeros = log_sums(walk, plan.forward_by_vocabulary), walk.zeros(tokens.slots_count)
@@ -245,7 +244,7 @@ def _backward(call: DivergenceCall, left: Any, g: Any) -> Any:
     counts = reduce(jnp.logical_or, [x != 0 for x in each])
     counts = counts if inputs.counts is None else counts & inputs.counts
     cotangents = Cotangents(each, None, None, None, counts)
-    plan = two_pass_plan(call.student, inputs, needs)
+    plan = plan_of(call.student, inputs, needs=needs)
     make = partial(PairWalk, call, inputs, teacher, plan.cut)
     nothing: Any = [None] * len(Inputs._fields)
     none = Inputs(*nothing)

@@ -166,12 +166,11 @@ class Head:
         dtype = parts.dtype if dtype is None else dtype
         lora = None
         if parts.lora is not None:
-            if (lora_scale is None) == (parts.lora_scale is None):
+            known = [scale for scale in (lora_scale, parts.lora_scale) if scale is not None]
+            if len(known) != 1:
                 expected = "alpha / rank of its rule" if lora_scale is None else "None, since it says its own"
                 raise ValueError(f"lora_scale: got {lora_scale} for the adapter of the module, expected {expected}")
-            known = parts.lora_scale if lora_scale is None else lora_scale
-            assert known is not None
-            lora = LoRA(*parts.lora, scale=known)
+            lora = LoRA(*parts.lora, scale=known[0])
         kernel, bias = (narrowed(x, dtype) for x in (parts.kernel, parts.bias))
         return Head(kernel, bias, lora, parts.layout or layout, **options)  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.token_blocks import even_size
-from jaxppo.head.types import Cut, HeadCall, Inputs, Plan, Profile, Sizes
+from jaxppo.head.types import Cut, HeadCall, Inputs, NeedsGrad, Plan, Profile, Sizes
 from jaxppo.sharding import ParallelMesh, ShardAxes, known_device, varying, wider_dtype
 
 GIB, MIB = 2**30, 2**20
@@ -172,17 +172,38 @@ def eighths(call: HeadCall, columns: int) -> int:
     return EIGHTHS // shards if call.deterministic and equal and set(call.v_names) <= set(call.axes.tensor) else 0
 
 
+def plan_of(call: HeadCall, inputs: Inputs, *, needs: NeedsGrad | None = None, token_loss: bool = False) -> Plan:
+    """The schedule and the tiles of a call on a device.
+
+    Args:
+      call: the static part of the call.
+      inputs: the device's arrays.
+      needs: the gradients that are asked for; None for a forward alone.
+      token_loss: a token's loss is known once its statistics are: one pass, if the memory allows it.
+
+    Raises:
+      ValueError: a memory that no tile fits.
+    """
+    return _plan(call, sizes_of(call, inputs), needs is None or not any(needs.parameters), token_loss)
+
+
 @functools.cache
-def one_pass(call: HeadCall, sizes: Sizes) -> Plan | None:
-    """One pass, None where it does not fit the memory."""
+def _plan(call: HeadCall, sizes: Sizes, frozen: bool, token_loss: bool) -> Plan:
+    """`plan_of`; with `frozen`, no gradient of a parameter is asked for."""
+    if token_loss and (found := _one_pass(call, sizes)) is not None:
+        return dataclasses.replace(found, passes=1)
+    return (_wide_two_passes if call.profile.whole else _small_two_passes)(call, sizes, frozen)
+
+
+def _one_pass(call: HeadCall, sizes: Sizes) -> Plan | None:
+    """Three products, None where they do not fit the memory."""
     memory = call.memory or call.profile.one_pass
     if not call.profile.whole:
         return _small_one_pass(call, sizes, memory)
-    # ids and nuclei have places in whole blocks, kernels do not leave the logits, and the tanh of a soft-cap costs more
-    # than an array: products compute some dlogits several times
+    # Ids and nuclei have places in whole blocks, and kernels do not leave the logits. Products compute some dlogits
+    # several times: those of a soft-cap cost too much, and shares of features need all of them for each.
     may_fuse = call.profile.fused_features > 0 and call.op.leaves_logits and sizes.of_logit == 4
-    may_fuse = may_fuse and call.transform.softcap is None
-    return _late(call, sizes, memory, may_fuse)
+    return _late(call, sizes, memory, may_fuse and call.transform.softcap is None and not call.h_names)
 
 
 def _small_one_pass(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
@@ -198,20 +219,21 @@ def _small_one_pass(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
     return Plan(cut, False, "by_tile", cut)
 
 
-FEW_LOGITS = 512 * MIB  # of f32 logits that are stored without a `memory` that allows it
+FEW_LOGITS = 512 * MIB  # bytes of f32 logits that are stored without a `memory` that allows it
 
 
 def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | None:
     """The largest group of tokens that fits the memory, in the largest chunks that fit.
 
-    All tokens as a single chunk take twice as much as chunks. They are considered if a `memory` is given, and where
-    their dlogits should rather be computed within products.
+    All tokens as a single chunk take twice as much as chunks. They are considered where their dlogits should rather be
+    computed within products.
     """
     N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
     fixed = sizes.gathered + sizes.rows
 
     # an array of dlogits costs much time beside products of few features; stored logits may take little memory
-    rather = may_fuse and not sizes.masked and (profile.fused_features >= H or 4 * N * V <= FEW_LOGITS)
+    little = profile.fused_features >= H or 4 * N * V <= FEW_LOGITS
+    rather = may_fuse and not sizes.masked and (little or (call.memory is not None and sizes.references))
 
     def fuses(group: int, chunk: int) -> bool:
         return group == chunk and may_fuse and (rather or group >= N)
@@ -221,7 +243,8 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
         logits = chunk * V * sizes.of_logit
         kept = fixed + 2 * group * H * sizes.itemsize + (logits if fused else group * V * sizes.itemsize)
         kept += 0 if one else sizes.accumulator
-        products = 4 * group * H + (min(sizes.accumulator, 8 * H * 4096) if one else 0)
+        products = min(sizes.accumulator, 8 * H * 4096) if one else 4 * group * H
+        products += 4 * group * H if one and not profile.rings else 0  # rings have it in pieces
         return kept + (products if fused else max(logits, products)) <= memory
 
     powers = [2**k for k in range(20, 6, -1)]
@@ -231,11 +254,12 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
         cuts = [(profile.deterministic, profile.deterministic)]
     elif sizes.masked:  # products of one group are compiled for each number of chunks; those of several follow the mask
         one = profile.group >= N and sizes.direct
-        cuts = [(N, c) for c in chunks if one and 4 * c >= N] + [(c, c) for c in chunks]
+        cuts = [(N, c) for c in chunks if one and 4 * c >= N]
+        cuts += [(c, c) for c in chunks if c >= min(chunks[0], profile.least)]
     else:
         most = N if profile.group >= N else profile.group // 2  # of several groups each has an accumulator beside it
         groups = [most, *(g for g in powers if profile.least <= g < most)]
-        cuts = [(N, N)] if (rather or call.memory is not None) and profile.group >= N else []
+        cuts = [(N, N)] if rather and profile.group >= N else []
         cuts += [(g, c) for g in groups for c in ([g, *chunks] if rather else chunks) if c <= g]
     for group, chunk in cuts:
         chunk = chunk if call.deterministic else even_size(group, chunk)
@@ -243,16 +267,6 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
         if fits(group, chunk):
             return Plan(Cut(chunk, V), False, "late", Cut(chunk, V), group, fuses(group, chunk), sizes.direct)
     return None
-
-
-@functools.cache
-def two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
-    """Two passes: statistics first, then gradients; with `frozen`, no gradient of a parameter.
-
-    Raises:
-      ValueError: a memory that no tile fits.
-    """
-    return (_wide_two_passes if call.profile.whole else _small_two_passes)(call, sizes, frozen)
 
 
 def _shrunk(call: HeadCall, sizes: Sizes, cut: Cut, fixed: int) -> Cut:

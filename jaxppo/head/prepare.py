@@ -173,10 +173,9 @@ def _call(
     # a TPU stores a `[H, V]` kernel transposed if V is not a multiple of 128
     transposed = head.layout == "hv" and "TPU" in device and own % LANES != 0
     deterministic = options.get("deterministic", False)
-    assert head.layout is not None
     return HeadCall(
         axes=axes,
-        layout="vh" if transposed else head.layout,
+        layout="vh" if transposed or head.v_dim == 0 else "hv",
         transposed=transposed,
         h_names=h_names,
         v_names=v_names,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxppo._arrays import needed
 from jaxppo.head.likeliest import Top, merge_top, top_of_block, top_over_shards
 from jaxppo.sharding import ShardAxes, note, vary
 
@@ -180,8 +181,7 @@ def block_sums(
     if like.likeliest is not None:
         likeliest = top_key(z, is_target).max(axis=1)
     if like.top is not None:
-        assert columns is not None
-        top = top_of_block(z, columns, like.top[0].shape[1])
+        top = top_of_block(z, needed("columns", columns, "those of the block"), like.top[0].shape[1])
     z_ids = None if ids is None else logits_of_ids(z, ids)
     return Sums(m, s, u, nucleus_m, nucleus_s, z_y, total, count, likeliest, squares, z_ids, top)
 

@@ -83,7 +83,7 @@ def of_products(call: HeadCall, tile: Tile, dz: jax.Array, x: jax.Array, counts:
     return jnp.where(counts[:, None] & tile.block.valid & (x != -jnp.inf), dz, 0)
 
 
-def dlogits(
+def product_gradients(
     call: HeadCall, tile: Tile, residuals: Residuals, cotangents: Cotangents, x: jax.Array | None = None
 ) -> jax.Array:
     """d loss / d (hidden @ kernel), f32 `[C, B]`, of products x, which are computed where they are None."""
@@ -148,7 +148,7 @@ class XLA(Op):
     def dlogits(
         self, call: HeadCall, tile: Tile, residuals: Residuals, cotangents: Cotangents, x: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        return factor_and_bias(tile, dlogits(call, tile, residuals, cotangents, x))
+        return factor_and_bias(tile, product_gradients(call, tile, residuals, cotangents, x))
 
 
 def factor_and_bias(tile: Tile, dz: jax.Array) -> tuple[jax.Array, jax.Array | None]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
+from jaxppo._arrays import needed
 from jaxppo.head.types import Index
 from jaxppo.sharding import vary_like, varying
 
@@ -147,8 +148,8 @@ class TokenBlocks:
         """Replaces the rows of x, a padded array in token order, that belong to the slots' tokens that count."""
         if self.order is None:
             return self.write(x, rows, slots)
-        assert slots.counts is not None
-        places = jnp.where(slots.counts, self.read(self.order, slots), x.shape[0])
+        counts = needed("slots.counts", slots.counts, "which tokens count, as they are in order")
+        places = jnp.where(counts, self.read(self.order, slots), x.shape[0])
         return x.at[places].set(rows, mode="drop")
 
     def padded(self, x: Tree) -> Tree:

@@ -231,6 +231,7 @@ class Plan:
       group: the number of tokens whose dlogits go into one late product.
       fused: dlogits are computed within late products, from the logits of a chunk that is a whole group.
       direct: the late product of a single group is summed over devices as it is made, see `Sizes`.
+      passes: 1 if a chunk's loss and gradients follow its statistics at once, else 2.
     """
 
     forward: Cut
@@ -240,6 +241,7 @@ class Plan:
     group: int = 0
     fused: bool = False
     direct: bool = False
+    passes: Literal[1, 2] = 2
 
     def __str__(self) -> str:
         return f"{self.cut}" + (f", products of {self.group} tokens" if self.group > self.cut.tokens else "")

@@ -14,7 +14,7 @@ from jaxppo.head.backward import Begin, Known, by_tile, by_vocabulary, restrict_
 from jaxppo.head.forward import statistics
 from jaxppo.head.gradient_sums import first_order
 from jaxppo.head.late import late
-from jaxppo.head.plan import one_pass, sizes_of, two_passes
+from jaxppo.head.plan import plan_of
 from jaxppo.head.prepare import on_device
 from jaxppo.head.softmax import Sums, merge_in_pairs
 from jaxppo.head.token_blocks import Slots, Tree, zero_unless
@@ -54,11 +54,10 @@ def reduce_tokens(
     shape = inputs.targets.shape
     inputs = on_device(call, inputs)
     per_token = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), per_token)
-    plan, why = one_pass(call, sizes_of(call, inputs)), "one pass does not fit the memory"
-    if any(x.dtype == jnp.float16 for x in jax.tree.leaves((inputs.features, inputs.parameters))):
-        plan, why = None, "float16"  # one pass would round gradients to it before a loss scale multiplies them
-    if plan is None:
-        with note(f"two passes: {why}"):
+    narrow = any(x.dtype == jnp.float16 for x in jax.tree.leaves((inputs.features, inputs.parameters)))
+    plan = plan_of(call, inputs, token_loss=not narrow)  # f16 would be rounded to before a loss scale multiplies
+    if plan.passes == 2:
+        with note("two passes: " + ("float16" if narrow else "one pass does not fit the memory")):
             stats = _token_stats(call, inputs)
         total = _total(call, token_loss(stats, per_token, shared))
     else:
@@ -74,19 +73,19 @@ def _total(call: HeadCall, losses: jax.Array) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_stats(call: HeadCall, inputs: Inputs) -> TokenStats:
     """The statistics of one device's tokens, f32[N] each."""
-    return statistics(call, two_passes(call, sizes_of(call, inputs), True), inputs)[0]
+    return statistics(call, plan_of(call, inputs), inputs)[0]
 
 
 def _token_stats_forward(call: HeadCall, inputs: Any) -> Any:
     inputs, needs = values_and_needs(inputs)
-    stats, residuals = statistics(call, two_pass_plan(call, inputs, needs), inputs)
+    stats, residuals = statistics(call, plan_of(call, inputs, needs=needs), inputs)
     return stats, (inputs, to_save((residuals, needs)))
 
 
 def _token_stats_backward(call: HeadCall, left: Any, of_stats: Any) -> Any:
     inputs, (residuals, needs) = left[0], saved(left[1])
     cotangents = cotangents_of(call, dense(of_stats), inputs.counts, inputs.ids)
-    plan = two_pass_plan(call, inputs, needs)
+    plan = plan_of(call, inputs, needs=needs)
     make = partial(Walk, call, inputs, plan.cut)
     return (cotangents_of_inputs(inputs, *gradients(plan, make, needs, (residuals, cotangents))),)
 
@@ -119,7 +118,7 @@ def by_chunks(plan: Plan, walk: Walk, needs: NeedsGrad, begin: Begin, results: A
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _one_pass(call: HeadCall, plan: Plan, token_loss: TokenLoss, inputs: Inputs, per_token: Any, shared: Any) -> Any:
     """The losses of all devices' tokens, summed, and this one's statistics (not differentiable), f32[N] each."""
-    stats = statistics(call, two_passes(call, sizes_of(call, inputs), True), inputs)[0]
+    stats = statistics(call, plan_of(call, inputs), inputs)[0]
     return _total(call, token_loss(stats, per_token, shared)), stats
 
 
@@ -180,11 +179,6 @@ def _one_pass_backward(call: HeadCall, plan: Plan, token_loss: TokenLoss, left: 
 
 
 _one_pass.defvjp(_one_pass_forward, _one_pass_backward, symbolic_zeros=True)
-
-
-def two_pass_plan(call: HeadCall, inputs: Inputs, needs: NeedsGrad) -> Plan:
-    """The plan of a forward and of the backward that follows it."""
-    return two_passes(call, sizes_of(call, inputs), not any(needs.parameters))
 
 
 def cotangents_of_inputs(inputs: Inputs, features: Features, parameters: Parameters) -> Inputs:

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxppo._arrays import needed
 from jaxppo.head import softmax
 from jaxppo.head import tile as xla
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
@@ -205,10 +206,9 @@ def _dlogits(call: HeadCall, structure: Any, active: Any, refs: _Operands, out: 
     @pl.when(active[i] > 0)
     def _() -> None:
         tile, numbers = _in_kernel(structure, refs)
-        assert numbers.residuals is not None
-        assert numbers.cotangents is not None
-        cotangents = numbers.cotangents._replace(counts=numbers.cotangents.counts != 0)
-        dz = xla.dlogits(call, tile, numbers.residuals, cotangents)
+        cotangents = needed("cotangents", numbers.cotangents)
+        cotangents = cotangents._replace(counts=cotangents.counts != 0)
+        dz = xla.product_gradients(call, tile, needed("residuals", numbers.residuals), cotangents)
         narrow[...] = dz.astype(narrow.dtype)
         if total is not None:
             total[...] = dz.sum(axis=0)[None, None]
@@ -268,11 +268,9 @@ class _Grid:
     def of(cls, op: MosaicTPU, call: HeadCall, tile: Tile, counts: Any) -> _Grid:
         hidden, kernel = tile.chunk.rows.hidden, tile.block.parameters.kernel
         C, B = hidden.shape[0], kernel.shape[call.v_dim]
-        chip = op._chip
-        assert chip is not None
-        most = _piece(chip, hidden.shape[1], _operand_bytes(call, hidden, kernel))
-        assert most is not None
-        bt, bv = _even(C, most[0], SUBLANES), _even(B, most[1], MATRIX)
+        most = _piece(needed("chip", op._chip), hidden.shape[1], _operand_bytes(call, hidden, kernel))
+        bt, bv = needed("piece", most, "one that fits VMEM")
+        bt, bv = _even(C, bt, SUBLANES), _even(B, bv, MATRIX)
         pieces = -(-C // bt)
         if counts is None:
             active = jnp.ones(pieces, jnp.int32)
@@ -347,7 +345,6 @@ class _Grid:
         read = sum(x.nbytes for x in jax.tree.leaves(operands.rows))
         read += self.shape[0] * sum(x.nbytes for x in jax.tree.leaves(operands.parameters))
         inner = sum(x.shape[1] for x in jax.tree.leaves(operands.rows))
-        assert self.op._chip is not None
         found = pl.pallas_call(
             body,
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -358,7 +355,7 @@ class _Grid:
             ),
             out_shape=[x.array for x in results],
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=self.op._chip[0]
+                dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=needed("chip", self.op._chip)[0]
             ),
             cost_estimate=pl.CostEstimate(
                 flops=2 * self.tokens * self.columns * inner,
