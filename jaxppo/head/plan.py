@@ -219,7 +219,7 @@ def _small_one_pass(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
     return Plan(cut, False, "by_tile", cut)
 
 
-FEW_LOGITS = 512 * MIB  # bytes of f32 logits that are stored without a `memory` that allows it
+FEW_LOGITS = 384 * MIB  # of a group's f32 logits, that are stored without a `memory` that allows it
 
 
 def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | None:
@@ -231,8 +231,9 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
     N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
     fixed = sizes.gathered + sizes.rows
 
+    most = N if profile.group >= N else profile.group // 2  # of several groups each has an accumulator beside it
     # an array of dlogits costs much time beside products of few features; stored logits may take little memory
-    little = profile.fused_features >= H or 4 * N * V <= FEW_LOGITS
+    little = profile.fused_features >= H or 4 * most * V <= FEW_LOGITS
     rather = may_fuse and not sizes.masked and (little or (call.memory is not None and sizes.references))
 
     def fuses(group: int, chunk: int) -> bool:
@@ -257,7 +258,6 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
         cuts = [(N, c) for c in chunks if one and 4 * c >= N]
         cuts += [(c, c) for c in chunks if c >= min(chunks[0], profile.least)]
     else:
-        most = N if profile.group >= N else profile.group // 2  # of several groups each has an accumulator beside it
         groups = [most, *(g for g in powers if profile.least <= g < most)]
         cuts = [(N, N)] if rather and profile.group >= N else []
         cuts += [(g, c) for g in groups for c in ([g, *chunks] if rather else chunks) if c <= g]

@@ -18,7 +18,7 @@ from jaxppo.head.ring import block_of
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.tile import logits_of_rows
 from jaxppo.head.token_blocks import Slots, TokenBlocks, Tree
-from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Index, Inputs, Part, Tile, TokenStats
+from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Index, Inputs, Parameters, Part, Tile, TokenStats
 from jaxppo.head.vocabulary_blocks import VocabularyBlocks
 from jaxppo.sharding import vary, varying
 
@@ -149,12 +149,14 @@ class Walk:
             def rows(x: jax.Array) -> jax.Array:
                 return x if size == x.shape[0] else lax.dynamic_slice_in_dim(x, start, size)
 
-            def columns(x: jax.Array) -> jax.Array:
-                dim = 1 if x.shape[0] == 1 else self.call.v_dim
+            def columns(x: jax.Array, dim: int = 1) -> jax.Array:
                 return x if width == x.shape[dim] else lax.dynamic_slice_in_dim(x, first, width, dim)
 
+            kernel, bias, lora_b = block.parameters
+            matrices = jax.tree.map(lambda x: columns(x, self.call.v_dim), Parameters(kernel, None, lora_b))
             valid = block.valid if block.valid is True else columns(block.valid)
-            part = Block(jax.tree.map(columns, block.parameters), columns(block.column_ids), valid)
+            parameters = matrices._replace(bias=None if bias is None else columns(bias))
+            part = Block(parameters, columns(block.column_ids), valid)
             tile = Tile(jax.tree.map(rows, chunk), part, None, None, None)
             known = jax.tree.map(rows, residuals), jax.tree.map(rows, cotangents)
             return self.call.op.dlogits(self.call, tile, *known, block_of(x, 0, start, size, first, width))[0]
