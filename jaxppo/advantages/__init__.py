@@ -14,7 +14,7 @@ from jaxppo.advantages.returns import (
     token_rewards,
 )
 from jaxppo.advantages.scaled import gdpo, maxrl, standardize
-from jaxppo.advantages.tokens import explained_variance, spread, whiten
+from jaxppo.advantages.token_statistics import explained_variance, spread, whiten
 
 __all__ = [
     "discounted_returns",

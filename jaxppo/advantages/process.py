@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxppo._arrays import check_choice, check_ids, masked, spec_of
 from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.advantages.by_group import Parallel, Singletons
-from jaxppo.advantages.tokens import check_segments, check_tokens
+from jaxppo.advantages.token_statistics import check_segments, check_tokens
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
 from jaxppo.sharding import ParallelMesh, ShardAxes, scan_shard, shard_call

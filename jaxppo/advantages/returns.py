@@ -18,7 +18,7 @@ from jaxppo._arrays import check, check_alike, check_choice, is_number, masked, 
 from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.advantages.by_group import Singletons
 from jaxppo.advantages.groups import dr_grpo
-from jaxppo.advantages.tokens import Parallel, check_segments, check_tokens, spread, whiten
+from jaxppo.advantages.token_statistics import Parallel, check_segments, check_tokens, spread, whiten
 from jaxppo.batch import RolloutBatch
 from jaxppo.sharding import ParallelMesh, ShardAxes, scan_shard, shard_call, shift_shard
 

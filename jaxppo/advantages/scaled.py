@@ -14,7 +14,7 @@ from jaxppo._arrays import check, check_alike, check_choice, check_flag, check_n
 from jaxppo._stacked import check_whole_step
 from jaxppo.advantages.by_group import Groups, Parallel, Singletons, by_group
 from jaxppo.advantages.groups import grpo, rloo
-from jaxppo.advantages.tokens import check_tokens, spread, whiten
+from jaxppo.advantages.token_statistics import check_tokens, spread, whiten
 from jaxppo.batch import RolloutBatch
 
 Level = Literal["step", "group"]

@@ -10,10 +10,10 @@ import dataclasses
 from typing import Any
 
 from jaxppo.policy_losses.base import PolicyLoss
+from jaxppo.policy_losses.by_token import CISPO, DPPO, DRO, GPG, PPO, SAPO, Reinforce
 from jaxppo.policy_losses.covariances import ClipCov, KLCov
 from jaxppo.policy_losses.probability import ProbabilityMask
 from jaxppo.policy_losses.sequences import GMPO, GSPO
-from jaxppo.policy_losses.tokens import CISPO, DPPO, DRO, GPG, PPO, SAPO, Reinforce
 from jaxppo.policy_losses.vespo import VESPO
 
 __all__ = [
