@@ -219,7 +219,7 @@ def _small_one_pass(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
     return Plan(cut, False, "by_tile", cut)
 
 
-FEW_LOGITS = 384 * MIB  # of a group's f32 logits, that are stored without a `memory` that allows it
+FEW_LOGITS = 384 * MIB  # the f32 logits of a group that are stored by default, whatever H is
 
 
 def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | None:

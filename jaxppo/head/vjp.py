@@ -55,7 +55,8 @@ def reduce_tokens(
     inputs = on_device(call, inputs)
     per_token = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), per_token)
     narrow = any(x.dtype == jnp.float16 for x in jax.tree.leaves((inputs.features, inputs.parameters)))
-    plan = plan_of(call, inputs, token_loss=not narrow)  # f16 would be rounded to before a loss scale multiplies
+    # one pass would round gradients to f16 before a loss scale multiplies them
+    plan = plan_of(call, inputs, token_loss=not narrow)
     if plan.passes == 2:
         with note("two passes: " + ("float16" if narrow else "one pass does not fit the memory")):
             stats = _token_stats(call, inputs)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import head_cases
 import jax
@@ -11,7 +12,14 @@ import pytest
 from head_cases import DEVICES, tiles_of
 from jax.sharding import PartitionSpec as P
 
-from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
+from jaxppo import (
+    Head,
+    PolicyLossConfig,
+    RolloutBatch,
+    log_probs_from_hidden,
+    policy_loss_from_hidden,
+    policy_losses,
+)
 from jaxppo.head import plan
 from jaxppo.head.gradient_sums import as_primal, sum_in_blocks
 from jaxppo.head.ring import block_of, ring_size
@@ -43,10 +51,11 @@ def summed(x, primal, dim, size, over=OVER, out=None, **options):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("size", [1000, 128, 70])  # one block; several, of which the last overlaps; halves of 35
 @pytest.mark.parametrize("dim", [0, 1])
-def test_bits(dim, size, dtype):
+@pytest.mark.parametrize("by_rows", [False, True])  # halves of shares, which here have more columns than rows
+def test_bits(by_rows, dim, size, dtype):
     shape = (300, 512) if dim == 0 else (512, 300)
     x, primal = integers(shape, 4), jnp.zeros(shape, dtype)
-    fn, *args = summed(x, primal, dim, size)
+    fn, *args = summed(x, primal, dim, size, by_rows=by_rows)
     found = np.asarray(fn(*args).astype(jnp.float32))
     np.testing.assert_array_equal(found, x.sum(axis=0).astype(dtype).astype(np.float32))
     assert {c.op for c in audit(fn, *args, mesh=PARALLEL.mesh).collectives} == {"collective-permute"}
@@ -181,6 +190,43 @@ def test_gradients_beside_float64(mesh, form, monkeypatch):
     options = {"layout": form["layout"]} if "layout" in form else {}
     parallel = make_parallel_mesh(mesh)
     head_cases.check_head([parallel], arrays, device="wide", entropy="bonus", **options)
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "cp=8", "tp=8"])
+@pytest.mark.parametrize("layout", ["hv", "vh"])
+def test_dlogits_within_products_beside_float64(layout, mesh):
+    """REINFORCE with an entropy bonus, whose gradient is written out in numpy; terms of rings compute their dlogits."""
+    rng = np.random.default_rng(0)
+    R, T, H, V, coef = 8, 64, 512, 1024, 0.1
+    hidden, kernel = rng.normal(size=(R, T, H)), rng.normal(size=(H, V)) / 22
+    targets, advantages = rng.integers(0, V, (R, T)), rng.normal(size=(R, T))
+    hidden, kernel, advantages = (x.astype(np.float32) for x in (hidden, kernel, advantages))
+    ids = jnp.ones((R, T), jnp.int32)
+    places = jnp.tile(jnp.arange(T, dtype=jnp.int32), (R, 1))
+    mask = jnp.ones((R, T)).at[:, -1].set(0)
+    segments = jnp.arange(R, dtype=jnp.int32)[:, None]
+    batch = RolloutBatch(ids, jnp.asarray(targets, jnp.int32), ids, places, mask, segments, advantages=advantages)
+    config = PolicyLossConfig(policy_losses.Reinforce(), entropy_coef=coef, ratio_to="current")
+    parallel = mesh and make_parallel_mesh(mesh)
+
+    def loss(hidden, kernel):
+        options = {"parallel": parallel, "follow_mask": False}
+        return policy_loss_from_hidden(hidden, Head(kernel, layout=layout), batch, config, **options)[0]
+
+    given = jnp.asarray(hidden), jnp.asarray(kernel if layout == "hv" else kernel.T)
+    with tiles_of("fused dlogits"):
+        notes = audit(jax.grad(loss, (0, 1)), *given, mesh=parallel and parallel.mesh).notes
+        found = jax.jit(jax.grad(loss, (0, 1)))(*given)
+    assert any(re.search(r"one pass, (\d+) tokens x \d+ columns$", note) for note in notes), notes
+    h, k = hidden.astype(np.float64).reshape(-1, H), kernel.astype(np.float64)
+    z = h @ k
+    log_p = z - z.max(1, keepdims=True) - np.log(np.exp(z - z.max(1, keepdims=True)).sum(1, keepdims=True))
+    p, counts = np.exp(log_p), np.asarray(mask, np.float64).reshape(-1, 1)
+    dz = -advantages.reshape(-1, 1) * (np.eye(V)[targets.reshape(-1)] - p)
+    dz = (dz + coef * p * (log_p - (p * log_p).sum(1, keepdims=True))) * counts / counts.sum()
+    dkernel = h.T @ dz
+    expected = (dz @ k.T).reshape(R, T, H), dkernel if layout == "hv" else dkernel.T
+    assert_trees_close(found, expected, rtol=2e-5, atol=3e-6)
 
 
 @pytest.mark.parametrize("memory", [None, 600_000])  # one pass, two
