@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.gradient_sums import as_primal
-from jaxppo.head.ring import block_of
+from jaxppo.head.slices import submatrix
 from jaxppo.head.softmax import Cotangents
 from jaxppo.head.tile import (
     as_factor,
@@ -81,7 +81,7 @@ def by_vocabulary(walk: Walk, needs: NeedsGrad, known: Any) -> Gradients:
             shapes = needed(needs.parameters, block.parameters._replace(bias=block.column_ids[0]))
             zeros = jax.tree.map(lambda x: walk.zeros(*x.shape), shapes)
             dfeatures, found = tokens.loop(add, (dfeatures, zeros))
-            kernel = None if found.kernel is None else partial(block_of, found.kernel, call.v_dim)
+            kernel = None if found.kernel is None else partial(submatrix, found.kernel, call.v_dim)
             found = found._replace(kernel=kernel)
         at_once = vocabulary.size if only is not None else SUMMED_COLUMNS
         return dfeatures, each(partial(vocabulary.put_summed, walk.axes, at_once, i), dparameters, found, parameters)
@@ -95,7 +95,7 @@ def by_vocabulary(walk: Walk, needs: NeedsGrad, known: Any) -> Gradients:
 def _add_tile(
     walk: Walk, block: Block, tile: Any, dfeatures: Features, parameters: Parameters
 ) -> tuple[Features, Parameters]:
-    """dhidden with what the tile adds, and the gradients of the block, that of its kernel as a `Part`."""
+    """dhidden with what the tile adds, and the gradients of the block, that of its kernel as a `Submatrix`."""
     call, tokens = walk.call, walk.tokens
     slots, chunk, factor, residuals, cotangents = tile
     dz, of_bias = walk.dlogits(chunk, block, residuals, cotangents)
@@ -105,7 +105,7 @@ def _add_tile(
     dfeatures = tokens.write(dfeatures, jax.tree.map(jnp.add, tokens.read(dfeatures, slots), found), slots)
     kernel = None
     if parameters.kernel is not None:
-        kernel = partial(kernel_product, call, tokens.size, partial(block_of, dz, 0), factor.hidden)
+        kernel = partial(kernel_product, call, tokens.size, partial(submatrix, dz, 0), factor.hidden)
     of_block = parameter_gradients(call, dz, factor, parameters._replace(kernel=None))
     return walk.vary(dfeatures), of_block._replace(kernel=kernel, bias=None if parameters.bias is None else of_bias)
 

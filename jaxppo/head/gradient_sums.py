@@ -12,8 +12,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxppo.head.ring import LANES, RingSum, in_mesh_order, ring_size, rings_of
+from jaxppo.head.slices import put_slice
 from jaxppo.head.token_blocks import even_size
-from jaxppo.head.types import Index, Names, Part, SumDtype
+from jaxppo.head.types import Index, Names, Submatrix, SumDtype
 from jaxppo.sharding import unvary, vary, varying
 
 
@@ -45,7 +46,7 @@ def as_primal(
 
 
 def sum_in_blocks(
-    part: Part,
+    part: Submatrix,
     primal: jax.Array,
     dim: int,
     size: int,
@@ -106,7 +107,7 @@ def sum_in_blocks(
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
         start = jnp.minimum(i * size, length - size)
-        return lax.dynamic_update_slice_in_dim(out, summed(start, size), start, dim)
+        return put_slice(out, summed(start, size), start, dim)
 
     shape = (length, primal.shape[1]) if dim == 0 else (primal.shape[0], length)
     return lax.fori_loop(0, -(-length // size), block, unwritten(shape, primal.dtype, keep, dim))

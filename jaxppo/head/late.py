@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.backward import Begin, Known, needed
-from jaxppo.head.ring import block_of
+from jaxppo.head.slices import put_slice, slice_of, submatrix
 from jaxppo.head.tile import (
     as_factor,
     feature_gradients,
@@ -27,7 +27,7 @@ from jaxppo.head.tile import (
     product_dtype,
 )
 from jaxppo.head.token_blocks import Slots, TokenBlocks
-from jaxppo.head.types import Chunk, Features, Index, NeedsGrad, Parameters, Part, Plan
+from jaxppo.head.types import Chunk, Features, Index, NeedsGrad, Parameters, Plan, Submatrix
 from jaxppo.head.vocabulary_blocks import each
 from jaxppo.head.walk import Walk
 from jaxppo.sharding import vary_like, varying
@@ -58,12 +58,13 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
             return jax.tree.map(partial(_padded, groups.size), rows), columns
 
         drows, found = group.of_written(of_rest)
-        drows = drows._replace(hidden=None if primals.hidden is None else partial(_of_hidden, walk, plan, group))
+        hidden = None if primals.hidden is None else _traced_once(partial(_of_hidden, walk, plan, group))
+        drows = drows._replace(hidden=hidden)
         dfeatures = walk.put_features(groups, dfeatures, drows, primals, slots, by_rows=plan.fused)
         found = found._replace(bias=None if total.bias is None else group.dbias)
         if not direct:
             return results, dfeatures, jax.tree.map(partial(vocabulary.add, 0), total, found)
-        kernel = partial(_of_kernel, walk, plan, group)
+        kernel = _traced_once(partial(_of_kernel, walk, plan, group))
         summed = vocabulary.sum(True, kernel, parameters.kernel, walk.axes, by_rows=plan.fused)
         return results, dfeatures, found._replace(kernel=summed)
 
@@ -75,10 +76,14 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
     return walk.tokens.to_tokens(results), walk.finish_features(dfeatures, primals), dparameters
 
 
+# a `Submatrix` that rings ask for many parts of one size
+_traced_once = partial(jax.jit, static_argnums=(1, 3))
+
+
 class _Group(NamedTuple):
     """The dlogits of a group of tokens, and what their products take beside them."""
 
-    dlogits: Part
+    dlogits: Submatrix
     tokens: int
     chunk: int  # tokens of each of its chunks
     written: Index  # how many of these there are; no token of the others counts
@@ -140,7 +145,7 @@ def _fill(walk: Walk, plan: Plan, groups: TokenBlocks, slots: Slots, begin: Begi
 
     def begun(k: Index, results: Any) -> tuple[Any, Chunk, Known, jax.Array | None]:
         own = tokens.slots(slots.start // size + k)
-        chunk = walk.chunk(own, jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, k * size, size), rows))
+        chunk = walk.chunk(own, jax.tree.map(lambda x: slice_of(x, k * size, size), rows))
         known = begin(chunk, own)
         x = None if known.products is None else known.products[0]
         return tokens.write(results, walk.vary_results(known.results), own), chunk, known, x
@@ -149,7 +154,7 @@ def _fill(walk: Walk, plan: Plan, groups: TokenBlocks, slots: Slots, begin: Begi
         results, chunk, known, x = begun(0, results)
         of_tokens = known.residuals, known.cotangents
         dz, dbias = walk.dlogits(chunk, block, *of_tokens, x)
-        part: Part = partial(block_of, separate(dz), 0)
+        part: Submatrix = partial(submatrix, separate(dz), 0)
         if plan.fused and x is not None:
             part = walk.dlogits_by_part(chunk, *of_tokens, x)
         return results, group(part, written=1, factor=as_factor(walk.call, rows, known.cotangents.counts), dbias=dbias)
@@ -159,7 +164,7 @@ def _fill(walk: Walk, plan: Plan, groups: TokenBlocks, slots: Slots, begin: Begi
         results, chunk, known, x = begun(k, results)
         dz, of_bias = walk.dlogits(chunk, block, known.residuals, known.cotangents, x)
         given, new = (dz_all, counts), (dz, known.cotangents.counts)
-        put = jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, k * size, 0), given, new)
+        put = jax.tree.map(lambda x, new: put_slice(x, new, k * size), given, new)
         return results, *walk.vary((*put, None if of_bias is None else dbias + of_bias))
 
     columns = block.column_ids.shape[1]
@@ -168,11 +173,11 @@ def _fill(walk: Walk, plan: Plan, groups: TokenBlocks, slots: Slots, begin: Begi
     empty = walk.vary((lax.empty((groups.size, columns), dtype), jnp.zeros(groups.size, bool)))
     written = chunks if tokens.order is None else jnp.clip(tokens.turns - slots.start // size, 0, chunks)
     results, dz, counts, dbias = lax.fori_loop(0, written, put_chunk, (results, *empty, dbias))
-    part, factor = partial(block_of, separate(dz), 0), as_factor(walk.call, rows, counts)
+    part, factor = partial(submatrix, separate(dz), 0), as_factor(walk.call, rows, counts)
     return results, group(part, written=written, factor=factor, dbias=dbias)
 
 
 def _padded(count: int, x: jax.Array) -> jax.Array:
     """x with rows added to make it `count`; they are not initialized."""
     whole = vary_like(lax.empty((count, x.shape[1]), x.dtype), x)
-    return lax.dynamic_update_slice_in_dim(whole, x, 0, 0) if whole.shape != x.shape else x
+    return put_slice(whole, x, 0) if whole.shape != x.shape else x

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
@@ -154,7 +153,7 @@ def _own_columns(call: _Call, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
         return x, index * x.shape[1] + jnp.arange(x.shape[1], dtype=jnp.int32), True
     first = jnp.minimum(index * call.window, x.shape[1] - call.window)
     ids = first + jnp.arange(call.window, dtype=jnp.int32)
-    return lax.dynamic_slice_in_dim(x, first, call.window, axis=1), ids, ids >= index * call.window
+    return slice_of(x, first, call.window, 1), ids, ids >= index * call.window
 
 
 def _scaled(call: _Call, inputs: _Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -226,7 +225,7 @@ def _in_place(call: _Call, dz: jax.Array, logits: jax.Array) -> jax.Array:
     if call.window is not None:
         first = jnp.minimum(call.axes.index(call.axes.tensor) * call.window, logits.shape[1] - call.window)
         whole = vary_like(jnp.zeros(logits.shape, jnp.float32), dz, first)
-        dz = lax.dynamic_update_slice_in_dim(whole, dz, first, axis=1)
+        dz = put_slice(whole, dz, first, 1)
     return as_primal(dz, logits)
 
 

@@ -23,17 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.types import Index, Names, Part
+from jaxppo.head.slices import submatrix
+from jaxppo.head.types import Index, Names, Submatrix
 from jaxppo.sharding import vary, varying
 
 LANES = 128  # of a register
 MOST = 4  # devices in a ring; more only if their number is a multiple of no smaller one
-
-
-def block_of(x: jax.Array, dim: int, start: Index, size: int, first: Index, width: int) -> jax.Array:
-    """`partial(block_of, x, dim)` is the `Part` of an array that is there already, cut into blocks along `dim`."""
-    at, shape = ((start, first), (size, width)) if dim == 0 else ((first, start), (width, size))
-    return x if shape == x.shape else lax.dynamic_slice(x, at, shape)
 
 
 def in_mesh_order(names: Collection[str]) -> Names:
@@ -88,7 +83,7 @@ class RingSum:
 
     names: Names
     rings: Sequence[tuple[int, int]]
-    term: Part
+    term: Submatrix
     dim: int
     length: int
     width: int
@@ -102,7 +97,7 @@ class RingSum:
         """The sum of all devices' terms, a block at a time; a block is gathered beside the products of the next."""
         if not self.rings:
             return self.finish(self.term(0, self.length, 0, self.width))
-        _ = self._place  # known from here on, in the loop too
+        _ = self._shares  # known from here on, in the loop too
         later = len(self.rings) > 1  # shares of shares go around beside the products of the next block, too
 
         def sums_of(start: Index) -> list[jax.Array]:
@@ -134,10 +129,12 @@ class RingSum:
         return put(*lax.fori_loop(0, blocks, block, (out, empty, jnp.int32(0))))
 
     @functools.cached_property
-    def _place(self) -> jax.Array:
-        """This device's place in its ring."""
+    def _shares(self) -> list[jax.Array]:
+        """Where the shares start of this device, of the next one in its ring, and so on."""
         devices, stride = self.rings[0]
-        return lax.axis_index(self.names) // stride % devices
+        place = lax.div(lax.axis_index(self.names), jnp.int32(stride))
+        size = self._share[1 if self.across else 0]
+        return [size * lax.rem(place + k, jnp.int32(devices)) for k in range(devices)]
 
     @property
     def _share(self) -> tuple[int, int]:
@@ -158,10 +155,10 @@ class RingSum:
         return [half for half in halves if _size(half[1]) and _size(half[2])]
 
     def _at(self, start: Index, k: int, half: _Half) -> tuple[Index, int, Index, int]:
-        """Where a half of the share lies whose sum is at its k-th device behind the last, as a `Part` is asked."""
+        """Where a half of the share lies whose sum is at its k-th device behind the last, as a `Submatrix` is asked."""
         step, rows, columns = half
-        share = (self._place - step * k) % self.rings[0][0]
-        row, column = (0, share * self._share[1]) if self.across else (share * self._share[0], 0)
+        share = self._shares[-step * k % self.rings[0][0]]
+        row, column = (0, share) if self.across else (share, 0)
         return start + row + rows.start, _size(rows), column + columns.start, _size(columns)
 
     def _terms(self, start: Index, k: int) -> list[jax.Array]:
@@ -184,7 +181,7 @@ class RingSum:
             dataclasses.replace(
                 self,
                 rings=self.rings[1:],
-                term=partial(block_of, x, self.dim),
+                term=partial(submatrix, x, self.dim),
                 length=_size(rows),
                 width=_size(columns),
                 size=_size(rows),
@@ -199,6 +196,7 @@ class RingSum:
             for half, x in zip(self._halves, ready, strict=True):
                 row, _, column, _ = self._at(start, k, half)
                 at = (row, column if self.gathers else 0)
+                # told that `at` is not negative, XLA for a v6e hides less of the sums: 1.8 ms wait for 1.1
                 out = lax.dynamic_update_slice(out, x, at if self.dim == 0 else at[::-1])
         return out
 

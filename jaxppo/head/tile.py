@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 
 from jaxppo.head import softmax
+from jaxppo.head.slices import submatrix
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.token_blocks import Slots, TokenBlocks
-from jaxppo.head.types import Block, Chunk, Features, HeadCall, Index, Op, Parameters, Part, Tile, Transform
+from jaxppo.head.types import Block, Chunk, Features, HeadCall, Index, Op, Parameters, Submatrix, Tile, Transform
 from jaxppo.sharding import note, vary_like, wider_dtype
 
 
@@ -165,27 +166,25 @@ def feature_gradients(call: HeadCall, dz: jax.Array, parameters: Parameters, nee
 
 
 def hidden_product(
-    call: HeadCall, dz: Part, kernel: jax.Array, start: Index, size: int, first: Index, width: int
+    call: HeadCall, dz: Submatrix, kernel: jax.Array, start: Index, size: int, first: Index, width: int
 ) -> jax.Array:
     """The f32 gradient of hidden states, of `size` tokens from `start` on and `width` features from `first` on."""
     columns = kernel.shape[call.v_dim]
-    at, shape = ((first, 0), (width, columns)) if call.v_dim == 1 else ((0, first), (columns, width))
-    return dot(call, dz(start, size, 0, columns), lax.dynamic_slice(kernel, at, shape), (1, call.v_dim))
+    return dot(
+        call, dz(start, size, 0, columns), submatrix(kernel, call.v_dim, 0, columns, first, width), (1, call.v_dim)
+    )
 
 
 def kernel_product(
-    call: HeadCall, tokens: int, dz: Part, factor: jax.Array, start: Index, size: int, first: Index, width: int
+    call: HeadCall, tokens: int, dz: Submatrix, factor: jax.Array, start: Index, size: int, first: Index, width: int
 ) -> jax.Array:
     """The f32 gradient of a part of the kernel: `size` columns from `start` on, `width` features from `first` on.
 
     It is summed over the first `tokens`. Each factor is cut in both dimensions by one slice: XLA fuses that into the
     product, and would copy the result of two slices.
     """
-    at: tuple[Index, Index] = (0, first)
-    shape = (tokens, width)
-    if _transposes(call, factor):
-        at, shape = at[::-1], shape[::-1]
-    return _outer(call, dz(0, tokens, start, size), lax.dynamic_slice(factor, at, shape))
+    of_tokens = 1 if _transposes(call, factor) else 0
+    return _outer(call, dz(0, tokens, start, size), submatrix(factor, of_tokens, 0, tokens, first, width))
 
 
 def parameter_gradients(call: HeadCall, dz: jax.Array, factor: Features, needs: Parameters) -> Parameters:

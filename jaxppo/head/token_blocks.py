@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool
 
 from jaxppo._arrays import needed
+from jaxppo.head.slices import put_slice, rows_at, slice_of
 from jaxppo.head.types import Index
 from jaxppo.sharding import vary_like, varying
 
@@ -117,32 +118,32 @@ class TokenBlocks:
         """Arrays from token order to slot order, padding included."""
         if (order := self.order) is None:
             return self.padded(x)
-        return jax.tree.map(lambda x: _rows(x, order), x)
+        return jax.tree.map(lambda x: rows_at(x, order), x)
 
     def to_tokens(self, x: Tree) -> Tree:
         """Arrays from slot order to token order."""
         if self.order is None:
             return jax.tree.map(lambda x: x[: self.count], x)
         places = vary_like(jnp.argsort(self.order[: self.count]), self.order)
-        return jax.tree.map(lambda x: _rows(x, places), x)
+        return jax.tree.map(lambda x: rows_at(x, places), x)
 
     def read(self, x: Tree, slots: Slots) -> Tree:
         """The block's part of x, an array in slot order or a pytree of them."""
         if self.blocks == 1:
             return x
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, slots.start, self.size), x)
+        return jax.tree.map(lambda x: slice_of(x, slots.start, self.size), x)
 
     def take(self, x: Tree, slots: Slots) -> Tree:
         """The block's part of x, a padded array in token order or a pytree of them."""
         if (order := self.order) is None:
             return self.read(x, slots)
-        return jax.tree.map(lambda x: _rows(x, self.read(order, slots)), x)
+        return jax.tree.map(lambda x: rows_at(x, self.read(order, slots)), x)
 
     def write(self, x: Tree, block: Tree, slots: Slots) -> Tree:
         """Replaces the block's part of x, an array in slot order or a pytree of them."""
         if self.blocks == 1:
             return block
-        return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, slots.start, 0), x, block)
+        return jax.tree.map(lambda x, new: put_slice(x, new, slots.start), x, block)
 
     def put(self, x: jax.Array, rows: jax.Array, slots: Slots) -> jax.Array:
         """Replaces the rows of x, a padded array in token order, that belong to the slots' tokens that count."""
@@ -165,7 +166,3 @@ def zero_unless(counts: Bool[Array, "N"] | None, tree: Tree) -> Tree:
     if counts is None:
         return tree
     return jax.tree.map(lambda x: jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, 0), tree)
-
-
-def _rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-    return x.at[rows].get(mode="promise_in_bounds")

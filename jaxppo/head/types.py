@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 Names = tuple[str, ...]
 Index = int | jax.Array  # a scalar
-# part(start, size, first, width): the block of a matrix with `size` of one dimension, from `start` on, and `width` of
-# the other, from `first` on.
-Part = Callable[[Index, int, Index, int], jax.Array]
+# submatrix(start, size, first, width): `size` of one dimension of a matrix, from `start` on, and `width` of the other,
+# from `first` on. The matrix may be there already, or be computed as its parts are asked for.
+Submatrix = Callable[[Index, int, Index, int], jax.Array]
 Entropy = Literal["none", "metric", "bonus"]
 Layout = Literal["hv", "vh"]
 LogitsDtype = Literal["float32", "bfloat16"]

@@ -16,6 +16,7 @@ from jaxppo.head.gradient_sums import first_order
 from jaxppo.head.late import late
 from jaxppo.head.plan import plan_of
 from jaxppo.head.prepare import on_device
+from jaxppo.head.slices import put_slice
 from jaxppo.head.softmax import Sums, merge_in_pairs
 from jaxppo.head.token_blocks import Slots, Tree, zero_unless
 from jaxppo.head.types import Chunk, Features, HeadCall, Index, Inputs, NeedsGrad, Parameters, Plan, TokenStats
@@ -155,7 +156,7 @@ def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Ar
     def part(x: jax.Array, p: jax.Array) -> tuple[jax.Array, Sums]:
         of_part = walk.eighth(p)
         sums, new = of_part.sums(chunk, of_part.block(0), empty, keep=True)
-        return lax.dynamic_update_slice_in_dim(x, walk.vary(new), p * new.shape[1], 1), sums
+        return put_slice(x, walk.vary(new), p * new.shape[1], 1), sums
 
     if walk.vocabulary.eighths:  # of accelerators, where a chunk meets all columns at once
         x = walk.vary(lax.empty((chunk.targets.shape[0], walk.vocabulary.window), jnp.float32))

@@ -19,9 +19,10 @@ from jax import lax
 
 from jaxppo.head.gradient_sums import as_primal, sum_in_blocks, unwritten
 from jaxppo.head.plan import eighths, window
-from jaxppo.head.ring import LANES, block_of
+from jaxppo.head.ring import LANES
+from jaxppo.head.slices import put_slice, rows_at, slice_of, submatrix
 from jaxppo.head.token_blocks import Tree, even_size
-from jaxppo.head.types import Block, Chunk, HeadCall, Index, Parameters, Part, Tile
+from jaxppo.head.types import Block, Chunk, HeadCall, Index, Parameters, Submatrix, Tile
 from jaxppo.sharding import vary, varying
 
 SUMMED_COLUMNS = 4096  # of a gradient that is there already, at a time
@@ -113,9 +114,7 @@ class VocabularyBlocks:
 
     def slice(self, i: Index, x: jax.Array) -> jax.Array:
         """The columns of block i, of an array of all columns held."""
-        if self.size == self.count:
-            return x
-        return lax.dynamic_slice_in_dim(x, self.start(i), self.size, self.dim(x))
+        return x if self.size == self.count else slice_of(x, self.start(i), self.size, self.dim(x))
 
     def block(self, i: Index) -> Block:
         """Block i, gathered if it is not yet."""
@@ -155,7 +154,7 @@ class VocabularyBlocks:
         place, inside = self._place_of(ids, Block(self.held, self.ids[None], True))
 
         def of_ids(x: jax.Array) -> jax.Array:
-            return jnp.moveaxis(x, self.dim(x), 0).at[place].get(mode="promise_in_bounds")
+            return rows_at(jnp.moveaxis(x, self.dim(x), 0), place)
 
         return jax.tree.map(of_ids, self.held), inside
 
@@ -183,7 +182,7 @@ class VocabularyBlocks:
         return self._set(i, total, self.slice(i, total) + gradient)
 
     def _set(self, i: Index, total: jax.Array, part: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(total, part, self.start(i), self.dim(total))
+        return put_slice(total, part, self.start(i), self.dim(total))
 
     def empty(self, primal: jax.Array) -> jax.Array:
         """The array that `put_summed` fills: empty where it writes every column, zeros where it writes a window."""
@@ -203,8 +202,8 @@ class VocabularyBlocks:
     ) -> jax.Array:
         """`total`, of the primal's shape, with the gradient of block i, summed over the devices that share it.
 
-        The gradient varies along `axes`; that of a kernel is a `Part`, summed `size` columns at a time. The last block
-        comes first: it holds zeros in the columns that it shares with the block before, and that block overwrites them.
+        The gradient varies along `axes`; that of a kernel is a `Submatrix`, summed `size` columns at a time. The last
+        block comes first: it holds zeros in the columns that it shares with the block before, which overwrites them.
         """
         # windows differ along the tensor axis: the whole gradient is summed over it at the end, exactly in any dtype
         keep = frozenset(self.call.axes.tensor if self.window < self.count else ())
@@ -218,8 +217,8 @@ class VocabularyBlocks:
             gradient = as_primal(scattered, primal, self.call.sum_dtype, keep=keep, is_sum=self.sums["is_sum"])
         return gradient if self.size == total.shape[dim] else self._set(i, total, gradient)
 
-    def _of_own(self, part: Part, dim: int, own: int) -> Part:
-        """The `Part` of this device's `own` columns: of `part`, which has all that were gathered, the scattered sum."""
+    def _of_own(self, part: Submatrix, dim: int, own: int) -> Submatrix:
+        """This device's `own` columns of `part`, which has all that were gathered, summed over the devices."""
         pieces = math.prod(map(lax.axis_size, self.gathered_v))
 
         def summed(start: Index, size: int, first: Index, width: int) -> jax.Array:
@@ -233,7 +232,7 @@ class VocabularyBlocks:
         return lax.psum_scatter(gradient, self.gathered_v, scatter_dimension=dim, tiled=True)
 
     def sum(
-        self, is_kernel: bool, part: Part, primal: jax.Array, axes: frozenset[str], *, by_rows: bool = False
+        self, is_kernel: bool, part: Submatrix, primal: jax.Array, axes: frozenset[str], *, by_rows: bool = False
     ) -> jax.Array:
         """The gradient of all columns held, a matrix that varies along `axes`, summed over devices one block at a time.
 
@@ -252,7 +251,7 @@ class VocabularyBlocks:
         if total.ndim == 1:
             total = self._scattered(total, 0) if self.gathered_v else total
             return as_primal(total, primal, self.call.sum_dtype, is_sum=self.sums["is_sum"])
-        return self.sum(is_kernel, partial(block_of, total, self.dim(total)), primal, varying(total))
+        return self.sum(is_kernel, partial(submatrix, total, self.dim(total)), primal, varying(total))
 
 
 _range = partial(jnp.arange, dtype=jnp.int32)

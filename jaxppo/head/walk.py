@@ -14,11 +14,23 @@ from jaxppo.head import softmax
 from jaxppo.head.asked import answers, empty_sums, id_cotangents
 from jaxppo.head.gradient_sums import as_primal, sum_in_blocks
 from jaxppo.head.plan import references
-from jaxppo.head.ring import block_of
+from jaxppo.head.slices import slice_of, submatrix
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.tile import logits_of_rows
 from jaxppo.head.token_blocks import Slots, TokenBlocks, Tree
-from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Index, Inputs, Parameters, Part, Tile, TokenStats
+from jaxppo.head.types import (
+    Block,
+    Chunk,
+    Cut,
+    Features,
+    HeadCall,
+    Index,
+    Inputs,
+    Parameters,
+    Submatrix,
+    Tile,
+    TokenStats,
+)
 from jaxppo.head.vocabulary_blocks import VocabularyBlocks
 from jaxppo.sharding import vary, varying
 
@@ -141,16 +153,16 @@ class Walk:
         """d loss / d (hidden @ kernel) as products take it, `[C, B]`, and its f32 sum over the tokens; see `Op`."""
         return self.call.op.dlogits(self.call, self.vocabulary.tile(chunk, block), residuals, cotangents, x)
 
-    def dlogits_by_part(self, chunk: Chunk, residuals: Residuals, cotangents: Cotangents, x: jax.Array) -> Part:
+    def dlogits_by_part(self, chunk: Chunk, residuals: Residuals, cotangents: Cotangents, x: jax.Array) -> Submatrix:
         """`dlogits` of a chunk with the products x, over all columns, computed a part at a time where one is taken."""
         block = self.block(0)
 
         def of_part(start: Index, size: int, first: Index, width: int) -> jax.Array:
             def rows(x: jax.Array) -> jax.Array:
-                return x if size == x.shape[0] else lax.dynamic_slice_in_dim(x, start, size)
+                return slice_of(x, start, size)
 
             def columns(x: jax.Array, dim: int = 1) -> jax.Array:
-                return x if width == x.shape[dim] else lax.dynamic_slice_in_dim(x, first, width, dim)
+                return slice_of(x, first, width, dim)
 
             kernel, bias, lora_b = block.parameters
             matrices = jax.tree.map(lambda x: columns(x, self.call.v_dim), Parameters(kernel, None, lora_b))
@@ -159,7 +171,7 @@ class Walk:
             part = Block(parameters, columns(block.column_ids), valid)
             tile = Tile(jax.tree.map(rows, chunk), part, None, None, None)
             known = jax.tree.map(rows, residuals), jax.tree.map(rows, cotangents)
-            return self.call.op.dlogits(self.call, tile, *known, block_of(x, 0, start, size, first, width))[0]
+            return self.call.op.dlogits(self.call, tile, *known, submatrix(x, 0, start, size, first, width))[0]
 
         return of_part
 
@@ -186,7 +198,7 @@ class Walk:
     ) -> Features:
         """`total` with the gradients of the rows in the slots, summed over devices where they can be now.
 
-        `drows` are f32 arrays, or those of hidden states a `Part`. `by_rows` is that of `RingSum`.
+        `drows` are f32 arrays, or those of hidden states a `Submatrix`. `by_rows` is that of `RingSum`.
         """
 
         def put(total: jax.Array, drows: Any, primal: jax.Array) -> jax.Array:
@@ -197,12 +209,14 @@ class Walk:
 
         return jax.tree.map(put, total, drows, primals)
 
-    def _summed_rows(self, rows: jax.Array | Part, count: int, primal: jax.Array, by_rows: bool = False) -> jax.Array:
+    def _summed_rows(
+        self, rows: jax.Array | Submatrix, count: int, primal: jax.Array, by_rows: bool = False
+    ) -> jax.Array:
         """The gradients of `count` rows in the primal's dtype, summed over the axes that the primal lacks."""
         like = vary(jnp.zeros((count, primal.shape[-1]), primal.dtype), varying(primal))
         options: Any = {"rings": self.call.profile.rings, "by_rows": by_rows}
         if not callable(rows):
-            return sum_in_blocks(partial(block_of, rows, 0), like, 0, SUMMED_TOKENS, self.axes, **options)
+            return sum_in_blocks(partial(submatrix, rows, 0), like, 0, SUMMED_TOKENS, self.axes, **options)
         # half a block goes around at once: with a mask that is a chunk, which is left out if no token of it counts
         size = count if self.tokens.order is None else 2 * self.tokens.size
         return sum_in_blocks(rows, like, 0, size, self.axes, **options)

@@ -22,7 +22,8 @@ from jaxppo import (
 )
 from jaxppo.head import plan
 from jaxppo.head.gradient_sums import as_primal, sum_in_blocks
-from jaxppo.head.ring import block_of, ring_size
+from jaxppo.head.ring import ring_size
+from jaxppo.head.slices import submatrix
 from sharding.audit import audit
 from sharding.mesh import make_parallel_mesh
 from sharding.testing import assert_trees_close
@@ -41,7 +42,7 @@ def summed(x, primal, dim, size, over=OVER, out=None, **options):
 
     def per_shard(x, primal):
         return sum_in_blocks(
-            functools.partial(block_of, x[0], dim), primal, dim, size, frozenset(over), rings=True, **options
+            functools.partial(submatrix, x[0], dim), primal, dim, size, frozenset(over), rings=True, **options
         )
 
     specs = (P(over), out or P())

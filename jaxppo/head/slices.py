@@ -1,0 +1,38 @@
+"""Slices of arrays at places that are known to lie inside.
+
+JAX is told so. Otherwise it adds, for each slice, operations for starts that are negative: a sixth of the time to trace
+a gradient.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+
+from jaxppo.head.types import Index
+
+
+def slice_of(x: jax.Array, start: Index, size: int, dim: int = 0) -> jax.Array:
+    """`size` of a dimension, from `start` on."""
+    if size == x.shape[dim]:
+        return x
+    return lax.dynamic_slice_in_dim(x, start, size, dim, allow_negative_indices=False)
+
+
+def put_slice(x: jax.Array, part: jax.Array, start: Index, dim: int = 0) -> jax.Array:
+    """x with `part` in a dimension, from `start` on."""
+    return lax.dynamic_update_slice_in_dim(x, part, start, dim, allow_negative_indices=False)
+
+
+def submatrix(x: jax.Array, dim: int, start: Index, size: int, first: Index, width: int) -> jax.Array:
+    """`size` of a matrix's dimension `dim`, from `start` on, and `width` of the other, from `first` on.
+
+    `partial(submatrix, x, dim)` is the `Submatrix` of a matrix that is there already.
+    """
+    at, shape = ((start, first), (size, width)) if dim == 0 else ((first, start), (width, size))
+    return x if shape == x.shape else lax.dynamic_slice(x, at, shape, allow_negative_indices=False)
+
+
+def rows_at(x: jax.Array, places: jax.Array) -> jax.Array:
+    """The rows of x at these places."""
+    return x.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
