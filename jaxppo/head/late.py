@@ -80,29 +80,33 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
 _traced_once = partial(jax.jit, static_argnums=(1, 3))
 
 
+MOST_PRODUCTS = 4  # that are compiled for a group that follows a mask: of a quarter of its tokens, of a half, ...
+
+
 class _Group(NamedTuple):
     """The dlogits of a group of tokens, and what their products take beside them."""
 
     dlogits: Submatrix
     tokens: int
-    chunk: int  # tokens of each of its chunks
-    written: Index  # how many of these there are; no token of the others counts
+    step: int  # products are of a multiple of so many tokens, or of all
+    steps: Index  # how many of these are written; no token of the others counts
     factor: Features  # what `as_factor` returns
     dbias: jax.Array | None
 
     def of_written(self, product: Callable[[int], Any]) -> Any:
-        """product(n), of the first n tokens: those of the chunks that are written."""
-        if isinstance(self.written, int):
+        """product(n), of the first n tokens: those that are written."""
+        if isinstance(self.steps, int):
             return product(self.tokens)
-        return lax.switch(self.written, [partial(product, n) for n in range(0, self.tokens + 1, self.chunk)])
+        counts = [min(n, self.tokens) for n in range(0, self.tokens + self.step, self.step)]
+        return lax.switch(self.steps, [partial(product, n) for n in counts])
 
     def if_written(self, start: Index, product: Callable[[], jax.Array]) -> jax.Array:
-        """product(), of tokens from `start` on; zeros if none of them is in a chunk that is written."""
-        if isinstance(self.written, int):
+        """product(), of tokens from `start` on; zeros if none of them is written."""
+        if isinstance(self.steps, int):
             return product()
         like = jax.eval_shape(product)
         zeros = partial(jnp.zeros, like.shape, like.dtype)
-        return lax.cond(start < self.written * self.chunk, product, lambda: vary_like(zeros(), like))
+        return lax.cond(start < self.steps * self.step, product, lambda: vary_like(zeros(), like))
 
 
 def _of_hidden(walk: Walk, plan: Plan, group: _Group, start: Index, rows: int, first: Index, width: int) -> jax.Array:
@@ -140,7 +144,8 @@ def _fill(walk: Walk, plan: Plan, groups: TokenBlocks, slots: Slots, begin: Begi
     """Computes a group's chunks. Their dlogits fill one array `[G, V]`; those of a single chunk may stay apart."""
     tokens, size, block = walk.tokens, walk.tokens.size, walk.block(0)
     chunks, rows = groups.size // size, groups.take(walk.features, slots)
-    group = partial(_Group, tokens=groups.size, chunk=size)
+    a_step = -(-chunks // MOST_PRODUCTS)
+    group = partial(_Group, tokens=groups.size, step=a_step * size)
     separate = lax.optimization_barrier if groups.blocks > 1 else lambda dz: dz  # or products compute it again
 
     def begun(k: Index, results: Any) -> tuple[Any, Chunk, Known, jax.Array | None]:
@@ -157,7 +162,7 @@ def _fill(walk: Walk, plan: Plan, groups: TokenBlocks, slots: Slots, begin: Begi
         part: Submatrix = partial(submatrix, separate(dz), 0)
         if plan.fused and x is not None:
             part = walk.dlogits_by_part(chunk, *of_tokens, x)
-        return results, group(part, written=1, factor=as_factor(walk.call, rows, known.cotangents.counts), dbias=dbias)
+        return results, group(part, steps=1, factor=as_factor(walk.call, rows, known.cotangents.counts), dbias=dbias)
 
     def put_chunk(k: Index, carry: Any) -> Any:
         results, dz_all, counts, dbias = carry
@@ -171,10 +176,15 @@ def _fill(walk: Walk, plan: Plan, groups: TokenBlocks, slots: Slots, begin: Begi
     dtype = product_dtype(walk.inputs.features.hidden, walk.inputs.parameters.kernel)
     dbias = None if block.parameters.bias is None else walk.zeros(columns)
     empty = walk.vary((lax.empty((groups.size, columns), dtype), jnp.zeros(groups.size, bool)))
-    written = chunks if tokens.order is None else jnp.clip(tokens.turns - slots.start // size, 0, chunks)
-    results, dz, counts, dbias = lax.fori_loop(0, written, put_chunk, (results, *empty, dbias))
+    steps: Index = -(-chunks // a_step)
+    turns: Index = chunks
+    if tokens.order is not None:
+        turns = jnp.clip(tokens.turns - slots.start // size, 0, chunks)
+        steps = (turns + a_step - 1) // a_step
+        turns = jnp.clip(steps * a_step, 0, chunks)
+    results, dz, counts, dbias = lax.fori_loop(0, turns, put_chunk, (results, *empty, dbias))
     part, factor = partial(submatrix, separate(dz), 0), as_factor(walk.call, rows, counts)
-    return results, group(part, written=written, factor=factor, dbias=dbias)
+    return results, group(part, steps=steps, factor=factor, dbias=dbias)
 
 
 def _padded(count: int, x: jax.Array) -> jax.Array:

@@ -257,6 +257,7 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
         one = profile.group >= N and sizes.direct
         cuts = [(N, c) for c in chunks if one and 4 * c >= N]
         cuts += [(c, c) for c in chunks if c >= min(chunks[0], profile.least)]
+        cuts += [(N, c) for c in chunks if one and 4 * c < N]  # before two passes
     else:
         groups = [most, *(g for g in powers if profile.least <= g < most)]
         cuts = [(N, N)] if rather and profile.group >= N else []

@@ -217,8 +217,8 @@ class Walk:
         options: Any = {"rings": self.call.profile.rings, "by_rows": by_rows}
         if not callable(rows):
             return sum_in_blocks(partial(submatrix, rows, 0), like, 0, SUMMED_TOKENS, self.axes, **options)
-        # half a block goes around at once: with a mask that is a chunk, which is left out if no token of it counts
-        size = count if self.tokens.order is None else 2 * self.tokens.size
+        # half a block goes around at once: with a mask that is a quarter, which is left out if no token of it counts
+        size = count if self.tokens.order is None else 2 * max(self.tokens.size, -(-count // 4))
         return sum_in_blocks(rows, like, 0, size, self.axes, **options)
 
     def finish_features(self, total: Features, primals: Features) -> Features:

@@ -55,6 +55,8 @@ DEVICES = {
 }
 
 DEVICES["few chunks"] = dataclasses.replace(DEVICES["wide"], chunk=128)  # of one group that follows a mask
+# the same group in chunks so small that a product waits for several; only kernels of many features leave no other room
+DEVICES["many chunks"] = dataclasses.replace(DEVICES["few chunks"], tokens=9)
 DEVICES["references"] = dataclasses.replace(DEVICES["wide"], chunk=16, references=4 * 8 * 300)  # blocks of 300 columns
 DEVICES["fused sums"] = dataclasses.replace(DEVICES["references"], fused_tokens=16)
 DEVICES["fused dlogits"] = dataclasses.replace(DEVICES["references"], fused_features=32)
@@ -68,7 +70,16 @@ def tiles_of(device):
     """Within the block, calls choose tiles as on that device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "device_kind", lambda *_: device)
+        if device == "many chunks":
+            late = plan._late
+            patch.setattr(plan, "_late", lambda *given: in_chunks(late(*given), 16))
         yield
+
+
+def in_chunks(found, tokens):
+    """The plan with chunks of so many tokens."""
+    cut = plan.Cut(tokens, found.cut.columns)
+    return dataclasses.replace(found, forward=cut, cut=cut)
 
 
 def head_arrays(
