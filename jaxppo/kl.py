@@ -34,7 +34,7 @@ class KL:
         "token" is the ratio of two policies at each token, "sequence" the geometric mean of the ratios of its sequence.
         "score" is a weight of 1 with the gradient of log_prob: on samples of the policy it makes the gradient of "k1",
         log-ratio + 1, an unbiased gradient of the divergence. An estimator with a "+" has that gradient by itself.
-      compares: the two policies of that ratio, "current/old" or "current/rollout", whatever the loss's ratio is.
+      compares: the two policies of that ratio, "current/old" or "current/rollout", independently of the loss's ratio.
 
     Raises:
       ValueError: a coefficient that is not a finite number, an unknown name, "score" with a "+".
@@ -159,7 +159,7 @@ def adaptive_kl_coef(
       `f32[]`.
 
     Raises:
-      ValueError: something that is not a number, a target or horizon that is not positive.
+      ValueError: a value that is not a number, a target or horizon that is not positive.
 
     Example:
       >>> float(adaptive_kl_coef(0.1, jnp.array(6.0), target=3.0, samples=1000))

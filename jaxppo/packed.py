@@ -29,7 +29,7 @@ def packed_samples(
 
     Args:
       samples: the samples of this process.
-      sizes: keyword arguments of `pack`: row_length, num_segments, ...
+      sizes: keyword arguments for `pack`: row_length, num_segments, ...
       parallel: the mesh.
       share_prefixes: see `RolloutBatch.from_samples`.
       mtp_depths: see `RolloutBatch.from_samples`.

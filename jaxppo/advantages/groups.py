@@ -1,6 +1,6 @@
 """Per-sample advantages that compare the samples of one prompt: the samples with equal `group_ids`.
 
-A group may have any size and may lie on any data shards: the few numbers a sample has are gathered over the data axes.
+A group may have any size and may lie on any data shards: a few numbers per sample are gathered over the data axes.
 A step of stacked micro-batches, `[K, R, S]`, is one population: the samples of a group may lie in any of them.
 """
 
@@ -166,7 +166,7 @@ def opo(
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32`, the shape of rewards, 0 where there is no sample, and in groups of several without a token.
+      `f32`, the shape of rewards, 0 where there is no sample, and in groups of several samples without a loss token.
 
     Raises:
       ValueError, TypeError: as `grpo`; lengths of another shape.
@@ -240,7 +240,7 @@ def gpg(
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
-    """Advantages scaled up to make up for rewards of 0: A_i = (N / #{r != 0}) * (r_i - mean_g) / f_norm.
+    """Advantages scaled up to compensate for rewards of 0: A_i = (N / #{r != 0}) * (r_i - mean_g) / f_norm.
 
     N and the count of rewards that are not 0 are over the whole batch, or stacked step.
 

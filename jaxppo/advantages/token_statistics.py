@@ -88,10 +88,10 @@ def whiten(
     epsilon: float = 1e-12,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
-    """Mean 0 and deviation 1 over all masked-in tokens of the step: y = (x - mean) / sqrt(var + epsilon).
+    """Mean 0 and deviation 1 over all tokens of the step with mask 1: y = (x - mean) / sqrt(var + epsilon).
 
-    The mean is found first and the variance (over n - 1) about it, each over data and context, so that a mean far
-    larger than the deviation costs no accuracy.
+    The mean is found first and the variance (over n - 1) about it, each over the data and context axes, so that a mean
+    far larger than the deviation costs no accuracy.
 
     Args:
       x: `f32[R, T]`, or a stacked step `[K, R, T]`.

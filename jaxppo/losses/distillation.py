@@ -191,7 +191,7 @@ def distillation_loss(
 
 @dataclasses.dataclass(frozen=True)
 class DivergenceLoss(TokenLoss):
-    """The divergence of a token is its loss."""
+    """The token loss of distillation: the token's divergence."""
 
     aggregation: Aggregation
     aggregation_norm: float | None

@@ -58,7 +58,7 @@ def draft_loss(
         soft_cross_entropy   -sum p log d_k
         total_variation      1 - a_k
         likelihood           l KL(p || d_k) + (1 - l) (1 - a_k),   l = exp(-eta a_k), a constant
-        end_to_end           1 - (1 / K_t) sum over j of a_1 ... a_j, the K_t depths that token t has; one loss of all
+        end_to_end           1 - (1 / K_t) sum over j of a_1 ... a_j, the K_t depths that token t has; one loss for all depths
 
     The vocabularies are processed together in blocks, as in `distillation.distillation_loss`. The policy and its head
     are constants: a head that both share gets a gradient through the draft only.
@@ -193,7 +193,7 @@ def draft_normalizers(
 
     Args:
       micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
-      depths: how many.
+      depths: the number of depths.
       aggregation: that of `draft_loss`.
       parallel: the mesh.
 
@@ -215,7 +215,7 @@ def draft_normalizers(
 
 
 class Depth(NamedTuple):
-    """What is known of one depth: the batch with its mask, the total variation, and the divergence, if one is read."""
+    """One depth: the batch with its mask, the total variation, and the divergence if the objective reads it."""
 
     batch: RolloutBatch
     apart: Float[Array, "R T"]
@@ -283,7 +283,7 @@ def _pair(
 
 
 def _shifted(batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
-    """The batch whose loss mask is 1 where those of t and of t + k are."""
+    """The batch with loss mask 1 where the masks of t and t + k are both 1."""
     later = shift_targets(batch, k, parallel)
     return dataclasses.replace(later, loss_mask=later.loss_mask * batch.loss_mask)
 

@@ -54,8 +54,8 @@ def mtp_loss(
         stacked.
       batch: `[R, T]`; only its sequences, targets and loss mask are read.
       coef: the factor of the sum.
-      stop_trunk: no gradient into `hidden`: only heads learn. (If a module between trunk and head shall learn and the
-        trunk shall not, stop the gradient at that module's input instead.)
+      stop_trunk: no gradient into `hidden`: only heads learn. (To train a module between trunk and head but not the
+        trunk, stop the gradient at that module's input instead.)
       stop_head: no gradient into `head`.
       aggregation: the denominators of a depth, see `sft_loss`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
@@ -117,7 +117,7 @@ def mtp_normalizers(
 
     Args:
       micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
-      depths: how many.
+      depths: the number of depths.
       aggregation: that of `mtp_loss`.
       parallel: the mesh.
 

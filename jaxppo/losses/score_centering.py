@@ -75,8 +75,8 @@ def score_centering_loss(
 
     Raises:
       TypeError, ValueError: arrays that are no log-probs or differ in shape; statistics without log-probs of ids; a
-        config whose loss of a token depends on other tokens or selects tokens, whose ratio is over the trainer's old
-        policy (its log-probs of the ids are not known), or that has an off-policy correction.
+        config whose loss of a token depends on other tokens, or selects tokens; a ratio over the trainer's old policy,
+        whose log-probs of the ids are not known; an off-policy correction.
 
     Example:
       >>> from jaxppo.losses.score_centering import score_centering_loss

@@ -49,7 +49,7 @@ class TokenLoss(abc.ABC):
     @property
     @abc.abstractmethod
     def token_local(self) -> bool:
-        """Whether a token's loss depends on its own log-prob and entropy and the batch, and on no other token's."""
+        """Whether a token's loss depends only on the batch and on its own log-prob and entropy."""
 
     @property
     def entropy(self) -> Entropy:
@@ -58,16 +58,16 @@ class TokenLoss(abc.ABC):
 
     @property
     def logit_stats(self) -> tuple[LogitStat, ...]:
-        """What it reads of `log_probs_from_hidden(..., logit_stats=)`."""
+        """The statistics of `log_probs_from_hidden(..., logit_stats=)` that the loss reads."""
         return ()
 
     @property
     def off_policy(self) -> OffPolicyConfig | None:
-        """The correction whose mean weight the normalizer holds."""
+        """The correction whose mean weight is in the normalizer."""
         return None
 
     def constants(self, stats: Any, step: Step) -> Any:
-        """Per-shard: a pytree of `[R, T]` constants; stats are None, and not needed, where the loss is token-local."""
+        """Per-shard: a pytree of `[R, T]` constants; `stats` are None, and not needed, if the loss is token-local."""
         return None
 
     @abc.abstractmethod
@@ -98,7 +98,7 @@ class Step:
       segments: of its rows.
       normalizer: of the whole step.
       weights: `f32[R, T]`, the weight of each token's loss; NaN where a rule is broken anywhere.
-      broken: how often each rule is broken, over all devices.
+      broken: how often each rule is broken on all devices together.
       left_out: `bool[R, T]`, the tokens of the loss mask that have no loss; None where the loss leaves none out.
     """
 

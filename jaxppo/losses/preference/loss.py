@@ -1,4 +1,4 @@
-"""`preference_loss`: log-probs and a batch of pairs to a scalar loss and its metrics, on any mesh."""
+"""`preference_loss`: from log-probs and a batch of pairs to a scalar loss and its metrics, on any mesh."""
 
 from __future__ import annotations
 
