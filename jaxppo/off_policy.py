@@ -276,7 +276,7 @@ def correction(
         weights = jnp.where(valid, weights, 0)
     if config.batch_normalize:
         weight_mean = needed("weight_mean", weight_mean, "the Normalizer's for off_policy.batch_normalize")
-        weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # all are 0 where their mean is
+        weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # a mean of 0 means that all weights are 0
     if config.rejections:
         accepted = valid
         for rejection in config.rejections:

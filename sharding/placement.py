@@ -1,4 +1,4 @@
-"""Orders devices into a mesh so that the busiest axes have the fastest links, and tells the links of each axis."""
+"""Orders devices into a mesh so that the busiest axes have the fastest links, and describes each axis's links."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def place(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     """The devices as an array of shape `sizes`, whose axes are ordered from the least traffic to the most.
 
     Within a slice `jax.experimental.mesh_utils` decides. It refuses an axis that is not a product of whole dimensions
-    of the torus. Then dimensions are split: each axis, the busiest first, takes neighbours along one dimension if one
-    is long enough. The first axes span the slices, which a slower network connects.
+    of the torus. If it does, dimensions are split here: each axis, the busiest first, takes neighbours along one
+    dimension if one is long enough. The first axes span the slices, which a slower network connects.
 
     Args:
       sizes: the sizes of the axes; their product is the number of devices.

@@ -48,7 +48,7 @@ def spread(x: Float[Array, "*K R S"], batch: RolloutBatch, *, parallel: Parallel
     """Each sample's value on its loss-carrying tokens: y[r, t] = x[r, segment_ids[r, t] - 1] where loss_mask[r, t].
 
     Args:
-      x: `f32[R, S]`, one a sample; `[K, R, S]` with a stacked step.
+      x: `f32[R, S]`, one per sample; `[K, R, S]` with a stacked step.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       parallel: the mesh; rows sharded over data, positions over context.
 

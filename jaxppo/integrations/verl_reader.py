@@ -93,7 +93,7 @@ def _flat(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, A
 
 
 def _refuse(options: Options) -> None:
-    """Raises for what verl computes and this package does not."""
+    """Raises for options that verl has and this package does not."""
     options.choice("algorithm.adv_estimator", _ADVANTAGES, "jaxppo.advantages has no other")
     for key, expected in (
         ("algorithm.use_pf_ppo", "False: samples are not drawn anew by their rewards here"),

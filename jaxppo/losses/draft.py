@@ -58,7 +58,7 @@ def draft_loss(
         soft_cross_entropy   -sum p log d_k
         total_variation      1 - a_k
         likelihood           l KL(p || d_k) + (1 - l) (1 - a_k),   l = exp(-eta a_k), a constant
-        end_to_end           1 - (1 / K_t) sum over j of a_1 ... a_j, the K_t depths that token t has; one loss for all depths
+        end_to_end           1 - (1 / K_t) sum over j of a_1 ... a_j, the K_t depths of token t; one loss for all depths
 
     The vocabularies are processed together in blocks, as in `distillation.distillation_loss`. The policy and its head
     are constants: a head that both share gets a gradient through the draft only.

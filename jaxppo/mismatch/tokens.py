@@ -28,7 +28,7 @@ _UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": F32_UNIT}
 @partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class TokenMismatch:
-    """Trainer p and sampler q at each token, arrays of one shape; the last five are None where they are not known.
+    """Trainer p and sampler q at each token, arrays of one shape; the last six are None where they are not known.
 
     Args:
       log_probs: of the sampled tokens, the trainer's.

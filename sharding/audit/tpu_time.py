@@ -1,8 +1,8 @@
 """The estimated time of a compiled TPU program: the sum of XLA's estimates of its instructions. No TPU is needed.
 
-XLA:TPU writes the expected cycles of most instructions into the text of the code that it generates. They are added up,
-those of a loop once for each turn. An instruction without a number is charged the bytes that it moves, and a collective
-the time of a ring of devices. Nothing here was timed: differences under 15% mean nothing, and a new libtpu may give
+XLA:TPU writes the expected cycles of most instructions into the text of the code that it generates. These are added up,
+those of a loop once per turn. An instruction without a number takes the time to move its bytes, and a collective the
+time of a ring of devices. Nothing here has been timed: differences under 15% mean nothing, and a new libtpu may give
 other estimates.
 """
 
@@ -36,8 +36,8 @@ def estimate_time(text: str, chip: Device) -> Time:
     """The time of a compiled TPU module: the sum of its instructions' estimated cycles, loops as often as they turn.
 
     Args:
-      text: of the generated code, `*.after_codegen.txt` of a dump of XLA.
-      chip: that it was compiled for.
+      text: the text of the generated code, `*.after_codegen.txt` of a dump of XLA.
+      chip: the chip that it was compiled for.
 
     Returns:
       `Time`.
@@ -114,7 +114,7 @@ class Clock:
         return total + sum(spent("overlapped", seconds) for seconds, _ in started.values())
 
     def _sent(self, name: str, x: Instruction) -> Transfer | None:
-        """The collective that an instruction is, or that it wraps."""
+        """The collective of an instruction: itself, or the one that it wraps."""
         if x.op in ("fusion", "async-start"):
             for inner in x.calls["calls"]:
                 for wrapped in self.module.computations[inner].values():
@@ -176,7 +176,7 @@ class Clock:
         return x.op == "custom-call" and _cycles(x) is None
 
     def product_seconds(self, computation: Computation, x: Instruction) -> float:
-        """The time of an instruction's product at the device's peak; 0 for what is no product."""
+        """The time of an instruction's product at the device's peak; 0 if it is not a product."""
         return product_flops(computation, x) / self.chip.flops if x.op in ("convolution", "dot") else 0.0
 
     def without_estimate(self, kind: str, seconds: float) -> np.ndarray:

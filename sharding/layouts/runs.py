@@ -1,4 +1,4 @@
-"""Shifts and scans of a shard's runs of neighbouring positions; only the ends of runs cross the border of a shard.
+"""Shifts and scans over a shard's runs of neighbouring positions; only the ends of runs are sent to other shards.
 
 The scan marks a break between sequences by a flag, not by a coefficient of 0: a value from beyond the break is replaced
 by 0 before any product, so that NaN and inf stay in their sequence, in values and in gradients.
