@@ -162,7 +162,7 @@ Aggregation = Literal[
 ]
 MetricAggregation = Literal["token_mean", "loss"]
 RatioTo = Literal["old", "rollout", "current"]
-Compared = Literal["old/rollout", "current/rollout", "current/old"]  # two policies, as their ratio is written
+Compared = Literal["old/rollout", "current/rollout", "current/old"]  # two policies, written as their ratio
 
 
 def check_aggregation(aggregation: Any, aggregation_norm: float | None) -> None:

@@ -45,7 +45,7 @@ class RolloutBatch(Constructors):
     Positions lie in the physical order of the mesh's context layout; `positions` holds the logical ones. Optional
     arrays may be None, and then the compiled program does nothing for them. Stacked micro-batches have one more leading
     dimension, `[K, R, T]` and `[K, R, S]`. Pass batches to jitted functions as arguments: a batch that a function
-    closes over is a constant of its program, which is then compiled anew for each batch.
+    closes over is a constant of its program, which is then compiled again for each batch.
 
     Args:
       tokens: `i32[R, T]`.

@@ -124,7 +124,7 @@ class PolicyLossConfig:
           >>> PolicyLossConfig.from_verl(config).loss
           GSPO(clip_low=0.0003, clip_high=0.2, dual_clip=None, gradient='token')
         """
-        from jaxppo.integrations.verl_reader import read  # by those alone who come from there
+        from jaxppo.integrations.verl_reader import read  # imported only by programs that need it
 
         return cls(**read(config).policy)
 
@@ -146,7 +146,7 @@ class PolicyLossConfig:
           >>> PolicyLossConfig.from_slime({"eps_clip_high": 0.28, "use_tis": True}).off_policy.weights
           'token'
         """
-        from jaxppo.integrations.slime_reader import read  # by those alone who come from there
+        from jaxppo.integrations.slime_reader import read  # imported only by programs that need it
 
         return cls(**read(args).policy)
 

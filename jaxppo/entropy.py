@@ -212,7 +212,7 @@ def renormalised_entropy(log_probs: Float[Array, "*batch K"]) -> Float[Array, "*
         raise ValueError(f"log_probs: got shape {log_probs.shape}, expected [..., K]")
     possible = log_probs != -jnp.inf
     some = possible.any(axis=-1, keepdims=True)
-    possible = possible | ~some  # a distribution to renormalise, so that the gradient of none is 0
+    possible = possible | ~some  # a placeholder distribution, so that the gradient is 0 if no slot is filled
     log_q = jax.nn.log_softmax(jnp.where(possible, jnp.where(some, log_probs.astype(jnp.float32), 0), -jnp.inf))
     terms = jnp.where(possible & some, jnp.exp(log_q) * jnp.where(possible, log_q, 0), 0)
     return -terms.sum(axis=-1)

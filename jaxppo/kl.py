@@ -139,7 +139,7 @@ def kl_divergence(
         value = jnp.clip(value, -10, 10)
     if estimator.endswith("+"):
         k2 = lax.stop_gradient(ratio) * d**2 / 2
-        value = lax.stop_gradient(value) + (k2 - lax.stop_gradient(k2))  # in this order, no rounding of the value
+        value = lax.stop_gradient(value) + (k2 - lax.stop_gradient(k2))  # this order adds exactly 0 to the value
     return value
 
 
@@ -168,7 +168,7 @@ def adaptive_kl_coef(
     Ziegler et al. 2019, Fine-tuning language models from human preferences, https://arxiv.org/abs/1909.08593
     """
     for what, value in (("coef", coef), ("kl", kl)):
-        if not (isinstance(value, (jax.Array, np.ndarray)) and value.shape == ()):  # which may be traced
+        if not (isinstance(value, (jax.Array, np.ndarray)) and value.shape == ()):  # an array may be traced
             check_number(what, value)
     check_number("target", target, above=0)
     check_number("samples", samples, least=0)

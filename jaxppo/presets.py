@@ -141,7 +141,7 @@ def prime_rl_default() -> PolicyLossConfig:
 def prime_rl_ref_kl() -> PolicyLossConfig:
     """prime-rl's `ref_kl`: on-policy distillation, the reverse KL of sampled tokens as their advantage.
 
-    The advantages are `advantages.on_policy_distillation` of the current log-probs, made anew in each update; no
+    The advantages are `advantages.on_policy_distillation` of the current log-probs, computed again in each update; no
     gradient flows through them. A token has no loss if its probability is 0.2 below the sampler's, whatever the sign of
     its advantage. Only prime-rl ships it.
 
@@ -259,7 +259,7 @@ def sequence_masked_importance_sampling(low: float = 0.999, high: float = 1.002)
     """
     check_number("low", low, above=0)
     check_number("high", high, above=low)
-    rejection = Rejection("seq_mean_k1", 1 / high, 1 / low)  # of sampler / trainer
+    rejection = Rejection("seq_mean_k1", 1 / high, 1 / low)  # k1 bounds are for sampler / trainer
     return PolicyLossConfig(off_policy=OffPolicyConfig(weights="token", high=math.inf, rejections=(rejection,)))
 
 

@@ -27,7 +27,7 @@ from jaxppo.sharding import (
     shard_call,
 )
 
-Names = tuple[str, ...]  # of the arrays of a constructor
+Names = tuple[str, ...]  # the names of a constructor's arrays
 
 
 class PaddedArrays(TypedDict, total=False):

@@ -227,7 +227,7 @@ def _before(x: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
 
 
-# Bit i of `broken_rules` is rule i, so new rules are added at the end of those that losses check.
+# Bit i of `broken_rules` is rule i, so add a new rule after the last one that losses check.
 RULES = (
     Rule(
         "loss_mask_values",

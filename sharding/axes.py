@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 Names = tuple[str, ...]
-Tree = TypeVar("Tree")  # of arrays
+Tree = TypeVar("Tree")  # a pytree of arrays
 LAYOUTS: dict[str, Any] = {}  # Layouts by name, which import this module; `register_layout` adds to them
 
 
@@ -181,7 +181,7 @@ def unvary(x: jax.Array, names: Names) -> jax.Array:
 
 @functools.cache
 def _unvarying() -> Any:
-    from jax.extend.core import Primitive  # here, since it loads Pallas
+    from jax.extend.core import Primitive  # imported here because it loads Pallas
     from jax.interpreters import batching, mlir
 
     equal = Primitive("equal_along")

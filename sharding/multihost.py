@@ -74,7 +74,7 @@ def exchange(what: str, mine: bytes) -> list[bytes]:
     client.key_value_set_bytes(f"jaxppo/{number}/{me}", what.encode() + b"\0" + mine)
     client.wait_at_barrier(f"jaxppo/{number}", 1000 * EXCHANGE_TIMEOUT_S)
     found = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get_bytes(f"jaxppo/{number}")}
-    if number:  # all processes have read the exchange before, since they are at this one
+    if number:  # all processes are at this exchange, so all have read the one before
         client.key_value_delete(f"jaxppo/{number - 1}/{me}")
     calls, everyone = zip(*(found[process].split(b"\0", 1) for process in sorted(found)), strict=True)
     if len(set(calls)) > 1:

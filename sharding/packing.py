@@ -316,8 +316,8 @@ def _bundled(
     """Packs whole bundles, and returns the bin, the slot in it and the start of each sequence."""
     order = np.argsort(bundle, kind="stable")
     held = np.bincount(bundle)
-    first = np.cumsum(held) - held  # of each bundle in the order
-    before = np.cumsum(padded[order]) - padded[order]  # places of all sequences before each
+    first = np.cumsum(held) - held  # the index in `order` of each bundle's first sequence
+    before = np.cumsum(padded[order]) - padded[order]  # padded lengths of all earlier sequences, summed
     bins, slots, starts = _first_fit_decreasing(np.bincount(bundle, padded).astype(np.int64), held, row_length, most)
     slot, start = (np.empty(len(padded), np.int32) for _ in range(2))
     of = bundle[order]

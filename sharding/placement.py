@@ -73,10 +73,10 @@ def _grid(devices: Sequence[jax.Device]) -> np.ndarray | None:
 def _split(sizes: Sequence[int], grid: np.ndarray) -> np.ndarray:
     """Splits the grid's dimensions and combines them to axes of `sizes`; the last axis chooses first."""
     left = list(grid.shape)
-    taken: list[list[tuple[int, int]]] = [[] for _ in left]  # of each dimension, (axis, count) with neighbours first
+    taken: list[list[tuple[int, int]]] = [[] for _ in left]  # per dimension: (axis, count), neighbours first
     for axis in reversed(range(len(sizes))):
         size = sizes[axis]
-        # first dimensions that `size` divides, then unsplit ones, whose neighbours are one hop apart, then the shortest
+        # first dimensions that `size` divides, then unsplit ones (neighbours are one hop apart), then the shortest
         order = sorted(range(len(left)), key=lambda d: (left[d] % size > 0, grid.shape[d] // left[d], left[d]))
         for dimension in order:
             count = math.gcd(size, left[dimension])

@@ -15,8 +15,8 @@ from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.sharding import ParallelMesh
 
-_SOWN = "all_hidden_states"  # as Tunix's models call what they leave behind for output_hidden_states=True
-_SOFTCAPS = ("final_logits_softcap", "final_logit_softcap")  # of Gemma's models and of its configs
+_SOWN = "all_hidden_states"  # where Tunix's models store hidden states
+_SOFTCAPS = ("final_logits_softcap", "final_logit_softcap")  # the names in Gemma's models and in its configs
 
 
 def head_of(model: Any, *, lora_scale: float | None = None) -> Head:
@@ -87,7 +87,7 @@ def hidden_states(
     if "skip_lm_head" in taken:
         hidden: Float[Array, "B T H"] = model(tokens, **call, skip_lm_head=True)[0]
         return hidden
-    model = nnx.merge(*nnx.split(model))  # what is noted stays with the copy
+    model = nnx.merge(*nnx.split(model))  # the recorded output stays with the copy
     if "output_hidden_states" in taken:
         call["output_hidden_states"] = True
     elif hasattr(model, "final_norm"):

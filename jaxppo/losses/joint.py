@@ -283,7 +283,7 @@ def _of_parts(
     if total is None:
         total = sum((c * value for c, (value, _) in zip(coefs, found, strict=True)), jnp.float32(0))
     for step in steps:
-        total += jnp.where(step.is_broken, jnp.nan, 0)  # where no token has a weight, or the coefficient is 0, too
+        total += jnp.where(step.is_broken, jnp.nan, 0)  # also if all weights or coefficients are 0
     metrics: Metrics = {f"{n}/{what}": x for n, (_, its) in zip(names, found, strict=True) for what, x in its.items()}
     return total, metrics | {"loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
 

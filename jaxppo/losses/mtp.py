@@ -23,8 +23,8 @@ from jaxppo.validation import checked
 
 __all__ = ["mtp_loss", "mtp_normalizers", "shift_targets"]
 
-States = Float[Array, "K R T H"] | Sequence[Float[Array, "R T H"]]  # of each depth
-Heads = Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]]  # one, or that of each depth
+States = Float[Array, "K R T H"] | Sequence[Float[Array, "R T H"]]  # the states of each depth
+Heads = Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]]  # one head, or one for each depth
 
 
 def mtp_loss(
@@ -174,7 +174,7 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
         moving |= {"positions": positions, "loss_weights": weights}
         moved = shift_left(moving, parallel, by, 0, segment_ids, batch.num_segments)
         gap = (moved["loss_mask"] > 0) & (moved["positions"] != positions + by)
-        inner = segment_ids > 0  # but for the last positions
+        inner = segment_ids > 0  # without the last position of each sequence, see below
         if not batch.real_last_targets:
             inner = shift_left(inner, parallel, 1, False, segment_ids, batch.num_segments)
         unsound = (loss_mask != 0) & ~inner

@@ -221,9 +221,9 @@ class PolicyTokenLoss(TokenLoss):
     @property
     def token_local(self) -> bool:
         off = self.config.off_policy
-        given = off is None or "current" not in off.policies  # before the gradient
+        given = off is None or "current" not in off.policies  # known before the log-probs
         if off is not None and self.config.impossible_tokens == "leave_out":
-            given = given and off.token_local  # what is left out counts in no sequence
+            given = given and off.token_local  # a token that is left out changes sequence statistics
         of_sequences = self.config.kl is not None and self.config.kl.importance == "sequence"
         return self.config.loss.token_local and given and not of_sequences
 

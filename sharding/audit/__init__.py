@@ -46,7 +46,7 @@ def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit
       >>> found.collectives, found.flops.low
       ((), 128)
     """
-    from .compiled import read  # here, so that a program that never audits does not load the readers
+    from .compiled import read  # imported here so that other programs do not load it
 
     if not callable(fn):
         raise TypeError(f"fn: got {type(fn).__name__}, expected a function, or what jax.jit makes of one")

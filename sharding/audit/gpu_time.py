@@ -17,8 +17,8 @@ from .hlo import Computation, Instruction, Transfer, dimensions, parse
 from .results import Time
 from .tpu_time import Clock, product_flops, spent
 
-# Peaks over that of bf16. f32 operands are multiplied as TF32, unless the highest precision is asked for: then outside
-# of the tensor cores, a sixteenth on an H100 (https://www.nvidia.com/en-us/data-center/h100).
+# Peaks relative to bf16's. f32 operands are multiplied as TF32 or, at the highest precision, outside of the tensor
+# cores, at a sixteenth on an H100 (https://www.nvidia.com/en-us/data-center/h100).
 _TF32, _FULL_F32 = 1 / 2, 1 / 16
 
 

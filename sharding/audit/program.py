@@ -94,7 +94,7 @@ def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 def _equations(jaxpr: Jaxpr | ClosedJaxpr, path: tuple[str, ...]) -> Iterator[tuple[JaxprEqn, tuple[str, ...]]]:
     """Every equation, with the branches and varying loops around it."""
-    from jax.extend import core  # here, since it loads Pallas, which `note` does not need
+    from jax.extend import core  # imported here because it loads Pallas, which `note` does not need
 
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn, path

@@ -24,7 +24,7 @@ from .program import is_rare
 from .results import Milliseconds, Time
 from .trips import Turns
 
-_KERNEL_PEAK = 0.93  # of the peak that a good kernel reaches, by static profiles
+_KERNEL_PEAK = 0.93  # the share of the peak that a good kernel reaches, by static profiles
 _LATENCY = 2e-6  # seconds that a collective takes to start
 
 _KINDS = tuple(field.name for field in dataclasses.fields(Milliseconds))
@@ -91,12 +91,12 @@ class Clock:
         known = values(self.module, computation, args)
         total = np.zeros((2, len(_KINDS)))
         started: dict[str, tuple[float, np.ndarray]] = {}  # how long a collective takes, and when it ends
-        busy: dict[Hashable, np.ndarray] = {}  # until when a permutation's links are; those of others run beside it
+        busy: dict[Hashable, np.ndarray] = {}  # when a permutation's links become free
         for x in computation.values():
             source = x.operands[0] if x.operands else ""
             if (found := self._sent(name, x)) is not None:
                 seconds = self.ring_seconds(found, x)
-                if x.op == "fusion" and _cycles(x) is not None:  # with work of its own
+                if x.op == "fusion" and _cycles(x) is not None:  # the fusion also does work of its own
                     total += self.plain(computation, x)
                 if x.op.endswith("-start"):
                     now = _elapsed(total)

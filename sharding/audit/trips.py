@@ -101,7 +101,7 @@ def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
     """
     if limits is None:
         lows, highs = zip(*(arg if isinstance(arg, Turns) else _UNKNOWN for arg in args), strict=True)
-        either = Turns(max(lows), math.inf)  # when both fail at once is not followed
+        either = Turns(max(lows), math.inf)  # the turn in which both fail is not computed
         return {"and": Turns(min(lows), min(highs)), "or": either}.get(name)
     integers = [arg if isinstance(arg, Integer) else Integer(*limits) for arg in args]
     if name in ("lt", "le", "gt", "ge", "ne"):

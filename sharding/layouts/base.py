@@ -31,7 +31,7 @@ class Row:
 
     length: int
     shards: int
-    lengths: Any = None  # of numpy on the host, else of JAX
+    lengths: Any = None  # a numpy array on the host, else a JAX array
     sizes: Any = None
 
     @classmethod

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 from ..axes import ShardAxes, vary, vary_like
 from .base import Pair, take
 
-# how y_t is made: GOES_ON: from the y of its neighbour; ENDS: it is b_t; ENTERS: from the y of the next run
+# How y_t is computed. GOES_ON: from the neighbour's y. ENDS: y_t = b_t. ENTERS: from the y of the next run.
 GOES_ON, ENDS, ENTERS = np.int8(0), np.int8(1), np.int8(2)
 BLOCK = 128  # positions that a scan takes together: the lanes of a TPU's registers
 
