@@ -1,4 +1,4 @@
-"""The gradient of a step that is too large for one pass, as the sum over its micro-batches."""
+"""The gradient of a step that is too large for one pass: the sum over its micro-batches."""
 
 from __future__ import annotations
 

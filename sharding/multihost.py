@@ -210,7 +210,7 @@ def local_data_size(parallel: ParallelMesh) -> int:
 
 
 def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
-    """Global arrays from the rows of each host, which are those of its own data shards, in full along other dimensions.
+    """Makes global arrays from each host's rows: those of its own data shards, in full along other dimensions.
 
     Args:
       tree: a pytree of arrays, such as a `RolloutBatch` of this host's rows; None leaves stay None.

@@ -67,7 +67,7 @@ def draft_loss(
       hidden: for each depth the `[R, T, H]` states that its predictions are read from.
       head: the draft's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or stacked.
       policy_hidden: `[R, T, G]`, the policy's final hidden states.
-      policy_head: the policy's head, with as many columns, sharded in the same way.
+      policy_head: the policy's head, with the same number of columns and the same sharding.
       batch: `[R, T]`; only its sequences and its loss mask are read.
       objective: one of the four above.
       eta: how quickly "likelihood" changes from the divergence to the total variation as acceptance grows.
@@ -84,8 +84,8 @@ def draft_loss(
       `draft_{k}_acceptance`, the mean of a_k, and `draft_{k}_broken_rules` (see `policy_loss`).
 
     Raises:
-      TypeError, ValueError: no depth, other numbers of heads or normalizers than depths, an unknown objective, an
-        aggregation by a constant length, states or heads that do not fit each other.
+      TypeError, ValueError: no depth; a number of heads or normalizers that is not the number of depths; an unknown
+        objective; an aggregation by a constant length; states or heads that do not fit each other.
 
     Example:
       >>> from jaxppo.losses.draft import draft_loss

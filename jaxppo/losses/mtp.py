@@ -70,8 +70,8 @@ def mtp_loss(
       devices have them.
 
     Raises:
-      ValueError: no depth, or other numbers of heads or normalizers than depths; more depths than shared prefixes were
-        packed for, see `RolloutBatch.from_samples`.
+      ValueError: no depth; a number of heads or normalizers that is not the number of depths; more depths than shared
+        prefixes were packed for, see `RolloutBatch.from_samples`.
 
     Example:
       >>> ids, places, mask = jnp.array([[1, 1, 1, 1]]), jnp.arange(4)[None], jnp.array([[1.0, 1, 1, 0]])
