@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 export JAX_PLATFORMS ?= cpu
-# libtpu compiles here for TPUs that are only described: it is not to look for real ones
+# libtpu compiles here for described TPUs only: do not let it look for real ones
 export TPU_SKIP_MDS_QUERY ?= 1
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 
@@ -20,8 +20,8 @@ $(READY): pyproject.toml
 train: $(READY)
 	$(RUN) -m examples.train_grpo $(ARGS)
 
-# The time of tests is XLA's, compiling: tests/support/programs.py says how it takes half. That changes rounding alone,
-# so what is about bits is compiled as users compile it, and at night the heads are too.
+# Tests spend their time in XLA's compiler. QUICK_COMPILES=1 halves it (see tests/support/programs.py) and changes only
+# rounding. Tests of exact bits run without it, and so do the head's tests in the nightly run.
 BITS := tests/head/test_same_bits.py tests/head/test_same_bits_tp.py tests/head/test_log_probs_accuracy.py \
 	tests/examples/test_sampler.py
 test: lint types docs-examples tests
@@ -36,15 +36,15 @@ ifneq ($(filter $(BITS),$(TESTS)),)
 	$(RUN) -m pytest $(filter $(BITS),$(TESTS)) -n 2 --dist worksteal
 endif
 
-# What an edit of the core is checked against first.
+# The first check of an edit to the core.
 quick: lint
 	QUICK_COMPILES=1 $(RUN) -m pytest tests/sharding/test_mesh.py tests/sharding/test_segments.py \
 		tests/sharding/test_layouts.py tests/head/test_from_logits.py tests/head/test_from_hidden.py \
 		tests/losses/test_policy_loss.py -x -n 2 --dist worksteal
 
-# In three parts, by how they are compiled: what is about bits and, by day's cases, heads, as users compile them; all
-# else, with the full tables, quickly. nightly-PART-failed.txt says what failed as it fails, nightly-PART-summary.md what
-# ran, how long, the slowest, the seed.
+# Three runs: the tests of exact bits (all cases) and the head's tests (daytime cases) without QUICK_COMPILES, then
+# everything but the former (all cases) with it. nightly-PART-failed.txt lists failures as they happen.
+# nightly-PART-summary.md lists what ran, the times, the slowest tests and the seeds.
 HEADS = $(wildcard tests/head/test_from_*.py) $(patsubst %,tests/head/test_%.py,ids implementations nucleus precision \
 	reference_first)
 NIGHTLY = $(RUN) -m pytest -n 2 --dist worksteal -p tests.support.nightly_summary

@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--layers", type=int, default=MODEL.layers)
     args = parser.parse_args(argv)
     config = dataclasses.replace(MODEL, layers=args.layers)
-    print("| prompt:response | a prompt's | tokens | as trees | saved | rows | as trees | TFLOP | as trees | saved |")
+    counts = "tokens | as trees | saved | rows | as trees | TFLOP | as trees | saved"
+    print(f"| prompt:response | samples per prompt | {counts} |")
     print("|" + "---|" * 10)
     for share in (4, 1):
         response = args.tokens // (share + 1)

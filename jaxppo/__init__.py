@@ -1,6 +1,6 @@
-"""The loss layer of LLM reinforcement learning: hidden states or logits to loss, gradients and metrics on any mesh.
+"""A loss layer for LLM reinforcement learning: hidden states or logits to loss, gradients and metrics on any mesh.
 
-What stands here is enough for a first week. Rarer things live in the modules, such as `jaxppo.policy_losses.GMPO` and
+The names here are enough to start with. Rarer ones are in the modules, such as `jaxppo.policy_losses.GMPO` and
 `jaxppo.sharding.audit`.
 """
 
@@ -9,7 +9,7 @@ import importlib.util
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
-# These two load at once: what they add to JAX, and find in it, must not depend on what a program does before.
+# Not loaded late: what these two add to JAX, and find in it, must not depend on what the program does first.
 from jaxppo import _stacked  # noqa: F401
 from jaxppo.integrations import modules as _modules  # noqa: F401
 
@@ -71,7 +71,7 @@ else:
         return sorted({*globals(), *__all__})
 
 
-__all__ = [  # noqa: RUF022  in the order in which one meets them
+__all__ = [  # noqa: RUF022  in the order of use
     # the head
     "Head",
     "LoRA",
@@ -105,7 +105,7 @@ __all__ = [  # noqa: RUF022  in the order in which one meets them
     "ParallelMesh",
     "ShardAxes",
     "make_parallel_mesh",
-    # modules: what is rarer lives in them
+    # modules with rarer names
     "advantages",
     "covariance",
     "distillation",

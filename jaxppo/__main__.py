@@ -1,4 +1,4 @@
-"""What a report of a bug needs: `python -m jaxppo` prints versions, devices, settings, and what else is installed."""
+"""Facts for a bug report: `python -m jaxppo` prints versions, devices, settings, and what else is installed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 
 
 def report() -> dict[str, str]:
-    """The lines of the report, by name. It tells the system and its devices; host names and folders are private."""
+    """The lines of the report, by name: the system and its devices, but no host names or folders."""
     found = {"jaxppo": jaxppo.__version__}
     found["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     versions = {name: _version(name) for name in (*_NEEDED, *_OPTIONAL)}

@@ -1,4 +1,4 @@
-"""Helpers of all per-token code: the names of a batch's arrays, masked values, and checks of arguments."""
+"""Helpers for all per-token code: the names of a batch's arrays, masked values, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def as_coefficient(coefficient: Coefficient) -> Coefficient:
 
 
 def times(coefficient: Coefficient, x: Float[Array, "R T"] | None) -> Float[Array, "R T"] | float:
-    """coefficient * x; 0 where there is no x, or where the coefficient is known to be 0."""
+    """coefficient * x; 0 if x is None or the coefficient is known to be 0."""
     return 0.0 if x is None or is_zero(coefficient) else coefficient * x
 
 
@@ -68,7 +68,7 @@ def needed(what: str, x: Something | None, expected: str = "f32[R, T]") -> Somet
 
 
 def check_choice(what: str, value: object, choices: Any) -> None:
-    """Raises unless the value is one of a `Literal`'s."""
+    """Raises unless the value is one of the values of a `Literal`."""
     names = get_args(choices)
     check(what, repr(value), isinstance(value, str) and value in names, f"one of {', '.join(map(repr, names))}")
 
@@ -162,7 +162,7 @@ Aggregation = Literal[
 ]
 MetricAggregation = Literal["token_mean", "loss"]
 RatioTo = Literal["old", "rollout", "current"]
-Compared = Literal["old/rollout", "current/rollout", "current/old"]  # two policies, as their ratio is written
+Compared = Literal["old/rollout", "current/rollout", "current/old"]  # two policies, written as their ratio
 
 
 def check_aggregation(aggregation: Any, aggregation_norm: float | None) -> None:

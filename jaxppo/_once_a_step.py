@@ -29,7 +29,7 @@ class Split(NamedTuple):
 
 def split(traced: ClosedJaxpr, params: Sequence[Any], others: Sequence[Any]) -> Split:
     """Takes the calls of `one_a_device` on parameters out of a function that was traced with these arguments."""
-    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # here, since it loads Pallas
+    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # imported here because it loads Pallas
 
     if any(map(_holds_copies, traced.jaxpr.eqns)):
         traced = jax.make_jaxpr(partial(_evaluate, traced))(*params, *others)

@@ -1,4 +1,4 @@
-"""Finds the largest of numbers that are spread over devices, bit by bit."""
+"""Finds the largest numbers among those spread over devices, bit by bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ordered_bits(x: jax.Array) -> jax.Array:
 
 
 def highest(total: Total, scores: jax.Array, lots: jax.Array, candidates: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The `wanted` candidates with the highest u32 scores over all shards, or all of them; lots break ties."""
+    """The `wanted` candidates with the highest u32 scores over all shards, or all if fewer; `lots` break ties."""
     cut = kth(total, scores, candidates, wanted)
     above = candidates & (scores > cut)
     tied = candidates & (scores == cut)

@@ -46,7 +46,7 @@ def _replace_leaves(x: Any, fn: Any) -> Any:
         return tuple(_replace_leaves(part, fn) for part in x)
     if not dataclasses.is_dataclass(x) or isinstance(x, _Place):
         return fn(x)
-    # a copy, since the constructor's checks would refuse the marks
+    # a copy: the constructor's checks would refuse the marks
     new = copy.copy(x)
     for field in dataclasses.fields(x):
         object.__setattr__(new, field.name, _replace_leaves(getattr(x, field.name), fn))

@@ -1,4 +1,4 @@
-"""The gradient of a step that is too large for one pass, as the sum over its micro-batches."""
+"""The gradient of a step that is too large for one pass: the sum over its micro-batches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def accumulate_gradients(
       micro_batches: a pytree whose arrays, keys of `jax.random` among them, all have a leading K.
       parallel: inside the caller's `shard_map`, the roles of its axes. The gradients of all parameters are then summed
         over data and context axes once, after the loop, in f32. Without it JAX sums them in each micro-batch. The loss
-        must be summed over these axes, and must not hold a term of the parameters alone.
+        must be summed over these axes, and must not hold a term that depends on the parameters alone.
 
     Returns:
       A function that maps params, a pytree of floating-point arrays, to ((loss, metrics), gradients): metrics merged
@@ -55,7 +55,7 @@ def accumulate_gradients(
       TypeError: parameters that are not floating-point arrays; a `loss_fn` that does not return a scalar and metrics.
       ValueError: arrays without a common leading K, or with K = 0; in loss_fn, a loss of this package without a
         `Normalizer` or with one of another number of micro-batches, or a statistic of the step; with `parallel`, a loss
-        that is not summed over its data and context axes.
+        that is not summed over the data and context axes.
 
     Example:
       >>> from jaxppo.metrics import Metric

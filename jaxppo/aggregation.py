@@ -1,4 +1,4 @@
-"""From per-token losses to one number: the published denominators, taken once over the whole step."""
+"""The published denominators of losses, each taken over the whole step."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Normalizer:
       sequences: `f32[]`, the number of sequences ("rollout_mean": rollouts) with a loss token.
       denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
       counts: `f32[R, S]`, the loss tokens of each sequence, which must be those of the batch that it is used with.
-      aggregation: the aggregation that they are for; static, like all that follow but `weight_mean`.
+      aggregation: the aggregation that the denominators are for; static, like all fields below except `weight_mean`.
       weight_mean: `f32[]`, the mean importance weight, for `OffPolicyConfig(batch_normalize=True)`; else None.
       off_policy: the part of an `OffPolicyConfig` that the mean weight depends on; else None.
-      micro_batches: K, if it was made from stacked micro-batches; else None.
+      micro_batches: K, if the normalizer was made from stacked micro-batches; else None.
       weighted: the batch's `weighted_denominators`.
 
     Example:
@@ -111,7 +111,7 @@ class Normalizer:
         return _specs(rows, self.aggregation, self.off_policy, self.micro_batches, self.weighted)
 
     def check_step(self, batch: RolloutBatch) -> None:
-        """Raises where shapes show that the batch is neither the step that it was made for nor a part of it."""
+        """Raises where shapes show that the batch is neither this normalizer's step nor a part of it."""
         stacked = batch.loss_mask.shape[0] if batch.loss_mask.ndim == 3 else None
         count = stacked or part_of_a_step.value or batch.micro_batches
         if count is not None and count != (self.micro_batches or 1):
@@ -194,11 +194,11 @@ def step_normalizer(
     aggregation: Aggregation,
     off_policy: OffPolicyConfig | None = None,
 ) -> Normalizer:
-    """Per-shard: the given normalizer, checked. Without one, that of the batch, which is then a step of its own.
+    """Per-shard: the given normalizer, checked. Without one, the batch's own: the batch is then a whole step.
 
     Raises:
       ValueError: no normalizer for a batch that is one of a step's micro-batches, one of another aggregation or
-        correction or of another number of micro-batches, or one that still has its K.
+        correction or of another number of micro-batches, or one whose arrays still have the leading K.
     """
     if normalizer is None:
         _check_denominators(batch, aggregation)
@@ -250,7 +250,7 @@ def token_weights(
 
     Args:
       loss_mask: `f32[R, T]`.
-      segments: of the rows.
+      segments: the sequences of the rows.
       normalizer: the aggregation, and N, B, n of the whole step.
       norm: a constant length, for sequence_mean_token_sum_norm.
 

@@ -43,9 +43,9 @@ class RolloutBatch(Constructors):
     """Rollouts packed into `[R, T]` rows, a pytree. Index t of a per-token array is about `targets[t]`.
 
     Positions lie in the physical order of the mesh's context layout; `positions` holds the logical ones. Optional
-    arrays may be None, and then the compiled program has no trace of them. Stacked micro-batches have one more leading
+    arrays may be None, and then the compiled program does nothing for them. Stacked micro-batches have one more leading
     dimension, `[K, R, T]` and `[K, R, S]`. Pass batches to jitted functions as arguments: a batch that a function
-    closes over is a constant of its program, which is then compiled anew for each batch.
+    closes over is a constant of its program, which is then compiled again for each batch.
 
     Args:
       tokens: `i32[R, T]`.
@@ -54,9 +54,9 @@ class RolloutBatch(Constructors):
       positions: `i32[R, T]`, the place of `tokens[t]` in its sequence, from 0; a branch goes on from its prefix.
       loss_mask: `[R, T]`, 0 or 1 in any dtype, 1 where `targets[t]` is a response token to train on.
       sample_ids: `i32[R, S]`, the number of each sequence in the step, -1 where the row has no such segment.
-      group_ids: `i32[R, S]`, equal for the samples of one prompt; -1 like sample_ids.
-      rollout_ids: `i32[R, S]`, equal for the samples that one rollout was cut into; -1 like sample_ids. By default
-        each sample is a rollout.
+      group_ids: `i32[R, S]`, equal for the samples of one prompt; -1 where sample_ids is -1.
+      rollout_ids: `i32[R, S]`, equal for the samples that one rollout was cut into; -1 where sample_ids is -1. By
+        default each sample is a rollout.
       advantages: `f32[R, T]`.
       old_log_probs: `f32[R, T]`, under the policy at the start of the step. These log-probs and the next two are
         refused in 16 bits.
@@ -69,7 +69,7 @@ class RolloutBatch(Constructors):
       rewards: `f32[R, S]`, one for each sequence.
       parents: `i32[R, S]`, the segment that each segment continues, numbered as in segment_ids; 0 for none. A prefix
         that samples share is a segment with the sample id -1. See `jaxppo.trees`.
-      context_layout: the layout of the rows; static, like all that follow.
+      context_layout: the layout of the rows; static, like all fields below.
       context_shards: the number of context shards that the rows were packed for.
       micro_batches: K, if the batch is a step of K micro-batches, or one of them.
       real_last_targets: the last position of a sequence has a real target, as in `from_target_aligned`.
@@ -128,7 +128,7 @@ class RolloutBatch(Constructors):
         """The sequences of the rows, for per-shard code.
 
         Raises:
-          ValueError: rows in another context layout than the mesh's, or no rows.
+          ValueError: rows in a context layout other than the mesh's, or no rows.
         """
         axes = ShardAxes() if axes is None else axes
         self.check_layout(axes)
@@ -218,7 +218,7 @@ class RolloutBatch(Constructors):
         check_entries(arrays, vocab_size, order, loss_tokens, real_last_targets=self.real_last_targets)
 
     def specs(self, parallel: ParallelMesh) -> RolloutBatch:
-        """The PartitionSpec of each array, None where the array is None: rows over data, positions over context."""
+        """The PartitionSpec of each array: rows over data, positions over context. None where the array is None."""
 
         def spec(name: str, x: Array) -> P:
             return spec_of(parallel.rows_spec if name in PER_SEGMENT else parallel.tokens_spec, x)

@@ -50,7 +50,8 @@ class Constructors:
           rows: R, the rows of the batch, or of each micro-batch. By default the fewest that the data axes divide.
           buckets: values of R. The smallest that is large enough is taken, so that batches share few programs.
           micro_batches: K, the number of micro-batches; with max_tokens, the least number of them.
-          max_tokens: the most places of a micro-batch that one device may hold; R and K follow from it.
+          max_tokens: the most positions of a micro-batch that one device may hold, padding included; R and K follow
+            from it.
           num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
           share_prefixes: store a prefix that prompts have in common once, as a segment that the samples continue. The
             model's attention must then follow `paths`. No loss, metric or gradient changes.
@@ -90,14 +91,14 @@ class Constructors:
         """A batch from prompts and completions padded to `[B, P]` and `[B, C]`, as in Tunix and TRL; works under jit.
 
         Completions are right-padded. For left-padded completions give `attention_mask`: without it their padding counts
-        as tokens, and the first token of the completion is predicted at the wrong position. With `pad_id` that mistake
-        is noticed.
+        as tokens, and the first token of the completion is predicted at the wrong position. With `pad_id` the function
+        notices that mistake.
 
-        Row b holds `concatenate([prompt_ids[b], completion_ids[b]])` as one sequence, with every token in its place.
+        Row b holds `concatenate([prompt_ids[b], completion_ids[b]])` as one sequence, and no token moves.
         Hidden states of a model that ran on that concatenation fit the batch; if the layout of `parallel` is not
         contiguous, run the model on `batch.tokens`. A token is predicted at the last token before it, across any
-        padding between the two. Without `attention_mask`, tokens are those of `prompt_mask` and all of the completion
-        up to the last that trains: a 0 before that is a token without loss, such as a tool's output.
+        padding between the two. Without `attention_mask`, the tokens are those of `prompt_mask` and the completion up
+        to its last token with mask 1. A 0 before that one is a token without loss, such as a tool's output.
 
         Args:
           prompt_ids: `i32[B, P]`, padded on either side.

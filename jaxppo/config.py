@@ -50,14 +50,15 @@ class PolicyLossConfig:
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       metric_aggregation: "token_mean", or "loss" to reduce per-token metrics as the loss is.
       off_policy: the correction for a sampler whose policy differs from the trainer's.
-      impossible_tokens: what to do with a loss token whose log-prob is -inf, under the policy, under the old policy
-        where it is compared, or under the sampler where the batch has its log-probs. "nan": the loss is NaN.
-        "leave_out": the token has no loss, no penalty and no gradient, and is left out of statistics of its sequence
-        and of metrics; the metric `impossible_tokens` counts it. The denominators of the loss still follow the mask.
+      impossible_tokens: what to do with a loss token whose log-prob is -inf under the policy, under the old policy if
+        it is compared, or under the sampler if the batch has its log-probs. "nan": the loss is NaN. "leave_out": the
+        token has no loss, no penalty and no gradient, and is left out of statistics of its sequence and of metrics; the
+        metric `impossible_tokens` counts it. The denominators of the loss still follow the mask.
       clip_by_sign: adds the metrics `clip_fraction_positive` and `clip_fraction_negative`, by the advantage's sign.
 
     Raises:
-      TypeError: a loss, kl or off_policy of another class; an option of another class, which the error names.
+      TypeError: a loss, kl or off_policy of the wrong class; an option that belongs to another class, which the error
+        names.
       ValueError: an unknown name, a number out of its range, options that contradict each other, weights that count the
         loss's ratio twice.
 
@@ -123,7 +124,7 @@ class PolicyLossConfig:
           >>> PolicyLossConfig.from_verl(config).loss
           GSPO(clip_low=0.0003, clip_high=0.2, dual_clip=None, gradient='token')
         """
-        from jaxppo.integrations.verl_reader import read  # by those alone who come from there
+        from jaxppo.integrations.verl_reader import read  # imported only by programs that need it
 
         return cls(**read(config).policy)
 
@@ -145,7 +146,7 @@ class PolicyLossConfig:
           >>> PolicyLossConfig.from_slime({"eps_clip_high": 0.28, "use_tis": True}).off_policy.weights
           'token'
         """
-        from jaxppo.integrations.slime_reader import read  # by those alone who come from there
+        from jaxppo.integrations.slime_reader import read  # imported only by programs that need it
 
         return cls(**read(args).policy)
 
@@ -162,7 +163,7 @@ class PolicyLossConfig:
 
     @property
     def penalises_kl(self) -> bool:
-        """Whether the divergence is a part of the loss, and not a metric only."""
+        """Whether the divergence is a part of the loss, and not only a metric."""
         return self.kl is not None and not is_zero(self.kl.coef)
 
 

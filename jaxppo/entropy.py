@@ -25,7 +25,7 @@ __all__ = ["AdaptiveEntropy", "EntropyState", "entropy_metrics", "renormalised_e
 
 
 class EntropyState(NamedTuple):
-    """The state that a run keeps between steps: a pytree of two `f32[]`."""
+    """The state of `AdaptiveEntropy` between steps: a pytree of two `f32[]`."""
 
     coef: Float[Array, ""]
     """The coefficient, whether or not the next step uses it."""
@@ -111,7 +111,7 @@ class AdaptiveEntropy:
           The state. Where the entropy is NaN, the state is NaN, and so is the next loss.
 
         Raises:
-          ValueError: an entropy that is no finite number, where it is not an array.
+          ValueError: an entropy that is not an array and not a finite number.
 
         Example:
           >>> float(AdaptiveEntropy(step=0.5).update(AdaptiveEntropy().init(), jnp.float32(0.0)).coef)
@@ -143,7 +143,7 @@ def entropy_metrics(
     Args:
       stats: statistics with entropies, `f32[R, T]`.
       batch: `[R, T]`; only its sequences and its loss mask are read.
-      quantiles: numbers in [0, 1]; top-entropy training keeps the fifth of the tokens above the quantile 0.8.
+      quantiles: numbers in [0, 1]; training on the top 20% keeps the tokens above the quantile 0.8.
       starts: the first place of each range of places, from 0, in increasing order.
       parallel: the mesh; rows sharded over data, positions over context.
 
@@ -199,7 +199,7 @@ def renormalised_entropy(log_probs: Float[Array, "*batch K"]) -> Float[Array, "*
       `f32[...]`, nats; 0 where all slots are empty.
 
     Raises:
-      TypeError, ValueError: something else than floats, or without K.
+      TypeError, ValueError: arrays of another dtype, or without the dimension K.
 
     Example:
       >>> from jaxppo.entropy import renormalised_entropy
@@ -212,7 +212,7 @@ def renormalised_entropy(log_probs: Float[Array, "*batch K"]) -> Float[Array, "*
         raise ValueError(f"log_probs: got shape {log_probs.shape}, expected [..., K]")
     possible = log_probs != -jnp.inf
     some = possible.any(axis=-1, keepdims=True)
-    possible = possible | ~some  # a distribution to renormalise, so that the gradient of none is 0
+    possible = possible | ~some  # a placeholder distribution, so that the gradient is 0 if no slot is filled
     log_q = jax.nn.log_softmax(jnp.where(possible, jnp.where(some, log_probs.astype(jnp.float32), 0), -jnp.inf))
     terms = jnp.where(possible & some, jnp.exp(log_q) * jnp.where(possible, log_q, 0), 0)
     return -terms.sum(axis=-1)

@@ -26,7 +26,7 @@ def compute_log_probs(
       `TokenStats`, f32 `[K, R, T]` or `[R, T]` each.
 
     Raises:
-      TypeError: apply returns something else.
+      TypeError: apply does not return `TokenStats`.
       ValueError: apply's log-probs have another shape than its micro-batch.
 
     Example:

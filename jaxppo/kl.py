@@ -34,7 +34,7 @@ class KL:
         "token" is the ratio of two policies at each token, "sequence" the geometric mean of the ratios of its sequence.
         "score" is a weight of 1 with the gradient of log_prob: on samples of the policy it makes the gradient of "k1",
         log-ratio + 1, an unbiased gradient of the divergence. An estimator with a "+" has that gradient by itself.
-      compares: the two policies of that ratio, "current/old" or "current/rollout", whatever the loss's ratio is.
+      compares: the two policies of that ratio, "current/old" or "current/rollout", independently of the loss's ratio.
 
     Raises:
       ValueError: a coefficient that is not a finite number, an unknown name, "score" with a "+".
@@ -139,7 +139,7 @@ def kl_divergence(
         value = jnp.clip(value, -10, 10)
     if estimator.endswith("+"):
         k2 = lax.stop_gradient(ratio) * d**2 / 2
-        value = lax.stop_gradient(value) + (k2 - lax.stop_gradient(k2))  # in this order, no rounding of the value
+        value = lax.stop_gradient(value) + (k2 - lax.stop_gradient(k2))  # this order adds exactly 0 to the value
     return value
 
 
@@ -159,7 +159,7 @@ def adaptive_kl_coef(
       `f32[]`.
 
     Raises:
-      ValueError: something that is not a number, a target or horizon that is not positive.
+      ValueError: a value that is not a number, a target or horizon that is not positive.
 
     Example:
       >>> float(adaptive_kl_coef(0.1, jnp.array(6.0), target=3.0, samples=1000))
@@ -168,7 +168,7 @@ def adaptive_kl_coef(
     Ziegler et al. 2019, Fine-tuning language models from human preferences, https://arxiv.org/abs/1909.08593
     """
     for what, value in (("coef", coef), ("kl", kl)):
-        if not (isinstance(value, (jax.Array, np.ndarray)) and value.shape == ()):  # which may be traced
+        if not (isinstance(value, (jax.Array, np.ndarray)) and value.shape == ()):  # an array may be traced
             check_number(what, value)
     check_number("target", target, above=0)
     check_number("samples", samples, least=0)

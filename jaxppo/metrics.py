@@ -49,7 +49,7 @@ class Metric:
 
     @property
     def value(self) -> Float[Array, ""]:
-        """The number itself: 0 for a mean over nothing, +inf and -inf for a "min" and "max" of nothing."""
+        """The number itself: 0 for a mean over nothing, +inf for a "min" and -inf for a "max" over nothing."""
         return self.total / jnp.where(self.count == 0, 1, self.count) if self.reduce == "mean" else self.total
 
     def collapse(self) -> Metric:
@@ -96,7 +96,7 @@ def merge_metrics(first: Any, *others: Any) -> Any:
       *others: the same structure, from other micro-batches or processes.
 
     Returns:
-      The same structure, whose values are those of all the data together.
+      The same structure, with the values over all the data.
 
     Raises:
       ValueError: structures (names, or ways to reduce) that differ.

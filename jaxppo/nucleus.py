@@ -43,8 +43,8 @@ def pack_nucleus_ids(
       `i32[R, T, width]`, or `[K, R, T, width]`; -1 padded.
 
     Raises:
-      ValueError: a sample with another number of nuclei than response tokens, a nucleus wider than `width`, a sample of
-        the batch that is not among the samples.
+      ValueError: a sample whose number of nuclei is not its number of response tokens, a nucleus wider than `width`, a
+        sample of the batch that is not among the samples.
 
     Example:
       >>> samples = [Sample([5, 6, 7], response_start=1)]
@@ -105,7 +105,7 @@ def nucleus_mask(
       `bool[R, T, V]`, whole on every device where the tensor axis does not divide V.
 
     Raises:
-      TypeError, ValueError: ids that are no integers, or of another rank; no columns.
+      TypeError, ValueError: ids that are not integers or not `[R, T, K]`; columns below 1.
 
     Example:
       >>> nucleus_mask(jnp.array([[[2, 0, -1]]]), 4)

@@ -1,6 +1,6 @@
 """Correction for the gap between the policy that sampled and the policy that trains.
 
-A sampler computes its log-probs with other kernels, another precision, often older parameters. The ratio
+A sampler computes its log-probs with other kernels, in another precision, often from older parameters. The ratio
 
     rho_t = trainer_t / sampler_t = exp(trainer_log_prob_t - rollout_log_prob_t)
 
@@ -110,7 +110,7 @@ class OffPolicyConfig:
       outside: weights outside [low, high] are set to the bound, "clamp" (truncated importance sampling), or to 0,
         "zero" (IcePop).
       batch_normalize: divide the weights by their mean over the step.
-      rejections: a token that is accepted passes all of them.
+      rejections: a token must pass all of them.
       veto: leave out each sequence that has a token with rho below this, a ratio above exp(-20).
       compares: the two policies of the weights and the veto, rho = a / b; each rejection names its own.
       opsm_delta: off-policy sequence masking: leave out the tokens with negative advantage of each sequence whose mean
@@ -224,7 +224,7 @@ def weight_sums(
 
     The mean over the step is the sum of these sums over its micro-batches, divided by the sum of the counts. "token"
     weights count once for each token, "sequence" and "geometric" ones once for each sequence with loss tokens. Tokens
-    that either policy finds impossible are not counted, see `PolicyLossConfig.impossible_tokens`.
+    that either of the two policies finds impossible are not counted, see `PolicyLossConfig.impossible_tokens`.
     """
     mask = jnp.where(jnp.isneginf(old_log_probs) | jnp.isneginf(rollout_log_probs), 0, mask)
     _, weights = importance_weights(_difference(old_log_probs, rollout_log_probs, mask), mask, segments, config)
@@ -248,7 +248,7 @@ def correction(
     """Per-shard: the weight of each token's policy loss, 0 for tokens that are left out, and indicators for metrics.
 
     Denominators of the loss still follow the original mask, so leaving a token out does not increase the weight of the
-    others. The results are detached and finite, whatever stands at masked positions.
+    others. The results are detached and finite, whatever masked positions hold.
 
     Args:
       policies: `f32[R, T]` log-probs by name: of the "current" policy, of the trainer's "old" one, and as the sampler
@@ -261,8 +261,8 @@ def correction(
 
     Returns:
       (weights, indicators), `f32[R, T]` each; indicators by name, to be averaged over the mask: "tis" (rho before its
-      bounds), "tis_abs" (|rho - 1|), "tis_clipfrac", "rejected_fraction", "veto_fraction", "opsm_clipfrac", those in
-      use.
+      bounds), "tis_abs" (|rho - 1|), "tis_clipfrac", "rejected_fraction", "veto_fraction", "opsm_clipfrac"; only those
+      in use.
 
     Raises:
       ValueError: log-probs that a field of the config needs, or `weight_mean`, are absent.
@@ -276,7 +276,7 @@ def correction(
         weights = jnp.where(valid, weights, 0)
     if config.batch_normalize:
         weight_mean = needed("weight_mean", weight_mean, "the Normalizer's for off_policy.batch_normalize")
-        weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # all are 0 where their mean is
+        weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # a mean of 0 means that all weights are 0
     if config.rejections:
         accepted = valid
         for rejection in config.rejections:

@@ -29,7 +29,7 @@ def packed_samples(
 
     Args:
       samples: the samples of this process.
-      sizes: keyword arguments of `pack`: row_length, num_segments, ...
+      sizes: keyword arguments for `pack`: row_length, num_segments, ...
       parallel: the mesh.
       share_prefixes: see `RolloutBatch.from_samples`.
       mtp_depths: see `RolloutBatch.from_samples`.
@@ -40,7 +40,7 @@ def packed_samples(
         _check_options(share_prefixes, mtp_depths)
         masks, pieces = [sample.mask for sample in samples], whole_pieces(samples)
         if share_prefixes:
-            from jaxppo.prefixes import shared_pieces  # here, since few programs share prefixes
+            from jaxppo.prefixes import shared_pieces  # imported here because few programs share prefixes
 
             layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
             check_row_length(sizes["row_length"], layout, shards)

@@ -52,7 +52,7 @@ def shared_pieces(
       row_length: T.
       num_segments: S, None for no limit.
       mtp_depths: the most depths of `mtp_loss`.
-      parallel: the mesh, for what its layout pads segments to.
+      parallel: the mesh; its layout decides what segments are padded to.
 
     Returns:
       The pieces; those of a tree are neighbours, each after its parent.

@@ -1,6 +1,6 @@
 """The policy losses of papers and systems, as `PolicyLossConfig`s.
 
-A preset is the loss only. Advantages come from `jaxppo.advantages`; each docstring names the estimator that the method
+A preset is only the loss. Advantages come from `jaxppo.advantages`; each docstring names the estimator that the method
 was published with. `dataclasses.replace(presets.dapo(), entropy_coef=1e-3)` changes a field.
 """
 
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def grpo() -> PolicyLossConfig:
-    """Group relative policy optimisation: clip 0.2, k3 against the reference with 0.04, a mean of sequence means.
+    """Group relative policy optimisation: clip 0.2, k3 penalty with coefficient 0.04, a mean of sequence means.
 
     Each response counts the same, whatever its length. With `advantages.grpo`.
 
@@ -116,8 +116,8 @@ def luspo() -> PolicyLossConfig:
 def vespo() -> PolicyLossConfig:
     """VESPO: sequences softly weighed by the product of their ratios, a mean over tokens. With `advantages.grpo`.
 
-    The ratios are over the sampler (`ratio_to="rollout"`), so the product holds its drift already. `OffPolicyConfig`
-    weights would count the drift twice.
+    The ratios are over the sampler (`ratio_to="rollout"`), so the product already contains the sampler's drift.
+    `OffPolicyConfig` weights would count the drift twice.
 
     2026, https://arxiv.org/abs/2602.10693
     """
@@ -141,7 +141,7 @@ def prime_rl_default() -> PolicyLossConfig:
 def prime_rl_ref_kl() -> PolicyLossConfig:
     """prime-rl's `ref_kl`: on-policy distillation, the reverse KL of sampled tokens as their advantage.
 
-    The advantages are `advantages.on_policy_distillation` of the current log-probs, made anew in each update; no
+    The advantages are `advantages.on_policy_distillation` of the current log-probs, computed again in each update; no
     gradient flows through them. A token has no loss if its probability is 0.2 below the sampler's, whatever the sign of
     its advantage. Only prime-rl ships it.
 
@@ -232,7 +232,7 @@ def kl_cov() -> PolicyLossConfig:
 
 
 def truncated_importance_sampling() -> PolicyLossConfig:
-    """PPO whose tokens are weighted by min(trainer / sampler, 2), for samplers of another precision. Token means.
+    """PPO with tokens weighted by min(trainer / sampler, 2), for samplers in another precision; a mean over tokens.
 
     Yao et al. 2025, https://fengyao.notion.site/off-policy-rl
     """
@@ -242,7 +242,7 @@ def truncated_importance_sampling() -> PolicyLossConfig:
 def sequence_masked_importance_sampling(low: float = 0.999, high: float = 1.002) -> PolicyLossConfig:
     """PPO weighted by the unclipped trainer / sampler; a sequence has no loss if its geometric mean is out of bounds.
 
-    "seq-mask-tis" of NeMo-RL and OpenRLHF, with NeMo-RL's bounds. Token means.
+    "seq-mask-tis" of NeMo-RL and OpenRLHF, with NeMo-RL's bounds and a mean over tokens.
 
     Args:
       low: the smallest geometric mean.
@@ -259,14 +259,14 @@ def sequence_masked_importance_sampling(low: float = 0.999, high: float = 1.002)
     """
     check_number("low", low, above=0)
     check_number("high", high, above=low)
-    rejection = Rejection("seq_mean_k1", 1 / high, 1 / low)  # of sampler / trainer
+    rejection = Rejection("seq_mean_k1", 1 / high, 1 / low)  # k1 bounds are for sampler / trainer
     return PolicyLossConfig(off_policy=OffPolicyConfig(weights="token", high=math.inf, rejections=(rejection,)))
 
 
 def rollout_is(clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyLossConfig:
     """SkyRL's `rollout_is`: REINFORCE weighted by current / sampler, 0 outside of [1 - clip_low, 1 + clip_high].
 
-    A mean over tokens, which is its default reduction. Only SkyRL ships it.
+    A mean over tokens, SkyRL's default reduction. Only SkyRL ships it.
 
     Args:
       clip_low: below 1.
@@ -295,10 +295,11 @@ def icepop() -> PolicyLossConfig:
 
 
 def slime_default(loss: PolicyLoss | None = None) -> PolicyLossConfig:
-    """slime's defaults: clip 0.2, no dual clip, k1 (off), one denominator for each rollout, metrics like the loss.
+    """slime's defaults: clip 0.2, no dual clip, k1 with coefficient 0, one denominator per rollout, metrics like the
+    loss.
 
     Args:
-      loss: in place of slime's PPO.
+      loss: the loss to use in place of slime's PPO.
 
     Example:
       >>> slime_default() == PolicyLossConfig.from_slime({})
@@ -311,10 +312,10 @@ def slime_default(loss: PolicyLoss | None = None) -> PolicyLossConfig:
 
 
 def verl_default(loss: PolicyLoss | None = None) -> PolicyLossConfig:
-    """verl's defaults: clip 0.2, dual clip 3, low_var_kl (off), a mean over tokens.
+    """verl's defaults: clip 0.2, dual clip 3, low_var_kl with coefficient 0, a mean over tokens.
 
     Args:
-      loss: in place of verl's PPO; `GSPO(gradient="token")` is verl's.
+      loss: the loss to use in place of verl's PPO; verl's GSPO is `GSPO(gradient="token")`.
 
     Example:
       >>> verl_default().loss

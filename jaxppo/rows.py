@@ -27,7 +27,7 @@ from jaxppo.sharding import (
     shard_call,
 )
 
-Names = tuple[str, ...]  # of the arrays of a constructor
+Names = tuple[str, ...]  # the names of a constructor's arrays
 
 
 class PaddedArrays(TypedDict, total=False):
@@ -130,7 +130,7 @@ def placed_rows(
 
 
 def _check_segments(segment_ids: Array | np.ndarray, num_segments: int) -> None:
-    """Raises where a segment id on the host is above S; losses check ids on devices."""
+    """Raises where a segment id on the host is above S. Losses check the ids on devices."""
     if not isinstance(num_segments, (int, np.integer)) or num_segments < 1:
         raise ValueError(f"num_segments: got {num_segments!r}, expected an integer of at least 1")
     most = 0 if isinstance(segment_ids, jax.Array) else int(np.max(np.asarray(segment_ids)))

@@ -39,7 +39,7 @@ class View:
       lasts: `[R, T]`, the last position of the sequence of each position.
       loss_tokens: `[R, S]`, the number of loss tokens of each sequence; None without "normalizer".
       real_last_targets: the last position of a sequence has a real target.
-      cut: sequences may continue on other devices, which is not seen here: a caller passed its own shards.
+      cut: sequences may continue on other devices, unseen here, because a caller passed its own shards.
       vocab_size: None where it is not known.
       xp: numpy or jax.numpy.
     """
@@ -94,7 +94,7 @@ class Rule:
       expected: the condition in words, for errors and explanations.
       broken: yields pairs (array name, where it breaks the rule).
       on_device: whether losses check the rule too.
-      structural: whether other rules have a meaning only if this one holds.
+      structural: whether other rules are meaningful only if this one holds.
       of_rows: whether each row can be checked alone.
     """
 
@@ -227,7 +227,7 @@ def _before(x: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
 
 
-# Bit i of `broken_rules` is rule i, so new rules are added at the end of those that losses check.
+# Bit i of `broken_rules` is rule i, so add a new rule after the last one that losses check.
 RULES = (
     Rule(
         "loss_mask_values",
@@ -308,8 +308,8 @@ def count_broken(
     """Per-shard: for each rule that losses check, the number of this device's entries that break it.
 
     Args:
-      arrays: as those of `View`; None where there is none.
-      segments: of the rows.
+      arrays: as in `View`; None for absent ones.
+      segments: the sequences of the rows.
       real_last_targets: see `View`.
     """
     existing = {name: x for name, x in arrays.items() if x is not None}
@@ -348,7 +348,7 @@ def explain_broken_rules(bits: int | Array) -> list[str]:
       bits: the metric's value.
 
     Returns:
-      A line for each rule that was broken; none for 0.
+      A line for each broken rule; an empty list for 0.
 
     Raises:
       ValueError: a number that has other bits.

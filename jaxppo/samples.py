@@ -1,4 +1,4 @@
-"""A prompt with its response on the host, and the packing of many of them into the arrays of a batch."""
+"""Samples (prompts with responses) on the host, and their packing into the arrays of a batch."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Sample:
       loss_mask: `[n]`, 0 or 1, 1 for the tokens to train on. By default the whole response; set tokens that a tool
         wrote to 0.
       reward: one number for the whole response.
-      sample_id: the number of the sample in the step, unlike any other's; by default its place among the samples.
-      group_id: equal for the samples of one prompt; estimators that compare samples, as `advantages.grpo`, need it.
+      sample_id: the unique number of the sample in the step; by default its index among the samples.
+      group_id: equal for the samples of one prompt; estimators that compare samples, like `advantages.grpo`, need it.
       rollout_id: equal for the samples that one rollout was cut into; by default each sample is a rollout.
       advantages: `f32[n - response_start]`, like the arrays that follow.
       old_log_probs: under the policy at the start of the step.

@@ -58,7 +58,7 @@ def proximal_log_probs(
       rollout_log_probs: `f32[R, T]`, log b, as the sampler reported them.
       policy_versions: `i32[R, T]`, the version that drew each target.
       version: of the policy that learns; may be traced.
-      proximal_version: of the proximal policy, by default one less.
+      proximal_version: the version of the proximal policy, by default one less.
 
     Returns:
       `f32[R, T]`, for `old_log_probs`.

@@ -73,7 +73,7 @@ class TokenSets:
 
     @classmethod
     def join(cls, several: Iterable[TokenSets]) -> TokenSets:
-        """The sets of all of them, in order."""
+        """The sets of all the given `TokenSets`, in order."""
         several = list(several)
         sizes = np.concatenate([np.zeros(1, np.int64), *(each.sizes for each in several)])
         return cls(np.concatenate([each.token_ids for each in several]), np.cumsum(sizes))

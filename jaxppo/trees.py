@@ -1,4 +1,4 @@
-"""Rows packed as trees: which segment continues which, and therefore which tokens attend to which.
+"""Rows packed as trees: which segment continues which, and hence which tokens attend to which.
 
 A prefix that samples share is a segment without a sample. `parents i32[R, S]` holds the parent of each segment, by its
 number in `segment_ids` in the same row, 0 for none. Branches follow their parent, with no other segment between, so
@@ -22,7 +22,7 @@ __all__ = ["Paths", "check_recurrent"]
 
 
 class Rows(Protocol):
-    """The part of a `RolloutBatch` that is read here."""
+    """The fields of a `RolloutBatch` that this module reads."""
 
     @property
     def parents(self) -> Int[Array, "R S"] | None: ...

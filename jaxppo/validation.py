@@ -1,4 +1,4 @@
-"""The check of a batch by every function that takes one."""
+"""The check that every function applies to its batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
     """The arrays of a batch that are not None; raises unless it is a batch, with the right shapes and dtypes.
 
     Args:
-      batch: the argument of a user, unchecked.
+      batch: the user's argument, unchecked.
       stacked: micro-batches may be stacked, `[K, R, T]`.
       prefix: stands before the names of arrays in errors.
     """

@@ -24,7 +24,7 @@ else:
     def __getattr__(name: str) -> Any:
         if name not in ("Audit", "Collective", "Time"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from .audit import results  # here, since few programs audit
+        from .audit import results  # imported here because few programs audit
 
         return getattr(results, name)
 

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 Names = tuple[str, ...]
-Tree = TypeVar("Tree")  # of arrays
+Tree = TypeVar("Tree")  # a pytree of arrays
 LAYOUTS: dict[str, Any] = {}  # Layouts by name, which import this module; `register_layout` adds to them
 
 
@@ -42,12 +42,12 @@ class ShardAxes:
       context: axes that the positions of a row are sharded over.
       tensor: axes that the vocabulary is sharded over.
       fsdp: axes that a head kernel is sharded over beside `tensor`; each is a data or context axis for tokens.
-      replicated: axes over which every device does the same work.
+      replicated: axes along which every device does the same work.
       sequence_parallel: hidden states arrive with the positions sharded over `tensor` too.
       context_layout: which positions of a row each context shard holds.
 
     Raises:
-      ValueError: an axis in two roles, an fsdp axis that tokens are not spread over, an unknown layout.
+      ValueError: an axis in two roles, an fsdp axis that does not shard tokens, an unknown layout.
 
     Example:
       >>> ShardAxes(data="dp", context=None, tensor=("tp",)).tokens
@@ -127,9 +127,9 @@ class ShardAxes:
     def check_complete(self, what: str, *arrays: Any) -> None:
         """Raises where arrays differ between devices along a mesh axis that has no role here.
 
-        A sum over devices would leave that axis out, and be only one device's part of the whole. Axes along which no
-        array varies are harmless. Under `pmap` and `check_vma=False` JAX does not track varying axes, so any axis
-        without a role raises.
+        A sum over devices would leave that axis out and be only a part of the whole. Axes along which no array varies
+        are harmless. Under `pmap` and `check_vma=False` JAX does not track varying axes, so any axis without a role
+        raises.
 
         Args:
           what: the name of the sum, for the error.
@@ -173,15 +173,15 @@ def vary(x: jax.Array, names: Names | frozenset[str]) -> jax.Array:
 def unvary(x: jax.Array, names: Names) -> jax.Array:
     """x without `names` among the axes along which it varies.
 
-    The caller knows that it is equal along them, as JAX cannot: a gather by permutations has that result. Nothing is
-    checked or sent. It has no derivative.
+    The caller must know that x is equal along them. JAX cannot know it, for example after a gather by permutations.
+    Nothing is checked or sent. It has no derivative.
     """
     return _unvarying().bind(x, names=names)
 
 
 @functools.cache
 def _unvarying() -> Any:
-    from jax.extend.core import Primitive  # here, since it loads Pallas
+    from jax.extend.core import Primitive  # imported here because it loads Pallas
     from jax.interpreters import batching, mlir
 
     equal = Primitive("equal_along")

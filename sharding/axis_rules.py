@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 Names = tuple[str, ...]
 
-# The usual logical names of a loss's dimensions: MaxText's for logits and head first, its other names, then Flax's.
+# The usual logical names of a loss's dimensions: first MaxText's for logits and head, then its other names and Flax's.
 _USUAL = {
     "batch": ("activation_embed_and_logits_batch", "activation_batch", "batch"),
     "length": ("activation_length", "length"),

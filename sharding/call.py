@@ -24,7 +24,7 @@ def shard_call(
 ) -> Any:
     """Runs the per-shard `fn(axes, *args.values())` on one device, in the caller's `shard_map`, or on a mesh.
 
-    Every mesh-level function here goes through this, so that the per-shard function is the only implementation. It is
+    Every mesh-level function here uses this, so that the per-shard function is the only implementation. It is
     jitted even where the caller does not jit: with a module-level `fn`, a second call with equal `static` and arrays of
     the same shapes compiles nothing.
 
@@ -37,8 +37,9 @@ def shard_call(
       static: the static argument of `fn`, hashable; None for none.
 
     Raises:
-      TypeError: `parallel` is something else.
-      ValueError: a dimension that the mesh does not divide, `check_vma=False` around, a mesh inside a `shard_map`.
+      TypeError: `parallel` is of another type.
+      ValueError: a dimension that the mesh does not divide, a surrounding `shard_map` with `check_vma=False`, a mesh
+        inside a `shard_map`.
 
     Example:
       >>> mesh = make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1])

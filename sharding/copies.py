@@ -45,7 +45,7 @@ def one_a_device(x: jax.Array, parallel: ParallelMesh, spec: P) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _one_a_device(x: jax.Array, parallel: ParallelMesh, names: Names, spec: P) -> jax.Array:
     def per_shard(x: jax.Array) -> jax.Array:
-        wide = wider_dtype(x.dtype, jnp.float32)  # in which the gradients of copies are summed
+        wide = wider_dtype(x.dtype, jnp.float32)  # the dtype in which the copies' gradients are summed
         return vary(x.astype(wide), names).astype(x.dtype)[None]
 
     return jax.shard_map(per_shard, mesh=parallel.mesh, in_specs=spec, out_specs=P(names, *spec))(x)

@@ -46,7 +46,7 @@ class ParallelMesh:
       context: axes that shard the positions of a row.
       tensor: axes that shard the vocabulary.
       fsdp: axes over which a head kernel is sharded beside `tensor`.
-      replicated: axes over which every device does the same work.
+      replicated: axes along which every device does the same work.
       sequence_parallel: hidden states arrive with positions sharded over `tensor` too.
       context_layout: "contiguous", "zigzag", "zigzag_per_segment", "striped", or one that was registered.
 
@@ -275,7 +275,7 @@ def make_parallel_mesh(
 ) -> ParallelMesh:
     """A `ParallelMesh` from text such as "dp=2,cp=2,tp=2", whatever the order of its axes and the shape of the slice.
 
-    Tensor axes take the fastest links, then context axes; data axes span slices, if there are several. `links` tells
+    Tensor axes take the fastest links, then context axes; data axes span slices, if there are several. `links` says
     which links each axis has.
 
     Args:

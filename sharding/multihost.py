@@ -35,8 +35,8 @@ def start(
     Args:
       coordinator: "host:port" of process 0; None where JAX finds the cluster itself (TPU pods, Slurm, MPI).
       num_processes: how many processes there are; 1 makes this a no-op.
-      process_id: this one's number, from 0.
-      heartbeat_timeout_s: how long a process may be silent until the others end.
+      process_id: the number of this process, from 0.
+      heartbeat_timeout_s: how long a process may be silent before the others end.
 
     Example:
       >>> start(num_processes=1)
@@ -74,7 +74,7 @@ def exchange(what: str, mine: bytes) -> list[bytes]:
     client.key_value_set_bytes(f"jaxppo/{number}/{me}", what.encode() + b"\0" + mine)
     client.wait_at_barrier(f"jaxppo/{number}", 1000 * EXCHANGE_TIMEOUT_S)
     found = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get_bytes(f"jaxppo/{number}")}
-    if number:  # all processes have read the exchange before, since they are at this one
+    if number:  # all processes are at this exchange, so all have read the one before
         client.key_value_delete(f"jaxppo/{number - 1}/{me}")
     calls, everyone = zip(*(found[process].split(b"\0", 1) for process in sorted(found)), strict=True)
     if len(set(calls)) > 1:
@@ -108,7 +108,7 @@ def gather(rows: Num[np.ndarray, "N ..."]) -> list[Num[np.ndarray, "N ..."]]:
 
 @contextlib.contextmanager
 def together(parallel: ParallelMesh | None) -> Iterator[None]:
-    """Raises an error of one process on all processes of the mesh, with the number and host of the process it is from.
+    """Raises one process's error on all processes of the mesh, and names that process and its host.
 
     Every process must enter the block, and must not exchange anything inside it. A mesh of one process needs none of
     this: the error is raised unchanged.
@@ -167,7 +167,7 @@ def check_equal(what: str, value: object) -> None:
 
 
 def check_equal_rows(what: str, arrays: Mapping[str, np.ndarray], parallel: ParallelMesh) -> None:
-    """Raises on every process where two with the same data shards pass different arrays; all must call this."""
+    """Raises on every process if two with the same data shards pass different arrays; all must call this."""
     mine = local_data_shards(parallel)
     prints = {name: zlib.crc32(np.ascontiguousarray(x).tobytes()) for name, x in arrays.items()}
     first: dict[str, tuple[int, dict[str, int]]] = {}
@@ -210,7 +210,7 @@ def local_data_size(parallel: ParallelMesh) -> int:
 
 
 def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
-    """Global arrays from the rows of each host, which are those of its own data shards, in full along other dimensions.
+    """Makes global arrays from each host's rows: those of its own data shards, in full along other dimensions.
 
     Args:
       tree: a pytree of arrays, such as a `RolloutBatch` of this host's rows; None leaves stay None.

@@ -143,7 +143,8 @@ def pack(
       rows: R, the rows of the batch, or of each micro-batch. By default the fewest that the data axes divide.
       buckets: values of R. The smallest that is large enough is taken, so that batches share few compiled programs.
       micro_batches: K, the number of micro-batches; with max_tokens, the least number of them.
-      max_tokens: the most places of a micro-batch that one device may hold; R and K follow from it.
+      max_tokens: the most positions of a micro-batch that one device may hold, padding included; R and K follow from
+        it.
       num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
       loads: the cost of each sequence; by default its length. For a loss, give the number of loss tokens.
       bundles: the number of each sequence's bundle, 0, 1, ... without gaps. The sequences of a bundle stay in one row,
@@ -315,8 +316,8 @@ def _bundled(
     """Packs whole bundles, and returns the bin, the slot in it and the start of each sequence."""
     order = np.argsort(bundle, kind="stable")
     held = np.bincount(bundle)
-    first = np.cumsum(held) - held  # of each bundle in the order
-    before = np.cumsum(padded[order]) - padded[order]  # places of all sequences before each
+    first = np.cumsum(held) - held  # the index in `order` of each bundle's first sequence
+    before = np.cumsum(padded[order]) - padded[order]  # padded lengths of all earlier sequences, summed
     bins, slots, starts = _first_fit_decreasing(np.bincount(bundle, padded).astype(np.int64), held, row_length, most)
     slot, start = (np.empty(len(padded), np.int32) for _ in range(2))
     of = bundle[order]
@@ -328,7 +329,7 @@ def _bundled(
 def _first_fit_decreasing(
     lengths: np.ndarray, counts: np.ndarray, row_length: int, most: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The bin, the first slot in it and the start of each bundle. Each, the longest first, takes the first bin it fits.
+    """The bin, the first slot and the start of each bundle. Bundles, longest first, take the first bin that they fit.
 
     Lengths only fall, so a bin that fits one bundle fits all later ones until it takes one. `fitting` holds such bins
     by their number, `full` the others by their free places. A bin with too few slots for a bundle stays in `fitting`.

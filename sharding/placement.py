@@ -1,4 +1,4 @@
-"""Orders devices into a mesh so that the busiest axes have the fastest links, and tells the links of each axis."""
+"""Orders devices into a mesh so that the busiest axes have the fastest links, and describes each axis's links."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def place(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     """The devices as an array of shape `sizes`, whose axes are ordered from the least traffic to the most.
 
     Within a slice `jax.experimental.mesh_utils` decides. It refuses an axis that is not a product of whole dimensions
-    of the torus. Then dimensions are split: each axis, the busiest first, takes neighbours along one dimension if one
-    is long enough. The first axes span the slices, which a slower network connects.
+    of the torus. If it does, dimensions are split here: each axis, the busiest first, takes neighbours along one
+    dimension if one is long enough. The first axes span the slices, which a slower network connects.
 
     Args:
       sizes: the sizes of the axes; their product is the number of devices.
@@ -73,10 +73,10 @@ def _grid(devices: Sequence[jax.Device]) -> np.ndarray | None:
 def _split(sizes: Sequence[int], grid: np.ndarray) -> np.ndarray:
     """Splits the grid's dimensions and combines them to axes of `sizes`; the last axis chooses first."""
     left = list(grid.shape)
-    taken: list[list[tuple[int, int]]] = [[] for _ in left]  # of each dimension, (axis, count) with neighbours first
+    taken: list[list[tuple[int, int]]] = [[] for _ in left]  # per dimension: (axis, count), neighbours first
     for axis in reversed(range(len(sizes))):
         size = sizes[axis]
-        # first dimensions that `size` divides, then unsplit ones, whose neighbours are one hop apart, then the shortest
+        # first dimensions that `size` divides, then unsplit ones (neighbours are one hop apart), then the shortest
         order = sorted(range(len(left)), key=lambda d: (left[d] % size > 0, grid.shape[d] // left[d], left[d]))
         for dimension in order:
             count = math.gcd(size, left[dimension])

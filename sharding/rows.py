@@ -81,9 +81,9 @@ def shift_left(
     """y[t] = x[t + by] along the logical positions of a row, across shards, and `fill` where that leaves the sequence.
 
     The mesh's context layout decides how many positions of each row of an array a device sends: `by` in contiguous,
-    `2 * by` in zigzag, `2 * S * by` in zigzag_per_segment; in striped the whole shard, to contiguous and back. As many
-    segment_ids are sent, once for all arrays; in zigzag_per_segment S counts are summed instead. A shift longer than a
-    piece of the row takes several hops.
+    `2 * by` in zigzag, `2 * S * by` in zigzag_per_segment; in striped the whole shard, to contiguous and back. The same
+    number of segment_ids is sent once for all arrays; in zigzag_per_segment S counts are summed instead. A shift longer
+    than a piece of the row takes several hops.
 
     Args:
       x: `[R, T, ...]` of any dtype in the mesh's layout, or a pytree of them; None leaves stay None.
@@ -157,9 +157,8 @@ def scan_affine(
     Discounted returns are `scan_affine(gamma, rewards)`, and GAE is `scan_affine(gamma * lambda, deltas)`. Each shard
     scans its own pieces of the row: one in contiguous, two in zigzag, two for each sequence in zigzag_per_segment. It
     sends a pair (a, b) for each piece, and two more numbers with segment_ids, except in zigzag_per_segment. In striped
-    the whole shard goes to contiguous and back. Differentiable in a and b. NaN and inf reach what depends on them in
-    their own sequence, in values and gradients, and nothing else. Nothing depends on padding, or on a at a sequence's
-    end, so both may hold them.
+    the whole shard moves to contiguous and back. Differentiable in a and b. NaN and inf stay in their own sequence, in
+    values and gradients. Nothing depends on padding, or on a at a sequence's end, so both may hold NaN and inf.
 
     Args:
       a: `[R, T]` coefficients in the mesh's layout, or a scalar.

@@ -1,6 +1,6 @@
 """Per-sequence sums, means and extremes on packed rows whose positions may be spread over context shards.
 
-None of them depends on the order of the positions, so each is right in every context layout.
+They do not depend on the order of the positions, so they are right in every context layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .mesh import ParallelMesh
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The sequences of packed rows, for per-shard code: reduce per-token values by sequence, spread them back.
+    """The sequences of packed rows, for per-shard code: reduces per-token values by sequence, and spreads them back.
 
     Args:
       segment_ids: `i32[R, T_local]`, 0 for padding, 1..S for the sequences of the row.
@@ -56,7 +56,7 @@ class Segments:
         return lax.pmax(vary(best, self.axes.context), self.axes.context) if self.axes.context else best
 
     def spread(self, y: Num[Array, "R S"]) -> Num[Array, "R T"]:
-        """Each position's sequence's value, 0 on padding."""
+        """For each position the value of its sequence, 0 on padding."""
         padded = jnp.concatenate([jnp.zeros_like(y[:, :1]), y], axis=1)
         return jnp.take_along_axis(padded, self.segment_ids, axis=1)
 
@@ -84,7 +84,7 @@ def segment_sum(
       `[R, S]`, or `[K, R, S]`, in x's dtype, 0 for sequences that are absent.
 
     Raises:
-      ValueError: shapes of x and segment_ids differ, segment_ids are no integers.
+      ValueError: shapes of x and segment_ids that differ, segment_ids that are not integers.
       TypeError: num_segments that is no static integer.
 
     Example:

@@ -14,7 +14,7 @@ from .mesh import ParallelMesh, make_parallel_mesh
 
 
 def emulate_devices(count: int = 8) -> None:
-    """Makes the CPU appear as `count` devices; call it before anything else uses JAX.
+    """Makes the CPU appear as `count` devices; call this before anything else uses JAX.
 
     Raises:
       RuntimeError: JAX already runs with other devices.

@@ -64,10 +64,10 @@ class Groups:
         return jnp.where(self.of(self.count) > 1, advantages, own if singletons == "reward" else 0)
 
     def others(self) -> Moments:
-        """(count, mean, sum of squares about that mean) of each sample's group without the sample, `[N]` each.
+        """(count, mean, sum of squares about that mean) of the other samples of each sample's group, `[N]` each.
 
-        The moments of the samples before it and after it in the group are merged. A difference of sums would not do:
-        where the others are nearly equal, it is nothing but rounding error.
+        The moments of the samples before it and after it in the group are merged. A difference of sums is not accurate
+        enough: if the others are nearly equal, it is only rounding error.
         """
         order = jnp.argsort(self.by_id.all)
         ids, rewards = self.by_id.all[order], self.rewards[order]

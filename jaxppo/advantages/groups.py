@@ -1,6 +1,6 @@
 """Per-sample advantages that compare the samples of one prompt: the samples with equal `group_ids`.
 
-A group may have any size and may lie on any data shards: the few numbers a sample has are gathered over the data axes.
+A group may have any size and may lie on any data shards: a few numbers per sample are gathered over the data axes.
 A step of stacked micro-batches, `[K, R, S]`, is one population: the samples of a group may lie in any of them.
 """
 
@@ -31,7 +31,7 @@ def grpo(
     The standard deviation is over n - 1. Groups may be of unequal size and spread over data shards.
 
     Args:
-      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step; anything where there is no sample.
+      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step; anything where there is no sample.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       scale_by_std: divide by the group's deviation; without it this is `dr_grpo`.
       epsilon: added to the deviation.
@@ -75,7 +75,7 @@ def dr_grpo(
     """Group-relative advantages without the scale: A_i = r_i - mean_g.
 
     Args:
-      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       singletons: the advantage in a group of one: "zero", or its own "reward" (verl).
       parallel: the mesh; rows sharded over data.
@@ -110,7 +110,7 @@ def rloo(
     others are a single sample or equal, A_i is not scaled (NeMo-RL).
 
     Args:
-      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       scale_by_std: divide by the deviation of the others.
       epsilon: added to the deviation.
@@ -159,14 +159,14 @@ def opo(
     """Advantages over the length-weighted baseline: A_i = r_i - sum_g(len_j * r_j) / sum_g(len_j).
 
     Args:
-      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       lengths: numbers of that shape, response tokens of each sample, `segment_sum(loss_mask, ...)`.
       singletons: the advantage in a group of one: "zero", or its own "reward" (verl).
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32`, the shape of rewards, 0 where there is no sample, and in groups of several without a token.
+      `f32`, the shape of rewards, 0 where there is no sample, and in groups of several samples without a loss token.
 
     Raises:
       ValueError, TypeError: as `grpo`; lengths of another shape.
@@ -199,7 +199,7 @@ def pass_at_k(
     """Only a group's best sample has an advantage: A_best = (r_best - r_second) / (std_g + epsilon), 0 for all others.
 
     Args:
-      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       scale_by_std: divide by the group's deviation (over n - 1).
       epsilon: added to the deviation.
@@ -240,12 +240,12 @@ def gpg(
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
-    """Advantages scaled up to make up for rewards of 0: A_i = (N / #{r != 0}) * (r_i - mean_g) / f_norm.
+    """Advantages scaled up to compensate for rewards of 0: A_i = (N / #{r != 0}) * (r_i - mean_g) / f_norm.
 
     N and the count of rewards that are not 0 are over the whole batch, or stacked step.
 
     Args:
-      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       f_norm: the paper's normaliser.
       singletons: the centred reward in a group of one: "zero", or its own "reward" (verl).
@@ -280,7 +280,7 @@ def remax(
     """Advantages over the reward of the greedy response to the same prompt: A_i = r_i - b_i.
 
     Args:
-      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       baselines: `f32` of that shape, the greedy response's reward for each sample's prompt.
       sample_ids: `i32` of that shape, -1 where there is no sample.
 

@@ -1,4 +1,4 @@
-"""The baseline of each token that makes the variance of the policy's gradient smallest."""
+"""The baseline of each token that minimises the variance of the policy's gradient."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def optimal_token_baseline(
       stats: log-probs p of the tokens and `sum_p2`, `[R, T]`, before the step: `compute_log_probs` of
         `log_probs_from_hidden(..., logit_stats=("sum_p2",))`.
       group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
-      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; only its sequences and loss mask are read.
       place: how t counts: "position" counts all tokens from a sample's first loss token on; "loss_token" counts loss
         tokens alone, so tokens that tools wrote count no place (verl's form for tool-integrated reasoning).
       weights: w, `f32[R, T]`, importance weights over the sampler, or 1.
@@ -124,7 +124,7 @@ def _per_shard(
     def total(x: jax.Array) -> jax.Array:
         return vary(jnp.zeros(size, jnp.float32), axes.tokens).at[index].add(x, mode="drop")
 
-    # Differences from the group's largest return, so that equal returns leave nothing at all.
+    # Differences from the group's largest return, so that equal returns give exactly 0.
     largest = by_id.max(by_id.gather(segments.max(returns, mask)))
     largest = segments.spread(jnp.where(jnp.isneginf(largest), 0, largest)[by_id.own])
     numerators, denominators = axes.psum((total((returns - largest) * upto), total(upto)), axes.tokens)

@@ -21,13 +21,13 @@ def pass_rates(
     at_least: float = 1.0,
     parallel: ParallelMesh | ShardAxes | None = None,
 ) -> Metrics:
-    """Metrics of how many samples of each group have a reward of `at_least`, over the whole step.
+    """Metrics of how many samples of each group have at least the reward `at_least`, over the whole step.
 
     If all samples of a group pass, or none, they have no group advantage.
 
     Args:
       rewards: `f32[R, S]`, or `[K, R, S]`, the whole step's.
-      group_ids: equal for the samples of one prompt, -1 where there is none.
+      group_ids: equal for the samples of one prompt, -1 where there is no sample.
       at_least: the smallest reward that passes.
       parallel: the mesh; rows sharded over data.
 

@@ -38,7 +38,7 @@ def token_rewards(
     The last token is found by `batch.positions`, so it may lie on any context shard, in any layout.
 
     Args:
-      rewards: `f32[R, S]`, one a sequence.
+      rewards: `f32[R, S]`, one per sequence.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       kl: `f32[R, T]`, the estimated KL to the reference at each token (see `kl_divergence`).
       kl_coef: c.
@@ -289,7 +289,7 @@ def reinforce_plus_plus_baseline(
     """REINFORCE++ with the group's mean as baseline: A_t = whiten(r_i - mean_g - c * kl_t).
 
     Args:
-      rewards: `f32[R, S]`, one a sequence.
+      rewards: `f32[R, S]`, one per sequence.
       group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       kl: `f32[R, T]`, the estimated KL to the reference at each token.

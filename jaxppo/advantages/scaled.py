@@ -37,7 +37,7 @@ def maxrl(
     of a right answer, up to an order equal to the group's size. A negative mean would flip all signs.
 
     Args:
-      rewards: `f32[R, S]`, one a sample, at least 0, or `[K, R, S]` of a stacked step.
+      rewards: `f32[R, S]`, one per sample, at least 0, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       epsilon: added to the mean.
       singletons: the advantage in a group of one: "zero", or its own "reward" (SkyRL).
@@ -104,7 +104,7 @@ def gdpo(
     of rewards. Whitening brings the deviation of the sum back to 1 over the step.
 
     Args:
-      rewards: for each reward `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      rewards: for each reward `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       weights: w, a number for each reward; 1 by default.
@@ -170,7 +170,7 @@ def standardize(
     deviation's level, and mean_j is the mean that centres j, or 0 without one.
 
     Args:
-      rewards: `f32[R, S]`, one a sample, or `[K, R, S]` of a stacked step.
+      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       mean: the level of the mean, or None to subtract none.
       std: the level of the deviation, or None to divide by nothing.

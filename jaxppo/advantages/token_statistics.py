@@ -48,7 +48,7 @@ def spread(x: Float[Array, "*K R S"], batch: RolloutBatch, *, parallel: Parallel
     """Each sample's value on its loss-carrying tokens: y[r, t] = x[r, segment_ids[r, t] - 1] where loss_mask[r, t].
 
     Args:
-      x: `f32[R, S]`, one a sample; `[K, R, S]` with a stacked step.
+      x: `f32[R, S]`, one per sample; `[K, R, S]` with a stacked step.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       parallel: the mesh; rows sharded over data, positions over context.
 
@@ -88,10 +88,10 @@ def whiten(
     epsilon: float = 1e-12,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
-    """Mean 0 and deviation 1 over all masked-in tokens of the step: y = (x - mean) / sqrt(var + epsilon).
+    """Mean 0 and deviation 1 over all tokens of the step with mask 1: y = (x - mean) / sqrt(var + epsilon).
 
-    The mean is found first and the variance (over n - 1) about it, each over data and context, so that a mean far
-    larger than the deviation costs no accuracy.
+    The mean is found first and the variance (over n - 1) about it, each over the data and context axes, so that a mean
+    far larger than the deviation costs no accuracy.
 
     Args:
       x: `f32[R, T]`, or a stacked step `[K, R, T]`.

@@ -23,7 +23,7 @@ class Turn:
       completion: token ids, including the one that stopped it.
       log_probs: the log-probs of the completion, None if the request did not ask for them.
       finish_reason: "stop", "length", "abort" or another of the engine's.
-      nucleus: the ids that could be drawn, by token of the completion.
+      nucleus: for each token of the completion, the ids that could be drawn.
     """
 
     prompt: list[int]
@@ -82,7 +82,7 @@ def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str) -> dict[str, A
 
 
 def _added(turn: int, so_far: list[int], prompt: list[int]) -> list[int]:
-    """The tokens of the environment between the last completion and this one."""
+    """The environment's tokens between the last completion and this one."""
     if prompt[: len(so_far)] != so_far:
         same = next((i for i, (a, b) in enumerate(zip(so_far, prompt, strict=False)) if a != b), len(prompt))
         raise ValueError(

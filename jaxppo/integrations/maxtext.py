@@ -5,9 +5,10 @@
     hidden, head = hidden_and_head(model, decoder_output)
     loss, metrics = policy_loss_from_hidden(hidden, head, batch, PolicyLossConfig(), parallel=parallel)
 
-Its model leaves the decoder's output behind, and computes no logits, where `num_vocab_tiling` is above 1:
-`nnx.pop(model, nnx.Intermediate)["decoder"]["hidden_states"]`. Its own trainer for RL is Tunix's, around a
-`TunixMaxTextAdapter` that ignores `output_hidden_states` and refuses vocabulary tiling: there the loss stays on logits.
+If `num_vocab_tiling` is above 1, MaxText's model stores the decoder's output and computes no logits:
+`nnx.pop(model, nnx.Intermediate)["decoder"]["hidden_states"]`. MaxText's own RL trainer is Tunix's with a
+`TunixMaxTextAdapter`, which ignores `output_hidden_states` and refuses vocabulary tiling: there the loss stays on
+logits.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def batch_of(
         left alone.
       num_segments: S; needed under jit, by default the largest segment id.
       parallel: the mesh.
-      **arrays: what else the batch holds (advantages, old_log_probs, ...), at the position that predicts; see
+      **arrays: the other arrays of the batch (advantages, old_log_probs, ...), at the position that predicts; see
         `RolloutBatch.from_target_aligned`.
 
     Returns:
@@ -81,7 +82,7 @@ def batch_of(
 def hidden_and_head(model: Any, decoder_output: Float[Array, "R T H"]) -> tuple[Float[Array, "R T H"], Head]:
     """The factors of `model.logits_from_hidden_states_for_vocab_tiling(decoder_output)`: hidden states and the head.
 
-    The decoder's output goes through its last norm. There is no dropout, as in inference.
+    The hidden states are the decoder's output after the last norm. There is no dropout, as in inference.
 
     Args:
       model: MaxText's NNX `Transformer`; call this inside the loss, on the model that is differentiated.
@@ -100,7 +101,7 @@ def hidden_and_head(model: Any, decoder_output: Float[Array, "R T H"]) -> tuple[
 
 
 def head_of(model: Any) -> Head:
-    """The head of a MaxText model: what multiplies the output of the last norm.
+    """The head of a MaxText model, which multiplies the output of the last norm.
 
     It is `logits_dense` or, with `logits_via_embedding`, the embedding table, which MaxText then rounds to bf16.
     `normalize_embedding_logits` becomes a scale and `final_logits_soft_cap` a soft-cap, both for an embedding table

@@ -1,6 +1,6 @@
-"""Reads a head out of modules of Flax, Equinox, Tunix and Qwix.
+"""Reads a head from modules of Flax, Equinox, Tunix and Qwix.
 
-None of them is imported here: an object of such a package can exist only if the program has imported it.
+It imports none of these packages: their objects can exist only if the program has imported them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_DOT_GENERAL = jax.lax.dot_general  # as it is before Qwix or another patches it for the time of a call
+_DOT_GENERAL = jax.lax.dot_general  # before Qwix or another package patches it during a call
 _EXPECTED = (
     "an array, nnx.Param, nnx.Linear, nnx.LoRALinear, nnx.LoRA, nnx.Embed, nnx.Einsum, a Linen parameter or the "
     "parameters of an nn.Dense or nn.Embed, eqx.nn.Linear, eqx.nn.Embedding, or a Tunix lm_head or embedder"
@@ -32,7 +32,7 @@ class Parts:
       bias: `[V]`.
       lora: a `[H, r]` and b `[r, V]`.
       lora_scale: of the adapter, None where the module does not say.
-      dtype: in which the module multiplies, None where it does not say.
+      dtype: the dtype in which the module multiplies, None where it does not say.
     """
 
     kernel: Any
@@ -50,7 +50,7 @@ def parts_of(module: Any) -> Parts:
       module: see `Head.of`.
 
     Raises:
-      TypeError: something unknown, quantised weights, adapters that are not understood.
+      TypeError: an unknown object, quantised weights, unknown adapters.
     """
     for found in (_from_wrapped, _from_mapping, _from_nnx, _from_equinox, _from_tunix):
         parts = found(module)
@@ -95,8 +95,8 @@ def _value(where: str, x: Any) -> Any:
     if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         kind = type(x)
         raise TypeError(
-            f"{where}: got {kind.__module__}.{kind.__qualname__}, expected an array of floats; quantised and wrapped "
-            "weights are to become one first"
+            f"{where}: got {kind.__module__}.{kind.__qualname__}, expected an array of floats; convert "
+            "quantised and wrapped weights first"
         )
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
         raise TypeError(f"{where}: got {x.dtype}, quantised weights, expected float32, bfloat16 or float16")
@@ -194,13 +194,13 @@ def _flax_adapter(lora: Any) -> tuple[Any, Any]:
 
 
 def _check_method(x: Any, kind: str, method: str) -> None:
-    """Raises where a subclass computes logits in a way of its own."""
+    """Raises where a subclass computes logits in its own way."""
     if getattr(type(x), method) is not getattr(_class("flax.nnx", kind), method):
         _refuse(x, f"a {kind} with a {method} of its own, expected nnx.{kind}; Head(kernel, ...) says what it computes")
 
 
 def _parameters(x: Any) -> list[str]:
-    """The names of a module's attributes that hold parameters, or modules that may."""
+    """The names of a module's attributes that hold parameters, or modules that may hold some."""
 
     def holds(v: Any) -> bool:
         return _is(v, "flax.nnx", "Variable") or _is(v, "flax.nnx", "Module") or isinstance(v, jax.Array)
@@ -222,7 +222,7 @@ def _from_equinox(x: Any) -> Parts | None:
 
 
 def _from_tunix(x: Any) -> Parts | None:
-    """A model's `lm_head`, an Einsum of its own over `w`, or its embedder, whose `decode` makes logits.
+    """A Tunix model's `lm_head`, an Einsum over `w`, or its embedder, whose `decode` makes logits.
 
     Every Tunix model defines both classes anew, so they are recognised by their attributes.
     """

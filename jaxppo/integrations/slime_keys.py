@@ -8,7 +8,7 @@ from jaxppo.integrations.options import by_name
 
 VERSION = "624b824a"
 
-# What is translated, or whose value is checked, with slime's defaults.
+# The arguments that are translated, or whose value is checked, with slime's defaults.
 DEFAULTS: dict[str, Any] = {
     "advantage_estimator": "grpo",
     "calculate_per_token_loss": False,
@@ -38,12 +38,12 @@ DEFAULTS: dict[str, Any] = {
     "use_tis": False,
     "use_unbiased_kl": False,
 }
-# What slime's train_infer_mismatch_helper reads beside them, from the file of --custom-config-path; it has no defaults.
+# What slime's train_infer_mismatch_helper also reads, from the file of --custom-config-path; it has no defaults.
 MISMATCH_HELPER = {
     **dict.fromkeys(("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize")),
     **dict.fromkeys(("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")),
 }
-# Remarks on the others. A name that ends in "_" stands for all names with that prefix.
+# Remarks on the other arguments. A name that ends in "_" stands for all names with that prefix.
 ELSEWHERE = by_name(
     {
         "gamma= of jaxppo.advantages": "gamma",

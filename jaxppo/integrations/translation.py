@@ -17,7 +17,7 @@ class Translation:
       config: the policy loss.
       head: keyword arguments of `log_probs_from_hidden`, `log_probs_from_logits` and `policy_loss_from_hidden`.
       batching: keyword arguments of `RolloutBatch.from_samples`, as far as the configuration has them.
-      elsewhere: the given keys that are about something else, each with a remark on what that is.
+      elsewhere: the given keys that are about something else, each with a remark on its subject.
     """
 
     config: PolicyLossConfig

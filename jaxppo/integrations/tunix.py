@@ -10,13 +10,13 @@ How this module plugs into Tunix:
 
 - Policy losses have a registry, and this module uses it.
 - The reference, old and actor passes have no registry. They are methods of `RLCluster`, of its inference worker and of
-  its rollout, and call a function of a module. `rl_cluster()` is a subclass of `RLCluster` that overrides them. Nothing
-  of Tunix is replaced for others.
-- The advantages, the rewards and the value loss of PPO use no logits, and are left alone.
+  its rollout, and call a function of a module. `rl_cluster()` is a subclass of `RLCluster` that overrides them. Other
+  code still gets Tunix's own classes.
+- The advantages, the rewards and the value loss of PPO use no logits, so this module does not touch them.
 - Its supervised and DPO trainers have another loss (`with_loss_fn`), which this module does not touch.
 
-The version of Tunix is recognised by what it has. If it has a `LossOutput`, the loss is returned as a sum and its
-denominator, which Tunix adds up over micro-batches.
+This module looks at what Tunix defines, not at its version. If Tunix has a `LossOutput`, the loss is returned as a sum
+and its denominator, which Tunix adds up over micro-batches.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ def register(
 ) -> str:
     """Puts a policy loss into Tunix's registry; a learner takes it with `GRPOConfig(policy_loss_fn=name)`.
 
-    The loss takes the model's hidden states and its head to `policy_loss_from_hidden`. Batches may be padded or packed,
-    the model adapted, its head frozen. Tunix's learner still decides which log-probs are computed before.
-    For reference log-probs it needs a `GRPOConfig(beta=...)` other than 0, for old log-probs `num_iterations` above 1.
-    Without old log-probs the ratio is 1, as in Tunix's own loss.
+    The loss takes the model's hidden states and its head to `policy_loss_from_hidden`. Batches may be padded or packed;
+    the model may have adapters and a frozen head. Tunix's learner still decides which log-probs are computed before the
+    loss. For reference log-probs it needs a `GRPOConfig(beta=...)` other than 0; for old log-probs it needs
+    `num_iterations` above 1. Without old log-probs the ratio is 1, as in Tunix's own loss.
 
     Args:
       config: the loss; None takes it from the learner's own config, see `config_of`.
       parallel: the mesh of the actor.
-      name: its name in the registry; an existing name is replaced, "grpo" and "ppo" too.
+      name: the loss's name in the registry; an existing name is replaced, "grpo" and "ppo" too.
       lora_scale: alpha / rank of an adapter of the head; see `Head.of`.
       num_segments: the most sequences in a packed row; by default as many as it has tokens, which takes memory where
         rows are long.
@@ -191,7 +191,7 @@ def _fitting(config: PolicyLossConfig, batch: RolloutBatch, weights: jax.Array |
 def batch_of(
     train_example: Any, pad_id: int, *, parallel: ParallelMesh | None = None, num_segments: int | None = None
 ) -> RolloutBatch:
-    """The batch that a Tunix `TrainExample` is, padded or packed; traceable.
+    """Converts a Tunix `TrainExample`, padded or packed, to a batch; traceable.
 
     Args:
       train_example: prompt_ids `[B, P]`, completion_ids and completion_mask `[B, C]`, advantages `[B]` or `[B, C]`,
@@ -215,7 +215,7 @@ def batch_of(
     segments = getattr(x, "segment_ids", None)
     if segments is None:
         found = jnp.concatenate([x.prompt_ids != pad_id, (x.completion_ids != pad_id) | (mask > 0)], axis=1)
-        # a padding id that was sampled is a token, too: like Tunix's, the next one is predicted at its place
+        # a sampled padding id is a token too: as in Tunix, the next token is predicted at its position
         tokens = jax.lax.cummax(found.astype(jnp.int32), 1) * jax.lax.cummax(found.astype(jnp.int32), 1, reverse=True)
         return RolloutBatch.from_padded(
             x.prompt_ids, x.completion_ids, mask, attention_mask=tokens, parallel=parallel, **arrays

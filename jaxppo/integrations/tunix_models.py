@@ -15,8 +15,8 @@ from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.sharding import ParallelMesh
 
-_SOWN = "all_hidden_states"  # as Tunix's models call what they leave behind for output_hidden_states=True
-_SOFTCAPS = ("final_logits_softcap", "final_logit_softcap")  # of Gemma's models and of its configs
+_SOWN = "all_hidden_states"  # where Tunix's models store hidden states
+_SOFTCAPS = ("final_logits_softcap", "final_logit_softcap")  # the names in Gemma's models and in its configs
 
 
 def head_of(model: Any, *, lora_scale: float | None = None) -> Head:
@@ -52,8 +52,8 @@ def hidden_states(
 
     A model whose call takes `skip_lm_head` (Tunix's main branch) returns them. One whose call takes
     `output_hidden_states` (0.1.7: Qwen 2 and 3, Gemma 1 to 3) is asked for them. The others (0.1.7: Llama 3, Gemma 4)
-    have no such output: the `final_norm` of a copy of the model, which shares its arrays, notes what it returns. The
-    logits that such a model also computes are not used, so under jit they do not exist.
+    have no such output. For them, a copy of the model that shares its arrays records the output of its `final_norm`.
+    The logits that such a model also computes are not used, so under jit they do not exist.
 
     Args:
       model: of `tunix.models`.
@@ -87,7 +87,7 @@ def hidden_states(
     if "skip_lm_head" in taken:
         hidden: Float[Array, "B T H"] = model(tokens, **call, skip_lm_head=True)[0]
         return hidden
-    model = nnx.merge(*nnx.split(model))  # what is noted stays with the copy
+    model = nnx.merge(*nnx.split(model))  # the recorded output stays with the copy
     if "output_hidden_states" in taken:
         call["output_hidden_states"] = True
     elif hasattr(model, "final_norm"):
@@ -151,8 +151,8 @@ def log_probs(
 
     Args:
       model: of `tunix.models`.
-      prompt_ids: `i32[B, P]`, padded before; `[B, 0]` for packed rows.
-      completion_ids: `i32[B, C]`, padded behind, or packed rows.
+      prompt_ids: `i32[B, P]`, left-padded; `[B, 0]` for packed rows.
+      completion_ids: `i32[B, C]`, right-padded, or packed rows.
       pad_id: of the tokenizer.
       temperature: of the sampler; like Tunix's, 0 divides by nothing.
       segment_ids: of packed rows, 0 is padding.

@@ -11,7 +11,7 @@ ACTOR = "actor_rollout_ref.actor."
 LOSS = "actor_rollout_ref.actor.policy_loss."
 CORRECTION = "algorithm.rollout_correction."
 
-# What is translated, or whose value is checked, with verl's defaults.
+# The keys that are translated, or whose value is checked, with verl's defaults.
 DEFAULTS: dict[str, Any] = {
     ACTOR + "clip_ratio": 0.2,
     ACTOR + "clip_ratio_low": 0.2,

@@ -36,9 +36,9 @@ _AGGREGATIONS: dict[str, Aggregation] = {
     "seq-mean-token-mean": "sequence_mean_token_mean",
     "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
 }
-_OWN_AGGREGATION = ("gspo", "sapo", "geo_mean")  # whose policy loss is a mean of sequence means, whatever is asked for
+_OWN_AGGREGATION = ("gspo", "sapo", "geo_mean")  # always a mean of sequence means
 _KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-_ESTIMATORS = {"kl": "k1", "mse": "k2", "k3": "low_var_kl"}  # where ours has another name
+_ESTIMATORS = {"kl": "k1", "mse": "k2", "k3": "low_var_kl"}  # verl's names that differ from ours
 _STATISTICS = [f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")]
 _PLAIN = ("gae", "gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus", "remax", "rloo")
 _OF_TOKENS = ("optimal_token_baseline", "tir_optimal_token_baseline")
@@ -93,7 +93,7 @@ def _flat(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, A
 
 
 def _refuse(options: Options) -> None:
-    """Raises for what verl computes and this package does not."""
+    """Raises for options that verl has and this package does not."""
     options.choice("algorithm.adv_estimator", _ADVANTAGES, "jaxppo.advantages has no other")
     for key, expected in (
         ("algorithm.use_pf_ppo", "False: samples are not drawn anew by their rewards here"),
@@ -119,7 +119,7 @@ def _policy_loss(options: Options) -> tuple[PolicyLoss, RatioTo, OffPolicyConfig
         return _loss(options), "rollout", None
     if options[mode] != "vanilla":
         options.refuse(mode, "'vanilla' with bypass_mode and trainer.use_v1=False, where loss_type says the loss")
-    if kind == "ppo_clip":  # whose ratio is the weight
+    if kind == "ppo_clip":  # its ratio is the importance weight
         return _loss(options), "rollout", _correction(options, False, "current/rollout")
     return Reinforce(), "rollout", _correction(options, True, "current/rollout")
 

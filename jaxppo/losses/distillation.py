@@ -70,7 +70,7 @@ def divergence_from_hidden(
       hidden: `[R, T, H]`, the student's, see `log_probs_from_hidden`.
       head: the student's `Head`, or its bare kernel `[H, V]`.
       teacher_hidden: `[R, T, G]`, the teacher's; G may be another size.
-      teacher_head: the teacher's, with as many columns, sharded in the same way.
+      teacher_head: the teacher's head, with the same number of columns and the same sharding.
       divergence: one of the three above.
       beta: the teacher's share of the mixture, in (0, 1), for "jensen_shannon".
       temperature: divides both models' logits; a positive scalar or `[R, T]`.
@@ -191,7 +191,7 @@ def distillation_loss(
 
 @dataclasses.dataclass(frozen=True)
 class DivergenceLoss(TokenLoss):
-    """The divergence of a token is its loss."""
+    """The token loss of distillation: the token's divergence."""
 
     aggregation: Aggregation
     aggregation_norm: float | None

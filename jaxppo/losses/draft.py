@@ -58,7 +58,7 @@ def draft_loss(
         soft_cross_entropy   -sum p log d_k
         total_variation      1 - a_k
         likelihood           l KL(p || d_k) + (1 - l) (1 - a_k),   l = exp(-eta a_k), a constant
-        end_to_end           1 - (1 / K_t) sum over j of a_1 ... a_j, the K_t depths that token t has; one loss of all
+        end_to_end           1 - (1 / K_t) sum over j of a_1 ... a_j, the K_t depths of token t; one loss for all depths
 
     The vocabularies are processed together in blocks, as in `distillation.distillation_loss`. The policy and its head
     are constants: a head that both share gets a gradient through the draft only.
@@ -67,7 +67,7 @@ def draft_loss(
       hidden: for each depth the `[R, T, H]` states that its predictions are read from.
       head: the draft's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or stacked.
       policy_hidden: `[R, T, G]`, the policy's final hidden states.
-      policy_head: the policy's head, with as many columns, sharded in the same way.
+      policy_head: the policy's head, with the same number of columns and the same sharding.
       batch: `[R, T]`; only its sequences and its loss mask are read.
       objective: one of the four above.
       eta: how quickly "likelihood" changes from the divergence to the total variation as acceptance grows.
@@ -84,8 +84,8 @@ def draft_loss(
       `draft_{k}_acceptance`, the mean of a_k, and `draft_{k}_broken_rules` (see `policy_loss`).
 
     Raises:
-      TypeError, ValueError: no depth, other numbers of heads or normalizers than depths, an unknown objective, an
-        aggregation by a constant length, states or heads that do not fit each other.
+      TypeError, ValueError: no depth; a number of heads or normalizers that is not the number of depths; an unknown
+        objective; an aggregation by a constant length; states or heads that do not fit each other.
 
     Example:
       >>> from jaxppo.losses.draft import draft_loss
@@ -193,7 +193,7 @@ def draft_normalizers(
 
     Args:
       micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
-      depths: how many.
+      depths: the number of depths.
       aggregation: that of `draft_loss`.
       parallel: the mesh.
 
@@ -215,7 +215,7 @@ def draft_normalizers(
 
 
 class Depth(NamedTuple):
-    """What is known of one depth: the batch with its mask, the total variation, and the divergence, if one is read."""
+    """One depth: the batch with its mask, the total variation, and the divergence if the objective reads it."""
 
     batch: RolloutBatch
     apart: Float[Array, "R T"]
@@ -283,7 +283,7 @@ def _pair(
 
 
 def _shifted(batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
-    """The batch whose loss mask is 1 where those of t and of t + k are."""
+    """The batch with loss mask 1 where the masks of t and t + k are both 1."""
     later = shift_targets(batch, k, parallel)
     return dataclasses.replace(later, loss_mask=later.loss_mask * batch.loss_mask)
 

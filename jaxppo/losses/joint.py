@@ -69,11 +69,11 @@ def joint_loss_from_hidden(
     Args:
       hidden: `[R, T, H]`, see `policy_loss_from_hidden`.
       head: a `Head`, or its bare kernel `[H, V]`.
-      batch: `[R, T]`; holds what any part needs, where that part's mask is 1.
-      parts: by name.
-      masks: 0 or 1, `[R, T]`, the tokens of a part, in its denominators too; by default `batch.loss_mask`.
-      weights: at least 0, `f32[R, T]`, of a part's tokens; by default `batch.loss_weights`. Its denominators are counts
-        of tokens, or with `batch.weighted_denominators` sums of weights.
+      batch: `[R, T]`; each part's arrays must be valid where that part's mask is 1.
+      parts: the parts by name.
+      masks: for each part by name, `[R, T]`, 0 or 1: its tokens, in its denominators too; by default `batch.loss_mask`.
+      weights: for each part by name, `f32[R, T]`, at least 0; by default `batch.loss_weights`. A part's denominators
+        are counts of tokens, or with `batch.weighted_denominators` sums of weights.
       ids: `i32[R, T, K]`, -1 padded, the ids whose log-probs every `TopKDistillation` compares. They may be anything
         where none of these parts has loss.
       teacher_log_probs: `[R, T, K]`, of these ids, for each `TopKDistillation` by name.
@@ -91,8 +91,8 @@ def joint_loss_from_hidden(
     Raises:
       TypeError: parts of another class, arrays of another kind.
       ValueError: no parts; masks, weights or normalizers for unknown parts; shapes that differ; an array that a part
-        needs and the batch or the call lacks; ids by part; log-probs of a teacher for a part of another loss; anything
-        that the loss of a part refuses.
+        needs and the batch or the call lacks; separate ids for each part; a teacher's log-probs for a part that does
+        not distil; anything that the loss of a part refuses.
 
     Example:
       >>> from jaxppo.losses.joint import SFT, Part, joint_loss_from_hidden
@@ -283,14 +283,14 @@ def _of_parts(
     if total is None:
         total = sum((c * value for c, (value, _) in zip(coefs, found, strict=True)), jnp.float32(0))
     for step in steps:
-        total += jnp.where(step.is_broken, jnp.nan, 0)  # where no token has a weight, or the coefficient is 0, too
+        total += jnp.where(step.is_broken, jnp.nan, 0)  # also if all weights or coefficients are 0
     metrics: Metrics = {f"{n}/{what}": x for n, (_, its) in zip(names, found, strict=True) for what, x in its.items()}
     return total, metrics | {"loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
 
 
 @dataclasses.dataclass(frozen=True)
 class _OfParts:
-    """The weighted losses of some tokens, summed over the parts, as `reduce_tokens` wants them."""
+    """The weighted losses of some tokens, summed over the parts, in the form that `reduce_tokens` takes."""
 
     losses: tuple[TokenLoss, ...]
 

@@ -23,8 +23,8 @@ from jaxppo.validation import checked
 
 __all__ = ["mtp_loss", "mtp_normalizers", "shift_targets"]
 
-States = Float[Array, "K R T H"] | Sequence[Float[Array, "R T H"]]  # of each depth
-Heads = Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]]  # one, or that of each depth
+States = Float[Array, "K R T H"] | Sequence[Float[Array, "R T H"]]  # the states of each depth
+Heads = Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]]  # one head, or one for each depth
 
 
 def mtp_loss(
@@ -54,8 +54,8 @@ def mtp_loss(
         stacked.
       batch: `[R, T]`; only its sequences, targets and loss mask are read.
       coef: the factor of the sum.
-      stop_trunk: no gradient into `hidden`: only heads learn. (If a module between trunk and head shall learn and the
-        trunk shall not, stop the gradient at that module's input instead.)
+      stop_trunk: no gradient into `hidden`: only heads learn. (To train a module between trunk and head but not the
+        trunk, stop the gradient at that module's input instead.)
       stop_head: no gradient into `head`.
       aggregation: the denominators of a depth, see `sft_loss`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
@@ -70,8 +70,8 @@ def mtp_loss(
       devices have them.
 
     Raises:
-      ValueError: no depth, or other numbers of heads or normalizers than depths; more depths than shared prefixes were
-        packed for, see `RolloutBatch.from_samples`.
+      ValueError: no depth; a number of heads or normalizers that is not the number of depths; more depths than shared
+        prefixes were packed for, see `RolloutBatch.from_samples`.
 
     Example:
       >>> ids, places, mask = jnp.array([[1, 1, 1, 1]]), jnp.arange(4)[None], jnp.array([[1.0, 1, 1, 0]])
@@ -117,7 +117,7 @@ def mtp_normalizers(
 
     Args:
       micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
-      depths: how many.
+      depths: the number of depths.
       aggregation: that of `mtp_loss`.
       parallel: the mesh.
 
@@ -174,7 +174,7 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
         moving |= {"positions": positions, "loss_weights": weights}
         moved = shift_left(moving, parallel, by, 0, segment_ids, batch.num_segments)
         gap = (moved["loss_mask"] > 0) & (moved["positions"] != positions + by)
-        inner = segment_ids > 0  # but for the last positions
+        inner = segment_ids > 0  # without the last position of each sequence, see below
         if not batch.real_last_targets:
             inner = shift_left(inner, parallel, 1, False, segment_ids, batch.num_segments)
         unsound = (loss_mask != 0) & ~inner

@@ -1,4 +1,4 @@
-"""The losses that a joint loss is a sum of."""
+"""The losses that a joint loss adds up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SFT(SFTTokenLoss):
     """The negative log-likelihood as a part: the loss of `sft_loss`, with its options.
 
     Args:
-      label_smoothing: see `sft_loss`, as for the next ones.
+      label_smoothing: see `sft_loss`, also for the other arguments.
       z_loss: the coefficient of log_z^2.
       aggregation: the denominators.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
@@ -85,10 +85,10 @@ class ReferenceKL(TokenLoss):
 class TopKDistillation(TopKLoss):
     """The divergence from a teacher's top-k as a part: the loss of `distillation.top_k_distillation_loss`.
 
-    The ids are those of the call, and the teacher's log-probs are given by the part's name.
+    All parts share the ids of the call. The call takes the teacher's log-probs under the part's name.
 
     Args:
-      divergence: see `distillation.top_k_divergence`, as for the next ones.
+      divergence: see `distillation.top_k_divergence`, also for `beta` and `tail`.
       beta: for "mixed_kl" and "jensen_shannon".
       tail: "bucket", "renormalise" or "leave_out".
       aggregation: the denominators, see `token_weights`.

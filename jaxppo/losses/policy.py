@@ -1,4 +1,4 @@
-"""`policy_loss`: log-probs, a batch and a config to a scalar loss and its metrics, on any mesh."""
+"""`policy_loss`: from log-probs, a batch and a config to a scalar loss and its metrics, on any mesh."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def policy_loss(
     """The loss of a batch: sum over tokens of weight * (policy loss + kl.coef * KL - entropy_coef * entropy).
 
     Gradients flow to `stats` only; the batch and the coefficients are constants. Positions with loss mask 0 may hold
-    anything, NaN included. A batch that is one of a step's micro-batches needs the step's `normalizer`. With its own
-    denominators its loss would be wrong, which is refused if the shapes show it.
+    anything, NaN included. A batch that is one of a step's micro-batches needs the step's `normalizer`. Without it the
+    loss would be wrong; that is refused if the shapes show it.
 
     Args:
       stats: `f32[R, T]` log-probs of the targets, and entropies; see `log_probs_from_hidden`.
@@ -106,9 +106,9 @@ def policy_loss_from_hidden(
     tokens with loss mask 1 are computed; the others may hold anything, NaN included.
 
     If a token's loss depends on its own log-prob and entropy only, one pass over the vocabulary gives loss and
-    gradients, with three matrix products. Other losses, those for which `memory` has no room, and anything in f16 take
-    two passes with four products (one pass would round f16 gradients before a loss scale multiplies them). The numbers
-    are the same to f32 rounding. `jaxppo.sharding.audit` tells which way a program goes, and why.
+    gradients, with three matrix products. Two passes, with four products, serve other losses, calls for which `memory`
+    has no room, and anything in f16 (one pass would round f16 gradients before a loss scale multiplies them). The
+    numbers are the same to f32 rounding. `jaxppo.sharding.audit` tells which one a program takes, and why.
 
     Args:
       hidden: `bf16` or `f32[R, T, H]`, the model's final hidden states; position t predicts `batch.targets[:, t]`.
@@ -221,9 +221,9 @@ class PolicyTokenLoss(TokenLoss):
     @property
     def token_local(self) -> bool:
         off = self.config.off_policy
-        given = off is None or "current" not in off.policies  # before the gradient
+        given = off is None or "current" not in off.policies  # known before the log-probs
         if off is not None and self.config.impossible_tokens == "leave_out":
-            given = given and off.token_local  # what is left out counts in no sequence
+            given = given and off.token_local  # a token that is left out changes sequence statistics
         of_sequences = self.config.kl is not None and self.config.kl.importance == "sequence"
         return self.config.loss.token_local and given and not of_sequences
 

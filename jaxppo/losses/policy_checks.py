@@ -15,7 +15,7 @@ BY_RATIO = {"old": "old_log_probs", "rollout": "rollout_log_probs"}  # the log-p
 
 
 def check_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfig) -> None:
-    """Raises where the config asks for what the statistics lack, or where shapes differ."""
+    """Raises where the config needs something that the statistics lack, or where shapes differ."""
     if not isinstance(stats, TokenStats):
         raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
     shape = batch.loss_mask.shape
@@ -36,7 +36,7 @@ def check_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfig
 
 
 def check_batch(batch: RolloutBatch, config: PolicyLossConfig, selected: Float[Array, "R T"] | None) -> RolloutBatch:
-    """The batch, checked. Raises where it does not fit the config, or where the loss needs other selected tokens."""
+    """The batch, checked. Raises where it does not fit the config, or where `selected` does not fit the loss."""
     batch = checked(batch)
     if not isinstance(config, PolicyLossConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")

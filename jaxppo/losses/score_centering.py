@@ -75,8 +75,8 @@ def score_centering_loss(
 
     Raises:
       TypeError, ValueError: arrays that are no log-probs or differ in shape; statistics without log-probs of ids; a
-        config whose loss of a token depends on other tokens or selects tokens, whose ratio is over the trainer's old
-        policy (its log-probs of the ids are not known), or that has an off-policy correction.
+        config whose loss of a token depends on other tokens, or selects tokens; a ratio over the trainer's old policy,
+        whose log-probs of the ids are not known; an off-policy correction.
 
     Example:
       >>> from jaxppo.losses.score_centering import score_centering_loss
@@ -131,7 +131,7 @@ class CenteringLoss(TokenLoss):
     def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
         log_probs = None if stats is None else stats.log_probs
         if log_probs is not None and self.impossible_tokens == "leave_out":
-            log_probs = jnp.where(jnp.isneginf(log_probs), 0, log_probs)  # the ids alone have a part in the term
+            log_probs = jnp.where(jnp.isneginf(log_probs), 0, log_probs)  # the term depends on the ids alone
         return {"log_probs": log_probs, "advantages": batch.advantages}
 
     def per_token(
@@ -147,7 +147,7 @@ class CenteringLoss(TokenLoss):
             of_none, finite = jnp.nan, log_p
         slopes = self._slopes(finite, log_q, advantages_of(batch), segments)
         drawn = jnp.where(gone, of_none, jnp.exp(log_q) * slopes)
-        if self.tail == "bucket":  # whose slope goes to the ids, by the share of each that is not in it
+        if self.tail == "bucket":  # log(1 - sum p) of the bucket depends on the ids' p
             rest = drawn[..., -1:] * jnp.exp(-log_p[..., -1:])
             log_p, finite, drawn = log_p[..., :-1], finite[..., :-1], drawn[..., :-1]
             drawn = drawn - rest * jnp.exp(log_p)

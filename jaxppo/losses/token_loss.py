@@ -34,7 +34,7 @@ from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.rules import as_bits, broken_log_probs, count_broken
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
 
-Constants = tuple[Any, Any]  # what `TokenLoss.constants` returns, and the arrays that a call gives beside its batch
+Constants = tuple[Any, Any]  # the result of `TokenLoss.constants`, and the call's other arrays
 
 
 class TokenLoss(abc.ABC):
@@ -49,7 +49,7 @@ class TokenLoss(abc.ABC):
     @property
     @abc.abstractmethod
     def token_local(self) -> bool:
-        """Whether a token's loss depends on its own log-prob and entropy and the batch, and on no other token's."""
+        """Whether a token's loss depends only on the batch and on its own log-prob and entropy."""
 
     @property
     def entropy(self) -> Entropy:
@@ -58,16 +58,16 @@ class TokenLoss(abc.ABC):
 
     @property
     def logit_stats(self) -> tuple[LogitStat, ...]:
-        """What it reads of `log_probs_from_hidden(..., logit_stats=)`."""
+        """The statistics of `log_probs_from_hidden(..., logit_stats=)` that the loss reads."""
         return ()
 
     @property
     def off_policy(self) -> OffPolicyConfig | None:
-        """The correction whose mean weight the normalizer holds."""
+        """The correction whose mean weight is in the normalizer."""
         return None
 
     def constants(self, stats: Any, step: Step) -> Any:
-        """Per-shard: a pytree of `[R, T]` constants; stats are None, and not needed, where the loss is token-local."""
+        """Per-shard: a pytree of `[R, T]` constants; `stats` are None, and not needed, if the loss is token-local."""
         return None
 
     @abc.abstractmethod
@@ -98,7 +98,7 @@ class Step:
       segments: of its rows.
       normalizer: of the whole step.
       weights: `f32[R, T]`, the weight of each token's loss; NaN where a rule is broken anywhere.
-      broken: how often each rule is broken, over all devices.
+      broken: how often each rule is broken on all devices together.
       left_out: `bool[R, T]`, the tokens of the loss mask that have no loss; None where the loss leaves none out.
     """
 
@@ -129,7 +129,7 @@ class Step:
             weights *= masked(batch.loss_weights, batch.loss_mask)
         broken = _broken_rules(batch, segments, normalizer.aggregation, {**given, **loss.ruled(stats, batch)})
         left_out = loss.left_out(stats, batch)
-        if left_out is not None:  # the denominators stay those of all the tokens
+        if left_out is not None:  # the denominators still count all tokens
             weights, mask = (jnp.where(left_out, 0, x) for x in (weights, batch.loss_mask))
             batch = dataclasses.replace(batch, loss_mask=mask)
         step = cls(batch, segments, normalizer, weights, broken, left_out)
@@ -220,7 +220,7 @@ def finish(
     if total is None:
         losses = loss.per_token(stats, step.batch, constants, step.segments)
         total = weighted_sum(axes, losses, step.weights, mask)
-    total += jnp.where(step.is_broken, jnp.nan, 0)  # where no token has a weight too
+    total += jnp.where(step.is_broken, jnp.nan, 0)  # also if no token has a weight
     terms = loss.terms(lax.stop_gradient(stats), step, constants)
     if step.left_out is not None:
         terms["impossible_tokens"] = (step.left_out, jnp.ones_like(mask), "sum")
@@ -274,7 +274,7 @@ def _of_hidden(
         return finish(Step.of(axes, loss, stats, batch, normalizer), loss, stats, token_constants)
     step = Step.of(axes, loss, None, batch, normalizer)
     total, stats = reduce_tokens(head, inputs, OfTokens(static), *known_before(step, loss, token_constants, traced))
-    step = Step.of(axes, loss, stats, batch, step.normalizer)  # again, now that there are log-probs to judge
+    step = Step.of(axes, loss, stats, batch, step.normalizer)  # again, to check the log-probs too
     return finish(step, loss, stats, token_constants, total)
 
 
@@ -301,7 +301,7 @@ class OfTokens:
         if left_out is not None:
             batch = dataclasses.replace(batch, loss_mask=jnp.where(left_out, 0, batch.loss_mask))
         losses = loss.per_token(stats, batch, constants, Segments(batch.segment_ids, batch.num_segments))
-        # the rules of the step were checked without these log-probs; a slope of NaN too, which a clip would stop
+        # the step's rules were checked without these log-probs; make the gradient NaN too, which a clip would stop
         broken = broken_log_probs(stats.log_probs, batch.loss_mask)
         losses = jnp.where(batch.loss_mask > 0, losses, 0) * weights
         return (losses + jnp.where(broken, jnp.nan, 0) * jnp.where(broken, stats.log_probs, 0))[0]

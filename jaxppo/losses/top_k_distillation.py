@@ -44,7 +44,7 @@ def top_k_distillation_loss(
     Args:
       stats: of `log_probs_from_hidden(..., ids=ids)`, or from logits; its `id_log_probs` are read.
       ids: `i32[R, T, K]`, -1 padded, of a teacher's top-k or the student's own.
-      teacher_log_probs: `[R, T, K]`, of these ids; rows of one batch may be of several teachers.
+      teacher_log_probs: `[R, T, K]`, of these ids; different rows may have different teachers.
       batch: `[R, T]`; only its sequences and its loss mask are read.
       divergence: see `top_k_divergence`.
       beta: see `top_k_divergence`.
@@ -107,7 +107,7 @@ def top_k_distillation_loss_from_hidden(
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       normalizer: the denominators of the whole step where the batch is one of its micro-batches.
-      temperature: divides the student's logits; the teacher's log-probs are to be of the same.
+      temperature: divides the student's logits; the teacher's log-probs must be at the same temperature.
       **options: see `HeadOptions`.
 
     Returns:

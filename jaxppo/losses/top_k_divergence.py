@@ -61,7 +61,7 @@ def top_k_divergence(
 
     Returns:
       `f32[...]`, nats; 0 where there is no id. NaN where a log-prob of the teacher is above 0, or, with "bucket", where
-      the K have more mass than 1, as ids that stand twice do.
+      the K ids have more mass than 1, as duplicate ids may.
 
     Raises:
       TypeError, ValueError: arrays that are no log-probs or differ in shape, options out of range.

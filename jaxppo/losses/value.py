@@ -45,18 +45,18 @@ def value_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """Squared error to the returns, clipped about the old values: l_t = factor * max((v - G)^2, (v_clip - G)^2).
 
-    v_clip = clip(v, old - clip, old + clip). Differentiable in `values`. verl: the defaults; slime: factor=1,
-    clip_fraction="outside".
+    v_clip = clip(v, old - clip, old + clip). Differentiable in `values`. The defaults are verl's; slime's are factor=1
+    and clip_fraction="outside".
 
-    With `huber_delta` d, an error e = v - G beyond d counts d (2 |e| - d) in place of e^2, so that its gradient stops
-    growing.
+    With `huber_delta` d, an error e = v - G beyond d counts as d (2 |e| - d) in place of e^2, so that its gradient
+    stops growing.
 
     Args:
-      values: `[R, T]`, the critic's, now.
-      batch: `[R, T]`; needs `returns`, and with a clip `values`, the critic's at the start of the step.
+      values: `[R, T]`, the critic's current values.
+      batch: `[R, T]`; needs `returns` and, with a clip, `values`: the critic's at the start of the step.
       clip: the largest useful change of a value from its old one; None for the plain squared error.
       factor: multiplies the squared error.
-      huber_delta: the error beyond which the loss is linear; only AReaL ships it (10 there). None for squares.
+      huber_delta: the error beyond which the loss is linear; only AReaL ships it (10 there). None for squared errors.
       clip_fraction: the metric `clip_fraction` counts tokens whose clipped error is the "worse" one, or whose value
         moved "outside" the clip.
       aggregation: the denominators, see `token_weights`.

@@ -35,15 +35,15 @@ def mismatch_metrics(
         trainer_log_ppl, rollout_log_ppl = mean L                     trainer_ppl, rollout_ppl = mean exp(L)
         log_ppl_diff = mean (L_trainer - L_rollout), and its abs, max, min          ppl_ratio = mean exp of it
 
-    The first two lines are means over tokens (chi2_sequence over sequences), the others over sequences that have
-    loss-carrying tokens. Over tokens too, with r = exp(d) and, as shares, (sum r)^2 / (N sum r^2):
+    The first two lines are means over tokens (chi2_sequence over sequences), the others over sequences with loss
+    tokens. These are over tokens too, with r = exp(d) and effective sample sizes as shares, (sum r)^2 / (N sum r^2):
 
         token_mult_prob_error = mean exp(|d|)      reverse_k3_kl = mean exp(-d) - 1 + d, of KL(trainer || sampler)
         jensen_shannon = mean of 0.5 k3 of trainer and of sampler, each to m = (trainer + sampler) / 2
-        weight_std, weight_min, weight_max of r, which importance weights bound      effective_sample_size
+        weight_std, weight_min, weight_max of r, before any bound      effective_sample_size
         sequence_effective_sample_size: over sequences, of exp(D) in place of r
 
-    The tokens are drawn by the sampler, so of the divergences by k3 only `k3_kl` is unbiased.
+    The sampler draws the tokens, so `k3_kl` is the only unbiased one of the divergences that use k3.
 
     Args:
       batch: `[R, T]`; needs `rollout_log_probs`, and `old_log_probs` unless others are given.

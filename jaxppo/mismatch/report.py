@@ -38,7 +38,7 @@ class MismatchReport:
 
     Args:
       tokens: the number of tokens that were compared.
-      not_finite: the number of tokens left out, since a log-prob is infinite or NaN.
+      not_finite: the number of tokens left out because a log-prob is infinite or NaN.
       exact: KL and total variation are over the whole vocabulary, not estimated from the sampled tokens.
       figures: by name: mean, abs_mean, abs_max, abs_q50 to abs_q99.9, rms, kl, reverse_kl, total_variation and, where
         they are known, same_top, rounding_rms and beyond_rounding.
@@ -73,19 +73,20 @@ def mismatch_report(
     """Compares sampler and trainer over all tokens, by position and by entropy; on the host, in f64.
 
     Let d = log p - log q for a token that the sampler q drew, clamped to [-20, 20] before exp, and r = exp(d). KL and
-    total variation are means of the values that `token_mismatch` found over the whole vocabulary, or else of
+    total variation are means of the values that `token_mismatch` found over the whole vocabulary, or else of these
+    estimates,
 
         KL(q || p) = r - 1 - d      KL(p || q) = r d - r + 1      total variation = |r - 1| / 2
 
-    which have the right expectation over q. Rounding explains differences with a root mean square of `rounding`, and
+    whose expectations over q are right. Rounding explains differences with a root mean square of `rounding`, and
     practically no token beyond 6 times that. If the share beyond is not 0, look for a bug.
 
     Args:
-      tokens: `TokenMismatch(log_probs, rollout_log_probs)`, or what `token_mismatch` returns; arrays of any one shape,
-        `[R, T]` or `[N]`. Every process calls this where they lie over devices of several.
+      tokens: `TokenMismatch(log_probs, rollout_log_probs)`, or the result of `token_mismatch`; arrays of one shape,
+        `[R, T]` or `[N]`. If they are spread over the devices of several processes, every process must call this.
       where: bool, the tokens that count; a loss mask does. All by default.
       positions: i32; by default the last dimension's index.
-      bins: ranges of positions, equally wide, and of entropies, with equally many tokens.
+      bins: the number of ranges: of positions, equally wide, and of entropies, with equally many tokens.
 
     Raises:
       TypeError, ValueError: arrays of other shapes or dtypes, no token that counts, bins below 1.

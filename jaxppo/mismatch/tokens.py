@@ -28,7 +28,7 @@ _UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": F32_UNIT}
 @partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class TokenMismatch:
-    """Trainer p and sampler q at each token, arrays of one shape; the last five are None where they are not known.
+    """Trainer p and sampler q at each token, arrays of one shape; the last six are None where they are not known.
 
     Args:
       log_probs: of the sampled tokens, the trainer's.
@@ -72,8 +72,8 @@ def token_mismatch(
     """Compares the trainer's hidden states and head with the sampler's at the same tokens, without logits.
 
     `rounding` is the scale of the error of d = log p_y - log q_y that rounding in the two heads causes: hidden states
-    and kernels are each rounded twice to `rounded_to`, logits if a head rounds them, and sums are in f32 in any order.
-    If these errors are independent and have mean 0, to first order in them,
+    and kernels are each rounded twice to `rounded_to`, logits are rounded if a head rounds them, and sums are in f32 in
+    any order. If these errors are independent and have mean 0, to first order in them,
 
         P(|d| > t rounding) <= 2 exp(-t^2 / 2),   rounding = 2 (1 - min(p_y, q_y)) * (the scale of a logit's error)
 
@@ -84,7 +84,7 @@ def token_mismatch(
       hidden: `[R, T, H]`, the trainer's, see `log_probs_from_hidden`.
       head: the trainer's.
       rollout_hidden: `[R, T, G]`, the sampler's.
-      rollout_head: the sampler's, with as many columns, sharded in the same way.
+      rollout_head: the sampler's head, with the same number of columns and the same sharding.
       targets: `i32[R, T]`, the tokens that were sampled.
       rounded_to: the dtype to which hidden states and kernels are rounded: "bfloat16", "float16" or "float32".
       temperature: divides both models' logits; a positive scalar or `[R, T]`.

@@ -1,7 +1,7 @@
-"""The published policy losses: one frozen dataclass each, which holds its hyperparameters and is called.
+"""The published policy losses: each is a frozen dataclass of hyperparameters with a `__call__`.
 
 A loss takes `f32[R, T]` arrays that are 0 outside the loss mask, and returns the loss of each token, with indicators
-of what it did there. To add one, write such a class, in any file: see `PolicyLoss`.
+that become metrics. To add one, write such a class, in any file: see `PolicyLoss`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a policy loss is, and what several of them share."""
+"""The base class of policy losses, and the functions that several of them share."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class PolicyLoss(abc.ABC):
 
     Attributes:
       token_local: the loss of a token depends on that token alone. It may then be computed a block of tokens at a time,
-        without `segments`, and gradients need one product with the head's kernel less.
-      selects: `__call__` also takes `selected`, the tokens of the step that `covariance_mask` picked: of those for
-        which `selectable` holds, the share `share`, either at "random" or of the "highest" covariance.
-      weighs_by_ratio: gradients are weighed by the ratio; off-policy weights of the same ratio would count it twice.
+        without `segments`, and gradients need one product with the head's kernel fewer.
+      selects: `__call__` also takes `selected`, the tokens of the step that `covariance_mask` picked. It picks the
+        share `share` of the tokens for which `selectable` holds: at "random", or those of "highest" covariance.
+      weighs_by_ratio: gradients are weighted by the ratio; off-policy weights with the same ratio would count it twice.
 
     Example:
       >>> import dataclasses
@@ -59,7 +59,7 @@ class PolicyLoss(abc.ABC):
         segments: Segments,
         selected: Tokens | None = None,
     ) -> Result:
-        """The loss of each token, and indicators of what happened to it.
+        """The loss of each token, and indicators that become metrics.
 
         Args:
           log_probs: of the policy that learns; the only argument with a gradient.
@@ -70,7 +70,7 @@ class PolicyLoss(abc.ABC):
           selected: 1 for the tokens that `covariance_mask` picked, where `selects` is set.
 
         Returns:
-          `f32[R, T]`, and by metric name `f32[R, T]` that are averaged over tokens.
+          The losses, `f32[R, T]`, and indicators `f32[R, T]` by metric name, which are averaged over tokens.
         """
 
     def selectable(

@@ -1,4 +1,4 @@
-"""Losses of one token at a time: its own ratio, its own advantage."""
+"""Losses in which each token has its own ratio and its own advantage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PPO(PolicyLoss):
     Args:
       clip_low: the ratio is clipped below 1 - clip_low; 1 clips nothing.
       clip_high: the ratio is clipped above 1 + clip_high.
-      dual_clip: where A < 0, the ratio counts at most this much; above 1. None is off.
+      dual_clip: where A < 0, the largest ratio that counts; above 1. None is off.
 
     Raises:
       ValueError: a number out of its range.
@@ -72,8 +72,8 @@ class CISPO(PolicyLoss):
       clip_low: the ratio is clipped below 1 - clip_low; 1, as in the paper, is no lower bound.
       clip_high: the ratio is clipped above 1 + clip_high. The paper tunes it and does not state it; 0.28 is slime's.
       level: r is of the "token", or of the "sequence", the geometric mean of its tokens' ratios.
-      unified_mask: 0 where the clip of PPO would end the gradient: A > 0 and r above the upper bound, A < 0 and r below
-        the lower one.
+      unified_mask: the loss is 0 where the clip of PPO would end the gradient: A > 0 and r above the upper bound, A < 0
+        and r below the lower one.
 
     Raises:
       ValueError: a number out of its range, an unknown level.
@@ -212,7 +212,7 @@ class GPG(Reinforce):
 
 @dataclasses.dataclass(frozen=True)
 class DPPO(PolicyLoss):
-    """-min(r, ratio_cap) A log_prob, r constant, for the tokens that a divergence of their probability allows.
+    """-min(r, ratio_cap) A log_prob, r constant, for tokens whose probability has moved little enough.
 
     With p and q a token's probability under the policy and the old one, a token with A > 0 and p > q has loss 0
     where the divergence is above clip_high, one with A < 0 and p < q where it is above clip_low. The divergence is of
@@ -222,7 +222,7 @@ class DPPO(PolicyLoss):
       divergence: "tv" or "kl".
       clip_low: the divergence allowed downward.
       clip_high: the divergence allowed upward. The paper has 0.15 for "tv", and 0.05 for "kl".
-      ratio_cap: the largest ratio that a token is weighed with.
+      ratio_cap: the largest ratio that weighs a token.
 
     Raises:
       ValueError: an unknown divergence, a number out of its range.

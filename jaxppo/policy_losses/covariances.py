@@ -1,4 +1,4 @@
-"""Losses that treat some tokens apart, by how log-probs and advantages vary together."""
+"""Losses that treat the tokens with high covariance of log-prob and advantage differently."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip, cl
 class ClipCov(PolicyLoss):
     """The `PPO` loss, and 0 for some random tokens of high covariance between advantage and log-prob.
 
-    They are picked over the whole step by `covariance_mask`, among those that the ratio's clip spares.
+    `covariance_mask` picks them over the whole step, among the tokens that the ratio's clip leaves alone.
 
     Args:
       clip_low: the ratio is clipped below 1 - clip_low.
       clip_high: the ratio is clipped above 1 + clip_high.
       share: the share of the step's tokens that are picked.
       low: tokens are picked among covariances above this.
-      high: and below this.
+      high: tokens are picked among covariances below this.
 
     Raises:
       ValueError: a number out of its range.
@@ -80,7 +80,7 @@ class ClipCov(PolicyLoss):
 class KLCov(PolicyLoss):
     """-A r, plus coef |log_prob - old_log_prob| on the tokens of highest covariance between advantage and log-prob.
 
-    They are picked over the whole step by `covariance_mask`.
+    `covariance_mask` picks them over the whole step.
 
     Args:
       share: the share of the step's tokens that are picked. 2e-3 is for 7B models; the paper has 2e-4 for 32B.

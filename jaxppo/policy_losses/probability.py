@@ -17,15 +17,15 @@ from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip
 class ProbabilityMask(PolicyLoss):
     """-A min(r, ratio_cap) + pull d^2, the first term 0 where p - q is outside [-clip_low, clip_high].
 
-    p is the token's probability now, q the old one, d = log p - log q, r = p / q. Unlike `DPPO`, the mask asks for no
-    sign of A: it drops a token that is far from q on either side. The cap bounds the weight of a token's gradient and
-    does not end it; the pull is on dropped tokens too. prime-rl calls it "ipo": it is not the preference loss IPO.
-    The published setting has q from the sampler, `ratio_to="rollout"`.
+    p is the token's probability now, q the old one, d = log p - log q, r = p / q. Unlike in `DPPO`, the mask does not
+    depend on the sign of A: it drops a token that is far from q on either side. The cap bounds the weight of a token's
+    gradient and does not end it; the pull also acts on dropped tokens. prime-rl calls it "ipo": it is not the
+    preference loss IPO. The published setting has q from the sampler, `ratio_to="rollout"`.
 
     Args:
       clip_low: how far p may be below q; 1 drops nothing.
       clip_high: how far p may be above q; 1 drops nothing.
-      ratio_cap: the largest ratio that a token is weighed with.
+      ratio_cap: the largest ratio that weighs a token.
       pull: the strength of the quadratic pull to q.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Losses by the ratio of whole sequences."""
+"""Losses that use the ratio of whole sequences."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class GSPO(PolicyLoss):
       clip_low: s is clipped below 1 - clip_low.
       clip_high: s is clipped above 1 + clip_high.
       dual_clip: see `PPO`.
-      gradient: it runs through the mean over the "sequence" (GSPO), or each "token" has the gradient of
-        s * log_prob (GSPO-token). The value is the same, the gradient another where masks are uneven.
+      gradient: "sequence" differentiates the mean over the sequence (GSPO); "token" gives each token the gradient
+        of s * log_prob (GSPO-token). The values are the same; the gradients differ if masks are uneven.
 
     Raises:
       ValueError: a number out of its range, an unknown gradient.
@@ -75,8 +75,8 @@ class GMPO(PolicyLoss):
     """The geometric mean of clipped ratios: -A exp(mean over the sequence of d), A the sequence's mean advantage.
 
     d is log_prob - old_log_prob, at most clip_high where A > 0, at least -clip_low where A < 0: bounds in log space.
-    There is one value a sequence, so "sequence_mean_token_mean" is the published aggregation. The clip fractions count
-    tokens outside the bounds on either side, with A > 0 and (lower) with A < 0.
+    There is one value per sequence, so "sequence_mean_token_mean" is the published aggregation. The clip fractions
+    count tokens outside the bounds on either side, with A > 0 and (lower) with A < 0.
 
     Args:
       clip_low: the lower bound, nats.

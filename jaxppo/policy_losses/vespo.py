@@ -1,4 +1,4 @@
-"""The policy gradient with a soft weight of whole sequences."""
+"""The policy gradient with a soft weight on whole sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST_LOG_WEIGHT = math.log(1e-8)
 
 @dataclasses.dataclass(frozen=True)
 class VESPO(PolicyLoss):
-    """The score function, each sequence softly weighed by its ratio w: -phi A log_prob with phi = w^k exp(l (1 - w)).
+    """The score function, softly weighted by the sequence's ratio w: -phi A log_prob with phi = w^k exp(l (1 - w)).
 
     w is the product of the ratios of the sequence's tokens, not their mean, and phi is a constant: 1 where w is 1,
     largest at w = k / l, and 0 far from it on either side. k and l depend on the sign of A. A token's log-ratio counts

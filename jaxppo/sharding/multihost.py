@@ -1,4 +1,4 @@
-"""`sharding/multihost.py`, by the name that users import it by."""
+"""`sharding/multihost.py` under the name that users import."""
 
 import sys
 from typing import TYPE_CHECKING, Any

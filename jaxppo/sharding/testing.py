@@ -1,4 +1,4 @@
-"""`sharding/testing.py`, by the name that users import it by."""
+"""`sharding/testing.py` under the name that users import."""
 
 import sys
 from typing import TYPE_CHECKING, Any

@@ -1,12 +1,12 @@
-"""The cost of a program on each device, read from what JAX traces and XLA compiles; the devices need not be there.
+"""The cost of a program on each device, read from what JAX traces and XLA compiles; no devices are needed.
 
 `audit` is the entry point; `note` lets a function leave remarks for it. `results` holds the records that they return,
 `devices` the public figures of TPUs and GPUs. `flops` reads jaxprs. `hlo`, `hlo_integers`, `hlo_bytes`, `tpu_time`
 and `gpu_time` read the text of a compiled module, and `trips` counts the turns of loops for both.
 
-The text (HLO) is parsed by hand, because nothing lighter knows enough. `compiled.cost_analysis()` counts the body of a
-loop once, whatever the loop's length. The bindings of jaxlib (`jaxlib._hlo`) show neither shapes nor attributes. The
-protos that hold both come with xprof or TensorFlow, which are heavy to depend on, and not with JAX.
+The text (HLO) is parsed by hand, because no lightweight source shows enough. `compiled.cost_analysis()` counts the
+body of a loop once, whatever the loop's length. The bindings of jaxlib (`jaxlib._hlo`) show neither shapes nor
+attributes. The protos that hold both come with xprof or TensorFlow, which are heavy to depend on, and not with JAX.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit
       An `Audit`.
 
     Raises:
-      TypeError: no function, a mesh of another class.
-      ValueError: arguments on two meshes.
+      TypeError: `fn` is not a function, or `mesh` is not a Mesh.
+      ValueError: arguments on several meshes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -46,7 +46,7 @@ def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit
       >>> found.collectives, found.flops.low
       ((), 128)
     """
-    from .compiled import read  # here, so that a program that never audits does not load the readers
+    from .compiled import read  # imported here so that other programs do not load it
 
     if not callable(fn):
         raise TypeError(f"fn: got {type(fn).__name__}, expected a function, or what jax.jit makes of one")

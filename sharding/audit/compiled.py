@@ -61,12 +61,12 @@ def _mesh_of(shardings: Sequence[Sharding]) -> Mesh | None:
 
 
 def _compile(lowered: Lowered, device: jax.Device | None) -> tuple[Any, str, str]:
-    """The compiled function, the text of its module and, on a TPU, that of the code generated from it."""
+    """The compiled function, the text of its module and, on a TPU, the text of the generated code."""
     if device is None or device.platform != "tpu":
         compiled: Any = lowered.compile()
         return compiled, compiled.as_text(), ""
-    # The text of some TPU modules cannot be had from the executable (XLA fails to read its own async instructions), and
-    # the estimates of time are in the dump only. A program that a cache returns was not dumped.
+    # Some TPU executables cannot give their module's text (XLA fails to read its own async instructions), and only the
+    # dump has the estimates of time. A program from a cache was not dumped.
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         text, generated = (

@@ -21,8 +21,8 @@ class Device:
       bandwidth: bytes a second to and from its memory.
       memory: bytes of memory.
       link: bytes a second over one link to a neighbour, one way; for a GPU over all its links to the switch.
-      wraps: whether four chips along an axis make a ring, as in a slice of whole 4x4x4 cubes; else they make a line.
-      devices: JAX devices on a chip, for clients that do not tell.
+      wraps: whether four chips along an axis form a ring, as in a slice of whole 4x4x4 cubes, rather than a line.
+      devices: the number of JAX devices on a chip, for clients that do not say.
     """
 
     name: str

@@ -54,7 +54,7 @@ def _run(jaxpr: AnyJaxpr, args: Sequence[Value], count: bool) -> tuple[Flops, li
 
 
 def _equation(eqn: Any, args: list[Value], count: bool) -> tuple[Flops, list[Value]]:
-    """The flops of an equation, and what is known of its results: none of them where the list is empty."""
+    """The flops of an equation, and what is known of its results; an empty list means nothing is known."""
     params = eqn.params
     match eqn.primitive.name:
         case "dot_general":

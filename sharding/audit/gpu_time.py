@@ -1,9 +1,9 @@
 """A lower bound of a compiled GPU program's time, by a roofline of its kernels. No GPU is needed.
 
-XLA for GPUs writes no estimate into its modules. Each kernel, which is one instruction of the module, is charged the
-bytes that it moves at the memory's peak or the products in it at the peak of their dtype, whichever takes longer; those
-of a loop once for each turn. What a kernel takes to start, what the caches hold and how far a kernel stays below the
-peaks is left out, so that a real card takes longer: the figure is for comparing programs.
+XLA for GPUs writes no estimate into its modules. Each kernel, which is one instruction of the module, takes the time of
+its bytes at the memory's peak or of its products at the peak of their dtype, whichever is longer. A loop's kernels
+count once per turn. Kernel launches, caches and efficiency below the peaks are left out, so a real card takes longer:
+use the figure to compare programs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .hlo import Computation, Instruction, Transfer, dimensions, parse
 from .results import Time
 from .tpu_time import Clock, product_flops, spent
 
-# Peaks over that of bf16. f32 operands are multiplied as TF32, unless the highest precision is asked for: then outside
-# of the tensor cores, a sixteenth on an H100 (https://www.nvidia.com/en-us/data-center/h100).
+# Peaks relative to bf16's. f32 operands are multiplied as TF32 or, at the highest precision, outside of the tensor
+# cores, at a sixteenth on an H100 (https://www.nvidia.com/en-us/data-center/h100).
 _TF32, _FULL_F32 = 1 / 2, 1 / 16
 
 
@@ -26,8 +26,8 @@ def roofline(text: str, chip: Device) -> Time:
     """The least time of a compiled GPU module: bytes or products of each kernel, loops as often as they turn.
 
     Args:
-      text: of the optimized module.
-      chip: that it was compiled for.
+      text: the text of the optimized module.
+      chip: the chip that it was compiled for.
 
     Returns:
       `Time`.
@@ -72,7 +72,7 @@ class _Roofline(Clock):
         return spent(kind, seconds)  # and nothing is said of a part: there are no estimates
 
     def ring_seconds(self, sent: Transfer, x: Instruction) -> float:
-        """As on a line of TPUs; but each pair of GPUs is equally far, so that an all-to-all sends each byte once."""
+        """As on a line of TPUs, but all pairs of GPUs are equally far apart, so an all-to-all sends each byte once."""
         n = max((len(group) for group in sent.groups), default=self.module.devices)
         if sent.op in ("all-to-all", "ragged-all-to-all"):
             return (n - 1) / n * sent.bytes / self.chip.link

@@ -6,14 +6,14 @@ from .hlo import Computation, Instruction, Module, root, shape_bytes
 
 
 def hbm_bytes(module: Module, computation: Computation, x: Instruction) -> int:
-    """The bytes of memory that an instruction reads and writes; where it slices or updates rows, those rows alone."""
+    """The bytes of memory that an instruction reads and writes; if it slices or updates rows, only those rows."""
     operands = [(name, computation[name]) for name in dict.fromkeys(x.operands) if name in computation]
     read = sum(_read(module, computation, x, name, shape_bytes(y.shape, in_hbm=True)) for name, y in operands)
     return read + min(_written(module, computation, x), shape_bytes(x.shape, in_hbm=True))
 
 
 def _read(module: Module, computation: Computation, x: Instruction, name: str, full: int) -> int:
-    """The bytes that `x` reads of its operand `name`, which has `full`; where it slices rows, those rows alone."""
+    """The bytes that `x` reads of its operand `name`, which has `full` bytes; if it slices rows, only those rows."""
     if not full:
         return 0
     if x.op == "fusion":

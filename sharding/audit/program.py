@@ -1,4 +1,4 @@
-"""The collectives of a traced program, those at which devices might hang, and the notes left in it."""
+"""The collectives of a traced program, those at which devices may hang, and the notes in the program."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def collectives(jaxpr: Jaxpr | ClosedJaxpr) -> list[tuple[str, tuple[str, ...]]]
 
 
 def hang_risks(jaxpr: Jaxpr | ClosedJaxpr) -> list[str]:
-    """The collectives that devices may reach unequally often: under a `cond`, or in a `while` whose end varies.
+    """The collectives that devices may run a different number of times: in a `cond`, or a `while` whose end varies.
 
     A program without them runs the same collectives in the same order on every device.
 
@@ -42,7 +42,7 @@ def hang_risks(jaxpr: Jaxpr | ClosedJaxpr) -> list[str]:
       jaxpr: as for `collectives`; traced with `check_vma=True` in its `shard_map`s.
 
     Returns:
-      A line for each, empty where there is none.
+      A line for each; an empty list if there is none.
 
     Example:
       >>> import jax
@@ -94,7 +94,7 @@ def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 def _equations(jaxpr: Jaxpr | ClosedJaxpr, path: tuple[str, ...]) -> Iterator[tuple[JaxprEqn, tuple[str, ...]]]:
     """Every equation, with the branches and varying loops around it."""
-    from jax.extend import core  # here, since it loads Pallas, which `note` does not need
+    from jax.extend import core  # imported here because it loads Pallas, which `note` does not need
 
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn, path

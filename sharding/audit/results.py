@@ -50,7 +50,7 @@ class Milliseconds:
       products: matrix products and the work fused to them.
       elementwise: other arithmetic, reductions, gathers, sorts.
       copies: moves and fills without arithmetic.
-      kernels: Pallas and other custom kernels, by the costs that they declare.
+      kernels: Pallas and other custom kernels, from the costs that they declare.
       collectives: collectives that no other work overlaps.
       overlapped: collectives that other work overlaps; not a part of any sum.
       unestimated: the part of products, elementwise and copies for which the compiler gives no estimate (gathers,
@@ -92,13 +92,13 @@ class Time(Milliseconds):
 
     A collective takes 2 us and, of n devices in one ring with b bytes (see `Collective.bytes`): 2 b (n-1)/n for an
     all-reduce, b (n-1)/n for an all-gather or a reduce-scatter, b n/4 for an all-to-all, over both directions of a link
-    where the ring closes and over one where it is a line; b over one link for a permutation. GPUs reach each other
-    through a switch, as those of one host do: an all-to-all takes b (n-1)/n.
+    where the ring closes and over one where it is a line; b over one link for a permutation. GPUs are assumed to reach
+    each other through a switch, as within one host: an all-to-all takes b (n-1)/n.
 
     Args:
       least: the time with data-dependent loops and branches at their shortest.
-      unknown: in words, what the figures leave out or guess: loops that nothing bounds, kernels that declare nothing,
-        work of the sparse cores, collectives whose groups could not be read.
+      unknown: a description of what the figures leave out or guess: loops that nothing bounds, kernels that declare
+        nothing, work of the sparse cores, collectives whose groups could not be read.
       compiler: the name and version of the compiler that made the estimates; "a roofline" on a GPU.
       chip: the name of the device.
     """

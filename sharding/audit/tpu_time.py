@@ -1,8 +1,8 @@
 """The estimated time of a compiled TPU program: the sum of XLA's estimates of its instructions. No TPU is needed.
 
-XLA:TPU writes the expected cycles of most instructions into the text of the code that it generates. They are added up,
-those of a loop once for each turn. An instruction without a number is charged the bytes that it moves, and a collective
-the time of a ring of devices. Nothing here was timed: differences under 15% mean nothing, and a new libtpu may give
+XLA:TPU writes the expected cycles of most instructions into the text of the code that it generates. These are added up,
+those of a loop once per turn. An instruction without a number takes the time to move its bytes, and a collective the
+time of a ring of devices. Nothing here has been timed: differences under 15% mean nothing, and a new libtpu may give
 other estimates.
 """
 
@@ -24,7 +24,7 @@ from .program import is_rare
 from .results import Milliseconds, Time
 from .trips import Turns
 
-_KERNEL_PEAK = 0.93  # of the peak that a good kernel reaches, by static profiles
+_KERNEL_PEAK = 0.93  # the share of the peak that a good kernel reaches, by static profiles
 _LATENCY = 2e-6  # seconds that a collective takes to start
 
 _KINDS = tuple(field.name for field in dataclasses.fields(Milliseconds))
@@ -36,8 +36,8 @@ def estimate_time(text: str, chip: Device) -> Time:
     """The time of a compiled TPU module: the sum of its instructions' estimated cycles, loops as often as they turn.
 
     Args:
-      text: of the generated code, `*.after_codegen.txt` of a dump of XLA.
-      chip: that it was compiled for.
+      text: the text of the generated code, `*.after_codegen.txt` of a dump of XLA.
+      chip: the chip that it was compiled for.
 
     Returns:
       `Time`.
@@ -91,12 +91,12 @@ class Clock:
         known = values(self.module, computation, args)
         total = np.zeros((2, len(_KINDS)))
         started: dict[str, tuple[float, np.ndarray]] = {}  # how long a collective takes, and when it ends
-        busy: dict[Hashable, np.ndarray] = {}  # until when a permutation's links are; those of others run beside it
+        busy: dict[Hashable, np.ndarray] = {}  # when a permutation's links become free
         for x in computation.values():
             source = x.operands[0] if x.operands else ""
             if (found := self._sent(name, x)) is not None:
                 seconds = self.ring_seconds(found, x)
-                if x.op == "fusion" and _cycles(x) is not None:  # with work of its own
+                if x.op == "fusion" and _cycles(x) is not None:  # the fusion also does work of its own
                     total += self.plain(computation, x)
                 if x.op.endswith("-start"):
                     now = _elapsed(total)
@@ -114,7 +114,7 @@ class Clock:
         return total + sum(spent("overlapped", seconds) for seconds, _ in started.values())
 
     def _sent(self, name: str, x: Instruction) -> Transfer | None:
-        """The collective that an instruction is, or that it wraps."""
+        """The collective of an instruction: itself, or the one that it wraps."""
         if x.op in ("fusion", "async-start"):
             for inner in x.calls["calls"]:
                 for wrapped in self.module.computations[inner].values():
@@ -176,7 +176,7 @@ class Clock:
         return x.op == "custom-call" and _cycles(x) is None
 
     def product_seconds(self, computation: Computation, x: Instruction) -> float:
-        """The time of an instruction's product at the device's peak; 0 for what is no product."""
+        """The time of an instruction's product at the device's peak; 0 if it is not a product."""
         return product_flops(computation, x) / self.chip.flops if x.op in ("convolution", "dot") else 0.0
 
     def without_estimate(self, kind: str, seconds: float) -> np.ndarray:

@@ -1,11 +1,12 @@
 """The number of turns of a loop, read from the integers that it carries; for traced (jaxpr) and compiled (HLO) loops.
 
-Plain counters are read: an integer that grows or shrinks by the same step in each turn, compared (<, <=, >, >=, !=)
-with a constant or with another integer that the loop carries. A condition on data beside such a comparison leaves a
-range. All else is unknown, which is None for a value and "0 to infinitely many" for turns. An estimate is never too
-small: integers that would leave the range of their dtype are not followed beyond it.
+It follows plain counters: integers that change by the same step in each turn and are compared (<, <=, >, >=, !=) with a
+constant or with another integer that the loop carries. If the condition also depends on data, the result is a range.
+Everything else is unknown: None for a value, "0 to infinitely many" for turns. An estimate is never too small: integers
+that would leave the range of their dtype are not followed beyond it.
 
-`operate` says what an operation makes of scalars. A reader of either language runs a loop's body and condition with it.
+`operate` computes the result of an operation on scalars. A reader of either language runs a loop's body and condition
+with it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ENDLESS = 2**30  # turns; a loop that may take more is bounded by its counter's
 
 
 class Turns(NamedTuple):
-    """How often a loop turns: at least `low`, at most `high`, which is infinite where nothing bounds it.
+    """How often a loop turns: at least `low`, at most `high`, which is infinite if nothing bounds it.
 
     As the value of a condition: the condition holds in each turn before `low`, and fails in turn `high` at the latest.
     """
@@ -88,11 +89,11 @@ def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
 
     Args:
       name: as JAX names it.
-      args: its operands; of "select" without the predicate.
-      limits: of its operands' dtype, None where they are no integers.
+      args: its operands; for "select", without the predicate.
+      limits: the limits of its operands' dtype; None if they are not integers.
 
     Returns:
-      The result, None where it is not known.
+      The result; None if it is not known.
 
     Example:
       >>> operate("lt", (Integer(0, 0, step=2), constant(9)), Limits.of("s32"))
@@ -100,7 +101,7 @@ def operate(name: str, args: Sequence[Value], limits: Limits | None) -> Value:
     """
     if limits is None:
         lows, highs = zip(*(arg if isinstance(arg, Turns) else _UNKNOWN for arg in args), strict=True)
-        either = Turns(max(lows), math.inf)  # when both fail at once is not followed
+        either = Turns(max(lows), math.inf)  # the turn in which both fail is not computed
         return {"and": Turns(min(lows), min(highs)), "or": either}.get(name)
     integers = [arg if isinstance(arg, Integer) else Integer(*limits) for arg in args]
     if name in ("lt", "le", "gt", "ge", "ne"):

@@ -31,7 +31,7 @@ class Row:
 
     length: int
     shards: int
-    lengths: Any = None  # of numpy on the host, else of JAX
+    lengths: Any = None  # a numpy array on the host, else a JAX array
     sizes: Any = None
 
     @classmethod
@@ -64,7 +64,7 @@ class Layout:
     """
 
     name: str
-    per_segment = False  # True: the formulas need the lengths of sequences, and all functions their segment_ids
+    per_segment = False  # True if the formulas need sequence lengths; all functions then need segment_ids
 
     def row_multiple(self, shards: int) -> int:
         """T must be a multiple of this number; per segment, each padded sequence too."""
@@ -137,7 +137,7 @@ def register_layout(layout: Layout) -> None:
     """Registers a layout: `context_layout=layout.name` then means it in every function.
 
     Raises:
-      TypeError: layout is no Layout.
+      TypeError: layout is not a Layout.
       ValueError: the name is taken.
 
     Example:

@@ -1,4 +1,4 @@
-"""Shifts and scans of a shard's runs of neighbouring positions; only the ends of runs cross the border of a shard.
+"""Shifts and scans over a shard's runs of neighbouring positions; only the ends of runs are sent to other shards.
 
 The scan marks a break between sequences by a flag, not by a coefficient of 0: a value from beyond the break is replaced
 by 0 before any product, so that NaN and inf stay in their sequence, in values and in gradients.
@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 from ..axes import ShardAxes, vary, vary_like
 from .base import Pair, take
 
-# how y_t is made: GOES_ON: from the y of its neighbour; ENDS: it is b_t; ENTERS: from the y of the next run
+# How y_t is computed. GOES_ON: from the neighbour's y. ENDS: y_t = b_t. ENTERS: from the y of the next run.
 GOES_ON, ENDS, ENTERS = np.int8(0), np.int8(1), np.int8(2)
 BLOCK = 128  # positions that a scan takes together: the lanes of a TPU's registers
 

@@ -60,7 +60,7 @@ class PairLoss(PreferenceLoss):
 
     Args:
       nll_coef: the coefficient of the chosen response's negative log-likelihood, which is added to the pair's loss.
-      nll: "token_mean" takes the mean of it over loss tokens, "token_sum" their sum, which is NeMo-RL's default.
+      nll: "token_mean" is its mean over loss tokens; "token_sum" is the sum, NeMo-RL's default.
 
     Raises:
       ValueError: a coefficient below 0, an unknown `nll`.

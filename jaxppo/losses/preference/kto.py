@@ -24,7 +24,7 @@ from jaxppo.validation import checked
 
 @dataclasses.dataclass(frozen=True)
 class KTO(PreferenceLoss):
-    """Kahneman-Tversky optimisation: the mean over samples of w (1 - sigmoid(beta (d - z))), a bad one's with z - d.
+    """Kahneman-Tversky optimisation: the mean of w (1 - sigmoid(beta (d - z))), with z - d for undesirable samples.
 
     d is the sum over a response's loss tokens of log_prob - ref_log_prob. Samples with a reward above 0 are desirable.
 

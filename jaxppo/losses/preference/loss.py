@@ -1,4 +1,4 @@
-"""`preference_loss`: log-probs and a batch of pairs to a scalar loss and its metrics, on any mesh."""
+"""`preference_loss`: from log-probs and a batch of pairs to a scalar loss and its metrics, on any mesh."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def preference_loss(
     Args:
       stats: `f32[R, T]` log-probs of the targets; see `log_probs_from_hidden`.
       batch: `[R, T]`; needs `rewards`, `group_ids` but for `KTO`, and `ref_log_probs` where the loss has a reference.
-      loss: `DPO`, `IPO`, `SimPO`, `ORPO`, `KTO`, or one of your own.
+      loss: `DPO`, `IPO`, `SimPO`, `ORPO`, `KTO`, or your own.
       parallel: the mesh; rows sharded over data, positions over context.
-      normalizer: that of the step where the batch is one of its micro-batches, of the aggregation
-        "sequence_mean_token_mean", whose count is of samples, two a pair.
+      normalizer: the step's, if the batch is one of its micro-batches. Make it with the aggregation
+        "sequence_mean_token_mean", which counts samples, two per pair.
 
     Returns:
       The scalar f32 loss, and the metrics `loss` (adds up over micro-batches), means over chosen and rejected samples
@@ -150,7 +150,7 @@ def check_pairs(batch: RolloutBatch, paired: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class OfPairs(TokenLoss):
-    """A loss of samples or pairs: each sample's is given to all of its loss tokens.
+    """A loss of samples or pairs: each of a sample's loss tokens gets the sample's loss.
 
     The mean over samples of the mean over their tokens is then the mean over samples. It is also the mean over pairs,
     since both samples of a pair have the pair's loss.

@@ -155,7 +155,7 @@ def micro_batches_of_pairs(
 
     packed = [RolloutBatch.from_samples(part, parallel=parallel, **options) for part in parts]
     rows, segments = (max(x.sample_ids.shape[axis] for x in packed) for axis in (0, 1))
-    if any(x.sample_ids.shape != (rows, segments) for x in packed):  # again, all of them of one shape
+    if any(x.sample_ids.shape != (rows, segments) for x in packed):  # pack again, all in one shape
         alike = {**options, "num_segments": segments} | ({} if several else {"rows": rows, "buckets": None})
         packed = [RolloutBatch.from_samples(part, parallel=parallel, **alike) for part in parts]
     stacked: RolloutBatch = jax.tree.map(lambda *x: np.stack(x), *packed)
