@@ -55,15 +55,17 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
             first = group.dlogits(0, n, 0, vocabulary.window)
             rows = feature_gradients(call, first, walk.block(0).parameters, primals._replace(hidden=None))
             columns = parameter_gradients(call, first, first_of_factor(call, group.factor, n), rest)
+            # added here, where XLA makes the sum a part of the product
+            columns = jax.tree.map(partial(vocabulary.add, 0), total._replace(bias=None), columns)
             return jax.tree.map(partial(_padded, groups.size), rows), columns
 
         drows, found = group.of_written(of_rest)
         hidden = None if primals.hidden is None else _traced_once(partial(_of_hidden, walk, plan, group))
         drows = drows._replace(hidden=hidden)
         dfeatures = walk.put_features(groups, dfeatures, drows, primals, slots, by_rows=plan.fused)
-        found = found._replace(bias=None if total.bias is None else group.dbias)
+        found = found._replace(bias=None if total.bias is None else vocabulary.add(0, total.bias, group.dbias))
         if not direct:
-            return results, dfeatures, jax.tree.map(partial(vocabulary.add, 0), total, found)
+            return results, dfeatures, found
         kernel = _traced_once(partial(_of_kernel, walk, plan, group))
         summed = vocabulary.sum(True, kernel, parameters.kernel, walk.axes, by_rows=plan.fused)
         return results, dfeatures, found._replace(kernel=summed)

@@ -253,11 +253,10 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
     chunks = [min(chunk, N), *(c for c in powers if min(profile.least, 512) <= c < chunk)]
     if call.deterministic:
         cuts = [(profile.deterministic, profile.deterministic)]
-    elif sizes.masked:  # products of one group are compiled for each number of chunks; those of several follow the mask
-        one = profile.group >= N and sizes.direct
-        cuts = [(N, c) for c in chunks if one and 4 * c >= N]
+    elif sizes.masked:  # the last cuts compute more chunks in vain
+        cuts = [(most, c) for c in chunks if 4 * c >= most]
         cuts += [(c, c) for c in chunks if c >= min(chunks[0], profile.least)]
-        cuts += [(N, c) for c in chunks if one and 4 * c < N]  # before two passes
+        cuts += [(most, c) for c in chunks if 4 * c < most]
     else:
         groups = [most, *(g for g in powers if profile.least <= g < most)]
         cuts = [(N, N)] if rather and profile.group >= N else []
