@@ -154,8 +154,8 @@ def test_the_audit_tells_of_them_and_no_mask_is_made():
 
     gradient = jax.grad(loss, (0, 1))
     notes = audit(gradient, hidden, kernel, targets, ids).notes
-    assert "logits of 200 ids a token, gathered from each tile" in notes
-    assert "gradients of 200 ids a token, one scatter-add a tile" in notes
+    assert "logits of 200 ids per token, gathered from each tile" in notes
+    assert "gradients of 200 ids per token, one scatter-add per tile" in notes
     program = str(jax.make_jaxpr(gradient)(hidden, kernel, targets, ids))
     assert "200,640" not in program
     assert "200,512" not in program
