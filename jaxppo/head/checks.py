@@ -99,6 +99,6 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
     return vocab_size
 
 
-def temperature_spec(parallel: ParallelMesh, temperature: Any) -> P:
+def temperature_spec(parallel: ParallelMesh, temperature: jax.Array | None) -> P:
     """The spec of a temperature that `as_temperature` returned."""
     return parallel.tokens_spec if getattr(temperature, "ndim", 0) else P()

@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.divergence import DivergenceCall, PairWalk, log_sums, over_tiles, pair_on_device, terms
+from jaxppo.head.divergence import (
+    DivergenceCall,
+    PairBlock,
+    PairChunk,
+    PairWalk,
+    log_sums,
+    over_tiles,
+    pair_on_device,
+    terms,
+)
 from jaxppo.head.likeliest import merge_top, no_top, top_of_block, top_over_shards
 from jaxppo.head.plan import plan_of
 from jaxppo.head.token_blocks import Slots
@@ -46,7 +55,7 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
     tokens, by_vocabulary = walk.tokens, plan.forward_by_vocabulary
     known = log_sums(walk, by_vocabulary)
 
-    def add(chunk: Any, block: Any, slots: Slots, found: Any) -> Any:
+    def add(chunk: PairChunk, block: PairBlock, slots: Slots, found: Any) -> Any:
         sums, tops, magnitudes = found
         _, z, teacher_z = walk.logits(chunk, block)
         log_p, log_q = walk.log_probs(z, teacher_z, block.student.valid, tokens.read(known, slots))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -51,6 +52,10 @@ class LogSums(NamedTuple):
     h: tuple[Array, ...]
 
 
+# the terms and the slopes h of each divergence, and the student's log p
+Terms = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], jax.Array]
+
+
 class PairChunk(NamedTuple):
     """The same tokens for both heads; the rows are the student's."""
 
@@ -63,7 +68,7 @@ class PairBlock(NamedTuple):
     """The same columns of both heads; the parameters are the student's."""
 
     parameters: Parameters
-    column_ids: Any
+    column_ids: jax.Array
     student: Block
     teacher: Block
 
@@ -146,14 +151,16 @@ class PairWalk(Walk):
         x, y = (tile.products(call, c.rows, b.parameters) for call, c, b in (student, teacher))
         return x, tile.logits(*student, x), tile.logits(*teacher, y)
 
-    def terms(self, z: jax.Array, teacher_z: jax.Array, valid: Any, sums: LogSums) -> tuple[Any, Any, Any]:
+    def terms(self, z: jax.Array, teacher_z: jax.Array, valid: jax.Array | bool, sums: LogSums) -> Terms:
         """`terms` of each divergence and the student's log p of a block; 0 and -inf in columns that do not exist."""
         log_p, log_q = self.log_probs(z, teacher_z, valid, sums)
         each = [terms(kind, self.pair.beta, log_p, log_q) for kind in self.pair.divergences]
         found = [tuple(jnp.where(valid, x, 0) for x in parts) for parts in zip(*each, strict=True)]
         return found[0], found[1], log_p
 
-    def log_probs(self, z: jax.Array, teacher_z: jax.Array, valid: Any, sums: LogSums) -> tuple[jax.Array, jax.Array]:
+    def log_probs(
+        self, z: jax.Array, teacher_z: jax.Array, valid: jax.Array | bool, sums: LogSums
+    ) -> tuple[jax.Array, jax.Array]:
         """log p and log q of a block. In columns that do not exist they are -inf and 0."""
         log_p = (z - sums.m[:, None]) - sums.log_s[:, None]
         log_q = (teacher_z - sums.teacher_m[:, None]) - sums.teacher_log_s[:, None]
@@ -178,7 +185,7 @@ def evaluate(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[tup
     tokens, axes = walk.tokens, call.student.axes
     known, zeros = log_sums(walk, plan.forward_by_vocabulary), walk.zeros(tokens.slots_count)
 
-    def add_terms(chunk: Any, block: Any, slots: Slots, sums: Any) -> Any:
+    def add_terms(chunk: PairChunk, block: PairBlock, slots: Slots, sums: Any) -> Any:
         found = walk.terms(*walk.logits(chunk, block)[1:], block.student.valid, tokens.read(known, slots))[:2]
         return walk.vary(jax.tree.map(lambda total, x: total + x.sum(axis=1), sums, found))
 
@@ -194,7 +201,7 @@ def log_sums(walk: PairWalk, by_vocabulary: bool) -> LogSums:
     """m and log s of both softmaxes over the whole vocabulary, in slot order. h is still empty."""
     tokens = walk.tokens
 
-    def add_sums(chunk: Any, block: Any, slots: Slots, sums: tuple[Sums, Sums]) -> Any:
+    def add_sums(chunk: PairChunk, block: PairBlock, slots: Slots, sums: tuple[Sums, Sums]) -> Any:
         nothing, no_target = jnp.zeros(tokens.size, jnp.float32), jnp.zeros((1, 1), bool)
         pairs = zip(walk.logits(chunk, block)[1:], sums, strict=True)
         both = tuple(softmax.merge(s, softmax.block_sums(z, nothing, no_target, None, s)) for z, s in pairs)
@@ -207,7 +214,7 @@ def log_sums(walk: PairWalk, by_vocabulary: bool) -> LogSums:
     return LogSums(m, log_s, teacher_m, teacher_log_s, ())
 
 
-def over_tiles(walk: Walk, by_vocabulary: bool, body: Any, totals: Any) -> Any:
+def over_tiles(walk: Walk, by_vocabulary: bool, body: Callable[..., Any], totals: Any) -> Any:
     """Loops over all tiles: old values in the tile's slots of `totals` become body(chunk, block, slots, old values)."""
     tokens, over_blocks = walk.tokens, walk.vocabulary.over_blocks
 

@@ -43,7 +43,7 @@ class _Call:
 
 
 class _Inputs(NamedTuple):
-    """The arrays of a call, None for those not given. The second shape is that on a device with N tokens."""
+    """The arrays of a call, or their specs, None for those not given. A device has the second shape, with N tokens."""
 
     logits: Any  # [R, T, V]; [N, V]
     targets: Any  # i32[R, T]; [N]
@@ -117,7 +117,7 @@ def log_probs_from_logits(
     of_temperature = as_temperature(temperature, targets.shape)
     inputs = _Inputs(logits, as_token_ids(targets), nucleus, token_ids, where, of_temperature)
 
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+    def specs(p: ParallelMesh) -> tuple[list[_Inputs], P]:
         # JAX cannot shard a dimension that an axis does not divide: such logits arrive whole
         of_logits = p.logits_spec if logits.shape[2] % p.tensor_size == 0 else P(*p.tokens_spec, None)
         of_tokens = p.tokens_spec
@@ -145,7 +145,7 @@ def _per_shard(axes: ShardAxes, static: tuple[Asked, int | None], inputs: _Input
     return jax.tree.map(lambda x: x.reshape(R, T, *x.shape[1:]), found)
 
 
-def _own_columns(call: _Call, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+def _own_columns(call: _Call, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | bool]:
     """The columns of x `[N, V]` that this device works on, their ids, and which of them no device before it has."""
     index = call.axes.index(call.axes.tensor)
     if call.window is None:
@@ -163,7 +163,9 @@ def _scaled(call: _Call, inputs: _Inputs) -> tuple[jax.Array, jax.Array, jax.Arr
     return z, ids, valid
 
 
-def _places(call: _Call, inputs: _Inputs, ids: jax.Array, valid: jax.Array) -> tuple[Any, Any, Any]:
+def _places(
+    call: _Call, inputs: _Inputs, ids: jax.Array, valid: jax.Array
+) -> tuple[jax.Array, jax.Array | None, softmax.Places | None]:
     """One-hot of the target `[N, V]`, the nucleus with the target added, and the places of the requested ids."""
     is_target = (ids[None] == inputs.targets[:, None]) & valid[None]
     nucleus = None if inputs.nucleus is None else _own_columns(call, inputs.nucleus)[0] | is_target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,8 @@ from jax import lax
 
 from jaxppo.head.gradient_sums import as_primal
 from jaxppo.sharding import wider_dtype
+
+Pair = tuple[jax.Array, jax.Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -34,11 +35,11 @@ def _low(hidden: jax.Array, a: jax.Array) -> jax.Array:
     return jnp.einsum("bth,hr->btr", hidden.astype(dtype), a.astype(dtype), preferred_element_type=jnp.float32)
 
 
-def _low_forward(hidden: jax.Array, a: jax.Array, tokens: int | None) -> Any:
+def _low_forward(hidden: jax.Array, a: jax.Array, tokens: int | None) -> tuple[jax.Array, Pair]:
     return low_rank(hidden, a, tokens), (hidden, a)
 
 
-def _low_backward(tokens: int | None, saved: Any, g: jax.Array) -> Any:
+def _low_backward(tokens: int | None, saved: Pair, g: jax.Array) -> Pair:
     hidden, a = saved
     counts = (g != 0).any(axis=-1, keepdims=True)
     rows = jnp.where(counts, hidden, 0)

@@ -20,8 +20,8 @@ def entry_names(entry: Any) -> Names:
 
 
 def bring_hidden(
-    what: str, parallel: ParallelMesh | ShardAxes | None, hidden: Any, given: P | None
-) -> tuple[Any, bool]:
+    what: str, parallel: ParallelMesh | ShardAxes | None, hidden: jax.Array, given: P | None
+) -> tuple[jax.Array, bool]:
     """Reshards hidden states like the batch's tokens, and tells whether the tensor axis shards their positions too.
 
     On a mesh any spec is accepted. Inside a `shard_map` hidden states must already be sharded like the tokens.
@@ -70,7 +70,7 @@ def _spec_of_hidden(parallel: ParallelMesh, sequence_parallel: bool) -> P:
 
 
 def place_head(
-    parallel: ParallelMesh | ShardAxes | None, name: str, hidden: Any, head: Head, sequence_parallel: bool
+    parallel: ParallelMesh | ShardAxes | None, name: str, hidden: jax.Array, head: Head, sequence_parallel: bool
 ) -> tuple[P, P | None, tuple[int, int]]:
     """The specs of a kernel and of hidden states, and [R, T] of their tokens; raises if shapes and specs disagree.
 
@@ -111,7 +111,14 @@ def _full(spec: P, rank: int) -> P:
     return P(*spec, *[None] * (rank - len(spec)))
 
 
-def _kernel_spec(parallel: Any, roles: ShardAxes, hidden: Any, kernel: Any, v_dim: int, given: P | None) -> P:
+def _kernel_spec(
+    parallel: ParallelMesh | ShardAxes | None,
+    roles: ShardAxes,
+    hidden: jax.Array,
+    kernel: jax.Array,
+    v_dim: int,
+    given: P | None,
+) -> P:
     if given is None and isinstance(parallel, ParallelMesh) and parallel.is_explicit:
         given = getattr(jax.typeof(kernel).sharding, "spec", None)
     if given is not None:

@@ -8,6 +8,7 @@ log-sum-exp, logits of 1e4 would cost four digits.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import partial, reduce
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -48,14 +49,20 @@ class Cotangents(NamedTuple):
     entropy: Any
     log_z: Any
     mean_logit: Any
-    counts: Any
+    counts: Array
     """bool[N]: the tokens with a cotangent that is not 0. The others may hold NaN."""
     ids: Any = None
     """f32[N, K], the cotangents of the ids' log-probs."""
 
     @classmethod
     def of(
-        cls, log_prob: Any, entropy: Any, log_z: Any, mean_logit: Any, counts: Any = True, ids: Any = None
+        cls,
+        log_prob: Array | None,
+        entropy: Array | None,
+        log_z: Array | None,
+        mean_logit: Array | None,
+        counts: Array | bool = True,
+        ids: Array | None = None,
     ) -> Cotangents:
         """The cotangents, with `counts` reduced to the tokens whose cotangents are not all 0."""
         given = (log_prob, entropy, log_z, mean_logit)
@@ -115,10 +122,10 @@ def target_logits(
       inside: whether the block holds it.
     """
 
-    def compare(z: Any, is_target: Any, place: Any, inside: Any) -> Any:
+    def compare(z: Array, is_target: Array, place: Array, inside: Array) -> Array:
         return jnp.where(is_target, z, 0).sum(axis=1)
 
-    def gather(z: Any, is_target: Any, place: Any, inside: Any) -> Any:
+    def gather(z: Array, is_target: Array, place: Array, inside: Array) -> Array:
         return jnp.where(inside, jnp.take_along_axis(z, place[:, None], axis=1)[:, 0], 0)
 
     return lax.platform_dependent(z, is_target, place, inside, tpu=compare, default=gather)
@@ -267,7 +274,7 @@ def _largest(sums: Sums, axes: ShardAxes) -> dict[str, Any]:
     return {"likeliest": likeliest, "top": None if sums.top is None else top_over_shards(sums.top, axes)}
 
 
-def _all_at_once(reduce: Any, tree: Any) -> Any:
+def _all_at_once(reduce: Callable[[Array], Array], tree: Any) -> Any:
     """Applies `reduce` once to all leaves, f32[N] or f32[N, K], stacked along the first dimension: one collective.
 
     The result of `reduce` may have more dimensions, between the first and that of the tokens.

@@ -95,7 +95,7 @@ def product_gradients(
     return of_products(call, tile, dz, x, cotangents.counts)
 
 
-def logits_of_rows(call: HeadCall, rows: Features, temperature: Any, parameters: Parameters) -> jax.Array:
+def logits_of_rows(call: HeadCall, rows: Features, temperature: jax.Array | None, parameters: Parameters) -> jax.Array:
     """f32[C], one logit for each of C tokens, each with a row of its own of a kernel `[V, H]`."""
     inner = partial(jnp.einsum, "ch,ch->c", preferred_element_type=jnp.float32)
     x = inner(rows.hidden, parameters.kernel)

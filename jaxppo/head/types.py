@@ -83,6 +83,7 @@ class Asked:
     top_k: int = 0
 
 
+# The fields of `Features`, `Parameters` and `Inputs` hold arrays, or for each of them a PartitionSpec or a flag.
 class Features(NamedTuple):
     """The features of tokens that parameters multiply: hidden states and, with an adapter, hidden @ lora.a."""
 
@@ -332,7 +333,7 @@ class Chunk(NamedTuple):
     """Some tokens."""
 
     rows: Features  # [C, H] and [C, r]
-    targets: Any  # i32[C]
+    targets: Any  # i32[C]; None for a divergence of two heads
     nucleus_ids: jax.Array | None  # i32[C, K]
     ids: jax.Array | None  # i32[C, K]
     temperature: jax.Array | None  # f32[C]; None for 1
@@ -345,7 +346,7 @@ class Tile(NamedTuple):
 
     chunk: Chunk
     block: Block
-    place: Any  # (i32[C], bool[C]), the target's column in the block, and whether the block holds it
+    place: Any  # (i32[C], bool[C]), the target's column in the block, and whether it is there; or None
     nucleus: jax.Array | None  # bool[C, B], the columns that the sampler could draw, the target's included; or None
     ids: Places | None  # the places of the ids whose log-probs are asked for
 

@@ -25,6 +25,7 @@ from jaxppo.sharding import note, vary, varying
 
 # (statistics f32[n], arrays [n, ...] of these tokens, arrays that are read whole) -> weighted losses f32[n]
 TokenLoss = Callable[[TokenStats, Any, Any], jax.Array]
+Sum = tuple[jax.Array, TokenStats]  # the sum of losses, and statistics
 
 
 def stats_of_tokens(call: HeadCall, inputs: Inputs) -> TokenStats:
@@ -78,13 +79,13 @@ def _token_stats(call: HeadCall, inputs: Inputs) -> TokenStats:
     return statistics(call, plan_of(call, inputs), inputs)[0]
 
 
-def _token_stats_forward(call: HeadCall, inputs: Any) -> Any:
+def _token_stats_forward(call: HeadCall, inputs: Any) -> tuple[TokenStats, Any]:
     inputs, needs = values_and_needs(inputs)
     stats, residuals = statistics(call, plan_of(call, inputs, needs=needs), inputs)
     return stats, (inputs, to_save((residuals, needs)))
 
 
-def _token_stats_backward(call: HeadCall, left: Any, of_stats: Any) -> Any:
+def _token_stats_backward(call: HeadCall, left: Any, of_stats: TokenStats) -> tuple[Inputs]:
     inputs, (residuals, needs) = left[0], saved(left[1])
     cotangents = cotangents_of(call, dense(of_stats), inputs.counts, inputs.ids)
     plan = plan_of(call, inputs, needs=needs)
@@ -118,7 +119,7 @@ def by_chunks(plan: Plan, walk: Walk, needs: NeedsGrad, begin: Begin, results: A
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _one_pass(call: HeadCall, plan: Plan, token_loss: TokenLoss, inputs: Inputs, per_token: Any, shared: Any) -> Any:
+def _one_pass(call: HeadCall, plan: Plan, token_loss: TokenLoss, inputs: Inputs, per_token: Any, shared: Any) -> Sum:
     """The sum of all devices' losses, and this device's statistics (not differentiable), f32[N] each."""
     stats = statistics(call, plan_of(call, inputs), inputs)[0]
     return _total(call, token_loss(stats, per_token, shared)), stats
@@ -126,7 +127,7 @@ def _one_pass(call: HeadCall, plan: Plan, token_loss: TokenLoss, inputs: Inputs,
 
 def _one_pass_forward(
     call: HeadCall, plan: Plan, token_loss: TokenLoss, inputs: Any, per_token: Any, shared: Any
-) -> Any:
+) -> tuple[Sum, Any]:
     inputs, needs = values_and_needs(inputs)
     per_token, shared = values((per_token, shared))
     with note(f"one pass, {plan}"):
@@ -173,7 +174,9 @@ def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Ar
     return Known((losses, zero_unless(chunk.counts, stats)), residuals, cotangents, x)
 
 
-def _one_pass_backward(call: HeadCall, plan: Plan, token_loss: TokenLoss, left: Any, of_results: Any) -> Any:
+def _one_pass_backward(
+    call: HeadCall, plan: Plan, token_loss: TokenLoss, left: Any, of_results: Any
+) -> tuple[Inputs, None, None]:
     found, inputs = saved(left[0]), left[1]
     c = of_results[0]
     scaled = jax.tree.map(lambda x: vary((x.astype(jnp.float32) * c).astype(x.dtype), varying(x)), found)

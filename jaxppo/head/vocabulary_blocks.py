@@ -102,11 +102,11 @@ class VocabularyBlocks:
         """The dimension of x that runs along V."""
         return self.call.v_dim if x.ndim == 2 else 0
 
-    def start(self, i: Index) -> Any:
+    def start(self, i: Index) -> Index:
         """The first column of block i, among the columns held."""
         return self.first + jnp.minimum(i * self.size, self.window - self.size) if self.blocks > 1 else self.first
 
-    def own(self, i: Index) -> Any:
+    def own(self, i: Index) -> jax.Array:
         """bool: the columns of block i that no other block has."""
         at = self.start(i) + _range(self.size)
         before = self.call.axes.index(self.call.axes.tensor) * self.window if self.shared else 0

@@ -142,7 +142,7 @@ class Walk:
         entropy = call.asked.entropy != "none" or call.deterministic
         return self.vary(empty_sums(count, call.asked, entropy=entropy, nucleus=nucleus, ids=ids))
 
-    def finish(self, sums: Sums, targets: jax.Array, ids: Any) -> tuple[TokenStats, Residuals]:
+    def finish(self, sums: Sums, targets: jax.Array, ids: jax.Array | None) -> tuple[TokenStats, Residuals]:
         """The statistics of tokens from their sums over the device's vocabulary, and what the backward needs."""
         order = (self.call.v_names or self.call.axes.tensor) if self.vocabulary.eighths else ()
         sums = softmax.combine(sums, self.call.axes, order)
@@ -202,7 +202,7 @@ class Walk:
         `drows` holds f32 arrays; for hidden states it may hold a `Submatrix`. `by_rows` is that of `RingSum`.
         """
 
-        def put(total: jax.Array, drows: Any, primal: jax.Array) -> jax.Array:
+        def put(total: jax.Array, drows: jax.Array | Submatrix, primal: jax.Array) -> jax.Array:
             if self.call.sequence_parallel:
                 drows = drows(0, tokens.size, 0, primal.shape[-1]) if callable(drows) else drows
                 return tokens.put(total, drows, slots)
@@ -248,7 +248,7 @@ def whole_features(call: HeadCall, features: Features) -> Features:
     return jax.tree.map(lambda x: x.reshape(-1, x.shape[2]), features)
 
 
-def cotangents_of(call: HeadCall, found: TokenStats, counts: Any, ids: Any) -> Cotangents:
+def cotangents_of(call: HeadCall, found: TokenStats, counts: jax.Array | None, ids: Any) -> Cotangents:
     """The cotangents of the statistics that the call differentiates; only tokens in `counts` count."""
     entropy = found.entropy if call.asked.entropy == "bonus" else None
     of_ids = found.id_log_probs

@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jaxppo._arrays import needed
 from jaxppo.head import softmax
@@ -72,7 +73,7 @@ class _Operands(NamedTuple):
 class _Numbers(NamedTuple):
     """The numbers that a kernel reads for each token, f32[C] each, or None."""
 
-    temperature: Any
+    temperature: jax.Array | None
     residuals: Residuals | None = None
     cotangents: Cotangents | None = None
 
@@ -119,7 +120,7 @@ class MosaicTPU(Op):
     def _chip(self) -> tuple[int, int, int] | None:
         return next((chip for kind, chip in CHIPS.items() if kind in self.device), None)
 
-    def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, Any]:
+    def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, jax.Array | None]:
         grid = _Grid.of(self, call, tile, tile.chunk.counts)
         numbers = _Numbers(tile.chunk.temperature)
         kernel = partial(_forward, call, jax.tree.structure(numbers))
@@ -262,11 +263,11 @@ class _Grid:
     columns: int
     bt: int
     bv: int
-    active: Any  # i32[pieces of tokens], 0 where no token of the piece counts
+    active: jax.Array  # i32[pieces of tokens], 0 where no token of the piece counts
     axes: frozenset[str]
 
     @classmethod
-    def of(cls, op: MosaicTPU, call: HeadCall, tile: Tile, counts: Any) -> _Grid:
+    def of(cls, op: MosaicTPU, call: HeadCall, tile: Tile, counts: jax.Array | None) -> _Grid:
         hidden, kernel = tile.chunk.rows.hidden, tile.block.parameters.kernel
         C, B = hidden.shape[0], kernel.shape[call.v_dim]
         most = _piece(needed("chip", op._chip), hidden.shape[1], _operand_bytes(call, hidden, kernel))
@@ -284,7 +285,7 @@ class _Grid:
     def shape(self) -> tuple[int, int]:
         return -(-self.tokens // self.bt), -(-self.columns // self.bv)
 
-    def _struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def _struct(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         axes = frozenset() if self.op._interpreted else self.axes
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
 
@@ -297,12 +298,12 @@ class _Grid:
         """
         return unvary(x, tuple(sorted(varying(x)))) if self.op._interpreted else x
 
-    def of_tokens(self, dtype: Any) -> _Result:
+    def of_tokens(self, dtype: DTypeLike) -> _Result:
         """A result `[C, 128]`."""
         spec = pl.BlockSpec((self.bt, LANES), lambda i, j, active: (i, 0))
         return _Result(self._struct((self.tokens, LANES), dtype), spec)
 
-    def of_tile(self, dtype: Any) -> _Result:
+    def of_tile(self, dtype: DTypeLike) -> _Result:
         """A result `[C, B]`."""
         spec = pl.BlockSpec((self.bt, self.bv), lambda i, j, active: (i, j))
         return _Result(self._struct((self.tokens, self.columns), dtype), spec)
