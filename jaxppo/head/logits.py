@@ -26,6 +26,7 @@ from jaxppo.head.checks import (
     temperature_spec,
 )
 from jaxppo.head.gradient_sums import as_primal
+from jaxppo.head.slices import put_slice, slice_of
 from jaxppo.head.token_blocks import zero_unless
 from jaxppo.head.types import Asked, Entropy, LogitStat, TokenStats
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary_like, varying
