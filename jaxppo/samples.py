@@ -39,7 +39,8 @@ class Sample:
       reward: one number for the whole response.
       sample_id: the unique number of the sample in the step; by default its index among the samples.
       group_id: equal for the samples of one prompt; estimators that compare samples, like `advantages.grpo`, need it.
-      rollout_id: equal for the samples that one rollout was cut into; by default each sample is a rollout.
+      rollout_id: equal for the samples that were cut from one trajectory. All these samples together are called a
+        rollout here, while others call each sample so. By default each sample is a rollout.
       advantages: `f32[n - response_start]`, like the arrays that follow.
       old_log_probs: under the policy at the start of the step.
       ref_log_probs: under the reference policy.
