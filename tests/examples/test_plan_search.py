@@ -185,7 +185,7 @@ def test_the_table_says_what_limits_each_plan():
     assert [limits(search, f) for f in search.best] == ["compute (products) 60%", "sums over devices 51%, memory"]
     head, counts, refused, left, empty, columns, *plans = table(search).splitlines()
     assert refused == "refused: no such mesh"
-    assert head == "tiny, 2 rows of 64 tokens a step, v5e:2x2"
+    assert head == "tiny, 2 rows of 64 tokens per step, v5e:2x2"
     assert counts == f"{search.considered} plans: 0 cannot fit, 4 compiled, 2 of which do not fit"
     assert left == f"the search is not finished: {search.considered - 4} plans may be faster"
     assert (empty, len(plans)) == ("", 4)
