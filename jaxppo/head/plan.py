@@ -255,7 +255,7 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
     chunks = [min(chunk, N), *(c for c in powers if min(profile.least, 512) <= c < chunk)]
     if call.deterministic:
         cuts = [(profile.deterministic, profile.deterministic)]
-    elif sizes.masked:  # one group has products of a few sizes; a group of one chunk is left out as a whole
+    elif sizes.masked:  # one group has products of a few sizes; a group of one chunk is computed or left out
         one = profile.group >= N and sizes.direct
         cuts = [(N, c) for c in chunks if one and 4 * c >= N]
         cuts += [(c, c) for c in chunks if c >= min(chunks[0], profile.least)]
