@@ -90,7 +90,7 @@ def _gpu(kind: str) -> Profile:
     return dataclasses.replace(_accelerator(kind, 1152, 2048, tile=304, tpu=False), tokens=512)
 
 
-# A key is a part of the device's kind, since described devices do not report their memory. The last one fits all.
+# A key is a part of a device's kind, since described devices do not report their memory. The last key fits them all.
 PROFILES = {
     "cpu": CPU,
     "TPU v4": _accelerator("TPU v4", 1536, 2688),
