@@ -1,29 +1,30 @@
 """A pytest plugin: emulated devices, meshes to run a test on, and an assertion that numbers do not depend on the mesh.
 
-It is installed with jaxppo and does nothing, not even import JAX, until a number of devices is asked for: on the
-command line (`pytest --emulated-devices 8`) or in the configuration,
+The plugin is installed with jaxppo. It does nothing, and does not even import JAX, until a number of devices is
+asked for: on the command line (`pytest --emulated-devices 8`) or in the configuration,
 
     [tool.pytest.ini_options]
     emulated_devices = 8     # 0: the devices that are there, such as those of a TPU
     mesh_cases = "pairwise"  # or "all", the default
 
-The CPU then appears as that many devices, from before the first conftest.py is read, and tests may ask for
+The CPU then appears as that many devices, even to the first conftest.py. Tests may ask for
 
-- `parallel_mesh`: a `ParallelMesh`. The test runs once for every way to write the number as dp x cp x tp and, where cp
-  is above 1, for every context layout; with "pairwise" for a sample. Each of dp, cp and tp is 1 or more there, and any
-  two of these traits and the layout that occur together at all do so in the sample. One mesh alone:
+- `parallel_mesh`: a `ParallelMesh`. The test runs once for every way to write the number as dp x cp x tp. If cp is
+  above 1, it runs for every context layout too. With "pairwise" it runs for a sample of these cases. A case has four
+  traits: whether dp is 1, whether cp is 1, whether tp is 1, and the layout. Any two traits that occur together in some
+  case do so in the sample. To run on a single mesh:
   `@pytest.mark.parametrize("parallel_mesh", ["dp=2,cp=4"], indirect=True)`, or `[("dp=2,cp=4", "zigzag")]`.
 - `context_layout`: the name of a context layout; the test runs for each.
 - `assert_mesh_invariant`: `jaxppo.sharding.testing.assert_mesh_invariant`, over every dp x cp x tp of JAX's devices
-  unless `meshes=` says which.
+  unless `meshes=` names others.
 
-An example, which finds a sum over the data axes alone, a mean of the shards' means, and a shift that stops at a shard's
-end:
+This example fails if the loss is summed over the data axes alone, if it is a mean of the shards' means, or if it shifts
+values only within a shard:
 
     def test_my_loss(parallel_mesh, assert_mesh_invariant):
         assert_mesh_invariant(my_loss, tokens, meshes=[parallel_mesh])     # my_loss(parallel, tokens)
 
-This is a module of its own since pytest imports it at every start, and importing `jaxppo` imports JAX.
+This is a module of its own because pytest imports it at every start, and importing `jaxppo` imports JAX.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _asked(config: pytest.Config) -> int | None:
-    """The number of devices that was asked for, None where none was."""
+    """The number of devices that was asked for, or None."""
     value = config.known_args_namespace.emulated_devices
     value = config.getini("emulated_devices") if value is None else value
     if value in (None, ""):
@@ -87,13 +88,13 @@ def _emulate(count: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
-    except RuntimeError:  # JAX has started; then its devices must do
+    except RuntimeError:  # JAX has started already, so its devices must be enough
         if message := _too_few(count):
             raise pytest.UsageError(message) from None
 
 
 def _too_few(count: int) -> str | None:
-    """The error where JAX, which this starts, has fewer devices."""
+    """Starts JAX, and returns the error message if it has fewer devices."""
     import jax
 
     if jax.device_count() >= count:
@@ -105,7 +106,7 @@ def _too_few(count: int) -> str | None:
 
 
 def _fixtures(count: int | None, sample: str) -> object:
-    """A plugin of the fixtures; what they are parametrized over is known only now."""
+    """A plugin with the fixtures. The cases that they run for are known only now."""
     layouts, cases = ([], []) if count is None else _layouts_and_cases(count, sample)
 
     def mesh(case: str | Case) -> ParallelMesh:
@@ -154,7 +155,7 @@ def _layouts_and_cases(count: int, sample: str) -> tuple[list[str], list[Case]]:
 
 
 def _pairwise(cases: list[Case]) -> Iterator[Case]:
-    """As few cases as greed finds that show every pair of traits which some case shows."""
+    """Few cases, greedily chosen, with every pair of traits that occurs in any case."""
     pairs = {case: frozenset(combinations(_traits(*case), 2)) for case in cases}
     missing = frozenset().union(*pairs.values())
     while missing:
@@ -164,5 +165,5 @@ def _pairwise(cases: list[Case]) -> Iterator[Case]:
 
 
 def _traits(mesh: str, layout: str) -> list[str]:
-    """Which of dp, cp and tp are above 1, and the layout."""
+    """For each of dp, cp and tp whether it is 1, and the layout."""
     return [size if size.endswith("=1") else size[:2] for size in mesh.split(",")] + [layout]

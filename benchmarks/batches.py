@@ -1,4 +1,4 @@
-"""Times the host: how many samples a second are packed, made into a batch and checked. No device takes part.
+"""Times the host: how many samples per second are packed, made into a batch and checked. No device takes part.
 
     python -m benchmarks.batches
     python -m benchmarks.batches --before FOLDER      # times another checkout and this one in turns
@@ -30,7 +30,7 @@ def timed(fn: Callable[[], Any]) -> float:
 
 
 def measure(count: int, tokens: int) -> dict[str, float]:
-    """Times each step once: samples a second, and for packing the seconds of `PACKED` samples."""
+    """Times each step once: samples per second, and for packing the seconds of `PACKED` samples."""
     from jaxppo import RolloutBatch, Sample
     from jaxppo.sharding import pack
 

@@ -20,7 +20,7 @@ class Case:
     Args:
       tokens: T.
       sizes: the head.
-      dtype: of hidden states and kernel.
+      dtype: the dtype of hidden states and kernel.
       share: the share of tokens with loss, for versions that have a mask.
     """
 
@@ -49,8 +49,8 @@ class Case:
 def draw(case: Case, seed: int = 0) -> dict[str, Any]:
     """The arrays of a policy-gradient step, with advantages of both signs.
 
-    `g` and `e` are the cotangents of log-probs and entropies, `batch` has every token in its loss mask and `part`
-    only `case.counted` of them, which lie in runs as responses do.
+    `g` and `e` are the cotangents of log-probs and entropies. In `batch` every token is in the loss mask. In `part`
+    only `case.counted` of them are, in runs of adjacent tokens as in responses.
     """
     T, H, V = case.tokens, case.sizes.hidden_size, case.sizes.vocab_size
     rng = np.random.default_rng(seed)

@@ -1,7 +1,8 @@
 """Heads of published sizes on a GPU: all versions that fit it, one pass with several budgets of memory, two passes
 with several tiles.
 
-Published for the second case on an H100: three products at 650 TFLOP/s take about 100 ms, full logits 133 ms in 25 GiB.
+Figures for the second case were published for an H100: three products at 650 TFLOP/s take about 100 ms, and a version
+with full logits takes 133 ms in 25 GiB.
 """
 
 from __future__ import annotations

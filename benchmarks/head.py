@@ -184,7 +184,7 @@ def described(name: str, sizes: HeadSizes, tokens: int, mesh: str, topology: str
     """The costs of one head on a mesh over described devices, with `kernels` by the Pallas kernels too."""
     step = Step(sizes, tokens, jnp.bfloat16, described_mesh(mesh, topology))
     found = [{"version": version, **cost} for version, cost in costs(step, kernels).items()]
-    show(f"{name}, {tokens} tokens a device, bf16, {mesh} on {topology}", found)
+    show(f"{name}, {tokens} tokens per device, bf16, {mesh} on {topology}", found)
     case = {"topology": topology, "mesh": mesh, "head": name, "tokens_per_shard": tokens}
     return [{**case, **record} for record in found]
 
@@ -223,9 +223,10 @@ def swept_tiles(case: Case, rounds: int) -> Records:
 
 
 def costs(step: Step, kernels: bool) -> dict[str, dict[str, Any]]:
-    """Costs by version. `over_products` is computing time over that of the bare products, for the forward of one.
+    """Costs by version. `over_products` is computing time divided by that of the bare products, of one for a forward.
 
-    `over_best_plain` is computing and collectives that nothing overlaps, over the same of the best plain JAX.
+    `over_best_plain` is the time of computing and of collectives that nothing overlaps, divided by the same time of the
+    best plain JAX.
     """
     on_tpu = step.parallel.mesh.devices.flat[0].platform == "tpu"
     forward, products = (products_time(step, count) for count in (1, 3))
@@ -313,7 +314,7 @@ PARTS = {
     "gpu": gpu_part,
     "roofline": roofline_part,
 }
-NAMED = ("tpu", "gpu", "roofline")  # parts that run only where they are asked for: they need devices or extras
+NAMED = ("tpu", "gpu", "roofline")  # parts that run only if they are asked for: they need devices or extras
 DRAWN = {"vocabulary": plots.time_over_vocabulary, "tokens": plots.temporaries_over_tokens}
 
 
@@ -326,7 +327,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--vocab-size", type=int, default=32768)
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--rounds", type=int, default=9)
-    add("--share", type=float, default=0.2, help="of the tokens that carry loss, in group part")
+    add("--share", type=float, default=0.2, help="the share of tokens with loss, in group part")
     add("--vocabularies", type=int, nargs="+", default=[8192, 16384, 32768, 65536, 131072])
     add("--sweep-tokens", type=int, default=1024)
     add("--sweep-hidden-size", type=int, default=512)

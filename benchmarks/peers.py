@@ -1,4 +1,4 @@
-"""Other people's heads, where they can be imported: tokamax, Tunix, PyTorch."""
+"""Other projects' heads, if they can be imported: tokamax, Tunix, PyTorch."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ MODEL = ModelConfig(vocab_size=32768, max_length=8192, width=1024, layers=4, hea
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """`prompts` groups of `copies` samples, a prompt and a response of so many tokens each."""
+    """`prompts` groups of `copies` samples; each has a prompt and a response of these numbers of tokens."""
 
     prompt: int
     response: int

@@ -4,7 +4,7 @@ A step takes the arrays of `cases.draw` and returns `(value, (dhidden, dkernel))
 
     entropy        sum(g * log_prob + e * entropy)
     log-probs      the mean log-prob
-    part           as "entropy", over the share of the tokens that carries loss
+    part           as "entropy", over the share of the tokens that have a loss
     policy loss    PPO's loss with an entropy bonus, over all tokens, and over that share in "policy loss, part"
 """
 
@@ -133,7 +133,7 @@ def ours(case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", wher
 
 
 def gathered(case: Case, step: Step) -> Step:
-    """The step on the rows with loss, gathered first. Their number is known beforehand here."""
+    """The step on the rows with loss, which are gathered first. Their number is known beforehand here."""
 
     def apply(data: Any) -> Any:
         rows = jnp.nonzero(data["part"].loss_mask[0], size=case.counted)[0]
@@ -168,7 +168,7 @@ def plain_policy_loss(case: Case, batch: str = "batch") -> Step:
 
 
 def our_policy_loss(case: Case, mib: int | None = None, batch: str = "batch") -> Step:
-    """`policy_loss_from_hidden` with a memory of so many MiB; 24 are too few for one pass."""
+    """`policy_loss_from_hidden` with `mib` MiB of memory; 24 are too few for one pass."""
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         return policy_loss_from_hidden(

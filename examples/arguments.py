@@ -17,7 +17,7 @@ NEWEST = -1  # checkpoint to resume from
 TRY_AGAIN = 75  # exit code of a run that was saved before its end; EX_TEMPFAIL of sysexits.h
 MOST = 2**31 - 1  # the largest integer of an argument
 
-# Names that packages register which import JAX; tests compare them.
+# Names that other packages register. Those packages import JAX, so the names are repeated here; tests compare them.
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_segment", "striped")
 LOSSES = (
     *("cispo", "clip_cov", "dppo", "dro", "gmpo", "gpg", "gspo", "kl_cov", "ppo", "probability_mask", "reinforce"),
@@ -62,13 +62,18 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--checkpoint-every", type=_integer(1), default=50, help="steps from one checkpoint to the next")
     add("--sft-steps", type=_integer(0), default=22, help="supervised steps before the first GRPO step")
-    add("--prompts", type=_integer(1), default=16, help="questions a step")
+    add("--prompts", type=_integer(1), default=16, help="questions per step")
     add("--samples", type=_integer(2), default=8, help="responses to each question, a group")
     add("--share-prefixes", action="store_true", help="hold the prompt of a group once: rows packed as trees")
     add("--updates", type=_integer(1), default=2, help="updates on each batch of rollouts")
     add("--learning-rate", type=_positive, default=1e-3, help="of AdamW, the same at every step")
     add("--spike-deviations", type=_positive, help="keep the batch of a step whose loss is this many deviations off")
-    add("--max-skipped", type=_integer(1), default=5, help="steps in a row without a finite gradient that end it")
+    add(
+        "--max-skipped",
+        type=_integer(1),
+        default=5,
+        help="end after so many steps in a row without a finite gradient",
+    )
     add("--held-out", type=_integer(1), default=256, help="questions kept out of training, to judge it by")
     add("--model", type=Path, metavar="FOLDER", help="config.json, tokenizer.json and safetensors of a Qwen3 model")
     add("--width", type=_integer(1), default=64, help="of the small model that is made without --model")

@@ -29,7 +29,7 @@ class Checkpoints:
     digests of both, which must fit every byte when it is loaded.
 
     Args:
-      folder: made if it is not there.
+      folder: made if it does not exist.
       identity: what a checkpoint must have been saved with to be loaded: the model's sizes, the task, the seed.
     """
 
@@ -137,7 +137,7 @@ class Checkpoints:
         restore = ocp.args.PyTreeRestore(plain, restore_args=ocp.checkpoint_utils.construct_restore_args(plain))
         try:
             state = self._arrays.restore(folder / _STATE, args=restore)
-        except Exception as error:  # of a stranger's file, whatever reads it raises
+        except Exception as error:  # readers of an unknown file raise several kinds
             raise ValueError(f"got {folder}, expected a whole checkpoint ({_reason(error)})") from error
         return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(state)), notes
 

@@ -1,4 +1,4 @@
-"""Described H100s, so that XLA compiles for them on a machine without a GPU. Takes the extra gpu-aot."""
+"""Described H100s, so that XLA compiles for them on a machine without a GPU. It needs the extra gpu-aot."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def hidden_states(model: Policy, tokens: jax.Array, parallel: ParallelMesh) -> j
 def step(
     batch: RolloutBatch, model: Policy, optimizer: Any, tx: optax.GradientTransformation, parallel: ParallelMesh
 ) -> tuple[Policy, Any, dict[str, jax.Array]]:
-    """One update. The batch is an argument: closed over, it would be compiled into the program."""
+    """One update. The batch is an argument: a batch that is closed over would be compiled into the program."""
 
     def loss_fn(model: Policy) -> Any:
         hidden = hidden_states(model, batch.tokens, parallel)

@@ -65,11 +65,12 @@ class Policy(nn.Module):
 def step(
     state: TrainState, batch: RolloutBatch, parallel: ParallelMesh, tied: bool
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update. The batch is an argument: closed over, it would be compiled into the program."""
+    """One update. The batch is an argument: a batch that is closed over would be compiled into the program."""
 
     def loss_fn(params: Any) -> Any:
         hidden = state.apply_fn({"params": params}, batch.tokens)
-        head = Head.of(params["tokens" if tied else "head"], dtype=hidden.dtype)  # arrays alone do not say it
+        # arrays alone do not tell the dtype of the product
+        head = Head.of(params["tokens" if tied else "head"], dtype=hidden.dtype)
         return policy_loss_from_hidden(hidden, head, batch, CONFIG, parallel=parallel)
 
     (_, found), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params)

@@ -57,7 +57,7 @@ class Policy(nnx.Module):
 
 @nnx.jit(static_argnums=3)
 def step(model: Policy, optimizer: nnx.Optimizer, batch: RolloutBatch, parallel: ParallelMesh) -> dict[str, jax.Array]:
-    """One update. The batch is an argument: closed over, it would be compiled into the program."""
+    """One update. The batch is an argument: a batch that is closed over would be compiled into the program."""
 
     def loss_fn(model: Policy) -> Any:
         head = Head.of(model.tokens if model.head is None else model.head)

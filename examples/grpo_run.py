@@ -250,7 +250,7 @@ def _begin_to_end(args: argparse.Namespace, preemption: Preemption, members: Mem
     except (ValueError, FloatingPointError) as error:  # all processes raise the same error
         members.ended = str(error)
         return _failed(2 if isinstance(error, ValueError) else 1, error)
-    except (OSError, RuntimeError) as error:  # mostly since another process is gone, which is then named
+    except (OSError, RuntimeError) as error:  # mostly because another process is gone; the message then names it
         lost = members.missing(wait=True)
         members.ended = lost or str(error)
         if not lost and isinstance(error, RuntimeError):

@@ -84,7 +84,7 @@ class Learner:
     def token_stats(
         self, params: nnx.State, batch: RolloutBatch, entropy: Literal["none", "metric"] = "none"
     ) -> TokenStats:
-        """Log-probs of the targets with loss: the sampler's bits where hidden states are the same. No logits exist."""
+        """Log-probs of the targets with loss, without logits. From equal hidden states the sampler gets equal bits."""
         return jaxppo.log_probs_from_hidden(
             *self._head(params, batch),
             batch.targets,
@@ -104,7 +104,7 @@ class Learner:
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, updated = self.optimizer.update(gradients, state, params)
-        # chosen after the update, not by a condition around it: its collectives run on every device every time
+        # the choice follows the update, and is no condition around it: every device must run the update's collectives
         choose = partial(jax.tree.map, partial(jnp.where, finite))
         metrics = {"gradient_norm": norm, "skipped": 1 - finite.astype(jnp.float32)}
         return choose(optax.apply_updates(params, updates), params), choose(updated, state), metrics

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from jaxppo.sharding import multihost
 
-_LAST_WORDS_S = 2.0  # so long a process that fails waits to see whether another is gone
-_GRACE_S = 10.0  # so long this process has to report its own error, after another ended with one
+_LAST_WORDS_S = 2.0  # a process that fails waits so long to see whether another is gone
+_GRACE_S = 10.0  # this process has so long to report its own error, after another ended with one
 
 
 class Members:
@@ -29,7 +29,7 @@ class Members:
     Args:
       folder: made if it is not there.
       process: this one's number in the run.
-      count: how many there are.
+      count: the number of processes.
 
     Raises:
       ValueError: another run's process holds a file there, or the folder cannot be written to.

@@ -72,7 +72,7 @@ def _kernel(spec: P, parallel: ParallelMesh) -> nnx.Initializer:
 
 
 class Block(nnx.Module):
-    """Attention and a gated-free MLP, each behind a norm; heads and MLP columns are split over the tensor axis."""
+    """Attention and an MLP without a gate, each behind a norm; heads and MLP columns are split over the tensor axis."""
 
     def __init__(self, config: ModelConfig, parallel: ParallelMesh, rngs: nnx.Rngs):
         tensor = parallel.logits_spec[2]

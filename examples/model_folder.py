@@ -121,8 +121,8 @@ class Weights:
         """Puts a tensor on the mesh in float32. A part that several devices hold is read once.
 
         Args:
-          name: which one.
-          sharding: of the result.
+          name: the tensor's name.
+          sharding: the sharding of the result.
           transposed: the file has `[out, in]`, the result `[in, out]`.
 
         Raises:

@@ -101,7 +101,7 @@ def compile_candidate(work: Work, c: Candidate) -> dict[str, Any]:
     from examples.pod_step import GIB, TrainStep, held
 
     start = time.monotonic()
-    jax.config.update("jax_platforms", "cpu")  # a real TPU here is not to be taken
+    jax.config.update("jax_platforms", "cpu")  # do not take a real TPU of this machine
     jax.config.update("jax_enable_compilation_cache", False)  # a cached program has no estimates of time
     memory = None if c.memory is None else int(c.memory * GIB)
     tokens, rows = work.row_length // c.cp, c.rows(work)

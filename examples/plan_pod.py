@@ -6,9 +6,9 @@
     python -m examples.plan_pod --search --model qwen3-8b --topology v5p:4x4x4 --search-minutes 20
 
 The gradients of a PPO loss with an entropy bonus are compiled by the TPU compiler (`pip install libtpu`; no TPU is
-needed), which also estimates their time; all tokens carry loss. With --memory the head is given so many GiB in turn.
-With --train the whole training step is compiled, and what it holds is compared with the device's memory. With --search
-that is done for many meshes and numbers of micro-batches, and the best plans are printed and drawn.
+needed), which also estimates their time; all tokens carry loss. With --memory the head gets each of these
+numbers of GiB in turn. With --train the whole training step is compiled, and what it holds is compared with the
+device's memory. --search does this for many meshes and numbers of micro-batches, and prints and draws the best plans.
 """
 
 from __future__ import annotations
@@ -110,15 +110,15 @@ def _topology(text: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
 
-    import jax  # not before the arguments are read, so that --help and errors are quick
+    import jax  # imported after the arguments are read, so that --help and errors are quick
     import jax.numpy as jnp
 
     from examples import pod_head
     from examples.pod_step import TrainStep
     from jaxppo.sharding import links
 
-    jax.config.update("jax_platforms", "cpu")  # a real TPU here is not to be taken
-    # what a cache answers was not compiled here, so that nothing is known of its time
+    jax.config.update("jax_platforms", "cpu")  # do not take a real TPU of this machine
+    # a program from a cache was not compiled here, so nothing is known of its time
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         if args.search:

@@ -18,7 +18,7 @@ from examples.pod_sizes import MODELS
 from jaxppo.sharding import known_device
 
 GIB = 2**30
-_MEMORIES = 0.5, 2.0  # GiB for the head, beside its default
+_MEMORIES = 0.5, 2.0  # GiB for the head that are tried beside its default
 _TIGHT = 0.1  # memory is short if less than this share of it is free
 
 
@@ -81,14 +81,14 @@ def table(search: Search) -> str:
     to_compile, unlikely = search.open()
     too_large = sum(not search.fits(f) for f in tried)
     lines = [
-        f"{work.model}, {work.rows} rows of {work.row_length} tokens a step, {work.topology}",
+        f"{work.model}, {work.rows} rows of {work.row_length} tokens per step, {work.topology}",
         f"{search.considered} plans: {search.considered - search.fitting} cannot fit, {len(tried)} compiled, "
         f"{too_large} of which do not fit",
     ]
     lines += sorted({f"refused: {f.refused}" for f in tried if f.needed is None})
     lines += [f"the search is not finished: {len(to_compile)} plans may be faster"] if to_compile else []
     lines += [f"not compiled: {len(unlikely)} plans that are expected to be slower"] if unlikely else []
-    lines += ["", "ms a step  products  elementwise  copies   sums  beside   GiB   free  limited by"]
+    lines += ["", "ms / step  products  elementwise  copies   sums  beside   GiB   free  limited by"]
     for f in search.best:
         t, copies = f.times, f.times["copies"] + f.times["kernels"]
         lines.append(f"{f.candidate}")
@@ -111,13 +111,13 @@ def draw(search: Search, path: Path) -> None:
         at = [a + b for a, b in zip(at, ms, strict=True)]
     left.set_yticks(range(len(best)), [str(f.candidate) for f in best])
     left.invert_yaxis()
-    left.set_xlabel("ms a step, as the compiler estimates it")
+    left.set_xlabel("ms per step, as the compiler estimates it")
     left.legend(fontsize="small")
     needed = [(f.needed or 0) / GIB for f in fitting]
     right.scatter(needed, [f.ms for f in fitting], s=12)
     right.axvline(search.work.device.memory / GIB, color="gray", linestyle="--")
     right.set_xlabel("GiB a device needs; dashed: what it has")
-    right.set_ylabel("ms a step")
+    right.set_ylabel("ms per step")
     figure.suptitle(f"{search.work.model}, {search.work.topology}: {len(fitting)} plans compiled that fit")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -72,8 +72,8 @@ class Step:
 
     Args:
       sizes: the head.
-      tokens: how many each shard of the data and context axes has.
-      dtype: that of hidden states and kernel.
+      tokens: the number of tokens of each shard of the data and context axes.
+      dtype: the dtype of hidden states and kernel.
       parallel: the mesh, over real or described devices.
     """
 
@@ -177,7 +177,7 @@ def curve(step: Step, budgets: Sequence[float]) -> list[tuple[float, Audit | str
 
 
 def plan_train(step: TrainStep) -> Fit:
-    """Whether a whole training step fits a device, and what its loss takes of that."""
+    """Whether a whole training step fits a device, and how much of it is the loss."""
     sizes = HeadSizes(step.sizes.hidden_size, step.sizes.vocab_size, step.sizes.tied)
     head = Step(sizes, step.rows * step.tokens, jnp.dtype(jnp.bfloat16), step.parallel)
     return fit(step, head.cost(head.one_pass))

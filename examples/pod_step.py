@@ -27,7 +27,7 @@ from jaxppo import (
 from jaxppo.sharding import Audit, audit, known_device
 from jaxppo.trees import Paths
 
-QUERIES = 512  # how many queries are compared with all keys at a time
+QUERIES = 512  # the number of queries that are compared with all keys at a time
 CONFIG = PolicyLossConfig(entropy_coef=0.01)
 
 
@@ -37,10 +37,10 @@ class TrainStep:
 
     Args:
       sizes: the model.
-      tokens: of a row, on each shard of the context axes.
+      tokens: the tokens of a row on each shard of the context axes.
       parallel: the mesh, over real or described devices.
-      rows: how many each data shard has in a micro-batch.
-      micro_batches: K, how many run one after the other. Their gradients are summed in f32.
+      rows: the rows of each data shard in a micro-batch.
+      micro_batches: K, the number of micro-batches that run one after the other. Their gradients are summed in f32.
       memory: bytes that the head may take. None: its default.
       trees: whether rows share prefixes. Attention then follows the parents of segments.
     """

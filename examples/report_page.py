@@ -22,9 +22,9 @@ from examples.report import read_records
 # title: (the text below it, patterns of the names of its curves)
 CHARTS = {
     "Reward": ("of the task's verifier; accuracy is the share of full marks", ("reward", "accuracy")),
-    "KL": ("nats a token: to the supervised model, and to the policy that sampled (ppo_kl)", ("kl", "ppo_kl*")),
+    "KL": ("nats per token: to the supervised model, and to the policy that sampled (ppo_kl)", ("kl", "ppo_kl*")),
     "Pass rates": ("of the groups of a prompt: with all, none or a part of their samples of full marks", ("pass_*",)),
-    "Entropy": ("of the policy, nats a token", ("entropy*",)),
+    "Entropy": ("of the policy, nats per token", ("entropy*",)),
     "Clip fractions": ("share of tokens whose ratio is clipped; 0 in the first update of a step", ("clip_fraction*",)),
     "Ratios": ("of the policy to the one that sampled", ("ratio_*",)),
     "Mismatch": (
@@ -44,7 +44,7 @@ CHARTS = {
     ),
     "Loss": ("of the first update of a step", ("loss", "pg_loss")),
     "Gradient norm": ("before clipping", ("gradient_norm",)),
-    "Throughput": ("tokens of prompts and responses a second", ("tokens_per_second",)),
+    "Throughput": ("tokens of prompts and responses per second", ("tokens_per_second",)),
     "Memory": ("GiB, the highest so far: of a device where it says, else of the process", ("memory_gib",)),
     "Left out": ("updates without a finite gradient, and rules of data that were broken", ("skipped", "broken_rules")),
 }

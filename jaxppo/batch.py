@@ -55,8 +55,9 @@ class RolloutBatch(Constructors):
       loss_mask: `[R, T]`, 0 or 1 in any dtype, 1 where `targets[t]` is a response token to train on.
       sample_ids: `i32[R, S]`, the number of each sequence in the step, -1 where the row has no such segment.
       group_ids: `i32[R, S]`, equal for the samples of one prompt; -1 where sample_ids is -1.
-      rollout_ids: `i32[R, S]`, equal for the samples that one rollout was cut into; -1 where sample_ids is -1. By
-        default each sample is a rollout.
+      rollout_ids: `i32[R, S]`, equal for the samples that were cut from one trajectory; -1 where sample_ids is -1. All
+        these samples together are called a rollout here, while others call each sample so. By default each sample is a
+        rollout.
       advantages: `f32[R, T]`.
       old_log_probs: `f32[R, T]`, under the policy at the start of the step. These log-probs and the next two are
         refused in 16 bits.

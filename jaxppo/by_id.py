@@ -27,7 +27,7 @@ class ById:
 
     axes: ShardAxes
     own: Int[Array, "R S"]
-    all: Int[Array, "N"]
+    all: Int[Array, " N"]
     there: Bool[Array, "R S"]
 
     @classmethod
@@ -48,23 +48,23 @@ class ById:
         own = lax.dynamic_slice_in_dim(numbers, first, ids.size).reshape(ids.shape)
         return cls(axes, own, numbers, ids >= 0)
 
-    def gather(self, x: Num[Array, "R S"]) -> Num[Array, "N"]:
+    def gather(self, x: Num[Array, "R S"]) -> Num[Array, " N"]:
         """The values of all devices' samples, 0 where there is no sample."""
         return _gather(self.axes, jnp.where(self.there, x, 0).reshape(-1))
 
-    def sum(self, x: Num[Array, "N"]) -> Num[Array, "N"]:
+    def sum(self, x: Num[Array, " N"]) -> Num[Array, " N"]:
         """The table of each id's sum."""
         return jax.ops.segment_sum(x, self.all, self.all.size)
 
-    def max(self, x: Num[Array, "N"]) -> Num[Array, "N"]:
+    def max(self, x: Num[Array, " N"]) -> Num[Array, " N"]:
         """The table of each id's largest value."""
         return jax.ops.segment_max(x, self.all, self.all.size)
 
-    def count(self) -> Float[Array, "N"]:
+    def count(self) -> Float[Array, " N"]:
         """The table of each id's number of samples."""
         return self.sum(jnp.ones(self.all.shape, jnp.float32))
 
-    def mean(self, x: Float[Array, "N"], weights: Float[Array, "N"] | None = None) -> Float[Array, "N"]:
+    def mean(self, x: Float[Array, " N"], weights: Float[Array, " N"] | None = None) -> Float[Array, " N"]:
         """The table of each id's mean, as its largest value plus the mean difference: exact where all are equal."""
         largest = self.max(x)
         difference = x - largest[self.all]
@@ -73,5 +73,5 @@ class ById:
         return largest + self.sum(difference * weights) / jnp.where(total == 0, 1, total)
 
 
-def _gather(axes: ShardAxes, x: Num[Array, "n"]) -> Num[Array, "N"]:
+def _gather(axes: ShardAxes, x: Num[Array, " n"]) -> Num[Array, " N"]:
     return lax.all_gather(vary(x, axes.data), axes.data, tiled=True, to="invarying") if axes.data else x

@@ -251,7 +251,7 @@ def _per_shard(
 def _quantile(q: float) -> Callable[..., Float[Array, ""]]:
     """A function for the quantile q of a histogram; cached, so that metrics of two steps have the same structure."""
 
-    def of(counts: Float[Array, "B"]) -> Float[Array, ""]:
+    def of(counts: Float[Array, " B"]) -> Float[Array, ""]:
         upto = jnp.cumsum(counts)
         wanted = jnp.maximum(q * upto[-1], 0.5)  # the smallest where q is 0
         i = jnp.minimum(jnp.searchsorted(upto, wanted), _BINS - 1)

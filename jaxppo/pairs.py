@@ -25,8 +25,8 @@ class Pairs:
     """
 
     by_id: ById
-    chosen: Bool[Array, "N"]
-    rejected: Bool[Array, "N"]
+    chosen: Bool[Array, " N"]
+    rejected: Bool[Array, " N"]
     alone: Bool[Array, "R S"]
 
     @classmethod
@@ -48,14 +48,14 @@ class Pairs:
         paired = (whole[0] & whole[1] & whole[2])[by_id.own] & by_id.there
         return cls(by_id, chosen, rejected, (loss_tokens > 0) & ~paired)
 
-    def of_chosen(self, x: Float[Array, "R S"]) -> Float[Array, "N"]:
+    def of_chosen(self, x: Float[Array, "R S"]) -> Float[Array, " N"]:
         """The table of the chosen samples' values."""
         return self.by_id.sum(jnp.where(self.chosen, self.by_id.gather(x), 0))
 
-    def of_rejected(self, x: Float[Array, "R S"]) -> Float[Array, "N"]:
+    def of_rejected(self, x: Float[Array, "R S"]) -> Float[Array, " N"]:
         """The table of the rejected samples' values."""
         return self.by_id.sum(jnp.where(self.rejected, self.by_id.gather(x), 0))
 
-    def to_both(self, table: Float[Array, "N"]) -> Float[Array, "R S"]:
+    def to_both(self, table: Float[Array, " N"]) -> Float[Array, "R S"]:
         """For each of this device's samples, the value of its pair."""
         return table[self.by_id.own]

@@ -33,16 +33,16 @@ Names = tuple[str, ...]  # the names of a constructor's arrays
 class PaddedArrays(TypedDict, total=False):
     """The optional arrays of `RolloutBatch.from_padded`: `[B, C]`, aligned to tokens, or `[B]`."""
 
-    advantages: Float[Array, "B"] | Float[Array, "B C"] | None
+    advantages: Float[Array, " B"] | Float[Array, "B C"] | None
     old_log_probs: Float[Array, "B C"] | None
     ref_log_probs: Float[Array, "B C"] | None
     rollout_log_probs: Float[Array, "B C"] | None
     values: Float[Array, "B C"] | None
     returns: Float[Array, "B C"] | None
     policy_versions: Int[Array, "B C"] | None
-    loss_weights: Float[Array, "B C"] | Float[Array, "B"] | None
-    rewards: Float[Array, "B"] | None
-    group_ids: Int[Array, "B"] | None
+    loss_weights: Float[Array, "B C"] | Float[Array, " B"] | None
+    rewards: Float[Array, " B"] | None
+    group_ids: Int[Array, " B"] | None
 
 
 class RowArrays(TypedDict, total=False):

@@ -39,7 +39,8 @@ class Sample:
       reward: one number for the whole response.
       sample_id: the unique number of the sample in the step; by default its index among the samples.
       group_id: equal for the samples of one prompt; estimators that compare samples, like `advantages.grpo`, need it.
-      rollout_id: equal for the samples that one rollout was cut into; by default each sample is a rollout.
+      rollout_id: equal for the samples that were cut from one trajectory. All these samples together are called a
+        rollout here, while others call each sample so. By default each sample is a rollout.
       advantages: `f32[n - response_start]`, like the arrays that follow.
       old_log_probs: under the policy at the start of the step.
       ref_log_probs: under the reference policy.
@@ -60,22 +61,22 @@ class Sample:
       [0.0, 0.0, 1.0, 1.0]
     """
 
-    tokens: Sequence[int] | Int[np.ndarray, "n"]
+    tokens: Sequence[int] | Int[np.ndarray, " n"]
     response_start: int | None = None
-    loss_mask: Sequence[float] | Float[np.ndarray, "n"] | None = None
+    loss_mask: Sequence[float] | Float[np.ndarray, " n"] | None = None
     reward: float | None = None
     sample_id: int | None = None
     group_id: int | None = None
     rollout_id: int | None = None
-    advantages: Sequence[float] | Float[np.ndarray, "m"] | None = None
-    old_log_probs: Sequence[float] | Float[np.ndarray, "m"] | None = None
-    ref_log_probs: Sequence[float] | Float[np.ndarray, "m"] | None = None
-    rollout_log_probs: Sequence[float] | Float[np.ndarray, "m"] | None = None
-    values: Sequence[float] | Float[np.ndarray, "m"] | None = None
-    returns: Sequence[float] | Float[np.ndarray, "m"] | None = None
+    advantages: Sequence[float] | Float[np.ndarray, " m"] | None = None
+    old_log_probs: Sequence[float] | Float[np.ndarray, " m"] | None = None
+    ref_log_probs: Sequence[float] | Float[np.ndarray, " m"] | None = None
+    rollout_log_probs: Sequence[float] | Float[np.ndarray, " m"] | None = None
+    values: Sequence[float] | Float[np.ndarray, " m"] | None = None
+    returns: Sequence[float] | Float[np.ndarray, " m"] | None = None
     nucleus: TokenSets | Sequence[Sequence[int]] | None = None
-    policy_versions: Sequence[int] | Int[np.ndarray, "m"] | None = None
-    loss_weights: Sequence[float] | Float[np.ndarray, "m"] | float | None = None
+    policy_versions: Sequence[int] | Int[np.ndarray, " m"] | None = None
+    loss_weights: Sequence[float] | Float[np.ndarray, " m"] | float | None = None
 
     @classmethod
     def from_vllm(
@@ -167,7 +168,7 @@ class Sample:
             )
 
     @property
-    def mask(self) -> Float[np.ndarray, "n"]:
+    def mask(self) -> Float[np.ndarray, " n"]:
         """loss_mask of every token."""
         if self.loss_mask is not None:
             return np.asarray(self.loss_mask, np.float32)

@@ -24,8 +24,8 @@ class TokenSets:
       [0, 2, 2, 3]
     """
 
-    token_ids: Int[np.ndarray, "I"]
-    offsets: Int[np.ndarray, "n+1"]
+    token_ids: Int[np.ndarray, " I"]
+    offsets: Int[np.ndarray, " n+1"]
 
     @classmethod
     def of(cls, name: str, given: Any) -> TokenSets:
@@ -84,7 +84,7 @@ class TokenSets:
         return cls(np.zeros(0, np.int64), np.zeros(count + 1, np.int64))
 
     @property
-    def sizes(self) -> Int[np.ndarray, "n"]:
+    def sizes(self) -> Int[np.ndarray, " n"]:
         return np.diff(self.offsets)
 
     def __len__(self) -> int:

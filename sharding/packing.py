@@ -33,10 +33,10 @@ class Packed:
       positions: `i32[R, T]`, places in the sequence, from 0; 0 on padding.
     """
 
-    lengths: Int[np.ndarray, "N"]
-    row: Int[np.ndarray, "N"]
-    slot: Int[np.ndarray, "N"]
-    start: Int[np.ndarray, "N"]
+    lengths: Int[np.ndarray, " N"]
+    row: Int[np.ndarray, " N"]
+    slot: Int[np.ndarray, " N"]
+    start: Int[np.ndarray, " N"]
     num_segments: int
     rows: int
     micro_batches: int | None

@@ -18,7 +18,7 @@ from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
 Parallel = ParallelMesh | ShardAxes | None
 Singletons = Literal["zero", "reward"]
-Moments = tuple[Float[Array, "N"], Float[Array, "N"], Float[Array, "N"]]
+Moments = tuple[Float[Array, " N"], Float[Array, " N"], Float[Array, " N"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,26 +26,26 @@ class Groups:
     """The samples by group. Tables have one value for each group, see `ById`."""
 
     by_id: ById
-    rewards: Float[Array, "N"]
+    rewards: Float[Array, " N"]
     """The values of all devices' samples, 0 where there is no sample."""
-    count: Float[Array, "N"]
-    mean: Float[Array, "N"]
+    count: Float[Array, " N"]
+    mean: Float[Array, " N"]
 
     @property
     def own(self) -> Float[Array, "*K R S"]:
         """The rewards of this device's samples."""
         return self.own_part(self.rewards)
 
-    def own_part(self, x: Float[Array, "N"]) -> Float[Array, "*K R S"]:
+    def own_part(self, x: Float[Array, " N"]) -> Float[Array, "*K R S"]:
         """This device's part of the values of all samples."""
         first = self.by_id.axes.index(self.by_id.axes.data) * self.by_id.own.size
         return lax.dynamic_slice_in_dim(x, first, self.by_id.own.size).reshape(self.by_id.own.shape)
 
-    def of(self, table: Float[Array, "N"]) -> Float[Array, "*K R S"]:
+    def of(self, table: Float[Array, " N"]) -> Float[Array, "*K R S"]:
         """For each of this device's samples, its group's value."""
         return table[self.by_id.own]
 
-    def deviation(self) -> Float[Array, "N"]:
+    def deviation(self) -> Float[Array, " N"]:
         """The groups' standard deviations, over count - 1; 0 for a group of one."""
         squares = self.by_id.sum((self.rewards - self.mean[self.by_id.all]) ** 2)
         return jnp.sqrt(squares / jnp.maximum(self.count - 1, 1))
@@ -88,7 +88,7 @@ def _merged(x: Moments, y: Moments) -> Moments:
     return count, x[1] + apart * share, x[2] + y[2] + apart**2 * x[0] * share
 
 
-def _running(each: Moments, starts: Bool[Array, "N"], *, reverse: bool) -> Moments:
+def _running(each: Moments, starts: Bool[Array, " N"], *, reverse: bool) -> Moments:
     """Running moments, up to and including each sample, that begin anew at each start."""
 
     def step(x: tuple[jax.Array, Moments], y: tuple[jax.Array, Moments]) -> tuple[jax.Array, Moments]:

@@ -1,4 +1,4 @@
-"""Advantages of rewards that stand at steps inside a response, compared by group: process supervision."""
+"""Advantages of rewards for the reasoning steps inside a response, compared by group: process supervision."""
 
 from __future__ import annotations
 
@@ -29,23 +29,27 @@ def process_grpo(
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
-    """GRPO with process supervision: A_t = sum over the steps j that end at t or later of (r_j - mean_g) / (std_g + e).
+    """GRPO with process supervision: rewards of reasoning steps, which are parts of a response.
 
-    Mean and deviation (over n - 1) are taken over the rewards of all steps of all samples of the group, however many
-    steps each sample has. A step that ends before t does not change the advantage at t.
+        A_t = sum over the reasoning steps j that end at t or later of (r_j - mean_g) / (std_g + e)
+
+    Mean and deviation (over n - 1) are taken over the rewards of all reasoning steps of all samples of the group,
+    however many each sample has. A reasoning step that ends before t does not change the advantage at t.
 
     Args:
-      rewards: `f32[R, T]`, the reward of a step at its last token; anything elsewhere.
-      ends: `[R, T]`, above 0 at the last token of each step; read only where the loss mask is 1.
+      rewards: `f32[R, T]`, the reward of a reasoning step at its last token; anything elsewhere.
+      ends: `[R, T]`, above 0 at the last token of each reasoning step; read only where the loss mask is 1.
       group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
-      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      batch: `[R, T]`, or the stacked micro-batches of an optimiser step `[K, R, T]`.
       scale_by_std: divide by the deviation.
       epsilon: e, added to the deviation.
-      singletons: the value of a step that is alone in its group: "zero", or its own "reward" over 1 + epsilon.
+      singletons: the value of a reasoning step that is alone in its group: "zero", or "reward", its own reward over
+        1 + epsilon.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      `f32`, the shape of the loss mask, 0 where the mask is 0, after the last step, and in samples without a group.
+      `f32`, the shape of the loss mask, 0 where the mask is 0, after the last reasoning step, and in samples without a
+      group.
 
     Raises:
       ValueError, TypeError: as `grpo`; shapes that differ; one micro-batch of several.
@@ -95,7 +99,7 @@ def _process_grpo(
         return segments.spread(table[by_id.own])
 
     def total(x: jax.Array) -> jax.Array:
-        """The table of sums over the steps of each group."""
+        """The table of sums over the reasoning steps of each group."""
         return by_id.sum(by_id.gather(segments.sum(jnp.where(is_end, x, 0))))
 
     count = total(steps)

@@ -1,4 +1,4 @@
-"""Log-probs and entropy from hidden states and a head kernel; the logits never exist."""
+"""Log-probs and entropies from hidden states and a head; the logits never exist as a whole."""
 
 from __future__ import annotations
 
@@ -28,50 +28,53 @@ def log_probs_from_hidden(
     nucleus_ids: Int[Array, "R T K"] | None = None,
     ids: Int[Array, "R T K"] | None = None,
     where: Bool[Array, "R T"] | None = None,
-    adapter_ids: Int[Array, "R"] | None = None,
+    adapter_ids: Int[Array, " R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> TokenStats:
-    """Log-probs of the targets, and the entropy, of a head's distribution, without its logits ever existing.
+    """Log-probs of the targets, and entropies, from hidden states and a head; the logits never exist as a whole.
 
-    z = softcap(scale * (hidden @ kernel + bias + LoRA)) / temperature, then as `log_probs_from_logits`: tiles of
-    tokens by columns, with an online softmax, in the forward and again in the backward.
+    The logits are z = softcap(scale * (hidden @ kernel + bias + LoRA)) / temperature. The results are those of
+    `log_probs_from_logits`. They are computed one tile of some tokens by some columns at a time, with an online
+    softmax, and the backward computes the tiles again.
 
     Args:
       hidden: `[R, T, H]`, f32 or bf16; sharded by `parallel.hidden_spec`.
       head: a `Head`, or its bare kernel `[H, V]`. Only the gradients that are asked for are computed.
       targets: `i32[R, T]`, the token that each position predicts.
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
-      temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`, a constant of differentiation.
-      entropy: "none", "metric" (no gradient: nothing of its backward exists) or "bonus" (differentiable).
-      logit_stats: names of what else to compute: "log_z", the log-sum-exp of z, "mean_logit", the mean of the finite z
-        (see `sft_loss`), both differentiable, and the constants "accuracy", whether no token is likelier than the
+      temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`. No gradient flows to it.
+      entropy: "none", "metric" (no gradient, and no cost in the backward) or "bonus" (differentiable).
+      logit_stats: names of further statistics. Differentiable are "log_z", the log-sum-exp of z, and "mean_logit", the
+        mean of the finite z (see `sft_loss`). Without a gradient are "accuracy", whether no token is likelier than the
         target, and "sum_p2", the sum of p^2. They are over the whole vocabulary. What is not named costs nothing.
-      top_k: how many of the likeliest ids to find, as `top_ids`, with their log-probs in the full distribution. They
-        are constants: for gradients ask for those ids again, as `ids`.
-      nucleus_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and
-        the target; the entropy stays that of the full distribution.
-      ids: `i32[R, T, K]`, ids whose log-probs are asked for too, of the full distribution and differentiable: a
-        teacher's top-k, candidates. In any order; one that stands twice gets both gradients. -1 is an empty slot: its
-        log-prob is -inf, its probability 0. They are gathered from each tile, their gradients scattered into it.
-      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row of an id
-        that is of no adapter has NaN.
-      where: `bool[R, T]`, the positions that count: only they meet the kernel. The others read 0 and may hold anything.
+      top_k: how many of the likeliest ids to find. They are returned as `top_ids`, with their log-probs in the full
+        distribution. They have no gradient: for gradients ask for those ids again, as `ids`.
+      nucleus_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus. Log-probs are renormalised over the
+        nucleus and the target; the entropy stays that of the full distribution.
+      ids: `i32[R, T, K]`, more ids whose log-probs are computed, such as a teacher's top-k or candidates. The log-probs
+        are differentiable and those of the full distribution. The ids may stand in any order; an id that stands twice
+        gets both gradients. -1 is an empty slot, with log-prob -inf and probability 0. The logits of ids are gathered
+        from each tile, and their gradients are scattered into it.
+      adapter_ids: `i32[R]`, the adapter of each row if the head has several, -1 for none; see `LoRA`. The results of a
+        row are NaN if its id names no adapter.
+      where: `bool[R, T]`, the positions that count. The others are not computed: the results there are 0, and the
+        inputs may hold anything.
       **options: see `HeadOptions`.
 
     Returns:
-      `TokenStats`, `f32[R, T]` each, `[R, T, K]` of ids and of the likeliest, None if not asked for; a log-prob is at
-      most 0, and NaN where a counted target, or the id, is not in the vocabulary.
+      `TokenStats`: `f32[R, T]` each, `[R, T, K]` for `ids` and for the likeliest ids, None for what was not asked for.
+      A log-prob is at most 0. It is NaN if a target that counts, or the id, is not in the vocabulary.
 
     Raises:
-      TypeError, ValueError: an argument of the wrong dtype, rank, shape, sharding or range, named.
-      NotImplementedError: an `implementation` that does not support the call, with the reason.
+      TypeError, ValueError: an argument has a wrong dtype, rank, shape, sharding or range; the message names it.
+      NotImplementedError: the `implementation` does not support the call; the message says why.
 
     Example:
       >>> hidden, kernel = jnp.ones((1, 2, 3)), jnp.zeros((3, 4))
       >>> log_probs_from_hidden(hidden, kernel, jnp.array([[0, 3]]), entropy="metric").entropy.round(4)
       Array([[1.3863, 1.3863]], dtype=float32)
     """
-    check_array("targets", targets, "integers")  # prepare_head takes None, where nothing asks for log-probs
+    check_array("targets", targets, "integers")  # here, because prepare_head accepts None
     prepared = prepare_head(
         hidden,
         head,

@@ -21,7 +21,7 @@ def empty_sums(count: int, asked: Asked, *, entropy: bool = False, nucleus: bool
       asked: the statistics that are asked for.
       entropy: include u, the sum for the entropy.
       nucleus: log-probs are renormalised over a nucleus.
-      ids: the number of ids a token whose log-probs are asked for.
+      ids: the number of ids per token whose log-probs are asked for.
     """
     low, zero = jnp.full(count, -jnp.inf, jnp.float32), jnp.zeros(count, jnp.float32)
     stats, k = asked.logit_stats, asked.top_k
@@ -43,13 +43,13 @@ def empty_sums(count: int, asked: Asked, *, entropy: bool = False, nucleus: bool
 
 
 def answers(
-    sums: Sums, asked: Asked, targets: Int[Array, "N"], ids: Int[Array, "N K"] | None, vocab_size: int
+    sums: Sums, asked: Asked, targets: Int[Array, " N"], ids: Int[Array, "N K"] | None, vocab_size: int
 ) -> tuple[TokenStats, Residuals]:
     """The statistics of tokens from their sums over the whole vocabulary; NaN for a target outside the vocabulary."""
     log_s: Any = None if sums.s is None else jnp.log(sums.s)
     nucleus_log_s: Any = None if sums.nucleus_s is None else jnp.log(sums.nucleus_s)
     entropy = None if sums.u is None else log_s - sums.u / sums.s
-    # through log s, so that the gradient of a target that does not exist is NaN too
+    # log s becomes NaN, so that the gradient is NaN too if the target is outside the vocabulary
     exists = _exist(targets, vocab_size)
     log_s, nucleus_log_s = (None if x is None else jnp.where(exists, x, jnp.nan) for x in (log_s, nucleus_log_s))
     finite: Any = None if sums.finite is None else jnp.maximum(sums.finite, 1)
@@ -57,7 +57,7 @@ def answers(
     of_all = sums.m, log_s
     log_probs = _log_probs(sums.z_y, *(of_all if sums.nucleus_m is None else (sums.nucleus_m, nucleus_log_s)))
     if asked.entropy == "none" and entropy is not None:
-        # used in a way that changes nothing, or the compiler would leave it out
+        # a use that changes nothing, without which the compiler would leave the entropy out; bits could then differ
         log_probs, entropy = jnp.where(jnp.isnan(entropy), jnp.nan, log_probs), None
     of_ids = top_ids = top_log_probs = None
     if ids is not None:

@@ -33,10 +33,10 @@ from jaxppo.head.walk import Walk
 class Known(NamedTuple):
     """What a schedule needs for the gradients of one chunk."""
 
-    results: Any  # losses and statistics of the tokens, f32[C] each; None in the second pass
+    results: Any  # the losses and statistics of the tokens, f32[C] each; None in the second pass
     residuals: Any
     cotangents: Cotangents
-    products: jax.Array | None = None  # f32 [blocks, C, B], kept from the forward; None: computed again
+    products: jax.Array | None = None  # f32 [blocks, C, B], kept from the forward; if None they are computed again
 
 
 Begin = Callable[[Chunk, Slots], Known]
@@ -95,11 +95,11 @@ def by_vocabulary(walk: Walk, needs: NeedsGrad, known: Any) -> Gradients:
 def _add_tile(
     walk: Walk, block: Block, tile: Any, dfeatures: Features, parameters: Parameters
 ) -> tuple[Features, Parameters]:
-    """dhidden with what the tile adds, and the gradients of the block, that of its kernel as a `Submatrix`."""
+    """Adds the tile's part to dhidden, and finds the gradients of the block; that of its kernel is a `Submatrix`."""
     call, tokens = walk.call, walk.tokens
     slots, chunk, factor, residuals, cotangents = tile
     dz, of_bias = walk.dlogits(chunk, block, residuals, cotangents)
-    # without it XLA for accelerators computes dz again inside each product; on CPUs it would only cost memory
+    # without a barrier XLA for accelerators computes dz again inside each product; on CPUs it would only cost memory
     dz = lax.optimization_barrier(dz) if call.profile.whole else dz
     found = feature_gradients(call, dz, block.parameters, dfeatures)
     dfeatures = tokens.write(dfeatures, jax.tree.map(jnp.add, tokens.read(dfeatures, slots), found), slots)
@@ -145,5 +145,5 @@ def by_tile(walk: Walk, needs: NeedsGrad, begin: Begin, results: Any) -> tuple[A
 
 
 def restrict_counts(cotangents: Cotangents, counts: jax.Array | None) -> Cotangents:
-    """The cotangents, where only tokens count that count in `counts` too."""
+    """The cotangents, whose own `counts` become False where the given `counts` are False."""
     return cotangents if counts is None else cotangents._replace(counts=cotangents.counts & counts)

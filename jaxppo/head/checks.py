@@ -23,15 +23,15 @@ def check_targets(targets: Any, shape: tuple[int, ...], source: str) -> None:
 
 
 def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
-    """The ids as i32: narrower dtypes may be too small for a column's id; ids above i32 become -2, which is invalid."""
+    """The ids as i32. Narrower dtypes may be too small for a column's id. Ids above i32 become -2, which is invalid."""
     ids = jnp.asarray(ids)
     if ids.dtype.itemsize > 4:
         ids = jnp.where((ids >= -1) & (ids < 2**31), ids, -2)
-    return ids.astype(jnp.int32)  # u32 from 2**31 on comes out below 0, which is no column either
+    return ids.astype(jnp.int32)  # u32 from 2**31 on becomes negative, which is invalid too
 
 
 def as_id_sets(what: str, ids: Any, tokens: tuple[int, ...]) -> Int[Array, "R T K"]:
-    """Sets of ids, several a position, as i32."""
+    """Sets of ids, K at each position, as i32."""
     check_array(what, ids, "integers")
     if ids.ndim != 3 or ids.shape[:2] != tokens or not ids.shape[2]:
         raise ValueError(f"{what}: got shape {ids.shape}, expected [R, T, K] with [R, T] = {tokens}")
@@ -54,7 +54,7 @@ def as_logit_stats(logit_stats: Any) -> tuple[LogitStat, ...]:
     return tuple(name for name in names if name in logit_stats)
 
 
-def as_adapter_ids(what: str, lora: Any, adapter_ids: Any, rows: int) -> Int[Array, "R"] | None:
+def as_adapter_ids(what: str, lora: Any, adapter_ids: Any, rows: int) -> Int[Array, " R"] | None:
     """The adapter of each row, as i32; None if all rows share one adapter, or there is none."""
     stacked = lora is not None and lora.a.ndim == 3
     if not stacked and adapter_ids is None:
@@ -65,7 +65,7 @@ def as_adapter_ids(what: str, lora: Any, adapter_ids: Any, rows: int) -> Int[Arr
         raise ValueError(f"adapter_ids: got None, expected i32[R] for the {lora.a.shape[0]} adapters of {what}")
     check_array("adapter_ids", adapter_ids, "integers")
     if adapter_ids.shape != (rows,):
-        raise ValueError(f"adapter_ids: got shape {adapter_ids.shape}, expected {(rows,)}, one a row")
+        raise ValueError(f"adapter_ids: got shape {adapter_ids.shape}, expected {(rows,)}, one per row")
     return as_token_ids(adapter_ids)
 
 
@@ -78,7 +78,7 @@ def check_where(where: Any, shape: tuple[int, ...]) -> None:
 
 
 def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""] | Float[Array, "R T"] | None:
-    """The temperature in f32, a constant, scalar or one a token; NaN where it is not above 0, None for the number 1."""
+    """The temperature in f32, without a gradient; NaN where it is not above 0. None stands for the number 1."""
     if not isinstance(temperature, (int, float, np.number, np.ndarray, jax.Array)):
         raise TypeError(f"temperature: got {temperature!r}, expected a positive number, or an array of them")
     if isinstance(temperature, (int, float, np.number)) and not float(temperature) > 0:
@@ -87,7 +87,7 @@ def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""]
         return None
     temperature = jnp.asarray(temperature, jnp.float32)
     if temperature.shape not in ((), shape):
-        raise ValueError(f"temperature: got shape {temperature.shape}, expected a scalar or {shape}, one a token")
+        raise ValueError(f"temperature: got shape {temperature.shape}, expected a scalar or {shape}, one per token")
     return jax.lax.stop_gradient(jnp.where(temperature > 0, temperature, jnp.nan))
 
 
@@ -99,6 +99,6 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
     return vocab_size
 
 
-def temperature_spec(parallel: ParallelMesh, temperature: Any) -> P:
+def temperature_spec(parallel: ParallelMesh, temperature: jax.Array | None) -> P:
     """The spec of a temperature that `as_temperature` returned."""
     return parallel.tokens_spec if getattr(temperature, "ndim", 0) else P()

@@ -1,4 +1,4 @@
-"""Two heads compared at each token, over the whole vocabulary, tile by tile; forward only."""
+"""Compares two heads at each token over the whole vocabulary, tile by tile; there are no gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.divergence import DivergenceCall, PairWalk, log_sums, over_tiles, pair_on_device, terms
+from jaxppo.head.divergence import (
+    DivergenceCall,
+    PairBlock,
+    PairChunk,
+    PairWalk,
+    log_sums,
+    over_tiles,
+    pair_on_device,
+    terms,
+)
 from jaxppo.head.likeliest import merge_top, no_top, top_of_block, top_over_shards
 from jaxppo.head.plan import plan_of
 from jaxppo.head.token_blocks import Slots
@@ -20,25 +29,25 @@ F32_UNIT = 2.0**-24
 
 
 class Comparison(NamedTuple):
-    """Student p against teacher q at each token, f32 `[R, T]`: KL(p || q), KL(q || p), total variation, and more."""
+    """Student p compared with teacher q at each token: KL(p || q), KL(q || p), and more; f32 `[R, T]` each."""
 
     reverse_kl: jax.Array
     forward_kl: jax.Array
     total_variation: jax.Array
     same_top: jax.Array
-    """1 where both find the same token likeliest, else 0; among equally likely tokens the first counts."""
+    """1 if the same token is likeliest in both, else 0. Among equally likely tokens the first counts."""
     logit_error: jax.Array
     """The scale of the error that rounding makes in a logit, see `_logit_error`."""
 
 
 def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teacher: Inputs) -> Comparison:
-    """Per-shard: the comparison of the device's tokens; 0 where they do not count.
+    """Per-shard: the comparison at each of the device's tokens; 0 at tokens that do not count.
 
     Args:
-      call: the two heads; its divergences are not read.
+      call: the two heads; the field `divergences` is not used.
       unit: the relative rounding of hidden states and kernels, such as 2^-8 for bfloat16.
       inputs: the student's arrays.
-      teacher: the teacher's.
+      teacher: the teacher's arrays.
     """
     call, (inputs, teacher), shape = pair_on_device(call, inputs, teacher)
     plan = plan_of(call.student, inputs)
@@ -46,7 +55,7 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
     tokens, by_vocabulary = walk.tokens, plan.forward_by_vocabulary
     known = log_sums(walk, by_vocabulary)
 
-    def add(chunk: Any, block: Any, slots: Slots, found: Any) -> Any:
+    def add(chunk: PairChunk, block: PairBlock, slots: Slots, found: Any) -> Any:
         sums, tops, magnitudes = found
         _, z, teacher_z = walk.logits(chunk, block)
         log_p, log_q = walk.log_probs(z, teacher_z, block.student.valid, tokens.read(known, slots))
@@ -76,15 +85,16 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
 
 
 def _logit_error(call: HeadCall, walk: Walk, unit: float, magnitude: jax.Array) -> jax.Array:
-    """The scale s of the error e of any logit of a token, f32[N]: P(|e| > t s) <= 2 exp(-t^2 / 2).
+    """The scale s, f32[N], of the error e of any logit of a token: P(|e| > t s) <= 2 exp(-t^2 / 2).
 
-    e is a sum of errors of mean 0 that are independent and bounded: two roundings of each hidden state and of each
-    kernel entry, by u relative, and the f32 errors of a sum of H terms. With sum_k h_k^2 w_k^2 <= |h^2| |w^2|:
+    e is a sum of independent and bounded errors of mean 0. They come from two roundings of each entry of the hidden
+    state h and of the kernel's column w, each by u (`unit`) relative, and from the f32 sum of H terms. h^2 and w^2 are
+    squares by entry. Since sum_k h_k^2 w_k^2 <= |h^2| |w^2|:
 
         s^2 = (4 u^2 |h^2| |w^2| + (4 * 2^-24)^2 |h|^2 |w|^2) (scale / temperature)^2 + 2 v^2 max |z|^2
 
-    w is the column of the largest norm; an adapter adds a term of its own features and columns. v is 2^-8 if the head
-    rounds its logits to bf16, else 2^-24.
+    w is the column with the largest norm. An adapter adds a term with its own features and columns. v is 2^-8 if the
+    head rounds its logits to bf16, else 2^-24.
     """
 
     def largest(i: Index, norms: Any) -> Any:
@@ -100,10 +110,10 @@ def _logit_error(call: HeadCall, walk: Walk, unit: float, magnitude: jax.Array) 
     of_columns = jnp.stack([jnp.stack(pair) for pair in norms])
     of_columns = lax.pmax(vary(of_columns, names), names) if names else of_columns
     total = jnp.zeros_like(magnitude)
-    weights = (1.0, call.lora_scale)[: len(features)]  # of the kernel and of an adapter
+    weights = (1.0, call.lora_scale)[: len(features)]  # of the kernel's term and of an adapter's
     for x, (squares, fourths), weight in zip(features, of_columns, weights, strict=True):
         of_rows = jnp.stack(_norms(x, 1, True if counts is None else counts))
-        # rows that were gathered are the same on all devices, which their type does not say
+        # gathered rows are the same on all devices, but their type does not say so
         of_rows = lax.pmax(of_rows, names) if call.sequence_parallel else of_rows
         of_f32 = (4 * F32_UNIT) ** 2 * of_rows[0] * squares
         total += weight**2 * (4 * unit**2 * jnp.sqrt(of_rows[1] * fourths) + of_f32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from jaxppo.sharding import vary
 
 @dataclasses.dataclass(frozen=True)
 class DivergenceCall:
-    """All that is static: the two heads, whose blocks hold the same columns, and the divergences, see `terms`."""
+    """The static part of a call: two heads whose blocks hold the same columns, and the divergences, see `terms`."""
 
     student: HeadCall
     teacher: HeadCall
@@ -42,7 +43,7 @@ class DivergenceCall:
 
 
 class LogSums(NamedTuple):
-    """For a token, f32[N] each: the student's and the teacher's m and log s, and the sum of each h (see `terms`)."""
+    """m and log s of student and teacher, and for each divergence the sum of h (see `terms`); f32[N] each."""
 
     m: Array
     log_s: Array
@@ -51,8 +52,12 @@ class LogSums(NamedTuple):
     h: tuple[Array, ...]
 
 
+# the terms and the slopes h of each divergence, and the student's log p
+Terms = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], jax.Array]
+
+
 class PairChunk(NamedTuple):
-    """The same tokens before both heads; the rows are the student's."""
+    """The same tokens for both heads; the rows are the student's."""
 
     rows: Features
     student: Chunk
@@ -63,7 +68,7 @@ class PairBlock(NamedTuple):
     """The same columns of both heads; the parameters are the student's."""
 
     parameters: Parameters
-    column_ids: Any
+    column_ids: jax.Array
     student: Block
     teacher: Block
 
@@ -89,16 +94,17 @@ def pair_on_device(
 def terms(
     divergence: str, beta: float, log_p: Float[Array, "..."], log_q: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The term of each column of student p and teacher q in the divergence D, and h = dD / d log p, p unconstrained.
+    """The term of each column in the divergence D of student p and teacher q, and h = dD / d log p, p unconstrained.
 
-    Through the softmax, d D / d z_j = h_j - p_j * sum(h). No column adds less than 0: that of KL(a || b) adds
-    a log(a / b) - a + b, where -a + b is 0 in the sum over all columns, and rounding is of the size of what it adds.
-    The others are the cross-entropy of p under q, and the total variation, whose slope is 0 where p is q.
+    Through the softmax, d D / d z_j = h_j - p_j * sum(h). No term is below 0. A column's term of KL(a || b) is
+    a log(a / b) - a + b: the part -a + b is 0 in the sum over all columns, and keeps the rounding error of a term as
+    small as the term. "total_variation" has slope 0 where p equals q. "cross_entropy" is -q log p. Any other name means
+    beta KL(q || mixture) + (1 - beta) KL(p || mixture), with the mixture beta q + (1 - beta) p.
     """
     p, q = jnp.exp(log_p), jnp.exp(log_q)
 
     def weighted(weight: jax.Array, log: jax.Array) -> jax.Array:
-        return jnp.where(weight == 0, 0, weight * log)  # so that NaN stays
+        return jnp.where(weight == 0, 0, weight * log)  # a weight of NaN stays NaN
 
     if divergence == "reverse_kl":
         return _kl_term(p, log_p, q, log_q), weighted(p, log_p - log_q)
@@ -117,7 +123,7 @@ def terms(
 def _kl_term(
     a: Float[Array, "..."], log_a: Float[Array, "..."], b: Float[Array, "..."], log_b: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """a log(a / b) - a + b, at least 0; a (exp(d) - 1 - d), d = log(b / a), where the two are near each other."""
+    """a log(a / b) - a + b, at least 0. With d = log(b / a) below 1 it is computed as a (exp(d) - 1 - d)."""
     d = log_b - log_a
     return jnp.where(a == 0, b, jnp.where(d < 1, a * k3(d), b - a - a * d))
 
@@ -145,15 +151,17 @@ class PairWalk(Walk):
         x, y = (tile.products(call, c.rows, b.parameters) for call, c, b in (student, teacher))
         return x, tile.logits(*student, x), tile.logits(*teacher, y)
 
-    def terms(self, z: jax.Array, teacher_z: jax.Array, valid: Any, sums: LogSums) -> tuple[Any, Any, Any]:
-        """`terms` of each divergence and the student's log p of a block, 0 and -inf in columns that do not exist."""
+    def terms(self, z: jax.Array, teacher_z: jax.Array, valid: jax.Array | bool, sums: LogSums) -> Terms:
+        """`terms` of each divergence and the student's log p of a block; 0 and -inf in columns that do not exist."""
         log_p, log_q = self.log_probs(z, teacher_z, valid, sums)
         each = [terms(kind, self.pair.beta, log_p, log_q) for kind in self.pair.divergences]
         found = [tuple(jnp.where(valid, x, 0) for x in parts) for parts in zip(*each, strict=True)]
         return found[0], found[1], log_p
 
-    def log_probs(self, z: jax.Array, teacher_z: jax.Array, valid: Any, sums: LogSums) -> tuple[jax.Array, jax.Array]:
-        """log p and log q of a block; in columns that do not exist -inf and 0."""
+    def log_probs(
+        self, z: jax.Array, teacher_z: jax.Array, valid: jax.Array | bool, sums: LogSums
+    ) -> tuple[jax.Array, jax.Array]:
+        """log p and log q of a block. In columns that do not exist they are -inf and 0."""
         log_p = (z - sums.m[:, None]) - sums.log_s[:, None]
         log_q = (teacher_z - sums.teacher_m[:, None]) - sums.teacher_log_s[:, None]
         return log_p, jnp.where(valid, log_q, 0)
@@ -171,13 +179,13 @@ class PairWalk(Walk):
 
 
 def evaluate(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[tuple[jax.Array, ...], LogSums]:
-    """The divergences and the residuals, f32[N] each: one walk for the sums, one for all divergences."""
+    """The divergences and the residuals, f32[N] each. One walk finds the softmax sums, a second one all divergences."""
     plan = plan_of(call.student, inputs)
     walk = PairWalk(call, inputs, teacher, plan.forward, by_vocabulary=plan.forward_by_vocabulary)
     tokens, axes = walk.tokens, call.student.axes
     known, zeros = log_sums(walk, plan.forward_by_vocabulary), walk.zeros(tokens.slots_count)
 
-    def add_terms(chunk: Any, block: Any, slots: Slots, sums: Any) -> Any:
+    def add_terms(chunk: PairChunk, block: PairBlock, slots: Slots, sums: Any) -> Any:
         found = walk.terms(*walk.logits(chunk, block)[1:], block.student.valid, tokens.read(known, slots))[:2]
         return walk.vary(jax.tree.map(lambda total, x: total + x.sum(axis=1), sums, found))
 
@@ -190,10 +198,10 @@ def evaluate(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[tup
 
 
 def log_sums(walk: PairWalk, by_vocabulary: bool) -> LogSums:
-    """Both softmaxes' m and log s over all of the vocabulary, in slot order; no h yet."""
+    """m and log s of both softmaxes over the whole vocabulary, in slot order. h is still empty."""
     tokens = walk.tokens
 
-    def add_sums(chunk: Any, block: Any, slots: Slots, sums: tuple[Sums, Sums]) -> Any:
+    def add_sums(chunk: PairChunk, block: PairBlock, slots: Slots, sums: tuple[Sums, Sums]) -> Any:
         nothing, no_target = jnp.zeros(tokens.size, jnp.float32), jnp.zeros((1, 1), bool)
         pairs = zip(walk.logits(chunk, block)[1:], sums, strict=True)
         both = tuple(softmax.merge(s, softmax.block_sums(z, nothing, no_target, None, s)) for z, s in pairs)
@@ -206,8 +214,8 @@ def log_sums(walk: PairWalk, by_vocabulary: bool) -> LogSums:
     return LogSums(m, log_s, teacher_m, teacher_log_s, ())
 
 
-def over_tiles(walk: Walk, by_vocabulary: bool, body: Any, totals: Any) -> Any:
-    """Loops over all tiles: each writes body(chunk, block, slots, what it wrote before) to its slots of `totals`."""
+def over_tiles(walk: Walk, by_vocabulary: bool, body: Callable[..., Any], totals: Any) -> Any:
+    """Loops over all tiles: old values in the tile's slots of `totals` become body(chunk, block, slots, old values)."""
     tokens, over_blocks = walk.tokens, walk.vocabulary.over_blocks
 
     def of_block(i: Index, totals: Any) -> Any:
@@ -240,7 +248,7 @@ def _forward(call: DivergenceCall, inputs: Any, teacher: Any) -> Any:
 
 def _backward(call: DivergenceCall, left: Any, g: Any) -> Any:
     inputs, teacher, (residuals, needs) = left[0], left[1], saved(left[2])
-    each = dense(g)  # one a divergence
+    each = dense(g)  # one per divergence
     counts = reduce(jnp.logical_or, [x != 0 for x in each])
     counts = counts if inputs.counts is None else counts & inputs.counts
     cotangents = Cotangents(each, None, None, None, counts)

@@ -24,7 +24,7 @@ def statistics(call: HeadCall, plan: Plan, inputs: Inputs) -> tuple[TokenStats, 
             schedule(walk) if eighths is None else merge_in_pairs(lax.map(lambda p: schedule(walk.eighth(p)), eighths))
         )
     stats, residuals = walk.finish(walk.tokens.to_tokens(sums), inputs.targets, inputs.ids)
-    # residuals too: those of an empty sum are NaN, and jax_debug_nans would stop there
+    # the residuals become 0 too: those of an empty sum are NaN, and jax_debug_nans would stop there
     return zero_unless(inputs.counts, (stats, residuals))
 
 

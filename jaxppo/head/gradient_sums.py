@@ -33,14 +33,14 @@ def as_primal(
       primal: the array whose gradient the cotangent is.
       sum_dtype: "float32" rounds after the sum, "parameter" before it.
       keep: the axes that are not summed over, by default those of the primal.
-      is_sum: the cotangent is a sum over other axes.
+      is_sum: the cotangent is already a sum over other axes.
     """
     keep = varying(primal) if keep is None else keep
     extra = tuple(sorted(varying(cotangent) - keep))
     if extra:
         cotangent = lax.psum(cotangent if sum_dtype == "float32" else cotangent.astype(primal.dtype), extra)
     if (extra or is_sum) and cotangent.dtype == jnp.float32 and primal.dtype == jnp.bfloat16:
-        # rounded before it is converted: else XLA for TPU sums in bf16, as the conversion is all it sees of the result
+        # round before the conversion: XLA for TPUs would see that the sum is only converted to bf16, and sum in bf16
         cotangent = lax.reduce_precision(cotangent, exponent_bits=8, mantissa_bits=7)
     return vary(cotangent.astype(primal.dtype), keep)
 
@@ -66,15 +66,15 @@ def sum_in_blocks(
       part: f32 blocks of this device's term; blocks start anywhere along `dim`.
       primal: the matrix whose gradient it is.
       dim: the dimension that is cut into blocks.
-      size: the most of it in a block.
-      axes: those along which the terms vary.
-      length: how much there is of it, by default as in the primal.
-      sum_dtype: as of `as_primal`.
-      rings: sum by rings where devices can have equal shares.
-      by_rows: `RingSum.by_rows`.
-      scatter: axes that shard the primal's other dimension: of that each device keeps its share alone.
-      keep: axes that are not summed over beside those of the primal.
-      is_sum: as of `as_primal`; true after a scatter.
+      size: the largest size of a block along `dim`.
+      axes: the mesh axes along which the terms vary.
+      length: the size of the result along `dim`, by default that of the primal.
+      sum_dtype: see `as_primal`.
+      rings: sum by rings if devices can have equal shares.
+      by_rows: see `RingSum`.
+      scatter: axes that shard the primal's other dimension; each device keeps only its share of that dimension.
+      keep: axes that are not summed over, in addition to those of the primal.
+      is_sum: see `as_primal`; after a scatter it counts as true.
     """
     length = primal.shape[dim] if length is None else length
     keep = keep | varying(primal)
@@ -83,7 +83,8 @@ def sum_in_blocks(
     if names and (not scatter or names == scatter):
         around = rings_of(names)
         rows = ring_size(length, size, around)
-        # shares of rows lie together in memory, and a product of few features would read the rest again and again
+        # Shares are of rows if possible: they lie together in memory. A product for a share of the features would read
+        # its other operand again for few features.
         equal = width % (16 * math.prod(map(lax.axis_size, names))) == 0
         across = bool(scatter) or (equal and (dim == 1 or not rows))
         rows = even_size(length, size, 2 * LANES) if across else rows
@@ -124,7 +125,7 @@ def unwritten(shape: tuple[int, ...], dtype: DTypeLike, axes: frozenset[str], di
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def first_order(name: str, x: jax.Array) -> jax.Array:
-    """x, a gradient that cannot be differentiated again: trying to raises NotImplementedError."""
+    """Returns x, a gradient that cannot be differentiated again: an attempt raises NotImplementedError."""
     return x
 
 

@@ -27,8 +27,8 @@ class LoRA:
 
     Several adapters are stacked, `[A, H, r]` and `[A, r, V]`, and `adapter_ids` tells which one each row uses. The
     low-rank features of a row stand in its adapter's columns of `[T, A r]`, and the other columns are 0, so that one
-    product serves all adapters. It costs A r / H of the product with the kernel. Beyond an eighth, sort rows by adapter
-    and call once for each.
+    product serves all adapters. That product costs A r / H of the product with the kernel. If this is more than an
+    eighth, sort the rows by adapter and make one call for each adapter.
 
     Args:
       a: `[H, r]`, f32 or bf16, or `[A, H, r]`; on a mesh every device has all of it.
@@ -54,28 +54,28 @@ class LoRA:
 @register_checked(static=["layout", "logits_dtype", "softcap", "scale", "vocab_size", "spec"])
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A model's head: logits = softcap(scale * (hidden @ kernel + bias + LoRA)). A pytree of its parameters.
+    """A model's head: logits = softcap(scale * (hidden @ kernel + bias + LoRA)).
 
-    The gradient with respect to a Head is a Head. A parameter without a gradient, such as the kernel beneath a LoRA,
-    costs no product and no memory in the backward.
+    A Head is a pytree of its parameters, and the gradient with respect to a Head is a Head. A parameter without a
+    gradient, such as the kernel beneath a LoRA, costs no product and no memory in the backward.
 
     Args:
       kernel: `[H, V]`, f32 or bf16, or `[V, H]` with layout "vh"; sharded by `parallel.kernel_spec(layout)`, or
-        replicated over a tensor axis that does not divide V. Its gradient has its dtype and sharding. Padding columns
+        replicated if the tensor axis does not divide V. Its gradient has its dtype and sharding. Padding columns
         count as tokens unless `vocab_size` says where they begin.
       bias: `[V]`, sharded like the kernel's V.
       lora: an adapter of the kernel.
-      layout: "hv", or "vh" for tied embeddings; needed where H == V, else "hv" by default.
+      layout: "hv", or "vh" for tied embeddings; must be given if H == V, else "hv" by default.
       logits_dtype: bfloat16 (a name or a dtype) rounds the product before anything else, as a sampler whose head
         multiplies in bf16 does, so that both see the same logits. The gradient ignores the rounding.
       softcap: logits become softcap * tanh(logits / softcap), before temperature.
       scale: a number that multiplies the logits before the soft-cap.
       vocab_size: columns from here on are padding, with probability 0 and gradient 0, whatever they hold.
-      spec: how the kernel is sharded, where it is not `parallel.kernel_spec(layout)`.
+      spec: how the kernel is sharded, if not as `parallel.kernel_spec(layout)`.
 
     Raises:
-      TypeError: a parameter that is no array of floats.
-      ValueError: shapes that do not fit, a square kernel without a layout, a number out of its range.
+      TypeError: a parameter is no array of floats.
+      ValueError: shapes do not fit, a square kernel has no layout, or a number is out of its range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -123,23 +123,24 @@ class Head:
     ) -> Head:
         """The Head of another library's module, with its layout, its bias and its adapter.
 
-        Call it inside the loss, on the module that is differentiated, and gradients flow to the module's parameters. A
-        module does not know what its model does with the logits (a soft-cap, a scale): give that here.
+        Call it inside the loss, on the module that is differentiated. Gradients then flow to the module's parameters. A
+        module does not know what its model does with the logits (a soft-cap, a scale), so give that here.
 
         Args:
           module: an array, nnx.Param, nnx.Linear, nnx.LoRALinear, nnx.LoRA around a Linear, nnx.Embed (tied) or
             nnx.Einsum; a parameter of Linen, boxed or not, or the parameters {"kernel", "bias"} or {"embedding"} of
             its layers, also as nnx.State; eqx.nn.Linear or eqx.nn.Embedding; the `lm_head` or `embedder` of a Tunix
-            model; each with an adapter of Qwix, and a Head, which is returned.
+            model. Each of them may have an adapter of Qwix. A Head is returned as it is.
           layout: "hv" or "vh", for an array or a parameter; other modules have their own.
-          lora_scale: alpha / rank of a Qwix adapter, which no module holds; not read for other modules.
+          lora_scale: alpha / rank of a Qwix adapter, since no module holds it; not used for other modules.
           dtype: the dtype in which the kernel is multiplied; by default the module's, if it has one. A parameter of a
-            wider dtype is rounded, as the module does, and gets a gradient of its own dtype.
-          logits_dtype: see `Head`, also for the other options.
+            wider dtype is rounded, as the module does, and its gradient has the parameter's own dtype.
+          logits_dtype: see `Head` for this and the other options.
 
         Raises:
-          TypeError: an unknown module, or one with its own way of computing; quantised weights; unknown adapters.
-          ValueError: a layout that is not the module's, an adapter without its scale, a Head with options.
+          TypeError: the module is unknown or computes logits in a way of its own, its weights are quantised, or its
+            adapter is unknown.
+          ValueError: the layout is not the module's, an adapter has no scale, or a Head is given with options.
 
         Example:
           >>> from flax import nnx
@@ -185,7 +186,7 @@ class Head:
         return 1 if self.layout == "hv" else 0
 
     def check(self, name: str, features: int) -> None:
-        """Raises where the parameters do not fit each other or hidden states of that many features."""
+        """Raises if the parameters do not fit each other, or hidden states with this many features."""
         check_floating(f"{name}.kernel", self.kernel, 2, "[H, V] or [V, H]")
         columns = self.kernel.shape[self.v_dim]
         if self.bias is not None:

@@ -1,8 +1,9 @@
-"""The schedule of gradients whose products wait until dlogits of many tokens are there: one pass of accelerators.
+"""The schedule of gradients whose products wait for the dlogits of many tokens: the one pass of accelerators.
 
-A chunk of tokens meets the device's whole part of the vocabulary. Chunks fill an array of dlogits in place, and dhidden
-and dkernel are one product each after the loop. Where a group is a single chunk, `Plan.fused` leaves the array out:
-its f32 logits stay, and each product computes the dlogits that it takes. XLA for TPUs makes that a part of the product.
+A chunk of tokens is computed in all columns of the device at once. The chunks of a group fill an array of dlogits in
+place, and dhidden and dkernel are one product each after the loop. If a group is a single chunk, `Plan.fused` leaves
+the array out: the f32 logits stay in memory, and each product computes the dlogits that it takes. XLA for TPUs makes
+that a part of the product.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from jaxppo.sharding import vary_like, varying
 def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -> tuple[Any, Features, Parameters]:
     """The results of tokens and the gradients that are asked for, a group of chunks at a time.
 
-    Where the memory cannot hold all dlogits there are several groups, and dkernel is accumulated in f32. Where the work
+    If the memory cannot hold all dlogits, there are several groups, and dkernel is accumulated in f32. If the work
     follows a mask, chunks without a token that counts are never written, and the products leave them out.
     """
     call, vocabulary = walk.call, walk.vocabulary
     groups = walk.tokens.grouped(plan.group // walk.tokens.size)
     primals = needed(needs.features, walk.inputs.features)
     parameters = needed(needs.parameters, vocabulary.given)
-    # one group's product is summed over devices as it is made, with no array of the kernel's shape in f32
+    # the product of a single group is summed over devices as it is made, without an f32 array of the kernel's shape
     direct = groups.blocks == 1 and plan.direct and parameters.kernel is not None
     rest = parameters._replace(kernel=None) if direct else parameters
 
@@ -78,32 +79,32 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
     return walk.tokens.to_tokens(results), walk.finish_features(dfeatures, primals), dparameters
 
 
-# a `Submatrix` that rings ask for many parts of one size
+# for a `Submatrix` of which rings ask for many parts of one size: it is traced once for all of them
 _traced_once = partial(jax.jit, static_argnums=(1, 3))
 
 
-MOST_PRODUCTS = 4  # that are compiled for a group that follows a mask: of a quarter of its tokens, of a half, ...
+MOST_PRODUCTS = 4  # the most compiled for a group that follows a mask: of a quarter of its tokens, of a half, ...
 
 
 class _Group(NamedTuple):
-    """The dlogits of a group of tokens, and what their products take beside them."""
+    """The dlogits of a group of tokens, and what else their products need."""
 
     dlogits: Submatrix
     tokens: int
-    step: int  # products are of a multiple of so many tokens, or of all
-    steps: Index  # how many of these are written; no token of the others counts
+    step: int  # a product has a multiple of this many tokens, or all of the group
+    steps: Index  # the number of steps that are written; no token in the other steps counts
     factor: Features  # what `as_factor` returns
     dbias: jax.Array | None
 
     def of_written(self, product: Callable[[int], Any]) -> Any:
-        """product(n), of the first n tokens: those that are written."""
+        """product(n) of the first n tokens, which are those that are written."""
         if isinstance(self.steps, int):
             return product(self.tokens)
         counts = [min(n, self.tokens) for n in range(0, self.tokens + self.step, self.step)]
         return lax.switch(self.steps, [partial(product, n) for n in counts])
 
     def if_written(self, start: Index, product: Callable[[], jax.Array]) -> jax.Array:
-        """product(), of tokens from `start` on; zeros if none of them is written."""
+        """product() of tokens from `start` on, or zeros if none of them is written."""
         if isinstance(self.steps, int):
             return product()
         like = jax.eval_shape(product)
@@ -125,7 +126,7 @@ def _of_hidden(walk: Walk, plan: Plan, group: _Group, start: Index, rows: int, f
 
 
 def _of_kernel(walk: Walk, plan: Plan, group: _Group, *block: Any) -> jax.Array:
-    """A part of a group's dkernel, f32; rounded in the product if no f32 sum follows: XLA makes one kernel of that."""
+    """A part of a group's dkernel, in f32. If no f32 sum follows, the product itself is rounded: one kernel of XLA."""
     call, kernel = walk.call, walk.vocabulary.given.kernel
     summed = call.sum_dtype == "float32" and (call.h_names or walk.axes - varying(kernel))
     dtype = jnp.float32 if summed else kernel.dtype
@@ -138,7 +139,7 @@ def _of_kernel(walk: Walk, plan: Plan, group: _Group, *block: Any) -> jax.Array:
 
 
 def _apart(plan: Plan, product: jax.Array) -> jax.Array:
-    """A product that computes its dlogits, apart from what follows: XLA would compute them more often to add there."""
+    """Separates a product that computes its dlogits from an addition behind it: XLA would compute them again there."""
     return lax.optimization_barrier(product) if plan.fused else product
 
 
@@ -148,7 +149,7 @@ def _fill(walk: Walk, plan: Plan, groups: TokenBlocks, slots: Slots, begin: Begi
     chunks, rows = groups.size // size, groups.take(walk.features, slots)
     a_step = -(-chunks // MOST_PRODUCTS)
     group = partial(_Group, tokens=groups.size, step=a_step * size)
-    separate = lax.optimization_barrier if groups.blocks > 1 else lambda dz: dz  # or products compute it again
+    separate = lax.optimization_barrier if groups.blocks > 1 else lambda dz: dz  # else products compute it again
 
     def begun(k: Index, results: Any) -> tuple[Any, Chunk, Known, jax.Array | None]:
         own = tokens.slots(slots.start // size + k)
@@ -190,6 +191,6 @@ def _fill(walk: Walk, plan: Plan, groups: TokenBlocks, slots: Slots, begin: Begi
 
 
 def _padded(count: int, x: jax.Array) -> jax.Array:
-    """x with rows added to make it `count`; they are not initialized."""
+    """x with rows added up to `count`; the added rows are not initialized."""
     whole = vary_like(lax.empty((count, x.shape[1]), x.dtype), x)
     return put_slice(whole, x, 0) if whole.shape != x.shape else x

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxppo.sharding import ShardAxes, note, vary, varying
 
 Top = tuple[jax.Array, jax.Array]  # f32[N, K] and i32[N, K], the largest first
-NO_ID = 2**31 - 1  # behind those that there are, with a logit of -inf
+NO_ID = 2**31 - 1  # the id of an empty place, which sorts last; its logit is -inf
 
 
 def no_top(count: int, k: int) -> Top:
@@ -19,12 +19,12 @@ def no_top(count: int, k: int) -> Top:
 
 
 def top_of_block(z: Float[Array, "N B"], columns: Int[Array, "1 B"], k: int) -> Top:
-    """The k largest logits of a block whose ids rise, as constants; a logit of -inf has no id.
+    """The k largest logits of a block whose ids rise, and their ids, without gradients; a logit of -inf has no id.
 
     For k = 1 one reduction reads a logit and its id together. Comparing logits with their maximum is not safe: a
     program may compute a logit twice, an ulp apart.
     """
-    z = lax.stop_gradient(jnp.where(z == 0, 0, z))  # or -0 would come behind 0
+    z = lax.stop_gradient(jnp.where(z == 0, 0, z))  # otherwise -0 would come behind 0
     B = z.shape[1]
     if k == 1:
         ids = vary(jnp.broadcast_to(columns, z.shape), varying(z))
@@ -55,9 +55,9 @@ def _first_of(k: int, z: Float[Array, "N n"], ids: Int[Array, "N n"]) -> Top:
 
 
 def top_over_shards(top: Top, axes: ShardAxes) -> Top:
-    """The largest of the whole vocabulary: the K of each device of the tensor axis are gathered."""
+    """The largest of the whole vocabulary. The K largest of each device of the tensor axis are gathered."""
     z, ids = top
-    with note(f"{z.shape[1]} likeliest ids a token, gathered over the tensor axis"):
+    with note(f"{z.shape[1]} likeliest ids per token, gathered over the tensor axis"):
         both = vary(jnp.stack([lax.bitcast_convert_type(z, jnp.int32), ids]), axes.tensor)
         bits, ids = lax.all_gather(both, axes.tensor, axis=2, tiled=True, to="invarying")
     return _first_of(z.shape[1], lax.bitcast_convert_type(bits, jnp.float32), ids)

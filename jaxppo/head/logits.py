@@ -26,6 +26,7 @@ from jaxppo.head.checks import (
     temperature_spec,
 )
 from jaxppo.head.gradient_sums import as_primal
+from jaxppo.head.slices import put_slice, slice_of
 from jaxppo.head.token_blocks import zero_unless
 from jaxppo.head.types import Asked, Entropy, LogitStat, TokenStats
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary_like, varying
@@ -39,11 +40,11 @@ class _Call:
     vocab_size: int
     axes: ShardAxes
     window: int | None
-    """How many of the logits' columns a device works on, where it holds all of them; None where it holds its own."""
+    """How many of the logits' columns a device works on, if it holds all of them; None if it holds only its own."""
 
 
 class _Inputs(NamedTuple):
-    """The arrays of a call, None where there is none; on a device N tokens in a row."""
+    """The arrays of a call, or their specs, None for those not given. A device has the second shape, with N tokens."""
 
     logits: Any  # [R, T, V]; [N, V]
     targets: Any  # i32[R, T]; [N]
@@ -69,35 +70,34 @@ def log_probs_from_logits(
 ) -> TokenStats:
     """Log-probs of the targets, and the entropy, of logits whose vocabulary may be sharded over the tensor axis.
 
-    log_prob = (z_y - m) - log s,  entropy = log s - u / s,  with z = logits / temperature, m = max z,
-    s = sum exp(z - m), u = sum exp(z - m) (z - m), all in f32. No softmax is kept for the backward.
+    log_prob = (z_y - m) - log s and entropy = log s - u / s, with y the target, z = logits / temperature, m = max z,
+    s = sum exp(z - m) and u = sum exp(z - m) (z - m), all in f32. No softmax is kept for the backward.
 
     Args:
-      logits: `[R, T, V]`, f32 or bf16; sharded by `parallel.logits_spec`, or replicated over a tensor axis that does
-        not divide V, of which each device then works on a window.
+      logits: `[R, T, V]`, f32 or bf16; sharded by `parallel.logits_spec`. If the tensor axis does not divide V they are
+        replicated over it, and each device works on a window of their columns.
       targets: `i32[R, T]`, the token that each position predicts.
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
-      temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`, a constant of
-        differentiation.
-      entropy: "none", "metric" (no gradient: nothing of its backward exists) or "bonus" (differentiable).
-      logit_stats: names of what else to compute: "log_z", the log-sum-exp of z, "mean_logit", the mean of the finite z
-        (see `sft_loss`), both differentiable, and the constants "accuracy", whether no token is likelier than the
+      temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`. No gradient flows to it.
+      entropy: "none", "metric" (no gradient, and no cost in the backward) or "bonus" (differentiable).
+      logit_stats: names of further statistics. Differentiable are "log_z", the log-sum-exp of z, and "mean_logit", the
+        mean of the finite z (see `sft_loss`). Without a gradient are "accuracy", whether no token is likelier than the
         target, and "sum_p2", the sum of p^2. They are over all of `vocab_size`. What is not named costs nothing.
-      top_k: how many of the likeliest ids to find, as `top_ids`, with their log-probs in the full distribution. They
-        are constants: for gradients ask for those ids again, as `ids`.
-      nucleus: `bool[R, T, V]`, the sampler's top-p/top-k nucleus: log-probs are renormalised over it and the
+      top_k: how many of the likeliest ids to find. They are returned as `top_ids`, with their log-probs in the full
+        distribution. They have no gradient: for gradients ask for those ids again, as `ids`.
+      nucleus: `bool[R, T, V]`, the sampler's top-p/top-k nucleus. Log-probs are renormalised over the nucleus and the
         target; the entropy stays that of the full distribution.
-      ids: `i32[R, T, K]`, the ids whose log-probs are asked for too, of the full distribution and differentiable. -1 is
-        an empty slot: its log-prob is -inf, its probability 0.
-      where: `bool[R, T]`, the positions that count; the others read 0 and may hold anything.
+      ids: `i32[R, T, K]`, more ids whose log-probs are computed. They are differentiable and those of the full
+        distribution. -1 is an empty slot, with log-prob -inf and probability 0.
+      where: `bool[R, T]`, the positions that count. The results at the others are 0, and the inputs may hold anything.
       vocab_size: columns from here on are padding, with probability 0 and gradient 0.
 
     Returns:
-      `TokenStats`, `f32[R, T]` each, `[R, T, K]` of ids and of the likeliest, None if not asked for; a log-prob is at
-      most 0, and NaN where a counted target, or the id, is not in `[0, vocab_size)`.
+      `TokenStats`: `f32[R, T]` each, `[R, T, K]` for `ids` and for the likeliest ids, None for what was not asked for.
+      A log-prob is at most 0. It is NaN if a target that counts, or the id, is not in `[0, vocab_size)`.
 
     Raises:
-      TypeError, ValueError: an argument of the wrong dtype, rank, shape or range, named.
+      TypeError, ValueError: an argument has a wrong dtype, rank, shape or range; the message names it.
 
     Example:
       >>> stats = log_probs_from_logits(jnp.zeros((1, 2, 4)), jnp.array([[0, 3]]), entropy="metric")
@@ -118,7 +118,7 @@ def log_probs_from_logits(
     of_temperature = as_temperature(temperature, targets.shape)
     inputs = _Inputs(logits, as_token_ids(targets), nucleus, token_ids, where, of_temperature)
 
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+    def specs(p: ParallelMesh) -> tuple[list[_Inputs], P]:
         # JAX cannot shard a dimension that an axis does not divide: such logits arrive whole
         of_logits = p.logits_spec if logits.shape[2] % p.tensor_size == 0 else P(*p.tokens_spec, None)
         of_tokens = p.tokens_spec
@@ -146,8 +146,8 @@ def _per_shard(axes: ShardAxes, static: tuple[Asked, int | None], inputs: _Input
     return jax.tree.map(lambda x: x.reshape(R, T, *x.shape[1:]), found)
 
 
-def _own_columns(call: _Call, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-    """The columns of x `[N, V]` that this device works on, their ids, and which are no other device's as well."""
+def _own_columns(call: _Call, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | bool]:
+    """The columns of x `[N, V]` that this device works on, their ids, and which of them no device before it has."""
     index = call.axes.index(call.axes.tensor)
     if call.window is None:
         return x, index * x.shape[1] + jnp.arange(x.shape[1], dtype=jnp.int32), True
@@ -157,15 +157,17 @@ def _own_columns(call: _Call, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
 
 
 def _scaled(call: _Call, inputs: _Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """f32 logits after temperature, the ids of their columns, and which are valid; the others hold -inf."""
+    """f32 logits after temperature, the ids of their columns, and which columns are valid; the others hold -inf."""
     own, ids, mine = _own_columns(call, inputs.logits)
     valid = (ids < call.vocab_size) & mine
     z = jnp.where(valid[None], own.astype(jnp.float32) / inputs.temperature, -jnp.inf)
     return z, ids, valid
 
 
-def _places(call: _Call, inputs: _Inputs, ids: jax.Array, valid: jax.Array) -> tuple[Any, Any, Any]:
-    """One-hot of the target `[N, V]`, the nucleus with the target, and the places of the ids that are asked for."""
+def _places(
+    call: _Call, inputs: _Inputs, ids: jax.Array, valid: jax.Array
+) -> tuple[jax.Array, jax.Array | None, softmax.Places | None]:
+    """One-hot of the target `[N, V]`, the nucleus with the target added, and the places of the requested ids."""
     is_target = (ids[None] == inputs.targets[:, None]) & valid[None]
     nucleus = None if inputs.nucleus is None else _own_columns(call, inputs.nucleus)[0] | is_target
     return is_target, nucleus, None if inputs.ids is None else _place(inputs.ids, ids, valid)
@@ -207,21 +209,22 @@ def _backward(call: _Call, saved: tuple[_Inputs, softmax.Residuals], of_stats: T
     counts = cotangents.counts | _finite(residuals)
     counts = counts if inputs.where is None else counts & inputs.where
     dz = softmax.dlogits(z, is_target, nucleus, residuals, cotangents, places) / inputs.temperature
-    dz = jnp.where(counts[:, None] & (z > -jnp.inf), dz, 0)  # padded columns hold anything
+    dz = jnp.where(counts[:, None] & (z > -jnp.inf), dz, 0)  # padding columns may hold anything
     dlogits = _in_place(call, dz, inputs.logits)
     return (_Inputs(dlogits, None, None, None, None, jnp.zeros_like(inputs.temperature)),)
 
 
 def _finite(residuals: softmax.Residuals) -> jax.Array:
-    """A position without a cotangent counts where all about it is finite: its gradient is 0, but may have a derivative.
+    """bool[N], whether all residuals of a token are finite.
 
-    One that carries no loss and holds NaN does not count, since 0 * NaN is NaN.
+    Such a token counts even without a cotangent: its gradient is 0, but that gradient may have a derivative. A token
+    that has no loss and holds NaN does not count, since 0 * NaN is NaN.
     """
     return reduce(jnp.logical_and, [jnp.isfinite(x) for x in jax.tree.leaves(residuals)])
 
 
 def _in_place(call: _Call, dz: jax.Array, logits: jax.Array) -> jax.Array:
-    """The gradient of this device's columns, at their place in those that it was given."""
+    """The gradient of this device's columns, at their place among all the columns that it was given."""
     if call.window is not None:
         first = jnp.minimum(call.axes.index(call.axes.tensor) * call.window, logits.shape[1] - call.window)
         whole = vary_like(jnp.zeros(logits.shape, jnp.float32), dz, first)

@@ -1,9 +1,8 @@
-"""hidden @ lora.a, the low-rank features of one adapter, or of the adapter that each row names."""
+"""hidden @ lora.a: the low-rank features of one adapter, or of the adapter that each row names."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +11,15 @@ from jax import lax
 from jaxppo.head.gradient_sums import as_primal
 from jaxppo.sharding import wider_dtype
 
+Pair = tuple[jax.Array, jax.Array]
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def low_rank(hidden: jax.Array, a: jax.Array, tokens: int | None) -> jax.Array:
     """hidden @ a in the dtype of a, `[R, T, r]`; positions with a cotangent of 0 may hold anything, NaN included.
 
-    With `tokens` it is computed in at least two blocks of that many, so that the bits of a token do not depend on the
-    number of tokens.
+    With `tokens` the product is computed in at least two blocks of that many tokens, so that the bits of a token do not
+    depend on the number of tokens.
     """
     if tokens is None:
         return _low(hidden, a).astype(a.dtype)
@@ -34,11 +35,11 @@ def _low(hidden: jax.Array, a: jax.Array) -> jax.Array:
     return jnp.einsum("bth,hr->btr", hidden.astype(dtype), a.astype(dtype), preferred_element_type=jnp.float32)
 
 
-def _low_forward(hidden: jax.Array, a: jax.Array, tokens: int | None) -> Any:
+def _low_forward(hidden: jax.Array, a: jax.Array, tokens: int | None) -> tuple[jax.Array, Pair]:
     return low_rank(hidden, a, tokens), (hidden, a)
 
 
-def _low_backward(tokens: int | None, saved: Any, g: jax.Array) -> Any:
+def _low_backward(tokens: int | None, saved: Pair, g: jax.Array) -> Pair:
     hidden, a = saved
     counts = (g != 0).any(axis=-1, keepdims=True)
     rows = jnp.where(counts, hidden, 0)
@@ -56,8 +57,8 @@ def low_rank_by_row(
 ) -> tuple[jax.Array, jax.Array]:
     """The low-rank features `[R, T, A r]` of rows that use one of A adapters each, and the matrix `[A r, V]` for them.
 
-    A row's features stand in the columns of its adapter, and the other columns are 0. For the id -1 all columns are 0,
-    for an id without an adapter all are NaN.
+    A row's features stand in the columns of its adapter, and the other columns are 0. For the id -1 all columns are 0.
+    For an id that names no adapter all columns are NaN.
     """
     count, _, rank = a.shape
     low = low_rank(hidden, a.transpose(1, 0, 2).reshape(a.shape[1], count * rank), tokens)

@@ -1,4 +1,4 @@
-"""The arguments of a call to two heads that see the same tokens, checked."""
+"""Checks the arguments of a call to two heads that see the same tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prepare_pair(
       second: the arguments `teacher_hidden` and `teacher_head` where the second name is "teacher".
       names: the names of the two models, for errors.
       second_spec: how the second hidden states are sharded, see `HeadOptions.hidden_spec`.
-      parallel: this and the other arguments are those of both calls, see `log_probs_from_hidden`.
+      parallel: this and the remaining arguments are used in both calls, see `log_probs_from_hidden`.
     """
     prepare = partial(
         prepare_head, targets=None, parallel=parallel, entropy="none", temperature=temperature, where=where, heads=2
@@ -44,7 +44,7 @@ def prepare_pair(
 
 
 def _check(names: tuple[str, str], heads: tuple[Head, Head], pair: tuple[Prepared, Prepared]) -> None:
-    """Raises where the two, or their vocabularies, differ."""
+    """Raises if the tokens or the vocabularies of the two calls differ."""
     (one, other), expected = pair, f"expected the {names[0]}'s"
     if one.tokens != other.tokens:
         raise ValueError(f"{names[1]}_hidden: got [R, T] = {other.tokens}, {expected}, {one.tokens}")

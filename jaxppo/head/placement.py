@@ -1,4 +1,4 @@
-"""The PartitionSpecs of a head's hidden states and kernel: the caller's or the mesh's defaults, checked."""
+"""Finds and checks the PartitionSpecs of a head's hidden states and kernel: the caller's, or the mesh's defaults."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def entry_names(entry: Any) -> Names:
 
 
 def bring_hidden(
-    what: str, parallel: ParallelMesh | ShardAxes | None, hidden: Any, given: P | None
-) -> tuple[Any, bool]:
-    """Reshards hidden states as the batch's tokens are, and says whether the tensor axis shards their positions too.
+    what: str, parallel: ParallelMesh | ShardAxes | None, hidden: jax.Array, given: P | None
+) -> tuple[jax.Array, bool]:
+    """Reshards hidden states like the batch's tokens, and tells whether the tensor axis shards their positions too.
 
-    On a mesh any spec is accepted. Inside a `shard_map` hidden states must already lie as the tokens do.
+    On a mesh any spec is accepted. Inside a `shard_map` hidden states must already be sharded like the tokens.
 
     Args:
       what: the name of the argument that holds the spec, for errors.
-      parallel: the mesh or the roles of its axes.
+      parallel: the mesh, or the roles of its axes.
       hidden: `[R, T, H]`.
       given: the spec of `hidden`; None for the mesh's default.
     """
@@ -70,11 +70,11 @@ def _spec_of_hidden(parallel: ParallelMesh, sequence_parallel: bool) -> P:
 
 
 def place_head(
-    parallel: ParallelMesh | ShardAxes | None, name: str, hidden: Any, head: Head, sequence_parallel: bool
+    parallel: ParallelMesh | ShardAxes | None, name: str, hidden: jax.Array, head: Head, sequence_parallel: bool
 ) -> tuple[P, P | None, tuple[int, int]]:
-    """The specs of a kernel and of hidden states, and [R, T] of their tokens; raises where shapes and specs disagree.
+    """The specs of a kernel and of hidden states, and [R, T] of their tokens; raises if shapes and specs disagree.
 
-    Specs are those that were given, or the mesh's. Without a mesh, hidden states have none.
+    A spec is the one that was given, or the mesh's default. Without a mesh, hidden states have no spec.
     """
     head.check(name, hidden.shape[2])
     kernel, v_dim = head.kernel, head.v_dim
@@ -96,7 +96,7 @@ def place_head(
 
 
 def _check_part(name: str, axes: ShardAxes, head: Head, v_dim: int) -> None:
-    """Raises where a kernel that varies over the tensor axis holds the whole vocabulary rather than a part of it."""
+    """Raises if a kernel that varies over the tensor axis holds the whole vocabulary rather than a part of it."""
     own, shards = head.kernel.shape[v_dim], axes.size(axes.tensor)
     is_part = bool(set(axes.tensor) & varying(head.kernel))
     if is_part and head.vocab_size is not None and head.vocab_size <= own * (shards - 1):
@@ -111,19 +111,26 @@ def _full(spec: P, rank: int) -> P:
     return P(*spec, *[None] * (rank - len(spec)))
 
 
-def _kernel_spec(parallel: Any, roles: ShardAxes, hidden: Any, kernel: Any, v_dim: int, given: P | None) -> P:
+def _kernel_spec(
+    parallel: ParallelMesh | ShardAxes | None,
+    roles: ShardAxes,
+    hidden: jax.Array,
+    kernel: jax.Array,
+    v_dim: int,
+    given: P | None,
+) -> P:
     if given is None and isinstance(parallel, ParallelMesh) and parallel.is_explicit:
         given = getattr(jax.typeof(kernel).sharding, "spec", None)
     if given is not None:
         full = _full(given, 2)
-        if isinstance(parallel, ParallelMesh):  # whose axes of size 1 have no role, and leave whole what they shard
+        if isinstance(parallel, ParallelMesh):  # axes of size 1 have no role, and do not cut anything
             sizes = parallel.mesh.shape
             full = P(*(tuple(name for name in entry_names(entry) if sizes.get(name) != 1) or None for entry in full))
         return _checked_kernel_spec(roles, full, v_dim)
     if isinstance(parallel, ParallelMesh):
         h_entry, v_entry = parallel.kernel_spec("hv")
         if kernel.shape[v_dim] % parallel.tensor_size:
-            v_entry = None  # such a kernel cannot be sharded by JAX, and arrives whole
+            v_entry = None  # JAX cannot shard such a kernel, so it arrives whole
     else:
         sharded_h = roles.fsdp and kernel.shape[1 - v_dim] != hidden.shape[2]
         h_entry, v_entry = (roles.fsdp if sharded_h else None), roles.tensor or None

@@ -1,9 +1,9 @@
-"""Plans the tiles of a call by device, sizes and memory. Plans change the time, and results by rounding only.
+"""Plans the tiles of a call by device, sizes and memory. A plan changes the time, and the results by rounding only.
 
-CPUs are fast with tiles that fit their caches. Accelerators need wide ones: each tile reads and writes an f32
+CPUs are fast with tiles that fit their caches. Accelerators need wide tiles: each tile reads and writes an f32
 accumulator, and the product hides that if the tile has about 4 * peak flops / memory bandwidth columns or tokens: 664
 on a v5p, 1180 on an H100, 2240 on a v6e, and twice that if the update is an op of its own. So on accelerators a chunk
-of tokens meets the device's whole part of the vocabulary at once, and dlogits wait for one product of many chunks.
+of tokens is computed in all columns of the device at once, and dlogits wait for one product of many chunks.
 """
 
 from __future__ import annotations
@@ -81,16 +81,16 @@ def _accelerator(
 
 
 def _gpu(kind: str) -> Profile:
-    """As XLA compiles for GPUs; nothing was timed there.
+    """The profile of a GPU, by how XLA compiles for it; nothing was timed there.
 
-    It copies a slice of columns before it multiplies them. So a tile of the forward has few tokens and all columns of a
-    vocabulary up to 155k. Accumulators of the second pass lie in memory, so its tiles are as large as 0.25 GiB allow
-    for Qwen3-8B's head.
+    XLA copies a slice of columns before it multiplies them. So a tile of the forward has few tokens and all columns of
+    a vocabulary up to 155k. The accumulators of the second pass lie in memory, so its tiles are as large as 0.25 GiB
+    allow for Qwen3-8B's head.
     """
     return dataclasses.replace(_accelerator(kind, 1152, 2048, tile=304, tpu=False), tokens=512)
 
 
-# by what a device's kind contains, since described devices do not report their memory; the last is for all others
+# A key is a part of a device's kind, since described devices do not report their memory. The last key fits them all.
 PROFILES = {
     "cpu": CPU,
     "TPU v4": _accelerator("TPU v4", 1536, 2688),
@@ -135,11 +135,11 @@ def sizes_of(call: HeadCall, inputs: Inputs) -> Sizes:
 
 
 def references(call: HeadCall, inputs: Inputs) -> bool:
-    """Whether the target's logit takes the place of the maximum that sums of exponentials are relative to.
+    """Whether sums of exponentials are relative to the target's logit, which then takes the place of the maximum.
 
-    It is known before the product, by one row of a kernel `[V, H]`; of `[H, V]` a column has to be gathered, which TPUs
-    do slowly. Only of bf16 operands: it costs accuracy. Logits of ids and the likeliest ones are read from memory, and
-    so are the maxima then.
+    The target's logit is known before the product: one row of a kernel `[V, H]` gives it. With `[H, V]` a column has to
+    be gathered, which is slow on TPUs. The operands must be bf16, since it costs accuracy. For ids and the likeliest
+    ids, logits are read from memory, and then maxima can be read there too.
     """
     kernel, hidden = inputs.parameters.kernel, inputs.features.hidden
     chosen = call.profile.references > 0 and call.op.takes_references and not call.deterministic
@@ -158,14 +158,15 @@ def window(call: HeadCall, columns: int) -> int:
     return -(-columns // call.axes.size(call.axes.tensor)) if shared else columns
 
 
-EIGHTHS = 8  # of the vocabulary, whose borders are those of devices wherever tp divides it
+EIGHTHS = 8  # equal parts of the vocabulary; where a device's columns end, a part ends too, if tp divides 8
 
 
 def eighths(call: HeadCall, columns: int) -> int:
-    """How many of the vocabulary's `EIGHTHS` a deterministic call works on, out of the `columns` that a device holds.
+    """How many of the vocabulary's eight parts (`EIGHTHS`) a device works on, out of the `columns` that it holds.
 
-    Each is summed apart, in tiles of the same shapes on any number of devices. 0 where equal parts do not end where
-    devices do: sums are then those of the device's columns, and other calls always have these.
+    In a deterministic call each part is summed apart, in tiles of the same shapes on any number of devices. The number
+    is 0 if parts do not end where devices' columns end, and if the call is not deterministic. A device then sums all
+    its columns together.
     """
     shards, shared = call.axes.size(call.axes.tensor), window(call, columns) < columns
     equal = not EIGHTHS % shards and not columns * (1 if shared else shards) % EIGHTHS
@@ -179,10 +180,10 @@ def plan_of(call: HeadCall, inputs: Inputs, *, needs: NeedsGrad | None = None, t
       call: the static part of the call.
       inputs: the device's arrays.
       needs: the gradients that are asked for; None for a forward alone.
-      token_loss: a token's loss is known once its statistics are: one pass, if the memory allows it.
+      token_loss: a token's loss is known once its statistics are, so one pass is taken if the memory allows it.
 
     Raises:
-      ValueError: a memory that no tile fits.
+      ValueError: no tile fits the memory.
     """
     return _plan(call, sizes_of(call, inputs), needs is None or not any(needs.parameters), token_loss)
 
@@ -196,18 +197,19 @@ def _plan(call: HeadCall, sizes: Sizes, frozen: bool, token_loss: bool) -> Plan:
 
 
 def _one_pass(call: HeadCall, sizes: Sizes) -> Plan | None:
-    """Three products, None where they do not fit the memory."""
+    """A plan of one pass, which takes three products; None if it does not fit the memory."""
     memory = call.memory or call.profile.one_pass
     if not call.profile.whole:
         return _small_one_pass(call, sizes, memory)
-    # Ids and nuclei have places in whole blocks, and kernels do not leave the logits. Products compute some dlogits
-    # several times: those of a soft-cap cost too much, and shares of features need all of them for each.
+    # Products cannot compute dlogits with ids and nuclei, whose places are in whole blocks, nor with Pallas kernels,
+    # which do not leave the logits in memory. Products compute some dlogits several times. With a soft-cap that costs
+    # too much, and if H is sharded, the product for each share of the features needs all dlogits.
     may_fuse = call.profile.fused_features > 0 and call.op.leaves_logits and sizes.of_logit == 4
     return _late(call, sizes, memory, may_fuse and call.transform.softcap is None and not call.h_names)
 
 
 def _small_one_pass(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
-    if call.deterministic:  # a forward alone is another program, and of several blocks to be merged it shows
+    if call.deterministic:  # a forward alone is another program, which merges several blocks and so has other bits
         return None
     N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
     B = min(V, profile.columns)
@@ -225,14 +227,14 @@ FEW_LOGITS = 384 * MIB  # the f32 logits of a group that are stored by default, 
 def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | None:
     """The largest group of tokens that fits the memory, in the largest chunks that fit.
 
-    All tokens as a single chunk take twice as much as chunks. They are considered where their dlogits should rather be
+    A single chunk of all tokens takes twice the memory of smaller chunks. It is tried if dlogits should rather be
     computed within products.
     """
     N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
     fixed = sizes.gathered + sizes.rows
 
-    most = N if profile.group >= N else profile.group // 2  # of several groups each has an accumulator beside it
-    # an array of dlogits costs much time beside products of few features; stored logits may take little memory
+    most = N if profile.group >= N else profile.group // 2  # several groups need an accumulator too
+    # an array of dlogits costs much time compared with products of few features; stored logits may take little memory
     little = profile.fused_features >= H or 4 * most * V <= FEW_LOGITS
     rather = may_fuse and not sizes.masked and (little or (call.memory is not None and sizes.references))
 
@@ -245,7 +247,7 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
         kept = fixed + 2 * group * H * sizes.itemsize + (logits if fused else group * V * sizes.itemsize)
         kept += 0 if one else sizes.accumulator
         products = min(sizes.accumulator, 8 * H * 4096) if one else 4 * group * H
-        products += 4 * group * H if one and not profile.rings else 0  # rings have it in pieces
+        products += 4 * group * H if one and not profile.rings else 0  # rings hold it in pieces
         return kept + (products if fused else max(logits, products)) <= memory
 
     powers = [2**k for k in range(20, 6, -1)]
@@ -253,7 +255,7 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
     chunks = [min(chunk, N), *(c for c in powers if min(profile.least, 512) <= c < chunk)]
     if call.deterministic:
         cuts = [(profile.deterministic, profile.deterministic)]
-    elif sizes.masked:  # the last cuts compute more chunks in vain
+    elif sizes.masked:  # products of a group are of a few sizes; the last cuts waste most tokens
         cuts = [(most, c) for c in chunks if 4 * c >= most]
         cuts += [(c, c) for c in chunks if c >= min(chunks[0], profile.least)]
         cuts += [(most, c) for c in chunks if 4 * c < most]
@@ -288,11 +290,11 @@ def _shrunk(call: HeadCall, sizes: Sizes, cut: Cut, fixed: int) -> Cut:
 
 
 def _small_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
-    """Fewer columns mean more reads of the accumulated dhidden; fewer tokens, of an accumulated block of dkernel."""
+    """Fewer columns mean more reads of the accumulated dhidden. Fewer tokens mean more reads of a block of dkernel."""
     N, H, profile = sizes.tokens, sizes.features, call.profile
     tile = profile.tile // call.heads
     most = profile.tokens if sizes.masked or profile.wide < N else N
-    if sizes.masked:  # blocks of tokens are what the work can stop after, so there are at least four
+    if sizes.masked:  # the work can stop only after a block of tokens, so there are at least four blocks
         most = min(most, max(128, -(-N // 4)))
     tokens = even_size(N, max(1, min(most, tile // (8 * profile.columns))))
     columns = min(4 * profile.columns, max(profile.columns, tile // (8 * tokens) // 128 * 128))
@@ -302,16 +304,17 @@ def _small_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
 
 
 def _fused(call: HeadCall, sizes: Sizes) -> Cut | None:
-    """The tile of a forward whose sums are a part of the product, in all columns; None where they have to be cut.
+    """The tile, with all columns, of a forward whose sums are a part of the product; None if columns have to be cut.
 
-    XLA would copy a block of columns for every tile of tokens, because some tokens may be computed again. So where
-    memory is short tokens are cut first, but not to 128, which take twice as long.
+    XLA would copy a block of columns for every tile of tokens, because some tokens may be computed again. So if memory
+    is short, tokens are cut first. They are not cut to 128, which would take twice as long.
     """
     V, profile = sizes.columns, call.profile
     if not sizes.references or not profile.fused_tokens:
         return None
-    tokens = profile.tokens if sizes.masked else profile.fused_tokens  # few are computed in vain behind a mask's last
-    maximum = "accuracy" in call.asked.logit_stats  # for it logits are in memory
+    # with a mask a tile is smaller, so that few tokens behind the last one that counts are computed in vain
+    tokens = profile.tokens if sizes.masked else profile.fused_tokens
+    maximum = "accuracy" in call.asked.logit_stats  # it needs the logits in memory
     most = min(call.memory or math.inf, profile.references if maximum else math.inf)
     while tokens > 256 and tokens * V * sizes.of_logit > most:
         tokens //= 2
@@ -337,13 +340,13 @@ def _wide_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
     columns *= max(1, N // profile.wide) if profile.columns_grow else 1
     cut = Cut(min(N, profile.chunk if sizes.masked else profile.wide), min(V, columns))
     cut = _shrunk(call, sizes, cut, 4 * N * H + sizes.rows)
-    # a kernel that is gathered for the forward at once beside its tile, or else a block at a time
+    # for the forward a kernel is gathered at once if it fits beside the tile, or else a block at a time
     by_block = bool(sizes.gathered) and sizes.gathered + profile.tile > (call.memory or profile.one_pass)
     return Plan(cut if by_block and not call.deterministic else forward, by_block, "by_vocabulary", cut)
 
 
 def device_kind(parallel: ParallelMesh | ShardAxes | None, x: Any) -> str:
-    """The kind of the mesh's devices; inside a `shard_map` its mesh knows them, else an array that is on some."""
+    """The kind of the mesh's devices. Inside a `shard_map` its mesh tells, else the devices on which x lies."""
     if isinstance(parallel, ParallelMesh):
         return str(parallel.mesh.devices.flat[0].device_kind)
     for mesh in (jax.sharding.get_abstract_mesh(), getattr(jax.typeof(x).sharding, "mesh", None)):

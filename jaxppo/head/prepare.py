@@ -1,4 +1,4 @@
-"""The arguments of a call to a head, checked, as one static object and one tuple of arrays."""
+"""Checks the arguments of a call to a head, and makes one static object and one tuple of arrays of them."""
 
 from __future__ import annotations
 
@@ -52,28 +52,27 @@ class HeadOptions(TypedDict, total=False):
     """Options of how a head computes; they change its results by rounding only.
 
     Args:
-      hidden_spec: the PartitionSpec of hidden states that do not lie as `parallel.hidden_spec`. They are resharded as
-        the batch's tokens are, which `sharding.audit` notes; inside a `shard_map` another spec is refused.
+      hidden_spec: the PartitionSpec of hidden states, if they are not sharded as `parallel.hidden_spec`. They are
+        resharded like the batch's tokens, which `sharding.audit` notes. Inside a `shard_map` another spec is refused.
       memory: bytes that a device may spend beside its results. By default an eighth of an accelerator's memory for
         one pass, 0.27 GiB (and dhidden in f32 beyond 8192 tokens) for two; on CPUs 48 MiB and tiles of 8 MiB.
-      precision: of products, as `jnp.dot` takes it. bf16 operands multiply in one pass with f32 sums. Of f32 operands
-        the default is "highest", since accelerators would round them to bf16 or TF32: the products then take 6.5 times
-        the time of bf16 on a TPU v5p, and 4.5 times where hidden states are bf16 and the kernel f32, which counts as
-        f32 operands (two passes, estimated).
-        `kernel.astype(hidden.dtype)` avoids that. An "f32 head" is a kernel in f32 at that cost; the logits are f32
-        always.
-      implementation: of a tile's arithmetic, "xla" (the default), "mosaic_tpu" or "reference"; one that does not
-        support the call is refused with the reason.
-      gradient_sum_dtype: in which gradients of parameters are summed over devices: "float32", or "parameter" for that
-        of the parameter. bf16 sums send two thirds of the bytes on TPUs, half elsewhere, and lose 0.3% rms over 4
-        devices, 1.4% over 128.
-      follow_mask: the work follows the tokens that count, by default. False computes all tokens: where nearly all count
-        that takes less memory on accelerators.
+      precision: the precision of products, as in `jnp.dot`. bf16 operands multiply in one pass with f32 sums. For f32
+        operands the default is "highest", since accelerators would round them to bf16 or TF32. On a TPU v5p the
+        products then take 6.5 times the time of bf16. If hidden states are bf16 and the kernel is f32, both count as
+        f32, and the products take 4.5 times the time (two passes, estimated). `kernel.astype(hidden.dtype)` avoids
+        that. An "f32 head" is a kernel in f32 at that cost; the logits are always f32.
+      implementation: the code for a tile's arithmetic: "xla" (the default), "mosaic_tpu" or "reference". One that does
+        not support the call is refused, with the reason.
+      gradient_sum_dtype: the dtype in which gradients of parameters are summed over devices: "float32", or "parameter"
+        for the parameter's own dtype. bf16 sums send two thirds of the bytes on TPUs and half elsewhere. They lose 0.3%
+        rms over 4 devices and 1.4% over 128.
+      follow_mask: compute only the tokens that count; True by default. False computes all tokens, which takes less
+        memory on accelerators if nearly all tokens count.
       deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch, and on tp = 1, 2,
-        4 and 8: for one platform, jax version, kernel dtype and `memory`. Then tiles do not depend on the number of
-        tokens, which costs time where there are few, and CPUs take two passes; and each eighth of the vocabulary is
-        summed apart. tp may only change where 8 divides the number of columns and FSDP does not shard them. With
-        `logit_stats` or `top_k` the bits may be others than without. On TPUs and GPUs the option does the same, but
+        4 and 8, for one platform, jax version, kernel dtype and `memory`. Tiles then do not depend on the number of
+        tokens, which costs time if there are few, and CPUs take two passes. Each eighth of the vocabulary is summed
+        apart. The bits agree for these tp only if 8 divides the number of columns and FSDP does not shard them. With
+        `logit_stats` or `top_k` the bits may differ from those without. On TPUs and GPUs the code is the same, but
         nobody has tested the bits there.
     """
 
@@ -106,8 +105,8 @@ def prepare_head(
 ) -> Prepared:
     """Checks the arguments of `log_probs_from_hidden` and prepares the call.
 
-    Two more arguments: `heads`, the number of heads that share the memory, and `name`, the name of this one in errors.
-    `targets` may be None if no log-probs are asked for.
+    There are two more arguments. `heads` is the number of heads that share the memory, and `name` is the name of this
+    head in errors. `targets` may be None if no log-probs are asked for.
     """
     chosen = check_options(options)
     check_floating(f"{name.removesuffix('head')}hidden", hidden, 3, "[R, T, H]")
@@ -165,7 +164,7 @@ def _call(
     h_names, v_names = (entry_names(kernel_spec[dim]) for dim in (1 - head.v_dim, head.v_dim))
     columns = head.kernel.shape[head.v_dim]
     if isinstance(parallel, ParallelMesh):
-        own = columns // math.prod(parallel.mesh.shape.get(n, 1) for n in v_names)  # `shard_call` refuses others
+        own = columns // math.prod(parallel.mesh.shape.get(n, 1) for n in v_names)  # `shard_call` refuses a remainder
     else:
         v_names = tuple(n for n in v_names if n in varying(head.kernel))
         own, columns = columns, columns * axes.size(v_names)
@@ -237,7 +236,7 @@ def on_device(call: HeadCall, inputs: Inputs) -> Inputs:
     if counts is None and call.deterministic:  # the same program with a mask and without
         counts = jnp.ones(R * T, bool)
     counts = None if counts is None else counts.astype(bool)
-    # where devices share hidden states but not targets, the sum over them is JAX's
+    # if devices share hidden states but not targets, JAX sums the gradients of hidden states over these devices
     features = jax.tree.map(lambda x: vary_like(x, per_token), Features(hidden, low))
     return Inputs(features, Parameters(kernel, bias, lora_b), None, targets, nucleus_ids, ids, counts, temperature)
 
@@ -251,7 +250,7 @@ def whole(call: HeadCall, inputs: Inputs) -> tuple[HeadCall, Inputs]:
 
 
 def check_options(options: HeadOptions) -> dict[str, Any]:
-    """The options, a precision and a dtype by name; raises where one is unknown or out of range."""
+    """The options, with a precision and a dtype as names; raises if an option is unknown or out of range."""
     unknown = set(options) - set(HeadOptions.__annotations__)
     if unknown:
         raise TypeError(f"options: got {sorted(unknown)}, expected some of {sorted(HeadOptions.__annotations__)}")
@@ -273,7 +272,7 @@ def check_options(options: HeadOptions) -> dict[str, Any]:
 
 
 def _precision_name(precision: Any) -> Any:
-    """The name of a precision that jnp takes in several forms; anything else as it is, for `check_choice` to refuse."""
+    """The name of a precision in any form that jnp takes. Anything else is returned, and `check_choice` refuses it."""
     try:
         return lax.Precision(precision).name.lower()
     except ValueError:

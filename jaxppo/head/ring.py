@@ -1,13 +1,13 @@
 """A sum over devices that goes around a ring, while each device computes the terms that it adds.
 
-Every device ends with one share of the sum, or with all shares where they are gathered. The sum of a share starts at
-the device behind its own and goes from neighbour to neighbour. Each adds its term, which it computed while the sum was
-on its way. So links and matrix units work at the same time, as they would not with one collective behind the product.
-Half of the rows go around one way, half the other way, since a link carries both at once. A complete share goes around
-again to be gathered, beside the products of the block that follows.
+Every device ends with one share of the sum, or with all shares if they are gathered. The sum of a share starts at the
+device behind the share's own and goes from neighbour to neighbour. Each device adds its term, which it computed while
+the sum was on its way. So links and matrix units work at the same time. With one collective behind the product they
+would not. Half of the rows go around one way, half the other way, since a link carries both at once. If shares are
+gathered, a complete share goes around again, beside the products of the block that follows.
 
-Sixteen devices are rings of four, whose shares go around in rings of four again: a product for each of sixteen shares
-would be a small one. All turns are written out. In a loop over them XLA for TPUs would copy the operands of products.
+Sixteen devices form rings of four, and the shares go around in rings of four again: a product for each of sixteen
+shares would be small. All turns are written out. In a loop over them XLA for TPUs would copy the operands of products.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from jaxppo.head.slices import submatrix
 from jaxppo.head.types import Index, Names, Submatrix
 from jaxppo.sharding import vary, varying
 
-LANES = 128  # of a register
-MOST = 4  # devices in a ring; more only if their number is a multiple of no smaller one
+LANES = 128  # lanes of a register
+MOST = 4  # the most devices in a ring, if 2, 3 or 4 divides their number
 
 
 def in_mesh_order(names: Collection[str]) -> Names:
-    """These axes in the order of the mesh, in which `lax.ppermute` counts devices, whatever the order of its names."""
+    """These axes in the order of the mesh: `lax.ppermute` counts devices so, however its names are ordered."""
     return tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in names)
 
 
 def rings_of(names: Names) -> list[tuple[int, int]]:
-    """Splits devices into rings of a few: how many are in a ring, and how many places apart in the order of the mesh.
+    """Splits devices into rings: pairs of the devices in a ring, and their distance in the order of the mesh.
 
     After a sum around the first rings, then the second, and so on, device i has share i.
     """
@@ -74,10 +74,10 @@ class RingSum:
       length: the size of `dim`.
       width: the size of the other dimension.
       size: the size of a block, at most `length`. The last one overlaps the one before it.
-      across: shares cut the width, else the blocks.
-      gathers: give each device all shares, not its own alone.
-      by_rows: halves of shares are of rows even if they have more columns: a term that computes dlogits for its rows
-        would compute them again for the other columns.
+      across: cut the width into shares; otherwise the length of a block is cut.
+      gathers: give each device all shares, not only its own.
+      by_rows: cut shares into halves by rows even if they have more columns. A term that computes dlogits for its rows
+        would otherwise compute them again for the other columns.
       finish: what is done with a share once it is complete.
     """
 
@@ -97,8 +97,8 @@ class RingSum:
         """The sum of all devices' terms, a block at a time; a block is gathered beside the products of the next."""
         if not self.rings:
             return self.finish(self.term(0, self.length, 0, self.width))
-        _ = self._shares  # known from here on, in the loop too
-        later = len(self.rings) > 1  # shares of shares go around beside the products of the next block, too
+        _ = self._shares  # computed here, outside of the loop that uses it too
+        later = len(self.rings) > 1  # the other rings overlap the products of the next block too
 
         def sums_of(start: Index) -> list[jax.Array]:
             return self._sums(start) if later else self._complete(self._sums(start))
@@ -106,7 +106,7 @@ class RingSum:
         def put(out: jax.Array, sums: list[jax.Array], start: Index) -> jax.Array:
             return self._put(out, self._complete(sums) if later else sums, start)
 
-        # a factor of starts, from which XLA knows how blocks are aligned
+        # a factor of all starts, which tells XLA how blocks are aligned
         unit = math.gcd(self.size, self.length - self.size)
 
         def block(b: Index, carry: Any) -> Any:
@@ -130,7 +130,7 @@ class RingSum:
 
     @functools.cached_property
     def _shares(self) -> list[jax.Array]:
-        """Where the shares start of this device, of the next one in its ring, and so on."""
+        """Where the share of this device starts, that of the next device in its ring, and so on."""
         devices, stride = self.rings[0]
         place = lax.div(lax.axis_index(self.names), jnp.int32(stride))
         size = self._share[1 if self.across else 0]
@@ -144,7 +144,7 @@ class RingSum:
 
     @property
     def _halves(self) -> list[_Half]:
-        """The halves of a share: of its rows, or of its longer side."""
+        """The halves of a share, cut by rows or along its longer side."""
         rows, columns = self._share
         if self.across or self.by_rows or rows >= columns:
             cut = rows // 2
@@ -155,7 +155,7 @@ class RingSum:
         return [half for half in halves if _size(half[1]) and _size(half[2])]
 
     def _at(self, start: Index, k: int, half: _Half) -> tuple[Index, int, Index, int]:
-        """Where a half of the share lies whose sum is at its k-th device behind the last, as a `Submatrix` is asked."""
+        """A half's place, as arguments of a `Submatrix`, in the share of the device k places behind, on its way."""
         step, rows, columns = half
         share = self._shares[-step * k % self.rings[0][0]]
         row, column = (0, share) if self.across else (share, 0)
@@ -176,7 +176,7 @@ class RingSum:
         return sums
 
     def _complete(self, sums: list[jax.Array]) -> list[jax.Array]:
-        """These sums after the other rings too."""
+        """The sums after they have gone around the other rings too."""
         return [
             dataclasses.replace(
                 self,
@@ -190,13 +190,13 @@ class RingSum:
         ]
 
     def _put(self, out: jax.Array, ready: list[jax.Array], start: Index) -> jax.Array:
-        """`out` with the complete halves of a block, the other devices' too if they are gathered."""
+        """`out` with the complete halves of a block, and with those of the other devices if they are gathered."""
         for k in range(self.rings[0][0] if self.gathers else 1):
             ready = self._passed_on(ready) if k else ready
             for half, x in zip(self._halves, ready, strict=True):
                 row, _, column, _ = self._at(start, k, half)
                 at = (row, column if self.gathers else 0)
-                # told that `at` is not negative, XLA for a v6e hides less of the sums: 1.8 ms wait for 1.1
+                # If told that `at` is not negative, XLA for a v6e hides less: 1.8 ms of sums remain, not 1.1 ms.
                 out = lax.dynamic_update_slice(out, x, at if self.dim == 0 else at[::-1])
         return out
 
@@ -207,6 +207,6 @@ def _size(side: slice) -> int:
 
 
 def _neighbours(count: int, devices: int, stride: int, step: int) -> list[tuple[int, int]]:
-    """(each device, the one `step` places on in its ring), of `count`; devices of a ring are `stride` places apart."""
+    """Pairs of each device and the one `step` places on in its ring; devices of a ring are `stride` apart."""
     places = [(i, i // stride % devices) for i in range(count)]
     return [(i, i + ((place + step) % devices - place) * stride) for i, place in places]

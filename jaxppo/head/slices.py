@@ -1,7 +1,7 @@
 """Slices of arrays at places that are known to lie inside.
 
-JAX is told so. Otherwise it adds, for each slice, operations for starts that are negative: a sixth of the time to trace
-a gradient.
+JAX is told that starts are not negative. Otherwise it adds operations for negative starts to each slice, which take a
+sixth of the time to trace a gradient.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from jaxppo.head.types import Index
 
 
 def slice_of(x: jax.Array, start: Index, size: int, dim: int = 0) -> jax.Array:
-    """`size` of a dimension, from `start` on."""
+    """`size` entries of a dimension, from `start` on."""
     if size == x.shape[dim]:
         return x
     return lax.dynamic_slice_in_dim(x, start, size, dim, allow_negative_indices=False)
 
 
 def put_slice(x: jax.Array, part: jax.Array, start: Index, dim: int = 0) -> jax.Array:
-    """x with `part` in a dimension, from `start` on."""
+    """x with `part` written along a dimension, from `start` on."""
     return lax.dynamic_update_slice_in_dim(x, part, start, dim, allow_negative_indices=False)
 
 
 def submatrix(x: jax.Array, dim: int, start: Index, size: int, first: Index, width: int) -> jax.Array:
-    """`size` of a matrix's dimension `dim`, from `start` on, and `width` of the other, from `first` on.
+    """A part of a matrix: `size` of dimension `dim` from `start` on, and `width` of the other from `first` on.
 
-    `partial(submatrix, x, dim)` is the `Submatrix` of a matrix that is there already.
+    `partial(submatrix, x, dim)` is the `Submatrix` of a matrix that exists already.
     """
     at, shape = ((start, first), (size, width)) if dim == 0 else ((first, start), (width, size))
     return x if shape == x.shape else lax.dynamic_slice(x, at, shape, allow_negative_indices=False)

@@ -8,6 +8,7 @@ log-sum-exp, logits of 1e4 would cost four digits.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import partial, reduce
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -21,11 +22,11 @@ from jaxppo._arrays import needed
 from jaxppo.head.likeliest import Top, merge_top, top_of_block, top_over_shards
 from jaxppo.sharding import ShardAxes, note, vary
 
-Places = tuple[Array, Array]  # i32[N] or [N, K], where ids stand in a block; and whether the block holds them, bool
+Places = tuple[Array, Array]  # i32[N] or [N, K], the columns of ids in a block; bool, whether the block holds them
 
 
 class Sums(NamedTuple):
-    """Softmax sums of some of the logits of N tokens, f32[N] each; None where not asked for."""
+    """Softmax sums of some of the logits of N tokens, f32[N] each; None if not asked for."""
 
     m: Any  # the largest logit, or the reference in its place
     s: Any  # sum of exp(z - m)
@@ -33,8 +34,8 @@ class Sums(NamedTuple):
     nucleus_m: Any  # as m, over the logits that the sampler could draw
     nucleus_s: Any  # as s, over these
     z_y: Array  # the target's logit, 0 where it is not among the logits
-    total: Array | None = None  # sum of the finite logits
-    finite: Array | None = None  # how many those are
+    total: Array | None = None  # the sum of the finite logits
+    finite: Array | None = None  # the number of finite logits
     likeliest: Array | None = None  # `top_key` of the largest
     squares: Array | None = None  # sum of exp(z - m)^2
     z_ids: Array | None = None  # f32[N, K], the logits of the ids that are asked for, 0 where one is not among them
@@ -48,23 +49,29 @@ class Cotangents(NamedTuple):
     entropy: Any
     log_z: Any
     mean_logit: Any
-    counts: Any
-    """bool[N]: the tokens with a cotangent that is not 0; the others may hold NaN."""
+    counts: Array
+    """bool[N]: the tokens with a cotangent that is not 0. The others may hold NaN."""
     ids: Any = None
     """f32[N, K], the cotangents of the ids' log-probs."""
 
     @classmethod
     def of(
-        cls, log_prob: Any, entropy: Any, log_z: Any, mean_logit: Any, counts: Any = True, ids: Any = None
+        cls,
+        log_prob: Array | None,
+        entropy: Array | None,
+        log_z: Array | None,
+        mean_logit: Array | None,
+        counts: Array | bool = True,
+        ids: Array | None = None,
     ) -> Cotangents:
-        """Sets `counts` to those of the tokens in `counts` whose cotangents are not all 0."""
+        """The cotangents, with `counts` reduced to the tokens whose cotangents are not all 0."""
         given = (log_prob, entropy, log_z, mean_logit)
         some = [x != 0 for x in given if x is not None] + ([] if ids is None else [(ids != 0).any(axis=1)])
         return cls(*given, reduce(jnp.logical_or, some) & counts, ids)
 
 
 class Residuals(NamedTuple):
-    """The numbers that the backward reads beside its inputs, f32[N] each, None where no gradient needs them."""
+    """The numbers that the backward reads beside its inputs, f32[N] each; None if no gradient needs them."""
 
     m: Any
     log_s: Any
@@ -72,7 +79,7 @@ class Residuals(NamedTuple):
     nucleus_m: Any
     nucleus_log_s: Any
     finite: Any = None
-    """The number of finite logits, of which the mean is."""
+    """The number of finite logits, over which the mean logit is taken."""
 
     def without_entropy(self, nucleus_only: bool) -> Residuals:
         """The residuals that the gradient of the log-probs alone needs."""
@@ -80,7 +87,7 @@ class Residuals(NamedTuple):
 
 
 def _exp_below(z: Array, m: Array) -> tuple[Array, Array]:
-    """exp(z - m) and z - m; a row without any finite logit gives zeros."""
+    """exp(z - m) and z - m. The exponentials of a row without any finite logit are 0."""
     d = z - jnp.where(m == -jnp.inf, 0, m)[:, None]
     return jnp.exp(d), d
 
@@ -93,11 +100,10 @@ def no_sums(like: Sums) -> Sums:
 
 
 def top_key(z: Float[Array, "N B"], is_target: Bool[Array, "N B"]) -> Int[Array, "N B"]:
-    """Integers in the order of the logits, the lowest bit set at the target.
+    """Integers that sort like the logits; their lowest bit is set at the target.
 
-    The largest of them says whether the target is a likeliest token, with both read at once: a program may compute a
-    logit twice, an ulp apart, so that the target's is never to be compared with the maximum. Logits an ulp apart are
-    equal here.
+    The lowest bit of the largest integer says whether the target is a likeliest token. Comparing the target's logit
+    with the maximum is not safe: a program may compute a logit twice, an ulp apart. Logits an ulp apart are equal here.
     """
     bits = lax.bitcast_convert_type(z, jnp.int32)
     ordered = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
@@ -105,9 +111,9 @@ def top_key(z: Float[Array, "N B"], is_target: Bool[Array, "N B"]) -> Int[Array,
 
 
 def target_logits(
-    z: Float[Array, "N B"], is_target: Bool[Array, "N B"], place: Int[Array, "N"], inside: Bool[Array, "N"]
+    z: Float[Array, "N B"], is_target: Bool[Array, "N B"], place: Int[Array, " N"], inside: Bool[Array, " N"]
 ) -> Array:
-    """The targets' logits, 0 where they are not in the block: by comparing columns on TPUs, where gathering is slow.
+    """The targets' logits, 0 where they are not in the block. TPUs compare columns, since they gather slowly.
 
     Args:
       z: f32 logits.
@@ -116,10 +122,10 @@ def target_logits(
       inside: whether the block holds it.
     """
 
-    def compare(z: Any, is_target: Any, place: Any, inside: Any) -> Any:
+    def compare(z: Array, is_target: Array, place: Array, inside: Array) -> Array:
         return jnp.where(is_target, z, 0).sum(axis=1)
 
-    def gather(z: Any, is_target: Any, place: Any, inside: Any) -> Any:
+    def gather(z: Array, is_target: Array, place: Array, inside: Array) -> Array:
         return jnp.where(inside, jnp.take_along_axis(z, place[:, None], axis=1)[:, 0], 0)
 
     return lax.platform_dependent(z, is_target, place, inside, tpu=compare, default=gather)
@@ -128,25 +134,25 @@ def target_logits(
 def logits_of_ids(z: Float[Array, "N B"], places: Places) -> Float[Array, "N K"]:
     """The logits of ids, 0 where they are not in the block."""
     place, inside = places
-    with note(f"logits of {place.shape[1]} ids a token, gathered from each tile"):
+    with note(f"logits of {place.shape[1]} ids per token, gathered from each tile"):
         return jnp.where(inside, jnp.take_along_axis(z, place, axis=1), 0)
 
 
 def spread_ids(g: Float[Array, "N K"], places: Places, like: Float[Array, "N B"]) -> Float[Array, "N B"]:
-    """sum_k g_k [j = id_k]; an id that is asked for twice gets both."""
+    """sum_k g_k [j = id_k]. An id that is asked for twice gets the sum of both."""
     place, inside = places
-    with note(f"gradients of {place.shape[1]} ids a token, one scatter-add a tile"):
+    with note(f"gradients of {place.shape[1]} ids per token, one scatter-add per tile"):
         rows = jnp.arange(like.shape[0], dtype=jnp.int32)[:, None]
         return jnp.zeros_like(like).at[rows, jnp.where(inside, place, like.shape[1])].add(g, mode="drop")
 
 
 def block_sums(
     z: Float[Array, "N B"],
-    z_y: Float[Array, "N"],
+    z_y: Float[Array, " N"],
     is_target: Bool[Array, "N B"],
     nucleus: Bool[Array, "N B"] | None,
     like: Sums,
-    reference: Float[Array, "N"] | None = None,
+    reference: Float[Array, " N"] | None = None,
     ids: Places | None = None,
     columns: Int[Array, "1 B"] | None = None,
 ) -> Sums:
@@ -158,9 +164,9 @@ def block_sums(
       is_target: one-hot of the target, if the block holds it.
       nucleus: the columns that the sampler could draw, the target's included.
       like: which sums to compute.
-      reference: takes the place of the maximum m where there is one.
-      ids: those whose logits are asked for.
-      columns: the vocabulary ids of the block, rising, where the likeliest are asked for.
+      reference: takes the place of the maximum m, if given.
+      ids: the places of the ids whose logits are asked for.
+      columns: the vocabulary ids of the block, rising; needed if the likeliest ids are asked for.
     """
     m = s = u = nucleus_m = nucleus_s = total = count = likeliest = squares = top = None
     if like.m is not None:
@@ -196,7 +202,7 @@ def _rescale(sums: Sums, m: Array | None, nucleus_m: Array | None) -> Sums:
     s, u, nucleus_s, squares = sums.s, sums.u, sums.nucleus_s, sums.squares
     if m is not None:
         f, delta = factor(sums.m, m)
-        # f can be 0 where delta is huge: then neither sum has anything left of it
+        # f can be 0 if delta is huge: then nothing is left of either sum
         u = None if u is None else jnp.where(f > 0, f * (u + s * delta), 0)
         s = s * f
         squares = None if squares is None else squares * f**2
@@ -229,7 +235,7 @@ def merge_pieces(pieces: Sums) -> Sums:
 def merge_in_pairs(parts: Sums) -> Sums:
     """The sums of N tokens from those of 2^k parts of their logits, `[2^k, N]`, by a tree that is always the same.
 
-    A device merges its own parts, and then all devices merge what each has: the order is that of the vocabulary.
+    A device merges its own parts. Then all devices merge the results of each. The order is always the vocabulary's.
     """
     each = [jax.tree.map(operator.itemgetter(i), parts) for i in range(parts.z_y.shape[0])]
     while len(each) > 1:
@@ -238,13 +244,14 @@ def merge_in_pairs(parts: Sums) -> Sums:
 
 
 def combine(sums: Sums, axes: ShardAxes, in_order: tuple[str, ...] = ()) -> Sums:
-    """The sums over all vocabulary shards: one max and one sum over the tensor axis, beside those of what is asked.
+    """The sums over all vocabulary shards, by one max and one sum over the tensor axis, and more for likeliest ids.
 
     Args:
-      sums: of the device's own columns.
+      sums: the sums of the device's own columns.
       axes: the roles of the mesh axes.
-      in_order: the tensor axes in the order in which they shard the vocabulary, for `merge_in_pairs` of what devices
-        have: one gather then takes the place of the max and the sum.
+      in_order: the tensor axes in the order in which they shard the vocabulary, if the sums are to be merged by
+        `merge_in_pairs`. One gather then takes the place of the max and the sum: it gives every device the sums of all
+        devices, in order.
     """
     if not axes.tensor:
         return sums
@@ -262,15 +269,15 @@ def combine(sums: Sums, axes: ShardAxes, in_order: tuple[str, ...] = ()) -> Sums
 
 
 def _largest(sums: Sums, axes: ShardAxes) -> dict[str, Any]:
-    """The fields that say which ids are likeliest, over all vocabulary shards: no order changes them."""
+    """The fields that say which ids are likeliest, over all vocabulary shards. No order of merging changes them."""
     likeliest = None if sums.likeliest is None else lax.pmax(sums.likeliest, axes.tensor)
     return {"likeliest": likeliest, "top": None if sums.top is None else top_over_shards(sums.top, axes)}
 
 
-def _all_at_once(reduce: Any, tree: Any) -> Any:
-    """Applies `reduce` to the leaves, f32[N] or f32[N, K], stacked along the first dimension: one collective for all.
+def _all_at_once(reduce: Callable[[Array], Array], tree: Any) -> Any:
+    """Applies `reduce` once to all leaves, f32[N] or f32[N, K], stacked along the first dimension: one collective.
 
-    What it returns may have more dimensions, between the first and that of the tokens.
+    The result of `reduce` may have more dimensions, between the first and that of the tokens.
     """
     leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) == 1:
@@ -290,18 +297,18 @@ def dlogits(
     cotangents: Cotangents,
     ids: Places | None = None,
 ) -> Float[Array, "N B"]:
-    """dz_j = g * ([j = y] - p_j) - e * p_j * (log p_j + entropy) + a * p_j + b / finite where z_j is finite.
+    """dz_j = g * ([j = y] - p_j) - e * p_j * (log p_j + entropy) + a * p_j + b / finite, for finite z_j.
 
-    With g, e, a, b the cotangents of log-prob, entropy, log_z and mean logit. In the first term p is over the nucleus.
-    Ids with cotangents g_k add sum_k g_k * ([j = id_k] - p_j), with p over all.
+    g, e, a and b are the cotangents of log-prob, entropy, log_z and mean logit. In the first term p is over the
+    nucleus. Ids with cotangents g_k add sum_k g_k * ([j = id_k] - p_j), with p over all columns.
 
     Args:
       z: f32 logits, -inf in columns that do not exist.
       is_target: one-hot of the target.
       nucleus: the columns that the sampler could draw, or None for all.
-      residuals: of the whole vocabulary.
-      cotangents: of the tokens.
-      ids: those whose log-probs have a cotangent.
+      residuals: those of the whole vocabulary.
+      cotangents: those of the tokens.
+      ids: the places of the ids whose log-probs have a cotangent.
     """
     log_p: Any = None
     if residuals.m is not None:

@@ -23,7 +23,7 @@ from jaxppo.sharding import note, vary_like, wider_dtype
 def dot(call: HeadCall, a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
     """A product with an f32 result, contracting dimension dims[0] of a with dims[1] of b."""
     dtype = product_dtype(a, b)
-    # accelerators multiply f32 in one bf16 or TF32 pass where nothing is said
+    # without a precision accelerators multiply f32 in one bf16 or TF32 pass
     precision = call.precision or ("highest" if dtype == jnp.float32 else None)
     contract = (((dims[0],), (dims[1],)), ((), ()))
     return lax.dot_general(
@@ -43,7 +43,7 @@ def transformed(transform: Transform, x: jax.Array) -> jax.Array:
 
 
 def _scaled(transform: Transform, x: jax.Array) -> jax.Array:
-    if transform.dtype == "bfloat16":  # not by a cast and back, which XLA leaves out
+    if transform.dtype == "bfloat16":  # a cast and back would be left out by XLA
         x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return x if transform.scale == 1 else transform.scale * x
 
@@ -74,7 +74,8 @@ def is_target(tile: Tile) -> jax.Array:
 def of_products(call: HeadCall, tile: Tile, dz: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
     """The gradient of products x from that of their logits; 0 in rows that do not count and in masked columns.
 
-    The slope 1 - tanh(y)^2 as 4 e^-2|y| / (1 + e^-2|y|)^2: the difference is all rounding where tanh(y) is nearly 1.
+    The slope 1 - tanh(y)^2 of a soft-cap is computed as 4 e^-2|y| / (1 + e^-2|y|)^2. The difference would be only
+    rounding error if tanh(y) is nearly 1.
     """
     transform, dz = call.transform, tempered(tile.chunk, dz)
     if transform.softcap is not None:
@@ -87,15 +88,15 @@ def of_products(call: HeadCall, tile: Tile, dz: jax.Array, x: jax.Array, counts:
 def product_gradients(
     call: HeadCall, tile: Tile, residuals: Residuals, cotangents: Cotangents, x: jax.Array | None = None
 ) -> jax.Array:
-    """d loss / d (hidden @ kernel), f32 `[C, B]`, of products x, which are computed where they are None."""
+    """d loss / d (hidden @ kernel), f32 `[C, B]`. The products x are computed if they are None."""
     x = products(call, tile.chunk.rows, tile.block.parameters) if x is None else x
     z = logits(call, tile.chunk, tile.block, x)
     dz = softmax.dlogits(z, is_target(tile), tile.nucleus, residuals, cotangents, tile.ids)
     return of_products(call, tile, dz, x, cotangents.counts)
 
 
-def logits_of_rows(call: HeadCall, rows: Features, temperature: Any, parameters: Parameters) -> jax.Array:
-    """f32[C], the logit of each token in a column of its own: of a kernel `[V, H]`, the parameters of C rows."""
+def logits_of_rows(call: HeadCall, rows: Features, temperature: jax.Array | None, parameters: Parameters) -> jax.Array:
+    """f32[C], one logit for each of C tokens, each with a row of its own of a kernel `[V, H]`."""
     inner = partial(jnp.einsum, "ch,ch->c", preferred_element_type=jnp.float32)
     x = inner(rows.hidden, parameters.kernel)
     x = x if parameters.lora_b is None else x + call.lora_scale * inner(rows.low, parameters.lora_b)
@@ -106,7 +107,7 @@ def logits_of_rows(call: HeadCall, rows: Features, temperature: Any, parameters:
 # A reference far below the maximum costs accuracy: at a distance of 16, 2e-6 in a log-prob and 4e-6 in an entropy.
 # A sum of exponentials above this number may have one farther away, and is computed again.
 FARTHEST = math.exp(16)
-FEW = 128  # tokens that are computed again together
+FEW = 128  # the tokens that are computed again at once
 
 
 def _sums(call: HeadCall, tile: Tile, like: Sums) -> tuple[Sums, jax.Array]:
@@ -117,7 +118,7 @@ def _sums(call: HeadCall, tile: Tile, like: Sums) -> tuple[Sums, jax.Array]:
 
 
 def _exactly(call: HeadCall, tile: Tile, sums: Sums, far: jax.Array) -> Sums:
-    """The sums, those of `far` tokens relative to their maximum: a few at a time, whose products are their own."""
+    """The sums, those of `far` tokens relative to their maximum, a few tokens at a time in products of their own."""
     tokens = TokenBlocks(far, far.shape[0], min(FEW, far.shape[0]))
     known = tile.chunk._replace(reference=None), tile.place
 
@@ -153,13 +154,13 @@ class XLA(Op):
 
 
 def factor_and_bias(tile: Tile, dz: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """A gradient of products in the dtype in which it is multiplied, and the gradient of the bias, if there is one."""
+    """A gradient of products, in the dtype in which it is multiplied, and the gradient of the bias, if there is one."""
     dbias = None if tile.block.parameters.bias is None else dz.sum(axis=0)
     return dz.astype(product_dtype(tile.chunk.rows.hidden, tile.block.parameters.kernel)), dbias
 
 
 def feature_gradients(call: HeadCall, dz: jax.Array, parameters: Parameters, needs: Features) -> Features:
-    """f32 `[C, H]` and `[C, r]`, where `needs` is not None."""
+    """The f32 gradients of features, `[C, H]` and `[C, r]`, in the fields where `needs` is not None."""
     hidden = None if needs.hidden is None else dot(call, dz, parameters.kernel, (1, call.v_dim))
     low = None if needs.low is None else call.lora_scale * dot(call, dz, parameters.lora_b, (1, call.v_dim))
     return Features(hidden, low)
@@ -188,7 +189,7 @@ def kernel_product(
 
 
 def parameter_gradients(call: HeadCall, dz: jax.Array, factor: Features, needs: Parameters) -> Parameters:
-    """f32 gradients of the block's kernel and lora_b, in their layout, where `needs` is not None."""
+    """f32 gradients of the block's kernel and lora_b, in their layout, in the fields where `needs` is not None."""
     kernel = None if needs.kernel is None else _outer(call, dz, factor.hidden)
     return Parameters(kernel, None, None if needs.lora_b is None else call.lora_scale * _outer(call, dz, factor.low))
 
@@ -200,11 +201,11 @@ def _outer(call: HeadCall, dz: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def as_factor(call: HeadCall, rows: Features, counts: jax.Array) -> Features:
-    """Features in the form that `parameter_gradients` takes; make them outside a loop over the vocabulary.
+    """Features in the form that `parameter_gradients` takes. Make them outside a loop over the vocabulary.
 
-    Rows that do not count are set to 0: they may hold NaN, and 0 * NaN is NaN. In f32 with "hv" they are transposed:
-    XLA for CPUs takes 10% to 33% longer for a product whose left factor is contracted along its rows. It cannot run
-    that product in bf16 if the factor is transposed by layout.
+    Rows that do not count are set to 0: they may hold NaN, and 0 * NaN is NaN. In f32 with "hv" the rows are
+    transposed: XLA for CPUs takes 10% to 33% longer for a product whose left factor is contracted along its rows. In
+    bf16 XLA for CPUs cannot run the product if its factor is transposed by layout.
     """
     rows = jax.tree.map(lambda x: jnp.where(counts[:, None], x, 0), rows)
     return jax.tree.map(lambda x: x.T if _transposes(call, x) else x, rows)

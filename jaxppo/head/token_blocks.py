@@ -20,10 +20,10 @@ Tree = TypeVar("Tree")  # a pytree of arrays
 
 
 def even_size(count: int, most: int, multiple: int = 8) -> int:
-    """The size of equal blocks that cover `count`, as few of them as sizes up to `most` allow.
+    """The size of equal blocks that cover `count`, with as few blocks as sizes up to `most` allow.
 
-    The size is rounded up to `multiple` where that stays within `most`. Where the blocks hold more than `count`, the
-    caller pads the last one or lets it overlap the one before.
+    The size is rounded up to a multiple of `multiple` if that stays within `most`. If the blocks hold more than
+    `count`, the caller pads the last one or lets it overlap the one before.
 
     Example:
       >>> even_size(2304, 2048), even_size(30, 12), even_size(100, 40)
@@ -41,7 +41,7 @@ class Slots(NamedTuple):
     """One block of token slots."""
 
     start: Index
-    counts: jax.Array | None  # bool[n], False for padding and tokens that do not count; None: all True
+    counts: jax.Array | None  # bool[n], False for padding and tokens that do not count; None if all are True
 
 
 class TokenBlocks:
@@ -98,7 +98,7 @@ class TokenBlocks:
         return Slots(start, None)
 
     def loop(self, body: Callable[[Slots, Tree], Tree], carry: Tree) -> Tree:
-        """`carry = body(slots, carry)` over the blocks with a token that counts, or all where there is no order."""
+        """`carry = body(slots, carry)` over the blocks with a token that counts, or over all if there is no order."""
         if self.blocks == 1:
             return body(self.slots(0), carry)
         if self.order is None:
@@ -161,8 +161,8 @@ class TokenBlocks:
         return jax.tree.map(lambda x: jnp.pad(x, ((0, extra), *[(0, 0)] * (x.ndim - 1))), x)
 
 
-def zero_unless(counts: Bool[Array, "N"] | None, tree: Tree) -> Tree:
-    """Arrays `[N, ...]` of tokens with 0 at each token that does not count; unchanged where `counts` is None."""
+def zero_unless(counts: Bool[Array, " N"] | None, tree: Tree) -> Tree:
+    """Arrays `[N, ...]` of tokens with 0 at each token that does not count; unchanged if `counts` is None."""
     if counts is None:
         return tree
     return jax.tree.map(lambda x: jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, 0), tree)

@@ -1,4 +1,4 @@
-"""The types of the head. They hold no logic: what builds them lies above, so that no import goes in a circle."""
+"""The types of the head. They hold no logic: other modules build them, so that no import goes in a circle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Names = tuple[str, ...]
 Index = int | jax.Array  # a scalar
 # submatrix(start, size, first, width): `size` of one dimension of a matrix, from `start` on, and `width` of the other,
-# from `first` on. The matrix may be there already, or be computed as its parts are asked for.
+# from `first` on. The matrix may exist already, or be computed as its parts are asked for.
 Submatrix = Callable[[Index, int, Index, int], jax.Array]
 Entropy = Literal["none", "metric", "bonus"]
 Layout = Literal["hv", "vh"]
@@ -32,19 +32,20 @@ Implementation = Literal["xla", "mosaic_tpu", "reference"]
 @register_checked(static=["entropy_mode"])
 @dataclasses.dataclass(frozen=True)
 class TokenStats:
-    """What a loss reads of a head's distribution at each token; f32 `[R, T]` each, None where it is not asked for.
+    """The statistics of a head's distribution at each token; f32 `[R, T]` each, None if not asked for.
 
     Args:
-      log_probs: of the targets.
-      entropy: of the distribution, nats.
+      log_probs: the log-probs of the targets.
+      entropy: the entropy of the distribution, in nats.
       log_z: the log-sum-exp of the logits.
-      mean_logit: the mean of the finite logits; columns masked by -inf are out of it.
-      accuracy: 1 where no token is likelier than the target, else 0.
-      sum_p2: the sum of p^2 over the vocabulary, how often two draws agree; an optimal token baseline reads it.
-      id_log_probs: `f32[R, T, K]`, of the ids that were given; see `log_probs_from_hidden`.
-      top_ids: `i32[R, T, K]`, the likeliest ids, of equally likely ones the lowest first; -1 behind those that can be.
-      top_log_probs: `f32[R, T, K]`, of those, constants; -inf where there is none.
-      entropy_mode: how the entropy was computed; static. By default "bonus" with an entropy, else "none".
+      mean_logit: the mean of the finite logits; columns masked by -inf are left out.
+      accuracy: 1 if no token is likelier than the target, else 0.
+      sum_p2: the sum of p^2 over the vocabulary, which is how often two draws agree; see `optimal_token_baseline`.
+      id_log_probs: `f32[R, T, K]`, the log-probs of the ids that were given; see `log_probs_from_hidden`.
+      top_ids: `i32[R, T, K]`, the likeliest ids. Among equally likely ids the lowest comes first. If the vocabulary has
+        fewer than K tokens, the slots left over hold -1.
+      top_log_probs: `f32[R, T, K]`, the log-probs of `top_ids`, without gradients; -inf in slots left over.
+      entropy_mode: how the entropy was computed; static. By default "bonus" if there is an entropy, else "none".
 
     Example:
       >>> TokenStats(jnp.zeros((1, 2))).entropy_mode
@@ -69,12 +70,12 @@ class TokenStats:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """The statistics that are computed beside the target's log-prob; static. No other is in the program.
+    """The statistics that are computed beside the target's log-prob; static. No others are in the program.
 
     Args:
       entropy: "none", "metric" or "bonus".
       logit_stats: names of the fields of `TokenStats`, sorted.
-      top_k: how many of the likeliest ids.
+      top_k: how many of the likeliest ids to find.
     """
 
     entropy: Entropy = "none"
@@ -82,17 +83,18 @@ class Asked:
     top_k: int = 0
 
 
+# The fields of `Features`, `Parameters` and `Inputs` hold arrays, or for each of them a PartitionSpec or a flag.
 class Features(NamedTuple):
-    """The features of tokens, which multiply parameters: hidden states and, with an adapter, hidden @ lora.a."""
+    """The features of tokens that parameters multiply: hidden states and, with an adapter, hidden @ lora.a."""
 
     hidden: Any
     low: Any = None
 
 
 class Parameters(NamedTuple):
-    """A head's parameters of the vocabulary, None where there is none.
+    """The parameters of a head that have a dimension of the vocabulary; None for one that it lacks.
 
-    On a device `lora_b` lies as the kernel does: `[r, V]` beside `[H, V]`, `[V, r]` beside `[V, H]`.
+    On a device `lora_b` has the layout of the kernel: `[r, V]` with `[H, V]`, `[V, r]` with `[V, H]`.
     """
 
     kernel: Any
@@ -101,7 +103,7 @@ class Parameters(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """All arrays of a call, None where there is none; `on_device` makes a device's of them, N tokens in a row."""
+    """All arrays of a call, None for those not given. `on_device` gives them the second shape, with N tokens."""
 
     features: Features  # [R, T, H] and [R, T, r]; `low` is None until `on_device`
     parameters: Parameters
@@ -111,7 +113,7 @@ class Inputs(NamedTuple):
     ids: Any  # i32[R, T, K]; [N, K]
     counts: Any  # bool[R, T], the tokens that are computed, None for all; [N]
     temperature: Any  # f32, a scalar or [R, T], None for 1; [N]
-    adapter_ids: Any = None  # i32[R], where there are several; None after `on_device`
+    adapter_ids: Any = None  # i32[R], if there are several adapters; None after `on_device`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +121,9 @@ class Transform:
     """z = softcap * tanh(scale * x / softcap) of x = hidden @ kernel + bias + LoRA; static.
 
     Args:
-      dtype: to which x is rounded first; the gradient is that of no rounding.
-      softcap: None for none.
-      scale: multiplies x first.
+      dtype: the dtype to which x is rounded first; the gradient ignores the rounding.
+      softcap: the bound of |z|, or None for none.
+      scale: multiplies x before the soft-cap.
     """
 
     dtype: LogitsDtype = "float32"
@@ -134,27 +136,28 @@ class Profile:
     """The sizes that suit a kind of device.
 
     Args:
-      whole: whether a chunk meets the device's whole part of the vocabulary.
+      whole: whether a chunk is computed in all of the device's columns at once.
       one_pass: the default memory of one pass, in bytes.
-      tile: bytes of a tile of two passes: f32 logits and their gradient; on accelerators the logits of a forward.
-      tokens: tokens of a tile of the forward and of a chunk of one pass; on CPUs of all tiles.
+      tile: bytes of a tile of two passes: its f32 logits and their gradient; on accelerators the logits of a forward.
+      tokens: tokens of a tile of the forward and of a chunk of one pass; on CPUs tokens of all tiles.
       least: the fewest tokens of a group in one pass: with fewer, two passes cost less than the updates of dkernel.
-      group: the most tokens whose dlogits go into one late product.
+      group: the most tokens whose dlogits go into one late product (`late.py`).
       chunk: tokens of a tile that follows a mask.
-      columns: columns of a tile of the second pass; on CPUs of one pass.
+      columns: columns of a tile of the second pass; on CPUs those of one pass.
       wide: tokens of a tile of the second pass.
       masked_columns: columns of a tile of the second pass that follows a mask.
       deterministic: tokens of every chunk of a deterministic call.
       rings: gradients are summed over devices by `RingSum`, beside the products that make them.
       fused_features: the largest hidden size with which dlogits are computed within products by default. XLA for TPUs
         does that without an array of dlogits, but then it needs the f32 logits of all tokens. 0: never.
-      references: bytes of a tile's f32 logits where sums of exponentials are relative to the target's logit. That saves
-        one of two readings of the logits. 0: they are relative to the maximum.
+      references: bytes of a tile's f32 logits if sums of exponentials are relative to the target's logit. That saves
+        one of two readings of the logits. 0: sums are always relative to the maximum.
       fused_tokens: tokens of a forward's tile if XLA makes such sums a part of the product, as on TPUs: logits are then
-        not in memory, and a tile has all columns. 0 if it does not.
+        not in memory, and a tile has all columns. 0 if XLA does not.
       columns_grow: with n times `wide` tokens a tile of the second pass has n times the columns, since each block of
         columns reads and writes the gradient of all hidden states.
-      gathers_columns: targets' columns are gathered for it from a kernel `[H, V]` too, which TPUs do slowly.
+      gathers_columns: sums are relative to the target's logit with a kernel `[H, V]` too, although the targets' columns
+        have to be gathered, which is slow on TPUs.
     """
 
     whole: bool
@@ -201,9 +204,9 @@ class Sizes:
       accumulator: bytes of an f32 gradient of the kernel beside the result, 0 if the result itself is f32.
       direct: a single late product of dkernel needs no accumulator: it is summed over devices as it is made.
       masked: the work follows the tokens that count.
-      of_logit: bytes a logit takes in f32, plus a bool if there is a nucleus, a gradient in f32 if there are ids, and
-        a copy with its place if the likeliest ids are asked for.
-      references: sums of exponentials are relative to a reference.
+      of_logit: bytes of an f32 logit, plus those of a bool if there is a nucleus, of an f32 gradient if there are ids,
+        and of a copy with its place if the likeliest ids are asked for.
+      references: sums of exponentials are relative to the target's logit.
     """
 
     tokens: int
@@ -225,12 +228,12 @@ class Plan:
 
     Args:
       forward: the tile of the statistics.
-      forward_by_vocabulary: whether their outer loop is over the vocabulary.
+      forward_by_vocabulary: whether the outer loop of the statistics is over the vocabulary.
       backward: the schedule of the gradients, by the name of its function.
       cut: the tile of the gradients.
       group: the number of tokens whose dlogits go into one late product.
       fused: dlogits are computed within late products, from the logits of a chunk that is a whole group.
-      direct: the late product of a single group is summed over devices as it is made, see `Sizes`.
+      direct: see `Sizes`.
       passes: 1 if a chunk's loss and gradients follow its statistics at once, else 2.
     """
 
@@ -249,28 +252,29 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class HeadCall:
-    """All that is static about a call to a head, checked.
+    """The static part of a call to a head, checked.
 
     Args:
       axes: the roles of the mesh axes.
-      layout: of the kernel as a device multiplies it, "hv" or "vh".
-      transposed: the kernel is given as the transpose of that.
-      h_names: mesh axes that shard the kernel's H, all gathered.
-      v_names: mesh axes that shard its V, the tensor axes among them or not.
+      layout: the layout of the kernel as a device multiplies it, "hv" or "vh".
+      transposed: the caller's kernel is the transpose of that.
+      h_names: mesh axes that shard the kernel's H; it is gathered over all of them.
+      v_names: mesh axes that shard the kernel's V; the tensor axes may be among them.
       sequence_parallel: hidden states are sharded by position over the tensor axis.
-      transform: of logits, before the temperature.
-      lora_scale: of the adapter.
-      vocab_size: columns of the whole vocabulary that exist.
+      transform: the elementwise transform of logits, before the temperature.
+      lora_scale: the scale of the adapter.
+      vocab_size: the number of columns of the whole vocabulary without padding.
       asked: the statistics to compute.
       profile: the tile sizes for the devices.
       op: the arithmetic of a tile.
-      precision: of products, as in `jnp.dot`; of f32 operands "highest" by default.
-      sum_dtype: in which gradients of parameters are summed over devices.
-      memory: bytes a device may spend beside its results; None for its default.
+      precision: the precision of products, as in `jnp.dot`; None means "highest" for f32 operands.
+      sum_dtype: the dtype in which gradients of parameters are summed over devices.
+      memory: bytes that a device may spend beside its results; None for the default.
       follow_mask: the work follows the tokens that count.
-      deterministic: tiles do not depend on the number of tokens, nor sums on the tensor axis where `plan.eighths` are.
-      heads: how many share the memory.
-      copied: parameters come as one copy a device, `[D, ...]`, whose gradients wait to be summed.
+      deterministic: tiles do not depend on the number of tokens. Sums do not depend on the tensor axis if
+        `plan.eighths` is not 0.
+      heads: the number of heads that share the memory.
+      copied: parameters come as one copy per device, `[D, ...]`; their gradients are summed later.
     """
 
     axes: ShardAxes
@@ -300,18 +304,18 @@ class HeadCall:
 
 
 class Prepared(NamedTuple):
-    """A call with its arrays, checked, and how they lie on the mesh."""
+    """A checked call with its arrays, and how they are sharded."""
 
     call: HeadCall
     inputs: Inputs
     specs: Inputs | None
-    """PartitionSpecs for `shard_call`; None where no mesh is given."""
+    """PartitionSpecs for `shard_call`; None if no mesh is given."""
     tokens: tuple[int, int]
     """[R, T]."""
 
 
 class NeedsGrad(NamedTuple):
-    """The gradients that are asked for: True in their fields, None in the others, which cost nothing."""
+    """The gradients that are asked for: True in their fields, None in the others, whose gradients cost nothing."""
 
     features: Features
     parameters: Parameters
@@ -322,45 +326,45 @@ class Block(NamedTuple):
 
     parameters: Parameters  # [H, B] or [B, H]; f32[1, B]; [r, B] or [B, r]
     column_ids: jax.Array  # i32[1, B], their places in the vocabulary
-    valid: jax.Array | Literal[True]  # bool[1, B], False for duplicates of other blocks and for padding; or all True
+    valid: jax.Array | Literal[True]  # bool[1, B], False for duplicates and padding; True if none is
 
 
 class Chunk(NamedTuple):
     """Some tokens."""
 
     rows: Features  # [C, H] and [C, r]
-    targets: Any  # i32[C]
+    targets: Any  # i32[C]; None for a divergence of two heads
     nucleus_ids: jax.Array | None  # i32[C, K]
     ids: jax.Array | None  # i32[C, K]
     temperature: jax.Array | None  # f32[C]; None for 1
     counts: jax.Array | None  # bool[C], the tokens that are computed; None for all
-    reference: jax.Array | None = None  # f32[C], near the largest logit: sums are relative to it, else to the largest
+    reference: jax.Array | None = None  # f32[C], sums are relative to it; if None, to the largest logit
 
 
 class Tile(NamedTuple):
-    """Some tokens before some columns."""
+    """Some tokens by some columns."""
 
     chunk: Chunk
     block: Block
-    place: Any  # (i32[C], bool[C]), the target's column in the block, and whether the block holds it
+    place: Any  # (i32[C], bool[C]), the target's column in the block, and whether it is there; or None
     nucleus: jax.Array | None  # bool[C, B], the columns that the sampler could draw, the target's included; or None
-    ids: Places | None  # of the ids whose log-probs are asked for
+    ids: Places | None  # the places of the ids whose log-probs are asked for
 
 
 class Op:
     """The arithmetic of a tile that an implementation may replace; the products of the backward are XLA's."""
 
-    leaves_logits: ClassVar[bool] = True  # of a forward, in memory; an op that does not is given all columns at once
-    takes_references: ClassVar[bool] = False  # `Chunk.reference` is read
+    leaves_logits: ClassVar[bool] = True  # the forward leaves logits in memory; if not, it gets all columns at once
+    takes_references: ClassVar[bool] = False  # it reads `Chunk.reference`
 
     def unsupported(self, call: HeadCall, inputs: Inputs) -> str | None:
-        """What of a call it does not support, in words; None where it supports all."""
+        """The part of a call that it does not support, in words; None if it supports all."""
         return None
 
     def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, jax.Array | None]:
-        """The softmax sums of the tile, those that `like` has, and its f32 products hidden @ kernel + bias + LoRA.
+        """The softmax sums of the tile that `like` has, and its f32 products hidden @ kernel + bias + LoRA.
 
-        The products may be None where `keep` does not ask for them.
+        The products may be None if `keep` does not ask for them.
         """
         raise NotImplementedError
 
@@ -369,7 +373,7 @@ class Op:
     ) -> tuple[jax.Array, jax.Array | None]:
         """d loss / d (hidden @ kernel), `[C, B]` in the dtype of products, and its f32 sum over tokens for a bias.
 
-        It is 0 where nothing counts, and where the product is -inf: such a column is masked. The products x are
-        computed again where they are None; the sum is None where the head has no bias.
+        The gradient is 0 for tokens and columns that do not count, and where the product is -inf: such a column is
+        masked. The products x are computed again if they are None. The sum is None if the head has no bias.
         """
         raise NotImplementedError

@@ -23,8 +23,9 @@ from jaxppo.head.types import Chunk, Features, HeadCall, Index, Inputs, NeedsGra
 from jaxppo.head.walk import Walk, cotangents_of
 from jaxppo.sharding import note, vary, varying
 
-# (statistics f32[n], arrays [n, ...] of those tokens, arrays it reads whole) -> losses f32[n], weights included
+# (statistics f32[n], arrays [n, ...] of these tokens, arrays that are read whole) -> weighted losses f32[n]
 TokenLoss = Callable[[TokenStats, Any, Any], jax.Array]
+Sum = tuple[jax.Array, TokenStats]  # the sum of losses, and statistics
 
 
 def stats_of_tokens(call: HeadCall, inputs: Inputs) -> TokenStats:
@@ -40,17 +41,17 @@ def in_rows(shape: tuple[int, ...], stats: Tree) -> Tree:
 def reduce_tokens(
     call: HeadCall, inputs: Inputs, token_loss: TokenLoss, per_token: Any, shared: Any
 ) -> tuple[jax.Array, TokenStats]:
-    """Per-shard: the sum of all devices' token losses, and this device's statistics as constants.
+    """Per-shard: the sum of all devices' token losses, and this device's statistics without gradients.
 
-    It takes one pass if the memory has room for it and nothing is in f16, else two. The loss of a token must depend on
-    that token alone.
+    The function takes one pass if the memory has room for it and nothing is in f16, else two. The loss of a token must
+    depend on that token alone.
 
     Args:
       call: the static part of the call.
       inputs: the arrays of the head, as the device holds them.
-      token_loss: of some tokens; hashable.
-      per_token: arrays `[R, T, ...]` that it reads; constants of differentiation.
-      shared: arrays that it reads whole; constants too.
+      token_loss: the loss of some tokens; hashable.
+      per_token: arrays `[R, T, ...]` that `token_loss` reads; no gradient flows to them.
+      shared: arrays that `token_loss` reads whole; no gradient flows to them either.
     """
     shape = inputs.targets.shape
     inputs = on_device(call, inputs)
@@ -68,7 +69,7 @@ def reduce_tokens(
 
 
 def _total(call: HeadCall, losses: jax.Array) -> jax.Array:
-    """Summed here, so that its cotangent is one number for all devices: gradients are already summed over them."""
+    """The sum over all devices, so that its cotangent is one number for all: gradients are already summed over them."""
     return call.axes.psum(vary(losses.sum(), call.axes.tokens), call.axes.tokens)
 
 
@@ -78,13 +79,13 @@ def _token_stats(call: HeadCall, inputs: Inputs) -> TokenStats:
     return statistics(call, plan_of(call, inputs), inputs)[0]
 
 
-def _token_stats_forward(call: HeadCall, inputs: Any) -> Any:
+def _token_stats_forward(call: HeadCall, inputs: Any) -> tuple[TokenStats, Any]:
     inputs, needs = values_and_needs(inputs)
     stats, residuals = statistics(call, plan_of(call, inputs, needs=needs), inputs)
     return stats, (inputs, to_save((residuals, needs)))
 
 
-def _token_stats_backward(call: HeadCall, left: Any, of_stats: Any) -> Any:
+def _token_stats_backward(call: HeadCall, left: Any, of_stats: TokenStats) -> tuple[Inputs]:
     inputs, (residuals, needs) = left[0], saved(left[1])
     cotangents = cotangents_of(call, dense(of_stats), inputs.counts, inputs.ids)
     plan = plan_of(call, inputs, needs=needs)
@@ -96,7 +97,7 @@ _token_stats.defvjp(_token_stats_forward, _token_stats_backward, symbolic_zeros=
 
 
 def gradients(plan: Plan, make: Callable[..., Walk], needs: NeedsGrad, known: Any) -> tuple[Features, Parameters]:
-    """The gradients that are asked for; `known` holds the residuals and cotangents of tokens, f32[N] each."""
+    """The gradients that are asked for. `known` holds the residuals and cotangents of tokens, f32[N] each."""
     with note(f"gradients, {plan}"):
         if plan.backward == "by_vocabulary":
             return by_vocabulary(make(by_vocabulary=True), needs, known)
@@ -118,15 +119,15 @@ def by_chunks(plan: Plan, walk: Walk, needs: NeedsGrad, begin: Begin, results: A
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _one_pass(call: HeadCall, plan: Plan, token_loss: TokenLoss, inputs: Inputs, per_token: Any, shared: Any) -> Any:
-    """The losses of all devices' tokens, summed, and this one's statistics (not differentiable), f32[N] each."""
+def _one_pass(call: HeadCall, plan: Plan, token_loss: TokenLoss, inputs: Inputs, per_token: Any, shared: Any) -> Sum:
+    """The sum of all devices' losses, and this device's statistics (not differentiable), f32[N] each."""
     stats = statistics(call, plan_of(call, inputs), inputs)[0]
     return _total(call, token_loss(stats, per_token, shared)), stats
 
 
 def _one_pass_forward(
     call: HeadCall, plan: Plan, token_loss: TokenLoss, inputs: Any, per_token: Any, shared: Any
-) -> Any:
+) -> tuple[Sum, Any]:
     inputs, needs = values_and_needs(inputs)
     per_token, shared = values((per_token, shared))
     with note(f"one pass, {plan}"):
@@ -158,7 +159,7 @@ def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Ar
         sums, new = of_part.sums(chunk, of_part.block(0), empty, keep=True)
         return put_slice(x, walk.vary(new), p * new.shape[1], 1), sums
 
-    if walk.vocabulary.eighths:  # of accelerators, where a chunk meets all columns at once
+    if walk.vocabulary.eighths:  # on accelerators, where a chunk is computed in all columns at once
         x = walk.vary(lax.empty((chunk.targets.shape[0], walk.vocabulary.window), jnp.float32))
         x, each = lax.scan(part, x, jnp.arange(walk.vocabulary.eighths, dtype=jnp.int32))
         sums, x = merge_in_pairs(each), x[None]
@@ -173,7 +174,9 @@ def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Ar
     return Known((losses, zero_unless(chunk.counts, stats)), residuals, cotangents, x)
 
 
-def _one_pass_backward(call: HeadCall, plan: Plan, token_loss: TokenLoss, left: Any, of_results: Any) -> Any:
+def _one_pass_backward(
+    call: HeadCall, plan: Plan, token_loss: TokenLoss, left: Any, of_results: Any
+) -> tuple[Inputs, None, None]:
     found, inputs = saved(left[0]), left[1]
     c = of_results[0]
     scaled = jax.tree.map(lambda x: vary((x.astype(jnp.float32) * c).astype(x.dtype), varying(x)), found)
@@ -212,15 +215,15 @@ def values_and_needs(inputs: Any) -> tuple[Inputs, NeedsGrad]:
     return values(inputs), NeedsGrad(needed.features, needed.parameters)
 
 
-# Where a forward saves None or True it leaves an array with no element and of such a shape.
+# A forward saves None and True as empty arrays of these shapes.
 _NONE, _TRUE = (0,) * 6, (0,) * 7
 
 
 def to_save(tree: Any) -> Any:
     """The residuals of a forward, in a structure that does not depend on which gradients are asked for.
 
-    A function under `jit` is traced once, and the forward of a rule in it once for each set of gradients. But JAX gives
-    every backward the structure that the last of these forwards saved.
+    A function under `jit` is traced once, but the forward of a rule in it is traced once for each set of gradients. JAX
+    gives every backward the structure that the last of these forwards saved.
     """
     return jax.tree.map(
         lambda x: x if x is not None and x is not True else jnp.zeros(_NONE if x is None else _TRUE, jnp.float32),

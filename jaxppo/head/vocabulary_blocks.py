@@ -25,7 +25,7 @@ from jaxppo.head.token_blocks import Tree, even_size
 from jaxppo.head.types import Block, Chunk, HeadCall, Index, Parameters, Submatrix, Tile
 from jaxppo.sharding import vary, varying
 
-SUMMED_COLUMNS = 4096  # of a gradient that is there already, at a time
+SUMMED_COLUMNS = 4096  # the columns that are summed at a time, of a gradient that exists already
 SUMMED_BYTES = 64 * 2**20  # the size of one sum over devices, which needs an array of its own
 
 
@@ -35,7 +35,7 @@ class VocabularyBlocks:
     Args:
       call: says how the parameters lie on the mesh.
       parameters: the device's shards.
-      size: the most columns of a block.
+      size: the largest number of columns of a block.
       by_block: gather over FSDP axes for each block, rather than all at once.
     """
 
@@ -69,7 +69,7 @@ class VocabularyBlocks:
         self.blocks = -(-columns // self.size)
 
     def eighth(self, p: Index) -> VocabularyBlocks:
-        """The blocks of one of the device's equal `parts`."""
+        """The blocks of part p of the device's columns, one of the equal parts that `plan.eighths` counts."""
         found = copy.copy(self)
         found._cut(self.window // self.eighths)
         found.first = self.first + p * found.window
@@ -77,7 +77,7 @@ class VocabularyBlocks:
         return found
 
     def _bases(self, own: int) -> jax.Array:
-        """The first vocabulary id of each piece that a gather over V brings together, in the gather's order."""
+        """The first vocabulary id of each piece that a gather over V concatenates, in the gather's order."""
         stride, strides = own, {}
         for name in reversed(self.call.v_names):
             strides[name] = stride
@@ -102,11 +102,11 @@ class VocabularyBlocks:
         """The dimension of x that runs along V."""
         return self.call.v_dim if x.ndim == 2 else 0
 
-    def start(self, i: Index) -> Any:
+    def start(self, i: Index) -> Index:
         """The first column of block i, among the columns held."""
         return self.first + jnp.minimum(i * self.size, self.window - self.size) if self.blocks > 1 else self.first
 
-    def own(self, i: Index) -> Any:
+    def own(self, i: Index) -> jax.Array:
         """bool: the columns of block i that no other block has."""
         at = self.start(i) + _range(self.size)
         before = self.call.axes.index(self.call.axes.tensor) * self.window if self.shared else 0
@@ -136,7 +136,7 @@ class VocabularyBlocks:
         return of_columns if x.ndim == 1 else jnp.expand_dims(of_columns, 1 - self.dim(x))
 
     def tile(self, chunk: Chunk, block: Block) -> Tile:
-        """Some tokens before a block."""
+        """Some tokens by the columns of a block."""
         if chunk.targets is None:
             return Tile(chunk, block, None, None, None)
         place, nucleus = self._place_of(chunk.targets, block), None
@@ -150,7 +150,7 @@ class VocabularyBlocks:
         return Tile(chunk, block, place, nucleus, of_ids)
 
     def rows(self, ids: jax.Array) -> tuple[Parameters, jax.Array]:
-        """The parameters of vocabulary ids, one id a row, and whether this device holds each id."""
+        """The parameters of vocabulary ids, one row per id, and whether this device holds each id."""
         place, inside = self._place_of(ids, Block(self.held, self.ids[None], True))
 
         def of_ids(x: jax.Array) -> jax.Array:
@@ -159,7 +159,7 @@ class VocabularyBlocks:
         return jax.tree.map(of_ids, self.held), inside
 
     def _place_of(self, ids: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
-        """The place in the block of each vocabulary id, and whether the block has it as its own."""
+        """The place in the block of each vocabulary id, and whether the id is a valid column of the block."""
         pieces = math.prod(map(lax.axis_size, self.gathered_v))
         size = block.column_ids.shape[1] // pieces
         starts = block.column_ids[0, ::size]
@@ -185,7 +185,7 @@ class VocabularyBlocks:
         return put_slice(total, part, self.start(i), self.dim(total))
 
     def empty(self, primal: jax.Array) -> jax.Array:
-        """The array that `put_summed` fills: empty where it writes every column, zeros where it writes a window."""
+        """The array that `put_summed` fills: not initialized if every column is written, zeros if only a window is."""
         if self.window == self.count:
             return unwritten(primal.shape, primal.dtype, varying(primal), self.dim(primal))
         return vary(jnp.zeros(primal.shape, primal.dtype), varying(primal) | set(self.call.axes.tensor))
@@ -200,10 +200,11 @@ class VocabularyBlocks:
         gradient: Any,
         primal: jax.Array,
     ) -> jax.Array:
-        """`total`, of the primal's shape, with the gradient of block i, summed over the devices that share it.
+        """`total`, of the primal's shape, with the gradient of block i, summed over the devices that share the block.
 
-        The gradient varies along `axes`; that of a kernel is a `Submatrix`, summed `size` columns at a time. The last
-        block comes first: it holds zeros in the columns that it shares with the block before, which overwrites them.
+        The gradient varies along `axes`. That of a kernel is a `Submatrix`, which is summed `size` columns at a time.
+        The last block comes first: in the columns that it shares with the block before it holds zeros, which that block
+        overwrites.
         """
         # windows differ along the tensor axis: the whole gradient is summed over it at the end, exactly in any dtype
         keep = frozenset(self.call.axes.tensor if self.window < self.count else ())
@@ -218,7 +219,7 @@ class VocabularyBlocks:
         return gradient if self.size == total.shape[dim] else self._set(i, total, gradient)
 
     def _of_own(self, part: Submatrix, dim: int, own: int) -> Submatrix:
-        """This device's `own` columns of `part`, which has all that were gathered, summed over the devices."""
+        """This device's `own` columns, summed over devices, of `part`, which has all columns that were gathered."""
         pieces = math.prod(map(lax.axis_size, self.gathered_v))
 
         def summed(start: Index, size: int, first: Index, width: int) -> jax.Array:
@@ -236,8 +237,8 @@ class VocabularyBlocks:
     ) -> jax.Array:
         """The gradient of all columns held, a matrix that varies along `axes`, summed over devices one block at a time.
 
-        So no second f32 array of its shape is needed. And XLA for TPUs would run one large scatter as a sum in bf16.
-        `by_rows` is that of `RingSum`; halves of shares are then of about a thousand rows.
+        With blocks no second f32 array of its shape is needed. And one large scatter would be a sum in bf16 in XLA for
+        TPUs. `by_rows` is that of `RingSum`; half a share then has about a thousand rows.
         """
         dim = self.dim(primal)
         scatter = self.call.h_names if is_kernel else ()

@@ -34,7 +34,7 @@ from jaxppo.head.types import (
 from jaxppo.head.vocabulary_blocks import VocabularyBlocks
 from jaxppo.sharding import vary, varying
 
-SUMMED_TOKENS = 1024  # of a dhidden that is there already, at a time
+SUMMED_TOKENS = 1024  # the tokens that are summed at a time, of a dhidden that exists already
 
 
 class Walk:
@@ -44,10 +44,11 @@ class Walk:
       call: the static part of the call.
       inputs: the device's arrays.
       cut: tokens and columns of a tile.
-      by_vocabulary: the loop over the vocabulary is the outer one: all tokens that count come to the front at once, and
-        a kernel is gathered a block at a time. Else each block of tokens is taken in its turn.
-      equal: every device takes as many turns over tokens.
-      multiple: there are as many blocks of tokens, or twice as many, and so on.
+      by_vocabulary: the loop over the vocabulary is the outer one: the features of all tokens that count are moved to
+        the front at once, and a kernel is gathered a block at a time. Otherwise the features of a block of tokens are
+        gathered when its turn comes.
+      equal: all devices take the same number of turns over tokens.
+      multiple: the number of blocks of tokens is a multiple of this.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class Walk:
         self.references: jax.Array | None = None
 
     def vary(self, tree: Tree) -> Tree:
-        """Makes a loop carry vary over all axes, as it must from the start."""
+        """Makes a loop carry vary over all axes: it must do so from the start of the loop."""
         return jax.tree.map(lambda x: vary(x, self.axes), tree)
 
     def vary_results(self, tree: Tree) -> Tree:
-        """Makes results of tokens vary over all axes but the tensor axis, along which they are equal."""
+        """Makes results of tokens vary over all axes but the tensor axis: along that axis they are equal."""
         return jax.tree.map(lambda x: vary(x, self.axes - set(self.call.axes.tensor)), tree)
 
     def zeros(self, *shape: int) -> jax.Array:
@@ -101,8 +102,8 @@ class Walk:
     def with_references(self) -> Walk:
         """This walk, with sums of exponentials relative to the target's logit if the plan allows it.
 
-        A sampled token is nearly always near the likeliest. All devices of the tensor axis take the same number, so no
-        sum overflows unless the likeliest token of all is far away.
+        The logit of a sampled token is nearly always near the largest logit. All devices of the tensor axis take the
+        same target's logit, so no sum overflows unless the largest logit of the whole vocabulary is far above it.
         """
         if self.vocabulary.by_block or not references(self.call, self.inputs):
             return self
@@ -123,13 +124,13 @@ class Walk:
         return self.vocabulary.block(i)
 
     def eighth(self, p: Index) -> Walk:
-        """This walk over one of the device's equal parts of the vocabulary."""
+        """This walk over part p of the device's columns alone, see `VocabularyBlocks.eighth`."""
         found = copy.copy(self)
         found.vocabulary = self.vocabulary.eighth(p)
         return found
 
     def sums(self, chunk: Chunk, block: Block, before: Sums, keep: bool = False) -> tuple[Sums, Any]:
-        """`before`, the chunk's softmax sums so far, with those of this block; and its products, if `keep`."""
+        """The chunk's softmax sums `before` this block merged with those of the block, and its products, if `keep`."""
         found, x = self.call.op.forward(self.call, self.vocabulary.tile(chunk, block), before, keep)
         return self.vary(found if self.vocabulary.blocks == 1 else softmax.merge(before, found)), x
 
@@ -137,11 +138,11 @@ class Walk:
         """The sums that the call asks for, of `count` tokens and no logits."""
         call, nucleus = self.call, self.inputs.nucleus_ids is not None
         ids = 0 if self.inputs.ids is None else self.inputs.ids.shape[1]
-        # the same sums with an entropy and without, where the same bits are promised
+        # a deterministic call has the same sums whether an entropy is asked for or not: it promises the same bits
         entropy = call.asked.entropy != "none" or call.deterministic
         return self.vary(empty_sums(count, call.asked, entropy=entropy, nucleus=nucleus, ids=ids))
 
-    def finish(self, sums: Sums, targets: jax.Array, ids: Any) -> tuple[TokenStats, Residuals]:
+    def finish(self, sums: Sums, targets: jax.Array, ids: jax.Array | None) -> tuple[TokenStats, Residuals]:
         """The statistics of tokens from their sums over the device's vocabulary, and what the backward needs."""
         order = (self.call.v_names or self.call.axes.tensor) if self.vocabulary.eighths else ()
         sums = softmax.combine(sums, self.call.axes, order)
@@ -154,7 +155,7 @@ class Walk:
         return self.call.op.dlogits(self.call, self.vocabulary.tile(chunk, block), residuals, cotangents, x)
 
     def dlogits_by_part(self, chunk: Chunk, residuals: Residuals, cotangents: Cotangents, x: jax.Array) -> Submatrix:
-        """`dlogits` of a chunk with the products x, over all columns, computed a part at a time where one is taken."""
+        """`dlogits` of a chunk with products x over all columns; each part is computed when it is asked for."""
         block = self.block(0)
 
         def of_part(start: Index, size: int, first: Index, width: int) -> jax.Array:
@@ -196,12 +197,12 @@ class Walk:
         *,
         by_rows: bool = False,
     ) -> Features:
-        """`total` with the gradients of the rows in the slots, summed over devices where they can be now.
+        """`total` with the gradients of the rows in the slots, summed over devices unless a later scatter does that.
 
-        `drows` are f32 arrays, or those of hidden states a `Submatrix`. `by_rows` is that of `RingSum`.
+        `drows` holds f32 arrays; for hidden states it may hold a `Submatrix`. `by_rows` is that of `RingSum`.
         """
 
-        def put(total: jax.Array, drows: Any, primal: jax.Array) -> jax.Array:
+        def put(total: jax.Array, drows: jax.Array | Submatrix, primal: jax.Array) -> jax.Array:
             if self.call.sequence_parallel:
                 drows = drows(0, tokens.size, 0, primal.shape[-1]) if callable(drows) else drows
                 return tokens.put(total, drows, slots)
@@ -217,16 +218,16 @@ class Walk:
         options: Any = {"rings": self.call.profile.rings, "by_rows": by_rows}
         if not callable(rows):
             return sum_in_blocks(partial(submatrix, rows, 0), like, 0, SUMMED_TOKENS, self.axes, **options)
-        # half a block goes around at once: with a mask that is a quarter, which is left out if no token of it counts
+        # half a block goes around at once. With a mask that is a quarter of the tokens, left out if none of them counts
         size = count if self.tokens.order is None else 2 * max(self.tokens.size, -(-count // 4))
         return sum_in_blocks(rows, like, 0, size, self.axes, **options)
 
     def finish_features(self, total: Features, primals: Features) -> Features:
-        """What `put_features` has filled, without padding, in the shape and sharding of the features."""
+        """The gradients that `put_features` stored, without padding, in the shape and sharding of the features."""
         return jax.tree.map(partial(self._feature_cotangent), jax.tree.map(lambda x: x[: self.count], total), primals)
 
     def slots_to_features(self, total: Features, primals: Features) -> Features:
-        """The f32 gradients of rows in slot order, as those of the features."""
+        """From f32 gradients of rows in slot order, the gradients of the features."""
         if self.call.sequence_parallel:
             return jax.tree.map(self._feature_cotangent, self.tokens.to_tokens(total), primals)
         summed = jax.tree.map(lambda x, p: self._summed_rows(x, x.shape[0], p), total, primals)
@@ -247,8 +248,8 @@ def whole_features(call: HeadCall, features: Features) -> Features:
     return jax.tree.map(lambda x: x.reshape(-1, x.shape[2]), features)
 
 
-def cotangents_of(call: HeadCall, found: TokenStats, counts: Any, ids: Any) -> Cotangents:
-    """Cotangents of the statistics that the call differentiates, counted among these tokens."""
+def cotangents_of(call: HeadCall, found: TokenStats, counts: jax.Array | None, ids: Any) -> Cotangents:
+    """The cotangents of the statistics that the call differentiates; only tokens in `counts` count."""
     entropy = found.entropy if call.asked.entropy == "bonus" else None
     of_ids = found.id_log_probs
     of_ids = None if of_ids is None else id_cotangents(of_ids, ids, call.vocab_size)

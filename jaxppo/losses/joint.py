@@ -57,7 +57,7 @@ def joint_loss_from_hidden(
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizers: Mapping[str, Normalizer] | None = None,
     temperature: float | Array = 1.0,
-    adapter_ids: Int[Array, "R"] | None = None,
+    adapter_ids: Int[Array, " R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
     """Several losses of one batch: loss = sum over parts c of coef_c (1 / N_c) sum over t of w_ct loss_ct.

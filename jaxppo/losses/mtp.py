@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from jax import lax

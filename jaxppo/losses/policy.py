@@ -95,7 +95,7 @@ def policy_loss_from_hidden(
     selected: Float[Array, "R T"] | None = None,
     temperature: float | Array = 1.0,
     nucleus_ids: Int[Array, "R T K"] | None = None,
-    adapter_ids: Int[Array, "R"] | None = None,
+    adapter_ids: Int[Array, " R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
     """The policy loss of a batch from hidden states, whose logits never exist together.

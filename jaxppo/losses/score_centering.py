@@ -43,40 +43,49 @@ def score_centering_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """A term for a policy loss that makes its expected gradient over the sampler's tokens 0 for equal advantages.
 
-    For a policy loss with the gradient -A f(p / q) grad log p at a token, with p the policy and q the sampler,
+    Let p be the policy's probability of a token, q the sampler's, and A the advantage. If the gradient of the policy
+    loss at a drawn token is -A f(p / q) grad log p, then the term is
 
         loss = sum over tokens of weight_t * A_t * sum over ids v of c_v log p_v
-        c_v = q_v f(p_v / q_v) - a p_v,   a = rho f(1 / rho),   rho = (1 - sum q) / (1 - sum p),   constants
+        c_v = q_v f(p_v / q_v) - a p_v
 
-    Without this term a weight other than p / q moves the policy even if all tokens have the same advantage. f comes
-    from the config's loss: it is 1 for `Reinforce`, min(r, 1 + clip_high) for `CISPO(clip_low=1)`, a mask for
-    `ProbabilityMask`. For f = r, as in a `PPO` that clips nothing, all c_v are 0. Only the part of the gradient that is
-    due to advantages is centred: a pull to the sampler stays.
+    The c_v are constants. Without this term a weight other than p / q moves the policy even if all tokens have the same
+    advantage. f comes from the config's loss: it is 1 for `Reinforce`, min(r, 1 + clip_high) for `CISPO(clip_low=1)`, a
+    mask for `ProbabilityMask`. For f = r, as in a `PPO` that clips nothing, all c_v are 0. Only that part of the
+    gradient is centred which is due to advantages: a pull to the sampler stays.
+
+    a p_v stands for the tokens that are not among the ids (the tail). They are treated as one token, which the policy
+    draws with probability 1 - sum p and the sampler with 1 - sum q, with sums over the ids of the position. rho is the
+    ratio of these two. The expected gradient of that token, (1 - sum q) f(1 / rho) grad log(1 - sum p), is
+    -a sum over v of p_v grad log p_v:
+
+        rho = (1 - sum q) / (1 - sum p),   a = rho f(1 / rho)
 
     Only the gradient of this term has a meaning, its value does not. It is exact if the ids are all that the sampler
-    could draw. The tokens without an id are treated as one token. An id that the policy finds impossible makes the loss
-    NaN. With `impossible_tokens="leave_out"` its c_v is 0, since drawing it has no policy loss.
+    could draw. An id that the policy finds impossible makes the loss NaN. With `impossible_tokens="leave_out"` its c_v
+    is 0, since drawing it has no policy loss.
 
     Args:
-      stats: of `log_probs_from_hidden(..., ids=ids)`, or from logits; its `id_log_probs` are read.
-      ids: `i32[R, T, K]`, -1 padded, the sampler's top-k at each position.
-      rollout_log_probs: `[R, T, K]`, the sampler's, of these ids over the whole vocabulary.
-      batch: `[R, T]`, with advantages.
-      config: that of the `policy_loss` beside it. Only its loss, `ratio_to`, aggregation and `impossible_tokens` are
+      stats: the result of `log_probs_from_hidden(..., ids=ids)`, or of the same from logits; its `id_log_probs` are
         read.
-      tail: "bucket", or "renormalise" where the ids are the sampler's whole nucleus: p and q are divided by their sums,
-        and there is no tail. The log-probs of the policy loss then need the same `nucleus_ids`.
+      ids: `i32[R, T, K]`, -1 padded, the sampler's top-k at each position.
+      rollout_log_probs: `[R, T, K]`, the sampler's log-probs of these ids over the whole vocabulary.
+      batch: `[R, T]`, with advantages.
+      config: the config of the `policy_loss` to which this term is added. Only its loss, `ratio_to`, aggregation and
+        `impossible_tokens` are read.
+      tail: "bucket", or "renormalise" if the ids are the sampler's whole nucleus: p and q are then divided by their
+        sums, and a is 0, since there is no tail. The log-probs of the policy loss then need the same `nucleus_ids`.
       parallel: the mesh; rows sharded over data, positions over context.
-      normalizer: the denominators of the whole step where the batch is one of its micro-batches.
+      normalizer: the denominators of the whole step, if the batch is one of its micro-batches.
 
     Returns:
-      The scalar f32 to be added to the loss, and the metrics `loss` (its value), `policy_mass` and `rollout_mass` (of
-      the ids, means over tokens) and `broken_rules` (see `policy_loss`).
+      The scalar f32 to be added to the loss, and the metrics `loss` (its value), `policy_mass` and `rollout_mass` (sum
+      p and sum q, means over tokens) and `broken_rules` (see `policy_loss`).
 
     Raises:
-      TypeError, ValueError: arrays that are no log-probs or differ in shape; statistics without log-probs of ids; a
-        config whose loss of a token depends on other tokens, or selects tokens; a ratio over the trainer's old policy,
-        whose log-probs of the ids are not known; an off-policy correction.
+      TypeError, ValueError: arrays are no log-probs or differ in shape; the statistics have no log-probs of ids; the
+        config's loss of a token depends on other tokens, or selects tokens; its ratio is over the trainer's old policy,
+        whose log-probs of the ids are not known; it has an off-policy correction.
 
     Example:
       >>> from jaxppo.losses.score_centering import score_centering_loss

@@ -110,7 +110,7 @@ def sft_loss_from_hidden(
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizer: Normalizer | None = None,
     temperature: float | Array = 1.0,
-    adapter_ids: Int[Array, "R"] | None = None,
+    adapter_ids: Int[Array, " R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
     """`sft_loss` after `log_probs_from_hidden`, in one pass where `policy_loss_from_hidden` would take one.

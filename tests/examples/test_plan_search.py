@@ -185,11 +185,11 @@ def test_the_table_says_what_limits_each_plan():
     assert [limits(search, f) for f in search.best] == ["compute (products) 60%", "sums over devices 51%, memory"]
     head, counts, refused, left, empty, columns, *plans = table(search).splitlines()
     assert refused == "refused: no such mesh"
-    assert head == "tiny, 2 rows of 64 tokens a step, v5e:2x2"
+    assert head == "tiny, 2 rows of 64 tokens per step, v5e:2x2"
     assert counts == f"{search.considered} plans: 0 cannot fit, 4 compiled, 2 of which do not fit"
     assert left == f"the search is not finished: {search.considered - 4} plans may be faster"
     assert (empty, len(plans)) == ("", 4)
-    assert columns.split()[:3] == ["ms", "a", "step"]
+    assert columns.split()[:3] == ["ms", "/", "step"]
     assert plans[0] == str(search.best[0].candidate)
     assert plans[1].split()[:8] == ["100", "60", "20", "5", "15", "3", "4.0", "12.0"]
 

@@ -151,7 +151,7 @@ def test_bad_input():
         call(head_of(PARAMS), None)
     with pytest.raises(ValueError, match="adapter_ids: got an array, expected None without several adapters in head"):
         call(one, IDS)
-    with pytest.raises(ValueError, match=r"adapter_ids: got shape \(3,\), expected \(4,\), one a row"):
+    with pytest.raises(ValueError, match=r"adapter_ids: got shape \(3,\), expected \(4,\), one per row"):
         call(head_of(PARAMS), IDS[:3])
     with pytest.raises(TypeError, match="adapter_ids: got dtype float32, expected integers"):
         call(head_of(PARAMS), IDS.astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""With `hidden_spec`, hidden states of any sharding meet their own tokens' targets: compared with one device."""
+"""With `hidden_spec`, hidden states of any sharding keep their own tokens' targets: compared with one device."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Log-probs of several ids a position, from hidden states and from logits, against float64 numpy, on any mesh."""
+"""Log-probs of several ids at each position, from hidden states and from logits, against float64 numpy, on any mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +145,7 @@ def test_ids_of_other_dtypes():
 
 
 def test_the_audit_tells_of_them_and_no_mask_is_made():
-    """No array of the program has both K and the columns as dimensions, and each schedule scatters once a tile."""
+    """No array of the program has both K and the columns as dimensions, and each schedule scatters once per tile."""
     hidden, kernel = jax.ShapeDtypeStruct((1, 64, 16), jnp.float32), jax.ShapeDtypeStruct((16, 640), jnp.float32)
     targets, ids = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1, 64, 200), jnp.int32)
 
@@ -154,8 +154,8 @@ def test_the_audit_tells_of_them_and_no_mask_is_made():
 
     gradient = jax.grad(loss, (0, 1))
     notes = audit(gradient, hidden, kernel, targets, ids).notes
-    assert "logits of 200 ids a token, gathered from each tile" in notes
-    assert "gradients of 200 ids a token, one scatter-add a tile" in notes
+    assert "logits of 200 ids per token, gathered from each tile" in notes
+    assert "gradients of 200 ids per token, one scatter-add per tile" in notes
     program = str(jax.make_jaxpr(gradient)(hidden, kernel, targets, ids))
     assert "200,640" not in program
     assert "200,512" not in program

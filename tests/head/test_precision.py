@@ -122,7 +122,7 @@ def tile_turns(module, name):
 
 @pytest.mark.nightly
 def test_a_real_head_on_a_gpu_host():
-    """Qwen3-8B's, 8192 tokens a device: temporaries, and the turns of its loops in all, which are starts of kernels."""
+    """Qwen3-8B's, 8192 tokens per device: temporaries, and all turns of its loops, which are starts of kernels."""
     for way, options, gib, turns in (
         ("two passes", {"where": None}, 0.25, 75),
         ("two passes", {}, 0.3, 30),

@@ -154,7 +154,7 @@ def test_what_is_not_asked_for_is_not_in_the_program(call):
 def test_the_audit_tells_of_what_the_likeliest_send():
     parallel, arrays = make_parallel_mesh("dp=4,tp=2"), head_arrays(96)
     notes = audit(lambda a: call_head(parallel, a, top_k=5), arrays).notes
-    assert "5 likeliest ids a token, gathered over the tensor axis" in notes
+    assert "5 likeliest ids per token, gathered over the tensor axis" in notes
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(None, marks=NIGHTLY), MIXED])

@@ -1,9 +1,10 @@
 """MaxText's rules, batches and head, and the shape of its issue 4409.
 
 Where MaxText is installed (0.2.5, Python 3.12 or newer; `pip install --no-deps maxtext` is enough) its own
-configs/base.yml and configs/custom_mesh_and_rule are read. What is restated otherwise: the rules in `test_axis_rules`,
-from those two; the keys of a batch, from input_pipeline/input_pipeline_utils.py and trainers/pre_train/train.py; and
-the head, from `apply_output_head` of layers/nnx_decoders.py and `attend_on_embedding` of layers/embeddings.py.
+configs/base.yml and configs/custom_mesh_and_rule are read. Otherwise this file restates them: the rules in
+`test_axis_rules`, from those two; the keys of a batch, from input_pipeline/input_pipeline_utils.py and
+trainers/pre_train/train.py; and the head, from `apply_output_head` of layers/nnx_decoders.py and `attend_on_embedding`
+of layers/embeddings.py.
 """
 
 import importlib.util

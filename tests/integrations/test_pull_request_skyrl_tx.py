@@ -1,7 +1,7 @@
 """The function of docs/pull_requests/skyrl_tx.md beside the one that it would replace, and the memory that each takes.
 
-SkyRL comes from a checkout on the path, as the page says. It is not installed at night: there our function meets a
-model with the attributes of those of SkyRL-tx.
+SkyRL comes from a checkout on the path, as the page says. It is not installed at night: there our function runs
+in a model with the attributes of SkyRL-tx's models.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """The function of docs/pull_requests/tunix.md beside the one that it would replace, and the memory that each takes.
 
-Tunix comes from a checkout on the path, as the page says. At night there is the release that the extra `tunix`
-installs, which has nothing to replace yet: there our function meets a plain one in its model.
+Tunix comes from a checkout on the path, as the page says. At night only the release that the extra `tunix` installs is
+there, which has nothing to replace yet: our function is then compared with a plain one, in a model of that release.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """The losses of docs/frameworks.md for SkyRL-tx, Levanter and EasyDeL, run in models of theirs that are installed.
 
-Each against the log-probs that the trainer itself makes of its activations, value and gradient. None of them installs
-beside the test extra: SkyRL-tx 0.3.0 wants transformers below 5 and torch, Levanter's development versions a stack of
-their own, EasyDeL 0.3.0 JAX 0.9.
+Values and gradients are compared with the log-probs that the trainer itself makes of its activations. None of these
+packages can be installed beside the test extra: SkyRL-tx 0.3.0 needs transformers below 5 and torch, Levanter's
+development versions need a stack of their own, and EasyDeL 0.3.0 needs JAX 0.9.
 """
 
 import re

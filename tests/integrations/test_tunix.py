@@ -1,6 +1,7 @@
 """jaxppo in Tunix's GRPO learner and cluster: steps with Tunix's loss and passes, and with jaxppo's.
 
-`make nightly` installs it, the extra `tunix`, beside the others. Its main branch is tested from a checkout on the path:
+`make nightly` installs Tunix (the extra `tunix`) beside the other extras. Tunix's main branch is tested from a checkout
+on the path:
 PYTHONPATH=.../tunix python -m pytest tests/integrations/test_tunix*.py --nightly
 """
 

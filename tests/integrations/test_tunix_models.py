@@ -1,6 +1,6 @@
 """jaxppo's losses and log-probs beside Tunix's, in its models, adapters, meshes and packed batches.
 
-`make nightly` installs it, see `test_tunix`.
+`make nightly` installs Tunix, see `test_tunix`.
 """
 
 import functools

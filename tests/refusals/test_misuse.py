@@ -1,6 +1,6 @@
 """Common mistakes of users: each case gives the right number, or an error that tells what to do.
 
-One table by what the user does. "Without the check" names the number that such a version gave.
+One table by what the user does. "Without the check" names the number that a version without the check gave.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """What users do wrong inside their own shard_map or pmap: refused, and what is right there is right.
 
-"Without the check" names the number that such a version gave.
+"Without the check" names the number that a version without the check gave.
 """
 
 import functools

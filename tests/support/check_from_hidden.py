@@ -18,7 +18,7 @@ from random_steps import Place, Step, agree, batch_of, to_rows, to_samples, with
 from jaxppo import Normalizer, accumulate_gradients, finalize_metrics
 from jaxppo.covariance import covariance_mask
 
-ROUNDING = 5e-6  # of a log-prob from f32 products
+ROUNDING = 5e-6  # the rounding error of a log-prob from f32 products
 
 
 def of_hidden(config: dict[str, Any], where: Place, shape: HeadShape) -> Any:

@@ -316,8 +316,8 @@ def amplified_by_scaling(name: str, k: Known, o: Options) -> float:
 def amplified(name: str, k: Known, o: Options) -> float:
     """The largest of the numbers that are whitened over their deviation.
 
-    They were rounded to f32 before, and whitening makes that rounding so many times larger. A weighted mean makes that
-    of small weights larger.
+    The numbers were rounded to f32 before, and whitening makes their rounding error this many times larger. A weighted
+    mean makes the error of numbers with small weights larger.
     """
     if name == "reinforce_plus_plus_baseline":
         x = baseline_of_oracle(k, dataclasses.replace(o, whitened=False)) if o.whitened else []

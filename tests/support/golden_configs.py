@@ -52,7 +52,7 @@ def verl_config(case: Case) -> PolicyLossConfig:
     name = VERL_LOSSES.get(c["loss_mode"], c["loss_mode"])
     aggregation = VERL_AGGREGATIONS[c["loss_agg_mode"]]
     if name == "gmpo":
-        aggregation = "sequence_mean_token_mean"  # upstream ignores the option: one value a sequence, their mean
+        aggregation = "sequence_mean_token_mean"  # upstream ignores the option: one value per sequence, and their mean
     given = {
         "clip_low": c.get("clip_ratio_low", 0.2),  # upstream's default, which does not follow clip_ratio
         "clip_high": c.get("clip_ratio_high", 0.2),

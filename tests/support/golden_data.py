@@ -91,7 +91,7 @@ class Packing:
         return [packed[row, start : start + n] for (row, start, _), n in zip(self.places, self.lengths, strict=True)]
 
     def per_sample(self, values: Any, fill: Any = -1) -> np.ndarray:
-        """`[rows, segments]` from one value a sample."""
+        """`[rows, segments]` from one value per sample."""
         values = np.asarray(values)
         out = np.full((self.rows, self.segments), fill, values.dtype)
         for (row, _, segment), value in zip(self.places, values, strict=True):

@@ -20,7 +20,7 @@ HEAD_OPTIONS = ("layout", "softcap", "scale", "vocab_size", "spec")
 RANK = 3
 OF_THE_WORK = ("spec", "device", *HeadOptions.__annotations__)
 F32 = {"rtol": 2e-6, "atol": 2e-6}
-# a gradient in bf16 is rounded once, and its terms were products of bf16 numbers
+# a gradient in bf16 is rounded once; its terms are products of bf16 numbers
 BF16 = {"rtol": 2**-8, "atol": 2**-8}
 
 
@@ -54,8 +54,8 @@ DEVICES = {
     ),
 }
 
-DEVICES["few chunks"] = dataclasses.replace(DEVICES["wide"], chunk=128)  # of one group that follows a mask
-# the same group in chunks so small that a product waits for several; only kernels of many features leave no other room
+DEVICES["few chunks"] = dataclasses.replace(DEVICES["wide"], chunk=128)  # one group follows a mask
+# the same group in chunks so small that a product waits for several; a call needs that only if memory is short
 DEVICES["many chunks"] = dataclasses.replace(DEVICES["few chunks"], tokens=9)
 DEVICES["references"] = dataclasses.replace(DEVICES["wide"], chunk=16, references=4 * 8 * 300)  # blocks of 300 columns
 DEVICES["fused sums"] = dataclasses.replace(DEVICES["references"], fused_tokens=16)
@@ -180,8 +180,9 @@ def truth(call, arrays, wrt=PARAMETERS, **options):
 def check_head(meshes, arrays, wrt=PARAMETERS, rtol=F32["rtol"], atol=F32["atol"], call=call_head, **options):
     """Values within f32 rounding of float64 and gradients within the tolerances, on each mesh; returns the truth.
 
-    With adapters in bf16 values have those tolerances too, since hidden @ a is rounded. Gradients have twice those:
-    that of hidden @ a is rounded, and so are the two of the hidden states before they are added.
+    With adapters in bf16 values have those tolerances too, since hidden @ a is rounded. Gradients have twice those
+    tolerances: the gradient of hidden @ a is rounded, and so are the two gradients of the hidden states before they are
+    added.
     """
     rounded = "lora_a" in arrays and arrays["lora_a"].dtype == jnp.bfloat16
     of_values = {"rtol": rtol, "atol": atol} if rounded else F32

@@ -117,7 +117,7 @@ def whole(config: PolicyLossConfig, mesh: str | None = None, layout: str = "cont
 
 @functools.cache
 def accumulated(config: PolicyLossConfig, mesh: str | None = None, metrics: bool = False, explicit: bool = False):
-    """As above, for stacked micro-batches: gradients come back stacked, and each micro-batch has its own log-probs."""
+    """`whole` for stacked micro-batches: gradients come back stacked, and each micro-batch has its own log-probs."""
     parallel = mesh and make_parallel_mesh(mesh, explicit=explicit)
 
     def run(batches):

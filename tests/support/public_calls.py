@@ -269,7 +269,7 @@ LOSSES: dict[str, Callable[[Given], Any]] = {
 
 
 def top_k(g: Given) -> tuple[Any, Any]:
-    """Three ids a position, the last one absent, and their log-probs under a teacher."""
+    """Three ids at each position, the last one absent, and their log-probs under a teacher."""
     first = np.asarray(g.batch.targets, np.int32)
     ids = np.stack([first, (first + 1) % V, np.full_like(first, -1)], -1)
     return jnp.asarray(ids), jnp.asarray(np.where(ids < 0, -np.inf, -1.5), jnp.float32)

@@ -290,12 +290,12 @@ def agree(name: str, got: Any, expected: Any, size: Any, rtol: float = 1e-5, sha
     """Raises if a number is further from the expected one than rounding explains: rtol * (|number| + share * size).
 
     Args:
-      name: for the error.
+      name: the name in the error.
       got: an array.
-      expected: the same, float64.
+      expected: the expected array, in float64.
       size: the size of the terms whose sum a number is.
-      rtol: relative.
-      share: of the size.
+      rtol: the relative tolerance.
+      share: the share of the size that is tolerated.
     """
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert got.shape == expected.shape, f"{name}: got shape {got.shape}, expected {expected.shape}"

@@ -1,4 +1,4 @@
-"""Tunix's models, batches and learner on one small head, for the tests of jaxppo beside it; skips where it is missing.
+"""Tunix's models, batches and learner on one small head, for tests that are skipped if Tunix is missing.
 
 The names of Tunix's modules are those of 0.1.7 and of its main branch.
 """

@@ -1,1 +1,1 @@
-"""Other implementations of a tile's arithmetic: one written out for comparison, and kernels for one kind of chip."""
+"""Other implementations of a tile's arithmetic: a plain one for comparison, and Pallas kernels for TPUs."""

@@ -1,24 +1,25 @@
 """The arithmetic of a tile as Pallas kernels for TPUs: products and softmax sums of a piece while it lies in VMEM.
 
-XLA writes a tile's f32 logits to memory and reads them back for the sums. Here they stay on the chip: one kernel leaves
-the softmax sums (and the logits, where the one pass asks for them), another the gradient of the logits in the dtype
-that products take. Both run the functions of `tile` and `softmax` on pieces of tokens by columns, all of H at once,
-so that there is one mathematics. The products of the backward stay XLA's.
+XLA writes a tile's f32 logits to memory and reads them back for the sums. Here they stay on the chip. One kernel
+returns the softmax sums (and the logits, if the one pass asks for them). Another returns the gradient of the logits in
+the dtype that products take. Both run the functions of `tile` and `softmax` on pieces of tokens by columns, with all of
+H at once, so the formulas are written only once. XLA computes the products of the backward.
 
-It is not the default. Times estimated by `jaxppo.sharding.audit` for a Qwen3-8B head (H 4096, V 151936, bf16) over
-cp=4, tp=4 with 8192 tokens a device, in ms of compute, XLA's first; libtpu 0.0.52, nothing timed on a chip:
+This implementation is not the default. The table has times estimated by `jaxppo.sharding.audit` for a Qwen3-8B head
+(H 4096, V 151936, bf16) over cp=4, tp=4 with 8192 tokens per device, in ms of compute. XLA's time comes first, that of
+the kernels second. libtpu is 0.0.52, and nothing was timed on a chip:
 
                v5p            v6e            tpu7x
     forward     6.11   6.23    3.48   3.32    2.68   2.57
     two passes 28.2   28.0    17.7   16.3    15.3   13.4
     one pass   22.5   22.7    14.7   14.7    10.4   10.4
 
-These charge kernels 93% of the peak. By the compiler's static profile the kernels reach 94% on a v5p, but about 80% on
-a v6e and 75% to 80% on a tpu7x, where products and the arithmetic after them do not overlap. On a v5p they gain next to
-nothing. On a v6e a forward gains 5% here, and 14% for Gemma 3 4B. Two passes gain 8% there and 12% on a tpu7x, nearly
-all of it by the gradient's kernel. One pass gains nothing.
+The estimates assume that kernels reach 93% of the peak. By the compiler's static profile they reach 94% on a v5p, but
+about 80% on a v6e and 75% to 80% on a tpu7x, where products and the arithmetic after them do not overlap. On a v5p the
+kernels gain next to nothing. On a v6e a forward gains 5% here, and 14% for Gemma 3 4B. Two passes gain 8% on a v6e and
+12% on a tpu7x, nearly all of it by the gradient's kernel. One pass gains nothing.
 
-On CPUs the kernels are interpreted, to be tested: that is slow.
+On CPUs the kernels are interpreted, which is slow and only for tests.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jaxppo._arrays import needed
 from jaxppo.head import softmax
@@ -42,12 +44,12 @@ from jaxppo.head.types import Block, Chunk, Features, HeadCall, Inputs, Op, Para
 from jaxppo.sharding import unvary, vary, varying
 
 MIB = 2**20
-LANES = 128  # of a register
-SUBLANES = 32  # a multiple of what registers of any dtype have
+LANES = 128  # lanes of a register
+SUBLANES = 32  # a multiple of the sublanes of registers of any dtype
 MATRIX = 256  # columns of the matrix units of newer chips
 
 
-# Bytes of a core's VMEM, and the tokens and columns of the largest piece, by what a device's kind contains.
+# Bytes of a core's VMEM, and the tokens and columns of the largest piece. A key is a part of the device's kind.
 # The two cores of a v5p share the tokens of a chunk.
 CHIPS = {
     "TPU v5 lite": (128 * MIB, 1024, 2048),
@@ -59,7 +61,7 @@ CHIPS = {
 
 
 class _Operands(NamedTuple):
-    """The arrays of a kernel, C tokens and B columns; of a piece, inside it."""
+    """The arrays that a kernel reads: of C tokens and B columns outside of it, of a piece inside."""
 
     rows: Features  # [C, H] and [C, r]
     parameters: Parameters  # as in `Block`, the bias [1, B]
@@ -71,7 +73,7 @@ class _Operands(NamedTuple):
 class _Numbers(NamedTuple):
     """The numbers that a kernel reads for each token, f32[C] each, or None."""
 
-    temperature: Any
+    temperature: jax.Array | None
     residuals: Residuals | None = None
     cotangents: Cotangents | None = None
 
@@ -81,7 +83,7 @@ class MosaicTPU(Op):
     """A tile by the kernels of this file.
 
     Args:
-      device: its kind.
+      device: the kind of the devices.
     """
 
     leaves_logits: ClassVar[bool] = False
@@ -118,7 +120,7 @@ class MosaicTPU(Op):
     def _chip(self) -> tuple[int, int, int] | None:
         return next((chip for kind, chip in CHIPS.items() if kind in self.device), None)
 
-    def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, Any]:
+    def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, jax.Array | None]:
         grid = _Grid.of(self, call, tile, tile.chunk.counts)
         numbers = _Numbers(tile.chunk.temperature)
         kernel = partial(_forward, call, jax.tree.structure(numbers))
@@ -129,7 +131,7 @@ class MosaicTPU(Op):
     def dlogits(
         self, call: HeadCall, tile: Tile, residuals: Residuals, cotangents: Cotangents, x: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        if x is not None:  # nothing but elementwise arithmetic
+        if x is not None:  # only elementwise arithmetic is left to do
             return xla.XLA().dlogits(call, tile, residuals, cotangents, x)
         grid = _Grid.of(self, call, tile, cotangents.counts)
         numbers = _Numbers(tile.chunk.temperature, residuals, cotangents)
@@ -141,7 +143,7 @@ class MosaicTPU(Op):
 
 
 def _operands(grid: _Grid, tile: Tile, numbers: _Numbers) -> _Operands:
-    """Numbers and columns are padded to whole pieces with what does not count."""
+    """The operands, with numbers and columns padded to whole pieces by values that do not count."""
     block = tile.block
     columns = jnp.where(block.valid, block.column_ids, -1)
     columns = jnp.pad(columns, ((0, 0), (0, -grid.columns % grid.bv)), constant_values=-1)
@@ -165,7 +167,7 @@ def _by_lane(x: jax.Array) -> jax.Array:
 
 
 def _forward(call: HeadCall, structure: Any, active: Any, refs: _Operands, out: Any) -> None:
-    """Adds the sums of a piece to those of the pieces before it, which lie in VMEM as long as the tokens stay.
+    """Adds the sums of a piece to those of earlier pieces, which stay in VMEM while the tokens are the same.
 
     Each lane has its own sums, since sums across lanes are slow: on a v6e they took a fifth of the time.
     """
@@ -215,19 +217,19 @@ def _dlogits(call: HeadCall, structure: Any, active: Any, refs: _Operands, out: 
 
 
 def _operand_bytes(call: HeadCall, hidden: jax.Array, kernel: jax.Array) -> int:
-    """The bytes of a number that products take, next piece included; f32 is split into several of bf16, by spills."""
+    """The bytes of a number that products take, with the next piece's; f32 is split into bf16 numbers, which spill."""
     itemsize = max(hidden.dtype.itemsize, kernel.dtype.itemsize)
     return 2 * itemsize * (2 if itemsize == 4 and call.precision != "default" else 1)
 
 
 def _piece(chip: tuple[int, int, int], H: int, operand_bytes: int) -> tuple[int, int] | None:
-    """The largest piece that fits, None where none does.
+    """The largest piece that fits, or None if none does.
 
-    It does not depend on the number of tokens, and so neither do the bits of a token's sums.
+    The piece does not depend on the number of tokens, so the bits of a token's sums do not depend on it either.
     """
 
     def size(bt: int, bv: int) -> int:
-        """Operands, what is written for each token, and temporaries."""
+        """The bytes of operands, of what is written for each token, and of temporaries."""
         return operand_bytes * (bt + bv) * H + 2 * bt * LANES * 4 * 8 + 5 * bt * bv * 4
 
     vmem, bt, bv = chip
@@ -239,7 +241,7 @@ def _piece(chip: tuple[int, int, int], H: int, operand_bytes: int) -> tuple[int,
 
 
 def _even(count: int, most: int, multiple: int) -> int:
-    """The size, at most `most`, of as few equal pieces of `count` as can be, all of them multiples."""
+    """The size, a multiple of `multiple`, of as few equal pieces of `count` as sizes up to `most` allow."""
     size = -(-count // -(-count // most))
     return -(-size // multiple) * multiple
 
@@ -261,11 +263,11 @@ class _Grid:
     columns: int
     bt: int
     bv: int
-    active: Any  # i32[pieces of tokens], 0 where no token of the piece counts
+    active: jax.Array  # i32[pieces of tokens], 0 where no token of the piece counts
     axes: frozenset[str]
 
     @classmethod
-    def of(cls, op: MosaicTPU, call: HeadCall, tile: Tile, counts: Any) -> _Grid:
+    def of(cls, op: MosaicTPU, call: HeadCall, tile: Tile, counts: jax.Array | None) -> _Grid:
         hidden, kernel = tile.chunk.rows.hidden, tile.block.parameters.kernel
         C, B = hidden.shape[0], kernel.shape[call.v_dim]
         most = _piece(needed("chip", op._chip), hidden.shape[1], _operand_bytes(call, hidden, kernel))
@@ -283,25 +285,25 @@ class _Grid:
     def shape(self) -> tuple[int, int]:
         return -(-self.tokens // self.bt), -(-self.columns // self.bv)
 
-    def _struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def _struct(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         axes = frozenset() if self.op._interpreted else self.axes
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
 
     def _given(self, x: jax.Array) -> jax.Array:
-        """What the kernel takes; `_struct` is the type of what it gives.
+        """An operand of the kernel; `_struct` is the type of its results.
 
-        The interpreter of kernels knows no varying axes, and `pltpu.InterpretParams`, which does, makes devices wait
-        for each other, forever where one takes fewer turns of a loop. So what it takes passes for equal everywhere, and
-        varies again after.
+        The interpreter of kernels knows no varying axes. `pltpu.InterpretParams` knows them, but makes devices wait for
+        each other, forever if one takes fewer turns of a loop. So the interpreter's operands lose their varying axes,
+        and its results get them back.
         """
         return unvary(x, tuple(sorted(varying(x)))) if self.op._interpreted else x
 
-    def of_tokens(self, dtype: Any) -> _Result:
+    def of_tokens(self, dtype: DTypeLike) -> _Result:
         """A result `[C, 128]`."""
         spec = pl.BlockSpec((self.bt, LANES), lambda i, j, active: (i, 0))
         return _Result(self._struct((self.tokens, LANES), dtype), spec)
 
-    def of_tile(self, dtype: Any) -> _Result:
+    def of_tile(self, dtype: DTypeLike) -> _Result:
         """A result `[C, B]`."""
         spec = pl.BlockSpec((self.bt, self.bv), lambda i, j, active: (i, j))
         return _Result(self._struct((self.tokens, self.columns), dtype), spec)
@@ -312,7 +314,7 @@ class _Grid:
         return _Result(self._struct((self.shape[0], 1, self.columns), jnp.float32), spec)
 
     def _specs(self, operands: _Operands) -> _Operands:
-        """No column moves for tokens that do not count."""
+        """Which piece of each operand is loaded. No column is loaded for tokens that do not count."""
         row = pl.BlockSpec((1, self.bv), lambda i, j, active: (0, j * active[i]))
 
         def tokens(x: jax.Array) -> pl.BlockSpec:
@@ -333,7 +335,7 @@ class _Grid:
         )
 
     def run(self, name: str, kernel: Callable[..., None], operands: _Operands, out: Any) -> Any:
-        """The results of `kernel(active, operands, results)`, run on each piece; out is a pytree of `_Result`s."""
+        """Runs `kernel(active, operands, results)` on each piece and returns its results, as `out` describes them."""
         arrays, structure = jax.tree.flatten(operands)
         results, out_structure = jax.tree.flatten(out, is_leaf=lambda x: isinstance(x, _Result))
         n = len(arrays)

@@ -1,4 +1,4 @@
-"""The plain arithmetic of a tile, for comparison: every array is materialised, and formulas are as in the papers."""
+"""The arithmetic of a tile in plain formulas, for comparison. Every array is materialised."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxppo.head.types import HeadCall, Op, Tile, Transform
 
 @dataclasses.dataclass(frozen=True)
 class Reference(Op):
-    """A tile by the formulas alone, for tests of the others."""
+    """A tile by the plain formulas, for tests of the other implementations."""
 
     def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, jax.Array]:
         x, hot = products(call, tile.chunk.rows, tile.block.parameters), is_target(tile)
@@ -86,7 +86,7 @@ def _logits(call: HeadCall, tile: Tile, x: jax.Array) -> jax.Array:
 
 
 def _slope(transform: Transform, x: jax.Array) -> jax.Array:
-    """d transform(x) / d x, by the rounded x: scale / cosh(scale x / softcap)^2."""
+    """d transform(x) / d x at the rounded x: scale / cosh(scale x / softcap)^2."""
     if transform.softcap is None:
         return jnp.full_like(x, transform.scale)
     if transform.dtype == "bfloat16":
@@ -95,7 +95,7 @@ def _slope(transform: Transform, x: jax.Array) -> jax.Array:
 
 
 def _exponentials(z: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """m = max z, exp(z - m) and z - m; zeros where no logit is finite."""
+    """m = max z, exp(z - m) and z - m. The exponentials are 0 if no logit is finite."""
     m = z.max(axis=1)
     d = z - jnp.where(m == -jnp.inf, 0, m)[:, None]
     return m, jnp.exp(d), d
