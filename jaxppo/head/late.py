@@ -64,7 +64,8 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
         hidden = None if primals.hidden is None else _traced_once(partial(_of_hidden, walk, plan, group))
         drows = drows._replace(hidden=hidden)
         dfeatures = walk.put_features(groups, dfeatures, drows, primals, slots, by_rows=plan.fused)
-        found = found._replace(bias=None if total.bias is None else vocabulary.add(0, total.bias, group.dbias))
+        if total.bias is not None and group.dbias is not None:
+            found = found._replace(bias=vocabulary.add(0, total.bias, group.dbias))
         if not direct:
             return results, dfeatures, found
         kernel = _traced_once(partial(_of_kernel, walk, plan, group))

@@ -112,14 +112,11 @@ class VocabularyBlocks:
         before = self.call.axes.index(self.call.axes.tensor) * self.window if self.shared else 0
         return (at >= self.first + i * self.size) & (at >= before)
 
-    def slice(self, i: Index, x: jax.Array) -> jax.Array:
-        """The columns of block i, of an array of all columns held."""
-        return x if self.size == self.count else slice_of(x, self.start(i), self.size, self.dim(x))
-
     def block(self, i: Index) -> Block:
         """Block i, gathered if it is not yet."""
-        parts = jax.tree.map(partial(self.slice, i), self.held)
-        ids = self.slice(i, self.ids) if self.gathers else self.ids[0] + self.start(i) + _range(self.size)
+        start = self.start(i)
+        parts = jax.tree.map(lambda x: slice_of(x, start, self.size, self.dim(x)), self.held)
+        ids = slice_of(self.ids, start, self.size) if self.gathers else self.ids[0] + start + _range(self.size)
         if self.by_block:
             parts, ids = self._gather(parts), (ids[None] + self.offsets[:, None]).reshape(-1)
         valid: jax.Array | Literal[True] = jnp.tile(self.own(i), ids.shape[0] // self.size) if self.overlaps else True
@@ -179,10 +176,8 @@ class VocabularyBlocks:
         """This device's f32 `total`, of all columns held, plus the gradient of block i."""
         if self.size == self.count:
             return total + gradient
-        return self._set(i, total, self.slice(i, total) + gradient)
-
-    def _set(self, i: Index, total: jax.Array, part: jax.Array) -> jax.Array:
-        return put_slice(total, part, self.start(i), self.dim(total))
+        start, dim = self.start(i), self.dim(total)
+        return put_slice(total, slice_of(total, start, self.size, dim) + gradient, start, dim)
 
     def empty(self, primal: jax.Array) -> jax.Array:
         """The array that `put_summed` fills: not initialized if every column is written, zeros if only a window is."""
@@ -216,7 +211,7 @@ class VocabularyBlocks:
         else:
             keep, scattered = keep | varying(primal), self._scattered(gradient, dim) if self.gathered_v else gradient
             gradient = as_primal(scattered, primal, self.call.sum_dtype, keep=keep, is_sum=self.sums["is_sum"])
-        return gradient if self.size == total.shape[dim] else self._set(i, total, gradient)
+        return gradient if self.size == total.shape[dim] else put_slice(total, gradient, self.start(i), dim)
 
     def _of_own(self, part: Submatrix, dim: int, own: int) -> Submatrix:
         """This device's `own` columns, summed over devices, of `part`, which has all columns that were gathered."""

@@ -60,6 +60,7 @@ WAYS = {
     "sums in the parameter's dtype": {"gradient_sum_dtype": "parameter"},
     "one group that follows the mask": {},
     "one group in many chunks that follows the mask": {},
+    "groups of chunks that follow the mask": {},
     "all tokens at once, dlogits in the products": {"follow_mask": False},
     "groups of one chunk, dlogits in the products": {},
 }
@@ -70,12 +71,14 @@ NOTES = {
     "sums in the parameter's dtype": "one pass, 16 tokens x 1003 columns",
     "one group that follows the mask": "one pass, 128 tokens x 1003 columns, products of 512 tokens",
     "one group in many chunks that follows the mask": "one pass, 16 tokens x 1003 columns, products of 512 tokens",
+    "groups of chunks that follow the mask": "one pass, 64 tokens x 1003 columns, products of 128 tokens",
     "all tokens at once, dlogits in the products": "one pass, 512 tokens x 1003 columns",
     "groups of one chunk, dlogits in the products": "one pass, 16 tokens x 1003 columns",
 }
 OTHERWISE = {  # ways that need another device than "wide"
     "one group that follows the mask": "few chunks",
     "one group in many chunks that follows the mask": "many chunks",
+    "groups of chunks that follow the mask": "some groups",
     "all tokens at once, dlogits in the products": "fused dlogits",
     "groups of one chunk, dlogits in the products": "fused dlogits",
 }
@@ -106,7 +109,7 @@ def test_one_pass(mesh, way):
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("device", ["wide", "few chunks", "many chunks"])
+@pytest.mark.parametrize("device", ["wide", "few chunks", "many chunks", "some groups"])
 def test_work_follows_the_tokens_that_count(device):
     batch = make_batch((BATCH.loss_mask * 0).at[0].set(1))
     with tiles_of(device):
@@ -127,11 +130,11 @@ def test_products_behind_the_loop_are_of_the_chunks_that_count():
             program = jax.jit(lambda mask: step(None, HIDDEN, KERNEL, make_batch(mask), memory=None))
             return program.lower(mask_of(0)).compile()
 
-    by_device = {device: on(device) for device in ("few chunks", "many chunks", "small")}
+    by_device = {device: on(device) for device in ("few chunks", "many chunks", "some groups", "small")}
     for count in (0, 1, 16, 17, 128, 129, 300, 512):
-        few, many, expected = (program(mask_of(count)) for program in by_device.values())
-        assert_trees_close(few, expected, rtol=2e-5, atol=3e-6, context=f"{count} tokens")
-        assert_trees_close(many, expected, rtol=2e-5, atol=3e-6, context=f"{count} tokens")
+        *found, expected = (program(mask_of(count)) for program in by_device.values())
+        for got in found:
+            assert_trees_close(got, expected, rtol=2e-5, atol=3e-6, context=f"{count} tokens")
 
 
 BY_CHUNKS = "a group in chunks", "chunks that follow the mask"
