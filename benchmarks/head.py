@@ -2,6 +2,7 @@
 
     python -m benchmarks.head                                   # the table, the sweeps and the real heads
     python -m benchmarks.head --parts tpu --tpu v5p:2x2x4       # full-size heads, by the TPU compiler (needs libtpu)
+    python -m benchmarks.head --parts static --tpu v5p:2x2x4    # their instructions, by two of its tools
     python -m benchmarks.head --gpu                             # full-size heads and a sweep of tiles, on a GPU
     python -m benchmarks.head --parts roofline                  # full-size heads on described H100s (needs gpu-aot)
 
@@ -27,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import gpu, peers, plots, versions
+from benchmarks import gpu, peers, plots, static_profile, versions
 from benchmarks.cases import Case, draw
 from benchmarks.measure import compile_step, difference, fits, in_turns, peaks, temporaries
 from examples.pod_head import Step, best_plain_stats, described_mesh
@@ -189,6 +190,20 @@ def described(name: str, sizes: HeadSizes, tokens: int, mesh: str, topology: str
     return [{**case, **record} for record in found]
 
 
+def static_part(args: argparse.Namespace) -> Records:
+    """The large instructions of full-size heads in bf16, by two tools of the TPU compiler: see `static_profile`."""
+    records: Records = []
+    found = {**static_profile.VERSIONS, **(static_profile.PALLAS if args.kernels else {})}
+    for topology, mesh, name, tokens, version in itertools.product(
+        args.tpu, args.mesh, args.heads, args.tpu_tokens, found
+    ):
+        rows = static_profile.compared(static_profile.Case(topology, mesh, name, str(tokens), version))
+        show(f"{version}: {name}, {tokens} tokens a device, bf16, {mesh} on {topology}", rows)
+        case = {"topology": topology, "mesh": mesh, "head": name, "tokens_per_shard": tokens, "version": version}
+        records += [{**case, **row} for row in rows]
+    return records
+
+
 def gpu_part(args: argparse.Namespace) -> Records:
     """Times all versions at published sizes on one GPU, then one pass by memory and two passes by tiles."""
     records: Records = []
@@ -311,17 +326,19 @@ PARTS = {
     "tokens": tokens_part,
     "heads": heads_part,
     "tpu": tpu_part,
+    "static": static_part,
     "gpu": gpu_part,
     "roofline": roofline_part,
 }
-NAMED = ("tpu", "gpu", "roofline")  # parts that run only if they are asked for: they need devices or extras
+# parts that run only if they are asked for: they need devices, extras or much time
+NAMED = ("tpu", "static", "gpu", "roofline")
 DRAWN = {"vocabulary": plots.time_over_vocabulary, "tokens": plots.temporaries_over_tokens}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, help="all but tpu, gpu and roofline by default")
+    add("--parts", nargs="+", choices=PARTS, help="all but tpu, static, gpu and roofline by default")
     add("--tokens", type=int, default=2048)
     add("--hidden-size", type=int, default=1024)
     add("--vocab-size", type=int, default=32768)
@@ -346,7 +363,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         args.parts = (
             ["gpu"] if args.gpu else [part for part in PARTS if part not in NAMED or getattr(args, part, False)]
         )
-    if "tpu" in args.parts and not args.tpu:
+    if {"tpu", "static"} & {*args.parts} and not args.tpu:
         parser.error("tpu: expected --tpu TOPOLOGY, such as v5p:2x2x4")
     if "gpu" in args.parts:
         gpu.check(parser)

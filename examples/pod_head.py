@@ -140,13 +140,17 @@ class Step:
         found = TokenStats(*stats(logits, batch.targets))
         return policy_loss(found, batch, CONFIG, parallel=self.parallel)[0]
 
-    def cost(self, loss: Callable[..., Any], **options: Any) -> Audit:
-        """Audits the gradients of one of these losses, or the values of `forward`."""
-        hidden, kernel, batch = self.arguments
+    def program(self, loss: Callable[..., Any], **options: Any) -> Any:
+        """A jitted function of `arguments`: the gradients of one of these losses, or the values of `forward`."""
         if loss == self.forward:
-            return audit(functools.partial(loss, **options), hidden, kernel, batch)
+            return jax.jit(functools.partial(loss, **options))
+        hidden, kernel, _ = self.arguments
         gradients = jax.grad(lambda *args: loss(*args, **options), (0, 1))
-        found = audit(jax.jit(gradients, out_shardings=(hidden.sharding, kernel.sharding)), hidden, kernel, batch)
+        return jax.jit(gradients, out_shardings=(hidden.sharding, kernel.sharding))
+
+    def cost(self, loss: Callable[..., Any], **options: Any) -> Audit:
+        """Audits the `program` of one of these losses or of `forward`."""
+        found = audit(self.program(loss, **options), *self.arguments)
         if loss != self.plain:
             return found
         # the plain program has global shapes: the compiler divides its products among the devices

@@ -139,6 +139,7 @@ def test_command_writes_json_and_plots(tmp_path, capsys, monkeypatch):
     ("arguments", "message"),
     [
         ("--parts tpu", "tpu: expected"),
+        ("--parts static", "tpu: expected"),
         ("--gpu", "gpu: expected a GPU, got cpu"),
         ("--rounds 0", "rounds, share: got 0"),
         ("--share 0", "rounds, share: got 9"),

@@ -79,6 +79,18 @@ def test_gpu_figures_are_those_of_the_results():
     assert [(ms, gib or "0.00") for ms, gib in found] == expected
 
 
+def test_figures_of_two_tools_are_those_of_the_results():
+    """The milliseconds of all computing on the page of measurements, from `... benchmarks.head --parts static`."""
+    records = json.loads((DOCS.parent / "benchmarks/results/static.json").read_text())["records"]
+    totals = {(r["version"], r["topology"][:3]): r for r in records if r["instruction"] == "all computing"}
+    section = (DOCS / "measurements.md").read_text().split("## Two tools of one compiler")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (.*): all computing \| (.*) \|$", section, re.M)
+    assert [version for version, _ in rows] == ["forward", "one pass, no mask", "one pass, a mask"]
+    for version, cells in rows:
+        both = [totals[version, chip] for chip in ("v6e", "v5p")]
+        assert cells.split(" | ") == [f"{r[tool]:.2f}" for r in both for tool in ("estimated_ms", "static_ms")]
+
+
 def test_workflows_call_targets_of_the_makefile():
     targets = re.findall(r"^([\w-]+):(?!=)", (DOCS.parent / "Makefile").read_text(), re.MULTILINE)
     workflows = "\n".join(path.read_text() for path in (DOCS.parent / ".github/workflows").glob("*.yml"))

@@ -246,6 +246,7 @@ def test_a_kernel_takes_what_it_declares():
     silent = kernel("")
     assert spent(silent) == {"kernels": 8e6 / 1e9}
     assert silent.unknown == ("what the kernel k takes (jit(f)/attention): it declares nothing, charged its bytes",)
+    assert spent(kernel(',"cost_estimate":{"flops":"93000000000"},"estimated_cycles":"7000000"')) == {"kernels": 7}
     assert spent(kernel("", '  %a = f32[1000,1000] custom-call(), custom_call_target="AllocateBuffer"\n')) == spent(
         silent
     )
