@@ -235,7 +235,8 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
 
     most = N if profile.group >= N else profile.group // 2  # several groups need an accumulator too
     # an array of dlogits costs much time compared with products of few features; stored logits may take little memory
-    little = profile.fused_features >= H or 4 * most * V <= FEW_LOGITS
+    few = 4 * most * V <= FEW_LOGITS
+    little = profile.fused_features >= H or few
     rather = may_fuse and not sizes.masked and (little or (call.memory is not None and sizes.references))
 
     def fuses(group: int, chunk: int) -> bool:
@@ -253,14 +254,14 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
     powers = [2**k for k in range(20, 6, -1)]
     chunk = profile.chunk if sizes.masked else profile.tokens
     chunks = [min(chunk, N), *(c for c in powers if min(profile.least, 512) <= c < chunk)]
+    groups = [g for g in sorted({most, chunk, *powers}, reverse=True) if min(chunk, profile.least) <= g <= most]
     if call.deterministic:
         cuts = [(profile.deterministic, profile.deterministic)]
-    elif sizes.masked:  # products of a group are of a few sizes; the last cuts waste most tokens
-        cuts = [(most, c) for c in chunks if 4 * c >= most]
-        cuts += [(c, c) for c in chunks if c >= min(chunks[0], profile.least)]
+    elif sizes.masked:
+        # the products of a group follow the mask in quarters; where they are small, a group of one chunk is faster
+        cuts = [(g, c) for g in groups for c in chunks if c <= g <= (c if few and N > most else 4 * c)]
         cuts += [(most, c) for c in chunks if 4 * c < most]
     else:
-        groups = [most, *(g for g in powers if profile.least <= g < most)]
         cuts = [(N, N)] if rather and profile.group >= N else []
         cuts += [(g, c) for g in groups for c in ([g, *chunks] if rather else chunks) if c <= g]
     for group, chunk in cuts:
