@@ -38,6 +38,7 @@ CPU = Profile(
     deterministic=256,
     rings=False,
     fused_features=0,
+    few_logits=0,
     references=0,
     fused_tokens=0,
     columns_grow=False,
@@ -73,6 +74,7 @@ def _accelerator(
         deterministic=1024,
         rings=tpu,
         fused_features=3072 if tpu else 0,
+        few_logits=384 * MIB,
         references=(150 if tpu else tile) * MIB,
         fused_tokens=fused_tokens if tpu else 0,
         columns_grow=not tpu,
@@ -221,9 +223,6 @@ def _small_one_pass(call: HeadCall, sizes: Sizes, memory: int) -> Plan | None:
     return Plan(cut, False, "by_tile", cut)
 
 
-FEW_LOGITS = 384 * MIB  # the f32 logits of a group that are stored by default, whatever H is
-
-
 def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | None:
     """The largest group of tokens that fits the memory, in the largest chunks that fit.
 
@@ -235,7 +234,7 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
 
     most = N if profile.group >= N else profile.group // 2  # several groups need an accumulator too
     # an array of dlogits costs much time compared with products of few features; stored logits may take little memory
-    few = 4 * most * V <= FEW_LOGITS
+    few = 4 * most * V <= profile.few_logits
     little = profile.fused_features >= H or few
     rather = may_fuse and not sizes.masked and (little or (call.memory is not None and sizes.references))
 
@@ -259,7 +258,7 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
         cuts = [(profile.deterministic, profile.deterministic)]
     elif sizes.masked:
         # the products of a group follow the mask in quarters; where they are small, a group of one chunk is faster
-        cuts = [(g, c) for g in groups for c in chunks if c <= g <= (c if few and N > most else 4 * c)]
+        cuts = [(g, c) for g in groups for c in chunks if c <= g <= (c if few and most < N else 4 * c)]
         cuts += [(most, c) for c in chunks if 4 * c < most]
     else:
         cuts = [(N, N)] if rather and profile.group >= N else []

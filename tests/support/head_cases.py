@@ -57,7 +57,8 @@ DEVICES = {
 DEVICES["few chunks"] = dataclasses.replace(DEVICES["wide"], chunk=128)  # one group follows a mask
 # the same group in chunks so small that a product waits for several; a call needs that only if memory is short
 DEVICES["many chunks"] = dataclasses.replace(DEVICES["few chunks"], tokens=9)
-DEVICES["some groups"] = dataclasses.replace(DEVICES["wide"], group=256, chunk=64)  # of two chunks each, with a mask
+# of two chunks each, with a mask
+DEVICES["some groups"] = dataclasses.replace(DEVICES["wide"], group=256, chunk=64, few_logits=0)
 DEVICES["references"] = dataclasses.replace(DEVICES["wide"], chunk=16, references=4 * 8 * 300)  # blocks of 300 columns
 DEVICES["fused sums"] = dataclasses.replace(DEVICES["references"], fused_tokens=16)
 DEVICES["fused dlogits"] = dataclasses.replace(DEVICES["references"], fused_features=32)
