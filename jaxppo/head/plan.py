@@ -74,7 +74,7 @@ def _accelerator(
         deterministic=1024,
         rings=tpu,
         fused_features=3072 if tpu else 0,
-        few_logits=384 * MIB,
+        few_logits=384 * MIB if tpu else 2**40,  # XLA for GPUs copies what a condition adds to
         references=(150 if tpu else tile) * MIB,
         fused_tokens=fused_tokens if tpu else 0,
         columns_grow=not tpu,
@@ -257,8 +257,9 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
     if call.deterministic:
         cuts = [(profile.deterministic, profile.deterministic)]
     elif sizes.masked:
-        # the products of a group follow the mask in quarters; where they are small, a group of one chunk is faster
-        cuts = [(g, c) for g in groups for c in chunks if c <= g <= (c if few and most < N else 4 * c)]
+        # products follow the mask in quarters of a group, but a group of one chunk adds faster to a small accumulator
+        parts = 1 if few and not (sizes.direct and most == N) else 4
+        cuts = [(g, c) for g in groups for c in chunks if c <= g <= parts * c]
         cuts += [(most, c) for c in chunks if 4 * c < most]
     else:
         cuts = [(N, N)] if rather and profile.group >= N else []
