@@ -254,16 +254,14 @@ def _late(call: HeadCall, sizes: Sizes, memory: int, may_fuse: bool) -> Plan | N
     chunk = profile.chunk if sizes.masked else profile.tokens
     chunks = [min(chunk, N), *(c for c in powers if min(profile.least, 512) <= c < chunk)]
     groups = [g for g in sorted({most, chunk, *powers}, reverse=True) if min(chunk, profile.least) <= g <= most]
+    # a group of one chunk adds faster to a small accumulator than one that follows the mask in quarters
+    alone = sizes.masked and few and not (sizes.direct and most == N)
     if call.deterministic:
         cuts = [(profile.deterministic, profile.deterministic)]
-    elif sizes.masked:
-        # products follow the mask in quarters of a group, but a group of one chunk adds faster to a small accumulator
-        parts = 1 if few and not (sizes.direct and most == N) else 4
-        cuts = [(g, c) for g in groups for c in chunks if c <= g <= parts * c]
-        cuts += [(most, c) for c in chunks if 4 * c < most]
     else:
         cuts = [(N, N)] if rather and profile.group >= N else []
         cuts += [(g, c) for g in groups for c in ([g, *chunks] if rather else chunks) if c <= g]
+        cuts = [(g, c) for g, c in cuts if g == c] if alone else cuts
     for group, chunk in cuts:
         chunk = chunk if call.deterministic else even_size(group, chunk)
         group = chunk * -(-group // chunk)

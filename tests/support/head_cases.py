@@ -55,13 +55,13 @@ DEVICES = {
 }
 
 DEVICES["few chunks"] = dataclasses.replace(DEVICES["wide"], chunk=128)  # one group follows a mask
-# the same group in chunks so small that a product waits for several; a call needs that only if memory is short
-DEVICES["many chunks"] = dataclasses.replace(DEVICES["few chunks"], tokens=9)
-# of two chunks each, with a mask
+# several groups that follow a mask: of two chunks each, and of one chunk each
 DEVICES["some groups"] = dataclasses.replace(DEVICES["wide"], group=256, chunk=64, few_logits=0)
+DEVICES["lone chunks"] = dataclasses.replace(DEVICES["wide"], group=256)
 DEVICES["references"] = dataclasses.replace(DEVICES["wide"], chunk=16, references=4 * 8 * 300)  # blocks of 300 columns
 DEVICES["fused sums"] = dataclasses.replace(DEVICES["references"], fused_tokens=16)
 DEVICES["fused dlogits"] = dataclasses.replace(DEVICES["references"], fused_features=32)
+DEVICES["fused groups"] = dataclasses.replace(DEVICES["fused dlogits"], group=256)
 DEVICES["gathers columns"] = dataclasses.replace(DEVICES["references"], gathers_columns=True)
 
 plan.PROFILES = {**DEVICES, **plan.PROFILES}
@@ -72,16 +72,7 @@ def tiles_of(device):
     """Within the block, calls choose tiles as on that device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "device_kind", lambda *_: device)
-        if device == "many chunks":
-            late = plan._late
-            patch.setattr(plan, "_late", lambda *given: in_chunks(late(*given), 16))
         yield
-
-
-def in_chunks(found, tokens):
-    """The plan with chunks of so many tokens."""
-    cut = plan.Cut(tokens, found.cut.columns)
-    return dataclasses.replace(found, forward=cut, cut=cut)
 
 
 def head_arrays(
