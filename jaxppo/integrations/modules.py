@@ -95,8 +95,8 @@ def _value(where: str, x: Any) -> Any:
     if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         kind = type(x)
         raise TypeError(
-            f"{where}: got {kind.__module__}.{kind.__qualname__}, expected an array of floats; convert "
-            "quantised and wrapped weights first"
+            f"{where}: got {kind.__module__}.{kind.__qualname__}, expected an array of floats; quantised and "
+            "wrapped weights must be converted first"
         )
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
         raise TypeError(f"{where}: got {x.dtype}, quantised weights, expected float32, bfloat16 or float16")
