@@ -1,13 +1,13 @@
-"""What two tools of the TPU compiler say of the same instructions of a head's program. No TPU is needed.
+"""Compares two tools of the TPU compiler on the same instructions of a head's program. No TPU is needed.
 
-XLA:TPU expects a number of cycles of most instructions before it makes code of them; `audit(...).time` adds these up.
-Told to, it also walks through the code that it made, loops and copies included, and counts: its static profile, a small
-text file for each instruction (`profile_of`). That takes minutes, and much memory for some instructions.
+XLA:TPU estimates the cycles of most instructions before it generates their code; `audit(...).time` adds these up. With
+a flag of libtpu it also counts the cycles of the generated code, copies included. This static profile is a small text
+file for each instruction (`profile_of`). It takes minutes to write, and some instructions take much memory.
 
-A flag of libtpu holds for a whole process. So each program is compiled twice, here without the flag and by a process of
-its own with it. That process may fail after it wrote files: a program with Pallas kernels does always, since the
-profile takes the place of what XLA knows of their memory. The files that it wrote count, and the last record says why
-it failed.
+The flag holds for a whole process. So each program is compiled twice: here without the flag, and with it in a process
+of its own. That process may fail after it has written files. A program with Pallas kernels always does, because the
+profile replaces what XLA knows of their memory. Files written by then are used, and the last record says why the
+process failed.
 """
 
 from __future__ import annotations

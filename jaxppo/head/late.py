@@ -80,11 +80,11 @@ def late(walk: Walk, plan: Plan, needs: NeedsGrad, begin: Begin, results: Any) -
     return walk.tokens.to_tokens(results), walk.finish_features(dfeatures, primals), dparameters
 
 
-# for a `Submatrix` of which rings ask for many parts of one size: it is traced once for all of them
+# Rings ask a `Submatrix` for many parts of one size. All of them share one trace.
 _traced_once = partial(jax.jit, static_argnums=(1, 3))
 
-
-MOST_PRODUCTS = 4  # the most compiled for a group that follows a mask: of a quarter of its tokens, of a half, ...
+# A group that follows a mask has products of at most this many sizes: of a quarter of its tokens, of a half, and so on.
+MOST_PRODUCTS = 4
 
 
 class _Group(NamedTuple):
@@ -148,8 +148,8 @@ def _fill(walk: Walk, plan: Plan, groups: TokenBlocks, slots: Slots, begin: Begi
     """Computes a group's chunks. Their dlogits fill one array `[G, V]`; those of a single chunk may stay apart."""
     tokens, size, block = walk.tokens, walk.tokens.size, walk.block(0)
     chunks, rows = groups.size // size, groups.take(walk.features, slots)
-    a_step = -(-chunks // MOST_PRODUCTS)
-    group = partial(_Group, tokens=groups.size, step=a_step * size)
+    together = -(-chunks // MOST_PRODUCTS)  # the chunks of a step
+    group = partial(_Group, tokens=groups.size, step=together * size)
     separate = lax.optimization_barrier if groups.blocks > 1 else lambda dz: dz  # else products compute it again
 
     def begun(k: Index, results: Any) -> tuple[Any, Chunk, Known, jax.Array | None]:
@@ -180,12 +180,12 @@ def _fill(walk: Walk, plan: Plan, groups: TokenBlocks, slots: Slots, begin: Begi
     dtype = product_dtype(walk.inputs.features.hidden, walk.inputs.parameters.kernel)
     dbias = None if block.parameters.bias is None else walk.zeros(columns)
     empty = walk.vary((lax.empty((groups.size, columns), dtype), jnp.zeros(groups.size, bool)))
-    steps: Index = -(-chunks // a_step)
+    steps: Index = -(-chunks // together)
     turns: Index = chunks
-    if tokens.order is not None:
-        turns = jnp.clip(tokens.turns - slots.start // size, 0, chunks)
-        steps = (turns + a_step - 1) // a_step
-        turns = jnp.clip(steps * a_step, 0, chunks)
+    if tokens.order is not None:  # a product has whole steps, so their last chunks are written even if none counts
+        with_tokens = jnp.clip(tokens.turns - slots.start // size, 0, chunks)
+        steps = (with_tokens + together - 1) // together
+        turns = jnp.clip(steps * together, 0, chunks)
     results, dz, counts, dbias = lax.fori_loop(0, turns, put_chunk, (results, *empty, dbias))
     part, factor = partial(submatrix, separate(dz), 0), as_factor(walk.call, rows, counts)
     return results, group(part, steps=steps, factor=factor, dbias=dbias)

@@ -191,7 +191,7 @@ class Clock:
         return [found for y in inner.values() for found in self._inside(inner, y)]
 
     def _kernel_seconds(self, computation: Computation, x: Instruction) -> float:
-        if (cycles := _cycles(x)) is not None:  # XLA gives none by itself, but whoever measures a kernel may
+        if (cycles := _cycles(x)) is not None:  # XLA writes none for a kernel; a static profile has some
             return cycles / self.chip.hertz
         declared = re.search(r'"cost_estimate":\{([^}]*)\}', x.attributes)
         cost = {key: int(n) for key, n in re.findall(r'"(\w+)":"?(\d+)', declared[1])} if declared else {}

@@ -3,15 +3,18 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from head_cases import OPTIONS, check_head, head_arrays, tiles_of
 from hidden_loss_cases import ADAPTERS, BATCH, HIDDEN, KERNEL, T, bonus_and_kl, make_batch, step
 from tables import sampled
 
-from jaxppo import policy_loss_from_hidden
+from jaxppo import Head, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden, policy_losses
+from jaxppo.head.walk import Walk
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.audit.program import hang_risks
@@ -106,6 +109,58 @@ def test_one_pass(mesh, way):
         if mesh is None:
             assert audit(run, HIDDEN, KERNEL).notes == (NOTES[way],)
     assert_trees_close(got, on_one_cpu(), rtol=2e-5, atol=3e-6)
+
+
+BESIDE_FLOAT64 = {  # by device: options, and what the note says of the tiles
+    "fused dlogits": ({"follow_mask": False}, r"one pass, \d+ tokens x \d+ columns"),
+    "wide": ({}, r"one pass, 16 tokens x \d+ columns, products of \d+ tokens"),
+    "some groups": ({}, r"one pass, 64 tokens x \d+ columns(, products of 128 tokens)?"),
+    "lone chunks": ({}, r"one pass, 16 tokens x \d+ columns(, products of \d+ tokens)?"),
+}
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "cp=8", "tp=8"])
+@pytest.mark.parametrize("layout", ["hv", "vh"])
+@pytest.mark.parametrize("device", BESIDE_FLOAT64)
+def test_one_pass_beside_float64(device, layout, mesh, monkeypatch):
+    """REINFORCE with an entropy bonus, whose gradient is written out in numpy; with rings wherever there is a mesh."""
+    rng = np.random.default_rng(0)
+    R, T, H, V, coef = 8, 64, 512, 1024, 0.1
+    hidden, kernel = rng.normal(size=(R, T, H)), rng.normal(size=(H, V)) / 22
+    targets, advantages = rng.integers(0, V, (R, T)), rng.normal(size=(R, T))
+    mask = rng.random((R, T)) < 0.6
+    mask[:, -1] = False
+    hidden, kernel, advantages = (x.astype(np.float32) for x in (hidden, kernel, advantages))
+    ids = jnp.ones((R, T), jnp.int32)
+    places = jnp.tile(jnp.arange(T, dtype=jnp.int32), (R, 1))
+    segments, given_mask = jnp.arange(R, dtype=jnp.int32)[:, None], jnp.asarray(mask, jnp.float32)
+    batch = RolloutBatch(ids, jnp.asarray(targets, jnp.int32), ids, places, given_mask, segments, advantages=advantages)
+    config = PolicyLossConfig(policy_losses.Reinforce(), entropy_coef=coef, ratio_to="current")
+    parallel = mesh and make_parallel_mesh(mesh)
+    options, tiles = BESIDE_FLOAT64[device]
+    by_part, computed = Walk.dlogits_by_part, []
+    monkeypatch.setattr(Walk, "dlogits_by_part", lambda *given: computed.append(1) or by_part(*given))
+
+    def loss(hidden, kernel):
+        return policy_loss_from_hidden(
+            hidden, Head(kernel, layout=layout), batch, config, parallel=parallel, **options
+        )[0]
+
+    given = jnp.asarray(hidden), jnp.asarray(kernel if layout == "hv" else kernel.T)
+    with tiles_of(device):
+        notes = audit(jax.grad(loss, (0, 1)), *given, mesh=parallel and parallel.mesh).notes
+        found = jax.jit(jax.grad(loss, (0, 1)))(*given)
+    assert any(re.fullmatch(tiles, note) for note in notes), notes
+    assert bool(computed) == (device == "fused dlogits")  # within products, or in an array
+    h, k = hidden.astype(np.float64).reshape(-1, H), kernel.astype(np.float64)
+    z = h @ k
+    log_p = z - z.max(1, keepdims=True) - np.log(np.exp(z - z.max(1, keepdims=True)).sum(1, keepdims=True))
+    p, counts = np.exp(log_p), mask.astype(np.float64).reshape(-1, 1)
+    dz = -advantages.reshape(-1, 1) * (np.eye(V)[targets.reshape(-1)] - p)
+    dz = (dz + coef * p * (log_p - (p * log_p).sum(1, keepdims=True))) * counts / counts.sum()
+    dkernel = h.T @ dz
+    expected = (dz @ k.T).reshape(R, T, H), dkernel if layout == "hv" else dkernel.T
+    assert_trees_close(found, expected, rtol=2e-5, atol=3e-6)
 
 
 @pytest.mark.every(2)

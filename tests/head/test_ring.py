@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import head_cases
 import jax
@@ -18,7 +17,6 @@ from jaxppo import (
     RolloutBatch,
     log_probs_from_hidden,
     policy_loss_from_hidden,
-    policy_losses,
 )
 from jaxppo.head import plan
 from jaxppo.head.gradient_sums import as_primal, sum_in_blocks
@@ -191,43 +189,6 @@ def test_gradients_beside_float64(mesh, form, monkeypatch):
     options = {"layout": form["layout"]} if "layout" in form else {}
     parallel = make_parallel_mesh(mesh)
     head_cases.check_head([parallel], arrays, device="wide", entropy="bonus", **options)
-
-
-@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "cp=8", "tp=8"])
-@pytest.mark.parametrize("layout", ["hv", "vh"])
-def test_dlogits_within_products_beside_float64(layout, mesh):
-    """REINFORCE with an entropy bonus, whose gradient is written out in numpy; terms of rings compute their dlogits."""
-    rng = np.random.default_rng(0)
-    R, T, H, V, coef = 8, 64, 512, 1024, 0.1
-    hidden, kernel = rng.normal(size=(R, T, H)), rng.normal(size=(H, V)) / 22
-    targets, advantages = rng.integers(0, V, (R, T)), rng.normal(size=(R, T))
-    hidden, kernel, advantages = (x.astype(np.float32) for x in (hidden, kernel, advantages))
-    ids = jnp.ones((R, T), jnp.int32)
-    places = jnp.tile(jnp.arange(T, dtype=jnp.int32), (R, 1))
-    mask = jnp.ones((R, T)).at[:, -1].set(0)
-    segments = jnp.arange(R, dtype=jnp.int32)[:, None]
-    batch = RolloutBatch(ids, jnp.asarray(targets, jnp.int32), ids, places, mask, segments, advantages=advantages)
-    config = PolicyLossConfig(policy_losses.Reinforce(), entropy_coef=coef, ratio_to="current")
-    parallel = mesh and make_parallel_mesh(mesh)
-
-    def loss(hidden, kernel):
-        options = {"parallel": parallel, "follow_mask": False}
-        return policy_loss_from_hidden(hidden, Head(kernel, layout=layout), batch, config, **options)[0]
-
-    given = jnp.asarray(hidden), jnp.asarray(kernel if layout == "hv" else kernel.T)
-    with tiles_of("fused dlogits"):
-        notes = audit(jax.grad(loss, (0, 1)), *given, mesh=parallel and parallel.mesh).notes
-        found = jax.jit(jax.grad(loss, (0, 1)))(*given)
-    assert any(re.search(r"one pass, (\d+) tokens x \d+ columns$", note) for note in notes), notes
-    h, k = hidden.astype(np.float64).reshape(-1, H), kernel.astype(np.float64)
-    z = h @ k
-    log_p = z - z.max(1, keepdims=True) - np.log(np.exp(z - z.max(1, keepdims=True)).sum(1, keepdims=True))
-    p, counts = np.exp(log_p), np.asarray(mask, np.float64).reshape(-1, 1)
-    dz = -advantages.reshape(-1, 1) * (np.eye(V)[targets.reshape(-1)] - p)
-    dz = (dz + coef * p * (log_p - (p * log_p).sum(1, keepdims=True))) * counts / counts.sum()
-    dkernel = h.T @ dz
-    expected = (dz @ k.T).reshape(R, T, H), dkernel if layout == "hv" else dkernel.T
-    assert_trees_close(found, expected, rtol=2e-5, atol=3e-6)
 
 
 @pytest.mark.parametrize("memory", [None, 600_000])  # one pass, two
