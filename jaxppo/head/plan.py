@@ -74,7 +74,7 @@ def _accelerator(
         deterministic=1024,
         rings=tpu,
         fused_features=3072 if tpu else 0,
-        few_logits=384 * MIB if tpu else 2**40,  # XLA for GPUs copies what a condition adds to
+        few_logits=384 * MIB if tpu else 2**40,  # one chunk each on GPUs, where XLA copies what a branch adds to
         references=(150 if tpu else tile) * MIB,
         fused_tokens=fused_tokens if tpu else 0,
         columns_grow=not tpu,

@@ -150,8 +150,8 @@ class Profile:
       rings: gradients are summed over devices by `RingSum`, beside the products that make them.
       fused_features: the largest hidden size with which dlogits are computed within products by default. XLA for TPUs
         does that without an array of dlogits, but then it needs the f32 logits of all tokens. 0: never.
-      few_logits: the bytes of a group's f32 logits that are few: dlogits are then computed within products whatever the
-        hidden size is, and groups that follow a mask have one chunk each if they add to an accumulator.
+      few_logits: a group is small if its f32 logits take at most this many bytes. Its dlogits are computed within
+        products whatever the hidden size is. With a mask, small groups that add to an accumulator have one chunk each.
       references: bytes of a tile's f32 logits if sums of exponentials are relative to the target's logit. That saves
         one of two readings of the logits. 0: sums are always relative to the maximum.
       fused_tokens: tokens of a forward's tile if XLA makes such sums a part of the product, as on TPUs: logits are then
