@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxppo.head.likeliest import NO_ID, no_top
-from jaxppo.head.softmax import Residuals, Sums
+from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.types import Asked, TokenStats
 
 
@@ -90,9 +91,21 @@ def _log_probs(z: Any, m: Array, log_s: Array) -> Array:
     return found - lax.stop_gradient(jnp.maximum(found, 0))
 
 
-def id_cotangents(g: Float[Array, "N K"], ids: Int[Array, "N K"], vocab_size: int) -> Float[Array, "N K"]:
-    """The cotangents of ids' log-probs for `Cotangents`: 0 where an id is -1, NaN if it is outside the vocabulary."""
-    return jnp.where(ids == -1, 0, jnp.where(_exist(ids, vocab_size) | (g == 0), g, jnp.nan))
+def cotangents_of(
+    of_stats: TokenStats, asked: Asked, ids: Int[Array, "N K"] | None, counts: Bool[Array, " N"] | None, vocab_size: int
+) -> Cotangents:
+    """The cotangents that the backward reads, from those of the statistics; tokens outside `counts` have none.
+
+    That of an id's log-prob is 0 if the id is -1, and NaN if it is outside the vocabulary.
+    """
+    entropy = of_stats.entropy if asked.entropy == "bonus" else None
+    given = of_stats.log_probs, entropy, of_stats.log_z, of_stats.mean_logit
+    some, of_ids = [x != 0 for x in given if x is not None], None
+    if ids is not None and (g := of_stats.id_log_probs) is not None:
+        of_ids = jnp.where(ids == -1, 0, jnp.where(_exist(ids, vocab_size) | (g == 0), g, jnp.nan))
+        some.append((of_ids != 0).any(axis=1))
+    counts = reduce(jnp.logical_or, some) if counts is None else reduce(jnp.logical_or, some) & counts
+    return Cotangents(*given, counts, of_ids)
 
 
 def _exist(ids: Int[Array, "..."], vocab_size: int) -> Bool[Array, "..."]:

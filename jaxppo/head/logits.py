@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo._arrays import check_floating
 from jaxppo.head import softmax
-from jaxppo.head.asked import answers, empty_sums, id_cotangents
+from jaxppo.head.asked import answers, cotangents_of, empty_sums
 from jaxppo.head.checks import (
     as_asked,
     as_id_sets,
@@ -199,13 +199,9 @@ def _forward(call: _Call, inputs: _Inputs) -> tuple[TokenStats, tuple[_Inputs, s
 
 def _backward(call: _Call, saved: tuple[_Inputs, softmax.Residuals], of_stats: TokenStats) -> tuple[_Inputs]:
     inputs, residuals = saved
-    e = of_stats.entropy if call.asked.entropy == "bonus" else None
     z, ids, valid = _scaled(call, inputs)
     is_target, nucleus, places = _places(call, inputs, ids, valid)
-    g = of_stats.id_log_probs
-    of_ids = None if g is None or inputs.ids is None else id_cotangents(g, inputs.ids, call.vocab_size)
-    of_logits = of_stats.log_z, of_stats.mean_logit
-    cotangents = softmax.Cotangents.of(of_stats.log_probs, e, *of_logits, ids=of_ids)
+    cotangents = cotangents_of(of_stats, call.asked, inputs.ids, None, call.vocab_size)
     counts = cotangents.counts | _finite(residuals)
     counts = counts if inputs.where is None else counts & inputs.where
     dz = softmax.dlogits(z, is_target, nucleus, residuals, cotangents, places) / inputs.temperature

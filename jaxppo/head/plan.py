@@ -27,14 +27,14 @@ GIB, MIB = 2**30, 2**20
 CPU = Profile(
     whole=False,
     one_pass=48 * MIB,
-    tile=8 * MIB,
+    tile=4 * MIB,
     tokens=1024,
     least=128,
     group=1024,
     chunk=512,
     columns=512,
     wide=2048,
-    masked_columns=512,
+    masked_columns=2048,
     deterministic=256,
     rings=False,
     fused_features=0,
@@ -195,7 +195,7 @@ def _plan(call: HeadCall, sizes: Sizes, frozen: bool, token_loss: bool) -> Plan:
     """`plan_of`; with `frozen`, no gradient of a parameter is asked for."""
     if token_loss and (found := _one_pass(call, sizes)) is not None:
         return dataclasses.replace(found, passes=1)
-    return (_wide_two_passes if call.profile.whole else _small_two_passes)(call, sizes, frozen)
+    return _two_passes(call, sizes, frozen)
 
 
 def _one_pass(call: HeadCall, sizes: Sizes) -> Plan | None:
@@ -288,20 +288,6 @@ def _shrunk(call: HeadCall, sizes: Sizes, cut: Cut, fixed: int) -> Cut:
     return cut
 
 
-def _small_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
-    """Fewer columns mean more reads of the accumulated dhidden. Fewer tokens mean more reads of a block of dkernel."""
-    N, H, profile = sizes.tokens, sizes.features, call.profile
-    tile = profile.tile // call.heads
-    most = profile.tokens if sizes.masked or profile.wide < N else N
-    if sizes.masked:  # the work can stop only after a block of tokens, so there are at least four blocks
-        most = min(most, max(128, -(-N // 4)))
-    tokens = even_size(N, max(1, min(most, tile // (8 * profile.columns))))
-    columns = min(4 * profile.columns, max(profile.columns, tile // (8 * tokens) // 128 * 128))
-    cut = _shrunk(call, sizes, Cut(tokens, columns), 4 * N * H)
-    forward = Cut(profile.deterministic, profile.columns) if call.deterministic else cut
-    return Plan(forward, True, "by_tile" if frozen and not sizes.gathered else "by_vocabulary", cut)
-
-
 def _fused(call: HeadCall, sizes: Sizes) -> Cut | None:
     """The tile, with all columns, of a forward whose sums are a part of the product; None if columns have to be cut.
 
@@ -321,23 +307,26 @@ def _fused(call: HeadCall, sizes: Sizes) -> Cut | None:
     return Cut(min(sizes.tokens, tokens), V) if fits else None
 
 
-def _wide_two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
+def _two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
     N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
-    tokens = profile.deterministic if call.deterministic else min(N, profile.tokens)
+    # the work can stop only after a block of tokens, so with a mask there are at least four blocks
+    most = min(N, max(profile.least, -(-N // 4))) if sizes.masked else N
+    tokens = profile.deterministic if call.deterministic else min(most, profile.tokens)
     leaves = call.op.leaves_logits
     tile = profile.references if sizes.references else profile.tile
-    by_tile = Cut(tokens, min(V, tile // (4 * profile.tokens * call.heads)) if leaves else V)
+    by_tile = Cut(tokens, min(V, tile // (4 * tokens * call.heads)) if leaves else V)
     if leaves and not call.deterministic:
         by_tile = _shrunk(call, sizes, by_tile, 0)
     forward = _fused(call, sizes) or by_tile
-    fits = _late(call, sizes, call.memory, may_fuse=False) if call.memory is not None else None
-    if fits is not None:
-        return dataclasses.replace(fits, forward=forward)
+    if call.memory is not None and profile.whole:
+        fits = _late(call, sizes, call.memory, may_fuse=False)
+        if fits is not None:
+            return dataclasses.replace(fits, forward=forward)
     if frozen and not sizes.gathered:
         return Plan(forward, False, "by_tile", by_tile)
     columns = profile.masked_columns if sizes.masked else profile.columns
     columns *= max(1, N // profile.wide) if profile.columns_grow else 1
-    cut = Cut(min(N, profile.chunk if sizes.masked else profile.wide), min(V, columns))
+    cut = Cut(min(most, profile.chunk if sizes.masked else profile.wide), min(V, columns))
     cut = _shrunk(call, sizes, cut, 4 * N * H + sizes.rows)
     # for the forward a kernel is gathered at once if it fits beside the tile, or else a block at a time
     by_block = bool(sizes.gathered) and sizes.gathered + profile.tile > (call.memory or profile.one_pass)

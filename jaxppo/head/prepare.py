@@ -28,7 +28,7 @@ from jaxppo.head.checks import (
     temperature_spec,
 )
 from jaxppo.head.head import Head, as_head
-from jaxppo.head.kernels.choice import choose
+from jaxppo.head.kernels import choose
 from jaxppo.head.low_rank import low_rank, low_rank_by_row
 from jaxppo.head.placement import bring_hidden, entry_names, place_head
 from jaxppo.head.ring import LANES

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -53,21 +53,6 @@ class Cotangents(NamedTuple):
     """bool[N]: the tokens with a cotangent that is not 0. The others may hold NaN."""
     ids: Any = None
     """f32[N, K], the cotangents of the ids' log-probs."""
-
-    @classmethod
-    def of(
-        cls,
-        log_prob: Array | None,
-        entropy: Array | None,
-        log_z: Array | None,
-        mean_logit: Array | None,
-        counts: Array | bool = True,
-        ids: Array | None = None,
-    ) -> Cotangents:
-        """The cotangents, with `counts` reduced to the tokens whose cotangents are not all 0."""
-        given = (log_prob, entropy, log_z, mean_logit)
-        some = [x != 0 for x in given if x is not None] + ([] if ids is None else [(ids != 0).any(axis=1)])
-        return cls(*given, reduce(jnp.logical_or, some) & counts, ids)
 
 
 class Residuals(NamedTuple):
@@ -212,13 +197,10 @@ def _rescale(sums: Sums, m: Array | None, nucleus_m: Array | None) -> Sums:
     return rescaled._replace(likeliest=None, top=None)
 
 
-def _larger(a: Any, b: Any) -> Any:
-    return None if a is None else jnp.maximum(a, b)
-
-
 def merge(a: Sums, b: Sums) -> Sums:
     """The sums of two disjoint sets of logits of the same tokens."""
-    m, nucleus_m, likeliest = (_larger(getattr(a, k), getattr(b, k)) for k in ("m", "nucleus_m", "likeliest"))
+    of_both = (a.m, a.nucleus_m, a.likeliest), (b.m, b.nucleus_m, b.likeliest)
+    m, nucleus_m, likeliest = jax.tree.map(jnp.maximum, *of_both)
     top = None if a.top is None or b.top is None else merge_top(a.top, b.top)
     a, b = _rescale(a, m, nucleus_m), _rescale(b, m, nucleus_m)
     added = jax.tree.map(jnp.add, a._replace(m=None, nucleus_m=None), b._replace(m=None, nucleus_m=None))

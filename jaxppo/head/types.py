@@ -138,9 +138,10 @@ class Profile:
     Args:
       whole: whether a chunk is computed in all of the device's columns at once.
       one_pass: the default memory of one pass, in bytes.
-      tile: bytes of a tile of two passes: its f32 logits and their gradient; on accelerators the logits of a forward.
-      tokens: tokens of a tile of the forward and of a chunk of one pass; on CPUs tokens of all tiles.
+      tile: bytes of the f32 logits of a tile of the forward.
+      tokens: tokens of a tile of the forward and of a chunk of one pass.
       least: the fewest tokens of a group in one pass: with fewer, two passes cost less than the updates of dkernel.
+        Also the fewest of a block of two passes that follows a mask.
       group: the most tokens whose dlogits go into one late product (`late.py`).
       chunk: tokens of a tile that follows a mask.
       columns: columns of a tile of the second pass; on CPUs those of one pass.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxppo.head.asked import cotangents_of
 from jaxppo.head.backward import Begin, Known, by_tile, by_vocabulary, restrict_counts
 from jaxppo.head.forward import statistics
 from jaxppo.head.gradient_sums import first_order
@@ -20,7 +21,7 @@ from jaxppo.head.slices import put_slice
 from jaxppo.head.softmax import Sums, merge_in_pairs
 from jaxppo.head.token_blocks import Slots, Tree, zero_unless
 from jaxppo.head.types import Chunk, Features, HeadCall, Index, Inputs, NeedsGrad, Parameters, Plan, TokenStats
-from jaxppo.head.walk import Walk, cotangents_of
+from jaxppo.head.walk import Walk
 from jaxppo.sharding import note, vary, varying
 
 # (statistics f32[n], arrays [n, ...] of these tokens, arrays that are read whole) -> weighted losses f32[n]
@@ -87,7 +88,7 @@ def _token_stats_forward(call: HeadCall, inputs: Any) -> tuple[TokenStats, Any]:
 
 def _token_stats_backward(call: HeadCall, left: Any, of_stats: TokenStats) -> tuple[Inputs]:
     inputs, (residuals, needs) = left[0], saved(left[1])
-    cotangents = cotangents_of(call, dense(of_stats), inputs.counts, inputs.ids)
+    cotangents = cotangents_of(dense(of_stats), call.asked, inputs.ids, inputs.counts, call.vocab_size)
     plan = plan_of(call, inputs, needs=needs)
     make = partial(Walk, call, inputs, plan.cut)
     return (cotangents_of_inputs(inputs, *gradients(plan, make, needs, (residuals, cotangents))),)
@@ -170,7 +171,8 @@ def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Ar
         sums, x = lax.scan(block, empty, jnp.arange(walk.vocabulary.blocks, dtype=jnp.int32))
     stats, residuals = walk.finish(sums, chunk.targets, chunk.ids)
     losses, vjp = jax.vjp(lambda stats: zero_unless(chunk.counts, loss(stats)), stats)
-    cotangents = cotangents_of(walk.call, vjp(jnp.ones_like(losses))[0], chunk.counts, chunk.ids)
+    of_stats, call = vjp(jnp.ones_like(losses))[0], walk.call
+    cotangents = cotangents_of(of_stats, call.asked, chunk.ids, chunk.counts, call.vocab_size)
     return Known((losses, zero_unless(chunk.counts, stats)), residuals, cotangents, x)
 
 

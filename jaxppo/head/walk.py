@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head import softmax
-from jaxppo.head.asked import answers, empty_sums, id_cotangents
+from jaxppo.head.asked import answers, empty_sums
 from jaxppo.head.gradient_sums import as_primal, sum_in_blocks
 from jaxppo.head.plan import references
 from jaxppo.head.slices import slice_of, submatrix
@@ -246,13 +246,3 @@ def whole_features(call: HeadCall, features: Features) -> Features:
     if call.sequence_parallel:
         features = jax.tree.map(lambda x: lax.all_gather(x, call.axes.tensor, axis=1, tiled=True), features)
     return jax.tree.map(lambda x: x.reshape(-1, x.shape[2]), features)
-
-
-def cotangents_of(call: HeadCall, found: TokenStats, counts: jax.Array | None, ids: Any) -> Cotangents:
-    """The cotangents of the statistics that the call differentiates; only tokens in `counts` count."""
-    entropy = found.entropy if call.asked.entropy == "bonus" else None
-    of_ids = found.id_log_probs
-    of_ids = None if of_ids is None else id_cotangents(of_ids, ids, call.vocab_size)
-    return Cotangents.of(
-        found.log_probs, entropy, found.log_z, found.mean_logit, True if counts is None else counts, of_ids
-    )

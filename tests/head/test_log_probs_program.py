@@ -24,6 +24,7 @@ FSDP = make_parallel_mesh("fsdp=4,tp=2")
 N = R * T // 4  # tokens of a device on each of them
 V = 2048  # two blocks of 512 columns on a device
 KERNEL_BLOCK, DHIDDEN, TOKENS = 4 * H * 512, 4 * N * H, 4 * N
+BY_BLOCK = 125_000  # bytes of memory: room for a tile of 16 tokens and 512 columns, none for a kernel of 4096 beside it
 
 
 def described(parallel, arrays, **specs):
@@ -103,12 +104,12 @@ CASES = {  # (mesh, V, where, gradients): collectives beside those of the softma
     ),
     "fsdp gathered by block and scattered back": (
         FSDP,
-        V,
+        4 * V,
         False,
         BOTH,
         [GATHERED_BLOCK, GATHERED_BLOCK, ("reduce-scatter", ("fsdp",), KERNEL_BLOCK, True), DHIDDEN_SUM],
     ),
-    "frozen fsdp": (FSDP, V, False, ("hidden",), [GATHERED_BLOCK, GATHERED_BLOCK, DHIDDEN_SUM]),
+    "frozen fsdp": (FSDP, 4 * V, False, ("hidden",), [GATHERED_BLOCK, GATHERED_BLOCK, DHIDDEN_SUM]),
 }
 
 
@@ -117,17 +118,22 @@ CASES = {  # (mesh, V, where, gradients): collectives beside those of the softma
 def test_collectives_of_each_mesh(case):
     parallel, columns, with_where, wrt, expected = CASES[case]
     arrays = described(parallel, head_arrays(columns, bias=False, with_where=with_where))
-    found = counted(audit(forward_and_backward(call_head, parallel, wrt, entropy="bonus"), arrays))
-    assert found == of_softmax(3) + Counter(expected)
+    run = forward_and_backward(call_head, parallel, wrt, entropy="bonus", memory=BY_BLOCK)
+    assert counted(audit(run, arrays)) == of_softmax(3) + Counter(expected)
 
 
 def test_fsdp_over_the_vocabulary():
-    """Each block is gathered from a slice of every shard; its gradient goes back the same way."""
+    """Each block is gathered from a slice of every shard; its gradient goes back the same way.
+
+    The forward gathers all of the kernel at once if the memory has room for it.
+    """
     spec = P(None, ("fsdp", "tp"))
-    arrays = described(FSDP, head_arrays(8192, bias=False), kernel=spec)
-    found = counted(audit(forward_and_backward(call_head, FSDP, BOTH, entropy="bonus", spec=spec), arrays))
+    arrays = described(FSDP, head_arrays(4 * V, bias=False), kernel=spec)
     gathered, scattered = ((op, ("fsdp",), 4 * KERNEL_BLOCK, True) for op in ("all-gather", "reduce-scatter"))
-    assert found == of_softmax(3) + Counter([gathered, gathered, scattered, DHIDDEN_SUM])
+    at_once = ("all-gather", ("fsdp",), 4 * H * 4 * V // FSDP.tensor_size, False)
+    for memory, of_forward in {BY_BLOCK: gathered, None: at_once}.items():
+        run = forward_and_backward(call_head, FSDP, BOTH, entropy="bonus", spec=spec, memory=memory)
+        assert counted(audit(run, arrays)) == of_softmax(3) + Counter([of_forward, gathered, scattered, DHIDDEN_SUM])
 
 
 def test_the_gradient_of_logits_needs_no_collective():

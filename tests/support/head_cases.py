@@ -27,12 +27,21 @@ BF16 = {"rtol": 2**-8, "atol": 2**-8}
 # Devices whose tiles are small enough for a test to have many: on CPUs of 16 or 5 tokens and 512 columns; on
 # accelerators chunks of 8 tokens, wide tiles of 32 tokens and 128 columns, chunks that follow a mask of 16 tokens.
 DEVICES = {
-    "small": dataclasses.replace(
-        plan.CPU, one_pass=2**30, tile=8 * 512 * 16, tokens=16, columns=512, wide=16, deterministic=8
-    ),
-    "five": dataclasses.replace(
-        plan.CPU, one_pass=2**30, tile=8 * 512 * 5, tokens=16, columns=512, wide=5, deterministic=8
-    ),
+    name: dataclasses.replace(
+        plan.CPU,
+        one_pass=2**30,
+        tile=4 * 512 * tokens,
+        tokens=tokens,
+        least=tokens,
+        chunk=tokens,
+        columns=512,
+        wide=tokens,
+        masked_columns=512,
+        deterministic=8,
+    )
+    for name, tokens in {"small": 16, "five": 5}.items()
+}
+DEVICES |= {
     "wide": dataclasses.replace(
         plan.PROFILES[""],
         one_pass=2**30,
