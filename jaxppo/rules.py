@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo._arrays import LOG_PROBS, PER_SEGMENT
 from jaxppo.pairs import Pairs
@@ -304,8 +303,8 @@ RULES_OF_STEPS = tuple(rule for rule in RULES if not rule.of_rows)
 
 def count_broken(
     arrays: Mapping[str, Array | None], segments: Segments, real_last_targets: bool
-) -> dict[str, Float[Array, "..."]]:
-    """Per-shard: for each rule that losses check, the number of this device's entries that break it.
+) -> Float[Array, " rules"]:
+    """Per-shard: for each rule of `ON_DEVICE`, the number of this device's entries that break it.
 
     Args:
       arrays: as in `View`; None for absent ones.
@@ -323,8 +322,8 @@ def count_broken(
     cut = bool(segments.axes.unknown(segments.segment_ids))
     lasts = segments.spread(behind) - 1
     view = View(existing, segments.num_segments, lasts, loss_tokens, real_last_targets, cut, None, jnp)
-    zero = jnp.zeros((), jnp.float32)
-    return {rule.name: sum((bad.sum(dtype=jnp.float32) for _, bad in rule.broken(view)), zero) for rule in ON_DEVICE}
+    found = ([bad.sum(dtype=jnp.float32) for _, bad in rule.broken(view)] for rule in ON_DEVICE)
+    return jnp.stack([functools.reduce(jnp.add, counts, jnp.float32(0)) for counts in found])
 
 
 def broken_log_probs(log_probs: Float[Array, "..."], loss_mask: Float[Array, "..."]) -> Bool[Array, "..."]:
@@ -334,11 +333,9 @@ def broken_log_probs(log_probs: Float[Array, "..."], loss_mask: Float[Array, "..
     return found[0] | found[1]
 
 
-def as_bits(**broken: Float[Array, ""]) -> jax.Array:
-    """i32, bit i set where rule i of `ON_DEVICE` was broken."""
-    return sum(
-        ((broken[rule.name] > 0).astype(jnp.int32) << i for i, rule in enumerate(ON_DEVICE)), jnp.zeros((), jnp.int32)
-    )
+def as_bits(counts: Float[Array, " rules"]) -> Int[Array, ""]:
+    """Bit i is set if rule i of `ON_DEVICE` was broken."""
+    return ((counts > 0).astype(jnp.int32) << jnp.arange(len(ON_DEVICE), dtype=jnp.int32)).sum(dtype=jnp.int32)
 
 
 def explain_broken_rules(bits: int | Array) -> list[str]:

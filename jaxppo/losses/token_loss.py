@@ -29,10 +29,10 @@ from jaxppo.aggregation import Normalizer, step_normalizer, token_weights, weigh
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.types import Entropy, HeadCall, Inputs, LogitStat, Prepared
 from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
-from jaxppo.metrics import Composite, Metric, Metrics, Term, Terms, reduce_metrics, reduce_terms
+from jaxppo.metrics import Composite, Metric, Metrics, Terms, reduce_metrics
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.rules import as_bits, broken_log_probs, count_broken
-from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call, vary
 
 Constants = tuple[Any, Any]  # the result of `TokenLoss.constants`, and the call's other arrays
 
@@ -98,7 +98,7 @@ class Step:
       segments: of its rows.
       normalizer: of the whole step.
       weights: `f32[R, T]`, the weight of each token's loss; NaN where a rule is broken anywhere.
-      broken: how often each rule is broken on all devices together.
+      broken: `f32[rules]`, how often each rule is broken on all devices together.
       left_out: `bool[R, T]`, the tokens of the loss mask that have no loss; None where the loss leaves none out.
     """
 
@@ -106,7 +106,7 @@ class Step:
     segments: Segments
     normalizer: Normalizer
     weights: Float[Array, "R T"]
-    broken: dict[str, Metric]
+    broken: Float[Array, " rules"]
     left_out: Bool[Array, "R T"] | None
 
     @classmethod
@@ -140,12 +140,12 @@ class Step:
     @property
     def is_broken(self) -> Bool[Array, ""]:
         """Whether a rule is broken on any device."""
-        return sum((metric.total for metric in self.broken.values()), jnp.float32(0)) > 0
+        return self.broken.sum() > 0
 
 
 def _broken_rules(
     batch: RolloutBatch, segments: Segments, aggregation: Aggregation, ruled: Mapping[str, Array | None]
-) -> dict[str, Metric]:
+) -> Float[Array, " rules"]:
     structure = ("segment_ids", "positions", "loss_mask", "sample_ids", "parents")
     arrays = {name: getattr(batch, name) for name in structure} | dict(ruled)
     if batch.loss_weights is not None:
@@ -153,9 +153,7 @@ def _broken_rules(
     if aggregation == "rollout_mean":
         arrays["rollout_ids"] = batch.rollouts
     counts = count_broken(lax.stop_gradient(arrays), segments, batch.real_last_targets)
-    one = jnp.ones((), jnp.float32)
-    terms: dict[str, Term] = {name: (count, one, "sum") for name, count in counts.items()}
-    return reduce_terms(segments.axes, terms)
+    return segments.axes.psum(vary(counts, segments.axes.tokens), segments.axes.tokens)
 
 
 def loss_of_stats(
@@ -224,8 +222,10 @@ def finish(
     terms = loss.terms(lax.stop_gradient(stats), step, constants)
     if step.left_out is not None:
         terms["impossible_tokens"] = (step.left_out, jnp.ones_like(mask), "sum")
-    of_loss = Metric(lax.stop_gradient(total), jnp.float32(1), "sum")
-    return total, reduce_metrics(axes, terms) | {"loss": of_loss, "broken_rules": Composite(step.broken, as_bits)}
+    one = jnp.float32(1)
+    of_rules = Composite({"counts": Metric(step.broken, one, "sum")}, as_bits)
+    of_loss = Metric(lax.stop_gradient(total), one, "sum")
+    return total, reduce_metrics(axes, terms) | {"loss": of_loss, "broken_rules": of_rules}
 
 
 def loss_of_hidden(
