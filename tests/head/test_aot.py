@@ -229,6 +229,17 @@ def test_other_vocabularies(columns):
     assert found.temp_bytes <= 0.25 * GIB
 
 
+@pytest.mark.parametrize(
+    "tokens", [2000, pytest.param(1990, marks=pytest.mark.nightly), pytest.param(1000, marks=pytest.mark.nightly)]
+)
+def test_any_number_of_tokens_compiles_for_a_v6e(tokens):
+    """XLA for a v6e could not compile `rows[places] @ kernel` with 15 to 16 MiB of rows."""
+    parallel = sixteen(*CP4_TP4, chips="v6e:4x4")
+    hidden, kernel, targets, _ = arguments(parallel, tokens)
+    run = functools.partial(log_probs_from_hidden, parallel=parallel, entropy="metric")
+    assert audit(run, hidden, kernel, targets).temp_bytes < 0.02 * GIB
+
+
 @pytest.mark.nightly
 def test_dkernel_is_laid_out_as_the_kernel():
     """If V is a multiple of 128, a kernel stays `[H, V]`, and its gradient is not copied into that layout."""

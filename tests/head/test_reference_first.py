@@ -194,6 +194,28 @@ def test_all_columns_where_the_sums_are_a_part_of_the_product(device, cut, maske
     assert f"forward, {cut}" in found
 
 
+def test_tiles_of_any_number_of_tokens_are_equal():
+    """10000 tokens are 3 groups of 2 chunks, or 5 tiles of the forward and 2 of the gradients."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 10000, 4096), (4096, 37984))]
+    ids, ones = jnp.ones((1, 10000), jnp.int32), jnp.ones((1, 10000))
+
+    def one_pass(hidden, kernel):
+        batch = RolloutBatch(*[ids] * 4, ones, ids[:, :1], advantages=ones, old_log_probs=-ones)
+        return policy_loss_from_hidden(hidden, kernel, batch, PolicyLossConfig())[0]
+
+    def two_passes(hidden, kernel):
+        return log_probs_from_hidden(hidden, kernel, ids).log_probs.sum()
+
+    expected = {
+        one_pass: ["one pass, 1792 tokens x 37984 columns, products of 3584 tokens"],
+        two_passes: ["forward, 2048 tokens x 37984 columns", "gradients, 5120 tokens x 3584 columns"],
+    }
+    with tiles_of("TPU v6 lite"):
+        for loss, tiles in expected.items():
+            found = notes(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes))
+            assert [note for note in found if "tokens x" in note] == tiles
+
+
 @pytest.mark.parametrize("accuracy", [False, True])
 def test_no_block_of_a_tied_kernel_is_copied(accuracy):
     """Blocks of columns would be, for every tile of tokens: 8.4 of 13 ms on a v6e, and a block's bytes beside them."""
