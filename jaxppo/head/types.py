@@ -141,7 +141,7 @@ class Profile:
       tile: bytes of the f32 logits of a tile of the forward.
       tokens: tokens of a tile of the forward and of a chunk of one pass.
       least: the fewest tokens of a group in one pass: with fewer, two passes cost less than the updates of dkernel.
-        Also the fewest of a block of two passes that follows a mask.
+        On CPUs also the fewest of a block of two passes that follows a mask.
       group: the most tokens whose dlogits go into one late product (`late.py`).
       chunk: tokens of a tile that follows a mask.
       columns: columns of a tile of the second pass; on CPUs those of one pass.
