@@ -277,9 +277,10 @@ def _equal(call: HeadCall, count: int, most: int) -> int:
 
     A product of 2000 tokens takes longer than one of 2048.
     """
-    if call.profile.whole and count > most:
-        return even_size(-(-count // 256) * 256, most, 256)
-    return even_size(count, most)
+    if not call.profile.whole or count <= most:
+        return even_size(count, most)
+    blocks = -(-count // most)
+    return min(most, -(-count // (256 * blocks)) * 256)
 
 
 def _shrunk(call: HeadCall, sizes: Sizes, cut: Cut, fixed: int) -> Cut:
