@@ -27,7 +27,7 @@ class Metric:
     """A metric before its division: its value is total / count for "mean", else the total itself.
 
     Args:
-      total: the sum, smallest or largest value so far.
+      total: the sum, smallest or largest value so far. Arrays merge entry by entry; the counts of broken rules are one.
       count: the number of values, or the sum of their weights; only "mean" divides by it.
       reduce: "mean", "sum", "min" or "max": how two of them merge.
 
@@ -40,7 +40,7 @@ class Metric:
       1.0
     """
 
-    total: Float[Array, ""]
+    total: Float[Array, "..."]
     count: Float[Array, ""]
     reduce: Reduce = "mean"
 

@@ -104,8 +104,8 @@ def cotangents_of(
     if ids is not None and (g := of_stats.id_log_probs) is not None:
         of_ids = jnp.where(ids == -1, 0, jnp.where(_exist(ids, vocab_size) | (g == 0), g, jnp.nan))
         some.append((of_ids != 0).any(axis=1))
-    counts = reduce(jnp.logical_or, some) if counts is None else reduce(jnp.logical_or, some) & counts
-    return Cotangents(*given, counts, of_ids)
+    not_zero = reduce(jnp.logical_or, some)
+    return Cotangents(*given, not_zero if counts is None else not_zero & counts, of_ids)
 
 
 def _exist(ids: Int[Array, "..."], vocab_size: int) -> Bool[Array, "..."]:

@@ -30,7 +30,7 @@ CPU = Profile(
     tile=4 * MIB,
     tokens=1024,
     least=128,
-    group=1024,
+    group=0,
     chunk=512,
     columns=512,
     wide=2048,
@@ -321,6 +321,7 @@ def _fused(call: HeadCall, sizes: Sizes) -> Cut | None:
 
 
 def _two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
+    """Fewer columns mean more reads of the accumulated dhidden. Fewer tokens mean more reads of a block of dkernel."""
     N, H, V, profile = sizes.tokens, sizes.features, sizes.columns, call.profile
     # The work can stop only after a block of tokens, so with a mask CPUs have at least four. On accelerators smaller
     # products are slow: on a v5p, 2048 tokens in four blocks take 1.6 times the time of one block.

@@ -9,7 +9,7 @@ from traced_path import ROOT, gradient, traced, types_of
 
 PAGE = (ROOT / "docs" / "path_of_a_gradient.md").read_text()
 # run on accelerators, and for losses that are not token-local
-ELSEWHERE = {"late", "by_tokens", "stats_of_tokens", "hidden_product", "RingSum.sum"}
+ELSEWHERE = {"late", "stats_of_tokens", "hidden_product", "RingSum.sum"}
 
 
 def named():
