@@ -117,15 +117,35 @@ BESIDE_FLOAT64 = {  # by device: options, and what the note says of the tiles
     "some groups": ({}, r"one pass, 64 tokens x \d+ columns(, products of 128 tokens)?"),
     "lone chunks": ({}, r"one pass, 16 tokens x \d+ columns(, products of \d+ tokens)?"),
 }
+# 600 tokens: the last group or the last tile of each schedule has padding
+PADDED = {
+    "wide": ({"follow_mask": False}, "one pass, 8 tokens x 1024 columns, products of 256 tokens"),
+    "some groups": ({}, "one pass, 64 tokens x 1024 columns, products of 128 tokens"),
+    "fused groups": ({"follow_mask": False}, "one pass, 128 tokens x 1024 columns"),
+    "small": ({"memory": 2**21}, "gradients, 16 tokens x 128 columns"),
+}
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "cp=8", "tp=8"])
 @pytest.mark.parametrize("layout", ["hv", "vh"])
 @pytest.mark.parametrize("device", BESIDE_FLOAT64)
 def test_one_pass_beside_float64(device, layout, mesh, monkeypatch):
+    options, tiles = BESIDE_FLOAT64[device]
+    by_part, computed = Walk.dlogits_by_part, []
+    monkeypatch.setattr(Walk, "dlogits_by_part", lambda *given: computed.append(1) or by_part(*given))
+    check_beside_float64(device, layout, mesh, 64, options, tiles)
+    assert bool(computed) == (device == "fused dlogits")  # within products, or in an array
+
+
+@pytest.mark.parametrize("device", PADDED)
+def test_padded_tiles_beside_float64(device):
+    check_beside_float64(device, "hv", None, 75, *PADDED[device])
+
+
+def check_beside_float64(device, layout, mesh, T, options, tiles):
     """REINFORCE with an entropy bonus, whose gradient is written out in numpy; with rings wherever there is a mesh."""
     rng = np.random.default_rng(0)
-    R, T, H, V, coef = 8, 64, 512, 1024, 0.1
+    R, H, V, coef = 8, 512, 1024, 0.1
     hidden, kernel = rng.normal(size=(R, T, H)), rng.normal(size=(H, V)) / 22
     targets, advantages = rng.integers(0, V, (R, T)), rng.normal(size=(R, T))
     mask = rng.random((R, T)) < 0.6
@@ -137,9 +157,6 @@ def test_one_pass_beside_float64(device, layout, mesh, monkeypatch):
     batch = RolloutBatch(ids, jnp.asarray(targets, jnp.int32), ids, places, given_mask, segments, advantages=advantages)
     config = PolicyLossConfig(policy_losses.Reinforce(), entropy_coef=coef, ratio_to="current")
     parallel = mesh and make_parallel_mesh(mesh)
-    options, tiles = BESIDE_FLOAT64[device]
-    by_part, computed = Walk.dlogits_by_part, []
-    monkeypatch.setattr(Walk, "dlogits_by_part", lambda *given: computed.append(1) or by_part(*given))
 
     def loss(hidden, kernel):
         return policy_loss_from_hidden(
@@ -151,7 +168,6 @@ def test_one_pass_beside_float64(device, layout, mesh, monkeypatch):
         notes = audit(jax.grad(loss, (0, 1)), *given, mesh=parallel and parallel.mesh).notes
         found = jax.jit(jax.grad(loss, (0, 1)))(*given)
     assert any(re.fullmatch(tiles, note) for note in notes), notes
-    assert bool(computed) == (device == "fused dlogits")  # within products, or in an array
     h, k = hidden.astype(np.float64).reshape(-1, H), kernel.astype(np.float64)
     z = h @ k
     log_p = z - z.max(1, keepdims=True) - np.log(np.exp(z - z.max(1, keepdims=True)).sum(1, keepdims=True))
