@@ -6,11 +6,15 @@ sixth of the time to trace a gradient.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxppo.head.types import Index
+
+Tree = TypeVar("Tree")  # a pytree of arrays
 
 
 def slice_of(x: jax.Array, start: Index, size: int, dim: int = 0) -> jax.Array:
@@ -34,10 +38,15 @@ def submatrix(x: jax.Array, dim: int, start: Index, size: int, first: Index, wid
     return x if shape == x.shape else lax.dynamic_slice(x, at, shape, allow_negative_indices=False)
 
 
-def rows_at(x: jax.Array, places: jax.Array) -> jax.Array:
-    """The rows of x at these places."""
-    # a slice of all dimensions for each place: XLA for a v6e cannot compile x[places] @ kernel if x has 15 to 16 MiB
-    dims = lax.GatherDimensionNumbers(tuple(range(1, x.ndim + 1)), (), tuple(range(x.ndim)))
-    starts = jnp.pad(places[:, None], ((0, 0), (0, x.ndim - 1)))
-    rows = lax.gather(x, starts, dims, (1, *x.shape[1:]), mode="promise_in_bounds")
-    return rows.reshape(-1, *x.shape[1:])
+def rows_at(x: Tree, places: jax.Array) -> Tree:
+    """The rows at these places of an array, or of each array of a pytree."""
+    starts = lax.expand_dims(places, (1,))
+
+    def of_array(x: jax.Array) -> jax.Array:
+        # a start in all dimensions: XLA for a v6e cannot compile x[places] @ kernel if x has 15 to 16 MiB
+        dims = lax.GatherDimensionNumbers(tuple(range(1, x.ndim)), (0,), tuple(range(x.ndim)))
+        at = starts if x.ndim == 1 else lax.pad(starts, np.int32(0), ((0, 0, 0), (0, x.ndim - 1, 0)))
+        return lax.gather(x, at, dims, (1, *x.shape[1:]), mode="promise_in_bounds")
+
+    found: Tree = jax.tree.map(of_array, x)
+    return found

@@ -118,14 +118,14 @@ class TokenBlocks:
         """Arrays from token order to slot order, padding included."""
         if (order := self.order) is None:
             return self.padded(x)
-        return jax.tree.map(lambda x: rows_at(x, order), x)
+        return rows_at(x, order)
 
     def to_tokens(self, x: Tree) -> Tree:
         """Arrays from slot order to token order."""
         if self.order is None:
             return jax.tree.map(lambda x: x[: self.count], x)
         places = vary_like(jnp.argsort(self.order[: self.count]), self.order)
-        return jax.tree.map(lambda x: rows_at(x, places), x)
+        return rows_at(x, places)
 
     def read(self, x: Tree, slots: Slots) -> Tree:
         """The block's part of x, an array in slot order or a pytree of them."""
@@ -137,7 +137,7 @@ class TokenBlocks:
         """The block's part of x, a padded array in token order or a pytree of them."""
         if (order := self.order) is None:
             return self.read(x, slots)
-        return jax.tree.map(lambda x: rows_at(x, self.read(order, slots)), x)
+        return rows_at(x, self.read(order, slots))
 
     def write(self, x: Tree, block: Tree, slots: Slots) -> Tree:
         """Replaces the block's part of x, an array in slot order or a pytree of them."""
