@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .axes import ShardAxes, axis_names
@@ -25,8 +26,9 @@ def shard_call(
     """Runs the per-shard `fn(axes, *args.values())` on one device, in the caller's `shard_map`, or on a mesh.
 
     Every mesh-level function here uses this, so that the per-shard function is the only implementation. It is
-    jitted even where the caller does not jit: with a module-level `fn`, a second call with equal `static` and arrays of
-    the same shapes compiles nothing.
+    jitted where the caller does not jit: with a module-level `fn`, a second call with equal `static` and arrays of the
+    same shapes compiles nothing. In a caller's `jit` it is not jitted again: JAX would first trace the whole of it
+    without gradients.
 
     Args:
       name: the public function's name, for errors.
@@ -53,7 +55,8 @@ def shard_call(
         parallel.check_vma()
         return _call(fn, parallel, static, *args.values())
     if parallel is None:
-        return _on_one_device(fn, static, *jax.tree.map(jnp.asarray, tuple(args.values())))
+        arrays = jax.tree.map(jnp.asarray, tuple(args.values()))
+        return _call(fn, ShardAxes(), static, *arrays) if _staged() else _on_one_device(fn, static, *arrays)
     if manual := jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"parallel: got ParallelMesh in {name} inside a shard_map or pmap over {manual}, expected ShardAxes inside "
@@ -64,7 +67,13 @@ def shard_call(
         for field, part, its_spec in _named(what, arg, spec):
             _check_divides(name, field, part, its_spec, parallel)
     leaves, structure = jax.tree.flatten((tuple(in_specs), out_specs), is_leaf=_is_spec)
-    return _on_mesh(fn, static, parallel, tuple(leaves), structure, *args.values())
+    run = _over_mesh if _staged() else _on_mesh
+    return run(fn, static, parallel, tuple(leaves), structure, *args.values())
+
+
+def _staged() -> bool:
+    """Whether a `jit` surrounds this call: then even an operation on constants becomes a part of its program."""
+    return isinstance(lax.full((), False), jax.core.Tracer)
 
 
 def _call(fn: Callable[..., Any], axes: ShardAxes, static: Hashable, *args: Any) -> Any:
@@ -76,8 +85,7 @@ def _on_one_device(fn: Callable[..., Any], static: Hashable, *args: Any) -> Any:
     return _call(fn, ShardAxes(), static, *args)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _on_mesh(
+def _over_mesh(
     fn: Callable[..., Any],
     static: Hashable,
     parallel: ParallelMesh,
@@ -91,6 +99,9 @@ def _on_mesh(
         args = tuple(_by_leaf(lambda s, x: jax.reshard(x, parallel.sharding(s)), *pair) for pair in pairs)
     body = functools.partial(_call, fn, parallel.axes, static)
     return jax.shard_map(body, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs)(*args)
+
+
+_on_mesh = jax.jit(_over_mesh, static_argnums=(0, 1, 2, 3, 4))
 
 
 def _is_spec(x: object) -> bool:

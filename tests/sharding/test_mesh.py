@@ -1,5 +1,7 @@
 """Meshes, the roles of their axes, `shard_call`, and `assert_mesh_invariant`."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -266,6 +268,43 @@ def test_a_second_eager_call_compiles_nothing():
     assert compilations(lambda: run(2, X)) == compilations(lambda: run(2, X)) == 0
     assert compilations(lambda: run(3, X)) > 0
     assert run(2, X) == (X**2).sum()
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+def test_how_often_a_call_is_traced(mesh):
+    traced, p = [], mesh and make_parallel_mesh(mesh)
+
+    def counted(axes, x):
+        traced.append(x)
+        return axes.psum((x * x).sum(), axes.tokens)
+
+    def run(x):
+        return shard_call("counted", counted, p, {"x": x}, lambda p: ([p.tokens_spec], P()))
+
+    def times(fn):
+        traced.clear()
+        fn()
+        return len(traced)
+
+    assert times(lambda: run(X)) == 1
+    assert times(lambda: (run(X), jax.vmap(run)(X[None]), jax.grad(run)(X))) <= 1  # vmap has another shape
+    assert times(lambda: jax.jit(jax.grad(run))(X)) == 1
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+def test_a_gradient_within_a_jit_does_not_trace_the_primal_function(mesh):
+    @jax.custom_vjp
+    def square(x):
+        raise AssertionError("traced in vain")
+
+    square.defvjp(lambda x: (x * x, x), lambda x, g: (2 * x * g,))
+
+    def per_shard(axes, x):
+        return axes.psum(square(x).sum(), axes.tokens)
+
+    p = mesh and make_parallel_mesh(mesh)
+    total = partial(shard_call, "f", per_shard, p, specs=lambda p: ([p.tokens_spec], P()))
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: total({"x": x})))(X), 2 * X)
 
 
 def test_vmap_of_a_per_shard_call():
