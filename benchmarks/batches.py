@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -64,18 +61,14 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args.samples, args.tokens)))
         return
-    best: dict[str, dict[str, float]] = {}
-    command = [sys.executable, __file__, "--one", f"--samples={args.samples}", f"--tokens={args.tokens}"]
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    for _ in range(args.turns):
-        for name, folder in {"before": args.before, "now": here}.items():
-            if folder is None:
-                continue
-            environment = {**os.environ, "PYTHONPATH": folder, "JAX_PLATFORMS": "cpu"}
-            found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-            for step, value in json.loads(found.splitlines()[-1]).items():
-                better = min if step == "pack" else max
-                best.setdefault(name, {})[step] = better(value, best.get(name, {}).get(step, value))
+    from benchmarks.turns import in_processes
+
+    best = {
+        name: {step: (min if step == "pack" else max)(turn[step] for turn in turns) for step in turns[0]}
+        for name, turns in in_processes(
+            __file__, [f"--samples={args.samples}", f"--tokens={args.tokens}"], args.before, args.turns
+        ).items()
+    }
     print(f"best of {args.turns} turns, {args.samples} samples of {args.tokens} tokens")
     for name, found in best.items():
         speeds = ", ".join(f"{step} {found[step]:,.0f} samples/s" for step in ("from_samples", "validate"))

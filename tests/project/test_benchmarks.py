@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import gpu, head, peers, trees, versions
+from benchmarks import batches, compiling, gpu, head, peers, trees, turns, versions
 from benchmarks.cases import Case, draw
 from benchmarks.measure import compile_step, difference, fits, in_turns, peaks
 from examples.pod_sizes import HEADS, HeadSizes
@@ -156,6 +156,35 @@ def test_real_heads_have_the_published_sizes():
     sizes = {name: (h.hidden_size, h.vocab_size) for name, h in HEADS.items()}
     assert sizes["qwen3-8b"] == (4096, 151936)
     assert sizes["gpt2"] == (768, 50257)
+
+
+@pytest.mark.nightly
+def test_seconds_of_compiling_are_of_each_version_and_stage():
+    found = compiling.measure("v5p:2x2x1", "cp=2,tp=2", repeats=1, compiles=False)
+    versions = "plain JAX at its best", "one pass, a mask", "one pass, no mask", "two passes", "forward"
+    assert set(found) == {f"{name}, {stage}" for name in versions for stage in ("trace", "lower")}
+    assert all(seconds > 0 for seconds in found.values())
+
+
+@pytest.mark.nightly
+def test_samples_per_second():
+    assert all(figure > 0 for figure in batches.measure(count=4, tokens=8).values())
+
+
+def test_processes_take_turns(tmp_path):
+    """Each imports from its own checkout, and prints its figures last."""
+    other = tmp_path / "other"
+    script, module = tmp_path / "script.py", other / "benchmarks" / "__init__.py"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    script.write_text(
+        "import benchmarks, json, sys\n"
+        "print('first', sys.argv)\n"
+        f"print(json.dumps({{'other': benchmarks.__file__ == {str(module)!r}, 'options': len(sys.argv)}}))\n"
+    )
+    found = turns.in_processes(str(script), ["--size=1"], str(other), turns=2)
+    assert found == {"before": [{"other": True, "options": 3}] * 2, "now": [{"other": False, "options": 3}] * 2}
+    assert set(turns.in_processes(str(script), [], None, turns=1)) == {"now"}
 
 
 @pytest.mark.nightly
