@@ -38,7 +38,7 @@ endif
 
 # The first check of an edit to the core.
 quick: lint
-	QUICK_COMPILES=1 $(RUN) -m pytest tests/sharding/test_mesh.py tests/sharding/test_segments.py \
+	QUICK_COMPILES=1 $(RUN) -m pytest tests/sharding/test_mesh.py tests/sharding/test_call.py tests/sharding/test_segments.py \
 		tests/sharding/test_layouts.py tests/head/test_from_logits.py tests/head/test_from_hidden.py \
 		tests/losses/test_policy_loss.py -x -n 2 --dist worksteal
 

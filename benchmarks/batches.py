@@ -63,11 +63,10 @@ def main() -> None:
         return
     from benchmarks.turns import in_processes
 
+    options = [f"--samples={args.samples}", f"--tokens={args.tokens}"]
     best = {
         name: {step: (min if step == "pack" else max)(turn[step] for turn in turns) for step in turns[0]}
-        for name, turns in in_processes(
-            __file__, [f"--samples={args.samples}", f"--tokens={args.tokens}"], args.before, args.turns
-        ).items()
+        for name, turns in in_processes(__file__, options, args.before, args.turns).items()
     }
     print(f"best of {args.turns} turns, {args.samples} samples of {args.tokens} tokens")
     for name, found in best.items():

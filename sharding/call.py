@@ -55,8 +55,8 @@ def shard_call(
         parallel.check_vma()
         return _call(fn, parallel, static, *args.values())
     if parallel is None:
-        arrays = jax.tree.map(jnp.asarray, tuple(args.values()))
-        return _call(fn, ShardAxes(), static, *arrays) if _staged() else _on_one_device(fn, static, *arrays)
+        run = _on_one_device if _staged() else _jitted_on_one_device
+        return run(fn, static, *jax.tree.map(jnp.asarray, tuple(args.values())))
     if manual := jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"parallel: got ParallelMesh in {name} inside a shard_map or pmap over {manual}, expected ShardAxes inside "
@@ -67,8 +67,8 @@ def shard_call(
         for field, part, its_spec in _named(what, arg, spec):
             _check_divides(name, field, part, its_spec, parallel)
     leaves, structure = jax.tree.flatten((tuple(in_specs), out_specs), is_leaf=_is_spec)
-    run = _over_mesh if _staged() else _on_mesh
-    return run(fn, static, parallel, tuple(leaves), structure, *args.values())
+    run_on_mesh = _on_mesh if _staged() else _jitted_on_mesh
+    return run_on_mesh(fn, static, parallel, tuple(leaves), structure, *args.values())
 
 
 def _staged() -> bool:
@@ -80,12 +80,14 @@ def _call(fn: Callable[..., Any], axes: ShardAxes, static: Hashable, *args: Any)
     return fn(axes, *args) if static is None else fn(axes, static, *args)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _on_one_device(fn: Callable[..., Any], static: Hashable, *args: Any) -> Any:
     return _call(fn, ShardAxes(), static, *args)
 
 
-def _over_mesh(
+_jitted_on_one_device = jax.jit(_on_one_device, static_argnums=(0, 1))
+
+
+def _on_mesh(
     fn: Callable[..., Any],
     static: Hashable,
     parallel: ParallelMesh,
@@ -101,7 +103,7 @@ def _over_mesh(
     return jax.shard_map(body, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs)(*args)
 
 
-_on_mesh = jax.jit(_over_mesh, static_argnums=(0, 1, 2, 3, 4))
+_jitted_on_mesh = jax.jit(_on_mesh, static_argnums=(0, 1, 2, 3, 4))
 
 
 def _is_spec(x: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,9 @@ from jax import lax
 from jaxtyping import Array, Bool
 
 from jaxppo._arrays import needed
-from jaxppo.head.slices import put_slice, rows_at, slice_of
+from jaxppo.head.slices import Tree, put_slice, rows_at, slice_of
 from jaxppo.head.types import Index
 from jaxppo.sharding import vary_like, varying
-
-Tree = TypeVar("Tree")  # a pytree of arrays
 
 
 def even_size(count: int, most: int, multiple: int = 8) -> int:

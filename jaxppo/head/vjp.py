@@ -17,9 +17,9 @@ from jaxppo.head.gradient_sums import first_order
 from jaxppo.head.late import late
 from jaxppo.head.plan import plan_of
 from jaxppo.head.prepare import on_device
-from jaxppo.head.slices import put_slice
+from jaxppo.head.slices import Tree, put_slice
 from jaxppo.head.softmax import Sums, merge_in_pairs
-from jaxppo.head.token_blocks import Slots, Tree, zero_unless
+from jaxppo.head.token_blocks import Slots, zero_unless
 from jaxppo.head.types import Chunk, Features, HeadCall, Index, Inputs, NeedsGrad, Parameters, Plan, TokenStats
 from jaxppo.head.walk import Walk
 from jaxppo.sharding import note, vary, varying

@@ -20,8 +20,8 @@ from jax import lax
 from jaxppo.head.gradient_sums import as_primal, sum_in_blocks, unwritten
 from jaxppo.head.plan import eighths, window
 from jaxppo.head.ring import LANES
-from jaxppo.head.slices import put_slice, rows_at, slice_of, submatrix
-from jaxppo.head.token_blocks import Tree, even_size
+from jaxppo.head.slices import Tree, put_slice, rows_at, slice_of, submatrix
+from jaxppo.head.token_blocks import even_size
 from jaxppo.head.types import Block, Chunk, HeadCall, Index, Parameters, Submatrix, Tile
 from jaxppo.sharding import vary, varying
 

@@ -14,10 +14,10 @@ from jaxppo.head import softmax
 from jaxppo.head.asked import answers, empty_sums
 from jaxppo.head.gradient_sums import as_primal, sum_in_blocks
 from jaxppo.head.plan import references
-from jaxppo.head.slices import slice_of, submatrix
+from jaxppo.head.slices import Tree, slice_of, submatrix
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.tile import logits_of_rows
-from jaxppo.head.token_blocks import Slots, TokenBlocks, Tree
+from jaxppo.head.token_blocks import Slots, TokenBlocks
 from jaxppo.head.types import (
     Block,
     Chunk,

@@ -1,0 +1,174 @@
+"""`shard_call` on meshes, on one device, within `jit`, `vmap` and a user's `shard_map`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from programs import compilations
+from token_sums import total
+
+from sharding import ParallelMesh, ShardAxes, make_parallel_mesh, shard_call, vary, vary_like, varying
+from sharding.testing import assert_trees_close, factorings
+
+AUTO = (AxisType.Auto,) * 4
+X = jnp.arange(64.0).reshape(8, 8)
+MESH = jax.make_mesh((2, 2, 2), ("dp", "cp", "tp"), AUTO[:3])
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("mesh", [None, *factorings(8)])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_sum_on_any_mesh(mesh, explicit):
+    parallel = mesh and make_parallel_mesh(mesh, explicit=explicit)
+    value, gradient = jax.jit(jax.value_and_grad(lambda x: total(parallel, x)))(X)
+    assert value == X.sum()
+    np.testing.assert_array_equal(gradient, 1)
+
+
+def test_none_stays_none_and_pytrees_pass():
+    def per_shard(axes, x, missing, tree):
+        assert missing is None
+        return {"y": x + tree["a"]}, tree["b"]
+
+    p = make_parallel_mesh("dp=2,cp=2,tp=2")
+
+    def specs(p):
+        return ([p.tokens_spec] * 3, ({"y": p.tokens_spec}, p.tokens_spec))
+
+    args = {"x": X, "missing": None, "tree": {"a": X, "b": X}}
+    for parallel in (None, p):
+        found = shard_call("fn", per_shard, parallel, args, specs)
+        assert_trees_close(found, ({"y": 2 * X}, X), 0, 0)
+
+
+def test_inside_a_users_shard_map():
+    axes = ShardAxes("dp", "cp", "tp")
+    p = ParallelMesh(MESH)
+    mapped = jax.shard_map(lambda x: total(axes, x), mesh=MESH, in_specs=p.tokens_spec, out_specs=P())
+    assert jax.jit(mapped)(X) == X.sum()
+
+
+def test_check_vma_off_is_noticed():
+    axes, p = ShardAxes("dp", "cp", "tp"), ParallelMesh(MESH)
+    mapped = jax.shard_map(lambda x: total(axes, x), mesh=MESH, in_specs=p.tokens_spec, out_specs=P(), check_vma=False)
+    with pytest.raises(ValueError, match="got check_vma=False over axis 'dp', expected check_vma=True"):
+        jax.jit(mapped)(X)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_vmap_of_a_mesh_level_call(explicit):
+    p = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=explicit)
+    stacked = jnp.stack([X, 2 * X])
+    np.testing.assert_array_equal(jax.vmap(lambda x: total(p, x))(stacked), [X.sum(), 2 * X.sum()])
+    gradients = jax.jit(jax.vmap(jax.grad(lambda x: total(p, x) ** 2)))(stacked)
+    np.testing.assert_array_equal(gradients, np.broadcast_to(np.array([[[4032]], [[8064]]]), stacked.shape))
+
+
+def powers(axes, power, x):
+    return axes.psum((x**power).sum(), axes.tokens)
+
+
+def test_a_second_eager_call_compiles_nothing():
+    p = ParallelMesh(MESH)
+
+    def run(power, x):
+        return shard_call("powers", powers, p, {"x": x}, lambda p: ([p.tokens_spec], P()), static=power)
+
+    assert compilations(lambda: run(2, X)) > 0
+    assert compilations(lambda: run(2, X)) == compilations(lambda: run(2, X)) == 0
+    assert compilations(lambda: run(3, X)) > 0
+    assert run(2, X) == (X**2).sum()
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+def test_how_often_a_call_is_traced(mesh):
+    traced, p = [], mesh and make_parallel_mesh(mesh)
+
+    def counted(axes, x):
+        traced.append(x)
+        return axes.psum((x * x).sum(), axes.tokens)
+
+    def run(x):
+        return shard_call("counted", counted, p, {"x": x}, lambda p: ([p.tokens_spec], P()))
+
+    def times(fn):
+        traced.clear()
+        fn()
+        return len(traced)
+
+    assert times(lambda: run(X)) == 1
+    assert times(lambda: (run(X), jax.vmap(run)(X[None]), jax.grad(run)(X))) == 0
+    assert times(lambda: jax.jit(jax.grad(run))(X)) == 1
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+def test_a_gradient_within_a_jit_does_not_trace_the_primal_function(mesh):
+    @jax.custom_vjp
+    def square(x):
+        raise AssertionError("traced in vain")
+
+    square.defvjp(lambda x: (x * x, x), lambda x, g: (2 * x * g,))
+
+    def per_shard(axes, x):
+        return axes.psum(square(x).sum(), axes.tokens)
+
+    p = mesh and make_parallel_mesh(mesh)
+    total = partial(shard_call, "f", per_shard, p, specs=lambda p: ([p.tokens_spec], P()))
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: total({"x": x})))(X), 2 * X)
+
+
+def test_vmap_of_a_per_shard_call():
+    axes, p = ShardAxes("dp", "cp", "tp"), ParallelMesh(MESH)
+    batched = jax.vmap(lambda x: total(axes, x))
+    mapped = jax.shard_map(batched, mesh=MESH, in_specs=P(None, *p.tokens_spec), out_specs=P())
+    np.testing.assert_array_equal(jax.jit(mapped)(jnp.stack([X, 2 * X])), [X.sum(), 2 * X.sum()])
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((7, 8), r"x: got shape \(7, 8\) in total, expected dimension 0 to be a multiple of 2, .* \('dp',\)"),
+        ((8, 7), r"x: got shape \(8, 7\) in total, expected dimension 1 to be a multiple of 2, .* \('cp',\)"),
+    ],
+)
+def test_dimensions_that_the_mesh_does_not_divide(shape, message):
+    with pytest.raises(ValueError, match=message):
+        total(ParallelMesh(MESH), jnp.ones(shape))
+
+
+def test_a_spec_with_an_axis_that_the_mesh_lacks():
+    def call():
+        return shard_call("f", lambda axes, x: x, ParallelMesh(MESH), {"x": X}, lambda p: ([P("pp")], P("dp")))
+
+    with pytest.raises(ValueError, match=r"x: got spec P\('pp',?\) in f, expected axes of the mesh"):
+        call()
+
+
+def test_something_else_as_parallel():
+    with pytest.raises(TypeError, match="parallel: got Mesh, expected ParallelMesh, ShardAxes or None"):
+        total(MESH, X)
+
+
+def test_explicit_meshes_reshard_what_arrives():
+    p = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=True)
+    for spec in (P(), P("tp", "dp"), p.tokens_spec):
+        assert jax.jit(lambda x: total(p, x))(jax.device_put(X, p.sharding(spec))) == X.sum()
+
+
+def test_varying():
+    def inside(x):
+        assert varying(x) == {"dp", "cp"}
+        assert varying(vary(x, ("tp", "dp"))) == {"dp", "cp", "tp"}
+        assert varying(vary_like(jnp.zeros(()), {"a": x, "b": None})) == {"dp", "cp"}
+        assert varying(jnp.zeros(())) == set()
+        return lax.pmax(vary(x, ("tp",)), "tp")
+
+    p = ParallelMesh(MESH)
+    np.testing.assert_array_equal(
+        jax.shard_map(inside, mesh=MESH, in_specs=p.tokens_spec, out_specs=p.tokens_spec)(X), X
+    )
