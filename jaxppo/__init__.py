@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from jaxppo.forward import compute_log_probs
     from jaxppo.head import Head, LoRA, TokenStats, log_probs_from_hidden, log_probs_from_logits
     from jaxppo.kl import KL
-    from jaxppo.losses import distillation, mtp
     from jaxppo.losses.policy import policy_loss, policy_loss_from_hidden
     from jaxppo.losses.sft import sft_loss, sft_loss_from_hidden
     from jaxppo.losses.value import value_loss
@@ -44,7 +43,6 @@ else:
         "jaxppo.forward": ["compute_log_probs"],
         "jaxppo.head": ["Head", "LoRA", "TokenStats", "log_probs_from_hidden", "log_probs_from_logits"],
         "jaxppo.kl": ["KL"],
-        "jaxppo.losses": ["distillation", "mtp"],
         "jaxppo.losses.policy": ["policy_loss", "policy_loss_from_hidden"],
         "jaxppo.losses.sft": ["sft_loss", "sft_loss_from_hidden"],
         "jaxppo.losses.value": ["value_loss"],
@@ -108,10 +106,8 @@ __all__ = [  # noqa: RUF022  in the order of use
     # modules with rarer names
     "advantages",
     "covariance",
-    "distillation",
     "kl",
     "mismatch",
-    "mtp",
     "nucleus",
     "policy_losses",
     "presets",

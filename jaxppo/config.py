@@ -179,7 +179,7 @@ def _place_of(name: str) -> str:
 
 
 def _check_loss(loss: PolicyLoss) -> None:
-    expected = "an instance of a frozen dataclass that derives from jaxppo.PolicyLoss, such as PPO()"
+    expected = "an instance of a frozen dataclass that derives from jaxppo.policy_losses.PolicyLoss, such as PPO()"
     if not isinstance(loss, PolicyLoss):
         by_name = f"; policy_losses.by_name({loss!r}) is one" if isinstance(loss, str) else ""
         raise TypeError(f"loss: got {loss!r}, expected {expected}{by_name}")

@@ -125,7 +125,7 @@ def _policy_loss(options: Options) -> tuple[PolicyLoss, RatioTo, OffPolicyConfig
 
 
 def _loss(options: Options) -> PolicyLoss:
-    mode = options.choice(LOSS + "loss_mode", _LOSSES, "a loss of your own is a jaxppo.PolicyLoss")
+    mode = options.choice(LOSS + "loss_mode", _LOSSES, "a loss of your own is a jaxppo.policy_losses.PolicyLoss")
     return _LOSSES[mode](options)
 
 

@@ -60,8 +60,8 @@ def draft_loss(
         likelihood           l KL(p || d_k) + (1 - l) (1 - a_k),   l = exp(-eta a_k), a constant
         end_to_end           1 - (1 / K_t) sum over j of a_1 ... a_j, the K_t depths of token t; one loss for all depths
 
-    The vocabularies are processed together in blocks, as in `distillation.distillation_loss`. The policy and its head
-    are constants: a head that both share gets a gradient through the draft only.
+    The vocabularies are processed together in blocks, as in `losses.distillation.distillation_loss`. The policy and its
+    head are constants: a head that both share gets a gradient through the draft only.
 
     Args:
       hidden: for each depth the `[R, T, H]` states that its predictions are read from.

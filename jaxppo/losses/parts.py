@@ -83,12 +83,12 @@ class ReferenceKL(TokenLoss):
 
 @dataclasses.dataclass(frozen=True)
 class TopKDistillation(TopKLoss):
-    """The divergence from a teacher's top-k as a part: the loss of `distillation.top_k_distillation_loss`.
+    """The divergence from a teacher's top-k as a part: the loss of `losses.distillation.top_k_distillation_loss`.
 
     All parts share the ids of the call. The call takes the teacher's log-probs under the part's name.
 
     Args:
-      divergence: see `distillation.top_k_divergence`, also for `beta` and `tail`.
+      divergence: see `losses.distillation.top_k_divergence`, also for `beta` and `tail`.
       beta: for "mixed_kl" and "jensen_shannon".
       tail: "bucket", "renormalise" or "leave_out".
       aggregation: the denominators, see `token_weights`.

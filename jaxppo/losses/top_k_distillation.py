@@ -65,7 +65,7 @@ def top_k_distillation_loss(
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
       >>> ids = jnp.array([[[2, 0], [3, -1], [-1, -1]]])
       >>> stats = log_probs_from_logits(jnp.zeros((1, 3, 4)), batch.targets, ids=ids, where=batch.loss_mask > 0)
-      >>> loss, _ = distillation.top_k_distillation_loss(stats, ids, jnp.log(jnp.full((1, 3, 2), 0.25)), batch)
+      >>> loss, _ = top_k_distillation_loss(stats, ids, jnp.log(jnp.full((1, 3, 2), 0.25)), batch)
       >>> float(loss)
       0.0
     """
@@ -120,7 +120,7 @@ def top_k_distillation_loss_from_hidden(
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
       >>> teacher = jnp.array([[[2, 0], [3, -1], [-1, -1]]]), jnp.log(jnp.full((1, 3, 2), 0.5))
       >>> states = jnp.ones((1, 3, 2)), jnp.zeros((2, 4))
-      >>> loss, _ = distillation.top_k_distillation_loss_from_hidden(*states, *teacher, batch, tail="renormalise")
+      >>> loss, _ = top_k_distillation_loss_from_hidden(*states, *teacher, batch, tail="renormalise")
       >>> round(float(loss), 6)
       0.0
     """

@@ -164,7 +164,7 @@ def check_top_k(
       ValueError: shapes that differ, or an entry, with its place.
 
     Example:
-      >>> distillation.check_top_k(np.array([[5, 5]]), np.log([[0.5, 0.25]]), vocab_size=10)
+      >>> check_top_k(np.array([[5, 5]]), np.log([[0.5, 0.25]]), vocab_size=10)
       Traceback (most recent call last):
       ...
       ValueError: ids: got 5 at (0, 1), expected each id once at a position

@@ -13,7 +13,8 @@ from oracle import OracleHead, other_losses
 from oracle.head import head_gradient, id_gradient, id_log_probs, log_softmax, logits
 from policy_steps import quick_jit
 
-from jaxppo import Normalizer, RolloutBatch, distillation, log_probs_from_hidden, log_probs_from_logits
+from jaxppo import Normalizer, RolloutBatch, log_probs_from_hidden, log_probs_from_logits
+from jaxppo.losses import distillation
 from jaxppo.losses.top_k_divergence import Tail, TopKDivergence
 from sharding import make_parallel_mesh
 from sharding.audit import audit

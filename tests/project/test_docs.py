@@ -1,5 +1,6 @@
 """The pages: every block runs, every public name has its place, every loss its section. `make docs` builds them."""
 
+import importlib
 import inspect
 import os
 import re
@@ -47,6 +48,8 @@ def test_the_reference_holds_every_public_name():
     expected = {f"jaxppo.{name}" for name in set(jaxppo.__all__) - modules}
     for module in modules - {"presets"}:
         expected |= {f"jaxppo.{module}.{name}" for name in set(getattr(jaxppo, module).__all__) - set(jaxppo.__all__)}
+    for name in ("distillation", "draft", "joint", "mtp", "preference", "score_centering"):
+        expected |= {f"jaxppo.losses.{name}.{x}" for x in importlib.import_module(f"jaxppo.losses.{name}").__all__}
     assert not expected - found - {"jaxppo.policy_losses.BY_NAME", "jaxppo.sharding.multihost"}
     assert {"jaxppo.presets", "jaxppo.sharding.multihost"} <= found  # with all their members
     assert "__all__" in vars(presets)

@@ -1,8 +1,12 @@
 """What happens at import."""
 
 import ast
+import contextlib
+import importlib
+import inspect
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +87,7 @@ HAS_ALL = """
 import jaxppo, numpy, sharding, sys
 
 assert {*jaxppo.__all__} <= {*dir(jaxppo)} and {*jaxppo.sharding.__all__} <= {*dir(jaxppo.sharding)}
-assert jaxppo.advantages.grpo and jaxppo.mtp is sys.modules["jaxppo.losses.mtp"]
+assert jaxppo.advantages.grpo
 assert jaxppo.entropy.__name__ == "jaxppo.entropy"  # a module that is in no list
 assert not hasattr(jaxppo, "losse") and not hasattr(jaxppo, "__main__")
 assert not hasattr(jaxppo.sharding, "sys_") and not hasattr(sharding, "Audi")
@@ -165,6 +169,38 @@ def test_all_is_the_table_of_contents():
     for name in jaxppo.__all__:
         assert getattr(jaxppo, name).__doc__, name
     assert jaxppo.__version__[0].isdigit()
+
+
+def test_modules_are_where_their_names_say():
+    """So that `import jaxppo.NAME` and `from jaxppo.NAME import ...` work, as pages write them."""
+    import jaxppo
+
+    modules = {name: x for name in jaxppo.__all__ if inspect.ismodule(x := getattr(jaxppo, name))}
+    assert {name: x.__name__ for name, x in modules.items()} == {name: f"jaxppo.{name}" for name in modules}
+    done = python("\n".join(f"import jaxppo.{name}" for name in modules), ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def written_paths():
+    """What pages, docstrings and examples write as jaxppo.a.b, a module of jaxppo first."""
+    places = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.rst")]
+    places += [*(ROOT / "docs").glob("*.ipynb"), *(ROOT / "jaxppo").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    text = "\n".join(place.read_text() for place in places)
+    return sorted({*re.findall(r"(?<![\w/.-])jaxppo(?:\.[A-Za-z]\w*)+", text)})
+
+
+def test_paths_that_pages_write_can_be_imported():
+    paths = written_paths()
+    assert len(paths) > 200
+    for path in paths:
+        parts, found, depth = path.split("."), None, 0
+        with contextlib.suppress(ModuleNotFoundError):
+            for depth in range(1, len(parts) + 1):  # noqa: B007
+                found = importlib.import_module(".".join(parts[:depth]))
+            depth += 1
+        for name in parts[depth - 1 :]:
+            found = getattr(found, name)
+            assert not inspect.ismodule(found), f"{path} is a module at {found.__name__}"
 
 
 def test_it_imports_what_it_asks_for_and_no_framework():
