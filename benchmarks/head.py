@@ -177,14 +177,14 @@ def tpu_part(args: argparse.Namespace) -> Records:
     """Full-size heads in bf16 by the TPU compiler: estimated times, also over the bare products, and temporaries."""
     records: Records = []
     for topology, mesh, name, tokens in itertools.product(args.tpu, args.mesh, args.heads, args.tpu_tokens):
-        records += described(name, HEADS[name], tokens, mesh, topology, args.kernels)
+        records += described(name, HEADS[name], tokens, mesh, topology)
     return records
 
 
-def described(name: str, sizes: HeadSizes, tokens: int, mesh: str, topology: str, kernels: bool = False) -> Records:
-    """The costs of one head on a mesh over described devices, with `kernels` by the Pallas kernels too."""
+def described(name: str, sizes: HeadSizes, tokens: int, mesh: str, topology: str) -> Records:
+    """The costs of one head on a mesh over described devices."""
     step = Step(sizes, tokens, jnp.bfloat16, described_mesh(mesh, topology))
-    found = [{"version": version, **cost} for version, cost in costs(step, kernels).items()]
+    found = [{"version": version, **cost} for version, cost in costs(step).items()]
     show(f"{name}, {tokens} tokens per device, bf16, {mesh} on {topology}", found)
     case = {"topology": topology, "mesh": mesh, "head": name, "tokens_per_shard": tokens}
     return [{**case, **record} for record in found]
@@ -193,10 +193,8 @@ def described(name: str, sizes: HeadSizes, tokens: int, mesh: str, topology: str
 def static_part(args: argparse.Namespace) -> Records:
     """The large instructions of full-size heads in bf16, by two tools of the TPU compiler: see `static_profile`."""
     records: Records = []
-    found = {**static_profile.VERSIONS, **(static_profile.PALLAS if args.kernels else {})}
-    for topology, mesh, name, tokens, version in itertools.product(
-        args.tpu, args.mesh, args.heads, args.tpu_tokens, found
-    ):
+    cases = itertools.product(args.tpu, args.mesh, args.heads, args.tpu_tokens, static_profile.VERSIONS)
+    for topology, mesh, name, tokens, version in cases:
         rows = static_profile.compared(static_profile.Case(topology, mesh, name, str(tokens), version))
         show(f"{version}: {name}, {tokens} tokens a device, bf16, {mesh} on {topology}", rows)
         case = {"topology": topology, "mesh": mesh, "head": name, "tokens_per_shard": tokens, "version": version}
@@ -237,7 +235,7 @@ def swept_tiles(case: Case, rounds: int) -> Records:
     return timed(case, data, programs, rounds)
 
 
-def costs(step: Step, kernels: bool) -> dict[str, dict[str, Any]]:
+def costs(step: Step) -> dict[str, dict[str, Any]]:
     """Costs by version. `over_products` is computing time divided by that of the bare products, of one for a forward.
 
     `over_best_plain` is the time of computing and of collectives that nothing overlaps, divided by the same time of the
@@ -257,17 +255,10 @@ def costs(step: Step, kernels: bool) -> dict[str, dict[str, Any]]:
     }
     if on_tpu:
         ways["one pass, no mask, best plain's memory"] = step.one_pass, {"follow_mask": False}
-    for version in ("one pass, no mask", "one pass, a mask", "two passes", "forward") if kernels else ():
-        loss, options = ways[version]
-        ways[f"{version}, Pallas"] = loss, {**options, "implementation": "mosaic_tpu"}
     for version, (loss, options) in ways.items():
         if version.endswith("memory"):
             options = {**options, "memory": int(found["best plain"]["temporaries_gib"] * 2**30)}
-        try:
-            cost = step.cost(loss, **options)
-        except NotImplementedError as refused:  # the kernels do not support every head
-            print(f"{version}: {refused}")
-            continue
+        cost = step.cost(loss, **options)
         assert cost.time is not None
         floor = forward if version.startswith("forward") else products
         found[version] = {
@@ -354,7 +345,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--head-scale", type=int, default=8)
     add("--tpu", nargs="+", help="topologies, such as v5p:2x2x4 v6e:4x4")
     add("--mesh", nargs="+", default=["cp=4,tp=4"], help="meshes over the topology")
-    add("--kernels", action="store_true", help="estimate the Pallas kernels too")
     add("--tpu-tokens", type=int, nargs="+", default=[8192, 32768], help="on each data and context shard")
     add("--gpu", action="store_true", help="the part gpu alone")
     add("--out", type=Path, default=Path("benchmarks/results"))

@@ -5,9 +5,8 @@ a flag of libtpu it also counts the cycles of the generated code, copies include
 file for each instruction (`profile_of`). It takes minutes to write, and some instructions take much memory.
 
 The flag holds for a whole process. So each program is compiled twice: here without the flag, and with it in a process
-of its own. That process may fail after it has written files. A program with Pallas kernels always does, because the
-profile replaces what XLA knows of their memory. Files written by then are used, and the last record says why the
-process failed.
+of its own. That process may fail after it has written files. Files written by then are used, and
+the last record says why the process failed.
 """
 
 from __future__ import annotations
@@ -40,10 +39,6 @@ VERSIONS: dict[str, tuple[str, dict[str, Any]]] = {  # the name of a function of
     "forward": ("forward", {}),
     "one pass, no mask": ("one_pass", {"follow_mask": False}),
     "one pass, a mask": ("one_pass", {}),
-}
-PALLAS: dict[str, tuple[str, dict[str, Any]]] = {
-    "forward, Pallas": ("forward", {"implementation": "mosaic_tpu"}),
-    "two passes, Pallas": ("two_passes", {"implementation": "mosaic_tpu"}),
 }
 
 
@@ -79,7 +74,7 @@ def compared(case: Case) -> list[dict[str, Any]]:
 def compile_case(case: Case, options: dict[str, Any]) -> None:
     """Compiles the program of a case with these options for the compiler."""
     step = case.step
-    loss, of_call = {**VERSIONS, **PALLAS}[case.version]
+    loss, of_call = VERSIONS[case.version]
     step.program(getattr(step, loss), **of_call).lower(*step.arguments).compile(options)
 
 

@@ -67,7 +67,6 @@ def log_probs_from_hidden(
 
     Raises:
       TypeError, ValueError: an argument has a wrong dtype, rank, shape, sharding or range; the message names it.
-      NotImplementedError: the `implementation` does not support the call; the message says why.
 
     Example:
       >>> hidden, kernel = jnp.ones((1, 2, 3)), jnp.zeros((3, 4))

@@ -144,7 +144,7 @@ def references(call: HeadCall, inputs: Inputs) -> bool:
     ids, logits are read from memory, and then maxima can be read there too.
     """
     kernel, hidden = inputs.parameters.kernel, inputs.features.hidden
-    chosen = call.profile.references > 0 and call.op.takes_references and not call.deterministic
+    chosen = call.profile.references > 0 and not call.deterministic
     asked = inputs.targets is not None and inputs.nucleus_ids is None and inputs.ids is None and not call.asked.top_k
     gathered = call.layout == "vh" or call.profile.gathers_columns
     return chosen and asked and gathered and hidden.dtype == kernel.dtype == jnp.bfloat16
@@ -203,10 +203,10 @@ def _one_pass(call: HeadCall, sizes: Sizes) -> Plan | None:
     memory = call.memory or call.profile.one_pass
     if not call.profile.whole:
         return _small_one_pass(call, sizes, memory)
-    # Products cannot compute dlogits with ids and nuclei, whose places are in whole blocks, nor with Pallas kernels,
-    # which do not leave the logits in memory. Products compute some dlogits several times. With a soft-cap that costs
+    # Products cannot compute dlogits with ids and nuclei, whose places are in whole blocks. Products compute
+    # some dlogits several times. With a soft-cap that costs
     # too much, and if H is sharded, the product for each share of the features needs all dlogits.
-    may_fuse = call.profile.fused_features > 0 and call.op.leaves_logits and sizes.of_logit == 4
+    may_fuse = call.profile.fused_features > 0 and sizes.of_logit == 4
     return _late(call, sizes, memory, may_fuse and call.transform.softcap is None and not call.h_names)
 
 
@@ -327,10 +327,9 @@ def _two_passes(call: HeadCall, sizes: Sizes, frozen: bool) -> Plan:
     # products are slow: on a v5p, 2048 tokens in four blocks take 1.6 times the time of one block.
     most = min(N, max(profile.least, -(-N // 4))) if sizes.masked and not profile.whole else N
     tokens = profile.deterministic if call.deterministic else min(most, profile.tokens)
-    leaves = call.op.leaves_logits
     tile = profile.references if sizes.references else profile.tile
-    by_tile = Cut(tokens, min(V, tile // (4 * tokens * call.heads)) if leaves else V)
-    if leaves and not call.deterministic:
+    by_tile = Cut(tokens, min(V, tile // (4 * tokens * call.heads)))
+    if not call.deterministic:
         by_tile = _shrunk(call, sizes, by_tile, 0)
     forward = _fused(call, sizes) or by_tile
     if call.memory is not None and profile.whole:

@@ -28,7 +28,6 @@ from jaxppo.head.checks import (
     temperature_spec,
 )
 from jaxppo.head.head import Head, as_head
-from jaxppo.head.kernels import choose
 from jaxppo.head.low_rank import low_rank, low_rank_by_row
 from jaxppo.head.placement import bring_hidden, entry_names, place_head
 from jaxppo.head.ring import LANES
@@ -37,7 +36,6 @@ from jaxppo.head.types import (
     Entropy,
     Features,
     HeadCall,
-    Implementation,
     Inputs,
     LogitStat,
     Parameters,
@@ -61,8 +59,6 @@ class HeadOptions(TypedDict, total=False):
         products then take 6.5 times the time of bf16. If hidden states are bf16 and the kernel is f32, both count as
         f32, and the products take 4.5 times the time (two passes, estimated). `kernel.astype(hidden.dtype)` avoids
         that. An "f32 head" is a kernel in f32 at that cost; the logits are always f32.
-      implementation: the code for a tile's arithmetic: "xla" (the default), "mosaic_tpu" or "reference". One that does
-        not support the call is refused, with the reason.
       gradient_sum_dtype: the dtype in which gradients of parameters are summed over devices: "float32", or "parameter"
         for the parameter's own dtype. bf16 sums send two thirds of the bytes on TPUs and half elsewhere. They lose 0.3%
         rms over 4 devices and 1.4% over 128.
@@ -79,7 +75,6 @@ class HeadOptions(TypedDict, total=False):
     hidden_spec: P | None
     memory: int | None
     precision: Precision | lax.Precision | None
-    implementation: Implementation | None
     gradient_sum_dtype: SumDtype | DTypeLike
     follow_mask: bool
     deterministic: bool
@@ -118,9 +113,6 @@ def prepare_head(
     inputs = _inputs(hidden, head, targets, nucleus_ids, ids, where, temperature, tokens)
     inputs = inputs._replace(adapter_ids=as_adapter_ids(f"{name}.lora", head.lora, adapter_ids, tokens[0]))
     call = _call(parallel, head, kernel_spec, sequence_parallel, chosen, asked, heads)
-    implementation = chosen.get("implementation")
-    if (reason := call.op.unsupported(call, inputs)) is not None:
-        raise NotImplementedError(f"implementation: got {implementation!r}, which does not support {reason}")
     if not isinstance(parallel, ParallelMesh):
         return Prepared(call, inputs, None, tokens)
     specs = _specs(parallel, head, kernel_spec, hidden_spec, inputs)
@@ -184,7 +176,6 @@ def _call(
         vocab_size=check_vocab_size(head.vocab_size, columns),
         asked=asked,
         profile=next(profile for kind, profile in plan.PROFILES.items() if kind in device),
-        op=choose(options.get("implementation"), device),
         precision=options.get("precision"),
         sum_dtype=options.get("gradient_sum_dtype", "float32"),
         memory=options.get("memory"),
@@ -254,7 +245,7 @@ def check_options(options: HeadOptions) -> dict[str, Any]:
     unknown = set(options) - set(HeadOptions.__annotations__)
     if unknown:
         raise TypeError(f"options: got {sorted(unknown)}, expected some of {sorted(HeadOptions.__annotations__)}")
-    choices = {"precision": Precision, "implementation": Implementation, "gradient_sum_dtype": SumDtype}
+    choices = {"precision": Precision, "gradient_sum_dtype": SumDtype}
     found: dict[str, Any] = dict(options)
     if found.get("precision") is not None:
         found["precision"] = _precision_name(found["precision"])

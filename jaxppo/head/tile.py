@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jaxppo.head import softmax
 from jaxppo.head.slices import submatrix
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
 from jaxppo.head.token_blocks import Slots, TokenBlocks
-from jaxppo.head.types import Block, Chunk, Features, HeadCall, Index, Op, Parameters, Submatrix, Tile, Transform
+from jaxppo.head.types import Block, Chunk, Features, HeadCall, Index, Parameters, Submatrix, Tile, Transform
 from jaxppo.sharding import note, vary_like, wider_dtype
 
 
@@ -131,26 +130,16 @@ def _exactly(call: HeadCall, tile: Tile, sums: Sums, far: jax.Array) -> Sums:
     return jax.tree.map(lambda new, old: jnp.where(far, new, old), found, sums)
 
 
-@dataclasses.dataclass(frozen=True)
-class XLA(Op):
-    """The default: plain JAX, which XLA compiles."""
-
-    takes_references: ClassVar[bool] = True
-
-    def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, jax.Array]:
-        sums, x = _sums(call, tile, like)
-        if (reference := tile.chunk.reference) is None:
-            return sums, x
-        sums = jax.tree.map(vary_like, sums, like)
-        far = ~(sums.s <= FARTHEST) | (reference == -jnp.inf)
-        far = far if tile.chunk.counts is None else far & tile.chunk.counts
-        with note("rarely: sums of tokens far from their maximum"):
-            return lax.cond(far.any(), lambda: _exactly(call, tile, sums, far), lambda: sums), x
-
-    def dlogits(
-        self, call: HeadCall, tile: Tile, residuals: Residuals, cotangents: Cotangents, x: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        return factor_and_bias(tile, product_gradients(call, tile, residuals, cotangents, x))
+def tile_sums(call: HeadCall, tile: Tile, like: Sums) -> tuple[Sums, jax.Array]:
+    """The softmax sums of the tile that `like` has, and its f32 products hidden @ kernel + bias + LoRA."""
+    sums, x = _sums(call, tile, like)
+    if (reference := tile.chunk.reference) is None:
+        return sums, x
+    sums = jax.tree.map(vary_like, sums, like)
+    far = ~(sums.s <= FARTHEST) | (reference == -jnp.inf)
+    far = far if tile.chunk.counts is None else far & tile.chunk.counts
+    with note("rarely: sums of tokens far from their maximum"):
+        return lax.cond(far.any(), lambda: _exactly(call, tile, sums, far), lambda: sums), x
 
 
 def factor_and_bias(tile: Tile, dz: jax.Array) -> tuple[jax.Array, jax.Array | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -13,7 +13,7 @@ from jaxppo._pytree import register_checked
 from jaxppo.sharding import ShardAxes
 
 if TYPE_CHECKING:
-    from jaxppo.head.softmax import Cotangents, Places, Residuals, Sums
+    from jaxppo.head.softmax import Places
 
 Names = tuple[str, ...]
 Index = int | jax.Array  # a scalar
@@ -26,7 +26,6 @@ LogitsDtype = Literal["float32", "bfloat16"]
 LogitStat = Literal["log_z", "mean_logit", "accuracy", "sum_p2"]
 Precision = Literal["default", "high", "highest"]
 SumDtype = Literal["float32", "parameter"]
-Implementation = Literal["xla", "mosaic_tpu", "reference"]
 
 
 @register_checked(static=["entropy_mode"])
@@ -270,7 +269,6 @@ class HeadCall:
       vocab_size: the number of columns of the whole vocabulary without padding.
       asked: the statistics to compute.
       profile: the tile sizes for the devices.
-      op: the arithmetic of a tile.
       precision: the precision of products, as in `jnp.dot`; None means "highest" for f32 operands.
       sum_dtype: the dtype in which gradients of parameters are summed over devices.
       memory: bytes that a device may spend beside its results; None for the default.
@@ -292,7 +290,6 @@ class HeadCall:
     vocab_size: int
     asked: Asked
     profile: Profile
-    op: Op
     precision: Precision | None
     sum_dtype: SumDtype
     memory: int | None
@@ -353,31 +350,3 @@ class Tile(NamedTuple):
     place: Any  # (i32[C], bool[C]), the target's column in the block, and whether it is there; or None
     nucleus: jax.Array | None  # bool[C, B], the columns that the sampler could draw, the target's included; or None
     ids: Places | None  # the places of the ids whose log-probs are asked for
-
-
-class Op:
-    """The arithmetic of a tile that an implementation may replace; the products of the backward are XLA's."""
-
-    leaves_logits: ClassVar[bool] = True  # the forward leaves logits in memory; if not, it gets all columns at once
-    takes_references: ClassVar[bool] = False  # it reads `Chunk.reference`
-
-    def unsupported(self, call: HeadCall, inputs: Inputs) -> str | None:
-        """The part of a call that it does not support, in words; None if it supports all."""
-        return None
-
-    def forward(self, call: HeadCall, tile: Tile, like: Sums, keep: bool) -> tuple[Sums, jax.Array | None]:
-        """The softmax sums of the tile that `like` has, and its f32 products hidden @ kernel + bias + LoRA.
-
-        The products may be None if `keep` does not ask for them.
-        """
-        raise NotImplementedError
-
-    def dlogits(
-        self, call: HeadCall, tile: Tile, residuals: Residuals, cotangents: Cotangents, x: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """d loss / d (hidden @ kernel), `[C, B]` in the dtype of products, and its f32 sum over tokens for a bias.
-
-        The gradient is 0 for tokens and columns that do not count, and where the product is -inf: such a column is
-        masked. The products x are computed again if they are None. The sum is None if the head has no bias.
-        """
-        raise NotImplementedError

@@ -153,11 +153,11 @@ def _loss_of_chunk(walk: Walk, chunk: Chunk, loss: Callable[[TokenStats], jax.Ar
     empty = walk.empty_sums(chunk.targets.shape[0])
 
     def block(sums: Sums, i: Index) -> tuple[Sums, jax.Array]:
-        return walk.sums(chunk, walk.block(i), sums, keep=True)
+        return walk.sums(chunk, walk.block(i), sums)
 
     def part(x: jax.Array, p: jax.Array) -> tuple[jax.Array, Sums]:
         of_part = walk.eighth(p)
-        sums, new = of_part.sums(chunk, of_part.block(0), empty, keep=True)
+        sums, new = of_part.sums(chunk, of_part.block(0), empty)
         return put_slice(x, walk.vary(new), p * new.shape[1], 1), sums
 
     if walk.vocabulary.eighths:  # on accelerators, where a chunk is computed in all columns at once

@@ -16,7 +16,7 @@ from jaxppo.head.gradient_sums import as_primal, sum_in_blocks
 from jaxppo.head.plan import references
 from jaxppo.head.slices import Tree, slice_of, submatrix
 from jaxppo.head.softmax import Cotangents, Residuals, Sums
-from jaxppo.head.tile import logits_of_rows
+from jaxppo.head.tile import factor_and_bias, logits_of_rows, product_gradients, tile_sums
 from jaxppo.head.token_blocks import Slots, TokenBlocks
 from jaxppo.head.types import (
     Block,
@@ -129,9 +129,9 @@ class Walk:
         found.vocabulary = self.vocabulary.eighth(p)
         return found
 
-    def sums(self, chunk: Chunk, block: Block, before: Sums, keep: bool = False) -> tuple[Sums, Any]:
-        """The chunk's softmax sums `before` this block merged with those of the block, and its products, if `keep`."""
-        found, x = self.call.op.forward(self.call, self.vocabulary.tile(chunk, block), before, keep)
+    def sums(self, chunk: Chunk, block: Block, before: Sums) -> tuple[Sums, jax.Array]:
+        """The chunk's softmax sums `before` this block merged with those of the block, and the block's products."""
+        found, x = tile_sums(self.call, self.vocabulary.tile(chunk, block), before)
         return self.vary(found if self.vocabulary.blocks == 1 else softmax.merge(before, found)), x
 
     def empty_sums(self, count: int) -> Sums:
@@ -151,8 +151,9 @@ class Walk:
     def dlogits(
         self, chunk: Chunk, block: Any, residuals: Any, cotangents: Cotangents, x: Any = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """d loss / d (hidden @ kernel) as products take it, `[C, B]`, and its f32 sum over the tokens; see `Op`."""
-        return self.call.op.dlogits(self.call, self.vocabulary.tile(chunk, block), residuals, cotangents, x)
+        """d loss / d (hidden @ kernel) as products take it, `[C, B]`, and its f32 sum over the tokens."""
+        tile = self.vocabulary.tile(chunk, block)
+        return factor_and_bias(tile, product_gradients(self.call, tile, residuals, cotangents, x))
 
     def dlogits_by_part(self, chunk: Chunk, residuals: Residuals, cotangents: Cotangents, x: jax.Array) -> Submatrix:
         """`dlogits` of a chunk with products x over all columns; each part is computed when it is asked for."""
@@ -172,7 +173,8 @@ class Walk:
             part = Block(parameters, columns(block.column_ids), valid)
             tile = Tile(jax.tree.map(rows, chunk), part, None, None, None)
             known = jax.tree.map(rows, residuals), jax.tree.map(rows, cotangents)
-            return self.call.op.dlogits(self.call, tile, *known, submatrix(x, 0, start, size, first, width))[0]
+            dz = product_gradients(self.call, tile, *known, submatrix(x, 0, start, size, first, width))
+            return factor_and_bias(tile, dz)[0]
 
         return of_part
 

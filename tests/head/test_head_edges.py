@@ -44,11 +44,10 @@ def assert_near(got, expected, size):
     assert (np.abs(np.asarray(got) - expected) < 1e-4 * size).all(), np.max(np.abs(got - expected) / size)
 
 
-@pytest.mark.every(8)
-@pytest.mark.parametrize("implementation", ["xla", "reference", "mosaic_tpu"])
+@pytest.mark.every(3)
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("at", [1, 4, 8, 12, 16, 20])
-def test_the_gradient_of_a_soft_cap_that_saturates(at, memory, implementation):
+def test_the_gradient_of_a_soft_cap_that_saturates(at, memory):
     """Computed as 1 - tanh(x)^2 in f32, it was 10% off at |x| = 8, and 0 from 10 on."""
     rng = np.random.default_rng(at)
     hidden, kernel = (
@@ -59,7 +58,7 @@ def test_the_gradient_of_a_soft_cap_that_saturates(at, memory, implementation):
     batch = batch_of(1)
 
     def loss(h, k):
-        return sft_loss_from_hidden(h, Head(k, softcap=3.0), batch, memory=memory, implementation=implementation)[0]
+        return sft_loss_from_hidden(h, Head(k, softcap=3.0), batch, memory=memory)[0]
 
     got = jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
     here, exact = np.asarray(batch.loss_mask[0]) > 0, OracleHead(np.asarray(kernel), softcap=3.0)
@@ -132,14 +131,13 @@ def from_logits(hidden, head, batch, parallel=None, memory=None, **options):
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "fsdp=2,tp=4"])
-@pytest.mark.parametrize("path", ["one pass", "two passes", "reference", "logits"])
+@pytest.mark.parametrize("path", ["one pass", "two passes", "logits"])
 def test_label_smoothing_beside_masked_columns(path, mesh):
     """The mean is over finite logits. Divided by the number of all columns, the loss was 0.2 * 0.3 of the mean off."""
     hidden, kernel, bias, batch = masked_case()
     parallel = mesh and make_parallel_mesh(mesh)
     loss = from_logits if path == "logits" else sft_loss_from_hidden
     options = {"memory": 2**15 if path == "two passes" else 2**30, "parallel": parallel, **SMOOTH}
-    options |= {"implementation": "reference"} if path == "reference" else {}
 
     def call(h, k, b):
         return loss(h, Head(k, b), batch, **options)[0]

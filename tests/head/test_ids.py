@@ -46,17 +46,6 @@ def test_values_and_gradients(mesh, with_where):
     assert np.isinf(values).any()
 
 
-def test_the_reference_implementation():
-    arrays = head_arrays(V, ids=9, with_where=True) | IDS_ONLY
-    options = {"implementation": "reference", **OPTIONS}
-    stats, gradients = jax.jit(lambda a: with_gradients(call_head, None, a, **options))(arrays)
-    values, expected = truth(arrays)
-    assert_trees_close(stats.id_log_probs, values, **F32)
-    assert_trees_close(gradients, expected, rtol=5e-6, atol=5e-6)
-    with pytest.raises(NotImplementedError, match="implementation: got 'mosaic_tpu', which does not support ids"):
-        call_head(None, arrays, device="cpu", implementation="mosaic_tpu")
-
-
 def in_logits(parallel, arrays, **options):
     logits = jnp.matmul(arrays["hidden"], arrays["kernel"], precision="highest") + arrays["bias"][None, None]
     logits = OPTIONS["softcap"] * jnp.tanh(logits / OPTIONS["softcap"])

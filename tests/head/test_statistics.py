@@ -39,7 +39,7 @@ def arrays_with_ties(seed=0, columns=V, masked=MASKED):
     return arrays | rest
 
 
-def from_logits(parallel, arrays, implementation=None, device=None, **options):
+def from_logits(parallel, arrays, device=None, **options):
     hidden = jnp.where(arrays["where"][..., None], arrays["hidden"], 0)
     z = jnp.matmul(hidden, arrays["kernel"], precision="highest") + arrays["bias"][None, None]
     return log_probs_from_logits(z, arrays["targets"], parallel=parallel, where=arrays["where"], **options)
@@ -70,8 +70,8 @@ def check(found, arrays, k, temperature=0.75):
         np.testing.assert_allclose(getattr(found, name), x, rtol=5e-6, atol=1e-6, err_msg=name)
 
 
-BY_DAY = [("xla", MIXED), ("wide", MIXED), ("reference", None), ("logits", "tp=8")]
-WAYS = [(way, mesh) for way in ("xla", "wide", "reference", "logits") for mesh in (None, MIXED, "tp=8")]
+BY_DAY = [("xla", MIXED), ("wide", MIXED), ("logits", "tp=8")]
+WAYS = [(way, mesh) for way in ("xla", "wide", "logits") for mesh in (None, MIXED, "tp=8")]
 
 
 @pytest.mark.parametrize(("way", "mesh"), [pytest.param(*x, marks=[] if x in BY_DAY else NIGHTLY) for x in WAYS])
@@ -79,8 +79,7 @@ def test_all_of_them(way, mesh):
     """In columns that tp does not divide; with -inf columns; 0 where nothing counts; of equals the lowest id first."""
     arrays, parallel = arrays_with_ties(), mesh and make_parallel_mesh(mesh)
     call = from_logits if way == "logits" else call_head
-    implementation = "reference" if way == "reference" else "xla"
-    options = {"implementation": implementation, "device": "wide" if way == "wide" else "five", "temperature": 0.75}
+    options = {"device": "wide" if way == "wide" else "five", "temperature": 0.75}
     found = jax.jit(lambda a: call(parallel, a, logit_stats=NAMES, top_k=7, **options))(arrays)
     check(found, arrays, 7)
 

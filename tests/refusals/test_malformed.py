@@ -232,7 +232,6 @@ CONFIGS = {
     "a temperature of other rows": (lambda: head(call={"temperature": jnp.ones((1, 3))}), "temperature: got"),
     "an unknown entropy": (lambda: head(call={"entropy": "both"}), "entropy: got 'both'"),
     "an unknown precision": (lambda: head(call={"precision": "low"}), "precision: got 'low'"),
-    "an unknown implementation": (lambda: head(call={"implementation": "cuda"}), "implementation: got 'cuda'"),
     "memory below 0": (lambda: head(call={"memory": -1}), "memory: got -1"),
     "memory of text": (lambda: head(call={"memory": "1GB"}), "memory: got 1GB"),
     "a mask of other rows": (lambda: head(call={"where": jnp.ones((1, 3), bool)}), "where: got"),

@@ -75,8 +75,7 @@ def main() -> None:
         print(f"{sum(of_head.values())} in {len(of_head)}")
     print(f"types of the head: {len(types_of(head))}")
     lines = {p: len(p.read_text().splitlines()) for p in head.rglob("*.py")}
-    pallas = sum(n for p, n in lines.items() if "mosaic" in p.name)
-    print(f"lines of the head: {sum(lines.values())}, of Pallas {pallas}; files {len(lines)}")
+    print(f"lines of the head: {sum(lines.values())}; files {len(lines)}")
     print(f"import circles: {sorted(map(sorted, circles(graph(ROOT, 'jaxppo', 'sharding', with_types=True))))}")
 
 
