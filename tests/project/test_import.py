@@ -195,7 +195,7 @@ def test_paths_that_pages_write_can_be_imported():
     for path in paths:
         parts, found, depth = path.split("."), None, 0
         with contextlib.suppress(ModuleNotFoundError):
-            for depth in range(1, len(parts) + 1):  # noqa: B007
+            for depth in range(1, len(parts) + 1):
                 found = importlib.import_module(".".join(parts[:depth]))
             depth += 1
         for name in parts[depth - 1 :]:
