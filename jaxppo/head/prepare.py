@@ -210,12 +210,11 @@ def on_device(call: HeadCall, inputs: Inputs) -> Inputs:
         parameters, lora_a = jax.tree.map(lambda x: x[0], (inputs.parameters, inputs.lora_a))
         inputs = inputs._replace(parameters=parameters, lora_a=lora_a)
     hidden, (kernel, bias, lora_b) = inputs.features.hidden, inputs.parameters
-    tokens = call.profile.deterministic if call.deterministic else None
     low = None
     if inputs.adapter_ids is not None:
-        low, lora_b = low_rank_by_row(hidden, inputs.lora_a, lora_b, inputs.adapter_ids, tokens)
+        low, lora_b = low_rank_by_row(call, hidden, inputs.lora_a, lora_b, inputs.adapter_ids)
     elif inputs.lora_a is not None:
-        low = low_rank(hidden, inputs.lora_a, tokens)
+        low = low_rank(call, hidden, inputs.lora_a)
     kernel = kernel.T if call.transposed else kernel
     lora_b = None if lora_b is None else lora_b.T if call.layout == "vh" else lora_b
     per_token = inputs.targets, inputs.nucleus_ids, inputs.ids, inputs.counts, inputs.temperature

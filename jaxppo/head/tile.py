@@ -21,12 +21,16 @@ from jaxppo.sharding import note, vary_like, wider_dtype
 
 def dot(call: HeadCall, a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
     """A product with an f32 result, contracting dimension dims[0] of a with dims[1] of b."""
+    return _product(call, a, b, (((dims[0],), (dims[1],)), ((), ())))
+
+
+def _product(call: HeadCall, a: jax.Array, b: jax.Array, numbers: lax.DotDimensionNumbers) -> jax.Array:
+    """Every product of a head: in the wider dtype, in the precision that was asked for, with an f32 result."""
     dtype = product_dtype(a, b)
     # without a precision accelerators multiply f32 in one bf16 or TF32 pass
     precision = call.precision or ("highest" if dtype == jnp.float32 else None)
-    contract = (((dims[0],), (dims[1],)), ((), ()))
     return lax.dot_general(
-        a.astype(dtype), b.astype(dtype), contract, precision=precision, preferred_element_type=jnp.float32
+        a.astype(dtype), b.astype(dtype), numbers, precision=precision, preferred_element_type=jnp.float32
     )
 
 
@@ -96,7 +100,7 @@ def product_gradients(
 
 def logits_of_rows(call: HeadCall, rows: Features, temperature: jax.Array | None, parameters: Parameters) -> jax.Array:
     """f32[C], one logit for each of C tokens, each with a row of its own of a kernel `[V, H]`."""
-    inner = partial(jnp.einsum, "ch,ch->c", preferred_element_type=jnp.float32)
+    inner = partial(_product, call, numbers=(((1,), (1,)), ((0,), (0,))))
     x = inner(rows.hidden, parameters.kernel)
     x = x if parameters.lora_b is None else x + call.lora_scale * inner(rows.low, parameters.lora_b)
     x = transformed(call.transform, x if parameters.bias is None else x + parameters.bias.astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""The matrix products in programs compiled for TPUs and GPUs: their operand dtypes and passes."""
+"""Every matrix product of a head's programs, lowered and compiled for TPUs and GPUs: operand dtypes and passes."""
 
 import itertools
 import re
@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from head_cases import tiles_of
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from examples.described_gpu import NO_SEARCH, described_gpus
 from jaxppo import (
+    Head,
+    LoRA,
     PolicyLossConfig,
     RolloutBatch,
     TokenStats,
@@ -21,6 +24,8 @@ from jaxppo import (
     policy_loss,
     policy_loss_from_hidden,
 )
+from jaxppo.losses.distillation import divergence_from_hidden
+from jaxppo.mismatch import token_mismatch
 from sharding import ParallelMesh
 from sharding.audit import audit
 from sharding.audit.hlo import parse
@@ -108,6 +113,132 @@ def test_operands_and_passes(case, platform, way):
     found = products(compiled(platform, way, dtypes, **options)[0])
     assert found
     assert found <= expected
+
+
+# Parameters of a head beside its kernel, by name: their shapes.
+RANK, ADAPTERS, SMALL = 16, 3, (256, 128, 1024)
+PLAIN = {}
+LORA = {"a": (SMALL[1], RANK), "b": (RANK, SMALL[2])}
+BY_ROW = {"a": (ADAPTERS, SMALL[1], RANK), "b": (ADAPTERS, RANK, SMALL[2])}
+BIAS = {"bias": (SMALL[2],)}
+HEADS = {  # (dtypes of hidden states, kernel and the rest, further parameters)
+    "f32": (F32, F32, F32, BIAS),
+    "bf16": (BF16, BF16, BF16, BIAS | LORA),
+    "lora": (F32, F32, F32, BIAS | LORA),
+    "adapters by row": (F32, F32, F32, BY_ROW),
+    "f32 adapters of bf16 hidden states": (BF16, BF16, F32, LORA),
+    "f32 adapters by row of bf16 hidden states": (BF16, BF16, F32, BY_ROW),
+    "bf16 adapters of f32 hidden states": (F32, F32, BF16, LORA),
+    "bf16 hidden states, f32 kernel": (BF16, F32, F32, LORA),
+}
+ONE_HEAD = ("statistics", "policy loss")
+WAYS = (*ONE_HEAD, "divergence", "mismatch")
+
+
+def head_program(way, name, parallel=None, **options):
+    """A program with the gradients of a head of that name where it has some, and the shapes of its arguments."""
+    *dtypes, further = HEADS[name]
+    tokens, hidden_size, columns = SMALL
+    rows = 4 if parallel is None else parallel.data_size
+    shape = rows, tokens // rows * (1 if parallel is None else parallel.context_size)
+    place = (lambda spec: None) if parallel is None else parallel.sharding
+    of_tokens = P() if parallel is None else parallel.tokens_spec
+    of_rows = P() if parallel is None else parallel.rows_spec
+
+    def like(shape, dtype, spec=None):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place(spec or P()))
+
+    ids, x = (like(shape, dtype, of_tokens) for dtype in (jnp.int32, jnp.float32))
+    batch = RolloutBatch(*[ids] * 4, x, like((rows, 1), jnp.int32, of_rows), advantages=x, old_log_probs=x)
+    head = {"hidden": like((*shape, hidden_size), dtypes[0], None if parallel is None else parallel.hidden_spec)}
+    head["kernel"] = like((hidden_size, columns), dtypes[1], None if parallel is None else parallel.kernel_spec())
+    head |= {k: like(size, dtypes[2]) for k, size in further.items()}
+
+    def program(head, batch):
+        def head_of(given):
+            lora = LoRA(given["a"], given["b"], 0.5) if "a" in given else None
+            return given["hidden"], Head(given["kernel"], bias=given.get("bias"), lora=lora)
+
+        def loss(given, ids):
+            hidden, here = head_of(given)
+            more = {"parallel": parallel, **options}
+            if way == "divergence":
+                return divergence_from_hidden(hidden, here, hidden, here, **more).sum()
+            if further is BY_ROW:
+                more["adapter_ids"] = ids
+            if way == "policy loss":
+                return policy_loss_from_hidden(hidden, here, batch, PolicyLossConfig(entropy_coef=0.01), **more)[0]
+            stats = log_probs_from_hidden(hidden, here, batch.targets, entropy="bonus", **more)
+            return (stats.log_probs + stats.entropy).sum()
+
+        if way == "mismatch":
+            return token_mismatch(*head_of(head), *head_of(head), batch.targets, parallel=parallel, **options)
+        return jax.value_and_grad(loss)(head, batch.segment_ids[:, 0])
+
+    return jax.jit(program), (head, batch)
+
+
+def lowered_products(text):
+    """(lhs, rhs, result, precision) of each product of a lowered program."""
+    found = set()
+    for line in text.splitlines():
+        if "stablehlo.dot_general" in line:
+            dtypes = re.findall(r"[x<]([a-z]\w*)>", line.rsplit(" : ", 1)[1])
+            precision = re.search(r"precision = \[(\w+), (\w+)\]", line)
+            assert precision is None or precision[1] == precision[2]
+            found.add((*dtypes, precision[1].lower() if precision else "default"))
+    return found
+
+
+def check_precision(found, asked):
+    """A product takes the precision that was asked for; else "highest" if one of its operands is f32."""
+    assert found
+    for product in found:
+        lhs, rhs, _, precision = product
+        assert precision == (asked or ("default" if lhs == rhs == "bf16" else "highest")), product
+
+
+def has_way(way, name):
+    """Whether a head of that name can be used so: two heads are compared with one adapter at most."""
+    return HEADS[name][3] is not BY_ROW or way in ONE_HEAD
+
+
+DAILY = {
+    ("statistics", "lora"),
+    ("policy loss", "f32 adapters by row of bf16 hidden states"),
+    ("divergence", "f32 adapters of bf16 hidden states"),
+}
+PROGRAMS = pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        x if x in DAILY else pytest.param(*x, marks=pytest.mark.nightly)
+        for x in itertools.product(WAYS, HEADS)
+        if has_way(*x)
+    ],
+)
+
+
+@PROGRAMS
+def test_every_product_has_the_precision(way, name):
+    """As lowered, for each schedule without a mesh and each implementation."""
+    cases = [(device, {}) for device in ("small", "wide", "gathers columns", "fused dlogits")]
+    cases += [("small", {"precision": "high"}), ("small", {"deterministic": True})]
+    if way in ONE_HEAD:
+        cases += [("cpu small", {"implementation": implementation}) for implementation in ("reference", "mosaic_tpu")]
+    for device, options in cases:
+        with tiles_of(device):
+            program, arguments = head_program(way, name, **options)
+            found = lowered_products(program.lower(*arguments).as_text())
+        check_precision(found, options.get("precision"))
+        assert {result for _, _, result, _ in found} == {"f32"}
+
+
+@PROGRAMS
+def test_every_product_has_the_precision_on_a_tpu(way, name):
+    """As lowered and as compiled, with rings and gathers."""
+    program, arguments = head_program(way, name, mesh_of("tpu"))
+    check_precision(lowered_products(program.lower(*arguments).as_text()), None)
+    check_precision(products(audit(program, *arguments).text), None)
 
 
 def tile_turns(module, name):
