@@ -1,10 +1,11 @@
 """Compares a sampler's log-probs with a trainer's, from two files: `python -m jaxppo.mismatch TRAINER SAMPLER`.
 
-A file is an .npy of log-probs, or an .npz with `log_probs`, or one with `hidden` and `kernel` of the same tokens. With
+A file is an .npy of log-probs, or an .npz of `log_probs`, or one of `hidden` and `kernel` of the same tokens. With
 hidden states, KL, total variation and the likeliest token are over the whole vocabulary, and the report tells how much
-of the difference rounding explains.
-The trainer's .npz may also hold `targets` (needed with hidden), `where`, `positions`, `entropy`, `temperature`; both
-may hold `bias`. Arrays of bfloat16 may be stored as numpy stores them.
+of the difference rounding explains. Arrays are `[R, T]` or `[N]`, hidden states `[R, T, H]` or `[N, H]`.
+The trainer's .npz may also hold `where` and `positions`; beside log-probs `entropy`; beside hidden states `targets`,
+which it must hold, and `temperature`. Both may hold `bias` beside a kernel. Other names are refused. Arrays of bfloat16
+may be stored as numpy stores them.
 """
 
 from __future__ import annotations
@@ -12,87 +13,136 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jaxtyping import Array
 
+from jaxppo._arrays import check_array
 from jaxppo.head import Head
 from jaxppo.head.types import Layout
 from jaxppo.mismatch.report import MismatchReport, mismatch_report
 from jaxppo.mismatch.tokens import Rounding, TokenMismatch, token_mismatch
 
 Arrays = dict[str, Any]
+_FILE = "expected an .npy or .npz file of numbers"
 
 
 def read(path: str | Path) -> Arrays:
     """The arrays of a file by name; an .npy is `log_probs`. Nothing is unpickled."""
-    loaded = np.load(path, allow_pickle=False)
-    arrays = {"log_probs": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
-    # numpy stores a dtype that it does not know, such as bfloat16, as raw bytes
-    return {name: x.view(ml_dtypes.bfloat16) if x.dtype == "V2" else x for name, x in arrays.items()}
+    if not Path(path).is_file():  # such as a pipe, which would block
+        raise ValueError(f"{path}: got no file, {_FILE}")
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as parts:
+                _check_size(sum(part.file_size for part in parts.infolist()))
+        # a map of the file is refused if the file is shorter than its header says; an .npz is not mapped
+        loaded = np.load(path, allow_pickle=False, mmap_mode="r")
+        arrays = {"log_probs": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+        # numpy stores a dtype that it does not know, such as bfloat16, as raw bytes
+        arrays = {name: x.view(ml_dtypes.bfloat16) if x.dtype == "V2" else x for name, x in arrays.items()}
+    except Exception as error:  # the readers of a damaged file raise many kinds
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path}: got a file that numpy cannot read ({reason}), {_FILE}") from error
+    for name, x in arrays.items():
+        check_array(f"{path}: {name}", x)
+    return arrays
+
+
+def _check_size(size: int) -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory:
+        raise MemoryError(f"{size} bytes of arrays, {memory} of memory")
+
+
+def _check_names(role: str, arrays: Arrays, hidden: bool) -> None:
+    """Raises unless a file holds the arrays that a comparison reads from it, and no others."""
+    needs, may = (["hidden", "kernel"], ["bias"]) if hidden else (["log_probs"], [])
+    if role == "trainer":
+        needs += ["targets"] * hidden
+        may += ["where", "positions", "temperature" if hidden else "entropy"]
+    expected = f"expected {', '.join(needs)}" + (f", and none but {', '.join(may)} beside them" if may else " alone")
+    if missing := [name for name in needs if name not in arrays]:
+        raise ValueError(f"{role}: got no {missing[0]} among {', '.join(arrays) or 'no arrays'}, {expected}")
+    if odd := [name for name in arrays if name not in (*needs, *may)]:
+        raise ValueError(f"{role}: got {', '.join(odd)}, {expected}")
 
 
 def compare(
-    trainer: Arrays, sampler: Arrays, *, layout: Layout = "hv", rounded_to: Rounding = "bfloat16"
+    trainer: Arrays, sampler: Arrays, *, layout: Layout | None = None, rounded_to: Rounding = "bfloat16"
 ) -> TokenMismatch:
-    """Compares the tokens of two files; over the whole vocabulary if both hold hidden states."""
-    if "hidden" not in trainer or "hidden" not in sampler:
-        for name, arrays in (("trainer", trainer), ("sampler", sampler)):
-            if "log_probs" not in arrays:
-                raise ValueError(
-                    f"{name}: got {sorted(arrays)}, expected log_probs, or hidden and kernel in both files"
-                )
+    """Compares the tokens of two files; over the whole vocabulary if they hold hidden states."""
+    hidden = "hidden" in trainer or "hidden" in sampler
+    for role, arrays in (("trainer", trainer), ("sampler", sampler)):
+        _check_names(role, arrays, hidden)
+    if not hidden:
         return TokenMismatch(trainer["log_probs"], sampler["log_probs"], trainer.get("entropy"))
-    if missing := [name for name in ("kernel", "targets") if name not in trainer] + ["kernel"] * (
-        "kernel" not in sampler
-    ):
-        raise ValueError(
-            f"{missing[0]}: got none beside hidden, expected kernel in both files, targets in the trainer's"
-        )
-    targets = jnp.asarray(trainer["targets"])
+    targets, temperature, where = trainer["targets"], trainer.get("temperature", np.float32(1)), _where(trainer)
+    if targets.ndim not in (1, 2):
+        raise ValueError(f"trainer: targets: got shape {targets.shape}, expected [R, T] or [N]")
+    of_tokens = {"where": where, "temperature": None if temperature.ndim == 0 else temperature}
+    for name, x in of_tokens.items():
+        if x is not None and x.shape != targets.shape:
+            raise ValueError(f"trainer: {name}: got shape {x.shape}, expected that of targets, {targets.shape}")
     row = (1, *targets.shape)[-2:]
-    (hidden, head), (rollout_hidden, rollout_head) = (_model(arrays, layout, row) for arrays in (trainer, sampler))
     found = token_mismatch(
-        hidden,
-        head,
-        rollout_hidden,
-        rollout_head,
+        *_model("trainer", trainer, layout, targets.shape),
+        *_model("sampler", sampler, layout, targets.shape),
         targets.reshape(row),
         rounded_to=rounded_to,
-        temperature=float(trainer.get("temperature", 1.0)),
-        where=None if "where" not in trainer else jnp.asarray(trainer["where"] > 0).reshape(row),
+        temperature=float(temperature) if temperature.ndim == 0 else jnp.asarray(temperature).reshape(row),
+        where=None if where is None else where.reshape(row),
     )
     values = {f.name: getattr(found, f.name).reshape(targets.shape) for f in dataclasses.fields(found)}
     return TokenMismatch(**values)
 
 
-def _model(arrays: Arrays, layout: Layout, row: tuple[int, ...]) -> tuple[Array, Head]:
+def _model(role: str, arrays: Arrays, layout: Layout | None, tokens: tuple[int, ...]) -> tuple[Array, Head]:
     """Hidden states `[R, T, H]` and the head."""
+    hidden = arrays["hidden"]
+    if hidden.shape[:-1] != tokens:
+        raise ValueError(f"{role}: hidden: got shape {hidden.shape}, expected {tokens} of targets, and H")
     bias = None if "bias" not in arrays else jnp.asarray(arrays["bias"])
-    return jnp.asarray(arrays["hidden"]).reshape(*row, -1), Head(jnp.asarray(arrays["kernel"]), bias, layout=layout)
+    of_rows = (1, *hidden.shape)[-3:]
+    return jnp.asarray(hidden).reshape(of_rows), Head(jnp.asarray(arrays["kernel"]), bias, layout=layout)
+
+
+def _where(trainer: Arrays) -> Any:
+    """The trainer's mask, which may be stored as numbers."""
+    if "where" not in trainer:
+        return None
+    where = trainer["where"] > 0
+    if not (trainer["where"] == where).all():
+        raise ValueError("trainer: where: got other numbers than 0 and 1, expected bool")
+    return where
 
 
 def report(trainer: Arrays, sampler: Arrays, *, bins: int = 8, **how: Any) -> MismatchReport:
     """The report that `main` prints."""
-    where = None if "where" not in trainer else trainer["where"] > 0
     found = compare(trainer, sampler, **how)
-    return mismatch_report(found, where=where, positions=trainer.get("positions"), bins=bins)
+    return mismatch_report(found, where=_where(trainer), positions=trainer.get("positions"), bins=bins)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "python -m jaxppo.mismatch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("trainer", help="an .npy or .npz file")
     add("sampler", help="another, of the same tokens")
-    add("--bins", type=int, default=8, help="ranges of positions and of entropies")
-    add("--layout", choices=("hv", "vh"), default="hv", help="of kernels: [H, V] or [V, H]")
+    add("--bins", type=int, default=8, help="ranges of positions and of entropies, at most 1000")
+    add("--layout", choices=("hv", "vh"), help="of kernels: [H, V], the default, or [V, H]")
     add("--rounded-to", choices=get_args(Rounding), default="bfloat16", help="hidden states and kernels")
     add("--json", action="store_true", help="all figures, as JSON")
     args = parser.parse_args(arguments)

@@ -15,6 +15,7 @@ from jaxppo.mismatch.tokens import TokenMismatch
 from jaxppo.sharding import multihost
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
+MOST_BINS = 1000
 _BEYOND = 6.0
 _NAMES = {
     "mean": "mean of d",
@@ -86,10 +87,11 @@ def mismatch_report(
         `[R, T]` or `[N]`. If they are spread over the devices of several processes, every process must call this.
       where: bool, the tokens that count; a loss mask does. All by default.
       positions: i32; by default the last dimension's index.
-      bins: the number of ranges: of positions, equally wide, and of entropies, with equally many tokens.
+      bins: the number of ranges: of positions, equally wide, and of entropies, with equally many tokens;
+        at most 1000.
 
     Raises:
-      TypeError, ValueError: arrays of other shapes or dtypes, no token that counts, bins below 1.
+      TypeError, ValueError: arrays of other shapes or dtypes, no token that counts, bins below 1 or above 1000.
 
     Example:
       >>> report = mismatch_report(TokenMismatch(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -2.0])), bins=1)
@@ -98,7 +100,7 @@ def mismatch_report(
 
     The estimates: Schulman 2020, http://joschu.net/blog/kl-approx.html
     """
-    check_number("bins", bins, least=1)
+    check_number("bins", bins, least=1, most=MOST_BINS)
     found = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(tokens)}
     arrays = {name: x for name, x in (found | {"where": where, "positions": positions}).items() if x is not None}
     for name, x in arrays.items():

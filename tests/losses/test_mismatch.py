@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,7 @@ from programs import without_gpu_plugin
 
 from jaxppo import Head, LoRA, ShardAxes, log_probs_from_hidden, make_parallel_mesh
 from jaxppo.mismatch import TokenMismatch, mismatch_report, token_mismatch
-from jaxppo.mismatch.__main__ import main
+from jaxppo.mismatch.__main__ import compare, main, read
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 
 R, T, H = 4, 8, 8
@@ -285,6 +288,7 @@ def test_arrays_on_a_mesh():
         ({"positions": np.ones((3, 39), int)}, "positions: got shape (3, 39)"),
         ({"where": np.zeros((3, 40), bool)}, "log_probs: got 0 that count and none that is finite"),
         ({"bins": 0}, "bins: got 0, expected a finite number of at least 1"),
+        ({"bins": 10**9}, "bins: got 1000000000, expected a finite number of at least 1 and of at most 1000"),
     ],
 )
 def test_what_a_report_refuses(change, message):
@@ -348,22 +352,141 @@ def test_two_files_of_hidden_states(tmp_path, capsys, shape):
     assert found["figures"]["kl"] == pytest.approx(mismatch_report(same, where=rows(where)).figures["kl"], rel=1e-4)
 
 
-def test_files_that_cannot_be_compared(tmp_path, capsys):
-    trainer, sampler, _ = random_arrays()
-    np.save(tmp_path / "a.npy", trainer)
-    np.save(tmp_path / "pickled.npy", np.array([{}], object), allow_pickle=True)
-    np.savez(tmp_path / "empty.npz", other=sampler)
-    np.savez(tmp_path / "hidden.npz", hidden=sampler)
-    for names, message in [
-        (("a.npy", "none.npy"), "No such file"),
-        (("a.npy", "pickled.npy"), "allow_pickle=False"),
-        (("a.npy", "empty.npz"), "sampler: got ['other'], expected log_probs"),
-        (("hidden.npz", "hidden.npz"), "kernel: got none beside hidden"),
-    ]:
-        with pytest.raises(SystemExit) as ended:
-            main([str(tmp_path / name) for name in names])
-        assert ended.value.code == 2
-        assert message in capsys.readouterr().err
+def promise(path):
+    """An .npy whose header promises 16 TiB."""
+    with path.open("wb") as file:
+        described = {"descr": "<f4", "fortran_order": False, "shape": (2**42,)}
+        np.lib.format.write_array_header_1_0(file, described)
+
+
+def bomb(path):
+    """An .npz of a few bytes whose array is said to have 16 TiB."""
+    with zipfile.ZipFile(path, "w") as parts:
+        parts.writestr("log_probs.npy", b"")
+        parts.filelist[0].file_size = 2**44
+
+
+LOG_PROBS = -np.ones((2, 3), np.float32)
+HIDDEN = {"hidden": np.ones((2, 3, 4), np.float32), "kernel": np.ones((4, 5), np.float32)}
+TRAINER = {**HIDDEN, "targets": np.zeros((2, 3), np.int32)}
+TURNED = {**HIDDEN, "hidden": np.ones((3, 2, 4), np.float32)}
+SQUARE = {"kernel": np.ones((4, 4), np.float32)}
+# by name: what makes each of the two files, further arguments, what the line says
+BAD_FILES = {
+    "none": (None, LOG_PROBS, [], "a.npy: got no file, expected an .npy or .npz file of numbers"),
+    "a folder": (Path.mkdir, LOG_PROBS, [], "a.npy: got no file"),
+    "a pipe": (os.mkfifo, LOG_PROBS, [], "a.npy: got no file"),
+    "empty": (lambda path: path.write_bytes(b""), LOG_PROBS, [], "a.npy: got a file that numpy cannot read (EOFError"),
+    "text": (lambda path: path.write_text("a, b\n1, 2\n"), LOG_PROBS, [], "a.npy: got a file that numpy cannot read"),
+    "a pickle": (lambda path: np.save(path, np.array([{}], object)), LOG_PROBS, [], "a.npy: got a file that numpy can"),
+    "an .npy cut": (lambda path: _cut(path, np.save, LOG_PROBS), LOG_PROBS, [], "a.npy: got a file that numpy cannot"),
+    "an .npz cut": (lambda path: _cut(path, _savez, LOG_PROBS), LOG_PROBS, [], "a.npy: got a file that numpy cannot"),
+    "terabytes": (promise, LOG_PROBS, [], "a.npy: got a file that numpy cannot read"),
+    "a bomb": (bomb, LOG_PROBS, [], "cannot read (MemoryError: 17592186044416 bytes of arrays"),
+    "no array": (lambda path: _zip(path, "log_probs.txt"), LOG_PROBS, [], "a.npy: got a file that numpy cannot read"),
+    "text in it": ({"log_probs": np.array(["a"])}, LOG_PROBS, [], "a.npz: log_probs: got dtype <U1"),
+    "a typo": (
+        {"log_probs": LOG_PROBS, "position": LOG_PROBS},
+        LOG_PROBS,
+        [],
+        "trainer: got position, expected log_pr",
+    ),
+    "another name": ({"logprobs": LOG_PROBS}, LOG_PROBS, [], "trainer: got no log_probs among logprobs, expected log_"),
+    "both kinds": (
+        TRAINER | {"log_probs": LOG_PROBS},
+        HIDDEN,
+        [],
+        "trainer: got log_probs, expected hidden, kernel, ta",
+    ),
+    "one of each": (
+        TRAINER,
+        {"log_probs": LOG_PROBS},
+        [],
+        "sampler: got no hidden among log_probs, expected hidden, ke",
+    ),
+    "the sampler's mask": (
+        {"log_probs": LOG_PROBS},
+        {"log_probs": LOG_PROBS, "where": LOG_PROBS < 0},
+        [],
+        "sampler: got where, expected log_probs alone",
+    ),
+    "no targets": (
+        HIDDEN,
+        HIDDEN,
+        [],
+        "trainer: got no targets among hidden, kernel, expected hidden, kernel, targets",
+    ),
+    "turned": (TRAINER, TURNED, [], "sampler: hidden: got shape (3, 2, 4), expected (2, 3) of targets, and H"),
+    "a flat mask": (
+        TRAINER | {"where": np.ones(6)},
+        HIDDEN,
+        [],
+        "trainer: where: got shape (6,), expected that of targ",
+    ),
+    "a mask of 2": (TRAINER | {"where": np.full((2, 3), 2)}, HIDDEN, [], "where: got other numbers than 0 and 1"),
+    "two temperatures": (
+        TRAINER | {"temperature": np.ones(2)},
+        HIDDEN,
+        [],
+        "temperature: got shape (2,), expected that",
+    ),
+    "a square kernel": (TRAINER | SQUARE, HIDDEN | SQUARE, [], "layout: got None for a kernel (4, 4)"),
+    "another shape": (LOG_PROBS, LOG_PROBS.T, [], "got shape (3, 2)"),
+    "bins": (LOG_PROBS, LOG_PROBS, ["--bins", "1000000000"], "bins: got 1000000000"),
+    "no bins": (LOG_PROBS, LOG_PROBS, ["--bins", "many"], "--bins: invalid int value: 'many'"),
+    "layout": (LOG_PROBS, LOG_PROBS, ["--layout", "vv"], "--layout: invalid choice: 'vv'"),
+}
+
+
+def _savez(path, x):
+    with path.open("wb") as file:
+        np.savez(file, log_probs=x)
+
+
+def _zip(path, name):
+    with zipfile.ZipFile(path, "w") as parts:
+        parts.writestr(name, "-1")
+
+
+def _cut(path, save, x):
+    save(path, x)
+    os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_file_is_named_in_one_line(tmp_path, capsys, case):
+    *makes, options, message = BAD_FILES[case]
+    paths = []
+    for name, make in zip("ab", makes, strict=True):
+        paths.append(tmp_path / f"{name}{'.npz' if isinstance(make, dict) else '.npy'}")
+        if isinstance(make, dict):
+            np.savez(paths[-1], **make)
+        elif isinstance(make, np.ndarray):
+            np.save(paths[-1], make)
+        elif make:
+            make(paths[-1])
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, paths), *options])
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert said.err.startswith("python -m jaxppo.mismatch: error: ")
+    assert message in said.err
+
+
+def test_a_square_kernel_with_its_layout(tmp_path, capsys):
+    turned = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
+    states = {"hidden": np.ones((2, 3, 4), np.float32), "kernel": turned}
+    np.savez(tmp_path / "a.npz", **states, targets=np.full((2, 3), 3))
+    np.savez(tmp_path / "b.npz", **states)
+    log_probs = {}
+    for layout, kernel in (("hv", turned), ("vh", turned.T)):
+        main([str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--layout", layout, "--json"])
+        assert json.loads(capsys.readouterr().out)["figures"]["abs_max"] == 0
+        logits = np.ones(4) @ kernel
+        found = compare(read(tmp_path / "a.npz"), read(tmp_path / "b.npz"), layout=layout)
+        log_probs[layout] = np.asarray(found.log_probs)
+        np.testing.assert_allclose(log_probs[layout], logits[3] - np.log(np.exp(logits).sum()), rtol=1e-5)
+    assert not np.allclose(log_probs["hv"], log_probs["vh"])
 
 
 def test_the_command_itself(tmp_path):
