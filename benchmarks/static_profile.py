@@ -26,9 +26,10 @@ import jax.numpy as jnp
 
 from examples.pod_head import Step, described_mesh
 from examples.pod_sizes import HEADS
-from sharding.audit.devices import Device, device_of
 from sharding.audit.hlo import Instruction, Module, parse
+from sharding.audit.links import Switch
 from sharding.audit.tpu_time import Clock
+from sharding.devices import Device, device_of
 
 FLAG = "--xla_jf_dump_static_llo_profile_to"
 LARGE = 0.1  # ms; instructions that take less by both tools are in the last record only
@@ -199,7 +200,7 @@ def counted(module: Module, cycles: Mapping[str, int]) -> Module:
 
 def computing(module: Module, chip: Device) -> float:
     """Milliseconds of everything but collectives."""
-    return Clock(module, chip).time("").compute
+    return Clock(module, chip, Switch()).time("").compute
 
 
 def without_each(module: Module, names: Iterable[str], chip: Device) -> dict[str, float]:

@@ -148,7 +148,7 @@ def bound(work: Work, c: Candidate) -> Bound:
     products, update = least_flops(work, c) / chip.flops, 6 * 4 * whole / chip.bandwidth
 
     def ring(size: float, n: int) -> float:
-        return size * (n - 1) / n / (chip.link * (2 if chip.wraps else 1))
+        return size * (n - 1) / n / (chip.link * (2 if n >= chip.wraps else 1))
 
     hidden, gathered = 2 * tokens * H, 2 * whole * c.fsdp  # bytes, of bf16
     sums = 2 * L * ring(hidden, c.tp)  # over the tensor axis, once a layer

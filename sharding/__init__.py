@@ -3,15 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 from . import multihost
-from .audit import audit, note
-from .audit.devices import known_device
+from .audit import audit
 from .axes import LAYOUTS, ShardAxes, unvary, vary, vary_like, varying
 from .call import shard_call
 from .copies import one_a_device
+from .devices import known_device
 from .dtypes import wider_dtype
 from .layouts import check_row_length, in_order, logical_positions, physical_places, row_multiple, segment_multiple
 from .layouts.base import Layout, Row, register_layout
 from .mesh import ParallelMesh, check_parallel, make_parallel_mesh
+from .notes import note
 from .packing import Packed, pack, unpack
 from .placement import links
 from .rows import check_context_rows, redistribute, scan_affine, scan_shard, shift_left, shift_shard

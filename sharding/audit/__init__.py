@@ -1,8 +1,8 @@
 """The cost of a program on each device, read from what JAX traces and XLA compiles; no devices are needed.
 
-`audit` is the entry point; `note` lets a function leave remarks for it. `results` holds the records that they return,
-`devices` the public figures of TPUs and GPUs. `flops` reads jaxprs. `hlo`, `hlo_integers`, `hlo_bytes`, `tpu_time`
-and `gpu_time` read the text of a compiled module, and `trips` counts the turns of loops for both.
+`audit` is the entry point. `results` holds the records that they return.
+`flops` reads jaxprs. `hlo`, `hlo_integers`, `hlo_bytes`, `tpu_time` and `gpu_time` read the text of a compiled module,
+`links` has the ways of its collectives, and `trips` counts the turns of loops for both.
 
 The text (HLO) is parsed by hand, because no lightweight source shows enough. `compiled.cost_analysis()` counts the
 body of a loop once, whatever the loop's length. The bindings of jaxlib (`jaxlib._hlo`) show neither shapes nor
@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
-from .program import note
-
 if TYPE_CHECKING:
     from .results import Audit
 
-__all__ = ["audit", "note"]
+__all__ = ["audit"]
 
 
 def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Audit:

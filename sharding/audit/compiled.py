@@ -13,10 +13,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Lowered
 
-from .devices import Device, device_of
+from ..devices import Device, device_of
 from .flops import count_flops
 from .gpu_time import roofline
 from .hlo import Module, parse, transfer
+from .links import Torus
 from .program import notes
 from .results import Audit, Collective, Time
 from .tpu_time import estimate_time
@@ -28,8 +29,9 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh | None) -> Au
     traced = jitted.trace(*args)
     shardings = [s for x in jax.tree.leaves(args) if (s := getattr(x, "sharding", None)) is not None]
     mesh = _mesh_of(shardings) if mesh is None else mesh
-    devices = mesh.devices.flat if mesh is not None else (d for s in shardings for d in s.device_set)
-    device = next(iter(devices), None)  # None where neither the arguments nor the mesh name one
+    of_args = {d for s in shardings for d in s.device_set}
+    devices = sorted(of_args, key=lambda d: d.id) if mesh is None else list(mesh.devices.flat)
+    device = devices[0] if devices else None  # None where neither the arguments nor the mesh name one
     chip = device_of(device)
     compiled, text, generated = _compile(traced.lower(), device)
     memory = compiled.memory_analysis()
@@ -39,18 +41,18 @@ def read(fn: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh | None) -> Au
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         flops=count_flops(traced.jaxpr),
-        time=_time(text, generated, chip, device),
+        time=_time(text, generated, chip, devices),
         notes=notes(traced.jaxpr),
         text=text,
     )
 
 
-def _time(text: str, generated: str, chip: Device | None, device: jax.Device | None) -> Time | None:
-    if chip is None or device is None:
+def _time(text: str, generated: str, chip: Device | None, devices: Sequence[jax.Device]) -> Time | None:
+    if chip is None:
         return None
-    if device.platform == "gpu":
+    if devices[0].platform == "gpu":
         return roofline(text, chip)
-    return estimate_time(generated, chip) if generated else None
+    return estimate_time(generated, chip, Torus.of(devices, chip)) if generated else None
 
 
 def _mesh_of(shardings: Sequence[Sharding]) -> Mesh | None:

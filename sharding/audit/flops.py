@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .program import is_rare
+from ..notes import is_rare
 from .results import Flops
 from .trips import Limits, Loop, Turns, Value, constant, convert, operate
 

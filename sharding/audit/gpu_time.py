@@ -12,8 +12,9 @@ import re
 
 import numpy as np
 
-from .devices import Device
-from .hlo import Computation, Instruction, Transfer, dimensions, parse
+from ..devices import Device
+from .hlo import Computation, Instruction, dimensions, parse
+from .links import Switch
 from .results import Time
 from .tpu_time import Clock, product_flops, spent
 
@@ -33,7 +34,7 @@ def roofline(text: str, chip: Device) -> Time:
       `Time`.
 
     Example:
-      >>> from sharding.audit.devices import known_device
+      >>> from sharding.devices import known_device
       >>> text = '''ENTRY %main (x: f32[3350,250000]) -> f32[3350,250000] {
       ...   %x = f32[3350,250000]{1,0} parameter(0)
       ...   ROOT %y = f32[3350,250000]{1,0} add(%x, %x)
@@ -41,7 +42,7 @@ def roofline(text: str, chip: Device) -> Time:
       >>> roofline(text, known_device("H100")).elementwise
       2.0
     """
-    return _Roofline(parse(text), chip).time("a roofline")
+    return _Roofline(parse(text), chip, Switch()).time("a roofline")
 
 
 class _Roofline(Clock):
@@ -70,10 +71,3 @@ class _Roofline(Clock):
 
     def without_estimate(self, kind: str, seconds: float) -> np.ndarray:
         return spent(kind, seconds)  # and nothing is said of a part: there are no estimates
-
-    def ring_seconds(self, sent: Transfer, x: Instruction) -> float:
-        """As on a line of TPUs, but all pairs of GPUs are equally far apart, so an all-to-all sends each byte once."""
-        n = max((len(group) for group in sent.groups), default=self.module.devices)
-        if sent.op in ("all-to-all", "ragged-all-to-all"):
-            return (n - 1) / n * sent.bytes / self.chip.link
-        return super().ring_seconds(sent, x)

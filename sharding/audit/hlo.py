@@ -53,6 +53,18 @@ class Instruction:
         """The index of the element that a get-tuple-element takes."""
         return int(self.attributes.split("index=", 1)[1].split(",", 1)[0])
 
+    @functools.cached_property
+    def cycles(self) -> int | None:
+        """XLA:TPU's estimate; None where it makes none."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(found[1]) if found else None
+
+    @property
+    def target(self) -> str:
+        """What a custom-call calls."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
     @property
     def op_name(self) -> str:
         """The name of the operation in the traced program."""
@@ -61,6 +73,7 @@ class Instruction:
 
 
 Computation = dict[str, Instruction]
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,13 +196,27 @@ class Transfer:
     """
 
     op: str
-    groups: tuple[tuple[int, ...], ...]
+    groups: Groups
     bytes: int
 
 
+def chain(computation: Computation, target: str) -> str:
+    """The id of a collective in parts, if this is the fusion that calls `target`; an empty string for others.
+
+    XLA:TPU divides some collectives among fusions that compute something else: one with `AsyncCollectiveStart`, any
+    number of others, and one with `AsyncCollectiveDone`. Each holds the whole collective, with the same id.
+    """
+    if not any(x.target == target for x in computation.values()):
+        return ""
+    found = (re.search(r'chain_id="?(\d+)', x.attributes) for x in computation.values())
+    return next((match[0] for match in found if match), "")
+
+
 def transfer(module: Module, computation: str, instruction: Instruction) -> Transfer | None:
-    """The collective that an instruction is; None for any other instruction."""
+    """The collective that an instruction is, or begins; None for any other instruction."""
     if not (match := _COLLECTIVE.fullmatch(instruction.op)):
+        return None
+    if "chain_id=" in instruction.attributes and not chain(module.computations[computation], "AsyncCollectiveStart"):
         return None
     kind = match[1]
     groups = _groups(instruction.attributes, module.devices)
@@ -203,7 +230,7 @@ def transfer(module: Module, computation: str, instruction: Instruction) -> Tran
     return Transfer(kind, groups, max(size, 1))
 
 
-def _groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
+def _groups(attributes: str, devices: int) -> Groups:
     """The groups of devices of a collective, in any of the ways in which XLA writes them."""
     if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[^=]*?\})\}", attributes):
         return tuple(tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", match[1]))
@@ -217,7 +244,7 @@ def _groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
     return ()
 
 
-def _mesh_groups(axes: str, device_ids: str | None, joined: str) -> tuple[tuple[int, ...], ...]:
+def _mesh_groups(axes: str, device_ids: str | None, joined: str) -> Groups:
     """The groups of `mesh['a'=2,'b'=8] {'b':(2)4}`: along axes, or along a part of one; `(2)4` is a 4 behind a 2."""
     sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", axes)}
     places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-import jax
+from ..notes import notes_in
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -56,30 +54,9 @@ def hang_risks(jaxpr: Jaxpr | ClosedJaxpr) -> list[str]:
     ]
 
 
-def note(text: str) -> AbstractContextManager[None]:
-    """A context whose operations carry a note for `audit`. It is a part of their names only, and costs nothing.
-
-    A note that begins with "rarely" marks a `cond` that almost always takes its shorter branch: flops and time count
-    that branch alone.
-
-    Example:
-      >>> def double(x):
-      ...     with note("the short way"):
-      ...         return x * 2
-      >>> notes(jax.make_jaxpr(double)(1.0))
-      ('the short way',)
-    """
-    return jax.named_scope(f"<{text}>")
-
-
-def is_rare(name: str) -> bool:
-    """Whether the innermost note in an operation's name begins with "rarely"."""
-    return (re.findall(r"<([^<>]*)>", name) or [""])[-1].startswith("rarely")
-
-
 def notes(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[str, ...]:
     """The notes in a (closed) jaxpr, each once, in their order."""
-    found = (re.findall(r"<([^<>]*)>", str(eqn.source_info.name_stack)) for eqn, _ in _equations(jaxpr, ()))
+    found = (notes_in(str(eqn.source_info.name_stack)) for eqn, _ in _equations(jaxpr, ()))
     return tuple(dict.fromkeys(text for texts in found for text in texts))
 
 
@@ -94,7 +71,7 @@ def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 def _equations(jaxpr: Jaxpr | ClosedJaxpr, path: tuple[str, ...]) -> Iterator[tuple[JaxprEqn, tuple[str, ...]]]:
     """Every equation, with the branches and varying loops around it."""
-    from jax.extend import core  # imported here because it loads Pallas, which `note` does not need
+    from jax.extend import core
 
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn, path

@@ -90,15 +90,18 @@ class Time(Milliseconds):
     `note` says that it rarely does. `least` is the time with the fewest turns and the shorter branches. A loop that
     nothing bounds makes the figures of its body infinite.
 
-    A collective takes 2 us and, of n devices in one ring with b bytes (see `Collective.bytes`): 2 b (n-1)/n for an
-    all-reduce, b (n-1)/n for an all-gather or a reduce-scatter, b n/4 for an all-to-all, over both directions of a link
-    where the ring closes and over one where it is a line; b over one link for a permutation. GPUs are assumed to reach
-    each other through a switch, as within one host: an all-to-all takes b (n-1)/n.
+    A collective takes 2 us and the time of the busiest link on its way, and waits for others on its links; opposite
+    ways of a link do not wait for each other. With b bytes (see `Collective.bytes`), a message of a permutation takes b
+    over each link from chip to chip, one dimension of the slice after another, and one of an all-to-all of n devices
+    b/n. An all-gather or a reduce-scatter takes b (n-1)/n, and an all-reduce twice that, over all links that a chip has
+    to others of its group: one along a line, two around a ring, for each dimension of the group. A dimension is a ring
+    in slices of whole 4x4x4 cubes (v4, v5p, tpu7x), or if it has 16 chips (v5e, v6e). What sparse cores or fusions send
+    beside other work is charged the same. GPUs are assumed to reach each other through a switch, as within one host.
 
     Args:
       least: the time with data-dependent loops and branches at their shortest.
       unknown: a description of what the figures leave out or guess: loops that nothing bounds, kernels that declare
-        nothing, work of the sparse cores, collectives whose groups could not be read.
+        nothing, gathers and scatters of the sparse cores, collectives whose groups could not be read.
       compiler: the name and version of the compiler that made the estimates; "a roofline" on a GPU.
       chip: the name of the device.
     """

@@ -1,26 +1,28 @@
 """The estimated time of a compiled TPU program: the sum of XLA's estimates of its instructions. No TPU is needed.
 
 XLA:TPU writes the expected cycles of most instructions into the text of the code that it generates. These are added up,
-those of a loop once per turn. An instruction without a number takes the time to move its bytes, and a collective the
-time of a ring of devices. Nothing here has been timed: differences under 15% mean nothing, and a new libtpu may give
-other estimates.
+those of a loop once per turn. An instruction without a number takes the time to move its bytes, and a collective that
+of the busiest link on its way, see `links`. Nothing here has been timed: differences under 15% mean nothing, and a new
+libtpu may give other estimates.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from .devices import Device
-from .hlo import Computation, Instruction, Module, Transfer, dimensions, parse, root, transfer
+from ..devices import Device
+from ..notes import is_rare
+from .hlo import Computation, Instruction, Module, Transfer, chain, dimensions, parse, root, transfer
 from .hlo_bytes import hbm_bytes
 from .hlo_integers import Known, loop, values
-from .program import is_rare
+from .links import Link, Switch
 from .results import Milliseconds, Time
 from .trips import Turns
 
@@ -32,26 +34,29 @@ _KIND = dict(zip(_KINDS, np.eye(len(_KINDS)), strict=True))
 _COMPUTE = slice(0, 4)
 
 
-def estimate_time(text: str, chip: Device) -> Time:
+def estimate_time(text: str, chip: Device, links: Switch) -> Time:
     """The time of a compiled TPU module: the sum of its instructions' estimated cycles, loops as often as they turn.
 
     Args:
       text: the text of the generated code, `*.after_codegen.txt` of a dump of XLA.
       chip: the chip that it was compiled for.
+      links: between the devices of its mesh, in their order.
 
     Returns:
       `Time`.
 
     Example:
-      >>> from sharding.audit.devices import known_device
+      >>> from sharding.audit.links import Torus
+      >>> from sharding.devices import known_device
       >>> text = '''ENTRY %main (x: f32[8,128]) -> f32[8,128] {
       ...   %x = f32[8,128]{1,0} parameter(0)
       ...   ROOT %y = f32[8,128]{1,0} add(%x, %x), backend_config={"estimated_cycles":"1750000"}
       ... }'''
-      >>> estimate_time(text, known_device("TPU v5")).elementwise
+      >>> chip = known_device("TPU v5")
+      >>> estimate_time(text, chip, Torus([(0, 0, 0, 0)], (1, 1, 1, 1), chip)).elementwise
       1.0
     """
-    return Clock(parse(text), chip).time(_compiler())
+    return Clock(parse(text), chip, links).time(_compiler())
 
 
 def _compiler() -> str:
@@ -76,8 +81,9 @@ _MOVES = frozenset(
 class Clock:
     """Adds up a module. Times are arrays `[2, kinds]` in seconds: with the fewest turns, and with the most."""
 
-    def __init__(self, module: Module, chip: Device) -> None:
+    def __init__(self, module: Module, chip: Device, links: Switch) -> None:
         self.module, self.chip, self.unknown = module, chip, list[str]()
+        self.shares = functools.cache(links.shares)
 
     def time(self, compiler: str) -> Time:
         """The time of the module, by the compiler of this name."""
@@ -91,36 +97,53 @@ class Clock:
         known = values(self.module, computation, args)
         total = np.zeros((2, len(_KINDS)))
         started: dict[str, tuple[float, np.ndarray]] = {}  # how long a collective takes, and when it ends
-        busy: dict[Hashable, np.ndarray] = {}  # when a permutation's links become free
+        busy: dict[Link, np.ndarray] = {}  # when a link becomes free
         for x in computation.values():
             source = x.operands[0] if x.operands else ""
             if (found := self._sent(name, x)) is not None:
-                seconds = self.ring_seconds(found, x)
-                if x.op == "fusion" and _cycles(x) is not None:  # the fusion also does work of its own
+                if x.op == "fusion" and x.cycles is not None:  # the fusion also does work of its own
                     total += self.plain(computation, x)
-                if x.op.endswith("-start"):
-                    now = _elapsed(total)
-                    busy[found.groups] = np.maximum(now, busy.get(found.groups, now)) + seconds
-                    started[x.name] = seconds, busy[found.groups]
+                seconds, end = self._send(found, x, _elapsed(total), busy)
+                if key := x.name if x.op.endswith("-start") else self._chain(x, "AsyncCollectiveStart"):
+                    started[key] = seconds, end
                 else:
-                    total += spent("collectives", seconds)
+                    total += _beside(seconds, end, _elapsed(total))
             elif source in started and x.op == "async-update":
                 started[x.name] = started.pop(source)
-            elif source in started and x.op.endswith("-done"):
-                seconds, end = started.pop(source)
+            elif (key := source if x.op.endswith("-done") else self._chain(x, "AsyncCollectiveDone")) in started:
+                seconds, end = started.pop(key)
                 total += _beside(seconds, end, _elapsed(total))
             else:
                 total += self._instruction(computation, x, known)
         return total + sum(spent("overlapped", seconds) for seconds, _ in started.values())
 
-    def _sent(self, name: str, x: Instruction) -> Transfer | None:
+    def _sent(self, name: str, x: Instruction, within: bool = False) -> Transfer | None:
         """The collective of an instruction: itself, or the one that it wraps."""
-        if x.op in ("fusion", "async-start"):
-            for inner in x.calls["calls"]:
+        if x.op in ("fusion", "async-start") or (within and x.op in ("call", "custom-call")):
+            for inner in (name for names in x.calls.values() for name in names):
                 for wrapped in self.module.computations[inner].values():
-                    if found := transfer(self.module, inner, wrapped):
+                    if found := self._sent(inner, wrapped, within=True):
                         return found
         return transfer(self.module, name, x)
+
+    def _chain(self, x: Instruction, target: str) -> str:
+        return "".join(chain(inner, target) for inner in self.module.called(x, "calls")) if x.op == "fusion" else ""
+
+    def _send(
+        self, sent: Transfer, x: Instruction, now: np.ndarray, busy: dict[Link, np.ndarray]
+    ) -> tuple[float, np.ndarray]:
+        """How long a collective takes by itself, and when it ends, as each of its links waits until it is free."""
+        groups = sent.groups or (tuple(range(self.module.devices)),)
+        if not sent.groups:
+            self.unknown.append(f"what {x.name} joins ({x.op_name}): charged for all {len(groups[0])} devices")
+        if max(map(len, groups)) == 1:
+            return 0.0, now
+        shares = self.shares(sent.op, groups)
+        ends = [now]
+        for link, share in shares.items():
+            busy[link] = np.maximum(now, busy.get(link, now)) + share * sent.bytes / self.chip.link
+            ends.append(busy[link])
+        return max(shares.values(), default=0) * sent.bytes / self.chip.link + _LATENCY, np.max(ends, 0) + _LATENCY
 
     def _instruction(self, computation: Computation, x: Instruction, known: dict[str, Known]) -> np.ndarray:
         if x.op == "while":
@@ -156,7 +179,7 @@ class Clock:
 
     def plain(self, computation: Computation, x: Instruction) -> np.ndarray:
         """The time of an instruction or a fusion that runs by itself."""
-        cycles, inside = _cycles(x), self._inside(computation, x)
+        cycles, inside = x.cycles, self._inside(computation, x)
         is_free = x.op in _FREE or x.op.endswith("-done") or self.is_free(x)
         if is_free or (cycles is None and all(_is_on_scalars(c, y) for c, y in inside)):
             return np.zeros((2, len(_KINDS)))
@@ -173,7 +196,7 @@ class Clock:
 
     def is_free(self, x: Instruction) -> bool:
         """Whether an instruction starts no work on this kind of device."""
-        return x.op == "custom-call" and _cycles(x) is None
+        return x.op == "custom-call" and x.cycles is None
 
     def product_seconds(self, computation: Computation, x: Instruction) -> float:
         """The time of an instruction's product at the device's peak; 0 if it is not a product."""
@@ -191,7 +214,7 @@ class Clock:
         return [found for y in inner.values() for found in self._inside(inner, y)]
 
     def _kernel_seconds(self, computation: Computation, x: Instruction) -> float:
-        if (cycles := _cycles(x)) is not None:  # XLA writes none for a kernel; a static profile has some
+        if (cycles := x.cycles) is not None:  # XLA writes none for a kernel; a static profile has some
             return cycles / self.chip.hertz
         declared = re.search(r'"cost_estimate":\{([^}]*)\}', x.attributes)
         cost = {key: int(n) for key, n in re.findall(r'"(\w+)":"?(\d+)', declared[1])} if declared else {}
@@ -199,27 +222,6 @@ class Clock:
             self.unknown.append(f"what the kernel {x.name} takes ({x.op_name}): it declares nothing, charged its bytes")
         moved = cost.get("bytes_accessed") or hbm_bytes(self.module, computation, x)
         return max(cost.get("flops", 0) / (_KERNEL_PEAK * self.chip.flops), moved / self.chip.bandwidth)
-
-    def ring_seconds(self, sent: Transfer, x: Instruction) -> float:
-        n = max((len(group) for group in sent.groups), default=self.module.devices)
-        if not sent.groups:
-            self.unknown.append(f"what {x.name} joins ({x.op_name}): charged for all {n} devices")
-        ring = self.chip.link * (2 if self.chip.wraps else 1)
-        match sent.op:
-            case "collective-permute":
-                return sent.bytes / self.chip.link + _LATENCY
-            case "all-to-all" | "ragged-all-to-all":
-                turns = n * n // 4 / n  # the mean of the distances around, times n
-            case "all-reduce":
-                turns = 2 * (n - 1) / n
-            case _:
-                turns = (n - 1) / n
-        return turns * sent.bytes / ring + _LATENCY if n > 1 else 0.0
-
-
-def _cycles(x: Instruction) -> int | None:
-    found = re.search(r'"estimated_cycles":"(\d+)"', x.attributes)
-    return int(found[1]) if found else None
 
 
 def spent(kind: str, seconds: float) -> np.ndarray:

@@ -22,8 +22,8 @@ from examples.plan_search import BEST, Search, run
 from examples.pod_sizes import MODELS, ModelSizes
 from examples.pod_step import TrainStep
 from sharding import make_parallel_mesh
-from sharding.audit.devices import known_device
 from sharding.audit.flops import count_flops
+from sharding.devices import known_device
 from sharding.testing import factorings
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.static_profile import profile_of, records
-from sharding.audit.devices import known_device
+from sharding.devices import known_device
 
 ROUND = dataclasses.replace(known_device("TPU v6 lite"), hertz=1e9)  # 1e6 cycles are a ms
 

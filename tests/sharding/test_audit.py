@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharding import make_parallel_mesh
-from sharding.audit import audit, note
+from sharding import make_parallel_mesh, note
+from sharding.audit import audit
 from sharding.audit.flops import count_flops
 from sharding.audit.results import Collective, Flops
 

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from examples.described_gpu import described_gpus
 from sharding.audit import audit
-from sharding.audit.devices import known_device
 from sharding.audit.gpu_time import roofline
+from sharding.devices import known_device
 
 # A ms is 1e12 flops of bf16, 1e9 bytes of memory or of links.
 ROUND = dataclasses.replace(known_device("H100"), flops=1e15, bandwidth=1e12, link=1e12)

@@ -6,11 +6,12 @@ import math
 
 import pytest
 
-from sharding.audit.devices import known_device
+from sharding.audit.links import Torus
 from sharding.audit.tpu_time import estimate_time
+from sharding.devices import known_device
 
 # Modules written by hand, for a chip of round figures: in a ms 1e6 cycles, 1e12 flops, 1e9 bytes of memory or a link.
-ROUND = dataclasses.replace(known_device("TPU v5"), flops=1e15, hertz=1e9, bandwidth=1e12, link=1e12, wraps=False)
+ROUND = dataclasses.replace(known_device("TPU v5"), flops=1e15, hertz=1e9, bandwidth=1e12, link=1e12, wraps=0)
 LATENCY = 0.002  # ms
 
 
@@ -24,8 +25,14 @@ def module(body, computations="", devices=4):
     return f"{header}ENTRY %main (x: f32[1000,1000], n: s32[]) -> f32[1000,1000] {{\n{inputs}{body}}}\n"
 
 
-def time_of(body, computations="", **how):
-    return estimate_time(module(body, computations, **how), ROUND)
+def time_of(body, computations="", devices=4, chip=ROUND):
+    """On a line of chips, or on a ring where the chip has any."""
+    places = [(x, 0, 0, 0) for x in range(devices)]
+    links = Torus(places, (devices, 4, 4, 1) if chip.wraps else (devices, 1, 1, 1), chip)
+    return estimate_time(module(body, computations, devices), chip, links)
+
+
+RING = dataclasses.replace(ROUND, wraps=4)
 
 
 def spent(time):
@@ -226,8 +233,7 @@ def test_what_has_no_estimate_takes_the_bytes_that_it_moves(lines, kind, size):
     ],
 )
 def test_a_product_without_an_estimate_takes_its_flops(line):
-    slow = dataclasses.replace(ROUND, flops=1e11)
-    found = estimate_time(module(f"  %p = {A} {line}\n", FUSED), slow)
+    found = time_of(f"  %p = {A} {line}\n", FUSED, chip=dataclasses.replace(ROUND, flops=1e11))
     assert spent(found) == {"products": 2e9 / 1e8, "unestimated": 2e9 / 1e8}
 
 
@@ -253,7 +259,7 @@ def test_a_kernel_takes_what_it_declares():
 
 
 SIZE = 4e6
-RING = {
+AROUND = {
     "all-reduce": 2 * 3 / 4 * SIZE,
     "all-gather": 3 / 4 * SIZE,
     "reduce-scatter": 3 / 4 * 4 * SIZE,  # its result is a fourth of what goes in
@@ -261,13 +267,13 @@ RING = {
 }
 
 
-@pytest.mark.parametrize("op", RING)
+@pytest.mark.parametrize("op", AROUND)
 @pytest.mark.parametrize("groups", ["{{0,1,2,3}}", "[1,4]<=[4]", "mesh['a'=4] {'a'}", "{}"])
 def test_a_collective_takes_what_a_ring_does(op, groups):
     line = f"  %c = {A} {op}(%x), replica_groups={groups}, dimensions={{0}}\n"
-    assert spent(time_of(line)) == {"collectives": pytest.approx(RING[op] / 1e9 + LATENCY)}
-    both_ways = estimate_time(module(line), dataclasses.replace(ROUND, wraps=True))
-    assert spent(both_ways) == {"collectives": pytest.approx(RING[op] / 2e9 + LATENCY)}
+    assert spent(time_of(line)) == {"collectives": pytest.approx(AROUND[op] / 1e9 + LATENCY)}
+    both_ways = time_of(line, chip=RING)
+    assert spent(both_ways) == {"collectives": pytest.approx(AROUND[op] / 2e9 + LATENCY)}
 
 
 def test_collectives_of_other_sizes():
@@ -307,20 +313,30 @@ def permuted(name, pairs):
 
 
 def test_permutations_at_the_same_time():
-    """Over the same links one waits for the other; over others both are sent at once."""
-    sent = SIZE / 1e9 + LATENCY
-    up, up_done = permuted("up", "{0,1},{1,0}")
-    again, again_done = permuted("again", "{0,1},{1,0}")
-    down, down_done = permuted("down", "{1,2},{2,1}")
+    """Over the same link one waits for the other, whatever they join; over others both are sent at once."""
+    one, two = SIZE / 1e9 + LATENCY, 2 * SIZE / 1e9 + LATENCY
+    up, up_done = permuted("up", "{0,1}")
+    again, again_done = permuted("again", "{0,1},{2,3}")
+    down, down_done = permuted("down", "{1,0},{2,1}")
     same, other = up + again + up_done + again_done, up + down + up_done + down_done
-    assert spent(time_of(same)) == {"collectives": pytest.approx(2 * sent)}
-    assert spent(time_of(other)) == {"collectives": pytest.approx(sent), "overlapped": pytest.approx(sent)}
+    assert spent(time_of(same)) == {"collectives": pytest.approx(two), "overlapped": pytest.approx(LATENCY)}
+    assert spent(time_of(other)) == {"collectives": pytest.approx(one), "overlapped": pytest.approx(one)}
     short = WORK.replace("1000000", "1000")
     assert spent(time_of(up + again + short + up_done + again_done, FUSED)) == {
         "elementwise": 0.001,
-        "overlapped": pytest.approx(0.001),
-        "collectives": pytest.approx(2 * sent - 0.001),
+        "overlapped": pytest.approx(0.001 + LATENCY),
+        "collectives": pytest.approx(two - 0.001),
     }
+
+
+def test_a_sum_waits_for_a_permutation_over_its_links():
+    up, up_done = permuted("up", "{0,1}")
+    summed = f"  %c = {A} all-reduce(%x), {SENT}\n"
+    apart = f"  %c = {A} all-reduce(%x), replica_groups={{{{0}},{{1}},{{2,3}}}}\n"
+    both = (1 + 2 * 3 / 4) * SIZE / 1e9 + LATENCY
+    assert spent(time_of(up + summed + up_done)) == {"collectives": pytest.approx(both), "overlapped": LATENCY}
+    found = time_of(up + apart + up_done)
+    assert found.collectives == pytest.approx(SIZE / 1e9 + LATENCY)
 
 
 def test_what_runs_beside_other_work_behind_a_loop_that_is_unknown():
@@ -336,7 +352,7 @@ def test_collectives_that_are_wrapped():
     )
     begin = "  %s = ((f32[1000,1000]), f32[1000,1000], u32[]) async-start(%x), calls=%wrapped\n"
     update = "  %u = ((f32[1000,1000]), f32[1000,1000], u32[]) async-update(%s)\n"
-    reduced = pytest.approx(RING["all-reduce"] / 1e9 + LATENCY)
+    reduced = pytest.approx(AROUND["all-reduce"] / 1e9 + LATENCY)
     done = f"  %d = {A} async-done(%u)\n"
     assert spent(time_of(begin + WORK + update + done, FUSED + wrapped)) == {"elementwise": 1, "overlapped": reduced}
     assert spent(time_of(begin + update + done, FUSED + wrapped)) == {"collectives": reduced}
@@ -351,17 +367,127 @@ def test_collectives_that_are_wrapped():
     assert spent(time_of(fused, scattered)) == {"collectives": pytest.approx(3 / 4 * SIZE / 1e9 + LATENCY)}
 
 
-def test_a_permutation_takes_one_link():
-    pairs = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
-    text = module(
-        f"  %s = ({A}, {A}, u32[]) collective-permute-start(%x), {pairs}\n  %d = {A} collective-permute-done(%s)\n"
-    )
-    for wraps in (True, False):
-        found = estimate_time(text, dataclasses.replace(ROUND, wraps=wraps))
-        assert spent(found) == {"collectives": pytest.approx(SIZE / 1e9 + LATENCY)}
+V6E = dataclasses.replace(ROUND, wraps=16)
+AROUND_FOUR, BACK = "{0,1},{1,2},{2,3},{3,0}", "{1,0},{2,1},{3,2},{0,3}"
+# the chip, the size of its slice, the places in the order of the mesh, permutations, messages on the busiest link
+LINE, PLANE = [(x, 0) for x in range(4)], [(0, 0), (1, 0), (0, 1), (1, 1)]
+SQUARE = [(x, y) for y in range(4) for x in range(4)]
+PERMUTED = {
+    "to the neighbour": (V6E, (4, 1, 1), LINE, "{0,1}", 1),
+    "to all neighbours": (V6E, (4, 1, 1), LINE, "{0,1},{1,2},{2,3}", 1),
+    "two over one link": (V6E, (4, 4, 1), SQUARE, "{0,2},{1,3}", 2),
+    "two over one link, of two rows": (V6E, (4, 4, 1), SQUARE, "{0,10},{1,6}", 2),
+    "both ways at once": (V6E, (4, 1, 1), LINE, "{0,1},{1,0}", 1),
+    "both ways at once, apart": (V6E, (4, 1, 1), LINE, "{0,1} {1,0}", 1),
+    "a ring on a line": (V6E, (4, 1, 1), LINE, AROUND_FOUR, 1),  # the last message goes back where no other does
+    "a ring on a line, both ways": (V6E, (4, 1, 1), LINE, f"{AROUND_FOUR} {BACK}", 2),
+    "a ring of a cube, both ways": (RING, (4, 4, 4), LINE, f"{AROUND_FOUR} {BACK}", 1),
+    "a ring on a line, every other chip first": (V6E, (4, 1, 1), [LINE[i] for i in (0, 2, 1, 3)], AROUND_FOUR, 2),
+    "a ring on a plane, in mesh order": (V6E, (2, 2, 1), PLANE, AROUND_FOUR, 1),
+    "a ring on a plane, in mesh order, both ways": (V6E, (2, 2, 1), PLANE, f"{AROUND_FOUR} {BACK}", 2),
+    "a ring on a plane, from neighbour to neighbour, both ways": (
+        V6E,
+        (2, 2, 1),
+        [PLANE[i] for i in (0, 1, 3, 2)],
+        f"{AROUND_FOUR} {BACK}",
+        1,
+    ),
+    "across a line": (V6E, (4, 1, 1), LINE, "{0,3},{1,2}", 2),
+    "around four of a cube": (RING, (4, 4, 4), LINE, "{0,3},{1,2}", 1),
+    "around four of half a cube": (RING, (4, 4, 2), LINE, "{0,3},{1,2}", 2),
+    "around sixteen": (V6E, (16, 1, 1), [(x, 0) for x in range(16)], "{0,12},{13,14},{1,2}", 1),
+    "half around": (RING, (4, 4, 4), LINE, "{0,2},{1,3},{2,0},{3,1}", 1),
+    "a row of sixteen to each other row": (V6E, (16, 1, 1), [(x, 0) for x in range(16)], "{0,8},{2,10},{4,12}", 3),
+}
 
 
-def test_sparse_cores_are_not_timed():
+@pytest.mark.parametrize("name", PERMUTED)
+def test_a_permutation_takes_the_links_on_its_way(name):
+    chip, sizes, chips, pairs, messages = PERMUTED[name]
+    starts, ends = zip(*(permuted(f"p{i}", some) for i, some in enumerate(pairs.split())), strict=True)
+    links = Torus([(*place, 0, 0) for place in chips], (*sizes, 1), chip)
+    found = estimate_time(module("".join(starts + ends), devices=len(chips)), chip, links)
+    assert found.collectives == pytest.approx(messages * SIZE / 1e9 + LATENCY)
+
+
+CUBE = [(x, y, z) for x in range(4) for y in range(4) for z in range(4)]
+# the chip, the size of its slice, the places, groups, the devices of a group, the links over which each receives
+GROUPS = {
+    "a line": (V6E, (4, 1, 1), LINE, "{{0,1,2,3}}", 4, 1),
+    "a ring": (RING, (4, 4, 4), LINE, "{{0,1,2,3}}", 4, 2),
+    "half of a ring": (RING, (4, 4, 4), LINE, "{{0,1},{2,3}}", 2, 1),
+    "a plane of four": (V6E, (2, 2, 1), PLANE, "{{0,1,2,3}}", 4, 2),
+    "a plane of sixteen": (V6E, (4, 4, 1), SQUARE, "[1,16]<=[16]", 16, 2),
+    "the rows of a plane": (V6E, (4, 4, 1), SQUARE, "[4,4]<=[16]", 4, 1),
+    "every other chip of a line": (V6E, (4, 1, 1), LINE, "{{0,2},{1,3}}", 2, 1 / 2),
+    "a cube": (RING, (4, 4, 4), CUBE, "{}", 64, 6),
+    "a cube of a chip without rings": (V6E, (4, 4, 4), CUBE, "{}", 64, 3),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_rings_take_all_links_of_their_box(name):
+    chip, sizes, chips, groups, n, lanes = GROUPS[name]
+    links = Torus([(*place[:2], *(place[2:] or (0,)), 0) for place in chips], (*sizes, 1), chip)
+    line = f"  %c = {A} all-gather(%x), replica_groups={groups}, dimensions={{0}}\n"
+    found = estimate_time(module(line, devices=len(chips)), chip, links)
+    assert spent(found) == {"collectives": pytest.approx((n - 1) / n * SIZE / lanes / 1e9 + LATENCY)}
+
+
+def test_two_devices_of_a_chip_share_its_links():
+    places = [(x, 0, 0, core) for x in range(2) for core in range(2)]
+    links = Torus(places, (2, 1, 1, 2), ROUND)
+    start, done = permuted("p", "{0,2},{1,3}")
+    assert estimate_time(module(start + done), ROUND, links).collectives == pytest.approx(2 * SIZE / 1e9 + LATENCY)
+    apart = f"  %c = {A} all-reduce(%x), replica_groups={{{{0,2}},{{1,3}}}}\n"
+    assert estimate_time(module(apart), ROUND, links).collectives == pytest.approx(2 * SIZE / 1e9 + LATENCY)
+    both = f"  %c = {A} all-reduce(%x), {SENT}\n"
+    assert estimate_time(module(both), ROUND, links).collectives == pytest.approx(1.5 * SIZE / 1e9 + LATENCY)
+
+
+SPARSE = (
+    f"%summed (p: f32[1000,1000]) -> f32[1000,1000] {{\n  %p = {A} parameter(0)\n"
+    f"  ROOT %c = {A} all-reduce(%p), {SENT}\n}}\n\n"
+    f"%offloaded (p: f32[1000,1000]) -> f32[1000,1000] {{\n  %p = {A} parameter(0)\n"
+    f"  ROOT %c = {A} custom-call(%p), custom_call_target=_, called_computations={{%summed}}\n}}\n"
+)
+
+
+def test_a_sum_on_sparse_cores_is_a_sum():
+    shapes = f"((f32[1000,1000]), {A}, u32[])"
+    start = '  %s = ((), ()) async-start(), async_execution_thread="sparsecore", calls=%offloaded\n'
+    update = f"  %u = {shapes} async-update(%s, %x)\n"
+    done = f"  %d = {A} async-done(%u)\n"
+    reduced = pytest.approx(AROUND["all-reduce"] / 1e9 + LATENCY)
+    beside = time_of(start + update + WORK + done, FUSED + SPARSE)
+    assert spent(beside) == {"elementwise": 1, "overlapped": reduced}
+    assert beside.unknown == ()
+    assert spent(time_of(start + update + done, SPARSE)) == {"collectives": reduced}
+
+
+def part(name, target, ms):
+    call = f'\n  ROOT %t = {A} custom-call(%g), custom_call_target="{target}"' if target else ""
+    gathered = f'all-gather(%p), {SENT}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}'
+    computation = f"%{name}.1 (p: f32[1000,1000]) -> f32[1000,1000] {{\n  %p = {A} parameter(0)\n"
+    computation += f"  {'' if target else 'ROOT '}%g = {A} {gathered}{call}\n}}\n\n"
+    line = f"  %{name} = {A} fusion(%x), kind=kOutput, calls=%{name}.1"
+    return computation, estimated(line.split(" = ")[0].strip(), line.split(" = ")[1], ms) if ms else f"{line}\n"
+
+
+def test_a_gather_in_parts_is_sent_once_beside_the_products_between_its_ends():
+    parts = [
+        part("a", "AsyncCollectiveStart", 0),
+        part("b", "", 1),
+        part("c", "", 2),
+        part("d", "AsyncCollectiveDone", 0),
+    ]
+    computations, lines = map("".join, zip(*parts, strict=True))
+    assert spent(time_of(lines, computations)) == {"elementwise": 3, "overlapped": pytest.approx(GATHERED)}
+    computations, lines = map("".join, zip(parts[0], parts[3], strict=True))
+    assert spent(time_of(lines, computations)) == {"collectives": pytest.approx(GATHERED)}
+
+
+def test_other_work_of_sparse_cores_is_not_timed():
     wrapped = (
         f"%gathers (p: f32[1000,1000]) -> f32[1000,1000] {{\n  %p = {A} parameter(0)\n"
         f'  ROOT %c = {A} custom-call(%p), custom_call_target="offloaded", metadata={{op_name="jit(f)/gather"}}\n}}\n'

@@ -19,8 +19,8 @@ from examples.pod_head import plain_stats
 from jaxppo import log_probs_from_hidden
 from sharding import ParallelMesh
 from sharding.audit import audit
-from sharding.audit.devices import device_of, known_device
 from sharding.audit.results import Milliseconds
+from sharding.devices import device_of, known_device
 
 LATENCY = 0.002  # ms
 V5P = {"flops": 459e9, "hbm": 2765e6, "link": 90e6}  # a millisecond
@@ -190,7 +190,8 @@ MIB4 = 1024 * 1024 * 4
 @pytest.mark.parametrize(
     ("fn", "out_specs", "carried"),
     [
-        (lambda x: lax.psum(x, ("a", "b")), P(), 2 * 15 / 16 * MIB4 / 2),
+        (lambda x: lax.psum(x, ("a", "b")), P(), 2 * 15 / 16 * MIB4 / 3),  # in a box of 2x2x4
+        (lambda x: lax.psum(x, "a"), P("b"), 2 * 3 / 4 * MIB4),  # along a line
         (lambda x: lax.psum(x, "b"), P("a"), 2 * 3 / 4 * MIB4 / 2),
         (lambda x: lax.all_gather(x, "b", axis=0, tiled=True), P(("a", "b")), 3 / 4 * 4 * MIB4 / 2),
         (lambda x: lax.all_to_all(x, "b", 0, 1, tiled=True), P(("a", "b")), MIB4 / 2),
@@ -211,6 +212,64 @@ def test_a_compiled_collective_beside_a_product():
     found = on_sixteen(both, (P(("a", "b")), P()), a)
     assert found.products >= 2 * 4096**3 / V5P["flops"]
     assert (found.overlapped, found.collectives) == (pytest.approx(MIB4 / V5P["link"] + LATENCY), 0)
+
+
+def four_by_four(fn, *args, options=None, name="v6e:4x4", dtype=jnp.float32, out_specs=None):
+    """The time of a function of a device's `[1024, 1024]` on the mesh a=4, b=4 in the order of coordinates."""
+    ordered = sorted(devices(name), key=lambda d: (d.coords[1], d.coords[0]))
+    mesh = Mesh(np.array(ordered).reshape(4, 4), ("a", "b"))
+    x = jax.ShapeDtypeStruct((16 * 1024, 1024), dtype, sharding=NamedSharding(mesh, P(("a", "b"))))
+    specs = {"in_specs": P(("a", "b")), "out_specs": out_specs or P(("a", "b"))}
+    return audit(jax.jit(jax.shard_map(fn, mesh=mesh, **specs), compiler_options=options), x).time
+
+
+def sent(*pairs):
+    return lambda x: lax.ppermute(x, "b", pairs)
+
+
+@pytest.mark.parametrize(
+    ("fn", "messages"),
+    [
+        (sent((0, 1)), 1),
+        (sent((0, 2)), 1),
+        (sent((0, 2), (1, 3)), 2),
+        (sent((0, 1), (1, 0)), 1),
+        (sent((0, 1), (1, 2), (2, 3), (3, 0)), 1),
+        (sent((0, 3), (1, 2)), 2),
+        (lambda x: (sent((0, 1), (1, 2), (2, 3), (3, 0))(x), sent((1, 0), (2, 1), (3, 2), (0, 3))(x)), 2),
+        (lambda x: (sent((0, 1), (1, 2), (2, 3))(x), sent((1, 0), (2, 1), (3, 2))(x)), 1),
+    ],
+)
+def test_compiled_permutations_wait_for_each_other_on_a_link(fn, messages):
+    found = four_by_four(fn, out_specs=None if fn.__code__.co_freevars else (P(("a", "b")),) * 2)
+    assert found.collectives == pytest.approx(messages * MIB4 / V5P["link"] + LATENCY, rel=1e-3)
+
+
+def test_a_compiled_sum_on_sparse_cores():
+    """It takes what any sum does, and it is known that nothing was beside it."""
+    on_sparse_cores = {
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+        "xla_tpu_use_tc_device_shape_on_sc": "true",
+    }
+    reduced = 2 * 3 / 4 * MIB4 / V5P["link"] + LATENCY
+    for options in (on_sparse_cores, {}):
+        found = four_by_four(lambda x: lax.psum(x, "b"), options=options, name="v5p:4x4x1", out_specs=P("a"))
+        assert (found.collectives, found.overlapped) == (pytest.approx(reduced), pytest.approx(0))
+        assert found.unknown == ()
+
+
+def test_a_compiled_gather_in_parts():
+    """A v5e sends the parts of a gather beside products; the gather is sent once."""
+
+    def both(x):
+        gathered, product = lax.all_gather(x, "b", axis=0, tiled=True), x
+        for _ in range(4):
+            product = jnp.tanh(product @ x)
+        return gathered @ product
+
+    found = four_by_four(both, name="v5e:4x4", dtype=jnp.bfloat16)
+    assert found.overlapped + found.collectives == pytest.approx(3 / 4 * 4 * MIB4 / 2 / 45e6 + LATENCY)
+    assert found.overlapped > 0
 
 
 class Watched:

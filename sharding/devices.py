@@ -21,7 +21,8 @@ class Device:
       bandwidth: bytes a second to and from its memory.
       memory: bytes of memory.
       link: bytes a second over one link to a neighbour, one way; for a GPU over all its links to the switch.
-      wraps: whether four chips along an axis form a ring, as in a slice of whole 4x4x4 cubes, rather than a line.
+      wraps: how many chips along an axis form a ring rather than a line: 16, or 4 in a slice of whole 4x4x4 cubes. 0
+        for a GPU.
       devices: the number of JAX devices on a chip, for clients that do not say.
     """
 
@@ -32,7 +33,7 @@ class Device:
     bandwidth: float
     memory: int
     link: float
-    wraps: bool
+    wraps: int
     devices: int = 1
 
     def shared_by(self, devices: int) -> Device:
@@ -48,14 +49,14 @@ class Device:
 # 4 * 256**2 (v6e), 2 * 4 * 256**2 (tpu7x). GPUs are the SXM boards of https://www.nvidia.com/en-us/data-center/{h100,
 # h200,dgx-b200}, dense bf16 without sparsity, with as many cells as 132 * 2048 (H100, H200), 148 * 4096 (B200).
 DEVICES = (
-    Device("v4", ("TPU v4",), 275e12, 1.05e9, 1200e9, 32 * GIB, 45e9, True),
-    Device("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 1.5e9, 819e9, 16 * GIB, 45e9, False),
-    Device("v5p", ("TPU v5", "TPU v5p"), 459e12, 1.75e9, 2765e9, 95 * GIB, 90e9, True),
-    Device("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 1.75e9, 1638e9, 32 * GIB, 90e9, False),
-    Device("tpu7x", ("TPU7x",), 2307e12, 2.2e9, 7380e9, 192 * GIB, 90e9, True, devices=2),
-    Device("H100", ("H100",), 989e12, 1.83e9, 3350e9, 80 * GIB, 450e9, False),
-    Device("H200", ("H200",), 989e12, 1.83e9, 4800e9, 141 * GIB, 450e9, False),
-    Device("B200", ("B200",), 2250e12, 1.86e9, 8000e9, 180 * GIB, 900e9, False),
+    Device("v4", ("TPU v4",), 275e12, 1.05e9, 1200e9, 32 * GIB, 45e9, 4),
+    Device("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 1.5e9, 819e9, 16 * GIB, 45e9, 16),
+    Device("v5p", ("TPU v5", "TPU v5p"), 459e12, 1.75e9, 2765e9, 95 * GIB, 90e9, 4),
+    Device("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 1.75e9, 1638e9, 32 * GIB, 90e9, 16),
+    Device("tpu7x", ("TPU7x",), 2307e12, 2.2e9, 7380e9, 192 * GIB, 90e9, 4, devices=2),
+    Device("H100", ("H100",), 989e12, 1.83e9, 3350e9, 80 * GIB, 450e9, 0),
+    Device("H200", ("H200",), 989e12, 1.83e9, 4800e9, 141 * GIB, 450e9, 0),
+    Device("B200", ("B200",), 2250e12, 1.86e9, 8000e9, 180 * GIB, 900e9, 0),
 )
 
 
