@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from examples.learner import TrainState
 from jaxppo.sharding import multihost
 
-FORMAT = 2  # the version of what is saved: raise it if an older program could not load it
+FORMAT = 3  # the version of what is saved: raise it if an older program could not load it
 SUMS = "SHA256SUMS"  # in the format of the program sha256sum
 _INFO, _STATE = "info.json", "state"
 _KEPT = 2
@@ -53,7 +53,8 @@ class Checkpoints:
         """
         if step in steps_in(self.folder):
             return
-        new, info = self.folder / f"{step}.new", {"format": FORMAT, "identity": self.identity, "notes": notes}
+        new = self.folder / f"{step}.new"
+        info = {"format": FORMAT, "step": step, "identity": self.identity, "notes": notes}
         try:
             self._on_first(lambda: new.mkdir())
             self._arrays.save(new / _STATE, args=ocp.args.PyTreeSave(_plain(state)))
@@ -97,7 +98,8 @@ class Checkpoints:
           step: which one; checkpoints after it are deleted. The newest by default.
 
         Raises:
-          ValueError: there is none, a byte of it is not as it was written, or it is of another model, run or format.
+          ValueError: there is none, a byte of it is not as it was written, or it is of another model, run, step or
+            format.
         """
         steps = steps_in(self.folder)
         if not steps:
@@ -128,6 +130,8 @@ class Checkpoints:
         identity, notes = info.get("identity"), info.get("notes")
         if not isinstance(identity, dict) or not isinstance(notes, dict):
             raise ValueError(f"got {folder / _INFO} without identity and notes, expected a whole checkpoint")
+        if (found := info.get("step")) != int(folder.name):
+            raise ValueError(f"got {folder}, a copy of the checkpoint of step {found}, expected that of {folder.name}")
         for name, expected in self.identity.items():
             if (found := identity.get(name)) != expected:
                 raise ValueError(

@@ -98,7 +98,8 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     sampler = make_sampler(graphdef, config, parallel, task.prompt_length, task.response_length, task.tokenizer.end)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95))
     learner = Learner(graphdef, config, parallel, loss, optimizer, args.updates)
-    identity = {"task": args.task, "seed": args.seed, **dataclasses.asdict(config)}
+    # with fewer questions held out, the run would go on to train on some of them
+    identity = {"task": args.task, "seed": args.seed, "held_out": args.held_out, **dataclasses.asdict(config)}
     rollouts = Rollouts(task, sampler, parallel, batch_size)
     if anew:
         _clear(args.out)

@@ -272,6 +272,21 @@ def test_a_strangers_folder_is_named(finished, tmp_path, capsys):
     assert error.endswith("; --resume 3 goes on from the one before")
 
 
+def test_an_older_checkpoint_in_the_place_of_a_newer_one_is_named(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "3")
+    shutil.copytree(tmp_path / "checkpoints" / "2", tmp_path / "checkpoints" / "3")
+    named = f"--resume: got {tmp_path / 'checkpoints' / '3'}, a copy of the checkpoint of step 2, expected that of 3"
+    assert named in resume_error(tmp_path, capsys)
+
+
+def test_a_run_goes_on_with_the_questions_that_it_held_out(finished, tmp_path, capsys):
+    """With fewer held out, the others would be in the training stream."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    assert main([*RUN, "--out", str(tmp_path), "--resume", "--held-out", "8"]) == 2
+    assert "another model or run, held_out=16, expected 8, in" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_checkpoints_are_data(finished, tmp_path, capsys):
     """Nothing is unpickled, and no link is followed out of the folder."""
     unpickled = []
@@ -298,13 +313,13 @@ def test_checkpoints_are_data(finished, tmp_path, capsys):
 def test_a_newer_format_is_named(finished, tmp_path, capsys, monkeypatch):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     with monkeypatch.context() as newer:
-        newer.setattr("examples.checkpoint.FORMAT", 3)
+        newer.setattr("examples.checkpoint.FORMAT", 4)
         run = set_up(parse([*RUN, "--out", str(tmp_path / "newer")]))
         run.step = 4
         run.save()
     shutil.move(tmp_path / "newer" / "checkpoints" / "4", tmp_path / "checkpoints" / "4")
     message = (
-        f"--resume: got a checkpoint of a newer format, 3, in {tmp_path / 'checkpoints' / '4'}, expected 2: a newer "
+        f"--resume: got a checkpoint of a newer format, 4, in {tmp_path / 'checkpoints' / '4'}, expected 3: a newer "
     )
     message += "program wrote it; --resume 3 goes on from the one before"
     assert message in resume_error(tmp_path, capsys)
