@@ -96,6 +96,14 @@ def check_number(
     check(what, repr(value), good and (most is None or value <= most), expected)
 
 
+def as_number(what: str, value: Any, *, least: float | None = None, above: float | None = None) -> Float[Array, ""]:
+    """The checked number as an f32 array. Nothing can be raised for an array's value: out of its range, it is NaN."""
+    check_number(what, value, least=least, above=above)
+    x = jnp.asarray(value, jnp.float32)
+    x = x if least is None else jnp.where(x >= least, x, jnp.nan)
+    return x if above is None else jnp.where(x > above, x, jnp.nan)
+
+
 def check_flag(what: str, value: object) -> None:
     """Raises unless the value is True or False: any text, "no" included, would count as True."""
     check(what, repr(value), isinstance(value, (bool, np.bool_)), "True or False")
@@ -112,11 +120,12 @@ def check_floating(what: str, x: Any, rank: int, expected: str) -> None:
         raise ValueError(f"{what}: got shape {x.shape}, expected {expected}, each at least 1")
 
 
-Kind = Literal["integers", "floats", "numbers"]
+Kind = Literal["integers", "floats", "numbers", "bools"]
 _KINDS: dict[Kind, tuple[Any, ...]] = {
     "integers": (jnp.integer,),
     "floats": (jnp.floating,),
     "numbers": (jnp.floating, jnp.integer, jnp.bool_),
+    "bools": (jnp.bool_,),
 }
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Int, Num
 
 from jaxppo.sharding import ShardAxes, vary
 
@@ -59,18 +59,6 @@ class ById:
     def max(self, x: Num[Array, " N"]) -> Num[Array, " N"]:
         """The table of each id's largest value."""
         return jax.ops.segment_max(x, self.all, self.all.size)
-
-    def count(self) -> Float[Array, " N"]:
-        """The table of each id's number of samples."""
-        return self.sum(jnp.ones(self.all.shape, jnp.float32))
-
-    def mean(self, x: Float[Array, " N"], weights: Float[Array, " N"] | None = None) -> Float[Array, " N"]:
-        """The table of each id's mean, as its largest value plus the mean difference: exact where all are equal."""
-        largest = self.max(x)
-        difference = x - largest[self.all]
-        weights = jnp.ones_like(x) if weights is None else weights
-        total = self.sum(weights)
-        return largest + self.sum(difference * weights) / jnp.where(total == 0, 1, total)
 
 
 def _gather(axes: ShardAxes, x: Num[Array, " n"]) -> Num[Array, " N"]:

@@ -11,18 +11,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_alike, check_array, check_choice
-from jaxppo.advantages.by_group import Groups, Parallel, Singletons, by_group
+from jaxppo._arrays import Coefficient, as_number, check_alike, check_array
+from jaxppo.advantages.by_group import Groups, Parallel, Singletons, by_group, scale_of
 
 
 def grpo(
     rewards: Float[Array, "*K R S"],
     group_ids: Int[Array, "*K R S"],
     *,
+    among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
     scale_by_std: bool = True,
-    epsilon: float = 1e-6,
+    epsilon: Coefficient = 1e-6,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
@@ -31,19 +33,25 @@ def grpo(
     The standard deviation is over n - 1. Groups may be of unequal size and spread over data shards.
 
     Args:
-      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step; anything where there is no sample.
+      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step; anything where there is no sample. A
+        sample without a reward has NaN: it is in no statistic, and its advantage is 0.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
+      among: `bool` of that shape, the samples that make the statistics; all by default. The others get an advantage
+        against these; it is 0 for them as for all, or by `singletons`, where fewer than two of the group make them.
+      rollout_ids: `i32` of that shape, equal for the samples that were cut from one rollout. A rollout counts once, and
+        its parts get its advantage. By default each sample is a rollout.
       scale_by_std: divide by the group's deviation; without it this is `dr_grpo`.
-      epsilon: added to the deviation.
+      epsilon: added to the deviation, at least 0. A deviation of 0 divides by 1.
       singletons: the advantage in a group of one: "zero", or its own "reward" over 1 + epsilon (verl).
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32`, the shape of rewards, 0 where there is no sample; `spread` puts them on tokens.
+      `f32`, the shape of rewards, 0 where there is no sample or no reward; `spread` puts them on tokens. NaN, where an
+      error cannot be raised under `jit`.
 
     Raises:
-      ValueError, TypeError: shapes that differ, ids that are no integers, an unknown `singletons`, a call inside
-        `accumulate_gradients`.
+      ValueError, TypeError: shapes that differ, ids that are no integers, an unknown `singletons`, a negative epsilon;
+        a call inside `accumulate_gradients`; parts of a rollout whose rewards, groups or `among` differ.
 
     Example:
       >>> grpo(jnp.array([[1.0, 0.0, 0.5]]), jnp.array([[7, 7, 8]])).round(3)
@@ -51,24 +59,24 @@ def grpo(
 
     Shao et al. 2024, DeepSeekMath, https://arxiv.org/abs/2402.03300
     """
+    options: dict[str, Any] = {"scale_by_std": scale_by_std, "singletons": singletons}
+    samples = (rewards, group_ids, among, rollout_ids)
+    return by_group("grpo", _grpo, parallel, samples, epsilon=epsilon, **options)
 
-    check_choice("singletons", singletons, Singletons)
-    options: dict[str, Any] = {"scale_by_std": scale_by_std, "epsilon": epsilon, "singletons": singletons}
-    return by_group("grpo", _grpo, parallel, rewards, group_ids, **options)
 
-
-def _grpo(groups: Groups, _: None, *, scale_by_std: bool, epsilon: float, singletons: Singletons) -> jax.Array:
-    centred = groups.own - groups.of(groups.mean)
+def _grpo(groups: Groups, *, scale_by_std: bool, epsilon: jax.Array, singletons: Singletons) -> jax.Array:
+    centred = groups.rewards - groups.mean
     if not scale_by_std:
         return groups.unless_alone(centred, singletons)
-    scaled = centred / (groups.of(groups.deviation()) + epsilon)
-    return groups.unless_alone(scaled, singletons, groups.own / (1 + epsilon))
+    return groups.unless_alone(centred / groups.scale(epsilon), singletons, groups.rewards / (1 + epsilon))
 
 
 def dr_grpo(
     rewards: Float[Array, "*K R S"],
     group_ids: Int[Array, "*K R S"],
     *,
+    among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
@@ -77,6 +85,7 @@ def dr_grpo(
     Args:
       rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
+      among, rollout_ids: see `grpo`.
       singletons: the advantage in a group of one: "zero", or its own "reward" (verl).
       parallel: the mesh; rows sharded over data.
 
@@ -92,15 +101,18 @@ def dr_grpo(
 
     Liu et al. 2025, Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783
     """
-    return grpo(rewards, group_ids, scale_by_std=False, singletons=singletons, parallel=parallel)
+    options: dict[str, Any] = {"among": among, "rollout_ids": rollout_ids, "parallel": parallel}
+    return grpo(rewards, group_ids, scale_by_std=False, singletons=singletons, **options)
 
 
 def rloo(
     rewards: Float[Array, "*K R S"],
     group_ids: Int[Array, "*K R S"],
     *,
+    among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
     scale_by_std: bool = False,
-    epsilon: float = 1e-6,
+    epsilon: Coefficient = 1e-6,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
@@ -112,6 +124,7 @@ def rloo(
     Args:
       rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
+      among, rollout_ids: see `grpo`.
       scale_by_std: divide by the deviation of the others.
       epsilon: added to the deviation.
       singletons: the advantage in a group of one: "zero", or its own "reward" (verl).
@@ -131,21 +144,17 @@ def rloo(
 
     Ahmadian et al. 2024, Back to Basics, https://arxiv.org/abs/2402.14740; the scale: NeMo-RL alone.
     """
+    options: dict[str, Any] = {"scale_by_std": scale_by_std, "singletons": singletons}
+    samples = (rewards, group_ids, among, rollout_ids)
+    return by_group("rloo", _rloo, parallel, samples, epsilon=epsilon, **options)
 
-    check_choice("singletons", singletons, Singletons)
-    options: dict[str, Any] = {"scale_by_std": scale_by_std, "epsilon": epsilon, "singletons": singletons}
-    return by_group("rloo", _rloo, parallel, rewards, group_ids, **options)
 
-
-def _rloo(groups: Groups, _: None, *, scale_by_std: bool, epsilon: float, singletons: Singletons) -> jax.Array:
+def _rloo(groups: Groups, *, scale_by_std: bool, epsilon: jax.Array, singletons: Singletons) -> jax.Array:
     if not scale_by_std:
-        count = groups.of(groups.count)
-        left_out = (groups.own - groups.of(groups.mean)) * count / jnp.maximum(count - 1, 1)
-        return groups.unless_alone(left_out, singletons)
-    count, mean, squares = (groups.own_part(x) for x in groups.others())
-    deviation = jnp.sqrt(squares / jnp.maximum(count - 1, 1))
-    scale = jnp.where(deviation > 0, deviation + epsilon, 1)
-    return groups.unless_alone((groups.own - mean) / scale, singletons)
+        return groups.unless_alone(groups.but_self(groups.rewards - groups.mean), singletons)
+    count, mean, squares = groups.others()
+    scale = scale_of(jnp.sqrt(squares / jnp.maximum(count - 1, 1)), epsilon)
+    return groups.unless_alone((groups.rewards - mean) / scale, singletons)
 
 
 def opo(
@@ -153,6 +162,8 @@ def opo(
     group_ids: Int[Array, "*K R S"],
     lengths: Float[Array, "*K R S"],
     *,
+    among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
@@ -161,7 +172,9 @@ def opo(
     Args:
       rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
-      lengths: numbers of that shape, response tokens of each sample, `segment_sum(loss_mask, ...)`.
+      among, rollout_ids: see `grpo`.
+      lengths: numbers of that shape, at least 0, response tokens of each sample, `segment_sum(loss_mask, ...)`. The
+        length of a rollout is the sum of its parts'.
       singletons: the advantage in a group of one: "zero", or its own "reward" (verl).
       parallel: the mesh; rows sharded over data.
 
@@ -177,23 +190,25 @@ def opo(
 
     Hao et al. 2025, On-Policy RL with Optimal Reward Baseline, https://arxiv.org/abs/2505.23585
     """
-
-    check_choice("singletons", singletons, Singletons)
     check_array("lengths", lengths)
-    return by_group("opo", _opo, parallel, rewards, group_ids, lengths, singletons=singletons)
+    samples = (rewards, group_ids, among, rollout_ids)
+    return by_group("opo", _opo, parallel, samples, lengths=lengths, singletons=singletons)
 
 
-def _opo(groups: Groups, lengths: jax.Array, *, singletons: Singletons) -> jax.Array:
-    baseline, total = groups.by_id.mean(groups.rewards, lengths), groups.by_id.sum(lengths)
-    return groups.unless_alone(jnp.where(groups.of(total) > 0, groups.own - groups.of(baseline), 0), singletons)
+def _opo(groups: Groups, *, lengths: jax.Array, singletons: Singletons) -> jax.Array:
+    lengths = jnp.where(lengths >= 0, lengths, jnp.nan)
+    centred = groups.rewards - groups.mean_of(groups.rewards, lengths)
+    return groups.unless_alone(jnp.where(groups.sum(lengths) == 0, 0, centred), singletons)
 
 
 def pass_at_k(
     rewards: Float[Array, "*K R S"],
     group_ids: Int[Array, "*K R S"],
     *,
+    among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
     scale_by_std: bool = True,
-    epsilon: float = 1e-6,
+    epsilon: Coefficient = 1e-6,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
     """Only a group's best sample has an advantage: A_best = (r_best - r_second) / (std_g + epsilon), 0 for all others.
@@ -201,13 +216,14 @@ def pass_at_k(
     Args:
       rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
+      among, rollout_ids: see `grpo`.
       scale_by_std: divide by the group's deviation (over n - 1).
       epsilon: added to the deviation.
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32`, the shape of rewards, 0 where there is no sample, where two samples share the best reward, and in groups
-      of one.
+      `f32`, the shape of rewards, 0 where there is no sample, where two samples share the best reward, in groups of
+      one, and outside of `among`.
 
     Raises:
       ValueError, TypeError: as `grpo`.
@@ -218,36 +234,38 @@ def pass_at_k(
 
     Tang et al. 2025, Optimizing Language Models for Inference Time Objectives, https://arxiv.org/abs/2503.19595
     """
+    samples = (rewards, group_ids, among, rollout_ids)
+    return by_group("pass_at_k", _pass_at_k, parallel, samples, scale_by_std=scale_by_std, epsilon=epsilon)
 
-    return by_group("pass_at_k", _pass_at_k, parallel, rewards, group_ids, scale_by_std=scale_by_std, epsilon=epsilon)
 
-
-def _pass_at_k(groups: Groups, _: None, *, scale_by_std: bool, epsilon: float) -> jax.Array:
-    best = groups.by_id.max(groups.rewards)
-    is_best = groups.rewards == best[groups.by_id.all]
-    second = groups.by_id.max(jnp.where(is_best, -jnp.inf, groups.rewards))
-    alone = (groups.by_id.sum(is_best.astype(jnp.float32)) == 1) & (groups.count > 1)
+def _pass_at_k(groups: Groups, *, scale_by_std: bool, epsilon: jax.Array) -> jax.Array:
+    best = groups.max(groups.rewards)
+    is_best = groups.counts & (groups.rewards == best)
+    second = groups.max(jnp.where(is_best, -jnp.inf, groups.rewards))
+    alone = (groups.sum(is_best.astype(jnp.float32)) == 1) & (groups.count > 1) & is_best
     gap = jnp.where(alone, best - jnp.where(alone, second, best), 0)
-    gap = gap / (groups.deviation() + epsilon) if scale_by_std else gap
-    return jnp.where(groups.own == groups.of(best), groups.of(gap), 0)
+    return gap / groups.scale(epsilon) if scale_by_std else gap
 
 
 def gpg(
     rewards: Float[Array, "*K R S"],
     group_ids: Int[Array, "*K R S"],
     *,
-    f_norm: float = 1.0,
+    among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
+    f_norm: Coefficient = 1.0,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
     """Advantages scaled up to compensate for rewards of 0: A_i = (N / #{r != 0}) * (r_i - mean_g) / f_norm.
 
-    N and the count of rewards that are not 0 are over the whole batch, or stacked step.
+    N and the count of rewards that are not 0 are over the samples of the whole batch, or stacked step.
 
     Args:
       rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
-      f_norm: the paper's normaliser.
+      among, rollout_ids: see `grpo`.
+      f_norm: the paper's normaliser, above 0.
       singletons: the centred reward in a group of one: "zero", or its own "reward" (verl).
       parallel: the mesh; rows sharded over data.
 
@@ -263,15 +281,15 @@ def gpg(
 
     Chu et al. 2025, GPG, https://arxiv.org/abs/2504.02546
     """
+    norm = as_number("f_norm", f_norm, above=0)
+    samples = (rewards, group_ids, among, rollout_ids)
+    return by_group("gpg", _gpg, parallel, samples, singletons=singletons) / norm
 
-    check_choice("singletons", singletons, Singletons)
-    return by_group("gpg", _gpg, parallel, rewards, group_ids, f_norm=f_norm, singletons=singletons)
 
-
-def _gpg(groups: Groups, _: None, *, f_norm: float, singletons: Singletons) -> jax.Array:
-    present = groups.by_id.gather(groups.by_id.there.astype(jnp.float32))
-    alpha = present.sum() / jnp.maximum((groups.rewards != 0).sum(dtype=jnp.int32), 1).astype(jnp.float32)
-    return alpha * groups.unless_alone(groups.own - groups.of(groups.mean), singletons) / f_norm
+def _gpg(groups: Groups, *, singletons: Singletons) -> jax.Array:
+    of_step = groups.whole()
+    alpha = of_step.count / jnp.maximum(of_step.sum((groups.rewards != 0).astype(jnp.float32)), 1)
+    return alpha * groups.unless_alone(groups.rewards - groups.mean, singletons)
 
 
 def remax(
@@ -280,7 +298,7 @@ def remax(
     """Advantages over the reward of the greedy response to the same prompt: A_i = r_i - b_i.
 
     Args:
-      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
+      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step; NaN for none, whose advantage is 0.
       baselines: `f32` of that shape, the greedy response's reward for each sample's prompt.
       sample_ids: `i32` of that shape, -1 where there is no sample.
 
@@ -297,4 +315,5 @@ def remax(
     Li et al. 2023, ReMax, https://arxiv.org/abs/2310.10505
     """
     check_alike({"rewards": rewards, "baselines": baselines, "sample_ids": sample_ids}, sample_ids="integers")
-    return lax.stop_gradient(jnp.where(sample_ids >= 0, rewards - baselines, 0).astype(jnp.float32))
+    given = (sample_ids >= 0) & ~jnp.isnan(rewards)
+    return lax.stop_gradient(jnp.where(given, rewards - baselines, 0).astype(jnp.float32))

@@ -7,12 +7,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_choice, check_ids, check_number, masked, spec_of
+from jaxppo._arrays import Coefficient, as_number, check_choice, masked, spec_of
 from jaxppo._stacked import check_whole_step, of_rows
-from jaxppo.advantages.by_group import Parallel, Singletons
-from jaxppo.advantages.token_statistics import check_segments, check_tokens
+from jaxppo.advantages.by_group import Parallel, Singletons, check_members
+from jaxppo.advantages.token_statistics import check_tokens
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
 from jaxppo.head.types import TokenStats
@@ -27,10 +28,11 @@ def optimal_token_baseline(
     group_ids: Int[Array, "*K R S"],
     batch: RolloutBatch,
     *,
+    among: Bool[Array, "*K R S"] | None = None,
     place: Place = "position",
     weights: Float[Array, "*K R T"] | None = None,
     singletons: Singletons = "reward",
-    epsilon: float = 1e-8,
+    epsilon: Coefficient = 1e-8,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
     """The optimal token baseline: A_t = G_t - B_t, B_t = sum_g(G_t W_t) / (sum_g(W_t) + epsilon) at each place t.
@@ -47,12 +49,13 @@ def optimal_token_baseline(
       stats: log-probs p of the tokens and `sum_p2`, `[R, T]`, before the step: `compute_log_probs` of
         `log_probs_from_hidden(..., logit_stats=("sum_p2",))`.
       group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
+      among: `bool[R, S]`, the samples that the sums are over, see `grpo`; all by default.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; only its sequences and loss mask are read.
       place: how t counts: "position" counts all tokens from a sample's first loss token on; "loss_token" counts loss
         tokens alone, so tokens that tools wrote count no place (verl's form for tool-integrated reasoning).
       weights: w, `f32[R, T]`, importance weights over the sampler, or 1.
       singletons: the advantage at a place that no other sample reaches: its own return, "reward" (verl), or "zero".
-      epsilon: added to the sum of W.
+      epsilon: added to the sum of W, at least 0.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
@@ -73,23 +76,22 @@ def optimal_token_baseline(
     """
     check_choice("place", place, Place)
     check_choice("singletons", singletons, Singletons)
-    check_number("epsilon", epsilon, least=0)
     if not isinstance(stats, TokenStats):
         raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
     if stats.sum_p2 is None:
         raise ValueError("stats.sum_p2: got None, expected f32[R, T], of log_probs_from_hidden(logit_stats=['sum_p2'])")
     of_tokens = {"returns": returns, "stats.log_probs": stats.log_probs, "stats.sum_p2": stats.sum_p2}
     batch = check_tokens(batch, of_tokens, weights=weights)
-    check_segments(batch, group_ids=group_ids)
-    check_ids("group_ids", group_ids)
+    of_samples = check_members(batch, group_ids, among)
     check_whole_step("optimal_token_baseline", batch)
-    args = {**of_tokens, "weights": weights, "group_ids": group_ids, "batch": batch}
+    args = {**of_tokens, "weights": weights, **of_samples, "batch": batch}
+    args["epsilon"] = as_number("epsilon", epsilon, least=0)
 
     def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        of = batch.specs(p)
-        return [*[of.loss_mask] * 4, spec_of(p.rows_spec, group_ids), of], of.loss_mask
+        of, rows = batch.specs(p), spec_of(p.rows_spec, group_ids)
+        return [*[of.loss_mask] * 4, rows, rows, of, P()], of.loss_mask
 
-    static = (place, singletons, epsilon)
+    static = (place, singletons)
     found: Float[Array, "*K R T"] = shard_call("optimal_token_baseline", _per_shard, parallel, args, specs, static)
     return found
 
@@ -97,15 +99,17 @@ def optimal_token_baseline(
 @of_rows
 def _per_shard(
     axes: ShardAxes,
-    static: tuple[Place, Singletons, float],
+    static: tuple[Place, Singletons],
     returns: jax.Array,
     log_probs: jax.Array,
     sum_p2: jax.Array,
     weights: jax.Array | None,
     group_ids: jax.Array,
+    among: jax.Array | None,
     batch: RolloutBatch,
+    epsilon: jax.Array,
 ) -> jax.Array:
-    place, singletons, epsilon = static
+    place, singletons = static
     segments, by_id = batch.segments(axes), ById.of(axes, group_ids)
     counts = (batch.loss_mask > 0) & (segments.spread(by_id.there.astype(jnp.int32)) > 0)
     mask = counts.astype(jnp.float32)
@@ -115,17 +119,18 @@ def _per_shard(
     upto = _sums_upto(axes, batch, jnp.where(counts, energy, 0))
     at = _places(axes, batch, segments, mask, place)
 
-    lengths = jnp.maximum(segments.max(at.astype(jnp.float32), mask) + 1, 0)
+    members = mask if among is None else jnp.where(segments.spread(among.astype(jnp.int32)) > 0, mask, 0)
+    lengths = jnp.maximum(segments.max(at.astype(jnp.float32), members) + 1, 0)
     shared, starts = _shared_places(by_id, lengths)
     inside = counts & (at < segments.spread(shared[by_id.own]))
     size = max(counts.size * axes.size(axes.tokens) // 2, 1)
     index = jnp.where(inside, segments.spread(starts[by_id.own]) + at, size)
 
     def total(x: jax.Array) -> jax.Array:
-        return vary(jnp.zeros(size, jnp.float32), axes.tokens).at[index].add(x, mode="drop")
+        return vary(jnp.zeros(size, jnp.float32), axes.tokens).at[index].add(jnp.where(members > 0, x, 0), mode="drop")
 
     # Differences from the group's largest return, so that equal returns give exactly 0.
-    largest = by_id.max(by_id.gather(segments.max(returns, mask)))
+    largest = by_id.max(by_id.gather(segments.max(returns, members)))
     largest = segments.spread(jnp.where(jnp.isneginf(largest), 0, largest)[by_id.own])
     numerators, denominators = axes.psum((total((returns - largest) * upto), total(upto)), axes.tokens)
     read = jnp.where(inside, index, 0)  # positions with gaps may lead out of the tables: what is read there is NaN

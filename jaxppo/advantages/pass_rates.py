@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_alike, check_ids, check_number, spec_of
+from jaxppo._arrays import Coefficient, as_number, spec_of
 from jaxppo._stacked import check_whole_step
-from jaxppo.by_id import ById
+from jaxppo.advantages.by_group import Groups, Parallel, check_samples_of
 from jaxppo.metrics import Metric, Metrics
-from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
+from jaxppo.sharding import ShardAxes, shard_call
 
 
 def pass_rates(
     rewards: Float[Array, "*K R S"],
     group_ids: Int[Array, "*K R S"],
     *,
-    at_least: float = 1.0,
-    parallel: ParallelMesh | ShardAxes | None = None,
+    among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
+    at_least: Coefficient = 1.0,
+    parallel: Parallel = None,
 ) -> Metrics:
     """Metrics of how many samples of each group have at least the reward `at_least`, over the whole step.
 
     If all samples of a group pass, or none, they have no group advantage.
 
     Args:
-      rewards: `f32[R, S]`, or `[K, R, S]`, the whole step's.
+      rewards: `f32[R, S]`, or `[K, R, S]`, the whole step's; NaN for none.
       group_ids: equal for the samples of one prompt, -1 where there is no sample.
+      among, rollout_ids: see `grpo`; a rollout counts once.
       at_least: the smallest reward that passes.
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      Metrics, means over groups, NaN if a reward is NaN: `pass_rate`, the share of a group's samples that pass;
-      `pass_all`, `pass_none` and `pass_some`, the share of groups in which all, none or some of the samples pass.
+      Metrics. Means over groups: `pass_rate`, the share of a group's samples that pass; `pass_all`, `pass_none` and
+      `pass_some`, the share of groups in which all, none or some of the samples pass. Over samples: `no_reward`, the
+      share of those without a reward.
 
     Raises:
       TypeError: arrays of another dtype.
@@ -42,36 +47,42 @@ def pass_rates(
     Example:
       >>> found = advantages.pass_rates(jnp.array([[1.0, 0.0, 1.0]]), jnp.array([[7, 7, 8]]))
       >>> {name: float(x) for name, x in finalize_metrics(found).items()}
-      {'pass_all': 0.5, 'pass_none': 0.0, 'pass_rate': 0.75, 'pass_some': 0.5}
+      {'no_reward': 0.0, 'pass_all': 0.5, 'pass_none': 0.0, 'pass_rate': 0.75, 'pass_some': 0.5}
     """
-    check_alike({"rewards": rewards, "group_ids": group_ids}, group_ids="integers")
-    check_ids("group_ids", group_ids)
-    check_number("at_least", at_least)
+    check_samples_of("pass_rates", rewards, group_ids, among, rollout_ids)
     check_whole_step("pass_rates")
-    if rewards.ndim not in (2, 3):
-        raise ValueError(f"rewards: got shape {rewards.shape}, expected [R, S], or [K, R, S]")
-    args = {"rewards": rewards, "group_ids": group_ids, "at_least": jnp.asarray(at_least, jnp.float32)}
+    args = {"rewards": rewards, "group_ids": group_ids, "among": among, "rollout_ids": rollout_ids}
+    args |= {"at_least": as_number("at_least", at_least)}
     found: Metrics = shard_call(
-        "pass_rates", _per_shard, parallel, args, lambda p: ([*[spec_of(p.rows_spec, rewards)] * 2, P()], P())
+        "pass_rates", _per_shard, parallel, args, lambda p: ([*[spec_of(p.rows_spec, rewards)] * 4, P()], P())
     )
     return found
 
 
 def _per_shard(
-    axes: ShardAxes, rewards: Float[Array, "*K R S"], group_ids: Int[Array, "*K R S"], at_least: Float[Array, ""]
+    axes: ShardAxes,
+    rewards: jax.Array,
+    group_ids: jax.Array,
+    among: jax.Array | None,
+    rollout_ids: jax.Array | None,
+    at_least: jax.Array,
 ) -> Metrics:
-    by_id = ById.of(axes, group_ids)
-    present = by_id.gather(by_id.there.astype(jnp.float32))
-    passes = jnp.where(jnp.isnan(rewards), jnp.nan, (rewards.astype(jnp.float32) >= at_least).astype(jnp.float32))
-    passed = by_id.gather(passes)
-    count, number = by_id.sum(present), by_id.sum(passed)
-    is_group = (count > 0).astype(jnp.float32)
-    groups = is_group.sum()
+    groups = Groups.of(axes, rewards, group_ids, among, rollout_ids)
+
+    def of_groups(x: jax.Array) -> jax.Array:
+        return groups.by_id.sum((x & groups.counts).astype(jnp.float32))
+
+    count, number = of_groups(groups.counts), of_groups(groups.rewards >= at_least)
     each = {
         "pass_rate": number / jnp.maximum(count, 1),
         "pass_all": (number == count).astype(jnp.float32),
         "pass_none": (number == 0).astype(jnp.float32),
         "pass_some": ((number > 0) & (number < count)).astype(jnp.float32),
     }
-    each = {name: x + 0 * number for name, x in each.items()}  # NaN where a reward is
-    return {name: Metric(lax.stop_gradient((x * is_group).sum()), groups) for name, x in each.items()}
+    known = ~jnp.isnan(at_least) if groups.broken is None else ~groups.broken & ~jnp.isnan(at_least)
+    there, is_group = groups.there.astype(jnp.float32), (count > 0).astype(jnp.float32)
+    found = {name: (x * is_group, is_group) for name, x in each.items()}
+    found["no_reward"] = (jnp.where(groups.rewarded, 0, there), there)
+    return {
+        name: Metric(lax.stop_gradient(jnp.where(known, x.sum(), jnp.nan)), of.sum()) for name, (x, of) in found.items()
+    }

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_choice, check_ids, masked, spec_of
+from jaxppo._arrays import Coefficient, as_number, check_choice, check_flag, masked, spec_of
 from jaxppo._stacked import check_whole_step, of_rows
-from jaxppo.advantages.by_group import Parallel, Singletons
-from jaxppo.advantages.token_statistics import check_segments, check_tokens
+from jaxppo.advantages.by_group import Parallel, Singletons, check_members, scale_of
+from jaxppo.advantages.token_statistics import check_tokens
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
 from jaxppo.sharding import ParallelMesh, ShardAxes, scan_shard, shard_call
@@ -24,8 +25,9 @@ def process_grpo(
     group_ids: Int[Array, "*K R S"],
     batch: RolloutBatch,
     *,
+    among: Bool[Array, "*K R S"] | None = None,
     scale_by_std: bool = True,
-    epsilon: float = 1e-6,
+    epsilon: Coefficient = 1e-6,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
@@ -40,9 +42,10 @@ def process_grpo(
       rewards: `f32[R, T]`, the reward of a reasoning step at its last token; anything elsewhere.
       ends: `[R, T]`, above 0 at the last token of each reasoning step; read only where the loss mask is 1.
       group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
+      among: `bool[R, S]`, the samples whose steps make mean and deviation, see `grpo`; all by default.
       batch: `[R, T]`, or the stacked micro-batches of an optimiser step `[K, R, T]`.
       scale_by_std: divide by the deviation.
-      epsilon: e, added to the deviation.
+      epsilon: e, added to the deviation, at least 0. A deviation of 0 divides by 1.
       singletons: the value of a reasoning step that is alone in its group: "zero", or "reward", its own reward over
         1 + epsilon.
       parallel: the mesh; rows sharded over data, positions over context.
@@ -64,17 +67,18 @@ def process_grpo(
     Shao et al. 2024, DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.3
     """
     check_choice("singletons", singletons, Singletons)
+    check_flag("scale_by_std", scale_by_std)
     batch = check_tokens(batch, {"rewards": rewards, "ends": ends})
-    check_segments(batch, group_ids=group_ids)
-    check_ids("group_ids", group_ids)
+    of_samples = check_members(batch, group_ids, among)
     check_whole_step("process_grpo", batch)
-    args = {"rewards": rewards, "ends": ends, "group_ids": group_ids, "batch": batch}
+    args = {"rewards": rewards, "ends": ends, **of_samples, "batch": batch}
+    args["epsilon"] = as_number("epsilon", epsilon, least=0)
 
     def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        of = batch.specs(p)
-        return [of.loss_mask, of.loss_mask, spec_of(p.rows_spec, group_ids), of], of.loss_mask
+        of, rows = batch.specs(p), spec_of(p.rows_spec, group_ids)
+        return [of.loss_mask, of.loss_mask, rows, rows, of, P()], of.loss_mask
 
-    static = (scale_by_std, epsilon, singletons)
+    static = (scale_by_std, singletons)
     found: Float[Array, "*K R T"] = shard_call("process_grpo", _process_grpo, parallel, args, specs, static)
     return found
 
@@ -82,34 +86,36 @@ def process_grpo(
 @of_rows
 def _process_grpo(
     axes: ShardAxes,
-    static: tuple[bool, float, Singletons],
+    static: tuple[bool, Singletons],
     rewards: jax.Array,
     ends: jax.Array,
     group_ids: jax.Array,
+    among: jax.Array | None,
     batch: RolloutBatch,
+    epsilon: jax.Array,
 ) -> jax.Array:
-    scale_by_std, epsilon, singletons = static
+    scale_by_std, singletons = static
     segments, by_id = batch.segments(axes), ById.of(axes, group_ids)
     in_group = segments.spread(by_id.there.astype(jnp.int32)) > 0
     is_end = (ends.astype(jnp.float32) > 0) & (batch.loss_mask > 0) & in_group
-    steps = is_end.astype(jnp.float32)
-    rewards = masked(rewards, steps)
+    counts = is_end if among is None else is_end & (segments.spread(among.astype(jnp.int32)) > 0)
+    rewards = masked(rewards, is_end.astype(jnp.float32))
 
     def to_tokens(table: jax.Array) -> jax.Array:
         return segments.spread(table[by_id.own])
 
     def total(x: jax.Array) -> jax.Array:
-        """The table of sums over the reasoning steps of each group."""
-        return by_id.sum(by_id.gather(segments.sum(jnp.where(is_end, x, 0))))
+        """The table of sums over the reasoning steps of each group that count."""
+        return by_id.sum(by_id.gather(segments.sum(jnp.where(counts, x, 0))))
 
-    count = total(steps)
+    count = total(jnp.ones_like(rewards))
     # The mean is of differences from the largest reward, so that it is exact where all are equal.
-    largest = by_id.max(by_id.gather(segments.max(rewards, steps)))
+    largest = by_id.max(by_id.gather(segments.max(rewards, counts.astype(jnp.float32))))
     below = rewards - to_tokens(jnp.where(count > 0, largest, 0))
     centred = below - to_tokens(total(below) / jnp.maximum(count, 1))
     if scale_by_std:
         deviation = jnp.sqrt(total(centred**2) / jnp.maximum(count - 1, 1))
-        centred, rewards = centred / (to_tokens(deviation) + epsilon), rewards / (1 + epsilon)
+        centred, rewards = centred / to_tokens(scale_of(deviation, epsilon)), rewards / (1 + epsilon)
     of_steps = jnp.where(to_tokens(count) > 1, centred, rewards if singletons == "reward" else 0)
     of_steps = jnp.where(is_end, of_steps, 0)
     following = scan_shard(axes, jnp.ones_like(of_steps), of_steps, True, batch.segment_ids, batch.num_segments)

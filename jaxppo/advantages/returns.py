@@ -12,13 +12,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo._arrays import check, check_alike, check_choice, is_number, masked, spec_of
 from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.advantages.by_group import Singletons
 from jaxppo.advantages.groups import dr_grpo
-from jaxppo.advantages.token_statistics import Parallel, check_segments, check_tokens, spread, whiten
+from jaxppo.advantages.token_statistics import (
+    Parallel,
+    check_segments,
+    check_tokens,
+    rewarded_tokens,
+    spread,
+    whiten,
+    whiten_samples,
+)
 from jaxppo.batch import RolloutBatch
 from jaxppo.sharding import ParallelMesh, ShardAxes, scan_shard, shard_call, shift_shard
 
@@ -280,6 +288,8 @@ def reinforce_plus_plus_baseline(
     group_ids: Int[Array, "*K R S"],
     batch: RolloutBatch,
     *,
+    among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
     kl: Float[Array, "*K R T"] | None = None,
     kl_coef: float | jax.Array = 0.0,
     whitened: bool = True,
@@ -289,8 +299,9 @@ def reinforce_plus_plus_baseline(
     """REINFORCE++ with the group's mean as baseline: A_t = whiten(r_i - mean_g - c * kl_t).
 
     Args:
-      rewards: `f32[R, S]`, one per sequence.
+      rewards: `f32[R, S]`, one per sequence; NaN for none.
       group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
+      among, rollout_ids: see `grpo`; the tokens of samples outside of `among` are whitened by those of the others.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       kl: `f32[R, T]`, the estimated KL to the reference at each token.
       kl_coef: c.
@@ -314,11 +325,12 @@ def reinforce_plus_plus_baseline(
     """
     batch = check_tokens(batch, kl=kl)
     check_whole_step("reinforce_plus_plus_baseline", batch)
-    centred = dr_grpo(rewards, group_ids, singletons=singletons, parallel=parallel)
-    advantages = spread(centred, batch, parallel=parallel)
+    which: dict[str, Any] = {"among": among, "rollout_ids": rollout_ids}
+    centred = dr_grpo(rewards, group_ids, singletons=singletons, parallel=parallel, **which)
+    advantages, mask = spread(centred, batch, parallel=parallel), rewarded_tokens(rewards, group_ids, batch, parallel)
     if kl is not None:
-        advantages = lax.stop_gradient(advantages - kl_coef * masked(kl, batch.loss_mask))
-    return whiten(advantages, batch.loss_mask, parallel=parallel) if whitened else advantages
+        advantages = lax.stop_gradient(advantages - kl_coef * masked(kl, mask))
+    return whiten_samples(advantages, mask, among, batch, parallel) if whitened else advantages
 
 
 def on_policy_distillation(

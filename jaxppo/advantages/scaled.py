@@ -8,13 +8,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check, check_alike, check_choice, check_flag, check_number
+from jaxppo._arrays import Coefficient, check, check_alike, check_choice, check_flag, check_number
 from jaxppo._stacked import check_whole_step
-from jaxppo.advantages.by_group import Groups, Parallel, Singletons, by_group
+from jaxppo.advantages.by_group import Groups, Parallel, Singletons, by_group, readable, scale_of
 from jaxppo.advantages.groups import grpo, rloo
-from jaxppo.advantages.token_statistics import check_tokens, spread, whiten
+from jaxppo.advantages.token_statistics import check_tokens, rewarded_tokens, spread, whiten_samples
 from jaxppo.batch import RolloutBatch
 
 Level = Literal["step", "group"]
@@ -27,7 +27,9 @@ def maxrl(
     rewards: Float[Array, "*K R S"],
     group_ids: Int[Array, "*K R S"],
     *,
-    epsilon: float = 0.0,
+    among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
+    epsilon: Coefficient = 0.0,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
@@ -39,6 +41,7 @@ def maxrl(
     Args:
       rewards: `f32[R, S]`, one per sample, at least 0, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
+      among, rollout_ids: see `grpo`.
       epsilon: added to the mean.
       singletons: the advantage in a group of one: "zero", or its own "reward" (SkyRL).
       parallel: the mesh; rows sharded over data.
@@ -55,36 +58,23 @@ def maxrl(
 
     Tajwar et al. 2026, Maximum Likelihood Reinforcement Learning, https://arxiv.org/abs/2602.02710
     """
-    check_choice("singletons", singletons, Singletons)
-    check_number("epsilon", epsilon, least=0)
-    found = by_group("maxrl", _maxrl, parallel, rewards, group_ids, epsilon=epsilon, singletons=singletons)
-    _check_means(rewards, group_ids)
+    samples = (rewards, group_ids, among, rollout_ids)
+    found = by_group("maxrl", _maxrl, parallel, samples, epsilon=epsilon, singletons=singletons)
+    if all(map(readable, (found, rewards, group_ids))):
+        refused = np.asarray(group_ids)[np.isnan(found) & np.isfinite(rewards)]
+        got = f"a negative mean, or an infinite reward, in group {max(refused, default=0)}"
+        check("rewards", got, refused.size == 0, "finite rewards with means of at least 0")
     return found
 
 
-def _maxrl(groups: Groups, _: None, *, epsilon: float, singletons: Singletons) -> jax.Array:
+def _maxrl(groups: Groups, *, epsilon: jax.Array, singletons: Singletons) -> jax.Array:
     # relative to the smallest reward, so that the divisor is not a difference of near numbers: 1/1000 is exact too
-    mean = groups.of(-groups.by_id.mean(-groups.rewards))
-    rounding = ROUNDING * groups.of(groups.by_id.max(jnp.abs(groups.rewards)))
-    none = (mean <= rounding) & (mean >= -rounding)
-    scaled = (groups.own - mean) / jnp.where(none, 1, mean + epsilon)
+    mean = -groups.mean_of(-groups.rewards)
+    rounding = ROUNDING * jnp.maximum(groups.max(jnp.abs(groups.rewards)), 0)
+    none = (jnp.abs(mean) <= rounding) & jnp.isfinite(rounding)
+    scaled = (groups.rewards - mean) / jnp.where(none, 1, mean + epsilon)
     advantages = groups.unless_alone(jnp.where(none, 0, scaled), singletons)
     return jnp.where(mean < -rounding, jnp.nan, advantages)
-
-
-def _check_means(rewards: Float[Array, "*K R S"], group_ids: Int[Array, "*K R S"]) -> None:
-    """Raises where a group has a negative mean, if this host can read all rewards."""
-    for x in (rewards, group_ids):
-        if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-            return
-    present = np.asarray(group_ids) >= 0
-    ids, numbers = np.unique(np.asarray(group_ids)[present], return_inverse=True)
-    r = np.asarray(rewards)[present].astype(np.float64)
-    means = np.bincount(numbers, r) / np.bincount(numbers)
-    largest = np.zeros(len(ids))
-    np.fmax.at(largest, numbers, np.abs(r))
-    for group, mean, size in zip(ids, means, largest, strict=True):
-        check("rewards", f"a mean of {mean} in group {group}", not mean < -ROUNDING * size, "means of at least 0")
 
 
 def gdpo(
@@ -92,10 +82,12 @@ def gdpo(
     group_ids: Int[Array, "*K R S"],
     batch: RolloutBatch,
     *,
+    among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
     weights: Sequence[float] | None = None,
     leave_one_out: bool = False,
     whitened: Whitened | None = "tokens",
-    epsilon: float = 1e-6,
+    epsilon: Coefficient = 1e-6,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
     """GDPO, for several rewards: A_i = whiten(sum over k of w_k (r_ki - mean_gk) / (std_gk + epsilon)).
@@ -104,8 +96,10 @@ def gdpo(
     of rewards. Whitening brings the deviation of the sum back to 1 over the step.
 
     Args:
-      rewards: for each reward `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
+      rewards: for each reward `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step. A sample that lacks one
+        of them, NaN, has none.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
+      among, rollout_ids: see `grpo`.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       weights: w, a number for each reward; 1 by default.
       leave_one_out: use the mean and the deviation of the other samples, see `rloo` with `scale_by_std` (NeMo-RL).
@@ -143,25 +137,33 @@ def gdpo(
         check_choice("whitened", whitened, Whitened)
     batch = check_tokens(batch)
     check_whole_step("gdpo", batch)
-    options: dict[str, Any] = {"epsilon": epsilon, "parallel": parallel}
+    given = jnp.stack([jnp.asarray(r, jnp.float32) for r in rewards])
+    options: dict[str, Any] = {"among": among, "rollout_ids": rollout_ids, "epsilon": epsilon, "parallel": parallel}
+    each = jnp.where(jnp.isnan(given).any(0), jnp.nan, given)
     scaled = rloo if leave_one_out else grpo
-    each = [w * scaled(r, group_ids, scale_by_std=True, **options) for w, r in zip(factors, rewards, strict=True)]
-    total = sum(each[1:], start=each[0])
+    found = [w * scaled(r, group_ids, scale_by_std=True, **options) for w, r in zip(factors, each, strict=True)]
+    total = sum(found[1:], start=found[0])
     if whitened == "samples":
-        total = grpo(total, jnp.where(group_ids >= 0, 0, -1), **options)
+        # a NaN would be no reward: infinity makes all NaN
+        totals = jnp.where(jnp.isnan(each[0]), jnp.nan, jnp.where(jnp.isnan(total), jnp.inf, total))
+        total = grpo(totals, jnp.where(group_ids >= 0, 0, -1), **options)
     advantages = spread(total, batch, parallel=parallel)
-    return whiten(advantages, batch.loss_mask, parallel=parallel) if whitened == "tokens" else advantages
+    if whitened != "tokens":
+        return advantages
+    return whiten_samples(advantages, rewarded_tokens(each[0], group_ids, batch, parallel), among, batch, parallel)
 
 
 def standardize(
     rewards: Float[Array, "*K R S"],
     group_ids: Int[Array, "*K R S"],
     *,
+    among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
     mean: Level | None = "step",
     std: Level | None = "step",
     leave_one_out: bool = False,
     unbiased: bool = True,
-    epsilon: float = 1e-5,
+    epsilon: Coefficient = 1e-5,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R S"]:
     """A_i = (r_i - mean) / (std + epsilon), where mean and std are each taken over the step or over i's group.
@@ -172,7 +174,8 @@ def standardize(
     Args:
       rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
-      mean: the level of the mean, or None to subtract none.
+      among, rollout_ids: see `grpo`.
+      mean: the level of the mean, or None to subtract none. A level without samples `among` gives 0.
       std: the level of the deviation, or None to divide by nothing.
       leave_one_out: use the mean of the other samples of the level; a sample without others has advantage 0.
       unbiased: divide the sum of squares by n - 1 rather than n; a group of one then has deviation 1.
@@ -195,35 +198,24 @@ def standardize(
     for name, level in {"mean": mean, "std": std}.items():
         if level is not None:
             check_choice(name, level, Level)
-    check_flag("leave_one_out", leave_one_out)
-    check_flag("unbiased", unbiased)
     options: dict[str, Any] = {"mean": mean, "std": std, "leave_one_out": leave_one_out, "unbiased": unbiased}
-    return by_group("standardize", _standardize, parallel, rewards, group_ids, **options, epsilon=epsilon)
+    samples = (rewards, group_ids, among, rollout_ids)
+    return by_group("standardize", _standardize, parallel, samples, epsilon=epsilon, **options)
 
 
 def _standardize(
-    groups: Groups,
-    _: None,
-    *,
-    mean: Level | None,
-    std: Level | None,
-    leave_one_out: bool,
-    unbiased: bool,
-    epsilon: float,
+    groups: Groups, *, mean: Level | None, std: Level | None, leave_one_out: bool, unbiased: bool, epsilon: jax.Array
 ) -> jax.Array:
     levels = {"group": groups, "step": groups.whole()}
     centred = groups.rewards
     if mean is not None:
         of = levels[mean]
-        centred = groups.rewards - of.mean[of.by_id.all]
-        if leave_one_out:
-            count = of.count[of.by_id.all]
-            centred = centred * count / jnp.maximum(count - 1, 1)
-    own = groups.own_part(centred)
+        centred = jnp.where(of.count > 0, groups.rewards - of.mean, 0)
+        centred = of.but_self(centred) if leave_one_out else centred
     if std is None:
-        return own
+        return centred
     of = levels[std]
-    deviation = jnp.sqrt(of.by_id.sum(centred**2) / jnp.maximum(of.count - float(unbiased), 1))
+    deviation = jnp.sqrt(of.sum(centred**2) / jnp.maximum(of.count - float(unbiased), 1))
     if unbiased:
         deviation = jnp.where(of.count > 1, deviation, 1)
-    return own / (of.of(deviation) + epsilon)
+    return jnp.where(of.count > 0, centred / scale_of(deviation, epsilon), 0)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_alike, check_array, spec_of
+from jaxppo._arrays import Coefficient, as_number, check, check_alike, check_array, check_flag, spec_of
 from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.batch import RolloutBatch
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
@@ -84,8 +84,9 @@ def whiten(
     x: Float[Array, "*K R T"],
     mask: Float[Array, "*K R T"],
     *,
+    among: Bool[Array, "*K R T"] | None = None,
     shift_mean: bool = True,
-    epsilon: float = 1e-12,
+    epsilon: Coefficient = 1e-12,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
     """Mean 0 and deviation 1 over all tokens of the step with mask 1: y = (x - mean) / sqrt(var + epsilon).
@@ -96,15 +97,18 @@ def whiten(
     Args:
       x: `f32[R, T]`, or a stacked step `[K, R, T]`.
       mask: of that shape, 1 where a token counts; x can be anything elsewhere.
+      among: `bool` of that shape, the tokens that make mean and variance; all by default. The others are whitened by
+        these: they are only shifted where the variance is 0, and 0 where there are none of these. For samples:
+        `spread(among.astype(jnp.float32), batch) > 0`.
       shift_mean: leave the mean at 0; without it the result keeps the mean of x.
-      epsilon: added to the variance, in x's units squared.
+      epsilon: added to the variance, in x's units squared; at least 0.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
       `f32`, the shape of the mask, 0 where the mask is 0.
 
     Raises:
-      ValueError: shapes that differ; a call inside `accumulate_gradients`.
+      ValueError: shapes that differ; a negative epsilon; a call inside `accumulate_gradients`.
 
     Example:
       >>> whiten(jnp.array([[999.0, 1001.0, jnp.nan]]), jnp.array([[1.0, 1.0, 0.0]])).round(3)
@@ -114,43 +118,76 @@ def whiten(
     check_array("mask", mask)
     if x.ndim not in (2, 3) or x.shape != mask.shape:
         raise ValueError(f"x, mask: got shapes {x.shape} and {mask.shape}, expected [R, T], or [K, R, T], both")
+    if among is not None:
+        check_array("among", among, "bools")
+        check("among", f"shape {among.shape}", among.shape == x.shape, f"that of x, {x.shape}")
+    check_flag("shift_mean", shift_mean)
     check_whole_step("whiten")
-    args = {"x": x, "mask": mask}
-    found: Float[Array, "*K R T"] = shard_call(
-        "whiten",
-        _whiten,
-        parallel,
-        args,
-        lambda p: ([spec_of(p.tokens_spec, x)] * 2, spec_of(p.tokens_spec, x)),
-        (shift_mean, epsilon),
-    )
+    args = {"x": x, "mask": mask, "among": among, "epsilon": as_number("epsilon", epsilon, least=0)}
+
+    def specs(p: ParallelMesh) -> tuple[list[P], P]:
+        tokens = spec_of(p.tokens_spec, x)
+        return [tokens, tokens, tokens, P()], tokens
+
+    found: Float[Array, "*K R T"] = shard_call("whiten", _whiten, parallel, args, specs, shift_mean)
     return found
 
 
-def _whiten(axes: ShardAxes, static: tuple[bool, float], x: jax.Array, mask: jax.Array) -> jax.Array:
-    shift_mean, epsilon = static
+def rewarded_tokens(
+    rewards: Float[Array, "*K R S"], group_ids: Int[Array, "*K R S"], batch: RolloutBatch, parallel: Parallel
+) -> Float[Array, "*K R T"]:
+    """The loss mask of the samples that have a group and a reward."""
+    rewarded = (group_ids >= 0) & ~jnp.isnan(rewards)
+    return spread(rewarded.astype(jnp.float32), batch, parallel=parallel)
+
+
+def whiten_samples(
+    x: Float[Array, "*K R T"],
+    mask: Float[Array, "*K R T"],
+    among: Bool[Array, "*K R S"] | None,
+    batch: RolloutBatch,
+    parallel: Parallel,
+) -> Float[Array, "*K R T"]:
+    """`whiten`, among the tokens of these samples."""
+    tokens = None if among is None else spread(among.astype(jnp.float32), batch, parallel=parallel) > 0
+    return whiten(x, mask, among=tokens, parallel=parallel)
+
+
+def _whiten(
+    axes: ShardAxes, shift_mean: bool, x: jax.Array, mask: jax.Array, among: jax.Array | None, epsilon: jax.Array
+) -> jax.Array:
     axes.check_complete("the mean and deviation to whiten by", x, mask)
-    counts = mask.astype(jnp.float32) > 0
-    centred, mean, variance = _moments(axes, x, counts)
-    y = centred * lax.rsqrt(variance + epsilon)
-    return jnp.where(counts, y if shift_mean else y + mean, 0)
+    there = mask.astype(jnp.float32) > 0
+    counts = there if among is None else there & among
+    centred, mean, variance, count = _moments(axes, jnp.where(there, x.astype(jnp.float32), 0), counts)
+    scale = lax.rsqrt(variance + epsilon)
+    if among is not None:
+        scale = jnp.where(counts | ~_is_rounding(variance, mean), scale, 1)
+        there = there & (count > 0)
+    y = centred * scale
+    return jnp.where(there, y if shift_mean else y + mean, 0)
 
 
-def _moments(axes: ShardAxes, x: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(x less its mean, the mean, the variance over n - 1), of the tokens of the step that count."""
-    x = lax.stop_gradient(jnp.where(counts, x.astype(jnp.float32), 0))
+def _is_rounding(variance: jax.Array, mean: jax.Array) -> jax.Array:
+    """Whether the variance of equal numbers may be as large."""
+    return variance <= (2.0**-22 * mean) ** 2
+
+
+def _moments(axes: ShardAxes, x: jax.Array, counts: jax.Array) -> tuple[jax.Array, ...]:
+    """(x less the mean, the mean, the variance over n - 1, n), of the tokens of the step that count."""
+    x = lax.stop_gradient(x.astype(jnp.float32))
 
     def total_of(*values: jax.Array) -> tuple[jax.Array, ...]:
-        return axes.psum(tuple(vary(v.sum(), axes.tokens) for v in values), axes.tokens)
+        return axes.psum(tuple(vary(jnp.where(counts, v, 0).sum(), axes.tokens) for v in values), axes.tokens)
 
-    total, count = total_of(x, counts.astype(jnp.float32))
+    total, count = total_of(x, jnp.ones_like(x))
     centre = total / jnp.maximum(count, 1)
-    d = jnp.where(counts, x - centre, 0)
+    d = x - centre
     # `centre` has the rounding error of a sum of large numbers; the sum of the differences corrects it
     rest, square = total_of(d, d * d)
     rest = rest / jnp.maximum(count, 1)
     variance = jnp.maximum(square - count * rest * rest, 0) / jnp.maximum(count - 1, 1)
-    return d - rest, centre + rest, variance
+    return d - rest, centre + rest, variance, count
 
 
 def explained_variance(
@@ -198,9 +235,7 @@ def explained_variance(
 def _explained_variance(axes: ShardAxes, values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
     axes.check_complete("the variance of returns", values, returns, mask)
     counts = mask.astype(jnp.float32) > 0
-    _, mean, variance = _moments(axes, returns, counts)
-    error = jnp.where(counts, returns.astype(jnp.float32) - values.astype(jnp.float32), 0)
-    _, _, left = _moments(axes, error, counts)
-    # such a small variance is the rounding error of equal returns
-    nothing = variance <= (2.0**-22 * mean) ** 2
+    _, mean, variance, _ = _moments(axes, returns, counts)
+    _, _, left, _ = _moments(axes, returns.astype(jnp.float32) - values.astype(jnp.float32), counts)
+    nothing = _is_rounding(variance, mean)
     return jnp.where(nothing, jnp.nan, 1 - left / jnp.where(nothing, 1, variance))

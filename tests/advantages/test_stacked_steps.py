@@ -56,6 +56,9 @@ OPTIONS = Options(
     "group",
     "step",
     True,
+    left_out=True,
+    cut=True,
+    lacking=True,
 )
 # mesh, explicit, layout, sequence parallel, row length, rows, segments, micro-batches
 PLACES = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from policy_steps import config_of, loss_of, step_of
 
-from jaxppo import RolloutBatch, TokenStats, advantages, finalize_metrics
+from jaxppo import RolloutBatch, TokenStats, finalize_metrics
 from jaxppo.entropy import AdaptiveEntropy, EntropyState, entropy_metrics
 from jaxppo.metrics import merge_metrics
 from sharding import make_parallel_mesh
@@ -133,32 +133,3 @@ def test_bad_entropies():
     for starts in ((1, 2), (0, 4, 4), ()):
         with pytest.raises(ValueError, match=r"starts: got .*, expected 0 and then larger numbers"):
             entropy_metrics(stats, batch, starts=starts)
-
-
-@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_pass_rates(mesh, stacked):
-    """Groups of 3, 1, 2 and 2 samples, far apart; the sample without a group counts nowhere."""
-    groups = np.array([[7, 8, -1], [9, 7, 3], [3, 9, 7], [-1, -1, -1]])
-    rewards = np.array([[1.0, 1.0, 1.0], [0.5, 2.0, 0.0], [0.9, 0.5, 0.0], [np.nan] * 3], np.float32)
-    given = [x.reshape(2, 2, 3) if stacked else x for x in (rewards, groups)]
-    parallel = mesh and make_parallel_mesh(mesh)
-    run = jax.jit(lambda r, g, least: advantages.pass_rates(r, g, at_least=least, parallel=parallel))
-    found = {name: float(x) for name, x in finalize_metrics(run(*given, 1.0)).items()}
-    expected = {"pass_rate": (2 / 3 + 1) / 4, "pass_all": 1 / 4, "pass_none": 2 / 4, "pass_some": 1 / 4}
-    assert found == pytest.approx(expected)
-    assert float(run(*given, 0.5)["pass_rate"].value) == pytest.approx((2 / 3 + 1 + 1 + 1 / 2) / 4)
-    given[0] = np.where(given[1] == 9, np.nan, given[0])
-    assert all(np.isnan(x.value) for x in run(*given, 1.0).values())
-
-
-def test_bad_rewards():
-    ids = jnp.zeros((1, 2), int)
-    with pytest.raises(ValueError, match="group_ids: got shape"):
-        advantages.pass_rates(jnp.ones((1, 3)), ids)
-    with pytest.raises(TypeError, match="group_ids: got dtype float32"):
-        advantages.pass_rates(jnp.ones((1, 2)), jnp.ones((1, 2)))
-    with pytest.raises(ValueError, match=r"rewards: got shape \(2,\), expected \[R, S\]"):
-        advantages.pass_rates(jnp.ones(2), ids[0])
-    with pytest.raises(ValueError, match="at_least: got nan"):
-        advantages.pass_rates(jnp.ones((1, 2)), ids, at_least=float("nan"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,15 +69,28 @@ def gae(
 
 
 def whiten(
-    arrays: Sequence[Any], masks: Sequence[Any], *, shift_mean: bool = True, epsilon: float = 1e-12
+    arrays: Sequence[Any],
+    masks: Sequence[Any],
+    *,
+    among: Sequence[Any] | None = None,
+    shift_mean: bool = True,
+    epsilon: float = 1e-12,
 ) -> list[Array]:
-    """(x - mean) / sqrt(var + epsilon) over all tokens of the step, var over n - 1 (0 for one token)."""
-    x = [_read(a, m) for a, m in zip(arrays, masks, strict=True)]
-    everything = np.concatenate([*x, np.zeros(0)])
-    n = len(everything)
-    mean = everything.sum() / max(n, 1)
-    scale = np.sqrt(np.sum((everything - mean) ** 2) / max(n - 1, 1) + epsilon)
-    return [_write((a - mean) / scale + (0.0 if shift_mean else mean), m) for a, m in zip(x, masks, strict=True)]
+    """(x - mean) / sqrt(var + epsilon), mean and var over the tokens of the step (or those among them).
+
+    The variance is over n - 1 (0 for one token). Tokens that are not among those are only shifted by the mean if the
+    variance is 0, and 0 if there are no such tokens.
+    """
+    among = masks if among is None else [np.asarray(a) * np.asarray(m) for a, m in zip(among, masks, strict=True)]
+    counted = np.concatenate([np.zeros(0), *(_read(a, m) for a, m in zip(arrays, among, strict=True))])
+    n = len(counted)
+    mean = counted.sum() / max(n, 1)
+    scale = np.sqrt(np.sum((counted - mean) ** 2) / max(n - 1, 1) + epsilon)
+    out = []
+    for x, mask, counts in zip(arrays, masks, among, strict=True):
+        of = np.where(_read(counts, mask) > 0, scale, scale if n and np.ptp(counted) > 0 else 1.0)
+        out.append(_write(((_read(x, mask) - mean) / of + (0.0 if shift_mean else mean)) * (n > 0), mask))
+    return out
 
 
 def explained_variance(values: Sequence[Any], returns: Sequence[Any], masks: Sequence[Any]) -> float:
@@ -102,11 +115,39 @@ def overlong_penalty(lengths: Any, max_length: float, buffer: float, factor: flo
     return np.array(out)
 
 
-def _groups(rewards: Any, groups: Any) -> list[tuple[int, Array, Array]]:
-    """For each sample: its place, the rewards of its group, and of the others in it."""
-    r, g = np.asarray(rewards, np.float64), np.asarray(groups)
+def _of_rollouts(formula: Callable[..., Array]) -> Callable[..., Array]:
+    """An estimator of samples from one of rollouts: formula(rewards, groups, [lengths], counts=, ...).
+
+    The samples of a rollout have one reward, one group and the sum of their lengths. A rollout without a reward, NaN,
+    is in nothing and has advantage 0. `counts` tells which rollouts are among those that make statistics.
+    """
+
+    def run(
+        rewards: Any, groups: Any, lengths: Any = None, *, among: Any = None, rollouts: Any = None, **options: Any
+    ) -> Array:
+        keys = list(range(len(rewards)) if rollouts is None else rollouts)
+        firsts: dict[Any, int] = {}
+        for i, key in enumerate(keys):
+            firsts.setdefault(key, i)
+        known = [key for key, i in firsts.items() if not np.isnan(rewards[i])]
+        at = [firsts[key] for key in known]
+        given = [np.asarray(rewards, np.float64)[at], np.asarray(groups)[at]]
+        if lengths is not None:
+            total = dict.fromkeys(keys, 0.0)
+            for key, length in zip(keys, lengths, strict=True):
+                total[key] += float(length)
+            given.append(np.array([total[key] for key in known]))
+        counts = np.ones(len(at), bool) if among is None else np.asarray(among, bool)[at]
+        found = dict(zip(known, formula(*given, counts=counts, **options), strict=True))
+        return np.array([found.get(key, 0.0) for key in keys])
+
+    return run
+
+
+def _groups(r: Array, g: Array, counts: Array) -> list[tuple[int, Array, Array]]:
+    """For each sample: its place, the rewards of its group that count, and those of the others in it."""
     places = np.arange(len(r))
-    return [(i, r[g == g[i]], r[(g == g[i]) & (places != i)]) for i in range(len(r))]
+    return [(i, r[(g == g[i]) & counts], r[(g == g[i]) & counts & (places != i)]) for i in range(len(r))]
 
 
 def _deviation(x: Array) -> float:
@@ -114,65 +155,75 @@ def _deviation(x: Array) -> float:
     return float(np.sqrt(np.sum((x - x.mean()) ** 2) / (len(x) - 1)))
 
 
+def _scale(x: Array, epsilon: float) -> float:
+    """The deviation plus epsilon; 1 where all are equal."""
+    return _deviation(x) + epsilon if np.ptp(x) > 0 else 1.0
+
+
+@_of_rollouts
 def grpo(
-    rewards: Any, groups: Any, *, scale_by_std: bool = True, epsilon: float = 1e-6, singletons: str = "zero"
+    r: Array, g: Array, *, counts: Array, scale_by_std: bool = True, epsilon: float = 1e-6, singletons: str = "zero"
 ) -> Array:
-    """(r - mean_g) / (std_g + epsilon); a group of one has 0, or reward / (1 + epsilon). 2402.03300."""
-    out = np.zeros(len(rewards))
-    for i, group, others in _groups(rewards, groups):
-        if len(others):
-            out[i] = (rewards[i] - group.mean()) / (_deviation(group) + epsilon if scale_by_std else 1.0)
+    """(r - mean_g) / (std_g + epsilon); with fewer than two that count, 0 or reward / (1 + epsilon). 2402.03300."""
+    out = np.zeros(len(r))
+    for i, group, _ in _groups(r, g, counts):
+        if len(group) > 1:
+            out[i] = (r[i] - group.mean()) / (_scale(group, epsilon) if scale_by_std else 1.0)
         elif singletons == "reward":
-            out[i] = rewards[i] / (1.0 + epsilon if scale_by_std else 1.0)
+            out[i] = r[i] / (1.0 + epsilon if scale_by_std else 1.0)
     return out
 
 
-def dr_grpo(rewards: Any, groups: Any, *, singletons: str = "zero") -> Array:
+def dr_grpo(rewards: Any, groups: Any, *, singletons: str = "zero", **which: Any) -> Array:
     """r - mean_g. Liu et al. 2025, https://arxiv.org/abs/2503.20783."""
-    return grpo(rewards, groups, scale_by_std=False, singletons=singletons)
+    return grpo(rewards, groups, scale_by_std=False, singletons=singletons, **which)
 
 
+@_of_rollouts
 def rloo(
-    rewards: Any, groups: Any, *, scale_by_std: bool = False, epsilon: float = 1e-6, singletons: str = "zero"
+    r: Array, g: Array, *, counts: Array, scale_by_std: bool = False, epsilon: float = 1e-6, singletons: str = "zero"
 ) -> Array:
     """r - the mean of the others of the group, over their deviation (NeMo-RL). 2402.14740."""
-    out = np.zeros(len(rewards))
-    for i, _, others in _groups(rewards, groups):
-        if len(others):
-            spread_out = len(others) > 1 and np.ptp(others) > 0  # rounding of a mean is no deviation
-            scale = _deviation(others) + epsilon if scale_by_std and spread_out else 1.0
-            out[i] = (rewards[i] - others.mean()) / scale
+    out = np.zeros(len(r))
+    for i, group, others in _groups(r, g, counts):
+        if len(group) > 1:
+            out[i] = (r[i] - others.mean()) / (_scale(others, epsilon) if scale_by_std and len(others) > 1 else 1.0)
         elif singletons == "reward":
-            out[i] = rewards[i]
+            out[i] = r[i]
     return out
 
 
-def maxrl(rewards: Any, groups: Any, *, epsilon: float = 0.0, singletons: str = "zero") -> Array:
+@_of_rollouts
+def maxrl(r: Array, g: Array, *, counts: Array, epsilon: float = 0.0, singletons: str = "zero") -> Array:
     """(r - mean_g) / (mean_g + epsilon), 0 where the mean is 0, NaN where it is negative. 2602.02710."""
-    out = np.zeros(len(rewards))
-    for i, group, others in _groups(rewards, groups):
-        if group.mean() < 0:
+    out = np.zeros(len(r))
+    for i, group, _ in _groups(r, g, counts):
+        if len(group) and group.mean() < 0:
             out[i] = np.nan
-        elif len(others) and group.mean() > 0:
-            out[i] = (rewards[i] - group.mean()) / (group.mean() + epsilon)
-        elif not len(others) and singletons == "reward":
-            out[i] = rewards[i]
+        elif len(group) > 1 and group.mean() > 0:
+            out[i] = (r[i] - group.mean()) / (group.mean() + epsilon)
+        elif len(group) < 2 and singletons == "reward":
+            out[i] = r[i]
     return out
 
 
+@_of_rollouts
 def standardize(
-    rewards: Any,
-    groups: Any,
+    r: Array,
+    g: Array,
     *,
+    counts: Array,
     mean: str | None = "step",
     std: str | None = "step",
     leave_one_out: bool = False,
     unbiased: bool = True,
     epsilon: float = 1e-5,
 ) -> Array:
-    """(r - mean) / (std + epsilon), each of the step or of the group, the deviation about the means taken off."""
-    r, g = np.asarray(rewards, np.float64), np.asarray(groups)
-    members = {"step": lambda i: np.ones(len(r), bool), "group": lambda i: g == g[i], None: lambda i: np.zeros(0)}
+    """(r - mean) / (std + epsilon), each of the step or of the group, the deviation about the means taken off.
+
+    Without a sample that counts in a level there is no advantage. One deviation that is 0 divides by 1.
+    """
+    members = {"step": lambda i: counts, "group": lambda i: counts & (g == g[i])}
     centred = r.copy()
     for i in range(len(r) if mean else 0):
         of = members[mean](i) & ((np.arange(len(r)) != i) | (not leave_one_out))
@@ -181,7 +232,8 @@ def standardize(
     for i in range(len(r) if std else 0):
         of = centred[members[std](i)]
         lone = unbiased and len(of) == 1
-        out[i] = centred[i] / ((1.0 if lone else np.sqrt(np.sum(of**2) / (len(of) - unbiased))) + epsilon)
+        scale = 1.0 if lone or not len(of) else np.sqrt(np.sum(of**2) / (len(of) - unbiased))
+        out[i] = centred[i] / (scale + epsilon if scale else 1.0) * (len(of) > 0)
     return out
 
 
@@ -194,51 +246,83 @@ def gdpo(
     leave_one_out: bool = False,
     whitened: str | None = "tokens",
     epsilon: float = 1e-6,
+    among: Any = None,
+    rollouts: Any = None,
 ) -> list[Array]:
     """Each reward by its group's mean and deviation, their weighted sum whitened over the step. 2601.05242."""
-    scaled = rloo if leave_one_out else grpo
+    scaled, which = rloo if leave_one_out else grpo, {"among": among, "rollouts": rollouts}
+    nothing = np.isnan(np.stack(rewards)).any(0)
+    each = [np.where(nothing, np.nan, r) for r in rewards]
     total = sum(
-        w * scaled(r, groups, scale_by_std=True, epsilon=epsilon) for w, r in zip(weights, rewards, strict=True)
+        w * scaled(r, groups, scale_by_std=True, epsilon=epsilon, **which) for w, r in zip(weights, each, strict=True)
     )
-    if whitened == "samples" and len(groups) > 1:
-        total = (total - total.mean()) / (_deviation(total) + epsilon)
-    elif whitened == "samples":
-        total = 0.0 * total
+    if whitened == "samples":
+        total = grpo(np.where(nothing, np.nan, total), np.zeros(len(total)), epsilon=epsilon, **which)
     on_tokens = spread(total, masks)
-    return whiten(on_tokens, masks) if whitened == "tokens" else on_tokens
+    return _whiten_samples(on_tokens, ~nothing, among, masks) if whitened == "tokens" else on_tokens
 
 
-def opo(rewards: Any, groups: Any, lengths: Any, *, singletons: str = "zero") -> Array:
+def _whiten_samples(arrays: Sequence[Any], rewarded: Any, among: Any, masks: Sequence[Any]) -> list[Array]:
+    """`whiten` over the tokens of samples with a reward."""
+    masks = [m * bool(there) for m, there in zip(masks, rewarded, strict=True)]
+    return whiten(arrays, masks, among=None if among is None else spread(np.asarray(among, float), masks))
+
+
+@_of_rollouts
+def opo(r: Array, g: Array, n: Array, *, counts: Array, singletons: str = "zero") -> Array:
     """r - sum_g(length r) / sum_g(length), 0 in a group without a token. Hao et al. 2025, 2505.23585."""
-    r, g, n = np.asarray(rewards, np.float64), np.asarray(groups), np.asarray(lengths, np.float64)
     out = np.zeros(len(r))
     for i in range(len(r)):
-        group = g == g[i]
-        if group.sum() == 1:
+        group = (g == g[i]) & counts
+        if group.sum() < 2:
             out[i] = r[i] if singletons == "reward" else 0.0
         elif n[group].sum() > 0:
             out[i] = r[i] - np.sum((n * r)[group]) / n[group].sum()
     return out
 
 
-def pass_at_k(rewards: Any, groups: Any, *, scale_by_std: bool = True, epsilon: float = 1e-6) -> Array:
+@_of_rollouts
+def pass_at_k(r: Array, g: Array, *, counts: Array, scale_by_std: bool = True, epsilon: float = 1e-6) -> Array:
     """(best - second) / (std_g + epsilon) for the group's best, 0 for the rest. Tang et al. 2025, 2503.19595."""
-    out = np.zeros(len(rewards))
-    for i, group, others in _groups(rewards, groups):
-        if len(others) and rewards[i] > others.max():
-            out[i] = (rewards[i] - others.max()) / (_deviation(group) + epsilon if scale_by_std else 1.0)
+    out = np.zeros(len(r))
+    for i, group, others in _groups(r, g, counts):
+        if counts[i] and len(others) and r[i] > others.max():
+            out[i] = (r[i] - others.max()) / (_scale(group, epsilon) if scale_by_std else 1.0)
     return out
 
 
-def gpg(rewards: Any, groups: Any, *, f_norm: float = 1.0, singletons: str = "zero") -> Array:
+@_of_rollouts
+def gpg(r: Array, g: Array, *, counts: Array, f_norm: float = 1.0, singletons: str = "zero") -> Array:
     """(N / number of rewards that are not 0) (r - mean_g) / f_norm. Chu et al. 2025, https://arxiv.org/abs/2504.02546."""
-    scale = len(rewards) / max(int(np.count_nonzero(rewards)), 1)
-    return scale * dr_grpo(rewards, groups, singletons=singletons) / f_norm
+    scale = counts.sum() / max(int(np.count_nonzero(r[counts])), 1)
+    out = np.zeros(len(r))
+    for i, group, _ in _groups(r, g, counts):
+        lone = r[i] if singletons == "reward" else 0.0
+        out[i] = scale * (r[i] - group.mean() if len(group) > 1 else lone) / f_norm
+    return out
+
+
+def pass_rates(
+    rewards: Any, groups: Any, *, at_least: float = 1.0, among: Any = None, rollouts: Any = None
+) -> dict[str, float]:
+    """The mean over groups of the share of rollouts with a reward of at least so much, and where all, none, some."""
+    firsts: dict[Any, int] = {}
+    for i in range(len(rewards)):
+        firsts.setdefault(i if rollouts is None else rollouts[i], i)
+    passed: dict[Any, list[bool]] = {}
+    for i in firsts.values():
+        if not np.isnan(rewards[i]) and (among is None or among[i]):
+            passed.setdefault(groups[i], []).append(bool(rewards[i] >= at_least))
+    rates = np.array([np.mean(x) for x in passed.values()])
+    mean = {"pass_rate": rates, "pass_all": rates == 1, "pass_none": rates == 0, "pass_some": (rates > 0) & (rates < 1)}
+    found = {name: float(np.mean(x)) if len(x) else 0.0 for name, x in mean.items()}
+    return found | {"no_reward": float(np.mean(np.isnan(np.asarray(rewards, float))))}
 
 
 def remax(rewards: Any, baselines: Any) -> Array:
-    """r - the greedy response's reward. Li et al. 2023, https://arxiv.org/abs/2310.10505."""
-    return np.asarray(rewards, np.float64) - np.asarray(baselines, np.float64)
+    """r - the greedy response's reward, 0 without a reward. Li et al. 2023, https://arxiv.org/abs/2310.10505."""
+    r = np.asarray(rewards, np.float64)
+    return np.where(np.isnan(r), 0.0, r - np.asarray(baselines, np.float64))
 
 
 def reinforce_plus_plus(
@@ -257,12 +341,16 @@ def reinforce_plus_plus_baseline(
     kl_coef: float = 0.0,
     whitened: bool = True,
     singletons: str = "zero",
+    among: Any = None,
+    rollouts: Any = None,
 ) -> list[Array]:
-    """whiten(r - mean_g - c kl_t). Hu 2025, https://arxiv.org/abs/2501.03262."""
-    centred = spread(dr_grpo(rewards, groups, singletons=singletons), masks)
+    """whiten(r - mean_g - c kl_t), 0 without a reward. Hu 2025, https://arxiv.org/abs/2501.03262."""
+    rewarded = ~np.isnan(np.asarray(rewards, np.float64))
+    masks = [m * bool(there) for m, there in zip(masks, rewarded, strict=True)]
+    centred = spread(dr_grpo(rewards, groups, singletons=singletons, among=among, rollouts=rollouts), masks)
     if kls is not None:
         centred = [a - kl_coef * _write(_read(k, m), m) for a, k, m in zip(centred, kls, masks, strict=True)]
-    return whiten(centred, masks) if whitened else centred
+    return _whiten_samples(centred, rewarded, among, masks) if whitened else centred
 
 
 def on_policy_distillation(advantages: Any, log_probs: Any, teacher: Any, mask: Any, coef: float = 1.0) -> Array:
@@ -279,17 +367,19 @@ def process_grpo(
     scale_by_std: bool = True,
     epsilon: float = 1e-6,
     singletons: str = "zero",
+    among: Any = None,
 ) -> list[Array]:
     """Each step's reward by mean and deviation of those of its group's steps, summed over what follows. 2402.03300."""
     steps = [[t for t in range(len(m)) if m[t] > 0 and e[t] > 0] for e, m in zip(ends, masks, strict=True)]
     out = []
     for i, mask in enumerate(masks):
-        group = np.array([rewards[j][t] for j in range(len(masks)) if groups[j] == groups[i] for t in steps[j]])
+        others = [j for j in range(len(masks)) if groups[j] == groups[i] and (among is None or among[j])]
+        group = np.array([rewards[j][t] for j in others for t in steps[j]])
         advantages = np.zeros(len(mask))
         for t in steps[i]:
             r = float(rewards[i][t])
             if len(group) > 1:
-                r = (r - group.mean()) / (_deviation(group) + epsilon if scale_by_std else 1.0)
+                r = (r - group.mean()) / (_scale(group, epsilon) if scale_by_std else 1.0)
             else:
                 r = (r / (1.0 + epsilon if scale_by_std else 1.0)) if singletons == "reward" else 0.0
             advantages[: t + 1] += r
@@ -308,6 +398,7 @@ def optimal_token_baseline(
     place: str = "position",
     singletons: str = "reward",
     epsilon: float = 1e-8,
+    among: Any = None,
 ) -> list[Array]:
     """G_t less the mean of the group's G_t by W_t = the sum up to t of w^2 (1 - 2 p + sum p^2). 2602.07078."""
     by_place: list[dict[int, tuple[int, float, float]]] = []  # of each sample: its token, G and W at each place
@@ -320,7 +411,8 @@ def optimal_token_baseline(
         by_place.append(found)
     out = []
     for i, mask in enumerate(masks):
-        group = [found for j, found in enumerate(by_place) if groups[j] == groups[i]]
+        counts = [groups[j] == groups[i] and (among is None or among[j]) for j in range(len(masks))]
+        group = [found for counted, found in zip(counts, by_place, strict=True) if counted]
         advantages = np.zeros(len(mask))
         for at, (t, g, _) in by_place[i].items():
             there = [found[at][1:] for found in group if at in found]

@@ -124,7 +124,7 @@ def test_a_normalizer_and_samples_of_another_type():
 
 
 X, IDS = jnp.zeros((1, 8)), jnp.ones((1, 8), int)
-OF_GROUPS = {"rewards": REWARDS, "group_ids": GROUPS}
+OF_GROUPS = {"rewards": REWARDS, "group_ids": GROUPS, "among": GROUPS >= 0, "rollout_ids": GROUPS}
 TAKE_ARRAYS = {
     **{
         name: (getattr(advantages, name), OF_GROUPS)
@@ -134,7 +134,7 @@ TAKE_ARRAYS = {
     "remax": (advantages.remax, {"rewards": REWARDS, "baselines": REWARDS, "sample_ids": GROUPS}),
     "overlong_penalty": (partial(advantages.overlong_penalty, max_length=9, buffer=3), {"lengths": REWARDS}),
     "explained_variance": (advantages.explained_variance, {"values": X, "returns": X, "mask": X}),
-    "whiten": (advantages.whiten, {"x": X, "mask": X}),
+    "whiten": (advantages.whiten, {"x": X, "mask": X, "among": X == 0}),
     "on_policy_distillation": (
         advantages.on_policy_distillation,
         {"advantages": X, "log_probs": X, "teacher_log_probs": X, "loss_mask": X},
@@ -161,7 +161,7 @@ TAKE_ARRAYS = {
     "redistribute": (partial(redistribute, parallel=None, source="contiguous", target="contiguous"), {"x": X}),
     "scan_affine": (scan_affine, {"a": X, "b": X, "segment_ids": IDS}),
 }
-OPTIONAL = {"where", "importance_ratio", "segment_ids"}
+OPTIONAL = {"where", "importance_ratio", "segment_ids", "among", "rollout_ids"}
 
 
 @pytest.mark.parametrize("function", TAKE_ARRAYS)

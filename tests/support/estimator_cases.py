@@ -40,6 +40,9 @@ class Options:
     mean: str | None
     std: str | None
     unbiased: bool
+    left_out: bool
+    cut: bool
+    lacking: bool
 
 
 options = st.builds(
@@ -61,7 +64,7 @@ options = st.builds(
     st.booleans(),
     st.sampled_from(["tokens", "samples", None]),
     *[st.sampled_from(["step", "group", None])] * 2,
-    st.booleans(),
+    *[st.booleans()] * 4,
 )
 
 
@@ -74,6 +77,10 @@ class Given:
     slots: dict[str, Any]
     mask: Any
 
+    @property
+    def which(self) -> dict[str, Any]:
+        return {"among": self.slots["among"], "rollout_ids": self.slots["rollouts"]}
+
 
 @dataclasses.dataclass
 class Known:
@@ -84,6 +91,10 @@ class Known:
     slots: dict[str, np.ndarray]
     masks: list[np.ndarray]
     counted: list[np.ndarray]
+
+    @property
+    def which(self) -> dict[str, Any]:
+        return {"among": self.slots["among"], "rollouts": self.slots["rollouts"]}
 
     def each(self, fn: Callable[..., Any], *names: str) -> list[Any]:
         """Calls fn with the named values of each sample, and with the mask of its tokens that count."""
@@ -97,39 +108,39 @@ def gae_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
 
 def grouped(name: str, *fields: str) -> tuple[Any, Any]:
     """An estimator that compares the samples of a group, in jaxppo and in the oracle."""
-    read = ("likelihoods" if name == "maxrl" else "rewards", "groups", *["lengths"] * (name == "opo"))
+    read = ("likelihoods" if name == "maxrl" else "given", "groups", *["lengths"] * (name == "opo"))
 
     def ours(g: Given, o: Options, p: Any) -> Any:
         given = [g.slots[x] for x in read]
-        return getattr(advantages, name)(*given, **{f: getattr(o, f) for f in fields}, parallel=p)
+        return getattr(advantages, name)(*given, **{f: getattr(o, f) for f in fields}, **g.which, parallel=p)
 
     def theirs(k: Known, o: Options) -> Any:
-        return getattr(truth, name)(*(k.slots[x] for x in read), **{f: getattr(o, f) for f in fields})
+        return getattr(truth, name)(*(k.slots[x] for x in read), **{f: getattr(o, f) for f in fields}, **k.which)
 
     return ours, theirs
 
 
 def baseline_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
     more = {"kls": k.tokens["kl"], "kl_coef": o.kl_coef, "whitened": o.whitened, "singletons": o.singletons}
-    return truth.reinforce_plus_plus_baseline(k.slots["rewards"], k.slots["groups"], k.masks, **more)
+    return truth.reinforce_plus_plus_baseline(k.slots["given"], k.slots["groups"], k.masks, **more, **k.which)
 
 
 def baseline_of_jaxppo(g: Given, o: Options, p: Any) -> Any:
     more = {"kl": g.tokens["kl"], "kl_coef": o.kl_coef, "whitened": o.whitened, "singletons": o.singletons}
-    return advantages.reinforce_plus_plus_baseline(g.slots["rewards"], g.slots["groups"], g.batch, **more, parallel=p)
+    given = (g.slots["given"], g.slots["groups"], g.batch)
+    return advantages.reinforce_plus_plus_baseline(*given, **more, **g.which, parallel=p)
 
 
 def gdpo_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
     more = {"weights": [1.0, o.coef], "leave_one_out": o.leave_one_out, "whitened": o.whitened_over}
-    return truth.gdpo(
-        [k.slots["rewards"], k.slots["likelihoods"]], k.slots["groups"], k.masks, **more, epsilon=o.epsilon
-    )
+    rewards = [k.slots["given"], k.slots["likelihoods"]]
+    return truth.gdpo(rewards, k.slots["groups"], k.masks, **more, **k.which, epsilon=o.epsilon)
 
 
 def gdpo_of_jaxppo(g: Given, o: Options, p: Any) -> Any:
     more = {"weights": [1.0, o.coef], "leave_one_out": o.leave_one_out, "whitened": o.whitened_over}
-    rewards = [g.slots["rewards"], g.slots["likelihoods"]]
-    return advantages.gdpo(rewards, g.slots["groups"], g.batch, **more, epsilon=o.epsilon, parallel=p)
+    rewards = [g.slots["given"], g.slots["likelihoods"]]
+    return advantages.gdpo(rewards, g.slots["groups"], g.batch, **more, **g.which, epsilon=o.epsilon, parallel=p)
 
 
 def of_steps(o: Options) -> dict[str, Any]:
@@ -178,9 +189,20 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "whiten": (
         lambda g, o, p: advantages.whiten(
-            g.tokens["values"], g.batch.loss_mask, shift_mean=o.shift_mean, epsilon=o.epsilon, parallel=p
+            g.tokens["values"],
+            g.batch.loss_mask,
+            among=g.tokens["ends"] > 0 if o.left_out else None,
+            shift_mean=o.shift_mean,
+            epsilon=o.epsilon,
+            parallel=p,
         ),
-        lambda k, o: truth.whiten(k.tokens["values"], k.masks, shift_mean=o.shift_mean, epsilon=o.epsilon),
+        lambda k, o: truth.whiten(
+            k.tokens["values"],
+            k.masks,
+            among=k.tokens["ends"] if o.left_out else None,
+            shift_mean=o.shift_mean,
+            epsilon=o.epsilon,
+        ),
     ),
     "reinforce_plus_plus": (
         lambda g, o, p: advantages.reinforce_plus_plus(
@@ -203,8 +225,8 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         ],
     ),
     "remax": (
-        lambda g, o, p: advantages.remax(g.slots["rewards"], g.slots["baselines"], g.batch.sample_ids),
-        lambda k, o: truth.remax(k.slots["rewards"], k.slots["baselines"]),
+        lambda g, o, p: advantages.remax(g.slots["given"], g.slots["baselines"], g.batch.sample_ids),
+        lambda k, o: truth.remax(k.slots["given"], k.slots["baselines"]),
     ),
     "grpo": grouped("grpo", "scale_by_std", "epsilon", "singletons"),
     "dr_grpo": grouped("dr_grpo", "singletons"),
@@ -221,10 +243,16 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "opo": grouped("opo", "singletons"),
     "process_grpo": (
         lambda g, o, p: advantages.process_grpo(
-            g.tokens["rewards"], g.tokens["ends"], g.slots["groups"], g.batch, **of_steps(o), parallel=p
+            g.tokens["rewards"],
+            g.tokens["ends"],
+            g.slots["groups"],
+            g.batch,
+            **of_steps(o),
+            among=g.slots["among"],
+            parallel=p,
         ),
         lambda k, o: truth.process_grpo(
-            k.tokens["rewards"], k.tokens["ends"], k.slots["groups"], k.masks, **of_steps(o)
+            k.tokens["rewards"], k.tokens["ends"], k.slots["groups"], k.masks, **of_steps(o), among=k.slots["among"]
         ),
     ),
     "optimal_token_baseline": (
@@ -234,6 +262,7 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
             g.slots["groups"],
             g.batch,
             **of_places(o, g.tokens),
+            among=g.slots["among"],
             parallel=p,
         ),
         lambda k, o: truth.optimal_token_baseline(
@@ -241,6 +270,7 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
             k.slots["groups"],
             k.masks,
             **of_places(o, k.tokens),
+            among=k.slots["among"],
         ),
     ),
     "gpg": grouped("gpg", "f_norm", "singletons"),
@@ -263,14 +293,23 @@ def known_of(step: Step, samples: list[OracleSample], o: Options) -> Known:
     slots = {"rewards": np.array([s.reward for s in samples]), "groups": np.array([s.group_id for s in samples])}
     slots |= {"baselines": f32(rng.normal(size=len(samples))), "lengths": np.array([float(s.count) for s in samples])}
     slots |= {"likelihoods": np.abs(slots["baselines"]) * (rng.random(len(samples)) < 0.5)}
+    slots["among"] = rng.random(len(samples)) < 0.7
+    slots["given"] = np.where(rng.random(len(samples)) < 0.3 * o.lacking, np.nan, slots["rewards"])
+    slots["likelihoods"][rng.random(len(samples)) < 0.2 * o.lacking] = np.nan
+    slots["rollouts"] = np.array([s.rollout_id for s in samples])
+    if o.cut:
+        _, first, inverse = np.unique(slots["rollouts"], return_index=True, return_inverse=True)
+        slots |= {n: slots[n][first][inverse] for n in ("groups", "among", "given", "likelihoods")}
+    absent = dict.fromkeys(["among"] * (not o.left_out) + ["rollouts"] * (not o.cut))
     masks = [s.mask for s in samples]
-    return Known(samples, tokens, slots, masks, response if o.all_response else masks)
+    return Known(samples, tokens, slots | absent, masks, response if o.all_response else masks)
 
 
-def to_slots(batch: RolloutBatch, samples: list[OracleSample], x: np.ndarray, fill: float) -> np.ndarray:
-    """Puts one number for each sample into an array `[R, S]`."""
+def to_slots(batch: RolloutBatch, samples: list[OracleSample], x: np.ndarray) -> np.ndarray:
+    """Puts one number for each sample into an array `[R, S]`: NaN, -1 or True where there is no sample."""
     ids = np.asarray(batch.sample_ids)
-    out = np.full(ids.shape, fill, np.int32 if np.isfinite(fill) else np.float32)
+    fill, dtype = {"f": (np.nan, np.float32), "b": (True, bool)}.get(x.dtype.kind, (-1, np.int32))
+    out = np.full(ids.shape, fill, dtype)
     for s, value in zip(samples, x, strict=True):
         out[ids == s.sample_id] = value
     return out
@@ -279,7 +318,7 @@ def to_slots(batch: RolloutBatch, samples: list[OracleSample], x: np.ndarray, fi
 def given_of(step: Step, k: Known, batch: RolloutBatch, o: Options) -> Given:
     wide = [dataclasses.replace(s, mask=m) for s, m in zip(k.samples, k.counted, strict=True)]
     tokens = {n: to_rows(batch, wide, x, step.garbage) for n, x in k.tokens.items()}
-    slots = {n: to_slots(batch, k.samples, x, -1 if n == "groups" else np.nan) for n, x in k.slots.items()}
+    slots = {n: None if x is None else to_slots(batch, k.samples, x) for n, x in k.slots.items()}
     mask = to_rows(batch, wide, k.counted, 0.0) if o.all_response else None
     return Given(batch, tokens, slots, mask)
 
@@ -287,13 +326,17 @@ def given_of(step: Step, k: Known, batch: RolloutBatch, o: Options) -> Given:
 def amplified_by_gdpo(k: Known, o: Options) -> float:
     """The largest of the scaled rewards, which may cancel each other in their sum, over the deviation of the sums."""
     scaled = truth.rloo if o.leave_one_out else truth.grpo
-    rewards = (k.slots["rewards"], o.coef * k.slots["likelihoods"])
-    each = [scaled(x, k.slots["groups"], scale_by_std=True, epsilon=o.epsilon) for x in rewards]
-    sums = sum(each)
+    rewards = (k.slots["given"], o.coef * k.slots["likelihoods"])
+    nothing = np.isnan(np.stack(rewards)).any(0)
+    each = [
+        scaled(np.where(nothing, np.nan, x), k.slots["groups"], scale_by_std=True, epsilon=o.epsilon, **k.which)
+        for x in rewards
+    ]
+    counted = ~nothing & (k.slots["among"] if o.left_out else True)
+    sums = sum(each)[counted]
     if o.whitened_over == "tokens":
-        sums = np.concatenate(
-            [np.zeros(0), *(x[m > 0] for x, m in zip(truth.spread(sums, k.masks), k.masks, strict=True))]
-        )
+        masks = [m for m, counts in zip(k.masks, counted, strict=True) if counts]
+        sums = np.concatenate([np.zeros(0), *(x[m > 0] for x, m in zip(truth.spread(sums, masks), masks, strict=True))])
     largest = max(np.max(np.abs(x), initial=0) for x in each)
     return float(largest / np.sqrt(sums.var() + 1e-12)) if sums.size else 0.0
 
@@ -336,5 +379,8 @@ def amplified(name: str, k: Known, o: Options) -> float:
             np.min((1 - np.exp(x[m > 0])) ** 2, initial=1) for x, m in zip(k.tokens["log_probs"], k.masks, strict=True)
         ]
         return float(max(np.max(np.abs(x), initial=0) for x in k.tokens["rewards"]) / min(sure))
-    made = np.concatenate([np.zeros(0), *(each[m > 0] for each, m in zip(x, k.masks, strict=False))])
-    return float(np.abs(made).max() / np.sqrt(made.var() + 1e-12)) if made.size else 0.0
+    each = [y[m > 0] for y, m in zip(x, k.masks, strict=False)]
+    counted = k.slots["among"] if o.left_out and name == "reinforce_plus_plus_baseline" else [True] * len(each)
+    made = np.concatenate([np.zeros(0), *(y for y, counts in zip(each, counted, strict=False) if counts)])
+    largest = max(np.max(np.abs(y), initial=0) for y in each) if each else 0.0
+    return float(largest / np.sqrt(made.var() + 1e-12)) if made.size else 0.0
