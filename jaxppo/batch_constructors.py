@@ -63,7 +63,7 @@ class Constructors:
 
         Raises:
           ValueError: the errors of `jaxppo.sharding.pack`; a value that only some samples have; a sample id of two
-            samples; a group id that several hosts gave to different prompts.
+            samples; a group id of two prompts.
 
         Example:
           >>> batch = RolloutBatch.from_samples([Sample([5, 6, 7], response_start=1, reward=2.0)], row_length=4)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxppo._arrays import check, check_flag
+from jaxppo.same_prompts import check_groups, check_groups_of_hosts
 from jaxppo.samples import (
     Sample,
     batch_arrays,
-    check_groups_of_hosts,
     check_sample_ids,
     check_samples,
     loads_of,
@@ -37,6 +37,7 @@ def packed_samples(
     check_parallel(parallel, "ParallelMesh or None")
     with multihost.together(parallel):
         check_samples(samples)
+        prompts = check_groups(samples)
         _check_options(share_prefixes, mtp_depths)
         masks, pieces = [sample.mask for sample in samples], whole_pieces(samples)
         if share_prefixes:
@@ -60,7 +61,7 @@ def packed_samples(
         check_sample_ids(ids)
         arrays: dict[str, Any] = batch_arrays(samples, masks, pieces, packed, ids, trees=share_prefixes)
     if several:
-        check_groups_of_hosts(samples)
+        check_groups_of_hosts(prompts)
         names = sorted(name for name, x in arrays.items() if x is not None)
         multihost.check_equal("samples", [*names, f"mtp_depths={mtp_depths}"] if mtp_depths else names)
     return arrays | {"micro_batches": packed.micro_batches}

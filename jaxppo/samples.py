@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from jaxtyping import Float, Int
 from numpy.typing import DTypeLike
 
 from jaxppo._arrays import INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check_f32, is_number
-from jaxppo.sharding import Packed, multihost
+from jaxppo.sharding import Packed
 from jaxppo.token_sets import TokenSets
 
 if TYPE_CHECKING:
@@ -106,7 +105,8 @@ class Sample:
         Raises:
           TypeError: token ids that are not integers.
           ValueError: a missing entry, a turn whose prompt does not begin with the turns before, log-probs for only some
-            turns or tokens, a last turn that was aborted or is not finished.
+            turns or tokens, a log-prob that is NaN, above 0 by more than bf16 rounds (0.125) or no number, a last turn
+            that was aborted or is not finished.
 
         Example:
           >>> sampled = {"index": 0, "token_ids": [7, 8], "logprobs": [{7: -0.5}, {8: -1.5}], "finish_reason": "stop"}
@@ -132,8 +132,10 @@ class Sample:
 
         Args:
           output: the result of /generate or `Engine.generate`, {"meta_info", "output_ids"}, and beside it the request's
-            "input_ids", which SGLang does not return. Log-probs are `output_token_logprobs`; the nucleus is
-            top_p_token_ids and top_p_token_offsets, if the request asked for them. A list for several turns.
+            "input_ids", which SGLang does not return. Log-probs are `output_token_logprobs`. Where the request had
+            `return_sampling_mask`, the nucleus is `output_token_sampling_mask`, and log-probs are those within it,
+            `output_token_sampling_logprobs`. A nucleus may also come as top_p_token_ids and top_p_token_offsets, which
+            slime's engine returns. A list for several turns.
           loss_mask: see `from_vllm`, also for the other arguments.
 
         Raises:
@@ -350,29 +352,3 @@ def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:
     if missing:
         raise ValueError(f"{name}: got None in sample {missing[0]}, expected a value in all samples or in none")
     return values
-
-
-def check_groups_of_hosts(samples: Sequence[Sample]) -> None:
-    """Raises where hosts gave one group id to different prompts, whose samples would then be compared.
-
-    The prompt of a group is the common prefix of its samples, up to the length of the shortest prompt: later parts of a
-    rollout have longer prompts, which continue that of the first part. Every host must call this.
-    """
-    shortest: dict[int, np.ndarray] = {}
-    for sample in samples:
-        if sample.group_id is not None:
-            prompt = np.asarray(sample.tokens, np.int32)[: sample.start]
-            if sample.group_id not in shortest or len(prompt) < len(shortest[sample.group_id]):
-                shortest[sample.group_id] = prompt
-    lengths = np.array([(group, len(prompt)) for group, prompt in shortest.items()], np.int64).reshape(-1, 2)
-    least: dict[int, int] = {}
-    for group, length in np.concatenate(multihost.gather(lengths)):
-        least[int(group)] = min(int(length), least.get(int(group), int(length)))
-    prints = [(group, zlib.crc32(prompt[: least[group]].tobytes())) for group, prompt in shortest.items()]
-    seen: dict[int, int] = {}
-    for group, fingerprint in np.concatenate(multihost.gather(np.array(prints, np.int64).reshape(-1, 2))):
-        if seen.setdefault(int(group), int(fingerprint)) != fingerprint:
-            raise ValueError(
-                f"group_id: got {group} for different prompts on several hosts, expected ids that are equal for the "
-                "samples of one prompt only; add an offset of its own on each host"
-            )

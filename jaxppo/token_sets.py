@@ -29,7 +29,9 @@ class TokenSets:
 
     @classmethod
     def of(cls, name: str, given: Any) -> TokenSets:
-        """Reads a sequence of sequences, or an object with `token_ids` and `offsets` (vLLM's SamplingMask, a mapping).
+        """Reads a sequence of sequences, or a mapping or an object that has it as `token_ids` (vLLM's SamplingMask).
+
+        With `offsets`, `token_ids` are flat.
 
         Raises:
           TypeError: something else; ids that are not integers.
@@ -41,6 +43,7 @@ class TokenSets:
         token_ids, offsets = get("token_ids"), get("offsets")
         if token_ids is not None and offsets is not None:
             return cls.flat(name, token_ids, offsets)
+        given = given if token_ids is None else token_ids
         if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
             raise TypeError(
                 f"{name}: got {type(given).__name__}, expected a sequence of sets, or token_ids and offsets"
@@ -50,7 +53,7 @@ class TokenSets:
             sizes = np.fromiter(map(len, sets), np.int64, len(sets))
         except TypeError:
             raise TypeError(
-                f"{name}: got something without a length among the sets, expected sequences of ids"
+                f"{name}: got something without a length among the sets, expected sequences of ids, or offsets"
             ) from None
         if any(isinstance(x, np.ndarray) for x in sets):
             ids = np.concatenate([np.asarray(x, None if len(x) else np.int64) for x in sets])

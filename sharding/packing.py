@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from collections.abc import Sequence, Sized
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int, Num, Shaped
 from numpy.typing import DTypeLike
 
+from .bins import deal, first_fit_decreasing, of_sequences, spread
 from .layouts import check_row_length, logical_positions, segment_multiple
 from .mesh import ParallelMesh, check_parallel
 from .multihost import agree, check_equal, local_data_size, spans_processes, together
@@ -132,7 +132,7 @@ def pack(
     loads: Sequence[float] | None = None,
     bundles: Sequence[int] | None = None,
 ) -> Packed:
-    """Packs sequences into static rows, first-fit-decreasing, and spreads the rows so that devices have even loads.
+    """Packs sequences into static rows, first-fit-decreasing, and spreads them so that devices have even loads.
 
     Args:
       sequences: anything with a length, 0 included.
@@ -180,9 +180,11 @@ def pack(
         padded = _padded(lengths, segment_multiple(layout, shards), row_length)
         bundle = np.arange(len(lengths)) if bundles is None else np.asarray(bundles, np.int64)
         _check_bundles(bundle, padded, row_length, num_segments)
-        bins, slot, start = _bundled(bundle, padded, row_length, num_segments)
-    fullest = num_segments or 1 << int(slot.max(initial=0)).bit_length()
-    each = -(-(int(bins.max(initial=-1)) + 1) // data)  # rows for each data shard
+        size, held = np.bincount(bundle, padded).astype(np.int64), np.bincount(bundle)
+        placed = first_fit_decreasing(size, held, row_length, num_segments)
+    fullest = num_segments or 1 << int((placed.slot + held).max(initial=1) - 1).bit_length()
+    used = int(placed.row.max(initial=-1)) + 1
+    each = -(-used // data)  # rows for each data shard
     if parallel and spans_processes(parallel):
         of_shard = [size / data for size in buckets or ()]
         options = {"row_length": row_length, "rows": rows and rows / data, "buckets": of_shard or None}
@@ -191,7 +193,10 @@ def pack(
         each, fullest = agree((each, fullest))
     rows, count = _rows_and_count(each * data, rows, buckets, micro_batches or 1, max_tokens is not None, data)
     has_micro_batches = micro_batches is not None or max_tokens is not None
-    row = _deal(bins, costs, rows, count, data)[bins] if len(bins) else bins
+    if used < rows * count:
+        placed = spread(size, held, np.bincount(bundle, costs), row_length, fullest, rows * count) or placed
+    row, slot, start = of_sequences(bundle, padded, placed)
+    row = deal(row, costs, rows, count, data)[row] if len(row) else row
     sizes = np.zeros((rows * count, fullest), np.int64)
     sizes[row, slot] = lengths
     order = logical_positions(layout, row_length, shards, sizes)
@@ -308,70 +313,3 @@ def _check_bundles(bundle: np.ndarray, padded: np.ndarray, row_length: int, most
         if limit is not None and (sizes > limit).any():
             i = int(np.argmax(sizes > limit))
             raise ValueError(f"bundles: got {int(sizes[i])} {what} in bundle {i}, expected at most {limit}, a row's")
-
-
-def _bundled(
-    bundle: np.ndarray, padded: np.ndarray, row_length: int, most: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Packs whole bundles, and returns the bin, the slot in it and the start of each sequence."""
-    order = np.argsort(bundle, kind="stable")
-    held = np.bincount(bundle)
-    first = np.cumsum(held) - held  # the index in `order` of each bundle's first sequence
-    before = np.cumsum(padded[order]) - padded[order]  # padded lengths of all earlier sequences, summed
-    bins, slots, starts = _first_fit_decreasing(np.bincount(bundle, padded).astype(np.int64), held, row_length, most)
-    slot, start = (np.empty(len(padded), np.int32) for _ in range(2))
-    of = bundle[order]
-    slot[order] = slots[of] + np.arange(len(order)) - first[of]
-    start[order] = starts[of] + before - before[first[of]]
-    return bins[bundle], slot, start
-
-
-def _first_fit_decreasing(
-    lengths: np.ndarray, counts: np.ndarray, row_length: int, most: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The bin, the first slot and the start of each bundle. Bundles, longest first, take the first bin that they fit.
-
-    Lengths only fall, so a bin that fits one bundle fits all later ones until it takes one. `fitting` holds such bins
-    by their number, `full` the others by their free places. A bin with too few slots for a bundle stays in `fitting`.
-    """
-    count = len(lengths)
-    free, held = [row_length] * count, [0] * count
-    bins, slot, start = (np.zeros(count, np.int32) for _ in range(3))
-    fitting: list[int] = []
-    full: list[tuple[int, int]] = []
-    used = 0
-    for i in np.argsort(-lengths, kind="stable").tolist():
-        length, sequences = int(lengths[i]), int(counts[i])
-        while full and -full[0][0] >= length:
-            heapq.heappush(fitting, heapq.heappop(full)[1])
-        passed: list[int] = []
-        while most is not None and fitting and held[fitting[0]] + sequences > most:
-            passed.append(heapq.heappop(fitting))
-        if fitting:
-            first = heapq.heappop(fitting)
-        else:
-            first, used = used, used + 1
-        for one in passed:
-            heapq.heappush(fitting, one)
-        bins[i], slot[i], start[i] = first, held[first], row_length - free[first]
-        free[first] -= length
-        held[first] += sequences
-        if most is None or held[first] < most:
-            heapq.heappush(full, (-free[first], first))
-    return bins, slot, start
-
-
-def _deal(bins: np.ndarray, costs: np.ndarray, rows: int, count: int, data: int) -> np.ndarray:
-    """The row of each bin. Micro-batches hold bins of similar cost; the least loaded device takes the next heaviest."""
-    loads = np.zeros(rows * count)
-    np.add.at(loads, bins, costs)
-    row_of = np.empty(rows * count, np.int32)
-    each = rows // data
-    for k, batch in enumerate(np.split(np.argsort(-loads, kind="stable"), count)):
-        carried, taken = np.zeros(data), np.zeros(data, np.int32)
-        for one in batch:
-            device = int(np.argmin(np.where(taken < each, carried, np.inf)))
-            row_of[one] = k * rows + device * each + taken[device]
-            carried[device] += loads[one]
-            taken[device] += 1
-    return row_of

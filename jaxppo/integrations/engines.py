@@ -127,12 +127,19 @@ def _ids(where: str, x: Any) -> list[int]:
     return [int(i) for i in array]
 
 
-def _numbers(where: str, values: Sequence[Any], length: int) -> list[float]:
+# Samplers that compute in bf16 round a log-prob of 0 up to here.
+_MOST = 0.125
+
+
+def _log_probs(where: str, values: Sequence[Any], length: int) -> list[float]:
     if len(values) != length:
         raise ValueError(f"{where}: got {len(values)} log-probs, expected {length}, one a sampled token")
     for i, value in enumerate(values):
-        if value is None:
-            raise ValueError(f"{where}[{i}]: got None, expected the log-prob of the sampled token")
+        number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+        if not number or not value <= _MOST:
+            raise ValueError(
+                f"{where}[{i}]: got {value!r}, expected the log-prob of the sampled token, a number of at most {_MOST}"
+            )
     return [float(value) for value in values]
 
 
@@ -176,9 +183,9 @@ def _vllm_log_probs(where: str, found: Any, completion: list[int]) -> list[float
     by_token = _get(found, "token_logprobs")  # completions
     content = _get(found, "content")  # chat
     if by_token is not None:
-        return _numbers(where, by_token, len(completion))
+        return _log_probs(where, by_token, len(completion))
     if content is not None:
-        return _numbers(where, [_get(entry, "logprob") for entry in content], len(completion))
+        return _log_probs(where, [_get(entry, "logprob") for entry in content], len(completion))
     if not isinstance(found, Sequence):
         raise TypeError(f"{where}: got {_keys(found)}, expected one dictionary a token, 'token_logprobs' or 'content'")
     entries = list(found)
@@ -188,7 +195,7 @@ def _vllm_log_probs(where: str, found: Any, completion: list[int]) -> list[float
         # keys are text where the dictionary went through JSON
         value = entry.get(token, entry.get(str(token))) if isinstance(entry, Mapping) else None
         values.append(_get(value, "logprob") if value is not None and not isinstance(value, (int, float)) else value)
-    return _numbers(where, [*values, *entries[len(completion) :]], len(completion))
+    return _log_probs(where, [*values, *entries[len(completion) :]], len(completion))
 
 
 # SGLang
@@ -222,10 +229,15 @@ def sglang_turn(where: str, output: Any) -> Turn:
                 f"{where}.output_token_logprobs: got {len(of_triples)} tokens, expected completion_tokens {count}"
             )
         completion = of_triples
-        log_probs = _numbers(f"{where}.output_token_logprobs", [triple[0] for triple in triples], len(completion))
+        log_probs = _log_probs(f"{where}.output_token_logprobs", [triple[0] for triple in triples], len(completion))
+    nucleus = _sampling_mask(where, meta, completion)
+    if nucleus is not None:
+        log_probs = _sampling_log_probs(where, meta, completion, nucleus)
+    else:
+        nucleus = _nucleus(where, meta, completion)
     reason = meta.get("finish_reason")
     reason = reason.get("type") if isinstance(reason, Mapping) else reason
-    return Turn(_sglang_prompt(where, output, meta), completion, log_probs, reason, _nucleus(where, meta, completion))
+    return Turn(_sglang_prompt(where, output, meta), completion, log_probs, reason, nucleus)
 
 
 def _sglang_prompt(where: str, output: Any, meta: Mapping[str, Any]) -> list[int]:
@@ -240,6 +252,62 @@ def _sglang_prompt(where: str, output: Any, meta: Mapping[str, Any]) -> list[int
             f"{where}.input_ids: got {len(prompt)} tokens, expected {count}, the prompt_tokens of meta_info"
         )
     return prompt
+
+
+_MASK, _MASK_LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
+
+
+def _sampling_mask(where: str, meta: Mapping[str, Any], completion: list[int]) -> TokenSets | None:
+    """The ids that could be drawn at each token, of a request with `return_sampling_mask`.
+
+    They are one list a token, or flat as SGLang's store of outputs has them, with the number of each token's ids.
+    """
+    given, ids, lengths = meta.get(_MASK), meta.get(f"{_MASK}_token_ids"), meta.get(f"{_MASK}_lengths")
+    if given is None and (ids is None or lengths is None):
+        # the number of sets stays in meta_info where the sets themselves went to the store
+        names = [_MASK_LOG_PROBS, f"{_MASK}_token_ids", f"{_MASK}_lengths"]
+        lonely = [name for name in names if meta.get(name) is not None]
+        lonely += [f"{_MASK}_length"] if meta.get(f"{_MASK}_length") else []
+        if lonely:
+            raise ValueError(
+                f"{where}.{lonely[0]}: got it without the mask, expected {_MASK} too, or {_MASK}_token_ids and "
+                f"{_MASK}_lengths as the output store has them"
+            )
+        return None
+    if given is None:
+        offsets = np.concatenate([[0], np.cumsum(_ids(f"{where}.{_MASK}_lengths", lengths))])
+        sets = TokenSets.flat(f"{where}.{_MASK}_token_ids", ids, offsets)
+    else:
+        sets = TokenSets.of(f"{where}.{_MASK}", given)
+    if len(sets) != len(completion):
+        raise ValueError(f"{where}.{_MASK}: got {len(sets)} sets, expected {len(completion)}, one a token")
+    for i, (token, found) in enumerate(zip(completion, sets.tolist(), strict=True)):
+        if token not in found:
+            raise ValueError(f"{where}.{_MASK}[{i}]: got ids without the sampled {token}, expected it among them")
+    return sets
+
+
+def _sampling_log_probs(
+    where: str, meta: Mapping[str, Any], completion: list[int], nucleus: TokenSets
+) -> list[float] | None:
+    """The log-probs within the mask: of the sampled tokens, or of all ids of the mask, flat or one list a token."""
+    given, where = meta.get(_MASK_LOG_PROBS), f"{where}.{_MASK_LOG_PROBS}"
+    if given is None:
+        if meta.get("output_token_logprobs") is None:
+            return None
+        raise ValueError(
+            f"{where}: got None beside a sampling mask, expected the log-probs within the mask; those of "
+            "output_token_logprobs are of the whole vocabulary"
+        )
+    sampled = [ids.index(token) for ids, token in zip(nucleus.tolist(), completion, strict=True)]
+    if len(given) == len(completion) and all(np.ndim(x) == 1 for x in given):
+        sizes, expected = [len(x) for x in given], nucleus.sizes.tolist()
+        if sizes != expected:
+            raise ValueError(f"{where}: got {sizes} log-probs, expected {expected}, one an id of the mask")
+        given = [x[at] for x, at in zip(given, sampled, strict=True)]
+    elif len(given) == nucleus.token_ids.size != len(completion):
+        given = [given[start + at] for start, at in zip(nucleus.offsets.tolist(), sampled, strict=False)]
+    return _log_probs(where, given, len(completion))
 
 
 def _nucleus(where: str, meta: Mapping[str, Any], completion: list[int]) -> TokenSets | None:

@@ -16,6 +16,7 @@ import pytest
 from jaxppo import RolloutBatch, Sample
 from jaxppo.nucleus import pack_nucleus_ids
 
+_MASK = "output_token_sampling_mask"
 PROMPT, FIRST, TOOL, SECOND = [11, 12, 13], [21, 22], [31, 32, 33], [41]
 
 
@@ -109,6 +110,74 @@ def test_one_turn_of_sglang():
     assert Sample.from_sglang(told).tokens == PROMPT + FIRST
 
 
+def mask_of(*shapes):
+    """SGLang's answer to `return_sampling_mask`: log-probs of the whole vocabulary beside those within the mask.
+
+    In September 2026 `output_token_sampling_mask` is one list a token. With it come the log-probs of the sampled
+    tokens, or, for sampling_logprobs_mode="support", one list a token; a store of outputs has the same flat.
+    """
+    mask, log_probs = shapes
+    name = "output_token_sampling_mask"
+    masks = {
+        "nested": {name: [[21, 5], [7, 22, 9]], f"{name}_length": 2},
+        "flat": {f"{name}_token_ids": np.array([21, 5, 7, 22, 9], np.int32), f"{name}_lengths": np.array([2, 3])},
+    }
+    within = {
+        "of the sampled": [-0.25, -0.75],
+        "of the sampled, numpy": np.array([-0.25, -0.75], np.float32),
+        "of the mask": [[-0.25, -1.5], [-2.0, -0.75, -1.0]],
+        "of the mask, flat": np.array([-0.25, -1.5, -2.0, -0.75, -1.0], np.float32),
+    }
+    return masks[mask] | {"output_token_sampling_logprobs": within[log_probs]}
+
+
+@pytest.mark.parametrize("mask", ["nested", "flat"])
+@pytest.mark.parametrize("log_probs", ["of the sampled", "of the sampled, numpy", "of the mask", "of the mask, flat"])
+@pytest.mark.parametrize("whole", [True, False], ids=["beside others", "alone"])
+def test_the_sampling_mask_of_sglang(mask, log_probs, whole):
+    """The log-probs are those within the mask, the distribution that the tokens were drawn from."""
+    output = sglang(PROMPT, FIRST, log_probs=whole)
+    output["meta_info"] |= mask_of(mask, log_probs)
+    sample = Sample.from_sglang(output)
+    assert (sample.tokens, sample.rollout_log_probs) == (PROMPT + FIRST, [-0.25, -0.75])
+    assert sample.nucleus.tolist() == [[21, 5], [7, 22, 9]]
+    batch = RolloutBatch.from_samples([sample], row_length=8)
+    np.testing.assert_allclose(batch.rollout_log_probs[0, 2:4], [-0.25, -0.75])
+    assert [sorted({*x} - {-1}) for x in pack_nucleus_ids(None, [sample], batch)[0, 2:4].tolist()] == [
+        [5, 21],
+        [7, 9, 22],
+    ]
+
+
+def test_a_sampling_mask_without_log_probs():
+    """Nobody asked for any; log-probs of the whole vocabulary beside a mask are refused, below."""
+    output = sglang(PROMPT, FIRST, log_probs=False)
+    output["meta_info"] |= {"output_token_sampling_mask": [[21, 5], [22]]}
+    sample = Sample.from_sglang(output)
+    assert (sample.rollout_log_probs, sample.nucleus.tolist()) == (None, [[21, 5], [22]])
+
+
+@pytest.mark.parametrize("value", [np.float32(-1.0), 0, -1, 0.125, -np.inf, np.float16(-0.5)])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_log_probs_of_samplers_in_bf16(engine, value):
+    """Those of TPUs round a log-prob of 0 up to 0.125, and one of a token that they should not draw is -inf."""
+    assert given_log_prob(engine, value).rollout_log_probs == [-0.5, float(value)]
+
+
+def given_log_prob(engine, value):
+    if engine == "vllm":
+        return Sample.from_vllm(request(PROMPT, completion(FIRST) | {"logprobs": {"token_logprobs": [-0.5, value]}}))
+    triples = [(-0.5, FIRST[0], None), (value, FIRST[1], None)]
+    return Sample.from_sglang(changed(sglang(PROMPT, FIRST), output_token_logprobs=triples))
+
+
+@pytest.mark.parametrize("value", [np.nan, 0.25, np.inf, True, np.True_, "-0.5", [-0.5], np.float32("nan")], ids=repr)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_what_is_no_log_prob_is_refused_with_its_place(engine, value):
+    with pytest.raises(ValueError, match=r"output\[0\]\.(output_token_)?logprobs\[1\]: got .*expected the log-prob of"):
+        given_log_prob(engine, value)
+
+
 @pytest.mark.parametrize("shape", [lambda x: x, through_json, as_object], ids=["dictionary", "JSON", "object"])
 def test_the_nucleus_of_vllm(shape):
     """Its SamplingMask: flat token_ids, and offsets of each sampled token's set."""
@@ -119,6 +188,10 @@ def test_the_nucleus_of_vllm(shape):
     batch = RolloutBatch.from_samples([sample], row_length=8)
     expected = pack_nucleus_ids([[[21, 5], [22]]], [sample], batch)
     np.testing.assert_array_equal(pack_nucleus_ids(None, [sample], batch), expected)
+    ragged = request(PROMPT, completion(FIRST) | {"sampling_mask": {"token_ids": [[21, 5], [22]], "offsets": None}})
+    assert Sample.from_vllm(shape(ragged)).nucleus.tolist() == [[21, 5], [22]]
+    with pytest.raises(TypeError, match=r"sampling_mask: got something without a length .* expected .* or offsets"):
+        Sample.from_vllm(request(PROMPT, completion(FIRST) | {"sampling_mask": {"token_ids": [21, 5, 22]}}))
     output["outputs"][0]["sampling_mask"]["offsets"] = [0, 3]
     with pytest.raises(ValueError, match=r"output\[0\].sampling_mask: got 1 sets, expected 2, one a token"):
         Sample.from_vllm(output)
@@ -287,6 +360,34 @@ WRONG = {
     "offsets": (
         lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), top_p_token_ids=[1, 2], top_p_token_offsets=[0, 2])),
         r"top_p_token_offsets: got 1 sets, expected 2, one a token",
+    ),
+    "a mask without its log-probs": (
+        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), output_token_sampling_mask=[[21], [22]])),
+        r"output\[0\].output_token_sampling_logprobs: got None beside a sampling mask, expected the log-probs within",
+    ),
+    "log-probs without their mask": (
+        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), output_token_sampling_logprobs=[-0.5, -1.0])),
+        r"output\[0\].output_token_sampling_logprobs: got it without the mask, expected output_token_sampling_mask",
+    ),
+    "a mask that lies in a store": (
+        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), output_token_sampling_mask_length=2)),
+        r"output\[0\].output_token_sampling_mask_length: got it without the mask",
+    ),
+    "a mask of other tokens": (
+        lambda: Sample.from_sglang(
+            changed(sglang(PROMPT, FIRST), **mask_of("nested", "of the mask") | {_MASK: [[21, 5], [7, 23, 9]]})
+        ),
+        r"output_token_sampling_mask\[1\]: got ids without the sampled 22, expected it among them",
+    ),
+    "a mask of fewer tokens": (
+        lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), **{_MASK: [[21, 5]]})),
+        r"output_token_sampling_mask: got 1 sets, expected 2",
+    ),
+    "log-probs of another mask": (
+        lambda: Sample.from_sglang(
+            changed(sglang(PROMPT, FIRST), **mask_of("nested", "of the mask") | {_MASK: [[21], [7, 22, 9]]})
+        ),
+        r"output_token_sampling_logprobs: got \[2, 3\] log-probs, expected \[1, 3\]",
     ),
     "half a nucleus": (
         lambda: Sample.from_sglang(changed(sglang(PROMPT, FIRST), top_p_token_ids=[1, 2])),

@@ -22,7 +22,7 @@ OF_TOKENS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"
 
 def sample(group, reward, length):
     arrays = {name: -0.1 - np.abs(RNG.normal(size=length)) for name in OF_TOKENS}
-    return Sample(RNG.integers(0, V, 2 + length), 2, reward=reward, group_id=group, **arrays)
+    return Sample([group, group, *RNG.integers(0, V, length)], 2, reward=reward, group_id=group, **arrays)
 
 
 BATCH = RolloutBatch.from_samples(

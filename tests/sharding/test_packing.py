@@ -128,14 +128,14 @@ def samples():
     """Three rollouts: a response, a response with a tool's tokens in it, and an empty response."""
     return [
         Sample([3, 4, 5, 6, 7], response_start=2, reward=1.0, group_id=0, values=[0.1, 0.2, 0.3]),
-        Sample([8, 9, 1, 2], loss_mask=[0, 1, 0, 1], reward=2.0, group_id=0, values=[0.4, 0.5, 0.6]),
+        Sample([3, 9, 1, 2], loss_mask=[0, 1, 0, 1], reward=2.0, group_id=0, values=[0.4, 0.5, 0.6]),
         Sample([5, 5], response_start=2, reward=3.0, group_id=1, values=[]),
     ]
 
 
 def test_batch_speaks_of_the_next_token():
     batch = RolloutBatch.from_samples(samples(), row_length=12)
-    assert batch.tokens.tolist() == [[3, 4, 5, 6, 7, 8, 9, 1, 2, 5, 5, 0]]
+    assert batch.tokens.tolist() == [[3, 4, 5, 6, 7, 3, 9, 1, 2, 5, 5, 0]]
     assert batch.segment_ids.tolist() == [[1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 0]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 0]]
     assert batch.targets.tolist() == [[4, 5, 6, 7, 0, 9, 1, 2, 0, 5, 0, 0]]
@@ -245,3 +245,36 @@ def test_values_in_some_samples_only():
     some = [Sample([1, 2], response_start=1, reward=1.0), Sample([1, 2], response_start=1)]
     with pytest.raises(ValueError, match="reward: got None in sample 1, expected a value in all samples or in none"):
         RolloutBatch.from_samples(some, row_length=4)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "row_length", "data", "micro_batches"),
+    [
+        ([5] * 24, 64, 4, 3),  # the fewest rows are two
+        ([9, 8, 7, 6, 5, 4, 3, 2] * 4, 48, 4, 3),
+        ([12] * 12, 12, 4, 3),  # no row is spare
+        ([7] * 5, 8, 4, 3),  # fewer sequences than rows
+    ],
+)
+def test_micro_batches_and_devices_have_even_loads(lengths, row_length, data, micro_batches):
+    """Rows that need not be empty are not: of all sequences in one micro-batch the other steps learn nothing."""
+    parallel = make_parallel_mesh(f"dp={data},cp=2")
+    sequences = [np.full(n, i + 1) for i, n in enumerate(lengths)]
+    packed = pack(sequences, row_length=row_length, parallel=parallel, rows=data, micro_batches=micro_batches)
+    rows = packed.place(sequences)
+    assert sorted(x for x in rows.ravel().tolist() if x) == sorted(np.concatenate(sequences).tolist())
+    loads = (rows > 0).sum(-1)
+    longest, shares = max(lengths), sum(lengths) / micro_batches
+    assert np.abs(loads.sum(-1) - shares).max() <= longest
+    if len(lengths) >= loads.size:
+        assert np.ptp(loads, axis=-1).max() <= longest
+        assert loads.min() > 0
+
+
+def test_bundles_that_fit_the_fewest_rows_alone_are_packed_so():
+    """Spread over four rows, the bundle of 1 + 0 + 0 tokens would find no row with three free segments."""
+    lengths, bundles = [3, 3, 3, 1, 0, 0, 7, 7, 4], [0, 0, 0, 1, 1, 1, 2, 3, 4]
+    loads = [3, 0, 0, 2, 0, 0, 0, 5, 6]
+    packed = pack([range(n) for n in lengths], row_length=19, rows=4, num_segments=3, bundles=bundles, loads=loads)
+    assert np.bincount(packed.row).max() <= 3
+    assert np.bincount(packed.row, lengths).max() <= 19

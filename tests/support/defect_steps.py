@@ -25,7 +25,9 @@ def samples(count=8, **more):
         values = {name: near() for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")}
         values |= {name: rng.normal(size=6) for name in ("advantages", "values", "returns")}
         ids = {"reward": float(i), "group_id": i // 2} | more
-        found.append(Sample(rng.integers(0, V, 8), response_start=2, **ids, **values))
+        tokens = rng.integers(0, V, 8)
+        tokens[:2] = i // 2  # the prompt of the group
+        found.append(Sample(tokens, response_start=2, **ids, **values))
     return found
 
 

@@ -26,7 +26,9 @@ def samples(count=6, **more):
         n = int(rng.integers(3, 6))
         values = {"advantages": np.full(n, rng.normal()), "old_log_probs": -rng.exponential(size=n)}
         given = {"reward": float(i), "group_id": i // 2} | more
-        found.append(Sample(rng.integers(0, V, 2 + n), response_start=2, **given, **values))
+        tokens = rng.integers(0, V, 2 + n)
+        tokens[:2] = i // 2  # the prompt of the group
+        found.append(Sample(tokens, response_start=2, **given, **values))
     return found
 
 

@@ -55,9 +55,11 @@ def step_of(seed: int, count: int = 9) -> list[Sample]:
         def near(scale, old=old, normal=normal):
             return np.minimum(old + scale * normal(), -0.01)
 
+        tokens = rng.integers(0, 50, prompt + response)
+        tokens[:prompt] = i // 3  # the samples of a group have one prompt
         samples.append(
             Sample(
-                rng.integers(0, 50, prompt + response),
+                tokens,
                 response_start=prompt,
                 loss_mask=mask,
                 sample_id=i,

@@ -44,9 +44,11 @@ def step_of(seed: int) -> list[Sample]:
         mask[-1] = 1
         own = -0.05 - rng.exponential(1.0, response)
         near = np.minimum(own + 0.5 * rng.normal(size=response), -0.01)
+        tokens = rng.integers(0, 50, prompt + response)
+        tokens[:prompt] = i % 6  # that of the pair
         samples.append(
             Sample(
-                rng.integers(0, 50, prompt + response),
+                tokens,
                 response_start=prompt,
                 loss_mask=mask,
                 sample_id=i,

@@ -212,6 +212,7 @@ def given_samples(step: Step, samples: list[OracleSample], lacking: tuple[str, .
         ids = {"group_id": s.group_id, "sample_id": s.sample_id, "rollout_id": s.rollout_id}
         ids = {k: v for k, v in ids.items() if k not in lacking}
         tokens = step.rng(drawn.sample).integers(0, 1000, n) if s.targets is None else tokens_of(s.targets)
+        tokens[:start] = s.group_id % 1000  # the samples of a group have one prompt
         given.append(Sample(tokens, start, loss_mask, reward=s.reward, **ids, **of_response))
     return given
 
