@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxppo.accumulate import accumulate_gradients
     from jaxppo.aggregation import Normalizer
     from jaxppo.batch import RolloutBatch
+    from jaxppo.broken_rules import explain_broken_rules
     from jaxppo.config import PolicyLossConfig
     from jaxppo.forward import compute_log_probs
     from jaxppo.head import Head, LoRA, TokenStats, log_probs_from_hidden, log_probs_from_logits
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from jaxppo.metrics import finalize_metrics
     from jaxppo.off_policy import OffPolicyConfig, Rejection
     from jaxppo.policy_losses import CISPO, GSPO, PPO, SAPO
-    from jaxppo.rules import explain_broken_rules
     from jaxppo.samples import Sample
     from jaxppo.sharding import ParallelMesh, ShardAxes, make_parallel_mesh
 else:
@@ -49,7 +49,7 @@ else:
         "jaxppo.metrics": ["finalize_metrics"],
         "jaxppo.off_policy": ["OffPolicyConfig", "Rejection"],
         "jaxppo.policy_losses": ["CISPO", "GSPO", "PPO", "SAPO"],
-        "jaxppo.rules": ["explain_broken_rules"],
+        "jaxppo.broken_rules": ["explain_broken_rules"],
         "jaxppo.samples": ["Sample"],
         "jaxppo.sharding": ["ParallelMesh", "ShardAxes", "make_parallel_mesh"],
     }

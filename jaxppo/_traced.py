@@ -3,12 +3,16 @@
 A registered dataclass has the same traced fields in all its objects, but here each object decides: a coefficient that
 is the number 0 leaves its term out of the program, and a schedule does not. Losses that users write are plain frozen
 dataclasses that nobody registers, and the checks of their constructors would refuse what JAX puts into a tree.
+
+The arrays have the names of their fields. That of a field within a field is "field.name", as in "kl.coef"; "loss" and
+"config" are left out.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -20,34 +24,36 @@ Config = TypeVar("Config")
 class _Place:
     """Marks the place of an array."""
 
-    index: int
+    name: str
 
 
-def take_arrays(config: Config) -> tuple[Config, list[jax.Array]]:
-    """The config with a mark in place of each array in its dataclasses, and the arrays."""
-    arrays: list[jax.Array] = []
+def take_arrays(config: Config) -> tuple[Config, dict[str, jax.Array]]:
+    """The config with a mark in place of each array in its dataclasses, and the arrays by name."""
+    arrays: dict[str, jax.Array] = {}
 
-    def mark(x: Any) -> Any:
+    def mark(path: tuple[str, ...], x: Any) -> Any:
         if not isinstance(x, jax.Array):
             return x
-        arrays.append(x)
-        return _Place(len(arrays) - 1)
+        name = ".".join(part for part in path if part not in ("loss", "config"))
+        name = ".".join(path) if name in arrays else name
+        arrays[name] = x
+        return _Place(name)
 
     return _replace_leaves(config, mark), arrays
 
 
-def put_arrays(config: Config, arrays: list[jax.Array]) -> Config:
+def put_arrays(config: Config, arrays: Mapping[str, jax.Array]) -> Config:
     """The inverse of `take_arrays`."""
-    return _replace_leaves(config, lambda x: arrays[x.index] if isinstance(x, _Place) else x)
+    return _replace_leaves(config, lambda _, x: arrays[x.name] if isinstance(x, _Place) else x)
 
 
-def _replace_leaves(x: Any, fn: Any) -> Any:
+def _replace_leaves(x: Any, fn: Any, path: tuple[str, ...] = ()) -> Any:
     if isinstance(x, tuple):
-        return tuple(_replace_leaves(part, fn) for part in x)
+        return tuple(_replace_leaves(part, fn, (*path, str(i))) for i, part in enumerate(x))
     if not dataclasses.is_dataclass(x) or isinstance(x, _Place):
-        return fn(x)
+        return fn(path, x)
     # a copy: the constructor's checks would refuse the marks
     new = copy.copy(x)
     for field in dataclasses.fields(x):
-        object.__setattr__(new, field.name, _replace_leaves(getattr(x, field.name), fn))
+        object.__setattr__(new, field.name, _replace_leaves(getattr(x, field.name), fn, (*path, field.name)))
     return new

@@ -21,7 +21,8 @@ from jaxppo._arrays import (
     check_f32,
     check_ids,
 )
-from jaxppo.rules import RULES, RULES_OF_ROWS, RULES_OF_STEPS, Rule, View, raise_first
+from jaxppo.broken_rules import raise_first
+from jaxppo.rules import RULES, RULES_OF_ROWS, RULES_OF_STEPS, Rule, View
 from jaxppo.sharding import check_row_length, in_order, logical_positions, segment_multiple
 from jaxppo.trees import starts
 

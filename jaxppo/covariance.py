@@ -21,6 +21,7 @@ from jaxppo.head.types import TokenStats
 from jaxppo.losses.policy import advantages_of, impossible_tokens, old_log_probs
 from jaxppo.losses.policy_checks import check_needed
 from jaxppo.policy_losses import PolicyLoss
+from jaxppo.reads import at_most_zero
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 from jaxppo.validation import checked
 
@@ -78,7 +79,7 @@ def covariance_mask(
         batch = dataclasses.replace(batch, loss_mask=jnp.where(left_out, 0, batch.loss_mask))
     static, traced = take_arrays(config.loss)
     log_probs = lax.stop_gradient(stats.log_probs)
-    old = old_log_probs(log_probs, batch, config)
+    old = at_most_zero(old_log_probs(log_probs, batch, config))
     args = {"stats": log_probs, "old_log_probs": old, "batch": batch, "key": key, "config": traced}
 
     def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
@@ -97,7 +98,7 @@ def _pick(
     old: jax.Array,
     batch: RolloutBatch,
     key: jax.Array,
-    traced: list[jax.Array],
+    traced: dict[str, jax.Array],
 ) -> Float[Array, "*K R T"]:
     loss: Any = put_arrays(static, traced)
     axes.check_complete("a selection of the step's tokens", batch.loss_mask)

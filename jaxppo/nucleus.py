@@ -97,7 +97,8 @@ def nucleus_mask(
     Each device makes its own part; the mask is sharded as logits are.
 
     Args:
-      nucleus_ids: `i32[R, T, K]`, -1 padded, see `pack_nucleus_ids`.
+      nucleus_ids: `i32[R, T, K]`, -1 padded, see `pack_nucleus_ids`. Ids that no column has are found in numpy arrays
+        only: a mask has no place for them.
       columns: V, the number of columns of the logits over all vocabulary shards.
       parallel: the mesh; rows sharded over data, positions over context, the vocabulary over tensor.
 
@@ -105,7 +106,7 @@ def nucleus_mask(
       `bool[R, T, V]`, whole on every device where the tensor axis does not divide V.
 
     Raises:
-      TypeError, ValueError: ids that are not integers or not `[R, T, K]`; columns below 1.
+      TypeError, ValueError: ids that are not integers or not `[R, T, K]`, or of no column; columns below 1.
 
     Example:
       >>> nucleus_mask(jnp.array([[[2, 0, -1]]]), 4)
@@ -116,6 +117,9 @@ def nucleus_mask(
         raise ValueError(f"nucleus_ids: got shape {nucleus_ids.shape}, expected [R, T, K]")
     if not isinstance(columns, (int, np.integer)) or columns < 1:
         raise ValueError(f"columns: got {columns!r}, expected an integer of at least 1")
+    if isinstance(nucleus_ids, np.ndarray) and ((nucleus_ids < -1) | (nucleus_ids >= columns)).any():
+        got = nucleus_ids[(nucleus_ids < -1) | (nucleus_ids >= columns)][0]
+        raise ValueError(f"nucleus_ids: got {got}, expected -1, or 0 to {columns - 1}")
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
     shards = parallel.tensor_size if isinstance(parallel, ParallelMesh) else roles.size(roles.tensor)
     whole = bool(columns % shards)  # such logits are not sharded either

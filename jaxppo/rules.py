@@ -2,27 +2,23 @@
 
 On the host `RolloutBatch.validate` raises at the first entry that breaks a rule. Under jit nothing can be raised: a
 broken rule makes the loss NaN rather than a plausible number. The metric `broken_rules` tells which rules were broken,
-as a bit set that `explain_broken_rules` reads.
+as a number that `explain_broken_rules` reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import LOG_PROBS, PER_SEGMENT
-from jaxppo.pairs import Pairs
-from jaxppo.sharding import Segments
+from jaxppo.reads import MAX_LOG_PROB, MAX_SAMPLED, NUMBERS, OF_MODELS, PER_TOKEN, Kind, mass_of
 from jaxppo.trees import has_branches, out_of_order, starts
 
-MAX_LOG_PROB = 1e-3  # rounding may bring a log-prob of 0 up to this
 Broken = Iterator[tuple[str, Any]]
 
 
@@ -31,15 +27,16 @@ class View:
     """The arrays that rules read: on the host in logical order, in a loss one device's shards.
 
     Args:
-      arrays: those of the batch; "log_probs", the loss's own; "normalizer", the counts of the given normalizer;
-        "alone", the samples that lack their pair; on the host "lengths", the number of positions of each segment. Only
-        those that exist.
+      arrays: those that a loss reads, by the names of `PER_TOKEN` and of the rules below; "normalizer", the counts of
+        the given normalizer, and "denominators", its other numbers; "alone", the samples that lack their pair; on the
+        host those of the batch, and "lengths", the number of positions of each segment. Only those that exist.
       num_segments: S.
       lasts: `[R, T]`, the last position of the sequence of each position.
       loss_tokens: `[R, S]`, the number of loss tokens of each sequence; None without "normalizer".
       real_last_targets: the last position of a sequence has a real target.
       cut: sequences may continue on other devices, unseen here, because a caller passed its own shards.
       vocab_size: None where it is not known.
+      adapters: the number of the head's adapters.
       xp: numpy or jax.numpy.
     """
 
@@ -51,6 +48,7 @@ class View:
     cut: bool
     vocab_size: int | None
     xp: ModuleType
+    adapters: int = 0
 
     def __getitem__(self, name: str) -> Any:
         return self.arrays[name]
@@ -122,26 +120,82 @@ def _segment_range(v: View) -> Broken:
     yield "segment_ids", (v["segment_ids"] < 0) | (v["segment_ids"] > v.num_segments)
 
 
-def _log_probs_above_zero(v: View) -> Broken:
-    for name, x in v.existing("log_probs", *LOG_PROBS):
-        yield name, v.counts & (x > MAX_LOG_PROB)
+def _of_kind(name: str, kind: Kind) -> Callable[[View], Broken]:
+    def broken(v: View) -> Broken:
+        for _, x in v.existing(name):
+            yield name, v.counts & kind.bad(x, v.xp)
+
+    return broken
 
 
-def _log_probs_not_finite(v: View) -> Broken:
-    for name, x in v.existing("log_probs", *LOG_PROBS):
-        yield name, v.counts & ~v.xp.isfinite(x)
+def _not_finite(name: str) -> Callable[[View], Broken]:
+    def broken(v: View) -> Broken:
+        for _, x in v.existing(name):
+            yield name, ~v.xp.isfinite(x)
+
+    return broken
 
 
-def _values_not_finite(v: View) -> Broken:
-    for name, x in v.existing("advantages", "values", "returns", "new_values"):
-        yield name, v.counts & ~v.xp.isfinite(x)
+def _rewards_of_samples(v: View) -> Broken:
     for name, _ in v.existing("sample_rewards"):
         yield name, v.counts & ~v.xp.isfinite(v.of_segments(name))
 
 
-def _loss_weights(v: View) -> Broken:
-    for name, x in v.existing("loss_weights"):
-        yield name, v.counts & ~(v.xp.isfinite(x) & (x >= 0))
+def _denominators(v: View) -> Broken:
+    for name, x in v.existing("denominators"):
+        yield name, ~(v.xp.isfinite(x) & (x >= 0))
+
+
+def _targets(v: View) -> Broken:
+    for name, x in v.existing("targets"):
+        if v.vocab_size is not None:
+            yield name, v.counts & ((x < 0) | (x >= v.vocab_size))
+
+
+def _nucleus_ids(v: View) -> Broken:
+    for name, x in v.existing("nucleus_ids"):
+        yield name, v.counts & ((x < -1) | (x >= v.vocab_size)).any(axis=-1)
+
+
+def _adapter_ids(v: View) -> Broken:
+    for name, x in v.existing("adapter_ids"):
+        yield name, v.counts.any(axis=-1) & ((x < -1) | (x >= v.adapters))
+
+
+def _temperature(v: View) -> Broken:
+    for name, x in v.existing("temperature"):
+        yield name, v.counts & ~v.xp.isfinite(x)
+
+
+def _ids(v: View) -> Broken:
+    for name, ids in v.existing("ids"):
+        ordered = v.xp.sort(ids, axis=-1)
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)
+        bad = (ids < -1).any(axis=-1) | twice.any(axis=-1)
+        if v.vocab_size is not None:
+            bad |= (ids >= v.vocab_size).any(axis=-1)
+        for _, others in v.existing("ids_of_stats"):
+            bad |= (ids != others).any(axis=-1)
+        yield name, v.counts & bad
+
+
+def _id_log_probs(v: View) -> Broken:
+    for name, x in v.existing("id_log_probs"):
+        yield name, v.counts & ((v["ids"] != -1) & ~(x <= MAX_LOG_PROB)).any(axis=-1)
+
+
+def _sampled_top_k(name: str) -> Callable[[View], Broken]:
+    def broken(v: View) -> Broken:
+        for _, x in v.existing(name):
+            has_id = v["ids"] != -1
+            too_much = mass_of(x, has_id, v.xp) > math.exp(MAX_SAMPLED)
+            yield name, v.counts & ((has_id & ~(x <= MAX_SAMPLED)).any(axis=-1) | too_much)
+
+    return broken
+
+
+def _never(v: View) -> Broken:
+    yield from ()
 
 
 def _rollout_missing(v: View) -> Broken:
@@ -190,10 +244,8 @@ def _positions(v: View) -> Broken:
     yield "positions", (v["segment_ids"] > 0) & (v["positions"] != expected)
 
 
-def _vocabulary(v: View) -> Broken:
-    if v.vocab_size is not None:
-        yield "tokens", (v["segment_ids"] > 0) & ((v["tokens"] < 0) | (v["tokens"] >= v.vocab_size))
-        yield "targets", v.counts & ((v["targets"] < 0) | (v["targets"] >= v.vocab_size))
+def _tokens(v: View) -> Broken:
+    yield "tokens", (v["segment_ids"] > 0) & ((v["tokens"] < 0) | (v["tokens"] >= v.vocab_size))
 
 
 def _next_token(v: View) -> Broken:
@@ -226,8 +278,9 @@ def _before(x: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
 
 
-# Bit i of `broken_rules` is rule i, so add a new rule after the last one that losses check.
-RULES = (
+_K_LOG_PROBS = "log-probs of K ids, each at most {most}{mass}; -inf is a probability of 0"
+# Causes stand before their effects, since `broken_rules` names the first ones.
+STRUCTURE = (
     Rule(
         "loss_mask_values",
         "0 or 1; NaN where a token to train on is predicted by nothing, or by padding, see the batch's constructor",
@@ -241,20 +294,8 @@ RULES = (
         _mask_on_last_position,
     ),
     Rule("segment_ids_range", "0 to {S}", _segment_range, structural=True),
-    Rule("log_probs_above_zero", f"log-probs of at most {MAX_LOG_PROB} where loss_mask is 1", _log_probs_above_zero),
-    Rule(
-        "log_probs_not_finite",
-        "finite log-probs where loss_mask is 1; those of the policy are not where a target is outside the vocabulary, "
-        "or hidden states or head hold NaN. For tokens that a policy finds impossible, -inf, see "
-        "PolicyLossConfig.impossible_tokens",
-        _log_probs_not_finite,
-    ),
-    Rule(
-        "values_not_finite",
-        "finite advantages, values and returns where loss_mask is 1, and rewards where they say what is desirable",
-        _values_not_finite,
-    ),
     Rule("rollout_ids_missing", "a rollout id of at least 0 for each sample", _rollout_missing),
+    Rule("normalizer", "finite denominators of at least 0", _denominators),
     Rule(
         "normalizer_of_another_step",
         "a normalizer that was made of this step, sliced like it: as many loss tokens for each sequence as it counted",
@@ -278,7 +319,45 @@ RULES = (
         "0 in a shared prefix, which is a segment without a sample: each sample has a loss of its own",
         _mask_without_sample,
     ),
-    Rule("loss_weights", "finite weights of at least 0 where loss_mask is 1", _loss_weights),
+)
+OF_INPUTS = (
+    Rule("targets", "0 to {V} where loss_mask is 1", _targets),
+    Rule("nucleus_ids", "-1, or 0 to {V}, where loss_mask is 1", _nucleus_ids),
+    Rule("adapter_ids", "-1, or the number of an adapter of the head, for each row with loss", _adapter_ids),
+    Rule("temperature", "finite numbers above 0", _temperature),
+    Rule(
+        "ids",
+        "-1, or 0 to {V}, each id once at a position, and those of the statistics, where loss_mask is 1",
+        _ids,
+    ),
+    *(Rule(name, "a finite number", _not_finite(name)) for name in NUMBERS),
+    Rule("another_number", "finite numbers in the fields of your own loss", _not_finite("another_number")),
+    Rule(
+        "sample_rewards", "finite rewards of samples with loss, since they say what is desirable", _rewards_of_samples
+    ),
+    *(Rule(name, kind.expected + more, _of_kind(name, kind)) for name, (kind, more) in PER_TOKEN.items()),
+    *(
+        Rule(
+            name,
+            _K_LOG_PROBS.format(most=MAX_SAMPLED, mass=", the log of their mass too, over the whole vocabulary"),
+            _sampled_top_k(name),
+        )
+        for name in ("teacher_log_probs", "rollout_log_probs_of_ids")
+    ),
+    Rule(
+        "id_log_probs",
+        _K_LOG_PROBS.format(most=MAX_LOG_PROB, mass="")
+        + f"; from the policy: {OF_MODELS}, and ids and targets are in the vocabulary",
+        _id_log_probs,
+    ),
+    Rule(
+        "loss",
+        "a finite loss, and all that it reads is sound. It may be beyond f32, or infinite, as a divergence is where "
+        "one of teacher_log_probs and id_log_probs is -inf and the other is not",
+        _never,
+    ),
+)
+ON_HOST = (
     Rule(
         "parents_elsewhere",
         "the number of a segment that this row holds: a tree lies in one row",
@@ -290,87 +369,13 @@ RULES = (
     Rule(
         "positions", "0, 1, ... in each sequence, or on from its parent", _positions, on_device=False, structural=True
     ),
-    Rule("vocabulary", "0 to {V}", _vocabulary, on_device=False),
+    Rule("tokens", "0 to {V}", _tokens, on_device=False),
     Rule("next_token", "the next token of the sequence", _next_token, on_device=False),
     Rule("present_ids", "at least 0 for each sequence but a shared prefix", _present_ids, on_device=False),
     Rule("own_ids", "an id of its own for each sample", _own_ids, on_device=False, of_rows=False),
     Rule("rewards", "a finite number for a sequence that is there", _rewards, on_device=False),
 )
-ON_DEVICE = tuple(rule for rule in RULES if rule.on_device)
+ON_DEVICE = (*STRUCTURE, *OF_INPUTS)  # rule i has the number i + 1 in `broken_rules`
+RULES = (*ON_DEVICE, *ON_HOST)
 RULES_OF_ROWS = tuple(rule for rule in RULES if rule.of_rows)
 RULES_OF_STEPS = tuple(rule for rule in RULES if not rule.of_rows)
-
-
-def count_broken(
-    arrays: Mapping[str, Array | None], segments: Segments, real_last_targets: bool
-) -> Float[Array, " rules"]:
-    """Per-shard: for each rule of `ON_DEVICE`, the number of this device's entries that break it.
-
-    Args:
-      arrays: as in `View`; None for absent ones.
-      segments: the sequences of the rows.
-      real_last_targets: see `View`.
-    """
-    existing = {name: x for name, x in arrays.items() if x is not None}
-    if "pair_ids" in existing:
-        of_samples = segments.sum(existing["loss_mask"])
-        pairs = Pairs.of(segments.axes, existing["pair_ids"], existing["pair_rewards"], of_samples)
-        existing["alone"] = pairs.alone
-    lengths = segments.sum(jnp.ones_like(segments.segment_ids))
-    behind = lengths if existing.get("parents") is None else lengths + starts(existing["parents"], lengths, jnp)
-    loss_tokens = segments.sum(existing["loss_mask"]) if "normalizer" in existing else None
-    cut = bool(segments.axes.unknown(segments.segment_ids))
-    lasts = segments.spread(behind) - 1
-    view = View(existing, segments.num_segments, lasts, loss_tokens, real_last_targets, cut, None, jnp)
-    found = ([bad.sum(dtype=jnp.float32) for _, bad in rule.broken(view)] for rule in ON_DEVICE)
-    return jnp.stack([functools.reduce(jnp.add, counts, jnp.float32(0)) for counts in found])
-
-
-def broken_log_probs(log_probs: Float[Array, "..."], loss_mask: Float[Array, "..."]) -> Bool[Array, "..."]:
-    """The tokens whose log-probs break a rule; for code that sees only some of the tokens."""
-    view = View({"log_probs": log_probs, "loss_mask": loss_mask}, 0, None, None, True, False, None, jnp)
-    found = [bad for rule in (_log_probs_above_zero, _log_probs_not_finite) for _, bad in rule(view)]
-    return found[0] | found[1]
-
-
-def as_bits(counts: Float[Array, " rules"]) -> Int[Array, ""]:
-    """Bit i is set if rule i of `ON_DEVICE` was broken."""
-    return ((counts > 0).astype(jnp.int32) << jnp.arange(len(ON_DEVICE), dtype=jnp.int32)).sum(dtype=jnp.int32)
-
-
-def explain_broken_rules(bits: int | Array) -> list[str]:
-    """Explains the bits of the metric `broken_rules`.
-
-    Args:
-      bits: the metric's value.
-
-    Returns:
-      A line for each broken rule; an empty list for 0.
-
-    Raises:
-      ValueError: a number that has other bits.
-
-    Example:
-      >>> explain_broken_rules(2)
-      ['loss_mask_on_padding: expected 0 where segment_ids is 0']
-    """
-    number = int(bits)
-    if not 0 <= number < 1 << len(ON_DEVICE):
-        raise ValueError(f"bits: got {number}, expected 0 to {(1 << len(ON_DEVICE)) - 1}")
-    return [
-        f"{rule.name}: expected {rule.expected.format(S='S', V='V - 1')}"
-        for i, rule in enumerate(ON_DEVICE)
-        if number >> i & 1
-    ]
-
-
-def raise_first(view: View, rules: tuple[Rule, ...] = RULES) -> None:
-    """Raises ValueError at the first entry that breaks one of them, with its row and logical position, or segment."""
-    for rule in sorted(rules, key=lambda rule: not rule.structural):
-        for name, bad in rule.broken(view):
-            if bad.any():
-                row, place = (int(i) for i in np.argwhere(bad)[0])
-                where = "segment" if name in (*PER_SEGMENT, "normalizer") else "position"
-                expected = rule.expected.format(S=view.num_segments, V=(view.vocab_size or 0) - 1)
-                got = f"{view[name][row, place]} at row {row}, {where} {place}"
-                raise ValueError(f"{name}: got {got}, expected {expected}")

@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int
 from jaxppo._arrays import check_alike, check_choice, check_f32, check_number, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.metrics import Metrics, reduce_metric
+from jaxppo.reads import at_most_zero
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 from jaxppo.validation import checked
 
@@ -86,7 +87,7 @@ def proximal_log_probs(
     total = version - policy_versions
     share = (proximal - policy_versions) / jnp.where(total > 0, total, 1)
     alpha = jnp.where(total > 0, jnp.clip(share, 0, 1), 0).astype(jnp.float32)
-    b, pi = rollout_log_probs.astype(jnp.float32), log_probs.astype(jnp.float32)
+    b, pi = at_most_zero(rollout_log_probs.astype(jnp.float32)), log_probs.astype(jnp.float32)
     return lax.stop_gradient(b + alpha * (pi - b))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Unpack
 
@@ -63,7 +64,8 @@ def log_probs_from_hidden(
 
     Returns:
       `TokenStats`: `f32[R, T]` each, `[R, T, K]` for `ids` and for the likeliest ids, None for what was not asked for.
-      A log-prob is at most 0. It is NaN if a target that counts, or the id, is not in the vocabulary.
+      A log-prob is at most 0. It is NaN if a target that counts, an id of its nucleus, or the id itself is not in the
+      vocabulary.
 
     Raises:
       TypeError, ValueError: an argument has a wrong dtype, rank, shape, sharding or range; the message names it.
@@ -97,7 +99,7 @@ def log_probs_from_hidden(
         lambda p: ([prepared.specs], p.tokens_spec),
         prepared.call,
     )
-    return found
+    return dataclasses.replace(found, ids=prepared.inputs.ids)
 
 
 def _per_shard(axes: ShardAxes, call: HeadCall, inputs: Inputs) -> TokenStats:

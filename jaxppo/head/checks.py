@@ -78,7 +78,7 @@ def check_where(where: Any, shape: tuple[int, ...]) -> None:
 
 
 def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""] | Float[Array, "R T"] | None:
-    """The temperature in f32, without a gradient; NaN where it is not above 0. None stands for the number 1."""
+    """The temperature in f32, without a gradient; NaN where it is not a finite number above 0. None stands for 1."""
     if not isinstance(temperature, (int, float, np.number, np.ndarray, jax.Array)):
         raise TypeError(f"temperature: got {temperature!r}, expected a positive number, or an array of them")
     if isinstance(temperature, (int, float, np.number)) and not float(temperature) > 0:
@@ -88,7 +88,8 @@ def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""]
     temperature = jnp.asarray(temperature, jnp.float32)
     if temperature.shape not in ((), shape):
         raise ValueError(f"temperature: got shape {temperature.shape}, expected a scalar or {shape}, one per token")
-    return jax.lax.stop_gradient(jnp.where(temperature > 0, temperature, jnp.nan))
+    sound = (temperature > 0) & jnp.isfinite(temperature)
+    return jax.lax.stop_gradient(jnp.where(sound, temperature, jnp.nan))
 
 
 def check_vocab_size(vocab_size: int | None, columns: int) -> int:

@@ -44,6 +44,7 @@ class TokenStats:
       top_ids: `i32[R, T, K]`, the likeliest ids. Among equally likely ids the lowest comes first. If the vocabulary has
         fewer than K tokens, the slots left over hold -1.
       top_log_probs: `f32[R, T, K]`, the log-probs of `top_ids`, without gradients; -inf in slots left over.
+      ids: `i32[R, T, K]`, the ids of `id_log_probs`; a loss of ids refuses others.
       entropy_mode: how the entropy was computed; static. By default "bonus" if there is an entropy, else "none".
 
     Example:
@@ -60,6 +61,7 @@ class TokenStats:
     id_log_probs: Float[Array, "R T K"] | None = None
     top_ids: Int[Array, "R T K"] | None = None
     top_log_probs: Float[Array, "R T K"] | None = None
+    ids: Int[Array, "R T K"] | None = None
     entropy_mode: Entropy | None = None
 
     def __post_init__(self) -> None:

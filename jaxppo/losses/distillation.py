@@ -7,8 +7,7 @@ For distillation on sampled tokens, by policy gradient, see `advantages.on_polic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -22,7 +21,7 @@ from jaxppo.head.head import Head
 from jaxppo.head.pair import prepare_pair
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.head.types import Inputs
-from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_stats
+from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss, loss_of_stats
 from jaxppo.losses.top_k_distillation import top_k_distillation_loss, top_k_distillation_loss_from_hidden
 from jaxppo.losses.top_k_divergence import check_top_k, top_k_divergence
 from jaxppo.metrics import Metrics, Terms, means
@@ -147,7 +146,7 @@ def distillation_loss(
       head: the student's.
       teacher_hidden: `[R, T, G]`, the teacher's.
       teacher_head: the teacher's.
-      batch: `[R, T]`; only its sequences and its loss mask are read.
+      batch: `[R, T]`; only its sequences, loss mask and loss weights are read.
       divergence: "reverse_kl", "forward_kl" or "jensen_shannon", see `divergence_from_hidden`.
       beta: the teacher's share of the mixture, for "jensen_shannon".
       temperature: divides both models' logits.
@@ -203,8 +202,8 @@ class DivergenceLoss(TokenLoss):
     def token_local(self) -> bool:
         return True
 
-    def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
-        return {"new_values": stats}
+    def reads(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch, given: Any, segments: Segments) -> Reads:
+        return {"divergence": stats}
 
     def per_token(
         self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Constants, segments: Segments

@@ -68,7 +68,7 @@ def draft_loss(
       head: the draft's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or stacked.
       policy_hidden: `[R, T, G]`, the policy's final hidden states.
       policy_head: the policy's head, with the same number of columns and the same sharding.
-      batch: `[R, T]`; only its sequences and its loss mask are read.
+      batch: `[R, T]`; only its sequences, loss mask and loss weights are read.
       objective: one of the four above.
       eta: how quickly "likelihood" changes from the divergence to the total variation as acceptance grows.
       coef: the factor of the sum, or of the single loss of "end_to_end".
@@ -112,9 +112,10 @@ def draft_loss(
     else:
         parts = [(_of_depth(depth, objective, eta), depth.batch) for depth in depths]
     total, metrics = jnp.float32(0), {}
+    numbers = {"coef": coef, "eta": eta} if objective == "likelihood" else {"coef": coef}
     for k, (losses, shifted) in enumerate(parts, 1):
         normalizer = None if normalizers is None else normalizers[k - 1]
-        loss, found = loss_of_stats("draft_loss", of_tokens, losses, shifted, parallel, normalizer)
+        loss, found = loss_of_stats("draft_loss", of_tokens, losses, shifted, parallel, normalizer, numbers=numbers)
         total += loss
         metrics[f"draft_{k}_broken_rules"] = found["broken_rules"]
     for k, depth in enumerate(depths, 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -20,12 +20,13 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
-from jaxppo.head.types import HeadCall, Inputs
+from jaxppo.head.types import HeadCall, Inputs, TokenStats
 from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
 from jaxppo.losses.parts import SFT, Part, ReferenceKL, TopKDistillation
 from jaxppo.losses.policy import token_loss_of
 from jaxppo.losses.policy_checks import check_batch
 from jaxppo.losses.token_loss import (
+    OfHead,
     OfTokens,
     Step,
     TokenLoss,
@@ -126,17 +127,19 @@ def joint_loss_from_hidden(
     _check_names("normalizers", given, parts)
     for normalizer in given.values():
         check_normalizer(normalizer)
-    static, traced = zip(*(take_arrays(loss) for loss in losses), strict=True)
+    static, traced = zip(*map(take_arrays, losses), strict=True)
+    numbers = [
+        x | {"part.coef": jnp.asarray(parts[name].coef, jnp.float32)} for name, x in zip(parts, traced, strict=True)
+    ]
     ordered = [(batches[name], given.get(name), teachers.get(name)) for name in parts]
     args = {
         "head": prepared.inputs,
         "parts": ordered,
-        "config": list(traced),
-        "coefs": [jnp.asarray(part.coef, jnp.float32) for part in parts.values()],
+        "numbers": numbers,
     }
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [prepared.specs, [tuple(batch_specs(p, *of)) for of in ordered], P(), P()], P()
+        return [prepared.specs, [tuple(batch_specs(p, *of)) for of in ordered], P()], P()
 
     call = (static, tuple(parts), prepared.call)
     found: tuple[Float[Array, ""], Metrics] = shard_call(
@@ -261,29 +264,37 @@ def _of_parts(
     call: tuple[tuple[TokenLoss, ...], tuple[str, ...], HeadCall],
     inputs: Inputs,
     parts: list[tuple[RolloutBatch, Normalizer | None, tuple[Array, Array] | None]],
-    traced: list[list[Array]],
-    coefs: list[Array],
+    numbers: list[dict[str, Array]],
 ) -> tuple[Float[Array, ""], Metrics]:
     static, names, head = call
-    traced, coefs = lax.stop_gradient((traced, coefs))
-    losses = [put_arrays(loss, arrays) for loss, arrays in zip(static, traced, strict=True)]
-    batches, normalizers, teachers = zip(*parts, strict=True)
+    numbers = lax.stop_gradient(numbers)
+    losses, of_head = list(map(put_arrays, static, numbers)), OfHead.of(head, inputs)
+    coefs = [its["part.coef"] for its in numbers]
     total = None
+
+    def steps_of(stats: TokenStats | None, known: Sequence[Normalizer | None]) -> list[Step]:
+        return [
+            Step.of(axes, loss, stats, *of, its, of_head, normalizer)
+            for loss, of, its, normalizer in zip(losses, parts, numbers, known, strict=True)
+        ]
+
+    known: list[Normalizer | None] = [None] * len(parts)
+    teachers = [teacher for *_, teacher in parts]
     if all(loss.token_local for loss in losses):
-        before = [Step.of(axes, x, None, b, n) for x, b, n in zip(losses, batches, normalizers, strict=True)]
-        known = [known_before(*x) for x in zip(before, losses, teachers, traced, strict=True)]
-        per_token = [(b, w * c, of) for ((b, w, of), _), c in zip(known, coefs, strict=True)]
-        total, stats = reduce_tokens(head, inputs, _OfParts(static), per_token, [shared for _, shared in known])
-        normalizers = tuple(step.normalizer for step in before)
+        before = steps_of(None, known)
+        given = [known_before(*x) for x in zip(before, losses, teachers, numbers, strict=True)]
+        per_token = [(b, w * c, of) for ((b, w, of), _), c in zip(given, coefs, strict=True)]
+        total, stats = reduce_tokens(head, inputs, _OfParts(static), per_token, [shared for _, shared in given])
+        known = [step.normalizer for step in before]
     else:
         with note("two passes: the loss of a token depends on others"):
             stats = stats_of_tokens(head, inputs)
-    steps = [Step.of(axes, x, stats, b, n) for x, b, n in zip(losses, batches, normalizers, strict=True)]
+    steps = steps_of(stats, known)
     found = [finish(step, loss, stats, of) for step, loss, of in zip(steps, losses, teachers, strict=True)]
     if total is None:
         total = sum((c * value for c, (value, _) in zip(coefs, found, strict=True)), jnp.float32(0))
-    for step in steps:
-        total += jnp.where(step.is_broken, jnp.nan, 0)  # also if all weights or coefficients are 0
+    for value, _ in found:  # also if all weights or coefficients are 0
+        total += jnp.where(jnp.isfinite(value), 0, jnp.nan)
     metrics: Metrics = {f"{n}/{what}": x for n, (_, its) in zip(names, found, strict=True) for what, x in its.items()}
     return total, metrics | {"loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
 

@@ -16,7 +16,8 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.head.api import log_probs_from_hidden
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions
-from jaxppo.losses.sft import sft_loss
+from jaxppo.losses.sft import SFTTokenLoss
+from jaxppo.losses.token_loss import loss_of_stats
 from jaxppo.metrics import Metric, Metrics
 from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left
 from jaxppo.validation import checked
@@ -52,7 +53,7 @@ def mtp_loss(
         takes them.
       head: the main loss's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or
         stacked.
-      batch: `[R, T]`; only its sequences, targets and loss mask are read.
+      batch: `[R, T]`; only its sequences, targets, loss mask and loss weights are read.
       coef: the factor of the sum.
       stop_trunk: no gradient into `hidden`: only heads learn. (To train a module between trunk and head but not the
         trunk, stop the gradient at that module's input instead.)
@@ -82,7 +83,7 @@ def mtp_loss(
     """
     batch = checked(batch)
     heads = heads_of(hidden, head, normalizers)
-    depths = len(heads)
+    depths, of_tokens = len(heads), SFTTokenLoss(aggregation=aggregation)
     total = jnp.float32(0)
     metrics: Metrics = {}
     for k in range(1, depths + 1):
@@ -99,7 +100,7 @@ def mtp_loss(
             **options,
         )
         normalizer = None if normalizers is None else normalizers[k - 1]
-        loss, found = sft_loss(stats, shifted, aggregation=aggregation, parallel=parallel, normalizer=normalizer)
+        loss, found = loss_of_stats("mtp_loss", of_tokens, stats, shifted, parallel, normalizer, numbers={"coef": coef})
         total += loss
         metrics |= {f"mtp_{k}_{name}": found[name] for name in ("nll", "accuracy", "broken_rules")}
     total *= lax.stop_gradient(coef) / depths

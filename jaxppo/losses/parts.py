@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from typing import Any
 
 from jaxtyping import Array, Float
 
@@ -14,7 +14,7 @@ from jaxppo.head.types import TokenStats
 from jaxppo.kl import KL, Estimator
 from jaxppo.losses.policy import reference_kl
 from jaxppo.losses.sft import SFTTokenLoss
-from jaxppo.losses.token_loss import Constants, Step, TokenLoss
+from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss
 from jaxppo.losses.top_k_distillation import TopKLoss
 from jaxppo.metrics import Terms, means
 from jaxppo.sharding import Segments
@@ -68,7 +68,7 @@ class ReferenceKL(TokenLoss):
     def token_local(self) -> bool:
         return True
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
+    def reads(self, stats: TokenStats | None, batch: RolloutBatch, given: Any, segments: Segments) -> Reads:
         return {"log_probs": None if stats is None else stats.log_probs, "ref_log_probs": batch.ref_log_probs}
 
     def per_token(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import LOG_PROBS, Aggregation, as_coefficient, masked, needed, times
+from jaxppo._arrays import Aggregation, as_coefficient, masked, needed, times
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
@@ -20,7 +19,7 @@ from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.kl import KL, k3, kl_divergence, log_ratio
 from jaxppo.losses.policy_checks import BY_RATIO, check_batch, check_stats
-from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_hidden, loss_of_stats
+from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import CompositeTerm, Metrics, Term, Terms, effective_share, moments, share
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.off_policy import correction as off_policy_correction
@@ -64,6 +63,8 @@ def policy_loss(
       - with `config.clip_by_sign`, `clip_fraction_positive` and `clip_fraction_negative`, the `clip_fraction`
         over the tokens with an advantage of that sign, if the loss has one;
       - `effective_sample_size`, (sum r)^2 / (N sum r^2), a share of the loss tokens;
+      - `rollout_capped`, if the batch has `rollout_log_probs`, the number of tokens where these were above 0. Samplers
+        that round to bf16 bring them up to 0.125; such log-probs count as 0;
       - `impossible_tokens`, with `config.impossible_tokens="leave_out"`, the number of tokens left out;
       - `broken_rules`, 0 for a sound batch. Otherwise the loss is NaN, and `explain_broken_rules` says what is wrong.
 
@@ -230,21 +231,23 @@ class PolicyTokenLoss(TokenLoss):
     def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         return impossible_tokens(None if stats is None else stats.log_probs, batch, self.config)
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
-        given: dict[str, Array | None] = {
-            "log_probs": None if stats is None else stats.log_probs,
-            "advantages": batch.advantages,
-            "rollout_log_probs": batch.rollout_log_probs,
-        }
-        if "old" in self.config.policies:
-            given["old_log_probs"] = batch.old_log_probs
-        if self.config.kl is not None:
-            given["ref_log_probs"] = batch.ref_log_probs
+    def reads(self, stats: TokenStats | None, batch: RolloutBatch, given: Any, segments: Segments) -> Reads:
+        found: dict[str, Array | None] = {"advantages": batch.advantages, "selected": given}
+        of_policies = {f"{name}_log_probs": getattr(batch, f"{name}_log_probs") for name in self._compared()}
+        if stats is not None:
+            of_policies["log_probs"] = stats.log_probs
+            found["entropy"] = stats.entropy if self.entropy == "bonus" else None
         left_out = self.left_out(stats, batch)
-        if left_out is None:
-            return given
-        of_policies = {name: given.get(name) for name in ("log_probs", *LOG_PROBS)}
-        return given | {name: jnp.where(left_out, 0, x) for name, x in of_policies.items() if x is not None}
+        if left_out is not None:
+            of_policies = {name: jnp.where(left_out, 0, x) for name, x in of_policies.items()}
+        return found | of_policies
+
+    def _compared(self) -> list[str]:
+        """The policies beside the current one whose log-probs are in the loss, and not only in metrics."""
+        config = self.config
+        kl = config.kl if config.penalises_kl else None
+        given = {config.ratio_to}.union(*(x.policies for x in (kl, config.off_policy) if x is not None))
+        return sorted(given - {"current"}) + (["ref"] if kl is not None else [])
 
     def constants(self, stats: TokenStats | None, step: Step) -> Correction | None:
         """The off-policy correction, None without one."""
@@ -301,6 +304,7 @@ class PolicyTokenLoss(TokenLoss):
             "ratio_min": (ratio, mask, "min"),
             "ratio_max": (ratio, mask, "max"),
             "effective_sample_size": CompositeTerm(moments(ratio, mask), effective_share),
+            **({} if step.capped is None else {"rollout_capped": (step.capped, mask, "sum")}),
         }
 
     def _policy(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,12 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.config import ImpossibleTokens, PolicyLossConfig
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.losses.policy import advantages_of
-from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_stats
-from jaxppo.losses.top_k_distillation import as_top_k, mass, of_ids
+from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss, loss_of_stats
+from jaxppo.losses.top_k_distillation import as_top_k, mass, of_ids, reads_of_ids
 from jaxppo.losses.top_k_divergence import with_tail
 from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.policy_losses.base import PolicyLoss
+from jaxppo.reads import at_most_one, was_above_one
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
 
@@ -69,7 +69,8 @@ def score_centering_loss(
       stats: the result of `log_probs_from_hidden(..., ids=ids)`, or of the same from logits; its `id_log_probs` are
         read.
       ids: `i32[R, T, K]`, -1 padded, the sampler's top-k at each position.
-      rollout_log_probs: `[R, T, K]`, the sampler's log-probs of these ids over the whole vocabulary.
+      rollout_log_probs: `[R, T, K]`, the sampler's log-probs of these ids over the whole vocabulary; rounded to bf16
+        they are capped as in `top_k_divergence`.
       batch: `[R, T]`, with advantages.
       config: the config of the `policy_loss` to which this term is added. Only its loss, `ratio_to`, aggregation and
         `impossible_tokens` are read.
@@ -80,7 +81,8 @@ def score_centering_loss(
 
     Returns:
       The scalar f32 to be added to the loss, and the metrics `loss` (its value), `policy_mass` and `rollout_mass` (sum
-      p and sum q, means over tokens) and `broken_rules` (see `policy_loss`).
+      p and sum q, means over tokens), `rollout_capped`, the number of tokens at which rounding brought a q above 1, or
+      their sum, and `broken_rules` (see `policy_loss`).
 
     Raises:
       TypeError, ValueError: arrays are no log-probs or differ in shape; the statistics have no log-probs of ids; the
@@ -137,18 +139,19 @@ class CenteringLoss(TokenLoss):
     def entropy(self) -> Entropy:
         return "none"
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
-        log_probs = None if stats is None else stats.log_probs
-        if log_probs is not None and self.impossible_tokens == "leave_out":
-            log_probs = jnp.where(jnp.isneginf(log_probs), 0, log_probs)  # the term depends on the ids alone
-        return {"log_probs": log_probs, "advantages": batch.advantages}
+    def reads(self, stats: TokenStats | None, batch: RolloutBatch, given: Any, segments: Segments) -> Reads:
+        found = {**reads_of_ids(stats, given, "rollout_log_probs_of_ids"), "advantages": batch.advantages}
+        own = found.get("id_log_probs")
+        if own is not None and self.impossible_tokens == "nan":
+            found["id_log_probs"] = jnp.where(jnp.isneginf(own), jnp.nan, own)
+        return found
 
     def per_token(
         self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments
     ) -> Float[Array, "R T"]:
-        ids, *log_probs = of_ids(stats, constants, batch.loss_mask)
+        ids, *given = of_ids(stats, constants, batch.loss_mask)
         has_id = ids != -1
-        log_p, log_q = (with_tail(x, has_id, self.tail) for x in log_probs)
+        log_p, log_q = (with_tail(x, has_id, self.tail) for x in (given[0], at_most_one(given[1], has_id)))
         gone = jnp.isneginf(log_p)
         if self.impossible_tokens == "leave_out":
             of_none, finite = 0.0, jnp.where(gone, 0, log_p)
@@ -165,7 +168,8 @@ class CenteringLoss(TokenLoss):
     def terms(self, stats: TokenStats, step: Step, constants: Constants) -> Terms:
         mask = step.batch.loss_mask
         ids, log_p, log_q = of_ids(stats, constants, mask)
-        return means({"policy_mass": mass(log_p, ids), "rollout_mass": mass(log_q, ids)}, mask)
+        found = means({"policy_mass": mass(log_p, ids), "rollout_mass": mass(log_q, ids)}, mask)
+        return found | {"rollout_capped": (was_above_one(log_q, ids != -1), mask, "sum")}
 
     def _slopes(
         self,

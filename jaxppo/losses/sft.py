@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -26,7 +26,7 @@ from jaxppo.head.checks import as_logit_stats
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import LogitStat, TokenStats
-from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_hidden, loss_of_stats
+from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
@@ -55,7 +55,7 @@ def sft_loss(
     Args:
       stats: `f32[R, T]` log-probs of the targets, see `log_probs_from_hidden`; made with
         `logit_stats=("log_z", "mean_logit")` for label smoothing, with ("log_z",) for a z-loss.
-      batch: `[R, T]`; only its sequences and its loss mask are read.
+      batch: `[R, T]`; only its sequences, loss mask and loss weights are read.
       label_smoothing: the share of a uniform target, in [0, 1); a number or a traced schedule.
       z_loss: the coefficient of log_z^2, a number or a traced schedule.
       aggregation: the denominators, see `token_weights`.
@@ -118,7 +118,7 @@ def sft_loss_from_hidden(
     Args:
       hidden: `[R, T, H]`, see `log_probs_from_hidden`.
       head: a `Head`, or its bare kernel `[H, V]`.
-      batch: `[R, T]`; only its sequences, targets and loss mask are read.
+      batch: `[R, T]`; only its sequences, targets, loss mask and loss weights are read.
       label_smoothing: see `sft_loss`.
       z_loss: see `sft_loss`.
       logit_stats: "log_z" and "accuracy", for these metrics. Label smoothing and a z-loss bring "log_z" anyway.
@@ -192,8 +192,10 @@ class SFTTokenLoss(TokenLoss):
             return "log_z", "mean_logit"
         return () if is_zero(self.z_loss) else ("log_z",)
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
-        return {"log_probs": None if stats is None else stats.log_probs}
+    def reads(self, stats: TokenStats | None, batch: RolloutBatch, given: Any, segments: Segments) -> Reads:
+        if stats is None:
+            return {}
+        return {name: getattr(stats, name) for name in ("log_probs", *self.logit_stats)}
 
     def per_token(
         self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments

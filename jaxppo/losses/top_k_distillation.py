@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,9 +15,10 @@ from jaxppo.head.checks import as_id_sets
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, TokenStats
-from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_hidden, loss_of_stats
+from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss, loss_of_hidden, loss_of_stats
 from jaxppo.losses.top_k_divergence import Tail, TopKDivergence, check_options, top_k_divergence
 from jaxppo.metrics import Metrics, Terms, means
+from jaxppo.reads import was_above_one
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
 
@@ -44,8 +44,9 @@ def top_k_distillation_loss(
     Args:
       stats: of `log_probs_from_hidden(..., ids=ids)`, or from logits; its `id_log_probs` are read.
       ids: `i32[R, T, K]`, -1 padded, of a teacher's top-k or the student's own.
-      teacher_log_probs: `[R, T, K]`, of these ids; different rows may have different teachers.
-      batch: `[R, T]`; only its sequences and its loss mask are read.
+      teacher_log_probs: `[R, T, K]`, of these ids, in any float dtype; different rows may have different teachers. See
+        `top_k_divergence`.
+      batch: `[R, T]`; only its sequences, loss mask and loss weights are read.
       divergence: see `top_k_divergence`.
       beta: see `top_k_divergence`.
       tail: see `top_k_divergence`.
@@ -56,7 +57,8 @@ def top_k_distillation_loss(
 
     Returns:
       The scalar f32 loss, and the metrics `loss` (adds up over micro-batches), `divergence`, `teacher_mass` and
-      `student_mass` (of the ids; means over tokens) and `broken_rules` (see `policy_loss`).
+      `student_mass` (of the ids; means over tokens), `teacher_capped`, the number of tokens at which rounding brought a
+      log-prob of the teacher above 0, or its mass above 1, and `broken_rules` (see `policy_loss`).
 
     Raises:
       TypeError, ValueError: as `top_k_divergence`; statistics without log-probs of ids; an unknown aggregation.
@@ -99,7 +101,7 @@ def top_k_distillation_loss_from_hidden(
       head: the student's `Head`, or its bare kernel `[H, V]`.
       ids: `i32[R, T, K]`, -1 padded, of a teacher's top-k or the student's own.
       teacher_log_probs: `[R, T, K]`, of these ids.
-      batch: `[R, T]`; only its sequences, targets and loss mask are read.
+      batch: `[R, T]`; only its sequences, targets, loss mask and loss weights are read.
       divergence: see `top_k_divergence`.
       beta: see `top_k_divergence`.
       tail: see `top_k_divergence`.
@@ -195,8 +197,8 @@ class TopKLoss(TokenLoss):
     def entropy(self) -> Entropy:
         return "none"
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
-        return {"log_probs": None if stats is None else stats.log_probs}
+    def reads(self, stats: TokenStats | None, batch: RolloutBatch, given: Any, segments: Segments) -> Reads:
+        return reads_of_ids(stats, given, "teacher_log_probs")
 
     def per_token(
         self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments
@@ -208,7 +210,8 @@ class TopKLoss(TokenLoss):
         mask = step.batch.loss_mask
         ids, log_p, log_q = of_ids(stats, constants, mask)
         masses = {"teacher_mass": mass(log_q, ids), "student_mass": mass(log_p, ids)}
-        return means({"divergence": self.per_token(stats, step.batch, constants, step.segments), **masses}, mask)
+        found = means({"divergence": self.per_token(stats, step.batch, constants, step.segments), **masses}, mask)
+        return found | {"teacher_capped": (was_above_one(log_q, ids != -1), mask, "sum")}
 
 
 def of_ids(
@@ -219,6 +222,14 @@ def of_ids(
     ids = jnp.where(mask[..., None] > 0, ids, -1)
     own, given = (jnp.where(ids == -1, 0, x.astype(jnp.float32)) for x in (own_log_probs(stats), given))
     return ids, own, given
+
+
+def reads_of_ids(stats: TokenStats | None, given: tuple[Array, Array], name: str) -> Reads:
+    """What a loss of ids reads: the ids and log-probs of the call, which are called `name`, and of the statistics."""
+    found: dict[str, Array | None] = {"ids": given[0], name: given[1]}
+    if stats is None:
+        return found
+    return found | {"ids_of_stats": stats.ids, "id_log_probs": stats.id_log_probs}
 
 
 def own_log_probs(stats: TokenStats) -> Float[Array, "R T K"]:

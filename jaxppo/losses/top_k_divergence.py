@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo._arrays import check_array, check_choice, check_number, is_zero
 from jaxppo.kl import k3
-from jaxppo.rules import MAX_LOG_PROB
+from jaxppo.reads import MAX_LOG_PROB, MAX_SAMPLED, at_most_one, mass_of
 
 TopKDivergence = Literal["forward_kl", "reverse_kl", "mixed_kl", "jensen_shannon"]
 Tail = Literal["bucket", "renormalise", "leave_out"]
@@ -53,15 +53,16 @@ def top_k_divergence(
     Args:
       log_probs: `f32[..., K]`, the student's, over the whole vocabulary; `stats.id_log_probs`.
       teacher_log_probs: `[..., K]`, the teacher's of the same ids, over the whole vocabulary, at the student's
-        temperature; -inf is a probability of 0. Constants.
+        temperature, in any float dtype; -inf is a probability of 0. Constants. As bf16 rounds them they may be up to
+        0.125 above 0, and so may the log of their mass: both are then capped at 0.
       ids: `i32[..., K]`, read only for -1, which marks an empty slot without mass; None if no slot is empty.
       divergence: one of the four above.
       beta: for "mixed_kl" in [0, 1], for "jensen_shannon" in (0, 1); the others do not read it.
       tail: one of the three above.
 
     Returns:
-      `f32[...]`, nats; 0 where there is no id. NaN where a log-prob of the teacher is above 0, or, with "bucket", where
-      the K ids have more mass than 1, as duplicate ids may.
+      `f32[...]`, nats; 0 where there is no id. NaN where a log-prob of the teacher is beyond these bounds, or, with
+      "bucket", where the K ids have more mass, as duplicate ids may.
 
     Raises:
       TypeError, ValueError: arrays that are no log-probs or differ in shape, options out of range.
@@ -85,7 +86,7 @@ def top_k_divergence(
             raise ValueError(f"ids: got shape {ids.shape}, expected that of log_probs, {log_probs.shape}")
     has_id = jnp.ones(log_probs.shape, bool) if ids is None else jnp.asarray(ids) != -1
     log_q = lax.stop_gradient(teacher_log_probs.astype(jnp.float32))
-    log_q = jnp.where(log_q <= MAX_LOG_PROB, log_q, jnp.nan)
+    log_q = at_most_one(jnp.where(log_q <= MAX_SAMPLED, log_q, jnp.nan), has_id)
     log_p, log_q = (with_tail(x.astype(jnp.float32), has_id, tail) for x in (log_probs, log_q))
     term = partial(_kl_terms, closed=tail != "leave_out")
     if divergence == "forward_kl":
@@ -152,8 +153,8 @@ def check_top_k(
 ) -> None:
     """Raises at the first invalid entry of a teacher's top-k; on the host, before a step.
 
-    Ids are -1 or in `[0, vocab_size)`, none twice at a position; log-probs at most 0 and no NaN, where there is an id;
-    their mass at most 1.
+    Ids are -1 or in `[0, vocab_size)`, none twice at a position; log-probs no NaN and at most 0, where there is an id;
+    their mass at most 1. As bf16 rounds them they and the log of their mass may be up to 0.125.
 
     Args:
       ids: `[..., K]`, of numpy or on a device.
@@ -177,12 +178,12 @@ def check_top_k(
     twice = np.zeros_like(has_id)
     again = np.concatenate([np.zeros_like(has_id[..., :1]), ordered[..., 1:] == ordered[..., :-1]], axis=-1)
     np.put_along_axis(twice, order, again, axis=-1)
-    mass = np.where(has_id, np.exp(np.where(has_id, log_probs, 0)), 0).sum(axis=-1, keepdims=True)
+    mass = mass_of(log_probs, has_id, np)[..., None]
     rules = (
         ("ids", ids, (ids < -1) | (ids >= vocab_size), f"-1 or 0 to {vocab_size - 1}"),
         ("ids", ids, twice & has_id, "each id once at a position"),
-        ("log_probs", log_probs, has_id & ~(log_probs <= MAX_LOG_PROB), f"log-probs of at most {MAX_LOG_PROB}"),
-        ("the mass of log_probs", mass, mass > 1 + MAX_LOG_PROB, "at most 1"),
+        ("log_probs", log_probs, has_id & ~(log_probs <= MAX_SAMPLED), f"log-probs of at most {MAX_SAMPLED}"),
+        ("the mass of log_probs", mass, mass > np.exp(MAX_SAMPLED), "at most 1"),
     )
     for name, x, bad, expected in rules:
         if bad.any():

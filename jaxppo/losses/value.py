@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import (
     Aggregation,
+    Coefficient,
     MetricAggregation,
     check_aggregation,
     check_array,
@@ -21,7 +21,7 @@ from jaxppo._arrays import (
 )
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
-from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_stats
+from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss, loss_of_stats
 from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
 from jaxppo.validation import checked
@@ -33,9 +33,9 @@ def value_loss(
     values: Float[Array, "R T"],
     batch: RolloutBatch,
     *,
-    clip: float | None = 0.2,
-    factor: float = 0.5,
-    huber_delta: float | None = None,
+    clip: Coefficient | None = 0.2,
+    factor: Coefficient = 0.5,
+    huber_delta: Coefficient | None = None,
     clip_fraction: ClipFraction = "worse",
     aggregation: Aggregation = "token_mean",
     aggregation_norm: float | None = None,
@@ -96,17 +96,18 @@ def value_loss(
 class ValueTokenLoss(TokenLoss):
     """The critic's squared error at a token."""
 
-    clip: float | None
-    factor: float
-    huber_delta: float | None
+    clip: Coefficient | None
+    factor: Coefficient
+    huber_delta: Coefficient | None
     clip_fraction: ClipFraction
     aggregation: Aggregation
     aggregation_norm: float | None
     metric_aggregation: MetricAggregation
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip: got {self.clip}, expected a positive number, or None")
+        if self.clip is not None:
+            check_number("clip", self.clip, above=0)
+        check_number("factor", self.factor)
         if self.huber_delta is not None:
             check_number("huber_delta", self.huber_delta, above=0)
         check_choice("clip_fraction", self.clip_fraction, ClipFraction)
@@ -117,8 +118,9 @@ class ValueTokenLoss(TokenLoss):
     def token_local(self) -> bool:
         return True
 
-    def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
-        return {"new_values": stats, "returns": batch.returns, "values": batch.values}
+    def reads(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch, given: Any, segments: Segments) -> Reads:
+        old = {} if self.clip is None else {"values": batch.values}
+        return {"new_values": stats, "returns": batch.returns, **old}
 
     def per_token(
         self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Constants, segments: Segments
@@ -150,7 +152,7 @@ class ValueTokenLoss(TokenLoss):
         inside = jnp.clip(error, -self.huber_delta, self.huber_delta)
         return inside * (2 * error - inside)
 
-    def _clipped(self, v: Float[Array, "R T"], batch: RolloutBatch, clip: float) -> Float[Array, "R T"]:
+    def _clipped(self, v: Float[Array, "R T"], batch: RolloutBatch, clip: Coefficient) -> Float[Array, "R T"]:
         """The values within the clip about the old ones; exactly v inside, so that the error is never worse there."""
         old = _old_values(batch)
         return jnp.clip(v, old - clip, old + clip)

@@ -27,9 +27,11 @@ from jaxppo import (
     sft_loss_from_hidden,
     value_loss,
 )
+from jaxppo.broken_rules import Broken
 from jaxppo.losses.distillation import distillation_loss
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
-from jaxppo.rules import ON_DEVICE
+from jaxppo.metrics import merge_metrics
+from jaxppo.rules import ON_DEVICE, STRUCTURE
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 
@@ -97,16 +99,15 @@ RULES = {
     "loss_mask_on_padding": (EVERY, batch_with("loss_mask", PADDING, 1)),
     "loss_mask_on_last_position": (EVERY, batch_with("loss_mask", LAST, 1)),
     "segment_ids_range": (EVERY, batch_with("segment_ids", value=9)),
-    "log_probs_above_zero": (("policy",), batch_with("old_log_probs", value=0.1)),
-    "log_probs_not_finite, old": (("policy",), batch_with("old_log_probs")),
-    "log_probs_not_finite, sampler": (("policy",), batch_with("rollout_log_probs", value=-np.inf)),
-    "log_probs_not_finite, hidden states": (OF_LOG_PROBS, inputs_with("hidden", LOSS_TOKEN, np.nan)),
-    "log_probs_not_finite, a masked column": (OF_LOG_PROBS, inputs_with("bias", (TARGET,), -np.inf)),
-    "log_probs_not_finite, no column": (OF_LOG_PROBS, batch_with("targets", value=V)),
-    "values_not_finite, advantages": (("policy",), batch_with("advantages", value=np.inf)),
-    "values_not_finite, returns": (("value",), batch_with("returns")),
-    "values_not_finite, values": (("value",), inputs_with("values", LOSS_TOKEN, np.inf)),
-    "values_not_finite, divergence": (("distillation",), inputs_with("hidden", LOSS_TOKEN, np.nan)),
+    "old_log_probs, above 0": (("policy",), batch_with("old_log_probs", value=0.1)),
+    "old_log_probs, NaN": (("policy",), batch_with("old_log_probs")),
+    "log_probs, hidden states": (OF_LOG_PROBS, inputs_with("hidden", LOSS_TOKEN, np.nan)),
+    "log_probs, a masked column": (OF_LOG_PROBS, inputs_with("bias", (TARGET,), -np.inf)),
+    "log_probs, no column": (OF_LOG_PROBS, batch_with("targets", value=V)),
+    "advantages": (("policy",), batch_with("advantages", value=np.inf)),
+    "returns": (("value",), batch_with("returns")),
+    "new_values": (("value",), inputs_with("values", LOSS_TOKEN, np.inf)),
+    "divergence": (("distillation",), inputs_with("hidden", LOSS_TOKEN, np.nan)),
     "rollout_ids_missing": (
         EVERY,
         {"batch": dataclasses.replace(BATCH, rollout_ids=np.full_like(BATCH.sample_ids, -1))},
@@ -256,7 +257,36 @@ def test_the_host_refuses_it(rule):
 
 def test_every_rule_that_losses_check_has_a_case():
     elsewhere = {"pairs", "parents", "loss_without_sample"}  # see test_preference and test_tree_losses
-    assert {rule.split(",")[0] for rule in RULES} | elsewhere == {rule.name for rule in ON_DEVICE}
-    assert explain_broken_rules(0) == []
-    with pytest.raises(ValueError, match="bits: got -1, expected 0 to"):
-        explain_broken_rules(-1)
+    assert {rule.split(",")[0] for rule in RULES} | elsewhere >= {rule.name for rule in STRUCTURE} - {"normalizer"}
+
+
+def test_the_first_three_are_named():
+    """As one number that f32 holds exactly, on the host, as a metric and merged."""
+    numbers = (1, 4, 40, 60, len(ON_DEVICE))
+    for counts in ([0, 0, 0, 0, 0], [0, 2, 0, 0, 1], [1, 0, 3, 1, 1], [1, 1, 1, 1, 1]):
+        metric = Broken(numbers, jnp.float32(counts)).metric()
+        found = merge_metrics({"it": metric}, {"it": metric})["it"].value
+        assert float(np.float32(found)) == int(found) < 2**24
+        names = [ON_DEVICE[n - 1].name for n, c in zip(numbers, counts, strict=True) if c][:3]
+        for value in (found, int(found), float(found), np.float32(found)):
+            assert [line.split(":")[0] for line in explain_broken_rules(value)] == names
+    assert len(ON_DEVICE) < 1 << 8
+    assert len({rule.name for rule in ON_DEVICE}) == len(ON_DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (-1, ValueError, "broken_rules: got -1, expected an integer that names rules 1 to"),
+        (0.5, ValueError, "broken_rules: got 0.5, expected an integer"),
+        (np.nan, ValueError, "broken_rules: got nan, expected an integer"),
+        (255, ValueError, "broken_rules: got 255, expected an integer"),
+        (2**24, ValueError, "broken_rules: got 1.67772e+07, expected an integer"),
+        (jnp.zeros(2), TypeError, r"broken_rules: got shape \(2,\), expected a number"),
+        ("2", TypeError, "broken_rules: got str, expected a number, such as"),
+        (Broken((1,), jnp.zeros(1)).metric(), TypeError, "broken_rules: got Composite, expected a number, such as"),
+    ],
+)
+def test_what_is_no_such_number(value, error, message):
+    with pytest.raises(error, match=message.replace("+", r"\+")):
+        explain_broken_rules(value)

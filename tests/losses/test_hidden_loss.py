@@ -100,7 +100,7 @@ def test_one_pass_on_any_mesh(mesh):
 
 
 def test_one_pass_on_an_explicit_mesh_with_many_blocks_and_options():
-    nucleus = jax.random.randint(KEYS[9], (R, T, 5), -1, V)
+    nucleus = jax.random.randint(KEYS[9], (R, T, 5), -1, V - 2)
     options = {"nucleus_ids": nucleus, "softcap": 3.0, "bias": normal(0, V), "vocab_size": V - 2, "layout": "vh"}
     targets = jnp.minimum(BATCH.targets, V - 3)
     batch = dataclasses.replace(BATCH, targets=targets)

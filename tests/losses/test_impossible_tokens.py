@@ -172,13 +172,19 @@ def test_by_default_each_of_them_makes_the_loss_nan():
         ),
     }
     for name, (stats, batch) in ways.items():
-        loss, found = policy_loss(stats, batch, PolicyLossConfig())
+        ratio_to = "rollout" if name == "rollout_log_probs" else "old"
+        loss, found = policy_loss(stats, batch, PolicyLossConfig(ratio_to=ratio_to))
         assert np.isnan(loss), name
         assert "impossible_tokens" not in found
-        assert "see PolicyLossConfig.impossible_tokens" in explain_broken_rules(found["broken_rules"].value)[0]
+        (line,) = explain_broken_rules(found["broken_rules"].value)
+        assert line.startswith(f"{name}: expected finite log-probs")
+        assert "see PolicyLossConfig.impossible_tokens" in line
         kept, found = policy_loss(stats, batch, PolicyLossConfig(impossible_tokens="leave_out"))
         assert np.isfinite(kept), name
         assert (float(found["impossible_tokens"].value), int(found["broken_rules"].value)) == (1.0, 0)
+    loss, found = policy_loss(*ways["rollout_log_probs"], PolicyLossConfig())  # which only metrics read
+    assert np.isfinite(loss)
+    assert not np.isfinite(found["sampler_k3"].value)
 
 
 def test_what_else_is_broken_still_is():
@@ -191,7 +197,7 @@ def test_what_else_is_broken_still_is():
     for stats, its in ((nan, batch), (log_probs, dataclasses.replace(batch, ref_log_probs=low))):
         loss, found = policy_loss(TokenStats(stats), its, config)
         assert np.isnan(loss)
-        assert "log_probs_not_finite" in explain_broken_rules(found["broken_rules"].value)[0]
+        assert "log_probs: expected finite" in explain_broken_rules(found["broken_rules"].value)[0]
     loss, _ = policy_loss(TokenStats(low), dataclasses.replace(batch, ref_log_probs=low), config)
     assert float(loss) == pytest.approx(-2 / 3)
 

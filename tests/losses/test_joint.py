@@ -260,7 +260,7 @@ def test_a_rule_that_one_part_breaks():
     assert np.isnan(gradient["kernel"]).any()
     bits = {name: int(found[f"{name}/broken_rules"].value) for name in PARTS}
     assert bits["written"] == bits["near"] == bits["taught"] == 0
-    assert explain_broken_rules(bits["policy"])[0].startswith("values_not_finite")
+    assert explain_broken_rules(bits["policy"])[0].startswith("advantages: expected finite")
 
 
 def test_bad_input():

@@ -219,7 +219,7 @@ def test_bad_input():
         sft(None, x, batch, aggregation="mean")
     with pytest.raises(ValueError, match="aggregation_norm: got None"):
         sft(None, x, batch, aggregation="sequence_mean_token_sum_norm")
-    with pytest.raises(ValueError, match="clip: got -1, expected a positive"):
+    with pytest.raises(ValueError, match="clip: got -1, expected a finite number above 0"):
         value_loss(x, batch, clip=-1)
     with pytest.raises(ValueError, match="clip_fraction: got 'all'"):
         value_loss(x, batch, clip_fraction="all")

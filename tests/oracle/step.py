@@ -118,6 +118,8 @@ def policy_loss(
     for name in parts[0].values:
         each = [p.values[name] for p in parts]
         metrics[name] = weighed(each) if c["metric_aggregation"] == "loss" else token_mean(each)
+    if samples[0].rollout_log_probs is not None:
+        metrics["rollout_capped"] = float(sum((s.at("rollout_log_probs") > 0).sum() for s in samples))
     if c["impossible_tokens"] == "leave_out":
         metrics["impossible_tokens"] = float(everything - sum(s.count for s in samples))
     return StepLoss(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -16,7 +16,7 @@ from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.losses.preference.base import PreferenceLoss, Responses, mean_log_prob
-from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_hidden, loss_of_stats
+from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.pairs import Pairs
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
@@ -179,11 +179,11 @@ class PreferenceTokenLoss(OfPairs):
 
     loss: PreferenceLoss
 
-    def ruled(self, stats: TokenStats | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
-        given: dict[str, Array | None] = {"log_probs": None if stats is None else stats.log_probs}
+    def reads(self, stats: TokenStats | None, batch: RolloutBatch, given: Any, segments: Segments) -> Reads:
+        found: dict[str, Array | None] = {"log_probs": None if stats is None else stats.log_probs}
         if self.loss.reference:
-            given["ref_log_probs"] = batch.ref_log_probs
-        return given | (ruled_of_pairs(batch) if self.loss.paired else {"sample_rewards": batch.rewards})
+            found["ref_log_probs"] = batch.ref_log_probs
+        return found | (reads_of_pairs(batch) if self.loss.paired else {"sample_rewards": batch.rewards})
 
     def per_token(
         self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments
@@ -236,9 +236,9 @@ def to_tokens(losses: Float[Array, "R S"], x: Float[Array, "R S"], segments: Seg
     return segments.spread(losses + 0 * x)
 
 
-def ruled_of_pairs(batch: RolloutBatch) -> dict[str, Array | None]:
-    """The arrays that the rule of pairs reads."""
-    return {"pair_ids": batch.group_ids, "pair_rewards": batch.rewards}
+def reads_of_pairs(batch: RolloutBatch) -> dict[str, Array | None]:
+    """The arrays that say what a pair is, and which sample of it was chosen."""
+    return {"pair_ids": batch.group_ids, "sample_rewards": batch.rewards}
 
 
 def pairs_of(batch: RolloutBatch, segments: Segments, tokens: Float[Array, "R S"]) -> tuple[Pairs, Bool[Array, "R S"]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -17,11 +17,11 @@ from jaxppo.losses.preference.loss import (
     check_pairs,
     compared,
     pairs_of,
-    ruled_of_pairs,
+    reads_of_pairs,
     sample_terms,
     to_tokens,
 )
-from jaxppo.losses.token_loss import Constants, Step, loss_of_stats
+from jaxppo.losses.token_loss import Constants, Reads, Step, loss_of_stats
 from jaxppo.metrics import Metrics, Terms
 from jaxppo.pairs import Pairs
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
@@ -112,8 +112,9 @@ class RewardModelLoss(OfPairs):
 
     loss: BradleyTerry
 
-    def ruled(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch) -> Mapping[str, Array | None]:
-        return ruled_of_pairs(batch)
+    def reads(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch, given: Any, segments: Segments) -> Reads:
+        scores = None if stats is None else segments.spread(_scores(stats, batch, segments))
+        return {**reads_of_pairs(batch), "scores": scores}
 
     def per_token(
         self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Constants, segments: Segments
@@ -131,8 +132,12 @@ class RewardModelLoss(OfPairs):
         self, stats: Float[Array, "R T"], batch: RolloutBatch, segments: Segments
     ) -> tuple[Float[Array, "R S"], Pairs, Bool[Array, "R S"]]:
         """The score of each sample, the step's pairs, and which samples were chosen."""
-        inside = (batch.segment_ids > 0).astype(jnp.float32)
-        positions = batch.positions.astype(jnp.float32)
-        is_last = (inside > 0) & (positions == segments.spread(segments.max(positions, inside)))
-        scores = segments.sum(jnp.where(is_last, stats.astype(jnp.float32), 0))
-        return scores, *pairs_of(batch, segments, segments.sum(batch.loss_mask))
+        return _scores(stats, batch, segments), *pairs_of(batch, segments, segments.sum(batch.loss_mask))
+
+
+def _scores(stats: Float[Array, "R T"], batch: RolloutBatch, segments: Segments) -> Float[Array, "R S"]:
+    """The score at the last position of each sequence."""
+    inside = (batch.segment_ids > 0).astype(jnp.float32)
+    positions = batch.positions.astype(jnp.float32)
+    is_last = (inside > 0) & (positions == segments.spread(segments.max(positions, inside)))
+    return segments.sum(jnp.where(is_last, stats.astype(jnp.float32), 0))
