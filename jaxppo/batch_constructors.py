@@ -1,4 +1,4 @@
-"""The constructors of `RolloutBatch`: from samples on the host, from padded arrays, from packed rows."""
+"""The constructors of `RolloutBatch`: from samples on the host, from padded arrays, from packed rows, from packs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Self, Unpack
 from jaxtyping import Array, Float, Int
 
 from jaxppo.packed import packed_samples
+from jaxppo.packs import Aligned, rows_of_packs
 from jaxppo.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
 from jaxppo.samples import Sample
 from jaxppo.sharding import ParallelMesh
@@ -223,3 +224,62 @@ class Constructors:
         rows = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
         made: dict[str, Any] = placed_rows(rows | {"targets": targets}, arrays, num_segments, parallel)
         return cls._packed(parallel, **made, real_last_targets=True)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        tokens: Int[Array, " N"] | Int[Array, "R N"],
+        cu_seqlens: Int[Array, " S+1"] | Int[Array, "R S+1"],
+        loss_mask: Float[Array, " N"] | Float[Array, "R N"],
+        *,
+        aligned: Aligned,
+        cu_seqlens_padded: Int[Array, " S+1"] | Int[Array, "R S+1"] | None = None,
+        targets: Int[Array, " N"] | Int[Array, "R N"] | None = None,
+        row_length: int | None = None,
+        num_segments: int | None = None,
+        parallel: ParallelMesh | None = None,
+        **arrays: Unpack[RowArrays],
+    ) -> Self:
+        """A batch from packs in the thd format of Megatron, Transformer Engine and verl; works under jit.
+
+        Sequence i of a pack is `tokens[cu_seqlens[i]:cu_seqlens[i + 1]]`. Each pack becomes one row, in which its
+        sequences stand one after another as the mesh's layout wants them. Padding between them goes. Give packs before
+        they are split over context shards, and run the model on `batch.tokens`.
+
+        Args:
+          tokens: `i32[N]`, one pack, or `i32[R, N]`.
+          cu_seqlens: `i32[S + 1]` or `i32[R, S + 1]`, 0 and the ends of the sequences. Unused entries at the end are -1
+            or repeat the last one. Tokens behind the last sequence are padding.
+          loss_mask: shaped as tokens, 0 or 1, 1 where a token trains; 0 outside the sequences.
+          aligned: where a per-token value stands: "token", at the token that it is about (verl's loss mask), or
+            "target", at the position that predicts that token (Megatron's). With "token" all of them move.
+          cu_seqlens_padded: the cumulative lengths with padding, where the pack has padding between sequences. Sequence
+            i begins at `cu_seqlens_padded[i]` then, and `cu_seqlens` gives the lengths alone.
+          targets: shaped as tokens, the token after each, Megatron's `labels`, with aligned="target". A last position
+            has a real target then and may carry loss. By default targets are the sequences' own next tokens.
+          row_length: T, at least what the sequences need; by default N, rounded up to what the layout needs.
+          num_segments: S of the batch; by default that of `cu_seqlens`.
+          parallel: the mesh that the batch is for; R is a multiple of its data size.
+          **arrays: the other arrays of the batch, see `RowArrays`: per token shaped as tokens, per sequence `[S]` or
+            `[R, S]`.
+
+        Returns:
+          A batch `[R, T]` in the mesh's layout. Under jit, cumulative lengths that are out of order or do not fit make
+          losses NaN.
+
+        Raises:
+          TypeError, ValueError: as `from_padded`; cumulative lengths that are out of order, reach behind the pack or
+            leave out a token that trains; sequences that are longer than row_length together.
+
+        Example:
+          >>> packs = {"tokens": np.array([5, 6, 7, 0, 8, 9, 0, 0]), "loss_mask": np.array([0, 1, 1, 0, 0, 1, 0, 0])}
+          >>> packs |= {"cu_seqlens": np.array([0, 3, 5]), "cu_seqlens_padded": np.array([0, 4, 8])}
+          >>> batch = RolloutBatch.from_cu_seqlens(**packs, aligned="token", row_length=6)
+          >>> batch.tokens.tolist(), batch.segment_ids.tolist(), batch.loss_mask.tolist()
+          ([[5, 6, 7, 8, 9, 0]], [[1, 1, 1, 2, 2, 0]], [[1.0, 1.0, 0.0, 1.0, 0.0, 0.0]])
+        """
+        packs: dict[str, Any] = {"tokens": tokens, "cu_seqlens": cu_seqlens, "loss_mask": loss_mask}
+        packs |= {"cu_seqlens_padded": cu_seqlens_padded, "targets": targets}
+        sizes: dict[str, Any] = {"row_length": row_length, "num_segments": num_segments}
+        made: dict[str, Any] = rows_of_packs(packs, arrays, aligned=aligned, **sizes, parallel=parallel)
+        return cls._packed(parallel, **made, real_last_targets=targets is not None)

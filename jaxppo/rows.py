@@ -5,7 +5,7 @@ Each device that shares a row computes the whole row, and then keeps the positio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypedDict
 
 import jax
@@ -22,7 +22,7 @@ from jaxppo.sharding import (
     ShardAxes,
     check_parallel,
     check_row_length,
-    logical_positions,
+    held_positions,
     segment_multiple,
     shard_call,
 )
@@ -61,7 +61,9 @@ class RowArrays(TypedDict, total=False):
     rollout_ids: Int[Array, "R S"] | None
 
 
-_PADDED = {"prompt_ids", "completion_ids", "completion_mask", "prompt_mask", "attention_mask"}
+# what constructors take beside the arrays of a batch
+_INPUTS = {"prompt_ids", "completion_ids", "completion_mask", "prompt_mask", "attention_mask"}
+_INPUTS |= {"cu_seqlens", "cu_seqlens_padded"}
 
 
 def padded_rows(
@@ -78,18 +80,18 @@ def padded_rows(
     """See `RolloutBatch.from_padded`."""
     name = "RolloutBatch.from_padded"
     given = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "completion_mask": completion_mask}
-    given |= _existing({"prompt_mask": prompt_mask, "attention_mask": attention_mask})
-    given |= _existing(_given(arrays, PaddedArrays))
+    given |= existing({"prompt_mask": prompt_mask, "attention_mask": attention_mask})
+    given |= existing(known(arrays, PaddedArrays))
     B, C = _shape("completion_ids", completion_ids)
     T = _shape("prompt_ids", prompt_ids)[1] + C
     shapes: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(given, ((B, C),))
     shapes |= {"prompt_ids": ((B, T - C),), "prompt_mask": ((B, T - C),), "attention_mask": ((B, T),)}
     shapes |= {"advantages": ((B, C), (B,)), "loss_weights": ((B, C), (B,)), "rewards": ((B,),), "group_ids": ((B,),)}
     for what, x in given.items():
-        _check_array(what, x, shapes[what])
+        check_row_array(what, x, shapes[what])
     if pad_id is not None and attention_mask is None:
         _check_padded_behind(completion_ids, completion_mask, pad_id)
-    return _call(name, _padded, T, given, pad_id, parallel)
+    return of_whole_rows(name, _padded, T, given, pad_id, parallel)
 
 
 def _check_padded_behind(completion_ids: Arrays, completion_mask: Arrays, pad_id: int) -> None:
@@ -116,17 +118,17 @@ def placed_rows(
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_token_aligned`; if the rows hold targets, see `from_target_aligned`."""
     name = "RolloutBatch.from_target_aligned" if "targets" in rows else "RolloutBatch.from_token_aligned"
-    given = {**rows, **_existing(_given(arrays, RowArrays))}
+    given = {**rows, **existing(known(arrays, RowArrays))}
     R, T = _shape("tokens", rows["tokens"])
-    _check_dtype("segment_ids", rows["segment_ids"])
+    check_row_dtype("segment_ids", rows["segment_ids"])
     if num_segments is None:
         if isinstance(rows["segment_ids"], jax.core.Tracer):
             raise ValueError("num_segments: got None under jit, expected S, the most sequences that a row may hold")
         num_segments = max(1, int(np.max(np.asarray(rows["segment_ids"]))))
     _check_segments(rows["segment_ids"], num_segments)
     for what, x in given.items():
-        _check_array(what, x, ((R, num_segments if what in PER_SEGMENT else T),))
-    return _call(name, _aligned, T, given, num_segments, parallel)
+        check_row_array(what, x, ((R, num_segments if what in PER_SEGMENT else T),))
+    return of_whole_rows(name, aligned_rows, T, given, num_segments, parallel)
 
 
 def _check_segments(segment_ids: Array | np.ndarray, num_segments: int) -> None:
@@ -138,26 +140,26 @@ def _check_segments(segment_ids: Array | np.ndarray, num_segments: int) -> None:
         raise ValueError(f"num_segments: got {num_segments}, expected at least {most}, the largest of segment_ids")
 
 
-def _existing(arrays: Mapping[str, Any]) -> dict[str, Array]:
+def existing(arrays: Mapping[str, Any]) -> dict[str, Array]:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
-def _given(arrays: Mapping[str, Any], known: type) -> dict[str, Any]:
+def known(arrays: Mapping[str, Any], names: type) -> dict[str, Any]:
     for name in arrays:
-        if name not in known.__annotations__:
-            raise TypeError(f"{name}: got an unknown array, expected one of {', '.join(known.__annotations__)}")
+        if name not in names.__annotations__:
+            raise TypeError(f"{name}: got an unknown array, expected one of {', '.join(names.__annotations__)}")
     return dict(arrays)
 
 
 def _shape(name: str, x: Any) -> tuple[int, int]:
-    _check_dtype(name, x)
+    check_row_dtype(name, x)
     if np.ndim(x) != 2 or 0 in np.shape(x):
         raise ValueError(f"{name}: got shape {np.shape(x)}, expected two dimensions, each at least 1")
     return np.shape(x)
 
 
-def _check_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
-    _check_dtype(name, x)
+def check_row_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+    check_row_dtype(name, x)
     if np.shape(x) not in shapes:
         raise ValueError(f"{name}: got shape {np.shape(x)}, expected {' or '.join(map(str, shapes))}")
     if name in IDS:
@@ -166,22 +168,22 @@ def _check_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None
         check_f32(name, x)
 
 
-def _check_dtype(name: str, x: Any) -> None:
+def check_row_dtype(name: str, x: Any) -> None:
     if not hasattr(x, "dtype"):  # to JAX a list is a tree of scalars
         raise TypeError(f"{name}: got {'None' if x is None else type(x).__name__}, expected an array")
     integer = jnp.issubdtype(x.dtype, jnp.integer)
-    if (name in INTEGERS or name.endswith("_ids")) and not integer:
+    if (name in INTEGERS or name.endswith("_ids") or name.startswith("cu_seqlens")) and not integer:
         raise TypeError(f"{name}: got {x.dtype}, expected integers")
     if not (integer or x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.floating)):
         raise TypeError(f"{name}: got {x.dtype}, expected numbers")
 
 
-def _call(
+def of_whole_rows(
     name: str,
     fn: Callable[..., dict[str, Array]],
     length: int,
     given: dict[str, Array],
-    option: int | None,
+    option: Hashable,
     parallel: ParallelMesh | None,
 ) -> dict[str, Array]:
     """Runs fn on the whole rows of each data shard and brings its results into the mesh's layout.
@@ -197,14 +199,14 @@ def _call(
     check_parallel(parallel, "ParallelMesh or None")
     layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
     check_row_length(length, layout, shards, "row length")
-    if shards > 1 and segment_multiple(layout, shards) > 1:
+    if shards > 1 and segment_multiple(layout, shards) > 1 and "cu_seqlens" not in given:
         raise ValueError(
             f"parallel: got context layout {layout!r} in {name}, expected another: its rows are packed for it, by "
-            "RolloutBatch.from_samples"
+            "RolloutBatch.from_samples or from_cu_seqlens"
         )
     static = (length, option, tuple(given))
 
-    made = {"tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids", *given} - _PADDED
+    made = {"tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids", *given} - _INPUTS
 
     def specs(p: ParallelMesh) -> tuple[list[PartitionSpec], dict[str, PartitionSpec]]:
         return [p.rows_spec] * len(given), {
@@ -214,31 +216,21 @@ def _call(
     return shard_call(name, fn, parallel, given, specs, static)
 
 
-def _own_positions(axes: ShardAxes, length: int, arrays: dict[str, Array]) -> dict[str, Array]:
-    """Takes this device's positions out of whole rows in logical order."""
-    shards = axes.size(axes.context)
-    if shards == 1:
-        return arrays
-    order = logical_positions(axes.context_layout, length, shards).reshape(shards, -1)
-    mine = jnp.asarray(order)[axes.index(axes.context)]
-    return {what: x if what in PER_SEGMENT else x[:, mine] for what, x in arrays.items()}
-
-
-def _sample_ids(axes: ShardAxes, segment_ids: Array, num_segments: int) -> Int[Array, "R S"]:
-    """A number for each sequence, -1 where a row has no such segment; takes this device's rows, in full length."""
-    present = Segments(segment_ids, num_segments).sum(jnp.ones_like(segment_ids)) > 0
-    rows = axes.index(axes.data) * segment_ids.shape[0] + jnp.arange(segment_ids.shape[0], dtype=jnp.int32)
+def as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Numbers the sequences of whole rows in logical order, and keeps this device's positions."""
+    lengths = Segments(arrays["segment_ids"], num_segments).sum(jnp.ones_like(arrays["segment_ids"]))
+    R = lengths.shape[0]
+    rows = axes.index(axes.data) * R + jnp.arange(R, dtype=jnp.int32)
     numbers = rows[:, None] * num_segments + jnp.arange(num_segments, dtype=jnp.int32)[None]
-    return jnp.where(present, numbers, -1)
+    arrays = arrays | {"sample_ids": jnp.where(lengths > 0, numbers, -1)}
+    arrays = {what: x.astype(jnp.int32 if what in INTEGERS else jnp.float32) for what, x in arrays.items()}
+    if axes.size(axes.context) == 1:
+        return arrays
+    mine = held_positions(axes, length, lengths)
+    return {what: x if what in PER_SEGMENT else jnp.take_along_axis(x, mine, axis=1) for what, x in arrays.items()}
 
 
-def _as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, Array]) -> dict[str, Array]:
-    arrays = arrays | {"sample_ids": _sample_ids(axes, arrays["segment_ids"], num_segments)}
-    kinds = {what: jnp.int32 if what in INTEGERS else jnp.float32 for what in arrays}
-    return _own_positions(axes, length, {what: x.astype(kinds[what]) for what, x in arrays.items()})
-
-
-def _aligned(axes: ShardAxes, static: tuple[int, int, Names], *given: Array) -> dict[str, Array]:
+def aligned_rows(axes: ShardAxes, static: tuple[int, int, Names], *given: Array) -> dict[str, Array]:
     length, num_segments, names = static
     arrays = dict(zip(names, given, strict=True))
     if "targets" not in arrays:  # every value moves to the position that predicts its token
@@ -248,7 +240,7 @@ def _aligned(axes: ShardAxes, static: tuple[int, int, Names], *given: Array) -> 
         for what in set(arrays) - {"tokens", "segment_ids", "positions", *PER_SEGMENT}:
             moved = jnp.roll(arrays[what], -1, axis=1)
             arrays[what] = jnp.where(follows, moved, jnp.zeros_like(moved))
-    return _as_batch(axes, length, num_segments, arrays)
+    return as_batch(axes, length, num_segments, arrays)
 
 
 def _padded(axes: ShardAxes, static: tuple[int, int | None, Names], *given: Array) -> dict[str, Array]:
@@ -290,7 +282,7 @@ def _padded(axes: ShardAxes, static: tuple[int, int | None, Names], *given: Arra
         # NaN is a broken rule, which the loss reports
         "loss_mask": jnp.where(unpredicted & inside, jnp.nan, at_predictor(trains)),
     }
-    return _as_batch(axes, length, 1, rows | per_segment)
+    return as_batch(axes, length, 1, rows | per_segment)
 
 
 def _real_tokens(trains: Array, prompt_mask: Array | None, attention_mask: Array | None, prompts: int) -> Array:

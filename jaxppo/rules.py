@@ -283,7 +283,8 @@ _K_LOG_PROBS = "log-probs of K ids, each at most {most}{mass}; -inf is a probabi
 STRUCTURE = (
     Rule(
         "loss_mask_values",
-        "0 or 1; NaN where a token to train on is predicted by nothing, or by padding, see the batch's constructor",
+        "0 or 1; NaN where a token to train on is predicted by nothing, or by padding, or where cu_seqlens do not fit "
+        "their pack, see the batch's constructor",
         _mask_values,
     ),
     Rule("loss_mask_on_padding", "0 where segment_ids is 0", _mask_on_padding),

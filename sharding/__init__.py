@@ -15,7 +15,7 @@ from .mesh import ParallelMesh, check_parallel, make_parallel_mesh
 from .notes import note
 from .packing import Packed, pack, unpack
 from .placement import links
-from .rows import check_context_rows, redistribute, scan_affine, scan_shard, shift_left, shift_shard
+from .rows import check_context_rows, held_positions, redistribute, scan_affine, scan_shard, shift_left, shift_shard
 from .segments import Segments, segment_sum
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ __all__ = [
     "check_context_rows",
     "check_parallel",
     "check_row_length",
+    "held_positions",
     "in_order",
     "known_device",
     "links",

@@ -16,7 +16,7 @@ from .call import shard_call
 from .checks import check_int
 from .dtypes import wider_dtype
 from .layouts import check_row_length
-from .layouts.base import Fill, Layout, find_layout, move
+from .layouts.base import Fill, Layout, Row, find_layout, move, places_of
 from .mesh import ParallelMesh, check_parallel
 
 Parallel = ParallelMesh | ShardAxes | None
@@ -62,6 +62,31 @@ def redistribute(
 
     args = {"x": x, "segment_ids": segment_ids if here.per_segment or there.per_segment else None}
     return _of_rows("redistribute", _redistribute, parallel, args, (source, target, num_segments))
+
+
+def held_positions(
+    axes: ShardAxes, length: int, segment_lengths: Int[Array, "R S"] | None = None
+) -> Int[Array, "R T_local"]:
+    """Per-shard: the logical positions of the places that this device holds, of rows that it knows whole.
+
+    Args:
+      axes: the mesh's axes, whose context layout orders the rows.
+      length: T, a multiple of what the layout needs.
+      segment_lengths: `i32[R, S]`, the lengths of the sequences, for "zigzag_per_segment" only.
+
+    Returns:
+      `i32[R, T / C]`, or `i32[1, T / C]` where all rows lie alike.
+
+    Example:
+      >>> held_positions(ShardAxes(), 4)
+      Array([[0, 1, 2, 3]], dtype=int32)
+    """
+    shards = axes.size(axes.context)
+    layout = find_layout(axes.context_layout, shards=shards)
+    row = Row(length, shards)
+    if layout.per_segment:
+        row = Row.of(length, shards, segment_lengths, layout.row_multiple(shards), jnp)
+    return layout.position_at(places_of(axes.index(axes.context), row), row)
 
 
 def _redistribute(axes: ShardAxes, static: tuple[str, str, int | None], x: Any, segment_ids: jax.Array | None) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from padded_batches import IDS, ONES, aligned, padded, shifted
+from padded_batches import IDS, ONES, aligned, padded, shifted, thd
 
 from examples.spikes import load_batch
 from jaxppo import (
@@ -132,6 +132,12 @@ BATCHES = {
     "segments of floats": (lambda: aligned(segment_ids=ONES * 1.0), "segment_ids: got float64"),
     "positions of another length": (lambda: aligned(positions=IDS[:, :2]), r"positions: got shape \(1, 2\)"),
     "targets of another row": (lambda: shifted(targets=np.ones((2, 4), int)), r"targets: got shape \(2, 4\)"),
+    "lengths for ends": (
+        lambda: thd(cu_seqlens=np.array([4, 0])),
+        r"cu_seqlens: got \[4, 0\] in row 0, expected 0, then",
+    ),
+    "ends of floats": (lambda: thd(cu_seqlens=np.array([0.0, 4.0])), "cu_seqlens: got float64, expected integers"),
+    "an unknown alignment": (lambda: thd(aligned="left"), "aligned: got 'left', expected one of 'token', 'target'"),
     "rewards of other segments": (lambda: aligned(rewards=np.ones((1, 3))), r"rewards: got shape \(1, 3\)"),
     "fewer segments than there are": (lambda: aligned(segment_ids=3 * ONES, num_segments=2), "num_segments: got 2"),
     # batches, checked on the host

@@ -211,6 +211,9 @@ ROUNDED = {
     "from_padded": lambda x: RolloutBatch.from_padded(IDS, IDS, IDS, ref_log_probs=x),
     "from_token_aligned": lambda x: RolloutBatch.from_token_aligned(IDS, IDS, IDS, IDS, rollout_log_probs=x),
     "from_target_aligned": lambda x: RolloutBatch.from_target_aligned(IDS, IDS, IDS, IDS, IDS, old_log_probs=x),
+    "from_cu_seqlens": lambda x: RolloutBatch.from_cu_seqlens(
+        IDS, np.array([[0, 4]] * 2), IDS, aligned="token", old_log_probs=x
+    ),
     "policy_loss": lambda x: loss_at(dataclasses.replace(BATCH, old_log_probs=BATCH.old_log_probs.astype(x.dtype))),
     "its statistics": lambda x: loss_at(BATCH, LOG_PROBS.astype(x.dtype)),
     "policy_loss_from_hidden": lambda x: policy_loss_from_hidden(

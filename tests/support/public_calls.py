@@ -151,6 +151,12 @@ def aligned(g: Given, made: Callable[..., Any], *names: str) -> Any:
     return made(*(getattr(g.batch, name) for name in names), num_segments=g.batch.num_segments, **more)
 
 
+def thd(g: Given) -> Any:
+    ends = jnp.arange(0, T + 1, T // 2)[None] * jnp.ones((R, 1), jnp.int32)
+    more = {"returns": g.batch.returns, "cu_seqlens_padded": ends, "rewards": g.batch.rewards[:, :2]}
+    return RolloutBatch.from_cu_seqlens(g.batch.tokens, ends, g.batch.loss_mask, aligned="token", **more)
+
+
 def nuclei(g: Given) -> Any:
     return jnp.stack(
         [g.batch.targets.astype(jnp.int16), *(g.batch.positions.astype(jnp.int16) + k for k in (0, 1))], -1
@@ -381,6 +387,7 @@ CALLS: dict[str, Callable[[Given], Any]] = {
     "RolloutBatch.from_padded": padded,
     "RolloutBatch.from_token_aligned": lambda g: aligned(g, RolloutBatch.from_token_aligned, "tokens"),
     "RolloutBatch.from_target_aligned": lambda g: aligned(g, RolloutBatch.from_target_aligned, "tokens", "targets"),
+    "RolloutBatch.from_cu_seqlens": thd,
     "kl_divergence": lambda g: kl_divergence(g.batch.returns, g.batch.ref_log_probs, "k3+", g.batch.values),
     "adaptive_kl_coef": lambda g: adaptive_kl_coef(0.1, jnp.float32(0.2), 0.1, 64),
     "mismatch_metrics": lambda g: finalize_metrics(mismatch_metrics(g.batch, **g.on)),

@@ -103,6 +103,9 @@ def batches(parallel: ParallelMesh | None) -> list[RolloutBatch]:
         RolloutBatch.from_padded(ids, ids, mask, prompt_mask=mask, advantages=jnp.ones(2), parallel=parallel),
         RolloutBatch.from_token_aligned(ids, ids, places, mask, old_log_probs=zeros, num_segments=1, parallel=parallel),
         RolloutBatch.from_target_aligned(ids, ids, ids, places, mask, advantages=zeros, parallel=parallel),
+        RolloutBatch.from_cu_seqlens(
+            ids, jnp.array([[0, 4]] * 2), mask, aligned="token", row_length=4, parallel=parallel
+        ),
     ]
 
 
