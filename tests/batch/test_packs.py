@@ -28,7 +28,7 @@ def sequences(lengths, seed):
         values = {name: -rng.exponential(size=n).astype(np.float32) for name in PER_TOKEN}
         start = int(rng.integers(1, n)) if n > 1 else n
         mask = (rng.random(n) < 0.8) & (np.arange(n) >= start)
-        made.append((rng.integers(1, 50, n), values, start, mask, {"rewards": i + 0.5, "group_ids": i // 2}))
+        made.append((rng.integers(1, 50, n), values, start, mask, {"rewards": i + 0.5, "group_ids": 7 * seed + i}))
     return made
 
 
