@@ -40,6 +40,11 @@ def is_number(x: object) -> TypeGuard[float]:
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool) and math.isfinite(x)
 
 
+def is_nan(x: object) -> bool:
+    """Whether x is a Python or numpy NaN."""
+    return isinstance(x, (float, np.floating)) and math.isnan(x)
+
+
 def is_zero(coefficient: Coefficient) -> bool:
     """Whether the coefficient is known to be 0 at trace time; False for a traced schedule."""
     return not isinstance(coefficient, jax.core.Tracer) and float(coefficient) == 0

@@ -67,7 +67,7 @@ class RolloutBatch(Constructors):
       returns: `f32[R, T]`, the critic's targets.
       policy_versions: `i32[R, T]`, the version of the policy that drew `targets[t]`; see `jaxppo.staleness`.
       loss_weights: `f32[R, T]`, at least 0; they multiply a token's whole loss, penalties included.
-      rewards: `f32[R, S]`, one for each sequence.
+      rewards: `f32[R, S]`, one for each sequence, NaN for none.
       parents: `i32[R, S]`, the segment that each segment continues, numbered as in segment_ids; 0 for none. A prefix
         that samples share is a segment with the sample id -1. See `jaxppo.trees`.
       context_layout: the layout of the rows; static, like all fields below.

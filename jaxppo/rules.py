@@ -271,7 +271,7 @@ def _own_ids(v: View) -> Broken:
 
 def _rewards(v: View) -> Broken:
     for name, x in v.existing("rewards"):
-        yield name, v.present & ~np.isfinite(x)
+        yield name, v.present & np.isinf(x)
 
 
 def _before(x: np.ndarray) -> np.ndarray:
@@ -374,7 +374,7 @@ ON_HOST = (
     Rule("next_token", "the next token of the sequence", _next_token, on_device=False),
     Rule("present_ids", "at least 0 for each sequence but a shared prefix", _present_ids, on_device=False),
     Rule("own_ids", "an id of its own for each sample", _own_ids, on_device=False, of_rows=False),
-    Rule("rewards", "a finite number for a sequence that is there", _rewards, on_device=False),
+    Rule("rewards", "a finite number, or NaN for none, for a sequence that is there", _rewards, on_device=False),
 )
 ON_DEVICE = (*STRUCTURE, *OF_INPUTS)  # rule i has the number i + 1 in `broken_rules`
 RULES = (*ON_DEVICE, *ON_HOST)

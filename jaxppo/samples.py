@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import DTypeLike
 
-from jaxppo._arrays import INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check_f32, is_number
+from jaxppo._arrays import INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check_f32, is_nan, is_number
 from jaxppo.sharding import Packed
 from jaxppo.token_sets import TokenSets
 
@@ -35,7 +35,8 @@ class Sample:
         default the first token with loss_mask 1.
       loss_mask: `[n]`, 0 or 1, 1 for the tokens to train on. By default the whole response; set tokens that a tool
         wrote to 0.
-      reward: one number for the whole response.
+      reward: one number for the whole response. Without one, None or NaN, the sample is in no group's statistics and
+        has no advantage; a batch has rewards unless all its samples have None.
       sample_id: the unique number of the sample in the step; by default its index among the samples.
       group_id: equal for the samples of one prompt; estimators that compare samples, like `advantages.grpo`, need it.
       rollout_id: equal for the samples that were cut from one trajectory. All these samples together are called a
@@ -100,7 +101,8 @@ class Sample:
           choice: the index of the completion, if a request had several.
           loss_mask: 0 or 1 for each token after the first prompt; 0 excludes more tokens from training.
           truncated: "train" on a sample that was cut at its length limit, or "mask" it, and aborted ones too.
-          **fields: the sample's other fields, such as reward and group_id.
+          **fields: the sample's other fields, such as reward and group_id. If the last turn was aborted or is not
+            finished, the reward becomes NaN: none.
 
         Raises:
           TypeError: token ids that are not integers.
@@ -117,7 +119,7 @@ class Sample:
         from jaxppo.integrations.engines import as_turns, joined, vllm_turn
 
         turns = [vllm_turn(f"output[{i}]", turn, choice) for i, turn in enumerate(as_turns(output))]
-        return cls(**joined(turns, loss_mask, truncated), **fields)
+        return cls(**joined(turns, loss_mask, truncated, fields))
 
     @classmethod
     def from_sglang(
@@ -150,7 +152,7 @@ class Sample:
         from jaxppo.integrations.engines import as_turns, joined, sglang_turn
 
         turns = [sglang_turn(f"output[{i}]", turn) for i, turn in enumerate(as_turns(output))]
-        return cls(**joined(turns, loss_mask, truncated), **fields)
+        return cls(**joined(turns, loss_mask, truncated, fields))
 
     def __post_init__(self) -> None:
         length = _check_tokens(self.tokens)
@@ -158,8 +160,9 @@ class Sample:
         start = self.start
         for name in ("sample_id", "group_id", "rollout_id"):
             _check_id(name, getattr(self, name))
-        if self.reward is not None and not is_number(self.reward):
-            raise TypeError(f"reward: got {_shown(self.reward)}, expected one finite number for the whole response")
+        if self.reward is not None and not is_number(self.reward) and not is_nan(self.reward):
+            got = _shown(self.reward)
+            raise TypeError(f"reward: got {got}, expected one finite number for the whole response, or None or NaN")
         if is_number(self.loss_weights):
             object.__setattr__(self, "loss_weights", np.full(length - start, self.loss_weights, np.float32))
         for name in PER_TOKEN_VALUES:
@@ -306,7 +309,7 @@ def batch_arrays(
         "segment_ids": packed.segment_ids,
         "positions": packed.positions,
         "loss_mask": packed.place(predicted, 0, np.float32, first),
-        "rewards": of_segments(_all_or_none(samples, "reward"), 0, np.float32),
+        "rewards": of_segments(_rewards(samples), 0, np.float32),
         "sample_ids": of_segments(ids, -1, np.int32),
         "group_ids": of_segments(_all_or_none(samples, "group_id"), -1, np.int32),
         "rollout_ids": of_segments(_all_or_none(samples, "rollout_id"), -1, np.int32),
@@ -342,6 +345,12 @@ def check_sample_ids(ids: Sequence[int]) -> None:
         if number in seen:
             raise ValueError(f"sample_id: got {number} for samples {seen[number]} and {i}, expected one of its own")
         seen[number] = i
+
+
+def _rewards(samples: Sequence[Sample]) -> list[float] | None:
+    """The rewards, NaN where there is none; None without any."""
+    values = [np.nan if sample.reward is None else float(sample.reward) for sample in samples]
+    return None if all(sample.reward is None for sample in samples) else values
 
 
 def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:

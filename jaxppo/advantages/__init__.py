@@ -1,6 +1,6 @@
 """Advantage estimators, by their published names."""
 
-from jaxppo.advantages.filters import drop_equal_groups, overlong_penalty
+from jaxppo.advantages.filters import accepted_samples, drop_equal_groups, overlong_penalty
 from jaxppo.advantages.groups import dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
 from jaxppo.advantages.optimal_baseline import optimal_token_baseline
 from jaxppo.advantages.pass_rates import pass_rates
@@ -17,6 +17,7 @@ from jaxppo.advantages.scaled import gdpo, maxrl, standardize
 from jaxppo.advantages.token_statistics import explained_variance, spread, whiten
 
 __all__ = [
+    "accepted_samples",
     "discounted_returns",
     "dr_grpo",
     "drop_equal_groups",

@@ -1,16 +1,24 @@
-"""Changes of rewards and samples before estimators compare them: a length penalty, groups without a signal."""
+"""Before estimators compare samples: a length penalty, groups without a signal, samples that a correction rejects."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Bool, Float, Num
 
-from jaxppo._arrays import check, check_array, check_flag, check_number
+from jaxppo._arrays import check, check_array, check_flag, check_number, is_nan, needed
+from jaxppo._stacked import of_rows
+from jaxppo.advantages.token_statistics import Parallel, check_tokens
+from jaxppo.batch import RolloutBatch
+from jaxppo.off_policy import OffPolicyConfig, correction
 from jaxppo.samples import Sample, check_samples
+from jaxppo.sharding import ShardAxes, shard_call
 
 
 def overlong_penalty(
@@ -49,15 +57,18 @@ def overlong_penalty(
     return lax.stop_gradient(0 - factor * jnp.clip(over, 0, 1))
 
 
-def drop_equal_groups(samples: Sequence[Sample], *, keep_lone: bool = False) -> list[Sample]:
+def drop_equal_groups(samples: Sequence[Sample], *, keep_lone: bool = False, tolerance: float = 0.0) -> list[Sample]:
     """The samples of those groups whose rewards differ: DAPO's dynamic sampling. Runs on the host, before packing.
 
     A group of equal rewards has no advantages and no gradient, but counts in every mean over the step. The number of
-    samples that are left is not known in advance; the caller has to sample the missing ones.
+    samples that are left is not known in advance; the caller has to sample the missing ones. Rewards are compared in
+    f32, as a batch stores them.
 
     Args:
-      samples: each with its reward and group_id.
-      keep_lone: keep groups of one (verl). They have an advantage only with `singletons="reward"`.
+      samples: each with its group_id. Those without a reward are not compared, and stay with their group.
+      keep_lone: keep groups of one rollout with a reward (verl). They have an advantage only with
+        `singletons="reward"`.
+      tolerance: rewards that differ by at most so much are equal.
 
     Returns:
       The kept samples, in their order. Samples without a sample_id are numbered by their place in that list, as
@@ -65,7 +76,7 @@ def drop_equal_groups(samples: Sequence[Sample], *, keep_lone: bool = False) -> 
 
     Raises:
       TypeError: `samples` is not a sequence of samples.
-      ValueError: no sample, or one without a reward or group_id.
+      ValueError: no sample, no reward, or a sample without a group_id; a negative tolerance.
 
     Example:
       >>> rewards = [(7, 1.0), (7, 0.0), (8, 1.0), (8, 1.0), (9, 1.0)]
@@ -77,11 +88,70 @@ def drop_equal_groups(samples: Sequence[Sample], *, keep_lone: bool = False) -> 
     """
     check_flag("keep_lone", keep_lone)
     check_samples(samples)
-    rewards: dict[int, list[float]] = defaultdict(list)
+    check_number("tolerance", tolerance, least=0)
+    check("samples", "no reward", any(s.reward is not None for s in samples), "samples with rewards")
+    rewards: dict[int, dict[tuple[str, int], np.float32]] = defaultdict(dict)
     for i, s in enumerate(samples):
-        if s.reward is None or s.group_id is None:
-            missing = "reward" if s.reward is None else "group_id"
-            raise ValueError(f"samples[{i}].{missing}: got None, expected one for every sample")
-        rewards[int(s.group_id)].append(float(s.reward))
-    kept = {g for g, found in rewards.items() if min(found) != max(found) or (keep_lone and len(found) == 1)}
+        group = needed(f"samples[{i}].group_id", s.group_id, "one for every sample")
+        if s.reward is not None and not is_nan(s.reward):
+            rollout = ("sample", i) if s.rollout_id is None else ("rollout", int(s.rollout_id))
+            rewards[int(group)][rollout] = np.float32(s.reward)
+
+    def is_kept(found: Collection[np.float32]) -> bool:
+        return bool(max(found) - min(found) > np.float32(tolerance)) or (keep_lone and len(found) == 1)
+
+    kept = {group for group, found in rewards.items() if is_kept(found.values())}
     return [s for s in samples if s.group_id in kept]
+
+
+def accepted_samples(
+    batch: RolloutBatch, config: OffPolicyConfig, *, parallel: Parallel = None
+) -> Bool[Array, "*K R S"]:
+    """The samples that rejections, veto and bounds of an off-policy correction leave in, before the step.
+
+    These are the samples with a loss token whose weight is above 0, as `policy_loss` weighs it in the first update of
+    the step: the current policy is then the old one. Give them to an estimator as `among=`, so that samples without a
+    gradient are in no baseline.
+
+    Args:
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences, loss mask, `old_log_probs` and `rollout_log_probs`.
+      config: the correction. Its `opsm_delta`, which reads advantages, and `batch_normalize` are not read.
+      parallel: the mesh; rows sharded over data, positions over context.
+
+    Returns:
+      `bool[R, S]`; False also where a sample has no loss token.
+
+    Raises:
+      TypeError: another config.
+      ValueError: log-probs that the correction needs are absent.
+
+    Example:
+      >>> ids, mask = jnp.array([[1, 1, 2]]), jnp.ones((1, 3))
+      >>> old, rollout = -mask, jnp.array([[-1.0, -1.0, -9.0]])
+      >>> batch = RolloutBatch(ids, ids, ids, ids, mask, ids[:, 1:], old_log_probs=old, rollout_log_probs=rollout)
+      >>> accepted_samples(batch, OffPolicyConfig(rejections=(Rejection("seq_min_k1", low=0.01),)))
+      Array([[ True, False]], dtype=bool)
+    """
+    batch = check_tokens(batch)
+    if not isinstance(config, OffPolicyConfig):
+        raise TypeError(f"config: got {type(config).__name__}, expected OffPolicyConfig")
+    for name in {"old" if name == "current" else name for name in config.policies}:
+        needed(f"batch.{name}_log_probs", getattr(batch, f"{name}_log_probs"))
+    config = dataclasses.replace(config, opsm_delta=None, batch_normalize=False)
+    found: Bool[Array, "*K R S"] = shard_call(
+        "accepted_samples",
+        _accepted_samples,
+        parallel,
+        {"batch": batch},
+        lambda p: ([batch.specs(p)], batch.specs(p).sample_ids),
+        config,
+    )
+    return found
+
+
+@of_rows
+def _accepted_samples(axes: ShardAxes, config: OffPolicyConfig, batch: RolloutBatch) -> jax.Array:
+    segments, mask, old = batch.segments(axes), batch.loss_mask, batch.old_log_probs
+    policies = {"current": old, "old": old, "rollout": batch.rollout_log_probs}
+    weights, _ = correction(policies, jnp.zeros_like(mask), mask, segments, config)
+    return segments.sum((weights > 0).astype(jnp.float32)) > 0

@@ -12,6 +12,7 @@ import numpy as np
 from jaxppo.token_sets import TokenSets
 
 Truncated = Literal["train", "mask"]
+ENDS = ("stop", "tool_calls", "length")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +34,14 @@ class Turn:
     nucleus: TokenSets | None = None
 
 
-def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str) -> dict[str, Any]:
+def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a `Sample` of several turns. Tokens that a later prompt adds are not trained on.
 
     Args:
       turns: in order.
       loss_mask: for all tokens after the first prompt, 0 to exclude more of them from training; or None.
       truncated: "train" on a sample whose last turn did not end by itself, or "mask" it.
+      fields: the sample's other fields; a reward becomes NaN where the last turn did not end.
 
     Raises:
       ValueError: a prompt that does not begin with the turns before, values that only some turns have, a mask of
@@ -72,7 +74,9 @@ def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str) -> dict[str, A
             )
         mask[start:] *= given
     mask *= _weight(turns[-1].finish_reason, truncated)
+    rewarded = fields.get("reward") is None or turns[-1].finish_reason in ENDS
     return {
+        **(fields if rewarded else {**fields, "reward": float("nan")}),
         "tokens": tokens,
         "response_start": start,
         "loss_mask": mask,
@@ -95,7 +99,7 @@ def _added(turn: int, so_far: list[int], prompt: list[int]) -> list[int]:
 def _weight(finish_reason: str | None, truncated: str) -> float:
     if truncated not in ("train", "mask"):
         raise ValueError(f"truncated: got {truncated!r}, expected 'train' or 'mask'")
-    if finish_reason in ("stop", "tool_calls") or (finish_reason == "length" and truncated == "train"):
+    if finish_reason in ENDS and (finish_reason != "length" or truncated == "train"):
         return 1.0
     if truncated == "mask":
         return 0.0

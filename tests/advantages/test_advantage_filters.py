@@ -5,9 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle.off_policy as truth
 import pytest
+from random_steps import Place, Step, batch_of, many_samples, of_each, step_samples
 
-from jaxppo import RolloutBatch, Sample, advantages
+from jaxppo import OffPolicyConfig, Rejection, RolloutBatch, Sample, advantages
 from sharding import make_parallel_mesh
 
 PAIRS = [(7, 1.0), (8, 0.5), (7, 0.0), (9, 1.0), (8, 0.5), (5, 0.0)]
@@ -19,22 +21,92 @@ def test_groups_of_equal_rewards():
     kept = advantages.drop_equal_groups(SAMPLES, keep_lone=True)
     assert [(s.group_id, s.reward) for s in kept] == [(7, 1.0), (7, 0.0), (9, 1.0), (5, 0.0)]
     assert advantages.drop_equal_groups(SAMPLES[1:2]) == []
-    # a difference of one ulp is one
-    near = [dataclasses.replace(SAMPLES[0], reward=r) for r in (1.0, 1.0 + 2**-52)]
+
+
+@pytest.mark.parametrize("apart", [2**-52, 1e-16, 2**-24, 2**-22])
+def test_what_is_left_is_what_has_advantages(apart):
+    """Rewards that differ in f64 alone are equal in a batch: a group of them was kept, with advantages of 0."""
+    samples = [*SAMPLES, *(dataclasses.replace(SAMPLES[0], group_id=3, reward=r) for r in (1.0, 1.0 + apart))]
+    batch = RolloutBatch.from_samples(samples, row_length=24)
+    found, kept = np.asarray(advantages.grpo(batch.rewards, batch.group_ids)), advantages.drop_equal_groups(samples)
+    assert [found[batch.sample_ids == i].item() != 0 for i in range(len(samples))] == [s in kept for s in samples]
+    assert (samples[-1] in kept) == (apart == 2**-22)
+
+
+def of_group(*rewards, **more):
+    return [Sample([5, 6, 4], response_start=1, group_id=7, reward=r, **more) for r in rewards]
+
+
+def test_rewards_that_are_nearly_equal():
+    near = of_group(0.0, 0.1)
     assert advantages.drop_equal_groups(near) == near
+    assert advantages.drop_equal_groups(near, tolerance=0.1) == []  # 0.1 of f32 is 1.5e-9 above that of f64
+    assert advantages.drop_equal_groups(near, tolerance=0.09) == near
+    for wrong in (-1, float("nan"), "1"):
+        with pytest.raises(ValueError, match="tolerance: got"):
+            advantages.drop_equal_groups(near, tolerance=wrong)
 
 
-def test_what_is_left_is_what_has_advantages():
+def test_samples_without_a_reward_and_parts_are_not_compared():
+    some = of_group(1.0, None, float("nan"))
+    assert advantages.drop_equal_groups(some) == []
+    assert advantages.drop_equal_groups(some, keep_lone=True) == some
+    assert advantages.drop_equal_groups([*some, *of_group(0.0)]) == [*some, *of_group(0.0)]
+    assert advantages.drop_equal_groups(of_group(1.0, 1.0, rollout_id=3), keep_lone=True)
+    batch = RolloutBatch.from_samples([*some, *of_group(0.0)], row_length=24)
+    batch.validate(vocab_size=9)
+    assert advantages.dr_grpo(batch.rewards, batch.group_ids).tolist() == [[0.5, 0, 0, -0.5]]
+    with pytest.raises(ValueError, match="samples: got no reward, expected samples with rewards"):
+        advantages.drop_equal_groups(of_group(None))
+
+
+STEP = Step(many_samples(12, 3), seed=5, spread=0.3, advantages="by token", garbage=float("nan"))
+# mesh, explicit, layout, sequence parallel, row length, rows, segments, micro-batches
+PLACES = {
+    "one device": Place(None, False, "contiguous", False, 16, 4, 3, None),
+    "zigzag": Place("dp=2,cp=2,tp=2", False, "zigzag", False, 16, 2, 3, 3),
+    "data": Place("dp=8,cp=1,tp=1", False, "contiguous", False, 16, 8, 2, 2),
+}
+CORRECTIONS = [
+    OffPolicyConfig(rejections=(Rejection("seq_max_k1", 0.7, 1.5),), opsm_delta=0.0),
+    OffPolicyConfig(rejections=(Rejection("token_k1", 0.8, 1.2), Rejection("seq_mean_k3", high=0.1))),
+    OffPolicyConfig("token", 0.9, 1.1, "zero", batch_normalize=True, veto=0.5),
+    OffPolicyConfig("sequence", rejections=(Rejection("token_k2", high=0.05, compares="current/old"),)),
+]
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("correction", range(len(CORRECTIONS)))
+@pytest.mark.parametrize("place", PLACES)
+def test_samples_that_a_correction_leaves_in(correction, place):
+    """By the oracle's weights of tokens."""
+    config, where, drawn = CORRECTIONS[correction], PLACES[place], step_samples(STEP)
+    batch = batch_of(STEP, drawn, where)
+    found = jax.jit(lambda b: advantages.accepted_samples(b, config, parallel=where.parallel))(batch)
+    policies = {
+        name: [getattr(s, f"{of}_log_probs")[s.here] for s in drawn]
+        for name, of in {"current": "old", "old": "old", "rollout": "rollout"}.items()
+    }
+    options = dataclasses.asdict(config) | {"opsm_delta": None, "batch_normalize": False}
+    expected = truth.correction(policies, [0 * x for x in policies["old"]], [s.mask for s in drawn], options)
+    left = [bool((x.weights * x.accepted > 0).any()) for x in expected]
+    assert of_each(batch, drawn, found).tolist() == left
+    assert 0 < sum(left) < len([s for s in drawn if s.count]) or correction == 3
+
+
+def test_what_acceptance_reads():
     batch = RolloutBatch.from_samples(SAMPLES, row_length=24)
-    found, kept = np.asarray(advantages.grpo(batch.rewards, batch.group_ids)), advantages.drop_equal_groups(SAMPLES)
-    assert [found[batch.sample_ids == i].item() != 0 for i in range(len(SAMPLES))] == [s in kept for s in SAMPLES]
+    config = OffPolicyConfig("token")
+    with pytest.raises(ValueError, match=r"batch\.(old|rollout)_log_probs: got None"):
+        advantages.accepted_samples(batch, config)
+    with pytest.raises(TypeError, match="config: got Rejection, expected OffPolicyConfig"):
+        advantages.accepted_samples(batch, Rejection("token_k1"))
 
 
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
         (SAMPLES[0], "samples: got Sample, expected a sequence of Sample"),
-        ([dataclasses.replace(SAMPLES[0], reward=None)], r"samples\[0\].reward: got None, expected one for every"),
         ([SAMPLES[0], dataclasses.replace(SAMPLES[0], group_id=None)], r"samples\[1\].group_id: got None"),
     ],
 )

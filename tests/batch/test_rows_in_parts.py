@@ -17,7 +17,7 @@ BROKEN = {
     "a position behind a mask": [("loss_mask", 0, 1, 0.5), ("positions", -1, 0, 3)],
     "one rule twice": [("tokens", 1, 0, V), ("tokens", -1, 0, V)],
     "an id in two rows": [("sample_ids", 0, 0, 0), ("sample_ids", -1, 0, 0)],
-    "an id in two rows, and a reward": [("sample_ids", 0, 0, 0), ("sample_ids", -1, 0, 0), ("rewards", 0, 0, np.nan)],
+    "an id in two rows, and a reward": [("sample_ids", 0, 0, 0), ("sample_ids", -1, 0, 0), ("rewards", 0, 0, np.inf)],
     "nothing": [],
 }
 

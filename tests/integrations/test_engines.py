@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxppo import RolloutBatch, Sample
+from jaxppo import RolloutBatch, Sample, advantages
 from jaxppo.nucleus import pack_nucleus_ids
 
 _MASK = "output_token_sampling_mask"
@@ -274,6 +274,27 @@ def test_truncated_samples_are_trained_on_or_masked(reason, truncated, mask):
     for sample in (ours, theirs):
         assert sample.mask.tolist() == [0, 0, 0, mask, mask]
         assert (sample.start, len(sample.rollout_log_probs)) == (3, 2)
+
+
+def test_an_aborted_request_has_no_reward():
+    """Its reward moved the advantages of the others: dr_grpo gave -32.7 for 0.5."""
+    kinds = {"truncated": "mask", "group_id": 7}
+    ends = {"stop": 1.0, "length": 0.0, "abort": -100.0, None: -100.0}
+    samples = [
+        made
+        for reason, reward in ends.items()
+        for made in (
+            Sample.from_vllm(request(PROMPT, completion(FIRST, reason)), reward=reward, **kinds),
+            Sample.from_sglang(sglang(PROMPT, FIRST, reason), reward=reward, **kinds),
+        )
+    ]
+    batch = RolloutBatch.from_samples(samples, row_length=64)
+    batch.validate(vocab_size=1000)
+    assert advantages.dr_grpo(batch.rewards, batch.group_ids)[0].tolist() == [0.5, 0.5, -0.5, -0.5, 0, 0, 0, 0]
+    without = Sample.from_vllm(request(PROMPT, completion(FIRST, "abort")), truncated="mask")
+    assert without.reward is None
+    resumed = [sglang(PROMPT, FIRST, "abort"), sglang(PROMPT + FIRST, SECOND)]
+    assert Sample.from_sglang(resumed, reward=1.0).reward == 1
 
 
 def test_a_rollout_that_was_aborted_and_resumed_is_one_sample():

@@ -270,7 +270,7 @@ BAD_SAMPLES = {
     "a wide group": ({"group_id": 2**40}, ValueError, "group_id: got 1099511627776, expected 0 to 2147483647"),
     "a negative sample": ({"sample_id": -1}, ValueError, "sample_id: got -1, expected 0 to"),
     "rewards per token": ({"reward": [0.0, 1.0]}, TypeError, "reward: got .* expected one finite number for the whole"),
-    "a NaN reward": ({"reward": float("nan")}, TypeError, "reward: got nan, expected one finite number"),
+    "an infinite reward": ({"reward": float("-inf")}, TypeError, "reward: got -inf, expected one finite number"),
     "float tokens": ({"tokens": [1.0, 2.0, 3.0]}, TypeError, "tokens: got float64 .* expected integers"),
     "negative tokens": ({"tokens": [1, -100, 3]}, ValueError, "tokens: got -100 to 3, expected 0 to"),
     "missing log-probs": ({"rollout_log_probs": [None, -1.0]}, TypeError, "rollout_log_probs: got None among them"),

@@ -235,6 +235,7 @@ ESTIMATORS: dict[str, Callable[[Given], Any]] = {
         [g.batch.rewards], g.batch.group_ids, g.batch, leave_one_out=True, whitened="samples", **g.on
     ),
     "overlong_penalty": lambda g: advantages.overlong_penalty(g.batch.sample_ids, max_length=4, buffer=2),
+    "accepted_samples": lambda g: advantages.accepted_samples(g.batch, CORRECTED, **g.on),
     "explained_variance": lambda g: advantages.explained_variance(
         g.batch.values, g.batch.returns, g.batch.loss_mask, **g.on
     ),
