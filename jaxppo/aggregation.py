@@ -17,6 +17,7 @@ from jaxppo._stacked import as_rows, check_whole_step, part_of_a_step
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
 from jaxppo.off_policy import OffPolicyConfig, weight_sums
+from jaxppo.reads import at_most_zero
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 from jaxppo.validation import checked
 
@@ -172,7 +173,7 @@ def normalize(
     if off_policy is not None:
         old = needed("batch.old_log_probs", batch.old_log_probs, "f32[R, T] for batch_normalize")
         rollout = needed("batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] for batch_normalize")
-        total, count = weight_sums(old, rollout, mask, segments, off_policy)
+        total, count = weight_sums(old, at_most_zero(rollout), mask, segments, off_policy)
         weight_mean = total / jnp.maximum(count, 1)
     weighted = batch.weighted_denominators
     return Normalizer(tokens, sequences, denominators, counts, aggregation, weight_mean, off_policy, None, weighted)

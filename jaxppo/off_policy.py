@@ -24,7 +24,6 @@ from jaxtyping import Array, Float
 
 from jaxppo._arrays import Compared, check_choice, check_flag, check_number, is_number, masked, needed
 from jaxppo.kl import MAX_LOG_RATIO, k3
-from jaxppo.reads import at_most_zero
 from jaxppo.sharding import Segments, scan_affine, vary
 
 Level = Literal["none", "token", "sequence", "geometric"]
@@ -228,8 +227,7 @@ def weight_sums(
     that either of the two policies finds impossible are not counted, see `PolicyLossConfig.impossible_tokens`.
     """
     mask = jnp.where(jnp.isneginf(old_log_probs) | jnp.isneginf(rollout_log_probs), 0, mask)
-    log_ratio = _difference(old_log_probs, at_most_zero(rollout_log_probs), mask)
-    _, weights = importance_weights(log_ratio, mask, segments, config)
+    _, weights = importance_weights(_difference(old_log_probs, rollout_log_probs, mask), mask, segments, config)
     valid, axes = _float(mask > 0), segments.axes
     if config.weights == "token":
         sums, names = ((weights * valid).sum(), valid.sum()), axes.tokens
