@@ -2,18 +2,20 @@
 PYTHON ?= python3.11
 VENV := .venv
 RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install -q --disable-pip-version-check
 READY := $(VENV)/.ready
 export JAX_PLATFORMS ?= cpu
 # libtpu compiles here for described TPUs only: do not let it look for real ones
 export TPU_SKIP_MDS_QUERY ?= 1
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 
-.PHONY: train test tests quick nightly lint types docs docs-examples bench clean
+.PHONY: train test tests quick nightly lint types docs docs-examples bench dist clean
 
 $(READY): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; name a Python >= 3.11: make PYTHON=python3.12" >&2; exit 2; }
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install -q --disable-pip-version-check -e '.[examples,bench,test,aot]'
+	$(PIP) 'pip>=25.1'  # the first that knows --group
+	$(PIP) -e '.[examples,aot]' --group bench --group test
 	touch $@
 
 # On an accelerator: make train JAX_PLATFORMS=cuda (or tpu), with jax's wheels for it installed in .venv.
@@ -49,7 +51,7 @@ HEADS = $(wildcard tests/head/test_from_*.py) $(patsubst %,tests/head/test_%.py,
 	reference_first)
 NIGHTLY = $(RUN) -m pytest -n 2 --dist worksteal -p tests.support.nightly_summary
 nightly: lint types docs
-	$(RUN) -m pip install -q --disable-pip-version-check -e '.[gpu-aot,tunix]'
+	$(PIP) -e '.[gpu-aot,tunix]'
 	$(NIGHTLY) --nightly --summary=nightly-bits $(BITS); bits=$$?; \
 		$(NIGHTLY) --summary=nightly-head $(HEADS); head=$$?; \
 		QUICK_COMPILES=1 $(NIGHTLY) --nightly --summary=nightly-rest $(filter-out $(BITS),$(TESTS)) && exit $$((bits + head))
@@ -70,12 +72,22 @@ docs-examples: $(READY)
 
 # The pages at build/docs/index.html: every example runs, figures are drawn, and a warning is an error.
 docs: docs-examples
-	$(RUN) -m pip install -q --disable-pip-version-check -e '.[docs]'
+	$(PIP) --group docs
 	$(RUN) docs/figures.py
 	$(RUN) -m sphinx -W --keep-going -E -q -c docs . build/docs
 
 bench: $(READY)
 	$(RUN) -m benchmarks.head $(ARGS)
 
+# What a release uploads: make dist TAG=v0.1.0. The wheel is made of the sdist, and runs where nothing else is installed.
+dist: $(READY)
+	rm -rf dist build/wheel
+	test v$$($(VENV)/bin/hatchling version) = $(or $(TAG),v$$($(VENV)/bin/hatchling version))
+	$(RUN) -m build --outdir dist
+	$(VENV)/bin/twine check --strict dist/*
+	$(RUN) -m venv build/wheel
+	build/wheel/bin/python -m pip install -q --disable-pip-version-check dist/*.whl
+	build/wheel/bin/python tests/support/smoke.py
+
 clean:
-	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
