@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed  # the coordinator's client has no public name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Num
 
+from .jax_internals import coordinator
 from .mesh import ParallelMesh, check_parallel
 
 EXCHANGE_TIMEOUT_S = 600
@@ -66,7 +66,7 @@ def exchange(what: str, mine: bytes) -> list[bytes]:
     """
     if jax.process_count() == 1:
         return [mine]
-    client = distributed.global_state.client
+    client = coordinator()
     if client is None:
         first = "jaxppo.sharding.multihost.start() before all else"
         raise RuntimeError(f"jax.distributed: got no coordinator, expected {first}")

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax._src.array import ArrayImpl
 from programs import kept_in
 
 from examples import grpo_run
@@ -21,6 +20,7 @@ from jaxppo import PolicyLossConfig, RolloutBatch, Sample, policy_loss
 from jaxppo.head.types import TokenStats
 from sharding import make_parallel_mesh
 
+ArrayImpl = type(jnp.zeros(()))
 TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "2"]
 TINY += ["--learning-rate", "0.01", "--task", "gcd"]  # a task with prompts of many lengths
 

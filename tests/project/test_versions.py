@@ -2,14 +2,17 @@
 
 import functools
 import os
+import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 from installed import ROOT, run, succeed
 
 LOWEST = ("jax==0.10.0", "numpy==2.0.0", "jaxtyping==0.2.36")  # as pyproject.toml has them
+NEWEST = ("jax",)  # whatever the index has, supported or not
 VERSIONS = [
     ("3.11", LOWEST),
     ("3.11", ("jax==0.10.*",)),
@@ -19,11 +22,13 @@ VERSIONS = [
     ("3.13", ("jax==0.10.*",)),
     ("3.13", ("jax==0.11.*",)),
     ("3.13", ("jax==0.12.*",)),
+    ("3.13", NEWEST),
 ]
 SELECTION = [
     "audit",
     "from_hidden",
     "from_logits",
+    "jax_internals",
     "mesh",
     "packing",
     "policy_config",
@@ -85,4 +90,15 @@ def test_the_table_in_the_docs_is_what_is_tested():
         for python, word in zip(header, row, strict=False)
         if word == "yes"
     }
-    assert supported == {(python, *wanted) for python, wanted in VERSIONS if wanted != LOWEST}
+    assert supported == {(python, *wanted) for python, wanted in VERSIONS if wanted not in (LOWEST, NEWEST)}
+
+
+def test_the_nightly_workflow_sets_up_every_python_that_is_tested():
+    """It set up 3.11 alone, and the others were skipped."""
+    workflow = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    pythons = re.search(r"python-version: \|\n((?: +3\.\d+\n)+)", workflow)[1].split()
+    assert {*pythons} == {python for python, _ in VERSIONS}
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        classifiers = tomllib.load(file)["project"]["classifiers"]
+    named = [name.rpartition(" ")[2] for name in classifiers if name.startswith("Programming Language :: Python :: 3.")]
+    assert {*named} == {*pythons}
