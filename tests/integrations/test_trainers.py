@@ -1,7 +1,7 @@
 """The losses of docs/frameworks.md for SkyRL-tx, Levanter and EasyDeL, run in models of theirs that are installed.
 
 Values and gradients are compared with the log-probs that the trainer itself makes of its activations. None of these
-packages can be installed beside the test extra: SkyRL-tx 0.3.0 needs transformers below 5 and torch, Levanter's
+packages can be installed beside the test group: SkyRL-tx 0.3.0 needs transformers below 5 and torch, Levanter's
 development versions need a stack of their own, and EasyDeL 0.3.0 needs JAX 0.9.
 """
 

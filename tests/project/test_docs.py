@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,15 @@ def test_tracked_figures_are_those_that_are_drawn(tmp_path):
     tracked = {name: ["git", "-C", DOCS, "show", f":./figures/{name}.svg"] for name in found}
     kept = {name: subprocess.run(command, check=True, capture_output=True).stdout for name, command in tracked.items()}
     assert [name for name, text in found.items() if kept[name] != text] == []
+
+
+def test_pip_lines_install_what_there_is():
+    """No index has jaxppo yet, so extras are installed in a checkout; there, each is one of pyproject.toml."""
+    with (DOCS.parent / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    texts = {
+        path.name: path.read_text() for path in [*PAGES, *DOCS.parent.glob("*.md"), *DOCS.parent.glob("*/**/*.py")]
+    }
+    asked = {name: re.findall(r"pip install '(jaxppo|\.)\[([\w,-]+)\]'", text) for name, text in texts.items()}
+    assert {name: lines for name, lines in asked.items() if any(what == "jaxppo" for what, _ in lines)} == {}
+    assert {extra for lines in asked.values() for _, found in lines for extra in found.split(",")} <= {*extras}
