@@ -1,4 +1,5 @@
-"""A pytest plugin: emulated devices, meshes to run a test on, and an assertion that numbers do not depend on the mesh.
+"""A pytest plugin: emulated devices, meshes to run a test on, and assertions that numbers do not depend on the mesh
+or on the packing.
 
 The plugin is installed with jaxppo. It does nothing, and does not even import JAX, until a number of devices is
 asked for: on the command line (`pytest --emulated-devices 8`) or in the configuration,
@@ -17,6 +18,11 @@ The CPU then appears as that many devices, even to the first conftest.py. Tests 
 - `context_layout`: the name of a context layout; the test runs for each.
 - `assert_mesh_invariant`: `jaxppo.sharding.testing.assert_mesh_invariant`, over every dp x cp x tp of JAX's devices
   unless `meshes=` names others.
+- `assert_packing_invariant`: `jaxppo.sharding.testing.assert_packing_invariant`, for the model in front of a loss. It
+  needs no devices and no option:
+
+    def test_my_model(assert_packing_invariant):
+        assert_packing_invariant(my_hidden_states, params, vocab_size=1000)     # my_hidden_states(params, batch)
 
 This example fails if the loss is summed over the data axes alone, if it is a mean of the shards' means, or if it shifts
 values only within a shard:
@@ -141,6 +147,13 @@ def _fixtures(count: int | None, sample: str) -> object:
 
             mesh(f"dp={count}")
             return assert_mesh_invariant
+
+        @pytest.fixture
+        def assert_packing_invariant(self) -> Callable[..., Any]:
+            """jaxppo.sharding.testing.assert_packing_invariant: a model keeps packed samples apart."""
+            from jaxppo.sharding.testing import assert_packing_invariant
+
+            return assert_packing_invariant
 
     return Fixtures()
 

@@ -1,8 +1,8 @@
-"""`sharding/testing.py` under the name that users import."""
+"""`sharding/testing.py` under the name that users import, and the assertion about packing, which knows batches."""
 
-import sys
 from typing import TYPE_CHECKING, Any
 
+from jaxppo.packing_check import assert_packing_invariant
 from jaxppo.sharding import _submodule
 
 if TYPE_CHECKING:
@@ -10,5 +10,17 @@ if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...
 
+else:
+    _module = _submodule("testing")
 
-sys.modules[__name__] = _submodule("testing")
+    def __getattr__(name: str) -> Any:
+        return getattr(_module, name)
+
+
+__all__ = [  # noqa: F405  the star is for type checkers
+    "assert_mesh_invariant",
+    "assert_packing_invariant",
+    "assert_trees_close",
+    "emulate_devices",
+    "factorings",
+]

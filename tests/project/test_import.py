@@ -27,8 +27,9 @@ from jaxppo.sharding import multihost, testing
 from jaxppo.sharding.testing import factorings
 
 assert all(getattr(jaxppo.sharding, name) is getattr(sharding, name) for name in sharding.__all__)
-assert testing is sys.modules["sharding.testing"] and multihost is sharding.multihost is jaxppo.sharding.multihost
-assert factorings is testing.factorings
+assert multihost is sharding.multihost is jaxppo.sharding.multihost
+assert factorings is testing.factorings is sys.modules["sharding.testing"].factorings
+assert all(getattr(testing, name).__doc__ for name in testing.__all__) and not hasattr(testing, "factoring")
 import jaxppo.sharding.multihost
 assert jaxppo.sharding.multihost is multihost
 assert not [name for name in sys.modules if name.startswith("jaxppo_sharding")]

@@ -178,6 +178,25 @@ def test_nothing_of_ours_or_of_jax_is_loaded():
 
 
 @pytest.mark.nightly
+def test_the_packing_of_a_model_needs_no_devices(pytester):
+    pytester.makepyfile("""
+        import jax.numpy as jnp, pytest
+
+        def model(table, batch):
+            return table[batch.tokens]
+
+        def blind(table, batch):
+            return jnp.cumsum(table[batch.tokens], axis=1)
+
+        @pytest.mark.parametrize("fn", [model, blind], ids=lambda fn: fn.__name__)
+        def test_mine(assert_packing_invariant, fn):
+            assert_packing_invariant(fn, jnp.arange(20.0).reshape(10, 2), vocab_size=10)
+    """)
+    result = pytester.runpytest_subprocess("-p", "pytest_jaxppo", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*depend on what is packed beside it (*"])
+
+
 def test_nobody_asked(pytester, inner):
     pytester.makepyfile(UNUSED + "\ndef test_it(parallel_mesh): pass\ndef test_that(assert_mesh_invariant): pass")
     result = inner()
