@@ -49,8 +49,10 @@ class Metric:
 
     @property
     def value(self) -> Float[Array, ""]:
-        """The number itself: 0 for a mean over nothing, +inf for a "min" and -inf for a "max" over nothing."""
-        return self.total / jnp.where(self.count == 0, 1, self.count) if self.reduce == "mean" else self.total
+        """The number itself; 0 for a mean, the smallest or the largest value of nothing."""
+        if self.reduce == "mean":
+            return self.total / jnp.where(self.count == 0, 1, self.count)
+        return self.total if self.reduce == "sum" else jnp.where(self.count == 0, 0, self.total)
 
     def collapse(self) -> Metric:
         """Merges metrics that are stacked along a leading axis, as `lax.scan` returns them."""
@@ -196,7 +198,7 @@ def share(part: Float[Array, ""], whole: Float[Array, ""]) -> Float[Array, ""]:
 
 def effective_share(first: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:
     """(sum r)^2 / (N sum r^2), the effective sample size as a share: 1 where all r are equal, 0 where there is none."""
-    return first**2 / jnp.where(second == 0, 1, second)
+    return jnp.minimum(first**2 / jnp.where(second == 0, 1, second), 1)  # rounding would make it 1 + 1e-7
 
 
 def deviation(first: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:

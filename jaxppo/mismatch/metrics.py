@@ -18,6 +18,8 @@ from jaxppo.validation import checked
 
 __all__ = ["mismatch_metrics"]
 
+MAX_LOG_PPL = 64.0  # so that a sum of perplexities is finite in f32
+
 
 def mismatch_metrics(
     batch: RolloutBatch,
@@ -28,7 +30,8 @@ def mismatch_metrics(
     """Compares the trainer's log-probs with the sampler's, over tokens and over sequences.
 
     With d = trainer - sampler log-prob of a token, D the sum of d over a sequence, and for a sequence
-    L = -(mean log-prob), its log-perplexity; d, D and differences of L are within [-20, 20] where exp is taken of them:
+    L = -(mean log-prob), its log-perplexity; d, D and differences of L are within [-20, 20], and L at most 64, where exp
+    is taken of them:
 
         kl = mean -d                 k3_kl = mean exp(d) - 1 - d      log_prob_abs_diff = mean |d|
         chi2_token = mean exp(2d) - 1                                 chi2_sequence = mean exp(2D) - 1
@@ -117,7 +120,7 @@ def _sequence_terms(
     total = _bounded(segments.sum(trainer - rollout))
     by_sequence = {
         **{f"{name}_log_ppl": x for name, x in log_ppl.items()},
-        **{f"{name}_ppl": jnp.exp(x) for name, x in log_ppl.items()},
+        **{f"{name}_ppl": jnp.exp(jnp.minimum(x, MAX_LOG_PPL)) for name, x in log_ppl.items()},
         "log_ppl_diff": gap,
         "log_ppl_abs_diff": jnp.abs(gap),
         "ppl_ratio": jnp.exp(_bounded(gap)),
