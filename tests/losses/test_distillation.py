@@ -4,6 +4,7 @@ import dataclasses
 import re
 from typing import get_args
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,7 +133,7 @@ def test_same_distribution_is_zero_and_far_ones_are_finite():
     far = student[0], Head(1e4 * student[1].kernel)
     for divergence in DIVERGENCES:
         run = weighted(lambda s, d=divergence: divergence_from_hidden(*s, *far, divergence=d, where=MASK))
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.jit(run)(student)))
+        chex.assert_tree_all_finite(jax.jit(run)(student))
 
 
 def test_inside_a_users_shard_map():

@@ -4,6 +4,7 @@ import functools
 import itertools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -300,9 +301,8 @@ def test_gradient_of_scan_affine(layout, reverse):
     of_b = serial_scan(before_a, weight, ids, not reverse)  # b_t gets w_t and, through y_t, a_(t-1) of b_(t-1)'s
     way = np.s_[:, :: 1 if reverse else -1]
     of_a = of_b * serial_shift(y[way], ids[way], 1, 0)[way]
-    for g, o, e in zip(got, one, (of_a, of_b), strict=True):
-        np.testing.assert_allclose(o, e, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(g, physical(e, layout, shards), rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(one, (of_a, of_b), rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(got, tuple(physical(x, layout, shards) for x in (of_a, of_b)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.every(4)
@@ -366,8 +366,7 @@ def test_context_over_two_axes_explicit_and_inside_shard_map():
         spec = parallel.tokens_spec
         inside = jax.shard_map(lambda *xs, a=axes: everything(a, *xs), mesh=mesh, in_specs=spec, out_specs=spec)
         placed = [jax.device_put(y, parallel.sharding(spec)) for y in there]
-        for one, two in zip(got, jax.jit(inside)(*placed), strict=True):
-            np.testing.assert_array_equal(one, two)
+        chex.assert_trees_all_equal(got, jax.jit(inside)(*placed))
         np.testing.assert_array_equal(got[1], physical(serial_shift(x, ids, 2, 0), layout, 4))
         expected = serial_scan(np.full((R, T), 0.9), x, ids, True)
         np.testing.assert_allclose(got[0], physical(expected, layout, 4), rtol=1e-5, atol=1e-6)

@@ -4,6 +4,7 @@ import ast
 import functools
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,8 +70,7 @@ def layout(request):
 def test_packing_and_back(layout):
     parallel = make_parallel_mesh("dp=2,cp=4", context_layout=layout)
     packed = pack(SEQUENCES, row_length=T, parallel=parallel, num_segments=S)
-    for got, expected in zip(unpack(packed.place(SEQUENCES), packed), SEQUENCES, strict=True):
-        np.testing.assert_array_equal(got, expected)
+    chex.assert_trees_all_equal(unpack(packed.place(SEQUENCES), packed), SEQUENCES)
     lengths = np.zeros((packed.rows, S), int)
     lengths[packed.row, packed.slot] = packed.lengths
     held = logical_positions(layout, T, C, lengths)

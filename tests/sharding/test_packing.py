@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,11 +27,9 @@ def test_every_sequence_comes_back_whole(layout, lengths, micro_batches):
     assert (rows >= 0).sum() == sum(lengths) == (packed.segment_ids > 0).sum()
     assert rows.shape[-2] % 2 == 0
     assert rows.shape[:-2] == (() if micro_batches is None else (micro_batches,))
-    for got, expected in zip(unpack(rows, packed), sequences, strict=True):
-        np.testing.assert_array_equal(got, expected)
+    chex.assert_trees_all_equal(unpack(rows, packed), sequences)
     trailing = [np.stack([s, -s], axis=-1) for s in sequences]
-    for got, expected in zip(unpack(packed.place(trailing), packed), trailing, strict=True):
-        np.testing.assert_array_equal(got, expected)
+    chex.assert_trees_all_equal(unpack(packed.place(trailing), packed), trailing)
 
 
 def test_first_fit_decreasing_fills_rows():
