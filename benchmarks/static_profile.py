@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from examples.pod_head import Step, described_mesh
 from examples.pod_sizes import HEADS
-from sharding.audit.hlo import Instruction, Module, parse
+from sharding.audit.hlo import Instruction, Module, parse, without_layouts
 from sharding.audit.links import Switch
 from sharding.audit.tpu_time import Clock
 from sharding.devices import Device, device_of
@@ -130,7 +130,7 @@ def records(text: str, profile: Mapping[str, int], chip: Device) -> list[dict[st
     known = with_twins(instructions, profile)
     profile = {name: cycles for name, cycles in known.items() if not passed_by(instructions[name], cycles, chip)}
     profiled = counted(module, profile)
-    names = [x.name for x in instructions.values() if max(estimate(x), known.get(x.name, 0)) > SMALL]
+    names = [x.name for x in instructions.values() if max(x.cycles or 0, known.get(x.name, 0)) > SMALL]
     estimated, static = without_each(module, names, chip), without_each(profiled, profile.keys() & {*names}, chip)
     groups: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -154,7 +154,7 @@ def with_twins(instructions: Mapping[str, Instruction], profile: Mapping[str, in
     """The profile, in which instructions that compute the same have the same cycles."""
 
     def kind(x: Instruction) -> tuple[str, str, int]:
-        return label(x), x.shape, estimate(x)
+        return label(x), x.shape, x.cycles or 0
 
     known = {kind(instructions[name]): cycles for name, cycles in profile.items()}
     twins = {name: known[kind(x)] for name, x in instructions.items() if kind(x) in known}
@@ -163,14 +163,8 @@ def with_twins(instructions: Mapping[str, Instruction], profile: Mapping[str, in
 
 def passed_by(x: Instruction, cycles: int, chip: Device) -> bool:
     """Whether these cycles are too few for what a kernel declares, since the profile took a branch around its work."""
-    declared = re.search(r'"cost_estimate":\{[^}]*"flops":"(\d+)"', x.attributes)
-    return declared is not None and cycles / chip.hertz < int(declared[1]) / chip.flops
-
-
-def estimate(x: Instruction) -> int:
-    """The cycles that the compiler expected of an instruction, 0 if it says nothing."""
-    found = re.search(r'"estimated_cycles":"(\d+)"', x.attributes)
-    return int(found[1]) if found else 0
+    flops = x.declared.get("flops")
+    return flops is not None and cycles / chip.hertz < flops / chip.flops
 
 
 def label(x: Instruction) -> str:
@@ -181,7 +175,7 @@ def label(x: Instruction) -> str:
       'add f32[8,4], in a loop'
     """
     operation = x.op_name.rsplit("/", 1)[-1] or x.op
-    return f"{operation} {re.sub(r'{[^}]*}', '', x.shape)}{', in a loop' if '/while/' in x.op_name else ''}"
+    return f"{operation} {without_layouts(x.shape)}{', in a loop' if '/while/' in x.op_name else ''}"
 
 
 def counted(module: Module, cycles: Mapping[str, int]) -> Module:

@@ -8,8 +8,6 @@ use the figure to compare programs.
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 
 from ..devices import Device
@@ -49,7 +47,7 @@ class _Roofline(Clock):
     """See `Clock`."""
 
     def is_free(self, x: Instruction) -> bool:
-        return 'custom_call_target="AllocateBuffer"' in x.attributes
+        return x.target == "AllocateBuffer"
 
     def product_seconds(self, computation: Computation, x: Instruction) -> float:
         """The time of a `dot`, or of a product `[M, K] @ [K, N]` that a library computes.
@@ -59,15 +57,13 @@ class _Roofline(Clock):
         operands = [computation[name].shape for name in x.operands[:2] if name in computation]
         if x.op == "dot":
             flops = product_flops(computation, x)
-        elif re.search(r'custom_call_target="__cublas', x.attributes):
-            result = re.search(r"\w+\[[^\]]*\]", x.shape)
-            sizes = [float(np.prod(dimensions(shape))) for shape in (*operands, result[0] if result else "[]")]
+        elif x.target.startswith("__cublas"):
+            sizes = [float(np.prod(dimensions(shape))) for shape in (*operands, x.shape)]
             flops = 2 * float(np.prod(sizes)) ** 0.5
         else:
             return 0.0
         is_f32 = any(shape.startswith("f32") for shape in operands)
-        highest = re.search(r'operand_precision=\{[^}]*highest|"operand_precision":\["HIGHEST', x.attributes)
-        return flops / self.chip.flops / ((_FULL_F32 if highest else _TF32) if is_f32 else 1)
+        return flops / self.chip.flops / ((_FULL_F32 if x.is_highest else _TF32) if is_f32 else 1)
 
     def without_estimate(self, kind: str, seconds: float) -> np.ndarray:
         return spent(kind, seconds)  # and nothing is said of a part: there are no estimates

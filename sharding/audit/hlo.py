@@ -56,20 +56,56 @@ class Instruction:
     @functools.cached_property
     def cycles(self) -> int | None:
         """XLA:TPU's estimate; None where it makes none."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-        return int(found[1]) if found else None
+        found = self._attribute(r'"estimated_cycles":"(\d+)"')
+        return int(found) if found else None
+
+    @property
+    def declared(self) -> dict[str, int]:
+        """What a Pallas kernel declares: its flops, bytes_accessed and transcendentals."""
+        found = re.search(r'"cost_estimate":\{([^}]*)\}', self.attributes)
+        return {key: int(n) for key, n in re.findall(r'"(\w+)":"?(\d+)', found[1])} if found else {}
 
     @property
     def target(self) -> str:
         """What a custom-call calls."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+        return self._attribute(r'custom_call_target="([^"]*)"')
+
+    @property
+    def direction(self) -> str:
+        """How a compare compares: "LT", "GE", ..."""
+        return self._attribute(r"direction=(\w+)")
+
+    @property
+    def is_highest(self) -> bool:
+        """Whether a product on a GPU asks for the highest precision."""
+        return bool(self._attribute(r'(operand_precision=\{[^}]*highest|"operand_precision":\["HIGHEST)'))
+
+    @property
+    def scalar_dtype(self) -> str | None:
+        """The dtype of a scalar; None for arrays."""
+        found = re.match(r"(\w+)\[\]", self.shape)
+        return found[1] if found else None
+
+    @property
+    def integer(self) -> int | None:
+        """The value of a constant that is an integer."""
+        return int(self.inside) if re.fullmatch(r"-?\d+", self.inside) else None
+
+    def contracted(self, lhs: str, rhs: str) -> int:
+        """The size of the dimensions that a product sums over, given the shapes of its factors."""
+        if labels := self._attribute(r"dim_labels=\w+_(\w+)->"):  # `convolution(rows, kernel), dim_labels=bf_io->bf`
+            return math.prod(size for size, label in zip(dimensions(rhs), labels, strict=False) if label != "o")
+        dims, sizes = self._attribute(r"lhs_contracting_dims=\{([\d,]*)\}"), dimensions(lhs)
+        return math.prod(sizes[d] for d in _integers(dims)) if sizes else 1
+
+    def _attribute(self, pattern: str) -> str:
+        found = re.search(pattern, self.attributes)
         return found[1] if found else ""
 
     @property
     def op_name(self) -> str:
         """The name of the operation in the traced program."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        return self._attribute(r'op_name="([^"]*)"')
 
 
 Computation = dict[str, Instruction]
@@ -168,8 +204,13 @@ def shape_bytes(shape: str, in_hbm: bool = False) -> int:
     return total
 
 
+def without_layouts(shape: str) -> str:
+    """A shape without what it says of memory."""
+    return re.sub(r"{[^}]*}", "", shape)
+
+
 def dimensions(shape: str) -> list[int]:
-    """The dimensions of a shape that is no tuple."""
+    """The dimensions of a shape, of a tuple those of its first part."""
     found = re.search(r"\[([^\]]*)\]", shape)
     return [int(d.lstrip("<=")) for d in found[1].split(",") if d] if found else []
 

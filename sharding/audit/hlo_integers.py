@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -57,7 +56,7 @@ def _value(
     module: Module, computation: Computation, instruction: Instruction, args: Sequence[Known], known: dict[str, Known]
 ) -> Known:
     operands = [known.get(name) for name in instruction.operands]
-    dtype = _scalar_dtype(instruction)
+    dtype = instruction.scalar_dtype
     match instruction.op:
         case "parameter":
             number = int(instruction.inside)
@@ -69,21 +68,20 @@ def _value(
         case "while":
             return loop(module, instruction, known).results
         case "constant":
-            return _constant(instruction.inside, dtype)
+            return _constant(instruction)
         case "fusion" | "call" if dtype or instruction.shape.startswith("("):
             return _result(module, module.called(instruction, "calls", "to_apply")[0], operands)
     if dtype is None or not operands or any(isinstance(x, list) for x in operands):
         return None
     source = computation.get(instruction.operands[0])
-    return _scalar(instruction, operands, Limits.of((source and _scalar_dtype(source)) or ""), Limits.of(dtype))
+    return _scalar(instruction, operands, Limits.of((source and source.scalar_dtype) or ""), Limits.of(dtype))
 
 
 def _scalar(instruction: Instruction, operands: list[Value], source: Limits | None, result: Limits | None) -> Value:
     """The result of an operation on scalars, given the limits of its operands' and its result's dtype."""
     match instruction.op:
         case "compare":
-            direction = re.search(r"direction=(\w+)", instruction.attributes)
-            return operate(direction[1].lower(), operands, source) if direction else None
+            return operate(instruction.direction.lower(), operands, source)
         case "select":
             return operate("select", operands[1:], result)
         case "bitcast" | "broadcast" | "convert" | "copy" | "reshape":
@@ -91,12 +89,7 @@ def _scalar(instruction: Instruction, operands: list[Value], source: Limits | No
     return operate(_NAMES.get(instruction.op, instruction.op), operands, result)
 
 
-def _scalar_dtype(instruction: Instruction) -> str | None:
-    match = re.match(r"(\w+)\[\]", instruction.shape)
-    return match[1] if match else None
-
-
-def _constant(text: str, dtype: str | None) -> Value:
-    if dtype == "pred":
-        return constant(text == "true")
-    return constant(int(text)) if dtype and Limits.of(dtype) and re.fullmatch(r"-?\d+", text) else None
+def _constant(x: Instruction) -> Value:
+    if x.scalar_dtype == "pred":
+        return constant(x.inside == "true")
+    return constant(x.integer) if x.integer is not None and Limits.of(x.scalar_dtype or "") else None

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import math
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -161,7 +160,7 @@ class Clock:
         if x.op == "async-start" and 'async_execution_thread="sparsecore"' in x.attributes:
             [wrapped] = self.module.called(x, "calls")
             self.unknown.append(f"what the sparse cores take beside the rest ({root(wrapped).op_name or x.name})")
-        if x.op == "custom-call" and 'custom_call_target="tpu_custom_call"' in x.attributes:
+        if x.op == "custom-call" and x.target == "tpu_custom_call":
             return spent("kernels", self._kernel_seconds(computation, x))
         return self.plain(computation, x)
 
@@ -216,8 +215,7 @@ class Clock:
     def _kernel_seconds(self, computation: Computation, x: Instruction) -> float:
         if (cycles := x.cycles) is not None:  # XLA writes none for a kernel; a static profile has some
             return cycles / self.chip.hertz
-        declared = re.search(r'"cost_estimate":\{([^}]*)\}', x.attributes)
-        cost = {key: int(n) for key, n in re.findall(r'"(\w+)":"?(\d+)', declared[1])} if declared else {}
+        cost = x.declared
         if not any(cost.values()):
             self.unknown.append(f"what the kernel {x.name} takes ({x.op_name}): it declares nothing, charged its bytes")
         moved = cost.get("bytes_accessed") or hbm_bytes(self.module, computation, x)
@@ -248,27 +246,19 @@ def _beside(seconds: float, end: np.ndarray, now: np.ndarray) -> np.ndarray:
     return left * (_KIND["collectives"] - _KIND["overlapped"]) + spent("overlapped", seconds)
 
 
-def _is_scalar(x: Instruction) -> bool:
-    return re.match(r"\w+\[\]", x.shape) is not None
-
-
 def _is_on_scalars(computation: Computation, x: Instruction) -> bool:
-    return _is_scalar(x) and all(_is_scalar(computation[name]) for name in x.operands if name in computation)
+    inputs = [computation[name] for name in x.operands if name in computation]
+    return all(y.scalar_dtype is not None for y in (x, *inputs))
 
 
 def _is_fill(computation: Computation, x: Instruction) -> bool:
     """Whether an instruction only fills an array with one value."""
     if x.op == "broadcast":
-        return all(_is_scalar(computation[name]) for name in x.operands)
-    return x.op in ("bitcast", "constant", "tuple") or (x.op == "parameter" and _is_scalar(x))
+        return all(computation[name].scalar_dtype is not None for name in x.operands)
+    return x.op in ("bitcast", "constant", "tuple") or (x.op == "parameter" and x.scalar_dtype is not None)
 
 
 def product_flops(computation: Computation, x: Instruction) -> float:
-    """The flops of a product: of TPUs' `convolution(rows, kernel), dim_labels=bf_io->bf`, or of a `dot`."""
-    lhs, rhs = (dimensions(computation[name].shape) if name in computation else [] for name in x.operands[:2])
-    if labels := re.search(r"dim_labels=\w+_(\w+)->", x.attributes):
-        contracted = math.prod(size for size, label in zip(rhs, labels[1], strict=False) if label != "o")
-    else:
-        found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.attributes)
-        contracted = math.prod(lhs[int(d)] for d in found[1].split(",") if d) if found and lhs else 1
-    return 2 * math.prod(dimensions(x.shape)) * contracted
+    """The flops of a product: of TPUs' `convolution`, or of a `dot`."""
+    lhs, rhs = (computation[name].shape if name in computation else "" for name in x.operands[:2])
+    return 2 * math.prod(dimensions(x.shape)) * x.contracted(lhs, rhs)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -44,10 +43,10 @@ class Limits(NamedTuple):
           >>> Limits.of("s8"), Limits.of("uint8"), Limits.of("float32")
           (Limits(low=-128, high=127), Limits(low=0, high=255), None)
         """
-        if not (match := re.fullmatch(r"(u)?(?:int|s)?(\d+)", dtype)):
+        if not (bits := dtype.removeprefix("u").removeprefix("int").removeprefix("s")).isdecimal():
             return None
-        values = 2 ** int(match[2])
-        return cls(0, values - 1) if match[1] else cls(-values // 2, values // 2 - 1)
+        values = 2 ** int(bits)
+        return cls(0, values - 1) if dtype.startswith("u") else cls(-values // 2, values // 2 - 1)
 
     def hold(self, *values: float) -> bool:
         return all(self.low <= value <= self.high for value in values)
