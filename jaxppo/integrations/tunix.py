@@ -33,8 +33,8 @@ from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.prepare import HeadOptions, check_options
+from jaxppo.integrations.tunix_models import check_unread, hidden_of_example
 from jaxppo.integrations.tunix_models import head_of as head_of
-from jaxppo.integrations.tunix_models import hidden_of_example
 from jaxppo.integrations.tunix_models import hidden_states as hidden_states
 from jaxppo.integrations.tunix_models import log_probs as log_probs
 from jaxppo.kl import KL, Estimator
@@ -91,7 +91,9 @@ def register(
         raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig or None")
     check_options(options)
 
-    def loss_fn(model: Any, train_example: Any, algo_config: Any, pad_id: int, eos_id: int, **_: Any) -> Any:
+    def loss_fn(model: Any, train_example: Any, algo_config: Any, pad_id: int, eos_id: int, **more: Any) -> Any:
+        more.pop("compute_logps_chunk_size", None)  # of Tunix's own log-probs; memory= bounds ours
+        check_unread("the loss", more)
         batch = batch_of(train_example, pad_id, parallel=parallel, num_segments=num_segments)
         completion_length = train_example.completion_ids.shape[1]
         found = config_of(algo_config, completion_length) if config is None else _agreed(config, algo_config)
@@ -205,6 +207,8 @@ def batch_of(
       `[B, P + C]`.
     """
     x = train_example
+    fields = vars(x) if hasattr(x, "__dict__") else {}
+    check_unread("a TrainExample", {name: value for name, value in fields.items() if name not in _OF_EXAMPLES})
     given = {
         "advantages": x.advantages,
         "old_log_probs": x.old_per_token_logps,
@@ -319,6 +323,13 @@ def rl_cluster(*, lora_scale: float | None = None, **options: Unpack[HeadOptions
     return RLCluster
 
 
+_READ_BY_PASSES = ("pad_id", "temperature", "segment_ids", "segment_positions")
+# fields of Tunix's TrainExamples that `batch_of` and the loss read, or that change no loss
+_OF_EXAMPLES = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "old_per_token_logps"}
+_OF_EXAMPLES |= {"ref_per_token_logps", "segment_ids", "segment_positions", "num_segments", "sampler_is_weights"}
+_OF_EXAMPLES |= {"is_update_step", "policy_version", "returns", "old_values"}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Passes:
     """The forward passes of a cluster of `rl_cluster`, which is the first argument of each.
@@ -336,21 +347,22 @@ class _Passes:
     def inference_worker(self, cluster: Any, worker: Any) -> _Instead:
         """Tunix's inference worker, whose reference pass has no logits."""
 
-        def get(prompts: Any, completions: Any, pad_id: int, eos_id: int, **kwargs: Any) -> jax.Array:
+        def get(
+            prompts: Any, completions: Any, pad_id: int, eos_id: int, temperature: float = 1.0, **packed: Any
+        ) -> jax.Array:
+            given = {"pad_id": pad_id, "temperature": temperature, **packed}
             model = worker.get_model("reference")
-            return self._log_probs(
-                cluster, self.tunix.Role.REFERENCE, model, prompts, completions, pad_id=pad_id, **kwargs
-            )
+            return self._log_probs(cluster, self.tunix.Role.REFERENCE, model, prompts, completions, **given)
 
         return _Instead(worker, get_ref_per_token_logps=get)
 
     def rollout(self, cluster: Any, rollout: Any) -> _Instead:
         """Tunix's rollout, whose pass for old log-probs has no logits."""
 
-        def get(prompt_tokens: Any, completion_tokens: Any, **_: Any) -> jax.Array:
-            kwargs = {"pad_id": rollout.pad_id(), "temperature": self._temperature(cluster)}
+        def get(prompt_tokens: Any, completion_tokens: Any, **packed: Any) -> jax.Array:
+            given = {"pad_id": rollout.pad_id(), "temperature": self._temperature(cluster), **packed}
             role, model = self.tunix.Role.ROLLOUT, rollout.model()
-            return self._log_probs(cluster, role, model, prompt_tokens, completion_tokens, **kwargs)
+            return self._log_probs(cluster, role, model, prompt_tokens, completion_tokens, **given)
 
         return _Instead(rollout, get_per_token_logps=get)
 
@@ -366,6 +378,7 @@ class _Passes:
         """The log-probs of prompts and completions under the weights at the start of the step, some rows at a time."""
         from flax import nnx
 
+        _check_read(packed)
         anchor = cluster._anchor_policy_state  # the weights at the start of the step, which only Tunix holds
         graph, state = nnx.split(cluster.actor_trainer.model)
         model = nnx.merge(graph, jax.tree.map(lambda kept, x: jax.device_put(kept, x.sharding), anchor, state))
@@ -379,12 +392,19 @@ class _Passes:
         return jnp.concatenate([of_rows(first) for first in range(0, len(tokens[0]), rows)])
 
     def _log_probs(self, cluster: Any, role: Any, model: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        _check_read(kwargs)
+        kwargs = {name: kwargs[name] for name in _READ_BY_PASSES if name in kwargs}
         kwargs |= {"parallel": cluster.parallel_of(role), "lora_scale": self.lora_scale}
         return log_probs(model, *args, **kwargs, **self.options)
 
     def _temperature(self, cluster: Any) -> float:
         found: float = cluster.get_rollout_config(mode=self.tunix.Mode.TRAIN).temperature
         return found
+
+
+def _check_read(given: dict[str, Any]) -> None:
+    unread = {name: value for name, value in given.items() if name not in _READ_BY_PASSES}
+    check_unread("a pass for log-probs", unread)
 
 
 class _Instead:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Unpack
 
@@ -66,7 +67,8 @@ def hidden_states(
       `[B, T, H]` in the model's dtype.
 
     Raises:
-      TypeError: a model without a `final_norm`, or that was asked for hidden states and has none (MaxText's adapter).
+      TypeError: a model without a `final_norm`, whose states may be those before its last norm (MaxText's adapter), or
+        that was asked for hidden states and has none.
     """
     from flax import nnx
 
@@ -85,6 +87,12 @@ def hidden_states(
     if "segment_ids" in taken and segment_ids is not None:
         call["segment_ids"] = segment_ids
     if "skip_lm_head" in taken:
+        if not hasattr(model, "final_norm"):
+            raise TypeError(
+                f"model: got {type(model).__name__} without a final_norm, expected one of tunix.models: what another "
+                "model returns for skip_lm_head may be states before its last norm, as those of MaxText's adapter are; "
+                "for MaxText see jaxppo.integrations.maxtext.hidden_and_head"
+            )
         hidden: Float[Array, "B T H"] = model(tokens, **call, skip_lm_head=True)[0]
         return hidden
     model = nnx.merge(*nnx.split(model))  # the recorded output stays with the copy
@@ -100,6 +108,16 @@ def hidden_states(
     if not found:
         raise TypeError(f"model: got {type(model).__name__}, which leaves no {_SOWN}, expected a model of Tunix's")
     return found[-1]
+
+
+def check_unread(where: str, given: Mapping[str, Any]) -> None:
+    """Raises TypeError for what Tunix hands over and nothing here reads; None asks for nothing."""
+    unread = sorted(name for name, value in given.items() if value is not None)
+    if unread:
+        raise TypeError(
+            f"{unread[0]}: got it in {where}, which does not read it, expected None; the passes and losses of "
+            "jaxppo.integrations.tunix read no routed experts and no masks of log-probs"
+        )
 
 
 def _parameters_of_call(model: Any) -> set[str]:
