@@ -28,7 +28,7 @@ from jaxppo.advantages.token_statistics import (
     whiten_samples,
 )
 from jaxppo.batch import RolloutBatch
-from jaxppo.sharding import ParallelMesh, ShardAxes, scan_shard, shard_call, shift_shard
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, scan_shard, shard_call, shift_shard
 
 Masked = Literal["skip", "discount"]
 
@@ -46,7 +46,8 @@ def token_rewards(
     The last token is found by `batch.positions`, so it may lie on any context shard, in any layout.
 
     Args:
-      rewards: `f32[R, S]`, one per sequence.
+      rewards: `f32[R, S]`, one per sequence. A sequence without a reward, NaN, has NaN on its last token: give it one,
+        or mask it.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       kl: `f32[R, T]`, the estimated KL to the reference at each token (see `kl_divergence`).
       kl_coef: c.
@@ -81,10 +82,15 @@ def _token_rewards(
     axes: ShardAxes, rewards: jax.Array, batch: RolloutBatch, kl: jax.Array | None, kl_coef: jax.Array
 ) -> jax.Array:
     segments, mask = batch.segments(axes), batch.loss_mask
-    last = segments.spread(segments.max(batch.positions.astype(jnp.float32), mask))
-    is_last = (mask > 0) & (batch.positions.astype(jnp.float32) == last)
-    result = jnp.where(is_last, segments.spread(rewards), 0).astype(jnp.float32)
+    result = jnp.where(_is_last(segments, batch, mask > 0), segments.spread(rewards), 0).astype(jnp.float32)
     return lax.stop_gradient(result if kl is None else result - kl_coef * masked(kl, mask))
+
+
+def _is_last(segments: Segments, batch: RolloutBatch, counts: jax.Array) -> jax.Array:
+    """The last token of each sequence that counts."""
+    positions = batch.positions.astype(jnp.float32)
+    last = segments.spread(segments.max(positions, counts.astype(jnp.float32)))
+    return counts & (positions == last)
 
 
 def discounted_returns(
@@ -162,13 +168,15 @@ def gae(
     lam: float = 1.0,
     value_lam: float | None = None,
     length_alpha: float | None = None,
+    last_values: Float[Array, "*K R S"] | None = None,
     mask: Float[Array, "*K R T"] | None = None,
     parallel: Parallel = None,
 ) -> tuple[Float[Array, "*K R T"], Float[Array, "*K R T"]]:
     """Generalised advantage estimation: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t.
 
     t + 1 is the next token of the sequence with mask 1: tokens masked out within a response (a tool's output) are
-    stepped over, and after the last one V and A are 0. A mask of all response tokens ignores such holes (slime).
+    stepped over, and after the last one A is 0, and V is 0 or the given one. A mask of all response tokens ignores such
+    holes (slime).
 
     Args:
       rewards: `f32[R, T]`, see `token_rewards`; anything where the mask is 0.
@@ -179,6 +187,8 @@ def gae(
       value_lam: lambda of the returns, if the critic learns with another one (VC-PPO); `lam` if None.
       length_alpha: alpha of a length-dependent lambda of the advantages (VAPO), in place of `lam`: 1 - 1 / (alpha n)
         for a sequence of n tokens that count, at least 0; a published value is 0.05. It does not change the returns.
+      last_values: `f32[R, S]`, V after each sequence's last token, which a response that ended by itself does not have:
+        the critic's value where a response was cut at its length limit, 0 elsewhere. By default 0 for all.
       mask: `[R, T]`, 1 where a token counts; the loss mask by default.
       parallel: the mesh; rows sharded over data, positions over context.
 
@@ -205,15 +215,16 @@ def gae(
         check("length_alpha", repr(length_alpha), good, "a finite number above 0, or None")
     batch = check_tokens(batch, {"rewards": rewards, "values": values}, mask=mask)
     args = {"rewards": rewards, "values": values, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
+    if last_values is not None:
+        check_segments(batch, last_values=last_values)
+    args["last_values"] = last_values
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        of = batch.specs(p)
+        return [*[of.loss_mask] * 3, of, of.sample_ids], of.loss_mask
+
     static = (gamma, lam, value_lam, length_alpha)
-    found: tuple[jax.Array, jax.Array] = shard_call(
-        "gae",
-        _gae,
-        parallel,
-        args,
-        lambda p: ([*[batch.specs(p).loss_mask] * 3, batch.specs(p)], batch.specs(p).loss_mask),
-        static,
-    )
+    found: tuple[jax.Array, jax.Array] = shard_call("gae", _gae, parallel, args, specs, static)
     return found
 
 
@@ -225,12 +236,17 @@ def _gae(
     values: jax.Array,
     mask: jax.Array,
     batch: RolloutBatch,
+    last_values: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     gamma, lam, value_lam, length_alpha = static
+    segments = batch.segments(axes)
     counts = mask.astype(jnp.float32) > 0
     rewards, values = (jnp.where(counts, x.astype(jnp.float32), 0) for x in (rewards, values))
     nearest = _scan(axes, batch, jnp.where(counts, 0.0, 1.0), values)
     next_value = shift_shard(axes, nearest, 1, 0, batch.segment_ids, batch.num_segments)
+    if last_values is not None:
+        after = segments.spread(last_values.astype(jnp.float32))
+        next_value = jnp.where(_is_last(segments, batch, counts), after, next_value)
     delta = jnp.where(counts, rewards + gamma * next_value - values, 0)
 
     def advantages(lam: float | jax.Array) -> jax.Array:
@@ -241,7 +257,6 @@ def _gae(
         policy = advantages(lam)
         value = policy if value_lam == lam else advantages(value_lam)
     else:
-        segments = batch.segments(axes)
         length = segments.spread(segments.sum(counts.astype(jnp.float32)))
         policy, value = advantages(1 - 1 / jnp.maximum(length_alpha * length, 1)), advantages(value_lam)
     return lax.stop_gradient((policy, value + values))

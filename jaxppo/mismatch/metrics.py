@@ -30,8 +30,8 @@ def mismatch_metrics(
     """Compares the trainer's log-probs with the sampler's, over tokens and over sequences.
 
     With d = trainer - sampler log-prob of a token, D the sum of d over a sequence, and for a sequence
-    L = -(mean log-prob), its log-perplexity; d, D and differences of L are within [-20, 20], and L at most 64, where exp
-    is taken of them:
+    L = -(mean log-prob), its log-perplexity; d, D and differences of L are within [-20, 20], and L at most 64, where
+    exp is taken of them:
 
         kl = mean -d                 k3_kl = mean exp(d) - 1 - d      log_prob_abs_diff = mean |d|
         chi2_token = mean exp(2d) - 1                                 chi2_sequence = mean exp(2D) - 1

@@ -246,3 +246,34 @@ def test_a_divergence_where_one_model_excludes_a_column():
     assert of(half, half, "reverse_kl") == of(half, half, "jensen_shannon") == 0
     of_half, of_whole = np.log(0.5 / 0.375), 0.5 * np.log(0.25 / 0.375) + 0.5 * np.log(0.25 / 0.125)
     assert of(whole, half, "jensen_shannon") == pytest.approx((of_half + of_whole) / 2, rel=1e-6)
+
+
+def test_distillation_through_advantages_in_expectation():
+    """Weighed by the policy's probabilities, the gradients of all tokens add up to that of KL(policy | teacher).
+
+    An advantage of minus the divergence, as recipes once said, is a baseline: its expected gradient is 1e-8.
+    """
+    logits, teacher = np.random.default_rng(0).normal(size=(2, 5))
+    p = np.exp(logits) / np.exp(logits).sum()
+    log_ratio = np.log(p) - teacher + np.log(np.exp(teacher).sum())
+    divergence = p @ log_ratio
+    expected = p * (log_ratio - divergence)  # of the divergence by the logits
+    ids = jnp.arange(1, 6)[None]
+    batch = RolloutBatch(ids, ids, ids, 0 * ids, jnp.ones((1, 5)), ids)
+    weights = jnp.asarray(p, jnp.float32)[None]
+
+    def gradient(of_tokens):
+        step = dataclasses.replace(batch, advantages=of_tokens, loss_weights=weights)
+        config = PolicyLossConfig(Reinforce(), aggregation="token_sum", ratio_to="current")
+
+        def loss(x):
+            return policy_loss(TokenStats(jax.nn.log_softmax(x)[None]), step, config)[0]
+
+        return jax.grad(loss)(jnp.asarray(logits, jnp.float32))
+
+    given = [jnp.asarray(x, jnp.float32)[None] for x in (np.log(p), np.log(p) - log_ratio)]
+    right = advantages.on_policy_distillation(jnp.zeros((1, 5)), *given, batch.loss_mask)
+    np.testing.assert_allclose(gradient(right), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient(right + np.float32(divergence)), expected, rtol=1e-5, atol=1e-6)
+    assert np.abs(expected).max() > 0.1
+    assert np.abs(gradient(jnp.full((1, 5), -divergence, jnp.float32))).max() < 1e-6

@@ -49,15 +49,16 @@ def gae(
     lam: float = 1.0,
     value_lam: float | None = None,
     length_alpha: float | None = None,
+    last_value: float = 0.0,
 ) -> tuple[Array, Array]:
     """A_t = sum over l of (gamma lam)^l delta_(t + l), delta_t = r_t + gamma V_(t + 1) - V_t; returns A(value_lam) + V.
 
-    Steps are loss tokens. Schulman et al. 2015, https://arxiv.org/abs/1506.02438, equation 16; value_lam: VC-PPO,
-    https://arxiv.org/abs/2503.01491; length_alpha, lambda = 1 - 1 / (alpha n) for n tokens, at least 0: VAPO,
-    https://arxiv.org/abs/2504.05118.
+    Steps are loss tokens, and `last_value` is V after the last one. Schulman et al. 2015,
+    https://arxiv.org/abs/1506.02438, equation 16; value_lam: VC-PPO, https://arxiv.org/abs/2503.01491; length_alpha,
+    lambda = 1 - 1 / (alpha n) for n tokens, at least 0: VAPO, https://arxiv.org/abs/2504.05118.
     """
     r, v = _read(rewards, mask), _read(values, mask)
-    delta = r + gamma * np.append(v[1:], 0.0)[: len(v)] - v
+    delta = r + gamma * np.append(v[1:], last_value)[: len(v)] - v
 
     def estimate(decay: float) -> Array:
         return np.array([np.sum(decay ** np.arange(len(v) - t) * delta[t:]) for t in range(len(v))])

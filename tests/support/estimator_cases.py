@@ -102,8 +102,10 @@ class Known:
 
 
 def gae_of_oracle(k: Known, o: Options) -> list[np.ndarray]:
-    found = k.each(lambda r, v, m: truth.gae(r, v, m, o.gamma, o.lam, o.value_lam, o.length_alpha), "rewards", "values")
-    return [np.stack(x, axis=-1) for x in found]
+    last = k.slots["baselines"] if o.left_out else np.zeros(len(k.masks))
+    options = (o.gamma, o.lam, o.value_lam, o.length_alpha)
+    given = zip(k.tokens["rewards"], k.tokens["values"], k.counted, last, strict=True)
+    return [np.stack(truth.gae(r, v, m, *options, x), axis=-1) for r, v, m, x in given]
 
 
 def grouped(name: str, *fields: str) -> tuple[Any, Any]:
@@ -180,6 +182,7 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
                 lam=o.lam,
                 value_lam=o.value_lam,
                 length_alpha=o.length_alpha,
+                last_values=g.slots["baselines"] if o.left_out else None,
                 mask=g.mask,
                 parallel=p,
             ),
