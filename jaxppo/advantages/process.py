@@ -37,8 +37,8 @@ def process_grpo(
 
     Mean and deviation (over n - 1) are taken over the rewards of all reasoning steps of all samples of the group,
     however many each sample has. A reasoning step that ends before t does not change the advantage at t. The number of
-    reasoning steps is not rewarded: where each has reward 1, samples with one and with three all have advantage 0. See
-    [which advantages](choosing_a_loss.md#which-advantages) for returns that count it.
+    reasoning steps is not rewarded: where each has reward 1, samples with one and with three all have advantage 0. The
+    page "Choosing a loss" has returns that count it.
 
     Args:
       rewards: `f32[R, T]`, the reward of a reasoning step at its last token; anything elsewhere.

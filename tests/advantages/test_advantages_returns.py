@@ -177,3 +177,21 @@ def test_bad_input():
         advantages.token_rewards(BATCH.rewards[:3], BATCH)
     with pytest.raises(ValueError, match="rewards: got None, expected the batch's"):
         advantages.token_rewards(None, BATCH)
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=1,cp=4,tp=2"])
+def test_a_response_that_was_cut_goes_on(mesh):
+    """With a critic that is right, a cut changes nothing: its return was 2 and 1 for 5 and 4."""
+    parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
+    samples = [Sample([5] * 6, response_start=1), Sample([5] * 3, response_start=1)]
+    batch = RolloutBatch.from_samples(samples, row_length=16, rows=1, parallel=parallel)
+    values = jnp.where(batch.loss_mask > 0, 5.0 - batch.positions, jnp.nan)
+    last_values = jnp.where(batch.sample_ids == 1, 3.0, 0.0)
+    found = advantages.gae(
+        batch.loss_mask, values, batch, gamma=1.0, lam=0.5, last_values=last_values, parallel=parallel
+    )
+    counts = np.asarray(batch.loss_mask) > 0
+    assert not np.asarray(found[0]).any()
+    np.testing.assert_array_equal(np.asarray(found[1])[counts], np.asarray(values)[counts])
+    with pytest.raises(ValueError, match=r"last_values: got shape \(1, 16\), expected the batch's \[R, S\]"):
+        advantages.gae(batch.loss_mask, values, batch, last_values=values, parallel=parallel)

@@ -14,8 +14,9 @@ from jax.experimental import topologies
 from oracle import other_losses
 from plain_head import reference_divergence
 
-from jaxppo import Head, LoRA, RolloutBatch
+from jaxppo import Head, LoRA, PolicyLossConfig, RolloutBatch, TokenStats, advantages, policy_loss
 from jaxppo.losses.distillation import Divergence, distillation_loss, divergence_from_hidden
+from jaxppo.policy_losses import Reinforce
 from sharding import ParallelMesh, ShardAxes, make_parallel_mesh
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 
@@ -259,7 +260,7 @@ def test_distillation_through_advantages_in_expectation():
     divergence = p @ log_ratio
     expected = p * (log_ratio - divergence)  # of the divergence by the logits
     ids = jnp.arange(1, 6)[None]
-    batch = RolloutBatch(ids, ids, ids, 0 * ids, jnp.ones((1, 5)), ids)
+    batch = RolloutBatch(ids, ids, ids, 0 * ids, jnp.ones((1, 5)), ids, real_last_targets=True)
     weights = jnp.asarray(p, jnp.float32)[None]
 
     def gradient(of_tokens):
