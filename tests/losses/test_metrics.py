@@ -50,7 +50,7 @@ def test_perplexities_beyond_f32():
 
 
 def test_an_effective_sample_size_is_a_share():
-    """Of equal ratios it was 1 + 1e-7 for 11 of these 32 numbers."""
+    """It was 1 + 1e-7 for 11 of these 32 equal ratios."""
     batch = batch_of(jnp.full((1, 3), -2.0), jnp.full((1, 3), -2.0))
     run = jax.jit(lambda x: policy_loss(TokenStats(batch.old_log_probs + x), batch, PolicyLossConfig())[1])
     for x in np.linspace(-0.3, 0.3, 32):
