@@ -54,6 +54,8 @@ def make_batch() -> RolloutBatch:
         values = {name: -RNG.uniform(0.5, 2, size=4) for name in OF_TOKENS}
         values["loss_weights"] = -values["loss_weights"]
         tokens = RNG.integers(0, V, 6)
+        if i % 2:
+            tokens[:2] = samples[-1].tokens[:2]  # the two of a pair have one prompt
         samples.append(Sample(tokens, response_start=2, group_id=i // 2, reward=float(i % 2), **values))
     return RolloutBatch.from_samples(samples, row_length=T, rows=R, num_segments=2)
 

@@ -175,7 +175,7 @@ def broken(field, row, place, value):
         (broken("targets", 0, 3, 2), "targets: got 2 at row 0, position 3, expected the next token of the sequence"),
         (
             broken("values", 0, 5, np.nan),
-            "values: got nan at row 0, position 5, expected finite advantages, values and returns",
+            "values: got nan at row 0, position 5, expected finite numbers where loss_mask is 1",
         ),
         (broken("loss_mask", 0, 11, 1), "loss_mask: got 1.0 at row 0, position 11, expected 0 where segment_ids is 0"),
         (broken("loss_mask", 0, 1, 0.5), "loss_mask: got 0.5 at row 0, position 1, expected 0 or 1"),
@@ -241,8 +241,8 @@ def test_bad_samples(arguments, message):
 
 
 def test_values_in_some_samples_only():
-    some = [Sample([1, 2], response_start=1, reward=1.0), Sample([1, 2], response_start=1)]
-    with pytest.raises(ValueError, match="reward: got None in sample 1, expected a value in all samples or in none"):
+    some = [Sample([1, 2], response_start=1, values=[1.0]), Sample([1, 2], response_start=1)]
+    with pytest.raises(ValueError, match="values: got None in sample 1, expected a value in all samples or in none"):
         RolloutBatch.from_samples(some, row_length=4)
 
 
