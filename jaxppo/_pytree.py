@@ -1,29 +1,43 @@
-"""Dataclasses as pytrees whose constructors check what a user gives."""
+"""Classes as pytrees: constructors check what a user gives, and `jax.export` stores functions of them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
+import json
 from collections.abc import Callable, Iterable
+from functools import partial
+from types import FunctionType
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
+from jax import export
+from jax.sharding import PartitionSpec
 
 Class = TypeVar("Class", bound=type)
 
 
-def register_checked(*, static: Iterable[str]) -> Callable[[Class], Class]:
-    """Decorates a frozen dataclass as a pytree whose children are all fields but the static ones.
+def register(*, static: Iterable[str] = ()) -> Callable[[Class], Class]:
+    """Decorates a frozen dataclass as a pytree whose children are all fields but the static ones, or a NamedTuple.
 
     The constructor, with its checks, runs only where somebody makes an object. With `jax.tree_util.register_dataclass`
     it would also run each time that JAX unflattens the tree: dozens of times in a trace.
+
+    A function that takes or returns the class can be exported and stored: see `to_bytes` for what its static fields may
+    hold.
     """
 
-    def register(cls: Class) -> Class:
+    def decorate(cls: Class) -> Class:
+        if issubclass(cls, tuple):
+            return _stored(cls, lambda name: export.register_namedtuple_serialization(cls, serialized_name=name))
         meta = tuple(static)
-        data = tuple(field.name for field in dataclasses.fields(cls) if field.name not in meta)
+        fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]
+        data = tuple(field.name for field in fields if field.name not in meta)
 
         def values(x: Any, names: Iterable[str]) -> tuple[Any, ...]:
-            return tuple(getattr(x, name) for name in names)
+            return tuple([getattr(x, name) for name in names])
 
         def flatten_with_keys(x: Any) -> tuple[Any, Any]:
             keys = map(jax.tree_util.GetAttrKey, data)
@@ -38,6 +52,71 @@ def register_checked(*, static: Iterable[str]) -> Callable[[Class], Class]:
         jax.tree_util.register_pytree_with_keys(
             cls, flatten_with_keys, unflatten, lambda x: (values(x, data), values(x, meta))
         )
-        return cls
+        return _stored(cls, partial(_register_node, cls))
 
-    return register
+    return decorate
+
+
+def _register_node(cls: type, name: str) -> None:
+    export.register_pytree_node_serialization(
+        cls, serialized_name=name, serialize_auxdata=to_bytes, deserialize_auxdata=from_bytes
+    )
+
+
+def _stored(cls: Class, register_as: Callable[[str], Any]) -> Class:
+    with contextlib.suppress(ValueError):  # a notebook loads its modules again: JAX keeps the class that it has
+        register_as(f"{cls.__module__}.{cls.__qualname__}")
+    return cls
+
+
+def to_bytes(static: tuple[Any, ...]) -> bytes:
+    """Static fields as JSON: numbers, text, None, tuples, PartitionSpecs, and this package's functions and dataclasses.
+
+    Raises:
+      TypeError: another value, such as a lambda.
+    """
+    return json.dumps(_plain(static)).encode()
+
+
+def from_bytes(stored: bytes) -> Any:
+    """The inverse of `to_bytes`. It finds names of this package and no others, and nothing is unpickled."""
+    return _made(json.loads(stored))
+
+
+def _plain(x: Any) -> Any:
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
+    if isinstance(x, np.generic):
+        return _plain(x.item())
+    if isinstance(x, PartitionSpec):
+        return {"spec": _plain(tuple(x))}
+    if isinstance(x, tuple):
+        return {"tuple": [_plain(part) for part in x]}
+    known = x if isinstance(x, FunctionType) else type(x)
+    place = [known.__module__, known.__qualname__]
+    with contextlib.suppress(AttributeError, ImportError, ValueError):
+        if _named(*place) is x:
+            return {"name": place}
+        if _named(*place) is known and dataclasses.is_dataclass(x):
+            return {"class": place, "fields": {f.name: _plain(getattr(x, f.name)) for f in dataclasses.fields(x)}}
+    raise TypeError(f"jax.export: got {x!r} in a static field, expected numbers, text or functions of jaxppo")
+
+
+def _made(x: Any) -> Any:
+    if not isinstance(x, dict):
+        return x
+    if "spec" in x:
+        return PartitionSpec(*_made(x["spec"]))
+    if "tuple" in x:
+        return tuple(map(_made, x["tuple"]))
+    if "name" in x:
+        return _named(*x["name"])
+    return _named(*x["class"])(**{name: _made(field) for name, field in x["fields"].items()})
+
+
+def _named(module: str, name: str) -> Any:
+    """A function or class of this package by its name."""
+    package = __name__.partition(".")[0]
+    if module.partition(".")[0] != package:
+        raise ValueError(f"jax.export: got {module}.{name}, expected a name of {package}")
+    return getattr(importlib.import_module(module), name)

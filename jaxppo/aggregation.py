@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import Aggregation, check_choice, masked, needed, spec_of
+from jaxppo._pytree import register
 from jaxppo._stacked import as_rows, check_whole_step, part_of_a_step
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
@@ -22,11 +22,7 @@ from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 from jaxppo.validation import checked
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "sequences", "denominators", "counts", "weight_mean"],
-    meta_fields=["aggregation", "off_policy", "micro_batches", "weighted"],
-)
+@register(static=["aggregation", "off_policy", "micro_batches", "weighted"])
 @dataclasses.dataclass(frozen=True)
 class Normalizer:
     """The denominators of a whole optimiser step, so that its micro-batches add up to exactly the full batch.

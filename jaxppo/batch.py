@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import OPTIONAL, PER_SEGMENT, REQUIRED, spec_of
+from jaxppo._pytree import register
 from jaxppo.batch_checks import arrays_of, check_entries
 from jaxppo.batch_constructors import Constructors
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, check_parallel, in_order, multihost
@@ -37,7 +36,7 @@ class StepCounts(Protocol):
     def check_step(self, batch: RolloutBatch) -> None: ...
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=list(_ARRAYS), meta_fields=list(_STATIC))
+@register(static=_STATIC)
 @dataclasses.dataclass(frozen=True)
 class RolloutBatch(Constructors):
     """Rollouts packed into `[R, T]` rows, a pytree. Index t of a per-token array is about `targets[t]`.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check, check_array, check_number, masked
+from jaxppo._pytree import register
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.types import TokenStats
 from jaxppo.metrics import Composite, Metric, Metrics, Terms, reduce_metrics
@@ -24,6 +24,7 @@ from jaxppo.validation import checked
 __all__ = ["AdaptiveEntropy", "EntropyState", "entropy_metrics", "renormalised_entropy"]
 
 
+@register()
 class EntropyState(NamedTuple):
     """The state of `AdaptiveEntropy` between steps: a pytree of two `f32[]`."""
 
@@ -244,20 +245,20 @@ def _per_shard(
         vary(counts, axes.tokens).at[bins].add(jnp.where(jnp.isfinite(entropy), mask, jnp.nan)), axes.tokens
     )
     histogram = Metric(counts, counts.sum(), "sum")
-    return found | {f"entropy_p{100 * q:g}": Composite({"counts": histogram}, _quantile(q)) for q in quantiles}
+    return found | {f"entropy_p{100 * q:g}": Composite({"counts": histogram}, _Quantile(q)) for q in quantiles}
 
 
-@functools.cache
-def _quantile(q: float) -> Callable[..., Float[Array, ""]]:
-    """A function for the quantile q of a histogram; cached, so that metrics of two steps have the same structure."""
+@dataclasses.dataclass(frozen=True)
+class _Quantile:
+    """The quantile q of a histogram. Metrics of two steps have the same structure, since equal quantiles are equal."""
 
-    def of(counts: Float[Array, " B"]) -> Float[Array, ""]:
+    q: float
+
+    def __call__(self, counts: Float[Array, " B"]) -> Float[Array, ""]:
         upto = jnp.cumsum(counts)
-        wanted = jnp.maximum(q * upto[-1], 0.5)  # the smallest where q is 0
+        wanted = jnp.maximum(self.q * upto[-1], 0.5)  # the smallest where q is 0
         i = jnp.minimum(jnp.searchsorted(upto, wanted), _BINS - 1)
         inside = (wanted - (upto[i] - counts[i])) / jnp.where(counts[i] == 0, 1, counts[i])
         edges = jnp.stack([i, i + 1]).astype(jnp.float32) / _BINS
         low, high = _HIGHEST * edges**2
         return jnp.where(upto[-1] == 0, 0, low + (high - low) * jnp.clip(inside, 0, 1)) + 0 * upto[-1]
-
-    return of

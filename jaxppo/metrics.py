@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -13,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_choice
-from jaxppo._pytree import register_checked
+from jaxppo._pytree import register
 from jaxppo.sharding import ShardAxes, vary
 
 __all__ = ["Composite", "Metric", "Metrics", "collapse_metrics", "finalize_metrics", "merge_metrics"]
@@ -21,7 +20,7 @@ __all__ = ["Composite", "Metric", "Metrics", "collapse_metrics", "finalize_metri
 Reduce = Literal["mean", "sum", "min", "max"]
 
 
-@register_checked(static=["reduce"])
+@register(static=["reduce"])
 @dataclasses.dataclass(frozen=True)
 class Metric:
     """A metric before its division: its value is total / count for "mean", else the total itself.
@@ -60,7 +59,7 @@ class Metric:
         return Metric(how(self.total, axis=0), jnp.sum(self.count, axis=0), self.reduce)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["combine"])
+@register(static=["combine"])
 @dataclasses.dataclass(frozen=True)
 class Composite:
     """A metric that is a function of several others: these parts are merged, and combined once, at the end.

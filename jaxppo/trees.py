@@ -8,15 +8,14 @@ that the descendants of a segment are neighbours: from the next segment up to it
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxppo._arrays import Arrays
+from jaxppo._pytree import register
 
 __all__ = ["Paths", "check_recurrent"]
 
@@ -28,7 +27,7 @@ class Rows(Protocol):
     def parents(self) -> Int[Array, "R S"] | None: ...
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["segment_ids", "positions", "ends"], meta_fields=[])
+@register()
 @dataclasses.dataclass(frozen=True)
 class Paths:
     """The arrays that decide which tokens attend to which. They travel with tokens, in any order and part of a row.

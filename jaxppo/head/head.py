@@ -12,12 +12,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxppo._arrays import check_choice, check_floating, check_number, dtype_name
-from jaxppo._pytree import register_checked
+from jaxppo._pytree import register
 from jaxppo.head.types import Layout, LogitsDtype, Transform
 from jaxppo.integrations.modules import narrowed, parts_of
 
 
-@register_checked(static=["scale"])
+@register(static=["scale"])
 @dataclasses.dataclass(frozen=True)
 class LoRA:
     """A low-rank addition to a head: logits += scale * (hidden @ a) @ b. The merged kernel never exists.
@@ -51,7 +51,7 @@ class LoRA:
         check_number("lora.scale", self.scale)
 
 
-@register_checked(static=["layout", "logits_dtype", "softcap", "scale", "vocab_size", "spec"])
+@register(static=["layout", "logits_dtype", "softcap", "scale", "vocab_size", "spec"])
 @dataclasses.dataclass(frozen=True)
 class Head:
     """A model's head: logits = softcap(scale * (hidden @ kernel + bias + LoRA)).

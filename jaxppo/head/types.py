@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxppo._pytree import register_checked
+from jaxppo._pytree import register
 from jaxppo.sharding import ShardAxes
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Precision = Literal["default", "high", "highest"]
 SumDtype = Literal["float32", "parameter"]
 
 
-@register_checked(static=["entropy_mode"])
+@register(static=["entropy_mode"])
 @dataclasses.dataclass(frozen=True)
 class TokenStats:
     """The statistics of a head's distribution at each token; f32 `[R, T]` each, None if not asked for.

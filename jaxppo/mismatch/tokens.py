@@ -6,12 +6,12 @@ import dataclasses
 from functools import partial
 from typing import Literal, Unpack
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo._arrays import check_choice
+from jaxppo._pytree import register
 from jaxppo.head.api import log_probs_from_hidden
 from jaxppo.head.comparison import F32_UNIT, Comparison, comparison_of_tokens
 from jaxppo.head.divergence import DivergenceCall
@@ -25,7 +25,7 @@ Rounding = Literal["bfloat16", "float16", "float32"]
 _UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": F32_UNIT}
 
 
-@partial(jax.tree_util.register_dataclass)
+@register()
 @dataclasses.dataclass(frozen=True)
 class TokenMismatch:
     """Trainer p and sampler q at each token, arrays of one shape; the last six are None where they are not known.

@@ -1,11 +1,20 @@
-"""Constructors check their arguments when a user calls them, not each time that JAX unflattens a tree."""
+"""Classes as pytrees: constructors run where a user calls them, and functions of them can be exported and stored."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stored
+from jax import export
 
-from jaxppo import Head, LoRA, TokenStats
+import jaxppo
+from jaxppo import Head, LoRA, OffPolicyConfig, Rejection, TokenStats
+from jaxppo._pytree import from_bytes, to_bytes
 from jaxppo.metrics import Metric
 
 ONES = jnp.ones((8, 4))
@@ -35,3 +44,45 @@ def test_static_fields_tell_trees_apart():
     assert jax.tree.structure(one) != jax.tree.structure(other)
     with pytest.raises(ValueError, match="reduce"):
         Metric(1.0, 1.0, "median")
+
+
+def test_only_one_file_registers_pytrees():
+    """So that no class is forgotten where functions of it are stored."""
+    folder = Path(jaxppo.__file__).parent
+    found = {x.name for x in folder.rglob("*.py") if "tree_util.register" in x.read_text()}
+    assert found == {"_pytree.py"}
+
+
+@pytest.mark.parametrize("mesh", stored.MESHES)
+def test_a_function_of_them_is_stored_and_runs_in_another_process(tmp_path, mesh):
+    parallel, given = stored.arguments(stored.MESHES[mesh])
+    step = jax.jit(stored.step(parallel))
+    (tmp_path / "step").write_bytes(export.export(step)(*given).serialize())
+    command = [sys.executable, stored.__file__, "step", mesh, "found.npz"]
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected, found = stored.numbers(step(*given)), np.load(tmp_path / "found.npz")
+    assert len(expected) > 70
+    assert set(found) == set(expected)
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name].astype(np.float64), x.astype(np.float64), 1e-6, 1e-6, err_msg=name)
+
+
+STATIC = (None, True, 3, 0.1, float("inf"), "hv", ("a", (1,)), jax.P(None, ("fsdp", "dp")), np.float32(0.3))
+STATIC += (OffPolicyConfig(rejections=(Rejection("seq_mean_k1", 0.97, 1.02),)), jaxppo.policy_loss)
+
+
+def test_static_fields_are_stored_as_they_are():
+    assert from_bytes(to_bytes(STATIC)) == STATIC
+
+
+@pytest.mark.parametrize("value", [lambda x: x, np.mean, Path(), object(), {1: 2}], ids=str)
+def test_other_static_fields_are_named_when_they_are_stored(value):
+    with pytest.raises(TypeError, match=r"jax.export: got .* in a static field, expected numbers, text or"):
+        to_bytes((value,))
+
+
+def test_no_other_packages_functions_are_found():
+    with pytest.raises(ValueError, match=r"got os.system, expected a name of jaxppo"):
+        from_bytes(b'{"name": ["os", "system"]}')
