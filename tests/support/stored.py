@@ -22,10 +22,10 @@ def arguments(mesh):
     rng = np.random.default_rng(0)
     samples = [
         Sample(
-            rng.integers(0, V - 1, 7),
-            response_start=3,
+            [i // 2, *rng.integers(0, V - 1, 5)],
+            response_start=1,
             group_id=i // 2,
-            **{name: -rng.random(4) for name in ("old_log_probs", "rollout_log_probs", "advantages", "ref_log_probs")},
+            **{name: -rng.random(5) for name in ("old_log_probs", "rollout_log_probs", "advantages", "ref_log_probs")},
         )
         for i in range(4)
     ]
