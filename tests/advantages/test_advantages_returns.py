@@ -181,7 +181,7 @@ def test_bad_input():
 
 @pytest.mark.parametrize("mesh", [None, "dp=1,cp=4,tp=2"])
 def test_a_response_that_was_cut_goes_on(mesh):
-    """With a critic that is right, a cut changes nothing: its return was 2 and 1 for 5 and 4."""
+    """With a critic that is right, a cut changes nothing: its returns were 3.5 and 1 for 5 and 4."""
     parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
     samples = [Sample([5] * 6, response_start=1), Sample([5] * 3, response_start=1)]
     batch = RolloutBatch.from_samples(samples, row_length=16, rows=1, parallel=parallel)
