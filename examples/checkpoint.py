@@ -87,8 +87,9 @@ class Checkpoints:
                 act()
             except OSError as error:
                 problem = str(error)
-        if problem := multihost.exchange("what the first process did", problem.encode())[0].decode():
-            raise OSError(problem)
+        told = multihost.exchange("what the first process did", problem.encode(errors="backslashreplace"))
+        if told[0]:
+            raise OSError(told[0].decode())
 
     def load(self, like: TrainState, step: int | None = None) -> tuple[TrainState, int, dict[str, Any]]:
         """Loads a state, placed as `like` is, which may be on another mesh; returns it with its step and notes.
@@ -194,7 +195,7 @@ def check_sums(folder: Path) -> None:
 def _read_info(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / _INFO).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

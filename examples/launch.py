@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import socket
@@ -12,9 +13,16 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _POLL_S = 0.1
 _SETTLE_S = 2.0  # a killed process frees its memory before it counts as ended; one that misses it may end sooner
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _with_parent() -> None:
+    """In a process that is started: it gets SIGTERM when the launcher ends, however that ends; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def is_launcher(args: argparse.Namespace) -> bool:
@@ -37,7 +45,10 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
     command = [sys.executable, "-m", module, *arguments, "--coordinator", f"127.0.0.1:{port}", "--process-id"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     # each in its own process group: a terminal then sends Ctrl-C to this process alone, which passes it on once
-    running = [subprocess.Popen([*command, str(i)], env=environment, process_group=0) for i in range(args.processes)]
+    running = [
+        subprocess.Popen([*command, str(i)], env=environment, process_group=0, preexec_fn=_with_parent)
+        for i in range(args.processes)
+    ]
 
     def pass_on(number: int, _: FrameType | None) -> None:
         for process in running:

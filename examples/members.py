@@ -62,7 +62,7 @@ class Members:
             act()
         except ValueError as error:
             problem = str(error)
-        for found in multihost.exchange("the processes of a run", problem.encode()):
+        for found in multihost.exchange("the processes of a run", problem.encode(errors="backslashreplace")):
             if found:
                 if self._file:
                     self._file.close()
@@ -71,7 +71,10 @@ class Members:
     def _take(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = (self.folder / str(self.process)).open("a+")
+            path = self.folder / str(self.process)
+            if path.is_symlink():  # this process would write over a file elsewhere
+                raise ValueError(f"--out: got {path}, a link, expected no links there")
+            self._file = path.open("a+")
             held = [self.folder / str(self.process)] if not _lock(self._file) else []
             # processes of an older run may live on after its process 0
             others = {path for path in self.folder.iterdir() if path.name.isdigit()} - {self.folder / str(self.process)}
@@ -170,6 +173,6 @@ def _me() -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -25,6 +25,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       ValueError: there is no such file, or something else is in it.
     """
+    if path.exists() and not path.is_file():  # such as a pipe, which would block
+        raise ValueError(f"--model: got {path}, expected a file")
     try:
         found = json.loads(path.read_text())
     except OSError as error:
@@ -145,6 +147,8 @@ class Weights:
 
 
 def _open(path: Path) -> Any:
+    if path.exists() and not path.is_file():
+        raise ValueError(f"--model: got {path}, expected a file")
     try:
         return safe_open(path, framework="numpy")
     except FileNotFoundError:

@@ -45,6 +45,7 @@ def keep_logs(path: Path) -> None:
     If process 0 dies, XLA ends the others with a page of stack frames, which would hide this program's own message.
     """
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    path.unlink(missing_ok=True)  # a link of that name would lead out of the folder
     with path.open("w") as file:
         os.dup2(file.fileno(), 2)
 

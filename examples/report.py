@@ -46,9 +46,9 @@ class Report:
         self.folder = folder
         self.records = _records_until(folder / "metrics.jsonl", start)
         samples = _records_until(folder / "samples.jsonl", start)
-        _replace(folder / "metrics.jsonl", "".join(map(_line, self.records)))
-        _replace(folder / "samples.jsonl", "".join(map(_line, samples)))
-        _replace(folder / "settings.json", json.dumps(settings, indent=1, default=str))
+        replace(folder / "metrics.jsonl", "".join(map(_line, self.records)))
+        replace(folder / "samples.jsonl", "".join(map(_line, samples)))
+        replace(folder / "settings.json", json.dumps(settings, indent=1, default=str))
         self._file = (folder / "metrics.jsonl").open("a")
         self._samples = (folder / "samples.jsonl").open("a")
         self._bar = tqdm(total=steps, initial=start, desc="grpo", unit="step", dynamic_ncols=True)
@@ -118,22 +118,22 @@ def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-def _replace(path: Path, text: str) -> None:
+def replace(path: Path, text: str) -> None:
     """Replaces a file at once: a reader finds the old text or the new one."""
     beside = path.with_name(f"{path.name}.new")
     beside.unlink(missing_ok=True)  # a link of that name would lead out of the folder
-    beside.write_text(text)
+    beside.write_text(text, encoding="utf-8", errors="replace")
     os.replace(beside, path)
 
 
 def _records_until(path: Path, step: int) -> list[dict[str, Any]]:
-    return [record for record in read_records(path) if record["step"] <= step] if step and path.exists() else []
+    return [record for record in read_records(path) if record["step"] <= step] if step and path.is_file() else []
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file, without lines that are not valid."""
     for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):  # the second of `[[[[...`
             record = json.loads(line)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record
@@ -143,6 +143,8 @@ def write_events(records: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Writes every number for TensorBoard, and removes the events of an older report."""
     from tensorboardX import SummaryWriter
 
+    if folder.is_symlink():
+        raise ValueError(f"run: got {folder}, a link, expected a folder of the run or nothing there")
     for old in folder.glob("events.out.tfevents.*"):
         old.unlink()
     with SummaryWriter(str(folder)) as writer:
@@ -161,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(argv).run
     try:
         run = load_run(folder)
-        (folder / "report.html").write_text(page(run), encoding="utf-8", errors="replace")
+        replace(folder / "report.html", page(run))
         write_events(run.numbers, folder / "tensorboard")
     except (ValueError, OSError) as error:
         print(f"examples.report: error: {error}", file=sys.stderr)

@@ -101,7 +101,7 @@ def load_run(folder: Path) -> Run:
     by_step = {record["step"]: record for record in found if abs(record["step"]) < 1 << 53}
     try:
         settings = json.loads((folder / "settings.json").read_text(errors="replace"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         settings = {}
     settings = settings if isinstance(settings, dict) else {}
     path = folder / "samples.jsonl"

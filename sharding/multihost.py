@@ -130,7 +130,8 @@ def together(parallel: ParallelMesh | None) -> Iterator[None]:
     except Exception as error:
         raised = error
     text = "" if raised is None else f"{type(raised).__name__}\0{socket.gethostname()}\0{raised}"
-    for process, brought in enumerate(exchange("errors", text.encode())):
+    # a path may hold bytes that are not UTF-8: an error here would leave the other processes waiting
+    for process, brought in enumerate(exchange("errors", text.encode(errors="backslashreplace"))):
         if brought:
             kind, host, message = brought.decode().split("\0", 2)
             error_type = TypeError if kind == "TypeError" else ValueError

@@ -1,5 +1,6 @@
 """The example as several processes: the same numbers as one, a process that is killed, arguments that do not fit."""
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from examples import launch
 from examples.arguments import TRY_AGAIN, parse
 from examples.checkpoint import steps_in
 from examples.grpo_run import set_up
+from examples.model_folder import read_json
 from examples.train_grpo import main
 
 TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--task", "gcd"]
@@ -136,6 +138,50 @@ def test_the_exit_code_is_of_the_process_that_was_killed(tmp_path, monkeypatch, 
     args = types.SimpleNamespace(processes=2, heartbeat_timeout=10)
     assert launch.start("one_is_killed", [], args) == 128 + signal.SIGKILL
     assert "process 1 of 2 ended with SIGKILL" in capfd.readouterr().err
+
+
+LAUNCHES = """
+import types
+from examples import launch
+launch.start("one_waits", [], types.SimpleNamespace(processes=2, heartbeat_timeout=10))
+"""
+ONE_WAITS = """
+import os, signal, sys
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
+def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
+    (tmp_path / "one_waits.py").write_text(ONE_WAITS)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}
+    command = [sys.executable, "-c", LAUNCHES]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as one:
+        waiting = [int(one.stdout.readline()) for _ in range(2)]
+        one.kill()
+        try:
+            one.communicate(timeout=30)  # the pipes close when no process holds them open
+        finally:
+            for pid in waiting:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_link_in_the_place_of_a_lock_is_refused(tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run" / "processes").mkdir(parents=True)
+    (tmp_path / "run" / "processes" / "0").symlink_to(tmp_path / "mine")
+    assert main([*TINY, "--out", str(tmp_path / "run")]) == 2
+    assert "processes/0, a link, expected no links there" in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_pipe_in_a_models_folder_is_refused(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"--model: got .*{name}, expected a file"):
+        read_json(tmp_path / name)
 
 
 @pytest.mark.nightly

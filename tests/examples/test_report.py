@@ -85,6 +85,26 @@ def test_lines_that_are_torn_and_values_that_are_none(tmp_path):
     assert rows["memory_gib"] == ["1.25", "5.25", "1.25", "5.25"]
 
 
+def test_lists_beyond_all_depth_are_no_record(tmp_path):
+    assert "1 lines of metrics.jsonl are no records" in " ".join(page_of(make_run(tmp_path, ["[" * 200_000])).texts)
+
+
+def test_nothing_outside_the_run_is_written_through_a_link(tmp_path, capsys):
+    make_run(tmp_path / "run")
+    for name in ("report.html", "report.html.new"):
+        (tmp_path / name).write_text("mine")
+        (tmp_path / "run" / name).symlink_to(tmp_path / name)
+    page_of(tmp_path / "run")
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "events.out.tfevents.mine").write_text("mine")
+    shutil.rmtree(tmp_path / "run" / "tensorboard")
+    (tmp_path / "run" / "tensorboard").symlink_to(tmp_path / "events")
+    assert main([str(tmp_path / "run")]) == 2
+    assert "tensorboard, a link, expected" in capsys.readouterr().err
+    names = ("report.html", "report.html.new", "events/events.out.tfevents.mine")
+    assert {(tmp_path / name).read_text() for name in names} == {"mine"}
+
+
 def test_a_run_without_steps(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     read = page_of(tmp_path)
@@ -149,7 +169,7 @@ def test_lines_that_are_no_samples(tmp_path):
 OTHER_MESH = '{"mesh": {"axes": {"dp": 3}, "devices": [0], "roles": {}}}'
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"mesh": 1}', OTHER_MESH])
+@pytest.mark.parametrize("text", ["", "[1]", "[" * 200_000, '{"mesh": 1}', OTHER_MESH])
 def test_settings_that_cannot_be_read(tmp_path, text):
     make_run(tmp_path, steps=0)
     (tmp_path / "settings.json").write_text(text)

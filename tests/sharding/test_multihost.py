@@ -89,6 +89,7 @@ REFUSALS = {
     "value": r"ValueError: advantages: got None in sample 0, .* \(on process 1, host",
     "values": r"ValueError: samples: got \['advantages', .* on process 0 and \['loss_mask', .* on process 1",
     "group": "ValueError: group_id: got 2 for different prompts on several hosts",
+    "bytes": r"ValueError: file: got no\\udcff \(on process 1, host ",  # of a name that is not UTF-8
     "other rows": r"ValueError: batch: got other rewards on process 1 than on process 0.* both hold data shards \[0\]",
 }
 

@@ -56,7 +56,7 @@ def step(parallel, table, kernel, batch):
 def refusals(rank):
     """By name, the error that each bad batch raises on this process. Process 1 is the one with the bad data."""
     from jaxppo import RolloutBatch
-    from sharding import make_parallel_mesh
+    from sharding import make_parallel_mesh, multihost
 
     own, shared = make_parallel_mesh("dp=2,cp=4"), make_parallel_mesh("cp=4,tp=2")
     good = samples()
@@ -88,6 +88,12 @@ def refusals(rank):
             RolloutBatch.from_samples(given, row_length=64, parallel=parallel, **options).put(parallel)
         except (ValueError, TypeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
+    try:
+        with multihost.together(own):
+            if rank == 1:
+                raise ValueError(f"file: got {os.fsdecode(b'no' + bytes([255]))}")
+    except ValueError as error:
+        found["bytes"] = f"{type(error).__name__}: {error}"
     return found
 
 
