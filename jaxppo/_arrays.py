@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeGuard, TypeVar, get_args
@@ -96,6 +97,8 @@ def check_number(
     expected = " and ".join(["a finite number " + ranges[0], *ranges[1:]] if ranges else ["a finite number"])
     if isinstance(value, jax.Array):
         check(what, f"shape {value.shape}", value.ndim == 0, f"{expected}, or a scalar array")
+        numeric = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+        check(what, f"dtype {value.dtype}", numeric, f"{expected}, or a scalar array")
         return
     good = is_number(value) and (least is None or value >= least) and (above is None or value > above)
     check(what, repr(value), good and (most is None or value <= most), expected)
@@ -107,6 +110,12 @@ def as_number(what: str, value: Any, *, least: float | None = None, above: float
     x = jnp.asarray(value, jnp.float32)
     x = x if least is None else jnp.where(x >= least, x, jnp.nan)
     return x if above is None else jnp.where(x > above, x, jnp.nan)
+
+
+def check_count(what: str, value: Any, *, least: int = 0) -> None:
+    """Raises unless the value is a whole number of at least `least`, known at trace time."""
+    good = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    check(what, repr(value), good and value >= least, f"a whole number of at least {least}")
 
 
 def check_flag(what: str, value: object) -> None:
@@ -125,42 +134,105 @@ def check_floating(what: str, x: Any, rank: int, expected: str) -> None:
         raise ValueError(f"{what}: got shape {x.shape}, expected {expected}, each at least 1")
 
 
-Kind = Literal["integers", "floats", "numbers", "bools"]
-_KINDS: dict[Kind, tuple[Any, ...]] = {
-    "integers": (jnp.integer,),
-    "floats": (jnp.floating,),
-    "numbers": (jnp.floating, jnp.integer, jnp.bool_),
-    "bools": (jnp.bool_,),
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What an array may be.
+
+    Args:
+      dtypes: of JAX, any of which it may have.
+      expected: the same in words, for errors.
+      narrowest: the fewest bytes of an entry.
+      most: the largest value that has a meaning; None without one.
+    """
+
+    dtypes: tuple[Any, ...]
+    expected: str
+    narrowest: int = 1
+    most: float | None = None
+
+
+MAX_LOG_PROB = 1e-3  # rounding may bring a log-prob of the trainer up to this
+MAX_SAMPLED = 0.125  # and that of a sampler or a teacher, since bf16 logits and their log-sum-exp are rounded apart
+_OWN = Kind((jnp.floating,), "float32: ratios of rounded log-probs are wrong", narrowest=4, most=MAX_LOG_PROB)
+_GIVEN = Kind((jnp.floating,), "floats", narrowest=2, most=MAX_SAMPLED)
+_STATISTIC = Kind((jnp.floating,), "float32, as a head computes it", narrowest=4)
+_FLOATS = Kind((jnp.floating,), "floats")
+_NUMBERS = Kind((jnp.floating, jnp.integer, jnp.bool_), "numbers")
+_BOOLS = Kind((jnp.bool_,), "bool")
+_INTEGERS = Kind((jnp.integer,), "integers")
+# By the name of an argument or a field, which has one meaning everywhere: what it may be. Every check of an array
+# reads this table, so that a function cannot take what another one refuses.
+KINDS: Mapping[str, Kind] = {
+    name: kind
+    for kind, names in (
+        (_OWN, "log_probs old_log_probs ref_log_probs trainer_log_probs id_log_probs top_log_probs"),
+        (_GIVEN, "rollout_log_probs teacher_log_probs"),
+        (_STATISTIC, "entropy log_z mean_logit accuracy sum_p2"),
+        (
+            _FLOATS,
+            "advantages values last_values returns rewards baselines scores loss_weights kl importance_ratio x weights",
+        ),
+        (_FLOATS, "temperature reverse_kl total_variation same_top rounding params loss_fn"),
+        (_NUMBERS, "loss_mask mask masks where ends selected lengths micro_batches"),
+        (_INTEGERS, "tokens targets segment_ids positions policy_versions sample_ids group_ids rollout_ids parents"),
+        (_BOOLS, "nucleus among"),
+        (_INTEGERS, "ids top_ids nucleus_ids adapter_ids"),
+    )
+    for name in names.split()
 }
 
 
-def check_array(what: str, x: Any, kind: Kind = "numbers") -> None:
-    """Raises unless x is an array of this kind of numbers. A list is refused: to JAX it is a tree of scalars."""
+def kind_of(what: str) -> Kind:
+    """The kind of an argument such as "group_ids", "batch.loss_mask", "stats.log_probs" or "rewards[0]"."""
+    return KINDS[what.partition("[")[0].rpartition(".")[2]]
+
+
+def check_array(
+    what: str, x: Any, shape: tuple[int, ...] | None = None, of: str = "", kind: Kind | None = None
+) -> None:
+    """Raises unless x is an array of its kind, and of this shape. A list is refused: to JAX it is a tree of scalars.
+
+    Args:
+      what: its name.
+      x: the user's argument, unchecked.
+      shape: None for any.
+      of: what has that shape, for the error.
+      kind: by default that of the name in `KINDS`.
+    """
+    kind = kind_of(what) if kind is None else kind
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(f"{what}: got {'None' if x is None else type(x).__name__}, expected an array of {kind}")
-    if not any(jnp.issubdtype(x.dtype, of) for of in _KINDS[kind]):
-        raise TypeError(f"{what}: got dtype {x.dtype}, expected {kind}")
+        got, shown = "None" if x is None else type(x).__name__, kind.expected.partition(":")[0]
+        raise TypeError(f"{what}: got {got}, expected an array of {shown}")
+    sized = jnp.dtype(x.dtype).itemsize >= kind.narrowest if x.dtype != object else False
+    if not sized or not any(jnp.issubdtype(x.dtype, dtype) for dtype in kind.dtypes):
+        raise TypeError(f"{what}: got dtype {x.dtype}, expected {kind.expected}")
+    if shape is not None and x.shape != shape:
+        raise ValueError(f"{what}: got shape {x.shape}, expected {of and of + ', '}{shape}")
 
 
-def check_alike(arrays: Mapping[str, Any], **kinds: Kind) -> None:
-    """Raises unless all arrays have the first one's shape and are floats, or the kind that `kinds` names."""
+def check_alike(arrays: Mapping[str, Any]) -> None:
+    """Raises unless all arrays are of their kinds and have the first one's shape."""
     first = next(iter(arrays))
     for what, x in arrays.items():
-        check_array(what, x, kinds.get(what, "floats"))
-        if x.shape != arrays[first].shape:
-            raise ValueError(f"{what}: got shape {x.shape}, expected that of {first}, {arrays[first].shape}")
+        check_array(what, x)
+        check_array(what, x, arrays[first].shape, f"that of {first}")
 
 
-def check_f32(what: str, x: Any) -> None:
-    """Raises where log-probs were rounded to 16 bits: the ratio of an on-policy step would no longer be 1."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
-        raise TypeError(f"{what}: got dtype {dtype}, expected float32: ratios of rounded log-probs are wrong")
+def sound(what: str, x: Array) -> Array:
+    """x, NaN where it is above the most of its kind: a probability, which is no log-prob, gives no plausible number."""
+    most = kind_of(what).most
+    return x if most is None else jnp.where(x <= most, x, jnp.nan)
+
+
+def unless_mask(x: Any) -> Float[Array, "..."]:
+    """0 where an entry of a mask is 0 or 1, and NaN elsewhere, to be added to what the mask selects."""
+    x = jnp.asarray(x).astype(jnp.float32)
+    return jnp.where((x == 0) | (x == 1), 0, jnp.nan)
 
 
 def check_ids(what: str, x: Any) -> None:
     """Raises unless ids are integers, and on the host ones that fit i32: cut to i32, two ids could become equal."""
-    check_array(what, x, "integers")
+    check_array(what, x)
     if isinstance(x, np.ndarray) and x.size and not -(2**31) <= x.min() <= x.max() < 2**31:
         widest = x.min() if x.max() < 2**31 else x.max()
         raise ValueError(f"{what}: got {widest}, expected -1 to {2**31 - 1}; number the ids of a step")

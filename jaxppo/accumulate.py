@@ -12,7 +12,7 @@ from jax import lax
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_array
+from jaxppo._arrays import KINDS, check_array
 from jaxppo._once_a_step import Split, gradients_of_originals, split
 from jaxppo._stacked import part_of_a_step
 from jaxppo.metrics import Composite, Metric, Metrics, collapse_metrics
@@ -76,7 +76,7 @@ def accumulate_gradients(
 
     def run(params: Any) -> tuple[tuple[Float[Array, ""], Metrics], Any]:
         for path, x in jax.tree.leaves_with_path(params):
-            check_array(f"params{jax.tree_util.keystr(path)}", x, "floats")
+            check_array(f"params{jax.tree_util.keystr(path)}", x, kind=KINDS["params"])
         given, structure = jax.tree.flatten(params)
         leaves = [vary(x, names) for x in given]
         loss = _split_loss(loss_fn, jax.tree.unflatten(structure, leaves), micro_batches, count, names)
@@ -150,7 +150,7 @@ def _check_micro_batches(micro_batches: Any) -> int:
     """K; raises where an array of the micro-batches has no leading K."""
     for path, x in jax.tree.leaves_with_path(micro_batches):
         if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
-            check_array(f"micro_batches{jax.tree_util.keystr(path)}", x)
+            check_array(f"micro_batches{jax.tree_util.keystr(path)}", x, kind=KINDS["micro_batches"])
     lengths = {x.shape[:1] for x in jax.tree.leaves(micro_batches)}
     if len(lengths) != 1 or lengths <= {(), (0,)}:
         raise ValueError(f"micro_batches: got leading dimensions {sorted(lengths)}, expected one K above 0 for all")
@@ -184,7 +184,7 @@ def _check_result(found: object) -> None:
         got = f"an array of shape {found.shape}" if hasattr(found, "shape") else type(found).__name__
         raise TypeError(f"loss_fn: got {got}, expected {expected}")
     loss, metrics = found
-    check_array("loss_fn", loss, "floats")
+    check_array("loss_fn", loss)
     if loss.shape != ():
         raise TypeError(f"loss_fn: got a loss of shape {loss.shape}, expected {expected}")
     for name, x in metrics.items() if isinstance(metrics, Mapping) else [("it", metrics)]:

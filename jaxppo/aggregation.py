@@ -86,6 +86,8 @@ class Normalizer:
             context layout than the mesh's, or none; one micro-batch alone.
         """
         check_choice("aggregation", aggregation, Aggregation)
+        if off_policy is not None and not isinstance(off_policy, OffPolicyConfig):
+            raise TypeError(f"off_policy: got {type(off_policy).__name__}, expected OffPolicyConfig or None")
         micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
         check_whole_step("Normalizer.from_batches", micro_batches)
         micro_batches.check_layout(parallel)

@@ -58,10 +58,10 @@ class RolloutBatch(Constructors):
         these samples together are called a rollout here, while others call each sample so. By default each sample is a
         rollout.
       advantages: `f32[R, T]`.
-      old_log_probs: `f32[R, T]`, under the policy at the start of the step. These log-probs and the next two are
-        refused in 16 bits.
+      old_log_probs: `f32[R, T]`, under the policy at the start of the step. These log-probs and the next are refused in
+        16 bits.
       ref_log_probs: `f32[R, T]`, under the reference policy.
-      rollout_log_probs: `f32[R, T]`, as the sampler reported them.
+      rollout_log_probs: `[R, T]`, of any float dtype, as the sampler reported them.
       values: `f32[R, T]`, the critic's.
       returns: `f32[R, T]`, the critic's targets.
       policy_versions: `i32[R, T]`, the version of the policy that drew `targets[t]`; see `jaxppo.staleness`.
@@ -141,6 +141,7 @@ class RolloutBatch(Constructors):
                 f"batch: got rows of shape {self.segment_ids.shape} with {self.num_segments} segments, expected at "
                 "least one row, position and segment"
             )
+        check_parallel(parallel)
         layout, shards = "contiguous", 1
         if isinstance(parallel, ParallelMesh):
             layout, shards = parallel.context_layout, parallel.context_size
@@ -212,6 +213,8 @@ class RolloutBatch(Constructors):
         """
         arrays = arrays_of(vars(self), stacked=True, prefix="")
         if normalizer is not None:
+            if not hasattr(normalizer, "check_step"):
+                raise TypeError(f"normalizer: got {type(normalizer).__name__}, expected Normalizer or None")
             normalizer.check_step(self)
         order = self.context_layout, self.context_shards
         loss_tokens = None if normalizer is None else normalizer.counts

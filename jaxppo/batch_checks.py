@@ -9,18 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import (
-    IDS,
-    INTEGERS,
-    LOG_PROBS,
-    OPTIONAL,
-    PER_SEGMENT,
-    REQUIRED,
-    Kind,
-    check_array,
-    check_f32,
-    check_ids,
-)
+from jaxppo._arrays import IDS, OPTIONAL, PER_SEGMENT, REQUIRED, check_array, check_count, check_ids
 from jaxppo.broken_rules import raise_first
 from jaxppo.rules import RULES, RULES_OF_ROWS, RULES_OF_STEPS, Rule, View
 from jaxppo.sharding import check_row_length, in_order, logical_positions, segment_multiple
@@ -40,10 +29,7 @@ def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str =
     existing = [name for name in (*REQUIRED, *OPTIONAL) if fields[name] is not None or name in REQUIRED]
     arrays = {name: fields[name] for name in existing}
     for name, x in arrays.items():
-        kind: Kind = "integers" if name in INTEGERS else "numbers" if name == "loss_mask" else "floats"
-        check_array(prefix + name, x, kind)
-        if name in LOG_PROBS:
-            check_f32(prefix + name, x)
+        check_array(prefix + name, x)
     rows = arrays["loss_mask"].shape
     if len(rows) != 2 and not (stacked and len(rows) == 3):
         expected = "[R, T], or [K, R, T]" if stacked else "[R, T], one micro-batch"
@@ -58,7 +44,7 @@ def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str =
 
 def check_entries(
     arrays: Mapping[str, Array],
-    vocab_size: int | None,
+    vocab_size: Any,
     order: tuple[str, int],
     loss_tokens: Float[Array, "*K R S"] | None,
     *,
@@ -73,8 +59,7 @@ def check_entries(
       loss_tokens: `[R, S]`, the number of each sequence according to the normalizer; None without one.
       real_last_targets: the batch's field.
     """
-    if not isinstance(vocab_size, (int, np.integer)) or vocab_size < 1:
-        raise ValueError(f"vocab_size: got {vocab_size!r}, expected an integer of at least 1")
+    check_count("vocab_size", vocab_size, least=1)
     rows = _rows(arrays)
     layout, shards = order
     length = rows["segment_ids"].shape[1]

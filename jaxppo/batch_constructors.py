@@ -108,7 +108,8 @@ class Constructors:
           prompt_mask: `[B, P]`, 1 on tokens, 0 on padding; by default all are tokens.
           attention_mask: `[B, P + C]`, 1 on tokens; needed if padding lies elsewhere than described above.
           pad_id: the padding token. Without `attention_mask`, a completion that begins with it at mask 0 and trains
-            later is refused, and makes losses NaN under jit. Rows of padding alone are legal.
+            later is refused, and so is without `prompt_mask` a prompt that begins or ends with it; both make losses
+            NaN under jit. Rows of padding alone are legal.
           parallel: the mesh that the batch is for; B is a multiple of its data size.
           **arrays: the other arrays of the batch, see `PaddedArrays`.
 

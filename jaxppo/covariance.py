@@ -23,7 +23,7 @@ from jaxppo.losses.policy_checks import check_needed
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.reads import at_most_zero
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
-from jaxppo.validation import checked
+from jaxppo.validation import check_stats, checked
 
 __all__ = ["covariance_mask"]
 
@@ -68,11 +68,14 @@ def covariance_mask(
     """
     batch = checked(batch, stacked=True)
     check_whole_step("covariance_mask", batch)
+    if not isinstance(config, PolicyLossConfig):
+        raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")
+    dtype = getattr(key, "dtype", None)
+    if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and key.ndim == 1)):
+        raise TypeError(f"key: got {type(key).__name__} {dtype or ''}, expected a key of jax.random")
     if config.loss.selects is None:
         raise ValueError(f"config.loss: got {config.loss}, expected one that selects tokens, such as ClipCov or KLCov")
-    shape = batch.loss_mask.shape
-    if stats.log_probs.shape != shape:
-        raise ValueError(f"stats: got log-probs of shape {stats.log_probs.shape}, expected the batch's, {shape}")
+    check_stats(stats, batch.loss_mask.shape)
     check_needed(batch, config)
     left_out = impossible_tokens(stats.log_probs, batch, config)
     if left_out is not None:

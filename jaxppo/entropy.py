@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check, check_array, check_number, masked
+from jaxppo._arrays import check, check_array, check_number, masked, sound
 from jaxppo._pytree import register
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.types import TokenStats
 from jaxppo.metrics import Composite, Metric, Metrics, Terms, reduce_metrics
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
-from jaxppo.validation import checked
+from jaxppo.validation import check_stats, checked
 
 __all__ = ["AdaptiveEntropy", "EntropyState", "entropy_metrics", "renormalised_entropy"]
 
@@ -99,6 +99,7 @@ class AdaptiveEntropy:
           >>> float(AdaptiveEntropy().coef(AdaptiveEntropy().init(0.25)))
           0.25
         """
+        _check_state(state)
         return jnp.where(state.entropy > self.target, 0 * state.coef, state.coef)
 
     def update(self, state: EntropyState, entropy: Float[Array, ""] | float) -> EntropyState:
@@ -118,10 +119,16 @@ class AdaptiveEntropy:
           >>> float(AdaptiveEntropy(step=0.5).update(AdaptiveEntropy().init(), jnp.float32(0.0)).coef)
           0.5
         """
-        if not (isinstance(entropy, (jax.Array, np.ndarray, np.floating)) and jnp.shape(entropy) == ()):
+        _check_state(state)
+        if not isinstance(entropy, (np.ndarray, np.floating)) or np.ndim(entropy):  # NaN may come from a metric
             check_number("entropy", entropy)
         moved = jnp.where(entropy > self.target, -self.step, self.step) + jnp.where(jnp.isnan(entropy), jnp.nan, 0)
         return EntropyState(jnp.clip(state.coef + moved, 0, self.most).astype(jnp.float32), jnp.float32(entropy))
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, EntropyState):
+        raise TypeError(f"state: got {type(state).__name__}, expected EntropyState, of AdaptiveEntropy.init")
 
 
 _HIGHEST, _BINS = 13.0, 512  # in nats, above the logarithm of any vocabulary; bins are narrower at low entropies
@@ -167,14 +174,10 @@ def entropy_metrics(
     Why the tail matters: Wang et al. 2025, https://arxiv.org/abs/2506.01939
     """
     batch = checked(batch)
-    if not isinstance(stats, TokenStats):
-        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
-    if stats.entropy is None:
-        raise ValueError("stats.entropy: got None, expected f32[R, T]: log_probs_from_hidden(..., entropy='metric')")
-    if stats.entropy.shape != batch.loss_mask.shape:
-        raise ValueError(
-            f"stats.entropy: got shape {stats.entropy.shape}, expected the batch's, {batch.loss_mask.shape}"
-        )
+    check_stats(stats, batch.loss_mask.shape, "entropy", how="log_probs_from_hidden(..., entropy='metric')")
+    for name, given in (("quantiles", quantiles), ("starts", starts)):
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise TypeError(f"{name}: got {type(given).__name__}, expected a tuple or list of numbers")
     for q in quantiles:
         check_number("quantiles", q, least=0, most=1)
     in_order = list(starts)[:1] == [0] and all(a < b for a, b in zip(starts, list(starts)[1:], strict=False))
@@ -208,9 +211,10 @@ def renormalised_entropy(log_probs: Float[Array, "*batch K"]) -> Float[Array, "*
       >>> stats.top_ids, renormalised_entropy(stats.top_log_probs).round(4)
       (Array([[[1, 3]]], dtype=int32), Array([[0.6931]], dtype=float32))
     """
-    check_array("log_probs", log_probs, "floats")
+    check_array("log_probs", log_probs)
     if not log_probs.ndim or not log_probs.shape[-1]:
         raise ValueError(f"log_probs: got shape {log_probs.shape}, expected [..., K]")
+    log_probs = sound("log_probs", log_probs)
     possible = log_probs != -jnp.inf
     some = possible.any(axis=-1, keepdims=True)
     possible = possible | ~some  # a placeholder distribution, so that the gradient is 0 if no slot is filled

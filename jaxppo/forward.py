@@ -37,6 +37,8 @@ def compute_log_probs(
       >>> compute_log_probs(score, -2.0, batches).log_probs.shape
       (2, 1, 3)
     """
+    if not callable(apply):
+        raise TypeError(f"apply: got {type(apply).__name__}, expected a function that returns TokenStats")
     check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
     params = lax.stop_gradient(params)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Coefficient, check_alike, check_choice, check_number
+from jaxppo._arrays import Coefficient, check_alike, check_choice, check_number, sound
 from jaxppo.sharding import wider_dtype
 
 __all__ = ["KL", "adaptive_kl_coef", "kl_divergence"]
@@ -124,7 +123,8 @@ def kl_divergence(
     given = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
     check_alike(given if importance_ratio is None else {**given, "importance_ratio": importance_ratio})
     name = estimator.removesuffix("+")
-    d = log_probs.astype(jnp.float32) - lax.stop_gradient(ref_log_probs).astype(jnp.float32)
+    own, theirs = (sound(what, x) for what, x in given.items())
+    d = own.astype(jnp.float32) - lax.stop_gradient(theirs).astype(jnp.float32)
     ratio = jnp.float32(1) if importance_ratio is None else importance_ratio.astype(jnp.float32)
     if name == "k1":
         value = d
@@ -168,8 +168,7 @@ def adaptive_kl_coef(
     Ziegler et al. 2019, Fine-tuning language models from human preferences, https://arxiv.org/abs/1909.08593
     """
     for what, value in (("coef", coef), ("kl", kl)):
-        if not (isinstance(value, (jax.Array, np.ndarray)) and value.shape == ()):  # an array may be traced
-            check_number(what, value)
+        check_number(what, value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value)
     check_number("target", target, above=0)
     check_number("samples", samples, least=0)
     check_number("horizon", horizon, above=0)

@@ -107,23 +107,39 @@ def merge_metrics(first: Any, *others: Any) -> Any:
       >>> float(merge_metrics({"ratio": one}, {"ratio": two})["ratio"].value)
       5.0
     """
+    for given in (first, *others):
+        _check_metrics("first" if given is first else "others", given)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), first, *others)
     return collapse_metrics(stacked)
 
 
 def collapse_metrics(stacked: Any) -> Any:
     """Merges a dict of metrics (or one) along the leading axis of its arrays; see `merge_metrics`."""
+    _check_metrics("stacked", stacked)
     return {name: m.collapse() for name, m in stacked.items()} if isinstance(stacked, Mapping) else stacked.collapse()
 
 
 def finalize_metrics(metrics: Mapping[str, Metric | Composite]) -> dict[str, Float[Array, ""]]:
     """The numbers of a loss's metrics by name: totals divided by counts, composite ones combined.
 
+    Raises:
+      TypeError: anything else than `Metric` or `Composite`, such as the numbers of metrics that are final already.
+
     Example:
       >>> finalize_metrics({"loss": Metric(jnp.float32(6), jnp.float32(2))})
       {'loss': Array(3., dtype=float32)}
     """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics: got {type(metrics).__name__}, expected the metrics of a loss, by name")
+    _check_metrics("metrics", metrics)
     return {name: metric.value for name, metric in metrics.items()}
+
+
+def _check_metrics(what: str, metrics: Any) -> None:
+    for name, x in metrics.items() if isinstance(metrics, Mapping) else [(None, metrics)]:
+        if not isinstance(x, Metric | Composite):
+            where = what if name is None else f"{what}[{name!r}]"
+            raise TypeError(f"{where}: got {type(x).__name__}, expected Metric or Composite, as losses return them")
 
 
 Term = tuple[Float[Array, "R T"], Float[Array, "R T"], Reduce]  # values, weights, and how they are reduced

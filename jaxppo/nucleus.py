@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
-from jaxppo._arrays import check_array
+from jaxppo._arrays import check_array, check_count
 from jaxppo.batch import RolloutBatch
-from jaxppo.samples import Sample
-from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary_like
+from jaxppo.samples import Sample, check_samples
+from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, shard_call, vary_like
 from jaxppo.token_sets import TokenSets
 from jaxppo.validation import check_arrays
 
@@ -53,11 +53,16 @@ def pack_nucleus_ids(
       [[[6, 9], [7, -1], [-1, -1], [-1, -1]]]
     """
     check_arrays(batch, stacked=True)
+    check_samples(samples)
+    if width is not None:
+        check_count("width", width, least=1)
     if recorded is None:
         missing = [i for i, sample in enumerate(samples) if sample.nucleus is None]
         if missing:
             raise ValueError(f"samples[{missing[0]}].nucleus: got None, expected the recorded ids of each token")
         recorded = [sample.nucleus for sample in samples if sample.nucleus is not None]
+    if not isinstance(recorded, Sequence) or isinstance(recorded, str):
+        raise TypeError(f"recorded: got {type(recorded).__name__}, expected the sets of each sample, or None")
     if len(recorded) != len(samples):
         raise ValueError(f"recorded: got {len(recorded)} samples, expected {len(samples)}, as many as samples")
     nuclei = {}
@@ -112,11 +117,11 @@ def nucleus_mask(
       >>> nucleus_mask(jnp.array([[[2, 0, -1]]]), 4)
       Array([[[ True, False,  True, False]]], dtype=bool)
     """
-    check_array("nucleus_ids", nucleus_ids, "integers")
+    check_array("nucleus_ids", nucleus_ids)
     if nucleus_ids.ndim != 3:
         raise ValueError(f"nucleus_ids: got shape {nucleus_ids.shape}, expected [R, T, K]")
-    if not isinstance(columns, (int, np.integer)) or columns < 1:
-        raise ValueError(f"columns: got {columns!r}, expected an integer of at least 1")
+    check_count("columns", columns, least=1)
+    check_parallel(parallel)
     if isinstance(nucleus_ids, np.ndarray) and ((nucleus_ids < -1) | (nucleus_ids >= columns)).any():
         got = nucleus_ids[(nucleus_ids < -1) | (nucleus_ids >= columns)][0]
         raise ValueError(f"nucleus_ids: got {got}, expected -1, or 0 to {columns - 1}")

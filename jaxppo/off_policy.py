@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -150,8 +150,8 @@ class OffPolicyConfig:
         check_choice("opsm_fraction", self.opsm_fraction, OPSMFraction)
         _check_bounds(self.low, self.high, 0.0)
         check_flag("batch_normalize", self.batch_normalize)
-        if isinstance(self.rejections, Rejection):
-            raise TypeError(f"rejections: got {self.rejections}, expected a tuple of them")
+        if isinstance(self.rejections, Rejection) or not isinstance(self.rejections, Iterable):
+            raise TypeError(f"rejections: got {self.rejections!r}, expected a tuple of Rejection")
         object.__setattr__(self, "rejections", tuple(self.rejections))
         for rejection in self.rejections:
             if not isinstance(rejection, Rejection):
@@ -358,5 +358,6 @@ def _log(x: float) -> float:
 
 
 def _check_bounds(low: Any, high: Any, least: float) -> None:
-    if not all(isinstance(x, (int, float, np.number)) for x in (low, high)) or not least <= low < high:
+    numbers = all(isinstance(x, (int, float, np.number)) and not isinstance(x, bool) for x in (low, high))
+    if not numbers or not least <= low < high:
         raise ValueError(f"low, high: got {low!r}, {high!r}, expected {'low' if least else '0 <= low'} < high")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxppo._arrays import check, check_flag
+from jaxppo._arrays import check, check_count, check_flag
 from jaxppo.same_prompts import check_groups, check_groups_of_hosts
 from jaxppo.samples import (
     Sample,
     batch_arrays,
     check_sample_ids,
+    check_sample_ids_of_hosts,
     check_samples,
     loads_of,
     whole_pieces,
@@ -60,8 +61,9 @@ def packed_samples(
     with multihost.together(parallel):
         check_sample_ids(ids)
         arrays: dict[str, Any] = batch_arrays(samples, masks, pieces, packed, ids, trees=share_prefixes)
-    if several:
+    if several and parallel:
         check_groups_of_hosts(prompts)
+        check_sample_ids_of_hosts(ids, parallel)
         names = sorted(name for name, x in arrays.items() if x is not None)
         multihost.check_equal("samples", [*names, f"mtp_depths={mtp_depths}"] if mtp_depths else names)
     return arrays | {"micro_batches": packed.micro_batches}
@@ -69,6 +71,5 @@ def packed_samples(
 
 def _check_options(share_prefixes: bool, mtp_depths: int) -> None:
     check_flag("share_prefixes", share_prefixes)
-    good = isinstance(mtp_depths, int) and not isinstance(mtp_depths, bool) and mtp_depths >= 0
-    check("mtp_depths", repr(mtp_depths), good, "an integer of at least 0")
+    check_count("mtp_depths", mtp_depths)
     check("mtp_depths", mtp_depths, share_prefixes or mtp_depths == 0, "0 without share_prefixes=True")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jaxppo._arrays import check_number
+from jaxppo._arrays import check_count, check_number
 from jaxppo.config import PolicyLossConfig
 from jaxppo.kl import KL
 from jaxppo.off_policy import OffPolicyConfig, Rejection
@@ -87,6 +87,7 @@ def dr_grpo(max_tokens: float) -> PolicyLossConfig:
 
     Liu et al. 2025, Understanding R1-Zero-like training, https://arxiv.org/abs/2503.20783
     """
+    check_count("max_tokens", max_tokens, least=1)
     return PolicyLossConfig(aggregation="sequence_mean_token_sum_norm", aggregation_norm=max_tokens)
 
 
@@ -281,6 +282,8 @@ def rollout_is(clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyLossConf
 
     https://github.com/NovaSky-AI/SkyRL
     """
+    check_number("clip_low", clip_low, least=0, most=1)
+    check_number("clip_high", clip_high, least=0)
     low, high = 1 - clip_low, 1 + clip_high
     off_policy = OffPolicyConfig("token", low, high, outside="zero", compares="current/rollout")
     return PolicyLossConfig(Reinforce(), ratio_to="rollout", off_policy=off_policy)

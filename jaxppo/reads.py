@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-MAX_LOG_PROB = 1e-3  # rounding may bring a log-prob of the trainer up to this
-MAX_SAMPLED = 0.125  # a log-prob of a sampler or a teacher, since bf16 logits and their log-sum-exp are rounded apart
+from jaxppo._arrays import MAX_LOG_PROB, MAX_SAMPLED
 
 
 class Kind(NamedTuple):

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import IDS, INTEGERS, LOG_PROBS, PER_SEGMENT, Arrays, check_f32, check_ids
+from jaxppo._arrays import IDS, INTEGERS, LOG_PROBS, PER_SEGMENT, Arrays, check_array, check_count, check_ids
 from jaxppo.sharding import (
     ParallelMesh,
     Segments,
@@ -89,15 +89,17 @@ def padded_rows(
     shapes |= {"advantages": ((B, C), (B,)), "loss_weights": ((B, C), (B,)), "rewards": ((B,),), "group_ids": ((B,),)}
     for what, x in given.items():
         check_row_array(what, x, shapes[what])
+    if pad_id is not None and (isinstance(pad_id, bool) or not isinstance(pad_id, (int, np.integer))):
+        raise TypeError(f"pad_id: got {pad_id!r}, expected an integer")
     if pad_id is not None and attention_mask is None:
         _check_padded_behind(completion_ids, completion_mask, pad_id)
+        if prompt_mask is None:
+            _check_whole_prompts(prompt_ids, completion_mask, pad_id)
     return of_whole_rows(name, _padded, T, given, pad_id, parallel)
 
 
 def _check_padded_behind(completion_ids: Arrays, completion_mask: Arrays, pad_id: int) -> None:
     """Raises where a completion begins with padding; under jit the loss mask becomes NaN."""
-    if not isinstance(pad_id, (int, np.integer)):
-        raise TypeError(f"pad_id: got {pad_id!r}, expected an integer")
     if any(isinstance(x, jax.core.Tracer) for x in (completion_ids, completion_mask)):
         return
     bad = np.asarray(_padded_before(np.asarray(completion_ids), np.asarray(completion_mask), pad_id))
@@ -106,6 +108,24 @@ def _check_padded_behind(completion_ids: Arrays, completion_mask: Arrays, pad_id
             f"completion_ids: got {pad_id}, the pad_id, before the tokens of row {int(np.argmax(bad))}, expected "
             "completions that are right-padded, or attention_mask= to say where tokens are"
         )
+
+
+def _check_whole_prompts(prompt_ids: Arrays, completion_mask: Arrays, pad_id: int) -> None:
+    """Raises where a prompt has padding that counts as tokens without a mask; under jit the loss mask becomes NaN."""
+    if any(isinstance(x, jax.core.Tracer) for x in (prompt_ids, completion_mask)):
+        return
+    bad = np.asarray(_padded_prompt(np.asarray(prompt_ids), np.asarray(completion_mask), pad_id))
+    if bad.any():
+        raise ValueError(
+            f"prompt_mask: got None, and {pad_id}, the pad_id, at an end of the prompt of row {int(np.argmax(bad))}, "
+            "expected prompt_mask= or attention_mask= to say where tokens are"
+        )
+
+
+def _padded_prompt(prompt_ids: Arrays, completion_mask: Arrays, pad_id: int) -> Arrays:
+    """bool[B], whether a prompt begins or ends with padding although its completion trains."""
+    at_an_end = (prompt_ids[:, 0] == pad_id) | (prompt_ids[:, -1] == pad_id)
+    return at_an_end & (completion_mask != 0).any(axis=1)
 
 
 def _padded_before(completion_ids: Arrays, completion_mask: Arrays, pad_id: int) -> Arrays:
@@ -133,8 +153,7 @@ def placed_rows(
 
 def _check_segments(segment_ids: Array | np.ndarray, num_segments: int) -> None:
     """Raises where a segment id on the host is above S. Losses check the ids on devices."""
-    if not isinstance(num_segments, (int, np.integer)) or num_segments < 1:
-        raise ValueError(f"num_segments: got {num_segments!r}, expected an integer of at least 1")
+    check_count("num_segments", num_segments, least=1)
     most = 0 if isinstance(segment_ids, jax.Array) else int(np.max(np.asarray(segment_ids)))
     if most > num_segments:
         raise ValueError(f"num_segments: got {num_segments}, expected at least {most}, the largest of segment_ids")
@@ -165,7 +184,7 @@ def check_row_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> N
     if name in IDS:
         check_ids(name, x)
     if name in LOG_PROBS:
-        check_f32(name, x)
+        check_array(name, x)
 
 
 def check_row_dtype(name: str, x: Any) -> None:
@@ -255,6 +274,8 @@ def _padded(axes: ShardAxes, static: tuple[int, int | None, Names], *given: Arra
 
     trains = at_completion(mask.astype(jnp.float32))
     misplaced = pad_id is not None and "attention_mask" not in arrays and _padded_before(completion, mask, pad_id)
+    if pad_id is not None and "attention_mask" not in arrays and "prompt_mask" not in arrays:
+        misplaced |= _padded_prompt(prompt, mask, pad_id)
     real = _real_tokens(trains, arrays.pop("prompt_mask", None), arrays.pop("attention_mask", None), P)
     tokens = jnp.concatenate([prompt.astype(jnp.int32), completion.astype(jnp.int32)], axis=1)
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxppo.reads import MAX_LOG_PROB, MAX_SAMPLED, NUMBERS, OF_MODELS, PER_TOKEN, Kind, mass_of
+from jaxppo._arrays import MAX_LOG_PROB, MAX_SAMPLED
+from jaxppo.reads import NUMBERS, OF_MODELS, PER_TOKEN, Kind, mass_of
 from jaxppo.trees import has_branches, out_of_order, starts
 
 Broken = Iterator[tuple[str, Any]]

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import DTypeLike
 
-from jaxppo._arrays import INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check_f32, is_nan, is_number
-from jaxppo.sharding import Packed
+from jaxppo._arrays import INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check_array, is_nan, is_number
+from jaxppo.sharding import Packed, ParallelMesh, multihost
 from jaxppo.token_sets import TokenSets
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class Sample:
         return cls(**joined(turns, loss_mask, truncated, fields))
 
     def __post_init__(self) -> None:
-        length = _check_tokens(self.tokens)
+        length = as_tokens("tokens", self.tokens).size
         self._check_mask(length)
         start = self.start
         for name in ("sample_id", "group_id", "rollout_id"):
@@ -167,6 +168,8 @@ class Sample:
             object.__setattr__(self, "loss_weights", np.full(length - start, self.loss_weights, np.float32))
         for name in PER_TOKEN_VALUES:
             _check_values(name, getattr(self, name), length - start)
+        if self.nucleus is not None and not isinstance(self.nucleus, TokenSets | Sequence):
+            raise TypeError(f"nucleus: got {type(self.nucleus).__name__}, expected a list of ids for each token")
         if self.nucleus is not None and len(self.nucleus) != length - start:
             raise ValueError(
                 f"nucleus: got {len(self.nucleus)} sets of ids, expected {length - start}, one a response token"
@@ -214,15 +217,16 @@ def _as_array(name: str, x: object) -> np.ndarray:
         raise ValueError(f"{name}: got {_shown(x)}, expected one number for each token") from None
 
 
-def _check_tokens(tokens: object) -> int:
-    array = _as_array("tokens", tokens)
+def as_tokens(name: str, tokens: object) -> Int[np.ndarray, " n"]:
+    """The token ids as an array; raises unless they are integers that fit i32. `name` stands in errors."""
+    array = _as_array(name, tokens)
     if array.ndim != 1:
-        raise ValueError(f"tokens: got shape {array.shape}, expected [n]")
+        raise ValueError(f"{name}: got shape {array.shape}, expected [n]")
     if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"tokens: got {array.dtype} {_shown(tokens)}, expected integers")
+        raise TypeError(f"{name}: got {array.dtype} {_shown(tokens)}, expected integers")
     if array.size and (array.min() < 0 or array.max() > MAX_ID):
-        raise ValueError(f"tokens: got {array.min()} to {array.max()}, expected 0 to {MAX_ID}")
-    return array.size
+        raise ValueError(f"{name}: got {array.min()} to {array.max()}, expected 0 to {MAX_ID}")
+    return array
 
 
 def _check_id(name: str, value: object) -> None:
@@ -240,8 +244,8 @@ def _check_values(name: str, values: object, length: int) -> None:
     if values is None:
         return
     array = _as_array(name, values)
-    if name in LOG_PROBS:
-        check_f32(name, array)
+    if name in LOG_PROBS and jnp.issubdtype(array.dtype, jnp.floating):
+        check_array(name, array)
     if array.dtype.kind not in "fiub" and array.size and array.dtype.name != "bfloat16":
         what = "None among them" if None in list(np.ravel(array)) else str(array.dtype)
         raise TypeError(f"{name}: got {what}, {_shown(values)}, expected numbers, or None for all of them")
@@ -351,6 +355,22 @@ def _rewards(samples: Sequence[Sample]) -> list[float] | None:
     """The rewards, NaN where there is none; None without any."""
     values = [np.nan if sample.reward is None else float(sample.reward) for sample in samples]
     return None if all(sample.reward is None for sample in samples) else values
+
+
+def check_sample_ids_of_hosts(ids: Sequence[int], parallel: ParallelMesh) -> None:
+    """Raises where two hosts gave one sample id to their samples, which would then be one rollout; all must call this.
+
+    Hosts with the same data shards hold the same samples.
+    """
+    shard = min(multihost.local_data_shards(parallel))
+    mine = np.array([(number, shard) for number in ids], np.int64).reshape(-1, 2)
+    seen: dict[int, int] = {}
+    for number, of in np.concatenate(multihost.gather(mine)).tolist():
+        if seen.setdefault(number, of) != of:
+            raise ValueError(
+                f"sample_id: got {number} on several hosts, expected one of its own for each sample; add an offset of "
+                "its own on each host, or give none"
+            )
 
 
 def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:

@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_alike, check_choice, check_f32, check_number, needed
+from jaxppo._arrays import check_alike, check_choice, check_number, needed, sound
 from jaxppo.batch import RolloutBatch
 from jaxppo.metrics import Metrics, reduce_metric
 from jaxppo.reads import at_most_zero
@@ -62,7 +62,7 @@ def proximal_log_probs(
       proximal_version: the version of the proximal policy, by default one less.
 
     Returns:
-      `f32[R, T]`, for `old_log_probs`.
+      `f32[R, T]`, for `old_log_probs`; NaN for a token that a version above `version` drew.
 
     Raises:
       TypeError: log-probs of 16 bits.
@@ -76,9 +76,7 @@ def proximal_log_probs(
     AReaL's log-linear approximation, https://inclusionai.github.io/AReaL/algorithms/prox_approx.html
     """
     arrays = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "policy_versions": policy_versions}
-    check_alike(arrays, policy_versions="integers")
-    check_f32("log_probs", log_probs)
-    check_f32("rollout_log_probs", rollout_log_probs)
+    check_alike(arrays)
     _check_version("version", version)
     if proximal_version is not None:
         _check_version("proximal_version", proximal_version)
@@ -87,7 +85,9 @@ def proximal_log_probs(
     total = version - policy_versions
     share = (proximal - policy_versions) / jnp.where(total > 0, total, 1)
     alpha = jnp.where(total > 0, jnp.clip(share, 0, 1), 0).astype(jnp.float32)
-    b, pi = at_most_zero(rollout_log_probs.astype(jnp.float32)), log_probs.astype(jnp.float32)
+    alpha = jnp.where(total >= 0, alpha, jnp.nan)  # no token is drawn by a version to come
+    b, pi = (sound(what, arrays[what]).astype(jnp.float32) for what in ("rollout_log_probs", "log_probs"))
+    b = at_most_zero(b)
     return lax.stop_gradient(b + alpha * (pi - b))
 
 
@@ -105,7 +105,7 @@ def staleness_metrics(
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      Metrics by the names above.
+      Metrics by the names above; NaN where a version above `version` drew a loss token.
 
     Raises:
       ValueError: no `policy_versions`.
@@ -146,7 +146,7 @@ def staleness_weights(
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
-      `f32[R, T]`, 1 where the mask is 0.
+      `f32[R, T]`, 1 where the mask is 0; NaN for a token that a version above `version` drew.
 
     Raises:
       ValueError: no `policy_versions`, a limit below 0, a decay outside [0, 1], an unknown level.
@@ -188,11 +188,12 @@ def _arguments(batch: RolloutBatch, version: Version) -> dict[str, Any]:
 
 
 def _staleness(version: jax.Array, batch: RolloutBatch) -> tuple[jax.Array, jax.Array]:
-    """f32[R, T], staleness where the mask is above 0, and that mask."""
+    """f32[R, T], staleness where the mask is above 0, NaN where it is below 0, and that mask."""
     mask = (batch.loss_mask > 0).astype(jnp.float32)
     expected = "i32[R, T]; give samples policy_versions="
     age = version - needed("batch.policy_versions", batch.policy_versions, expected)
-    return jnp.where(mask > 0, age.astype(jnp.float32), 0), mask
+    known = jnp.where(age >= 0, age.astype(jnp.float32), jnp.nan)  # no token is drawn by a version to come
+    return jnp.where(mask > 0, known, 0), mask
 
 
 def _metrics(axes: ShardAxes, version: jax.Array, batch: RolloutBatch) -> Metrics:
@@ -212,5 +213,5 @@ def _weights(axes: ShardAxes, static: tuple[int, float, Level], version: jax.Arr
     if level == "sequence":
         segments = batch.segments(axes)
         age = segments.spread(segments.max(age, mask))
-    weights = jnp.where(age > limit, jnp.power(decay, jnp.maximum(age - limit, 0)), 1)
+    weights = jnp.where(age > limit, jnp.power(decay, jnp.maximum(age - limit, 0)), jnp.where(age >= 0, 1, jnp.nan))
     return jnp.where(mask > 0, weights, 1).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""The check that every function applies to its batch."""
+"""The checks that every function applies to its batch and to the statistics of a head."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxppo._arrays import INTEGERS
+from jaxppo._arrays import INTEGERS, check_array, check_flag, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.batch_checks import arrays_of
 from jaxppo.head.checks import as_token_ids
+from jaxppo.head.types import TokenStats
 
 
 def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Array]:
@@ -24,6 +25,8 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
     """
     if not isinstance(batch, RolloutBatch):
         raise TypeError(f"{prefix.rstrip('.')}: got {type(batch).__name__}, expected RolloutBatch")
+    for name in ("real_last_targets", "weighted_denominators"):
+        check_flag(prefix + name, getattr(batch, name))
     return arrays_of(vars(batch), stacked=stacked, prefix=prefix)
 
 
@@ -38,3 +41,30 @@ def checked(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.
     arrays = check_arrays(batch, stacked=stacked, prefix=prefix)
     fields: dict[str, Any] = {name: brought(name, x) for name, x in arrays.items()}
     return dataclasses.replace(batch, **fields)
+
+
+def check_stats(stats: TokenStats, shape: tuple[int, ...], *read: str, how: str = "") -> None:
+    """Raises unless these are statistics of this shape, in the dtypes of `KINDS`, with those that the caller reads.
+
+    Args:
+      stats: the user's argument, unchecked.
+      shape: `[R, T]` of the batch, or `[K, R, T]`.
+      read: the fields that must not be None, beside `log_probs`.
+      how: how to get them, for the error.
+    """
+    if not isinstance(stats, TokenStats):
+        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
+    for name in read:
+        needed(f"stats.{name}", getattr(stats, name), f"f32[R, T]: {how}")
+    for field in dataclasses.fields(stats):
+        x = getattr(stats, field.name)
+        if field.name == "entropy_mode" or (x is None and field.name != "log_probs"):
+            continue
+        of_ids = field.name in OF_IDS
+        check_array(f"stats.{field.name}", x)
+        if x.shape[: len(shape)] != shape or x.ndim != len(shape) + of_ids:
+            expected = f"{shape} and K" if of_ids else f"{shape}"
+            raise ValueError(f"stats.{field.name}: got shape {x.shape}, expected the batch's, {expected}")
+
+
+OF_IDS = ("ids", "id_log_probs", "top_ids", "top_log_probs")  # the statistics that have a dimension K

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 
+from .checks import check_flag
+
 Names = tuple[str, ...]
 Tree = TypeVar("Tree")  # a pytree of arrays
 LAYOUTS: dict[str, Any] = {}  # Layouts by name, which import this module; `register_layout` adds to them
@@ -77,6 +79,7 @@ class ShardAxes:
         fields |= {"sequence_parallel": sequence_parallel, "context_layout": context_layout}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+        check_flag("sequence_parallel", self.sequence_parallel)
         check_layout(self.context_layout)
         used = self.data + self.context + self.tensor + self.replicated
         if len(set(used)) != len(used):

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from .axes import Names, ShardAxes, axis_names, check_names
 from .axis_rules import roles_of_rules
+from .checks import check_flag
 from .placement import place
 
 Role = str | Sequence[str] | EllipsisType | None
@@ -298,8 +299,7 @@ def make_parallel_mesh(
     if devices is not None and not isinstance(devices, Iterable):
         raise TypeError(f"devices: got {devices!r}, expected a sequence of jax.Device")
     for name, flag in (("explicit", explicit), ("sequence_parallel", sequence_parallel)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: got {flag!r}, expected True or False")
+        check_flag(name, flag)
     devices = list(jax.devices() if devices is None else devices)
     usual = [name for names in _CONVENTION.values() for name in names]
     sizes: dict[str, int] = {}

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, Num, Shaped
 from numpy.typing import DTypeLike
 
 from .bins import deal, first_fit_decreasing, of_sequences, spread
+from .checks import check_int
 from .layouts import check_row_length, logical_positions, segment_multiple
 from .mesh import ParallelMesh, check_parallel
 from .multihost import agree, check_equal, local_data_size, spans_processes, together
@@ -247,8 +248,8 @@ def _check_options(
     sizes |= {"micro_batches": [micro_batches], "num_segments": [num_segments]}
     for name, several in sizes.items():
         for size in several:
-            if size is not None and size < 1:
-                raise ValueError(f"{name}: got {size}, expected at least 1")
+            if size is not None:
+                check_int(name, size, 1)
             if size is not None and name in ("rows", "buckets") and size % data:
                 raise ValueError(f"{name}: got {size}, expected a multiple of {data}, the size of the data axes")
 

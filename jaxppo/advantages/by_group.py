@@ -254,7 +254,7 @@ def check_samples_of(
     optional = {"among": among, "rollout_ids": rollout_ids, **more}
     given = {"group_ids": group_ids, **{what: x for what, x in optional.items() if x is not None}}
     for what, x in given.items():
-        check_ids(what, x) if what.endswith("_ids") else check_array(what, x, "bools" if what == "among" else "numbers")
+        check_ids(what, x) if what.endswith("_ids") else check_array(what, x)
         if x.shape != rewards.shape:
             raise ValueError(f"{what}: got shape {x.shape} in {name}, expected that of rewards, {rewards.shape}")
     if rollout_ids is not None:
@@ -267,7 +267,6 @@ def check_members(batch: RolloutBatch, group_ids: Any, among: Any) -> dict[str, 
     check_ids("group_ids", group_ids)
     if among is not None:
         check_segments(batch, among=among)
-        check_array("among", among, "bools")
     return {"group_ids": group_ids, "among": among}
 
 

@@ -314,6 +314,6 @@ def remax(
 
     Li et al. 2023, ReMax, https://arxiv.org/abs/2310.10505
     """
-    check_alike({"rewards": rewards, "baselines": baselines, "sample_ids": sample_ids}, sample_ids="integers")
+    check_alike({"rewards": rewards, "baselines": baselines, "sample_ids": sample_ids})
     given = (sample_ids >= 0) & ~jnp.isnan(rewards)
     return lax.stop_gradient(jnp.where(given, rewards - baselines, 0).astype(jnp.float32))

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import Coefficient, as_number, check_choice, masked, spec_of
+from jaxppo._arrays import Coefficient, as_number, check_choice, masked, sound, spec_of
 from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.advantages.by_group import Parallel, Singletons, check_members
 from jaxppo.advantages.token_statistics import check_tokens
@@ -18,6 +18,7 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
 from jaxppo.head.types import TokenStats
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, scan_shard, shard_call, vary
+from jaxppo.validation import check_stats
 
 Place = Literal["position", "loss_token"]
 
@@ -76,12 +77,9 @@ def optimal_token_baseline(
     """
     check_choice("place", place, Place)
     check_choice("singletons", singletons, Singletons)
-    if not isinstance(stats, TokenStats):
-        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
-    if stats.sum_p2 is None:
-        raise ValueError("stats.sum_p2: got None, expected f32[R, T], of log_probs_from_hidden(logit_stats=['sum_p2'])")
+    batch = check_tokens(batch, {"returns": returns}, weights=weights)
+    check_stats(stats, batch.loss_mask.shape, "sum_p2", how="log_probs_from_hidden(logit_stats=['sum_p2'])")
     of_tokens = {"returns": returns, "stats.log_probs": stats.log_probs, "stats.sum_p2": stats.sum_p2}
-    batch = check_tokens(batch, of_tokens, weights=weights)
     of_samples = check_members(batch, group_ids, among)
     check_whole_step("optimal_token_baseline", batch)
     args = {**of_tokens, "weights": weights, **of_samples, "batch": batch}
@@ -114,7 +112,7 @@ def _per_shard(
     counts = (batch.loss_mask > 0) & (segments.spread(by_id.there.astype(jnp.int32)) > 0)
     mask = counts.astype(jnp.float32)
     returns = masked(returns, mask)
-    energy = _energy(masked(log_probs, mask), masked(sum_p2, mask))
+    energy = _energy(masked(sound("log_probs", log_probs), mask), masked(sum_p2, mask))
     energy = energy if weights is None else energy * masked(weights, mask) ** 2
     upto = _sums_upto(axes, batch, jnp.where(counts, energy, 0))
     at = _places(axes, batch, segments, mask, place)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import Coefficient, as_number, check_choice, check_flag, masked, spec_of
+from jaxppo._arrays import Coefficient, as_number, check_choice, check_flag, masked, spec_of, unless_mask
 from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.advantages.by_group import Parallel, Singletons, check_members, scale_of
 from jaxppo.advantages.token_statistics import check_tokens
@@ -121,4 +121,4 @@ def _process_grpo(
     of_steps = jnp.where(to_tokens(count) > 1, centred, rewards if singletons == "reward" else 0)
     of_steps = jnp.where(is_end, of_steps, 0)
     following = scan_shard(axes, jnp.ones_like(of_steps), of_steps, True, batch.segment_ids, batch.num_segments)
-    return lax.stop_gradient(jnp.where(batch.loss_mask > 0, following, 0))
+    return lax.stop_gradient(jnp.where(batch.loss_mask > 0, following + unless_mask(ends), 0))

@@ -14,7 +14,19 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check, check_alike, check_choice, is_number, masked, spec_of
+from jaxppo._arrays import (
+    Coefficient,
+    check,
+    check_alike,
+    check_choice,
+    check_flag,
+    check_number,
+    is_number,
+    masked,
+    sound,
+    spec_of,
+    unless_mask,
+)
 from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.advantages.by_group import Singletons
 from jaxppo.advantages.groups import dr_grpo
@@ -38,7 +50,7 @@ def token_rewards(
     batch: RolloutBatch,
     *,
     kl: Float[Array, "*K R T"] | None = None,
-    kl_coef: float | jax.Array = 0.0,
+    kl_coef: Coefficient | None = None,
     parallel: Parallel = None,
 ) -> Float[Array, "*K R T"]:
     """Puts each sequence's reward on its last response token, minus a KL penalty on all: r_t = [t = last] R - c kl_t.
@@ -50,7 +62,7 @@ def token_rewards(
         or mask it.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       kl: `f32[R, T]`, the estimated KL to the reference at each token (see `kl_divergence`).
-      kl_coef: c.
+      kl_coef: c, a number or a traced scalar; given with `kl`, and only then.
       parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
@@ -66,6 +78,7 @@ def token_rewards(
       Array([[0., 5., 0., 0.]], dtype=float32)
     """
     batch = check_tokens(batch, kl=kl)
+    kl_coef = _kl_coef(kl, kl_coef)
     check_segments(batch, rewards=rewards)
     args = {"rewards": rewards, "batch": batch, "kl": kl, "kl_coef": jnp.asarray(kl_coef, jnp.float32)}
 
@@ -150,7 +163,7 @@ def _returns(
     counts = mask.astype(jnp.float32) > 0
     a = jnp.where(counts, gamma, through).astype(jnp.float32)
     b = jnp.where(counts, rewards.astype(jnp.float32), 0)
-    return lax.stop_gradient(jnp.where(counts, _scan(axes, batch, a, b), 0))
+    return lax.stop_gradient(jnp.where(counts, _scan(axes, batch, a, b), 0) + unless_mask(mask))
 
 
 def _scan(axes: ShardAxes, batch: RolloutBatch, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -241,7 +254,7 @@ def _gae(
     gamma, lam, value_lam, length_alpha = static
     segments = batch.segments(axes)
     counts = mask.astype(jnp.float32) > 0
-    rewards, values = (jnp.where(counts, x.astype(jnp.float32), 0) for x in (rewards, values))
+    rewards, values = (jnp.where(counts, x.astype(jnp.float32), 0) + unless_mask(mask) for x in (rewards, values))
     nearest = _scan(axes, batch, jnp.where(counts, 0.0, 1.0), values)
     next_value = shift_shard(axes, nearest, 1, 0, batch.segment_ids, batch.num_segments)
     if last_values is not None:
@@ -306,7 +319,7 @@ def reinforce_plus_plus_baseline(
     among: Bool[Array, "*K R S"] | None = None,
     rollout_ids: Int[Array, "*K R S"] | None = None,
     kl: Float[Array, "*K R T"] | None = None,
-    kl_coef: float | jax.Array = 0.0,
+    kl_coef: Coefficient | None = None,
     whitened: bool = True,
     singletons: Singletons = "zero",
     parallel: Parallel = None,
@@ -319,7 +332,7 @@ def reinforce_plus_plus_baseline(
       among, rollout_ids: see `grpo`; the tokens of samples outside of `among` are whitened by those of the others.
       batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
       kl: `f32[R, T]`, the estimated KL to the reference at each token.
-      kl_coef: c.
+      kl_coef: c, a number or a traced scalar; given with `kl`, and only then.
       whitened: whiten over all tokens of the step.
       singletons: the centred reward in a group of one: "zero", or its own "reward" (verl).
       parallel: the mesh; rows sharded over data, positions over context.
@@ -339,6 +352,8 @@ def reinforce_plus_plus_baseline(
     Hu 2025, REINFORCE++, https://arxiv.org/abs/2501.03262
     """
     batch = check_tokens(batch, kl=kl)
+    kl_coef = _kl_coef(kl, kl_coef)
+    check_flag("whitened", whitened)
     check_whole_step("reinforce_plus_plus_baseline", batch)
     which: dict[str, Any] = {"among": among, "rollout_ids": rollout_ids}
     centred = dr_grpo(rewards, group_ids, singletons=singletons, parallel=parallel, **which)
@@ -361,7 +376,7 @@ def on_policy_distillation(
     The difference of log-probs at a sampled token is an unbiased estimate of KL(policy | teacher).
 
     Args:
-      advantages: `f32[R, T]`; zeros for distillation alone.
+      advantages: `f32[R, T]`, or `[K, R, T]` of a stacked step, like all four; zeros for distillation alone.
       log_probs: `f32[R, T]`, under the policy that sampled.
       teacher_log_probs: `f32[R, T]`, of the same tokens under the teacher.
       loss_mask: `f32[R, T]`.
@@ -380,9 +395,23 @@ def on_policy_distillation(
     Agarwal et al. 2023, https://arxiv.org/abs/2306.13649; Lu 2025, https://thinkingmachines.ai/blog/on-policy-distillation/
     """
     arrays = {"advantages": advantages, "log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
-    check_alike({**arrays, "loss_mask": loss_mask}, loss_mask="numbers")
-    own, theirs, before = (masked(x, loss_mask.astype(jnp.float32)) for x in (log_probs, teacher_log_probs, advantages))
-    return lax.stop_gradient(before - coef * (own - theirs))
+    check_alike({**arrays, "loss_mask": loss_mask})
+    if loss_mask.ndim not in (2, 3):
+        raise ValueError(f"loss_mask: got shape {loss_mask.shape}, expected [R, T], or [K, R, T] of a stacked step")
+    check_number("coef", coef)
+    before, own, theirs = (masked(sound(what, x), loss_mask.astype(jnp.float32)) for what, x in arrays.items())
+    return lax.stop_gradient(before - coef * (own - theirs) + unless_mask(loss_mask))
+
+
+def _kl_coef(kl: jax.Array | None, kl_coef: Coefficient | None) -> Coefficient:
+    """The coefficient, 0 without kl. Raises where one of the two is given alone, since it would then do nothing."""
+    if kl is None and kl_coef is None:
+        return 0.0
+    if kl is None or kl_coef is None:
+        missing, given = ("kl", f"kl_coef={kl_coef}") if kl is None else ("kl_coef", "kl")
+        raise ValueError(f"{missing}: got None with {given}, expected both, or neither for no penalty")
+    check_number("kl_coef", kl_coef)
+    return kl_coef
 
 
 def _check_unit(**values: float) -> None:

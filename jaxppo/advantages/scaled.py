@@ -127,7 +127,9 @@ def gdpo(
     listed = isinstance(rewards, (list, tuple))
     got = "no reward" if listed else type(rewards).__name__
     check("rewards", got, listed and len(rewards) > 0, "a list of arrays [R, S], one for each reward")
-    check_alike({**{f"rewards[{k}]": r for k, r in enumerate(rewards)}, "group_ids": group_ids}, group_ids="integers")
+    check_alike({**{f"rewards[{k}]": r for k, r in enumerate(rewards)}, "group_ids": group_ids})
+    if weights is not None and not isinstance(weights, Sequence):
+        raise TypeError(f"weights: got {type(weights).__name__}, expected a number for each reward, or None")
     factors = [1.0] * len(rewards) if weights is None else list(weights)
     check("weights", f"{len(factors)} numbers", len(factors) == len(rewards), f"{len(rewards)}, one for each reward")
     for k, factor in enumerate(factors):

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import Coefficient, as_number, check, check_alike, check_array, check_flag, spec_of
+from jaxppo._arrays import Coefficient, as_number, check_alike, check_array, check_flag, spec_of, unless_mask
 from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.batch import RolloutBatch
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
@@ -28,9 +28,7 @@ def check_tokens(
     shape = batch.loss_mask.shape
     given = {name: x for name, x in optional.items() if x is not None}
     for name, x in {**(needed or {}), **given}.items():
-        check_array(name, x)
-        if x.shape != shape:
-            raise ValueError(f"{name}: got shape {x.shape}, expected the batch's [R, T], {shape}")
+        check_array(name, x, shape, "the batch's [R, T]")
     return batch
 
 
@@ -114,13 +112,12 @@ def whiten(
       >>> whiten(jnp.array([[999.0, 1001.0, jnp.nan]]), jnp.array([[1.0, 1.0, 0.0]])).round(3)
       Array([[-0.707,  0.707,  0.   ]], dtype=float32)
     """
-    check_array("x", x, "floats")
+    check_array("x", x)
     check_array("mask", mask)
     if x.ndim not in (2, 3) or x.shape != mask.shape:
         raise ValueError(f"x, mask: got shapes {x.shape} and {mask.shape}, expected [R, T], or [K, R, T], both")
     if among is not None:
-        check_array("among", among, "bools")
-        check("among", f"shape {among.shape}", among.shape == x.shape, f"that of x, {x.shape}")
+        check_array("among", among, x.shape, "that of x")
     check_flag("shift_mean", shift_mean)
     check_whole_step("whiten")
     args = {"x": x, "mask": mask, "among": among, "epsilon": as_number("epsilon", epsilon, least=0)}
@@ -165,7 +162,7 @@ def _whiten(
         scale = jnp.where(counts | ~_is_rounding(variance, mean), scale, 1)
         there = there & (count > 0)
     y = centred * scale
-    return jnp.where(there, y if shift_mean else y + mean, 0)
+    return jnp.where(there, y if shift_mean else y + mean, 0) + unless_mask(mask)
 
 
 def _is_rounding(variance: jax.Array, mean: jax.Array) -> jax.Array:
@@ -221,7 +218,7 @@ def explained_variance(
 
     OpenAI baselines' `explained_variance`, https://github.com/openai/baselines
     """
-    check_alike({"values": values, "returns": returns, "mask": mask}, mask="numbers")
+    check_alike({"values": values, "returns": returns, "mask": mask})
     if values.ndim not in (2, 3):
         raise ValueError(f"values: got shape {values.shape}, expected [R, T], or [K, R, T]")
     check_whole_step("explained_variance")
@@ -238,4 +235,5 @@ def _explained_variance(axes: ShardAxes, values: jax.Array, returns: jax.Array, 
     _, mean, variance, _ = _moments(axes, returns, counts)
     _, _, left, _ = _moments(axes, returns.astype(jnp.float32) - values.astype(jnp.float32), counts)
     nothing = _is_rounding(variance, mean)
-    return jnp.where(nothing, jnp.nan, 1 - left / jnp.where(nothing, 1, variance))
+    bad = axes.psum(vary(unless_mask(mask).sum(), axes.tokens), axes.tokens)
+    return jnp.where(nothing, jnp.nan, 1 - left / jnp.where(nothing, 1, variance)) + bad

@@ -75,7 +75,7 @@ def log_probs_from_hidden(
       >>> log_probs_from_hidden(hidden, kernel, jnp.array([[0, 3]]), entropy="metric").entropy.round(4)
       Array([[1.3863, 1.3863]], dtype=float32)
     """
-    check_array("targets", targets, "integers")  # here, because prepare_head accepts None
+    check_array("targets", targets)  # here, because prepare_head accepts None
     prepared = prepare_head(
         hidden,
         head,

@@ -11,28 +11,29 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_array, check_choice
+from jaxppo._arrays import check_array, check_choice, check_count, check_number
 from jaxppo.head.types import Asked, Entropy, LogitStat
 from jaxppo.sharding import ParallelMesh
 
 
 def check_targets(targets: Any, shape: tuple[int, ...], source: str) -> None:
-    check_array("targets", targets, "integers")
+    check_array("targets", targets)
     if targets.shape != shape:
         raise ValueError(f"targets: got shape {targets.shape}, expected {shape}, the [R, T] of {source}")
 
 
 def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
     """The ids as i32. Narrower dtypes may be too small for a column's id. Ids above i32 become -2, which is invalid."""
-    ids = jnp.asarray(ids)
     if ids.dtype.itemsize > 4:
-        ids = jnp.where((ids >= -1) & (ids < 2**31), ids, -2)
+        of = np if isinstance(ids, np.ndarray) else jnp  # jnp.asarray would cut an i64 of numpy to i32 first
+        ids = of.where((ids >= -1) & (ids < 2**31), ids, -2)
+    ids = jnp.asarray(ids)
     return ids.astype(jnp.int32)  # u32 from 2**31 on becomes negative, which is invalid too
 
 
 def as_id_sets(what: str, ids: Any, tokens: tuple[int, ...]) -> Int[Array, "R T K"]:
     """Sets of ids, K at each position, as i32."""
-    check_array(what, ids, "integers")
+    check_array(what, ids)
     if ids.ndim != 3 or ids.shape[:2] != tokens or not ids.shape[2]:
         raise ValueError(f"{what}: got shape {ids.shape}, expected [R, T, K] with [R, T] = {tokens}")
     return as_token_ids(ids)
@@ -63,7 +64,7 @@ def as_adapter_ids(what: str, lora: Any, adapter_ids: Any, rows: int) -> Int[Arr
         raise ValueError(f"adapter_ids: got an array, expected None without several adapters in {what}, [A, H, r]")
     if adapter_ids is None:
         raise ValueError(f"adapter_ids: got None, expected i32[R] for the {lora.a.shape[0]} adapters of {what}")
-    check_array("adapter_ids", adapter_ids, "integers")
+    check_array("adapter_ids", adapter_ids)
     if adapter_ids.shape != (rows,):
         raise ValueError(f"adapter_ids: got shape {adapter_ids.shape}, expected {(rows,)}, one per row")
     return as_token_ids(adapter_ids)
@@ -79,10 +80,10 @@ def check_where(where: Any, shape: tuple[int, ...]) -> None:
 
 def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""] | Float[Array, "R T"] | None:
     """The temperature in f32, without a gradient; NaN where it is not a finite number above 0. None stands for 1."""
-    if not isinstance(temperature, (int, float, np.number, np.ndarray, jax.Array)):
-        raise TypeError(f"temperature: got {temperature!r}, expected a positive number, or an array of them")
-    if isinstance(temperature, (int, float, np.number)) and not float(temperature) > 0:
-        raise ValueError(f"temperature: got {temperature}, expected a positive number")
+    if not isinstance(temperature, (np.ndarray, jax.Array)):
+        check_number("temperature", temperature, above=0)
+    else:
+        check_array("temperature", temperature)
     if isinstance(temperature, (int, float, np.number)) and temperature == 1:
         return None
     temperature = jnp.asarray(temperature, jnp.float32)
@@ -95,7 +96,8 @@ def as_temperature(temperature: Any, shape: tuple[int, ...]) -> Float[Array, ""]
 def check_vocab_size(vocab_size: int | None, columns: int) -> int:
     if vocab_size is None:
         return columns
-    if not 0 < vocab_size <= columns:
+    check_count("vocab_size", vocab_size, least=1)
+    if vocab_size > columns:
         raise ValueError(f"vocab_size: got {vocab_size}, expected 1 to {columns}, the columns there are")
     return vocab_size
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_choice, check_floating, check_number, dtype_name
+from jaxppo._arrays import check_choice, check_count, check_floating, check_number, dtype_name
 from jaxppo._pytree import register
 from jaxppo.head.types import Layout, LogitsDtype, Transform
 from jaxppo.integrations.modules import narrowed, parts_of
@@ -33,7 +33,7 @@ class LoRA:
     Args:
       a: `[H, r]`, f32 or bf16, or `[A, H, r]`; on a mesh every device has all of it.
       b: `[r, V]`, or `[A, r, V]`, sharded over V as the kernel is.
-      scale: alpha / r in most libraries.
+      scale: alpha / r in most libraries; it has no default, so that none forgets it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -45,7 +45,7 @@ class LoRA:
 
     a: Float[Array, "*A H r"]
     b: Float[Array, "*A r V"]
-    scale: float = 1.0
+    scale: float
 
     def __post_init__(self) -> None:
         check_number("lora.scale", self.scale)
@@ -102,11 +102,13 @@ class Head:
         check_choice("layout", self.layout, Layout)
         object.__setattr__(self, "logits_dtype", dtype_name(self.logits_dtype))
         check_choice("logits_dtype", self.logits_dtype, LogitsDtype)
-        check_number("scale", self.scale)
+        check_number("scale", self.scale, above=0)
         if self.softcap is not None:
             check_number("softcap", self.softcap, above=0)
-        if self.vocab_size is not None and (not isinstance(self.vocab_size, (int, np.integer)) or self.vocab_size < 1):
-            raise ValueError(f"vocab_size: got {self.vocab_size}, expected at least 1, or None")
+        if self.spec is not None and not isinstance(self.spec, P):
+            raise TypeError(f"spec: got {self.spec!r}, expected a PartitionSpec or None")
+        if self.vocab_size is not None:
+            check_count("vocab_size", self.vocab_size, least=1)
 
     @staticmethod
     def of(
@@ -164,6 +166,10 @@ class Head:
         parts = parts_of(module)
         if None not in (layout, parts.layout) and layout != parts.layout:
             raise ValueError(f"layout: got {layout!r} for {type(module).__name__}, expected {parts.layout!r}")
+        if dtype is not None and dtype_name(dtype) not in ("float16", "bfloat16", "float32", "float64"):
+            raise TypeError(f"dtype: got {dtype!r}, expected a dtype of floats such as 'bfloat16', or None")
+        if lora_scale is not None:
+            check_number("lora_scale", lora_scale)
         dtype = parts.dtype if dtype is None else dtype
         lora = None
         if parts.lora is not None:

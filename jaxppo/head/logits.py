@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_floating
+from jaxppo._arrays import check_array, check_floating
 from jaxppo.head import softmax
 from jaxppo.head.asked import answers, cotangents_of, empty_sums
 from jaxppo.head.checks import (
@@ -108,10 +108,8 @@ def log_probs_from_logits(
     check_targets(targets, logits.shape[:2], "logits")
     check_where(where, targets.shape)
     asked = as_asked(entropy, logit_stats, top_k)
-    if nucleus is not None and nucleus.shape != logits.shape:
-        raise ValueError(f"nucleus: got shape {nucleus.shape}, expected {logits.shape}, the shape of logits")
-    if nucleus is not None and nucleus.dtype != bool:
-        raise TypeError(f"nucleus: got dtype {nucleus.dtype}, expected bool")
+    if nucleus is not None:
+        check_array("nucleus", nucleus, logits.shape)
     if not isinstance(parallel, ShardAxes):
         check_vocab_size(vocab_size, logits.shape[2])
     token_ids = None if ids is None else as_id_sets("ids", ids, targets.shape)

@@ -33,6 +33,8 @@ def bring_hidden(
       given: the spec of `hidden`; None for the mesh's default.
     """
     check_parallel(parallel)
+    if given is not None and not isinstance(given, P):
+        raise TypeError(f"{what}: got {given!r}, expected a PartitionSpec or None")
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
     if parallel is None or given is None:
         return hidden, bool(roles.tensor) and roles.sequence_parallel

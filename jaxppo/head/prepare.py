@@ -271,5 +271,5 @@ def _precision_name(precision: Any) -> Any:
     """The name of a precision in any form that jnp takes. Anything else is returned, and `check_choice` refuses it."""
     try:
         return lax.Precision(precision).name.lower()
-    except ValueError:
+    except (ValueError, TypeError):
         return precision

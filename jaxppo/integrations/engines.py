@@ -162,6 +162,8 @@ def vllm_turn(where: str, output: Any, choice: int | None) -> Turn:
     choices = _get(output, "choices") if choices is None else choices
     if choices is None:
         raise ValueError(f"{where}: got {_keys(output)}, expected 'outputs' or 'choices'")
+    if choice is not None and (isinstance(choice, bool) or not isinstance(choice, (int, np.integer))):
+        raise TypeError(f"choice: got {choice!r}, expected the index of a completion, or None")
     found = list(choices) if choice is None else [c for c in choices if _get(c, "index") == choice]
     if len(found) != 1:
         has = ", ".join(str(_get(c, "index")) for c in choices) or "none"

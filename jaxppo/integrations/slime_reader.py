@@ -26,6 +26,8 @@ _STATISTICS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_
 
 def read(args: Namespace | Mapping[str, Any]) -> Reading:
     """Reads the policy loss of a configuration and the options around it, see `slime.translate`."""
+    if not isinstance(args, Namespace | Mapping):
+        raise TypeError(f"args: got {type(args).__name__}, expected slime's parsed arguments, or a mapping of them")
     given, others = (vars(args), "no argument of slime's own") if isinstance(args, Namespace) else (args, None)
     options = Options(given, DEFAULTS | MISMATCH_HELPER, ELSEWHERE, f"slime at {VERSION}", others)
     options.choice("loss_type", ("policy_loss",), "sft_loss is a function of its own, a loss of your own a PolicyLoss")

@@ -60,7 +60,14 @@ _LOSSES: dict[str, Callable[[Options], PolicyLoss]] = {
 
 def read(config: Mapping[str, Any]) -> Reading:
     """The policy loss of a configuration and the options around it, see `verl.translate`."""
-    options = Options(dict(_flat(config)), DEFAULTS, ELSEWHERE, f"verl at {VERSION}")
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config: got {type(config).__name__}, expected verl's configuration as a mapping")
+    given: dict[str, Any] = {}
+    for key, value in _flat(config):
+        if key in given and given[key] != value:
+            raise ValueError(f"{key}: got {given[key]!r} and {value!r}, nested and dotted, expected one of them")
+        given[key] = value
+    options = Options(given, DEFAULTS, ELSEWHERE, f"verl at {VERSION}")
     _refuse(options)
     loss, ratio_to, off_policy = _policy_loss(options)
     aggregation, norm = _aggregation(options)
@@ -135,7 +142,15 @@ def _numbers(options: Options, section: str, names: str) -> Iterator[float]:
 
 def _clip(options: Options) -> tuple[float, float]:
     """The lower and the upper bound; the common bound replaces one that is None."""
-    keys = (ACTOR + name for name in ("clip_ratio_low", "clip_ratio_high"))
+    keys = tuple(ACTOR + name for name in ("clip_ratio_low", "clip_ratio_high"))
+    common = ACTOR + "clip_ratio"
+    unread = all(options[key] is not None for key in (common + "_low", common + "_high"))
+    if (
+        unread
+        and not {common + "_low", common + "_high"} & options.given.keys()
+        and options[common] != DEFAULTS[common]
+    ):
+        options.refuse(common, "clip_ratio_low and clip_ratio_high, whose defaults, 0.2, verl reads in its place")
     low, high = (options.number(ACTOR + "clip_ratio" if options[key] is None else key) for key in keys)
     return low, high
 

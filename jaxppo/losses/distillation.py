@@ -13,7 +13,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Aggregation, check_aggregation, check_choice, masked
+from jaxppo._arrays import Aggregation, check, check_aggregation, check_choice, is_number, masked
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
@@ -93,8 +93,7 @@ def divergence_from_hidden(
     Hinton et al. 2015, https://arxiv.org/abs/1503.02531; Agarwal et al. 2023, GKD, https://arxiv.org/abs/2306.13649
     """
     check_choice("divergence", divergence, Divergence)
-    if not 0 < beta < 1:
-        raise ValueError(f"beta: got {beta}, expected a number in (0, 1)")
+    check("beta", repr(beta), is_number(beta) and 0 < beta < 1, "a number in (0, 1)")
     student, teacher = prepare_pair(
         (hidden, head),
         (teacher_hidden, teacher_head),

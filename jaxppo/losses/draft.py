@@ -12,12 +12,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, Coefficient, check_choice, check_number
+from jaxppo._arrays import Aggregation, Coefficient, check_choice, check_count, check_floating, check_number
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.comparison import F32_UNIT, comparison_of_tokens
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
-from jaxppo.head.head import Head
+from jaxppo.head.head import Head, as_head
 from jaxppo.head.pair import prepare_pair
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.head.types import Inputs, Prepared
@@ -100,6 +100,7 @@ def draft_loss(
     """
     check_choice("objective", objective, Objective)
     check_number("eta", eta, least=0)
+    check_number("coef", coef)
     of_tokens = DivergenceLoss(aggregation, None)
     batch = checked(batch)
     heads = heads_of(hidden, head, normalizers, 1 if objective == "end_to_end" else None)
@@ -210,6 +211,7 @@ def draft_normalizers(
       >>> [float(n.tokens) for n in draft_normalizers(batch, 2)]
       [2.0, 1.0]
     """
+    check_count("depths", depths, least=1)
     micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
     shifted = [_shifted(micro_batches, k, parallel) for k in range(1, depths + 1)]
     return [Normalizer.from_batches(batch, aggregation, parallel=parallel) for batch in shifted]
@@ -273,7 +275,7 @@ def _pair(
     spec: P | None = options.get("hidden_spec")
     return prepare_pair(
         draft,
-        lax.stop_gradient(policy),
+        lax.stop_gradient((policy[0], as_head("policy_head", policy[1]))),
         names=("draft", "policy"),
         second_spec=spec,
         parallel=parallel,
@@ -293,6 +295,9 @@ def _later(
     policy_hidden: Float[Array, "R T G"], batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None
 ) -> Float[Array, "R T G"]:
     """The policy's hidden states, shifted so that t holds those of t + k."""
+    check_floating("policy_hidden", policy_hidden, 3, "[R, T, H]")
+    if policy_hidden.shape[:2] != batch.loss_mask.shape:
+        raise ValueError(f"policy_hidden: got shape {policy_hidden.shape}, expected {batch.loss_mask.shape} and H")
     return shift_left(lax.stop_gradient(policy_hidden), parallel, k, 0, batch.segment_ids, batch.num_segments)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -123,8 +123,10 @@ def joint_loss_from_hidden(
         adapter_ids=adapter_ids,
         options=options,
     )
-    given = dict(normalizers or {})
-    _check_names("normalizers", given, parts)
+    given = _by_part("normalizers", normalizers, parts)
+    if given and len(given) < len(parts):
+        missing = sorted(parts.keys() - given.keys())
+        raise ValueError(f"normalizers: got none for {missing}, expected one for each part, of joint_normalizers")
     for normalizer in given.values():
         check_normalizer(normalizer)
     static, traced = zip(*map(take_arrays, losses), strict=True)
@@ -197,15 +199,10 @@ def _batches(
     for name, part in parts.items():
         if not isinstance(part, Part):
             raise TypeError(f"parts[{name!r}]: got {type(part).__name__}, expected Part")
-    given = {"masks": dict(masks or {}), "weights": dict(weights or {})}
+    given = {"masks": _by_part("masks", masks, parts), "weights": _by_part("weights", weights, parts)}
     for what, arrays in given.items():
-        _check_names(what, arrays, parts)
         for name, x in arrays.items():
-            check_array(f"{what}[{name!r}]", x)
-            if x.shape != batch.loss_mask.shape:
-                raise ValueError(
-                    f"{what}[{name!r}]: got shape {x.shape}, expected the batch's, {batch.loss_mask.shape}"
-                )
+            check_array(f"{what}[{name!r}]", x, batch.loss_mask.shape, "the batch's")
 
     found = {}
     for name in parts:
@@ -218,10 +215,14 @@ def _batches(
     return found
 
 
-def _check_names(what: str, given: Iterable[str], parts: Mapping[str, Part]) -> None:
-    for name in given:
+def _by_part(what: str, given: Any, parts: Mapping[str, Part]) -> dict[str, Any]:
+    """What is given for some parts by name; empty for None."""
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"{what}: got {type(given).__name__}, expected a mapping by the names of parts, or None")
+    for name in given or {}:
         if name not in parts:
             raise ValueError(f"{what}: got {name!r}, expected some of {sorted(parts)}")
+    return dict(given or {})
 
 
 def _teachers(
@@ -231,8 +232,7 @@ def _teachers(
     teacher_log_probs: Mapping[str, Float[Array, "R T K"]] | None,
 ) -> dict[str, tuple[Array, Array]]:
     """The ids and the teacher's log-probs of each part that distils."""
-    given = dict(teacher_log_probs or {})
-    _check_names("teacher_log_probs", given, parts)
+    given = _by_part("teacher_log_probs", teacher_log_probs, parts)
     if isinstance(ids, Mapping):
         raise ValueError(f"ids: got some for each of {sorted(ids)}, expected one i32[R, T, K] that all parts share")
     found = {}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation
+from jaxppo._arrays import Aggregation, check_count, check_flag, check_number
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.api import log_probs_from_hidden
@@ -82,6 +82,9 @@ def mtp_loss(
       (1.0397, 2.0)
     """
     batch = checked(batch)
+    check_number("coef", coef)
+    check_flag("stop_trunk", stop_trunk)
+    check_flag("stop_head", stop_head)
     heads = heads_of(hidden, head, normalizers)
     depths, of_tokens = len(heads), SFTTokenLoss(aggregation=aggregation)
     total = jnp.float32(0)
@@ -131,6 +134,7 @@ def mtp_normalizers(
       >>> [float(n.tokens) for n in mtp_normalizers(batch, 2)]
       [2.0, 1.0]
     """
+    check_count("depths", depths, least=1)
     micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
     shifted = [shift_targets(micro_batches, k, parallel) for k in range(1, depths + 1)]
     return [Normalizer.from_batches(batch, aggregation, parallel=parallel) for batch in shifted]
@@ -161,6 +165,7 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
       >>> shift_targets(batch, 1).targets
       Array([[6, 0, 8, 0]], dtype=int32)
     """
+    check_count("by", by)
     batch = checked(batch, stacked=True)
     batch.check_layout(parallel)
     if batch.parents is not None and by > batch.mtp_depths:
@@ -208,6 +213,12 @@ def heads_of(
       normalizers: None or one for each loss.
       losses: how many; by default one for each depth.
     """
+    if not hasattr(hidden, "__len__"):
+        raise TypeError(f"hidden: got {type(hidden).__name__}, expected the states of each depth")
+    if normalizers is not None and (isinstance(normalizers, str) or not isinstance(normalizers, Sequence)):
+        raise TypeError(
+            f"normalizers: got {type(normalizers).__name__}, expected a list with one for each depth, or None"
+        )
     depths = len(hidden)
     several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
     heads = [*head] if several else [head] * depths

@@ -18,7 +18,7 @@ from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.kl import KL, k3, kl_divergence, log_ratio
-from jaxppo.losses.policy_checks import BY_RATIO, check_batch, check_stats
+from jaxppo.losses.policy_checks import BY_RATIO, check_batch, check_policy_stats
 from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import CompositeTerm, Metrics, Term, Terms, effective_share, moments, share
 from jaxppo.off_policy import OffPolicyConfig
@@ -81,7 +81,7 @@ def policy_loss(
       (-1.0, 1.0)
     """
     batch = check_batch(batch, config, selected)
-    check_stats(stats, batch, config)
+    check_policy_stats(stats, batch, config)
     return loss_of_stats("policy_loss", token_loss_of(config), stats, batch, parallel, normalizer, selected)
 
 

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import LOG_PROBS, check_f32, needed
+from jaxppo._arrays import LOG_PROBS, check_array, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.types import TokenStats
-from jaxppo.validation import checked
+from jaxppo.validation import check_stats, checked
 
 BY_RATIO = {"old": "old_log_probs", "rollout": "rollout_log_probs"}  # the log-probs of each `ratio_to` of a batch
 
 
-def check_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfig) -> None:
-    """Raises where the config needs something that the statistics lack, or where shapes differ."""
-    if not isinstance(stats, TokenStats):
-        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
-    shape = batch.loss_mask.shape
-    for name, array in (("stats.log_probs", stats.log_probs), ("stats.entropy", stats.entropy)):
-        if array is not None and array.shape != shape:
-            raise ValueError(f"{name}: got shape {array.shape}, expected the batch's, {shape}")
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name}: got {array.dtype}, expected a floating-point dtype such as float32")
-    check_f32("stats.log_probs", stats.log_probs)
+def check_policy_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLossConfig) -> None:
+    """Raises where the config needs something that the statistics lack, or where shapes or dtypes are wrong."""
+    check_stats(stats, batch.loss_mask.shape)
     if config.entropy_mode != "bonus":
         return
     needed("stats.entropy", stats.entropy, f"f32[R, T] for entropy_coef={config.entropy_coef}")
@@ -43,6 +34,8 @@ def check_batch(batch: RolloutBatch, config: PolicyLossConfig, selected: Float[A
     check_needed(batch, config)
     shape = batch.loss_mask.shape
     selects = config.loss.selects is not None
+    if selected is not None:
+        check_array("selected", selected)
     if selects != (selected is not None) or (selected is not None and selected.shape != shape):
         got = "None" if selected is None else f"shape {selected.shape}"
         expected = f"the step's covariance_mask(stats, batch, config, key), {shape}," if selects else "None"

@@ -29,7 +29,7 @@ from jaxppo.head.types import LogitStat, TokenStats
 from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
-from jaxppo.validation import checked
+from jaxppo.validation import check_stats, checked
 
 
 def sft_loss(
@@ -83,17 +83,10 @@ def sft_loss(
     https://arxiv.org/abs/2204.02311
     """
     batch = checked(batch)
-    if not isinstance(stats, TokenStats):
-        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
     loss = SFTTokenLoss(label_smoothing, z_loss, aggregation, aggregation_norm).with_coefficients()
-    for name in loss.logit_stats:
-        purpose = f"label_smoothing={label_smoothing}, z_loss={z_loss}"
-        how = f"pass logit_stats={loss.logit_stats} to log_probs_from_hidden or log_probs_from_logits"
-        needed(f"stats.{name}", getattr(stats, name), f"f32[R, T] for {purpose}: {how}")
-    if stats.log_probs.shape != batch.loss_mask.shape or stats.log_probs.ndim != 2:
-        raise ValueError(
-            f"stats.log_probs: got shape {stats.log_probs.shape}, expected the batch's [R, T], {batch.loss_mask.shape}"
-        )
+    how = f"log_probs_from_hidden(..., logit_stats={loss.logit_stats}) or from logits"
+    how += f", for label_smoothing={label_smoothing}, z_loss={z_loss}"
+    check_stats(stats, batch.loss_mask.shape, *loss.logit_stats, how=how)
     return loss_of_stats("sft_loss", loss, stats, batch, parallel, normalizer)
 
 
@@ -170,9 +163,8 @@ class SFTTokenLoss(TokenLoss):
     aggregation_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.label_smoothing, jax.Array):
-            check_number("label_smoothing", self.label_smoothing)
-        elif not 0 <= self.label_smoothing < 1:
+        check_number("label_smoothing", self.label_smoothing, least=0)
+        if not isinstance(self.label_smoothing, jax.Array) and self.label_smoothing >= 1:
             raise ValueError(f"label_smoothing: got {self.label_smoothing}, expected a number in [0, 1)")
         check_number("z_loss", self.z_loss, least=0)
         check_aggregation(self.aggregation, self.aggregation_norm)

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import Aggregation, check_aggregation, check_floating, needed
+from jaxppo._arrays import Aggregation, check_aggregation, check_array, needed
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.checks import as_id_sets
@@ -20,7 +20,7 @@ from jaxppo.losses.top_k_divergence import Tail, TopKDivergence, check_options, 
 from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.reads import was_above_one
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
-from jaxppo.validation import checked
+from jaxppo.validation import check_stats, checked
 
 
 def top_k_distillation_loss(
@@ -152,8 +152,7 @@ def as_top_k(
     name: str = "teacher_log_probs",
 ) -> tuple[Array, Array]:
     """Ids and log-probs `[R, T, K]` that belong to the log-probs of the statistics."""
-    if not isinstance(stats, TokenStats):
-        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
+    check_stats(stats, batch.loss_mask.shape)
     own = own_log_probs(stats)
     found = ids_and_log_probs(ids, log_probs, batch, name)
     if own.shape != found[0].shape:
@@ -169,9 +168,7 @@ def ids_and_log_probs(
 ) -> tuple[Array, Array]:
     """Ids and log-probs `[R, T, K]`, checked; `name` is that of the log-probs in errors."""
     ids = as_id_sets("ids", ids, batch.loss_mask.shape)
-    check_floating(name, log_probs, 3, "[R, T, K]")
-    if log_probs.shape != ids.shape:
-        raise ValueError(f"{name}: got shape {log_probs.shape}, expected that of ids, {ids.shape}")
+    check_array(name, log_probs, ids.shape, "that of ids")
     return ids, jnp.asarray(log_probs)
 
 

@@ -15,9 +15,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_array, check_choice, check_number, is_zero
+from jaxppo._arrays import (
+    KINDS,
+    MAX_LOG_PROB,
+    MAX_SAMPLED,
+    check_array,
+    check_choice,
+    check_count,
+    check_number,
+    is_zero,
+)
 from jaxppo.kl import k3
-from jaxppo.reads import MAX_LOG_PROB, MAX_SAMPLED, at_most_one, mass_of
+from jaxppo.reads import at_most_one, mass_of
 
 TopKDivergence = Literal["forward_kl", "reverse_kl", "mixed_kl", "jensen_shannon"]
 Tail = Literal["bucket", "renormalise", "leave_out"]
@@ -77,11 +86,11 @@ def top_k_divergence(
     """
     check_options(divergence, beta, tail)
     for name, x in (("log_probs", log_probs), ("teacher_log_probs", teacher_log_probs)):
-        check_array(name, x, "floats")
+        check_array(name, x)
         if x.shape != log_probs.shape or not x.ndim or not x.shape[-1]:
             raise ValueError(f"{name}: got shape {x.shape}, expected [..., K] as log_probs, {log_probs.shape}")
     if ids is not None:
-        check_array("ids", ids, "integers")
+        check_array("ids", ids)
         if ids.shape != log_probs.shape:
             raise ValueError(f"ids: got shape {ids.shape}, expected that of log_probs, {log_probs.shape}")
     has_id = jnp.ones(log_probs.shape, bool) if ids is None else jnp.asarray(ids) != -1
@@ -170,7 +179,11 @@ def check_top_k(
       ...
       ValueError: ids: got 5 at (0, 1), expected each id once at a position
     """
-    ids, log_probs = np.asarray(ids), np.asarray(log_probs, np.float64)
+    check_count("vocab_size", vocab_size, least=1)
+    ids, log_probs = np.asarray(ids), np.asarray(log_probs)
+    check_array("ids", ids)
+    check_array("log_probs", log_probs, kind=KINDS["teacher_log_probs"])
+    log_probs = log_probs.astype(np.float64)
     if ids.shape != log_probs.shape:
         raise ValueError(f"log_probs: got shape {log_probs.shape}, expected that of ids, {ids.shape}")
     has_id, order = ids != -1, np.argsort(ids, axis=-1, kind="stable")

@@ -86,9 +86,7 @@ def value_loss(
     batch = checked(batch)
     options = (clip_fraction, aggregation, aggregation_norm, metric_aggregation)
     loss = ValueTokenLoss(clip, factor, huber_delta, *options)
-    check_array("values", values, "floats")
-    if values.shape != batch.loss_mask.shape:
-        raise ValueError(f"values: got shape {values.shape}, expected the batch's [R, T], {batch.loss_mask.shape}")
+    check_array("values", values, batch.loss_mask.shape, "the batch's [R, T]")
     return loss_of_stats("value_loss", loss, values, batch, parallel, normalizer)
 
 

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array
 
-from jaxppo._arrays import check_array
+from jaxppo._arrays import KINDS, check_array
 from jaxppo.head import Head
 from jaxppo.head.types import Layout
 from jaxppo.mismatch.report import MismatchReport, mismatch_report
@@ -51,7 +51,7 @@ def read(path: str | Path) -> Arrays:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{path}: got a file that numpy cannot read ({reason}), {_FILE}") from error
     for name, x in arrays.items():
-        check_array(f"{path}: {name}", x)
+        check_array(f"{path}: {name}", x, kind=KINDS["where"])
     return arrays
 
 

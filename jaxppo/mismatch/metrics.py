@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_f32, masked, needed
+from jaxppo._arrays import check_array, masked, needed, sound
 from jaxppo.batch import RolloutBatch
 from jaxppo.kl import MAX_LOG_RATIO, k3
 from jaxppo.metrics import CompositeTerm, Metrics, Terms, deviation, effective_share, means, moments, reduce_metrics
@@ -72,10 +72,8 @@ def mismatch_metrics(
     trainer = batch.old_log_probs if trainer_log_probs is None else trainer_log_probs
     given = {"old_log_probs": trainer, "rollout_log_probs": batch.rollout_log_probs}
     args = {name: needed(f"batch.{name}", x, "f32[R, T] to compare sampler and trainer") for name, x in given.items()}
-    for name, x in args.items():
-        if x.shape != batch.loss_mask.shape or x.ndim != 2:
-            raise ValueError(f"{name}: got shape {x.shape}, expected the batch's [R, T], {batch.loss_mask.shape}")
-        check_f32(name, x)
+    if trainer_log_probs is not None:
+        check_array("trainer_log_probs", trainer_log_probs, batch.loss_mask.shape, "the batch's [R, T]")
 
     def specs(p: ParallelMesh) -> tuple[list[P | RolloutBatch], P]:
         return [p.tokens_spec, p.tokens_spec, batch.specs(p)], P()
@@ -86,7 +84,8 @@ def mismatch_metrics(
 
 def _per_shard(axes: ShardAxes, trainer: jax.Array, rollout: jax.Array, batch: RolloutBatch) -> Metrics:
     mask = (batch.loss_mask > 0).astype(jnp.float32)
-    trainer, rollout = masked(trainer, mask), masked(rollout, mask)
+    trainer = masked(sound("trainer_log_probs", trainer), mask)
+    rollout = masked(sound("rollout_log_probs", rollout), mask)
     rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards
     of_sequences = _sequence_terms(trainer, rollout, mask, batch.segments(axes))
     return reduce_metrics(axes, _token_terms(trainer - rollout, mask)) | reduce_metrics(rows, of_sequences)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxppo._arrays import check_array, check_number
+from jaxppo._arrays import KINDS, check_array, check_count, check_number
 from jaxppo.kl import MAX_LOG_RATIO
 from jaxppo.mismatch.tokens import TokenMismatch
 from jaxppo.sharding import multihost
@@ -100,27 +100,38 @@ def mismatch_report(
 
     The estimates: Schulman 2020, http://joschu.net/blog/kl-approx.html
     """
-    check_number("bins", bins, least=1, most=MOST_BINS)
+    check_count("bins", bins, least=1)
+    check_number("bins", bins, most=MOST_BINS)
+    if not isinstance(tokens, TokenMismatch):
+        raise TypeError(f"tokens: got {type(tokens).__name__}, expected TokenMismatch")
     found = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(tokens)}
     arrays = {name: x for name, x in (found | {"where": where, "positions": positions}).items() if x is not None}
     for name, x in arrays.items():
         check_array(name, x)
-        if x.shape != tokens.log_probs.shape or not x.ndim:
-            raise ValueError(f"{name}: got shape {x.shape}, expected that of log_probs, {tokens.log_probs.shape}")
+        check_array(name, x, tokens.log_probs.shape, "that of log_probs")
+        if not x.ndim:
+            raise ValueError(f"{name}: got shape (), expected [R, T] or [N]")
     host: dict[str, Any] = {name: np.asarray(x) for name, x in jax.device_get(multihost.whole(arrays)).items()}
     positions_of = host.pop("positions", np.broadcast_to(np.arange(tokens.log_probs.shape[-1]), tokens.log_probs.shape))
     counts = host.pop("where", np.ones(tokens.log_probs.shape, bool)) > 0
     values = {name: x[counts].astype(np.float64) for name, x in host.items()}
+    for name in ("log_probs", "rollout_log_probs"):
+        most = KINDS[name].most
+        if most is not None and (values[name] > most).any():
+            largest = values[name].max()
+            raise ValueError(
+                f"{name}: got {largest}, expected log-probs of at most {most}, which probabilities are not"
+            )
     finite = np.isfinite(values["log_probs"]) & np.isfinite(values["rollout_log_probs"])
     if not finite.any():
         raise ValueError(f"log_probs: got {finite.size} that count and none that is finite, expected at least 1")
     values = {name: x[finite] for name, x in values.items()}
     by_token = _by_token(values)
     at = positions_of[counts][finite]
-    edges = np.unique(np.linspace(at.min(), at.max() + 1, int(bins) + 1).astype(np.int64))
+    edges = np.unique(np.linspace(at.min(), at.max() + 1, bins + 1).astype(np.int64))
     by_entropy: tuple[dict[str, float], ...] = ()
     if "entropy" in values:
-        inner = np.quantile(values["entropy"], np.linspace(0, 1, int(bins) + 1)[1:-1])
+        inner = np.quantile(values["entropy"], np.linspace(0, 1, bins + 1)[1:-1])
         by_entropy = _in_ranges(by_token, values["entropy"], np.searchsorted(inner, values["entropy"], "right"))
     return MismatchReport(
         tokens=int(finite.sum()),

@@ -69,7 +69,7 @@ def by_name(name: str, **hyperparameters: Any) -> PolicyLoss:
       >>> by_name("ppo", clip_high=0.28).clip_high
       0.28
     """
-    if name not in BY_NAME:
+    if not isinstance(name, str) or name not in BY_NAME:
         raise ValueError(f"name: got {name!r}, expected one of {', '.join(BY_NAME)}")
     fields = [field.name for field in dataclasses.fields(BY_NAME[name])]  # type: ignore[arg-type]
     for given in hyperparameters:

@@ -124,8 +124,9 @@ def test_reinforce_plus_plus_baseline_is_whitened_over_data_and_context():
 
 
 def test_distillation_pulls_to_the_teacher():
-    got = advantages.on_policy_distillation(BATCH.advantages, REWARDS, BATCH.values, MASK, coef=0.5)
-    expected = np.where(MASK > 0, BATCH.advantages - 0.5 * (REWARDS - BATCH.values), 0)
+    own, theirs = (-np.abs(x) for x in (REWARDS, BATCH.values))
+    got = advantages.on_policy_distillation(BATCH.advantages, own, theirs, MASK, coef=0.5)
+    expected = np.where(MASK > 0, BATCH.advantages - 0.5 * (own - theirs), 0)
     assert_trees_close(got, expected)
 
 

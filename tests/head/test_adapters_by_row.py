@@ -142,7 +142,7 @@ def test_an_id_of_no_adapter_is_nan_in_its_row_alone():
 
 
 def test_bad_input():
-    hidden, one = PARAMS["hidden"], Head(PARAMS["kernel"], lora=LoRA(PARAMS["a"][0], PARAMS["b"][0]))
+    hidden, one = PARAMS["hidden"], Head(PARAMS["kernel"], lora=LoRA(PARAMS["a"][0], PARAMS["b"][0], 1.0))
 
     def call(head, ids):
         return log_probs_from_hidden(hidden, head, TARGETS, adapter_ids=ids)
@@ -156,6 +156,6 @@ def test_bad_input():
     with pytest.raises(TypeError, match="adapter_ids: got dtype float32, expected integers"):
         call(head_of(PARAMS), IDS.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"lora.b: got shape \(2, 2, 101\), expected \(3, 2, 101\), \[A, r, V\]"):
-        call(Head(PARAMS["kernel"], lora=LoRA(PARAMS["a"], PARAMS["b"][:2])), IDS)
+        call(Head(PARAMS["kernel"], lora=LoRA(PARAMS["a"], PARAMS["b"][:2], 1.0)), IDS)
     with pytest.raises(ValueError, match="adapter_ids: got None, expected"):  # these functions cannot take them yet
         distillation_loss(hidden, head_of(PARAMS), hidden, PARAMS["kernel"], BATCH)

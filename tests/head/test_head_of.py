@@ -362,7 +362,9 @@ def test_a_frozen_kernel_under_an_adapter_gets_no_gradient_and_the_adapter_does(
     gradient = jax.grad(loss)(adapters)
     assert len(jax.tree.leaves(gradient)) == 2
     head = Head.of(nnx.merge(graph, adapters, rest))
-    by_hand = jax.grad(lambda a, b: loss_of_head(dataclasses.replace(head, lora=LoRA(a, b)), HIDDEN, TARGETS), (0, 1))
+    by_hand = jax.grad(
+        lambda a, b: loss_of_head(dataclasses.replace(head, lora=LoRA(a, b, 1.0)), HIDDEN, TARGETS), (0, 1)
+    )
     expected = by_hand(head.lora.a, head.lora.b)
     assert_trees_close((gradient["lora"]["lora_a"][...], gradient["lora"]["lora_b"][...]), expected, **CLOSE)
 

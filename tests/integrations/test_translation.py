@@ -49,7 +49,6 @@ LEGACY = {CORRECTION + "bypass_mode": True, "trainer.use_v1": False}
 VERL = [
     (actor(clip_ratio_low=0.1), {"loss": PPO(0.1, 0.2, 3.0)}),
     (actor(clip_ratio_high="2.8e-1"), {"loss": PPO(0.2, 0.28, 3.0)}),
-    (actor(clip_ratio=0.3), {}),  # verl's own defaults of the two others take precedence
     (actor(clip_ratio=0.3, clip_ratio_low=None, clip_ratio_high=None), {"loss": PPO(0.3, 0.3, 3.0)}),
     (actor(clip_ratio_c=10.0), {"loss": PPO(0.2, 0.2, 10.0)}),
     (mode("gspo"), {"loss": GSPO(0.2, 0.2, gradient="token"), "aggregation": "sequence_mean_token_mean"}),
@@ -144,6 +143,7 @@ VERL_REFUSED = [
     (actor(entropy_coeff="much"), "entropy_coeff: got 'much', expected a finite number"),
     (actor(entropy_coeff=True), "entropy_coeff: got True, expected a finite number"),
     (actor(use_kl_loss="yes"), "use_kl_loss: got 'yes', expected True or False"),
+    (actor(clip_ratio=0.3), "clip_ratio: got 0.3, expected clip_ratio_low and clip_ratio_high"),  # which verl reads
     (actor(clip_ratio_c="${x}"), "clip_ratio_c: got"),
     (actor(clip_ratio_c=0.9), "dual_clip: got 0.9"),
     (mode("mine"), "loss_mode: got 'mine', expected one of vanilla"),

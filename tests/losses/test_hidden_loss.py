@@ -179,7 +179,7 @@ def test_lora(mesh, budget, layout):
 def test_a_frozen_kernel_beneath_a_lora_costs_no_product(budget):
 
     def loss(hidden, lora):
-        head = Head(KERNEL, lora=LoRA(*lora))
+        head = Head(KERNEL, lora=LoRA(*lora, scale=1.0))
         return policy_loss_from_hidden(hidden, head, BATCH, bonus_and_kl(), memory=budget)[0]
 
     found = audit(jax.grad(loss, (0, 1)), HIDDEN, ADAPTERS)

@@ -29,7 +29,8 @@ SLOPES = {
 
 
 def value_and_grad(estimator, d, weigh=False):
-    ref = jnp.asarray(np.random.default_rng(0).normal(size=np.shape(d)), jnp.float32)
+    below = np.abs(np.random.default_rng(0).normal(size=np.shape(d))) + np.maximum(d, 0)  # so that both are log-probs
+    ref = -jnp.asarray(below, jnp.float32)
     x = ref + jnp.asarray(d, jnp.float32)
     old = jax.lax.stop_gradient(x) - 0.5
 

@@ -41,6 +41,10 @@ def test_a_reward_that_says_nothing_makes_kto_nan(mesh):
 def test_kto_reference_point():
     """The step's micro-batches are uneven: the mean of the parts' means is another number. Below 0 it is 0."""
     samples = step_of(7)
+    lower = {name: [np.subtract(getattr(s, name), 1) for s in samples] for name in ("returns", "ref_log_probs")}
+    samples = [
+        dataclasses.replace(s, **{name: x[i] for name, x in lower.items()}) for i, s in enumerate(samples)
+    ]  # so that what is above the reference is a log-prob too
     mixed = preference.mismatched_samples(samples)
     assert [list(x.tokens[: x.start]) for x in mixed] == [list(x.tokens[: x.start]) for x in samples]
     assert not any(list(x.tokens) == list(y.tokens) for x in mixed for y in samples)

@@ -209,7 +209,7 @@ def test_bad_input():
         sft(None, x[:, :3], batch)
     with pytest.raises(TypeError, match="stats: got ArrayImpl, expected TokenStats"):
         sft_loss(x, batch)
-    with pytest.raises(ValueError, match=r"stats.log_z: got None, expected f32\[R, T\] for label_smoothing=0.1"):
+    with pytest.raises(ValueError, match=r"stats.log_z: got None, expected f32\[R, T\]: .* label_smoothing=0.1"):
         sft(None, x, batch, label_smoothing=0.1)
     with pytest.raises(ValueError, match=r"label_smoothing: got 1.0"):
         sft(None, x, batch, label_smoothing=1.0)

@@ -21,7 +21,7 @@ ONES = jnp.ones((8, 4))
 OBJECTS = [
     Metric(jnp.array(6.0), jnp.array(2.0), "sum"),
     LoRA(ONES[:, :2], ONES[:2], scale=0.5),
-    Head(ONES, lora=LoRA(ONES[:, :2], ONES[:2]), softcap=3.0, logits_dtype=jnp.bfloat16),
+    Head(ONES, lora=LoRA(ONES[:, :2], ONES[:2], 1.0), softcap=3.0, logits_dtype=jnp.bfloat16),
     TokenStats(ONES, ONES, entropy_mode="metric"),
 ]
 

@@ -158,7 +158,7 @@ BATCHES = {
     "a loss of no advantages": (lambda: lost(changed("advantages")), "batch.advantages: got None"),
     "a loss of no old log-probs": (lambda: lost(changed("old_log_probs")), "batch.old_log_probs: got None"),
     "log-probs of another batch": (lambda: lost(log_probs=LOG_PROBS[:, :4]), r"stats.log_probs: got shape \(1, 4\)"),
-    "log-probs of integers": (lambda: lost(log_probs=jnp.ones((1, 8), int)), "stats.log_probs: got int32"),
+    "log-probs of integers": (lambda: lost(log_probs=jnp.ones((1, 8), int)), "stats.log_probs: got dtype int32"),
     "a batch that is a dictionary": (lambda: lost({"tokens": IDS}), "batch: got dict"),
     "statistics that are an array": (lambda: policy_loss(LOG_PROBS, BATCH, PolicyLossConfig()), "stats: got"),
     "a KL of no reference": (lambda: lost(config=PolicyLossConfig(kl=KL(0.1))), "batch.ref_log_probs: got None"),

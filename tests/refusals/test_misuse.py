@@ -209,7 +209,7 @@ def test_a_call_that_forgets_the_mesh():
 ROUNDED = {
     "Sample": lambda x: Sample([1, 2, 3], 1, old_log_probs=np.asarray(x[0, :2])),
     "from_padded": lambda x: RolloutBatch.from_padded(IDS, IDS, IDS, ref_log_probs=x),
-    "from_token_aligned": lambda x: RolloutBatch.from_token_aligned(IDS, IDS, IDS, IDS, rollout_log_probs=x),
+    "from_token_aligned": lambda x: RolloutBatch.from_token_aligned(IDS, IDS, IDS, IDS, ref_log_probs=x),
     "from_target_aligned": lambda x: RolloutBatch.from_target_aligned(IDS, IDS, IDS, IDS, IDS, old_log_probs=x),
     "from_cu_seqlens": lambda x: RolloutBatch.from_cu_seqlens(
         IDS, np.array([[0, 4]] * 2), IDS, aligned="token", old_log_probs=x
@@ -223,7 +223,7 @@ ROUNDED = {
         CONFIG,
     ),
     "Normalizer": lambda x: Normalizer.from_batches(
-        dataclasses.replace(BATCH, rollout_log_probs=BATCH.old_log_probs.astype(x.dtype)), "token_mean"
+        dataclasses.replace(BATCH, ref_log_probs=BATCH.old_log_probs.astype(x.dtype)), "token_mean"
     ),
     "mismatch_metrics": lambda x: mismatch_metrics(
         dataclasses.replace(BATCH, rollout_log_probs=BATCH.old_log_probs), LOG_PROBS.astype(x.dtype)

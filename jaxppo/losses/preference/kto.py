@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Coefficient, check_number, masked, needed
+from jaxppo._arrays import Coefficient, check_number, masked, needed, sound
 from jaxppo._stacked import as_rows, check_whole_step
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.types import TokenStats
@@ -19,7 +19,7 @@ from jaxppo.losses.preference.base import Numbers, PreferenceLoss, Responses
 from jaxppo.metrics import reduce_metric
 from jaxppo.pairs import Pairs
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
-from jaxppo.validation import checked
+from jaxppo.validation import check_stats, checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +93,8 @@ def kto_reference_point(
     """
     mismatched = checked(mismatched, stacked=True, prefix="mismatched.")
     check_whole_step("kto_reference_point", mismatched)
-    if not isinstance(stats, TokenStats):
-        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
+    check_stats(stats, mismatched.loss_mask.shape)
     needed("mismatched.ref_log_probs", mismatched.ref_log_probs, "f32[R, T], see compute_log_probs")
-    if stats.log_probs.shape != mismatched.loss_mask.shape:
-        got = f"got shape {stats.log_probs.shape}, expected the batch's, {mismatched.loss_mask.shape}"
-        raise ValueError(f"stats.log_probs: {got}")
     args = {"stats": stats.log_probs, "mismatched": mismatched}
 
     def specs(p: ParallelMesh) -> tuple[list[P | RolloutBatch], P]:
@@ -112,7 +108,8 @@ def kto_reference_point(
 def _of_step(axes: ShardAxes, log_probs: Float[Array, "*K R T"], mismatched: RolloutBatch) -> Float[Array, ""]:
     log_probs, batch = as_rows((log_probs, mismatched))
     mask, segments = batch.loss_mask, batch.segments(axes)
-    drift = segments.sum(masked(log_probs, mask) - masked(batch.ref_log_probs, mask))
+    own, theirs = (masked(sound("log_probs", x), mask) for x in (log_probs, batch.ref_log_probs))
+    drift = segments.sum(own - theirs)
     rows = dataclasses.replace(axes, context=(), fsdp=())  # a sequence's sum is the same on all context shards
     mean = reduce_metric(rows, drift, (segments.sum(mask) > 0).astype(jnp.float32), "mean")
     known = (mean.count > 0) & jnp.isfinite(mean.value)

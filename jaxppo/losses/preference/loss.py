@@ -20,7 +20,7 @@ from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss, loss_of_
 from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.pairs import Pairs
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
-from jaxppo.validation import checked
+from jaxppo.validation import check_stats, checked
 
 
 def preference_loss(
@@ -66,12 +66,7 @@ def preference_loss(
       (0.3133, 1.0)
     """
     batch = _checked(batch, loss)
-    if not isinstance(stats, TokenStats):
-        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
-    if stats.log_probs.shape != batch.loss_mask.shape or stats.log_probs.ndim != 2:
-        raise ValueError(
-            f"stats.log_probs: got shape {stats.log_probs.shape}, expected the batch's [R, T], {batch.loss_mask.shape}"
-        )
+    check_stats(stats, batch.loss_mask.shape)
     return loss_of_stats("preference_loss", PreferenceTokenLoss(loss), stats, batch, parallel, normalizer)
 
 

@@ -100,7 +100,7 @@ def reward_model_loss(
     if not isinstance(loss, BradleyTerry):
         raise TypeError(f"loss: got {type(loss).__name__}, expected BradleyTerry")
     check_pairs(batch, paired=True)
-    check_array("scores", scores, "floats")
+    check_array("scores", scores)
     if scores.shape != batch.loss_mask.shape:
         raise ValueError(f"scores: got shape {scores.shape}, expected the batch's [R, T], {batch.loss_mask.shape}")
     return loss_of_stats("reward_model_loss", RewardModelLoss(loss), scores, batch, parallel, normalizer)

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jaxppo._arrays import check_count, check_number
 from jaxppo.batch import RolloutBatch
-from jaxppo.samples import Sample, check_samples
-from jaxppo.sharding import ParallelMesh, multihost
+from jaxppo.samples import Sample, as_tokens, check_samples
+from jaxppo.sharding import ParallelMesh, check_parallel, multihost
 
 TokenIds = Sequence[int] | Int[np.ndarray, "n"]
 
@@ -48,19 +49,26 @@ def samples_of_pairs(
       [([1, 2, 3], 0, 1.0), ([1, 2, 4, 5], 0, 0.0)]
     """
     lists = {"chosen": chosen, "rejected": rejected} | ({} if margins is None else {"margins": margins})
-    for name, x in lists.items():
+    for name, x in ({"prompts": prompts} | lists).items():
+        if isinstance(x, str) or not hasattr(x, "__len__"):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a list with one entry a pair")
         if len(x) != len(prompts):
             raise ValueError(f"{name}: got {len(x)}, expected {len(prompts)}, as many as prompts")
+    check_count("first_id", first_id)
+
+    def ids(what: str, given: TokenIds) -> list[int]:
+        found = as_tokens(what, given).tolist()
+        if not found:
+            raise ValueError(f"{what}: got no token, expected at least one")
+        return found
+
     found = []
-    for i, prompt in enumerate(prompts):
+    for i in range(len(prompts)):
         margin = 1.0 if margins is None else margins[i]
-        if not margin > 0:
-            raise ValueError(f"margins[{i}]: got {margin}, expected a number above 0")
+        check_number(f"margins[{i}]", margin, above=0)
+        prompt = ids(f"prompts[{i}]", prompts[i])
         for name, response, reward in (("chosen", chosen[i], margin), ("rejected", rejected[i], 0.0)):
-            if len(response) == 0 or len(prompt) == 0:
-                what = f"{name}[{i}]" if len(response) == 0 else f"prompts[{i}]"
-                raise ValueError(f"{what}: got no token, expected at least one")
-            tokens = [*map(int, prompt), *map(int, response)]
+            tokens = prompt + ids(f"{name}[{i}]", response)
             found.append(Sample(tokens, len(prompt), reward=reward, group_id=first_id + i))
     return found
 
@@ -135,8 +143,10 @@ def micro_batches_of_pairs(
         if sample.group_id is None:
             raise ValueError(f"samples[{i}].group_id: got None, expected one id for both samples of a pair")
         groups.setdefault(sample.group_id, []).append(i)
-    if not 1 <= micro_batches <= len(groups):
+    check_count("micro_batches", micro_batches, least=1)
+    if micro_batches > len(groups):
         raise ValueError(f"micro_batches: got {micro_batches}, expected 1 to {len(groups)}, the number of pairs")
+    check_parallel(parallel, "ParallelMesh or None")
     first, several = 0, parallel is not None and multihost.spans_processes(parallel)
     if several and parallel:
         if options.get("rows") is None:

@@ -1,0 +1,364 @@
+"""Every public function and config class, found by introspection, each with a call that gives all its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxppo
+from jaxppo import (
+    LoRA,
+    Normalizer,
+    OffPolicyConfig,
+    PolicyLossConfig,
+    RolloutBatch,
+    Sample,
+    TokenStats,
+)
+from jaxppo import entropy as entropies
+from jaxppo._arrays import PER_TOKEN_VALUES
+from jaxppo.head import HeadOptions
+from jaxppo.losses import draft, joint, mtp, preference
+from jaxppo.mismatch import TokenMismatch
+from jaxppo.policy_losses import ClipCov
+
+LOW_LEVEL = "jaxppo.sharding"  # has refusals of its own, in sharding/ and test_layouts_inputs
+R, T, S, H, V, K = 2, 8, 2, 4, 9, 2
+
+
+def _samples() -> list[Sample]:
+    of_tokens = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    made = []
+    for i in range(4):
+        values: dict[str, Any] = {name: [-1.0 - i, -2.0] for name in of_tokens}
+        values |= {"values": [0.5, 0.25], "returns": [1.0, 0.5], "policy_versions": [3, 3], "loss_weights": [1.0, 0.5]}
+        made.append(Sample([1, 2, 3, 4], 2, reward=float(i % 2), sample_id=i, group_id=i // 2, rollout_id=i, **values))
+    return made
+
+
+SAMPLES = _samples()
+BATCH = RolloutBatch.from_samples(SAMPLES, row_length=T, rows=R)
+BATCH = dataclasses.replace(BATCH, **{n: jnp.asarray(x) for n, x in vars(BATCH).items() if isinstance(x, np.ndarray)})
+PLAIN = dataclasses.replace(BATCH, loss_weights=None)
+HIDDEN, KERNEL = jnp.full((R, T, H), 0.5, jnp.float32), jnp.ones((H, V), jnp.float32) * 0.1
+LOG = jnp.full((R, T), -1.5, jnp.float32)
+IDS = jnp.tile(jnp.array([2, -1]), (R, T, 1))
+OF_IDS = jnp.full((R, T, K), -1.5, jnp.float32)
+STATS = TokenStats(LOG, -LOG, LOG, LOG, -LOG, -LOG / 3, OF_IDS, IDS, OF_IDS)
+MASK, REWARDS, GROUPS = BATCH.loss_mask, BATCH.rewards, BATCH.group_ids
+ON_POLICY = PolicyLossConfig(ratio_to="current")
+COVARIANCE = PolicyLossConfig(ClipCov())
+PARTS = {"policy": joint.Part(PolicyLossConfig(), 1.0), "taught": joint.Part(joint.TopKDistillation(), 0.5)}
+NORMALIZER = Normalizer.from_batches(BATCH, "token_mean")
+MTP = mtp.mtp_normalizers(PLAIN, 1)
+
+SOFT: dict[str, Any] = {"parallel": None}
+LOSS = {**SOFT, "aggregation": "token_mean", "aggregation_norm": None, "normalizer": NORMALIZER}
+HEADS: dict[str, Any] = {"hidden": HIDDEN, "head": KERNEL, "temperature": 0.7}
+OPTIONS: dict[str, Any] = dict.fromkeys(HeadOptions.__annotations__)
+OPTIONS |= {"precision": "highest", "memory": 2**20, "follow_mask": True, "deterministic": False}
+OPTIONS |= {"gradient_sum_dtype": "float32"}
+AMONG = GROUPS >= 0
+GROUPED = {**SOFT, "rewards": REWARDS, "group_ids": GROUPS, "among": AMONG, "rollout_ids": BATCH.rollout_ids}
+TOP_K = {"ids": IDS, "teacher_log_probs": OF_IDS, "divergence": "forward_kl", "beta": 0.5, "tail": "bucket"}
+ALONE = {"singletons": "zero"}
+SCALED = {"scale_by_std": True, "epsilon": 1e-6}
+ROWS = {name: getattr(BATCH, name) for name in (*PER_TOKEN_VALUES, "rewards", "group_ids", "rollout_ids")}
+TOKENS = TokenMismatch(LOG, LOG, *(-LOG,) * 6)
+
+# By name, the arguments of a call in which nothing is wrong.
+CALLS: dict[str, dict[str, Any]] = {
+    "Head": {
+        "kernel": KERNEL, "bias": jnp.ones(V), "lora": LoRA(jnp.ones((H, 2)), jnp.ones((2, V)), 1.0), "layout": "hv",
+        "logits_dtype": "float32", "softcap": 5.0, "scale": 1.0, "vocab_size": 8, "spec": None,
+    },
+    "Head.of": {
+        "module": KERNEL, "layout": "hv", "lora_scale": None, "dtype": None, "logits_dtype": "float32",
+        "softcap": 5.0, "scale": 1.0, "vocab_size": 8, "spec": None,
+    },
+    "LoRA": {"a": jnp.ones((H, 2)), "b": jnp.ones((2, V)), "scale": 1.0},
+    "log_probs_from_hidden": {
+        **HEADS, **SOFT, **OPTIONS, "targets": BATCH.targets, "entropy": "metric", "logit_stats": ("log_z",),
+        "top_k": 2, "nucleus_ids": IDS, "ids": IDS, "where": MASK > 0, "adapter_ids": None,
+    },
+    "log_probs_from_logits": {
+        **SOFT, "logits": jnp.zeros((R, T, V)), "targets": BATCH.targets, "temperature": 0.7, "entropy": "metric",
+        "logit_stats": ("log_z",), "top_k": 2, "nucleus": jnp.ones((R, T, V), bool), "ids": IDS, "where": MASK > 0,
+        "vocab_size": 8,
+    },
+    "compute_log_probs": {"apply": lambda params, batch: STATS, "params": {}, "micro_batches": BATCH},
+    "Sample": {
+        f.name: getattr(SAMPLES[0], f.name) for f in dataclasses.fields(Sample)
+    } | {"loss_mask": [0, 0, 1, 1], "nucleus": [[3], [4, 5]]},
+    "Sample.from_vllm": {
+        "output": {
+            "prompt_token_ids": [5, 6],
+            "outputs": [{"index": 0, "token_ids": [7, 8], "logprobs": [{7: -0.5}, {8: -1.5}], "finish_reason": "stop"}],
+        },
+        "choice": 0, "loss_mask": [1, 0], "truncated": "train",
+    },
+    "Sample.from_sglang": {
+        "output": {
+            "input_ids": [5, 6],
+            "meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [(-0.5, 7, None)]},
+        },
+        "loss_mask": [1], "truncated": "train",
+    },
+    "RolloutBatch.from_samples": {
+        "samples": SAMPLES, "row_length": T, "parallel": None, "rows": R, "buckets": None, "micro_batches": None,
+        "max_tokens": None, "num_segments": S, "share_prefixes": False, "mtp_depths": 0,
+    },
+    "RolloutBatch.from_padded": {
+        **SOFT, "prompt_ids": np.ones((2, 3), int), "completion_ids": np.ones((2, 4), int),
+        "completion_mask": np.ones((2, 4)), "prompt_mask": np.ones((2, 3)), "attention_mask": np.ones((2, 7)),
+        "pad_id": 0, "advantages": np.ones((2, 4)), "old_log_probs": -np.ones((2, 4)), "rewards": np.ones(2),
+        "ref_log_probs": -np.ones((2, 4)), "rollout_log_probs": -np.ones((2, 4)), "values": np.ones((2, 4)),
+        "returns": np.ones((2, 4)), "policy_versions": np.ones((2, 4), int), "loss_weights": np.ones((2, 4)),
+        "group_ids": np.ones(2, int),
+    },
+    "RolloutBatch.from_token_aligned": {
+        **SOFT, **ROWS, "tokens": BATCH.tokens, "segment_ids": BATCH.segment_ids, "positions": BATCH.positions,
+        "loss_mask": MASK, "num_segments": S,
+    },
+    "RolloutBatch.from_target_aligned": {
+        **SOFT, **ROWS, "tokens": BATCH.tokens, "targets": BATCH.targets, "segment_ids": BATCH.segment_ids,
+        "positions": BATCH.positions, "loss_mask": MASK, "num_segments": S,
+    },
+    "RolloutBatch.from_cu_seqlens": {
+        **SOFT, **ROWS, "tokens": BATCH.tokens, "cu_seqlens": np.array([[0, 4, 8]] * R), "loss_mask": MASK,
+        "aligned": "target", "cu_seqlens_padded": np.array([[0, 4, 8]] * R), "targets": BATCH.targets,
+        "row_length": T, "num_segments": S,
+    },
+    "RolloutBatch.validate": {"vocab_size": V, "normalizer": NORMALIZER},
+    "Normalizer.from_batches": {
+        **SOFT, "micro_batches": BATCH, "aggregation": "token_mean", "off_policy": OffPolicyConfig(weights="token"),
+    },
+    "accumulate_gradients": {
+        **SOFT, "loss_fn": lambda w, x: ((w * x).sum(), {}), "micro_batches": jnp.ones((2, 3)),
+    },
+    "finalize_metrics": {"metrics": {"a": jaxppo.metrics.Metric(jnp.float32(1), jnp.float32(1))}},
+    "explain_broken_rules": {"broken_rules": 3},
+    "PolicyLossConfig": {
+        f.name: getattr(PolicyLossConfig(kl=jaxppo.KL(0.1), off_policy=OffPolicyConfig()), f.name)
+        for f in dataclasses.fields(PolicyLossConfig)
+    },
+    "PolicyLossConfig.from_verl": {"config": {}},
+    "PolicyLossConfig.from_slime": {"args": {}},
+    "policy_loss": {
+        **SOFT, "stats": STATS, "batch": BATCH, "config": COVARIANCE, "normalizer": NORMALIZER, "selected": MASK,
+    },
+    "policy_loss_from_hidden": {
+        **HEADS, **SOFT, **OPTIONS, "batch": BATCH, "config": COVARIANCE, "normalizer": NORMALIZER, "selected": MASK,
+        "nucleus_ids": jnp.concatenate([BATCH.targets[..., None], IDS], -1), "adapter_ids": None,
+    },
+    "sft_loss": {**LOSS, "stats": STATS, "batch": BATCH, "label_smoothing": 0.1, "z_loss": 0.1},
+    "sft_loss_from_hidden": {
+        **HEADS, **LOSS, **OPTIONS, "batch": BATCH, "label_smoothing": 0.1, "z_loss": 0.1, "logit_stats": ("log_z",),
+        "adapter_ids": None,
+    },
+    "value_loss": {
+        **LOSS, "values": LOG, "batch": BATCH, "clip": 0.2, "factor": 0.5, "huber_delta": 1.0,
+        "clip_fraction": "worse", "metric_aggregation": "token_mean",
+    },
+    "discounted_returns": {**SOFT, "rewards": LOG, "batch": BATCH, "gamma": 0.9, "masked": "skip", "mask": MASK},
+    "dr_grpo": {**GROUPED, **ALONE},
+    "drop_equal_groups": {"samples": SAMPLES, "keep_lone": False, "tolerance": 0.1},
+    "accepted_samples": {**SOFT, "batch": BATCH, "config": OffPolicyConfig(veto=0.1)},
+    "explained_variance": {**SOFT, "values": BATCH.values, "returns": LOG * BATCH.values, "mask": MASK},
+    "gae": {
+        **SOFT, "rewards": LOG, "values": BATCH.values, "batch": BATCH, "gamma": 0.9, "lam": 0.9, "value_lam": 1.0,
+        "length_alpha": 0.5, "last_values": REWARDS, "mask": MASK,
+    },
+    "gdpo": {
+        **GROUPED, "rewards": [REWARDS, REWARDS], "batch": BATCH, "weights": [1.0, 0.5],
+        "leave_one_out": False, "whitened": "tokens", "epsilon": 1e-6,
+    },
+    "gpg": {**GROUPED, **ALONE, "f_norm": 1.0},
+    "grpo": {**GROUPED, **ALONE, **SCALED},
+    "maxrl": {**GROUPED, **ALONE, "epsilon": 0.1},
+    "on_policy_distillation": {
+        "advantages": LOG, "log_probs": LOG, "teacher_log_probs": LOG, "loss_mask": MASK, "coef": 1.0,
+    },
+    "opo": {**GROUPED, **ALONE, "lengths": REWARDS + 1},
+    "optimal_token_baseline": {
+        **SOFT, "returns": LOG, "stats": STATS, "group_ids": GROUPS, "batch": BATCH, "place": "position",
+        "weights": -LOG, "among": AMONG, "singletons": "reward", "epsilon": 1e-8,
+    },
+    "overlong_penalty": {"lengths": REWARDS, "max_length": 4, "buffer": 2, "factor": 1.0},
+    "pass_at_k": {**GROUPED, **SCALED},
+    "pass_rates": {**GROUPED, "at_least": 1.0},
+    "process_grpo": {
+        **SOFT, **ALONE, **SCALED, "rewards": LOG, "ends": MASK, "group_ids": GROUPS, "among": AMONG, "batch": BATCH,
+    },
+    "reinforce_plus_plus": {**SOFT, "rewards": LOG, "batch": BATCH, "gamma": 0.9, "masked": "skip"},
+    "reinforce_plus_plus_baseline": {
+        **GROUPED, **ALONE, "batch": BATCH, "kl": -LOG, "kl_coef": 0.1, "whitened": True,
+    },
+    "remax": {"rewards": REWARDS, "baselines": REWARDS, "sample_ids": BATCH.sample_ids},
+    "rloo": {**GROUPED, **ALONE, **SCALED},
+    "spread": {**SOFT, "x": REWARDS, "batch": BATCH},
+    "standardize": {
+        **GROUPED, "mean": "step", "std": "step", "leave_one_out": False, "unbiased": True, "epsilon": 1e-5,
+    },
+    "token_rewards": {**SOFT, "rewards": REWARDS, "batch": BATCH, "kl": -LOG, "kl_coef": 0.1},
+    "whiten": {**SOFT, "x": BATCH.returns, "mask": MASK, "among": MASK > 0, "shift_mean": True, "epsilon": 1e-12},
+    "covariance_mask": {**SOFT, "stats": STATS, "batch": BATCH, "config": COVARIANCE, "key": jax.random.key(0)},
+    "AdaptiveEntropy.init": {"coef": 0.1},
+    "AdaptiveEntropy.coef": {"state": entropies.AdaptiveEntropy().init()},
+    "AdaptiveEntropy.update": {"state": entropies.AdaptiveEntropy().init(), "entropy": 0.1},
+    "entropy_metrics": {**SOFT, "stats": STATS, "batch": BATCH, "quantiles": (0.5,), "starts": (0, 2)},
+    "renormalised_entropy": {"log_probs": LOG},
+    "adaptive_kl_coef": {"coef": 0.1, "kl": jnp.float32(0.1), "target": 0.1, "samples": 4, "horizon": 100.0},
+    "kl_divergence": {"log_probs": LOG, "ref_log_probs": LOG, "estimator": "k3", "importance_ratio": -LOG},
+    "check_top_k": {"ids": np.array([[1, 2]]), "log_probs": np.full((1, 2), -1.0), "vocab_size": V},
+    "distillation_loss": {
+        **HEADS, **LOSS, **OPTIONS, "teacher_hidden": HIDDEN, "teacher_head": KERNEL, "batch": BATCH,
+        "divergence": "jensen_shannon", "beta": 0.5, "teacher_hidden_spec": None,
+    },
+    "divergence_from_hidden": {
+        **HEADS, **SOFT, **OPTIONS, "teacher_hidden": HIDDEN, "teacher_head": KERNEL,
+        "divergence": "jensen_shannon", "beta": 0.5, "where": MASK > 0, "teacher_hidden_spec": None,
+    },
+    "top_k_distillation_loss": {**LOSS, **TOP_K, "stats": STATS, "batch": BATCH},
+    "top_k_distillation_loss_from_hidden": {**HEADS, **LOSS, **OPTIONS, **TOP_K, "batch": BATCH},
+    "top_k_divergence": {**TOP_K, "log_probs": OF_IDS},
+    "draft_loss": {
+        **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "policy_hidden": HIDDEN, "policy_head": KERNEL, "batch": PLAIN,
+        "objective": "likelihood", "eta": 3.0, "coef": 0.1, "aggregation": "token_mean",
+        "normalizers": draft.draft_normalizers(PLAIN, 1),
+    },
+    "draft_metrics": {
+        **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "policy_hidden": HIDDEN, "policy_head": KERNEL, "batch": PLAIN,
+    },
+    "draft_normalizers": {**SOFT, "micro_batches": PLAIN, "depths": 1, "aggregation": "token_mean"},
+    "joint_loss_from_hidden": {
+        **HEADS, **SOFT, **OPTIONS, "batch": BATCH, "parts": PARTS, "masks": {"policy": MASK},
+        "weights": {"policy": MASK}, "ids": IDS, "teacher_log_probs": {"taught": OF_IDS},
+        "normalizers": joint.joint_normalizers(BATCH, PARTS), "adapter_ids": None,
+    },
+    "joint_normalizers": {
+        **SOFT, "micro_batches": BATCH, "parts": PARTS, "masks": {"policy": MASK}, "weights": {"policy": MASK},
+    },
+    "mtp_loss": {
+        **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "batch": PLAIN, "coef": 0.1, "stop_trunk": False,
+        "stop_head": False, "aggregation": "token_mean", "normalizers": MTP,
+    },
+    "mtp_normalizers": {**SOFT, "micro_batches": PLAIN, "depths": 1, "aggregation": "token_mean"},
+    "shift_targets": {**SOFT, "batch": PLAIN, "by": 1},
+    "KTO": {"reference_point": 0.1, "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+    "kto_reference_point": {**SOFT, "stats": STATS, "mismatched": BATCH},
+    "micro_batches_of_pairs": {**SOFT, "samples": SAMPLES, "micro_batches": 1, "row_length": T},
+    "mismatched_samples": {"samples": SAMPLES},
+    "preference_loss": {**SOFT, "stats": STATS, "batch": PLAIN, "loss": preference.DPO(), "normalizer": None},
+    "preference_loss_from_hidden": {
+        **HEADS, **SOFT, **OPTIONS, "batch": PLAIN, "loss": preference.DPO(), "normalizer": None,
+    },
+    "reward_model_loss": {
+        **SOFT, "scores": LOG, "batch": PLAIN, "loss": preference.BradleyTerry(), "normalizer": None,
+    },
+    "samples_of_pairs": {
+        "prompts": [[1, 2]], "chosen": [[3]], "rejected": [[4]], "margins": [1.0], "first_id": 0,
+    },
+    "score_centering_loss": {
+        **SOFT, "stats": STATS, "ids": IDS, "rollout_log_probs": OF_IDS, "batch": BATCH, "config": ON_POLICY,
+        "tail": "renormalise", "normalizer": None,
+    },
+    "Metric": {"total": jnp.float32(1), "count": jnp.float32(1), "reduce": "mean"},
+    "collapse_metrics": {"stacked": {"a": jaxppo.metrics.Metric(jnp.ones(2), jnp.ones(2))}},
+    "merge_metrics": {"first": {"a": jaxppo.metrics.Metric(jnp.float32(1), jnp.float32(1))}},
+    "mismatch_metrics": {**SOFT, "batch": BATCH, "trainer_log_probs": LOG},
+    "mismatch_report": {"tokens": TOKENS, "where": MASK > 0, "positions": BATCH.positions, "bins": 2},
+    "token_mismatch": {
+        **HEADS, **SOFT, **OPTIONS, "rollout_hidden": HIDDEN, "rollout_head": KERNEL, "targets": BATCH.targets,
+        "rounded_to": "bfloat16", "where": MASK > 0, "rollout_hidden_spec": None,
+    },
+    "nucleus_mask": {**SOFT, "nucleus_ids": IDS, "columns": V},
+    "pack_nucleus_ids": {"recorded": [[[3], [4]]] * 4, "samples": SAMPLES, "batch": BATCH, "width": 2},
+    "by_name": {"name": "ppo"},
+    "dr_grpo, a preset": {"max_tokens": 8},
+    "proximal_log_probs": {
+        "log_probs": LOG, "rollout_log_probs": LOG, "policy_versions": BATCH.policy_versions, "version": 5,
+        "proximal_version": 4,
+    },
+    "staleness_metrics": {**SOFT, "batch": BATCH, "version": 5},
+    "staleness_weights": {**SOFT, "batch": BATCH, "version": 5, "limit": 1, "decay": 0.5, "level": "token"},
+    "second_moment_mask": {**SOFT, "batch": BATCH, "bound": 0.04},
+    "top_entropy_mask": {**SOFT, "entropy": -LOG, "batch": BATCH, "share": 0.5},
+    "KL": {"coef": 0.1, "estimator": "k3", "importance": "none", "compares": "current/old"},
+    "Part": {"loss": joint.SFT(), "coef": 1.0},
+    "Rejection": {"statistic": "token_k3", "low": 0.0, "high": 1.0, "compares": "old/rollout"},
+    "ReferenceKL": {"estimator": "k3", "aggregation": "token_mean", "aggregation_norm": None},
+}  # fmt: skip
+
+CONTAINERS = {  # of arrays, which the functions that read them check; and what a model reads, not a loss
+    "TokenStats", "RolloutBatch", "Normalizer", "Composite", "MismatchReport", "TokenMismatch", "Paths", "Paths.of",
+    "check_recurrent",
+}  # fmt: skip
+
+
+def modules() -> list[str]:
+    """The modules whose public names users import: jaxppo itself, and all that say their names in `__all__`."""
+    found = ["jaxppo"]
+    for module in pkgutil.walk_packages(jaxppo.__path__, "jaxppo."):
+        private = any(part.startswith("_") for part in module.name.split("."))
+        if (
+            not private
+            and not module.name.startswith(LOW_LEVEL)
+            and "__all__" in vars(importlib.import_module(module.name))
+        ):
+            found.append(module.name)
+    return found
+
+
+def surface() -> dict[str, Callable[..., Any]]:
+    """Each public function, config class, and constructor or method of a class, by name."""
+    found: dict[str, Callable[..., Any]] = {}
+    for module in modules():
+        for name in importlib.import_module(module).__all__:
+            x = getattr(importlib.import_module(module), name)
+            if not callable(x) or not getattr(x, "__module__", "").startswith("jaxppo") or x in found.values():
+                continue
+            if not inspect.isclass(x):
+                found[name if name not in found else f"{name}, a preset"] = x
+                continue
+            if dataclasses.is_dataclass(x) and not inspect.isabstract(x):
+                found[name] = x
+            for method in dir(x):
+                of = inspect.getattr_static(x, method)
+                if isinstance(of, (classmethod, staticmethod)) and not method.startswith("_"):
+                    found[f"{name}.{method}"] = getattr(x, method)
+    found = {name: x for name, x in found.items() if name not in CONTAINERS}
+    adaptive = entropies.AdaptiveEntropy()
+    found |= {f"AdaptiveEntropy.{name}": getattr(adaptive, name) for name in ("init", "coef", "update")}
+    return found | {"RolloutBatch.validate": BATCH.validate}
+
+
+def names_of(function: Callable[..., Any]) -> list[str]:
+    """The names of all arguments, with those of `**options: Unpack[...]` in their place."""
+    if dataclasses.is_dataclass(function):
+        return [field.name for field in dataclasses.fields(function) if field.init]
+    names = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            unpacked = str(parameter.annotation).removeprefix("Unpack[").removesuffix("]")
+            of = getattr(inspect.getmodule(function), unpacked, None)
+            names += list(getattr(of, "__annotations__", {}))
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            names.append(parameter.name)
+    return names
+
+
+def arguments_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of a call in which nothing is wrong: those of the table, or all defaults."""
+    if name in CALLS:
+        return CALLS[name]
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
