@@ -79,7 +79,7 @@ def dapo() -> PolicyLossConfig:
     return PolicyLossConfig(PPO(clip_low=0.2, clip_high=0.28), aggregation="token_mean")
 
 
-def dr_grpo(max_tokens: float) -> PolicyLossConfig:
+def dr_grpo(max_tokens: int) -> PolicyLossConfig:
     """Dr. GRPO: token sums over one constant length, so that length is not rewarded; no KL. With `advantages.dr_grpo`.
 
     Args:

@@ -62,7 +62,7 @@ VERL = {
     "gpg_trainer/run_qwen3_8b_fsdp": (verl_recipe("gpg", "gpg"), PolicyLossConfig(GPG(), kl=OFF)),
     "docs/algo/grpo.md, Dr. GRPO": (
         verl_recipe(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=2048, use_kl_loss=False),
-        dataclasses.replace(presets.dr_grpo(2048.0), loss=PPO(0.2, 0.2, 3.0), kl=OFF),
+        dataclasses.replace(presets.dr_grpo(2048), loss=PPO(0.2, 0.2, 3.0), kl=OFF),
     ),
     "one_step_off_policy/shell/dapo_7b_math_fsdp2_64_64_ris": (
         verl_recipe(

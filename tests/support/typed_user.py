@@ -71,7 +71,7 @@ def configs() -> list[PolicyLossConfig]:
         PolicyLossConfig(loss=GSPO(gradient="token"), aggregation="sequence_mean_token_mean"),
         PolicyLossConfig(Focal(power=1.0), entropy_coef=1e-3, ratio_to="rollout"),
         PolicyLossConfig(policy_losses.by_name("ppo", clip_high=0.28)),
-        presets.dr_grpo(max_tokens=1024.0),
+        presets.dr_grpo(max_tokens=1024),
         dataclasses.replace(presets.grpo(), entropy_coef=0.5),
     ]
 
