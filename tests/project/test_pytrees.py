@@ -77,7 +77,9 @@ def test_static_fields_are_stored_as_they_are():
     assert from_bytes(to_bytes(STATIC)) == STATIC
 
 
-@pytest.mark.parametrize("value", [lambda x: x, np.mean, Path(), object(), {1: 2}], ids=str)
+@pytest.mark.parametrize(
+    "value", [lambda x: x, np.mean, Path(), object(), {1: 2}], ids=lambda value: type(value).__name__
+)
 def test_other_static_fields_are_named_when_they_are_stored(value):
     with pytest.raises(TypeError, match=r"jax.export: got .* in a static field, expected numbers, text or"):
         to_bytes((value,))

@@ -64,7 +64,7 @@ def reference_from_logits(
     if where is not None:
         here = where[..., None]
         more = {k: x if x is None else jnp.where(here if x.ndim == 3 else where, x, 0) for k, x in more.items()}
-    return TokenStats(log_probs, found, id_log_probs=of_ids, entropy_mode=entropy, **more)
+    return TokenStats(log_probs, found, id_log_probs=of_ids, ids=ids, entropy_mode=entropy, **more)
 
 
 def plain_logits(hidden: Any, head: Any, where: Any = None) -> jax.Array:
