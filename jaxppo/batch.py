@@ -209,7 +209,7 @@ class RolloutBatch(Constructors):
           >>> batch.validate(vocab_size=9)
           Traceback (most recent call last):
           ...
-          ValueError: tokens: got 9 at row 0, position 2, expected 0 to 8
+          ValueError: targets: got 9 at row 0, position 1, expected 0 to 8 where loss_mask is 1
         """
         arrays = arrays_of(vars(self), stacked=True, prefix="")
         if normalizer is not None:
