@@ -15,7 +15,7 @@ from jaxppo.advantages.by_group import Parallel, Singletons
 from jaxppo.advantages.token_statistics import check_segments, check_tokens
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, scan_shard, shard_call, vary
 
 Place = Literal["position", "loss_token"]

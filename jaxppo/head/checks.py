@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import check_array, check_choice
-from jaxppo.head.types import Asked, Entropy, LogitStat
+from jaxppo.head.call import Asked
+from jaxppo.head.head import Entropy, LogitStat
 from jaxppo.sharding import ParallelMesh
 
 

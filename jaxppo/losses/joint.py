@@ -18,10 +18,10 @@ from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
+from jaxppo.head.call import HeadCall, HeadOptions, Inputs
+from jaxppo.head.gradient import reduce_tokens, stats_of_tokens
 from jaxppo.head.head import Head
-from jaxppo.head.prepare import HeadOptions, prepare_head
-from jaxppo.head.types import HeadCall, Inputs
-from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
+from jaxppo.head.prepare import prepare_head
 from jaxppo.losses.parts import SFT, Part, ReferenceKL, TopKDistillation
 from jaxppo.losses.policy import token_loss_of
 from jaxppo.losses.policy_checks import check_batch

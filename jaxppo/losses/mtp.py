@@ -14,8 +14,8 @@ from jaxppo._arrays import Aggregation
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.api import log_probs_from_hidden
+from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Head
-from jaxppo.head.prepare import HeadOptions
 from jaxppo.losses.sft import sft_loss
 from jaxppo.metrics import Metric, Metrics
 from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left

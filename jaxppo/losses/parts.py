@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from jaxppo._arrays import Aggregation, Coefficient, check_aggregation, check_choice, check_number, masked, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.kl import KL, Estimator
 from jaxppo.losses.policy import reference_kl
 from jaxppo.losses.sft import SFTTokenLoss

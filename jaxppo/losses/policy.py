@@ -15,9 +15,9 @@ from jaxppo._arrays import LOG_PROBS, Aggregation, as_coefficient, masked, neede
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
-from jaxppo.head.head import Head
-from jaxppo.head.prepare import HeadOptions, prepare_head
-from jaxppo.head.types import Entropy, TokenStats
+from jaxppo.head.call import HeadOptions
+from jaxppo.head.head import Entropy, Head, TokenStats
+from jaxppo.head.prepare import prepare_head
 from jaxppo.kl import KL, k3, kl_divergence, log_ratio
 from jaxppo.losses.policy_checks import BY_RATIO, check_batch, check_stats
 from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_hidden, loss_of_stats

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jaxppo._arrays import LOG_PROBS, check_f32, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.validation import checked
 
 BY_RATIO = {"old": "old_log_probs", "rollout": "rollout_log_probs"}  # the log-probs of each `ratio_to` of a batch

@@ -15,7 +15,7 @@ from jaxppo._arrays import Aggregation, check_choice
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import ImpossibleTokens, PolicyLossConfig
-from jaxppo.head.types import Entropy, TokenStats
+from jaxppo.head.head import Entropy, TokenStats
 from jaxppo.losses.policy import advantages_of
 from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_stats
 from jaxppo.losses.top_k_distillation import as_top_k, mass, of_ids

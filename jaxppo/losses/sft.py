@@ -22,10 +22,10 @@ from jaxppo._arrays import (
 )
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
+from jaxppo.head.call import HeadOptions
 from jaxppo.head.checks import as_logit_stats
-from jaxppo.head.head import Head
-from jaxppo.head.prepare import HeadOptions, prepare_head
-from jaxppo.head.types import LogitStat, TokenStats
+from jaxppo.head.head import Head, LogitStat, TokenStats
+from jaxppo.head.prepare import prepare_head
 from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes

@@ -27,8 +27,9 @@ from jaxppo._arrays import PER_SEGMENT, Aggregation, masked
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.aggregation import Normalizer, step_normalizer, token_weights, weighted_sum
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.types import Entropy, HeadCall, Inputs, LogitStat, Prepared
-from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
+from jaxppo.head.call import HeadCall, Inputs, Prepared
+from jaxppo.head.gradient import reduce_tokens, stats_of_tokens
+from jaxppo.head.head import Entropy, LogitStat
 from jaxppo.metrics import Composite, Metric, Metrics, Terms, reduce_metrics
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.rules import as_bits, broken_log_probs, count_broken

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 from jaxppo._arrays import Aggregation, check_aggregation, check_floating, needed
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
+from jaxppo.head.call import HeadOptions
 from jaxppo.head.checks import as_id_sets
-from jaxppo.head.head import Head
-from jaxppo.head.prepare import HeadOptions, prepare_head
-from jaxppo.head.types import Entropy, TokenStats
+from jaxppo.head.head import Entropy, Head, TokenStats
+from jaxppo.head.prepare import prepare_head
 from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_hidden, loss_of_stats
 from jaxppo.losses.top_k_divergence import Tail, TopKDivergence, check_options, top_k_divergence
 from jaxppo.metrics import Metrics, Terms, means

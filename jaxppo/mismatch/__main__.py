@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxppo.head import Head
-from jaxppo.head.types import Layout
+from jaxppo.head.head import Layout
 from jaxppo.mismatch.report import MismatchReport, mismatch_report
 from jaxppo.mismatch.tokens import Rounding, TokenMismatch, token_mismatch
 

@@ -18,7 +18,7 @@ from examples.rollouts import Packer, answers
 from examples.spikes import Spikes, load_batch
 from examples.train_grpo import main
 from jaxppo import PolicyLossConfig, RolloutBatch, Sample, policy_loss
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from sharding import make_parallel_mesh
 
 TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "2"]

@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float
 from jaxppo._arrays import Aggregation, masked, needed
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.head import Head
-from jaxppo.head.prepare import HeadOptions, prepare_head
-from jaxppo.head.types import Entropy, TokenStats
+from jaxppo.head.call import HeadOptions
+from jaxppo.head.head import Entropy, Head, TokenStats
+from jaxppo.head.prepare import prepare_head
 from jaxppo.losses.preference.base import PreferenceLoss, Responses, mean_log_prob
 from jaxppo.losses.token_loss import Constants, Step, TokenLoss, loss_of_hidden, loss_of_stats
 from jaxppo.metrics import Metrics, Terms, means
