@@ -20,7 +20,7 @@ from jax import lax
 from jaxppo.head.call import HeadCall, Inputs, Names
 from jaxppo.head.reductions import Columns, Tokens
 from jaxppo.head.tile import Features, Parameters, low_rank, low_rank_by_row
-from jaxppo.sharding import vary, varying
+from jaxppo.sharding import vary, vary_like, varying
 
 Axes = frozenset[str]
 Index = int | jax.Array  # a scalar
@@ -63,10 +63,9 @@ def local(call: HeadCall, inputs: Inputs) -> Local:
         else:
             low, b = low_rank_by_row(hidden, a, b, inputs.adapter_ids, tokens)
         products.append((low, b if call.v_dim == 1 else b.T))
-    if inputs.bias is not None:
-        products.append(
-            (jnp.ones((R, T, 1), jnp.float32), jnp.expand_dims(inputs.bias.astype(jnp.float32), 1 - call.v_dim))
-        )
+    if inputs.bias is not None:  # -inf hides a column; the least f32 does too, and 0 times it is not NaN
+        bias = jnp.maximum(inputs.bias.astype(jnp.float32), jnp.finfo(jnp.float32).min)
+        products.append((jnp.ones((R, T, 1), jnp.float32), jnp.expand_dims(bias, 1 - call.v_dim)))
     features, parameters = zip(*products, strict=True)
     parameters = (parameters[0].T if call.transposed else parameters[0], *parameters[1:])
     of_tokens = inputs.targets, inputs.nucleus_ids, inputs.ids, inputs.temperature
@@ -88,7 +87,7 @@ def cleaned(x: jax.Array, counts: jax.Array) -> jax.Array:
     return jnp.where(counts, x, 0)
 
 
-cleaned.defjvp(lambda x, dx: (cleaned(*x), dx[0]))
+cleaned.defjvp(lambda x, dx: (found := cleaned(*x), vary_like(dx[0], found)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

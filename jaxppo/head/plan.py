@@ -13,8 +13,6 @@ from jaxppo.head.border import Local, count_of, deterministic_tokens, parts_of, 
 from jaxppo.head.call import HeadCall
 from jaxppo.sharding import wider_dtype
 
-CHUNK = 2048  # tokens of a chunk of one pass on accelerators
-ROWS = 8192  # tokens of a tile of the second pass on accelerators
 LEAST = 128  # tokens of the smallest group: with fewer, two passes cost less than the updates of dkernel
 
 
@@ -58,7 +56,7 @@ def plan_of(call: HeadCall, given: Local, *, token_loss: bool = False) -> Plan:
         chunk = deterministic_tokens(call)
         columns = V // (parts_of(call, held) or 1)
         return Plan(2, chunk, chunk, columns, min(columns, profile.columns))
-    return _two_passes(call, N, H, V, logit, item, fixed)
+    return _two_passes(call, N, H, V, logit, item, fixed, given.counts is not None)
 
 
 def _one_pass(N: int, H: int, V: int, logit: int, item: int, memory: int, whole: bool, most: int) -> Plan | None:
@@ -67,7 +65,7 @@ def _one_pass(N: int, H: int, V: int, logit: int, item: int, memory: int, whole:
         several = group < N
         if group > most or (several and group > most // 2) or (several and group < LEAST):
             continue
-        for chunk in [CHUNK, 1024, 512, 256, 128] if whole else [64, 32]:
+        for chunk in [most // 4, *(c for c in (1024, 512, 256, 128) if c < most // 4)] if whole else [64, 32]:
             chunk = even(group, min(chunk, group), whole)
             filled = chunk * -(-group // chunk)
             products = 4 * filled * H + min(4 * H * V, 8 * H * 4096)
@@ -77,15 +75,20 @@ def _one_pass(N: int, H: int, V: int, logit: int, item: int, memory: int, whole:
     return None
 
 
-def _two_passes(call: HeadCall, N: int, H: int, V: int, logit: int, item: int, fixed: int) -> Plan:
+def _two_passes(call: HeadCall, N: int, H: int, V: int, logit: int, item: int, fixed: int, given_mask: bool) -> Plan:
     profile, memory = call.profile, call.memory
     # XLA fuses the sums of all columns into a product with bf16 operands: logits need no memory then, see `references`
-    rows = even(N, ROWS if profile.whole else 2048, profile.whole)
+    most = profile.group
+    if given_mask and call.follow_mask:  # the work can stop only after a tile
+        most = most // 4 if profile.whole else min(most, max(most // 8, -(-N // 4)))
+    rows = even(N, most, profile.whole)
     chunk = even(
         rows, max(8, min(profile.tokens, profile.tile // (logit * (V if profile.whole else 512)))), profile.whole
     )
     columns = V if profile.whole else min(V, max(128, profile.tile // (logit * chunk) // 128 * 128))
-    wide = min(V, profile.columns * max(1, N // ROWS) if not profile.rings and profile.whole else profile.columns)
+    wide = min(
+        V, profile.columns * max(1, N // profile.group) if not profile.rings and profile.whole else profile.columns
+    )
     by_block = fixed > 0 and fixed > (memory or profile.one_pass)
     if memory is not None:
 

@@ -125,7 +125,9 @@ def sums_of(
             found["count"] = exists.astype(jnp.float32).sum(1)
     if tokens.ids is not None:
         place, inside = columns.places(tokens.ids)
-        with note(f"logits of {place.shape[1]} ids per token, gathered from each tile"):
+        K = place.shape[1]
+        forward, backward = "logits of {K} ids per token, gathered from each tile", "one scatter-add per tile"
+        with note(f"gradients of {K} ids per token, {backward}" if differentiated else forward.format(K=K)):
             found["ids"] = jnp.where(inside, jnp.take_along_axis(z, place, axis=1), 0)
     return found
 

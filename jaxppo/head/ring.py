@@ -65,7 +65,7 @@ def summed(
             return jnp.concatenate(halves, dim)
         return ring_gather(halves, names, lambda out, share, half, x: put_slice(out, x, start(share, half), dim), out)
 
-    like = jax.eval_shape(given, 0, size)
+    like = jax.eval_shape(lambda: given(0, size))
     shape = (length, like.shape[1]) if dim == 0 else (like.shape[0], length)
     kept = frozenset(like.manual_axis_type.varying) - set(rest)
     if scatter:

@@ -64,7 +64,12 @@ class Work(NamedTuple):
     def of(cls, call: HeadCall, plan: Plan, given: Local, *, by_block: bool = False) -> Work:
         axes, N = axes_of(call, given), given.size(call)
         alone = plan.passes == 2 and plan.group >= N and plan.chunk >= N  # a single tile keeps tokens in place
-        order = Order.of(call, None if alone and not call.deterministic else given.counts, N, axes if plan.passes == 1 else frozenset())
+        order = Order.of(
+            call,
+            None if alone and not call.deterministic else given.counts,
+            N,
+            axes if plan.passes == 1 else frozenset(),
+        )
         tile = plan.group if plan.passes == 1 or plan.group % plan.chunk == 0 else plan.chunk
         least = 2 if call.deterministic else 1  # a loop of one turn would be compiled as another program
         size = tile * max(least, -(-N // tile))
