@@ -63,7 +63,7 @@ def test_the_others_have_advantages_against_those_that_count(name):
     equal = call(jnp.where(among, 1.0, REWARDS), among)
     assert not equal[kept].any() or name in ("standardize", "gpg", "whiten")
     assert np.abs(equal).max() < 10
-    with pytest.raises(TypeError, match=r"among: got dtype float32, expected bools"):
+    with pytest.raises(TypeError, match=r"among: got dtype float32, expected bool"):
         call(REWARDS, jnp.ones((1, 6)))
 
 

@@ -336,8 +336,8 @@ def test_8_narrow_targets_of_a_wide_vocabulary(dtype, mesh):
 
 def test_the_slope_of_a_distance_is_0_where_policies_agree():
     """The slope of jnp.abs is 1 there."""
-    slope = jax.grad(lambda x: kl_divergence(x, jnp.zeros(3), "abs").sum())
-    np.testing.assert_array_equal(slope(jnp.array([-1.0, 0.0, 1.0])), [-1, 0, 1])
+    slope = jax.grad(lambda x: kl_divergence(x, jnp.full(3, -2.0), "abs").sum())
+    np.testing.assert_array_equal(slope(jnp.array([-3.0, -2.0, -1.0])), [-1, 0, 1])
 
 
 def test_tokens_of_advantage_0_are_not_clipped_by_dppo():

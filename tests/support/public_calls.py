@@ -76,7 +76,7 @@ class Given:
 
     @property
     def stats(self) -> TokenStats:
-        return TokenStats(self.batch.returns, self.batch.values, self.batch.values, self.batch.values)
+        return TokenStats(self.batch.returns, *[-self.batch.returns] * 3)
 
 
 INTEGERS = {"tokens": "uint8", "targets": "int16", "segment_ids": "int8", "positions": "uint8"}
@@ -119,7 +119,7 @@ def of_head(g: Given, call: Callable[..., Any]) -> Any:
 
 def policy(g: Given, config: PolicyLossConfig, **options: Any) -> Any:
     def loss(x):
-        return jaxppo.policy_loss(TokenStats(x, g.batch.values), g.batch, config, **g.on, **options)
+        return jaxppo.policy_loss(TokenStats(x, -g.batch.returns), g.batch, config, **g.on, **options)
 
     return slope(loss, g.batch.returns)
 
@@ -346,7 +346,7 @@ OBJECTIVES: dict[str, Callable[[Given], Any]] = {
     "draft_loss, draft_metrics, draft_normalizers": draft,
     "joint_loss_from_hidden, joint_normalizers": joint,
     "second_moment_mask": lambda g: second_moment_mask(g.batch, **g.on),
-    "top_entropy_mask": lambda g: top_entropy_mask(g.batch.values, g.batch, **g.on),
+    "top_entropy_mask": lambda g: top_entropy_mask(-g.batch.returns, g.batch, **g.on),
     "entropy_metrics": lambda g: finalize_metrics(entropy_metrics(g.stats, g.batch, **g.on)),
     "advantages.pass_rates": lambda g: finalize_metrics(
         advantages.pass_rates(g.batch.rewards, g.batch.group_ids, **g.on)
