@@ -149,7 +149,7 @@ def _wrong(xp: Any, ends: list[Any], loss_mask: Any, row_length: int, multiple: 
     needed = sizes.sum(axis=1, dtype=xp.int32)
     of = f", each sequence padded to a multiple of {multiple}" if multiple > 1 else ""
     yield ENDS[0], needed > row_length, needed, f"at most row_length={row_length} positions of a row{of}"
-    trains = xp.pad((loss_mask != 0).cumsum(axis=1, dtype=xp.int32), ((0, 0), (1, 0)))
+    trains = xp.pad((loss_mask.astype(xp.float32) != 0).cumsum(axis=1, dtype=xp.int32), ((0, 0), (1, 0)))
     first, last = (xp.take_along_axis(trains, xp.clip(x, 0, tokens), axis=1) for x in (starts, starts + lengths))
     lost = trains[:, -1] - (last - first).sum(axis=1, dtype=xp.int32)
     yield "loss_mask", lost != 0, lost, "0 tokens to train on outside the sequences of cu_seqlens"
