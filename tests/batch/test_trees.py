@@ -259,7 +259,7 @@ REFUSED = {
     "text": ({"share_prefixes": "yes"}, "share_prefixes: got 'yes', expected True or False"),
     "depths below 0": (
         {"share_prefixes": True, "mtp_depths": -1},
-        "mtp_depths: got -1, expected an integer of at least 0",
+        "mtp_depths: got -1, expected a whole number of at least 0",
     ),
     "depths of nothing": ({"mtp_depths": 2}, "mtp_depths: got 2, expected 0 without share_prefixes=True"),
     "long": (

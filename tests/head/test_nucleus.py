@@ -120,7 +120,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="recorded: got 5 samples, expected 2"):
         pack_nucleus_ids(RECORDED, SAMPLES[:2], batch)
     ids = jnp.zeros((2, 4, 1), int)
-    with pytest.raises(ValueError, match="columns: got 0, expected an integer of at least 1"):
+    with pytest.raises(ValueError, match="columns: got 0, expected a whole number of at least 1"):
         nucleus_mask(ids, 0)
     with pytest.raises(ValueError, match=r"nucleus_ids: got shape \(4, 1\), expected \[R, T, K\]"):
         nucleus_mask(ids[0], 96)

@@ -220,11 +220,17 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "on_policy_distillation": (
         lambda g, o, p: advantages.on_policy_distillation(
-            g.tokens["rewards"], g.tokens["values"], g.tokens["kl"], g.batch.loss_mask, coef=o.coef
+            g.tokens["rewards"],
+            -jnp.abs(g.tokens["values"]),
+            -jnp.abs(g.tokens["kl"]),
+            g.batch.loss_mask,
+            coef=o.coef,
         ),
         lambda k, o: [
-            truth.on_policy_distillation(*x, o.coef)
-            for x in zip(*(k.tokens[n] for n in ("rewards", "values", "kl")), k.masks, strict=True)
+            truth.on_policy_distillation(rewards, -np.abs(values), -np.abs(kl), mask, o.coef)
+            for rewards, values, kl, mask in zip(
+                *(k.tokens[n] for n in ("rewards", "values", "kl")), k.masks, strict=True
+            )
         ],
     ),
     "remax": (
