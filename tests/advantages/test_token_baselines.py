@@ -139,7 +139,7 @@ def test_one_step_a_sample_is_grpo():
 def test_equal_steps_of_any_size_give_exactly_zero():
     batch = packed([[1] * 7, [1] * 3, [1]], [3, 3, 3], None)
     same = jnp.full(batch.tokens.shape, 1000.1)
-    assert not np.any(of_steps(same, same, batch))
+    assert not np.any(of_steps(same, jnp.ones_like(same), batch))
 
 
 def test_a_sample_without_a_group_has_no_part():
