@@ -205,7 +205,7 @@ def test_bad_input():
     for bad in (-1, 1.0, True, None):
         with pytest.raises(ValueError, match=r"top_k: got .*, expected a number of ids, or 0 for none"):
             log_probs_from_logits(z, targets, top_k=bad)
-    with pytest.raises(TypeError, match="log_probs: got dtype int32, expected floats"):
+    with pytest.raises(TypeError, match="log_probs: got dtype int32, expected float"):
         renormalised_entropy(targets)
     with pytest.raises(ValueError, match=r"log_probs: got shape \(\), expected \[..., K\]"):
         renormalised_entropy(jnp.float32(0))

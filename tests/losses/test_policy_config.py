@@ -207,7 +207,7 @@ def test_shapes(batch):
     with pytest.raises(ValueError, match=r"stats.entropy: got None, expected f32\[R, T\] for entropy_coef=0.1"):
         loss_of(stats, batch, PolicyLossConfig(entropy_coef=0.1), None)
     integers = TokenStats(batch.returns.astype(np.int32))
-    with pytest.raises(TypeError, match=r"stats.log_probs: got int32, expected a floating-point dtype"):
+    with pytest.raises(TypeError, match=r"stats.log_probs: got dtype int32, expected float32"):
         loss_of(integers, batch, PolicyLossConfig(), None)
 
 
