@@ -86,7 +86,7 @@ class Clock:
 
     def time(self, compiler: str) -> Time:
         """The time of the module, by the compiler of this name."""
-        least, full = (Milliseconds(*map(float, row)) for row in self.run(self.module.entry, ()) * 1e3)
+        least, full = (Milliseconds(*map(float, row)) for row in self.run(self.module.entry, ()).clip(0) * 1e3)
         unknown = tuple(dict.fromkeys(self.unknown))
         return Time(**dataclasses.asdict(full), least=least, unknown=unknown, compiler=compiler, chip=self.chip.name)
 
