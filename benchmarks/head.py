@@ -1,9 +1,9 @@
 """Every way to a head's log-probs, entropy and gradients, side by side on the same data in one process.
 
     python -m benchmarks.head                                   # the table, the sweeps and the real heads
-    python -m benchmarks.head --parts tpu --tpu v5p:2x2x4       # full-size heads, by the TPU compiler (needs libtpu)
+    python -m benchmarks.head --parts tpu                       # full-size heads, by the TPU compiler (needs libtpu)
     python -m benchmarks.head --parts static --tpu v5p:2x2x4    # their instructions, by two of its tools
-    python -m benchmarks.head --gpu                             # full-size heads and a sweep of tiles, on a GPU
+    python -m benchmarks.head --here                            # what to paste into an issue: times on this device
     python -m benchmarks.head --parts roofline                  # full-size heads on described H100s (needs gpu-aot)
 
 Times are medians over rounds in which every version runs once; temporaries are the compiled module's. Each version's
@@ -28,14 +28,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import gpu, peers, plots, static_profile, versions
-from benchmarks.cases import Case, draw
+from benchmarks import peers, plots, static_profile, versions
+from benchmarks.cases import PUBLISHED, Case, draw
 from benchmarks.measure import compile_step, difference, fits, in_turns, peaks, temporaries
 from examples.pod_head import Step, best_plain_stats, described_mesh
 from examples.pod_sizes import HEADS, HeadSizes
+from jaxppo.__main__ import main as jaxppo_facts
 from jaxppo.sharding import Audit, audit
 
 MIB = 2**20
+CHIPS = ("v6e:4x4", "v5p:2x2x4")
+MESHES = ("tp=16", "cp=16,tp=1", "fsdp=4,tp=4", "fsdp=16")
+FORM = "https://github.com/jaxppo/jaxppo/issues/new?template=timing.yml"
 Records = list[dict[str, Any]]
 Programs = dict[tuple[str, str], Any]  # the key is (group, name)
 SWEPT = {  # the versions in the plots, by (group, name)
@@ -174,10 +178,18 @@ def heads_part(args: argparse.Namespace) -> Records:
 
 
 def tpu_part(args: argparse.Namespace) -> Records:
-    """Full-size heads in bf16 by the TPU compiler: estimated times, also over the bare products, and temporaries."""
+    """Full-size heads in bf16 by the TPU compiler: estimated times, also over the bare products, and temporaries.
+
+    Without --tpu they are all rows of the documented tables, which takes hours. What is done is written after each.
+    """
+    cases = itertools.product(args.tpu or CHIPS, args.mesh, args.heads, args.tpu_tokens)
+    if not args.tpu:
+        cells = [("cp=4,tp=4", name) for name in HEADS] + [(mesh, "qwen3-8b") for mesh in MESHES]
+        cases = ((chip, *cell, tokens) for tokens in (8192, 32768) for cell in cells for chip in CHIPS)  # type: ignore[assignment]
     records: Records = []
-    for topology, mesh, name, tokens in itertools.product(args.tpu, args.mesh, args.heads, args.tpu_tokens):
+    for topology, mesh, name, tokens in cases:
         records += described(name, HEADS[name], tokens, mesh, topology)
+        write(args, "tpu", records)
     return records
 
 
@@ -202,37 +214,26 @@ def static_part(args: argparse.Namespace) -> Records:
     return records
 
 
-def gpu_part(args: argparse.Namespace) -> Records:
-    """Times all versions at published sizes on one GPU, then one pass by memory and two passes by tiles."""
+def here_part(args: argparse.Namespace) -> Records:
+    """Times all versions on the device that is here: heads of published sizes, or on a CPU one of --tokens."""
+    small = Case(args.tokens, HeadSizes(args.hidden_size, args.vocab_size), args.dtype, args.share)
+    jaxppo_facts([])
     records: Records = []
-    for case in gpu.CASES:
+    for case in (small,) if jax.default_backend() == "cpu" else PUBLISHED:
         found = measured(case, args.rounds)
         show(_title(case), found)
-        swept = swept_tiles(case, args.rounds)
-        show(f"{_title(case)}: memory of one pass, tiles of two", swept)
-        sizes = {"tokens": case.tokens, **dataclasses.asdict(case.sizes)}
-        records += [{**sizes, **record} for record in found + swept]
+        records += [{"tokens": case.tokens, **dataclasses.asdict(case.sizes), **record} for record in found]
+    print(f"\nPlease paste all of this at {FORM}")
     return records
 
 
 def roofline_part(args: argparse.Namespace) -> Records:
     """Full-size heads in bf16 on described H100s, by a roofline of the kernels that XLA makes for them."""
     records = described("qwen3-8b", HEADS["qwen3-8b"], 8192, "cp=2,tp=4", "h100:8")
-    for case in gpu.CASES:
+    for case in PUBLISHED:
         name = f"H={case.sizes.hidden_size}, V={case.sizes.vocab_size}"
         records += described(name, case.sizes, case.tokens, "dp=1", "h100:1")
     return records
-
-
-def swept_tiles(case: Case, rounds: int) -> Records:
-    """Times two passes with several tiles, and one pass in several budgets of memory, in turns."""
-    data = draw(case)
-    programs = compiled_of({"floor": {versions.FLOOR: versions.three_matmuls(case)}}, data)
-    programs |= compiled_of({"policy loss": gpu.one_passes(case)}, data)
-    for name, fields in gpu.cuts():
-        with gpu.tiled(**fields):
-            programs |= compiled_of({"entropy": {name: versions.ours(case)}}, data)
-    return timed(case, data, programs, rounds)
 
 
 def costs(step: Step) -> dict[str, dict[str, Any]]:
@@ -318,18 +319,18 @@ PARTS = {
     "heads": heads_part,
     "tpu": tpu_part,
     "static": static_part,
-    "gpu": gpu_part,
+    "here": here_part,
     "roofline": roofline_part,
 }
 # parts that run only if they are asked for: they need devices, extras or much time
-NAMED = ("tpu", "static", "gpu", "roofline")
+NAMED = ("tpu", "static", "here", "roofline")
 DRAWN = {"vocabulary": plots.time_over_vocabulary, "tokens": plots.temporaries_over_tokens}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, help="all but tpu, static, gpu and roofline by default")
+    add("--parts", nargs="+", choices=PARTS, help="all but tpu, static, here and roofline by default")
     add("--tokens", type=int, default=2048)
     add("--hidden-size", type=int, default=1024)
     add("--vocab-size", type=int, default=32768)
@@ -346,31 +347,36 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--tpu", nargs="+", help="topologies, such as v5p:2x2x4 v6e:4x4")
     add("--mesh", nargs="+", default=["cp=4,tp=4"], help="meshes over the topology")
     add("--tpu-tokens", type=int, nargs="+", default=[8192, 32768], help="on each data and context shard")
-    add("--gpu", action="store_true", help="the part gpu alone")
+    add("--here", action="store_true", help="the part here alone")
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(arguments)
     if args.parts is None:
         args.parts = (
-            ["gpu"] if args.gpu else [part for part in PARTS if part not in NAMED or getattr(args, part, False)]
+            ["here"] if args.here else [part for part in PARTS if part not in NAMED or getattr(args, part, False)]
         )
-    if {"tpu", "static"} & {*args.parts} and not args.tpu:
+    if "static" in args.parts and not args.tpu:
         parser.error("tpu: expected --tpu TOPOLOGY, such as v5p:2x2x4")
-    if "gpu" in args.parts:
-        gpu.check(parser)
+    if "here" in args.parts:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves GPU memory to PyTorch
     if args.rounds < 1 or not 0 < args.share <= 1:
         parser.error(f"rounds, share: got {args.rounds}, {args.share}, expected at least 1, and above 0 up to 1")
     return args
 
 
+def write(args: argparse.Namespace, part: str, records: Records) -> None:
+    """Writes the records of a part, with where and how they were made."""
+    where = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "cpu_cores": os.cpu_count()}
+    options = {name: value for name, value in vars(args).items() if name not in ("out", "parts")}
+    found = {"where": where, "options": options, "records": records}
+    (args.out / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
-    where = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "cpu_cores": os.cpu_count()}
     for part in args.parts:
         records = PARTS[part](args)
-        options = {name: value for name, value in vars(args).items() if name not in ("out", "parts")}
-        found = {"where": where, "options": options, "records": records}
-        (args.out / f"{part}.json").write_text(json.dumps(found, indent=1) + "\n")
+        write(args, part, records)
         if part in DRAWN:
             DRAWN[part](records, args.out)
     return 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -12,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import batches, compiling, gpu, head, peers, trees, turns, versions
+from benchmarks import batches, compiling, head, peers, tables, trees, turns, versions
 from benchmarks.cases import Case, draw
 from benchmarks.measure import compile_step, difference, fits, in_turns, peaks
 from examples.pod_sizes import HEADS, HeadSizes
-from sharding.audit import audit
 
 TIED = Case(140, HeadSizes(8, 50, tied=True, softcap=2.0), share=0.3)  # more than one chunk
 PLAIN = Case(20, HeadSizes(8, 50), share=0.2)
@@ -78,20 +78,28 @@ def test_an_accelerator_is_compared_with_what_it_reaches(monkeypatch):
         assert record["share_of_copy_bandwidth"] > 0
 
 
-@pytest.mark.nightly
-def test_tiles_are_swept(monkeypatch):
-    monkeypatch.setattr(gpu, "TILES", {"columns": (16, 32), "chunk": (8,)})
-    monkeypatch.setattr(gpu, "MEMORIES", (1,))
-    notes = []
-    step = versions.ours(PLAIN)
-    for _, fields in gpu.cuts():
-        with gpu.tiled(**fields):
-            notes.append(audit(jax.jit(step), draw(PLAIN)).notes)
-    assert len({*map(str, notes)}) == 2
-    records = head.swept_tiles(PLAIN, 1)
-    swept = ["jaxppo in 1 MiB", "columns 16, chunk 8", "columns 32, chunk 8"]
-    assert [r["version"] for r in records] == [versions.FLOOR, *swept]
-    assert all(r["difference"] < 1e-5 for r in records[1:])
+def test_one_command_times_what_is_here_to_be_pasted(tmp_path, capsys, monkeypatch):
+    """On a CPU too: versions and devices, the table, and the form that takes it, which is there."""
+    monkeypatch.setattr(peers, "installed", lambda name: False)
+    sizes = ["--tokens", "140", "--hidden-size", "4", "--vocab-size", "24", "--rounds", "1"]
+    assert head.main(["--here", *sizes, "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert jax.__version__ in text
+    assert f"{jax.device_count()} x {jax.devices()[0].device_kind}" in text
+    assert all(version in text for version in (versions.FLOOR, "jaxppo, one pass", "jaxppo, two passes"))
+    link, form = text.splitlines()[-1].split()[-1].split("?template=")
+    assert link == "https://github.com/jaxppo/jaxppo/issues/new"
+    assert (Path(head.__file__).parents[1] / ".github" / "ISSUE_TEMPLATE" / form).is_file()
+    records = json.loads((tmp_path / "here.json").read_text())["records"]
+    assert all(r["seconds"] > 0 and r["tokens"] == 140 for r in records)
+
+
+def test_documented_tables_are_those_of_the_results(capsys):
+    tables.main()
+    pages = [Path(head.__file__).parents[1] / page for page in ("README.md", "docs/measurements.md")]
+    written = "\n".join(page.read_text() for page in pages)
+    found = [line.split("|", 2)[2] for line in capsys.readouterr().out.splitlines() if re.match(r"\|.*\d", line)]
+    assert [cells for cells in found if cells not in written] == []
 
 
 def test_versions_that_fit_no_memory_have_no_time(monkeypatch):
@@ -138,9 +146,7 @@ def test_command_writes_json_and_plots(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--parts tpu", "tpu: expected"),
         ("--parts static", "tpu: expected"),
-        ("--gpu", "gpu: expected a GPU, got cpu"),
         ("--rounds 0", "rounds, share: got 0"),
         ("--share 0", "rounds, share: got 9"),
     ],

@@ -1,0 +1,86 @@
+"""Prints the tables of README and of docs/measurements.md from benchmarks/results/tpu.json, as Markdown.
+
+python -m benchmarks.tables
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "tpu.json"
+CHIPS = ("v5p:2x2x4", "v6e:4x4")
+Rows = dict[tuple[str, str, str, int, str], dict[str, Any]]  # by topology, mesh, head, tokens and version
+
+VERSIONS = {
+    "plain": "plain JAX, which holds the logits",
+    "best plain": "plain JAX at its best",
+    "one pass, a mask": "`policy_loss_from_hidden`, one pass, with a mask that is 1 everywhere",
+    "one pass, no mask": "the same with `follow_mask=False`",
+    "one pass, no mask, best plain's memory": "the same in the memory of plain JAX at its best",
+    "two passes": "`log_probs_from_hidden` and a loss that is not token-local, two passes, no mask",
+    "two passes, a mask": "the same with a mask that is 1 everywhere",
+    "forward": "`log_probs_from_hidden` without gradients",
+}
+RATIOS = ("one pass, no mask", "one pass, no mask, best plain's memory", "one pass, a mask", "two passes")
+
+
+def table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def one_head(rows: Rows) -> Iterator[str]:
+    """Computing plus sums, and computing over the bare products."""
+    cells = []
+    for version, text in VERSIONS.items():
+        both = [rows[chip, "cp=4,tp=4", "qwen3-8b", 8192, version] for chip in CHIPS]
+        cell = [text]
+        for r in both:
+            cell += [f"{r['compute_ms']:.1f} + {r['collectives_ms']:.1f}", f"{r['over_products']:.2f}"]
+        cells.append([*cell, f"{max(r['temporaries_gib'] for r in both):.2f} GiB"])
+    return table(["", "v5p, ms", "over products", "v6e, ms", "over products", "temporaries"], cells)
+
+
+def over_best_plain(rows: Rows, tokens: int) -> Iterator[str]:
+    """Times over plain JAX at its best, and memory, of each chip; a dash for what was not estimated."""
+
+    def both(mesh: str, name: str, version: str, key: str) -> str:
+        found = (rows.get((chip, mesh, name, tokens, version)) for chip in CHIPS)
+        return " / ".join(f"{r[key]:.2f}" if r else "-" for r in found)
+
+    cells = [
+        [name if mesh == "cp=4,tp=4" else f"{name}, {mesh}"]
+        + [both(mesh, name, version, "over_best_plain") for version in RATIOS]
+        + [both(mesh, name, version, "temporaries_gib") for version in ("one pass, a mask", "two passes", "best plain")]
+        for mesh, name in dict.fromkeys((mesh, name) for _, mesh, name, t, _ in rows if t == tokens)
+    ]
+    names = ["no mask", "no mask, in plain JAX's memory", "a mask", "two passes"]
+    return table(["head", *names, "GiB, a mask", "GiB, two passes", "GiB, plain"], cells)
+
+
+def readme(rows: Rows) -> Iterator[str]:
+    """The sums of computing and collectives."""
+    cells = []
+    for version in ("plain", "best plain", "one pass, a mask", "a fifth", "two passes, a mask", "forward"):
+        name = version.replace("a fifth", "one pass, a mask")
+        both = [rows[chip, "cp=4,tp=4", "qwen3-8b", 8192, name] for chip in CHIPS]
+        times = [r["fifth_ms"] if version == "a fifth" else r["compute_ms"] + r["collectives_ms"] for r in both]
+        gib = max(r["temporaries_gib"] for r in both)
+        cells.append([version, *(f"{time:.1f} ms" for time in times), f"{gib:.2f} GiB"])
+    return table(["", "TPU v5p", "TPU v6e", "temporary memory"], cells)
+
+
+def main() -> None:
+    records = json.loads(RESULTS.read_text())["records"]
+    keys = ("topology", "mesh", "head", "tokens_per_shard", "version")
+    rows: Rows = {tuple(r[key] for key in keys): r for r in records}  # type: ignore[misc]
+    for lines in (readme(rows), one_head(rows), *(over_best_plain(rows, tokens) for tokens in (8192, 32768))):
+        print("\n".join(lines), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
