@@ -165,7 +165,7 @@ def _adapter_ids(v: View) -> Broken:
 
 def _temperature(v: View) -> Broken:
     for name, x in v.existing("temperature"):
-        yield name, v.counts & ~v.xp.isfinite(x)
+        yield name, v.counts & ~(v.xp.isfinite(x) & (x > 0))
 
 
 def _ids(v: View) -> Broken:
