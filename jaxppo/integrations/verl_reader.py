@@ -144,14 +144,10 @@ def _clip(options: Options) -> tuple[float, float]:
     """The lower and the upper bound; the common bound replaces one that is None."""
     keys = tuple(ACTOR + name for name in ("clip_ratio_low", "clip_ratio_high"))
     common = ACTOR + "clip_ratio"
-    unread = all(options[key] is not None for key in (common + "_low", common + "_high"))
-    if (
-        unread
-        and not {common + "_low", common + "_high"} & options.given.keys()
-        and options[common] != DEFAULTS[common]
-    ):
+    unread = not set(keys) & options.given.keys() and None not in [options[key] for key in keys]
+    if unread and options[common] != DEFAULTS[common]:
         options.refuse(common, "clip_ratio_low and clip_ratio_high, whose defaults, 0.2, verl reads in its place")
-    low, high = (options.number(ACTOR + "clip_ratio" if options[key] is None else key) for key in keys)
+    low, high = (options.number(common if options[key] is None else key) for key in keys)
     return low, high
 
 
