@@ -97,5 +97,5 @@ def test_bad_input():
         covariance_mask(stats, batch, PolicyLossConfig(), KEY)
     with pytest.raises(ValueError, match=r"batch.old_log_probs: got None"):
         covariance_mask(stats, dataclasses.replace(batch, old_log_probs=None), config_of(KLCov()), KEY)
-    with pytest.raises(ValueError, match="stats.log_probs: got shape"):
+    with pytest.raises(ValueError, match=r"stats.log_probs: got shape"):
         covariance_mask(TokenStats(stats.log_probs[:4]), batch, config_of(KLCov()), KEY)
