@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jaxppo._arrays import IDS, PER_SEGMENT, check_choice
+from jaxppo._arrays import IDS, PER_SEGMENT, check_choice, check_count
 from jaxppo.rows import Names, RowArrays, aligned_rows, check_row_array, check_row_dtype, existing, known, of_whole_rows
 from jaxppo.sharding import ParallelMesh, check_parallel, row_multiple, segment_multiple
 
@@ -68,8 +68,7 @@ def _one_row(name: str, x: Any) -> Any:
 
 def _at_least(name: str, value: Any, least: int) -> int:
     value = least if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name}: got {value!r}, expected an integer of at least {least}")
+    check_count(name, value, least=least)
     return int(value)
 
 

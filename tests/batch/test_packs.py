@@ -244,8 +244,8 @@ MISUSE = {
     "a list": ({"cu_seqlens": [0, 5, 8]}, "cu_seqlens: got list, expected an array"),
     "floats": ({"cu_seqlens": np.array([0.0, 5.0, 8.0])}, "cu_seqlens: got float64, expected integers"),
     "an unknown array": ({"logps": PACK["tokens"]}, "logps: got an unknown array, expected one of advantages"),
-    "too few segments": ({"num_segments": 1}, "num_segments: got 1, expected an integer of at least 2"),
-    "no row": ({"row_length": 0}, "row_length: got 0, expected an integer of at least 1"),
+    "too few segments": ({"num_segments": 1}, "num_segments: got 1, expected a whole number of at least 2"),
+    "no row": ({"row_length": 0}, "row_length: got 0, expected a whole number of at least 1"),
     "one row for two": (
         {"parallel": "dp=2,cp=2,tp=2"},
         r"tokens: got shape \(1, 8\) in .*from_cu_seqlens, expected dimension 0 to be a multiple of 2",
