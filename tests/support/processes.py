@@ -20,6 +20,11 @@ EMPTY = 2  # an empty response
 VALUES = ("old_log_probs", "ref_log_probs", "advantages")
 
 
+def own_samples(rank):
+    """`samples` with ids that no other process has."""
+    return [dataclasses.replace(s, sample_id=s.sample_id + 10 * rank) for s in samples()]
+
+
 def samples():
     """Six short rollouts: in rows of 64 positions, most context shards hold nothing but padding."""
     from jaxppo import Sample
@@ -59,7 +64,7 @@ def refusals(rank):
     from sharding import make_parallel_mesh, multihost
 
     own, shared = make_parallel_mesh("dp=2,cp=4"), make_parallel_mesh("cp=4,tp=2")
-    good = samples()
+    good = own_samples(rank)
 
     def change(i, **values):
         return [dataclasses.replace(s, **values) if s is good[i] else s for s in good]
@@ -76,11 +81,12 @@ def refusals(rank):
         "none": (own, mine([]), {}),
         "kind": (own, mine([*good, "a sample"]), {}),
         "long": (own, mine(change(0, tokens=np.zeros(70, int), response_start=70, **dict.fromkeys(VALUES))), {}),
-        "same id": (own, mine(change(0, sample_id=1)), {}),
+        "same id": (own, mine(change(0, sample_id=11)), {}),
+        "ids of hosts": (own, samples(), {}),
         "value": (own, mine(change(0, advantages=None)), {}),
         "values": (own, mine([dataclasses.replace(s, advantages=None) for s in good]), {}),
         "group": (own, mine(different(2)) if rank else different(0), {}),
-        "other rows": (shared, mine(change(0, reward=2.0)), {}),
+        "other rows": (shared, [dataclasses.replace(s, reward=1.0 + rank) for s in samples()], {}),
     }
     found = {}
     for name, (parallel, given, options) in cases.items():
@@ -97,7 +103,7 @@ def refusals(rank):
     return found
 
 
-def packed_while_devices_work(parallel):
+def packed_while_devices_work(rank, parallel):
     """Packs and places a batch; returns its shape, and whether devices were still busy with an earlier program."""
     from jaxppo import RolloutBatch
 
@@ -105,7 +111,7 @@ def packed_while_devices_work(parallel):
     sharding = jax.NamedSharding(jax.sharding.Mesh(np.array(jax.local_devices()), "x"), jax.P("x"))
     # a program of all devices: on CPUs, the host would wait for that of one device
     running = long(jax.device_put(np.zeros(8), sharding))
-    batch = RolloutBatch.from_samples(samples(), row_length=64, parallel=parallel).put(parallel)
+    batch = RolloutBatch.from_samples(own_samples(rank), row_length=64, parallel=parallel).put(parallel)
     return [*batch.tokens.shape, not running.is_ready()]
 
 
@@ -119,7 +125,9 @@ def main(rank, count, port, mesh, layout, event=None):
     assert jax.device_count() == 8
     parallel = make_parallel_mesh(mesh, context_layout=layout)
     if event == "refusals":
-        print(json.dumps(refusals(rank) | {"while devices work": packed_while_devices_work(parallel)}), flush=True)
+        print(
+            json.dumps(refusals(rank) | {"while devices work": packed_while_devices_work(rank, parallel)}), flush=True
+        )
         if rank == 0:
             time.sleep(2)  # the coordinator is in this process, and the other process may still read from it
         os._exit(0)  # without waiting for the devices
