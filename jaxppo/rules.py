@@ -202,6 +202,7 @@ def _never(v: View) -> Broken:
 def _rollout_missing(v: View) -> Broken:
     for name, x in v.existing("rollout_ids"):
         yield name, (x < 0) & (v["sample_ids"] >= 0)
+        yield "loss_mask", v.counts & (v["segment_ids"] > 0) & (v.of_segments(name) < 0)
 
 
 def _normalizer_of_another_step(v: View) -> Broken:
@@ -296,7 +297,9 @@ STRUCTURE = (
         _mask_on_last_position,
     ),
     Rule("segment_ids_range", "0 to {S}", _segment_range, structural=True),
-    Rule("rollout_ids_missing", "a rollout id of at least 0 for each sample", _rollout_missing),
+    Rule(
+        "rollout_ids_missing", "a rollout id of at least 0 for each sample, and no loss without one", _rollout_missing
+    ),
     Rule("normalizer", "finite denominators of at least 0", _denominators),
     Rule(
         "normalizer_of_another_step",

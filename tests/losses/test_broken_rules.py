@@ -112,6 +112,14 @@ RULES = {
         EVERY,
         {"batch": dataclasses.replace(BATCH, rollout_ids=np.full_like(BATCH.sample_ids, -1))},
     ),
+    "rollout_ids_missing, of no sample": (
+        EVERY,  # before: -2.311 for -0.289 from such segments
+        {
+            "batch": dataclasses.replace(
+                BATCH, **dict.fromkeys(["sample_ids", "rollout_ids"], np.full_like(BATCH.sample_ids, -1))
+            )
+        },
+    ),
     "loss_weights": (EVERY, batch_with("loss_weights", value=-0.5)),
     "loss_weights, NaN": (EVERY, batch_with("loss_weights")),
     "normalizer_of_another_step": (EVERY, {"normalizer_of": SMALLER}),
