@@ -176,6 +176,12 @@ def test_bad_input():
         advantages.discounted_returns(REWARDS, BATCH, masked="drop")
     with pytest.raises(ValueError, match=r"rewards: got shape \(3, 4\), expected the batch's \[R, S\], \(8, 4\)"):
         advantages.token_rewards(BATCH.rewards[:3], BATCH)
+    for alone, message in [
+        ({"kl": REWARDS}, "kl_coef: got None with kl"),
+        ({"kl_coef": 0.1}, "kl: got None with kl_coef"),
+    ]:
+        with pytest.raises(ValueError, match=message):  # before: it did nothing
+            advantages.token_rewards(BATCH.rewards, BATCH, **alone)
     with pytest.raises(ValueError, match="rewards: got None, expected the batch's"):
         advantages.token_rewards(None, BATCH)
 
