@@ -40,9 +40,9 @@ def started(folder, *options):
 
 
 def spoil(batch):
-    """The batch with one reward of NaN."""
+    """The batch with one infinite reward."""
     rewards = np.array(batch.rewards)
-    rewards[0, 0] = np.nan
+    rewards[0, 0] = np.inf
     return dataclasses.replace(batch, rewards=jax.device_put(rewards, batch.rewards.sharding))
 
 

@@ -176,6 +176,7 @@ def test_step():
         "rejected_fraction": 1 / 3,
         "sampler_log_prob_abs_diff": (np.log(8) + np.log(20)) / 3,
         "sampler_k3": (7 - np.log(8) + 19 - np.log(20)) / 3,
+        "rollout_capped": 0.0,
     }
     assert metrics.keys() == expected.keys()
     assert loss == metrics["loss"]
