@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxppo._arrays import OPTIONAL, PER_SEGMENT, REQUIRED, spec_of
 from jaxppo._pytree import register
@@ -69,6 +70,8 @@ class RolloutBatch(Constructors):
       rewards: `f32[R, S]`, one for each sequence, NaN for none.
       parents: `i32[R, S]`, the segment that each segment continues, numbered as in segment_ids; 0 for none. A prefix
         that samples share is a segment with the sample id -1. See `jaxppo.trees`.
+      extras: `[R, T, ...]` by name, arrays of your own, such as a teacher's ids, that a loss reads by name; in any
+        dtype, and not differentiated. Constructors place them as their `jaxppo.extras.Extra` says.
       context_layout: the layout of the rows; static, like all fields below.
       context_shards: the number of context shards that the rows were packed for.
       micro_batches: K, if the batch is a step of K micro-batches, or one of them.
@@ -102,6 +105,7 @@ class RolloutBatch(Constructors):
     loss_weights: Float[Array, "R T"] | None = None
     rewards: Float[Array, "R S"] | None = None
     parents: Int[Array, "R S"] | None = None
+    extras: Mapping[str, Num[Array, "R T ..."]] = dataclasses.field(default_factory=dict)
     context_layout: str = "contiguous"
     context_shards: int = 1
     micro_batches: int | None = None
@@ -184,7 +188,8 @@ class RolloutBatch(Constructors):
         with multihost.together(parallel):
             self.check_layout(parallel)
         if multihost.spans_processes(parallel):
-            arrays = {name: np.asarray(x) for name, x in self._existing().items()}
+            arrays = {name: np.asarray(getattr(self, name)) for name in self._named()}
+            arrays |= {f"extras[{name!r}]": np.asarray(x) for name, x in self.extras.items()}
             multihost.check_equal("batch", {name: (x.shape, x.dtype.name) for name, x in arrays.items()})
             multihost.check_equal_rows("batch", arrays, parallel)
         return multihost.to_global(self, self.specs(parallel), parallel)
@@ -226,12 +231,13 @@ class RolloutBatch(Constructors):
         def spec(name: str, x: Array) -> P:
             return spec_of(parallel.rows_spec if name in PER_SEGMENT else parallel.tokens_spec, x)
 
-        specs: dict[str, Any] = {name: spec(name, x) for name, x in self._existing().items()}
-        return dataclasses.replace(self, **specs)
+        specs: dict[str, Any] = {name: spec(name, getattr(self, name)) for name in self._named()}
+        of_tokens: Any = dict.fromkeys(self.extras, specs["loss_mask"])
+        return dataclasses.replace(self, **specs, extras=of_tokens)
 
-    def _existing(self) -> dict[str, Array]:
-        given = {name: getattr(self, name) for name in _ARRAYS}
-        return {name: x for name, x in given.items() if x is not None}
+    def _named(self) -> list[str]:
+        """The arrays that exist, without the extras."""
+        return [name for name in _ARRAYS if getattr(self, name) is not None]
 
 
 def _order(layout: str, shards: int) -> tuple[str, int]:

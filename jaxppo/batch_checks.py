@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxppo._arrays import IDS, OPTIONAL, PER_SEGMENT, REQUIRED, check_array, check_count, check_ids
 from jaxppo.broken_rules import raise_first
+from jaxppo.extras import check_extras
 from jaxppo.rules import RULES, RULES_OF_ROWS, RULES_OF_STEPS, Rule, View
 from jaxppo.sharding import check_row_length, in_order, logical_positions, segment_multiple
 from jaxppo.trees import starts
@@ -19,7 +20,7 @@ IN_CACHE = 2**14  # positions that are checked at once: their intermediate array
 
 
 def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Array]:
-    """The arrays of a batch that are not None; raises where a shape or a dtype is wrong.
+    """The arrays of a batch that are not None, but its extras; raises where a shape or a dtype is wrong.
 
     Args:
       fields: the fields of the batch, by name, unchecked.
@@ -39,6 +40,7 @@ def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str =
         shape, of = (segments, "segments of sample_ids") if name in PER_SEGMENT else (rows, "positions of loss_mask")
         if x.shape != shape:
             raise ValueError(f"{prefix}{name}: got shape {x.shape}, expected {shape}, as the rows and {of}")
+    check_extras(fields["extras"], rows, prefix)
     return arrays
 
 

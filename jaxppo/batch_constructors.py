@@ -7,6 +7,7 @@ from typing import Any, Self, Unpack
 
 from jaxtyping import Array, Float, Int
 
+from jaxppo.extras import nested
 from jaxppo.packed import packed_samples
 from jaxppo.packs import Aligned, rows_of_packs
 from jaxppo.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
@@ -22,7 +23,7 @@ class Constructors:
         """A batch of these fields, whose rows lie in the mesh's context layout."""
         make: Any = cls
         layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
-        return make(**fields, context_layout=layout, context_shards=shards)
+        return make(**nested(fields), context_layout=layout, context_shards=shards)
 
     @classmethod
     def from_samples(

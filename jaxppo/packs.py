@@ -12,7 +12,19 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxppo._arrays import IDS, PER_SEGMENT, check_choice, check_count
-from jaxppo.rows import Names, RowArrays, aligned_rows, check_row_array, check_row_dtype, existing, known, of_whole_rows
+from jaxppo.extras import PREFIX, Places
+from jaxppo.rows import (
+    Names,
+    RowArrays,
+    aligned_rows,
+    check_row_array,
+    check_row_dtype,
+    existing,
+    fills_and_inputs,
+    known,
+    of_whole_rows,
+    taken,
+)
 from jaxppo.sharding import ParallelMesh, check_parallel, row_multiple, segment_multiple
 
 Aligned = Literal["token", "target"]
@@ -32,7 +44,9 @@ def rows_of_packs(
     """See `RolloutBatch.from_cu_seqlens`; each pack becomes one row."""
     check_choice("aligned", aligned, Aligned)
     check_parallel(parallel, "ParallelMesh or None")
-    given = {name: _one_row(name, x) for name, x in {**existing(packs), **existing(known(arrays, RowArrays))}.items()}
+    optional, places = known(arrays, RowArrays)
+    flat = np.ndim(packs["tokens"]) == 1
+    given = {name: _one_row(name, x, flat) for name, x in {**existing(packs), **optional}.items()}
     for name in ("tokens", "cu_seqlens", "loss_mask"):
         check_row_dtype(name, given.get(name))
     (R, N), S = np.shape(given["tokens"]), np.shape(given["cu_seqlens"])[1] - 1
@@ -53,13 +67,15 @@ def rows_of_packs(
     wider = {"cu_seqlens": num_segments - S, "cu_seqlens_padded": num_segments - S}
     wider |= dict.fromkeys(PER_SEGMENT, num_segments - S)
     given = {name: _widened(x, wider.get(name, max(0, row_length - N)), name in ENDS) for name, x in given.items()}
-    static = (aligned, multiple)
+    static = (aligned, multiple, places)
     return of_whole_rows("RolloutBatch.from_cu_seqlens", _unpacked, row_length, given, static, parallel)
 
 
-def _one_row(name: str, x: Any) -> Any:
+def _one_row(name: str, x: Any, flat: bool) -> Any:
     """`[R, n]`; a flat array is the only pack."""
     check_row_dtype(name, x)
+    if name.startswith(PREFIX):
+        return x[None] if flat else x
     if np.ndim(x) not in (1, 2) or 0 in np.shape(x):
         size = "S + 1" if name in ENDS else "S" if name in PER_SEGMENT else "N"
         raise ValueError(f"{name}: got shape {np.shape(x)}, expected [{size}] or [R, {size}], each at least 1")
@@ -74,7 +90,8 @@ def _at_least(name: str, value: Any, least: int) -> int:
 
 def _widened(x: Any, by: int, ends: bool) -> Any:
     xp = np if isinstance(x, np.ndarray) else jnp
-    return xp.pad(x, ((0, 0), (0, by)), constant_values=-1 if ends else 0) if by else x
+    more = ((0, 0),) * (x.ndim - 2)
+    return xp.pad(x, ((0, 0), (0, by), *more), constant_values=-1 if ends else 0) if by else x
 
 
 def _check_on_host(given: Mapping[str, Any], row_length: int, multiple: int) -> None:
@@ -89,8 +106,9 @@ def _check_on_host(given: Mapping[str, Any], row_length: int, multiple: int) -> 
                 raise ValueError(f"{name}: got {values[row].tolist()} in row {row}, expected {expected}")
 
 
-def _unpacked(axes: Any, static: tuple[int, tuple[Aligned, int], Names], *packs: Array) -> dict[str, Array]:
-    length, (aligned, multiple), names = static
+def _unpacked(axes: Any, static: tuple[int, tuple[Aligned, int, Places], Names], *packs: Array) -> dict[str, Array]:
+    length, (aligned, multiple, extras), names = static
+    fills, _ = fills_and_inputs(extras)
     arrays = dict(zip(names, packs, strict=True))
     ends = [arrays.pop(name) for name in ENDS if name in arrays]
     bad = [wrong for _, wrong, _, _ in _wrong(jnp, ends, arrays["loss_mask"], length, multiple)]
@@ -106,19 +124,18 @@ def _unpacked(axes: Any, static: tuple[int, tuple[Aligned, int], Names], *packs:
     inside = (of_place < num_segments) & (positions < jnp.take_along_axis(lengths, segment, axis=1))
     source = jnp.clip(jnp.take_along_axis(starts, segment, axis=1) + positions, 0, arrays["tokens"].shape[1] - 1)
 
-    def placed(x: Array) -> Array:
-        found = jnp.take_along_axis(x, source, axis=1)
-        return jnp.where(inside, found, jnp.zeros_like(found))
-
     def of_segments(name: str, x: Array) -> Array:
         return jnp.where(lengths > 0, x, jnp.full_like(x, -1 if name in IDS else 0))
 
-    rows = {name: of_segments(name, x) if name in PER_SEGMENT else placed(x) for name, x in arrays.items()}
+    rows = {
+        name: of_segments(name, x) if name in PER_SEGMENT else taken(x, source, inside, fills.get(name, 0))
+        for name, x in arrays.items()
+    }
     rows |= {"segment_ids": jnp.where(inside, segment + 1, 0), "positions": jnp.where(inside, positions, 0)}
     if aligned == "target" and "targets" not in rows:
         follows = jnp.pad(inside[:, 1:] & (positions[:, 1:] > 0), ((0, 0), (0, 1)))
         rows["targets"] = jnp.where(follows, jnp.roll(rows["tokens"], -1, axis=1), 0)
-    made = aligned_rows(axes, (length, num_segments, tuple(rows)), *rows.values())
+    made = aligned_rows(axes, (length, (num_segments, extras), tuple(rows)), *rows.values())
     broken = jnp.stack(bad).any(axis=0)[:, None]
     return made | {"loss_mask": jnp.where(broken, jnp.nan, made["loss_mask"])}  # NaN is a broken rule
 

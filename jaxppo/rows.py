@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxppo._arrays import IDS, INTEGERS, LOG_PROBS, PER_SEGMENT, Arrays, check_array, check_count, check_ids
+from jaxppo.extras import PREFIX, Extra, Places, flat
 from jaxppo.sharding import (
     ParallelMesh,
     Segments,
@@ -43,6 +44,7 @@ class PaddedArrays(TypedDict, total=False):
     loss_weights: Float[Array, "B C"] | Float[Array, " B"] | None
     rewards: Float[Array, " B"] | None
     group_ids: Int[Array, " B"] | None
+    extras: Mapping[str, Extra | Shaped[Array, "B C ..."]]
 
 
 class RowArrays(TypedDict, total=False):
@@ -59,6 +61,7 @@ class RowArrays(TypedDict, total=False):
     rewards: Float[Array, "R S"] | None
     group_ids: Int[Array, "R S"] | None
     rollout_ids: Int[Array, "R S"] | None
+    extras: Mapping[str, Extra | Shaped[Array, "R T ..."]]
 
 
 # what constructors take beside the arrays of a batch
@@ -81,12 +84,14 @@ def padded_rows(
     name = "RolloutBatch.from_padded"
     given = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "completion_mask": completion_mask}
     given |= existing({"prompt_mask": prompt_mask, "attention_mask": attention_mask})
-    given |= existing(known(arrays, PaddedArrays))
+    optional, places = known(arrays, PaddedArrays)
+    given |= optional
     B, C = _shape("completion_ids", completion_ids)
     T = _shape("prompt_ids", prompt_ids)[1] + C
     shapes: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(given, ((B, C),))
     shapes |= {"prompt_ids": ((B, T - C),), "prompt_mask": ((B, T - C),), "attention_mask": ((B, T),)}
     shapes |= {"advantages": ((B, C), (B,)), "loss_weights": ((B, C), (B,)), "rewards": ((B,),), "group_ids": ((B,),)}
+    shapes |= {what: ((B, T if at == "input" else C),) for what, at, _ in places}
     for what, x in given.items():
         check_row_array(what, x, shapes[what])
     if pad_id is not None and (isinstance(pad_id, bool) or not isinstance(pad_id, (int, np.integer))):
@@ -95,7 +100,7 @@ def padded_rows(
         _check_padded_behind(completion_ids, completion_mask, pad_id)
         if prompt_mask is None:
             _check_whole_prompts(prompt_ids, completion_mask, pad_id)
-    return of_whole_rows(name, _padded, T, given, pad_id, parallel)
+    return of_whole_rows(name, _padded, T, given, (pad_id, places), parallel)
 
 
 def _check_padded_behind(completion_ids: Arrays, completion_mask: Arrays, pad_id: int) -> None:
@@ -138,7 +143,8 @@ def placed_rows(
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_token_aligned`; if the rows hold targets, see `from_target_aligned`."""
     name = "RolloutBatch.from_target_aligned" if "targets" in rows else "RolloutBatch.from_token_aligned"
-    given = {**rows, **existing(known(arrays, RowArrays))}
+    optional, places = known(arrays, RowArrays)
+    given = {**rows, **optional}
     R, T = _shape("tokens", rows["tokens"])
     check_row_dtype("segment_ids", rows["segment_ids"])
     if num_segments is None:
@@ -148,7 +154,7 @@ def placed_rows(
     _check_segments(rows["segment_ids"], num_segments)
     for what, x in given.items():
         check_row_array(what, x, ((R, num_segments if what in PER_SEGMENT else T),))
-    return of_whole_rows(name, aligned_rows, T, given, num_segments, parallel)
+    return of_whole_rows(name, aligned_rows, T, given, (num_segments, places), parallel)
 
 
 def _check_segments(segment_ids: Array | np.ndarray, num_segments: int) -> None:
@@ -163,11 +169,13 @@ def existing(arrays: Mapping[str, Any]) -> dict[str, Array]:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
-def known(arrays: Mapping[str, Any], names: type) -> dict[str, Any]:
+def known(arrays: Mapping[str, Any], names: type) -> tuple[dict[str, Any], Places]:
+    """The optional arrays that exist, extras by their long names among them, and where the extras stand."""
     for name in arrays:
         if name not in names.__annotations__:
             raise TypeError(f"{name}: got an unknown array, expected one of {', '.join(names.__annotations__)}")
-    return dict(arrays)
+    extras, places = flat(arrays.get("extras"))
+    return existing({name: x for name, x in arrays.items() if name != "extras"}) | extras, places
 
 
 def _shape(name: str, x: Any) -> tuple[int, int]:
@@ -179,8 +187,10 @@ def _shape(name: str, x: Any) -> tuple[int, int]:
 
 def check_row_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
     check_row_dtype(name, x)
-    if np.shape(x) not in shapes:
-        raise ValueError(f"{name}: got shape {np.shape(x)}, expected {' or '.join(map(str, shapes))}")
+    is_extra = name.startswith(PREFIX)
+    if (np.shape(x)[:2] if is_extra else np.shape(x)) not in shapes:
+        more = " and more" if is_extra else ""
+        raise ValueError(f"{name}: got shape {np.shape(x)}, expected {' or '.join(map(str, shapes))}{more}")
     if name in IDS:
         check_ids(name, x)
     if name in LOG_PROBS:
@@ -191,7 +201,8 @@ def check_row_dtype(name: str, x: Any) -> None:
     if not hasattr(x, "dtype"):  # to JAX a list is a tree of scalars
         raise TypeError(f"{name}: got {'None' if x is None else type(x).__name__}, expected an array")
     integer = jnp.issubdtype(x.dtype, jnp.integer)
-    if (name in INTEGERS or name.endswith("_ids") or name.startswith("cu_seqlens")) and not integer:
+    named = name in INTEGERS or name.endswith("_ids") or name.startswith("cu_seqlens")
+    if named and not integer and not name.startswith(PREFIX):
         raise TypeError(f"{name}: got {x.dtype}, expected integers")
     if not (integer or x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.floating)):
         raise TypeError(f"{name}: got {x.dtype}, expected numbers")
@@ -242,35 +253,55 @@ def as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, 
     rows = axes.index(axes.data) * R + jnp.arange(R, dtype=jnp.int32)
     numbers = rows[:, None] * num_segments + jnp.arange(num_segments, dtype=jnp.int32)[None]
     arrays = arrays | {"sample_ids": jnp.where(lengths > 0, numbers, -1)}
-    arrays = {what: x.astype(jnp.int32 if what in INTEGERS else jnp.float32) for what, x in arrays.items()}
+
+    def brought(what: str, x: Array) -> Array:
+        if what.startswith(PREFIX):
+            return x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x
+        return x.astype(jnp.int32 if what in INTEGERS else jnp.float32)
+
+    arrays = {what: brought(what, x) for what, x in arrays.items()}
     if axes.size(axes.context) == 1:
         return arrays
     mine = held_positions(axes, length, lengths)
-    return {what: x if what in PER_SEGMENT else jnp.take_along_axis(x, mine, axis=1) for what, x in arrays.items()}
+    return {what: x if what in PER_SEGMENT else taken(x, mine) for what, x in arrays.items()}
 
 
-def aligned_rows(axes: ShardAxes, static: tuple[int, int, Names], *given: Array) -> dict[str, Array]:
-    length, num_segments, names = static
+def taken(x: Array, places: Array, where: Array | None = None, fill: float = 0) -> Array:
+    """`[R, n, ...]`, x at these places of each row, or the fill; `where` and `places` are `[R, n]`."""
+    wide = (*places.shape, *(1,) * (x.ndim - 2))
+    found = jnp.take_along_axis(x, places.reshape(wide), axis=1)
+    return found if where is None else jnp.where(where.reshape(wide), found, jnp.full_like(found, fill))
+
+
+def aligned_rows(axes: ShardAxes, static: tuple[int, tuple[int, Places], Names], *given: Array) -> dict[str, Array]:
+    length, (num_segments, places), names = static
     arrays = dict(zip(names, given, strict=True))
     if "targets" not in arrays:  # every value moves to the position that predicts its token
         segments = arrays["segment_ids"]
         follows = jnp.pad((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), ((0, 0), (0, 1)))
         arrays["targets"] = arrays["tokens"]
-        for what in set(arrays) - {"tokens", "segment_ids", "positions", *PER_SEGMENT}:
-            moved = jnp.roll(arrays[what], -1, axis=1)
-            arrays[what] = jnp.where(follows, moved, jnp.zeros_like(moved))
+        fills, inputs = fills_and_inputs(places)
+        after = jnp.roll(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segments.shape), -1, axis=1)
+        for what in set(arrays) - {"tokens", "segment_ids", "positions", *PER_SEGMENT, *inputs}:
+            arrays[what] = taken(arrays[what], after, follows, fills.get(what, 0))
     return as_batch(axes, length, num_segments, arrays)
 
 
-def _padded(axes: ShardAxes, static: tuple[int, int | None, Names], *given: Array) -> dict[str, Array]:
-    length, pad_id, names = static
+def fills_and_inputs(places: Places) -> tuple[dict[str, float], list[str]]:
+    """The fill of each extra, and the extras that stand at the tokens that they are about."""
+    return {what: fill for what, _, fill in places}, [what for what, at, _ in places if at == "input"]
+
+
+def _padded(axes: ShardAxes, static: tuple[int, tuple[int | None, Places], Names], *given: Array) -> dict[str, Array]:
+    length, (pad_id, places), names = static
+    fills, inputs = fills_and_inputs(places)
     arrays = dict(zip(names, given, strict=True))
     prompt, completion, mask = (arrays.pop(name) for name in ("prompt_ids", "completion_ids", "completion_mask"))
     P = prompt.shape[1]
 
     def at_completion(x: Array) -> Array:
-        x = x if x.ndim == 2 else jnp.broadcast_to(x[:, None], completion.shape)
-        return jnp.pad(x, ((0, 0), (P, 0)))
+        x = x if x.ndim > 1 else jnp.broadcast_to(x[:, None], completion.shape)
+        return jnp.pad(x, ((0, 0), (P, 0), *((0, 0),) * (x.ndim - 2)))
 
     trains = at_completion(mask.astype(jnp.float32))
     misplaced = pad_id is not None and "attention_mask" not in arrays and _padded_before(completion, mask, pad_id)
@@ -284,9 +315,8 @@ def _padded(axes: ShardAxes, static: tuple[int, int | None, Names], *given: Arra
     following = jnp.pad(following[:, 1:], ((0, 0), (0, 1)), constant_values=length)
     predicts = real & (following < length)
 
-    def at_predictor(x: Array) -> Array:
-        found = jnp.take_along_axis(x, jnp.minimum(following, length - 1), axis=1)
-        return jnp.where(predicts, found, jnp.zeros_like(found))
+    def at_predictor(x: Array, fill: float = 0) -> Array:
+        return taken(x, jnp.minimum(following, length - 1), predicts, fill)
 
     first = real & (jnp.cumsum(real, axis=1) == 1)
     unpredicted = ((trains != 0) & (first | ~real)).any(axis=1, keepdims=True) | jnp.reshape(misplaced, (-1, 1))
@@ -294,7 +324,12 @@ def _padded(axes: ShardAxes, static: tuple[int, int | None, Names], *given: Arra
     inside = (lax.cummax(real.astype(jnp.int32), axis=1) > 0) & (
         lax.cummax(real.astype(jnp.int32), 1, reverse=True) > 0
     )
-    rows = {what: at_predictor(at_completion(x)) for what, x in arrays.items()}
+    rows = {what: arrays.pop(what) for what in inputs}
+    rows |= {what: at_predictor(at_completion(x)) for what, x in arrays.items() if what not in fills}
+    in_completion = predicts & (following >= P)
+    for what, fill in fills.items():
+        if what in arrays:
+            rows[what] = taken(at_completion(arrays[what]), jnp.minimum(following, length - 1), in_completion, fill)
     rows |= {
         "tokens": tokens,
         "targets": at_predictor(tokens),

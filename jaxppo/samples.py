@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from numpy.typing import DTypeLike
 
 from jaxppo._arrays import INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check_array, is_nan, is_number
+from jaxppo.extras import PREFIX, Extra, as_extras, as_values
 from jaxppo.sharding import Packed, ParallelMesh, multihost
 from jaxppo.token_sets import TokenSets
 
@@ -52,6 +53,7 @@ class Sample:
         `pack_nucleus_ids`.
       policy_versions: integers, the version of the policy that drew each token; see `jaxppo.staleness`.
       loss_weights: factors of each token's whole loss, at least 0; a single number for the whole response.
+      extras: arrays of your own by name, see `jaxppo.extras.Extra`.
 
     Raises:
       TypeError: tokens or ids that are not integers, a reward or values that are not numbers.
@@ -78,6 +80,7 @@ class Sample:
     nucleus: TokenSets | Sequence[Sequence[int]] | None = None
     policy_versions: Sequence[int] | Int[np.ndarray, " m"] | None = None
     loss_weights: Sequence[float] | Float[np.ndarray, " m"] | float | None = None
+    extras: Mapping[str, Any] | None = None
 
     @classmethod
     def from_vllm(
@@ -168,6 +171,8 @@ class Sample:
             object.__setattr__(self, "loss_weights", np.full(length - start, self.loss_weights, np.float32))
         for name in PER_TOKEN_VALUES:
             _check_values(name, getattr(self, name), length - start)
+        if self.extras is not None:
+            object.__setattr__(self, "extras", _checked_extras(self.extras, length, start))
         if self.nucleus is not None and not isinstance(self.nucleus, TokenSets | Sequence):
             raise TypeError(f"nucleus: got {type(self.nucleus).__name__}, expected a list of ids for each token")
         if self.nucleus is not None and len(self.nucleus) != length - start:
@@ -203,6 +208,16 @@ class Sample:
             raise ValueError(f"response_start: got {start}, expected 1 to {length}, the number of tokens")
         if self.mask[:start].any():
             raise ValueError(f"loss_mask: got 1 at token {int(np.argmax(self.mask > 0))}, expected 0 before {start}")
+
+
+def _checked_extras(given: Any, length: int, start: int) -> dict[str, Extra]:
+    """The extras of a sample, their values as arrays."""
+    found = as_extras(given)
+    sizes = {name: length if x.at == "input" else length - start for name, x in found.items()}
+    return {
+        name: dataclasses.replace(x, values=as_values(f"extras[{name!r}]", x.values, sizes[name]))
+        for name, x in found.items()
+    }
 
 
 def _shown(x: object) -> str:
@@ -323,6 +338,14 @@ def batch_arrays(
         responses, kind = _all_or_none(samples, name), np.int32 if name in INTEGERS else np.float32
         values = responses and [() if p.shared else responses[p.sample] for p in pieces]
         arrays[name] = None if values is None else packed.place(values, 0, kind, before_response)
+    for name, given in _extras_of(samples).items():
+        dtype, at_input = np.result_type(*(x.values for x in given)), given[0].at == "input"
+        none = given[0].values[:0]
+        values = [
+            given[p.sample].values[p.start : p.stop] if at_input else none if p.shared else given[p.sample].values
+            for p in pieces
+        ]
+        arrays[PREFIX + name] = packed.place(values, given[0].fill, dtype, None if at_input else before_response)
     if trees:
         positions = [np.arange(p.start, p.stop, dtype=np.int32) for p in pieces]
         arrays["positions"] = packed.place(positions, 0, np.int32)
@@ -371,6 +394,22 @@ def check_sample_ids_of_hosts(ids: Sequence[int], parallel: ParallelMesh) -> Non
                 f"sample_id: got {number} on several hosts, expected one of its own for each sample; add an offset of "
                 "its own on each host, or give none"
             )
+
+
+def _extras_of(samples: Sequence[Sample]) -> dict[str, list[Extra]]:
+    """By name, the extra of each sample; raises unless all samples have it, placed alike."""
+    found: dict[str, list[Extra]] = {}
+    for name in dict.fromkeys(name for sample in samples for name in sample.extras or {}):
+        for i, sample in enumerate(samples):
+            if name not in (sample.extras or {}):
+                raise ValueError(f"extras: got no {name!r} in sample {i}, expected one in all samples or in none")
+            first, x = found.setdefault(name, []), (sample.extras or {})[name]
+            first.append(x)
+            got, expected = ((y.at, y.fill, y.values.shape[1:]) for y in (x, first[0]))
+            if got != expected:
+                of = "expected the (at, fill, shape of a value) of sample 0"
+                raise ValueError(f"extras[{name!r}]: got {got} in sample {i}, {of}, {expected}")
+    return found
 
 
 def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:

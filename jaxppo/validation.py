@@ -31,7 +31,10 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
 
 
 def checked(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> RolloutBatch:
-    """Checks a batch with `check_arrays`, and casts its integers to i32 and all other arrays to f32."""
+    """Checks a batch with `check_arrays`, and casts its integers to i32 and all other arrays to f32.
+
+    Extras stay as they are. With `stacked`, for functions of rows that read none of them, they are left out.
+    """
 
     def brought(name: str, x: Array) -> Array:
         if name in INTEGERS:
@@ -40,6 +43,8 @@ def checked(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.
 
     arrays = check_arrays(batch, stacked=stacked, prefix=prefix)
     fields: dict[str, Any] = {name: brought(name, x) for name, x in arrays.items()}
+    if stacked:
+        fields["extras"] = {}
     return dataclasses.replace(batch, **fields)
 
 

@@ -166,7 +166,7 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
       Array([[6, 0, 8, 0]], dtype=int32)
     """
     check_count("by", by)
-    batch = checked(batch, stacked=True)
+    extras, batch = batch.extras if isinstance(batch, RolloutBatch) else {}, checked(batch, stacked=True)
     batch.check_layout(parallel)
     if batch.parents is not None and by > batch.mtp_depths:
         raise ValueError(
@@ -190,7 +190,7 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
     arrays = tuple(jnp.asarray(x) for x in given if x is not None)
     targets, loss_mask, *weights = lax.map(shift, arrays) if arrays[0].ndim == 3 else shift(arrays)
     weight = weights[0] if weights else None
-    return dataclasses.replace(batch, targets=targets, loss_mask=loss_mask, loss_weights=weight)
+    return dataclasses.replace(batch, targets=targets, loss_mask=loss_mask, loss_weights=weight, extras=extras)
 
 
 def shift_temperature(

@@ -95,7 +95,8 @@ def given(mesh: str | None, dtypes: str) -> Given:
     batch = RolloutBatch.from_samples(SAMPLES, row_length=T, rows=R, parallel=parallel)
     of_batch, hidden, kernel = DTYPES[dtypes]
     cast = {name: np.asarray(getattr(batch, name)).astype(jnp.dtype(kind)) for name, kind in of_batch.items()}
-    batch = jax.tree.map(jnp.asarray, dataclasses.replace(batch, **cast))
+    extras = {"own": np.ones((R, T, 2), np.int8), "mark": np.zeros((R, T), bool)}
+    batch = jax.tree.map(jnp.asarray, dataclasses.replace(batch, **cast, extras=extras))
     rng = np.random.default_rng(0)
 
     def array(dtype, *shape):
