@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ class Checkpoints:
     def __init__(self, folder: Path, identity: dict[str, Any]):
         self.folder, self.identity = folder.absolute(), identity
         self._arrays = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        logging.getLogger("absl").addFilter(_not_of_a_thread)
 
         def clean() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -204,6 +206,11 @@ def _other_format(folder: Path, found: Any) -> str:
     if isinstance(found, int) and found > FORMAT:
         return f"got a checkpoint of a newer format, {found}, in {folder}, expected {FORMAT}: a newer program wrote it"
     return f"got {folder}, expected a whole checkpoint of format {FORMAT}"
+
+
+def _not_of_a_thread(record: logging.LogRecord) -> bool:
+    """Drops what Orbax's threads log, a traceback each: `save` raises the first of their errors, in one line."""
+    return "_SignalingThread" not in record.getMessage()
 
 
 def _reason(error: Exception) -> str:

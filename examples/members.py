@@ -53,7 +53,8 @@ class Members:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._write({**_me(), "ended": self.ended or (repr(error) if error else "")})
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written
+            self._file.close()
 
     def _together(self, act: Any) -> None:
         """Calls `act`; if it raises on one process, all raise. It needs no mesh."""

@@ -132,11 +132,43 @@ def test_a_file_in_the_place_of_checkpoints_is_an_error(tmp_path, capsys):
     assert "train_grpo.py: error: " in capsys.readouterr().err.splitlines()[-1]
 
 
+FULL = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from examples.checkpoint import Checkpoints
+from examples.members import Members
+
+folder = Path(sys.argv[1])
+with Members(folder / "processes", 0, 1) as members:
+    checkpoints = Checkpoints(folder, {})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+    try:
+        checkpoints.save([np.ones(4096) for _ in range(8)], 1, {})
+    except OSError as error:
+        print(error, file=sys.stderr)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+"""
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path):
+    """Orbax's threads had logged a traceback each, and the file that tells of a process's end another."""
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("checkpoint 1: could not be written to")
+    assert line.endswith("; those there: none")
+
+
 @pytest.mark.nightly
-def test_a_full_disk_leaves_the_last_checkpoint(programs, finished, tmp_path):
-    done = befallen(programs, tmp_path, "full", 4096)
+@pytest.mark.parametrize("size", [0, 4096, 65536])
+def test_a_full_disk_leaves_the_last_checkpoint(programs, finished, tmp_path, size):
+    done = befallen(programs, tmp_path, "full", size)
     assert done.returncode == 1, done.stderr
-    error = next(line for line in done.stderr.splitlines() if line.startswith("train_grpo.py: error: "))
+    assert "Traceback" not in done.stderr
+    (error,) = (line for line in done.stderr.splitlines() if "rror" in line)
+    assert error.startswith("train_grpo.py: error: ")
     assert "error: checkpoint 1: could not be written to" in error
     assert error.endswith("; those there: 0")
     assert goes_on(tmp_path) == 0
