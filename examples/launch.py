@@ -25,6 +25,11 @@ def _with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def _is_stopped(child: subprocess.Popen[bytes]) -> bool:
+    """Whether a process that was started here, and has not ended, is stopped by a signal."""
+    return os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def is_launcher(args: argparse.Namespace) -> bool:
     """Whether this process starts the processes of the run, and is none of them."""
     return args.processes > 1 and args.process_id is None
@@ -33,7 +38,8 @@ def is_launcher(args: argparse.Namespace) -> bool:
 def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> int:
     """Runs the module as `args.processes` processes on this machine, and passes signals on to them.
 
-    If one ends with an error, the others have twice the heartbeat timeout to end on their own; then they are killed.
+    If one ends with an error, the others have twice the heartbeat timeout to end on their own; then they are killed. If
+    one of them is stopped (SIGSTOP), it is named and all are killed at once: JAX ends those that wait for it.
 
     Returns:
       0, or an exit code. If a signal ended a process, it is 128 plus the signal's number, since the others then fail
@@ -67,9 +73,13 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
                 failed = min(statuses, key=lambda i: (statuses[i] >= 0, not ended[i]))
                 status = statuses[failed]
                 code = status if status > 0 else 128 - status
-                deadline = time.monotonic() + 2 * args.heartbeat_timeout
+                stopped = [i for i, process in enumerate(running) if process.poll() is None and _is_stopped(process)]
+                deadline = time.monotonic() + (0 if stopped else 2 * args.heartbeat_timeout)
                 how = f"exit code {status}" if status > 0 else signal.Signals(-status).name
-                print(f"process {failed} of {args.processes} ended with {how}; waiting for the rest", file=sys.stderr)
+                rest = "waiting for the rest"
+                if stopped:  # JAX ends the others, which have done nothing wrong
+                    rest = f"process {stopped[0]} (pid {running[stopped[0]].pid}) is stopped and was not heard of"
+                print(f"process {failed} of {args.processes} ended with {how}; {rest}", file=sys.stderr)
             if None not in ended:
                 break
             time.sleep(_POLL_S)

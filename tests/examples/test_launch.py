@@ -140,14 +140,33 @@ def test_the_exit_code_is_of_the_process_that_was_killed(tmp_path, monkeypatch, 
     assert "process 1 of 2 ended with SIGKILL" in capfd.readouterr().err
 
 
+ONE_IS_STOPPED = """
+import os, signal, sys, time
+if sys.argv[-1] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(0.5)
+os.abort()  # as JAX does, when it does not hear of another
+"""
+
+
+def test_a_process_that_is_stopped_is_named_and_not_the_one_that_waited_for_it(tmp_path, monkeypatch, capfd):
+    (tmp_path / "one_is_stopped.py").write_text(ONE_IS_STOPPED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    args = types.SimpleNamespace(processes=2, heartbeat_timeout=10)
+    assert launch.start("one_is_stopped", [], args) == 128 + signal.SIGABRT
+    said = capfd.readouterr().err
+    ids = re.search(r"their ids (\d+), (\d+)", said).groups()
+    assert f"process 0 of 2 ended with SIGABRT; process 1 (pid {ids[1]}) is stopped and was not heard of\n" in said
+
+
 LAUNCHES = """
 import types
 from examples import launch
 launch.start("one_waits", [], types.SimpleNamespace(processes=2, heartbeat_timeout=10))
 """
 ONE_WAITS = """
-import os, signal, sys
-print(os.getpid(), flush=True)
+import os, signal
+os.write(1, b"%d\\n" % os.getpid())  # at once: print may write the end of a line later, and two share the pipe
 signal.pause()
 """
 
@@ -158,11 +177,13 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}
     command = [sys.executable, "-c", LAUNCHES]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as one:
-        waiting = [int(one.stdout.readline()) for _ in range(2)]
-        one.kill()
+        waiting = []
         try:
+            waiting += [int(one.stdout.readline()) for _ in range(2)]
+            one.kill()
             one.communicate(timeout=30)  # the pipes close when no process holds them open
         finally:
+            one.kill()
             for pid in waiting:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
