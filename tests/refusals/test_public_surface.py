@@ -114,6 +114,7 @@ OF_NAME = {
     **_rows("object", "apply args batch chosen config first hidden_spec key loss loss_fn lora margins masks metrics"),
     **_rows("object", "micro_batches mismatched module normalizer normalizers off_policy output parallel parts"),
     **_rows("object", "prompts quantiles recorded rejected rejections rollout_hidden_spec spec stacked starts state"),
+    **_rows("object", "extras"),
     **_rows("object", "stats teacher_hidden_spec weights adapter_ids nucleus buckets total count"),
 }
 HELD = ("Head", "LoRA")  # their arrays may be traced or specs; functions check them, as the rows of `head` show

@@ -72,6 +72,7 @@ TOP_K = {"ids": IDS, "teacher_log_probs": OF_IDS, "divergence": "forward_kl", "b
 ALONE = {"singletons": "zero"}
 SCALED = {"scale_by_std": True, "epsilon": 1e-6}
 ROWS = {name: getattr(BATCH, name) for name in (*PER_TOKEN_VALUES, "rewards", "group_ids", "rollout_ids")}
+ROWS["extras"] = {"own": np.ones((R, T, 2))}
 TOKENS = TokenMismatch(LOG, LOG, *(-LOG,) * 6)
 
 # By name, the arguments of a call in which nothing is wrong.
@@ -122,7 +123,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "pad_id": 0, "advantages": np.ones((2, 4)), "old_log_probs": -np.ones((2, 4)), "rewards": np.ones(2),
         "ref_log_probs": -np.ones((2, 4)), "rollout_log_probs": -np.ones((2, 4)), "values": np.ones((2, 4)),
         "returns": np.ones((2, 4)), "policy_versions": np.ones((2, 4), int), "loss_weights": np.ones((2, 4)),
-        "group_ids": np.ones(2, int),
+        "group_ids": np.ones(2, int), "extras": {"own": np.ones((2, 4, 2))},
     },
     "RolloutBatch.from_token_aligned": {
         **SOFT, **ROWS, "tokens": BATCH.tokens, "segment_ids": BATCH.segment_ids, "positions": BATCH.positions,
