@@ -47,8 +47,7 @@ quick: lint
 # Three runs: the tests of exact bits (all cases) and the head's tests (daytime cases) without QUICK_COMPILES, then
 # everything but the former (all cases) with it. nightly-PART-failed.txt lists failures as they happen.
 # nightly-PART-summary.md lists what ran, the times, the slowest tests and the seeds.
-HEADS = $(wildcard tests/head/test_from_*.py) $(patsubst %,tests/head/test_%.py,ids implementations nucleus precision \
-	reference_first)
+HEADS = $(wildcard tests/head/test_from_*.py) $(patsubst %,tests/head/test_%.py,ids nucleus precision reference_first)
 NIGHTLY = $(RUN) -m pytest -n 2 --dist worksteal -p tests.support.nightly_summary
 nightly: lint types docs
 	$(PIP) -e '.[gpu-aot,tunix]'

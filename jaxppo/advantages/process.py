@@ -42,7 +42,7 @@ def process_grpo(
 
     Args:
       rewards: `f32[R, T]`, the reward of a reasoning step at its last token; anything elsewhere.
-      ends: `[R, T]`, above 0 at the last token of each reasoning step; read only where the loss mask is 1.
+      ends: `[R, T]`, 1 at the last token of each reasoning step and 0 elsewhere; read only where the loss mask is 1.
       group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
       among: `bool[R, S]`, the samples whose steps make mean and deviation, see `grpo`; all by default.
       batch: `[R, T]`, or the stacked micro-batches of an optimiser step `[K, R, T]`.
