@@ -180,7 +180,7 @@ def heads_part(args: argparse.Namespace) -> Records:
 def tpu_part(args: argparse.Namespace) -> Records:
     """Full-size heads in bf16 by the TPU compiler: estimated times, also over the bare products, and temporaries.
 
-    Without --tpu they are all rows of the documented tables, which takes more than an hour. What is done is written after each.
+    Without --tpu they are all rows of the documented tables, which takes an hour. What is done is written after each.
     """
     cases = itertools.product(args.tpu or CHIPS, args.mesh, args.heads, args.tpu_tokens)
     if not args.tpu:
