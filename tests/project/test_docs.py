@@ -1,5 +1,6 @@
 """The pages: every block runs, every public name has its place, every loss its section. `make docs` builds them."""
 
+import ast
 import importlib
 import inspect
 import os
@@ -40,6 +41,19 @@ def test_every_block_is_an_example_that_runs(page):
     for kind, block in re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
         runs = kind == "python" and (block.startswith(">>> ") or runs_elsewhere(block))
         assert kind == "{toctree}" or runs, block
+
+
+def definitions(source):
+    return {node.name: ast.unparse(node) for node in ast.parse(source).body if hasattr(node, "name")}
+
+
+def test_the_training_step_shows_its_example():
+    """The page's functions and classes are those of the program, which a test trains and resumes."""
+    code = re.findall(r"^(?:>>>|\.\.\.) ?(.*)$", (DOCS / "training_step.md").read_text(), re.MULTILINE)
+    shown, program = definitions("\n".join(code)), definitions((DOCS.parent / "examples/grpo.py").read_text())
+    assert [name for name, text in shown.items() if program.get(name) != text] == ["start_on"]
+    assert {*program} - {*shown} == {"generate", "train"}
+    assert len((DOCS.parent / "examples/grpo.py").read_text().splitlines()) <= 150
 
 
 def test_the_reference_holds_every_public_name():
