@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from jaxppo._arrays import check, check_count, check_flag
@@ -66,7 +67,37 @@ def packed_samples(
         check_sample_ids_of_hosts(ids, parallel)
         names = sorted(name for name, x in arrays.items() if x is not None)
         multihost.check_equal("samples", [*names, f"mtp_depths={mtp_depths}"] if mtp_depths else names)
+    _warn_of_many_shapes(
+        (*sizes.items(), share_prefixes, mtp_depths, parallel),
+        (packed.micro_batches or 1, packed.rows, packed.num_segments),
+        len(sizes["buckets"] or ()),
+    )
     return arrays | {"micro_batches": packed.micro_batches}
+
+
+_shapes: dict[str, set[tuple[int, int, int]]] = {}  # (K, R, S) of the batches so far, for each set of options
+_warned = False
+
+
+def _warn_of_many_shapes(options: Hashable, shape: tuple[int, int, int], buckets: int) -> None:
+    """Warns once a process, when equal options have led to a third shape: each compiles a jitted step again."""
+    global _warned
+    if _warned:
+        return
+    made = _shapes.setdefault(repr(options), set())
+    made.add(shape)
+    if len(made) <= max(2, buckets):
+        return
+    _warned = True
+    sizes = dict(zip("KRS", map(set, zip(*made, strict=True)), strict=True))
+    fixes = {"K": "micro_batches=", "R": "rows= (or a short list of buckets=)", "S": "num_segments="}
+    differ = [name for name, values in sizes.items() if len(values) > 1]
+    found = "; ".join(f"{name} = {', '.join(map(str, sorted(sizes[name])))}" for name in differ)
+    warnings.warn(
+        f"RolloutBatch.from_samples: got batches of {len(made)} shapes from the same options ({found}), expected few, "
+        f"since a jitted step compiles again for each; give {' and '.join(fixes[name] for name in differ)}",
+        stacklevel=4,
+    )
 
 
 def _check_options(share_prefixes: bool, mtp_depths: int) -> None:

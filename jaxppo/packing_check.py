@@ -17,7 +17,7 @@ from jaxppo.sharding import LAYOUTS, ParallelMesh, check_parallel, logical_posit
 
 _ADVICE = (
     "none of these; attention must stay within a segment and positions begin anew in each: follow batch.paths and "
-    "batch.positions, see docs/before_a_run.md"
+    "batch.positions, see docs/your_model.md"
 )
 Piece = tuple[np.ndarray, int]
 """The tokens of a sequence, and the places that it takes in its row."""

@@ -40,8 +40,8 @@ def shard_call(
 
     Raises:
       TypeError: `parallel` is of another type.
-      ValueError: a dimension that the mesh does not divide, a surrounding `shard_map` with `check_vma=False`, a mesh
-        inside a `shard_map`.
+      ValueError: a dimension that the mesh does not divide, an array that was put on other devices, a surrounding
+        `shard_map` with `check_vma=False`, a mesh inside a `shard_map`.
 
     Example:
       >>> mesh = make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1])
@@ -66,6 +66,7 @@ def shard_call(
     for (what, arg), spec in zip(args.items(), in_specs, strict=True):
         for field, part, its_spec in _named(what, arg, spec):
             _check_divides(name, field, part, its_spec, parallel)
+            _check_placed(name, field, part, parallel)
     leaves, structure = jax.tree.flatten((tuple(in_specs), out_specs), is_leaf=_is_spec)
     run_on_mesh = _on_mesh if _staged() else _jitted_on_mesh
     return run_on_mesh(fn, static, parallel, tuple(leaves), structure, *args.values())
@@ -143,3 +144,19 @@ def _check_divides(name: str, what: str, arg: Any, spec: Any, parallel: Parallel
                 )
 
     _by_leaf(check, spec, arg)
+
+
+def _check_placed(name: str, what: str, arg: Any, parallel: ParallelMesh) -> None:
+    """Raises where an array was put on devices that are not the mesh's, as one restored without a sharding is.
+
+    Within the caller's `jit` no device is known here, and JAX raises when the program is called.
+    """
+    for x in jax.tree.leaves(arg):
+        if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.committed:
+            continue
+        if (found := x.sharding.device_set) != (expected := {*parallel.mesh.devices.flat}):
+            where = ", ".join(str(device.id) for device in sorted(found, key=lambda device: device.id)[:8])
+            raise ValueError(
+                f"{what}: got an array on device {where} in {name}, expected all {len(expected)} devices of the mesh; "
+                "jax.device_put(x, parallel.sharding(spec)) places it, and replicates it for the spec P()"
+            )

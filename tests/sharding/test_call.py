@@ -172,3 +172,13 @@ def test_varying():
     np.testing.assert_array_equal(
         jax.shard_map(inside, mesh=MESH, in_specs=p.tokens_spec, out_specs=p.tokens_spec)(X), X
     )
+
+
+def test_an_array_on_one_device_beside_a_mesh_is_named():
+    """As a parameter that was restored without a sharding. JAX named the library's own arguments."""
+    mesh, one = make_parallel_mesh("dp=2,cp=2,tp=2"), jax.device_put(X, jax.devices()[3])
+    with pytest.raises(
+        ValueError, match=r"^x: got an array on device 3 in total, expected all 8 devices of the mesh; "
+    ):
+        total(mesh, one)
+    assert total(mesh, X) == total(mesh, jax.device_put(X, mesh.sharding(P()))) == X.sum()
