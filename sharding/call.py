@@ -154,8 +154,10 @@ def _check_placed(name: str, what: str, arg: Any, parallel: ParallelMesh) -> Non
     for x in jax.tree.leaves(arg):
         if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.committed:
             continue
-        if (found := x.sharding.device_set) != (expected := {*parallel.mesh.devices.flat}):
-            where = ", ".join(str(device.id) for device in sorted(found, key=lambda device: device.id)[:8])
+        found: set[Any] = {*x.sharding.device_set}
+        expected = {*parallel.mesh.devices.flat}
+        if found != expected:
+            where = ", ".join(map(str, sorted(device.id for device in found)))
             raise ValueError(
                 f"{what}: got an array on device {where} in {name}, expected all {len(expected)} devices of the mesh; "
                 "jax.device_put(x, parallel.sharding(spec)) places it, and replicates it for the spec P()"
