@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
@@ -88,28 +89,63 @@ def dtype_name(x: Any) -> Any:
 
 
 def check_number(
-    what: str, value: Any, *, least: float | None = None, above: float | None = None, most: float | None = None
+    what: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
 ) -> None:
     """Raises unless the value is a finite number in its range; a traced scalar passes."""
-    ranges = [f"of at least {least}"] if least is not None else []
-    ranges += [f"above {above}"] if above is not None else []
-    ranges += [f"of at most {most}"] if most is not None else []
+    bounds = {"of at least": least, "above": above, "of at most": most, "below": below}
+    ranges = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
     expected = " and ".join(["a finite number " + ranges[0], *ranges[1:]] if ranges else ["a finite number"])
     if isinstance(value, jax.Array):
         check(what, f"shape {value.shape}", value.ndim == 0, f"{expected}, or a scalar array")
         numeric = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
         check(what, f"dtype {value.dtype}", numeric, f"{expected}, or a scalar array")
         return
-    good = is_number(value) and (least is None or value >= least) and (above is None or value > above)
-    check(what, repr(value), good and (most is None or value <= most), expected)
+    good = is_number(value) and all(_inside(value, least, above, most, below))
+    check(what, repr(value), good, expected)
+
+
+def _inside(x: Any, least: float | None, above: float | None, most: float | None, below: float | None) -> list[Any]:
+    """For each bound that there is, whether x is within it."""
+    pairs = (operator.ge, least), (operator.gt, above), (operator.le, most), (operator.lt, below)
+    return [within(x, bound) for within, bound in pairs if bound is not None]
+
+
+def checked_number(
+    what: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """The checked number. Nothing can be raised for an array's value: out of its range, it is NaN, in f32.
+
+    The range thus stands once, for numbers and for traced ones. What a loss reads is under a rule, which a NaN breaks.
+    """
+    check_number(what, value, least=least, above=above, most=most, below=below)
+    if not isinstance(value, jax.Array):
+        return value
+    x = value.astype(jnp.float32)
+    for good in _inside(x, least, above, most, below):
+        x = jnp.where(good, x, jnp.nan)
+    return x
+
+
+def check_field(of: Any, name: str, **bounds: float | None) -> None:
+    """Checks a number of a frozen dataclass, in its constructor. An array out of its range becomes NaN."""
+    object.__setattr__(of, name, checked_number(name, getattr(of, name), **bounds))
 
 
 def as_number(what: str, value: Any, *, least: float | None = None, above: float | None = None) -> Float[Array, ""]:
-    """The checked number as an f32 array. Nothing can be raised for an array's value: out of its range, it is NaN."""
-    check_number(what, value, least=least, above=above)
-    x = jnp.asarray(value, jnp.float32)
-    x = x if least is None else jnp.where(x >= least, x, jnp.nan)
-    return x if above is None else jnp.where(x > above, x, jnp.nan)
+    """The checked number as an f32 array, NaN out of its range."""
+    return jnp.asarray(checked_number(what, value, least=least, above=above), jnp.float32)
 
 
 def check_count(what: str, value: Any, *, least: int = 0) -> None:
@@ -251,13 +287,16 @@ RatioTo = Literal["old", "rollout", "current"]
 Compared = Literal["old/rollout", "current/rollout", "current/old"]  # two policies, written as their ratio
 
 
-def check_aggregation(aggregation: Any, aggregation_norm: float | None) -> None:
-    """Raises where the aggregation is unknown, or needs a constant length and has none, or has one without need."""
-    check_choice("aggregation", aggregation, Aggregation)
-    if aggregation == "sequence_mean_token_sum_norm":
-        check_number("aggregation_norm", aggregation_norm, above=0)
-    elif aggregation_norm is not None:
+def check_aggregation(of: Any) -> None:
+    """Checks `aggregation` and `aggregation_norm`: raises where the first is unknown, or needs the second and has none.
+
+    It also raises where there is a constant length that nothing needs.
+    """
+    check_choice("aggregation", of.aggregation, Aggregation)
+    if of.aggregation == "sequence_mean_token_sum_norm":
+        check_field(of, "aggregation_norm", above=0)
+    elif of.aggregation_norm is not None:
         raise ValueError(
-            f"aggregation_norm: got {aggregation_norm} with aggregation={aggregation!r}, expected None, or "
+            f"aggregation_norm: got {of.aggregation_norm} with aggregation={of.aggregation!r}, expected None, or "
             "aggregation='sequence_mean_token_sum_norm'"
         )

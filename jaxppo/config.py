@@ -14,8 +14,8 @@ from jaxppo._arrays import (
     RatioTo,
     check_aggregation,
     check_choice,
+    check_field,
     check_flag,
-    check_number,
     is_zero,
 )
 from jaxppo.kl import KL
@@ -90,12 +90,12 @@ class PolicyLossConfig:
         for name, value, expected in (("kl", self.kl, KL), ("off_policy", self.off_policy, OffPolicyConfig)):
             if value is not None and not isinstance(value, expected):
                 raise TypeError(f"{name}: got {type(value).__name__}, expected {expected.__name__} or None")
-        check_number("entropy_coef", self.entropy_coef)
+        check_field(self, "entropy_coef")
         check_choice("ratio_to", self.ratio_to, RatioTo)
         check_choice("metric_aggregation", self.metric_aggregation, MetricAggregation)
         check_choice("impossible_tokens", self.impossible_tokens, ImpossibleTokens)
         check_flag("clip_by_sign", self.clip_by_sign)
-        check_aggregation(self.aggregation, self.aggregation_norm)
+        check_aggregation(self)
         off_policy = self.off_policy
         if off_policy is None:
             return

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Coefficient, check_alike, check_choice, check_number, sound
+from jaxppo._arrays import Coefficient, check_alike, check_choice, check_field, check_number, sound
 from jaxppo.sharding import wider_dtype
 
 __all__ = ["KL", "adaptive_kl_coef", "kl_divergence"]
@@ -49,7 +49,7 @@ class KL:
     compares: Over = "current/old"
 
     def __post_init__(self) -> None:
-        check_number("coef", self.coef)
+        check_field(self, "coef")
         check_choice("estimator", self.estimator, Estimator)
         check_choice("importance", self.importance, Importance)
         check_choice("compares", self.compares, Over)

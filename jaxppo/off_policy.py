@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Compared, check_choice, check_flag, check_number, is_number, masked, needed
+from jaxppo._arrays import Compared, check_choice, check_field, check_flag, is_number, masked, needed
 from jaxppo.kl import MAX_LOG_RATIO, k3
 from jaxppo.sharding import Segments, scan_affine, vary
 
@@ -160,7 +160,7 @@ class OffPolicyConfig:
         if self.veto is not None and not (is_number(self.veto) and least < self.veto < 1):
             raise ValueError(f"veto: got {self.veto!r}, expected a ratio above {least:.2g} and below 1")
         if self.opsm_delta is not None:
-            check_number("opsm_delta", self.opsm_delta, least=0)
+            check_field(self, "opsm_delta", least=0)
         if self.batch_normalize and (self.weights == "none" or self.compares != "old/rollout"):
             raise ValueError(
                 f"batch_normalize: got True with weights={self.weights!r}, compares={self.compares!r}, expected "

@@ -64,8 +64,8 @@ PER_TOKEN: dict[str, tuple[Kind, str]] = {
     "divergence": (FINITE, f", from two models: {OF_MODELS}"),
 }
 
-# The numbers of losses that may be traced: the names of fields and arguments. A number of another name, as a loss of
-# your own may have, is "another_number".
+# The numbers of losses that may be traced: the names of fields and arguments. `check_field` makes those NaN that are
+# out of their range. A number of another name, as a loss of your own may have, is "another_number".
 NUMBERS = (
     "aggregation_norm",
     "beta",

@@ -335,7 +335,7 @@ OF_INPUTS = (
         "-1, or 0 to {V}, each id once at a position, and those of the statistics, where loss_mask is 1",
         _ids,
     ),
-    *(Rule(name, "a finite number", _not_finite(name)) for name in NUMBERS),
+    *(Rule(name, "a finite number in the range of its field", _not_finite(name)) for name in NUMBERS),
     Rule("another_number", "finite numbers in the fields of your own loss", _not_finite("another_number")),
     Rule(
         "sample_rewards", "finite rewards of samples with loss, since they say what is desirable", _rewards_of_samples

@@ -195,7 +195,7 @@ class DivergenceLoss(TokenLoss):
     aggregation_norm: float | None
 
     def __post_init__(self) -> None:
-        check_aggregation(self.aggregation, self.aggregation_norm)
+        check_aggregation(self)
 
     @property
     def token_local(self) -> bool:

@@ -12,7 +12,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, Coefficient, check_choice, check_count, check_floating, check_number
+from jaxppo._arrays import (
+    Aggregation,
+    Coefficient,
+    check_choice,
+    check_count,
+    check_floating,
+    check_number,
+    checked_number,
+)
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.comparison import F32_UNIT, comparison_of_tokens
@@ -99,7 +107,7 @@ def draft_loss(
     Soft cross-entropy is in SkyRL and NeMo-RL, the others in pull requests of Megatron and speculators.
     """
     check_choice("objective", objective, Objective)
-    check_number("eta", eta, least=0)
+    eta = checked_number("eta", eta, least=0)
     check_number("coef", coef)
     of_tokens = DivergenceLoss(aggregation, None)
     batch = checked(batch)

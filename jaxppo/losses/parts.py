@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, Coefficient, check_aggregation, check_choice, check_number, masked, needed
+from jaxppo._arrays import Aggregation, Coefficient, check_aggregation, check_choice, check_field, masked, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.types import TokenStats
@@ -62,7 +62,7 @@ class ReferenceKL(TokenLoss):
 
     def __post_init__(self) -> None:
         check_choice("estimator", self.estimator, Estimator)
-        check_aggregation(self.aggregation, self.aggregation_norm)
+        check_aggregation(self)
 
     @property
     def token_local(self) -> bool:
@@ -129,4 +129,4 @@ class Part:
             raise TypeError(f"loss: got {type(self.loss).__name__}, expected {expected}")
         if isinstance(self.loss, PolicyLossConfig) and self.loss.loss.selects is not None:
             raise ValueError(f"loss: got {self.loss.loss}, expected one that selects no tokens of the step")
-        check_number("coef", self.coef)
+        check_field(self, "coef")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self, Unpack
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import (
@@ -15,7 +14,7 @@ from jaxppo._arrays import (
     Coefficient,
     as_coefficient,
     check_aggregation,
-    check_number,
+    check_field,
     is_zero,
     masked,
     needed,
@@ -163,11 +162,9 @@ class SFTTokenLoss(TokenLoss):
     aggregation_norm: float | None = None
 
     def __post_init__(self) -> None:
-        check_number("label_smoothing", self.label_smoothing, least=0)
-        if not isinstance(self.label_smoothing, jax.Array) and self.label_smoothing >= 1:
-            raise ValueError(f"label_smoothing: got {self.label_smoothing}, expected a number in [0, 1)")
-        check_number("z_loss", self.z_loss, least=0)
-        check_aggregation(self.aggregation, self.aggregation_norm)
+        check_field(self, "label_smoothing", least=0, below=1)
+        check_field(self, "z_loss", least=0)
+        check_aggregation(self)
 
     def with_coefficients(self) -> Self:
         """With the coefficients in the form that traced code takes."""

@@ -16,7 +16,7 @@ from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, TokenStats
 from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss, loss_of_hidden, loss_of_stats
-from jaxppo.losses.top_k_divergence import Tail, TopKDivergence, check_options, top_k_divergence
+from jaxppo.losses.top_k_divergence import Tail, TopKDivergence, checked_options, top_k_divergence
 from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.reads import was_above_one
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
@@ -183,8 +183,8 @@ class TopKLoss(TokenLoss):
     aggregation_norm: float | None = None
 
     def __post_init__(self) -> None:
-        check_options(self.divergence, self.beta, self.tail)
-        check_aggregation(self.aggregation, self.aggregation_norm)
+        object.__setattr__(self, "beta", checked_options(self.divergence, self.beta, self.tail))
+        check_aggregation(self)
 
     @property
     def token_local(self) -> bool:

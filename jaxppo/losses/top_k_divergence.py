@@ -7,9 +7,8 @@ away, or is left out.
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,7 +21,8 @@ from jaxppo._arrays import (
     check_array,
     check_choice,
     check_count,
-    check_number,
+    checked_number,
+    is_number,
     is_zero,
 )
 from jaxppo.kl import k3
@@ -84,7 +84,7 @@ def top_k_divergence(
     The bucket: TRL and https://github.com/volcengine/verl/pull/7855. Renormalised: NeMo-RL, the default of TRL. Left
     out: verl. Forward and reverse: Agarwal et al. 2023, GKD, https://arxiv.org/abs/2306.13649
     """
-    check_options(divergence, beta, tail)
+    beta = checked_options(divergence, beta, tail)
     for name, x in (("log_probs", log_probs), ("teacher_log_probs", teacher_log_probs)):
         check_array(name, x)
         if x.shape != log_probs.shape or not x.ndim or not x.shape[-1]:
@@ -114,15 +114,17 @@ def top_k_divergence(
     return jnp.where(has_id, found, 0).sum(axis=-1)
 
 
-def check_options(divergence: TopKDivergence, beta: float | Array, tail: Tail) -> None:
+def checked_options(divergence: TopKDivergence, beta: float | Array, tail: Tail) -> Any:
+    """The checked beta, NaN where it is an array out of its range."""
     check_choice("divergence", divergence, TopKDivergence)
     check_choice("tail", tail, Tail)
-    check_number("beta", beta, least=0, most=1)
-    if divergence == "jensen_shannon" and not isinstance(beta, jax.Array) and beta in (0, 1):
+    if divergence == "jensen_shannon" and is_number(beta) and beta in (0, 1):
         instead = "'forward_kl' or 'reverse_kl', since the mixture tends to 0 there"
         raise ValueError(
             f"beta: got {beta} with divergence='jensen_shannon', expected a number in (0, 1), or {instead}"
         )
+    strictly = divergence == "jensen_shannon"
+    return checked_number("beta", beta, **({"above": 0, "below": 1} if strictly else {"least": 0, "most": 1}))
 
 
 def with_tail(log_p: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"], tail: Tail) -> Float[Array, "..."]:

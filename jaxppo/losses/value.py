@@ -15,7 +15,7 @@ from jaxppo._arrays import (
     check_aggregation,
     check_array,
     check_choice,
-    check_number,
+    check_field,
     masked,
     needed,
 )
@@ -104,13 +104,13 @@ class ValueTokenLoss(TokenLoss):
 
     def __post_init__(self) -> None:
         if self.clip is not None:
-            check_number("clip", self.clip, above=0)
-        check_number("factor", self.factor)
+            check_field(self, "clip", above=0)
+        check_field(self, "factor")
         if self.huber_delta is not None:
-            check_number("huber_delta", self.huber_delta, above=0)
+            check_field(self, "huber_delta", above=0)
         check_choice("clip_fraction", self.clip_fraction, ClipFraction)
         check_choice("metric_aggregation", self.metric_aggregation, MetricAggregation)
-        check_aggregation(self.aggregation, self.aggregation_norm)
+        check_aggregation(self)
 
     @property
     def token_local(self) -> bool:

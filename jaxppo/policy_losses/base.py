@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Coefficient, check_number
+from jaxppo._arrays import Coefficient, check_field
 from jaxppo.kl import MAX_LOG_RATIO, log_ratio
 from jaxppo.sharding import Segments
 
@@ -116,9 +116,9 @@ def clipped_surrogate(
 def check_clip(loss: Any) -> None:
     """Checks both bounds of the ratio."""
     for name in ("clip_low", "clip_high"):
-        check_number(name, getattr(loss, name), least=0)
+        check_field(loss, name, least=0)
 
 
-def check_dual_clip(dual_clip: Coefficient | None) -> None:
-    if dual_clip is not None:
-        check_number("dual_clip", dual_clip, above=1)
+def check_dual_clip(loss: Any) -> None:
+    if loss.dual_clip is not None:
+        check_field(loss, "dual_clip", above=1)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._arrays import Coefficient, check_choice, check_flag, check_number
+from jaxppo._arrays import Coefficient, check_choice, check_field, check_flag
 from jaxppo.kl import log_ratio
 from jaxppo.policy_losses.base import (
     Level,
@@ -55,7 +55,7 @@ class PPO(PolicyLoss):
 
     def __post_init__(self) -> None:
         check_clip(self)
-        check_dual_clip(self.dual_clip)
+        check_dual_clip(self)
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
         ratio = jnp.exp(log_ratio(log_probs, old_log_probs))
@@ -148,8 +148,8 @@ class SAPO(PolicyLoss):
         return self.level == "token"
 
     def __post_init__(self) -> None:
-        check_number("tau_positive", self.tau_positive, above=0)
-        check_number("tau_negative", self.tau_negative, above=0)
+        check_field(self, "tau_positive", above=0)
+        check_field(self, "tau_negative", above=0)
         check_choice("level", self.level, Level)
 
     def __call__(
@@ -243,7 +243,7 @@ class DPPO(PolicyLoss):
     def __post_init__(self) -> None:
         check_choice("divergence", self.divergence, Literal["tv", "kl"])
         check_clip(self)
-        check_number("ratio_cap", self.ratio_cap, above=0)
+        check_field(self, "ratio_cap", above=0)
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
         divergence = lax.stop_gradient(self._divergence(log_probs, old_log_probs))
@@ -283,7 +283,7 @@ class DRO(PolicyLoss):
     weighs_by_ratio: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_number("beta", self.beta, least=0)
+        check_field(self, "beta", least=0)
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
         return -advantages * log_probs + self.beta / 2 * (log_probs - old_log_probs) ** 2, {}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxppo._arrays import Coefficient, check_number, needed
+from jaxppo._arrays import Coefficient, check_field, needed
 from jaxppo.kl import log_ratio, magnitude
 from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip, clipped_surrogate
 
@@ -47,10 +47,12 @@ class ClipCov(PolicyLoss):
 
     def __post_init__(self) -> None:
         check_clip(self)
-        check_number("share", self.share, least=0, most=1)
-        check_number("low", self.low)
-        check_number("high", self.high)
-        if not isinstance(self.low, jax.Array) and not isinstance(self.high, jax.Array) and not self.low < self.high:
+        check_field(self, "share", least=0, most=1)
+        check_field(self, "low")
+        check_field(self, "high")
+        if isinstance(self.low, jax.Array) or isinstance(self.high, jax.Array):
+            object.__setattr__(self, "high", jnp.where(self.low < self.high, self.high, jnp.nan))
+        elif not self.low < self.high:
             raise ValueError(f"low, high: got {self.low}, {self.high}, expected low < high")
 
     def selectable(
@@ -102,8 +104,8 @@ class KLCov(PolicyLoss):
     selects: ClassVar[Literal["highest"]] = "highest"
 
     def __post_init__(self) -> None:
-        check_number("share", self.share, least=0, most=1)
-        check_number("coef", self.coef, least=0)
+        check_field(self, "share", least=0, most=1)
+        check_field(self, "coef", least=0)
 
     def __call__(
         self,

@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._arrays import Coefficient, check_number
+from jaxppo._arrays import Coefficient, check_field
 from jaxppo.kl import log_ratio
 from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip
 
@@ -46,8 +46,8 @@ class ProbabilityMask(PolicyLoss):
 
     def __post_init__(self) -> None:
         check_clip(self)
-        check_number("ratio_cap", self.ratio_cap, above=0)
-        check_number("pull", self.pull, least=0)
+        check_field(self, "ratio_cap", above=0)
+        check_field(self, "pull", least=0)
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
         d = log_probs - old_log_probs

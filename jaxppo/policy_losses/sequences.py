@@ -50,7 +50,7 @@ class GSPO(PolicyLoss):
 
     def __post_init__(self) -> None:
         check_clip(self)
-        check_dual_clip(self.dual_clip)
+        check_dual_clip(self)
         check_choice("gradient", self.gradient, Literal["sequence", "token"])
 
     def __call__(

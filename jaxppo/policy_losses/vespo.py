@@ -8,7 +8,7 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._arrays import Coefficient, check_number
+from jaxppo._arrays import Coefficient, check_field
 from jaxppo.kl import MAX_LOG_RATIO, log_ratio
 from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens
 from jaxppo.sharding import Segments
@@ -47,7 +47,7 @@ class VESPO(PolicyLoss):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            check_number(field.name, getattr(self, field.name), least=0)
+            check_field(self, field.name, least=0)
 
     def __call__(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, *, segments: Segments, **_: object

@@ -124,6 +124,7 @@ def of_policy(loss, **options):
         )
         if its.off_policy is not None:
             its = dataclasses.replace(its, off_policy=dataclasses.replace(its.off_policy, opsm_delta=x["opsm_delta"]))
+        its = dataclasses.replace(its, aggregation_norm=x.get("aggregation_norm"))
         of = {"aggregation": its.aggregation, "off_policy": its.off_policy}
         return policy_loss(
             stats_of(x),
@@ -135,6 +136,8 @@ def of_policy(loss, **options):
 
     if config.off_policy is not None:
         inputs["opsm_delta"] = 0.1
+    if config.aggregation_norm is not None:
+        inputs["aggregation_norm"] = config.aggregation_norm
     return call, inputs
 
 
@@ -165,10 +168,10 @@ def joint(x, batch):
     )
 
 
-def top_k(x, batch):
+def top_k(divergence, x, batch):
     stats = TokenStats(x["log_probs"], id_log_probs=x["id_log_probs"], ids=IDS)
     return top_k_distillation_loss(
-        stats, x["ids"], x["teacher_log_probs"], batch, divergence="mixed_kl", beta=x["beta"]
+        stats, x["ids"], x["teacher_log_probs"], batch, divergence=divergence, beta=x["beta"]
     )
 
 
@@ -216,6 +219,9 @@ CASES = {
     "policy, gspo's dual clip": of_policy(loss_named("gspo", dual_clip=3.0)),
     "policy, over the sampler": of_policy(loss_named("ppo"), ratio_to="rollout"),
     "policy, corrected": of_policy(loss_named("ppo"), off_policy=CORRECTED, aggregation="sequence_mean_token_mean"),
+    "policy, constant length": of_policy(
+        loss_named("ppo"), aggregation="sequence_mean_token_sum_norm", aggregation_norm=8.0
+    ),
     "policy, metrics of the reference": (
         lambda x, batch: policy_loss(stats_of(x), batch, PolicyLossConfig(kl=KL(0.0))),
         STATS,
@@ -266,7 +272,8 @@ CASES = {
         ),
         STATES | TEACHER | SCHEDULES,
     ),
-    "top-k": (top_k, TOP_K | {"beta": 0.3}),
+    "top-k": (functools.partial(top_k, "mixed_kl"), TOP_K | {"beta": 0.3}),
+    "top-k, between": (functools.partial(top_k, "jensen_shannon"), TOP_K | {"beta": 0.3}),
     "top-k from hidden": (
         lambda x, batch: top_k_distillation_loss_from_hidden(
             x["hidden"], x["head"], x["ids"], x["teacher_log_probs"], batch, temperature=x["temperature"]
@@ -321,6 +328,23 @@ def poisons(name: str, x, of_stats: bool) -> list[float]:
         return [V, -2]
     values = [np.nan, np.inf, -np.inf] + [0.5] * (name in LOG_PROBS or name in ("loss_mask", "mask"))
     return values + [7.0, -1.0] * (name == "selected")
+
+
+def refused(case: str, name: str) -> list[float]:
+    """The values of a number, out of some, that the call refuses where they are known: as traced ones they are NaN."""
+    call, inputs = CASES[case]
+    if name == "denominators" or np.ndim(inputs[name]):
+        return []
+    known = {k: float(x) if np.ndim(x) == 0 else x for k, x in inputs.items()}
+
+    def raises(value: float) -> bool:
+        try:
+            jax.eval_shape(lambda: call(known | {name: value}, BATCH))
+        except ValueError:
+            return True
+        return False
+
+    return [value for value in (-1.0, 0.0, 0.5, 1.0, 2.0) if raises(value)]
 
 
 def place_of(name: str, x) -> tuple[int, ...]:
@@ -390,7 +414,8 @@ def test_each_input_spoilt(case):
     chex.assert_tree_all_finite(sound[:2])
     read = set()
     for name, x in (inputs | of_batch).items():
-        for poison in poisons(name, x, "id_log_probs" in inputs):
+        beyond = refused(case, name) if name in inputs else []
+        for poison in [*poisons(name, x, "id_log_probs" in inputs), *beyond]:
             new = {name: spoilt(name, x, poison)}
             given = (floats | whole, of_batch | new) if name in of_batch else (floats | whole | new, of_batch)
             loss, gradient, broken = run(*given)

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Coefficient, check_choice, check_number, needed
+from jaxppo._arrays import Coefficient, check_choice, check_field, needed
 from jaxppo.pairs import Pairs
 
 Numbers = Float[Array, "*n"]
@@ -83,7 +83,7 @@ class PairLoss(PreferenceLoss):
     nll: NLL = dataclasses.field(default="token_mean", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_number("nll_coef", self.nll_coef, least=0)
+        check_field(self, "nll_coef", least=0)
         check_choice("nll", self.nll, NLL)
 
     @abc.abstractmethod
@@ -115,5 +115,5 @@ def preferred(margin: Numbers, label_smoothing: Coefficient = 0.0) -> Numbers:
     return -(1 - label_smoothing) * right - label_smoothing * wrong
 
 
-def check_label_smoothing(label_smoothing: Coefficient) -> None:
-    check_number("label_smoothing", label_smoothing, least=0, most=0.5)
+def check_label_smoothing(loss: PreferenceLoss) -> None:
+    check_field(loss, "label_smoothing", least=0, most=0.5)

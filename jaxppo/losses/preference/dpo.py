@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxppo._arrays import Coefficient, check_flag, check_number
+from jaxppo._arrays import Coefficient, check_field, check_flag
 from jaxppo.losses.preference.base import (
     Numbers,
     PairLoss,
@@ -47,8 +47,8 @@ class DPO(PairLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("beta", self.beta, least=0)
-        check_label_smoothing(self.label_smoothing)
+        check_field(self, "beta", least=0)
+        check_label_smoothing(self)
         check_flag("length_normalised", self.length_normalised)
 
     def reward(self, x: Responses) -> Numbers:
@@ -86,7 +86,7 @@ class IPO(PairLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("beta", self.beta, above=0)
+        check_field(self, "beta", above=0)
         check_flag("length_normalised", self.length_normalised)
 
     def reward(self, x: Responses) -> Numbers:

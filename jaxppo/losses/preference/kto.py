@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Coefficient, check_number, masked, needed, sound
+from jaxppo._arrays import Coefficient, check_field, masked, needed, sound
 from jaxppo._stacked import as_rows, check_whole_step
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.types import TokenStats
@@ -53,7 +53,7 @@ class KTO(PreferenceLoss):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            check_number(field.name, getattr(self, field.name), least=0)
+            check_field(self, field.name, least=0)
 
     def reward(self, x: Responses) -> Numbers:
         return self.beta * x.log_ratio

@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxppo._arrays import Coefficient, check_number
+from jaxppo._arrays import Coefficient, check_field
 from jaxppo.losses.preference.base import Numbers, PairLoss, Responses, mean_log_prob
 
 _MOST = -1e-6  # a mean log-prob of 0 has infinite odds
@@ -45,7 +45,7 @@ class ORPO(PairLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("beta", self.beta, least=0)
+        check_field(self, "beta", least=0)
 
     def reward(self, x: Responses) -> Numbers:
         return self.beta * mean_log_prob(x)

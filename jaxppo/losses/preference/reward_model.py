@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Coefficient, check_array, check_number, needed
+from jaxppo._arrays import Coefficient, check_array, check_field, needed
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.losses.preference.base import Numbers, preferred
@@ -54,8 +54,8 @@ class BradleyTerry:
     centring: Coefficient = 0.0
 
     def __post_init__(self) -> None:
-        check_number("margin", self.margin, least=0)
-        check_number("centring", self.centring, least=0)
+        check_field(self, "margin", least=0)
+        check_field(self, "centring", least=0)
 
     def __call__(self, chosen: Numbers, rejected: Numbers, distance: Numbers) -> Numbers:
         """The loss of each pair, from its two scores and the difference of its rewards."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxppo._arrays import Coefficient, check_number
+from jaxppo._arrays import Coefficient, check_field
 from jaxppo.losses.preference.base import (
     Numbers,
     PairLoss,
@@ -45,9 +45,9 @@ class SimPO(PairLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("beta", self.beta, least=0)
-        check_number("margin", self.margin, least=0)
-        check_label_smoothing(self.label_smoothing)
+        check_field(self, "beta", least=0)
+        check_field(self, "margin", least=0)
+        check_label_smoothing(self)
 
     def reward(self, x: Responses) -> Numbers:
         return self.beta * mean_log_prob(x)
