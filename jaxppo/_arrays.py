@@ -143,9 +143,9 @@ def check_field(of: Any, name: str, **bounds: float | None) -> None:
     object.__setattr__(of, name, checked_number(name, getattr(of, name), **bounds))
 
 
-def as_number(what: str, value: Any, *, least: float | None = None, above: float | None = None) -> Float[Array, ""]:
+def as_number(what: str, value: Any, **bounds: float | None) -> Float[Array, ""]:
     """The checked number as an f32 array, NaN out of its range."""
-    return jnp.asarray(checked_number(what, value, least=least, above=above), jnp.float32)
+    return jnp.asarray(checked_number(what, value, **bounds), jnp.float32)
 
 
 def check_count(what: str, value: Any, *, least: int = 0) -> None:
@@ -211,7 +211,7 @@ KINDS: Mapping[str, Kind] = {
         (_FLOATS, "temperature reverse_kl total_variation same_top rounding params loss_fn"),
         (_NUMBERS, "loss_mask mask masks where ends selected lengths micro_batches extras"),
         (_INTEGERS, "tokens targets segment_ids positions policy_versions sample_ids group_ids rollout_ids parents"),
-        (_BOOLS, "nucleus among"),
+        (_BOOLS, "among"),
         (_INTEGERS, "ids top_ids nucleus_ids adapter_ids"),
     )
     for name in names.split()
@@ -269,9 +269,14 @@ def unless_mask(x: Any) -> Float[Array, "..."]:
 def check_ids(what: str, x: Any) -> None:
     """Raises unless ids are integers, and on the host ones that fit i32: cut to i32, two ids could become equal."""
     check_array(what, x)
+    check_fits(what, x, f"-1 to {2**31 - 1}; number the ids of a step")
+
+
+def check_fits(what: str, x: Any, expected: str = f"integers of at most {2**31 - 1}") -> None:
+    """Raises where an integer on the host does not fit i32: cut to i32, it would be another one."""
     if isinstance(x, np.ndarray) and x.size and not -(2**31) <= x.min() <= x.max() < 2**31:
         widest = x.min() if x.max() < 2**31 else x.max()
-        raise ValueError(f"{what}: got {widest}, expected -1 to {2**31 - 1}; number the ids of a step")
+        raise ValueError(f"{what}: got {widest}, expected {expected}")
 
 
 Aggregation = Literal[

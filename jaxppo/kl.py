@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Coefficient, check_alike, check_choice, check_field, check_number, sound
+from jaxppo._arrays import Coefficient, check_alike, check_choice, check_field, check_number, checked_number, sound
 from jaxppo.sharding import wider_dtype
 
 __all__ = ["KL", "adaptive_kl_coef", "kl_divergence"]
@@ -169,8 +169,8 @@ def adaptive_kl_coef(
     """
     for what, value in (("coef", coef), ("kl", kl)):
         check_number(what, value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value)
-    check_number("target", target, above=0)
-    check_number("samples", samples, least=0)
-    check_number("horizon", horizon, above=0)
+    target = checked_number("target", target, above=0)
+    samples = checked_number("samples", samples, least=0)
+    horizon = checked_number("horizon", horizon, above=0)
     error = jnp.clip(kl / target - 1, -0.2, 0.2)
     return jnp.float32(coef) * (1 + error * samples / horizon)

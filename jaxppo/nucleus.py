@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Int
 
-from jaxppo._arrays import check_array, check_count
+from jaxppo._arrays import check_count
 from jaxppo.batch import RolloutBatch
 from jaxppo.samples import Sample, check_samples
-from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, shard_call, vary_like
 from jaxppo.token_sets import TokenSets
 from jaxppo.validation import check_arrays
 
-__all__ = ["nucleus_mask", "pack_nucleus_ids"]
+__all__ = ["pack_nucleus_ids"]
 
 Recorded = Sequence[TokenSets | Sequence[Any]]
 
@@ -28,8 +24,8 @@ def pack_nucleus_ids(
 ) -> Int[np.ndarray, "*K R T width"]:
     """Places the sampler's recorded nuclei at the positions of a batch that predict their tokens; on the host.
 
-    Pass the result to `log_probs_from_hidden(..., nucleus_ids=)`, or through `nucleus_mask` to
-    `log_probs_from_logits(..., nucleus=)`. Both keep the sampled token whether it was recorded or not.
+    Pass the result as `nucleus_ids=` to `log_probs_from_hidden` or `log_probs_from_logits`. Both keep the sampled token
+    whether it was recorded or not.
 
     Args:
       recorded: `recorded[i][j]`: the token ids that the sampler could draw at response token j of samples[i]; ragged,
@@ -92,59 +88,3 @@ def pack_nucleus_ids(
         here = segment_ids[row] == slot + 1
         out[row, here] = padded[positions[row, here]]
     return out.reshape(*batch.segment_ids.shape, width)
-
-
-def nucleus_mask(
-    nucleus_ids: Int[Array, "R T K"], columns: int, *, parallel: ParallelMesh | ShardAxes | None = None
-) -> Bool[Array, "R T V"]:
-    """The dense mask of recorded nuclei, for the logits path: mask[r, t, v] = v in nucleus_ids[r, t].
-
-    Each device makes its own part; the mask is sharded as logits are.
-
-    Args:
-      nucleus_ids: `i32[R, T, K]`, -1 padded, see `pack_nucleus_ids`. Ids that no column has are found in numpy arrays
-        only: a mask has no place for them.
-      columns: V, the number of columns of the logits over all vocabulary shards.
-      parallel: the mesh; rows sharded over data, positions over context, the vocabulary over tensor.
-
-    Returns:
-      `bool[R, T, V]`, whole on every device where the tensor axis does not divide V.
-
-    Raises:
-      TypeError, ValueError: ids that are not integers or not `[R, T, K]`, or of no column; columns below 1.
-
-    Example:
-      >>> nucleus_mask(jnp.array([[[2, 0, -1]]]), 4)
-      Array([[[ True, False,  True, False]]], dtype=bool)
-    """
-    check_array("nucleus_ids", nucleus_ids)
-    if nucleus_ids.ndim != 3:
-        raise ValueError(f"nucleus_ids: got shape {nucleus_ids.shape}, expected [R, T, K]")
-    check_count("columns", columns, least=1)
-    check_parallel(parallel)
-    if isinstance(nucleus_ids, np.ndarray) and ((nucleus_ids < -1) | (nucleus_ids >= columns)).any():
-        got = nucleus_ids[(nucleus_ids < -1) | (nucleus_ids >= columns)][0]
-        raise ValueError(f"nucleus_ids: got {got}, expected -1, or 0 to {columns - 1}")
-    roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
-    shards = parallel.tensor_size if isinstance(parallel, ParallelMesh) else roles.size(roles.tensor)
-    whole = bool(columns % shards)  # such logits are not sharded either
-
-    def specs(p: ParallelMesh) -> tuple[list[P], P]:
-        return [p.tokens_spec], P(*p.tokens_spec, None) if whole else p.logits_spec
-
-    static = (columns if whole else columns // shards, whole)
-    args = {"nucleus_ids": nucleus_ids}
-    found: Bool[Array, "R T V"] = shard_call("nucleus_mask", _per_shard, parallel, args, specs, static)
-    return found
-
-
-def _per_shard(axes: ShardAxes, static: tuple[int, bool], nucleus_ids: jax.Array) -> jax.Array:
-    local, whole = static
-    R, T, _ = nucleus_ids.shape
-    nucleus_ids = nucleus_ids.astype(jnp.int32)
-    place = nucleus_ids if whole else nucleus_ids - axes.index(axes.tensor) * local
-    place = jnp.where((place >= 0) & (place < local), place, local)
-    empty = vary_like(jnp.zeros((R, T, local), bool), place)
-    rows = jnp.arange(R, dtype=jnp.int32)[:, None, None]
-    positions = jnp.arange(T, dtype=jnp.int32)[None, :, None]
-    return empty.at[rows, positions, place].set(True, mode="drop")

@@ -15,7 +15,17 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxppo._arrays import IDS, INTEGERS, LOG_PROBS, PER_SEGMENT, Arrays, check_array, check_count, check_ids
+from jaxppo._arrays import (
+    IDS,
+    INTEGERS,
+    LOG_PROBS,
+    PER_SEGMENT,
+    Arrays,
+    check_array,
+    check_count,
+    check_fits,
+    check_ids,
+)
 from jaxppo.extras import PREFIX, Extra, Places, flat
 from jaxppo.sharding import (
     ParallelMesh,
@@ -206,6 +216,8 @@ def check_row_dtype(name: str, x: Any) -> None:
         raise TypeError(f"{name}: got {x.dtype}, expected integers")
     if not (integer or x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.floating)):
         raise TypeError(f"{name}: got {x.dtype}, expected numbers")
+    if named and name not in IDS and not name.startswith(PREFIX):
+        check_fits(name, x)
 
 
 def of_whole_rows(

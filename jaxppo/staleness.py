@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_alike, check_choice, check_number, needed, sound
+from jaxppo._arrays import as_number, check_alike, check_choice, needed, sound
 from jaxppo.batch import RolloutBatch
 from jaxppo.metrics import Metrics, reduce_metric
 from jaxppo.reads import at_most_zero
@@ -162,16 +162,14 @@ def staleness_weights(
     AReaL bounds the staleness of a sample's first token: https://arxiv.org/abs/2505.24298, section 5.1
     """
     check_choice("level", level, Level)
-    check_number("limit", limit, least=0)
-    check_number("decay", decay, least=0, most=1)
-    static = (limit, decay, level)
+    numbers = {"limit": as_number("limit", limit, least=0), "decay": as_number("decay", decay, least=0, most=1)}
     found: Array = shard_call(
         "staleness_weights",
         _weights,
         parallel,
-        _arguments(batch, version),
-        lambda p: ([P(), batch.specs(p)], p.tokens_spec),
-        static,
+        {"numbers": numbers, **_arguments(batch, version)},
+        lambda p: ([P(), P(), batch.specs(p)], p.tokens_spec),
+        level,
     )
     return found
 
@@ -207,11 +205,14 @@ def _metrics(axes: ShardAxes, version: jax.Array, batch: RolloutBatch) -> Metric
     return found | {"version_span": reduce_metric(rows, span, counts, "mean")}
 
 
-def _weights(axes: ShardAxes, static: tuple[int, float, Level], version: jax.Array, batch: RolloutBatch) -> jax.Array:
-    limit, decay, level = static
+def _weights(
+    axes: ShardAxes, level: Level, numbers: dict[str, jax.Array], version: jax.Array, batch: RolloutBatch
+) -> jax.Array:
+    limit, decay = numbers["limit"], numbers["decay"]
     age, mask = _staleness(version, batch)
     if level == "sequence":
         segments = batch.segments(axes)
         age = segments.spread(segments.max(age, mask))
     weights = jnp.where(age > limit, jnp.power(decay, jnp.maximum(age - limit, 0)), jnp.where(age >= 0, 1, jnp.nan))
+    weights = jnp.where(jnp.isnan(limit + decay), jnp.nan, weights)
     return jnp.where(mask > 0, weights, 1).astype(jnp.float32)

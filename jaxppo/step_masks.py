@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_alike, check_number, needed
+from jaxppo._arrays import as_number, check_alike, needed
 from jaxppo._ranks import kth, largest, ordered_bits
 from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.batch import RolloutBatch
@@ -57,11 +57,10 @@ def second_moment_mask(
     """
     batch = checked(batch, stacked=True)
     check_whole_step("second_moment_mask", batch)
-    check_number("bound", bound, above=0)
     batch.check_layout(parallel)
     given = {"old_log_probs": batch.old_log_probs, "rollout_log_probs": batch.rollout_log_probs}
     args = {name: needed(f"batch.{name}", x, "f32[R, T] for second_moment_mask") for name, x in given.items()}
-    args |= {"loss_mask": batch.loss_mask, "bound": jnp.float32(bound)}
+    args |= {"loss_mask": batch.loss_mask, "bound": as_number("bound", bound, above=0)}
 
     def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
         of = batch.specs(parallel).loss_mask
@@ -88,7 +87,8 @@ def _second_moment(
 
     least = jnp.where(mask, scores, jnp.uint32(0xFFFFFFFF)).min()
     least = lax.pmin(vary(least, axes.tokens), axes.tokens) if axes.tokens else least
-    return (mask & (scores <= jnp.maximum(largest(holds), least))).astype(jnp.float32)
+    stays = (mask & (scores <= jnp.maximum(largest(holds), least))).astype(jnp.float32)
+    return jnp.where(mask & jnp.isnan(bound), jnp.nan, stays)
 
 
 def top_entropy_mask(
@@ -132,10 +132,10 @@ def top_entropy_mask(
     """
     batch = checked(batch, stacked=True)
     check_whole_step("top_entropy_mask", batch)
-    check_number("share", share, above=0, most=1)
     batch.check_layout(parallel)
     check_alike({"batch.loss_mask": batch.loss_mask, "entropy": entropy})
-    args = {"entropy": entropy, "loss_mask": batch.loss_mask, "share": jnp.float32(share)}
+    number = as_number("share", share, above=0, most=1)
+    args = {"entropy": entropy, "loss_mask": batch.loss_mask, "share": number}
 
     def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
         of = batch.specs(parallel).loss_mask
@@ -157,4 +157,4 @@ def _top_entropy(axes: ShardAxes, entropy: jax.Array, loss_mask: jax.Array, shar
     wanted = count - jnp.ceil((count - 1).astype(jnp.float32) * (1 - share)).astype(jnp.int32)
     scores = ordered_bits(jnp.where(mask, entropy.astype(jnp.float32), 0))
     stays = (mask & (scores >= kth(total, scores, mask, wanted))).astype(jnp.float32)
-    return jnp.where(mask & ~jnp.isfinite(entropy), jnp.nan, stays)
+    return jnp.where(mask & ~(jnp.isfinite(entropy) & jnp.isfinite(share)), jnp.nan, stays)

@@ -15,6 +15,8 @@ from jaxppo._arrays import check_array, check_choice, check_count, check_number
 from jaxppo.head.types import Asked, Entropy, LogitStat
 from jaxppo.sharding import ParallelMesh
 
+_NO_TARGET = -2  # a target that no vocabulary has
+
 
 def check_targets(targets: Any, shape: tuple[int, ...], source: str) -> None:
     check_array("targets", targets)
@@ -29,6 +31,16 @@ def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
         ids = of.where((ids >= -1) & (ids < 2**31), ids, -2)
     ids = jnp.asarray(ids)
     return ids.astype(jnp.int32)  # u32 from 2**31 on becomes negative, which is invalid too
+
+
+def with_nuclei(
+    targets: Int[Array, "R T"], nucleus_ids: Int[Array, "R T K"] | None, vocab_size: int
+) -> Int[Array, "R T"]:
+    """The targets, without those that have an id of their nucleus outside the vocabulary: their log-probs are NaN."""
+    if nucleus_ids is None:
+        return targets
+    exist = (nucleus_ids >= -1) & (nucleus_ids < vocab_size)
+    return jnp.where(exist.all(axis=-1), targets, _NO_TARGET)
 
 
 def as_id_sets(what: str, ids: Any, tokens: tuple[int, ...]) -> Int[Array, "R T K"]:

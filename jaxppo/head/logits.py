@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_array, check_floating
+from jaxppo._arrays import check_floating
 from jaxppo.head import softmax
 from jaxppo.head.asked import answers, cotangents_of, empty_sums
 from jaxppo.head.checks import (
@@ -24,6 +24,7 @@ from jaxppo.head.checks import (
     check_vocab_size,
     check_where,
     temperature_spec,
+    with_nuclei,
 )
 from jaxppo.head.gradient_sums import as_primal
 from jaxppo.head.slices import put_slice, slice_of
@@ -48,7 +49,7 @@ class _Inputs(NamedTuple):
 
     logits: Any  # [R, T, V]; [N, V]
     targets: Any  # i32[R, T]; [N]
-    nucleus: Any  # bool[R, T, V]; [N, V]
+    nucleus_ids: Any  # i32[R, T, K]; [N, K]
     ids: Any  # i32[R, T, K]; [N, K]
     where: Any  # bool[R, T]; [N]
     temperature: Any  # f32, a scalar or [R, T], None for 1; a scalar or [N, 1]
@@ -63,7 +64,7 @@ def log_probs_from_logits(
     entropy: Entropy = "none",
     logit_stats: Sequence[LogitStat] = (),
     top_k: int = 0,
-    nucleus: Bool[Array, "R T V"] | None = None,
+    nucleus_ids: Int[Array, "R T K"] | None = None,
     ids: Int[Array, "R T K"] | None = None,
     where: Bool[Array, "R T"] | None = None,
     vocab_size: int | None = None,
@@ -85,8 +86,8 @@ def log_probs_from_logits(
         target, and "sum_p2", the sum of p^2. They are over all of `vocab_size`. What is not named costs nothing.
       top_k: how many of the likeliest ids to find. They are returned as `top_ids`, with their log-probs in the full
         distribution. They have no gradient: for gradients ask for those ids again, as `ids`.
-      nucleus: `bool[R, T, V]`, the sampler's top-p/top-k nucleus. Log-probs are renormalised over the nucleus and the
-        target; the entropy stays that of the full distribution.
+      nucleus_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus. Log-probs are renormalised over the
+        nucleus and the target; the entropy stays that of the full distribution.
       ids: `i32[R, T, K]`, more ids whose log-probs are computed. They are differentiable and those of the full
         distribution. -1 is an empty slot, with log-prob -inf and probability 0.
       where: `bool[R, T]`, the positions that count. The results at the others are 0, and the inputs may hold anything.
@@ -94,7 +95,8 @@ def log_probs_from_logits(
 
     Returns:
       `TokenStats`: `f32[R, T]` each, `[R, T, K]` for `ids` and for the likeliest ids, None for what was not asked for.
-      A log-prob is at most 0. It is NaN if a target that counts, or the id, is not in `[0, vocab_size)`.
+      A log-prob is at most 0. It is NaN if a target that counts, an id of its nucleus, or the id itself is not in
+      `[0, vocab_size)`.
 
     Raises:
       TypeError, ValueError: an argument has a wrong dtype, rank, shape or range; the message names it.
@@ -108,19 +110,18 @@ def log_probs_from_logits(
     check_targets(targets, logits.shape[:2], "logits")
     check_where(where, targets.shape)
     asked = as_asked(entropy, logit_stats, top_k)
-    if nucleus is not None:
-        check_array("nucleus", nucleus, logits.shape)
     if not isinstance(parallel, ShardAxes):
         check_vocab_size(vocab_size, logits.shape[2])
+    nuclei = None if nucleus_ids is None else as_id_sets("nucleus_ids", nucleus_ids, targets.shape)
     token_ids = None if ids is None else as_id_sets("ids", ids, targets.shape)
     of_temperature = as_temperature(temperature, targets.shape)
-    inputs = _Inputs(logits, as_token_ids(targets), nucleus, token_ids, where, of_temperature)
+    inputs = _Inputs(logits, as_token_ids(targets), nuclei, token_ids, where, of_temperature)
 
     def specs(p: ParallelMesh) -> tuple[list[_Inputs], P]:
         # JAX cannot shard a dimension that an axis does not divide: such logits arrive whole
         of_logits = p.logits_spec if logits.shape[2] % p.tensor_size == 0 else P(*p.tokens_spec, None)
         of_tokens = p.tokens_spec
-        of_inputs = of_logits, of_tokens, of_logits, of_tokens, of_tokens, temperature_spec(p, of_temperature)
+        of_inputs = of_logits, of_tokens, of_tokens, of_tokens, of_tokens, temperature_spec(p, of_temperature)
         given = zip(inputs, of_inputs, strict=True)
         return [_Inputs(*(None if x is None else spec for x, spec in given))], of_tokens
 
@@ -137,7 +138,9 @@ def _per_shard(axes: ShardAxes, static: tuple[Asked, int | None], inputs: _Input
     vocab_size = check_vocab_size(vocab_size, V_local * (1 if own else axes.size(axes.tensor)))
     one = jnp.ones((), jnp.float32) if inputs.temperature is None else inputs.temperature
     by_token = one[..., None] if one.ndim else None
-    inputs = jax.tree.map(lambda x: x.reshape(R * T, *x.shape[2:]), inputs._replace(temperature=by_token))
+    targets = with_nuclei(inputs.targets, inputs.nucleus_ids, vocab_size)
+    inputs = inputs._replace(targets=targets, temperature=by_token)
+    inputs = jax.tree.map(lambda x: x.reshape(R * T, *x.shape[2:]), inputs)
     where = None if inputs.where is None else inputs.where.astype(bool)
     inputs = inputs._replace(where=where, temperature=one if by_token is None else inputs.temperature)
     found = _token_stats(_Call(asked, vocab_size, axes, window), inputs)
@@ -167,7 +170,12 @@ def _places(
 ) -> tuple[jax.Array, jax.Array | None, softmax.Places | None]:
     """One-hot of the target `[N, V]`, the nucleus with the target added, and the places of the requested ids."""
     is_target = (ids[None] == inputs.targets[:, None]) & valid[None]
-    nucleus = None if inputs.nucleus is None else _own_columns(call, inputs.nucleus)[0] | is_target
+    nucleus = None
+    if inputs.nucleus_ids is not None:
+        place, there = _place(inputs.nucleus_ids, ids, valid)
+        place = jnp.where(there, place, ids.shape[0])
+        tokens = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
+        nucleus = is_target.at[tokens, place].set(True, mode="drop")
     return is_target, nucleus, None if inputs.ids is None else _place(inputs.ids, ids, valid)
 
 

@@ -26,6 +26,7 @@ from jaxppo.head.checks import (
     check_vocab_size,
     check_where,
     temperature_spec,
+    with_nuclei,
 )
 from jaxppo.head.head import Head, as_head
 from jaxppo.head.low_rank import low_rank, low_rank_by_row
@@ -44,8 +45,6 @@ from jaxppo.head.types import (
     SumDtype,
 )
 from jaxppo.sharding import ParallelMesh, ShardAxes, one_a_device, vary_like, varying
-
-NO_TARGET = -2  # a target that no vocabulary has
 
 
 class HeadOptions(TypedDict, total=False):
@@ -219,11 +218,8 @@ def on_device(call: HeadCall, inputs: Inputs) -> Inputs:
         low = low_rank(call, hidden, inputs.lora_a)
     kernel = kernel.T if call.transposed else kernel
     lora_b = None if lora_b is None else lora_b.T if call.layout == "vh" else lora_b
-    targets = inputs.targets
-    if (nucleus := inputs.nucleus_ids) is not None:  # NaN too where one of them is outside the vocabulary
-        exist = (nucleus >= -1) & (nucleus < call.vocab_size)
-        targets = jnp.where(exist.all(axis=-1), targets, NO_TARGET)
-    per_token = targets, nucleus, inputs.ids, inputs.counts, inputs.temperature
+    targets = with_nuclei(inputs.targets, inputs.nucleus_ids, call.vocab_size)
+    per_token = targets, inputs.nucleus_ids, inputs.ids, inputs.counts, inputs.temperature
     shards = call.axes.size(call.axes.tensor) if call.sequence_parallel else 1
     R, T = hidden.shape[0], hidden.shape[1] * shards
     targets, nucleus_ids, ids, counts, temperature = jax.tree.map(

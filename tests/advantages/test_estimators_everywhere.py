@@ -21,7 +21,6 @@ from jaxppo import (
 )
 from jaxppo.losses.distillation import distillation_loss
 from jaxppo.mismatch import mismatch_metrics
-from jaxppo.nucleus import nucleus_mask
 from jaxppo.off_policy import Rejection, correction
 from sharding import make_parallel_mesh, shard_call
 from sharding.audit.program import collectives, hang_risks
@@ -92,7 +91,7 @@ def everything(parallel, b, x, hidden, kernel):
         "distilled": distilled(hidden, kernel),
         "dkernel": jax.grad(distilled, 1)(hidden, kernel),
     }
-    return tokens, samples, rest, nucleus_mask(b.positions[..., None], V, **on)
+    return tokens, samples, rest
 
 
 EXPECTED = jax.jit(lambda *a: everything(None, *a))

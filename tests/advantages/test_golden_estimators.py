@@ -125,9 +125,9 @@ def test_slime_log_probs_and_entropy(slime_log_probs, path, parallel):
 
     def run(logits):
         targets = shape(case.inputs["targets"])
-        if path == "logits":
-            return log_probs_from_logits(logits, targets, nucleus=keep if keep is None else shape(keep), **options)
         ids = None if keep is None else shape(np.where(keep, np.arange(keep.shape[1]), -1), -1)
+        if path == "logits":
+            return log_probs_from_logits(logits, targets, nucleus_ids=ids, **options)
         return log_probs_from_hidden(
             logits, Head(jnp.eye(logits.shape[-1]), layout="hv"), targets, nucleus_ids=ids, **options
         )

@@ -252,6 +252,42 @@ def test_misuse(what):
         made(name, arrays | wrong)
 
 
+WIDE = [(name, what) for name, (given, _) in CASES.items() for what in given]
+WIDE = [(name, what) for name, what in WIDE if what.endswith("ids") or what in ("tokens", "targets", "positions")]
+
+
+@pytest.mark.parametrize(("name", "what"), WIDE)
+def test_integers_of_numpy_that_do_not_fit_are_refused(name, what):
+    """Before: cut to i32, as plausible tokens."""
+    arrays = as_arrays(CASES[name][0])
+    wide = arrays[what].astype(np.int64)
+    made(name, arrays | {what: wide})
+    with pytest.raises(ValueError, match=f"{what}: got {(wide + 2**32).max()}, expected"):
+        made(name, arrays | {what: wide + 2**32})
+
+
+PROMPTS = {"left-padded": [[0, 5, 6], [7, 8, 9]], "right-padded": [[4, 5, 6], [7, 8, 0]]}
+
+
+@pytest.mark.parametrize("padded", PROMPTS)
+def test_padded_prompts_without_a_mask(padded):
+    """Before: the padding counted as tokens of the prompt, silently."""
+    given = as_arrays({"prompt_ids": PROMPTS[padded], "completion_ids": [[11, 12], [13, 14]]})
+    given |= {"completion_mask": np.ones((2, 2)), "old_log_probs": -np.ones((2, 2), np.float32)}
+    row = 0 if padded == "left-padded" else 1
+    with pytest.raises(
+        ValueError, match=f"prompt_mask: got None, and 0, the pad_id, at an end of the prompt of row {row}"
+    ):
+        made("from_padded", given, pad_id=0)
+    batch = made("from_padded", given, pad_id=0, prompt_mask=given["prompt_ids"] > 0)
+    np.testing.assert_array_equal(batch.loss_mask.sum(1), [2, 2])
+    made("from_padded", given | {"completion_mask": np.zeros((2, 2))}, pad_id=0).validate(100)
+    made("from_padded", given, pad_id=3).validate(100)
+    loss, found = jax.jit(lambda x: padded_loss(x, pad_id=0))(given | {"advantages": np.ones(2, np.float32)})
+    assert np.isnan(loss)
+    assert "or by padding" in explain_broken_rules(found["broken_rules"].value)[0]
+
+
 def test_the_number_of_segments():
     arrays = as_arrays(TOKEN_ALIGNED)
     assert made("from_token_aligned", arrays, num_segments=None).num_segments == 2

@@ -243,6 +243,10 @@ MISUSE = {
     ),
     "a list": ({"cu_seqlens": [0, 5, 8]}, "cu_seqlens: got list, expected an array"),
     "floats": ({"cu_seqlens": np.array([0.0, 5.0, 8.0])}, "cu_seqlens: got float64, expected integers"),
+    "tokens beyond i32": (
+        {"tokens": np.array([1] * 7 + [2**32])},
+        "tokens: got 4294967296, expected integers of at most",
+    ),
     "an unknown array": ({"logps": PACK["tokens"]}, "logps: got an unknown array, expected one of advantages"),
     "too few segments": ({"num_segments": 1}, "num_segments: got 1, expected a whole number of at least 2"),
     "no row": ({"row_length": 0}, "row_length: got 0, expected a whole number of at least 1"),

@@ -34,12 +34,12 @@ def logits_arrays(V, *, dtype="float32", with_where=False, nucleus=False, temper
     if temperatures:
         arrays["temperature"] = jnp.asarray(rng.uniform(0.5, 2, (R, T)), jnp.float32)
     if nucleus:
-        arrays["nucleus"] = jnp.asarray(rng.random((R, T, V)) < 0.2)
+        arrays["nucleus_ids"] = jnp.asarray(rng.integers(-1, last or V, (R, T, V // 5)), jnp.int32)
     return arrays
 
 
 def call_logits(parallel, arrays, **options):
-    options |= {name: arrays[name] for name in ("where", "nucleus", "temperature") if name in arrays}
+    options |= {name: arrays[name] for name in ("where", "nucleus_ids", "temperature") if name in arrays}
     if parallel == "reference":
         return reference_from_logits(arrays["logits"], arrays["targets"], **options)
     return log_probs_from_logits(arrays["logits"], arrays["targets"], parallel=parallel, **options)

@@ -20,6 +20,11 @@ def softmax_in_f64(z, y, nucleus=None):
     return found.log_probs.reshape(y.shape), found.entropy.reshape(y.shape)
 
 
+def ids_of(nucleus):
+    """The ids of a dense mask, -1 padded."""
+    return jnp.asarray(np.where(nucleus, np.arange(nucleus.shape[-1]), -1), jnp.int32)
+
+
 def gradients_in_f64(z, y, g, e, nucleus=None):
     """d (sum g log_prob + e entropy) / d z, by the formula; the finite differences below check the formula too."""
     weights = {"by_log_prob": g.reshape(-1), "by_entropy": e.reshape(-1)}
@@ -109,13 +114,11 @@ def test_hard_logits(of_logits, name):
 def test_a_nucleus_of_hard_logits(mesh):
     rng = np.random.default_rng(1)
     parallel = mesh and make_parallel_mesh(mesh)
-    run = jax.jit(
-        lambda z, y, nucleus: log_probs_from_logits(z, y, parallel=parallel, entropy="metric", nucleus=nucleus)
-    )
+    run = jax.jit(lambda z, y, ids: log_probs_from_logits(z, y, parallel=parallel, entropy="metric", nucleus_ids=ids))
     for name in ("normal", "+-1e4", "90% -inf", "all equal", "far apart"):
         z, y = HARD[name]
         nucleus = rng.random((R, T, V)) < 0.05
-        stats = run(z, jnp.asarray(y, jnp.int32), nucleus)
+        stats = run(z, jnp.asarray(y, jnp.int32), ids_of(nucleus))
         log_probs, entropy = softmax_in_f64(z, y, nucleus)
         assert_accurate(stats.log_probs, log_probs)
         assert_accurate(stats.entropy, entropy)
@@ -161,7 +164,7 @@ def test_gradients_against_finite_differences():
     assert abs((expected * direction).sum() - slope) <= 1e-7 * np.abs(expected * direction).sum()
 
     def of_logits(z):
-        stats = log_probs_from_logits(z, jnp.asarray(y), nucleus=jnp.asarray(nucleus), entropy="bonus")
+        stats = log_probs_from_logits(z, jnp.asarray(y), nucleus_ids=ids_of(nucleus), entropy="bonus")
         return (stats.log_probs * g + stats.entropy * e).sum()
 
     np.testing.assert_allclose(jax.jit(jax.grad(of_logits))(z), expected, rtol=0, atol=2e-6)

@@ -40,6 +40,12 @@ def statistics(hidden, head, batch, parallel):
     return (stats.log_probs * batch.advantages + stats.entropy).sum()
 
 
+def test_a_scale_is_asked_for():
+    """Before: 1, which hid a forgotten alpha / r."""
+    with pytest.raises(TypeError, match="scale"):
+        LoRA(jnp.ones((4, 2)), jnp.ones((2, 8)))
+
+
 @pytest.mark.every(5)
 @pytest.mark.parametrize("way", [one_call, statistics])
 @pytest.mark.parametrize("layout", ["hv", "vh"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxppo import RolloutBatch, Sample, TokenStats, compute_log_probs, log_probs_from_hidden, log_probs_from_logits
-from jaxppo.nucleus import nucleus_mask, pack_nucleus_ids
+from jaxppo.nucleus import pack_nucleus_ids
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
@@ -63,33 +63,21 @@ def test_both_paths_renormalise_over_the_nucleus_and_the_sampled_token(mesh):
     @jax.jit
     def run(hidden, ids):
         options = {"where": where, "parallel": parallel}
-        mask = nucleus_mask(ids, V, parallel=parallel)
         logits = jnp.matmul(hidden, kernel, precision="highest")
-        from_logits = log_probs_from_logits(logits, batch.targets, nucleus=mask, **options).log_probs
+        from_logits = log_probs_from_logits(logits, batch.targets, nucleus_ids=ids, **options).log_probs
         from_hidden = log_probs_from_hidden(hidden, kernel, batch.targets, nucleus_ids=ids, **options).log_probs
-        return mask, from_logits, from_hidden
+        return from_logits, from_hidden
 
-    mask, *log_probs = run(hidden, pack_nucleus_ids(RECORDED, SAMPLES, batch))
+    log_probs = list(run(hidden, pack_nucleus_ids(RECORDED, SAMPLES, batch)))
     logits = np.asarray(hidden, np.float64) @ np.asarray(kernel, np.float64)
     expected = np.zeros((rows, T))
     for row, t in zip(*np.nonzero(where), strict=True):
         sample = SAMPLES[batch.sample_ids[row, batch.segment_ids[row, t] - 1] - 100]
         j = batch.positions[row, t] + 1 - sample.response_start
         recorded = RECORDED[SAMPLES.index(sample)][j]
-        assert np.flatnonzero(mask[row, t]).tolist() == recorded.tolist()
         z, y = logits[row, t], batch.targets[row, t]
         expected[row, t] = z[y] - np.log(np.exp(z[np.union1d(recorded, y)]).sum())
     assert_trees_close(log_probs, [expected, expected], rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("columns", [96, 97])
-def test_a_mask_is_sharded_as_logits_are(columns):
-    """Over the tensor axis, or replicated if that axis does not divide the columns."""
-    ids = jnp.asarray(RNG.integers(-1, columns, (4, 8, 3)), jnp.int32)
-    parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
-    got = nucleus_mask(ids, columns, parallel=parallel)
-    np.testing.assert_array_equal(got, nucleus_mask(ids, columns))
-    assert ("tp" in got.sharding.spec) == (columns == 96)
 
 
 def test_compute_log_probs_of_micro_batches_is_that_of_the_batch():
@@ -119,11 +107,9 @@ def test_bad_input():
         pack_nucleus_ids(RECORDED[:1], SAMPLES[:1], batch)
     with pytest.raises(ValueError, match="recorded: got 5 samples, expected 2"):
         pack_nucleus_ids(RECORDED, SAMPLES[:2], batch)
-    ids = jnp.zeros((2, 4, 1), int)
-    with pytest.raises(ValueError, match="columns: got 0, expected a whole number of at least 1"):
-        nucleus_mask(ids, 0)
+    logits, targets = jnp.zeros((2, 4, 96)), jnp.zeros((2, 4), int)
     with pytest.raises(ValueError, match=r"nucleus_ids: got shape \(4, 1\), expected \[R, T, K\]"):
-        nucleus_mask(ids[0], 96)
+        log_probs_from_logits(logits, targets, nucleus_ids=jnp.zeros((4, 1), int))
     with pytest.raises(TypeError, match="apply: got ndarray, expected a function that returns TokenStats"):
         compute_log_probs(lambda params, batch: batch.loss_mask, None, batch)
     with pytest.raises(ValueError, match="apply: got log-probs of shape"):

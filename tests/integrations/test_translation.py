@@ -354,6 +354,18 @@ def test_nested_and_dotted_keys_are_the_same():
     assert PolicyLossConfig.from_verl(nested).loss == CISPO(0.2, 0.28)
 
 
+def test_a_key_that_is_nested_and_dotted_has_one_value():
+    """Before: the last one won."""
+    high = "actor_rollout_ref.actor.clip_ratio_high"
+    nested = {"actor_rollout_ref": {"actor": {"clip_ratio_high": 0.28}}}
+    for both in (nested | {high: 0.3}, {high: 0.3} | nested):
+        with pytest.raises(
+            ValueError, match=f"{high}: got 0.(28|3) and 0.(28|3), nested and dotted, expected one of them"
+        ):
+            PolicyLossConfig.from_verl(both)
+    assert PolicyLossConfig.from_verl(nested | {high: 0.28}).loss.clip_high == 0.28
+
+
 def test_a_namespace_may_hold_the_arguments_of_megatron():
     found = slime.translate(Namespace(eps_clip=0.1, tensor_model_parallel_size=2, sglang_dp_size=2))
     assert found.config.loss == PPO(0.1, 0.1)

@@ -33,7 +33,7 @@ from jaxppo.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers, shift_targets
 from jaxppo.mismatch import mismatch_metrics
-from jaxppo.nucleus import nucleus_mask, pack_nucleus_ids
+from jaxppo.nucleus import pack_nucleus_ids
 from jaxppo.policy_losses import ClipCov
 from jaxppo.sharding import redistribute, scan_affine, segment_sum, shift_left
 from jaxppo.staleness import proximal_log_probs, staleness_metrics, staleness_weights
@@ -155,7 +155,6 @@ TAKE_ARRAYS = {
         divergence_from_hidden,
         {"hidden": HIDDEN, "head": KERNEL, "teacher_hidden": HIDDEN, "teacher_head": KERNEL, "where": X},
     ),
-    "nucleus_mask": (partial(nucleus_mask, columns=9), {"nucleus_ids": jnp.ones((1, 8, 2), int)}),
     "segment_sum": (partial(segment_sum, num_segments=2), {"x": X, "segment_ids": IDS}),
     "shift_left": (shift_left, {"x": X, "segment_ids": IDS}),
     "redistribute": (partial(redistribute, parallel=None, source="contiguous", target="contiguous"), {"x": X}),

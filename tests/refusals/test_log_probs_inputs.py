@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxppo import Head, LoRA, log_probs_from_hidden, log_probs_from_logits
@@ -41,8 +42,12 @@ OF_LOGITS = [
         "logits: got dtype int32, expected float32, bfloat16 or float16",
     ),
     ({"logits": LOGITS[0]}, ValueError, r"logits: got shape \(4, 10\), expected \[R, T, V\]"),
-    ({"nucleus": jnp.ones((R, T, 9), bool)}, ValueError, r"nucleus: got shape \(2, 4, 9\), expected \(2, 4, 10\)"),
-    ({"nucleus": jnp.ones((R, T, V))}, TypeError, "nucleus: got dtype float32, expected bool"),
+    (
+        {"nucleus_ids": jnp.ones((R, 3, 2), int)},
+        ValueError,
+        r"nucleus_ids: got shape \(2, 3, 2\), expected \[R, T, K\]",
+    ),
+    ({"nucleus_ids": jnp.ones((R, T, 2))}, TypeError, "nucleus_ids: got dtype float32, expected integers"),
 ]
 OF_HIDDEN = [
     (
@@ -167,5 +172,12 @@ def test_wide_integers_do_not_wrap(call):
         targets = jnp.full((R, T), 2**32 + 3, jnp.int64)
         assert jnp.isnan(call(targets=targets).log_probs).all()
         assert jnp.isfinite(call(targets=targets - 2**32).log_probs).all()
+    wide = np.full((R, T), 2**32 + 3)  # of numpy, which JAX would cut to i32 itself
+    assert jnp.isnan(call(targets=wide).log_probs).all()
+    assert jnp.isfinite(call(targets=wide - 2**32).log_probs).all()
+    ids = np.stack([wide - 2**32, wide], axis=-1)
+    found = call(targets=wide - 2**32, ids=ids).id_log_probs
+    assert jnp.isfinite(found[..., 0]).all()
+    assert jnp.isnan(found[..., 1]).all()
     high = jnp.full((R, T), 2**32 - 7, jnp.uint32)
     assert jnp.isnan(call(targets=high).log_probs).all()

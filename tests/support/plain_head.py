@@ -26,7 +26,7 @@ def reference_from_logits(
     entropy: Any = "none",
     logit_stats: Any = (),
     top_k: int = 0,
-    nucleus: Any = None,
+    nucleus_ids: Any = None,
     ids: Any = None,
     where: Any = None,
     vocab_size: Any = None,
@@ -39,7 +39,10 @@ def reference_from_logits(
     z = z if where is None else jnp.where(where[..., None], z, 0)
     y = targets if where is None else jnp.where(where, targets, 0)
     is_target = y[..., None] == columns(z)
-    inside = z if nucleus is None else jnp.where(nucleus[..., :vocab_size] | is_target, z, -jnp.inf)
+    inside = z
+    if nucleus_ids is not None:
+        drawn = (nucleus_ids[..., None] == columns(z)[..., None, :]).any(-2)
+        inside = jnp.where(drawn | is_target, z, -jnp.inf)
     log_probs = jnp.take_along_axis(jax.nn.log_softmax(inside), y[..., None], axis=-1)[..., 0]
     log_probs = jnp.where((y >= 0) & (y < z.shape[-1]), log_probs, jnp.nan)
     log_p = jax.nn.log_softmax(z)
@@ -85,14 +88,10 @@ def plain_logits(hidden: Any, head: Any, where: Any = None) -> jax.Array:
     return logits if head.softcap is None else head.softcap * jnp.tanh(logits / head.softcap)
 
 
-def reference_from_hidden(
-    hidden: Any, head: Any, targets: Any, *, nucleus_ids: Any = None, **options: Any
-) -> TokenStats:
+def reference_from_hidden(hidden: Any, head: Any, targets: Any, **options: Any) -> TokenStats:
     """`log_probs_from_hidden` through logits; `options` are those of `reference_from_logits`."""
     head = as_head("head", head)
     logits = plain_logits(hidden, head, options.get("where"))
-    if nucleus_ids is not None:
-        options["nucleus"] = (nucleus_ids[..., None] == columns(logits)[..., None, :]).any(-2)
     return reference_from_logits(logits, targets, vocab_size=head.vocab_size, **options)
 
 

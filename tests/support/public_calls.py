@@ -40,7 +40,6 @@ from jaxppo.losses.top_k_distillation import top_k_distillation_loss, top_k_dist
 from jaxppo.losses.top_k_divergence import top_k_divergence
 from jaxppo.metrics import Metric, collapse_metrics, finalize_metrics, merge_metrics
 from jaxppo.mismatch import mismatch_metrics, mismatch_report, token_mismatch
-from jaxppo.nucleus import nucleus_mask
 from jaxppo.policy_losses import BY_NAME, ClipCov, by_name
 from jaxppo.sharding import pack, redistribute, scan_affine, segment_sum, shift_left, unpack
 from jaxppo.staleness import proximal_log_probs, staleness_metrics, staleness_weights
@@ -175,8 +174,7 @@ def log_probs(g: Given, **options: Any) -> Any:
 
 
 def from_logits(g: Given) -> Any:
-    nucleus = nucleus_mask(nuclei(g), V, **g.on)
-    options = {"nucleus": nucleus, "where": g.batch.loss_mask, "temperature": jnp.full((R, T), 0.7), **g.on}
+    options = {"nucleus_ids": nuclei(g), "where": g.batch.loss_mask, "temperature": jnp.full((R, T), 0.7), **g.on}
 
     def total(logits: Any) -> Any:
         asked = {"logit_stats": ("log_z", "mean_logit", "accuracy", "sum_p2"), "top_k": 3, "entropy": "bonus"}
@@ -376,7 +374,7 @@ CALLS: dict[str, Callable[[Given], Any]] = {
     "divergence_from_hidden": divergence,
     "log_probs_from_hidden": log_probs,
     "log_probs_from_hidden deterministic": lambda g: log_probs(g, deterministic=True, memory=2**16),
-    "log_probs_from_logits and nucleus_mask": from_logits,
+    "log_probs_from_logits": from_logits,
     "compute_log_probs": lambda g: jaxppo.compute_log_probs(lambda params, batch: g.stats, None, g.batch),
     "covariance_mask": selected,
     "renormalised_entropy": lambda g: slope(

@@ -92,7 +92,7 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "log_probs_from_logits": {
         **SOFT, "logits": jnp.zeros((R, T, V)), "targets": BATCH.targets, "temperature": 0.7, "entropy": "metric",
-        "logit_stats": ("log_z",), "top_k": 2, "nucleus": jnp.ones((R, T, V), bool), "ids": IDS, "where": MASK > 0,
+        "logit_stats": ("log_z",), "top_k": 2, "nucleus_ids": IDS, "ids": IDS, "where": MASK > 0,
         "vocab_size": 8,
     },
     "compute_log_probs": {"apply": lambda params, batch: STATS, "params": {}, "micro_batches": BATCH},
@@ -281,7 +281,6 @@ CALLS: dict[str, dict[str, Any]] = {
         **HEADS, **SOFT, **OPTIONS, "rollout_hidden": HIDDEN, "rollout_head": KERNEL, "targets": BATCH.targets,
         "rounded_to": "bfloat16", "where": MASK > 0, "rollout_hidden_spec": None,
     },
-    "nucleus_mask": {**SOFT, "nucleus_ids": IDS, "columns": V},
     "pack_nucleus_ids": {"recorded": [[[3], [4]]] * 4, "samples": SAMPLES, "batch": BATCH, "width": 2},
     "by_name": {"name": "ppo"},
     "dr_grpo, a preset": {"max_tokens": 8},

@@ -16,7 +16,6 @@ from random_losses import between
 from random_steps import Step, f32, step_samples
 
 from jaxppo import Head, LoRA, log_probs_from_hidden, log_probs_from_logits, policy_loss, policy_loss_from_hidden
-from jaxppo.nucleus import nucleus_mask
 
 H, RANK, NUCLEUS, TEMPERATURE = 8, 2, 3, 0.75
 # "one call" is policy_loss_from_hidden, which takes one pass or two as the loss allows.
@@ -140,5 +139,4 @@ def stats_from(hidden: Any, arrays: Any, batch: Any, mine: Any, shape: HeadShape
     ids = given["nucleus_ids"]
     if shape.way != "logits":
         return log_probs_from_hidden(hidden, head_of(shape, arrays), batch.targets, nucleus_ids=ids, **options)
-    nucleus = None if ids is None else nucleus_mask(ids, shape.columns, parallel=parallel)
-    return log_probs_from_logits(hidden, batch.targets, nucleus=nucleus, vocab_size=shape.vocab_size, **options)
+    return log_probs_from_logits(hidden, batch.targets, nucleus_ids=ids, vocab_size=shape.vocab_size, **options)
