@@ -20,7 +20,7 @@ $(READY): pyproject.toml
 
 # On an accelerator: make train JAX_PLATFORMS=cuda (or tpu), with jax's wheels for it installed in .venv.
 train: $(READY)
-	$(RUN) -m examples.train_grpo $(ARGS)
+	$(RUN) -m examples.trainer.train_grpo $(ARGS)
 
 # Tests spend their time in XLA's compiler. QUICK_COMPILES=1 halves it (see tests/support/programs.py) and changes only
 # rounding. Tests of exact bits run without it, and so do the head's tests in the nightly run.

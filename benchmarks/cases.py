@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.pod_sizes import HeadSizes
+from examples.planner.pod_sizes import HeadSizes
 from jaxppo import RolloutBatch
 
 

@@ -23,8 +23,8 @@ def measure(topology: str, mesh: str, repeats: int, compiles: bool = True) -> di
     import jax
     import jax.numpy as jnp
 
-    from examples.pod_head import Step, best_plain_stats, described_mesh
-    from examples.pod_sizes import HEADS
+    from examples.planner.pod_head import Step, best_plain_stats, described_mesh
+    from examples.planner.pod_sizes import HEADS
 
     step = Step(HEADS[HEAD], TOKENS, jnp.bfloat16, described_mesh(mesh, topology))
     ways: dict[str, tuple[Any, dict[str, Any]]] = {

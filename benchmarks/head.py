@@ -31,8 +31,8 @@ import jax.numpy as jnp
 from benchmarks import peers, plots, static_profile, versions
 from benchmarks.cases import PUBLISHED, Case, draw
 from benchmarks.measure import compile_step, difference, fits, in_turns, peaks, temporaries
-from examples.pod_head import Step, best_plain_stats, described_mesh
-from examples.pod_sizes import HEADS, HeadSizes
+from examples.planner.pod_head import Step, best_plain_stats, described_mesh
+from examples.planner.pod_sizes import HEADS, HeadSizes
 from jaxppo.__main__ import main as jaxppo_facts
 from jaxppo.sharding import Audit, audit
 

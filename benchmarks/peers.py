@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from benchmarks.cases import Case
-from examples.pod_head import plain_logits
+from examples.planner.pod_head import plain_logits
 
 Step = Callable[[Any], Any]
 

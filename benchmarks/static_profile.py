@@ -24,8 +24,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from examples.pod_head import Step, described_mesh
-from examples.pod_sizes import HEADS
+from examples.planner.pod_head import Step, described_mesh
+from examples.planner.pod_sizes import HEADS
 from sharding.audit.hlo import Instruction, Module, parse, without_layouts
 from sharding.audit.links import Switch
 from sharding.audit.tpu_time import Clock

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from examples.attention import context_attention
-from examples.model import ModelConfig, create_model
+from examples.trainer.attention import context_attention
+from examples.trainer.model import ModelConfig, create_model
 from jaxppo import RolloutBatch, Sample, make_parallel_mesh
 from jaxppo.sharding import audit
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.cases import Case
-from examples.pod_head import head_of, plain_logits, plain_stats
+from examples.planner.pod_head import head_of, plain_logits, plain_stats
 from jaxppo import PolicyLossConfig, TokenStats, log_probs_from_hidden, policy_loss, policy_loss_from_hidden
 
 FLOOR = "three matmuls"

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from programs import kept_in
 
-from examples import arguments, compare_runs, members, report
-from examples.arguments import parse, parser
-from examples.grpo_run import grpo_step, set_up, supervised
-from examples.tasks import TASKS
-from examples.train_grpo import main
+from examples.trainer import arguments, compare_runs, members, report
+from examples.trainer.arguments import parse, parser
+from examples.trainer.grpo_run import grpo_step, set_up, supervised
+from examples.trainer.tasks import TASKS
+from examples.trainer.train_grpo import main
 from jaxppo.policy_losses import BY_NAME
 from sharding.axes import LAYOUTS
 from sharding.testing import factorings
@@ -108,7 +108,7 @@ def test_flags_offer_what_the_packages_have():
 
 HELP = """
 import sys
-from examples import train_grpo
+from examples.trainer import train_grpo
 try:
     train_grpo.main(["--help"])
 except SystemExit:

@@ -16,11 +16,11 @@ import pytest
 from programs import kept_in, xla_flags
 from spoilt import check_flips, files_in, flipped
 
-from examples import grpo_run
-from examples.arguments import parse
-from examples.checkpoint import Checkpoints, check_sums, steps_in
-from examples.grpo_run import set_up
-from examples.train_grpo import main
+from examples.trainer import grpo_run
+from examples.trainer.arguments import parse
+from examples.trainer.checkpoint import Checkpoints, check_sums, steps_in
+from examples.trainer.grpo_run import set_up
+from examples.trainer.train_grpo import main
 from sharding.testing import factorings
 
 RUN = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "6"]
@@ -104,7 +104,7 @@ def test_interrupted_twice_at_any_moment(programs, finished, tmp_path, number):
 
 IN_C = """
 import hashlib
-from examples.preemption import Preemption
+from examples.trainer.preemption import Preemption
 with Preemption():
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # for half an hour
@@ -136,8 +136,8 @@ FULL = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from examples.checkpoint import Checkpoints
-from examples.members import Members
+from examples.trainer.checkpoint import Checkpoints
+from examples.trainer.members import Members
 
 folder = Path(sys.argv[1])
 with Members(folder / "processes", 0, 1) as members:
@@ -220,7 +220,7 @@ def test_metrics_are_never_cut_before_they_are_written(finished, tmp_path, monke
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("examples.report.os.replace", full)
+    monkeypatch.setattr("examples.trainer.report.os.replace", full)
     assert main([*RUN, "--out", str(tmp_path), "--resume"]) == 1
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
@@ -345,7 +345,7 @@ def test_checkpoints_are_data(finished, tmp_path, capsys):
 def test_a_newer_format_is_named(finished, tmp_path, capsys, monkeypatch):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     with monkeypatch.context() as newer:
-        newer.setattr("examples.checkpoint.FORMAT", 4)
+        newer.setattr("examples.trainer.checkpoint.FORMAT", 4)
         run = set_up(parse([*RUN, "--out", str(tmp_path / "newer")]))
         run.step = 4
         run.save()

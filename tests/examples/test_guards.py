@@ -10,12 +10,12 @@ import optax
 import pytest
 from programs import kept_in
 
-from examples import grpo_run
-from examples.arguments import parse
-from examples.grpo_run import grpo_step, set_up, supervised
-from examples.rollouts import Packer, answers
-from examples.spikes import Spikes, load_batch
-from examples.train_grpo import main
+from examples.trainer import grpo_run
+from examples.trainer.arguments import parse
+from examples.trainer.grpo_run import grpo_step, set_up, supervised
+from examples.trainer.rollouts import Packer, answers
+from examples.trainer.spikes import Spikes, load_batch
+from examples.trainer.train_grpo import main
 from jaxppo import PolicyLossConfig, RolloutBatch, Sample, policy_loss
 from jaxppo.head.types import TokenStats
 from sharding import make_parallel_mesh

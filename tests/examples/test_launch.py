@@ -18,12 +18,12 @@ import pytest
 from programs import QUICK, without_gpu_plugin
 from spoilt import check_flips, files_in, flipped
 
-from examples import launch
-from examples.arguments import TRY_AGAIN, parse
-from examples.checkpoint import steps_in
-from examples.grpo_run import set_up
-from examples.model_folder import read_json
-from examples.train_grpo import main
+from examples.trainer import launch
+from examples.trainer.arguments import TRY_AGAIN, parse
+from examples.trainer.checkpoint import steps_in
+from examples.trainer.grpo_run import set_up
+from examples.trainer.model_folder import read_json
+from examples.trainer.train_grpo import main
 
 TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--task", "gcd"]
 HEARTBEAT_S = 10
@@ -33,7 +33,17 @@ SAME = ("loss", "pg_loss", "entropy", "kl", "gradient_norm", "reward", "accuracy
 
 def started(folder, *options):
     """The launcher of two processes, its messages in a file beside the run's."""
-    command = [sys.executable, "-m", "examples.train_grpo", *TINY, *options, "--out", str(folder), "--processes", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "examples.trainer.train_grpo",
+        *TINY,
+        *options,
+        "--out",
+        str(folder),
+        "--processes",
+        "2",
+    ]
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
     environment["XLA_FLAGS"] = QUICK
@@ -161,7 +171,7 @@ def test_a_process_that_is_stopped_is_named_and_not_the_one_that_waited_for_it(t
 
 LAUNCHES = """
 import types
-from examples import launch
+from examples.trainer import launch
 launch.start("one_waits", [], types.SimpleNamespace(processes=2, heartbeat_timeout=10))
 """
 ONE_WAITS = """
@@ -239,8 +249,8 @@ def test_twenty_steps_of_two_processes(tmp_path, mesh):
 
 ONE_FAILS = """
 import sys
-from examples import train_grpo
-from examples.checkpoint import Checkpoints
+from examples.trainer import train_grpo
+from examples.trainer.checkpoint import Checkpoints
 
 def full(*_):
     raise OSError("checkpoint 0: no space")

@@ -7,10 +7,10 @@ import tiny_qwen3
 from flax import nnx
 
 from examples import flax_linen, flax_nnx
-from examples.attention import context_attention
-from examples.model import ModelConfig, create_model
-from examples.qwen3 import Qwen3Config, load_model
 from examples.toy_rollouts import VOCAB
+from examples.trainer.attention import context_attention
+from examples.trainer.model import ModelConfig, create_model
+from examples.trainer.qwen3 import Qwen3Config, load_model
 from jaxppo.sharding import LAYOUTS, make_parallel_mesh
 from jaxppo.sharding.testing import assert_packing_invariant
 

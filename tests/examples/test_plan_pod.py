@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from programs import without_gpu_plugin
 
-from examples import plan_pod, pod_head
-from examples.described_gpu import NO_SEARCH
-from examples.pod_sizes import HEADS, MODELS, HeadSizes, ModelSizes
-from examples.pod_step import GIB, TrainStep
+from examples.planner import plan_pod, pod_head
+from examples.planner.described_gpu import NO_SEARCH
+from examples.planner.pod_sizes import HEADS, MODELS, HeadSizes, ModelSizes
+from examples.planner.pod_step import GIB, TrainStep
 from sharding import make_parallel_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -261,7 +261,7 @@ def ran(*arguments):
 
 def test_help_is_quick_and_describes_every_flag():
     """No module that takes long to import is read for it."""
-    code = "import sys; from examples.plan_pod import parse\n"
+    code = "import sys; from examples.planner.plan_pod import parse\n"
     code += "try: parse(['--help'])\nfinally: sys.exit(bool({'jax', 'numpy', 'libtpu'} & set(sys.modules)))"
     found = ran("-c", code)
     assert found.returncode == 0, found.stderr
@@ -279,7 +279,7 @@ def test_nothing_of_libtpu_is_printed(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     mesh = ("--mesh", "dp=2,tp=2", "--topology", "v5e:2x2", "--memory", "0.5")
     for _ in range(2):
-        found = ran("-m", "examples.plan_pod", *SMALL, *mesh)
+        found = ran("-m", "examples.planner.plan_pod", *SMALL, *mesh)
         assert found.returncode == 0
         assert without_gpu_plugin(found.stderr) == ""
         assert "unknown" not in found.stdout

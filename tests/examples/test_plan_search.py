@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples import plan_pod
-from examples.plan_bounds import Candidate, Work, bound, candidates, least_flops
-from examples.plan_compilers import KINDS, Found, Kept, compile_candidate
-from examples.plan_report import GIB, draw, limits, table, work_of
-from examples.plan_search import BEST, Search, run
-from examples.pod_sizes import MODELS, ModelSizes
-from examples.pod_step import TrainStep
+from examples.planner import plan_pod
+from examples.planner.plan_bounds import Candidate, Work, bound, candidates, least_flops
+from examples.planner.plan_compilers import KINDS, Found, Kept, compile_candidate
+from examples.planner.plan_report import GIB, draw, limits, table, work_of
+from examples.planner.plan_search import BEST, Search, run
+from examples.planner.pod_sizes import MODELS, ModelSizes
+from examples.planner.pod_step import TrainStep
 from sharding import make_parallel_mesh
 from sharding.audit.flops import count_flops
 from sharding.devices import known_device
@@ -294,8 +294,8 @@ def test_a_search_ends_with_its_minutes(tmp_path):
 SEARCH = """
 import sys
 from pathlib import Path
-from examples.plan_report import draw, table
-from examples.plan_search import Search, run
+from examples.planner.plan_report import draw, table
+from examples.planner.plan_search import Search, run
 from test_plan_search import ONE_ROW
 if __name__ == "__main__":
     search = Search(ONE_ROW, [0.001])

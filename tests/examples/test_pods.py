@@ -14,15 +14,15 @@ import processes
 import pytest
 from ruamel.yaml import YAML  # which comes with check-jsonschema
 
-from examples import grpo_run
-from examples.arguments import TRY_AGAIN, parse
-from examples.train_grpo import main
+from examples.trainer import grpo_run
+from examples.trainer.arguments import TRY_AGAIN, parse
+from examples.trainer.train_grpo import main
 from jaxppo import RolloutBatch, make_parallel_mesh
 from jaxppo.sharding import multihost
 from sharding.testing import assert_trees_close
 
 ROOT = Path(__file__).parents[2]
-MANIFEST, SCHEMA = ROOT / "examples/jobset.yaml", ROOT / "tests/support/jobset.schema.json"
+MANIFEST, SCHEMA = ROOT / "examples/trainer/jobset.yaml", ROOT / "tests/support/jobset.schema.json"
 TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "2"]
 TINY += ["--task", "gcd", "--steps", "2"]
 
@@ -52,7 +52,7 @@ def test_the_manifest_fits_the_program():
     job, pod = replicated["template"]["spec"], replicated["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     execute, python, dash_m, module, *flags = shlex.split(container["args"][0])
-    assert (execute, python, dash_m, module) == ("exec", "python", "-m", "examples.train_grpo")
+    assert (execute, python, dash_m, module) == ("exec", "python", "-m", "examples.trainer.train_grpo")
     args = parse(flags)
     chips = math.prod(map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")))
     hosts = job["parallelism"]

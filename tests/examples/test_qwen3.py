@@ -12,13 +12,13 @@ import tiny_qwen3
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from examples import model_folder
-from examples.arguments import parse
-from examples.attention import context_attention
-from examples.grpo_run import grpo_step, set_up, supervised
-from examples.model_folder import FolderTokenizer
-from examples.qwen3 import Qwen3Config, describe_model, load_model
-from examples.train_grpo import main
+from examples.trainer import model_folder
+from examples.trainer.arguments import parse
+from examples.trainer.attention import context_attention
+from examples.trainer.grpo_run import grpo_step, set_up, supervised
+from examples.trainer.model_folder import FolderTokenizer
+from examples.trainer.qwen3 import Qwen3Config, describe_model, load_model
+from examples.trainer.train_grpo import main
 from jaxppo import RolloutBatch, Sample
 from sharding import make_parallel_mesh
 from sharding.axes import LAYOUTS

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from examples.report import main
-from examples.report_page import CHARTS
+from examples.trainer.report import main
+from examples.trainer.report_page import CHARTS
 
 NAMES = ["reward", "kl", "entropy", "clip_fraction_last_update", "mismatch_kl", "tokens_per_second", "memory_gib"]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -191,7 +191,9 @@ def test_a_folder_that_is_no_run(tmp_path, capsys, name):
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / name)]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"examples.report: error: run: got {tmp_path / name}, expected the --out folder of a run")
+    assert error.startswith(
+        f"examples.trainer.report: error: run: got {tmp_path / name}, expected the --out folder of a run"
+    )
 
 
 def crc32c(data):

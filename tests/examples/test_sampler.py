@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from examples.learner import Learner
-from examples.sampler import make_sampler
+from examples.trainer.learner import Learner
+from examples.trainer.sampler import make_sampler
 from jaxppo import PolicyLossConfig, RolloutBatch, Sample, make_parallel_mesh
 
 WIDTH, VOCAB, PADDED, B, PROMPT, RESPONSE, END = 48, 1411, 1416, 8, 5, 12, 7

@@ -15,11 +15,11 @@ from policy_steps import config_of
 from shared_prompts import both, three_levels
 from tables import sampled
 
-from examples.arguments import parse
-from examples.attention import attention, context_attention
-from examples.grpo_run import set_up
-from examples.model import ModelConfig, create_model
-from examples.qwen3 import Qwen3Config, load_model
+from examples.trainer.arguments import parse
+from examples.trainer.attention import attention, context_attention
+from examples.trainer.grpo_run import set_up
+from examples.trainer.model import ModelConfig, create_model
+from examples.trainer.qwen3 import Qwen3Config, load_model
 from jaxppo import Head, advantages, finalize_metrics, policy_loss_from_hidden
 from sharding import make_parallel_mesh
 from sharding.axes import LAYOUTS

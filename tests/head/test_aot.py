@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from examples.pod_head import plain_stats
+from examples.planner.pod_head import plain_stats
 from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
 from sharding import ParallelMesh
 from sharding.audit import audit

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from policy_steps import step_of
 
-from examples.pod_head import described_mesh
+from examples.planner.pod_head import described_mesh
 from jaxppo import (
     Head,
     LoRA,

@@ -13,7 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from examples.described_gpu import NO_SEARCH, described_gpus
+from examples.planner.described_gpu import NO_SEARCH, described_gpus
 from jaxppo import (
     Head,
     LoRA,

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import batches, compiling, head, peers, tables, trees, turns, versions
 from benchmarks.cases import Case, draw
 from benchmarks.measure import compile_step, difference, fits, in_turns, peaks
-from examples.pod_sizes import HEADS, HeadSizes
+from examples.planner.pod_sizes import HEADS, HeadSizes
 
 TIED = Case(140, HeadSizes(8, 50, tied=True, softcap=2.0), share=0.3)  # more than one chunk
 PLAIN = Case(20, HeadSizes(8, 50), share=0.2)

@@ -184,7 +184,7 @@ def test_modules_are_where_their_names_say():
 def written_paths():
     """What pages, docstrings and examples write as jaxppo.a.b, a module of jaxppo first."""
     places = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.rst")]
-    places += [*(ROOT / "docs").glob("*.ipynb"), *(ROOT / "jaxppo").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    places += [*(ROOT / "docs").glob("*.ipynb"), *(ROOT / "jaxppo").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
     text = "\n".join(place.read_text() for place in places)
     return sorted({*re.findall(r"(?<![\w/.-])jaxppo(?:\.[A-Za-z]\w*)+", text)})
 

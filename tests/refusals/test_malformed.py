@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from padded_batches import IDS, ONES, aligned, padded, shifted, thd
 
-from examples.spikes import load_batch
+from examples.trainer.spikes import load_batch
 from jaxppo import (
     KL,
     PPO,

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from examples.described_gpu import described_gpus
+from examples.planner.described_gpu import described_gpus
 from sharding.audit import audit
 from sharding.audit.gpu_time import roofline
 from sharding.devices import known_device

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-from examples import plan_pod
+from examples.planner import plan_pod
 from sharding import make_parallel_mesh
 from sharding.placement import links, place
 from sharding.testing import factorings

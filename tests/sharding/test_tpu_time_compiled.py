@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from examples.pod_head import plain_stats
+from examples.planner.pod_head import plain_stats
 from jaxppo import log_probs_from_hidden
 from sharding import ParallelMesh
 from sharding.audit import audit

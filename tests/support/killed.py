@@ -13,8 +13,8 @@ import signal
 import sys
 import time
 
-from examples import report, train_grpo
-from examples.checkpoint import Checkpoints
+from examples.trainer import report, train_grpo
+from examples.trainer.checkpoint import Checkpoints
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from examples.checkpoint import check_sums
+from examples.trainer.checkpoint import check_sums
 
 
 def kinds(folder):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from examples.pod_sizes import ModelSizes
+from examples.planner.pod_sizes import ModelSizes
 from jaxppo import (
     Head,
     Normalizer,

@@ -12,13 +12,13 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from examples.sampler import Sampler, rows_spec
-from examples.tasks import Question, Task, Tokenizer
+from examples.trainer.sampler import Sampler, rows_spec
+from examples.trainer.tasks import Question, Task, Tokenizer
 from jaxppo import ParallelMesh, RolloutBatch, Sample
 from jaxppo.sharding import multihost
 
 if TYPE_CHECKING:
-    from examples.model_folder import FolderTokenizer
+    from examples.trainer.model_folder import FolderTokenizer
 
 GREEDY = 0.0
 _SEQUENCES_PER_ROW = 4

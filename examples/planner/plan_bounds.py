@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from examples.pod_sizes import ModelSizes
+from examples.planner.pod_sizes import ModelSizes
 
 _RECOMPUTED = 4  # products for each product of a layer: forward, the same recomputed, and two in the backward
 _OF_ATTENTION = 9  # the two products of attention together: scores five times, weighted values four times
@@ -132,7 +132,7 @@ def bound(work: Work, c: Candidate) -> Bound:
     """The least bytes and the least time of a plan.
 
     Example:
-      >>> from examples.pod_sizes import MODELS
+      >>> from examples.planner.pod_sizes import MODELS
       >>> from jaxppo.sharding import known_device
       >>> work = Work("qwen3-8b", MODELS["qwen3-8b"], "v5p:4x4x4", known_device("TPU v5"), 64, 128, 8192)
       >>> found = bound(work, Candidate(fsdp=16, tp=4))

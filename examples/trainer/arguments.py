@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from examples.tasks import TASKS
+from examples.trainer.tasks import TASKS
 
 EMULATED_DEVICES = 8  # on a machine with nothing but a CPU
 HEARTBEAT_S = 30  # a process that is silent for so long counts as gone, and the others end

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from examples.plan_bounds import Candidate, Work
+from examples.planner.plan_bounds import Candidate, Work
 
 KINDS = ("products", "elementwise", "copies", "kernels", "collectives")
 
@@ -97,8 +97,8 @@ def compile_candidate(work: Work, c: Candidate) -> dict[str, Any]:
     """Compiles one candidate in this process. Returns the fields of its `Found`."""
     import jax
 
-    from examples import pod_head
-    from examples.pod_step import GIB, TrainStep, held
+    from examples.planner import pod_head
+    from examples.planner.pod_step import GIB, TrainStep, held
 
     start = time.monotonic()
     jax.config.update("jax_platforms", "cpu")  # do not take a real TPU of this machine

@@ -1,6 +1,6 @@
 """Trains a small transformer on verifiable tasks: a short supervised start, then GRPO, on any mesh of devices.
 
-python -m examples.train_grpo --out runs/grpo
+python -m examples.trainer.train_grpo --out runs/grpo
 
 grpo_run.py holds what a run does, and imports JAX; this file starts and ends it.
 """
@@ -10,16 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from examples import launch
-from examples.arguments import parse
+from examples.trainer import launch
+from examples.trainer.arguments import parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if launch.is_launcher(args):
-        return launch.start("examples.train_grpo", sys.argv[1:] if argv is None else argv, args)
+        return launch.start("examples.trainer.train_grpo", sys.argv[1:] if argv is None else argv, args)
     try:
-        from examples import grpo_run, processes
+        from examples.trainer import grpo_run, processes
 
         processes.join(args)
         with processes.one_speaks():

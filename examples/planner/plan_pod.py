@@ -1,9 +1,9 @@
 """The costs of a head on a described pod: time, memory, collectives and flops per device, beside a plain head's.
 
-    python -m examples.plan_pod --model qwen3-8b --mesh dp=8,cp=8,tp=8 --topology v5p:8x8x8 --tokens 8192
-    python -m examples.plan_pod --model qwen3-8b --memory 0.3 0.5 1 2 4
-    python -m examples.plan_pod --train --model qwen3-8b --mesh fsdp=16,cp=4,tp=8 --topology v5p:8x8x8 --tokens 4096
-    python -m examples.plan_pod --search --model qwen3-8b --topology v5p:4x4x4 --search-minutes 20
+    python -m examples.planner.plan_pod --model qwen3-8b --mesh dp=8,cp=8,tp=8 --topology v5p:8x8x8 --tokens 8192
+    python -m examples.planner.plan_pod --model qwen3-8b --memory 0.3 0.5 1 2 4
+    python -m examples.planner.plan_pod --train --model qwen3-8b --mesh fsdp=16,cp=4,tp=8 --topology v5p:8x8x8
+    python -m examples.planner.plan_pod --search --model qwen3-8b --topology v5p:4x4x4 --search-minutes 20
 
 The gradients of a PPO loss with an entropy bonus are compiled by the TPU compiler (`pip install libtpu`; no TPU is
 needed), which also estimates their time; all tokens carry loss. With --memory the head gets each of these
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.pod_sizes import HEADS, MODELS, HeadSizes
+from examples.planner.pod_sizes import HEADS, MODELS, HeadSizes
 
 _MOST_CHIPS = 2**17
 
@@ -113,8 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import jax  # imported after the arguments are read, so that --help and errors are quick
     import jax.numpy as jnp
 
-    from examples import pod_head
-    from examples.pod_step import TrainStep
+    from examples.planner import pod_head
+    from examples.planner.pod_step import TrainStep
     from jaxppo.sharding import links
 
     jax.config.update("jax_platforms", "cpu")  # do not take a real TPU of this machine
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         if args.search:
-            from examples import plan_report  # draws
+            from examples.planner import plan_report  # draws
 
             return plan_report.search(args)
         parallel = pod_head.described_mesh(args.mesh, args.topology)

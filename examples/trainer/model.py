@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from examples.attention import Attend
+from examples.trainer.attention import Attend
 from jaxppo import ParallelMesh
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from examples.arguments import EMULATED_DEVICES, TRY_AGAIN
+from examples.trainer.arguments import EMULATED_DEVICES, TRY_AGAIN
 from jaxppo.sharding import multihost
 
 

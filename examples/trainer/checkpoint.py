@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from examples.learner import TrainState
+from examples.trainer.learner import TrainState
 from jaxppo.sharding import multihost
 
 FORMAT = 3  # the version of what is saved: raise it if an older program could not load it

@@ -1,6 +1,6 @@
 """The output of a run: a progress bar, metrics.jsonl, samples.jsonl, settings.json, reward.png; on request, a page.
 
-python -m examples.report runs/grpo    # report.html, to be opened in a browser, and events for TensorBoard
+python -m examples.trainer.report runs/grpo    # report.html, to be opened in a browser, and events for TensorBoard
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ def write_events(records: Sequence[Mapping[str, Any]], folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes the page and the events of a run, which may still go on."""
-    from examples.report_page import load_run, page
+    from examples.trainer.report_page import load_run, page
 
-    parser = argparse.ArgumentParser(prog="examples.report", description="A look at a run of train_grpo.")
+    parser = argparse.ArgumentParser(prog="examples.trainer.report", description="A look at a run of train_grpo.")
     parser.add_argument("run", type=Path, help="the --out folder of the run")
     folder = parser.parse_args(argv).run
     try:
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         replace(folder / "report.html", page(run))
         write_events(run.numbers, folder / "tensorboard")
     except (ValueError, OSError) as error:
-        print(f"examples.report: error: {error}", file=sys.stderr)
+        print(f"examples.trainer.report: error: {error}", file=sys.stderr)
         return 2
     print(f"{folder / 'report.html'}; tensorboard --logdir {folder / 'tensorboard'}")
     return 0

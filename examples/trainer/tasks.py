@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from examples.model_folder import FolderTokenizer
+    from examples.trainer.model_folder import FolderTokenizer
 
 TASKS: dict[str, dict[str, Any]] = {
     "spell_backward": {"min_word_len": 5, "max_word_len": 5},

@@ -1,6 +1,6 @@
 """Draws the reward curves of several runs of train_grpo.py in one picture.
 
-python -m examples.compare_runs runs/ppo runs/gspo --out curves.png
+python -m examples.trainer.compare_runs runs/ppo runs/gspo --out curves.png
 """
 
 from __future__ import annotations

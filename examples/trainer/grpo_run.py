@@ -16,18 +16,18 @@ import optax
 from flax import nnx
 from tqdm import tqdm
 
-from examples import processes
-from examples.arguments import NEWEST, TRY_AGAIN
-from examples.checkpoint import Checkpoints, steps_in
-from examples.learner import Learner, TrainState
-from examples.members import Members
-from examples.model import Config, ModelConfig, create_model
-from examples.preemption import Preemption
-from examples.report import Report, memory_gib, settings_of
-from examples.rollouts import Packer, Rollouts, answers, readable, scores
-from examples.sampler import make_sampler
-from examples.spikes import Spikes
-from examples.tasks import Task
+from examples.trainer import processes
+from examples.trainer.arguments import NEWEST, TRY_AGAIN
+from examples.trainer.checkpoint import Checkpoints, steps_in
+from examples.trainer.learner import Learner, TrainState
+from examples.trainer.members import Members
+from examples.trainer.model import Config, ModelConfig, create_model
+from examples.trainer.preemption import Preemption
+from examples.trainer.report import Report, memory_gib, settings_of
+from examples.trainer.rollouts import Packer, Rollouts, answers, readable, scores
+from examples.trainer.sampler import make_sampler
+from examples.trainer.spikes import Spikes
+from examples.trainer.tasks import Task
 from jaxppo import KL, ParallelMesh, PolicyLossConfig, Sample, make_parallel_mesh, policy_losses
 from jaxppo.sharding import multihost
 
@@ -147,8 +147,8 @@ def _create(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
 def _load(args: argparse.Namespace, parallel: ParallelMesh) -> _Model:
     """The model of a folder, with its tokenizer."""
     # imported here, since nothing else needs them
-    from examples.model_folder import FolderTokenizer
-    from examples.qwen3 import Qwen3Config, load_model
+    from examples.trainer.model_folder import FolderTokenizer
+    from examples.trainer.qwen3 import Qwen3Config, load_model
 
     config = Qwen3Config.read(args.model)
     tokenizer = FolderTokenizer(args.model, config.end)

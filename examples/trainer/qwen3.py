@@ -17,8 +17,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from examples.attention import Attend
-from examples.model_folder import Weights, read_json
+from examples.trainer.attention import Attend
+from examples.trainer.model_folder import Weights, read_json
 from jaxppo import ParallelMesh
 from jaxppo.sharding import multihost
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from examples.described_gpu import described_gpus
-from examples.pod_sizes import HeadSizes
-from examples.pod_step import Fit, TrainStep, fit
+from examples.planner.described_gpu import described_gpus
+from examples.planner.pod_sizes import HeadSizes
+from examples.planner.pod_step import Fit, TrainStep, fit
 from jaxppo import (
     Head,
     ParallelMesh,

@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from examples.report import read_records
+from examples.trainer.report import read_records
 
 # title: (the text below it, patterns of the names of its curves)
 CHARTS = {

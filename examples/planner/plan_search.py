@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from examples.plan_bounds import Bound, Candidate, Work, bound, candidates
-from examples.plan_compilers import Compilers, Found, Kept
+from examples.planner.plan_bounds import Bound, Candidate, Work, bound, candidates
+from examples.planner.plan_compilers import Compilers, Found, Kept
 
 BEST = 5
 

@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxppo
-from examples.attention import context_attention
-from examples.model import Config, Model
+from examples.trainer.attention import context_attention
+from examples.trainer.model import Config, Model
 from jaxppo import Head, ParallelMesh, PolicyLossConfig, RolloutBatch, TokenStats, advantages, finalize_metrics
 from jaxppo.covariance import covariance_mask
 from jaxppo.entropy import entropy_metrics

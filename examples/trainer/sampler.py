@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from examples.attention import Attend, attention
-from examples.model import Config, Model
-from examples.tasks import Tokenizer
+from examples.trainer.attention import Attend, attention
+from examples.trainer.model import Config, Model
+from examples.trainer.tasks import Tokenizer
 from jaxppo import Head, ParallelMesh, log_probs_from_hidden
 from jaxppo.trees import Paths
 

@@ -10,11 +10,11 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
-from examples.plan_bounds import Work
-from examples.plan_compilers import KINDS, Found
-from examples.plan_search import Search, run
-from examples.pod_head import BUDGETS, described_devices
-from examples.pod_sizes import MODELS
+from examples.planner.plan_bounds import Work
+from examples.planner.plan_compilers import KINDS, Found
+from examples.planner.plan_search import Search, run
+from examples.planner.pod_head import BUDGETS, described_devices
+from examples.planner.pod_sizes import MODELS
 from jaxppo.sharding import known_device
 
 GIB = 2**30
