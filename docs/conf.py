@@ -15,7 +15,7 @@ release = version = importlib.metadata.version("jaxppo")
 author = "the jaxppo authors"
 root_doc = "docs/index"
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**"]
-exclude_patterns = [".*", "build", "dist", "**/node_modules", "**/*.py", "**/__pycache__"]
+exclude_patterns = ["docs/pull_requests", ".*", "build", "dist", "**/node_modules", "**/*.py", "**/__pycache__"]
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",

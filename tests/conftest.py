@@ -22,7 +22,6 @@ STRICT = {"jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "ra
 JAX_AS_IT_COMES = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
 JAX_AS_IT_COMES |= {"jax_legacy_prng_key": "allow"}
 OPTAX = "optax raises a float to a power that is an array of integers"
-LEVANTER = "marin and Levanter multiply f32 by bf16 and by integers"
 TUNIX = "Tunix multiplies positions, masks and logits of other dtypes and ranks"
 EXCUSED = {  # modules or single tests that run other packages' code, which promotes dtypes; and the reason
     "test_example": OPTAX,
@@ -33,9 +32,7 @@ EXCUSED = {  # modules or single tests that run other packages' code, which prom
     "test_models_and_packing::test_the_examples_of_frameworks": "flax adds bf16 to f32",
     "test_launch": OPTAX,
     "test_own_loop::test_a_loop_with_an_optimiser": OPTAX,
-    "test_pull_request_marin::test_marin": LEVANTER,
     "test_pull_request_maxtext::test_maxtext": "MaxText multiplies f32 by bf16",
-    "test_pull_request_marin::test_peak_temporaries_of_marin": LEVANTER,
     "test_pull_request_maxtext::test_peak_temporaries_of_maxtext": "MaxText multiplies f32 by bf16",
     "test_pods::test_a_scheduler_starts_one_command_again_until_it_is_done": OPTAX,
     "test_tunix": TUNIX,

@@ -26,7 +26,6 @@ RUN_BY = {
     "def compute_chunked_logps(model": "integrations/test_pull_request_tunix.py",
     "def _compute_chunked_logprobs(self": "integrations/test_pull_request_skyrl_tx.py",
     "def __call__(": "integrations/test_pull_request_maxtext.py",
-    "def compute_model_logprobs_and_entropy(model": "integrations/test_pull_request_marin.py",
 }
 
 

@@ -27,7 +27,7 @@ def test_paths_are_there(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     paths = [page.parent / link for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)", text)]
     paths += [DOCS.parent / name for name in re.findall(rf"(?<![\w./])((?:{'|'.join(FOLDERS)})/[\w./-]*[\w/])", text)]
-    modules = re.findall(r"python -m ((?:examples|benchmarks)\.\w+)", text)
+    modules = re.findall(r"python -m ((?:examples|benchmarks)(?:\.\w+)+)", text)
     paths += [DOCS.parent / f"{module.replace('.', '/')}.py" for module in modules]
     assert not [path for path in paths if not path.exists() and path.name != "PART.json"]
 

@@ -16,7 +16,6 @@ PLACES = {
     "tunix": ("tunix.rl.common", "compute_chunked_logps"),
     "skyrl_tx": ("skyrl.tx.utils.logits_processor", "LogitsProcessorMixin._compute_chunked_logprobs"),
     "maxtext": ("maxtext.integration.tunix.tunix_adapter", "TunixMaxTextAdapter.__call__"),
-    "marin": ("marin.rl.scoring", "compute_model_logprobs_and_entropy"),
 }
 
 
