@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from jaxppo.forward import compute_log_probs
     from jaxppo.head import Head, LoRA, TokenStats, log_probs_from_hidden, log_probs_from_logits
     from jaxppo.kl import KL
+    from jaxppo.losses import SFT, TokenLoss, Value, loss_from_hidden, loss_from_stats
     from jaxppo.losses.policy import policy_loss, policy_loss_from_hidden
-    from jaxppo.losses.sft import sft_loss, sft_loss_from_hidden
-    from jaxppo.losses.value import value_loss
     from jaxppo.metrics import finalize_metrics
     from jaxppo.off_policy import OffPolicyConfig, Rejection
     from jaxppo.policy_losses import CISPO, GSPO, PPO, SAPO
@@ -44,8 +43,7 @@ else:
         "jaxppo.head": ["Head", "LoRA", "TokenStats", "log_probs_from_hidden", "log_probs_from_logits"],
         "jaxppo.kl": ["KL"],
         "jaxppo.losses.policy": ["policy_loss", "policy_loss_from_hidden"],
-        "jaxppo.losses.sft": ["sft_loss", "sft_loss_from_hidden"],
-        "jaxppo.losses.value": ["value_loss"],
+        "jaxppo.losses": ["SFT", "TokenLoss", "Value", "loss_from_hidden", "loss_from_stats"],
         "jaxppo.metrics": ["finalize_metrics"],
         "jaxppo.off_policy": ["OffPolicyConfig", "Rejection"],
         "jaxppo.policy_losses": ["CISPO", "GSPO", "PPO", "SAPO"],
@@ -95,10 +93,12 @@ __all__ = [  # noqa: RUF022  in the order of use
     "Rejection",
     "policy_loss",
     "policy_loss_from_hidden",
-    # other losses
-    "sft_loss",
-    "sft_loss_from_hidden",
-    "value_loss",
+    # losses as values
+    "loss_from_hidden",
+    "loss_from_stats",
+    "TokenLoss",
+    "SFT",
+    "Value",
     # meshes
     "ParallelMesh",
     "ShardAxes",

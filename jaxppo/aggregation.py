@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,33 @@ from jaxppo._pytree import register
 from jaxppo._stacked import as_rows, check_whole_step, part_of_a_step
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
+from jaxppo.config import PolicyLossConfig
 from jaxppo.off_policy import OffPolicyConfig, weight_sums
+from jaxppo.policy_losses import PolicyLoss
 from jaxppo.reads import at_most_zero
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
-from jaxppo.validation import checked
+from jaxppo.validation import check_arrays, checked
+
+
+@runtime_checkable
+class _Aggregated(Protocol):
+    """A loss with denominators."""
+
+    @property
+    def aggregation(self) -> Aggregation: ...
+
+    @property
+    def off_policy(self) -> OffPolicyConfig | None: ...
+
+
+@runtime_checkable
+class _OfPart(Protocol):
+    """A part of a sum of losses."""
+
+    @property
+    def loss(self) -> Any: ...
+
+    def of(self, batch: RolloutBatch) -> RolloutBatch: ...
 
 
 @register(static=["aggregation", "off_policy", "micro_batches", "weighted"])
@@ -60,6 +84,42 @@ class Normalizer:
     off_policy: OffPolicyConfig | None = None
     micro_batches: int | None = None
     weighted: bool = False
+
+    @classmethod
+    def of(cls, loss: Any, micro_batches: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None) -> Any:
+        """The denominators of a step for a loss: `from_batches` with the loss's own aggregation and correction.
+
+        Args:
+          loss: as `loss_from_hidden` takes it.
+          micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
+          parallel: the mesh.
+
+        Returns:
+          A `Normalizer` for the batch, or one for each micro-batch, stacked: slices of it go with slices of them. For a
+          sum of parts, one for each part by name, with its own mask and weights.
+
+        Raises:
+          TypeError: something else in place of a loss.
+          ValueError: as `from_batches`; extras that a part names and the batch lacks.
+
+        Example:
+          >>> from jaxppo.losses import SFT, Part
+          >>> sample = Sample([1, 2, 3], response_start=1, extras={"written": [0, 1]})
+          >>> batch = RolloutBatch.from_samples([sample], row_length=3)
+          >>> parts = {"all": PPO(), "imitation": Part(SFT(), mask="written")}
+          >>> {name: float(x.tokens) for name, x in Normalizer.of(parts, batch).items()}
+          {'all': 2.0, 'imitation': 1.0}
+        """
+        if isinstance(loss, Mapping):
+            return {name: cls.of(part, micro_batches, parallel=parallel) for name, part in loss.items()}
+        if isinstance(loss, _OfPart):
+            check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
+            return cls.of(loss.loss, loss.of(micro_batches), parallel=parallel)
+        loss = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
+        if not isinstance(loss, _Aggregated):
+            raise TypeError(f"loss: got {type(loss).__name__}, expected a loss as loss_from_hidden takes it")
+        of = {"off_policy": loss.off_policy, "parallel": parallel}
+        return cls.from_batches(micro_batches, loss.aggregation, **of)  # type: ignore[arg-type]
 
     @classmethod
     def from_batches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxppo._arrays import PER_SEGMENT
 from jaxppo.metrics import Composite, Metric
 from jaxppo.pairs import Pairs
 from jaxppo.reads import NUMBERS
-from jaxppo.rules import ON_DEVICE, RULES, Rule, View
+from jaxppo.rules import KNOWN, ON_DEVICE, RULES, Rule, View
 from jaxppo.sharding import Segments, vary
 from jaxppo.trees import starts
 
@@ -85,7 +86,10 @@ def count_broken(
       adapters: A.
     """
     existing = {name: x for name, x in arrays.items() if x is not None}
+    unsound = [~jnp.isfinite(x).reshape(*x.shape[:2], -1).all(-1) for n, x in existing.items() if n not in KNOWN]
     existing |= {name: x for name, x in numbers.items() if name in NUMBERS}
+    if unsound:
+        existing["another_array"] = functools.reduce(jnp.logical_or, unsound)
     others = [x.reshape(-1) for name, x in numbers.items() if name not in NUMBERS]
     if others:
         existing["another_number"] = jnp.concatenate(others)

@@ -18,8 +18,8 @@ from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.head.types import TokenStats
-from jaxppo.losses.policy import advantages_of, impossible_tokens, old_log_probs
 from jaxppo.losses.policy_checks import check_needed
+from jaxppo.losses.policy_tokens import advantages_of, impossible_tokens, old_log_probs
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.reads import at_most_zero
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
@@ -50,7 +50,8 @@ def covariance_mask(
       parallel: the mesh.
 
     Returns:
-      `f32`, the shape of `batch.loss_mask`: 1 where a token is picked. For `policy_loss(..., selected=...)`.
+      `f32`, the shape of `batch.loss_mask`: 1 where a token is picked: the extra "selected" of the batch of
+      `policy_loss`.
 
     Raises:
       ValueError: a config with another loss, an array that the batch lacks, shapes that differ, one micro-batch of

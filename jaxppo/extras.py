@@ -102,3 +102,16 @@ def as_values(what: str, values: Any, length: int) -> np.ndarray:
     if found.dtype.itemsize == 2 and found.dtype.kind not in "iu":
         return found
     return found.astype(np.int32 if found.dtype.kind in "iu" else np.float32)
+
+
+def check_name(what: str, name: Any) -> None:
+    """Raises unless this may be the name of an extra."""
+    if not isinstance(name, str):
+        raise TypeError(f"{what}: got {type(name).__name__}, expected the name of one of batch.extras")
+
+
+def extra_of(batch: Any, name: str, expected: str) -> Any:
+    """An extra of the batch by name; raises where it has none."""
+    if name not in batch.extras:
+        raise ValueError(f"batch.extras: got {sorted(batch.extras)}, expected {name!r} among them, {expected}")
+    return batch.extras[name]

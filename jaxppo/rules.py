@@ -195,6 +195,11 @@ def _sampled_top_k(name: str) -> Callable[[View], Broken]:
     return broken
 
 
+def _other_arrays(v: View) -> Broken:
+    for name, bad in v.existing("another_array"):
+        yield name, v.counts & bad
+
+
 def _never(v: View) -> Broken:
     yield from ()
 
@@ -282,6 +287,12 @@ def _before(x: np.ndarray) -> np.ndarray:
 
 _K_LOG_PROBS = "log-probs of K ids, each at most {most}{mass}; -inf is a probability of 0"
 # Causes stand before their effects, since `broken_rules` names the first ones.
+# The arrays that rules know, beside those of `PER_TOKEN`; what a loss reads under another name is "another_array".
+KNOWN = {
+    *("segment_ids", "positions", "loss_mask", "sample_ids", "parents", "rollout_ids", "normalizer", "denominators"),
+    *("pair_ids", "sample_rewards", "alone", "targets", "nucleus_ids", "adapter_ids", "temperature", "ids"),
+    *("ids_of_stats", "id_log_probs", "teacher_log_probs", "rollout_log_probs_of_ids", *PER_TOKEN),
+}
 STRUCTURE = (
     Rule(
         "loss_mask_values",
@@ -337,6 +348,7 @@ OF_INPUTS = (
     ),
     *(Rule(name, "a finite number in the range of its field", _not_finite(name)) for name in NUMBERS),
     Rule("another_number", "finite numbers in the fields of your own loss", _not_finite("another_number")),
+    Rule("another_array", "finite numbers where loss_mask is 1 in what your own loss reads", _other_arrays),
     Rule(
         "sample_rewards", "finite rewards of samples with loss, since they say what is desirable", _rewards_of_samples
     ),

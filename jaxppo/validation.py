@@ -33,7 +33,8 @@ def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "b
 def checked(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> RolloutBatch:
     """Checks a batch with `check_arrays`, and casts its integers to i32 and all other arrays to f32.
 
-    Extras stay as they are. With `stacked`, for functions of rows that read none of them, they are left out.
+    Extras that are floats or bools stay as they are. With `stacked`, for functions of rows that read none of them, they
+    are left out.
     """
 
     def brought(name: str, x: Array) -> Array:
@@ -43,8 +44,8 @@ def checked(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.
 
     arrays = check_arrays(batch, stacked=stacked, prefix=prefix)
     fields: dict[str, Any] = {name: brought(name, x) for name, x in arrays.items()}
-    if stacked:
-        fields["extras"] = {}
+    extras = {} if stacked else batch.extras
+    fields["extras"] = {n: as_token_ids(x) if jnp.issubdtype(x.dtype, jnp.integer) else x for n, x in extras.items()}
     return dataclasses.replace(batch, **fields)
 
 

@@ -16,7 +16,17 @@ from jax.sharding import PartitionSpec as P
 import jaxppo
 from examples.trainer.attention import context_attention
 from examples.trainer.model import Config, Model
-from jaxppo import Head, ParallelMesh, PolicyLossConfig, RolloutBatch, TokenStats, advantages, finalize_metrics
+from jaxppo import (
+    SFT,
+    Head,
+    ParallelMesh,
+    PolicyLossConfig,
+    RolloutBatch,
+    TokenStats,
+    advantages,
+    finalize_metrics,
+    loss_from_stats,
+)
 from jaxppo.covariance import covariance_mask
 from jaxppo.entropy import entropy_metrics
 from jaxppo.mismatch import mismatch_metrics
@@ -119,7 +129,7 @@ class Learner:
         """One update towards the answers in `batch`."""
 
         def loss_of(params: nnx.State) -> Any:
-            return jaxppo.sft_loss(self.token_stats(params, batch), batch, parallel=self.parallel)
+            return loss_from_stats(self.token_stats(params, batch), batch, SFT(), parallel=self.parallel)
 
         (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         params, optimizer, more = self._apply(loss, state.params, state.optimizer, gradients)
@@ -147,16 +157,14 @@ class Learner:
             ref_log_probs=self.token_stats(state.reference, batch).log_probs,
             advantages=advantages.spread(by_sample, batch, parallel=self.parallel),
         )
-        selected = None
         if self.loss.loss.selects is not None:
             key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
             selected = covariance_mask(old, batch, self.loss, key, self.parallel)
+            batch = dataclasses.replace(batch, extras={"selected": selected})
 
         def loss_of(params: nnx.State) -> Any:
             hidden, head = self._head(params, batch)
-            return jaxppo.policy_loss_from_hidden(
-                hidden, head, batch, self.loss, parallel=self.parallel, selected=selected
-            )
+            return jaxppo.policy_loss_from_hidden(hidden, head, batch, self.loss, parallel=self.parallel)
 
         def update(carry: tuple[nnx.State, Any], _: None) -> Any:
             params, optimizer = carry

@@ -82,7 +82,7 @@ def log_probs_from_logits(
       temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`. No gradient flows to it.
       entropy: "none", "metric" (no gradient, and no cost in the backward) or "bonus" (differentiable).
       logit_stats: names of further statistics. Differentiable are "log_z", the log-sum-exp of z, and "mean_logit", the
-        mean of the finite z (see `sft_loss`). Without a gradient are "accuracy", whether no token is likelier than the
+        mean of the finite z (see `SFT`). Without a gradient are "accuracy", whether no token is likelier than the
         target, and "sum_p2", the sum of p^2. They are over all of `vocab_size`. What is not named costs nothing.
       top_k: how many of the likeliest ids to find. They are returned as `top_ids`, with their log-probs in the full
         distribution. They have no gradient: for gradients ask for those ids again, as `ids`.

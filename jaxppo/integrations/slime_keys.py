@@ -53,7 +53,7 @@ ELSEWHERE = by_name(
         "advantages.whiten": "normalize_advantages",
         "advantages.on_policy_distillation": "use_opd opd_type opd_kl_coef opd_teacher_load opd_teacher_ckpt_step",
         "jaxppo.advantages": "compute_advantages_and_returns custom_advantage_function_path rewards_normalization",
-        "value_loss(clip=, factor=1.0)": "value_clip",
+        "Value(clip=, factor=1.0)": "value_clip",
         "loss_type='custom_loss', refused": "custom_loss_function_path",
         "its keys, given beside the others": "custom_config_path",
         "the loss mask of the samples": "loss_mask_type mask_offpolicy_in_partial_rollout",

@@ -30,7 +30,7 @@ def read(args: Namespace | Mapping[str, Any]) -> Reading:
         raise TypeError(f"args: got {type(args).__name__}, expected slime's parsed arguments, or a mapping of them")
     given, others = (vars(args), "no argument of slime's own") if isinstance(args, Namespace) else (args, None)
     options = Options(given, DEFAULTS | MISMATCH_HELPER, ELSEWHERE, f"slime at {VERSION}", others)
-    options.choice("loss_type", ("policy_loss",), "sft_loss is a function of its own, a loss of your own a PolicyLoss")
+    options.choice("loss_type", ("policy_loss",), "SFT is a loss of its own, a loss of your own a PolicyLoss")
     if options["custom_pg_loss_reducer_function_path"] is not None:
         options.refuse("custom_pg_loss_reducer_function_path", "None; see PolicyLossConfig(aggregation=)")
     kl_coef = options.number("kl_loss_coef") if options.flag("use_kl_loss") else 0.0

@@ -92,7 +92,7 @@ ELSEWHERE = by_name(
         "advantages.dr_grpo where it is False": "algorithm.norm_adv_by_std_in_grpo",
         "use_pf_ppo, refused": "algorithm.pf_ppo.",
         "advantages.token_rewards": "algorithm.use_kl_in_reward",
-        "the critic; its loss is value_loss": "critic.",
+        "the critic; its loss is Value": "critic.",
         "the data set": "data.",
         "distillation.enabled, refused": "distillation.",
         "the rewards and weights= of advantages.gdpo": "algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights",

@@ -1,6 +1,6 @@
 """Distillation over the full vocabulary: divergences between a student's and a teacher's head, without their logits.
 
-If only the teacher's top-k is known, see `top_k_distillation_loss_from_hidden`.
+If only the teacher's top-k is known, see `TopKDistillation`.
 For distillation on sampled tokens, by policy gradient, see `advantages.on_policy_distillation`.
 """
 
@@ -13,7 +13,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Aggregation, check, check_aggregation, check_choice, is_number, masked
+from jaxppo._arrays import Aggregation, check, check_aggregation, check_choice, is_number
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
@@ -21,8 +21,8 @@ from jaxppo.head.head import Head
 from jaxppo.head.pair import prepare_pair
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.head.types import Inputs
-from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss, loss_of_stats
-from jaxppo.losses.top_k_distillation import top_k_distillation_loss, top_k_distillation_loss_from_hidden
+from jaxppo.losses.compute import loss_of_stats
+from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.losses.top_k_divergence import check_top_k, top_k_divergence
 from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
@@ -32,8 +32,6 @@ __all__ = [
     "check_top_k",
     "distillation_loss",
     "divergence_from_hidden",
-    "top_k_distillation_loss",
-    "top_k_distillation_loss_from_hidden",
     "top_k_divergence",
 ]
 
@@ -188,7 +186,7 @@ def distillation_loss(
 
 
 @dataclasses.dataclass(frozen=True)
-class DivergenceLoss(TokenLoss):
+class DivergenceLoss(TokenLoss[Float[Array, "R T"]]):
     """The token loss of distillation: the token's divergence."""
 
     aggregation: Aggregation
@@ -198,16 +196,14 @@ class DivergenceLoss(TokenLoss):
         check_aggregation(self)
 
     @property
-    def token_local(self) -> bool:
-        return True
+    def asks(self) -> Asks:
+        return Asks()
 
-    def reads(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch, given: Any, segments: Segments) -> Reads:
+    def reads(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch, segments: Segments) -> Reads:
         return {"divergence": stats}
 
-    def per_token(
-        self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Constants, segments: Segments
-    ) -> Float[Array, "R T"]:
-        return masked(stats, batch.loss_mask)
+    def terms(self, stats: Float[Array, "R T"], batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+        return {"divergence": stats}
 
-    def terms(self, stats: Float[Array, "R T"], step: Step, constants: Constants) -> Terms:
+    def metrics(self, stats: Float[Array, "R T"], step: Step, constants: Any) -> Terms:
         return means({"divergence": stats}, step.batch.loss_mask)

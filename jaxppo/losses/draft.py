@@ -29,9 +29,9 @@ from jaxppo.head.head import Head, as_head
 from jaxppo.head.pair import prepare_pair
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.head.types import Inputs, Prepared
+from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.distillation import DivergenceLoss
 from jaxppo.losses.mtp import Heads, States, heads_of, shift_targets, shift_temperature
-from jaxppo.losses.token_loss import loss_of_stats
 from jaxppo.metrics import Metric, Metrics, reduce_metric
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
 from jaxppo.validation import checked
@@ -80,7 +80,7 @@ def draft_loss(
       objective: one of the four above.
       eta: how quickly "likelihood" changes from the divergence to the total variation as acceptance grows.
       coef: the factor of the sum, or of the single loss of "end_to_end".
-      aggregation: the denominators of a depth, see `sft_loss`.
+      aggregation: the denominators of a depth, see `SFT`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
       normalizers: `draft_normalizers` of the whole step where the batch is one of its micro-batches.
       temperature: divides both models' logits. An `[R, T]` array belongs to the predicted tokens: depth k reads it at

@@ -16,8 +16,8 @@ from jaxppo.batch import RolloutBatch
 from jaxppo.head.api import log_probs_from_hidden
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions
-from jaxppo.losses.sft import SFTTokenLoss
-from jaxppo.losses.token_loss import loss_of_stats
+from jaxppo.losses.compute import loss_of_stats
+from jaxppo.losses.sft import SFT
 from jaxppo.metrics import Metric, Metrics
 from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left
 from jaxppo.validation import checked
@@ -58,7 +58,7 @@ def mtp_loss(
       stop_trunk: no gradient into `hidden`: only heads learn. (To train a module between trunk and head but not the
         trunk, stop the gradient at that module's input instead.)
       stop_head: no gradient into `head`.
-      aggregation: the denominators of a depth, see `sft_loss`.
+      aggregation: the denominators of a depth, see `SFT`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
       normalizers: `mtp_normalizers` of the whole step where the batch is one of its micro-batches.
       temperature: see `log_probs_from_hidden`. An `[R, T]` array belongs to the predicted tokens: depth k reads it at
@@ -86,7 +86,7 @@ def mtp_loss(
     check_flag("stop_trunk", stop_trunk)
     check_flag("stop_head", stop_head)
     heads = heads_of(hidden, head, normalizers)
-    depths, of_tokens = len(heads), SFTTokenLoss(aggregation=aggregation)
+    depths, of_tokens = len(heads), SFT(aggregation=aggregation)
     total = jnp.float32(0)
     metrics: Metrics = {}
     for k in range(1, depths + 1):

@@ -1,132 +1,76 @@
-"""The losses that a joint loss adds up."""
+"""One loss of several that are added up."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
-from jaxtyping import Array, Float
+import jax.numpy as jnp
 
-from jaxppo._arrays import Aggregation, Coefficient, check_aggregation, check_choice, check_field, masked, needed
+from jaxppo._arrays import KINDS, Coefficient, check_array, check_field
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
-from jaxppo.head.types import TokenStats
-from jaxppo.kl import KL, Estimator
-from jaxppo.losses.policy import reference_kl
-from jaxppo.losses.sft import SFTTokenLoss
-from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss
-from jaxppo.losses.top_k_distillation import TopKLoss
-from jaxppo.metrics import Terms, means
-from jaxppo.sharding import Segments
-
-
-@dataclasses.dataclass(frozen=True)
-class SFT(SFTTokenLoss):
-    """The negative log-likelihood as a part: the loss of `sft_loss`, with its options.
-
-    Args:
-      label_smoothing: see `sft_loss`, also for the other arguments.
-      z_loss: the coefficient of log_z^2.
-      aggregation: the denominators.
-      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
-
-    Raises:
-      ValueError: an option out of its range.
-
-    Example:
-      >>> SFT(z_loss=1e-4).aggregation
-      'token_mean'
-    """
-
-
-@dataclasses.dataclass(frozen=True)
-class ReferenceKL(TokenLoss):
-    """The KL divergence to the reference as a part, which may have tokens without a policy loss.
-
-    Args:
-      estimator: see `kl_divergence`.
-      aggregation: the denominators, see `token_weights`.
-      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
-
-    Raises:
-      ValueError: an unknown estimator or aggregation.
-
-    Example:
-      >>> ReferenceKL("k2").estimator
-      'k2'
-    """
-
-    estimator: Estimator = "k3"
-    aggregation: Aggregation = "token_mean"
-    aggregation_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("estimator", self.estimator, Estimator)
-        check_aggregation(self)
-
-    @property
-    def token_local(self) -> bool:
-        return True
-
-    def reads(self, stats: TokenStats | None, batch: RolloutBatch, given: Any, segments: Segments) -> Reads:
-        return {"log_probs": None if stats is None else stats.log_probs, "ref_log_probs": batch.ref_log_probs}
-
-    def per_token(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments
-    ) -> Float[Array, "R T"]:
-        kl = reference_kl(KL(1.0, self.estimator), masked(stats.log_probs, batch.loss_mask), batch, segments)
-        return needed("batch.ref_log_probs", kl)
-
-    def terms(self, stats: TokenStats, step: Step, constants: Constants) -> Terms:
-        return means({"kl": self.per_token(stats, step.batch, constants, step.segments)}, step.batch.loss_mask)
-
-
-@dataclasses.dataclass(frozen=True)
-class TopKDistillation(TopKLoss):
-    """The divergence from a teacher's top-k as a part: the loss of `losses.distillation.top_k_distillation_loss`.
-
-    All parts share the ids of the call. The call takes the teacher's log-probs under the part's name.
-
-    Args:
-      divergence: see `losses.distillation.top_k_divergence`, also for `beta` and `tail`.
-      beta: for "mixed_kl" and "jensen_shannon".
-      tail: "bucket", "renormalise" or "leave_out".
-      aggregation: the denominators, see `token_weights`.
-      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
-
-    Raises:
-      ValueError: an option out of its range.
-
-    Example:
-      >>> TopKDistillation("reverse_kl").tail
-      'bucket'
-    """
+from jaxppo.extras import check_name, extra_of
+from jaxppo.losses.token_loss import TokenLoss
+from jaxppo.policy_losses import PolicyLoss
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One loss of several: coef times the loss.
+    """One loss of several: coef times the loss, with tokens and weights of its own.
 
     Args:
-      loss: a `PolicyLossConfig`, an `SFT`, a `ReferenceKL`, a `TopKDistillation`, or a `TokenLoss` of your own.
+      loss: any loss that `loss_from_hidden` takes, but no sum of parts.
       coef: a number or a traced schedule.
+      mask: the name of the extra of the batch, `[R, T]`, 0 or 1, that is this part's loss mask, in its denominators
+        too; None for `batch.loss_mask`.
+      weights: the name of the extra, `[R, T]`, at least 0, that holds this part's loss weights; None for
+        `batch.loss_weights`. A part's denominators are counts of tokens, or with `batch.weighted_denominators` sums of
+        weights.
 
     Raises:
       TypeError: another loss.
       ValueError: a coefficient that is not a finite number, a policy loss that wants selected tokens.
 
     Example:
-      >>> Part(PolicyLossConfig(), coef=0.5).coef
+      >>> from jaxppo.losses import SFT, Part
+      >>> Part(SFT(), coef=0.5, mask="written").coef
       0.5
     """
 
-    loss: PolicyLossConfig | TokenLoss
+    loss: PolicyLossConfig | PolicyLoss | TokenLoss[Any]
     coef: Coefficient = 1.0
+    mask: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.loss, (PolicyLossConfig, TokenLoss)):
-            expected = "a PolicyLossConfig, SFT, ReferenceKL or TopKDistillation"
-            raise TypeError(f"loss: got {type(self.loss).__name__}, expected {expected}")
-        if isinstance(self.loss, PolicyLossConfig) and self.loss.loss.selects is not None:
-            raise ValueError(f"loss: got {self.loss.loss}, expected one that selects no tokens of the step")
+        check_loss(self.loss)
+        of = self.loss.loss if isinstance(self.loss, PolicyLossConfig) else self.loss
+        if isinstance(of, PolicyLoss) and of.selects is not None:
+            raise ValueError(f"loss: got {of}, expected one that selects no tokens of the step")
         check_field(self, "coef")
+        for what in ("mask", "weights"):
+            if getattr(self, what) is not None:
+                check_name(what, getattr(self, what))
+
+    @property
+    def of_tokens(self) -> TokenLoss[Any]:
+        """The loss, of a part that `doors.as_parts` made."""
+        return cast("TokenLoss[Any]", self.loss)
+
+    def of(self, batch: RolloutBatch) -> RolloutBatch:
+        """The batch as this part reads it."""
+        changed: dict[str, Any] = {}
+        for field, name in (("loss_mask", self.mask), ("loss_weights", self.weights)):
+            if name is not None:
+                x = extra_of(batch, name, f"[R, T] for {field} of a part")
+                check_array(f"batch.extras[{name!r}]", x, batch.loss_mask.shape, "the batch's", KINDS[field])
+                changed[field] = x.astype(jnp.float32)
+        return dataclasses.replace(batch, **changed)
+
+
+def check_loss(loss: Any) -> None:
+    """Raises unless this is a single loss as `loss_from_hidden` takes it."""
+    if not isinstance(loss, (PolicyLossConfig, PolicyLoss, TokenLoss)):
+        expected = "a PolicyLossConfig, a policy loss, SFT() or another TokenLoss"
+        raise TypeError(f"loss: got {type(loss).__name__}, expected {expected}")

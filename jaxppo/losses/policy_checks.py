@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float
-
 from jaxppo._arrays import LOG_PROBS, check_array, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
+from jaxppo.extras import extra_of
 from jaxppo.head.types import TokenStats
-from jaxppo.validation import check_stats, checked
+from jaxppo.validation import check_stats
 
+SELECTED = "selected"  # the extra of a batch that holds the tokens which ClipCov and KLCov select
 BY_RATIO = {"old": "old_log_probs", "rollout": "rollout_log_probs"}  # the log-probs of each `ratio_to` of a batch
 
 
@@ -26,21 +26,17 @@ def check_policy_stats(stats: TokenStats, batch: RolloutBatch, config: PolicyLos
         )
 
 
-def check_batch(batch: RolloutBatch, config: PolicyLossConfig, selected: Float[Array, "R T"] | None) -> RolloutBatch:
-    """The batch, checked. Raises where it does not fit the config, or where `selected` does not fit the loss."""
-    batch = checked(batch)
+def check_config(config: PolicyLossConfig) -> None:
     if not isinstance(config, PolicyLossConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")
+
+
+def check_batch(batch: RolloutBatch, config: PolicyLossConfig) -> None:
+    """Raises where the batch does not fit the config, or its selected tokens the loss."""
     check_needed(batch, config)
-    shape = batch.loss_mask.shape
-    selects = config.loss.selects is not None
-    if selected is not None:
-        check_array("selected", selected)
-    if selects != (selected is not None) or (selected is not None and selected.shape != shape):
-        got = "None" if selected is None else f"shape {selected.shape}"
-        expected = f"the step's covariance_mask(stats, batch, config, key), {shape}," if selects else "None"
-        raise ValueError(f"selected: got {got}, expected {expected} with loss={config.loss}")
-    return batch
+    if config.loss.selects is not None:
+        expected = f"the step's covariance_mask(stats, batch, config, key), for loss={config.loss}"
+        check_array("selected", extra_of(batch, SELECTED, expected), batch.loss_mask.shape, "the batch's")
 
 
 def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:

@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, check_choice
-from jaxppo.aggregation import Normalizer
+from jaxppo._arrays import Aggregation, check_choice, needed
 from jaxppo.batch import RolloutBatch
-from jaxppo.config import ImpossibleTokens, PolicyLossConfig
-from jaxppo.head.types import Entropy, TokenStats
-from jaxppo.losses.policy import advantages_of
-from jaxppo.losses.token_loss import Constants, Reads, Step, TokenLoss, loss_of_stats
-from jaxppo.losses.top_k_distillation import as_top_k, mass, of_ids, reads_of_ids
+from jaxppo.config import PolicyLossConfig
+from jaxppo.head.types import TokenStats
+from jaxppo.losses.policy_tokens import advantages_of
+from jaxppo.losses.token_loss import Losses, Reads, Step
+from jaxppo.losses.top_k_distillation import OfIds, mass
 from jaxppo.losses.top_k_divergence import with_tail
-from jaxppo.metrics import Metrics, Terms, means
-from jaxppo.policy_losses.base import PolicyLoss
+from jaxppo.metrics import Terms, means
 from jaxppo.reads import at_most_one, was_above_one
-from jaxppo.sharding import ParallelMesh, Segments, ShardAxes
-from jaxppo.validation import checked
-
-__all__ = ["score_centering_loss"]
+from jaxppo.sharding import Segments
 
 CenteringTail = Literal["bucket", "renormalise"]
 
 
-def score_centering_loss(
-    stats: TokenStats,
-    ids: Int[Array, "R T K"],
-    rollout_log_probs: Float[Array, "R T K"],
-    batch: RolloutBatch,
-    config: PolicyLossConfig,
-    *,
-    tail: CenteringTail = "bucket",
-    parallel: ParallelMesh | ShardAxes | None = None,
-    normalizer: Normalizer | None = None,
-) -> tuple[Float[Array, ""], Metrics]:
+@dataclasses.dataclass(frozen=True)
+class ScoreCentering(OfIds):
     """A term for a policy loss that makes its expected gradient over the sampler's tokens 0 for equal advantages.
 
     Let p be the policy's probability of a token, q the sampler's, and A the advantage. If the gradient of the policy
@@ -65,95 +51,85 @@ def score_centering_loss(
     could draw. An id that the policy finds impossible makes the loss NaN. With `impossible_tokens="leave_out"` its c_v
     is 0, since drawing it has no policy loss.
 
+    It is a loss of its own, or the part of a sum beside the config. The metrics are `loss` (its value), `policy_mass`
+    and `rollout_mass` (sum p and sum q, means over tokens), `rollout_capped`, the number of tokens at which rounding
+    brought a q above 1, or their sum, and `broken_rules` (see `policy_loss`).
+
     Args:
-      stats: the result of `log_probs_from_hidden(..., ids=ids)`, or of the same from logits; its `id_log_probs` are
-        read.
-      ids: `i32[R, T, K]`, -1 padded, the sampler's top-k at each position.
-      rollout_log_probs: `[R, T, K]`, the sampler's log-probs of these ids over the whole vocabulary; rounded to bf16
-        they are capped as in `top_k_divergence`.
-      batch: `[R, T]`, with advantages.
       config: the config of the `policy_loss` to which this term is added. Only its loss, `ratio_to`, aggregation and
         `impossible_tokens` are read.
       tail: "bucket", or "renormalise" if the ids are the sampler's whole nucleus: p and q are then divided by their
         sums, and a is 0, since there is no tail. The log-probs of the policy loss then need the same `nucleus_ids`.
-      parallel: the mesh; rows sharded over data, positions over context.
-      normalizer: the denominators of the whole step, if the batch is one of its micro-batches.
-
-    Returns:
-      The scalar f32 to be added to the loss, and the metrics `loss` (its value), `policy_mass` and `rollout_mass` (sum
-      p and sum q, means over tokens), `rollout_capped`, the number of tokens at which rounding brought a q above 1, or
-      their sum, and `broken_rules` (see `policy_loss`).
+      ids: the name of the extra of the batch that holds the sampler's top-k at each position, `i32[R, T, K]`, -1
+        padded.
+      log_probs: the name of the extra that holds the sampler's log-probs of these ids over the whole vocabulary;
+        rounded to bf16 they are capped as in `top_k_divergence`.
 
     Raises:
-      TypeError, ValueError: arrays are no log-probs or differ in shape; the statistics have no log-probs of ids; the
-        config's loss of a token depends on other tokens, or selects tokens; its ratio is over the trainer's old policy,
-        whose log-probs of the ids are not known; it has an off-policy correction.
+      TypeError, ValueError: the config's loss of a token depends on other tokens, or selects tokens; its ratio is over
+        the trainer's old policy, whose log-probs of the ids are not known; it has an off-policy correction.
 
     Example:
-      >>> from jaxppo.losses.score_centering import score_centering_loss
-      >>> batch = RolloutBatch.from_samples([Sample([1, 2], response_start=1, advantages=[1.0])], row_length=2)
-      >>> ids, q = jnp.array([[[0, 1, 2], [-1, -1, -1]]]), jnp.log(jnp.array([[[0.5, 0.25, 0.25], [1.0, 1.0, 1.0]]]))
-      >>> config = PolicyLossConfig(policy_losses.Reinforce(), ratio_to="current")
+      >>> from jaxppo.losses import ScoreCentering, loss_from_stats
+      >>> sampler = {"sampler_ids": [[0, 1, 2]], "sampler_log_probs": np.log([[0.5, 0.25, 0.25]])}
+      >>> sample = Sample([1, 2], response_start=1, advantages=[1.0], extras=sampler)
+      >>> batch = RolloutBatch.from_samples([sample], row_length=2)
+      >>> loss = ScoreCentering(PolicyLossConfig(policy_losses.Reinforce(), ratio_to="current"), tail="renormalise")
       >>> def centring(logits):
-      ...     stats = log_probs_from_logits(logits, batch.targets, ids=ids, where=batch.loss_mask > 0)
-      ...     return score_centering_loss(stats, ids, q, batch, config, tail="renormalise")[0]
+      ...     asked = {"ids": batch.extras["sampler_ids"], "where": batch.loss_mask > 0}
+      ...     return loss_from_stats(log_probs_from_logits(logits, batch.targets, **asked), batch, loss)[0]
       >>> jax.grad(centring)(jnp.zeros((1, 2, 3)))[0, 0].round(2)                              # q - p
       Array([ 0.17, -0.08, -0.08], dtype=float32)
 
     2026, https://arxiv.org/abs/2609.20807; shipped by prime-rl (with "renormalise") and Tunix.
     """
-    batch = checked(batch)
-    if not isinstance(config, PolicyLossConfig):
-        raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")
-    check_choice("tail", tail, CenteringTail)
-    if not config.loss.token_local or config.loss.selects:
-        raise ValueError(f"config.loss: got {config.loss}, expected one whose tokens are each on their own")
-    if config.ratio_to == "old":
-        raise ValueError(
-            "config.ratio_to: got 'old', expected 'rollout' or 'current': only the sampler's ids are known"
-        )
-    if config.off_policy is not None:
-        raise ValueError("config.off_policy: got a correction, expected None: its weights of the ids are not known")
-    given = as_top_k(stats, ids, rollout_log_probs, batch, "rollout_log_probs")
-    on_policy, gone = config.ratio_to == "current", config.impossible_tokens
-    own = CenteringLoss(config.loss, on_policy, gone, tail, config.aggregation, config.aggregation_norm)
-    return loss_of_stats("score_centering_loss", own, stats, batch, parallel, normalizer, given)
 
+    config: PolicyLossConfig
+    tail: CenteringTail = "bucket"
+    ids: str = "sampler_ids"
+    log_probs: str = "sampler_log_probs"
+    rule: ClassVar[str] = "rollout_log_probs_of_ids"
+    takes_nucleus: ClassVar[bool] = True
 
-@dataclasses.dataclass(frozen=True)
-class CenteringLoss(TokenLoss):
-    """The centring term of a token; its constants are the ids and the sampler's log-probs."""
-
-    loss: PolicyLoss
-    on_policy: bool
-    impossible_tokens: ImpossibleTokens
-    tail: CenteringTail
-    aggregation: Aggregation
-    aggregation_norm: float | None
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, PolicyLossConfig):
+            raise TypeError(f"config: got {type(self.config).__name__}, expected PolicyLossConfig")
+        check_choice("tail", self.tail, CenteringTail)
+        self.check_names()
+        if not self.config.loss.token_local or self.config.loss.selects:
+            raise ValueError(f"config.loss: got {self.config.loss}, expected one whose tokens are each on their own")
+        if self.config.ratio_to == "old":
+            raise ValueError(
+                "config.ratio_to: got 'old', expected 'rollout' or 'current': only the sampler's ids are known"
+            )
+        if self.config.off_policy is not None:
+            raise ValueError("config.off_policy: got a correction, expected None: its weights of the ids are not known")
 
     @property
-    def token_local(self) -> bool:
-        return True
+    def aggregation(self) -> Aggregation:  # type: ignore[override]
+        return self.config.aggregation
 
     @property
-    def entropy(self) -> Entropy:
-        return "none"
+    def aggregation_norm(self) -> float | None:  # type: ignore[override]
+        return self.config.aggregation_norm
 
-    def reads(self, stats: TokenStats | None, batch: RolloutBatch, given: Any, segments: Segments) -> Reads:
-        found = {**reads_of_ids(stats, given, "rollout_log_probs_of_ids"), "advantages": batch.advantages}
+    def check(self, batch: RolloutBatch) -> None:
+        super().check(batch)
+        needed("batch.advantages", batch.advantages, f"f32[R, T] for {self}")
+
+    def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
+        found = {**super().reads(stats, batch, segments), "advantages": batch.advantages}
         own = found.get("id_log_probs")
-        if own is not None and self.impossible_tokens == "nan":
+        if own is not None and self.config.impossible_tokens == "nan":
             found["id_log_probs"] = jnp.where(jnp.isneginf(own), jnp.nan, own)
         return found
 
-    def per_token(
-        self, stats: TokenStats, batch: RolloutBatch, constants: Constants, segments: Segments
-    ) -> Float[Array, "R T"]:
-        ids, *given = of_ids(stats, constants, batch.loss_mask)
+    def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+        ids, *given = self.of_ids(stats, batch)
         has_id = ids != -1
         log_p, log_q = (with_tail(x, has_id, self.tail) for x in (given[0], at_most_one(given[1], has_id)))
         gone = jnp.isneginf(log_p)
-        if self.impossible_tokens == "leave_out":
+        if self.config.impossible_tokens == "leave_out":
             of_none, finite = 0.0, jnp.where(gone, 0, log_p)
         else:
             of_none, finite = jnp.nan, log_p
@@ -163,11 +139,11 @@ class CenteringLoss(TokenLoss):
             rest = drawn[..., -1:] * jnp.exp(-log_p[..., -1:])
             log_p, finite, drawn = log_p[..., :-1], finite[..., :-1], drawn[..., :-1]
             drawn = drawn - rest * jnp.exp(log_p)
-        return -jnp.where(has_id, lax.stop_gradient(drawn) * finite, 0).sum(axis=-1)
+        return {"centring": -jnp.where(has_id, lax.stop_gradient(drawn) * finite, 0).sum(axis=-1)}
 
-    def terms(self, stats: TokenStats, step: Step, constants: Constants) -> Terms:
+    def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
         mask = step.batch.loss_mask
-        ids, log_p, log_q = of_ids(stats, constants, mask)
+        ids, log_p, log_q = self.of_ids(stats, step.batch)
         found = means({"policy_mass": mass(log_p, ids), "rollout_mass": mass(log_q, ids)}, mask)
         return found | {"rollout_capped": (was_above_one(log_q, ids != -1), mask, "sum")}
 
@@ -180,11 +156,15 @@ class CenteringLoss(TokenLoss):
     ) -> Float[Array, "R T K"]:
         """The loss's gradient by each log p if that token had been drawn, minus its gradient at an advantage of 0."""
         R, T, K = log_p.shape
-        given = log_p, log_p if self.on_policy else log_q, jnp.repeat(advantages[..., None], K, axis=-1)
+        given = (
+            log_p,
+            (log_p if self.config.ratio_to == "current" else log_q),
+            jnp.repeat(advantages[..., None], K, axis=-1),
+        )
         new, old, wide = (lax.stop_gradient(x).reshape(R, T * K) for x in given)
 
         def at(x: Float[Array, "R TK"], advantages: Float[Array, "R TK"]) -> Float[Array, ""]:
-            return self.loss(x, old, advantages, mask=jnp.ones_like(x), segments=segments)[0].sum()
+            return self.config.loss(x, old, advantages, mask=jnp.ones_like(x), segments=segments)[0].sum()
 
         by_advantage, without = (jax.grad(at)(new, a) for a in (wide, jnp.zeros_like(wide)))
         return (by_advantage - without).reshape(R, T, K)

@@ -9,15 +9,16 @@ from hard_rows import R, T, hard_batch
 from jax.sharding import PartitionSpec as P
 
 from jaxppo import (
+    SFT,
     OffPolicyConfig,
     RolloutBatch,
     TokenStats,
+    Value,
     advantages,
     compute_log_probs,
     finalize_metrics,
     log_probs_from_hidden,
-    sft_loss,
-    value_loss,
+    loss_from_stats,
 )
 from jaxppo.losses.distillation import distillation_loss
 from jaxppo.mismatch import mismatch_metrics
@@ -74,7 +75,7 @@ def everything(parallel, b, x, hidden, kernel):
         "distillation": advantages.on_policy_distillation(b.advantages, x, -jnp.abs(b.values), mask),
         "log_probs": compute_log_probs(score, kernel, b).log_probs,
         "correction": corrected(parallel, b, x),
-        "dvalues": jax.grad(lambda x: value_loss(x, b, **on)[0])(x),
+        "dvalues": jax.grad(lambda x: loss_from_stats(x, b, Value(), **on)[0])(x),
     }
     samples = {
         name: getattr(advantages, name)(b.rewards, b.group_ids, **on) for name in ("grpo", "rloo", "gpg", "pass_at_k")
@@ -85,7 +86,7 @@ def everything(parallel, b, x, hidden, kernel):
     samples["opo"] = advantages.opo(b.rewards, b.group_ids, jnp.abs(b.rewards), **on)
     samples["remax"] = advantages.remax(b.rewards, 0.5 * b.rewards, b.sample_ids)
     rest = {
-        "sft": sft_loss(TokenStats(x), b, **on)[0],
+        "sft": loss_from_stats(TokenStats(x), b, SFT(), **on)[0],
         "mismatch": finalize_metrics(mismatch_metrics(b, **on)),
         "explained": advantages.explained_variance(b.values, x, mask, **on),
         "distilled": distilled(hidden, kernel),

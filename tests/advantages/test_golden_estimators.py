@@ -10,16 +10,17 @@ import pytest
 from golden_data import Packing, Padded, Ragged, load_cases, parametrize_cases
 
 from jaxppo import (
+    SFT,
     Head,
     Normalizer,
     OffPolicyConfig,
     Rejection,
+    Value,
     advantages,
     finalize_metrics,
     log_probs_from_hidden,
     log_probs_from_logits,
-    sft_loss,
-    value_loss,
+    loss_from_stats,
 )
 from jaxppo.mismatch import mismatch_metrics
 from jaxppo.off_policy import correction
@@ -81,8 +82,8 @@ def test_slime_value(slime_value, parallel):
 
     def run(values):
         options = {"clip": case.config["value_clip"], "factor": 1.0, "clip_fraction": "outside"}
-        options |= {"aggregation": "sequence_mean_token_mean", "metric_aggregation": "loss"}
-        return value_loss(values, batch, normalizer=per_sample_sums(batch, parallel), parallel=parallel, **options)
+        loss = Value(aggregation="sequence_mean_token_mean", metric_aggregation="loss", **options)
+        return loss_from_stats(values, batch, loss, normalizer=per_sample_sums(batch, parallel), parallel=parallel)
 
     (loss, found), grad = jax.jit(jax.value_and_grad(run, has_aux=True))(values)
     assert_close(loss, case.outputs["loss"])
@@ -99,10 +100,10 @@ def test_slime_sft(slime_sft, parallel):
         return np.pad(x, ((0, 0), (0, 0), (0, vocab % 2)))
 
     def run(logits):
-        options = {"aggregation": "sequence_mean_token_mean", "normalizer": per_sample_sums(batch, parallel)}
+        loss, normalizer = SFT(aggregation="sequence_mean_token_mean"), per_sample_sums(batch, parallel)
         where = batch.loss_mask > 0
         stats = log_probs_from_logits(logits, batch.targets, parallel=parallel, where=where, vocab_size=vocab)
-        return sft_loss(stats, batch, parallel=parallel, **options)[0]
+        return loss_from_stats(stats, batch, loss, parallel=parallel, normalizer=normalizer)[0]
 
     loss, grad = jax.jit(jax.value_and_grad(run))(pad(ragged.packing.pack(ragged.split(case.inputs["logits"]))))
     assert_close(loss, case.outputs["loss"])
@@ -198,7 +199,7 @@ def test_verl_value(verl_value, parallel):
 
     def run(values):
         aggregation = AGGREGATIONS[case.config["loss_agg_mode"]]
-        return value_loss(values, batch, clip=0.2, aggregation=aggregation, parallel=parallel)
+        return loss_from_stats(values, batch, Value(clip=0.2, aggregation=aggregation), parallel=parallel)
 
     (loss, found), grad = jax.jit(jax.value_and_grad(run, has_aux=True))(padded.pack(case.inputs["values"]))
     assert_close(loss, case.outputs["loss"])

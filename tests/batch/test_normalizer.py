@@ -12,6 +12,7 @@ import pytest
 from policy_steps import step_of
 
 from jaxppo import (
+    SFT,
     Normalizer,
     OffPolicyConfig,
     PolicyLossConfig,
@@ -20,10 +21,10 @@ from jaxppo import (
     TokenStats,
     accumulate_gradients,
     explain_broken_rules,
+    loss_from_stats,
     make_parallel_mesh,
     policy_loss,
     policy_loss_from_hidden,
-    sft_loss,
 )
 
 T, V = 12, 50
@@ -78,7 +79,9 @@ def test_what_the_mean_weight_does_not_depend_on():
         got, _ = loss_at(BATCH, config, normalizer=normalizer)
         np.testing.assert_array_equal(got, loss_at(BATCH, config)[0])
     stats = TokenStats(jnp.asarray(BATCH.returns))
-    np.testing.assert_array_equal(sft_loss(stats, BATCH, normalizer=normalizer)[0], sft_loss(stats, BATCH)[0])
+    np.testing.assert_array_equal(
+        loss_from_stats(stats, BATCH, SFT(), normalizer=normalizer)[0], loss_from_stats(stats, BATCH, SFT())[0]
+    )
 
 
 def of_hidden(batch, config, **options):

@@ -7,17 +7,18 @@ import pytest
 from plain_head import reference_from_hidden
 
 from jaxppo import (
+    SFT,
     Head,
     LoRA,
     PolicyLossConfig,
     RolloutBatch,
     accumulate_gradients,
     log_probs_from_hidden,
+    loss_from_hidden,
     policy_loss_from_hidden,
-    sft_loss_from_hidden,
 )
+from jaxppo.losses import Part
 from jaxppo.losses.distillation import distillation_loss
-from jaxppo.losses.joint import SFT, Part, joint_loss_from_hidden
 from jaxppo.policy_losses import Reinforce
 from sharding import make_parallel_mesh
 from sharding.audit import audit
@@ -125,9 +126,9 @@ def test_the_other_ways_in():
     head = head_of(PARAMS)
     hidden = PARAMS["hidden"]
     stats = log_probs_from_hidden(hidden, head, TARGETS, where=MASK > 0, adapter_ids=IDS)
-    nll, _ = sft_loss_from_hidden(hidden, head, BATCH, aggregation="token_sum", adapter_ids=IDS)
+    nll, _ = loss_from_hidden(hidden, head, BATCH, SFT(aggregation="token_sum"), adapter_ids=IDS)
     parts = {"written": Part(SFT(aggregation="token_sum"))}
-    joint, _ = joint_loss_from_hidden(hidden, head, BATCH, parts, adapter_ids=IDS)
+    joint, _ = loss_from_hidden(hidden, head, BATCH, parts, adapter_ids=IDS)
     np.testing.assert_allclose([nll, joint], -stats.log_probs.sum(), rtol=1e-5)
 
 

@@ -9,6 +9,7 @@ from oracle.head import OracleHead
 
 from jaxppo import (
     PPO,
+    SFT,
     Head,
     LoRA,
     PolicyLossConfig,
@@ -16,9 +17,9 @@ from jaxppo import (
     Sample,
     log_probs_from_hidden,
     log_probs_from_logits,
+    loss_from_hidden,
+    loss_from_stats,
     policy_loss_from_hidden,
-    sft_loss,
-    sft_loss_from_hidden,
 )
 from sharding import audit, make_parallel_mesh
 from sharding.testing import assert_trees_close
@@ -58,7 +59,7 @@ def test_the_gradient_of_a_soft_cap_that_saturates(at, memory):
     batch = batch_of(1)
 
     def loss(h, k):
-        return sft_loss_from_hidden(h, Head(k, softcap=3.0), batch, memory=memory)[0]
+        return loss_from_hidden(h, Head(k, softcap=3.0), batch, SFT(), memory=memory)[0]
 
     got = jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
     here, exact = np.asarray(batch.loss_mask[0]) > 0, OracleHead(np.asarray(kernel), softcap=3.0)
@@ -126,7 +127,11 @@ def from_logits(hidden, head, batch, parallel=None, memory=None, **options):
     logits = jnp.einsum("rth,hv->rtv", hidden, head.kernel, precision="highest") + head.bias[None, None]
     asked = {"logit_stats": ("log_z", "mean_logit"), "entropy": "metric", "where": batch.loss_mask > 0}
     stats = log_probs_from_logits(logits, batch.targets, parallel=parallel, **asked)
-    return sft_loss(stats, batch, parallel=parallel, **options)
+    return loss_from_stats(stats, batch, SFT(**options), parallel=parallel)
+
+
+def from_hidden(hidden, head, batch, parallel=None, memory=None, **options):
+    return loss_from_hidden(hidden, head, batch, SFT(**options), parallel=parallel, memory=memory)
 
 
 @pytest.mark.every(4)
@@ -136,7 +141,7 @@ def test_label_smoothing_beside_masked_columns(path, mesh):
     """The mean is over finite logits. Divided by the number of all columns, the loss was 0.2 * 0.3 of the mean off."""
     hidden, kernel, bias, batch = masked_case()
     parallel = mesh and make_parallel_mesh(mesh)
-    loss = from_logits if path == "logits" else sft_loss_from_hidden
+    loss = from_logits if path == "logits" else from_hidden
     options = {"memory": 2**15 if path == "two passes" else 2**30, "parallel": parallel, **SMOOTH}
 
     def call(h, k, b):

@@ -15,15 +15,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxppo import (
     PPO,
+    SFT,
     ParallelMesh,
     PolicyLossConfig,
     RolloutBatch,
     Sample,
     finalize_metrics,
     log_probs_from_hidden,
+    loss_from_hidden,
     make_parallel_mesh,
     policy_loss_from_hidden,
-    sft_loss_from_hidden,
 )
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
 from jaxppo.losses.mtp import mtp_loss
@@ -59,7 +60,7 @@ def policy(hidden, kernel, teacher, spec, teacher_spec, **options):
 
 
 def sft(hidden, kernel, teacher, spec, teacher_spec, **options):
-    loss, found = sft_loss_from_hidden(hidden, kernel, BATCH, hidden_spec=spec, **options)
+    loss, found = loss_from_hidden(hidden, kernel, BATCH, SFT(), hidden_spec=spec, **options)
     return loss, finalize_metrics(found)
 
 

@@ -13,19 +13,20 @@ from policy_steps import LOSSES, loss_named, quick_jit
 from tables import sampled
 
 from jaxppo import (
+    SFT,
     Head,
     Normalizer,
     PolicyLossConfig,
     RolloutBatch,
     Sample,
+    Value,
     accumulate_gradients,
     explain_broken_rules,
     log_probs_from_hidden,
+    loss_from_hidden,
+    loss_from_stats,
     policy_loss,
     policy_loss_from_hidden,
-    sft_loss,
-    sft_loss_from_hidden,
-    value_loss,
 )
 from jaxppo.broken_rules import Broken
 from jaxppo.losses.distillation import distillation_loss
@@ -139,7 +140,7 @@ def loss_of(kind: str, inputs: dict, batch: RolloutBatch, normalizer: Normalizer
     """The loss of one micro-batch, and its metrics."""
     options = {"parallel": parallel, "normalizer": normalizer}
     if kind == "value":
-        return value_loss(inputs["values"], batch, aggregation=AGGREGATION, **options)
+        return loss_from_stats(inputs["values"], batch, Value(aggregation=AGGREGATION), **options)
     hidden, head, of_head = inputs["hidden"], Head(inputs["kernel"], inputs["bias"]), {"memory": memory}
     if kind == "mtp":
         options = {"parallel": parallel, "normalizers": [normalizer], "aggregation": AGGREGATION}
@@ -150,11 +151,12 @@ def loss_of(kind: str, inputs: dict, batch: RolloutBatch, normalizer: Normalizer
     if not from_hidden:
         stats = log_probs_from_hidden(hidden, head, batch.targets, parallel=parallel, entropy="none")
     if kind == "sft" and from_hidden:
-        return sft_loss_from_hidden(hidden, head, batch, aggregation=AGGREGATION, **options, **of_head)
+        return loss_from_hidden(hidden, head, batch, SFT(aggregation=AGGREGATION), **options, **of_head)
     if kind == "sft":
-        return sft_loss(stats, batch, aggregation=AGGREGATION, **options)
+        return loss_from_stats(stats, batch, SFT(aggregation=AGGREGATION), **options)
     config = PolicyLossConfig(loss_named(kind), aggregation=AGGREGATION)
-    options["selected"] = None if config.loss.selects is None else jnp.zeros(batch.loss_mask.shape)
+    if config.loss.selects is not None:
+        batch = dataclasses.replace(batch, extras={"selected": jnp.zeros(batch.loss_mask.shape)})
     if from_hidden:
         return policy_loss_from_hidden(hidden, head, batch, config, **options, **of_head)
     return policy_loss(stats, batch, config, **options)
@@ -249,7 +251,7 @@ def test_a_step_without_a_loss_token_too():
     for memory in (2**30, 18_000):
 
         def of(hidden, memory=memory):
-            return sft_loss_from_hidden(hidden, head, batch, memory=memory)
+            return loss_from_hidden(hidden, head, batch, SFT(), memory=memory)
 
         (loss, found), _ = jax.value_and_grad(of, has_aux=True)(hidden)
         assert np.isnan(loss)

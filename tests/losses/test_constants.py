@@ -8,10 +8,21 @@ import numpy as np
 import pytest
 from policy_steps import quick_jit
 
-from jaxppo import KL, OffPolicyConfig, PolicyLossConfig, RolloutBatch, Sample, TokenStats, policy_loss, value_loss
-from jaxppo.losses import preference
+from jaxppo import (
+    KL,
+    SFT,
+    OffPolicyConfig,
+    PolicyLossConfig,
+    RolloutBatch,
+    Sample,
+    TokenStats,
+    Value,
+    loss_from_hidden,
+    loss_from_stats,
+    policy_loss,
+)
+from jaxppo.losses import Part, ReferenceKL, preference
 from jaxppo.losses.draft import draft_loss
-from jaxppo.losses.joint import SFT, Part, ReferenceKL, joint_loss_from_hidden
 from jaxppo.losses.mtp import mtp_loss
 from jaxppo.policy_losses import GSPO
 
@@ -39,16 +50,17 @@ def gspo(x, batch, coef):
 
 
 def joint(x, batch, coef):
-    parts = {"gspo": Part(PolicyLossConfig(GSPO()), coef), "sft": Part(SFT(), coef), "kl": Part(ReferenceKL())}
-    return joint_loss_from_hidden(x, KERNEL, batch, parts, weights={"sft": jnp.full((R, T), coef)})
+    parts = {"gspo": Part(PolicyLossConfig(GSPO()), coef), "kl": ReferenceKL()}
+    parts["sft"] = Part(SFT(), coef, weights="own")
+    return loss_from_hidden(x, KERNEL, dataclasses.replace(batch, extras={"own": jnp.full((R, T), coef)}), parts)
 
 
 def simpo(x, batch, coef):
-    return preference.preference_loss(TokenStats(x[..., 0]), batch, preference.SimPO(beta=coef, nll_coef=coef))
+    return loss_from_stats(TokenStats(x[..., 0]), batch, preference.SimPO(beta=coef, nll_coef=coef))
 
 
 def reward_model(x, batch, coef):
-    return preference.reward_model_loss(x[..., 0], batch, preference.BradleyTerry(margin=coef))
+    return loss_from_stats(x[..., 0], batch, preference.BradleyTerry(margin=coef))
 
 
 LOSSES = {
@@ -56,7 +68,7 @@ LOSSES = {
     "joint": joint,
     "simpo": simpo,
     "reward model": reward_model,
-    "value": lambda x, batch, _: value_loss(x[..., 0], batch),
+    "value": lambda x, batch, _: loss_from_stats(x[..., 0], batch, Value()),
     "mtp": lambda x, batch, coef: mtp_loss(x[None], KERNEL, batch, coef=coef),
     "draft": lambda x, batch, coef: draft_loss(x[None], KERNEL, x, KERNEL, batch, objective="likelihood", coef=coef),
 }

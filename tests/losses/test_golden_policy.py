@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from golden_configs import slime_config, verl_config
 from golden_data import Case, Padded, Ragged, parametrize_cases
-from policy_steps import quick_jit
+from policy_steps import quick_jit, with_selected
 
 from jaxppo import Normalizer, TokenStats, finalize_metrics, log_probs_from_logits, policy_loss
 from jaxppo.covariance import covariance_mask
@@ -155,7 +155,7 @@ def test_verl(verl_case: Case, mesh):
         stats, selected = TokenStats(log_probs), None
         if config.loss.selects is not None:
             selected = covariance_mask(stats, batch, config, jax.random.key(0), parallel)
-        return policy_loss(stats, batch, config, parallel=parallel, selected=selected)
+        return policy_loss(stats, with_selected(batch, selected), config, parallel=parallel)
 
     packed = padded.pack(case.inputs["log_probs"])
     (loss, found), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(packed)

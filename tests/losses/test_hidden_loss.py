@@ -31,16 +31,17 @@ from tables import sampled
 from jaxppo import (
     KL,
     PPO,
+    SFT,
     Head,
     LoRA,
     PolicyLossConfig,
     RolloutBatch,
     finalize_metrics,
     log_probs_from_hidden,
+    loss_from_hidden,
+    loss_from_stats,
     policy_loss,
     policy_loss_from_hidden,
-    sft_loss,
-    sft_loss_from_hidden,
 )
 from jaxppo.policy_losses import BY_NAME, ClipCov, PolicyLoss, by_name
 from sharding import make_parallel_mesh
@@ -193,11 +194,10 @@ def test_a_frozen_kernel_beneath_a_lora_costs_no_product(budget):
 def test_sft_in_one_pass(aggregation):
     def two(hidden, kernel):
         stats = log_probs_from_hidden(hidden, kernel, BATCH.targets, entropy="metric", where=BATCH.loss_mask > 0)
-        return sft_loss(stats, BATCH, aggregation=aggregation)
+        return loss_from_stats(stats, BATCH, SFT(aggregation=aggregation))
 
     def one(hidden, kernel):
-        options = {"aggregation": aggregation, "memory": ONE_PASS}
-        return sft_loss_from_hidden(hidden, kernel, BATCH, **options)
+        return loss_from_hidden(hidden, kernel, BATCH, SFT(aggregation=aggregation), memory=ONE_PASS)
 
     def run(loss):
         (value, found), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(HIDDEN, KERNEL)
@@ -318,7 +318,9 @@ def test_a_frozen_head_leaves_nothing_of_its_gradient():
 def test_bad_input():
     with pytest.raises(ValueError, match=r"kernel: got shape \(16, 3\).*expected 7"):
         step(None, HIDDEN[..., :7], KERNEL[:, :3])
-    with pytest.raises(ValueError, match=r"selected: got None, expected"):
+    with pytest.raises(
+        ValueError, match=r"batch.extras: got \[\], expected 'selected' among them, the step's covariance_mask"
+    ):
         step(None, HIDDEN, KERNEL, config=PolicyLossConfig(ClipCov()))
     with pytest.raises(ValueError, match=r"batch.advantages: got None"):
         step(None, HIDDEN, KERNEL, dataclasses.replace(BATCH, advantages=None))

@@ -15,17 +15,23 @@ from policy_steps import quick_jit, step_of, with_garbage
 
 from jaxppo import (
     GSPO,
+    SFT,
     Normalizer,
     OffPolicyConfig,
     PolicyLossConfig,
     RolloutBatch,
+    TokenLoss,
+    TokenStats,
+    Value,
     accumulate_gradients,
     explain_broken_rules,
     finalize_metrics,
+    log_probs_from_hidden,
+    loss_from_hidden,
+    loss_from_stats,
     policy_loss_from_hidden,
-    sft_loss_from_hidden,
 )
-from jaxppo.losses.joint import SFT, Part, ReferenceKL, TopKDistillation, joint_loss_from_hidden, joint_normalizers
+from jaxppo.losses import Part, ReferenceKL, TopKDistillation
 from jaxppo.policy_losses import KLCov
 from sharding import make_parallel_mesh
 from sharding.audit import audit
@@ -38,10 +44,10 @@ POLICY = PolicyLossConfig(
     off_policy=OffPolicyConfig(weights="token", high=1.05, batch_normalize=True),
 )
 PARTS = {
-    "policy": Part(POLICY),
-    "written": Part(SFT(label_smoothing=0.1, z_loss=1e-3), coef=0.3),
-    "near": Part(ReferenceKL("k2", aggregation="rollout_mean"), coef=0.2),
-    "taught": Part(TopKDistillation("mixed_kl", 0.3, aggregation="sequence_mean_token_sum"), coef=0.4),
+    "policy": Part(POLICY, mask="even"),
+    "written": Part(SFT(label_smoothing=0.1, z_loss=1e-3), coef=0.3, mask="odd"),
+    "near": Part(ReferenceKL("k2", aggregation="rollout_mean"), coef=0.2, weights="own"),
+    "taught": Part(TopKDistillation("mixed_kl", 0.3, aggregation="sequence_mean_token_sum"), coef=0.4, mask="third"),
 }
 PATHS = {
     "one pass": {"memory": 2**30},
@@ -52,7 +58,7 @@ PATHS = {
 
 
 def step(mesh=None, micro_batches=None):
-    """The batch, the other arguments of the call, and hidden states and kernel.
+    """The batch, its parts' masks and weights by name, and hidden states and kernel.
 
     Even samples have the policy loss, odd ones are written answers, all have the weighted divergence, and every third
     has a teacher.
@@ -75,14 +81,17 @@ def step(mesh=None, micro_batches=None):
     at = owners, np.asarray(batch.positions)
     hidden = np.where(segments[..., None] > 0, by_token[at], np.nan)
     taught = masks["taught"][..., None] > 0
-    given = {
-        "masks": masks,
-        "weights": weights,
-        "ids": np.where(taught, TEACHER[0][at], 10**6),
-        "teacher_log_probs": {"taught": np.where(taught, TEACHER[1][at], np.nan)},
+    extras = {
+        "even": masks["policy"],
+        "odd": masks["written"] > 0,
+        "third": masks["taught"].astype(np.int8),
+        "own": weights["near"],
+        "teacher_ids": np.where(taught, TEACHER[0][at], 10**6),
+        "teacher_log_probs": np.where(taught, TEACHER[1][at], np.nan),
     }
+    given = {"masks": masks, "weights": weights}
     params = {"hidden": hidden.astype(np.float32), "kernel": 0.3 * jax.random.normal(keys[1], (H, V))}
-    return dataclasses.replace(batch, advantages=advantages), given, params, parallel
+    return dataclasses.replace(batch, advantages=advantages, extras=extras), given, params, parallel
 
 
 def teacher():
@@ -171,26 +180,25 @@ def by_token(x, batch):
 @pytest.mark.parametrize("path", PATHS)
 def test_the_sum_of_the_parts(path):
     options = dict(PATHS[path])
-    batch, given, params, parallel = step(options.pop("mesh", None), options.pop("micro_batches", None))
+    batch, _, params, parallel = step(options.pop("mesh", None), options.pop("micro_batches", None))
 
-    def loss_of(params, batch, given, normalizers=None):
-        more = {"normalizers": normalizers, "parallel": parallel, **given, **options}
-        return joint_loss_from_hidden(params["hidden"], params["kernel"], batch, PARTS, **more)
+    def loss_of(params, batch, normalizer=None):
+        more = {"normalizer": normalizer, "parallel": parallel, **options}
+        return loss_from_hidden(params["hidden"], params["kernel"], batch, PARTS, **more)
 
-    def run(params, batch, given):
+    def run(params, batch):
         if batch.micro_batches is None:
-            return jax.value_and_grad(loss_of, has_aux=True)(params, batch, given)
-        tokens = {name: given[name] for name in ("masks", "weights")}
-        normalizers = joint_normalizers(batch, PARTS, **tokens, parallel=parallel)
+            return jax.value_and_grad(loss_of, has_aux=True)(params, batch)
+        normalizer = Normalizer.of(PARTS, batch, parallel=parallel)
 
         def part(params, step):
             here, *rest = step
             own = jnp.where(here[:, None, None, None] > 0, params["hidden"], 0).sum(axis=0)
             return loss_of(params | {"hidden": own}, *rest)
 
-        return accumulate_gradients(part, (jnp.eye(batch.micro_batches), batch, given, normalizers))(params)
+        return accumulate_gradients(part, (jnp.eye(batch.micro_batches), batch, normalizer))(params)
 
-    (loss, found), gradient = quick_jit(run)(params, batch, given)
+    (loss, found), gradient = quick_jit(run)(params, batch)
     total, metrics, expected = expected_of()
     np.testing.assert_allclose(loss, total, rtol=2e-5)
     numbers = finalize_metrics(found)
@@ -208,10 +216,10 @@ def test_the_sum_of_the_parts(path):
 
 
 def test_three_products_in_place_of_nine():
-    batch, more, params, _ = step()
+    batch, _, params, _ = step()
 
     def joint(p):
-        return joint_loss_from_hidden(*p, batch, PARTS, **more)[0]
+        return loss_from_hidden(*p, batch, PARTS)[0]
 
     def one(p):
         return policy_loss_from_hidden(*p, batch, POLICY)[0]
@@ -222,7 +230,7 @@ def test_three_products_in_place_of_nine():
     assert "one pass" in found[1].notes[0]
 
     def small(p):
-        return joint_loss_from_hidden(*p, batch, PARTS, memory=25_000, **more)[0]
+        return loss_from_hidden(*p, batch, PARTS, memory=25_000)[0]
 
     assert "two passes" in audit(jax.grad(small), given).notes[0]
 
@@ -231,17 +239,17 @@ def test_a_loss_of_sequences_takes_all_parts_to_two_passes():
     batch, given, params, _ = step()
     masks = {name: given["masks"][name] for name in ("policy", "written")}
     of_sequences = PolicyLossConfig(GSPO(0.01, 0.02))
-    parts = {"policy": Part(of_sequences), "written": Part(SFT(), coef=jnp.float32(0.3))}
+    parts = {"policy": Part(of_sequences, mask="even"), "written": Part(SFT(), jnp.float32(0.3), mask="odd")}
 
     def run(p):
-        return joint_loss_from_hidden(p["hidden"], p["kernel"], batch, parts, masks=masks)[0]
+        return loss_from_hidden(p["hidden"], p["kernel"], batch, parts)[0]
 
     loss, gradient = quick_jit(jax.value_and_grad(run))(params)
 
     def separate(p):
         halves = [dataclasses.replace(batch, loss_mask=masks[name]) for name in parts]
         first = policy_loss_from_hidden(p["hidden"], p["kernel"], halves[0], of_sequences)[0]
-        return first + 0.3 * sft_loss_from_hidden(p["hidden"], p["kernel"], halves[1])[0]
+        return first + 0.3 * loss_from_hidden(p["hidden"], p["kernel"], halves[1], SFT())[0]
 
     expected, slope = quick_jit(jax.value_and_grad(separate))(params)
     np.testing.assert_allclose(loss, expected, rtol=2e-5)
@@ -249,11 +257,12 @@ def test_a_loss_of_sequences_takes_all_parts_to_two_passes():
 
 
 def test_a_rule_that_one_part_breaks():
-    batch, given, params, _ = step()
-    given["masks"]["policy"] = batch.loss_mask  # advantages are NaN on the written samples
+    batch, _, params, _ = step()
+    extras = {**batch.extras, "even": batch.loss_mask}  # advantages are NaN on the written samples
+    batch = dataclasses.replace(batch, extras=extras)
 
     def run(p):
-        return joint_loss_from_hidden(p["hidden"], p["kernel"], batch, PARTS, **given)
+        return loss_from_hidden(p["hidden"], p["kernel"], batch, PARTS)
 
     (loss, found), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(params)
     assert np.isnan(loss)
@@ -263,51 +272,160 @@ def test_a_rule_that_one_part_breaks():
     assert explain_broken_rules(bits["policy"])[0].startswith("advantages: expected finite")
 
 
+def test_parts_of_statistics():
+    """The same sum from log-probs, and a loss of one part is its coefficient times that loss alone."""
+    batch, _, params, _ = step()
+    states = params["hidden"], params["kernel"]
+    where = batch.loss_mask > 0
+    asked = {"ids": batch.extras["teacher_ids"], "logit_stats": ("log_z", "mean_logit"), "entropy": "bonus"}
+    stats = log_probs_from_hidden(*states, batch.targets, where=where, **asked)
+    found = loss_from_stats(stats, batch, PARTS)
+    expected = loss_from_hidden(*states, batch, PARTS)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    assert found[1].keys() == expected[1].keys()
+    alone, _ = loss_from_stats(stats, batch, SFT())
+    half, _ = loss_from_stats(stats, batch, {"written": Part(SFT(), 0.5)})
+    np.testing.assert_allclose(half, alone / 2, rtol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(TokenLoss[TokenStats]):
+    """A loss of one's own: reads an extra and a field of the batch."""
+
+    power: float = 2.0
+    extra: str = "mine"
+
+    def reads(self, stats, batch, segments):
+        return {**super().reads(stats, batch, segments), "advantages": batch.advantages, "mine": batch.extras["mine"]}
+
+    def terms(self, stats, batch, constants, segments):
+        return {
+            "pull": batch.extras["mine"] * jnp.abs(stats.log_probs) ** self.power,
+            "push": -batch.advantages * stats.log_probs,
+        }
+
+    def metrics(self, stats, step, constants):
+        return {"far": (jnp.abs(stats.log_probs), step.batch.loss_mask, "max")}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_loss_of_your_own(path):
+    """Everywhere the same number as in float64; NaN where there is no loss changes nothing, elsewhere it has a name."""
+    options = dict(PATHS[path])
+    batch, _, params, parallel = step(options.pop("mesh", None), options.pop("micro_batches", None))
+    mine = np.where(batch.loss_mask > 0, np.cos(np.asarray(batch.positions)), np.nan).astype(np.float32)
+    advantages = np.where(batch.loss_mask > 0, np.sin(np.asarray(batch.positions)), np.nan).astype(np.float32)
+    batch = dataclasses.replace(batch, advantages=advantages, extras={"mine": mine})
+    loss, kernel = Mine(), jnp.asarray(params["kernel"])
+
+    def loss_of(kernel, batch, hidden, normalizer=None):
+        more = {"normalizer": normalizer, "parallel": parallel, **options}
+        return loss_from_hidden(hidden, kernel, batch, loss, **more)
+
+    def run(kernel, batch, hidden):
+        if batch.micro_batches is None:
+            return jax.value_and_grad(loss_of, has_aux=True)(kernel, batch, hidden)
+        given = batch, hidden, Normalizer.of(loss, batch)
+        return accumulate_gradients(lambda kernel, part: loss_of(kernel, *part), given)(kernel)
+
+    (value, found), gradient = quick_jit(run)(kernel, batch, params["hidden"])
+    here = np.asarray(batch.loss_mask) > 0
+    rows, targets = np.asarray(params["hidden"], np.float64)[here], np.asarray(batch.targets)[here]
+    log_p = log_softmax(rows @ np.asarray(kernel, np.float64))
+    own, n = np.take_along_axis(log_p, targets[:, None], -1)[:, 0], here.sum()
+    np.testing.assert_allclose(value, (mine[here] * own**2 - advantages[here] * own).mean(), rtol=2e-5)
+    slope = (2 * mine[here] * own - advantages[here]) / n
+    expected = rows.T @ (slope[:, None] * (np.eye(V)[targets] - np.exp(log_p)))
+    np.testing.assert_allclose(gradient, expected, rtol=3e-5, atol=3e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(finalize_metrics(found)["far"], np.abs(own).max(), rtol=1e-5)
+
+
+def test_what_a_loss_of_your_own_reads_is_explained():
+    batch, _, _, _ = step()
+    stats = TokenStats(jnp.where(batch.loss_mask > 0, -1.0, jnp.nan))
+    sound = dataclasses.replace(batch, advantages=np.ones_like(batch.loss_mask), extras={"mine": batch.loss_mask})
+    assert np.isfinite(loss_from_stats(stats, sound, Mine())[0])
+    for field, name in (("advantages", "advantages"), ("mine", "another_array")):
+        bad = np.full_like(batch.loss_mask, np.nan)
+        changed = {"extras": {"mine": bad}} if field == "mine" else {field: bad}
+        loss, found = loss_from_stats(stats, dataclasses.replace(sound, **changed), Mine())
+        assert np.isnan(loss)
+        assert explain_broken_rules(found["broken_rules"].value)[0].startswith(f"{name}: expected finite")
+    with pytest.raises(ValueError, match=r"stats.log_probs: got shape \(4, 2\)"):
+        loss_from_stats(TokenStats(stats.log_probs[:, :2]), sound, Mine())
+
+
+def test_a_nucleus_is_for_losses_of_a_policy():
+    """Before: an SFT part of 3.507 became 1.111, with log-probs that were renormalised over a sampler's nucleus."""
+    batch, _, params, _ = step()
+    states = params["hidden"], params["kernel"]
+    options = {"nucleus_ids": np.stack([batch.targets, (batch.targets + 1) % V], -1)}
+    assert np.isfinite(loss_from_hidden(*states, batch, {"policy": PARTS["policy"]}, **options)[0])
+    for loss in (SFT(), {"policy": PARTS["policy"], "written": PARTS["written"]}, PARTS["near"].loss):
+        with pytest.raises(
+            ValueError, match=r"nucleus_ids: got some for .*, expected None but for the losses of a pol"
+        ):
+            loss_from_hidden(*states, batch, loss, **options)
+
+
 def test_bad_input():
-    batch, given, params, _ = step()
-    masks, weights, ids, of_teacher = given.values()
+    batch, _, params, _ = step()
 
-    def call(parts=PARTS, **more):
-        return joint_loss_from_hidden(params["hidden"], params["kernel"], batch, parts, **more)
+    def call(parts=PARTS, normalizer=None, **extras):
+        changed = {name: x for name, x in {**batch.extras, **extras}.items() if x is not None}
+        given = dataclasses.replace(batch, extras=changed)
+        return loss_from_hidden(params["hidden"], params["kernel"], given, parts, normalizer=normalizer)
 
-    with pytest.raises(ValueError, match="parts: got none, expected at least one"):
+    with pytest.raises(ValueError, match="loss: got no parts, expected at least one"):
         call({})
-    with pytest.raises(TypeError, match=r"parts\['a'\]: got SFT, expected Part"):
-        call({"a": SFT()})
-    with pytest.raises(TypeError, match="loss: got float, expected a PolicyLossConfig, SFT, ReferenceKL or Top"):
+    with pytest.raises(TypeError, match=r"loss: got a part named '', expected a string"):
+        call({"": SFT()})
+    with pytest.raises(TypeError, match=r"loss: got float, expected a PolicyLossConfig, a policy loss, SFT()"):
         Part(0.5)
+    with pytest.raises(TypeError, match=r"loss: got float, expected a PolicyLossConfig, a policy loss, SFT()"):
+        call({"a": 0.5})
+    with pytest.raises(TypeError, match=r"loss: got Part, expected a PolicyLossConfig"):
+        call(Part(SFT()))
     with pytest.raises(ValueError, match=r"loss: got KLCov.*, expected one that selects no tokens"):
         Part(PolicyLossConfig(KLCov()))
     with pytest.raises(ValueError, match="coef: got nan, expected a finite number"):
         Part(SFT(), coef=float("nan"))
-    with pytest.raises(ValueError, match=r"masks: got 'other', expected some of \['near', 'policy', 'taught', 'wri"):
-        call(masks={"other": masks["policy"]})
-    with pytest.raises(ValueError, match=r"weights\['near'\]: got shape \(1, 2\), expected the batch's, \(4, 32\)"):
-        call(weights={"near": jnp.ones((1, 2))})
-    with pytest.raises(ValueError, match=r"batch.ref_log_probs: got None, expected f32\[R, T\] for the part 'a'"):
-        joint_loss_from_hidden(
-            params["hidden"],
-            params["kernel"],
-            dataclasses.replace(batch, ref_log_probs=None),
-            {"a": Part(ReferenceKL())},
-        )
+    with pytest.raises(TypeError, match=r"mask: got ndarray, expected the name of one of batch.extras"):
+        Part(SFT(), mask=batch.loss_mask)
+    with pytest.raises(ValueError, match=r"batch.extras: got \['even', .*\], expected 'odd' among them, \[R, T\] for"):
+        call(odd=None)
+    with pytest.raises(
+        ValueError, match=r"batch.extras\['own'\]: got shape \(4, 32, 1\), expected the batch's, \(4, 32"
+    ):
+        call(own=jnp.ones((4, 32, 1)))
+    with pytest.raises(
+        TypeError, match=r"loss: got Value.*, expected one of log-probs; loss_from_stats takes this one"
+    ):
+        call(Value())
+    without = dataclasses.replace(batch, ref_log_probs=None)
+    with pytest.raises(ValueError, match=r"batch.ref_log_probs: got None, expected f32\[R, T\] for ReferenceKL"):
+        loss_from_hidden(params["hidden"], params["kernel"], without, {"a": ReferenceKL()})
     of_another = Normalizer.from_batches(batch, "token_mean")
-    with pytest.raises(ValueError, match="normalizer: got one of aggregation 'token_mean', expected 'rollout_mean'"):
-        call({"near": PARTS["near"]}, weights=weights, normalizers={"near": of_another})
+    with pytest.raises(ValueError, match=r"normalizer: got one of aggregation 'token_mean', expected 'rollout_mean'"):
+        call({"near": PARTS["near"]}, normalizer={"near": of_another})
     two = {name: PARTS[name] for name in ("near", "policy")}
-    with pytest.raises(ValueError, match=r"normalizers: got none for \['policy'\], expected one for each part"):
-        call(two, normalizers={"near": of_another})  # before: 3.119 for 1.486
-    distil = {"taught": PARTS["taught"], "again": Part(TopKDistillation())}
-    log_q = of_teacher["taught"]
-    both = {"taught": log_q, "again": log_q}
-    for parts, ids_, log_probs, message in [
-        (PARTS, None, of_teacher, r"ids: got None, expected i32\[R, T, K\] for the part 'taught'"),
-        (distil, {"taught": ids, "again": ids}, both, r"ids: got some for each of \['again', 'taught'\], expected one"),
-        (distil, ids, of_teacher, r"teacher_log_probs\['again'\]: got None, expected f32\[R, T, K\]"),
-        (distil, ids, both | {"other": log_q}, "teacher_log_probs: got 'other', expected some of"),
-        (PARTS, ids, both, "teacher_log_probs: got 'again', expected some of"),
-        (PARTS, ids, {"near": log_q}, r"teacher_log_probs\['near'\]: got some for a ReferenceKL, expected a TopK"),
-        (distil, ids, both | {"again": log_q[..., :2]}, r"teacher_log_probs\['again'\]: got shape \(4, 32, 2\)"),
+    with pytest.raises(ValueError, match=r"normalizer: got those of \['near'\], expected one of each part, \['near', "):
+        call(two, normalizer={"near": of_another})  # before: 3.119 for 1.486
+    with pytest.raises(TypeError, match=r"normalizer: got Normalizer, expected Normalizers by the names of parts"):
+        call(two, normalizer=of_another)
+    distil = {"taught": PARTS["taught"], "again": TopKDistillation(ids="other", log_probs="teacher_log_probs")}
+    ids, log_q = batch.extras["teacher_ids"], batch.extras["teacher_log_probs"]
+    for parts, extras, message in [
+        (PARTS, {"teacher_ids": None}, "batch.extras: got .*, expected 'teacher_ids' among them"),
+        (distil, {"other": ids}, r"ids: got \['other', 'teacher_ids'\] of several parts, expected one extra that they"),
+        (PARTS, {"teacher_log_probs": log_q[..., :2]}, r"batch.extras\['teacher_log_probs'\]: got shape \(4, 32, 2\)"),
+        (
+            PARTS,
+            {"teacher_ids": ids[..., 0]},
+            r"batch.extras\['teacher_ids'\]: got shape \(4, 32\), expected \[R, T, K",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
-            call(parts, ids=ids_, teacher_log_probs=log_probs)
+            call(parts, **extras)
+    with pytest.raises(TypeError, match=r"batch.extras\['teacher_ids'\]: got dtype float32, expected integers"):
+        call(teacher_ids=log_q)

@@ -8,7 +8,7 @@ import oracle.preference as truth
 import pytest
 from preference_steps import check, oracle_of, step_of, whole
 
-from jaxppo import RolloutBatch, TokenStats, compute_log_probs, explain_broken_rules
+from jaxppo import RolloutBatch, TokenStats, compute_log_probs, explain_broken_rules, loss_from_stats
 from jaxppo.losses import preference
 from sharding import make_parallel_mesh
 
@@ -73,7 +73,7 @@ def test_kto_reference_point():
     batch = RolloutBatch.from_samples(samples, row_length=24, rows=8, num_segments=6)
 
     def run(z):
-        return preference.preference_loss(TokenStats(batch.returns), batch, preference.KTO(z))[0]
+        return loss_from_stats(TokenStats(batch.returns), batch, preference.KTO(z))[0]
 
     np.testing.assert_allclose(jax.jit(run)(0.4), run(0.4), rtol=1e-6)
     assert float(jax.jit(jax.grad(run))(0.4)) == 0  # a constant

@@ -14,18 +14,19 @@ from random_losses import BASE, check_metrics, of_jaxppo
 from random_steps import Drawn, Place, Step, agree, batch_of, step_samples, to_rows, to_samples, with_weights
 
 from jaxppo import (
+    SFT,
     Normalizer,
     PolicyLossConfig,
     RolloutBatch,
     Sample,
     TokenStats,
+    Value,
     accumulate_gradients,
     explain_broken_rules,
     finalize_metrics,
+    loss_from_stats,
     policy_loss,
     policy_loss_from_hidden,
-    sft_loss,
-    value_loss,
 )
 from jaxppo.losses import preference
 from jaxppo.losses.mtp import mtp_loss
@@ -117,11 +118,11 @@ ON = BATCH.loss_mask > 0
 
 
 def sft(batch, aggregation):
-    return sft_loss(TokenStats(jnp.asarray(batch.old_log_probs)), batch, aggregation=aggregation)
+    return loss_from_stats(TokenStats(jnp.asarray(batch.old_log_probs)), batch, SFT(aggregation=aggregation))
 
 
 def value(batch, aggregation):
-    return value_loss(jnp.asarray(batch.returns) + 0.5, batch, aggregation=aggregation)
+    return loss_from_stats(jnp.asarray(batch.returns) + 0.5, batch, Value(aggregation=aggregation))
 
 
 def mtp(batch, aggregation):
@@ -207,6 +208,6 @@ def test_bad_weights():
     stats = TokenStats(jnp.asarray(BATCH.returns))
     one = dataclasses.replace(one, rewards=jnp.zeros(BATCH.sample_ids.shape), group_ids=BATCH.sample_ids)
     with pytest.raises(ValueError, match=r"batch\.loss_weights: got an array, expected None: a loss of whole samples"):
-        preference.preference_loss(stats, one, preference.DPO())
+        loss_from_stats(stats, one, preference.DPO())
     with pytest.raises(ValueError, match=r"batch\.loss_weights: got an array, expected None: a loss of whole samples"):
-        preference.reward_model_loss(stats.log_probs, one)
+        loss_from_stats(stats.log_probs, one, preference.BradleyTerry())

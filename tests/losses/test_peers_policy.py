@@ -16,16 +16,17 @@ from jaxppo import (
     KL,
     PPO,
     SAPO,
+    SFT,
     OffPolicyConfig,
     PolicyLossConfig,
     RolloutBatch,
     Sample,
     TokenStats,
     advantages,
+    loss_from_stats,
     policy_loss,
     policy_loss_from_hidden,
     presets,
-    sft_loss,
 )
 from jaxppo.policy_losses import DRO, GPG, VESPO, ProbabilityMask
 from sharding import make_parallel_mesh
@@ -102,7 +103,7 @@ def positive_nll(log_probs, batch, parallel):
     """The negative log-likelihood of the samples with a reward above 0: the part "written" of the recipe."""
     positive = advantages.spread((batch.rewards > 0).astype(np.float32), batch, parallel=parallel)
     masked = dataclasses.replace(batch, loss_mask=batch.loss_mask * positive)
-    return sft_loss(TokenStats(log_probs), masked, parallel=parallel)[0]
+    return loss_from_stats(TokenStats(log_probs), masked, SFT(), parallel=parallel)[0]
 
 
 @pytest.mark.every(5)

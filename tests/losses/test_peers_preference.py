@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 from policy_steps import quick_jit
 
-from jaxppo import (
-    RolloutBatch,
-    TokenStats,
-    finalize_metrics,
-)
+from jaxppo import RolloutBatch, TokenStats, finalize_metrics, loss_from_stats
 from jaxppo.losses import preference
 from sharding import make_parallel_mesh
 
@@ -53,7 +49,7 @@ def test_nemo(record, mesh):
     parallel = mesh and make_parallel_mesh(mesh)
 
     def fn(x):
-        return preference.preference_loss(TokenStats(x), batch, loss, parallel=parallel)
+        return loss_from_stats(TokenStats(x), batch, loss, parallel=parallel)
 
     (value, found), gradient = quick_jit(jax.value_and_grad(fn, has_aux=True))(pad(given["log_probs"]))
     result, found = record["result"], finalize_metrics(found)

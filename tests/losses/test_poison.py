@@ -5,7 +5,7 @@ compiled once, with all its numbers traced; the data are spoilt.
 """
 
 import dataclasses
-import functools
+from functools import partial
 
 import chex
 import jax
@@ -15,6 +15,7 @@ from policy_steps import loss_named, quick_jit
 
 from jaxppo import (
     KL,
+    SFT,
     Head,
     LoRA,
     Normalizer,
@@ -24,20 +25,17 @@ from jaxppo import (
     RolloutBatch,
     Sample,
     TokenStats,
+    Value,
     explain_broken_rules,
+    loss_from_hidden,
+    loss_from_stats,
     policy_loss,
     policy_loss_from_hidden,
-    sft_loss,
-    sft_loss_from_hidden,
-    value_loss,
 )
-from jaxppo.losses import preference
+from jaxppo.losses import Part, ReferenceKL, ScoreCentering, TopKDistillation, preference
 from jaxppo.losses.distillation import distillation_loss
 from jaxppo.losses.draft import draft_loss, draft_normalizers
-from jaxppo.losses.joint import SFT, Part, ReferenceKL, TopKDistillation, joint_loss_from_hidden, joint_normalizers
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
-from jaxppo.losses.score_centering import score_centering_loss
-from jaxppo.losses.top_k_distillation import top_k_distillation_loss, top_k_distillation_loss_from_hidden
 from jaxppo.policy_losses import BY_NAME
 
 R, T, H, V, K = 2, 12, 4, 20, 3
@@ -125,14 +123,9 @@ def of_policy(loss, **options):
         if its.off_policy is not None:
             its = dataclasses.replace(its, off_policy=dataclasses.replace(its.off_policy, opsm_delta=x["opsm_delta"]))
         its = dataclasses.replace(its, aggregation_norm=x.get("aggregation_norm"))
-        of = {"aggregation": its.aggregation, "off_policy": its.off_policy}
-        return policy_loss(
-            stats_of(x),
-            batch,
-            its,
-            selected=x.get("selected"),
-            normalizer=aggregated(x, batch, Normalizer.from_batches, **of),
-        )
+        if "selected" in x:
+            batch = dataclasses.replace(batch, extras={"selected": x["selected"]})
+        return policy_loss(stats_of(x), batch, its, normalizer=aggregated(x, batch, partial(Normalizer.of, its)))
 
     if config.off_policy is not None:
         inputs["opsm_delta"] = 0.1
@@ -150,35 +143,33 @@ def from_hidden(x, batch):
 def joint(x, batch):
     parts = {
         "policy": Part(PolicyLossConfig(), coef=x["part.coef"]),
-        "written": Part(SFT(label_smoothing=x["label_smoothing"], z_loss=x["z_loss"])),
+        "written": Part(SFT(label_smoothing=x["label_smoothing"], z_loss=x["z_loss"]), mask="mask", weights="weights"),
         "reference": Part(ReferenceKL()),
         "teacher": Part(TopKDistillation("mixed_kl", beta=x["beta"])),
     }
-    return joint_loss_from_hidden(
-        x["hidden"],
-        x["head"],
-        batch,
-        parts,
-        masks={"written": x["mask"]},
-        weights={"written": x["weights"]},
-        ids=x["ids"],
-        teacher_log_probs={"teacher": x["teacher_log_probs"]},
-        normalizers=aggregated(x, batch, joint_normalizers, parts=parts),
-        temperature=x["temperature"],
-    )
+    extras = {name: x[name] for name in ("mask", "weights", "teacher_log_probs")} | {"teacher_ids": x["ids"]}
+    batch = dataclasses.replace(batch, extras=extras)
+    normalizer = aggregated(x, batch, partial(Normalizer.of, parts))
+    return loss_from_hidden(x["hidden"], x["head"], batch, parts, normalizer=normalizer, temperature=x["temperature"])
 
 
 def top_k(divergence, x, batch):
     stats = TokenStats(x["log_probs"], id_log_probs=x["id_log_probs"], ids=IDS)
-    return top_k_distillation_loss(
-        stats, x["ids"], x["teacher_log_probs"], batch, divergence=divergence, beta=x["beta"]
+    return loss_from_stats(
+        stats,
+        dataclasses.replace(batch, extras={"teacher_ids": x["ids"], "teacher_log_probs": x["teacher_log_probs"]}),
+        TopKDistillation(divergence=divergence, beta=x["beta"]),
     )
 
 
 def centring(x, batch):
     stats = TokenStats(x["log_probs"], id_log_probs=x["id_log_probs"], ids=IDS)
     config = PolicyLossConfig(with_numbers(loss_named("cispo"), x), ratio_to="rollout")
-    return score_centering_loss(stats, x["ids"], x["sampled"], batch, config)
+    return loss_from_stats(
+        stats,
+        dataclasses.replace(batch, extras={"sampler_ids": x["ids"], "sampler_log_probs": x["sampled"]}),
+        ScoreCentering(config),
+    )
 
 
 def of_preference(loss):
@@ -186,18 +177,18 @@ def of_preference(loss):
         batch = dataclasses.replace(batch, loss_weights=None)
         its = with_numbers(loss, x)
         if isinstance(loss, preference.BradleyTerry):
-            return preference.reward_model_loss(x["scores"], batch, its)
+            return loss_from_stats(x["scores"], batch, its)
         if "hidden" in x:
-            return preference.preference_loss_from_hidden(
-                x["hidden"], x["head"], batch, its, temperature=x["temperature"]
-            )
-        return preference.preference_loss(TokenStats(x["log_probs"]), batch, its)
+            return loss_from_hidden(x["hidden"], x["head"], batch, its, temperature=x["temperature"])
+        return loss_from_stats(TokenStats(x["log_probs"]), batch, its)
 
     return call
 
 
 def value(x, batch):
-    return value_loss(x["new_values"], batch, clip=x["clip"], factor=x["factor"], huber_delta=x["huber_delta"])
+    return loss_from_stats(
+        x["new_values"], batch, Value(clip=x["clip"], factor=x["factor"], huber_delta=x["huber_delta"])
+    )
 
 
 SCHEDULES = {"temperature": np.float32(0.9)}
@@ -228,16 +219,18 @@ CASES = {
     ),
     "policy from hidden": (from_hidden, STATES | ADAPTERS | SCHEDULES | {"nucleus_ids": IDS}),
     "sft": (
-        lambda x, batch: sft_loss(stats_of(x), batch, label_smoothing=x["label_smoothing"], z_loss=x["z_loss"]),
+        lambda x, batch: loss_from_stats(
+            stats_of(x), batch, SFT(label_smoothing=x["label_smoothing"], z_loss=x["z_loss"])
+        ),
         STATS | {"label_smoothing": 0.1, "z_loss": 0.1},
     ),
     "sft from hidden": (
-        lambda x, batch: sft_loss_from_hidden(x["hidden"], x["head"], batch, temperature=x["temperature"]),
+        lambda x, batch: loss_from_hidden(x["hidden"], x["head"], batch, SFT(), temperature=x["temperature"]),
         STATES | {"temperature": np.ones((R, T), np.float32)},
     ),
     "value": (value, {"new_values": normal(R, T), "clip": 0.2, "factor": 0.5, "huber_delta": 1.0}),
     "value, unclipped": (
-        lambda x, batch: value_loss(x["new_values"], batch, clip=None),
+        lambda x, batch: loss_from_stats(x["new_values"], batch, Value(clip=None)),
         {"new_values": normal(R, T)},
     ),
     "mtp": (
@@ -247,7 +240,7 @@ CASES = {
             batch,
             coef=x["coef"],
             temperature=x["temperature"],
-            normalizers=aggregated(x, batch, functools.partial(mtp_normalizers, depths=1)),
+            normalizers=aggregated(x, batch, partial(mtp_normalizers, depths=1)),
         ),
         STATES | SCHEDULES | {"coef": 0.1, "denominators": 0.0},
     ),
@@ -262,7 +255,7 @@ CASES = {
             eta=x["eta"],
             coef=x["coef"],
             temperature=x["temperature"],
-            normalizers=aggregated(x, batch, functools.partial(draft_normalizers, depths=1)),
+            normalizers=aggregated(x, batch, partial(draft_normalizers, depths=1)),
         ),
         STATES | TEACHER | SCHEDULES | {"eta": 3.0, "coef": 0.1, "denominators": 0.0},
     ),
@@ -272,11 +265,15 @@ CASES = {
         ),
         STATES | TEACHER | SCHEDULES,
     ),
-    "top-k": (functools.partial(top_k, "mixed_kl"), TOP_K | {"beta": 0.3}),
-    "top-k, between": (functools.partial(top_k, "jensen_shannon"), TOP_K | {"beta": 0.3}),
+    "top-k": (partial(top_k, "mixed_kl"), TOP_K | {"beta": 0.3}),
+    "top-k, between": (partial(top_k, "jensen_shannon"), TOP_K | {"beta": 0.3}),
     "top-k from hidden": (
-        lambda x, batch: top_k_distillation_loss_from_hidden(
-            x["hidden"], x["head"], x["ids"], x["teacher_log_probs"], batch, temperature=x["temperature"]
+        lambda x, batch: loss_from_hidden(
+            x["hidden"],
+            x["head"],
+            dataclasses.replace(batch, extras={"teacher_ids": x["ids"], "teacher_log_probs": x["teacher_log_probs"]}),
+            TopKDistillation(),
+            temperature=x["temperature"],
         ),
         STATES | SCHEDULES | {"ids": IDS, "teacher_log_probs": OF_IDS["teacher_log_probs"]},
     ),

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from policy_steps import LOSSES, config_of, loss_named, loss_of, step_of, whole
+from policy_steps import LOSSES, config_of, loss_named, loss_of, step_of, whole, with_selected
 
 from jaxppo import CISPO, SAPO, PolicyLossConfig, RolloutBatch, TokenStats
 from jaxppo.aggregation import normalize, token_weights
-from jaxppo.losses.policy import PolicyTokenLoss
+from jaxppo.losses.policy_tokens import PolicyTokenLoss
 from jaxppo.policy_losses import PolicyLoss, ProbabilityMask
 from sharding import Segments
 
@@ -135,9 +135,9 @@ def test_token_local_losses_in_blocks(name):
         def cut(x, columns=slice(block, block + 8)):
             return x[:, columns] if x.shape[1] == 24 else x
 
-        part = jax.tree.map(cut, batch)
+        part = jax.tree.map(cut, with_selected(batch, selected))
         stats = TokenStats(part.returns, part.values)
-        losses = loss.per_token(stats, part, (None, None if selected is None else cut(selected)), None)
+        losses = loss.per_token(stats, part, None, None)
         total += jnp.sum(losses * cut(weights))
     expected, _ = loss_of(TokenStats(batch.returns, batch.values), batch, loss.config, None, selected=selected)
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-6)

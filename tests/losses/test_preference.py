@@ -1,4 +1,4 @@
-"""preference_loss: the oracle's, wherever the samples of a pair lie; what is no pair; what is refused."""
+"""Losses of pairs: the oracle's, wherever the samples of a pair lie; what is no pair; what is refused."""
 
 import dataclasses
 import functools
@@ -21,6 +21,8 @@ from jaxppo import (
     explain_broken_rules,
     finalize_metrics,
     log_probs_from_hidden,
+    loss_from_hidden,
+    loss_from_stats,
 )
 from jaxppo.losses import preference
 from sharding import make_parallel_mesh
@@ -69,7 +71,7 @@ def test_micro_batches_add_up(name, mesh):
             place, batch, part = given
             stats = TokenStats((x * place[:, None, None]).sum(axis=0))
             options = {"parallel": parallel, "normalizer": part}
-            return preference.preference_loss(stats, batch, LOSSES[name], **options)
+            return loss_from_stats(stats, batch, LOSSES[name], **options)
 
         (loss, found), gradient = accumulate_gradients(loss_fn, (places, batches, normalizer))(batches.returns)
         return loss, gradient, finalize_metrics(found)
@@ -121,9 +123,7 @@ def test_a_pair_in_two_micro_batches_is_nan():
     normalizer = Normalizer.from_batches(stacked, "sequence_mean_token_mean")
 
     def loss_fn(x, given):
-        return preference.preference_loss(
-            TokenStats(x * given[0].returns), given[0], preference.DPO(), normalizer=given[1]
-        )
+        return loss_from_stats(TokenStats(x * given[0].returns), given[0], preference.DPO(), normalizer=given[1])
 
     (loss, found), _ = accumulate_gradients(loss_fn, (stacked, normalizer))(jnp.float32(1))
     assert np.isnan(loss)
@@ -143,10 +143,10 @@ def test_from_hidden(mesh):
 
     def two(hidden, kernel, batch):
         stats = log_probs_from_hidden(hidden, kernel, batch.targets, where=batch.loss_mask > 0, **options)
-        return preference.preference_loss(stats, batch, LOSSES["dpo"], parallel=parallel)
+        return loss_from_stats(stats, batch, LOSSES["dpo"], parallel=parallel)
 
     def one(hidden, kernel, batch):
-        return preference.preference_loss_from_hidden(hidden, kernel, batch, LOSSES["dpo"], **options)
+        return loss_from_hidden(hidden, kernel, batch, LOSSES["dpo"], **options)
 
     def run(fn):
         return jax.value_and_grad(lambda *x: fn(*x, batch), (0, 1), has_aux=True)
@@ -168,7 +168,7 @@ def test_inside_the_users_own_shard_map(explicit):
 
     def run(batch, parallel):
         def fn(x):
-            return preference.preference_loss(TokenStats(x), batch, LOSSES["dpo"], parallel=parallel)
+            return loss_from_stats(TokenStats(x), batch, LOSSES["dpo"], parallel=parallel)
 
         (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(batch.returns)
         return loss, gradient, finalize_metrics(found)
@@ -185,7 +185,7 @@ def test_odds_of_a_certain_response_are_finite():
     batch = RolloutBatch.from_samples(samples, row_length=5)
 
     def run(x):
-        return preference.preference_loss(TokenStats(x), batch, preference.ORPO())[0]
+        return loss_from_stats(TokenStats(x), batch, preference.ORPO())[0]
 
     loss, gradient = jax.value_and_grad(run)(jnp.array([[0.0, 0.0, 0.0, -90.0, 0.0]]))
     assert np.isfinite(loss)
@@ -197,22 +197,22 @@ def test_refusals():
     stats, loss = TokenStats(batch.returns), preference.DPO()
     for name, what in {"rewards": loss, "group_ids": preference.SimPO(), "ref_log_probs": preference.KTO(0.0)}.items():
         with pytest.raises(ValueError, match=rf"batch.{name}: got None, expected"):
-            preference.preference_loss(stats, dataclasses.replace(batch, **{name: None}), what)
-    with pytest.raises(TypeError, match="loss: got str, expected a PreferenceLoss"):
-        preference.preference_loss(stats, batch, "dpo")
+            loss_from_stats(stats, dataclasses.replace(batch, **{name: None}), what)
+    with pytest.raises(TypeError, match="loss: got str, expected a PolicyLossConfig, a policy loss, SFT"):
+        loss_from_stats(stats, batch, "dpo")
     with pytest.raises(TypeError, match="stats: got ndarray, expected TokenStats"):
-        preference.preference_loss(batch.returns, batch, loss)
+        loss_from_stats(batch.returns, batch, loss)
     with pytest.raises(ValueError, match=r"stats.log_probs: got shape \(4, 24\)"):
-        preference.preference_loss(TokenStats(batch.returns[:4]), batch, loss)
+        loss_from_stats(TokenStats(batch.returns[:4]), batch, loss)
     with pytest.raises(ValueError, match="normalizer: got one of aggregation 'token_mean', expected 'sequence_mean"):
-        preference.preference_loss(stats, batch, loss, normalizer=Normalizer.from_batches(batch, "token_mean"))
+        loss_from_stats(stats, batch, loss, normalizer=Normalizer.from_batches(batch, "token_mean"))
     part = dataclasses.replace(batch, micro_batches=2)
     with pytest.raises(ValueError, match="normalizer: got None for one of 2 micro-batches"):
-        preference.preference_loss(stats, part, loss)
+        loss_from_stats(stats, part, loss)
     with pytest.raises(ValueError, match="scores: got shape"):
-        preference.reward_model_loss(jnp.ones((4, 24)), batch)
-    with pytest.raises(TypeError, match="loss: got DPO, expected BradleyTerry"):
-        preference.reward_model_loss(jnp.ones((8, 24)), batch, loss)
+        loss_from_stats(jnp.ones((4, 24)), batch, preference.BradleyTerry())
+    with pytest.raises(TypeError, match="stats: got ArrayImpl, expected TokenStats"):
+        loss_from_stats(jnp.ones((8, 24)), batch, loss)
     for make, message in {
         lambda: preference.DPO(beta=-1): "beta: got -1",
         lambda: preference.DPO(label_smoothing=0.6): "label_smoothing: got 0.6",

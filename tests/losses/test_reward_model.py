@@ -1,4 +1,4 @@
-"""reward_model_loss: the oracle's, wherever the samples of a pair lie."""
+"""BradleyTerry: the oracle's, wherever the samples of a pair lie."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import pytest
 from policy_steps import quick_jit
 from preference_steps import COUNT, MESHES, oracle_of, step_of
 
-from jaxppo import RolloutBatch, finalize_metrics
+from jaxppo import RolloutBatch, finalize_metrics, loss_from_stats
 from jaxppo.losses import preference
 from sharding import make_parallel_mesh
 
@@ -30,7 +30,7 @@ def test_reward_model(mesh):
     assert is_last.sum() == COUNT
 
     def fn(x):
-        return preference.reward_model_loss(x, batch, preference.BradleyTerry(**options), parallel=parallel)
+        return loss_from_stats(x, batch, preference.BradleyTerry(**options), parallel=parallel)
 
     (loss, found), gradient = quick_jit(jax.value_and_grad(fn, has_aux=True))(placed)
     expected, by_score, metrics = truth.bradley_terry(oracle_of(samples), scores, **options)

@@ -26,12 +26,12 @@ from jaxppo import (
     finalize_metrics,
     log_probs_from_hidden,
     log_probs_from_logits,
+    loss_from_hidden,
+    loss_from_stats,
     policy_loss,
     policy_loss_from_hidden,
 )
-from jaxppo.losses.joint import Part, TopKDistillation, joint_loss_from_hidden
-from jaxppo.losses.score_centering import score_centering_loss
-from jaxppo.losses.top_k_distillation import top_k_distillation_loss, top_k_distillation_loss_from_hidden
+from jaxppo.losses import ScoreCentering, TopKDistillation
 from jaxppo.losses.top_k_divergence import check_top_k
 from jaxppo.policy_losses import Reinforce
 from jaxppo.staleness import proximal_log_probs
@@ -76,11 +76,24 @@ def test_a_teacher_that_was_rounded_to_bf16(dtype):
     assert float(np.exp(np.asarray(teacher, np.float64))[0, 0].sum()) == pytest.approx(1.001317, abs=1e-6)
     check_top_k(IDS, np.asarray(teacher), V)
     stats = log_probs_from_hidden(HIDDEN, KERNEL, BATCH.targets, ids=IDS, where=LOSS)
-    parts = {"taught": Part(TopKDistillation())}
     ways = {
-        "statistics": top_k_distillation_loss(stats, IDS, teacher, BATCH),
-        "hidden": top_k_distillation_loss_from_hidden(HIDDEN, KERNEL, IDS, teacher, BATCH),
-        "joint": joint_loss_from_hidden(HIDDEN, KERNEL, BATCH, parts, ids=IDS, teacher_log_probs={"taught": teacher}),
+        "statistics": loss_from_stats(
+            stats,
+            dataclasses.replace(BATCH, extras={"teacher_ids": IDS, "teacher_log_probs": teacher}),
+            TopKDistillation(),
+        ),
+        "hidden": loss_from_hidden(
+            HIDDEN,
+            KERNEL,
+            dataclasses.replace(BATCH, extras={"teacher_ids": IDS, "teacher_log_probs": teacher}),
+            TopKDistillation(),
+        ),
+        "joint": loss_from_hidden(
+            HIDDEN,
+            KERNEL,
+            dataclasses.replace(BATCH, extras={"teacher_ids": IDS, "teacher_log_probs": teacher}),
+            {"taught": TopKDistillation()},
+        ),
     }
     for way, (loss, found) in ways.items():
         np.testing.assert_allclose(loss, expected_divergence(), rtol=1e-5, err_msg=way)
@@ -88,7 +101,11 @@ def test_a_teacher_that_was_rounded_to_bf16(dtype):
         prefix = "taught/" if way == "joint" else ""
         assert float(found[f"{prefix}teacher_capped"].value) == LOSS.sum()
     config = PolicyLossConfig(Reinforce(), ratio_to="current")
-    loss, found = score_centering_loss(stats, IDS, teacher, BATCH, config)
+    loss, found = loss_from_stats(
+        stats,
+        dataclasses.replace(BATCH, extras={"sampler_ids": IDS, "sampler_log_probs": teacher}),
+        ScoreCentering(config),
+    )
     assert np.isfinite(loss)
     assert float(found["rollout_capped"].value) == LOSS.sum()
 
@@ -101,7 +118,11 @@ def test_how_far_a_teacher_may_be_off(tail):
     sure[..., 0] = 0
 
     def run(teacher):
-        return top_k_distillation_loss(stats, IDS, teacher, BATCH, tail=tail)
+        return loss_from_stats(
+            stats,
+            dataclasses.replace(BATCH, extras={"teacher_ids": IDS, "teacher_log_probs": teacher}),
+            TopKDistillation(tail=tail),
+        )
 
     expected = run(sure)[0]
     for above, capped in ((0.0, 0), (0.03, LOSS.sum()), (0.125, LOSS.sum())):
@@ -174,8 +195,16 @@ def test_statistics_of_other_ids():
     config = PolicyLossConfig(Reinforce(), ratio_to="current")
     for ids in (IDS[..., ::-1], (IDS + 1) % V):
         for run in (
-            lambda ids: top_k_distillation_loss(stats, ids, teacher, BATCH),
-            lambda ids: score_centering_loss(stats, ids, teacher, BATCH, config),
+            lambda ids: loss_from_stats(
+                stats,
+                dataclasses.replace(BATCH, extras={"teacher_ids": ids, "teacher_log_probs": teacher}),
+                TopKDistillation(),
+            ),
+            lambda ids: loss_from_stats(
+                stats,
+                dataclasses.replace(BATCH, extras={"sampler_ids": ids, "sampler_log_probs": teacher}),
+                ScoreCentering(config),
+            ),
         ):
             assert np.isfinite(run(IDS)[0])
             loss, found = run(ids)

@@ -20,9 +20,10 @@ from jaxppo import (
     TokenStats,
     log_probs_from_hidden,
     log_probs_from_logits,
+    loss_from_stats,
     policy_loss,
 )
-from jaxppo.losses.score_centering import score_centering_loss
+from jaxppo.losses import ScoreCentering
 from jaxppo.policy_losses import ProbabilityMask, Reinforce
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
@@ -73,6 +74,10 @@ ADVANTAGES = RNG.normal(size=(R, T))
 BATCH = batch_of(RNG.integers(0, V, (R, T)), ADVANTAGES)
 
 
+def sampled(batch, given):
+    return dataclasses.replace(batch, extras={"sampler_ids": given[0], "sampler_log_probs": given[1]})
+
+
 @pytest.mark.every(5)
 @pytest.mark.parametrize("tail", ["bucket", "renormalise"])
 @pytest.mark.parametrize("name", LOSSES)
@@ -88,9 +93,8 @@ def test_against_the_oracle(name, tail):
     given = np.where(off, 10**6, ids), np.where(off, np.nan, log_q)
 
     def run(x):
-        return score_centering_loss(
-            TokenStats(jnp.full((R, T), -1.0), id_log_probs=x), *given, BATCH, config, tail=tail
-        )
+        stats = TokenStats(jnp.full((R, T), -1.0), id_log_probs=x)
+        return loss_from_stats(stats, sampled(BATCH, given), ScoreCentering(config, tail))
 
     (value, metrics), gradient = quick_jit(jax.value_and_grad(run, has_aux=True))(jnp.where(off, jnp.nan, log_p))
     total, expected = 0.0, np.zeros(log_p.shape)
@@ -122,7 +126,11 @@ def test_an_id_that_the_policy_finds_impossible(name, tail):
     def run(z, impossible):
         config = PolicyLossConfig(loss, ratio_to=ratio_to, aggregation="token_sum", impossible_tokens=impossible)
         stats = log_probs_from_logits(z, batch.targets, ids=ids, where=batch.loss_mask > 0)
-        return score_centering_loss(stats, ids, log_q, batch, config, tail=tail)
+        return loss_from_stats(
+            stats,
+            sampled(batch, (ids, log_q)),
+            ScoreCentering(config, tail=tail),
+        )
 
     def f_or_none(p, q):
         return f(p, q) if p > 0 else 0.0
@@ -163,7 +171,7 @@ def test_the_expected_gradient_over_the_sampler_is_zero(name):
             found += policy_loss(stats, worth, config)[0]
         if centred:
             stats = log_probs_from_logits(logits, BATCH.targets, ids=given[0], where=BATCH.loss_mask > 0)
-            found += score_centering_loss(stats, *given, BATCH, config, tail="renormalise")[0]
+            found += loss_from_stats(stats, sampled(BATCH, given), ScoreCentering(config, "renormalise"))[0]
         return found
 
     z = jnp.asarray(Z, jnp.float32)
@@ -186,7 +194,7 @@ def test_on_a_mesh_from_hidden_states(mesh):
         where = BATCH.loss_mask > 0
         stats = log_probs_from_hidden(hidden, kernel, BATCH.targets, ids=given[0], where=where, parallel=parallel)
         one = policy_loss(stats, BATCH, config, parallel=parallel)[0]
-        return one + score_centering_loss(stats, *given, BATCH, config, parallel=parallel)[0]
+        return one + loss_from_stats(stats, sampled(BATCH, given), ScoreCentering(config), parallel=parallel)[0]
 
     def of(p):
         return quick_jit(jax.value_and_grad(lambda *x: total(*x, p), (0, 1)))(hidden, kernel)
@@ -200,7 +208,7 @@ def test_bad_input():
     config = PolicyLossConfig(CISPO(1.0, 1.0), ratio_to="rollout")
 
     def run(config=config, stats=stats, given=given, **more):
-        return score_centering_loss(stats, *given, BATCH, config, **more)
+        return loss_from_stats(stats, sampled(BATCH, given), ScoreCentering(config, **more))
 
     assert np.isfinite(run()[0])
     for config_, message in [
@@ -217,7 +225,7 @@ def test_bad_input():
         run(tail="leave_out")
     with pytest.raises(ValueError, match=r"stats.id_log_probs: got None, expected f32\[R, T, K\]"):
         run(stats=TokenStats(jnp.zeros((R, T))))
-    with pytest.raises(ValueError, match=r"rollout_log_probs: got shape \(4, 8, 2\), expected that of ids"):
+    with pytest.raises(ValueError, match=r"sampler_log_probs'\]: got shape \(4, 8, 2\), expected that of"):
         run(given=(given[0], given[1][..., :2]))
     spoilt = given[1].copy()
     spoilt[tuple(np.argwhere(MASK > 0)[0])] = np.nan

@@ -17,7 +17,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from oracle import OracleSample
 from oracle.step import clip_cov_candidates, covariance, how_many, without_impossible_tokens
-from policy_steps import quick_jit
+from policy_steps import quick_jit, with_selected
 from random_losses import LOSSES, Found, check_step, configs, is_steady, moved, needed, numbers_of, of_jaxppo, of_oracle
 from random_steps import (
     VALUES,
@@ -49,7 +49,7 @@ def of_stats(config: dict[str, Any], where: Place, traced: bool) -> Any:
         if where.micro_batches is None:
 
             def fn(stats):
-                return policy_loss(stats, batch, mine, parallel=parallel, selected=selected)
+                return policy_loss(stats, with_selected(batch, selected), mine, parallel=parallel)
 
             (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(stats)
             return loss, gradient, finalize_metrics(found), selected
@@ -59,7 +59,7 @@ def of_stats(config: dict[str, Any], where: Place, traced: bool) -> Any:
             here, batch, normalizer, selected = given
             # a select and a sum, since jax 0.12 has no gradient of x[i] on an explicit mesh
             own = jax.tree.map(lambda x: jnp.where(here[:, None, None], x, 0).sum(axis=0), stats)
-            return policy_loss(own, batch, mine, parallel=parallel, normalizer=normalizer, selected=selected)
+            return policy_loss(own, with_selected(batch, selected), mine, parallel=parallel, normalizer=normalizer)
 
         each = jnp.eye(where.micro_batches, dtype=bool)
         (loss, found), gradient = accumulate_gradients(part, (each, batch, normalizer, selected))(stats)

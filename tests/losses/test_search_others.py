@@ -41,13 +41,7 @@ from search_checks import (
 )
 from searches import search
 
-from jaxppo import (
-    Normalizer,
-    log_probs_from_hidden,
-    sft_loss,
-    sft_loss_from_hidden,
-    value_loss,
-)
+from jaxppo import SFT, Normalizer, Value, log_probs_from_hidden, loss_from_hidden, loss_from_stats
 from jaxppo.losses.distillation import distillation_loss
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
 
@@ -78,7 +72,7 @@ def test_value_loss(aggregation: str):
 def check_value_loss(options: dict, where: Place, drawn: list[Step]):
     parallel, aggregation = where.parallel, options["aggregation"]
     run = accumulated(
-        lambda p, b, n: value_loss(p["values"], b, **options, parallel=parallel, normalizer=n),
+        lambda p, b, n: loss_from_stats(p["values"], b, Value(**options), parallel=parallel, normalizer=n),
         where,
         lambda b: Normalizer.from_batches(b, aggregation, parallel=parallel),
     )
@@ -120,11 +114,11 @@ def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[St
     def loss_of(p: Any, batch: Any, normalizer: Any) -> Any:
         head, call = head_of(shape, p["head"]), {"parallel": parallel, "temperature": T}
         if plain:
-            return sft_loss_from_hidden(p["hidden"], head, batch, **of_loss, **call, normalizer=normalizer)
+            return loss_from_hidden(p["hidden"], head, batch, SFT(**of_loss), normalizer=normalizer, **call)
         where = batch.loss_mask.astype(jnp.float32) > 0
         call |= {"logit_stats": ("log_z", "mean_logit", "accuracy"), "where": where}
         stats = log_probs_from_hidden(p["hidden"], head, batch.targets, **call)
-        return sft_loss(stats, batch, **options, parallel=parallel, normalizer=normalizer)
+        return loss_from_stats(stats, batch, SFT(**options), parallel=parallel, normalizer=normalizer)
 
     aggregation = options["aggregation"]
     run = accumulated(loss_of, where, lambda b: Normalizer.from_batches(b, aggregation, parallel=parallel))

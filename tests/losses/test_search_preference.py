@@ -32,7 +32,7 @@ from random_steps import (
 from search_checks import accumulated, check_found, check_rows
 from searches import search
 
-from jaxppo import Normalizer, RolloutBatch, TokenStats
+from jaxppo import Normalizer, RolloutBatch, TokenStats, loss_from_stats
 from jaxppo.losses import preference
 
 LACKING = tuple({*VALUES} - {"ref_log_probs"})
@@ -129,7 +129,7 @@ def check_preference_loss(name: str, options: dict[str, Any], where: Place, step
 
     def loss_of(p: Any, batch: Any, normalizer: Any) -> Any:
         of = {"parallel": where.parallel, "normalizer": normalizer}
-        return preference.preference_loss(TokenStats(p["log_probs"]), batch, kind(**p["numbers"], **static), **of)
+        return loss_from_stats(TokenStats(p["log_probs"]), batch, kind(**p["numbers"], **static), **of)
 
     rows = {"log_probs": to_rows(batch, samples, [s.log_probs for s in samples], step.garbage)}
     numbers = {k: np.float32(x) for k, x in numbers.items()}
@@ -175,7 +175,7 @@ def check_reward_model_loss(options: dict[str, float], where: Place, step: Step)
 
     def loss_of(p: Any, batch: Any, normalizer: Any) -> Any:
         of = {"parallel": where.parallel, "normalizer": normalizer}
-        return preference.reward_model_loss(p["scores"], batch, preference.BradleyTerry(**p["numbers"]), **of)
+        return loss_from_stats(p["scores"], batch, preference.BradleyTerry(**p["numbers"]), **of)
 
     placed = [np.where(end, score, step.garbage) for end, score in zip(ends, scores, strict=True)]
     rows = {"scores": to_rows(batch, wide, placed, step.garbage)}

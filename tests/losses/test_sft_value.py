@@ -1,4 +1,4 @@
-"""sft_loss and value_loss: the same on every mesh, blind to masked positions, and what their options mean."""
+"""SFT and Value: the same on every mesh, blind to masked positions, and what their options mean."""
 
 import dataclasses
 
@@ -11,26 +11,27 @@ from plain_head import plain_logits, reference_from_hidden
 from policy_steps import quick_jit
 
 from jaxppo import (
+    SFT,
     Head,
     RolloutBatch,
+    Value,
     finalize_metrics,
     log_probs_from_hidden,
     log_probs_from_logits,
-    sft_loss,
-    sft_loss_from_hidden,
-    value_loss,
+    loss_from_hidden,
+    loss_from_stats,
 )
 from jaxppo.aggregation import Normalizer
 from jaxppo.head.types import TokenStats
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 
 
-def sft(parallel, x, batch, **options):
-    return sft_loss(TokenStats(x), batch, parallel=parallel, **options)
+def sft(parallel, x, batch, normalizer=None, **options):
+    return loss_from_stats(TokenStats(x), batch, SFT(**options), parallel=parallel, normalizer=normalizer)
 
 
-def value(parallel, x, batch, **options):
-    return value_loss(x, batch, parallel=parallel, **options)
+def value(parallel, x, batch, normalizer=None, **options):
+    return loss_from_stats(x, batch, Value(**options), parallel=parallel, normalizer=normalizer)
 
 
 def truth(fn, x, batch):
@@ -97,11 +98,11 @@ def test_value_conventions():
         ids, ids, ids, ids, one, sample, values=0 * one, returns=jnp.array([[1.0, -1.0]]), real_last_targets=True
     )
     now = jnp.array([[0.5, 0.5]])
-    loss, worse = value_loss(now, batch, clip=0.2)
-    double, outside = value_loss(now, batch, clip=0.2, factor=1.0, clip_fraction="outside")
+    loss, worse = loss_from_stats(now, batch, Value(clip=0.2))
+    double, outside = loss_from_stats(now, batch, Value(clip=0.2, factor=1.0, clip_fraction="outside"))
     np.testing.assert_allclose([loss, double], [0.5 * (0.64 + 2.25) / 2, (0.64 + 2.25) / 2], rtol=1e-6)
     assert (float(worse["clip_fraction"].value), float(outside["clip_fraction"].value)) == (0.5, 1.0)
-    plain, metrics = value_loss(now, batch, clip=None)
+    plain, metrics = loss_from_stats(now, batch, Value(clip=None))
     np.testing.assert_allclose(plain, 0.5 * (0.25 + 2.25) / 2, rtol=1e-6)
     assert "clip_fraction" not in metrics
 
@@ -114,18 +115,18 @@ def test_huber_by_hand():
     now = jnp.array([[0.5, 0.5, 0.1]])
 
     def run(x):
-        return value_loss(x, batch, clip=0.25, huber_delta=1.0, aggregation="token_sum")[0]
+        return loss_from_stats(x, batch, Value(clip=0.25, huber_delta=1.0, aggregation="token_sum"))[0]
 
     loss, gradient = jax.value_and_grad(run)(now)
     # errors -0.75 (clipped; the value itself is nearer), 1.5, -2.9
     np.testing.assert_allclose(loss, 0.5 * 0.75**2 + (1.5 - 0.5) + (2.9 - 0.5), rtol=1e-6)
     np.testing.assert_allclose(gradient, [[0, 1, -1]], atol=1e-7)
     np.testing.assert_allclose(
-        jax.grad(lambda x: value_loss(x, batch, clip=None, huber_delta=2.0)[0])(now)[0, 2], -2 / 3
+        jax.grad(lambda x: loss_from_stats(x, batch, Value(clip=None, huber_delta=2.0))[0])(now)[0, 2], -2 / 3
     )
     for wrong in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"huber_delta: got {wrong}, expected a finite number above 0"):
-            value_loss(now, batch, huber_delta=wrong)
+            loss_from_stats(now, batch, Value(huber_delta=wrong))
 
 
 V, H = 97, 8
@@ -161,7 +162,7 @@ def test_label_smoothing_and_z_loss_on_every_mesh(path):
             logits = jnp.matmul(hidden, jnp.pad(kernel, ((0, 0), (0, 7))), precision="highest")
             logits = jnp.where(batch.loss_mask[..., None] > 0, logits, jnp.nan)
             stats = log_probs_from_logits(logits, batch.targets, vocab_size=V, **options)
-        return sft_loss(stats, batch, parallel=parallel, **OPTIONS)
+        return loss_from_stats(stats, batch, SFT(**OPTIONS), parallel=parallel)
 
     def run(parallel, hidden, kernel, batch):
         grad = jax.value_and_grad(lambda *a: loss(parallel, *a, batch), (0, 1), has_aux=True)
@@ -185,7 +186,7 @@ def test_coefficients_may_be_traced():
     @quick_jit
     def run(kernel, options):
         def loss(kernel, options):
-            return sft_loss_from_hidden(hidden, kernel, batch, **options)[0]
+            return loss_from_hidden(hidden, kernel, batch, SFT(**options))[0]
 
         return jax.value_and_grad(loss, (0, 1))(kernel, options)
 
@@ -204,12 +205,12 @@ def test_coefficients_may_be_traced():
 def test_bad_input():
     batch, x = hard_batch()
     with pytest.raises(ValueError, match=r"values: got shape \(4, 32\), expected the batch's \[R, T\], \(8, 32\)"):
-        value_loss(x[:4], batch)
+        loss_from_stats(x[:4], batch, Value())
     with pytest.raises(ValueError, match=r"stats.log_probs: got shape"):
         sft(None, x[:, :3], batch)
     with pytest.raises(TypeError, match="stats: got ArrayImpl, expected TokenStats"):
-        sft_loss(x, batch)
-    with pytest.raises(ValueError, match=r"stats.log_z: got None, expected f32\[R, T\]: .* label_smoothing=0.1"):
+        loss_from_stats(x, batch, SFT())
+    with pytest.raises(ValueError, match=r"stats.log_z: got None, expected f32\[R, T\]: .*label_smoothing=0.1"):
         sft(None, x, batch, label_smoothing=0.1)
     with pytest.raises(ValueError, match=r"label_smoothing: got 1.0"):
         sft(None, x, batch, label_smoothing=1.0)
@@ -220,9 +221,9 @@ def test_bad_input():
     with pytest.raises(ValueError, match="aggregation_norm: got None"):
         sft(None, x, batch, aggregation="sequence_mean_token_sum_norm")
     with pytest.raises(ValueError, match="clip: got -1, expected a finite number above 0"):
-        value_loss(x, batch, clip=-1)
+        loss_from_stats(x, batch, Value(clip=-1))
     with pytest.raises(ValueError, match="clip_fraction: got 'all'"):
-        value_loss(x, batch, clip_fraction="all")
+        loss_from_stats(x, batch, Value(clip_fraction="all"))
     empty = type(batch)(**{**vars(batch), "returns": None})
     with pytest.raises(ValueError, match=r"batch.returns: got None, expected f32\[R, T\]"):
-        value_loss(x, empty)
+        loss_from_stats(x, empty, Value())

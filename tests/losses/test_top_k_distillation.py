@@ -1,5 +1,6 @@
 """Distillation from a teacher's top-k, compared with the oracle, NeMo-RL's numbers and the full divergence."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import get_args
@@ -13,8 +14,15 @@ from oracle import OracleHead, other_losses
 from oracle.head import head_gradient, id_gradient, id_log_probs, log_softmax, logits
 from policy_steps import quick_jit
 
-from jaxppo import Normalizer, RolloutBatch, log_probs_from_hidden, log_probs_from_logits
-from jaxppo.losses import distillation
+from jaxppo import (
+    Normalizer,
+    RolloutBatch,
+    log_probs_from_hidden,
+    log_probs_from_logits,
+    loss_from_hidden,
+    loss_from_stats,
+)
+from jaxppo.losses import TopKDistillation, distillation
 from jaxppo.losses.top_k_divergence import Tail, TopKDivergence
 from sharding import make_parallel_mesh
 from sharding.audit import audit
@@ -236,16 +244,21 @@ def truth(kind, tail):
     return sum(values) / n, (of_hidden, by_head.kernel), masses / n
 
 
-def from_hidden(hidden, kernel, options, parallel=None):
-    run = distillation.top_k_distillation_loss_from_hidden
-    return run(hidden, kernel, *ARRAYS[2:], parallel=parallel, **options)
+def taught(batch, ids, log_q):
+    return dataclasses.replace(batch, extras={"teacher_ids": ids, "teacher_log_probs": log_q})
+
+
+def from_hidden(hidden, kernel, options, parallel=None, **of_head):
+    *given, batch = ARRAYS[2:]
+    loss = TopKDistillation(**options)
+    return loss_from_hidden(hidden, kernel, taught(batch, *given), loss, parallel=parallel, **of_head)
 
 
 def from_stats(hidden, kernel, options, parallel=None):
     _, _, ids, log_q, batch = ARRAYS
     given = {"ids": ids, "where": batch.loss_mask > 0, "parallel": parallel}
     stats = log_probs_from_hidden(hidden, kernel, batch.targets, **given)
-    return distillation.top_k_distillation_loss(stats, ids, log_q, batch, parallel=parallel, **options)
+    return loss_from_stats(stats, taught(batch, ids, log_q), TopKDistillation(**options), parallel=parallel)
 
 
 @pytest.mark.every(3)
@@ -277,7 +290,7 @@ def test_one_pass_and_two():
     options = {"tail": "bucket"}
 
     def grad(**more):
-        return jax.grad(lambda *x: from_hidden(*x, options | more)[0], (0, 1))
+        return jax.grad(lambda *x: from_hidden(*x, options, **more)[0], (0, 1))
 
     for memory, way in ((None, "one pass"), (2**15, "two passes")):
         assert audit(grad(memory=memory), *ARRAYS[:2]).notes[0].startswith(way)
@@ -288,14 +301,14 @@ def test_one_pass_and_two():
 @pytest.mark.nightly
 def test_micro_batches_add_up():
     hidden, kernel, ids, log_q, batch = ARRAYS
-    run = distillation.top_k_distillation_loss_from_hidden
-    parts = jax.tree.map(lambda x: x.reshape(2, R // 2, *x.shape[1:]), (hidden, ids, log_q, batch))
-    normalizer = Normalizer.from_batches(parts[3], "token_mean")
+    loss, batch = TopKDistillation(), taught(batch, ids, log_q)
+    parts = jax.tree.map(lambda x: x.reshape(2, R // 2, *x.shape[1:]), (hidden, batch))
+    normalizer = Normalizer.of(loss, parts[1])
     found = 0.0
     for k in range(2):
-        h, i, q, b, n = jax.tree.map(lambda x: x[k], (*parts, normalizer))  # noqa: B023
-        found += run(h, kernel, i, q, b, normalizer=n)[0]
-    np.testing.assert_allclose(found, run(hidden, kernel, ids, log_q, batch)[0], rtol=1e-6)
+        h, b, n = jax.tree.map(lambda x: x[k], (*parts, normalizer))  # noqa: B023
+        found += loss_from_hidden(h, kernel, b, loss, normalizer=n)[0]
+    np.testing.assert_allclose(found, loss_from_hidden(hidden, kernel, batch, loss)[0], rtol=1e-6)
 
 
 def test_from_logits_and_several_teachers_by_row():
@@ -310,8 +323,10 @@ def test_from_logits_and_several_teachers_by_row():
         stats = log_probs_from_logits(
             jnp.asarray(z[rows], jnp.float32), of_rows.targets, ids=ids[rows], where=of_rows.loss_mask > 0
         )
-        return distillation.top_k_distillation_loss(
-            stats, jnp.asarray(ids[rows]), log_q[rows], of_rows, aggregation="token_sum"
+        return loss_from_stats(
+            stats,
+            taught(of_rows, jnp.asarray(ids[rows]), log_q[rows]),
+            TopKDistillation(aggregation="token_sum"),
         )[0]
 
     by_row = tuple(np.concatenate([x[:1], y[1:]]) for x, y in zip(one, other, strict=True))
@@ -321,7 +336,10 @@ def test_from_logits_and_several_teachers_by_row():
 
 def test_bad_input():
     hidden, kernel, ids, log_q, batch = ARRAYS
-    run = distillation.top_k_distillation_loss_from_hidden
+
+    def run(ids, log_q, **more):
+        return loss_from_hidden(hidden, kernel, taught(batch, ids, log_q), TopKDistillation(**more))
+
     for more, message in [
         ({"divergence": "kl"}, "divergence: got 'kl', expected one of 'forward_kl', 'reverse_kl'"),
         ({"tail": "drop"}, "tail: got 'drop', expected one of 'bucket', 'renormalise', 'leave_out'"),
@@ -329,19 +347,21 @@ def test_bad_input():
         ({"aggregation": "mean"}, "aggregation: got 'mean'"),
     ]:
         with pytest.raises(ValueError, match=message):
-            run(hidden, kernel, ids, log_q, batch, **more)
+            run(ids, log_q, **more)
     with pytest.raises(
-        ValueError, match=r"teacher_log_probs: got shape \(4, 8, 5\), expected that of ids, \(4, 8, 6\)"
+        ValueError, match=r"teacher_log_probs'\]: got shape \(4, 8, 5\), expected that of 'teacher_ids', "
     ):
-        run(hidden, kernel, ids, log_q[..., :5], batch)
-    with pytest.raises(ValueError, match=r"ids: got shape \(4, 7, 6\), expected \[R, T, K\]"):
-        run(hidden, kernel, ids[:, :7], log_q, batch)
+        run(ids, log_q[..., :5])
+    with pytest.raises(
+        ValueError, match=r"batch.extras\['teacher_ids'\]: got shape \(4, 7, 6\), expected \(4, 8\) and mo"
+    ):
+        run(ids[:, :7], log_q)
     stats = log_probs_from_hidden(hidden, kernel, batch.targets, where=batch.loss_mask > 0)
     with pytest.raises(ValueError, match=r"stats.id_log_probs: got None, expected f32\[R, T, K\]"):
-        distillation.top_k_distillation_loss(stats, ids, log_q, batch)
+        loss_from_stats(stats, taught(batch, ids, log_q), TopKDistillation())
     for spoilt in (ids.at[0, 0, 0].set(V), ids.at[0, 0, 0].set(-2)):
-        assert np.isnan(run(hidden, kernel, spoilt, log_q, batch)[0])
-    assert np.isnan(run(hidden, kernel, ids, log_q.at[0, 0, 0].set(0.5), batch)[0])
+        assert np.isnan(run(spoilt, log_q)[0])
+    assert np.isnan(run(ids, log_q.at[0, 0, 0].set(0.5))[0])
 
 
 def test_checks_on_the_host():

@@ -13,14 +13,16 @@ from shared_prompts import assert_same_tokens, both, three_levels
 from tables import sampled
 
 from jaxppo import (
+    SFT,
     Normalizer,
     RolloutBatch,
+    Value,
     advantages,
     explain_broken_rules,
     finalize_metrics,
+    loss_from_hidden,
+    loss_from_stats,
     policy_loss_from_hidden,
-    sft_loss_from_hidden,
-    value_loss,
 )
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers, shift_targets
 from jaxppo.nucleus import pack_nucleus_ids
@@ -155,9 +157,9 @@ def test_recorded_nuclei():
 
 
 OF_LOSSES = {
-    "sft": lambda hidden, batch: sft_loss_from_hidden(hidden, KERNEL, batch),
+    "sft": lambda hidden, batch: loss_from_hidden(hidden, KERNEL, batch, SFT()),
     "policy": lambda hidden, batch: policy_loss_from_hidden(hidden, KERNEL, batch, config_of("ppo")),
-    "value": lambda hidden, batch: value_loss(hidden[..., 0], batch),
+    "value": lambda hidden, batch: loss_from_stats(hidden[..., 0], batch, Value()),
     "mtp": lambda hidden, batch: mtp_loss([hidden], KERNEL, batch),
 }
 KERNEL = np.random.default_rng(9).normal(size=(6, 56)).astype(np.float32)

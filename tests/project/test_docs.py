@@ -14,7 +14,7 @@ import pytest
 from pages import DOCS, PAGES
 
 import jaxppo
-from jaxppo import policy_losses, presets
+from jaxppo import losses, policy_losses, presets
 
 # Blocks for packages that `make test` does not install. Nightly tests run their text if the package is installed.
 RUN_BY = {
@@ -62,7 +62,8 @@ def test_the_reference_holds_every_public_name():
     expected = {f"jaxppo.{name}" for name in set(jaxppo.__all__) - modules}
     for module in modules - {"presets"}:
         expected |= {f"jaxppo.{module}.{name}" for name in set(getattr(jaxppo, module).__all__) - set(jaxppo.__all__)}
-    for name in ("distillation", "draft", "joint", "mtp", "preference", "score_centering"):
+    expected |= {f"jaxppo.losses.{name}" for name in set(losses.__all__) - set(jaxppo.__all__)}
+    for name in ("distillation", "draft", "mtp", "preference"):
         expected |= {f"jaxppo.losses.{name}.{x}" for x in importlib.import_module(f"jaxppo.losses.{name}").__all__}
     assert not expected - found - {"jaxppo.policy_losses.BY_NAME", "jaxppo.sharding.multihost"}
     assert {"jaxppo.presets", "jaxppo.sharding.multihost"} <= found  # with all their members

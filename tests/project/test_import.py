@@ -106,7 +106,8 @@ def test_what_is_used_late_is_loaded_late():
     assert done.returncode == 0, done.stderr
     at_once = ["jaxppo", "jaxppo._stacked", "jaxppo.integrations", "jaxppo.integrations.modules"]
     there = ["jaxppo.kl", "jaxppo.policy_losses", "jaxppo.sharding"]
-    losses = [f"jaxppo.losses.{name}" for name in ("policy", "policy_checks", "token_loss")]
+    of_policies = "compute doors parts policy policy_checks policy_tokens reference_kl step token_loss"
+    losses = [f"jaxppo.losses.{name}" for name in of_policies.split()]
     there += ["jaxppo.integrations.modules", *losses]
     assert done.stdout == f"{at_once}\n{sorted(there[:3]) + sorted(there[3:])}\n"
 

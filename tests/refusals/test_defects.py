@@ -18,6 +18,7 @@ from programs import compilations
 
 from jaxppo import (
     KL,
+    SFT,
     Normalizer,
     OffPolicyConfig,
     PolicyLossConfig,
@@ -25,15 +26,15 @@ from jaxppo import (
     RolloutBatch,
     Sample,
     TokenStats,
+    Value,
     advantages,
     finalize_metrics,
     log_probs_from_hidden,
     log_probs_from_logits,
+    loss_from_hidden,
+    loss_from_stats,
     policy_loss,
     policy_loss_from_hidden,
-    sft_loss,
-    sft_loss_from_hidden,
-    value_loss,
 )
 from jaxppo.covariance import covariance_mask
 from jaxppo.kl import kl_divergence
@@ -142,9 +143,9 @@ def eager_calls(parallel):
         "policy_loss_from_hidden": lambda: policy_loss_from_hidden(HIDDEN, kernel, BATCH, config, **p)[0],
         "its gradient": lambda: jax.grad(lambda h: policy_loss_from_hidden(h, kernel, BATCH, config, **p)[0])(HIDDEN),
         "policy_loss": lambda: policy_loss(TokenStats(x), BATCH, config=PolicyLossConfig(), **p)[0],
-        "sft_loss": lambda: sft_loss(TokenStats(x), BATCH, **p)[0],
-        "sft_loss_from_hidden": lambda: sft_loss_from_hidden(HIDDEN, kernel, BATCH, **p)[0],
-        "value_loss": lambda: value_loss(x, BATCH, **p)[0],
+        "SFT": lambda: loss_from_stats(TokenStats(x), BATCH, SFT(), **p)[0],
+        "SFT from hidden": lambda: loss_from_hidden(HIDDEN, kernel, BATCH, SFT(), **p)[0],
+        "Value": lambda: loss_from_stats(x, BATCH, Value(), **p)[0],
         "mtp_loss": lambda: mtp_loss(HIDDEN[None], kernel, BATCH, **p)[0],
         "mtp_normalizers": lambda: [n.tokens for n in mtp_normalizers(BATCH, 1, **p)],
         "distillation_loss": lambda: distillation_loss(HIDDEN, kernel, HIDDEN, kernel, BATCH, **p)[0],
@@ -264,7 +265,7 @@ def test_5_no_log_prob_is_above_0(mesh, temperature):
     each = jnp.eye(8)[:, :, None] * mask[None]  # one row at a time
 
     def of_row(m):
-        return sft_loss_from_hidden(hidden, kernel, dataclasses.replace(batch, loss_mask=m), **p)[0]
+        return loss_from_hidden(hidden, kernel, dataclasses.replace(batch, loss_mask=m), SFT(), **p)[0]
 
     assert (lax.map(of_row, each) >= 0).all()
 

@@ -12,19 +12,20 @@ from defect_steps import BATCH, HIDDEN, KERNEL, LOG_PROBS, V, samples
 from jaxppo import (
     GSPO,
     PPO,
+    SFT,
     Normalizer,
     OffPolicyConfig,
     PolicyLossConfig,
     RolloutBatch,
     Sample,
     TokenStats,
+    Value,
     advantages,
     explain_broken_rules,
     log_probs_from_hidden,
     log_probs_from_logits,
+    loss_from_stats,
     policy_loss,
-    sft_loss,
-    value_loss,
 )
 from jaxppo.policy_losses import GMPO
 
@@ -43,8 +44,8 @@ def test_10_batches_of_nothing(size):
     x = batch.advantages
     for call in (
         lambda: policy_loss(TokenStats(x), batch, PolicyLossConfig()),
-        lambda: sft_loss(TokenStats(x), batch),
-        lambda: value_loss(x, batch),
+        lambda: loss_from_stats(TokenStats(x), batch, SFT()),
+        lambda: loss_from_stats(x, batch, Value()),
         lambda: Normalizer.from_batches(batch, "token_mean"),
         lambda: advantages.gae(x, x, batch),
         lambda: advantages.token_rewards(batch.rewards, batch),

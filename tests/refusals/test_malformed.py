@@ -16,6 +16,7 @@ from examples.trainer.spikes import load_batch
 from jaxppo import (
     KL,
     PPO,
+    SFT,
     Head,
     LoRA,
     Normalizer,
@@ -25,14 +26,14 @@ from jaxppo import (
     RolloutBatch,
     Sample,
     TokenStats,
+    Value,
     advantages,
     log_probs_from_hidden,
     log_probs_from_logits,
+    loss_from_stats,
     make_parallel_mesh,
     policy_loss,
     policy_losses,
-    sft_loss,
-    value_loss,
 )
 from jaxppo.off_policy import Rejection
 from sharding import pack
@@ -162,8 +163,11 @@ BATCHES = {
     "a batch that is a dictionary": (lambda: lost({"tokens": IDS}), "batch: got dict"),
     "statistics that are an array": (lambda: policy_loss(LOG_PROBS, BATCH, PolicyLossConfig()), "stats: got"),
     "a KL of no reference": (lambda: lost(config=PolicyLossConfig(kl=KL(0.1))), "batch.ref_log_probs: got None"),
-    "a value loss of no returns": (lambda: value_loss(LOG_PROBS, BATCH), "batch.returns: got None"),
-    "an SFT loss of other rows": (lambda: sft_loss(TokenStats(LOG_PROBS[:, :4]), BATCH), r"stats.log_probs: got shape"),
+    "a value loss of no returns": (lambda: loss_from_stats(LOG_PROBS, BATCH, Value()), "batch.returns: got None"),
+    "an SFT loss of other rows": (
+        lambda: loss_from_stats(TokenStats(LOG_PROBS[:, :4]), BATCH, SFT()),
+        r"stats.log_probs: got shape",
+    ),
     "groups of other segments": (lambda: advantages.grpo(np.ones((1, 2)), np.ones((1, 3), int)), "group_ids: got"),
     "rewards of one dimension": (lambda: advantages.grpo(np.ones(2), np.ones(2, int)), "rewards: got"),
 }
@@ -283,8 +287,11 @@ CONFIGS = {
     "a discount above 1": (lambda: advantages.gae(ROWS, ROWS, BATCH, gamma=1.5), "gamma: got 1.5"),
     "a discount of NaN": (lambda: advantages.gae(ROWS, ROWS, BATCH, lam=NAN), "lam: got nan"),
     "values of other rows": (lambda: advantages.gae(ROWS, ROWS[:, :4], BATCH), "values: got"),
-    "a clip of values below 0": (lambda: value_loss(LOG_PROBS, VALUED, clip=-1.0), "clip: got -1.0"),
-    "smoothing above 1": (lambda: sft_loss(TokenStats(LOG_PROBS), BATCH, label_smoothing=1.5), "label_smoothing: got"),
+    "a clip of values below 0": (lambda: loss_from_stats(LOG_PROBS, VALUED, Value(clip=-1.0)), "clip: got -1.0"),
+    "smoothing above 1": (
+        lambda: loss_from_stats(TokenStats(LOG_PROBS), BATCH, SFT(label_smoothing=1.5)),
+        "label_smoothing: got",
+    ),
     "a temperature of text": (lambda: head(call={"temperature": "1"}), "temperature: got"),
     "memory of NaN": (lambda: head(call={"memory": NAN}), "memory: got nan"),
     "a sum in another dtype": (lambda: head(call={"gradient_sum_dtype": "int8"}), "gradient_sum_dtype: got"),

@@ -13,6 +13,7 @@ from flax import nnx
 from misuse_steps import BATCH, CONFIG, HIDDEN, KERNEL, LOG_PROBS, RNG, H, R, T, V, loss_at, packed, samples
 
 from jaxppo import (
+    SFT,
     Head,
     LoRA,
     Normalizer,
@@ -21,15 +22,15 @@ from jaxppo import (
     RolloutBatch,
     Sample,
     TokenStats,
+    Value,
     accumulate_gradients,
     advantages,
     explain_broken_rules,
     log_probs_from_hidden,
+    loss_from_stats,
     make_parallel_mesh,
     policy_loss,
     policy_loss_from_hidden,
-    sft_loss,
-    value_loss,
 )
 from jaxppo.mismatch import mismatch_metrics
 from jaxppo.staleness import proximal_log_probs
@@ -71,7 +72,7 @@ def test_token_aligned_arrays_passed_as_target_aligned():
     right = RolloutBatch.from_target_aligned(
         wrong.tokens, wrong.targets, wrong.segment_ids, wrong.positions, wrong.loss_mask
     )
-    assert np.isfinite(sft_loss(TokenStats(LOG_PROBS), right)[0])
+    assert np.isfinite(loss_from_stats(TokenStats(LOG_PROBS), right, SFT())[0])
 
 
 def test_a_loss_of_each_kind_is_poisoned_with_its_gradient():
@@ -80,8 +81,8 @@ def test_a_loss_of_each_kind_is_poisoned_with_its_gradient():
     hidden = jnp.asarray(RNG.normal(size=(*x.shape, H)), jnp.float32)
     for loss, at in (
         (lambda x: loss_at(wrong, x), x),
-        (lambda x: sft_loss(TokenStats(x), wrong), x),
-        (lambda x: value_loss(x, wrong), x),
+        (lambda x: loss_from_stats(TokenStats(x), wrong, SFT()), x),
+        (lambda x: loss_from_stats(x, wrong, Value()), x),
         (lambda h: policy_loss_from_hidden(h, KERNEL, wrong, CONFIG, memory=2**30), hidden),
         (lambda h: policy_loss_from_hidden(h, KERNEL, wrong, CONFIG, memory=2**15), hidden),
     ):
@@ -103,7 +104,10 @@ def slice_of(batch, k):
     return jax.tree.map(lambda x: x[k], batch)
 
 
-@pytest.mark.parametrize("loss", [loss_at, lambda b, x: sft_loss(TokenStats(x), b), lambda b, x: value_loss(x, b)])
+@pytest.mark.parametrize(
+    "loss",
+    [loss_at, lambda b, x: loss_from_stats(TokenStats(x), b, SFT()), lambda b, x: loss_from_stats(x, b, Value())],
+)
 def test_a_slice_of_stacked_batches_without_a_normalizer(loss):
     """Without the check: 0.294 for 0.251, and 27% off in the head's gradient."""
     batches = stacked()

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from misuse_steps import BATCH, HIDDEN, KERNEL, LOG_PROBS, R, T, V, loss_at
 
 from jaxppo import (
+    SFT,
     Head,
     Normalizer,
     PolicyLossConfig,
@@ -20,8 +21,8 @@ from jaxppo import (
     TokenStats,
     advantages,
     log_probs_from_hidden,
+    loss_from_stats,
     make_parallel_mesh,
-    sft_loss,
 )
 from jaxppo.covariance import covariance_mask
 from jaxppo.policy_losses import ClipCov
@@ -43,7 +44,7 @@ def in_shard_map(fn, batch=BATCH, out_specs=None, check_vma=True, x=LOG_PROBS):
 
 NEED_SUMS = {
     "denominators": lambda b, x: loss_at(b, x)[0],
-    "sft": lambda b, x: sft_loss(TokenStats(x), b)[0],
+    "sft": lambda b, x: loss_from_stats(TokenStats(x), b, SFT())[0],
     "whitening": lambda b, x: advantages.whiten(x, b.loss_mask).sum(),
     "groups": lambda b, x: advantages.grpo(b.rewards, b.group_ids).sum(),
     "selection": lambda b, x: covariance_mask(TokenStats(x), b, SELECTING, jax.random.key(0)).sum(),

@@ -63,6 +63,7 @@ WRONG = {  # by kind, the ways to be wrong that every argument of that kind must
         "half": lambda x: 1.5, "below": lambda x: -2, "True": lambda x: True, "a text": lambda x: "1",
         "an array": lambda x: jnp.ones(2, int), "NaN": lambda x: NAN,
     },
+    "name": {"a number": lambda x: 1.5, "an array": lambda x: jnp.ones((R, T))},
     "choice": {"another": lambda x: "another", "a number": lambda x: 3, "a list": lambda x: ["x"]},
     "object": {"a text": lambda x: "x", "a number": lambda x: 1.5, "an array": lambda x: jnp.ones((R, T))},
 }  # fmt: skip
@@ -133,7 +134,6 @@ OF_FUNCTION = {  # where a name has another kind than elsewhere, or a value that
     **{(of, "tokens"): "sizes" for of in CONSTRUCTORS},
     ("RolloutBatch.from_cu_seqlens", "tokens"): "one array",
     **{("RolloutBatch.from_padded", x): "sizes" for x in ("prompt_ids", "completion_ids")},
-    **{("joint_normalizers", x): "values checked by losses" for x in ("masks", "weights")},
     **{(f"Sample.from_{of}", "loss_mask"): "list" for of in ("vllm", "sglang")},
     **{(of, "high"): "bound" for of in ("OffPolicyConfig", "Rejection")},
     **{(of, "low"): "bound" for of in ("OffPolicyConfig", "Rejection")},
@@ -143,8 +143,8 @@ OF_FUNCTION = {  # where a name has another kind than elsewhere, or a value that
     ("proximal_log_probs", "proximal_version"): "integer",
     **{("PolicyLossConfig", x): "object" for x in ("kl", "loss", "off_policy")},
     ("OffPolicyConfig", "weights"): "choice",
-    ("joint_loss_from_hidden", "weights"): "floats",
-    ("joint_loss_from_hidden", "masks"): "mask",
+    **{(of, x): "name" for of in ("TopKDistillation", "ScoreCentering") for x in ("ids", "log_probs")},
+    **{("Part", x): "name" for x in ("mask", "weights")},
     **{(of, "samples"): "object" for of in ("drop_equal_groups", "mismatched_samples", "pack_nucleus_ids")},
     **{(of, "samples"): "object" for of in ("micro_batches_of_pairs", "RolloutBatch.from_samples")},
     ("optimal_token_baseline", "weights"): "floats",
@@ -173,7 +173,7 @@ def test_every_argument_has_a_row(name):
     assert {x for x in names if (name, x) not in OF_FUNCTION} <= {*OF_NAME, *FREE}
 
 
-MAY_BE_NONE = ("flag", "number", "count", "choice", "object")
+MAY_BE_NONE = ("flag", "number", "count", "choice", "object", "name")
 
 
 def spoilt(kind, x):

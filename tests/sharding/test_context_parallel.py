@@ -8,23 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hard_rows import LAYOUTS, hard_batch, layouts_on
-from policy_steps import AGGREGATIONS, loss_named
+from policy_steps import AGGREGATIONS, loss_named, with_selected
 from policy_steps import LOSSES as NAMES
 
 from jaxppo import (
     KL,
+    SFT,
     Normalizer,
     OffPolicyConfig,
     PolicyLossConfig,
     Rejection,
     TokenStats,
+    Value,
     advantages,
     finalize_metrics,
     log_probs_from_hidden,
+    loss_from_stats,
     policy_loss,
     policy_loss_from_hidden,
-    sft_loss,
-    value_loss,
 )
 from jaxppo.covariance import covariance_mask
 from jaxppo.losses.distillation import distillation_loss
@@ -64,12 +65,12 @@ def run_policy_loss(config, parallel, stats, batch):
     selected = None
     if config.loss.selects is not None:
         selected = covariance_mask(stats, batch, config, jax.random.key(7), parallel)
-    return policy_loss(stats, batch, config, parallel=parallel, selected=selected)
+    return policy_loss(stats, with_selected(batch, selected), config, parallel=parallel)
 
 
 LOSSES = {name: functools.partial(run_policy_loss, config) for name, config in CONFIGS.items()} | {
-    "sft": lambda parallel, stats, batch: sft_loss(stats, batch, parallel=parallel),
-    "value": lambda parallel, stats, batch: value_loss(stats.log_probs, batch, parallel=parallel),
+    "sft": lambda parallel, stats, batch: loss_from_stats(stats, batch, SFT(), parallel=parallel),
+    "value": lambda parallel, stats, batch: loss_from_stats(stats.log_probs, batch, Value(), parallel=parallel),
 }
 
 

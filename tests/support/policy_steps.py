@@ -90,7 +90,12 @@ def with_garbage(batch: RolloutBatch, garbage: float) -> RolloutBatch:
 
 
 def loss_of(stats, batch, config, parallel, normalizer=None, selected=None):
-    return policy_loss(stats, batch, config, parallel=parallel, normalizer=normalizer, selected=selected)
+    return policy_loss(stats, with_selected(batch, selected), config, parallel=parallel, normalizer=normalizer)
+
+
+def with_selected(batch: RolloutBatch, selected) -> RolloutBatch:
+    """The batch with the tokens that ClipCov or KLCov select, unless that is None."""
+    return batch if selected is None else dataclasses.replace(batch, extras={"selected": selected})
 
 
 def selected_of(batch, config, parallel):

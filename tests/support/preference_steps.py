@@ -9,7 +9,7 @@ import oracle.preference as truth
 from oracle import OracleSample
 from policy_steps import by_sample, quick_jit
 
-from jaxppo import RolloutBatch, Sample, TokenStats, finalize_metrics
+from jaxppo import RolloutBatch, Sample, TokenStats, finalize_metrics, loss_from_stats
 from jaxppo.losses import preference
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
@@ -87,7 +87,7 @@ def whole(name: str, mesh: str | None = None, layout: str = "contiguous"):
 
     def run(batch):
         def fn(x):
-            return preference.preference_loss(TokenStats(x), batch, LOSSES[name], parallel=parallel)
+            return loss_from_stats(TokenStats(x), batch, LOSSES[name], parallel=parallel)
 
         (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(batch.returns)
         return loss, gradient, finalize_metrics(found)

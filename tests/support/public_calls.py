@@ -16,6 +16,7 @@ from jaxppo import (
     GSPO,
     KL,
     PPO,
+    SFT,
     Head,
     LoRA,
     Normalizer,
@@ -24,19 +25,19 @@ from jaxppo import (
     Rejection,
     RolloutBatch,
     TokenStats,
+    Value,
     advantages,
+    loss_from_hidden,
+    loss_from_stats,
     make_parallel_mesh,
 )
 from jaxppo.covariance import covariance_mask
 from jaxppo.entropy import entropy_metrics, renormalised_entropy
 from jaxppo.kl import adaptive_kl_coef, kl_divergence
-from jaxppo.losses import preference
+from jaxppo.losses import Part, ReferenceKL, ScoreCentering, TokenLoss, TopKDistillation, preference
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
 from jaxppo.losses.draft import draft_loss, draft_metrics, draft_normalizers
-from jaxppo.losses.joint import SFT, Part, ReferenceKL, TopKDistillation, joint_loss_from_hidden, joint_normalizers
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers, shift_targets
-from jaxppo.losses.score_centering import score_centering_loss
-from jaxppo.losses.top_k_distillation import top_k_distillation_loss, top_k_distillation_loss_from_hidden
 from jaxppo.losses.top_k_divergence import top_k_divergence
 from jaxppo.metrics import Metric, collapse_metrics, finalize_metrics, merge_metrics
 from jaxppo.mismatch import mismatch_metrics, mismatch_report, token_mismatch
@@ -187,7 +188,8 @@ def from_logits(g: Given) -> Any:
 def selected(g: Given) -> Any:
     config = PolicyLossConfig(ClipCov(share=0.3))
     mask = covariance_mask(g.stats, g.batch, config, jax.random.key(0), **g.on)
-    return mask, policy(g, config, selected=mask)
+    g = dataclasses.replace(g, batch=dataclasses.replace(g.batch, extras={"selected": mask}))
+    return mask, policy(g, config)
 
 
 def teacher(g: Given, call: Callable[..., Any], **options: Any) -> Any:
@@ -281,15 +283,20 @@ def top_k(g: Given) -> tuple[Any, Any]:
     return jnp.asarray(ids), jnp.asarray(np.where(ids < 0, -np.inf, -1.5), jnp.float32)
 
 
-def of_ids(g: Given, call: Callable[..., Any], *more: Any) -> Any:
+def with_ids(g: Given) -> RolloutBatch:
+    """The batch with these ids and log-probs, as a teacher's and as a sampler's."""
+    names = ("teacher_ids", "teacher_log_probs", "sampler_ids", "sampler_log_probs")
+    return dataclasses.replace(g.batch, extras=dict(zip(names, top_k(g) * 2, strict=True)))
+
+
+def of_ids(g: Given, loss: TokenLoss[TokenStats]) -> Any:
     """`slope` of a loss of statistics with the log-probs of several ids, with respect to the tokens' log-probs."""
-    ids, log_probs = top_k(g)
 
-    def loss(x: Any) -> Any:
-        stats = TokenStats(x, id_log_probs=jnp.broadcast_to(x[..., None] - 1, ids.shape))
-        return call(stats, ids, log_probs, g.batch, *more, **g.on)
+    def call(x: Any) -> Any:
+        stats = TokenStats(x, id_log_probs=jnp.broadcast_to(x[..., None] - 1, (R, T, 3)))
+        return loss_from_stats(stats, with_ids(g), loss, **g.on)
 
-    return slope(loss, g.batch.returns)
+    return slope(call, g.batch.returns)
 
 
 def mismatch_of_models(g: Given) -> Any:
@@ -317,33 +324,29 @@ def draft(g: Given) -> Any:
 def joint(g: Given) -> Any:
     parts = {"policy": Part(CONFIG), "imitation": Part(SFT(), 0.1), "reference": Part(ReferenceKL(), 0.01)}
     parts["teacher"] = Part(TopKDistillation("jensen_shannon"), 0.1)
-    normalizers = joint_normalizers(g.batch, parts, **g.on)
-    ids, log_probs = top_k(g)
-    on = {"normalizers": normalizers, "ids": ids, "teacher_log_probs": {"teacher": log_probs}, **g.on}
-    return of_head(g, lambda *x: joint_loss_from_hidden(*x, g.batch, parts, **on))
+    on = {"normalizer": Normalizer.of(parts, g.batch, **g.on), **g.on}
+    return of_head(g, lambda *x: loss_from_hidden(*x, with_ids(g), parts, **on))
 
 
 OBJECTIVES: dict[str, Callable[[Given], Any]] = {
     "top_k_divergence": lambda g: top_k_divergence(top_k(g)[1] - 0.5, top_k(g)[1], top_k(g)[0]),
-    "top_k_distillation_loss": lambda g: of_ids(g, top_k_distillation_loss),
-    "top_k_distillation_loss_from_hidden": lambda g: of_head(
-        g, lambda *x: top_k_distillation_loss_from_hidden(*x, *top_k(g), g.batch, divergence="jensen_shannon", **g.on)
+    "TopKDistillation": lambda g: of_ids(g, TopKDistillation()),
+    "TopKDistillation from hidden": lambda g: of_head(
+        g, lambda *x: loss_from_hidden(*x, with_ids(g), TopKDistillation("jensen_shannon"), **g.on)
     ),
-    "score_centering_loss": lambda g: of_ids(g, score_centering_loss, PolicyLossConfig(PPO(), ratio_to="rollout")),
+    "ScoreCentering": lambda g: of_ids(g, ScoreCentering(PolicyLossConfig(PPO(), ratio_to="rollout"))),
     "token_mismatch, mismatch_report": mismatch_of_models,
-    "preference_loss": lambda g: slope(
-        lambda x: preference.preference_loss(TokenStats(x), pairs(g), preference.DPO(), **g.on),
+    "DPO": lambda g: slope(
+        lambda x: loss_from_stats(TokenStats(x), pairs(g), preference.DPO(), **g.on),
         jnp.full((R, T), -0.5, jnp.float32),
     ),
-    "preference_loss_from_hidden": lambda g: of_head(
-        g, lambda *x: preference.preference_loss_from_hidden(*x, pairs(g), preference.SimPO(), **g.on)
-    ),
-    "reward_model_loss": lambda g: slope(
-        lambda x: preference.reward_model_loss(x, pairs(g), preference.BradleyTerry(), **g.on),
+    "SimPO from hidden": lambda g: of_head(g, lambda *x: loss_from_hidden(*x, pairs(g), preference.SimPO(), **g.on)),
+    "BradleyTerry": lambda g: slope(
+        lambda x: loss_from_stats(x, pairs(g), preference.BradleyTerry(), **g.on),
         jnp.full((R, T), 0.5, jnp.float32),
     ),
     "draft_loss, draft_metrics, draft_normalizers": draft,
-    "joint_loss_from_hidden, joint_normalizers": joint,
+    "loss_from_hidden of parts": joint,
     "second_moment_mask": lambda g: second_moment_mask(g.batch, **g.on),
     "top_entropy_mask": lambda g: top_entropy_mask(-g.batch.returns, g.batch, **g.on),
     "entropy_metrics": lambda g: finalize_metrics(entropy_metrics(g.stats, g.batch, **g.on)),
@@ -362,11 +365,11 @@ CALLS: dict[str, Callable[[Given], Any]] = {
     "policy_loss_from_hidden in two passes": lambda g: of_head(
         g, lambda *x: jaxppo.policy_loss_from_hidden(*x, g.batch, PolicyLossConfig(GSPO()), memory=2**16, **g.on)
     ),
-    "sft_loss": lambda g: slope(lambda x: jaxppo.sft_loss(TokenStats(x), g.batch, **g.on), g.batch.returns),
-    "sft_loss_from_hidden": lambda g: of_head(
-        g, lambda *x: jaxppo.sft_loss_from_hidden(*x, g.batch, label_smoothing=0.1, z_loss=1e-3, **g.on)
+    "SFT": lambda g: slope(lambda x: loss_from_stats(TokenStats(x), g.batch, SFT(), **g.on), g.batch.returns),
+    "SFT from hidden": lambda g: of_head(
+        g, lambda *x: loss_from_hidden(*x, g.batch, SFT(label_smoothing=0.1, z_loss=1e-3), **g.on)
     ),
-    "value_loss": lambda g: slope(lambda x: jaxppo.value_loss(x, g.batch, **g.on), g.batch.values),
+    "Value": lambda g: slope(lambda x: loss_from_stats(x, g.batch, Value(), **g.on), g.batch.values),
     "mtp_loss": lambda g: of_head(g, lambda x, head: mtp_loss([x, x], head, g.batch, **g.on)),
     "mtp_normalizers": lambda g: mtp_normalizers(g.batch, 2, **g.on),
     "shift_targets": lambda g: shift_targets(g.batch, 2, **g.on),

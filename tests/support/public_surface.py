@@ -14,19 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxppo
-from jaxppo import (
-    LoRA,
-    Normalizer,
-    OffPolicyConfig,
-    PolicyLossConfig,
-    RolloutBatch,
-    Sample,
-    TokenStats,
-)
+from jaxppo import LoRA, Normalizer, OffPolicyConfig, PolicyLossConfig, RolloutBatch, Sample, TokenStats
 from jaxppo import entropy as entropies
 from jaxppo._arrays import PER_TOKEN_VALUES
 from jaxppo.head import HeadOptions
-from jaxppo.losses import draft, joint, mtp, preference
+from jaxppo.losses import SFT, Part, TopKDistillation, draft, mtp
 from jaxppo.mismatch import TokenMismatch
 from jaxppo.policy_losses import ClipCov
 
@@ -56,12 +48,15 @@ STATS = TokenStats(LOG, -LOG, LOG, LOG, -LOG, -LOG / 3, OF_IDS, IDS, OF_IDS)
 MASK, REWARDS, GROUPS = BATCH.loss_mask, BATCH.rewards, BATCH.group_ids
 ON_POLICY = PolicyLossConfig(ratio_to="current")
 COVARIANCE = PolicyLossConfig(ClipCov())
-PARTS = {"policy": joint.Part(PolicyLossConfig(), 1.0), "taught": joint.Part(joint.TopKDistillation(), 0.5)}
+EXTRAS = {"selected": MASK, "teacher_ids": IDS, "teacher_log_probs": OF_IDS}
+GIVEN = dataclasses.replace(BATCH, extras=EXTRAS)
+PARTS = {"policy": Part(PolicyLossConfig(), 1.0), "taught": Part(TopKDistillation(), 0.5)}
 NORMALIZER = Normalizer.from_batches(BATCH, "token_mean")
 MTP = mtp.mtp_normalizers(PLAIN, 1)
 
 SOFT: dict[str, Any] = {"parallel": None}
-LOSS = {**SOFT, "aggregation": "token_mean", "aggregation_norm": None, "normalizer": NORMALIZER}
+DENOMINATORS = {"aggregation": "token_mean", "aggregation_norm": None}
+LOSS = {**SOFT, **DENOMINATORS, "normalizer": NORMALIZER}
 HEADS: dict[str, Any] = {"hidden": HIDDEN, "head": KERNEL, "temperature": 0.7}
 OPTIONS: dict[str, Any] = dict.fromkeys(HeadOptions.__annotations__)
 OPTIONS |= {"precision": "highest", "memory": 2**20, "follow_mask": True, "deterministic": False}
@@ -154,21 +149,31 @@ CALLS: dict[str, dict[str, Any]] = {
     "PolicyLossConfig.from_verl": {"config": {}},
     "PolicyLossConfig.from_slime": {"args": {}},
     "policy_loss": {
-        **SOFT, "stats": STATS, "batch": BATCH, "config": COVARIANCE, "normalizer": NORMALIZER, "selected": MASK,
+        **SOFT, "stats": STATS, "batch": GIVEN, "config": COVARIANCE, "normalizer": NORMALIZER,
     },
     "policy_loss_from_hidden": {
-        **HEADS, **SOFT, **OPTIONS, "batch": BATCH, "config": COVARIANCE, "normalizer": NORMALIZER, "selected": MASK,
+        **HEADS, **SOFT, **OPTIONS, "batch": GIVEN, "config": COVARIANCE, "normalizer": NORMALIZER,
         "nucleus_ids": jnp.concatenate([BATCH.targets[..., None], IDS], -1), "adapter_ids": None,
     },
-    "sft_loss": {**LOSS, "stats": STATS, "batch": BATCH, "label_smoothing": 0.1, "z_loss": 0.1},
-    "sft_loss_from_hidden": {
-        **HEADS, **LOSS, **OPTIONS, "batch": BATCH, "label_smoothing": 0.1, "z_loss": 0.1, "logit_stats": ("log_z",),
-        "adapter_ids": None,
+    "loss_from_stats": {**SOFT, "stats": STATS, "batch": GIVEN, "loss": SFT(), "normalizer": NORMALIZER},
+    "loss_from_hidden": {
+        **HEADS, **SOFT, **OPTIONS, "batch": GIVEN, "loss": PolicyLossConfig(), "normalizer": NORMALIZER,
+        "nucleus_ids": jnp.concatenate([BATCH.targets[..., None], IDS], -1), "adapter_ids": None,
     },
-    "value_loss": {
-        **LOSS, "values": LOG, "batch": BATCH, "clip": 0.2, "factor": 0.5, "huber_delta": 1.0,
-        "clip_fraction": "worse", "metric_aggregation": "token_mean",
+    "Normalizer.of": {**SOFT, "loss": PARTS, "micro_batches": BATCH},
+    "SFT": {**DENOMINATORS, "label_smoothing": 0.1, "z_loss": 0.1, "logit_stats": ("log_z",)},
+    "Value": {
+        **DENOMINATORS, "clip": 0.2, "factor": 0.5, "huber_delta": 1.0, "clip_fraction": "worse",
+        "metric_aggregation": "token_mean",
     },
+    "TopKDistillation": {
+        **DENOMINATORS, "divergence": "forward_kl", "beta": 0.5, "tail": "bucket", "ids": "teacher_ids",
+        "log_probs": "teacher_log_probs",
+    },
+    "ScoreCentering": {
+        "config": ON_POLICY, "tail": "renormalise", "ids": "sampler_ids", "log_probs": "sampler_log_probs",
+    },
+    "ReferenceKL": {**DENOMINATORS, "estimator": "k3"},
     "discounted_returns": {**SOFT, "rewards": LOG, "batch": BATCH, "gamma": 0.9, "masked": "skip", "mask": MASK},
     "dr_grpo": {**GROUPED, **ALONE},
     "drop_equal_groups": {"samples": SAMPLES, "keep_lone": False, "tolerance": 0.1},
@@ -228,8 +233,6 @@ CALLS: dict[str, dict[str, Any]] = {
         **HEADS, **SOFT, **OPTIONS, "teacher_hidden": HIDDEN, "teacher_head": KERNEL,
         "divergence": "jensen_shannon", "beta": 0.5, "where": MASK > 0, "teacher_hidden_spec": None,
     },
-    "top_k_distillation_loss": {**LOSS, **TOP_K, "stats": STATS, "batch": BATCH},
-    "top_k_distillation_loss_from_hidden": {**HEADS, **LOSS, **OPTIONS, **TOP_K, "batch": BATCH},
     "top_k_divergence": {**TOP_K, "log_probs": OF_IDS},
     "draft_loss": {
         **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "policy_hidden": HIDDEN, "policy_head": KERNEL, "batch": PLAIN,
@@ -240,14 +243,6 @@ CALLS: dict[str, dict[str, Any]] = {
         **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "policy_hidden": HIDDEN, "policy_head": KERNEL, "batch": PLAIN,
     },
     "draft_normalizers": {**SOFT, "micro_batches": PLAIN, "depths": 1, "aggregation": "token_mean"},
-    "joint_loss_from_hidden": {
-        **HEADS, **SOFT, **OPTIONS, "batch": BATCH, "parts": PARTS, "masks": {"policy": MASK},
-        "weights": {"policy": MASK}, "ids": IDS, "teacher_log_probs": {"taught": OF_IDS},
-        "normalizers": joint.joint_normalizers(BATCH, PARTS), "adapter_ids": None,
-    },
-    "joint_normalizers": {
-        **SOFT, "micro_batches": BATCH, "parts": PARTS, "masks": {"policy": MASK}, "weights": {"policy": MASK},
-    },
     "mtp_loss": {
         **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "batch": PLAIN, "coef": 0.1, "stop_trunk": False,
         "stop_head": False, "aggregation": "token_mean", "normalizers": MTP,
@@ -258,19 +253,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "kto_reference_point": {**SOFT, "stats": STATS, "mismatched": BATCH},
     "micro_batches_of_pairs": {**SOFT, "samples": SAMPLES, "micro_batches": 1, "row_length": T},
     "mismatched_samples": {"samples": SAMPLES},
-    "preference_loss": {**SOFT, "stats": STATS, "batch": PLAIN, "loss": preference.DPO(), "normalizer": None},
-    "preference_loss_from_hidden": {
-        **HEADS, **SOFT, **OPTIONS, "batch": PLAIN, "loss": preference.DPO(), "normalizer": None,
-    },
-    "reward_model_loss": {
-        **SOFT, "scores": LOG, "batch": PLAIN, "loss": preference.BradleyTerry(), "normalizer": None,
-    },
     "samples_of_pairs": {
         "prompts": [[1, 2]], "chosen": [[3]], "rejected": [[4]], "margins": [1.0], "first_id": 0,
-    },
-    "score_centering_loss": {
-        **SOFT, "stats": STATS, "ids": IDS, "rollout_log_probs": OF_IDS, "batch": BATCH, "config": ON_POLICY,
-        "tail": "renormalise", "normalizer": None,
     },
     "Metric": {"total": jnp.float32(1), "count": jnp.float32(1), "reduce": "mean"},
     "collapse_metrics": {"stacked": {"a": jaxppo.metrics.Metric(jnp.ones(2), jnp.ones(2))}},
@@ -293,14 +277,13 @@ CALLS: dict[str, dict[str, Any]] = {
     "second_moment_mask": {**SOFT, "batch": BATCH, "bound": 0.04},
     "top_entropy_mask": {**SOFT, "entropy": -LOG, "batch": BATCH, "share": 0.5},
     "KL": {"coef": 0.1, "estimator": "k3", "importance": "none", "compares": "current/old"},
-    "Part": {"loss": joint.SFT(), "coef": 1.0},
+    "Part": {"loss": SFT(), "coef": 1.0, "mask": "own", "weights": "own"},
     "Rejection": {"statistic": "token_k3", "low": 0.0, "high": 1.0, "compares": "old/rollout"},
-    "ReferenceKL": {"estimator": "k3", "aggregation": "token_mean", "aggregation_norm": None},
 }  # fmt: skip
 
 CONTAINERS = {  # of arrays, which the functions that read them check; and what a model reads, not a loss
     "TokenStats", "RolloutBatch", "Normalizer", "Composite", "MismatchReport", "TokenMismatch", "Paths", "Paths.of",
-    "check_recurrent",
+    "check_recurrent", "Asks",
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from jax import lax
 from oracle import OracleHead, OracleSample
 from oracle.head import logits
 from oracle.step import with_stats
+from policy_steps import with_selected
 from random_losses import between
 from random_steps import Step, f32, step_samples
 
@@ -125,7 +126,8 @@ def head_of(shape: HeadShape, arrays: dict[str, Any]) -> Head:
 def loss_from(hidden: Any, arrays: Any, batch: Any, mine: Any, shape: HeadShape, parallel: Any, given: dict) -> Any:
     """Loss and metrics, in the shape's way; `given` are temperature, nucleus_ids, normalizer and selection."""
     temperature, ids = given["temperature"], given["nucleus_ids"]
-    of_loss = {"parallel": parallel, "normalizer": given["normalizer"], "selected": given["selected"]}
+    of_loss = {"parallel": parallel, "normalizer": given["normalizer"]}
+    batch = with_selected(batch, given["selected"])
     if shape.way == "one call":
         options = {"temperature": temperature, "nucleus_ids": ids, **of_loss}
         return policy_loss_from_hidden(hidden, head_of(shape, arrays), batch, mine, **options)

@@ -8,9 +8,8 @@ the one with the higher `reward` is the chosen one. `samples_of_pairs` makes sam
 from jaxppo.losses.preference.base import PairLoss, PreferenceLoss, Responses
 from jaxppo.losses.preference.dpo import DPO, IPO
 from jaxppo.losses.preference.kto import KTO, kto_reference_point
-from jaxppo.losses.preference.loss import preference_loss, preference_loss_from_hidden
 from jaxppo.losses.preference.orpo import ORPO
-from jaxppo.losses.preference.reward_model import BradleyTerry, reward_model_loss
+from jaxppo.losses.preference.reward_model import BradleyTerry
 from jaxppo.losses.preference.samples import micro_batches_of_pairs, mismatched_samples, samples_of_pairs
 from jaxppo.losses.preference.simpo import SimPO
 
@@ -27,8 +26,5 @@ __all__ = [
     "kto_reference_point",
     "micro_batches_of_pairs",
     "mismatched_samples",
-    "preference_loss",
-    "preference_loss_from_hidden",
-    "reward_model_loss",
     "samples_of_pairs",
 ]

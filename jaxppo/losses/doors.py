@@ -1,0 +1,212 @@
+"""`loss_from_hidden` and `loss_from_stats`: from a loss that is a value, or parts of a sum, to a scalar and metrics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxppo.aggregation import Normalizer
+from jaxppo.batch import RolloutBatch
+from jaxppo.config import PolicyLossConfig
+from jaxppo.extras import extra_of
+from jaxppo.head.head import Head
+from jaxppo.head.prepare import HeadOptions, prepare_head
+from jaxppo.head.types import Entropy
+from jaxppo.losses.compute import ALONE, Normalizers, loss_of_hidden, loss_of_stats
+from jaxppo.losses.parts import Part, check_loss
+from jaxppo.losses.policy_tokens import PolicyTokenLoss
+from jaxppo.losses.token_loss import Stats, TokenLoss
+from jaxppo.metrics import Metrics
+from jaxppo.policy_losses import PolicyLoss
+from jaxppo.sharding import ParallelMesh, ShardAxes
+from jaxppo.validation import checked
+
+OfPolicy = PolicyLossConfig | PolicyLoss
+Parts = Mapping[str, Part | TokenLoss[Any] | OfPolicy]
+
+
+def loss_from_stats(
+    stats: Stats,
+    batch: RolloutBatch,
+    loss: TokenLoss[Stats] | OfPolicy | Parts,
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizer: Normalizer | Mapping[str, Normalizer] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """The loss of a batch from statistics: log-probs of a head, or a critic's values or scores.
+
+    Gradients flow to `stats` only; the batch and the numbers of the loss are constants. Positions with loss mask 0 may
+    hold anything, NaN included.
+
+    Args:
+      stats: what the loss reads: `TokenStats` of `log_probs_from_hidden` or of the same from logits; for `Value` and
+        `preference.BradleyTerry` `f32[R, T]`.
+      batch: `[R, T]`, with the arrays that the loss reads.
+      loss: see `loss_from_hidden`.
+      parallel: the mesh; rows sharded over data, positions over context. `ShardAxes` inside the caller's own
+        `shard_map`, None on one device.
+      normalizer: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches.
+
+    Returns:
+      The scalar f32 loss, and its metrics by name, which `finalize_metrics` turns into numbers. A sum of parts has
+      `loss`, and as "name/..." the metrics of each part, without its coefficient.
+
+    Raises:
+      TypeError: another loss, statistics of another kind.
+      ValueError: an array or a statistic that the loss reads and that is not there, shapes that differ, a normalizer
+        that does not fit (see `policy_loss`).
+
+    Example:
+      >>> from jaxppo import SFT, loss_from_stats
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
+      >>> float(loss_from_stats(TokenStats(jnp.array([[-1.0, -2.0, jnp.nan]])), batch, SFT())[0])
+      1.5
+    """
+    return from_stats("loss_from_stats", stats, batch, loss, parallel, normalizer)
+
+
+def loss_from_hidden(
+    hidden: Float[Array, "R T H"],
+    head: Head | Float[Array, "H V"],
+    batch: RolloutBatch,
+    loss: TokenLoss[Any] | OfPolicy | Parts,
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizer: Normalizer | Mapping[str, Normalizer] | None = None,
+    temperature: float | Array = 1.0,
+    nucleus_ids: Int[Array, "R T K"] | None = None,
+    adapter_ids: Int[Array, " R"] | None = None,
+    **options: Unpack[HeadOptions],
+) -> tuple[Float[Array, ""], Metrics]:
+    """The loss of a batch from hidden states, whose logits never exist together; see `policy_loss_from_hidden`.
+
+    A sum of parts is loss = sum over parts c of coef_c (1 / N_c) sum over t of w_ct loss_ct: each part has its own
+    tokens, weights, aggregation and denominators. All parts share one pass of the head, with three products rather than
+    three for each part. If one part's loss of a token depends on other tokens, all parts take two passes.
+
+    Args:
+      hidden: `[R, T, H]`, see `policy_loss_from_hidden`, also for the arguments that follow.
+      head: a `Head`, or its bare kernel `[H, V]`.
+      batch: `[R, T]`, with the arrays that the loss reads; each must be valid where the mask of a part that reads it is
+        1.
+      loss: a `PolicyLossConfig`, or a bare policy loss for a config of it; `SFT`, `ReferenceKL`, `TopKDistillation`,
+        `ScoreCentering`; a loss of `losses.preference`; a `TokenLoss` of your own; or several of these by name, for
+        their sum, each as a `Part` if it has a coefficient, a mask or weights of its own.
+      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
+      normalizer: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches.
+      temperature: divides the logits; a number, a traced scalar or `f32[R, T]`, so that rows may have their own.
+      nucleus_ids: `i32[R, T, K]`, -1 padded, for losses of a policy alone: another loss would be one of log-probs that
+        are renormalised over the nucleus.
+      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row whose id
+        belongs to no adapter gives NaN.
+      **options: see `HeadOptions`.
+
+    Returns:
+      The scalar f32 loss and its metrics, as those of `loss_from_stats`.
+
+    Raises:
+      TypeError, ValueError: as `log_probs_from_hidden` and `loss_from_stats` do; no parts; parts that compare different
+        ids; a nucleus with a loss that is none of a policy.
+
+    Example:
+      >>> from jaxppo.losses import SFT, Part, loss_from_hidden
+      >>> marks = {"drawn": [1, 0], "written": [0, 1]}
+      >>> values = {"advantages": [1.0, 1.0], "old_log_probs": [-np.log(4)] * 2}
+      >>> sample = Sample([1, 2, 3], response_start=1, extras=marks, **values)
+      >>> batch = RolloutBatch.from_samples([sample], row_length=3)
+      >>> parts = {"policy": Part(PPO(), mask="drawn"), "imitation": Part(SFT(), coef=0.5, mask="written")}
+      >>> loss, metrics = loss_from_hidden(jnp.ones((1, 3, 2)), jnp.zeros((2, 4)), batch, parts)
+      >>> round(float(loss), 4), round(float(metrics["imitation/nll"].value), 4)  # -1 + 0.5 log 4
+      (-0.3069, 1.3863)
+    """
+    given = {"temperature": temperature, "nucleus_ids": nucleus_ids, "adapter_ids": adapter_ids, "options": options}
+    return from_hidden("loss_from_hidden", hidden, head, batch, loss, parallel, normalizer, **given)
+
+
+def from_stats(
+    name: str,
+    stats: Any,
+    batch: RolloutBatch,
+    loss: Any,
+    parallel: ParallelMesh | ShardAxes | None,
+    normalizer: Normalizers,
+) -> tuple[Float[Array, ""], Metrics]:
+    """`loss_from_stats` under the name of another door."""
+    batch, parts = checked(batch), as_parts(loss)
+    for part in parts.values():
+        of = part.of(batch)
+        part.of_tokens.check(of)
+        part.of_tokens.check_stats(stats, of)
+    return loss_of_stats(name, parts, stats, batch, parallel, normalizer)
+
+
+def from_hidden(
+    name: str,
+    hidden: Any,
+    head: Any,
+    batch: RolloutBatch,
+    loss: Any,
+    parallel: ParallelMesh | ShardAxes | None,
+    normalizer: Normalizers,
+    *,
+    nucleus_ids: Any,
+    **given: Any,
+) -> tuple[Float[Array, ""], Metrics]:
+    """`loss_from_hidden` under the name of another door."""
+    batch, parts = checked(batch), as_parts(loss)
+    batches = [part.of(batch) for part in parts.values()]
+    losses = [part.of_tokens for part in parts.values()]
+    for which, its_loss, of in zip(parts, losses, batches, strict=True):
+        what = f"loss[{which!r}]" if which else "loss"
+        if not its_loss.of_head:
+            raise TypeError(f"{what}: got {its_loss}, expected one of log-probs; loss_from_stats takes this one")
+        if nucleus_ids is not None and not its_loss.takes_nucleus:
+            raise ValueError(f"nucleus_ids: got some for {its_loss}, expected None but for the losses of a policy")
+        its_loss.check(of)
+    asked = [its_loss.asks for its_loss in losses]
+    prepared = prepare_head(
+        hidden,
+        head,
+        batch.targets,
+        parallel=parallel,
+        entropy=max((x.entropy for x in asked), key=_ENTROPIES.index),
+        logit_stats=[name for x in asked for name in x.logit_stats],
+        ids=_ids_of(batch, {x.ids for x in asked if x.ids is not None}),
+        nucleus_ids=nucleus_ids,
+        where=functools.reduce(jnp.logical_or, [of.loss_mask > 0 for of in batches]),
+        **given,
+    )
+    return loss_of_hidden(name, parts, prepared, batch, parallel, normalizer)
+
+
+_ENTROPIES: list[Entropy] = ["none", "metric", "bonus"]
+
+
+def _ids_of(batch: RolloutBatch, names: set[str]) -> Array | None:
+    if len(names) > 1:
+        raise ValueError(f"ids: got {sorted(names)} of several parts, expected one extra that they share")
+    return extra_of(batch, names.pop(), "i32[R, T, K]") if names else None
+
+
+def as_parts(loss: Any) -> dict[str, Part]:
+    """The parts of a loss by name, with a `TokenLoss` each; a loss that is no sum is alone."""
+    if not isinstance(loss, Mapping):
+        check_loss(loss)
+        return {ALONE: Part(as_token_loss(loss))}
+    if not loss:
+        raise ValueError("loss: got no parts, expected at least one")
+    for name in loss:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"loss: got a part named {name!r}, expected a string")
+    parts = {name: x if isinstance(x, Part) else Part(x) for name, x in loss.items()}
+    return {name: Part(as_token_loss(x.loss), x.coef, x.mask, x.weights) for name, x in parts.items()}
+
+
+def as_token_loss(loss: Any) -> TokenLoss[Any]:
+    """The loss of a token that a loss stands for."""
+    loss = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
+    return PolicyTokenLoss(loss) if isinstance(loss, PolicyLossConfig) else loss

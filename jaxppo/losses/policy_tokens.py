@@ -1,0 +1,209 @@
+"""The policy loss of a token: a config's loss with its correction and penalties."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jaxppo._arrays import Aggregation, as_coefficient, is_zero, masked, needed
+from jaxppo.batch import RolloutBatch
+from jaxppo.config import PolicyLossConfig
+from jaxppo.head.types import TokenStats
+from jaxppo.kl import k3, log_ratio
+from jaxppo.losses.policy_checks import BY_RATIO, SELECTED, check_batch, check_policy_stats
+from jaxppo.losses.reference_kl import reference_kl
+from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.metrics import CompositeTerm, Term, Terms, effective_share, moments, share
+from jaxppo.off_policy import OffPolicyConfig
+from jaxppo.off_policy import correction as off_policy_correction
+from jaxppo.policy_losses.base import Indicators
+from jaxppo.sharding import Segments
+
+
+def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: PolicyLossConfig) -> Float[Array, "R T"]:
+    """The log-probs in the denominator of the config's ratio; a constant of differentiation."""
+    name = BY_RATIO.get(config.ratio_to)
+    return lax.stop_gradient(log_probs if name is None else getattr(batch, name))
+
+
+def advantages_of(batch: RolloutBatch) -> Float[Array, "R T"]:
+    """The advantages in f32, 0 where the mask is 0."""
+    return masked(needed("batch.advantages", batch.advantages), batch.loss_mask)
+
+
+def impossible_tokens(
+    log_probs: Float[Array, "R T"] | None, batch: RolloutBatch, config: PolicyLossConfig
+) -> Bool[Array, "R T"] | None:
+    """The loss tokens with log-prob -inf under a policy that the config compares; None unless it leaves them out."""
+    if config.impossible_tokens == "nan":
+        return None
+    old = batch.old_log_probs if "old" in config.policies else None
+    given = [x for x in (log_probs, old, batch.rollout_log_probs) if x is not None]
+    found = [(batch.loss_mask > 0) & jnp.isneginf(x) for x in given]
+    return functools.reduce(jnp.logical_or, found, jnp.zeros(batch.loss_mask.shape, bool))
+
+
+class Correction(NamedTuple):
+    """The off-policy correction of each token."""
+
+    weights: Float[Array, "R T"]
+    """Factors of the policy loss, 0 for the tokens that the correction leaves out."""
+    values: Indicators
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyTokenLoss(TokenLoss[TokenStats]):
+    """The policy loss of a token, with its penalties."""
+
+    config: PolicyLossConfig
+    takes_nucleus: ClassVar[bool] = True
+
+    @property
+    def aggregation(self) -> Aggregation:  # type: ignore[override]
+        return self.config.aggregation
+
+    @property
+    def aggregation_norm(self) -> float | None:  # type: ignore[override]
+        return self.config.aggregation_norm
+
+    @property
+    def asks(self) -> Asks:
+        return Asks(entropy=self.config.entropy_mode, extras=(SELECTED,) if self.config.loss.selects else ())
+
+    @property
+    def off_policy(self) -> OffPolicyConfig | None:
+        return self.config.off_policy
+
+    @property
+    def token_local(self) -> bool:
+        off = self.config.off_policy
+        given = off is None or "current" not in off.policies  # known before the log-probs
+        if off is not None and self.config.impossible_tokens == "leave_out":
+            given = given and off.token_local  # a token that is left out changes sequence statistics
+        of_sequences = self.config.kl is not None and self.config.kl.importance == "sequence"
+        return self.config.loss.token_local and given and not of_sequences
+
+    def traceable(self) -> PolicyTokenLoss:
+        kl = self.config.kl and dataclasses.replace(self.config.kl, coef=as_coefficient(self.config.kl.coef))
+        entropy_coef = as_coefficient(self.config.entropy_coef)
+        return PolicyTokenLoss(dataclasses.replace(self.config, kl=kl, entropy_coef=entropy_coef))
+
+    def check(self, batch: RolloutBatch) -> None:
+        check_batch(batch, self.config)
+
+    def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
+        check_policy_stats(stats, batch, self.config)
+
+    def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
+        return impossible_tokens(None if stats is None else stats.log_probs, batch, self.config)
+
+    def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
+        found: dict[str, Array | None] = {"advantages": batch.advantages, "selected": batch.extras.get(SELECTED)}
+        of_policies = {f"{name}_log_probs": getattr(batch, f"{name}_log_probs") for name in self._compared()}
+        if stats is not None:
+            of_policies["log_probs"] = stats.log_probs
+            found["entropy"] = stats.entropy if self.asks.entropy == "bonus" else None
+        left_out = self.left_out(stats, batch)
+        if left_out is not None:
+            of_policies = {name: jnp.where(left_out, 0, x) for name, x in of_policies.items()}
+        return found | of_policies
+
+    def _compared(self) -> list[str]:
+        """The policies beside the current one whose log-probs are in the loss, and not only in metrics."""
+        config = self.config
+        kl = config.kl if config.penalises_kl else None
+        given = {config.ratio_to}.union(*(x.policies for x in (kl, config.off_policy) if x is not None))
+        return sorted(given - {"current"}) + (["ref"] if kl is not None else [])
+
+    def constants(self, stats: TokenStats | None, step: Step) -> Correction | None:
+        """The off-policy correction, None without one."""
+        off_policy, batch, segments = self.config.off_policy, step.batch, step.segments
+        if off_policy is None:
+            return None
+        current = None if stats is None else stats.log_probs
+        weights, values = off_policy_correction(
+            {"current": current, "old": batch.old_log_probs, "rollout": batch.rollout_log_probs},
+            advantages_of(batch),
+            batch.loss_mask,
+            segments,
+            off_policy,
+            step.normalizer.weight_mean,
+        )
+        if off_policy.opsm_fraction == "response" and "opsm_clipfrac" in values:
+            values = values | {"opsm_clipfrac": values["opsm_clipfrac"] * _response_share(batch, segments)}
+        return Correction(weights, values)
+
+    def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+        config, entropy_coef = self.config, self.config.entropy_coef
+        found = {"policy": self._policy(stats.log_probs, batch, constants, segments)[0]}
+        kl = reference_kl(config.kl, stats.log_probs, batch, segments) if config.penalises_kl else None
+        if config.kl is not None and kl is not None:
+            found["kl"] = config.kl.coef * kl
+        if not is_zero(entropy_coef) and stats.entropy is not None:
+            found["entropy"] = -(entropy_coef * stats.entropy)
+        return found
+
+    def metrics(self, stats: TokenStats, step: Step, constants: Correction | None) -> Terms:
+        config, batch, weights, mask = self.config, step.batch, step.weights, step.batch.loss_mask
+
+        def reduced(x: Float[Array, "R T"]) -> Term:
+            return (x, mask, "mean") if config.metric_aggregation == "token_mean" else (x, weights, "sum")
+
+        log_probs, correction = stats.log_probs, constants
+        policy, indicators = self._policy(log_probs, batch, correction, step.segments)
+        kl = reference_kl(config.kl, log_probs, batch, step.segments)
+        compared = self._comparisons(log_probs, batch)
+        corrected = {} if correction is None else correction.values
+        found = {**indicators, **corrected, "kl": kl, "entropy": stats.entropy, **compared}
+        terms: Terms = {name: reduced(x) for name, x in found.items() if x is not None}
+        if config.clip_by_sign and "clip_fraction" in indicators:
+            advantages = advantages_of(batch)
+            for sign, of_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
+                clipped = jnp.where(of_sign, indicators["clip_fraction"], 0)
+                parts = {"part": reduced(clipped), "whole": reduced(of_sign)}
+                terms[f"clip_fraction_{sign}"] = CompositeTerm(parts, share)
+        ratio = compared["ratio_mean"]
+        return terms | {
+            "pg_loss": (policy, weights, "sum"),
+            "ratio_min": (ratio, mask, "min"),
+            "ratio_max": (ratio, mask, "max"),
+            "effective_sample_size": CompositeTerm(moments(ratio, mask), effective_share),
+            **({} if step.capped is None else {"rollout_capped": (step.capped, mask, "sum")}),
+        }
+
+    def _policy(
+        self, log_probs: Float[Array, "R T"], batch: RolloutBatch, correction: Correction | None, segments: Segments
+    ) -> tuple[Float[Array, "R T"], Indicators]:
+        """The corrected policy loss of each token, and the indicators of the config's loss."""
+        mask, selected = batch.loss_mask, batch.extras.get(SELECTED)
+        given = self._old(log_probs, batch), advantages_of(batch)
+        extra = {} if selected is None else {"selected": masked(selected, mask)}
+        policy, indicators = self.config.loss(log_probs, *given, mask=mask, segments=segments, **extra)
+        return policy if correction is None else policy * correction.weights, indicators
+
+    def _old(self, log_probs: Float[Array, "R T"], batch: RolloutBatch) -> Float[Array, "R T"]:
+        """The log-probs in the denominator of the ratio, 0 where the mask is 0."""
+        return masked(old_log_probs(log_probs, batch, self.config), batch.loss_mask)
+
+    def _comparisons(self, log_probs: Float[Array, "R T"], batch: RolloutBatch) -> dict[str, Float[Array, "R T"]]:
+        """The values of metrics that compare policies: the ratio, and the sampler's difference from the trainer."""
+        old = self._old(log_probs, batch)
+        values = {"ppo_kl": old - log_probs, "ratio_mean": jnp.exp(log_ratio(log_probs, old))}
+        if batch.rollout_log_probs is None:
+            return values
+        trainer = old if self.config.ratio_to == "old" else log_probs
+        apart = trainer - masked(batch.rollout_log_probs, batch.loss_mask)
+        return values | {"sampler_log_prob_abs_diff": jnp.abs(apart), "sampler_k3": k3(apart)}
+
+
+def _response_share(batch: RolloutBatch, segments: Segments) -> Float[Array, "R T"]:
+    """For each sequence, the positions from its first loss token to its last, divided by its number of loss tokens."""
+    mask, positions = batch.loss_mask, batch.positions.astype(jnp.float32)
+    span = segments.max(positions, mask) + segments.max(-positions, mask) + 1
+    count = segments.sum((mask > 0).astype(jnp.float32))
+    return segments.spread(jnp.where(count > 0, span / jnp.maximum(count, 1), 0))
