@@ -83,7 +83,7 @@ def update(mesh, state, batches):
         old_log_probs=jaxppo.compute_log_probs(score, model, batches).log_probs,
         ref_log_probs=jaxppo.compute_log_probs(score, reference, batches).log_probs,
     )
-    whole = Normalizer.from_batches(batches, CONFIG.aggregation, parallel=mesh)
+    whole = Normalizer.of(CONFIG, batches, parallel=mesh)
     step = jaxppo.accumulate_gradients(loss, (batches, whole))
     (_, metrics), gradients = step(model)
     updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], model)

@@ -31,7 +31,7 @@ def accumulate_gradients(
     """`jax.value_and_grad` of a whole step, one micro-batch at a time: sum over k of loss_fn(params, micro_batches[k]).
 
     The sum is the loss of the whole step only if each part is normalised by the whole step. So put the
-    `Normalizer.from_batches` of the stacked micro-batches (and for ClipCov and KLCov their `covariance_mask`) into
+    `Normalizer.of(loss, micro_batches)`, stacked (and for ClipCov and KLCov their `covariance_mask`) into
     `micro_batches` beside them. A loss of this package without a normalizer is refused here, since the mean of the
     means of uneven micro-batches is another number. Group advantages, `whiten` and other statistics of the step are
     refused too: call them before, on the stacked micro-batches. The loop is one `lax.scan`: one program for any K, with

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ class Normalizer:
     Example:
       >>> ids, one = jnp.array([[1, 1, 2, 0]]), jnp.array([[0, 1]])
       >>> batch = RolloutBatch(ids, ids, ids, ids, jnp.array([[1.0, 1.0, 1.0, 0.0]]), one)
-      >>> normalizer = Normalizer.from_batches(batch, "token_mean")
+      >>> normalizer = Normalizer.of(PPO(), batch)
       >>> float(normalizer.tokens), float(normalizer.sequences), normalizer.denominators.tolist()
       (3.0, 2.0, [[2.0, 1.0]])
     """
@@ -85,9 +85,25 @@ class Normalizer:
     micro_batches: int | None = None
     weighted: bool = False
 
+    @overload
+    @classmethod
+    def of(
+        cls, loss: Mapping[str, Any], micro_batches: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None
+    ) -> dict[str, Normalizer]: ...
+
+    @overload
+    @classmethod
+    def of(
+        cls,
+        loss: PolicyLoss | _Aggregated | _OfPart,
+        micro_batches: RolloutBatch,
+        *,
+        parallel: ParallelMesh | ShardAxes | None = None,
+    ) -> Normalizer: ...
+
     @classmethod
     def of(cls, loss: Any, micro_batches: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None) -> Any:
-        """The denominators of a step for a loss: `from_batches` with the loss's own aggregation and correction.
+        """The denominators of a step for a loss.
 
         Args:
           loss: as `loss_from_hidden` takes it.
@@ -100,7 +116,8 @@ class Normalizer:
 
         Raises:
           TypeError: something else in place of a loss.
-          ValueError: as `from_batches`; extras that a part names and the batch lacks.
+          ValueError: extras that a part names, or log-probs that a correction needs, and the batch lacks; rows in
+            another context layout than the mesh's, or none; one micro-batch alone.
 
         Example:
           >>> from jaxppo.losses import SFT, Part
@@ -118,38 +135,10 @@ class Normalizer:
         loss = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
         if not isinstance(loss, _Aggregated):
             raise TypeError(f"loss: got {type(loss).__name__}, expected a loss as loss_from_hidden takes it")
-        of = {"off_policy": loss.off_policy, "parallel": parallel}
-        return cls.from_batches(micro_batches, loss.aggregation, **of)  # type: ignore[arg-type]
-
-    @classmethod
-    def from_batches(
-        cls,
-        micro_batches: RolloutBatch,
-        aggregation: Aggregation,
-        *,
-        off_policy: OffPolicyConfig | None = None,
-        parallel: ParallelMesh | ShardAxes | None = None,
-    ) -> Normalizer:
-        """The denominators of a step.
-
-        Args:
-          micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
-          aggregation: the loss's aggregation, see `token_weights`.
-          off_policy: the loss's correction, needed if it normalises importance weights over the step.
-          parallel: the mesh.
-
-        Returns:
-          A `Normalizer` for the batch, or one for each micro-batch, stacked.
-
-        Raises:
-          ValueError: an unknown aggregation, log-probs that `off_policy` needs and the batch lacks, rows in another
-            context layout than the mesh's, or none; one micro-batch alone.
-        """
+        aggregation, off_policy = loss.aggregation, loss.off_policy
         check_choice("aggregation", aggregation, Aggregation)
-        if off_policy is not None and not isinstance(off_policy, OffPolicyConfig):
-            raise TypeError(f"off_policy: got {type(off_policy).__name__}, expected OffPolicyConfig or None")
         micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
-        check_whole_step("Normalizer.from_batches", micro_batches)
+        check_whole_step("Normalizer.of", micro_batches)
         micro_batches.check_layout(parallel)
         of_weights = None if off_policy is None else off_policy.of_mean_weight
         count = micro_batches.loss_mask.shape[0] if micro_batches.loss_mask.ndim == 3 else None
@@ -161,7 +150,7 @@ class Normalizer:
             return [of], _specs(of.sample_ids, *static, weighted)
 
         args = {"micro_batches": micro_batches}
-        found: Normalizer = shard_call("Normalizer.from_batches", _of_step, parallel, args, specs, static)
+        found: Normalizer = shard_call("Normalizer.of", _of_step, parallel, args, specs, static)
         return found
 
     def specs(self, parallel: ParallelMesh) -> Normalizer:
@@ -176,7 +165,7 @@ class Normalizer:
         if count is not None and count != (self.micro_batches or 1):
             raise ValueError(
                 f"normalizer: got one of a step of {self.micro_batches or 1} micro-batches, expected {count}: "
-                "Normalizer.from_batches of the stacked micro-batches, sliced like them"
+                "Normalizer.of(loss, micro_batches) of the stacked micro-batches, sliced like them"
             )
         slots = batch.sample_ids.shape
         one = slots[:-2]
@@ -280,8 +269,8 @@ def _check_denominators(batch: RolloutBatch, aggregation: Aggregation) -> None:
     if aggregation == "token_sum":
         return
     expected = (
-        f"expected the step's, for aggregation={aggregation!r}: Normalizer.from_batches(micro_batches, aggregation), "
-        "sliced like micro_batches"
+        f"expected the step's, for aggregation={aggregation!r}: Normalizer.of(loss, micro_batches), sliced "
+        "like micro_batches"
     )
     if part_of_a_step.value:
         raise ValueError(f"normalizer: got None inside accumulate_gradients, {expected}")

@@ -163,7 +163,7 @@ class TrainStep:
         if self.micro_batches == 1:
             (loss, _), found = jax.value_and_grad(self.loss, has_aux=True)(params, (batch, None))
         else:
-            whole = Normalizer.from_batches(batch, CONFIG.aggregation, parallel=self.parallel)
+            whole = Normalizer.of(CONFIG, batch, parallel=self.parallel)
             (loss, _), found = accumulate_gradients(self.loss, (batch, whole))(params)
         return loss, found
 

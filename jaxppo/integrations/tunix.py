@@ -99,7 +99,7 @@ def register(
         found = config_of(algo_config, completion_length) if config is None else _agreed(config, algo_config)
         found = _fitting(found, batch, getattr(train_example, "sampler_is_weights", None))
         hidden = _hidden(model, train_example, pad_id)
-        normalizer = Normalizer.from_batches(batch, found.aggregation, off_policy=found.off_policy, parallel=parallel)
+        normalizer = Normalizer.of(found, batch, parallel=parallel)
         loss, metrics = policy_loss_from_hidden(
             hidden,
             head_of(model, lora_scale=lora_scale),

@@ -211,7 +211,7 @@ def draft_normalizers(
       A `Normalizer` for each depth, stacked like the micro-batches.
 
     Raises:
-      ValueError: see `Normalizer.from_batches`.
+      ValueError: see `Normalizer.of`.
 
     Example:
       >>> from jaxppo.losses.draft import draft_normalizers
@@ -222,7 +222,7 @@ def draft_normalizers(
     check_count("depths", depths, least=1)
     micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
     shifted = [_shifted(micro_batches, k, parallel) for k in range(1, depths + 1)]
-    return [Normalizer.from_batches(batch, aggregation, parallel=parallel) for batch in shifted]
+    return [Normalizer.of(DivergenceLoss(aggregation, None), batch, parallel=parallel) for batch in shifted]
 
 
 class Depth(NamedTuple):

@@ -137,7 +137,7 @@ def mtp_normalizers(
     check_count("depths", depths, least=1)
     micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
     shifted = [shift_targets(micro_batches, k, parallel) for k in range(1, depths + 1)]
-    return [Normalizer.from_batches(batch, aggregation, parallel=parallel) for batch in shifted]
+    return [Normalizer.of(SFT(aggregation=aggregation), batch, parallel=parallel) for batch in shifted]
 
 
 def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAxes | None = None) -> RolloutBatch:

@@ -61,7 +61,7 @@ def assert_close(got, expected):
 
 def per_sample_sums(batch, parallel):
     """slime adds up sample means, and divides by the number of samples afterwards."""
-    normalizer = Normalizer.from_batches(batch, "sequence_mean_token_mean", parallel=parallel)
+    normalizer = Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), batch, parallel=parallel)
     return dataclasses.replace(normalizer, sequences=jnp.float32(1))
 
 

@@ -11,6 +11,7 @@ from policy_steps import quick_jit, step_of
 from random_steps import MOST, Drawn, Place, Step, agree, batch_of, of_each, step_samples, to_samples
 
 from jaxppo import (
+    SFT,
     Normalizer,
     PolicyLossConfig,
     RolloutBatch,
@@ -128,7 +129,7 @@ def test_grpo_in_micro_batches_is_grpo_of_the_whole(mesh):
     @jax.jit
     def step(scale, batch):
         batch = scored(batch)
-        normalizer = Normalizer.from_batches(batch, config.aggregation, parallel=parallel)
+        normalizer = Normalizer.of(config, batch, parallel=parallel)
         (loss, found), gradient = accumulate_gradients(lambda x, part: loss_fn(x, *part), (batch, normalizer))(scale)
         return loss, gradient, finalize_metrics(found)["broken_rules"]
 
@@ -154,7 +155,7 @@ OF_A_BATCH = {
     "covariance_mask": lambda b: covariance_mask(TokenStats(b.returns), b, SELECTING, jax.random.key(0)),
     "second_moment_mask": second_moment_mask,
     "top_entropy_mask": lambda b: top_entropy_mask(jnp.asarray(b.values), b),
-    "Normalizer.from_batches": lambda b: Normalizer.from_batches(b, "token_mean").tokens,
+    "Normalizer.of": lambda b: Normalizer.of(SFT(), b).tokens,
 }
 OF_THE_STEP = OF_A_BATCH | {
     "whiten": lambda b: advantages.whiten(b.advantages, b.loss_mask),
@@ -171,7 +172,7 @@ CALLS = OF_THE_STEP | {
     "dr_grpo": lambda b: advantages.dr_grpo(b.rewards, b.group_ids),
     "mtp_normalizers": lambda b: mtp_normalizers(b, 1)[0].tokens,
 }
-NAMES = {"dr_grpo": "grpo", "mtp_normalizers": "Normalizer.from_batches"}
+NAMES = {"dr_grpo": "grpo", "mtp_normalizers": "Normalizer.of"}
 
 
 @pytest.mark.every(4)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxppo import Normalizer, PolicyLossConfig, RolloutBatch, Sample, TokenStats, advantages, policy_loss
+from jaxppo import SFT, Normalizer, PolicyLossConfig, RolloutBatch, Sample, TokenStats, advantages, policy_loss
 from jaxppo.extras import Extra
 from jaxppo.losses.mtp import shift_targets
 from sharding import make_parallel_mesh
@@ -163,7 +163,7 @@ def test_functions_of_whole_steps_take_batches_with_extras():
     batch = RolloutBatch.from_samples(samples(), row_length=T, micro_batches=2)
     bare = dataclasses.replace(batch, extras={})
     for fn in (
-        lambda b: Normalizer.from_batches(b, "rollout_mean"),
+        lambda b: Normalizer.of(SFT(aggregation="rollout_mean"), b),
         lambda b: advantages.spread(b.rewards, b),
         lambda b: advantages.discounted_returns(b.returns, b),
         lambda b: advantages.token_rewards(b.rewards, b),

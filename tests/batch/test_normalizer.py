@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policy_steps import step_of
+from policy_steps import normalizer_of, step_of
 
 from jaxppo import (
     SFT,
@@ -58,7 +58,7 @@ def off(**options):
 @pytest.mark.parametrize("other", [{"high": 1.01}, {"low": 0.9}, {"weights": "sequence"}, {"outside": "zero"}])
 def test_the_mean_weight_of_another_correction(other):
     """Before, -0.289 for -0.278: the weights of one correction over the mean of another, here with high=1.01."""
-    normalizer = Normalizer.from_batches(BATCH, "token_mean", off_policy=off(**other))
+    normalizer = normalizer_of(BATCH, "token_mean", off_policy=off(**other))
     field, value = next(iter(other.items()))
     message = rf"normalizer: got one of off_policy=.*{field}={value!r}.*, expected OffPolicyConfig\(weights='token'"
     with pytest.raises(ValueError, match=message):
@@ -66,14 +66,14 @@ def test_the_mean_weight_of_another_correction(other):
 
 
 def test_no_mean_weight():
-    normalizer = Normalizer.from_batches(BATCH, "token_mean", off_policy=off(batch_normalize=False))
+    normalizer = normalizer_of(BATCH, "token_mean", off_policy=off(batch_normalize=False))
     with pytest.raises(ValueError, match=r"normalizer: got one of off_policy=None, expected OffPolicyConfig\("):
         loss_at(BATCH, PolicyLossConfig(off_policy=off()), normalizer=normalizer)
 
 
 def test_what_the_mean_weight_does_not_depend_on():
     """Rejections and vetos leave the mean alone, and a loss that needs no mean may share the normalizer."""
-    normalizer = Normalizer.from_batches(BATCH, "token_mean", off_policy=off())
+    normalizer = normalizer_of(BATCH, "token_mean", off_policy=off())
     rejecting = off(rejections=(Rejection("token_k3", high=0.01),), veto=0.5)
     for config in (PolicyLossConfig(off_policy=rejecting), PolicyLossConfig()):
         got, _ = loss_at(BATCH, config, normalizer=normalizer)
@@ -98,7 +98,7 @@ def test_counts_of_another_step(loss, mesh, aggregation, other):
     run = jax.jit(lambda batch, normalizer: loss(batch, config, parallel=parallel, normalizer=normalizer))
 
     def make(batch):
-        return Normalizer.from_batches(batch, aggregation, parallel=parallel)
+        return normalizer_of(batch, aggregation, parallel=parallel)
 
     wrong = {"larger": LARGER, "smaller": SMALLER}[other]
     value, found = run(BATCH, make(wrong))
@@ -123,13 +123,13 @@ def accumulate(batches, normalizer):
 
 def test_a_step_of_more_micro_batches():
     """Before, -0.076 for -0.085: half of a step over the tokens of all of it."""
-    normalizer = Normalizer.from_batches(STACKED, "token_mean")
+    normalizer = Normalizer.of(SFT(), STACKED)
 
     def half(x):
         return x[:2]
 
     given = jax.tree.map(half, (STACKED, normalizer))
-    with pytest.raises(ValueError, match=r"got one of a step of 4 micro-batches, expected 2: Normalizer\.from_batches"):
+    with pytest.raises(ValueError, match=r"got one of a step of 4 micro-batches, expected 2: Normalizer\.of"):
         accumulate(*given)
     with pytest.raises(ValueError, match="normalizer: got one of a step of 4 micro-batches, expected 2"):
         given[0].validate(V, normalizer=normalizer)
@@ -145,7 +145,7 @@ def test_a_step_of_more_micro_batches():
 def test_normalizers_of_the_micro_batches_themselves():
     """Before, -1.81 for -0.24: a sum of means."""
     alone = dataclasses.replace(STACKED, micro_batches=None)
-    each = [Normalizer.from_batches(jax.tree.map(lambda x, k=k: x[k], alone), "token_mean") for k in range(4)]
+    each = [Normalizer.of(SFT(), jax.tree.map(lambda x, k=k: x[k], alone)) for k in range(4)]
     normalizers = jax.tree.map(lambda *x: jnp.stack(x), *each)
     with pytest.raises(ValueError, match="normalizer: got one of a step of 1 micro-batches, expected 4"):
         accumulate(STACKED, normalizers)
@@ -153,7 +153,7 @@ def test_normalizers_of_the_micro_batches_themselves():
 
 def test_the_part_of_another_micro_batch():
     """Before, -0.259 for -0.344 with sequence_mean_token_mean, which reads the denominators of its own sequences."""
-    normalizer = Normalizer.from_batches(STACKED, "token_mean")
+    normalizer = Normalizer.of(SFT(), STACKED)
     loss, broken = accumulate(STACKED, jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), normalizer))
     assert np.isnan(loss)
     assert "normalizer_of_another_step" in str(broken)
@@ -162,7 +162,7 @@ def test_the_part_of_another_micro_batch():
 def test_one_micro_batch_is_the_step():
     batches = packed(micro_batches=1)
     first = jax.tree.map(lambda x: x[0], batches)
-    stacked, alone = Normalizer.from_batches(batches, "token_mean"), Normalizer.from_batches(first, "token_mean")
+    stacked, alone = Normalizer.of(SFT(), batches), Normalizer.of(SFT(), first)
     expected = loss_at(first, normalizer=alone)[0]
     for normalizer in (jax.tree.map(lambda x: x[0], stacked), None):
         np.testing.assert_array_equal(loss_at(first, normalizer=normalizer)[0], expected)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from policy_steps import step_of
 
-from jaxppo import Normalizer, RolloutBatch, batch_checks, make_parallel_mesh
+from jaxppo import SFT, Normalizer, RolloutBatch, batch_checks, make_parallel_mesh
 
 V = 50
 MESHES = {"in order": None, "zigzag": make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")}
@@ -36,7 +36,7 @@ def test_the_same_error(case, mesh, monkeypatch):
     options = {"row_length": 12, "rows": 8, "num_segments": 4, "parallel": MESHES[mesh]}
     samples = [dataclasses.replace(sample, reward=1.0) for sample in step_of(0)]
     batch = RolloutBatch.from_samples(samples, **options)
-    normalizer = Normalizer.from_batches(batch, "token_mean", parallel=MESHES[mesh])
+    normalizer = Normalizer.of(SFT(), batch, parallel=MESHES[mesh])
     for name, i, place, value in BROKEN[case]:
         x = np.array(getattr(batch, name))
         x[np.flatnonzero(batch.segment_ids.any(axis=1))[i], place] = value

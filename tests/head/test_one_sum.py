@@ -33,7 +33,7 @@ K, T, H, V = 4, 12, 16, 256
 BATCH = RolloutBatch.from_samples(step_of(0), row_length=T, rows=2, num_segments=4, micro_batches=K)
 HIDDEN = jax.random.normal(jax.random.key(0), (K, 2, T, H))
 CONFIG = PolicyLossConfig(entropy_coef=0.01)
-NORMALIZER = Normalizer.from_batches(BATCH, CONFIG.aggregation)
+NORMALIZER = Normalizer.of(CONFIG, BATCH)
 
 
 def mesh_of(names="dp cp tp", kind=AxisType.Auto):
@@ -165,7 +165,7 @@ def test_an_fsdp_kernel_is_summed_over_data_once():
 
 def two_batches():
     batch = RolloutBatch.from_samples(step_of(0), row_length=T, rows=4, num_segments=4, micro_batches=K)
-    return batch, Normalizer.from_batches(batch, CONFIG.aggregation)
+    return batch, Normalizer.of(CONFIG, batch)
 
 
 def test_a_kernel_used_twice_and_in_a_jitted_loss():
@@ -289,7 +289,7 @@ def test_on_accelerators(topology, way):
     def step(kernel, parts):
         hidden, batch = parts
         batch = dataclasses.replace(batch, micro_batches=K)
-        normalizer = Normalizer.from_batches(batch, CONFIG.aggregation, parallel=parallel)
+        normalizer = Normalizer.of(CONFIG, batch, parallel=parallel)
 
         def loss_fn(kernel, part):
             return way({"kernel": kernel}, part, parallel)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policy_steps import LOSSES, loss_named, quick_jit
+from policy_steps import LOSSES, loss_named, normalizer_of, quick_jit
 from tables import sampled
 
 from jaxppo import (
@@ -61,7 +61,7 @@ INPUTS = {
     "bias": RNG.normal(size=V).astype(np.float32),
     "values": RNG.normal(size=(K, R, T)).astype(np.float32),
 }
-NORMALIZER = Normalizer.from_batches(BATCH, AGGREGATION)
+NORMALIZER = normalizer_of(BATCH, AGGREGATION)
 
 
 def entry(where: np.ndarray) -> tuple[int, ...]:
@@ -223,7 +223,7 @@ def test_the_loss_is_nan(kind, way):
         if "normalizer_of" in changed:
             smaller = changed["normalizer_of"]
             of_depths = mtp_normalizers(smaller, 1, aggregation=AGGREGATION)[0]
-            its = of_depths if kind == "mtp" else Normalizer.from_batches(smaller, AGGREGATION)
+            its = of_depths if kind == "mtp" else normalizer_of(smaller, AGGREGATION)
             if way == "micro-batches":  # each micro-batch has fewer tokens than this step
                 its = dataclasses.replace(its, tokens=jnp.ones(K))
             else:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from golden_configs import slime_config, verl_config
 from golden_data import Case, Padded, Ragged, parametrize_cases
-from policy_steps import quick_jit, with_selected
+from policy_steps import normalizer_of, quick_jit, with_selected
 
-from jaxppo import Normalizer, TokenStats, finalize_metrics, log_probs_from_logits, policy_loss
+from jaxppo import TokenStats, finalize_metrics, log_probs_from_logits, policy_loss
 from jaxppo.covariance import covariance_mask
 from jaxppo.kl import kl_divergence
 from jaxppo.policy_losses import KLCov
@@ -76,7 +76,7 @@ def slime_stats(mesh, temperature, entropy, vocab):
 @functools.cache
 def step_normalizer(mesh, aggregation):
     parallel = mesh and make_parallel_mesh(mesh)
-    return quick_jit(functools.partial(Normalizer.from_batches, aggregation=aggregation, parallel=parallel))
+    return quick_jit(lambda batch: normalizer_of(batch, aggregation, parallel=parallel))
 
 
 def check_slime(case: Case, mesh, *, lost_clamp: bool = False):

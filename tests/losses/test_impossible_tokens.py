@@ -112,7 +112,7 @@ def program(config: PolicyLossConfig, path: str, place: Place):
         if place.micro_batches is None:
             (loss, found), gradient = jax.value_and_grad(loss_of, has_aux=True)(params, batch, None)
             return loss, gradient, finalize_metrics(found)
-        normalizer = Normalizer.from_batches(batch, config.aggregation, off_policy=config.off_policy, parallel=parallel)
+        normalizer = Normalizer.of(config, batch, parallel=parallel)
 
         def part(params, given):
             place, batch, normalizer = given

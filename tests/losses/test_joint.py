@@ -405,7 +405,7 @@ def test_bad_input():
     without = dataclasses.replace(batch, ref_log_probs=None)
     with pytest.raises(ValueError, match=r"batch.ref_log_probs: got None, expected f32\[R, T\] for ReferenceKL"):
         loss_from_hidden(params["hidden"], params["kernel"], without, {"a": ReferenceKL()})
-    of_another = Normalizer.from_batches(batch, "token_mean")
+    of_another = Normalizer.of(SFT(), batch)
     with pytest.raises(ValueError, match=r"normalizer: got one of aggregation 'token_mean', expected 'rollout_mean'"):
         call({"near": PARTS["near"]}, normalizer={"near": of_another})
     two = {name: PARTS[name] for name in ("near", "policy")}

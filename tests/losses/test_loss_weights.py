@@ -9,7 +9,7 @@ import oracle
 import pytest
 from oracle import OracleHead
 from oracle.step import with_stats
-from policy_steps import quick_jit, step_of
+from policy_steps import normalizer_of, quick_jit, step_of
 from random_losses import BASE, check_metrics, of_jaxppo
 from random_steps import Drawn, Place, Step, agree, batch_of, step_samples, to_rows, to_samples, with_weights
 
@@ -95,7 +95,7 @@ def test_the_whole_loss_of_a_token_is_weighed(name, path, aggregation, weighted)
     def run(params, batch):
         if place.micro_batches is None:
             return jax.value_and_grad(loss_of, has_aux=True)(params, batch, None)
-        normalizer = Normalizer.from_batches(batch, aggregation, parallel=place.parallel)
+        normalizer = normalizer_of(batch, aggregation, parallel=place.parallel)
 
         def part(params, given):
             here, batch, normalizer = given
@@ -201,7 +201,7 @@ def test_bad_weights():
     one = dataclasses.replace(BATCH, weighted_denominators=True)
     with pytest.raises(ValueError, match=r"batch.loss_weights: got None, expected f32\[R, T\] with weighted_denom"):
         sft(one, "token_mean")
-    normalizer = Normalizer.from_batches(BATCH, "token_mean")
+    normalizer = Normalizer.of(SFT(), BATCH)
     one = dataclasses.replace(one, loss_weights=BATCH.loss_mask)
     with pytest.raises(ValueError, match="normalizer: got one of weighted_denominators=False, expected the batch's, T"):
         policy_loss(TokenStats(jnp.asarray(BATCH.returns)), one, PolicyLossConfig(), normalizer=normalizer)

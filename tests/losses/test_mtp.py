@@ -10,7 +10,7 @@ import pytest
 from hard_rows import LAYOUTS, R, T, hard_batch, layouts_on, sequences
 from policy_steps import quick_jit
 
-from jaxppo import Normalizer, finalize_metrics
+from jaxppo import SFT, Normalizer, finalize_metrics
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
 from sharding import ParallelMesh, logical_positions, make_parallel_mesh
 from sharding.audit.program import collectives, hang_risks
@@ -183,7 +183,7 @@ def test_a_row_with_nothing_to_predict_gives_zero():
     [
         ({"hidden": HIDDEN[:0]}, "hidden: got no depths, expected at least one"),
         ({"head": [KERNEL] * 2}, "head: got 2, expected 3 for the 3 depths of hidden"),
-        ({"normalizers": [Normalizer.from_batches(BATCH, "token_mean")]}, "normalizers: got 1, expected 3"),
+        ({"normalizers": [Normalizer.of(SFT(), BATCH)]}, "normalizers: got 1, expected 3"),
         ({"aggregation": "mean"}, "aggregation: got 'mean', expected one of 'token_mean'"),
     ],
 )

@@ -15,6 +15,7 @@ from jaxppo import (
     KL,
     PPO,
     SAPO,
+    SFT,
     Normalizer,
     OffPolicyConfig,
     PolicyLossConfig,
@@ -215,7 +216,7 @@ def test_accumulation_refuses_denominators_of_a_part(batch, loss):
     """Without the step's numbers the sum over K micro-batches of token means would be K times the loss."""
     stacked = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), batch)
     config = config_of(loss, entropy_coef=0.0)
-    normalizer = Normalizer.from_batches(stacked, "token_mean")
+    normalizer = Normalizer.of(SFT(), stacked)
     selected = stacked.loss_mask if loss != "ppo" else None
 
     def run(normalizer, selected):

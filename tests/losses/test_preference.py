@@ -14,6 +14,7 @@ from preference_steps import COUNT, LOSSES, MESHES, check, step_of, whole
 from tables import sampled
 
 from jaxppo import (
+    SFT,
     Normalizer,
     RolloutBatch,
     TokenStats,
@@ -64,7 +65,7 @@ def test_micro_batches_add_up(name, mesh):
     batches = jax.tree.map(lambda *x: np.stack(x), *(pack(of(*g)) for g in ((0, 2, 3, 5), (1,), (4,))))
 
     def run(batches):
-        normalizer = Normalizer.from_batches(batches, "sequence_mean_token_mean", parallel=parallel)
+        normalizer = Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), batches, parallel=parallel)
         places = jnp.eye(3)
 
         def loss_fn(x, given):
@@ -83,7 +84,7 @@ def test_the_constructor_keeps_pairs_together():
     samples = step_of(3)
     batches = preference.micro_batches_of_pairs(samples, 4, row_length=24)
     assert batches.micro_batches == len(batches.tokens) == 4
-    batches.validate(vocab_size=50, normalizer=Normalizer.from_batches(batches, "sequence_mean_token_mean"))
+    batches.validate(vocab_size=50, normalizer=Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), batches))
     held = [set(x[x >= 0].tolist()) for x in batches.group_ids]
     assert sorted(g for groups in held for g in groups) == [0, 7, 14, 21, 28, 35]
     tokens = (batches.segment_ids > 0).sum(axis=(1, 2))
@@ -120,7 +121,7 @@ def test_a_pair_in_two_micro_batches_is_nan():
     parts = [samples[:6], samples[6:]]  # each has one sample of every pair
     batches = [RolloutBatch.from_samples(x, row_length=24, rows=4, num_segments=6) for x in parts]
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
-    normalizer = Normalizer.from_batches(stacked, "sequence_mean_token_mean")
+    normalizer = Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), stacked)
 
     def loss_fn(x, given):
         return loss_from_stats(TokenStats(x * given[0].returns), given[0], preference.DPO(), normalizer=given[1])
@@ -205,7 +206,7 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"stats.log_probs: got shape \(4, 24\)"):
         loss_from_stats(TokenStats(batch.returns[:4]), batch, loss)
     with pytest.raises(ValueError, match="normalizer: got one of aggregation 'token_mean', expected 'sequence_mean"):
-        loss_from_stats(stats, batch, loss, normalizer=Normalizer.from_batches(batch, "token_mean"))
+        loss_from_stats(stats, batch, loss, normalizer=Normalizer.of(SFT(), batch))
     part = dataclasses.replace(batch, micro_batches=2)
     with pytest.raises(ValueError, match="normalizer: got None for one of 2 micro-batches"):
         loss_from_stats(stats, part, loss)

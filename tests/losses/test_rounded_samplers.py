@@ -12,6 +12,7 @@ import pytest
 from policy_steps import quick_jit
 
 from jaxppo import (
+    SFT,
     Head,
     LoRA,
     Normalizer,
@@ -281,7 +282,7 @@ def test_an_adapter_that_is_not_there(mesh):
     parallel = mesh and make_parallel_mesh(mesh)
     lora = LoRA(*(RNG.normal(size=shape).astype(np.float32) for shape in ((3, H, 2), (3, 2, V))), 0.5)
     batches = jax.tree.map(lambda x: jnp.asarray(x).reshape(2, 2, *x.shape[1:]), BATCH)
-    normalizer = Normalizer.from_batches(batches, "token_mean", parallel=parallel)
+    normalizer = Normalizer.of(SFT(), batches, parallel=parallel)
 
     @quick_jit
     def run(adapter_ids):

@@ -53,7 +53,7 @@ def of_stats(config: dict[str, Any], where: Place, traced: bool) -> Any:
 
             (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(stats)
             return loss, gradient, finalize_metrics(found), selected
-        normalizer = Normalizer.from_batches(batch, mine.aggregation, off_policy=mine.off_policy, parallel=parallel)
+        normalizer = Normalizer.of(mine, batch, parallel=parallel)
 
         def part(stats: Any, given: Any) -> Any:
             here, batch, normalizer, selected = given

@@ -14,6 +14,7 @@ from jax import lax
 from oracle.head import head_gradient, logits
 from oracle.samples import sample_weights, weighted_sum
 from oracle.step import through_head
+from policy_steps import normalizer_of
 from random_heads import HeadShape, head_of, head_step, heads
 from random_losses import AGGREGATIONS, between, norm_of
 from random_steps import (
@@ -41,7 +42,7 @@ from search_checks import (
 )
 from searches import search
 
-from jaxppo import SFT, Normalizer, Value, log_probs_from_hidden, loss_from_hidden, loss_from_stats
+from jaxppo import SFT, Value, log_probs_from_hidden, loss_from_hidden, loss_from_stats
 from jaxppo.losses.distillation import distillation_loss
 from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
 
@@ -74,7 +75,7 @@ def check_value_loss(options: dict, where: Place, drawn: list[Step]):
     run = accumulated(
         lambda p, b, n: loss_from_stats(p["values"], b, Value(**options), parallel=parallel, normalizer=n),
         where,
-        lambda b: Normalizer.from_batches(b, aggregation, parallel=parallel),
+        lambda b: normalizer_of(b, aggregation, parallel=parallel),
     )
     for step in drawn:
         samples = step_samples(step)
@@ -121,7 +122,7 @@ def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[St
         return loss_from_stats(stats, batch, SFT(**options), parallel=parallel, normalizer=normalizer)
 
     aggregation = options["aggregation"]
-    run = accumulated(loss_of, where, lambda b: Normalizer.from_batches(b, aggregation, parallel=parallel))
+    run = accumulated(loss_of, where, lambda b: normalizer_of(b, aggregation, parallel=parallel))
     shape = dataclasses.replace(shape, nucleus=False)
     for step in drawn:
         found = head_step(step, shape)
@@ -210,7 +211,7 @@ def check_distillation_loss(kind: str, beta: float, aggregation: str, where: Pla
     rows = {"hidden": hidden_rows(step, student, batch, shape, False)}
     rows |= {"teacher": hidden_rows(step, teacher, batch, plain, False)}
     params = {"rows": rows, "head": student.arrays, "teacher_head": teacher.arrays}
-    run = accumulated(loss_of, where, lambda b: Normalizer.from_batches(b, aggregation, parallel=parallel))
+    run = accumulated(loss_of, where, lambda b: normalizer_of(b, aggregation, parallel=parallel))
     loss, gradient, found = run(params, batch)
 
     weights, values, by_hidden, by_head = sample_weights(samples, aggregation, norm), [], [], []

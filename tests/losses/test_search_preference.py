@@ -32,7 +32,7 @@ from random_steps import (
 from search_checks import accumulated, check_found, check_rows
 from searches import search
 
-from jaxppo import Normalizer, RolloutBatch, TokenStats, loss_from_stats
+from jaxppo import SFT, Normalizer, RolloutBatch, TokenStats, loss_from_stats
 from jaxppo.losses import preference
 
 LACKING = tuple({*VALUES} - {"ref_log_probs"})
@@ -149,7 +149,7 @@ def check_preference_loss(name: str, options: dict[str, Any], where: Place, step
 
 def of_pairs(loss_of: Any, where: Place) -> Any:
     def normalizer_of(batch: Any) -> Normalizer:
-        return Normalizer.from_batches(batch, "sequence_mean_token_mean", parallel=where.parallel)
+        return Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), batch, parallel=where.parallel)
 
     return accumulated(loss_of, where, normalizer_of)
 

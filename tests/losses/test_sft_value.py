@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hard_rows import MESHES, hard_batch
 from plain_head import plain_logits, reference_from_hidden
-from policy_steps import quick_jit
+from policy_steps import normalizer_of, quick_jit
 
 from jaxppo import (
     SFT,
@@ -21,7 +21,6 @@ from jaxppo import (
     loss_from_hidden,
     loss_from_stats,
 )
-from jaxppo.aggregation import Normalizer
 from jaxppo.head.types import TokenStats
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 
@@ -69,7 +68,7 @@ def test_micro_batches_add_up(fn, aggregation):
         return a.reshape(2, 4, *a.shape[1:])
 
     stacked = jax.tree.map(stack, batch)
-    normalizers = Normalizer.from_batches(stacked, aggregation)
+    normalizers = normalizer_of(stacked, aggregation)
 
     def part(tree, k):
         return jax.tree.map(lambda a: a[k], tree)

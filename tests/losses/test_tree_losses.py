@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policy_steps import config_of, quick_jit, whole
+from policy_steps import config_of, normalizer_of, quick_jit, whole
 from shared_prompts import assert_same_tokens, both, three_levels
 from tables import sampled
 
@@ -69,7 +69,7 @@ def test_losses_metrics_and_gradients(mesh, layout, kind):
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "rollout_mean"])
 def test_no_denominator_counts_a_shared_prefix(aggregation):
-    plain, trees = (Normalizer.from_batches(batch, aggregation) for batch in both(SAMPLES, row_length=LENGTH))
+    plain, trees = (normalizer_of(batch, aggregation) for batch in both(SAMPLES, row_length=LENGTH))
     assert float(plain.sequences) == float(trees.sequences)
     assert float(plain.tokens) == float(trees.tokens)
     assert sorted(plain.denominators[plain.counts > 0]) == sorted(trees.denominators[trees.counts > 0])
@@ -189,7 +189,7 @@ def test_stacked_micro_batches():
     assert trees.parents.shape == trees.sample_ids.shape
     for batch in (plain, trees):
         batch.validate(60)
-    found, expected = (Normalizer.from_batches(batch, "sequence_mean_token_mean") for batch in (trees, plain))
+    found, expected = (Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), batch) for batch in (trees, plain))
     np.testing.assert_array_equal(found.sequences, expected.sequences)
     assert isinstance(jax.tree.map(lambda x: x[0], trees), RolloutBatch)
     assert trees.paths.attends(trees.paths).shape == (*trees.tokens.shape, 48)

@@ -63,7 +63,7 @@ TAKE_A_BATCH = {
     "shift_targets": lambda batch: shift_targets(batch, 1),
     "distillation_loss": lambda batch: distillation_loss(HIDDEN, KERNEL, HIDDEN, KERNEL, batch),
     "compute_log_probs": lambda batch: compute_log_probs(lambda _, batch: STATS, None, batch),
-    "Normalizer": lambda batch: Normalizer.from_batches(batch, "rollout_mean"),
+    "Normalizer": lambda batch: Normalizer.of(SFT(aggregation="rollout_mean"), batch),
     "covariance_mask": lambda batch: covariance_mask(STATS, batch, PolicyLossConfig(ClipCov()), jax.random.key(0)),
     "mismatch_metrics": lambda batch: mismatch_metrics(batch),
     "staleness_metrics": lambda batch: staleness_metrics(batch, 3),

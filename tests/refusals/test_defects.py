@@ -90,7 +90,7 @@ def test_1_rollouts_of_three_and_of_one(mesh, seed):
     rollouts = np.random.default_rng(seed).permutation([7, 7, 7, 9])
     parallel = mesh and make_parallel_mesh(mesh)
     batch = RolloutBatch.from_samples(one_token_samples(rollouts), row_length=4, rows=8, parallel=parallel)
-    normalizer = Normalizer.from_batches(batch, "rollout_mean", parallel=parallel)
+    normalizer = Normalizer.of(SFT(aggregation="rollout_mean"), batch, parallel=parallel)
     there = batch.sample_ids >= 0
     np.testing.assert_array_equal(normalizer.denominators, np.where(there, np.where(batch.rollouts == 7, 3, 1), 0))
     assert normalizer.sequences == 2
@@ -102,7 +102,7 @@ def test_1_rollouts_of_three_and_of_one(mesh, seed):
 def test_1_twenty_four_samples_in_rollouts_of_three(micro_batches):
     rollouts = np.random.default_rng(2).permutation(np.arange(24) // 3)
     batch = RolloutBatch.from_samples(one_token_samples(rollouts), row_length=6, micro_batches=micro_batches)
-    normalizer = Normalizer.from_batches(batch, "rollout_mean")
+    normalizer = Normalizer.of(SFT(aggregation="rollout_mean"), batch)
     np.testing.assert_array_equal(normalizer.denominators, np.where(batch.sample_ids >= 0, 3, 0))
     assert (np.asarray(normalizer.sequences) == 8).all()
     config = PolicyLossConfig(aggregation="rollout_mean")
@@ -153,7 +153,7 @@ def eager_calls(parallel):
         "covariance_mask": lambda: covariance_mask(
             TokenStats(x), BATCH, PolicyLossConfig(ClipCov()), jax.random.key(0), parallel
         ),
-        "normalizer": lambda: Normalizer.from_batches(BATCH, "rollout_mean", **p).denominators,
+        "normalizer": lambda: Normalizer.of(SFT(aggregation="rollout_mean"), BATCH, **p).denominators,
         "gae": lambda: advantages.gae(x, x, BATCH, **p),
         "discounted_returns": lambda: advantages.discounted_returns(x, BATCH, **p),
         "token_rewards": lambda: advantages.token_rewards(BATCH.rewards, BATCH, **p),

@@ -46,7 +46,7 @@ def test_10_batches_of_nothing(size):
         lambda: policy_loss(TokenStats(x), batch, PolicyLossConfig()),
         lambda: loss_from_stats(TokenStats(x), batch, SFT()),
         lambda: loss_from_stats(x, batch, Value()),
-        lambda: Normalizer.from_batches(batch, "token_mean"),
+        lambda: Normalizer.of(SFT(), batch),
         lambda: advantages.gae(x, x, batch),
         lambda: advantages.token_rewards(batch.rewards, batch),
     ):
@@ -131,7 +131,7 @@ def test_10_a_veto_that_nothing_reaches(veto):
 def test_10_a_normalizer_of_which_one_field_was_not_sliced(field):
     """The mean was then over K, or broadcast."""
     batches = RolloutBatch.from_samples(samples(), row_length=8, rows=4, micro_batches=2)
-    whole = Normalizer.from_batches(batches, "sequence_mean_token_mean")
+    whole = Normalizer.of(SFT(aggregation="sequence_mean_token_mean"), batches)
     first, one = jax.tree.map(lambda x: x[0], (batches, whole))
     wrong = dataclasses.replace(one, **{field: getattr(whole, field)})
     config = PolicyLossConfig(aggregation="sequence_mean_token_mean")

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from policy_steps import normalizer_of
 from tables import sampled
 
 from jaxppo import (
     PPO,
-    Normalizer,
     PolicyLossConfig,
     RolloutBatch,
     TokenStats,
@@ -128,7 +128,7 @@ def test_5_uneven_micro_batches_are_the_whole(loss, aggregation, mesh):
     stacked, whole, log_probs = micro_batches()
     parallel = None if mesh is None else make_parallel_mesh(mesh)
     config = PolicyLossConfig(policy_losses.by_name(loss), aggregation=aggregation)
-    normalizers = Normalizer.from_batches(stacked, aggregation)
+    normalizers = normalizer_of(stacked, aggregation)
 
     def part(scale, given):
         log_probs, batch, normalizer = given

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from padded_batches import IDS, ONES, aligned, padded, shifted, thd
+from policy_steps import normalizer_of
 
 from examples.trainer.spikes import load_batch
 from jaxppo import (
@@ -19,7 +20,6 @@ from jaxppo import (
     SFT,
     Head,
     LoRA,
-    Normalizer,
     OffPolicyConfig,
     ParallelMesh,
     PolicyLossConfig,
@@ -223,7 +223,7 @@ CONFIGS = {
     "a delta below 0": (lambda: OffPolicyConfig(opsm_delta=-1.0), "opsm_delta: got -1.0"),
     "a delta of NaN": (lambda: OffPolicyConfig(opsm_delta=NAN), "opsm_delta: got nan"),
     "an unknown statistic": (lambda: Rejection("token_k4"), "statistic: got 'token_k4'"),
-    "an aggregation of nothing": (lambda: Normalizer.from_batches(BATCH, "mean"), "aggregation: got 'mean'"),
+    "an aggregation of nothing": (lambda: normalizer_of(BATCH, "mean"), "aggregation: got 'mean'"),
     # heads
     "a kernel of three dimensions": (lambda: head(jnp.ones((6, V, 1))), "kernel: got|head.kernel: got"),
     "a kernel of integers": (lambda: head(jnp.ones((6, V), int)), "head.kernel: got dtype int32"),

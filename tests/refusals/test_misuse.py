@@ -136,7 +136,7 @@ def test_accumulation_cannot_be_passed_by_a_function_that_was_traced_before():
 
 def test_a_normalizer_that_does_not_fit():
     batches = stacked()
-    normalizers = Normalizer.from_batches(batches, "token_mean")
+    normalizers = Normalizer.of(SFT(), batches)
     with pytest.raises(ValueError, match=r"normalizer: got tokens of shape \(2,\), .* its part of each field"):
         loss_at(slice_of(batches, 0), LOG_PROBS[:4], normalizer=normalizers)
     of_another = PolicyLossConfig(aggregation="sequence_mean_token_mean")
@@ -178,7 +178,7 @@ def test_a_batch_packed_for_another_layout_or_other_shards(packed_for, jitted):
     calls = {
         "gae": lambda b: advantages.gae(b.advantages, b.advantages, b, parallel=zigzag),
         "loss": lambda b: policy_loss(TokenStats(b.old_log_probs), b, CONFIG, parallel=zigzag)[0],
-        "normalizer": lambda b: Normalizer.from_batches(b, "token_mean", parallel=zigzag).tokens,
+        "normalizer": lambda b: Normalizer.of(SFT(), b, parallel=zigzag).tokens,
         "put": lambda b: b.put(zigzag),
     }
     for name, call in calls.items():
@@ -197,7 +197,7 @@ def test_a_call_that_forgets_the_mesh():
     calls = {
         "gae": lambda **p: advantages.gae(batch.advantages, batch.advantages, batch, **p),
         "loss": lambda **p: loss_at(batch, batch.old_log_probs, **p),
-        "normalizer": lambda **p: Normalizer.from_batches(batch, "token_mean", **p),
+        "normalizer": lambda **p: Normalizer.of(SFT(), batch, **p),
     }
     for call in calls.values():
         with pytest.raises(ValueError, match=r"expected 'contiguous' over 1, .* this call lacks parallel=, the mesh"):
@@ -226,8 +226,8 @@ ROUNDED = {
         dataclasses.replace(BATCH, ref_log_probs=BATCH.old_log_probs.astype(x.dtype)),
         CONFIG,
     ),
-    "Normalizer": lambda x: Normalizer.from_batches(
-        dataclasses.replace(BATCH, ref_log_probs=BATCH.old_log_probs.astype(x.dtype)), "token_mean"
+    "Normalizer": lambda x: Normalizer.of(
+        SFT(), dataclasses.replace(BATCH, ref_log_probs=BATCH.old_log_probs.astype(x.dtype))
     ),
     "mismatch_metrics": lambda x: mismatch_metrics(
         dataclasses.replace(BATCH, rollout_log_probs=BATCH.old_log_probs), LOG_PROBS.astype(x.dtype)

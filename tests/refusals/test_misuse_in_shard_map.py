@@ -48,8 +48,8 @@ NEED_SUMS = {
     "whitening": lambda b, x: advantages.whiten(x, b.loss_mask).sum(),
     "groups": lambda b, x: advantages.grpo(b.rewards, b.group_ids).sum(),
     "selection": lambda b, x: covariance_mask(TokenStats(x), b, SELECTING, jax.random.key(0)).sum(),
-    "normalizer": lambda b, x: Normalizer.from_batches(b, "token_mean").tokens,
-    "rollouts": lambda b, x: Normalizer.from_batches(b, "rollout_mean").tokens,
+    "normalizer": lambda b, x: Normalizer.of(SFT(), b).tokens,
+    "rollouts": lambda b, x: Normalizer.of(SFT(aggregation="rollout_mean"), b).tokens,
 }
 
 
@@ -70,7 +70,7 @@ def test_pmap_is_noticed():
 def test_what_is_legitimate_in_ones_own_shard_map():
     expected, _ = loss_at(BATCH)
     tokens = MESH.axes.tokens
-    whole = Normalizer.from_batches(BATCH, "token_mean")
+    whole = Normalizer.of(SFT(), BATCH)
 
     def own_psum(b, x, normalizer):
         return jax.lax.psum(loss_at(b, x, normalizer=normalizer)[0], tokens)

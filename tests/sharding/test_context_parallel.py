@@ -85,7 +85,7 @@ def everything(parallel, stats, batch):
     found["gae"] = advantages.gae(tokens, batch.values, batch, gamma=0.99, lam=0.95, parallel=parallel)
     found["whiten"] = advantages.whiten(stats.log_probs, batch.loss_mask, parallel=parallel)
     found["grpo"] = advantages.grpo(batch.rewards, batch.group_ids, parallel=parallel)
-    found["rollouts"] = Normalizer.from_batches(batch, "rollout_mean", parallel=parallel).denominators
+    found["rollouts"] = Normalizer.of(SFT(aggregation="rollout_mean"), batch, parallel=parallel).denominators
     found["mismatch"] = finalize_metrics(mismatch_metrics(batch, parallel=parallel))
     return found
 

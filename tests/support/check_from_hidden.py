@@ -40,7 +40,7 @@ def of_hidden(config: dict[str, Any], where: Place, shape: HeadShape) -> Any:
 
             (loss, found), gradient = jax.value_and_grad(fn, has_aux=True)(params)
             return loss, gradient, finalize_metrics(found), selected
-        normalizer = Normalizer.from_batches(batch, mine.aggregation, off_policy=mine.off_policy, parallel=parallel)
+        normalizer = Normalizer.of(mine, batch, parallel=parallel)
         by_token = {k: x for k, x in options.items() if getattr(x, "ndim", 0)}
 
         def part(params: Any, given: Any) -> Any:

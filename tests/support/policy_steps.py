@@ -10,7 +10,7 @@ import numpy as np
 from jaxppo import KL, Normalizer, PolicyLossConfig, RolloutBatch, Sample, TokenStats, accumulate_gradients, policy_loss
 from jaxppo._arrays import Aggregation
 from jaxppo.covariance import covariance_mask
-from jaxppo.policy_losses import BY_NAME, PolicyLoss, by_name
+from jaxppo.policy_losses import BY_NAME, PolicyLoss, Reinforce, by_name
 from sharding import make_parallel_mesh
 
 # These programs run only a few times, so that nearly all of their time is compiling.
@@ -98,6 +98,13 @@ def with_selected(batch: RolloutBatch, selected) -> RolloutBatch:
     return batch if selected is None else dataclasses.replace(batch, extras={"selected": selected})
 
 
+def normalizer_of(batch: RolloutBatch, aggregation: str, off_policy=None, parallel=None) -> Normalizer:
+    """The normalizer of a step for any loss with this aggregation and correction."""
+    norm = 1.0 if aggregation == "sequence_mean_token_sum_norm" else None
+    config = PolicyLossConfig(Reinforce(), aggregation=aggregation, aggregation_norm=norm, off_policy=off_policy)
+    return Normalizer.of(config, batch, parallel=parallel)
+
+
 def selected_of(batch, config, parallel):
     if config.loss.selects is None:
         return None
@@ -128,9 +135,7 @@ def accumulated(config: PolicyLossConfig, mesh: str | None = None, metrics: bool
     parallel = mesh and make_parallel_mesh(mesh, explicit=explicit)
 
     def run(batches):
-        normalizer = Normalizer.from_batches(
-            batches, config.aggregation, off_policy=config.off_policy, parallel=parallel
-        )
+        normalizer = Normalizer.of(config, batches, parallel=parallel)
         selected = selected_of(batches, config, parallel)
         places = np.eye(batches.loss_mask.shape[0], dtype=np.float32)
 

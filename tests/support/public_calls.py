@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from policy_steps import step_of
+from policy_steps import normalizer_of, step_of
 
 import jaxppo
 from jaxppo import (
@@ -127,7 +127,7 @@ def policy(g: Given, config: PolicyLossConfig, **options: Any) -> Any:
 
 def in_micro_batches(g: Given) -> Any:
     batch = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), g.batch)
-    normalizer = Normalizer.from_batches(batch, "rollout_mean", **g.on)
+    normalizer = Normalizer.of(SFT(aggregation="rollout_mean"), batch, **g.on)
     hidden = g.hidden.reshape(2, -1, T, H)
     config = PolicyLossConfig(PPO(), aggregation="rollout_mean")
 
@@ -384,9 +384,7 @@ CALLS: dict[str, Callable[[Given], Any]] = {
         lambda x: (renormalised_entropy(jnp.stack([x, x - 1], axis=-1)).sum(), {}), g.batch.returns
     ),
     "accumulate_gradients": in_micro_batches,
-    "Normalizer.from_batches": lambda g: Normalizer.from_batches(
-        g.batch, "sequence_mean_token_mean", off_policy=CORRECTED, **g.on
-    ),
+    "Normalizer.of": lambda g: normalizer_of(g.batch, "sequence_mean_token_mean", off_policy=CORRECTED, **g.on),
     "RolloutBatch.from_padded": padded,
     "RolloutBatch.from_token_aligned": lambda g: aligned(g, RolloutBatch.from_token_aligned, "tokens"),
     "RolloutBatch.from_target_aligned": lambda g: aligned(g, RolloutBatch.from_target_aligned, "tokens", "targets"),

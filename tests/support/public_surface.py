@@ -51,7 +51,7 @@ COVARIANCE = PolicyLossConfig(ClipCov())
 EXTRAS = {"selected": MASK, "teacher_ids": IDS, "teacher_log_probs": OF_IDS}
 GIVEN = dataclasses.replace(BATCH, extras=EXTRAS)
 PARTS = {"policy": Part(PolicyLossConfig(), 1.0), "taught": Part(TopKDistillation(), 0.5)}
-NORMALIZER = Normalizer.from_batches(BATCH, "token_mean")
+NORMALIZER = Normalizer.of(SFT(), BATCH)
 MTP = mtp.mtp_normalizers(PLAIN, 1)
 
 SOFT: dict[str, Any] = {"parallel": None}
@@ -134,9 +134,6 @@ CALLS: dict[str, dict[str, Any]] = {
         "row_length": T, "num_segments": S,
     },
     "RolloutBatch.validate": {"vocab_size": V, "normalizer": NORMALIZER},
-    "Normalizer.from_batches": {
-        **SOFT, "micro_batches": BATCH, "aggregation": "token_mean", "off_policy": OffPolicyConfig(weights="token"),
-    },
     "accumulate_gradients": {
         **SOFT, "loss_fn": lambda w, x: ((w * x).sum(), {}), "micro_batches": jnp.ones((2, 3)),
     },

@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from policy_steps import normalizer_of
 from programs import start_devices
 
 MESHES = {"one device": None, "a mesh": "dp=2,cp=2,tp=2"}
@@ -16,7 +17,7 @@ V, H, RANK = 24, 8, 2
 
 def arguments(mesh):
     """The mesh, and a head with an adapter, hidden states, a batch of two rows of samples, and its normalizer."""
-    from jaxppo import Head, LoRA, Normalizer, OffPolicyConfig, RolloutBatch, Sample, make_parallel_mesh
+    from jaxppo import Head, LoRA, OffPolicyConfig, RolloutBatch, Sample, make_parallel_mesh
 
     parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
     rng = np.random.default_rng(0)
@@ -32,7 +33,7 @@ def arguments(mesh):
     batch = RolloutBatch.from_samples(samples, row_length=16, rows=2, parallel=parallel)
     batch = batch.put(parallel) if parallel else batch
     off_policy = OffPolicyConfig("token", batch_normalize=True)
-    normalizer = Normalizer.from_batches(batch, "token_mean", off_policy=off_policy, parallel=parallel)
+    normalizer = normalizer_of(batch, "token_mean", off_policy=off_policy, parallel=parallel)
     head = Head(
         jnp.asarray(rng.normal(size=(H, V)), jnp.float32),
         lora=LoRA(*(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((H, RANK), (RANK, V))), scale=0.3),

@@ -164,7 +164,7 @@ def in_my_own_shard_map(params: Params, batch: RolloutBatch, parallel: ParallelM
 
 def step(params: Params, micro_batches: RolloutBatch, parallel: ParallelMesh) -> Params:
     config = PolicyLossConfig(aggregation="sequence_mean_token_mean")
-    normalizer = Normalizer.from_batches(micro_batches, config.aggregation, parallel=parallel)
+    normalizer = Normalizer.of(config, micro_batches, parallel=parallel)
 
     def loss_fn(params: Params, part: tuple[RolloutBatch, Normalizer]) -> tuple[jax.Array, Metrics]:
         batch, normalizer = part
