@@ -46,6 +46,18 @@ class _OfPart(Protocol):
     def of(self, batch: RolloutBatch) -> RolloutBatch: ...
 
 
+@runtime_checkable
+class _OfDepths(Protocol):
+    """A loss of several depths of a model, each with a mask of its own."""
+
+    @property
+    def aggregation(self) -> Aggregation: ...
+
+    def depth_batches(
+        self, micro_batches: RolloutBatch, parallel: ParallelMesh | ShardAxes | None
+    ) -> list[RolloutBatch]: ...
+
+
 @register(static=["aggregation", "off_policy", "micro_batches", "weighted"])
 @dataclasses.dataclass(frozen=True)
 class Normalizer:
@@ -94,6 +106,12 @@ class Normalizer:
     @overload
     @classmethod
     def of(
+        cls, loss: _OfDepths, micro_batches: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None
+    ) -> list[Normalizer]: ...
+
+    @overload
+    @classmethod
+    def of(
         cls,
         loss: PolicyLoss | _Aggregated | _OfPart,
         micro_batches: RolloutBatch,
@@ -106,13 +124,14 @@ class Normalizer:
         """The denominators of a step for a loss.
 
         Args:
-          loss: as `loss_from_hidden` takes it.
+          loss: as `loss_from_hidden` takes it, or an `MTP` or a `Draft` with their number of depths.
           micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
           parallel: the mesh.
 
         Returns:
           A `Normalizer` for the batch, or one for each micro-batch, stacked: slices of it go with slices of them. For a
-          sum of parts, one for each part by name, with its own mask and weights.
+          sum of parts, one for each part by name, with its own mask and weights; of several depths, a list with one for
+          each.
 
         Raises:
           TypeError: something else in place of a loss.
@@ -132,10 +151,22 @@ class Normalizer:
         if isinstance(loss, _OfPart):
             check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
             return cls.of(loss.loss, loss.of(micro_batches), parallel=parallel)
+        if isinstance(loss, _OfDepths):
+            batches = loss.depth_batches(checked(micro_batches, stacked=True, prefix="micro_batches."), parallel)
+            return [cls._of(loss.aggregation, None, batch, parallel) for batch in batches]
         loss = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
         if not isinstance(loss, _Aggregated):
             raise TypeError(f"loss: got {type(loss).__name__}, expected a loss as loss_from_hidden takes it")
-        aggregation, off_policy = loss.aggregation, loss.off_policy
+        return cls._of(loss.aggregation, loss.off_policy, micro_batches, parallel)
+
+    @classmethod
+    def _of(
+        cls,
+        aggregation: Aggregation,
+        off_policy: OffPolicyConfig | None,
+        micro_batches: RolloutBatch,
+        parallel: ParallelMesh | ShardAxes | None,
+    ) -> Normalizer:
         check_choice("aggregation", aggregation, Aggregation)
         micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
         check_whole_step("Normalizer.of", micro_batches)

@@ -12,15 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import (
-    Aggregation,
-    Coefficient,
-    check_choice,
-    check_count,
-    check_floating,
-    check_number,
-    checked_number,
-)
+from jaxppo._arrays import Aggregation, Coefficient, check_choice, check_field, check_floating
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.comparison import F32_UNIT, comparison_of_tokens
@@ -31,14 +23,55 @@ from jaxppo.head.prepare import HeadOptions
 from jaxppo.head.types import Inputs, Prepared
 from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.distillation import DivergenceLoss
-from jaxppo.losses.mtp import Heads, States, heads_of, shift_targets, shift_temperature
+from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature
 from jaxppo.metrics import Metric, Metrics, reduce_metric
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
 from jaxppo.validation import checked
 
-__all__ = ["draft_loss", "draft_metrics", "draft_normalizers"]
+__all__ = ["Draft", "draft_loss", "draft_metrics"]
 
 Objective = Literal["soft_cross_entropy", "total_variation", "end_to_end", "likelihood"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft(OfDepths):
+    """The options of `draft_loss`.
+
+    Args:
+      depths: the number of depths, needed by `Normalizer.of` alone; by default as many as the loss's `hidden` has.
+      objective: one of the four of `draft_loss`.
+      eta: how quickly "likelihood" changes from the divergence to the total variation as acceptance grows.
+      coef: the factor of the sum, or of the single loss of "end_to_end".
+      aggregation: the denominators of a depth, see `SFT`.
+
+    Raises:
+      TypeError, ValueError: an option of another type or out of its range; an aggregation by a constant length.
+
+    Example:
+      >>> from jaxppo.losses.draft import Draft
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
+      >>> [float(n.tokens) for n in Normalizer.of(Draft(depths=2), batch)]
+      [2.0, 1.0]
+    """
+
+    objective: Objective = "soft_cross_entropy"
+    eta: Coefficient = 3.0
+    coef: float | Array = 0.1
+    aggregation: Aggregation = "token_mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("objective", self.objective, Objective)
+        check_field(self, "eta", least=0)
+        check_field(self, "coef")
+        DivergenceLoss(self.aggregation, None)
+
+    @property
+    def losses(self) -> int:
+        return 1 if self.objective == "end_to_end" else super().losses
+
+    def shifted(self, batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
+        return _shifted(batch, k, parallel)
 
 
 def draft_loss(
@@ -47,11 +80,8 @@ def draft_loss(
     policy_hidden: Float[Array, "R T G"],
     policy_head: Head | Float[Array, "G V"],
     batch: RolloutBatch,
+    loss: Draft | None = None,
     *,
-    objective: Objective = "soft_cross_entropy",
-    eta: Coefficient = 3.0,
-    coef: float | Array = 0.1,
-    aggregation: Aggregation = "token_mean",
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizers: Sequence[Normalizer] | None = None,
     temperature: float | Array = 1.0,
@@ -77,12 +107,9 @@ def draft_loss(
       policy_hidden: `[R, T, G]`, the policy's final hidden states.
       policy_head: the policy's head, with the same number of columns and the same sharding.
       batch: `[R, T]`; only its sequences, loss mask and loss weights are read.
-      objective: one of the four above.
-      eta: how quickly "likelihood" changes from the divergence to the total variation as acceptance grows.
-      coef: the factor of the sum, or of the single loss of "end_to_end".
-      aggregation: the denominators of a depth, see `SFT`.
+      loss: the objective and other options; by default `Draft()`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
-      normalizers: `draft_normalizers` of the whole step where the batch is one of its micro-batches.
+      normalizers: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches.
       temperature: divides both models' logits. An `[R, T]` array belongs to the predicted tokens: depth k reads it at
         t + k, where the policy predicts that token.
       **options: see `HeadOptions`.
@@ -92,26 +119,26 @@ def draft_loss(
       `draft_{k}_acceptance`, the mean of a_k, and `draft_{k}_broken_rules` (see `policy_loss`).
 
     Raises:
-      TypeError, ValueError: no depth; a number of heads or normalizers that is not the number of depths; an unknown
-        objective; an aggregation by a constant length; states or heads that do not fit each other.
+      TypeError, ValueError: no depth; a number of heads or normalizers that is not the number of depths; states
+        or heads that do not fit each other.
 
     Example:
-      >>> from jaxppo.losses.draft import draft_loss
+      >>> from jaxppo.losses.draft import Draft, draft_loss
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
       >>> states = jnp.zeros((1, 1, 4, 2)), jnp.zeros((2, 8)), jnp.ones((1, 4, 2)), jnp.zeros((2, 8))
-      >>> loss, metrics = draft_loss(*states, batch, coef=1.0)
+      >>> loss, metrics = draft_loss(*states, batch, Draft(coef=1.0))
       >>> round(float(loss), 4), round(float(metrics["draft_1_acceptance"].value), 4)  # log 8
       (2.0794, 1.0)
 
     Total variation: Bebop 2026, https://arxiv.org/abs/2606.12370; likelihood: 2026, https://arxiv.org/abs/2602.23881.
     Soft cross-entropy is in SkyRL and NeMo-RL, the others in pull requests of Megatron and speculators.
     """
-    check_choice("objective", objective, Objective)
-    eta = checked_number("eta", eta, least=0)
-    check_number("coef", coef)
-    of_tokens = DivergenceLoss(aggregation, None)
+    loss = Draft() if loss is None else loss
+    if not isinstance(loss, Draft):
+        raise TypeError(f"loss: got {type(loss).__name__}, expected Draft")
+    of_tokens, objective = DivergenceLoss(loss.aggregation, None), loss.objective
     batch = checked(batch)
-    heads = heads_of(hidden, head, normalizers, 1 if objective == "end_to_end" else None)
+    heads = heads_of(hidden, head, normalizers, loss)
     kinds = {"soft_cross_entropy": ("cross_entropy",), "likelihood": ("forward_kl",)}.get(objective, ())
     policy = policy_hidden, policy_head
     walk: dict[str, Any] = {"parallel": parallel, "temperature": temperature, "options": options}
@@ -119,17 +146,17 @@ def draft_loss(
     if objective == "end_to_end":
         parts = [(_end_to_end(depths), depths[0].batch)]
     else:
-        parts = [(_of_depth(depth, objective, eta), depth.batch) for depth in depths]
+        parts = [(_of_depth(depth, objective, loss.eta), depth.batch) for depth in depths]
     total, metrics = jnp.float32(0), {}
-    numbers = {"coef": coef, "eta": eta} if objective == "likelihood" else {"coef": coef}
+    numbers = {"coef": loss.coef} | ({"eta": loss.eta} if objective == "likelihood" else {})
     for k, (losses, shifted) in enumerate(parts, 1):
         normalizer = None if normalizers is None else normalizers[k - 1]
-        loss, found = loss_of_stats("draft_loss", of_tokens, losses, shifted, parallel, normalizer, numbers=numbers)
-        total += loss
+        value, found = loss_of_stats("draft_loss", of_tokens, losses, shifted, parallel, normalizer, numbers=numbers)
+        total += value
         metrics[f"draft_{k}_broken_rules"] = found["broken_rules"]
     for k, depth in enumerate(depths, 1):
         metrics[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
-    total *= lax.stop_gradient(coef) / len(parts)
+    total *= lax.stop_gradient(loss.coef) / len(parts)
     return total, metrics | {"draft_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
 
 
@@ -173,7 +200,7 @@ def draft_metrics(
       >>> {name: round(float(x), 4) for name, x in found.items()}
       {'draft_1_acceptance': 0.525, 'draft_1_agreement': 1.0}
     """
-    batch, heads = checked(batch), heads_of(hidden, head, None)
+    batch, heads = checked(batch), heads_of(hidden, head)
     found: Metrics = {}
     for k, its_head in enumerate(heads, 1):
         shifted = _shifted(batch, k, parallel)
@@ -190,39 +217,6 @@ def draft_metrics(
         found[f"draft_{k}_acceptance"] = _mean(1 - apart, shifted, parallel)
         found[f"draft_{k}_agreement"] = _mean(same, shifted, parallel)
     return found
-
-
-def draft_normalizers(
-    micro_batches: RolloutBatch,
-    depths: int,
-    *,
-    aggregation: Aggregation = "token_mean",
-    parallel: ParallelMesh | ShardAxes | None = None,
-) -> list[Normalizer]:
-    """The denominators of each depth over a whole step, for `draft_loss`; "end_to_end" takes those of one depth.
-
-    Args:
-      micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
-      depths: the number of depths.
-      aggregation: that of `draft_loss`.
-      parallel: the mesh.
-
-    Returns:
-      A `Normalizer` for each depth, stacked like the micro-batches.
-
-    Raises:
-      ValueError: see `Normalizer.of`.
-
-    Example:
-      >>> from jaxppo.losses.draft import draft_normalizers
-      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
-      >>> [float(n.tokens) for n in draft_normalizers(batch, 2)]
-      [2.0, 1.0]
-    """
-    check_count("depths", depths, least=1)
-    micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
-    shifted = [_shifted(micro_batches, k, parallel) for k in range(1, depths + 1)]
-    return [Normalizer.of(DivergenceLoss(aggregation, None), batch, parallel=parallel) for batch in shifted]
 
 
 class Depth(NamedTuple):

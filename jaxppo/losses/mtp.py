@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Unpack
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, check_count, check_flag, check_number
+from jaxppo._arrays import Aggregation, check_count, check_field, check_flag, needed
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.api import log_probs_from_hidden
@@ -22,21 +23,87 @@ from jaxppo.metrics import Metric, Metrics
 from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left
 from jaxppo.validation import checked
 
-__all__ = ["mtp_loss", "mtp_normalizers", "shift_targets"]
+__all__ = ["MTP", "mtp_loss", "shift_targets"]
 
 States = Float[Array, "K R T H"] | Sequence[Float[Array, "R T H"]]  # the states of each depth
 Heads = Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]]  # one head, or one for each depth
+
+
+@dataclasses.dataclass(frozen=True)
+class OfDepths(abc.ABC):
+    """The options of a loss of several depths of a model; `shifted` gives the tokens of each.
+
+    Args:
+      depths: the number of depths, needed by `Normalizer.of` alone; by default as many as the loss's `hidden` has.
+    """
+
+    depths: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.depths is not None:
+            check_count("depths", self.depths, least=1)
+
+    @abc.abstractmethod
+    def shifted(self, batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
+        """The batch as depth k reads it."""
+
+    @property
+    def losses(self) -> int:
+        """How many losses with denominators of their own there are."""
+        return needed("depths", self.depths, "a number, for the denominators of each depth")
+
+    def depth_batches(
+        self, micro_batches: RolloutBatch, parallel: ParallelMesh | ShardAxes | None
+    ) -> list[RolloutBatch]:
+        """The batch of each of these losses, for `Normalizer.of`."""
+        return [self.shifted(micro_batches, k, parallel) for k in range(1, self.losses + 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class MTP(OfDepths):
+    """The options of `mtp_loss`.
+
+    Args:
+      depths: the number of depths, needed by `Normalizer.of` alone; by default as many as the loss's `hidden` has.
+      coef: the factor of the sum.
+      stop_trunk: no gradient into `hidden`: only heads learn. (To train a module between trunk and head but not the
+        trunk, stop the gradient at that module's input instead.)
+      stop_head: no gradient into `head`.
+      aggregation: the denominators of a depth, see `SFT`.
+
+    Raises:
+      TypeError, ValueError: an option of another type or out of its range.
+
+    Example:
+      >>> from jaxppo.losses.mtp import MTP
+      >>> ids, one = jnp.array([[1, 1, 1, 1]]), jnp.array([[0]])
+      >>> batch = RolloutBatch(ids, ids, ids, jnp.arange(4)[None], jnp.array([[1.0, 1, 1, 0]]), one)
+      >>> [float(n.tokens) for n in Normalizer.of(MTP(depths=2), batch)]
+      [2.0, 1.0]
+    """
+
+    coef: float | Array = 0.1
+    stop_trunk: bool = False
+    stop_head: bool = False
+    aggregation: Aggregation = "token_mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_field(self, "coef")
+        check_flag("stop_trunk", self.stop_trunk)
+        check_flag("stop_head", self.stop_head)
+        SFT(aggregation=self.aggregation)
+
+    def shifted(self, batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
+        return shift_targets(batch, k, parallel)
 
 
 def mtp_loss(
     hidden: States,
     head: Heads,
     batch: RolloutBatch,
+    loss: MTP | None = None,
     *,
-    coef: float | Array = 0.1,
-    stop_trunk: bool = False,
-    stop_head: bool = False,
-    aggregation: Aggregation = "token_mean",
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizers: Sequence[Normalizer] | None = None,
     temperature: float | Array = 1.0,
@@ -54,13 +121,9 @@ def mtp_loss(
       head: the main loss's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or
         stacked.
       batch: `[R, T]`; only its sequences, targets, loss mask and loss weights are read.
-      coef: the factor of the sum.
-      stop_trunk: no gradient into `hidden`: only heads learn. (To train a module between trunk and head but not the
-        trunk, stop the gradient at that module's input instead.)
-      stop_head: no gradient into `head`.
-      aggregation: the denominators of a depth, see `SFT`.
+      loss: by default `MTP()`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
-      normalizers: `mtp_normalizers` of the whole step where the batch is one of its micro-batches.
+      normalizers: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches.
       temperature: see `log_probs_from_hidden`. An `[R, T]` array belongs to the predicted tokens: depth k reads it at
         t + k, like `targets`.
       **options: see `HeadOptions`.
@@ -75,26 +138,27 @@ def mtp_loss(
         prefixes were packed for, see `RolloutBatch.from_samples`.
 
     Example:
+      >>> from jaxppo.losses.mtp import MTP, mtp_loss
       >>> ids, places, mask = jnp.array([[1, 1, 1, 1]]), jnp.arange(4)[None], jnp.array([[1.0, 1, 1, 0]])
       >>> batch = RolloutBatch(ids, jnp.array([[1, 2, 3, 0]]), ids, places, mask, jnp.array([[0]]))
-      >>> loss, metrics = mtp_loss(jnp.zeros((1, 1, 4, 2)), jnp.zeros((2, 8)), batch, coef=0.5)
+      >>> loss, metrics = mtp_loss(jnp.zeros((1, 1, 4, 2)), jnp.zeros((2, 8)), batch, MTP(coef=0.5))
       >>> round(float(loss), 4), float(metrics["mtp_1_nll"].count)  # half of log 8; 2 and 3 are predicted
       (1.0397, 2.0)
     """
     batch = checked(batch)
-    check_number("coef", coef)
-    check_flag("stop_trunk", stop_trunk)
-    check_flag("stop_head", stop_head)
-    heads = heads_of(hidden, head, normalizers)
-    depths, of_tokens = len(heads), SFT(aggregation=aggregation)
+    loss = MTP() if loss is None else loss
+    if not isinstance(loss, MTP):
+        raise TypeError(f"loss: got {type(loss).__name__}, expected MTP")
+    heads = heads_of(hidden, head, normalizers, loss)
+    depths, of_tokens = len(heads), SFT(aggregation=loss.aggregation)
     total = jnp.float32(0)
     metrics: Metrics = {}
     for k in range(1, depths + 1):
-        states = lax.stop_gradient(hidden[k - 1]) if stop_trunk else hidden[k - 1]
+        states = lax.stop_gradient(hidden[k - 1]) if loss.stop_trunk else hidden[k - 1]
         shifted = shift_targets(batch, k, parallel)
         stats = log_probs_from_hidden(
             states,
-            lax.stop_gradient(heads[k - 1]) if stop_head else heads[k - 1],
+            lax.stop_gradient(heads[k - 1]) if loss.stop_head else heads[k - 1],
             shifted.targets,
             parallel=parallel,
             temperature=shift_temperature(temperature, batch, k, parallel),
@@ -103,41 +167,12 @@ def mtp_loss(
             **options,
         )
         normalizer = None if normalizers is None else normalizers[k - 1]
-        loss, found = loss_of_stats("mtp_loss", of_tokens, stats, shifted, parallel, normalizer, numbers={"coef": coef})
-        total += loss
+        numbers = {"coef": loss.coef}
+        value, found = loss_of_stats("mtp_loss", of_tokens, stats, shifted, parallel, normalizer, numbers=numbers)
+        total += value
         metrics |= {f"mtp_{k}_{name}": found[name] for name in ("nll", "accuracy", "broken_rules")}
-    total *= lax.stop_gradient(coef) / depths
+    total *= lax.stop_gradient(loss.coef) / depths
     return total, metrics | {"mtp_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
-
-
-def mtp_normalizers(
-    micro_batches: RolloutBatch,
-    depths: int,
-    *,
-    aggregation: Aggregation = "token_mean",
-    parallel: ParallelMesh | ShardAxes | None = None,
-) -> list[Normalizer]:
-    """The denominators of each depth over a whole step: those of its shifted masks.
-
-    Args:
-      micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
-      depths: the number of depths.
-      aggregation: that of `mtp_loss`.
-      parallel: the mesh.
-
-    Returns:
-      A `Normalizer` for each depth, stacked like the micro-batches.
-
-    Example:
-      >>> ids, one = jnp.array([[1, 1, 1, 1]]), jnp.array([[0]])
-      >>> batch = RolloutBatch(ids, ids, ids, jnp.arange(4)[None], jnp.array([[1.0, 1, 1, 0]]), one)
-      >>> [float(n.tokens) for n in mtp_normalizers(batch, 2)]
-      [2.0, 1.0]
-    """
-    check_count("depths", depths, least=1)
-    micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
-    shifted = [shift_targets(micro_batches, k, parallel) for k in range(1, depths + 1)]
-    return [Normalizer.of(SFT(aggregation=aggregation), batch, parallel=parallel) for batch in shifted]
 
 
 def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAxes | None = None) -> RolloutBatch:
@@ -203,7 +238,7 @@ def shift_temperature(
 
 
 def heads_of(
-    hidden: States, head: Any, normalizers: Sequence[Normalizer] | None, losses: int | None = None
+    hidden: States, head: Any, normalizers: Sequence[Normalizer] | None = None, loss: OfDepths | None = None
 ) -> list[Any]:
     """The head of each depth. Raises unless there are as many heads as depths, and as many normalizers as losses.
 
@@ -211,7 +246,7 @@ def heads_of(
       hidden: states of each depth.
       head: one for all depths, or one for each.
       normalizers: None or one for each loss.
-      losses: how many; by default one for each depth.
+      loss: None where nothing has denominators.
     """
     if not hasattr(hidden, "__len__"):
         raise TypeError(f"hidden: got {type(hidden).__name__}, expected the states of each depth")
@@ -224,7 +259,10 @@ def heads_of(
     heads = [*head] if several else [head] * depths
     if depths == 0:
         raise ValueError("hidden: got no depths, expected at least one")
-    for name, given, count in (("head", heads, depths), ("normalizers", normalizers, losses or depths)):
+    if loss is not None and loss.depths not in (None, depths):
+        raise ValueError(f"hidden: got {depths} depths, expected {loss.depths}, those of {loss}")
+    losses = depths if loss is None else dataclasses.replace(loss, depths=depths).losses
+    for name, given, count in (("head", heads, depths), ("normalizers", normalizers, losses)):
         if given is not None and len(given) != count:
             raise ValueError(f"{name}: got {len(given)}, expected {count} for the {depths} depths of hidden")
     return heads

@@ -22,7 +22,7 @@ from jaxppo import (
     policy_loss,
 )
 from jaxppo.covariance import covariance_mask
-from jaxppo.losses.mtp import mtp_normalizers
+from jaxppo.losses.mtp import MTP
 from jaxppo.policy_losses import KLCov
 from jaxppo.sharding import segment_sum
 from jaxppo.step_masks import second_moment_mask, top_entropy_mask
@@ -170,9 +170,9 @@ OF_THE_STEP = OF_A_BATCH | {
 }
 CALLS = OF_THE_STEP | {
     "dr_grpo": lambda b: advantages.dr_grpo(b.rewards, b.group_ids),
-    "mtp_normalizers": lambda b: mtp_normalizers(b, 1)[0].tokens,
+    "Normalizer.of depths": lambda b: Normalizer.of(MTP(1), b)[0].tokens,
 }
-NAMES = {"dr_grpo": "grpo", "mtp_normalizers": "Normalizer.of"}
+NAMES = {"dr_grpo": "grpo", "Normalizer.of depths": "Normalizer.of"}
 
 
 @pytest.mark.every(4)

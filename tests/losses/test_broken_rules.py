@@ -30,7 +30,7 @@ from jaxppo import (
 )
 from jaxppo.broken_rules import Broken
 from jaxppo.losses.distillation import distillation_loss
-from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
+from jaxppo.losses.mtp import MTP, mtp_loss
 from jaxppo.metrics import merge_metrics
 from jaxppo.rules import ON_DEVICE, STRUCTURE
 from sharding import make_parallel_mesh
@@ -133,7 +133,7 @@ WAYS = {
     "mesh": {"memory": 2**30, "mesh": "dp=2,cp=2,tp=2"},
     "mesh, statistics": {"from_hidden": False, "mesh": "dp=2,cp=2,tp=2"},
 }
-MTP_NORMALIZERS = mtp_normalizers(BATCH, 1, aggregation=AGGREGATION)[0]
+MTP_NORMALIZERS = Normalizer.of(MTP(1, aggregation=AGGREGATION), BATCH)[0]
 
 
 def loss_of(kind: str, inputs: dict, batch: RolloutBatch, normalizer: Normalizer, parallel, from_hidden, memory):
@@ -143,8 +143,8 @@ def loss_of(kind: str, inputs: dict, batch: RolloutBatch, normalizer: Normalizer
         return loss_from_stats(inputs["values"], batch, Value(aggregation=AGGREGATION), **options)
     hidden, head, of_head = inputs["hidden"], Head(inputs["kernel"], inputs["bias"]), {"memory": memory}
     if kind == "mtp":
-        options = {"parallel": parallel, "normalizers": [normalizer], "aggregation": AGGREGATION}
-        return mtp_loss([hidden], head, batch, **options, **of_head)
+        options = {"parallel": parallel, "normalizers": [normalizer]}
+        return mtp_loss([hidden], head, batch, MTP(aggregation=AGGREGATION), **options, **of_head)
     if kind == "distillation":
         teacher = 1.5 * jnp.where(jnp.isfinite(hidden), hidden, 0), inputs["kernel"]
         return distillation_loss(hidden, head, *teacher, batch, aggregation=AGGREGATION, **options)
@@ -222,7 +222,7 @@ def test_the_loss_is_nan(kind, way):
         its = normalizer
         if "normalizer_of" in changed:
             smaller = changed["normalizer_of"]
-            of_depths = mtp_normalizers(smaller, 1, aggregation=AGGREGATION)[0]
+            of_depths = Normalizer.of(MTP(1, aggregation=AGGREGATION), smaller)[0]
             its = of_depths if kind == "mtp" else normalizer_of(smaller, AGGREGATION)
             if way == "micro-batches":  # each micro-batch has fewer tokens than this step
                 its = dataclasses.replace(its, tokens=jnp.ones(K))

@@ -22,8 +22,8 @@ from jaxppo import (
     policy_loss,
 )
 from jaxppo.losses import Part, ReferenceKL, preference
-from jaxppo.losses.draft import draft_loss
-from jaxppo.losses.mtp import mtp_loss
+from jaxppo.losses.draft import Draft, draft_loss
+from jaxppo.losses.mtp import MTP, mtp_loss
 from jaxppo.policy_losses import GSPO
 
 RNG = np.random.default_rng(0)
@@ -69,8 +69,10 @@ LOSSES = {
     "simpo": simpo,
     "reward model": reward_model,
     "value": lambda x, batch, _: loss_from_stats(x[..., 0], batch, Value()),
-    "mtp": lambda x, batch, coef: mtp_loss(x[None], KERNEL, batch, coef=coef),
-    "draft": lambda x, batch, coef: draft_loss(x[None], KERNEL, x, KERNEL, batch, objective="likelihood", coef=coef),
+    "mtp": lambda x, batch, coef: mtp_loss(x[None], KERNEL, batch, MTP(coef=coef)),
+    "draft": lambda x, batch, coef: draft_loss(
+        x[None], KERNEL, x, KERNEL, batch, Draft(objective="likelihood", coef=coef)
+    ),
 }
 
 

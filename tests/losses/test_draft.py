@@ -10,8 +10,8 @@ import pytest
 from hard_rows import R, T, hard_batch, layouts_on, sequences
 from policy_steps import quick_jit
 
-from jaxppo import Head, finalize_metrics
-from jaxppo.losses.draft import draft_loss, draft_metrics, draft_normalizers
+from jaxppo import Head, Normalizer, finalize_metrics
+from jaxppo.losses.draft import Draft, draft_loss, draft_metrics
 from sharding import make_parallel_mesh
 from sharding.audit.program import hang_risks
 from sharding.testing import assert_trees_close
@@ -81,10 +81,9 @@ def expected(objective):
 
 
 def everything(objective, parallel, hidden, kernel, policy, policy_kernel, batch, **options):
-    options = {"objective": objective, "eta": ETA, "coef": COEF, "parallel": parallel} | options
-
     def fn(h, k):
-        return draft_loss(h, k, policy, policy_kernel, batch, **options)
+        loss = Draft(objective=objective, eta=ETA, coef=COEF)
+        return draft_loss(h, k, policy, policy_kernel, batch, loss, parallel=parallel, **options)
 
     (loss, found), gradients = jax.value_and_grad(fn, (0, 1), has_aux=True)(hidden, kernel)
     return loss, gradients, finalize_metrics(found)
@@ -117,7 +116,7 @@ def test_a_temperature_is_that_of_the_token_that_is_predicted():
 
     @quick_jit
     def run(temperature):
-        loss = draft_loss(*given, objective="soft_cross_entropy", coef=COEF, temperature=temperature)[0]
+        loss = draft_loss(*given, Draft(coef=COEF), temperature=temperature)[0]
         return loss, draft_metrics(*given, temperature=temperature)
 
     loss, found = run(temperature)
@@ -177,11 +176,11 @@ def test_explicit_axes_and_hidden_states_sharded_by_position(options):
     kernels = [put(np.pad(x, ((0, 0), (0, 1))), parallel.kernel_spec()) for x in (KERNEL, POLICY_KERNEL)]
 
     def run(hidden, policy, kernel, policy_kernel, batch):
-        call = {"objective": "likelihood", "eta": ETA, "coef": COEF, "parallel": parallel}
+        loss = Draft(objective="likelihood", eta=ETA, coef=COEF)
         of = functools.partial(Head, vocab_size=V)
 
         def fn(h, k):
-            return draft_loss(h, of(k), policy, of(policy_kernel), batch, **call)
+            return draft_loss(h, of(k), policy, of(policy_kernel), batch, loss, parallel=parallel)
 
         (loss, found), gradients = jax.value_and_grad(fn, (0, 1), has_aux=True)(hidden, kernel)
         return loss, gradients, finalize_metrics(found)
@@ -198,20 +197,20 @@ def test_micro_batches_add_up(objective):
         return x.reshape(2, R // 2, *x.shape[1:])
 
     batches = jax.tree.map(stack, BATCH)
-    parts = draft_normalizers(batches, 1 if objective == "end_to_end" else K)
+    loss = Draft(K, objective, ETA, COEF)
+    parts = Normalizer.of(loss, batches)
+    assert len(parts) == (1 if objective == "end_to_end" else K)
     total = 0.0
     for i in range(2):
         batch, normalizers = jax.tree.map(lambda x, i=i: x[i], (batches, parts))
-        options = {"objective": objective, "eta": ETA, "coef": COEF, "normalizers": normalizers}
-        total += draft_loss(
-            HIDDEN.reshape(K, 2, R // 2, T, H)[:, i], KERNEL, stack(POLICY)[i], POLICY_KERNEL, batch, **options
-        )[0]
+        given = HIDDEN.reshape(K, 2, R // 2, T, H)[:, i], KERNEL, stack(POLICY)[i], POLICY_KERNEL
+        total += draft_loss(*given, batch, loss, normalizers=normalizers)[0]
     np.testing.assert_allclose(total, expected(objective)[0], rtol=1e-5)
 
 
 def test_no_gradient_reaches_the_policy():
     def run(p, v):
-        return draft_loss(HIDDEN, KERNEL, p, v, BATCH, objective="likelihood")[0]
+        return draft_loss(HIDDEN, KERNEL, p, v, BATCH, Draft(objective="likelihood"))[0]
 
     assert not any(np.any(g) for g in jax.jit(jax.grad(run, (0, 1)))(POLICY, POLICY_KERNEL))
 
@@ -220,7 +219,7 @@ def test_a_draft_that_is_the_policy():
     """It is always accepted. A position behind a gap in the mask does not count."""
     shifted = np.stack([np.pad(POLICY[:, k:], ((0, 0), (0, k), (0, 0))) for k in range(1, K + 1)])
     for objective, value in {"total_variation": 0, "likelihood": 0, "end_to_end": 0}.items():
-        loss, found = draft_loss(shifted, POLICY_KERNEL, POLICY, POLICY_KERNEL, BATCH, objective=objective)
+        loss, found = draft_loss(shifted, POLICY_KERNEL, POLICY, POLICY_KERNEL, BATCH, Draft(objective=objective))
         np.testing.assert_allclose(loss, value, atol=1e-6)
         np.testing.assert_allclose(found["draft_2_acceptance"].value, 1, rtol=1e-6)
     agreed = draft_metrics(shifted, POLICY_KERNEL, POLICY, POLICY_KERNEL, BATCH)
@@ -232,14 +231,20 @@ def test_a_draft_that_is_the_policy():
     [
         ({"hidden": HIDDEN[:0]}, "hidden: got no depths"),
         ({"head": [KERNEL] * 2}, "head: got 2, expected 3 for the 3 depths of hidden"),
-        ({"objective": "kl"}, "objective: got 'kl', expected one of 'soft_cross_entropy'"),
-        ({"eta": -1.0}, "eta: got -1.0"),
         ({"policy_head": POLICY_KERNEL[:, :7]}, "policy_head.kernel: got 7 columns, expected the draft's 11"),
-        ({"normalizers": draft_normalizers(BATCH, 2)}, "normalizers: got 2, expected 3"),
-        ({"normalizers": draft_normalizers(BATCH, 2), "objective": "end_to_end"}, "normalizers: got 2, expected 1"),
+        ({"normalizers": Normalizer.of(Draft(2), BATCH)}, "normalizers: got 2, expected 3"),
+        (
+            {"normalizers": Normalizer.of(Draft(2), BATCH), "loss": Draft(objective="end_to_end")},
+            "normalizers: got 2, expected 1",
+        ),
+        ({"loss": Draft(2)}, "hidden: got 3 depths, expected 2, those of Draft"),
     ],
 )
 def test_bad_input(arguments, message):
     given = {"hidden": HIDDEN, "head": KERNEL, "policy_hidden": POLICY, "policy_head": POLICY_KERNEL, "batch": BATCH}
+    with pytest.raises(ValueError, match="objective: got 'kl', expected one of 'soft_cross_entropy'"):
+        Draft(objective="kl")
+    with pytest.raises(ValueError, match=r"eta: got -1.0"):
+        Draft(eta=-1.0)
     with pytest.raises(ValueError, match=message):
         draft_loss(**given | arguments)

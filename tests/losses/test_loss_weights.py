@@ -29,7 +29,7 @@ from jaxppo import (
     policy_loss_from_hidden,
 )
 from jaxppo.losses import preference
-from jaxppo.losses.mtp import mtp_loss
+from jaxppo.losses.mtp import MTP, mtp_loss
 from jaxppo.policy_losses import by_name
 from sharding.audit import audit
 
@@ -127,7 +127,7 @@ def value(batch, aggregation):
 
 def mtp(batch, aggregation):
     hidden = jax.random.normal(jax.random.key(0), (2, *batch.tokens.shape, 4))
-    return mtp_loss(hidden, jax.random.normal(jax.random.key(1), (4, 50)), batch, aggregation=aggregation)
+    return mtp_loss(hidden, jax.random.normal(jax.random.key(1), (4, 50)), batch, MTP(aggregation=aggregation))
 
 
 @pytest.mark.every(2)
@@ -155,7 +155,7 @@ def test_a_depth_weighs_the_token_that_it_predicts():
     ids, places, mask = jnp.array([[1, 1, 1, 1]]), jnp.arange(4)[None], jnp.array([[1.0, 1, 1, 0]])
     weights = jnp.array([[7.0, 2.0, 3.0, jnp.nan]])  # of targets 1, 2, 3; depth 1 predicts the last two
     batch = RolloutBatch(ids, jnp.array([[1, 2, 3, 0]]), ids, places, mask, jnp.array([[0]]), loss_weights=weights)
-    loss, _ = mtp_loss(jnp.zeros((1, 1, 4, 2)), jnp.zeros((2, 8)), batch, coef=1.0, aggregation="token_sum")
+    loss, _ = mtp_loss(jnp.zeros((1, 1, 4, 2)), jnp.zeros((2, 8)), batch, MTP(coef=1.0, aggregation="token_sum"))
     np.testing.assert_allclose(loss, 5 * np.log(8), rtol=1e-6)
 
 

@@ -11,7 +11,7 @@ from hard_rows import LAYOUTS, R, T, hard_batch, layouts_on, sequences
 from policy_steps import quick_jit
 
 from jaxppo import SFT, Normalizer, finalize_metrics
-from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
+from jaxppo.losses.mtp import MTP, mtp_loss
 from sharding import ParallelMesh, logical_positions, make_parallel_mesh
 from sharding.audit.program import collectives, hang_risks
 from sharding.testing import assert_trees_close
@@ -48,7 +48,7 @@ def reference(temperature=None):
 
 def everything(parallel, hidden, kernel, batch, **options):
     """Loss, its gradients, and the finished metrics."""
-    call = functools.partial(mtp_loss, batch=batch, coef=COEF, parallel=parallel, **options)
+    call = functools.partial(mtp_loss, batch=batch, loss=MTP(coef=COEF, **options), parallel=parallel)
     (loss, found), gradients = jax.value_and_grad(lambda h, k: call(h, k), (0, 1), has_aux=True)(hidden, kernel)
     return loss, gradients, finalize_metrics(found)
 
@@ -78,7 +78,7 @@ def test_a_temperature_is_that_of_the_token_that_is_predicted():
 
     @quick_jit
     def run(hidden, batch, temperature):
-        return mtp_loss(hidden, KERNEL, batch, coef=COEF, parallel=parallel, temperature=temperature)[1]
+        return mtp_loss(hidden, KERNEL, batch, MTP(coef=COEF), parallel=parallel, temperature=temperature)[1]
 
     found = run(hidden, to_physical(BATCH), np.take_along_axis(temperature, order, 1))
     for k, (nll, _, _) in enumerate(reference(temperature), 1):
@@ -125,16 +125,16 @@ def test_micro_batches_add_up_to_the_step(aggregation):
     @jax.jit
     def accumulated(hidden, kernel, batch):
         stacked = jax.tree.map(lambda x: x.reshape(2, R // 2, *x.shape[1:]), batch)
-        parts = mtp_normalizers(stacked, K, aggregation=aggregation, parallel=parallel)
+        parts = Normalizer.of(MTP(K, aggregation=aggregation), stacked, parallel=parallel)
         total = 0.0
         for i in range(2):
             part, normalizers = jax.tree.map(lambda x, i=i: x[i], (stacked, parts))
             states = hidden.reshape(K, 2, R // 2, T, H)[:, i]
-            options = {"aggregation": aggregation, "normalizers": normalizers, "parallel": parallel}
-            total += mtp_loss(states, kernel, part, **options)[0]
+            options = {"normalizers": normalizers, "parallel": parallel}
+            total += mtp_loss(states, kernel, part, MTP(aggregation=aggregation), **options)[0]
         return total
 
-    whole, _ = jax.jit(functools.partial(mtp_loss, aggregation=aggregation))(HIDDEN, KERNEL, BATCH)
+    whole, _ = jax.jit(functools.partial(mtp_loss, loss=MTP(K, aggregation=aggregation)))(HIDDEN, KERNEL, BATCH)
     np.testing.assert_allclose(accumulated(hidden, KERNEL, batch), whole, rtol=1e-6)
 
 
@@ -184,9 +184,15 @@ def test_a_row_with_nothing_to_predict_gives_zero():
         ({"hidden": HIDDEN[:0]}, "hidden: got no depths, expected at least one"),
         ({"head": [KERNEL] * 2}, "head: got 2, expected 3 for the 3 depths of hidden"),
         ({"normalizers": [Normalizer.of(SFT(), BATCH)]}, "normalizers: got 1, expected 3"),
-        ({"aggregation": "mean"}, "aggregation: got 'mean', expected one of 'token_mean'"),
+        ({"loss": MTP(2)}, "hidden: got 3 depths, expected 2, those of MTP"),
     ],
 )
 def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match="aggregation: got 'mean', expected one of 'token_mean'"):
+        MTP(aggregation="mean")
+    with pytest.raises(ValueError, match="depths: got 0, expected a whole number of at least 1"):
+        MTP(0)
+    with pytest.raises(ValueError, match="depths: got None, expected a number, for the denominators of each depth"):
+        Normalizer.of(MTP(), BATCH)
     with pytest.raises(ValueError, match=message):
         mtp_loss(**({"hidden": HIDDEN, "head": KERNEL, "batch": BATCH} | arguments))

@@ -34,8 +34,8 @@ from jaxppo import (
 )
 from jaxppo.losses import Part, ReferenceKL, ScoreCentering, TopKDistillation, preference
 from jaxppo.losses.distillation import distillation_loss
-from jaxppo.losses.draft import draft_loss, draft_normalizers
-from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
+from jaxppo.losses.draft import Draft, draft_loss
+from jaxppo.losses.mtp import MTP, mtp_loss
 from jaxppo.policy_losses import BY_NAME
 
 R, T, H, V, K = 2, 12, 4, 20, 3
@@ -238,9 +238,9 @@ CASES = {
             [x["hidden"]],
             x["head"],
             batch,
-            coef=x["coef"],
+            MTP(coef=x["coef"]),
             temperature=x["temperature"],
-            normalizers=aggregated(x, batch, partial(mtp_normalizers, depths=1)),
+            normalizers=aggregated(x, batch, partial(Normalizer.of, MTP(1))),
         ),
         STATES | SCHEDULES | {"coef": 0.1, "denominators": 0.0},
     ),
@@ -251,11 +251,9 @@ CASES = {
             x["teacher_hidden"],
             x["teacher_head"],
             batch,
-            objective="likelihood",
-            eta=x["eta"],
-            coef=x["coef"],
+            Draft(objective="likelihood", eta=x["eta"], coef=x["coef"]),
             temperature=x["temperature"],
-            normalizers=aggregated(x, batch, partial(draft_normalizers, depths=1)),
+            normalizers=aggregated(x, batch, partial(Normalizer.of, Draft(1))),
         ),
         STATES | TEACHER | SCHEDULES | {"eta": 3.0, "coef": 0.1, "denominators": 0.0},
     ),

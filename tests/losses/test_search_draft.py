@@ -18,7 +18,8 @@ from random_steps import MESHES, Place, Step, agree, batch_of, places, steps
 from search_checks import BF16, F32, accumulated, check_found, check_head, check_rows, hidden_rows, simple
 from searches import search
 
-from jaxppo.losses.draft import draft_loss, draft_normalizers
+from jaxppo import Normalizer
+from jaxppo.losses.draft import Draft, draft_loss
 
 OPTIONS = {
     "objective": st.sampled_from(["soft_cross_entropy", "total_variation", "likelihood", "end_to_end"]),
@@ -65,11 +66,10 @@ def check_draft_loss(options: dict, depths: int, own_heads: bool, where: Place, 
         theirs = lax.stop_gradient((p["policy"], head_of(plain, p["policy_head"])))
         hidden = [p[f"hidden {k}"] for k in range(depths)]
         of = {"parallel": parallel, "temperature": T, "normalizers": normalizers}
-        return draft_loss(hidden, mine if own_heads else mine[0], *theirs, batch, **options, **of)
+        return draft_loss(hidden, mine if own_heads else mine[0], *theirs, batch, Draft(**options), **of)
 
     def normalizers_of(b: Any) -> Any:
-        count = 1 if options["objective"] == "end_to_end" else depths
-        return draft_normalizers(b, count, aggregation=options["aggregation"], parallel=parallel)
+        return Normalizer.of(Draft(depths, **options), b, parallel=parallel)
 
     rows = {f"hidden {k}": hidden_rows(step, x, batch, shape, False) for k, x in enumerate(drafts)}
     rows |= {"policy": hidden_rows(step, policy, batch, plain, False)}

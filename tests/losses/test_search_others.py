@@ -42,9 +42,9 @@ from search_checks import (
 )
 from searches import search
 
-from jaxppo import SFT, Value, log_probs_from_hidden, loss_from_hidden, loss_from_stats
+from jaxppo import SFT, Normalizer, Value, log_probs_from_hidden, loss_from_hidden, loss_from_stats
 from jaxppo.losses.distillation import distillation_loss
-from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
+from jaxppo.losses.mtp import MTP, mtp_loss
 
 LARGE = st.lists(large_steps, min_size=1, max_size=1)
 
@@ -156,15 +156,15 @@ def check_mtp_loss(aggregation: str, depths: int, coef: float, where: Place, sha
     parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
     given = [head_step(dataclasses.replace(step, seed=step.seed + k), shape) for k in range(depths)]
     samples, head = given[0].samples, given[0].head
-    batch = batch_of(step, samples, where)
+    batch, loss_given = batch_of(step, samples, where), MTP(depths, coef, aggregation=aggregation)
 
     def loss_of(p: Any, batch: Any, normalizers: Any) -> Any:
-        options = {"coef": coef, "aggregation": aggregation, "parallel": parallel, "temperature": T}
+        options = {"parallel": parallel, "temperature": T, "normalizers": normalizers}
         hidden = [p[f"hidden {k}"] for k in range(depths)]
-        return mtp_loss(hidden, head_of(shape, p["head"]), batch, **options, normalizers=normalizers)
+        return mtp_loss(hidden, head_of(shape, p["head"]), batch, loss_given, **options)
 
     def normalizers_of(b):
-        return mtp_normalizers(b, depths, aggregation=aggregation, parallel=parallel)
+        return Normalizer.of(loss_given, b, parallel=parallel)
 
     hidden = {f"hidden {k}": hidden_rows(step, x, batch, shape, True) for k, x in enumerate(given)}
     params = {"rows": hidden, "head": given[0].arrays}

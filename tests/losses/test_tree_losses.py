@@ -24,7 +24,7 @@ from jaxppo import (
     loss_from_stats,
     policy_loss_from_hidden,
 )
-from jaxppo.losses.mtp import mtp_loss, mtp_normalizers, shift_targets
+from jaxppo.losses.mtp import MTP, mtp_loss, shift_targets
 from jaxppo.nucleus import pack_nucleus_ids
 from sharding import make_parallel_mesh
 from sharding.axes import LAYOUTS
@@ -123,7 +123,7 @@ def test_multi_token_prediction(layout):
 
     def run(batch, hidden, parallel):
         def fn(hidden):
-            return mtp_loss(hidden, KERNEL, batch, coef=0.5, parallel=parallel)
+            return mtp_loss(hidden, KERNEL, batch, MTP(coef=0.5), parallel=parallel)
 
         return jax.value_and_grad(fn, has_aux=True)(hidden)
 
@@ -144,9 +144,9 @@ def test_more_depths_than_packed_for():
     with pytest.raises(ValueError, match=message):
         mtp_loss(np.zeros((2, *trees.tokens.shape, 6), np.float32), np.zeros((6, 56), np.float32), trees)
     with pytest.raises(ValueError, match=message):
-        mtp_normalizers(trees, 2)
-    assert float(mtp_normalizers(trees, 1)[0].tokens) == float(mtp_normalizers(plain, 1)[0].tokens)
-    mtp_normalizers(plain, 2)
+        Normalizer.of(MTP(2), trees)
+    assert float(Normalizer.of(MTP(1), trees)[0].tokens) == float(Normalizer.of(MTP(1), plain)[0].tokens)
+    Normalizer.of(MTP(2), plain)
 
 
 def test_recorded_nuclei():

@@ -32,7 +32,7 @@ from jaxppo import (
 from jaxppo.covariance import covariance_mask
 from jaxppo.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
-from jaxppo.losses.mtp import mtp_loss, mtp_normalizers, shift_targets
+from jaxppo.losses.mtp import MTP, mtp_loss, shift_targets
 from jaxppo.mismatch import mismatch_metrics
 from jaxppo.nucleus import pack_nucleus_ids
 from jaxppo.policy_losses import ClipCov
@@ -59,7 +59,7 @@ TAKE_A_BATCH = {
     "SFT from hidden": lambda batch: loss_from_hidden(HIDDEN, KERNEL, batch, SFT()),
     "Value": lambda batch: loss_from_stats(VALUES, batch, Value(clip=0.2)),
     "mtp_loss": lambda batch: mtp_loss([HIDDEN], KERNEL, batch),
-    "mtp_normalizers": lambda batch: mtp_normalizers(batch, 1),
+    "Normalizer.of depths": lambda batch: Normalizer.of(MTP(1), batch),
     "shift_targets": lambda batch: shift_targets(batch, 1),
     "distillation_loss": lambda batch: distillation_loss(HIDDEN, KERNEL, HIDDEN, KERNEL, batch),
     "compute_log_probs": lambda batch: compute_log_probs(lambda _, batch: STATS, None, batch),

@@ -39,7 +39,7 @@ from jaxppo import (
 from jaxppo.covariance import covariance_mask
 from jaxppo.kl import kl_divergence
 from jaxppo.losses.distillation import distillation_loss
-from jaxppo.losses.mtp import mtp_loss, mtp_normalizers
+from jaxppo.losses.mtp import MTP, mtp_loss
 from jaxppo.mismatch import mismatch_metrics
 from jaxppo.policy_losses import DPPO, ClipCov
 from jaxppo.sharding import redistribute
@@ -147,7 +147,7 @@ def eager_calls(parallel):
         "SFT from hidden": lambda: loss_from_hidden(HIDDEN, kernel, BATCH, SFT(), **p)[0],
         "Value": lambda: loss_from_stats(x, BATCH, Value(), **p)[0],
         "mtp_loss": lambda: mtp_loss(HIDDEN[None], kernel, BATCH, **p)[0],
-        "mtp_normalizers": lambda: [n.tokens for n in mtp_normalizers(BATCH, 1, **p)],
+        "Normalizer.of depths": lambda: [n.tokens for n in Normalizer.of(MTP(1), BATCH, **p)],
         "distillation_loss": lambda: distillation_loss(HIDDEN, kernel, HIDDEN, kernel, BATCH, **p)[0],
         "mismatch_metrics": lambda: finalize_metrics(mismatch_metrics(BATCH, **p)),
         "covariance_mask": lambda: covariance_mask(

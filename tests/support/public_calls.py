@@ -36,8 +36,8 @@ from jaxppo.entropy import entropy_metrics, renormalised_entropy
 from jaxppo.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.losses import Part, ReferenceKL, ScoreCentering, TokenLoss, TopKDistillation, preference
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
-from jaxppo.losses.draft import draft_loss, draft_metrics, draft_normalizers
-from jaxppo.losses.mtp import mtp_loss, mtp_normalizers, shift_targets
+from jaxppo.losses.draft import Draft, draft_loss, draft_metrics
+from jaxppo.losses.mtp import MTP, mtp_loss, shift_targets
 from jaxppo.losses.top_k_divergence import top_k_divergence
 from jaxppo.metrics import Metric, collapse_metrics, finalize_metrics, merge_metrics
 from jaxppo.mismatch import mismatch_metrics, mismatch_report, token_mismatch
@@ -315,10 +315,10 @@ def pairs(g: Given) -> RolloutBatch:
 
 def draft(g: Given) -> Any:
     def loss(x: Any, head: Head) -> Any:
-        return draft_loss([x, x], head, jax.lax.stop_gradient(x), head, g.batch, objective="likelihood", **g.on)
+        return draft_loss([x, x], head, jax.lax.stop_gradient(x), head, g.batch, Draft(objective="likelihood"), **g.on)
 
     found = draft_metrics([g.hidden], g.head, g.hidden, g.head, g.batch, **g.on)
-    return of_head(g, loss), finalize_metrics(found), draft_normalizers(g.batch, 2, **g.on)
+    return of_head(g, loss), finalize_metrics(found), Normalizer.of(Draft(2), g.batch, **g.on)
 
 
 def joint(g: Given) -> Any:
@@ -345,7 +345,7 @@ OBJECTIVES: dict[str, Callable[[Given], Any]] = {
         lambda x: loss_from_stats(x, pairs(g), preference.BradleyTerry(), **g.on),
         jnp.full((R, T), 0.5, jnp.float32),
     ),
-    "draft_loss, draft_metrics, draft_normalizers": draft,
+    "draft_loss, draft_metrics": draft,
     "loss_from_hidden of parts": joint,
     "second_moment_mask": lambda g: second_moment_mask(g.batch, **g.on),
     "top_entropy_mask": lambda g: top_entropy_mask(-g.batch.returns, g.batch, **g.on),
@@ -371,7 +371,7 @@ CALLS: dict[str, Callable[[Given], Any]] = {
     ),
     "Value": lambda g: slope(lambda x: loss_from_stats(x, g.batch, Value(), **g.on), g.batch.values),
     "mtp_loss": lambda g: of_head(g, lambda x, head: mtp_loss([x, x], head, g.batch, **g.on)),
-    "mtp_normalizers": lambda g: mtp_normalizers(g.batch, 2, **g.on),
+    "Normalizer.of depths": lambda g: Normalizer.of(MTP(2), g.batch, **g.on),
     "shift_targets": lambda g: shift_targets(g.batch, 2, **g.on),
     "distillation_loss": lambda g: of_head(g, teacher(g, distillation_loss, batch=g.batch)),
     "divergence_from_hidden": divergence,

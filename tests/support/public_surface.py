@@ -52,7 +52,7 @@ EXTRAS = {"selected": MASK, "teacher_ids": IDS, "teacher_log_probs": OF_IDS}
 GIVEN = dataclasses.replace(BATCH, extras=EXTRAS)
 PARTS = {"policy": Part(PolicyLossConfig(), 1.0), "taught": Part(TopKDistillation(), 0.5)}
 NORMALIZER = Normalizer.of(SFT(), BATCH)
-MTP = mtp.mtp_normalizers(PLAIN, 1)
+MTP = Normalizer.of(mtp.MTP(1), PLAIN)
 
 SOFT: dict[str, Any] = {"parallel": None}
 DENOMINATORS = {"aggregation": "token_mean", "aggregation_norm": None}
@@ -233,18 +233,16 @@ CALLS: dict[str, dict[str, Any]] = {
     "top_k_divergence": {**TOP_K, "log_probs": OF_IDS},
     "draft_loss": {
         **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "policy_hidden": HIDDEN, "policy_head": KERNEL, "batch": PLAIN,
-        "objective": "likelihood", "eta": 3.0, "coef": 0.1, "aggregation": "token_mean",
-        "normalizers": draft.draft_normalizers(PLAIN, 1),
+        "loss": draft.Draft(objective="likelihood"), "normalizers": Normalizer.of(draft.Draft(1), PLAIN),
     },
     "draft_metrics": {
         **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "policy_hidden": HIDDEN, "policy_head": KERNEL, "batch": PLAIN,
     },
-    "draft_normalizers": {**SOFT, "micro_batches": PLAIN, "depths": 1, "aggregation": "token_mean"},
+    "Draft": {"depths": 1, "objective": "likelihood", "eta": 3.0, "coef": 0.1, "aggregation": "token_mean"},
     "mtp_loss": {
-        **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "batch": PLAIN, "coef": 0.1, "stop_trunk": False,
-        "stop_head": False, "aggregation": "token_mean", "normalizers": MTP,
+        **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "batch": PLAIN, "loss": mtp.MTP(), "normalizers": MTP,
     },
-    "mtp_normalizers": {**SOFT, "micro_batches": PLAIN, "depths": 1, "aggregation": "token_mean"},
+    "MTP": {"depths": 1, "coef": 0.1, "stop_trunk": False, "stop_head": False, "aggregation": "token_mean"},
     "shift_targets": {**SOFT, "batch": PLAIN, "by": 1},
     "KTO": {"reference_point": 0.1, "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
     "kto_reference_point": {**SOFT, "stats": STATS, "mismatched": BATCH},
