@@ -28,6 +28,7 @@ EXCUSED = {  # modules or single tests that run other packages' code, which prom
     "test_faults": OPTAX,
     "test_frameworks": f"{OPTAX}; flax adds bf16 to f32",
     "test_grpo": OPTAX,
+    "test_tutorials": OPTAX,
     "test_guards": OPTAX,
     "test_models_and_packing::test_the_examples_of_frameworks": "flax adds bf16 to f32",
     "test_launch": OPTAX,

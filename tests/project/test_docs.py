@@ -46,13 +46,23 @@ def definitions(source):
     return {node.name: ast.unparse(node) for node in ast.parse(source).body if hasattr(node, "name")}
 
 
-def test_the_training_step_shows_its_example():
-    """The page's functions and classes are those of the program, which a test trains and resumes."""
-    code = re.findall(r"^(?:>>>|\.\.\.) ?(.*)$", (DOCS / "training_step.md").read_text(), re.MULTILINE)
-    shown, program = definitions("\n".join(code)), definitions((DOCS.parent / "examples/grpo.py").read_text())
-    assert [name for name, text in shown.items() if program.get(name) != text] == ["start_on"]
-    assert {*program} - {*shown} == {"generate", "train"}
-    assert len((DOCS.parent / "examples/grpo.py").read_text().splitlines()) <= 150
+@pytest.mark.parametrize(
+    ("page", "example", "left_out"),
+    [
+        ("training_step", "grpo", {"generate", "train"}),
+        ("dpo", "dpo", {"create", "train"}),
+        ("distillation", "distillation", {"create", "train"}),
+        ("critic", "critic", {"create", "train"}),
+    ],
+)
+def test_a_tutorial_shows_its_example(page, example, left_out):
+    """The page's functions and classes are those of the program, which tests train."""
+    code = re.findall(r"^(?:>>>|\.\.\.) ?(.*)$", (DOCS / f"{page}.md").read_text(), re.MULTILINE)
+    source = (DOCS.parent / f"examples/{example}.py").read_text()
+    shown, program = definitions("\n".join(code)), definitions(source)
+    assert [name for name, text in shown.items() if program.get(name) != text] == ["start_on"] * (example == "grpo")
+    assert {*program} - {*shown} == left_out
+    assert len(source.splitlines()) <= 150
 
 
 def test_the_reference_holds_every_public_name():

@@ -1,0 +1,26 @@
+"""The examples of the tutorials: each learns, and has the same numbers on eight devices as on one."""
+
+import jax
+import pytest
+
+from examples import critic, distillation, dpo
+from jaxppo import make_parallel_mesh
+
+LEARNS = {  # after so many updates
+    dpo: (12, lambda first, last: last["loss"] < 0.6 * first["loss"]),
+    distillation: (12, lambda first, last: last["reverse_kl"] < 0.85 * first["reverse_kl"]),
+    critic: (40, lambda first, last: last["explained_variance"] > 0.2 and last["reward"] > 2 * first["reward"]),
+}
+
+
+@pytest.mark.parametrize("example", LEARNS, ids=lambda example: example.__name__.split(".")[-1])
+def test_an_example_learns_on_any_mesh(example):
+    updates, learns = LEARNS[example]
+    one = list(example.train(make_parallel_mesh("dp=1", devices=jax.devices()[:1]), updates))
+    several = list(example.train(make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag"), updates=2))
+    for step, (here, there) in enumerate(zip(one, several, strict=False)):
+        assert {*here} == {*there}
+        for metric in {*here} - ({"accuracy"} if step == 0 else set()):  # before the first update all margins are 0
+            assert there[metric] == pytest.approx(here[metric], rel=2e-3, abs=2e-5), metric
+    assert learns(one[0], one[-1]), (one[0], one[-1])
+    assert all(metrics["broken_rules"] == 0 for metrics in one)
