@@ -12,9 +12,9 @@ from jax import lax
 
 import jaxppo
 from examples.grpo import WIDTH, Decoder, hidden_and_head, rollouts
-from jaxppo import PPO, Normalizer, PolicyLossConfig, advantages
+from jaxppo import PPO, Normalizer, PolicyLossConfig, Value, advantages
 
-CONFIG = PolicyLossConfig(PPO())
+CONFIG, VALUE = PolicyLossConfig(PPO()), Value()
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 UPDATES = 100
 
@@ -44,7 +44,7 @@ def update(mesh, state, batches):
         inputs = *hidden_and_head(models["policy"], batch), batch, CONFIG
         policy_loss, metrics = jaxppo.policy_loss_from_hidden(*inputs, **options)
         values = models["critic"](batch)
-        value_loss, found = jaxppo.value_loss(values, batch, **options)
+        value_loss, found = jaxppo.loss_from_stats(values, batch, VALUE, **options)
         metrics |= {f"critic_{name}": metric for name, metric in found.items()}
         return policy_loss + value_loss, metrics
 
@@ -57,7 +57,7 @@ def update(mesh, state, batches):
     gains = advantages.whiten(gains, batches.loss_mask, parallel=mesh)
     fields = {"old_log_probs": old, "advantages": gains}
     batches = replace(batches, **fields, values=values, returns=returns)
-    whole = Normalizer.from_batches(batches, "token_mean", parallel=mesh)
+    whole = Normalizer.of(CONFIG, batches, parallel=mesh)
     step = jaxppo.accumulate_gradients(loss, (batches, whole))
     (_, metrics), gradients = step(models)
     updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], models)

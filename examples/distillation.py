@@ -37,7 +37,7 @@ def update(mesh, state, batches):
     none, mask = jnp.zeros_like(old), batches.loss_mask
     pull = advantages.on_policy_distillation(none, old, teacher, mask)
     batches = replace(batches, old_log_probs=old, advantages=pull)
-    whole = Normalizer.from_batches(batches, CONFIG.aggregation, parallel=mesh)
+    whole = Normalizer.of(CONFIG, batches, parallel=mesh)
     step = jaxppo.accumulate_gradients(loss, (batches, whole))
     (_, metrics), gradients = step(student)
     updates, optimizer = OPTIMIZER.update(gradients, optimizer, student)

@@ -42,13 +42,12 @@ def update(mesh, state, batches):
         batch, whole = part
         inputs = *hidden_and_head(model, batch), batch, LOSS
         options = {"normalizer": whole, "parallel": mesh}
-        return preference.preference_loss_from_hidden(*inputs, **options)
+        return jaxppo.loss_from_hidden(*inputs, **options)
 
     model, reference = state["model"], state["reference"]
     of_reference = jaxppo.compute_log_probs(score, reference, batches)
     batches = replace(batches, ref_log_probs=of_reference.log_probs)
-    counts = "sequence_mean_token_mean"  # of samples, two a pair
-    whole = Normalizer.from_batches(batches, counts, parallel=mesh)
+    whole = Normalizer.of(LOSS, batches, parallel=mesh)
     step = jaxppo.accumulate_gradients(loss, (batches, whole))
     (_, metrics), gradients = step(model)
     updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], model)
