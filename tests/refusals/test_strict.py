@@ -22,13 +22,13 @@ from public_calls import CALLS, DTYPES, given
 from tables import sampled
 
 import jaxppo
-from jaxppo import entropy, step_masks
-from jaxppo.losses import distillation, draft, joint, mtp, preference, score_centering
+from jaxppo import entropy, losses, step_masks
+from jaxppo.losses import distillation, draft, mtp, preference
 from jaxppo.sharding.testing import assert_trees_close
 
 MESH = "dp=2,cp=2,tp=2"
 MODULES = ("advantages", "covariance", "kl", "mismatch", "nucleus", "staleness")
-OF_LOSSES = (distillation, draft, joint, mtp, preference, score_centering, entropy, step_masks)
+OF_LOSSES = (losses, distillation, draft, mtp, preference, entropy, step_masks)
 ON_THE_HOST = {"check_top_k", "drop_equal_groups", "explain_broken_rules", "make_parallel_mesh", "pack_nucleus_ids"}
 ON_THE_HOST |= {"kto_reference_point", "micro_batches_of_pairs", "mismatched_samples", "samples_of_pairs"}
 OF_ROWS = {"pack", "redistribute", "scan_affine", "segment_sum", "shift_left", "unpack"}  # of jaxppo.sharding

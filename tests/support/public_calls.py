@@ -365,7 +365,9 @@ CALLS: dict[str, Callable[[Given], Any]] = {
     "policy_loss_from_hidden in two passes": lambda g: of_head(
         g, lambda *x: jaxppo.policy_loss_from_hidden(*x, g.batch, PolicyLossConfig(GSPO()), memory=2**16, **g.on)
     ),
-    "SFT": lambda g: slope(lambda x: loss_from_stats(TokenStats(x), g.batch, SFT(), **g.on), g.batch.returns),
+    "loss_from_stats of SFT": lambda g: slope(
+        lambda x: loss_from_stats(TokenStats(x), g.batch, SFT(), **g.on), g.batch.returns
+    ),
     "SFT from hidden": lambda g: of_head(
         g, lambda *x: loss_from_hidden(*x, g.batch, SFT(label_smoothing=0.1, z_loss=1e-3), **g.on)
     ),
