@@ -74,3 +74,5 @@ def check_loss(loss: Any) -> None:
     if not isinstance(loss, (PolicyLossConfig, PolicyLoss, TokenLoss)):
         expected = "a PolicyLossConfig, a policy loss, SFT() or another TokenLoss"
         raise TypeError(f"loss: got {type(loss).__name__}, expected {expected}")
+    if not dataclasses.is_dataclass(loss) or not getattr(loss, "__dataclass_params__").frozen:  # noqa: B009
+        raise TypeError(f"loss: got {type(loss).__name__}, expected a frozen dataclass, whose numbers may be traced")

@@ -368,6 +368,13 @@ def test_a_nucleus_is_for_losses_of_a_policy():
             loss_from_hidden(*states, batch, loss, **options)
 
 
+class Thawed(TokenLoss[TokenStats]):
+    """No dataclass: JAX would take equal ones for different."""
+
+    def terms(self, stats, batch, constants, segments):
+        return {"nll": -stats.log_probs}
+
+
 def test_bad_input():
     batch, _, params, _ = step()
 
@@ -384,6 +391,8 @@ def test_bad_input():
         Part(0.5)
     with pytest.raises(TypeError, match=r"loss: got float, expected a PolicyLossConfig, a policy loss, SFT()"):
         call({"a": 0.5})
+    with pytest.raises(TypeError, match="loss: got Thawed, expected a frozen dataclass"):
+        call(Thawed())
     with pytest.raises(TypeError, match=r"loss: got Part, expected a PolicyLossConfig"):
         call(Part(SFT()))
     with pytest.raises(ValueError, match=r"loss: got KLCov.*, expected one that selects no tokens"):
