@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -20,7 +20,7 @@ from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.head import Head, as_head
 from jaxppo.head.pair import prepare_pair
 from jaxppo.head.prepare import HeadOptions
-from jaxppo.head.types import Inputs, Prepared
+from jaxppo.head.types import Inputs
 from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.distillation import DivergenceLoss
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature
@@ -142,7 +142,7 @@ def draft_loss(
     kinds = {"soft_cross_entropy": ("cross_entropy",), "likelihood": ("forward_kl",)}.get(objective, ())
     policy = policy_hidden, policy_head
     walk: dict[str, Any] = {"parallel": parallel, "temperature": temperature, "options": options}
-    depths = [_depth(hidden[k], heads[k], policy, batch, k + 1, kinds, **walk) for k in range(len(heads))]
+    depths = [_depth(hidden[k], heads[k], policy, batch, k + 1, kinds=kinds, **walk) for k in range(len(heads))]
     if objective == "end_to_end":
         parts = [(_end_to_end(depths), depths[0].batch)]
     else:
@@ -200,20 +200,13 @@ def draft_metrics(
       >>> {name: round(float(x), 4) for name, x in found.items()}
       {'draft_1_acceptance': 0.525, 'draft_1_agreement': 1.0}
     """
-    batch, heads = checked(batch), heads_of(hidden, head)
+    batch, heads, policy = checked(batch), heads_of(hidden, head), (policy_hidden, policy_head)
+    walk: dict[str, Any] = {"parallel": parallel, "temperature": temperature, "options": options}
     found: Metrics = {}
     for k, its_head in enumerate(heads, 1):
-        shifted = _shifted(batch, k, parallel)
-        later = _later(policy_hidden, batch, k, parallel)
-        warmth = shift_temperature(temperature, batch, k, parallel)
-        pair = _pair((hidden[k - 1], its_head), (later, policy_head), shifted, parallel, warmth, options)
-        args = {"hidden": pair[0].inputs, "policy_hidden": pair[1].inputs}
-        static = DivergenceCall(pair[0].call, pair[1].call, (), 0.5)
-
-        def specs(p: ParallelMesh, pair: tuple[Prepared, Prepared] = pair) -> tuple[list[Any], Any]:
-            return [x.specs for x in pair], (p.tokens_spec, p.tokens_spec)
-
-        apart, same = shard_call("draft_metrics", _compare, parallel, args, specs, static)
+        shifted, (apart, same) = _of_pair(
+            "draft_metrics", _compare, (), hidden[k - 1], its_head, policy, batch, k, **walk
+        )
         found[f"draft_{k}_acceptance"] = _mean(1 - apart, shifted, parallel)
         found[f"draft_{k}_agreement"] = _mean(same, shifted, parallel)
     return found
@@ -227,34 +220,48 @@ class Depth(NamedTuple):
     divergence: Float[Array, "R T"] | None
 
 
-def _depth(
+def _depth(*given: Any, kinds: tuple[str, ...], **walk: Any) -> Depth:
+    shifted, (apart, *divergence) = _of_pair("draft_loss", _per_shard, ("total_variation", *kinds), *given, **walk)
+    return Depth(shifted, apart, divergence[0] if divergence else None)
+
+
+def _of_pair(
+    name: str,
+    fn: Callable[..., tuple[Float[Array, "R T"], ...]],
+    kinds: tuple[str, ...],
     hidden: Float[Array, "R T H"],
     head: Head | Float[Array, "H V"],
     policy: tuple[Float[Array, "R T G"], Head | Float[Array, "G V"]],
     batch: RolloutBatch,
     k: int,
-    kinds: tuple[str, ...],
     *,
     parallel: ParallelMesh | ShardAxes | None,
     temperature: float | Array,
     options: HeadOptions,
-) -> Depth:
+) -> tuple[RolloutBatch, tuple[Float[Array, "R T"], ...]]:
+    """The batch of depth k, and what the per-shard fn says of its draft beside the policy k places later."""
     shifted = _shifted(batch, k, parallel)
-    later = _later(policy[0], batch, k, parallel), policy[1]
-    warmth = shift_temperature(temperature, batch, k, parallel)
-    pair = _pair((hidden, head), later, shifted, parallel, warmth, options)
-    args = {"hidden": pair[0].inputs, "policy_hidden": pair[1].inputs}
-    kinds = ("total_variation", *kinds)
-    static = DivergenceCall(pair[0].call, pair[1].call, kinds, 0.5)
-    apart, *divergence = shard_call(
-        "draft_loss",
-        _per_shard,
-        parallel,
-        args,
-        lambda p: ([x.specs for x in pair], (p.tokens_spec,) * len(kinds)),
-        static,
+    check_floating("policy_hidden", policy[0], 3, "[R, T, H]")
+    if policy[0].shape[:2] != batch.loss_mask.shape:
+        raise ValueError(f"policy_hidden: got shape {policy[0].shape}, expected {batch.loss_mask.shape} and H")
+    later = shift_left(lax.stop_gradient(policy[0]), parallel, k, 0, batch.segment_ids, batch.num_segments)
+    pair = prepare_pair(
+        (hidden, head),
+        lax.stop_gradient((later, as_head("policy_head", policy[1]))),
+        names=("draft", "policy"),
+        second_spec=options.get("hidden_spec"),
+        parallel=parallel,
+        temperature=shift_temperature(temperature, batch, k, parallel),
+        where=shifted.loss_mask > 0,
+        options=options,
     )
-    return Depth(shifted, apart, divergence[0] if divergence else None)
+    args = {"hidden": pair[0].inputs, "policy_hidden": pair[1].inputs}
+    static, count = DivergenceCall(pair[0].call, pair[1].call, kinds, 0.5), len(kinds) or 2
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        return [x.specs for x in pair], (p.tokens_spec,) * count
+
+    return shifted, shard_call(name, fn, parallel, args, specs, static)
 
 
 def _per_shard(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs) -> tuple[Float[Array, "R T"], ...]:
@@ -266,41 +273,10 @@ def _compare(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Input
     return found.total_variation, found.same_top
 
 
-def _pair(
-    draft: tuple[Float[Array, "R T H"], Head | Float[Array, "H V"]],
-    policy: tuple[Float[Array, "R T G"], Head | Float[Array, "G V"]],
-    shifted: RolloutBatch,
-    parallel: ParallelMesh | ShardAxes | None,
-    temperature: float | Array,
-    options: HeadOptions,
-) -> tuple[Prepared, Prepared]:
-    spec: P | None = options.get("hidden_spec")
-    return prepare_pair(
-        draft,
-        lax.stop_gradient((policy[0], as_head("policy_head", policy[1]))),
-        names=("draft", "policy"),
-        second_spec=spec,
-        parallel=parallel,
-        temperature=temperature,
-        where=shifted.loss_mask > 0,
-        options=options,
-    )
-
-
 def _shifted(batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
     """The batch with loss mask 1 where the masks of t and t + k are both 1."""
     later = shift_targets(batch, k, parallel)
     return dataclasses.replace(later, loss_mask=later.loss_mask * batch.loss_mask)
-
-
-def _later(
-    policy_hidden: Float[Array, "R T G"], batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None
-) -> Float[Array, "R T G"]:
-    """The policy's hidden states, shifted so that t holds those of t + k."""
-    check_floating("policy_hidden", policy_hidden, 3, "[R, T, H]")
-    if policy_hidden.shape[:2] != batch.loss_mask.shape:
-        raise ValueError(f"policy_hidden: got shape {policy_hidden.shape}, expected {batch.loss_mask.shape} and H")
-    return shift_left(lax.stop_gradient(policy_hidden), parallel, k, 0, batch.segment_ids, batch.num_segments)
 
 
 def _of_depth(depth: Depth, objective: Objective, eta: Coefficient) -> Float[Array, "R T"]:
