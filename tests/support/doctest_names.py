@@ -1,4 +1,4 @@
-"""A pytest plugin for examples in docstrings: eight devices, and names that they need not import."""
+"""A pytest plugin for examples: eight devices, and for docstrings names that they need not import."""
 
 import inspect
 
@@ -15,7 +15,10 @@ programs.start_devices(8)
 
 
 @pytest.fixture(autouse=True)
-def names(doctest_namespace):
+def names(request, doctest_namespace):
+    """A page imports what it uses: its reader has nothing else."""
+    if request.path.suffix == ".md":
+        return
     both = {"advantages", "presets"}  # which share names, such as grpo
     modules = [x for name, x in vars(jaxppo).items() if inspect.ismodule(x) and name in {*jaxppo.__all__} - both]
     for module in (metrics, *modules, jaxppo):
