@@ -26,6 +26,9 @@ _STATIC = (
     "weighted_denominators",
 )
 _ARRAYS = (*REQUIRED, *OPTIONAL)
+# The default of arrays that a batch may lack. To type checkers they are there: whoever reads one has put it there, and
+# a function that is given None says which array is missing.
+_ABSENT: Any = None
 
 
 class StepCounts(Protocol):
@@ -55,9 +58,8 @@ class RolloutBatch(Constructors):
       loss_mask: `[R, T]`, 0 or 1 in any dtype, 1 where `targets[t]` is a response token to train on.
       sample_ids: `i32[R, S]`, the number of each sequence in the step, -1 where the row has no such segment.
       group_ids: `i32[R, S]`, equal for the samples of one prompt; -1 where sample_ids is -1.
-      rollout_ids: `i32[R, S]`, equal for the samples that were cut from one trajectory; -1 where sample_ids is -1. All
-        these samples together are called a rollout here, while others call each sample so. By default each sample is a
-        rollout.
+      rollout_ids: `i32[R, S]`, the trajectory that each sample was cut from; -1 where sample_ids is -1. By default each
+        sample is a trajectory of its own.
       advantages: `f32[R, T]`.
       old_log_probs: `f32[R, T]`, under the policy at the start of the step. These log-probs and the next are refused in
         16 bits.
@@ -93,18 +95,18 @@ class RolloutBatch(Constructors):
     positions: Int[Array, "R T"]
     loss_mask: Float[Array, "R T"]
     sample_ids: Int[Array, "R S"]
-    group_ids: Int[Array, "R S"] | None = None
-    rollout_ids: Int[Array, "R S"] | None = None
-    advantages: Float[Array, "R T"] | None = None
-    old_log_probs: Float[Array, "R T"] | None = None
-    ref_log_probs: Float[Array, "R T"] | None = None
-    rollout_log_probs: Float[Array, "R T"] | None = None
-    values: Float[Array, "R T"] | None = None
-    returns: Float[Array, "R T"] | None = None
-    policy_versions: Int[Array, "R T"] | None = None
-    loss_weights: Float[Array, "R T"] | None = None
-    rewards: Float[Array, "R S"] | None = None
-    parents: Int[Array, "R S"] | None = None
+    group_ids: Int[Array, "R S"] = _ABSENT
+    rollout_ids: Int[Array, "R S"] = _ABSENT
+    advantages: Float[Array, "R T"] = _ABSENT
+    old_log_probs: Float[Array, "R T"] = _ABSENT
+    ref_log_probs: Float[Array, "R T"] = _ABSENT
+    rollout_log_probs: Float[Array, "R T"] = _ABSENT
+    values: Float[Array, "R T"] = _ABSENT
+    returns: Float[Array, "R T"] = _ABSENT
+    policy_versions: Int[Array, "R T"] = _ABSENT
+    loss_weights: Float[Array, "R T"] = _ABSENT
+    rewards: Float[Array, "R S"] = _ABSENT
+    parents: Int[Array, "R S"] = _ABSENT
     extras: Mapping[str, Num[Array, "R T ..."]] = dataclasses.field(default_factory=dict)
     context_layout: str = "contiguous"
     context_shards: int = 1

@@ -31,8 +31,8 @@ class KL:
       estimator: see `kl_divergence`.
       importance: the weight of the estimate; its gradient is a part of the loss's gradient. "none" has no weight.
         "token" is the ratio of two policies at each token, "sequence" the geometric mean of the ratios of its sequence.
-        "score" is a weight of 1 with the gradient of log_prob: on samples of the policy it makes the gradient of "k1",
-        log-ratio + 1, an unbiased gradient of the divergence. An estimator with a "+" has that gradient by itself.
+        "score" leaves the value unchanged and adds the score-function term, so that on samples of the policy the
+        gradient of "k1", log-ratio + 1, is unbiased. An estimator with a "+" has that gradient by itself.
       compares: the two policies of that ratio, "current/old" or "current/rollout", independently of the loss's ratio.
 
     Raises:

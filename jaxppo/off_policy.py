@@ -66,8 +66,8 @@ class Rejection:
 
     Args:
       statistic: "token_k1", "seq_sum_k1", "run_mean_diff" and others.
-      low: for k1 the smallest ratio exp(k1) = b / a; else the smallest value. By default no bound.
-      high: for k1 the largest ratio b / a; for k2 and k3 the largest value, nats; for diff the largest difference.
+      low: for k1 a lower bound on b / a = exp(k1); else the smallest value. By default no bound.
+      high: for k1 an upper bound on b / a; for k2 and k3 the largest value, nats; for diff the largest difference.
       compares: the two policies a / b, "old/rollout", "current/rollout" or "current/old".
 
     Raises:

@@ -41,8 +41,8 @@ class Sample:
         has no advantage; a batch has rewards unless all its samples have None.
       sample_id: the unique number of the sample in the step; by default its index among the samples.
       group_id: equal for the samples of one prompt; estimators that compare samples, like `advantages.grpo`, need it.
-      rollout_id: equal for the samples that were cut from one trajectory. All these samples together are called a
-        rollout here, while others call each sample so. By default each sample is a rollout.
+      rollout_id: the trajectory that the sample was cut from; equal for all its parts. By default each sample is a
+        trajectory of its own.
       advantages: `f32[n - response_start]`, like the arrays that follow.
       old_log_probs: under the policy at the start of the step.
       ref_log_probs: under the reference policy.

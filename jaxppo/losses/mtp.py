@@ -224,7 +224,7 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
     given = (batch.targets, batch.loss_mask, batch.positions, batch.segment_ids, batch.loss_weights)
     arrays = tuple(jnp.asarray(x) for x in given if x is not None)
     targets, loss_mask, *weights = lax.map(shift, arrays) if arrays[0].ndim == 3 else shift(arrays)
-    weight = weights[0] if weights else None
+    weight: Any = weights[0] if weights else None
     return dataclasses.replace(batch, targets=targets, loss_mask=loss_mask, loss_weights=weight, extras=extras)
 
 

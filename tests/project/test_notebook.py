@@ -13,7 +13,7 @@ CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type
 AFTER = """
 assert {name: len(x) for name, x in mib.items()} == {"plain JAX": 4, "policy_loss_from_hidden": 4}
 assert mib["plain JAX"][-1] > 1.9 * mib["plain JAX"][-2] > 7 * mib["policy_loss_from_hidden"][-1]
-assert abs(float(on_mesh(kernel)) - float(loss)) < 1e-5
+assert abs(float(on_mesh(kernel, rows)) - float(loss)) < 1e-5
 """
 
 

@@ -191,8 +191,6 @@ def mesh() -> ParallelMesh:
 
 def group_advantages(batch: RolloutBatch, parallel: ParallelMesh) -> jax.Array:
     batch.validate(V - 3)
-    assert batch.rewards is not None
-    assert batch.group_ids is not None
     return advantages.spread(
         advantages.grpo(batch.rewards, batch.group_ids, parallel=parallel), batch, parallel=parallel
     )
