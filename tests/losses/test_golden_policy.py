@@ -61,10 +61,10 @@ def rollouts(counts, denominators):
 
 @functools.cache
 def slime_stats(mesh, temperature, entropy, vocab):
-    """(logits, targets, keep, where, cotangents) -> stats and the logits' gradient; compiled once for many cases."""
+    """(logits, targets, ids, where, cotangents) -> stats and the logits' gradient; compiled once for many cases."""
 
-    def run(logits, targets, keep, where, cotangents):
-        options = {"temperature": temperature, "entropy": entropy, "nucleus": keep, "where": where}
+    def run(logits, targets, ids, where, cotangents):
+        options = {"temperature": temperature, "entropy": entropy, "nucleus_ids": ids, "where": where}
         parallel = mesh and make_parallel_mesh(mesh)
         fn = functools.partial(log_probs_from_logits, parallel=parallel, vocab_size=vocab, **options)
         stats, pullback = jax.vjp(lambda x: fn(x, targets), logits)
@@ -94,12 +94,13 @@ def check_slime(case: Case, mesh, *, lost_clamp: bool = False):
 
     logits = pad(ragged.packing.pack(ragged.split(case.inputs["logits"]), np.nan))
     keep = case.inputs.get("keep_mask")
-    keep = None if keep is None else pad(ragged.packing.pack(ragged.spread(keep)))
+    kept = None if keep is None else pad(ragged.packing.pack(ragged.spread(keep)))
+    ids = None if kept is None else np.where(kept, np.arange(kept.shape[-1], dtype=np.int32), -1)
     head = functools.partial(
         slime_stats(mesh, case.config["rollout_temperature"], config.entropy_mode, vocab),
         logits,
         batch.targets,
-        keep,
+        ids,
         batch.loss_mask > 0,
     )
 
