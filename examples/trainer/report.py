@@ -160,10 +160,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="examples.trainer.report", description="A look at a run of train_grpo.")
     parser.add_argument("run", type=Path, help="the --out folder of the run")
-    folder = parser.parse_args(argv).run
+    parser.add_argument("--beside", type=Path, help="that of another run, whose curves are drawn dotted")
+    args = parser.parse_args(argv)
+    folder = args.run
     try:
         run = load_run(folder)
-        replace(folder / "report.html", page(run))
+        replace(folder / "report.html", page(run, load_run(args.beside) if args.beside else None))
         write_events(run.numbers, folder / "tensorboard")
     except (ValueError, OSError) as error:
         print(f"examples.trainer.report: error: {error}", file=sys.stderr)

@@ -50,6 +50,8 @@ CHARTS = {
 }
 _SAMPLE = ("reward", "prompt", "completion")
 _STEPS_SHOWN = 20
+_TELLING = ("task", "model", "loss", "mesh", "seed")  # arguments that stand in the title
+_DECADES = 3  # values that span more are drawn on a log axis
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
@@ -112,22 +114,25 @@ def load_run(folder: Path) -> Run:
     )
 
 
-def page(run: Run) -> str:
-    """The whole page."""
+def page(run: Run, beside: Run | None = None) -> str:
+    """The whole page, with the curves of another run drawn thin beside this run's."""
     names = sorted({name for record in run.records for name in record} - {"step"})
     shown: set[str] = set()
     charts = []
     for title, (about, wanted) in CHARTS.items():
         curves = [name for pattern in wanted for name in names if fnmatch.fnmatchcase(name, pattern)]
         shown |= set(curves)
-        charts.append(_chart(run, title, about, curves))
-    charts += [_chart(run, name, "", [name]) for name in names if name not in shown]
+        charts.append(_chart(run, title, about, curves, beside))
+    charts += [_chart(run, name, "", [name], beside) for name in names if name not in shown]
     steps = [record["step"] for record in run.records]
     told = f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else "no step yet"
     if run.left_out:
         told += f"; {run.left_out} lines of metrics.jsonl are no records"
+    if beside is not None:
+        told += f"; dotted curves are those of {beside.name}"
+    title = _title(run)
     body = [
-        f"<h1>{html.escape(run.name)}</h1><p>{told}</p>",
+        f"<h1>{html.escape(title)}</h1><p>{html.escape(told)}</p>",
         f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>',
         "<h2>Numbers</h2>" + _summary(run, names),
         "<h2>Samples</h2>" + _samples(run.samples),
@@ -138,8 +143,16 @@ def page(run: Run) -> str:
             body.append(f"<h2>{html.escape(str(name).capitalize())}</h2>{_table(value)}")
     if not run.settings:
         body.append("<h2>Settings</h2><p>settings.json is not there, or cannot be read</p>")
-    head = f'<meta charset="utf-8"><title>{html.escape(run.name)}</title><style>{_STYLE}</style>'
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
     return f'<!DOCTYPE html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
+
+
+def _title(run: Run) -> str:
+    """The run's name, and what tells it from other runs."""
+    found = run.settings.get("arguments")
+    arguments = found if isinstance(found, Mapping) else {}
+    told = [f"{name} {_text(arguments[name])}" for name in _TELLING if arguments.get(name) is not None]
+    return f"{run.name}: {', '.join(told)}" if told else run.name
 
 
 def _series(run: Run, name: str) -> tuple[list[int], list[float], list[int]]:
@@ -154,22 +167,39 @@ def _series(run: Run, name: str) -> tuple[list[int], list[float], list[int]]:
     return steps, values, lost
 
 
-def _chart(run: Run, title: str, about: str, names: Sequence[str]) -> str:
+def _chart(run: Run, title: str, about: str, names: Sequence[str], beside: Run | None = None) -> str:
+    """The curves of one chart. Those that never change are told in words: a line at 1 or 0 would only set the scale."""
     heading = f"<h3>{html.escape(title)}</h3><p>{html.escape(about)}</p>"
     if not names:
         return f"<figure>{heading}<p>not recorded in this run</p></figure>"
     figure = Figure(figsize=(5, 2.6), layout="constrained")
     axis = figure.subplots()
-    notes = []
-    for name in names:
+    notes, drawn = [], []
+    for number, name in enumerate(names):
+        colour = f"C{number % 10}"
         steps, values, lost = _series(run, name)
+        finite = [x for x in values if math.isfinite(x)]
+        other = [x for x in _series(beside, name)[1] if math.isfinite(x)] if beside else []
+        if len(steps) > 1 and not lost and len({*finite, *other}) == 1:
+            notes.append(f"<p>{html.escape(name)} is {finite[0]:.4g} in every step</p>")
+            continue
+        drawn += finite + other
+        if beside and other:
+            axis.plot(*_series(beside, name)[:2], ":", color=colour, linewidth=0.9)
         # labels and titles are text that matplotlib must not read as formulas
-        axis.plot(steps, values, marker="." if len(steps) < 30 else None, label=_plain(name), linewidth=1.3)
+        axis.plot(
+            steps, values, marker="." if len(steps) < 30 else None, label=_plain(name), color=colour, linewidth=1.3
+        )
         for step in lost[:200]:
             axis.axvline(step, color="#b42318", linewidth=0.6, alpha=0.6)
         if lost:
             some = ", ".join(map(str, lost[:5])) + (", ..." if len(lost) > 5 else "")
             notes.append(f'<p class="warn">{html.escape(name)} is no finite number in {len(lost)} steps: {some}</p>')
+    if not axis.lines:
+        return f"<figure>{heading}{''.join(notes)}</figure>"
+    above = [x for x in drawn if x > 0]
+    if above and min(drawn) >= 0 and max(above) > min(above) * 10**_DECADES:
+        axis.set_yscale("log", nonpositive="mask")
     axis.set_xlabel("GRPO step")
     axis.grid(alpha=0.3)
     if len(names) > 1:
@@ -231,6 +261,8 @@ def _table(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value)
 
 

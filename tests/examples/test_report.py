@@ -72,6 +72,42 @@ def test_it_shows_every_curve_and_loads_nothing(tmp_path):
     assert len(set(read.ids)) == len(read.ids)
 
 
+def test_a_curve_that_never_changes_is_told_in_words(tmp_path):
+    lines = [json.dumps({"step": i, "ratio_mean": 1.0, "skipped": 0, "reward": i}) for i in range(6, 9)]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines))
+    read = page_of(tmp_path / "run")
+    assert read.tags.count("svg") == 1
+    assert {"ratio_mean is 1 in every step", "skipped is 0 in every step"} <= {*read.texts}
+
+
+@pytest.mark.parametrize(("values", "logarithmic"), [((1e-14, 1e-3, 1.0), True), ((0.5, 2.0, 3.0), False)])
+def test_values_of_many_decades_have_a_log_axis(tmp_path, values, logarithmic):
+    """A linear axis shows nothing of 1e-14 beside 1; a label of the log axis has its exponent raised."""
+    (tmp_path / "run").mkdir()
+    lines = [json.dumps({"step": i, "mismatch_kl": x}) for i, x in enumerate(values)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines))
+    texts = "".join(page_of(tmp_path / "run").texts)
+    assert ("\N{MINUS SIGN}11" in texts or "\N{MINUS SIGN}8" in texts) == logarithmic
+
+
+def test_the_title_and_another_run_beside_it(tmp_path):
+    settings = {"arguments": {"task": "gcd", "loss": "ppo", "mesh": None, "seed": 0, "prompts": 4}}
+    run, other = make_run(tmp_path / "run", settings=settings), make_run(tmp_path / "other", steps=9)
+    alone = page_of(run).texts
+    assert "run: task gcd, loss ppo, seed 0" in alone
+    assert main([str(run), "--beside", str(other)]) == 0
+    read = Read((run / "report.html").read_text())
+    assert "5 steps, 1 to 5; dotted curves are those of other" in read.texts
+    assert (run / "report.html").read_text().count("stroke-dasharray") >= len(NAMES)
+    assert main([str(run), "--beside", str(tmp_path / "none")]) == 2
+
+
+def test_rewards_are_rounded(tmp_path):
+    read = with_samples(tmp_path, json.dumps({"step": 1, "samples": [{"reward": 0.30000000000000004}]}))
+    assert "0.3" in read.texts
+
+
 def test_lines_that_are_torn_and_values_that_are_none(tmp_path):
     lines = ['{"step": 6, "reward": null, "kl": "much", "entropy": NaN}', '{"step": 7, "reward": 1e999, "kl": [1]}']
     lines += ['{"step": 8, "reward": 1' + "0" * 400 + "}", '{"step": 1' + "0" * 400 + ', "reward": 1}', '{"step": 9}']
