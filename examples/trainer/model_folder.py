@@ -13,10 +13,10 @@ import tokenizers
 from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 
+from examples.trainer.chat_template import asked_as
+
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F32", "BF16", "F16"}
-_CHAT_END = "<|im_end|>"
-_CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -41,16 +41,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class FolderTokenizer:
-    """The tokenizer of tokenizer.json, with the end of text that config.json names.
+    """The tokenizer of tokenizer.json, with the end of text that config.json names, and the folder's chat template.
 
-    If that token ends a chat turn, questions are asked as a user's turn, to be answered without thinking.
+    Questions are asked as a user's turn, to be answered without thinking; in a folder without a template, as they are.
 
     Args:
       folder: the model's folder.
       end: the id after which a response is over.
 
     Raises:
-      ValueError: no tokenizer.json, an unreadable one, or one without that id.
+      ValueError: no tokenizer.json, an unreadable one, or one without that id; a template that does not render.
     """
 
     def __init__(self, folder: Path, end: int):
@@ -66,7 +66,7 @@ class FolderTokenizer:
             raise ValueError(f"--model: got eos_token_id {end}, expected the id of a token in {path}")
         self.end = end
         self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self._chat = token == _CHAT_END
+        self._asked = asked_as(folder, token, read_json)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without special tokens around it."""
@@ -74,7 +74,7 @@ class FolderTokenizer:
 
     def encode_question(self, text: str) -> list[int]:
         """The ids of a question, up to where its answer begins."""
-        return self.encode(_CHAT.format(text) if self._chat else text + "\n")
+        return self.encode(self._asked(text))
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))

@@ -368,3 +368,37 @@ def test_a_base_models_end_of_text_asks_plainly(tmp_path):
     tokenizer = FolderTokenizer(tmp_path, Qwen3Config.read(tmp_path).end)
     assert tokenizer.decode(tokenizer.encode_question("2 + 2 = ä?")) == "2 + 2 = ä?\n"
     assert tokenizer.end == 256
+
+
+def asked(folder):
+    tokenizer = FolderTokenizer(folder, Qwen3Config.read(folder).end)
+    return tokenizer._tokenizer.decode(tokenizer.encode_question("2 + 2 = ä?"), skip_special_tokens=False)
+
+
+def test_questions_are_asked_by_the_template_of_the_folder(tmp_path):
+    """That of tokenizer_config.json, one or several by name, or that of chat_template.jinja; or none."""
+    tiny_qwen3.write(tmp_path)
+    as_turn = "<|im_start|>user\n2 + 2 = ä?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert asked(tmp_path) == as_turn
+    config = tmp_path / "tokenizer_config.json"
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": tiny_qwen3.TEMPLATE}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert asked(tmp_path) == as_turn
+    other = "{% for m in messages %}Q: {{ m.content }}{{ eos_token }}A:{% endfor %}"
+    config.write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    (tmp_path / "chat_template.jinja").write_text(other)
+    assert asked(tmp_path) == "Q: 2 + 2 = ä?<|im_end|>A:"
+    (tmp_path / "chat_template.jinja").unlink()
+    config.unlink()
+    assert asked(tmp_path) == "2 + 2 = ä?\n"
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for %}", "{{ messages[7].content }}", "{{ raise_exception('no user') }}", "{{ ''.__class__.mro() }}"],
+)
+def test_a_template_that_does_not_render_is_refused(tmp_path, template):
+    tiny_qwen3.write(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=r"--model: got a chat template in .*chat_template.jinja that does not render"):
+        asked(tmp_path)

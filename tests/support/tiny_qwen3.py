@@ -28,6 +28,16 @@ CONFIG = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
+# as much of Qwen3's as a question needs
+TEMPLATE = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
 SPECIAL = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>"]
 
 
@@ -76,6 +86,7 @@ def write(folder, shards=1, dtype=np.float32, seed=0, **settings):
     config = {**CONFIG, **settings, "torch_dtype": np.dtype(dtype).name}
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
     found = tensors(config, seed)
     stored = {name: x.astype(dtype) for name, x in found.items()}
     if config["tie_word_embeddings"]:  # small models are published with a copy of the head, which nothing reads
