@@ -6,29 +6,53 @@ python -m examples.flax_linen --mesh fsdp=4,tp=2 --tied        (Linen's boxes kn
 from __future__ import annotations
 
 import argparse
+import math
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from examples.toy_rollouts import VOCAB, WIDTH, rollouts
 from jaxppo import (
     PPO,
     Head,
     ParallelMesh,
     PolicyLossConfig,
     RolloutBatch,
+    Sample,
     finalize_metrics,
     make_parallel_mesh,
     policy_loss_from_hidden,
 )
 from jaxppo.sharding.testing import emulate_devices
 
+VOCAB, WIDTH = 128, 32
 CONFIG = PolicyLossConfig(PPO(clip_high=0.28))
+
+
+def rollouts(seed: int, parallel: ParallelMesh | None) -> RolloutBatch:
+    """16 samples, whose lengths depend on the seed, in rows whose number and length never change."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for group in range(16):
+        length = 2 * int(rng.integers(2, 7))
+        tokens = 2 * rng.integers(0, 8, 3 + length) + np.arange(3 + length) % 2  # even and odd tokens in turns
+        response = tokens[3:]
+        samples.append(
+            Sample(
+                tokens,
+                response_start=3,
+                group_id=group,
+                advantages=np.where(response % 2 == 0, 1.0, -1.0),
+                old_log_probs=np.full(len(response), -math.log(VOCAB)),
+            )
+        )
+    batch = RolloutBatch.from_samples(samples, row_length=32, rows=16, num_segments=4, parallel=parallel)
+    return batch if parallel is None else batch.put(parallel)
 
 
 class Policy(nn.Module):

@@ -2,12 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import nnx_policy
 import pytest
 import tiny_qwen3
 from flax import nnx
 
-from examples import flax_linen, flax_nnx
-from examples.toy_rollouts import VOCAB
+from examples import flax_linen
+from examples.flax_linen import VOCAB
 from examples.trainer.attention import context_attention
 from examples.trainer.model import ModelConfig, create_model
 from examples.trainer.qwen3 import Qwen3Config, load_model
@@ -66,7 +67,7 @@ def test_the_decoder_without_its_mask_fails():
 def of_nnx():
     parallel = make_parallel_mesh("fsdp=1,tp=1", devices=jax.devices()[:1])
     with jax.set_mesh(parallel.mesh):
-        model = flax_nnx.Policy(parallel, tied=True, rngs=nnx.Rngs(0))
+        model = nnx_policy.Policy(parallel, tied=True, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(model)
     return lambda params, batch: nnx.merge(graphdef, params)(batch.tokens), params
 

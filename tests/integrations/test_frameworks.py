@@ -7,13 +7,14 @@ import sys
 
 import flax
 import jax
+import nnx_policy
 import numpy as np
 import pytest
 from flax import linen
 from tables import sampled
 
 import jaxppo
-from examples import flax_linen, flax_nnx
+from examples import flax_linen
 from sharding import make_parallel_mesh
 
 
@@ -39,7 +40,7 @@ def equinox_model():
 
 # name: (the example, its head's kernel, that kernel's layout where it is not tied)
 EXAMPLES = {
-    "nnx": (lambda: flax_nnx, nnx_head, "hv"),
+    "nnx": (lambda: nnx_policy, nnx_head, "hv"),
     "linen": (lambda: flax_linen, linen_head, "hv"),
     "equinox": (equinox_model, equinox_head, "vh"),
 }
@@ -84,7 +85,7 @@ def test_parameters_are_sharded_where_another_library_turned_that_off():
     flax.config.update("flax_always_shard_variable", False)
     try:
         parallel = make_parallel_mesh("fsdp=4,tp=2")
-        model, _ = flax_nnx.train(parallel, steps=1)
+        model, _ = nnx_policy.train(parallel, steps=1)
     finally:
         flax.config.update("flax_always_shard_variable", before)
     kernel = nnx_head(model)

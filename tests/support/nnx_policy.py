@@ -1,11 +1,7 @@
-"""A policy in Flax NNX: FSDP parameters, bf16 activations over f32 masters, tied or untied head, nnx.Optimizer.
-
-python -m examples.flax_nnx --mesh fsdp=4,tp=2 --tied --explicit
-"""
+"""A policy in Flax NNX: FSDP parameters, bf16 activations over f32 masters, tied or untied head, nnx.Optimizer."""
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import jax
@@ -14,7 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from examples.toy_rollouts import VOCAB, WIDTH, rollouts
+from examples.flax_linen import VOCAB, WIDTH, rollouts
 from jaxppo import (
     PPO,
     Head,
@@ -22,10 +18,8 @@ from jaxppo import (
     PolicyLossConfig,
     RolloutBatch,
     finalize_metrics,
-    make_parallel_mesh,
     policy_loss_from_hidden,
 )
-from jaxppo.sharding.testing import emulate_devices
 
 CONFIG = PolicyLossConfig(PPO(clip_high=0.28))
 
@@ -76,13 +70,3 @@ def train(parallel: ParallelMesh, *, tied: bool = False, steps: int = 10) -> tup
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
         losses = [float(step(model, optimizer, rollouts(i, parallel), parallel)["loss"]) for i in range(steps)]
     return model, losses
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mesh", default="fsdp=4,tp=2")
-    parser.add_argument("--tied", action="store_true")
-    parser.add_argument("--explicit", action="store_true")
-    args = parser.parse_args()
-    emulate_devices(8)
-    print(*train(make_parallel_mesh(args.mesh, explicit=args.explicit), tied=args.tied)[1], sep="\n")
