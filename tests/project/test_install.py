@@ -1,5 +1,6 @@
 """jaxppo installed from a wheel and editable: with its requirements alone, and beside another module `sharding`."""
 
+import re
 import shutil
 import sys
 import tarfile
@@ -34,6 +35,19 @@ def test_the_wheel_holds_both_packages_a_pytest_plugin_and_nothing_else(built):
     assert {name for name in names if ".dist-info/" not in name} == sources | typed | {"pytest_jaxppo.py"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert sorted(requirements(built[1])) == ["jax", "jaxtyping", "numpy"]
+
+
+def test_the_links_of_the_readme_lead_to_the_repository(built):
+    """A package index shows README alone: a relative link, and its picture, would be broken there."""
+    with zipfile.ZipFile(built[1]) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        shown = wheel.read(name).decode().split("\n\n", 1)[1]
+    links = re.findall(r"\]\(([^)]*)\)", shown)
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert "](https://raw.githubusercontent.com/jaxppo/jaxppo/main/docs/figures/overview.svg)" in shown
+    back = re.sub(r"https://(raw\.githubusercontent|github)\.com/jaxppo/jaxppo/(blob/)?main/", "", shown)
+    assert back.strip() == (ROOT / "README.md").read_text().strip()
 
 
 def test_the_sdist_holds_the_tests_and_what_they_compare_with(built):
