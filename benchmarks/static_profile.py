@@ -24,7 +24,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from examples.planner.pod_head import Step, described_mesh
+from examples.planner.pod_head import Step, best_plain_stats, described_mesh
 from examples.planner.pod_sizes import HEADS
 from sharding.audit.hlo import Instruction, Module, parse, without_layouts
 from sharding.audit.links import Switch
@@ -37,6 +37,7 @@ SMALL = 1000  # cycles; instructions that take fewer are not looked at one by on
 MEMORY = 16 * 2**30  # bytes that the compiler may take to make a profile, so that it takes no machine down
 
 VERSIONS: dict[str, tuple[str, dict[str, Any]]] = {  # the name of a function of `Step`, and its options
+    "best plain": ("plain", {"stats": best_plain_stats}),
     "forward": ("forward", {}),
     "one pass, no mask": ("one_pass", {"follow_mask": False}),
     "one pass, a mask": ("one_pass", {}),
