@@ -17,7 +17,7 @@ from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.losses.policy_checks import check_needed
 from jaxppo.losses.policy_tokens import advantages_of, impossible_tokens, old_log_probs
 from jaxppo.policy_losses import PolicyLoss

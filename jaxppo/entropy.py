@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxppo._arrays import check, check_array, check_number, masked, sound
 from jaxppo._pytree import register
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.metrics import Composite, Metric, Metrics, Terms, reduce_metrics
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 from jaxppo.validation import check_stats, checked

@@ -8,7 +8,7 @@ from typing import Any
 from jax import lax
 
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.validation import check_arrays
 
 

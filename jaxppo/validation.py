@@ -12,7 +12,7 @@ from jaxppo._arrays import INTEGERS, check_array, check_flag, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.batch_checks import arrays_of
 from jaxppo.head.checks import as_token_ids
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 
 
 def check_arrays(batch: RolloutBatch, *, stacked: bool = False, prefix: str = "batch.") -> dict[str, Array]:

@@ -16,7 +16,7 @@ from jaxppo.advantages.by_group import Parallel, Singletons, check_members
 from jaxppo.advantages.token_statistics import check_tokens
 from jaxppo.batch import RolloutBatch
 from jaxppo.by_id import ById
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, scan_shard, shard_call, vary
 from jaxppo.validation import check_stats
 

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo._arrays import check_array, check_choice, check_count, check_number
-from jaxppo.head.types import Asked, Entropy, LogitStat
+from jaxppo.head.call import Asked
+from jaxppo.head.head import Entropy, LogitStat
 from jaxppo.sharding import ParallelMesh
 
 _NO_TARGET = -2  # a target that no vocabulary has

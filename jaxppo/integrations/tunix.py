@@ -32,7 +32,8 @@ from jaxppo._arrays import Aggregation
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
-from jaxppo.head.prepare import HeadOptions, check_options
+from jaxppo.head.call import HeadOptions
+from jaxppo.head.prepare import check_options
 from jaxppo.integrations.tunix_models import check_unread, hidden_of_example
 from jaxppo.integrations.tunix_models import head_of as head_of
 from jaxppo.integrations.tunix_models import hidden_states as hidden_states

@@ -17,8 +17,8 @@ from jaxppo._arrays import PER_SEGMENT
 from jaxppo._traced import put_arrays, take_arrays
 from jaxppo.aggregation import Normalizer, weighted_sum
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.types import HeadCall, Inputs, Prepared
-from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
+from jaxppo.head.call import HeadCall, Inputs, Prepared
+from jaxppo.head.gradient import reduce_tokens, stats_of_tokens
 from jaxppo.losses.parts import Part
 from jaxppo.losses.step import Numbers, OfHead, step_of
 from jaxppo.losses.token_loss import Step, TokenLoss

@@ -16,11 +16,10 @@ from jaxtyping import Array, Bool, Float
 from jaxppo._arrays import Aggregation, check, check_aggregation, check_choice, is_number
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
+from jaxppo.head.call import HeadOptions, Inputs
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.head import Head
-from jaxppo.head.pair import prepare_pair
-from jaxppo.head.prepare import HeadOptions
-from jaxppo.head.types import Inputs
+from jaxppo.head.prepare import prepare_pair
 from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.losses.top_k_divergence import check_top_k, top_k_divergence

@@ -15,8 +15,8 @@ from jaxppo._arrays import Aggregation, check_count, check_field, check_flag, ne
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.api import log_probs_from_hidden
+from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Head
-from jaxppo.head.prepare import HeadOptions
 from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.sft import SFT
 from jaxppo.metrics import Metric, Metrics

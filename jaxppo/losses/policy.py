@@ -9,9 +9,8 @@ from jaxtyping import Array, Float, Int
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
-from jaxppo.head.head import Head
-from jaxppo.head.prepare import HeadOptions
-from jaxppo.head.types import TokenStats
+from jaxppo.head.call import HeadOptions
+from jaxppo.head.head import Head, TokenStats
 from jaxppo.losses.doors import from_hidden, from_stats
 from jaxppo.losses.policy_checks import check_config
 from jaxppo.metrics import Metrics

@@ -6,7 +6,7 @@ from jaxppo._arrays import LOG_PROBS, check_array, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
 from jaxppo.extras import extra_of
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.validation import check_stats
 
 SELECTED = "selected"  # the extra of a batch that holds the tokens which ClipCov and KLCov select

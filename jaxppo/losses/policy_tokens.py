@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from jaxppo._arrays import Aggregation, as_coefficient, is_zero, masked, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.kl import k3, log_ratio
 from jaxppo.losses.policy_checks import BY_RATIO, SELECTED, check_batch, check_policy_stats
 from jaxppo.losses.reference_kl import reference_kl

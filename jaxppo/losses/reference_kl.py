@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxppo._arrays import Aggregation, check_aggregation, check_choice, masked, needed
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.kl import KL, Estimator, kl_divergence
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.metrics import Terms, means

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxppo._arrays import Aggregation, check_choice, needed
 from jaxppo.batch import RolloutBatch
 from jaxppo.config import PolicyLossConfig
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.losses.policy_tokens import advantages_of
 from jaxppo.losses.token_loss import Losses, Reads, Step
 from jaxppo.losses.top_k_distillation import OfIds, mass

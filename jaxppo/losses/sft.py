@@ -20,7 +20,7 @@ from jaxppo._arrays import (
 )
 from jaxppo.batch import RolloutBatch
 from jaxppo.head.checks import as_logit_stats
-from jaxppo.head.types import LogitStat, TokenStats
+from jaxppo.head.head import LogitStat, TokenStats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.metrics import Terms, means
 from jaxppo.sharding import Segments

@@ -14,7 +14,7 @@ from jaxppo._arrays import PER_TOKEN_VALUES, Aggregation, masked
 from jaxppo.aggregation import Normalizer, step_normalizer, token_weights
 from jaxppo.batch import RolloutBatch
 from jaxppo.broken_rules import Broken, count_broken
-from jaxppo.head.types import HeadCall, Inputs
+from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.losses.token_loss import Reads, Step, TokenLoss, masked_arrays
 from jaxppo.reads import at_most_zero
 from jaxppo.sharding import Segments, ShardAxes

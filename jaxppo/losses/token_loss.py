@@ -26,7 +26,7 @@ from jaxppo._arrays import Aggregation
 from jaxppo.aggregation import Normalizer
 from jaxppo.batch import RolloutBatch
 from jaxppo.broken_rules import Broken
-from jaxppo.head.types import Entropy, LogitStat, TokenStats
+from jaxppo.head.head import Entropy, LogitStat, TokenStats
 from jaxppo.metrics import Terms
 from jaxppo.off_policy import OffPolicyConfig
 from jaxppo.sharding import Segments

@@ -12,7 +12,7 @@ from jaxppo._arrays import KINDS, Aggregation, check_aggregation, check_array, n
 from jaxppo.batch import RolloutBatch
 from jaxppo.extras import check_name, extra_of
 from jaxppo.head.checks import as_id_sets
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.losses.top_k_divergence import Tail, TopKDivergence, checked_options, top_k_divergence
 from jaxppo.metrics import Terms, means

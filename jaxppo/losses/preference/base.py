@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxppo._arrays import Coefficient, check_choice, check_field, needed
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.losses.preference.of_pairs import (
     OfPairs,
     check_pairs,

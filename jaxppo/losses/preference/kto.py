@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 from jaxppo._arrays import Coefficient, check_field, masked, needed, sound
 from jaxppo._stacked import as_rows, check_whole_step
 from jaxppo.batch import RolloutBatch
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.losses.preference.base import Numbers, PreferenceLoss, Responses
 from jaxppo.metrics import reduce_metric
 from jaxppo.pairs import Pairs
