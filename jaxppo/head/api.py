@@ -266,10 +266,9 @@ def _backward(call: _Call, saved: Any, of_stats: TokenStats) -> tuple[jax.Array,
 
     _, pull = jax.vjp(finished, reductions.differentiated(asked, found.sums))
     # A token whose numbers are finite counts even without a cotangent: its gradient is 0, but may have a derivative.
-    # One that has no loss and holds NaN does not: 0 * NaN is NaN.
-    counts = with_cotangent(wanted) | jnp.stack(
-        [jnp.isfinite(n).reshape(x.shape[0], -1).all(1) for n in found.sums.values()]
-    ).all(0)
+    # One that has no loss and holds NaN, or excludes all columns, does not: 0 * NaN is NaN.
+    finite = jnp.stack([jnp.isfinite(n).reshape(x.shape[0], -1).all(1) for n in found.sums.values()]).all(0)
+    counts = with_cotangent(wanted) | (finite & (found.sums["s"] > 0))
     counts = counts if where is None else counts & where
     of_sums, peaks = unless(counts, pull(wanted)[0]), unless(counts, found.peaks, -LOW)
 
