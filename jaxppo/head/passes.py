@@ -135,9 +135,17 @@ class Done(NamedTuple):
         """product(n) of the first n tokens, those that are written."""
         G = self.dx.shape[0]
         if isinstance(self.written, int):
-            return product(G)
+            return self.apart(lambda: product(G))
         counts = range(0, G + self.step, self.step)
         found: jax.Array = lax.switch(self.written, [partial(product, min(n, G)) for n in counts])
+        return found
+
+    def apart(self, product: Callable[[], jax.Array]) -> jax.Array:
+        """product(), on TPUs in a branch that is always taken: beside the loop XLA would copy all of dx to a layout."""
+        if not self.work.call.profile.rings:
+            return product()
+        zeros = self.work.vary(jnp.zeros(jax.eval_shape(product).shape, jnp.float32))
+        found: jax.Array = lax.cond(lax.optimization_barrier(jnp.asarray(True)), product, lambda: zeros)
         return found
 
     def of_feature(self, k: int) -> jax.Array:
@@ -152,7 +160,7 @@ class Done(NamedTuple):
                 return of_feature(work.call, k, slice_of(self.dx, start, size), p)
 
             if isinstance(self.written, int):
-                return product()
+                return self.apart(product)
             zeros = work.vary(jnp.zeros((size, self.features[k].shape[1]), jnp.float32))
             found: jax.Array = lax.cond(start < self.written * self.step, product, lambda: zeros)
             return found
