@@ -263,7 +263,7 @@ def sound(what: str, x: Array) -> Array:
 def unless_mask(x: Any) -> Float[Array, "..."]:
     """0 where an entry of a mask is 0 or 1, and NaN elsewhere, to be added to what the mask selects."""
     x = jnp.asarray(x).astype(jnp.float32)
-    return jnp.where((x == 0) | (x == 1), 0, jnp.nan)
+    return jnp.where((x == 0) | (x == 1), jnp.float32(0), jnp.nan)
 
 
 def check_ids(what: str, x: Any) -> None:

@@ -40,7 +40,7 @@ def submatrix(x: jax.Array, dim: int, start: Index, size: int, first: Index, wid
 
 def rows_at(x: Tree, places: jax.Array) -> Tree:
     """The rows at these places of an array, or of each array of a pytree."""
-    starts = lax.expand_dims(places, (1,))
+    starts = lax.expand_dims(places.astype(np.int32), (1,))  # argsort's are i64 where JAX allows 64 bits
 
     def of_array(x: jax.Array) -> jax.Array:
         # a start in all dimensions: XLA for a v6e cannot compile x[places] @ kernel if x has 15 to 16 MiB

@@ -70,7 +70,7 @@ def install(python, *what):
 def with_jaxppo(folder, wheel, kind, *more):
     """Makes an environment with jaxppo (wheel or tree), its requirements and `more`; returns its interpreter."""
     editable = kind == "editable"
-    tools = ["hatchling", "editables"] if editable else []
+    tools = ["hatchling", "hatch-fancy-pypi-readme", "editables"] if editable else []
     python = environment(folder, [*requirements(wheel), *more, *tools])
     install(python, *(["-e", ROOT] if editable else [wheel]))
     return python

@@ -153,7 +153,7 @@ def aligned(g: Given, made: Callable[..., Any], *names: str) -> Any:
 
 
 def thd(g: Given) -> Any:
-    ends = jnp.arange(0, T + 1, T // 2)[None] * jnp.ones((R, 1), jnp.int32)
+    ends = jnp.tile(jnp.arange(0, T + 1, T // 2, dtype=jnp.int32), (R, 1))
     more = {"returns": g.batch.returns, "cu_seqlens_padded": ends, "rewards": g.batch.rewards[:, :2]}
     return RolloutBatch.from_cu_seqlens(g.batch.tokens, ends, g.batch.loss_mask, aligned="token", **more)
 
