@@ -116,13 +116,13 @@ def test_inside_a_users_shard_map():
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
     tokens, rows = parallel.tokens_spec, parallel.rows_spec
     in_specs = (BATCH.specs(parallel), tokens, parallel.hidden_spec, parallel.kernel_spec())
-    _, _, rest, _ = jax.eval_shape(lambda *a: everything(None, *a), *ARRAYS)
+    _, _, rest = jax.eval_shape(lambda *a: everything(None, *a), *ARRAYS)
     rest_specs = {**jax.tree.map(lambda _: P(), rest), "dkernel": parallel.kernel_spec()}
     inside = jax.shard_map(
         lambda *a: everything(parallel.axes, *a),
         mesh=parallel.mesh,
         in_specs=in_specs,
-        out_specs=(tokens, rows, rest_specs, parallel.logits_spec),
+        out_specs=(tokens, rows, rest_specs),
     )
     assert_trees_close(jax.jit(inside)(*ARRAYS), EXPECTED(*ARRAYS), atol=3e-6)
 
