@@ -6,7 +6,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any, Literal, TypeGuard, TypeVar, get_args
+from typing import Any, Literal, TypedDict, TypeGuard, TypeVar, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -88,62 +88,60 @@ def dtype_name(x: Any) -> Any:
         return x
 
 
-def check_number(
-    what: str,
-    value: Any,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-) -> None:
+class Bounds(TypedDict, total=False):
+    """The range of a number; None is no bound."""
+
+    least: float | None
+    above: float | None
+    most: float | None
+    below: float | None
+
+
+def check_number(what: str, value: Any, **bounds: Unpack[Bounds]) -> None:
     """Raises unless the value is a finite number in its range; a traced scalar passes."""
-    bounds = {"of at least": least, "above": above, "of at most": most, "below": below}
-    ranges = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
+    ranges = [f"{word} {bound}" for name, (word, _) in _BOUNDS.items() if (bound := bounds.get(name)) is not None]
     expected = " and ".join(["a finite number " + ranges[0], *ranges[1:]] if ranges else ["a finite number"])
     if isinstance(value, jax.Array):
         check(what, f"shape {value.shape}", value.ndim == 0, f"{expected}, or a scalar array")
         numeric = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
         check(what, f"dtype {value.dtype}", numeric, f"{expected}, or a scalar array")
         return
-    good = is_number(value) and all(_inside(value, least, above, most, below))
-    check(what, repr(value), good, expected)
+    check(what, repr(value), is_number(value) and all(_inside(value, bounds)), expected)
 
 
-def _inside(x: Any, least: float | None, above: float | None, most: float | None, below: float | None) -> list[Any]:
+_BOUNDS = {
+    "least": ("of at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("of at most", operator.le),
+    "below": ("below", operator.lt),
+}
+
+
+def _inside(x: Any, bounds: Mapping[str, Any]) -> list[Any]:
     """For each bound that there is, whether x is within it."""
-    pairs = (operator.ge, least), (operator.gt, above), (operator.le, most), (operator.lt, below)
-    return [within(x, bound) for within, bound in pairs if bound is not None]
+    return [within(x, bound) for name, (_, within) in _BOUNDS.items() if (bound := bounds.get(name)) is not None]
 
 
-def checked_number(
-    what: str,
-    value: Any,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-) -> Any:
+def checked_number(what: str, value: Any, **bounds: Unpack[Bounds]) -> Any:
     """The checked number. Nothing can be raised for an array's value: out of its range, it is NaN, in f32.
 
     The range thus stands once, for numbers and for traced ones. What a loss reads is under a rule, which a NaN breaks.
     """
-    check_number(what, value, least=least, above=above, most=most, below=below)
+    check_number(what, value, **bounds)
     if not isinstance(value, jax.Array):
         return value
     x = value.astype(jnp.float32)
-    for good in _inside(x, least, above, most, below):
+    for good in _inside(x, bounds):
         x = jnp.where(good, x, jnp.nan)
     return x
 
 
-def check_field(of: Any, name: str, **bounds: float | None) -> None:
+def check_field(of: Any, name: str, **bounds: Unpack[Bounds]) -> None:
     """Checks a number of a frozen dataclass, in its constructor. An array out of its range becomes NaN."""
     object.__setattr__(of, name, checked_number(name, getattr(of, name), **bounds))
 
 
-def as_number(what: str, value: Any, **bounds: float | None) -> Float[Array, ""]:
+def as_number(what: str, value: Any, **bounds: Unpack[Bounds]) -> Float[Array, ""]:
     """The checked number as an f32 array, NaN out of its range."""
     return jnp.asarray(checked_number(what, value, **bounds), jnp.float32)
 
