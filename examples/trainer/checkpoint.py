@@ -1,13 +1,10 @@
-"""Orbax checkpoints of a whole training state; checkpoints that a run cannot continue from are refused."""
+"""Checkpoints of a whole training state, by Orbax's CheckpointManager, with the digests of their files."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +14,17 @@ import orbax.checkpoint as ocp
 from examples.trainer.learner import TrainState
 from jaxppo.sharding import multihost
 
-FORMAT = 3  # the version of what is saved: raise it if an older program could not load it
+FORMAT = 4  # the version of what is saved: raise it if an older program could not load it
 SUMS = "SHA256SUMS"  # in the format of the program sha256sum
-_INFO, _STATE = "info.json", "state"
-_KEPT = 2
+_UNREAD = ("_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes these two at last, and loading needs neither
+_WHOLE = "expected a whole checkpoint"
 
 
 class Checkpoints:
-    """The newest two checkpoints under `folder`. A rename makes each visible at once, when it is whole.
+    """The newest two checkpoints under `folder`. Orbax writes them while the run goes on; each is visible when whole.
 
-    A checkpoint is a folder: the arrays in Orbax's layout, a file of JSON with what else the run remembers, and the
-    digests of both, which must fit every byte when it is loaded.
+    A checkpoint is a folder: the arrays, a file of JSON with what else the run remembers, and the digests of both,
+    which must fit every byte when it is loaded.
 
     Args:
       folder: made if it does not exist.
@@ -36,62 +33,49 @@ class Checkpoints:
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
         self.folder, self.identity = folder.absolute(), identity
-        self._arrays = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-        logging.getLogger("absl").addFilter(_not_of_a_thread)
-
-        def clean() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for path in self.folder.iterdir():
-                if path.suffix in (".new", ".old"):  # left by a run that ended while it saved
-                    shutil.rmtree(path)
-
-        self._on_first(clean)
+        self._writing = 0  # the step of the newest save
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that `save` raises
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2,
+            cleanup_tmp_directories=True,  # of a run that ended while it saved
+            lightweight_initialize=True,  # reads nothing of a checkpoint before its digests are compared
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, state: TrainState, step: int, notes: dict[str, Any]) -> None:
-        """Saves the state after `step` steps, with whatever else the run wants to remember; once for each step.
+        """Begins to save the state after `step` steps, with what else the run wants to remember; once for each step.
 
         Raises:
-          OSError: it could not be written; older checkpoints are still there.
+          OSError: this checkpoint or the one before could not be written; older ones are still there.
         """
-        if step in steps_in(self.folder):
+        if step in self._manager.all_steps():
             return
-        new = self.folder / f"{step}.new"
+        self.wait()
+        self._writing = step
         info = {"format": FORMAT, "step": step, "identity": self.identity, "notes": notes}
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), info=ocp.args.JsonSave(info))
+        self._attempt(lambda: self._manager.save(step, args=items, force=True))
+
+    def wait(self) -> None:
+        """Returns when all that was saved is on disk; raises OSError as `save` does."""
+        self._attempt(self._manager.wait_until_finished)
+
+    def _attempt(self, act: Callable[[], Any]) -> None:
         try:
-            self._on_first(lambda: new.mkdir())
-            self._arrays.save(new / _STATE, args=ocp.args.PyTreeSave(_plain(state)))
-            self._on_first(lambda: (new / _INFO).write_text(json.dumps(info, indent=1)))
-            sums = _sums(new, _files(new))
-            self._on_first(lambda: self._commit(new, step, sums))
+            act()
         except Exception as error:  # the writer of arrays raises several kinds
-            kept = ", ".join(map(str, steps_in(self.folder))) or "none"
+            kept = ", ".join(str(step) for step in steps_in(self.folder)) or "none"
             raise OSError(
-                f"checkpoint {step}: could not be written to {self.folder} ({_reason(error)}); those there: {kept}"
+                f"checkpoint {self._writing}: could not be written to {self.folder} ({_reason(error)}); those there: "
+                f"{kept}"
             ) from error
 
-    def _commit(self, new: Path, step: int, sums: dict[str, str]) -> None:
-        lines = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
-        (new / SUMS).write_text(f"{lines}# {_digest(lines.encode())}\n")
-        os.replace(new, self.folder / str(step))
-        for old in steps_in(self.folder)[:-_KEPT]:
-            self._delete(old)
-
-    def _delete(self, step: int) -> None:
-        old = self.folder / f"{step}.old"
-        os.replace(self.folder / str(step), old)  # a rename, so that half a checkpoint never stands there
-        shutil.rmtree(old)
-
-    def _on_first(self, act: Callable[[], Any]) -> None:
-        """Process 0 calls `act`; all processes wait for it, and all raise what it raised."""
-        problem = ""
-        if jax.process_index() == 0:
-            try:
-                act()
-            except OSError as error:
-                problem = str(error)
-        told = multihost.exchange("what the first process did", problem.encode(errors="backslashreplace"))
-        if told[0]:
-            raise OSError(told[0].decode())
+    def _seal(self) -> None:
+        """Writes the digests, in the first process, when all files are written and before the checkpoint is visible."""
+        (folder,) = self.folder.glob("*.orbax-checkpoint-tmp")
+        lines = "".join(f"{_digest(folder / name)}  {name}\n" for name in _files(folder))
+        (folder / SUMS).write_text(f"{lines}# {hashlib.sha256(lines.encode()).hexdigest()}\n")
 
     def load(self, like: TrainState, step: int | None = None) -> tuple[TrainState, int, dict[str, Any]]:
         """Loads a state, placed as `like` is, which may be on another mesh; returns it with its step and notes.
@@ -111,42 +95,48 @@ class Checkpoints:
             raise ValueError(f"--resume: got {step}, expected one of the checkpoints {', '.join(map(str, steps))}")
         step = steps[-1] if step is None else step
         try:
-            state, notes = self._read(self.folder / str(step), like)
+            notes = self._check(step)
+            try:
+                placed = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+                state = self._manager.restore(step, args=placed)["state"]
+            except Exception as error:  # readers of an unknown file raise several kinds
+                raise ValueError(f"got {self.folder / str(step)}, {_WHOLE} ({_reason(error)})") from error
         except ValueError as error:
             before = [s for s in steps if s < step]
             offer = f"--resume {before[-1]} goes on from the one before" if before else "there is none before it"
             raise ValueError(f"--resume: {error}; {offer}") from error
         for later in steps[steps.index(step) + 1 :]:
-            self._on_first(lambda later=later: self._delete(later))  # type: ignore[misc]
+            self._manager.delete(later)
         return state, step, notes
 
-    def _read(self, folder: Path, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    def _check(self, step: int) -> dict[str, Any]:
+        """The notes of a checkpoint; raises ValueError unless it is whole, and of this run."""
+        folder = self.folder / str(step)
         for path in (folder, *folder.rglob("*")):
             if path.is_symlink():
                 raise ValueError(f"got {path}, a link, expected a checkpoint whose files lie in it")
-        if not (folder / SUMS).is_file() and (version := _read_info(folder).get("format")) != FORMAT:
-            raise ValueError(_other_format(folder, version))  # its digests may be elsewhere
-        check_sums(folder)
-        info = _read_info(folder)
-        if info.get("format") != FORMAT:
-            raise ValueError(_other_format(folder, info.get("format")))
-        identity, notes = info.get("identity"), info.get("notes")
-        if not isinstance(identity, dict) or not isinstance(notes, dict):
-            raise ValueError(f"got {folder / _INFO} without identity and notes, expected a whole checkpoint")
-        if (found := info.get("step")) != int(folder.name):
-            raise ValueError(f"got {folder}, a copy of the checkpoint of step {found}, expected that of {folder.name}")
+        has_sums = (folder / SUMS).is_file()  # a newer format may have its digests elsewhere
+        if has_sums:
+            check_sums(folder)
+        try:
+            info = self._manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore()))["info"]
+        except Exception:  # of a stranger's folder, as above
+            info = {}
+        if (found := info.get("format")) != FORMAT or not has_sums:
+            if isinstance(found, int) and found > FORMAT:
+                newer = "a newer program wrote it"
+                raise ValueError(
+                    f"got a checkpoint of a newer format, {found}, in {folder}, expected {FORMAT}: {newer}"
+                )
+            raise ValueError(f"got {folder}, {_WHOLE} of format {FORMAT}, with {SUMS}")
+        if (found := info["step"]) != step:
+            raise ValueError(f"got {folder}, a copy of the checkpoint of step {found}, expected that of {step}")
         for name, expected in self.identity.items():
-            if (found := identity.get(name)) != expected:
+            if (found := info["identity"].get(name)) != expected:
                 raise ValueError(
                     f"got a checkpoint of another model or run, {name}={found}, expected {expected}, in {folder}"
                 )
-        plain = _plain(like)
-        restore = ocp.args.PyTreeRestore(plain, restore_args=ocp.checkpoint_utils.construct_restore_args(plain))
-        try:
-            state = self._arrays.restore(folder / _STATE, args=restore)
-        except Exception as error:  # readers of an unknown file raise several kinds
-            raise ValueError(f"got {folder}, expected a whole checkpoint ({_reason(error)})") from error
-        return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(state)), notes
+        return info["notes"]
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -155,70 +145,33 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def _files(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name not in (SUMS, *_UNREAD))
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """The digest of each file. Each process reads its share of the files, so all must call this."""
-    names = json.loads(multihost.exchange("files of a checkpoint", json.dumps(names).encode())[0])
-    mine = {}
-    for name in names[jax.process_index() :: jax.process_count()]:
-        with (folder / name).open("rb") as file:
-            mine[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    found: dict[str, str] = {}
-    for part in multihost.exchange("digests of a checkpoint", json.dumps(mine).encode()):
-        found |= json.loads(part)
-    return {name: found[name] for name in names}
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_sums(folder: Path) -> None:
     """Raises ValueError where a byte of the checkpoint is not as it was written; all processes must call this."""
     path = folder / SUMS
-    whole = "expected a whole checkpoint"
-    if not path.is_file():
-        raise ValueError(f"got {folder} without {SUMS}, {whole}")
     *lines, last = path.read_bytes().splitlines(keepends=True) or [b""]
-    if last != f"# {_digest(b''.join(lines))}\n".encode():
-        raise ValueError(f"got {path}, whose bytes are not those that were written, {whole}")
+    if last != f"# {hashlib.sha256(b''.join(lines)).hexdigest()}\n".encode():
+        raise ValueError(f"got {path}, whose bytes are not those that were written, {_WHOLE}")
     written = dict(reversed(line.split("  ", 1)) for line in b"".join(lines).decode().splitlines())
     names = _files(folder)
-    if odd := sorted({*written, SUMS} ^ set(names)):
+    if odd := sorted({*written} ^ {*names}):
         how = "a file that is not of it" if odd[0] in names else "nothing there"
-        raise ValueError(f"got {folder / odd[0]}, {how}, {whole}")
-    for name, digest in _sums(folder, sorted(written)).items():
-        if digest != written[name]:
-            raise ValueError(f"got {folder / name}, whose bytes are not those that were written, {whole}")
-
-
-def _read_info(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / _INFO).read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _other_format(folder: Path, found: Any) -> str:
-    if isinstance(found, int) and found > FORMAT:
-        return f"got a checkpoint of a newer format, {found}, in {folder}, expected {FORMAT}: a newer program wrote it"
-    return f"got {folder}, expected a whole checkpoint of format {FORMAT}"
-
-
-def _not_of_a_thread(record: logging.LogRecord) -> bool:
-    """Drops what Orbax's threads log, a traceback each: `save` raises the first of their errors, in one line."""
-    return "_SignalingThread" not in record.getMessage()
+        raise ValueError(f"got {folder / odd[0]}, {how}, {_WHOLE}")
+    mine = names[jax.process_index() :: jax.process_count()]  # each process reads its share of the files
+    spoilt = next((name for name in mine if _digest(folder / name) != written[name]), "")
+    for name in multihost.exchange("digests of a checkpoint", spoilt.encode()):
+        if name:
+            raise ValueError(f"got {folder / name.decode()}, whose bytes are not those that were written, {_WHOLE}")
 
 
 def _reason(error: Exception) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0][:200]
-
-
-def _plain(state: TrainState) -> dict[str, jax.Array]:
-    """The state's arrays by path: what is on disk does not depend on the classes that hold them."""
-    leaves, _ = jax.tree.flatten_with_path(state)
-    return {f"{i:04d}{jax.tree_util.keystr(path)}": leaf for i, (path, leaf) in enumerate(leaves)}

@@ -7,6 +7,7 @@ import dataclasses
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,8 @@ from examples.trainer import processes
 from examples.trainer.arguments import NEWEST, TRY_AGAIN
 from examples.trainer.checkpoint import Checkpoints, steps_in
 from examples.trainer.learner import Learner, TrainState
-from examples.trainer.members import Members
 from examples.trainer.model import Config, ModelConfig, create_model
-from examples.trainer.preemption import Preemption
+from examples.trainer.preemption import signals
 from examples.trainer.report import Report, memory_gib, settings_of
 from examples.trainer.rollouts import Packer, Rollouts, answers, readable, scores
 from examples.trainer.sampler import make_sampler
@@ -45,7 +45,8 @@ class Run:
     checkpoints: Checkpoints
     state: TrainState
     spikes: Spikes
-    preemption: Preemption = dataclasses.field(default_factory=Preemption)
+    asked: list[str] = dataclasses.field(default_factory=list)
+    """Signals that asked this process to stop; of any process, once all know of it."""
     accuracy_after_sft: float | None = None
     sft_done: int = 0
     step: int = 0
@@ -60,10 +61,10 @@ class Run:
 
     def stops(self) -> bool:
         """Whether a process of the run was asked to stop: all stop after the same step."""
-        asked = max(multihost.exchange("a wish to stop", self.preemption.asked.encode())).decode()
-        if asked:  # a signal that comes at this moment is seen after the next step
-            self.preemption.asked = asked
-        return bool(asked)
+        mine = self.asked[0] if self.asked else ""  # a signal that comes at this moment is seen after the next step
+        told = max(multihost.exchange("a wish to stop", mine.encode())).decode()
+        self.asked[:] = [told] if told else []
+        return bool(told)
 
     def save(self) -> None:
         """Saves all that is needed to go on from here, unless this step is saved already."""
@@ -222,6 +223,7 @@ def train(run: Run, args: argparse.Namespace) -> None:
             if run.step % args.checkpoint_every == 0:
                 run.save()
         run.save()
+    run.checkpoints.wait()
     report.draw()
     if report.records and (gap := report.records[-1].get("mismatch_log_prob_abs_diff")) is not None:
         print(f"log-probs of sampler and trainer in the last step: {gap:.1e} apart on average")
@@ -229,36 +231,30 @@ def train(run: Run, args: argparse.Namespace) -> None:
 
 def one_process(args: argparse.Namespace) -> int:
     """This process's part of a run; returns its exit code."""
-    count = jax.process_count()
-    with Preemption() as preemption:
+    with signals() as asked:
         try:
-            with Members(args.out / "processes", jax.process_index(), count) as members:
-                if count > 1:
-                    processes.keep_logs(members.folder / f"{members.process}.log")
-                return _begin_to_end(args, preemption, members)
-        except ValueError as error:
+            with processes.alone_in(args.out):
+                return _begin_to_end(args, asked)
+        except ValueError as error:  # all processes raise this and the next
             return _failed(2, error)
+        except (FloatingPointError, OSError) as error:
+            return _failed(1, error)
+        except RuntimeError:
+            if jax.process_count() == 1:
+                raise
+            traceback.print_exc()  # mostly since another process is gone
+            return 1
 
 
-def _begin_to_end(args: argparse.Namespace, preemption: Preemption, members: Members) -> int:
+def _begin_to_end(args: argparse.Namespace, asked: list[str]) -> int:
     if jax.config.jax_compilation_cache_dir is None:  # so that a resumed run need not compile again
         jax.config.update("jax_compilation_cache_dir", str(args.out.absolute() / "programs"))
     began = time.perf_counter()
-    try:
-        run = set_up(args)
-        run.preemption = preemption
-        train(run, args)
-    except (ValueError, FloatingPointError) as error:  # all processes raise the same error
-        members.ended = str(error)
-        return _failed(2 if isinstance(error, ValueError) else 1, error)
-    except (OSError, RuntimeError) as error:  # mostly because another process is gone; the message then names it
-        lost = members.missing(wait=True)
-        members.ended = lost or str(error)
-        if not lost and isinstance(error, RuntimeError):
-            raise
-        return _failed(1, members.ended)
-    if preemption.asked and run.step < args.steps:
-        print(f"stopped by {preemption.asked} after step {run.step} of {args.steps} and saved; --resume goes on")
+    run = set_up(args)
+    run.asked = asked
+    train(run, args)
+    if asked and run.step < args.steps:
+        print(f"stopped by {asked[0]} after step {run.step} of {args.steps} and saved; --resume goes on")
         return TRY_AGAIN if args.restartable else 0
     before, after = run.accuracy_after_sft, run.rollouts.held_out_accuracy(run.state.params)
     assert before is not None

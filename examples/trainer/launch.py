@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from examples.trainer.arguments import TRY_AGAIN
+
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _POLL_S = 0.1
 _SETTLE_S = 2.0  # a killed process frees its memory before it counts as ended; one that misses it may end sooner
@@ -38,8 +40,7 @@ def is_launcher(args: argparse.Namespace) -> bool:
 def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> int:
     """Runs the module as `args.processes` processes on this machine, and passes signals on to them.
 
-    If one ends with an error, the others have twice the heartbeat timeout to end on their own; then they are killed. If
-    one of them is stopped (SIGSTOP), it is named and all are killed at once: JAX ends those that wait for it.
+    If one ends with an error, it is named and the others are killed: they wait for it.
 
     Returns:
       0, or an exit code. If a signal ended a process, it is 128 plus the signal's number, since the others then fail
@@ -63,25 +64,13 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
     before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
     named = ", ".join(str(process.pid) for process in running)
     print(f"{args.processes} processes at 127.0.0.1:{port}, their ids {named}", file=sys.stderr)
-    code, deadline = 0, float("inf")
     try:
-        while time.monotonic() < deadline:
+        while True:
             ended = [process.poll() for process in running]
-            if any(ended) and code == 0:
-                time.sleep(_SETTLE_S)
-                statuses = {i: process.poll() or 0 for i, process in enumerate(running)}
-                failed = min(statuses, key=lambda i: (statuses[i] >= 0, not ended[i]))
-                status = statuses[failed]
-                code = status if status > 0 else 128 - status
-                stopped = [i for i, process in enumerate(running) if process.poll() is None and _is_stopped(process)]
-                deadline = time.monotonic() + (0 if stopped else 2 * args.heartbeat_timeout)
-                how = f"exit code {status}" if status > 0 else signal.Signals(-status).name
-                rest = "waiting for the rest"
-                if stopped:  # JAX ends the others, which have done nothing wrong
-                    rest = f"process {stopped[0]} (pid {running[stopped[0]].pid}) is stopped and was not heard of"
-                print(f"process {failed} of {args.processes} ended with {how}; {rest}", file=sys.stderr)
+            if any(code not in (None, 0, TRY_AGAIN) for code in ended):
+                return _blame(running, ended)
             if None not in ended:
-                break
+                return max(code for code in ended if code is not None)
             time.sleep(_POLL_S)
     finally:
         for process in running:
@@ -89,4 +78,18 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
             process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
-    return code
+
+
+def _blame(running: Sequence[subprocess.Popen[bytes]], ended: Sequence[int | None]) -> int:
+    """Names the process that failed, or that the others waited for; returns the exit code of the run."""
+    time.sleep(_SETTLE_S)
+    statuses = {i: process.poll() or 0 for i, process in enumerate(running)}
+    failed = min(statuses, key=lambda i: (statuses[i] >= 0, not ended[i]))
+    status = statuses[failed]
+    how = f"exit code {status}" if status > 0 else signal.Signals(-status).name
+    rest = "the others are ended"
+    for i, process in enumerate(running):
+        if process.poll() is None and _is_stopped(process):  # JAX ends the others, which have done nothing wrong
+            rest = f"process {i} (pid {process.pid}) is stopped and was not heard of"
+    print(f"process {failed} of {len(running)} ended with {how}; {rest}", file=sys.stderr)
+    return status if status > 0 else 128 - status

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
+import fcntl
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,15 +42,37 @@ def one_speaks() -> Iterator[None]:
         yield
 
 
-def keep_logs(path: Path) -> None:
-    """Sends what C++ libraries write to stderr into a file; Python's own stderr stays as it was.
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Within the block, no other run writes to the folder: the first process locks a file there.
 
-    If process 0 dies, XLA ends the others with a page of stack frames, which would hide this program's own message.
+    The kernel frees the lock when that process ends, in whatever way.
+
+    Raises:
+      ValueError: another run holds the lock, or the folder cannot be written to; on all processes.
     """
-    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
-    path.unlink(missing_ok=True)  # a link of that name would lead out of the folder
-    with path.open("w") as file:
-        os.dup2(file.fileno(), 2)
+    problem = ""
+    with contextlib.ExitStack() as held:
+        if is_first():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                # through a link this process would write over a file elsewhere
+                lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+                held.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(lock, 0)
+                since = datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds")
+                with contextlib.suppress(OSError):  # such as a full disk: the lock is enough
+                    os.write(lock, f"process {os.getpid()} on host {socket.gethostname()}, since {since}".encode())
+            except BlockingIOError:
+                whose = os.read(lock, 1000).decode(errors="replace")
+                problem = f"--out: got {folder}, where another run goes on, of {whose}, expected a folder of its own"
+            except OSError as error:
+                expected = "expected a folder that can be written to, on a file system with locks"
+                problem = f"--out: got {folder}, {expected} ({error})"
+        if found := multihost.exchange("the lock of a run", problem.encode(errors="backslashreplace"))[0]:
+            raise ValueError(found.decode())
+        yield
 
 
 def leave(code: int) -> int:

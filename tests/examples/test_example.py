@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from programs import kept_in
 
-from examples.trainer import arguments, compare_runs, members, report
+from examples.trainer import arguments, compare_runs, processes, report
 from examples.trainer.arguments import parse, parser
 from examples.trainer.grpo_run import grpo_step, set_up, supervised
 from examples.trainer.tasks import TASKS
@@ -123,7 +123,7 @@ def test_help_imports_nothing_large():
 
 
 def files_of(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "processes" not in path.parts}
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
 
 
 def test_a_run_is_deleted_only_where_that_is_asked_for(finished, tmp_path, capsys):
@@ -146,30 +146,24 @@ def test_a_run_is_deleted_only_where_that_is_asked_for(finished, tmp_path, capsy
 
 def test_two_runs_do_not_share_a_folder(finished, tmp_path, capsys):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    for first in (0, 1):  # 1: the rest of a run of two
-        mine = (tmp_path / "processes" / str(first)).open("a+")
-        assert members._lock(mine)
-        mine.truncate(0)
-        mine.write(json.dumps({"pid": 4711, "host": "box", "since": "noon"}))
-        mine.flush()
+    with processes.alone_in(tmp_path):
         before = files_of(tmp_path)
         for option in ("--resume", "--overwrite"):
             assert main([*RUN, "--out", str(tmp_path), option]) == 2
-            assert f"--out: got {tmp_path}, where the run of process 4711 on host box goes on since noon, expected" in (
-                capsys.readouterr().err
-            )
+            whose = f"another run goes on, of process {os.getpid()} on host {socket.gethostname()}, since "
+            assert f"--out: got {tmp_path}, where {whose}" in capsys.readouterr().err
         assert files_of(tmp_path) == before
-        mine.close()
-
-
-def test_a_run_names_itself_to_another(tmp_path):
-    with (
-        members.Members(tmp_path / "processes", 0, 1),
-        pytest.raises(ValueError, match=rf"run of process {os.getpid()} on host {socket.gethostname()} goes on since"),
-    ):
-        members.Members(tmp_path / "processes", 0, 1).__enter__()
-    with members.Members(tmp_path / "processes", 0, 1):
+    with processes.alone_in(tmp_path):
         pass
+
+
+def test_a_link_in_the_place_of_a_lock_is_refused(tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").symlink_to(tmp_path / "mine")
+    assert main([*RUN, "--out", str(tmp_path / "run")]) == 2
+    assert f"links: '{tmp_path / 'run' / 'lock'}')" in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_samples_of_each_step_are_kept(finished):

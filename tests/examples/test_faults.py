@@ -18,7 +18,7 @@ from spoilt import check_flips, files_in, flipped
 
 from examples.trainer import grpo_run
 from examples.trainer.arguments import parse
-from examples.trainer.checkpoint import Checkpoints, check_sums, steps_in
+from examples.trainer.checkpoint import FORMAT, Checkpoints, check_sums, steps_in
 from examples.trainer.grpo_run import set_up
 from examples.trainer.train_grpo import main
 from sharding.testing import factorings
@@ -72,9 +72,8 @@ def goes_on(folder):
 def check_kill(programs, finished, folder, event, number, code=-9):
     done = befallen(programs, folder, event, number)
     assert done.returncode == code, done.stderr
-    for path in folder.glob("checkpoints/*/SHA256SUMS"):
-        if path.parent.name.isdigit():  # a checkpoint that is visible is whole
-            check_sums(path.parent)
+    for step in steps_in(folder / "checkpoints")[-2:]:  # older ones are deleted file by file
+        check_sums(folder / "checkpoints" / str(step))
     assert goes_on(folder) == 0
     assert records(folder) == records(finished)
     assert (folder / "samples.jsonl").read_text() == (finished / "samples.jsonl").read_text()
@@ -104,8 +103,8 @@ def test_interrupted_twice_at_any_moment(programs, finished, tmp_path, number):
 
 IN_C = """
 import hashlib
-from examples.trainer.preemption import Preemption
-with Preemption():
+from examples.trainer.preemption import signals
+with signals():
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # for half an hour
 """
@@ -137,22 +136,19 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from examples.trainer.checkpoint import Checkpoints
-from examples.trainer.members import Members
 
-folder = Path(sys.argv[1])
-with Members(folder / "processes", 0, 1) as members:
-    checkpoints = Checkpoints(folder, {})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
-    try:
-        checkpoints.save([np.ones(4096) for _ in range(8)], 1, {})
-    except OSError as error:
-        print(error, file=sys.stderr)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+checkpoints = Checkpoints(Path(sys.argv[1]), {})
+resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+try:
+    checkpoints.save([np.ones(4096) for _ in range(8)], 1, {})
+    checkpoints.wait()
+except OSError as error:
+    print(error, file=sys.stderr)
 """
 
 
 def test_a_full_disk_is_told_in_one_line(tmp_path):
-    """Orbax's threads had logged a traceback each, and the file that tells of a process's end another."""
+    """Orbax's threads log a traceback each."""
     command = [sys.executable, "-c", FULL, str(tmp_path)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -233,7 +229,7 @@ def resume_error(folder, capsys):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from readers that Orbax abandons
 def test_a_checkpoint_cut_short_is_named_and_the_one_before_offered(finished, tmp_path):
     run = set_up(parse([*RUN, "--out", str(finished), "--resume"]))
-    for name in [path.relative_to(finished) for path in finished.glob("checkpoints/3/**/*") if path.is_file()]:
+    for name in [path.relative_to(finished) for path in files_in(finished / "checkpoints" / "3")]:
         folder = tmp_path / str(name).replace("/", "_")
         shutil.copytree(finished, folder)
         os.truncate(folder / name, (folder / name).stat().st_size // 2)
@@ -253,6 +249,15 @@ def test_a_flipped_bit_is_named_and_the_one_before_offered(finished, tmp_path, c
     assert error == f"train_grpo.py: error: --resume: got {largest}, {MESSAGE}"
 
 
+def test_files_without_a_digest_are_not_read(finished, tmp_path):
+    """Orbax writes two after the digests."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "checkpoints" / "3"
+    for path in {path for path in folder.rglob("*") if path.is_file()} - {*files_in(folder)}:
+        path.write_bytes(b"\0\xff")
+    check_same_state(set_up(parse([*RUN, "--out", str(tmp_path), "--resume"])), finished)
+
+
 @pytest.mark.nightly
 def test_a_bit_flipped_anywhere_is_named(finished, tmp_path, capsys):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
@@ -268,7 +273,7 @@ def test_a_file_too_many_and_one_too_few_are_named(finished, tmp_path, capsys):
     more.write_text("")
     assert f"got {more}, a file that is not of it, expected a whole checkpoint" in resume_error(tmp_path, capsys)
     more.unlink()
-    less = tmp_path / "checkpoints" / "3" / "info.json"
+    less = tmp_path / "checkpoints" / "3" / "info" / "metadata"
     less.unlink()
     assert f"got {less}, nothing there, expected a whole checkpoint" in resume_error(tmp_path, capsys)
 
@@ -345,15 +350,14 @@ def test_checkpoints_are_data(finished, tmp_path, capsys):
 def test_a_newer_format_is_named(finished, tmp_path, capsys, monkeypatch):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     with monkeypatch.context() as newer:
-        newer.setattr("examples.trainer.checkpoint.FORMAT", 4)
+        newer.setattr("examples.trainer.checkpoint.FORMAT", FORMAT + 1)
         run = set_up(parse([*RUN, "--out", str(tmp_path / "newer")]))
         run.step = 4
         run.save()
+        run.checkpoints.wait()
     shutil.move(tmp_path / "newer" / "checkpoints" / "4", tmp_path / "checkpoints" / "4")
-    message = (
-        f"--resume: got a checkpoint of a newer format, 4, in {tmp_path / 'checkpoints' / '4'}, expected 3: a newer "
-    )
-    message += "program wrote it; --resume 3 goes on from the one before"
+    message = f"--resume: got a checkpoint of a newer format, {FORMAT + 1}, in {tmp_path / 'checkpoints' / '4'}, "
+    message += f"expected {FORMAT}: a newer program wrote it; --resume 3 goes on from the one before"
     assert message in resume_error(tmp_path, capsys)
     (tmp_path / "checkpoints" / "4" / "SHA256SUMS").unlink()  # a newer one may keep its digests elsewhere
     assert message in resume_error(tmp_path, capsys)
@@ -376,6 +380,7 @@ def test_a_checkpoint_of_any_mesh_restores_on_any_other(finished, tmp_path, mesh
     check_restores(finished, mesh)
     run = set_up(parse([*RUN, "--out", str(tmp_path), "--mesh", mesh]))
     run.save()
+    run.checkpoints.wait()
     for other in (*factorings(8), "dp=1"):
         devices = jax.devices()[:1] if other == "dp=1" else None
         again = set_up(parse([*RUN, "--out", str(tmp_path), "--mesh", other, "--resume"]), devices)

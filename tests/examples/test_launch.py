@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from programs import QUICK, without_gpu_plugin
+from programs import QUICK
 from spoilt import check_flips, files_in, flipped
 
 from examples.trainer import launch
@@ -26,24 +25,14 @@ from examples.trainer.model_folder import read_json
 from examples.trainer.train_grpo import main
 
 TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--task", "gcd"]
-HEARTBEAT_S = 10
 WATCHDOG_S = 300  # ends a hang; long, for a busy machine
 SAME = ("loss", "pg_loss", "entropy", "kl", "gradient_norm", "reward", "accuracy")
 
 
 def started(folder, *options):
     """The launcher of two processes, its messages in a file beside the run's."""
-    command = [
-        sys.executable,
-        "-m",
-        "examples.trainer.train_grpo",
-        *TINY,
-        *options,
-        "--out",
-        str(folder),
-        "--processes",
-        "2",
-    ]
+    command = [sys.executable, "-m", "examples.trainer.train_grpo", *TINY, *options]
+    command += ["--out", str(folder), "--processes", "2"]
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
     environment["XLA_FLAGS"] = QUICK
@@ -75,35 +64,27 @@ def pids(folder):
     return [int(pid) for pid in re.search(r"their ids (\d+), (\d+)", (folder / "said").read_text()).groups()]
 
 
-def wait_for(count, folder, launcher):
-    """Returns once so many steps are done."""
+def wait_for(done, folder, launcher):
+    """Returns once `done()`."""
     began = time.monotonic()
-    while len(records(folder)) < count:
+    while not done():
         assert launcher.poll() is None, (folder / "said").read_text()
         assert time.monotonic() < began + WATCHDOG_S
         time.sleep(0.1)
 
 
-def check_kill(folder, options, steps, victim, after_s=0):
-    """Kills one of two processes after so many steps. The other must name it, in one message."""
-    launcher = started(folder, *options, "--steps", "100000", "--heartbeat-timeout", str(HEARTBEAT_S))
+def check_kill(folder, options, step, victim, after_s=0):
+    """Kills one of two processes once there is a checkpoint of a step. The launcher names it, and ends the other."""
+    launcher = started(folder, *options, "--steps", "100000")
     try:
-        wait_for(steps, folder, launcher)
+        wait_for(lambda: step in steps_in(folder / "checkpoints"), folder, launcher)
         time.sleep(after_s)
-        pid = pids(folder)[victim]
-        os.kill(pid, signal.SIGKILL)
-        # the launcher itself ends what has not ended after two heartbeat timeouts
+        os.kill(pids(folder)[victim], signal.SIGKILL)
         assert launcher.wait(timeout=WATCHDOG_S) == 128 + signal.SIGKILL
     finally:
         launcher.terminate()
         launcher.wait()
-    said = without_gpu_plugin((folder / "said").read_text())
-    gone = f"process {victim} of 2 (pid {pid} on host {socket.gethostname()}) is gone; --resume goes on from the last"
-    assert said.count("error") == 1, said
-    assert f"train_grpo.py: error: {gone} checkpoint\n" in said
-    assert f"process {victim} of 2 ended with SIGKILL; waiting for the rest\n" in said
-    for word in ("AllGather", "AllReduce", "failed", ".cc:", "    @ ", "Traceback"):
-        assert word not in said
+    assert f"process {victim} of 2 ended with SIGKILL; the others are ended\n" in (folder / "said").read_text()
 
 
 @pytest.mark.nightly
@@ -111,7 +92,7 @@ def test_two_processes_have_one_runs_numbers_and_end_when_one_is_killed(tmp_path
     options = ["--mesh", "dp=8", "--sft-steps", "0", "--updates", "1", "--checkpoint-every", "3"]
     both, whole = tmp_path / "both", tmp_path / "whole"
     both.mkdir()
-    check_kill(both, options, 4, 1)  # so that the checkpoint of step 3 is whole
+    check_kill(both, options, 3, 1)
     check_flips(both / "checkpoints" / "3", np.random.default_rng(0), 1)
     assert main([*TINY, *options, "--steps", "3", "--out", str(whole)]) == 0
     check_same_run(both, whole, 3, options, 1e-4, 1e-6)
@@ -129,7 +110,6 @@ def test_one_of_two_is_killed_at_any_moment(tmp_path, victim):
         assert started(tmp_path, "--resume").wait(timeout=WATCHDOG_S) == 2
     said = (tmp_path / "said").read_text()
     assert f"error: --resume: got {largest}, whose bytes are not those that were written" in said
-    assert "is gone" not in said
 
 
 ONE_IS_KILLED = """
@@ -145,7 +125,7 @@ def test_the_exit_code_is_of_the_process_that_was_killed(tmp_path, monkeypatch, 
     """Also if another process, which failed because of it, ended before."""
     (tmp_path / "one_is_killed.py").write_text(ONE_IS_KILLED)
     monkeypatch.syspath_prepend(str(tmp_path))
-    args = types.SimpleNamespace(processes=2, heartbeat_timeout=10)
+    args = types.SimpleNamespace(processes=2)
     assert launch.start("one_is_killed", [], args) == 128 + signal.SIGKILL
     assert "process 1 of 2 ended with SIGKILL" in capfd.readouterr().err
 
@@ -162,7 +142,7 @@ os.abort()  # as JAX does, when it does not hear of another
 def test_a_process_that_is_stopped_is_named_and_not_the_one_that_waited_for_it(tmp_path, monkeypatch, capfd):
     (tmp_path / "one_is_stopped.py").write_text(ONE_IS_STOPPED)
     monkeypatch.syspath_prepend(str(tmp_path))
-    args = types.SimpleNamespace(processes=2, heartbeat_timeout=10)
+    args = types.SimpleNamespace(processes=2)
     assert launch.start("one_is_stopped", [], args) == 128 + signal.SIGABRT
     said = capfd.readouterr().err
     ids = re.search(r"their ids (\d+), (\d+)", said).groups()
@@ -172,7 +152,7 @@ def test_a_process_that_is_stopped_is_named_and_not_the_one_that_waited_for_it(t
 LAUNCHES = """
 import types
 from examples.trainer import launch
-launch.start("one_waits", [], types.SimpleNamespace(processes=2, heartbeat_timeout=10))
+launch.start("one_waits", [], types.SimpleNamespace(processes=2))
 """
 ONE_WAITS = """
 import os, signal
@@ -199,15 +179,6 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
                     os.kill(pid, signal.SIGKILL)
 
 
-def test_a_link_in_the_place_of_a_lock_is_refused(tmp_path, capsys):
-    (tmp_path / "mine").write_text("mine")
-    (tmp_path / "run" / "processes").mkdir(parents=True)
-    (tmp_path / "run" / "processes" / "0").symlink_to(tmp_path / "mine")
-    assert main([*TINY, "--out", str(tmp_path / "run")]) == 2
-    assert "processes/0, a link, expected no links there" in capsys.readouterr().err
-    assert (tmp_path / "mine").read_text() == "mine"
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 def test_a_pipe_in_a_models_folder_is_refused(tmp_path, name):
     os.mkfifo(tmp_path / name)
@@ -224,7 +195,7 @@ def test_a_signal_stops_both_after_the_same_step(tmp_path, name):
         tmp_path, "--mesh", "dp=8", "--sft-steps", "0", "--steps", "100000", "--checkpoint-every", "99999", *again
     )
     try:
-        wait_for(2, tmp_path, launcher)
+        wait_for(lambda: len(records(tmp_path)) >= 2, tmp_path, launcher)
         os.kill(pids(tmp_path)[1] if name == "SIGTERM" else launcher.pid, signal.Signals[name])
         assert launcher.wait(timeout=WATCHDOG_S) == (TRY_AGAIN if again else 0)
     finally:
@@ -267,13 +238,10 @@ def test_a_process_that_fails_is_named_with_its_error(tmp_path, monkeypatch, cap
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("XLA_FLAGS", QUICK)
     arguments = [*TINY, "--sft-steps", "0", "--processes", "2", "--out", str(tmp_path / "run")]
-    assert launch.start("one_fails", arguments, types.SimpleNamespace(processes=2, heartbeat_timeout=60)) == 1
+    assert launch.start("one_fails", arguments, types.SimpleNamespace(processes=2)) == 1
     said = capfd.readouterr().err
     assert "train_grpo.py: error: checkpoint 0: no space\n" in said
-    named = (
-        rf"process 1 of 2 \(pid \d+ on host {socket.gethostname()}\) ended with: checkpoint 0: no space; --resume goes"
-    )
-    assert re.search(rf"train_grpo.py: error: {named} on from the last checkpoint\n", said)
+    assert "process 1 of 2 ended with exit code 1; the others are ended\n" in said
 
 
 @pytest.mark.parametrize(

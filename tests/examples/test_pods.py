@@ -99,8 +99,8 @@ def test_a_scheduler_starts_one_command_again_until_it_is_done(tmp_path, monkeyp
 
     def stops_at(step):
         def stops(run):
-            run.preemption.asked = "SIGTERM" if run.step >= step else ""
-            return bool(run.preemption.asked)
+            run.asked[:] = ["SIGTERM"] if run.step >= step else []
+            return bool(run.asked)
 
         return stops
 

@@ -16,7 +16,9 @@ def kinds(folder):
 
 
 def files_in(folder):
-    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    """The files of a checkpoint, but for the two that have no digest: nothing reads them."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [path for path in files if path not in {folder / "_CHECKPOINT_METADATA", folder / "commit_success.txt"}]
 
 
 @contextlib.contextmanager
