@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import IDS, OPTIONAL, PER_SEGMENT, REQUIRED, check_array, check_count, check_ids
+from jaxppo._arrays import IDS, INTEGERS, OPTIONAL, PER_SEGMENT, REQUIRED, check_array, check_count, check_fits
 from jaxppo.broken_rules import raise_first
 from jaxppo.extras import check_extras
 from jaxppo.rules import RULES, RULES_OF_ROWS, RULES_OF_STEPS, Rule, View
@@ -31,6 +31,8 @@ def arrays_of(fields: Mapping[str, Any], *, stacked: bool = False, prefix: str =
     arrays = {name: fields[name] for name in existing}
     for name, x in arrays.items():
         check_array(prefix + name, x)
+        if name in INTEGERS:
+            check_fits(prefix + name, x)
     rows = arrays["loss_mask"].shape
     if len(rows) != 2 and not (stacked and len(rows) == 3):
         expected = "[R, T], or [K, R, T]" if stacked else "[R, T], one micro-batch"
@@ -115,8 +117,6 @@ def _check_rows(
 def _rows(given: Mapping[str, Array]) -> dict[str, np.ndarray]:
     """The arrays on the host, with the rows of micro-batches joined."""
     arrays = {name: np.asarray(x) for name, x in given.items()}
-    for name in set(IDS) & set(arrays):
-        check_ids(name, arrays[name])
     return {name: x.reshape(-1, x.shape[-1]) for name, x in arrays.items()}
 
 

@@ -49,6 +49,8 @@ def read(path: str | Path) -> Arrays:
         arrays = {name: x.view(ml_dtypes.bfloat16) if x.dtype == "V2" else x for name, x in arrays.items()}
     except Exception as error:  # the readers of a damaged file raise many kinds
         reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if "allow_pickle" in reason:  # numpy takes what it does not know for a pickle, and advises to load it
+            reason = "it holds no array of numbers"
         raise ValueError(f"{path}: got a file that numpy cannot read ({reason}), {_FILE}") from error
     for name, x in arrays.items():
         check_array(f"{path}: {name}", x, kind=KINDS["where"])

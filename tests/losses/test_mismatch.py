@@ -377,7 +377,7 @@ BAD_FILES = {
     "a folder": (Path.mkdir, LOG_PROBS, [], "a.npy: got no file"),
     "a pipe": (os.mkfifo, LOG_PROBS, [], "a.npy: got no file"),
     "empty": (lambda path: path.write_bytes(b""), LOG_PROBS, [], "a.npy: got a file that numpy cannot read (EOFError"),
-    "text": (lambda path: path.write_text("a, b\n1, 2\n"), LOG_PROBS, [], "a.npy: got a file that numpy cannot read"),
+    "text": (lambda path: path.write_text("a, b\n1, 2\n"), LOG_PROBS, [], "cannot read (it holds no array of numbers)"),
     "a pickle": (lambda path: np.save(path, np.array([{}], object)), LOG_PROBS, [], "a.npy: got a file that numpy can"),
     "an .npy cut": (lambda path: _cut(path, np.save, LOG_PROBS), LOG_PROBS, [], "a.npy: got a file that numpy cannot"),
     "an .npz cut": (lambda path: _cut(path, _savez, LOG_PROBS), LOG_PROBS, [], "a.npy: got a file that numpy cannot"),

@@ -106,6 +106,10 @@ BATCHES = {
     "ragged log-probs": (lambda: sample(old_log_probs=[-1.0, [-2.0]]), r"old_log_probs: got \[-1.0, \[-2.0\]\]"),
     "complex values": (lambda: sample(values=[1j, 2j]), "values: got complex128"),
     "versions of floats": (lambda: sample(policy_versions=[0.0, 1.0]), "policy_versions: got float64"),
+    "versions that would be cut to i32": (
+        lambda: dataclasses.replace(BATCH, policy_versions=np.full(BATCH.tokens.shape, 2**32 - 2)).validate(V),
+        "policy_versions: got 4294967294, expected integers of at most 2147483647",
+    ),
     "a nucleus of another length": (lambda: sample(nucleus=[[1]]), "nucleus: got 1 sets"),
     # samples
     "no samples": (lambda: RolloutBatch.from_samples([], row_length=8), "samples: got none"),
