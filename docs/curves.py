@@ -183,10 +183,10 @@ def kl() -> Any:
     figure, axes = plots(2, width=8.0, height=2.9)
     colours = dict(zip(("k1", "abs", "k2", "k3", "k3+"), (BLUE, "#6b4fa0", "#2f8f4e", RED, "#d98a2b"), strict=True))
     for name, colour in colours.items():
-        value = partial(kl_divergence, ref_log_probs=jnp.zeros_like(d), estimator=name)
-        gradient = jax.grad(lambda x, f=value: f(x).sum())(d)
+        value = partial(kl_divergence, ref_log_probs=jnp.full_like(d, -3), estimator=name)
+        gradient = jax.grad(lambda x, f=value: f(x).sum())(d - 3)  # log-probs are at most 0
         dash = {"k3+": "--"}.get(name, "-")
-        axes[0][0].plot(d, np.round(value(d), 4), color=colour, linestyle=dash, label=name)
+        axes[0][0].plot(d, np.round(value(d - 3), 4), color=colour, linestyle=dash, label=name)
         axes[0][1].plot(d, np.round(gradient, 4), color=colour, linestyle=dash)
     for each, title in zip(axes[0], ("value", "gradient by log_prob"), strict=True):
         each.set(ylim=(-3, 5), xlabel="d = log_prob - ref_log_prob")
