@@ -52,8 +52,8 @@ toc_object_entries_show_parents = "hide"
 
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example|Examples):$")
 # Whose names pages call without saying where they stand.
-_MODULES = ("covariance", "distillation", "head", "kl", "metrics", "mismatch", "mtp", "nucleus", "policy_losses")
-_MODULES += ("sharding", "sharding.testing", "staleness")
+_MODULES = ("base.kl", "base.metrics", "batch.nucleus", "head", "losses.covariance", "mismatch", "policy_losses")
+_MODULES += ("sharding", "sharding.testing", "step.staleness")
 _NAME = re.compile(r"([A-Za-z_][\w.]*)(\(.*\))?$")
 
 

@@ -177,7 +177,7 @@ def kl() -> Any:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxppo.kl import kl_divergence
+    from jaxppo.base.kl import kl_divergence
 
     d = jnp.linspace(-3, 3, 401)
     figure, axes = plots(2, width=8.0, height=2.9)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jaxppo._arrays import check_count, check_number
-from jaxppo.config import PolicyLossConfig
-from jaxppo.kl import KL
-from jaxppo.off_policy import OffPolicyConfig, Rejection
+from jaxppo.base.arrays import check_count, check_number
+from jaxppo.base.kl import KL
+from jaxppo.policy.config import PolicyLossConfig
+from jaxppo.policy.off_policy import OffPolicyConfig, Rejection
 from jaxppo.policy_losses import (
     CISPO,
     DPPO,

@@ -24,8 +24,8 @@ from jaxppo import (
     accumulate_gradients,
     policy_loss_from_hidden,
 )
+from jaxppo.batch.trees import Paths
 from jaxppo.sharding import Audit, audit, known_device
-from jaxppo.trees import Paths
 
 QUERIES = 512  # the number of queries that are compared with all keys at a time
 CONFIG = PolicyLossConfig(entropy_coef=0.01)

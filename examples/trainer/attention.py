@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxppo import ParallelMesh
-from jaxppo.trees import Paths
+from jaxppo.batch.trees import Paths
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

@@ -27,10 +27,10 @@ from jaxppo import (
     finalize_metrics,
     loss_from_stats,
 )
-from jaxppo.covariance import covariance_mask
-from jaxppo.entropy import entropy_metrics
+from jaxppo.batch.trees import check_recurrent
+from jaxppo.losses.covariance import covariance_mask
 from jaxppo.mismatch import mismatch_metrics
-from jaxppo.trees import check_recurrent
+from jaxppo.step.entropy import entropy_metrics
 
 Metrics = dict[str, jax.Array]
 _OF_CLIPS = ("clip_fraction", "clip_fraction_positive", "clip_fraction_negative")

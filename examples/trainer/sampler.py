@@ -17,7 +17,7 @@ from examples.trainer.attention import Attend, attention
 from examples.trainer.model import Config, Model
 from examples.trainer.tasks import Tokenizer
 from jaxppo import Head, ParallelMesh, log_probs_from_hidden
-from jaxppo.trees import Paths
+from jaxppo.batch.trees import Paths
 
 
 class Responses(NamedTuple):

@@ -14,20 +14,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import (
-    Coefficient,
-    as_number,
-    check,
-    check_array,
-    check_choice,
-    check_flag,
-    check_ids,
-    spec_of,
-)
-from jaxppo._stacked import check_whole_step
 from jaxppo.advantages.token_statistics import check_segments
-from jaxppo.batch import RolloutBatch
-from jaxppo.by_id import ById
+from jaxppo.base.arrays import Coefficient, as_number, check, check_array, check_choice, check_flag, check_ids, spec_of
+from jaxppo.base.by_id import ById
+from jaxppo.base.stacked import check_whole_step
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
 Parallel = ParallelMesh | ShardAxes | None

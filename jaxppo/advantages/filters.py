@@ -12,12 +12,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Num
 
-from jaxppo._arrays import check, check_array, check_flag, check_number, is_nan, needed
-from jaxppo._stacked import of_rows
 from jaxppo.advantages.token_statistics import Parallel, check_tokens
-from jaxppo.batch import RolloutBatch
-from jaxppo.off_policy import OffPolicyConfig, correction
-from jaxppo.samples import Sample, check_samples
+from jaxppo.base.arrays import check, check_array, check_flag, check_number, is_nan, needed
+from jaxppo.base.stacked import of_rows
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.samples import Sample, check_samples
+from jaxppo.policy.off_policy import OffPolicyConfig, correction
 from jaxppo.sharding import ShardAxes, shard_call
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import Coefficient, as_number, check_alike, check_array
 from jaxppo.advantages.by_group import Groups, Parallel, Singletons, by_group, scale_of
+from jaxppo.base.arrays import Coefficient, as_number, check_alike, check_array
 
 
 def grpo(

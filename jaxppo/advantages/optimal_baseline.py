@@ -10,15 +10,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import Coefficient, as_number, check_choice, masked, sound, spec_of
-from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.advantages.by_group import Parallel, Singletons, check_members
 from jaxppo.advantages.token_statistics import check_tokens
-from jaxppo.batch import RolloutBatch
-from jaxppo.by_id import ById
+from jaxppo.base.arrays import Coefficient, as_number, check_choice, masked, sound, spec_of
+from jaxppo.base.by_id import ById
+from jaxppo.base.stacked import check_whole_step, of_rows
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.head.checks import check_stats
 from jaxppo.head.types import TokenStats
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, scan_shard, shard_call, vary
-from jaxppo.validation import check_stats
 
 Place = Literal["position", "loss_token"]
 

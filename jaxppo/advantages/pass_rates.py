@@ -8,10 +8,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import Coefficient, as_number, spec_of
-from jaxppo._stacked import check_whole_step
 from jaxppo.advantages.by_group import Groups, Parallel, check_samples_of
-from jaxppo.metrics import Metric, Metrics
+from jaxppo.base.arrays import Coefficient, as_number, spec_of
+from jaxppo.base.metrics import Metric, Metrics
+from jaxppo.base.stacked import check_whole_step
 from jaxppo.sharding import ShardAxes, shard_call
 
 

@@ -10,12 +10,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import Coefficient, as_number, check_choice, check_flag, masked, spec_of, unless_mask
-from jaxppo._stacked import check_whole_step, of_rows
 from jaxppo.advantages.by_group import Parallel, Singletons, check_members, scale_of
 from jaxppo.advantages.token_statistics import check_tokens
-from jaxppo.batch import RolloutBatch
-from jaxppo.by_id import ById
+from jaxppo.base.arrays import Coefficient, as_number, check_choice, check_flag, masked, spec_of, unless_mask
+from jaxppo.base.by_id import ById
+from jaxppo.base.stacked import check_whole_step, of_rows
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.sharding import ParallelMesh, ShardAxes, scan_shard, shard_call
 
 

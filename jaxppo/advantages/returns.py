@@ -14,7 +14,18 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import (
+from jaxppo.advantages.by_group import Singletons
+from jaxppo.advantages.groups import dr_grpo
+from jaxppo.advantages.token_statistics import (
+    Parallel,
+    check_segments,
+    check_tokens,
+    rewarded_tokens,
+    spread,
+    whiten,
+    whiten_samples,
+)
+from jaxppo.base.arrays import (
     Coefficient,
     check,
     check_alike,
@@ -27,19 +38,8 @@ from jaxppo._arrays import (
     spec_of,
     unless_mask,
 )
-from jaxppo._stacked import check_whole_step, of_rows
-from jaxppo.advantages.by_group import Singletons
-from jaxppo.advantages.groups import dr_grpo
-from jaxppo.advantages.token_statistics import (
-    Parallel,
-    check_segments,
-    check_tokens,
-    rewarded_tokens,
-    spread,
-    whiten,
-    whiten_samples,
-)
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.stacked import check_whole_step, of_rows
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, scan_shard, shard_call, shift_shard
 
 Masked = Literal["skip", "discount"]

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import Coefficient, check, check_alike, check_choice, check_flag, check_number
-from jaxppo._stacked import check_whole_step
 from jaxppo.advantages.by_group import Groups, Parallel, Singletons, by_group, readable, scale_of
 from jaxppo.advantages.groups import grpo, rloo
 from jaxppo.advantages.token_statistics import check_tokens, rewarded_tokens, spread, whiten_samples
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.arrays import Coefficient, check, check_alike, check_choice, check_flag, check_number
+from jaxppo.base.stacked import check_whole_step
+from jaxppo.batch.rollout_batch import RolloutBatch
 
 Level = Literal["step", "group"]
 Whitened = Literal["tokens", "samples"]

@@ -11,11 +11,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import Coefficient, as_number, check_alike, check_array, check_flag, spec_of, unless_mask
-from jaxppo._stacked import check_whole_step, of_rows
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.arrays import Coefficient, as_number, check_alike, check_array, check_flag, spec_of, unless_mask
+from jaxppo.base.stacked import check_whole_step, of_rows
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
-from jaxppo.validation import checked
 
 Parallel = ParallelMesh | ShardAxes | None
 

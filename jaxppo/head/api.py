@@ -8,7 +8,7 @@ from typing import Unpack
 
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_array
+from jaxppo.base.arrays import check_array
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy, HeadCall, Inputs, LogitStat, TokenStats

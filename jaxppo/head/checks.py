@@ -1,7 +1,8 @@
-"""Checks of the arguments that `log_probs_from_hidden` and `log_probs_from_logits` share."""
+"""Checks of the arguments that `log_probs_from_hidden` and `log_probs_from_logits` share, and of what they return."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any, get_args
 
@@ -11,10 +12,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import check_array, check_choice, check_count, check_number
-from jaxppo.head.types import Asked, Entropy, LogitStat
+from jaxppo.base.arrays import as_token_ids, check_array, check_choice, check_count, check_number, needed
+from jaxppo.head.types import Asked, Entropy, LogitStat, TokenStats
 from jaxppo.sharding import ParallelMesh
 
+_OF_IDS = ("ids", "id_log_probs", "top_ids", "top_log_probs")  # the statistics that have a dimension K
 _NO_TARGET = -2  # a target that no vocabulary has
 
 
@@ -22,15 +24,6 @@ def check_targets(targets: Any, shape: tuple[int, ...], source: str) -> None:
     check_array("targets", targets)
     if targets.shape != shape:
         raise ValueError(f"targets: got shape {targets.shape}, expected {shape}, the [R, T] of {source}")
-
-
-def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
-    """The ids as i32. Narrower dtypes may be too small for a column's id. Ids above i32 become -2, which is invalid."""
-    if ids.dtype.itemsize > 4:
-        of = np if isinstance(ids, np.ndarray) else jnp  # jnp.asarray would cut an i64 of numpy to i32 first
-        ids = of.where((ids >= -1) & (ids < 2**31), ids, -2)
-    ids = jnp.asarray(ids)
-    return ids.astype(jnp.int32)  # u32 from 2**31 on becomes negative, which is invalid too
 
 
 def with_nuclei(
@@ -117,3 +110,27 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
 def temperature_spec(parallel: ParallelMesh, temperature: jax.Array | None) -> P:
     """The spec of a temperature that `as_temperature` returned."""
     return parallel.tokens_spec if getattr(temperature, "ndim", 0) else P()
+
+
+def check_stats(stats: TokenStats, shape: tuple[int, ...], *read: str, how: str = "") -> None:
+    """Raises unless these are statistics of this shape, in the dtypes of `KINDS`, with those that the caller reads.
+
+    Args:
+      stats: the user's argument, unchecked.
+      shape: `[R, T]` of the batch, or `[K, R, T]`.
+      read: the fields that must not be None, beside `log_probs`.
+      how: how to get them, for the error.
+    """
+    if not isinstance(stats, TokenStats):
+        raise TypeError(f"stats: got {type(stats).__name__}, expected TokenStats")
+    for name in read:
+        needed(f"stats.{name}", getattr(stats, name), f"f32[R, T]: {how}")
+    for field in dataclasses.fields(stats):
+        x = getattr(stats, field.name)
+        if field.name == "entropy_mode" or (x is None and field.name != "log_probs"):
+            continue
+        of_ids = field.name in _OF_IDS
+        check_array(f"stats.{field.name}", x)
+        if x.shape[: len(shape)] != shape or x.ndim != len(shape) + of_ids:
+            expected = f"{shape} and K" if of_ids else f"{shape}"
+            raise ValueError(f"stats.{field.name}: got shape {x.shape}, expected the batch's, {expected}")

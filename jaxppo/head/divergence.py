@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxppo.base.kl import k3
 from jaxppo.head import softmax, tile
 from jaxppo.head.asked import empty_sums
 from jaxppo.head.plan import plan_of
@@ -28,7 +29,6 @@ from jaxppo.head.vjp import (
     values_and_needs,
 )
 from jaxppo.head.walk import Walk
-from jaxppo.kl import k3
 from jaxppo.sharding import vary
 
 

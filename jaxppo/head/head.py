@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_choice, check_count, check_floating, check_number, dtype_name
-from jaxppo._pytree import register
+from jaxppo.base.arrays import check_choice, check_count, check_floating, check_number, dtype_name
+from jaxppo.base.modules import narrowed, parts_of
+from jaxppo.base.pytree import register
 from jaxppo.head.types import Layout, LogitsDtype, Transform
-from jaxppo.integrations.modules import narrowed, parts_of
 
 
 @register(static=["scale"])

@@ -12,14 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_floating
+from jaxppo.base.arrays import as_token_ids, check_floating
 from jaxppo.head import softmax
 from jaxppo.head.asked import answers, cotangents_of, empty_sums
 from jaxppo.head.checks import (
     as_asked,
     as_id_sets,
     as_temperature,
-    as_token_ids,
     check_targets,
     check_vocab_size,
     check_where,

@@ -13,15 +13,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jaxppo._arrays import check_choice, check_flag, check_floating, dtype_name
-from jaxppo._stacked import part_of_a_step
+from jaxppo.base.arrays import as_token_ids, check_choice, check_flag, check_floating, dtype_name
+from jaxppo.base.stacked import part_of_a_step
 from jaxppo.head import plan
 from jaxppo.head.checks import (
     as_adapter_ids,
     as_asked,
     as_id_sets,
     as_temperature,
-    as_token_ids,
     check_targets,
     check_vocab_size,
     check_where,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import needed
+from jaxppo.base.arrays import needed
 from jaxppo.head.likeliest import Top, merge_top, top_of_block, top_over_shards
 from jaxppo.sharding import ShardAxes, note, vary
 

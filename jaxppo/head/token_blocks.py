@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
-from jaxppo._arrays import needed
+from jaxppo.base.arrays import needed
 from jaxppo.head.slices import Tree, put_slice, rows_at, slice_of
 from jaxppo.head.types import Index
 from jaxppo.sharding import vary_like, varying

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxppo._pytree import register
+from jaxppo.base.pytree import register
 from jaxppo.sharding import ShardAxes
 
 if TYPE_CHECKING:

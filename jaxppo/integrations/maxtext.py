@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxppo.batch import RolloutBatch
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import Head
 from jaxppo.sharding import ParallelMesh
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Self
 
-from jaxppo.config import PolicyLossConfig
-from jaxppo.integrations.options import Reading
+from jaxppo.policy.config import PolicyLossConfig
+from jaxppo.policy.options import Reading
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,20 +28,20 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from jaxppo._arrays import Aggregation
-from jaxppo.aggregation import Normalizer
-from jaxppo.batch import RolloutBatch
-from jaxppo.config import PolicyLossConfig
+from jaxppo.base.arrays import Aggregation
+from jaxppo.base.kl import KL, Estimator
+from jaxppo.base.metrics import Metric, Metrics
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.prepare import HeadOptions, check_options
 from jaxppo.integrations.tunix_models import check_unread, hidden_of_example
 from jaxppo.integrations.tunix_models import head_of as head_of
 from jaxppo.integrations.tunix_models import hidden_states as hidden_states
 from jaxppo.integrations.tunix_models import log_probs as log_probs
-from jaxppo.kl import KL, Estimator
 from jaxppo.losses.policy import policy_loss_from_hidden
-from jaxppo.metrics import Metric, Metrics
+from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import GSPO, PPO, PolicyLoss
 from jaxppo.sharding import ParallelMesh
+from jaxppo.step.aggregation import Normalizer
 
 _AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": "token_mean",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxppo.integrations.translation import Translation
-from jaxppo.integrations.verl_reader import read
+from jaxppo.policy.verl_reader import read
 
 
 def translate(config: Mapping[str, Any]) -> Translation:

@@ -1,7 +1,8 @@
 """Losses of a head's statistics or of hidden states. A loss is a value; two functions compute what it stands for."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxppo.base.late import late
 
 if TYPE_CHECKING:
     from jaxppo.losses.doors import loss_from_hidden, loss_from_stats
@@ -13,26 +14,19 @@ if TYPE_CHECKING:
     from jaxppo.losses.top_k_distillation import TopKDistillation
     from jaxppo.losses.value import Value
 else:
-    # each import is run when its name is first used, as in `jaxppo`
-    _MODULE_OF = {
-        "SFT": "sft",
-        "Asks": "token_loss",
-        "Part": "parts",
-        "ReferenceKL": "reference_kl",
-        "ScoreCentering": "score_centering",
-        "TokenLoss": "token_loss",
-        "TopKDistillation": "top_k_distillation",
-        "Value": "value",
-        "loss_from_hidden": "doors",
-        "loss_from_stats": "doors",
-    }
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        globals()[name] = found
-        return found
+    __getattr__ = late(  # the same imports, each run when its name is first used
+        __name__,
+        {
+            "jaxppo.losses.doors": ["loss_from_hidden", "loss_from_stats"],
+            "jaxppo.losses.parts": ["Part"],
+            "jaxppo.losses.reference_kl": ["ReferenceKL"],
+            "jaxppo.losses.score_centering": ["ScoreCentering"],
+            "jaxppo.losses.sft": ["SFT"],
+            "jaxppo.losses.token_loss": ["Asks", "TokenLoss"],
+            "jaxppo.losses.top_k_distillation": ["TopKDistillation"],
+            "jaxppo.losses.value": ["Value"],
+        },
+    )
 
 
 __all__ = [

@@ -13,18 +13,18 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import PER_SEGMENT
-from jaxppo._traced import put_arrays, take_arrays
-from jaxppo.aggregation import Normalizer, weighted_sum
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.arrays import PER_SEGMENT
+from jaxppo.base.metrics import Metric, Metrics, reduce_metrics
+from jaxppo.base.traced import put_arrays, take_arrays
+from jaxppo.batch.reads import LOG_PROBS
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.types import HeadCall, Inputs, Prepared
 from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
 from jaxppo.losses.parts import Part
 from jaxppo.losses.step import Numbers, OfHead, step_of
 from jaxppo.losses.token_loss import Step, TokenLoss
-from jaxppo.metrics import Metric, Metrics, reduce_metrics
-from jaxppo.reads import LOG_PROBS
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
+from jaxppo.step.aggregation import Normalizer, weighted_sum
 
 ALONE = ""  # the name of a loss that is not a part of a sum
 Found = tuple[Float[Array, ""], Metrics]

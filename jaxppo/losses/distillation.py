@@ -13,9 +13,10 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Aggregation, check, check_aggregation, check_choice, is_number
-from jaxppo.aggregation import Normalizer
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.arrays import Aggregation, check, check_aggregation, check_choice, is_number
+from jaxppo.base.metrics import Metrics, Terms, means
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.head import Head
 from jaxppo.head.pair import prepare_pair
@@ -24,9 +25,8 @@ from jaxppo.head.types import Inputs
 from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.losses.top_k_divergence import check_top_k, top_k_divergence
-from jaxppo.metrics import Metrics, Terms, means
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
-from jaxppo.validation import checked
+from jaxppo.step.aggregation import Normalizer
 
 __all__ = [
     "check_top_k",

@@ -9,10 +9,10 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxppo.aggregation import Normalizer
-from jaxppo.batch import RolloutBatch
-from jaxppo.config import PolicyLossConfig
-from jaxppo.extras import extra_of
+from jaxppo.base.metrics import Metrics
+from jaxppo.batch.extras import extra_of
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions, prepare_head
 from jaxppo.head.types import Entropy
@@ -20,10 +20,10 @@ from jaxppo.losses.compute import ALONE, Normalizers, loss_of_hidden, loss_of_st
 from jaxppo.losses.parts import Part, check_loss
 from jaxppo.losses.policy_tokens import PolicyTokenLoss
 from jaxppo.losses.token_loss import Stats, TokenLoss
-from jaxppo.metrics import Metrics
+from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.sharding import ParallelMesh, ShardAxes
-from jaxppo.validation import checked
+from jaxppo.step.aggregation import Normalizer
 
 OfPolicy = PolicyLossConfig | PolicyLoss
 Parts = Mapping[str, Part | TokenLoss[Any] | OfPolicy]

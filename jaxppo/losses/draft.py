@@ -12,9 +12,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, Coefficient, check_choice, check_field, check_floating
-from jaxppo.aggregation import Normalizer
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.arrays import Aggregation, Coefficient, check_choice, check_field, check_floating
+from jaxppo.base.metrics import Metric, Metrics, reduce_metric
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
 from jaxppo.head.comparison import F32_UNIT, comparison_of_tokens
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.head import Head, as_head
@@ -24,9 +25,8 @@ from jaxppo.head.types import Inputs
 from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.distillation import DivergenceLoss
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature
-from jaxppo.metrics import Metric, Metrics, reduce_metric
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
-from jaxppo.validation import checked
+from jaxppo.step.aggregation import Normalizer
 
 __all__ = ["Draft", "draft_loss", "draft_metrics"]
 

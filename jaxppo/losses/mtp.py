@@ -11,17 +11,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, check_count, check_field, check_flag, needed
-from jaxppo.aggregation import Normalizer
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.arrays import Aggregation, check_count, check_field, check_flag, needed
+from jaxppo.base.metrics import Metric, Metrics
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
 from jaxppo.head.api import log_probs_from_hidden
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.sft import SFT
-from jaxppo.metrics import Metric, Metrics
 from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left
-from jaxppo.validation import checked
+from jaxppo.step.aggregation import Normalizer
 
 __all__ = ["MTP", "mtp_loss", "shift_targets"]
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 
-from jaxppo._arrays import KINDS, Coefficient, check_array, check_field
-from jaxppo.batch import RolloutBatch
-from jaxppo.config import PolicyLossConfig
-from jaxppo.extras import check_name, extra_of
+from jaxppo.base.arrays import KINDS, Coefficient, check_array, check_field
+from jaxppo.batch.extras import check_name, extra_of
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.token_loss import TokenLoss
+from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PolicyLoss
 
 

@@ -6,16 +6,16 @@ from typing import Unpack
 
 from jaxtyping import Array, Float, Int
 
-from jaxppo.aggregation import Normalizer
-from jaxppo.batch import RolloutBatch
-from jaxppo.config import PolicyLossConfig
+from jaxppo.base.metrics import Metrics
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import Head
 from jaxppo.head.prepare import HeadOptions
 from jaxppo.head.types import TokenStats
 from jaxppo.losses.doors import from_hidden, from_stats
 from jaxppo.losses.policy_checks import check_config
-from jaxppo.metrics import Metrics
+from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.sharding import ParallelMesh, ShardAxes
+from jaxppo.step.aggregation import Normalizer
 
 
 def policy_loss(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jaxppo._arrays import LOG_PROBS, check_array, needed
-from jaxppo.batch import RolloutBatch
-from jaxppo.config import PolicyLossConfig
-from jaxppo.extras import extra_of
+from jaxppo.base.arrays import LOG_PROBS, check_array, needed
+from jaxppo.batch.extras import extra_of
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.head.checks import check_stats
 from jaxppo.head.types import TokenStats
-from jaxppo.validation import check_stats
+from jaxppo.policy.config import PolicyLossConfig
 
 SELECTED = "selected"  # the extra of a batch that holds the tokens which ClipCov and KLCov select
 BY_RATIO = {"old": "old_log_probs", "rollout": "rollout_log_probs"}  # the log-probs of each `ratio_to` of a batch

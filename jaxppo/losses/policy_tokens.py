@@ -10,17 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Aggregation, as_coefficient, is_zero, masked, needed
-from jaxppo.batch import RolloutBatch
-from jaxppo.config import PolicyLossConfig
+from jaxppo.base.arrays import Aggregation, as_coefficient, is_zero, masked, needed
+from jaxppo.base.kl import k3, log_ratio
+from jaxppo.base.metrics import CompositeTerm, Term, Terms, effective_share, moments, share
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.types import TokenStats
-from jaxppo.kl import k3, log_ratio
 from jaxppo.losses.policy_checks import BY_RATIO, SELECTED, check_batch, check_policy_stats
 from jaxppo.losses.reference_kl import reference_kl
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
-from jaxppo.metrics import CompositeTerm, Term, Terms, effective_share, moments, share
-from jaxppo.off_policy import OffPolicyConfig
-from jaxppo.off_policy import correction as off_policy_correction
+from jaxppo.policy.config import PolicyLossConfig
+from jaxppo.policy.off_policy import OffPolicyConfig
+from jaxppo.policy.off_policy import correction as off_policy_correction
 from jaxppo.policy_losses.base import Indicators
 from jaxppo.sharding import Segments
 

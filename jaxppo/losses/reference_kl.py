@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, check_aggregation, check_choice, masked, needed
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.arrays import Aggregation, check_aggregation, check_choice, masked, needed
+from jaxppo.base.kl import KL, Estimator, kl_divergence
+from jaxppo.base.metrics import Terms, means
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.types import TokenStats
-from jaxppo.kl import KL, Estimator, kl_divergence
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
-from jaxppo.metrics import Terms, means
 from jaxppo.policy_losses.base import ratio_at
 from jaxppo.sharding import Segments
 

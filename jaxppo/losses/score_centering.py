@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import Aggregation, check_choice, needed
-from jaxppo.batch import RolloutBatch
-from jaxppo.config import PolicyLossConfig
+from jaxppo.base.arrays import Aggregation, check_choice, needed
+from jaxppo.base.metrics import Terms, means
+from jaxppo.batch.reads import at_most_one, was_above_one
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.types import TokenStats
 from jaxppo.losses.policy_tokens import advantages_of
 from jaxppo.losses.token_loss import Losses, Reads, Step
 from jaxppo.losses.top_k_distillation import OfIds, mass
 from jaxppo.losses.top_k_divergence import with_tail
-from jaxppo.metrics import Terms, means
-from jaxppo.reads import at_most_one, was_above_one
+from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.sharding import Segments
 
 CenteringTail = Literal["bucket", "renormalise"]

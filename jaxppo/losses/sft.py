@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import (
+from jaxppo.base.arrays import (
     Aggregation,
     Coefficient,
     as_coefficient,
@@ -18,11 +18,11 @@ from jaxppo._arrays import (
     masked,
     needed,
 )
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.metrics import Terms, means
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.checks import as_logit_stats
 from jaxppo.head.types import LogitStat, TokenStats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
-from jaxppo.metrics import Terms, means
 from jaxppo.sharding import Segments
 
 

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxppo._arrays import PER_TOKEN_VALUES, Aggregation, masked
-from jaxppo.aggregation import Normalizer, step_normalizer, token_weights
-from jaxppo.batch import RolloutBatch
-from jaxppo.broken_rules import Broken, count_broken
+from jaxppo.base.arrays import PER_TOKEN_VALUES, Aggregation, masked
+from jaxppo.batch.broken_rules import Broken, count_broken
+from jaxppo.batch.reads import at_most_zero
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.types import HeadCall, Inputs
 from jaxppo.losses.token_loss import Reads, Step, TokenLoss, masked_arrays
-from jaxppo.reads import at_most_zero
 from jaxppo.sharding import Segments, ShardAxes
+from jaxppo.step.aggregation import Normalizer, step_normalizer, token_weights
 
 Numbers = Mapping[str, Array]  # the traced numbers of a loss, and others of its call, by name
 

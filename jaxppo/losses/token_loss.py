@@ -22,15 +22,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Aggregation
-from jaxppo.aggregation import Normalizer
-from jaxppo.batch import RolloutBatch
-from jaxppo.broken_rules import Broken
+from jaxppo.base.arrays import Aggregation
+from jaxppo.base.metrics import Terms
+from jaxppo.batch.broken_rules import Broken
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.head.checks import check_stats
 from jaxppo.head.types import Entropy, LogitStat, TokenStats
-from jaxppo.metrics import Terms
-from jaxppo.off_policy import OffPolicyConfig
+from jaxppo.policy.off_policy import OffPolicyConfig
 from jaxppo.sharding import Segments
-from jaxppo.validation import check_stats
+from jaxppo.step.aggregation import Normalizer
 
 Stats = TypeVar("Stats")
 Reads = Mapping[str, Array | None]  # by the names of `reads` and `rules`; None for what is absent

@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import KINDS, Aggregation, check_aggregation, check_array, needed
-from jaxppo.batch import RolloutBatch
-from jaxppo.extras import check_name, extra_of
+from jaxppo.base.arrays import KINDS, Aggregation, check_aggregation, check_array, needed
+from jaxppo.base.metrics import Terms, means
+from jaxppo.batch.extras import check_name, extra_of
+from jaxppo.batch.reads import was_above_one
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.checks import as_id_sets
 from jaxppo.head.types import TokenStats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.losses.top_k_divergence import Tail, TopKDivergence, checked_options, top_k_divergence
-from jaxppo.metrics import Terms, means
-from jaxppo.reads import was_above_one
 from jaxppo.sharding import Segments
 
 
@@ -95,7 +95,7 @@ class TopKDistillation(OfIds):
 
     Example:
       >>> from jaxppo.losses import TopKDistillation, loss_from_hidden
-      >>> from jaxppo.extras import Extra
+      >>> from jaxppo.batch.extras import Extra
       >>> teacher = {"teacher_ids": Extra([[2, 0], [3, -1]], fill=-1), "teacher_log_probs": np.log([[0.5, 0.5]] * 2)}
       >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1, extras=teacher)], row_length=3)
       >>> loss = TopKDistillation(tail="renormalise")

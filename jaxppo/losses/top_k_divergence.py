@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import (
+from jaxppo.base.arrays import (
     KINDS,
     MAX_LOG_PROB,
     MAX_SAMPLED,
@@ -25,8 +25,8 @@ from jaxppo._arrays import (
     is_number,
     is_zero,
 )
-from jaxppo.kl import k3
-from jaxppo.reads import at_most_one, mass_of
+from jaxppo.base.kl import k3
+from jaxppo.batch.reads import at_most_one, mass_of
 
 TopKDivergence = Literal["forward_kl", "reverse_kl", "mixed_kl", "jensen_shannon"]
 Tail = Literal["bucket", "renormalise", "leave_out"]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import (
+from jaxppo.base.arrays import (
     Aggregation,
     Coefficient,
     MetricAggregation,
@@ -18,9 +18,9 @@ from jaxppo._arrays import (
     check_field,
     needed,
 )
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.metrics import Terms, means
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
-from jaxppo.metrics import Terms, means
 from jaxppo.sharding import Segments
 
 ClipFraction = Literal["worse", "outside"]

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array
 
-from jaxppo._arrays import KINDS, check_array
+from jaxppo.base.arrays import KINDS, check_array
 from jaxppo.head import Head
 from jaxppo.head.types import Layout
 from jaxppo.mismatch.report import MismatchReport, mismatch_report

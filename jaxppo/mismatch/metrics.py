@@ -9,12 +9,21 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import check_array, masked, needed, sound
-from jaxppo.batch import RolloutBatch
-from jaxppo.kl import MAX_LOG_RATIO, k3
-from jaxppo.metrics import CompositeTerm, Metrics, Terms, deviation, effective_share, means, moments, reduce_metrics
+from jaxppo.base.arrays import check_array, masked, needed, sound
+from jaxppo.base.kl import MAX_LOG_RATIO, k3
+from jaxppo.base.metrics import (
+    CompositeTerm,
+    Metrics,
+    Terms,
+    deviation,
+    effective_share,
+    means,
+    moments,
+    reduce_metrics,
+)
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
-from jaxppo.validation import checked
 
 __all__ = ["mismatch_metrics"]
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxppo._arrays import KINDS, check_array, check_count, check_number
-from jaxppo.kl import MAX_LOG_RATIO
+from jaxppo.base.arrays import KINDS, check_array, check_count, check_number
+from jaxppo.base.kl import MAX_LOG_RATIO
 from jaxppo.mismatch.tokens import TokenMismatch
 from jaxppo.sharding import multihost
 

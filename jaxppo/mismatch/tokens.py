@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import check_choice
-from jaxppo._pytree import register
+from jaxppo.base.arrays import check_choice
+from jaxppo.base.pytree import register
 from jaxppo.head.api import log_probs_from_hidden
 from jaxppo.head.comparison import F32_UNIT, Comparison, comparison_of_tokens
 from jaxppo.head.divergence import DivergenceCall

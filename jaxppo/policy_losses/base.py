@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Coefficient, check_field
-from jaxppo.kl import MAX_LOG_RATIO, log_ratio
+from jaxppo.base.arrays import Coefficient, check_field
+from jaxppo.base.kl import MAX_LOG_RATIO, log_ratio
 from jaxppo.sharding import Segments
 
 Tokens = Float[Array, "R T"]

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._arrays import Coefficient, check_choice, check_field, check_flag
-from jaxppo.kl import log_ratio
+from jaxppo.base.arrays import Coefficient, check_choice, check_field, check_flag
+from jaxppo.base.kl import log_ratio
 from jaxppo.policy_losses.base import (
     Level,
     PolicyLoss,

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxppo._arrays import Coefficient, check_field, needed
-from jaxppo.kl import log_ratio, magnitude
+from jaxppo.base.arrays import Coefficient, check_field, needed
+from jaxppo.base.kl import log_ratio, magnitude
 from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip, clipped_surrogate
 
 

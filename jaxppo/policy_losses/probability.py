@@ -8,8 +8,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._arrays import Coefficient, check_field
-from jaxppo.kl import log_ratio
+from jaxppo.base.arrays import Coefficient, check_field
+from jaxppo.base.kl import log_ratio
 from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip
 
 

@@ -8,8 +8,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._arrays import Coefficient, check_choice
-from jaxppo.kl import MAX_LOG_RATIO
+from jaxppo.base.arrays import Coefficient, check_choice
+from jaxppo.base.kl import MAX_LOG_RATIO
 from jaxppo.policy_losses.base import (
     PolicyLoss,
     Result,

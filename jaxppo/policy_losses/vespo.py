@@ -8,8 +8,8 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo._arrays import Coefficient, check_field
-from jaxppo.kl import MAX_LOG_RATIO, log_ratio
+from jaxppo.base.arrays import Coefficient, check_field
+from jaxppo.base.kl import MAX_LOG_RATIO, log_ratio
 from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens
 from jaxppo.sharding import Segments
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxppo.packing_check import assert_packing_invariant
+from jaxppo.batch.packing_check import assert_packing_invariant
 from jaxppo.sharding import _submodule
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from jaxppo import (
 )
 from jaxppo.losses.distillation import distillation_loss
 from jaxppo.mismatch import mismatch_metrics
-from jaxppo.off_policy import Rejection, correction
+from jaxppo.policy.off_policy import Rejection, correction
 from sharding import make_parallel_mesh, shard_call
 from sharding.audit.program import collectives, hang_risks
 from sharding.testing import assert_trees_close

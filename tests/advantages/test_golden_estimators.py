@@ -23,7 +23,7 @@ from jaxppo import (
     loss_from_stats,
 )
 from jaxppo.mismatch import mismatch_metrics
-from jaxppo.off_policy import correction
+from jaxppo.policy.off_policy import correction
 from sharding import make_parallel_mesh, segment_sum, shard_call
 from sharding.testing import assert_trees_close
 

@@ -21,11 +21,11 @@ from jaxppo import (
     finalize_metrics,
     policy_loss,
 )
-from jaxppo.covariance import covariance_mask
+from jaxppo.losses.covariance import covariance_mask
 from jaxppo.losses.mtp import MTP
 from jaxppo.policy_losses import KLCov
 from jaxppo.sharding import segment_sum
-from jaxppo.step_masks import second_moment_mask, top_entropy_mask
+from jaxppo.step.masks import second_moment_mask, top_entropy_mask
 
 # Groups of 4, 3, 2 and 1 samples, one of them without a loss token, one without a response.
 GROUPS = (7, 9, 7, 0, 7, 9, 5, 9, 7, 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxppo import SFT, Normalizer, PolicyLossConfig, RolloutBatch, Sample, TokenStats, advantages, policy_loss
-from jaxppo.extras import Extra
+from jaxppo.batch.extras import Extra
 from jaxppo.losses.mtp import shift_targets
 from sharding import make_parallel_mesh
 

@@ -5,7 +5,8 @@ import warnings
 import numpy as np
 import pytest
 
-from jaxppo import RolloutBatch, Sample, packed
+from jaxppo import RolloutBatch, Sample
+from jaxppo.batch import packed
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from policy_steps import step_of
 
-from jaxppo import SFT, Normalizer, RolloutBatch, batch_checks, make_parallel_mesh
+from jaxppo import SFT, Normalizer, RolloutBatch, make_parallel_mesh
+from jaxppo.batch import checks
 
 V = 50
 MESHES = {"in order": None, "zigzag": make_parallel_mesh("dp=2,cp=2,tp=2", context_layout="zigzag")}
@@ -42,6 +43,6 @@ def test_the_same_error(case, mesh, monkeypatch):
         x[np.flatnonzero(batch.segment_ids.any(axis=1))[i], place] = value
         batch = dataclasses.replace(batch, **{name: x})
     whole = said(batch, normalizer)
-    monkeypatch.setattr(batch_checks, "IN_CACHE", 24)
+    monkeypatch.setattr(checks, "IN_CACHE", 24)
     assert said(batch, normalizer) == whole
     assert (whole is None) == (case == "nothing")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shared_prompts import three_levels
 
 from jaxppo import PolicyLossConfig, RolloutBatch, Sample, TokenStats, explain_broken_rules, policy_loss
-from jaxppo.trees import check_recurrent
+from jaxppo.batch.trees import check_recurrent
 from sharding import logical_positions, make_parallel_mesh, pack
 from sharding.axes import LAYOUTS
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxppo import RolloutBatch, Sample, TokenStats, compute_log_probs, log_probs_from_hidden, log_probs_from_logits
-from jaxppo.nucleus import pack_nucleus_ids
+from jaxppo.batch.nucleus import pack_nucleus_ids
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 

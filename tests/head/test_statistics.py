@@ -10,7 +10,7 @@ from oracle import OracleHead
 from oracle.head import head_gradient, id_log_probs, likeliest_ids, log_softmax, logits, set_entropy, token_stats
 
 from jaxppo import log_probs_from_hidden, log_probs_from_logits
-from jaxppo.entropy import renormalised_entropy
+from jaxppo.step.entropy import renormalised_entropy
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.testing import assert_trees_close

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxppo import RolloutBatch, Sample, advantages
-from jaxppo.nucleus import pack_nucleus_ids
+from jaxppo.batch.nucleus import pack_nucleus_ids
 
 _MASK = "output_token_sampling_mask"
 PROMPT, FIRST, TOOL, SECOND = [11, 12, 13], [21, 22], [31, 32, 33], [41]

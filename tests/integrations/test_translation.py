@@ -22,8 +22,9 @@ from jaxppo import (
     Sample,
     presets,
 )
-from jaxppo.integrations import slime, slime_keys, verl, verl_keys
-from jaxppo.integrations.options import about
+from jaxppo.integrations import slime, verl
+from jaxppo.policy import slime_keys, verl_keys
+from jaxppo.policy.options import about
 from jaxppo.policy_losses import DPPO, DRO, GMPO, GPG, ClipCov, KLCov, Reinforce
 
 KEYS = Path(__file__).parents[1] / "keys"

@@ -7,7 +7,8 @@ from golden_configs import ICEPOP, slime_config, verl_config
 from golden_data import Case, parametrize_cases
 
 from jaxppo import CISPO, GSPO, KL, PPO, OffPolicyConfig, PolicyLossConfig, Rejection, presets
-from jaxppo.integrations import slime, verl, verl_keys
+from jaxppo.integrations import slime, verl
+from jaxppo.policy import verl_keys
 from jaxppo.policy_losses import DPPO, GMPO, GPG
 
 OFF = KL(0.0, "low_var_kl")

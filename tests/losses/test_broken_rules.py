@@ -28,11 +28,11 @@ from jaxppo import (
     policy_loss,
     policy_loss_from_hidden,
 )
-from jaxppo.broken_rules import Broken
+from jaxppo.base.metrics import merge_metrics
+from jaxppo.batch.broken_rules import Broken
+from jaxppo.batch.rules import ON_DEVICE, STRUCTURE
 from jaxppo.losses.distillation import distillation_loss
 from jaxppo.losses.mtp import MTP, mtp_loss
-from jaxppo.metrics import merge_metrics
-from jaxppo.rules import ON_DEVICE, STRUCTURE
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 

@@ -9,7 +9,7 @@ import pytest
 from policy_steps import by_sample, config_of, quick_jit, step_of
 
 from jaxppo import PolicyLossConfig, RolloutBatch, TokenStats
-from jaxppo.covariance import covariance_mask
+from jaxppo.losses.covariance import covariance_mask
 from jaxppo.policy_losses import ClipCov, KLCov
 from sharding import make_parallel_mesh
 

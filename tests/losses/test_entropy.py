@@ -11,8 +11,8 @@ import pytest
 from policy_steps import config_of, loss_of, step_of
 
 from jaxppo import RolloutBatch, TokenStats, finalize_metrics
-from jaxppo.entropy import AdaptiveEntropy, EntropyState, entropy_metrics
-from jaxppo.metrics import merge_metrics
+from jaxppo.base.metrics import merge_metrics
+from jaxppo.step.entropy import AdaptiveEntropy, EntropyState, entropy_metrics
 from sharding import make_parallel_mesh
 
 ENTROPIES = [0.5, 0.2, 0.1, 0.15, 0.3, 0.05, 0.05, 0.4, 0.4, 0.4, 0.4, 0.1]

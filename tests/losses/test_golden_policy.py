@@ -12,8 +12,8 @@ from golden_data import Case, Padded, Ragged, parametrize_cases
 from policy_steps import normalizer_of, quick_jit, with_selected
 
 from jaxppo import TokenStats, finalize_metrics, log_probs_from_logits, policy_loss
-from jaxppo.covariance import covariance_mask
-from jaxppo.kl import kl_divergence
+from jaxppo.base.kl import kl_divergence
+from jaxppo.losses.covariance import covariance_mask
 from jaxppo.policy_losses import KLCov
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close

@@ -31,7 +31,7 @@ from jaxppo import (
     policy_loss,
     policy_loss_from_hidden,
 )
-from jaxppo.covariance import covariance_mask
+from jaxppo.losses.covariance import covariance_mask
 from jaxppo.losses.policy_tokens import PolicyTokenLoss
 from jaxppo.policy_losses import KLCov
 from sharding.audit import audit

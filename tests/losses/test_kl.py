@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxppo.kl import Estimator, adaptive_kl_coef, kl_divergence
+from jaxppo.base.kl import Estimator, adaptive_kl_coef, kl_divergence
 
 KL_NAMES = get_args(Estimator)
 

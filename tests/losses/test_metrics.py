@@ -9,7 +9,7 @@ import pytest
 from public_calls import CALLS, given
 
 from jaxppo import PolicyLossConfig, RolloutBatch, TokenStats, finalize_metrics, policy_loss
-from jaxppo.metrics import Metric, merge_metrics
+from jaxppo.base.metrics import Metric, merge_metrics
 from jaxppo.mismatch import mismatch_metrics
 
 WITH_METRICS = [name for name in CALLS if "loss" in name or "metrics" in name or name == "advantages.pass_rates"]

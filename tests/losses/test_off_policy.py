@@ -11,9 +11,9 @@ import pytest
 from hard_rows import MESHES, hard_batch, sequences
 
 from jaxppo import OffPolicyConfig, Rejection, finalize_metrics
-from jaxppo._arrays import Compared
+from jaxppo.base.arrays import Compared
 from jaxppo.mismatch import mismatch_metrics
-from jaxppo.off_policy import Statistic, correction, weight_sums
+from jaxppo.policy.off_policy import Statistic, correction, weight_sums
 from sharding import Segments, shard_call
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 

@@ -24,7 +24,7 @@ from jaxppo import (
     accumulate_gradients,
     policy_loss,
 )
-from jaxppo.metrics import Metric, merge_metrics
+from jaxppo.base.metrics import Metric, merge_metrics
 from jaxppo.policy_losses import BY_NAME, DPPO, DRO, VESPO, ClipCov, KLCov, PolicyLoss, ProbabilityMask, by_name
 
 

@@ -12,9 +12,9 @@ from jax import lax
 from policy_steps import LOSSES, config_of, loss_named, loss_of, step_of, whole, with_selected
 
 from jaxppo import CISPO, SAPO, PolicyLossConfig, RolloutBatch, TokenStats
-from jaxppo.aggregation import normalize, token_weights
 from jaxppo.losses.policy_tokens import PolicyTokenLoss
 from jaxppo.policy_losses import PolicyLoss, ProbabilityMask
+from jaxppo.step.aggregation import normalize, token_weights
 from sharding import Segments
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 2, 2, 2]])

@@ -36,7 +36,7 @@ from jaxppo import (
 from jaxppo.losses import ScoreCentering, TopKDistillation
 from jaxppo.losses.top_k_divergence import check_top_k
 from jaxppo.policy_losses import Reinforce
-from jaxppo.staleness import proximal_log_probs
+from jaxppo.step.staleness import proximal_log_probs
 from sharding import make_parallel_mesh
 
 R, T, H, V, K = 4, 8, 8, 24, 8

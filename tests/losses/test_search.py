@@ -35,7 +35,7 @@ from random_steps import (
 from searches import search
 
 from jaxppo import Normalizer, TokenStats, accumulate_gradients, finalize_metrics, policy_loss
-from jaxppo.covariance import covariance_mask
+from jaxppo.losses.covariance import covariance_mask
 
 
 def of_stats(config: dict[str, Any], where: Place, traced: bool) -> Any:

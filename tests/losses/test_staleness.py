@@ -20,7 +20,7 @@ from jaxppo import (
     log_probs_from_logits,
     policy_loss,
 )
-from jaxppo.staleness import proximal_log_probs, staleness_metrics, staleness_weights
+from jaxppo.step.staleness import proximal_log_probs, staleness_metrics, staleness_weights
 from sharding import make_parallel_mesh
 from sharding.testing import assert_mesh_invariant
 

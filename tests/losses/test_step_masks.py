@@ -9,7 +9,7 @@ import pytest
 from policy_steps import by_sample, config_of, quick_jit, step_of, whole, with_garbage
 
 from jaxppo import PolicyLossConfig, RolloutBatch, TokenStats, policy_loss
-from jaxppo.step_masks import second_moment_mask, top_entropy_mask
+from jaxppo.step.masks import second_moment_mask, top_entropy_mask
 from sharding import make_parallel_mesh
 
 PLACES = {

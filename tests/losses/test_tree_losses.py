@@ -24,8 +24,8 @@ from jaxppo import (
     loss_from_stats,
     policy_loss_from_hidden,
 )
+from jaxppo.batch.nucleus import pack_nucleus_ids
 from jaxppo.losses.mtp import MTP, mtp_loss, shift_targets
-from jaxppo.nucleus import pack_nucleus_ids
 from sharding import make_parallel_mesh
 from sharding.axes import LAYOUTS
 

@@ -44,7 +44,7 @@ from jaxppo.sharding.testing import factorings
 
 assert sys.modules["sharding"] is sharding and sharding.mine == 1
 parallel = jaxppo.make_parallel_mesh("dp=1")
-assert jaxppo.batch.ParallelMesh is jaxppo.ParallelMesh is jaxppo.sharding.ParallelMesh is type(parallel)
+assert jaxppo.batch.rollout_batch.ParallelMesh is jaxppo.ParallelMesh is jaxppo.sharding.ParallelMesh is type(parallel)
 assert {{type(parallel).__module__, factorings.__module__, multihost.__name__}} == {{
     "jaxppo_sharding.mesh", "jaxppo_sharding.testing", "jaxppo_sharding.multihost"
 }}
@@ -81,7 +81,8 @@ print(loaded("jaxppo", "sharding"))
 from jaxppo import PPO, Head, PolicyLossConfig, RolloutBatch, Sample, accumulate_gradients, finalize_metrics
 from jaxppo import policy_loss_from_hidden
 others = [name for name in loaded("jaxppo.") if name in [f"jaxppo.{name}" for name in jaxppo.__all__]]
-within = "sharding.audit.", "jaxppo.integrations.", "jaxppo.prefixes", "jaxppo.losses.", "jax.extend", "jax._src.pallas"
+within = "sharding.audit.", "jaxppo.integrations", "jaxppo.batch.prefixes", "jaxppo.batch.engines", "jaxppo.losses."
+within += "jax.extend", "jax._src.pallas"
 print(others + loaded(*within))
 """
 HAS_ALL = """
@@ -89,7 +90,7 @@ import jaxppo, numpy, sharding, sys
 
 assert {*jaxppo.__all__} <= {*dir(jaxppo)} and {*jaxppo.sharding.__all__} <= {*dir(jaxppo.sharding)}
 assert jaxppo.advantages.grpo
-assert jaxppo.entropy.__name__ == "jaxppo.entropy"  # a module that is in no list
+assert jaxppo.step.entropy.__name__ == "jaxppo.step.entropy"  # a module that is in no list
 assert not hasattr(jaxppo, "losse") and not hasattr(jaxppo, "__main__")
 assert not hasattr(jaxppo.sharding, "sys_") and not hasattr(sharding, "Audi")
 jaxppo.sharding.audit(lambda x: x @ x, numpy.ones((2, 2)))
@@ -104,12 +105,11 @@ assert sharding.audit is jaxppo.sharding.audit is audit  # the function, and not
 def test_what_is_used_late_is_loaded_late():
     done = python(LATE, ROOT)
     assert done.returncode == 0, done.stderr
-    at_once = ["jaxppo", "jaxppo._stacked", "jaxppo.integrations", "jaxppo.integrations.modules"]
-    there = ["jaxppo.kl", "jaxppo.policy_losses", "jaxppo.sharding"]
+    at_once = ["jaxppo", *(f"jaxppo.base{name}" for name in ("", ".late", ".modules", ".stacked"))]
+    there = [f"jaxppo.{name}" for name in ("policy_losses", "sharding")]
     of_policies = "compute doors parts policy policy_checks policy_tokens reference_kl step token_loss"
     losses = [f"jaxppo.losses.{name}" for name in of_policies.split()]
-    there += ["jaxppo.integrations.modules", *losses]
-    assert done.stdout == f"{at_once}\n{sorted(there[:3]) + sorted(there[3:])}\n"
+    assert done.stdout == f"{at_once}\n{there + losses}\n"
 
 
 def test_what_loads_late_is_there():

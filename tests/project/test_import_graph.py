@@ -1,9 +1,9 @@
-"""No import circles, late imports included."""
+"""Imports, late ones included: no circles, and rooms stand on rooms below them."""
 
 from pathlib import Path
 
 import pytest
-from import_graph import circles, graph
+from import_graph import arrows_up, circles, graph
 
 ROOT = Path(__file__).parents[2]
 
@@ -11,6 +11,31 @@ ROOT = Path(__file__).parents[2]
 def test_no_module_needs_itself():
     """Imports within functions count, since they only delay a circle. Imports for annotations count, for the reader."""
     assert circles(graph(ROOT, "jaxppo", "sharding", with_types=True)) == set()
+
+
+# The rooms of jaxppo, from the ground up. Rooms of one floor know nothing of each other.
+FLOORS = [
+    ["jaxppo.sharding"],
+    ["jaxppo.base"],
+    ["jaxppo.batch", "jaxppo.head", "jaxppo.policy_losses"],
+    ["jaxppo.policy"],
+    ["jaxppo.step", "jaxppo.advantages", "jaxppo.mismatch", "jaxppo.presets"],
+    ["jaxppo.losses"],
+    ["jaxppo.integrations"],
+    ["jaxppo", "jaxppo.sharding.testing"],  # doors for users; the second has an assertion about batches, too
+]
+
+
+def test_no_room_stands_on_one_above_it():
+    found = graph(ROOT, "jaxppo", with_types=True)
+    assert arrows_up(FLOORS, found) == set()
+    lower = arrows_up(FLOORS[::-1], found)
+    assert len(lower) > 200  # what holds because of the order, and not because nothing is imported
+
+
+def test_an_arrow_up_is_found():
+    edges = {"p": {"p.c.x"}, "p.a": set(), "p.a.x": {"p.a.y", "p.b.x"}, "p.b.x": {"p.a.y", "p.c.x"}, "p.c.x": set()}
+    assert arrows_up([["p.a"], ["p.b", "p.c"], ["p"]], edges) == {("p.a.x", "p.b.x"), ("p.b.x", "p.c.x")}
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from jax import export
 
 import jaxppo
 from jaxppo import Head, LoRA, OffPolicyConfig, Rejection, TokenStats
-from jaxppo._pytree import from_bytes, to_bytes
-from jaxppo.metrics import Metric
+from jaxppo.base.metrics import Metric
+from jaxppo.base.pytree import from_bytes, to_bytes
 
 ONES = jnp.ones((8, 4))
 OBJECTS = [
@@ -50,7 +50,7 @@ def test_only_one_file_registers_pytrees():
     """So that no class is forgotten where functions of it are stored."""
     folder = Path(jaxppo.__file__).parent
     found = {x.name for x in folder.rglob("*.py") if "tree_util.register" in x.read_text()}
-    assert found == {"_pytree.py"}
+    assert found == {"pytree.py"}
 
 
 @pytest.mark.parametrize("mesh", stored.MESHES)

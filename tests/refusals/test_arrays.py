@@ -29,15 +29,15 @@ from jaxppo import (
     policy_loss,
     policy_loss_from_hidden,
 )
-from jaxppo.covariance import covariance_mask
-from jaxppo.kl import adaptive_kl_coef, kl_divergence
+from jaxppo.base.kl import adaptive_kl_coef, kl_divergence
+from jaxppo.batch.nucleus import pack_nucleus_ids
+from jaxppo.losses.covariance import covariance_mask
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
 from jaxppo.losses.mtp import MTP, mtp_loss, shift_targets
 from jaxppo.mismatch import mismatch_metrics
-from jaxppo.nucleus import pack_nucleus_ids
 from jaxppo.policy_losses import ClipCov
 from jaxppo.sharding import redistribute, scan_affine, segment_sum, shift_left
-from jaxppo.staleness import proximal_log_probs, staleness_metrics, staleness_weights
+from jaxppo.step.staleness import proximal_log_probs, staleness_metrics, staleness_weights
 
 OF_TOKENS = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
 SAMPLES = [

@@ -36,8 +36,8 @@ from jaxppo import (
     policy_loss,
     policy_loss_from_hidden,
 )
-from jaxppo.covariance import covariance_mask
-from jaxppo.kl import kl_divergence
+from jaxppo.base.kl import kl_divergence
+from jaxppo.losses.covariance import covariance_mask
 from jaxppo.losses.distillation import distillation_loss
 from jaxppo.losses.mtp import MTP, mtp_loss
 from jaxppo.mismatch import mismatch_metrics

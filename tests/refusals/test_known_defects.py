@@ -23,7 +23,7 @@ from jaxppo import (
     policy_loss_from_hidden,
     policy_losses,
 )
-from jaxppo.kl import kl_divergence
+from jaxppo.base.kl import kl_divergence
 from jaxppo.losses.mtp import mtp_loss
 from sharding import logical_positions, make_parallel_mesh
 

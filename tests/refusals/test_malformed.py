@@ -35,7 +35,7 @@ from jaxppo import (
     policy_loss,
     policy_losses,
 )
-from jaxppo.off_policy import Rejection
+from jaxppo.policy.off_policy import Rejection
 from sharding import pack
 
 V = 16

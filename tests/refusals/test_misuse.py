@@ -33,7 +33,7 @@ from jaxppo import (
     policy_loss_from_hidden,
 )
 from jaxppo.mismatch import mismatch_metrics
-from jaxppo.staleness import proximal_log_probs
+from jaxppo.step.staleness import proximal_log_probs
 
 # A head's adapters
 

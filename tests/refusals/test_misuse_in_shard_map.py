@@ -24,7 +24,7 @@ from jaxppo import (
     loss_from_stats,
     make_parallel_mesh,
 )
-from jaxppo.covariance import covariance_mask
+from jaxppo.losses.covariance import covariance_mask
 from jaxppo.policy_losses import ClipCov
 
 # The caller's own shard_map or pmap

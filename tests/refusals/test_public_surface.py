@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from public_surface import R, T, arguments_of, names_of, surface
 
-from jaxppo._arrays import PER_TOKEN_VALUES
+from jaxppo.base.arrays import PER_TOKEN_VALUES
 
 SURFACE = surface()
 NAN, INF = float("nan"), float("inf")

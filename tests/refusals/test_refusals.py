@@ -22,7 +22,7 @@ from jaxppo import (
     log_probs_from_hidden,
     make_parallel_mesh,
 )
-from jaxppo.metrics import Metric
+from jaxppo.base.metrics import Metric
 from jaxppo.sharding import audit, pack, shift_left
 
 MESH = make_parallel_mesh("dp=4,tp=2")

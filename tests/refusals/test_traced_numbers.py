@@ -8,10 +8,10 @@ import pytest
 from policy_steps import quick_jit
 
 from jaxppo import RolloutBatch, Sample, advantages
-from jaxppo.kl import adaptive_kl_coef
+from jaxppo.base.kl import adaptive_kl_coef
 from jaxppo.losses.distillation import top_k_divergence
-from jaxppo.staleness import staleness_weights
-from jaxppo.step_masks import second_moment_mask, top_entropy_mask
+from jaxppo.step.masks import second_moment_mask, top_entropy_mask
+from jaxppo.step.staleness import staleness_weights
 
 LOG_PROBS = {"old_log_probs": [-1.0, -2.0, -1.5], "rollout_log_probs": [-1.1, -2.5, -1.0]}
 BATCH = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1, **LOG_PROBS)], row_length=4)

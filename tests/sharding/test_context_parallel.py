@@ -27,7 +27,7 @@ from jaxppo import (
     policy_loss,
     policy_loss_from_hidden,
 )
-from jaxppo.covariance import covariance_mask
+from jaxppo.losses.covariance import covariance_mask
 from jaxppo.losses.distillation import distillation_loss
 from jaxppo.mismatch import mismatch_metrics
 from sharding import ShardAxes, make_parallel_mesh, vary

@@ -16,7 +16,7 @@ from random_losses import check_metrics, is_steady, of_jaxppo, of_oracle
 from random_steps import Place, Step, agree, batch_of, to_rows, to_samples, with_weights
 
 from jaxppo import Normalizer, accumulate_gradients, finalize_metrics
-from jaxppo.covariance import covariance_mask
+from jaxppo.losses.covariance import covariance_mask
 
 ROUNDING = 5e-6  # the rounding error of a log-prob from f32 products
 

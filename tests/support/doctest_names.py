@@ -1,14 +1,16 @@
 """A pytest plugin for examples: eight devices, and for docstrings names that they need not import."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxppo
-from jaxppo import metrics, sharding
+from jaxppo import mismatch, policy_losses, sharding
+from jaxppo.base import kl, metrics
+from jaxppo.batch import nucleus
+from jaxppo.losses import covariance
+from jaxppo.step import staleness
 from tests.support import programs
 
 programs.start_devices(8)
@@ -19,8 +21,6 @@ def names(request, doctest_namespace):
     """A page imports what it uses: its reader has nothing else."""
     if request.path.suffix == ".md":
         return
-    both = {"advantages", "presets"}  # which share names, such as grpo
-    modules = [x for name, x in vars(jaxppo).items() if inspect.ismodule(x) and name in {*jaxppo.__all__} - both]
-    for module in (metrics, *modules, jaxppo):
+    for module in (covariance, kl, metrics, mismatch, nucleus, policy_losses, sharding, staleness, jaxppo):
         doctest_namespace |= {name: getattr(module, name) for name in module.__all__}
     doctest_namespace |= {"jax": jax, "jnp": jnp, "np": np, "jaxppo": jaxppo, "sharding": sharding}

@@ -56,3 +56,19 @@ def circles(edges):
 
     reach = {name: reached(name) for name in edges}
     return {frozenset(x for x in reach[name] if name in reach[x]) for name in edges if name in reach[name]}
+
+
+def arrows_up(floors, edges):
+    """The imports between two rooms of which the second is not on a lower floor.
+
+    Args:
+      floors: the rooms of each floor, from the ground up; a module is in the room of the longest name.
+      edges: as `graph` gives them.
+    """
+    floor_of = {room: i for i, rooms in enumerate(floors) for room in rooms}
+
+    def room(module):
+        return max((name for name in floor_of if f"{module}.".startswith(f"{name}.")), key=len)
+
+    arrows = {(module, other) for module, others in edges.items() for other in others if room(module) != room(other)}
+    return {(module, other) for module, other in arrows if floor_of[room(module)] <= floor_of[room(other)]}

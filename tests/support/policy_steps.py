@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jaxppo import KL, Normalizer, PolicyLossConfig, RolloutBatch, Sample, TokenStats, accumulate_gradients, policy_loss
-from jaxppo._arrays import Aggregation
-from jaxppo.covariance import covariance_mask
+from jaxppo.base.arrays import Aggregation
+from jaxppo.losses.covariance import covariance_mask
 from jaxppo.policy_losses import BY_NAME, PolicyLoss, Reinforce, by_name
 from sharding import make_parallel_mesh
 

@@ -31,20 +31,20 @@ from jaxppo import (
     loss_from_stats,
     make_parallel_mesh,
 )
-from jaxppo.covariance import covariance_mask
-from jaxppo.entropy import entropy_metrics, renormalised_entropy
-from jaxppo.kl import adaptive_kl_coef, kl_divergence
+from jaxppo.base.kl import adaptive_kl_coef, kl_divergence
+from jaxppo.base.metrics import Metric, collapse_metrics, finalize_metrics, merge_metrics
 from jaxppo.losses import Part, ReferenceKL, ScoreCentering, TokenLoss, TopKDistillation, preference
+from jaxppo.losses.covariance import covariance_mask
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
 from jaxppo.losses.draft import Draft, draft_loss, draft_metrics
 from jaxppo.losses.mtp import MTP, mtp_loss, shift_targets
 from jaxppo.losses.top_k_divergence import top_k_divergence
-from jaxppo.metrics import Metric, collapse_metrics, finalize_metrics, merge_metrics
 from jaxppo.mismatch import mismatch_metrics, mismatch_report, token_mismatch
 from jaxppo.policy_losses import BY_NAME, ClipCov, by_name
 from jaxppo.sharding import pack, redistribute, scan_affine, segment_sum, shift_left, unpack
-from jaxppo.staleness import proximal_log_probs, staleness_metrics, staleness_weights
-from jaxppo.step_masks import second_moment_mask, top_entropy_mask
+from jaxppo.step.entropy import entropy_metrics, renormalised_entropy
+from jaxppo.step.masks import second_moment_mask, top_entropy_mask
+from jaxppo.step.staleness import proximal_log_probs, staleness_metrics, staleness_weights
 
 R, T, H, V, K = 4, 16, 8, 50, 3
 SAMPLES = [

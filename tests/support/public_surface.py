@@ -15,12 +15,12 @@ import numpy as np
 
 import jaxppo
 from jaxppo import LoRA, Normalizer, OffPolicyConfig, PolicyLossConfig, RolloutBatch, Sample, TokenStats
-from jaxppo import entropy as entropies
-from jaxppo._arrays import PER_TOKEN_VALUES
+from jaxppo.base.arrays import PER_TOKEN_VALUES
 from jaxppo.head import HeadOptions
 from jaxppo.losses import SFT, Part, TopKDistillation, draft, mtp
 from jaxppo.mismatch import TokenMismatch
 from jaxppo.policy_losses import ClipCov
+from jaxppo.step import entropy as entropies
 
 LOW_LEVEL = "jaxppo.sharding"  # has refusals of its own, in sharding/ and test_layouts_inputs
 R, T, S, H, V, K = 2, 8, 2, 4, 9, 2
@@ -137,7 +137,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "accumulate_gradients": {
         **SOFT, "loss_fn": lambda w, x: ((w * x).sum(), {}), "micro_batches": jnp.ones((2, 3)),
     },
-    "finalize_metrics": {"metrics": {"a": jaxppo.metrics.Metric(jnp.float32(1), jnp.float32(1))}},
+    "finalize_metrics": {"metrics": {"a": jaxppo.base.metrics.Metric(jnp.float32(1), jnp.float32(1))}},
     "explain_broken_rules": {"broken_rules": 3},
     "PolicyLossConfig": {
         f.name: getattr(PolicyLossConfig(kl=jaxppo.KL(0.1), off_policy=OffPolicyConfig()), f.name)
@@ -252,8 +252,8 @@ CALLS: dict[str, dict[str, Any]] = {
         "prompts": [[1, 2]], "chosen": [[3]], "rejected": [[4]], "margins": [1.0], "first_id": 0,
     },
     "Metric": {"total": jnp.float32(1), "count": jnp.float32(1), "reduce": "mean"},
-    "collapse_metrics": {"stacked": {"a": jaxppo.metrics.Metric(jnp.ones(2), jnp.ones(2))}},
-    "merge_metrics": {"first": {"a": jaxppo.metrics.Metric(jnp.float32(1), jnp.float32(1))}},
+    "collapse_metrics": {"stacked": {"a": jaxppo.base.metrics.Metric(jnp.ones(2), jnp.ones(2))}},
+    "merge_metrics": {"first": {"a": jaxppo.base.metrics.Metric(jnp.float32(1), jnp.float32(1))}},
     "mismatch_metrics": {**SOFT, "batch": BATCH, "trainer_log_probs": LOG},
     "mismatch_report": {"tokens": TOKENS, "where": MASK > 0, "positions": BATCH.positions, "bins": 2},
     "token_mismatch": {

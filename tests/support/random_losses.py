@@ -15,9 +15,9 @@ from oracle.step import compared as compared_policies
 from random_steps import agree
 
 from jaxppo import KL, OffPolicyConfig, PolicyLossConfig, Rejection, explain_broken_rules
-from jaxppo._arrays import Aggregation, Compared
-from jaxppo.kl import Estimator, Importance, Over
-from jaxppo.off_policy import Statistic
+from jaxppo.base.arrays import Aggregation, Compared
+from jaxppo.base.kl import Estimator, Importance, Over
+from jaxppo.policy.off_policy import Statistic
 from jaxppo.policy_losses import by_name
 
 BASE = {  # all keys of a loss's config; tests change those that they are about

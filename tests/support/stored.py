@@ -51,8 +51,8 @@ def arguments(mesh):
 def step(parallel):
     """From a head, hidden states, a batch and a normalizer to gradients (a Head), metrics, statistics and paths."""
     from jaxppo import KL, OffPolicyConfig, PolicyLossConfig, log_probs_from_hidden, policy_loss
-    from jaxppo.entropy import AdaptiveEntropy, entropy_metrics
     from jaxppo.mismatch import token_mismatch
+    from jaxppo.step.entropy import AdaptiveEntropy, entropy_metrics
 
     off_policy = OffPolicyConfig("token", batch_normalize=True)
     config = PolicyLossConfig(kl=KL(0.1), off_policy=off_policy, clip_by_sign=True)
@@ -77,8 +77,8 @@ def numbers(found):
 
 if __name__ == "__main__":
     start_devices(8)
-    import jaxppo.entropy
-    import jaxppo.mismatch  # noqa: F401, the classes that the function returns
+    import jaxppo.mismatch
+    import jaxppo.step.entropy  # noqa: F401, the classes that the function returns
 
     file, mesh, results = sys.argv[1:]
     _, given = arguments(MESHES[mesh])

@@ -35,7 +35,7 @@ from jaxppo import (
     policy_losses,
     presets,
 )
-from jaxppo.metrics import Metrics
+from jaxppo.base.metrics import Metrics
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.sharding import Segments
 

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Coefficient, check_choice, check_field, needed
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.arrays import Coefficient, check_choice, check_field, needed
+from jaxppo.base.metrics import Terms
+from jaxppo.batch.pairs import Pairs
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.types import TokenStats
 from jaxppo.losses.preference.of_pairs import (
     OfPairs,
@@ -23,8 +25,6 @@ from jaxppo.losses.preference.of_pairs import (
     to_tokens,
 )
 from jaxppo.losses.token_loss import Losses, Reads, Step
-from jaxppo.metrics import Terms
-from jaxppo.pairs import Pairs
 from jaxppo.sharding import Segments
 
 Numbers = Float[Array, "*n"]

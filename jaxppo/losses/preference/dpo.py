@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxppo._arrays import Coefficient, check_field, check_flag
+from jaxppo.base.arrays import Coefficient, check_field, check_flag
 from jaxppo.losses.preference.base import (
     Numbers,
     PairLoss,

@@ -11,15 +11,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Coefficient, check_field, masked, needed, sound
-from jaxppo._stacked import as_rows, check_whole_step
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.arrays import Coefficient, check_field, masked, needed, sound
+from jaxppo.base.metrics import reduce_metric
+from jaxppo.base.stacked import as_rows, check_whole_step
+from jaxppo.batch.pairs import Pairs
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
+from jaxppo.head.checks import check_stats
 from jaxppo.head.types import TokenStats
 from jaxppo.losses.preference.base import Numbers, PreferenceLoss, Responses
-from jaxppo.metrics import reduce_metric
-from jaxppo.pairs import Pairs
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
-from jaxppo.validation import check_stats, checked
 
 
 @dataclasses.dataclass(frozen=True)

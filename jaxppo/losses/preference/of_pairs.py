@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Aggregation, needed
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.arrays import Aggregation, needed
+from jaxppo.base.metrics import Terms, means
+from jaxppo.batch.pairs import Pairs
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.token_loss import Asks, Stats, Step, TokenLoss
-from jaxppo.metrics import Terms, means
-from jaxppo.pairs import Pairs
 from jaxppo.sharding import Segments
 
 

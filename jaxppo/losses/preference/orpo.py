@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxppo._arrays import Coefficient, check_field
+from jaxppo.base.arrays import Coefficient, check_field
 from jaxppo.losses.preference.base import Numbers, PairLoss, Responses, mean_log_prob
 
 _MOST = -1e-6  # a mean log-prob of 0 has infinite odds

@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Coefficient, check_array, check_field, needed
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.arrays import Coefficient, check_array, check_field, needed
+from jaxppo.base.metrics import Terms
+from jaxppo.batch.pairs import Pairs
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.preference.base import Numbers, preferred
 from jaxppo.losses.preference.of_pairs import (
     OfPairs,
@@ -21,8 +23,6 @@ from jaxppo.losses.preference.of_pairs import (
     to_tokens,
 )
 from jaxppo.losses.token_loss import Losses, Reads, Step
-from jaxppo.metrics import Terms
-from jaxppo.pairs import Pairs
 from jaxppo.sharding import Segments
 
 Scores = Float[Array, "R T"]

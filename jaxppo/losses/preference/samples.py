@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jaxppo._arrays import check_count, check_number
-from jaxppo.batch import RolloutBatch
-from jaxppo.samples import Sample, as_tokens, check_samples
+from jaxppo.base.arrays import check_count, check_number
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.samples import Sample, as_tokens, check_samples
 from jaxppo.sharding import ParallelMesh, check_parallel, multihost
 
 TokenIds = Sequence[int] | Int[np.ndarray, "n"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxppo._arrays import Coefficient, check_field
+from jaxppo.base.arrays import Coefficient, check_field
 from jaxppo.losses.preference.base import (
     Numbers,
     PairLoss,

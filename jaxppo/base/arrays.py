@@ -1,0 +1,314 @@
+"""Helpers for all per-token code: the names of a batch's arrays, masked values, and checks of arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict, TypeGuard, TypeVar, Unpack, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+REQUIRED = ("tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids")
+IDS = ("sample_ids", "group_ids", "rollout_ids")
+PER_SEGMENT = ("rewards", *IDS, "parents")
+LOG_PROBS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+PER_TOKEN_VALUES = ("advantages", *LOG_PROBS, "values", "returns", "policy_versions", "loss_weights")
+OPTIONAL = ("group_ids", "rollout_ids", *PER_TOKEN_VALUES, "rewards", "parents")
+INTEGERS = ("tokens", "targets", "segment_ids", "positions", "policy_versions", *IDS, "parents")
+
+Coefficient = float | Float[Array, ""]
+Something = TypeVar("Something")
+Arrays = TypeVar("Arrays", np.ndarray, jax.Array)  # on the host, or on a device
+
+
+def masked(x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R T"]:
+    """x in f32 where the mask is above 0, and 0 elsewhere, whatever x holds there."""
+    return jnp.where(mask > 0, x.astype(jnp.float32), 0)
+
+
+def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
+    """The ids as i32. Narrower dtypes may be too small for a column's id. Ids above i32 become -2, which is invalid."""
+    if ids.dtype.itemsize > 4:
+        of = np if isinstance(ids, np.ndarray) else jnp  # jnp.asarray would cut an i64 of numpy to i32 first
+        ids = of.where((ids >= -1) & (ids < 2**31), ids, -2)
+    ids = jnp.asarray(ids)
+    return ids.astype(jnp.int32)  # u32 from 2**31 on becomes negative, which is invalid too
+
+
+def spec_of(spec: P, x: Array) -> P:
+    """The PartitionSpec of an array whose last two dimensions lie as `spec`; leading micro-batches are not sharded."""
+    return P(*(None,) * (x.ndim - 2), *spec)
+
+
+def is_number(x: object) -> TypeGuard[float]:
+    """Whether x is a finite Python or numpy number, and therefore known at trace time."""
+    return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def is_nan(x: object) -> bool:
+    """Whether x is a Python or numpy NaN."""
+    return isinstance(x, (float, np.floating)) and math.isnan(x)
+
+
+def is_zero(coefficient: Coefficient) -> bool:
+    """Whether the coefficient is known to be 0 at trace time; False for a traced schedule."""
+    return not isinstance(coefficient, jax.core.Tracer) and float(coefficient) == 0
+
+
+def as_coefficient(coefficient: Coefficient) -> Coefficient:
+    """The number 0 if the coefficient is known to be 0, else an f32 array: other numbers then compile nothing new."""
+    return 0.0 if is_zero(coefficient) else jnp.asarray(coefficient, jnp.float32)
+
+
+def times(coefficient: Coefficient, x: Float[Array, "R T"] | None) -> Float[Array, "R T"] | float:
+    """coefficient * x; 0 if x is None or the coefficient is known to be 0."""
+    return 0.0 if x is None or is_zero(coefficient) else coefficient * x
+
+
+def check(what: str, got: object, good: bool, expected: str) -> None:
+    if not good:
+        raise ValueError(f"{what}: got {got}, expected {expected}")
+
+
+def needed(what: str, x: Something | None, expected: str = "f32[R, T]") -> Something:
+    """x itself, such as an optional array of a batch that this call reads. Raises where it is None."""
+    if x is None:
+        raise ValueError(f"{what}: got None, expected {expected}")
+    return x
+
+
+def check_choice(what: str, value: object, choices: Any) -> None:
+    """Raises unless the value is one of the values of a `Literal`."""
+    names = get_args(choices)
+    check(what, repr(value), isinstance(value, str) and value in names, f"one of {', '.join(map(repr, names))}")
+
+
+def dtype_name(x: Any) -> Any:
+    """The name of a dtype in any form that jnp takes; x itself if it is no dtype, and `check_choice` refuses it."""
+    try:
+        return x if x is None else jnp.dtype(x).name
+    except TypeError:
+        return x
+
+
+class Bounds(TypedDict, total=False):
+    """The range of a number; None is no bound."""
+
+    least: float | None
+    above: float | None
+    most: float | None
+    below: float | None
+
+
+def check_number(what: str, value: Any, **bounds: Unpack[Bounds]) -> None:
+    """Raises unless the value is a finite number in its range; a traced scalar passes."""
+    ranges = [f"{word} {bound}" for name, (word, _) in _BOUNDS.items() if (bound := bounds.get(name)) is not None]
+    expected = " and ".join(["a finite number " + ranges[0], *ranges[1:]] if ranges else ["a finite number"])
+    if isinstance(value, jax.Array):
+        check(what, f"shape {value.shape}", value.ndim == 0, f"{expected}, or a scalar array")
+        numeric = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+        check(what, f"dtype {value.dtype}", numeric, f"{expected}, or a scalar array")
+        return
+    check(what, repr(value), is_number(value) and all(_inside(value, bounds)), expected)
+
+
+_BOUNDS = {
+    "least": ("of at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("of at most", operator.le),
+    "below": ("below", operator.lt),
+}
+
+
+def _inside(x: Any, bounds: Mapping[str, Any]) -> list[Any]:
+    """For each bound that there is, whether x is within it."""
+    return [within(x, bound) for name, (_, within) in _BOUNDS.items() if (bound := bounds.get(name)) is not None]
+
+
+def checked_number(what: str, value: Any, **bounds: Unpack[Bounds]) -> Any:
+    """The checked number. Nothing can be raised for an array's value: out of its range, it is NaN, in f32.
+
+    The range thus stands once, for numbers and for traced ones. What a loss reads is under a rule, which a NaN breaks.
+    """
+    check_number(what, value, **bounds)
+    if not isinstance(value, jax.Array):
+        return value
+    x = value.astype(jnp.float32)
+    for good in _inside(x, bounds):
+        x = jnp.where(good, x, jnp.nan)
+    return x
+
+
+def check_field(of: Any, name: str, **bounds: Unpack[Bounds]) -> None:
+    """Checks a number of a frozen dataclass, in its constructor. An array out of its range becomes NaN."""
+    object.__setattr__(of, name, checked_number(name, getattr(of, name), **bounds))
+
+
+def as_number(what: str, value: Any, **bounds: Unpack[Bounds]) -> Float[Array, ""]:
+    """The checked number as an f32 array, NaN out of its range."""
+    return jnp.asarray(checked_number(what, value, **bounds), jnp.float32)
+
+
+def check_count(what: str, value: Any, *, least: int = 0) -> None:
+    """Raises unless the value is a whole number of at least `least`, known at trace time."""
+    good = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    check(what, repr(value), good and value >= least, f"a whole number of at least {least}")
+
+
+def check_flag(what: str, value: object) -> None:
+    """Raises unless the value is True or False: any text, "no" included, would count as True."""
+    check(what, repr(value), isinstance(value, (bool, np.bool_)), "True or False")
+
+
+def check_floating(what: str, x: Any, rank: int, expected: str) -> None:
+    """Raises unless x is an f16, bf16, f32 or f64 array of that rank without a dimension of 0."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        raise TypeError(f"{what}: got {type(x).__name__}, expected an array {expected}")
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
+        raise TypeError(f"{what}: got dtype {dtype}, expected float32, bfloat16 or float16")
+    if x.ndim != rank or 0 in x.shape:
+        raise ValueError(f"{what}: got shape {x.shape}, expected {expected}, each at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What an array may be.
+
+    Args:
+      dtypes: of JAX, any of which it may have.
+      expected: the same in words, for errors.
+      narrowest: the fewest bytes of an entry.
+      most: the largest value that has a meaning; None without one.
+    """
+
+    dtypes: tuple[Any, ...]
+    expected: str
+    narrowest: int = 1
+    most: float | None = None
+
+
+MAX_LOG_PROB = 1e-3  # rounding may bring a log-prob of the trainer up to this
+MAX_SAMPLED = 0.125  # and that of a sampler or a teacher, since bf16 logits and their log-sum-exp are rounded apart
+_OWN = Kind((jnp.floating,), "float32: ratios of rounded log-probs are wrong", narrowest=4, most=MAX_LOG_PROB)
+_GIVEN = Kind((jnp.floating,), "floats", narrowest=2, most=MAX_SAMPLED)
+_STATISTIC = Kind((jnp.floating,), "float32, as a head computes it", narrowest=4)
+_FLOATS = Kind((jnp.floating,), "floats")
+_NUMBERS = Kind((jnp.floating, jnp.integer, jnp.bool_), "numbers")
+_BOOLS = Kind((jnp.bool_,), "bool")
+_INTEGERS = Kind((jnp.integer,), "integers")
+# By the name of an argument or a field, which has one meaning everywhere: what it may be. Every check of an array
+# reads this table, so that a function cannot take what another one refuses.
+KINDS: Mapping[str, Kind] = {
+    name: kind
+    for kind, names in (
+        (_OWN, "log_probs old_log_probs ref_log_probs trainer_log_probs id_log_probs top_log_probs"),
+        (_GIVEN, "rollout_log_probs teacher_log_probs"),
+        (_STATISTIC, "entropy log_z mean_logit accuracy sum_p2"),
+        (
+            _FLOATS,
+            "advantages values last_values returns rewards baselines scores loss_weights kl importance_ratio x weights",
+        ),
+        (_FLOATS, "temperature reverse_kl total_variation same_top rounding params loss_fn"),
+        (_NUMBERS, "loss_mask mask masks where ends selected lengths micro_batches extras"),
+        (_INTEGERS, "tokens targets segment_ids positions policy_versions sample_ids group_ids rollout_ids parents"),
+        (_BOOLS, "among"),
+        (_INTEGERS, "ids top_ids nucleus_ids adapter_ids"),
+    )
+    for name in names.split()
+}
+
+
+def kind_of(what: str) -> Kind:
+    """The kind of an argument such as "group_ids", "batch.loss_mask", "stats.log_probs" or "rewards[0]"."""
+    return KINDS[what.partition("[")[0].rpartition(".")[2]]
+
+
+def check_array(
+    what: str, x: Any, shape: tuple[int, ...] | None = None, of: str = "", kind: Kind | None = None
+) -> None:
+    """Raises unless x is an array of its kind, and of this shape. A list is refused: to JAX it is a tree of scalars.
+
+    Args:
+      what: its name.
+      x: the user's argument, unchecked.
+      shape: None for any.
+      of: what has that shape, for the error.
+      kind: by default that of the name in `KINDS`.
+    """
+    kind = kind_of(what) if kind is None else kind
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        got, shown = "None" if x is None else type(x).__name__, kind.expected.partition(":")[0]
+        raise TypeError(f"{what}: got {got}, expected an array of {shown}")
+    sized = jnp.dtype(x.dtype).itemsize >= kind.narrowest if x.dtype != object else False
+    if not sized or not any(jnp.issubdtype(x.dtype, dtype) for dtype in kind.dtypes):
+        raise TypeError(f"{what}: got dtype {x.dtype}, expected {kind.expected}")
+    if shape is not None and x.shape != shape:
+        raise ValueError(f"{what}: got shape {x.shape}, expected {of and of + ', '}{shape}")
+
+
+def check_alike(arrays: Mapping[str, Any]) -> None:
+    """Raises unless all arrays are of their kinds and have the first one's shape."""
+    first = next(iter(arrays))
+    for what, x in arrays.items():
+        check_array(what, x)
+        check_array(what, x, arrays[first].shape, f"that of {first}")
+
+
+def sound(what: str, x: Array) -> Array:
+    """x, NaN where it is above the most of its kind: a probability, which is no log-prob, gives no plausible number."""
+    most = kind_of(what).most
+    return x if most is None else jnp.where(x <= most, x, jnp.nan)
+
+
+def unless_mask(x: Any) -> Float[Array, "..."]:
+    """0 where an entry of a mask is 0 or 1, and NaN elsewhere, to be added to what the mask selects."""
+    x = jnp.asarray(x).astype(jnp.float32)
+    return jnp.where((x == 0) | (x == 1), jnp.float32(0), jnp.nan)
+
+
+def check_ids(what: str, x: Any) -> None:
+    """Raises unless ids are integers, and on the host ones that fit i32: cut to i32, two ids could become equal."""
+    check_array(what, x)
+    check_fits(what, x, f"-1 to {2**31 - 1}; number the ids of a step")
+
+
+def check_fits(what: str, x: Any, expected: str = f"integers of at most {2**31 - 1}") -> None:
+    """Raises where an integer on the host does not fit i32: cut to i32, it would be another one."""
+    if isinstance(x, np.ndarray) and x.size and not -(2**31) <= x.min() <= x.max() < 2**31:
+        widest = x.min() if x.max() < 2**31 else x.max()
+        raise ValueError(f"{what}: got {widest}, expected {expected}")
+
+
+Aggregation = Literal[
+    "token_mean",
+    "token_sum",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum_norm",
+    "rollout_mean",
+]
+MetricAggregation = Literal["token_mean", "loss"]
+RatioTo = Literal["old", "rollout", "current"]
+Compared = Literal["old/rollout", "current/rollout", "current/old"]  # two policies, written as their ratio
+
+
+def check_aggregation(of: Any) -> None:
+    """Checks `aggregation` and `aggregation_norm`: raises where the first is unknown, or needs the second and has none.
+
+    It also raises where there is a constant length that nothing needs.
+    """
+    check_choice("aggregation", of.aggregation, Aggregation)
+    if of.aggregation == "sequence_mean_token_sum_norm":
+        check_field(of, "aggregation_norm", above=0)
+    elif of.aggregation_norm is not None:
+        raise ValueError(
+            f"aggregation_norm: got {of.aggregation_norm} with aggregation={of.aggregation!r}, expected None, or "
+            "aggregation='sequence_mean_token_sum_norm'"
+        )

@@ -1,0 +1,176 @@
+"""Estimators of the KL divergence to a reference policy, per token, as a loss term or a reward penalty."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxppo.base.arrays import Coefficient, check_alike, check_choice, check_field, check_number, checked_number, sound
+from jaxppo.sharding import wider_dtype
+
+__all__ = ["KL", "adaptive_kl_coef", "kl_divergence"]
+
+MAX_LOG_RATIO = 20.0
+Estimator = Literal["k1", "abs", "k2", "k3", "low_var_kl", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"]
+Importance = Literal["none", "token", "sequence", "score"]
+Over = Literal["current/old", "current/rollout"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KL:
+    """The penalty of a policy loss against a reference: coef * KL(policy || reference).
+
+    Args:
+      coef: a number or a traced schedule. With the number 0 the divergence is a metric only, where the batch has
+        `ref_log_probs`.
+      estimator: see `kl_divergence`.
+      importance: the weight of the estimate; its gradient is a part of the loss's gradient. "none" has no weight.
+        "token" is the ratio of two policies at each token, "sequence" the geometric mean of the ratios of its sequence.
+        "score" leaves the value unchanged and adds the score-function term, so that on samples of the policy the
+        gradient of "k1", log-ratio + 1, is unbiased. An estimator with a "+" has that gradient by itself.
+      compares: the two policies of that ratio, "current/old" or "current/rollout", independently of the loss's ratio.
+
+    Raises:
+      ValueError: a coefficient that is not a finite number, an unknown name, "score" with a "+".
+
+    Example:
+      >>> KL(0.01, "low_var_kl")
+      KL(coef=0.01, estimator='low_var_kl', importance='none', compares='current/old')
+    """
+
+    coef: Coefficient
+    estimator: Estimator = "k3"
+    importance: Importance = "none"
+    compares: Over = "current/old"
+
+    def __post_init__(self) -> None:
+        check_field(self, "coef")
+        check_choice("estimator", self.estimator, Estimator)
+        check_choice("importance", self.importance, Importance)
+        check_choice("compares", self.compares, Over)
+        if self.importance == "score" and self.estimator.endswith("+"):
+            raise ValueError(
+                f"importance: got 'score', expected another with estimator={self.estimator!r}, whose weight is constant"
+            )
+
+    @property
+    def policies(self) -> frozenset[str]:
+        """The policies that the weight compares."""
+        return frozenset(self.compares.split("/") if self.importance in ("token", "sequence") else ())
+
+
+def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array, "..."]:
+    """log_probs - base clamped to [-20, 20], f32 at least. Its exp is finite, and the gradient is 0 where clamped."""
+    dtype = wider_dtype(log_probs, base, jnp.float32)
+    return jnp.clip(log_probs.astype(dtype) - base.astype(dtype), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def k3(d: Float[Array, "..."]) -> Float[Array, "..."]:
+    """exp(d) - 1 - d, never below 0. It uses expm1: for a small d, exp(d) - 1 would be nothing but rounding error.
+
+    Above d = 20 the tangent replaces exp, so that value and gradient are finite and have the right sign.
+    """
+    beyond = jnp.maximum(d - MAX_LOG_RATIO, 0)
+    value = jnp.expm1(jnp.minimum(d, MAX_LOG_RATIO)) + jnp.exp(MAX_LOG_RATIO) * beyond - d
+    return value - lax.stop_gradient(jnp.minimum(value, 0))  # clamps at 0 and leaves the gradient as it is
+
+
+def magnitude(d: Float[Array, "..."]) -> Float[Array, "..."]:
+    """|d| with the gradient sign(d), which is 0 where policies agree; `jnp.abs` has the gradient 1 there."""
+    return d * lax.stop_gradient(jnp.sign(d))
+
+
+def kl_divergence(
+    log_probs: Float[Array, "..."],
+    ref_log_probs: Float[Array, "..."],
+    estimator: Estimator = "k3",
+    importance_ratio: Float[Array, "..."] | None = None,
+) -> Float[Array, "..."]:
+    """KL(policy || reference) of sampled tokens, with d = log_probs - ref_log_probs and importance ratio w (or 1).
+
+        k1: w d      abs: w |d|      k2: w d^2 / 2      k3: w (exp(-d) - 1 + d)      low_var_kl: k3 clamped to [-10, 10]
+
+    A "+" after the name keeps the value and takes the gradient of k2, w d, which on samples of the policy is an
+    unbiased gradient of the divergence; w is then constant. Below d = -20 the tangent replaces exp(-d), so that value
+    and gradient are finite and have the right sign at any log-ratio. k3 is at least 0.
+
+    Args:
+      log_probs: `[...]`, the policy's.
+      ref_log_probs: `[...]`, the reference's; no gradient flows to them.
+      estimator: "k1", "abs", "k2", "k3", "low_var_kl", each with or without "+".
+      importance_ratio: `[...]`, the policy over the sampling policy; its gradient is a part of the result's.
+
+    Returns:
+      `f32[...]`, nats.
+
+    Raises:
+      TypeError, ValueError: an unknown estimator; arrays that are not floats, or have different shapes.
+
+    Example:
+      >>> kl_divergence(jnp.array([0.0, -1.0]), jnp.array([-1.0, -1.0]), "k2")
+      Array([0.5, 0. ], dtype=float32)
+
+    Schulman 2020, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; Liu et al. 2025, Rethinking KL
+    regularization in RLHF, https://arxiv.org/abs/2510.01555; importance weight: DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556
+    """
+    check_choice("estimator", estimator, Estimator)
+    given = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
+    check_alike(given if importance_ratio is None else {**given, "importance_ratio": importance_ratio})
+    name = estimator.removesuffix("+")
+    own, theirs = (sound(what, x) for what, x in given.items())
+    d = own.astype(jnp.float32) - lax.stop_gradient(theirs).astype(jnp.float32)
+    ratio = jnp.float32(1) if importance_ratio is None else importance_ratio.astype(jnp.float32)
+    if name == "k1":
+        value = d
+    elif name == "abs":
+        value = magnitude(d)
+    elif name == "k2":
+        value = d**2 / 2
+    else:
+        value = k3(-d)
+    value = ratio * value
+    if name == "low_var_kl":
+        value = jnp.clip(value, -10, 10)
+    if estimator.endswith("+"):
+        k2 = lax.stop_gradient(ratio) * d**2 / 2
+        value = lax.stop_gradient(value) + (k2 - lax.stop_gradient(k2))  # this order adds exactly 0 to the value
+    return value
+
+
+def adaptive_kl_coef(
+    coef: Float[Array, ""] | float, kl: Float[Array, ""], target: float, samples: int, horizon: float = 10000.0
+) -> Float[Array, ""]:
+    """The next KL coefficient: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon).
+
+    Args:
+      coef: the coefficient of this step.
+      kl: the mean divergence measured in this step, nats.
+      target: the divergence to keep, nats, above 0.
+      samples: the number of samples in the step.
+      horizon: the number of samples in which the coefficient can move by its own size.
+
+    Returns:
+      `f32[]`.
+
+    Raises:
+      ValueError: a value that is not a number, a target or horizon that is not positive.
+
+    Example:
+      >>> float(adaptive_kl_coef(0.1, jnp.array(6.0), target=3.0, samples=1000))
+      0.10199...
+
+    Ziegler et al. 2019, Fine-tuning language models from human preferences, https://arxiv.org/abs/1909.08593
+    """
+    for what, value in (("coef", coef), ("kl", kl)):
+        check_number(what, value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value)
+    target = checked_number("target", target, above=0)
+    samples = checked_number("samples", samples, least=0)
+    horizon = checked_number("horizon", horizon, above=0)
+    error = jnp.clip(kl / target - 1, -0.2, 0.2)
+    return jnp.float32(coef) * (1 + error * samples / horizon)

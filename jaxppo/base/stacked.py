@@ -1,0 +1,50 @@
+"""A step as stacked micro-batches, `[K, R, ...]`: statistics are over all of it, and refused for a single part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# K while `accumulate_gradients` traces one of K micro-batches, else 0. It is part of the key of jit's caches, so that
+# a function that was traced outside is traced again for a part of a step.
+part_of_a_step = jax.make_user_context(0)
+
+
+def check_whole_step(name: str, batch: Any = None) -> None:
+    """Raises where `name`, a statistic of the whole step, is called on one of its micro-batches.
+
+    Args:
+      name: the public function's name.
+      batch: the `RolloutBatch` that the statistic is computed from, if it is computed from one.
+    """
+    expected = "expected the whole step, its micro-batches stacked, [K, R, ...]"
+    if part_of_a_step.value:
+        raise ValueError(
+            f"{name}: got one micro-batch inside accumulate_gradients, {expected}: call it before, and put its result "
+            "into micro_batches"
+        )
+    if batch is not None and batch.loss_mask.ndim == 2 and (batch.micro_batches or 1) > 1:
+        raise ValueError(
+            f"{name}: got one of {batch.micro_batches} micro-batches, {expected}; a batch that is a step of its own "
+            "has micro_batches=None"
+        )
+
+
+def as_rows(tree: Any) -> Any:
+    """The tree with each array `[K, R, n]` reshaped to `[K R, n]`; other arrays are unchanged."""
+    return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]) if getattr(x, "ndim", 0) == 3 else x, tree)
+
+
+def of_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a per-shard function of rows, `[R, n]` to `[R, m]`, to take stacked micro-batches too."""
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        leading = next((x.shape[:2] for x in jax.tree.leaves(args) if getattr(x, "ndim", 0) == 3), None)
+        found = fn(*as_rows(args))
+        return found if leading is None else jax.tree.map(lambda x: x.reshape(*leading, x.shape[-1]), found)
+
+    return run

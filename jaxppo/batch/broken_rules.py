@@ -1,0 +1,159 @@
+"""Which rules data break: counted in a loss, named by the metric `broken_rules`, raised on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxppo.base.arrays import PER_SEGMENT
+from jaxppo.base.metrics import Composite, Metric
+from jaxppo.batch.pairs import Pairs
+from jaxppo.batch.reads import NUMBERS
+from jaxppo.batch.rules import KNOWN, ON_DEVICE, RULES, Rule, View
+from jaxppo.batch.trees import starts
+from jaxppo.sharding import Segments, vary
+
+BITS, FIRST = (
+    8,
+    3,
+)  # `broken_rules` holds the numbers of the first 3 rules, 8 bits each: an integer that f32 holds exactly
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """How often rules are broken, on all devices together.
+
+    Args:
+      numbers: of the rules that this loss has, from 1.
+      counts: `f32[n]`, of each.
+    """
+
+    numbers: tuple[int, ...]
+    counts: Float[Array, " n"]
+
+    @property
+    def any(self) -> Bool[Array, ""]:
+        return self.counts.sum() > 0
+
+    def and_loss(self, total: Float[Array, ""]) -> Broken:
+        """With the rule that the loss itself is finite, which counts where no other rule is broken."""
+        unexplained = ~(jnp.isfinite(total) | self.any)
+        counts = jnp.append(self.counts, unexplained.astype(jnp.float32))
+        return Broken((*self.numbers, len(ON_DEVICE)), lax.stop_gradient(counts))
+
+    def metric(self) -> Composite:
+        return Composite({"counts": Metric(self.counts, jnp.float32(1), "sum")}, _First(self.numbers))
+
+
+@dataclasses.dataclass(frozen=True)
+class _First:
+    """The numbers of the first broken rules as one number; a function of their counts."""
+
+    numbers: tuple[int, ...]
+
+    def __call__(self, counts: Float[Array, " n"]) -> Int[Array, ""]:
+        broken = counts > 0
+        place = jnp.cumsum(broken, dtype=jnp.int32) - 1
+        digits = jnp.asarray(self.numbers, jnp.int32) << BITS * jnp.clip(place, 0, FIRST - 1)
+        return jnp.where(broken & (place < FIRST), digits, 0).sum(dtype=jnp.int32)
+
+
+def count_broken(
+    arrays: Mapping[str, Array | None],
+    numbers: Mapping[str, Array],
+    segments: Segments,
+    *,
+    real_last_targets: bool,
+    vocab_size: int | None = None,
+    adapters: int = 0,
+) -> Broken:
+    """Per-shard: for each rule that has something to check, how often all devices' entries break it.
+
+    Args:
+      arrays: as in `View`; None for absent ones.
+      numbers: the traced numbers of the loss by name.
+      segments: the sequences of the rows.
+      real_last_targets: see `View`, also for the others.
+      vocab_size: V.
+      adapters: A.
+    """
+    existing = {name: x for name, x in arrays.items() if x is not None}
+    unsound = [~jnp.isfinite(x).reshape(*x.shape[:2], -1).all(-1) for n, x in existing.items() if n not in KNOWN]
+    existing |= {name: x for name, x in numbers.items() if name in NUMBERS}
+    if unsound:
+        existing["another_array"] = functools.reduce(jnp.logical_or, unsound)
+    others = [x.reshape(-1) for name, x in numbers.items() if name not in NUMBERS]
+    if others:
+        existing["another_number"] = jnp.concatenate(others)
+    if "pair_ids" in existing:
+        of_samples = segments.sum(existing["loss_mask"])
+        pairs = Pairs.of(segments.axes, existing["pair_ids"], existing["sample_rewards"], of_samples)
+        existing["alone"] = pairs.alone
+    lengths = segments.sum(jnp.ones_like(segments.segment_ids))
+    behind = lengths if existing.get("parents") is None else lengths + starts(existing["parents"], lengths, jnp)
+    loss_tokens = segments.sum(existing["loss_mask"]) if "normalizer" in existing else None
+    cut = bool(segments.axes.unknown(segments.segment_ids))
+    lasts = segments.spread(behind) - 1
+    S = segments.num_segments
+    view = View(existing, S, lasts, loss_tokens, real_last_targets, cut, vocab_size, jnp, adapters)
+    found: dict[int, Any] = {}
+    for number, rule in enumerate(ON_DEVICE, 1):
+        for _, bad in rule.broken(view):
+            found[number] = found.get(number, 0) + bad.sum(dtype=jnp.float32)
+    counts = vary(jnp.stack([*found.values()]), segments.axes.tokens)
+    return Broken((*found,), segments.axes.psum(counts, segments.axes.tokens))
+
+
+def explain_broken_rules(broken_rules: int | float | Array) -> list[str]:
+    """Explains the metric `broken_rules`.
+
+    Args:
+      broken_rules: the metric's value, a number.
+
+    Returns:
+      A line for each of the first three rules that are broken; an empty list for 0.
+
+    Raises:
+      TypeError: something else, such as the metric itself.
+      ValueError: a number that names no rules.
+
+    Example:
+      >>> explain_broken_rules(2)
+      ['loss_mask_on_padding: expected 0 where segment_ids is 0']
+    """
+    given = broken_rules
+    if isinstance(given, bool) or not isinstance(given, (int, float, np.number, np.ndarray, jax.Array)):
+        got = type(given).__name__
+        raise TypeError(f'broken_rules: got {got}, expected a number, such as metrics["broken_rules"].value')
+    if np.shape(given) != ():
+        raise TypeError(f"broken_rules: got shape {np.shape(given)}, expected a number; of one step, not of several")
+    number = float(given)
+    expected = f"an integer that names rules 1 to {len(ON_DEVICE)} in {FIRST} times {BITS} bits"
+    if not (0 <= number < 1 << BITS * FIRST and number.is_integer()):
+        raise ValueError(f"broken_rules: got {number:g}, expected {expected}")
+    named = [int(number) >> BITS * i & (1 << BITS) - 1 for i in range(FIRST)]
+    named = [i for i in named if i]
+    if max(named, default=0) > len(ON_DEVICE):
+        raise ValueError(f"broken_rules: got {number:g}, expected {expected}")
+    rules = [ON_DEVICE[i - 1] for i in named]
+    return [f"{rule.name}: expected {rule.expected.format(S='S', V='V - 1')}" for rule in rules]
+
+
+def raise_first(view: View, rules: tuple[Rule, ...] = RULES) -> None:
+    """Raises ValueError at the first entry that breaks one of them, with its row and logical position, or segment."""
+    for rule in sorted(rules, key=lambda rule: not rule.structural):
+        for name, bad in rule.broken(view):
+            if bad.any():
+                row, place = (int(i) for i in np.argwhere(bad)[0])
+                where = "segment" if name in (*PER_SEGMENT, "normalizer") else "position"
+                expected = rule.expected.format(S=view.num_segments, V=(view.vocab_size or 0) - 1)
+                got = f"{view[name][row, place]} at row {row}, {where} {place}"
+                raise ValueError(f"{name}: got {got}, expected {expected}")

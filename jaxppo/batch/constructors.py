@@ -1,0 +1,287 @@
+"""The constructors of `RolloutBatch`: from samples on the host, from padded arrays, from packed rows, from packs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self, Unpack
+
+from jaxtyping import Array, Float, Int
+
+from jaxppo.batch.extras import nested
+from jaxppo.batch.packed import packed_samples
+from jaxppo.batch.packs import Aligned, rows_of_packs
+from jaxppo.batch.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
+from jaxppo.batch.samples import Sample
+from jaxppo.sharding import ParallelMesh
+
+
+class Constructors:
+    """The constructors of `RolloutBatch`, which derives from this class."""
+
+    @classmethod
+    def _packed(cls, parallel: ParallelMesh | None, **fields: Any) -> Self:
+        """A batch of these fields, whose rows lie in the mesh's context layout."""
+        make: Any = cls
+        layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
+        return make(**nested(fields), context_layout=layout, context_shards=shards)
+
+    @classmethod
+    def from_samples(
+        cls,
+        samples: Sequence[Sample],
+        *,
+        row_length: int,
+        parallel: ParallelMesh | None = None,
+        rows: int | None = None,
+        buckets: Sequence[int] | None = None,
+        micro_batches: int | None = None,
+        max_tokens: int | None = None,
+        num_segments: int | None = None,
+        share_prefixes: bool = False,
+        mtp_depths: int = 0,
+    ) -> Self:
+        """Packs samples into rows in the mesh's context layout, with targets and masks; numpy arrays.
+
+        Where the mesh spans several processes, each packs its own samples, and all must call this together: they agree
+        on sizes and, unless samples have them, on sample ids. `put` then makes global arrays.
+
+        Args:
+          samples: at least one sample; an optional value must be given in all of them or in none.
+          row_length: T; a multiple of what the context layout needs.
+          parallel: the mesh, for its layout and data size.
+          rows: R, the rows of the batch, or of each micro-batch. By default the fewest that the data axes divide.
+          buckets: values of R. The smallest that is large enough is taken, so that batches share few programs.
+          micro_batches: K, the number of micro-batches; with max_tokens, the least number of them.
+          max_tokens: the most positions of a micro-batch that one device may hold, padding included; R and K follow
+            from it.
+          num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
+          share_prefixes: store a prefix that prompts have in common once, as a segment that the samples continue. The
+            model's attention must then follow `paths`. No loss, metric or gradient changes.
+          mtp_depths: with share_prefixes, the most depths that `mtp_loss` will have.
+
+        Returns:
+          The batch, `[R, T]`, or `[K, R, T]` with micro_batches or max_tokens. Rows are balanced over devices by the
+          tokens that carry loss.
+
+        Raises:
+          ValueError: the errors of `jaxppo.sharding.pack`; a value that only some samples have; a sample id of two
+            samples; a group id of two prompts.
+
+        Example:
+          >>> batch = RolloutBatch.from_samples([Sample([5, 6, 7], response_start=1, reward=2.0)], row_length=4)
+          >>> batch.targets.tolist(), batch.loss_mask.tolist(), batch.rewards.tolist()
+          ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]], [[2.0]])
+        """
+        sizes = {"row_length": row_length, "rows": rows, "buckets": buckets, "micro_batches": micro_batches}
+        sizes |= {"max_tokens": max_tokens, "num_segments": num_segments}
+        made = packed_samples(samples, sizes, parallel, share_prefixes, mtp_depths)
+        return cls._packed(parallel, **made, mtp_depths=mtp_depths)
+
+    @classmethod
+    def from_padded(
+        cls,
+        prompt_ids: Int[Array, "B P"],
+        completion_ids: Int[Array, "B C"],
+        completion_mask: Float[Array, "B C"],
+        *,
+        prompt_mask: Float[Array, "B P"] | None = None,
+        attention_mask: Float[Array, "B T"] | None = None,
+        pad_id: int | None = None,
+        parallel: ParallelMesh | None = None,
+        **arrays: Unpack[PaddedArrays],
+    ) -> Self:
+        """A batch from prompts and completions padded to `[B, P]` and `[B, C]`, as in Tunix and TRL; works under jit.
+
+        Completions are right-padded. For left-padded completions give `attention_mask`: without it their padding counts
+        as tokens, and the first token of the completion is predicted at the wrong position. With `pad_id` the function
+        notices that mistake.
+
+        Row b holds `concatenate([prompt_ids[b], completion_ids[b]])` as one sequence, and no token moves.
+        Hidden states of a model that ran on that concatenation fit the batch; if the layout of `parallel` is not
+        contiguous, run the model on `batch.tokens`. A token is predicted at the last token before it, across any
+        padding between the two. Without `attention_mask`, the tokens are those of `prompt_mask` and the completion up
+        to its last token with mask 1. A 0 before that one is a token without loss, such as a tool's output.
+
+        Args:
+          prompt_ids: `i32[B, P]`, padded on either side.
+          completion_ids: `i32[B, C]`, right-padded.
+          completion_mask: `[B, C]`, 0 or 1, 1 for the tokens to train on.
+          prompt_mask: `[B, P]`, 1 on tokens, 0 on padding; by default all are tokens.
+          attention_mask: `[B, P + C]`, 1 on tokens; needed if padding lies elsewhere than described above.
+          pad_id: the padding token. Without `attention_mask`, a completion that begins with it at mask 0 and trains
+            later is refused, and so is without `prompt_mask` a prompt that begins or ends with it; both make losses
+            NaN under jit. Rows of padding alone are legal.
+          parallel: the mesh that the batch is for; B is a multiple of its data size.
+          **arrays: the other arrays of the batch, see `PaddedArrays`.
+
+        Returns:
+          A batch with R = B, T = P + C and S = 1. A completion token that trains without a token before it makes losses
+          NaN.
+
+        Raises:
+          TypeError, ValueError: an array of another dtype or shape, log-probs of 16 bits; a completion that begins with
+            padding; a row length that the layout cannot divide; the layout "zigzag_per_segment", which needs rows that
+            were packed for it.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> prompts, completions = jnp.array([[0, 5, 6]]), jnp.array([[7, 8, 0]])
+          >>> mask, values = jnp.array([[1, 1, 0]]), {"advantages": jnp.array([0.5])}
+          >>> options = {"prompt_mask": prompts > 0, "pad_id": 0}
+          >>> batch = RolloutBatch.from_padded(prompts, completions, mask, **options, **values)
+          >>> batch.targets.tolist(), batch.loss_mask.tolist(), batch.positions.tolist()
+          ([[0, 6, 7, 8, 0, 0]], [[0.0, 0.0, 1.0, 1.0, 0.0, 0.0]], [[0, 0, 1, 2, 3, 0]])
+        """
+        masks = {"prompt_mask": prompt_mask, "attention_mask": attention_mask}
+        made: dict[str, Any] = padded_rows(
+            prompt_ids, completion_ids, completion_mask, **masks, pad_id=pad_id, arrays=arrays, parallel=parallel
+        )
+        return cls._packed(parallel, **made)
+
+    @classmethod
+    def from_token_aligned(
+        cls,
+        tokens: Int[Array, "R T"],
+        segment_ids: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        loss_mask: Float[Array, "R T"],
+        *,
+        num_segments: int | None = None,
+        parallel: ParallelMesh | None = None,
+        **arrays: Unpack[RowArrays],
+    ) -> Self:
+        """A batch from packed rows whose arrays are aligned to tokens, as in Tunix's packed batches; works under jit.
+
+        Every per-token array moves one position to the left, to the position that predicts the token: `loss_mask[t]` of
+        the result is that of token t + 1 if it is in the same sequence, and 0 at a sequence's last position. Nothing
+        predicts the first token of a sequence; its mask and values are dropped.
+
+        Args:
+          tokens: `i32[R, T]`, rows in logical order.
+          segment_ids: `i32[R, T]`, 0 is padding, 1..S the sequences of that row.
+          positions: `i32[R, T]`, the place of a token in its sequence, from 0.
+          loss_mask: `[R, T]`, 0 or 1, 1 for the tokens to train on.
+          num_segments: S; needed under jit, by default the largest segment id.
+          parallel: the mesh that the batch is for; R is a multiple of its data size.
+          **arrays: the other arrays of the batch, see `RowArrays`; per-token values are aligned to tokens too.
+
+        Returns:
+          A batch in the mesh's layout.
+
+        Raises:
+          TypeError, ValueError: as `from_padded`; num_segments that is not given under jit.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> x, ids = jnp.array([[5, 6, 7, 8]]), jnp.array([[1, 1, 1, 2]])
+          >>> batch = RolloutBatch.from_token_aligned(x, ids, jnp.array([[0, 1, 2, 0]]), jnp.array([[0, 1, 1, 1]]))
+          >>> batch.targets.tolist(), batch.loss_mask.tolist()
+          ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
+        """
+        rows = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
+        made: dict[str, Any] = placed_rows(rows, arrays, num_segments, parallel)
+        return cls._packed(parallel, **made)
+
+    @classmethod
+    def from_target_aligned(
+        cls,
+        tokens: Int[Array, "R T"],
+        targets: Int[Array, "R T"],
+        segment_ids: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        loss_mask: Float[Array, "R T"],
+        *,
+        num_segments: int | None = None,
+        parallel: ParallelMesh | None = None,
+        **arrays: Unpack[RowArrays],
+    ) -> Self:
+        """A batch from packed rows whose targets are already shifted, as in MaxText; works under jit.
+
+        Values only move into the mesh's layout. A sequence of n + 1 tokens has n positions here. Its last position has
+        a real target too, which is not among the row's tokens, and may carry loss.
+
+        Args:
+          tokens: `i32[R, T]`, rows in logical order (MaxText's `inputs`).
+          targets: `i32[R, T]`, the token after `tokens[t]` (its `targets`).
+          segment_ids: `i32[R, T]`, 0 is padding, 1..S the sequences of that row (its `inputs_segmentation`).
+          positions: `i32[R, T]`, the place of a token in its sequence, from 0 (its `inputs_position`).
+          loss_mask: `[R, T]`, 0 or 1, 1 where `targets[t]` trains.
+          num_segments: S; needed under jit, by default the largest segment id.
+          parallel: the mesh that the batch is for; R is a multiple of its data size.
+          **arrays: the other arrays of the batch, see `RowArrays`; a per-token value stands at the position that
+            predicts its token.
+
+        Returns:
+          A batch in the mesh's layout.
+
+        Raises:
+          TypeError, ValueError: as `from_token_aligned`.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> x, ids, mask = jnp.array([[5, 6]]), jnp.array([[1, 1]]), jnp.array([[0, 1]])
+          >>> RolloutBatch.from_target_aligned(x, x + 1, ids, jnp.array([[0, 1]]), mask).targets.tolist()
+          [[6, 7]]
+        """
+        rows = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
+        made: dict[str, Any] = placed_rows(rows | {"targets": targets}, arrays, num_segments, parallel)
+        return cls._packed(parallel, **made, real_last_targets=True)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        tokens: Int[Array, " N"] | Int[Array, "R N"],
+        cu_seqlens: Int[Array, " S+1"] | Int[Array, "R S+1"],
+        loss_mask: Float[Array, " N"] | Float[Array, "R N"],
+        *,
+        aligned: Aligned,
+        cu_seqlens_padded: Int[Array, " S+1"] | Int[Array, "R S+1"] | None = None,
+        targets: Int[Array, " N"] | Int[Array, "R N"] | None = None,
+        row_length: int | None = None,
+        num_segments: int | None = None,
+        parallel: ParallelMesh | None = None,
+        **arrays: Unpack[RowArrays],
+    ) -> Self:
+        """A batch from packs in the thd format of Megatron, Transformer Engine and verl; works under jit.
+
+        Sequence i of a pack is `tokens[cu_seqlens[i]:cu_seqlens[i + 1]]`. Each pack becomes one row, in which its
+        sequences stand one after another as the mesh's layout wants them. Padding between them goes. Give packs before
+        they are split over context shards, and run the model on `batch.tokens`.
+
+        Args:
+          tokens: `i32[N]`, one pack, or `i32[R, N]`.
+          cu_seqlens: `i32[S + 1]` or `i32[R, S + 1]`, 0 and the ends of the sequences. Unused entries at the end are -1
+            or repeat the last one. Tokens behind the last sequence are padding.
+          loss_mask: shaped as tokens, 0 or 1, 1 where a token trains; 0 outside the sequences.
+          aligned: where a per-token value stands: "token", at the token that it is about (verl's loss mask), or
+            "target", at the position that predicts that token (Megatron's). With "token" all of them move.
+          cu_seqlens_padded: the cumulative lengths with padding, where the pack has padding between sequences. Sequence
+            i begins at `cu_seqlens_padded[i]` then, and `cu_seqlens` gives the lengths alone.
+          targets: shaped as tokens, the token after each, Megatron's `labels`, with aligned="target". A last position
+            has a real target then and may carry loss. By default targets are the sequences' own next tokens.
+          row_length: T, at least what the sequences need; by default N, rounded up to what the layout needs.
+          num_segments: S of the batch; by default that of `cu_seqlens`.
+          parallel: the mesh that the batch is for; R is a multiple of its data size.
+          **arrays: the other arrays of the batch, see `RowArrays`: per token shaped as tokens, per sequence `[S]` or
+            `[R, S]`.
+
+        Returns:
+          A batch `[R, T]` in the mesh's layout. Under jit, cumulative lengths that are out of order or do not fit make
+          losses NaN.
+
+        Raises:
+          TypeError, ValueError: as `from_padded`; cumulative lengths that are out of order, reach behind the pack or
+            leave out a token that trains; sequences that are longer than row_length together.
+
+        Example:
+          >>> packs = {"tokens": np.array([5, 6, 7, 0, 8, 9, 0, 0]), "loss_mask": np.array([0, 1, 1, 0, 0, 1, 0, 0])}
+          >>> packs |= {"cu_seqlens": np.array([0, 3, 5]), "cu_seqlens_padded": np.array([0, 4, 8])}
+          >>> batch = RolloutBatch.from_cu_seqlens(**packs, aligned="token", row_length=6)
+          >>> batch.tokens.tolist(), batch.segment_ids.tolist(), batch.loss_mask.tolist()
+          ([[5, 6, 7, 8, 9, 0]], [[1, 1, 1, 2, 2, 0]], [[1.0, 1.0, 0.0, 1.0, 0.0, 0.0]])
+        """
+        packs: dict[str, Any] = {"tokens": tokens, "cu_seqlens": cu_seqlens, "loss_mask": loss_mask}
+        packs |= {"cu_seqlens_padded": cu_seqlens_padded, "targets": targets}
+        sizes: dict[str, Any] = {"row_length": row_length, "num_segments": num_segments}
+        made: dict[str, Any] = rows_of_packs(packs, arrays, aligned=aligned, **sizes, parallel=parallel)
+        return cls._packed(parallel, **made, real_last_targets=targets is not None)

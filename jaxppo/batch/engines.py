@@ -1,0 +1,343 @@
+"""Reads the outputs of vLLM and SGLang as the tokens, masks and log-probs of a sample."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxppo.batch.token_sets import TokenSets
+
+Truncated = Literal["train", "mask"]
+ENDS = ("stop", "tool_calls", "length")
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One request and its completion.
+
+    Args:
+      prompt: token ids.
+      completion: token ids, including the one that stopped it.
+      log_probs: the log-probs of the completion, None if the request did not ask for them.
+      finish_reason: "stop", "length", "abort" or another of the engine's.
+      nucleus: for each token of the completion, the ids that could be drawn.
+    """
+
+    prompt: list[int]
+    completion: list[int]
+    log_probs: list[float] | None
+    finish_reason: str | None
+    nucleus: TokenSets | None = None
+
+
+def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `Sample` of several turns. Tokens that a later prompt adds are not trained on.
+
+    Args:
+      turns: in order.
+      loss_mask: for all tokens after the first prompt, 0 to exclude more of them from training; or None.
+      truncated: "train" on a sample whose last turn did not end by itself, or "mask" it.
+      fields: the sample's other fields; a reward becomes NaN where the last turn did not end.
+
+    Raises:
+      ValueError: a prompt that does not begin with the turns before, values that only some turns have, a mask of
+        another length, a last turn that was aborted or is not finished.
+    """
+    tokens = list(turns[0].prompt)
+    start = len(tokens)
+    sampled: list[float] = [0.0] * start
+    for name in ("log_probs", "nucleus"):
+        missing = [i for i, turn in enumerate(turns) if getattr(turn, name) is None]
+        if missing and len(missing) < len(turns):
+            raise ValueError(f"{name}: got None in turn {missing[0]}, expected them in all turns or in none")
+    log_probs: list[float] | None = None if turns[0].log_probs is None else []
+    nucleus: list[TokenSets] | None = None if turns[0].nucleus is None else []
+    for i, turn in enumerate(turns):
+        added = _added(i, tokens, turn.prompt)
+        tokens += added + turn.completion
+        sampled += [0.0] * len(added) + [1.0] * len(turn.completion)
+        if log_probs is not None and turn.log_probs is not None:
+            log_probs += [0.0] * len(added) + turn.log_probs
+        if nucleus is not None and turn.nucleus is not None:
+            nucleus += [TokenSets.empty(len(added)), turn.nucleus]
+    mask = np.asarray(sampled, np.float32)
+    if loss_mask is not None:
+        given = np.asarray(loss_mask)
+        if given.shape != (len(tokens) - start,) or not np.isin(given, (0, 1)).all():
+            raise ValueError(
+                f"loss_mask: got shape {given.shape}, expected 0 and 1 for each of the {len(tokens) - start} tokens "
+                "after the first prompt"
+            )
+        mask[start:] *= given
+    mask *= _weight(turns[-1].finish_reason, truncated)
+    rewarded = fields.get("reward") is None or turns[-1].finish_reason in ENDS
+    return {
+        **(fields if rewarded else {**fields, "reward": float("nan")}),
+        "tokens": tokens,
+        "response_start": start,
+        "loss_mask": mask,
+        "rollout_log_probs": log_probs,
+        "nucleus": None if nucleus is None else TokenSets.join(nucleus),
+    }
+
+
+def _added(turn: int, so_far: list[int], prompt: list[int]) -> list[int]:
+    """The environment's tokens between the last completion and this one."""
+    if prompt[: len(so_far)] != so_far:
+        same = next((i for i, (a, b) in enumerate(zip(so_far, prompt, strict=False)) if a != b), len(prompt))
+        raise ValueError(
+            f"output[{turn}]: got a prompt that leaves the tokens of the turns before at {same} of {len(so_far)}, "
+            "expected one that begins with them; text that was tokenised again is another sample"
+        )
+    return prompt[len(so_far) :]
+
+
+def _weight(finish_reason: str | None, truncated: str) -> float:
+    if truncated not in ("train", "mask"):
+        raise ValueError(f"truncated: got {truncated!r}, expected 'train' or 'mask'")
+    if finish_reason in ENDS and (finish_reason != "length" or truncated == "train"):
+        return 1.0
+    if truncated == "mask":
+        return 0.0
+    raise ValueError(
+        f"finish_reason: got {finish_reason!r}, expected 'stop' or 'length'; truncated='mask' keeps others"
+    )
+
+
+def as_turns(output: Any) -> list[Any]:
+    """One request's output, or those of several turns."""
+    one = not isinstance(output, Sequence) or isinstance(output, str)
+    turns = [output] if one else list(output)
+    if not turns:
+        raise ValueError("output: got no turns, expected at least one")
+    return turns
+
+
+def _get(x: Any, name: str) -> Any:
+    """An entry of a dictionary, or an attribute of one of the engine's objects; None if it is missing."""
+    return x.get(name) if isinstance(x, Mapping) else getattr(x, name, None)
+
+
+def _ids(where: str, x: Any) -> list[int]:
+    if x is None:
+        raise ValueError(f"{where}: got None, expected token ids")
+    array = np.asarray(x)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TypeError(f"{where}: got {array.dtype}{list(array.shape)}, expected a list of token ids")
+    return [int(i) for i in array]
+
+
+# Samplers that compute in bf16 round a log-prob of 0 up to here.
+_MOST = 0.125
+
+
+def _log_probs(where: str, values: Sequence[Any], length: int) -> list[float]:
+    if len(values) != length:
+        raise ValueError(f"{where}: got {len(values)} log-probs, expected {length}, one a sampled token")
+    for i, value in enumerate(values):
+        number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+        if not number or not value <= _MOST:
+            raise ValueError(
+                f"{where}[{i}]: got {value!r}, expected the log-prob of the sampled token, a number of at most {_MOST}"
+            )
+    return [float(value) for value in values]
+
+
+# vLLM
+
+
+def vllm_turn(where: str, output: Any, choice: int | None) -> Turn:
+    """A `RequestOutput`, or the answer of vLLM's completions, chat and generate endpoints.
+
+    Args:
+      where: its name, for errors.
+      output: a dictionary or the object.
+      choice: the `index` of one of several completions.
+    """
+    choices = _get(output, "outputs")
+    choices = _get(output, "choices") if choices is None else choices
+    if choices is None:
+        raise ValueError(f"{where}: got {_keys(output)}, expected 'outputs' or 'choices'")
+    if choice is not None and (isinstance(choice, bool) or not isinstance(choice, (int, np.integer))):
+        raise TypeError(f"choice: got {choice!r}, expected the index of a completion, or None")
+    found = list(choices) if choice is None else [c for c in choices if _get(c, "index") == choice]
+    if len(found) != 1:
+        has = ", ".join(str(_get(c, "index")) for c in choices) or "none"
+        raise ValueError(f"choice: got {choice} for {where} with completions {has}, expected one of them")
+    one = found[0]
+    prompt = _get(output, "prompt_token_ids")
+    prompt = _get(one, "prompt_token_ids") if prompt is None else prompt
+    if _get(one, "token_ids") is None:
+        raise ValueError(f"{where}: got no token_ids, expected them; endpoints return them for return_token_ids=True")
+    completion = _ids(f"{where}.token_ids", _get(one, "token_ids"))
+    log_probs = _vllm_log_probs(f"{where}.logprobs", _get(one, "logprobs"), completion)
+    nucleus = _get(one, "sampling_mask")
+    if nucleus is not None:
+        nucleus = TokenSets.of(f"{where}.sampling_mask", nucleus)
+        if len(nucleus) != len(completion):
+            raise ValueError(f"{where}.sampling_mask: got {len(nucleus)} sets, expected {len(completion)}, one a token")
+    return Turn(_ids(f"{where}.prompt_token_ids", prompt), completion, log_probs, _get(one, "finish_reason"), nucleus)
+
+
+def _vllm_log_probs(where: str, found: Any, completion: list[int]) -> list[float] | None:
+    if found is None:
+        return None
+    by_token = _get(found, "token_logprobs")  # completions
+    content = _get(found, "content")  # chat
+    if by_token is not None:
+        return _log_probs(where, by_token, len(completion))
+    if content is not None:
+        return _log_probs(where, [_get(entry, "logprob") for entry in content], len(completion))
+    if not isinstance(found, Sequence):
+        raise TypeError(f"{where}: got {_keys(found)}, expected one dictionary a token, 'token_logprobs' or 'content'")
+    entries = list(found)
+    values = []
+    for i, token in enumerate(completion[: len(entries)]):
+        entry = entries[i]
+        # keys are text where the dictionary went through JSON
+        value = entry.get(token, entry.get(str(token))) if isinstance(entry, Mapping) else None
+        values.append(_get(value, "logprob") if value is not None and not isinstance(value, (int, float)) else value)
+    return _log_probs(where, [*values, *entries[len(completion) :]], len(completion))
+
+
+# SGLang
+
+_NUCLEUS_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
+_NUCLEUS_OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
+
+
+def sglang_turn(where: str, output: Any) -> Turn:
+    """The result of /generate or `Engine.generate`, with the request's `input_ids` beside it.
+
+    Args:
+      where: its name, for errors.
+      output: a dictionary.
+    """
+    meta = _get(output, "meta_info")
+    if meta is None:
+        raise ValueError(f"{where}: got {_keys(output)}, expected 'meta_info'")
+    triples = meta.get("output_token_logprobs")
+    ids = _get(output, "output_ids")
+    if triples is None and ids is None:
+        raise ValueError(f"{where}: got neither output_ids nor output_token_logprobs, expected the sampled token ids")
+    log_probs, completion = None, [] if ids is None else _ids(f"{where}.output_ids", ids)
+    if triples is not None:
+        of_triples = [int(triple[1]) for triple in triples]
+        if ids is not None and of_triples[: len(completion)] != completion:  # ids may lack the token that stopped it
+            raise ValueError(f"{where}.output_ids: got other tokens than output_token_logprobs has, expected the same")
+        count = meta.get("completion_tokens", len(of_triples))
+        if count != len(of_triples):
+            raise ValueError(
+                f"{where}.output_token_logprobs: got {len(of_triples)} tokens, expected completion_tokens {count}"
+            )
+        completion = of_triples
+        log_probs = _log_probs(f"{where}.output_token_logprobs", [triple[0] for triple in triples], len(completion))
+    nucleus = _sampling_mask(where, meta, completion)
+    if nucleus is not None:
+        log_probs = _sampling_log_probs(where, meta, completion, nucleus)
+    else:
+        nucleus = _nucleus(where, meta, completion)
+    reason = meta.get("finish_reason")
+    reason = reason.get("type") if isinstance(reason, Mapping) else reason
+    return Turn(_sglang_prompt(where, output, meta), completion, log_probs, reason, nucleus)
+
+
+def _sglang_prompt(where: str, output: Any, meta: Mapping[str, Any]) -> list[int]:
+    count, given = meta.get("prompt_tokens"), _get(output, "input_ids")
+    if given is None and meta.get("input_token_logprobs") is not None:
+        given = [triple[1] for triple in meta["input_token_logprobs"]]
+    if given is None:
+        raise ValueError(f"{where}.input_ids: got None, expected the prompt's token ids, which SGLang does not return")
+    prompt = _ids(f"{where}.input_ids", given)
+    if count is not None and count != len(prompt):
+        raise ValueError(
+            f"{where}.input_ids: got {len(prompt)} tokens, expected {count}, the prompt_tokens of meta_info"
+        )
+    return prompt
+
+
+_MASK, _MASK_LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
+
+
+def _sampling_mask(where: str, meta: Mapping[str, Any], completion: list[int]) -> TokenSets | None:
+    """The ids that could be drawn at each token, of a request with `return_sampling_mask`.
+
+    They are one list a token, or flat as SGLang's store of outputs has them, with the number of each token's ids.
+    """
+    given, ids, lengths = meta.get(_MASK), meta.get(f"{_MASK}_token_ids"), meta.get(f"{_MASK}_lengths")
+    if given is None and (ids is None or lengths is None):
+        # the number of sets stays in meta_info where the sets themselves went to the store
+        names = [_MASK_LOG_PROBS, f"{_MASK}_token_ids", f"{_MASK}_lengths"]
+        lonely = [name for name in names if meta.get(name) is not None]
+        lonely += [f"{_MASK}_length"] if meta.get(f"{_MASK}_length") else []
+        if lonely:
+            raise ValueError(
+                f"{where}.{lonely[0]}: got it without the mask, expected {_MASK} too, or {_MASK}_token_ids and "
+                f"{_MASK}_lengths as the output store has them"
+            )
+        return None
+    if given is None:
+        offsets = np.concatenate([[0], np.cumsum(_ids(f"{where}.{_MASK}_lengths", lengths))])
+        sets = TokenSets.flat(f"{where}.{_MASK}_token_ids", ids, offsets)
+    else:
+        sets = TokenSets.of(f"{where}.{_MASK}", given)
+    if len(sets) != len(completion):
+        raise ValueError(f"{where}.{_MASK}: got {len(sets)} sets, expected {len(completion)}, one a token")
+    for i, (token, found) in enumerate(zip(completion, sets.tolist(), strict=True)):
+        if token not in found:
+            raise ValueError(f"{where}.{_MASK}[{i}]: got ids without the sampled {token}, expected it among them")
+    return sets
+
+
+def _sampling_log_probs(
+    where: str, meta: Mapping[str, Any], completion: list[int], nucleus: TokenSets
+) -> list[float] | None:
+    """The log-probs within the mask: of the sampled tokens, or of all ids of the mask, flat or one list a token."""
+    given, where = meta.get(_MASK_LOG_PROBS), f"{where}.{_MASK_LOG_PROBS}"
+    if given is None:
+        if meta.get("output_token_logprobs") is None:
+            return None
+        raise ValueError(
+            f"{where}: got None beside a sampling mask, expected the log-probs within the mask; those of "
+            "output_token_logprobs are of the whole vocabulary"
+        )
+    sampled = [ids.index(token) for ids, token in zip(nucleus.tolist(), completion, strict=True)]
+    if len(given) == len(completion) and all(np.ndim(x) == 1 for x in given):
+        sizes, expected = [len(x) for x in given], nucleus.sizes.tolist()
+        if sizes != expected:
+            raise ValueError(f"{where}: got {sizes} log-probs, expected {expected}, one an id of the mask")
+        given = [x[at] for x, at in zip(given, sampled, strict=True)]
+    elif len(given) == nucleus.token_ids.size != len(completion):
+        given = [given[start + at] for start, at in zip(nucleus.offsets.tolist(), sampled, strict=False)]
+    return _log_probs(where, given, len(completion))
+
+
+def _nucleus(where: str, meta: Mapping[str, Any], completion: list[int]) -> TokenSets | None:
+    """The ids that could be drawn at each token, from flat ids and offsets, lists or base64 of int32."""
+    flat, offsets = (_int32(where, meta, names) for names in (_NUCLEUS_IDS, _NUCLEUS_OFFSETS))
+    if flat is None and offsets is None:
+        return None
+    if flat is None or offsets is None:
+        raise ValueError(f"{where}: got one of top_p_token_ids and top_p_token_offsets, expected both")
+    found, n = TokenSets.flat(f"{where}.top_p_token_offsets", flat, offsets), len(completion)
+    if len(found) != n:
+        raise ValueError(f"{where}.top_p_token_offsets: got {len(found)} sets, expected {n}, one a token")
+    return found
+
+
+def _int32(where: str, meta: Mapping[str, Any], names: Sequence[str]) -> np.ndarray | None:
+    name = next((name for name in names if meta.get(name) is not None), None)
+    if name is None:
+        return None
+    value = meta[name]
+    if isinstance(value, (str, bytes)):
+        return np.frombuffer(base64.b64decode(value), "<i4")
+    return np.asarray(_ids(f"{where}.{name}", value), np.int32)
+
+
+def _keys(x: Any) -> str:
+    return f"keys {', '.join(map(repr, x))}" if isinstance(x, Mapping) else type(x).__name__

@@ -1,0 +1,117 @@
+"""Per-token arrays of a batch beside the ones that it names: what a teacher, a sampler or a mask of your own says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxppo.base.arrays import check_array, check_choice, is_number
+
+At = Literal["predicting", "input"]
+Places = tuple[tuple[str, "At", float], ...]  # the name, place and fill of each extra among a constructor's arrays
+PREFIX = "extras."  # stands before an extra's name among the arrays of a constructor
+
+
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    """A per-token array, as a `Sample` or a constructor of `RolloutBatch` takes it for `extras`.
+
+    The array itself may be given in place of `Extra(array)`.
+
+    Args:
+      values: one value, or an array of one shape, for each token: integers, floats or bools. In a sample, `[m, ...]`
+        for its response tokens, or with at="input" `[n, ...]` for all its tokens. In a constructor, shaped as its other
+        per-token arrays and more dimensions; with at="input" in `from_padded`, `[B, P + C, ...]`.
+      at: which position of the batch holds the value of a token: the one that is "predicting" it, as for log-probs and
+        advantages, or the one where it is the "input", as for the experts that a sampler's router chose.
+      fill: what stands where there is no value, such as -1 for ids.
+
+    Raises:
+      ValueError: an unknown place, a fill that is not a finite number.
+
+    Example:
+      >>> from jaxppo.batch.extras import Extra
+      >>> teacher_ids = Extra([[3, 4], [5, 6]], fill=-1)
+      >>> batch = RolloutBatch.from_samples([Sample([1, 3, 5], 1, extras={"teacher_ids": teacher_ids})], row_length=4)
+      >>> batch.extras["teacher_ids"].tolist()
+      [[[3, 4], [5, 6], [-1, -1], [-1, -1]]]
+    """
+
+    values: Any
+    at: At = "predicting"
+    fill: float = 0
+
+    def __post_init__(self) -> None:
+        check_choice("at", self.at, At)
+        if not is_number(self.fill):
+            raise ValueError(f"fill: got {self.fill!r}, expected a finite number")
+
+
+def as_extras(extras: Any) -> dict[str, Extra]:
+    """Extras by name; a bare array becomes an `Extra`."""
+    check_names(extras)
+    return {name: x if isinstance(x, Extra) else Extra(x) for name, x in (extras or {}).items()}
+
+
+def check_names(extras: Any) -> None:
+    """Raises unless these are arrays by name, or None."""
+    if extras is not None and not isinstance(extras, Mapping):
+        raise TypeError(f"extras: got {type(extras).__name__}, expected arrays by name")
+    for name in extras or {}:
+        if not isinstance(name, str):
+            raise TypeError(f"extras: got the name {name!r}, expected a string")
+
+
+def flat(extras: Any) -> tuple[dict[str, Any], Places]:
+    """The arrays under the names that constructors give them, and where they stand."""
+    found = as_extras(extras)
+    places = tuple((PREFIX + name, x.at, x.fill) for name, x in found.items())
+    return {PREFIX + name: x.values for name, x in found.items()}, places
+
+
+def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """A constructor's arrays with the extras in a dict of their own."""
+    extras = {name.removeprefix(PREFIX): x for name, x in arrays.items() if name.startswith(PREFIX)}
+    return {name: x for name, x in arrays.items() if not name.startswith(PREFIX)} | {"extras": extras}
+
+
+def check_extras(extras: Any, rows: tuple[int, ...], prefix: str) -> None:
+    """Raises unless each extra of a batch is an array of numbers, shaped as its rows and perhaps more."""
+    check_names(extras)
+    for name, x in (extras or {}).items():
+        what = f"{prefix}extras[{name!r}]"
+        check_array(what, x)
+        if x.shape[: len(rows)] != rows:
+            raise ValueError(f"{what}: got shape {x.shape}, expected {rows} and more, as the positions of loss_mask")
+
+
+def as_values(what: str, values: Any, length: int) -> np.ndarray:
+    """The values of a sample's extra as an array: i32, f32, or a 16-bit float."""
+    try:
+        found = np.asarray(values)
+    except ValueError:  # numpy refuses lists of unequal lengths
+        raise ValueError(f"{what}: got lists of unequal lengths, expected one shape for each token") from None
+    number = found.dtype.kind in "iufb" or found.dtype.name == "bfloat16"
+    if found.size and not number:
+        raise TypeError(f"{what}: got {found.dtype}, expected numbers")
+    if found.shape[:1] != (length,):
+        raise ValueError(f"{what}: got shape {found.shape}, expected {length} and more, one for each token")
+    if found.dtype.itemsize == 2 and found.dtype.kind not in "iu":
+        return found
+    return found.astype(np.int32 if found.dtype.kind in "iu" else np.float32)
+
+
+def check_name(what: str, name: Any) -> None:
+    """Raises unless this may be the name of an extra."""
+    if not isinstance(name, str):
+        raise TypeError(f"{what}: got {type(name).__name__}, expected the name of one of batch.extras")
+
+
+def extra_of(batch: Any, name: str, expected: str) -> Any:
+    """An extra of the batch by name; raises where it has none."""
+    if name not in batch.extras:
+        raise ValueError(f"batch.extras: got {sorted(batch.extras)}, expected {name!r} among them, {expected}")
+    return batch.extras[name]

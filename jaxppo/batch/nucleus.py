@@ -1,0 +1,90 @@
+"""Top-p/top-k replay: the ids that the sampler could draw at each token, brought into a batch's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxppo.base.arrays import check_count
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.samples import Sample, check_samples
+from jaxppo.batch.token_sets import TokenSets
+from jaxppo.batch.validation import check_arrays
+
+__all__ = ["pack_nucleus_ids"]
+
+Recorded = Sequence[TokenSets | Sequence[Any]]
+
+
+def pack_nucleus_ids(
+    recorded: Recorded | None, samples: Sequence[Sample], batch: RolloutBatch, *, width: int | None = None
+) -> Int[np.ndarray, "*K R T width"]:
+    """Places the sampler's recorded nuclei at the positions of a batch that predict their tokens; on the host.
+
+    Pass the result as `nucleus_ids=` to `log_probs_from_hidden` or `log_probs_from_logits`. Both keep the sampled token
+    whether it was recorded or not.
+
+    Args:
+      recorded: `recorded[i][j]`: the token ids that the sampler could draw at response token j of samples[i]; ragged,
+        in any order, negative ids ignored. Or recorded[i] has flat `token_ids` and `offsets`, which is faster. An
+        empty set, as for tokens that a tool wrote, keeps only the sampled token. None takes each sample's `nucleus`.
+      samples: the samples that the batch was made from.
+      batch: `[R, T]` or `[K, R, T]`, in any layout.
+      width: the static size of the last dimension; by default the power of two that holds the largest nucleus.
+
+    Returns:
+      `i32[R, T, width]`, or `[K, R, T, width]`; -1 padded.
+
+    Raises:
+      ValueError: a sample whose number of nuclei is not its number of response tokens, a nucleus wider than `width`, a
+        sample of the batch that is not among the samples.
+
+    Example:
+      >>> samples = [Sample([5, 6, 7], response_start=1)]
+      >>> batch = RolloutBatch.from_samples(samples, row_length=4)
+      >>> pack_nucleus_ids([[[6, 9], [7]]], samples, batch).tolist()
+      [[[6, 9], [7, -1], [-1, -1], [-1, -1]]]
+    """
+    check_arrays(batch, stacked=True)
+    check_samples(samples)
+    if width is not None:
+        check_count("width", width, least=1)
+    if recorded is None:
+        missing = [i for i, sample in enumerate(samples) if sample.nucleus is None]
+        if missing:
+            raise ValueError(f"samples[{missing[0]}].nucleus: got None, expected the recorded ids of each token")
+        recorded = [sample.nucleus for sample in samples if sample.nucleus is not None]
+    if not isinstance(recorded, Sequence) or isinstance(recorded, str):
+        raise TypeError(f"recorded: got {type(recorded).__name__}, expected the sets of each sample, or None")
+    if len(recorded) != len(samples):
+        raise ValueError(f"recorded: got {len(recorded)} samples, expected {len(samples)}, as many as samples")
+    nuclei = {}
+    for i, (sample, of_sample) in enumerate(zip(samples, recorded, strict=True)):
+        sets = TokenSets.of(f"recorded[{i}]", of_sample).without_negative()
+        expected = len(sample.tokens) - sample.start
+        if len(sets) != expected:
+            raise ValueError(f"recorded[{i}]: got {len(sets)} nuclei, expected {expected}, one a response token")
+        nuclei[i if sample.sample_id is None else sample.sample_id] = (sample, sets)
+    widest = max((int(sets.sizes.max(initial=0)) for _, sets in nuclei.values()), default=0)
+    if width is None:
+        width = 1 << max(widest - 1, 0).bit_length()
+    if widest > width:
+        raise ValueError(f"width: got {width}, expected at least {widest}, the size of the largest nucleus")
+
+    sample_ids, segment_ids, positions = (
+        np.asarray(x).reshape(-1, x.shape[-1]) for x in (batch.sample_ids, batch.segment_ids, batch.positions)
+    )
+    out = np.full((*segment_ids.shape, width), -1, np.int32)
+    for row, slot in zip(*np.nonzero(sample_ids >= 0), strict=True):
+        number = int(sample_ids[row, slot])
+        if number not in nuclei:
+            raise ValueError(f"samples: got none with sample_id {number}, expected all samples of the batch")
+        sample, sets = nuclei[number]
+        padded = np.full((len(sample.tokens), width), -1, np.int32)
+        padded[max(sample.start - 1, 0) : len(sample.tokens) - 1] = sets.padded(width)[: len(sample.tokens) - 1]
+        here = segment_ids[row] == slot + 1
+        out[row, here] = padded[positions[row, here]]
+    return out.reshape(*batch.segment_ids.shape, width)

@@ -1,0 +1,171 @@
+"""Turns packs of sequences, flat tokens with cumulative lengths, into the rows of a batch, on the host or under jit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jaxppo.base.arrays import IDS, PER_SEGMENT, check_choice, check_count
+from jaxppo.batch.extras import PREFIX, Places
+from jaxppo.batch.rows import (
+    Names,
+    RowArrays,
+    aligned_rows,
+    check_row_array,
+    check_row_dtype,
+    existing,
+    fills_and_inputs,
+    known,
+    of_whole_rows,
+    taken,
+)
+from jaxppo.sharding import ParallelMesh, check_parallel, row_multiple, segment_multiple
+
+Aligned = Literal["token", "target"]
+ENDS = ("cu_seqlens", "cu_seqlens_padded")
+Wrong = Iterator[tuple[str, Any, Any, str]]  # an argument, bool[R] where it is wrong, its values, what is expected
+
+
+def rows_of_packs(
+    packs: Mapping[str, Any],
+    arrays: RowArrays,
+    *,
+    aligned: Aligned,
+    row_length: int | None,
+    num_segments: int | None,
+    parallel: ParallelMesh | None,
+) -> dict[str, Array]:
+    """See `RolloutBatch.from_cu_seqlens`; each pack becomes one row."""
+    check_choice("aligned", aligned, Aligned)
+    check_parallel(parallel, "ParallelMesh or None")
+    optional, places = known(arrays, RowArrays)
+    flat = np.ndim(packs["tokens"]) == 1
+    given = {name: _one_row(name, x, flat) for name, x in {**existing(packs), **optional}.items()}
+    for name in ("tokens", "cu_seqlens", "loss_mask"):
+        check_row_dtype(name, given.get(name))
+    (R, N), S = np.shape(given["tokens"]), np.shape(given["cu_seqlens"])[1] - 1
+    if S < 1:
+        raise ValueError(f"cu_seqlens: got shape {np.shape(packs['cu_seqlens'])}, expected [S + 1] or [R, S + 1]")
+    for name, x in given.items():
+        check_row_array(name, x, ((R, S + 1 if name in ENDS else S if name in PER_SEGMENT else N),))
+    if "targets" in given and aligned == "token":
+        raise ValueError("aligned: got 'token' with targets, expected 'target': targets stand where they are predicted")
+    num_segments = _at_least("num_segments", num_segments, S)
+    layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
+    if row_length is None:
+        row_length = -(-N // row_multiple(layout, shards)) * row_multiple(layout, shards)
+    row_length = _at_least("row_length", row_length, 1)
+    multiple = segment_multiple(layout, shards) if shards > 1 else 1
+    _check_on_host(given, row_length, multiple)
+    # on the host, so that packs of any number of tokens and sequences share a program
+    wider = {"cu_seqlens": num_segments - S, "cu_seqlens_padded": num_segments - S}
+    wider |= dict.fromkeys(PER_SEGMENT, num_segments - S)
+    given = {name: _widened(x, wider.get(name, max(0, row_length - N)), name in ENDS) for name, x in given.items()}
+    static = (aligned, multiple, places)
+    return of_whole_rows("RolloutBatch.from_cu_seqlens", _unpacked, row_length, given, static, parallel)
+
+
+def _one_row(name: str, x: Any, flat: bool) -> Any:
+    """`[R, n]`; a flat array is the only pack."""
+    check_row_dtype(name, x)
+    if name.startswith(PREFIX):
+        return x[None] if flat else x
+    if np.ndim(x) not in (1, 2) or 0 in np.shape(x):
+        size = "S + 1" if name in ENDS else "S" if name in PER_SEGMENT else "N"
+        raise ValueError(f"{name}: got shape {np.shape(x)}, expected [{size}] or [R, {size}], each at least 1")
+    return x if np.ndim(x) == 2 else x[None]
+
+
+def _at_least(name: str, value: Any, least: int) -> int:
+    value = least if value is None else value
+    check_count(name, value, least=least)
+    return int(value)
+
+
+def _widened(x: Any, by: int, ends: bool) -> Any:
+    xp = np if isinstance(x, np.ndarray) else jnp
+    more = ((0, 0),) * (x.ndim - 2)
+    return xp.pad(x, ((0, 0), (0, by), *more), constant_values=-1 if ends else 0) if by else x
+
+
+def _check_on_host(given: Mapping[str, Any], row_length: int, multiple: int) -> None:
+    """Raises where a pack is not what `_wrong` wants; under jit the loss mask becomes NaN."""
+    used = [given[name] for name in (*ENDS, "loss_mask") if name in given]
+    if all(not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True) for x in used):
+        ends = [np.asarray(given[name]) for name in ENDS if name in given]
+        mask = np.asarray(given["loss_mask"])
+        for name, bad, values, expected in _wrong(np, ends, mask, row_length, multiple):
+            if bad.any():
+                row = int(np.argmax(bad))
+                raise ValueError(f"{name}: got {values[row].tolist()} in row {row}, expected {expected}")
+
+
+def _unpacked(axes: Any, static: tuple[int, tuple[Aligned, int, Places], Names], *packs: Array) -> dict[str, Array]:
+    length, (aligned, multiple, extras), names = static
+    fills, _ = fills_and_inputs(extras)
+    arrays = dict(zip(names, packs, strict=True))
+    ends = [arrays.pop(name) for name in ENDS if name in arrays]
+    bad = [wrong for _, wrong, _, _ in _wrong(jnp, ends, arrays["loss_mask"], length, multiple)]
+    starts, lengths, _, sizes = _places(jnp, ends, arrays["tokens"].shape[1], multiple)
+    num_segments = lengths.shape[1]
+
+    # the sequences stand one after another, whatever lay between them in the pack
+    behind = jnp.cumsum(sizes, axis=1, dtype=jnp.int32)
+    places = jnp.arange(length, dtype=jnp.int32)[None]
+    of_place = (places[:, None] >= behind[:, :, None]).sum(axis=1, dtype=jnp.int32)
+    segment = jnp.minimum(of_place, num_segments - 1)
+    positions = places - jnp.take_along_axis(behind - sizes, segment, axis=1)
+    inside = (of_place < num_segments) & (positions < jnp.take_along_axis(lengths, segment, axis=1))
+    source = jnp.clip(jnp.take_along_axis(starts, segment, axis=1) + positions, 0, arrays["tokens"].shape[1] - 1)
+
+    def of_segments(name: str, x: Array) -> Array:
+        return jnp.where(lengths > 0, x, jnp.full_like(x, -1 if name in IDS else 0))
+
+    rows = {
+        name: of_segments(name, x) if name in PER_SEGMENT else taken(x, source, inside, fills.get(name, 0))
+        for name, x in arrays.items()
+    }
+    rows |= {"segment_ids": jnp.where(inside, segment + 1, 0), "positions": jnp.where(inside, positions, 0)}
+    if aligned == "target" and "targets" not in rows:
+        follows = jnp.pad(inside[:, 1:] & (positions[:, 1:] > 0), ((0, 0), (0, 1)))
+        rows["targets"] = jnp.where(follows, jnp.roll(rows["tokens"], -1, axis=1), 0)
+    made = aligned_rows(axes, (length, (num_segments, extras), tuple(rows)), *rows.values())
+    broken = jnp.stack(bad).any(axis=0)[:, None]
+    return made | {"loss_mask": jnp.where(broken, jnp.nan, made["loss_mask"])}  # NaN is a broken rule
+
+
+def _places(xp: Any, ends: list[Any], tokens: int, multiple: int) -> tuple[Any, Any, Any, Any]:
+    """Four `[R, S]`: a sequence's first token in the pack, its length, its room there, and what it takes in the row."""
+    # an unused entry repeats the last end; with padding it is the end of the pack, since offsets may lack the last one
+    filled = np.maximum.accumulate(ends[0], axis=1) if xp is np else lax.cummax(ends[0].astype(jnp.int32), axis=1)
+    lengths = filled[:, 1:] - filled[:, :-1]
+    if len(ends) == 2:
+        filled = xp.where(ends[1] < 0, xp.full_like(ends[1], tokens), ends[1]).astype(xp.int32)
+    return filled[:, :-1], lengths, filled[:, 1:] - filled[:, :-1], -(-lengths // multiple) * multiple
+
+
+def _wrong(xp: Any, ends: list[Any], loss_mask: Any, row_length: int, multiple: int) -> Wrong:
+    """What may be wrong with packs; the same on the host and on devices."""
+    tokens = loss_mask.shape[1]
+    for name, x in zip(ENDS, ends, strict=False):
+        used = x >= 0
+        falls = used[:, 1:] & (~used[:, :-1] | (x[:, 1:] < x[:, :-1]))
+        expected = "0, then ends that do not decrease, then -1 or the last end where unused"
+        yield name, (x[:, 0] != 0) | falls.any(axis=1), x, expected
+        most = x.max(axis=1)
+        yield name, most > tokens, most, f"at most {tokens}, the tokens of a pack"
+    starts, lengths, room, sizes = _places(xp, ends, tokens, multiple)
+    yield ENDS[-1], (lengths > room).any(axis=1), ends[-1], "ends as far apart as those of cu_seqlens, or further"
+    needed = sizes.sum(axis=1, dtype=xp.int32)
+    of = f", each sequence padded to a multiple of {multiple}" if multiple > 1 else ""
+    yield ENDS[0], needed > row_length, needed, f"at most row_length={row_length} positions of a row{of}"
+    trains = xp.pad((loss_mask.astype(xp.float32) != 0).cumsum(axis=1, dtype=xp.int32), ((0, 0), (1, 0)))
+    first, last = (xp.take_along_axis(trains, xp.clip(x, 0, tokens), axis=1) for x in (starts, starts + lengths))
+    lost = trains[:, -1] - (last - first).sum(axis=1, dtype=xp.int32)
+    yield "loss_mask", lost != 0, lost, "0 tokens to train on outside the sequences of cu_seqlens"

@@ -1,0 +1,61 @@
+"""Finds the pairs of a step: a chosen sample and a rejected one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxppo.base.by_id import ById
+from jaxppo.sharding import ShardAxes
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """The pairs of a step, over all data shards; per-shard code. Tables have one value for each pair, see `ById`.
+
+    Two samples with loss tokens and the same group id are a pair. The sample with the higher reward is the chosen one.
+
+    Args:
+      by_id: the samples by group.
+      chosen: `bool[N]`, which of all devices' samples were chosen.
+      rejected: `bool[N]`, which of all devices' samples were rejected.
+      alone: `bool[R, S]`, which of this device's samples with loss tokens are not in exactly one pair.
+    """
+
+    by_id: ById
+    chosen: Bool[Array, " N"]
+    rejected: Bool[Array, " N"]
+    alone: Bool[Array, "R S"]
+
+    @classmethod
+    def of(
+        cls,
+        axes: ShardAxes,
+        group_ids: Int[Array, "R S"],
+        rewards: Float[Array, "R S"],
+        loss_tokens: Float[Array, "R S"],
+    ) -> Pairs:
+        """Finds the pairs from the batch's groups and rewards, and the number of loss tokens of each sample."""
+        by_id = ById.of(axes, jnp.where(loss_tokens > 0, group_ids, -1))
+        each = by_id.gather(rewards)
+        present = by_id.gather(by_id.there.astype(jnp.int32)) > 0
+        highest, lowest = by_id.max(each)[by_id.all], -by_id.max(-each)[by_id.all]
+        chosen, rejected = (present & (each == x) & (highest > lowest) for x in (highest, lowest))
+        numbers = (by_id.sum(x.astype(jnp.int32)) for x in (present, chosen, rejected))
+        whole = [x == count for x, count in zip(numbers, (2, 1, 1), strict=True)]
+        paired = (whole[0] & whole[1] & whole[2])[by_id.own] & by_id.there
+        return cls(by_id, chosen, rejected, (loss_tokens > 0) & ~paired)
+
+    def of_chosen(self, x: Float[Array, "R S"]) -> Float[Array, " N"]:
+        """The table of the chosen samples' values."""
+        return self.by_id.sum(jnp.where(self.chosen, self.by_id.gather(x), 0))
+
+    def of_rejected(self, x: Float[Array, "R S"]) -> Float[Array, " N"]:
+        """The table of the rejected samples' values."""
+        return self.by_id.sum(jnp.where(self.rejected, self.by_id.gather(x), 0))
+
+    def to_both(self, table: Float[Array, " N"]) -> Float[Array, "R S"]:
+        """For each of this device's samples, the value of its pair."""
+        return table[self.by_id.own]

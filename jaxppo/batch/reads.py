@@ -1,0 +1,128 @@
+"""What losses read, by name: arrays of tokens, each of a kind, and numbers. `rules` makes a rule of each.
+
+A `TokenLoss` says in `reads` which of these it reads, and gives the arrays. Its rules follow from that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxppo.base.arrays import MAX_LOG_PROB, MAX_SAMPLED
+
+
+class Kind(NamedTuple):
+    """What the values of an array may be.
+
+    Args:
+      expected: the condition in words.
+      bad: where values break it, of (x, numpy or jax.numpy).
+    """
+
+    expected: str
+    bad: Callable[[Any, Any], Any]
+
+
+LOG_PROBS = Kind(
+    f"finite log-probs of at most {MAX_LOG_PROB} where loss_mask is 1",
+    lambda x, xp: ~(xp.isfinite(x) & (x <= MAX_LOG_PROB)),
+)
+SAMPLED = Kind(
+    f"finite log-probs of at most {MAX_SAMPLED} where loss_mask is 1",
+    lambda x, xp: ~(xp.isfinite(x) & (x <= MAX_SAMPLED)),
+)
+FINITE = Kind("finite numbers where loss_mask is 1", lambda x, xp: ~xp.isfinite(x))
+WEIGHTS = Kind("finite weights of at least 0 where loss_mask is 1", lambda x, xp: ~(xp.isfinite(x) & (x >= 0)))
+FLAGS = Kind("0 or 1 where loss_mask is 1", lambda x, xp: (x != 0) & (x != 1))
+
+_IMPOSSIBLE = "For tokens that a policy finds impossible, -inf, see PolicyLossConfig.impossible_tokens"
+OF_MODELS = "hidden states, heads and the temperature hold no NaN or inf"
+
+# Arrays of tokens, [R, T]: the kind of each, and more words for some.
+PER_TOKEN: dict[str, tuple[Kind, str]] = {
+    "advantages": (FINITE, ""),
+    "returns": (FINITE, ""),
+    "values": (FINITE, ""),
+    "loss_weights": (WEIGHTS, ""),
+    "selected": (FLAGS, ", as covariance_mask gives them"),
+    "old_log_probs": (LOG_PROBS, f". {_IMPOSSIBLE}"),
+    "ref_log_probs": (LOG_PROBS, ""),
+    "rollout_log_probs": (SAMPLED, f"; those above 0 count as 0. {_IMPOSSIBLE}"),
+    "log_probs": (
+        LOG_PROBS,
+        f", from the policy: {OF_MODELS}, and targets are in the vocabulary, as are nucleus_ids. {_IMPOSSIBLE}",
+    ),
+    "entropy": (FINITE, f", from the policy: {OF_MODELS}"),
+    "log_z": (FINITE, f", from the policy: {OF_MODELS}"),
+    "mean_logit": (FINITE, f", from the policy: {OF_MODELS}"),
+    "new_values": (FINITE, ", the critic's new values"),
+    "scores": (FINITE, ", from the reward model, at the last position of each sequence"),
+    "divergence": (FINITE, f", from two models: {OF_MODELS}"),
+}
+
+# The numbers of losses that may be traced: the names of fields and arguments. `check_field` makes those NaN that are
+# out of their range. A number of another name, as a loss of your own may have, is "another_number".
+NUMBERS = (
+    "aggregation_norm",
+    "beta",
+    "centring",
+    "clip",
+    "clip_high",
+    "clip_low",
+    "coef",
+    "desirable_weight",
+    "dual_clip",
+    "entropy_coef",
+    "eta",
+    "factor",
+    "high",
+    "huber_delta",
+    "k_negative",
+    "k_positive",
+    "kl.coef",
+    "label_smoothing",
+    "lambda_negative",
+    "lambda_positive",
+    "low",
+    "margin",
+    "nll_coef",
+    "off_policy.opsm_delta",
+    "part.coef",
+    "pull",
+    "ratio_cap",
+    "reference_point",
+    "share",
+    "tau_negative",
+    "tau_positive",
+    "undesirable_weight",
+    "z_loss",
+)
+
+
+def at_most_zero(log_probs: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A sampler's log-probs without what rounding adds: those above 0 are 0, unless they break a rule."""
+    return jnp.where(log_probs <= MAX_SAMPLED, jnp.minimum(log_probs, 0), log_probs)
+
+
+def mass_of(log_probs: Any, has_id: Any, xp: Any = jnp) -> Any:
+    """The probability of all ids together, each of at most 1: `[..., K]` to `[...]`."""
+    return xp.where(has_id, xp.exp(xp.minimum(xp.where(has_id, log_probs, 0), 0)), 0).sum(axis=-1)
+
+
+def at_most_one(log_probs: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"]) -> Float[Array, "*batch K"]:
+    """A sampler's or teacher's log-probs of K ids without what rounding adds: none above 0, their mass at most 1.
+
+    A mass that no rounding explains stays as it is.
+    """
+    mass = mass_of(log_probs, has_id)[..., None]
+    excess = jnp.where((mass > 1) & (mass <= math.exp(MAX_SAMPLED)), jnp.log(mass), 0)
+    return at_most_zero(log_probs) - excess
+
+
+def was_above_one(log_probs: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"]) -> Bool[Array, "*batch"]:
+    """Where `at_most_one` changes log-probs by more than f32 rounds them."""
+    return (has_id & (log_probs > 0)).any(axis=-1) | (mass_of(log_probs, has_id) > 1 + MAX_LOG_PROB)

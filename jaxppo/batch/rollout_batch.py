@@ -1,0 +1,247 @@
+"""A batch of packed rollouts: the arrays that every loss and every advantage estimator reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, Num
+
+from jaxppo.base.arrays import OPTIONAL, PER_SEGMENT, REQUIRED, spec_of
+from jaxppo.base.pytree import register
+from jaxppo.batch.checks import arrays_of, check_entries
+from jaxppo.batch.constructors import Constructors
+from jaxppo.batch.trees import Paths
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, check_parallel, in_order, multihost
+
+_STATIC = (
+    "context_layout",
+    "context_shards",
+    "micro_batches",
+    "real_last_targets",
+    "mtp_depths",
+    "weighted_denominators",
+)
+_ARRAYS = (*REQUIRED, *OPTIONAL)
+# The default of arrays that a batch may lack. To type checkers they are there: whoever reads one has put it there, and
+# a function that is given None says which array is missing.
+_ABSENT: Any = None
+
+
+class StepCounts(Protocol):
+    """The part of a `Normalizer` that `RolloutBatch.validate` reads."""
+
+    @property
+    def counts(self) -> Float[Array, "R S"]: ...
+
+    def check_step(self, batch: RolloutBatch) -> None: ...
+
+
+@register(static=_STATIC)
+@dataclasses.dataclass(frozen=True)
+class RolloutBatch(Constructors):
+    """Rollouts packed into `[R, T]` rows, a pytree. Index t of a per-token array is about `targets[t]`.
+
+    Positions lie in the physical order of the mesh's context layout; `positions` holds the logical ones. Optional
+    arrays may be None, and then the compiled program does nothing for them. Stacked micro-batches have one more leading
+    dimension, `[K, R, T]` and `[K, R, S]`. Pass batches to jitted functions as arguments: a batch that a function
+    closes over is a constant of its program, which is then compiled again for each batch.
+
+    Args:
+      tokens: `i32[R, T]`.
+      targets: `i32[R, T]`, the token that follows `tokens[t]` in its sequence; anything at a sequence's last position.
+      segment_ids: `i32[R, T]`, 0 is padding, 1..S the sequences of that row.
+      positions: `i32[R, T]`, the place of `tokens[t]` in its sequence, from 0; a branch goes on from its prefix.
+      loss_mask: `[R, T]`, 0 or 1 in any dtype, 1 where `targets[t]` is a response token to train on.
+      sample_ids: `i32[R, S]`, the number of each sequence in the step, -1 where the row has no such segment.
+      group_ids: `i32[R, S]`, equal for the samples of one prompt; -1 where sample_ids is -1.
+      rollout_ids: `i32[R, S]`, the trajectory that each sample was cut from; -1 where sample_ids is -1. By default each
+        sample is a trajectory of its own.
+      advantages: `f32[R, T]`.
+      old_log_probs: `f32[R, T]`, under the policy at the start of the step. These log-probs and the next are refused in
+        16 bits.
+      ref_log_probs: `f32[R, T]`, under the reference policy.
+      rollout_log_probs: `[R, T]`, of any float dtype, as the sampler reported them.
+      values: `f32[R, T]`, the critic's.
+      returns: `f32[R, T]`, the critic's targets.
+      policy_versions: `i32[R, T]`, the version of the policy that drew `targets[t]`; see `jaxppo.step.staleness`.
+      loss_weights: `f32[R, T]`, at least 0; they multiply a token's whole loss, penalties included.
+      rewards: `f32[R, S]`, one for each sequence, NaN for none.
+      parents: `i32[R, S]`, the segment that each segment continues, numbered as in segment_ids; 0 for none. A prefix
+        that samples share is a segment with the sample id -1. See `jaxppo.batch.trees`.
+      extras: `[R, T, ...]` by name, arrays of your own, such as a teacher's ids, that a loss reads by name; in any
+        dtype, and not differentiated. Constructors place them as their `jaxppo.batch.extras.Extra` says.
+      context_layout: the layout of the rows; static, like all fields below.
+      context_shards: the number of context shards that the rows were packed for.
+      micro_batches: K, if the batch is a step of K micro-batches, or one of them.
+      real_last_targets: the last position of a sequence has a real target, as in `from_target_aligned`.
+      mtp_depths: the number of `mtp_loss` depths that the branches of shared prefixes were packed for.
+      weighted_denominators: losses are divided by sums of `loss_weights` rather than by counts of loss tokens.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> ids = jnp.array([[1, 1, 1, 0]])
+      >>> batch = RolloutBatch(ids, ids, ids, ids, ids * 1.0, jnp.array([[0]]))
+      >>> batch.num_segments, batch.advantages is None
+      (1, True)
+    """
+
+    tokens: Int[Array, "R T"]
+    targets: Int[Array, "R T"]
+    segment_ids: Int[Array, "R T"]
+    positions: Int[Array, "R T"]
+    loss_mask: Float[Array, "R T"]
+    sample_ids: Int[Array, "R S"]
+    group_ids: Int[Array, "R S"] = _ABSENT
+    rollout_ids: Int[Array, "R S"] = _ABSENT
+    advantages: Float[Array, "R T"] = _ABSENT
+    old_log_probs: Float[Array, "R T"] = _ABSENT
+    ref_log_probs: Float[Array, "R T"] = _ABSENT
+    rollout_log_probs: Float[Array, "R T"] = _ABSENT
+    values: Float[Array, "R T"] = _ABSENT
+    returns: Float[Array, "R T"] = _ABSENT
+    policy_versions: Int[Array, "R T"] = _ABSENT
+    loss_weights: Float[Array, "R T"] = _ABSENT
+    rewards: Float[Array, "R S"] = _ABSENT
+    parents: Int[Array, "R S"] = _ABSENT
+    extras: Mapping[str, Num[Array, "R T ..."]] = dataclasses.field(default_factory=dict)
+    context_layout: str = "contiguous"
+    context_shards: int = 1
+    micro_batches: int | None = None
+    real_last_targets: bool = False
+    mtp_depths: int = 0
+    weighted_denominators: bool = False
+
+    @property
+    def num_segments(self) -> int:
+        """S, the most sequences that a row may hold."""
+        return self.sample_ids.shape[-1]
+
+    @property
+    def rollouts(self) -> Int[Array, "R S"]:
+        """The rollout of each sequence."""
+        return self.sample_ids if self.rollout_ids is None else self.rollout_ids
+
+    @property
+    def paths(self) -> Paths:
+        """The tokens that each token attends to; see `jaxppo.batch.trees`."""
+        return Paths.of(self.segment_ids, self.positions, self.parents)
+
+    def segments(self, axes: ShardAxes | None = None) -> Segments:
+        """The sequences of the rows, for per-shard code.
+
+        Raises:
+          ValueError: rows in a context layout other than the mesh's, or no rows.
+        """
+        axes = ShardAxes() if axes is None else axes
+        self.check_layout(axes)
+        return Segments(self.segment_ids, self.num_segments, axes)
+
+    def check_layout(self, parallel: ParallelMesh | ShardAxes | None) -> None:
+        """Raises ValueError where there are no rows, or their context layout is not the mesh's."""
+        if 0 in (*self.segment_ids.shape, self.num_segments):
+            raise ValueError(
+                f"batch: got rows of shape {self.segment_ids.shape} with {self.num_segments} segments, expected at "
+                "least one row, position and segment"
+            )
+        check_parallel(parallel)
+        layout, shards = "contiguous", 1
+        if isinstance(parallel, ParallelMesh):
+            layout, shards = parallel.context_layout, parallel.context_size
+        elif parallel is not None:
+            layout, shards = parallel.context_layout, parallel.size(parallel.context)
+        if _order(self.context_layout, self.context_shards) != _order(layout, shards):
+            advice = "give the batch's constructor and this call the same parallel="
+            if shards == 1:
+                advice = "this call lacks parallel=, the mesh that the batch was packed for, or a mesh with its shards"
+            raise ValueError(
+                f"batch: got rows packed for context layout {self.context_layout!r} over {self.context_shards} shards, "
+                f"expected {layout!r} over {shards}, as this call has them; {advice}"
+            )
+
+    def put(self, parallel: ParallelMesh) -> RolloutBatch:
+        """The batch on the devices of a mesh: rows over data, positions over context.
+
+        Where the mesh spans several processes, each brings the rows of its own data shards, as `from_samples` packs
+        them, and all must call this together.
+
+        Args:
+          parallel: the mesh that the batch was made for.
+
+        Returns:
+          The same batch, of global `jax.Array`s.
+
+        Raises:
+          TypeError: `parallel` is not a `ParallelMesh`.
+          ValueError: another context layout, rows that the data shards do not divide, sizes that differ between
+            processes.
+
+        Example:
+          >>> parallel = ParallelMesh(jax.make_mesh((jax.device_count(),), ("dp",)))
+          >>> samples = [Sample([5, 6, 7], response_start=1)]
+          >>> batch = RolloutBatch.from_samples(samples, row_length=4, parallel=parallel).put(parallel)
+          >>> batch.tokens.sharding.mesh == parallel.mesh
+          True
+        """
+        check_parallel(parallel, "ParallelMesh")
+        with multihost.together(parallel):
+            self.check_layout(parallel)
+        if multihost.spans_processes(parallel):
+            arrays = {name: np.asarray(getattr(self, name)) for name in self._named()}
+            arrays |= {f"extras[{name!r}]": np.asarray(x) for name, x in self.extras.items()}
+            multihost.check_equal("batch", {name: (x.shape, x.dtype.name) for name, x in arrays.items()})
+            multihost.check_equal_rows("batch", arrays, parallel)
+        return multihost.to_global(self, self.specs(parallel), parallel)
+
+    def validate(self, vocab_size: int | None = None, *, normalizer: StepCounts | None = None) -> None:
+        """Checks values on the host, beside shapes and dtypes. A batch from `from_samples` passes.
+
+        It cannot notice values that are off by one position within their sequences, or padding ids among the tokens of
+        a sequence.
+
+        Args:
+          vocab_size: V; required, since no array of the batch shows it.
+          normalizer: the normalizer that will be used with the batch, to be checked too.
+
+        Raises:
+          TypeError: an array of another kind of dtype.
+          ValueError: a shape that does not fit; a normalizer of another step; the first entry that breaks one of
+            `rules.RULES`, with its row and logical position, or segment.
+
+        Example:
+          >>> batch = RolloutBatch.from_samples([Sample([5, 6, 9], response_start=1)], row_length=4)
+          >>> batch.validate(vocab_size=9)
+          Traceback (most recent call last):
+          ...
+          ValueError: targets: got 9 at row 0, position 1, expected 0 to 8 where loss_mask is 1
+        """
+        arrays = arrays_of(vars(self), stacked=True, prefix="")
+        if normalizer is not None:
+            if not hasattr(normalizer, "check_step"):
+                raise TypeError(f"normalizer: got {type(normalizer).__name__}, expected Normalizer or None")
+            normalizer.check_step(self)
+        order = self.context_layout, self.context_shards
+        loss_tokens = None if normalizer is None else normalizer.counts
+        check_entries(arrays, vocab_size, order, loss_tokens, real_last_targets=self.real_last_targets)
+
+    def specs(self, parallel: ParallelMesh) -> RolloutBatch:
+        """The PartitionSpec of each array: rows over data, positions over context. None where the array is None."""
+
+        def spec(name: str, x: Array) -> P:
+            return spec_of(parallel.rows_spec if name in PER_SEGMENT else parallel.tokens_spec, x)
+
+        specs: dict[str, Any] = {name: spec(name, getattr(self, name)) for name in self._named()}
+        of_tokens: Any = dict.fromkeys(self.extras, specs["loss_mask"])
+        return dataclasses.replace(self, **specs, extras=of_tokens)
+
+    def _named(self) -> list[str]:
+        """The arrays that exist, without the extras."""
+        return [name for name in _ARRAYS if getattr(self, name) is not None]
+
+
+def _order(layout: str, shards: int) -> tuple[str, int]:
+    """The layout and the shards, normalised so that they are equal exactly where the orders of positions are."""
+    return ("contiguous", 1) if in_order(layout, shards) else (layout, shards)

@@ -1,0 +1,362 @@
+"""Turns the arrays of training frameworks into the rows of a batch, on the host or under jit.
+
+Each device that shares a row computes the whole row, and then keeps the positions that the context layout gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxppo.base.arrays import (
+    IDS,
+    INTEGERS,
+    LOG_PROBS,
+    PER_SEGMENT,
+    Arrays,
+    check_array,
+    check_count,
+    check_fits,
+    check_ids,
+)
+from jaxppo.batch.extras import PREFIX, Extra, Places, flat
+from jaxppo.sharding import (
+    ParallelMesh,
+    Segments,
+    ShardAxes,
+    check_parallel,
+    check_row_length,
+    held_positions,
+    segment_multiple,
+    shard_call,
+)
+
+Names = tuple[str, ...]  # the names of a constructor's arrays
+
+
+class PaddedArrays(TypedDict, total=False):
+    """The optional arrays of `RolloutBatch.from_padded`: `[B, C]`, aligned to tokens, or `[B]`."""
+
+    advantages: Float[Array, " B"] | Float[Array, "B C"] | None
+    old_log_probs: Float[Array, "B C"] | None
+    ref_log_probs: Float[Array, "B C"] | None
+    rollout_log_probs: Float[Array, "B C"] | None
+    values: Float[Array, "B C"] | None
+    returns: Float[Array, "B C"] | None
+    policy_versions: Int[Array, "B C"] | None
+    loss_weights: Float[Array, "B C"] | Float[Array, " B"] | None
+    rewards: Float[Array, " B"] | None
+    group_ids: Int[Array, " B"] | None
+    extras: Mapping[str, Extra | Shaped[Array, "B C ..."]]
+
+
+class RowArrays(TypedDict, total=False):
+    """The optional arrays of the constructors from rows: `[R, T]` per token, `[R, S]` per sequence."""
+
+    advantages: Float[Array, "R T"] | None
+    old_log_probs: Float[Array, "R T"] | None
+    ref_log_probs: Float[Array, "R T"] | None
+    rollout_log_probs: Float[Array, "R T"] | None
+    values: Float[Array, "R T"] | None
+    returns: Float[Array, "R T"] | None
+    policy_versions: Int[Array, "R T"] | None
+    loss_weights: Float[Array, "R T"] | None
+    rewards: Float[Array, "R S"] | None
+    group_ids: Int[Array, "R S"] | None
+    rollout_ids: Int[Array, "R S"] | None
+    extras: Mapping[str, Extra | Shaped[Array, "R T ..."]]
+
+
+# what constructors take beside the arrays of a batch
+_INPUTS = {"prompt_ids", "completion_ids", "completion_mask", "prompt_mask", "attention_mask"}
+_INPUTS |= {"cu_seqlens", "cu_seqlens_padded"}
+
+
+def padded_rows(
+    prompt_ids: Int[Array, "B P"],
+    completion_ids: Int[Array, "B C"],
+    completion_mask: Float[Array, "B C"],
+    *,
+    prompt_mask: Float[Array, "B P"] | None,
+    attention_mask: Float[Array, "B P+C"] | None,
+    pad_id: int | None,
+    arrays: PaddedArrays,
+    parallel: ParallelMesh | None,
+) -> dict[str, Array]:
+    """See `RolloutBatch.from_padded`."""
+    name = "RolloutBatch.from_padded"
+    given = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "completion_mask": completion_mask}
+    given |= existing({"prompt_mask": prompt_mask, "attention_mask": attention_mask})
+    optional, places = known(arrays, PaddedArrays)
+    given |= optional
+    B, C = _shape("completion_ids", completion_ids)
+    T = _shape("prompt_ids", prompt_ids)[1] + C
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(given, ((B, C),))
+    shapes |= {"prompt_ids": ((B, T - C),), "prompt_mask": ((B, T - C),), "attention_mask": ((B, T),)}
+    shapes |= {"advantages": ((B, C), (B,)), "loss_weights": ((B, C), (B,)), "rewards": ((B,),), "group_ids": ((B,),)}
+    shapes |= {what: ((B, T if at == "input" else C),) for what, at, _ in places}
+    for what, x in given.items():
+        check_row_array(what, x, shapes[what])
+    if pad_id is not None and (isinstance(pad_id, bool) or not isinstance(pad_id, (int, np.integer))):
+        raise TypeError(f"pad_id: got {pad_id!r}, expected an integer")
+    if pad_id is not None and attention_mask is None:
+        _check_padded_behind(completion_ids, completion_mask, pad_id)
+        if prompt_mask is None:
+            _check_whole_prompts(prompt_ids, completion_mask, pad_id)
+    return of_whole_rows(name, _padded, T, given, (pad_id, places), parallel)
+
+
+def _check_padded_behind(completion_ids: Arrays, completion_mask: Arrays, pad_id: int) -> None:
+    """Raises where a completion begins with padding; under jit the loss mask becomes NaN."""
+    if any(isinstance(x, jax.core.Tracer) for x in (completion_ids, completion_mask)):
+        return
+    bad = np.asarray(_padded_before(np.asarray(completion_ids), np.asarray(completion_mask), pad_id))
+    if bad.any():
+        raise ValueError(
+            f"completion_ids: got {pad_id}, the pad_id, before the tokens of row {int(np.argmax(bad))}, expected "
+            "completions that are right-padded, or attention_mask= to say where tokens are"
+        )
+
+
+def _check_whole_prompts(prompt_ids: Arrays, completion_mask: Arrays, pad_id: int) -> None:
+    """Raises where a prompt has padding that counts as tokens without a mask; under jit the loss mask becomes NaN."""
+    if any(isinstance(x, jax.core.Tracer) for x in (prompt_ids, completion_mask)):
+        return
+    bad = np.asarray(_padded_prompt(np.asarray(prompt_ids), np.asarray(completion_mask), pad_id))
+    if bad.any():
+        raise ValueError(
+            f"prompt_mask: got None, and {pad_id}, the pad_id, at an end of the prompt of row {int(np.argmax(bad))}, "
+            "expected prompt_mask= or attention_mask= to say where tokens are"
+        )
+
+
+def _padded_prompt(prompt_ids: Arrays, completion_mask: Arrays, pad_id: int) -> Arrays:
+    """bool[B], whether a prompt begins or ends with padding although its completion trains."""
+    at_an_end = (prompt_ids[:, 0] == pad_id) | (prompt_ids[:, -1] == pad_id)
+    return at_an_end & (completion_mask != 0).any(axis=1)
+
+
+def _padded_before(completion_ids: Arrays, completion_mask: Arrays, pad_id: int) -> Arrays:
+    """bool[B], whether a completion begins with padding although a later token trains."""
+    return (completion_ids[:, 0] == pad_id) & (completion_mask[:, 0] == 0) & (completion_mask != 0).any(axis=1)
+
+
+def placed_rows(
+    rows: Mapping[str, Array], arrays: RowArrays, num_segments: int | None, parallel: ParallelMesh | None
+) -> dict[str, Array]:
+    """See `RolloutBatch.from_token_aligned`; if the rows hold targets, see `from_target_aligned`."""
+    name = "RolloutBatch.from_target_aligned" if "targets" in rows else "RolloutBatch.from_token_aligned"
+    optional, places = known(arrays, RowArrays)
+    given = {**rows, **optional}
+    R, T = _shape("tokens", rows["tokens"])
+    check_row_dtype("segment_ids", rows["segment_ids"])
+    if num_segments is None:
+        if isinstance(rows["segment_ids"], jax.core.Tracer):
+            raise ValueError("num_segments: got None under jit, expected S, the most sequences that a row may hold")
+        num_segments = max(1, int(np.max(np.asarray(rows["segment_ids"]))))
+    _check_segments(rows["segment_ids"], num_segments)
+    for what, x in given.items():
+        check_row_array(what, x, ((R, num_segments if what in PER_SEGMENT else T),))
+    return of_whole_rows(name, aligned_rows, T, given, (num_segments, places), parallel)
+
+
+def _check_segments(segment_ids: Array | np.ndarray, num_segments: int) -> None:
+    """Raises where a segment id on the host is above S. Losses check the ids on devices."""
+    check_count("num_segments", num_segments, least=1)
+    most = 0 if isinstance(segment_ids, jax.Array) else int(np.max(np.asarray(segment_ids)))
+    if most > num_segments:
+        raise ValueError(f"num_segments: got {num_segments}, expected at least {most}, the largest of segment_ids")
+
+
+def existing(arrays: Mapping[str, Any]) -> dict[str, Array]:
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def known(arrays: Mapping[str, Any], names: type) -> tuple[dict[str, Any], Places]:
+    """The optional arrays that exist, extras by their long names among them, and where the extras stand."""
+    for name in arrays:
+        if name not in names.__annotations__:
+            raise TypeError(f"{name}: got an unknown array, expected one of {', '.join(names.__annotations__)}")
+    extras, places = flat(arrays.get("extras"))
+    return existing({name: x for name, x in arrays.items() if name != "extras"}) | extras, places
+
+
+def _shape(name: str, x: Any) -> tuple[int, int]:
+    check_row_dtype(name, x)
+    if np.ndim(x) != 2 or 0 in np.shape(x):
+        raise ValueError(f"{name}: got shape {np.shape(x)}, expected two dimensions, each at least 1")
+    return np.shape(x)
+
+
+def check_row_array(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+    check_row_dtype(name, x)
+    is_extra = name.startswith(PREFIX)
+    if (np.shape(x)[:2] if is_extra else np.shape(x)) not in shapes:
+        more = " and more" if is_extra else ""
+        raise ValueError(f"{name}: got shape {np.shape(x)}, expected {' or '.join(map(str, shapes))}{more}")
+    if name in IDS:
+        check_ids(name, x)
+    if name in LOG_PROBS:
+        check_array(name, x)
+
+
+def check_row_dtype(name: str, x: Any) -> None:
+    if not hasattr(x, "dtype"):  # to JAX a list is a tree of scalars
+        raise TypeError(f"{name}: got {'None' if x is None else type(x).__name__}, expected an array")
+    integer = jnp.issubdtype(x.dtype, jnp.integer)
+    named = name in INTEGERS or name.endswith("_ids") or name.startswith("cu_seqlens")
+    if named and not integer and not name.startswith(PREFIX):
+        raise TypeError(f"{name}: got {x.dtype}, expected integers")
+    if not (integer or x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.floating)):
+        raise TypeError(f"{name}: got {x.dtype}, expected numbers")
+    if named and name not in IDS and not name.startswith(PREFIX):
+        check_fits(name, x)
+
+
+def of_whole_rows(
+    name: str,
+    fn: Callable[..., dict[str, Array]],
+    length: int,
+    given: dict[str, Array],
+    option: Hashable,
+    parallel: ParallelMesh | None,
+) -> dict[str, Array]:
+    """Runs fn on the whole rows of each data shard and brings its results into the mesh's layout.
+
+    Args:
+      name: the public function's name, for errors.
+      fn: a per-shard function of this module.
+      length: T.
+      given: arrays by name.
+      option: the static argument of fn.
+      parallel: the mesh.
+    """
+    check_parallel(parallel, "ParallelMesh or None")
+    layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
+    check_row_length(length, layout, shards, "row length")
+    if shards > 1 and segment_multiple(layout, shards) > 1 and "cu_seqlens" not in given:
+        raise ValueError(
+            f"parallel: got context layout {layout!r} in {name}, expected another: its rows are packed for it, by "
+            "RolloutBatch.from_samples or from_cu_seqlens"
+        )
+    static = (length, option, tuple(given))
+
+    made = {"tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids", *given} - _INPUTS
+
+    def specs(p: ParallelMesh) -> tuple[list[PartitionSpec], dict[str, PartitionSpec]]:
+        return [p.rows_spec] * len(given), {
+            what: p.rows_spec if what in PER_SEGMENT else p.tokens_spec for what in made
+        }
+
+    return shard_call(name, fn, parallel, given, specs, static)
+
+
+def as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Numbers the sequences of whole rows in logical order, and keeps this device's positions."""
+    lengths = Segments(arrays["segment_ids"], num_segments).sum(jnp.ones_like(arrays["segment_ids"]))
+    R = lengths.shape[0]
+    rows = axes.index(axes.data) * R + jnp.arange(R, dtype=jnp.int32)
+    numbers = rows[:, None] * num_segments + jnp.arange(num_segments, dtype=jnp.int32)[None]
+    arrays = arrays | {"sample_ids": jnp.where(lengths > 0, numbers, -1)}
+
+    def brought(what: str, x: Array) -> Array:
+        if what.startswith(PREFIX):
+            return x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x
+        return x.astype(jnp.int32 if what in INTEGERS else jnp.float32)
+
+    arrays = {what: brought(what, x) for what, x in arrays.items()}
+    if axes.size(axes.context) == 1:
+        return arrays
+    mine = held_positions(axes, length, lengths)
+    return {what: x if what in PER_SEGMENT else taken(x, mine) for what, x in arrays.items()}
+
+
+def taken(x: Array, places: Array, where: Array | None = None, fill: float = 0) -> Array:
+    """`[R, n, ...]`, x at these places of each row, or the fill; `where` and `places` are `[R, n]`."""
+    wide = (*places.shape, *(1,) * (x.ndim - 2))
+    found = jnp.take_along_axis(x, places.reshape(wide), axis=1)
+    return found if where is None else jnp.where(where.reshape(wide), found, jnp.full_like(found, fill))
+
+
+def aligned_rows(axes: ShardAxes, static: tuple[int, tuple[int, Places], Names], *given: Array) -> dict[str, Array]:
+    length, (num_segments, places), names = static
+    arrays = dict(zip(names, given, strict=True))
+    if "targets" not in arrays:  # every value moves to the position that predicts its token
+        segments = arrays["segment_ids"]
+        follows = jnp.pad((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), ((0, 0), (0, 1)))
+        arrays["targets"] = arrays["tokens"]
+        fills, inputs = fills_and_inputs(places)
+        after = jnp.roll(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segments.shape), -1, axis=1)
+        for what in set(arrays) - {"tokens", "segment_ids", "positions", *PER_SEGMENT, *inputs}:
+            arrays[what] = taken(arrays[what], after, follows, fills.get(what, 0))
+    return as_batch(axes, length, num_segments, arrays)
+
+
+def fills_and_inputs(places: Places) -> tuple[dict[str, float], list[str]]:
+    """The fill of each extra, and the extras that stand at the tokens that they are about."""
+    return {what: fill for what, _, fill in places}, [what for what, at, _ in places if at == "input"]
+
+
+def _padded(axes: ShardAxes, static: tuple[int, tuple[int | None, Places], Names], *given: Array) -> dict[str, Array]:
+    length, (pad_id, places), names = static
+    fills, inputs = fills_and_inputs(places)
+    arrays = dict(zip(names, given, strict=True))
+    prompt, completion, mask = (arrays.pop(name) for name in ("prompt_ids", "completion_ids", "completion_mask"))
+    P = prompt.shape[1]
+
+    def at_completion(x: Array) -> Array:
+        x = x if x.ndim > 1 else jnp.broadcast_to(x[:, None], completion.shape)
+        return jnp.pad(x, ((0, 0), (P, 0), *((0, 0),) * (x.ndim - 2)))
+
+    trains = at_completion(mask.astype(jnp.float32))
+    misplaced = pad_id is not None and "attention_mask" not in arrays and _padded_before(completion, mask, pad_id)
+    if pad_id is not None and "attention_mask" not in arrays and "prompt_mask" not in arrays:
+        misplaced |= _padded_prompt(prompt, mask, pad_id)
+    real = _real_tokens(trains, arrays.pop("prompt_mask", None), arrays.pop("attention_mask", None), P)
+    tokens = jnp.concatenate([prompt.astype(jnp.int32), completion.astype(jnp.int32)], axis=1)
+
+    # the next token after each position, `length` where there is none
+    following = lax.cummin(jnp.where(real, jnp.arange(length, dtype=jnp.int32)[None], length), axis=1, reverse=True)
+    following = jnp.pad(following[:, 1:], ((0, 0), (0, 1)), constant_values=length)
+    predicts = real & (following < length)
+
+    def at_predictor(x: Array, fill: float = 0) -> Array:
+        return taken(x, jnp.minimum(following, length - 1), predicts, fill)
+
+    first = real & (jnp.cumsum(real, axis=1) == 1)
+    unpredicted = ((trains != 0) & (first | ~real)).any(axis=1, keepdims=True) | jnp.reshape(misplaced, (-1, 1))
+    per_segment = {what: arrays.pop(what)[:, None] for what in PER_SEGMENT if what in arrays}
+    inside = (lax.cummax(real.astype(jnp.int32), axis=1) > 0) & (
+        lax.cummax(real.astype(jnp.int32), 1, reverse=True) > 0
+    )
+    rows = {what: arrays.pop(what) for what in inputs}
+    rows |= {what: at_predictor(at_completion(x)) for what, x in arrays.items() if what not in fills}
+    in_completion = predicts & (following >= P)
+    for what, fill in fills.items():
+        if what in arrays:
+            rows[what] = taken(at_completion(arrays[what]), jnp.minimum(following, length - 1), in_completion, fill)
+    rows |= {
+        "tokens": tokens,
+        "targets": at_predictor(tokens),
+        "segment_ids": inside.astype(jnp.int32),
+        "positions": jnp.where(inside, jnp.cumsum(real, axis=1) - 1, 0),
+        # NaN is a broken rule, which the loss reports
+        "loss_mask": jnp.where(unpredicted & inside, jnp.nan, at_predictor(trains)),
+    }
+    return as_batch(axes, length, 1, rows | per_segment)
+
+
+def _real_tokens(trains: Array, prompt_mask: Array | None, attention_mask: Array | None, prompts: int) -> Array:
+    """bool[B, P + C], where tokens are."""
+    if attention_mask is not None:
+        return attention_mask.astype(jnp.float32) > 0
+    upto_last = lax.cummax((trains != 0).astype(jnp.int32), axis=1, reverse=True) > 0
+    in_prompt = jnp.ones_like(trains[:, :prompts]) if prompt_mask is None else prompt_mask.astype(jnp.float32)
+    return jnp.concatenate([in_prompt > 0, upto_last[:, prompts:]], axis=1)

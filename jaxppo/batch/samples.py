@@ -1,0 +1,422 @@
+"""Samples (prompts with responses) on the host, and their packing into the arrays of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+from numpy.typing import DTypeLike
+
+from jaxppo.base.arrays import INTEGERS, LOG_PROBS, PER_TOKEN_VALUES, check_array, is_nan, is_number
+from jaxppo.batch.extras import PREFIX, Extra, as_extras, as_values
+from jaxppo.batch.token_sets import TokenSets
+from jaxppo.sharding import Packed, ParallelMesh, multihost
+
+if TYPE_CHECKING:
+    from jaxppo.batch.engines import Truncated
+
+MAX_ID = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One prompt and response, on the host.
+
+    The response is `tokens[response_start:]`. Per-token arrays have one value for each response token,
+    `[len(tokens) - response_start]`, and are None if the run has no such values. Packing moves each value to the
+    position that predicts its token.
+
+    Args:
+      tokens: `i32[n]`, the prompt and the response, without padding: a padding id would count as a token like any
+        other.
+      response_start: the first response token. At least 1, since nothing predicts token 0; n for an empty response. By
+        default the first token with loss_mask 1.
+      loss_mask: `[n]`, 0 or 1, 1 for the tokens to train on. By default the whole response; set tokens that a tool
+        wrote to 0.
+      reward: one number for the whole response. Without one, None or NaN, the sample is in no group's statistics and
+        has no advantage; a batch has rewards unless all its samples have None.
+      sample_id: the unique number of the sample in the step; by default its index among the samples.
+      group_id: equal for the samples of one prompt; estimators that compare samples, like `advantages.grpo`, need it.
+      rollout_id: the trajectory that the sample was cut from; equal for all its parts. By default each sample is a
+        trajectory of its own.
+      advantages: `f32[n - response_start]`, like the arrays that follow.
+      old_log_probs: under the policy at the start of the step.
+      ref_log_probs: under the reference policy.
+      rollout_log_probs: as the sampler reported them.
+      values: the critic's.
+      returns: the critic's targets.
+      nucleus: the token ids that the sampler could draw at each response token, ragged, or `TokenSets`, for
+        `pack_nucleus_ids`.
+      policy_versions: integers, the version of the policy that drew each token; see `jaxppo.step.staleness`.
+      loss_weights: factors of each token's whole loss, at least 0; a single number for the whole response.
+      extras: arrays of your own by name, see `jaxppo.batch.extras.Extra`.
+
+    Raises:
+      TypeError: tokens or ids that are not integers, a reward or values that are not numbers.
+      ValueError: neither response_start nor loss_mask, or arrays of another length than the response.
+
+    Example:
+      >>> Sample([5, 6, 7, 8], response_start=2, reward=1.0).mask.tolist()
+      [0.0, 0.0, 1.0, 1.0]
+    """
+
+    tokens: Sequence[int] | Int[np.ndarray, " n"]
+    response_start: int | None = None
+    loss_mask: Sequence[float] | Float[np.ndarray, " n"] | None = None
+    reward: float | None = None
+    sample_id: int | None = None
+    group_id: int | None = None
+    rollout_id: int | None = None
+    advantages: Sequence[float] | Float[np.ndarray, " m"] | None = None
+    old_log_probs: Sequence[float] | Float[np.ndarray, " m"] | None = None
+    ref_log_probs: Sequence[float] | Float[np.ndarray, " m"] | None = None
+    rollout_log_probs: Sequence[float] | Float[np.ndarray, " m"] | None = None
+    values: Sequence[float] | Float[np.ndarray, " m"] | None = None
+    returns: Sequence[float] | Float[np.ndarray, " m"] | None = None
+    nucleus: TokenSets | Sequence[Sequence[int]] | None = None
+    policy_versions: Sequence[int] | Int[np.ndarray, " m"] | None = None
+    loss_weights: Sequence[float] | Float[np.ndarray, " m"] | float | None = None
+    extras: Mapping[str, Any] | None = None
+
+    @classmethod
+    def from_vllm(
+        cls,
+        output: Any,
+        *,
+        choice: int | None = None,
+        loss_mask: Sequence[float] | None = None,
+        truncated: Truncated = "train",
+        **fields: Any,
+    ) -> Sample:
+        """The sample of one vLLM output, or of the outputs of several turns.
+
+        The prompt of a later turn continues the tokens of the turns before. The tokens that it adds, such as a tool's
+        answer, are not trained on. Log-probs are vLLM's `logprobs` of the sampled tokens, and the nucleus is its
+        `sampling_mask`, if the request asked for them.
+
+        Args:
+          output: a `RequestOutput`, or as a dictionary: {"prompt_token_ids", "outputs": [{"index", "token_ids",
+            "logprobs", "finish_reason"}]}; or an endpoint's answer with return_token_ids=True: {"choices": [...]}. A
+            list of them for several turns.
+          choice: the index of the completion, if a request had several.
+          loss_mask: 0 or 1 for each token after the first prompt; 0 excludes more tokens from training.
+          truncated: "train" on a sample that was cut at its length limit, or "mask" it, and aborted ones too.
+          **fields: the sample's other fields, such as reward and group_id. If the last turn was aborted or is not
+            finished, the reward becomes NaN: none.
+
+        Raises:
+          TypeError: token ids that are not integers.
+          ValueError: a missing entry, a turn whose prompt does not begin with the turns before, log-probs for only some
+            turns or tokens, a log-prob that is NaN, above 0 by more than bf16 rounds (0.125) or no number, a last turn
+            that was aborted or is not finished.
+
+        Example:
+          >>> sampled = {"index": 0, "token_ids": [7, 8], "logprobs": [{7: -0.5}, {8: -1.5}], "finish_reason": "stop"}
+          >>> sample = Sample.from_vllm({"prompt_token_ids": [5, 6], "outputs": [sampled]}, reward=1.0)
+          >>> sample.tokens, sample.mask.tolist(), sample.rollout_log_probs
+          ([5, 6, 7, 8], [0.0, 0.0, 1.0, 1.0], [-0.5, -1.5])
+        """
+        from jaxppo.batch.engines import as_turns, joined, vllm_turn
+
+        turns = [vllm_turn(f"output[{i}]", turn, choice) for i, turn in enumerate(as_turns(output))]
+        return cls(**joined(turns, loss_mask, truncated, fields))
+
+    @classmethod
+    def from_sglang(
+        cls,
+        output: Any,
+        *,
+        loss_mask: Sequence[float] | None = None,
+        truncated: Truncated = "train",
+        **fields: Any,
+    ) -> Sample:
+        """The sample of one SGLang output, or of the outputs of several turns, as `from_vllm`.
+
+        Args:
+          output: the result of /generate or `Engine.generate`, {"meta_info", "output_ids"}, and beside it the request's
+            "input_ids", which SGLang does not return. Log-probs are `output_token_logprobs`. Where the request had
+            `return_sampling_mask`, the nucleus is `output_token_sampling_mask`, and log-probs are those within it,
+            `output_token_sampling_logprobs`. A nucleus may also come as top_p_token_ids and top_p_token_offsets, which
+            slime's engine returns. A list for several turns.
+          loss_mask: see `from_vllm`, also for the other arguments.
+
+        Raises:
+          TypeError, ValueError: see `from_vllm`; counts of tokens that differ from those of meta_info, offsets that do
+            not fit their ids.
+
+        Example:
+          >>> meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [(-0.5, 7, None)]}
+          >>> Sample.from_sglang({"input_ids": [5, 6], "meta_info": meta}).tokens
+          [5, 6, 7]
+        """
+        from jaxppo.batch.engines import as_turns, joined, sglang_turn
+
+        turns = [sglang_turn(f"output[{i}]", turn) for i, turn in enumerate(as_turns(output))]
+        return cls(**joined(turns, loss_mask, truncated, fields))
+
+    def __post_init__(self) -> None:
+        length = as_tokens("tokens", self.tokens).size
+        self._check_mask(length)
+        start = self.start
+        for name in ("sample_id", "group_id", "rollout_id"):
+            _check_id(name, getattr(self, name))
+        if self.reward is not None and not is_number(self.reward) and not is_nan(self.reward):
+            got = _shown(self.reward)
+            raise TypeError(f"reward: got {got}, expected one finite number for the whole response, or None or NaN")
+        if is_number(self.loss_weights):
+            object.__setattr__(self, "loss_weights", np.full(length - start, self.loss_weights, np.float32))
+        for name in PER_TOKEN_VALUES:
+            _check_values(name, getattr(self, name), length - start)
+        if self.extras is not None:
+            object.__setattr__(self, "extras", _checked_extras(self.extras, length, start))
+        if self.nucleus is not None and not isinstance(self.nucleus, TokenSets | Sequence):
+            raise TypeError(f"nucleus: got {type(self.nucleus).__name__}, expected a list of ids for each token")
+        if self.nucleus is not None and len(self.nucleus) != length - start:
+            raise ValueError(
+                f"nucleus: got {len(self.nucleus)} sets of ids, expected {length - start}, one a response token"
+            )
+
+    @property
+    def mask(self) -> Float[np.ndarray, " n"]:
+        """loss_mask of every token."""
+        if self.loss_mask is not None:
+            return np.asarray(self.loss_mask, np.float32)
+        if self.response_start is None:
+            raise ValueError("response_start, loss_mask: got None for both, expected one of them")
+        return (np.arange(len(self.tokens)) >= self.response_start).astype(np.float32)
+
+    @property
+    def start(self) -> int:
+        """The first response token."""
+        if self.response_start is not None:
+            return self.response_start
+        return int(np.argmax(self.mask > 0)) if self.mask.any() else len(self.tokens)
+
+    def _check_mask(self, length: int) -> None:
+        if self.loss_mask is not None:
+            mask = _as_array("loss_mask", self.loss_mask)
+            if mask.shape != (length,):
+                raise ValueError(f"loss_mask: got shape {mask.shape}, expected {(length,)} like tokens")
+            if mask.dtype.kind not in "bifu" or not np.isin(mask, (0, 1)).all():
+                raise ValueError(f"loss_mask: got {_shown(self.loss_mask)}, expected 0 and 1")
+        start = self.start
+        if not isinstance(start, (int, np.integer)) or isinstance(start, bool) or not min(1, length) <= start <= length:
+            raise ValueError(f"response_start: got {start}, expected 1 to {length}, the number of tokens")
+        if self.mask[:start].any():
+            raise ValueError(f"loss_mask: got 1 at token {int(np.argmax(self.mask > 0))}, expected 0 before {start}")
+
+
+def _checked_extras(given: Any, length: int, start: int) -> dict[str, Extra]:
+    """The extras of a sample, their values as arrays."""
+    found = as_extras(given)
+    sizes = {name: length if x.at == "input" else length - start for name, x in found.items()}
+    return {
+        name: dataclasses.replace(x, values=as_values(f"extras[{name!r}]", x.values, sizes[name]))
+        for name, x in found.items()
+    }
+
+
+def _shown(x: object) -> str:
+    text = repr(x)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _as_array(name: str, x: object) -> np.ndarray:
+    try:
+        return np.asarray(x)
+    except ValueError:  # numpy refuses lists of unequal lengths
+        raise ValueError(f"{name}: got {_shown(x)}, expected one number for each token") from None
+
+
+def as_tokens(name: str, tokens: object) -> Int[np.ndarray, " n"]:
+    """The token ids as an array; raises unless they are integers that fit i32. `name` stands in errors."""
+    array = _as_array(name, tokens)
+    if array.ndim != 1:
+        raise ValueError(f"{name}: got shape {array.shape}, expected [n]")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: got {array.dtype} {_shown(tokens)}, expected integers")
+    if array.size and (array.min() < 0 or array.max() > MAX_ID):
+        raise ValueError(f"{name}: got {array.min()} to {array.max()}, expected 0 to {MAX_ID}")
+    return array
+
+
+def _check_id(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise TypeError(
+            f"{name}: got {_shown(value)}, expected an integer from 0 to {MAX_ID}; number the ids of a step"
+        )
+    if not 0 <= value <= MAX_ID:
+        raise ValueError(f"{name}: got {value}, expected 0 to {MAX_ID}; number the ids of a step")
+
+
+def _check_values(name: str, values: object, length: int) -> None:
+    if values is None:
+        return
+    array = _as_array(name, values)
+    if name in LOG_PROBS and jnp.issubdtype(array.dtype, jnp.floating):
+        check_array(name, array)
+    if array.dtype.kind not in "fiub" and array.size and array.dtype.name != "bfloat16":
+        what = "None among them" if None in list(np.ravel(array)) else str(array.dtype)
+        raise TypeError(f"{name}: got {what}, {_shown(values)}, expected numbers, or None for all of them")
+    if name in INTEGERS and array.dtype.kind not in "iu" and array.size:
+        raise TypeError(f"{name}: got {array.dtype}, {_shown(values)}, expected integers")
+    if array.shape != (length,):
+        raise ValueError(f"{name}: got shape {array.shape}, expected {(length,)}, one for each response token")
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The tokens of a sample that become one segment of a row: all of them, or a part that `prefixes` cut.
+
+    Args:
+      sample: the number of the sample; for a shared prefix, of any sample that has it.
+      start: the first token.
+      stop: the token after the last.
+      bundle: pieces with the same number must lie in the same row.
+      parent: the number of the piece that this one continues; None at the start of a sample.
+      shared: the piece is a prefix of several samples, and belongs to none of them.
+    """
+
+    sample: int
+    start: int
+    stop: int
+    bundle: int
+    parent: int | None = None
+    shared: bool = False
+
+
+def whole_pieces(samples: Sequence[Sample]) -> list[Piece]:
+    """A segment for each sample."""
+    return [Piece(i, 0, len(sample.tokens), i) for i, sample in enumerate(samples)]
+
+
+def loads_of(pieces: Sequence[Piece], masks: Sequence[np.ndarray]) -> list[float]:
+    """The number of loss tokens of each piece."""
+    return [0.0 if piece.shared else float(masks[piece.sample].sum()) for piece in pieces]
+
+
+def batch_arrays(
+    samples: Sequence[Sample],
+    masks: Sequence[np.ndarray],
+    pieces: Sequence[Piece],
+    packed: Packed,
+    ids: Sequence[int],
+    *,
+    trees: bool,
+) -> dict[str, np.ndarray | None]:
+    """The arrays of a `RolloutBatch`, by name, from samples with these masks and ids, packed in pieces."""
+    tokens = [np.asarray(sample.tokens, np.int32) for sample in samples]
+
+    def of_segments(values: Sequence[Any] | None, fill: int, dtype: DTypeLike) -> np.ndarray | None:
+        if values is None:
+            return None
+        return packed.place_segments([fill if p.shared else values[p.sample] for p in pieces], fill, dtype)
+
+    # the value of token t + 1 stands at position t, which predicts it. The last position of a segment has 0, except
+    # for a shared prefix, whose branches all continue with the same token
+    first = [0] * len(pieces)
+    predicted = [mask[p.start + 1 : p.stop + 1] for p, mask in ((p, masks[p.sample]) for p in pieces)]
+    arrays: dict[str, np.ndarray | None] = {
+        "tokens": packed.place([tokens[p.sample][p.start : p.stop] for p in pieces], 0, np.int32),
+        "targets": packed.place([tokens[p.sample][p.start + 1 : p.stop + 1] for p in pieces], 0, np.int32, first),
+        "segment_ids": packed.segment_ids,
+        "positions": packed.positions,
+        "loss_mask": packed.place(predicted, 0, np.float32, first),
+        "rewards": of_segments(_rewards(samples), 0, np.float32),
+        "sample_ids": of_segments(ids, -1, np.int32),
+        "group_ids": of_segments(_all_or_none(samples, "group_id"), -1, np.int32),
+        "rollout_ids": of_segments(_all_or_none(samples, "rollout_id"), -1, np.int32),
+    }
+    before_response = [0 if p.shared else max(samples[p.sample].start - 1 - p.start, 0) for p in pieces]
+    for name in PER_TOKEN_VALUES:
+        responses, kind = _all_or_none(samples, name), np.int32 if name in INTEGERS else np.float32
+        values = responses and [() if p.shared else responses[p.sample] for p in pieces]
+        arrays[name] = None if values is None else packed.place(values, 0, kind, before_response)
+    for name, given in _extras_of(samples).items():
+        dtype, at_input = np.result_type(*(x.values for x in given)), given[0].at == "input"
+        none = given[0].values[:0]
+        values = [
+            given[p.sample].values[p.start : p.stop] if at_input else none if p.shared else given[p.sample].values
+            for p in pieces
+        ]
+        arrays[PREFIX + name] = packed.place(values, given[0].fill, dtype, None if at_input else before_response)
+    if trees:
+        positions = [np.arange(p.start, p.stop, dtype=np.int32) for p in pieces]
+        arrays["positions"] = packed.place(positions, 0, np.int32)
+        parents = [0 if p.parent is None else packed.slot[p.parent] + 1 for p in pieces]
+        arrays["parents"] = packed.place_segments(parents, 0, np.int32)
+    return arrays
+
+
+def check_samples(samples: Sequence[Sample]) -> None:
+    """Raises unless there is at least one sample, and nothing else among them."""
+    if not isinstance(samples, Sequence):
+        raise TypeError(f"samples: got {type(samples).__name__}, expected a sequence of Sample")
+    if not samples:
+        raise ValueError("samples: got none, expected at least one")
+    for i, sample in enumerate(samples):
+        if not isinstance(sample, Sample):
+            raise TypeError(f"samples[{i}]: got {type(sample).__name__}, expected Sample")
+
+
+def check_sample_ids(ids: Sequence[int]) -> None:
+    """Raises where two samples have the same id: random draws and records of one would be used for the other."""
+    seen: dict[int, int] = {}
+    for i, number in enumerate(ids):
+        if number in seen:
+            raise ValueError(f"sample_id: got {number} for samples {seen[number]} and {i}, expected one of its own")
+        seen[number] = i
+
+
+def _rewards(samples: Sequence[Sample]) -> list[float] | None:
+    """The rewards, NaN where there is none; None without any."""
+    values = [np.nan if sample.reward is None else float(sample.reward) for sample in samples]
+    return None if all(sample.reward is None for sample in samples) else values
+
+
+def check_sample_ids_of_hosts(ids: Sequence[int], parallel: ParallelMesh) -> None:
+    """Raises where two hosts gave one sample id to their samples, which would then be one rollout; all must call this.
+
+    Hosts with the same data shards hold the same samples.
+    """
+    shard = min(multihost.local_data_shards(parallel))
+    mine = np.array([(number, shard) for number in ids], np.int64).reshape(-1, 2)
+    seen: dict[int, int] = {}
+    for number, of in np.concatenate(multihost.gather(mine)).tolist():
+        if seen.setdefault(number, of) != of:
+            raise ValueError(
+                f"sample_id: got {number} on several hosts, expected one of its own for each sample; add an offset of "
+                "its own on each host, or give none"
+            )
+
+
+def _extras_of(samples: Sequence[Sample]) -> dict[str, list[Extra]]:
+    """By name, the extra of each sample; raises unless all samples have it, placed alike."""
+    found: dict[str, list[Extra]] = {}
+    for name in dict.fromkeys(name for sample in samples for name in sample.extras or {}):
+        for i, sample in enumerate(samples):
+            if name not in (sample.extras or {}):
+                raise ValueError(f"extras: got no {name!r} in sample {i}, expected one in all samples or in none")
+            first, x = found.setdefault(name, []), (sample.extras or {})[name]
+            first.append(x)
+            got, expected = ((y.at, y.fill, y.values.shape[1:]) for y in (x, first[0]))
+            if got != expected:
+                of = "expected the (at, fill, shape of a value) of sample 0"
+                raise ValueError(f"extras[{name!r}]: got {got} in sample {i}, {of}, {expected}")
+    return found
+
+
+def _all_or_none(samples: Sequence[Sample], name: str) -> list[Any] | None:
+    values = [getattr(sample, name) for sample in samples]
+    missing = [i for i, value in enumerate(values) if value is None]
+    if len(missing) == len(values):
+        return None
+    if missing:
+        raise ValueError(f"{name}: got None in sample {missing[0]}, expected a value in all samples or in none")
+    return values

@@ -1,0 +1,128 @@
+"""Picks the tokens of a step with the highest covariance of log-prob and advantage, for ClipCov and KLCov."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from jaxppo.base.arrays import masked
+from jaxppo.base.ranks import highest, ordered_bits
+from jaxppo.base.stacked import check_whole_step, of_rows
+from jaxppo.base.traced import put_arrays, take_arrays
+from jaxppo.batch.reads import at_most_zero
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
+from jaxppo.head.checks import check_stats
+from jaxppo.head.types import TokenStats
+from jaxppo.losses.policy_checks import check_needed
+from jaxppo.losses.policy_tokens import advantages_of, impossible_tokens, old_log_probs
+from jaxppo.policy.config import PolicyLossConfig
+from jaxppo.policy_losses import PolicyLoss
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
+
+__all__ = ["covariance_mask"]
+
+
+def covariance_mask(
+    stats: TokenStats,
+    batch: RolloutBatch,
+    config: PolicyLossConfig,
+    key: jax.Array,
+    parallel: ParallelMesh | ShardAxes | None = None,
+) -> Float[Array, "*K R T"]:
+    """The tokens of a whole step that ClipCov takes out, or that KLCov penalises.
+
+    Let c = (A - mean A) (log_prob - mean log_prob), with means over the step's N loss tokens, and n = max(1, share N).
+    KLCov picks the tokens with the n highest c. ClipCov picks n random tokens among those with low < c < high that the
+    ratio does not clip. The randomness of a token depends on (key, sample id, position) alone, so that packing, mesh
+    and micro-batches do not change which tokens are picked.
+
+    Args:
+      stats: log-probs, `f32[R, T]`, or those of the step's micro-batches stacked, `[K, R, T]`.
+      batch: the step, of the same leading shape; needs `advantages`, and the old log-probs of the config.
+      config: with a loss that selects tokens, such as `ClipCov` or `KLCov`.
+      key: a key of `jax.random`.
+      parallel: the mesh.
+
+    Returns:
+      `f32`, the shape of `batch.loss_mask`: 1 where a token is picked: the extra "selected" of the batch of
+      `policy_loss`.
+
+    Raises:
+      ValueError: a config with another loss, an array that the batch lacks, shapes that differ, one micro-batch of
+        several, a call inside `accumulate_gradients`.
+
+    Example:
+      >>> from jaxppo.policy_losses import KLCov
+      >>> ids, one = jnp.array([[1, 1, 1]]), jnp.array([[0]])
+      >>> x = jnp.array([[-1.0, 0.0, 2.0]])
+      >>> batch = RolloutBatch(ids, ids, ids, ids, jnp.ones((1, 3)), one, advantages=x, old_log_probs=x)
+      >>> covariance_mask(TokenStats(x), batch, PolicyLossConfig(KLCov()), jax.random.key(0))
+      Array([[0., 0., 1.]], dtype=float32)
+
+    Cui et al. 2025, The entropy mechanism of reinforcement learning, https://arxiv.org/abs/2505.22617
+    """
+    batch = checked(batch, stacked=True)
+    check_whole_step("covariance_mask", batch)
+    if not isinstance(config, PolicyLossConfig):
+        raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")
+    dtype = getattr(key, "dtype", None)
+    if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and key.ndim == 1)):
+        raise TypeError(f"key: got {type(key).__name__} {dtype or ''}, expected a key of jax.random")
+    if config.loss.selects is None:
+        raise ValueError(f"config.loss: got {config.loss}, expected one that selects tokens, such as ClipCov or KLCov")
+    check_stats(stats, batch.loss_mask.shape)
+    check_needed(batch, config)
+    left_out = impossible_tokens(stats.log_probs, batch, config)
+    if left_out is not None:
+        batch = dataclasses.replace(batch, loss_mask=jnp.where(left_out, 0, batch.loss_mask))
+    static, traced = take_arrays(config.loss)
+    log_probs = lax.stop_gradient(stats.log_probs)
+    old = at_most_zero(old_log_probs(log_probs, batch, config))
+    args = {"stats": log_probs, "old_log_probs": old, "batch": batch, "key": key, "config": traced}
+
+    def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
+        of = batch.specs(parallel)
+        return [of.loss_mask, of.loss_mask, of, P(), P()], of.loss_mask
+
+    found: Float[Array, "*K R T"] = shard_call("covariance_mask", _pick, parallel, args, specs, static)
+    return found
+
+
+@of_rows
+def _pick(
+    axes: ShardAxes,
+    static: PolicyLoss,
+    log_probs: jax.Array,
+    old: jax.Array,
+    batch: RolloutBatch,
+    key: jax.Array,
+    traced: dict[str, jax.Array],
+) -> Float[Array, "*K R T"]:
+    loss: Any = put_arrays(static, traced)
+    axes.check_complete("a selection of the step's tokens", batch.loss_mask)
+    mask = (batch.loss_mask > 0).astype(jnp.float32)
+    log_probs, old, advantages = masked(log_probs, mask), masked(old, mask), advantages_of(batch)
+
+    def total(x: jax.Array) -> jax.Array:
+        return axes.psum(vary(x.sum(dtype=x.dtype), axes.tokens), axes.tokens)
+
+    def draw(sample: jax.Array, position: jax.Array) -> jax.Array:
+        of_token = jax.random.fold_in(jax.random.fold_in(key, sample), position)
+        return jax.random.bits(of_token, dtype=jnp.uint32)  # u64 with x64 else
+
+    tokens = jnp.maximum(total(mask), 1)
+    from_means = [masked(x - total(x) / tokens, mask) for x in (advantages, log_probs)]
+    covariance = from_means[0] * from_means[1]
+    owners = batch.segments(axes).spread(batch.sample_ids)
+    lots = jax.vmap(jax.vmap(draw))(owners, batch.positions)
+    wanted = jnp.maximum(jnp.floor(loss.share * tokens), 1).astype(jnp.int32)
+    candidates = (mask > 0) & loss.selectable(covariance, log_probs, old, advantages)
+    scores = lots if loss.selects == "random" else ordered_bits(covariance)
+    return highest(total, scores, lots, candidates, wanted).astype(jnp.float32)

@@ -1,0 +1,188 @@
+"""The config of a policy loss: one frozen, validated dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from jaxppo.base.arrays import (
+    Aggregation,
+    Coefficient,
+    MetricAggregation,
+    RatioTo,
+    check_aggregation,
+    check_choice,
+    check_field,
+    check_flag,
+    is_zero,
+)
+from jaxppo.base.kl import KL
+from jaxppo.policy.off_policy import OffPolicyConfig
+from jaxppo.policy_losses import BY_NAME, PPO, PolicyLoss
+
+ImpossibleTokens = Literal["nan", "leave_out"]
+# A ratio is a product of steps from policy to policy: the current one, the trainer's old one, the sampler's.
+_STEPS = {
+    "current/current": (),
+    "current/old": ("current/old",),
+    "old/rollout": ("old/rollout",),
+    "current/rollout": ("current/old", "old/rollout"),
+}
+_BESIDE = {"old": "'old/rollout'", "rollout": "weights='none'"}
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyLossConfig:
+    """The loss, the penalties and the denominators of `policy_loss`.
+
+        loss = aggregate(policy loss + kl.coef * KL(policy || reference) - entropy_coef * entropy)
+
+    Args:
+      loss: one of `policy_losses`, or the caller's own `PolicyLoss`.
+      kl: the penalty against `batch.ref_log_probs`; None for no penalty and no metric.
+      entropy_coef: a number or a traced schedule; with the number 0 the entropy is only a metric.
+      ratio_to: the policy in the ratio's denominator: "old", the trainer's at the start of the step
+        (`batch.old_log_probs`), "rollout", the sampler's (`batch.rollout_log_probs`), or "current", a ratio of 1 for
+        on-policy steps. Corrections and the KL's weight have their own field `compares`.
+      aggregation: the denominators, see `token_weights`.
+      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+      metric_aggregation: "token_mean", or "loss" to reduce per-token metrics as the loss is.
+      off_policy: the correction for a sampler whose policy differs from the trainer's.
+      impossible_tokens: what to do with a loss token whose log-prob is -inf under the policy, under the old policy if
+        it is compared, or under the sampler if the batch has its log-probs. "nan": the loss is NaN if it depends on
+        that log-prob, else only metrics are. "leave_out": the
+        token has no loss, no penalty and no gradient, and is left out of statistics of its sequence and of metrics; the
+        metric `impossible_tokens` counts it. The denominators of the loss still follow the mask.
+      clip_by_sign: adds the metrics `clip_fraction_positive` and `clip_fraction_negative`, by the advantage's sign.
+
+    Raises:
+      TypeError: a loss, kl or off_policy of the wrong class; an option that belongs to another class, which the error
+        names.
+      ValueError: an unknown name, a number out of its range, options that contradict each other, weights that count the
+        loss's ratio twice.
+
+    Example:
+      >>> PolicyLossConfig(PPO(clip_high=0.28), kl=KL(0.01)).entropy_mode
+      'metric'
+    """
+
+    loss: PolicyLoss = PPO()  # noqa: RUF009  frozen
+    kl: KL | None = None
+    entropy_coef: Coefficient = 0.0
+    ratio_to: RatioTo = "old"
+    aggregation: Aggregation = "token_mean"
+    aggregation_norm: float | None = None
+    metric_aggregation: MetricAggregation = "token_mean"
+    off_policy: OffPolicyConfig | None = None
+    impossible_tokens: ImpossibleTokens = "nan"
+    clip_by_sign: bool = False
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        for name, value in fields.items():
+            if name not in cls.__dataclass_fields__:
+                raise TypeError(f"{name}: got {value!r} for PolicyLossConfig, expected {_place_of(name)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _check_loss(self.loss)
+        for name, value, expected in (("kl", self.kl, KL), ("off_policy", self.off_policy, OffPolicyConfig)):
+            if value is not None and not isinstance(value, expected):
+                raise TypeError(f"{name}: got {type(value).__name__}, expected {expected.__name__} or None")
+        check_field(self, "entropy_coef")
+        check_choice("ratio_to", self.ratio_to, RatioTo)
+        check_choice("metric_aggregation", self.metric_aggregation, MetricAggregation)
+        check_choice("impossible_tokens", self.impossible_tokens, ImpossibleTokens)
+        check_flag("clip_by_sign", self.clip_by_sign)
+        check_aggregation(self)
+        off_policy = self.off_policy
+        if off_policy is None:
+            return
+        twice = set(_STEPS[f"current/{self.ratio_to}"]) & set(_STEPS[off_policy.compares])
+        if off_policy.weights != "none" and self.loss.weighs_by_ratio and twice:
+            raise ValueError(
+                f"off_policy.compares: got {off_policy.compares!r} for the weights beside a loss that is weighed by "
+                f"its ratio, current/{self.ratio_to}, expected {_BESIDE[self.ratio_to]}: it would count twice"
+            )
+
+    @classmethod
+    def from_verl(cls, config: Mapping[str, Any]) -> PolicyLossConfig:
+        """The policy loss of a verl configuration; missing keys have verl's defaults.
+
+        Args:
+          config: verl's keys, as nested mappings or joined by dots. `jaxppo.integrations.verl.translate` also reads the
+            temperature and the batching, and reports the keys that it does not use.
+
+        Returns:
+          The config.
+
+        Raises:
+          ValueError: unknown keys, all of them listed; a value without an equivalent here.
+
+        Example:
+          >>> config = {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "gspo"}, "clip_ratio_low": 3e-4}}}
+          >>> PolicyLossConfig.from_verl(config).loss
+          GSPO(clip_low=0.0003, clip_high=0.2, dual_clip=None, gradient='token')
+        """
+        from jaxppo.policy.verl_reader import read  # imported only by programs that need it
+
+        return cls(**read(config).policy)
+
+    @classmethod
+    def from_slime(cls, args: Namespace | Mapping[str, Any]) -> PolicyLossConfig:
+        """The policy loss of slime's arguments; missing arguments have slime's defaults.
+
+        Args:
+          args: the result of slime's `parse_args`, or names and values. `jaxppo.integrations.slime.translate` reads the
+            temperature and the batching too, and reports the arguments that it does not use.
+
+        Returns:
+          The config.
+
+        Raises:
+          ValueError: unknown names, all of them listed; a value without an equivalent here.
+
+        Example:
+          >>> PolicyLossConfig.from_slime({"eps_clip_high": 0.28, "use_tis": True}).off_policy.weights
+          'token'
+        """
+        from jaxppo.policy.slime_reader import read  # imported only by programs that need it
+
+        return cls(**read(args).policy)
+
+    @property
+    def entropy_mode(self) -> Literal["metric", "bonus"]:
+        """The `entropy=` of the log-prob functions: "metric" where the coefficient is known to be 0, else "bonus"."""
+        return "metric" if is_zero(self.entropy_coef) else "bonus"
+
+    @property
+    def policies(self) -> frozenset[str]:
+        """The policies that the loss compares, beside the reference: some of "current", "old" and "rollout"."""
+        compared = [x.policies for x in (self.kl, self.off_policy) if x is not None]
+        return frozenset({"current", self.ratio_to}).union(*compared)
+
+    @property
+    def penalises_kl(self) -> bool:
+        """Whether the divergence is a part of the loss, and not only a metric."""
+        return self.kl is not None and not is_zero(self.kl.coef)
+
+
+def _place_of(name: str) -> str:
+    """Names the class that has an option that `PolicyLossConfig` lacks."""
+    if name == "temperature":
+        return "it where logits are divided by it: an argument of policy_loss_from_hidden and log_probs_from_hidden"
+    other_fields: dict[str, Any] = {"kl": KL, "off_policy": OffPolicyConfig}
+    classes = [("loss", loss) for loss in dict.fromkeys([PPO, *BY_NAME.values()])] + list(other_fields.items())
+    found = [f"{field}={kind.__name__}({name}=...)" for field, kind in classes if name in kind.__dataclass_fields__]
+    own = ", ".join(field.name for field in dataclasses.fields(PolicyLossConfig))
+    return f"it in {' or '.join(found)}" if found else f"one of {own}"
+
+
+def _check_loss(loss: PolicyLoss) -> None:
+    expected = "an instance of a frozen dataclass that derives from jaxppo.policy_losses.PolicyLoss, such as PPO()"
+    if not isinstance(loss, PolicyLoss):
+        by_name = f"; policy_losses.by_name({loss!r}) is one" if isinstance(loss, str) else ""
+        raise TypeError(f"loss: got {loss!r}, expected {expected}{by_name}")
+    if not dataclasses.is_dataclass(loss) or not getattr(loss, "__dataclass_params__").frozen:  # noqa: B009
+        raise TypeError(f"loss: got {type(loss).__name__}, expected {expected}")

@@ -1,0 +1,363 @@
+"""Correction for the gap between the policy that sampled and the policy that trains.
+
+A sampler computes its log-probs with other kernels, in another precision, often from older parameters. The ratio
+
+    rho_t = trainer_t / sampler_t = exp(trainer_log_prob_t - rollout_log_prob_t)
+
+weighs tokens (truncated importance sampling, IcePop), or decides which tokens and sequences are left out (rejection,
+veto). Each correction names the two policies that it compares, independently of the loss's ratio.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxppo.base.arrays import Compared, check_choice, check_field, check_flag, is_number, masked, needed
+from jaxppo.base.kl import MAX_LOG_RATIO, k3
+from jaxppo.sharding import Segments, scan_affine, vary
+
+Level = Literal["none", "token", "sequence", "geometric"]
+Outside = Literal["clamp", "zero"]
+OPSMFraction = Literal["loss", "response"]
+Policies = Mapping[str, Array | None]  # the log-probs of "current", "old" and "rollout"
+Statistic = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "token_diff",
+    "run_mean_k1",
+    "run_mean_diff",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_sum_diff",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_mean_diff",
+    "seq_max_k1",
+    "seq_max_k2",
+    "seq_max_k3",
+    "seq_min_k1",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection:
+    """Keeps the tokens, runs of tokens or sequences whose statistic lies within [low, high].
+
+    The statistic compares two policies a / b. With d = log a - log b: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, which
+    is at least 0, and "diff" = a - b, the difference of probabilities. "token" takes each token's own value; "run_mean"
+    the mean over each run of contiguous loss tokens, such as a turn; "seq_sum", "seq_mean", "seq_max" and "seq_min" the
+    sum, mean, largest or smallest value over the loss tokens of a sequence.
+
+    `Rejection("seq_max_k1", high=1e4)` and `Rejection("seq_min_k1", low=0.01)` together reject sequences with a ratio
+    rho outside 1e-4 to 100. Only ROLL ships runs and differences.
+
+    Args:
+      statistic: "token_k1", "seq_sum_k1", "run_mean_diff" and others.
+      low: for k1 a lower bound on b / a = exp(k1); else the smallest value. By default no bound.
+      high: for k1 an upper bound on b / a; for k2 and k3 the largest value, nats; for diff the largest difference.
+      compares: the two policies a / b, "old/rollout", "current/rollout" or "current/old".
+
+    Raises:
+      ValueError: an unknown statistic or pair, bounds out of order, a k1 bound that is no ratio.
+
+    Example:
+      >>> Rejection("seq_mean_k1", 0.97, 1.02).compares
+      'old/rollout'
+
+    Names: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html; extreme ratios:
+    SkyRL, https://github.com/NovaSky-AI/SkyRL; runs and differences: ROLL, https://github.com/alibaba/ROLL
+    """
+
+    statistic: Statistic
+    low: float | None = None
+    high: float = math.inf
+    compares: Compared = "old/rollout"
+
+    def __post_init__(self) -> None:
+        check_choice("statistic", self.statistic, Statistic)
+        check_choice("compares", self.compares, Compared)
+        least = -math.inf if self.statistic.endswith("diff") else 0.0
+        if self.low is None:
+            object.__setattr__(self, "low", least)
+        _check_bounds(self.low, self.high, least)
+
+
+@dataclasses.dataclass(frozen=True)
+class OffPolicyConfig:
+    """The off-policy corrections of a policy loss; by default none.
+
+    Weights multiply the policy loss of a token, and a token that is left out has weight 0. The penalties (KL and
+    entropy) and all denominators still follow the loss mask.
+
+    Args:
+      weights: the importance weight of a token: its own rho ("token"), the product of rho over its sequence
+        ("sequence") or the geometric mean of rho over its sequence ("geometric").
+      low: smallest weight.
+      high: largest weight.
+      outside: weights outside [low, high] are set to the bound, "clamp" (truncated importance sampling), or to 0,
+        "zero" (IcePop).
+      batch_normalize: divide the weights by their mean over the step.
+      rejections: a token must pass all of them.
+      veto: leave out each sequence that has a token with rho below this, a ratio above exp(-20).
+      compares: the two policies of the weights and the veto, rho = a / b; each rejection names its own.
+      opsm_delta: off-policy sequence masking: leave out the tokens with negative advantage of each sequence whose mean
+        of -log rho exceeds this, nats.
+      opsm_compares: the two policies of that rho.
+      opsm_fraction: the metric `opsm_clipfrac` is over the "loss" tokens, or over the whole "response" from its first
+        to its last loss token, as in slime.
+
+    Raises:
+      ValueError: unknown names, bounds out of order, fields that contradict each other.
+
+    Example:
+      >>> sorted(OffPolicyConfig(weights="token", high=2.0, opsm_delta=0.1).policies)
+      ['current', 'old', 'rollout']
+
+    Truncated: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; IcePop: Ling Team 2025,
+    https://arxiv.org/abs/2510.18855; sequence masking: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556
+    """
+
+    weights: Level = "none"
+    low: float = 0.0
+    high: float = 2.0
+    outside: Outside = "clamp"
+    batch_normalize: bool = False
+    rejections: tuple[Rejection, ...] = ()
+    veto: float | None = None
+    compares: Compared = "old/rollout"
+    opsm_delta: float | None = None
+    opsm_compares: Compared = "current/old"
+    opsm_fraction: OPSMFraction = "loss"
+
+    def __post_init__(self) -> None:
+        check_choice("weights", self.weights, Level)
+        check_choice("outside", self.outside, Outside)
+        check_choice("compares", self.compares, Compared)
+        check_choice("opsm_compares", self.opsm_compares, Compared)
+        check_choice("opsm_fraction", self.opsm_fraction, OPSMFraction)
+        _check_bounds(self.low, self.high, 0.0)
+        check_flag("batch_normalize", self.batch_normalize)
+        if isinstance(self.rejections, Rejection) or not isinstance(self.rejections, Iterable):
+            raise TypeError(f"rejections: got {self.rejections!r}, expected a tuple of Rejection")
+        object.__setattr__(self, "rejections", tuple(self.rejections))
+        for rejection in self.rejections:
+            if not isinstance(rejection, Rejection):
+                raise TypeError(f"rejections: got {type(rejection).__name__}, expected Rejection")
+        least = math.exp(-MAX_LOG_RATIO)  # no ratio is below it, since log-ratios are clamped
+        if self.veto is not None and not (is_number(self.veto) and least < self.veto < 1):
+            raise ValueError(f"veto: got {self.veto!r}, expected a ratio above {least:.2g} and below 1")
+        if self.opsm_delta is not None:
+            check_field(self, "opsm_delta", least=0)
+        if self.batch_normalize and (self.weights == "none" or self.compares != "old/rollout"):
+            raise ValueError(
+                f"batch_normalize: got True with weights={self.weights!r}, compares={self.compares!r}, expected "
+                "weights, and compares='old/rollout': their mean over the step must be known before it starts"
+            )
+
+    @property
+    def policies(self) -> frozenset[str]:
+        """The policies that these corrections compare, out of "current", "old" and "rollout"."""
+        pairs = {rejection.compares for rejection in self.rejections}
+        pairs |= {self.compares} if self.weights != "none" or self.veto is not None else set()
+        pairs |= {self.opsm_compares} if self.opsm_delta is not None else set()
+        return frozenset(name for pair in pairs for name in pair.split("/"))
+
+    @property
+    def token_local(self) -> bool:
+        """Whether the correction of a token reads log-probs of that token only."""
+        of_tokens = [self.weights in ("none", "token"), *(r.statistic.startswith("token") for r in self.rejections)]
+        return all(of_tokens) and self.veto is None and self.opsm_delta is None
+
+    @property
+    def of_mean_weight(self) -> OffPolicyConfig | None:
+        """The config with only the fields that the mean weight of a step depends on; None without `batch_normalize`."""
+        if not self.batch_normalize:
+            return None
+        return OffPolicyConfig(self.weights, self.low, self.high, self.outside, batch_normalize=True)
+
+
+def importance_weights(
+    log_ratio: Float[Array, "R T"],
+    mask: Float[Array, "R T"],
+    segments: Segments,
+    config: OffPolicyConfig,
+) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
+    """Per-shard: rho at the level that `config.weights` asks for, before and after its bounds; 1 for level "none".
+
+    The log-ratios are of tokens, 0 where the mask is 0. Neither result is normalised; both are 1 where the mask is 0.
+    """
+    d = log_ratio
+    if config.weights == "none":
+        d = jnp.zeros_like(d)
+    elif config.weights != "token":
+        of_sequence = segments.sum(d) if config.weights == "sequence" else segments.mean(d, _float(mask > 0))
+        d = jnp.where(mask > 0, segments.spread(of_sequence), 0)
+    ratio = jnp.exp(jnp.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    if config.weights == "none":
+        return ratio, ratio
+    if config.outside == "clamp":
+        return ratio, jnp.where(mask > 0, jnp.clip(ratio, config.low, config.high), 1)
+    return ratio, jnp.where((mask > 0) & ((ratio < config.low) | (ratio > config.high)), 0, ratio)
+
+
+def weight_sums(
+    old_log_probs: Float[Array, "R T"],
+    rollout_log_probs: Float[Array, "R T"],
+    mask: Float[Array, "R T"],
+    segments: Segments,
+    config: OffPolicyConfig,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Per-shard: the sum and the number of bounded weights over data and context, for `batch_normalize`.
+
+    The mean over the step is the sum of these sums over its micro-batches, divided by the sum of the counts. "token"
+    weights count once for each token, "sequence" and "geometric" ones once for each sequence with loss tokens. Tokens
+    that either of the two policies finds impossible are not counted, see `PolicyLossConfig.impossible_tokens`.
+    """
+    mask = jnp.where(jnp.isneginf(old_log_probs) | jnp.isneginf(rollout_log_probs), 0, mask)
+    _, weights = importance_weights(_difference(old_log_probs, rollout_log_probs, mask), mask, segments, config)
+    valid, axes = _float(mask > 0), segments.axes
+    if config.weights == "token":
+        sums, names = ((weights * valid).sum(), valid.sum()), axes.tokens
+    else:
+        exists = _float(segments.sum(valid) > 0)
+        sums, names = ((segments.mean(weights, valid) * exists).sum(), exists.sum()), axes.data
+    return axes.psum((vary(sums[0], names), vary(sums[1], names)), names)
+
+
+def correction(
+    policies: Policies,
+    advantages: Float[Array, "R T"],
+    mask: Float[Array, "R T"],
+    segments: Segments,
+    config: OffPolicyConfig,
+    weight_mean: Float[Array, ""] | None = None,
+) -> tuple[Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
+    """Per-shard: the weight of each token's policy loss, 0 for tokens that are left out, and indicators for metrics.
+
+    Denominators of the loss still follow the original mask, so leaving a token out does not increase the weight of the
+    others. The results are detached and finite, whatever masked positions hold.
+
+    Args:
+      policies: `f32[R, T]` log-probs by name: of the "current" policy, of the trainer's "old" one, and as the sampler
+        reported them, "rollout"; None where there are none.
+      advantages: `f32[R, T]`; only their sign is read, for off-policy sequence masking.
+      mask: `f32[R, T]`, the loss mask.
+      segments: the sequences of the rows.
+      config: the corrections.
+      weight_mean: `f32[]`, the mean weight over the step (see `weight_sums`), for `batch_normalize`.
+
+    Returns:
+      (weights, indicators), `f32[R, T]` each; indicators by name, to be averaged over the mask: "tis" (rho before its
+      bounds), "tis_abs" (|rho - 1|), "tis_clipfrac", "rejected_fraction", "veto_fraction", "opsm_clipfrac"; only those
+      in use.
+
+    Raises:
+      ValueError: log-probs that a field of the config needs, or `weight_mean`, are absent.
+    """
+    valid = mask > 0
+    weights = _float(valid)
+    indicators: dict[str, jax.Array] = {}
+    if config.weights != "none":
+        ratio, weights = importance_weights(_log_ratio(policies, config.compares, mask), mask, segments, config)
+        indicators |= {"tis": ratio, "tis_abs": jnp.abs(ratio - 1), "tis_clipfrac": _float(weights != ratio)}
+        weights = jnp.where(valid, weights, 0)
+    if config.batch_normalize:
+        weight_mean = needed("weight_mean", weight_mean, "the Normalizer's for off_policy.batch_normalize")
+        weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # a mean of 0 means that all weights are 0
+    if config.rejections:
+        accepted = valid
+        for rejection in config.rejections:
+            accepted &= _accepted(rejection, policies, mask, segments)
+        weights = jnp.where(accepted, weights, 0)
+        indicators["rejected_fraction"] = _float(valid & ~accepted)
+    if config.veto is not None:
+        worst = -segments.max(-_log_ratio(policies, config.compares, mask), _float(valid))
+        vetoed = valid & (segments.spread(worst) < math.log(config.veto))
+        weights = jnp.where(vetoed, 0, weights)
+        indicators["veto_fraction"] = _float(vetoed)
+    if config.opsm_delta is not None:
+        drift = segments.mean(-_log_ratio(policies, config.opsm_compares, mask), mask)
+        off = valid & (advantages < 0) & (segments.spread(drift) > config.opsm_delta)
+        weights = jnp.where(off, 0, weights)
+        indicators["opsm_clipfrac"] = _float(off)
+    return lax.stop_gradient((weights, indicators))
+
+
+def _accepted(rejection: Rejection, policies: Policies, mask: jax.Array, segments: Segments) -> jax.Array:
+    """bool[R, T], the tokens that pass the rejection; anything where the mask is 0."""
+    d, valid = _log_ratio(policies, rejection.compares, mask), _float(mask > 0)
+    level, _, kind = rejection.statistic.rpartition("_")
+    match kind:
+        case "k1":
+            value = -d
+        case "k2":
+            value = d * d / 2
+        case "k3":
+            value = k3(d)
+        case _:
+            a, b = (jnp.exp(x) for x in _pair(policies, rejection.compares, mask))
+            value = a - b
+    match level:
+        case "run_mean":
+            value = _mean_over_runs(value, valid, segments)
+        case "seq_sum":
+            value = segments.spread(segments.sum(value * valid))
+        case "seq_mean":
+            value = segments.spread(segments.mean(value, valid))
+        case "seq_max":
+            value = segments.spread(segments.max(value, valid))
+        case "seq_min":
+            value = segments.spread(-segments.max(-value, valid))
+    low, high = (_log(b) if kind == "k1" else b for b in (needed("low", rejection.low, "a number"), rejection.high))
+    return (value >= low) & (value <= high)
+
+
+def _mean_over_runs(x: jax.Array, valid: jax.Array, segments: Segments) -> jax.Array:
+    """At each loss token, the mean over its run of contiguous loss tokens."""
+    ids, slots = segments.segment_ids, segments.num_segments
+    scan = partial(scan_affine, valid, parallel=segments.axes, segment_ids=ids, num_segments=slots)
+    total, count = (scan(y) + scan(y, reverse=False) - y for y in (x * valid, valid))
+    return total / jnp.maximum(count, 1)
+
+
+def _pair(policies: Policies, compares: Compared, mask: jax.Array) -> list[jax.Array]:
+    """The log-probs of the two policies, constants, 0 where the mask is 0."""
+    expected = f"f32[R, T] for a correction by {compares!r}"
+    given = [needed(f"{name}_log_probs", policies[name], expected) for name in compares.split("/")]
+    return [lax.stop_gradient(masked(x, mask)) for x in given]
+
+
+def _log_ratio(policies: Policies, compares: Compared, mask: jax.Array) -> jax.Array:
+    a, b = _pair(policies, compares, mask)
+    return a - b
+
+
+def _difference(log_probs: jax.Array, base: jax.Array, mask: jax.Array) -> jax.Array:
+    return lax.stop_gradient(masked(log_probs, mask) - masked(base, mask))
+
+
+def _float(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _log(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf
+
+
+def _check_bounds(low: Any, high: Any, least: float) -> None:
+    numbers = all(isinstance(x, (int, float, np.number)) and not isinstance(x, bool) for x in (low, high))
+    if not numbers or not least <= low < high:
+        raise ValueError(f"low, high: got {low!r}, {high!r}, expected {'low' if least else '0 <= low'} < high")

@@ -1,0 +1,101 @@
+"""Shared code of the readers of other systems' configurations: their result, and errors that name the key.
+
+They return the fields of a `PolicyLossConfig` rather than an instance, since that class calls them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from jaxppo.base.arrays import is_number
+
+
+class Reading(NamedTuple):
+    """The result of a reader: the fields of a `PolicyLossConfig`, and the other fields of a `Translation`."""
+
+    policy: dict[str, Any]
+    head: dict[str, Any]
+    batching: dict[str, int]
+    elsewhere: dict[str, str]
+
+
+def by_name(reasons: Mapping[str, str], section: str = "") -> dict[str, str]:
+    """Turns {reason: "name name"} into {name: reason}, with the section before each name."""
+    return {section + name: reason for reason, names in reasons.items() for name in names.split()}
+
+
+def about(key: str, elsewhere: Mapping[str, str]) -> str | None:
+    """The remark on a key. A name that ends in "." stands for a section, one that ends in "_" for a prefix."""
+    begin = [name for name in elsewhere if name[-1] in "._" and f"{key}.".startswith(name)]
+    return elsewhere.get(key) or (elsewhere[max(begin, key=len)] if begin else None)
+
+
+class Options:
+    """The values of a configuration by key, with the other system's defaults for missing keys.
+
+    Args:
+      given: the configuration.
+      defaults: the keys that are translated, with their defaults.
+      elsewhere: remarks on the system's other keys.
+      system: the name of the system, for the error.
+      others: the remark on keys that the system does not have; None makes them an error.
+
+    Raises:
+      ValueError: lists the keys that the system does not have.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        elsewhere: Mapping[str, str],
+        system: str,
+        others: str | None = None,
+    ) -> None:
+        self.given, self.defaults = given, defaults
+        reasons = {key: elsewhere.get(key) if key in defaults else about(key, elsewhere) or others for key in given}
+        unknown = [key for key, reason in reasons.items() if reason is None and key not in defaults]
+        if unknown:
+            like = {key: difflib.get_close_matches(key, defaults, 1) for key in unknown}
+            shown = [f"{key} (did you mean {like[key][0]}?)" if like[key] else key for key in unknown]
+            raise ValueError(f"config: got unknown keys {', '.join(shown)}, expected those of {system}")
+        self.elsewhere = {key: reason for key, reason in reasons.items() if reason is not None}
+
+    def __getitem__(self, key: str) -> Any:
+        return self.given[key] if key in self.given else self.defaults[key]
+
+    def refuse(self, key: str, expected: str) -> NoReturn:
+        raise ValueError(f"{key}: got {self[key]!r}, expected {expected}")
+
+    def number(self, key: str, above: float = -math.inf) -> float:
+        """A finite number, or a string that spells one, as YAML reads 1e-3."""
+        value = self[key]
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = float(value)
+        if not is_number(value) or value <= above:
+            self.refuse(key, "a finite number" if math.isinf(above) else f"a number above {above}")
+        return float(value)
+
+    def count(self, key: str) -> int | None:
+        """A whole number, or None."""
+        if self[key] is None:
+            return None
+        value = self.number(key)
+        if value < 1 or value != int(value):
+            self.refuse(key, "a whole number above 0, or None")
+        return int(value)
+
+    def flag(self, key: str) -> bool:
+        if not isinstance(self[key], bool):
+            self.refuse(key, "True or False")
+        return bool(self[key])
+
+    def choice(self, key: str, choices: Collection[str], why: str = "") -> str:
+        if not isinstance(self[key], str) or self[key] not in choices:
+            self.refuse(key, f"one of {', '.join(choices)}{why and '; '}{why}")
+        return str(self[key])

@@ -1,0 +1,124 @@
+"""The arguments of slime: those that are translated, with slime's defaults, and remarks on the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxppo.policy.options import by_name
+
+VERSION = "624b824a"
+
+# The arguments that are translated, or whose value is checked, with slime's defaults.
+DEFAULTS: dict[str, Any] = {
+    "advantage_estimator": "grpo",
+    "calculate_per_token_loss": False,
+    "custom_pg_loss_reducer_function_path": None,
+    "custom_tis_function_path": None,
+    "entropy_coef": 0.0,
+    "eps_clip": 0.2,
+    "eps_clip_c": None,
+    "eps_clip_high": None,
+    "get_mismatch_metrics": False,
+    "kl_loss_coef": 0.0,
+    "kl_loss_type": "k1",
+    "loss_type": "policy_loss",
+    "max_tokens_per_gpu": None,
+    "micro_batch_size": 1,
+    "opsm_delta": 1e-4,
+    "rollout_max_context_len": None,
+    "rollout_max_prompt_len": None,
+    "rollout_max_response_len": None,
+    "rollout_temperature": 1.0,
+    "tis_clip": 2.0,
+    "tis_clip_low": 0,
+    "use_dynamic_batch_size": False,
+    "use_kl_loss": False,
+    "use_opsm": False,
+    "use_rollout_logprobs": False,
+    "use_tis": False,
+    "use_unbiased_kl": False,
+}
+# What slime's train_infer_mismatch_helper also reads, from the file of --custom-config-path; it has no defaults.
+MISMATCH_HELPER = {
+    **dict.fromkeys(("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize")),
+    **dict.fromkeys(("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")),
+}
+# Remarks on the other arguments. A name that ends in "_" stands for all names with that prefix.
+ELSEWHERE = by_name(
+    {
+        "gamma= of jaxppo.advantages": "gamma",
+        "lam= of advantages.gae": "lambd",
+        "kl_coef= of advantages.token_rewards": "kl_coef",
+        "advantages.dr_grpo where it is False": "grpo_std_normalization",
+        "advantages.whiten": "normalize_advantages",
+        "advantages.on_policy_distillation": "use_opd opd_type opd_kl_coef opd_teacher_load opd_teacher_ckpt_step",
+        "jaxppo.advantages": "compute_advantages_and_returns custom_advantage_function_path rewards_normalization",
+        "Value(clip=, factor=1.0)": "value_clip",
+        "loss_type='custom_loss', refused": "custom_loss_function_path",
+        "its keys, given beside the others": "custom_config_path",
+        "the loss mask of the samples": "loss_mask_type mask_offpolicy_in_partial_rollout",
+        "nucleus_ids= of the head, where the sampler's nucleus is replayed": "rollout_top_p rollout_top_k",
+        "vocab_size= of the head": "padded_vocab_size",
+        "mtp_loss": "enable_mtp_training mtp_loss_scaling_factor mtp_num_layers",
+        "context_layout= of the mesh": "allgather_cp",
+        "memory, which the head sees to": "log_probs_chunk_size recompute_loss_function",
+        "forward passes: compute_log_probs": """
+            log_probs_max_tokens_per_gpu keep_old_actor ref_ckpt_step ref_load ref_update_interval use_rollout_entropy
+        """,
+        "rows are always balanced by the tokens that carry loss": "balance_by_flops balance_data",
+        "row_length=, a multiple of what the context layout needs": "data_pad_size_multiplier",
+        "the samples of one step": "global_batch_size n_samples_per_prompt num_steps_per_rollout rollout_batch_size",
+        "the optimizer": """
+            clip_grad freeze_params_name_list lr only_train_params_name_list reset_optimizer_states use_stateless_adam
+        """,
+        "the model": """
+            custom_megatron_before_log_prob_hook_path custom_megatron_before_train_step_hook_path
+            custom_megatron_init_path custom_model_provider_path freeze_indexer hf_checkpoint load megatron_config_path
+            megatron_deepgemm_forward_layers megatron_deepgemm_forward_modules megatron_deepgemm_moe_forward_layers
+            megatron_deepgemm_moe_forward_modules model_name qwen_gdn_backend use_rollout_routing_replay
+            use_routing_replay
+        """,
+        "the data set": """
+            apply_chat_template apply_chat_template_kwargs data_source_path input_key label_key metadata_key
+            multimodal_keys num_epoch prompt_data rollout_global_dataset rollout_seed rollout_shuffle start_rollout_id
+            tool_key
+        """,
+        "rewards": """
+            custom_convert_samples_to_train_data_path custom_reward_post_process_path custom_rm_path eval_reward_key
+            group_rm reward_key rm_type rm_url
+        """,
+        "evaluation": """
+            custom_eval_rollout_log_function_path eval_config eval_function_path eval_input_key eval_interval
+            eval_label_key eval_max_context_len eval_max_prompt_len eval_max_response_len eval_min_new_tokens
+            eval_prompt_data eval_temperature eval_tool_key eval_top_k eval_top_p n_samples_per_eval_prompt
+            skip_eval_before_train
+        """,
+        "workers": """
+            actor_num_gpus_per_node actor_num_nodes colocate distributed_backend distributed_timeout_minutes
+            num_gpus_per_node offload offload_rollout offload_train release_train rollout_num_gpus
+            rollout_num_gpus_per_engine train_backend train_env_vars
+        """,
+        "the training loop": """
+            async_save ci_disable_kl_checker ci_load_grad_norm ci_save_grad_norm ci_test
+            ci_train_rollout_logprob_abs_diff_threshold debug_rollout_only debug_train_only dump_details
+            load_debug_rollout_data load_debug_rollout_data_subsample load_forge_rollout_data log_correct_samples
+            log_multi_turn log_passrate log_reward_category memory_recorder memory_snapshot_dir
+            memory_snapshot_num_steps no_save_optim num_critic_only_steps num_rollout profile_target
+            record_memory_history save save_debug_rollout_data save_debug_train_data save_hf save_interval seed
+            tb_experiment_name tb_project_name use_tensorboard use_wandb wandb_always_use_train_step wandb_dir
+            wandb_group wandb_host wandb_key wandb_mode wandb_project wandb_random_suffix wandb_run_id wandb_team
+        """,
+        "the rollout engine": """
+            sglang_ router_ buffer_filter_path check_weight_update_equal custom_generate_function_path
+            custom_rollout_log_function_path custom_update_weight_post_write_path dynamic_sampling_filter_path
+            fetch_trajectory_retry_times http_proxy min_batch_collection_ratio over_sampling_batch_size partial_rollout
+            rollout_all_samples_process_path rollout_buffer_url rollout_data_postprocess_path rollout_data_transport
+            rollout_external_engine_addrs rollout_function_path rollout_health_check_first_wait
+            rollout_health_check_interval rollout_health_check_timeout rollout_sample_filter_path
+            rollout_sample_hook_path rollout_skip_special_tokens rollout_stop rollout_stop_token_ids rollout_task_type
+            update_weight_buffer_size update_weight_delta_checksum update_weight_delta_encoding update_weight_disk_dir
+            update_weight_disk_keep_files update_weight_local_checkpoint_dir update_weight_mode update_weight_transport
+            update_weights_interval use_distributed_post use_fault_tolerance
+        """,
+    }
+)

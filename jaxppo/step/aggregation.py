@@ -1,0 +1,361 @@
+"""The published denominators of losses, each taken over the whole step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol, overload, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from jaxppo.base.arrays import Aggregation, check_choice, masked, needed, spec_of
+from jaxppo.base.by_id import ById
+from jaxppo.base.pytree import register
+from jaxppo.base.stacked import as_rows, check_whole_step, part_of_a_step
+from jaxppo.batch.reads import at_most_zero
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import check_arrays, checked
+from jaxppo.policy.config import PolicyLossConfig
+from jaxppo.policy.off_policy import OffPolicyConfig, weight_sums
+from jaxppo.policy_losses import PolicyLoss
+from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
+
+
+@runtime_checkable
+class _Aggregated(Protocol):
+    """A loss with denominators."""
+
+    @property
+    def aggregation(self) -> Aggregation: ...
+
+    @property
+    def off_policy(self) -> OffPolicyConfig | None: ...
+
+
+@runtime_checkable
+class _OfPart(Protocol):
+    """A part of a sum of losses."""
+
+    @property
+    def loss(self) -> Any: ...
+
+    def of(self, batch: RolloutBatch) -> RolloutBatch: ...
+
+
+@runtime_checkable
+class _OfDepths(Protocol):
+    """A loss of several depths of a model, each with a mask of its own."""
+
+    @property
+    def aggregation(self) -> Aggregation: ...
+
+    def depth_batches(
+        self, micro_batches: RolloutBatch, parallel: ParallelMesh | ShardAxes | None
+    ) -> list[RolloutBatch]: ...
+
+
+@register(static=["aggregation", "off_policy", "micro_batches", "weighted"])
+@dataclasses.dataclass(frozen=True)
+class Normalizer:
+    """The denominators of a whole optimiser step, so that its micro-batches add up to exactly the full batch.
+
+    For stacked micro-batches `[K, R, T]` every array has a leading K too, so that `lax.scan` over (batch, normalizer)
+    gives each micro-batch its own part. A normalizer holds the options that it was made with, and a loss with other
+    options refuses it.
+
+    Args:
+      tokens: `f32[]`, the sum of the loss mask. If the batch has `weighted_denominators`, this and `denominators` are
+        sums of the mask times `loss_weights`.
+      sequences: `f32[]`, the number of sequences ("rollout_mean": rollouts) with a loss token.
+      denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
+      counts: `f32[R, S]`, the loss tokens of each sequence, which must be those of the batch that it is used with.
+      aggregation: the aggregation that the denominators are for; static, like all fields below except `weight_mean`.
+      weight_mean: `f32[]`, the mean importance weight, for `OffPolicyConfig(batch_normalize=True)`; else None.
+      off_policy: the part of an `OffPolicyConfig` that the mean weight depends on; else None.
+      micro_batches: K, if the normalizer was made from stacked micro-batches; else None.
+      weighted: the batch's `weighted_denominators`.
+
+    Example:
+      >>> ids, one = jnp.array([[1, 1, 2, 0]]), jnp.array([[0, 1]])
+      >>> batch = RolloutBatch(ids, ids, ids, ids, jnp.array([[1.0, 1.0, 1.0, 0.0]]), one)
+      >>> normalizer = Normalizer.of(PPO(), batch)
+      >>> float(normalizer.tokens), float(normalizer.sequences), normalizer.denominators.tolist()
+      (3.0, 2.0, [[2.0, 1.0]])
+    """
+
+    tokens: Float[Array, ""]
+    sequences: Float[Array, ""]
+    denominators: Float[Array, "R S"]
+    counts: Float[Array, "R S"]
+    aggregation: Aggregation
+    weight_mean: Float[Array, ""] | None = None
+    off_policy: OffPolicyConfig | None = None
+    micro_batches: int | None = None
+    weighted: bool = False
+
+    @overload
+    @classmethod
+    def of(
+        cls, loss: Mapping[str, Any], micro_batches: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None
+    ) -> dict[str, Normalizer]: ...
+
+    @overload
+    @classmethod
+    def of(
+        cls, loss: _OfDepths, micro_batches: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None
+    ) -> list[Normalizer]: ...
+
+    @overload
+    @classmethod
+    def of(
+        cls,
+        loss: PolicyLoss | _Aggregated | _OfPart,
+        micro_batches: RolloutBatch,
+        *,
+        parallel: ParallelMesh | ShardAxes | None = None,
+    ) -> Normalizer: ...
+
+    @classmethod
+    def of(cls, loss: Any, micro_batches: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None) -> Any:
+        """The denominators of a step for a loss.
+
+        Args:
+          loss: as `loss_from_hidden` takes it, or an `MTP` or a `Draft` with their number of depths.
+          micro_batches: a batch, or the step's micro-batches stacked: `[K, R, T]`.
+          parallel: the mesh.
+
+        Returns:
+          A `Normalizer` for the batch, or one for each micro-batch, stacked: slices of it go with slices of them. For a
+          sum of parts, one for each part by name, with its own mask and weights; of several depths, a list with one for
+          each.
+
+        Raises:
+          TypeError: something else in place of a loss.
+          ValueError: extras that a part names, or log-probs that a correction needs, and the batch lacks; rows in
+            another context layout than the mesh's, or none; one micro-batch alone.
+
+        Example:
+          >>> from jaxppo.losses import SFT, Part
+          >>> sample = Sample([1, 2, 3], response_start=1, extras={"written": [0, 1]})
+          >>> batch = RolloutBatch.from_samples([sample], row_length=3)
+          >>> parts = {"all": PPO(), "imitation": Part(SFT(), mask="written")}
+          >>> {name: float(x.tokens) for name, x in Normalizer.of(parts, batch).items()}
+          {'all': 2.0, 'imitation': 1.0}
+        """
+        if isinstance(loss, Mapping):
+            return {name: cls.of(part, micro_batches, parallel=parallel) for name, part in loss.items()}
+        if isinstance(loss, _OfPart):
+            check_arrays(micro_batches, stacked=True, prefix="micro_batches.")
+            return cls.of(loss.loss, loss.of(micro_batches), parallel=parallel)
+        if isinstance(loss, _OfDepths):
+            batches = loss.depth_batches(checked(micro_batches, stacked=True, prefix="micro_batches."), parallel)
+            return [cls._of(loss.aggregation, None, batch, parallel) for batch in batches]
+        loss = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
+        if not isinstance(loss, _Aggregated):
+            raise TypeError(f"loss: got {type(loss).__name__}, expected a loss as loss_from_hidden takes it")
+        return cls._of(loss.aggregation, loss.off_policy, micro_batches, parallel)
+
+    @classmethod
+    def _of(
+        cls,
+        aggregation: Aggregation,
+        off_policy: OffPolicyConfig | None,
+        micro_batches: RolloutBatch,
+        parallel: ParallelMesh | ShardAxes | None,
+    ) -> Normalizer:
+        check_choice("aggregation", aggregation, Aggregation)
+        micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
+        check_whole_step("Normalizer.of", micro_batches)
+        micro_batches.check_layout(parallel)
+        of_weights = None if off_policy is None else off_policy.of_mean_weight
+        count = micro_batches.loss_mask.shape[0] if micro_batches.loss_mask.ndim == 3 else None
+        static = (aggregation, of_weights, count)
+        weighted = micro_batches.weighted_denominators
+
+        def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
+            of = micro_batches.specs(parallel)
+            return [of], _specs(of.sample_ids, *static, weighted)
+
+        args = {"micro_batches": micro_batches}
+        found: Normalizer = shard_call("Normalizer.of", _of_step, parallel, args, specs, static)
+        return found
+
+    def specs(self, parallel: ParallelMesh) -> Normalizer:
+        """The PartitionSpec of each array: rows over data."""
+        rows = spec_of(parallel.rows_spec, self.counts)
+        return _specs(rows, self.aggregation, self.off_policy, self.micro_batches, self.weighted)
+
+    def check_step(self, batch: RolloutBatch) -> None:
+        """Raises where shapes show that the batch is neither this normalizer's step nor a part of it."""
+        stacked = batch.loss_mask.shape[0] if batch.loss_mask.ndim == 3 else None
+        count = stacked or part_of_a_step.value or batch.micro_batches
+        if count is not None and count != (self.micro_batches or 1):
+            raise ValueError(
+                f"normalizer: got one of a step of {self.micro_batches or 1} micro-batches, expected {count}: "
+                "Normalizer.of(loss, micro_batches) of the stacked micro-batches, sliced like them"
+            )
+        slots = batch.sample_ids.shape
+        one = slots[:-2]
+        expected = {"tokens": one, "sequences": one, "weight_mean": one, "denominators": slots, "counts": slots}
+        for name, shape in expected.items():
+            got = jnp.shape(x) if (x := getattr(self, name)) is not None else shape
+            if got != shape:
+                raise ValueError(
+                    f"normalizer: got {name} of shape {got}, expected {shape}, that of the batch: give each "
+                    "micro-batch its part of each field, as lax.scan and accumulate_gradients do"
+                )
+
+
+def _specs(
+    rows: Any, aggregation: Aggregation, off_policy: OffPolicyConfig | None, micro_batches: int | None, weighted: bool
+) -> Normalizer:
+    one: Any = P()
+    return Normalizer(one, one, rows, rows, aggregation, one, off_policy, micro_batches, weighted)
+
+
+def _of_step(
+    axes: ShardAxes, static: tuple[Aggregation, OffPolicyConfig | None, int | None], micro_batches: RolloutBatch
+) -> Normalizer:
+    aggregation, off_policy, count = static
+    batch = as_rows(micro_batches)
+    found = normalize(batch, batch.segments(axes), aggregation, off_policy)
+    if count is None:
+        return found
+    shape = micro_batches.sample_ids.shape
+    each = jax.tree.map(lambda x: x.reshape(shape) if x.ndim else jnp.broadcast_to(x, shape[:1]), found)
+    return dataclasses.replace(each, micro_batches=count)
+
+
+def normalize(
+    batch: RolloutBatch, segments: Segments, aggregation: Aggregation, off_policy: OffPolicyConfig | None = None
+) -> Normalizer:
+    """Per-shard: the `Normalizer` of rows that are a whole step."""
+    mask = lax.stop_gradient(batch.loss_mask.astype(jnp.float32))
+    if aggregation != "token_sum":
+        segments.axes.check_complete(f"the denominator of aggregation={aggregation!r}", mask)
+    counts = weights = segments.sum(mask)
+    if batch.weighted_denominators:
+        given = needed("batch.loss_weights", batch.loss_weights, "f32[R, T] with weighted_denominators=True")
+        weights = segments.sum(lax.stop_gradient(masked(given, mask)) * mask)
+    tokens = segments.axes.psum(vary(weights.sum(), segments.axes.data), segments.axes.data)
+    sequences, denominators = _rollouts(batch, segments, weights) if aggregation == "rollout_mean" else (None, weights)
+    if sequences is None:
+        present = vary((weights > 0).sum(dtype=jnp.float32), segments.axes.data)
+        sequences = segments.axes.psum(present, segments.axes.data)
+    weight_mean = None
+    off_policy = None if off_policy is None else off_policy.of_mean_weight
+    if off_policy is not None:
+        old = needed("batch.old_log_probs", batch.old_log_probs, "f32[R, T] for batch_normalize")
+        rollout = needed("batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] for batch_normalize")
+        total, count = weight_sums(old, at_most_zero(rollout), mask, segments, off_policy)
+        weight_mean = total / jnp.maximum(count, 1)
+    weighted = batch.weighted_denominators
+    return Normalizer(tokens, sequences, denominators, counts, aggregation, weight_mean, off_policy, None, weighted)
+
+
+def _rollouts(
+    batch: RolloutBatch, segments: Segments, counts: Float[Array, "R S"]
+) -> tuple[Float[Array, ""], Float[Array, "R S"]]:
+    """How many rollouts have a loss token, and the loss tokens of each sequence's rollout."""
+    rollouts = ById.of(segments.axes, batch.rollouts)
+    totals = rollouts.sum(rollouts.gather(counts))
+    return (totals > 0).sum(dtype=jnp.float32), jnp.where(rollouts.there, totals[rollouts.own], 0)
+
+
+def step_normalizer(
+    batch: RolloutBatch,
+    segments: Segments,
+    normalizer: Normalizer | None,
+    aggregation: Aggregation,
+    off_policy: OffPolicyConfig | None = None,
+) -> Normalizer:
+    """Per-shard: the given normalizer, checked. Without one, the batch's own: the batch is then a whole step.
+
+    Raises:
+      ValueError: no normalizer for a batch that is one of a step's micro-batches, one of another aggregation or
+        correction or of another number of micro-batches, or one whose arrays still have the leading K.
+    """
+    if normalizer is None:
+        _check_denominators(batch, aggregation)
+        found = normalize(batch, segments, aggregation, off_policy)
+        return dataclasses.replace(found, micro_batches=part_of_a_step.value or batch.micro_batches)
+    if normalizer.aggregation != aggregation:
+        raise ValueError(f"normalizer: got one of aggregation {normalizer.aggregation!r}, expected {aggregation!r}")
+    if normalizer.weighted != batch.weighted_denominators:
+        got, expected = normalizer.weighted, batch.weighted_denominators
+        raise ValueError(f"normalizer: got one of weighted_denominators={got}, expected the batch's, {expected}")
+    weights = None if off_policy is None else off_policy.of_mean_weight
+    if weights is not None and normalizer.off_policy != weights:
+        raise ValueError(f"normalizer: got one of off_policy={normalizer.off_policy}, expected {weights}")
+    normalizer.check_step(batch)
+    return normalizer
+
+
+def _check_denominators(batch: RolloutBatch, aggregation: Aggregation) -> None:
+    """Raises where the batch is known to be a part of a step: its own denominators would be wrong."""
+    if aggregation == "token_sum":
+        return
+    expected = (
+        f"expected the step's, for aggregation={aggregation!r}: Normalizer.of(loss, micro_batches), sliced "
+        "like micro_batches"
+    )
+    if part_of_a_step.value:
+        raise ValueError(f"normalizer: got None inside accumulate_gradients, {expected}")
+    if batch.micro_batches is not None and batch.micro_batches > 1:
+        raise ValueError(
+            f"normalizer: got None for one of {batch.micro_batches} micro-batches, {expected}; a batch that is a step "
+            "of its own has micro_batches=None"
+        )
+
+
+def token_weights(
+    loss_mask: Float[Array, "R T"], segments: Segments, normalizer: Normalizer, norm: float | None = None
+) -> Float[Array, "R T"]:
+    """The weight of each token's loss: loss = sum over all tokens of weight * token loss.
+
+    Let m be the loss mask, N its sum, n_s its sum over a sequence, and B the number of sequences with n_s > 0. If the
+    batch has `weighted_denominators`, N and n_s are sums of m times its `loss_weights`.
+
+        token_mean                     m / N
+        token_sum                      m
+        sequence_mean_token_sum        m / B
+        sequence_mean_token_mean       m / (n_s B)
+        sequence_mean_token_sum_norm   m / (norm B)
+        rollout_mean                   m / (n_r B_r), n_r over all samples of a rollout, B_r rollouts
+
+    Args:
+      loss_mask: `f32[R, T]`.
+      segments: the sequences of the rows.
+      normalizer: the aggregation, and N, B, n of the whole step.
+      norm: a constant length, for sequence_mean_token_sum_norm.
+
+    Returns:
+      `f32[R, T]`, 0 where the mask is 0; all 0 where the step has no loss token.
+    """
+    mask = lax.stop_gradient(loss_mask.astype(jnp.float32))
+    match normalizer.aggregation:
+        case "token_sum":
+            return mask
+        case "token_mean":
+            return mask / _or_one(normalizer.tokens)
+        case "sequence_mean_token_sum":
+            return mask / _or_one(normalizer.sequences)
+        case "sequence_mean_token_sum_norm":
+            return mask / (_or_one(normalizer.sequences) * needed("aggregation_norm", norm, "a number above 0"))
+    return mask * segments.spread(1 / (_or_one(normalizer.denominators) * _or_one(normalizer.sequences)))
+
+
+def _or_one(count: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Replaces a denominator of 0 by 1: the mean over nothing is 0."""
+    return jnp.where(count == 0, 1, count)
+
+
+def weighted_sum(
+    axes: ShardAxes, losses: Float[Array, "R T"], weights: Float[Array, "R T"], loss_mask: Float[Array, "R T"]
+) -> Float[Array, ""]:
+    """Per-shard: the sum of weight * loss over all data and context shards; masked losses may be NaN."""
+    return axes.psum(vary((jnp.where(loss_mask > 0, losses, 0) * weights).sum(), axes.tokens), axes.tokens)

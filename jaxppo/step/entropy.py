@@ -1,0 +1,269 @@
+"""The entropy of a step: an adaptive coefficient of its bonus, and metrics of its distribution."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from jaxppo.base.arrays import check, check_array, check_number, masked, sound
+from jaxppo.base.metrics import Composite, Metric, Metrics, Terms, reduce_metrics
+from jaxppo.base.pytree import register
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
+from jaxppo.head.checks import check_stats
+from jaxppo.head.types import TokenStats
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
+
+__all__ = ["AdaptiveEntropy", "EntropyState", "entropy_metrics", "renormalised_entropy"]
+
+
+@register()
+class EntropyState(NamedTuple):
+    """The state of `AdaptiveEntropy` between steps: a pytree of two `f32[]`."""
+
+    coef: Float[Array, ""]
+    """The coefficient, whether or not the next step uses it."""
+    entropy: Float[Array, ""]
+    """The mean entropy of the last step, nats; -inf before the first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveEntropy:
+    """Raises the coefficient c of the entropy bonus while the entropy H is low; no bonus while H is above the target.
+
+        after a step:      c <- clip(c + step where H <= target, else c - step, 0, most)
+        in the next step:  the bonus has the coefficient c where H <= target, else 0
+
+    Args:
+      target: the entropy to keep, nats.
+      step: how far the coefficient moves in one step of the optimiser.
+      most: the largest coefficient.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Example:
+      >>> adaptive = AdaptiveEntropy(target=0.2)
+      >>> state = adaptive.update(adaptive.init(), 0.1)
+      >>> round(float(adaptive.coef(state)), 4), float(adaptive.coef(adaptive.update(state, 0.3)))
+      (0.005, 0.0)
+
+    He et al. 2025, Skywork open reasoner 1, https://arxiv.org/abs/2505.22312
+    """
+
+    target: float = 0.2
+    step: float = 0.005
+    most: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("target", self.target, least=0)
+        check_number("step", self.step, least=0)
+        check_number("most", self.most, least=0)
+
+    def init(self, coef: float = 0.0) -> EntropyState:
+        """The state before the first step, which has the bonus `coef`.
+
+        Args:
+          coef: the first coefficient, 0 to `most`.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: a coefficient out of its range.
+
+        Example:
+          >>> float(AdaptiveEntropy().init(0.25).coef)
+          0.25
+        """
+        check_number("coef", coef, least=0, most=self.most)
+        return EntropyState(jnp.float32(coef), jnp.float32(-jnp.inf))
+
+    def coef(self, state: EntropyState) -> Float[Array, ""]:
+        """The coefficient of the coming step, for `PolicyLossConfig(entropy_coef=)` inside `jit`.
+
+        Args:
+          state: after the last step.
+
+        Returns:
+          `f32[]`, 0 where the last step's entropy was above the target.
+
+        Example:
+          >>> float(AdaptiveEntropy().coef(AdaptiveEntropy().init(0.25)))
+          0.25
+        """
+        _check_state(state)
+        return jnp.where(state.entropy > self.target, 0 * state.coef, state.coef)
+
+    def update(self, state: EntropyState, entropy: Float[Array, ""] | float) -> EntropyState:
+        """The state after a step.
+
+        Args:
+          state: before the step.
+          entropy: the mean over the loss tokens of the whole step, nats: its metric `entropy`.
+
+        Returns:
+          The state. Where the entropy is NaN, the state is NaN, and so is the next loss.
+
+        Raises:
+          ValueError: an entropy that is not an array and not a finite number.
+
+        Example:
+          >>> float(AdaptiveEntropy(step=0.5).update(AdaptiveEntropy().init(), jnp.float32(0.0)).coef)
+          0.5
+        """
+        _check_state(state)
+        if not isinstance(entropy, (np.ndarray, np.floating)) or np.ndim(entropy):  # NaN may come from a metric
+            check_number("entropy", entropy)
+        moved = jnp.where(entropy > self.target, -self.step, self.step) + jnp.where(jnp.isnan(entropy), jnp.nan, 0)
+        return EntropyState(jnp.clip(state.coef + moved, 0, self.most).astype(jnp.float32), jnp.float32(entropy))
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, EntropyState):
+        raise TypeError(f"state: got {type(state).__name__}, expected EntropyState, of AdaptiveEntropy.init")
+
+
+_HIGHEST, _BINS = 13.0, 512  # in nats, above the logarithm of any vocabulary; bins are narrower at low entropies
+
+
+def entropy_metrics(
+    stats: TokenStats,
+    batch: RolloutBatch,
+    *,
+    quantiles: Sequence[float] = (0.5, 0.8, 0.95),
+    starts: Sequence[int] = (0, 64, 512, 4096),
+    parallel: ParallelMesh | ShardAxes | None = None,
+) -> Metrics:
+    """The entropy of the loss tokens: its quantiles, and its mean by the place in the response.
+
+    Quantiles are read from a histogram, which adds up over micro-batches and hosts, by linear interpolation within its
+    bins. A quantile H is off by at most 0.015 sqrt(H). A token's place is its distance from the first loss token of its
+    sequence. Losses do not compute these metrics, since the histogram is a scatter of every token.
+
+    Args:
+      stats: statistics with entropies, `f32[R, T]`.
+      batch: `[R, T]`; only its sequences and its loss mask are read.
+      quantiles: numbers in [0, 1]; training on the top 20% keeps the tokens above the quantile 0.8.
+      starts: the first place of each range of places, from 0, in increasing order.
+      parallel: the mesh; rows sharded over data, positions over context.
+
+    Returns:
+      The metrics `entropy_p50` and so on, 0 where there is no token, and `entropy_from_0`, `entropy_from_64` and so on,
+      the mean up to the next start.
+
+    Raises:
+      TypeError: `stats` is not a `TokenStats`.
+      ValueError: stats without entropies or of another shape, quantiles or starts out of order or range.
+
+    Example:
+      >>> from jaxppo.step.entropy import entropy_metrics
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3, 4], response_start=1)], row_length=4)
+      >>> stats = TokenStats(-jnp.ones((1, 4)), jnp.array([[2.0, 1.0, 0.0, 9.0]]))
+      >>> found = finalize_metrics(entropy_metrics(stats, batch, quantiles=(0.5,), starts=(0, 2)))
+      >>> {name: round(float(x), 2) for name, x in found.items()}
+      {'entropy_from_0': 1.5, 'entropy_from_2': 0.0, 'entropy_p50': 1.01}
+
+    Why the tail matters: Wang et al. 2025, https://arxiv.org/abs/2506.01939
+    """
+    batch = checked(batch)
+    check_stats(stats, batch.loss_mask.shape, "entropy", how="log_probs_from_hidden(..., entropy='metric')")
+    for name, given in (("quantiles", quantiles), ("starts", starts)):
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise TypeError(f"{name}: got {type(given).__name__}, expected a tuple or list of numbers")
+    for q in quantiles:
+        check_number("quantiles", q, least=0, most=1)
+    in_order = list(starts)[:1] == [0] and all(a < b for a, b in zip(starts, list(starts)[1:], strict=False))
+    check("starts", tuple(starts), in_order, "0 and then larger numbers")
+    args = {"entropy": stats.entropy, "batch": batch}
+    static = (tuple(quantiles), tuple(starts))
+    found: Metrics = shard_call(
+        "entropy_metrics", _per_shard, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P()), static
+    )
+    return found
+
+
+def renormalised_entropy(log_probs: Float[Array, "*batch K"]) -> Float[Array, "*batch"]:
+    """The entropy of a distribution p that is renormalised over K of its tokens: -sum q log q, with q = p / sum p.
+
+    For the sampler's nucleus, pass the `id_log_probs` of `ids=nucleus_ids`, which are differentiable. For the likeliest
+    tokens, pass `top_log_probs`, which are constants, or, for a gradient, the `id_log_probs` of `ids=top_ids`.
+
+    Args:
+      log_probs: `[..., K]`, of different tokens; -inf for an empty slot.
+
+    Returns:
+      `f32[...]`, nats; 0 where all slots are empty.
+
+    Raises:
+      TypeError, ValueError: arrays of another dtype, or without the dimension K.
+
+    Example:
+      >>> from jaxppo.step.entropy import renormalised_entropy
+      >>> stats = log_probs_from_logits(jnp.array([[[0.0, 2.0, 1.0, 2.0]]]), jnp.zeros((1, 1), int), top_k=2)
+      >>> stats.top_ids, renormalised_entropy(stats.top_log_probs).round(4)
+      (Array([[[1, 3]]], dtype=int32), Array([[0.6931]], dtype=float32))
+    """
+    check_array("log_probs", log_probs)
+    if not log_probs.ndim or not log_probs.shape[-1]:
+        raise ValueError(f"log_probs: got shape {log_probs.shape}, expected [..., K]")
+    log_probs = sound("log_probs", log_probs)
+    possible = log_probs != -jnp.inf
+    some = possible.any(axis=-1, keepdims=True)
+    possible = possible | ~some  # a placeholder distribution, so that the gradient is 0 if no slot is filled
+    log_q = jax.nn.log_softmax(jnp.where(possible, jnp.where(some, log_probs.astype(jnp.float32), 0), -jnp.inf))
+    terms = jnp.where(possible & some, jnp.exp(log_q) * jnp.where(possible, log_q, 0), 0)
+    return -terms.sum(axis=-1)
+
+
+def _per_shard(
+    axes: ShardAxes,
+    static: tuple[tuple[float, ...], tuple[int, ...]],
+    entropy: Float[Array, "R T"],
+    batch: RolloutBatch,
+) -> Metrics:
+    quantiles, starts = static
+    mask, segments = (batch.loss_mask > 0).astype(jnp.float32), batch.segments(axes)
+    entropy = lax.stop_gradient(masked(entropy, mask))
+    positions = batch.positions.astype(jnp.float32)
+    first = -segments.max(-positions, mask)
+    place = positions - segments.spread(jnp.where(jnp.isfinite(first), first, 0))
+    ends = (*starts[1:], np.inf)
+    terms: Terms = {
+        f"entropy_from_{start}": (entropy, jnp.where((place >= start) & (place < end), mask, 0), "mean")
+        for start, end in zip(starts, ends, strict=True)
+    }
+    found = reduce_metrics(axes, terms)
+    if not quantiles:
+        return found
+    bins = jnp.clip((jnp.sqrt(entropy / _HIGHEST) * _BINS).astype(jnp.int32), 0, _BINS - 1)
+    counts = jnp.zeros(_BINS, jnp.float32)
+    counts = axes.psum(
+        vary(counts, axes.tokens).at[bins].add(jnp.where(jnp.isfinite(entropy), mask, jnp.nan)), axes.tokens
+    )
+    histogram = Metric(counts, counts.sum(), "sum")
+    return found | {f"entropy_p{100 * q:g}": Composite({"counts": histogram}, _Quantile(q)) for q in quantiles}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Quantile:
+    """The quantile q of a histogram. Metrics of two steps have the same structure, since equal quantiles are equal."""
+
+    q: float
+
+    def __call__(self, counts: Float[Array, " B"]) -> Float[Array, ""]:
+        upto = jnp.cumsum(counts)
+        wanted = jnp.maximum(self.q * upto[-1], 0.5)  # the smallest where q is 0
+        i = jnp.minimum(jnp.searchsorted(upto, wanted), _BINS - 1)
+        inside = (wanted - (upto[i] - counts[i])) / jnp.where(counts[i] == 0, 1, counts[i])
+        edges = jnp.stack([i, i + 1]).astype(jnp.float32) / _BINS
+        low, high = _HIGHEST * edges**2
+        return jnp.where(upto[-1] == 0, 0, low + (high - low) * jnp.clip(inside, 0, 1)) + 0 * upto[-1]
