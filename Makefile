@@ -63,8 +63,10 @@ lint: $(READY)
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
+# The package, and the examples of the pages.
 types: $(READY)
 	$(VENV)/bin/mypy
+	$(RUN) -m tests.support.typed_pages
 
 docs-examples: $(READY)
 	QUICK_COMPILES=1 $(RUN) -m pytest -n 2 --dist worksteal -p tests.support.doctest_names --doctest-modules --ignore=jaxppo/sharding jaxppo sharding README.md CONTRIBUTING.md docs --doctest-glob='*.md'

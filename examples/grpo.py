@@ -18,7 +18,7 @@ from jaxppo import Normalizer, PolicyLossConfig, RolloutBatch, Sample, advantage
 
 VOCAB, WIDTH, HEADS, PROMPT, LONGEST = 16, 64, 4, 2, 8
 PROMPTS, SAMPLES, UPDATES = 16, 8, 150
-SIZES = {"row_length": 16, "rows": 16, "micro_batches": 4, "num_segments": 5}
+pack = partial(RolloutBatch.from_samples, row_length=16, rows=16, micro_batches=4, num_segments=5)
 CONFIG = PolicyLossConfig(jaxppo.PPO(clip_high=0.28), kl=jaxppo.KL(0.001))
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.3), optax.adam(1e-3))
 
@@ -45,7 +45,8 @@ class Decoder(nnx.Module):
     def __call__(self, tokens, positions, sees):
         x = self.tokens(tokens) + self.positions(positions)
         qkv = self.qkv(self.norms[0](x)).reshape(*tokens.shape, HEADS, -1)
-        y = jax.nn.dot_product_attention(*jnp.split(qkv, 3, -1), mask=sees[:, None])
+        q, k, v = jnp.split(qkv, 3, -1)
+        y = jax.nn.dot_product_attention(q, k, v, mask=sees[:, None])
         x = x + self.out(y.reshape(x.shape))
         return self.norms[2](x + self.down(nnx.gelu(self.up(self.norms[1](x)))))
 
@@ -114,7 +115,7 @@ def rollouts(mesh, model, step):
         reward = np.mean(row[PROMPT:end] == row[0] + np.arange(1, row[1] + 1))
         scored = {"reward": reward, "group_id": i // SAMPLES}
         samples.append(Sample(row[:end], PROMPT, **scored))
-    return RolloutBatch.from_samples(samples, **SIZES, parallel=mesh).put(mesh)
+    return pack(samples, parallel=mesh).put(mesh)
 
 
 def train(mesh, folder):

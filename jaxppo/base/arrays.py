@@ -25,6 +25,7 @@ INTEGERS = ("tokens", "targets", "segment_ids", "positions", "policy_versions", 
 Coefficient = float | Float[Array, ""]
 Something = TypeVar("Something")
 Arrays = TypeVar("Arrays", np.ndarray, jax.Array)  # on the host, or on a device
+AnyArray = jax.Array | np.ndarray
 
 
 def masked(x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R T"]:

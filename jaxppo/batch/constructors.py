@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self, Unpack
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
+from jaxppo.base.arrays import AnyArray
 from jaxppo.batch.extras import nested
 from jaxppo.batch.packed import packed_samples
 from jaxppo.batch.packs import Aligned, rows_of_packs
@@ -80,12 +81,12 @@ class Constructors:
     @classmethod
     def from_padded(
         cls,
-        prompt_ids: Int[Array, "B P"],
-        completion_ids: Int[Array, "B C"],
-        completion_mask: Float[Array, "B C"],
+        prompt_ids: Int[AnyArray, "B P"],
+        completion_ids: Int[AnyArray, "B C"],
+        completion_mask: Float[AnyArray, "B C"],
         *,
-        prompt_mask: Float[Array, "B P"] | None = None,
-        attention_mask: Float[Array, "B T"] | None = None,
+        prompt_mask: Float[AnyArray, "B P"] | None = None,
+        attention_mask: Float[AnyArray, "B T"] | None = None,
         pad_id: int | None = None,
         parallel: ParallelMesh | None = None,
         **arrays: Unpack[PaddedArrays],
@@ -141,10 +142,10 @@ class Constructors:
     @classmethod
     def from_token_aligned(
         cls,
-        tokens: Int[Array, "R T"],
-        segment_ids: Int[Array, "R T"],
-        positions: Int[Array, "R T"],
-        loss_mask: Float[Array, "R T"],
+        tokens: Int[AnyArray, "R T"],
+        segment_ids: Int[AnyArray, "R T"],
+        positions: Int[AnyArray, "R T"],
+        loss_mask: Float[AnyArray, "R T"],
         *,
         num_segments: int | None = None,
         parallel: ParallelMesh | None = None,
@@ -185,11 +186,11 @@ class Constructors:
     @classmethod
     def from_target_aligned(
         cls,
-        tokens: Int[Array, "R T"],
-        targets: Int[Array, "R T"],
-        segment_ids: Int[Array, "R T"],
-        positions: Int[Array, "R T"],
-        loss_mask: Float[Array, "R T"],
+        tokens: Int[AnyArray, "R T"],
+        targets: Int[AnyArray, "R T"],
+        segment_ids: Int[AnyArray, "R T"],
+        positions: Int[AnyArray, "R T"],
+        loss_mask: Float[AnyArray, "R T"],
         *,
         num_segments: int | None = None,
         parallel: ParallelMesh | None = None,
@@ -230,13 +231,13 @@ class Constructors:
     @classmethod
     def from_cu_seqlens(
         cls,
-        tokens: Int[Array, " N"] | Int[Array, "R N"],
-        cu_seqlens: Int[Array, " S+1"] | Int[Array, "R S+1"],
-        loss_mask: Float[Array, " N"] | Float[Array, "R N"],
+        tokens: Int[AnyArray, " N"] | Int[AnyArray, "R N"],
+        cu_seqlens: Int[AnyArray, " S+1"] | Int[AnyArray, "R S+1"],
+        loss_mask: Float[AnyArray, " N"] | Float[AnyArray, "R N"],
         *,
         aligned: Aligned,
-        cu_seqlens_padded: Int[Array, " S+1"] | Int[Array, "R S+1"] | None = None,
-        targets: Int[Array, " N"] | Int[Array, "R N"] | None = None,
+        cu_seqlens_padded: Int[AnyArray, " S+1"] | Int[AnyArray, "R S+1"] | None = None,
+        targets: Int[AnyArray, " N"] | Int[AnyArray, "R N"] | None = None,
         row_length: int | None = None,
         num_segments: int | None = None,
         parallel: ParallelMesh | None = None,

@@ -20,6 +20,7 @@ from jaxppo.base.arrays import (
     INTEGERS,
     LOG_PROBS,
     PER_SEGMENT,
+    AnyArray,
     Arrays,
     check_array,
     check_count,
@@ -44,34 +45,34 @@ Names = tuple[str, ...]  # the names of a constructor's arrays
 class PaddedArrays(TypedDict, total=False):
     """The optional arrays of `RolloutBatch.from_padded`: `[B, C]`, aligned to tokens, or `[B]`."""
 
-    advantages: Float[Array, " B"] | Float[Array, "B C"] | None
-    old_log_probs: Float[Array, "B C"] | None
-    ref_log_probs: Float[Array, "B C"] | None
-    rollout_log_probs: Float[Array, "B C"] | None
-    values: Float[Array, "B C"] | None
-    returns: Float[Array, "B C"] | None
-    policy_versions: Int[Array, "B C"] | None
-    loss_weights: Float[Array, "B C"] | Float[Array, " B"] | None
-    rewards: Float[Array, " B"] | None
-    group_ids: Int[Array, " B"] | None
-    extras: Mapping[str, Extra | Shaped[Array, "B C ..."]]
+    advantages: Float[AnyArray, " B"] | Float[AnyArray, "B C"] | None
+    old_log_probs: Float[AnyArray, "B C"] | None
+    ref_log_probs: Float[AnyArray, "B C"] | None
+    rollout_log_probs: Float[AnyArray, "B C"] | None
+    values: Float[AnyArray, "B C"] | None
+    returns: Float[AnyArray, "B C"] | None
+    policy_versions: Int[AnyArray, "B C"] | None
+    loss_weights: Float[AnyArray, "B C"] | Float[AnyArray, " B"] | None
+    rewards: Float[AnyArray, " B"] | None
+    group_ids: Int[AnyArray, " B"] | None
+    extras: Mapping[str, Extra | Shaped[AnyArray, "B C ..."]]
 
 
 class RowArrays(TypedDict, total=False):
     """The optional arrays of the constructors from rows: `[R, T]` per token, `[R, S]` per sequence."""
 
-    advantages: Float[Array, "R T"] | None
-    old_log_probs: Float[Array, "R T"] | None
-    ref_log_probs: Float[Array, "R T"] | None
-    rollout_log_probs: Float[Array, "R T"] | None
-    values: Float[Array, "R T"] | None
-    returns: Float[Array, "R T"] | None
-    policy_versions: Int[Array, "R T"] | None
-    loss_weights: Float[Array, "R T"] | None
-    rewards: Float[Array, "R S"] | None
-    group_ids: Int[Array, "R S"] | None
-    rollout_ids: Int[Array, "R S"] | None
-    extras: Mapping[str, Extra | Shaped[Array, "R T ..."]]
+    advantages: Float[AnyArray, "R T"] | None
+    old_log_probs: Float[AnyArray, "R T"] | None
+    ref_log_probs: Float[AnyArray, "R T"] | None
+    rollout_log_probs: Float[AnyArray, "R T"] | None
+    values: Float[AnyArray, "R T"] | None
+    returns: Float[AnyArray, "R T"] | None
+    policy_versions: Int[AnyArray, "R T"] | None
+    loss_weights: Float[AnyArray, "R T"] | None
+    rewards: Float[AnyArray, "R S"] | None
+    group_ids: Int[AnyArray, "R S"] | None
+    rollout_ids: Int[AnyArray, "R S"] | None
+    extras: Mapping[str, Extra | Shaped[AnyArray, "R T ..."]]
 
 
 # what constructors take beside the arrays of a batch
@@ -80,19 +81,23 @@ _INPUTS |= {"cu_seqlens", "cu_seqlens_padded"}
 
 
 def padded_rows(
-    prompt_ids: Int[Array, "B P"],
-    completion_ids: Int[Array, "B C"],
-    completion_mask: Float[Array, "B C"],
+    prompt_ids: Int[AnyArray, "B P"],
+    completion_ids: Int[AnyArray, "B C"],
+    completion_mask: Float[AnyArray, "B C"],
     *,
-    prompt_mask: Float[Array, "B P"] | None,
-    attention_mask: Float[Array, "B P+C"] | None,
+    prompt_mask: Float[AnyArray, "B P"] | None,
+    attention_mask: Float[AnyArray, "B P+C"] | None,
     pad_id: int | None,
     arrays: PaddedArrays,
     parallel: ParallelMesh | None,
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_padded`."""
     name = "RolloutBatch.from_padded"
-    given = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "completion_mask": completion_mask}
+    given: dict[str, Any] = {
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+    }
     given |= existing({"prompt_mask": prompt_mask, "attention_mask": attention_mask})
     optional, places = known(arrays, PaddedArrays)
     given |= optional
@@ -113,7 +118,7 @@ def padded_rows(
     return of_whole_rows(name, _padded, T, given, (pad_id, places), parallel)
 
 
-def _check_padded_behind(completion_ids: Arrays, completion_mask: Arrays, pad_id: int) -> None:
+def _check_padded_behind(completion_ids: AnyArray, completion_mask: AnyArray, pad_id: int) -> None:
     """Raises where a completion begins with padding; under jit the loss mask becomes NaN."""
     if any(isinstance(x, jax.core.Tracer) for x in (completion_ids, completion_mask)):
         return
@@ -125,7 +130,7 @@ def _check_padded_behind(completion_ids: Arrays, completion_mask: Arrays, pad_id
         )
 
 
-def _check_whole_prompts(prompt_ids: Arrays, completion_mask: Arrays, pad_id: int) -> None:
+def _check_whole_prompts(prompt_ids: AnyArray, completion_mask: AnyArray, pad_id: int) -> None:
     """Raises where a prompt has padding that counts as tokens without a mask; under jit the loss mask becomes NaN."""
     if any(isinstance(x, jax.core.Tracer) for x in (prompt_ids, completion_mask)):
         return
@@ -149,12 +154,12 @@ def _padded_before(completion_ids: Arrays, completion_mask: Arrays, pad_id: int)
 
 
 def placed_rows(
-    rows: Mapping[str, Array], arrays: RowArrays, num_segments: int | None, parallel: ParallelMesh | None
+    rows: Mapping[str, AnyArray], arrays: RowArrays, num_segments: int | None, parallel: ParallelMesh | None
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_token_aligned`; if the rows hold targets, see `from_target_aligned`."""
     name = "RolloutBatch.from_target_aligned" if "targets" in rows else "RolloutBatch.from_token_aligned"
     optional, places = known(arrays, RowArrays)
-    given = {**rows, **optional}
+    given: dict[str, Any] = {**rows, **optional}
     R, T = _shape("tokens", rows["tokens"])
     check_row_dtype("segment_ids", rows["segment_ids"])
     if num_segments is None:
@@ -167,7 +172,7 @@ def placed_rows(
     return of_whole_rows(name, aligned_rows, T, given, (num_segments, places), parallel)
 
 
-def _check_segments(segment_ids: Array | np.ndarray, num_segments: int) -> None:
+def _check_segments(segment_ids: AnyArray, num_segments: int) -> None:
     """Raises where a segment id on the host is above S. Losses check the ids on devices."""
     check_count("num_segments", num_segments, least=1)
     most = 0 if isinstance(segment_ids, jax.Array) else int(np.max(np.asarray(segment_ids)))

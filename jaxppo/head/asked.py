@@ -67,18 +67,17 @@ def answers(
     if sums.top is not None:
         top_ids = jnp.where(sums.top[1] == NO_ID, -1, sums.top[1])
         top_log_probs = jnp.where(top_ids == -1, -jnp.inf, lax.stop_gradient(_log_probs(sums.top[0], *of_all)))
-    stats = TokenStats(
-        log_probs,
-        entropy,
-        log_z=sums.m + log_s if "log_z" in asked.logit_stats else None,
-        mean_logit=None if sums.total is None else sums.total / finite,
-        accuracy=None if sums.likeliest is None else (sums.likeliest & 1).astype(jnp.float32),
-        sum_p2=None if sums.squares is None else sums.squares * jnp.exp(-2 * log_s),
-        id_log_probs=of_ids,
-        top_ids=top_ids,
-        top_log_probs=top_log_probs,
-        entropy_mode=asked.entropy,
-    )
+    others: dict[str, Any] = {
+        "entropy": entropy,
+        "log_z": sums.m + log_s if "log_z" in asked.logit_stats else None,
+        "mean_logit": None if sums.total is None else sums.total / finite,
+        "accuracy": None if sums.likeliest is None else (sums.likeliest & 1).astype(jnp.float32),
+        "sum_p2": None if sums.squares is None else sums.squares * jnp.exp(-2 * log_s),
+        "id_log_probs": of_ids,
+        "top_ids": top_ids,
+        "top_log_probs": top_log_probs,
+    }
+    stats = TokenStats(log_probs, **others, entropy_mode=asked.entropy)
     if asked.entropy != "bonus":
         nucleus_only = sums.nucleus_m is not None and stats.log_z is None and ids is None
         residuals = residuals.without_entropy(nucleus_only)

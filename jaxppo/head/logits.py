@@ -126,7 +126,7 @@ def log_probs_from_logits(
 
     args = {"inputs": inputs}
     found: TokenStats = shard_call("log_probs_from_logits", _per_shard, parallel, args, specs, (asked, vocab_size))
-    return dataclasses.replace(found, ids=token_ids)
+    return found if token_ids is None else dataclasses.replace(found, ids=token_ids)
 
 
 def _per_shard(axes: ShardAxes, static: tuple[Asked, int | None], inputs: _Inputs) -> TokenStats:

@@ -26,6 +26,8 @@ LogitsDtype = Literal["float32", "bfloat16"]
 LogitStat = Literal["log_z", "mean_logit", "accuracy", "sum_p2"]
 Precision = Literal["default", "high", "highest"]
 SumDtype = Literal["float32", "parameter"]
+# The default of statistics that were not asked for. To type checkers they are there, as the arrays of a batch are.
+_ABSENT: Any = None
 
 
 @register(static=["entropy_mode"])
@@ -53,15 +55,15 @@ class TokenStats:
     """
 
     log_probs: Float[Array, "R T"]
-    entropy: Float[Array, "R T"] | None = None
-    log_z: Float[Array, "R T"] | None = None
-    mean_logit: Float[Array, "R T"] | None = None
-    accuracy: Float[Array, "R T"] | None = None
-    sum_p2: Float[Array, "R T"] | None = None
-    id_log_probs: Float[Array, "R T K"] | None = None
-    top_ids: Int[Array, "R T K"] | None = None
-    top_log_probs: Float[Array, "R T K"] | None = None
-    ids: Int[Array, "R T K"] | None = None
+    entropy: Float[Array, "R T"] = _ABSENT
+    log_z: Float[Array, "R T"] = _ABSENT
+    mean_logit: Float[Array, "R T"] = _ABSENT
+    accuracy: Float[Array, "R T"] = _ABSENT
+    sum_p2: Float[Array, "R T"] = _ABSENT
+    id_log_probs: Float[Array, "R T K"] = _ABSENT
+    top_ids: Int[Array, "R T K"] = _ABSENT
+    top_log_probs: Float[Array, "R T K"] = _ABSENT
+    ids: Int[Array, "R T K"] = _ABSENT
     entropy_mode: Entropy | None = None
 
     def __post_init__(self) -> None:

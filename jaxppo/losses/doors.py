@@ -22,11 +22,12 @@ from jaxppo.losses.policy_tokens import PolicyTokenLoss
 from jaxppo.losses.token_loss import Stats, TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PolicyLoss
+from jaxppo.policy_losses.base import Loss
 from jaxppo.sharding import ParallelMesh, ShardAxes
 from jaxppo.step.aggregation import Normalizer
 
 OfPolicy = PolicyLossConfig | PolicyLoss
-Parts = Mapping[str, Part | TokenLoss[Any] | OfPolicy]
+Parts = Mapping[str, Loss]
 
 
 def loss_from_stats(

@@ -13,10 +13,11 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.token_loss import TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PolicyLoss
+from jaxppo.policy_losses.base import Loss
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Part(Loss):
     """One loss of several: coef times the loss, with tokens and weights of its own.
 
     Args:

@@ -29,6 +29,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.checks import check_stats
 from jaxppo.head.types import Entropy, LogitStat, TokenStats
 from jaxppo.policy.off_policy import OffPolicyConfig
+from jaxppo.policy_losses.base import Loss
 from jaxppo.sharding import Segments
 from jaxppo.step.aggregation import Normalizer
 
@@ -83,7 +84,7 @@ class Step:
         return self.broken.any
 
 
-class TokenLoss(abc.ABC, Generic[Stats]):
+class TokenLoss(Loss, abc.ABC, Generic[Stats]):
     """The loss of a token as a value: a frozen dataclass of numbers, which may be traced, and of names of arrays.
 
     Give it to `loss_from_hidden` or `loss_from_stats`. It reads the batch, its extras too, and the `Stats` of a model:

@@ -21,6 +21,7 @@ from jaxppo.base.arrays import (
 from jaxppo.base.kl import KL
 from jaxppo.policy.off_policy import OffPolicyConfig
 from jaxppo.policy_losses import BY_NAME, PPO, PolicyLoss
+from jaxppo.policy_losses.base import Loss
 
 ImpossibleTokens = Literal["nan", "leave_out"]
 # A ratio is a product of steps from policy to policy: the current one, the trainer's old one, the sampler's.
@@ -34,7 +35,7 @@ _BESIDE = {"old": "'old/rollout'", "rollout": "weights='none'"}
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyLossConfig:
+class PolicyLossConfig(Loss):
     """The loss, the penalties and the denominators of `policy_loss`.
 
         loss = aggregate(policy loss + kl.coef * KL(policy || reference) - entropy_coef * entropy)

@@ -18,7 +18,11 @@ Result = tuple[Tokens, Indicators]
 Level = Literal["token", "sequence"]
 
 
-class PolicyLoss(abc.ABC):
+class Loss:
+    """A loss as a value, or a part of a sum of losses: what a dict of parts holds."""
+
+
+class PolicyLoss(Loss, abc.ABC):
     """A policy loss: a frozen dataclass whose fields are its hyperparameters.
 
     Its `__call__` is per-shard code: `[R, T]` is what one device holds. Sums and means over a whole sequence come from
