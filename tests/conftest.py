@@ -33,8 +33,6 @@ EXCUSED = {  # modules or single tests that run other packages' code, which prom
     "test_models_and_packing::test_the_examples_of_frameworks": "flax adds bf16 to f32",
     "test_launch": OPTAX,
     "test_own_loop::test_a_loop_with_an_optimiser": OPTAX,
-    "test_pull_request_maxtext::test_maxtext": "MaxText multiplies f32 by bf16",
-    "test_pull_request_maxtext::test_peak_temporaries_of_maxtext": "MaxText multiplies f32 by bf16",
     "test_pods::test_a_scheduler_starts_one_command_again_until_it_is_done": OPTAX,
     "test_tunix": TUNIX,
     "test_tunix_models": TUNIX,

@@ -25,7 +25,6 @@ RUN_BY = {
     "hidden_and_head(model, output)": "integrations/test_maxtext.py",
     "def compute_chunked_logps(model": "integrations/test_pull_request_tunix.py",
     "def _compute_chunked_logprobs(self": "integrations/test_pull_request_skyrl_tx.py",
-    "def __call__(": "integrations/test_pull_request_maxtext.py",
 }
 
 

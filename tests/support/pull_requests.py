@@ -15,20 +15,14 @@ PAGES = Path(__file__).parents[2] / "docs" / "pull_requests"
 PLACES = {
     "tunix": ("tunix.rl.common", "compute_chunked_logps"),
     "skyrl_tx": ("skyrl.tx.utils.logits_processor", "LogitsProcessorMixin._compute_chunked_logprobs"),
-    "maxtext": ("maxtext.integration.tunix.tunix_adapter", "TunixMaxTextAdapter.__call__"),
 }
 
 
 def documented(page, **names):
     """The function that a page puts in the place of the trainer's."""
-    return defined(page, **names)[PLACES[page][1].split(".")[-1]]
-
-
-def defined(page, **names):
-    """The functions and properties of a page's block: that one, and those that a class of the trainer lacks."""
     [block] = re.findall(r"^```python\n((?!>>>).*?)^```$", (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
     exec(block, names)
-    return {k: x for k, x in names.items() if isinstance(x, property) or getattr(x, "__globals__", None) is names}
+    return names[PLACES[page][1].split(".")[-1]]
 
 
 def pytest_addoption(parser):
@@ -41,8 +35,7 @@ def pytest_configure(config):
     where = importlib.import_module(module)
     for owner in owners:
         where = getattr(where, owner)
-    found = defined(config.getoption("--pull-request"), theirs=getattr(where, name))
-    ours = found[name]
+    ours = documented(config.getoption("--pull-request"), theirs=getattr(where, name))
     config.calls = 0
 
     @functools.wraps(ours)
@@ -50,8 +43,7 @@ def pytest_configure(config):
         config.calls += 1
         return ours(*args, **kwargs)
 
-    for key, x in (found | {name: counted}).items():
-        setattr(where, key, x)
+    setattr(where, name, counted)
 
 
 def pytest_terminal_summary(terminalreporter, config):
