@@ -1,4 +1,16 @@
-"""Finds the part of a traced loss that runs once for all micro-batches: the copies of parameters on each device."""
+"""Finds the part of a traced loss that runs once for all micro-batches: the copies of parameters on each device.
+
+It edits a jaxpr, because no form of JAX 0.10 says the same for a loss that sees whole arrays on any mesh. Tried:
+
+- A `shard_map` over the data and context axes around the loop, with the parameters made varying before it, adds up each
+  device's gradients and sums once. But inside it these axes are manual. A model's constraints of sharding over them are
+  refused, and so is a `shard_map` of the whole mesh, such as the head's. A `shard_map` of the tensor axis alone, in its
+  place, does not lower on Auto meshes; on Explicit ones it is refused under a gradient. A loss that is written for
+  `ShardAxes` does have this form: see `accumulate_gradients(parallel=)`.
+- Parameters of the type `P(reduced=...)` and a carry of `P(unreduced=...)` give one sum after the loop, on Explicit
+  meshes. On Auto ones JAX refuses both types.
+- A sum in the head's gradient rule stays in the loop where the cotangent differs between micro-batches (on TPUs).
+"""
 
 from __future__ import annotations
 
