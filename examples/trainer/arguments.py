@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
         f"exit code {TRY_AGAIN} where it was told to stop before it was done",
     )
     add("--checkpoint-every", type=_integer(1), default=50, help="steps from one checkpoint to the next")
+    add("--evaluate-every", type=_integer(1), default=25, help="steps from one held-out accuracy to the next")
     add("--sft-steps", type=_integer(0), default=22, help="supervised steps before the first GRPO step")
     add("--prompts", type=_integer(1), default=16, help="questions per step")
     add("--samples", type=_integer(2), default=8, help="responses to each question, a group")

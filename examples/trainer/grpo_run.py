@@ -215,8 +215,11 @@ def train(run: Run, args: argparse.Namespace) -> None:
     with Report(args.out, args.steps, run.step, settings) if processes.is_first() else processes.Silent() as report:
         while run.step < args.steps and not run.stops():
             numbers = grpo_step(run, args)
+            if run.step % args.evaluate_every == 0:
+                numbers["held_out_accuracy"] = run.rollouts.held_out_accuracy(run.state.params)
             report.add(run.step, numbers, readable(run.sampled, run.task.tokenizer))
             if run.skipped_in_a_row == args.max_skipped:
+                run.checkpoints.wait()  # the process ends now
                 raise FloatingPointError(
                     f"step {run.step}: loss or gradient not finite in {args.max_skipped} steps in a row, expected fewer"
                 )

@@ -140,8 +140,8 @@ class Learner:
     def grpo_step(self, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Metrics]:
         """`updates` updates on rollouts that carry rewards and the sampler's log-probs.
 
-        Metrics are those of the first update, whose ratios are 1. Metrics of ratios are also those of the last update,
-        under other names.
+        Metrics are those of the first update. Those of ratios are of the last update, in whose name they have that: the
+        ratios of the first are 1.
         The metric "skipped" counts the updates that were left out, since their loss or gradient was not finite.
 
         The ratio is over the trainer's own log-probs under the parameters that sampled, which are computed here. The
@@ -171,8 +171,9 @@ class Learner:
             return (params, optimizer), finalize_metrics(metrics) | more
 
         (params, optimizer), metrics = lax.scan(update, (state.params, state.optimizer), length=self.updates)
-        last = {f"{name}_last_update": metrics[name][-1] for name in _OF_RATIOS if name in metrics}
-        metrics = {name: x.sum() if name == "skipped" else x[0] for name, x in metrics.items()} | last
+        ratios = {name: metrics.pop(name)[-1] for name in _OF_RATIOS if name in metrics}
+        metrics = {name: x.sum() if name == "skipped" else x[0] for name, x in metrics.items()}
+        metrics |= {f"{name}_last_update": x for name, x in ratios.items() if self.updates > 1}
         mismatch = finalize_metrics(mismatch_metrics(batch, parallel=self.parallel))
         metrics |= {f"mismatch_{name}": mismatch[name] for name in _OF_SAMPLER}
         metrics |= finalize_metrics(entropy_metrics(old, batch, starts=_PLACES, parallel=self.parallel))

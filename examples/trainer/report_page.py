@@ -22,11 +22,12 @@ from examples.trainer.report import read_records
 # title: (the text below it, patterns of the names of its curves)
 CHARTS = {
     "Reward": ("of the task's verifier; accuracy is the share of full marks", ("reward", "accuracy")),
+    "Held-out accuracy": ("share of full marks among the likeliest responses to held-out questions", ("held_out_*",)),
     "KL": ("nats per token: to the supervised model, and to the policy that sampled (ppo_kl)", ("kl", "ppo_kl*")),
     "Pass rates": ("of the groups of a prompt: with all, none or a part of their samples of full marks", ("pass_*",)),
     "Entropy": ("of the policy, nats per token", ("entropy*",)),
-    "Clip fractions": ("share of tokens whose ratio is clipped; 0 in the first update of a step", ("clip_fraction*",)),
-    "Ratios": ("of the policy to the one that sampled", ("ratio_*",)),
+    "Clip fractions": ("share of tokens whose ratio is clipped, in the last update of a step", ("clip_fraction*",)),
+    "Ratios": ("of the policy to the one that sampled, in the last update of a step", ("ratio_*",)),
     "Mismatch": (
         "between the log-probs of sampler and trainer",
         (

@@ -13,7 +13,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tiny_runs
 from programs import kept_in
+from tiny_runs import records
 
 from examples.trainer import arguments, compare_runs, processes, report
 from examples.trainer.arguments import parse, parser
@@ -24,9 +26,8 @@ from jaxppo.policy_losses import BY_NAME
 from sharding.axes import LAYOUTS
 from sharding.testing import factorings
 
-TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "24"]
-TINY += ["--learning-rate", "0.01", "--task", "gcd"]  # a task with prompts of many lengths
-RUN = [*TINY, "--steps", "3", "--checkpoint-every", "2"]
+TINY = [*tiny_runs.TINY, "--sft-steps", "24", "--learning-rate", "0.01"]
+RUN = [*TINY, "--steps", "3", "--checkpoint-every", "2", "--evaluate-every", "2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,11 +43,6 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     assert main([*RUN, "--out", str(folder)]) == 0
     return folder
-
-
-def records(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "memory_gib")} for line in lines]
 
 
 def few_steps(folder, *options):
@@ -196,9 +192,23 @@ def test_a_page_is_made_of_a_run(finished):
     assert page.count("not recorded in this run") == 0
     for name in ("entropy_p80", "entropy_from_2", "mismatch_reverse_k3_kl", "mismatch_weight_max", "pass_some"):
         assert f"<th>{name}</th>" in page
+    assert page.count('aria-label="Held-out accuracy"') == 1
     assert "<th>task</th><td>gcd</td>" in page
     assert page.count("<pre>Find the Greatest Common Divisor") == 12
     assert "hold the same part of the parameters, of 2" in page
+
+
+def test_held_out_accuracy_is_measured_now_and_then(finished):
+    assert [line.get("held_out_accuracy", -1) >= 0 for line in records(finished)] == [False, True, False]
+
+
+def test_no_number_is_known_before(finished, tmp_path):
+    """The ratios of the first update are 1: those of the last one are reported, if there are others."""
+    names = {name for line in records(finished) for name in line if "ratio" in name or "clip" in name}
+    assert {name.removesuffix("_last_update") for name in names} >= {"ratio_mean", "ratio_max", "clip_fraction"}
+    assert all(name.endswith("_last_update") for name in names)
+    _, (step, *_) = few_steps(tmp_path, "--updates", "1")
+    assert not {name for name in step if "ratio" in name or "clip" in name}
 
 
 def test_a_checkpoint_of_another_model_is_refused(finished, capsys):

@@ -1,13 +1,13 @@
 """What the example's steps do to numbers that are not finite, to gradients that are large, and to the host."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny_runs
 from programs import kept_in
 
 from examples.trainer import grpo_run
@@ -21,8 +21,7 @@ from jaxppo.head.types import TokenStats
 from sharding import make_parallel_mesh
 
 ArrayImpl = type(jnp.zeros(()))
-TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "2"]
-TINY += ["--learning-rate", "0.01", "--task", "gcd"]  # a task with prompts of many lengths
+TINY = [*tiny_runs.TINY, "--sft-steps", "2", "--learning-rate", "0.01"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,7 +75,7 @@ def test_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypatch, c
     monkeypatch.setattr(grpo_run.Packer, "__call__", spoilt)  # calls 1 and 2 are of supervised steps
     assert main([*TINY, "--out", str(tmp_path), "--steps", "9", "--max-skipped", "2"]) == 1
     assert "error: step 4: loss or gradient not finite in 2 steps in a row, expected fewer" in capsys.readouterr().err
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").open()]
+    lines = tiny_runs.records(tmp_path)
     assert [line["loss"] is None for line in lines] == [True, False, True, True]
     assert [line["skipped"] for line in lines] == [2, 0, 2, 2]
 

@@ -1,7 +1,6 @@
 """The example as several processes: the same numbers as one, a process that is killed, arguments that do not fit."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from programs import QUICK
 from spoilt import check_flips, files_in, flipped
+from tiny_runs import TINY, records
 
 from examples.trainer import launch
 from examples.trainer.arguments import TRY_AGAIN, parse
@@ -24,7 +24,6 @@ from examples.trainer.grpo_run import set_up
 from examples.trainer.model_folder import read_json
 from examples.trainer.train_grpo import main
 
-TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--task", "gcd"]
 WATCHDOG_S = 300  # ends a hang; long, for a busy machine
 SAME = ("loss", "pg_loss", "entropy", "kl", "gradient_norm", "reward", "accuracy")
 
@@ -38,11 +37,6 @@ def started(folder, *options):
     environment["XLA_FLAGS"] = QUICK
     with (folder / "said").open("w") as said:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=said, cwd=root)
-
-
-def records(folder):
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def check_same_run(folder, whole, step, options, rtol, atol):

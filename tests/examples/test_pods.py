@@ -1,6 +1,5 @@
 """How runs start on pods: the JobSet manifest, the xpk command, exit codes, and one process that owns all devices."""
 
-import json
 import math
 import re
 import shlex
@@ -13,6 +12,7 @@ import numpy as np
 import processes
 import pytest
 from ruamel.yaml import YAML  # which comes with check-jsonschema
+from tiny_runs import TINY, records
 
 from examples.trainer import grpo_run
 from examples.trainer.arguments import TRY_AGAIN, parse
@@ -23,8 +23,7 @@ from sharding.testing import assert_trees_close
 
 ROOT = Path(__file__).parents[2]
 MANIFEST, SCHEMA = ROOT / "examples/trainer/jobset.yaml", ROOT / "tests/support/jobset.schema.json"
-TINY = ["--width", "16", "--layers", "1", "--prompts", "4", "--samples", "4", "--held-out", "16", "--sft-steps", "2"]
-TINY += ["--task", "gcd", "--steps", "2"]
+RUN = [*TINY, "--sft-steps", "2", "--steps", "2"]
 
 
 def checked(path):
@@ -88,14 +87,14 @@ def test_the_page_lists_the_exit_codes():
 
 
 def steps_of(folder):
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in records(folder)]
 
 
 @pytest.mark.nightly
 def test_a_scheduler_starts_one_command_again_until_it_is_done(tmp_path, monkeypatch):
     """Told to stop before its first step, then after it; what an older start left without a checkpoint is deleted."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 4711}\n')
-    command = [*TINY, "--out", str(tmp_path), "--restartable"]
+    command = [*RUN, "--out", str(tmp_path), "--restartable"]
 
     def stops_at(step):
         def stops(run):

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from matplotlib import image
+from tensorboardX.proto.event_pb2 import Event
 
 from examples.trainer.report import main
 from examples.trainer.report_page import CHARTS
@@ -66,7 +67,7 @@ def test_it_shows_every_curve_and_loads_nothing(tmp_path):
     for text in ("Reward", "KL", "Entropy", "Clip fractions", "Mismatch", "Throughput", "Memory", "5 steps, 1 to 5"):
         assert text in read.texts, text
     assert read.tags.count("svg") == len(NAMES)
-    assert read.texts.count("not recorded in this run") == 8  # of the charts, samples and the mesh
+    assert read.texts.count("not recorded in this run") == 9  # of the charts, samples and the mesh
     assert not {"script", "img", "link", "iframe"} & set(read.tags)
     assert read.loaded == []
     assert len(set(read.ids)) == len(read.ids)
@@ -232,60 +233,14 @@ def test_a_folder_that_is_no_run(tmp_path, capsys, name):
     )
 
 
-def crc32c(data):
-    """Castagnoli's, bit by bit (RFC 3720, appendix B.4)."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
-
-
-def masked(data):
-    crc = crc32c(data)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def fields(data):
-    """(number, value) of each field of a protobuf message."""
-    at = 0
-
-    def varint():
-        nonlocal at
-        number, shift = 0, 0
-        while True:
-            byte = data[at]
-            at += 1
-            number |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return number
-
-    while at < len(data):
-        key = varint()
-        size = {1: 8, 5: 4}.get(key & 7)
-        if key & 7 == 0:
-            yield key >> 3, varint()
-            continue
-        size = varint() if size is None else size
-        yield key >> 3, data[at : at + size]
-        at += size
-
-
 def scalars(path):
-    """{(tag, step): value} of a file of TFRecords of Events, whose checksums are looked at."""
+    """{(tag, step): value} of a file of events, each between its length and two checksums."""
     data, found = path.read_bytes(), {}
     while data:
         (length,) = struct.unpack("<Q", data[:8])
-        assert struct.unpack("<I", data[8:12]) == (masked(data[:8]),)
-        event, (crc,) = data[12 : 12 + length], struct.unpack("<I", data[12 + length : 16 + length])
-        assert crc == masked(event)
+        event = Event.FromString(data[12 : 12 + length])
+        found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
         data = data[16 + length :]
-        event = dict(fields(event))
-        for _, value in fields(event.get(5, b"")):  # the summary
-            parts = dict(fields(value))
-            found[parts[1].decode(), event.get(2, 0)] = struct.unpack("<f", parts[2])[0]
     return found
 
 
