@@ -33,7 +33,7 @@ class LoRA:
     Args:
       a: `[H, r]`, f32 or bf16, or `[A, H, r]`; on a mesh every device has all of it.
       b: `[r, V]`, or `[A, r, V]`, sharded over V as the kernel is.
-      scale: alpha / r in most libraries; it has no default, so that none forgets it.
+      scale: alpha / r in most libraries; it has no default, so that nobody forgets it.
 
     Example:
       >>> import jax.numpy as jnp

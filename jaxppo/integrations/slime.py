@@ -14,8 +14,8 @@ def translate(args: Namespace | Mapping[str, Any]) -> Translation:
     """Translates slime's arguments to a policy loss and to arguments of the functions around it.
 
     Missing arguments have slime's defaults. An argument that slime does not define is taken for Megatron's or SGLang's
-    in a `Namespace`, and is an error in a mapping. Mean weights (`tis_batch_normalize`) are over the whole step here,
-    not over a micro-batch as in slime.
+    in a `Namespace`, and is an error in a mapping. Mean weights (`tis_batch_normalize`) are over the whole step here;
+    slime's are over a micro-batch.
 
     Args:
       args: the result of slime's `parse_args`, or its names and values, including those of the file of

@@ -18,7 +18,8 @@ def translate(config: Mapping[str, Any]) -> Translation:
     `trainer.use_v1=False`.
 
     The numbers are verl's, with two exceptions. Decoupled rejections do not change denominators and penalties, while
-    verl takes rejected tokens out of both. Covariances and mean weights are over the whole step, not a micro-batch.
+    verl takes rejected tokens out of both. Covariances and mean weights are over the whole step;
+    verl's are over a micro-batch.
 
     Args:
       config: keys and values.

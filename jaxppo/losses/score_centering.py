@@ -47,7 +47,7 @@ class ScoreCentering(OfIds):
 
         rho = (1 - sum q) / (1 - sum p),   a = rho f(1 / rho)
 
-    Only the gradient of this term has a meaning, its value does not. It is exact if the ids are all that the sampler
+    Use the gradient of this term alone: its value means nothing. It is exact if the ids are all that the sampler
     could draw. An id that the policy finds impossible makes the loss NaN. With `impossible_tokens="leave_out"` its c_v
     is 0, since drawing it has no policy loss.
 

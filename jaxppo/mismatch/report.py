@@ -40,7 +40,7 @@ class MismatchReport:
     Args:
       tokens: the number of tokens that were compared.
       not_finite: the number of tokens left out because a log-prob is infinite or NaN.
-      exact: KL and total variation are over the whole vocabulary, not estimated from the sampled tokens.
+      exact: KL and total variation are over the whole vocabulary, rather than estimates from the sampled tokens.
       figures: by name: mean, abs_mean, abs_max, abs_q50 to abs_q99.9, rms, kl, reverse_kl, total_variation and, where
         they are known, same_top, rounding_rms and beyond_rounding.
       by_position: the same figures for ranges of positions, with `low`, `high` (both included) and `tokens`.
