@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,19 @@ _UNREAD = ("_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes these t
 _WHOLE = "expected a whole checkpoint"
 
 
+def _quiet_writers() -> None:
+    """Of what goes wrong in Orbax's threads, `save` raises the first; the rest are tracebacks of the same."""
+    for logger in ("absl", "asyncio"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
+
+    def hook(unraisable: Any) -> None:
+        # TensorStore's threads call a loop that ended at the first error, and Python tells what it answers
+        if str(unraisable.exc_value) != "Event loop is closed":
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = hook
+
+
 class Checkpoints:
     """The newest two checkpoints under `folder`. Orbax writes them while the run goes on; each is visible when whole.
 
@@ -34,7 +48,7 @@ class Checkpoints:
     def __init__(self, folder: Path, identity: dict[str, Any]):
         self.folder, self.identity = folder.absolute(), identity
         self._writing = 0  # the step of the newest save
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that `save` raises
+        _quiet_writers()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2,
             cleanup_tmp_directories=True,  # of a run that ended while it saved

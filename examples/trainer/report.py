@@ -16,7 +16,7 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import matplotlib
@@ -60,10 +60,8 @@ class Report:
         """
         numbers = {name: float(value) for name, value in metrics.items()}
         self.records.append({"step": step} | {n: x if math.isfinite(x) else None for n, x in numbers.items()})
-        self._samples.write(_line({"step": step, "samples": samples}))
-        self._samples.flush()
-        self._file.write(_line(self.records[-1]))
-        self._file.flush()
+        _append(self._samples, {"step": step, "samples": samples})
+        _append(self._file, self.records[-1])
         shown = {name: f"{numbers[name]:.3f}" for name in ("reward", "loss", "entropy")}
         self._bar.set_postfix(shown | {"tokens/s": f"{numbers['tokens_per_second']:.0f}"}, refresh=False)
         self._bar.update(step - self._bar.n)
@@ -73,8 +71,9 @@ class Report:
 
     def __exit__(self, *_: Any) -> None:
         self._bar.close()
-        self._file.close()
-        self._samples.close()
+        with contextlib.suppress(OSError):  # a line that could not be written, as `add` told
+            self._file.close()
+            self._samples.close()
 
     def draw(self) -> None:
         """Draws the curves."""
@@ -112,6 +111,14 @@ def memory_gib() -> float:
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return float(max(peaks) or host) / 2**30
+
+
+def _append(file: TextIO, record: Mapping[str, Any]) -> None:
+    try:
+        file.write(_line(record))
+        file.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.name) from error
 
 
 def _line(record: Mapping[str, Any]) -> str:
