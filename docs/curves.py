@@ -10,7 +10,7 @@ BLUE, RED, GREY, INK = "#3b6fb6", "#c2453c", "#b9bec7", "#24292f"
 SHARDS = ("#cfe0f5", "#fbdcc4", "#d3ecd0", "#ead4ee")
 OLD_PROBABILITY = 0.1
 LOSSES = (
-    *("ppo", "gspo", "cispo", "sapo", "gmpo", "vespo", "probability_mask", "reinforce", "gpg"),
+    *("ppo", "gspo", "cispo", "sapo", "gmpo", "vespo", "probability_mask", "reinforce"),
     *("dppo", "dro", "clip_cov", "kl_cov"),
 )
 
@@ -283,4 +283,4 @@ FIGURES: dict[str, Callable[[], Any]] = {
     "kl": kl,
     "memory": memory,
     "large_logits": large_logits,
-} | {f"loss_{name}": partial(one_loss, name) for name in LOSSES if name != "gpg"}  # which is Reinforce
+} | {f"loss_{name}": partial(one_loss, name) for name in LOSSES}

@@ -17,7 +17,6 @@ from jaxppo.policy_losses import (
     CISPO,
     DPPO,
     GMPO,
-    GPG,
     GSPO,
     PPO,
     SAPO,
@@ -199,7 +198,7 @@ def gpg() -> PolicyLossConfig:
 
     Chu et al. 2025, https://arxiv.org/abs/2504.02546
     """
-    return PolicyLossConfig(GPG(), ratio_to="current", aggregation="token_mean")
+    return PolicyLossConfig(Reinforce(), ratio_to="current", aggregation="token_mean")
 
 
 def dppo() -> PolicyLossConfig:

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from jaxppo.policy_losses.base import PolicyLoss
-from jaxppo.policy_losses.by_token import CISPO, DPPO, DRO, GPG, PPO, SAPO, Reinforce
+from jaxppo.policy_losses.by_token import CISPO, DPPO, DRO, PPO, SAPO, Reinforce
 from jaxppo.policy_losses.covariances import ClipCov, KLCov
 from jaxppo.policy_losses.probability import ProbabilityMask
 from jaxppo.policy_losses.sequences import GMPO, GSPO
@@ -22,7 +22,6 @@ __all__ = [
     "DPPO",
     "DRO",
     "GMPO",
-    "GPG",
     "GSPO",
     "PPO",
     "SAPO",
@@ -41,7 +40,6 @@ BY_NAME: dict[str, type[PolicyLoss]] = {
     "dppo": DPPO,
     "dro": DRO,
     "gmpo": GMPO,
-    "gpg": GPG,
     "gspo": GSPO,
     "kl_cov": KLCov,
     "ppo": PPO,

@@ -182,13 +182,13 @@ def _sigmoid_jvp(primals: tuple[Tokens], tangents: tuple[Tokens]) -> tuple[Token
 
 @dataclasses.dataclass(frozen=True)
 class Reinforce(PolicyLoss):
-    """The score function: -A log_prob.
+    """The score function: -A log_prob. With `advantages.gpg` it is GPG.
 
     Example:
       >>> Reinforce()
       Reinforce()
 
-    Williams 1992, https://doi.org/10.1007/BF00992696
+    Williams 1992, https://doi.org/10.1007/BF00992696; GPG: Chu et al. 2025, https://arxiv.org/abs/2504.02546
     """
 
     token_local: ClassVar[bool] = True
@@ -196,18 +196,6 @@ class Reinforce(PolicyLoss):
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
         return -advantages * log_probs, {}
-
-
-@dataclasses.dataclass(frozen=True)
-class GPG(Reinforce):
-    """The score function on the advantages of `advantages.gpg`: -A log_prob.
-
-    Example:
-      >>> GPG()
-      GPG()
-
-    Chu et al. 2025, GPG, https://arxiv.org/abs/2504.02546
-    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -64,13 +64,7 @@ class ClipCov(PolicyLoss):
         return spared & (covariance > self.low) & (covariance < self.high)
 
     def __call__(
-        self,
-        log_probs: Tokens,
-        old_log_probs: Tokens,
-        advantages: Tokens,
-        *,
-        selected: Tokens | None = None,
-        **_: object,
+        self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, *, selected: Tokens | None = None, **_: Any
     ) -> Result:
         selected = needed("selected", selected, "the step's covariance_mask")
         ratio = jnp.exp(log_ratio(log_probs, old_log_probs))
@@ -108,13 +102,7 @@ class KLCov(PolicyLoss):
         check_field(self, "coef", least=0)
 
     def __call__(
-        self,
-        log_probs: Tokens,
-        old_log_probs: Tokens,
-        advantages: Tokens,
-        *,
-        selected: Tokens | None = None,
-        **_: object,
+        self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, *, selected: Tokens | None = None, **_: Any
     ) -> Result:
         selected = needed("selected", selected, "the step's covariance_mask")
         distance = magnitude(log_probs - old_log_probs)

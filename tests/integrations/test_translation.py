@@ -25,7 +25,7 @@ from jaxppo import (
 from jaxppo.integrations import slime, verl
 from jaxppo.policy import slime_keys, verl_keys
 from jaxppo.policy.options import about
-from jaxppo.policy_losses import DPPO, DRO, GMPO, GPG, ClipCov, KLCov, Reinforce
+from jaxppo.policy_losses import DPPO, DRO, GMPO, ClipCov, KLCov, Reinforce
 
 KEYS = Path(__file__).parents[1] / "keys"
 ACTOR, LOSS, CORRECTION = verl_keys.ACTOR, verl_keys.LOSS, verl_keys.CORRECTION
@@ -59,7 +59,7 @@ VERL = [
         {"loss": SAPO(1.5, 2.0), "aggregation": "sequence_mean_token_mean"},
     ),
     (mode("geo_mean"), {"loss": GMPO(0.2, 0.2), "aggregation": "sequence_mean_token_mean"}),
-    (mode("gpg"), {"loss": GPG()}),
+    (mode("gpg"), {"loss": Reinforce()}),
     (mode("dppo_tv") | actor(clip_ratio_c=20.0), {"loss": DPPO("tv", 0.2, 0.2, 20.0)}),
     (mode("dppo_kl"), {"loss": DPPO("kl", 0.2, 0.2, 3.0)}),
     (
@@ -109,7 +109,7 @@ VERL = [
         {"off_policy": OffPolicyConfig(rejections=(Rejection("token_k1", 0.25, 4), Rejection("seq_sum_k1", 0.25, 4)))},
     ),
     (corrected(bypass_mode=True), {"ratio_to": "rollout"}),
-    (corrected(bypass_mode=True) | mode("gpg"), {"ratio_to": "rollout", "loss": GPG()}),
+    (corrected(bypass_mode=True) | mode("gpg"), {"ratio_to": "rollout", "loss": Reinforce()}),
     (LEGACY, {"ratio_to": "rollout"}),
     (LEGACY | corrected(rollout_is="token"), {"ratio_to": "rollout"}),  # already in the ratio
     (

@@ -9,7 +9,7 @@ from golden_data import Case, parametrize_cases
 from jaxppo import CISPO, GSPO, KL, PPO, OffPolicyConfig, PolicyLossConfig, Rejection, presets
 from jaxppo.integrations import slime, verl
 from jaxppo.policy import verl_keys
-from jaxppo.policy_losses import DPPO, GMPO, GPG
+from jaxppo.policy_losses import DPPO, GMPO, Reinforce
 
 OFF = KL(0.0, "low_var_kl")
 BATCH = {"data.max_prompt_length": 1024, "data.max_response_length": 2048}
@@ -60,7 +60,7 @@ VERL = {
             aggregation_norm=8192.0,
         ),
     ),
-    "gpg_trainer/run_qwen3_8b_fsdp": (verl_recipe("gpg", "gpg"), PolicyLossConfig(GPG(), kl=OFF)),
+    "gpg_trainer/run_qwen3_8b_fsdp": (verl_recipe("gpg", "gpg"), PolicyLossConfig(Reinforce(), kl=OFF)),
     "docs/algo/grpo.md, Dr. GRPO": (
         verl_recipe(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=2048, use_kl_loss=False),
         dataclasses.replace(presets.dr_grpo(2048), loss=PPO(0.2, 0.2, 3.0), kl=OFF),

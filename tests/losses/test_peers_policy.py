@@ -28,7 +28,7 @@ from jaxppo import (
     policy_loss_from_hidden,
     presets,
 )
-from jaxppo.policy_losses import DRO, GPG, VESPO, ProbabilityMask
+from jaxppo.policy_losses import DRO, VESPO, ProbabilityMask, Reinforce
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
@@ -268,7 +268,7 @@ def test_skyrl_prompt_mean():
     ]
     batch = RolloutBatch.from_samples(samples, row_length=24)
     batch = dataclasses.replace(batch, rollout_ids=batch.group_ids)
-    config = PolicyLossConfig(GPG(), ratio_to="current", aggregation="rollout_mean")
+    config = PolicyLossConfig(Reinforce(), ratio_to="current", aggregation="rollout_mean")
     loss, _ = policy_loss(TokenStats(-np.ones_like(batch.loss_mask)), batch, config)
     of_prompt = [np.concatenate([s.advantages for s in samples if s.group_id == g]).mean() for g in (4, 9)]
     np.testing.assert_allclose(loss, np.mean(of_prompt), rtol=1e-6)

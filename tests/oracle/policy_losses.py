@@ -275,7 +275,6 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "cispo": cispo,
     "sapo": sapo,
     "reinforce": reinforce,
-    "gpg": reinforce,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "gmpo": gmpo,

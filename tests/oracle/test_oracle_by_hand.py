@@ -37,7 +37,6 @@ def test_token_losses():
         clip_fraction=np.ones(5),
     )
     check("reinforce", t, -t.advantages * t.log_probs)
-    check("gpg", t, -t.advantages * t.log_probs)
     check("dro", t, -t.advantages * t.log_probs + np.log([1.5, 0.5, 1.5, 0.5, 4.0]) ** 2, {"beta": 2.0})
 
     def sigmoid(x):

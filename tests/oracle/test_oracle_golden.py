@@ -154,7 +154,7 @@ def verl_config(c):
         "dppo_tv": {"name": "dppo_tv", "ratio_cap": c.get("clip_ratio_c"), **clips},
         "dppo_kl": {"name": "dppo_kl", "ratio_cap": c.get("clip_ratio_c"), **clips},
         "geo_mean": {"name": "gmpo", **clips},
-        "gpg": {"name": "gpg"},
+        "gpg": {"name": "reinforce"},
         "dro": {"name": "dro", "beta": c.get("dro_beta")},
         "kl_cov": {"name": "kl_cov", "coef": c.get("ppo_kl_coef")},
         "clip_cov": {"name": "clip_cov", **clips},

@@ -7,7 +7,7 @@ from golden_data import Case
 from jaxppo import KL, OffPolicyConfig, PolicyLossConfig, policy_losses, presets
 from jaxppo.policy_losses import PolicyLoss
 
-VERL_LOSSES = {"vanilla": "ppo", "geo_mean": "gmpo", "dppo_tv": "dppo", "dppo_kl": "dppo"}
+VERL_LOSSES = {"gpg": "reinforce", "vanilla": "ppo", "geo_mean": "gmpo", "dppo_tv": "dppo", "dppo_kl": "dppo"}
 VERL_AGGREGATIONS = {
     "token-mean": "token_mean",
     "token-sum": "token_sum",

@@ -49,7 +49,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cispo": CLIPS | LEVEL | {"unified_mask": st.booleans()},
     "sapo": {"tau_positive": between(0.125, 3), "tau_negative": between(0.125, 3)} | LEVEL,
     "reinforce": {},
-    "gpg": {},
     "dppo_tv": CLIPS | {"ratio_cap": between(0.5, 20)},
     "dppo_kl": CLIPS | {"ratio_cap": between(0.5, 20)},
     "gmpo": CLIPS,
@@ -84,7 +83,7 @@ def rejections(draw) -> dict[str, Any]:
 def corrections(draw, name: str, ratio_to: str) -> dict[str, Any]:
     """Any corrections, but for weights that are already in the loss's ratio."""
     beside = {"old": ["old/rollout"], "rollout": [], "current": list(get_args(Compared))}[ratio_to]
-    free = list(get_args(Compared)) if name in ("reinforce", "gpg", "dro") else beside
+    free = list(get_args(Compared)) if name in ("reinforce", "dro") else beside
     found = {
         "compares": draw(st.sampled_from(free) if free else compared),
         "weights": draw(st.sampled_from(["token", "sequence", "geometric", "none"])) if free else "none",
