@@ -122,7 +122,7 @@ class NoCoordinator:
 @pytest.mark.nightly
 def test_a_single_controller_needs_no_coordinator(monkeypatch):
     """One process that owns all devices, as under Pathways: batches, sums and results go by arrays alone."""
-    monkeypatch.setattr(multihost, "distributed", NoCoordinator())
+    monkeypatch.setattr(multihost, "coordinator", NoCoordinator)
     monkeypatch.setattr(jax.distributed, "initialize", NoCoordinator)
     multihost.start(num_processes=1)
     parallel = make_parallel_mesh("dp=4,cp=2")
