@@ -83,17 +83,10 @@ def dr_grpo(
     """Group-relative advantages without the scale: A_i = r_i - mean_g.
 
     Args:
-      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
-      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
-      among, rollout_ids: see `grpo`.
-      singletons: the advantage in a group of one: "zero", or its own "reward" (verl).
-      parallel: the mesh; rows sharded over data.
+      rewards, group_ids, among, rollout_ids, singletons, parallel: see `grpo`.
 
     Returns:
-      `f32`, the shape of rewards, 0 where there is no sample.
-
-    Raises:
-      ValueError, TypeError: as `grpo`.
+      As `grpo`.
 
     Example:
       >>> dr_grpo(jnp.array([[1.0, 0.0, 0.5]]), jnp.array([[7, 7, 8]]))
@@ -122,19 +115,12 @@ def rloo(
     others are a single sample or equal, A_i is not scaled (NeMo-RL).
 
     Args:
-      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
-      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
-      among, rollout_ids: see `grpo`.
+      rewards, group_ids, among, rollout_ids, singletons, parallel: see `grpo`.
       scale_by_std: divide by the deviation of the others.
       epsilon: added to the deviation.
-      singletons: the advantage in a group of one: "zero", or its own "reward" (verl).
-      parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32`, the shape of rewards, 0 where there is no sample.
-
-    Raises:
-      ValueError, TypeError: as `grpo`.
+      As `grpo`.
 
     Example:
       >>> rloo(jnp.array([[1.0, 0.0, 0.5]]), jnp.array([[7, 7, 8]]))
@@ -170,13 +156,9 @@ def opo(
     """Advantages over the length-weighted baseline: A_i = r_i - sum_g(len_j * r_j) / sum_g(len_j).
 
     Args:
-      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
-      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
-      among, rollout_ids: see `grpo`.
-      lengths: numbers of that shape, at least 0, response tokens of each sample, `segment_sum(loss_mask, ...)`. The
-        length of a rollout is the sum of its parts'.
-      singletons: the advantage in a group of one: "zero", or its own "reward" (verl).
-      parallel: the mesh; rows sharded over data.
+      rewards, group_ids, among, rollout_ids, singletons, parallel: see `grpo`.
+      lengths: numbers of the shape of rewards, at least 0: response tokens of each sample, `segment_sum(loss_mask,
+        ...)`. The length of a rollout is the sum of its parts'.
 
     Returns:
       `f32`, the shape of rewards, 0 where there is no sample, and in groups of several samples without a loss token.
@@ -214,19 +196,13 @@ def pass_at_k(
     """Only a group's best sample has an advantage: A_best = (r_best - r_second) / (std_g + epsilon), 0 for all others.
 
     Args:
-      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
-      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
-      among, rollout_ids: see `grpo`.
+      rewards, group_ids, among, rollout_ids, parallel: see `grpo`.
       scale_by_std: divide by the group's deviation (over n - 1).
       epsilon: added to the deviation.
-      parallel: the mesh; rows sharded over data.
 
     Returns:
       `f32`, the shape of rewards, 0 where there is no sample, where two samples share the best reward, in groups of
       one, and outside of `among`.
-
-    Raises:
-      ValueError, TypeError: as `grpo`.
 
     Example:
       >>> pass_at_k(jnp.array([[1.0, 0.0, 0.25]]), jnp.array([[7, 7, 7]]), scale_by_std=False)
@@ -262,18 +238,11 @@ def gpg(
     N and the count of rewards that are not 0 are over the samples of the whole batch, or stacked step.
 
     Args:
-      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
-      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
-      among, rollout_ids: see `grpo`.
+      rewards, group_ids, among, rollout_ids, singletons, parallel: see `grpo`.
       f_norm: the paper's normaliser, above 0.
-      singletons: the centred reward in a group of one: "zero", or its own "reward" (verl).
-      parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32`, the shape of rewards, 0 where there is no sample.
-
-    Raises:
-      ValueError, TypeError: as `grpo`.
+      As `grpo`.
 
     Example:
       >>> gpg(jnp.array([[1.0, 0.0]]), jnp.array([[7, 7]]))

@@ -39,12 +39,8 @@ def maxrl(
     of a right answer, up to an order equal to the group's size. A negative mean would flip all signs.
 
     Args:
-      rewards: `f32[R, S]`, one per sample, at least 0, or `[K, R, S]` of a stacked step.
-      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
-      among, rollout_ids: see `grpo`.
+      rewards, group_ids, among, rollout_ids, singletons, parallel: see `grpo`; rewards of at least 0.
       epsilon: added to the mean.
-      singletons: the advantage in a group of one: "zero", or its own "reward" (SkyRL).
-      parallel: the mesh; rows sharded over data.
 
     Returns:
       `f32`, the shape of rewards, 0 where there is no sample; NaN in a group with a negative mean.
