@@ -22,7 +22,7 @@ _WHOLE = "expected a whole checkpoint"
 
 
 def _quiet_writers() -> None:
-    """Of what goes wrong in Orbax's threads, `save` raises the first; the rest are tracebacks of the same."""
+    """Keeps Orbax's threads from printing tracebacks: `save` raises their first error, and the rest repeat it."""
     for logger in ("absl", "asyncio"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)
 
