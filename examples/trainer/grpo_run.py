@@ -211,6 +211,7 @@ def train(run: Run, args: argparse.Namespace) -> None:
     if run.accuracy_after_sft is None:
         supervised(run, args)
         run.save()
+        run.checkpoints.wait()  # so that a run with metrics has a checkpoint to go on from
     settings = settings_of(run.learner.parallel, vars(args), run.learner.model)
     with Report(args.out, args.steps, run.step, settings) if processes.is_first() else processes.Silent() as report:
         while run.step < args.steps and not run.stops():
