@@ -6,6 +6,7 @@ from jaxppo.base.late import late
 
 if TYPE_CHECKING:
     from jaxppo.losses.doors import loss_from_hidden, loss_from_stats
+    from jaxppo.losses.explain import explain_tokens
     from jaxppo.losses.parts import Part
     from jaxppo.losses.reference_kl import ReferenceKL
     from jaxppo.losses.score_centering import ScoreCentering
@@ -18,6 +19,7 @@ else:
         __name__,
         {
             "jaxppo.losses.doors": ["loss_from_hidden", "loss_from_stats"],
+            "jaxppo.losses.explain": ["explain_tokens"],
             "jaxppo.losses.parts": ["Part"],
             "jaxppo.losses.reference_kl": ["ReferenceKL"],
             "jaxppo.losses.score_centering": ["ScoreCentering"],
@@ -38,6 +40,7 @@ __all__ = [
     "TokenLoss",
     "TopKDistillation",
     "Value",
+    "explain_tokens",
     "loss_from_hidden",
     "loss_from_stats",
 ]

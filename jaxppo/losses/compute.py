@@ -45,12 +45,12 @@ def loss_of_stats(
 
     `numbers` are those of the call that are not in the loss, such as its coefficient; only rules read them.
     """
-    static, normalizers, traced = _split(parts, normalizer)
+    static, normalizers, traced = split_parts(parts, normalizer)
     traced[0] |= {name: jnp.asarray(x, jnp.float32) for name, x in (numbers or {}).items()}
     args = {"stats": stats, "batch": batch, "normalizer": normalizers, "config": traced}
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [p.tokens_spec, batch.specs(p), _specs(p, normalizers), P()], P()
+        return [p.tokens_spec, batch.specs(p), normalizer_specs(p, normalizers), P()], P()
 
     found: Found = shard_call(name, _of_stats, parallel, args, specs, static)
     return found
@@ -65,17 +65,17 @@ def loss_of_hidden(
     normalizer: Normalizers,
 ) -> Found:
     """The loss and its metrics from hidden states, on any mesh, in one pass where that fits."""
-    static, normalizers, traced = _split(parts, normalizer)
+    static, normalizers, traced = split_parts(parts, normalizer)
     args = {"head": head.inputs, "batch": batch, "normalizer": normalizers, "config": traced}
 
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [head.specs, batch.specs(p), _specs(p, normalizers), P()], P()
+        return [head.specs, batch.specs(p), normalizer_specs(p, normalizers), P()], P()
 
     found: Found = shard_call(name, _of_hidden, parallel, args, specs, (static, head.call))
     return found
 
 
-def _split(
+def split_parts(
     parts: Mapping[str, Part] | TokenLoss[Any], normalizer: Normalizers
 ) -> tuple[Static, list[Normalizer | None], list[dict[str, Array]]]:
     """The static part of a call, and for each of its losses the normalizer and the traced numbers."""
@@ -104,7 +104,7 @@ def _normalizers(parts: Mapping[str, Part], given: Normalizers) -> list[Normaliz
     return [given[name] for name in parts]
 
 
-def _specs(p: ParallelMesh, normalizers: Sequence[Normalizer | None]) -> list[Normalizer | None]:
+def normalizer_specs(p: ParallelMesh, normalizers: Sequence[Normalizer | None]) -> list[Normalizer | None]:
     return [None if x is None else x.specs(p) for x in normalizers]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
@@ -19,7 +20,7 @@ from jaxppo.losses.policy_checks import BY_RATIO, SELECTED, check_batch, check_p
 from jaxppo.losses.reference_kl import reference_kl
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
-from jaxppo.policy.off_policy import OffPolicyConfig
+from jaxppo.policy.off_policy import OffPolicyConfig, left_out_by
 from jaxppo.policy.off_policy import correction as off_policy_correction
 from jaxppo.policy_losses.base import Indicators
 from jaxppo.sharding import Segments
@@ -125,9 +126,8 @@ class PolicyTokenLoss(TokenLoss[TokenStats]):
         off_policy, batch, segments = self.config.off_policy, step.batch, step.segments
         if off_policy is None:
             return None
-        current = None if stats is None else stats.log_probs
         weights, values = off_policy_correction(
-            {"current": current, "old": batch.old_log_probs, "rollout": batch.rollout_log_probs},
+            _policies(stats, batch),
             advantages_of(batch),
             batch.loss_mask,
             segments,
@@ -137,6 +137,28 @@ class PolicyTokenLoss(TokenLoss[TokenStats]):
         if off_policy.opsm_fraction == "response" and "opsm_clipfrac" in values:
             values = values | {"opsm_clipfrac": values["opsm_clipfrac"] * _response_share(batch, segments)}
         return Correction(weights, values)
+
+    def reasons(self, stats: TokenStats, step: Step, constants: Correction | None) -> dict[str, Bool[Array, "R T"]]:
+        """Why the policy loss does not move a token."""
+        off_policy, batch, advantages = self.config.off_policy, step.batch, advantages_of(step.batch)
+        found: dict[str, Bool[Array, "R T"]] = {}
+        if off_policy is not None and constants is not None:
+            policies = _policies(stats, batch)
+            found = left_out_by(policies, advantages, batch.loss_mask, step.segments, off_policy)
+            if off_policy.outside == "zero":
+                found["weight outside its bounds"] = constants.weights == 0
+
+        def policy(log_probs: Float[Array, "R T"]) -> tuple[Float[Array, "R T"], Indicators]:
+            return self._policy(log_probs, batch, None, step.segments)
+
+        values, pull, indicators = jax.vjp(policy, stats.log_probs, has_aux=True)
+        still = pull(step.weights + 0 * values)[0] == 0
+        found["advantage 0"] = still & (advantages == 0)
+        if (selected := batch.extras.get(SELECTED)) is not None:
+            found["selected"] = still & (selected > 0)
+        if "clip_fraction_lower" in indicators:
+            found["dual clip"] = still & (indicators["clip_fraction_lower"] > 0)
+        return found | {"clipped above": still & (advantages > 0), "clipped below": still & (advantages < 0)}
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         config, entropy_coef = self.config, self.config.entropy_coef
@@ -199,6 +221,12 @@ class PolicyTokenLoss(TokenLoss[TokenStats]):
         trainer = old if self.config.ratio_to == "old" else log_probs
         apart = trainer - masked(batch.rollout_log_probs, batch.loss_mask)
         return values | {"sampler_log_prob_abs_diff": jnp.abs(apart), "sampler_k3": k3(apart)}
+
+
+def _policies(stats: TokenStats | None, batch: RolloutBatch) -> dict[str, Float[Array, "R T"] | None]:
+    """The log-probs of the policies that a correction may compare."""
+    current = None if stats is None else stats.log_probs
+    return {"current": current, "old": batch.old_log_probs, "rollout": batch.rollout_log_probs}
 
 
 def _response_share(batch: RolloutBatch, segments: Segments) -> Float[Array, "R T"]:

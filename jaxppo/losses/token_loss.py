@@ -179,6 +179,10 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
         """Per-shard: what `reduce_metrics` turns into metrics, by name; anything where the mask is 0."""
         return {}
 
+    def reasons(self, stats: Stats, step: Step, constants: Any) -> Mapping[str, Bool[Array, "R T"]]:
+        """Per-shard: by name, why the loss does not train some of its tokens; the first that holds is the one."""
+        return {}
+
     def seen(self, stats: Stats, mask: Float[Array, "R T"]) -> Stats:
         """The statistics as `terms` and `metrics` see them."""
         return masked_arrays(stats, mask)

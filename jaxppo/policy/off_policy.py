@@ -11,16 +11,16 @@ veto). Each correction names the two policies that it compares, independently of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import Compared, check_choice, check_field, check_flag, is_number, masked, needed
 from jaxppo.base.kl import MAX_LOG_RATIO, k3
@@ -277,23 +277,39 @@ def correction(
     if config.batch_normalize:
         weight_mean = needed("weight_mean", weight_mean, "the Normalizer's for off_policy.batch_normalize")
         weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # a mean of 0 means that all weights are 0
-    if config.rejections:
-        accepted = valid
-        for rejection in config.rejections:
-            accepted &= _accepted(rejection, policies, mask, segments)
-        weights = jnp.where(accepted, weights, 0)
-        indicators["rejected_fraction"] = _float(valid & ~accepted)
+    left_out = left_out_by(policies, advantages, mask, segments, config)
+    of_rule = {"rejected_fraction": config.rejections, "veto_fraction": config.veto, "opsm_clipfrac": config.opsm_delta}
+    for name, rule in of_rule.items():
+        if rule is not None and rule != ():
+            those = [x for what, x in left_out.items() if what.startswith(_RULES[name])]
+            indicators[name] = _float(functools.reduce(jnp.logical_or, those))
+            weights = jnp.where(indicators[name] > 0, 0, weights)
+    return lax.stop_gradient((weights, indicators))
+
+
+def left_out_by(
+    policies: Policies,
+    advantages: Float[Array, "R T"],
+    mask: Float[Array, "R T"],
+    segments: Segments,
+    config: OffPolicyConfig,
+) -> dict[str, Bool[Array, "R T"]]:
+    """Per-shard: the loss tokens that each rule of the config leaves out, by a name of the rule; see `correction`."""
+    valid = mask > 0
+    found: dict[str, Bool[Array, "R T"]] = {}
+    for rejection in config.rejections:
+        name = f"rejected by {rejection.statistic} of {rejection.compares}"
+        found[name] = found.get(name, False) | (valid & ~_accepted(rejection, policies, mask, segments))
     if config.veto is not None:
         worst = -segments.max(-_log_ratio(policies, config.compares, mask), _float(valid))
-        vetoed = valid & (segments.spread(worst) < math.log(config.veto))
-        weights = jnp.where(vetoed, 0, weights)
-        indicators["veto_fraction"] = _float(vetoed)
+        found["vetoed"] = valid & (segments.spread(worst) < math.log(config.veto))
     if config.opsm_delta is not None:
         drift = segments.mean(-_log_ratio(policies, config.opsm_compares, mask), mask)
-        off = valid & (advantages < 0) & (segments.spread(drift) > config.opsm_delta)
-        weights = jnp.where(off, 0, weights)
-        indicators["opsm_clipfrac"] = _float(off)
-    return lax.stop_gradient((weights, indicators))
+        found["off-policy sequence"] = valid & (advantages < 0) & (segments.spread(drift) > config.opsm_delta)
+    return found
+
+
+_RULES = {"rejected_fraction": "rejected", "veto_fraction": "vetoed", "opsm_clipfrac": "off-policy"}
 
 
 def _accepted(rejection: Rejection, policies: Policies, mask: jax.Array, segments: Segments) -> jax.Array:
@@ -328,7 +344,7 @@ def _accepted(rejection: Rejection, policies: Policies, mask: jax.Array, segment
 def _mean_over_runs(x: jax.Array, valid: jax.Array, segments: Segments) -> jax.Array:
     """At each loss token, the mean over its run of contiguous loss tokens."""
     ids, slots = segments.segment_ids, segments.num_segments
-    scan = partial(scan_affine, valid, parallel=segments.axes, segment_ids=ids, num_segments=slots)
+    scan = functools.partial(scan_affine, valid, parallel=segments.axes, segment_ids=ids, num_segments=slots)
     total, count = (scan(y) + scan(y, reverse=False) - y for y in (x * valid, valid))
     return total / jnp.maximum(count, 1)
 

@@ -153,6 +153,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "nucleus_ids": jnp.concatenate([BATCH.targets[..., None], IDS], -1), "adapter_ids": None,
     },
     "loss_from_stats": {**SOFT, "stats": STATS, "batch": GIVEN, "loss": SFT(), "normalizer": NORMALIZER},
+    "explain_tokens": {**SOFT, "stats": STATS, "batch": GIVEN, "loss": SFT(), "normalizer": NORMALIZER},
     "loss_from_hidden": {
         **HEADS, **SOFT, **OPTIONS, "batch": GIVEN, "loss": PolicyLossConfig(), "normalizer": NORMALIZER,
         "nucleus_ids": jnp.concatenate([BATCH.targets[..., None], IDS], -1), "adapter_ids": None,

@@ -1,0 +1,266 @@
+"""What a loss does with each token: its terms, its share of the loss, and why it has no gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from jaxppo.base.arrays import check_array
+from jaxppo.base.metrics import CompositeTerm
+from jaxppo.base.pytree import register
+from jaxppo.base.traced import put_arrays
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
+from jaxppo.head.types import TokenStats
+from jaxppo.losses.compute import ALONE, Static, normalizer_specs, split_parts
+from jaxppo.losses.doors import OfPolicy, Parts, as_parts
+from jaxppo.losses.step import step_of
+from jaxppo.losses.token_loss import Losses, TokenLoss
+from jaxppo.sharding import ParallelMesh, ShardAxes, segment_sum, shard_call
+from jaxppo.step.aggregation import Normalizer
+
+_FIRST = ("", "padding", "masked", "impossible", "no weight")
+
+
+@register(static=["reasons"])
+@dataclasses.dataclass(frozen=True)
+class ExplainedTokens:
+    """What a loss does with each token, as `explain_tokens` returns it.
+
+    Args:
+      arrays: `f32[R, T]` by name, 0 where the loss mask is 0:
+
+        - "log_probs", "advantages", and by its metric's name each value that the loss reports as a mean or a sum over
+          tokens, such as "ratio", "clip_fraction", "kl" and "tis";
+        - "weight", the token's weight in the loss, and "loss/NAME", its terms before it is weighted: "loss/policy",
+          "loss/kl" and "loss/entropy" of a policy loss;
+        - "contribution", the weight times the sum of the terms: the sum over tokens is the loss;
+        - "gradient", the derivative of the loss by the token's log-prob.
+      reason: `i32[R, T]`, the index in `reasons` of the reason why the loss does not train the token; 0 for none.
+      reasons: "", "padding", "masked", "impossible" (left out by `impossible_tokens`), "no weight", those of the loss,
+        "no gradient" (none of these, and the derivative by all statistics is 0).
+
+    Example:
+      >>> from jaxppo.losses.explain import ExplainedTokens
+      >>> ExplainedTokens({}, jnp.array([[0, 1]]), ("", "padding")).reason_names()
+      [['', 'padding']]
+    """
+
+    arrays: dict[str, Float[Array, "R T"]]
+    reason: Int[Array, "R T"]
+    reasons: tuple[str, ...]
+
+    def reason_names(self) -> Any:
+        """The reasons themselves, as lists of the shape of `reason`."""
+        return np.asarray(self.reasons, object)[np.asarray(self.reason)].tolist()
+
+
+def explain_tokens(
+    stats: Any,
+    batch: RolloutBatch,
+    loss: TokenLoss[Any] | OfPolicy | Parts,
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    normalizer: Normalizer | Mapping[str, Normalizer] | None = None,
+) -> Any:
+    """What the loss does with each token: the terms of `loss_from_stats`, `[R, T]`, whose weighted sum is the loss.
+
+    From hidden states, compute the statistics first: `log_probs_from_hidden(..., entropy=config.entropy_mode)`; no
+    logits are needed. The reasons of a policy loss are about its policy term: a token that is clipped may still be
+    moved by the KL penalty, as its "gradient" shows. In the order of precedence they are "rejected by STATISTIC of
+    POLICIES", "vetoed", "off-policy sequence", "weight outside its bounds", "advantage 0", "selected" (`ClipCov`),
+    "dual clip", "clipped above" (A > 0) and "clipped below" (A < 0).
+
+    Args:
+      stats: see `loss_from_stats`, also for the arguments that follow.
+      batch: `[R, T]`.
+      loss: a loss, or parts by name.
+      parallel: the mesh.
+      normalizer: of the step, if the batch is one of its micro-batches.
+
+    Returns:
+      `ExplainedTokens`; for a sum of parts one for each by name, whose contributions have the part's coefficient.
+
+    Raises:
+      TypeError, ValueError: what `loss_from_stats` raises.
+
+    Example:
+      >>> from jaxppo.losses import explain_tokens
+      >>> sample = Sample([1, 2, 3], response_start=1, advantages=[1.0, 1.0], old_log_probs=[-2.0, -2.0])
+      >>> batch = RolloutBatch.from_samples([sample], row_length=3)
+      >>> found = explain_tokens(TokenStats(jnp.array([[-2.0, -1.0, 0.0]])), batch, PPO())
+      >>> found.arrays["contribution"].round(2), found.reason_names()
+      (Array([[-0.5, -0.6,  0. ]], dtype=float32), [['', 'clipped above', 'padding']])
+    """
+    batch, parts = checked(batch), as_parts(loss)
+    for part in parts.values():
+        of = part.of(batch)
+        part.of_tokens.check(of)
+        part.of_tokens.check_stats(stats, of)
+    static, normalizers, traced = split_parts(parts, normalizer)
+    args = {"stats": stats, "batch": batch, "normalizer": normalizers, "config": traced}
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [p.tokens_spec, batch.specs(p), normalizer_specs(p, normalizers), P()], p.tokens_spec
+
+    found = shard_call("explain_tokens", _per_shard, parallel, args, specs, static)
+    return found.get(ALONE, found)
+
+
+def _per_shard(
+    axes: ShardAxes, static: Static, stats: Any, batch: RolloutBatch, normalizers: list[Any], numbers: list[Any]
+) -> dict[str, ExplainedTokens]:
+    names, parts = static
+    stats, numbers = lax.stop_gradient((stats, numbers))
+    found = {}
+    for name, part, normalizer, its in zip(names, parts, normalizers, numbers, strict=True):
+        loss = put_arrays(part.of_tokens, its)
+        found[name] = _explained(axes, loss, stats, part.of(batch), normalizer, its)
+    return found
+
+
+def _explained(
+    axes: ShardAxes, loss: TokenLoss[Any], stats: Any, batch: RolloutBatch, normalizer: Any, numbers: Any
+) -> ExplainedTokens:
+    step = step_of(axes, loss, stats, batch, normalizer, numbers)
+    mask, weights = step.batch.loss_mask, step.weights * numbers.get("part.coef", 1)
+    constants = loss.constants(stats, step)
+
+    def of(stats: Any) -> tuple[Float[Array, "R T"], Losses]:
+        terms = loss.terms(loss.seen(stats, mask), step.batch, constants, step.segments)
+        total = functools.reduce(jnp.add, terms.values())
+        return jnp.where(mask > 0, total, 0) * weights, terms
+
+    contribution, terms, slopes = _slopes(of, stats)
+    seen = loss.seen(stats, mask)
+    arrays: dict[str, Any] = {}
+    for name, term in loss.metrics(seen, step, constants).items():
+        if not isinstance(term, CompositeTerm) and term[2] in ("mean", "sum"):
+            arrays[name.removesuffix("_mean")] = term[0]
+    if isinstance(stats, TokenStats):
+        arrays["log_probs"] = seen.log_probs
+    if step.batch.advantages is not None:
+        arrays["advantages"] = step.batch.advantages
+    arrays |= {"weight": weights, "contribution": contribution} | {f"loss/{name}": x for name, x in terms.items()}
+    arrays["gradient"] = slopes.log_probs if isinstance(stats, TokenStats) else jax.tree.leaves(slopes)[0]
+    inside = batch.segment_ids > 0
+    still = functools.reduce(jnp.logical_and, [_is_zero(x, mask) for x in jax.tree.leaves(slopes)])
+    given = batch.loss_mask > 0
+    left_out = jnp.zeros_like(inside) if step.left_out is None else step.left_out
+    of_all = [~inside, ~given, left_out, weights == 0]
+    own = loss.reasons(seen, step, constants)
+    reason = jnp.where(still, len(_FIRST) + len(own), 0)
+    for i, holds in reversed([*enumerate([*of_all, *own.values()], start=1)]):
+        reason = jnp.where(holds, i, reason)
+    brought = {name: jnp.where(mask > 0, x.astype(jnp.float32), 0) for name, x in arrays.items()}
+    return ExplainedTokens(brought, reason.astype(jnp.int32), (*_FIRST, *own, "no gradient"))
+
+
+def _slopes(of: Callable[[Any], tuple[Array, Losses]], stats: Any) -> tuple[Array, Losses, Any]:
+    """The values of `of`, what it returns beside them, and the derivative of their sum by the floats of `stats`."""
+    leaves, structure = jax.tree.flatten(stats)
+    at = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def of_floats(floats: list[Array]) -> tuple[Array, Losses]:
+        given = dict(zip(at, floats, strict=True))
+        return of(jax.tree.unflatten(structure, [given.get(i, x) for i, x in enumerate(leaves)]))
+
+    values, pull, terms = jax.vjp(of_floats, [leaves[i] for i in at], has_aux=True)
+    slopes = dict(zip(at, pull(jnp.ones_like(values))[0], strict=True))
+    return values, terms, jax.tree.unflatten(structure, [slopes.get(i) for i in range(len(leaves))])
+
+
+def _is_zero(slope: Array, mask: Array) -> Array:
+    return (slope == 0).reshape(*mask.shape, -1).all(axis=-1)
+
+
+def by_sample(
+    explained: ExplainedTokens, batch: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None
+) -> dict[str, Float[Array, "R S"]]:
+    """Sums over the tokens of each sample of everything that `explain_tokens` found.
+
+    Args:
+      explained: of one loss.
+      batch: the batch that it explains.
+      parallel: the mesh.
+
+    Returns:
+      `f32[R, S]` by name: the sums of `explained.arrays`; "tokens", how many have a loss; and by the name of each
+      reason, "trained" for "", how many tokens have it.
+
+    Raises:
+      ValueError: a batch of another shape.
+
+    Example:
+      >>> from jaxppo.losses.explain import by_sample, explain_tokens
+      >>> sample = Sample([1, 2, 3], response_start=1, advantages=[1.0, 1.0], old_log_probs=[-2.0, -2.0])
+      >>> batch = RolloutBatch.from_samples([sample], row_length=3)
+      >>> found = by_sample(explain_tokens(TokenStats(jnp.array([[-2.0, -1.0, 0.0]])), batch, PPO()), batch)
+      >>> found["contribution"].round(2), found["clipped above"]
+      (Array([[-1.1]], dtype=float32), Array([[1.]], dtype=float32))
+    """
+    check_array("batch.segment_ids", batch.segment_ids, explained.reason.shape, "that of explained.reason")
+    counted = {name or "trained": explained.reason == i for i, name in enumerate(explained.reasons)}
+    arrays = {**explained.arrays, "tokens": batch.loss_mask, **counted}
+
+    def sums(x: Array) -> Array:
+        return segment_sum(jnp.asarray(x, jnp.float32), batch.segment_ids, batch.num_segments, parallel)
+
+    return {name: sums(x) for name, x in arrays.items() if name != "padding"}
+
+
+def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch: RolloutBatch, **fields: Any) -> int:
+    """Appends a line of JSON for each sample to a file, on the host. Numbers that are not finite become null.
+
+    Each line has `fields`, the sample's "sample_id" and, where the batch has them, "group_id", "rollout_id" and
+    "reward", and lists in the order of its positions: "tokens" (the targets that are predicted), "loss_mask", "reason",
+    and each of `explained.arrays`.
+
+    Args:
+      path: the file; it is made if it is not there.
+      explained: of one loss; this process must hold its arrays and the batch's.
+      batch: the batch that it explains.
+      **fields: of your own for each line, such as step=7.
+
+    Returns:
+      The number of lines.
+
+    Example:
+      >>> import os, tempfile
+      >>> from jaxppo.losses.explain import explain_tokens, write_tokens
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1)], row_length=3)
+      >>> found = explain_tokens(TokenStats(jnp.array([[-2.0, -1.0, 0.0]])), batch, SFT())
+      >>> write_tokens(os.path.join(tempfile.mkdtemp(), "tokens.jsonl"), found, batch, step=7)
+      1
+    """
+    given, arrays = jax.tree.map(np.asarray, batch), jax.tree.map(np.asarray, explained.arrays)
+    reasons = np.asarray(explained.reasons, object)[np.asarray(explained.reason)]
+    of_tokens = {"tokens": given.targets, "loss_mask": given.loss_mask, "reason": reasons, **arrays}
+    of_samples = {name: getattr(given, f"{name}s") for name in ("sample_id", "group_id", "rollout_id", "reward")}
+    lines = 0
+    with open(path, "a") as file:
+        for row, slot in zip(*np.nonzero(given.sample_ids >= 0), strict=True):
+            (at,) = np.nonzero(given.segment_ids[row] == slot + 1)
+            at = at[np.argsort(given.positions[row, at])]
+            ids = {name: _plain(x[row, slot]) for name, x in of_samples.items() if x is not None}
+            lists = {name: [_plain(y) for y in x[row, at]] for name, x in of_tokens.items()}
+            file.write(json.dumps({**fields, **ids, **lists}) + "\n")
+            lines += 1
+    return lines
+
+
+def _plain(x: Any) -> Any:
+    x = x.item() if isinstance(x, np.generic) else x
+    return None if isinstance(x, float) and not math.isfinite(x) else x
