@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from jaxppo.base.arrays import check_count, check_number
 from jaxppo.base.kl import KL
@@ -16,11 +17,13 @@ from jaxppo.policy.off_policy import OffPolicyConfig, Rejection
 from jaxppo.policy_losses import (
     CISPO,
     DPPO,
+    DRO,
     GMPO,
     GSPO,
     PPO,
     SAPO,
     VESPO,
+    BySign,
     ClipCov,
     KLCov,
     PolicyLoss,
@@ -48,7 +51,10 @@ __all__ = [
     "sapo",
     "sequence_masked_importance_sampling",
     "slime_default",
+    "tinker",
+    "topr",
     "truncated_importance_sampling",
+    "up_grpo",
     "verl_default",
     "vespo",
 ]
@@ -169,6 +175,51 @@ def importance_sampling() -> PolicyLossConfig:
     return PolicyLossConfig(PPO(clip_low=1.0, clip_high=1e9), ratio_to="rollout", aggregation="token_sum")
 
 
+def tinker(loss_fn: str, **loss_fn_config: float) -> PolicyLossConfig:
+    """Tinker's losses of a policy by their names and numbers: over the sampler, sums over tokens and samples.
+
+    importance_sampling: -r A. ppo: bounds of the ratio itself, `clip_low_threshold` 0.8 and `clip_high_threshold` 1.2.
+    cispo: 0 and 4. dro: `beta`, without a default. `cross_entropy` is `SFT(aggregation="token_sum")` with the weights
+    as `loss_weights`. SkyRL's server takes means over each sequence, and 0.8 and 1.2 for cispo too.
+
+    Args:
+      loss_fn: "importance_sampling", "ppo", "cispo" or "dro".
+      **loss_fn_config: its numbers.
+
+    Raises:
+      ValueError: another name, a number that the loss does not have or lacks, bounds out of order.
+
+    Example:
+      >>> tinker("ppo", clip_high_threshold=1.5).loss.clip_high
+      0.5
+
+    https://tinker-docs.thinkingmachines.ai/losses
+    """
+    known: dict[str, dict[str, Any]] = {
+        "importance_sampling": {},
+        "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        "dro": {"beta": None},
+    }
+    if loss_fn not in known:
+        raise ValueError(f"loss_fn: got {loss_fn!r}, expected one of {', '.join(known)}")
+    numbers: dict[str, Any] = {**known[loss_fn], **loss_fn_config}
+    for name, x in numbers.items():
+        if name not in known[loss_fn]:
+            raise ValueError(f"{name}: got {x} for {loss_fn!r}, expected one of {', '.join(known[loss_fn]) or 'none'}")
+        check_number(name, x, least=0)
+    if loss_fn == "importance_sampling":
+        return importance_sampling()
+    if loss_fn == "dro":
+        loss: PolicyLoss = DRO(numbers["beta"])
+    else:
+        low, high = numbers["clip_low_threshold"], numbers["clip_high_threshold"]
+        if not low <= 1 <= high:
+            raise ValueError(f"clip_low_threshold: got {low} and {high}, expected low <= 1 <= clip_high_threshold")
+        loss = {"ppo": PPO, "cispo": CISPO}[loss_fn](1 - low, high - 1)
+    return PolicyLossConfig(loss, ratio_to="rollout", aggregation="token_sum")
+
+
 def cispo() -> PolicyLossConfig:
     """CISPO: REINFORCE weighted by a ratio that is clipped above only, a mean over tokens. With `advantages.grpo`.
 
@@ -199,6 +250,36 @@ def gpg() -> PolicyLossConfig:
     Chu et al. 2025, https://arxiv.org/abs/2504.02546
     """
     return PolicyLossConfig(Reinforce(), ratio_to="current", aggregation="token_mean")
+
+
+def topr() -> PolicyLossConfig:
+    """TOPR: the score function where A > 0, min(r, 1) times it elsewhere, over the sampler; a mean over tokens.
+
+    The ratio is of a token, as in ROLL and Trinity; the paper's is of a sequence. ROLL takes the sign of the raw score,
+    not that of the advantage.
+
+    Example:
+      >>> topr().loss.positive
+      Reinforce()
+
+    Le Roux et al. 2025, https://arxiv.org/abs/2503.14286
+    """
+    return PolicyLossConfig(BySign(), ratio_to="rollout")
+
+
+def up_grpo() -> PolicyLossConfig:
+    """UP-GRPO: the score function where A > 0, without ratio and clip, and GRPO's clipped loss elsewhere.
+
+    Where A <= 0 it is verl's PPO, clip 0.2 and dual clip 3. Nothing corrects an old sample with A > 0, and a note on
+    the pull request reports a collapse where both signs are without bounds. With `advantages.grpo`.
+
+    Example:
+      >>> up_grpo().loss.negative.dual_clip
+      3.0
+
+    2026, https://arxiv.org/abs/2607.06987, https://github.com/volcengine/verl/pull/7022
+    """
+    return PolicyLossConfig(BySign(negative=PPO(dual_clip=3.0)))
 
 
 def dppo() -> PolicyLossConfig:

@@ -1,6 +1,7 @@
 """Advantage estimators, by their published names."""
 
 from jaxppo.advantages.filters import accepted_samples, drop_equal_groups, overlong_penalty
+from jaxppo.advantages.gigpo import gigpo, state_groups, step_returns
 from jaxppo.advantages.groups import dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
 from jaxppo.advantages.optimal_baseline import optimal_token_baseline
 from jaxppo.advantages.pass_rates import pass_rates
@@ -24,6 +25,7 @@ __all__ = [
     "explained_variance",
     "gae",
     "gdpo",
+    "gigpo",
     "gpg",
     "grpo",
     "maxrl",
@@ -40,6 +42,8 @@ __all__ = [
     "rloo",
     "spread",
     "standardize",
+    "state_groups",
+    "step_returns",
     "token_rewards",
     "whiten",
 ]

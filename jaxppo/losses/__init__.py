@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from jaxppo.losses.explain import explain_tokens
     from jaxppo.losses.parts import Part
     from jaxppo.losses.reference_kl import ReferenceKL
+    from jaxppo.losses.rows import by_row
     from jaxppo.losses.score_centering import ScoreCentering
     from jaxppo.losses.sft import SFT
     from jaxppo.losses.token_loss import Asks, TokenLoss
@@ -22,6 +23,7 @@ else:
             "jaxppo.losses.explain": ["explain_tokens"],
             "jaxppo.losses.parts": ["Part"],
             "jaxppo.losses.reference_kl": ["ReferenceKL"],
+            "jaxppo.losses.rows": ["by_row"],
             "jaxppo.losses.score_centering": ["ScoreCentering"],
             "jaxppo.losses.sft": ["SFT"],
             "jaxppo.losses.token_loss": ["Asks", "TokenLoss"],
@@ -40,6 +42,7 @@ __all__ = [
     "TokenLoss",
     "TopKDistillation",
     "Value",
+    "by_row",
     "explain_tokens",
     "loss_from_hidden",
     "loss_from_stats",

@@ -85,7 +85,7 @@ def split_parts(
         loss, traced = take_arrays(part.of_tokens.traceable())
         if name != ALONE:
             traced |= {"part.coef": jnp.asarray(part.coef, jnp.float32)}
-        static.append(Part(loss, 1.0, part.mask, part.weights))
+        static.append(Part(loss, 1.0, part.mask, part.weights, part.equals))
         numbers.append(traced)
     return (tuple(parts), tuple(static)), _normalizers(parts, normalizer), numbers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, Unpack
@@ -204,7 +205,7 @@ def as_parts(loss: Any) -> dict[str, Part]:
         if not isinstance(name, str) or not name:
             raise TypeError(f"loss: got a part named {name!r}, expected a string")
     parts = {name: x if isinstance(x, Part) else Part(x) for name, x in loss.items()}
-    return {name: Part(as_token_loss(x.loss), x.coef, x.mask, x.weights) for name, x in parts.items()}
+    return {name: dataclasses.replace(x, loss=as_token_loss(x.loss)) for name, x in parts.items()}
 
 
 def as_token_loss(loss: Any) -> TokenLoss[Any]:

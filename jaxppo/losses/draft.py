@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Aggregation, Coefficient, check_choice, check_field, check_floating
+from jaxppo.base.arrays import Aggregation, Coefficient, check_choice, check_field, check_floating, check_number
 from jaxppo.base.metrics import Metric, Metrics, reduce_metric
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
@@ -41,7 +41,8 @@ class Draft(OfDepths):
       depths: the number of depths, needed by `Normalizer.of` alone; by default as many as the loss's `hidden` has.
       objective: one of the four of `draft_loss`.
       eta: how quickly "likelihood" changes from the divergence to the total variation as acceptance grows.
-      coef: the factor of the sum, or of the single loss of "end_to_end".
+      coef: the factor of the mean, or of the single loss of "end_to_end".
+      decay: depth k weighs decay^(k - 1) in the mean over depths; not read by "end_to_end".
       aggregation: the denominators of a depth, see `SFT`.
 
     Raises:
@@ -57,6 +58,7 @@ class Draft(OfDepths):
     objective: Objective = "soft_cross_entropy"
     eta: Coefficient = 3.0
     coef: float | Array = 0.1
+    decay: float = 1.0
     aggregation: Aggregation = "token_mean"
 
     def __post_init__(self) -> None:
@@ -64,6 +66,7 @@ class Draft(OfDepths):
         check_choice("objective", self.objective, Objective)
         check_field(self, "eta", least=0)
         check_field(self, "coef")
+        check_number("decay", self.decay, above=0, most=1)
         DivergenceLoss(self.aggregation, None)
 
     @property
@@ -87,11 +90,11 @@ def draft_loss(
     temperature: float | Array = 1.0,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """coef / K * sum over depths k of the distance between the draft d_k and the policy p, k places later.
+    """coef / W * sum over depths k of decay^(k - 1) * distance of the draft d_k from the policy p, k places later.
 
-    At depth k, position t of the draft predicts what the policy predicts at t + k of the same sequence, where both
-    carry loss. The acceptance a_k = sum over the vocabulary of min(p, d_k) is the chance that rejection sampling
-    accepts a token drawn from d_k, and 1 - a_k is their total variation:
+    W is the sum of decay^(k - 1). At depth k, position t of the draft predicts what the policy predicts at t + k of the
+    same sequence, where both carry loss. The acceptance a_k = sum over the vocabulary of min(p, d_k) is the chance that
+    rejection sampling accepts a token drawn from d_k, and 1 - a_k is their total variation:
 
         soft_cross_entropy   -sum p log d_k
         total_variation      1 - a_k
@@ -131,7 +134,8 @@ def draft_loss(
       (2.0794, 1.0)
 
     Total variation: Bebop 2026, https://arxiv.org/abs/2606.12370; likelihood: 2026, https://arxiv.org/abs/2602.23881.
-    Soft cross-entropy is in SkyRL and NeMo-RL, the others in pull requests of Megatron and speculators.
+    Decay: SpecForge, 0.8, as a sum that is not divided by W: times W in coef; Automodel divides. Soft cross-entropy is
+    in SkyRL and NeMo-RL, the others in pull requests of Megatron and speculators.
     """
     loss = Draft() if loss is None else loss
     if not isinstance(loss, Draft):
@@ -152,11 +156,11 @@ def draft_loss(
     for k, (losses, shifted) in enumerate(parts, 1):
         normalizer = None if normalizers is None else normalizers[k - 1]
         value, found = loss_of_stats("draft_loss", of_tokens, losses, shifted, parallel, normalizer, numbers=numbers)
-        total += value
+        total += loss.decay ** (k - 1) * value
         metrics[f"draft_{k}_broken_rules"] = found["broken_rules"]
     for k, depth in enumerate(depths, 1):
         metrics[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
-    total *= lax.stop_gradient(loss.coef) / len(parts)
+    total *= lax.stop_gradient(loss.coef) / sum(loss.decay**k for k in range(len(parts)))
     return total, metrics | {"draft_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 
-from jaxppo.base.arrays import KINDS, Coefficient, check_array, check_field
+from jaxppo.base.arrays import KINDS, Coefficient, check_array, check_count, check_field, needed
 from jaxppo.batch.extras import check_name, extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.token_loss import TokenLoss
@@ -25,6 +25,8 @@ class Part(Loss):
       coef: a number or a traced schedule.
       mask: the name of the extra of the batch, `[R, T]`, 0 or 1, that is this part's loss mask, in its denominators
         too; None for `batch.loss_mask`.
+      equals: with a mask of integers, the part has the loss tokens of the batch where the mask is this number, see
+        `by_row`.
       weights: the name of the extra, `[R, T]`, at least 0, that holds this part's loss weights; None for
         `batch.loss_weights`. A part's denominators are counts of tokens, or with `batch.weighted_denominators` sums of
         weights.
@@ -43,6 +45,7 @@ class Part(Loss):
     coef: Coefficient = 1.0
     mask: str | None = None
     weights: str | None = None
+    equals: int | None = None
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
@@ -50,6 +53,9 @@ class Part(Loss):
         if isinstance(of, PolicyLoss) and of.selects is not None:
             raise ValueError(f"loss: got {of}, expected one that selects no tokens of the step")
         check_field(self, "coef")
+        if self.equals is not None:
+            check_count("equals", self.equals)
+            needed("mask", self.mask, "the name of an extra of integers, for equals")
         for what in ("mask", "weights"):
             if getattr(self, what) is not None:
                 check_name(what, getattr(self, what))
@@ -62,8 +68,12 @@ class Part(Loss):
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch as this part reads it."""
         changed: dict[str, Any] = {}
+        if self.mask is not None and self.equals is not None:
+            x = extra_of(batch, self.mask, "i32[R, T] for equals of a part")
+            check_array(f"batch.extras[{self.mask!r}]", x, batch.loss_mask.shape, "the batch's", KINDS["ids"])
+            changed["loss_mask"] = jnp.where(x == self.equals, batch.loss_mask.astype(jnp.float32), 0)
         for field, name in (("loss_mask", self.mask), ("loss_weights", self.weights)):
-            if name is not None:
+            if name is not None and field not in changed:
                 x = extra_of(batch, name, f"[R, T] for {field} of a part")
                 check_array(f"batch.extras[{name!r}]", x, batch.loss_mask.shape, "the batch's", KINDS[field])
                 changed[field] = x.astype(jnp.float32)

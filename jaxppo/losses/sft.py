@@ -6,6 +6,8 @@ import dataclasses
 from functools import partial
 from typing import Any, Self
 
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import (
@@ -14,6 +16,7 @@ from jaxppo.base.arrays import (
     as_coefficient,
     check_aggregation,
     check_field,
+    check_flag,
     is_zero,
     masked,
     needed,
@@ -33,7 +36,8 @@ class SFT(TokenLoss[TokenStats]):
         l_t = (1 - label_smoothing) * -log_prob_t + label_smoothing * (log_z_t - mean_logit_t) + z_loss * log_z_t^2
 
     log_z is the log-sum-exp of the logits, and log_z - mean_logit the mean of -log p over the vocabulary. Columns whose
-    logit is -inf, as under a bias of -inf, are left out of that mean, and their gradient is 0.
+    logit is -inf, as under a bias of -inf, are left out of that mean, and their gradient is 0. With `dft` all of l_t is
+    multiplied by the target's probability, a constant: dynamic fine-tuning.
 
     The metrics are `loss` (adds up over micro-batches), `nll` (the mean of -log_prob over tokens, nats), where the
     statistics have them `entropy`, `log_z` and `accuracy` (how often no token is likelier than the target), and
@@ -43,6 +47,7 @@ class SFT(TokenLoss[TokenStats]):
     Args:
       label_smoothing: the share of a uniform target, in [0, 1); a number or a traced schedule.
       z_loss: the coefficient of log_z^2, a number or a traced schedule.
+      dft: weigh each token by its probability; denominators stay counts of tokens.
       logit_stats: "log_z" and "accuracy", for these metrics from hidden states. Label smoothing and a z-loss bring
         "log_z" anyway.
       aggregation: the denominators, see `token_weights`.
@@ -59,11 +64,12 @@ class SFT(TokenLoss[TokenStats]):
       (1.5, 1.5)
 
     Label smoothing: Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; z-loss: Chowdhery et al. 2022, PaLM,
-    https://arxiv.org/abs/2204.02311
+    https://arxiv.org/abs/2204.02311; dft: Wu et al. 2025, https://arxiv.org/abs/2508.05629
     """
 
     label_smoothing: Coefficient = 0.0
     z_loss: Coefficient = 0.0
+    dft: bool = False
     logit_stats: tuple[LogitStat, ...] = ()
     aggregation: Aggregation = "token_mean"
     aggregation_norm: float | None = None
@@ -71,6 +77,7 @@ class SFT(TokenLoss[TokenStats]):
     def __post_init__(self) -> None:
         check_field(self, "label_smoothing", least=0, below=1)
         check_field(self, "z_loss", least=0)
+        check_flag("dft", self.dft)
         check_aggregation(self)
         object.__setattr__(self, "logit_stats", as_logit_stats(self.logit_stats))
 
@@ -103,6 +110,9 @@ class SFT(TokenLoss[TokenStats]):
             found["label_smoothing"] = self.label_smoothing * uniform
         if not is_zero(self.z_loss):
             found["z_loss"] = self.z_loss * select(needed("stats.log_z", stats.log_z)) ** 2
+        if self.dft:
+            probability = lax.stop_gradient(jnp.exp(select(stats.log_probs)))
+            found = {name: probability * x for name, x in found.items()}
         return found
 
     def seen(self, stats: TokenStats, mask: Float[Array, "R T"]) -> TokenStats:

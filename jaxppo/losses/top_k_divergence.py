@@ -28,7 +28,9 @@ from jaxppo.base.arrays import (
 from jaxppo.base.kl import k3
 from jaxppo.batch.reads import at_most_one, mass_of
 
-TopKDivergence = Literal["forward_kl", "reverse_kl", "mixed_kl", "jensen_shannon"]
+TopKDivergence = Literal[
+    "forward_kl", "reverse_kl", "mixed_kl", "jensen_shannon", "skewed_forward_kl", "skewed_reverse_kl", "adaptive_kl"
+]
 Tail = Literal["bucket", "renormalise", "leave_out"]
 LEAST_TAIL = 1e-7  # where the K ids have all the mass that f32 can tell
 
@@ -48,6 +50,10 @@ def top_k_divergence(
         reverse_kl       sum p log(p / q)
         mixed_kl         beta forward_kl + (1 - beta) reverse_kl
         jensen_shannon   beta KL(q || m) + (1 - beta) KL(p || m),   m = beta q + (1 - beta) p
+        skewed_forward_kl   KL(q || beta q + (1 - beta) p)
+        skewed_reverse_kl   KL(p || beta p + (1 - beta) q)
+        adaptive_kl      g forward_kl + (1 - g) reverse_kl, with g = sum |q - p| over the head / sum |q - p| over all;
+                         the head are the tokens but the least likely of q, those with together at most beta
 
     The sums are over the K ids. The other tokens, the tail,
 
@@ -65,8 +71,9 @@ def top_k_divergence(
         temperature, in any float dtype; -inf is a probability of 0. Constants. As bf16 rounds them they may be up to
         0.125 above 0, and so may the log of their mass: both are then capped at 0.
       ids: `i32[..., K]`, read only for -1, which marks an empty slot without mass; None if no slot is empty.
-      divergence: one of the four above.
-      beta: for "mixed_kl" in [0, 1], for "jensen_shannon" in (0, 1); the others do not read it.
+      divergence: one of the seven above. Of the skewed ones ROLL has beta 0.1, of the adaptive one 0.5.
+      beta: for "mixed_kl" and "adaptive_kl" in [0, 1], for "jensen_shannon" and the skewed ones in (0, 1); "forward_kl"
+        and "reverse_kl" do not read it.
       tail: one of the three above.
 
     Returns:
@@ -82,7 +89,8 @@ def top_k_divergence(
       [0.1069, 0.1015, 0.188]
 
     The bucket: TRL and https://github.com/volcengine/verl/pull/7855. Renormalised: NeMo-RL, the default of TRL. Left
-    out: verl. Forward and reverse: Agarwal et al. 2023, GKD, https://arxiv.org/abs/2306.13649
+    out: verl. Forward and reverse: Agarwal et al. 2023, GKD, https://arxiv.org/abs/2306.13649. Skewed: Ko et al. 2024,
+    DistiLLM, https://arxiv.org/abs/2402.03898; adaptive: Wu et al. 2024, https://arxiv.org/abs/2404.02657; both in ROLL
     """
     beta = checked_options(divergence, beta, tail)
     for name, x in (("log_probs", log_probs), ("teacher_log_probs", teacher_log_probs)):
@@ -102,6 +110,13 @@ def top_k_divergence(
         found = term(log_q, log_p)
     elif divergence == "reverse_kl":
         found = term(log_p, log_q)
+    elif divergence.startswith("skewed"):
+        first, other = (log_q, log_p) if divergence == "skewed_forward_kl" else (log_p, log_q)
+        found = term(first, jnp.logaddexp(first + jnp.log(beta), other + jnp.log1p(-beta)))
+    elif divergence == "adaptive_kl":
+        there = jnp.concatenate([has_id, jnp.ones_like(has_id[..., :1])], axis=-1) if tail == "bucket" else has_id
+        share = lax.stop_gradient(_head_share(jnp.exp(log_p), jnp.exp(log_q), there, beta))
+        found = share * term(log_q, log_p) + (1 - share) * term(log_p, log_q)
     elif divergence == "mixed_kl":
         ways = (beta, log_q, log_p), (1 - beta, log_p, log_q)
         # a term with share 0 is left out, since an infinite divergence times 0 is NaN
@@ -123,7 +138,7 @@ def checked_options(divergence: TopKDivergence, beta: float | Array, tail: Tail)
         raise ValueError(
             f"beta: got {beta} with divergence='jensen_shannon', expected a number in (0, 1), or {instead}"
         )
-    strictly = divergence == "jensen_shannon"
+    strictly = divergence == "jensen_shannon" or divergence.startswith("skewed")
     return checked_number("beta", beta, **({"above": 0, "below": 1} if strictly else {"least": 0, "most": 1}))
 
 
@@ -157,6 +172,18 @@ def _kl_terms(log_a: Float[Array, "..."], log_b: Float[Array, "..."], closed: bo
     near = d < 1
     far = b - a - a * jnp.where(near, 0, d)
     return jnp.where(none, b, jnp.where(near, a * k3(jnp.where(near, d, 0)), far))
+
+
+def _head_share(
+    p: Float[Array, "*batch K"], q: Float[Array, "*batch K"], there: Bool[Array, "*batch K"], beta: Any
+) -> Float[Array, "*batch 1"]:
+    """The share of |q - p| that is not among the least likely tokens of q, which have at most beta together."""
+    q, gap = jnp.where(there, q, 0), jnp.where(there, jnp.abs(q - p), 0)
+    order = jnp.argsort(q, axis=-1)
+    least = jnp.cumsum(jnp.take_along_axis(q, order, axis=-1), axis=-1) <= beta
+    head = jnp.where(least, 0, jnp.take_along_axis(gap, order, axis=-1)).sum(axis=-1, keepdims=True)
+    whole = gap.sum(axis=-1, keepdims=True)
+    return head / jnp.where(whole == 0, 1, whole)
 
 
 def check_top_k(

@@ -152,6 +152,27 @@ class PolicyLossConfig(Loss):
 
         return cls(**read(args).policy)
 
+    @classmethod
+    def from_miles(cls, args: Namespace | Mapping[str, Any]) -> PolicyLossConfig:
+        """The policy loss of miles's arguments; missing arguments have miles's defaults.
+
+        Args:
+          args: as for `from_slime`. `jaxppo.integrations.miles.translate` reads the others too.
+
+        Returns:
+          The config.
+
+        Raises:
+          ValueError: unknown names, all of them listed; a value without an equivalent here.
+
+        Example:
+          >>> PolicyLossConfig.from_miles({"skip_actor_forward_only": True}).ratio_to
+          'current'
+        """
+        from jaxppo.integrations.miles import translate  # imported only by programs that need it
+
+        return translate(args).config
+
     @property
     def entropy_mode(self) -> Literal["metric", "bonus"]:
         """The `entropy=` of the log-prob functions: "metric" where the coefficient is known to be 0, else "bonus"."""

@@ -45,6 +45,7 @@ Statistic = Literal[
     "seq_mean_k2",
     "seq_mean_k3",
     "seq_mean_diff",
+    "seq_mean_error",
     "seq_max_k1",
     "seq_max_k2",
     "seq_max_k3",
@@ -57,17 +58,21 @@ class Rejection:
     """Keeps the tokens, runs of tokens or sequences whose statistic lies within [low, high].
 
     The statistic compares two policies a / b. With d = log a - log b: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, which
-    is at least 0, and "diff" = a - b, the difference of probabilities. "token" takes each token's own value; "run_mean"
-    the mean over each run of contiguous loss tokens, such as a turn; "seq_sum", "seq_mean", "seq_max" and "seq_min" the
-    sum, mean, largest or smallest value over the loss tokens of a sequence.
+    is at least 0, "diff" = a - b, the difference of probabilities, and "error" = exp(|d|), the multiplicative error, at
+    least 1, in which deviations of either sign add up. "token" takes each token's own value; "run_mean" the mean over
+    each run of contiguous loss tokens, such as a turn; "seq_sum", "seq_mean", "seq_max" and "seq_min" the sum, mean,
+    largest or smallest value over the loss tokens of a sequence.
 
     `Rejection("seq_max_k1", high=1e4)` and `Rejection("seq_min_k1", low=0.01)` together reject sequences with a ratio
-    rho outside 1e-4 to 100. Only ROLL ships runs and differences.
+    rho outside 1e-4 to 100. Only ROLL ships runs and differences. `Rejection("seq_mean_error", high=2.0)` is NeMo-RL's
+    `seq_logprob_error_threshold`, which also takes the sequence out of the denominators: mask it for that, see
+    `advantages.accepted_samples`.
 
     Args:
       statistic: "token_k1", "seq_sum_k1", "run_mean_diff" and others.
       low: for k1 a lower bound on b / a = exp(k1); else the smallest value. By default no bound.
-      high: for k1 an upper bound on b / a; for k2 and k3 the largest value, nats; for diff the largest difference.
+      high: for k1 an upper bound on b / a; for k2 and k3 the largest value, nats; for diff the largest difference, for
+        error the largest mean.
       compares: the two policies a / b, "old/rollout", "current/rollout" or "current/old".
 
     Raises:
@@ -78,7 +83,8 @@ class Rejection:
       'old/rollout'
 
     Names: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html; extreme ratios:
-    SkyRL, https://github.com/NovaSky-AI/SkyRL; runs and differences: ROLL, https://github.com/alibaba/ROLL
+    SkyRL, https://github.com/NovaSky-AI/SkyRL; runs and differences: ROLL, https://github.com/alibaba/ROLL; errors:
+    NeMo-RL, https://github.com/NVIDIA-NeMo/RL
     """
 
     statistic: Statistic
@@ -323,6 +329,8 @@ def _accepted(rejection: Rejection, policies: Policies, mask: jax.Array, segment
             value = d * d / 2
         case "k3":
             value = k3(d)
+        case "error":
+            value = jnp.exp(jnp.abs(d))
         case _:
             a, b = (jnp.exp(x) for x in _pair(policies, rejection.compares, mask))
             value = a - b

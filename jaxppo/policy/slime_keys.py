@@ -6,7 +6,9 @@ from typing import Any
 
 from jaxppo.policy.options import by_name
 
-VERSION = "624b824a"
+NAME, VERSION = "slime", "624b824a"
+ADVANTAGES = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
 
 # The arguments that are translated, or whose value is checked, with slime's defaults.
 DEFAULTS: dict[str, Any] = {

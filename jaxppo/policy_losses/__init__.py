@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from jaxppo.policy_losses.base import PolicyLoss
+from jaxppo.policy_losses.by_sign import BySign
 from jaxppo.policy_losses.by_token import CISPO, DPPO, DRO, PPO, SAPO, Reinforce
 from jaxppo.policy_losses.covariances import ClipCov, KLCov
 from jaxppo.policy_losses.probability import ProbabilityMask
@@ -26,6 +27,7 @@ __all__ = [
     "PPO",
     "SAPO",
     "VESPO",
+    "BySign",
     "ClipCov",
     "KLCov",
     "PolicyLoss",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 BY_NAME: dict[str, type[PolicyLoss]] = {
+    "by_sign": BySign,
     "cispo": CISPO,
     "clip_cov": ClipCov,
     "dppo": DPPO,

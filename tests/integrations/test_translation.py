@@ -22,8 +22,8 @@ from jaxppo import (
     Sample,
     presets,
 )
-from jaxppo.integrations import slime, verl
-from jaxppo.policy import slime_keys, verl_keys
+from jaxppo.integrations import miles, slime, verl
+from jaxppo.policy import miles_keys, slime_keys, verl_keys
 from jaxppo.policy.options import about
 from jaxppo.policy_losses import DPPO, DRO, GMPO, ClipCov, KLCov, Reinforce
 
@@ -269,7 +269,43 @@ SLIME_BATCHING = [
     ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9216}, {"max_tokens": 9216}),
     ({"rollout_temperature": 0.7}, {}),
 ]
+OF_MILES = {"custom_tis_function_path": miles_keys.ICEPOP}
+# its loss is slime's
+MILES = [
+    ({k: miles_keys.ICEPOP if v == ICEPOP else v for k, v in given.items()}, expected)
+    for given, expected in SLIME
+    if given.get("advantage_estimator") != "cispo"
+] + [
+    ({"skip_actor_forward_only": True}, {"ratio_to": "current"}),
+    ({"skip_actor_forward_only": True, "use_rollout_logprobs": True}, {"ratio_to": "rollout"}),
+    ({"skip_actor_forward_only": True, "use_unbiased_kl": True}, {"ratio_to": "current", "kl": KL(0.0, "k1", "score")}),
+    (
+        {"skip_actor_forward_only": True, "use_tis": True} | OF_MILES,
+        {"ratio_to": "current", "off_policy": OffPolicyConfig("token", 0.0, 2.0, "zero", compares="current/rollout")},
+    ),
+    (
+        HELPER | {"skip_actor_forward_only": True, "use_rs": True},
+        {
+            "ratio_to": "current",
+            "off_policy": OffPolicyConfig(
+                "token",
+                0.0,
+                4.0,
+                rejections=(Rejection("token_k1", 0.25, 2.0, "current/rollout"),),
+                veto=1e-4,
+                compares="current/rollout",
+            ),
+        },
+    ),
+]
+MILES_REFUSED = [
+    *[row for row in SLIME_REFUSED if "advantage_estimator" not in row[0]],
+    ({"advantage_estimator": "cispo"}, "advantage_estimator: got 'cispo', expected one of grpo"),
+    ({"skip_actor_forward_only": True, "use_opsm": True}, "use_opsm: got True, expected False with skip_actor_forward"),
+    ({"lora_rank": 16, "freeze": 1}, "freeze"),
+]
 SYSTEMS = {
+    "miles": (miles, miles_keys, MILES, MILES_REFUSED, SLIME_BATCHING, presets.slime_default),
     "verl": (verl, verl_keys, VERL, VERL_REFUSED, VERL_BATCHING, presets.verl_default),
     "slime": (slime, slime_keys, SLIME, SLIME_REFUSED, SLIME_BATCHING, presets.slime_default),
 }
@@ -325,6 +361,7 @@ class TestKeys:
 
     def test_no_line_is_about_a_key_that_is_not_theirs(self, system):
         theirs, keys = load(system)["keys"], SYSTEMS[system][1]
+        theirs = theirs + (load("slime")["keys"] if system == "miles" else [])  # whose lines it takes over
         alive = [name for name in keys.ELSEWHERE if name in theirs or any(key.startswith(name) for key in theirs)]
         assert [name for name in keys.ELSEWHERE if name not in alive and name not in ("sglang_", "router_")] == []
 

@@ -109,6 +109,24 @@ def test_the_oracle(objective):
     )
 
 
+def test_the_decay_of_depths():
+    """Losses 1.2, 1.5 and 2 of three depths at 0.8: SpecForge's sum 3.68, divided by 2.44 as in Automodel."""
+    given = [*HIDDEN], KERNEL, POLICY, POLICY_KERNEL, BATCH
+
+    def at(decay):
+        return float(draft_loss(*given, Draft(coef=1.0, decay=decay))[0])
+
+    alone = [float(draft_loss(*given, Draft(coef=1.0, decay=1e-7))[0])]
+    # from the mean at two decays the losses of the other depths, K = 3
+    means = [at(1.0), at(0.5)]
+    second = 4 * (1.75 * means[1] - alone[0]) - (3 * means[0] - alone[0])
+    third = 3 * means[0] - alone[0] - second
+    expected = (alone[0] + 0.8 * second + 0.64 * third) / 2.44
+    np.testing.assert_allclose(at(0.8), expected, rtol=1e-4)
+    with pytest.raises(ValueError, match="decay: got 0"):
+        Draft(decay=0)
+
+
 def test_a_temperature_is_that_of_the_token_that_is_predicted():
     """Both models are divided by the policy's temperature there. Positions without loss may hold anything."""
     temperature = np.where(MASK > 0, RNG.uniform(0.5, 2, (R, T)), np.nan).astype(np.float32)

@@ -183,6 +183,31 @@ def test_skyrl_rollout_is(record, mesh):
     check(record, dataclasses.replace(presets.rollout_is(), aggregation="token_sum"), mesh)
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers", "expected"),
+    [
+        ("importance_sampling", {}, -6.75),
+        ("ppo", {}, -1.9),
+        ("cispo", {}, 2.510483),
+        ("cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, 1.528345),  # SkyRL's numbers
+        ("dro", {"beta": 0.05}, 1.702954),
+        ("dro", {"beta": 1.0}, 3.479762),
+    ],
+)
+def test_tinker_by_hand(name, numbers, expected):
+    """p = (.5, .2, .6, .3), q = (.4, .4, .1, .3), A = (1, 1, 1, -1)."""
+    p, q = np.log([0.5, 0.2, 0.6, 0.3]), np.log([0.4, 0.4, 0.1, 0.3])
+    sample = Sample([0, 1, 2, 3, 4], 1, advantages=[1.0, 1.0, 1.0, -1.0], rollout_log_probs=q)
+    batch = RolloutBatch.from_samples([sample], row_length=5)
+    stats = TokenStats(np.float32([[*p, 0.0]]))
+    loss, _ = policy_loss(stats, batch, presets.tinker(name, **numbers))
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"loss_fn: got 'gspo'"):
+        presets.tinker("gspo")
+    with pytest.raises(ValueError, match="beta: got None"):
+        presets.tinker("dro")
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 @of("nemo seq-mask-tis")
 def test_nemo_sequence_mask(record, mesh):

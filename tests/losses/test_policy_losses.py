@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from policy_steps import LOSSES, config_of, loss_named, loss_of, step_of, whole, with_selected
 
-from jaxppo import CISPO, SAPO, PolicyLossConfig, RolloutBatch, TokenStats
+from jaxppo import CISPO, SAPO, PolicyLossConfig, RolloutBatch, TokenStats, presets
 from jaxppo.losses.policy_tokens import PolicyTokenLoss
 from jaxppo.policy_losses import PolicyLoss, ProbabilityMask
 from jaxppo.step.aggregation import normalize, token_weights
@@ -191,6 +191,24 @@ def test_a_token_that_the_probability_mask_drops_is_pulled_still_and_the_cap_kee
     np.testing.assert_allclose(values(x)[0], kept + 0.5 * d**2, rtol=1e-5)
     np.testing.assert_allclose(jax.grad(lambda x: values(x)[0].sum())(x), kept + d, rtol=1e-5)
     np.testing.assert_array_equal(values(x)[1]["clip_fraction"], [1, 1, 0, 0])
+
+
+@pytest.mark.parametrize(("a", "topr", "up"), [(1.0, [0.6931, 1.6094, 0.5108, 1.2040], None), (-1.0, None, None)])
+def test_topr_and_up_grpo_by_hand(a, topr, up):
+    """p = (.5, .2, .6, .3), old (.4, .4, .1, .2): ratios 1.25, .5, 6 and 1.5."""
+    x, old = jnp.log(jnp.array([0.5, 0.2, 0.6, 0.3])), jnp.log(jnp.array([0.4, 0.4, 0.1, 0.2]))
+    topr = topr or [-0.6931, -0.8047, -0.5108, -1.2040]
+    up = -a * x if a > 0 else [1.25, 0.8, 3.0, 1.5]
+    slopes = {"topr": [1.0, 0.5, 1.0, 1.0], "up_grpo": [1.25, 0.0, 0.0, 1.5]}
+    for name, expected in (("topr", topr), ("up_grpo", up)):
+        loss = getattr(presets, name)().loss
+
+        def values(x, loss=loss):
+            return loss(x, old, jnp.full(4, a), mask=None, segments=None)[0]
+
+        np.testing.assert_allclose(values(x), expected, rtol=2e-4)
+        by = jax.grad(lambda x, values=values: values(x).sum())(x)
+        np.testing.assert_allclose(by, -np.ones(4) if a > 0 else slopes[name], rtol=1e-5)
 
 
 def test_the_unified_mask_asks_for_the_sign_of_the_advantage():

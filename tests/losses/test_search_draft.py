@@ -25,6 +25,7 @@ OPTIONS = {
     "objective": st.sampled_from(["soft_cross_entropy", "total_variation", "likelihood", "end_to_end"]),
     "eta": between(0, 5),
     "coef": between(0.0625, 1),
+    "decay": between(0.5, 1),
     "aggregation": st.sampled_from(["token_mean", "token_sum", "sequence_mean_token_mean", "rollout_mean"]),
 }
 

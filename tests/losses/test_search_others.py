@@ -93,7 +93,7 @@ def check_value_loss(options: dict, where: Place, drawn: list[Step]):
 def sft_options(draw, aggregation: str) -> dict[str, Any]:
     smooth = st.just(0.0) | between(0.0625, 0.5)
     found = {"aggregation": aggregation, "aggregation_norm": norm_of(draw, aggregation)}
-    return found | {"label_smoothing": draw(smooth), "z_loss": draw(smooth)}
+    return found | {"label_smoothing": draw(smooth), "z_loss": draw(smooth), "dft": draw(st.booleans())}
 
 
 @pytest.mark.every(7)

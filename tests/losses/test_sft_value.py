@@ -106,6 +106,20 @@ def test_value_conventions():
     assert "clip_fraction" not in metrics
 
 
+def test_dynamic_fine_tuning_by_hand():
+    """-p log p, whose gradient by log p is -p; the metric stays the mean of -log p."""
+    p = jnp.array([[0.5, 0.2, 0.6, 0.3]])
+    ids, one = jnp.ones((1, 4), int), jnp.ones((1, 4))
+    batch = RolloutBatch(ids, ids, ids, ids, one, jnp.zeros((1, 1), int), real_last_targets=True)
+
+    def loss(x):
+        return loss_from_stats(TokenStats(x), batch, SFT(dft=True))
+
+    (value, found), by = jax.value_and_grad(loss, has_aux=True)(jnp.log(p))
+    np.testing.assert_allclose([value, found["nll"].value], [0.334037, 1.004346], rtol=1e-5)
+    np.testing.assert_allclose(by, -p / 4, rtol=1e-5)
+
+
 def test_huber_by_hand():
     """0.5 e^2 up to delta and delta (|e| - delta / 2) beyond, for the clipped value too, as in AReaL."""
     ids, one = jnp.ones((1, 3), int), jnp.ones((1, 3))

@@ -61,13 +61,17 @@ def draft_loss(
     eta: float,
     coef: float,
     aggregation: str,
+    decay: float = 1.0,
     temperature: float = 1.0,
 ) -> tuple[float, list[list[Array]], list[HeadGradient], dict[str, float]]:
-    """coef / K times the sum over depths k of the aggregated loss, from `hidden[k - 1][sample]` and the policy's own.
+    """coef times the mean over depths k, weighed by decay^(k - 1), of the aggregated loss.
+
+    It is from `hidden[k - 1][sample]` and the policy's own.
 
     States are `[m, H]`, of positions. The end-to-end objective is one loss, coef times. Gradients are by depth.
     """
     depths = len(hidden)
+    shares = decay ** np.arange(depths) / np.sum(decay ** np.arange(depths))
     masks = [[shared_mask(s.mask, k) for s in samples] for k in range(1, depths + 1)]
     weights = [
         sample_weights([replace(s, mask=m) for s, m in zip(samples, of, strict=True)], aggregation) for of in masks
@@ -95,8 +99,8 @@ def draft_loss(
                     (value,), (slope,) = (
                         soft_cross_entropy(z, q) if objective == "soft_cross_entropy" else likelihood(z, q, eta)
                     )
-                loss += coef / depths * weights[k][i] * value
-                slopes[k][i][t] = coef / depths * weights[k][i] * slope
+                loss += coef * shares[k] * weights[k][i] * value
+                slopes[k][i][t] = coef * shares[k] * weights[k][i] * slope
             if objective == "end_to_end" and chain:
                 value, by_each = end_to_end([a for a, _ in chain])
                 loss += coef * weights[0][i] * value

@@ -74,14 +74,15 @@ def runs(mask: Array) -> list[Array]:
 
 
 def statistic(a: Array, b: Array, name: str, mask: Array) -> Array:
-    """k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d of each token, d = a - b, or exp(a) - exp(b), of two log-probs.
+    """k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, error = exp |d|, d = a - b, or exp(a) - exp(b), of each token.
 
     Or their sum, mean, maximum or minimum over the sequence, or the mean over each run. The levels of ROLL: token, run
     ("segment"), sequence (sums of either), geometric (means).
     """
     level, kind = name.rsplit("_", 1)
     d = a - b
-    k = {"k1": -d, "k2": d * d / 2, "k3": k3(d), "diff": np.exp(a) - np.exp(b)}[kind]
+    error = np.exp(np.minimum(np.abs(d), 700))  # NeMo-RL's seq_logprob_error_threshold: the mean of exp |d|
+    k = {"k1": -d, "k2": d * d / 2, "k3": k3(d), "diff": np.exp(a) - np.exp(b), "error": error}[kind]
     if level == "token" or len(d) == 0:
         return k
     if level == "run_mean":

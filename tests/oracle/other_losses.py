@@ -71,12 +71,14 @@ def sft_loss(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    dft: bool = False,
     aggregation: str = "token_mean",
     aggregation_norm: float | None = None,
 ) -> tuple[float, list[dict[str, Array]], Metrics]:
     """-(1 - s) log_prob + s (log_z - mean_logit) + z_loss log_z^2; gradients by name for `logit_gradient`.
 
-    Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; PaLM 2022, https://arxiv.org/abs/2204.02311.
+    Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; PaLM 2022, https://arxiv.org/abs/2204.02311. With `dft` all
+    times the probability of the target, held: https://arxiv.org/abs/2508.05629.
     """
     weights = sample_weights(samples, aggregation, aggregation_norm)
     losses, gradients = [], []
@@ -84,12 +86,14 @@ def sft_loss(
         moments = label_smoothing != 0 or z_loss != 0
         log_z, mean = (s.at("log_z"), s.at("mean_logit")) if moments else (np.zeros(s.count), np.zeros(s.count))
         one = np.ones(s.count)
-        losses.append(-(1 - label_smoothing) * s.at("log_probs") + label_smoothing * (log_z - mean) + z_loss * log_z**2)
+        held = np.exp(s.at("log_probs")) if dft else one
+        of_token = -(1 - label_smoothing) * s.at("log_probs") + label_smoothing * (log_z - mean) + z_loss * log_z**2
+        losses.append(held * of_token)
         gradients.append(
             {
-                "by_log_prob": -w * (1 - label_smoothing) * one,
-                "by_log_z": w * (label_smoothing + 2 * z_loss * log_z),
-                "by_mean_logit": -w * label_smoothing * one,
+                "by_log_prob": -w * (1 - label_smoothing) * held,
+                "by_log_z": w * (label_smoothing + 2 * z_loss * log_z) * held,
+                "by_mean_logit": -w * label_smoothing * held,
             }
         )
     metrics = {"loss": weighted_sum(weights, losses), "nll": token_mean([-s.at("log_probs") for s in samples])}
@@ -174,13 +178,22 @@ def top_k_divergence(
         p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
     elif tail == "renormalise":
         p, q = p / p.sum(), q / q.sum()
-    m = beta * q + (1 - beta) * p
+    m, towards = beta * q + (1 - beta) * p, beta * p + (1 - beta) * q
 
     def kl(a, b):
         return sum(x * np.log(x / y) for x, y in zip(a, b, strict=True) if x > 0)
 
+    # adaptive: ROLL's head and tail by cumulative mass of the ascending teacher; detached shares
+    total, rest, gap = 0.0, 0.0, np.abs(q - p)
+    for i in np.argsort(q, kind="stable"):
+        total += q[i]
+        rest += gap[i] * (total <= beta)
+    g = 1 - rest / gap.sum() if gap.sum() > 0 else 0.0
     forward, reverse = -q, p * np.log(p / q) + p
     value, h = {
+        "skewed_forward_kl": (kl(q, m), -q * (1 - beta) * p / m),
+        "skewed_reverse_kl": (kl(p, towards), p * np.log(p / towards) + p - p * beta * p / towards),
+        "adaptive_kl": (g * kl(q, p) + (1 - g) * kl(p, q), g * forward + (1 - g) * reverse),
         "forward_kl": (kl(q, p), forward),
         "reverse_kl": (kl(p, q), reverse),
         "mixed_kl": (beta * kl(q, p) + (1 - beta) * kl(p, q), beta * forward + (1 - beta) * reverse),

@@ -189,6 +189,20 @@ def reinforce(t: Tokens) -> TokenLoss:
     return TokenLoss(-t.advantages * t.log_probs, -t.advantages, {})
 
 
+def by_sign(t: Tokens, *, positive: Any = None, negative: Any = None) -> TokenLoss:
+    """One loss where A > 0 and another elsewhere, each by name and options. TOPR by token without them.
+
+    Le Roux et al. 2025, https://arxiv.org/abs/2503.14286: -A log_prob, and -sg(min(r, 1)) A log_prob.
+    """
+    good, n = t.advantages > 0, len(t.d)
+    asked = (positive or {"name": "reinforce"}, negative or {"name": "cispo", "clip_low": 1.0, "clip_high": 0.0})
+    one, two = (LOSSES[x["name"]](t, **{k: v for k, v in x.items() if k != "name"}) for x in asked)
+    rows = [x.jacobian if x.jacobian.ndim == 2 else np.diag(x.jacobian) for x in (one, two)]
+    names = {**one.indicators, **two.indicators}
+    said = {k: np.where(good, one.indicators.get(k, np.zeros(n)), two.indicators.get(k, np.zeros(n))) for k in names}
+    return TokenLoss(np.where(good, one.values, two.values), np.where(good[:, None], *rows), said)
+
+
 def total_variation(log_p: Array, log_q: Array) -> Array:
     """|p - q|: between Bernoulli distributions, the sampled token against all others."""
     return np.abs(np.exp(log_p) - np.exp(log_q))
@@ -281,6 +295,7 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "dro": dro,
     "vespo": vespo,
     "probability_mask": probability_mask,
+    "by_sign": by_sign,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }

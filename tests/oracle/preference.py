@@ -31,11 +31,38 @@ def smoothed(h: float, e: float = 0.0) -> tuple[float, float]:
 Told = tuple[float, float, int]
 
 
-def dpo(c: Told, r: Told, *, beta=0.1, label_smoothing=0.0, length_normalised=False) -> tuple[float, float, float]:
-    """Rafailov et al. 2023, 2305.18290; with label smoothing Mitchell's cDPO."""
+def dpo(
+    c: Told, r: Told, *, beta=0.1, label_smoothing=0.0, length_normalised=False, link="sigmoid"
+) -> tuple[float, float, float]:
+    """Rafailov et al. 2023, 2305.18290; with label smoothing Mitchell's cDPO; with other links as TRL has them."""
     by = (c[2], r[2]) if length_normalised else (1, 1)
+    if link != "sigmoid":
+        value, by_c, by_r = links(link, beta * c[1] / by[0], beta * r[1] / by[1], label_smoothing)
+        return value, beta * by_c / by[0], beta * by_r / by[1]
     value, slope = smoothed(beta * (c[1] / by[0] - r[1] / by[1]), label_smoothing)
     return value, beta * slope / by[0], -beta * slope / by[1]
+
+
+def links(link: str, c: float, r: float, e: float) -> tuple[float, float, float]:
+    """The loss of two rewards by its published form, and its slopes by each, by differences in float64."""
+
+    def value(c, r):
+        h, q, s = c - r, max(e, 1e-3), sigmoid
+        w = s(h / 0.05)
+        return {
+            "hinge": max(0.0, 1 - h),
+            "robust": ((1 - e) * -math.log(s(h)) - e * -math.log(s(-h))) / (1 - 2 * e),
+            "exo": s(h) * math.log(s(h) / (1 - q)) + s(-h) * math.log(s(-h) / q),
+            "nca": -math.log(s(c)) - 0.5 * math.log(s(-c)) - 0.5 * math.log(s(-r)),
+            "apo_zero": 1 - s(c) + s(r),
+            "apo_down": s(c) + 1 - s(h),
+            "sppo": (c - 0.5) ** 2 + (r + 0.5) ** 2,
+            "discopop": (1 - w) * -math.log(s(h)) + w * math.exp(-h),
+        }[link]
+
+    d = 1e-6
+    by_c, by_r = (value(c + x, r + y) - value(c - x, r - y) for x, y in ((d, 0), (0, d)))
+    return value(c, r), by_c / (2 * d), by_r / (2 * d)
 
 
 def ipo(c: Told, r: Told, *, beta=0.1, length_normalised=True) -> tuple[float, float, float]:

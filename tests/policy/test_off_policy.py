@@ -118,7 +118,13 @@ def test_rejection(statistic, compares):
     arrays = {"current": LOG_PROBS, "old": BATCH.old_log_probs, "rollout": BATCH.rollout_log_probs}
     a, b = (np.where(MASK, np.asarray(arrays[name], np.float64), 0) for name in PAIRS[compares])
     d = a - b
-    value = {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - 1 - d, "diff": np.exp(a) - np.exp(b)}[k]
+    value = {
+        "k1": -d,
+        "k2": d**2 / 2,
+        "k3": np.exp(d) - 1 - d,
+        "diff": np.exp(a) - np.exp(b),
+        "error": np.exp(np.abs(d)),
+    }[k]
     if level == "run_mean":
         value = over_runs(value)
     elif level != "token":
@@ -136,6 +142,7 @@ def test_rejection(statistic, compares):
 
 # What SkyRL's and AReaL's own tests compute: log-probs of trainer and sampler, the mask, the rejections, what stays.
 # SkyRL drops a sample by an o / q outside [1e-4, 100], AReaL by the largest o / q of a sample.
+ERROR = "seq_mean_error"
 EXTREMES = (Rejection("seq_max_k1", high=1e4), Rejection("seq_min_k1", low=0.01))
 VECTORS = {
     "SkyRL, one of e^5": ([-1, -1, -1], [-1, -1, -6], [1, 1, 1], EXTREMES, [0, 0, 0]),
@@ -143,6 +150,9 @@ VECTORS = {
     "SkyRL, by token": ([-1, -1, -1], [-1, -1, -3], [1, 1, 1], (Rejection("token_k1", 0.5, 2.0),), [1, 1, 0]),
     "AReaL, the largest is e^5": ([-1, -1], [-6, -6], [1, 1], (Rejection("seq_min_k1", low=0.5),), [0, 0]),
     "AReaL, the largest is 1": ([-1, -1], [-1, -1], [1, 1], (Rejection("seq_min_k1", low=0.5),), [1, 1]),
+    "NeMo-RL, an error of 1.408": ([-1, -1, -1], [-1.1, -0.9, -1.7], [1] * 3, (Rejection(ERROR, high=1.407),), [0] * 3),
+    "NeMo-RL, kept": ([-1, -1, -1], [-1.1, -0.9, -1.7], [1] * 3, (Rejection(ERROR, high=1.409),), [1] * 3),
+    "NeMo-RL, one of log 8": ([-3] * 4, [-3, -3, -3, -5.0794], [1] * 4, (Rejection(ERROR, high=2.7),), [0] * 4),
     "AReaL, k2 by sample": ([-1, -1, -1], [-1, -3, -1], [1] * 3, (Rejection("seq_mean_k2", high=0.1),), [0, 0, 0]),
 }
 

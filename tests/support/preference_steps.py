@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import get_args
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from policy_steps import by_sample, quick_jit
 
 from jaxppo import RolloutBatch, Sample, TokenStats, finalize_metrics, loss_from_stats
 from jaxppo.losses import preference
+from jaxppo.losses.preference.dpo import Link
 from sharding import make_parallel_mesh
 from sharding.testing import assert_trees_close
 
@@ -22,6 +24,11 @@ LOSSES = {
     "ipo, sums": preference.IPO(beta=0.4, length_normalised=False, nll_coef=0.1),
     "simpo": preference.SimPO(label_smoothing=0.1),
     "orpo": preference.ORPO(beta=0.5),
+    **{
+        link: preference.DPO(0.3, 0.1 * (link in ("robust", "exo")), link=link)
+        for link in get_args(Link)
+        if link != "sigmoid"
+    },
     "kto": preference.KTO(reference_point=0.4, beta=0.5, undesirable_weight=1.5),
 }
 MESHES = {
@@ -77,7 +84,7 @@ def expected_of(name: str, samples: list[Sample]):
     options = {f.name: getattr(LOSSES[name], f.name) for f in dataclasses.fields(LOSSES[name])}
     if name == "kto":
         return truth.kto(oracle_of(samples), **options)
-    kind = {"cdpo, sum of nll": "dpo", "sigmoid_norm": "dpo", "ipo, sums": "ipo"}.get(name, name)
+    kind = type(LOSSES[name]).__name__.lower()
     return truth.preference_loss(oracle_of(samples), kind, **options)
 
 

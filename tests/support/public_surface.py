@@ -153,13 +153,16 @@ CALLS: dict[str, dict[str, Any]] = {
         "nucleus_ids": jnp.concatenate([BATCH.targets[..., None], IDS], -1), "adapter_ids": None,
     },
     "loss_from_stats": {**SOFT, "stats": STATS, "batch": GIVEN, "loss": SFT(), "normalizer": NORMALIZER},
+    "by_row": {"losses": {"sft": SFT(z_loss=0.1)}, "which": "own", "numbers": {"sft": {"z_loss": "own"}}},
+    "tinker": {"loss_fn": "ppo"},
+    "PolicyLossConfig.from_miles": {"args": {"eps_clip": 0.2}},
     "explain_tokens": {**SOFT, "stats": STATS, "batch": GIVEN, "loss": SFT(), "normalizer": NORMALIZER},
     "loss_from_hidden": {
         **HEADS, **SOFT, **OPTIONS, "batch": GIVEN, "loss": PolicyLossConfig(), "normalizer": NORMALIZER,
         "nucleus_ids": jnp.concatenate([BATCH.targets[..., None], IDS], -1), "adapter_ids": None,
     },
     "Normalizer.of": {**SOFT, "loss": PARTS, "micro_batches": BATCH},
-    "SFT": {**DENOMINATORS, "label_smoothing": 0.1, "z_loss": 0.1, "logit_stats": ("log_z",)},
+    "SFT": {**DENOMINATORS, "label_smoothing": 0.1, "z_loss": 0.1, "dft": False, "logit_stats": ("log_z",)},
     "Value": {
         **DENOMINATORS, "clip": 0.2, "factor": 0.5, "huber_delta": 1.0, "clip_fraction": "worse",
         "metric_aggregation": "token_mean",
@@ -207,6 +210,11 @@ CALLS: dict[str, dict[str, Any]] = {
         **GROUPED, **ALONE, "batch": BATCH, "kl": -LOG, "kl_coef": 0.1, "whitened": True,
     },
     "remax": {"rewards": REWARDS, "baselines": REWARDS, "sample_ids": BATCH.sample_ids},
+    "gigpo": {
+        **GROUPED, **ALONE, **SCALED, "returns": REWARDS, "state_ids": GROUPS, "step_coef": 1.0,
+    },
+    "state_groups": {"group_ids": [7, 8], "states": ["a", None]},
+    "step_returns": {"rewards": [1.0, 0.0], "rollout_ids": [3, 3], "gamma": 0.9},
     "rloo": {**GROUPED, **ALONE, **SCALED},
     "spread": {**SOFT, "x": REWARDS, "batch": BATCH},
     "standardize": {
@@ -239,7 +247,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "draft_metrics": {
         **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "policy_hidden": HIDDEN, "policy_head": KERNEL, "batch": PLAIN,
     },
-    "Draft": {"depths": 1, "objective": "likelihood", "eta": 3.0, "coef": 0.1, "aggregation": "token_mean"},
+    "Draft": {
+        "depths": 1, "objective": "likelihood", "eta": 3.0, "coef": 0.1, "decay": 0.8, "aggregation": "token_mean",
+    },
     "mtp_loss": {
         **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "batch": PLAIN, "loss": mtp.MTP(), "normalizers": MTP,
     },
@@ -273,7 +283,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "second_moment_mask": {**SOFT, "batch": BATCH, "bound": 0.04},
     "top_entropy_mask": {**SOFT, "entropy": -LOG, "batch": BATCH, "share": 0.5},
     "KL": {"coef": 0.1, "estimator": "k3", "importance": "none", "compares": "current/old"},
-    "Part": {"loss": SFT(), "coef": 1.0, "mask": "own", "weights": "own"},
+    "Part": {"loss": SFT(), "coef": 1.0, "mask": "own", "weights": "own", "equals": 1},
     "Rejection": {"statistic": "token_k3", "low": 0.0, "high": 1.0, "compares": "old/rollout"},
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from jaxppo import KL, OffPolicyConfig, PolicyLossConfig, Rejection, explain_bro
 from jaxppo.base.arrays import Aggregation, Compared
 from jaxppo.base.kl import Estimator, Importance, Over
 from jaxppo.policy.off_policy import Statistic
-from jaxppo.policy_losses import by_name
+from jaxppo.policy_losses import PolicyLoss, by_name
 
 BASE = {  # all keys of a loss's config; tests change those that they are about
     "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.25, "dual_clip": None},
@@ -41,6 +41,7 @@ def between(low: float, high: float) -> st.SearchStrategy[float]:
 
 
 CLIPS = {"clip_low": between(0.0625, 0.75), "clip_high": between(0.0625, 2)}
+SIGNS = ("positive", "negative")
 LEVEL = {"level": st.sampled_from(["token", "sequence"])}
 DUAL = {"dual_clip": st.none() | between(1.125, 5)}
 LOSSES: dict[str, dict[str, Any]] = {
@@ -58,10 +59,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     "clip_cov": CLIPS | {"share": between(0, 1), "low": between(-1, 0.5), "high": between(0.75, 5)},
     "kl_cov": {"share": between(0, 1), "coef": between(0, 2)},
 }
+PLAIN = tuple(LOSSES)[:-2]  # those that select no tokens
+LOSSES["by_sign"] = {sign: st.deferred(lambda: st.sampled_from(PLAIN).flatmap(losses)) for sign in SIGNS}
 BOUNDS = {
     "k1": (between(0.125, 0.875), between(1.125, 8)),
     "k2": (st.just(0.0), between(2**-10, 1)),
     "k3": (st.just(0.0), between(2**-10, 1)),
+    "error": (st.just(0.0), between(1.0625, 4)),
     "diff": (between(-0.5, -(2**-10)), between(2**-10, 0.5)),
 }
 compared = st.sampled_from(get_args(Compared))
@@ -144,22 +148,25 @@ def needed(config: dict[str, Any]) -> set[str]:
 
 def of_jaxppo(config: dict[str, Any], numbers: dict[str, Any] | None = None) -> PolicyLossConfig:
     """The config, its coefficients replaced by `numbers`, which may be traced."""
-    options = dict(config["loss"])
-    name = options.pop("name")
-    if name.startswith("dppo"):
-        name, options["divergence"] = name.split("_")
+    loss = loss_of(config["loss"], {} if numbers is None else numbers["loss"])
     kl, off, entropy_coef = config["kl"], config["off_policy"], config["entropy_coef"]
     if numbers is not None:
-        options |= numbers["loss"]
         kl, entropy_coef = kl and kl | {"coef": numbers["kl"]}, numbers["entropy_coef"]
     if off is not None:
         off = OffPolicyConfig(**off | {"rejections": tuple(Rejection(**r) for r in off["rejections"])})
     rest = {
         k: config[k] for k in ("ratio_to", "aggregation", "aggregation_norm", "metric_aggregation", "impossible_tokens")
     }
-    return PolicyLossConfig(
-        by_name(name, **options), kl=kl and KL(**kl), entropy_coef=entropy_coef, off_policy=off, **rest
-    )
+    return PolicyLossConfig(loss, kl=kl and KL(**kl), entropy_coef=entropy_coef, off_policy=off, **rest)
+
+
+def loss_of(given: dict[str, Any], numbers: dict[str, Any]) -> PolicyLoss:
+    """The loss of these options, with `numbers` in place of some of them."""
+    options = {k: loss_of(v, {}) if k in SIGNS else v for k, v in given.items()} | numbers
+    name = options.pop("name")
+    if name.startswith("dppo"):
+        name, options["divergence"] = name.split("_")
+    return by_name(name, **options)
 
 
 def numbers_of(config: dict[str, Any]) -> dict[str, Any]:

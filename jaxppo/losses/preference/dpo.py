@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Literal
 
-from jaxppo.base.arrays import Coefficient, check_field, check_flag
+import jax
+import jax.numpy as jnp
+
+from jaxppo.base.arrays import Coefficient, check_choice, check_field, check_flag, is_number
 from jaxppo.losses.preference.base import (
     Numbers,
     PairLoss,
@@ -13,6 +18,39 @@ from jaxppo.losses.preference.base import (
     log_ratio_of,
     preferred,
 )
+
+Link = Literal["sigmoid", "hinge", "robust", "exo", "nca", "apo_zero", "apo_down", "sppo", "discopop"]
+_sigmoid, _log_sigmoid = jax.nn.sigmoid, jax.nn.log_sigmoid
+
+
+def _robust(c: Numbers, r: Numbers, e: Coefficient) -> Numbers:
+    return -((1 - e) * _log_sigmoid(c - r) - e * _log_sigmoid(r - c)) / (1 - 2 * e)
+
+
+def _exo(c: Numbers, r: Numbers, e: Coefficient) -> Numbers:
+    e = jnp.maximum(e, 1e-3)
+    right, wrong = _log_sigmoid(c - r), _log_sigmoid(r - c)
+    return jnp.exp(right) * (right - jnp.log1p(-e)) + jnp.exp(wrong) * (wrong - jnp.log(e))
+
+
+def _discopop(c: Numbers, r: Numbers, e: Coefficient) -> Numbers:
+    # at most exp(20), as for ratios
+    share, exponential = _sigmoid((c - r) / 0.05), jnp.exp(jnp.minimum(r - c, 20.0))
+    return (share - 1) * _log_sigmoid(c - r) + share * exponential
+
+
+# The loss of a pair from the rewards of its two responses (beta times the log-ratios) and the label smoothing.
+LINKS: Mapping[Link, Callable[[Numbers, Numbers, Coefficient], Numbers]] = {
+    "sigmoid": lambda c, r, e: preferred(c - r, e),
+    "hinge": lambda c, r, e: jnp.maximum(1 - (c - r), 0),
+    "robust": _robust,
+    "exo": _exo,
+    "nca": lambda c, r, e: -_log_sigmoid(c) - 0.5 * _log_sigmoid(-c) - 0.5 * _log_sigmoid(-r),
+    "apo_zero": lambda c, r, e: _sigmoid(-c) + _sigmoid(r),
+    "apo_down": lambda c, r, e: _sigmoid(c) + _sigmoid(r - c),
+    "sppo": lambda c, r, e: (c - 0.5) ** 2 + (r + 0.5) ** 2,
+    "discopop": _discopop,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +61,23 @@ class DPO(PairLoss):
     is cDPO, -(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D); with means in place of the sums, length-normalised
     DPO, TRL's "sigmoid_norm".
 
+    Other links take the place of -log sigmoid. With c and r the rewards, beta times the log-ratios of the chosen and of
+    the rejected response, h = c - r and s the sigmoid:
+
+        hinge      max(1 - h, 0)                                             SLiC
+        robust     (-(1 - e) log s(h) + e log s(-h)) / (1 - 2 e)             unbiased where labels are wrong
+        exo        s(h) log(s(h) / (1 - e)) + s(-h) log(s(-h) / e)           reverse KL; e is at least 1e-3
+        nca        -log s(c) - log s(-c) / 2 - log s(-r) / 2                 keeps the chosen response likely
+        apo_zero   s(-c) + s(r)                                              chosen up, rejected down
+        apo_down   s(c) + s(-h)                                              both down, the rejected one more
+        sppo       (c - 1/2)^2 + (r + 1/2)^2                                 TRL's divided by beta^2
+        discopop   (1 - w) (-log s(h)) + w exp(-h), w = s(h / 0.05)
+
     Args:
       beta: the strength of the pull to the reference.
-      label_smoothing: the probability that a label is wrong, at most 0.5.
+      label_smoothing: the probability that a label is wrong, at most 0.5; read by "sigmoid", "robust" (below 0.5) and
+        "exo".
+      link: one of the nine.
       length_normalised: use the means of log-ratios in place of their sums.
       nll_coef: see `PairLoss`; 1 is RPO's, TRL's `rpo_alpha`.
       nll: see `PairLoss`.
@@ -38,24 +90,34 @@ class DPO(PairLoss):
       >>> preference.DPO(beta=0.2, label_smoothing=0.1).label_smoothing
       0.1
 
-    Rafailov et al. 2023, https://arxiv.org/abs/2305.18290; cDPO: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf
+    Rafailov et al. 2023, https://arxiv.org/abs/2305.18290; cDPO: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf;
+    hinge: https://arxiv.org/abs/2305.10425; robust: https://arxiv.org/abs/2403.00409; EXO: https://arxiv.org/abs/2402.00856;
+    NCA: https://arxiv.org/abs/2402.05369; APO: https://arxiv.org/abs/2408.06266; SPPO:
+    https://arxiv.org/abs/2405.00675; DiscoPOP: https://arxiv.org/abs/2406.08414
     """
 
     beta: Coefficient = 0.1
     label_smoothing: Coefficient = 0.0
     length_normalised: bool = False
+    link: Link = "sigmoid"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_field(self, "beta", least=0)
         check_label_smoothing(self)
+        check_choice("link", self.link, Link)
+        e = self.label_smoothing if is_number(self.label_smoothing) else None
+        if self.link == "robust" and e == 0.5:
+            raise ValueError("label_smoothing: got 0.5, expected a number below 0.5 with link='robust'")
+        if self.link not in ("sigmoid", "robust", "exo") and e:
+            raise ValueError(f"label_smoothing: got {e}, expected 0 with link={self.link!r}, which does not read it")
         check_flag("length_normalised", self.length_normalised)
 
     def reward(self, x: Responses) -> Numbers:
         return self.beta * log_ratio_of(x, self.length_normalised)
 
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
-        return preferred(self.reward(chosen) - self.reward(rejected), self.label_smoothing)
+        return LINKS[self.link](self.reward(chosen), self.reward(rejected), self.label_smoothing)
 
 
 @dataclasses.dataclass(frozen=True)

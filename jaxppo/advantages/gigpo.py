@@ -1,0 +1,130 @@
+"""Advantages of the steps of an agent: of their trajectory, and of the step among those from the same state."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxppo._arrays import Coefficient, check_number
+from jaxppo.advantages.by_group import Parallel, Singletons
+from jaxppo.advantages.groups import grpo
+
+
+def gigpo(
+    rewards: Float[Array, "*K R S"],
+    returns: Float[Array, "*K R S"],
+    group_ids: Int[Array, "*K R S"],
+    state_ids: Int[Array, "*K R S"],
+    *,
+    among: Bool[Array, "*K R S"] | None = None,
+    rollout_ids: Int[Array, "*K R S"] | None = None,
+    step_coef: Coefficient = 1.0,
+    scale_by_std: bool = False,
+    epsilon: Coefficient = 1e-6,
+    singletons: Singletons = "reward",
+    parallel: Parallel = None,
+) -> Float[Array, "*K R S"]:
+    """GiGPO of steps that are samples: A = grpo(rewards, group_ids) + step_coef * grpo(returns, state_ids).
+
+    The steps of a trajectory are samples of their own. A step that is alone in its state gets nothing from the second
+    part. With `rollout_ids` a trajectory counts once in the baseline of the first part; without, each of its steps
+    does, which is verl-agent's default.
+
+    Args:
+      rewards: `f32[R, S]`, of the whole trajectory, equal for its steps; or `[K, R, S]` of a stacked step, like all.
+      returns: of the step itself, see `step_returns`.
+      group_ids: equal for the samples of one prompt.
+      state_ids: equal for the steps that were taken from one state of one prompt, -1 for a step that is compared with
+        none; see `state_groups`.
+      among, rollout_ids: see `grpo`.
+      step_coef: the weight of the second part.
+      scale_by_std: divide both parts by their group's deviation.
+      epsilon: added to the deviation.
+      singletons: what a sample that is alone in its prompt's group gets from the first part, see `grpo`.
+      parallel: the mesh.
+
+    Returns:
+      `f32`, the shape of rewards; `spread` puts them on tokens.
+
+    Raises:
+      ValueError, TypeError: as `grpo`.
+
+    Example:
+      >>> prompts, states = jnp.array([[7, 7, 7, 7]]), jnp.array([[0, 1, 0, 2]])
+      >>> rewards, returns = jnp.array([[1.0, 1.0, 0.0, 0.0]]), jnp.array([[0.95, 1.0, 0.0, 0.0]])
+      >>> gigpo(rewards, returns, prompts, states).round(3)
+      Array([[ 0.975,  0.5  , -0.975, -0.5  ]], dtype=float32)
+
+    Feng et al. 2025, Group-in-group policy optimization, https://arxiv.org/abs/2505.10978
+    """
+    check_number("step_coef", step_coef)
+    both: dict[str, Any] = {"scale_by_std": scale_by_std, "epsilon": epsilon, "among": among, "parallel": parallel}
+    whole = grpo(rewards, group_ids, rollout_ids=rollout_ids, singletons=singletons, **both)
+    return whole + jnp.float32(step_coef) * grpo(returns, state_ids, **both)
+
+
+def state_groups(group_ids: Sequence[int], states: Sequence[Hashable | None]) -> Int[np.ndarray, " n"]:
+    """The `state_ids` of `gigpo`, on the host: one number for each state of each prompt.
+
+    Equal states of different prompts are not compared: keys such as "step_3" would mix tasks.
+
+    Args:
+      group_ids: of each sample.
+      states: a hashable key of the state in which each step was taken, such as the text of the observation; None for a
+        step that is compared with none.
+
+    Returns:
+      `i32[n]`, in the order of the samples, -1 for None. `state_ids = ids[batch.sample_ids]` places them in a batch
+      whose sample ids are their indices, -1 where `batch.sample_ids` is.
+
+    Raises:
+      ValueError: lists of unequal lengths.
+
+    Example:
+      >>> from jaxppo.advantages import state_groups
+      >>> state_groups([7, 7, 8, 7], ["a", "b", "a", "a"]).tolist()
+      [0, 1, 2, 0]
+    """
+    if len(group_ids) != len(states):
+        raise ValueError(f"states: got {len(states)}, expected {len(group_ids)}, one for each of group_ids")
+    numbers: dict[Hashable, int] = {}
+    keys = zip(group_ids, states, strict=True)
+    found = [-1 if state is None else numbers.setdefault((int(g), state), len(numbers)) for g, state in keys]
+    return np.asarray(found, np.int32)
+
+
+def step_returns(
+    rewards: Sequence[float], rollout_ids: Sequence[int], *, gamma: float = 0.95
+) -> Float[np.ndarray, " n"]:
+    """The discounted sum of a step's reward and those after it in its trajectory, on the host.
+
+    Args:
+      rewards: of each step.
+      rollout_ids: the trajectory of each step; its steps in their order, others may lie between them.
+      gamma: the discount of a step, in [0, 1].
+
+    Returns:
+      `f32[n]`.
+
+    Raises:
+      ValueError: lists of unequal lengths, a gamma outside [0, 1].
+
+    Example:
+      >>> from jaxppo.advantages import step_returns
+      >>> step_returns([0.0, 5.0, 1.0], [3, 4, 3], gamma=0.5).tolist()
+      [0.5, 5.0, 1.0]
+    """
+    if len(rewards) != len(rollout_ids):
+        raise ValueError(f"rollout_ids: got {len(rollout_ids)}, expected {len(rewards)}, one for each of rewards")
+    check_number("gamma", gamma, least=0, most=1)
+    later: dict[int, float] = {}
+    found = np.zeros(len(rewards), np.float32)
+    for i in reversed(range(len(rewards))):
+        own = int(rollout_ids[i])
+        later[own] = float(rewards[i]) + gamma * later.get(own, 0.0)
+        found[i] = later[own]
+    return found

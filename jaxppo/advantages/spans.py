@@ -1,0 +1,103 @@
+"""Distillation from a teacher with another tokenizer, by spans of text that both share; on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxppo._arrays import check_number
+
+
+def align_spans(
+    ends: Sequence[int], teacher_ends: Sequence[int]
+) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " n"]]:
+    """The shortest spans of a text whose borders are borders of tokens in both tokenizations.
+
+    Args:
+      ends: for each token of the student where it ends in the text, in bytes, never less than the one before; a
+        tokenizer library tells, such as the offset mapping of a fast tokenizer of Hugging Face. Bytes and not
+        characters, since a token may hold a part of one.
+      teacher_ends: the same for the teacher's tokens of the same text.
+
+    Returns:
+      For each token of either the number of its span, -1 where there is none: tokens after the last common border, and
+      those that hold no text there.
+
+    Raises:
+      ValueError: ends that go back.
+
+    Example:
+      >>> from jaxppo.advantages.spans import align_spans
+      >>> [x.tolist() for x in align_spans([1, 3, 5, 6], [3, 4, 6, 8])]
+      [[0, 0, 1, 1], [0, 1, 1, -1]]
+    """
+    both = [np.asarray(x, np.int64).reshape(-1) for x in (ends, teacher_ends)]
+    for name, x in zip(("ends", "teacher_ends"), both, strict=True):
+        if (np.diff(x, prepend=0) < 0).any():
+            raise ValueError(f"{name}: got {x.tolist()}, expected ends that do not go back")
+    borders = np.intersect1d(both[0], both[1])
+    borders = borders[borders > 0]
+    found = []
+    for x in both:
+        of = np.searchsorted(borders, x)
+        # a token without text at the start of the text belongs to no span
+        found.append(np.where((of < len(borders)) & (x > 0), of, -1).astype(np.int32))
+    return found[0], found[1]
+
+
+def span_distillation(
+    log_probs: Sequence[float] | Float[np.ndarray, " m"],
+    teacher_log_probs: Sequence[float] | Float[np.ndarray, " n"],
+    spans: Int[np.ndarray, " m"],
+    teacher_spans: Int[np.ndarray, " n"],
+    *,
+    coef: float = 1.0,
+) -> Float[np.ndarray, " m"]:
+    """Advantages that pull to a teacher with another tokenizer: the teacher's log-prob of a span less the student's.
+
+        D_c = sum of the teacher's log-probs over span c - sum of the student's,   A_t = coef D_c / n_c
+
+    n_c is the number of the student's tokens in the span, so that a span's advantages sum to coef D_c. For equal
+    tokenizers this is `on_policy_distillation` of advantages of 0. Give the result to `Sample(advantages=)`, or add it
+    to other advantages.
+
+    Args:
+      log_probs: of the student's response tokens, under the policy that sampled.
+      teacher_log_probs: of the teacher's tokens of the same text.
+      spans: of the student's tokens, see `align_spans`.
+      teacher_spans: of the teacher's tokens.
+      coef: the weight of the teacher.
+
+    Returns:
+      `f32[m]`, 0 for tokens in no span, and in spans that have no token on one side.
+
+    Raises:
+      ValueError: arrays of unequal lengths, log-probs that are not finite.
+
+    Example:
+      >>> from jaxppo.advantages.spans import align_spans, span_distillation
+      >>> student, teacher = align_spans([1, 3], [3])
+      >>> span_distillation(np.log([0.5, 0.4]), np.log([0.3]), student, teacher).round(4).tolist()
+      [0.20270000398159027, 0.20270000398159027]
+
+    The alignment: GOLD, https://huggingface.co/spaces/HuggingFaceH4/on-policy-distillation; sums over aligned chunks:
+    2026, https://arxiv.org/abs/2606.09456, https://github.com/inclusionAI/AReaL/pull/1452
+    """
+    check_number("coef", coef)
+    sides = []
+    given = {"log_probs": (log_probs, spans), "teacher_log_probs": (teacher_log_probs, teacher_spans)}
+    for name, (values, its_spans) in given.items():
+        x, of = np.asarray(values, np.float64).reshape(-1), np.asarray(its_spans).reshape(-1)
+        if x.shape != of.shape:
+            raise ValueError(f"{name}: got {x.size}, expected {of.size}, one for each token of its spans")
+        if not np.isfinite(x[of >= 0]).all():
+            raise ValueError(f"{name}: got {x[of >= 0].tolist()}, expected finite numbers")
+        sides.append((x[of >= 0], of[of >= 0]))
+    count = 1 + max((int(of.max(initial=-1)) for _, of in sides), default=-1)
+    sums = [np.bincount(of, x, minlength=count) for x, of in sides]
+    numbers = [np.bincount(of, minlength=count) for _, of in sides]
+    each = coef * np.where((numbers[0] > 0) & (numbers[1] > 0), sums[1] - sums[0], 0) / np.maximum(numbers[0], 1)
+    own = np.asarray(spans).reshape(-1)
+    return np.where(own >= 0, np.append(each, 0)[own], 0).astype(np.float32)

@@ -1,0 +1,36 @@
+"""Translates the arguments of miles, which began as slime. https://github.com/radixark/miles"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from jaxppo.integrations import miles_keys as MILES
+from jaxppo.integrations.slime_reader import read
+from jaxppo.integrations.translation import Translation
+
+
+def translate(args: Namespace | Mapping[str, Any]) -> Translation:
+    """Translates miles's arguments to a policy loss and to arguments of the functions around it.
+
+    Its loss is slime's, see `slime.translate`, but for `skip_actor_forward_only`: the ratio is then 1, and the
+    trainer's log-probs of the corrections are the current ones.
+
+    Args:
+      args: the result of miles's `parse_args`, or its names and values.
+
+    Returns:
+      See `slime.translate`.
+
+    Raises:
+      ValueError: unknown names, all of them listed; a value that its argument does not allow, or that has no
+        equivalent here.
+
+    Example:
+      >>> from jaxppo.integrations import miles
+      >>> found = miles.translate({"eps_clip_high": 0.28, "skip_actor_forward_only": True, "lora_rank": 16})
+      >>> found.config.ratio_to, found.elsewhere
+      ('current', {'lora_rank': 'LoRA of the head, and adapters of the model'})
+    """
+    return Translation.of(read(args, MILES))

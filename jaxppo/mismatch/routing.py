@@ -1,0 +1,167 @@
+"""The experts that a sampler's router chose: as an extra of a sample, and how far the trainer's differ from them."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from jaxppo._arrays import KINDS, check_array, check_count, masked, needed
+from jaxppo.batch import RolloutBatch
+from jaxppo.extras import Extra
+from jaxppo.metrics import CompositeTerm, Metrics, Terms, means, reduce_metrics, share
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
+from jaxppo.validation import checked
+
+
+def routed_experts(rows: Any, tokens: int, *, layers: int | None = None, top_k: int | None = None) -> Extra:
+    """The experts that a sampler's router chose, as an extra of a sample; they travel with the token that was read.
+
+    Give it to `Sample(extras={"routed_experts": ...})`, and `batch.extras["routed_experts"]`, `i32[R, T, layers, k]`,
+    to the model in every pass: that of the old log-probs too. A model takes the replayed ids alone: weights are today's
+    scores of these experts, so that the router keeps its gradient. Where an id is -1 the model's own router decides:
+    engines return one row fewer than tokens, since nobody reads the last one, and padding has no row.
+
+    Args:
+      rows: `[n - 1, layers, k]` or `[n, layers, k]` integers, prompt included. vLLM's and Tunix's `routed_experts`,
+        without padding; or SGLang's `meta_info["routed_experts"]`, base64 of int32, or its bytes. Of several turns,
+        those of the last turn, which read all tokens. A row without a choice is -1 in all k.
+      tokens: n, of prompt and response.
+      layers: of base64 and bytes, which have no shape.
+      top_k: k, of these too.
+
+    Returns:
+      An `Extra` of `i32[n, layers, k]` at the input position, filled with -1.
+
+    Raises:
+      TypeError: no integers.
+      ValueError: another number of rows, an id below -1, a row that is -1 in part.
+
+    Example:
+      >>> from jaxppo.mismatch.routing import routed_experts
+      >>> experts = routed_experts([[[3]], [[1]], [[2]]], tokens=4)
+      >>> sample = Sample([5, 6, 7, 8], response_start=2, extras={"routed_experts": experts})
+      >>> RolloutBatch.from_samples([sample], row_length=5).extras["routed_experts"][0, :, 0, 0].tolist()
+      [3, 1, 2, -1, -1]
+
+    Ma et al. 2025, rollout routing replay, https://arxiv.org/abs/2510.11370
+    """
+    check_count("tokens", tokens, least=1)
+    if isinstance(rows, str | bytes):
+        check_count("layers", layers, least=1)
+        check_count("top_k", top_k, least=1)
+        raw = base64.b64decode(rows, validate=True) if isinstance(rows, str) else rows
+        flat, sizes = np.frombuffer(raw, "<i4"), (needed("layers", layers), needed("top_k", top_k))
+        if flat.size % (sizes[0] * sizes[1]):
+            raise ValueError(f"rows: got {flat.size} numbers, expected a multiple of layers * top_k, {sizes}")
+        rows = flat.reshape(-1, *sizes)
+    found = np.asarray(rows)
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"rows: got {found.dtype}, expected integers")
+    if found.ndim != 3 or len(found) not in (tokens - 1, tokens):
+        expected = f"[{tokens - 1}, layers, k] or [{tokens}, layers, k]"
+        raise ValueError(f"rows: got shape {found.shape}, expected {expected} for {tokens} tokens")
+    for what, bad in (("an id below -1", found < -1), ("-1 in a part of a row", _partly_absent(found))):
+        if bad.any():
+            raise ValueError(f"rows: got {what} at {tuple(np.argwhere(bad)[0].tolist())}, expected ids, or -1 in all k")
+    missing = np.full((tokens - len(found), *found.shape[1:]), -1)
+    return Extra(np.concatenate([found, missing]).astype(np.int32), at="input", fill=-1)
+
+
+def _partly_absent(rows: np.ndarray) -> np.ndarray:
+    absent = rows == -1
+    return absent.any(axis=-1) & ~absent.all(axis=-1)
+
+
+def routing_metrics(
+    own: Int[Array, "R T L k"],
+    batch: RolloutBatch,
+    *,
+    log_probs: Float[Array, "R T"] | None = None,
+    replayed_log_probs: Float[Array, "R T"] | None = None,
+    name: str = "routed_experts",
+    parallel: ParallelMesh | ShardAxes | None = None,
+) -> Metrics:
+    """How many of the sampler's choices of experts the trainer's router would not have made, and what replay repairs.
+
+    Args:
+      own: the experts that the trainer's router chooses, as the model's extra output of a pass without replay.
+      batch: with the sampler's choices as an extra, see `routed_experts`.
+      log_probs: the trainer's of that pass; with `replayed_log_probs` and `batch.rollout_log_probs` for the gaps.
+      replayed_log_probs: the trainer's of a pass with replay.
+      name: of the extra.
+      parallel: the mesh.
+
+    Returns:
+      Means over the tokens that were read and have a row: for each layer l `layer_{l}_choices_differ`, the share of its
+      choices, and `layer_{l}_tokens_differ`, the share of tokens with another set. Over all layers `choices_differ`,
+      and `missing_rows`, the share of tokens without a row. With log-probs, over loss tokens: `log_prob_gap`, the mean
+      of |trainer - sampler| without replay, `log_prob_gap_replayed` with it, and `gap_explained`, 1 minus their ratio:
+      the share of the gap that the router's choices explain.
+
+    Raises:
+      ValueError: a batch without the extra, shapes that differ, one of the two log-probs, no `rollout_log_probs`.
+
+    Example:
+      >>> from jaxppo.mismatch.routing import routed_experts, routing_metrics
+      >>> experts = routed_experts([[[3, 1]], [[1, 2]]], tokens=3)
+      >>> sample = Sample([5, 6, 7], response_start=1, extras={"routed_experts": experts})
+      >>> batch = RolloutBatch.from_samples([sample], row_length=3)
+      >>> found = routing_metrics(jnp.array([[[[1, 3]], [[1, 0]], [[0, 0]]]]), batch)
+      >>> {name: round(float(x), 2) for name, x in finalize_metrics(found).items()}
+      {'choices_differ': 0.25, 'layer_0_choices_differ': 0.25, 'layer_0_tokens_differ': 0.5, 'missing_rows': 0.33}
+    """
+    batch = checked(batch)
+    if name not in batch.extras:
+        raise ValueError(f"batch.extras: got {sorted(batch.extras)}, expected {name!r} among them, i32[R, T, L, k]")
+    sampled = batch.extras[name]
+    if sampled.ndim != 4 or not jnp.issubdtype(sampled.dtype, jnp.integer):
+        got = f"{sampled.dtype}{list(sampled.shape)}"
+        raise ValueError(f"batch.extras[{name!r}]: got {got}, expected integers [R, T, layers, k]")
+    if own.shape != sampled.shape or not jnp.issubdtype(own.dtype, jnp.integer):
+        got, expected = f"{own.dtype}{list(own.shape)}", f"integers {list(sampled.shape)}, as {name!r}"
+        raise ValueError(f"own: got {got}, expected {expected}")
+    gaps = {"log_probs": log_probs, "replayed_log_probs": replayed_log_probs}
+    if any(x is not None for x in gaps.values()):
+        for what, x in gaps.items():
+            of = needed(what, x, "both log-probs, with replay and without")
+            check_array(what, of, batch.loss_mask.shape, "the batch's [R, T]", KINDS["trainer_log_probs"])
+        needed("batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] for the gaps")
+    args = {"own": own, **gaps, "batch": batch}
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [p.tokens_spec] * 3 + [batch.specs(p)], P()
+
+    found: Metrics = shard_call("routing_metrics", _per_shard, parallel, args, specs, name)
+    return found
+
+
+def _per_shard(
+    axes: ShardAxes, name: str, own: Array, log_probs: Array | None, replayed: Array | None, batch: RolloutBatch
+) -> Metrics:
+    sampled, inside = batch.extras[name], (batch.segment_ids > 0).astype(jnp.float32)
+    there = jnp.where((sampled != -1).all(axis=-1), inside[..., None], 0)  # [R, T, L]
+    missed = ~(sampled[..., :, None] == own[..., None, :]).any(axis=-1)
+    of_choices = missed.astype(jnp.float32).mean(axis=-1)
+    layers = range(sampled.shape[2])
+    terms: Terms = {}
+    for layer in layers:
+        weight = there[..., layer]
+        terms[f"layer_{layer}_choices_differ"] = (of_choices[..., layer], weight, "mean")
+        terms[f"layer_{layer}_tokens_differ"] = (missed[..., layer, :].any(axis=-1), weight, "mean")
+    some = there.sum(axis=-1)
+    all_layers = (of_choices * there).sum(axis=-1) / jnp.maximum(some, 1)
+    terms["choices_differ"] = (all_layers, some, "mean")
+    terms["missing_rows"] = (some == 0, inside, "mean")
+    if log_probs is not None and replayed is not None and batch.rollout_log_probs is not None:
+        mask = (batch.loss_mask > 0).astype(jnp.float32)
+        sampler = masked(batch.rollout_log_probs, mask)
+        first, second = (jnp.abs(masked(x, mask) - sampler) for x in (log_probs, replayed))
+        terms |= means({"log_prob_gap": first, "log_prob_gap_replayed": second}, mask)
+        parts = {"part": (first - second, mask, "mean"), "whole": (first, mask, "mean")}
+        terms["gap_explained"] = CompositeTerm(parts, share)  # type: ignore[arg-type]
+    return reduce_metrics(axes, terms)

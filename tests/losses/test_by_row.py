@@ -1,0 +1,127 @@
+"""Losses by row: each client's samples as if they were alone, on meshes, from statistics and from hidden states."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policy_steps import step_of
+
+from jaxppo import (
+    SFT,
+    Normalizer,
+    RolloutBatch,
+    TokenStats,
+    log_probs_from_hidden,
+    loss_from_hidden,
+    loss_from_stats,
+    presets,
+)
+from jaxppo.losses import Part, by_row, explain_tokens
+from jaxppo.losses.explain import by_sample
+from jaxppo.policy_losses import SAPO
+from sharding import make_parallel_mesh
+
+CLIENTS = {
+    "ppo": presets.tinker("ppo"),
+    "cispo": presets.tinker("cispo"),
+    "sapo": dataclasses.replace(presets.tinker("ppo"), loss=SAPO()),
+    "cross_entropy": SFT(aggregation="token_sum"),
+}
+NUMBERS = {"ppo": {"clip_low": "low", "loss.clip_high": "high"}, "sapo": {"tau_positive": "tau"}}
+LOW, HIGH, TAU = np.float32([[0.1, 0.3, 0.5], [0.2, 0.25, 1.0], [0.5, 2.0, 3.0]])
+
+
+def batch_of(mesh, rows=4):
+    """Sample i is client i % 5's, the last of whom has no loss; its numbers are those of i % 3."""
+    parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
+    batch = RolloutBatch.from_samples(step_of(5, 12), row_length=32, rows=rows, num_segments=8, parallel=parallel)
+    owners = np.take_along_axis(batch.sample_ids, np.maximum(batch.segment_ids - 1, 0), -1)
+    on = batch.loss_mask > 0
+    extras = {"client": np.where(on, owners % 5, 99).astype(np.int32)}
+    extras |= {name: np.where(on, x[owners % 3], np.nan) for name, x in (("low", LOW), ("high", HIGH), ("tau", TAU))}
+    return dataclasses.replace(batch, extras=extras), owners, parallel
+
+
+def alone(x, batch, owners, parallel):
+    """The sum of each sample's loss with the numbers of its own, and the gradient."""
+
+    def one(x, i):
+        mine = dataclasses.replace(batch, loss_mask=np.where(owners == i, batch.loss_mask, 0), extras={})
+        loss, k = list(CLIENTS.values())[i % 5], i % 3
+        if i % 5 == 0:
+            of = dataclasses.replace(loss.loss, clip_low=float(LOW[k]), clip_high=float(HIGH[k]))
+            loss = dataclasses.replace(loss, loss=of)
+        elif i % 5 == 2:
+            loss = dataclasses.replace(loss, loss=SAPO(float(TAU[k])))
+        return loss_from_stats(TokenStats(x), mine, loss, parallel=parallel)[0]
+
+    return jax.value_and_grad(lambda x: sum(one(x, i) for i in range(12) if i % 5 < 4))(x)
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+def test_each_sample_as_if_alone(mesh):
+    batch, owners, parallel = batch_of(mesh)
+    parts = by_row(CLIENTS, "client", NUMBERS)
+
+    @jax.jit
+    def run(x):
+        return jax.value_and_grad(lambda x: loss_from_stats(TokenStats(x), batch, parts, parallel=parallel)[0])(x)
+
+    x = jnp.asarray(batch.returns)
+    loss, gradient = run(x)
+    expected, wanted = alone(x, batch, owners, parallel)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
+    found = explain_tokens(TokenStats(x), batch, parts, parallel=parallel)
+    sums = [by_sample(of, batch, parallel=parallel)["contribution"] for of in found.values()]
+    np.testing.assert_allclose(np.sum(sums), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("memory", [2**30, 25_000])
+def test_from_hidden_in_one_pass_or_two(memory):
+    batch, _, _ = batch_of(None)
+    parts = by_row(CLIENTS, "client", NUMBERS)
+    hidden = jax.random.normal(jax.random.key(0), (*batch.tokens.shape, 8))
+    kernel = 0.3 * jax.random.normal(jax.random.key(1), (8, 50))
+
+    def two(h, w):
+        stats = log_probs_from_hidden(h, w, batch.targets, where=batch.loss_mask > 0)
+        return loss_from_stats(stats, batch, parts)[0]
+
+    def one(h, w):
+        return loss_from_hidden(h, w, batch, parts, memory=memory)[0]
+
+    got, expected = (jax.jit(jax.value_and_grad(fn, (0, 1)))(hidden, kernel) for fn in (one, two))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, expected)
+
+
+def test_each_client_has_its_own_denominators():
+    batch, owners, _ = batch_of(None)
+    parts = by_row({"a": SFT(), "b": SFT()}, "client")
+    found = Normalizer.of(parts, batch)
+    for i, name in enumerate(parts):
+        assert float(found[name].tokens) == batch.loss_mask[owners % 5 == i].sum()
+
+
+def test_a_number_that_is_not_finite_is_found():
+    batch, _, _ = batch_of(None)
+    batch.extras["low"][:] = np.nan
+    parts = by_row(CLIENTS, "client", NUMBERS)
+    assert np.isnan(loss_from_stats(TokenStats(jnp.asarray(batch.returns)), batch, parts)[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (lambda: by_row({}, "client"), "losses: got none"),
+        (lambda: by_row(CLIENTS, "client", {"dro": {}}), r"numbers: got \['dro'\]"),
+        (lambda: by_row(CLIENTS, "client", {"ppo": {"beta": "x"}}), "numbers: got 'beta', expected a number of"),
+        (lambda: by_row({"a": "ppo"}, "client"), "loss: got str"),
+        (lambda: Part(SFT(), equals=1), "mask: got None"),
+    ],
+)
+def test_refusals(given, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        given()

@@ -1,0 +1,120 @@
+"""Routed experts: they stay with the token that was read on every layout, and the report counts what differs."""
+
+import base64
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policy_steps import step_of
+
+from jaxppo import RolloutBatch, Sample, finalize_metrics
+from jaxppo.mismatch.routing import routed_experts, routing_metrics
+from sharding import make_parallel_mesh
+
+LAYERS, K, EXPERTS = 3, 2, 8
+PLACES = [
+    (None, "contiguous"), ("dp=2,cp=2,tp=2", "zigzag"), ("dp=2,cp=4", "zigzag_per_segment"), ("cp=8", "striped"),
+]  # fmt: skip
+
+
+def chosen(sample, index):
+    """Of each token that was read, ids that tell sample, position, layer and slot apart."""
+    n = len(sample.tokens) - 1
+    rng = np.random.default_rng((index, n))
+    rows = np.argsort(rng.random((n, LAYERS, EXPERTS)), axis=-1)[..., :K]
+    rows[: n // 4, 1] = -1  # a layer without a choice
+    return rows
+
+
+def batch_of(mesh, layout, share_prefixes=False):
+    parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
+    samples = [
+        Sample(**vars(s) | {"extras": {"routed_experts": routed_experts(chosen(s, i), len(s.tokens))}})
+        for i, s in enumerate(step_of(2))
+    ]
+    batch = RolloutBatch.from_samples(
+        samples, row_length=32, rows=4, num_segments=9, parallel=parallel, share_prefixes=share_prefixes
+    )
+    return batch, parallel
+
+
+@pytest.mark.parametrize(("mesh", "layout"), PLACES)
+def test_rows_stay_with_the_token_that_was_read(mesh, layout):
+    batch, _ = batch_of(mesh, layout)
+    found = batch.extras["routed_experts"]
+    expected = np.full(found.shape, -1)
+    for row, t in zip(*np.nonzero(batch.segment_ids), strict=True):
+        index = batch.sample_ids[row, batch.segment_ids[row, t] - 1]
+        rows, position = chosen(step_of(2)[index], index), batch.positions[row, t]
+        if position < len(rows):
+            expected[row, t] = rows[position]
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(("mesh", "layout"), PLACES)
+def test_the_report(mesh, layout):
+    """Against float64 numpy on all tokens: ids that the trainer would not choose, and the gap that replay closes."""
+    batch, parallel = batch_of(mesh, layout)
+    sampled = np.asarray(batch.extras["routed_experts"])
+    ids = np.asarray(batch.sample_ids)[np.arange(len(sampled))[:, None], np.maximum(batch.segment_ids - 1, 0)]
+    own = np.stack([(ids + batch.positions * 3 + i) % EXPERTS for i in range(LAYERS * K)], -1)
+    own = own.reshape(sampled.shape).astype(np.int32)
+    native, replayed = batch.returns, 0.9 * batch.rollout_log_probs + 0.1 * batch.returns
+    found = jax.jit(
+        lambda own: finalize_metrics(
+            routing_metrics(own, batch, log_probs=native, replayed_log_probs=replayed, parallel=parallel)
+        )
+    )(own)
+    inside, there = batch.segment_ids > 0, (sampled[..., 0] != -1) & (batch.segment_ids > 0)[..., None]
+    missed = np.array([[x not in own[at] for x in sampled[at]] for at in np.ndindex(*sampled.shape[:3])])
+    missed = missed.reshape(sampled.shape)
+    expected = {"choices_differ": missed[there].mean(), "missing_rows": 1 - there.any(-1)[inside].mean()}
+    for layer in range(LAYERS):
+        of = missed[:, :, layer][there[..., layer]]
+        expected |= {f"layer_{layer}_choices_differ": of.mean(), f"layer_{layer}_tokens_differ": of.any(-1).mean()}
+    on = batch.loss_mask > 0
+    gaps = [np.abs(np.float64(x) - batch.rollout_log_probs)[on].mean() for x in (native, replayed)]
+    expected |= {"log_prob_gap": gaps[0], "log_prob_gap_replayed": gaps[1], "gap_explained": 1 - gaps[1] / gaps[0]}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, err_msg=name)
+    np.testing.assert_allclose(found["gap_explained"], 0.9, rtol=1e-3)
+
+
+def test_what_engines_return():
+    rows = np.arange(12).reshape(3, 2, 2)
+    text = base64.b64encode(rows.astype("<i4").tobytes()).decode()
+    for given in (rows, rows.tolist(), rows.astype(np.int16)):
+        np.testing.assert_array_equal(routed_experts(given, 4).values[:3], rows)
+    for given in (text, rows.astype("<i4").tobytes()):
+        found = routed_experts(given, 4, layers=2, top_k=2)
+        np.testing.assert_array_equal(found.values, np.concatenate([rows, -np.ones((1, 2, 2))]))
+        assert (found.at, found.fill) == ("input", -1)
+    assert len(routed_experts(rows, 3).values) == 3  # an engine that has a row for the last token too
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "error"),
+    [
+        (np.zeros((5, 2, 2), int), {}, r"rows: got shape \(5, 2, 2\), expected \[3, layers, k\]"),
+        (np.zeros((3, 2)), {}, "rows: got float64, expected integers"),
+        (np.full((3, 2, 2), -2), {}, r"rows: got an id below -1 at \(0, 0, 0\)"),
+        (np.array([[[1, -1]]] * 3), {}, r"rows: got -1 in a part of a row at \(0, 0\)"),
+        (b"12345678", {"layers": 3, "top_k": 1}, "rows: got 2 numbers, expected a multiple of layers"),
+    ],
+)
+def test_refused_rows(rows, options, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        routed_experts(rows, 4, **options)
+
+
+def test_refused_reports():
+    batch, _ = batch_of(None, "contiguous")
+    own = jnp.asarray(batch.extras["routed_experts"])
+    with pytest.raises(ValueError, match="own: got"):
+        routing_metrics(own[..., :1], batch)
+    with pytest.raises(ValueError, match="replayed_log_probs: got None"):
+        routing_metrics(own, batch, log_probs=batch.returns)
+    with pytest.raises(ValueError, match=r"batch.extras: got \['routed_experts'\], expected 'experts' among them"):
+        routing_metrics(own, batch, name="experts")
