@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo._arrays import Coefficient, check_number
 from jaxppo.advantages.by_group import Parallel, Singletons
 from jaxppo.advantages.groups import grpo
+from jaxppo.base.arrays import Coefficient, check_number
 
 
 def gigpo(

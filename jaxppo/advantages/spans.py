@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxppo._arrays import check_number
+from jaxppo.base.arrays import check_number
 
 
 def align_spans(

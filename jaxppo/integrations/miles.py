@@ -6,9 +6,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from jaxppo.integrations import miles_keys as MILES
-from jaxppo.integrations.slime_reader import read
 from jaxppo.integrations.translation import Translation
+from jaxppo.policy import miles_keys as MILES
+from jaxppo.policy.slime_reader import read
 
 
 def translate(args: Namespace | Mapping[str, Any]) -> Translation:

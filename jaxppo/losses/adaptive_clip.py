@@ -11,14 +11,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo._arrays import RatioTo, as_number, check_choice, check_number, masked, needed
-from jaxppo._stacked import as_rows, check_whole_step
-from jaxppo.batch import RolloutBatch
+from jaxppo.base.arrays import RatioTo, as_number, check_choice, check_number, masked, needed
+from jaxppo.base.kl import log_ratio
+from jaxppo.base.stacked import as_rows, check_whole_step
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
+from jaxppo.head.checks import check_stats
 from jaxppo.head.types import TokenStats
-from jaxppo.kl import log_ratio
 from jaxppo.losses.policy_checks import BY_RATIO
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
-from jaxppo.validation import check_stats, checked
 
 First = Literal["high", "low"]
 

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo._arrays import Aggregation, check_array
-from jaxppo.batch import RolloutBatch
-from jaxppo.extras import check_name, extra_of
+from jaxppo.base.arrays import Aggregation, check_array
+from jaxppo.base.metrics import Terms
+from jaxppo.batch.extras import check_name, extra_of
+from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.losses.doors import as_token_loss
 from jaxppo.losses.parts import Part, check_loss
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
-from jaxppo.metrics import Terms
-from jaxppo.off_policy import OffPolicyConfig
+from jaxppo.policy.off_policy import OffPolicyConfig
 from jaxppo.sharding import Segments
 
 

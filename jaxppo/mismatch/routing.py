@@ -10,12 +10,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo._arrays import KINDS, check_array, check_count, masked, needed
-from jaxppo.batch import RolloutBatch
-from jaxppo.extras import Extra
-from jaxppo.metrics import CompositeTerm, Metrics, Terms, means, reduce_metrics, share
+from jaxppo.base.arrays import KINDS, check_array, check_count, masked, needed
+from jaxppo.base.metrics import CompositeTerm, Metrics, Terms, means, reduce_metrics, share
+from jaxppo.batch.extras import Extra
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
-from jaxppo.validation import checked
 
 
 def routed_experts(rows: Any, tokens: int, *, layers: int | None = None, top_k: int | None = None) -> Extra:

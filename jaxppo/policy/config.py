@@ -169,9 +169,9 @@ class PolicyLossConfig(Loss):
           >>> PolicyLossConfig.from_miles({"skip_actor_forward_only": True}).ratio_to
           'current'
         """
-        from jaxppo.integrations.miles import translate  # imported only by programs that need it
+        from jaxppo.policy import miles_keys, slime_reader  # imported only by programs that need them
 
-        return translate(args).config
+        return cls(**slime_reader.read(args, miles_keys).policy)
 
     @property
     def entropy_mode(self) -> Literal["metric", "bonus"]:

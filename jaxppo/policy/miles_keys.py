@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxppo.integrations import slime_keys
-from jaxppo.integrations.options import by_name
+from jaxppo.policy import slime_keys
+from jaxppo.policy.options import by_name
 
 NAME, VERSION = "miles", "31f1ca96"
 DEFAULTS = slime_keys.DEFAULTS | {"skip_actor_forward_only": False}
@@ -22,7 +22,7 @@ ELSEWHERE = slime_keys.ELSEWHERE | by_name(
             lora_ exclude_modules experts_shared_outer_loras target_modules
         """,
         "adapters by row: adapter_ids=": "multi_lora_",
-        "jaxppo.staleness": "max_weight_staleness",
+        "jaxppo.step.staleness": "max_weight_staleness",
         "the context layout and the rows of a batch": "qkv_format delay_split_train_data_by_dp",
         "the samples of one step": "allow_partial_train_step use_dynamic_global_batch_size",
         "log-probs of one program: Head(logits_dtype=)": "true_on_policy_mode recompute_logprobs_via_prefill",
