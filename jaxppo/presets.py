@@ -201,7 +201,7 @@ def tinker(loss_fn: str, **loss_fn_config: float) -> PolicyLossConfig:
         "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
         "dro": {"beta": None},
     }
-    if loss_fn not in known:
+    if not isinstance(loss_fn, str) or loss_fn not in known:
         raise ValueError(f"loss_fn: got {loss_fn!r}, expected one of {', '.join(known)}")
     numbers: dict[str, Any] = {**known[loss_fn], **loss_fn_config}
     for name, x in numbers.items():

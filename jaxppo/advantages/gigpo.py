@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo.advantages.by_group import Parallel, Singletons
 from jaxppo.advantages.groups import grpo
-from jaxppo.base.arrays import Coefficient, check_number
+from jaxppo.base.arrays import Coefficient, check_array, check_ids, check_number
 
 
 def gigpo(
@@ -64,6 +64,11 @@ def gigpo(
     check_number("step_coef", step_coef)
     both: dict[str, Any] = {"scale_by_std": scale_by_std, "epsilon": epsilon, "among": among, "parallel": parallel}
     whole = grpo(rewards, group_ids, rollout_ids=rollout_ids, singletons=singletons, **both)
+    check_array("returns", returns)
+    check_ids("state_ids", state_ids)
+    for name, x in (("returns", returns), ("state_ids", state_ids)):
+        if x.shape != rewards.shape:
+            raise ValueError(f"{name}: got shape {x.shape}, expected that of rewards, {rewards.shape}")
     return whole + jnp.float32(step_coef) * grpo(returns, state_ids, **both)
 
 
@@ -89,8 +94,7 @@ def state_groups(group_ids: Sequence[int], states: Sequence[Hashable | None]) ->
       >>> state_groups([7, 7, 8, 7], ["a", "b", "a", "a"]).tolist()
       [0, 1, 2, 0]
     """
-    if len(group_ids) != len(states):
-        raise ValueError(f"states: got {len(states)}, expected {len(group_ids)}, one for each of group_ids")
+    _check_lists(group_ids=group_ids, states=states)
     numbers: dict[Hashable, int] = {}
     keys = zip(group_ids, states, strict=True)
     found = [-1 if state is None else numbers.setdefault((int(g), state), len(numbers)) for g, state in keys]
@@ -118,8 +122,7 @@ def step_returns(
       >>> step_returns([0.0, 5.0, 1.0], [3, 4, 3], gamma=0.5).tolist()
       [0.5, 5.0, 1.0]
     """
-    if len(rewards) != len(rollout_ids):
-        raise ValueError(f"rollout_ids: got {len(rollout_ids)}, expected {len(rewards)}, one for each of rewards")
+    _check_lists(rewards=rewards, rollout_ids=rollout_ids)
     check_number("gamma", gamma, least=0, most=1)
     later: dict[int, float] = {}
     found = np.zeros(len(rewards), np.float32)
@@ -128,3 +131,13 @@ def step_returns(
         later[own] = float(rewards[i]) + gamma * later.get(own, 0.0)
         found[i] = later[own]
     return found
+
+
+def _check_lists(**lists: Sequence[Any]) -> None:
+    """Raises unless these are two lists of one length."""
+    for name, x in lists.items():
+        if isinstance(x, str) or not hasattr(x, "__len__"):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a list with one entry a sample")
+    (first, one), (second, other) = lists.items()
+    if len(one) != len(other):
+        raise ValueError(f"{second}: got {len(other)}, expected {len(one)}, one for each of {first}")

@@ -51,6 +51,9 @@ def by_row(
       3.0
     """
     check_name("which", which)
+    for what, x in (("losses", losses), ("numbers", {} if numbers is None else numbers)):
+        if not isinstance(x, Mapping):
+            raise TypeError(f"{what}: got {type(x).__name__}, expected them by the names of losses")
     if not losses:
         raise ValueError("losses: got none, expected at least one")
     unknown = sorted(set(numbers or {}) - set(losses))

@@ -141,6 +141,7 @@ OF_FUNCTION = {  # where a name has another kind than elsewhere, or a value that
     **{(of, "high"): "bound" for of in ("OffPolicyConfig", "Rejection")},
     **{(of, "low"): "bound" for of in ("OffPolicyConfig", "Rejection")},
     ("gdpo", "weights"): "object",
+    ("gigpo", "returns"): "floats that may be NaN",
     **{("state_groups", x): "list" for x in ("group_ids", "states")},
     **{("step_returns", x): "list" for x in ("rewards", "rollout_ids")},
     ("Sample", "reward"): "reward",
