@@ -118,3 +118,59 @@ def test_refused_reports():
         routing_metrics(own, batch, log_probs=batch.returns)
     with pytest.raises(ValueError, match=r"batch.extras: got \['routed_experts'\], expected 'experts' among them"):
         routing_metrics(own, batch, name="experts")
+
+
+V, H = 20, 12
+
+
+def mixture(params, tokens, forced, rounded=None):
+    """A mixture of experts of one layer: its log-probs of the next token, and its own choices.
+
+    With `rounded` the router scores are rounded, as those of a sampler in another precision are.
+    """
+    x = params["embed"][tokens]
+    scores = jax.nn.softmax(x @ params["router"], axis=-1)
+    own = jax.lax.top_k(scores if rounded is None else jnp.round(scores * rounded) / rounded, K)[1]
+    ids = jnp.where(forced == -1, own, forced)
+    weights = jnp.take_along_axis(scores, ids, axis=-1)  # today's scores of the replayed experts
+    weights = weights / weights.sum(axis=-1, keepdims=True)
+    of_all = jnp.einsum("rth,ehd->rted", x, params["experts"])
+    y = jnp.take_along_axis(of_all, ids[..., None], axis=2)
+    hidden = x + (weights[..., None] * jnp.tanh(y)).sum(axis=2)
+    return jax.nn.log_softmax(hidden @ params["head"]), own
+
+
+@pytest.mark.parametrize(("mesh", "layout"), PLACES[:2])
+def test_replay_closes_the_gap_of_a_sampler_that_routes_otherwise(mesh, layout):
+    """The router keeps its gradient. Without replay the log-probs differ where the choices do."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"embed": (50, H), "router": (H, EXPERTS), "experts": (EXPERTS, H, H), "head": (H, V)}
+    params = {name: jax.random.normal(k, s) for k, (name, s) in zip(keys, shapes.items(), strict=True)}
+    parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
+    samples = []
+    for s in step_of(2):
+        tokens = jnp.asarray(s.tokens)[None] % V
+        nothing = jnp.full((1, tokens.shape[1], K), -1)
+        log_probs, chosen_ids = mixture(params, tokens, nothing, rounded=4)
+        sampled = np.take_along_axis(np.asarray(log_probs[0, :-1]), np.asarray(tokens[0, 1:, None]), -1)[:, 0]
+        rows = routed_experts(np.asarray(chosen_ids)[0, :-1, None], tokens.shape[1])
+        own = {"tokens": np.asarray(tokens[0]), "rollout_log_probs": sampled[s.start - 1 :]}
+        samples.append(Sample(**vars(s) | own | {"extras": {"routed_experts": rows}}))
+    batch = RolloutBatch.from_samples(samples, row_length=32, rows=4, num_segments=9, parallel=parallel)
+    forced = jnp.asarray(batch.extras["routed_experts"])
+
+    def scored(params, forced):
+        log_probs, own = mixture(params, batch.tokens, forced)
+        return jnp.take_along_axis(log_probs, batch.targets[..., None] % V, axis=-1)[..., 0], own
+
+    native, own = scored(params, jnp.full((*forced.shape[:2], K), -1))
+    replayed, _ = scored(params, forced[:, :, 0])
+    found = finalize_metrics(
+        routing_metrics(own[:, :, None], batch, log_probs=native, replayed_log_probs=replayed, parallel=parallel)
+    )
+    assert found["choices_differ"] > 0.1
+    assert found["log_prob_gap"] > 0.01
+    assert found["log_prob_gap_replayed"] < 1e-5
+    np.testing.assert_allclose(found["gap_explained"], 1, atol=1e-3)
+    gradient = jax.grad(lambda p: jnp.where(batch.loss_mask > 0, scored(p, forced[:, :, 0])[0], 0).sum())(params)
+    assert np.abs(gradient["router"]).max() > 0.01

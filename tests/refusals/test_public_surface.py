@@ -114,7 +114,7 @@ OF_NAME = {
     **_rows("choice", "aggregation clip_fraction compares divergence estimator gradient gradient_sum_dtype importance"),
     **_rows("choice", "layout level logit_stats logits_dtype masked mean metric_aggregation name nll objective"),
     **_rows("choice", "opsm_compares opsm_fraction outside place precision reduce rounded_to singletons statistic std"),
-    **_rows("choice", "tail truncated implementation link ratio_to impossible_tokens dtype"),
+    **_rows("choice", "tail truncated implementation link ranks ratio_to impossible_tokens dtype"),
     **_rows("object", "apply args batch chosen config first hidden_spec key loss loss_fn lora margins masks metrics"),
     **_rows("object", "micro_batches mismatched module normalizer normalizers off_policy output parallel parts"),
     **_rows("object", "prompts quantiles recorded rejected rejections rollout_hidden_spec spec stacked starts state"),

@@ -5,6 +5,7 @@ the one with the higher `reward` is the chosen one. `samples_of_pairs` makes sam
 `micro_batches_of_pairs` keeps both samples of a pair in one micro-batch.
 """
 
+from jaxppo.losses.preference.aot import AOT
 from jaxppo.losses.preference.base import PairLoss, PreferenceLoss, Responses
 from jaxppo.losses.preference.dpo import DPO, IPO
 from jaxppo.losses.preference.kto import KTO, kto_reference_point
@@ -14,6 +15,7 @@ from jaxppo.losses.preference.samples import micro_batches_of_pairs, mismatched_
 from jaxppo.losses.preference.simpo import SimPO
 
 __all__ = [
+    "AOT",
     "DPO",
     "IPO",
     "KTO",

@@ -1,0 +1,85 @@
+"""Regression of a draft's features on the policy's: EAGLE's first loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxppo.base.arrays import Aggregation, Coefficient, check_aggregation, check_field, check_floating
+from jaxppo.base.metrics import Terms, means
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.sharding import Segments
+
+
+class States(NamedTuple):
+    """The draft's features and the policy's, `[R, T, H]` each; the second are constants."""
+
+    draft: Float[Array, "R T H"]
+    policy: Float[Array, "R T H"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Features(TokenLoss[States]):
+    """Smooth L1 between a draft's features and the policy's: the mean over H of beta-smoothed |draft - policy|.
+
+    An error e counts as e^2 / (2 beta) below beta, as |e| - beta / 2 beyond. `loss_from_stats` takes `States` as
+    statistics; shift the policy's states first, `shift_left(hidden, parallel, 1, 0, segment_ids, num_segments)`, where
+    the draft predicts the next position's. The draft's cross-entropy is `draft_loss`; the published sum is this and 0.1
+    times that. The metric is `features`, the mean over tokens.
+
+    Args:
+      beta: where the square ends.
+      aggregation: the denominators, see `token_weights`.
+      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+
+    Raises:
+      ValueError: a beta that is not above 0.
+
+    Example:
+      >>> from jaxppo.losses import loss_from_stats
+      >>> from jaxppo.losses.features import Features, States
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2], response_start=1)], row_length=2)
+      >>> states = States(jnp.array([[[0.5, 2.0], [0.0, 0.0]]]), jnp.zeros((1, 2, 2)))
+      >>> float(loss_from_stats(states, batch, Features())[0])
+      0.8125
+
+    Li et al. 2024, EAGLE, https://arxiv.org/abs/2401.15077
+    """
+
+    of_head: ClassVar[bool] = False
+    beta: Coefficient = 1.0
+    aggregation: Aggregation = "token_mean"
+    aggregation_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_field(self, "beta", above=0)
+        check_aggregation(self)
+
+    @property
+    def asks(self) -> Asks:
+        return Asks()
+
+    def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
+        if not isinstance(stats, States):
+            raise TypeError(f"stats: got {type(stats).__name__}, expected losses.features.States")
+        for name, x in stats._asdict().items():
+            check_floating(f"stats.{name}", x, 3, "[R, T, H]")
+            if x.shape != (*batch.loss_mask.shape, stats.draft.shape[-1]):
+                expected = f"{batch.loss_mask.shape} and H, the same of both"
+                raise ValueError(f"stats.{name}: got shape {x.shape}, expected {expected}")
+
+    def reads(self, stats: States | None, batch: RolloutBatch, segments: Segments) -> Reads:
+        return {} if stats is None else {"draft_states": stats.draft, "policy_states": stats.policy}
+
+    def terms(self, stats: States, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+        error = jnp.abs(stats.draft - lax.stop_gradient(stats.policy))
+        inside = jnp.minimum(error, self.beta)
+        return {"features": (inside * (error - inside / 2) / self.beta).mean(axis=-1)}
+
+    def metrics(self, stats: States, step: Step, constants: Any) -> Terms:
+        return means(self.terms(stats, step.batch, constants, step.segments), step.batch.loss_mask)
