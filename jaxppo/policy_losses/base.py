@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -16,6 +16,14 @@ Tokens = Float[Array, "R T"]
 Indicators = dict[str, Tokens]
 Result = tuple[Tokens, Indicators]
 Level = Literal["token", "sequence"]
+
+
+class Beside(TypedDict):
+    """What a loss is given beside the log-probs and advantages, see `PolicyLoss.__call__`."""
+
+    mask: Tokens
+    segments: Segments
+    selected: NotRequired[Tokens | None]
 
 
 class Loss:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax import lax
 from jaxppo.base.arrays import Coefficient, check_choice, check_field, check_flag
 from jaxppo.base.kl import log_ratio
 from jaxppo.policy_losses.base import (
+    Beside,
     Level,
     PolicyLoss,
     Result,
@@ -21,7 +22,6 @@ from jaxppo.policy_losses.base import (
     clipped_surrogate,
     ratio_at,
 )
-from jaxppo.sharding import Segments
 
 _TINY = 1e-30
 
@@ -99,17 +99,8 @@ class CISPO(PolicyLoss):
         check_choice("level", self.level, Level)
         check_flag("unified_mask", self.unified_mask)
 
-    def __call__(
-        self,
-        log_probs: Tokens,
-        old_log_probs: Tokens,
-        advantages: Tokens,
-        *,
-        mask: Tokens,
-        segments: Segments,
-        **_: object,
-    ) -> Result:
-        ratio = lax.stop_gradient(ratio_at(self.level, log_probs, old_log_probs, mask, segments))
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+        ratio = lax.stop_gradient(ratio_at(self.level, log_probs, old_log_probs, of["mask"], of["segments"]))
         clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
         indicators = {"clip_fraction": (clipped != ratio).astype(jnp.float32)}
         loss = -clipped * advantages * log_probs
@@ -152,18 +143,9 @@ class SAPO(PolicyLoss):
         check_field(self, "tau_negative", above=0)
         check_choice("level", self.level, Level)
 
-    def __call__(
-        self,
-        log_probs: Tokens,
-        old_log_probs: Tokens,
-        advantages: Tokens,
-        *,
-        mask: Tokens,
-        segments: Segments,
-        **_: object,
-    ) -> Result:
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
         tau = jnp.where(advantages > 0, self.tau_positive, self.tau_negative)
-        ratio = ratio_at(self.level, log_probs, old_log_probs, mask, segments)
+        ratio = ratio_at(self.level, log_probs, old_log_probs, of["mask"], of["segments"])
         return -4 / tau * _sigmoid(tau * (ratio - 1)) * advantages, {}
 
 

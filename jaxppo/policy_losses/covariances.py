@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool
 
 from jaxppo.base.arrays import Coefficient, check_field, needed
 from jaxppo.base.kl import log_ratio, magnitude
-from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens, check_clip, clipped_surrogate
+from jaxppo.policy_losses.base import Beside, PolicyLoss, Result, Tokens, check_clip, clipped_surrogate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +63,8 @@ class ClipCov(PolicyLoss):
         spared = -advantages * clipped <= -advantages * ratio
         return spared & (covariance > self.low) & (covariance < self.high)
 
-    def __call__(
-        self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, *, selected: Tokens | None = None, **_: Any
-    ) -> Result:
-        selected = needed("selected", selected, "the step's covariance_mask")
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+        selected = needed("selected", of.get("selected"), "the step's covariance_mask")
         ratio = jnp.exp(log_ratio(log_probs, old_log_probs))
         loss = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)[0]
         return jnp.where(selected > 0, 0, loss), {"clip_fraction": selected}
@@ -101,10 +99,8 @@ class KLCov(PolicyLoss):
         check_field(self, "share", least=0, most=1)
         check_field(self, "coef", least=0)
 
-    def __call__(
-        self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, *, selected: Tokens | None = None, **_: Any
-    ) -> Result:
-        selected = needed("selected", selected, "the step's covariance_mask")
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+        selected = needed("selected", of.get("selected"), "the step's covariance_mask")
         distance = magnitude(log_probs - old_log_probs)
         loss = -advantages * jnp.exp(log_ratio(log_probs, old_log_probs))
         loss = loss + jnp.where(selected > 0, self.coef * distance, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, Unpack
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +11,7 @@ from jax import lax
 from jaxppo.base.arrays import Coefficient, check_choice
 from jaxppo.base.kl import MAX_LOG_RATIO
 from jaxppo.policy_losses.base import (
+    Beside,
     PolicyLoss,
     Result,
     Tokens,
@@ -19,7 +20,6 @@ from jaxppo.policy_losses.base import (
     clipped_surrogate,
     sequence_log_ratio,
 )
-from jaxppo.sharding import Segments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,17 +53,8 @@ class GSPO(PolicyLoss):
         check_dual_clip(self)
         check_choice("gradient", self.gradient, Literal["sequence", "token"])
 
-    def __call__(
-        self,
-        log_probs: Tokens,
-        old_log_probs: Tokens,
-        advantages: Tokens,
-        *,
-        mask: Tokens,
-        segments: Segments,
-        **_: object,
-    ) -> Result:
-        sequence = sequence_log_ratio(log_probs, old_log_probs, mask, segments)
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+        sequence = sequence_log_ratio(log_probs, old_log_probs, of["mask"], of["segments"])
         if self.gradient == "token":
             sequence = lax.stop_gradient(sequence) + log_probs - lax.stop_gradient(log_probs)
         ratio = jnp.exp(jnp.clip(sequence, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -98,16 +89,8 @@ class GMPO(PolicyLoss):
     def __post_init__(self) -> None:
         check_clip(self)
 
-    def __call__(
-        self,
-        log_probs: Tokens,
-        old_log_probs: Tokens,
-        advantages: Tokens,
-        *,
-        mask: Tokens,
-        segments: Segments,
-        **_: object,
-    ) -> Result:
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+        mask, segments = of["mask"], of["segments"]
         d = log_probs - old_log_probs
         clipped = jnp.clip(d, -self.clip_low, self.clip_high)
         worse = jnp.where(jnp.sign(advantages) * clipped < jnp.sign(advantages) * d, clipped, d)

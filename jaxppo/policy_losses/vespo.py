@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Unpack
 
 import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.base.arrays import Coefficient, check_field
 from jaxppo.base.kl import MAX_LOG_RATIO, log_ratio
-from jaxppo.policy_losses.base import PolicyLoss, Result, Tokens
-from jaxppo.sharding import Segments
+from jaxppo.policy_losses.base import Beside, PolicyLoss, Result, Tokens
 
 _LEAST_LOG_WEIGHT = math.log(1e-8)
 
@@ -49,9 +49,8 @@ class VESPO(PolicyLoss):
         for field in dataclasses.fields(self):
             check_field(self, field.name, least=0)
 
-    def __call__(
-        self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, *, segments: Segments, **_: object
-    ) -> Result:
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+        segments = of["segments"]
         d = lax.stop_gradient(log_ratio(log_probs, old_log_probs))
         log_w = segments.spread(jnp.clip(segments.sum(d), _LEAST_LOG_WEIGHT, MAX_LOG_RATIO))
         k = jnp.where(advantages < 0, self.k_negative, self.k_positive)
