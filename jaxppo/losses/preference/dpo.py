@@ -70,7 +70,7 @@ class DPO(PairLoss):
         nca        -log s(c) - log s(-c) / 2 - log s(-r) / 2                 keeps the chosen response likely
         apo_zero   s(-c) + s(r)                                              chosen up, rejected down
         apo_down   s(c) + s(-h)                                              both down, the rejected one more
-        sppo       (c - 1/2)^2 + (r + 1/2)^2                                 TRL's divided by beta^2
+        sppo       (c - 1/2)^2 + (r + 1/2)^2                                 TRL has this / beta^2
         discopop   (1 - w) (-log s(h)) + w exp(-h), w = s(h / 0.05)
 
     Args:
