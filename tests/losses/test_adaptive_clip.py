@@ -49,7 +49,7 @@ def test_by_hand(first, expected):
 @pytest.mark.parametrize("target", [0.7, 1.0, 1.3, 9.0])
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
 def test_the_search_of_a_step(mesh, target):
-    """Of all devices and micro-batches together, whatever stands where there is no loss; and it makes a loss."""
+    """Bounds of all devices and micro-batches together, whatever stands where there is no loss; and it makes a loss."""
     parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
     batch = RolloutBatch.from_samples(
         step_of(3), row_length=24, rows=2, micro_batches=2, num_segments=9, parallel=parallel

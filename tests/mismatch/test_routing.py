@@ -19,7 +19,7 @@ PLACES = [
 
 
 def chosen(sample, index):
-    """Of each token that was read, ids that tell sample, position, layer and slot apart."""
+    """Ids, of each token that was read, that tell sample, position, layer and slot apart."""
     n = len(sample.tokens) - 1
     rng = np.random.default_rng((index, n))
     rows = np.argsort(rng.random((n, LAYERS, EXPERTS)), axis=-1)[..., :K]
