@@ -168,46 +168,20 @@ def test_a_model_that_does_not_fit(capsys):
 
 @pytest.mark.nightly
 def test_the_losses_memory_and_collectives_are_flat_from_8_to_512_chips():
-    """The same arrays are summed on any number of chips, and at most 0.8 of what whole sums in f32 would send."""
-    block, hidden = 4 * 4096 * 3840, 4 * 4096 * 4096  # f32 bytes of a block of dkernel and of dhidden
-    of_softmax = {
-        ("all-reduce", ("tp",), 4 * 4096, False): 1,  # every token's reference, before the sweep
-        ("all-reduce", ("tp",), 4 * 2048, True): 1,
-        ("all-reduce", ("tp",), 3 * 4 * 2048, True): 1,
-    }
-
-    def around(axes, size, n, in_loop=True):
-        """Over n devices: half a share goes each way, in f32 to be summed and in bf16 to be gathered.
-
-        The last block of a loop is gathered behind it.
-        """
-        half = size // n // 2
-        sent = {(half, in_loop), (half // 2, in_loop), (half // 2, False)}
-        return {("collective-permute", axes, number, where): 2 * (n - 1) for number, where in sent}
-
-    of_dhidden = around(("tp",), hidden, 4, in_loop=False)
-    # sixteen devices are rings of four, whose shares go around in rings of four
-    inner = {("collective-permute", ("dp", "cp"), block // 16 // k, x): 12 for k in (4, 8) for x in (True, False)}
-    of_dkernel = [
-        around(("cp",), block, 2),
-        around(("dp",), block, 4) | inner,
-        # 4096 features are too few for 128 devices: pairs sum shares, which the pairs then sum in f32
-        around(("cp",), block, 2) | {("all-reduce", ("dp",), block // 2, True): 1},
-    ]
-    found, moved = [], []
+    """On 512 chips a chip holds and sums the same arrays as on 128, and no more memory than on 8."""
+    found, sums = [], []
     for mesh, topology in (("cp=2,tp=4", "2x2x2"), ("dp=8,cp=2,tp=4", "4x4x4"), ("dp=64,cp=2,tp=4", "8x8x8")):
         parallel = pod_head.described_mesh(mesh, f"v5p:{topology}")
         step = pod_head.Step(HEADS["qwen3-8b"], 4096, jnp.dtype(jnp.bfloat16), parallel)
         found.append(step.cost(step.one_pass))
-        # a device sends an array once to a neighbour, and twice to sum it; what is behind a loop is its last block
-        sent = [c for c in found[-1].collectives if c.in_loop or c.axes == ("tp",)]
-        moved.append(sum(c.bytes * (2 if c.op == "all-reduce" else 1) for c in sent))
-    for a, expected in zip(found, of_dkernel, strict=True):
-        large = Counter((c.op, c.axes, c.bytes, c.in_loop) for c in a.collectives if c.bytes > 64)
-        assert large == expected | of_dhidden | of_softmax
-    assert moved[0] < moved[1] < moved[2] < 0.8 * 2 * (block + hidden)
+        large = [c for c in found[-1].collectives if c.bytes > 2**16]
+        sums.append(Counter((c.op, c.axes, c.bytes, c.in_loop) for c in large))
+        # a device sends an array once to a neighbour, and twice to sum it: of dhidden, which lies behind the loop
+        of_dhidden = [c.bytes * (2 if c.op == "all-reduce" else 1) for c in large if not c.in_loop]
+        assert 0 < sum(of_dhidden) <= 2 * 4 * 4096 * 4096
+    assert sums[1] == sums[2]
     for a in found[1:]:
-        assert abs(a.temp_bytes - found[0].temp_bytes) < 0.01 * GIB
+        assert a.temp_bytes < found[0].temp_bytes + 0.01 * GIB
 
 
 @pytest.mark.nightly
