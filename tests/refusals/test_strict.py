@@ -34,6 +34,7 @@ MODULES = (jaxppo, advantages, mismatch, kl, metrics, nucleus, entropy, masks, s
 MODULES += (losses, covariance, distillation, draft, mtp, preference)
 ON_THE_HOST = {"check_top_k", "drop_equal_groups", "explain_broken_rules", "make_parallel_mesh", "pack_nucleus_ids"}
 ON_THE_HOST |= {"kto_reference_point", "micro_batches_of_pairs", "mismatched_samples", "samples_of_pairs"}
+ON_THE_HOST |= {"state_groups", "step_returns"}
 OF_ROWS = {"pack", "redistribute", "scan_affine", "segment_sum", "shift_left", "unpack"}  # of jaxppo.sharding
 
 

@@ -33,7 +33,16 @@ from jaxppo import (
 )
 from jaxppo.base.kl import adaptive_kl_coef, kl_divergence
 from jaxppo.base.metrics import Metric, collapse_metrics, finalize_metrics, merge_metrics
-from jaxppo.losses import Part, ReferenceKL, ScoreCentering, TokenLoss, TopKDistillation, preference
+from jaxppo.losses import (
+    Part,
+    ReferenceKL,
+    ScoreCentering,
+    TokenLoss,
+    TopKDistillation,
+    by_row,
+    explain_tokens,
+    preference,
+)
 from jaxppo.losses.covariance import covariance_mask
 from jaxppo.losses.distillation import distillation_loss, divergence_from_hidden
 from jaxppo.losses.draft import Draft, draft_loss, draft_metrics
@@ -254,6 +263,7 @@ ESTIMATORS: dict[str, Callable[[Given], Any]] = {
     "reinforce_plus_plus_baseline": lambda g: advantages.reinforce_plus_plus_baseline(
         g.batch.rewards, g.batch.group_ids, g.batch, kl=g.batch.values, kl_coef=0.1, **g.on
     ),
+    "gigpo": lambda g: advantages.gigpo(g.batch.rewards, g.batch.rewards, *[g.batch.group_ids] * 2, **g.on),
     "process_grpo": lambda g: advantages.process_grpo(
         g.batch.advantages, g.batch.loss_mask, g.batch.group_ids, g.batch, **g.on
     ),
@@ -328,6 +338,13 @@ def joint(g: Given) -> Any:
     return of_head(g, lambda *x: loss_from_hidden(*x, with_ids(g), parts, **on))
 
 
+def clients(g: Given) -> Any:
+    """A loss by the number of its client, with numbers that are each client's own."""
+    parts = by_row({"ppo": CONFIG, "sft": SFT(z_loss=0.1)}, "client", {"sft": {"z_loss": "decay"}})
+    extras = {"client": jnp.asarray(g.batch.tokens % 2, jnp.int32), "decay": jnp.full((R, T), 0.2, jnp.float32)}
+    return of_head(g, lambda *x: loss_from_hidden(*x, dataclasses.replace(g.batch, extras=extras), parts, **g.on))
+
+
 OBJECTIVES: dict[str, Callable[[Given], Any]] = {
     "top_k_divergence": lambda g: top_k_divergence(top_k(g)[1] - 0.5, top_k(g)[1], top_k(g)[0]),
     "TopKDistillation": lambda g: of_ids(g, TopKDistillation()),
@@ -347,6 +364,8 @@ OBJECTIVES: dict[str, Callable[[Given], Any]] = {
     ),
     "draft_loss, draft_metrics": draft,
     "loss_from_hidden of parts": joint,
+    "by_row": clients,
+    "explain_tokens": lambda g: explain_tokens(g.stats, g.batch, CONFIG, **g.on),
     "second_moment_mask": lambda g: second_moment_mask(g.batch, **g.on),
     "top_entropy_mask": lambda g: top_entropy_mask(-g.batch.returns, g.batch, **g.on),
     "entropy_metrics": lambda g: finalize_metrics(entropy_metrics(g.stats, g.batch, **g.on)),
