@@ -59,7 +59,8 @@ def is_nan(x: object) -> bool:
 
 def is_zero(coefficient: Coefficient) -> bool:
     """Whether the coefficient is known to be 0 at trace time; False for a traced schedule."""
-    return not isinstance(coefficient, jax.core.Tracer) and float(coefficient) == 0
+    known = not isinstance(coefficient, jax.core.Tracer) and np.ndim(coefficient) == 0  # others are tokens' own
+    return known and float(coefficient) == 0
 
 
 def as_coefficient(coefficient: Coefficient) -> Coefficient:
