@@ -17,7 +17,7 @@ from jaxppo.base.by_id import ById
 from jaxppo.base.stacked import check_whole_step, of_rows
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.checks import check_stats
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, scan_shard, shard_call, vary
 
 Place = Literal["position", "loss_token"]

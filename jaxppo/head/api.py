@@ -1,19 +1,38 @@
-"""Log-probs and entropies from hidden states and a head; the logits never exist as a whole."""
+"""Log-probs and entropies: from hidden states and a head, where the logits never exist as a whole, or from logits."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Unpack
+from functools import partial
+from typing import Any, Unpack
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.base.arrays import check_array
-from jaxppo.head.head import Head
-from jaxppo.head.prepare import HeadOptions, prepare_head
-from jaxppo.head.types import Entropy, HeadCall, Inputs, LogitStat, TokenStats
-from jaxppo.head.vjp import stats_of_tokens
-from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
+from jaxppo.base.arrays import as_token_ids, check_array, check_floating
+from jaxppo.head import reductions
+from jaxppo.head.border import Window, slice_of, unless
+from jaxppo.head.call import Asked, HeadCall, HeadOptions, Inputs
+from jaxppo.head.checks import (
+    as_asked,
+    as_id_sets,
+    as_temperature,
+    check_targets,
+    check_vocab_size,
+    check_where,
+    temperature_spec,
+    with_nuclei,
+)
+from jaxppo.head.gradient import in_rows, stats_of_tokens
+from jaxppo.head.head import Entropy, Head, LogitStat, TokenStats, Transform
+from jaxppo.head.prepare import prepare_head
+from jaxppo.head.reductions import Columns, Tokens, differentiable, with_cotangent
+from jaxppo.head.tile import LOW
+from jaxppo.head.tile import logits as to_logits
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary, varying
 
 
 def log_probs_from_hidden(
@@ -93,7 +112,7 @@ def log_probs_from_hidden(
     )
     found: TokenStats = shard_call(
         "log_probs_from_hidden",
-        _per_shard,
+        _of_hidden,
         parallel,
         {"head": prepared.inputs},
         lambda p: ([prepared.specs], p.tokens_spec),
@@ -102,5 +121,164 @@ def log_probs_from_hidden(
     return dataclasses.replace(found, ids=prepared.inputs.ids)
 
 
-def _per_shard(axes: ShardAxes, call: HeadCall, inputs: Inputs) -> TokenStats:
+def _of_hidden(axes: ShardAxes, call: HeadCall, inputs: Inputs) -> TokenStats:
     return stats_of_tokens(call, inputs)
+
+
+def log_probs_from_logits(
+    logits: Float[Array, "R T V"],
+    targets: Int[Array, "R T"],
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+    temperature: float | Array = 1.0,
+    entropy: Entropy = "none",
+    logit_stats: Sequence[LogitStat] = (),
+    top_k: int = 0,
+    nucleus_ids: Int[Array, "R T K"] | None = None,
+    ids: Int[Array, "R T K"] | None = None,
+    where: Bool[Array, "R T"] | None = None,
+    vocab_size: int | None = None,
+) -> TokenStats:
+    """Log-probs of the targets, and the entropy, of logits whose vocabulary may be sharded over the tensor axis.
+
+    log_prob = (z_y - m) - log s and entropy = log s - u / s, with y the target, z = logits / temperature, m = max z,
+    s = sum exp(z - m) and u = sum exp(z - m) (z - m), all in f32. No softmax is kept for the backward.
+
+    Args:
+      logits: `[R, T, V]`, f32 or bf16; sharded by `parallel.logits_spec`. If the tensor axis does not divide V they are
+        replicated over it, and each device works on a window of their columns.
+      targets: `i32[R, T]`, the token that each position predicts.
+      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
+      temperature: divides the logits, as the sampler did; a positive scalar or `[R, T]`. No gradient flows to it.
+      entropy: "none", "metric" (no gradient, and no cost in the backward) or "bonus" (differentiable).
+      logit_stats: names of further statistics. Differentiable are "log_z", the log-sum-exp of z, and "mean_logit", the
+        mean of the finite z (see `SFT`). Without a gradient are "accuracy", whether no token is likelier than the
+        target, and "sum_p2", the sum of p^2. They are over all of `vocab_size`. What is not named costs nothing.
+      top_k: how many of the likeliest ids to find. They are returned as `top_ids`, with their log-probs in the full
+        distribution. They have no gradient: for gradients ask for those ids again, as `ids`.
+      nucleus_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus. Log-probs are renormalised over the
+        nucleus and the target; the entropy stays that of the full distribution.
+      ids: `i32[R, T, K]`, more ids whose log-probs are computed. They are differentiable and those of the full
+        distribution. -1 is an empty slot, with log-prob -inf and probability 0.
+      where: `bool[R, T]`, the positions that count. The results at the others are 0, and the inputs may hold anything.
+      vocab_size: columns from here on are padding, with probability 0 and gradient 0.
+
+    Returns:
+      `TokenStats`: `f32[R, T]` each, `[R, T, K]` for `ids` and for the likeliest ids, None for what was not asked for.
+      A log-prob is at most 0. It is NaN if a target that counts, an id of its nucleus, or the id itself is not in
+      `[0, vocab_size)`.
+
+    Raises:
+      TypeError, ValueError: an argument has a wrong dtype, rank, shape or range; the message names it.
+
+    Example:
+      >>> stats = log_probs_from_logits(jnp.zeros((1, 2, 4)), jnp.array([[0, 3]]), entropy="metric")
+      >>> stats.log_probs.round(4), stats.entropy.round(4)
+      (Array([[-1.3863, -1.3863]], dtype=float32), Array([[1.3863, 1.3863]], dtype=float32))
+    """
+    check_floating("logits", logits, 3, "[R, T, V]")
+    check_targets(targets, logits.shape[:2], "logits")
+    check_where(where, targets.shape)
+    asked = as_asked(entropy, logit_stats, top_k)
+    if not isinstance(parallel, ShardAxes):
+        check_vocab_size(vocab_size, logits.shape[2])
+    nuclei = None if nucleus_ids is None else as_id_sets("nucleus_ids", nucleus_ids, targets.shape)
+    token_ids = None if ids is None else as_id_sets("ids", ids, targets.shape)
+    of_temperature = as_temperature(temperature, targets.shape)
+    args = {
+        "logits": logits,
+        "tokens": Tokens(as_token_ids(targets), nuclei, token_ids, of_temperature),
+        "where": None if where is None else where.astype(bool),
+    }
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        # JAX cannot shard a dimension that an axis does not divide: such logits arrive whole
+        of_logits, t = p.logits_spec if logits.shape[2] % p.tensor_size == 0 else P(*p.tokens_spec, None), p.tokens_spec
+        of_tokens = Tokens(t, t, t, temperature_spec(p, of_temperature))
+        return [of_logits, of_tokens, t], t
+
+    found: TokenStats = shard_call("log_probs_from_logits", _of_logits, parallel, args, specs, (asked, vocab_size))
+    return found if token_ids is None else dataclasses.replace(found, ids=token_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static part of a call with logits on a device; `shared` if a device holds the logits of all columns."""
+
+    asked: Asked
+    vocab_size: int
+    axes: ShardAxes
+    shared: bool
+
+
+def _of_logits(
+    axes: ShardAxes, static: tuple[Asked, int | None], logits: jax.Array, tokens: Tokens, where: jax.Array | None
+) -> TokenStats:
+    asked, vocab_size = static
+    R, T, V_local = logits.shape
+    shared = bool(axes.tensor) and not set(axes.tensor) & varying(logits)
+    vocab_size = check_vocab_size(vocab_size, V_local * (1 if shared else axes.size(axes.tensor)))
+    tokens = tokens._replace(targets=with_nuclei(tokens.targets, tokens.nucleus, vocab_size))
+    flat = jax.tree.map(
+        lambda x: x.reshape(R * T, *x.shape[2:]) if x.ndim else jnp.broadcast_to(x, R * T), (tokens, where)
+    )
+    tokens, where = flat
+    fills = zip(tokens, (0, -1, -1, 1), strict=True)
+    tokens = Tokens(*(unless(where, x, fill) for x, fill in fills))  # the others may hold anything
+    call = _Call(asked, vocab_size, axes, shared)
+    return in_rows((R, T), _statistics(call, logits.reshape(R * T, V_local), tokens, where))
+
+
+def _z(call: _Call, x: jax.Array, tokens: Tokens) -> tuple[jax.Array, Tokens, Columns]:
+    """The logits of the columns on which this device works, after temperature, and these columns."""
+    axes, V = call.axes, x.shape[1]
+    shards, index = axes.size(axes.tensor), axes.index(axes.tensor)
+    count = -(-V // shards) if call.shared else V
+    first, masked = 0 if call.shared else index * V, call.vocab_size < V * (1 if call.shared else shards) or V % count
+    start, before = (jnp.minimum(index * count, V - count), index * count) if call.shared else (0, 0)
+    bases = jnp.asarray(first, jnp.int32).reshape(1)
+    window = Window(bases, V, False, start, count, before, call.vocab_size, bool(masked), stored=True)
+    _, columns = window.block(0, count)
+    z = to_logits(Transform(), slice_of(x, start, count, 1).astype(jnp.float32), tokens.temperature, columns.valid)
+    return z, tokens, columns
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _statistics(call: _Call, x: jax.Array, tokens: Tokens, where: jax.Array | None) -> TokenStats:
+    return _forward(call, x, tokens, where)[0]
+
+
+def _forward(call: _Call, x: jax.Array, tokens: Tokens, where: jax.Array | None) -> tuple[TokenStats, Any]:
+    z, own, columns = _z(call, unless(where, x), tokens)
+    found = reductions.over_devices(reductions.reduced(call.asked, z, own, columns), call.axes)
+    stats = reductions.finish(call.asked, found, tokens, call.vocab_size)
+    return unless(where, stats), (x, tokens, where, reductions.left_for_gradients(call.asked, found))
+
+
+def _backward(call: _Call, saved: Any, of_stats: TokenStats) -> tuple[jax.Array, Tokens, None]:
+    x, tokens, where, found = saved
+    asked, wanted = differentiable(call.asked, of_stats)
+
+    def finished(sums: reductions.Sums) -> dict[str, jax.Array]:
+        stats = reductions.finish(asked, found, tokens, call.vocab_size, sums)
+        return {name: getattr(stats, name) for name in wanted}
+
+    _, pull = jax.vjp(finished, reductions.differentiated(asked, found.sums))
+    # A token whose numbers are finite counts even without a cotangent: its gradient is 0, but may have a derivative.
+    # One that has no loss and holds NaN, or excludes all columns, does not: 0 * NaN is NaN.
+    finite = jnp.stack([jnp.isfinite(n).reshape(x.shape[0], -1).all(1) for n in found.sums.values()]).all(0)
+    counts = with_cotangent(wanted) | (finite & (found.sums["s"] > 0))
+    counts = counts if where is None else counts & where
+    of_sums, peaks = unless(counts, pull(wanted)[0]), unless(counts, found.peaks, -LOW)
+
+    def sums(x: jax.Array) -> reductions.Sums:
+        z, own, columns = _z(call, unless(counts, x), tokens)
+        return reductions.sums_of(asked, z, peaks, own, columns, differentiated=True)
+
+    _, pull = jax.vjp(sums, x)
+    of_x = pull(jax.tree.map(lambda g, like: vary(g, varying(like)), of_sums, jax.eval_shape(sums, x)))[0]
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if x.dtype == jnp.float32 else None, tokens)
+    return of_x, zeros, None
+
+
+_statistics.defvjp(_forward, _backward)

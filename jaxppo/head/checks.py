@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo.base.arrays import as_token_ids, check_array, check_choice, check_count, check_number, needed
-from jaxppo.head.types import Asked, Entropy, LogitStat, TokenStats
+from jaxppo.head.call import Asked
+from jaxppo.head.head import Entropy, LogitStat, TokenStats
 from jaxppo.sharding import ParallelMesh
 
 _OF_IDS = ("ids", "id_log_probs", "top_ids", "top_log_probs")  # the statistics that have a dimension K

@@ -1,35 +1,34 @@
-"""The divergence of two heads at each token, tile by tile over both vocabularies at once, with its gradient rule."""
+"""Two heads at each token, tile by tile over both vocabularies at once: divergences with their gradient, comparisons.
+
+A divergence is a sum over the columns of one function of log p and log q. One sweep finds both softmaxes, a second walk
+the sums of the terms and, by forward differentiation, how they change with the student's log s. The backward needs no
+more: JAX differentiates the terms in each tile.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.kl import k3
-from jaxppo.head import softmax, tile
-from jaxppo.head.asked import empty_sums
-from jaxppo.head.plan import plan_of
-from jaxppo.head.prepare import on_device, whole
-from jaxppo.head.softmax import Cotangents, Sums
-from jaxppo.head.token_blocks import Slots
-from jaxppo.head.types import Block, Chunk, Cut, Features, HeadCall, Index, Inputs, Parameters
-from jaxppo.head.vjp import (
-    cotangents_of_inputs,
-    dense,
-    gradients,
-    saved,
-    to_save,
-    values,
-    values_and_needs,
-)
-from jaxppo.head.walk import Walk
+from jaxppo.base.kl import k3, magnitude
+from jaxppo.head.border import Index, Local, local, unless
+from jaxppo.head.call import HeadCall, Inputs
+from jaxppo.head.gradient import once, second_pass
+from jaxppo.head.plan import plan_of_second, plan_of_sweep
+from jaxppo.head.reductions import Columns, Tokens
+from jaxppo.head.sweep import Work, loop, read, sweep, write
+from jaxppo.head.tile import LOW, products
 from jaxppo.sharding import vary
+
+F32_UNIT = 2.0**-24
+Known = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]  # m and log s of student and teacher, f32[N]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,221 +41,266 @@ class DivergenceCall:
     beta: float
 
 
-class LogSums(NamedTuple):
-    """m and log s of student and teacher, and for each divergence the sum of h (see `terms`); f32[N] each."""
+class Comparison(NamedTuple):
+    """Student p compared with teacher q at each token: KL(p || q), KL(q || p), and more; f32 `[R, T]` each."""
 
-    m: Array
-    log_s: Array
-    teacher_m: Array
-    teacher_log_s: Array
-    h: tuple[Array, ...]
-
-
-# the terms and the slopes h of each divergence, and the student's log p
-Terms = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], jax.Array]
+    reverse_kl: jax.Array
+    forward_kl: jax.Array
+    total_variation: jax.Array
+    same_top: jax.Array
+    """1 if the same token is likeliest in both, else 0. Among equally likely tokens the first counts."""
+    logit_error: jax.Array
+    """The scale of the error that rounding makes in a logit, see `_logit_error`."""
 
 
-class PairChunk(NamedTuple):
-    """The same tokens for both heads; the rows are the student's."""
+def terms(divergence: str, beta: float, log_p: Float[Array, "..."], log_q: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The term of each column in the divergence of student p and teacher q; no term is below 0.
 
-    rows: Features
-    student: Chunk
-    teacher: Chunk
+    A column's term of KL(a || b) is a log(a / b) - a + b: the part -a + b is 0 in the sum over all columns, and keeps
+    the rounding error of a term as small as the term. "cross_entropy" is -q log p. Any other name means
+    beta KL(q || mixture) + (1 - beta) KL(p || mixture), with the mixture beta q + (1 - beta) p.
+    """
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    if divergence == "reverse_kl":
+        return _kl_term(p, log_p, q, log_q)
+    if divergence == "cross_entropy":
+        return jnp.where(q == 0, 0, -q * log_p)  # a weight of NaN stays NaN
+    if divergence == "total_variation":
+        return magnitude(p - q) / 2
+    if divergence == "forward_kl":
+        return _kl_term(q, log_q, p, log_p)
+    log_mixture = jnp.logaddexp(log_q + jnp.log(beta), log_p + jnp.log1p(-beta))
+    mixture = jnp.exp(log_mixture)
+    return beta * _kl_term(q, log_q, mixture, log_mixture) + (1 - beta) * _kl_term(p, log_p, mixture, log_mixture)
 
 
-class PairBlock(NamedTuple):
-    """The same columns of both heads; the parameters are the student's."""
-
-    parameters: Parameters
-    column_ids: jax.Array
-    student: Block
-    teacher: Block
+def _kl_term(a: jax.Array, log_a: jax.Array, b: jax.Array, log_b: jax.Array) -> jax.Array:
+    """a log(a / b) - a + b, at least 0. With d = log(b / a) below 1 it is computed as a (exp(d) - 1 - d)."""
+    d = log_b - log_a
+    return jnp.where(a == 0, b, jnp.where(d < 1, a * k3(jnp.minimum(d, 1)), b - a - a * d))
 
 
 def divergences_of_tokens(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[Float[Array, "R T"], ...]:
     """Per-shard: the divergences of the device's tokens; no gradient flows to the teacher."""
-    call, arrays, shape = pair_on_device(call, inputs, teacher)
-    return tuple(x.reshape(shape) for x in _token_divergences(call, *arrays))
+    call, given, other = _pair(call, inputs, teacher)
+    return tuple(x.reshape(inputs.hidden.shape[0], -1) for x in _divergences(call, given, lax.stop_gradient(other)))
 
 
-def pair_on_device(
-    call: DivergenceCall, inputs: Inputs, teacher: Inputs
-) -> tuple[DivergenceCall, tuple[Inputs, Inputs], tuple[int, int]]:
-    """Per-shard: both heads' arrays as schedules take them, of the same positions, and the shape of their tokens."""
-    calls = call.student, call.teacher
-    if calls[0].sequence_parallel != calls[1].sequence_parallel:
-        (student, inputs), (other, teacher) = whole(calls[0], inputs), whole(calls[1], teacher)
+def _pair(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[DivergenceCall, Local, Local]:
+    """Both heads' arrays. If one's hidden states are sharded by position over the tensor axis they are gathered."""
+    if call.student.sequence_parallel != call.teacher.sequence_parallel:
+        (student, inputs), (other, teacher) = _whole(call.student, inputs), _whole(call.teacher, teacher)
         call = dataclasses.replace(call, student=student, teacher=other)
-    R = inputs.features.hidden.shape[0]
-    return call, (on_device(call.student, inputs), on_device(call.teacher, teacher)), (R, -1)
+    return call, local(call.student, inputs), local(call.teacher, teacher)
 
 
-def terms(
-    divergence: str, beta: float, log_p: Float[Array, "..."], log_q: Float[Array, "..."]
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The term of each column in the divergence D of student p and teacher q, and h = dD / d log p, p unconstrained.
-
-    Through the softmax, d D / d z_j = h_j - p_j * sum(h). No term is below 0. A column's term of KL(a || b) is
-    a log(a / b) - a + b: the part -a + b is 0 in the sum over all columns, and keeps the rounding error of a term as
-    small as the term. "total_variation" has slope 0 where p equals q. "cross_entropy" is -q log p. Any other name means
-    beta KL(q || mixture) + (1 - beta) KL(p || mixture), with the mixture beta q + (1 - beta) p.
-    """
-    p, q = jnp.exp(log_p), jnp.exp(log_q)
-
-    def weighted(weight: jax.Array, log: jax.Array) -> jax.Array:
-        return jnp.where(weight == 0, 0, weight * log)  # a weight of NaN stays NaN
-
-    if divergence == "reverse_kl":
-        return _kl_term(p, log_p, q, log_q), weighted(p, log_p - log_q)
-    if divergence == "cross_entropy":
-        return weighted(q, -log_p), -q
-    if divergence == "total_variation":
-        return jnp.abs(p - q) / 2, p * jnp.sign(p - q) / 2
-    if divergence == "forward_kl":
-        return _kl_term(q, log_q, p, log_p), -q
-    log_mixture = jnp.logaddexp(log_q + jnp.log(beta), log_p + jnp.log1p(-beta))
-    mixture = jnp.exp(log_mixture)
-    value = beta * _kl_term(q, log_q, mixture, log_mixture) + (1 - beta) * _kl_term(p, log_p, mixture, log_mixture)
-    return value, (1 - beta) * weighted(p, log_p - log_mixture)
+def _whole(call: HeadCall, inputs: Inputs) -> tuple[HeadCall, Inputs]:
+    if not call.sequence_parallel:
+        return call, inputs
+    hidden = lax.all_gather(inputs.hidden, call.axes.tensor, axis=1, tiled=True)
+    return dataclasses.replace(call, sequence_parallel=False), inputs._replace(hidden=hidden)
 
 
-def _kl_term(
-    a: Float[Array, "..."], log_a: Float[Array, "..."], b: Float[Array, "..."], log_b: Float[Array, "..."]
-) -> Float[Array, "..."]:
-    """a log(a / b) - a + b, at least 0. With d = log(b / a) below 1 it is computed as a (exp(d) - 1 - d)."""
-    d = log_b - log_a
-    return jnp.where(a == 0, b, jnp.where(d < 1, a * k3(d), b - a - a * d))
+def _works(call: DivergenceCall, given: Local, other: Local) -> tuple[Work, Work]:
+    plan = plan_of_sweep(call.student, given)
+    plan = plan._replace(by_block=plan.by_block and _gathers(call.student) and _gathers(call.teacher))
+    one, two = (Work.of(c, plan, x) for c, x in ((call.student, given), (call.teacher, other)))
+    axes = one.axes | two.axes
+    return one._replace(axes=axes), two._replace(axes=axes)
 
 
-class PairWalk(Walk):
-    """One device's tokens against its blocks of both vocabularies; gradients are the student's."""
-
-    def __init__(self, pair: DivergenceCall, inputs: Inputs, teacher: Inputs, cut: Cut, **how: Any):
-        super().__init__(pair.student, inputs, cut, **how)
-        self.pair, self.teacher = pair, Walk(pair.teacher, teacher, cut, **how)
-        self.axes = self.axes | self.teacher.axes
-
-    def chunk(self, slots: Slots, rows: Features | None = None) -> Any:
-        student = super().chunk(slots, rows)
-        return PairChunk(student.rows, student, self.teacher.chunk(slots))
-
-    def block(self, i: Index) -> Any:
-        student = super().block(i)
-        return PairBlock(student.parameters, student.column_ids, student, self.teacher.block(i))
-
-    def logits(self, chunk: PairChunk, block: PairBlock) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The student's products, and the student's and the teacher's logits; f32 `[C, B]`."""
-        student = self.pair.student, chunk.student, block.student
-        teacher = self.pair.teacher, chunk.teacher, block.teacher
-        x, y = (tile.products(call, c.rows, b.parameters) for call, c, b in (student, teacher))
-        return x, tile.logits(*student, x), tile.logits(*teacher, y)
-
-    def terms(self, z: jax.Array, teacher_z: jax.Array, valid: jax.Array | bool, sums: LogSums) -> Terms:
-        """`terms` of each divergence and the student's log p of a block; 0 and -inf in columns that do not exist."""
-        log_p, log_q = self.log_probs(z, teacher_z, valid, sums)
-        each = [terms(kind, self.pair.beta, log_p, log_q) for kind in self.pair.divergences]
-        found = [tuple(jnp.where(valid, x, 0) for x in parts) for parts in zip(*each, strict=True)]
-        return found[0], found[1], log_p
-
-    def log_probs(
-        self, z: jax.Array, teacher_z: jax.Array, valid: jax.Array | bool, sums: LogSums
-    ) -> tuple[jax.Array, jax.Array]:
-        """log p and log q of a block. In columns that do not exist they are -inf and 0."""
-        log_p = (z - sums.m[:, None]) - sums.log_s[:, None]
-        log_q = (teacher_z - sums.teacher_m[:, None]) - sums.teacher_log_s[:, None]
-        return log_p, jnp.where(valid, log_q, 0)
-
-    def dlogits(
-        self, chunk: Any, block: Any, residuals: Any, cotangents: Cotangents, x: Any = None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        x, z, teacher_z = self.logits(chunk, block)
-        _, each, log_p = self.terms(z, teacher_z, block.student.valid, residuals)
-        slopes = (h - jnp.exp(log_p) * of_token[:, None] for h, of_token in zip(each, residuals.h, strict=True))
-        dz = sum(g[:, None] * slope for g, slope in zip(cotangents.log_prob, slopes, strict=True))
-        before = self.vocabulary.tile(chunk.student, block.student)
-        dz = tile.of_products(self.call, before, dz, x, cotangents.counts)
-        return tile.factor_and_bias(before, dz)
+def _gathers(call: HeadCall) -> bool:
+    return bool(call.h_names or call.gathered_v)
 
 
-def evaluate(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[tuple[jax.Array, ...], LogSums]:
-    """The divergences and the residuals, f32[N] each. One walk finds the softmax sums, a second one all divergences."""
-    plan = plan_of(call.student, inputs)
-    walk = PairWalk(call, inputs, teacher, plan.forward, by_vocabulary=plan.forward_by_vocabulary)
-    tokens, axes = walk.tokens, call.student.axes
-    known, zeros = log_sums(walk, plan.forward_by_vocabulary), walk.zeros(tokens.slots_count)
+def _finite(z: jax.Array) -> jax.Array:
+    """Logits of columns that a head excludes are `LOW`, which keeps slopes finite; NaN stays."""
+    return jnp.where(z < LOW, LOW, z)
 
-    def add_terms(chunk: PairChunk, block: PairBlock, slots: Slots, sums: Any) -> Any:
-        found = walk.terms(*walk.logits(chunk, block)[1:], block.student.valid, tokens.read(known, slots))[:2]
-        return walk.vary(jax.tree.map(lambda total, x: total + x.sum(axis=1), sums, found))
 
+def _log_p(z: jax.Array, known: tuple[jax.Array, jax.Array]) -> jax.Array:
+    return (z - known[0][:, None]) - known[1][:, None]
+
+
+def _sums(call: DivergenceCall, columns: Columns, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, ...]:
+    """The sums of the terms of each divergence over some columns."""
+    each = (terms(kind, call.beta, log_p, log_q) for kind in call.divergences)
+    return tuple((x if columns.valid is None else jnp.where(columns.valid[None], x, 0)).sum(1) for x in each)
+
+
+def _over_tiles(one: Work, two: Work, known: Known, add: Callable[..., Any], totals: Any) -> Any:
+    """Loops over all tiles: values of tokens in `totals` become add(values, columns, z, teacher's z, known)."""
+    C, B = one.plan.chunk, one.width(one.plan.columns)
+    blocks = -(-one.window.total // B)
+
+    def tile(i: Index, j: Index, part: Any) -> Any:
+        given = read(((one.tokens, one.features), (two.tokens, two.features), known), j * C, C)
+        z = []
+        for work, (tokens, features) in zip((one, two), given[:2], strict=True):
+            _, parameters, columns = work.block(i, B)
+            z.append(_finite(work.to_logits(tokens, columns)(products(work.call, features, parameters))))
+        return one.vary(add(part, columns, *z, given[2]))
+
+    def chunk(j: Index, totals: Any) -> Any:
+        part = loop(blocks, lambda i, part: tile(i, j, part), read(totals, j * C, C))
+        return write(totals, part, j * C)
+
+    def block(i: Index, totals: Any) -> Any:
+        return loop(one.turns(C), lambda j, t: write(t, tile(i, j, read(t, j * C, C)), j * C), totals)
+
+    return loop(one.turns(C), chunk, totals) if one.whole is not None else loop(blocks, block, totals)
+
+
+def _evaluate(call: DivergenceCall, given: Local, other: Local) -> tuple[tuple[jax.Array, ...], Any]:
+    one, two = _works(call, given, other)
+    found = [sweep(work) for work in (one, two)]
+    known: Any = tuple((x.peaks["m"], jnp.log(jnp.where(x.sums["s"] == 0, 1, x.sums["s"]))) for x in found)
+    known = one.vary(known)
+
+    def add(total: Any, columns: Columns, z: jax.Array, teacher_z: jax.Array, known: Known) -> Any:
+        log_p, log_q = _log_p(z, known[0]), _log_p(teacher_z, known[1])
+
+        def shifted(log_s: jax.Array) -> tuple[jax.Array, ...]:
+            return _sums(call, columns, _log_p(z, (known[0][0], log_s)), log_q)
+
+        _, slopes = jax.jvp(shifted, (known[0][1],), (jnp.ones_like(known[0][1]),))
+        # a column that a head excludes has probability 0
+        exact = (jnp.where(y <= LOW / 2, -jnp.inf, x) for x, y in ((log_p, z), (log_q, teacher_z)))
+        return jax.tree.map(jnp.add, total, (_sums(call, columns, *exact), slopes))
+
+    zeros = jnp.zeros(one.size, jnp.float32)
+    total = _over_tiles(one, two, known, add, one.vary(((zeros,) * len(call.divergences),) * 2))
+    axes = call.student.axes
+    parts = axes.psum(vary(jnp.stack(jax.tree.leaves(total)), axes.tensor), axes.tensor)
+    N = given.size(call.student)
+    parts, known = one.order.take_back((parts.T, known), N)
+    # equal on the devices of a tensor axis, which their type does not say
+    out = tuple(unless(given.counts, x) for x in parts.T)
     count = len(call.divergences)
-    nothing = ((zeros,) * count, (zeros,) * count)
-    parts = jax.tree.leaves(over_tiles(walk, plan.forward_by_vocabulary, add_terms, nothing))
-    sums = tuple(axes.psum(vary(jnp.stack(parts), axes.tensor), axes.tensor))
-    found, residuals = tokens.to_tokens((sums[:count], known._replace(h=sums[count:])))
-    return tuple(x if inputs.counts is None else jnp.where(inputs.counts, x, 0) for x in found), residuals
-
-
-def log_sums(walk: PairWalk, by_vocabulary: bool) -> LogSums:
-    """m and log s of both softmaxes over the whole vocabulary, in slot order. h is still empty."""
-    tokens = walk.tokens
-
-    def add_sums(chunk: PairChunk, block: PairBlock, slots: Slots, sums: tuple[Sums, Sums]) -> Any:
-        nothing, no_target = jnp.zeros(tokens.size, jnp.float32), jnp.zeros((1, 1), bool)
-        pairs = zip(walk.logits(chunk, block)[1:], sums, strict=True)
-        both = tuple(softmax.merge(s, softmax.block_sums(z, nothing, no_target, None, s)) for z, s in pairs)
-        return walk.vary(both)
-
-    empty = walk.vary(empty_sums(tokens.slots_count, walk.call.asked))
-    both = over_tiles(walk, by_vocabulary, add_sums, (empty, empty))
-    both = softmax.combine(jax.tree.map(lambda *x: jnp.concatenate(x), *both), walk.call.axes)
-    (m, teacher_m), (log_s, teacher_log_s) = jnp.split(both.m, 2), jnp.split(jnp.log(both.s), 2)
-    return LogSums(m, log_s, teacher_m, teacher_log_s, ())
-
-
-def over_tiles(walk: Walk, by_vocabulary: bool, body: Callable[..., Any], totals: Any) -> Any:
-    """Loops over all tiles: old values in the tile's slots of `totals` become body(chunk, block, slots, old values)."""
-    tokens, over_blocks = walk.tokens, walk.vocabulary.over_blocks
-
-    def of_block(i: Index, totals: Any) -> Any:
-        block = walk.block(i)
-
-        def add(slots: Slots, totals: Any) -> Any:
-            return tokens.write(totals, body(walk.chunk(slots), block, slots, tokens.read(totals, slots)), slots)
-
-        return tokens.loop(add, totals)
-
-    def of_slots(slots: Slots, totals: Any) -> Any:
-        chunk = walk.chunk(slots)
-        part = over_blocks(lambda i, part: body(chunk, walk.block(i), slots, part), tokens.read(totals, slots))
-        return tokens.write(totals, part, slots)
-
-    return over_blocks(of_block, totals) if by_vocabulary else tokens.loop(of_slots, totals)
+    return out[:count], (out[count:], known)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_divergences(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[jax.Array, ...]:
+def _divergences(call: DivergenceCall, given: Local, other: Local) -> tuple[jax.Array, ...]:
     """The divergences of one device's tokens, f32[N] each."""
-    return evaluate(call, inputs, teacher)[0]
+    return _evaluate(call, given, other)[0]
 
 
-def _forward(call: DivergenceCall, inputs: Any, teacher: Any) -> Any:
-    (inputs, needs), teacher = values_and_needs(inputs), values(teacher)
-    out, residuals = evaluate(call, inputs, teacher)
-    return out, (inputs, teacher, to_save((residuals, needs)))
+def _forward(call: DivergenceCall, given: Local, other: Local) -> Any:
+    out, left = _evaluate(call, *jax.tree.map(once, (given, other)))
+    return out, (given, other, left)
 
 
-def _backward(call: DivergenceCall, left: Any, g: Any) -> Any:
-    inputs, teacher, (residuals, needs) = left[0], left[1], saved(left[2])
-    each = dense(g)  # one per divergence
-    counts = reduce(jnp.logical_or, [x != 0 for x in each])
-    counts = counts if inputs.counts is None else counts & inputs.counts
-    cotangents = Cotangents(each, None, None, None, counts)
-    plan = plan_of(call.student, inputs, needs=needs)
-    make = partial(PairWalk, call, inputs, teacher, plan.cut)
-    nothing: Any = [None] * len(Inputs._fields)
-    none = Inputs(*nothing)
-    return cotangents_of_inputs(inputs, *gradients(plan, make, needs, (residuals, cotangents))), none
+def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tuple[Local, Local]:
+    given, other, (slopes, known) = saved
+    counts = jnp.stack([x != 0 for x in g]).any(0)
+    counts = counts if given.counts is None else counts & given.counts
+    of_s = sum(a * b for a, b in zip(g, slopes, strict=True)) / jnp.exp(known[0][1])
+    of = unless(counts, (g, of_s))
+    peaks, teacher = (unless(counts, known[0][0], -LOW), unless(counts, known[0][1])), unless(counts, known[1])
+    two = Work.of(call.teacher, plan_of_second(call.student, given), other)
+    in_order = two.order.put(counts, two.size)
+    two = two._replace(features=unless(in_order, two.features))
+
+    def sums_at(i: Index, work: Work, tokens: Tokens, columns: Columns, part: Any) -> Any:
+        (own, its, (of_values, of_s)), (other_tokens, features) = part
+        _, parameters, other_columns = two.block(i, work.width(work.plan.columns))
+        y = _finite(two.to_logits(other_tokens, other_columns)(products(call.teacher, features, parameters)))
+        log_q = _log_p(y, its)
+
+        def sums(x: jax.Array) -> Any:
+            z = _finite(work.to_logits(tokens, columns)(x))
+            return _sums(call, columns, _log_p(z, own), log_q), jnp.exp(z - own[0][:, None]).sum(1)
+
+        return sums, (of_values, of_s)
+
+    found = second_pass(call.student, given, counts, (peaks, teacher, of), sums_at, beside=(two.tokens, two.features))
+    return found, jax.tree.map(lambda x: jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None, other)
 
 
-_token_divergences.defvjp(_forward, _backward, symbolic_zeros=True)
+_divergences.defvjp(_forward, _backward)
+
+
+def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teacher: Inputs) -> Comparison:
+    """Per-shard: the comparison at each of the device's tokens, without gradients; 0 at tokens that do not count.
+
+    Args:
+      call: the two heads; the field `divergences` is not used.
+      unit: the relative rounding of hidden states and kernels, such as 2^-8 for bfloat16.
+      inputs: the student's arrays.
+      teacher: the teacher's arrays.
+    """
+    call, *pair = _pair(call, inputs, teacher)
+    asked = [dataclasses.replace(c, asked=dataclasses.replace(c.asked, top_k=1)) for c in (call.student, call.teacher)]
+    call = DivergenceCall(asked[0], asked[1], ("reverse_kl", "forward_kl", "total_variation"), 0.5)
+    one, two = _works(call, *pair)
+    found, axes = [sweep(work) for work in (one, two)], one.call.axes
+    known: Any = one.vary(tuple((x.peaks["m"], jnp.log(jnp.where(x.sums["s"] == 0, 1, x.sums["s"]))) for x in found))
+
+    def add(totals: Any, columns: Columns, z: jax.Array, teacher_z: jax.Array, known: Known) -> Any:
+        sums, magnitudes = totals
+        logs = (jnp.where(x <= LOW / 2, -jnp.inf, _log_p(x, k)) for x, k in zip((z, teacher_z), known, strict=True))
+        largest = tuple(jnp.where((x <= LOW / 2) | ~jnp.isfinite(x), 0, jnp.abs(x)).max(1) for x in (z, teacher_z))
+        sums = jax.tree.map(jnp.add, sums, _sums(call, columns, *logs))
+        return sums, jax.tree.map(jnp.maximum, magnitudes, largest)
+
+    zeros = jnp.zeros(one.size, jnp.float32)
+    sums, magnitudes = _over_tiles(one, two, known, add, one.vary(((zeros,) * 3, (zeros,) * 2)))
+    sums, magnitudes = (vary(jnp.stack(x), axes.tensor) for x in (sums, magnitudes))
+    if axes.tensor:
+        sums, magnitudes = lax.psum(sums, axes.tensor), lax.pmax(magnitudes, axes.tensor)
+    tops = [x.top for x in found if x.top is not None]
+    same = (tops[0][1] == tops[1][1])[:, 0].astype(jnp.float32)
+    sums, same, magnitudes = one.order.take_back((sums.T, same, magnitudes.T), pair[0].size(call.student))
+    errors = (_logit_error(w, x, unit, m) for w, x, m in zip((one, two), (inputs, teacher), magnitudes.T, strict=True))
+    reverse, forward, variation = sums.T
+    result = Comparison(reverse, forward, variation, same, jnp.maximum(*errors))
+    return jax.tree.map(lambda x: unless(pair[0].counts, x).reshape(inputs.hidden.shape[0], -1), result)
+
+
+def _logit_error(work: Work, inputs: Inputs, unit: float, magnitude: jax.Array) -> jax.Array:
+    """The scale s, f32[N], of the error e of any logit of a token: P(|e| > t s) <= 2 exp(-t^2 / 2).
+
+    e is a sum of independent and bounded errors of mean 0. They come from two roundings of each entry of the hidden
+    state h and of the kernel's column w, each by u (`unit`) relative, and from the f32 sum of H terms. h^2 and w^2 are
+    squares by entry. Since sum_k h_k^2 w_k^2 <= |h^2| |w^2|:
+
+        s^2 = (4 u^2 |h^2| |w^2| + (4 * 2^-24)^2 |h|^2 |w|^2) (scale / temperature)^2 + 2 v^2 max |z|^2
+
+    w is the column with the largest norm. An adapter adds a term with its own features and columns. v is 2^-8 if the
+    head rounds its logits to bf16, else 2^-24.
+    """
+
+    call, counts = work.call, work.given.counts
+    terms = len(work.features) - (inputs.bias is not None)  # the kernel's, and an adapter's
+    names, B = call.axes.tensor, work.width(work.plan.columns)
+
+    def largest(i: Index, norms: Any) -> Any:
+        _, parameters, columns = work.block(i, B)
+        valid = True if columns.valid is None else columns.valid
+        found = [_norms(x, 1 - call.v_dim, valid) for x in parameters[:terms]]
+        return work.vary(jax.tree.map(lambda a, b: jnp.maximum(a, b.max()), norms, found))
+
+    norms = loop(-(-work.window.total // B), largest, work.vary([(jnp.float32(0), jnp.float32(0))] * terms))
+    of_columns = jnp.stack([jnp.stack(pair) for pair in norms])
+    of_columns = lax.pmax(vary(of_columns, names), names) if names else of_columns
+    rows = work.order.take_back(work.features[:terms], magnitude.shape[0])
+    total = jnp.zeros_like(magnitude)
+    for x, (squares, fourths), weight in zip(rows, of_columns, call.scales, strict=False):
+        of_rows = jnp.stack(_norms(x, 1, True if counts is None else counts))
+        # rows are the same on all devices of a tensor axis, but their type does not say so
+        of_rows = lax.pmax(of_rows, names) if names else of_rows
+        of_f32 = (4 * F32_UNIT) ** 2 * of_rows[0] * squares
+        total += weight**2 * (4 * unit**2 * jnp.sqrt(of_rows[1] * fourths) + of_f32)
+    total *= call.transform.scale**2
+    if work.given.tokens.temperature is not None:
+        total /= work.given.tokens.temperature**2
+    of_logits = 2.0**-8 if call.transform.dtype == "bfloat16" else F32_UNIT
+    return jnp.sqrt(total + 2 * (of_logits * magnitude) ** 2)
+
+
+def _norms(x: jax.Array, dim: int, counts: jax.Array | bool) -> tuple[jax.Array, jax.Array]:
+    """The sums along a dimension of squares and of fourth powers, 0 where `counts` is False."""
+    square = jnp.square(x.astype(jnp.float32))
+    sums = square.sum(axis=dim), jnp.square(square).sum(axis=dim)
+    return jnp.where(counts, sums[0], 0), jnp.where(counts, sums[1], 0)

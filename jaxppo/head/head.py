@@ -1,20 +1,82 @@
-"""A model's head as a user gives it: its parameters, and how logits are computed from them."""
+"""What a user says of a head and gets from it: parameters, how logits are computed from them, statistics of tokens."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxppo.base.arrays import check_choice, check_count, check_floating, check_number, dtype_name
 from jaxppo.base.modules import narrowed, parts_of
 from jaxppo.base.pytree import register
-from jaxppo.head.types import Layout, LogitsDtype, Transform
+
+Layout = Literal["hv", "vh"]
+LogitsDtype = Literal["float32", "bfloat16"]
+Entropy = Literal["none", "metric", "bonus"]
+LogitStat = Literal["log_z", "mean_logit", "accuracy", "sum_p2"]
+# The default of statistics that were not asked for. To type checkers they are there, as the arrays of a batch are.
+_ABSENT: Any = None
+
+
+@register(static=["entropy_mode"])
+@dataclasses.dataclass(frozen=True)
+class TokenStats:
+    """The statistics of a head's distribution at each token; f32 `[R, T]` each, None if not asked for.
+
+    Args:
+      log_probs: the log-probs of the targets.
+      entropy: the entropy of the distribution, in nats.
+      log_z: the log-sum-exp of the logits.
+      mean_logit: the mean of the finite logits; columns masked by -inf are left out.
+      accuracy: 1 if no token is likelier than the target, else 0.
+      sum_p2: the sum of p^2 over the vocabulary, which is how often two draws agree; see `optimal_token_baseline`.
+      id_log_probs: `f32[R, T, K]`, the log-probs of the ids that were given; see `log_probs_from_hidden`.
+      top_ids: `i32[R, T, K]`, the likeliest ids. Among equally likely ids the lowest comes first. If the vocabulary has
+        fewer than K tokens, the slots left over hold -1.
+      top_log_probs: `f32[R, T, K]`, the log-probs of `top_ids`, without gradients; -inf in slots left over.
+      ids: `i32[R, T, K]`, the ids of `id_log_probs`; a loss of ids refuses others.
+      entropy_mode: how the entropy was computed; static. By default "bonus" if there is an entropy, else "none".
+
+    Example:
+      >>> TokenStats(jnp.zeros((1, 2))).entropy_mode
+      'none'
+    """
+
+    log_probs: Float[Array, "R T"]
+    entropy: Float[Array, "R T"] = _ABSENT
+    log_z: Float[Array, "R T"] = _ABSENT
+    mean_logit: Float[Array, "R T"] = _ABSENT
+    accuracy: Float[Array, "R T"] = _ABSENT
+    sum_p2: Float[Array, "R T"] = _ABSENT
+    id_log_probs: Float[Array, "R T K"] = _ABSENT
+    top_ids: Int[Array, "R T K"] = _ABSENT
+    top_log_probs: Float[Array, "R T K"] = _ABSENT
+    ids: Int[Array, "R T K"] = _ABSENT
+    entropy_mode: Entropy | None = None
+
+    def __post_init__(self) -> None:
+        if self.entropy_mode is None:
+            object.__setattr__(self, "entropy_mode", "none" if self.entropy is None else "bonus")
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform:
+    """z = softcap * tanh(scale * x / softcap) of x = hidden @ kernel + bias + LoRA; static.
+
+    Args:
+      dtype: the dtype to which x is rounded first; the gradient ignores the rounding.
+      softcap: the bound of |z|, or None for none.
+      scale: multiplies x before the soft-cap.
+    """
+
+    dtype: LogitsDtype = "float32"
+    softcap: float | None = None
+    scale: float = 1.0
 
 
 @register(static=["scale"])

@@ -9,8 +9,8 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxppo.head.call import Names
 from jaxppo.head.head import Head
-from jaxppo.head.types import Names
 from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, note, varying
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from functools import partial
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 
 from jaxppo.base.arrays import as_token_ids, check_choice, check_flag, check_floating, dtype_name
 from jaxppo.base.stacked import part_of_a_step
-from jaxppo.head import plan
+from jaxppo.head import call as calls
+from jaxppo.head.call import Asked, HeadCall, HeadOptions, Inputs, Precision, Prepared, SumDtype
 from jaxppo.head.checks import (
     as_adapter_ids,
     as_asked,
@@ -25,59 +23,12 @@ from jaxppo.head.checks import (
     check_vocab_size,
     check_where,
     temperature_spec,
-    with_nuclei,
 )
-from jaxppo.head.head import Head, as_head
-from jaxppo.head.low_rank import low_rank, low_rank_by_row
+from jaxppo.head.head import Entropy, Head, LogitStat, as_head
 from jaxppo.head.placement import bring_hidden, entry_names, place_head
-from jaxppo.head.ring import LANES
-from jaxppo.head.types import (
-    Asked,
-    Entropy,
-    Features,
-    HeadCall,
-    Inputs,
-    LogitStat,
-    Parameters,
-    Precision,
-    Prepared,
-    SumDtype,
-)
-from jaxppo.sharding import ParallelMesh, ShardAxes, one_a_device, vary_like, varying
+from jaxppo.sharding import ParallelMesh, ShardAxes, one_a_device, varying
 
-
-class HeadOptions(TypedDict, total=False):
-    """Options of how a head computes; they change its results by rounding only.
-
-    Args:
-      hidden_spec: the PartitionSpec of hidden states, if they are not sharded as `parallel.hidden_spec`. They are
-        resharded like the batch's tokens, which `sharding.audit` notes. Inside a `shard_map` another spec is refused.
-      memory: bytes that a device may spend beside its results. By default an eighth of an accelerator's memory for
-        one pass, 0.27 GiB (and dhidden in f32 beyond 8192 tokens) for two; on CPUs 48 MiB and tiles of 8 MiB.
-      precision: the precision of products, as in `jnp.dot`. bf16 operands multiply in one pass with f32 sums. For f32
-        operands the default is "highest", since accelerators would round them to bf16 or TF32. On a TPU v5p the
-        products then take 6.5 times the time of bf16. If hidden states are bf16 and the kernel is f32, both count as
-        f32, and the products take 4.5 times the time (two passes, estimated). `kernel.astype(hidden.dtype)` avoids
-        that. An "f32 head" is a kernel in f32 at that cost; the logits are always f32.
-      gradient_sum_dtype: the dtype in which gradients of parameters are summed over devices: "float32", or "parameter"
-        for the parameter's own dtype. bf16 sums send two thirds of the bytes on TPUs and half elsewhere. They lose 0.3%
-        rms over 4 devices and 1.4% over 128.
-      follow_mask: compute only the tokens that count; True by default. False computes all tokens, which takes less
-        memory on accelerators if nearly all tokens count.
-      deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch, and on tp = 1, 2,
-        4 and 8, for one platform, jax version, kernel dtype and `memory`. Tiles then do not depend on the number of
-        tokens, which costs time if there are few, and CPUs take two passes. Each eighth of the vocabulary is summed
-        apart. The bits agree for these tp only if 8 divides the number of columns and FSDP does not shard them. With
-        `logit_stats` or `top_k` the bits may differ from those without. On TPUs and GPUs the code is the same, but
-        nobody has tested the bits there.
-    """
-
-    hidden_spec: P | None
-    memory: int | None
-    precision: Precision | lax.Precision | None
-    gradient_sum_dtype: SumDtype | DTypeLike
-    follow_mask: bool
-    deterministic: bool
+LANES = 128  # lanes of a register
 
 
 def prepare_head(
@@ -137,10 +88,9 @@ def _inputs(
     check_where(where, tokens)
     nucleus_ids = None if nucleus_ids is None else as_id_sets("nucleus_ids", nucleus_ids, tokens)
     ids = None if ids is None else as_id_sets("ids", ids, tokens)
-    lora_a, lora_b = (None, None) if head.lora is None else (head.lora.a, head.lora.b)
-    parameters = Parameters(head.kernel, head.bias, lora_b)
+    a, b = (None, None) if head.lora is None else (head.lora.a, head.lora.b)
     temperature = as_temperature(temperature, tokens)
-    return Inputs(Features(hidden), parameters, lora_a, targets, nucleus_ids, ids, where, temperature)
+    return Inputs(hidden, head.kernel, head.bias, a, b, targets, nucleus_ids, ids, where, temperature)
 
 
 def _call(
@@ -160,22 +110,22 @@ def _call(
     else:
         v_names = tuple(n for n in v_names if n in varying(head.kernel))
         own, columns = columns, columns * axes.size(v_names)
-    device = plan.device_kind(parallel, head.kernel)
+    device = calls.device_kind(parallel, head.kernel)
     # a TPU stores a `[H, V]` kernel transposed if V is not a multiple of 128
     transposed = head.layout == "hv" and "TPU" in device and own % LANES != 0
     deterministic = options.get("deterministic", False)
     return HeadCall(
         axes=axes,
-        layout="vh" if transposed or head.v_dim == 0 else "hv",
+        v_dim=0 if transposed else head.v_dim,
         transposed=transposed,
         h_names=h_names,
         v_names=v_names,
         sequence_parallel=sequence_parallel,
         transform=head.transform,
-        lora_scale=1.0 if head.lora is None else head.lora.scale,
+        scales=(1.0, *([] if head.lora is None else [head.lora.scale]), *([] if head.bias is None else [1.0])),
         vocab_size=check_vocab_size(head.vocab_size, columns),
         asked=asked,
-        profile=next(profile for kind, profile in plan.PROFILES.items() if kind in device),
+        profile=next(profile for kind, profile in calls.PROFILES.items() if kind in device),
         precision=options.get("precision"),
         sum_dtype=options.get("gradient_sum_dtype", "float32"),
         memory=options.get("memory"),
@@ -189,55 +139,17 @@ def _call(
 def _specs(p: ParallelMesh, head: Head, kernel_spec: P, hidden_spec: P | None, inputs: Inputs) -> Inputs:
     v_entry, tokens = kernel_spec[head.v_dim], p.tokens_spec
     of_b = P(None, v_entry) if inputs.adapter_ids is None else P(None, None, v_entry)
-    parameters = Parameters(kernel_spec, P(v_entry), of_b)
     of_tokens = (tokens, tokens, tokens, tokens, temperature_spec(p, inputs.temperature))
-    return Inputs(Features(hidden_spec), parameters, P(), *of_tokens, P(p.rows_spec[0]))
+    return Inputs(hidden_spec, kernel_spec, P(v_entry), P(), of_b, *of_tokens, P(p.rows_spec[0]))
 
 
 def _copied(p: ParallelMesh, inputs: Inputs, specs: Inputs) -> tuple[Inputs, Inputs]:
     """Gives each device its own copy of the parameters, so that a step of many micro-batches sums gradients once."""
-    of_given = (*specs.parameters, specs.lora_a)
-    given = zip((*inputs.parameters, inputs.lora_a), of_given, strict=True)
-    *parameters, lora_a = (None if x is None else one_a_device(x, p, spec) for x, spec in given)
-    *of_parameters, of_lora_a = (p.copies_spec(spec) for spec in of_given)
-    inputs = inputs._replace(parameters=Parameters(*parameters), lora_a=lora_a)
-    return inputs, specs._replace(parameters=Parameters(*of_parameters), lora_a=of_lora_a)
-
-
-def on_device(call: HeadCall, inputs: Inputs) -> Inputs:
-    """Per-shard: flattens tokens to N = R * T, and adds the low-rank features hidden @ lora.a."""
-    if call.copied:
-        parameters, lora_a = jax.tree.map(lambda x: x[0], (inputs.parameters, inputs.lora_a))
-        inputs = inputs._replace(parameters=parameters, lora_a=lora_a)
-    hidden, (kernel, bias, lora_b) = inputs.features.hidden, inputs.parameters
-    low = None
-    if inputs.adapter_ids is not None:
-        low, lora_b = low_rank_by_row(call, hidden, inputs.lora_a, lora_b, inputs.adapter_ids)
-    elif inputs.lora_a is not None:
-        low = low_rank(call, hidden, inputs.lora_a)
-    kernel = kernel.T if call.transposed else kernel
-    lora_b = None if lora_b is None else lora_b.T if call.layout == "vh" else lora_b
-    targets = with_nuclei(inputs.targets, inputs.nucleus_ids, call.vocab_size)
-    per_token = targets, inputs.nucleus_ids, inputs.ids, inputs.counts, inputs.temperature
-    shards = call.axes.size(call.axes.tensor) if call.sequence_parallel else 1
-    R, T = hidden.shape[0], hidden.shape[1] * shards
-    targets, nucleus_ids, ids, counts, temperature = jax.tree.map(
-        lambda x: x.reshape(R * T, *x.shape[2:]) if x.ndim else jnp.broadcast_to(x, R * T), per_token
-    )
-    if counts is None and call.deterministic:  # the same program with a mask and without
-        counts = jnp.ones(R * T, bool)
-    counts = None if counts is None else counts.astype(bool)
-    # if devices share hidden states but not targets, JAX sums the gradients of hidden states over these devices
-    features = jax.tree.map(lambda x: vary_like(x, per_token), Features(hidden, low))
-    return Inputs(features, Parameters(kernel, bias, lora_b), None, targets, nucleus_ids, ids, counts, temperature)
-
-
-def whole(call: HeadCall, inputs: Inputs) -> tuple[HeadCall, Inputs]:
-    """Per-shard: gathers hidden states over the tensor axis and turns sequence parallelism off in the call."""
-    if not call.sequence_parallel:
-        return call, inputs
-    hidden = lax.all_gather(inputs.features.hidden, call.axes.tensor, axis=1, tiled=True)
-    return dataclasses.replace(call, sequence_parallel=False), inputs._replace(features=Features(hidden))
+    given, of_given = inputs._asdict(), specs._asdict()
+    for name in ("kernel", "bias", "lora_a", "lora_b"):
+        given[name] = None if given[name] is None else one_a_device(given[name], p, of_given[name])
+        of_given[name] = p.copies_spec(of_given[name])
+    return Inputs(**given), Inputs(**of_given)
 
 
 def check_options(options: HeadOptions) -> dict[str, Any]:
@@ -268,3 +180,51 @@ def _precision_name(precision: Any) -> Any:
         return lax.Precision(precision).name.lower()
     except (ValueError, TypeError):
         return precision
+
+
+def prepare_pair(
+    first: tuple[Any, Any],
+    second: tuple[Any, Any],
+    *,
+    names: tuple[str, str],
+    second_spec: P | None,
+    parallel: ParallelMesh | ShardAxes | None,
+    temperature: Any,
+    where: Any,
+    options: HeadOptions,
+) -> tuple[Prepared, Prepared]:
+    """Prepares both calls and checks that their tokens, columns and shards agree.
+
+    Args:
+      first: hidden states and head, the arguments `hidden` and `head`.
+      second: the arguments `teacher_hidden` and `teacher_head` where the second name is "teacher".
+      names: the names of the two models, for errors.
+      second_spec: how the second hidden states are sharded, see `HeadOptions.hidden_spec`.
+      parallel: this and the remaining arguments are used in both calls, see `log_probs_from_hidden`.
+    """
+    prepare = partial(
+        prepare_head, targets=None, parallel=parallel, entropy="none", temperature=temperature, where=where, heads=2
+    )
+    of_second: HeadOptions = {**options, "hidden_spec": second_spec}
+    name = f"{names[1]}_head"
+    pair = prepare(*first, options=options), prepare(*second, name=name, options=of_second)
+    _check(names, (as_head("head", first[1]), as_head(name, second[1])), pair)
+    return pair
+
+
+def _check(names: tuple[str, str], heads: tuple[Head, Head], pair: tuple[Prepared, Prepared]) -> None:
+    """Raises if the tokens or the vocabularies of the two calls differ."""
+    (one, other), expected = pair, f"expected the {names[0]}'s"
+    if one.tokens != other.tokens:
+        raise ValueError(f"{names[1]}_hidden: got [R, T] = {other.tokens}, {expected}, {one.tokens}")
+    columns = [head.kernel.shape[head.v_dim] for head in heads]
+    if columns[0] != columns[1]:
+        raise ValueError(f"{names[1]}_head.kernel: got {columns[1]} columns, {expected} {columns[0]}")
+    if (heads[0].vocab_size or columns[0]) != (heads[1].vocab_size or columns[1]):
+        got, there = heads[1].vocab_size, heads[0].vocab_size
+        raise ValueError(f"{names[1]}_head.vocab_size: got {got}, {expected}, {there}")
+    if one.call.v_names != other.call.v_names:
+        raise ValueError(
+            f"{names[1]}_head.kernel: got its vocabulary over {other.call.v_names}, expected over {one.call.v_names}, "
+            f"as the {names[0]}'s"
+        )

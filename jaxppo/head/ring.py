@@ -1,224 +1,107 @@
-"""A sum over devices that goes around a ring, while each device computes the terms that it adds.
+"""Sums over devices of terms that each device computes while sums are on their way, so that links and products overlap.
 
-Every device ends with one share of the sum, or with all shares if they are gathered. The sum of a share starts at the
-device behind the share's own and goes from neighbour to neighbour. Each device adds its term, which it computed while
-the sum was on its way. So links and matrix units work at the same time. With one collective behind the product they
-would not. Half of the rows go around one way, half the other way, since a link carries both at once. If shares are
-gathered, a complete share goes around again, beside the products of the block that follows.
-
-Sixteen devices form rings of four, and the shares go around in rings of four again: a product for each of sixteen
-shares would be small. All turns are written out. In a loop over them XLA for TPUs would copy the operands of products.
+A sum goes around a ring of devices. Each device ends with one share of it, or with all shares if they are gathered. The
+sum of a share starts at the device behind the share's own, and each device adds its term. Half of a share goes around
+one way, half the other way, since a link carries both at once. Where there is no ring, one collective sums.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.head.slices import submatrix
-from jaxppo.head.types import Index, Names, Submatrix
-from jaxppo.sharding import vary, varying
+from jaxppo.head.border import Axes, Index, put_slice, rounded
+from jaxppo.head.call import HeadCall, Names
+from jaxppo.sharding import unvary, vary
 
-LANES = 128  # lanes of a register
-MOST = 4  # the most devices in a ring, if 2, 3 or 4 divides their number
-
-
-def in_mesh_order(names: Collection[str]) -> Names:
-    """These axes in the order of the mesh: `lax.ppermute` counts devices so, however its names are ordered."""
-    return tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in names)
+Term = Callable[[Index, int], jax.Array]  # term(start, size): a part of this device's term along one dimension
+UNIT, LANES = 16, 128
+LARGE = 2**25  # numbers of a sum that is made in two blocks, one after the other, which takes less memory
 
 
-def rings_of(names: Names) -> list[tuple[int, int]]:
-    """Splits devices into rings: pairs of the devices in a ring, and their distance in the order of the mesh.
-
-    After a sum around the first rings, then the second, and so on, device i has share i.
-    """
-    stride, found = lax.axis_size(names), list[tuple[int, int]]()
-    while stride > 1:
-        devices = next((n for n in range(MOST, 1, -1) if stride % n == 0), stride)
-        stride //= devices
-        found.append((devices, stride))
-    return found
-
-
-def ring_size(length: int, most: int, rings: Sequence[tuple[int, int]]) -> int:
-    """The size of blocks, at most about `most`, that rings can cut into equal shares; 0 if there is none."""
-    unit, blocks = 16 * math.prod(devices for devices, _ in rings), -(-length // most)
-    if blocks == 1 and length % unit == 0:
-        return length
-    size = -(-length // max(blocks, 2) // unit) * unit
-    return size if size <= length else 0
-
-
-# The half of a share that goes around one way: its step around the ring, 1 or -1, its rows and its columns.
-_Half = tuple[int, slice, slice]
-
-
-@dataclasses.dataclass(frozen=True)
-class RingSum:
-    """A sum over devices by rings; each block of a device's term is computed just before it is added.
+def summed(
+    call: HeadCall, term: Term, dim: int, length: int, axes: Axes, dtype: Any, scatter: Names = (), wide: bool = True
+) -> jax.Array:
+    """The sum of terms over `axes`, rounded to `dtype` behind the sum.
 
     Args:
-      names: the axes whose devices form the rings, in the order of the mesh.
-      rings: what `rings_of` returns. The first cuts the sum into shares, the second shares into shares, and so on.
-      term: blocks of this device's term, cut along `dim` and the other dimension.
-      dim: the dimension that is cut into blocks, 0 or 1.
-      length: the size of `dim`.
-      width: the size of the other dimension.
-      size: the size of a block, at most `length`. The last one overlaps the one before it.
-      across: cut the width into shares; otherwise the length of a block is cut.
-      gathers: give each device all shares, not only its own.
-      by_rows: cut shares into halves by rows even if they have more columns. A term that computes dlogits for its rows
-        would otherwise compute them again for the other columns.
-      finish: what is done with a share once it is complete.
+      call: the static part of the call.
+      term: parts of this device's term along `dim`, f32.
+      dim: the dimension that is cut into shares, 0 or 1.
+      length: its size.
+      axes: the mesh axes to sum over.
+      dtype: that of the result.
+      scatter: the axes that shard `dim` of the result; each device keeps its share.
+      wide: sum in f32; otherwise terms are rounded before they are added.
     """
+    given = term if wide else lambda *part: rounded(term(*part), dtype)
+    names = tuple(n for n in jax.sharding.get_abstract_mesh().axis_names if n in (scatter or axes))
+    n = lax.axis_size(names) if names else 1
+    rest = tuple(sorted(axes - set(names)))
 
-    names: Names
-    rings: Sequence[tuple[int, int]]
-    term: Submatrix
-    dim: int
-    length: int
-    width: int
-    size: int
-    across: bool
-    gathers: bool
-    by_rows: bool
-    finish: Callable[[jax.Array], jax.Array]
+    def done(x: jax.Array) -> jax.Array:
+        return rounded(lax.psum(x, rest) if rest else x, dtype)
 
-    def sum(self) -> jax.Array:
-        """The sum of all devices' terms, a block at a time; a block is gathered beside the products of the next."""
-        if not self.rings:
-            return self.finish(self.term(0, self.length, 0, self.width))
-        _ = self._shares  # computed here, outside of the loop that uses it too
-        later = len(self.rings) > 1  # the other rings overlap the products of the next block too
+    fits = length % (2 * n * UNIT) == 0 and scatter == names if scatter else length >= 2 * n * LANES
+    if n == 1 or not call.profile.rings or not fits:
+        total = given(0, length)
+        if scatter:
+            total = lax.psum_scatter(total, scatter, scatter_dimension=dim, tiled=True)
+        elif names:
+            total = lax.psum(total, names)
+        return done(total)
+    width = math.prod(jax.eval_shape(lambda: given(0, length)).shape) // length
+    blocks = 1 if scatter or length < 4 * n * LANES or length * width < LARGE else 2
+    size = -(-length // (2 * n * blocks * UNIT)) * UNIT  # the last share overlaps the one before: both hold its sum
 
-        def sums_of(start: Index) -> list[jax.Array]:
-            return self._sums(start) if later else self._complete(self._sums(start))
+    def block(b: Index, out: jax.Array) -> jax.Array:
+        def start(share: Index, half: int) -> Index:
+            return jnp.minimum(((2 * share + half) * blocks + b) * size, length - size)
 
-        def put(out: jax.Array, sums: list[jax.Array], start: Index) -> jax.Array:
-            return self._put(out, self._complete(sums) if later else sums, start)
+        halves = [done(x) for x in ring_sum(lambda share, half: given(start(share, half), size), names)]
+        if scatter:
+            return jnp.concatenate(halves, dim)
+        return ring_gather(halves, names, lambda out, share, half, x: put_slice(out, x, start(share, half), dim), out)
 
-        # a factor of all starts, which tells XLA how blocks are aligned
-        unit = math.gcd(self.size, self.length - self.size)
-
-        def block(b: Index, carry: Any) -> Any:
-            out, before, at = carry
-            start = unit * jnp.minimum(b * (self.size // unit), (self.length - self.size) // unit)
-            new = sums_of(start)
-            return put(out, before, at), new, start
-
-        sums = jax.eval_shape(lambda: self._terms(0, 0))
-        completed = jax.eval_shape(self._complete, sums)
-        share = completed[0]
-        shape = (self.length, self.width if self.gathers else share.shape[1 - self.dim])
-        blocks = -(-self.length // self.size)
-        # XLA allocates an uninitialized array long before a loop that fills it
-        fill = jnp.zeros if blocks > 1 else lax.empty
-        out = vary(fill(shape if self.dim == 0 else shape[::-1], share.dtype), varying(share))
-        if blocks == 1:
-            return put(out, sums_of(0), 0)
-        empty = [vary(jnp.zeros(x.shape, x.dtype), varying(x)) for x in (sums if later else completed)]
-        return put(*lax.fori_loop(0, blocks, block, (out, empty, jnp.int32(0))))
-
-    @functools.cached_property
-    def _shares(self) -> list[jax.Array]:
-        """Where the share of this device starts, that of the next device in its ring, and so on."""
-        devices, stride = self.rings[0]
-        place = lax.div(lax.axis_index(self.names), jnp.int32(stride))
-        size = self._share[1 if self.across else 0]
-        return [size * lax.rem(place + k, jnp.int32(devices)) for k in range(devices)]
-
-    @property
-    def _share(self) -> tuple[int, int]:
-        """Rows and columns of a share of a block."""
-        devices = self.rings[0][0]
-        return (self.size, self.width // devices) if self.across else (self.size // devices, self.width)
-
-    @property
-    def _halves(self) -> list[_Half]:
-        """The halves of a share, cut by rows or along its longer side."""
-        rows, columns = self._share
-        if self.across or self.by_rows or rows >= columns:
-            cut = rows // 2
-            halves = [(1, slice(0, cut), slice(0, columns)), (-1, slice(cut, rows), slice(0, columns))]
-        else:
-            cut = columns // 2 // LANES * LANES or columns // 2
-            halves = [(1, slice(0, rows), slice(0, cut)), (-1, slice(0, rows), slice(cut, columns))]
-        return [half for half in halves if _size(half[1]) and _size(half[2])]
-
-    def _at(self, start: Index, k: int, half: _Half) -> tuple[Index, int, Index, int]:
-        """A half's place, as arguments of a `Submatrix`, in the share of the device k places behind, on its way."""
-        step, rows, columns = half
-        share = self._shares[-step * k % self.rings[0][0]]
-        row, column = ((start,), (share,)) if self.across else ((start, share), ())
-        return _total(*row, rows.start), _size(rows), _total(*column, columns.start), _size(columns)
-
-    def _terms(self, start: Index, k: int) -> list[jax.Array]:
-        return [self.term(*self._at(start, k + 1, half)) for half in self._halves]
-
-    def _passed_on(self, sums: list[jax.Array]) -> list[jax.Array]:
-        pairs = [_neighbours(lax.axis_size(self.names), *self.rings[0], step) for step, _, _ in self._halves]
-        return [lax.ppermute(x, self.names, each) for x, each in zip(sums, pairs, strict=True)]
-
-    def _sums(self, start: Index) -> list[jax.Array]:
-        """The halves of this device's share of a block, summed around the first ring."""
-        sums = self._terms(start, 0)
-        for k in range(1, self.rings[0][0]):
-            sums = [x + y for x, y in zip(self._passed_on(sums), self._terms(start, k), strict=True)]
-        return sums
-
-    def _complete(self, sums: list[jax.Array]) -> list[jax.Array]:
-        """The sums after they have gone around the other rings too."""
-        return [
-            dataclasses.replace(
-                self,
-                rings=self.rings[1:],
-                term=partial(submatrix, x, self.dim),
-                length=_size(rows),
-                width=_size(columns),
-                size=_size(rows),
-            ).sum()
-            for x, (_, rows, columns) in zip(sums, self._halves, strict=True)
-        ]
-
-    def _put(self, out: jax.Array, ready: list[jax.Array], start: Index) -> jax.Array:
-        """`out` with the complete halves of a block, and with those of the other devices if they are gathered."""
-        if not isinstance(start, int):
-            # It is never negative, but if XLA for a v6e sees that, it hides less: 1.8 ms of sums remain, not 1.1 ms.
-            start = lax.select(lax.lt(start, 0), lax.add(start, self.length), start)
-        for k in range(self.rings[0][0] if self.gathers else 1):
-            ready = self._passed_on(ready) if k else ready
-            for half, x in zip(self._halves, ready, strict=True):
-                row, _, column, _ = self._at(start, k, half)
-                at = (row, column if self.gathers else 0)
-                at = at if self.dim == 0 else at[::-1]
-                out = lax.dynamic_update_slice(out, x, at, allow_negative_indices=False)
-        return out
+    like = jax.eval_shape(lambda: given(0, size))
+    shape = (length, like.shape[1]) if dim == 0 else (like.shape[0], length)
+    kept = frozenset(like.manual_axis_type.varying) - set(rest)
+    if scatter:
+        return block(0, vary(lax.empty((1, 1), dtype), kept))
+    out = vary(lax.empty(shape, dtype), kept)
+    return unvary(block(0, out) if blocks == 1 else lax.fori_loop(0, blocks, block, out), names)
 
 
-def _total(*places: Index) -> Index:
-    """The sum of places. Numbers are added in Python: each operation on an array takes its time to trace."""
-    total: Index = sum(x for x in places if isinstance(x, int))
-    for x in places:
-        if not isinstance(x, int):
-            total = x if isinstance(total, int) and total == 0 else lax.add(x, total)
-    return total
+def ring_sum(term: Callable[[Index, int], jax.Array], names: Names) -> list[jax.Array]:
+    """The two halves of this device's share of the sum over devices of term(share, half); one goes around each way."""
+    n, me = lax.axis_size(names), lax.axis_index(names)
+    totals = []
+    for half, step in enumerate((1, -1)):
+        total = term(lax.rem(me - step + n, n), half)
+        for k in range(2, n + 1):
+            total = _onward(total, names, step) + term(lax.rem(me - k * step + 2 * n, n), half)
+        totals.append(total)
+    return totals
 
 
-def _size(side: slice) -> int:
-    size: int = side.stop - side.start
-    return size
+def ring_gather(
+    halves: list[jax.Array], names: Names, put: Callable[[jax.Array, Index, int, jax.Array], jax.Array], out: jax.Array
+) -> jax.Array:
+    """`out` with the halves of all devices' shares: out = put(out, share, half, x)."""
+    n, me = lax.axis_size(names), lax.axis_index(names)
+    for k in range(n):
+        for half, step in enumerate((1, -1)):
+            out = put(out, lax.rem(me - k * step + n, n), half, halves[half])
+        if k < n - 1:
+            halves = [_onward(x, names, step) for x, step in zip(halves, (1, -1), strict=True)]
+    return out
 
 
-def _neighbours(count: int, devices: int, stride: int, step: int) -> list[tuple[int, int]]:
-    """Pairs of each device and the one `step` places on in its ring; devices of a ring are `stride` apart."""
-    places = [(i, i // stride % devices) for i in range(count)]
-    return [(i, i + ((place + step) % devices - place) * stride) for i, place in places]
+def _onward(x: jax.Array, names: Names, step: int) -> jax.Array:
+    n = lax.axis_size(names)
+    return lax.ppermute(x, names, [(i, (i + step) % n) for i in range(n)])

@@ -32,7 +32,8 @@ from jaxppo.base.arrays import Aggregation
 from jaxppo.base.kl import KL, Estimator
 from jaxppo.base.metrics import Metric, Metrics
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.prepare import HeadOptions, check_options
+from jaxppo.head.call import HeadOptions
+from jaxppo.head.prepare import check_options
 from jaxppo.integrations.tunix_models import check_unread, hidden_of_example
 from jaxppo.integrations.tunix_models import head_of as head_of
 from jaxppo.integrations.tunix_models import hidden_states as hidden_states

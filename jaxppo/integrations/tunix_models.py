@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxppo.head.api import log_probs_from_hidden
+from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Head
-from jaxppo.head.prepare import HeadOptions
 from jaxppo.sharding import ParallelMesh
 
 _SOWN = "all_hidden_states"  # where Tunix's models store hidden states

@@ -18,8 +18,8 @@ from jaxppo.base.metrics import Metric, Metrics, reduce_metrics
 from jaxppo.base.traced import put_arrays, take_arrays
 from jaxppo.batch.reads import LOG_PROBS
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.types import HeadCall, Inputs, Prepared
-from jaxppo.head.vjp import reduce_tokens, stats_of_tokens
+from jaxppo.head.call import HeadCall, Inputs, Prepared
+from jaxppo.head.gradient import reduce_tokens, stats_of_tokens
 from jaxppo.losses.parts import Part
 from jaxppo.losses.step import Numbers, OfHead, step_of
 from jaxppo.losses.token_loss import Step, TokenLoss

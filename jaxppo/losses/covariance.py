@@ -19,7 +19,7 @@ from jaxppo.batch.reads import at_most_zero
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.checks import check_stats
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.losses.policy_checks import check_needed
 from jaxppo.losses.policy_tokens import advantages_of, impossible_tokens, old_log_probs
 from jaxppo.policy.config import PolicyLossConfig

@@ -17,11 +17,10 @@ from jaxppo.base.arrays import Aggregation, check, check_aggregation, check_choi
 from jaxppo.base.metrics import Metrics, Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
+from jaxppo.head.call import HeadOptions, Inputs
 from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
 from jaxppo.head.head import Head
-from jaxppo.head.pair import prepare_pair
-from jaxppo.head.prepare import HeadOptions
-from jaxppo.head.types import Inputs
+from jaxppo.head.prepare import prepare_pair
 from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.losses.top_k_divergence import check_top_k, top_k_divergence

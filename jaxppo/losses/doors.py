@@ -14,9 +14,9 @@ from jaxppo.base.metrics import Metrics
 from jaxppo.batch.extras import extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.head import Head
-from jaxppo.head.prepare import HeadOptions, prepare_head
-from jaxppo.head.types import Entropy
+from jaxppo.head.call import HeadOptions
+from jaxppo.head.head import Entropy, Head
+from jaxppo.head.prepare import prepare_head
 from jaxppo.losses.compute import ALONE, Normalizers, loss_of_hidden, loss_of_stats
 from jaxppo.losses.parts import Part, check_loss
 from jaxppo.losses.policy_tokens import PolicyTokenLoss

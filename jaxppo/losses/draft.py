@@ -16,12 +16,10 @@ from jaxppo.base.arrays import Aggregation, Coefficient, check_choice, check_fie
 from jaxppo.base.metrics import Metric, Metrics, reduce_metric
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.comparison import F32_UNIT, comparison_of_tokens
-from jaxppo.head.divergence import DivergenceCall, divergences_of_tokens
+from jaxppo.head.call import HeadOptions, Inputs
+from jaxppo.head.divergence import F32_UNIT, DivergenceCall, comparison_of_tokens, divergences_of_tokens
 from jaxppo.head.head import Head, as_head
-from jaxppo.head.pair import prepare_pair
-from jaxppo.head.prepare import HeadOptions
-from jaxppo.head.types import Inputs
+from jaxppo.head.prepare import prepare_pair
 from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.distillation import DivergenceLoss
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature

@@ -23,7 +23,7 @@ from jaxppo.base.pytree import register
 from jaxppo.base.traced import put_arrays
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.losses.compute import ALONE, Static, normalizer_specs, split_parts
 from jaxppo.losses.doors import OfPolicy, Parts, as_parts
 from jaxppo.losses.step import step_of

@@ -16,8 +16,8 @@ from jaxppo.base.metrics import Metric, Metrics
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.api import log_probs_from_hidden
+from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Head
-from jaxppo.head.prepare import HeadOptions
 from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.sft import SFT
 from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left

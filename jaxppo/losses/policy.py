@@ -8,9 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxppo.base.metrics import Metrics
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.head import Head
-from jaxppo.head.prepare import HeadOptions
-from jaxppo.head.types import TokenStats
+from jaxppo.head.call import HeadOptions
+from jaxppo.head.head import Head, TokenStats
 from jaxppo.losses.doors import from_hidden, from_stats
 from jaxppo.losses.policy_checks import check_config
 from jaxppo.policy.config import PolicyLossConfig

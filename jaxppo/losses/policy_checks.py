@@ -6,7 +6,7 @@ from jaxppo.base.arrays import LOG_PROBS, check_array, needed
 from jaxppo.batch.extras import extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.checks import check_stats
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.policy.config import PolicyLossConfig
 
 SELECTED = "selected"  # the extra of a batch that holds the tokens which ClipCov and KLCov select

@@ -15,7 +15,7 @@ from jaxppo.base.arrays import Aggregation, as_coefficient, is_zero, masked, nee
 from jaxppo.base.kl import k3, log_ratio
 from jaxppo.base.metrics import CompositeTerm, Term, Terms, effective_share, moments, share
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.losses.policy_checks import BY_RATIO, SELECTED, check_batch, check_policy_stats
 from jaxppo.losses.reference_kl import reference_kl
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss

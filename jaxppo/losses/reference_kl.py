@@ -13,7 +13,7 @@ from jaxppo.base.arrays import Aggregation, check_aggregation, check_choice, mas
 from jaxppo.base.kl import KL, Estimator, kl_divergence
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.policy_losses.base import ratio_at
 from jaxppo.sharding import Segments

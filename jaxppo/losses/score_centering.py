@@ -14,7 +14,7 @@ from jaxppo.base.arrays import Aggregation, check_choice, needed
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.reads import at_most_one, was_above_one
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.losses.policy_tokens import advantages_of
 from jaxppo.losses.token_loss import Losses, Reads, Step
 from jaxppo.losses.top_k_distillation import OfIds, mass

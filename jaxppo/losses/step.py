@@ -14,7 +14,7 @@ from jaxppo.base.arrays import PER_TOKEN_VALUES, Aggregation, masked
 from jaxppo.batch.broken_rules import Broken, count_broken
 from jaxppo.batch.reads import at_most_zero
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.types import HeadCall, Inputs
+from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.losses.token_loss import Reads, Step, TokenLoss, masked_arrays
 from jaxppo.sharding import Segments, ShardAxes
 from jaxppo.step.aggregation import Normalizer, step_normalizer, token_weights

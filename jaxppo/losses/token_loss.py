@@ -27,7 +27,7 @@ from jaxppo.base.metrics import Terms
 from jaxppo.batch.broken_rules import Broken
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.checks import check_stats
-from jaxppo.head.types import Entropy, LogitStat, TokenStats
+from jaxppo.head.head import Entropy, LogitStat, TokenStats
 from jaxppo.policy.off_policy import OffPolicyConfig
 from jaxppo.policy_losses.base import Loss
 from jaxppo.sharding import Segments

@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from jaxppo.base.arrays import KINDS, check_array
 from jaxppo.head import Head
-from jaxppo.head.types import Layout
+from jaxppo.head.head import Layout
 from jaxppo.mismatch.report import MismatchReport, mismatch_report
 from jaxppo.mismatch.tokens import Rounding, TokenMismatch, token_mismatch
 

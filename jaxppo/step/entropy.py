@@ -19,7 +19,7 @@ from jaxppo.base.pytree import register
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.checks import check_stats
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 
 __all__ = ["AdaptiveEntropy", "EntropyState", "entropy_metrics", "renormalised_entropy"]

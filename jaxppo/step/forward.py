@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import check_arrays
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 
 
 def compute_log_probs(

@@ -11,15 +11,17 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ..notes import is_rare
+from .dead_code import CALLS, AnyJaxpr, Wanted, matters, of_body, read, split
 from .results import Flops
 from .trips import Limits, Loop, Turns, Value, constant, convert, operate
 
 _NONE = Flops(0, 0)
-AnyJaxpr = core.Jaxpr | core.ClosedJaxpr
 
 
 def count_flops(jaxpr: AnyJaxpr) -> Flops:
     """The flops of a (closed) jaxpr: the shapes inside a `shard_map` are one device's.
+
+    What no result depends on does not count, since compilers leave it out.
 
     Args:
       jaxpr: as `jax.make_jaxpr` or `jax.jit(f).trace(...)` give it.
@@ -36,24 +38,27 @@ def count_flops(jaxpr: AnyJaxpr) -> Flops:
     return _run(jaxpr, [], True)[0]
 
 
-def _run(jaxpr: AnyJaxpr, args: Sequence[Value], count: bool) -> tuple[Flops, list[Value]]:
-    """The flops of a jaxpr, if they are to be counted, and what is known of its results."""
+def _run(
+    jaxpr: AnyJaxpr, args: Sequence[Value], count: bool, wanted: Wanted | None = None
+) -> tuple[Flops, list[Value]]:
+    """The flops of a jaxpr, if they are to be counted, and what is known of its `wanted` results, by default all."""
     inner, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
     known: dict[Any, Value] = dict(zip(inner.invars, args, strict=True)) if args else {}
     known |= {var: _constant(var.aval, value) for var, value in zip(inner.constvars, consts, strict=False)}
 
-    def read(atom: Any) -> Value:
+    def value(atom: Any) -> Value:
         return _constant(atom.aval, atom.val) if isinstance(atom, core.Literal) else known.get(atom)
 
     total = _NONE
-    for eqn in inner.eqns:
-        flops, results = _equation(eqn, [read(atom) for atom in eqn.invars], count)
-        total += flops
-        known.update(zip(eqn.outvars, results, strict=False))
-    return total, [read(atom) for atom in inner.outvars]
+    for eqn, is_read in zip(inner.eqns, read(jaxpr, wanted or (True,) * len(inner.outvars))[0], strict=True):
+        if matters(eqn, is_read):
+            flops, results = _equation(eqn, [value(atom) for atom in eqn.invars], count, is_read)
+            total += flops
+            known.update(zip(eqn.outvars, results, strict=False))
+    return total, [value(atom) for atom in inner.outvars]
 
 
-def _equation(eqn: Any, args: list[Value], count: bool) -> tuple[Flops, list[Value]]:
+def _equation(eqn: Any, args: list[Value], count: bool, wanted: Wanted) -> tuple[Flops, list[Value]]:
     """The flops of an equation, and what is known of its results; an empty list means nothing is known."""
     params = eqn.params
     match eqn.primitive.name:
@@ -70,11 +75,11 @@ def _equation(eqn: Any, args: list[Value], count: bool) -> tuple[Flops, list[Val
         case "scan" | "while" | "cond" if not count:
             return _NONE, []
         case "scan":
-            return _scan(params, args), []
+            return _scan(params, args, of_body(eqn, wanted)), []
         case "while":
-            return _while(params, args), []
+            return _while(params, args, of_body(eqn, wanted)), []
         case "cond":
-            branches = [_run(branch, args[1:], True)[0] for branch in params["branches"]]
+            branches = [_run(branch, args[1:], True, wanted)[0] for branch in params["branches"]]
             highest = min if is_rare(str(eqn.source_info.name_stack)) else max
             return Flops(min(b.low for b in branches), highest(b.high for b in branches)), []
         case "custom_linear_solve":
@@ -82,16 +87,13 @@ def _equation(eqn: Any, args: list[Value], count: bool) -> tuple[Flops, list[Val
     inner = [value for value in params.values() if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
     if not inner:
         return _NONE, [_scalar(eqn, args)]
-    if eqn.primitive.name in _CALLS and len(inner) == 1 and _arity(inner[0]) == len(args):
-        return _run(inner[0], args, count)
+    if eqn.primitive.name in CALLS and len(inner) == 1 and _arity(inner[0]) == len(args):
+        same = len(getattr(inner[0], "jaxpr", inner[0]).outvars) == len(wanted)
+        return _run(inner[0], args, count, wanted if same else None)
     total = sum((_run(j, [], count)[0] for j in inner), _NONE)
     steps = getattr(params.get("grid_mapping"), "grid", ())  # a kernel runs in each of them
     known = all(isinstance(step, int) for step in steps)
     return _times(total, Turns(math.prod(steps), math.prod(steps)) if known else Turns(0, math.inf)), []
-
-
-# They run their jaxpr once, on their own arguments.
-_CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2", "shard_map"})
 
 
 def _exactly(flops: float) -> Flops:
@@ -118,27 +120,24 @@ def _ragged_dot(eqn: Any) -> Flops:
     return _exactly(flops // groups)
 
 
-def _scan(params: dict[str, Any], args: list[Value]) -> Flops:
+def _scan(params: dict[str, Any], args: list[Value], wanted: Wanted) -> Flops:
     body, length = params["jaxpr"], params["length"]
-    if "ft_in" in params:  # from JAX 0.12 on, a tree that splits what it is given
-        first, count, _ = (len(list(part)) for part in params["ft_in"].update(range(len(args))).unpack())
-    else:
-        first, count = params["num_consts"], params["num_carry"]
+    first, count = split(params, len(args))
     consts, carry = args[:first], args[first : first + count]
     xs: list[Value] = [None] * (_arity(body) - len(consts) - len(carry))
-    loop = Loop(lambda slots: _run(body, [*consts, *slots, *xs], False)[1][:count], carry)
-    flops, _ = _run(body, [*consts, *loop.during(length), *xs], True)
+    loop = Loop(lambda slots: _run(body, [*consts, *slots, *xs], False, wanted)[1][:count], carry)
+    flops, _ = _run(body, [*consts, *loop.during(length), *xs], True, wanted)
     return _times(flops, Turns(length, length))
 
 
-def _while(params: dict[str, Any], args: list[Value]) -> Flops:
+def _while(params: dict[str, Any], args: list[Value], wanted: Wanted) -> Flops:
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     condition_consts, body_consts = args[:first], args[first:last]
-    loop = Loop(lambda slots: _run(body, [*body_consts, *slots], False)[1], args[last:])
+    loop = Loop(lambda slots: _run(body, [*body_consts, *slots], False, wanted)[1], args[last:])
     turns = loop.turns(lambda slots: _run(condition, [*condition_consts, *slots], False)[1][0])
     asked = Turns(turns.low + 1, turns.high + 1)  # the condition, once more than there are turns
-    flops, _ = _run(body, [*body_consts, *loop.during(turns.high)], True)
+    flops, _ = _run(body, [*body_consts, *loop.during(turns.high)], True, wanted)
     asking, _ = _run(condition, [*condition_consts, *loop.during(asked.high)], True)
     return _times(flops, turns) + _times(asking, asked)
 

@@ -17,7 +17,7 @@ from examples.trainer.rollouts import Packer, answers
 from examples.trainer.spikes import Spikes, load_batch
 from examples.trainer.train_grpo import main
 from jaxppo import PolicyLossConfig, RolloutBatch, Sample, policy_loss
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from sharding import make_parallel_mesh
 
 ArrayImpl = type(jnp.zeros(()))

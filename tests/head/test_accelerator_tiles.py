@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import re
 
 import jax
@@ -11,10 +10,8 @@ import numpy as np
 import pytest
 from head_cases import OPTIONS, check_head, head_arrays, tiles_of
 from hidden_loss_cases import ADAPTERS, BATCH, HIDDEN, KERNEL, T, bonus_and_kl, make_batch, step
-from tables import sampled
 
 from jaxppo import Head, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden, policy_losses
-from jaxppo.head.walk import Walk
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.audit.program import hang_risks
@@ -55,36 +52,21 @@ def test_two_passes_where_each_device_has_a_window_of_the_columns(layout):
     check_head([mesh_of("mixed")], head_arrays(1003, layout=layout), entropy="bonus", layout=layout, device="wide")
 
 
-ALL = 4 * 2 * 512 * 1003  # bytes, for chunks of all tokens
 WAYS = {
-    "a group in chunks": {"memory": ALL, "follow_mask": False},
-    "groups of chunks": {"memory": ALL // 4, "follow_mask": False},
-    "one group in many chunks that follows the mask": {},
-    "sums in the parameter's dtype": {"gradient_sum_dtype": "parameter"},
+    "a group in chunks": {"follow_mask": False},
+    "groups of chunks": {"memory": 2**21, "follow_mask": False},
     "one group that follows the mask": {},
-    "groups of chunks that follow the mask": {},
-    "groups of one chunk that follow the mask": {},
-    "all tokens at once, dlogits in the products": {"follow_mask": False},
-    "groups of one chunk, dlogits in the products": {"follow_mask": False},
+    "sums in the parameter's dtype": {"gradient_sum_dtype": "parameter"},
+    "groups that follow the mask": {},
 }
 NOTES = {
-    "a group in chunks": "one pass, 8 tokens x 1003 columns, products of 512 tokens",
-    "groups of chunks": "one pass, 8 tokens x 1003 columns, products of 128 tokens",
-    "one group in many chunks that follows the mask": "one pass, 16 tokens x 1003 columns, products of 512 tokens",
-    "sums in the parameter's dtype": "one pass, 16 tokens x 1003 columns, products of 512 tokens",
+    "a group in chunks": "one pass, 128 tokens x 1003 columns, products of 512 tokens",
+    "groups of chunks": "one pass, 128 tokens x 1003 columns, products of 256 tokens",
     "one group that follows the mask": "one pass, 128 tokens x 1003 columns, products of 512 tokens",
-    "groups of one chunk that follow the mask": "one pass, 16 tokens x 1003 columns",
-    "groups of chunks that follow the mask": "one pass, 64 tokens x 1003 columns, products of 128 tokens",
-    "all tokens at once, dlogits in the products": "one pass, 512 tokens x 1003 columns",
-    "groups of one chunk, dlogits in the products": "one pass, 128 tokens x 1003 columns",
+    "sums in the parameter's dtype": "one pass, 128 tokens x 1003 columns, products of 512 tokens",
+    "groups that follow the mask": "one pass, 64 tokens x 1003 columns, products of 128 tokens",
 }
-OTHERWISE = {  # ways that need another device than "wide"
-    "one group that follows the mask": "few chunks",
-    "groups of one chunk that follow the mask": "lone chunks",
-    "groups of chunks that follow the mask": "some groups",
-    "all tokens at once, dlogits in the products": "fused dlogits",
-    "groups of one chunk, dlogits in the products": "fused groups",
-}
+OTHERWISE = {"groups that follow the mask": "some groups"}  # ways that need another device than "wide"
 
 
 @functools.cache
@@ -92,7 +74,7 @@ def on_one_cpu():
     return jax.jit(lambda h, k: step(None, h, k, config=bonus_and_kl()))(HIDDEN, KERNEL)
 
 
-@pytest.mark.every(10)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "mesh", [None, "mixed", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("tensor", "fsdp"))]
 )
@@ -107,39 +89,39 @@ def test_one_pass(mesh, way):
         got = jax.jit(run)(HIDDEN, KERNEL)
         assert hang_risks(jax.make_jaxpr(run)(HIDDEN, KERNEL)) == []
         if mesh is None:
-            assert audit(run, HIDDEN, KERNEL).notes == (NOTES[way],)
+            assert NOTES[way] in audit(run, HIDDEN, KERNEL).notes
     assert_trees_close(got, on_one_cpu(), rtol=2e-5, atol=3e-6)
 
 
 BESIDE_FLOAT64 = {  # by device: options, and what the note says of the tiles
-    "fused dlogits": ({"follow_mask": False}, r"one pass, \d+ tokens x \d+ columns"),
-    "wide": ({}, r"one pass, 16 tokens x \d+ columns, products of \d+ tokens"),
+    "wide": ({}, r"one pass, \d+ tokens x \d+ columns(, products of \d+ tokens)?"),
     "some groups": ({}, r"one pass, 64 tokens x \d+ columns(, products of 128 tokens)?"),
-    "lone chunks": ({}, r"one pass, 16 tokens x \d+ columns(, products of \d+ tokens)?"),
 }
-# 600 tokens: the last group or the last tile of each schedule has padding
+# 600 tokens: the last group or the last tile of each walk has padding
 PADDED = {
-    "wide": ({"follow_mask": False}, "one pass, 8 tokens x 1024 columns, products of 256 tokens"),
-    "some groups": ({}, "one pass, 64 tokens x 1024 columns, products of 128 tokens"),
-    "fused groups": ({"follow_mask": False}, "one pass, 128 tokens x 1024 columns"),
-    "small": ({"memory": 2**21}, "gradients, 16 tokens x 128 columns"),
+    "wide": ({"follow_mask": False}, r"one pass, \d+ tokens x 1024 columns, products of \d+ tokens"),
+    "some groups": ({}, r"one pass, \d+ tokens x 1024 columns, products of \d+ tokens"),
+    "small": ({"memory": 2**21}, r"gradients, \d+ tokens x 128 columns"),
 }
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2", "cp=8", "tp=8"])
 @pytest.mark.parametrize("layout", ["hv", "vh"])
 @pytest.mark.parametrize("device", BESIDE_FLOAT64)
-def test_one_pass_beside_float64(device, layout, mesh, monkeypatch):
-    options, tiles = BESIDE_FLOAT64[device]
-    by_part, computed = Walk.dlogits_by_part, []
-    monkeypatch.setattr(Walk, "dlogits_by_part", lambda *given: computed.append(1) or by_part(*given))
-    check_beside_float64(device, layout, mesh, 64, options, tiles)
-    assert bool(computed) == (device == "fused dlogits")  # within products, or in an array
+def test_one_pass_beside_float64(device, layout, mesh):
+    check_beside_float64(device, layout, mesh, 64, *BESIDE_FLOAT64[device])
 
 
 @pytest.mark.parametrize("device", PADDED)
 def test_padded_tiles_beside_float64(device):
     check_beside_float64(device, "hv", None, 75, *PADDED[device])
+
+
+@pytest.mark.parametrize("T", [12, 77, 301])
+@pytest.mark.parametrize("device", ["wide", "some groups", "small"])
+def test_any_number_of_tokens_beside_float64(device, T):
+    """A chunk that does not divide what is padded for it would count tokens twice: gradients off by 40 to 100%."""
+    check_beside_float64(device, "hv", None, T, {}, r"one pass, \d+ tokens x 1024 columns(, products of \d+ tokens)?")
 
 
 def check_beside_float64(device, layout, mesh, T, options, tiles):
@@ -180,7 +162,7 @@ def check_beside_float64(device, layout, mesh, T, options, tiles):
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("device", ["wide", "few chunks", "lone chunks", "some groups"])
+@pytest.mark.parametrize("device", ["wide", "some groups"])
 def test_work_follows_the_tokens_that_count(device):
     batch = make_batch((BATCH.loss_mask * 0).at[0].set(1))
     with tiles_of(device):
@@ -201,23 +183,18 @@ def test_products_behind_the_loop_are_of_the_chunks_that_count():
             program = jax.jit(lambda mask: step(None, HIDDEN, KERNEL, make_batch(mask), memory=None))
             return program.lower(mask_of(0)).compile()
 
-    by_device = {device: on(device) for device in ("wide", "few chunks", "some groups", "small")}
+    by_device = {device: on(device) for device in ("wide", "some groups", "small")}
     for count in (0, 1, 16, 17, 128, 129, 300, 512):
         *found, expected = (program(mask_of(count)) for program in by_device.values())
         for got in found:
             assert_trees_close(got, expected, rtol=2e-5, atol=3e-6, context=f"{count} tokens")
 
 
-BY_CHUNKS = "a group in chunks", "groups of one chunk that follow the mask"
-ADAPTED = [
-    *itertools.product([None, "mixed"], ["hv", "vh"], BY_CHUNKS),
-    *itertools.product([None, "mixed"], ["hv", "vh"], [way for way in OTHERWISE if "dlogits" in way]),
-]
-
-
-@pytest.mark.every(8)
-@pytest.mark.parametrize(("mesh", "layout", "way"), sampled(ADAPTED, lambda i, _: i in (0, 3, 5, 6, 9, 14)))
-def test_one_pass_with_adapters(mesh, layout, way):
+@pytest.mark.every(3)
+@pytest.mark.parametrize("mesh", [None, "mixed"])
+@pytest.mark.parametrize("layout", ["hv", "vh"])
+@pytest.mark.parametrize("way", ["a group in chunks", "groups that follow the mask"])
+def test_one_pass_with_adapters(way, layout, mesh):
     config, parallel = bonus_and_kl(), mesh_of(mesh)
     kernel = KERNEL if layout == "hv" else KERNEL.T
 

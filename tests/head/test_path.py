@@ -9,7 +9,7 @@ from traced_path import ROOT, gradient, traced, types_of
 
 PAGE = (ROOT / "docs" / "path_of_a_gradient.md").read_text()
 # run on accelerators, and for losses that are not token-local
-ELSEWHERE = {"late", "stats_of_tokens", "hidden_product", "RingSum.sum"}
+ELSEWHERE = {"stats_of_tokens", "Work.target_logits"}
 
 
 def named():
@@ -55,12 +55,11 @@ def test_a_gradient_runs_through_them(entered):
 
 def test_files_that_a_gradient_runs_through_stand_on_the_page(entered):
     heads = {file for file, _ in entered if file.startswith("jaxppo/head/")}
-    # types, checks of arguments, what a user says, slices of arrays
-    small = {"types", "checks", "head", "__init__", "low_rank", "slices"}
+    small = {"checks", "__init__"}
     assert {file for file in heads if file not in PAGE and Path(file).stem not in small} == set()
 
 
 def test_the_head_stays_small(entered):
     """If it grows above these numbers, somebody should read it as a whole again."""
-    assert len({x for x in entered if x[0].startswith("jaxppo/head/")}) <= 169
-    assert len(types_of(ROOT / "jaxppo" / "head")) <= 45
+    assert len({x for x in entered if x[0].startswith("jaxppo/head/")}) <= 150
+    assert len(types_of(ROOT / "jaxppo" / "head")) <= 23

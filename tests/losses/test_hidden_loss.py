@@ -8,6 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled_flops import compiled_flops
 from hidden_loss_cases import (
     ADAPTERS,
     BATCH,
@@ -105,13 +106,12 @@ def test_one_pass_on_an_explicit_mesh_with_many_blocks_and_options():
     options = {"nucleus_ids": nucleus, "softcap": 3.0, "bias": normal(0, V), "vocab_size": V - 2, "layout": "vh"}
     targets = jnp.minimum(BATCH.targets, V - 3)
     batch = dataclasses.replace(BATCH, targets=targets)
-    # small enough for several blocks of tokens: 5 * 4 * H * 512 fixed and about 10 KB a token
-    budget = 5 * 4 * H * 512 + 10_000 * 160
+    budget = 2**21  # small enough for several groups of tokens
 
     def fn(p, h, k):
         return step(p, h, k, batch, bonus_and_kl(), budget, **options)
 
-    assert "one pass, 1" in audit(lambda h, k: fn(None, h, k), HIDDEN, KERNEL.T).notes[0]
+    assert audit(lambda h, k: fn(None, h, k), HIDDEN, KERNEL.T).notes[0].endswith("products of 256 tokens")
     explicit = make_parallel_mesh("dp=2,cp=2,tp=2", explicit=True)
     one = assert_mesh_invariant(fn, HIDDEN, KERNEL.T, meshes=[explicit], rtol=2e-5, atol=3e-6)
     two = jax.jit(lambda h, k: step(None, h, k, batch, bonus_and_kl(), TWO_PASSES, **options))(HIDDEN, KERNEL.T)
@@ -181,12 +181,13 @@ def test_a_frozen_kernel_beneath_a_lora_costs_no_product(budget):
 
     def loss(hidden, lora):
         head = Head(KERNEL, lora=LoRA(*lora, scale=1.0))
-        return policy_loss_from_hidden(hidden, head, BATCH, bonus_and_kl(), memory=budget)[0]
+        options = {"memory": budget, "follow_mask": False}
+        return policy_loss_from_hidden(hidden, head, BATCH, bonus_and_kl(), **options)[0]
 
     found = audit(jax.grad(loss, (0, 1)), HIDDEN, ADAPTERS)
     products = 2 if budget == ONE_PASS else 3  # logits, again in two passes, and dhidden
     low = 2 * R * T * 3 * (V * (2 * products - 1) + 3 * H)  # those of rank 3
-    assert found.flops.high == pytest.approx(products * 2 * R * T * H * V + low, rel=0.1)
+    assert compiled_flops(found.text) == pytest.approx(products * 2 * R * T * H * V + low, rel=0.1)
 
 
 @pytest.mark.every(2)
@@ -245,21 +246,21 @@ def test_a_program_says_which_way_it_went_and_cannot_hang():
     one, two = (
         audit(lambda h, k, b=b: step(mesh, h, k, batch, None, b), hidden, kernel) for b in (ONE_PASS, TWO_PASSES)
     )
-    assert one.notes == ("one pass, 128 tokens x 500 columns",)
+    assert one.notes == ("one pass, 64 tokens x 500 columns, products of 128 tokens",)
     assert two.notes == (
         "two passes: one pass does not fit the memory",
-        "forward, 64 tokens x 128 columns",
+        "forward, 128 tokens x 250 columns",
         "gradients, 64 tokens x 128 columns",
     )
-    # three products instead of four
-    assert one.flops.high == pytest.approx(0.75 * two.flops.high)
+    # three products instead of four; the last of four blocks of columns overlaps the one before it
+    assert one.flops.high == pytest.approx(0.75 * two.flops.high, rel=0.02)
     for budget in (ONE_PASS, TWO_PASSES):
         assert hang_risks(jax.make_jaxpr(lambda h, k, b=budget: step(mesh, h, k, batch, None, b))(hidden, kernel)) == []
     mesh = make_parallel_mesh("fsdp=4,tp=2")
     kernel = jax.device_put(KERNEL[:, :1000], mesh.sharding(mesh.kernel_spec()))
     hidden = jax.device_put(HIDDEN, mesh.sharding(mesh.hidden_spec))
     gathered = audit(lambda h, k: step(mesh, h, k, batch), hidden, kernel)
-    assert gathered.notes == ("one pass, 128 tokens x 500 columns",)
+    assert gathered.notes == ("one pass, 64 tokens x 500 columns, products of 128 tokens",)
 
 
 @pytest.mark.every(2)
@@ -307,10 +308,10 @@ def test_a_frozen_head_leaves_nothing_of_its_gradient():
     config = PolicyLossConfig(PPO(clip_high=0.28))
 
     def loss(hidden):
-        return policy_loss_from_hidden(hidden, KERNEL, BATCH, config, memory=ONE_PASS)[0]
+        return policy_loss_from_hidden(hidden, KERNEL, BATCH, config, memory=ONE_PASS, follow_mask=False)[0]
 
     found = audit(jax.value_and_grad(loss), HIDDEN)
-    assert found.flops.high == pytest.approx(2 * 2 * R * T * H * V, rel=0.05)  # the logits and dhidden
+    assert compiled_flops(found.text) == pytest.approx(2 * 2 * R * T * H * V, rel=0.05)  # the logits and dhidden
     expected = step(None, HIDDEN, KERNEL, temperature=1.0)[2][0]
     assert_trees_close(jax.jit(jax.grad(loss))(HIDDEN), expected, 1e-5, 2e-6)
 

@@ -21,7 +21,7 @@ from jaxppo import (
     loss_from_hidden,
     loss_from_stats,
 )
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from sharding.testing import assert_mesh_invariant, assert_trees_close
 
 

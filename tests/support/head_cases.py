@@ -11,7 +11,8 @@ import pytest
 from plain_head import reference_from_hidden
 
 from jaxppo import Head, LoRA, log_probs_from_hidden
-from jaxppo.head import HeadOptions, plan
+from jaxppo.head import HeadOptions
+from jaxppo.head import call as calls
 from sharding.testing import assert_trees_close
 
 R, T, H = 8, 8, 12
@@ -25,62 +26,25 @@ BF16 = {"rtol": 2**-8, "atol": 2**-8}
 
 
 # Devices whose tiles are small enough for a test to have many: on CPUs of 16 or 5 tokens and 512 columns; on
-# accelerators chunks of 8 tokens, wide tiles of 32 tokens and 128 columns, chunks that follow a mask of 16 tokens.
+# accelerators chunks of 8 tokens, and 128 columns in the second pass.
 DEVICES = {
-    name: dataclasses.replace(
-        plan.CPU,
-        one_pass=2**30,
-        tile=4 * 512 * tokens,
-        tokens=tokens,
-        least=tokens,
-        chunk=tokens,
-        columns=512,
-        wide=tokens,
-        masked_columns=512,
-        deterministic=8,
-    )
+    name: dataclasses.replace(calls.CPU, one_pass=2**30, tile=4 * 512 * tokens, tokens=tokens, group=tokens * 8)
     for name, tokens in {"small": 16, "five": 5}.items()
 }
-DEVICES |= {
-    "wide": dataclasses.replace(
-        plan.PROFILES[""],
-        one_pass=2**30,
-        tile=4 * 8 * 300,
-        tokens=8,
-        least=128,
-        group=512,
-        chunk=16,
-        columns=128,
-        wide=32,
-        masked_columns=128,
-        deterministic=8,
-        rings=True,
-        fused_features=0,
-        references=0,
-        fused_tokens=0,
-        columns_grow=True,
-        gathers_columns=False,
-    ),
-}
+DEVICES["wide"] = calls.Profile(
+    whole=True, one_pass=2**30, tile=4 * 8 * 300, tokens=8, group=512, columns=128, rings=True, upcast=False
+)
+DEVICES["some groups"] = dataclasses.replace(DEVICES["wide"], group=256)
+DEVICES["eighths"] = dataclasses.replace(DEVICES["wide"], tile=2**30, tokens=64)  # of a chunk are computed again
 
-DEVICES["few chunks"] = dataclasses.replace(DEVICES["wide"], chunk=128)  # one group follows a mask
-# several groups that follow a mask: of two chunks each, and of one chunk each
-DEVICES["some groups"] = dataclasses.replace(DEVICES["wide"], group=256, chunk=64, few_logits=0)
-DEVICES["lone chunks"] = dataclasses.replace(DEVICES["wide"], group=256)
-DEVICES["references"] = dataclasses.replace(DEVICES["wide"], chunk=16, references=4 * 8 * 300)  # blocks of 300 columns
-DEVICES["fused sums"] = dataclasses.replace(DEVICES["references"], fused_tokens=16)
-DEVICES["fused dlogits"] = dataclasses.replace(DEVICES["references"], fused_features=32)
-DEVICES["fused groups"] = dataclasses.replace(DEVICES["fused dlogits"], group=256)
-DEVICES["gathers columns"] = dataclasses.replace(DEVICES["references"], gathers_columns=True)
-
-plan.PROFILES = {**DEVICES, **plan.PROFILES}
+calls.PROFILES = {**DEVICES, **calls.PROFILES}
 
 
 @contextlib.contextmanager
 def tiles_of(device):
     """Within the block, calls choose tiles as on that device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "device_kind", lambda *_: device)
+        patch.setattr(calls, "device_kind", lambda *_: device)
         yield
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxppo.head.head import as_head
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats, as_head
 from jaxppo.losses.distillation import Divergence
 from sharding import wider_dtype
 

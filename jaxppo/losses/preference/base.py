@@ -14,7 +14,7 @@ from jaxppo.base.arrays import Coefficient, check_choice, check_field, needed
 from jaxppo.base.metrics import Terms
 from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.losses.preference.of_pairs import (
     OfPairs,
     check_pairs,

@@ -18,7 +18,7 @@ from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.checks import check_stats
-from jaxppo.head.types import TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.losses.preference.base import Numbers, PreferenceLoss, Responses
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 

@@ -1,0 +1,316 @@
+"""The two walks over tiles that find gradients.
+
+one_pass    chunk of tokens by all columns: numbers, statistics, losses, and the gradient of the products; the
+            chunks of a group fill one array, which two products multiply
+second      block of columns by all tokens: the gradients from the numbers that the sweep left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head import reductions
+from jaxppo.head.border import (
+    Index,
+    back,
+    from_bits,
+    put_slice,
+    rounded,
+    slice_of,
+    to_bits,
+    unless,
+    whole_parameter,
+)
+from jaxppo.head.call import Names
+from jaxppo.head.reductions import Columns, Sums, Tokens
+from jaxppo.head.ring import summed
+from jaxppo.head.sweep import Work, loop, read, write
+from jaxppo.head.tile import Features, Parameters, of_feature, of_parameter, products
+from jaxppo.sharding import vary, varying
+
+PRODUCTS = 4  # products of a group that follows a mask have one of so many sizes: a quarter of its tokens, a half, ...
+
+
+def gradient_of_products(work: Work, x: jax.Array, sums: Callable[[jax.Array], Any], of_sums: Any) -> jax.Array:
+    """The gradient of a tile's products, in the dtype of products: JAX differentiates the sums over its columns."""
+    _, pull = jax.vjp(sums, x)
+    of_sums = jax.tree.map(lambda g: vary(g, varying(x)), of_sums)
+    found: jax.Array = pull(of_sums)[0]
+    return found.astype(work.dtype)
+
+
+def tile_sums(work: Work, peaks: dict[str, jax.Array], tokens: Tokens, columns: Columns, x: jax.Array) -> Sums:
+    """The sums of a tile through which a gradient flows, from its products."""
+    z = work.to_logits(tokens, columns)(x)
+    return reductions.sums_of(work.call.asked, z, peaks, tokens, columns, differentiated=True)
+
+
+def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tuple[Any, Features, Parameters]:
+    """Losses and statistics of all tokens, in order, and gradients: of features in order, of parameters summed."""
+    call, C, G, V = work.call, work.plan.chunk, work.plan.group, work.window.total
+    groups, per_token = work.size // G, work.order.put(per_token, work.size)
+    _, parameters, columns = work.block(0, V)
+
+    def chunk(g: Index, j: Index, carry: Any) -> Any:
+        results, dx_all = carry
+        at = g * G + j * C
+        tokens, features, of_tokens = read((work.tokens, work.features, per_token), at, C)
+        found, x = work.numbers(tokens, features, parameters, columns)
+        found, counts = work.over_devices(found), work.counts(at, C)
+
+        def losses_of(sums: Sums) -> Any:
+            stats = reductions.finish(call.asked, found, tokens, call.vocab_size, sums)
+            return unless(counts, (loss(stats, of_tokens), stats))
+
+        losses, pull, stats = jax.vjp(losses_of, reductions.differentiated(call.asked, found.sums), has_aux=True)
+        of_sums = unless(counts, pull(jnp.ones_like(losses))[0])
+        dx = gradient_of_products(work, x, partial(tile_sums, work, found.peaks, tokens, columns), of_sums)
+        return write(results, work.vary_results((losses, stats)), at), put_slice(dx_all, work.vary(dx), j * C)
+
+    def group(g: Index, carry: Any) -> Any:
+        results, dfeatures, totals = carry
+        dx = work.vary(lax.empty((G, V), work.dtype))
+        dx = to_bits(dx) if call.profile.upcast else dx
+        chunks = G // C
+        step = -(-chunks // PRODUCTS) if work.order.places is not None else chunks
+        turns: Index = chunks
+        written: Index = -(-chunks // step)
+        if work.order.places is not None:  # products have whole steps, so their last chunks are computed too
+            written = jnp.clip(-(-(work.turns(C) - g * chunks) // step), 0, written)
+            turns = jnp.minimum(written * step, chunks)
+        results, dx = loop(turns, partial(chunk, g), (results, dx))
+        dx = lax.optimization_barrier(from_bits(dx, work.dtype))
+        done = Done(work, parameters, columns, dx, read(work.features, g * G, G), written, step * C)
+        dfeatures = write(dfeatures, tuple(map(done.of_feature, range(len(dfeatures)))), g * G)
+        if groups == 1:
+            return results, dfeatures, tuple(map(done.of_parameter, range(len(parameters))))
+        return results, dfeatures, tuple(done.added(k, total) for k, total in enumerate(totals))
+
+    shapes = jax.eval_shape(lambda: chunk_shapes(work))
+    results = work.vary_results(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+    dfeatures = tuple(map(partial(empty_rows, work), work.features, work.given.features))
+    if groups == 1:
+        results, dfeatures, found = group(0, (results, dfeatures, ()))
+    else:
+        totals = work.vary(tuple(jnp.zeros(p.shape, jnp.float32) for p in parameters))
+        results, dfeatures, totals = lax.fori_loop(0, work.turns(G), group, (results, dfeatures, totals))
+        found = tuple(total_sum(work, k, columns, x) for k, x in enumerate(totals))
+    return results, dfeatures, tuple(in_place(work, k, x) for k, x in enumerate(found))
+
+
+def empty_rows(work: Work, x: jax.Array, primal: jax.Array) -> jax.Array:
+    """Zeros for the gradients of all tokens: summed over devices already, or f32 if a scatter follows."""
+    if work.call.sequence_parallel:
+        return work.vary(jnp.zeros(x.shape, jnp.float32))
+    return vary(jnp.zeros(x.shape, primal.dtype), varying(primal))
+
+
+def chunk_shapes(work: Work) -> Any:
+    """Losses and statistics of all tokens, for their shapes."""
+    z = jnp.zeros((work.size, work.window.total), jnp.float32)
+    _, columns = work.window.block(0, work.window.total)
+    found = work.over_devices(work.vary(reductions.reduced(work.call.asked, z, work.tokens, columns)))
+    stats = reductions.finish(work.call.asked, found, work.tokens, work.call.vocab_size)
+    return stats.log_probs, stats
+
+
+class Done(NamedTuple):
+    """The gradients of products of a group of tokens, whose first `written` steps are written."""
+
+    work: Work
+    parameters: Parameters
+    columns: Columns
+    dx: jax.Array  # [G, V]
+    features: Features  # [G, f]
+    written: Index
+    step: int
+
+    def of_written(self, product: Callable[[int], jax.Array]) -> jax.Array:
+        """product(n) of the first n tokens, those that are written."""
+        G = self.dx.shape[0]
+        if isinstance(self.written, int):
+            return self.apart(lambda: product(G))
+        counts = range(0, G + self.step, self.step)
+        found: jax.Array = lax.switch(self.written, [partial(product, min(n, G)) for n in counts])
+        return found
+
+    def apart(self, product: Callable[[], jax.Array]) -> jax.Array:
+        """product(), on TPUs in a branch that is always taken: beside the loop XLA would copy all of dx to a layout."""
+        if not self.work.call.profile.rings:
+            return product()
+        zeros = self.work.vary(jnp.zeros(jax.eval_shape(product).shape, jnp.float32))
+        found: jax.Array = lax.cond(lax.optimization_barrier(jnp.asarray(True)), product, lambda: zeros)
+        return found
+
+    def of_feature(self, k: int) -> jax.Array:
+        """The gradient of the group's features, summed over devices unless a scatter does that later."""
+        work, G, p = self.work, self.dx.shape[0], self.parameters[k]
+
+        def term(start: Index, size: int) -> jax.Array:
+            if size == G:
+                return self.of_written(lambda n: pad_rows(of_feature(work.call, k, self.dx[:n], p), G))
+
+            def product() -> jax.Array:
+                return of_feature(work.call, k, slice_of(self.dx, start, size), p)
+
+            if isinstance(self.written, int):
+                return self.apart(product)
+            zeros = work.vary(jnp.zeros((size, self.features[k].shape[1]), jnp.float32))
+            found: jax.Array = lax.cond(start < self.written * self.step, product, lambda: zeros)
+            return found
+
+        return feature_sum(work, k, term, G)
+
+    def parameter_term(self, k: int) -> Callable[[Index, int], jax.Array]:
+        """The f32 gradient of some columns of a parameter: reads these columns of dx alone."""
+
+        def term(start: Index, size: int) -> jax.Array:
+            def product(n: int) -> jax.Array:
+                f = self.features[k][:n]
+                dx = (
+                    self.dx[:n]
+                    if size == self.dx.shape[1]
+                    else lax.dynamic_slice(self.dx, (jnp.zeros_like(start), start), (n, size))
+                )
+                return of_parameter(self.work.call, k, dx, f)
+
+            return self.of_written(product)
+
+        return term
+
+    def by_features(self, k: int) -> Callable[[Index, int], jax.Array]:
+        """The f32 gradient of some features of a parameter."""
+
+        def term(start: Index, size: int) -> jax.Array:
+            def product(n: int) -> jax.Array:
+                return of_parameter(self.work.call, k, self.dx[:n], slice_of(self.features[k][:n], start, size, 1))
+
+            return self.of_written(product)
+
+        return term
+
+    def of_parameter(self, k: int) -> jax.Array:
+        return parameter_sum(self.work, k, self.columns, self.parameter_term(k), self.by_features(k))
+
+    def added(self, k: int, total: jax.Array) -> jax.Array:
+        """`total` and the f32 gradient of a parameter. CPUs add some columns at a time, and never hold the second."""
+        term, V, v = self.parameter_term(k), self.dx.shape[1], self.work.call.v_dim
+        B = V if self.work.call.profile.whole else min(V, self.work.call.profile.columns)
+
+        def add(start: Index, size: int, total: jax.Array) -> jax.Array:
+            return put_slice(total, slice_of(total, start, size, v) + term(start, size), start, v)
+
+        total = loop(V // B, lambda i, total: add(i * B, B, total), total)
+        return add(V - V % B, V % B, total) if V % B else total
+
+
+def pad_rows(x: jax.Array, count: int) -> jax.Array:
+    return x if x.shape[0] == count else jnp.pad(x, ((0, count - x.shape[0]), (0, 0)))
+
+
+def feature_sum(work: Work, k: int, term: Callable[[Index, int], jax.Array], count: int) -> jax.Array:
+    """Gradients of `count` rows of features, summed over the axes that the features lack, unless a scatter follows."""
+    primal = work.given.features[k]
+    if work.call.sequence_parallel:
+        return term(0, count)
+    return summed(work.call, term, 0, count, work.axes - varying(primal), primal.dtype)
+
+
+def parameter_sum(
+    work: Work,
+    k: int,
+    columns: Columns,
+    term: Callable[[Index, int], jax.Array],
+    by_features: Callable[[Index, int], jax.Array],
+) -> jax.Array:
+    """The gradient of some columns of a parameter as the device holds them, summed over devices, in its dtype.
+
+    A share of a ring is of columns, since a share of the features reads all of dx; unless FSDP shards the features.
+    Windows of one tensor axis differ: their sum over it follows, when all of them are in place.
+    """
+    call, primal = work.call, work.given.parameters[k]
+    keep = varying(primal) | (set(call.axes.tensor) if call.shared else set())
+    wide, v = call.sum_dtype == "float32", call.v_dim
+    h_names: Names = call.h_names if k == 0 else ()
+    length = columns.ids.shape[0]
+    if not call.gathered_v:
+        if h_names:
+            width = primal.shape[1 - v] * lax.axis_size(h_names)
+            return summed(call, by_features, 1 - v, width, work.axes - keep, primal.dtype, h_names, wide)
+        return summed(call, term, v, length, work.axes - keep, primal.dtype, wide=wide)
+    total = term(0, length)
+    total = total if wide else rounded(total, primal.dtype)
+    shape = list(primal.shape)
+    shape[v] = length // work.window.bases.shape[0]
+    like = vary(jnp.zeros(shape, total.dtype), keep)
+    return rounded(back(whole_parameter(call, k, work.axes), like, total), primal.dtype)
+
+
+def total_sum(work: Work, k: int, columns: Columns, total: jax.Array) -> jax.Array:
+    """`parameter_sum` of a device's f32 gradient that exists already."""
+    by_columns, by_features = (partial(slice_of, total, dim=dim) for dim in (work.call.v_dim, 1 - work.call.v_dim))
+    return parameter_sum(work, k, columns, by_columns, by_features)
+
+
+def in_place(work: Work, k: int, found: jax.Array) -> jax.Array:
+    """The gradient of a window's columns, of all that the device holds; each column is in one device's window."""
+    primal, v = work.given.parameters[k], work.call.v_dim
+    if not work.call.shared:
+        return found
+    if found.shape[v] < primal.shape[v]:
+        found = put_slice(vary(jnp.zeros(primal.shape, primal.dtype), varying(found)), found, work.window.start, v)
+    names = tuple(sorted(varying(found) - varying(primal)))
+    return lax.psum(found, names) if names else found
+
+
+def second(
+    work: Work, known: Any, sums_at: Callable[..., tuple[Callable[[jax.Array], Any], Any]]
+) -> tuple[Features, Parameters]:
+    """The f32 gradients of features in order, and those of parameters, a finished block of columns at a time.
+
+    sums_at(i, tokens, columns, part) returns the sums of a tile in block i as a function of its products,
+    and their cotangents; `part` is the tokens' part of `known`, arrays of tokens in order.
+    """
+    call, B, v, C = work.call, work.plan.columns, work.call.v_dim, work.plan.group
+    given, B = work.given, work.width(B)
+    blocks = -(-work.window.total // B)
+
+    def block(i: Index, carry: Any) -> Any:
+        dfeatures, dparameters = carry
+        i = blocks - 1 - i  # the last one first: in the columns that it shares with the one before it holds zeros
+        start, parameters, columns = work.block(i, B)
+
+        def tile(j: Index, carry: Any) -> Any:
+            dfeatures, totals = carry
+            tokens, features, part, drows = read((work.tokens, work.features, known, dfeatures), j * C, C)
+            dx = gradient_of_products(work, products(call, features, parameters), *sums_at(i, tokens, columns, part))
+            dx = lax.optimization_barrier(dx) if call.profile.whole else dx
+            pairs = enumerate(zip(drows, parameters, strict=True))
+            drows = tuple(d + of_feature(call, k, dx, p) for k, (d, p) in pairs)
+            terms = tuple(of_parameter(call, k, dx, f) for k, f in enumerate(features))
+            totals = terms if totals is None else tuple(map(jnp.add, totals, terms))
+            return work.vary((write(dfeatures, drows, j * C), totals))
+
+        if work.size == C and work.order.places is None:
+            dfeatures, totals = tile(0, (dfeatures, None))
+        else:
+            zeros = work.vary(tuple(jnp.zeros(p.shape, jnp.float32) for p in parameters))
+            dfeatures, totals = lax.fori_loop(0, work.turns(C), tile, (dfeatures, zeros))
+        sums = (total_sum(work, k, columns, x) for k, x in enumerate(totals))
+        return dfeatures, tuple(put_slice(out, x, start, v) for out, x in zip(dparameters, sums, strict=True))
+
+    def empty(p: jax.Array) -> jax.Array:
+        out = vary(jnp.zeros(p.shape, p.dtype), varying(p) | (set(call.axes.tensor) if call.shared else set()))
+        return to_bits(out) if call.profile.upcast else out
+
+    dfeatures = work.vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in work.features))
+    dfeatures, filled = loop(blocks, block, (dfeatures, tuple(map(empty, given.parameters))))
+    found = (from_bits(d, p.dtype) for d, p in zip(filled, given.parameters, strict=True))
+    dparameters = tuple(in_place(work, k, x) for k, x in enumerate(found))
+    return tuple(feature_sum(work, k, partial(slice_of, x), work.size) for k, x in enumerate(dfeatures)), dparameters

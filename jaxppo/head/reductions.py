@@ -1,0 +1,345 @@
+"""The statistics of a token's distribution as reductions over the columns of the vocabulary.
+
+Every statistic follows from a few numbers per token, of three kinds:
+
+    peaks   largest values over the columns; constants of differentiation
+    sums    sums over the columns of functions of a logit, relative to the peaks
+    top     the k largest logits with their ids; constants too
+
+Two disjoint sets of columns merge: the larger peaks, the sums rescaled to them and added, the k largest of both. So
+tiles and devices are alike. Gradients need no formula of their own: JAX differentiates `sums_of` tile by tile, and
+`finish` once per token. A new statistic is one line in `sums_of`, and one in `finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head.call import Asked, Names
+from jaxppo.head.head import Entropy, TokenStats
+from jaxppo.head.tile import LOW
+from jaxppo.sharding import ShardAxes, note, vary, varying
+
+NO_ID = 2**31 - 1  # the id of an empty place among the likeliest, which sorts last
+FARTHEST = 8.8e6  # e^16: a larger sum means a logit so far above the reference that the sum loses digits
+CONSTANT = ("squares", "count")  # sums without a gradient
+Sums = dict[str, jax.Array]
+
+
+class Tokens(NamedTuple):
+    """What a reduction reads of tokens beside their logits; None for what is not given."""
+
+    targets: Any  # i32[N]; None for a divergence of two heads
+    nucleus: Any = None  # i32[N, K]
+    ids: Any = None  # i32[N, K]
+    temperature: Any = None  # f32[N]
+
+
+class Reduced(NamedTuple):
+    """The numbers of N tokens over some columns."""
+
+    peaks: dict[str, jax.Array]  # [N] each
+    sums: Sums  # f32[N], and f32[N, K] of ids
+    top: tuple[jax.Array, jax.Array] | None = None  # f32[N, k] and i32[N, k]
+
+
+class Columns(NamedTuple):
+    """Some columns of the vocabulary."""
+
+    ids: jax.Array  # i32[B], rising
+    valid: jax.Array | None = None  # bool[B], False for padding and for another tile's columns; None if none is
+    apart: bool = False  # ids do not rise by one: they are of several pieces of the vocabulary
+    stored: bool = False  # logits lie in memory, so that one of them can be read: a sum over columns reads all again
+
+    def are(self, ids: jax.Array) -> jax.Array:
+        """One-hot `[C, B]` of one id per token."""
+        hot = self.ids[None] == ids[:, None]
+        return hot if self.valid is None else hot & self.valid[None]
+
+    def places(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The place of each id, and whether it is there."""
+        B = self.ids.shape[0]
+        if self.apart:
+            place = jnp.minimum(jnp.searchsorted(self.ids, ids).astype(jnp.int32), B - 1)
+            inside = self.ids[place] == ids
+        else:
+            place = ids - self.ids[0]
+            inside = (place >= 0) & (place < B)
+            place = jnp.where(inside, place, 0)
+        return place, inside if self.valid is None else inside & self.valid[place]
+
+    def nucleus(self, tokens: Tokens) -> jax.Array:
+        """bool[C, B], the columns that the sampler could draw, the target's included."""
+        ids = jnp.concatenate([tokens.nucleus, tokens.targets[:, None]], axis=1)
+        (place, inside), B = self.places(ids), self.ids.shape[0]
+        empty = vary(jnp.zeros((ids.shape[0], B), bool), varying(place) | varying(inside))
+        rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+        return empty.at[rows, jnp.where(inside, place, B)].set(True, mode="drop")
+
+
+def peaks_of(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, reference: Any) -> dict[str, jax.Array]:
+    """The largest logit or a reference in its place, the nucleus's, and a key: is the target a likeliest token?"""
+    z = lax.stop_gradient(z)
+    found = {"m": jnp.maximum(z.max(1), LOW) if reference is None else reference}  # all may be -inf
+    if tokens.nucleus is not None:
+        found["nucleus"] = jnp.where(columns.nucleus(tokens) & ~(z < LOW), z, LOW).max(1)
+    if "accuracy" in asked.logit_stats:  # integers that sort like logits; the lowest bit is set at the target
+        bits = lax.bitcast_convert_type(z, jnp.int32)
+        key = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
+        found["key"] = ((key & ~1) | columns.are(tokens.targets).astype(jnp.int32)).max(1)
+    return found
+
+
+def sums_of(
+    asked: Asked,
+    z: jax.Array,
+    peaks: dict[str, jax.Array],
+    tokens: Tokens,
+    columns: Columns,
+    differentiated: bool = False,
+) -> Sums:
+    """The sums over columns `[C, B]`, or only those through which a gradient flows: 0 * u costs as much as g * u."""
+    d = z - peaks["m"][:, None]
+    e = jnp.exp(d)
+    found = {"s": e.sum(1)}
+    if tokens.targets is not None and columns.stored and not differentiated:
+        place, inside = columns.places(tokens.targets[:, None])
+        found["z_y"] = jnp.where(inside, jnp.take_along_axis(z, place, axis=1), 0)[:, 0]
+    elif tokens.targets is not None:
+        found["z_y"] = jnp.where(columns.are(tokens.targets), z, 0).sum(1)
+    if asked.entropy == "bonus" or (asked.entropy == "metric" and not differentiated):
+        d = jnp.where(e > 0, d, 0) if differentiated else d  # it may be -inf, and its slope 0 * inf
+        found["u"] = jnp.where(e > 0, e * d, 0).sum(1)
+    if tokens.nucleus is not None:
+        inside = columns.nucleus(tokens) & ~(z < LOW)
+        found["nucleus"] = jnp.where(inside, jnp.exp(jnp.where(inside, z, LOW) - peaks["nucleus"][:, None]), 0).sum(1)
+    if "sum_p2" in asked.logit_stats and not differentiated:
+        found["squares"] = (e * e).sum(1)
+    if "mean_logit" in asked.logit_stats:
+        exists = ~(z <= LOW / 2)
+        found["total"] = jnp.where(exists, z, 0).sum(1)
+        if not differentiated:
+            found["count"] = exists.astype(jnp.float32).sum(1)
+    if tokens.ids is not None:
+        place, inside = columns.places(tokens.ids)
+        K = place.shape[1]
+        forward, backward = "logits of {K} ids per token, gathered from each tile", "one scatter-add per tile"
+        with note(f"gradients of {K} ids per token, {backward}" if differentiated else forward.format(K=K)):
+            found["ids"] = jnp.where(inside, jnp.take_along_axis(z, place, axis=1), 0)
+    return found
+
+
+def differentiated(asked: Asked, sums: Sums) -> Sums:
+    """Those of the sums through which a gradient flows."""
+    constant = CONSTANT if asked.entropy == "bonus" else (*CONSTANT, "u")
+    return {name: x for name, x in sums.items() if name not in constant}
+
+
+def left_for_gradients(asked: Asked, found: Reduced) -> Reduced:
+    """What a backward reads of the numbers: an entropy that is a metric leaves nothing."""
+    peaks = {name: x for name, x in found.peaks.items() if name != "key"}
+    constants = {name: found.sums[name] for name in ("count",) if name in found.sums}
+    return Reduced(peaks, differentiated(asked, found.sums) | constants)
+
+
+def reduced(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, reference: Any = None) -> Reduced:
+    """All numbers of one tile; sums are relative to the largest logits, or to a reference, which saves a reading."""
+    peaks = peaks_of(asked, z, tokens, columns, reference)
+    return Reduced(peaks, sums_of(asked, z, peaks, tokens, columns), top_of(z, columns, asked.top_k))
+
+
+def nothing(like: Reduced) -> Reduced:
+    """The numbers over no columns."""
+    low = {"m": LOW, "nucleus": LOW, "key": jnp.iinfo(jnp.int32).min}
+    peaks = {name: jnp.full(x.shape, low[name], x.dtype) for name, x in like.peaks.items()}
+    top = like.top and (jnp.full(like.top[0].shape, LOW, jnp.float32), jnp.full(like.top[1].shape, NO_ID, jnp.int32))
+    return Reduced(peaks, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.sums), top)
+
+
+def _rescaled(sums: Sums, old: dict[str, jax.Array], new: dict[str, jax.Array]) -> Sums:
+    """Sums relative to `old` peaks as sums relative to larger ones."""
+    delta = old["m"] - new["m"]
+    f, found = jnp.exp(delta), dict(sums)
+    found["s"] = sums["s"] * f
+    if "u" in sums:  # f can be 0 if delta is huge: then nothing is left of either sum
+        found["u"] = jnp.where(f > 0, f * (sums["u"] + sums["s"] * delta), 0)
+    if "squares" in sums:
+        found["squares"] = sums["squares"] * f**2
+    if "nucleus" in sums:
+        found["nucleus"] = sums["nucleus"] * jnp.exp(old["nucleus"] - new["nucleus"])
+    return found
+
+
+def merge(a: Reduced, b: Reduced) -> Reduced:
+    """The numbers over two disjoint sets of columns of the same tokens."""
+    peaks = jax.tree.map(jnp.maximum, a.peaks, b.peaks)
+    sums = jax.tree.map(jnp.add, _rescaled(a.sums, a.peaks, peaks), _rescaled(b.sums, b.peaks, peaks))
+    if a.top is None or b.top is None:
+        return Reduced(peaks, sums)
+    z, ids = (jnp.concatenate(pair, axis=-1) for pair in zip(a.top, b.top, strict=True))
+    return Reduced(peaks, sums, _first_of(z, ids, a.top[0].shape[-1]))
+
+
+def over_devices(found: Reduced, axes: ShardAxes) -> Reduced:
+    """The numbers over the whole vocabulary: one max, one sum, and a gather of the k largest, over the tensor axis."""
+    if not axes.tensor:
+        return found
+    found = jax.tree.map(lambda x: vary(x, axes.tensor), found)
+    key, peaks = _apart(found.peaks)
+    peaks = _at_once(lambda x: lax.pmax(x, axes.tensor), peaks) | lax.pmax(key, axes.tensor)
+    sums = _at_once(lambda x: lax.psum(x, axes.tensor), _rescaled(found.sums, found.peaks, peaks))
+    if found.top is None:
+        return Reduced(peaks, sums)
+    (z, ids), k = found.top, found.top[0].shape[1]
+    with note(f"{k} likeliest ids per token, gathered over the tensor axis"):
+        both = jnp.stack([lax.bitcast_convert_type(z, jnp.int32), ids])
+        bits, ids = lax.all_gather(both, axes.tensor, axis=2, tiled=True, to="invarying")
+    return Reduced(peaks, sums, _first_of(lax.bitcast_convert_type(bits, jnp.float32), ids, k))
+
+
+def over_parts(found: Reduced, names: Names) -> Reduced:
+    """The numbers over the whole vocabulary from a device's parts `[parts, N]`, merged in one order on any mesh.
+
+    A device merges its own parts first, and then those of all devices in the order of the vocabulary, which is that of
+    `names`, the tensor axes.
+    """
+    found = _in_pairs(found)
+    if not names:
+        return found
+
+    def gather(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(lax.all_gather(vary(x, names), names, to="invarying"), 0, 1)
+
+    key, peaks = _apart(found.peaks)
+    peaks, sums = _at_once(gather, (peaks, found.sums))  # one gather for all f32 numbers
+    key = {name: gather(x[None])[0] for name, x in key.items()}
+    top = None
+    if found.top is not None:
+        z, ids = (jnp.moveaxis(gather(x.T), 0, -1) for x in found.top)
+        top = z, ids
+    return _in_pairs(Reduced(peaks | key, sums, top))
+
+
+def _apart(peaks: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """The peak that is an integer, and the others."""
+    return {n: x for n, x in peaks.items() if n == "key"}, {n: x for n, x in peaks.items() if n != "key"}
+
+
+def _in_pairs(found: Reduced) -> Reduced:
+    while (count := found.peaks["m"].shape[0]) > 1:
+        pair = (jax.tree.map(lambda x, k=k: x[k:count:2], found) for k in (0, 1))
+        found = lax.optimization_barrier(merge(*pair))
+    return jax.tree.map(lambda x: x[0], found)
+
+
+def _at_once(reduce: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+    """Applies `reduce` once to all leaves, f32[N] or f32[N, K], stacked along the first dimension: one collective.
+
+    The result of `reduce` may have more dimensions, between the first and that of the tokens.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    rows = reduce(jnp.concatenate([x[None] if x.ndim == 1 else x.T for x in leaves]))
+    widths = [1 if x.ndim == 1 else x.shape[1] for x in leaves]
+    parts = jnp.split(rows, list(accumulate(widths))[:-1])
+    found = [x[0] if y.ndim == 1 else jnp.moveaxis(x, 0, -1) for x, y in zip(parts, leaves, strict=True)]
+    return jax.tree.unflatten(treedef, found)
+
+
+def top_of(z: jax.Array, columns: Columns, k: int) -> tuple[jax.Array, jax.Array] | None:
+    """The k largest logits of a tile and their ids; among equal logits the lowest id is first.
+
+    For k = 1 one reduction reads a logit and its id together, since comparing logits with their maximum is not safe: a
+    program may compute a logit twice, an ulp apart.
+    """
+    if not k:
+        return None
+    z, B = lax.stop_gradient(jnp.where(z == 0, 0, z)), z.shape[1]  # otherwise -0 would come behind 0
+    if k == 1:
+        ids = vary(jnp.broadcast_to(columns.ids[None], z.shape), varying(z))
+        z, ids = (x[:, None] for x in lax.reduce((z, ids), (jnp.float32(LOW), jnp.int32(NO_ID)), _before, (1,)))
+    else:
+        z, place = lax.top_k(z, min(k, B))
+        ids = columns.ids[place]
+    ids = jnp.where(z <= LOW / 2, NO_ID, ids)
+    missing = ((0, 0), (0, max(0, k - B)))
+    return jnp.pad(z, missing, constant_values=LOW), jnp.pad(ids, missing, constant_values=NO_ID)
+
+
+def _before(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+    return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
+
+
+def _first_of(z: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    z, ids = lax.sort((-z, ids), num_keys=2)
+    return -z[..., :k], ids[..., :k]
+
+
+def finish(asked: Asked, found: Reduced, tokens: Tokens, vocab_size: int, sums: Sums | None = None) -> TokenStats:
+    """The statistics from the numbers over the whole vocabulary; differentiable in `sums`, some of the numbers' own.
+
+    A target or an id outside the vocabulary makes log s NaN, and the gradient too.
+    """
+    peaks, sums = found.peaks, found.sums | (sums or {})
+
+    def inside(x: jax.Array, ids: jax.Array, least: int) -> jax.Array:
+        return _nan_unless(x, (ids >= least) & (ids < vocab_size))
+
+    def log_probs(z: jax.Array, m: jax.Array, log_s: jax.Array) -> jax.Array:
+        found = (z - m) - log_s
+        found = found - lax.stop_gradient(jnp.maximum(found, 0))  # above 0 by rounding only
+        return found + jnp.where(z <= LOW / 2, -jnp.inf, 0)
+
+    log_s = _nan_unless(jnp.log(sums["s"]), ~(peaks["m"] <= LOW / 2))
+    of_target = inside(jnp.log(sums["nucleus"]) if "nucleus" in sums else log_s, tokens.targets, 0)
+    stats = {"log_probs": log_probs(sums["z_y"], peaks.get("nucleus", peaks["m"]), of_target)}
+    if "u" in sums:
+        entropy = log_s - sums["u"] / sums["s"]
+        stats["entropy"] = entropy if asked.entropy == "bonus" else lax.stop_gradient(entropy)
+    if "log_z" in asked.logit_stats:
+        stats["log_z"] = peaks["m"] + log_s
+    if "total" in sums:
+        stats["mean_logit"] = sums["total"] / jnp.maximum(sums["count"], 1)
+    if "key" in peaks:
+        stats["accuracy"] = (peaks["key"] & 1).astype(jnp.float32)
+    if "squares" in sums:
+        stats["sum_p2"] = lax.stop_gradient(sums["squares"] * jnp.exp(-2 * log_s))
+    if "ids" in sums:
+        of_ids = inside(jnp.broadcast_to(log_s[:, None], tokens.ids.shape), tokens.ids, -1)
+        of_ids = log_probs(sums["ids"], peaks["m"][:, None], of_ids)
+        stats["id_log_probs"] = jnp.where(tokens.ids == -1, -jnp.inf, of_ids)
+    if found.top is not None:
+        z, ids = found.top
+        of_top = lax.stop_gradient(log_probs(z, peaks["m"][:, None], log_s[:, None]))
+        stats["top_ids"] = jnp.where(ids == NO_ID, -1, ids)
+        stats["top_log_probs"] = jnp.where(ids == NO_ID, -jnp.inf, of_top)
+    return TokenStats(**stats, entropy_mode=asked.entropy)
+
+
+def differentiable(asked: Asked, of_stats: TokenStats) -> tuple[Asked, dict[str, jax.Array]]:
+    """What a backward asks for, and the cotangents of that; an entropy that is a metric is as if it were not there."""
+    names = tuple(name for name in asked.logit_stats if name in ("log_z", "mean_logit"))
+    entropy: Entropy = "bonus" if asked.entropy == "bonus" else "none"
+    given = {name: getattr(of_stats, name) for name in ("log_probs", *names, "id_log_probs")}
+    given |= {"entropy": of_stats.entropy} if entropy == "bonus" else {}
+    return Asked(entropy, names), {name: x for name, x in given.items() if x is not None}
+
+
+def with_cotangent(of_stats: dict[str, jax.Array]) -> jax.Array:
+    """bool[N], the tokens with a cotangent that is not 0."""
+    return jnp.stack([(x != 0).reshape(x.shape[0], -1).any(1) for x in of_stats.values()]).any(0)
+
+
+@jax.custom_vjp
+def _nan_unless(x: jax.Array, ok: jax.Array) -> jax.Array:
+    """x, or NaN; a cotangent that is not 0 becomes NaN too."""
+    return jnp.where(ok, x, jnp.nan)
+
+
+_nan_unless.defvjp(lambda x, ok: (_nan_unless(x, ok), ok), lambda ok, g: (jnp.where(ok | (g == 0), g, jnp.nan), None))

@@ -1,0 +1,211 @@
+"""One device's part of a call, and the walk over its tiles that finds the statistics of tokens.
+
+`sweep` takes a chunk of tokens by a block of columns at a time, and merges the numbers of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxppo.head import reductions
+from jaxppo.head.border import (
+    Axes,
+    Index,
+    Local,
+    Order,
+    Tree,
+    Window,
+    axes_of,
+    parts_of,
+    put_slice,
+    slice_of,
+    whole_features,
+    whole_parameter,
+    without_padding,
+)
+from jaxppo.head.call import HeadCall
+from jaxppo.head.plan import Plan
+from jaxppo.head.reductions import Columns, Reduced, Tokens
+from jaxppo.head.tile import LOW, Features, Parameters, dot, logits, products, scaled
+from jaxppo.sharding import note, vary, wider_dtype
+
+
+class Work(NamedTuple):
+    """One device's part of a call: tokens in order, padded to whole tiles, and its columns."""
+
+    call: HeadCall
+    plan: Plan
+    axes: Axes
+    order: Order
+    features: Features  # [N', f]
+    tokens: Tokens  # [N', ...]
+    given: Local
+    window: Window
+    whole: Parameters | None  # the parameters of all columns held, None if they are gathered block by block
+
+    @classmethod
+    def of(cls, call: HeadCall, plan: Plan, given: Local) -> Work:
+        axes, N = axes_of(call, given), given.size(call)
+        alone = plan.chunk >= N and not plan.one_pass and not call.deterministic  # a single tile keeps tokens in place
+        order = Order.of(call, None if alone else given.counts, N, axes if plan.one_pass else frozenset())
+        least = 2 if call.deterministic else 1  # a loop of one turn would be compiled as another program
+        size = plan.group * max(least, -(-N // plan.group))
+        features, tokens = order.put((tuple(whole_features(call, axes)(x) for x in given.features), given.tokens), size)
+        by_block = plan.by_block and bool(call.h_names or call.gathered_v)
+        window = Window.of(call, given.parameters[0].shape[call.v_dim], by_block)
+        whole = None if by_block else tuple(whole_parameter(call, k, axes)(p) for k, p in enumerate(given.parameters))
+        return cls(call, plan, axes, order, features, tokens, given, window, whole)
+
+    @property
+    def size(self) -> int:
+        """N', the number of tokens with padding."""
+        return self.features[0].shape[0]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype in which products are multiplied."""
+        return wider_dtype(self.features[0].dtype, self.given.parameters[0].dtype)
+
+    def vary(self, tree: Tree) -> Tree:
+        """A loop's carry must vary over all axes from the start."""
+        return jax.tree.map(lambda x: vary(x, self.axes), tree)
+
+    def vary_results(self, tree: Tree) -> Tree:
+        """Results of tokens are equal along the tensor axis."""
+        return jax.tree.map(lambda x: vary(x, self.axes - set(self.call.axes.tensor)), tree)
+
+    def block(self, i: Index, size: int) -> tuple[Index, Parameters, Columns]:
+        """The place of block i in what the device holds, its parameters and its columns."""
+        call, (start, columns) = self.call, self.window.block(i, size)
+        held = self.given.parameters if self.whole is None else self.whole
+        parts = (slice_of(p, start, size, call.v_dim, call.profile.upcast) for p in held)
+        if self.whole is None:
+            parts = (whole_parameter(call, k, self.axes)(p) for k, p in enumerate(parts))
+        return start, tuple(without_padding(call, columns, p) for p in parts), columns
+
+    def to_logits(self, tokens: Tokens, columns: Columns) -> Callable[[jax.Array], jax.Array]:
+        return partial(logits, self.call.transform, temperature=tokens.temperature, valid=columns.valid)
+
+    def numbers(
+        self, tokens: Tokens, features: Features, parameters: Parameters, columns: Columns
+    ) -> tuple[Reduced, jax.Array]:
+        """The numbers of a tile, and its products."""
+        asked, x = self.call.asked, products(self.call, features, parameters)
+        to_logits = self.to_logits(tokens, columns)
+        refers = self.plan.references and not columns.apart and columns.ids.shape[0] == self.window.total
+        if not refers:
+            return self.vary(reductions.reduced(asked, to_logits(x), tokens, columns)), x
+        own, z_y = self.target_logits(tokens, features, parameters, columns)
+        found = self.vary(reductions.reduced(asked, to_logits(x), tokens, columns, z_y))
+        found.sums["z_y"] = self.vary(own)  # known already: XLA leaves the other one out
+        far = ~(found.sums["s"] <= reductions.FARTHEST) | (z_y <= LOW / 2)
+
+        def exactly() -> Reduced:  # in products of their own, an eighth at a time: the chunk's logits exist once
+            given, C = lax.optimization_barrier((tokens, features)), x.shape[0]
+            n = C // 8 if C % 64 == 0 else C
+
+            def part(j: Index, total: Reduced) -> Reduced:
+                some, its = read(given, j * n, n)
+                z = self.to_logits(some, columns)(products(self.call, its, parameters))
+                return write(total, self.vary(reductions.reduced(asked, z, some, columns)), j * n)
+
+            again = loop(C // n, part, self.vary(reductions.nothing(found)))
+            return jax.tree.map(lambda x, y: jnp.where(far, x, y), again, found)  # no token changes another's bits
+
+        with note("rarely: sums of tokens far from their maximum"):
+            return lax.cond(far.any(), exactly, lambda: found), x
+
+    def target_logits(
+        self, tokens: Tokens, features: Features, parameters: Parameters, columns: Columns
+    ) -> tuple[jax.Array, jax.Array]:
+        """The targets' logits: of those that this device holds, 0 for the others, and of all devices."""
+        place, inside = columns.places(tokens.targets)
+        x = jnp.float32(0)
+        for f, p, scale in zip(features, parameters, self.call.scales, strict=True):
+            rows = jnp.moveaxis(p, self.call.v_dim, 0).at[place].get(mode="promise_in_bounds")
+            x = x + scaled(scale, dot(self.call, f, rows, (1, 1), batch=True))
+        z = logits(self.call.transform, x[:, None], tokens.temperature, None)[:, 0]
+        z, names = self.vary(jnp.where(inside, z, LOW)), self.call.axes.tensor
+        return jnp.where(inside, z, 0), self.vary(lax.pmax(z, names)) if names else z
+
+    def over_devices(self, found: Reduced) -> Reduced:
+        return reductions.over_devices(found, self.call.axes)
+
+    def width(self, columns: int) -> int:
+        """The size of blocks of about so many columns, which are of all pieces if blocks are gathered one by one."""
+        pieces = self.window.bases.shape[0] if self.window.each else 1
+        return min(self.window.total, max(128, columns // pieces) if pieces > 1 else columns)
+
+    def turns(self, size: int) -> Index:
+        """How many tiles of that many tokens have one that counts; the most is there for `audit` to read."""
+        turns = -(-self.order.counted // size)
+        return turns if isinstance(turns, int) else jnp.minimum(turns, -(-self.size // size))
+
+    def counts(self, start: Index, size: int) -> jax.Array | None:
+        """bool[size], the tokens that count; None for all."""
+        if isinstance(self.order.counted, int) and self.order.counted == self.size:
+            return None
+        return start + jnp.arange(size, dtype=jnp.int32) < self.order.counted
+
+
+def loop(turns: Index, body: Callable[[Index, Tree], Tree], carry: Tree) -> Tree:
+    if isinstance(turns, int) and turns == 1:
+        return body(0, carry)
+    found: Tree = lax.fori_loop(0, turns, body, carry)
+    return found
+
+
+def read(tree: Tree, start: Index, size: int) -> Tree:
+    return jax.tree.map(lambda x: slice_of(x, start, size), tree)
+
+
+def write(tree: Tree, part: Tree, start: Index) -> Tree:
+    return jax.tree.map(lambda x, new: put_slice(x, new, start), tree, part)
+
+
+def sweep(work: Work) -> Reduced:
+    """The numbers of all tokens over the whole vocabulary, in order."""
+    call, (C, B) = work.call, (work.plan.chunk, work.plan.columns)
+    parts = parts_of(call, work.window.own * work.window.bases.shape[0])
+    B = work.width(B)
+    blocks = -(-work.window.total // B)
+
+    def tile(i: Index, j: Index) -> Reduced:
+        _, parameters, columns = work.block(i, B)
+        return work.numbers(*read((work.tokens, work.features), j * C, C), parameters, columns)[0]
+
+    shapes = jax.eval_shape(lambda: tile(0, 0))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((work.size, *x.shape[1:]), x.dtype), shapes)
+    start, turns = work.vary(reductions.nothing(like)), work.turns(C)
+    if parts:
+
+        def part(i: Index) -> Reduced:
+            return lax.fori_loop(0, turns, lambda j, found: write(found, tile(i, j), j * C), start)
+
+        with note(f"{parts * call.axes.size(call.axes.tensor)} parts whatever the tensor axis"):
+            names = tuple(n for n in call.v_names if n in call.axes.tensor) or call.axes.tensor
+            return reductions.over_parts(lax.map(part, jnp.arange(parts, dtype=jnp.int32)), names)
+
+    def merged(i: Index, j: Index, found: Reduced) -> Reduced:
+        return reductions.merge(found, tile(i, j))
+
+    def chunk(j: Index, found: Reduced) -> Reduced:
+        first = tile(0, j)
+        sums = first if blocks == 1 else lax.fori_loop(1, blocks, lambda i, s: work.vary(merged(i, j, s)), first)
+        return write(found, sums, j * C)
+
+    def block(i: Index, found: Reduced) -> Reduced:
+        def chunk(j: Index, found: Reduced) -> Reduced:
+            return write(found, work.vary(merged(i, j, read(found, j * C, C))), j * C)
+
+        return loop(turns, chunk, found)
+
+    if work.whole is None:
+        return work.over_devices(loop(blocks, block, start))
+    return work.over_devices(lax.fori_loop(0, turns, chunk, start) if call.deterministic else loop(turns, chunk, start))
