@@ -198,9 +198,7 @@ def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tup
     of_s = sum(a * b for a, b in zip(g, slopes, strict=True)) / jnp.exp(known[0][1])
     of = unless(counts, (g, of_s))
     peaks, teacher = (unless(counts, known[0][0], -LOW), unless(counts, known[0][1])), unless(counts, known[1])
-    two = Work.of(call.teacher, plan_of_second(call.student, given), other)
-    in_order = two.order.put(counts, two.size)
-    two = two._replace(features=unless(in_order, two.features))
+    two = Work.of(call.teacher, plan_of_second(call.student, given), other, counts)
 
     def sums_at(i: Index, work: Work, tokens: Tokens, columns: Columns, part: Any) -> Any:
         (own, its, (of_values, of_s)), (other_tokens, features) = part

@@ -129,9 +129,8 @@ def second_pass(
 ) -> Local:
     """The cotangents of `given`, see `second`; `known` holds arrays of tokens, `beside` arrays of tokens in order."""
     given, known, beside = jax.tree.map(once, (given, known, beside))
-    work = Work.of(call, plan_of_second(call, given), given)
-    features = unless(work.order.put(counts, work.size), work.features)
-    work = work._replace(features=work.vary(features))
+    work = Work.of(call, plan_of_second(call, given), given, counts)
+    work = work._replace(features=work.vary(work.features))
     known = work.vary(work.order.put(known, work.size))
     known = known if beside is None else (known, work.vary(beside))
     with note(f"gradients, {work.plan}"):

@@ -27,9 +27,9 @@ from jaxppo.head.border import (
     unless,
     whole_parameter,
 )
-from jaxppo.head.call import Names
+from jaxppo.head.call import HeadCall, Names
 from jaxppo.head.reductions import Columns, Sums, Tokens
-from jaxppo.head.ring import summed
+from jaxppo.head.ring import Term, summed
 from jaxppo.head.sweep import Work, loop, read, write
 from jaxppo.head.tile import Features, Parameters, of_feature, of_parameter, products
 from jaxppo.sharding import vary, varying
@@ -61,7 +61,9 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
         results, dx_all = carry
         at = g * G + j * C
         tokens, features, of_tokens = read((work.tokens, work.features, per_token), at, C)
-        found, x = work.numbers(tokens, features, parameters, columns)
+        tile = tokens, features, parameters, columns
+        known = work.references(work.target_logits(*tile)) if work.refers(columns) else None
+        found, x = work.numbers(*tile, known)
         found, counts = work.over_devices(found), work.counts(at, C)
 
         def losses_of(sums: Sums) -> Any:
@@ -100,7 +102,8 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
     else:
         totals = work.vary(tuple(jnp.zeros(p.shape, jnp.float32) for p in parameters))
         results, dfeatures, totals = lax.fori_loop(0, work.turns(G), group, (results, dfeatures, totals))
-        found = tuple(total_sum(work, k, columns, x) for k, x in enumerate(totals))
+        terms = (partial(matrix_part, x, call.v_dim) for x in totals)
+        found = tuple(parameter_sum(work, k, columns, term) for k, term in enumerate(terms))
     return results, dfeatures, tuple(in_place(work, k, x) for k, x in enumerate(found))
 
 
@@ -152,59 +155,41 @@ class Done(NamedTuple):
         """The gradient of the group's features, summed over devices unless a scatter does that later."""
         work, G, p = self.work, self.dx.shape[0], self.parameters[k]
 
-        def term(start: Index, size: int) -> jax.Array:
+        def term(start: Index, size: int, first: Index, width: int) -> jax.Array:
             if size == G:
                 return self.of_written(lambda n: pad_rows(of_feature(work.call, k, self.dx[:n], p), G))
 
             def product() -> jax.Array:
-                return of_feature(work.call, k, slice_of(self.dx, start, size), p)
+                part = slice_of(p, first, width, 1 - work.call.v_dim)
+                return of_feature(work.call, k, slice_of(self.dx, start, size), part)
 
             if isinstance(self.written, int):
                 return self.apart(product)
-            zeros = work.vary(jnp.zeros((size, self.features[k].shape[1]), jnp.float32))
+            zeros = work.vary(jnp.zeros((size, width), jnp.float32))
             found: jax.Array = lax.cond(start < self.written * self.step, product, lambda: zeros)
             return found
 
         return feature_sum(work, k, term, G)
 
-    def parameter_term(self, k: int) -> Callable[[Index, int], jax.Array]:
-        """The f32 gradient of some columns of a parameter: reads these columns of dx alone."""
+    def parameter_term(self, k: int) -> Term:
+        """The f32 gradient of a part of a parameter."""
 
-        def term(start: Index, size: int) -> jax.Array:
-            def product(n: int) -> jax.Array:
-                f = self.features[k][:n]
-                dx = (
-                    self.dx[:n]
-                    if size == self.dx.shape[1]
-                    else lax.dynamic_slice(self.dx, (jnp.zeros_like(start), start), (n, size))
-                )
-                return of_parameter(self.work.call, k, dx, f)
-
-            return self.of_written(product)
-
-        return term
-
-    def by_features(self, k: int) -> Callable[[Index, int], jax.Array]:
-        """The f32 gradient of some features of a parameter."""
-
-        def term(start: Index, size: int) -> jax.Array:
-            def product(n: int) -> jax.Array:
-                return of_parameter(self.work.call, k, self.dx[:n], slice_of(self.features[k][:n], start, size, 1))
-
-            return self.of_written(product)
+        def term(*part: Any) -> jax.Array:
+            call, dx, f = self.work.call, self.dx, self.features[k]
+            return self.of_written(lambda n: parameter_part(call, k, dx, f, n, *part))
 
         return term
 
     def of_parameter(self, k: int) -> jax.Array:
-        return parameter_sum(self.work, k, self.columns, self.parameter_term(k), self.by_features(k))
+        return parameter_sum(self.work, k, self.columns, self.parameter_term(k))
 
     def added(self, k: int, total: jax.Array) -> jax.Array:
         """`total` and the f32 gradient of a parameter. CPUs add some columns at a time, and never hold the second."""
-        term, V, v = self.parameter_term(k), self.dx.shape[1], self.work.call.v_dim
+        term, V, v, f = self.parameter_term(k), self.dx.shape[1], self.work.call.v_dim, self.features[k].shape[1]
         B = V if self.work.call.profile.whole else min(V, self.work.call.profile.columns)
 
         def add(start: Index, size: int, total: jax.Array) -> jax.Array:
-            return put_slice(total, slice_of(total, start, size, v) + term(start, size), start, v)
+            return put_slice(total, slice_of(total, start, size, v) + term(start, size, 0, f), start, v)
 
         total = loop(V // B, lambda i, total: add(i * B, B, total), total)
         return add(V - V % B, V % B, total) if V % B else total
@@ -214,21 +199,28 @@ def pad_rows(x: jax.Array, count: int) -> jax.Array:
     return x if x.shape[0] == count else jnp.pad(x, ((0, count - x.shape[0]), (0, 0)))
 
 
-def feature_sum(work: Work, k: int, term: Callable[[Index, int], jax.Array], count: int) -> jax.Array:
+def parameter_part(
+    call: HeadCall, k: int, dx: jax.Array, f: jax.Array, n: int, start: Index, size: int, first: Index, width: int
+) -> jax.Array:
+    """The f32 gradient of `size` columns of parameter k, of their `width` features from `first` on, by n tokens."""
+    return of_parameter(call, k, matrix_part(dx, 0, 0, n, start, size), matrix_part(f, 0, 0, n, first, width))
+
+
+def matrix_part(x: jax.Array, dim: int, start: Index, size: int, first: Index, width: int) -> jax.Array:
+    """A part of a matrix, `size` of dimension `dim`. XLA for TPUs would copy what lies between two slices."""
+    at, shape = ((start, first), (size, width)) if dim == 0 else ((first, start), (width, size))
+    return x if shape == x.shape else lax.dynamic_slice(x, at, shape, allow_negative_indices=False)
+
+
+def feature_sum(work: Work, k: int, term: Term, count: int) -> jax.Array:
     """Gradients of `count` rows of features, summed over the axes that the features lack, unless a scatter follows."""
     primal = work.given.features[k]
     if work.call.sequence_parallel:
-        return term(0, count)
-    return summed(work.call, term, 0, count, work.axes - varying(primal), primal.dtype)
+        return term(0, count, 0, primal.shape[2])
+    return summed(work.call, term, 0, count, primal.shape[2], work.axes - varying(primal), primal.dtype)
 
 
-def parameter_sum(
-    work: Work,
-    k: int,
-    columns: Columns,
-    term: Callable[[Index, int], jax.Array],
-    by_features: Callable[[Index, int], jax.Array],
-) -> jax.Array:
+def parameter_sum(work: Work, k: int, columns: Columns, term: Term) -> jax.Array:
     """The gradient of some columns of a parameter as the device holds them, summed over devices, in its dtype.
 
     A share of a ring is of columns, since a share of the features reads all of dx; unless FSDP shards the features.
@@ -238,24 +230,18 @@ def parameter_sum(
     keep = varying(primal) | (set(call.axes.tensor) if call.shared else set())
     wide, v = call.sum_dtype == "float32", call.v_dim
     h_names: Names = call.h_names if k == 0 else ()
-    length = columns.ids.shape[0]
+    length, width = columns.ids.shape[0], work.features[k].shape[1]
     if not call.gathered_v:
         if h_names:
-            width = primal.shape[1 - v] * lax.axis_size(h_names)
-            return summed(call, by_features, 1 - v, width, work.axes - keep, primal.dtype, h_names, wide)
-        return summed(call, term, v, length, work.axes - keep, primal.dtype, wide=wide)
-    total = term(0, length)
+            by_features: Term = lambda start, size, first, width: term(first, width, start, size)  # noqa: E731
+            return summed(call, by_features, 1 - v, width, length, work.axes - keep, primal.dtype, h_names, wide)
+        return summed(call, term, v, length, width, work.axes - keep, primal.dtype, wide=wide)
+    total = term(0, length, 0, width)
     total = total if wide else rounded(total, primal.dtype)
     shape = list(primal.shape)
     shape[v] = length // work.window.bases.shape[0]
     like = vary(jnp.zeros(shape, total.dtype), keep)
     return rounded(back(whole_parameter(call, k, work.axes), like, total), primal.dtype)
-
-
-def total_sum(work: Work, k: int, columns: Columns, total: jax.Array) -> jax.Array:
-    """`parameter_sum` of a device's f32 gradient that exists already."""
-    by_columns, by_features = (partial(slice_of, total, dim=dim) for dim in (work.call.v_dim, 1 - work.call.v_dim))
-    return parameter_sum(work, k, columns, by_columns, by_features)
 
 
 def in_place(work: Work, k: int, found: jax.Array) -> jax.Array:
@@ -293,16 +279,19 @@ def second(
             dx = lax.optimization_barrier(dx) if call.profile.whole else dx
             pairs = enumerate(zip(drows, parameters, strict=True))
             drows = tuple(d + of_feature(call, k, dx, p) for k, (d, p) in pairs)
-            terms = tuple(of_parameter(call, k, dx, f) for k, f in enumerate(features))
-            totals = terms if totals is None else tuple(map(jnp.add, totals, terms))
-            return work.vary((write(dfeatures, drows, j * C), totals))
+            dfeatures = work.vary(write(dfeatures, drows, j * C))
+            if totals is None:
+                return dfeatures, tuple(partial(parameter_part, call, k, dx, f, C) for k, f in enumerate(features))
+            terms = (of_parameter(call, k, dx, f) for k, f in enumerate(features))
+            return dfeatures, work.vary(tuple(map(jnp.add, totals, terms)))
 
-        if work.size == C and work.order.places is None:
-            dfeatures, totals = tile(0, (dfeatures, None))
+        if work.size == C and work.order.places is None:  # a ring's products are computed beside its messages
+            dfeatures, terms = tile(0, (dfeatures, None))
         else:
             zeros = work.vary(tuple(jnp.zeros(p.shape, jnp.float32) for p in parameters))
             dfeatures, totals = lax.fori_loop(0, work.turns(C), tile, (dfeatures, zeros))
-        sums = (total_sum(work, k, columns, x) for k, x in enumerate(totals))
+            terms = tuple(partial(matrix_part, x, v) for x in totals)
+        sums = (parameter_sum(work, k, columns, term) for k, term in enumerate(terms))
         return dfeatures, tuple(put_slice(out, x, start, v) for out, x in zip(dparameters, sums, strict=True))
 
     def empty(p: jax.Array) -> jax.Array:
@@ -313,4 +302,6 @@ def second(
     dfeatures, filled = loop(blocks, block, (dfeatures, tuple(map(empty, given.parameters))))
     found = (from_bits(d, p.dtype) for d, p in zip(filled, given.parameters, strict=True))
     dparameters = tuple(in_place(work, k, x) for k, x in enumerate(found))
-    return tuple(feature_sum(work, k, partial(slice_of, x), work.size) for k, x in enumerate(dfeatures)), dparameters
+    return tuple(
+        feature_sum(work, k, partial(matrix_part, x, 0), work.size) for k, x in enumerate(dfeatures)
+    ), dparameters

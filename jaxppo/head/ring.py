@@ -2,7 +2,7 @@
 
 A sum goes around a ring of devices. Each device ends with one share of it, or with all shares if they are gathered. The
 sum of a share starts at the device behind the share's own, and each device adds its term. Half of a share goes around
-one way, half the other way, since a link carries both at once. Where there is no ring, one collective sums.
+one way, half the other way, since a link carries both at once. Where there is no ring, collectives sum it in blocks.
 """
 
 from __future__ import annotations
@@ -19,21 +19,32 @@ from jaxppo.head.border import Axes, Index, put_slice, rounded
 from jaxppo.head.call import HeadCall, Names
 from jaxppo.sharding import unvary, vary
 
-Term = Callable[[Index, int], jax.Array]  # term(start, size): a part of this device's term along one dimension
+# term(start, size, first, width): a part of this device's term, `size` of one dimension, and `width` of the other
+Term = Callable[[Index, int, Index, int], jax.Array]
 UNIT, LANES = 16, 128
-LARGE = 2**25  # numbers of a sum that is made in two blocks, one after the other, which takes less memory
+MOST = 4  # the most devices of a ring: the messages of more share links, where their order is that of the mesh
+LARGE = 2**25  # numbers of a sum that is made in blocks, one after the other, which takes less memory
 
 
 def summed(
-    call: HeadCall, term: Term, dim: int, length: int, axes: Axes, dtype: Any, scatter: Names = (), wide: bool = True
+    call: HeadCall,
+    term: Term,
+    dim: int,
+    length: int,
+    width: int,
+    axes: Axes,
+    dtype: Any,
+    scatter: Names = (),
+    wide: bool = True,
 ) -> jax.Array:
     """The sum of terms over `axes`, rounded to `dtype` behind the sum.
 
     Args:
       call: the static part of the call.
-      term: parts of this device's term along `dim`, f32.
+      term: parts of this device's term, f32; sizes are counted along `dim` first.
       dim: the dimension that is cut into shares, 0 or 1.
       length: its size.
+      width: the size of the other dimension.
       axes: the mesh axes to sum over.
       dtype: that of the result.
       scatter: the axes that shard `dim` of the result; each device keeps its share.
@@ -47,34 +58,64 @@ def summed(
     def done(x: jax.Array) -> jax.Array:
         return rounded(lax.psum(x, rest) if rest else x, dtype)
 
-    fits = length % (2 * n * UNIT) == 0 and scatter == names if scatter else length >= 2 * n * LANES
-    if n == 1 or not call.profile.rings or not fits:
-        total = given(0, length)
+    def at_once(start: Index, size: int) -> jax.Array:
         if scatter:
-            total = lax.psum_scatter(total, scatter, scatter_dimension=dim, tiled=True)
-        elif names:
-            total = lax.psum(total, names)
-        return done(total)
-    width = math.prod(jax.eval_shape(lambda: given(0, length)).shape) // length
+            x = given(0, length, start, size)
+            return done(lax.psum_scatter(x, scatter, scatter_dimension=dim, tiled=True))
+        x = given(start, size, 0, width)
+        return done(lax.psum(x, names) if names else x)
+
+    fits = length % (2 * n * UNIT) == 0 and scatter == names if scatter else length >= 2 * n * LANES
+    if n == 1 or n > MOST or not call.profile.rings or not fits:
+        count = -(-length * width // LARGE) if n > 1 else 1
+        return in_blocks(at_once, *((1 - dim, width) if scatter else (dim, length)), count)
     blocks = 1 if scatter or length < 4 * n * LANES or length * width < LARGE else 2
-    size = -(-length // (2 * n * blocks * UNIT)) * UNIT  # the last share overlaps the one before: both hold its sum
+    # A product for half a share reads the operand of the other half too, so the longer side is cut.
+    cut = 0 if scatter or length >= n * blocks * width else width // 2 // LANES * LANES
+    pieces = n * blocks * (1 if cut else 2)
+    size = -(-length // (pieces * UNIT)) * UNIT
+    sides = ((0, cut), (cut, width - cut)) if cut else ((0, width), (0, width))
 
     def block(b: Index, out: jax.Array) -> jax.Array:
         def start(share: Index, half: int) -> Index:
-            return jnp.minimum(((2 * share + half) * blocks + b) * size, length - size)
+            return start_of((share if cut else 2 * share + half) * blocks + b, size, length)
 
-        halves = [done(x) for x in ring_sum(lambda share, half: given(start(share, half), size), names)]
-        if scatter:
-            return jnp.concatenate(halves, dim)
-        return ring_gather(halves, names, lambda out, share, half, x: put_slice(out, x, start(share, half), dim), out)
+        def put(out: jax.Array, share: Index, half: int, x: jax.Array) -> jax.Array:
+            at = (start(share, half), sides[half][0])
+            return lax.dynamic_update_slice(out, x, at if dim == 0 else at[::-1], allow_negative_indices=False)
 
-    like = jax.eval_shape(lambda: given(0, size))
-    shape = (length, like.shape[1]) if dim == 0 else (like.shape[0], length)
+        halves = ring_sum(lambda share, half: given(start(share, half), size, *sides[half]), names)
+        halves = [done(x) for x in halves]
+        return jnp.concatenate(halves, dim) if scatter else ring_gather(halves, names, put, out)
+
+    like = jax.eval_shape(lambda: given(0, size, *sides[0]))
     kept = frozenset(like.manual_axis_type.varying) - set(rest)
     if scatter:
         return block(0, vary(lax.empty((1, 1), dtype), kept))
-    out = vary(lax.empty(shape, dtype), kept)
+    out = vary(lax.empty((length, width) if dim == 0 else (width, length), dtype), kept)
     return unvary(block(0, out) if blocks == 1 else lax.fori_loop(0, blocks, block, out), names)
+
+
+def start_of(i: Index, size: int, length: int) -> Index:
+    """Where the i-th of blocks starts, of which the last one overlaps the one before it: both hold the same there."""
+    unit = math.gcd(size, length - size)  # a factor of all starts, which tells XLA how they are aligned
+    return unit * jnp.minimum(i * (size // unit), (length - size) // unit)
+
+
+def in_blocks(part: Callable[[Index, int], jax.Array], dim: int, length: int, count: int) -> jax.Array:
+    """The array of which part(start, size) is a block along `dim`, made in about `count` blocks."""
+    size = -(-length // (count * LANES)) * LANES
+    if size >= length:
+        return part(0, length)
+    like = jax.eval_shape(lambda: part(0, size))
+    shape = (length, like.shape[1]) if dim == 0 else (like.shape[0], length)
+
+    def block(b: Index, out: jax.Array) -> jax.Array:
+        start = start_of(b, size, length)
+        return put_slice(out, part(start, size), start, dim)
+
+    out = vary(jnp.zeros(shape, like.dtype), frozenset(like.manual_axis_type.varying))
+    return lax.fori_loop(0, -(-length // size), block, out)
 
 
 def ring_sum(term: Callable[[Index, int], jax.Array], names: Names) -> list[jax.Array]:

@@ -25,6 +25,7 @@ from jaxppo.head.border import (
     parts_of,
     put_slice,
     slice_of,
+    unless,
     whole_features,
     whole_parameter,
     without_padding,
@@ -34,6 +35,8 @@ from jaxppo.head.plan import Plan
 from jaxppo.head.reductions import Columns, Reduced, Tokens
 from jaxppo.head.tile import LOW, Features, Parameters, dot, logits, products, scaled
 from jaxppo.sharding import note, vary, wider_dtype
+
+References = tuple[jax.Array, jax.Array] | None  # f32[C] of a chunk, see `Work.references`
 
 
 class Work(NamedTuple):
@@ -50,13 +53,15 @@ class Work(NamedTuple):
     whole: Parameters | None  # the parameters of all columns held, None if they are gathered block by block
 
     @classmethod
-    def of(cls, call: HeadCall, plan: Plan, given: Local) -> Work:
+    def of(cls, call: HeadCall, plan: Plan, given: Local, clean: jax.Array | None = None) -> Work:
+        """The work of a call; the features are 0 where `clean` is False, bool[N]."""
         axes, N = axes_of(call, given), given.size(call)
-        alone = plan.chunk >= N and not plan.one_pass and not call.deterministic  # a single tile keeps tokens in place
+        alone = plan.chunk >= N and not call.deterministic  # a single chunk keeps tokens in place
         order = Order.of(call, None if alone else given.counts, N, axes if plan.one_pass else frozenset())
         least = 2 if call.deterministic else 1  # a loop of one turn would be compiled as another program
         size = plan.group * max(least, -(-N // plan.group))
-        features, tokens = order.put((tuple(whole_features(call, axes)(x) for x in given.features), given.tokens), size)
+        features = tuple(unless(clean, whole_features(call, axes)(x)) for x in given.features)
+        features, tokens = order.put((features, given.tokens), size)
         by_block = plan.by_block and bool(call.h_names or call.gathered_v)
         window = Window.of(call, given.parameters[0].shape[call.v_dim], by_block)
         whole = None if by_block else tuple(whole_parameter(call, k, axes)(p) for k, p in enumerate(given.parameters))
@@ -93,46 +98,52 @@ class Work(NamedTuple):
         return partial(logits, self.call.transform, temperature=tokens.temperature, valid=columns.valid)
 
     def numbers(
-        self, tokens: Tokens, features: Features, parameters: Parameters, columns: Columns
+        self, tokens: Tokens, features: Features, parameters: Parameters, columns: Columns, references: References
     ) -> tuple[Reduced, jax.Array]:
-        """The numbers of a tile, and its products."""
+        """The numbers of a tile, relative to its references if there are any, and its products."""
         asked, x = self.call.asked, products(self.call, features, parameters)
         to_logits = self.to_logits(tokens, columns)
-        refers = self.plan.references and not columns.apart and columns.ids.shape[0] == self.window.total
-        if not refers:
+        if references is None:
             return self.vary(reductions.reduced(asked, to_logits(x), tokens, columns)), x
-        own, z_y = self.target_logits(tokens, features, parameters, columns)
+        own, z_y = references
         found = self.vary(reductions.reduced(asked, to_logits(x), tokens, columns, z_y))
-        found.sums["z_y"] = self.vary(own)  # known already: XLA leaves the other one out
+        found.sums["z_y"] = jnp.where(own == LOW, 0, own)  # known already: XLA leaves the other one out
         far = ~(found.sums["s"] <= reductions.FARTHEST) | (z_y <= LOW / 2)
 
         def exactly() -> Reduced:  # in products of their own, an eighth at a time: the chunk's logits exist once
             given, C = lax.optimization_barrier((tokens, features)), x.shape[0]
-            n = C // 8 if C % 64 == 0 else C
+            n = min(C, -(-C // 64) * 8)
 
             def part(j: Index, total: Reduced) -> Reduced:
-                some, its = read(given, j * n, n)
+                start = jnp.minimum(j * n, C - n)  # the last part computes some tokens of the one before once more
+                some, its = read(given, start, n)
                 z = self.to_logits(some, columns)(products(self.call, its, parameters))
-                return write(total, self.vary(reductions.reduced(asked, z, some, columns)), j * n)
+                return write(total, self.vary(reductions.reduced(asked, z, some, columns)), start)
 
-            again = loop(C // n, part, self.vary(reductions.nothing(found)))
+            again = loop(-(-C // n), part, self.vary(reductions.nothing(found)))
             return jax.tree.map(lambda x, y: jnp.where(far, x, y), again, found)  # no token changes another's bits
 
         with note("rarely: sums of tokens far from their maximum"):
             return lax.cond(far.any(), exactly, lambda: found), x
 
-    def target_logits(
-        self, tokens: Tokens, features: Features, parameters: Parameters, columns: Columns
-    ) -> tuple[jax.Array, jax.Array]:
-        """The targets' logits: of those that this device holds, 0 for the others, and of all devices."""
+    def refers(self, columns: Columns) -> bool:
+        """Whether sums over these columns are relative to references."""
+        return self.plan.references and not columns.apart and columns.ids.shape[0] == self.window.total
+
+    def target_logits(self, tokens: Tokens, features: Features, parameters: Parameters, columns: Columns) -> jax.Array:
+        """The targets' logits of those that this device holds, and `LOW`."""
         place, inside = columns.places(tokens.targets)
         x = jnp.float32(0)
         for f, p, scale in zip(features, parameters, self.call.scales, strict=True):
             rows = jnp.moveaxis(p, self.call.v_dim, 0).at[place].get(mode="promise_in_bounds")
             x = x + scaled(scale, dot(self.call, f, rows, (1, 1), batch=True))
         z = logits(self.call.transform, x[:, None], tokens.temperature, None)[:, 0]
-        z, names = self.vary(jnp.where(inside, z, LOW)), self.call.axes.tensor
-        return jnp.where(inside, z, 0), self.vary(lax.pmax(z, names)) if names else z
+        return self.vary(jnp.where(inside, z, LOW))
+
+    def references(self, own: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The targets' logits that this device holds, and those of all devices."""
+        names = self.call.axes.tensor
+        return own, self.vary(lax.pmax(own, names)) if names else own
 
     def over_devices(self, found: Reduced) -> Reduced:
         return reductions.over_devices(found, self.call.axes)
@@ -149,6 +160,8 @@ class Work(NamedTuple):
 
     def counts(self, start: Index, size: int) -> jax.Array | None:
         """bool[size], the tokens that count; None for all."""
+        if self.order.places is None and self.given.counts is not None:
+            return slice_of(self.order.put(self.given.counts, self.size), start, size)
         if isinstance(self.order.counted, int) and self.order.counted == self.size:
             return None
         return start + jnp.arange(size, dtype=jnp.int32) < self.order.counted
@@ -176,13 +189,16 @@ def sweep(work: Work) -> Reduced:
     B = work.width(B)
     blocks = -(-work.window.total // B)
 
+    turns, references = work.turns(C), references_of(work, B)
+
     def tile(i: Index, j: Index) -> Reduced:
         _, parameters, columns = work.block(i, B)
-        return work.numbers(*read((work.tokens, work.features), j * C, C), parameters, columns)[0]
+        tokens, features, known = read((work.tokens, work.features, references), j * C, C)
+        return work.numbers(tokens, features, parameters, columns, known)[0]
 
     shapes = jax.eval_shape(lambda: tile(0, 0))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((work.size, *x.shape[1:]), x.dtype), shapes)
-    start, turns = work.vary(reductions.nothing(like)), work.turns(C)
+    start = work.vary(reductions.nothing(like))
     if parts:
 
         def part(i: Index) -> Reduced:
@@ -209,3 +225,17 @@ def sweep(work: Work) -> Reduced:
     if work.whole is None:
         return work.over_devices(loop(blocks, block, start))
     return work.over_devices(lax.fori_loop(0, turns, chunk, start) if call.deterministic else loop(turns, chunk, start))
+
+
+def references_of(work: Work, size: int) -> References:
+    """The references of all tokens: found in a loop of their own, since a loop may hold no collective."""
+    C, (_, parameters, columns) = work.plan.chunk, work.block(0, size)
+    if not work.refers(columns):
+        return None
+
+    def chunk(j: Index, own: jax.Array) -> jax.Array:
+        tokens, features = read((work.tokens, work.features), j * C, C)
+        return write(own, work.target_logits(tokens, features, parameters, columns), j * C)
+
+    own = work.vary(jnp.full(work.size, LOW, jnp.float32))
+    return work.references(loop(work.turns(C), chunk, own))

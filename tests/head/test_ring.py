@@ -19,6 +19,7 @@ from jaxppo import (
     policy_loss_from_hidden,
 )
 from jaxppo.head import call as calls
+from jaxppo.head import ring
 from jaxppo.head.ring import summed
 from sharding.audit import audit
 from sharding.mesh import make_parallel_mesh
@@ -38,10 +39,11 @@ def sum_of(dim, dtype, over=OVER, out=None, **options):
     call = SimpleNamespace(profile=DEVICES["wide"])
 
     def per_shard(x):
-        def term(start, size):
-            return jax.lax.dynamic_slice_in_dim(x[0], start, size, dim)
+        def term(start, size, first, width):
+            part = jax.lax.dynamic_slice_in_dim(x[0], start, size, dim)
+            return jax.lax.dynamic_slice_in_dim(part, first, width, 1 - dim)
 
-        return summed(call, term, dim, x.shape[1 + dim], frozenset(over), dtype, **options)
+        return summed(call, term, dim, x.shape[1 + dim], x.shape[2 - dim], frozenset(over), dtype, **options)
 
     return jax.jit(jax.shard_map(per_shard, mesh=PARALLEL.mesh, in_specs=P(over), out_specs=out or P()))
 
@@ -65,9 +67,25 @@ def test_bits(dim, length, dtype):
     assert ops(fn, x) == {"collective-permute"}
 
 
-def test_eight_devices_of_three_axes():
-    over = ("dp", "cp", "tp")
-    check(sum_of(1, "bfloat16", over), integers((30, 4096), 8))
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shares_with_a_longer_side(dim):
+    """Halves of a share are cut along its longer side."""
+    x = integers((1024, 700) if dim == 0 else (700, 1024), 4)
+    fn = sum_of(dim, "bfloat16")
+    check(fn, x)
+    assert ops(fn, x) == {"collective-permute"}
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("scatter", [False, True])
+def test_more_devices_than_a_ring_takes(scatter, blocks, monkeypatch):
+    """One collective for each block; the last block of 1000 overlaps the one before it."""
+    over, x = ("dp", "cp", "tp"), integers((1000, 1000), 8)
+    monkeypatch.setattr(ring, "LARGE", 10**6 // blocks)
+    fn = sum_of(1, "bfloat16", over, **({"scatter": over, "out": P(None, over)} if scatter else {}))
+    check(fn, x)
+    assert ops(fn, x) == {"reduce-scatter" if scatter else "all-reduce"}
+    assert {c.in_loop for c in audit(fn, x, mesh=PARALLEL.mesh).collectives} == {blocks > 1}
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -138,8 +156,9 @@ def test_a_head(layout, way, mesh, monkeypatch):
         jax.clear_caches()
         at_once = jax.jit(gradients)(hidden, kernel)
         without = {c.op for c in audit(gradients, hidden, kernel, mesh=parallel.mesh).collectives}
-    summed = way != "frozen" or parallel.tensor_size > 1  # frozen, dhidden alone, over the tensor axis
-    assert ("collective-permute" in found - without) == summed
+    # dhidden is summed over the tensor axis, dkernel over the others; eight devices are no ring
+    rings = parallel.tensor_size > 1 or (way != "frozen" and parallel.data_size * parallel.context_size <= 4)
+    assert ("collective-permute" in found - without) == rings
     assert_trees_close(around, at_once, rtol=2**-7, atol=1e-6)
 
 
