@@ -16,7 +16,7 @@ from jaxppo.base.arrays import Coefficient, as_number, check_choice, masked, sou
 from jaxppo.base.by_id import ById
 from jaxppo.base.stacked import check_whole_step, of_rows
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.checks import check_stats
+from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, scan_shard, shard_call, vary
 

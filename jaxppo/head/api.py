@@ -15,8 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxppo.base.arrays import as_token_ids, check_array, check_floating
 from jaxppo.head import reductions
 from jaxppo.head.border import Window, slice_of, unless
-from jaxppo.head.call import Asked, HeadCall, HeadOptions, Inputs
-from jaxppo.head.checks import (
+from jaxppo.head.call import (
+    Asked,
+    HeadCall,
+    HeadOptions,
+    Inputs,
     as_asked,
     as_id_sets,
     as_temperature,
@@ -29,7 +32,7 @@ from jaxppo.head.checks import (
 from jaxppo.head.gradient import in_rows, stats_of_tokens
 from jaxppo.head.head import Entropy, Head, LogitStat, TokenStats, Transform
 from jaxppo.head.prepare import prepare_head
-from jaxppo.head.reductions import Columns, Tokens, differentiable, with_cotangent
+from jaxppo.head.reductions import Columns, Tokens
 from jaxppo.head.tile import LOW
 from jaxppo.head.tile import logits as to_logits
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary, varying
@@ -257,19 +260,13 @@ def _forward(call: _Call, x: jax.Array, tokens: Tokens, where: jax.Array | None)
 
 def _backward(call: _Call, saved: Any, of_stats: TokenStats) -> tuple[jax.Array, Tokens, None]:
     x, tokens, where, found = saved
-    asked, wanted = differentiable(call.asked, of_stats)
-
-    def finished(sums: reductions.Sums) -> dict[str, jax.Array]:
-        stats = reductions.finish(asked, found, tokens, call.vocab_size, sums)
-        return {name: getattr(stats, name) for name in wanted}
-
-    _, pull = jax.vjp(finished, reductions.differentiated(asked, found.sums))
+    asked, counts, of_sums = reductions.cotangents(call.asked, found, tokens, call.vocab_size, of_stats)
     # A token whose numbers are finite counts even without a cotangent: its gradient is 0, but may have a derivative.
     # One that has no loss and holds NaN, or excludes all columns, does not: 0 * NaN is NaN.
     finite = jnp.stack([jnp.isfinite(n).reshape(x.shape[0], -1).all(1) for n in found.sums.values()]).all(0)
-    counts = with_cotangent(wanted) | (finite & (found.sums["s"] > 0))
+    counts |= finite & (found.sums["s"] > 0)
     counts = counts if where is None else counts & where
-    of_sums, peaks = unless(counts, pull(wanted)[0]), unless(counts, found.peaks, -LOW)
+    of_sums, peaks = unless(counts, of_sums), unless(counts, found.peaks, -LOW)
 
     def sums(x: jax.Array) -> reductions.Sums:
         z, own, columns = _z(call, unless(counts, x), tokens)

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxppo.head.call import HeadCall, Inputs, Names
-from jaxppo.head.checks import with_nuclei
+from jaxppo.head.call import HeadCall, Inputs, Names, with_nuclei
 from jaxppo.head.reductions import Columns, Tokens
 from jaxppo.head.tile import Features, Parameters, low_rank, low_rank_by_row
 from jaxppo.sharding import vary, vary_like, varying

@@ -17,7 +17,7 @@ from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.head import TokenStats
 from jaxppo.head.passes import one_pass, second, tile_sums
 from jaxppo.head.plan import plan_of_one_pass, plan_of_second, plan_of_sweep
-from jaxppo.head.reductions import Columns, Reduced, Tokens, differentiable, with_cotangent
+from jaxppo.head.reductions import Columns, Reduced, Tokens
 from jaxppo.head.sweep import Work, sweep
 from jaxppo.head.tile import LOW, Features, Parameters
 from jaxppo.sharding import note, vary, varying
@@ -101,27 +101,15 @@ def _statistics_forward(call: HeadCall, given: Local) -> Any:
 
 def _statistics_backward(call: HeadCall, saved: tuple[Local, Reduced], of_stats: TokenStats) -> tuple[Local]:
     given, found = saved
-    asked, wanted = differentiable(call.asked, of_stats)
-    call = dataclasses.replace(call, asked=asked)
-
-    def finished(sums: reductions.Sums) -> dict[str, jax.Array]:
-        stats = reductions.finish(asked, found, given.tokens, call.vocab_size, sums)
-        return {name: getattr(stats, name) for name in wanted}
-
-    _, pull = jax.vjp(finished, reductions.differentiated(asked, found.sums))
-    counts = with_cotangent(wanted)
+    asked, counts, of_sums = reductions.cotangents(call.asked, found, given.tokens, call.vocab_size, of_stats)
     counts = counts if given.counts is None else counts & given.counts
-    return (of_sums(call, given, counts, found.peaks, pull(wanted)[0]),)
-
-
-def of_sums(call: HeadCall, given: Local, counts: jax.Array, peaks: Any, of: Any) -> Local:
-    """The second of two passes, from the peaks of all tokens and the cotangents of their sums."""
 
     def sums_at(i: Any, work: Work, tokens: Tokens, columns: Columns, part: Any) -> Any:
         return partial(tile_sums, work, part[0], tokens, columns), part[1]
 
     # tokens without a cotangent may hold NaN; a high peak makes exponentials 0
-    return second_pass(call, given, counts, (unless(counts, peaks, -LOW), unless(counts, of)), sums_at)
+    known = unless(counts, found.peaks, -LOW), unless(counts, of_sums)
+    return (second_pass(dataclasses.replace(call, asked=asked), given, counts, known, sums_at),)
 
 
 def second_pass(

@@ -13,8 +13,14 @@ from jax.sharding import PartitionSpec as P
 from jaxppo.base.arrays import as_token_ids, check_choice, check_flag, check_floating, dtype_name
 from jaxppo.base.stacked import part_of_a_step
 from jaxppo.head import call as calls
-from jaxppo.head.call import Asked, HeadCall, HeadOptions, Inputs, Precision, Prepared, SumDtype
-from jaxppo.head.checks import (
+from jaxppo.head.call import (
+    Asked,
+    HeadCall,
+    HeadOptions,
+    Inputs,
+    Precision,
+    Prepared,
+    SumDtype,
     as_adapter_ids,
     as_asked,
     as_id_sets,

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxppo.head.call import Asked, Names
-from jaxppo.head.head import Entropy, TokenStats
+from jaxppo.head.head import TokenStats
 from jaxppo.head.tile import LOW
 from jaxppo.sharding import ShardAxes, note, vary, varying
 
@@ -322,18 +322,26 @@ def finish(asked: Asked, found: Reduced, tokens: Tokens, vocab_size: int, sums: 
     return TokenStats(**stats, entropy_mode=asked.entropy)
 
 
-def differentiable(asked: Asked, of_stats: TokenStats) -> tuple[Asked, dict[str, jax.Array]]:
-    """What a backward asks for, and the cotangents of that; an entropy that is a metric is as if it were not there."""
+def cotangents(
+    asked: Asked, found: Reduced, tokens: Tokens, vocab_size: int, of_stats: TokenStats
+) -> tuple[Asked, jax.Array, Sums]:
+    """What a backward asks for, the tokens with a cotangent that is not 0, and the cotangents of the sums.
+
+    An entropy that is a metric is as if it were not there.
+    """
     names = tuple(name for name in asked.logit_stats if name in ("log_z", "mean_logit"))
-    entropy: Entropy = "bonus" if asked.entropy == "bonus" else "none"
+    asked = Asked("bonus" if asked.entropy == "bonus" else "none", names)
     given = {name: getattr(of_stats, name) for name in ("log_probs", *names, "id_log_probs")}
-    given |= {"entropy": of_stats.entropy} if entropy == "bonus" else {}
-    return Asked(entropy, names), {name: x for name, x in given.items() if x is not None}
+    given |= {"entropy": of_stats.entropy} if asked.entropy == "bonus" else {}
+    given = {name: x for name, x in given.items() if x is not None}
 
+    def finished(sums: Sums) -> dict[str, jax.Array]:
+        stats = finish(asked, found, tokens, vocab_size, sums)
+        return {name: getattr(stats, name) for name in given}
 
-def with_cotangent(of_stats: dict[str, jax.Array]) -> jax.Array:
-    """bool[N], the tokens with a cotangent that is not 0."""
-    return jnp.stack([(x != 0).reshape(x.shape[0], -1).any(1) for x in of_stats.values()]).any(0)
+    _, pull = jax.vjp(finished, differentiated(asked, found.sums))
+    counts = jnp.stack([(x != 0).reshape(x.shape[0], -1).any(1) for x in given.values()]).any(0)
+    return asked, counts, pull(given)[0]
 
 
 @jax.custom_vjp

@@ -16,7 +16,7 @@ from jaxppo.base.kl import log_ratio
 from jaxppo.base.stacked import as_rows, check_whole_step
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.checks import check_stats
+from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.policy_checks import BY_RATIO
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary

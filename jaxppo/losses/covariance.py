@@ -18,7 +18,7 @@ from jaxppo.base.traced import put_arrays, take_arrays
 from jaxppo.batch.reads import at_most_zero
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.checks import check_stats
+from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.policy_checks import check_needed
 from jaxppo.losses.policy_tokens import advantages_of, impossible_tokens, old_log_probs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxppo.base.arrays import LOG_PROBS, check_array, needed
 from jaxppo.batch.extras import extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.checks import check_stats
+from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
 from jaxppo.policy.config import PolicyLossConfig
 

@@ -23,7 +23,7 @@ from jaxppo.base.arrays import (
 )
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.checks import as_logit_stats
+from jaxppo.head.call import as_logit_stats
 from jaxppo.head.head import LogitStat, TokenStats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.sharding import Segments

@@ -26,7 +26,7 @@ from jaxppo.base.arrays import Aggregation
 from jaxppo.base.metrics import Terms
 from jaxppo.batch.broken_rules import Broken
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.checks import check_stats
+from jaxppo.head.call import check_stats
 from jaxppo.head.head import Entropy, LogitStat, TokenStats
 from jaxppo.policy.off_policy import OffPolicyConfig
 from jaxppo.policy_losses.base import Loss

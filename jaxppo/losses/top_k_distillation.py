@@ -13,7 +13,7 @@ from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.extras import check_name, extra_of
 from jaxppo.batch.reads import was_above_one
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.checks import as_id_sets
+from jaxppo.head.call import as_id_sets
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.losses.top_k_divergence import Tail, TopKDivergence, checked_options, top_k_divergence

@@ -18,7 +18,7 @@ from jaxppo.base.metrics import Composite, Metric, Metrics, Terms, reduce_metric
 from jaxppo.base.pytree import register
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.checks import check_stats
+from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 

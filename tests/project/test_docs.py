@@ -41,10 +41,7 @@ def test_every_block_is_an_example_that_runs(page):
         assert kind == "{toctree}" or runs, block
 
 
-WIDER = {"head", "head_in_thirty_lines", "path_of_a_gradient", "adding_an_op", "numbers"}  # they are being rewritten
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in WIDER], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_is_no_wider_than_the_site_shows(page):
     lines = page.read_text().splitlines()
     assert [line for line in lines if line.startswith((">>> ", "... ")) and len(line) > 88] == []

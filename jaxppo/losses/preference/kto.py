@@ -17,7 +17,7 @@ from jaxppo.base.stacked import as_rows, check_whole_step
 from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.checks import check_stats
+from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
 from jaxppo.losses.preference.base import Numbers, PreferenceLoss, Responses
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
