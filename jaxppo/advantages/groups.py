@@ -41,7 +41,7 @@ def grpo(
       rollout_ids: `i32` of that shape, equal for the samples that were cut from one rollout. A rollout counts once, and
         its parts get its advantage. By default each sample is a rollout.
       scale_by_std: divide by the group's deviation; without it this is `dr_grpo`.
-      epsilon: added to the deviation, at least 0. A deviation of 0 divides by 1.
+      epsilon: added to the deviation, at least 0, by default 1e-6. A deviation of 0 divides by 1.
       singletons: the advantage in a group of one: "zero", or its own "reward" over 1 + epsilon (verl).
       parallel: the mesh; rows sharded over data.
 

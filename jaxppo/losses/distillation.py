@@ -149,7 +149,8 @@ def distillation_loss(
       aggregation: the denominators, see `token_weights`.
       aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
       parallel: the mesh; rows sharded over data, positions over context, vocabularies over tensor.
-      normalizer: the denominators of the whole step where the batch is one of its micro-batches.
+      normalizer: the denominators of the whole step where the batch is one of its micro-batches, those of
+        `Normalizer.of(SFT(aggregation=...), batches)`, see `losses.SFT`.
       teacher_hidden_spec: how the teacher's hidden states are sharded, see `HeadOptions.hidden_spec`.
       **options: see `HeadOptions`.
 
