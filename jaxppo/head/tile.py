@@ -67,7 +67,8 @@ def logits(t: Transform, x: jax.Array, temperature: jax.Array | None, valid: jax
     x = as_bfloat16(x) if t.dtype == "bfloat16" else x
     x = scaled(t.scale, x)
     x = x if t.softcap is None else softcap(t.softcap, x)
-    x = x if temperature is None else x / temperature[:, None]
+    if temperature is not None:  # tokens that only fill a chunk have 0, and 0 / 0 would reach all parameters
+        x = x / jnp.where(temperature == 0, 1, temperature)[:, None]
     return x if valid is None else jnp.where(valid[None], x, LOW)
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from head_cases import check_head, head_arrays
 from oracle import head as oracle
 from oracle.head import OracleHead
 
@@ -284,3 +285,9 @@ def test_the_audit_says_that_float16_takes_two_passes(names):
     assert not any(line.startswith("one pass") for line in notes)
     wide = {k: x.astype(jnp.float32) for k, x in arrays.items()}
     assert any(line.startswith("one pass, ") for line in audit(jax.grad(lambda a: half_loss(batch, a)), wide).notes)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"memory": 2**17}])
+def test_a_temperature_where_tokens_fill_a_chunk(options):
+    """What fills it had the temperature 0, and the gradient of every parameter was NaN."""
+    check_head([None, make_parallel_mesh("dp=2,tp=4")], head_arrays(1000, temperatures=True), device="five", **options)
