@@ -135,7 +135,7 @@ def test_the_forward_is_one_sum():
 def test_a_mask_costs_little_memory():
     parallel = sixteen(*CP4_TP4)
     found = audit(jax.value_and_grad(head(parallel), (0, 1)), *arguments(parallel, 8192, with_where=True))
-    assert found.temp_bytes <= 0.285 * GIB
+    assert found.temp_bytes <= 0.28 * GIB
     assert found.flops.low == 0
     assert np.isfinite(found.flops.high)
 

@@ -287,7 +287,9 @@ def test_the_audit_says_that_float16_takes_two_passes(names):
     assert any(line.startswith("one pass, ") for line in audit(jax.grad(lambda a: half_loss(batch, a)), wide).notes)
 
 
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"memory": 2**17}])
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}])
 def test_a_temperature_where_tokens_fill_a_chunk(options):
-    """What fills it had the temperature 0, and the gradient of every parameter was NaN."""
-    check_head([None, make_parallel_mesh("dp=2,tp=4")], head_arrays(1000, temperatures=True), device="five", **options)
+    """What fills it had the temperature 0, and the gradient of every parameter was NaN: 56 tokens in chunks of 5."""
+    arrays = head_arrays(1000, temperatures=True)
+    arrays = {name: x[:, :7] if x.shape[:2] == (8, 8) else x for name, x in arrays.items()}
+    check_head([None], arrays, device="five", **options)
