@@ -109,7 +109,7 @@ def test_sft_loss(aggregation: str):
 def check_sft_loss(options: dict, where: Place, shape: HeadShape, drawn: list[Step]):
     """Checks one example from hidden states, in one pass if these options allow it."""
     parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
-    of_loss = {k: options[k] for k in ("aggregation", "aggregation_norm")}
+    of_loss = {k: options[k] for k in ("dft", "aggregation", "aggregation_norm")}
     plain = not options["label_smoothing"] and not options["z_loss"] and not shape.nucleus
 
     def loss_of(p: Any, batch: Any, normalizer: Any) -> Any:
