@@ -142,7 +142,7 @@ def by_hand(params: Params, batch: RolloutBatch, config: PolicyLossConfig) -> ja
     stats: TokenStats = log_probs_from_hidden(
         hidden, head_of(params), batch.targets, entropy=config.entropy_mode, where=where, temperature=temperature
     )
-    assert_type(stats.entropy, jax.Array | None)
+    assert_type(stats.entropy, jax.Array)
     logits = hidden @ (params["kernel"] + 2.0 * params["a"] @ params["b"])
     plain = log_probs_from_logits(30 * jnp.tanh(logits / 30), batch.targets, vocab_size=V - 3, temperature=0.7)
     difference = jnp.where(where, stats.log_probs - plain.log_probs, 0)
