@@ -24,6 +24,7 @@ Term = Callable[[Index, int, Index, int], jax.Array]
 UNIT, LANES = 16, 128
 MOST = 4  # the most devices of a ring: the messages of more share links, where their order is that of the mesh
 LARGE = 2**25  # numbers of a sum that is made in blocks, one after the other, which takes less memory
+AT_ONCE = 2**23  # the same on TPUs for a sum over more devices than a ring takes
 
 
 def summed(
@@ -36,6 +37,7 @@ def summed(
     dtype: Any,
     scatter: Names = (),
     wide: bool = True,
+    zero: jax.Array | None = None,
 ) -> jax.Array:
     """The sum of terms over `axes`, rounded to `dtype` behind the sum.
 
@@ -49,6 +51,7 @@ def summed(
       dtype: that of the result.
       scatter: the axes that shard `dim` of the result; each device keeps its share.
       wide: sum in f32; otherwise terms are rounded before they are added.
+      zero: a 0 that depends on what must be known before memory for the result is taken.
     """
     given = term if wide else lambda *part: rounded(term(*part), dtype)
     names = tuple(n for n in jax.sharding.get_abstract_mesh().axis_names if n in (scatter or axes))
@@ -67,7 +70,7 @@ def summed(
 
     fits = length % (2 * n * UNIT) == 0 and scatter == names if scatter else length >= 2 * n * LANES
     if n == 1 or n > MOST or not call.profile.rings or not fits:
-        count = -(-length * width // LARGE) if n > 1 else 1
+        count = -(-length * width // (AT_ONCE if call.profile.rings else LARGE)) if n > 1 else 1
         return in_blocks(at_once, *((1 - dim, width) if scatter else (dim, length)), count)
     blocks = 1 if scatter or length < 4 * n * LANES or length * width < LARGE else 2
     # A product for half a share reads the operand of the other half too, so the longer side is cut.
@@ -92,7 +95,8 @@ def summed(
     kept = frozenset(like.manual_axis_type.varying) - set(rest)
     if scatter:
         return block(0, vary(lax.empty((1, 1), dtype), kept))
-    out = vary(lax.empty((length, width) if dim == 0 else (width, length), dtype), kept)
+    shape = (length, width) if dim == 0 else (width, length)
+    out = vary(lax.empty(shape, dtype) if zero is None else jnp.full(shape, zero, dtype), kept)
     return unvary(block(0, out) if blocks == 1 else lax.fori_loop(0, blocks, block, out), names)
 
 
@@ -123,7 +127,8 @@ def ring_sum(term: Callable[[Index, int], jax.Array], names: Names) -> list[jax.
     n, me = lax.axis_size(names), lax.axis_index(names)
     totals = []
     for half, step in enumerate((1, -1)):
-        total = term(lax.rem(me - step + n, n), half)
+        # a start that is also used elsewhere would be computed outside a branch, where XLA forgets how it is aligned
+        total = term(lax.optimization_barrier(lax.rem(me - step + n, n)), half)
         for k in range(2, n + 1):
             total = _onward(total, names, step) + term(lax.rem(me - k * step + 2 * n, n), half)
         totals.append(total)

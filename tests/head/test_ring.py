@@ -81,7 +81,7 @@ def test_shares_with_a_longer_side(dim):
 def test_more_devices_than_a_ring_takes(scatter, blocks, monkeypatch):
     """One collective for each block; the last block of 1000 overlaps the one before it."""
     over, x = ("dp", "cp", "tp"), integers((1000, 1000), 8)
-    monkeypatch.setattr(ring, "LARGE", 10**6 // blocks)
+    monkeypatch.setattr(ring, "AT_ONCE", 10**6 // blocks)
     fn = sum_of(1, "bfloat16", over, **({"scatter": over, "out": P(None, over)} if scatter else {}))
     check(fn, x)
     assert ops(fn, x) == {"reduce-scatter" if scatter else "all-reduce"}
