@@ -131,7 +131,7 @@ PROFILES = {
     "TPU v4": _accelerator("TPU v4", 1536),
     "TPU v5 lite": _accelerator("TPU v5 lite", 2048, tile=75),
     "TPU v5": _accelerator("TPU v5", 1536),
-    "TPU v6 lite": _accelerator("TPU v6 lite", 3584, tile=75, tokens=2048),
+    "TPU v6 lite": _accelerator("TPU v6 lite", 3072, tile=75, tokens=2048),
     "TPU7x": _accelerator("TPU7x", 2048),
     # a slice of columns is copied before it is multiplied: few tokens by all columns of a vocabulary up to 155k
     **{kind: _accelerator(kind, 1152, tile=304, tokens=512, rings=False) for kind in ("H100", "H200", "B200", "")},

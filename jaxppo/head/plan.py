@@ -84,8 +84,11 @@ def plan_of_sweep(call: HeadCall, given: Local) -> Plan:
     if call.deterministic:  # every tile has one shape on any mesh and in any batch
         return Plan(call.fixed_chunk, call.fixed_chunk, s.V // (parts_of(call, s.held) or 1))
     _check(call, s.logit * min(s.N, 8) * min(s.V, 128))
-    refer = references(call, given)
-    if profile.whole:
+    by_block = s.gathered > 0 and s.gathered + profile.tile > (call.memory or profile.one_pass)
+    refer = references(call, given) and not by_block
+    if profile.whole and by_block:
+        chunk, columns = _most(call, s), min(s.V, profile.columns)
+    elif profile.whole:
         # XLA fuses sums relative to a reference into their product. Logits are not in memory then, unless a maximum is
         # asked for. With a mask a tile is smaller, so that few tokens behind the last one that counts are computed.
         chunk = min(1024, profile.tokens) if s.masked or not refer else profile.tokens
@@ -105,7 +108,6 @@ def plan_of_sweep(call: HeadCall, given: Local) -> Plan:
             columns = max(128, columns // 2)
         else:
             chunk //= 2
-    by_block = s.gathered > 0 and s.gathered + profile.tile > (call.memory or profile.one_pass)
     chunk = even(s.N, max(8, chunk), profile.whole)
     return Plan(chunk, chunk, columns, by_block, refer)
 
@@ -135,6 +137,8 @@ def plan_of_second(call: HeadCall, given: Local) -> Plan:
         else:
             chunk = max(8, chunk // 2)
     chunk = even(s.N, chunk, profile.whole)
+    if profile.whole:  # equal blocks: what the last one shares with the one before it is computed twice
+        columns = min(columns, -(-s.V // -(-s.V // columns) // 128) * 128)
     return Plan(chunk, chunk, columns, by_block=True)
 
 
