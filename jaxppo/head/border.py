@@ -50,11 +50,11 @@ def local(call: HeadCall, inputs: Inputs) -> Local:
     hidden, counts = inputs.hidden, None if inputs.counts is None else inputs.counts.astype(bool)
     (R, T), axes = hidden.shape[:2], call.axes
     N = R * T * (axes.size(axes.tensor) if call.sequence_parallel else 1)
-    if counts is not None:
-        own = slice_of(counts, axes.index(axes.tensor) * T, T, 1) if call.sequence_parallel else counts
-        hidden = cleaned(hidden, own[..., None])
     products = [(hidden, inputs.kernel)]
     if inputs.lora_a is not None:
+        if counts is not None:  # hidden states of the others may hold NaN, and 0 times it is NaN in the gradient of a
+            own = slice_of(counts, axes.index(axes.tensor) * T, T, 1) if call.sequence_parallel else counts
+            hidden = cleaned(hidden, own[..., None])
         a, b = shared(inputs.lora_a, tuple(sorted(varying(hidden) - varying(inputs.lora_a)))), inputs.lora_b
         if inputs.adapter_ids is None:
             low = low_rank(call, hidden, a)

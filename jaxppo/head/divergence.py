@@ -134,12 +134,12 @@ def _over_tiles(one: Work, two: Work, known: Known, add: Callable[..., Any], tot
     blocks = -(-one.window.total // B)
 
     def tile(i: Index, j: Index, part: Any) -> Any:
-        given = read(((one.tokens, one.features), (two.tokens, two.features), known), j * C, C)
         z = []
-        for work, (tokens, features) in zip((one, two), given[:2], strict=True):
+        for work in (one, two):
+            tokens, features = work.read(j * C, C)
             _, parameters, columns = work.block(i, B)
             z.append(_finite(work.to_logits(tokens, columns)(products(work.call, features, parameters))))
-        return one.vary(add(part, columns, *z, given[2]))
+        return one.vary(add(part, columns, *z, read(known, j * C, C)))
 
     def chunk(j: Index, totals: Any) -> Any:
         part = loop(blocks, lambda i, part: tile(i, j, part), read(totals, j * C, C))
@@ -198,12 +198,13 @@ def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tup
     of_s = sum(a * b for a, b in zip(g, slopes, strict=True)) / jnp.exp(known[0][1])
     of = unless(counts, (g, of_s))
     peaks, teacher = (unless(counts, known[0][0], -LOW), unless(counts, known[0][1])), unless(counts, known[1])
-    two = Work.of(call.teacher, plan_of_second(call.student, given), other, counts)
+    two = Work.of(call.teacher, plan_of_second(call.student, given), other)
 
     def sums_at(i: Index, work: Work, tokens: Tokens, columns: Columns, part: Any) -> Any:
-        (own, its, (of_values, of_s)), (other_tokens, features) = part
+        (counts, own, its, (of_values, of_s)), (other_tokens, features) = part
         _, parameters, other_columns = two.block(i, work.width(work.plan.columns))
-        y = _finite(two.to_logits(other_tokens, other_columns)(products(call.teacher, features, parameters)))
+        y = products(call.teacher, unless(counts, features), parameters)
+        y = _finite(two.to_logits(other_tokens, other_columns)(y))
         log_q = _log_p(y, its)
 
         def sums(x: jax.Array) -> Any:
@@ -212,7 +213,8 @@ def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tup
 
         return sums, (of_values, of_s)
 
-    found = second_pass(call.student, given, counts, (peaks, teacher, of), sums_at, beside=(two.tokens, two.features))
+    beside = two.tokens, two.features
+    found = second_pass(call.student, given, counts, (counts, peaks, teacher, of), sums_at, beside)
     return found, jax.tree.map(lambda x: jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None, other)
 
 

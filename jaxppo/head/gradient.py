@@ -115,14 +115,23 @@ def _statistics_backward(call: HeadCall, saved: tuple[Local, Reduced], of_stats:
 def second_pass(
     call: HeadCall, given: Local, counts: jax.Array, known: Any, sums_at: Callable[..., Any], beside: Any = None
 ) -> Local:
-    """The cotangents of `given`, see `second`; `known` holds arrays of tokens, `beside` arrays of tokens in order."""
+    """The cotangents of `given`, see `second`. Features of tokens that do not count are 0: they may hold NaN.
+
+    Args:
+      call: the static part of the call.
+      given: the device's arrays.
+      counts: the tokens that have a cotangent, bool[N].
+      known: arrays of tokens.
+      sums_at: see `second`.
+      beside: arrays of tokens in order.
+    """
     given, known, beside = jax.tree.map(once, (given, known, beside))
-    work = Work.of(call, plan_of_second(call, given), given, counts)
+    work = Work.of(call, plan_of_second(call, given), given)
     work = work._replace(features=work.vary(work.features))
-    known = work.vary(work.order.put(known, work.size))
+    counts, known = work.vary(work.order.put((counts, known), work.size))
     known = known if beside is None else (known, work.vary(beside))
     with note(f"gradients, {work.plan}"):
-        found = second(work, known, lambda i, *tile: sums_at(i, work, *tile))
+        found = second(work, counts, known, lambda i, *tile: sums_at(i, work, *tile))
     return cotangents(work, *found)
 
 

@@ -30,11 +30,11 @@ from jaxppo.head.border import (
 from jaxppo.head.call import HeadCall, Names
 from jaxppo.head.reductions import Columns, Sums, Tokens
 from jaxppo.head.ring import Term, summed
-from jaxppo.head.sweep import Work, loop, read, write
+from jaxppo.head.sweep import Work, loop, read, references_of, write
 from jaxppo.head.tile import Features, Parameters, of_feature, of_parameter, products
 from jaxppo.sharding import vary, varying
 
-PRODUCTS = 4  # products of a group that follows a mask have one of so many sizes: a quarter of its tokens, a half, ...
+PRODUCTS = 4  # on accelerators products of a group that follows a mask have so many sizes: a quarter of it, a half, ...
 
 
 def gradient_of_products(work: Work, x: jax.Array, sums: Callable[[jax.Array], Any], of_sums: Any) -> jax.Array:
@@ -56,14 +56,13 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
     call, C, G, V = work.call, work.plan.chunk, work.plan.group, work.window.total
     groups, per_token = work.size // G, work.order.put(per_token, work.size)
     _, parameters, columns = work.block(0, V)
+    references = references_of(work, V)
 
     def chunk(g: Index, j: Index, carry: Any) -> Any:
         results, dx_all = carry
         at = g * G + j * C
-        tokens, features, of_tokens = read((work.tokens, work.features, per_token), at, C)
-        tile = tokens, features, parameters, columns
-        known = work.references(work.target_logits(*tile)) if work.refers(columns) else None
-        found, x = work.numbers(*tile, known)
+        (tokens, features), of_tokens = work.read(at, C), read(per_token, at, C)
+        found, x = work.numbers(tokens, features, parameters, columns, read(references, at, C))
         found, counts = work.over_devices(found), work.counts(at, C)
 
         def losses_of(sums: Sums) -> Any:
@@ -80,7 +79,8 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
         dx = work.vary(lax.empty((G, V), work.dtype))
         dx = to_bits(dx) if call.profile.upcast else dx
         chunks = G // C
-        step = -(-chunks // PRODUCTS) if work.order.places is not None else chunks
+        several = work.order.places is not None and call.profile.whole  # XLA for CPUs would copy the part of dx
+        step = -(-chunks // PRODUCTS) if several else chunks
         turns: Index = chunks
         written: Index = -(-chunks // step)
         if work.order.places is not None:  # products have whole steps, so their last chunks are computed too
@@ -88,7 +88,7 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
             turns = jnp.minimum(written * step, chunks)
         results, dx = loop(turns, partial(chunk, g), (results, dx))
         dx = lax.optimization_barrier(from_bits(dx, work.dtype))
-        done = Done(work, parameters, columns, dx, read(work.features, g * G, G), written, step * C)
+        done = Done(work, parameters, columns, dx, work.read(g * G, G)[1], written, step * C)
         dfeatures = write(dfeatures, tuple(map(done.of_feature, range(len(dfeatures)))), g * G)
         if groups == 1:
             return results, dfeatures, tuple(map(done.of_parameter, range(len(parameters))))
@@ -212,12 +212,12 @@ def matrix_part(x: jax.Array, dim: int, start: Index, size: int, first: Index, w
     return x if shape == x.shape else lax.dynamic_slice(x, at, shape, allow_negative_indices=False)
 
 
-def feature_sum(work: Work, k: int, term: Term, count: int) -> jax.Array:
+def feature_sum(work: Work, k: int, term: Term, count: int, zero: jax.Array | None = None) -> jax.Array:
     """Gradients of `count` rows of features, summed over the axes that the features lack, unless a scatter follows."""
     primal = work.given.features[k]
     if work.call.sequence_parallel:
         return term(0, count, 0, primal.shape[2])
-    return summed(work.call, term, 0, count, primal.shape[2], work.axes - varying(primal), primal.dtype)
+    return summed(work.call, term, 0, count, primal.shape[2], work.axes - varying(primal), primal.dtype, zero=zero)
 
 
 def parameter_sum(work: Work, k: int, columns: Columns, term: Term) -> jax.Array:
@@ -256,7 +256,7 @@ def in_place(work: Work, k: int, found: jax.Array) -> jax.Array:
 
 
 def second(
-    work: Work, known: Any, sums_at: Callable[..., tuple[Callable[[jax.Array], Any], Any]]
+    work: Work, counts: jax.Array, known: Any, sums_at: Callable[..., tuple[Callable[[jax.Array], Any], Any]]
 ) -> tuple[Features, Parameters]:
     """The f32 gradients of features in order, and those of parameters, a finished block of columns at a time.
 
@@ -265,7 +265,9 @@ def second(
     """
     call, B, v, C = work.call, work.plan.columns, work.call.v_dim, work.plan.group
     given, B = work.given, work.width(B)
-    blocks = -(-work.window.total // B)
+    blocks, alone = -(-work.window.total // B), work.size == C
+    if alone:  # a copy; several tiles do without it, since XLA makes the selection a part of their products
+        work = work._replace(features=unless(counts, work.features))
 
     def block(i: Index, carry: Any) -> Any:
         dfeatures, dparameters = carry
@@ -274,7 +276,8 @@ def second(
 
         def tile(j: Index, carry: Any) -> Any:
             dfeatures, totals = carry
-            tokens, features, part, drows = read((work.tokens, work.features, known, dfeatures), j * C, C)
+            tokens, part, drows = read((work.tokens, known, dfeatures), j * C, C)
+            features = work.features if alone else unless(*read((counts, work.features), j * C, C))
             dx = gradient_of_products(work, products(call, features, parameters), *sums_at(i, tokens, columns, part))
             dx = lax.optimization_barrier(dx) if call.profile.whole else dx
             pairs = enumerate(zip(drows, parameters, strict=True))
@@ -285,7 +288,7 @@ def second(
             terms = (of_parameter(call, k, dx, f) for k, f in enumerate(features))
             return dfeatures, work.vary(tuple(map(jnp.add, totals, terms)))
 
-        if work.size == C and work.order.places is None:  # a ring's products are computed beside its messages
+        if alone and work.order.places is None:  # a ring's products are computed beside its messages
             dfeatures, terms = tile(0, (dfeatures, None))
         else:
             zeros = work.vary(tuple(jnp.zeros(p.shape, jnp.float32) for p in parameters))
@@ -302,6 +305,9 @@ def second(
     dfeatures, filled = loop(blocks, block, (dfeatures, tuple(map(empty, given.parameters))))
     found = (from_bits(d, p.dtype) for d, p in zip(filled, given.parameters, strict=True))
     dparameters = tuple(in_place(work, k, x) for k, x in enumerate(found))
-    return tuple(
-        feature_sum(work, k, partial(matrix_part, x, 0), work.size) for k, x in enumerate(dfeatures)
-    ), dparameters
+
+    def rows_summed(k: int, x: jax.Array) -> jax.Array:
+        zero, _ = lax.optimization_barrier((jnp.float32(0), x[:1, :1]))  # known after the loop
+        return feature_sum(work, k, partial(matrix_part, x, 0), work.size, zero)
+
+    return tuple(rows_summed(k, x) for k, x in enumerate(dfeatures)), dparameters

@@ -36,7 +36,7 @@ from jaxppo.head.reductions import Columns, Reduced, Tokens
 from jaxppo.head.tile import LOW, Features, Parameters, dot, logits, products, scaled
 from jaxppo.sharding import note, vary, wider_dtype
 
-References = tuple[jax.Array, jax.Array] | None  # f32[C] of a chunk, see `Work.references`
+References = tuple[jax.Array, jax.Array] | None  # f32[N'], the targets' logits that a device holds, and all of them
 
 
 class Work(NamedTuple):
@@ -53,14 +53,13 @@ class Work(NamedTuple):
     whole: Parameters | None  # the parameters of all columns held, None if they are gathered block by block
 
     @classmethod
-    def of(cls, call: HeadCall, plan: Plan, given: Local, clean: jax.Array | None = None) -> Work:
-        """The work of a call; the features are 0 where `clean` is False, bool[N]."""
+    def of(cls, call: HeadCall, plan: Plan, given: Local) -> Work:
         axes, N = axes_of(call, given), given.size(call)
         alone = plan.chunk >= N and not call.deterministic  # a single chunk keeps tokens in place
         order = Order.of(call, None if alone else given.counts, N, axes if plan.one_pass else frozenset())
         least = 2 if call.deterministic else 1  # a loop of one turn would be compiled as another program
         size = plan.group * max(least, -(-N // plan.group))
-        features = tuple(unless(clean, whole_features(call, axes)(x)) for x in given.features)
+        features = tuple(map(whole_features(call, axes), given.features))
         features, tokens = order.put((features, given.tokens), size)
         by_block = plan.by_block and bool(call.h_names or call.gathered_v)
         window = Window.of(call, given.parameters[0].shape[call.v_dim], by_block)
@@ -130,21 +129,6 @@ class Work(NamedTuple):
         """Whether sums over these columns are relative to references."""
         return self.plan.references and not columns.apart and columns.ids.shape[0] == self.window.total
 
-    def target_logits(self, tokens: Tokens, features: Features, parameters: Parameters, columns: Columns) -> jax.Array:
-        """The targets' logits of those that this device holds, and `LOW`."""
-        place, inside = columns.places(tokens.targets)
-        x = jnp.float32(0)
-        for f, p, scale in zip(features, parameters, self.call.scales, strict=True):
-            rows = jnp.moveaxis(p, self.call.v_dim, 0).at[place].get(mode="promise_in_bounds")
-            x = x + scaled(scale, dot(self.call, f, rows, (1, 1), batch=True))
-        z = logits(self.call.transform, x[:, None], tokens.temperature, None)[:, 0]
-        return self.vary(jnp.where(inside, z, LOW))
-
-    def references(self, own: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The targets' logits that this device holds, and those of all devices."""
-        names = self.call.axes.tensor
-        return own, self.vary(lax.pmax(own, names)) if names else own
-
     def over_devices(self, found: Reduced) -> Reduced:
         return reductions.over_devices(found, self.call.axes)
 
@@ -157,6 +141,11 @@ class Work(NamedTuple):
         """How many tiles of that many tokens have one that counts; the most is there for `audit` to read."""
         turns = -(-self.order.counted // size)
         return turns if isinstance(turns, int) else jnp.minimum(turns, -(-self.size // size))
+
+    def read(self, start: Index, size: int) -> tuple[Tokens, Features]:
+        """The tokens from a place on, and their features, 0 where tokens do not count: they may hold NaN."""
+        tokens, features = read((self.tokens, self.features), start, size)
+        return tokens, features if self.given.counts is None else unless(self.counts(start, size), features)
 
     def counts(self, start: Index, size: int) -> jax.Array | None:
         """bool[size], the tokens that count; None for all."""
@@ -193,8 +182,7 @@ def sweep(work: Work) -> Reduced:
 
     def tile(i: Index, j: Index) -> Reduced:
         _, parameters, columns = work.block(i, B)
-        tokens, features, known = read((work.tokens, work.features, references), j * C, C)
-        return work.numbers(tokens, features, parameters, columns, known)[0]
+        return work.numbers(*work.read(j * C, C), parameters, columns, read(references, j * C, C))[0]
 
     shapes = jax.eval_shape(lambda: tile(0, 0))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((work.size, *x.shape[1:]), x.dtype), shapes)
@@ -206,7 +194,12 @@ def sweep(work: Work) -> Reduced:
 
         with note(f"{parts * call.axes.size(call.axes.tensor)} parts whatever the tensor axis"):
             names = tuple(n for n in call.v_names if n in call.axes.tensor) or call.axes.tensor
-            return reductions.over_parts(lax.map(part, jnp.arange(parts, dtype=jnp.int32)), names)
+            # XLA would leave out a loop of one turn, and the rest is another program with other bits: it gets a number
+            # of turns that it does not know
+            n = jnp.minimum(lax.optimization_barrier(jnp.int32(parts)), parts)
+            like = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (parts, *x.shape)), start)
+            found = lax.fori_loop(0, n, lambda i, f: write(f, jax.tree.map(lambda x: x[None], part(i)), i), like)
+            return reductions.over_parts(found, names)
 
     def merged(i: Index, j: Index, found: Reduced) -> Reduced:
         return reductions.merge(found, tile(i, j))
@@ -228,14 +221,29 @@ def sweep(work: Work) -> Reduced:
 
 
 def references_of(work: Work, size: int) -> References:
-    """The references of all tokens: found in a loop of their own, since a loop may hold no collective."""
-    C, (_, parameters, columns) = work.plan.chunk, work.block(0, size)
+    """The references of all tokens: found in loops of their own, since a loop may hold no collective."""
+    call, C, (_, parameters, columns) = work.call, work.plan.chunk, work.block(0, size)
     if not work.refers(columns):
         return None
+    H, turns, names = work.features[0].shape[1], work.turns(C), call.axes.tensor
+    # XLA transposes a kernel [H, V] to gather its columns, so it gets an eighth of the features at a time
+    parts = 8 if call.v_dim == 1 and H % 1024 == 0 else 1
 
-    def chunk(j: Index, own: jax.Array) -> jax.Array:
-        tokens, features = read((work.tokens, work.features), j * C, C)
-        return write(own, work.target_logits(tokens, features, parameters, columns), j * C)
+    def add(first: Index, width: int, k: int, total: jax.Array) -> jax.Array:
+        """The products of targets with `width` features of product k, from `first` on."""
+        rows = jnp.moveaxis(slice_of(parameters[k], first, width, 1 - call.v_dim), call.v_dim, 0)
 
-    own = work.vary(jnp.full(work.size, LOW, jnp.float32))
-    return work.references(loop(work.turns(C), chunk, own))
+        def chunk(j: Index, total: jax.Array) -> jax.Array:
+            (tokens, features), old = work.read(j * C, C), read(total, j * C, C)
+            of_targets = rows.at[columns.places(tokens.targets)[0]].get(mode="promise_in_bounds")
+            x = dot(call, slice_of(features[k], first, width, 1), of_targets, (1, 1), batch=True)
+            return write(total, old + scaled(call.scales[k], x), j * C)
+
+        return loop(turns, chunk, total)
+
+    x = loop(parts, lambda i, x: add(i * (H // parts), H // parts, 0, x), work.vary(jnp.zeros(work.size, jnp.float32)))
+    for k, p in enumerate(parameters[1:], 1):
+        x = add(0, p.shape[1 - call.v_dim], k, x)
+    z = logits(call.transform, x[:, None], work.tokens.temperature, None)[:, 0]
+    own = work.vary(jnp.where(columns.places(work.tokens.targets)[1], z, LOW))
+    return own, work.vary(lax.pmax(own, names)) if names else own
