@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
+import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ exclude_patterns = ["docs/pull_requests", ".*", "build", "dist", "**/node_module
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -49,6 +52,26 @@ autodoc_typehints = "signature"
 python_maximum_signature_line_length = 90
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
+
+# Other projects' names become links where their inventories can be fetched, as they can on the machine that publishes.
+_OTHERS = {
+    "jax": "https://docs.jax.dev/en/latest/",
+    "flax": "https://flax.readthedocs.io/en/stable/",
+    "optax": "https://optax.readthedocs.io/en/stable/",
+    "orbax": "https://orbax.readthedocs.io/en/stable/",
+}
+_SHORT = {"jnp": "jax.numpy", "lax": "jax.lax", "nnx": "flax.nnx", "nn": "flax.linen", "ocp": "orbax.checkpoint"}
+
+
+def _is_there(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+intersphinx_mapping = {name: (url, None) for name, url in _OTHERS.items() if _is_there(f"{url}objects.inv")}
 
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example|Examples):$")
 # Whose names pages call without saying where they stand.
@@ -110,12 +133,29 @@ def short_types(app: Any, what: str, name: str, obj: Any, options: Any, signatur
     return tuple(x and re.sub(modules, "", x) for x in (signature, returns))
 
 
+def elsewhere(inventory: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
+    """The address of a Python name of another project; None if no inventory has it.
+
+    Example:
+      >>> from types import SimpleNamespace
+      >>> inventory = {"py:function": {"jax.numpy.dot": SimpleNamespace(uri="https://docs.jax.dev/dot.html")}}
+      >>> elsewhere(inventory, "jnp.dot"), elsewhere(inventory, "jnp.dots")
+      ('https://docs.jax.dev/dot.html', None)
+    """
+    first, dot, rest = name.partition(".")
+    full = _SHORT.get(first, first) + dot + rest
+    items = (known[full] for kind, known in inventory.items() if kind.startswith("py:") and full in known)
+    found = next(items, None)
+    return None if found is None or not dot else str(found.uri)
+
+
 def link_public_names(app: Any, doctree: Any, docname: str) -> None:
-    """Inline code that names or calls something in the API reference becomes a link to it."""
+    """Inline code that names or calls something in the API reference, or in another project's, becomes a link to it."""
     from docutils import nodes
+    from sphinx.ext.intersphinx import InventoryAdapter
     from sphinx.util.nodes import make_refnode
 
-    objects = app.env.domains["py"].objects
+    objects, inventory = app.env.domains["py"].objects, InventoryAdapter(app.env).main_inventory
     for literal in list(doctree.findall(nodes.literal)):
         name = _NAME.match(literal.astext())
         inside = literal.parent
@@ -129,6 +169,8 @@ def link_public_names(app: Any, doctree: Any, docname: str) -> None:
             entry = objects[found]
             where = make_refnode(app.builder, docname, entry.docname, entry.node_id, literal.deepcopy(), found)
             literal.replace_self(where)
+        elif (address := elsewhere(inventory, name[1])) is not None:
+            literal.replace_self(nodes.reference("", "", literal.deepcopy(), refuri=address))
 
 
 def trim_blocks(app: Any, doctree: Any) -> None:

@@ -54,7 +54,7 @@ def definitions(source):
 @pytest.mark.parametrize(
     ("page", "example", "left_out"),
     [
-        ("training_step", "grpo", {"generate", "train"}),
+        ("training_step", "grpo", {"train"}),
         ("dpo", "dpo", {"create", "train"}),
         ("distillation", "distillation", {"create", "train"}),
         ("critic", "critic", {"create", "train"}),
