@@ -237,7 +237,10 @@ def _z(call: _Call, x: jax.Array, tokens: Tokens) -> tuple[jax.Array, Tokens, Co
     axes, V = call.axes, x.shape[1]
     shards, index = axes.size(axes.tensor), axes.index(axes.tensor)
     count = -(-V // shards) if call.shared else V
-    first, masked = 0 if call.shared else index * V, call.vocab_size < V * (1 if call.shared else shards) or V % count
+    first, masked = (
+        0 if call.shared else index * V,
+        call.vocab_size < V * (1 if call.shared else shards) or (call.shared and V % shards),
+    )
     start, before = (jnp.minimum(index * count, V - count), index * count) if call.shared else (0, 0)
     bases = jnp.asarray(first, jnp.int32).reshape(1)
     window = Window(bases, V, False, start, count, before, call.vocab_size, bool(masked), stored=True)

@@ -45,11 +45,11 @@ class HeadOptions(TypedDict, total=False):
       follow_mask: compute only the tokens that count; True by default. False computes all tokens, which takes less
         memory on accelerators if nearly all tokens count.
       deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch, and on tp = 1, 2,
-        4 and 8, for one platform, jax version, kernel dtype and `memory`. Tiles then do not depend on the number of
-        tokens, which costs time if there are few, and losses take two passes. Each eighth of the vocabulary is summed
-        apart. The bits agree for these tp only if 8 divides the number of columns and FSDP does not shard them. With
-        `logit_stats` or `top_k` the bits may differ from those without. On TPUs and GPUs the code is the same, but
-        nobody has tested the bits there.
+        4 and 8, for one platform, jax version and kernel dtype. Tiles then depend neither on the number of tokens,
+        which costs time if there are few, nor on `memory`, which must have room for one. Losses take two passes. Each
+        eighth of the vocabulary is summed apart. The bits agree for these tp only if 8 divides the number of columns
+        and FSDP does not shard them. With `logit_stats` or `top_k` the bits may differ from those without. On TPUs and
+        GPUs the code is the same, but nobody has tested the bits there.
     """
 
     hidden_spec: P | None
@@ -130,8 +130,10 @@ PROFILES = {
     "cpu": CPU,
     "TPU v4": _accelerator("TPU v4", 1536),
     "TPU v5 lite": _accelerator("TPU v5 lite", 2048, tile=75),
+    "TPU v5e": _accelerator("TPU v5e", 2048, tile=75),
     "TPU v5": _accelerator("TPU v5", 1536),
     "TPU v6 lite": _accelerator("TPU v6 lite", 3072, tile=75, tokens=2048),
+    "TPU v6e": _accelerator("TPU v6e", 3072, tile=75, tokens=2048),
     "TPU7x": _accelerator("TPU7x", 2048),
     # a slice of columns is copied before it is multiplied: few tokens by all columns of a vocabulary up to 155k
     **{kind: _accelerator(kind, 1152, tile=304, tokens=512, rings=False) for kind in ("H100", "H200", "B200", "")},

@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxppo.head import reductions
 from jaxppo.head.border import (
+    Axes,
     Index,
     back,
     from_bits,
@@ -147,7 +148,8 @@ class Done(NamedTuple):
         """product(), on TPUs in a branch that is always taken: beside the loop XLA would copy all of dx to a layout."""
         if not self.work.call.profile.rings:
             return product()
-        zeros = self.work.vary(jnp.zeros(jax.eval_shape(product).shape, jnp.float32))
+        like = jax.eval_shape(product)
+        zeros = self.work.vary(jnp.zeros(like.shape, like.dtype))
         found: jax.Array = lax.cond(lax.optimization_barrier(jnp.asarray(True)), product, lambda: zeros)
         return found
 
@@ -165,23 +167,27 @@ class Done(NamedTuple):
 
             if isinstance(self.written, int):
                 return self.apart(product)
-            zeros = work.vary(jnp.zeros((size, width), jnp.float32))
-            found: jax.Array = lax.cond(start < self.written * self.step, product, lambda: zeros)
-            return found
+            end, zeros = self.written * self.step, work.vary(jnp.zeros((size, width), jnp.float32))
+            found: jax.Array = lax.cond(start < end, product, lambda: zeros)
+            if self.step % size == 0 and G % size == 0:  # no part has rows on both sides of the end
+                return found
+            return jnp.where((start + jnp.arange(size) < end)[:, None], found, 0)
 
         return feature_sum(work, k, term, G)
 
-    def parameter_term(self, k: int) -> Term:
-        """The f32 gradient of a part of a parameter."""
+    def parameter_term(self, k: int, dtype: Any = jnp.float32) -> Term:
+        """The gradient of a part of a parameter."""
 
         def term(*part: Any) -> jax.Array:
             call, dx, f = self.work.call, self.dx, self.features[k]
-            return self.of_written(lambda n: parameter_part(call, k, dx, f, n, *part))
+            return self.of_written(lambda n: parameter_part(call, k, dx, f, n, *part).astype(dtype))
 
         return term
 
     def of_parameter(self, k: int) -> jax.Array:
-        return parameter_sum(self.work, k, self.columns, self.parameter_term(k))
+        work, primal = self.work, self.work.given.parameters[k]
+        final = not summed_over(work, k) and not work.call.gathered_v  # else f32, which is rounded behind the sum
+        return parameter_sum(work, k, self.columns, self.parameter_term(k, primal.dtype if final else jnp.float32))
 
     def added(self, k: int, total: jax.Array) -> jax.Array:
         """`total` and the f32 gradient of a parameter. CPUs add some columns at a time, and never hold the second."""
@@ -220,6 +226,13 @@ def feature_sum(work: Work, k: int, term: Term, count: int, zero: jax.Array | No
     return summed(work.call, term, 0, count, primal.shape[2], work.axes - varying(primal), primal.dtype, zero=zero)
 
 
+def summed_over(work: Work, k: int) -> Axes:
+    """The mesh axes over which the gradient of a parameter is summed, or scattered; of a window not the tensor axes."""
+    call, primal = work.call, work.given.parameters[k]
+    keep = varying(primal) | (set(call.axes.tensor) if call.shared else set())
+    return work.axes - keep | (set(call.h_names) if k == 0 else set())
+
+
 def parameter_sum(work: Work, k: int, columns: Columns, term: Term) -> jax.Array:
     """The gradient of some columns of a parameter as the device holds them, summed over devices, in its dtype.
 
@@ -236,10 +249,14 @@ def parameter_sum(work: Work, k: int, columns: Columns, term: Term) -> jax.Array
             by_features: Term = lambda start, size, first, width: term(first, width, start, size)  # noqa: E731
             return summed(call, by_features, 1 - v, width, length, work.axes - keep, primal.dtype, h_names, wide)
         return summed(call, term, v, length, width, work.axes - keep, primal.dtype, wide=wide)
-    total = term(0, length, 0, width)
+    total, pieces = term(0, length, 0, width), work.window.bases.shape[0]
     total = total if wide else rounded(total, primal.dtype)
+    if call.shared and not work.window.each:  # a window of all pieces together
+        held, length = list(total.shape), pieces * primal.shape[v]
+        held[v] = length
+        total = put_slice(vary(jnp.zeros(held, total.dtype), varying(total)), total, work.window.start, v)
     shape = list(primal.shape)
-    shape[v] = length // work.window.bases.shape[0]
+    shape[v] = length // pieces
     like = vary(jnp.zeros(shape, total.dtype), keep)
     return rounded(back(whole_parameter(call, k, work.axes), like, total), primal.dtype)
 

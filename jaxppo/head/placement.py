@@ -13,6 +13,8 @@ from jaxppo.head.call import Names
 from jaxppo.head.head import Head
 from jaxppo.sharding import ParallelMesh, ShardAxes, check_parallel, note, varying
 
+NO_MESH = "without parallel=, expected the mesh that has these axes, or no spec"
+
 
 def entry_names(entry: Any) -> Names:
     """The mesh axes of one entry of a PartitionSpec."""
@@ -36,6 +38,8 @@ def bring_hidden(
     if given is not None and not isinstance(given, P):
         raise TypeError(f"{what}: got {given!r}, expected a PartitionSpec or None")
     roles = parallel.axes if isinstance(parallel, ParallelMesh) else parallel or ShardAxes()
+    if parallel is None and given is not None and any(map(entry_names, given)):
+        raise ValueError(f"{what}: got {given} {NO_MESH}")
     if parallel is None or given is None:
         return hidden, bool(roles.tensor) and roles.sequence_parallel
     sizes = parallel.mesh.shape if isinstance(parallel, ParallelMesh) else jax.sharding.get_abstract_mesh().shape
@@ -125,6 +129,10 @@ def _kernel_spec(
         given = getattr(jax.typeof(kernel).sharding, "spec", None)
     if given is not None:
         full = _full(given, 2)
+        if parallel is None and any(map(entry_names, full)):
+            raise ValueError(
+                f"head.spec: got {given} without parallel=, expected the mesh that has these axes, or no spec"
+            )
         if isinstance(parallel, ParallelMesh):  # axes of size 1 have no role, and do not cut anything
             sizes = parallel.mesh.shape
             full = P(*(tuple(name for name in entry_names(entry) if sizes.get(name) != 1) or None for entry in full))

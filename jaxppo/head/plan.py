@@ -82,7 +82,9 @@ def plan_of_sweep(call: HeadCall, given: Local) -> Plan:
     """
     s, profile, memory = Sizes.of(call, given), call.profile, call.memory or 2**62
     if call.deterministic:  # every tile has one shape on any mesh and in any batch
-        return Plan(call.fixed_chunk, call.fixed_chunk, s.V // (parts_of(call, s.held) or 1))
+        columns = s.V // (parts_of(call, s.held) or 1)
+        _check(call, s.logit * call.fixed_chunk * columns)
+        return Plan(call.fixed_chunk, call.fixed_chunk, columns)
     _check(call, s.logit * min(s.N, 8) * min(s.V, 128))
     by_block = s.gathered > 0 and s.gathered + profile.tile > (call.memory or profile.one_pass)
     refer = references(call, given) and not by_block
@@ -122,9 +124,10 @@ def plan_of_second(call: HeadCall, given: Local) -> Plan:
     columns = min(s.V, profile.columns)
     if call.deterministic:
         columns = min(columns, s.V // (parts_of(call, s.held) or 1))
+        _check(call, (s.logit + s.item) * call.fixed_chunk * columns)
         return Plan(call.fixed_chunk, call.fixed_chunk, columns, by_block=True)
     if profile.whole and not profile.rings:  # XLA for GPUs copies a slice of columns before it is multiplied
-        columns = min(s.V, columns * max(1, s.N // profile.group))
+        columns = min(s.V, columns * max(1, s.N // profile.group) * (2 if s.masked else 1))
     chunk = even(s.N, _most(call, s), profile.whole)
 
     def size(chunk: int, columns: int) -> int:

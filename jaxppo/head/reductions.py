@@ -90,7 +90,7 @@ def peaks_of(asked: Asked, z: jax.Array, tokens: Tokens, columns: Columns, refer
     if tokens.nucleus is not None:
         found["nucleus"] = jnp.where(columns.nucleus(tokens) & ~(z < LOW), z, LOW).max(1)
     if "accuracy" in asked.logit_stats:  # integers that sort like logits; the lowest bit is set at the target
-        bits = lax.bitcast_convert_type(z, jnp.int32)
+        bits = lax.bitcast_convert_type(jnp.where(z == 0, 0, z), jnp.int32)  # -0 is as likely as 0
         key = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
         found["key"] = ((key & ~1) | columns.are(tokens.targets).astype(jnp.int32)).max(1)
     return found

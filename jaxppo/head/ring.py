@@ -59,7 +59,7 @@ def summed(
     rest = tuple(sorted(axes - set(names)))
 
     def done(x: jax.Array) -> jax.Array:
-        return rounded(lax.psum(x, rest) if rest else x, dtype)
+        return rounded(lax.psum(x, rest) if rest else x, dtype) if names or rest else x.astype(dtype)
 
     def at_once(start: Index, size: int) -> jax.Array:
         if scatter:

@@ -226,17 +226,17 @@ def references_of(work: Work, size: int) -> References:
     if not work.refers(columns):
         return None
     H, turns, names = work.features[0].shape[1], work.turns(C), call.axes.tensor
-    # XLA transposes a kernel [H, V] to gather its columns, so it gets an eighth of the features at a time
-    parts = 8 if call.v_dim == 1 and H % 1024 == 0 else 1
+    # XLA for TPUs transposes a kernel [H, V] to gather its columns, so it gets an eighth of the features at a time
+    parts = 8 if call.v_dim == 1 and H % 1024 == 0 and call.profile.rings else 1
 
     def add(first: Index, width: int, k: int, total: jax.Array) -> jax.Array:
         """The products of targets with `width` features of product k, from `first` on."""
-        rows = jnp.moveaxis(slice_of(parameters[k], first, width, 1 - call.v_dim), call.v_dim, 0)
+        p = slice_of(parameters[k], first, width, 1 - call.v_dim)
 
         def chunk(j: Index, total: jax.Array) -> jax.Array:
             (tokens, features), old = work.read(j * C, C), read(total, j * C, C)
-            of_targets = rows.at[columns.places(tokens.targets)[0]].get(mode="promise_in_bounds")
-            x = dot(call, slice_of(features[k], first, width, 1), of_targets, (1, 1), batch=True)
+            of_targets = jnp.take(p, columns.places(tokens.targets)[0], call.v_dim, mode="clip")
+            x = dot(call, slice_of(features[k], first, width, 1), of_targets, (1, 1 - call.v_dim), (0, call.v_dim))
             return write(total, old + scaled(call.scales[k], x), j * C)
 
         return loop(turns, chunk, total)

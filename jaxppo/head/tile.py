@@ -22,17 +22,19 @@ Parameters = tuple[jax.Array, ...]  # [f, V] each, or [V, f]; the kernel first
 LOW = -1e30  # the logit of a column that does not exist: finite, so that no 0 * inf is in any gradient
 
 
-def dot(call: HeadCall, a: jax.Array, b: jax.Array, contract: tuple[int, int], batch: bool = False) -> jax.Array:
+def dot(
+    call: HeadCall, a: jax.Array, b: jax.Array, contract: tuple[int, int], batch: tuple[int, int] | None = None
+) -> jax.Array:
     """Every product of a head: in the wider of both dtypes, in the precision that was asked for, with an f32 result.
 
-    With `batch` the first dimensions of both belong together: a row of a with a row of b.
+    The dimensions `batch` of a and b belong together: a row of a with a row or column of b.
     """
     dtype = wider_dtype(a.dtype, b.dtype)
     if call.profile.upcast and dtype == jnp.bfloat16:  # exact, and the faster product of XLA for CPUs
         dtype = wider_dtype(jnp.float32)
     # without a precision accelerators multiply f32 in one bf16 or TF32 pass
     precision = call.precision or ("highest" if dtype == jnp.float32 else None)
-    of_batch = ((0,), (0,)) if batch else ((), ())
+    of_batch = ((), ()) if batch is None else ((batch[0],), (batch[1],))
     dims = (((contract[0],), (contract[1],)), of_batch)
     a, b = a.astype(dtype), b.astype(dtype)
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)

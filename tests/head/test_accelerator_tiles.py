@@ -12,6 +12,7 @@ from head_cases import OPTIONS, check_head, head_arrays, tiles_of
 from hidden_loss_cases import ADAPTERS, BATCH, HIDDEN, KERNEL, T, bonus_and_kl, make_batch, step
 
 from jaxppo import Head, PolicyLossConfig, RolloutBatch, policy_loss_from_hidden, policy_losses
+from jaxppo.head import ring
 from sharding import make_parallel_mesh
 from sharding.audit import audit
 from sharding.audit.program import hang_risks
@@ -118,7 +119,7 @@ def test_padded_tiles_beside_float64(device):
 
 
 @pytest.mark.parametrize("T", [12, 77, 301])
-@pytest.mark.parametrize("device", ["wide", "some groups", "small"])
+@pytest.mark.parametrize("device", ["wide", "some groups", "grouped"])
 def test_any_number_of_tokens_beside_float64(device, T):
     """A chunk that does not divide what is padded for it would count tokens twice: gradients off by 40 to 100%."""
     check_beside_float64(device, "hv", None, T, {}, r"one pass, \d+ tokens x 1024 columns(, products of \d+ tokens)?")
@@ -239,3 +240,27 @@ def test_a_kernel_that_varies_before_a_scan_is_summed_once_a_step(device):
     assert [c.in_loop for c in of_kernel] == [False]
     alone = jax.grad(lambda k: policy_loss_from_hidden(HIDDEN, k, batch, config)[0])
     assert_trees_close(got, 3 * jax.jit(alone)(kernel), rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 90, 130])
+def test_gradients_of_rows_behind_the_last_written_chunk(count, monkeypatch):
+    """Blocks of the sum are 256 rows, and steps of products are 120: a block holds rows that nothing has written."""
+    N, H, V = 480, 16, 256
+    monkeypatch.setattr(ring, "AT_ONCE", N * H // 3)
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden, kernel = jax.random.normal(keys[0], (1, N, H)), jax.random.normal(keys[1], (H, V))
+    ids, ones = jax.random.randint(keys[2], (1, N), 0, V), jnp.ones((1, N))
+    mask = (jnp.arange(N) % (N // count) == 0)[None].astype(jnp.float32)
+    batch = RolloutBatch(ids, ids, ids * 0 + 1, jnp.arange(N)[None], mask, ids[:, :1] * 0, advantages=ones)
+    batch = dataclasses.replace(batch, old_log_probs=-5 * ones, real_last_targets=True)
+
+    def gradients(parallel):
+        def loss(hidden, kernel):
+            return policy_loss_from_hidden(hidden, kernel, batch, PolicyLossConfig(), parallel=parallel)[0]
+
+        return jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
+
+    expected = gradients(None)
+    with tiles_of("wide"):
+        found = gradients(make_parallel_mesh("tp=8"))
+    assert_trees_close(found, expected, **TOLERANCES)

@@ -9,6 +9,7 @@ import pytest
 from head_cases import BF16, F32, H, R, T, call_head, check_head, head_arrays, truth, with_gradients
 from jax.sharding import PartitionSpec as P
 
+from jaxppo import Head, PolicyLossConfig, RolloutBatch, log_probs_from_hidden, policy_loss_from_hidden
 from sharding import ParallelMesh, ShardAxes, make_parallel_mesh, vary
 from sharding.testing import assert_trees_close
 
@@ -42,6 +43,33 @@ def test_kernel_specs(name, layout):
     spec = P(*full) if layout == "hv" else P(*reversed(full))
     arrays = head_arrays(1032, layout=layout, last=1030)  # four shards' last block overlaps the one before
     check_head([parallel], arrays, entropy="bonus", layout=layout, spec=spec, vocab_size=1030)
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("columns", [1032, 1040])
+@pytest.mark.parametrize("mesh", ["dp=2,fsdp=2,tp=2", "fsdp=4,tp=2"])
+@pytest.mark.parametrize("name", SPECS)
+def test_kernel_specs_in_one_pass(name, mesh, columns):
+    """As without a mesh, whose loss other tests compare with float64."""
+    data = {"data": "dp" if "dp=" in mesh.replace("fsdp=", "") else None}
+    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in SPECS[name])
+    spec = P(*(tuple(filter(None, (data.get(n, n) for n in entry))) or None for entry in entries))
+    arrays = head_arrays(columns, bias=True)
+    ones = jnp.ones((R, T))
+    ids, places = jnp.ones((R, T), jnp.int32), jnp.broadcast_to(jnp.arange(T), (R, T))
+    targets, weights = arrays["targets"], {"advantages": arrays["g"], "old_log_probs": -7 * ones}
+    weights["real_last_targets"] = True
+    batch = RolloutBatch(targets, targets, ids, places, ones, jnp.arange(R)[:, None], **weights)
+
+    def loss(of_head, hidden, parallel=None, spec=None):
+        head, config = Head(of_head["kernel"], bias=of_head["bias"], spec=spec), PolicyLossConfig()
+        return policy_loss_from_hidden(hidden, head, batch, config, parallel=parallel, memory=2**30)[0]
+
+    parallel, of_head = make_parallel_mesh(mesh), {k: arrays[k] for k in ("kernel", "bias")}
+    expected = jax.jit(jax.grad(loss, (0, 1)))(of_head, arrays["hidden"])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
+    run = jax.jit(lambda *given: jax.grad(loss, (0, 1))(*given, parallel, spec))
+    assert_trees_close(run(of_head, arrays["hidden"]), expected)
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -225,6 +253,15 @@ def test_kernel_specs_that_cannot_be(spec, message):
     parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
     with pytest.raises(ValueError, match=message):
         call_head(parallel, head_arrays(104), spec=spec)
+
+
+@pytest.mark.parametrize("name", ["head.spec", "hidden_spec"])
+def test_specs_without_a_mesh(name):
+    arrays = head_arrays(104)
+    of_head = {"spec": P("fsdp", None)} if name == "head.spec" else {}
+    options = {} if of_head else {"hidden_spec": P("dp", None, None)}
+    with pytest.raises(ValueError, match=rf"{name}: got .* without parallel=, expected the mesh that has these axes"):
+        log_probs_from_hidden(arrays["hidden"], Head(arrays["kernel"], **of_head), arrays["targets"], **options)
 
 
 def test_rows_and_positions_that_the_mesh_does_not_divide():

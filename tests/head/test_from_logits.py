@@ -98,6 +98,17 @@ def test_a_vocabulary_that_the_tensor_axis_does_not_divide(name, explicit):
     check(meshes, logits_arrays(97, **of_arrays), **options)
 
 
+@pytest.mark.parametrize("V", [3, 9, 49])
+def test_fewer_columns_than_fill_all_windows(V):
+    """Windows of ceil(V / tp) columns may end before the last device, whose columns are all another's."""
+    check([make_parallel_mesh(mesh) for mesh in ("dp=2,tp=4", "tp=8")], logits_arrays(V))
+
+
+def test_minus_zero_is_as_likely_as_zero():
+    stats = log_probs_from_logits(jnp.array([[[0.0, -0.0]] * 2]), jnp.array([[0, 1]]), logit_stats=("accuracy",))
+    assert stats.accuracy.tolist() == [[1, 1]]
+
+
 def test_logits_that_are_whole_in_a_users_shard_map():
     arrays, parallel = logits_arrays(97), make_parallel_mesh(MIXED)
     specs = (P("dp", "cp"), *[parallel.tokens_spec] * 3)

@@ -293,3 +293,9 @@ def test_a_temperature_where_tokens_fill_a_chunk(options):
     arrays = head_arrays(1000, temperatures=True)
     arrays = {name: x[:, :7] if x.shape[:2] == (8, 8) else x for name, x in arrays.items()}
     check_head([None], arrays, device="five", **options)
+
+
+def test_memory_without_room_for_a_tile_of_fixed_size():
+    hidden, kernel, targets = jnp.ones((1, 300, 8)), jnp.ones((8, 1024)), jnp.zeros((1, 300), jnp.int32)
+    with pytest.raises(ValueError, match=r"memory: got 100000 bytes, expected at least 131072 for this head and batch"):
+        log_probs_from_hidden(hidden, kernel, targets, deterministic=True, memory=100_000)
