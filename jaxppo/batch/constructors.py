@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, overload
 
 from jaxtyping import Float, Int
 
@@ -26,6 +26,7 @@ class Constructors:
         layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
         return make(**nested(fields), context_layout=layout, context_shards=shards)
 
+    @overload
     @classmethod
     def from_samples(
         cls,
@@ -40,7 +41,43 @@ class Constructors:
         num_segments: int | None = None,
         share_prefixes: bool = False,
         mtp_depths: int = 0,
-    ) -> Self:
+        twin: None = None,
+    ) -> Self: ...
+
+    @overload
+    @classmethod
+    def from_samples(
+        cls,
+        samples: Sequence[Sample],
+        *,
+        row_length: int,
+        parallel: ParallelMesh | None = None,
+        rows: int | None = None,
+        buckets: Sequence[int] | None = None,
+        micro_batches: int | None = None,
+        max_tokens: int | None = None,
+        num_segments: int | None = None,
+        share_prefixes: bool = False,
+        mtp_depths: int = 0,
+        twin: Sequence[Sample],
+    ) -> tuple[Self, Self]: ...
+
+    @classmethod
+    def from_samples(
+        cls,
+        samples: Sequence[Sample],
+        *,
+        row_length: int,
+        parallel: ParallelMesh | None = None,
+        rows: int | None = None,
+        buckets: Sequence[int] | None = None,
+        micro_batches: int | None = None,
+        max_tokens: int | None = None,
+        num_segments: int | None = None,
+        share_prefixes: bool = False,
+        mtp_depths: int = 0,
+        twin: Sequence[Sample] | None = None,
+    ) -> Self | tuple[Self, Self]:
         """Packs samples into rows in the mesh's context layout, with targets and masks; numpy arrays.
 
         Where the mesh spans several processes, each packs its own samples, and all must call this together: they agree
@@ -59,24 +96,35 @@ class Constructors:
           share_prefixes: store a prefix that prompts have in common once, as a segment that the samples continue. The
             model's attention must then follow `paths`. No loss, metric or gradient changes.
           mtp_depths: with share_prefixes, the most depths that `mtp_loss` will have.
+          twin: for each sample another prompt with the same response, such as a teacher's prompt that holds a hint. A
+            second batch is then packed beside the first. A sample ends at the same position in both, padding stands
+            before the shorter prompt, and row_length must hold the longer one. So each response token, and the position
+            that predicts it, is at the same place, on the same device, and log-probs, hidden states and masks of either
+            batch go with the other. Optional values of the twin are its own, and it has the sample ids of samples.
 
         Returns:
           The batch, `[R, T]`, or `[K, R, T]` with micro_batches or max_tokens. Rows are balanced over devices by the
-          tokens that carry loss.
+          tokens that carry loss. With twin, a pair: the batch and its twin.
 
         Raises:
           ValueError: the errors of `jaxppo.sharding.pack`; a value that only some samples have; a sample id of two
-            samples; a group id of two prompts.
+            samples; a group id of two prompts; a twin with other responses or in another number, with share_prefixes or
+            in the layout "zigzag_per_segment".
 
         Example:
           >>> batch = RolloutBatch.from_samples([Sample([5, 6, 7], response_start=1, reward=2.0)], row_length=4)
           >>> batch.targets.tolist(), batch.loss_mask.tolist(), batch.rewards.tolist()
           ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]], [[2.0]])
+          >>> hinted = [Sample([1, 2, 5, 6, 7], response_start=3)]
+          >>> batch, twin = RolloutBatch.from_samples([Sample([5, 6, 7], response_start=1)], row_length=6, twin=hinted)
+          >>> batch.tokens.tolist(), twin.tokens.tolist()
+          ([[0, 0, 5, 6, 7, 0]], [[1, 2, 5, 6, 7, 0]])
         """
         sizes = {"row_length": row_length, "rows": rows, "buckets": buckets, "micro_batches": micro_batches}
         sizes |= {"max_tokens": max_tokens, "num_segments": num_segments}
-        made = packed_samples(samples, sizes, parallel, share_prefixes, mtp_depths)
-        return cls._packed(parallel, **made, mtp_depths=mtp_depths)
+        packed = packed_samples(samples, sizes, parallel, share_prefixes, mtp_depths, twin)
+        first, *more = (cls._packed(parallel, **made, mtp_depths=mtp_depths) for made in packed)
+        return (first, more[0]) if more else first
 
     @classmethod
     def from_padded(

@@ -17,6 +17,7 @@ from jaxppo.batch.samples import (
     loads_of,
     whole_pieces,
 )
+from jaxppo.batch.twins import at_ends, check_twin, rooms
 from jaxppo.sharding import ParallelMesh, check_parallel, check_row_length, multihost, pack
 
 
@@ -26,8 +27,9 @@ def packed_samples(
     parallel: ParallelMesh | None,
     share_prefixes: bool,
     mtp_depths: int,
-) -> dict[str, Any]:
-    """The arrays of `RolloutBatch.from_samples`, by name, and K.
+    twin: Sequence[Sample] | None,
+) -> list[dict[str, Any]]:
+    """The arrays of each batch of `RolloutBatch.from_samples`, by name, and K: of one, and of its twin if there is one.
 
     Args:
       samples: the samples of this process.
@@ -35,12 +37,15 @@ def packed_samples(
       parallel: the mesh.
       share_prefixes: see `RolloutBatch.from_samples`.
       mtp_depths: see `RolloutBatch.from_samples`.
+      twin: see `RolloutBatch.from_samples`.
     """
     check_parallel(parallel, "ParallelMesh or None")
     with multihost.together(parallel):
         check_samples(samples)
         prompts = check_groups(samples)
         _check_options(share_prefixes, mtp_depths)
+        if twin is not None:
+            check_twin(samples, twin, share_prefixes, parallel)
         masks, pieces = [sample.mask for sample in samples], whole_pieces(samples)
         if share_prefixes:
             from jaxppo.batch.prefixes import shared_pieces  # imported here because few programs share prefixes
@@ -50,7 +55,7 @@ def packed_samples(
             limits = {name: sizes[name] for name in ("row_length", "num_segments")}
             pieces = shared_pieces(samples, **limits, mtp_depths=mtp_depths, parallel=parallel)
     packed = pack(
-        [range(piece.start, piece.stop) for piece in pieces],
+        [range(piece.start, piece.stop) for piece in pieces] if twin is None else rooms(samples, twin),
         parallel=parallel,
         loads=loads_of(pieces, masks),
         bundles=[piece.bundle for piece in pieces],
@@ -61,18 +66,24 @@ def packed_samples(
     ids = [first + i if s.sample_id is None else int(s.sample_id) for i, s in enumerate(samples)]
     with multihost.together(parallel):
         check_sample_ids(ids)
-        arrays: dict[str, Any] = batch_arrays(samples, masks, pieces, packed, ids, trees=share_prefixes)
+        if twin is None:
+            made = [batch_arrays(samples, masks, pieces, packed, ids, trees=share_prefixes)]
+        else:
+            made = [
+                batch_arrays(x, [s.mask for s in x], whole_pieces(x), at_ends(packed, x), ids, trees=False)
+                for x in (samples, twin)
+            ]
     if several and parallel:
         check_groups_of_hosts(prompts)
         check_sample_ids_of_hosts(ids, parallel)
-        names = sorted(name for name, x in arrays.items() if x is not None)
+        names = sorted("twin." * i + name for i, x in enumerate(made) for name, array in x.items() if array is not None)
         multihost.check_equal("samples", [*names, f"mtp_depths={mtp_depths}"] if mtp_depths else names)
     _warn_of_many_shapes(
         (*sizes.items(), share_prefixes, mtp_depths, parallel),
         (packed.micro_batches or 1, packed.rows, packed.num_segments),
         len(sizes["buckets"] or ()),
     )
-    return arrays | {"micro_batches": packed.micro_batches}
+    return [{**arrays, "micro_batches": packed.micro_batches} for arrays in made]
 
 
 _shapes: dict[str, set[tuple[int, int, int]]] = {}  # (K, R, S) of the batches so far, for each set of options

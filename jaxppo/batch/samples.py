@@ -354,15 +354,15 @@ def batch_arrays(
     return arrays
 
 
-def check_samples(samples: Sequence[Sample]) -> None:
+def check_samples(samples: Sequence[Sample], name: str = "samples") -> None:
     """Raises unless there is at least one sample, and nothing else among them."""
     if not isinstance(samples, Sequence):
-        raise TypeError(f"samples: got {type(samples).__name__}, expected a sequence of Sample")
+        raise TypeError(f"{name}: got {type(samples).__name__}, expected a sequence of Sample")
     if not samples:
-        raise ValueError("samples: got none, expected at least one")
+        raise ValueError(f"{name}: got none, expected at least one")
     for i, sample in enumerate(samples):
         if not isinstance(sample, Sample):
-            raise TypeError(f"samples[{i}]: got {type(sample).__name__}, expected Sample")
+            raise TypeError(f"{name}[{i}]: got {type(sample).__name__}, expected Sample")
 
 
 def check_sample_ids(ids: Sequence[int]) -> None:

@@ -157,6 +157,7 @@ OF_FUNCTION = {  # where a name has another kind than elsewhere, or a value that
     ("tinker", "loss_fn_config"): "held",
     **{(of, "samples"): "object" for of in ("drop_equal_groups", "mismatched_samples", "pack_nucleus_ids")},
     **{(of, "samples"): "object" for of in ("micro_batches_of_pairs", "RolloutBatch.from_samples")},
+    ("RolloutBatch.from_samples", "twin"): "object",
     ("optimal_token_baseline", "weights"): "floats",
     ("log_probs_from_hidden", "entropy"): "choice",
     ("log_probs_from_logits", "entropy"): "choice",

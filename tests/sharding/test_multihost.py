@@ -90,6 +90,8 @@ REFUSALS = {
     "value": r"ValueError: advantages: got None in sample 0, .* \(on process 1, host",
     "values": r"ValueError: samples: got \['advantages', .* on process 0 and \['loss_mask', .* on process 1",
     "group": "ValueError: group_id: got 2 for different prompts on several hosts",
+    "twin": r"ValueError: twin: got a response of 0 tokens in sample 0, .* \(on process 1, host",
+    "no twin": r"ValueError: samples: got \['advantages', .* on process 0 and .*'twin.advantages', .* on process 1",
     "bytes": r"ValueError: file: got no\\udcff \(on process 1, host ",  # of a name that is not UTF-8
     "other rows": r"ValueError: batch: got other rewards on process 1 than on process 0.* both hold data shards \[0\]",
 }
@@ -100,6 +102,7 @@ def test_what_is_bad_on_one_process_is_raised_on_both():
     first, second = run(2, "dp=2,cp=4", "contiguous", "refusals")
     assert first == second
     assert first.pop("while devices work") == [2, 64, True]
+    assert first.pop("with a twin") == [2, 64, 2, 64, True]
     assert first.keys() == REFUSALS.keys()
     for name, pattern in REFUSALS.items():
         assert re.match(pattern, first[name]), first[name]

@@ -75,17 +75,20 @@ def refusals(rank):
     def different(offset):
         return [dataclasses.replace(s, group_id=g + offset) for g, s in enumerate(good)]
 
+    long = {"tokens": np.zeros(70, int), "response_start": 70, **dict.fromkeys(VALUES)}
     cases = {
         "rows": (own, good, {"rows": 1 + rank}),
         "buckets": (own, good, {"buckets": (2, 4) if rank else (2,)}),
         "none": (own, mine([]), {}),
         "kind": (own, mine([*good, "a sample"]), {}),
-        "long": (own, mine(change(0, tokens=np.zeros(70, int), response_start=70, **dict.fromkeys(VALUES))), {}),
+        "long": (own, mine(change(0, **long)), {}),
         "same id": (own, mine(change(0, sample_id=11)), {}),
         "ids of hosts": (own, samples(), {}),
         "value": (own, mine(change(0, advantages=None)), {}),
         "values": (own, mine([dataclasses.replace(s, advantages=None) for s in good]), {}),
         "group": (own, mine(different(2)) if rank else different(0), {}),
+        "twin": (own, good, {"twin": mine(change(0, **long))}),
+        "no twin": (own, good, {"twin": good} if rank else {}),
         "other rows": (shared, [dataclasses.replace(s, reward=1.0 + rank) for s in samples()], {}),
     }
     found = {}
@@ -101,6 +104,21 @@ def refusals(rank):
     except ValueError as error:
         found["bytes"] = f"{type(error).__name__}: {error}"
     return found
+
+
+def packed_with_a_twin(rank, parallel):
+    """The shapes of a batch and of its twin, and whether their loss masks are equal on this process."""
+    from jaxppo import RolloutBatch
+
+    own = own_samples(rank)
+    hint = np.zeros(3 + 9 * rank, int)  # with which six samples fill one row, or two
+    hinted = [
+        dataclasses.replace(s, tokens=np.concatenate([hint, s.tokens]), response_start=3 + len(hint)) for s in own
+    ]
+    batches = RolloutBatch.from_samples(own, row_length=64, parallel=parallel, twin=hinted)
+    masks = [[np.asarray(shard.data) for shard in x.put(parallel).loss_mask.addressable_shards] for x in batches]
+    same = all((a == b).all() for a, b in zip(*masks, strict=True))
+    return [*batches[0].tokens.shape, *batches[1].tokens.shape, same]
 
 
 def packed_while_devices_work(rank, parallel):
@@ -125,9 +143,9 @@ def main(rank, count, port, mesh, layout, event=None):
     assert jax.device_count() == 8
     parallel = make_parallel_mesh(mesh, context_layout=layout)
     if event == "refusals":
-        print(
-            json.dumps(refusals(rank) | {"while devices work": packed_while_devices_work(rank, parallel)}), flush=True
-        )
+        packed = {"with a twin": packed_with_a_twin(rank, parallel)}
+        packed |= {"while devices work": packed_while_devices_work(rank, parallel)}
+        print(json.dumps(refusals(rank) | packed), flush=True)
         if rank == 0:
             time.sleep(2)  # the coordinator is in this process, and the other process may still read from it
         os._exit(0)  # without waiting for the devices

@@ -110,7 +110,7 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "RolloutBatch.from_samples": {
         "samples": SAMPLES, "row_length": T, "parallel": None, "rows": R, "buckets": None, "micro_batches": None,
-        "max_tokens": None, "num_segments": S, "share_prefixes": False, "mtp_depths": 0,
+        "max_tokens": None, "num_segments": S, "share_prefixes": False, "mtp_depths": 0, "twin": SAMPLES,
     },
     "RolloutBatch.from_padded": {
         **SOFT, "prompt_ids": np.ones((2, 3), int), "completion_ids": np.ones((2, 4), int),

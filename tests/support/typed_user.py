@@ -98,6 +98,8 @@ def samples() -> list[Sample]:
 def batches(parallel: ParallelMesh | None) -> list[RolloutBatch]:
     ids, mask = jnp.ones((2, 4), jnp.int32), jnp.array([[0, 0, 1, 1]] * 2)
     places, zeros = jnp.array([[0, 1, 2, 3]] * 2), jnp.zeros((2, 4))
+    pair = RolloutBatch.from_samples(samples(), row_length=16, rows=4, parallel=parallel, twin=samples())
+    assert_type(pair, tuple[RolloutBatch, RolloutBatch])
     return [
         RolloutBatch.from_samples(samples(), row_length=16, rows=4, num_segments=4, parallel=parallel),
         RolloutBatch.from_padded(ids, ids, mask, prompt_mask=mask, advantages=jnp.ones(2), parallel=parallel),

@@ -138,6 +138,8 @@ def micro_batches_of_pairs(
       [0, 0, 1, 1]
     """
     check_samples(samples)
+    if "twin" in options:
+        raise TypeError("twin: got one in micro_batches_of_pairs, expected it in RolloutBatch.from_samples alone")
     groups: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
         if sample.group_id is None:

@@ -1,0 +1,54 @@
+"""Two batches of the same responses behind other prompts, each response at the same positions in both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxppo.base.arrays import check
+from jaxppo.batch.samples import Sample, check_samples
+from jaxppo.sharding import Packed, ParallelMesh, segment_multiple
+
+
+def check_twin(
+    samples: Sequence[Sample], twin: Sequence[Sample], share_prefixes: bool, parallel: ParallelMesh | None
+) -> None:
+    """Raises unless the twin has the samples' responses, and both can be packed with these at the same positions."""
+    check_samples(twin, "twin")
+    if len(twin) != len(samples):
+        raise ValueError(f"twin: got {len(twin)} samples, expected {len(samples)}, one for each of samples")
+    for i, (sample, other) in enumerate(zip(samples, twin, strict=True)):
+        mine, theirs = (np.asarray(x.tokens)[x.start :] for x in (sample, other))
+        if len(mine) != len(theirs):
+            raise ValueError(
+                f"twin: got a response of {len(theirs)} tokens in sample {i}, expected that of samples[{i}], "
+                f"{len(mine)} tokens"
+            )
+        if (mine != theirs).any():
+            at = int(np.argmax(mine != theirs))
+            raise ValueError(
+                f"twin: got {theirs[at]} as response token {at} of sample {i}, expected {mine[at]}, as in samples[{i}]"
+            )
+        if other.sample_id not in (None, sample.sample_id):
+            raise ValueError(
+                f"twin: got sample_id {other.sample_id} in sample {i}, expected {sample.sample_id}, as in samples[{i}]"
+            )
+    check("share_prefixes", share_prefixes, not share_prefixes, "False with a twin, whose prompts are other ones")
+    if parallel is not None and segment_multiple(parallel.context_layout, parallel.context_size) > 1:
+        raise ValueError(
+            f"parallel: got context layout {parallel.context_layout!r} with a twin, expected another: it places the "
+            "tokens of a sequence by the sequence's length, which differs between twins"
+        )
+
+
+def rooms(samples: Sequence[Sample], twin: Sequence[Sample]) -> list[range]:
+    """The positions that each sample or its twin takes, whichever has more."""
+    return [range(max(len(a.tokens), len(b.tokens))) for a, b in zip(samples, twin, strict=True)]
+
+
+def at_ends(packed: Packed, samples: Sequence[Sample]) -> Packed:
+    """The places of samples that end where their rooms end; what is free before the shorter one stays padding."""
+    lengths = np.array([len(sample.tokens) for sample in samples], np.int32)
+    return dataclasses.replace(packed, lengths=lengths, start=packed.start + packed.lengths - lengths)
