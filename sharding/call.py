@@ -25,10 +25,10 @@ def shard_call(
 ) -> Any:
     """Runs the per-shard `fn(axes, *args.values())` on one device, in the caller's `shard_map`, or on a mesh.
 
-    Every mesh-level function here uses this, so that the per-shard function is the only implementation. It is
-    jitted where the caller does not jit: with a module-level `fn`, a second call with equal `static` and arrays of the
-    same shapes compiles nothing. In a caller's `jit` it is not jitted again: JAX would first trace the whole of it
-    without gradients.
+    Every mesh-level function here uses `shard_call`, so that the per-shard function is the only implementation. The
+    call is jitted where the caller does not jit: with a module-level `fn`, a second call with equal `static` and arrays
+    of the same shapes compiles nothing. In a caller's `jit` the call is not jitted again: JAX would first trace all of
+    it without gradients.
 
     Args:
       name: the public function's name, for errors.

@@ -37,7 +37,8 @@ def grpo(
         sample without a reward has NaN: it is in no statistic, and its advantage is 0.
       group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
       among: `bool` of that shape, the samples that make the statistics; all by default. The others get an advantage
-        against these; it is 0 for them as for all, or by `singletons`, where fewer than two of the group make them.
+        against these samples. Where fewer than two samples of a group make its statistics, `singletons` says what all
+        its samples get.
       rollout_ids: `i32` of that shape, equal for the samples that were cut from one rollout. A rollout counts once, and
         its parts get its advantage. By default each sample is a rollout.
       scale_by_std: divide by the group's deviation; without it this is `dr_grpo`.
@@ -46,8 +47,8 @@ def grpo(
       parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32`, the shape of rewards, 0 where there is no sample or no reward; `spread` puts them on tokens. NaN, where an
-      error cannot be raised under `jit`.
+      `f32`, the shape of rewards, 0 where there is no sample or no reward; `spread` puts them on tokens. Under `jit`,
+      NaN in place of an error that cannot be raised there.
 
     Raises:
       ValueError, TypeError: shapes that differ, ids that are no integers, an unknown `singletons`, a negative epsilon;

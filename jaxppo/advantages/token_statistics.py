@@ -95,9 +95,9 @@ def whiten(
     Args:
       x: `f32[R, T]`, or a stacked step `[K, R, T]`.
       mask: of that shape, 1 where a token counts; x can be anything elsewhere.
-      among: `bool` of that shape, the tokens that make mean and variance; all by default. The others are whitened by
-        these: they are only shifted where the variance is 0, and 0 where there are none of these. For samples:
-        `spread(among.astype(jnp.float32), batch) > 0`.
+      among: `bool` of that shape, the tokens that make mean and variance; all by default. The others are whitened with
+        that mean and variance. They are only shifted if the variance is 0, and are 0 if `among` has no token. For
+        samples: `spread(among.astype(jnp.float32), batch) > 0`.
       shift_mean: leave the mean at 0; without it the result keeps the mean of x.
       epsilon: added to the variance, in x's units squared; at least 0.
       parallel: the mesh; rows sharded over data, positions over context.
@@ -196,7 +196,7 @@ def explained_variance(
 ) -> Float[Array, ""]:
     """The share of the returns' variance that the critic explains: 1 - var(G - V) / var(G), over the step's tokens.
 
-    It is 1 for a perfect critic, 0 for one that is no better than a constant, and below 0 for a worse one. A constant
+    It is 1 for a perfect critic, 0 for a critic no better than a constant, and below 0 for a worse critic. A constant
     offset of the values changes `value_error` alone. Variances take two passes over the tokens, as in `whiten`.
 
     Args:

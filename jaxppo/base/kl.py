@@ -71,7 +71,7 @@ def log_ratio(log_probs: Float[Array, "..."], base: Float[Array, "..."]) -> Floa
 
 
 def k3(d: Float[Array, "..."]) -> Float[Array, "..."]:
-    """exp(d) - 1 - d, never below 0. It uses expm1: for a small d, exp(d) - 1 would be nothing but rounding error.
+    """exp(d) - 1 - d, never below 0. It uses expm1: for a small d, exp(d) - 1 would be only rounding error.
 
     Above d = 20 the tangent replaces exp, so that value and gradient are finite and have the right sign.
     """

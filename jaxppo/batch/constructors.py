@@ -168,9 +168,9 @@ class Constructors:
           NaN.
 
         Raises:
-          TypeError, ValueError: an array of another dtype or shape, log-probs of 16 bits; a completion that begins with
-            padding; a row length that the layout cannot divide; the layout "zigzag_per_segment", which needs rows that
-            were packed for it.
+          TypeError, ValueError: an array of another dtype or shape, old or reference log-probs of 16 bits; a completion
+            that begins with padding; a row length that the layout cannot divide; the layout "zigzag_per_segment", which
+            needs rows that were packed for it.
 
         Example:
           >>> import jax.numpy as jnp

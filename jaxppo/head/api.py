@@ -69,7 +69,8 @@ def log_probs_from_hidden(
       entropy: "none", "metric" (no gradient, and no cost in the backward) or "bonus" (differentiable).
       logit_stats: names of further statistics. Differentiable are "log_z", the log-sum-exp of z, and "mean_logit", the
         mean of the finite z (see `SFT`). Without a gradient are "accuracy", whether no token is likelier than the
-        target, and "sum_p2", the sum of p^2. They are over the whole vocabulary. What is not named costs nothing.
+        target, and "sum_p2", the sum of p^2. They are over the whole vocabulary. A statistic that you do not name costs
+        nothing.
       top_k: how many of the likeliest ids to find. They are returned as `top_ids`, with their log-probs in the full
         distribution. They have no gradient: for gradients ask for those ids again, as `ids`.
       nucleus_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus. Log-probs are renormalised over the
@@ -156,7 +157,8 @@ def log_probs_from_logits(
       entropy: "none", "metric" (no gradient, and no cost in the backward) or "bonus" (differentiable).
       logit_stats: names of further statistics. Differentiable are "log_z", the log-sum-exp of z, and "mean_logit", the
         mean of the finite z (see `SFT`). Without a gradient are "accuracy", whether no token is likelier than the
-        target, and "sum_p2", the sum of p^2. They are over all of `vocab_size`. What is not named costs nothing.
+        target, and "sum_p2", the sum of p^2. They are over all of `vocab_size`. A statistic that you do not name costs
+        nothing.
       top_k: how many of the likeliest ids to find. They are returned as `top_ids`, with their log-probs in the full
         distribution. They have no gradient: for gradients ask for those ids again, as `ids`.
       nucleus_ids: `i32[R, T, K]`, -1 padded, the sampler's top-p/top-k nucleus. Log-probs are renormalised over the

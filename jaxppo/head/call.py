@@ -30,18 +30,18 @@ class HeadOptions(TypedDict, total=False):
     """Options of how a head computes; they change its results by rounding only.
 
     Args:
-      hidden_spec: the PartitionSpec of hidden states, if they are not sharded as `parallel.hidden_spec`. They are
-        resharded like the batch's tokens, which `sharding.audit` notes. Inside a `shard_map` another spec is refused.
+      hidden_spec: the PartitionSpec of hidden states, if they are not sharded as `parallel.hidden_spec`. They are then
+        moved to the devices of the batch's tokens, and `sharding.audit` notes the move. Inside a `shard_map` another
+        spec is refused.
       memory: bytes that a device may spend beside its results. By default an eighth of an accelerator's memory for
         one pass, 0.3 GiB (and dhidden in f32 beyond 8192 tokens) for two; on CPUs 48 MiB and tiles of 4 MiB.
       precision: the precision of products, as in `jnp.dot`. bf16 operands multiply in one pass with f32 sums. For f32
-        operands the default is "highest", since accelerators would round them to bf16 or TF32. On a TPU v5p the
-        products then take 6.5 times the time of bf16. If hidden states are bf16 and the kernel is f32, both count as
-        f32, and the products take 4.5 times the time (two passes, estimated). `kernel.astype(hidden.dtype)` avoids
-        that. An "f32 head" is a kernel in f32 at that cost; the logits are always f32.
+        operands the default is "highest", since accelerators would round them to bf16 or TF32. If hidden states are
+        bf16 and the kernel is f32, both count as f32. The page "Numbers and bits" has the cost, which
+        `kernel.astype(hidden.dtype)` avoids. The logits are always f32.
       gradient_sum_dtype: the dtype in which gradients of parameters are summed over devices: "float32", or "parameter"
-        for the parameter's own dtype. bf16 sums send two thirds of the bytes on TPUs and half elsewhere. They lose 0.3%
-        rms over 4 devices and 1.4% over 128.
+        for the parameter's own dtype. bf16 sums send two thirds of the bytes on TPUs and half elsewhere. Their rms
+        error is 0.3% over 4 devices and 1.4% over 128.
       follow_mask: compute only the tokens that count; True by default. False computes all tokens, which takes less
         memory on accelerators if nearly all tokens count.
       deterministic: a token's log-prob and entropy have the same bits whatever else is in the batch, and on tp = 1, 2,

@@ -17,9 +17,9 @@ def translate(config: Mapping[str, Any]) -> Translation:
     reads the other options of that mode, so `rollout_is`, `rollout_rs` and `loss_type` then need
     `trainer.use_v1=False`.
 
-    The numbers are verl's, with two exceptions. Decoupled rejections do not change denominators and penalties, while
-    verl takes rejected tokens out of both. Covariances and mean weights are over the whole step;
-    verl's are over a micro-batch.
+    The numbers are verl's, with two exceptions. Decoupled rejections do not change denominators and penalties; verl
+    takes rejected tokens out of both. Covariances and mean weights are over the whole step; verl's are over a
+    micro-batch.
 
     Args:
       config: keys and values.

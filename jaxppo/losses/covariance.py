@@ -51,8 +51,8 @@ def covariance_mask(
       parallel: the mesh.
 
     Returns:
-      `f32`, the shape of `batch.loss_mask`: 1 where a token is picked: the extra "selected" of the batch of
-      `policy_loss`.
+      `f32`, the shape of `batch.loss_mask`: 1 where a token is picked. Give it to the batch of `policy_loss` as the
+      extra "selected".
 
     Raises:
       ValueError: a config with another loss, an array that the batch lacks, shapes that differ, one micro-batch of

@@ -45,7 +45,7 @@ def loss_from_stats(
     hold anything, NaN included.
 
     Args:
-      stats: what the loss reads: `TokenStats` of `log_probs_from_hidden` or of the same from logits; for `Value` and
+      stats: what the loss reads: `TokenStats` of `log_probs_from_hidden` or `log_probs_from_logits`; for `Value` and
         `preference.BradleyTerry` `f32[R, T]`.
       batch: `[R, T]`, with the arrays that the loss reads.
       loss: see `loss_from_hidden`.

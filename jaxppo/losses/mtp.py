@@ -118,8 +118,7 @@ def mtp_loss(
     Args:
       hidden: for each depth the `[R, T, H]` states that its predictions are read from, as `log_probs_from_hidden`
         takes them.
-      head: the main loss's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or
-        stacked.
+      head: the main loss's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or stacked.
       batch: `[R, T]`; only its sequences, targets, loss mask and loss weights are read.
       loss: by default `MTP()`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.

@@ -28,8 +28,8 @@ def policy_loss(
     """The loss of a batch: sum over tokens of weight * (policy loss + kl.coef * KL - entropy_coef * entropy).
 
     Gradients flow to `stats` only; the batch and the coefficients are constants. Positions with loss mask 0 may hold
-    anything, NaN included. A batch that is one of a step's micro-batches needs the step's `normalizer`. Without it the
-    loss would be wrong; that is refused if the shapes show it.
+    anything, NaN included. A batch that is one of a step's micro-batches needs the step's `normalizer`. A loss without
+    it would be wrong, and is refused if the shapes show that.
 
     Args:
       stats: `f32[R, T]` log-probs of the targets, and entropies; see `log_probs_from_hidden`.

@@ -27,8 +27,8 @@ def by_row(
     """A loss for each row, or sample: parts by name, of which each has the tokens that are marked with its place.
 
     All of them share one pass of the head. No program changes when clients come and go, as long as the losses are the
-    same: which rows have which is in one array of the batch, and so are numbers. The parts keep metrics of their own;
-    `explain_tokens` and `by_sample` have them by token and by sample, with the log-probs.
+    same: one extra of the batch says which token has which loss, and other extras hold the numbers. The parts keep
+    metrics of their own; `explain_tokens` and `by_sample` have them by token and by sample, with the log-probs.
 
     Args:
       losses: by name, in the order of their numbers: the first has the tokens where `which` is 0.

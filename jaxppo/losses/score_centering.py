@@ -37,8 +37,8 @@ class ScoreCentering(OfIds):
 
     The c_v are constants. Without this term a weight other than p / q moves the policy even if all tokens have the same
     advantage. f comes from the config's loss: it is 1 for `Reinforce`, min(r, 1 + clip_high) for `CISPO(clip_low=1)`, a
-    mask for `ProbabilityMask`. For f = r, as in a `PPO` that clips nothing, all c_v are 0. Only that part of the
-    gradient is centred which is due to advantages: a pull to the sampler stays.
+    mask for `ProbabilityMask`. For f = r, as in a `PPO` that clips nothing, all c_v are 0. Only the part of the
+    gradient that is due to advantages is centred: a pull to the sampler stays.
 
     a p_v stands for the tokens that are not among the ids (the tail). They are treated as one token, which the policy
     draws with probability 1 - sum p and the sampler with 1 - sum q, with sums over the ids of the position. rho is the

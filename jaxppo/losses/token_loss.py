@@ -173,14 +173,14 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
 
     @abc.abstractmethod
     def terms(self, stats: Stats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        """Per-shard: by name, what each token's loss is the sum of, before weighting; finite where the mask is 0."""
+        """Per-shard: the terms of each token's loss by name, before weighting; finite where the mask is 0."""
 
     def metrics(self, stats: Stats, step: Step, constants: Any) -> Terms:
         """Per-shard: what `reduce_metrics` turns into metrics, by name; anything where the mask is 0."""
         return {}
 
     def reasons(self, stats: Stats, step: Step, constants: Any) -> Mapping[str, Bool[Array, "R T"]]:
-        """Per-shard: by name, why the loss does not train some of its tokens; the first that holds is the one."""
+        """Per-shard: by name, why the loss does not train some of its tokens; the first reason that holds counts."""
         return {}
 
     def seen(self, stats: Stats, mask: Float[Array, "R T"]) -> Stats:

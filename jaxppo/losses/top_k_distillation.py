@@ -73,8 +73,8 @@ class OfIds(TokenLoss[TokenStats]):
 class TopKDistillation(OfIds):
     """`top_k_divergence` from a teacher's top-k over tokens: loss = sum over tokens of weight_t * D_t.
 
-    `loss_from_stats` wants statistics of `log_probs_from_hidden(..., ids=)` of these ids, or from logits. The teacher's
-    log-probs must be at the student's temperature. Different rows may have different teachers.
+    `loss_from_stats` takes statistics with these ids, from `log_probs_from_hidden(..., ids=)` or from logits. The
+    teacher's log-probs must be at the student's temperature. Different rows may have different teachers.
 
     The metrics are `loss` (adds up over micro-batches), `divergence`, `teacher_mass` and `student_mass` (of the ids;
     means over tokens), `teacher_capped`, the number of tokens at which rounding brought a log-prob of the teacher above

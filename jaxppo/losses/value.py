@@ -31,8 +31,8 @@ Values = Float[Array, "R T"]
 class Value(TokenLoss[Values]):
     """Squared error to the returns, clipped about the old values: l_t = factor * max((v - G)^2, (v_clip - G)^2).
 
-    v_clip = clip(v, old - clip, old + clip). `loss_from_stats` takes the critic's current values, `[R, T]`,
-    as statistics. The batch needs `returns` and, with a clip, `values`: the critic's at the start of the step. The
+    v_clip = clip(v, old - clip, old + clip). `loss_from_stats` takes the critic's current values, `[R, T]`, as
+    statistics. The batch needs `returns` and, with a clip, `values`: the critic's at the start of the step. The
     defaults are verl's; slime's are factor=1 and clip_fraction="outside".
 
     With `huber_delta` d, an error e = v - G beyond d counts as d (2 |e| - d) in place of e^2, so that its gradient

@@ -87,7 +87,7 @@ def mismatch_report(
         `[R, T]` or `[N]`. If they are spread over the devices of several processes, every process must call this.
       where: bool, the tokens that count; a loss mask does. All by default.
       positions: i32; by default the last dimension's index.
-      bins: the number of ranges: of positions, equally wide, and of entropies, with equally many tokens;
+      bins: the number of ranges of positions, which are equally wide, and of entropies, which have equally many tokens;
         at most 1000.
 
     Raises:

@@ -22,8 +22,8 @@ def routed_experts(rows: Any, tokens: int, *, layers: int | None = None, top_k: 
     """The experts that a sampler's router chose, as an extra of a sample; they travel with the token that was read.
 
     Give it to `Sample(extras={"routed_experts": ...})`, and `batch.extras["routed_experts"]`, `i32[R, T, layers, k]`,
-    to the model in every pass: that of the old log-probs too. A model takes the replayed ids alone: weights are today's
-    scores of these experts, so that the router keeps its gradient. Where an id is -1 the model's own router decides:
+    to the model in every pass: that of the old log-probs too. The model replays the ids alone: it weighs these experts
+    by its own current scores, so that the router keeps its gradient. Where an id is -1 the model's own router decides:
     engines return one row fewer than tokens, since nobody reads the last one, and padding has no row.
 
     Args:

@@ -53,9 +53,9 @@ class PolicyLossConfig(Loss):
       off_policy: the correction for a sampler whose policy differs from the trainer's.
       impossible_tokens: what to do with a loss token whose log-prob is -inf under the policy, under the old policy if
         it is compared, or under the sampler if the batch has its log-probs. "nan": the loss is NaN if it depends on
-        that log-prob, else only metrics are. "leave_out": the
-        token has no loss, no penalty and no gradient, and is left out of statistics of its sequence and of metrics; the
-        metric `impossible_tokens` counts it. The denominators of the loss still follow the mask.
+        that log-prob, else only metrics are. "leave_out": the token has no loss, no penalty and no gradient, and is
+        left out of statistics of its sequence and of metrics; the metric `impossible_tokens` counts it. The
+        denominators of the loss still follow the mask.
       clip_by_sign: adds the metrics `clip_fraction_positive` and `clip_fraction_negative`, by the advantage's sign.
 
     Raises:

@@ -38,7 +38,7 @@ class PolicyLoss(Loss, abc.ABC):
 
     Attributes:
       token_local: the loss of a token depends on that token alone. It may then be computed a block of tokens at a time,
-        without `segments`, and gradients need one product with the head's kernel fewer.
+        without `segments`, and gradients then take one product less with the head's kernel.
       selects: `__call__` also takes `selected`, the tokens of the step that `covariance_mask` picked. It picks the
         share `share` of the tokens for which `selectable` holds: at "random", or those of "highest" covariance.
       weighs_by_ratio: gradients are weighted by the ratio; off-policy weights with the same ratio would count it twice.

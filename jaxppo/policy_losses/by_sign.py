@@ -16,8 +16,8 @@ class BySign(PolicyLoss):
     """One loss where A > 0, another one elsewhere.
 
     The default is TOPR, by tokens: -A log_prob where A > 0, and -min(r, 1) A log_prob with a constant ratio where
-    A <= 0. Good responses are learnt however old they are, and bad ones let go as the policy leaves them. The metrics
-    are those of both, 0 at tokens of the other one.
+    A <= 0. Good responses are learnt however old they are; bad ones no longer pull once the policy has left them. The
+    metrics are those of both losses, each 0 at the tokens of the other loss.
 
     Args:
       positive: the loss where A > 0.

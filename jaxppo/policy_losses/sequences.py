@@ -31,7 +31,8 @@ class GSPO(PolicyLoss):
       clip_high: s is clipped above 1 + clip_high.
       dual_clip: see `PPO`.
       gradient: "sequence" differentiates the mean over the sequence (GSPO); "token" gives each token the gradient
-        of s * log_prob (GSPO-token). The values are the same; the gradients differ if masks are uneven.
+        of s * log_prob (GSPO-token). The values are the same. The gradients differ if the advantages or the weights of
+        a sequence's tokens differ.
 
     Raises:
       ValueError: a number out of its range, an unknown gradient.

@@ -20,9 +20,9 @@ _LEAST_LOG_WEIGHT = math.log(1e-8)
 class VESPO(PolicyLoss):
     """The score function, softly weighted by the sequence's ratio w: -phi A log_prob with phi = w^k exp(l (1 - w)).
 
-    w is the product of the ratios of the sequence's tokens. phi is a constant: 1 where w is 1,
-    largest at w = k / l, and 0 far from it on either side. k and l depend on the sign of A. A token's log-ratio counts
-    within [-20, 20], log w within [log 1e-8, 20].
+    w is the product of the ratios of the sequence's tokens. phi is a constant: 1 where w is 1, largest at w = k / l,
+    and 0 far from there on either side. k and l depend on the sign of A. A token's log-ratio counts within [-20, 20],
+    log w within [log 1e-8, 20].
 
     Args:
       k_positive: k where A >= 0.

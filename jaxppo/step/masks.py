@@ -31,7 +31,8 @@ def second_moment_mask(
 
     Use it as `dataclasses.replace(batch, loss_mask=...)` to drop tokens from penalties and denominators too, as AReaL
     does; or multiply the advantages by it to drop them from the policy loss alone. The paper compares the sampler with
-    the current policy; the old policy is known before the step. AReaL sorts each micro-batch. Only AReaL ships it.
+    the current policy. This function compares it with the old policy, which is known before the step. AReaL sorts each
+    micro-batch. Only AReaL ships it.
 
     Args:
       batch: the step, `[R, T]`, or its micro-batches stacked, `[K, R, T]`; needs `old_log_probs` and

@@ -48,7 +48,7 @@ class PreferenceLoss(OfPairs[TokenStats]):
     It is a mean over the step's pairs, or over its samples for `KTO`. Two samples with the same group id are a pair,
     and the one with the higher reward is the chosen one. They may lie in any rows of the batch. Every sample with a
     loss token must be in one pair, and both samples of a pair in one micro-batch: otherwise the loss is NaN. The batch
-    needs `rewards`, `group_ids` but for `KTO`, and `ref_log_probs` where the loss has a reference, and no
+    needs `rewards`, `group_ids` (not for `KTO`) and, where the loss has a reference, `ref_log_probs`. It must have no
     `loss_weights`.
 
     The metrics are `loss` (adds up over micro-batches), means over chosen and rejected samples of the implied rewards,
