@@ -193,7 +193,7 @@ SOME = [
     ("dp=4,cp=2", 2**30, "bfloat16"),
     ("dp=2,cp=2,tp=2", 2**20, "float32"),
 ]
-MESHES, MEMORIES = (None, "dp=4,cp=2", "dp=2,cp=2,tp=2"), (2**30, 2**20)
+MESHES, MEMORIES = (None, "dp=4,cp=2", "dp=2,cp=2,tp=2"), (2**30, 2**21)
 
 
 @pytest.mark.parametrize(
