@@ -189,9 +189,9 @@ def test_heads_with_every_field(name, dtype, parallel):
 
 SOME = [
     (None, 2**30, "float32"),
-    (None, 2**20, "bfloat16"),
+    (None, 2**21, "bfloat16"),
     ("dp=4,cp=2", 2**30, "bfloat16"),
-    ("dp=2,cp=2,tp=2", 2**20, "float32"),
+    ("dp=2,cp=2,tp=2", 2**21, "float32"),
 ]
 MESHES, MEMORIES = (None, "dp=4,cp=2", "dp=2,cp=2,tp=2"), (2**30, 2**21)
 
