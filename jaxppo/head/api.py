@@ -234,21 +234,19 @@ def _of_logits(
     return in_rows((R, T), _statistics(call, logits.reshape(R * T, V_local), tokens, where))
 
 
-def _z(call: _Call, x: jax.Array, tokens: Tokens) -> tuple[jax.Array, Tokens, Columns]:
+def _z(call: _Call, x: jax.Array, tokens: Tokens) -> tuple[jax.Array, Columns]:
     """The logits of the columns on which this device works, after temperature, and these columns."""
     axes, V = call.axes, x.shape[1]
     shards, index = axes.size(axes.tensor), axes.index(axes.tensor)
     count = -(-V // shards) if call.shared else V
-    first, masked = (
-        0 if call.shared else index * V,
-        call.vocab_size < V * (1 if call.shared else shards) or (call.shared and V % shards),
-    )
+    first, whole = (0, V) if call.shared else (index * V, V * shards)
+    masked = call.vocab_size < whole or (call.shared and V % shards)  # padding, or windows that overlap
     start, before = (jnp.minimum(index * count, V - count), index * count) if call.shared else (0, 0)
     bases = jnp.asarray(first, jnp.int32).reshape(1)
     window = Window(bases, V, False, start, count, before, call.vocab_size, bool(masked), stored=True)
     _, columns = window.block(0, count)
     z = to_logits(Transform(), slice_of(x, start, count, 1).astype(jnp.float32), tokens.temperature, columns.valid)
-    return z, tokens, columns
+    return z, columns
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -257,8 +255,8 @@ def _statistics(call: _Call, x: jax.Array, tokens: Tokens, where: jax.Array | No
 
 
 def _forward(call: _Call, x: jax.Array, tokens: Tokens, where: jax.Array | None) -> tuple[TokenStats, Any]:
-    z, own, columns = _z(call, unless(where, x), tokens)
-    found = reductions.over_devices(reductions.reduced(call.asked, z, own, columns), call.axes)
+    z, columns = _z(call, unless(where, x), tokens)
+    found = reductions.over_devices(reductions.reduced(call.asked, z, tokens, columns), call.axes)
     stats = reductions.finish(call.asked, found, tokens, call.vocab_size)
     return unless(where, stats), (x, tokens, where, reductions.left_for_gradients(call.asked, found))
 
@@ -274,8 +272,8 @@ def _backward(call: _Call, saved: Any, of_stats: TokenStats) -> tuple[jax.Array,
     of_sums, peaks = unless(counts, of_sums), unless(counts, found.peaks, -LOW)
 
     def sums(x: jax.Array) -> reductions.Sums:
-        z, own, columns = _z(call, unless(counts, x), tokens)
-        return reductions.sums_of(asked, z, peaks, own, columns, differentiated=True)
+        z, columns = _z(call, unless(counts, x), tokens)
+        return reductions.sums_of(asked, z, peaks, tokens, columns, differentiated=True)
 
     _, pull = jax.vjp(sums, x)
     of_x = pull(jax.tree.map(lambda g, like: vary(g, varying(like)), of_sums, jax.eval_shape(sums, x)))[0]

@@ -1,8 +1,11 @@
 """The border between a caller's arrays and the walks over tiles, which know one device's tokens and columns.
 
 What a device holds becomes what it works on by linear functions in plain JAX: positions and FSDP shards are gathered,
-padding is zeroed. JAX transposes them, in f32, for the gradients: gathers become scatters, and an array that varies
-where its primal does not is summed over these axes.
+padding is zeroed. Their gradients: `ring.summed` sums over devices, and scatters what FSDP gathers over H; `back`
+transposes the other gathers, in f32.
+
+`varying(x)` is the set of mesh axes along which devices hold different x, by its type. `vary(x, axes)` adds axes to
+that type and sends nothing.
 """
 
 from __future__ import annotations

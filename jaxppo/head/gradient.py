@@ -40,7 +40,8 @@ def in_rows(shape: tuple[int, ...], stats: Any) -> Any:
 def reduce_tokens(call: HeadCall, inputs: Inputs, token_loss: TokenLoss, per_token: Any, shared: Any) -> Sum:
     """Per-shard: the sum of all devices' token losses, and this device's statistics without gradients.
 
-    The function takes one pass if the memory has room for it and nothing is in f16, else two. The loss of a token must
+    The function takes one pass if the memory has room for it, nothing is in f16 and the call is not deterministic, else
+    two. The loss of a token must
     depend on that token alone.
 
     Args:

@@ -305,7 +305,7 @@ def second(
             terms = (of_parameter(call, k, dx, f) for k, f in enumerate(features))
             return dfeatures, work.vary(tuple(map(jnp.add, totals, terms)))
 
-        if alone and work.order.places is None:  # a ring's products are computed beside its messages
+        if alone:  # a ring's products are computed beside its messages
             dfeatures, terms = tile(0, (dfeatures, None))
         else:
             zeros = work.vary(tuple(jnp.zeros(p.shape, jnp.float32) for p in parameters))

@@ -17,7 +17,8 @@ from jaxppo.head.border import Local, axes_of, count_of, parts_of, window_size
 from jaxppo.head.call import HeadCall
 from jaxppo.sharding import varying, wider_dtype
 
-LEAST = 128  # tokens of the smallest groups: with fewer, two passes cost less than the updates of dkernel
+# Tokens of several groups; with fewer, two passes cost less than the updates of dkernel.
+GROUPS = (4096, 2048, 1024, 512, 256, 128)
 
 
 class Plan(NamedTuple):
@@ -154,7 +155,7 @@ def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
         return None
     chunks = (1024, 512, 256, 128) if profile.whole else (64, 32)
     chunks = (2048, *chunks) if s.masked and profile.whole else chunks
-    for most in (profile.group, *(2**k for k in range(12, 6, -1) if LEAST <= 2**k <= profile.group // 2)):
+    for most in (profile.group, *(n for n in GROUPS if n <= profile.group // 2)):
         group = even(s.N, most, profile.whole)
         several = group < s.N
         if several and most > profile.group // 2:

@@ -8,7 +8,8 @@ Every statistic follows from a few numbers per token, of three kinds:
 
 Two disjoint sets of columns merge: the larger peaks, the sums rescaled to them and added, the k largest of both. So
 tiles and devices are alike. Gradients need no formula of their own: JAX differentiates `sums_of` tile by tile, and
-`finish` once per token. A new statistic is one line in `sums_of`, and one in `finish`.
+`finish` once per token. A new statistic is one line in `sums_of` and one in `finish`, beside its
+name in `LogitStat` and its field of `TokenStats`; a sum that is relative to a peak also stands in `_rescaled`.
 """
 
 from __future__ import annotations

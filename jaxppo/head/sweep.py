@@ -221,7 +221,10 @@ def sweep(work: Work) -> Reduced:
 
 
 def references_of(work: Work, size: int) -> References:
-    """The references of all tokens: found in loops of their own, since a loop may hold no collective."""
+    """The references of all tokens, found in loops of their own.
+
+    In a forward each device has its own number of chunks, so the loop over chunks can hold no collective.
+    """
     call, C, (_, parameters, columns) = work.call, work.plan.chunk, work.block(0, size)
     if not work.refers(columns):
         return None

@@ -161,6 +161,7 @@ GEMMA = 262208, 2560  # the columns and features of Gemma 3 4B's head
     ("device", "cut", "masked", "options"),
     [
         ("TPU v6 lite", "2048 tokens x 65552 columns", False, {}),
+        ("TPU v6e", "2048 tokens x 65552 columns", False, {}),
         ("TPU v5", "1024 tokens x 65552 columns", False, {}),
         ("TPU v6 lite", "1024 tokens x 65552 columns", True, {}),
         ("TPU v6 lite", "512 tokens x 65552 columns", False, {"logit_stats": ("accuracy",)}),
