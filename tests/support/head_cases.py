@@ -150,12 +150,7 @@ def check_head(meshes, arrays, wrt=PARAMETERS, rtol=F32["rtol"], atol=F32["atol"
     With adapters in bf16 values have those tolerances too, since hidden @ a is rounded. Gradients have twice those
     tolerances: the gradient of hidden @ a is rounded, and so are the two gradients of the hidden states before they are
     added.
-
-    A gradient has the probability of a logit that is computed twice, in tiles of two shapes. XLA for CPUs multiplies
-    them in two orders if the kernel is [V, H]. Logits are up to 24 here, so each rounding is 2^-20 of the probability,
-    and there are four: both computations have two at the least.
     """
-    rtol = max(rtol, 2**-18) if call is call_head and options.get("layout") == "vh" else rtol
     rounded = "lora_a" in arrays and arrays["lora_a"].dtype == jnp.bfloat16
     of_values = {"rtol": rtol, "atol": atol} if rounded else F32
     rtol, atol = (2 * rtol, 2 * atol) if rounded else (rtol, atol)
