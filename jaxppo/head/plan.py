@@ -104,8 +104,9 @@ def plan_of_sweep(call: HeadCall, given: Local) -> Plan:
             columns = max(128, memory // (s.logit * chunk + 2 * s.item * s.H) // 128 * 128)
     else:
         chunk = min(profile.tokens, profile.tile // (s.logit * 512), _most(call, s))
-        most = max(128, profile.tile // (s.logit * min(chunk, s.N)) // 128 * 128)
-        columns = -(-s.V // -(-s.V // most))  # equal blocks
+        # As in the second pass: XLA for CPUs adds the products of tiles of other widths in another order, and then the
+        # gradient of a probability near 1 would be that difference.
+        columns = min(s.V, profile.columns)
     while s.logit * min(chunk, s.N) * columns > memory:
         if columns > 128:
             columns = max(128, columns // 2)
