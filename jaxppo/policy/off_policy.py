@@ -284,10 +284,9 @@ def correction(
         weight_mean = needed("weight_mean", weight_mean, "the Normalizer's for off_policy.batch_normalize")
         weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # a mean of 0 means that all weights are 0
     left_out = left_out_by(policies, advantages, mask, segments, config)
-    of_rule = {"rejected_fraction": config.rejections, "veto_fraction": config.veto, "opsm_clipfrac": config.opsm_delta}
-    for name, rule in of_rule.items():
-        if rule is not None and rule != ():
-            those = [x for what, x in left_out.items() if what.startswith(_RULES[name])]
+    for name, rule in _RULES.items():
+        those = [x for what, x in left_out.items() if what.startswith(rule)]
+        if those:
             indicators[name] = _float(functools.reduce(jnp.logical_or, those))
             weights = jnp.where(indicators[name] > 0, 0, weights)
     return lax.stop_gradient((weights, indicators))
