@@ -142,8 +142,8 @@ def plan_of_second(call: HeadCall, given: Local) -> Plan:
         else:
             chunk = max(8, chunk // 2)
     chunk = even(s.N, chunk, profile.whole)
-    if profile.whole:  # equal blocks: what the last one shares with the one before it is computed twice
-        columns = min(columns, -(-s.V // -(-s.V // columns) // 128) * 128)
+    # equal blocks: what the last one shares with the one before it is computed and sent twice
+    columns = min(columns, -(-s.V // -(-s.V // columns) // 128) * 128)
     return Plan(chunk, chunk, columns, by_block=True)
 
 
