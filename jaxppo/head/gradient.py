@@ -40,9 +40,8 @@ def in_rows(shape: tuple[int, ...], stats: Any) -> Any:
 def reduce_tokens(call: HeadCall, inputs: Inputs, token_loss: TokenLoss, per_token: Any, shared: Any) -> Sum:
     """Per-shard: the sum of all devices' token losses, and this device's statistics without gradients.
 
-    The function takes one pass if the memory has room for it, nothing is in f16 and the call is not deterministic, else
-    two. The loss of a token must
-    depend on that token alone.
+    The function takes one pass if the memory has room for it, nothing but a bias is in f16 and the call is not
+    deterministic, else two. The loss of a token must depend on that token alone.
 
     Args:
       call: the static part of the call.
@@ -53,7 +52,7 @@ def reduce_tokens(call: HeadCall, inputs: Inputs, token_loss: TokenLoss, per_tok
     """
     given = local(call, inputs)
     per_token = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), per_token)
-    # one pass would round gradients to f16 before a loss scale multiplies them
+    # one pass would round gradients to f16 before a loss scale multiplies them; a bias and its gradient are f32 here
     narrow = any(x.dtype == jnp.float16 for x in jax.tree.leaves((given.features, given.parameters)))
     if not narrow and plan_of_one_pass(call, given) is not None:
         total, stats = losses(call, token_loss, given, per_token, shared)

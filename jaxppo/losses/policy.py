@@ -95,8 +95,8 @@ def policy_loss_from_hidden(
 
     If a token's loss depends on its own log-prob and entropy only, one pass over the vocabulary gives loss and
     gradients, with three matrix products. Two passes, with four products, serve other losses, calls for which `memory`
-    has no room, and anything in f16 (one pass would round f16 gradients before a loss scale multiplies them). The
-    numbers are the same to f32 rounding. `jaxppo.sharding.audit` tells which one a program takes, and why.
+    has no room, and anything in f16 but a bias (one pass would round f16 gradients before a loss scale multiplies
+    them). The numbers are the same to f32 rounding. `jaxppo.sharding.audit` tells which one a program takes, and why.
 
     Args:
       hidden: `bf16` or `f32[R, T, H]`, the model's final hidden states; position t predicts `batch.targets[:, t]`.
