@@ -106,7 +106,7 @@ def plan_of_sweep(call: HeadCall, given: Local) -> Plan:
         chunk = min(profile.tokens, profile.tile // (s.logit * 512), _most(call, s))
         # As in the second pass: XLA for CPUs adds the products of tiles of other widths in another order, and then the
         # gradient of a probability near 1 would be that difference.
-        columns = min(s.V, profile.columns)
+        columns = even_columns(s.V, profile.columns)
     while s.logit * min(chunk, s.N) * columns > memory:
         if columns > 128:
             columns = max(128, columns // 2)
@@ -142,9 +142,7 @@ def plan_of_second(call: HeadCall, given: Local) -> Plan:
         else:
             chunk = max(8, chunk // 2)
     chunk = even(s.N, chunk, profile.whole)
-    # equal blocks: what the last one shares with the one before it is computed and sent twice
-    columns = min(columns, -(-s.V // -(-s.V // columns) // 128) * 128)
-    return Plan(chunk, chunk, columns, by_block=True)
+    return Plan(chunk, chunk, even_columns(s.V, columns), by_block=True)
 
 
 def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
@@ -183,6 +181,11 @@ def _most(call: HeadCall, s: Sizes) -> int:
 def _check(call: HeadCall, least: int) -> None:
     if call.memory is not None and least > call.memory:
         raise ValueError(f"memory: got {call.memory} bytes, expected at least {least} for this head and batch")
+
+
+def even_columns(count: int, most: int) -> int:
+    """The columns of equal blocks of whole 128s: what the last shares with the one before it is computed twice."""
+    return min(count, most, -(-count // -(-count // most) // 128) * 128)
 
 
 def even(count: int, most: int, whole: bool = True) -> int:
