@@ -57,7 +57,9 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
     call, C, G, V = work.call, work.plan.chunk, work.plan.group, work.window.total
     groups, per_token = work.size // G, work.order.put(per_token, work.size)
     _, parameters, columns = work.block(0, V)
-    references = references_of(work, V)
+    references, chunks = references_of(work, V), G // C
+    # XLA for GPUs adds a product to a total in one kernel, but not a product in a branch: several groups are whole
+    follows = work.order.places is not None and (groups == 1 or call.profile.rings or not call.profile.whole)
 
     def chunk(g: Index, j: Index, carry: Any) -> Any:
         results, dx_all = carry
@@ -79,12 +81,10 @@ def one_pass(work: Work, loss: Callable[..., jax.Array], per_token: Any) -> tupl
         results, dfeatures, totals = carry
         dx = work.vary(lax.empty((G, V), work.dtype))
         dx = to_bits(dx) if call.profile.upcast else dx
-        chunks = G // C
-        several = work.order.places is not None and call.profile.whole  # XLA for CPUs would copy the part of dx
-        step = -(-chunks // PRODUCTS) if several else chunks
+        step = -(-chunks // PRODUCTS) if follows and call.profile.whole else chunks  # XLA for CPUs would copy dx
         turns: Index = chunks
         written: Index = -(-chunks // step)
-        if work.order.places is not None:  # products have whole steps, so their last chunks are computed too
+        if follows:  # products have whole steps, so their last chunks are computed too
             written = jnp.clip(-(-(work.turns(C) - g * chunks) // step), 0, written)
             turns = jnp.minimum(written * step, chunks)
         results, dx = loop(turns, partial(chunk, g), (results, dx))

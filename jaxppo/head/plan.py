@@ -154,10 +154,12 @@ def plan_of_one_pass(call: HeadCall, given: Local) -> Plan | None:
         return None
     chunks = (1024, 512, 256, 128) if profile.whole else (64, 32)
     chunks = (2048, *chunks) if s.masked and profile.whole else chunks
+    # of several groups; GPUs compute those that follow a mask whole, so there a group is one of the mask's chunks
+    largest = profile.group // (4 if s.masked and profile.whole and not profile.rings else 2)
     for most in (profile.group, *(n for n in GROUPS if n <= profile.group // 2)):
         group = even(s.N, most, profile.whole)
         several = group < s.N
-        if several and most > profile.group // 2:
+        if several and most > largest:
             continue
         for chunk in chunks:
             chunk = even(group, min(chunk, profile.group // 4), profile.whole)

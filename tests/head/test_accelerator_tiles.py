@@ -59,6 +59,7 @@ WAYS = {
     "one group that follows the mask": {},
     "sums in the parameter's dtype": {"gradient_sum_dtype": "parameter"},
     "groups that follow the mask": {},
+    "groups that follow the mask on a GPU": {"memory": 2**21},
 }
 NOTES = {
     "a group in chunks": "one pass, 128 tokens x 1003 columns, products of 512 tokens",
@@ -66,8 +67,12 @@ NOTES = {
     "one group that follows the mask": "one pass, 128 tokens x 1003 columns, products of 512 tokens",
     "sums in the parameter's dtype": "one pass, 128 tokens x 1003 columns, products of 512 tokens",
     "groups that follow the mask": "one pass, 64 tokens x 1003 columns, products of 128 tokens",
+    "groups that follow the mask on a GPU": "one pass, 128 tokens x 1003 columns",
 }
-OTHERWISE = {"groups that follow the mask": "some groups"}  # ways that need another device than "wide"
+OTHERWISE = {  # ways that need another device than "wide"
+    "groups that follow the mask": "some groups",
+    "groups that follow the mask on a GPU": "like a GPU",
+}
 
 
 @functools.cache
@@ -119,7 +124,7 @@ def test_padded_tiles_beside_float64(device):
 
 
 @pytest.mark.parametrize("T", [12, 77, 301])
-@pytest.mark.parametrize("device", ["wide", "some groups", "grouped"])
+@pytest.mark.parametrize("device", ["wide", "some groups", "like a GPU", "grouped"])
 def test_any_number_of_tokens_beside_float64(device, T):
     """A chunk that does not divide what is padded for it would count tokens twice: gradients off by 40 to 100%."""
     check_beside_float64(device, "hv", None, T, {}, r"one pass, \d+ tokens x 1024 columns(, products of \d+ tokens)?")
@@ -179,12 +184,13 @@ def test_products_behind_the_loop_are_of_the_chunks_that_count():
     def mask_of(count):
         return (jnp.arange(512) < count).astype(jnp.float32).reshape(BATCH.loss_mask.shape)
 
-    def on(device):
+    def on(device, memory):
         with tiles_of(device):
-            program = jax.jit(lambda mask: step(None, HIDDEN, KERNEL, make_batch(mask), memory=None))
+            program = jax.jit(lambda mask: step(None, HIDDEN, KERNEL, make_batch(mask), memory=memory))
             return program.lower(mask_of(0)).compile()
 
-    by_device = {device: on(device) for device in ("wide", "some groups", "small")}
+    devices = {"wide": None, "some groups": None, "like a GPU": 2**21, "small": None}
+    by_device = {device: on(device, memory) for device, memory in devices.items()}
     for count in (0, 1, 16, 17, 128, 129, 300, 512):
         *found, expected = (program(mask_of(count)) for program in by_device.values())
         for got in found:

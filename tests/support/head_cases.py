@@ -36,6 +36,7 @@ DEVICES["wide"] = calls.Profile(
     whole=True, one_pass=2**30, tile=4 * 8 * 300, tokens=8, group=512, columns=128, rings=True, upcast=False
 )
 DEVICES["some groups"] = dataclasses.replace(DEVICES["wide"], group=256)
+DEVICES["like a GPU"] = dataclasses.replace(DEVICES["wide"], rings=False)
 DEVICES["eighths"] = dataclasses.replace(DEVICES["wide"], tile=2**30, tokens=64)  # of a chunk are computed again
 
 calls.PROFILES = {**DEVICES, **calls.PROFILES}
