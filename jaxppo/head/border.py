@@ -230,17 +230,18 @@ class Order(NamedTuple):
     places: jax.Array | None  # i32[N]; None if all tokens stay where they are
     inverse: jax.Array | None
     counted: Index  # how many count
+    most: Index  # the largest such number of the devices whose loops take equally many turns
 
     @classmethod
     def of(cls, call: HeadCall, counts: jax.Array | None, count: int, equal: Axes) -> Order:
         """The order of `count` tokens. Along the axes `equal` all devices count as many: loops may hold collectives."""
         if counts is None or not call.follow_mask:
-            return cls(None, None, count)
+            return cls(None, None, count, count)
         total = counts.sum(dtype=jnp.int32)
         places = vary(jnp.argsort(~counts, stable=True).astype(jnp.int32), varying(counts))  # its type loses the axes
         inverse = vary(jnp.argsort(places).astype(jnp.int32), varying(counts))
         names = tuple(sorted(equal & varying(total)))
-        return cls(places, inverse, lax.pmax(total, names) if names else total)
+        return cls(places, inverse, total, lax.pmax(total, names) if names else total)
 
     def put(self, tree: Tree, size: int) -> Tree:
         """Arrays `[N, ...]` in order, with rows of 0 added up to `size`."""

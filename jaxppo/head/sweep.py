@@ -139,7 +139,7 @@ class Work(NamedTuple):
 
     def turns(self, size: int) -> Index:
         """How many tiles of that many tokens have one that counts; the most is there for `audit` to read."""
-        turns = -(-self.order.counted // size)
+        turns = -(-self.order.most // size)
         return turns if isinstance(turns, int) else jnp.minimum(turns, -(-self.size // size))
 
     def read(self, start: Index, size: int) -> tuple[Tokens, Features]:

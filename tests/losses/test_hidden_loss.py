@@ -208,20 +208,26 @@ def test_sft_in_one_pass(aggregation):
     assert "one pass" in audit(jax.grad(lambda h: one(h, KERNEL)[0]), HIDDEN).notes[0]
 
 
-def test_masked_positions_hold_anything():
+@pytest.mark.parametrize("mesh", [None, "dp=2,cp=2,tp=2"])
+def test_masked_positions_hold_anything(mesh):
+    """On a mesh, devices that have fewer tokens with loss than another compute as many."""
+    parallel = None if mesh is None else make_parallel_mesh(mesh)
     off = BATCH.loss_mask == 0
+    if mesh is not None:  # the last half has few, so that devices differ
+        off = off | (jnp.arange(T)[None] >= T // 2) & (jnp.arange(T)[None] % 8 > 0)
     hidden = jnp.where(off[..., None], jnp.nan, HIDDEN)
 
     def nan(x):
         return jnp.where(off, jnp.nan, x)
 
     names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    clean_batch = dataclasses.replace(BATCH, loss_mask=jnp.where(off, 0, BATCH.loss_mask))
     batch = dataclasses.replace(
-        BATCH, targets=jnp.where(off, -100, BATCH.targets), **{n: nan(getattr(BATCH, n)) for n in names}
+        clean_batch, targets=jnp.where(off, -100, BATCH.targets), **{n: nan(getattr(BATCH, n)) for n in names}
     )
     for budget in (ONE_PASS, TWO_PASSES):
-        run = jax.jit(lambda h, b, budget=budget: step(None, h, KERNEL, b, bonus_and_kl(), budget))
-        clean, dirty = run(HIDDEN, BATCH), run(hidden, batch)
+        run = jax.jit(lambda h, b, budget=budget: step(parallel, h, KERNEL, b, bonus_and_kl(), budget))
+        clean, dirty = run(HIDDEN, clean_batch), run(hidden, batch)
         assert_trees_close(dirty, clean, 0, 0)  # to the bit: 0 * NaN anywhere would show
 
 
