@@ -22,6 +22,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +59,26 @@ def measured(case: Case, rounds: int, only: dict[str, str] | None = None) -> Rec
     grouped = versions.groups(case)
     if only is None:
         grouped["log-probs"] |= peers.jax_peers(case)
-        return timed(case, data, compiled_of(grouped, data), rounds, peers.torch_peers(case, data))
+        others = functools.partial(peers.torch_peers, case, data)
+        return timed(case, data, compiled_of(grouped, data), rounds, others)
     chosen = {g: {n: s for n, s in steps.items() if only.get(n) == g} for g, steps in grouped.items()}
     return timed(case, data, compiled_of(chosen, data), rounds)
 
 
 def compiled_of(grouped: dict[str, dict[str, versions.Step]], data: Any) -> Programs:
-    return {(g, name): compile_step(step, data) for g, steps in grouped.items() for name, step in steps.items()}
+    """Programs by (group, name), compiled side by side: GPUs try many kernels for each, which takes half a minute."""
+    steps = {(group, name): step for group, steps in grouped.items() for name, step in steps.items()}
+    with ThreadPoolExecutor(4) as threads:
+        return dict(zip(steps, threads.map(lambda step: compile_step(step, data), steps.values()), strict=True))
 
 
 def timed(
-    case: Case, data: Any, programs: Programs, rounds: int, others: dict[str, Callable[[], Any]] | None = None
+    case: Case, data: Any, programs: Programs, rounds: int, others: Callable[[], dict[str, Callable[[], Any]]] = dict
 ) -> Records:
-    """A record of each program and of each of the others. What does not fit the device's memory has no time."""
+    """A record of each program and of each of the others. What does not fit the device's memory has no time.
+
+    The others are made after the programs have run: they keep memory of the device for themselves.
+    """
     expected: dict[str, Any] = {}
     records: Records = []
     runs: dict[str, Callable[[], Any]] = {}
@@ -83,10 +91,10 @@ def timed(
             gradients = compiled(data)[1]
             record["difference"] = difference(gradients, expected.setdefault(group, gradients))
         runs[f"{group}/{name}"] = functools.partial(compiled, data)
-    for name, run in (others or {}).items():
-        records.append({"group": "entropy", "version": name, "temporaries_mib": None})
-        runs[f"entropy/{name}"] = run
     seconds = in_turns(runs, rounds)
+    beside = {f"entropy/{name}": run for name, run in others().items()}
+    records += [{"group": "entropy", "version": name.partition("/")[2], "temporaries_mib": None} for name in beside]
+    seconds |= in_turns(beside, rounds)
     floor = seconds[f"floor/{versions.FLOOR}"]
     reached = peaks(rounds) if jax.default_backend() == "gpu" else None
     for record in records:

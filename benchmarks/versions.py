@@ -4,6 +4,7 @@ A step takes the arrays of `cases.draw` and returns `(value, (dhidden, dkernel))
 
     entropy        sum(g * log_prob + e * entropy)
     log-probs      the mean log-prob
+    values         log-probs and entropies, without gradients
     part           as "entropy", over the share of the tokens that have a loss
     policy loss    PPO's loss with an entropy bonus, over all tokens, and over that share in "policy loss, part"
 """
@@ -132,6 +133,19 @@ def ours(case: Case, entropy: Literal["none", "metric", "bonus"] = "bonus", wher
     return _gradients(loss)
 
 
+def values(stats: Stats) -> Step:
+    """Log-probs and entropies alone, as of an old or a reference policy."""
+    return lambda data: (None, stats(data["hidden"], data["kernel"], data["targets"]))
+
+
+def our_stats(case: Case) -> Stats:
+    def stats(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> Any:
+        found = log_probs_from_hidden(hidden, head_of(case.sizes, kernel), targets, entropy="metric")
+        return found.log_probs, found.entropy
+
+    return stats
+
+
 def gathered(case: Case, step: Step) -> Step:
     """The step on the rows with loss, which are gathered first. Their number is known beforehand here."""
 
@@ -167,8 +181,20 @@ def plain_policy_loss(case: Case, batch: str = "batch") -> Step:
     return _gradients(loss)
 
 
+def two_passes(case: Case, batch: str = "batch") -> Step:
+    """`policy_loss` of log-probs and entropies from hidden states."""
+
+    def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
+        where = None if batch == "batch" else data[batch].loss_mask > 0
+        head = head_of(case.sizes, kernel)
+        stats = log_probs_from_hidden(hidden, head, data["targets"], entropy="bonus", where=where)
+        return policy_loss(stats, data[batch], CONFIG)[0]
+
+    return _gradients(loss)
+
+
 def our_policy_loss(case: Case, mib: int | None = None, batch: str = "batch") -> Step:
-    """`policy_loss_from_hidden` with `mib` MiB of memory; 24 are too few for one pass."""
+    """`policy_loss_from_hidden` with `mib` MiB of memory."""
 
     def loss(hidden: jax.Array, kernel: jax.Array, data: Any) -> jax.Array:
         return policy_loss_from_hidden(
@@ -183,6 +209,8 @@ def groups(case: Case) -> dict[str, dict[str, Step]]:
     plain = {name: _step(_from_logits(case, stats)) for name, stats in PLAIN.items()}
     fastest = _step(_from_logits(case, plain_stats))
     full = ours(case)
+    on_cpu = jax.default_backend() == "cpu"
+    tight = {"jaxppo, one pass in 82 MiB": our_policy_loss(case, 82)} if on_cpu else {}
     return {
         "floor": {FLOOR: three_matmuls(case)},
         "entropy": {
@@ -197,6 +225,10 @@ def groups(case: Case) -> dict[str, dict[str, Step]]:
             "jaxppo": ours(case, entropy="none"),
             "jaxppo, entropy a metric": ours(case, entropy="metric"),
         },
+        "values": {
+            "plain": values(_from_logits(case, plain_stats)),
+            "jaxppo": values(our_stats(case)),
+        },
         "part": {
             "plain, all tokens": masked(fastest),
             "plain, rows gathered": gathered(case, fastest),
@@ -205,13 +237,13 @@ def groups(case: Case) -> dict[str, dict[str, Step]]:
         },
         "policy loss": {
             "plain": plain_policy_loss(case),
-            "jaxppo, two passes": our_policy_loss(case, 24),
+            "jaxppo, two passes": two_passes(case),
             "jaxppo, one pass": our_policy_loss(case),
-            "jaxppo, one pass in 82 MiB": our_policy_loss(case, 82),
+            **tight,
         },
         "policy loss, part": {
             "plain, all tokens": plain_policy_loss(case, "part"),
-            "jaxppo, two passes": our_policy_loss(case, 24, "part"),
+            "jaxppo, two passes": two_passes(case, "part"),
             "jaxppo, one pass": our_policy_loss(case, batch="part"),
         },
     }
