@@ -59,26 +59,23 @@ def measured(case: Case, rounds: int, only: dict[str, str] | None = None) -> Rec
     grouped = versions.groups(case)
     if only is None:
         grouped["log-probs"] |= peers.jax_peers(case)
-        others = functools.partial(peers.torch_peers, case, data)
+        others = peers.torch_seconds(case, data, rounds)
         return timed(case, data, compiled_of(grouped, data), rounds, others)
     chosen = {g: {n: s for n, s in steps.items() if only.get(n) == g} for g, steps in grouped.items()}
     return timed(case, data, compiled_of(chosen, data), rounds)
 
 
 def compiled_of(grouped: dict[str, dict[str, versions.Step]], data: Any) -> Programs:
-    """Programs by (group, name), compiled side by side: GPUs try many kernels for each, which takes half a minute."""
+    """Programs by (group, name), compiled side by side: GPUs try many kernels for each, on arrays of its sizes."""
     steps = {(group, name): step for group, steps in grouped.items() for name, step in steps.items()}
-    with ThreadPoolExecutor(4) as threads:
+    logits = 4 * data["hidden"].shape[1] * max(data["kernel"].shape)  # bytes
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    with ThreadPoolExecutor(max(1, int(min(8, memory // (2 * logits))))) as threads:
         return dict(zip(steps, threads.map(lambda step: compile_step(step, data), steps.values()), strict=True))
 
 
-def timed(
-    case: Case, data: Any, programs: Programs, rounds: int, others: Callable[[], dict[str, Callable[[], Any]]] = dict
-) -> Records:
-    """A record of each program and of each of the others. What does not fit the device's memory has no time.
-
-    The others are made after the programs have run: they keep memory of the device for themselves.
-    """
+def timed(case: Case, data: Any, programs: Programs, rounds: int, others: dict[str, float] | None = None) -> Records:
+    """A record of each program, and of each of the others (seconds). What does not fit the memory has no time."""
     expected: dict[str, Any] = {}
     records: Records = []
     runs: dict[str, Callable[[], Any]] = {}
@@ -91,10 +88,9 @@ def timed(
             gradients = compiled(data)[1]
             record["difference"] = difference(gradients, expected.setdefault(group, gradients))
         runs[f"{group}/{name}"] = functools.partial(compiled, data)
-    seconds = in_turns(runs, rounds)
-    beside = {f"entropy/{name}": run for name, run in others().items()}
-    records += [{"group": "entropy", "version": name.partition("/")[2], "temporaries_mib": None} for name in beside]
-    seconds |= in_turns(beside, rounds)
+    others = others or {}
+    records += [{"group": "entropy", "version": name, "temporaries_mib": None} for name in others]
+    seconds = {f"entropy/{name}": took for name, took in others.items()} | in_turns(runs, rounds)
     floor = seconds[f"floor/{versions.FLOOR}"]
     reached = peaks(rounds) if jax.default_backend() == "gpu" else None
     for record in records:
@@ -366,7 +362,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if "static" in args.parts and not args.tpu:
         parser.error("tpu: expected --tpu TOPOLOGY, such as v5p:2x2x4")
     if "here" in args.parts:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves GPU memory to PyTorch
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch comes first
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     if args.rounds < 1 or not 0 < args.share <= 1:
         parser.error(f"rounds, share: got {args.rounds}, {args.share}, expected at least 1, and above 0 up to 1")
     return args

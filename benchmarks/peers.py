@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from benchmarks.cases import Case
+from benchmarks.measure import in_turns
 from examples.planner.pod_head import plain_logits
 
 Step = Callable[[Any], Any]
@@ -47,6 +48,16 @@ def jax_peers(case: Case) -> dict[str, Step]:
 
 def _gradients(loss: Callable[..., jax.Array]) -> Step:
     return lambda data: jax.value_and_grad(loss, (0, 1))(data["hidden"], data["kernel"], data["targets"])
+
+
+def torch_seconds(case: Case, data: Any, rounds: int) -> dict[str, float]:
+    """The median seconds of PyTorch's versions; afterwards the GPU's memory is JAX's."""
+    found = in_turns(torch_peers(case, data), rounds)
+    if found and jax.default_backend() == "gpu":
+        import torch
+
+        torch.cuda.empty_cache()
+    return found
 
 
 def torch_peers(case: Case, data: Any) -> dict[str, Callable[[], Any]]:

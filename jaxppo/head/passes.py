@@ -178,9 +178,9 @@ class Done(NamedTuple):
     def parameter_term(self, k: int, dtype: Any = jnp.float32) -> Term:
         """The gradient of a part of a parameter."""
 
-        def term(*part: Any) -> jax.Array:
+        def term(start: Index, size: int, first: Index, width: int) -> jax.Array:
             call, dx, f = self.work.call, self.dx, self.features[k]
-            return self.of_written(lambda n: parameter_part(call, k, dx, f, n, *part).astype(dtype))
+            return self.of_written(lambda n: parameter_part(call, k, dx, f, n, start, size, first, width, dtype))
 
         return term
 
@@ -206,10 +206,19 @@ def pad_rows(x: jax.Array, count: int) -> jax.Array:
 
 
 def parameter_part(
-    call: HeadCall, k: int, dx: jax.Array, f: jax.Array, n: int, start: Index, size: int, first: Index, width: int
+    call: HeadCall,
+    k: int,
+    dx: jax.Array,
+    f: jax.Array,
+    n: int,
+    start: Index,
+    size: int,
+    first: Index,
+    width: int,
+    dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """The f32 gradient of `size` columns of parameter k, of their `width` features from `first` on, by n tokens."""
-    return of_parameter(call, k, matrix_part(dx, 0, 0, n, start, size), matrix_part(f, 0, 0, n, first, width))
+    """The gradient of `size` columns of parameter k, of their `width` features from `first` on, by n tokens."""
+    return of_parameter(call, k, matrix_part(dx, 0, 0, n, start, size), matrix_part(f, 0, 0, n, first, width), dtype)
 
 
 def matrix_part(x: jax.Array, dim: int, start: Index, size: int, first: Index, width: int) -> jax.Array:

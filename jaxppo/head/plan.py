@@ -68,11 +68,12 @@ class Sizes(NamedTuple):
 def references(call: HeadCall, given: Local) -> bool:
     """Whether sums are relative to the target's logit, which is known before the product: sums become part of it.
 
-    The operands must be bf16, since it costs accuracy. Ids and nuclei read the logits again anyway.
+    The operands must be bf16, since it costs accuracy. Ids and nuclei read the logits again anyway. GPUs do without: an
+    H100 takes longer to gather the targets' logits, and to ask whether a token is far, than to read the logits again.
     """
     tokens, dtypes = given.tokens, {given.features[0].dtype, given.parameters[0].dtype}
     alone = tokens.targets is not None and tokens.nucleus is None and tokens.ids is None and not call.asked.top_k
-    return call.profile.whole and alone and not call.deterministic and dtypes == {jnp.dtype(jnp.bfloat16)}
+    return call.profile.rings and alone and not call.deterministic and dtypes == {jnp.dtype(jnp.bfloat16)}
 
 
 def plan_of_sweep(call: HeadCall, given: Local) -> Plan:

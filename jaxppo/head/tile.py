@@ -8,6 +8,7 @@ hidden @ a, and a bias a third one, whose features are ones.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,17 @@ LOW = -1e30  # the logit of a column that does not exist: finite, so that no 0 *
 
 
 def dot(
-    call: HeadCall, a: jax.Array, b: jax.Array, contract: tuple[int, int], batch: tuple[int, int] | None = None
+    call: HeadCall,
+    a: jax.Array,
+    b: jax.Array,
+    contract: tuple[int, int],
+    batch: tuple[int, int] | None = None,
+    found: Any = jnp.float32,
 ) -> jax.Array:
     """Every product of a head: in the wider of both dtypes, in the precision that was asked for, with an f32 result.
 
-    The dimensions `batch` of a and b belong together: a row of a with a row or column of b.
+    The dimensions `batch` of a and b belong together: a row of a with a row or column of b. With another dtype than f32
+    as `found` the f32 sums are rounded once, by the product itself.
     """
     dtype = wider_dtype(a.dtype, b.dtype)
     if call.profile.upcast and dtype == jnp.bfloat16:  # exact, and the faster product of XLA for CPUs
@@ -37,7 +44,7 @@ def dot(
     of_batch = ((), ()) if batch is None else ((batch[0],), (batch[1],))
     dims = (((contract[0],), (contract[1],)), of_batch)
     a, b = a.astype(dtype), b.astype(dtype)
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=found)
 
 
 def products(call: HeadCall, features: Features, parameters: Parameters) -> jax.Array:
@@ -55,9 +62,15 @@ def of_feature(call: HeadCall, k: int, dx: jax.Array, p: jax.Array) -> jax.Array
     return scaled(call.scales[k], dot(call, dx, p, (1, call.v_dim)))
 
 
-def of_parameter(call: HeadCall, k: int, dx: jax.Array, f: jax.Array) -> jax.Array:
-    """The f32 gradient of the parameter of product k, in its layout."""
-    return scaled(call.scales[k], dot(call, f, dx, (0, 0)) if call.v_dim == 1 else dot(call, dx, f, (0, 0)))
+def of_parameter(call: HeadCall, k: int, dx: jax.Array, f: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """The gradient of the parameter of product k, in its layout.
+
+    XLA for GPUs may write an f32 product to memory before it rounds it, so a gradient of the kernel would exist twice.
+    """
+    profile, scale = call.profile, call.scales[k]
+    alone = profile.whole and not profile.rings and scale == 1 and dx.dtype == f.dtype == dtype
+    a, b = (f, dx) if call.v_dim == 1 else (dx, f)
+    return scaled(scale, dot(call, a, b, (0, 0), found=dtype if alone else jnp.float32)).astype(dtype)
 
 
 def scaled(scale: float, x: jax.Array) -> jax.Array:

@@ -69,7 +69,7 @@ def test_gpu_figures_are_those_of_the_results():
     """The milliseconds and GiB of the page of measurements, from `python -m benchmarks.head --parts roofline`."""
     records = json.loads((DOCS.parent / "benchmarks/results/roofline.json").read_text())["records"]
     expected = [(f"{r['compute_ms']:.1f}", f"{r.get('temporaries_gib', 0):.2f}") for r in records]
-    section = (DOCS / "measurements.md").read_text().split("## Heads on H100s")[1].split("\n## ")[0]
+    section = (DOCS / "measurements.md").read_text().split("## Heads on H100s, by a roofline")[1].split("\n## ")[0]
     rows = [line.split("|")[2:-1] for line in section.splitlines() if re.match(r"\| [^m-]", line)]
     found = [
         re.findall(r"^ ([\d.]+)(?: \([\d.]+\))?(?:, ([\d.]+))? $", cell)[0]
