@@ -34,13 +34,15 @@ def by_row(
       losses: by name, in the order of their numbers: the first has the tokens where `which` is 0.
       which: the name of the extra that marks the loss tokens, `i32[R, T]`; a token with another number has no loss.
       numbers: by the name of a loss, which of its numbers come from an extra `f32[R, T]` of the batch: {"clip_low":
-        "client_clip_low"}. A field of the config's own parts is "loss.clip_low" or "kl.coef".
+        "client_clip_low"}. A field of the config's own parts is "loss.clip_low", "kl.coef", "off_policy.high" or
+        "off_policy.rejections.0.high", of the first rejection. All tokens of a sequence have one number.
 
     Returns:
       The parts, for `loss_from_hidden`, `loss_from_stats` and `Normalizer.of`.
 
     Raises:
-      TypeError, ValueError: no losses; something else in place of one; numbers that a loss does not have.
+      TypeError, ValueError: no losses; something else in place of one; numbers that a loss does not have, or of weights
+        that are divided by their mean over the step.
 
     Example:
       >>> from jaxppo.losses import by_row, loss_from_stats
@@ -95,6 +97,9 @@ class WithNumbers(TokenLoss[Any]):
         for field, extra in self.numbers:
             check_name(f"numbers[{field!r}]", extra)
             paths.append((_path(self.loss, field), extra))
+        off_policy = self.loss.off_policy
+        if off_policy is not None and off_policy.batch_normalize and any("off_policy" in path for path, _ in paths):
+            raise ValueError("numbers: got one of off_policy, expected none with batch_normalize, a mean over all rows")
         object.__setattr__(self, "numbers", tuple(paths))
 
     @property
@@ -162,6 +167,9 @@ class WithNumbers(TokenLoss[Any]):
 
 
 def _replaced(x: Any, path: list[str], value: Array, here: Bool[Array, "R T"]) -> Any:
+    if isinstance(x, tuple):
+        place = int(path[0])
+        return (*x[:place], _replaced(x[place], path[1:], value, here), *x[place + 1 :])
     new, own = copy.copy(x), getattr(x, path[0])  # the constructor's checks want scalars
     # where there is no loss the loss's own number stands: that of the batch is 0 there, by which it may divide
     found = jnp.where(here, value, own) if len(path) == 1 else _replaced(own, path[1:], value, here)
@@ -174,6 +182,9 @@ def _path(loss: Any, field: str) -> str:
     for prefix in ("", "config.", "config.loss."):
         x: Any = loss
         for name in (prefix + field).split("."):
+            if isinstance(x, tuple):
+                x = x[int(name)] if name.isdigit() and int(name) < len(x) else _MISSING
+                continue
             fields = {f.name for f in dataclasses.fields(x)} if dataclasses.is_dataclass(x) else set()
             x = getattr(x, name) if name in fields else _MISSING
         if x is not _MISSING and not isinstance(x, str | bool | tuple):

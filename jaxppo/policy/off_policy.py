@@ -307,7 +307,7 @@ def left_out_by(
         found[name] = found.get(name, False) | (valid & ~_accepted(rejection, policies, mask, segments))
     if config.veto is not None:
         worst = -segments.max(-_log_ratio(policies, config.compares, mask), _float(valid))
-        found["vetoed"] = valid & (segments.spread(worst) < math.log(config.veto))
+        found["vetoed"] = valid & (segments.spread(worst) < _log(config.veto))
     if config.opsm_delta is not None:
         drift = segments.mean(-_log_ratio(policies, config.opsm_compares, mask), mask)
         found["off-policy sequence"] = valid & (advantages < 0) & (segments.spread(drift) > config.opsm_delta)
@@ -376,7 +376,10 @@ def _float(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def _log(x: float) -> float:
+def _log(x: float | Array) -> float | Array:
+    """The log of a number, or of one for each token (see `losses.by_row`)."""
+    if isinstance(x, jax.Array):
+        return jnp.log(x)
     return math.log(x) if x > 0 else -math.inf
 
 
