@@ -24,7 +24,8 @@ def routed_experts(rows: Any, tokens: int, *, layers: int | None = None, top_k: 
     Give it to `Sample(extras={"routed_experts": ...})`, and `batch.extras["routed_experts"]`, `i32[R, T, layers, k]`,
     to the model in every pass: that of the old log-probs too. The model replays the ids alone: it weighs these experts
     by its own current scores, so that the router keeps its gradient. Where an id is -1 the model's own router decides:
-    engines return one row fewer than tokens, since nobody reads the last one, and padding has no row.
+    engines return one row fewer than tokens, since nobody reads the last one, and padding has no row. Of a prefix that
+    samples share (`share_prefixes=True`) one sample gives the rows.
 
     Args:
       rows: `[n - 1, layers, k]` or `[n, layers, k]` integers, prompt included. vLLM's and Tunix's `routed_experts`,

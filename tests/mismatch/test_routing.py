@@ -1,6 +1,7 @@
 """Routed experts: they stay with the token that was read on every layout, and the report counts what differs."""
 
 import base64
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +28,27 @@ def chosen(sample, index):
     return rows
 
 
-def batch_of(mesh, layout, share_prefixes=False):
+def samples_of(prompt=0):
+    """Their prompts begin with so many more tokens, which those of a group share."""
+    return [
+        dataclasses.replace(
+            s,
+            tokens=[i // 3] * prompt + list(s.tokens),
+            response_start=s.start + prompt,
+            loss_mask=[0] * prompt + list(s.loss_mask),
+        )
+        for i, s in enumerate(step_of(2))
+    ]
+
+
+def batch_of(mesh, layout, prompt=0, **options):
     parallel = mesh and make_parallel_mesh(mesh, context_layout=layout)
     samples = [
         Sample(**vars(s) | {"extras": {"routed_experts": routed_experts(chosen(s, i), len(s.tokens))}})
-        for i, s in enumerate(step_of(2))
+        for i, s in enumerate(samples_of(prompt))
     ]
     batch = RolloutBatch.from_samples(
-        samples, row_length=32, rows=4, num_segments=9, parallel=parallel, share_prefixes=share_prefixes
+        samples, row_length=32 + 4 * prompt, rows=4, num_segments=9, parallel=parallel, **options
     )
     return batch, parallel
 
@@ -50,6 +64,25 @@ def test_rows_stay_with_the_token_that_was_read(mesh, layout):
         if position < len(rows):
             expected[row, t] = rows[position]
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(("mesh", "layout"), PLACES)
+def test_rows_of_a_shared_prefix_are_those_of_one_sample(mesh, layout):
+    """The samples of a group may have been routed differently, in other batches; a branch has its own."""
+    batch, _ = batch_of(mesh, layout, prompt=24, share_prefixes=True)
+    samples, ends = samples_of(24), np.asarray(batch.paths.ends)
+    rows_of = [chosen(s, i) for i, s in enumerate(samples)]
+    rows_of = [np.concatenate([x, np.full((1, *x.shape[1:]), -1)]) for x in rows_of]
+    shared = 0
+    segments = {(row, int(s)) for row, ids in enumerate(np.asarray(batch.segment_ids)) for s in ids if s}
+    for row, segment in segments:
+        at = batch.segment_ids[row] == segment
+        behind = batch.sample_ids[row, segment - 1 : ends[row, at][0]]
+        found, positions = batch.extras["routed_experts"][row, at], batch.positions[row, at]
+        same = [np.array_equal(found, rows_of[i][positions]) for i in behind if i >= 0]
+        assert any(same)
+        shared += len(same) > 1
+    assert shared
 
 
 @pytest.mark.parametrize(("mesh", "layout"), PLACES)
