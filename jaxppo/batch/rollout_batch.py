@@ -14,6 +14,8 @@ from jaxppo.base.arrays import OPTIONAL, PER_SEGMENT, REQUIRED, spec_of
 from jaxppo.base.pytree import register
 from jaxppo.batch.checks import arrays_of, check_entries
 from jaxppo.batch.constructors import Constructors
+from jaxppo.batch.extras import At
+from jaxppo.batch.placing import placed
 from jaxppo.batch.trees import Paths
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, check_parallel, in_order, multihost
 
@@ -195,6 +197,33 @@ class RolloutBatch(Constructors):
             multihost.check_equal("batch", {name: (x.shape, x.dtype.name) for name, x in arrays.items()})
             multihost.check_equal_rows("batch", arrays, parallel)
         return multihost.to_global(self, self.specs(parallel), parallel)
+
+    def place(self, values: Mapping[int, Any], *, at: At = "predicting", fill: float = 0) -> np.ndarray:
+        """Arrays of samples that come after packing, such as a teacher's scores, at the places of their tokens.
+
+        `dataclasses.replace(batch, ref_log_probs=batch.place(scores))` puts them into the batch, and
+        `extras=batch.extras | {"teacher_ids": batch.place(ids, fill=-1)}` among the extras.
+
+        Args:
+          values: for each sample of the batch, by its sample id, the array that `Sample.extras` would have taken:
+            `[m, ...]` for its response tokens, or with at="input" `[n, ...]` for all its tokens. m may be less than the
+            response has: then the last m tokens get them.
+          at: which position holds the value of a token, see `jaxppo.batch.extras.Extra`.
+          fill: what stands where there is no value.
+
+        Returns:
+          `[R, T, ...]`, or `[K, R, T, ...]` for stacked micro-batches; i32, f32 or a 16-bit float; on the host.
+
+        Raises:
+          TypeError: values that are not by sample id; a batch under jit.
+          ValueError: a sample without an array, an array of another sample, one longer than its sample, uneven shapes.
+
+        Example:
+          >>> batch = RolloutBatch.from_samples([Sample([5, 6, 7], response_start=1, sample_id=8)], row_length=4)
+          >>> batch.place({8: [0.5, 0.25]}).tolist(), batch.place({8: [1, 2, 3]}, at="input", fill=-1).tolist()
+          ([[0.5, 0.25, 0.0, 0.0]], [[1, 2, 3, -1]])
+        """
+        return placed(self, values, at, fill)
 
     def validate(self, vocab_size: int | None = None, *, normalizer: StepCounts | None = None) -> None:
         """Checks values on the host, beside shapes and dtypes. A batch from `from_samples` passes.

@@ -60,6 +60,44 @@ def test_samples(layout, packing):
     batch.validate(100)
 
 
+@pytest.mark.parametrize("packing", [{}, {"micro_batches": 3}, {"share_prefixes": True}])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arrays_that_come_later(layout, packing):
+    """`place` brings a sample's arrays to where the constructor would have put them."""
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2", context_layout=layout)
+    given = [dataclasses.replace(s, sample_id=7 * i) for i, s in enumerate(samples())]
+    batch = RolloutBatch.from_samples(given, row_length=T, parallel=parallel, **packing)
+    for name, fill in (("pair", -7), ("mark", 0), ("router", -1)):
+        values = {s.sample_id: s.extras[name].values for s in given}
+        for of in (batch, batch.put(parallel)):
+            found = of.place(values, at="input" if name == "router" else "predicting", fill=fill)
+            np.testing.assert_array_equal(found, batch.extras[name])
+            assert found.dtype == batch.extras[name].dtype
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    batch = RolloutBatch.from_samples([Sample([1, 2, 3], 1, sample_id=4), Sample([1, 2], 1, sample_id=5)], row_length=8)
+    given = {4: [1.0, 2.0], 5: [3.0]}
+    for values, error in (
+        ([[1.0], [2.0]], "values: got list, expected arrays by sample id"),
+        ({4: [1.0, 2.0]}, r"values: got no array for \[5\]"),
+        (given | {6: [1.0]}, r"values: got arrays for \[6\]"),
+        (given | {5: [3.0, 4.0]}, r"values\[5\]: got 2, expected 1"),
+        (given | {5: 3.0}, r"values\[5\]: got shape"),
+        (given | {5: ["a"]}, r"values\[5\]: got <U1, expected numbers"),
+        (given | {5: [[3.0]]}, r"values: got \[\(\), \(1,\)\] for each token"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            batch.place(values)
+    with pytest.raises(ValueError, match=r"values\[4\]: got 2, expected 3"):
+        batch.place(given, at="input")
+    with pytest.raises(ValueError, match="at: got 'target'"):
+        batch.place(given, at="target")
+    with pytest.raises(TypeError, match="batch: got traced arrays"):
+        jax.jit(lambda b: b.place(given))(batch)
+    np.testing.assert_array_equal(batch.place(given | {4: [2.0]})[0, :2], [0, 2])
+
+
 def rows(batch):
     """The batch as arrays at tokens, the value of token t + 1 moved from t to t + 1."""
     right = np.asarray(batch.segment_ids)[:, 1:] == np.asarray(batch.segment_ids)[:, :-1]
