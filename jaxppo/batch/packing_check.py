@@ -37,7 +37,8 @@ def assert_packing_invariant(
     It packs one sample of random tokens in several ways, and compares the hidden states of its tokens: beside other
     samples, at another place in the row, in a row of twice the length, in each context layout, and beside padding with
     other ids. A model that is blind to segments fails. Its loss does not show it: `ppo_kl` is 0 and `ratio_mean` is 1,
-    since old and new log-probs are equally wrong.
+    since old and new log-probs are equally wrong. For each context shard, or two without a mesh, rows have 8 or 16
+    tokens, and positions are below 4.
 
     Args:
       hidden_fn: `hidden_fn(params, batch)` gives the final hidden states `[R, T, H]`, in the batch's order; jitted, if

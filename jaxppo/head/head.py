@@ -161,6 +161,8 @@ class Head:
             if len(shape) == 2 and shape[0] == shape[1]:
                 raise ValueError(f"layout: got None for a kernel {shape}, expected 'hv' ([H, V]) or 'vh' ([V, H])")
             object.__setattr__(self, "layout", "hv")
+        if isinstance(self.bias, str):
+            raise TypeError(f"bias: got {self.bias!r}, expected [V] or None; a layout is given as layout=")
         check_choice("layout", self.layout, Layout)
         object.__setattr__(self, "logits_dtype", dtype_name(self.logits_dtype))
         check_choice("logits_dtype", self.logits_dtype, LogitsDtype)

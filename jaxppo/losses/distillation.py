@@ -66,10 +66,10 @@ def divergence_from_hidden(
       hidden: `[R, T, H]`, the student's, see `log_probs_from_hidden`.
       head: the student's `Head`, or its bare kernel `[H, V]`.
       teacher_hidden: `[R, T, G]`, the teacher's; G may be another size.
-      teacher_head: the teacher's head, with the same number of columns and the same sharding.
+      teacher_head: the teacher's head, with the same columns, `vocab_size` and shards; its layout may be another.
       divergence: one of the three above.
       beta: the teacher's share of the mixture, in (0, 1), for "jensen_shannon".
-      temperature: divides both models' logits; a positive scalar or `[R, T]`.
+      temperature: divides both models' logits; a positive scalar or `[R, T]`. Nothing is multiplied by its square.
       where: `bool[R, T]`, the positions that count: only they meet the kernels. The others read 0.
       parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
       teacher_hidden_spec: how the teacher's hidden states are sharded, see `HeadOptions.hidden_spec`.

@@ -108,6 +108,11 @@ def from_hidden(hidden=HIDDEN, kernel=KERNEL, targets=TARGETS, **options):
     return log_probs_from_hidden(hidden, head, targets, **options)
 
 
+def test_a_layout_in_the_place_of_a_bias():
+    with pytest.raises(TypeError, match=r"bias: got 'vh', expected \[V\] or None; a layout is given as layout="):
+        Head(KERNEL, "vh")
+
+
 @pytest.mark.parametrize(("arguments", "error", "message"), OF_BOTH + OF_LOGITS)
 def test_of_logits(arguments, error, message):
     with pytest.raises(error, match=message):
