@@ -75,6 +75,7 @@ NUMBERS = (
     "clip_low",
     "coef",
     "desirable_weight",
+    "draft_ids",
     "dual_clip",
     "entropy_coef",
     "eta",

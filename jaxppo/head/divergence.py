@@ -22,7 +22,7 @@ from jaxppo.head.border import Index, Local, local, unless
 from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.gradient import once, second_pass
 from jaxppo.head.plan import plan_of_second, plan_of_sweep
-from jaxppo.head.reductions import Columns, Tokens
+from jaxppo.head.reductions import Columns, Reduced, Tokens
 from jaxppo.head.sweep import Work, loop, read, sweep, write
 from jaxppo.head.tile import LOW, products
 from jaxppo.sharding import vary
@@ -66,7 +66,7 @@ def terms(divergence: str, beta: float, log_p: Float[Array, "..."], log_q: Float
     if divergence == "cross_entropy":
         return jnp.where(q == 0, 0, -q * log_p)  # a weight of NaN stays NaN
     if divergence == "total_variation":
-        return magnitude(p - q) / 2
+        return (magnitude(p - q) + p - q) / 2  # max(p - q, 0): right also where q has columns that p lacks
     if divergence == "forward_kl":
         return _kl_term(q, log_q, p, log_p)
     log_mixture = jnp.logaddexp(log_q + jnp.log(beta), log_p + jnp.log1p(-beta))
@@ -80,10 +80,16 @@ def _kl_term(a: jax.Array, log_a: jax.Array, b: jax.Array, log_b: jax.Array) -> 
     return jnp.where(a == 0, b, jnp.where(d < 1, a * k3(jnp.minimum(d, 1)), b - a - a * d))
 
 
-def divergences_of_tokens(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[Float[Array, "R T"], ...]:
-    """Per-shard: the divergences of the device's tokens; no gradient flows to the teacher."""
+def divergences_of_tokens(
+    call: DivergenceCall, inputs: Inputs, teacher: Inputs, log_z: Float[Array, "R T"] | None = None
+) -> tuple[Float[Array, "R T"], ...]:
+    """Per-shard: the divergences of the device's tokens; no gradient flows to the teacher.
+
+    `log_z` is the teacher's, where its head holds only some columns of its vocabulary; else None.
+    """
     call, given, other = _pair(call, inputs, teacher)
-    return tuple(x.reshape(inputs.hidden.shape[0], -1) for x in _divergences(call, given, lax.stop_gradient(other)))
+    whole = lax.stop_gradient((other, None if log_z is None else log_z.reshape(-1)))
+    return tuple(x.reshape(inputs.hidden.shape[0], -1) for x in _divergences(call, given, *whole))
 
 
 def _pair(call: DivergenceCall, inputs: Inputs, teacher: Inputs) -> tuple[DivergenceCall, Local, Local]:
@@ -151,11 +157,15 @@ def _over_tiles(one: Work, two: Work, known: Known, add: Callable[..., Any], tot
     return loop(one.turns(C), chunk, totals) if one.whole is not None else loop(blocks, block, totals)
 
 
-def _evaluate(call: DivergenceCall, given: Local, other: Local) -> tuple[tuple[jax.Array, ...], Any]:
+def _evaluate(
+    call: DivergenceCall, given: Local, other: Local, log_z: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], Any]:
     one, two = _works(call, given, other)
-    found = [sweep(work) for work in (one, two)]
-    known: Any = tuple((x.peaks["m"], jnp.log(jnp.where(x.sums["s"] == 0, 1, x.sums["s"]))) for x in found)
-    known = one.vary(known)
+    known: Any = [_maximum_and_log_s(sweep(work)) for work in ((one, two) if log_z is None else (one,))]
+    if log_z is not None:
+        log_z = two.order.put(unless(given.counts, log_z), two.size)
+        known.append((log_z, jnp.zeros_like(log_z)))
+    known = one.vary(tuple(known))
 
     def add(total: Any, columns: Columns, z: jax.Array, teacher_z: jax.Array, known: Known) -> Any:
         log_p, log_q = _log_p(z, known[0]), _log_p(teacher_z, known[1])
@@ -180,19 +190,23 @@ def _evaluate(call: DivergenceCall, given: Local, other: Local) -> tuple[tuple[j
     return out[:count], (out[count:], known)
 
 
+def _maximum_and_log_s(found: Reduced) -> tuple[jax.Array, jax.Array]:
+    return found.peaks["m"], jnp.log(jnp.where(found.sums["s"] == 0, 1, found.sums["s"]))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _divergences(call: DivergenceCall, given: Local, other: Local) -> tuple[jax.Array, ...]:
+def _divergences(call: DivergenceCall, given: Local, other: Local, log_z: jax.Array | None) -> tuple[jax.Array, ...]:
     """The divergences of one device's tokens, f32[N] each."""
-    return _evaluate(call, given, other)[0]
+    return _evaluate(call, given, other, log_z)[0]
 
 
-def _forward(call: DivergenceCall, given: Local, other: Local) -> Any:
-    out, left = _evaluate(call, *jax.tree.map(once, (given, other)))
-    return out, (given, other, left)
+def _forward(call: DivergenceCall, given: Local, other: Local, log_z: jax.Array | None) -> Any:
+    out, left = _evaluate(call, *jax.tree.map(once, (given, other, log_z)))
+    return out, (given, other, left, log_z)
 
 
-def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tuple[Local, Local]:
-    given, other, (slopes, known) = saved
+def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tuple[Local, Local, jax.Array | None]:
+    given, other, (slopes, known), log_z = saved
     counts = jnp.stack([x != 0 for x in g]).any(0)
     counts = counts if given.counts is None else counts & given.counts
     of_s = sum(a * b for a, b in zip(g, slopes, strict=True)) / jnp.exp(known[0][1])
@@ -215,7 +229,9 @@ def _backward(call: DivergenceCall, saved: Any, g: tuple[jax.Array, ...]) -> tup
 
     beside = two.tokens, two.features
     found = second_pass(call.student, given, counts, (counts, peaks, teacher, of), sums_at, beside)
-    return found, jax.tree.map(lambda x: jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None, other)
+    constants = other, log_z
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None, constants)
+    return found, *zeros
 
 
 _divergences.defvjp(_forward, _backward)
@@ -235,7 +251,7 @@ def comparison_of_tokens(call: DivergenceCall, unit: float, inputs: Inputs, teac
     call = DivergenceCall(asked[0], asked[1], ("reverse_kl", "forward_kl", "total_variation"), 0.5)
     one, two = _works(call, *pair)
     found, axes = [sweep(work) for work in (one, two)], one.call.axes
-    known: Any = one.vary(tuple((x.peaks["m"], jnp.log(jnp.where(x.sums["s"] == 0, 1, x.sums["s"]))) for x in found))
+    known: Any = one.vary(tuple(map(_maximum_and_log_s, found)))
 
     def add(totals: Any, columns: Columns, z: jax.Array, teacher_z: jax.Array, known: Known) -> Any:
         sums, magnitudes = totals

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import Aggregation, Coefficient, check_choice, check_field, check_floating, check_number
+from jaxppo.base.arrays import (
+    Aggregation,
+    AnyArray,
+    Coefficient,
+    check_choice,
+    check_field,
+    check_floating,
+    check_number,
+)
 from jaxppo.base.metrics import Metric, Metrics, reduce_metric
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
-from jaxppo.head.call import HeadOptions, Inputs
+from jaxppo.head.call import Asked, HeadOptions, Inputs
+from jaxppo.head.columns import inputs_of_columns, sound_ids
 from jaxppo.head.divergence import F32_UNIT, DivergenceCall, comparison_of_tokens, divergences_of_tokens
+from jaxppo.head.gradient import stats_of_tokens
 from jaxppo.head.head import Head, as_head
-from jaxppo.head.prepare import prepare_pair
+from jaxppo.head.prepare import prepare_head, prepare_pair
 from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.distillation import DivergenceLoss
+from jaxppo.losses.draft_ids import as_draft_ids
 from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
 from jaxppo.step.aggregation import Normalizer
@@ -86,6 +97,7 @@ def draft_loss(
     parallel: ParallelMesh | ShardAxes | None = None,
     normalizers: Sequence[Normalizer] | None = None,
     temperature: float | Array = 1.0,
+    draft_ids: Int[AnyArray, " D"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
     """coef / W * sum over depths k of decay^(k - 1) * distance of the draft d_k from the policy p, k places later.
@@ -99,6 +111,11 @@ def draft_loss(
         likelihood           l KL(p || d_k) + (1 - l) (1 - a_k),   l = exp(-eta a_k), a constant
         end_to_end           1 - (1 / K_t) sum over j of a_1 ... a_j, the K_t depths of token t; one loss for all depths
 
+    A draft whose head has fewer columns than the policy's says with `draft_ids` which ids they are. Its probabilities
+    are of these ids, the policy's of its whole vocabulary, so a_k counts what the draft can never draw. -sum p log d_k
+    and KL, the sum of p log(p / d_k) - p + d_k, are over the draft's ids. A policy's kernel that is cut to these ids
+    would renormalise p, and make a_k too large.
+
     The vocabularies are processed together in blocks, as in `losses.distillation.distillation_loss`. The policy and its
     head are constants: a head that both share gets a gradient through the draft only.
 
@@ -106,13 +123,16 @@ def draft_loss(
       hidden: for each depth the `[R, T, H]` states that its predictions are read from.
       head: the draft's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or stacked.
       policy_hidden: `[R, T, G]`, the policy's final hidden states.
-      policy_head: the policy's head, with the same number of columns and the same sharding.
+      policy_head: the policy's head, with the same number of columns and the same sharding, or with all ids of
+        `draft_ids`.
       batch: `[R, T]`; only its sequences, loss mask and loss weights are read.
       loss: the objective and other options; by default `Draft()`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
       normalizers: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches.
       temperature: divides both models' logits. An `[R, T]` array belongs to the predicted tokens: depth k reads it at
         t + k, where the policy predicts that token.
+      draft_ids: `i32[D]`, the id of each column of the draft's heads in the policy's vocabulary, in any order. None if
+        both have the same columns. `losses.draft_ids` makes it.
       **options: see `HeadOptions`.
 
     Returns:
@@ -121,7 +141,8 @@ def draft_loss(
 
     Raises:
       TypeError, ValueError: no depth; a number of heads or normalizers that is not the number of depths; states
-        or heads that do not fit each other.
+        or heads that do not fit each other; ids outside the vocabulary, or an id twice. Under `jit` such ids make the
+        loss NaN.
 
     Example:
       >>> from jaxppo.losses.draft import Draft, draft_loss
@@ -143,14 +164,18 @@ def draft_loss(
     heads = heads_of(hidden, head, normalizers, loss)
     kinds = {"soft_cross_entropy": ("cross_entropy",), "likelihood": ("forward_kl",)}.get(objective, ())
     policy = policy_hidden, policy_head
-    walk: dict[str, Any] = {"parallel": parallel, "temperature": temperature, "options": options}
-    depths = [_depth(hidden[k], heads[k], policy, batch, k + 1, kinds=kinds, **walk) for k in range(len(heads))]
+    walk: dict[str, Any] = {"parallel": parallel, "temperature": temperature, "options": options, "ids": draft_ids}
+    depths = [
+        _of_pair("draft_loss", hidden[k], heads[k], policy, batch, k + 1, kinds=kinds, **walk)
+        for k in range(len(heads))
+    ]
     if objective == "end_to_end":
         parts = [(_end_to_end(depths), depths[0].batch)]
     else:
         parts = [(_of_depth(depth, objective, loss.eta), depth.batch) for depth in depths]
     total, metrics = jnp.float32(0), {}
     numbers = {"coef": loss.coef} | ({"eta": loss.eta} if objective == "likelihood" else {})
+    numbers |= {} if draft_ids is None else {"draft_ids": depths[0].sound}
     for k, (losses, shifted) in enumerate(parts, 1):
         normalizer = None if normalizers is None else normalizers[k - 1]
         value, found = loss_of_stats("draft_loss", of_tokens, losses, shifted, parallel, normalizer, numbers=numbers)
@@ -171,6 +196,7 @@ def draft_metrics(
     *,
     parallel: ParallelMesh | ShardAxes | None = None,
     temperature: float | Array = 1.0,
+    draft_ids: Int[AnyArray, " D"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> Metrics:
     """Metrics of a draft, forward only: its expected acceptance, and how often draft and policy agree on the top token.
@@ -186,6 +212,7 @@ def draft_metrics(
       batch: see `draft_loss`.
       parallel: the mesh.
       temperature: divides both models' logits.
+      draft_ids: see `draft_loss`; the policy's top token is the one of its whole vocabulary.
       **options: see `HeadOptions`.
 
     Returns:
@@ -203,67 +230,76 @@ def draft_metrics(
       {'draft_1_acceptance': 0.525, 'draft_1_agreement': 1.0}
     """
     batch, heads, policy = checked(batch), heads_of(hidden, head), (policy_hidden, policy_head)
-    walk: dict[str, Any] = {"parallel": parallel, "temperature": temperature, "options": options}
+    walk: dict[str, Any] = {"parallel": parallel, "temperature": temperature, "options": options, "ids": draft_ids}
     found: Metrics = {}
     for k, its_head in enumerate(heads, 1):
-        shifted, (apart, same) = _of_pair(
-            "draft_metrics", _compare, (), hidden[k - 1], its_head, policy, batch, k, **walk
-        )
-        found[f"draft_{k}_acceptance"] = _mean(1 - apart, shifted, parallel)
-        found[f"draft_{k}_agreement"] = _mean(same, shifted, parallel)
+        of = _of_pair("draft_metrics", hidden[k - 1], its_head, policy, batch, k, kinds=None, **walk)
+        found[f"draft_{k}_acceptance"] = _mean(1 - of.apart, of.batch, parallel)
+        found[f"draft_{k}_agreement"] = _mean(of.other, of.batch, parallel)
     return found
 
 
 class Depth(NamedTuple):
-    """One depth: the batch with its mask, the total variation, and the divergence if the objective reads it."""
+    """One depth: the batch with its mask, the total variation, and what else was asked for."""
 
     batch: RolloutBatch
     apart: Float[Array, "R T"]
-    divergence: Float[Array, "R T"] | None
-
-
-def _depth(*given: Any, kinds: tuple[str, ...], **walk: Any) -> Depth:
-    shifted, (apart, *divergence) = _of_pair("draft_loss", _per_shard, ("total_variation", *kinds), *given, **walk)
-    return Depth(shifted, apart, divergence[0] if divergence else None)
+    other: Any = None  # the divergence that the objective reads; of metrics, whether the top tokens are the same
+    sound: Any = None  # 0 where `draft_ids` are different ids of the vocabulary, else NaN
 
 
 def _of_pair(
     name: str,
-    fn: Callable[..., tuple[Float[Array, "R T"], ...]],
-    kinds: tuple[str, ...],
     hidden: Float[Array, "R T H"],
     head: Head | Float[Array, "H V"],
     policy: tuple[Float[Array, "R T G"], Head | Float[Array, "G V"]],
     batch: RolloutBatch,
     k: int,
     *,
+    kinds: tuple[str, ...] | None,
     parallel: ParallelMesh | ShardAxes | None,
     temperature: float | Array,
     options: HeadOptions,
-) -> tuple[RolloutBatch, tuple[Float[Array, "R T"], ...]]:
-    """The batch of depth k, and what the per-shard fn says of its draft beside the policy k places later."""
+    ids: Int[AnyArray, " D"] | None,
+) -> Depth:
+    """Depth k: the draft beside the policy k places later, by a divergence, or without `kinds` by their top tokens."""
     shifted = _shifted(batch, k, parallel)
     check_floating("policy_hidden", policy[0], 3, "[R, T, H]")
     if policy[0].shape[:2] != batch.loss_mask.shape:
         raise ValueError(f"policy_hidden: got shape {policy[0].shape}, expected {batch.loss_mask.shape} and H")
     later = shift_left(lax.stop_gradient(policy[0]), parallel, k, 0, batch.segment_ids, batch.num_segments)
-    pair = prepare_pair(
-        (hidden, head),
-        lax.stop_gradient((later, as_head("policy_head", policy[1]))),
-        names=("draft", "policy"),
-        second_spec=options.get("hidden_spec"),
-        parallel=parallel,
-        temperature=shift_temperature(temperature, batch, k, parallel),
-        where=shifted.loss_mask > 0,
-        options=options,
-    )
-    args = {"hidden": pair[0].inputs, "policy_hidden": pair[1].inputs}
-    static, count = DivergenceCall(pair[0].call, pair[1].call, kinds, 0.5), len(kinds) or 2
+    states = (hidden, head), lax.stop_gradient((later, as_head("policy_head", policy[1])))
+    given: dict[str, Any] = {
+        "parallel": parallel,
+        "temperature": shift_temperature(temperature, batch, k, parallel),
+        "where": shifted.loss_mask > 0,
+        "options": options,
+    }
+    more = {}
+    if ids is None:
+        spec = options.get("hidden_spec")
+        one, other = prepare_pair(*states, names=("draft", "policy"), second_spec=spec, **given)
+        fn: Any = _per_shard if kinds is not None else _compare
+    else:
+        of: dict[str, Any] = {"entropy": "none", "heads": 2, "top_k": int(kinds is None)} | given
+        targets = shifted.targets
+        one = prepare_head(*states[0], None if kinds is not None else jnp.zeros_like(targets), **of)
+        other = prepare_head(*states[1], targets, name="policy_head", logit_stats=("log_z",), **of)
+        ids = as_draft_ids(ids, other.call.vocab_size)
+        if ids.shape[0] != one.call.vocab_size:
+            raise ValueError(f"draft_ids: got {ids.shape[0]}, expected {one.call.vocab_size}, the columns of the draft")
+        fn, more = _of_columns, {"draft_ids": ids}
+    args = {"hidden": one.inputs, "policy_hidden": other.inputs, **more}
+    static = DivergenceCall(one.call, other.call, ("total_variation", *(kinds or ())), 0.5)
+    count = 1 + (len(kinds) if kinds is not None else 1)
 
     def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        return [x.specs for x in pair], (p.tokens_spec,) * count
+        return [one.specs, other.specs, *[P()] * len(more)], (p.tokens_spec,) * count
 
-    return shifted, shard_call(name, fn, parallel, args, specs, static)
+    apart, *others = shard_call(name, fn, parallel, args, specs, static)
+    sound = None if ids is None else sound_ids(jnp.asarray(ids), other.call.vocab_size)
+    apart = apart if sound is None else apart + jnp.where(shifted.loss_mask > 0, sound, 0)
+    return Depth(shifted, apart, others[0] if others else None, sound)
 
 
 def _per_shard(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs) -> tuple[Float[Array, "R T"], ...]:
@@ -275,6 +311,21 @@ def _compare(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Input
     return found.total_variation, found.same_top
 
 
+def _of_columns(
+    axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs, ids: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The divergences of a draft with fewer columns, and with `top_k` whether the top tokens are the same."""
+    of_policy = stats_of_tokens(call.teacher, policy)
+    student = dataclasses.replace(call.student, asked=Asked())
+    teacher, columns = inputs_of_columns(call.teacher, policy, ids, student, draft)
+    pair = dataclasses.replace(call, student=student, teacher=teacher)
+    found = divergences_of_tokens(pair, draft._replace(targets=None), columns, of_policy.log_z)
+    if not call.student.asked.top_k:
+        return found
+    top, its = (x.top_ids[..., 0] for x in (stats_of_tokens(call.student, draft), of_policy))
+    return *found, (ids[top] == its).astype(jnp.float32)
+
+
 def _shifted(batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
     """The batch with loss mask 1 where the masks of t and t + k are both 1."""
     later = shift_targets(batch, k, parallel)
@@ -282,12 +333,12 @@ def _shifted(batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | N
 
 
 def _of_depth(depth: Depth, objective: Objective, eta: Coefficient) -> Float[Array, "R T"]:
-    if depth.divergence is None:
+    if depth.other is None:
         return depth.apart
     if objective == "soft_cross_entropy":
-        return depth.divergence
+        return depth.other
     share = lax.stop_gradient(jnp.exp(-eta * (1 - depth.apart)))
-    return share * depth.divergence + (1 - share) * depth.apart
+    return share * depth.other + (1 - share) * depth.apart
 
 
 def _end_to_end(depths: Sequence[Depth]) -> Float[Array, "R T"]:

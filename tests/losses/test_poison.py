@@ -253,9 +253,10 @@ CASES = {
             batch,
             Draft(objective="likelihood", eta=x["eta"], coef=x["coef"]),
             temperature=x["temperature"],
+            draft_ids=x["draft_ids"],
             normalizers=aggregated(x, batch, partial(Normalizer.of, Draft(1))),
         ),
-        STATES | TEACHER | SCHEDULES | {"eta": 3.0, "coef": 0.1, "denominators": 0.0},
+        STATES | TEACHER | SCHEDULES | {"eta": 3.0, "coef": 0.1, "denominators": 0.0, "draft_ids": np.arange(V)[::-1]},
     ),
     "distillation": (
         lambda x, batch: distillation_loss(
@@ -319,6 +320,8 @@ def poisons(name: str, x, of_stats: bool) -> list[float]:
     """Values for the entry at the chosen token of an input."""
     if name == "ids":  # outside the vocabulary, a second time; of another id the statistics do not know
         return [V, -2, int(x[*AT, 0]), *([int((x[*AT].max() + 1) % V)] if of_stats else [])]
+    if name == "draft_ids":
+        return [V, -2, int(x[1])]
     if name in ("nucleus_ids", "adapter_ids"):
         return [V, -2]
     values = [np.nan, np.inf, -np.inf] + [0.5] * (name in LOG_PROBS or name in ("loss_mask", "mask"))
@@ -353,6 +356,8 @@ def place_of(name: str, x) -> tuple[int, ...]:
         return row, position + (name != "hidden"), 0
     if name in ("head", "teacher_head"):
         return 0, int(BATCH.targets[AT])
+    if name == "draft_ids":
+        return (0,)
     if name == "bias":
         return (int(BATCH.targets[AT]),)
     if name in ("lora.a", "lora.b"):

@@ -12,25 +12,31 @@ from .head import HeadGradient, OracleHead, head_gradient, log_softmax, logits
 from .samples import Array, OracleSample, sample_weights
 
 
-def soft_cross_entropy(z: Array, policy: Array) -> tuple[Array, Array]:
-    """-sum p log d of logits `[n, V]`, and its gradient: d - p."""
-    log_d, p = log_softmax(z), np.exp(log_softmax(policy))
-    return -(p * log_d).sum(-1), np.exp(log_d) - p
+def probabilities(policy: Array, ids: Any) -> Array:
+    """The policy's over its whole vocabulary, at the draft's columns: those of these ids, or all."""
+    p = np.exp(log_softmax(policy))
+    return p if ids is None else p[..., np.asarray(ids)]
 
 
-def acceptance(z: Array, policy: Array) -> tuple[Array, Array]:
+def soft_cross_entropy(z: Array, policy: Array, ids: Any = None) -> tuple[Array, Array]:
+    """-sum p log d of logits `[n, V]`, and its gradient: d sum p - p."""
+    log_d, p = log_softmax(z), probabilities(policy, ids)
+    return -(p * log_d).sum(-1), np.exp(log_d) * p.sum(-1, keepdims=True) - p
+
+
+def acceptance(z: Array, policy: Array, ids: Any = None) -> tuple[Array, Array]:
     """a = sum min(p, d), and its gradient by the draft's logits: by d it is 1 where d < p, else 0. 2606.12370."""
-    d, p = np.exp(log_softmax(z)), np.exp(log_softmax(policy))
+    d, p = np.exp(log_softmax(z)), probabilities(policy, ids)
     below = (d < p) * 1.0
     return np.minimum(p, d).sum(-1), d * (below - (d * below).sum(-1, keepdims=True))
 
 
-def likelihood(z: Array, policy: Array, eta: float = 3.0) -> tuple[Array, Array]:
-    """l KL(p | d) + (1 - l) (1 - a) with l = exp(-eta a) held constant. 2602.23881."""
-    (cross, slope), (a, by_a) = soft_cross_entropy(z, policy), acceptance(z, policy)
-    log_p = log_softmax(policy)
+def likelihood(z: Array, policy: Array, eta: float = 3.0, ids: Any = None) -> tuple[Array, Array]:
+    """l KL(p | d) + (1 - l) (1 - a) with l = exp(-eta a) held constant. 2602.23881. KL is sum p log(p / d) - p + d."""
+    (cross, slope), (a, by_a) = soft_cross_entropy(z, policy, ids), acceptance(z, policy, ids)
+    p = probabilities(policy, ids)
     share = np.exp(-eta * a)
-    value = share * (cross + (np.exp(log_p) * log_p).sum(-1)) + (1 - share) * (1 - a)
+    value = share * (cross + (p * np.log(p) - p).sum(-1) + 1) + (1 - share) * (1 - a)
     return value, share[:, None] * slope - (1 - share[:, None]) * by_a
 
 

@@ -108,7 +108,8 @@ OF_NAME = {
     **_rows("number", "step_coef entropy_coef aggregation_norm temperature lora_scale"),
     **_rows("count", "bins by columns depths first_id group_id rollout_id sample_id response_start top_k vocab_size"),
     **_rows("count", "width memory row_length rows max_tokens num_segments mtp_depths choice version proximal_version"),
-    **_rows("ids", "cu_seqlens cu_seqlens_padded"),
+    **_rows("ids", "cu_seqlens cu_seqlens_padded draft_ids d2t counts"),
+    **_rows("count", "size"),
     **_rows("choice", "aligned"),
     **_rows("count", "broken_rules"),
     **_rows("choice", "aggregation clip_fraction compares divergence estimator gradient gradient_sum_dtype importance"),
@@ -172,6 +173,8 @@ OF_FUNCTION = {  # where a name has another kind than elsewhere, or a value that
     ("micro_batches_of_pairs", "micro_batches"): "count",
     ("RolloutBatch.from_samples", "micro_batches"): "count",
     ("Head.of", "module"): "held",
+    ("draft_ids_of_d2t", "d2t"): "sizes",
+    ("draft_targets", "draft_ids"): "sizes",
     ("accumulate_gradients", "micro_batches"): "held",
 }
 FREE = {"params": "any pytree: apply reads it"}

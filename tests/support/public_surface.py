@@ -57,6 +57,7 @@ MTP = Normalizer.of(mtp.MTP(1), PLAIN)
 SOFT: dict[str, Any] = {"parallel": None}
 DENOMINATORS = {"aggregation": "token_mean", "aggregation_norm": None}
 LOSS = {**SOFT, **DENOMINATORS, "normalizer": NORMALIZER}
+DRAFT_IDS = np.arange(V, dtype=np.int32)
 HEADS: dict[str, Any] = {"hidden": HIDDEN, "head": KERNEL, "temperature": 0.7}
 OPTIONS: dict[str, Any] = dict.fromkeys(HeadOptions.__annotations__)
 OPTIONS |= {"precision": "highest", "memory": 2**20, "follow_mask": True, "deterministic": False}
@@ -243,10 +244,15 @@ CALLS: dict[str, dict[str, Any]] = {
     "draft_loss": {
         **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "policy_hidden": HIDDEN, "policy_head": KERNEL, "batch": PLAIN,
         "loss": draft.Draft(objective="likelihood"), "normalizers": Normalizer.of(draft.Draft(1), PLAIN),
+        "draft_ids": DRAFT_IDS,
     },
     "draft_metrics": {
         **HEADS, **SOFT, **OPTIONS, "hidden": [HIDDEN], "policy_hidden": HIDDEN, "policy_head": KERNEL, "batch": PLAIN,
+        "draft_ids": DRAFT_IDS,
     },
+    "draft_ids_of_d2t": {"d2t": DRAFT_IDS * 0, "vocab_size": V},
+    "draft_ids_of_counts": {"counts": DRAFT_IDS, "size": 3},
+    "draft_targets": {"batch": PLAIN, "draft_ids": DRAFT_IDS, "vocab_size": V, "parallel": None},
     "Draft": {
         "depths": 1, "objective": "likelihood", "eta": 3.0, "coef": 0.1, "decay": 0.8, "aggregation": "token_mean",
     },

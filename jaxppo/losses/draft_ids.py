@@ -1,0 +1,144 @@
+"""Drafts with a vocabulary of their own: the ids of the policy's vocabulary that the columns of a head stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from jaxppo.base.arrays import AnyArray, as_token_ids, check_array, check_count
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
+from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
+
+__all__ = ["draft_ids_of_counts", "draft_ids_of_d2t", "draft_targets"]
+
+
+def draft_ids_of_d2t(d2t: Int[AnyArray, " D"], vocab_size: int) -> Int[np.ndarray, " D"]:
+    """The ids that EAGLE-3's `d2t` stands for: id of column j = j + d2t[j].
+
+    Args:
+      d2t: `i32[D]`, of a checkpoint; on the host.
+      vocab_size: V, of the policy.
+
+    Returns:
+      `i32[D]`.
+
+    Raises:
+      TypeError, ValueError: no integers `[D]`; two columns of one id, or an id outside the vocabulary.
+
+    Example:
+      >>> from jaxppo.losses.draft_ids import draft_ids_of_d2t
+      >>> draft_ids_of_d2t(np.array([0, 1, 1, 4]), vocab_size=8).tolist()
+      [0, 2, 3, 7]
+
+    Li et al. 2025, EAGLE-3, https://arxiv.org/abs/2503.01840; SpecForge, https://github.com/sgl-project/SpecForge
+    """
+    check_array("d2t", d2t)
+    check_count("vocab_size", vocab_size, least=1)
+    ids = np.arange(d2t.shape[0] if d2t.ndim else 0, dtype=np.int32) + np.asarray(d2t, np.int32)
+    check_draft_ids("d2t", ids, vocab_size)
+    return ids
+
+
+def draft_ids_of_counts(counts: Int[AnyArray, " V"], size: int) -> Int[np.ndarray, " D"]:
+    """The `size` ids that occur most often, rising; of equally many the lower ids.
+
+    Args:
+      counts: `i32[V]`, how often each id occurs, such as `np.bincount(tokens, minlength=V)` of what the policy drew; on
+        the host.
+      size: D, the columns that the draft's head will have.
+
+    Returns:
+      `i32[D]`.
+
+    Raises:
+      TypeError, ValueError: no integers `[V]`; D that is not 1 to V.
+
+    Example:
+      >>> from jaxppo.losses.draft_ids import draft_ids_of_counts
+      >>> draft_ids_of_counts(np.array([5, 0, 7, 5, 9]), 3).tolist()
+      [0, 2, 4]
+    """
+    check_array("counts", counts)
+    check_count("size", size, least=1)
+    if counts.ndim != 1 or size > counts.shape[0]:
+        raise ValueError(f"counts: got shape {counts.shape}, expected [V] with at least size={size} ids")
+    found: np.ndarray = np.sort(np.argsort(-np.asarray(counts, np.int64), kind="stable")[:size]).astype(np.int32)
+    return found
+
+
+def draft_targets(
+    batch: RolloutBatch,
+    draft_ids: Int[AnyArray, " D"],
+    vocab_size: int,
+    *,
+    parallel: ParallelMesh | ShardAxes | None = None,
+) -> RolloutBatch:
+    """The batch with targets as columns of a draft's head: for `SFT` and `mtp_loss`, whose targets are columns.
+
+    A target that is not among the draft's ids loses its loss, since the draft cannot draw it.
+
+    Args:
+      batch: `[R, T]`.
+      draft_ids: `i32[D]`, the id of each column.
+      vocab_size: V, of the policy.
+      parallel: the mesh.
+
+    Returns:
+      The batch with other targets and another loss mask.
+
+    Raises:
+      TypeError, ValueError: ids that `draft_loss` would refuse.
+
+    Example:
+      >>> from jaxppo.losses.draft_ids import draft_targets
+      >>> batch = RolloutBatch.from_samples([Sample([1, 7, 3, 5], response_start=1)], row_length=4)
+      >>> found = draft_targets(batch, jnp.array([0, 5, 7]), vocab_size=8)
+      >>> found.targets[0, :3].tolist(), found.loss_mask[0].tolist()
+      ([2, 0, 1], [1.0, 0.0, 1.0, 0.0])
+    """
+    check_count("vocab_size", vocab_size, least=1)
+    batch, draft_ids = checked(batch), as_draft_ids(draft_ids, vocab_size)
+    args = {"targets": batch.targets, "loss_mask": batch.loss_mask, "draft_ids": draft_ids}
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        return [p.tokens_spec, p.tokens_spec, jax.P()], (p.tokens_spec, p.tokens_spec)
+
+    targets, mask = shard_call("draft_targets", _as_columns, parallel, args, specs, vocab_size)
+    return dataclasses.replace(batch, targets=targets, loss_mask=mask)
+
+
+def _as_columns(
+    axes: ShardAxes, vocab_size: int, targets: jax.Array, mask: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    columns = jnp.full(vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
+    found = columns[jnp.clip(targets, 0, vocab_size - 1)]
+    there = (found >= 0) & (targets >= 0) & (targets < vocab_size)
+    return jnp.where(there, found, 0), jnp.where(there, mask, 0)
+
+
+def as_draft_ids(draft_ids: Any, vocab_size: int) -> Int[AnyArray, " D"]:
+    """The ids as i32; those that are known outside of jit are checked."""
+    check_array("draft_ids", draft_ids)
+    if not isinstance(draft_ids, jax.core.Tracer) and getattr(draft_ids, "is_fully_addressable", True):
+        check_draft_ids("draft_ids", np.asarray(draft_ids), vocab_size)
+    elif draft_ids.ndim != 1:
+        raise ValueError(f"draft_ids: got shape {draft_ids.shape}, expected [D]")
+    return as_token_ids(draft_ids)
+
+
+def check_draft_ids(what: str, ids: np.ndarray, vocab_size: int) -> None:
+    """Raises unless these are different ids of the vocabulary."""
+    if ids.ndim != 1 or not ids.size:
+        raise ValueError(f"{what}: got shape {ids.shape}, expected [D]")
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise ValueError(f"{what}: got the id {outside[0]}, expected 0 to {vocab_size - 1}")
+    there, times = np.unique(ids, return_counts=True)
+    if times.max() > 1:
+        raise ValueError(f"{what}: got the id {there[times > 1][0]} twice, expected each once")
