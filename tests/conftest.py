@@ -35,6 +35,7 @@ EXCUSED = {  # modules or single tests that run other packages' code, which prom
     "test_own_loop::test_a_loop_with_an_optimiser": OPTAX,
     "test_pods::test_a_scheduler_starts_one_command_again_until_it_is_done": OPTAX,
     "test_tunix": TUNIX,
+    "test_tunix_experimental": TUNIX,
     "test_tunix_models": TUNIX,
     "test_qwen3": f"{OPTAX}; the RMSNorm of flax multiplies bf16 by f32",
 }
