@@ -143,8 +143,8 @@ def batch_of(
             f"train_example: got {type(x).__name__} without completion_ids, expected Tunix's TrainExample, or a "
             "payload with prompts and completions apart"
         )
-    names = [f.name for f in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else list(vars(x))
-    fields = {name: getattr(x, name) for name in names}
+    slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
+    fields = {name: getattr(x, name) for name in {*getattr(x, "__dict__", ()), *slots} if hasattr(x, name)}
     check_unread("a TrainExample", {name: value for name, value in fields.items() if name not in _OF_EXAMPLES})
     given = {
         "advantages": x.advantages,

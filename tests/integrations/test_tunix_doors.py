@@ -1,6 +1,8 @@
 """What Tunix hands over and jaxppo does not read is refused by name, never dropped. Tunix itself is not needed."""
 
 import enum
+import inspect
+import pickle
 from types import SimpleNamespace
 
 import jax
@@ -10,6 +12,7 @@ import pytest
 from flax import nnx
 from tunix_modules import Embedder
 
+from jaxppo import PPO, PolicyLossConfig, make_parallel_mesh
 from jaxppo.integrations import tunix
 
 # of Tunix's branches after August 2026
@@ -83,14 +86,95 @@ def test_a_pass_refuses_what_it_does_not_read(of, name):
         passes()[of](**{name: UNREAD[name]})
 
 
-@pytest.mark.parametrize("name", UNREAD)
-def test_an_example_with_a_field_that_no_loss_reads(name):
+def example(**more):
     fields = {"prompt_ids": PROMPTS, "completion_ids": COMPLETIONS, "completion_mask": COMPLETIONS != 0}
     fields |= {"advantages": np.ones(1, np.float32), "old_per_token_logps": None, "ref_per_token_logps": None}
-    made = tunix.batch_of(SimpleNamespace(**fields, **dict.fromkeys(UNREAD)), 0)
+    return SimpleNamespace(**(fields | more))
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_an_example_with_a_field_that_no_loss_reads(name):
+    made = tunix.batch_of(example(**dict.fromkeys(UNREAD)), 0)
     assert made.loss_mask.sum() == 3
     with pytest.raises(TypeError, match=f"^{name}: got it in a TrainExample, which does not read it"):
-        tunix.batch_of(SimpleNamespace(**fields, **{name: UNREAD[name]}), 0)
+        tunix.batch_of(example(**{name: UNREAD[name]}), 0)
+
+
+class Slots:
+    """A payload that keeps its fields elsewhere than in its `__dict__`, as dataclasses with slots do."""
+
+    __slots__ = tuple(vars(example(routed_experts=0)))
+
+    def __init__(self, **fields):
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+
+def test_fields_in_slots_are_read_too():
+    with pytest.raises(TypeError, match=r"^routed_experts: got it in a TrainExample"):
+        tunix.batch_of(Slots(**vars(example(routed_experts=UNREAD["routed_experts"]))), 0)
+
+
+def test_a_payload_with_the_samplers_log_probs():
+    """Branches of September hand over the sampler's beside the old ones, and a verdict that an option reads."""
+    sampled = np.array([[-1.0, -2.0, -3.0, 0.0]], np.float32)
+    made = tunix.batch_of(example(rollout_per_token_logps=sampled, overlong=np.zeros(1), metadata={}), 0)
+    # at the position before the token
+    np.testing.assert_array_equal(made.rollout_log_probs[made.loss_mask > 0], [-1, -2, -3])
+    assert made.old_log_probs is None
+    with pytest.raises(
+        TypeError, match=r"^train_example: got SimpleNamespace without completion_ids, expected Tunix's"
+    ):
+        tunix.batch_of(SimpleNamespace(token_ids=COMPLETIONS), 0)
+
+
+def test_a_loss_for_with_loss_fn():
+    loss = tunix.loss_fn(PolicyLossConfig(PPO(clip_high=0.28)), make_parallel_mesh, num_segments=3, memory=2**20)
+    called = inspect.signature(loss)
+    assert [*called.parameters] == ["model", "train_example", "algo_config", "pad_id", "eos_id", "more"]
+    sent = pickle.loads(pickle.dumps(loss))
+    assert vars(sent) == vars(loss)
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_the_loss_refuses_arguments_that_it_does_not_read(name):
+    with pytest.raises(TypeError, match=f"^{name}: got it in the loss, which does not read it"):
+        tunix.loss_fn()(Model(), example(), None, 0, 1, **{name: UNREAD[name]})
+
+
+@pytest.mark.parametrize("config", [None, PolicyLossConfig()], ids=["theirs", "ours"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("overlong_loss_masking", True),
+        ("seq_logprob_error_threshold", 2.0),
+        ("truncated_importance_sampling_type", "seq-mask-tis"),
+        ("sampler_is_length_buckets", (256,)),
+    ],
+)
+def test_options_that_the_loss_does_not_apply(option, value, config):
+    options = {"epsilon": 0.2, "beta": 0.0, "loss_algo": "grpo", "loss_agg_mode": "token-mean"}
+    with pytest.raises(ValueError, match=f"^{option}: got .* in SimpleNamespace, expected None or False"):
+        tunix.loss_fn(config)(Model(), example(), SimpleNamespace(**options, **{option: value}), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"config": "grpo"}, "config: got str, expected PolicyLossConfig or None"),
+        ({"parallel": "fsdp=2"}, "parallel: got str, expected ParallelMesh, a function that makes one, None"),
+        ({"memory": "much"}, "memory: "),
+    ],
+    ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
+)
+def test_wrong_arguments_of_a_loss(wrong, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        tunix.loss_fn(**wrong)
+
+
+def test_a_function_that_makes_no_mesh():
+    with pytest.raises(TypeError, match=r"^parallel: got dict from the function, expected ParallelMesh or None"):
+        tunix.loss_fn(PolicyLossConfig(), dict)(Model(), example(), None, 0, 1)
 
 
 def test_states_before_the_last_norm_are_not_taken_for_final_ones():

@@ -14,10 +14,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tunix_steps import EOS, PAD, V, need, qwen
+from tunix_steps import EOS, PAD, V, mesh_of, need, qwen
 
-from jaxppo import KL, PPO, PolicyLossConfig, make_parallel_mesh
+from jaxppo import KL, PPO, PolicyLossConfig
 from jaxppo.integrations import tunix as ours
+from sharding import ParallelMesh
 
 need = functools.partial(need, reason="this Tunix has no experimental path: a checkout of its main branch has one")
 adapters = need("tunix.experimental.orchestrator.algorithm_adapter")
@@ -29,7 +30,6 @@ cloudpickle = need("cloudpickle")
 
 pytestmark = pytest.mark.nightly
 P, C = 5, 7
-MESH = functools.partial(make_parallel_mesh, "fsdp=2,tp=2")
 CONFIG = PolicyLossConfig(PPO(), kl=KL(0.04, "k2"), aggregation="sequence_mean_token_mean")
 
 
@@ -106,7 +106,7 @@ def trained(loss_fn, mesh=None):
     """The losses, gradient norms and parameters of two steps of two micro-batches, of four samples and of two."""
     options = {"eval_every_n_steps": 100, "gradient_accumulation_steps": 2}
     parts = {"optimizer": optax.sgd(0.02), "training_config": trainers.TrainingConfig(**options)}
-    model = qwen()
+    model = qwen(num_heads=4, num_kv_heads=4)
     if mesh is not None:
         graph, state = nnx.split(model)
         specs = nnx.get_partition_spec(state)
@@ -134,9 +134,13 @@ def test_steps_of_their_worker_with_a_loss_that_was_sent_to_it():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), mine, parameters)
 
 
+def mesh_here():
+    return ParallelMesh(mesh_of(2, 2))
+
+
 def test_steps_on_a_mesh_that_is_made_where_the_loss_runs():
-    sent = pickle.loads(pickle.dumps(ours.loss_fn(CONFIG, MESH)))
-    with MESH().mesh as mesh:
+    sent = pickle.loads(pickle.dumps(ours.loss_fn(CONFIG, mesh_here)))
+    with mesh_of(2, 2) as mesh:
         theirs, parameters = trained(adapters.GRPOAdapter().loss_fn(), mesh)
         found, mine = trained(sent, mesh)
     np.testing.assert_allclose(found, theirs, rtol=2e-5, atol=1e-6)
@@ -147,5 +151,5 @@ def test_steps_on_a_mesh_that_is_made_where_the_loss_runs():
 def test_payloads_of_whole_sequences_are_refused(assembler):
     """Tunix's own losses do not read them either: they look for prompts and completions."""
     payload, *_ = assembler(pad_id=PAD).pack(payloads(adapters.GRPOAdapter(group_size=3)))
-    with pytest.raises(TypeError, match=r"train_example: got RLTrainerPayload without completion_ids, expected Tunix's"):
+    with pytest.raises(TypeError, match=r"train_example: got RLTrainerPayload without completion_ids, expected"):
         ours.loss_fn(CONFIG)(qwen(), payload, algo_config(), PAD, EOS)
