@@ -90,6 +90,7 @@ def test_loss_gradient_and_metrics_beside_their_adapters(given, aggregation):
     mine = PolicyLossConfig(PPO(), kl=KL(0.04, "k2"), aggregation=aggregation.replace("-", "_")) if given else None
     expected = value_and_gradient(adapters.GRPOAdapter().loss_fn(), model, batch, config)
     loss, metrics, gradient = value_and_gradient(ours.loss_fn(mine), model, batch, config)
+    # with all advantages at their mean the loss is 0.24 off, at temperature 1 it is 0.11 off
     np.testing.assert_allclose(loss, expected[0], rtol=2e-5, atol=1e-6)
     for name in ("kl", "pg_clipfrac"):
         np.testing.assert_allclose(metrics[name], expected[1][name], rtol=2e-5, atol=1e-6)
