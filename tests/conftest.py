@@ -34,6 +34,7 @@ EXCUSED = {  # modules or single tests that run other packages' code, which prom
     "test_launch": OPTAX,
     "test_own_loop::test_a_loop_with_an_optimiser": OPTAX,
     "test_pods::test_a_scheduler_starts_one_command_again_until_it_is_done": OPTAX,
+    "test_simply": "simply adds arrays of other ranks and dtypes",
     "test_tunix": TUNIX,
     "test_tunix_experimental": TUNIX,
     "test_tunix_models": TUNIX,

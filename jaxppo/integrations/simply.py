@@ -1,0 +1,248 @@
+"""simply (google-deepmind/simply, version 0.3.9): policy losses for `custom_loss_fn=`, from hidden states.
+
+    from jaxppo.integrations import simply as jaxppo_simply
+
+    config = PolicyLossConfig(PPO(clip_high=0.28), ratio_to="rollout")
+    loss = jaxppo_simply.loss_fn(config, ParallelMesh(mesh))
+    model_lib.train_one_step(state, batch, model, opt, custom_loss_fn=loss)
+
+simply's model returns its hidden states beside its logits. The loss does not read the logits, so under jit they do not
+exist. Its loop for reinforcement learning has a loss of its own, `rl_lib.compute_ppo_loss`, which gets the options of
+the experiment. `rl_lib.compute_ppo_loss = jaxppo_simply.loss_fn(parallel=...)` replaces it with one that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxppo.base.kl import KL
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.head.call import HeadOptions
+from jaxppo.head.head import Head
+from jaxppo.head.prepare import check_options
+from jaxppo.losses.policy import policy_loss_from_hidden
+from jaxppo.policy.config import PolicyLossConfig
+from jaxppo.policy_losses import PPO
+from jaxppo.sharding import ParallelMesh
+from jaxppo.step.aggregation import Normalizer
+
+# of `compute_ppo_loss`, with its defaults: the options that say what its loss is
+_OF_LOSS = {"kl_coeff": 0.001, "use_grpo": False, "ppo_clip_eps_high": 0.2, "ppo_clip_eps_low": 0.2}
+_OF_LOSS |= {"policy_ratio_cap": 10.0, "use_policy_logp_as_sampler_logp": False}
+
+
+def loss_fn(
+    config: PolicyLossConfig | None = None, parallel: ParallelMesh | None = None, **options: Unpack[HeadOptions]
+) -> Callable[..., Any]:
+    """A policy loss for `custom_loss_fn=` of simply's `train_one_step`: `policy_loss_from_hidden` with its signature.
+
+    It is called as `loss(model, params, batch, **theirs)`, where `theirs` are options of simply's `compute_ppo_loss`,
+    with the same defaults. Those about advantages (`gamma`, `normalize_advantage`, `max_abs_advantage`) always count,
+    see `advantages_of`. The others say what the loss is, so they are refused beside a config.
+
+    The batch has the sampler's log-probs alone, so a config needs `ratio_to="rollout"` or "current".
+
+    Args:
+      config: the loss; None takes it from the options of the call, see `config_of`.
+      parallel: the mesh of the model.
+      **options: of the head, see `HeadOptions`.
+
+    Returns:
+      The loss. It returns the loss and metrics. Their `loss_weight` is the number of tokens (of sequences, for means of
+      sequences), by which simply weighs micro-batches; so do not split a step whose aggregation is "token_sum".
+
+    Raises:
+      TypeError, ValueError: a wrong config, mesh or option.
+
+    Example:
+      >>> loss = loss_fn(PolicyLossConfig(ratio_to="rollout"))
+      >>> loss(None, None, None, kl_coeff=0.1)
+      Traceback (most recent call last):
+      ValueError: kl_coeff: got 0.1 beside a config, expected it in the config alone
+
+    simply, https://github.com/google-deepmind/simply: simply/rl_lib.py
+    """
+    if config is not None and not isinstance(config, PolicyLossConfig):
+        raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig or None")
+    if parallel is not None and not isinstance(parallel, ParallelMesh):
+        raise TypeError(f"parallel: got {type(parallel).__name__}, expected ParallelMesh or None")
+    if parallel is not None and parallel.context_layout != "contiguous":
+        raise ValueError(
+            f"parallel: got context_layout={parallel.context_layout!r}, expected 'contiguous', as simply's is"
+        )
+    check_options(options)
+
+    def loss(
+        model: Any,
+        params: Any,
+        batch: Any,
+        *,
+        gamma: float = 1.0,
+        normalize_advantage: bool = True,
+        max_abs_advantage: float | None = 10.0,
+        **theirs: Any,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        _check_theirs(theirs, config)
+        found = config_of(**theirs) if config is None else config
+        advantages = advantages_of(
+            batch, gamma=gamma, normalize_advantage=normalize_advantage, max_abs_advantage=max_abs_advantage
+        )
+        refs = {} if batch.ref_logprobs is None else {"ref_log_probs": jnp.asarray(batch.ref_logprobs, jnp.float32)}
+        if config is None and found.kl is not None and not refs:  # as in theirs, the sampler is the reference then
+            refs = {"ref_log_probs": jnp.asarray(batch.logprobs, jnp.float32)}
+        made = batch_of(batch, parallel=parallel, advantages=advantages, **refs)
+        inputs = {"segment_ids": None, "segment_positions": None, "extra_inputs": batch.extra_inputs}
+        _, extra = model.apply(params, batch.input_tokens, **inputs)
+        if "activation" not in extra:
+            raise TypeError(
+                f"model: got {type(model).__name__}, which returns no 'activation', expected a TransformerLM"
+            )
+        normalizer = Normalizer.of(found, made, parallel=parallel)
+        value, metrics = policy_loss_from_hidden(
+            extra["activation"].astype(model.config.activation_dtype_name),
+            head_of(model, params),
+            made,
+            found,
+            parallel=parallel,
+            normalizer=normalizer,
+            **options,
+        )
+        logged = {name: metric.value for name, metric in metrics.items()}
+        counts = {"token_mean": normalizer.tokens, "token_sum": jnp.float32(1)}
+        logged["loss_weight"] = counts.get(normalizer.aggregation, normalizer.sequences)
+        return value, logged
+
+    return loss
+
+
+def _check_theirs(theirs: dict[str, Any], config: PolicyLossConfig | None) -> None:
+    for name, value in theirs.items():
+        if name not in _OF_LOSS:
+            raise TypeError(f"{name}: got it in the loss, which does not read it, expected {', '.join(_OF_LOSS)}")
+        if config is not None:
+            raise ValueError(f"{name}: got {value} beside a config, expected it in the config alone")
+
+
+def config_of(**theirs: Any) -> PolicyLossConfig:
+    """The policy loss of the options of simply's `compute_ppo_loss`; missing ones have its defaults.
+
+    `policy_ratio_cap` is a dual clip. `use_grpo` adds `kl_coeff` times k3 to the loss. Without it simply puts the
+    penalty into the rewards, from the policy's log-probs of the same pass: that needs `kl_coeff=0` here.
+
+    Args:
+      **theirs: kl_coeff, use_grpo, ppo_clip_eps_high, ppo_clip_eps_low, policy_ratio_cap and
+        use_policy_logp_as_sampler_logp.
+
+    Returns:
+      The config.
+
+    Raises:
+      TypeError: another option.
+      ValueError: a penalty in the rewards, a value out of its range.
+
+    Example:
+      >>> config_of(use_grpo=True, kl_coeff=0.0, ppo_clip_eps_high=0.28).loss
+      PPO(clip_low=0.2, clip_high=0.28, dual_clip=10.0)
+    """
+    _check_theirs(theirs, None)
+    x = _OF_LOSS | theirs
+    if x["kl_coeff"] and not x["use_grpo"]:
+        raise ValueError(
+            f"use_grpo: got False with kl_coeff={x['kl_coeff']}, a penalty in the rewards, expected True or "
+            "kl_coeff=0; for rewards with a penalty see jaxppo.advantages.token_rewards"
+        )
+    loss = PPO(x["ppo_clip_eps_low"], x["ppo_clip_eps_high"], x["policy_ratio_cap"])
+    kl = KL(x["kl_coeff"], "k3") if x["kl_coeff"] else None
+    return PolicyLossConfig(loss, kl=kl, ratio_to="current" if x["use_policy_logp_as_sampler_logp"] else "rollout")
+
+
+def advantages_of(
+    batch: Any, *, gamma: float = 1.0, normalize_advantage: bool = True, max_abs_advantage: float | None = 10.0
+) -> Float[Array, "R T"]:
+    """The advantages of simply's `compute_ppo_loss`: discounted rewards, whitened over the batch, and bounded.
+
+        A_t = clip((gamma^(n - 1 - t) r - mean) / (deviation + 1e-5), -max_abs_advantage, max_abs_advantage)
+
+    n is the number of positions of the sample, t counts from 0; mean and deviation are over the trained tokens.
+
+    Args:
+      batch: simply's `RLTrainingExampleBatch`.
+      gamma: the discount.
+      normalize_advantage: whiten.
+      max_abs_advantage: the bound, or None.
+
+    Returns:
+      `f32[R, T]`, 0 where nothing is trained.
+    """
+    mask = _mask(batch)
+    advantages = jnp.asarray(batch.reward, jnp.float32)[:, None] * jnp.ones_like(mask)
+    if gamma != 1:
+        left = jnp.sum(batch.target_mask, axis=-1, keepdims=True) - 1 - jnp.arange(mask.shape[1])[None]
+        advantages *= jnp.where(mask > 0, jnp.float32(gamma) ** left.astype(jnp.float32), 0)
+    if normalize_advantage:
+        count = jnp.maximum(mask.sum(), 1)
+        mean = jnp.sum(advantages * mask) / count
+        deviation = jnp.sqrt(jnp.sum((advantages - mean) ** 2 * mask) / count)
+        advantages = (advantages - mean) / (deviation + 1e-5)
+    if max_abs_advantage is not None:
+        advantages = jnp.clip(advantages, -max_abs_advantage, max_abs_advantage)
+    return jnp.where(mask > 0, advantages, 0)
+
+
+def _mask(batch: Any) -> Float[Array, "R T"]:
+    trains = jnp.asarray(batch.is_valid_for_training, bool)[:, None]
+    return (jnp.asarray(batch.answer_mask, bool) & trains).astype(jnp.float32)
+
+
+def batch_of(batch: Any, *, parallel: ParallelMesh | None = None, **arrays: Any) -> RolloutBatch:
+    """Converts simply's `RLTrainingExampleBatch`, one sample a row; works under jit.
+
+    Args:
+      batch: input_tokens, target_tokens, logprobs, target_mask and answer_mask `[R, T]`; is_valid_for_training `[R]`.
+      parallel: the mesh.
+      **arrays: the other arrays of the batch (advantages, ref_log_probs, ...), at the position that predicts.
+
+    Returns:
+      `[R, T]`, with the sampler's log-probs as `rollout_log_probs`.
+    """
+    tokens, targets = (jnp.asarray(x, jnp.int32) for x in (batch.input_tokens, batch.target_tokens))
+    places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    segments = jnp.asarray(batch.target_mask, jnp.int32)
+    arrays = {"rollout_log_probs": jnp.asarray(batch.logprobs, jnp.float32)} | arrays
+    return RolloutBatch.from_target_aligned(
+        tokens, targets, segments, places, _mask(batch), num_segments=1, parallel=parallel, **arrays
+    )
+
+
+def head_of(model: Any, params: Any) -> Head:
+    """The head of simply's `TransformerLM`: its `embed_linear`, tied or not, with its bias and soft-cap.
+
+    Args:
+      model: the model, for its config.
+      params: its parameters; call this inside the function that is differentiated.
+
+    Returns:
+      The head.
+
+    Raises:
+      TypeError: parameters without an `embed_linear`, weights that are quantised.
+    """
+    if "embed_linear" not in params:
+        raise TypeError(
+            f"params: got {', '.join(params)}, expected the parameters of a TransformerLM, with embed_linear"
+        )
+    found = params["embed_linear"]
+    kernel, bias = (getattr(x, "array", x) for x in (found["w"], found.get("b")))
+    if not hasattr(kernel, "dtype"):
+        raise TypeError(
+            f"params: got embed_linear.w of {type(kernel).__name__}, expected an array that is not quantised"
+        )
+    dtype = jnp.dtype(model.config.activation_dtype_name)
+    bias = None if bias is None else bias.astype(dtype)
+    softcap = model.config.output_logits_soft_cap
+    return Head(kernel.astype(dtype), bias=bias, layout="vh", softcap=softcap if softcap > 0 else None)
