@@ -59,7 +59,7 @@ def payloads(adapter):
 
 
 def micro_batches(rows):
-    """Of an adapter; the last one has rows without a sample where the samples do not fill it."""
+    """The batches of an adapter. Rows that the samples do not fill are padding."""
     adapter = adapters.GRPOAdapter(group_size=3)
     shape = {"max_prompt_length": P, "max_response_length": C, "pad_id": PAD}
     found = assembly.GRPOTrainExampleAssembler(batch_size=rows, **shape).pack(payloads(adapter))
