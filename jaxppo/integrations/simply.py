@@ -55,6 +55,7 @@ def loss_fn(
     Returns:
       The loss. It returns the loss and metrics. Their `loss_weight` is the number of tokens (of sequences, for means of
       sequences), by which simply weighs micro-batches; so do not split a step whose aggregation is "token_sum".
+      `broken_rules_max` is `broken_rules` of one of the micro-batches.
 
     Raises:
       TypeError, ValueError: a wrong config, mesh or option.
@@ -113,6 +114,7 @@ def loss_fn(
             **options,
         )
         logged = {name: metric.value for name, metric in metrics.items()}
+        logged["broken_rules_max"] = logged.pop("broken_rules")  # simply takes means of names without _max and _min
         counts = {"token_mean": normalizer.tokens, "token_sum": jnp.float32(1)}
         logged["loss_weight"] = counts.get(normalizer.aggregation, normalizer.sequences)
         return value, logged
