@@ -51,7 +51,7 @@ def config_of(algo_config: Any, completion_length: int | None = None) -> PolicyL
     if algorithm not in ("grpo", "gspo-token"):
         raise ValueError(
             f"algo_config: got {type(algo_config).__name__} with loss_algo={algorithm!r}, expected 'grpo' or "
-            "'gspo-token'; for another loss use register(config)"
+            "'gspo-token'; for another loss pass a config"
         )
     mode = algo_config.loss_agg_mode
     if mode not in _AGGREGATIONS:
