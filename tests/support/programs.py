@@ -1,6 +1,7 @@
 """Compiles programs faster, and frees them before a process has too many."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import re
@@ -14,8 +15,9 @@ from sharding.testing import emulate_devices
 # Linux lets a process map 65,530 regions of memory. XLA for CPUs needs several for each program, and crashes when
 # there are no more.
 MOST_REGIONS = 30_000
+MOST_GROWTH = 2 * 2**30  # bytes, since programs were freed
 SECONDS = 5.0  # between two checks
-_looked = 0.0
+_looked, _held = 0.0, 0
 # XLA's flags that halve a run's time. LLVM does not optimize, and code for fusions comes from the older of two
 # emitters, which JAX has up to 0.10. Numbers may be rounded otherwise.
 QUICK = "--xla_backend_optimization_level=0"
@@ -42,15 +44,23 @@ def without_gpu_plugin(text: str) -> str:
 
 
 def let_go() -> None:
-    """Frees programs if there are many; called between tests, and between examples of a search."""
-    global _looked
+    """Frees programs if there are many, or memory grew; called between tests, and between examples of a search."""
+    global _looked, _held
     if time.monotonic() - _looked < SECONDS:
         return
     _looked = time.monotonic()
     with contextlib.suppress(FileNotFoundError), Path("/proc/self/maps").open() as regions:  # only Linux has this file
-        if sum(1 for _ in regions) > MOST_REGIONS:
+        if sum(1 for _ in regions) > MOST_REGIONS or _resident() > _held + MOST_GROWTH:
             jax.clear_caches()
             gc.collect()
+            # glibc keeps what compilers freed, up to 10 GiB in a night
+            getattr(ctypes.CDLL(None), "malloc_trim", id)(0)
+            _held = _resident()
+
+
+def _resident() -> int:
+    """Bytes of memory that the process holds; Linux alone tells."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextlib.contextmanager
