@@ -33,31 +33,43 @@ OPTIONS = {
 def test_draft_loss():
     given = st.integers(1, 3), st.booleans(), places((None, *MESHES), (None, None, 2))
     shape = heads.map(lambda s: simple(s, nucleus=False))
-    search("draft", 0.02, st.fixed_dictionaries(OPTIONS), *given, shape, steps)(check_draft_loss)
+    search("draft", 0.02, st.fixed_dictionaries(OPTIONS), *given, shape, steps, st.none())(check_draft_loss)
 
 
-def near_ties(samples: list[OracleSample], drafts: list[HeadStep], policy: HeadStep, T: float) -> bool:
+def test_draft_loss_of_a_part_of_the_vocabulary():
+    """The policy has more columns than the draft, or the same ones in another order."""
+    given = st.integers(1, 2), st.booleans(), places((None, *MESHES), (None, None, 2))
+    shape = heads.map(lambda s: simple(s, nucleus=False))
+    more = st.sampled_from([0, 1, 8, 300])
+    search("draft of a part", 0.02, st.fixed_dictionaries(OPTIONS), *given, shape, steps, more)(check_draft_loss)
+
+
+def near_ties(samples: list[OracleSample], drafts: list[HeadStep], policy: HeadStep, T: float, ids: Any) -> bool:
     """Whether two probabilities are so near that rounding decides which is smaller, and with it a gradient."""
     for k, draft in enumerate(drafts, 1):
         for s, own, its in zip(samples, draft.samples, policy.samples, strict=True):
             here = np.nonzero(truth.shared_mask(s.mask, k))[0]
             of_draft, of_policy = logits(own.hidden[here], draft.head, T), logits(its.hidden[here + k], policy.head, T)
-            d, p = log_softmax(of_draft), log_softmax(of_policy)
+            d, p = log_softmax(of_draft), np.log(truth.probabilities(of_policy, ids))
             if np.any((np.abs(d - p) < 1e-5) & (d > np.log(1e-5))):
                 return True
     return False
 
 
-def check_draft_loss(options: dict, depths: int, own_heads: bool, where: Place, shape: HeadShape, step: Step):
-    """Checks one example. The depths have a head each or share one; the policy has its own."""
+def check_draft_loss(
+    options: dict, depths: int, own_heads: bool, where: Place, shape: HeadShape, step: Step, more: int | None
+):
+    """Checks one example. The depths have a head each or share one; the policy has its own, with `more` columns."""
     parallel, T = where.parallel, 0.75 if shape.temperature == "number" else 1.0
     plain = dataclasses.replace(shape, bias=False, lora=False, frozen=False, dtype="float32")
+    plain = dataclasses.replace(plain, columns=shape.columns + (more or 0))
+    ids = None if more is None else step.rng(9).permutation(plain.vocab_size)[: shape.vocab_size].astype(np.int32)
     drafts = [head_step(dataclasses.replace(step, seed=step.seed + k), shape) for k in range(depths)]
     policy = head_step(dataclasses.replace(step, seed=step.seed + depths), plain)
     if not own_heads:
         drafts = [HeadStep(x.samples, drafts[0].head, drafts[0].arrays) for x in drafts]
     samples = drafts[0].samples
-    if near_ties(samples, drafts, policy, T):
+    if near_ties(samples, drafts, policy, T, ids):
         return
     batch = batch_of(step, samples, where)
     given = drafts if own_heads else drafts[:1]
@@ -66,7 +78,7 @@ def check_draft_loss(options: dict, depths: int, own_heads: bool, where: Place, 
         mine = [head_of(shape, arrays) for arrays in p["heads"]]
         theirs = lax.stop_gradient((p["policy"], head_of(plain, p["policy_head"])))
         hidden = [p[f"hidden {k}"] for k in range(depths)]
-        of = {"parallel": parallel, "temperature": T, "normalizers": normalizers}
+        of = {"parallel": parallel, "temperature": T, "normalizers": normalizers, "draft_ids": ids}
         return draft_loss(hidden, mine if own_heads else mine[0], *theirs, batch, Draft(**options), **of)
 
     def normalizers_of(b: Any) -> Any:
@@ -86,6 +98,7 @@ def check_draft_loss(options: dict, depths: int, own_heads: bool, where: Place, 
         policy.head,
         **options,
         temperature=T,
+        ids=ids,
     )
     agree("loss", loss, expected, 0.1, 3e-5)
     check_found(found, known, 3e-5)

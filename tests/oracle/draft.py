@@ -1,4 +1,7 @@
-"""A draft's distance from the policy k places on, from logits; gradients by the draft's logits."""
+"""A draft's distance from the policy k places on, from logits; gradients by the draft's logits.
+
+With ids, column j of the draft stands for the policy's id ids[j].
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,7 @@ def draft_loss(
     aggregation: str,
     decay: float = 1.0,
     temperature: float = 1.0,
+    ids: Any = None,
 ) -> tuple[float, list[list[Array]], list[HeadGradient], dict[str, float]]:
     """coef times the mean over depths k, weighed by decay^(k - 1), of the aggregated loss.
 
@@ -93,7 +97,7 @@ def draft_loss(
                     continue
                 z = logits(np.asarray(hidden[k][i])[t : t + 1], heads[k], temperature)
                 q = logits(np.asarray(policy[i])[t + k + 1 : t + k + 2], policy_head, temperature)
-                (a,), (by_a,) = acceptance(z, q)
+                (a,), (by_a,) = acceptance(z, q, ids)
                 accepted[k].append(float(a))
                 if len(chain) == k:
                     chain.append((float(a), by_a))
@@ -103,7 +107,9 @@ def draft_loss(
                     value, slope = 1 - a, -by_a
                 else:
                     (value,), (slope,) = (
-                        soft_cross_entropy(z, q) if objective == "soft_cross_entropy" else likelihood(z, q, eta)
+                        soft_cross_entropy(z, q, ids)
+                        if objective == "soft_cross_entropy"
+                        else likelihood(z, q, eta, ids)
                     )
                 loss += coef * shares[k] * weights[k][i] * value
                 slopes[k][i][t] = coef * shares[k] * weights[k][i] * slope
