@@ -397,7 +397,7 @@ CALLS: dict[str, Callable[[Given], Any]] = {
     "distillation_loss": lambda g: of_head(g, teacher(g, distillation_loss, batch=g.batch)),
     "divergence_from_hidden": divergence,
     "log_probs_from_hidden": log_probs,
-    "log_probs_from_hidden deterministic": lambda g: log_probs(g, deterministic=True, memory=2**16),
+    "log_probs_from_hidden deterministic": lambda g: log_probs(g, deterministic=True, memory=2**18),
     "log_probs_from_logits": from_logits,
     "compute_log_probs": lambda g: jaxppo.compute_log_probs(lambda params, batch: g.stats, None, g.batch),
     "covariance_mask": selected,
