@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax import lax
 
 from .checks import check_flag
@@ -106,6 +107,17 @@ class ShardAxes:
     def psum(self, x: Tree, names: Names) -> Tree:
         """The sum of x over the shards of `names`; x itself for none. A replicated x is counted once for each shard."""
         return lax.psum(x, names) if names else x
+
+    def permute(self, x: jax.Array, names: Names, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+        """x of shard i on shard j, for each pair (i, j) of places as `index` counts them; 0 where nothing arrives.
+
+        `lax.ppermute` counts places in the order of the mesh, whatever the order of the names.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        ordered = tuple(name for name in mesh.axis_names if name in names)
+        places = np.arange(self.size(names)).reshape([lax.axis_size(name) for name in names])
+        places = np.argsort(places.transpose([names.index(name) for name in ordered]).reshape(-1))
+        return lax.ppermute(x, ordered, [(int(places[i]), int(places[j])) for i, j in pairs])
 
     def check_manual(self, what: str) -> None:
         """Raises where an axis with a role is not an axis of the surrounding `shard_map`."""

@@ -53,7 +53,7 @@ def following(axes: ShardAxes, heads: jax.Array) -> jax.Array:
     last = axes.size(axes.context) - 1
 
     def send(x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-        return lax.ppermute(vary(x, axes.context), axes.context, pairs) if last else jnp.zeros_like(x)
+        return axes.permute(vary(x, axes.context), axes.context, pairs) if last else jnp.zeros_like(x)
 
     after_first = send(heads[:, :1], [(r + 1, r) for r in range(last)])
     if heads.shape[1] == 1:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ..axes import ShardAxes
 from .base import Points, Row
@@ -57,7 +56,7 @@ def _permute(axes: ShardAxes, row: Row, halves: Sequence[jax.Array], back: bool)
     """Sends the even and the odd chunk of each contiguous shard to its shard in zigzag, or back."""
     homes = [min(chunk, 2 * row.shards - 1 - chunk) for chunk in range(2 * row.shards)]
     ways = [[pair[::-1] if back else pair for pair in enumerate(homes[odd::2])] for odd in (0, 1)]
-    return [lax.ppermute(half, axes.context, way) for half, way in zip(halves, ways, strict=True)]
+    return [axes.permute(half, axes.context, way) for half, way in zip(halves, ways, strict=True)]
 
 
 def _even_first(axes: ShardAxes, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
