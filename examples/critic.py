@@ -63,7 +63,8 @@ def update(mesh, state, batches):
     updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], models)
     state = {"models": optax.apply_updates(models, updates), "optimizer": optimizer}
     metrics = jaxppo.finalize_metrics(metrics)
-    explained = advantages.explained_variance(values, returns, batches.loss_mask)
+    mask = batches.loss_mask
+    explained = advantages.explained_variance(values, returns, mask, parallel=mesh)
     return state, metrics | {"explained_variance": explained}
 
 

@@ -3,6 +3,7 @@
 from jaxppo.advantages.filters import accepted_samples, drop_equal_groups, overlong_penalty
 from jaxppo.advantages.gigpo import gigpo, state_groups, step_returns
 from jaxppo.advantages.groups import dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
+from jaxppo.advantages.last_values import last_values
 from jaxppo.advantages.optimal_baseline import optimal_token_baseline
 from jaxppo.advantages.pass_rates import pass_rates
 from jaxppo.advantages.process import process_grpo
@@ -28,6 +29,7 @@ __all__ = [
     "gigpo",
     "gpg",
     "grpo",
+    "last_values",
     "maxrl",
     "on_policy_distillation",
     "opo",

@@ -201,7 +201,7 @@ def gae(
       length_alpha: alpha of a length-dependent lambda of the advantages (VAPO), in place of `lam`: 1 - 1 / (alpha n)
         for a sequence of n tokens that count, at least 0; a published value is 0.05. It does not change the returns.
       last_values: `f32[R, S]`, V after each sequence's last token, which a response that ended by itself does not have:
-        the critic's value where a response was cut at its length limit, 0 elsewhere. By default 0 for all.
+        the critic's value where a response was cut at its length limit, 0 elsewhere, see `last_values`. By default 0.
       mask: `[R, T]`, 1 where a token counts; the loss mask by default.
       parallel: the mesh; rows sharded over data, positions over context.
 

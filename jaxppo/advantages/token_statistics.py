@@ -197,7 +197,8 @@ def explained_variance(
     """The share of the returns' variance that the critic explains: 1 - var(G - V) / var(G), over the step's tokens.
 
     It is 1 for a perfect critic, 0 for a critic no better than a constant, and below 0 for a worse critic. A constant
-    offset of the values changes `value_error` alone. Variances take two passes over the tokens, as in `whiten`.
+    offset of the values changes `value_error` alone. Where nearly all returns are equal it may be far below 0.
+    Variances take two passes over the tokens, as in `whiten`.
 
     Args:
       values: `f32[R, T]`, V, or a stacked step `[K, R, T]`: the critic's before the update, as in `batch.values`.

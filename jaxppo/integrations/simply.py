@@ -28,7 +28,7 @@ from jaxppo.head.prepare import check_options
 from jaxppo.losses.policy import policy_loss_from_hidden
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PPO
-from jaxppo.sharding import ParallelMesh
+from jaxppo.sharding import ParallelMesh, in_order
 from jaxppo.step.aggregation import Normalizer
 
 # of `compute_ppo_loss`, with its defaults: the options that say what its loss is
@@ -72,7 +72,7 @@ def loss_fn(
         raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig or None")
     if parallel is not None and not isinstance(parallel, ParallelMesh):
         raise TypeError(f"parallel: got {type(parallel).__name__}, expected ParallelMesh or None")
-    if parallel is not None and parallel.context_layout != "contiguous":
+    if parallel is not None and not in_order(parallel.context_layout, parallel.context_size):
         raise ValueError(
             f"parallel: got context_layout={parallel.context_layout!r}, expected 'contiguous', as simply's is"
         )

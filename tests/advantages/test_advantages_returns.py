@@ -202,3 +202,32 @@ def test_a_response_that_was_cut_goes_on(mesh):
     np.testing.assert_array_equal(np.asarray(found[1])[counts], np.asarray(values)[counts])
     with pytest.raises(ValueError, match=r"last_values: got shape \(1, 16\), expected the batch's \[R, S\]"):
         advantages.gae(batch.loss_mask, values, batch, last_values=values, parallel=parallel)
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"share_prefixes": True}], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [(None, "contiguous"), ("dp=2,cp=2,tp=2", "zigzag"), ("cp=4", "zigzag_per_segment"), ("cp=8", "striped")],
+)
+def test_values_after_responses_that_were_cut(mesh, layout, options):
+    """One sample a row, and several: of S = 1 a recipe once gave 0 for all, in silence."""
+    devices = jax.devices()[: 4 if mesh == "cp=4" else 8]
+    parallel = mesh and make_parallel_mesh(mesh, devices=devices, context_layout=layout)
+    for lengths in ([5, 9, 3, 7, 2, 6, 4, 8], [60, 33, 50, 41]):
+        samples = [Sample([7] * (n - 1) + [10 + n], 1, sample_id=i) for i, n in enumerate(lengths)]
+        batch = RolloutBatch.from_samples(samples, row_length=64, parallel=parallel, **options)
+        cut = np.arange(len(lengths)) % 3 != 1
+        truncated = cut[np.maximum(batch.sample_ids, 0)]
+        values = np.where(batch.segment_ids > 0, 0.5 * batch.tokens, np.nan).astype(np.float32)
+        found = np.asarray(jax.jit(lambda v, b, t: advantages.last_values(v, b, t, parallel=parallel))(
+            values, batch, truncated
+        ))  # fmt: skip
+        expected = np.array([0.5 * (10 + n) * c for n, c in zip(lengths, cut, strict=True)])
+        np.testing.assert_allclose(found, np.where(batch.sample_ids < 0, 0, expected[batch.sample_ids]), rtol=1e-6)
+
+
+def test_rows_that_lack_the_last_token_are_refused():
+    x, ids = jnp.ones((1, 3), jnp.int32), jnp.ones((1, 3), jnp.int32)
+    batch = RolloutBatch.from_target_aligned(x, x, ids, jnp.arange(3)[None], ids)
+    with pytest.raises(ValueError, match="batch: got rows whose last position has a target"):
+        advantages.last_values(jnp.ones((1, 3)), batch, batch.sample_ids == 0)

@@ -141,6 +141,7 @@ OF_FUNCTION = {  # where a name has another kind than elsewhere, or a value that
     **{(f"Sample.from_{of}", "loss_mask"): "list" for of in ("vllm", "sglang")},
     **{(of, "high"): "bound" for of in ("OffPolicyConfig", "Rejection")},
     **{(of, "low"): "bound" for of in ("OffPolicyConfig", "Rejection")},
+    ("last_values", "truncated"): "bool",
     ("gdpo", "weights"): "object",
     ("gigpo", "returns"): "floats that may be NaN",
     **{("state_groups", x): "list" for x in ("group_ids", "states")},

@@ -257,6 +257,7 @@ ESTIMATORS: dict[str, Callable[[Given], Any]] = {
         g.batch.rewards, g.batch, kl=g.batch.values, kl_coef=0.1, **g.on
     ),
     "discounted_returns": lambda g: advantages.discounted_returns(g.batch.advantages, g.batch, gamma=0.9, **g.on),
+    "last_values": lambda g: advantages.last_values(g.batch.values, g.batch, g.batch.sample_ids > 0, **g.on),
     "gae": lambda g: advantages.gae(g.batch.advantages, g.batch.values, g.batch, gamma=0.9, value_lam=1.0, **g.on),
     "gae, by length": lambda g: advantages.gae(g.batch.advantages, g.batch.values, g.batch, length_alpha=0.3, **g.on),
     "reinforce_plus_plus": lambda g: advantages.reinforce_plus_plus(g.batch.advantages, g.batch, **g.on),

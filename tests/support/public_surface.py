@@ -185,6 +185,7 @@ CALLS: dict[str, dict[str, Any]] = {
         **SOFT, "rewards": LOG, "values": BATCH.values, "batch": BATCH, "gamma": 0.9, "lam": 0.9, "value_lam": 1.0,
         "length_alpha": 0.5, "last_values": REWARDS, "mask": MASK,
     },
+    "last_values": {**SOFT, "values": BATCH.values, "batch": BATCH, "truncated": GROUPS >= 0},
     "gdpo": {
         **GROUPED, "rewards": [REWARDS, REWARDS], "batch": BATCH, "weights": [1.0, 0.5],
         "leave_one_out": False, "whitened": "tokens", "epsilon": 1e-6,
