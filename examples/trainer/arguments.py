@@ -75,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
         default=5,
         help="end after so many steps in a row without a finite gradient",
     )
+    add("--explain", type=_integer(0), default=4, help="samples of each step whose tokens are explained; 0 for none")
     add("--held-out", type=_integer(1), default=256, help="questions kept out of training, to judge it by")
     add("--model", type=Path, metavar="FOLDER", help="config.json, tokenizer.json and safetensors of a Qwen3 model")
     add("--width", type=_integer(1), default=64, help="of the small model that is made without --model")

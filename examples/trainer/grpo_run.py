@@ -20,6 +20,7 @@ from tqdm import tqdm
 from examples.trainer import processes
 from examples.trainer.arguments import NEWEST, TRY_AGAIN
 from examples.trainer.checkpoint import Checkpoints, steps_in
+from examples.trainer.explained import Chosen, records
 from examples.trainer.learner import Learner, TrainState
 from examples.trainer.model import Config, ModelConfig, create_model
 from examples.trainer.preemption import signals
@@ -56,6 +57,8 @@ class Run:
     skipped_in_a_row: int = 0
     sampled: Sequence[Sample] = ()
     """This process's samples of the last step."""
+    explained: Chosen | None = None
+    """What the loss did with some of that step's samples."""
 
     _NOTES = ("accuracy_after_sft", "sft_done", "position")
 
@@ -98,7 +101,7 @@ def set_up(args: argparse.Namespace, devices: Sequence[jax.Device] | None = None
     longest = task.prompt_length + task.response_length
     sampler = make_sampler(graphdef, config, parallel, task.prompt_length, task.response_length, task.tokenizer.end)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate, b2=0.95))
-    learner = Learner(graphdef, config, parallel, loss, optimizer, args.updates)
+    learner = Learner(graphdef, config, parallel, loss, optimizer, args.updates, min(args.explain, batch_size))
     # with fewer questions held out, the run would go on to train on some of them
     identity = {"task": args.task, "seed": args.seed, "held_out": args.held_out, **dataclasses.asdict(config)}
     rollouts = Rollouts(task, sampler, parallel, batch_size)
@@ -129,7 +132,7 @@ def _clear(folder: Path) -> None:
     if processes.is_first():
         for name in ("checkpoints", "spikes"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "tokens.jsonl"):
             (folder / name).unlink(missing_ok=True)
     multihost.exchange("an emptied folder", b"")
 
@@ -189,7 +192,7 @@ def grpo_step(run: Run, args: argparse.Namespace) -> dict[str, Any]:
         key = run.learner.sampling_key(run.state)
         samples = run.rollouts.sample(run.state.params, questions, args.samples, key, TEMPERATURE)
         batch = run.pack(samples)
-        run.state, metrics = run.learner.grpo_step(run.state, batch)
+        run.state, metrics, run.explained = run.learner.grpo_step(run.state, batch)
         numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
     run.step += 1
     run.sampled = samples
@@ -213,12 +216,14 @@ def train(run: Run, args: argparse.Namespace) -> None:
         run.save()
         run.checkpoints.wait()  # so that a run with metrics has a checkpoint to go on from
     settings = settings_of(run.learner.parallel, vars(args), run.learner.model)
-    with Report(args.out, args.steps, run.step, settings) if processes.is_first() else processes.Silent() as report:
+    first, explains = processes.is_first(), args.explain > 0
+    with Report(args.out, args.steps, run.step, settings, explains) if first else processes.Silent() as report:
         while run.step < args.steps and not run.stops():
             numbers = grpo_step(run, args)
             if run.step % args.evaluate_every == 0:
                 numbers["held_out_accuracy"] = run.rollouts.held_out_accuracy(run.state.params)
-            report.add(run.step, numbers, readable(run.sampled, run.task.tokenizer))
+            explained = records(run.explained, run.step, run.task.tokenizer)
+            report.add(run.step, numbers, readable(run.sampled, run.task.tokenizer), explained)
             if run.skipped_in_a_row == args.max_skipped:
                 run.checkpoints.wait()  # the process ends now
                 raise FloatingPointError(

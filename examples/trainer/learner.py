@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxppo
 from examples.trainer.attention import context_attention
+from examples.trainer.explained import Chosen, choose
 from examples.trainer.model import Config, Model
 from jaxppo import (
     SFT,
@@ -29,6 +30,7 @@ from jaxppo import (
 )
 from jaxppo.batch.trees import check_recurrent
 from jaxppo.losses.covariance import covariance_mask
+from jaxppo.losses.explain import ExplainedTokens, explain_tokens
 from jaxppo.mismatch import mismatch_metrics
 from jaxppo.step.entropy import entropy_metrics
 
@@ -55,7 +57,10 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Learner:
-    """Loss and optimiser on a mesh. `updates` is how often each batch of rollouts is used."""
+    """Loss and optimiser on a mesh. `updates` is how often each batch of rollouts is used.
+
+    `explain` is how many samples of each step are returned with what the loss does with their tokens.
+    """
 
     graphdef: nnx.GraphDef
     model: Config
@@ -63,6 +68,7 @@ class Learner:
     loss: PolicyLossConfig
     optimizer: optax.GradientTransformation
     updates: int
+    explain: int = 0
 
     def start(self, params: nnx.State, seed: int) -> TrainState:
         """The state before the first GRPO step, every array on the mesh and no two sharing memory."""
@@ -136,13 +142,27 @@ class Learner:
         state = self._pin(dataclasses.replace(state, params=params, optimizer=optimizer))
         return state, finalize_metrics(metrics) | more
 
+    def _explained(self, hidden: jax.Array, head: Head, batch: RolloutBatch) -> ExplainedTokens | None:
+        """The loss token by token: one more pass of the head, without gradients; None if nobody asked for it."""
+        if not self.explain:
+            return None
+        stats = jaxppo.log_probs_from_hidden(
+            *lax.stop_gradient((hidden, head)),
+            batch.targets,
+            parallel=self.parallel,
+            entropy=self.loss.entropy_mode,
+            where=batch.loss_mask > 0,
+        )
+        return explain_tokens(stats, batch, self.loss, parallel=self.parallel)
+
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
-    def grpo_step(self, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Metrics]:
+    def grpo_step(self, state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Metrics, Chosen | None]:
         """`updates` updates on rollouts that carry rewards and the sampler's log-probs.
 
         Metrics are those of the first update. Those of ratios are of the last update, in whose name they have that: the
         ratios of the first are 1.
         The metric "skipped" counts the updates that were left out, since their loss or gradient was not finite.
+        The third result explains the loss of the last update, whose ratios are not all 1 if there are others.
 
         The ratio is over the trainer's own log-probs under the parameters that sampled, which are computed here. The
         sampler's log-probs stay in the batch, and `mismatch_*` says how far the two are apart.
@@ -162,15 +182,17 @@ class Learner:
 
         def loss_of(params: nnx.State) -> Any:
             hidden, head = self._head(params, batch)
-            return jaxppo.policy_loss_from_hidden(hidden, head, batch, self.loss, parallel=self.parallel)
+            loss, metrics = jaxppo.policy_loss_from_hidden(hidden, head, batch, self.loss, parallel=self.parallel)
+            return loss, (metrics, self._explained(hidden, head, batch))
 
         def update(carry: tuple[nnx.State, Any], _: None) -> Any:
             params, optimizer = carry
-            (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+            (loss, (metrics, explained)), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
             params, optimizer, more = self._apply(loss, params, optimizer, gradients)
-            return (params, optimizer), finalize_metrics(metrics) | more
+            return (params, optimizer), (finalize_metrics(metrics) | more, explained)
 
-        (params, optimizer), metrics = lax.scan(update, (state.params, state.optimizer), length=self.updates)
+        begin = (state.params, state.optimizer)
+        (params, optimizer), (metrics, explained) = lax.scan(update, begin, length=self.updates)
         ratios = {name: metrics.pop(name)[-1] for name in _OF_RATIOS if name in metrics}
         metrics = {name: x.sum() if name == "skipped" else x[0] for name, x in metrics.items()}
         metrics |= {f"{name}_last_update": x for name, x in ratios.items() if self.updates > 1}
@@ -178,8 +200,12 @@ class Learner:
         metrics |= {f"mismatch_{name}": mismatch[name] for name in _OF_SAMPLER}
         metrics |= finalize_metrics(entropy_metrics(old, batch, starts=_PLACES, parallel=self.parallel))
         metrics |= finalize_metrics(advantages.pass_rates(batch.rewards, batch.group_ids, parallel=self.parallel))
+        chosen = None
+        if explained is not None:
+            last = jax.tree.map(lambda x: x[-1], explained)
+            chosen = choose(last, batch, self.explain, state.step, self.parallel)
         state = dataclasses.replace(state, params=params, optimizer=optimizer, step=state.step + 1)
-        return self._pin(state), metrics
+        return self._pin(state), metrics, chosen
 
     def _pin(self, state: TrainState) -> TrainState:
         """The state with the shardings that it started with, so that the next step is not compiled again."""

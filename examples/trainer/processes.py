@@ -95,7 +95,7 @@ class Silent:
     def __exit__(self, *_: Any) -> None:
         pass
 
-    def add(self, step: int, metrics: Any, samples: Any) -> None:
+    def add(self, step: int, metrics: Any, samples: Any, tokens: Any) -> None:
         pass
 
     def draw(self) -> None:

@@ -32,7 +32,8 @@ _PLOTTED = {"reward": "reward", "kl": "KL to the SFT model (nats)", "entropy": "
 class Report:
     """Writes each step's numbers to `folder/metrics.jsonl` and onto a progress bar, both open within a with block.
 
-    A few samples of each step go to `folder/samples.jsonl`.
+    A few samples of each step go to `folder/samples.jsonl`, and what the loss does with their tokens to
+    `folder/tokens.jsonl`.
 
     Args:
       folder: where the files go.
@@ -40,28 +41,38 @@ class Report:
       start: the step to go on from. Records of later steps are dropped, and so are lines that a sudden end cut off.
         0 starts new files.
       settings: what the run was started with; written to settings.json.
+      explains: whether tokens are explained. If not, no tokens.jsonl is made; one that is there is cut like the others.
     """
 
-    def __init__(self, folder: Path, steps: int, start: int, settings: Mapping[str, Any]):
+    def __init__(self, folder: Path, steps: int, start: int, settings: Mapping[str, Any], explains: bool):
         self.folder = folder
         self.records = _records_until(folder / "metrics.jsonl", start)
-        samples = _records_until(folder / "samples.jsonl", start)
+        names = ["samples.jsonl"] + ["tokens.jsonl"] * (explains or (folder / "tokens.jsonl").is_file())
         replace(folder / "metrics.jsonl", "".join(map(_line, self.records)))
-        replace(folder / "samples.jsonl", "".join(map(_line, samples)))
+        for name in names:
+            replace(folder / name, "".join(map(_line, _records_until(folder / name, start))))
         replace(folder / "settings.json", json.dumps(settings, indent=1, default=str))
         self._file = (folder / "metrics.jsonl").open("a")
-        self._samples = (folder / "samples.jsonl").open("a")
+        self._beside = [(folder / name).open("a") for name in names]
         self._bar = tqdm(total=steps, initial=start, desc="grpo", unit="step", dynamic_ncols=True)
 
-    def add(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the numbers of one step, and the samples to keep.
+    def add(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        samples: Sequence[Mapping[str, Any]],
+        tokens: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Takes the numbers of one step, the samples to keep, and the records of samples whose tokens are explained.
 
         A number that is not finite becomes null in the file, since JSON has no NaN.
         """
         numbers = {name: float(value) for name, value in metrics.items()}
         self.records.append({"step": step} | {n: x if math.isfinite(x) else None for n, x in numbers.items()})
-        _append(self._samples, {"step": step, "samples": samples})
-        _append(self._file, self.records[-1])
+        lines = ([{"step": step, "samples": samples}], tokens)
+        for file, some in zip(self._beside, lines, strict=False):
+            _append(file, some)
+        _append(self._file, self.records[-1:])
         shown = {name: f"{numbers[name]:.3f}" for name in ("reward", "loss", "entropy")}
         self._bar.set_postfix(shown | {"tokens/s": f"{numbers['tokens_per_second']:.0f}"}, refresh=False)
         self._bar.update(step - self._bar.n)
@@ -72,8 +83,8 @@ class Report:
     def __exit__(self, *_: Any) -> None:
         self._bar.close()
         with contextlib.suppress(OSError):  # a line that could not be written, as `add` told
-            self._file.close()
-            self._samples.close()
+            for file in (self._file, *self._beside):
+                file.close()
 
     def draw(self) -> None:
         """Draws the curves."""
@@ -113,9 +124,9 @@ def memory_gib() -> float:
     return float(max(peaks) or host) / 2**30
 
 
-def _append(file: TextIO, record: Mapping[str, Any]) -> None:
+def _append(file: TextIO, records: Sequence[Mapping[str, Any]]) -> None:
     try:
-        file.write(_line(record))
+        file.write("".join(map(_line, records)))
         file.flush()
     except OSError as error:
         raise OSError(error.errno, error.strerror, file.name) from error

@@ -107,7 +107,7 @@ def test_a_spike_is_kept_with_its_ids_and_replayed(tmp_path):
     batch = load_batch(tmp_path / "spikes" / "step_5.npz", run.learner.parallel)
     assert set(np.unique(batch.sample_ids)) - {-1} == set(range(16))
     assert set(np.unique(batch.group_ids)) - {-1} == set(range(4))
-    _, metrics = run.learner.grpo_step(before, batch)
+    _, metrics, _ = run.learner.grpo_step(before, batch)
     assert {name: float(x) for name, x in metrics.items()} == {name: numbers[name] for name in metrics}
 
 
