@@ -1,6 +1,6 @@
 """The output of a run: a progress bar, metrics.jsonl, samples.jsonl, settings.json, reward.png; on request, a page.
 
-python -m examples.trainer.report runs/grpo    # report.html, to be opened in a browser, and events for TensorBoard
+python -m examples.trainer.report runs/grpo    # report.html and tokens.html, for a browser, and events for TensorBoard
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ def write_events(records: Sequence[Mapping[str, Any]], folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes the page and the events of a run, which may still go on."""
-    from examples.trainer.report_page import load_run, page
+    from examples.trainer.report_page import load_run, page, title_of
+    from examples.trainer.tokens_page import load_tokens, tokens_page
 
     parser = argparse.ArgumentParser(prog="examples.trainer.report", description="A look at a run of train_grpo.")
     parser.add_argument("run", type=Path, help="the --out folder of the run")
@@ -183,7 +184,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = args.run
     try:
         run = load_run(folder)
-        replace(folder / "report.html", page(run, load_run(args.beside) if args.beside else None))
+        beside, tokens = load_run(args.beside) if args.beside else None, load_tokens(folder)
+        if tokens is None:
+            (folder / "tokens.html").unlink(missing_ok=True)  # of an older run
+        else:
+            replace(folder / "tokens.html", tokens_page(title_of(run), tokens))
+        replace(folder / "report.html", page(run, beside, tokens is not None))
         write_events(run.numbers, folder / "tensorboard")
     except (ValueError, OSError) as error:
         print(f"examples.trainer.report: error: {error}", file=sys.stderr)

@@ -52,12 +52,13 @@ CHARTS = {
 _SAMPLE = ("reward", "prompt", "completion")
 _STEPS_SHOWN = 20
 _TELLING = ("task", "model", "loss", "mesh", "seed")  # arguments that stand in the title
+_TO_TOKENS = '<p><a href="tokens.html">What the loss does with each token of a few samples</a></p>'
 _DECADES = 3  # values that span more are drawn on a log axis
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
 h3 { font-size: 1rem; margin: 0 } p { margin: .2rem 0; color: #57606a }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(440px, 1fr)); gap: 1.2rem }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(440px, 100%), 1fr)); gap: 1.2rem }
 figure { margin: 0; border: 1px solid #d0d7de; border-radius: 6px; padding: .8rem } svg { width: 100%; height: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums } .scroll { overflow-x: auto }
 td, th { border: 1px solid #d0d7de; padding: .2rem .6rem; text-align: left; font-weight: normal }
@@ -115,8 +116,8 @@ def load_run(folder: Path) -> Run:
     )
 
 
-def page(run: Run, beside: Run | None = None) -> str:
-    """The whole page, with the curves of another run drawn thin beside this run's."""
+def page(run: Run, beside: Run | None = None, tokens: bool = False) -> str:
+    """The whole page, with the curves of another run drawn thin beside this run's, and a link to a page of tokens."""
     names = sorted({name for record in run.records for name in record} - {"step"})
     shown: set[str] = set()
     charts = []
@@ -131,9 +132,9 @@ def page(run: Run, beside: Run | None = None) -> str:
         told += f"; {run.left_out} lines of metrics.jsonl are no records"
     if beside is not None:
         told += f"; dotted curves are those of {beside.name}"
-    title = _title(run)
+    title = title_of(run)
     body = [
-        f"<h1>{html.escape(title)}</h1><p>{html.escape(told)}</p>",
+        f"<h1>{html.escape(title)}</h1><p>{html.escape(told)}</p>" + _TO_TOKENS * tokens,
         f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>',
         "<h2>Numbers</h2>" + _summary(run, names),
         "<h2>Samples</h2>" + _samples(run.samples),
@@ -144,11 +145,12 @@ def page(run: Run, beside: Run | None = None) -> str:
             body.append(f"<h2>{html.escape(str(name).capitalize())}</h2>{_table(value)}")
     if not run.settings:
         body.append("<h2>Settings</h2><p>settings.json is not there, or cannot be read</p>")
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
     return f'<!DOCTYPE html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
 
 
-def _title(run: Run) -> str:
+def title_of(run: Run) -> str:
     """The run's name, and what tells it from other runs."""
     found = run.settings.get("arguments")
     arguments = found if isinstance(found, Mapping) else {}

@@ -136,7 +136,7 @@ def test_a_run_is_deleted_only_where_that_is_asked_for(finished, tmp_path, capsy
     assert main([*RUN, "--out", str(tmp_path), "--overwrite", "--steps", "0"]) == 0
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0"]
     assert records(tmp_path) == []
-    assert (tmp_path / "samples.jsonl").read_text() == ""
+    assert ((tmp_path / "samples.jsonl").read_text(), (tmp_path / "tokens.jsonl").read_text()) == ("", "")
     assert not (tmp_path / "spikes").exists()
 
 
@@ -182,7 +182,8 @@ def test_a_resumed_run_repeats_the_next_step(finished, tmp_path):
     shutil.rmtree(tmp_path / "checkpoints" / "3")  # as if stopped after the checkpoint of step 2
     assert main([*RUN, "--out", str(tmp_path), "--resume"]) == 0
     assert records(tmp_path) == whole
-    assert (tmp_path / "samples.jsonl").read_text() == (finished / "samples.jsonl").read_text()
+    for name in ("samples.jsonl", "tokens.jsonl"):
+        assert (tmp_path / name).read_text() == (finished / name).read_text(), name
 
 
 def test_a_page_is_made_of_a_run(finished):

@@ -73,7 +73,8 @@ def check_kill(programs, finished, folder, event, number, code=-9):
         check_sums(folder / "checkpoints" / str(step))
     assert goes_on(folder) == 0
     assert records(folder) == records(finished)
-    assert (folder / "samples.jsonl").read_text() == (finished / "samples.jsonl").read_text()
+    for name in ("samples.jsonl", "tokens.jsonl"):
+        assert (folder / name).read_text() == (finished / name).read_text(), name
 
 
 @pytest.mark.nightly

@@ -4,11 +4,10 @@ import json
 import re
 import shutil
 import struct
-import subprocess
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from html_pages import CHROMIUM, Read, chromium
 from matplotlib import image
 from tensorboardX.proto.event_pb2 import Event
 
@@ -16,9 +15,6 @@ from examples.trainer.report import main
 from examples.trainer.report_page import CHARTS
 
 NAMES = ["reward", "kl", "entropy", "clip_fraction_last_update", "mismatch_kl", "tokens_per_second", "memory_gib"]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-QUIET += "--disable-component-update --disable-sync --window-size=1200,2400"
 
 
 def make_run(folder, lines=(), settings=None, steps=5):
@@ -28,33 +24,6 @@ def make_run(folder, lines=(), settings=None, steps=5):
     if settings is not None:
         (folder / "settings.json").write_text(json.dumps(settings))
     return folder
-
-
-class Read(HTMLParser):
-    """What a browser would show and load. Tags that are not closed in their order fail."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.texts, self.loaded, self.ids = [], [], [], [], []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.open += [tag] * (tag != "meta")
-        self.loaded += [v for k, v in attributes if k in ("src", "href", "xlink:href") and not v.startswith("#")]
-        self.ids += [v for k, v in attributes if k == "id"]
-
-    def handle_startendtag(self, tag, attributes):
-        self.handle_starttag(tag, attributes)
-        self.open.pop()
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, text):
-        if "style" not in self.open[-1:]:
-            self.texts.append(text.strip())
 
 
 def page_of(folder):
@@ -259,15 +228,11 @@ def test_chromium_shows_it(tmp_path):
     run = make_run(tmp_path / "run", settings={"arguments": {"task": "gcd"}}, steps=40)
     assert main([str(run)]) == 0
 
-    def chromium(*options):
-        profile = f"--user-data-dir={tmp_path / 'profile'}"
-        command = [CHROMIUM, *QUIET.split(), profile, *options, f"file://{run / 'report.html'}"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
-    read = Read(re.sub(r"<(path|use|rect)([^>]*)></\1>", r"<\1\2/>", chromium("--dump-dom")))
+    address = f"file://{run / 'report.html'}"
+    read = Read(re.sub(r"<(path|use|rect)([^>]*)></\1>", r"<\1\2/>", chromium(tmp_path, address, "--dump-dom")))
     assert read.tags.count("svg") == len(NAMES)
     assert {"Throughput", "GRPO step", "40 steps, 1 to 40", "gcd"} <= set(read.texts)
-    chromium(f"--screenshot={tmp_path / 'page.png'}")
+    chromium(tmp_path, address, f"--screenshot={tmp_path / 'page.png'}")
     pixels = image.imread(tmp_path / "page.png")[..., :3]
     blue = np.abs(pixels - np.array([31, 119, 180]) / 255).max(axis=-1) < 0.1  # matplotlib's first colour
     assert blue.any(axis=0).sum() > 600  # curves in both columns
