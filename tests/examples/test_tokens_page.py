@@ -6,8 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_runs
@@ -18,8 +21,11 @@ from examples.trainer import explained, tokens_page
 from examples.trainer.arguments import parse
 from examples.trainer.grpo_run import grpo_step, set_up, supervised
 from examples.trainer.report import Report, main
+from examples.trainer.tasks import Tokenizer
 from examples.trainer.train_grpo import main as train
-from jaxppo.losses.explain import by_sample
+from jaxppo import RolloutBatch, Sample
+from jaxppo.losses.explain import ExplainedTokens, by_sample
+from sharding import make_parallel_mesh
 
 RUN = [*tiny_runs.TINY, "--sft-steps", "12", "--learning-rate", "0.01", "--steps", "3", "--checkpoint-every", "2"]
 ALL = 16  # samples of a step
@@ -88,7 +94,10 @@ def explained_step(folder, *options):
     return run, explained.records(run.explained, 1, run.task.tokenizer)
 
 
-@pytest.mark.parametrize("options", [[], ["--share-prefixes", "--loss", "clip_cov"]])
+TREES = ["--share-prefixes", "--loss", "clip_cov"]
+
+
+@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.nightly), TREES], ids=["rows", "trees"])
 def test_sums_over_a_sample_are_those_of_by_sample(tmp_path, options):
     run, found = explained_step(tmp_path, "--explain", "5", *options)
     chosen = run.explained
@@ -135,19 +144,27 @@ def test_two_processes_keep_what_one_keeps(tmp_path):
     check_same(tokens_of(tmp_path / "two"), tokens_of(tmp_path / "one"))
 
 
-def test_other_samples_at_each_step(tmp_path):
-    args = parse([*RUN, "--out", str(tmp_path), "--explain", "3"])
-    run = set_up(args)
-    ids = []
-    for step in (1, 2):
-        grpo_step(run, args)
-        ids.append([x["sample_id"] for x in explained.records(run.explained, step, run.task.tokenizer)])
-    assert ids == [[0, 5, 10], [1, 6, 11]]
+@pytest.mark.parametrize(
+    ("count", "step", "expected"), [(3, 0, [0, 3, 6]), (3, 8, [8, 2, 5]), (9, 1, [1, 2, 3, 4, 5, 6, 7, 8, 0])]
+)
+def test_other_samples_at_each_step(count, step, expected):
+    parallel = make_parallel_mesh("dp=2,cp=2,tp=2")
+    samples = [Sample([i // 3, 10 + i, 20 + i], 1, sample_id=i, group_id=i // 3, reward=float(i)) for i in range(9)]
+    batch = RolloutBatch.from_samples(samples, row_length=8, rows=6, parallel=parallel).put(parallel)
+    reason = jnp.where(batch.loss_mask > 0, 0, 2)
+    found = ExplainedTokens({"twice": 2.0 * batch.targets}, reason, ("", "padding", "masked"))
+    choose = partial(explained.choose, count=count, parallel=parallel)
+    chosen = jax.jit(lambda found, batch, step: choose(found, batch, step=step))(found, batch, jnp.int32(step))
+    made = explained.records(chosen, step, Tokenizer("", ""))
+    assert [x["sample_id"] for x in made] == expected
+    for record, i in zip(made, expected, strict=True):
+        assert record["tokens"] == [10 + i, 20 + i]
+        assert record["twice"] == [20.0 + 2 * i, 40.0 + 2 * i]
+        assert (record["group_id"], record["reward"]) == (i // 3, float(i))
 
 
-def test_more_than_there_are(tmp_path):
-    _, found = explained_step(tmp_path, "--explain", "99")
-    assert [x["sample_id"] for x in found] == [*range(ALL)]
+def test_no_more_than_there_are(tmp_path):
+    assert set_up(parse([*RUN, "--out", str(tmp_path), "--explain", "99"])).learner.explain == ALL
 
 
 def test_none_are_explained_if_nobody_asks(tmp_path):
@@ -161,7 +178,8 @@ def test_none_are_explained_if_nobody_asks(tmp_path):
     assert "tokens.html" not in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("torn", ["", '{"step": 3, "sample_id": 0, "tok'])
+@pytest.mark.every(2)
+@pytest.mark.parametrize("torn", ['{"step": 3, "sample_id": 0, "tok', ""])
 def test_a_run_that_goes_on_has_each_line_once(finished, tmp_path, torn):
     """As if it was killed after the checkpoint of step 2, in or before the lines of step 3."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
