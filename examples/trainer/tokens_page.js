@@ -29,7 +29,8 @@ function shown(text, id) {
 }
 
 function number(x) {
-  if (x === null || x === undefined) return "\u2013";
+  if (x === null) return "not finite";
+  if (x === undefined) return "\u2013";
   return (x !== 0 && Math.abs(x) < 1e-3 ? x.toExponential(2) : String(Number(x.toPrecision(4)))).replaceAll("-", "\u2212");
 }
 
@@ -80,7 +81,7 @@ function drawControls() {
     return found;
   };
   const of = samples.filter((sample) => sample.step === state.step);
-  const ids = [["all", "all"], ...of.map((s) => [String(s.id), `${s.id}, reward ${number(s.reward)}`])];
+  const ids = [["all", "all"], ...of.map((s) => [String(s.id), `${s.id}, reward ${number(s.reward ?? undefined)}`])];
   const controls = make(
     "div",
     { className: "controls" },
@@ -98,7 +99,7 @@ function drawControls() {
   const counts = new Map();
   for (const sample of samples) for (const reason of sample.reasons) counts.set(reason, 0);
   for (const sample of chosen()) for (const reason of sample.reasons) counts.set(reason, counts.get(reason) + 1);
-  const reasons = make("fieldset", {}, make("legend", { textContent: "Tokens by the reason why the policy term does not train them" }));
+  const reasons = make("fieldset", {}, make("legend", { textContent: "Tokens by the reason why the policy term does not train them; clear a box to dim them" }));
   for (const [reason, count] of [...counts].sort()) {
     const box = make("input", { type: "checkbox", checked: !state.off.has(reason) });
     box.addEventListener("change", () => {
@@ -118,7 +119,7 @@ function drawLegend() {
   const bar = make("span", { className: "bar" });
   bar.style.background = `linear-gradient(to right, ${[...Array(17).keys()].map((i) => colour(i / 8 - 1)).join(", ")})`;
   const [low, middle, high] = [-1, 0, 1].map((share) => number(value(share)));
-  const marks = `underlined: above ${middle}, dotted: below; dashed frame: not trained by the policy term; grey: no loss`;
+  const marks = `underlined: above ${middle}, dotted: below, waved: not finite; dashed frame: not trained by the policy term; grey: no loss`;
   const scaled = make("div", { className: "legend" }, `${low} or less`, bar, `${high} or more`);
   return make("div", {}, scaled, make("small", { textContent: marks }));
 }
@@ -134,7 +135,8 @@ function paint(element, sample, at) {
   const reason = sample.reasons[at];
   const [off, out] = [state.off.has(reason), !sample.mask[at]];
   const share = off || out ? 0 : distance(state.column, sample.values[state.column]?.[at]) / (scaleOf(state.column) || 1);
-  const kinds = [["up", share > 0], ["down", share < 0], ["still", !off && !out && reason], ["out", out], ["off", off]];
+  const bad = !off && !out && sample.values[state.column]?.[at] === null;
+  const kinds = [["up", share > 0], ["down", share < 0], ["bad", bad], ["still", !off && !out && reason], ["out", out], ["off", off]];
   element.className = kinds.filter(([, holds]) => holds).map(([kind]) => kind).join(" ");
   element.style.background = share ? colour(share) : "";
   const told = out ? "no loss" : `${labelOf(state.column)} ${number(sample.values[state.column]?.[at])}`;
@@ -148,7 +150,7 @@ function drawSamples() {
   for (const sample of chosen()) {
     const of = (sample.values.contribution ?? []).filter((_, i) => sample.mask[i]);
     const trained = sample.reasons.filter((reason) => reason === "").length;
-    const told = [sample.group === null ? "" : `group ${sample.group}`, `reward ${number(sample.reward)}`];
+    const told = [sample.group === null ? "" : `group ${sample.group}`, `reward ${number(sample.reward ?? undefined)}`];
     told.push(`${trained} of ${sample.mask.filter(Boolean).length} tokens trained by the policy term`);
     if (of.length) told.push(`contributions sum to ${number(of.reduce((a, b) => a + b, 0))}`);
     const heading = make("h2", {}, `Sample ${sample.id} `, make("small", { textContent: told.filter(Boolean).join(", ") }));

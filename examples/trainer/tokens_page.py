@@ -46,6 +46,7 @@ fieldset label { display: inline-block; margin-right: 1rem } label { white-space
 .tokens span { padding: .15rem .1rem; margin: 0 1px; border-bottom: 3px solid transparent; unicode-bidi: isolate }
 .tokens .up { border-bottom-color: #b35806 } .tokens .down { border-bottom: 3px dotted #2166ac }
 .tokens .still { outline: 1px dashed #57606a } .tokens .out { color: #57606a } .tokens .off { color: #afb8c1 }
+.tokens .bad { text-decoration: underline wavy #b42318 }
 .tokens [role=option] { cursor: pointer } .tokens .seen { outline: 2px solid #1b1f24 }
 .tokens :focus { outline-width: 3px }
 aside { position: sticky; top: 1rem; border: 1px solid #d0d7de; border-radius: 6px; padding: .8rem; background: #fff }

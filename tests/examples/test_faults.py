@@ -25,7 +25,7 @@ from sharding.testing import factorings
 
 RUN = [*TINY, "--sft-steps", "6", "--learning-rate", "0.01", "--steps", "3", "--checkpoint-every", "1"]
 RANDOM = np.random.default_rng(int(os.environ["SEARCH_SEED"]))  # other moments for kills each night, see conftest
-CHANGES = 105  # how often a run changes files and folders, see killed.py
+CHANGES = 109  # how often a run changes files and folders, see killed.py
 MESSAGE = (
     "whose bytes are not those that were written, expected a whole checkpoint; --resume 2 goes on from the one before"
 )

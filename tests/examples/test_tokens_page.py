@@ -314,7 +314,7 @@ def test_a_runs_page_has_its_samples(finished, tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
 def test_chromium_shows_the_tokens(tmp_path):
     clipped = record(1, 1, text=["a", EVIL], reason=["masked", "clipped above"], contribution=[0.0, 0.5])
-    page_of(tmp_path, record(), clipped)
+    page_of(tmp_path, record(), clipped, record(1, 2, ratio=[0.0, None]))
     address = f"file://{tmp_path / 'tokens.html'}#step=1&column=ratio&off=clipped+above"
     page = chromium(tmp_path, address, "--dump-dom")
     drawn = page[page.index('id="page"') : page.index('<script type="application/json"')]
@@ -322,6 +322,7 @@ def test_chromium_shows_the_tokens(tmp_path):
     assert "<img" not in drawn
     assert html.escape(EVIL[:50], quote=False) in drawn
     assert "⟨U+202e⟩" in drawn
-    for text in ("b, ratio 1.5, trained", "a, no loss, masked", 'class="off"', "clipped above (1)", "trained (1)"):
+    for text in ("b, ratio 1.5, trained", "a, no loss, masked", 'class="off"', "clipped above (1)", "trained (2)"):
         assert text in drawn, text
     assert "contributions sum to −0.25" in drawn
+    assert 'class="bad" aria-label="b, ratio not finite, trained"' in drawn
