@@ -54,6 +54,7 @@ _STEPS_SHOWN = 20
 _TELLING = ("task", "model", "loss", "mesh", "seed")  # arguments that stand in the title
 _TO_TOKENS = '<p><a href="tokens.html">What the loss does with each token of a few samples</a></p>'
 _DECADES = 3  # values that span more are drawn on a log axis
+_MOST_DECADES = 4  # and so many of them each way, where values have both signs
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
@@ -183,7 +184,7 @@ def _chart(run: Run, title: str, about: str, names: Sequence[str], beside: Run |
         steps, values, lost = _series(run, name)
         finite = [x for x in values if math.isfinite(x)]
         other = [x for x in _series(beside, name)[1] if math.isfinite(x)] if beside else []
-        if len(steps) > 1 and not lost and len({*finite, *other}) == 1:
+        if len(steps) > 1 and not lost and len({f"{x:.4g}" for x in (*finite, *other)}) == 1:
             notes.append(f"<p>{html.escape(name)} is {finite[0]:.4g} in every step</p>")
             continue
         drawn += finite + other
@@ -200,9 +201,12 @@ def _chart(run: Run, title: str, about: str, names: Sequence[str], beside: Run |
             notes.append(f'<p class="warn">{html.escape(name)} is no finite number in {len(lost)} steps: {some}</p>')
     if not axis.lines:
         return f"<figure>{heading}{''.join(notes)}</figure>"
-    above = [x for x in drawn if x > 0]
-    if above and min(drawn) >= 0 and max(above) > min(above) * 10**_DECADES:
-        axis.set_yscale("log", nonpositive="mask")
+    sizes = [abs(x) for x in drawn if x]
+    if sizes and max(sizes) > min(sizes) * 10**_DECADES:
+        if min(drawn) >= 0:
+            axis.set_yscale("log", nonpositive="mask")
+        else:  # linear around 0, and a log axis each way
+            axis.set_yscale("symlog", linthresh=max(min(sizes), max(sizes) * 10**-_MOST_DECADES))
     axis.set_xlabel("GRPO step")
     axis.grid(alpha=0.3)
     if len(names) > 1:

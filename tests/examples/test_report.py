@@ -51,7 +51,10 @@ def test_a_curve_that_never_changes_is_told_in_words(tmp_path):
     assert {"ratio_mean is 1 in every step", "skipped is 0 in every step"} <= {*read.texts}
 
 
-@pytest.mark.parametrize(("values", "logarithmic"), [((1e-14, 1e-3, 1.0), True), ((0.5, 2.0, 3.0), False)])
+@pytest.mark.parametrize(
+    ("values", "logarithmic"),
+    [((1e-14, 1e-3, 1.0), True), ((0.5, 2.0, 3.0), False), ((-1e-9, 3e-9, 1e-4), True), ((-1.0, 2.0, 3.0), False)],
+)
 def test_values_of_many_decades_have_a_log_axis(tmp_path, values, logarithmic):
     """A linear axis shows nothing of 1e-14 beside 1; a label of the log axis has its exponent raised."""
     (tmp_path / "run").mkdir()

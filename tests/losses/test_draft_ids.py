@@ -116,7 +116,9 @@ MESHES = [
     ("total_variation", "dp=2,cp=1,tp=4", "contiguous", {"columns": 23, "count": 12}),  # nor here the policy's
     ("likelihood", "dp=2,cp=1,tp=4", "contiguous", {"columns": 23, "count": 11}),  # here neither
 ]
-FULL = [pytest.param(o, m, "zigzag", {}, marks=pytest.mark.nightly) for o in OBJECTIVES for m in ("tp=4", "dp=4,tp=2")]
+FULL = [
+    pytest.param(o, m, "zigzag", {}, marks=pytest.mark.nightly) for o in OBJECTIVES for m in ("dp=2,tp=4", "dp=4,tp=2")
+]
 
 
 @pytest.mark.parametrize(("objective", "mesh", "layout", "sizes"), [*MESHES, *FULL])
