@@ -90,8 +90,8 @@ def explained_step(folder, *options):
     args = parse([*RUN, "--out", str(folder), *options])
     run = set_up(args)
     supervised(run, args)
-    grpo_step(run, args)
-    return run, explained.records(run.explained, 1, run.task.tokenizer)
+    numbers = grpo_step(run, args)
+    return run, explained.records(run.explained, 1, run.task.tokenizer), numbers
 
 
 TREES = ["--share-prefixes", "--loss", "clip_cov"]
@@ -99,7 +99,7 @@ TREES = ["--share-prefixes", "--loss", "clip_cov"]
 
 @pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.nightly), TREES], ids=["rows", "trees"])
 def test_sums_over_a_sample_are_those_of_by_sample(tmp_path, options):
-    run, found = explained_step(tmp_path, "--explain", "5", *options)
+    run, found, _ = explained_step(tmp_path, "--explain", "5", *options)
     chosen = run.explained
     sums = by_sample(chosen.found, chosen.batch)
     places = zip(*np.nonzero(np.asarray(chosen.batch.sample_ids) >= 0), strict=True)
@@ -125,9 +125,13 @@ def check_same(found, expected):
 
 
 def test_tokens_do_not_depend_on_mesh_and_layout(tmp_path):
-    _, whole = explained_step(tmp_path / "a")
-    _, other = explained_step(tmp_path / "b", "--mesh", "dp=1,cp=4,tp=2", "--context-layout", "zigzag")
-    assert len(whole) == 4
+    options = ["--explain", str(ALL)]
+    _, whole, numbers = explained_step(tmp_path / "a", *options)
+    _, other, _ = explained_step(tmp_path / "b", *options, "--mesh", "dp=1,cp=4,tp=2", "--context-layout", "zigzag")
+    ratios = [x for sample in whole for x, mask in zip(sample["ratio"], sample["loss_mask"], strict=True) if mask]
+    for of, name in ((max, "ratio_max_last_update"), (np.mean, "ratio_mean_last_update")):
+        assert abs(numbers[name] - 1) > 1e-3  # as it is in the first of two updates
+        assert of(ratios) == pytest.approx(numbers[name], rel=1e-5)
     assert {reason for x in whole for reason in x["reason"]} >= {"", "masked"}
     check_same(other, whole)
 
