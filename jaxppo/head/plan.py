@@ -129,8 +129,8 @@ def plan_of_second(call: HeadCall, given: Local) -> Plan:
         columns = min(columns, s.V // (parts_of(call, s.held) or 1))
         _check(call, (s.logit + s.item) * call.fixed_chunk * columns)
         return Plan(call.fixed_chunk, call.fixed_chunk, columns, by_block=True)
-    if profile.whole and not profile.rings:  # XLA for GPUs copies a slice of columns before it is multiplied
-        columns = min(s.V, columns * max(1, s.N // profile.group) * (2 if s.masked else 1))
+    if profile.whole and not profile.rings and s.masked:  # XLA for GPUs copies a slice of columns before each product
+        columns = min(s.V, 2 * columns)
     chunk = even(s.N, _most(call, s), profile.whole)
 
     def size(chunk: int, columns: int) -> int:
