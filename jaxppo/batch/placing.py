@@ -31,8 +31,10 @@ def placed(batch: Any, values: Any, at: At, fill: float) -> np.ndarray:
         length = places.max(initial=-1) + 1
         if at == "predicting":  # a response ends where its sample does
             length -= not batch.real_last_targets
-            places = places + len(of) - length
-        if len(of) > length if at == "predicting" else is_own and len(of) != length:
+            places, fits = places + len(of) - length, len(of) <= length
+        else:  # a shared prefix has a part of the sample's tokens
+            fits = len(of) == length or not is_own
+        if not fits:
             raise ValueError(f"values[{sample}]: got {len(of)}, expected {length}, the tokens that sample {sample} has")
         inside = (places >= 0) & (places < len(of))
         out[of_row][mine[inside]] = of[places[inside]]

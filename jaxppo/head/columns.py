@@ -14,11 +14,6 @@ from jaxppo.head.call import Asked, HeadCall, Inputs, Names
 from jaxppo.sharding import vary
 
 
-def columns_of(call: HeadCall, inputs: Inputs) -> int:
-    """How many columns of a head a device holds."""
-    return int(inputs.kernel.shape[-2:][1 if call.transposed else call.v_dim])
-
-
 def inputs_of_columns(
     call: HeadCall, inputs: Inputs, ids: Int[Array, " D"], like: HeadCall, its: Inputs
 ) -> tuple[HeadCall, Inputs]:
@@ -31,7 +26,7 @@ def inputs_of_columns(
       like: the call of the other head.
       its: its arrays.
     """
-    own = columns_of(like, its)
+    own = int(its.kernel.shape[-2:][1 if like.transposed else like.v_dim])  # columns that a device holds
     ids = jnp.pad(ids, (0, own * (lax.axis_size(like.v_names) if like.v_names else 1) - ids.shape[0]))
     arrays = {name: getattr(inputs, name) for name in ("kernel", "bias", "lora_b")}
     if call.copied:

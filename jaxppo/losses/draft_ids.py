@@ -13,6 +13,7 @@ from jaxtyping import Int
 from jaxppo.base.arrays import AnyArray, as_token_ids, check_array, check_count
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
+from jaxppo.head.columns import sound_ids
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
 __all__ = ["draft_ids_of_counts", "draft_ids_of_d2t", "draft_targets"]
@@ -40,9 +41,9 @@ def draft_ids_of_d2t(d2t: Int[AnyArray, " D"], vocab_size: int) -> Int[np.ndarra
     """
     check_array("d2t", d2t)
     check_count("vocab_size", vocab_size, least=1)
-    ids = np.arange(d2t.shape[0] if d2t.ndim else 0, dtype=np.int32) + np.asarray(d2t, np.int32)
+    ids = np.arange(d2t.shape[0] if d2t.ndim else 0) + np.asarray(d2t, np.int64)
     check_draft_ids("d2t", ids, vocab_size)
-    return ids
+    return ids.astype(np.int32)
 
 
 def draft_ids_of_counts(counts: Int[AnyArray, " V"], size: int) -> Int[np.ndarray, " D"]:
@@ -93,7 +94,7 @@ def draft_targets(
       The batch with other targets and another loss mask.
 
     Raises:
-      TypeError, ValueError: ids that `draft_loss` would refuse.
+      TypeError, ValueError: ids that `draft_loss` would refuse. Under `jit` such ids make the mask NaN, and every loss.
 
     Example:
       >>> from jaxppo.losses.draft_ids import draft_targets
@@ -119,7 +120,7 @@ def _as_columns(
     columns = jnp.full(vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
     found = columns[jnp.clip(targets, 0, vocab_size - 1)]
     there = (found >= 0) & (targets >= 0) & (targets < vocab_size)
-    return jnp.where(there, found, 0), jnp.where(there, mask, 0)
+    return jnp.where(there, found, 0), jnp.where(there, mask, 0) + sound_ids(ids, vocab_size)
 
 
 def as_draft_ids(draft_ids: Any, vocab_size: int) -> Int[AnyArray, " D"]:

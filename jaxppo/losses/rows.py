@@ -35,7 +35,7 @@ def by_row(
       which: the name of the extra that marks the loss tokens, `i32[R, T]`; a token with another number has no loss.
       numbers: by the name of a loss, which of its numbers come from an extra `f32[R, T]` of the batch: {"clip_low":
         "client_clip_low"}. A field of the config's own parts is "loss.clip_low", "kl.coef", "off_policy.high" or
-        "off_policy.rejections.0.high", of the first rejection. All tokens of a sequence have one number.
+        "off_policy.rejections.0.high", of the first rejection. Give all tokens of a sequence the same number.
 
     Returns:
       The parts, for `loss_from_hidden`, `loss_from_stats` and `Normalizer.of`.

@@ -258,6 +258,7 @@ def test_ids_of_a_checkpoint_and_of_counts():
     assert counts[found].min() >= np.delete(counts, found).max()
     for call, message in (
         (lambda: draft_ids_of_d2t(offsets - 9, V), "d2t: got the id -5, expected 0 to 23"),
+        (lambda: draft_ids_of_d2t(offsets + 2**32, V), "d2t: got the id 42949"),
         (lambda: draft_ids_of_counts(counts, V + 1), "counts: got shape"),
         (lambda: draft_ids_of_counts(counts / 2, 3), "counts: got dtype float64"),
     ):
@@ -272,6 +273,9 @@ def test_targets_as_columns(mesh):
     found = draft_targets(batch, IDS, V, parallel=parallel)
     there = np.isin(batch.targets, IDS)
     np.testing.assert_array_equal(found.loss_mask, np.where(there, MASK, 0))
+    for at in (V, -1, IDS[4]):  # under jit a bad id is found as NaN
+        bad = jax.jit(lambda ids: draft_targets(batch, ids, V, parallel=parallel))(np.where(IDS[3] == IDS, at, IDS))
+        assert np.isnan(bad.loss_mask).all()
     on = there & (np.asarray(BATCH.segment_ids) > 0)
     np.testing.assert_array_equal(IDS[np.asarray(found.targets)][on], batch.targets[on])
     assert 0 < found.loss_mask.sum() < MASK.sum()

@@ -378,3 +378,15 @@ def test_context_over_two_axes_explicit_and_inside_shard_map(context, layout):
     np.testing.assert_array_equal(got[2], physical(x, target, 4))
     expected = serial_scan(np.full((R, T), 0.9), x, ids, True)
     np.testing.assert_allclose(got[0], physical(expected, layout, 4), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("context", [("c", "a", "b"), ("b", "c", "a")])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_context_over_three_axes(context, layout):
+    """Orders that are not their own inverse."""
+    mesh = jax.make_mesh((2, 1, 4), ("a", "b", "c"))
+    parallel = ParallelMesh(mesh, data=None, context=context, tensor=None, context_layout=layout)
+    ids, x = logical_segments(8), np.random.default_rng(7).normal(size=(R, T)).astype(np.float32)
+    there = physical(x, layout, 8), physical(ids, layout, 8)
+    got = jax.jit(lambda x, ids: shift_left(x, parallel, 5, 0, ids, S))(*there)
+    np.testing.assert_array_equal(got, physical(serial_shift(x, ids, 5, 0), layout, 8))
