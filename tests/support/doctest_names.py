@@ -18,7 +18,11 @@ programs.start_devices(8)
 
 @pytest.fixture(autouse=True)
 def names(request, doctest_namespace):
-    """A page imports what it uses: its reader has nothing else. CONTRIBUTING shows a docstring."""
+    """A page imports what it uses: its reader has nothing else. CONTRIBUTING shows a docstring.
+
+    The dict is one for all tests of a process.
+    """
+    doctest_namespace.clear()
     if request.path.suffix == ".md" and request.path.stem != "CONTRIBUTING":
         return
     for module in (covariance, kl, metrics, mismatch, nucleus, policy_losses, sharding, staleness, jaxppo):
