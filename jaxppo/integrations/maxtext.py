@@ -7,8 +7,7 @@
 
 If `num_vocab_tiling` is above 1, MaxText's model stores the decoder's output and computes no logits:
 `nnx.pop(model, nnx.Intermediate)["decoder"]["hidden_states"]`. MaxText's own RL trainer is Tunix's with a
-`TunixMaxTextAdapter`, which ignores `output_hidden_states` and refuses vocabulary tiling: there the loss stays on
-logits.
+`TunixMaxTextAdapter`: there `jaxppo.integrations.tunix` is the door.
 """
 
 from __future__ import annotations
@@ -92,12 +91,14 @@ def hidden_and_head(model: Any, decoder_output: Float[Array, "R T H"]) -> tuple[
       Hidden states and the head, see `head_of`.
 
     Raises:
-      TypeError: weights that are quantised, a bias.
+      TypeError: weights that are quantised, a bias, an adapter.
     """
-    hidden = model.decoder.decoder_norm(decoder_output)
-    if not model.config.logits_via_embedding:
-        hidden = hidden.astype(model.decoder.logits_dense.dtype)
-    return hidden, head_of(model)
+    return as_head_reads(model, model.decoder.decoder_norm(decoder_output)), head_of(model)
+
+
+def as_head_reads(model: Any, hidden: Float[Array, "R T H"]) -> Float[Array, "R T H"]:
+    """The output of the last norm in the dtype in which `logits_dense`, where there is one, multiplies it."""
+    return hidden if model.config.logits_via_embedding else hidden.astype(model.decoder.logits_dense.dtype)
 
 
 def head_of(model: Any) -> Head:
@@ -114,13 +115,17 @@ def head_of(model: Any) -> Head:
       The head.
 
     Raises:
-      TypeError: weights that are quantised, a bias.
+      TypeError: weights that are quantised, a bias, an adapter.
     """
     config = model.config
     if not config.logits_via_embedding:
         dense = model.decoder.logits_dense
         if dense.bias is not None:
             raise TypeError("model.decoder.logits_dense: got a bias, expected none, as MaxText makes it")
+        if adapters := [name for name in vars(dense) if "lora" in name]:
+            raise TypeError(
+                f"model.decoder.logits_dense: got {', '.join(adapters)}, expected a head without an adapter"
+            )
         return Head.of(dense.kernel, layout="hv", dtype=dense.dtype)
     table = model.token_embedder.embedding
     scale = 1 / math.sqrt(table.shape[-1]) if config.normalize_embedding_logits else 1.0

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxppo.head.api import log_probs_from_hidden
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Head
+from jaxppo.integrations import maxtext
 from jaxppo.sharding import ParallelMesh
 
 _SOWN = "all_hidden_states"  # where Tunix's models store hidden states
@@ -24,15 +25,22 @@ def head_of(model: Any, *, lora_scale: float | None = None) -> Head:
     """The head of a Tunix model: its `lm_head`, or its embedder where embeddings are tied, with Gemma's soft-cap.
 
     Args:
-      model: of `tunix.models`: Qwen 2 and 3, Llama 3, Gemma 1 to 4.
+      model: of `tunix.models`: Qwen 2 and 3, Llama 3, Gemma 1 to 4; or MaxText's `TunixMaxTextAdapter`.
       lora_scale: alpha / rank of the adapter of the head; see `Head.of`.
 
     Returns:
       The head. Call `head_of` inside the function that is differentiated, so that gradients reach the model.
 
     Raises:
-      TypeError: a model with neither an `lm_head` nor an embedder.
+      TypeError: a model with neither an `lm_head` nor an embedder; `lora_scale` beside MaxText's, whose head has no
+        adapter.
     """
+    if (base := _maxtext_of(model)) is not None:
+        if lora_scale is not None:
+            raise TypeError(
+                f"lora_scale: got {lora_scale}, expected None for a MaxText model, whose head has no adapter"
+            )
+        return maxtext.head_of(base)
     module = getattr(model, "lm_head", None)
     module = getattr(model, "embedder", None) if module is None else module
     if module is None:
@@ -53,8 +61,9 @@ def hidden_states(
 
     A model whose call takes `skip_lm_head` (Tunix's main branch) returns them. One whose call takes
     `output_hidden_states` (0.1.7: Qwen 2 and 3, Gemma 1 to 3) is asked for them. The others (0.1.7: Llama 3, Gemma 4)
-    have no such output. For them, a copy of the model that shares its arrays records the output of its `final_norm`.
-    The logits that such a model also computes are not used, so under jit they do not exist.
+    have no such output, and what MaxText's adapter returns for `skip_lm_head` are states before the last norm. For
+    them, a copy of the model that shares its arrays records the output of its last norm. The logits that such a model
+    also computes are not used, so under jit they do not exist.
 
     Args:
       model: of `tunix.models`.
@@ -67,8 +76,8 @@ def hidden_states(
       `[B, T, H]` in the model's dtype.
 
     Raises:
-      TypeError: a model without a `final_norm`, whose states may be those before its last norm (MaxText's adapter), or
-        that was asked for hidden states and has none.
+      TypeError: a model without a last norm that is known, whose states may be those before it, or that was asked for
+        hidden states and has none.
     """
     from flax import nnx
 
@@ -84,18 +93,22 @@ def hidden_states(
 
     taken = _parameters_of_call(model)
     call: dict[str, Any] = {"positions": positions, "cache": None, "attention_mask": attention_mask}
-    if "segment_ids" in taken and segment_ids is not None:
-        call["segment_ids"] = segment_ids
-    if "skip_lm_head" in taken:
-        if not hasattr(model, "final_norm"):
-            raise TypeError(
-                f"model: got {type(model).__name__} without a final_norm, expected one of tunix.models: what another "
-                "model returns for skip_lm_head may be states before its last norm, as those of MaxText's adapter are; "
-                "for MaxText see jaxppo.integrations.maxtext.hidden_and_head"
-            )
+    name_of_segments = {"segment_ids", "decoder_segment_ids"} & taken
+    if name_of_segments and segment_ids is not None:
+        call[name_of_segments.pop()] = segment_ids
+    if "skip_lm_head" in taken and hasattr(model, "final_norm"):
         hidden: Float[Array, "B T H"] = model(tokens, **call, skip_lm_head=True)[0]
         return hidden
     model = nnx.merge(*nnx.split(model))  # the recorded output stays with the copy
+    if (base := _maxtext_of(model)) is not None:
+        base.decoder.decoder_norm = Noting(base.decoder.decoder_norm)
+        model(tokens, **call)
+        return maxtext.as_head_reads(base, noted[-1])
+    if "skip_lm_head" in taken:
+        raise TypeError(
+            f"model: got {type(model).__name__} without a final_norm, expected one of tunix.models or MaxText's "
+            "adapter: what another model returns for skip_lm_head may be states before its last norm"
+        )
     if "output_hidden_states" in taken:
         call["output_hidden_states"] = True
     elif hasattr(model, "final_norm"):
@@ -108,6 +121,12 @@ def hidden_states(
     if not found:
         raise TypeError(f"model: got {type(model).__name__}, which leaves no {_SOWN}, expected a model of Tunix's")
     return found[-1]
+
+
+def _maxtext_of(model: Any) -> Any:
+    """The MaxText model that a `TunixMaxTextAdapter` holds, or None for another model."""
+    base = getattr(model, "base", None)
+    return base if hasattr(getattr(base, "decoder", None), "decoder_norm") else None
 
 
 def check_unread(where: str, given: Mapping[str, Any]) -> None:

@@ -3,8 +3,7 @@
 Where MaxText is installed (0.2.5, Python 3.12 or newer; `pip install --no-deps maxtext` is enough) its own
 configs/base.yml and configs/custom_mesh_and_rule are read. Otherwise this file restates them: the rules in
 `test_axis_rules`, from those two; the keys of a batch, from input_pipeline/input_pipeline_utils.py and
-trainers/pre_train/train.py; and the head, from `apply_output_head` of layers/nnx_decoders.py and `attend_on_embedding`
-of layers/embeddings.py.
+trainers/pre_train/train.py; and the head, in `maxtext_model`.
 """
 
 import importlib.util
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental import topologies
+from maxtext_model import Transformer
 from maxtext_rules import AXES, MAXTEXT, OF_KERNEL, ROLE, mesh_of, roles
 from plain_head import reference_from_logits
 
@@ -85,36 +85,6 @@ def test_batches_by_their_keys():
     assert masked.loss_mask.tolist() == [[0, 1, 0, 1, 1, 0]]
     with pytest.raises(ValueError, match=r"data: got keys inputs, expected targets, inputs_segmentation"):
         batch_of({"inputs": data["inputs"]})
-
-
-class Dense(nnx.Module):
-    def __init__(self, dtype):
-        self.kernel, self.bias, self.dtype = nnx.Param(jax.random.normal(jax.random.key(0), (8, 32))), None, dtype
-
-    def __call__(self, x):
-        return jnp.dot(x.astype(self.dtype), self.kernel[...].astype(self.dtype))
-
-
-class Transformer(nnx.Module):
-    """The attributes that apply_output_head reads, and what it computes."""
-
-    def __init__(self, **config):
-        defaults = {"logits_via_embedding": False, "normalize_embedding_logits": False, "final_logits_soft_cap": 0.0}
-        self.config = SimpleNamespace(**(defaults | config))
-        self.decoder = nnx.Module()
-        self.decoder.decoder_norm = nnx.RMSNorm(8, rngs=nnx.Rngs(0))
-        self.decoder.logits_dense = Dense(jnp.float32)
-        self.token_embedder = nnx.Embed(32, 8, rngs=nnx.Rngs(1))
-
-    def logits(self, y):
-        y = self.decoder.decoder_norm(y)
-        if not self.config.logits_via_embedding:
-            return self.decoder.logits_dense(y)
-        table = jnp.asarray(self.token_embedder.embedding[...], jnp.bfloat16)
-        logits = jnp.dot(y, table.T, preferred_element_type=jnp.float32)
-        logits = logits / jnp.sqrt(y.shape[-1]) if self.config.normalize_embedding_logits else logits
-        cap = self.config.final_logits_soft_cap
-        return jnp.tanh(logits / cap) * cap if cap else logits
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from maxtext_model import Transformer
+from plain_head import reference_from_logits
 from tunix_modules import Embedder
 
-from jaxppo import PPO, PolicyLossConfig, make_parallel_mesh
+from jaxppo import PPO, PolicyLossConfig, log_probs_from_hidden, make_parallel_mesh
 from jaxppo.integrations import tunix
 
 # of Tunix's branches after August 2026
@@ -39,17 +41,48 @@ class Model(nnx.Module):
         return (x if skip_lm_head else self.embedder.decode(x)), cache
 
 
-class Adapter(Model):
-    """As MaxText's: the last norm is a part of what makes the logits, so skip_lm_head leaves it out."""
+class Unknown(Model):
+    """Its last norm is a part of what makes the logits, so skip_lm_head leaves it out."""
 
     def __init__(self):
         super().__init__()
-        self.base, self.final_norm = self.final_norm, None
+        self.last, self.final_norm = self.final_norm, None
         del self.final_norm
 
     def __call__(self, tokens, positions, cache, attention_mask, skip_lm_head=False):
         x = self.embedder.input_embedding[...][tokens]
-        return (x if skip_lm_head else self.embedder.decode(self.base(x))), cache
+        return (x if skip_lm_head else self.embedder.decode(self.last(x))), cache
+
+
+class MaxText(Transformer):
+    """Tokens attend to those before them in their segment, in one sum."""
+
+    def states(self, tokens, segments):
+        same = jnp.tril(segments[:, :, None] == segments[:, None, :])
+        return jnp.einsum("btu,buh->bth", same.astype(jnp.float32), self.token_embedder(tokens))
+
+    def __call__(self, decoder_input_tokens, decoder_positions, decoder_segment_ids):
+        return self.logits(self.states(decoder_input_tokens, decoder_segment_ids))
+
+
+class August(nnx.Module):
+    """MaxText's adapter of August 2026."""
+
+    def __init__(self, base):
+        self.base = base
+
+    def __call__(
+        self, input_tokens, positions, cache, attention_mask, decoder_segment_ids=None, output_hidden_states=False
+    ):
+        return self.base(input_tokens, positions, decoder_segment_ids), None
+
+
+class September(August):
+    """That of a branch of September."""
+
+    def __call__(self, input_tokens, positions, cache, attention_mask, decoder_segment_ids=None, skip_lm_head=False):
+        states = self.base.states(input_tokens, decoder_segment_ids)
+        return (states if skip_lm_head else self.base.logits(states)), None
 
 
 class Role(enum.Enum):
@@ -182,6 +215,42 @@ def test_states_before_the_last_norm_are_not_taken_for_final_ones():
     model = Model()
     hidden = tunix.hidden_states(model, tokens, places, None)
     np.testing.assert_allclose(model.embedder.decode(hidden), model(tokens, places, None, None)[0], rtol=1e-6)
-    with pytest.raises(TypeError, match=r"model: got Adapter without a final_norm, expected one of tunix\.models"):
-        tunix.hidden_states(Adapter(), tokens, places, None)
+    with pytest.raises(TypeError, match=r"model: got Unknown without a final_norm, expected one of tunix\.models"):
+        tunix.hidden_states(Unknown(), tokens, places, None)
     assert jax.tree.leaves(nnx.state(model))
+
+
+@pytest.mark.parametrize("adapter", [August, September])
+@pytest.mark.parametrize("tied", [False, True], ids=["logits_dense", "tied"])
+def test_maxtexts_adapter(adapter, tied):
+    """Values and gradients are those of the logits, whose product is not in the compiled program."""
+    graph, params = nnx.split(adapter(MaxText(logits_via_embedding=tied)))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(1, 32, (2, 6)))
+    segments = jnp.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 0]])
+    targets = jnp.roll(tokens, -1, axis=1)
+
+    def ours(params):
+        model = nnx.merge(graph, params)
+        hidden = tunix.hidden_states(model, tokens, segments, None, segments)
+        return log_probs_from_hidden(hidden, tunix.head_of(model), targets).log_probs.sum()
+
+    def theirs(params):
+        logits, _ = nnx.merge(graph, params)(tokens, segments, None, None, segments)
+        return reference_from_logits(logits, targets).log_probs.sum()
+
+    found, expected = (jax.jit(jax.value_and_grad(f))(params) for f in (ours, theirs))
+    # their gradient of an embedding is rounded to bf16
+    tolerance = {"rtol": 1e-2, "atol": 2e-2} if tied else {"rtol": 1e-4, "atol": 1e-5}
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), found[1], expected[1])
+    made = jax.jit(ours).lower(params).compile().as_text()
+    assert made.count(" dot(") == 2  # the attention and the head's own
+
+
+def test_an_adapter_of_maxtexts_head_is_refused():
+    model = August(MaxText())
+    with pytest.raises(TypeError, match=r"^lora_scale: got 2\.0, expected None for a MaxText model"):
+        tunix.head_of(model, lora_scale=2.0)
+    model.base.decoder.logits_dense.kernel_lora_a = nnx.LoRAParam(jnp.ones((8, 2)))
+    with pytest.raises(TypeError, match=r"logits_dense: got kernel_lora_a, expected a head without an adapter"):
+        tunix.head_of(model)
