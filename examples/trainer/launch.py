@@ -83,18 +83,20 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
 def _blame(running: Sequence[subprocess.Popen[bytes]], ended: Sequence[int | None]) -> int:
     """Names the process that failed, or that the others waited for; returns the exit code of the run.
 
-    Where several had ended when they were first looked at, nothing tells which was first: all are named.
+    First one that a signal ended. But JAX aborts a process that waits for another, which one that refuses an argument
+    or a file (exit code 2) never does. Where several had failed when they were first looked at, all are named.
     """
     time.sleep(_SETTLE_S)
     statuses = {i: process.poll() or 0 for i, process in enumerate(running)}
-    failed = min(statuses, key=lambda i: (statuses[i] >= 0, not ended[i]))
+    order = {-signal.SIGABRT: 2, 2: 1}
+    failed = min(statuses, key=lambda i: (order.get(statuses[i], 0 if statuses[i] < 0 else 3), not ended[i]))
     status = statuses[failed]
     how = f"exit code {status}" if status > 0 else signal.Signals(-status).name
     alike = [str(i) for i, code in enumerate(ended) if status > 0 and code == status] or [str(failed)]
+    whose = f"process {alike[0]}" if len(alike) == 1 else f"processes {', '.join(alike)}"
     rest = "the others are ended"
     for i, process in enumerate(running):
         if process.poll() is None and _is_stopped(process):  # JAX ends the others, which have done nothing wrong
             rest = f"process {i} (pid {process.pid}) is stopped and was not heard of"
-    whose = f"process {alike[0]}" if len(alike) == 1 else f"processes {', '.join(alike)}"
     print(f"{whose} of {len(running)} ended with {how}; {rest}", file=sys.stderr)
     return status if status > 0 else 128 - status
