@@ -44,7 +44,8 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
 
     Returns:
       0, or an exit code. If a signal ended a process, it is 128 plus the signal's number, since the others then fail
-      because that process is gone. Otherwise it is the exit code of the first process that failed.
+      because that process is gone. Otherwise it is the exit code of the first process that failed. It is 2 where one
+      refused an argument or a file and JAX aborted another for want of it.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -83,17 +84,22 @@ def start(module: str, arguments: Sequence[str], args: argparse.Namespace) -> in
 def _blame(running: Sequence[subprocess.Popen[bytes]], ended: Sequence[int | None]) -> int:
     """Names the process that failed, or that the others waited for; returns the exit code of the run.
 
-    First one that a signal ended. But JAX aborts a process that waits for another, which one that refuses an argument
-    or a file (exit code 2) never does. Where several had failed when they were first looked at, all are named.
+    That is one that a signal ended, if there is one. But JAX aborts a process that waits for one that is gone, so one
+    that refused an argument or a file (exit code 2) is named before one that was aborted. Where several had ended with
+    the same exit code before the first look at them, nothing tells which was first: all are named.
+
+    Args:
+      running: the processes.
+      ended: what each had ended with at the first look, None where it had not.
     """
     time.sleep(_SETTLE_S)
     statuses = {i: process.poll() or 0 for i, process in enumerate(running)}
-    order = {-signal.SIGABRT: 2, 2: 1}
-    failed = min(statuses, key=lambda i: (order.get(statuses[i], 0 if statuses[i] < 0 else 3), not ended[i]))
+    rank = {2: 1, -signal.SIGABRT: 2}
+    failed = min(statuses, key=lambda i: (rank.get(statuses[i], 0 if statuses[i] < 0 else 3), not ended[i]))
     status = statuses[failed]
     how = f"exit code {status}" if status > 0 else signal.Signals(-status).name
-    alike = [str(i) for i, code in enumerate(ended) if status > 0 and code == status] or [str(failed)]
-    whose = f"process {alike[0]}" if len(alike) == 1 else f"processes {', '.join(alike)}"
+    alike = [i for i, code in enumerate(ended) if code == status > 0] or [failed]
+    whose = f"process {failed}" if len(alike) == 1 else f"processes {', '.join(map(str, alike))}"
     rest = "the others are ended"
     for i, process in enumerate(running):
         if process.poll() is None and _is_stopped(process):  # JAX ends the others, which have done nothing wrong

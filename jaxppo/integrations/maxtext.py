@@ -118,16 +118,15 @@ def head_of(model: Any) -> Head:
       TypeError: weights that are quantised, a bias, an adapter.
     """
     config = model.config
+    name = "token_embedder" if config.logits_via_embedding else "decoder.logits_dense"
+    of_head = model.token_embedder if config.logits_via_embedding else model.decoder.logits_dense
+    if adapters := [attribute for attribute in vars(of_head) if "lora" in attribute]:
+        raise TypeError(f"model.{name}: got {', '.join(adapters)}, expected a head without an adapter")
     if not config.logits_via_embedding:
-        dense = model.decoder.logits_dense
-        if dense.bias is not None:
-            raise TypeError("model.decoder.logits_dense: got a bias, expected none, as MaxText makes it")
-        if adapters := [name for name in vars(dense) if "lora" in name]:
-            raise TypeError(
-                f"model.decoder.logits_dense: got {', '.join(adapters)}, expected a head without an adapter"
-            )
-        return Head.of(dense.kernel, layout="hv", dtype=dense.dtype)
-    table = model.token_embedder.embedding
+        if of_head.bias is not None:
+            raise TypeError(f"model.{name}: got a bias, expected none, as MaxText makes it")
+        return Head.of(of_head.kernel, layout="hv", dtype=of_head.dtype)
+    table = of_head.embedding
     scale = 1 / math.sqrt(table.shape[-1]) if config.normalize_embedding_logits else 1.0
     softcap = config.final_logits_soft_cap or None
     return Head.of(table, layout="vh", scale=scale, softcap=softcap, dtype=jnp.bfloat16)

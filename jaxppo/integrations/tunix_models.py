@@ -93,23 +93,20 @@ def hidden_states(
 
     taken = _parameters_of_call(model)
     call: dict[str, Any] = {"positions": positions, "cache": None, "attention_mask": attention_mask}
-    name_of_segments = {"segment_ids", "decoder_segment_ids"} & taken
-    if name_of_segments and segment_ids is not None:
-        call[name_of_segments.pop()] = segment_ids
+    if segment_ids is not None:
+        call |= {name: segment_ids for name in ("segment_ids", "decoder_segment_ids") if name in taken}
     if "skip_lm_head" in taken and hasattr(model, "final_norm"):
         hidden: Float[Array, "B T H"] = model(tokens, **call, skip_lm_head=True)[0]
         return hidden
     model = nnx.merge(*nnx.split(model))  # the recorded output stays with the copy
     if (base := _maxtext_of(model)) is not None:
         base.decoder.decoder_norm = Noting(base.decoder.decoder_norm)
-        model(tokens, **call)
-        return maxtext.as_head_reads(base, noted[-1])
-    if "skip_lm_head" in taken:
+    elif "skip_lm_head" in taken:
         raise TypeError(
             f"model: got {type(model).__name__} without a final_norm, expected one of tunix.models or MaxText's "
             "adapter: what another model returns for skip_lm_head may be states before its last norm"
         )
-    if "output_hidden_states" in taken:
+    elif "output_hidden_states" in taken:
         call["output_hidden_states"] = True
     elif hasattr(model, "final_norm"):
         model.final_norm = Noting(model.final_norm)
@@ -119,8 +116,9 @@ def hidden_states(
     left = nnx.to_flat_state(nnx.pop(model, nnx.Intermediate))
     found = noted or [jax.tree.leaves(value)[-1] for path, value in left if _SOWN in path]
     if not found:
-        raise TypeError(f"model: got {type(model).__name__}, which leaves no {_SOWN}, expected a model of Tunix's")
-    return found[-1]
+        gives = f"whose call gives neither the output of a last norm nor {_SOWN}"
+        raise TypeError(f"model: got {type(model).__name__}, {gives}, expected a model of Tunix's")
+    return found[-1] if base is None else maxtext.as_head_reads(base, found[-1])
 
 
 def _maxtext_of(model: Any) -> Any:

@@ -227,15 +227,16 @@ def test_maxtexts_adapter(adapter, tied):
     graph, params = nnx.split(adapter(MaxText(logits_via_embedding=tied)))
     tokens = jnp.asarray(np.random.default_rng(0).integers(1, 32, (2, 6)))
     segments = jnp.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 0]])
+    positions = jnp.array([[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 0]])
     targets = jnp.roll(tokens, -1, axis=1)
 
     def ours(params):
         model = nnx.merge(graph, params)
-        hidden = tunix.hidden_states(model, tokens, segments, None, segments)
+        hidden = tunix.hidden_states(model, tokens, positions, None, segments)
         return log_probs_from_hidden(hidden, tunix.head_of(model), targets).log_probs.sum()
 
     def theirs(params):
-        logits, _ = nnx.merge(graph, params)(tokens, segments, None, None, segments)
+        logits, _ = nnx.merge(graph, params)(tokens, positions, None, None, segments)
         return reference_from_logits(logits, targets).log_probs.sum()
 
     found, expected = (jax.jit(jax.value_and_grad(f))(params) for f in (ours, theirs))
@@ -247,10 +248,29 @@ def test_maxtexts_adapter(adapter, tied):
     assert made.count(" dot(") == 2  # the attention and the head's own
 
 
-def test_an_adapter_of_maxtexts_head_is_refused():
+def test_maxtexts_hidden_states_are_in_the_dtype_of_its_head():
     model = August(MaxText())
+    model.base.decoder.logits_dense.dtype = jnp.bfloat16
+    ids = jnp.ones((1, 4), jnp.int32)
+    assert tunix.hidden_states(model, ids, ids, None, ids).dtype == jnp.bfloat16
+    assert isinstance(model.base.decoder.decoder_norm, nnx.RMSNorm)  # only the copy records
+
+
+def test_a_maxtext_model_that_does_not_call_its_last_norm():
+    """As with `num_vocab_tiling` above 1."""
+    model = August(MaxText())
+    model.base.logits = lambda states: None
+    ids = jnp.ones((1, 4), jnp.int32)
+    with pytest.raises(TypeError, match="model: got August, whose call gives neither the output of a last norm nor"):
+        tunix.hidden_states(model, ids, ids, None, ids)
+
+
+@pytest.mark.parametrize(("tied", "name"), [(False, "decoder.logits_dense"), (True, "token_embedder")])
+def test_an_adapter_of_maxtexts_head_is_refused(tied, name):
+    model = August(MaxText(logits_via_embedding=tied))
     with pytest.raises(TypeError, match=r"^lora_scale: got 2\.0, expected None for a MaxText model"):
         tunix.head_of(model, lora_scale=2.0)
-    model.base.decoder.logits_dense.kernel_lora_a = nnx.LoRAParam(jnp.ones((8, 2)))
-    with pytest.raises(TypeError, match=r"logits_dense: got kernel_lora_a, expected a head without an adapter"):
+    of_head = model.base.token_embedder if tied else model.base.decoder.logits_dense
+    of_head.kernel_lora_a = nnx.LoRAParam(jnp.ones((8, 2)))
+    with pytest.raises(TypeError, match=rf"^model\.{name}: got kernel_lora_a, expected a head without an adapter"):
         tunix.head_of(model)
