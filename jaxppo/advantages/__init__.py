@@ -3,19 +3,18 @@
 from jaxppo.advantages.filters import accepted_samples, drop_equal_groups, overlong_penalty
 from jaxppo.advantages.gigpo import gigpo, state_groups, step_returns
 from jaxppo.advantages.groups import dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
-from jaxppo.advantages.last_values import last_values
 from jaxppo.advantages.optimal_baseline import optimal_token_baseline
 from jaxppo.advantages.pass_rates import pass_rates
-from jaxppo.advantages.process import process_grpo
 from jaxppo.advantages.returns import (
     discounted_returns,
     gae,
-    on_policy_distillation,
+    last_values,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     token_rewards,
 )
 from jaxppo.advantages.scaled import gdpo, maxrl, standardize
+from jaxppo.advantages.spans import on_policy_distillation
 from jaxppo.advantages.token_statistics import explained_variance, spread, whiten
 
 __all__ = [
@@ -37,7 +36,6 @@ __all__ = [
     "overlong_penalty",
     "pass_at_k",
     "pass_rates",
-    "process_grpo",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,43 +14,28 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.advantages.token_statistics import check_segments
-from jaxppo.base.arrays import Coefficient, as_number, check, check_array, check_choice, check_flag, check_ids, spec_of
+from jaxppo.advantages.token_statistics import Parallel
+from jaxppo.base.arrays import as_number, check, check_array, check_choice, check_flag, check_ids, spec_of
 from jaxppo.base.by_id import ById
 from jaxppo.base.stacked import check_whole_step
-from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call
 
-Parallel = ParallelMesh | ShardAxes | None
 Singletons = Literal["zero", "reward"]
-SAMPLES = ("rewards", "group_ids", "among", "rollout_ids")
-FLAGS = {"scale_by_std", "leave_one_out", "unbiased"}
+Found = TypeVar("Found")
 Moments = tuple[Float[Array, " N"], Float[Array, " N"], Float[Array, " N"]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The rewards of all devices' N samples by group; per-shard code.
+    """The rewards of all devices' N samples by group; per-shard code. Statistics are `[N]`, of each sample's group."""
 
-    Statistics are `[N]`, for each sample those of its group. They are over the samples that count, see `of`.
-
-    Args:
-      by_id: the samples by group.
-      rewards: 0 where there is none.
-      there: which samples have a group.
-      rewarded: which samples have a group and a reward.
-      counts: the samples that make the statistics, one of each rollout.
-      first: the first sample of each sample's rollout; None where each sample is one.
-      broken: whether parts of a rollout differ; None where each sample is one.
-    """
-
-    by_id: ById
-    rewards: Float[Array, " N"]
-    there: Bool[Array, " N"]
-    rewarded: Bool[Array, " N"]
-    counts: Bool[Array, " N"]
-    first: Int[Array, " N"] | None
-    broken: Bool[Array, ""] | None
+    by_id: ById  # the samples by group
+    rewards: Float[Array, " N"]  # 0 where there is none
+    there: Bool[Array, " N"]  # which samples have a group
+    rewarded: Bool[Array, " N"]  # which samples have a group and a reward
+    counts: Bool[Array, " N"]  # what makes the statistics: the rewarded samples that are `among`, one of each rollout
+    first: Int[Array, " N"] | None = None  # the first sample of each sample's rollout; None where each sample is one
+    broken: Bool[Array, ""] | None = None  # whether parts of a rollout differ; None where each sample is one
 
     @classmethod
     def of(
@@ -61,13 +46,12 @@ class Groups:
         among: Bool[Array, "*K R S"] | None,
         rollout_ids: Int[Array, "*K R S"] | None,
     ) -> Groups:
-        """The groups of all devices' samples. A sample counts if it has a reward and is `among`; a rollout, once."""
         by_id = ById.of(axes, group_ids)
         given = by_id.gather(rewards.astype(jnp.float32))
         there = by_id.gather(by_id.there.astype(jnp.int32)) > 0
         rewarded = there & ~jnp.isnan(given)
         counts = rewarded if among is None else rewarded & (by_id.gather(among.astype(jnp.int32)) > 0)
-        found = cls(by_id, jnp.where(rewarded, given, 0), there, rewarded, counts, None, None)
+        found = cls(by_id, jnp.where(rewarded, given, 0), there, rewarded, counts)
         if rollout_ids is None:
             return found
         rollouts = ById.of(axes, rollout_ids)
@@ -88,10 +72,9 @@ class Groups:
 
     def mean_of(self, x: Float[Array, " N"], weights: Float[Array, " N"] | None = None) -> Float[Array, " N"]:
         """The mean, as the largest value plus the mean difference: exact where all are equal; 0 where none counts."""
-        largest = jnp.where(self.count > 0, self.max(x), 0)
-        total = self.count if weights is None else self.sum(weights)
-        difference = x - largest if weights is None else (x - largest) * weights
-        return largest + self.sum(difference) / jnp.where(total == 0, 1, total)
+        weights = jnp.ones_like(x) if weights is None else weights
+        largest, total = jnp.where(self.count > 0, self.max(x), 0), self.sum(weights)
+        return largest + self.sum((x - largest) * weights) / jnp.where(total == 0, 1, total)
 
     @functools.cached_property
     def count(self) -> Float[Array, " N"]:
@@ -143,13 +126,19 @@ class Groups:
         order = jnp.argsort(self.by_id.all)
         ids, rewards, counts = self.by_id.all[order], self.rewards[order], self.counts[order].astype(jnp.float32)
         changes, edge = ids[1:] != ids[:-1], jnp.ones_like(ids[:1], bool)
-        first, last = jnp.concatenate([edge, changes]), jnp.concatenate([changes, edge])
-        each: Moments = (counts, rewards * counts, jnp.zeros_like(rewards))
-        through, back = (_running(each, first, reverse=False), _running(each, last, reverse=True))
-        before = jax.tree.map(lambda x: jnp.where(first, 0, jnp.roll(x, 1)), through)
-        after = jax.tree.map(lambda x: jnp.where(last, 0, jnp.roll(x, -1)), back)
-        count, mean, squares = (jnp.zeros_like(x).at[order].set(x, unique_indices=True) for x in _merged(before, after))
-        return count, mean, squares
+        each = (counts, rewards * counts, jnp.zeros_like(rewards))
+
+        def step(x: tuple[jax.Array, Moments], y: tuple[jax.Array, Moments]) -> tuple[jax.Array, Moments]:
+            return x[0] | y[0], jax.tree.map(lambda own, both: jnp.where(y[0], own, both), y[1], _merged(x[1], y[1]))
+
+        def beside(starts: jax.Array, reverse: bool) -> Moments:
+            """The moments of the samples before each one, or behind it, back to the group's start or end."""
+            through = lax.associative_scan(step, (starts, each), reverse=reverse)[1]
+            return jax.tree.map(lambda x: jnp.where(starts, 0, jnp.roll(x, -1 if reverse else 1)), through)
+
+        before = beside(jnp.concatenate([edge, changes]), reverse=False)
+        after = beside(jnp.concatenate([changes, edge]), reverse=True)
+        return jax.tree.map(lambda x: jnp.zeros_like(x).at[order].set(x, unique_indices=True), _merged(before, after))
 
 
 def scale_of(deviation: Float[Array, " N"], epsilon: Float[Array, ""]) -> Float[Array, " N"]:
@@ -164,101 +153,73 @@ def _merged(x: Moments, y: Moments) -> Moments:
     return count, x[1] + apart * share, x[2] + y[2] + apart**2 * x[0] * share
 
 
-def _running(each: Moments, starts: Bool[Array, " N"], *, reverse: bool) -> Moments:
-    """Running moments, up to and including each sample, that begin anew at each start."""
-
-    def step(x: tuple[jax.Array, Moments], y: tuple[jax.Array, Moments]) -> tuple[jax.Array, Moments]:
-        together = jax.tree.map(lambda own, both: jnp.where(y[0], own, both), y[1], _merged(x[1], y[1]))
-        return x[0] | y[0], together
-
-    found: Moments = lax.associative_scan(step, (starts, each), reverse=reverse)[1]
-    return found
-
-
 def by_group(
     name: str,
-    formula: Callable[..., jax.Array],
+    formula: Callable[..., Found],
     parallel: Parallel,
-    samples: Sequence[Any],
+    samples: tuple[Any, Any, Any, Any],
     *,
-    lengths: Float[Array, "*K R S"] | None = None,
-    epsilon: Coefficient | None = None,
+    lengths: Any = None,
+    out: P | None = None,
     **options: Any,
-) -> Float[Array, "*K R S"]:
-    """formula(groups, lengths=, epsilon=, **options) of every sample, 0 where it has no reward; without what is None.
+) -> Found:
+    """formula(groups, **options), `[N]`: each sample gets its own, 0 without a reward. Metrics need `out=P()`.
 
-    Args:
-      name: the estimator's name.
-      formula: takes `Groups` and returns `[N]`.
-      parallel: the mesh.
-      samples: rewards, group_ids, among and rollout_ids, as `grpo` takes them; unchecked.
-      lengths: a number of each sample; those of a rollout are summed.
-      epsilon: unchecked; may be traced.
-      **options: static; flags and `singletons` are unchecked.
+    All that several estimators take is checked here: `samples` (rewards, group_ids, among, rollout_ids), flags,
+    `singletons` and `epsilon`. The `lengths` of a rollout are summed. Options that are arrays may be traced.
     """
-    check_samples_of(name, *samples, lengths=lengths)
+    arrays = dict(zip(("rewards", "group_ids", "among", "rollout_ids"), samples, strict=True)) | {"lengths": lengths}
+    _check_samples(name, arrays)
     check_whole_step(name)
-    for what in FLAGS & options.keys():
+    for what in {"scale_by_std", "leave_one_out", "unbiased"} & options.keys():
         check_flag(what, options[what])
     if "singletons" in options:
         check_choice("singletons", options["singletons"], Singletons)
-    epsilon = None if epsilon is None else as_number("epsilon", epsilon, least=0)
-    args = dict(zip((*SAMPLES, "lengths", "epsilon"), (*samples, lengths, epsilon), strict=True))
+    if "epsilon" in options:
+        options["epsilon"] = as_number("epsilon", options["epsilon"], least=0)
+    numbers = {what: x for what, x in options.items() if isinstance(x, jax.Array)}
 
     def specs(p: ParallelMesh) -> tuple[list[P], P]:
-        rows = spec_of(p.rows_spec, samples[0])
-        return [*[rows] * 5, P()], rows
+        rows = spec_of(p.rows_spec, arrays["rewards"])
+        return [*[rows] * len(arrays), P()], rows if out is None else out
 
-    static = (formula, tuple(options.items()))
-    found: Float[Array, "*K R S"] = shard_call(name, _per_shard, parallel, args, specs, static)
-    return found
+    static = formula, tuple((what, x) for what, x in options.items() if what not in numbers)
+    return shard_call(name, _per_shard, parallel, {**arrays, "numbers": numbers}, specs, static)
 
 
 def _per_shard(
     axes: ShardAxes,
-    static: tuple[Callable[..., jax.Array], tuple[tuple[str, Any], ...]],
+    static: tuple[Callable[..., Any], tuple[tuple[str, Any], ...]],
     rewards: jax.Array,
     group_ids: jax.Array,
     among: jax.Array | None,
     rollout_ids: jax.Array | None,
     lengths: jax.Array | None,
-    epsilon: jax.Array | None,
-) -> jax.Array:
+    numbers: dict[str, jax.Array],
+) -> Any:
     formula, options = static
     groups = Groups.of(axes, rewards, group_ids, among, rollout_ids)
-    more = {"lengths": None if lengths is None else groups.of_rollouts(lengths), "epsilon": epsilon}
-    given = {name: x for name, x in more.items() if x is not None}
-    return lax.stop_gradient(groups.own(formula(groups, **given, **dict(options))))
+    of_rollouts = {} if lengths is None else {"lengths": groups.of_rollouts(lengths)}
+    found = formula(groups, **of_rollouts, **numbers, **dict(options))
+    return lax.stop_gradient(groups.own(found) if isinstance(found, jax.Array) else found)
 
 
-def check_samples_of(
-    name: str, rewards: Any, group_ids: Any, among: Any = None, rollout_ids: Any = None, **more: Any
-) -> None:
+def _check_samples(name: str, arrays: Mapping[str, Any]) -> None:
     """Raises where arrays of samples have other shapes or dtypes, or, as far as this host sees, parts that differ."""
-    for what, x in {"rewards": rewards, "group_ids": group_ids}.items():
-        if x is None:
+    rewards = arrays["rewards"]
+    for what, x in arrays.items():
+        if x is None and what in ("rewards", "group_ids"):
             raise ValueError(f"{what}: got None in {name}, expected [R, S]; give every Sample its {what[:-1]}")
-    check_array("rewards", rewards)
-    if rewards.ndim not in (2, 3) or not jnp.issubdtype(rewards.dtype, jnp.floating):
-        got = f"{rewards.dtype}{list(rewards.shape)} in {name}"
-        raise ValueError(f"rewards: got {got}, expected floating [R, S], or [K, R, S]")
-    optional = {"among": among, "rollout_ids": rollout_ids, **more}
-    given = {"group_ids": group_ids, **{what: x for what, x in optional.items() if x is not None}}
-    for what, x in given.items():
+        if x is None:
+            continue
         check_ids(what, x) if what.endswith("_ids") else check_array(what, x)
+        if rewards.ndim not in (2, 3):
+            got = f"{rewards.dtype}{list(rewards.shape)} in {name}"
+            raise ValueError(f"rewards: got {got}, expected floating [R, S], or [K, R, S]")
         if x.shape != rewards.shape:
             raise ValueError(f"{what}: got shape {x.shape} in {name}, expected that of rewards, {rewards.shape}")
-    if rollout_ids is not None:
-        _check_parts(rollout_ids, {"rewards": rewards, "group_ids": group_ids, "among": among})
-
-
-def check_members(batch: RolloutBatch, group_ids: Any, among: Any) -> dict[str, Any]:
-    """Both, as arguments of a per-shard function; raises where they do not fit the batch."""
-    check_segments(batch, group_ids=group_ids)
-    check_ids("group_ids", group_ids)
-    if among is not None:
-        check_segments(batch, among=among)
-    return {"group_ids": group_ids, "among": among}
+    if arrays["rollout_ids"] is not None:
+        _check_parts(arrays["rollout_ids"], {what: arrays[what] for what in ("rewards", "group_ids", "among")})
 
 
 def _check_parts(rollout_ids: Any, given: Mapping[str, Any]) -> None:

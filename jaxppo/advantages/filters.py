@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Num
 
-from jaxppo.advantages.token_statistics import Parallel, check_tokens
+from jaxppo.advantages.token_statistics import Parallel, on_rows
 from jaxppo.base.arrays import check, check_array, check_flag, check_number, is_nan, needed
 from jaxppo.base.stacked import of_rows
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.samples import Sample, check_samples
 from jaxppo.policy.off_policy import OffPolicyConfig, correction
-from jaxppo.sharding import ShardAxes, shard_call
+from jaxppo.sharding import ShardAxes
 
 
 def overlong_penalty(
@@ -90,17 +90,14 @@ def drop_equal_groups(samples: Sequence[Sample], *, keep_lone: bool = False, tol
     check_samples(samples)
     check_number("tolerance", tolerance, least=0)
     check("samples", "no reward", any(s.reward is not None for s in samples), "samples with rewards")
-    rewards: dict[int, dict[tuple[str, int], np.float32]] = defaultdict(dict)
+    rewards: dict[int, dict[Hashable, np.float32]] = defaultdict(dict)
     for i, s in enumerate(samples):
         group = needed(f"samples[{i}].group_id", s.group_id, "one for every sample")
         if s.reward is not None and not is_nan(s.reward):
-            rollout = ("sample", i) if s.rollout_id is None else ("rollout", int(s.rollout_id))
+            rollout: Hashable = (i,) if s.rollout_id is None else int(s.rollout_id)
             rewards[int(group)][rollout] = np.float32(s.reward)
-
-    def is_kept(found: Collection[np.float32]) -> bool:
-        return bool(max(found) - min(found) > np.float32(tolerance)) or (keep_lone and len(found) == 1)
-
-    kept = {group for group, found in rewards.items() if is_kept(found.values())}
+    spreads = {group: np.ptp(list(found.values())) for group, found in rewards.items()}
+    kept = {g for g, x in spreads.items() if x > np.float32(tolerance) or (keep_lone and len(rewards[g]) == 1)}
     return [s for s in samples if s.group_id in kept]
 
 
@@ -132,26 +129,17 @@ def accepted_samples(
       >>> accepted_samples(batch, OffPolicyConfig(rejections=(Rejection("seq_min_k1", low=0.01),)))
       Array([[ True, False]], dtype=bool)
     """
-    batch = check_tokens(batch)
     if not isinstance(config, OffPolicyConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected OffPolicyConfig")
-    for name in {"old" if name == "current" else name for name in config.policies}:
-        needed(f"batch.{name}_log_probs", getattr(batch, f"{name}_log_probs"))
     config = dataclasses.replace(config, opsm_delta=None, batch_normalize=False)
-    found: Bool[Array, "*K R S"] = shard_call(
-        "accepted_samples",
-        _accepted_samples,
-        parallel,
-        {"batch": batch},
-        lambda p: ([batch.specs(p)], batch.specs(p).sample_ids),
-        config,
-    )
-    return found
+    return on_rows("accepted_samples", _accepted_samples, parallel, batch, {}, static=config, of_samples=True)
 
 
 @of_rows
 def _accepted_samples(axes: ShardAxes, config: OffPolicyConfig, batch: RolloutBatch) -> jax.Array:
     segments, mask, old = batch.segments(axes), batch.loss_mask, batch.old_log_probs
+    for name in {"old" if name == "current" else name for name in config.policies}:
+        needed(f"batch.{name}_log_probs", getattr(batch, f"{name}_log_probs"))
     policies = {"current": old, "old": old, "rollout": batch.rollout_log_probs}
     weights, _ = correction(policies, jnp.zeros_like(mask), mask, segments, config)
     return segments.sum((weights > 0).astype(jnp.float32)) > 0

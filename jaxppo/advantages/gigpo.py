@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.advantages.by_group import Parallel, Singletons
+from jaxppo.advantages.by_group import Singletons
 from jaxppo.advantages.groups import grpo
-from jaxppo.base.arrays import Coefficient, check_array, check_ids, check_number
+from jaxppo.advantages.token_statistics import Parallel
+from jaxppo.base.arrays import Coefficient, check, check_alike, check_ids, check_number
 
 
 def gigpo(
@@ -37,21 +38,16 @@ def gigpo(
     Args:
       rewards: `f32[R, S]`, of the whole trajectory, equal for its steps; or `[K, R, S]` of a stacked step, like all.
       returns: of the step itself, see `step_returns`.
-      group_ids: equal for the samples of one prompt.
       state_ids: equal for the steps that were taken from one state of one prompt, -1 for a step that is compared with
         none; see `state_groups`.
-      among, rollout_ids: see `grpo`.
+      group_ids, among, rollout_ids, parallel: see `grpo`.
       step_coef: the weight of the second part.
       scale_by_std: divide both parts by their group's deviation.
       epsilon: added to the deviation.
       singletons: what a sample that is alone in its prompt's group gets from the first part, see `grpo`.
-      parallel: the mesh.
 
     Returns:
-      `f32`, the shape of rewards; `spread` puts them on tokens.
-
-    Raises:
-      ValueError, TypeError: as `grpo`.
+      As `grpo`.
 
     Example:
       >>> prompts, states = jnp.array([[7, 7, 7, 7]]), jnp.array([[0, 1, 0, 2]])
@@ -64,11 +60,8 @@ def gigpo(
     check_number("step_coef", step_coef)
     both: dict[str, Any] = {"scale_by_std": scale_by_std, "epsilon": epsilon, "among": among, "parallel": parallel}
     whole = grpo(rewards, group_ids, rollout_ids=rollout_ids, singletons=singletons, **both)
-    check_array("returns", returns)
+    check_alike({"rewards": rewards, "returns": returns, "state_ids": state_ids})
     check_ids("state_ids", state_ids)
-    for name, x in (("returns", returns), ("state_ids", state_ids)):
-        if x.shape != rewards.shape:
-            raise ValueError(f"{name}: got shape {x.shape}, expected that of rewards, {rewards.shape}")
     return whole + jnp.float32(step_coef) * grpo(returns, state_ids, **both)
 
 
@@ -90,7 +83,6 @@ def state_groups(group_ids: Sequence[int], states: Sequence[Hashable | None]) ->
       ValueError: lists of unequal lengths.
 
     Example:
-      >>> from jaxppo.advantages import state_groups
       >>> state_groups([7, 7, 8, 7], ["a", "b", "a", "a"]).tolist()
       [0, 1, 2, 0]
     """
@@ -118,7 +110,6 @@ def step_returns(
       ValueError: lists of unequal lengths, a gamma outside [0, 1].
 
     Example:
-      >>> from jaxppo.advantages import step_returns
       >>> step_returns([0.0, 5.0, 1.0], [3, 4, 3], gamma=0.5).tolist()
       [0.5, 5.0, 1.0]
     """
@@ -139,5 +130,4 @@ def _check_lists(**lists: Sequence[Any]) -> None:
         if isinstance(x, str) or not hasattr(x, "__len__"):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a list with one entry a sample")
     (first, one), (second, other) = lists.items()
-    if len(one) != len(other):
-        raise ValueError(f"{second}: got {len(other)}, expected {len(one)}, one for each of {first}")
+    check(second, len(other), len(one) == len(other), f"{len(one)}, one for each of {first}")

@@ -1,19 +1,18 @@
 """Per-sample advantages that compare the samples of one prompt: the samples with equal `group_ids`.
 
-A group may have any size and may lie on any data shards: a few numbers per sample are gathered over the data axes.
-A step of stacked micro-batches, `[K, R, S]`, is one population: the samples of a group may lie in any of them.
+A group may have any size and lie on any data shards, and in any of the stacked micro-batches of a step, `[K, R, S]`: a
+few numbers per sample are gathered over the data axes.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.advantages.by_group import Groups, Parallel, Singletons, by_group, scale_of
+from jaxppo.advantages.by_group import Groups, Singletons, by_group, scale_of
+from jaxppo.advantages.token_statistics import Parallel
 from jaxppo.base.arrays import Coefficient, as_number, check_alike, check_array
 
 
@@ -30,7 +29,7 @@ def grpo(
 ) -> Float[Array, "*K R S"]:
     """Group-relative advantages: A_i = (r_i - mean_g) / (std_g + epsilon), over the samples of i's own group.
 
-    The standard deviation is over n - 1. Groups may be of unequal size and spread over data shards.
+    The standard deviation is over n - 1.
 
     Args:
       rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step; anything where there is no sample. A
@@ -60,9 +59,8 @@ def grpo(
 
     Shao et al. 2024, DeepSeekMath, https://arxiv.org/abs/2402.03300
     """
-    options: dict[str, Any] = {"scale_by_std": scale_by_std, "singletons": singletons}
     samples = (rewards, group_ids, among, rollout_ids)
-    return by_group("grpo", _grpo, parallel, samples, epsilon=epsilon, **options)
+    return by_group("grpo", _grpo, parallel, samples, scale_by_std=scale_by_std, epsilon=epsilon, singletons=singletons)
 
 
 def _grpo(groups: Groups, *, scale_by_std: bool, epsilon: jax.Array, singletons: Singletons) -> jax.Array:
@@ -95,8 +93,8 @@ def dr_grpo(
 
     Liu et al. 2025, Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783
     """
-    options: dict[str, Any] = {"among": among, "rollout_ids": rollout_ids, "parallel": parallel}
-    return grpo(rewards, group_ids, scale_by_std=False, singletons=singletons, **options)
+    samples = (rewards, group_ids, among, rollout_ids)
+    return by_group("grpo", _grpo, parallel, samples, scale_by_std=False, epsilon=0.0, singletons=singletons)
 
 
 def rloo(
@@ -112,28 +110,23 @@ def rloo(
 ) -> Float[Array, "*K R S"]:
     """Leave-one-out advantages: A_i = r_i - mean of the others of the group = n / (n - 1) * (r_i - mean_g).
 
-    With `scale_by_std` they are divided by the deviation of the others (over n - 2), A_i / (std + epsilon). Where the
-    others are a single sample or equal, A_i is not scaled (NeMo-RL).
-
     Args:
       rewards, group_ids, among, rollout_ids, singletons, parallel: see `grpo`.
-      scale_by_std: divide by the deviation of the others.
+      scale_by_std: A_i / (std + epsilon), with the deviation of the others (over n - 2). Where the others are a single
+        sample or equal, A_i is not scaled (NeMo-RL).
       epsilon: added to the deviation.
 
     Returns:
       As `grpo`.
 
     Example:
-      >>> rloo(jnp.array([[1.0, 0.0, 0.5]]), jnp.array([[7, 7, 8]]))
-      Array([[ 1., -1.,  0.]], dtype=float32)
       >>> rloo(jnp.array([[1.0, 0.0, 0.0]]), jnp.array([[7, 7, 7]]), scale_by_std=True).round(3)
       Array([[ 1.   , -0.707, -0.707]], dtype=float32)
 
     Ahmadian et al. 2024, Back to Basics, https://arxiv.org/abs/2402.14740; the scale: NeMo-RL alone.
     """
-    options: dict[str, Any] = {"scale_by_std": scale_by_std, "singletons": singletons}
     samples = (rewards, group_ids, among, rollout_ids)
-    return by_group("rloo", _rloo, parallel, samples, epsilon=epsilon, **options)
+    return by_group("rloo", _rloo, parallel, samples, scale_by_std=scale_by_std, epsilon=epsilon, singletons=singletons)
 
 
 def _rloo(groups: Groups, *, scale_by_std: bool, epsilon: jax.Array, singletons: Singletons) -> jax.Array:
@@ -162,10 +155,7 @@ def opo(
         ...)`. The length of a rollout is the sum of its parts'.
 
     Returns:
-      `f32`, the shape of rewards, 0 where there is no sample, and in groups of several samples without a loss token.
-
-    Raises:
-      ValueError, TypeError: as `grpo`; lengths of another shape.
+      As `grpo`; 0 also in groups of several samples without a loss token.
 
     Example:
       >>> opo(jnp.array([[1.0, 0.0]]), jnp.array([[7, 7]]), jnp.array([[1.0, 3.0]]))
@@ -202,8 +192,7 @@ def pass_at_k(
       epsilon: added to the deviation.
 
     Returns:
-      `f32`, the shape of rewards, 0 where there is no sample, where two samples share the best reward, in groups of
-      one, and outside of `among`.
+      As `grpo`; 0 also where two samples share the best reward, in groups of one, and outside of `among`.
 
     Example:
       >>> pass_at_k(jnp.array([[1.0, 0.0, 0.25]]), jnp.array([[7, 7, 7]]), scale_by_std=False)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.advantages.by_group import Parallel, Singletons, check_members
-from jaxppo.advantages.token_statistics import check_tokens
-from jaxppo.base.arrays import Coefficient, as_number, check_choice, masked, sound, spec_of
+from jaxppo.advantages.by_group import Singletons
+from jaxppo.advantages.token_statistics import Parallel, on_rows
+from jaxppo.base.arrays import Coefficient, as_number, check_choice, check_ids, masked, sound
 from jaxppo.base.by_id import ById
 from jaxppo.base.stacked import check_whole_step, of_rows
 from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
 from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
-from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, scan_shard, shard_call, vary
+from jaxppo.sharding import Segments, ShardAxes, scan_shard, vary
 
 Place = Literal["position", "loss_token"]
 
@@ -42,22 +42,19 @@ def optimal_token_baseline(
     w_u^2 (1 - 2 p_u + sum p^2) over its loss tokens u up to t. Sums are over the samples of the group with a loss token
     at t. A place that no other sample of the group reaches has no baseline.
 
-    Each device holds the sums in two tables of `[tokens of the step / 2]`, together 4 bytes for each token of the step.
-    They are summed over all devices once. Everything else costs a few numbers for each row.
+    Each device holds the sums in two tables of `[tokens of the step / 2]`, which are summed over all devices once.
 
     Args:
       returns: `f32[R, T]`, G, see `discounted_returns`; anything where the mask is 0.
       stats: log-probs p of the tokens and `sum_p2`, `[R, T]`, before the step: `compute_log_probs` of
         `log_probs_from_hidden(..., logit_stats=("sum_p2",))`.
-      group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
-      among: `bool[R, S]`, the samples that the sums are over, see `grpo`; all by default.
-      batch: `[R, T]`, or a stacked step `[K, R, T]`; only its sequences and loss mask are read.
+      group_ids, among: see `grpo`.
+      batch, parallel: see `spread`.
       place: how t counts: "position" counts all tokens from a sample's first loss token on; "loss_token" counts loss
         tokens alone, so tokens that tools wrote count no place (verl's form for tool-integrated reasoning).
       weights: w, `f32[R, T]`, importance weights over the sampler, or 1.
       singletons: the advantage at a place that no other sample reaches: its own return, "reward" (verl), or "zero".
       epsilon: added to the sum of W, at least 0.
-      parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
       `f32`, the shape of the loss mask, 0 where the mask is 0, and in samples without a group.
@@ -77,21 +74,16 @@ def optimal_token_baseline(
     """
     check_choice("place", place, Place)
     check_choice("singletons", singletons, Singletons)
-    batch = check_tokens(batch, {"returns": returns}, weights=weights)
+    batch = checked(batch, stacked=True)
     check_stats(stats, batch.loss_mask.shape, "sum_p2", how="log_probs_from_hidden(logit_stats=['sum_p2'])")
-    of_tokens = {"returns": returns, "stats.log_probs": stats.log_probs, "stats.sum_p2": stats.sum_p2}
-    of_samples = check_members(batch, group_ids, among)
-    check_whole_step("optimal_token_baseline", batch)
-    args = {**of_tokens, "weights": weights, **of_samples, "batch": batch}
-    args["epsilon"] = as_number("epsilon", epsilon, least=0)
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        of, rows = batch.specs(p), spec_of(p.rows_spec, group_ids)
-        return [*[of.loss_mask] * 4, rows, rows, of, P()], of.loss_mask
-
-    static = (place, singletons)
-    found: Float[Array, "*K R T"] = shard_call("optimal_token_baseline", _per_shard, parallel, args, specs, static)
-    return found
+    check_ids("group_ids", group_ids)
+    name, static = "optimal_token_baseline", (place, singletons)
+    check_whole_step(name, batch)
+    of_stats = {"stats.log_probs": stats.log_probs, "stats.sum_p2": stats.sum_p2}
+    tokens = {"returns": returns, **of_stats, "weights": weights}
+    samples, numbers = {"group_ids": group_ids, "among": among}, {"epsilon": as_number("epsilon", epsilon, least=0)}
+    given = (tokens, samples, numbers)
+    return on_rows(name, _per_shard, parallel, batch, *given, optional=["weights", "among"], static=static)
 
 
 @of_rows
@@ -104,18 +96,21 @@ def _per_shard(
     weights: jax.Array | None,
     group_ids: jax.Array,
     among: jax.Array | None,
-    batch: RolloutBatch,
     epsilon: jax.Array,
+    batch: RolloutBatch,
 ) -> jax.Array:
     place, singletons = static
     segments, by_id = batch.segments(axes), ById.of(axes, group_ids)
     counts = (batch.loss_mask > 0) & (segments.spread(by_id.there.astype(jnp.int32)) > 0)
     mask = counts.astype(jnp.float32)
     returns = masked(returns, mask)
-    energy = _energy(masked(sound("log_probs", log_probs), mask), masked(sum_p2, mask))
+    log_probs = masked(sound("log_probs", log_probs), mask)
+    # 1 - 2 p + sum p^2, as (1 - p)^2 and what the other tokens add: no rounding makes it negative
+    energy = jnp.expm1(log_probs) ** 2 + jnp.maximum(masked(sum_p2, mask) - jnp.exp(2 * log_probs), 0)
     energy = energy if weights is None else energy * masked(weights, mask) ** 2
     upto = _sums_upto(axes, batch, jnp.where(counts, energy, 0))
-    at = _places(axes, batch, segments, mask, place)
+    at = _sums_upto(axes, batch, mask) - 1 if place == "loss_token" else _since_first(batch, segments, mask)
+    at = jnp.where(mask > 0, at, 0).astype(jnp.int32)
 
     members = mask if among is None else jnp.where(segments.spread(among.astype(jnp.int32)) > 0, mask, 0)
     lengths = jnp.maximum(segments.max(at.astype(jnp.float32), members) + 1, 0)
@@ -143,8 +138,7 @@ def _per_shard(
 def _shared_places(by_id: ById, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
     """For each group: how many places at least two of its samples reach, and where these places begin in the table.
 
-    The number is the length of the group's second longest sample. The groups follow one another in the table. It has
-    at most half as many places as there are tokens, because each group's longest sample is at least as long.
+    The number is the length of the group's second longest sample, so all are at most half of the tokens.
     """
     each = by_id.gather(lengths)
     longest = by_id.max(each)
@@ -155,21 +149,11 @@ def _shared_places(by_id: ById, lengths: jax.Array) -> tuple[jax.Array, jax.Arra
     return shared, jnp.cumsum(shared, dtype=jnp.int32) - shared
 
 
-def _energy(log_probs: jax.Array, sum_p2: jax.Array) -> jax.Array:
-    """1 - 2 p + sum p^2, as (1 - p)^2 and what the other tokens add: no rounding makes it negative."""
-    others = jnp.maximum(sum_p2 - jnp.exp(2 * log_probs), 0)
-    return jnp.expm1(log_probs) ** 2 + others
-
-
-def _places(axes: ShardAxes, batch: RolloutBatch, segments: Segments, mask: jax.Array, place: Place) -> jax.Array:
-    """The place of each loss token in its sample, from 0."""
-    if place == "loss_token":
-        at = _sums_upto(axes, batch, mask) - 1
-    else:
-        positions = batch.positions.astype(jnp.float32)
-        first = -segments.max(-positions, mask)
-        at = positions - segments.spread(jnp.where(jnp.isfinite(first), first, 0))
-    return jnp.where(mask > 0, at, 0).astype(jnp.int32)
+def _since_first(batch: RolloutBatch, segments: Segments, mask: jax.Array) -> jax.Array:
+    """The number of tokens since the sample's first loss token."""
+    positions = batch.positions.astype(jnp.float32)
+    first = -segments.max(-positions, mask)
+    return positions - segments.spread(jnp.where(jnp.isfinite(first), first, 0))
 
 
 def _sums_upto(axes: ShardAxes, batch: RolloutBatch, x: jax.Array) -> jax.Array:

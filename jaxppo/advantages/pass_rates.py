@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.advantages.by_group import Groups, Parallel, check_samples_of
-from jaxppo.base.arrays import Coefficient, as_number, spec_of
+from jaxppo.advantages.by_group import Groups, by_group
+from jaxppo.advantages.token_statistics import Parallel
+from jaxppo.base.arrays import Coefficient, as_number
 from jaxppo.base.metrics import Metric, Metrics
-from jaxppo.base.stacked import check_whole_step
-from jaxppo.sharding import ShardAxes, shard_call
 
 
 def pass_rates(
@@ -29,11 +27,8 @@ def pass_rates(
     If all samples of a group pass, or none, they have no group advantage.
 
     Args:
-      rewards: `f32[R, S]`, or `[K, R, S]`, the whole step's; NaN for none.
-      group_ids: equal for the samples of one prompt, -1 where there is no sample.
-      among, rollout_ids: see `grpo`; a rollout counts once.
+      rewards, group_ids, among, rollout_ids, parallel: see `grpo`; a rollout counts once.
       at_least: the smallest reward that passes.
-      parallel: the mesh; rows sharded over data.
 
     Returns:
       Metrics. Means over groups: `pass_rate`, the share of a group's samples that pass; `pass_all`, `pass_none` and
@@ -41,34 +36,18 @@ def pass_rates(
       share of those without a reward.
 
     Raises:
-      TypeError: arrays of another dtype.
-      ValueError: shapes that differ, a threshold that is not a number, a single micro-batch of a step.
+      ValueError, TypeError: as `grpo`; a threshold that is not a number.
 
     Example:
       >>> found = advantages.pass_rates(jnp.array([[1.0, 0.0, 1.0]]), jnp.array([[7, 7, 8]]))
       >>> {name: float(x) for name, x in finalize_metrics(found).items()}
       {'no_reward': 0.0, 'pass_all': 0.5, 'pass_none': 0.0, 'pass_rate': 0.75, 'pass_some': 0.5}
     """
-    check_samples_of("pass_rates", rewards, group_ids, among, rollout_ids)
-    check_whole_step("pass_rates")
-    args = {"rewards": rewards, "group_ids": group_ids, "among": among, "rollout_ids": rollout_ids}
-    args |= {"at_least": as_number("at_least", at_least)}
-    found: Metrics = shard_call(
-        "pass_rates", _per_shard, parallel, args, lambda p: ([*[spec_of(p.rows_spec, rewards)] * 4, P()], P())
-    )
-    return found
+    samples = (rewards, group_ids, among, rollout_ids)
+    return by_group("pass_rates", _pass_rates, parallel, samples, out=P(), at_least=as_number("at_least", at_least))
 
 
-def _per_shard(
-    axes: ShardAxes,
-    rewards: jax.Array,
-    group_ids: jax.Array,
-    among: jax.Array | None,
-    rollout_ids: jax.Array | None,
-    at_least: jax.Array,
-) -> Metrics:
-    groups = Groups.of(axes, rewards, group_ids, among, rollout_ids)
-
+def _pass_rates(groups: Groups, *, at_least: jax.Array) -> Metrics:
     def of_groups(x: jax.Array) -> jax.Array:
         return groups.by_id.sum((x & groups.counts).astype(jnp.float32))
 
@@ -83,6 +62,4 @@ def _per_shard(
     there, is_group = groups.there.astype(jnp.float32), (count > 0).astype(jnp.float32)
     found = {name: (x * is_group, is_group) for name, x in each.items()}
     found["no_reward"] = (jnp.where(groups.rewarded, 0, there), there)
-    return {
-        name: Metric(lax.stop_gradient(jnp.where(known, x.sum(), jnp.nan)), of.sum()) for name, (x, of) in found.items()
-    }
+    return {name: Metric(jnp.where(known, x.sum(), jnp.nan), of.sum()) for name, (x, of) in found.items()}

@@ -1,46 +1,35 @@
-"""Advantages that look along a sequence: discounted returns, GAE and estimators that build on them.
+"""Advantages that look along a sequence: discounted returns, GAE, REINFORCE++, and what they are made from.
 
-All of them scan backwards over each sequence wherever its tokens lie: packed in a row with others, cut over context
-shards, in any context layout. Only a few numbers for each row cross the network.
+All of them scan backwards over each sequence, in any context layout; a few numbers for each row cross the network.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxppo.advantages.by_group import Singletons
 from jaxppo.advantages.groups import dr_grpo
-from jaxppo.advantages.token_statistics import (
-    Parallel,
-    check_segments,
-    check_tokens,
-    rewarded_tokens,
-    spread,
-    whiten,
-    whiten_samples,
-)
+from jaxppo.advantages.token_statistics import Parallel, counted_tokens, on_rows, spread, whiten
 from jaxppo.base.arrays import (
     Coefficient,
     check,
-    check_alike,
+    check_array,
     check_choice,
     check_flag,
     check_number,
     is_number,
     masked,
-    sound,
-    spec_of,
     unless_mask,
 )
 from jaxppo.base.stacked import check_whole_step, of_rows
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, scan_shard, shard_call, shift_shard
+from jaxppo.batch.validation import checked
+from jaxppo.sharding import Segments, ShardAxes, scan_shard, shift_shard
 
 Masked = Literal["skip", "discount"]
 
@@ -60,10 +49,9 @@ def token_rewards(
     Args:
       rewards: `f32[R, S]`, one per sequence. A sequence without a reward, NaN, has NaN on its last token: give it one,
         or mask it.
-      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      batch, parallel: see `spread`.
       kl: `f32[R, T]`, the estimated KL to the reference at each token (see `kl_divergence`).
       kl_coef: c, a number or a traced scalar; given with `kl`, and only then.
-      parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
       `f32`, the shape of the loss mask, 0 where the mask is 0; a sequence with no response token gets no reward.
@@ -77,22 +65,13 @@ def token_rewards(
       >>> token_rewards(jnp.array([[5.0, 7.0]]), batch)
       Array([[0., 5., 0., 0.]], dtype=float32)
     """
-    batch = check_tokens(batch, kl=kl)
-    kl_coef = _kl_coef(kl, kl_coef)
-    check_segments(batch, rewards=rewards)
-    args = {"rewards": rewards, "batch": batch, "kl": kl, "kl_coef": jnp.asarray(kl_coef, jnp.float32)}
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        of = batch.specs(p)
-        return [spec_of(p.rows_spec, rewards), of, of.loss_mask, P()], of.loss_mask
-
-    found: Float[Array, "*K R T"] = shard_call("token_rewards", _token_rewards, parallel, args, specs)
-    return found
+    given = {"kl": kl}, {"rewards": rewards}, {"kl_coef": jnp.asarray(_kl_coef(kl, kl_coef), jnp.float32)}
+    return on_rows("token_rewards", _token_rewards, parallel, batch, *given, optional=["kl"])
 
 
 @of_rows
 def _token_rewards(
-    axes: ShardAxes, rewards: jax.Array, batch: RolloutBatch, kl: jax.Array | None, kl_coef: jax.Array
+    axes: ShardAxes, kl: jax.Array | None, rewards: jax.Array, kl_coef: jax.Array, batch: RolloutBatch
 ) -> jax.Array:
     segments, mask = batch.segments(axes), batch.loss_mask
     result = jnp.where(_is_last(segments, batch, mask > 0), segments.spread(rewards), 0).astype(jnp.float32)
@@ -119,19 +98,17 @@ def discounted_returns(
 
     Args:
       rewards: `f32[R, T]`, see `token_rewards`; anything where the mask is 0.
-      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      batch, parallel: see `spread`.
       gamma: the discount.
       masked: how a masked token within a response (a tool's output) enters the returns before it: "skip" it, as if it
         were not there (verl), or "discount" over it as over any other token (slime).
       mask: `[R, T]`, 1 where a token counts; the loss mask by default.
-      parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
       `f32`, the shape of the loss mask, 0 where the mask is 0.
 
     Raises:
-      ValueError: shapes that differ, an unknown `masked`, gamma outside [0, 1], rows in another context layout than the
-        mesh's.
+      ValueError: shapes that differ, an unknown `masked`, gamma outside [0, 1], rows in another layout than the mesh's.
 
     Example:
       >>> ids, one = jnp.array([[1, 1, 2]]), jnp.ones((1, 3))
@@ -141,25 +118,16 @@ def discounted_returns(
     """
     check_choice("masked", masked, Masked)
     _check_unit(gamma=gamma)
-    batch = check_tokens(batch, {"rewards": rewards}, mask=mask)
-    args = {"rewards": rewards, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
-    static = (gamma, gamma if masked == "discount" else 1.0)
-    found: Float[Array, "*K R T"] = shard_call(
-        "discounted_returns",
-        _returns,
-        parallel,
-        args,
-        lambda p: ([*[batch.specs(p).loss_mask] * 2, batch.specs(p)], batch.specs(p).loss_mask),
-        static,
-    )
-    return found
+    static, tokens = (gamma, gamma if masked == "discount" else 1.0), {"rewards": rewards, "mask": mask}
+    return on_rows("discounted_returns", _returns, parallel, batch, tokens, optional=["mask"], static=static)
 
 
 @of_rows
 def _returns(
-    axes: ShardAxes, static: tuple[float, float], rewards: jax.Array, mask: jax.Array, batch: RolloutBatch
+    axes: ShardAxes, static: tuple[float, float], rewards: jax.Array, mask: jax.Array | None, batch: RolloutBatch
 ) -> jax.Array:
     gamma, through = static
+    mask = batch.loss_mask if mask is None else mask
     counts = mask.astype(jnp.float32) > 0
     a = jnp.where(counts, gamma, through).astype(jnp.float32)
     b = jnp.where(counts, rewards.astype(jnp.float32), 0)
@@ -194,7 +162,7 @@ def gae(
     Args:
       rewards: `f32[R, T]`, see `token_rewards`; anything where the mask is 0.
       values: `f32[R, T]`, the critic's, laid out as `rewards`.
-      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      batch, parallel: see `spread`.
       gamma: the discount.
       lam: lambda of the advantages.
       value_lam: lambda of the returns, if the critic learns with another one (VC-PPO); `lam` if None.
@@ -203,7 +171,6 @@ def gae(
       last_values: `f32[R, S]`, V after each sequence's last token, which a response that ended by itself does not have:
         the critic's value where a response was cut at its length limit, 0 elsewhere, see `last_values`. By default 0.
       mask: `[R, T]`, 1 where a token counts; the loss mask by default.
-      parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
       (advantages, returns), `f32[R, T]` each, 0 where the mask is 0; returns = A(value_lam) + V. Not whitened.
@@ -226,19 +193,9 @@ def gae(
     if length_alpha is not None:
         good = is_number(length_alpha) and length_alpha > 0
         check("length_alpha", repr(length_alpha), good, "a finite number above 0, or None")
-    batch = check_tokens(batch, {"rewards": rewards, "values": values}, mask=mask)
-    args = {"rewards": rewards, "values": values, "mask": batch.loss_mask if mask is None else mask, "batch": batch}
-    if last_values is not None:
-        check_segments(batch, last_values=last_values)
-    args["last_values"] = last_values
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        of = batch.specs(p)
-        return [*[of.loss_mask] * 3, of, of.sample_ids], of.loss_mask
-
+    given = {"rewards": rewards, "values": values, "mask": mask}, {"last_values": last_values}
     static = (gamma, lam, value_lam, length_alpha)
-    found: tuple[jax.Array, jax.Array] = shard_call("gae", _gae, parallel, args, specs, static)
-    return found
+    return on_rows("gae", _gae, parallel, batch, *given, optional=["mask", "last_values"], static=static)
 
 
 @of_rows
@@ -247,12 +204,12 @@ def _gae(
     static: tuple[float, float, float, float | None],
     rewards: jax.Array,
     values: jax.Array,
-    mask: jax.Array,
-    batch: RolloutBatch,
+    mask: jax.Array | None,
     last_values: jax.Array | None,
+    batch: RolloutBatch,
 ) -> tuple[jax.Array, jax.Array]:
     gamma, lam, value_lam, length_alpha = static
-    segments = batch.segments(axes)
+    segments, mask = batch.segments(axes), batch.loss_mask if mask is None else mask
     counts = mask.astype(jnp.float32) > 0
     rewards, values = (jnp.where(counts, x.astype(jnp.float32), 0) + unless_mask(mask) for x in (rewards, values))
     nearest = _scan(axes, batch, jnp.where(counts, 0.0, 1.0), values)
@@ -275,6 +232,54 @@ def _gae(
     return lax.stop_gradient((policy, value + values))
 
 
+def last_values(
+    values: Float[Array, "*K R T"],
+    batch: RolloutBatch,
+    truncated: Bool[Array, "*K R S"],
+    *,
+    parallel: Parallel = None,
+) -> Float[Array, "*K R S"]:
+    """V after the last token of each response that was cut at its length limit, for `gae(last_values=)`; 0 for others.
+
+    The value at a position is of the state after the token that is read there, so it is the one at the last position of
+    the sequence. A response that ended by itself has no state after it.
+
+    Args:
+      values: `f32[R, T]`, the critic's at all positions, those without loss too.
+      batch: `[R, T]`, or a stacked step `[K, R, T]`; only its sequences are read.
+      truncated: `bool[R, S]`, which samples were cut. From flags in the order of `from_samples`:
+        `flags[jnp.maximum(batch.sample_ids, 0)]`; where there is no sample it may hold anything.
+      parallel: see `spread`.
+
+    Returns:
+      `f32[R, S]`, without a gradient.
+
+    Raises:
+      TypeError, ValueError: shapes that differ; rows whose last position has a target, see `from_target_aligned`: the
+        token after it is not among those that the critic has read.
+
+    Example:
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], 1), Sample([4, 5], 1)], row_length=5)
+      >>> values = jnp.array([[0.0, 0.1, 0.2, 0.3, 0.4]])
+      >>> last_values(values, batch, batch.sample_ids == 0).tolist() == [[values[0, 2], 0]]
+      True
+    """
+    given = {"values": values}, {"truncated": truncated}
+    return on_rows("last_values", _last_values, parallel, batch, *given, of_samples=True)
+
+
+@of_rows
+def _last_values(axes: ShardAxes, values: jax.Array, truncated: jax.Array, batch: RolloutBatch) -> jax.Array:
+    if batch.real_last_targets:
+        raise ValueError(
+            "batch: got rows whose last position has a target, expected rows with all tokens of their samples: the "
+            "critic has not read the last one"
+        )
+    segments, read = batch.segments(axes), batch.segment_ids > 0
+    found = segments.sum(jnp.where(_is_last(segments, batch, read), values.astype(jnp.float32), 0))
+    return lax.stop_gradient(jnp.where(truncated & (batch.sample_ids >= 0), found, 0))
+
+
 def reinforce_plus_plus(
     rewards: Float[Array, "*K R T"],
     batch: RolloutBatch,
@@ -287,10 +292,7 @@ def reinforce_plus_plus(
 
     Args:
       rewards: `f32[R, T]`, with the KL penalty in them: see `token_rewards`.
-      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
-      gamma: the discount.
-      masked: see `discounted_returns`, which gives the returns alone.
-      parallel: the mesh; rows sharded over data, positions over context.
+      batch, gamma, masked, parallel: see `discounted_returns`, which gives the returns alone.
 
     Returns:
       `f32`, the shape of the loss mask, 0 where the mask is 0.
@@ -327,15 +329,11 @@ def reinforce_plus_plus_baseline(
     """REINFORCE++ with the group's mean as baseline: A_t = whiten(r_i - mean_g - c * kl_t).
 
     Args:
-      rewards: `f32[R, S]`, one per sequence; NaN for none.
-      group_ids: `i32[R, S]`, equal for the samples of one prompt, -1 where there is no sample.
-      among, rollout_ids: see `grpo`; the tokens of samples outside of `among` are whitened by those of the others.
-      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
-      kl: `f32[R, T]`, the estimated KL to the reference at each token.
-      kl_coef: c, a number or a traced scalar; given with `kl`, and only then.
+      rewards, group_ids, rollout_ids: see `grpo`.
+      among: see `grpo`; the tokens of the other samples are whitened by those of these.
+      batch, kl, kl_coef, parallel: see `token_rewards`.
       whitened: whiten over all tokens of the step.
       singletons: the centred reward in a group of one: "zero", or its own "reward" (verl).
-      parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
       `f32`, the shape of the loss mask, 0 where the mask is 0.
@@ -351,65 +349,26 @@ def reinforce_plus_plus_baseline(
 
     Hu 2025, REINFORCE++, https://arxiv.org/abs/2501.03262
     """
-    batch = check_tokens(batch, kl=kl)
+    batch = checked(batch, stacked=True)
+    if kl is not None:
+        check_array("kl", kl, batch.loss_mask.shape, "the batch's [R, T]")
     kl_coef = _kl_coef(kl, kl_coef)
     check_flag("whitened", whitened)
     check_whole_step("reinforce_plus_plus_baseline", batch)
-    which: dict[str, Any] = {"among": among, "rollout_ids": rollout_ids}
-    centred = dr_grpo(rewards, group_ids, singletons=singletons, parallel=parallel, **which)
-    advantages, mask = spread(centred, batch, parallel=parallel), rewarded_tokens(rewards, group_ids, batch, parallel)
+    found = dr_grpo(rewards, group_ids, among=among, rollout_ids=rollout_ids, singletons=singletons, parallel=parallel)
+    advantages = spread(found, batch, parallel=parallel)
+    mask, counted = counted_tokens(rewards, group_ids, among, batch, parallel)
     if kl is not None:
         advantages = lax.stop_gradient(advantages - kl_coef * masked(kl, mask))
-    return whiten_samples(advantages, mask, among, batch, parallel) if whitened else advantages
-
-
-def on_policy_distillation(
-    advantages: Float[Array, "*K R T"],
-    log_probs: Float[Array, "*K R T"],
-    teacher_log_probs: Float[Array, "*K R T"],
-    loss_mask: Float[Array, "*K R T"],
-    *,
-    coef: float | jax.Array = 1.0,
-) -> Float[Array, "*K R T"]:
-    """Pulls the policy to a teacher on the policy's own samples: A'_t = A_t - coef * (log_prob_t - teacher_log_prob_t).
-
-    The difference of log-probs at a sampled token is an unbiased estimate of KL(policy | teacher).
-
-    Args:
-      advantages: `f32[R, T]`, or `[K, R, T]` of a stacked step, like all four; zeros for distillation alone.
-      log_probs: `f32[R, T]`, under the policy that sampled.
-      teacher_log_probs: `f32[R, T]`, of the same tokens under the teacher.
-      loss_mask: `f32[R, T]`.
-      coef: the weight of the teacher.
-
-    Returns:
-      `f32`, the shape of the loss mask, 0 where the mask is 0.
-
-    Raises:
-      ValueError: shapes that differ.
-
-    Example:
-      >>> on_policy_distillation(jnp.array([[1.0]]), jnp.array([[-2.0]]), jnp.array([[-1.5]]), jnp.ones((1, 1)))
-      Array([[1.5]], dtype=float32)
-
-    Agarwal et al. 2023, https://arxiv.org/abs/2306.13649; Lu 2025, https://thinkingmachines.ai/blog/on-policy-distillation/
-    """
-    arrays = {"advantages": advantages, "log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
-    check_alike({**arrays, "loss_mask": loss_mask})
-    if loss_mask.ndim not in (2, 3):
-        raise ValueError(f"loss_mask: got shape {loss_mask.shape}, expected [R, T], or [K, R, T] of a stacked step")
-    check_number("coef", coef)
-    before, own, theirs = (masked(sound(what, x), loss_mask.astype(jnp.float32)) for what, x in arrays.items())
-    return lax.stop_gradient(before - coef * (own - theirs) + unless_mask(loss_mask))
+    return whiten(advantages, mask, among=counted, parallel=parallel) if whitened else advantages
 
 
 def _kl_coef(kl: jax.Array | None, kl_coef: Coefficient | None) -> Coefficient:
     """The coefficient, 0 without kl. Raises where one of the two is given alone, since it would then do nothing."""
-    if kl is None and kl_coef is None:
-        return 0.0
-    if kl is None or kl_coef is None:
+    if (kl is None) != (kl_coef is None):
         missing, given = ("kl", f"kl_coef={kl_coef}") if kl is None else ("kl_coef", "kl")
         raise ValueError(f"{missing}: got None with {given}, expected both, or neither for no penalty")
+    kl_coef = 0.0 if kl_coef is None else kl_coef
     check_number("kl_coef", kl_coef)
     return kl_coef
 

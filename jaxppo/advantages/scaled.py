@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.advantages.by_group import Groups, Parallel, Singletons, by_group, readable, scale_of
+from jaxppo.advantages.by_group import Groups, Singletons, by_group, readable, scale_of
 from jaxppo.advantages.groups import grpo, rloo
-from jaxppo.advantages.token_statistics import check_tokens, rewarded_tokens, spread, whiten_samples
+from jaxppo.advantages.token_statistics import Parallel, counted_tokens, spread, whiten
 from jaxppo.base.arrays import Coefficient, check, check_alike, check_choice, check_flag, check_number
 from jaxppo.base.stacked import check_whole_step
 from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.batch.validation import checked
 
 Level = Literal["step", "group"]
 Whitened = Literal["tokens", "samples"]
@@ -43,7 +44,7 @@ def maxrl(
       epsilon: added to the mean.
 
     Returns:
-      `f32`, the shape of rewards, 0 where there is no sample; NaN in a group with a negative mean.
+      As `grpo`; NaN in a group with a negative mean.
 
     Raises:
       ValueError, TypeError: as `grpo`; outside of `jit`, a group with a negative mean.
@@ -94,22 +95,19 @@ def gdpo(
     Args:
       rewards: for each reward `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step. A sample that lacks one
         of them, NaN, has none.
-      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
-      among, rollout_ids: see `grpo`.
-      batch: `[R, T]`, or a stacked step `[K, R, T]`; its sequences and loss mask.
+      group_ids, among, rollout_ids: see `grpo`.
+      batch, parallel: see `spread`.
       weights: w, a number for each reward; 1 by default.
       leave_one_out: use the mean and the deviation of the other samples, see `rloo` with `scale_by_std` (NeMo-RL).
       whitened: over all "tokens" of the step, as `whiten` does (verl); over its "samples", each counted once:
         (A - mean) / (std + epsilon) (TRL, NeMo-RL, ms-swift); or not at all.
       epsilon: added to deviations.
-      parallel: the mesh; rows sharded over data, positions over context.
 
     Returns:
       `f32`, the shape of the loss mask, 0 where the mask is 0.
 
     Raises:
-      ValueError, TypeError: as `grpo` and `spread`; no reward; another number of weights; one micro-batch of
-        several.
+      ValueError, TypeError: as `grpo` and `spread`; no reward; another number of weights; one micro-batch of several.
 
     Example:
       >>> ids, one = jnp.array([[1, 2]]), jnp.ones((1, 2))
@@ -133,7 +131,7 @@ def gdpo(
     check_flag("leave_one_out", leave_one_out)
     if whitened is not None:
         check_choice("whitened", whitened, Whitened)
-    batch = check_tokens(batch)
+    batch = checked(batch, stacked=True)
     check_whole_step("gdpo", batch)
     given = jnp.stack([jnp.asarray(r, jnp.float32) for r in rewards])
     options: dict[str, Any] = {"among": among, "rollout_ids": rollout_ids, "epsilon": epsilon, "parallel": parallel}
@@ -148,7 +146,8 @@ def gdpo(
     advantages = spread(total, batch, parallel=parallel)
     if whitened != "tokens":
         return advantages
-    return whiten_samples(advantages, rewarded_tokens(each[0], group_ids, batch, parallel), among, batch, parallel)
+    mask, counted = counted_tokens(each[0], group_ids, among, batch, parallel)
+    return whiten(advantages, mask, among=counted, parallel=parallel)
 
 
 def standardize(
@@ -170,18 +169,15 @@ def standardize(
     deviation's level, and mean_j is the mean that centres j, or 0 without one.
 
     Args:
-      rewards: `f32[R, S]`, one per sample, or `[K, R, S]` of a stacked step.
-      group_ids: `i32` of that shape, equal for the samples of one prompt, -1 where there is no sample.
-      among, rollout_ids: see `grpo`.
+      rewards, group_ids, among, rollout_ids, parallel: see `grpo`.
       mean: the level of the mean, or None to subtract none. A level without samples `among` gives 0.
       std: the level of the deviation, or None to divide by nothing.
       leave_one_out: use the mean of the other samples of the level; a sample without others has advantage 0.
       unbiased: divide the sum of squares by n - 1 rather than n; a group of one then has deviation 1.
       epsilon: added to the deviation.
-      parallel: the mesh; rows sharded over data.
 
     Returns:
-      `f32`, the shape of rewards, 0 where there is no sample.
+      As `grpo`.
 
     Raises:
       ValueError, TypeError: as `grpo`; an unknown level.

@@ -1,13 +1,55 @@
-"""Distillation from a teacher with another tokenizer, by spans of text that both share; on the host."""
+"""Distillation through advantages; from a teacher with another tokenizer by spans of text that both share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import check_number
+from jaxppo.base.arrays import check, check_alike, check_number, masked, sound, unless_mask
+
+
+def on_policy_distillation(
+    advantages: Float[Array, "*K R T"],
+    log_probs: Float[Array, "*K R T"],
+    teacher_log_probs: Float[Array, "*K R T"],
+    loss_mask: Float[Array, "*K R T"],
+    *,
+    coef: float | jax.Array = 1.0,
+) -> Float[Array, "*K R T"]:
+    """Pulls the policy to a teacher on the policy's own samples: A'_t = A_t - coef * (log_prob_t - teacher_log_prob_t).
+
+    The difference of log-probs at a sampled token is an unbiased estimate of KL(policy | teacher).
+
+    Args:
+      advantages: `f32[R, T]`, or `[K, R, T]` of a stacked step, like all four; zeros for distillation alone.
+      log_probs: `f32[R, T]`, under the policy that sampled.
+      teacher_log_probs: `f32[R, T]`, of the same tokens under the teacher.
+      loss_mask: `f32[R, T]`.
+      coef: the weight of the teacher.
+
+    Returns:
+      `f32`, the shape of the loss mask, 0 where the mask is 0.
+
+    Raises:
+      ValueError: shapes that differ.
+
+    Example:
+      >>> on_policy_distillation(jnp.array([[1.0]]), jnp.array([[-2.0]]), jnp.array([[-1.5]]), jnp.ones((1, 1)))
+      Array([[1.5]], dtype=float32)
+
+    Agarwal et al. 2023, https://arxiv.org/abs/2306.13649; Lu 2025, https://thinkingmachines.ai/blog/on-policy-distillation/
+    """
+    arrays = {"advantages": advantages, "log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
+    check_alike({**arrays, "loss_mask": loss_mask})
+    check("loss_mask", f"shape {loss_mask.shape}", loss_mask.ndim in (2, 3), "[R, T], or [K, R, T] of a stacked step")
+    check_number("coef", coef)
+    before, own, theirs = (masked(sound(what, x), loss_mask.astype(jnp.float32)) for what, x in arrays.items())
+    return lax.stop_gradient(before - coef * (own - theirs) + unless_mask(loss_mask))
 
 
 def align_spans(
@@ -35,8 +77,7 @@ def align_spans(
     """
     both = [np.asarray(x, np.int64).reshape(-1) for x in (ends, teacher_ends)]
     for name, x in zip(("ends", "teacher_ends"), both, strict=True):
-        if (np.diff(x, prepend=0) < 0).any():
-            raise ValueError(f"{name}: got {x.tolist()}, expected ends that do not go back")
+        check(name, x.tolist(), bool((np.diff(x, prepend=0) >= 0).all()), "ends that do not go back")
     borders = np.intersect1d(both[0], both[1])
     borders = borders[borders > 0]
     found = []
@@ -90,10 +131,8 @@ def span_distillation(
     given = {"log_probs": (log_probs, spans), "teacher_log_probs": (teacher_log_probs, teacher_spans)}
     for name, (values, its_spans) in given.items():
         x, of = np.asarray(values, np.float64).reshape(-1), np.asarray(its_spans).reshape(-1)
-        if x.shape != of.shape:
-            raise ValueError(f"{name}: got {x.size}, expected {of.size}, one for each token of its spans")
-        if not np.isfinite(x[of >= 0]).all():
-            raise ValueError(f"{name}: got {x[of >= 0].tolist()}, expected finite numbers")
+        check(name, x.size, x.shape == of.shape, f"{of.size}, one for each token of its spans")
+        check(name, x[of >= 0].tolist(), bool(np.isfinite(x[of >= 0]).all()), "finite numbers")
         sides.append((x[of >= 0], of[of >= 0]))
     count = 1 + max((int(of.max(initial=-1)) for _, of in sides), default=-1)
     sums = [np.bincount(of, x, minlength=count) for x, of in sides]

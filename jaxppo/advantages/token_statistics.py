@@ -1,8 +1,8 @@
-"""Spreads one number per sample to its tokens, and computes statistics over all tokens of a batch."""
+"""What estimators on tokens share: calls on the rows of a batch, numbers of samples on their tokens, whitening."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxppo.base.arrays import Coefficient, as_number, check_alike, check_array, check_flag, spec_of, unless_mask
+from jaxppo.base.arrays import Coefficient, as_number, check, check_alike, check_array, check_flag, spec_of, unless_mask
 from jaxppo.base.stacked import check_whole_step, of_rows
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
@@ -20,26 +20,37 @@ from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 Parallel = ParallelMesh | ShardAxes | None
 
 
-def check_tokens(
-    batch: RolloutBatch, needed: Mapping[str, Any] | None = None, **optional: jax.Array | None
-) -> RolloutBatch:
-    """The checked batch; raises where an array does not have its shape, `[R, T]` or `[K, R, T]`."""
-    batch = checked(batch, stacked=True)
-    shape = batch.loss_mask.shape
-    given = {name: x for name, x in optional.items() if x is not None}
-    for name, x in {**(needed or {}), **given}.items():
-        check_array(name, x, shape, "the batch's [R, T]")
-    return batch
+def on_rows(
+    name: str,
+    fn: Callable[..., Any],
+    parallel: Parallel,
+    batch: RolloutBatch,
+    tokens: Mapping[str, Any],
+    samples: Mapping[str, Any] | None = None,
+    numbers: Mapping[str, Array] | None = None,
+    *,
+    optional: Collection[str] = (),
+    static: Hashable = None,
+    of_samples: bool = False,
+) -> Any:
+    """The per-shard fn(axes, [static,] *tokens, *samples, *numbers, batch): `[R, T]`, or `[R, S]` with `of_samples`.
 
+    `fn` is decorated with `of_rows`. Batch and arrays are checked here; the arrays named in `optional` may be None.
+    """
+    batch, samples, numbers = checked(batch, stacked=True), samples or {}, numbers or {}
+    for arrays, like, of in ((tokens, batch.loss_mask, "[R, T]"), (samples, batch.sample_ids, "[R, S]")):
+        for what, x in arrays.items():
+            if x is not None:
+                check_array(what, x, like.shape, f"the batch's {of}")
+            elif what not in optional:
+                raise ValueError(f"{what}: got None, expected the batch's {of}, {like.shape}")
 
-def check_segments(batch: RolloutBatch, **arrays: jax.Array | None) -> None:
-    """Raises where an array is None or does not have the batch's `[R, S]`."""
-    for name, x in arrays.items():
-        if x is not None:
-            check_array(name, x)
-        if x is None or x.shape != batch.sample_ids.shape:
-            got = "None" if x is None else f"shape {x.shape}"
-            raise ValueError(f"{name}: got {got}, expected the batch's [R, S], {batch.sample_ids.shape}")
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        of = batch.specs(p)
+        given = [*[of.loss_mask] * len(tokens), *[of.sample_ids] * len(samples), *[P()] * len(numbers), of]
+        return given, of.sample_ids if of_samples else of.loss_mask
+
+    return shard_call(name, fn, parallel, {**tokens, **samples, **numbers, "batch": batch}, specs, static)
 
 
 def spread(x: Float[Array, "*K R S"], batch: RolloutBatch, *, parallel: Parallel = None) -> Float[Array, "*K R T"]:
@@ -61,21 +72,28 @@ def spread(x: Float[Array, "*K R S"], batch: RolloutBatch, *, parallel: Parallel
       >>> spread(jnp.array([[5.0, 7.0]]), RolloutBatch(ids, ids, ids, ids, mask, jnp.array([[0, 1]])))
       Array([[0., 5., 7., 0.]], dtype=float32)
     """
-    batch = check_tokens(batch)
-    check_segments(batch, x=x)
-    found: Float[Array, "*K R T"] = shard_call(
-        "spread",
-        _spread,
-        parallel,
-        {"x": x, "batch": batch},
-        lambda p: ([spec_of(p.rows_spec, x), batch.specs(p)], batch.specs(p).loss_mask),
-    )
-    return found
+    return on_rows("spread", _spread, parallel, batch, {}, {"x": x})
 
 
 @of_rows
 def _spread(axes: ShardAxes, x: jax.Array, batch: RolloutBatch) -> jax.Array:
     return jnp.where(batch.loss_mask > 0, batch.segments(axes).spread(x), 0).astype(jnp.float32)
+
+
+def counted_tokens(
+    rewards: Float[Array, "*K R S"],
+    group_ids: Int[Array, "*K R S"],
+    among: Bool[Array, "*K R S"] | None,
+    batch: RolloutBatch,
+    parallel: Parallel,
+) -> tuple[Float[Array, "*K R T"], Bool[Array, "*K R T"] | None]:
+    """`mask` and `among` of `whiten`: the loss tokens of samples with a group and a reward, and those `among`."""
+
+    def tokens_of(flags: jax.Array) -> jax.Array:
+        return spread(flags.astype(jnp.float32), batch, parallel=parallel)
+
+    mask = tokens_of((group_ids >= 0) & ~jnp.isnan(rewards))
+    return mask, None if among is None else tokens_of(among) > 0
 
 
 def whiten(
@@ -89,8 +107,8 @@ def whiten(
 ) -> Float[Array, "*K R T"]:
     """Mean 0 and deviation 1 over all tokens of the step with mask 1: y = (x - mean) / sqrt(var + epsilon).
 
-    The mean is found first and the variance (over n - 1) about it, each over the data and context axes, so that a mean
-    far larger than the deviation costs no accuracy.
+    The mean is found first and the variance (over n - 1) about it, so that a mean far larger than the deviation costs
+    no accuracy.
 
     Args:
       x: `f32[R, T]`, or a stacked step `[K, R, T]`.
@@ -112,42 +130,16 @@ def whiten(
       >>> whiten(jnp.array([[999.0, 1001.0, jnp.nan]]), jnp.array([[1.0, 1.0, 0.0]])).round(3)
       Array([[-0.707,  0.707,  0.   ]], dtype=float32)
     """
-    check_array("x", x)
-    check_array("mask", mask)
-    if x.ndim not in (2, 3) or x.shape != mask.shape:
-        raise ValueError(f"x, mask: got shapes {x.shape} and {mask.shape}, expected [R, T], or [K, R, T], both")
-    if among is not None:
-        check_array("among", among, x.shape, "that of x")
+    check_alike({"x": x, "mask": mask} | ({} if among is None else {"among": among}))
+    check("x, mask", f"shapes {x.shape} and {mask.shape}", x.ndim in (2, 3), "[R, T], or [K, R, T], both")
     check_flag("shift_mean", shift_mean)
     check_whole_step("whiten")
     args = {"x": x, "mask": mask, "among": among, "epsilon": as_number("epsilon", epsilon, least=0)}
 
     def specs(p: ParallelMesh) -> tuple[list[P], P]:
-        tokens = spec_of(p.tokens_spec, x)
-        return [tokens, tokens, tokens, P()], tokens
+        return [*[spec_of(p.tokens_spec, x)] * 3, P()], spec_of(p.tokens_spec, x)
 
-    found: Float[Array, "*K R T"] = shard_call("whiten", _whiten, parallel, args, specs, shift_mean)
-    return found
-
-
-def rewarded_tokens(
-    rewards: Float[Array, "*K R S"], group_ids: Int[Array, "*K R S"], batch: RolloutBatch, parallel: Parallel
-) -> Float[Array, "*K R T"]:
-    """The loss mask of the samples that have a group and a reward."""
-    rewarded = (group_ids >= 0) & ~jnp.isnan(rewards)
-    return spread(rewarded.astype(jnp.float32), batch, parallel=parallel)
-
-
-def whiten_samples(
-    x: Float[Array, "*K R T"],
-    mask: Float[Array, "*K R T"],
-    among: Bool[Array, "*K R S"] | None,
-    batch: RolloutBatch,
-    parallel: Parallel,
-) -> Float[Array, "*K R T"]:
-    """`whiten`, among the tokens of these samples."""
-    tokens = None if among is None else spread(among.astype(jnp.float32), batch, parallel=parallel) > 0
-    return whiten(x, mask, among=tokens, parallel=parallel)
+    return shard_call("whiten", _whiten, parallel, args, specs, shift_mean)
 
 
 def _whiten(
@@ -198,7 +190,6 @@ def explained_variance(
 
     It is 1 for a perfect critic, 0 for a critic no better than a constant, and below 0 for a worse critic. A constant
     offset of the values changes `value_error` alone. Where nearly all returns are equal it may be far below 0.
-    Variances take two passes over the tokens, as in `whiten`.
 
     Args:
       values: `f32[R, T]`, V, or a stacked step `[K, R, T]`: the critic's before the update, as in `batch.values`.
@@ -220,14 +211,12 @@ def explained_variance(
     OpenAI baselines' `explained_variance`, https://github.com/openai/baselines
     """
     check_alike({"values": values, "returns": returns, "mask": mask})
-    if values.ndim not in (2, 3):
-        raise ValueError(f"values: got shape {values.shape}, expected [R, T], or [K, R, T]")
+    check("values", f"shape {values.shape}", values.ndim in (2, 3), "[R, T], or [K, R, T]")
     check_whole_step("explained_variance")
     args = {"values": values, "returns": returns, "mask": mask}
-    found: Float[Array, ""] = shard_call(
+    return shard_call(
         "explained_variance", _explained_variance, parallel, args, lambda p: ([spec_of(p.tokens_spec, values)] * 3, P())
     )
-    return found
 
 
 def _explained_variance(axes: ShardAxes, values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:

@@ -218,7 +218,7 @@ KINDS: Mapping[str, Kind] = {
             "advantages values last_values returns rewards baselines scores loss_weights kl importance_ratio x weights",
         ),
         (_FLOATS, "temperature reverse_kl total_variation same_top rounding params loss_fn"),
-        (_NUMBERS, "loss_mask mask masks where ends selected lengths micro_batches extras"),
+        (_NUMBERS, "loss_mask mask masks where selected lengths micro_batches extras"),
         (_INTEGERS, "tokens targets segment_ids positions policy_versions sample_ids group_ids rollout_ids parents"),
         (_BOOLS, "among truncated"),
         (_INTEGERS, "ids top_ids nucleus_ids adapter_ids state_ids draft_ids d2t counts"),

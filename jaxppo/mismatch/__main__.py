@@ -19,15 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jaxtyping import Array
 
-from jaxppo.base.arrays import KINDS, check_array
+from jaxppo.base.arrays import KINDS, check, check_array
 from jaxppo.head import Head
 from jaxppo.head.head import Layout
-from jaxppo.mismatch.report import MismatchReport, mismatch_report
+from jaxppo.mismatch.report import mismatch_report
 from jaxppo.mismatch.tokens import Rounding, TokenMismatch, token_mismatch
 
 Arrays = dict[str, Any]
@@ -35,13 +36,16 @@ _FILE = "expected an .npy or .npz file of numbers"
 
 
 def read(path: str | Path) -> Arrays:
-    """The arrays of a file by name; an .npy is `log_probs`. Nothing is unpickled."""
+    """The arrays of a file by name; an .npy is `log_probs`, and a mask of numbers is bool. Nothing is unpickled."""
     if not Path(path).is_file():  # such as a pipe, which would block
         raise ValueError(f"{path}: got no file, {_FILE}")
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as parts:
-                _check_size(sum(part.file_size for part in parts.infolist()))
+                size = sum(part.file_size for part in parts.infolist())
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            if size > memory:
+                raise MemoryError(f"{size} bytes of arrays, {memory} of memory")
         # a map of the file is refused if the file is shorter than its header says; an .npz is not mapped
         loaded = np.load(path, allow_pickle=False, mmap_mode="r")
         arrays = {"log_probs": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
@@ -54,13 +58,11 @@ def read(path: str | Path) -> Arrays:
         raise ValueError(f"{path}: got a file that numpy cannot read ({reason}), {_FILE}") from error
     for name, x in arrays.items():
         check_array(f"{path}: {name}", x, kind=KINDS["where"])
+    if "where" in arrays:
+        where = arrays["where"] > 0
+        check(f"{path}: where", "other numbers than 0 and 1", (arrays["where"] == where).all(), "bool")
+        arrays["where"] = where
     return arrays
-
-
-def _check_size(size: int) -> None:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if size > memory:
-        raise MemoryError(f"{size} bytes of arrays, {memory} of memory")
 
 
 def _check_names(role: str, arrays: Arrays, hidden: bool) -> None:
@@ -85,50 +87,30 @@ def compare(
         _check_names(role, arrays, hidden)
     if not hidden:
         return TokenMismatch(trainer["log_probs"], sampler["log_probs"], trainer.get("entropy"))
-    targets, temperature, where = trainer["targets"], trainer.get("temperature", np.float32(1)), _where(trainer)
-    if targets.ndim not in (1, 2):
-        raise ValueError(f"trainer: targets: got shape {targets.shape}, expected [R, T] or [N]")
-    of_tokens = {"where": where, "temperature": None if temperature.ndim == 0 else temperature}
-    for name, x in of_tokens.items():
-        if x is not None and x.shape != targets.shape:
-            raise ValueError(f"trainer: {name}: got shape {x.shape}, expected that of targets, {targets.shape}")
-    row = (1, *targets.shape)[-2:]
+    targets, where, temperature = trainer["targets"], trainer.get("where"), trainer.get("temperature", np.float32(1))
+    check("trainer: targets", f"shape {targets.shape}", targets.ndim in (1, 2), "[R, T] or [N]")
+
+    def in_rows(what: str, x: Any, hidden: bool = False) -> Any:
+        """An array of tokens as `[R, T, ...]`."""
+        expected = f"{targets.shape} of targets, and H" if hidden else f"that of targets, {targets.shape}"
+        check(what, f"shape {x.shape}", (x.shape[:-1] if hidden else x.shape) == targets.shape, expected)
+        return x.reshape(*(1, *targets.shape)[-2:], *x.shape[targets.ndim :])
+
+    def model(role: str, arrays: Arrays) -> tuple[Array, Head]:
+        bias = None if "bias" not in arrays else jnp.asarray(arrays["bias"])
+        head = Head(jnp.asarray(arrays["kernel"]), bias, layout=layout)
+        return jnp.asarray(in_rows(f"{role}: hidden", arrays["hidden"], hidden=True)), head
+
+    scalar = temperature.ndim == 0
     found = token_mismatch(
-        *_model("trainer", trainer, layout, targets.shape),
-        *_model("sampler", sampler, layout, targets.shape),
-        targets.reshape(row),
+        *model("trainer", trainer),
+        *model("sampler", sampler),
+        in_rows("trainer: targets", targets),
         rounded_to=rounded_to,
-        temperature=float(temperature) if temperature.ndim == 0 else jnp.asarray(temperature).reshape(row),
-        where=None if where is None else where.reshape(row),
+        temperature=float(temperature) if scalar else jnp.asarray(in_rows("trainer: temperature", temperature)),
+        where=None if where is None else in_rows("trainer: where", where),
     )
-    values = {f.name: getattr(found, f.name).reshape(targets.shape) for f in dataclasses.fields(found)}
-    return TokenMismatch(**values)
-
-
-def _model(role: str, arrays: Arrays, layout: Layout | None, tokens: tuple[int, ...]) -> tuple[Array, Head]:
-    """Hidden states `[R, T, H]` and the head."""
-    hidden = arrays["hidden"]
-    if hidden.shape[:-1] != tokens:
-        raise ValueError(f"{role}: hidden: got shape {hidden.shape}, expected {tokens} of targets, and H")
-    bias = None if "bias" not in arrays else jnp.asarray(arrays["bias"])
-    of_rows = (1, *hidden.shape)[-3:]
-    return jnp.asarray(hidden).reshape(of_rows), Head(jnp.asarray(arrays["kernel"]), bias, layout=layout)
-
-
-def _where(trainer: Arrays) -> Any:
-    """The trainer's mask, which may be stored as numbers."""
-    if "where" not in trainer:
-        return None
-    where = trainer["where"] > 0
-    if not (trainer["where"] == where).all():
-        raise ValueError("trainer: where: got other numbers than 0 and 1, expected bool")
-    return where
-
-
-def report(trainer: Arrays, sampler: Arrays, *, bins: int = 8, **how: Any) -> MismatchReport:
-    """The report that `main` prints."""
-    found = compare(trainer, sampler, **how)
-    return mismatch_report(found, where=_where(trainer), positions=trainer.get("positions"), bins=bins)
+    return jax.tree.map(lambda x: x.reshape(targets.shape), found)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -149,8 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--json", action="store_true", help="all figures, as JSON")
     args = parser.parse_args(arguments)
     try:
-        files = read(args.trainer), read(args.sampler)
-        found = report(*files, bins=args.bins, layout=args.layout, rounded_to=args.rounded_to)
+        trainer, sampler = read(args.trainer), read(args.sampler)
+        tokens = compare(trainer, sampler, layout=args.layout, rounded_to=args.rounded_to)
+        where, positions = trainer.get("where"), trainer.get("positions")
+        found = mismatch_report(tokens, where=where, positions=positions, bins=args.bins)
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     print(json.dumps(dataclasses.asdict(found)) if args.json else found)

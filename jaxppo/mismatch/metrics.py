@@ -77,39 +77,36 @@ def mismatch_metrics(
     Names and conventions: verl's rollout correction, https://verl.readthedocs.io/en/latest/algo/rollout_corr.html;
     token_mult_prob_error and the divergence of Jensen and Shannon: NeMo-RL
     """
-    batch = checked(batch)
-    trainer = batch.old_log_probs if trainer_log_probs is None else trainer_log_probs
-    given = {"old_log_probs": trainer, "rollout_log_probs": batch.rollout_log_probs}
-    args = {name: needed(f"batch.{name}", x, "f32[R, T] to compare sampler and trainer") for name, x in given.items()}
-    if trainer_log_probs is not None:
-        check_array("trainer_log_probs", trainer_log_probs, batch.loss_mask.shape, "the batch's [R, T]")
-
-    def specs(p: ParallelMesh) -> tuple[list[P | RolloutBatch], P]:
-        return [p.tokens_spec, p.tokens_spec, batch.specs(p)], P()
-
-    found: Metrics = shard_call("mismatch_metrics", _per_shard, parallel, {**args, "batch": batch}, specs)
-    return found
+    batch, trainer = checked(batch), trainer_log_probs
+    needed("batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] to compare sampler and trainer")
+    if trainer is None:
+        trainer = needed("batch.old_log_probs", batch.old_log_probs, "f32[R, T] to compare sampler and trainer")
+    check_array("trainer_log_probs", trainer, batch.loss_mask.shape, "the batch's [R, T]")
+    args = {"trainer_log_probs": trainer, "batch": batch}
+    return shard_call("mismatch_metrics", _per_shard, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P()))
 
 
-def _per_shard(axes: ShardAxes, trainer: jax.Array, rollout: jax.Array, batch: RolloutBatch) -> Metrics:
+def _per_shard(axes: ShardAxes, trainer: jax.Array, batch: RolloutBatch) -> Metrics:
     mask = (batch.loss_mask > 0).astype(jnp.float32)
     trainer = masked(sound("trainer_log_probs", trainer), mask)
-    rollout = masked(sound("rollout_log_probs", rollout), mask)
+    rollout = masked(sound("rollout_log_probs", batch.rollout_log_probs), mask)
     rows = dataclasses.replace(axes, context=(), fsdp=())  # per-sequence values are the same on all context shards
     of_sequences = _sequence_terms(trainer, rollout, mask, batch.segments(axes))
     return reduce_metrics(axes, _token_terms(trainer - rollout, mask)) | reduce_metrics(rows, of_sequences)
 
 
 def _token_terms(d: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Terms:
-    weight = jnp.exp(_bounded(d))
+    bounded = _bounded(d)
+    weight = jnp.exp(bounded)
     by_token = {
         "kl": -d,
         "k3_kl": k3(d),
         "log_prob_abs_diff": jnp.abs(d),
-        "chi2_token": jnp.expm1(2 * _bounded(d)),
-        "token_mult_prob_error": jnp.exp(_bounded(jnp.abs(d))),
+        "chi2_token": jnp.expm1(2 * bounded),
+        "token_mult_prob_error": jnp.exp(jnp.abs(bounded)),
         "reverse_k3_kl": k3(-d),
-        "jensen_shannon": _jensen_shannon(_bounded(d)),
+        # p / m and q / m add up to 2: only their logarithms are left, log cosh(d / 2), without cancellation
+        "jensen_shannon": jnp.log1p(2 * jnp.sinh(bounded / 4) ** 2),
     }
     return means(by_token, mask) | {
         "weight_min": (weight, mask, "min"),
@@ -144,11 +141,3 @@ def _sequence_terms(
 def _bounded(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """x within [-20, 20], so that exp of it is finite."""
     return jnp.clip(x, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def _jensen_shannon(d: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """0.5 k3(p, m) + 0.5 k3(q, m) with m = (p + q) / 2 and log p - log q = d, k3(a, b) = a / b - 1 - log(a / b).
-
-    p / m and q / m add up to 2, so only their logarithms are left: log cosh(d / 2), computed without cancellation.
-    """
-    return jnp.log1p(2 * jnp.sinh(d / 4) ** 2)

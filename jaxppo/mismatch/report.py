@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxppo.base.arrays import KINDS, check_array, check_count, check_number
+from jaxppo.base.arrays import MAX_LOG_PROB, MAX_SAMPLED, check, check_alike, check_count, check_number
 from jaxppo.base.kl import MAX_LOG_RATIO
 from jaxppo.mismatch.tokens import TokenMismatch
 from jaxppo.sharding import multihost
@@ -106,22 +106,17 @@ def mismatch_report(
         raise TypeError(f"tokens: got {type(tokens).__name__}, expected TokenMismatch")
     found = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(tokens)}
     arrays = {name: x for name, x in (found | {"where": where, "positions": positions}).items() if x is not None}
-    for name, x in arrays.items():
-        check_array(name, x)
-        check_array(name, x, tokens.log_probs.shape, "that of log_probs")
-        if not x.ndim:
-            raise ValueError(f"{name}: got shape (), expected [R, T] or [N]")
+    check_alike(arrays)
+    shape = tokens.log_probs.shape
+    check("log_probs", f"shape {shape}", shape != (), "[R, T] or [N]")
     host: dict[str, Any] = {name: np.asarray(x) for name, x in jax.device_get(multihost.whole(arrays)).items()}
-    positions_of = host.pop("positions", np.broadcast_to(np.arange(tokens.log_probs.shape[-1]), tokens.log_probs.shape))
-    counts = host.pop("where", np.ones(tokens.log_probs.shape, bool)) > 0
+    positions_of = host.pop("positions", np.broadcast_to(np.arange(shape[-1]), shape))
+    counts = host.pop("where", np.ones(shape, bool)) > 0
     values = {name: x[counts].astype(np.float64) for name, x in host.items()}
-    for name in ("log_probs", "rollout_log_probs"):
-        most = KINDS[name].most
-        if most is not None and (values[name] > most).any():
-            largest = values[name].max()
-            raise ValueError(
-                f"{name}: got {largest}, expected log-probs of at most {most}, which probabilities are not"
-            )
+    for name, most in (("log_probs", MAX_LOG_PROB), ("rollout_log_probs", MAX_SAMPLED)):
+        above = values[name][values[name] > most]
+        expected = f"log-probs of at most {most}, which probabilities are not"
+        check(name, above.max(initial=most), above.size == 0, expected)
     finite = np.isfinite(values["log_probs"]) & np.isfinite(values["rollout_log_probs"])
     if not finite.any():
         raise ValueError(f"log_probs: got {finite.size} that count and none that is finite, expected at least 1")
@@ -132,13 +127,13 @@ def mismatch_report(
     by_entropy: tuple[dict[str, float], ...] = ()
     if "entropy" in values:
         inner = np.quantile(values["entropy"], np.linspace(0, 1, bins + 1)[1:-1])
-        by_entropy = _in_ranges(by_token, values["entropy"], np.searchsorted(inner, values["entropy"], "right"))
+        by_entropy = _in_ranges(by_token, values["entropy"], inner)
     return MismatchReport(
         tokens=int(finite.sum()),
         not_finite=int((~finite).sum()),
         exact="kl" in values,
         figures=_figures(by_token),
-        by_position=_in_ranges(by_token, at, np.searchsorted(edges[1:-1], at, "right")),
+        by_position=_in_ranges(by_token, at, edges[1:-1]),
         by_entropy=by_entropy,
     )
 
@@ -148,8 +143,8 @@ def _by_token(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     d = values["log_probs"] - values["rollout_log_probs"]
     bounded = np.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     grown = np.expm1(bounded)
-    found = {"d": d, "kl": grown - bounded, "reverse_kl": bounded * (grown + 1) - grown, "total_variation": grown / 2}
-    found["total_variation"] = np.abs(found["total_variation"])
+    found = {"d": d, "kl": grown - bounded, "reverse_kl": bounded * (grown + 1) - grown}
+    found["total_variation"] = np.abs(grown) / 2
     return found | {name: x for name, x in values.items() if name in _NAMES or name == "rounding"}
 
 
@@ -164,9 +159,9 @@ def _figures(by_token: dict[str, np.ndarray]) -> dict[str, float]:
     return {name: float(x) for name, x in found.items()}
 
 
-def _in_ranges(by_token: dict[str, np.ndarray], of: np.ndarray, which: np.ndarray) -> tuple[dict[str, float], ...]:
-    """The figures of each range of a quantity; `which` is each token's range. Ranges without tokens are left out."""
-    parts = []
+def _in_ranges(by_token: dict[str, np.ndarray], of: np.ndarray, inner: np.ndarray) -> tuple[dict[str, float], ...]:
+    """The figures of each range of a quantity, between these inner edges. Ranges without tokens are left out."""
+    which, parts = np.searchsorted(inner, of, "right"), []
     for i in np.unique(which):
         inside = which == i
         ends = {"low": float(of[inside].min()), "high": float(of[inside].max()), "tokens": int(inside.sum())}

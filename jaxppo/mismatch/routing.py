@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxppo.base.arrays import KINDS, check_array, check_count, masked, needed
+from jaxppo.base.arrays import KINDS, check, check_array, check_count, masked, needed
 from jaxppo.base.metrics import CompositeTerm, Metrics, Terms, means, reduce_metrics, share
 from jaxppo.batch.extras import Extra
 from jaxppo.batch.rollout_batch import RolloutBatch
@@ -57,25 +57,21 @@ def routed_experts(rows: Any, tokens: int, *, layers: int | None = None, top_k: 
         check_count("top_k", top_k, least=1)
         raw = base64.b64decode(rows, validate=True) if isinstance(rows, str) else rows
         flat, sizes = np.frombuffer(raw, "<i4"), (needed("layers", layers), needed("top_k", top_k))
-        if flat.size % (sizes[0] * sizes[1]):
-            raise ValueError(f"rows: got {flat.size} numbers, expected a multiple of layers * top_k, {sizes}")
+        good = flat.size % (sizes[0] * sizes[1]) == 0
+        check("rows", f"{flat.size} numbers", good, f"a multiple of layers * top_k, {sizes}")
         rows = flat.reshape(-1, *sizes)
     found = np.asarray(rows)
     if found.dtype.kind not in "iu":
         raise TypeError(f"rows: got {found.dtype}, expected integers")
-    if found.ndim != 3 or len(found) not in (tokens - 1, tokens):
-        expected = f"[{tokens - 1}, layers, k] or [{tokens}, layers, k]"
-        raise ValueError(f"rows: got shape {found.shape}, expected {expected} for {tokens} tokens")
-    for what, bad in (("an id below -1", found < -1), ("-1 in a part of a row", _partly_absent(found))):
+    expected = f"[{tokens - 1}, layers, k] or [{tokens}, layers, k] for {tokens} tokens"
+    check("rows", f"shape {found.shape}", found.ndim == 3 and len(found) in (tokens - 1, tokens), expected)
+    absent = found == -1
+    partly = absent.any(axis=-1) & ~absent.all(axis=-1)
+    for what, bad in (("an id below -1", found < -1), ("-1 in a part of a row", partly)):
         if bad.any():
             raise ValueError(f"rows: got {what} at {tuple(np.argwhere(bad)[0].tolist())}, expected ids, or -1 in all k")
     missing = np.full((tokens - len(found), *found.shape[1:]), -1)
     return Extra(np.concatenate([found, missing]).astype(np.int32), at="input", fill=-1)
-
-
-def _partly_absent(rows: np.ndarray) -> np.ndarray:
-    absent = rows == -1
-    return absent.any(axis=-1) & ~absent.all(axis=-1)
 
 
 def routing_metrics(
@@ -120,12 +116,9 @@ def routing_metrics(
     if name not in batch.extras:
         raise ValueError(f"batch.extras: got {sorted(batch.extras)}, expected {name!r} among them, i32[R, T, L, k]")
     sampled = batch.extras[name]
-    if sampled.ndim != 4 or not jnp.issubdtype(sampled.dtype, jnp.integer):
-        got = f"{sampled.dtype}{list(sampled.shape)}"
-        raise ValueError(f"batch.extras[{name!r}]: got {got}, expected integers [R, T, layers, k]")
-    if own.shape != sampled.shape or not jnp.issubdtype(own.dtype, jnp.integer):
-        got, expected = f"{own.dtype}{list(own.shape)}", f"integers {list(sampled.shape)}, as {name!r}"
-        raise ValueError(f"own: got {got}, expected {expected}")
+    check_array(f"batch.extras[{name!r}]", sampled, kind=KINDS["ids"])
+    check(f"batch.extras[{name!r}]", f"shape {sampled.shape}", sampled.ndim == 4, "[R, T, layers, k]")
+    check_array("own", own, sampled.shape, f"that of {name!r}", KINDS["ids"])
     gaps = {"log_probs": log_probs, "replayed_log_probs": replayed_log_probs}
     if any(x is not None for x in gaps.values()):
         for what, x in gaps.items():
@@ -133,12 +126,9 @@ def routing_metrics(
             check_array(what, of, batch.loss_mask.shape, "the batch's [R, T]", KINDS["trainer_log_probs"])
         needed("batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] for the gaps")
     args = {"own": own, **gaps, "batch": batch}
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [p.tokens_spec] * 3 + [batch.specs(p)], P()
-
-    found: Metrics = shard_call("routing_metrics", _per_shard, parallel, args, specs, name)
-    return found
+    return shard_call(
+        "routing_metrics", _per_shard, parallel, args, lambda p: ([*[p.tokens_spec] * 3, batch.specs(p)], P()), name
+    )
 
 
 def _per_shard(
@@ -148,9 +138,8 @@ def _per_shard(
     there = jnp.where((sampled != -1).all(axis=-1), inside[..., None], 0)  # [R, T, L]
     missed = ~(sampled[..., :, None] == own[..., None, :]).any(axis=-1)
     of_choices = missed.astype(jnp.float32).mean(axis=-1)
-    layers = range(sampled.shape[2])
     terms: Terms = {}
-    for layer in layers:
+    for layer in range(sampled.shape[2]):
         weight = there[..., layer]
         terms[f"layer_{layer}_choices_differ"] = (of_choices[..., layer], weight, "mean")
         terms[f"layer_{layer}_tokens_differ"] = (missed[..., layer, :].any(axis=-1), weight, "mean")

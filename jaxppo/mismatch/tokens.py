@@ -106,7 +106,7 @@ def token_mismatch(
     The bound: Higham and Mary 2019, probabilistic rounding error analysis, https://doi.org/10.1137/18M1226312
     """
     check_choice("rounded_to", rounded_to, Rounding)
-    pair = prepare_pair(
+    trainer, sampler = prepare_pair(
         (hidden, head),
         (rollout_hidden, rollout_head),
         names=("trainer", "rollout"),
@@ -116,15 +116,13 @@ def token_mismatch(
         where=where,
         options=options,
     )
-    args = {name: prepared.inputs for name, prepared in zip(("hidden", "rollout_hidden"), pair, strict=True)}
-    static = DivergenceCall(pair[0].call, pair[1].call, (), 0.5), _UNITS[rounded_to]
     compared: Comparison = shard_call(
         "token_mismatch",
         _per_shard,
         parallel,
-        args,
-        lambda p: ([prepared.specs for prepared in pair], p.tokens_spec),
-        static,
+        {"hidden": trainer.inputs, "rollout_hidden": sampler.inputs},
+        lambda p: ([trainer.specs, sampler.specs], p.tokens_spec),
+        (DivergenceCall(trainer.call, sampler.call, (), 0.5), _UNITS[rounded_to]),
     )
     common = partial(log_probs_from_hidden, targets=targets, parallel=parallel, temperature=temperature, where=where)
     of_rollout: HeadOptions = {**options, "hidden_spec": rollout_hidden_spec}

@@ -1,21 +1,16 @@
-"""The published policy losses: each is a frozen dataclass of hyperparameters with a `__call__`.
-
-A loss takes `f32[R, T]` arrays that are 0 outside the loss mask, and returns the loss of each token, with indicators
-that become metrics. To add one, write such a class, in any file: see `PolicyLoss`.
-"""
+"""The published policy losses: each is a frozen dataclass of hyperparameters with a `__call__`, see `PolicyLoss`."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from jaxppo.base.arrays import check
 from jaxppo.policy_losses.base import PolicyLoss
 from jaxppo.policy_losses.by_sign import BySign
-from jaxppo.policy_losses.by_token import CISPO, DPPO, DRO, PPO, SAPO, Reinforce
+from jaxppo.policy_losses.by_token import CISPO, DPPO, DRO, PPO, SAPO, ProbabilityMask, Reinforce
 from jaxppo.policy_losses.covariances import ClipCov, KLCov
-from jaxppo.policy_losses.probability import ProbabilityMask
-from jaxppo.policy_losses.sequences import GMPO, GSPO
-from jaxppo.policy_losses.vespo import VESPO
+from jaxppo.policy_losses.sequences import GMPO, GSPO, VESPO
 
 __all__ = [
     "BY_NAME",
@@ -70,12 +65,9 @@ def by_name(name: str, **hyperparameters: Any) -> PolicyLoss:
       >>> by_name("ppo", clip_high=0.28).clip_high
       0.28
     """
-    if not isinstance(name, str) or name not in BY_NAME:
-        raise ValueError(f"name: got {name!r}, expected one of {', '.join(BY_NAME)}")
+    check("name", repr(name), isinstance(name, str) and name in BY_NAME, f"one of {', '.join(BY_NAME)}")
     fields = [field.name for field in dataclasses.fields(BY_NAME[name])]  # type: ignore[arg-type]
     for given in hyperparameters:
-        if given not in fields:
-            raise ValueError(
-                f"{given}: got it with {name!r}, expected one of {', '.join(fields) or 'no hyperparameter'}"
-            )
+        expected = f"one of {', '.join(fields) or 'no hyperparameter'}"
+        check(given, f"it with {name!r}", given in fields, expected)
     return BY_NAME[name](**hyperparameters)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar, Literal, NotRequired, TypedDict
+import dataclasses
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict, Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Coefficient, check_field
+from jaxppo.base.arrays import Bounds, Coefficient, check_choice, check_field
 from jaxppo.base.kl import MAX_LOG_RATIO, log_ratio
 from jaxppo.sharding import Segments
 
@@ -60,6 +61,15 @@ class PolicyLoss(Loss, abc.ABC):
     weighs_by_ratio: ClassVar[bool] = True
     selects: ClassVar[Literal["highest", "random"] | None] = None
 
+    def __post_init__(self) -> None:
+        """Checks the fields that `number` and `choice` made."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if "choices" in field.metadata:
+                check_choice(field.name, value, field.metadata["choices"])
+            elif "bounds" in field.metadata and not (value is None and field.default is None):
+                check_field(self, field.name, **field.metadata["bounds"])
+
     @abc.abstractmethod
     def __call__(
         self,
@@ -90,6 +100,16 @@ class PolicyLoss(Loss, abc.ABC):
     ) -> Bool[Array, "R T"]:
         """The tokens that `covariance_mask` may pick; all by default."""
         return jnp.ones(covariance.shape, bool)
+
+
+def number(default: float | None, **bounds: Unpack[Bounds]) -> Any:
+    """A field for a number in this range; None is off where it is the default."""
+    return dataclasses.field(default=default, metadata={"bounds": bounds})
+
+
+def choice(default: str, choices: Any) -> Any:
+    """A field for one of the values of a `Literal`."""
+    return dataclasses.field(default=default, metadata={"choices": choices})
 
 
 def sequence_log_ratio(log_probs: Tokens, old_log_probs: Tokens, mask: Tokens, segments: Segments) -> Tokens:
@@ -123,14 +143,3 @@ def clipped_surrogate(
         loss = jnp.where(beyond, bound, loss)
         indicators["clip_fraction_lower"] = beyond
     return loss, {name: x.astype(jnp.float32) for name, x in indicators.items()}
-
-
-def check_clip(loss: Any) -> None:
-    """Checks both bounds of the ratio."""
-    for name in ("clip_low", "clip_high"):
-        check_field(loss, name, least=0)
-
-
-def check_dual_clip(loss: Any) -> None:
-    if loss.dual_clip is not None:
-        check_field(loss, "dual_clip", above=1)

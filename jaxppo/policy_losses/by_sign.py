@@ -28,7 +28,6 @@ class BySign(PolicyLoss):
       ValueError: a loss that selects tokens of the step.
 
     Example:
-      >>> from jaxppo.policy_losses import GSPO, BySign
       >>> BySign(positive=PPO(), negative=GSPO()).token_local
       False
 

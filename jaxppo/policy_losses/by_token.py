@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.base.arrays import Coefficient, check_choice, check_field, check_flag
+from jaxppo.base.arrays import Coefficient, check_flag
 from jaxppo.base.kl import log_ratio
 from jaxppo.policy_losses.base import (
     Beside,
@@ -17,12 +17,13 @@ from jaxppo.policy_losses.base import (
     PolicyLoss,
     Result,
     Tokens,
-    check_clip,
-    check_dual_clip,
+    choice,
     clipped_surrogate,
+    number,
     ratio_at,
 )
 
+Divergence = Literal["tv", "kl"]
 _TINY = 1e-30
 
 
@@ -48,14 +49,10 @@ class PPO(PolicyLoss):
     https://arxiv.org/abs/1912.09729; clip-higher: Yu et al. 2025, https://arxiv.org/abs/2503.14476
     """
 
-    clip_low: Coefficient = 0.2
-    clip_high: Coefficient = 0.2
-    dual_clip: Coefficient | None = None
+    clip_low: Coefficient = number(0.2, least=0)
+    clip_high: Coefficient = number(0.2, least=0)
+    dual_clip: Coefficient | None = number(None, above=1)
     token_local: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_clip(self)
-        check_dual_clip(self)
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
         ratio = jnp.exp(log_ratio(log_probs, old_log_probs))
@@ -85,9 +82,9 @@ class CISPO(PolicyLoss):
     MiniMax 2025, MiniMax-M1, the mask in equation 7, https://arxiv.org/abs/2506.13585
     """
 
-    clip_low: Coefficient = 1.0
-    clip_high: Coefficient = 0.28
-    level: Level = "token"
+    clip_low: Coefficient = number(1.0, least=0)
+    clip_high: Coefficient = number(0.28, least=0)
+    level: Level = choice("token", Level)
     unified_mask: bool = False
 
     @property
@@ -95,8 +92,7 @@ class CISPO(PolicyLoss):
         return self.level == "token"
 
     def __post_init__(self) -> None:
-        check_clip(self)
-        check_choice("level", self.level, Level)
+        super().__post_init__()
         check_flag("unified_mask", self.unified_mask)
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
@@ -130,18 +126,13 @@ class SAPO(PolicyLoss):
     Gao et al. 2025, Soft adaptive policy optimization, https://arxiv.org/abs/2511.20347
     """
 
-    tau_positive: Coefficient = 1.0
-    tau_negative: Coefficient = 1.05
-    level: Level = "token"
+    tau_positive: Coefficient = number(1.0, above=0)
+    tau_negative: Coefficient = number(1.05, above=0)
+    level: Level = choice("token", Level)
 
     @property
     def token_local(self) -> bool:  # type: ignore[override]
         return self.level == "token"
-
-    def __post_init__(self) -> None:
-        check_field(self, "tau_positive", above=0)
-        check_field(self, "tau_negative", above=0)
-        check_choice("level", self.level, Level)
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
         tau = jnp.where(advantages > 0, self.tau_positive, self.tau_negative)
@@ -204,31 +195,25 @@ class DPPO(PolicyLoss):
     Qi et al. 2026, Rethinking the trust region in LLM reinforcement learning, https://arxiv.org/abs/2602.04879
     """
 
-    divergence: Literal["tv", "kl"] = "tv"
-    clip_low: Coefficient = 0.15
-    clip_high: Coefficient = 0.15
-    ratio_cap: Coefficient = 20.0
+    divergence: Divergence = choice("tv", Divergence)
+    clip_low: Coefficient = number(0.15, least=0)
+    clip_high: Coefficient = number(0.15, least=0)
+    ratio_cap: Coefficient = number(20.0, above=0)
     token_local: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_choice("divergence", self.divergence, Literal["tv", "kl"])
-        check_clip(self)
-        check_field(self, "ratio_cap", above=0)
-
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
-        divergence = lax.stop_gradient(self._divergence(log_probs, old_log_probs))
+        old = jnp.exp(old_log_probs)
+        if self.divergence == "tv":
+            divergence = jnp.abs(jnp.exp(log_probs) - old)
+        else:
+            rest, old_rest = (jnp.log(-jnp.expm1(jnp.minimum(x, -_TINY))) for x in (log_probs, old_log_probs))
+            divergence = old * (old_log_probs - log_probs) + (1 - old) * (old_rest - rest)
+        divergence = lax.stop_gradient(divergence)
         up, down = (advantages > 0) & (log_probs > old_log_probs), (advantages < 0) & (log_probs < old_log_probs)
         leaves = (up & (divergence > self.clip_high)) | (down & (divergence > self.clip_low))
         ratio = lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio(log_probs, old_log_probs)), self.ratio_cap))
         loss = jnp.where(leaves, 0, -ratio * advantages * log_probs)
         return loss, {"clip_fraction": leaves.astype(jnp.float32)}
-
-    def _divergence(self, log_probs: Tokens, old_log_probs: Tokens) -> Tokens:
-        old = jnp.exp(old_log_probs)
-        if self.divergence == "tv":
-            return jnp.abs(jnp.exp(log_probs) - old)
-        rest, old_rest = (jnp.log(-jnp.expm1(jnp.minimum(x, -_TINY))) for x in (log_probs, old_log_probs))
-        return old * (old_log_probs - log_probs) + (1 - old) * (old_rest - rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,12 +233,51 @@ class DRO(PolicyLoss):
     Richemond et al. 2024, Offline regularised reinforcement learning, https://arxiv.org/abs/2405.19107
     """
 
-    beta: Coefficient = 0.1
+    beta: Coefficient = number(0.1, least=0)
     token_local: ClassVar[bool] = True
     weighs_by_ratio: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        check_field(self, "beta", least=0)
-
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
         return -advantages * log_probs + self.beta / 2 * (log_probs - old_log_probs) ** 2, {}
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbabilityMask(PolicyLoss):
+    """-A min(r, ratio_cap) + pull d^2, the first term 0 where p - q is outside [-clip_low, clip_high].
+
+    p is the token's probability now, q the old one, d = log p - log q, r = p / q. Unlike in `DPPO`, the mask does not
+    depend on the sign of A: it drops a token that is far from q on either side. The cap bounds the weight of a token's
+    gradient and does not end it; the pull also acts on dropped tokens. prime-rl calls it "ipo": it is not the
+    preference loss IPO. The published setting has q from the sampler, `ratio_to="rollout"`.
+
+    Args:
+      clip_low: how far p may be below q; 1 drops nothing.
+      clip_high: how far p may be above q; 1 drops nothing.
+      ratio_cap: the largest ratio that weighs a token.
+      pull: the strength of the quadratic pull to q.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Example:
+      >>> ProbabilityMask(0.1, 0.1, pull=1e-3)
+      ProbabilityMask(clip_low=0.1, clip_high=0.1, ratio_cap=10000.0, pull=0.001)
+
+    https://github.com/PrimeIntellect-ai/prime-rl
+    """
+
+    clip_low: Coefficient = number(0.3, least=0)
+    clip_high: Coefficient = number(0.3, least=0)
+    ratio_cap: Coefficient = number(1e4, above=0)
+    pull: Coefficient = number(0.0, least=0)
+    token_local: ClassVar[bool] = True
+
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **_: object) -> Result:
+        d = log_probs - old_log_probs
+        higher = jnp.maximum(log_probs, old_log_probs)
+        moved = lax.stop_gradient(jnp.sign(d) * jnp.exp(higher) * -jnp.expm1(-jnp.abs(d)))
+        leaves = (moved < -self.clip_low) | (moved > self.clip_high)
+        weight = lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio(log_probs, old_log_probs)), self.ratio_cap))
+        ratio = weight * (1 + (log_probs - lax.stop_gradient(log_probs)))
+        loss = jnp.where(leaves, 0, -ratio * advantages) + self.pull * d**2
+        return loss, {"clip_fraction": leaves.astype(jnp.float32)}

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxppo.base.arrays import Coefficient, check_field, needed
+from jaxppo.base.arrays import Coefficient, check, needed
 from jaxppo.base.kl import log_ratio, magnitude
-from jaxppo.policy_losses.base import Beside, PolicyLoss, Result, Tokens, check_clip, clipped_surrogate
+from jaxppo.policy_losses.base import Beside, PolicyLoss, Result, Tokens, clipped_surrogate, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,23 +37,20 @@ class ClipCov(PolicyLoss):
     Cui et al. 2025, The entropy mechanism of reinforcement learning, https://arxiv.org/abs/2505.22617
     """
 
-    clip_low: Coefficient = 0.2
-    clip_high: Coefficient = 0.2
-    share: Coefficient = 2e-4
-    low: Coefficient = 1.0
-    high: Coefficient = 5.0
+    clip_low: Coefficient = number(0.2, least=0)
+    clip_high: Coefficient = number(0.2, least=0)
+    share: Coefficient = number(2e-4, least=0, most=1)
+    low: Coefficient = number(1.0)
+    high: Coefficient = number(5.0)
     token_local: ClassVar[bool] = True
     selects: ClassVar[Literal["random"]] = "random"
 
     def __post_init__(self) -> None:
-        check_clip(self)
-        check_field(self, "share", least=0, most=1)
-        check_field(self, "low")
-        check_field(self, "high")
+        super().__post_init__()
         if isinstance(self.low, jax.Array) or isinstance(self.high, jax.Array):
             object.__setattr__(self, "high", jnp.where(self.low < self.high, self.high, jnp.nan))
-        elif not self.low < self.high:
-            raise ValueError(f"low, high: got {self.low}, {self.high}, expected low < high")
+        else:
+            check("low, high", f"{self.low}, {self.high}", self.low < self.high, "low < high")
 
     def selectable(
         self, covariance: Tokens, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens
@@ -90,14 +87,10 @@ class KLCov(PolicyLoss):
     Cui et al. 2025, The entropy mechanism of reinforcement learning, https://arxiv.org/abs/2505.22617
     """
 
-    share: Coefficient = 2e-3
-    coef: Coefficient = 1.0
+    share: Coefficient = number(2e-3, least=0, most=1)
+    coef: Coefficient = number(1.0, least=0)
     token_local: ClassVar[bool] = True
     selects: ClassVar[Literal["highest"]] = "highest"
-
-    def __post_init__(self) -> None:
-        check_field(self, "share", least=0, most=1)
-        check_field(self, "coef", least=0)
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
         selected = needed("selected", of.get("selected"), "the step's covariance_mask")

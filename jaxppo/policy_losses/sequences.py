@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, Unpack
 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxppo.base.arrays import Coefficient, check_choice
-from jaxppo.base.kl import MAX_LOG_RATIO
+from jaxppo.base.arrays import Coefficient
+from jaxppo.base.kl import MAX_LOG_RATIO, log_ratio
 from jaxppo.policy_losses.base import (
     Beside,
     PolicyLoss,
     Result,
     Tokens,
-    check_clip,
-    check_dual_clip,
+    choice,
     clipped_surrogate,
+    number,
     sequence_log_ratio,
 )
+
+Gradient = Literal["sequence", "token"]
+_LEAST_LOG_WEIGHT = math.log(1e-8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +48,10 @@ class GSPO(PolicyLoss):
     Zheng et al. 2025, Group sequence policy optimization, https://arxiv.org/abs/2507.18071
     """
 
-    clip_low: Coefficient = 3e-4
-    clip_high: Coefficient = 4e-4
-    dual_clip: Coefficient | None = None
-    gradient: Literal["sequence", "token"] = "sequence"
-
-    def __post_init__(self) -> None:
-        check_clip(self)
-        check_dual_clip(self)
-        check_choice("gradient", self.gradient, Literal["sequence", "token"])
+    clip_low: Coefficient = number(3e-4, least=0)
+    clip_high: Coefficient = number(4e-4, least=0)
+    dual_clip: Coefficient | None = number(None, above=1)
+    gradient: Gradient = choice("sequence", Gradient)
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
         sequence = sequence_log_ratio(log_probs, old_log_probs, of["mask"], of["segments"])
@@ -84,11 +83,8 @@ class GMPO(PolicyLoss):
     Zhao et al. 2025, Geometric-mean policy optimization, https://arxiv.org/abs/2507.20673
     """
 
-    clip_low: Coefficient = 0.4
-    clip_high: Coefficient = 0.4
-
-    def __post_init__(self) -> None:
-        check_clip(self)
+    clip_low: Coefficient = number(0.4, least=0)
+    clip_high: Coefficient = number(0.4, least=0)
 
     def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
         mask, segments = of["mask"], of["segments"]
@@ -101,3 +97,42 @@ class GMPO(PolicyLoss):
         indicators["clip_fraction_lower"] = (clipped != d) & (advantages < 0)
         loss = -segments.spread(segments.mean(advantages, mask) * ratio)
         return loss, {name: x.astype(jnp.float32) for name, x in indicators.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class VESPO(PolicyLoss):
+    """The score function, softly weighted by the sequence's ratio w: -phi A log_prob with phi = w^k exp(l (1 - w)).
+
+    w is the product of the ratios of the sequence's tokens. phi is a constant: 1 where w is 1, largest at w = k / l,
+    and 0 far from there on either side. k and l depend on the sign of A. A token's log-ratio counts within [-20, 20],
+    log w within [log 1e-8, 20].
+
+    Args:
+      k_positive: k where A >= 0.
+      lambda_positive: l where A >= 0.
+      k_negative: k where A < 0.
+      lambda_negative: l where A < 0.
+
+    Raises:
+      ValueError: a number below 0.
+
+    Example:
+      >>> VESPO()
+      VESPO(k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0)
+
+    2026, Variational sequence-level soft policy optimization, https://arxiv.org/abs/2602.10693
+    """
+
+    k_positive: Coefficient = number(2.0, least=0)
+    lambda_positive: Coefficient = number(3.0, least=0)
+    k_negative: Coefficient = number(3.0, least=0)
+    lambda_negative: Coefficient = number(2.0, least=0)
+
+    def __call__(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, **of: Unpack[Beside]) -> Result:
+        segments = of["segments"]
+        d = lax.stop_gradient(log_ratio(log_probs, old_log_probs))
+        log_w = segments.spread(jnp.clip(segments.sum(d), _LEAST_LOG_WEIGHT, MAX_LOG_RATIO))
+        k = jnp.where(advantages < 0, self.k_negative, self.k_positive)
+        rate = jnp.where(advantages < 0, self.lambda_negative, self.lambda_positive)
+        weight = jnp.exp(k * log_w - rate * jnp.expm1(log_w))
+        return -weight * advantages * log_probs, {"sequence_weight": weight}

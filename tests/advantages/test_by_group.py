@@ -30,9 +30,6 @@ OF_SAMPLES = {
 }
 OF_TOKENS = {
     "whiten": lambda x, among, **more: advantages.whiten(x, BATCH.loss_mask, among=among, **more),
-    "process_grpo": lambda x, among, **more: advantages.process_grpo(
-        x, jnp.ones((1, 6)), IDS, BATCH, among=among, **more
-    ),
     "optimal_token_baseline": lambda x, among, **more: advantages.optimal_token_baseline(
         x, TokenStats(-LENGTHS, sum_p2=jnp.exp(-LENGTHS)), IDS, BATCH, among=among, **more
     ),

@@ -66,7 +66,6 @@ def everything(parallel, b, x, hidden, kernel):
         "gae by length": advantages.gae(rewards, b.values, b, length_alpha=0.3, **on),
         "gdpo": advantages.gdpo([b.rewards, b.rewards**2], b.group_ids, b, **on),
         "gdpo over samples": advantages.gdpo([b.rewards, -b.rewards], b.group_ids, b, whitened="samples", **on),
-        "process": advantages.process_grpo(x, b.positions % 2, b.group_ids, b, **on),
         "optimal": advantages.optimal_token_baseline(
             b.values, TokenStats(-jnp.abs(x) - 0.1, sum_p2=jnp.exp(-0.1 - jnp.abs(x))), b.group_ids, b, **on
         ),

@@ -148,7 +148,6 @@ OF_A_BATCH = {
     "gdpo": lambda b: advantages.gdpo([b.rewards, b.rewards], b.group_ids, b),
     "reinforce_plus_plus": lambda b: advantages.reinforce_plus_plus(b.advantages, b),
     "reinforce_plus_plus_baseline": lambda b: advantages.reinforce_plus_plus_baseline(b.rewards, b.group_ids, b),
-    "process_grpo": lambda b: advantages.process_grpo(b.advantages, b.loss_mask, b.group_ids, b),
     "optimal_token_baseline": lambda b: advantages.optimal_token_baseline(
         b.advantages, TokenStats(b.old_log_probs, sum_p2=jnp.exp(b.old_log_probs)), b.group_ids, b
     ),

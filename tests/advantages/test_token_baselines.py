@@ -1,10 +1,9 @@
-"""Advantages that compare the tokens of a group: process rewards, and the optimal token baseline."""
+"""Advantages that compare the tokens of a group: the optimal token baseline."""
 
 import dataclasses
 import json
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,10 +39,6 @@ def optimal(returns, stats, batch, **options):
     return quick_jit(lambda x, s, b: advantages.optimal_token_baseline(x, s, b.group_ids, b, **options))(
         returns, stats, batch
     )
-
-
-def of_steps(rewards, ends, batch, **options):
-    return quick_jit(lambda x, e, b: advantages.process_grpo(x, e, b.group_ids, b, **options))(rewards, ends, batch)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -103,49 +98,10 @@ def test_equal_returns_have_no_advantage_but_behind_all_others(place):
     assert not np.any(optimal(returns, stats, batch, place=place, singletons="zero"))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_rewards_of_steps_by_hand(mesh):
-    """Three steps in one sample, one in the other: mean 2, deviation sqrt(14 / 3). A step must not end in a hole."""
-    parallel = mesh and make_parallel_mesh(mesh, context_layout="zigzag")
-    batch = packed([[1, 1, 1, 0, 1, 1], [1, 1], [1, 1]], [3, 3, 9], parallel)
-    ends = placed(batch, [[1, 0, 1, 1, 1, 0], [0, 1], [0, 1]])
-    rewards = placed(batch, [[5.0, 7, 0, 9, 1, np.nan], [9, 2.0], [9, 4.0]])
-    given, options = (rewards, np.nan_to_num(ends), batch), {"epsilon": 0.0, "parallel": parallel}
-    got = of_steps(*given, **options)
-    each = np.array([3.0, -2.0, -1.0, 0.0]) / np.sqrt(14 / 3)
-    first = [each[:3].sum(), each[1:3].sum(), each[1:3].sum(), 0, each[2], 0]
-    expected = np.nan_to_num(placed(batch, [first, [each[3]] * 2, [0.0] * 2]))
-    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
-    plain = of_steps(*given, **options, scale_by_std=False, singletons="reward")
-    expected = np.nan_to_num(placed(batch, [[0, -3, -3, 0, -1, 0], [0, 0], [4.0, 4.0]]))
-    np.testing.assert_allclose(plain, expected, atol=1e-7)
-
-
-def test_one_step_a_sample_is_grpo():
-    samples = [dataclasses.replace(s, reward=float(i % 5)) for i, s in enumerate(step_of(5)) if np.any(s.mask)]
-    batch = RolloutBatch.from_samples(samples, row_length=24, rows=8)
-
-    @quick_jit
-    def run(batch):
-        rewards = advantages.token_rewards(batch.rewards, batch)
-        last = advantages.token_rewards(jnp.ones_like(batch.rewards), batch)
-        got = advantages.process_grpo(rewards, last, batch.group_ids, batch)
-        return got, advantages.spread(advantages.grpo(batch.rewards, batch.group_ids), batch)
-
-    got, expected = run(jax.tree.map(jnp.asarray, batch))
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_equal_steps_of_any_size_give_exactly_zero():
-    batch = packed([[1] * 7, [1] * 3, [1]], [3, 3, 3], None)
-    same = jnp.full(batch.tokens.shape, 1000.1)
-    assert not np.any(of_steps(same, jnp.ones_like(same), batch))
-
-
 def test_a_sample_without_a_group_has_no_part():
     batch = packed([[1] * 4, [1] * 3, [1] * 2], [3, 3, 3], None)
     rng = np.random.default_rng(0)
-    x, ends = (jnp.asarray(rng.random(batch.tokens.shape), jnp.float32) for _ in range(2))
+    x = jnp.asarray(rng.random(batch.tokens.shape), jnp.float32)
     stats = TokenStats(-x, sum_p2=jnp.exp(-x))
     ids = np.where(batch.sample_ids == 2, -1, batch.group_ids)
     rest = dataclasses.replace(
@@ -154,12 +110,9 @@ def test_a_sample_without_a_group_has_no_part():
         group_ids=ids,
     )
     left_out = dataclasses.replace(batch, group_ids=ids)
-    for of in (
-        quick_jit(lambda b: advantages.process_grpo(x, jnp.round(ends), b.group_ids, b)),
-        quick_jit(lambda b: advantages.optimal_token_baseline(x, stats, b.group_ids, b)),
-    ):
-        np.testing.assert_array_equal(of(left_out), of(rest))
-        assert np.any(np.asarray(of(batch)) != np.asarray(of(left_out)))
+    of = quick_jit(lambda b: advantages.optimal_token_baseline(x, stats, b.group_ids, b))
+    np.testing.assert_array_equal(of(left_out), of(rest))
+    assert np.any(np.asarray(of(batch)) != np.asarray(of(left_out)))
 
 
 def test_refusals():
@@ -181,13 +134,3 @@ def test_refusals():
     for message, wrong in refused.items():
         with pytest.raises((TypeError, ValueError), match=message):
             advantages.optimal_token_baseline(**given | wrong)
-    steps = {"rewards": x, "ends": x, "group_ids": batch.group_ids, "batch": batch}
-    refused = {
-        "ends: got shape": {"ends": x[:1]},
-        "rewards: got None, expected an array": {"rewards": None},
-        "group_ids: got None": {"group_ids": None},
-        "singletons: got 'one'": {"singletons": "one"},
-    }
-    for message, wrong in refused.items():
-        with pytest.raises((TypeError, ValueError), match=message):
-            advantages.process_grpo(**steps | wrong)

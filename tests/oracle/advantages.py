@@ -359,35 +359,6 @@ def on_policy_distillation(advantages: Any, log_probs: Any, teacher: Any, mask: 
     return _write(_read(advantages, mask) - coef * (_read(log_probs, mask) - _read(teacher, mask)), mask)
 
 
-def process_grpo(
-    rewards: Sequence[Any],
-    ends: Sequence[Any],
-    groups: Any,
-    masks: Sequence[Any],
-    *,
-    scale_by_std: bool = True,
-    epsilon: float = 1e-6,
-    singletons: str = "zero",
-    among: Any = None,
-) -> list[Array]:
-    """Each step's reward by mean and deviation of those of its group's steps, summed over what follows. 2402.03300."""
-    steps = [[t for t in range(len(m)) if m[t] > 0 and e[t] > 0] for e, m in zip(ends, masks, strict=True)]
-    out = []
-    for i, mask in enumerate(masks):
-        others = [j for j in range(len(masks)) if groups[j] == groups[i] and (among is None or among[j])]
-        group = np.array([rewards[j][t] for j in others for t in steps[j]])
-        advantages = np.zeros(len(mask))
-        for t in steps[i]:
-            r = float(rewards[i][t])
-            if len(group) > 1:
-                r = (r - group.mean()) / (_scale(group, epsilon) if scale_by_std else 1.0)
-            else:
-                r = (r / (1.0 + epsilon if scale_by_std else 1.0)) if singletons == "reward" else 0.0
-            advantages[: t + 1] += r
-        out.append(advantages * (np.asarray(mask) > 0))
-    return out
-
-
 def optimal_token_baseline(
     returns: Sequence[Any],
     log_probs: Sequence[Any],

@@ -79,7 +79,7 @@ OF_NAME = {
     **_rows("given log-probs", "rollout_log_probs teacher_log_probs"),
     **_rows("floats", "advantages values returns scores x baselines kl importance_ratio"),
     **_rows("floats that may be NaN", "rewards last_values"),
-    **_rows("mask", "loss_mask mask ends"),
+    **_rows("mask", "loss_mask mask"),
     **_rows("where", "where lengths selected"),
     **_rows(
         "ids",

@@ -145,10 +145,6 @@ def gdpo_of_jaxppo(g: Given, o: Options, p: Any) -> Any:
     return advantages.gdpo(rewards, g.slots["groups"], g.batch, **more, **g.which, epsilon=o.epsilon, parallel=p)
 
 
-def of_steps(o: Options) -> dict[str, Any]:
-    return {"scale_by_std": o.scale_by_std, "epsilon": o.epsilon, "singletons": o.singletons}
-
-
 def of_places(o: Options, tokens: dict[str, Any]) -> dict[str, Any]:
     found = {"place": "loss_token" if o.masked == "skip" else "position", "singletons": o.singletons}
     return found | {"epsilon": o.epsilon, "weights": tokens["kl"] if o.whitened else None}
@@ -250,20 +246,6 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda k, o: truth.overlong_penalty(k.slots["lengths"], 6, o.f_norm),
     ),
     "opo": grouped("opo", "singletons"),
-    "process_grpo": (
-        lambda g, o, p: advantages.process_grpo(
-            g.tokens["rewards"],
-            g.tokens["ends"],
-            g.slots["groups"],
-            g.batch,
-            **of_steps(o),
-            among=g.slots["among"],
-            parallel=p,
-        ),
-        lambda k, o: truth.process_grpo(
-            k.tokens["rewards"], k.tokens["ends"], k.slots["groups"], k.masks, **of_steps(o), among=k.slots["among"]
-        ),
-    ),
     "optimal_token_baseline": (
         lambda g, o, p: advantages.optimal_token_baseline(
             g.tokens["rewards"],

@@ -265,9 +265,6 @@ ESTIMATORS: dict[str, Callable[[Given], Any]] = {
         g.batch.rewards, g.batch.group_ids, g.batch, kl=g.batch.values, kl_coef=0.1, **g.on
     ),
     "gigpo": lambda g: advantages.gigpo(g.batch.rewards, g.batch.rewards, *[g.batch.group_ids] * 2, **g.on),
-    "process_grpo": lambda g: advantages.process_grpo(
-        g.batch.advantages, g.batch.loss_mask, g.batch.group_ids, g.batch, **g.on
-    ),
     "optimal_token_baseline": lambda g: advantages.optimal_token_baseline(
         g.batch.advantages,
         TokenStats(g.batch.returns, sum_p2=jnp.exp(2 * g.batch.returns)),

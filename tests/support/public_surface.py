@@ -204,9 +204,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "overlong_penalty": {"lengths": REWARDS, "max_length": 4, "buffer": 2, "factor": 1.0},
     "pass_at_k": {**GROUPED, **SCALED},
     "pass_rates": {**GROUPED, "at_least": 1.0},
-    "process_grpo": {
-        **SOFT, **ALONE, **SCALED, "rewards": LOG, "ends": MASK, "group_ids": GROUPS, "among": AMONG, "batch": BATCH,
-    },
     "reinforce_plus_plus": {**SOFT, "rewards": LOG, "batch": BATCH, "gamma": 0.9, "masked": "skip"},
     "reinforce_plus_plus_baseline": {
         **GROUPED, **ALONE, "batch": BATCH, "kl": -LOG, "kl_coef": 0.1, "whitened": True,
