@@ -17,14 +17,11 @@ from jaxppo.base.arrays import PER_SEGMENT
 from jaxppo.base.metrics import Composite, Metric
 from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.reads import NUMBERS
-from jaxppo.batch.rules import KNOWN, ON_DEVICE, RULES, Rule, View
+from jaxppo.batch.rules import KNOWN, ON_DEVICE, RULES, View
 from jaxppo.batch.trees import starts
 from jaxppo.sharding import Segments, vary
 
-BITS, FIRST = (
-    8,
-    3,
-)  # `broken_rules` holds the numbers of the first 3 rules, 8 bits each: an integer that f32 holds exactly
+BITS, FIRST = 8, 3  # `broken_rules` holds the numbers of the first 3 rules, 8 bits each: f32 holds such an integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,20 +87,18 @@ def count_broken(
     existing |= {name: x for name, x in numbers.items() if name in NUMBERS}
     if unsound:
         existing["another_array"] = functools.reduce(jnp.logical_or, unsound)
-    others = [x.reshape(-1) for name, x in numbers.items() if name not in NUMBERS]
-    if others:
+    if others := [x.reshape(-1) for name, x in numbers.items() if name not in NUMBERS]:
         existing["another_number"] = jnp.concatenate(others)
+    if existing.keys() & {"normalizer", "pair_ids"}:
+        existing["loss_tokens"] = segments.sum(existing["loss_mask"])
     if "pair_ids" in existing:
-        of_samples = segments.sum(existing["loss_mask"])
-        pairs = Pairs.of(segments.axes, existing["pair_ids"], existing["sample_rewards"], of_samples)
-        existing["alone"] = pairs.alone
+        of_samples = (existing[name] for name in ("pair_ids", "sample_rewards", "loss_tokens"))
+        existing["alone"] = Pairs.of(segments.axes, *of_samples).alone
     lengths = segments.sum(jnp.ones_like(segments.segment_ids))
-    behind = lengths if existing.get("parents") is None else lengths + starts(existing["parents"], lengths, jnp)
-    loss_tokens = segments.sum(existing["loss_mask"]) if "normalizer" in existing else None
+    behind = lengths + starts(existing["parents"], lengths, jnp) if "parents" in existing else lengths
+    existing["lasts"] = segments.spread(behind) - 1
     cut = bool(segments.axes.unknown(segments.segment_ids))
-    lasts = segments.spread(behind) - 1
-    S = segments.num_segments
-    view = View(existing, S, lasts, loss_tokens, real_last_targets, cut, vocab_size, jnp, adapters)
+    view = View(existing, segments.num_segments, real_last_targets, cut, vocab_size, jnp, adapters)
     found: dict[int, Any] = {}
     for number, rule in enumerate(ON_DEVICE, 1):
         for _, bad in rule.broken(view):
@@ -129,27 +124,25 @@ def explain_broken_rules(broken_rules: int | float | Array) -> list[str]:
       >>> explain_broken_rules(2)
       ['loss_mask_on_padding: expected 0 where segment_ids is 0']
     """
-    given = broken_rules
-    if isinstance(given, bool) or not isinstance(given, (int, float, np.number, np.ndarray, jax.Array)):
-        got = type(given).__name__
+    x = broken_rules
+    if isinstance(x, bool) or not isinstance(x, (int, float, np.number, np.ndarray, jax.Array)):
+        got = type(x).__name__
         raise TypeError(f'broken_rules: got {got}, expected a number, such as metrics["broken_rules"].value')
-    if np.shape(given) != ():
-        raise TypeError(f"broken_rules: got shape {np.shape(given)}, expected a number; of one step, not of several")
-    number = float(given)
-    expected = f"an integer that names rules 1 to {len(ON_DEVICE)} in {FIRST} times {BITS} bits"
-    if not (0 <= number < 1 << BITS * FIRST and number.is_integer()):
+    if np.shape(x) != ():
+        raise TypeError(f"broken_rules: got shape {np.shape(x)}, expected a number; of one step, not of several")
+    number = float(x)
+    bits = int(number) if 0 <= number < 1 << BITS * FIRST and number.is_integer() else -1  # -1 names no rule
+    named = [bits >> BITS * i & (1 << BITS) - 1 for i in range(FIRST)]
+    if max(named) > len(ON_DEVICE):
+        expected = f"an integer that names rules 1 to {len(ON_DEVICE)} in {FIRST} times {BITS} bits"
         raise ValueError(f"broken_rules: got {number:g}, expected {expected}")
-    named = [int(number) >> BITS * i & (1 << BITS) - 1 for i in range(FIRST)]
-    named = [i for i in named if i]
-    if max(named, default=0) > len(ON_DEVICE):
-        raise ValueError(f"broken_rules: got {number:g}, expected {expected}")
-    rules = [ON_DEVICE[i - 1] for i in named]
+    rules = [ON_DEVICE[i - 1] for i in named if i]
     return [f"{rule.name}: expected {rule.expected.format(S='S', V='V - 1')}" for rule in rules]
 
 
-def raise_first(view: View, rules: tuple[Rule, ...] = RULES) -> None:
-    """Raises ValueError at the first entry that breaks one of them, with its row and logical position, or segment."""
-    for rule in sorted(rules, key=lambda rule: not rule.structural):
+def raise_first(view: View) -> None:
+    """Raises ValueError at the first entry that breaks a rule, with its row and logical position, or segment."""
+    for rule in sorted(RULES, key=lambda rule: not rule.structural):
         for name, bad in rule.broken(view):
             if bad.any():
                 row, place = (int(i) for i in np.argwhere(bad)[0])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, Unpack, overload
 
 from jaxtyping import Float, Int
 
 from jaxppo.base.arrays import AnyArray
 from jaxppo.batch.extras import nested
-from jaxppo.batch.packed import packed_samples
+from jaxppo.batch.packed import Packing, RowSizes, packed_samples
 from jaxppo.batch.packs import Aligned, rows_of_packs
 from jaxppo.batch.rows import PaddedArrays, RowArrays, padded_rows, placed_rows
 from jaxppo.batch.samples import Sample
@@ -20,46 +20,20 @@ class Constructors:
     """The constructors of `RolloutBatch`, which derives from this class."""
 
     @classmethod
-    def _packed(cls, parallel: ParallelMesh | None, **fields: Any) -> Self:
-        """A batch of these fields, whose rows lie in the mesh's context layout."""
+    def _packed(cls, parallel: ParallelMesh | None, arrays: Mapping[str, Any], **static: Any) -> Self:
+        """A batch of these arrays, whose rows lie in the mesh's context layout."""
         make: Any = cls
         layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
-        return make(**nested(fields), context_layout=layout, context_shards=shards)
+        return make(**nested(arrays), **static, context_layout=layout, context_shards=shards)
+
+    @overload
+    @classmethod
+    def from_samples(cls, samples: Sequence[Sample], *, twin: None = None, **options: Unpack[Packing]) -> Self: ...
 
     @overload
     @classmethod
     def from_samples(
-        cls,
-        samples: Sequence[Sample],
-        *,
-        row_length: int,
-        parallel: ParallelMesh | None = None,
-        rows: int | None = None,
-        buckets: Sequence[int] | None = None,
-        micro_batches: int | None = None,
-        max_tokens: int | None = None,
-        num_segments: int | None = None,
-        share_prefixes: bool = False,
-        mtp_depths: int = 0,
-        twin: None = None,
-    ) -> Self: ...
-
-    @overload
-    @classmethod
-    def from_samples(
-        cls,
-        samples: Sequence[Sample],
-        *,
-        row_length: int,
-        parallel: ParallelMesh | None = None,
-        rows: int | None = None,
-        buckets: Sequence[int] | None = None,
-        micro_batches: int | None = None,
-        max_tokens: int | None = None,
-        num_segments: int | None = None,
-        share_prefixes: bool = False,
-        mtp_depths: int = 0,
-        twin: Sequence[Sample],
+        cls, samples: Sequence[Sample], *, twin: Sequence[Sample], **options: Unpack[Packing]
     ) -> tuple[Self, Self]: ...
 
     @classmethod
@@ -69,14 +43,10 @@ class Constructors:
         *,
         row_length: int,
         parallel: ParallelMesh | None = None,
-        rows: int | None = None,
-        buckets: Sequence[int] | None = None,
-        micro_batches: int | None = None,
-        max_tokens: int | None = None,
-        num_segments: int | None = None,
         share_prefixes: bool = False,
         mtp_depths: int = 0,
         twin: Sequence[Sample] | None = None,
+        **sizes: Unpack[RowSizes],
     ) -> Self | tuple[Self, Self]:
         """Packs samples into rows in the mesh's context layout, with targets and masks; numpy arrays.
 
@@ -87,24 +57,22 @@ class Constructors:
           samples: at least one sample; an optional value must be given in all of them or in none.
           row_length: T; a multiple of what the context layout needs.
           parallel: the mesh, for its layout and data size.
-          rows: R, the rows of the batch, or of each micro-batch. By default the fewest that the data axes divide.
-          buckets: values of R. The smallest that is large enough is taken, so that batches share few programs.
-          micro_batches: K, the number of micro-batches; with max_tokens, the least number of them.
-          max_tokens: the most positions of a micro-batch that one device may hold, padding included; R and K follow
-            from it.
-          num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
           share_prefixes: store a prefix that prompts have in common once, as a segment that the samples continue. The
             model's attention must then follow `paths`. No loss, metric or gradient changes.
           mtp_depths: with share_prefixes, the most depths that `mtp_loss` will have.
           twin: for each sample another prompt with the same response, such as a teacher's prompt that holds a hint. A
-            second batch is then packed beside the first. A sample ends at the same position in both, padding stands
-            before the shorter prompt, and row_length must hold the longer one. So each response token, and the position
-            that predicts it, is at the same place, on the same device, and log-probs, hidden states and masks of either
-            batch go with the other. Optional values of the twin are its own, and it has the sample ids of samples.
+            second batch is then packed, in which each response token is at the same place, on the same device, so that
+            log-probs, hidden states and masks of either batch go with the other. Padding stands before the shorter
+            prompt, and row_length must hold the longer one. The twin's optional values are its own, sample ids are not.
+          rows: R, the rows of the batch, or of each micro-batch. By default the fewest that the data axes divide.
+          buckets: values of R. The smallest that is large enough is taken, so that batches share few programs.
+          micro_batches: K, the number of micro-batches; with max_tokens, the least number of them.
+          max_tokens: the most positions of a micro-batch that one device may hold, padding included; R and K follow.
+          num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
 
         Returns:
-          The batch, `[R, T]`, or `[K, R, T]` with micro_batches or max_tokens. Rows are balanced over devices by the
-          tokens that carry loss. With twin, a pair: the batch and its twin.
+          The batch, `[R, T]`, or `[K, R, T]` with micro_batches or max_tokens; with twin, the batch and its twin. Rows
+          are balanced over devices by the tokens that carry loss.
 
         Raises:
           ValueError: the errors of `jaxppo.sharding.pack`; a value that only some samples have; a sample id of two
@@ -120,10 +88,8 @@ class Constructors:
           >>> batch.tokens.tolist(), twin.tokens.tolist()
           ([[0, 0, 5, 6, 7, 0]], [[1, 2, 5, 6, 7, 0]])
         """
-        sizes = {"row_length": row_length, "rows": rows, "buckets": buckets, "micro_batches": micro_batches}
-        sizes |= {"max_tokens": max_tokens, "num_segments": num_segments}
-        packed = packed_samples(samples, sizes, parallel, share_prefixes, mtp_depths, twin)
-        first, *more = (cls._packed(parallel, **made, mtp_depths=mtp_depths) for made in packed)
+        packed = packed_samples(samples, row_length, sizes, parallel, share_prefixes, mtp_depths, twin)
+        first, *more = (cls._packed(parallel, made, mtp_depths=mtp_depths) for made in packed)
         return (first, more[0]) if more else first
 
     @classmethod
@@ -145,11 +111,11 @@ class Constructors:
         as tokens, and the first token of the completion is predicted at the wrong position. With `pad_id` the function
         notices that mistake.
 
-        Row b holds `concatenate([prompt_ids[b], completion_ids[b]])` as one sequence, and no token moves.
-        Hidden states of a model that ran on that concatenation fit the batch; if the layout of `parallel` is not
-        contiguous, run the model on `batch.tokens`. A token is predicted at the last token before it, across any
-        padding between the two. Without `attention_mask`, the tokens are those of `prompt_mask` and the completion up
-        to its last token with mask 1. A 0 before that one is a token without loss, such as a tool's output.
+        Row b holds `concatenate([prompt_ids[b], completion_ids[b]])` as one sequence, and no token moves: hidden states
+        of a model that ran on it fit the batch, if the layout of `parallel` is contiguous. A token is predicted at the
+        last token before it, across any padding between the two. Without `attention_mask`, the tokens are those of
+        `prompt_mask` and the completion up to its last token with mask 1; a 0 before that one is a token without loss,
+        such as a tool's output.
 
         Args:
           prompt_ids: `i32[B, P]`, padded on either side.
@@ -168,9 +134,8 @@ class Constructors:
           NaN.
 
         Raises:
-          TypeError, ValueError: an array of another dtype or shape, old or reference log-probs of 16 bits; a completion
-            that begins with padding; a row length that the layout cannot divide; the layout "zigzag_per_segment", which
-            needs rows that were packed for it.
+          TypeError, ValueError: an array of another dtype or shape, padding that `pad_id` shows, a row length that the
+            layout cannot divide, the layout "zigzag_per_segment", which needs rows that were packed for it.
 
         Example:
           >>> import jax.numpy as jnp
@@ -181,11 +146,13 @@ class Constructors:
           >>> batch.targets.tolist(), batch.loss_mask.tolist(), batch.positions.tolist()
           ([[0, 6, 7, 8, 0, 0]], [[0.0, 0.0, 1.0, 1.0, 0.0, 0.0]], [[0, 0, 1, 2, 3, 0]])
         """
-        masks = {"prompt_mask": prompt_mask, "attention_mask": attention_mask}
-        made: dict[str, Any] = padded_rows(
-            prompt_ids, completion_ids, completion_mask, **masks, pad_id=pad_id, arrays=arrays, parallel=parallel
-        )
-        return cls._packed(parallel, **made)
+        given: dict[str, Any] = {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completion_ids,
+            "completion_mask": completion_mask,
+        }
+        given |= {"prompt_mask": prompt_mask, "attention_mask": attention_mask}
+        return cls._packed(parallel, padded_rows(given, arrays, pad_id, parallel))
 
     @classmethod
     def from_token_aligned(
@@ -228,8 +195,7 @@ class Constructors:
           ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
         """
         rows = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
-        made: dict[str, Any] = placed_rows(rows, arrays, num_segments, parallel)
-        return cls._packed(parallel, **made)
+        return cls._packed(parallel, placed_rows(rows, arrays, num_segments, parallel))
 
     @classmethod
     def from_target_aligned(
@@ -273,8 +239,8 @@ class Constructors:
           [[6, 7]]
         """
         rows = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
-        made: dict[str, Any] = placed_rows(rows | {"targets": targets}, arrays, num_segments, parallel)
-        return cls._packed(parallel, **made, real_last_targets=True)
+        made = placed_rows(rows | {"targets": targets}, arrays, num_segments, parallel)
+        return cls._packed(parallel, made, real_last_targets=True)
 
     @classmethod
     def from_cu_seqlens(
@@ -331,6 +297,5 @@ class Constructors:
         """
         packs: dict[str, Any] = {"tokens": tokens, "cu_seqlens": cu_seqlens, "loss_mask": loss_mask}
         packs |= {"cu_seqlens_padded": cu_seqlens_padded, "targets": targets}
-        sizes: dict[str, Any] = {"row_length": row_length, "num_segments": num_segments}
-        made: dict[str, Any] = rows_of_packs(packs, arrays, aligned=aligned, **sizes, parallel=parallel)
-        return cls._packed(parallel, **made, real_last_targets=targets is not None)
+        made = rows_of_packs(packs, arrays, aligned, row_length, num_segments, parallel)
+        return cls._packed(parallel, made, real_last_targets=targets is not None)

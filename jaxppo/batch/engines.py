@@ -3,50 +3,30 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jaxppo.base.arrays import MAX_SAMPLED
 from jaxppo.batch.token_sets import TokenSets
 
 Truncated = Literal["train", "mask"]
 ENDS = ("stop", "tool_calls", "length")
 
 
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """One request and its completion.
-
-    Args:
-      prompt: token ids.
-      completion: token ids, including the one that stopped it.
-      log_probs: the log-probs of the completion, None if the request did not ask for them.
-      finish_reason: "stop", "length", "abort" or another of the engine's.
-      nucleus: for each token of the completion, the ids that could be drawn.
-    """
+class Turn(NamedTuple):
+    """One request and its completion."""
 
     prompt: list[int]
-    completion: list[int]
-    log_probs: list[float] | None
-    finish_reason: str | None
-    nucleus: TokenSets | None = None
+    completion: list[int]  # with the token that stopped it
+    log_probs: list[float] | None  # of the completion; None if the request did not ask for them
+    finish_reason: str | None  # "stop", "length", "abort" or another of the engine's
+    nucleus: TokenSets | None  # for each token of the completion, the ids that could be drawn
 
 
 def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `Sample` of several turns. Tokens that a later prompt adds are not trained on.
-
-    Args:
-      turns: in order.
-      loss_mask: for all tokens after the first prompt, 0 to exclude more of them from training; or None.
-      truncated: "train" on a sample whose last turn did not end by itself, or "mask" it.
-      fields: the sample's other fields; a reward becomes NaN where the last turn did not end.
-
-    Raises:
-      ValueError: a prompt that does not begin with the turns before, values that only some turns have, a mask of
-        another length, a last turn that was aborted or is not finished.
-    """
+    """The fields of a `Sample` of several turns, see `Sample.from_vllm`."""
     tokens = list(turns[0].prompt)
     start = len(tokens)
     sampled: list[float] = [0.0] * start
@@ -54,16 +34,14 @@ def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str, fields: Mappin
         missing = [i for i, turn in enumerate(turns) if getattr(turn, name) is None]
         if missing and len(missing) < len(turns):
             raise ValueError(f"{name}: got None in turn {missing[0]}, expected them in all turns or in none")
-    log_probs: list[float] | None = None if turns[0].log_probs is None else []
-    nucleus: list[TokenSets] | None = None if turns[0].nucleus is None else []
+    log_probs: list[float] = []
+    nucleus: list[TokenSets] = []
     for i, turn in enumerate(turns):
         added = _added(i, tokens, turn.prompt)
         tokens += added + turn.completion
         sampled += [0.0] * len(added) + [1.0] * len(turn.completion)
-        if log_probs is not None and turn.log_probs is not None:
-            log_probs += [0.0] * len(added) + turn.log_probs
-        if nucleus is not None and turn.nucleus is not None:
-            nucleus += [TokenSets.empty(len(added)), turn.nucleus]
+        log_probs += [0.0] * len(added) + (turn.log_probs or [])
+        nucleus += [] if turn.nucleus is None else [TokenSets.empty(len(added)), turn.nucleus]
     mask = np.asarray(sampled, np.float32)
     if loss_mask is not None:
         given = np.asarray(loss_mask)
@@ -80,8 +58,8 @@ def joined(turns: Sequence[Turn], loss_mask: Any, truncated: str, fields: Mappin
         "tokens": tokens,
         "response_start": start,
         "loss_mask": mask,
-        "rollout_log_probs": log_probs,
-        "nucleus": None if nucleus is None else TokenSets.join(nucleus),
+        "rollout_log_probs": None if turns[0].log_probs is None else log_probs,
+        "nucleus": TokenSets.join(nucleus) if nucleus else None,
     }
 
 
@@ -131,33 +109,28 @@ def _ids(where: str, x: Any) -> list[int]:
     return [int(i) for i in array]
 
 
-# Samplers that compute in bf16 round a log-prob of 0 up to here.
-_MOST = 0.125
-
-
 def _log_probs(where: str, values: Sequence[Any], length: int) -> list[float]:
     if len(values) != length:
         raise ValueError(f"{where}: got {len(values)} log-probs, expected {length}, one a sampled token")
     for i, value in enumerate(values):
         number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-        if not number or not value <= _MOST:
-            raise ValueError(
-                f"{where}[{i}]: got {value!r}, expected the log-prob of the sampled token, a number of at most {_MOST}"
-            )
+        if not number or not value <= MAX_SAMPLED:
+            expected = f"the log-prob of the sampled token, a number of at most {MAX_SAMPLED}"
+            raise ValueError(f"{where}[{i}]: got {value!r}, expected {expected}")
     return [float(value) for value in values]
+
+
+def _one_a_token(where: str, sets: TokenSets, completion: list[int]) -> TokenSets:
+    if len(sets) != len(completion):
+        raise ValueError(f"{where}: got {len(sets)} sets, expected {len(completion)}, one a token")
+    return sets
 
 
 # vLLM
 
 
 def vllm_turn(where: str, output: Any, choice: int | None) -> Turn:
-    """A `RequestOutput`, or the answer of vLLM's completions, chat and generate endpoints.
-
-    Args:
-      where: its name, for errors.
-      output: a dictionary or the object.
-      choice: the `index` of one of several completions.
-    """
+    """A `RequestOutput`, or the answer of vLLM's completions, chat and generate endpoints; `where` stands in errors."""
     choices = _get(output, "outputs")
     choices = _get(output, "choices") if choices is None else choices
     if choices is None:
@@ -169,59 +142,46 @@ def vllm_turn(where: str, output: Any, choice: int | None) -> Turn:
         has = ", ".join(str(_get(c, "index")) for c in choices) or "none"
         raise ValueError(f"choice: got {choice} for {where} with completions {has}, expected one of them")
     one = found[0]
-    prompt = _get(output, "prompt_token_ids")
+    prompt, ids = _get(output, "prompt_token_ids"), _get(one, "token_ids")
     prompt = _get(one, "prompt_token_ids") if prompt is None else prompt
-    if _get(one, "token_ids") is None:
+    if ids is None:
         raise ValueError(f"{where}: got no token_ids, expected them; endpoints return them for return_token_ids=True")
-    completion = _ids(f"{where}.token_ids", _get(one, "token_ids"))
+    completion = _ids(f"{where}.token_ids", ids)
     log_probs = _vllm_log_probs(f"{where}.logprobs", _get(one, "logprobs"), completion)
-    nucleus = _get(one, "sampling_mask")
+    nucleus, of_mask = _get(one, "sampling_mask"), f"{where}.sampling_mask"
     if nucleus is not None:
-        nucleus = TokenSets.of(f"{where}.sampling_mask", nucleus)
-        if len(nucleus) != len(completion):
-            raise ValueError(f"{where}.sampling_mask: got {len(nucleus)} sets, expected {len(completion)}, one a token")
+        nucleus = _one_a_token(of_mask, TokenSets.of(of_mask, nucleus), completion)
     return Turn(_ids(f"{where}.prompt_token_ids", prompt), completion, log_probs, _get(one, "finish_reason"), nucleus)
 
 
 def _vllm_log_probs(where: str, found: Any, completion: list[int]) -> list[float] | None:
     if found is None:
         return None
-    by_token = _get(found, "token_logprobs")  # completions
-    content = _get(found, "content")  # chat
-    if by_token is not None:
+    if (by_token := _get(found, "token_logprobs")) is not None:  # completions
         return _log_probs(where, by_token, len(completion))
-    if content is not None:
+    if (content := _get(found, "content")) is not None:  # chat
         return _log_probs(where, [_get(entry, "logprob") for entry in content], len(completion))
     if not isinstance(found, Sequence):
         raise TypeError(f"{where}: got {_keys(found)}, expected one dictionary a token, 'token_logprobs' or 'content'")
-    entries = list(found)
     values = []
-    for i, token in enumerate(completion[: len(entries)]):
-        entry = entries[i]
+    for token, entry in zip(completion, found, strict=False):
         # keys are text where the dictionary went through JSON
         value = entry.get(token, entry.get(str(token))) if isinstance(entry, Mapping) else None
         values.append(_get(value, "logprob") if value is not None and not isinstance(value, (int, float)) else value)
-    return _log_probs(where, [*values, *entries[len(completion) :]], len(completion))
+    return _log_probs(where, [*values, *found[len(completion) :]], len(completion))
 
 
 # SGLang
 
-_NUCLEUS_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
-_NUCLEUS_OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
+_MASK, _MASK_LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 
 
 def sglang_turn(where: str, output: Any) -> Turn:
-    """The result of /generate or `Engine.generate`, with the request's `input_ids` beside it.
-
-    Args:
-      where: its name, for errors.
-      output: a dictionary.
-    """
+    """The result of /generate or `Engine.generate`, with the request's `input_ids` beside it; `where` is its name."""
     meta = _get(output, "meta_info")
     if meta is None:
         raise ValueError(f"{where}: got {_keys(output)}, expected 'meta_info'")
-    triples = meta.get("output_token_logprobs")
-    ids = _get(output, "output_ids")
+    triples, ids = meta.get("output_token_logprobs"), _get(output, "output_ids")
     if triples is None and ids is None:
         raise ValueError(f"{where}: got neither output_ids nor output_token_logprobs, expected the sampled token ids")
     log_probs, completion = None, [] if ids is None else _ids(f"{where}.output_ids", ids)
@@ -260,33 +220,17 @@ def _sglang_prompt(where: str, output: Any, meta: Mapping[str, Any]) -> list[int
     return prompt
 
 
-_MASK, _MASK_LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
-
-
 def _sampling_mask(where: str, meta: Mapping[str, Any], completion: list[int]) -> TokenSets | None:
-    """The ids that could be drawn at each token, of a request with `return_sampling_mask`.
-
-    They are one list a token, or flat as SGLang's store of outputs has them, with the number of each token's ids.
-    """
-    given, ids, lengths = meta.get(_MASK), meta.get(f"{_MASK}_token_ids"), meta.get(f"{_MASK}_lengths")
-    if given is None and (ids is None or lengths is None):
-        # the number of sets stays in meta_info where the sets themselves went to the store
-        names = [_MASK_LOG_PROBS, f"{_MASK}_token_ids", f"{_MASK}_lengths"]
-        lonely = [name for name in names if meta.get(name) is not None]
+    """The ids that could be drawn at each token, of a request with `return_sampling_mask`."""
+    given = meta.get(_MASK)
+    if given is None:
+        # the number of sets stays in meta_info where the sets themselves went to a store
+        lonely = [name for name in (_MASK_LOG_PROBS, f"{_MASK}_token_ids") if meta.get(name) is not None]
         lonely += [f"{_MASK}_length"] if meta.get(f"{_MASK}_length") else []
         if lonely:
-            raise ValueError(
-                f"{where}.{lonely[0]}: got it without the mask, expected {_MASK} too, or {_MASK}_token_ids and "
-                f"{_MASK}_lengths as the output store has them"
-            )
+            raise ValueError(f"{where}.{lonely[0]}: got it without the mask, expected {_MASK} too, one list a token")
         return None
-    if given is None:
-        offsets = np.concatenate([[0], np.cumsum(_ids(f"{where}.{_MASK}_lengths", lengths))])
-        sets = TokenSets.flat(f"{where}.{_MASK}_token_ids", ids, offsets)
-    else:
-        sets = TokenSets.of(f"{where}.{_MASK}", given)
-    if len(sets) != len(completion):
-        raise ValueError(f"{where}.{_MASK}: got {len(sets)} sets, expected {len(completion)}, one a token")
+    sets = _one_a_token(f"{where}.{_MASK}", TokenSets.of(f"{where}.{_MASK}", given), completion)
     for i, (token, found) in enumerate(zip(completion, sets.tolist(), strict=True)):
         if token not in found:
             raise ValueError(f"{where}.{_MASK}[{i}]: got ids without the sampled {token}, expected it among them")
@@ -296,47 +240,39 @@ def _sampling_mask(where: str, meta: Mapping[str, Any], completion: list[int]) -
 def _sampling_log_probs(
     where: str, meta: Mapping[str, Any], completion: list[int], nucleus: TokenSets
 ) -> list[float] | None:
-    """The log-probs within the mask: of the sampled tokens, or of all ids of the mask, flat or one list a token."""
+    """The log-probs within the mask: of the sampled tokens, or of all ids of the mask, one list a token."""
     given, where = meta.get(_MASK_LOG_PROBS), f"{where}.{_MASK_LOG_PROBS}"
+    if given is None and meta.get("output_token_logprobs") is None:
+        return None
     if given is None:
-        if meta.get("output_token_logprobs") is None:
-            return None
         raise ValueError(
             f"{where}: got None beside a sampling mask, expected the log-probs within the mask; those of "
             "output_token_logprobs are of the whole vocabulary"
         )
-    sampled = [ids.index(token) for ids, token in zip(nucleus.tolist(), completion, strict=True)]
     if len(given) == len(completion) and all(np.ndim(x) == 1 for x in given):
         sizes, expected = [len(x) for x in given], nucleus.sizes.tolist()
         if sizes != expected:
             raise ValueError(f"{where}: got {sizes} log-probs, expected {expected}, one an id of the mask")
-        given = [x[at] for x, at in zip(given, sampled, strict=True)]
-    elif len(given) == nucleus.token_ids.size != len(completion):
-        given = [given[start + at] for start, at in zip(nucleus.offsets.tolist(), sampled, strict=False)]
+        given = [x[ids.index(token)] for x, ids, token in zip(given, nucleus.tolist(), completion, strict=True)]
     return _log_probs(where, given, len(completion))
 
 
 def _nucleus(where: str, meta: Mapping[str, Any], completion: list[int]) -> TokenSets | None:
     """The ids that could be drawn at each token, from flat ids and offsets, lists or base64 of int32."""
-    flat, offsets = (_int32(where, meta, names) for names in (_NUCLEUS_IDS, _NUCLEUS_OFFSETS))
-    if flat is None and offsets is None:
+    names = ("top_p_token_ids", "top_p_token_offsets")
+    given = [(f"{where}.{name}", meta[name]) for name in names if meta.get(name) is not None]
+    if not given:
         return None
-    if flat is None or offsets is None:
+    if len(given) == 1:
         raise ValueError(f"{where}: got one of top_p_token_ids and top_p_token_offsets, expected both")
-    found, n = TokenSets.flat(f"{where}.top_p_token_offsets", flat, offsets), len(completion)
-    if len(found) != n:
-        raise ValueError(f"{where}.top_p_token_offsets: got {len(found)} sets, expected {n}, one a token")
-    return found
-
-
-def _int32(where: str, meta: Mapping[str, Any], names: Sequence[str]) -> np.ndarray | None:
-    name = next((name for name in names if meta.get(name) is not None), None)
-    if name is None:
-        return None
-    value = meta[name]
-    if isinstance(value, (str, bytes)):
-        return np.frombuffer(base64.b64decode(value), "<i4")
-    return np.asarray(_ids(f"{where}.{name}", value), np.int32)
+    flat, offsets = (
+        np.frombuffer(base64.b64decode(x), "<i4")
+        if isinstance(x, (str, bytes))
+        else np.asarray(_ids(name, x), np.int32)
+        for name, x in given
+    )
+    of_offsets = given[1][0]
+    return _one_a_token(of_offsets, TokenSets.flat(of_offsets, flat, offsets), completion)
 
 
 def _keys(x: Any) -> str:

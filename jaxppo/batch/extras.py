@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxppo.base.arrays import check_array, check_choice, is_number
+from jaxppo.base.arrays import INTEGERS, as_token_ids, check_array, check_choice, is_number
 
 At = Literal["predicting", "input"]
 Places = tuple[tuple[str, "At", float], ...]  # the name, place and fill of each extra among a constructor's arrays
@@ -70,6 +71,13 @@ def flat(extras: Any) -> tuple[dict[str, Any], Places]:
     found = as_extras(extras)
     places = tuple((PREFIX + name, x.at, x.fill) for name, x in found.items())
     return {PREFIX + name: x.values for name, x in found.items()}, places
+
+
+def in_kind(name: str, x: Any) -> Any:
+    """An array of a batch in i32 or f32, by its name; an extra that holds no integers stays as it is."""
+    if name in INTEGERS or (name.startswith(PREFIX) and jnp.issubdtype(x.dtype, jnp.integer)):
+        return x if x.dtype == jnp.int32 else as_token_ids(x)
+    return x if x.dtype == jnp.float32 or name.startswith(PREFIX) else x.astype(jnp.float32)
 
 
 def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:

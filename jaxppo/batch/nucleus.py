@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxppo.base.arrays import check_count
+from jaxppo.batch.placing import put_into
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.samples import Sample, check_samples
 from jaxppo.batch.token_sets import TokenSets
@@ -16,11 +17,13 @@ from jaxppo.batch.validation import check_arrays
 
 __all__ = ["pack_nucleus_ids"]
 
-Recorded = Sequence[TokenSets | Sequence[Any]]
-
 
 def pack_nucleus_ids(
-    recorded: Recorded | None, samples: Sequence[Sample], batch: RolloutBatch, *, width: int | None = None
+    recorded: Sequence[TokenSets | Sequence[Any]] | None,
+    samples: Sequence[Sample],
+    batch: RolloutBatch,
+    *,
+    width: int | None = None,
 ) -> Int[np.ndarray, "*K R T width"]:
     """Places the sampler's recorded nuclei at the positions of a batch that predict their tokens; on the host.
 
@@ -53,8 +56,7 @@ def pack_nucleus_ids(
     if width is not None:
         check_count("width", width, least=1)
     if recorded is None:
-        missing = [i for i, sample in enumerate(samples) if sample.nucleus is None]
-        if missing:
+        if missing := [i for i, sample in enumerate(samples) if sample.nucleus is None]:
             raise ValueError(f"samples[{missing[0]}].nucleus: got None, expected the recorded ids of each token")
         recorded = [sample.nucleus for sample in samples if sample.nucleus is not None]
     if not isinstance(recorded, Sequence) or isinstance(recorded, str):
@@ -67,24 +69,14 @@ def pack_nucleus_ids(
         expected = len(sample.tokens) - sample.start
         if len(sets) != expected:
             raise ValueError(f"recorded[{i}]: got {len(sets)} nuclei, expected {expected}, one a response token")
-        nuclei[i if sample.sample_id is None else sample.sample_id] = (sample, sets)
-    widest = max((int(sets.sizes.max(initial=0)) for _, sets in nuclei.values()), default=0)
+        nuclei[i if sample.sample_id is None else sample.sample_id] = sets
+    widest = max(int(sets.sizes.max(initial=0)) for sets in nuclei.values())
     if width is None:
         width = 1 << max(widest - 1, 0).bit_length()
     if widest > width:
         raise ValueError(f"width: got {width}, expected at least {widest}, the size of the largest nucleus")
-
-    sample_ids, segment_ids, positions = (
-        np.asarray(x).reshape(-1, x.shape[-1]) for x in (batch.sample_ids, batch.segment_ids, batch.positions)
-    )
-    out = np.full((*segment_ids.shape, width), -1, np.int32)
-    for row, slot in zip(*np.nonzero(sample_ids >= 0), strict=True):
-        number = int(sample_ids[row, slot])
-        if number not in nuclei:
-            raise ValueError(f"samples: got none with sample_id {number}, expected all samples of the batch")
-        sample, sets = nuclei[number]
-        padded = np.full((len(sample.tokens), width), -1, np.int32)
-        padded[max(sample.start - 1, 0) : len(sample.tokens) - 1] = sets.padded(width)[: len(sample.tokens) - 1]
-        here = segment_ids[row] == slot + 1
-        out[row, here] = padded[positions[row, here]]
-    return out.reshape(*batch.segment_ids.shape, width)
+    ids = np.unique(batch.sample_ids).tolist()
+    if missing := [i for i in ids if i >= 0 and i not in nuclei]:
+        raise ValueError(f"samples: got none with sample_id {missing[0]}, expected all samples of the batch")
+    padded = {i: nuclei[i].padded(width) for i in ids if i >= 0}
+    return put_into(np.full((*batch.segment_ids.shape, width), -1, np.int32), batch, padded, "predicting")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Required, TypedDict
 
 from jaxppo.base.arrays import check, check_count, check_flag
 from jaxppo.batch.same_prompts import check_groups, check_groups_of_hosts
@@ -14,74 +14,86 @@ from jaxppo.batch.samples import (
     check_sample_ids,
     check_sample_ids_of_hosts,
     check_samples,
-    loads_of,
     whole_pieces,
 )
-from jaxppo.batch.twins import at_ends, check_twin, rooms
-from jaxppo.sharding import ParallelMesh, check_parallel, check_row_length, multihost, pack
+from jaxppo.batch.twins import at_ends, check_twin
+from jaxppo.sharding import ParallelMesh, check_parallel, multihost, pack
+
+
+class RowSizes(TypedDict, total=False):
+    """The optional sizes of `RolloutBatch.from_samples`."""
+
+    rows: int | None
+    buckets: Sequence[int] | None
+    micro_batches: int | None
+    max_tokens: int | None
+    num_segments: int | None
+
+
+class Packing(RowSizes, total=False):
+    """The options of `RolloutBatch.from_samples`."""
+
+    row_length: Required[int]
+    parallel: ParallelMesh | None
+    share_prefixes: bool
+    mtp_depths: int
 
 
 def packed_samples(
     samples: Sequence[Sample],
-    sizes: dict[str, Any],
+    row_length: int,
+    sizes: RowSizes,
     parallel: ParallelMesh | None,
     share_prefixes: bool,
     mtp_depths: int,
     twin: Sequence[Sample] | None,
 ) -> list[dict[str, Any]]:
-    """The arrays of each batch of `RolloutBatch.from_samples`, by name, and K: of one, and of its twin if there is one.
-
-    Args:
-      samples: the samples of this process.
-      sizes: keyword arguments for `pack`: row_length, num_segments, ...
-      parallel: the mesh.
-      share_prefixes: see `RolloutBatch.from_samples`.
-      mtp_depths: see `RolloutBatch.from_samples`.
-      twin: see `RolloutBatch.from_samples`.
-    """
+    """The arrays by name, and K, of the batch of `RolloutBatch.from_samples`, and of its twin if there is one."""
     check_parallel(parallel, "ParallelMesh or None")
     with multihost.together(parallel):
         check_samples(samples)
         prompts = check_groups(samples)
-        _check_options(share_prefixes, mtp_depths)
+        check_flag("share_prefixes", share_prefixes)
+        check_count("mtp_depths", mtp_depths)
+        check("mtp_depths", mtp_depths, share_prefixes or mtp_depths == 0, "0 without share_prefixes=True")
         if twin is not None:
             check_twin(samples, twin, share_prefixes, parallel)
-        masks, pieces = [sample.mask for sample in samples], whole_pieces(samples)
+        masks = [sample.mask for sample in samples]
+        pieces, places = whole_pieces(samples), [range(len(sample.tokens)) for sample in samples]
+        if twin is not None:  # a sample and its twin have the same room, that of the longer
+            places = [max(room, range(len(other.tokens)), key=len) for room, other in zip(places, twin, strict=True)]
         if share_prefixes:
             from jaxppo.batch.prefixes import shared_pieces  # imported here because few programs share prefixes
 
-            layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
-            check_row_length(sizes["row_length"], layout, shards)
-            limits = {name: sizes[name] for name in ("row_length", "num_segments")}
-            pieces = shared_pieces(samples, **limits, mtp_depths=mtp_depths, parallel=parallel)
+            pieces = shared_pieces(samples, row_length, sizes.get("num_segments"), mtp_depths, parallel)
+            places = [range(piece.start, piece.stop) for piece in pieces]
     packed = pack(
-        [range(piece.start, piece.stop) for piece in pieces] if twin is None else rooms(samples, twin),
+        places,
+        row_length=row_length,
         parallel=parallel,
-        loads=loads_of(pieces, masks),
+        loads=[0.0 if piece.shared else float(masks[piece.sample].sum()) for piece in pieces],
         bundles=[piece.bundle for piece in pieces],
         **sizes,
     )
-    several = parallel is not None and multihost.spans_processes(parallel)
-    first = multihost.numbers_before(parallel, len(samples)) if several and parallel else 0
+    hosts = parallel if parallel is not None and multihost.spans_processes(parallel) else None
+    first = multihost.numbers_before(hosts, len(samples)) if hosts else 0
     ids = [first + i if s.sample_id is None else int(s.sample_id) for i, s in enumerate(samples)]
     with multihost.together(parallel):
         check_sample_ids(ids)
         if twin is None:
             made = [batch_arrays(samples, masks, pieces, packed, ids, trees=share_prefixes)]
         else:
-            made = [
-                batch_arrays(x, [s.mask for s in x], whole_pieces(x), at_ends(packed, x), ids, trees=False)
-                for x in (samples, twin)
-            ]
-    if several and parallel:
+            both = (samples, masks), (twin, [other.mask for other in twin])
+            made = [batch_arrays(x, of_x, whole_pieces(x), at_ends(packed, x), ids) for x, of_x in both]
+    if hosts:
         check_groups_of_hosts(prompts)
-        check_sample_ids_of_hosts(ids, parallel)
+        check_sample_ids_of_hosts(ids, hosts)
         names = sorted("twin." * i + name for i, x in enumerate(made) for name, array in x.items() if array is not None)
         multihost.check_equal("samples", [*names, f"mtp_depths={mtp_depths}"] if mtp_depths else names)
     _warn_of_many_shapes(
-        (*sizes.items(), share_prefixes, mtp_depths, parallel),
+        repr((row_length, sorted(sizes.items()), share_prefixes, mtp_depths, parallel)),
         (packed.micro_batches or 1, packed.rows, packed.num_segments),
-        len(sizes["buckets"] or ()),
+        len(sizes.get("buckets") or ()),
     )
     return [{**arrays, "micro_batches": packed.micro_batches} for arrays in made]
 
@@ -90,12 +102,12 @@ _shapes: dict[str, set[tuple[int, int, int]]] = {}  # (K, R, S) of the batches s
 _warned = False
 
 
-def _warn_of_many_shapes(options: Hashable, shape: tuple[int, int, int], buckets: int) -> None:
+def _warn_of_many_shapes(options: str, shape: tuple[int, int, int], buckets: int) -> None:
     """Warns once a process, when equal options have led to a third shape: each compiles a jitted step again."""
     global _warned
     if _warned:
         return
-    made = _shapes.setdefault(repr(options), set())
+    made = _shapes.setdefault(options, set())
     made.add(shape)
     if len(made) <= max(2, buckets):
         return
@@ -109,9 +121,3 @@ def _warn_of_many_shapes(options: Hashable, shape: tuple[int, int, int], buckets
         f"since a jitted step compiles again for each; give {' and '.join(fixes[name] for name in differ)}",
         stacklevel=4,
     )
-
-
-def _check_options(share_prefixes: bool, mtp_depths: int) -> None:
-    check_flag("share_prefixes", share_prefixes)
-    check_count("mtp_depths", mtp_depths)
-    check("mtp_depths", mtp_depths, share_prefixes or mtp_depths == 0, "0 without share_prefixes=True")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -16,11 +15,11 @@ from jaxppo.batch.extras import PREFIX, Places
 from jaxppo.batch.rows import (
     Names,
     RowArrays,
+    Wrong,
     aligned_rows,
+    check_on_host,
     check_row_array,
     check_row_dtype,
-    existing,
-    fills_and_inputs,
     known,
     of_whole_rows,
     taken,
@@ -29,13 +28,11 @@ from jaxppo.sharding import ParallelMesh, check_parallel, row_multiple, segment_
 
 Aligned = Literal["token", "target"]
 ENDS = ("cu_seqlens", "cu_seqlens_padded")
-Wrong = Iterator[tuple[str, Any, Any, str]]  # an argument, bool[R] where it is wrong, its values, what is expected
 
 
 def rows_of_packs(
     packs: Mapping[str, Any],
     arrays: RowArrays,
-    *,
     aligned: Aligned,
     row_length: int | None,
     num_segments: int | None,
@@ -44,9 +41,9 @@ def rows_of_packs(
     """See `RolloutBatch.from_cu_seqlens`; each pack becomes one row."""
     check_choice("aligned", aligned, Aligned)
     check_parallel(parallel, "ParallelMesh or None")
-    optional, places = known(arrays, RowArrays)
+    more, places = known(arrays, RowArrays)
     flat = np.ndim(packs["tokens"]) == 1
-    given = {name: _one_row(name, x, flat) for name, x in {**existing(packs), **optional}.items()}
+    given = {name: _one_row(name, x, flat) for name, x in {**packs, **more}.items() if x is not None}
     for name in ("tokens", "cu_seqlens", "loss_mask"):
         check_row_dtype(name, given.get(name))
     (R, N), S = np.shape(given["tokens"]), np.shape(given["cu_seqlens"])[1] - 1
@@ -56,13 +53,14 @@ def rows_of_packs(
         check_row_array(name, x, ((R, S + 1 if name in ENDS else S if name in PER_SEGMENT else N),))
     if "targets" in given and aligned == "token":
         raise ValueError("aligned: got 'token' with targets, expected 'target': targets stand where they are predicted")
-    num_segments = _at_least("num_segments", num_segments, S)
+    num_segments = S if num_segments is None else num_segments
+    check_count("num_segments", num_segments, least=S)
     layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
     if row_length is None:
         row_length = -(-N // row_multiple(layout, shards)) * row_multiple(layout, shards)
-    row_length = _at_least("row_length", row_length, 1)
+    check_count("row_length", row_length, least=1)
     multiple = segment_multiple(layout, shards) if shards > 1 else 1
-    _check_on_host(given, row_length, multiple)
+    check_on_host(lambda x: _wrong(np, x, row_length, multiple), given, (*ENDS, "loss_mask"))
     # on the host, so that packs of any number of tokens and sequences share a program
     wider = {"cu_seqlens": num_segments - S, "cu_seqlens_padded": num_segments - S}
     wider |= dict.fromkeys(PER_SEGMENT, num_segments - S)
@@ -82,36 +80,18 @@ def _one_row(name: str, x: Any, flat: bool) -> Any:
     return x if np.ndim(x) == 2 else x[None]
 
 
-def _at_least(name: str, value: Any, least: int) -> int:
-    value = least if value is None else value
-    check_count(name, value, least=least)
-    return int(value)
-
-
 def _widened(x: Any, by: int, ends: bool) -> Any:
     xp = np if isinstance(x, np.ndarray) else jnp
     more = ((0, 0),) * (x.ndim - 2)
     return xp.pad(x, ((0, 0), (0, by), *more), constant_values=-1 if ends else 0) if by else x
 
 
-def _check_on_host(given: Mapping[str, Any], row_length: int, multiple: int) -> None:
-    """Raises where a pack is not what `_wrong` wants; under jit the loss mask becomes NaN."""
-    used = [given[name] for name in (*ENDS, "loss_mask") if name in given]
-    if all(not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True) for x in used):
-        ends = [np.asarray(given[name]) for name in ENDS if name in given]
-        mask = np.asarray(given["loss_mask"])
-        for name, bad, values, expected in _wrong(np, ends, mask, row_length, multiple):
-            if bad.any():
-                row = int(np.argmax(bad))
-                raise ValueError(f"{name}: got {values[row].tolist()} in row {row}, expected {expected}")
-
-
 def _unpacked(axes: Any, static: tuple[int, tuple[Aligned, int, Places], Names], *packs: Array) -> dict[str, Array]:
     length, (aligned, multiple, extras), names = static
-    fills, _ = fills_and_inputs(extras)
+    fills = {what: fill for what, _, fill in extras}
     arrays = dict(zip(names, packs, strict=True))
+    bad = [wrong for _, wrong, _, _ in _wrong(jnp, arrays, length, multiple)]
     ends = [arrays.pop(name) for name in ENDS if name in arrays]
-    bad = [wrong for _, wrong, _, _ in _wrong(jnp, ends, arrays["loss_mask"], length, multiple)]
     starts, lengths, _, sizes = _places(jnp, ends, arrays["tokens"].shape[1], multiple)
     num_segments = lengths.shape[1]
 
@@ -135,7 +115,7 @@ def _unpacked(axes: Any, static: tuple[int, tuple[Aligned, int, Places], Names],
     if aligned == "target" and "targets" not in rows:
         follows = jnp.pad(inside[:, 1:] & (positions[:, 1:] > 0), ((0, 0), (0, 1)))
         rows["targets"] = jnp.where(follows, jnp.roll(rows["tokens"], -1, axis=1), 0)
-    made = aligned_rows(axes, (length, (num_segments, extras), tuple(rows)), *rows.values())
+    made = aligned_rows(axes, length, num_segments, extras, rows)
     broken = jnp.stack(bad).any(axis=0)[:, None]
     return made | {"loss_mask": jnp.where(broken, jnp.nan, made["loss_mask"])}  # NaN is a broken rule
 
@@ -150,22 +130,29 @@ def _places(xp: Any, ends: list[Any], tokens: int, multiple: int) -> tuple[Any, 
     return filled[:, :-1], lengths, filled[:, 1:] - filled[:, :-1], -(-lengths // multiple) * multiple
 
 
-def _wrong(xp: Any, ends: list[Any], loss_mask: Any, row_length: int, multiple: int) -> Wrong:
+def _wrong(xp: Any, packs: Mapping[str, Any], row_length: int, multiple: int) -> Wrong:
     """What may be wrong with packs; the same on the host and on devices."""
-    tokens = loss_mask.shape[1]
-    for name, x in zip(ENDS, ends, strict=False):
+    tokens, ends = packs["loss_mask"].shape[1], {name: packs[name] for name in ENDS if name in packs}
+    for name, x in ends.items():
         used = x >= 0
         falls = used[:, 1:] & (~used[:, :-1] | (x[:, 1:] < x[:, :-1]))
         expected = "0, then ends that do not decrease, then -1 or the last end where unused"
-        yield name, (x[:, 0] != 0) | falls.any(axis=1), x, expected
+        yield name, (x[:, 0] != 0) | falls.any(axis=1), _values(x), expected
         most = x.max(axis=1)
-        yield name, most > tokens, most, f"at most {tokens}, the tokens of a pack"
-    starts, lengths, room, sizes = _places(xp, ends, tokens, multiple)
-    yield ENDS[-1], (lengths > room).any(axis=1), ends[-1], "ends as far apart as those of cu_seqlens, or further"
+        yield name, most > tokens, _values(most), f"at most {tokens}, the tokens of a pack"
+    starts, lengths, room, sizes = _places(xp, [*ends.values()], tokens, multiple)
+    far = "ends as far apart as those of cu_seqlens, or further"
+    yield ENDS[-1], (lengths > room).any(axis=1), _values(packs.get(ENDS[-1])), far
     needed = sizes.sum(axis=1, dtype=xp.int32)
     of = f", each sequence padded to a multiple of {multiple}" if multiple > 1 else ""
-    yield ENDS[0], needed > row_length, needed, f"at most row_length={row_length} positions of a row{of}"
-    trains = xp.pad((loss_mask.astype(xp.float32) != 0).cumsum(axis=1, dtype=xp.int32), ((0, 0), (1, 0)))
+    fits = f"at most row_length={row_length} positions of a row{of}"
+    yield ENDS[0], needed > row_length, _values(needed), fits
+    mask = packs["loss_mask"].astype(xp.float32)
+    trains = xp.pad((mask != 0).cumsum(axis=1, dtype=xp.int32), ((0, 0), (1, 0)))
     first, last = (xp.take_along_axis(trains, xp.clip(x, 0, tokens), axis=1) for x in (starts, starts + lengths))
     lost = trains[:, -1] - (last - first).sum(axis=1, dtype=xp.int32)
-    yield "loss_mask", lost != 0, lost, "0 tokens to train on outside the sequences of cu_seqlens"
+    yield "loss_mask", lost != 0, _values(lost), "0 tokens to train on outside the sequences of cu_seqlens"
+
+
+def _values(x: Any) -> Callable[[int], str]:
+    return lambda row: f"{x[row].tolist()} in row {row}"

@@ -37,23 +37,19 @@ class Pairs:
         rewards: Float[Array, "R S"],
         loss_tokens: Float[Array, "R S"],
     ) -> Pairs:
-        """Finds the pairs from the batch's groups and rewards, and the number of loss tokens of each sample."""
         by_id = ById.of(axes, jnp.where(loss_tokens > 0, group_ids, -1))
         each = by_id.gather(rewards)
         present = by_id.gather(by_id.there.astype(jnp.int32)) > 0
         highest, lowest = by_id.max(each)[by_id.all], -by_id.max(-each)[by_id.all]
         chosen, rejected = (present & (each == x) & (highest > lowest) for x in (highest, lowest))
-        numbers = (by_id.sum(x.astype(jnp.int32)) for x in (present, chosen, rejected))
-        whole = [x == count for x, count in zip(numbers, (2, 1, 1), strict=True)]
-        paired = (whole[0] & whole[1] & whole[2])[by_id.own] & by_id.there
+        both, better, worse = (by_id.sum(x.astype(jnp.int32)) for x in (present, chosen, rejected))
+        paired = ((both == 2) & (better == 1) & (worse == 1))[by_id.own] & by_id.there
         return cls(by_id, chosen, rejected, (loss_tokens > 0) & ~paired)
 
     def of_chosen(self, x: Float[Array, "R S"]) -> Float[Array, " N"]:
-        """The table of the chosen samples' values."""
         return self.by_id.sum(jnp.where(self.chosen, self.by_id.gather(x), 0))
 
     def of_rejected(self, x: Float[Array, "R S"]) -> Float[Array, " N"]:
-        """The table of the rejected samples' values."""
         return self.by_id.sum(jnp.where(self.rejected, self.by_id.gather(x), 0))
 
     def to_both(self, table: Float[Array, " N"]) -> Float[Array, "R S"]:

@@ -17,12 +17,26 @@ def placed(batch: Any, values: Any, at: At, fill: float) -> np.ndarray:
     Extra(0, at, fill)
     if not isinstance(values, Mapping):
         raise TypeError(f"values: got {type(values).__name__}, expected arrays by sample id")
-    given = batch.sample_ids, batch.segment_ids, batch.positions
-    if any(isinstance(x, jax.core.Tracer) for x in given):
+    if any(isinstance(x, jax.core.Tracer) for x in (batch.sample_ids, batch.segment_ids, batch.positions)):
         raise TypeError("batch: got traced arrays, expected a batch outside of jit")
-    ids, segments, positions = map(np.asarray, given)
-    arrays = _arrays(values, set(ids[ids >= 0].tolist()))
-    out = np.full((*segments.shape, *next(iter(arrays.values())).shape[1:]), fill, np.result_type(*arrays.values()))
+    ids = np.asarray(batch.sample_ids)
+    there = set(ids[ids >= 0].tolist())
+    for what, those in (("no array for", there - set(values)), ("arrays for", set(values) - there)):
+        if those:
+            raise ValueError(f"values: got {what} {sorted(those, key=str)[:5]}, expected those of the batch's samples")
+    if not values:
+        raise ValueError("batch: got no sample, expected at least one")
+    arrays = {i: as_values(f"values[{i}]", x, np.shape(x)[0] if np.ndim(x) else -1) for i, x in values.items()}
+    shapes = {x.shape[1:] for x in arrays.values()}
+    if len(shapes) > 1:
+        raise ValueError(f"values: got {sorted(shapes)} for each token, expected one shape")
+    out = np.full((*batch.segment_ids.shape, *shapes.pop()), fill, np.result_type(*arrays.values()))
+    return put_into(out, batch, arrays, at)
+
+
+def put_into(out: np.ndarray, batch: Any, arrays: Mapping[int, np.ndarray], at: At) -> np.ndarray:
+    """`out`, with the arrays of the batch's samples, by sample id, at the places of their tokens."""
+    ids, segments, positions = (np.asarray(x) for x in (batch.sample_ids, batch.segment_ids, batch.positions))
     owners = ids if at == "predicting" or batch.parents is None else _owners(ids, np.asarray(batch.parents))
     for *row, slot in np.argwhere(owners >= 0).tolist():
         of_row, sample = tuple(row), owners[(*row, slot)]
@@ -39,20 +53,6 @@ def placed(batch: Any, values: Any, at: At, fill: float) -> np.ndarray:
         inside = (places >= 0) & (places < len(of))
         out[of_row][mine[inside]] = of[places[inside]]
     return out
-
-
-def _arrays(values: Mapping[Any, Any], there: set[int]) -> dict[int, np.ndarray]:
-    """The arrays by sample id, checked."""
-    for what, those in (("no array for", there - set(values)), ("arrays for", set(values) - there)):
-        if those:
-            raise ValueError(f"values: got {what} {sorted(those, key=str)[:5]}, expected those of the batch's samples")
-    if not values:
-        raise ValueError("batch: got no sample, expected at least one")
-    arrays = {i: as_values(f"values[{i}]", x, np.shape(x)[0] if np.ndim(x) else -1) for i, x in values.items()}
-    shapes = {x.shape[1:] for x in arrays.values()}
-    if len(shapes) > 1:
-        raise ValueError(f"values: got {sorted(shapes)} for each token, expected one shape")
-    return arrays
 
 
 def _owners(ids: np.ndarray, parents: np.ndarray) -> np.ndarray:

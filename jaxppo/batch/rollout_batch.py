@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Num
 
 from jaxppo.base.arrays import OPTIONAL, PER_SEGMENT, REQUIRED, spec_of
@@ -19,15 +18,8 @@ from jaxppo.batch.placing import placed
 from jaxppo.batch.trees import Paths
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, check_parallel, in_order, multihost
 
-_STATIC = (
-    "context_layout",
-    "context_shards",
-    "micro_batches",
-    "real_last_targets",
-    "mtp_depths",
-    "weighted_denominators",
-)
-_ARRAYS = (*REQUIRED, *OPTIONAL)
+FLAGS = ("real_last_targets", "weighted_denominators")
+_STATIC = ("context_layout", "context_shards", "micro_batches", "mtp_depths", *FLAGS)
 # The default of arrays that a batch may lack. To type checkers they are there: whoever reads one has put it there, and
 # a function that is given None says which array is missing.
 _ABSENT: Any = None
@@ -49,8 +41,8 @@ class RolloutBatch(Constructors):
 
     Positions lie in the physical order of the mesh's context layout; `positions` holds the logical ones. Optional
     arrays may be None, and then the compiled program does nothing for them. Stacked micro-batches have one more leading
-    dimension, `[K, R, T]` and `[K, R, S]`. Pass batches to jitted functions as arguments: a batch that a function
-    closes over is a constant of its program, which is then compiled again for each batch.
+    dimension, `[K, R, T]` and `[K, R, S]`. Pass batches to jitted functions as arguments: one that a function closes
+    over is a constant, and each batch then compiles a program of its own.
 
     Args:
       tokens: `i32[R, T]`.
@@ -151,9 +143,7 @@ class RolloutBatch(Constructors):
             )
         check_parallel(parallel)
         layout, shards = "contiguous", 1
-        if isinstance(parallel, ParallelMesh):
-            layout, shards = parallel.context_layout, parallel.context_size
-        elif parallel is not None:
+        if parallel is not None:
             layout, shards = parallel.context_layout, parallel.size(parallel.context)
         if _order(self.context_layout, self.context_shards) != _order(layout, shards):
             advice = "give the batch's constructor and this call the same parallel="
@@ -177,7 +167,6 @@ class RolloutBatch(Constructors):
           The same batch, of global `jax.Array`s.
 
         Raises:
-          TypeError: `parallel` is not a `ParallelMesh`.
           ValueError: another context layout, rows that the data shards do not divide, sizes that differ between
             processes.
 
@@ -192,8 +181,8 @@ class RolloutBatch(Constructors):
         with multihost.together(parallel):
             self.check_layout(parallel)
         if multihost.spans_processes(parallel):
-            arrays = {name: np.asarray(getattr(self, name)) for name in self._named()}
-            arrays |= {f"extras[{name!r}]": np.asarray(x) for name, x in self.extras.items()}
+            named = self._named() | {f"extras[{name!r}]": x for name, x in self.extras.items()}
+            arrays = {name: np.asarray(x) for name, x in named.items()}
             multihost.check_equal("batch", {name: (x.shape, x.dtype.name) for name, x in arrays.items()})
             multihost.check_equal_rows("batch", arrays, parallel)
         return multihost.to_global(self, self.specs(parallel), parallel)
@@ -215,8 +204,8 @@ class RolloutBatch(Constructors):
           `[R, T, ...]`, or `[K, R, T, ...]` for stacked micro-batches; i32, f32 or a 16-bit float; on the host.
 
         Raises:
-          TypeError: values that are not by sample id; a batch under jit.
-          ValueError: a sample without an array, an array of another sample, one longer than its sample, uneven shapes.
+          TypeError, ValueError: a batch under jit; a sample without an array, an array of another sample or one that
+            is longer than its sample, uneven shapes.
 
         Example:
           >>> batch = RolloutBatch.from_samples([Sample([5, 6, 7], response_start=1, sample_id=8)], row_length=4)
@@ -227,9 +216,6 @@ class RolloutBatch(Constructors):
 
     def validate(self, vocab_size: int | None = None, *, normalizer: StepCounts | None = None) -> None:
         """Checks values on the host, beside shapes and dtypes. A batch from `from_samples` passes.
-
-        It cannot notice values that are off by one position within their sequences, or padding ids among the tokens of
-        a sequence.
 
         Args:
           vocab_size: V; required, since no array of the batch shows it.
@@ -252,23 +238,19 @@ class RolloutBatch(Constructors):
             if not hasattr(normalizer, "check_step"):
                 raise TypeError(f"normalizer: got {type(normalizer).__name__}, expected Normalizer or None")
             normalizer.check_step(self)
-        order = self.context_layout, self.context_shards
-        loss_tokens = None if normalizer is None else normalizer.counts
-        check_entries(arrays, vocab_size, order, loss_tokens, real_last_targets=self.real_last_targets)
+        check_entries(self, arrays, vocab_size, None if normalizer is None else normalizer.counts)
 
     def specs(self, parallel: ParallelMesh) -> RolloutBatch:
         """The PartitionSpec of each array: rows over data, positions over context. None where the array is None."""
+        specs: dict[str, Any] = {
+            name: spec_of(parallel.rows_spec if name in PER_SEGMENT else parallel.tokens_spec, x)
+            for name, x in self._named().items()
+        }
+        return dataclasses.replace(self, **specs, extras=dict.fromkeys(self.extras, specs["loss_mask"]))
 
-        def spec(name: str, x: Array) -> P:
-            return spec_of(parallel.rows_spec if name in PER_SEGMENT else parallel.tokens_spec, x)
-
-        specs: dict[str, Any] = {name: spec(name, getattr(self, name)) for name in self._named()}
-        of_tokens: Any = dict.fromkeys(self.extras, specs["loss_mask"])
-        return dataclasses.replace(self, **specs, extras=of_tokens)
-
-    def _named(self) -> list[str]:
+    def _named(self) -> dict[str, Array]:
         """The arrays that exist, without the extras."""
-        return [name for name in _ARRAYS if getattr(self, name) is not None]
+        return {name: x for name in (*REQUIRED, *OPTIONAL) if (x := getattr(self, name)) is not None}
 
 
 def _order(layout: str, shards: int) -> tuple[str, int]:

@@ -5,7 +5,7 @@ Each device that shares a row computes the whole row, and then keeps the positio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, TypedDict
 
 import jax
@@ -21,13 +21,12 @@ from jaxppo.base.arrays import (
     LOG_PROBS,
     PER_SEGMENT,
     AnyArray,
-    Arrays,
     check_array,
     check_count,
     check_fits,
     check_ids,
 )
-from jaxppo.batch.extras import PREFIX, Extra, Places, flat
+from jaxppo.batch.extras import PREFIX, Extra, Places, flat, in_kind
 from jaxppo.sharding import (
     ParallelMesh,
     Segments,
@@ -76,81 +75,60 @@ class RowArrays(TypedDict, total=False):
 
 
 # what constructors take beside the arrays of a batch
-_INPUTS = {"prompt_ids", "completion_ids", "completion_mask", "prompt_mask", "attention_mask"}
-_INPUTS |= {"cu_seqlens", "cu_seqlens_padded"}
+_MASKS = ("prompt_mask", "attention_mask")  # may be None
+_INPUTS = {"prompt_ids", "completion_ids", "completion_mask", *_MASKS, "cu_seqlens", "cu_seqlens_padded"}
+
+Wrong = Iterator[tuple[str, Any, Callable[[int], str], str]]
+"""An argument, `bool[R]` where it is wrong, what a wrong row has got, and what is expected."""
 
 
 def padded_rows(
-    prompt_ids: Int[AnyArray, "B P"],
-    completion_ids: Int[AnyArray, "B C"],
-    completion_mask: Float[AnyArray, "B C"],
-    *,
-    prompt_mask: Float[AnyArray, "B P"] | None,
-    attention_mask: Float[AnyArray, "B P+C"] | None,
-    pad_id: int | None,
-    arrays: PaddedArrays,
-    parallel: ParallelMesh | None,
+    padded: Mapping[str, Any], arrays: PaddedArrays, pad_id: int | None, parallel: ParallelMesh | None
 ) -> dict[str, Array]:
     """See `RolloutBatch.from_padded`."""
-    name = "RolloutBatch.from_padded"
-    given: dict[str, Any] = {
-        "prompt_ids": prompt_ids,
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-    }
-    given |= existing({"prompt_mask": prompt_mask, "attention_mask": attention_mask})
-    optional, places = known(arrays, PaddedArrays)
-    given |= optional
-    B, C = _shape("completion_ids", completion_ids)
-    T = _shape("prompt_ids", prompt_ids)[1] + C
+    more, places = known(arrays, PaddedArrays)
+    given = {name: x for name, x in padded.items() if x is not None or name not in _MASKS} | more
+    (B, C), (_, P) = _shape("completion_ids", given["completion_ids"]), _shape("prompt_ids", given["prompt_ids"])
     shapes: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(given, ((B, C),))
-    shapes |= {"prompt_ids": ((B, T - C),), "prompt_mask": ((B, T - C),), "attention_mask": ((B, T),)}
+    shapes |= {"prompt_ids": ((B, P),), "prompt_mask": ((B, P),), "attention_mask": ((B, P + C),)}
     shapes |= {"advantages": ((B, C), (B,)), "loss_weights": ((B, C), (B,)), "rewards": ((B,),), "group_ids": ((B,),)}
-    shapes |= {what: ((B, T if at == "input" else C),) for what, at, _ in places}
+    shapes |= {what: ((B, P + C if at == "input" else C),) for what, at, _ in places}
     for what, x in given.items():
         check_row_array(what, x, shapes[what])
     if pad_id is not None and (isinstance(pad_id, bool) or not isinstance(pad_id, (int, np.integer))):
         raise TypeError(f"pad_id: got {pad_id!r}, expected an integer")
-    if pad_id is not None and attention_mask is None:
-        _check_padded_behind(completion_ids, completion_mask, pad_id)
-        if prompt_mask is None:
-            _check_whole_prompts(prompt_ids, completion_mask, pad_id)
-    return of_whole_rows(name, _padded, T, given, (pad_id, places), parallel)
+    check_on_host(lambda x: _misplaced(x, pad_id), given, ("prompt_ids", "completion_ids", "completion_mask"))
+    return of_whole_rows("RolloutBatch.from_padded", _padded, P + C, given, (pad_id, places), parallel)
 
 
-def _check_padded_behind(completion_ids: AnyArray, completion_mask: AnyArray, pad_id: int) -> None:
-    """Raises where a completion begins with padding; under jit the loss mask becomes NaN."""
-    if any(isinstance(x, jax.core.Tracer) for x in (completion_ids, completion_mask)):
+def _misplaced(x: Mapping[str, Any], pad_id: int | None) -> Wrong:
+    """Completions that begin with padding, and prompts whose padding counts as tokens, although a token trains."""
+    if pad_id is None or "attention_mask" in x:
         return
-    bad = np.asarray(_padded_before(np.asarray(completion_ids), np.asarray(completion_mask), pad_id))
-    if bad.any():
-        raise ValueError(
-            f"completion_ids: got {pad_id}, the pad_id, before the tokens of row {int(np.argmax(bad))}, expected "
-            "completions that are right-padded, or attention_mask= to say where tokens are"
+    prompt, completion, trains = x["prompt_ids"], x["completion_ids"], x["completion_mask"] != 0
+    yield (
+        "completion_ids",
+        (completion[:, 0] == pad_id) & ~trains[:, 0] & trains.any(axis=1),
+        lambda row: f"{pad_id}, the pad_id, before the tokens of row {row}",
+        "completions that are right-padded, or attention_mask= to say where tokens are",
+    )
+    if "prompt_mask" not in x:
+        yield (
+            "prompt_mask",
+            ((prompt[:, 0] == pad_id) | (prompt[:, -1] == pad_id)) & trains.any(axis=1),
+            lambda row: f"None, and {pad_id}, the pad_id, at an end of the prompt of row {row}",
+            "prompt_mask= or attention_mask= to say where tokens are",
         )
 
 
-def _check_whole_prompts(prompt_ids: AnyArray, completion_mask: AnyArray, pad_id: int) -> None:
-    """Raises where a prompt has padding that counts as tokens without a mask; under jit the loss mask becomes NaN."""
-    if any(isinstance(x, jax.core.Tracer) for x in (prompt_ids, completion_mask)):
-        return
-    bad = np.asarray(_padded_prompt(np.asarray(prompt_ids), np.asarray(completion_mask), pad_id))
-    if bad.any():
-        raise ValueError(
-            f"prompt_mask: got None, and {pad_id}, the pad_id, at an end of the prompt of row {int(np.argmax(bad))}, "
-            "expected prompt_mask= or attention_mask= to say where tokens are"
-        )
-
-
-def _padded_prompt(prompt_ids: Arrays, completion_mask: Arrays, pad_id: int) -> Arrays:
-    """bool[B], whether a prompt begins or ends with padding although its completion trains."""
-    at_an_end = (prompt_ids[:, 0] == pad_id) | (prompt_ids[:, -1] == pad_id)
-    return at_an_end & (completion_mask != 0).any(axis=1)
-
-
-def _padded_before(completion_ids: Arrays, completion_mask: Arrays, pad_id: int) -> Arrays:
-    """bool[B], whether a completion begins with padding although a later token trains."""
-    return (completion_ids[:, 0] == pad_id) & (completion_mask[:, 0] == 0) & (completion_mask != 0).any(axis=1)
+def check_on_host(wrong: Callable[[dict[str, Any]], Wrong], given: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises at the first row that is wrong, if these arrays are on the host; under jit the loss mask becomes NaN."""
+    read = [given[name] for name in names if name in given]
+    if all(not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True) for x in read):
+        for name, bad, got, expected in wrong({**given, **{n: np.asarray(given[n]) for n in names if n in given}}):
+            if bad.any():
+                row = int(np.argmax(bad))
+                raise ValueError(f"{name}: got {got(row)}, expected {expected}")
 
 
 def placed_rows(
@@ -160,28 +138,19 @@ def placed_rows(
     name = "RolloutBatch.from_target_aligned" if "targets" in rows else "RolloutBatch.from_token_aligned"
     optional, places = known(arrays, RowArrays)
     given: dict[str, Any] = {**rows, **optional}
-    R, T = _shape("tokens", rows["tokens"])
-    check_row_dtype("segment_ids", rows["segment_ids"])
+    (R, T), ids = _shape("tokens", rows["tokens"]), rows["segment_ids"]
+    check_row_dtype("segment_ids", ids)
     if num_segments is None:
-        if isinstance(rows["segment_ids"], jax.core.Tracer):
+        if isinstance(ids, jax.core.Tracer):
             raise ValueError("num_segments: got None under jit, expected S, the most sequences that a row may hold")
-        num_segments = max(1, int(np.max(np.asarray(rows["segment_ids"]))))
-    _check_segments(rows["segment_ids"], num_segments)
-    for what, x in given.items():
-        check_row_array(what, x, ((R, num_segments if what in PER_SEGMENT else T),))
-    return of_whole_rows(name, aligned_rows, T, given, (num_segments, places), parallel)
-
-
-def _check_segments(segment_ids: AnyArray, num_segments: int) -> None:
-    """Raises where a segment id on the host is above S. Losses check the ids on devices."""
+        num_segments = max(1, int(np.max(np.asarray(ids))))
     check_count("num_segments", num_segments, least=1)
-    most = 0 if isinstance(segment_ids, jax.Array) else int(np.max(np.asarray(segment_ids)))
+    most = 0 if isinstance(ids, jax.Array) else int(np.max(np.asarray(ids)))  # losses check ids on devices
     if most > num_segments:
         raise ValueError(f"num_segments: got {num_segments}, expected at least {most}, the largest of segment_ids")
-
-
-def existing(arrays: Mapping[str, Any]) -> dict[str, Array]:
-    return {name: x for name, x in arrays.items() if x is not None}
+    for what, x in given.items():
+        check_row_array(what, x, ((R, num_segments if what in PER_SEGMENT else T),))
+    return of_whole_rows(name, _aligned, T, given, (num_segments, places), parallel)
 
 
 def known(arrays: Mapping[str, Any], names: type) -> tuple[dict[str, Any], Places]:
@@ -190,7 +159,7 @@ def known(arrays: Mapping[str, Any], names: type) -> tuple[dict[str, Any], Place
         if name not in names.__annotations__:
             raise TypeError(f"{name}: got an unknown array, expected one of {', '.join(names.__annotations__)}")
     extras, places = flat(arrays.get("extras"))
-    return existing({name: x for name, x in arrays.items() if name != "extras"}) | extras, places
+    return {name: x for name, x in arrays.items() if x is not None and name != "extras"} | extras, places
 
 
 def _shape(name: str, x: Any) -> tuple[int, int]:
@@ -237,7 +206,7 @@ def of_whole_rows(
 
     Args:
       name: the public function's name, for errors.
-      fn: a per-shard function of this module.
+      fn: a per-shard function, `fn(axes, (length, option, names), *arrays)`.
       length: T.
       given: arrays by name.
       option: the static argument of fn.
@@ -251,16 +220,13 @@ def of_whole_rows(
             f"parallel: got context layout {layout!r} in {name}, expected another: its rows are packed for it, by "
             "RolloutBatch.from_samples or from_cu_seqlens"
         )
-    static = (length, option, tuple(given))
-
     made = {"tokens", "targets", "segment_ids", "positions", "loss_mask", "sample_ids", *given} - _INPUTS
 
     def specs(p: ParallelMesh) -> tuple[list[PartitionSpec], dict[str, PartitionSpec]]:
-        return [p.rows_spec] * len(given), {
-            what: p.rows_spec if what in PER_SEGMENT else p.tokens_spec for what in made
-        }
+        of_made = {what: p.rows_spec if what in PER_SEGMENT else p.tokens_spec for what in made}
+        return [p.rows_spec] * len(given), of_made
 
-    return shard_call(name, fn, parallel, given, specs, static)
+    return shard_call(name, fn, parallel, given, specs, (length, option, tuple(given)))
 
 
 def as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, Array]) -> dict[str, Array]:
@@ -270,13 +236,7 @@ def as_batch(axes: ShardAxes, length: int, num_segments: int, arrays: dict[str, 
     rows = axes.index(axes.data) * R + jnp.arange(R, dtype=jnp.int32)
     numbers = rows[:, None] * num_segments + jnp.arange(num_segments, dtype=jnp.int32)[None]
     arrays = arrays | {"sample_ids": jnp.where(lengths > 0, numbers, -1)}
-
-    def brought(what: str, x: Array) -> Array:
-        if what.startswith(PREFIX):
-            return x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x
-        return x.astype(jnp.int32 if what in INTEGERS else jnp.float32)
-
-    arrays = {what: brought(what, x) for what, x in arrays.items()}
+    arrays = {what: in_kind(what, x) for what, x in arrays.items()}
     if axes.size(axes.context) == 1:
         return arrays
     mine = held_positions(axes, length, lengths)
@@ -290,72 +250,67 @@ def taken(x: Array, places: Array, where: Array | None = None, fill: float = 0) 
     return found if where is None else jnp.where(where.reshape(wide), found, jnp.full_like(found, fill))
 
 
-def aligned_rows(axes: ShardAxes, static: tuple[int, tuple[int, Places], Names], *given: Array) -> dict[str, Array]:
+def _aligned(axes: ShardAxes, static: tuple[int, tuple[int, Places], Names], *given: Array) -> dict[str, Array]:
     length, (num_segments, places), names = static
-    arrays = dict(zip(names, given, strict=True))
-    if "targets" not in arrays:  # every value moves to the position that predicts its token
+    return aligned_rows(axes, length, num_segments, places, dict(zip(names, given, strict=True)))
+
+
+def aligned_rows(
+    axes: ShardAxes, length: int, num_segments: int, places: Places, arrays: dict[str, Array]
+) -> dict[str, Array]:
+    """Per-shard: the batch of whole rows, whose arrays are aligned to tokens unless there are targets."""
+    if "targets" not in arrays:
         segments = arrays["segment_ids"]
         follows = jnp.pad((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), ((0, 0), (0, 1)))
-        arrays["targets"] = arrays["tokens"]
-        fills, inputs = fills_and_inputs(places)
         after = jnp.roll(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segments.shape), -1, axis=1)
-        for what in set(arrays) - {"tokens", "segment_ids", "positions", *PER_SEGMENT, *inputs}:
-            arrays[what] = taken(arrays[what], after, follows, fills.get(what, 0))
+        arrays = _at_predictors({**arrays, "targets": arrays["tokens"]}, places, after, follows)
     return as_batch(axes, length, num_segments, arrays)
 
 
-def fills_and_inputs(places: Places) -> tuple[dict[str, float], list[str]]:
-    """The fill of each extra, and the extras that stand at the tokens that they are about."""
-    return {what: fill for what, _, fill in places}, [what for what, at, _ in places if at == "input"]
+def _at_predictors(arrays: dict[str, Array], places: Places, after: Array, follows: Array) -> dict[str, Array]:
+    """The arrays with each value at the position that predicts its token: `after`, where `follows` is True."""
+    fills = {what: fill for what, _, fill in places}
+    stay = {"tokens", "segment_ids", "positions", *PER_SEGMENT, *(what for what, at, _ in places if at == "input")}
+    return {w: x if w in stay else taken(x, after, follows, fills.get(w, 0)) for w, x in arrays.items()}
 
 
 def _padded(axes: ShardAxes, static: tuple[int, tuple[int | None, Places], Names], *given: Array) -> dict[str, Array]:
     length, (pad_id, places), names = static
-    fills, inputs = fills_and_inputs(places)
     arrays = dict(zip(names, given, strict=True))
+    misplaced = [bad for _, bad, _, _ in _misplaced(arrays, pad_id)]
     prompt, completion, mask = (arrays.pop(name) for name in ("prompt_ids", "completion_ids", "completion_mask"))
-    P = prompt.shape[1]
+    P, stay = prompt.shape[1], [what for what, at, _ in places if at == "input"]
 
     def at_completion(x: Array) -> Array:
         x = x if x.ndim > 1 else jnp.broadcast_to(x[:, None], completion.shape)
         return jnp.pad(x, ((0, 0), (P, 0), *((0, 0),) * (x.ndim - 2)))
 
     trains = at_completion(mask.astype(jnp.float32))
-    misplaced = pad_id is not None and "attention_mask" not in arrays and _padded_before(completion, mask, pad_id)
-    if pad_id is not None and "attention_mask" not in arrays and "prompt_mask" not in arrays:
-        misplaced |= _padded_prompt(prompt, mask, pad_id)
     real = _real_tokens(trains, arrays.pop("prompt_mask", None), arrays.pop("attention_mask", None), P)
     tokens = jnp.concatenate([prompt.astype(jnp.int32), completion.astype(jnp.int32)], axis=1)
 
     # the next token after each position, `length` where there is none
     following = lax.cummin(jnp.where(real, jnp.arange(length, dtype=jnp.int32)[None], length), axis=1, reverse=True)
     following = jnp.pad(following[:, 1:], ((0, 0), (0, 1)), constant_values=length)
-    predicts = real & (following < length)
-
-    def at_predictor(x: Array, fill: float = 0) -> Array:
-        return taken(x, jnp.minimum(following, length - 1), predicts, fill)
+    after, predicts = jnp.minimum(following, length - 1), real & (following < length)
+    rows = {
+        what: x[:, None] if what in PER_SEGMENT else x if what in stay else at_completion(x)
+        for what, x in arrays.items()
+    }
+    rows = _at_predictors(rows | {"loss_mask": trains}, places, after, predicts & (following >= P))
 
     first = real & (jnp.cumsum(real, axis=1) == 1)
-    unpredicted = ((trains != 0) & (first | ~real)).any(axis=1, keepdims=True) | jnp.reshape(misplaced, (-1, 1))
-    per_segment = {what: arrays.pop(what)[:, None] for what in PER_SEGMENT if what in arrays}
-    inside = (lax.cummax(real.astype(jnp.int32), axis=1) > 0) & (
-        lax.cummax(real.astype(jnp.int32), 1, reverse=True) > 0
-    )
-    rows = {what: arrays.pop(what) for what in inputs}
-    rows |= {what: at_predictor(at_completion(x)) for what, x in arrays.items() if what not in fills}
-    in_completion = predicts & (following >= P)
-    for what, fill in fills.items():
-        if what in arrays:
-            rows[what] = taken(at_completion(arrays[what]), jnp.minimum(following, length - 1), in_completion, fill)
+    wrong = jnp.stack([((trains != 0) & (first | ~real)).any(axis=1), *misplaced]).any(axis=0)[:, None]
+    there = real.astype(jnp.int32)
+    inside = (lax.cummax(there, axis=1) > 0) & (lax.cummax(there, axis=1, reverse=True) > 0)
     rows |= {
         "tokens": tokens,
-        "targets": at_predictor(tokens),
+        "targets": taken(tokens, after, predicts),
         "segment_ids": inside.astype(jnp.int32),
         "positions": jnp.where(inside, jnp.cumsum(real, axis=1) - 1, 0),
-        # NaN is a broken rule, which the loss reports
-        "loss_mask": jnp.where(unpredicted & inside, jnp.nan, at_predictor(trains)),
+        "loss_mask": jnp.where(wrong & inside, jnp.nan, rows["loss_mask"]),  # NaN is a broken rule
     }
-    return as_batch(axes, length, 1, rows | per_segment)
+    return as_batch(axes, length, 1, rows)
 
 
 def _real_tokens(trains: Array, prompt_mask: Array | None, attention_mask: Array | None, prompts: int) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,38 +26,33 @@ MAX_ID = 2**31 - 1
 class Sample:
     """One prompt and response, on the host.
 
-    The response is `tokens[response_start:]`. Per-token arrays have one value for each response token,
-    `[len(tokens) - response_start]`, and are None if the run has no such values. Packing moves each value to the
-    position that predicts its token.
+    The response is `tokens[response_start:]`. Per-token arrays have one value for each response token, and are None if
+    the run has no such values. Packing moves each value to the position that predicts its token.
 
     Args:
-      tokens: `i32[n]`, the prompt and the response, without padding: a padding id would count as a token like any
-        other.
-      response_start: the first response token. At least 1, since nothing predicts token 0; n for an empty response. By
+      tokens: `i32[n]`, the prompt and the response, without padding, which would count as tokens.
+      response_start: the first response token, from 1, since nothing predicts token 0, to n for an empty response. By
         default the first token with loss_mask 1.
-      loss_mask: `[n]`, 0 or 1, 1 for the tokens to train on. By default the whole response; set tokens that a tool
-        wrote to 0.
+      loss_mask: `[n]`, 1 for the tokens to train on, 0 elsewhere, such as what a tool wrote; by default the response.
       reward: one number for the whole response. Without one, None or NaN, the sample is in no group's statistics and
         has no advantage; a batch has rewards unless all its samples have None.
       sample_id: the unique number of the sample in the step; by default its index among the samples.
       group_id: equal for the samples of one prompt; estimators that compare samples, like `advantages.grpo`, need it.
-      rollout_id: the trajectory that the sample was cut from; equal for all its parts. By default each sample is a
-        trajectory of its own.
+      rollout_id: equal for all parts of one trajectory; by default each sample is a trajectory of its own.
       advantages: `f32[n - response_start]`, like the arrays that follow.
       old_log_probs: under the policy at the start of the step.
       ref_log_probs: under the reference policy.
       rollout_log_probs: as the sampler reported them.
       values: the critic's.
       returns: the critic's targets.
-      nucleus: the token ids that the sampler could draw at each response token, ragged, or `TokenSets`, for
-        `pack_nucleus_ids`.
+      nucleus: the ids that the sampler could draw at each response token, ragged, for `pack_nucleus_ids`.
       policy_versions: integers, the version of the policy that drew each token; see `jaxppo.step.staleness`.
       loss_weights: factors of each token's whole loss, at least 0; a single number for the whole response.
       extras: arrays of your own by name, see `jaxppo.batch.extras.Extra`.
 
     Raises:
-      TypeError: tokens or ids that are not integers, a reward or values that are not numbers.
-      ValueError: neither response_start nor loss_mask, or arrays of another length than the response.
+      TypeError, ValueError: ids that are not integers, values that are no numbers or not one for each response token,
+        neither response_start nor loss_mask.
 
     Example:
       >>> Sample([5, 6, 7, 8], response_start=2, reward=1.0).mask.tolist()
@@ -94,9 +89,8 @@ class Sample:
     ) -> Sample:
         """The sample of one vLLM output, or of the outputs of several turns.
 
-        The prompt of a later turn continues the tokens of the turns before. The tokens that it adds, such as a tool's
-        answer, are not trained on. Log-probs are vLLM's `logprobs` of the sampled tokens, and the nucleus is its
-        `sampling_mask`, if the request asked for them.
+        The prompt of a later turn continues the tokens of the turns before; the tokens that it adds, such as a tool's
+        answer, are not trained on. Log-probs are vLLM's `logprobs` and the nucleus its `sampling_mask`, if asked for.
 
         Args:
           output: a `RequestOutput`, or as a dictionary: {"prompt_token_ids", "outputs": [{"index", "token_ids",
@@ -109,10 +103,9 @@ class Sample:
             finished, the reward becomes NaN: none.
 
         Raises:
-          TypeError: token ids that are not integers.
-          ValueError: a missing entry, a turn whose prompt does not begin with the turns before, log-probs for only some
-            turns or tokens, a log-prob that is NaN, above 0 by more than bf16 rounds (0.125) or no number, a last turn
-            that was aborted or is not finished.
+          TypeError, ValueError: a missing entry, ids that are not integers, a turn whose prompt does not begin with the
+            turns before, log-probs for only some turns or tokens, a log-prob that is NaN, above 0 by more than bf16
+            rounds (0.125) or no number, a last turn that was aborted or is not finished.
 
         Example:
           >>> sampled = {"index": 0, "token_ids": [7, 8], "logprobs": [{7: -0.5}, {8: -1.5}], "finish_reason": "stop"}
@@ -145,8 +138,7 @@ class Sample:
           loss_mask: see `from_vllm`, also for the other arguments.
 
         Raises:
-          TypeError, ValueError: see `from_vllm`; counts of tokens that differ from those of meta_info, offsets that do
-            not fit their ids.
+          TypeError, ValueError: see `from_vllm`; counts of tokens that differ from those of meta_info.
 
         Example:
           >>> meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [(-0.5, 7, None)]}
@@ -172,13 +164,18 @@ class Sample:
         for name in PER_TOKEN_VALUES:
             _check_values(name, getattr(self, name), length - start)
         if self.extras is not None:
-            object.__setattr__(self, "extras", _checked_extras(self.extras, length, start))
-        if self.nucleus is not None and not isinstance(self.nucleus, TokenSets | Sequence):
-            raise TypeError(f"nucleus: got {type(self.nucleus).__name__}, expected a list of ids for each token")
-        if self.nucleus is not None and len(self.nucleus) != length - start:
-            raise ValueError(
-                f"nucleus: got {len(self.nucleus)} sets of ids, expected {length - start}, one a response token"
-            )
+            extras = {
+                name: dataclasses.replace(
+                    x, values=as_values(f"extras[{name!r}]", x.values, length if x.at == "input" else length - start)
+                )
+                for name, x in as_extras(self.extras).items()
+            }
+            object.__setattr__(self, "extras", extras)
+        sets = self.nucleus
+        if sets is not None and not isinstance(sets, TokenSets | Sequence):
+            raise TypeError(f"nucleus: got {type(sets).__name__}, expected a list of ids for each token")
+        if sets is not None and len(sets) != length - start:
+            raise ValueError(f"nucleus: got {len(sets)} sets of ids, expected {length - start}, one a response token")
 
     @property
     def mask(self) -> Float[np.ndarray, " n"]:
@@ -210,16 +207,6 @@ class Sample:
             raise ValueError(f"loss_mask: got 1 at token {int(np.argmax(self.mask > 0))}, expected 0 before {start}")
 
 
-def _checked_extras(given: Any, length: int, start: int) -> dict[str, Extra]:
-    """The extras of a sample, their values as arrays."""
-    found = as_extras(given)
-    sizes = {name: length if x.at == "input" else length - start for name, x in found.items()}
-    return {
-        name: dataclasses.replace(x, values=as_values(f"extras[{name!r}]", x.values, sizes[name]))
-        for name, x in found.items()
-    }
-
-
 def _shown(x: object) -> str:
     text = repr(x)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -244,15 +231,12 @@ def as_tokens(name: str, tokens: object) -> Int[np.ndarray, " n"]:
     return array
 
 
-def _check_id(name: str, value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise TypeError(
-            f"{name}: got {_shown(value)}, expected an integer from 0 to {MAX_ID}; number the ids of a step"
-        )
-    if not 0 <= value <= MAX_ID:
-        raise ValueError(f"{name}: got {value}, expected 0 to {MAX_ID}; number the ids of a step")
+def _check_id(name: str, value: Any) -> None:
+    expected = f"0 to {MAX_ID}; number the ids of a step"
+    if value is not None and (not isinstance(value, (int, np.integer)) or isinstance(value, bool)):
+        raise TypeError(f"{name}: got {_shown(value)}, expected an integer from {expected}")
+    if value is not None and not 0 <= value <= MAX_ID:
+        raise ValueError(f"{name}: got {value}, expected {expected}")
 
 
 def _check_values(name: str, values: object, length: int) -> None:
@@ -270,35 +254,20 @@ def _check_values(name: str, values: object, length: int) -> None:
         raise ValueError(f"{name}: got shape {array.shape}, expected {(length,)}, one for each response token")
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """The tokens of a sample that become one segment of a row: all of them, or a part that `prefixes` cut.
+class Piece(NamedTuple):
+    """The tokens of a sample that become one segment of a row: all of them, or a part that `prefixes` cut."""
 
-    Args:
-      sample: the number of the sample; for a shared prefix, of any sample that has it.
-      start: the first token.
-      stop: the token after the last.
-      bundle: pieces with the same number must lie in the same row.
-      parent: the number of the piece that this one continues; None at the start of a sample.
-      shared: the piece is a prefix of several samples, and belongs to none of them.
-    """
-
-    sample: int
-    start: int
-    stop: int
-    bundle: int
-    parent: int | None = None
-    shared: bool = False
+    sample: int  # its number; for a shared prefix, of any sample that has it
+    start: int  # the first token
+    stop: int  # the token after the last
+    bundle: int  # pieces with the same number must lie in the same row
+    parent: int | None = None  # the number of the piece that this one continues; None at the start of a sample
+    shared: bool = False  # a prefix of several samples, which belongs to none of them
 
 
 def whole_pieces(samples: Sequence[Sample]) -> list[Piece]:
     """A segment for each sample."""
     return [Piece(i, 0, len(sample.tokens), i) for i, sample in enumerate(samples)]
-
-
-def loads_of(pieces: Sequence[Piece], masks: Sequence[np.ndarray]) -> list[float]:
-    """The number of loss tokens of each piece."""
-    return [0.0 if piece.shared else float(masks[piece.sample].sum()) for piece in pieces]
 
 
 def batch_arrays(
@@ -307,8 +276,7 @@ def batch_arrays(
     pieces: Sequence[Piece],
     packed: Packed,
     ids: Sequence[int],
-    *,
-    trees: bool,
+    trees: bool = False,
 ) -> dict[str, np.ndarray | None]:
     """The arrays of a `RolloutBatch`, by name, from samples with these masks and ids, packed in pieces."""
     tokens = [np.asarray(sample.tokens, np.int32) for sample in samples]
@@ -318,17 +286,19 @@ def batch_arrays(
             return None
         return packed.place_segments([fill if p.shared else values[p.sample] for p in pieces], fill, dtype)
 
+    rewards = None
+    if any(sample.reward is not None for sample in samples):
+        rewards = [np.nan if sample.reward is None else float(sample.reward) for sample in samples]
     # the value of token t + 1 stands at position t, which predicts it. The last position of a segment has 0, except
     # for a shared prefix, whose branches all continue with the same token
     first = [0] * len(pieces)
-    predicted = [mask[p.start + 1 : p.stop + 1] for p, mask in ((p, masks[p.sample]) for p in pieces)]
     arrays: dict[str, np.ndarray | None] = {
         "tokens": packed.place([tokens[p.sample][p.start : p.stop] for p in pieces], 0, np.int32),
         "targets": packed.place([tokens[p.sample][p.start + 1 : p.stop + 1] for p in pieces], 0, np.int32, first),
         "segment_ids": packed.segment_ids,
-        "positions": packed.positions,
-        "loss_mask": packed.place(predicted, 0, np.float32, first),
-        "rewards": of_segments(_rewards(samples), 0, np.float32),
+        "positions": packed.place([np.arange(p.start, p.stop, dtype=np.int32) for p in pieces], 0, np.int32),
+        "loss_mask": packed.place([masks[p.sample][p.start + 1 : p.stop + 1] for p in pieces], 0, np.float32, first),
+        "rewards": of_segments(rewards, 0, np.float32),
         "sample_ids": of_segments(ids, -1, np.int32),
         "group_ids": of_segments(_all_or_none(samples, "group_id"), -1, np.int32),
         "rollout_ids": of_segments(_all_or_none(samples, "rollout_id"), -1, np.int32),
@@ -347,8 +317,6 @@ def batch_arrays(
         ]
         arrays[PREFIX + name] = packed.place(values, given[0].fill, dtype, None if at_input else before_response)
     if trees:
-        positions = [np.arange(p.start, p.stop, dtype=np.int32) for p in pieces]
-        arrays["positions"] = packed.place(positions, 0, np.int32)
         parents = [0 if p.parent is None else packed.slot[p.parent] + 1 for p in pieces]
         arrays["parents"] = packed.place_segments(parents, 0, np.int32)
     return arrays
@@ -366,18 +334,11 @@ def check_samples(samples: Sequence[Sample], name: str = "samples") -> None:
 
 
 def check_sample_ids(ids: Sequence[int]) -> None:
-    """Raises where two samples have the same id: random draws and records of one would be used for the other."""
+    """Raises where two samples have one id: random draws and records of one would be used for the other."""
     seen: dict[int, int] = {}
     for i, number in enumerate(ids):
-        if number in seen:
-            raise ValueError(f"sample_id: got {number} for samples {seen[number]} and {i}, expected one of its own")
-        seen[number] = i
-
-
-def _rewards(samples: Sequence[Sample]) -> list[float] | None:
-    """The rewards, NaN where there is none; None without any."""
-    values = [np.nan if sample.reward is None else float(sample.reward) for sample in samples]
-    return None if all(sample.reward is None for sample in samples) else values
+        if (first := seen.setdefault(number, i)) != i:
+            raise ValueError(f"sample_id: got {number} for samples {first} and {i}, expected one of its own")
 
 
 def check_sample_ids_of_hosts(ids: Sequence[int], parallel: ParallelMesh) -> None:
@@ -398,14 +359,13 @@ def check_sample_ids_of_hosts(ids: Sequence[int], parallel: ParallelMesh) -> Non
 
 def _extras_of(samples: Sequence[Sample]) -> dict[str, list[Extra]]:
     """By name, the extra of each sample; raises unless all samples have it, placed alike."""
-    found: dict[str, list[Extra]] = {}
+    found: dict[str, list[Any]] = {}
     for name in dict.fromkeys(name for sample in samples for name in sample.extras or {}):
-        for i, sample in enumerate(samples):
-            if name not in (sample.extras or {}):
+        found[name] = [(sample.extras or {}).get(name) for sample in samples]
+        for i, x in enumerate(found[name]):
+            if x is None:
                 raise ValueError(f"extras: got no {name!r} in sample {i}, expected one in all samples or in none")
-            first, x = found.setdefault(name, []), (sample.extras or {})[name]
-            first.append(x)
-            got, expected = ((y.at, y.fill, y.values.shape[1:]) for y in (x, first[0]))
+            got, expected = ((y.at, y.fill, y.values.shape[1:]) for y in (x, found[name][0]))
             if got != expected:
                 of = "expected the (at, fill, shape of a value) of sample 0"
                 raise ValueError(f"extras[{name!r}]: got {got} in sample {i}, {of}, {expected}")

@@ -60,7 +60,7 @@ class Paths:
         if parents is None:
             return cls(segment_ids, positions)
         # a comparison and not a gather: on Explicit meshes its result has a known sharding
-        is_in = segment_ids[..., :, None] == _numbers(parents.shape[-1], parents.ndim, jnp)
+        is_in = segment_ids[..., :, None] == _numbers(parents, jnp)[1]
         last = jnp.where(is_in, ends(parents, jnp)[..., None, :], 0)
         return cls(segment_ids, positions, last.sum(-1, dtype=jnp.int32))
 
@@ -113,42 +113,32 @@ def ends(parents: Arrays, xp: ModuleType) -> Arrays:
 
     The descendants of segment a are those after it, up to the first whose parent comes before a.
     """
-    count = parents.shape[-1]
-    numbers = _numbers(count, parents.ndim, xp)
-    own = numbers.reshape(*numbers.shape[:-2], count, 1)
-    leaves = (numbers > own) & (parents[..., None, :] < own)
-    return xp.where(leaves, numbers, count + 1).min(axis=-1) - 1
+    own, others = _numbers(parents, xp)
+    leaves = (others > own) & (parents[..., None, :] < own)
+    return xp.where(leaves, others, parents.shape[-1] + 1).min(axis=-1) - 1
 
 
 def starts(parents: Arrays, lengths: Arrays, xp: ModuleType) -> Arrays:
-    """`[..., S]`, the position at which each segment begins: the total length of its ancestors.
-
-    Args:
-      parents: `i32[..., S]`, in order.
-      lengths: the number of positions of each segment, of the same shape.
-      xp: numpy or jax.numpy.
-    """
-    numbers = _numbers(parents.shape[-1], parents.ndim, xp)
-    own = numbers.reshape(*numbers.shape[:-2], parents.shape[-1], 1)
-    is_ancestor = (own < numbers) & (numbers <= ends(parents, xp)[..., :, None])
+    """`[..., S]`, the position at which each segment begins: the total of `lengths`, `[..., S]`, of its ancestors."""
+    own, others = _numbers(parents, xp)
+    is_ancestor = (own < others) & (others <= ends(parents, xp)[..., :, None])
     return xp.where(is_ancestor, lengths[..., :, None], 0).sum(axis=-2, dtype=lengths.dtype)
 
 
 def out_of_order(parents: Arrays, xp: ModuleType) -> Arrays:
     """`bool[..., S]`, True for a segment whose parent is not before it, or not on the path of the segment before it."""
-    numbers = _numbers(parents.shape[-1], parents.ndim, xp)
-    own = numbers.reshape(*numbers.shape[:-2], parents.shape[-1], 1)
+    own, others = _numbers(parents, xp)
     is_parent = parents[..., None, :] == own
-    left = is_parent & ((own >= numbers) | (ends(parents, xp)[..., :, None] < numbers))
+    left = is_parent & ((own >= others) | (ends(parents, xp)[..., :, None] < others))
     return left.any(axis=-2) | (parents < 0) | (parents > parents.shape[-1])
 
 
 def has_branches(parents: Arrays, xp: ModuleType) -> Arrays:
     """`bool[..., S]`, True for a segment that is the parent of another."""
-    numbers = _numbers(parents.shape[-1], parents.ndim, xp)
-    return (parents[..., None, :] == numbers.reshape(*numbers.shape[:-2], -1, 1)).any(axis=-1)
+    return (parents[..., None, :] == _numbers(parents, xp)[0]).any(axis=-1)
 
 
-def _numbers(count: int, rank: int, xp: ModuleType) -> Any:
-    """The numbers 1 to S along a new last dimension, `[1, ..., 1, S]`."""
-    return xp.arange(1, count + 1, dtype=xp.int32).reshape((1,) * rank + (count,))
+def _numbers(parents: Arrays, xp: ModuleType) -> tuple[Any, Any]:
+    """The numbers 1 to S of segments along two new last dimensions: `[1, ..., S, 1]` and `[1, ..., 1, S]`."""
+    numbers = xp.arange(1, parents.shape[-1] + 1, dtype=xp.int32).reshape((1,) * parents.ndim + (-1,))
+    return numbers.reshape(*numbers.shape[:-2], -1, 1), numbers

@@ -22,30 +22,24 @@ def check_twin(
     for i, (sample, other) in enumerate(zip(samples, twin, strict=True)):
         mine, theirs = (np.asarray(x.tokens)[x.start :] for x in (sample, other))
         if len(mine) != len(theirs):
-            raise ValueError(
-                f"twin: got a response of {len(theirs)} tokens in sample {i}, expected that of samples[{i}], "
-                f"{len(mine)} tokens"
-            )
-        if (mine != theirs).any():
+            got = f"a response of {len(theirs)} tokens in sample {i}"
+            expected = f"that of samples[{i}], {len(mine)} tokens"
+        elif (mine != theirs).any():
             at = int(np.argmax(mine != theirs))
-            raise ValueError(
-                f"twin: got {theirs[at]} as response token {at} of sample {i}, expected {mine[at]}, as in samples[{i}]"
-            )
-        if other.sample_id not in (None, sample.sample_id):
-            raise ValueError(
-                f"twin: got sample_id {other.sample_id} in sample {i}, expected {sample.sample_id}, as in samples[{i}]"
-            )
+            got = f"{theirs[at]} as response token {at} of sample {i}"
+            expected = f"{mine[at]}, as in samples[{i}]"
+        elif other.sample_id not in (None, sample.sample_id):
+            got = f"sample_id {other.sample_id} in sample {i}"
+            expected = f"{sample.sample_id}, as in samples[{i}]"
+        else:
+            continue
+        raise ValueError(f"twin: got {got}, expected {expected}")
     check("share_prefixes", share_prefixes, not share_prefixes, "False with a twin, whose prompts are other ones")
     if parallel is not None and segment_multiple(parallel.context_layout, parallel.context_size) > 1:
         raise ValueError(
             f"parallel: got context layout {parallel.context_layout!r} with a twin, expected another: it places the "
             "tokens of a sequence by the sequence's length, which differs between twins"
         )
-
-
-def rooms(samples: Sequence[Sample], twin: Sequence[Sample]) -> list[range]:
-    """The positions that each sample or its twin takes, whichever has more."""
-    return [range(max(len(a.tokens), len(b.tokens))) for a, b in zip(samples, twin, strict=True)]
 
 
 def at_ends(packed: Packed, samples: Sequence[Sample]) -> Packed:

@@ -110,34 +110,27 @@ def test_one_turn_of_sglang():
     assert Sample.from_sglang(told).tokens == PROMPT + FIRST
 
 
-def mask_of(*shapes):
+def mask_of(log_probs):
     """SGLang's answer to `return_sampling_mask`: log-probs of the whole vocabulary beside those within the mask.
 
     In September 2026 `output_token_sampling_mask` is one list a token. With it come the log-probs of the sampled
-    tokens, or, for sampling_logprobs_mode="support", one list a token; a store of outputs has the same flat.
+    tokens, or, for sampling_logprobs_mode="support", one list a token.
     """
-    mask, log_probs = shapes
-    name = "output_token_sampling_mask"
-    masks = {
-        "nested": {name: [[21, 5], [7, 22, 9]], f"{name}_length": 2},
-        "flat": {f"{name}_token_ids": np.array([21, 5, 7, 22, 9], np.int32), f"{name}_lengths": np.array([2, 3])},
-    }
     within = {
         "of the sampled": [-0.25, -0.75],
         "of the sampled, numpy": np.array([-0.25, -0.75], np.float32),
         "of the mask": [[-0.25, -1.5], [-2.0, -0.75, -1.0]],
-        "of the mask, flat": np.array([-0.25, -1.5, -2.0, -0.75, -1.0], np.float32),
     }
-    return masks[mask] | {"output_token_sampling_logprobs": within[log_probs]}
+    masks = {_MASK: [[21, 5], [7, 22, 9]], f"{_MASK}_length": 2}
+    return masks | {"output_token_sampling_logprobs": within[log_probs]}
 
 
-@pytest.mark.parametrize("mask", ["nested", "flat"])
-@pytest.mark.parametrize("log_probs", ["of the sampled", "of the sampled, numpy", "of the mask", "of the mask, flat"])
+@pytest.mark.parametrize("log_probs", ["of the sampled", "of the sampled, numpy", "of the mask"])
 @pytest.mark.parametrize("whole", [True, False], ids=["beside others", "alone"])
-def test_the_sampling_mask_of_sglang(mask, log_probs, whole):
+def test_the_sampling_mask_of_sglang(log_probs, whole):
     """The log-probs are those within the mask, the distribution that the tokens were drawn from."""
     output = sglang(PROMPT, FIRST, log_probs=whole)
-    output["meta_info"] |= mask_of(mask, log_probs)
+    output["meta_info"] |= mask_of(log_probs)
     sample = Sample.from_sglang(output)
     assert (sample.tokens, sample.rollout_log_probs) == (PROMPT + FIRST, [-0.25, -0.75])
     assert sample.nucleus.tolist() == [[21, 5], [7, 22, 9]]
@@ -396,7 +389,7 @@ WRONG = {
     ),
     "a mask of other tokens": (
         lambda: Sample.from_sglang(
-            changed(sglang(PROMPT, FIRST), **mask_of("nested", "of the mask") | {_MASK: [[21, 5], [7, 23, 9]]})
+            changed(sglang(PROMPT, FIRST), **mask_of("of the mask") | {_MASK: [[21, 5], [7, 23, 9]]})
         ),
         r"output_token_sampling_mask\[1\]: got ids without the sampled 22, expected it among them",
     ),
@@ -406,7 +399,7 @@ WRONG = {
     ),
     "log-probs of another mask": (
         lambda: Sample.from_sglang(
-            changed(sglang(PROMPT, FIRST), **mask_of("nested", "of the mask") | {_MASK: [[21], [7, 22, 9]]})
+            changed(sglang(PROMPT, FIRST), **mask_of("of the mask") | {_MASK: [[21], [7, 22, 9]]})
         ),
         r"output_token_sampling_logprobs: got \[2, 3\] log-probs, expected \[1, 3\]",
     ),
