@@ -57,46 +57,11 @@ else:
         return sorted({*globals(), *__all__})
 
 
-__all__ = [  # noqa: RUF022  in the order of use
-    # the head
-    "Head",
-    "LoRA",
-    "TokenStats",
-    "log_probs_from_hidden",
-    "log_probs_from_logits",
-    "compute_log_probs",
-    # batches and steps
-    "Sample",
-    "RolloutBatch",
-    "Normalizer",
-    "accumulate_gradients",
-    "finalize_metrics",
-    "explain_broken_rules",
-    # policy losses
-    "PolicyLossConfig",
-    "PPO",
-    "GSPO",
-    "CISPO",
-    "SAPO",
-    "KL",
-    "OffPolicyConfig",
-    "Rejection",
-    "policy_loss",
-    "policy_loss_from_hidden",
-    # losses as values
-    "loss_from_hidden",
-    "loss_from_stats",
-    "TokenLoss",
-    "SFT",
-    "Value",
-    # meshes
-    "ParallelMesh",
-    "ShardAxes",
-    "make_parallel_mesh",
-    # modules with rarer names
-    "advantages",
-    "mismatch",
-    "policy_losses",
-    "presets",
-    "sharding",
-]
+# in the order of use: the head, batches and steps, policy losses, losses as values, meshes, modules with rarer names
+__all__ = ["Head", "LoRA", "TokenStats", "compute_log_probs", "log_probs_from_hidden", "log_probs_from_logits"]
+__all__ += ["Normalizer", "RolloutBatch", "Sample", "accumulate_gradients", "explain_broken_rules", "finalize_metrics"]
+__all__ += ["CISPO", "GSPO", "KL", "PPO", "SAPO", "OffPolicyConfig", "PolicyLossConfig", "Rejection"]
+__all__ += ["policy_loss", "policy_loss_from_hidden"]
+__all__ += ["SFT", "TokenLoss", "Value", "loss_from_hidden", "loss_from_stats"]
+__all__ += ["ParallelMesh", "ShardAxes", "make_parallel_mesh"]
+__all__ += ["advantages", "mismatch", "policy_losses", "presets", "sharding"]

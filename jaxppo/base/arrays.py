@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict, TypeGuard, TypeVar, Unpack, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, TypeGuard, TypeVar, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +33,11 @@ def masked(x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Float[Array, "R
 
 
 def as_token_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
-    """The ids as i32. Narrower dtypes may be too small for a column's id. Ids above i32 become -2, which is invalid."""
+    """The ids as i32. Those that do not fit become negative, which is invalid."""
     if ids.dtype.itemsize > 4:
         of = np if isinstance(ids, np.ndarray) else jnp  # jnp.asarray would cut an i64 of numpy to i32 first
         ids = of.where((ids >= -1) & (ids < 2**31), ids, -2)
-    ids = jnp.asarray(ids)
-    return ids.astype(jnp.int32)  # u32 from 2**31 on becomes negative, which is invalid too
+    return jnp.asarray(ids).astype(jnp.int32)
 
 
 def spec_of(spec: P, x: Array) -> P:
@@ -68,11 +66,6 @@ def as_coefficient(coefficient: Coefficient) -> Coefficient:
     return 0.0 if is_zero(coefficient) else jnp.asarray(coefficient, jnp.float32)
 
 
-def times(coefficient: Coefficient, x: Float[Array, "R T"] | None) -> Float[Array, "R T"] | float:
-    """coefficient * x; 0 if x is None or the coefficient is known to be 0."""
-    return 0.0 if x is None or is_zero(coefficient) else coefficient * x
-
-
 def check(what: str, got: object, good: bool, expected: str) -> None:
     if not good:
         raise ValueError(f"{what}: got {got}, expected {expected}")
@@ -89,6 +82,12 @@ def check_choice(what: str, value: object, choices: Any) -> None:
     """Raises unless the value is one of the values of a `Literal`."""
     names = get_args(choices)
     check(what, repr(value), isinstance(value, str) and value in names, f"one of {', '.join(map(repr, names))}")
+
+
+def check_choices(of: Any, **choices: Any) -> None:
+    """`check_choice` for fields of a dataclass."""
+    for name, values in choices.items():
+        check_choice(name, getattr(of, name), values)
 
 
 def dtype_name(x: Any) -> Any:
@@ -108,18 +107,6 @@ class Bounds(TypedDict, total=False):
     below: float | None
 
 
-def check_number(what: str, value: Any, **bounds: Unpack[Bounds]) -> None:
-    """Raises unless the value is a finite number in its range; a traced scalar passes."""
-    ranges = [f"{word} {bound}" for name, (word, _) in _BOUNDS.items() if (bound := bounds.get(name)) is not None]
-    expected = " and ".join(["a finite number " + ranges[0], *ranges[1:]] if ranges else ["a finite number"])
-    if isinstance(value, jax.Array):
-        check(what, f"shape {value.shape}", value.ndim == 0, f"{expected}, or a scalar array")
-        numeric = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
-        check(what, f"dtype {value.dtype}", numeric, f"{expected}, or a scalar array")
-        return
-    check(what, repr(value), is_number(value) and all(_inside(value, bounds)), expected)
-
-
 _BOUNDS = {
     "least": ("of at least", operator.ge),
     "above": ("above", operator.gt),
@@ -128,33 +115,35 @@ _BOUNDS = {
 }
 
 
-def _inside(x: Any, bounds: Mapping[str, Any]) -> list[Any]:
-    """For each bound that there is, whether x is within it."""
-    return [within(x, bound) for name, (_, within) in _BOUNDS.items() if (bound := bounds.get(name)) is not None]
+def check_number(what: str, value: Any, **bounds: Unpack[Bounds]) -> Any:
+    """The number; raises unless it is finite and in its range.
 
-
-def checked_number(what: str, value: Any, **bounds: Unpack[Bounds]) -> Any:
-    """The checked number. Nothing can be raised for an array's value: out of its range, it is NaN, in f32.
-
-    The range thus stands once, for numbers and for traced ones. What a loss reads is under a rule, which a NaN breaks.
+    Nothing can be raised for an array's value, traced or not: out of its range, it is NaN, in f32. What a loss reads is
+    under a rule, which a NaN breaks.
     """
-    check_number(what, value, **bounds)
+    given: Any = [(*_BOUNDS[name], bound) for name, bound in bounds.items() if bound is not None]
+    expected = f"a finite number {' and '.join(f'{word} {bound}' for word, _, bound in given)}".rstrip()
     if not isinstance(value, jax.Array):
+        inside = is_number(value) and all(within(value, bound) for _, within, bound in given)
+        check(what, repr(value), inside, expected)
         return value
+    check(what, f"shape {value.shape}", value.ndim == 0, f"{expected}, or a scalar array")
+    numeric = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    check(what, f"dtype {value.dtype}", numeric, f"{expected}, or a scalar array")
     x = value.astype(jnp.float32)
-    for good in _inside(x, bounds):
-        x = jnp.where(good, x, jnp.nan)
+    for _, within, bound in given:
+        x = jnp.where(within(x, bound), x, jnp.nan)
     return x
 
 
 def check_field(of: Any, name: str, **bounds: Unpack[Bounds]) -> None:
     """Checks a number of a frozen dataclass, in its constructor. An array out of its range becomes NaN."""
-    object.__setattr__(of, name, checked_number(name, getattr(of, name), **bounds))
+    object.__setattr__(of, name, check_number(name, getattr(of, name), **bounds))
 
 
 def as_number(what: str, value: Any, **bounds: Unpack[Bounds]) -> Float[Array, ""]:
     """The checked number as an f32 array, NaN out of its range."""
-    return jnp.asarray(checked_number(what, value, **bounds), jnp.float32)
+    return jnp.asarray(check_number(what, value, **bounds), jnp.float32)
 
 
 def check_count(what: str, value: Any, *, least: int = 0) -> None:
@@ -179,21 +168,13 @@ def check_floating(what: str, x: Any, rank: int, expected: str) -> None:
         raise ValueError(f"{what}: got shape {x.shape}, expected {expected}, each at least 1")
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """What an array may be.
-
-    Args:
-      dtypes: of JAX, any of which it may have.
-      expected: the same in words, for errors.
-      narrowest: the fewest bytes of an entry.
-      most: the largest value that has a meaning; None without one.
-    """
+class Kind(NamedTuple):
+    """What an array may be."""
 
     dtypes: tuple[Any, ...]
-    expected: str
-    narrowest: int = 1
-    most: float | None = None
+    expected: str  # the dtypes in words
+    narrowest: int = 1  # the fewest bytes of an entry
+    most: float | None = None  # the largest value that has a meaning
 
 
 MAX_LOG_PROB = 1e-3  # rounding may bring a log-prob of the trainer up to this
@@ -209,20 +190,21 @@ _INTEGERS = Kind((jnp.integer,), "integers")
 # reads this table, so that a function cannot take what another one refuses.
 KINDS: Mapping[str, Kind] = {
     name: kind
-    for kind, names in (
-        (_OWN, "log_probs old_log_probs ref_log_probs trainer_log_probs id_log_probs top_log_probs"),
-        (_GIVEN, "rollout_log_probs teacher_log_probs"),
-        (_STATISTIC, "entropy log_z mean_logit accuracy sum_p2"),
-        (
-            _FLOATS,
-            "advantages values last_values returns rewards baselines scores loss_weights kl importance_ratio x weights",
-        ),
-        (_FLOATS, "temperature reverse_kl total_variation same_top rounding params loss_fn"),
-        (_NUMBERS, "loss_mask mask masks where selected lengths micro_batches extras"),
-        (_INTEGERS, "tokens targets segment_ids positions policy_versions sample_ids group_ids rollout_ids parents"),
-        (_BOOLS, "among truncated"),
-        (_INTEGERS, "ids top_ids nucleus_ids adapter_ids state_ids draft_ids d2t counts"),
-    )
+    for kind, names in {
+        _OWN: "log_probs old_log_probs ref_log_probs trainer_log_probs id_log_probs top_log_probs",
+        _GIVEN: "rollout_log_probs teacher_log_probs",
+        _STATISTIC: "entropy log_z mean_logit accuracy sum_p2",
+        _FLOATS: """
+            advantages values last_values returns rewards baselines scores loss_weights kl importance_ratio x weights
+            temperature reverse_kl total_variation same_top rounding params loss_fn
+        """,
+        _NUMBERS: "loss_mask mask masks where selected lengths micro_batches extras",
+        _INTEGERS: """
+            tokens targets segment_ids positions policy_versions sample_ids group_ids rollout_ids parents ids top_ids
+            nucleus_ids adapter_ids state_ids draft_ids d2t counts
+        """,
+        _BOOLS: "among truncated",
+    }.items()
     for name in names.split()
 }
 
@@ -235,20 +217,12 @@ def kind_of(what: str) -> Kind:
 def check_array(
     what: str, x: Any, shape: tuple[int, ...] | None = None, of: str = "", kind: Kind | None = None
 ) -> None:
-    """Raises unless x is an array of its kind, and of this shape. A list is refused: to JAX it is a tree of scalars.
-
-    Args:
-      what: its name.
-      x: the user's argument, unchecked.
-      shape: None for any.
-      of: what has that shape, for the error.
-      kind: by default that of the name in `KINDS`.
-    """
+    """Raises unless x is an array (a list is a tree of scalars) of its kind, and of this shape, that `of` something."""
     kind = kind_of(what) if kind is None else kind
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         got, shown = "None" if x is None else type(x).__name__, kind.expected.partition(":")[0]
         raise TypeError(f"{what}: got {got}, expected an array of {shown}")
-    sized = jnp.dtype(x.dtype).itemsize >= kind.narrowest if x.dtype != object else False
+    sized = x.dtype != object and jnp.dtype(x.dtype).itemsize >= kind.narrowest
     if not sized or not any(jnp.issubdtype(x.dtype, dtype) for dtype in kind.dtypes):
         raise TypeError(f"{what}: got dtype {x.dtype}, expected {kind.expected}")
     if shape is not None and x.shape != shape:
@@ -302,10 +276,7 @@ Compared = Literal["old/rollout", "current/rollout", "current/old"]  # two polic
 
 
 def check_aggregation(of: Any) -> None:
-    """Checks `aggregation` and `aggregation_norm`: raises where the first is unknown, or needs the second and has none.
-
-    It also raises where there is a constant length that nothing needs.
-    """
+    """Raises where `aggregation` is unknown, lacks its `aggregation_norm`, or has one that it does not need."""
     check_choice("aggregation", of.aggregation, Aggregation)
     if of.aggregation == "sequence_mean_token_sum_norm":
         check_field(of, "aggregation_norm", above=0)

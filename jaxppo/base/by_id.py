@@ -14,21 +14,15 @@ from jaxppo.sharding import ShardAxes, vary
 
 @dataclasses.dataclass(frozen=True)
 class ById:
-    """Numbers the ids of all data shards' N samples; per-shard code. Memory is linear in N.
+    """Numbers the ids of all data shards' N samples; per-shard code. A table, `[N]`, has one value for each id.
 
-    A table, `[N]`, holds one value for each id, at the id's number. Samples without an id, -1, share one number.
-
-    Args:
-      axes: the roles of the mesh axes.
-      own: `i32[R, S]`, the numbers of this device's samples.
-      all: `i32[N]`, the numbers of all samples.
-      there: `bool[R, S]`, which of this device's samples have an id.
+    Samples without an id, -1, share one number.
     """
 
     axes: ShardAxes
-    own: Int[Array, "R S"]
-    all: Int[Array, " N"]
-    there: Bool[Array, "R S"]
+    own: Int[Array, "R S"]  # the numbers of this device's samples
+    all: Int[Array, " N"]  # those of all samples
+    there: Bool[Array, "R S"]  # which of this device's samples have an id
 
     @classmethod
     def of(cls, axes: ShardAxes, ids: Int[Array, "R S"]) -> ById:
@@ -38,15 +32,11 @@ class ById:
             ids = jnp.maximum(ids, -1)
         everyone = _gather(axes, ids.reshape(-1))
         order = jnp.argsort(everyone)
-        sorted_ids = everyone[order]
-        starts = jnp.concatenate(
-            [jnp.zeros_like(sorted_ids[:1], jnp.int32), (sorted_ids[1:] != sorted_ids[:-1]).astype(jnp.int32)]
-        )
-        number_of_sorted = jnp.cumsum(starts, dtype=jnp.int32)
-        numbers = jnp.zeros_like(everyone, jnp.int32).at[order].set(number_of_sorted, unique_indices=True)
-        first = axes.index(axes.data) * ids.size
-        own = lax.dynamic_slice_in_dim(numbers, first, ids.size).reshape(ids.shape)
-        return cls(axes, own, numbers, ids >= 0)
+        is_next = jnp.diff(everyone[order], prepend=everyone[order[:1]]) != 0
+        numbered = jnp.cumsum(is_next, dtype=jnp.int32)
+        numbers = jnp.zeros_like(numbered).at[order].set(numbered, unique_indices=True)
+        own = lax.dynamic_slice_in_dim(numbers, axes.index(axes.data) * ids.size, ids.size)
+        return cls(axes, own.reshape(ids.shape), numbers, ids >= 0)
 
     def gather(self, x: Num[Array, "R S"]) -> Num[Array, " N"]:
         """The values of all devices' samples, 0 where there is no sample."""

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Coefficient, check_alike, check_choice, check_field, check_number, checked_number, sound
+from jaxppo.base.arrays import Coefficient, check_alike, check_choice, check_choices, check_field, check_number, sound
 from jaxppo.sharding import wider_dtype
 
 __all__ = ["KL", "adaptive_kl_coef", "kl_divergence"]
@@ -23,16 +23,15 @@ Over = Literal["current/old", "current/rollout"]
 
 @dataclasses.dataclass(frozen=True)
 class KL:
-    """The penalty of a policy loss against a reference: coef * KL(policy || reference).
+    """The penalty of a policy loss: coef * KL(policy || reference), of the batch's `ref_log_probs`.
 
     Args:
-      coef: a number or a traced schedule. With the number 0 the divergence is a metric only, where the batch has
-        `ref_log_probs`.
+      coef: a number or a traced schedule; with the number 0 the divergence is only a metric.
       estimator: see `kl_divergence`.
-      importance: the weight of the estimate; its gradient is a part of the loss's gradient. "none" has no weight.
-        "token" is the ratio of two policies at each token, "sequence" the geometric mean of the ratios of its sequence.
-        "score" leaves the value unchanged and adds the score-function term, so that on samples of the policy the
-        gradient of "k1", log-ratio + 1, is unbiased. An estimator with a "+" has that gradient by itself.
+      importance: the weight of the estimate, whose gradient counts too: "none"; "token", the ratio of two policies;
+        "sequence", the geometric mean of the ratios of the sequence; "score", a weight of 1 that adds the
+        score-function term, so that on samples of the policy the gradient of "k1", log-ratio + 1, is unbiased. An
+        estimator with a "+" has that gradient by itself.
       compares: the two policies of that ratio, "current/old" or "current/rollout", independently of the loss's ratio.
 
     Raises:
@@ -50,9 +49,7 @@ class KL:
 
     def __post_init__(self) -> None:
         check_field(self, "coef")
-        check_choice("estimator", self.estimator, Estimator)
-        check_choice("importance", self.importance, Importance)
-        check_choice("compares", self.compares, Over)
+        check_choices(self, estimator=Estimator, importance=Importance, compares=Over)
         if self.importance == "score" and self.estimator.endswith("+"):
             raise ValueError(
                 f"importance: got 'score', expected another with estimator={self.estimator!r}, whose weight is constant"
@@ -122,21 +119,20 @@ def kl_divergence(
     check_choice("estimator", estimator, Estimator)
     given = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
     check_alike(given if importance_ratio is None else {**given, "importance_ratio": importance_ratio})
-    name = estimator.removesuffix("+")
     own, theirs = (sound(what, x) for what, x in given.items())
     d = own.astype(jnp.float32) - lax.stop_gradient(theirs).astype(jnp.float32)
     ratio = jnp.float32(1) if importance_ratio is None else importance_ratio.astype(jnp.float32)
-    if name == "k1":
-        value = d
-    elif name == "abs":
-        value = magnitude(d)
-    elif name == "k2":
-        value = d**2 / 2
-    else:
-        value = k3(-d)
-    value = ratio * value
-    if name == "low_var_kl":
-        value = jnp.clip(value, -10, 10)
+    match estimator.removesuffix("+"):
+        case "k1":
+            value = ratio * d
+        case "abs":
+            value = ratio * magnitude(d)
+        case "k2":
+            value = ratio * (d**2 / 2)
+        case "k3":
+            value = ratio * k3(-d)
+        case _:
+            value = jnp.clip(ratio * k3(-d), -10, 10)
     if estimator.endswith("+"):
         k2 = lax.stop_gradient(ratio) * d**2 / 2
         value = lax.stop_gradient(value) + (k2 - lax.stop_gradient(k2))  # this order adds exactly 0 to the value
@@ -169,8 +165,8 @@ def adaptive_kl_coef(
     """
     for what, value in (("coef", coef), ("kl", kl)):
         check_number(what, value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value)
-    target = checked_number("target", target, above=0)
-    samples = checked_number("samples", samples, least=0)
-    horizon = checked_number("horizon", horizon, above=0)
+    target = check_number("target", target, above=0)
+    samples = check_number("samples", samples, least=0)
+    horizon = check_number("horizon", horizon, above=0)
     error = jnp.clip(kl / target - 1, -0.2, 0.2)
     return jnp.float32(coef) * (1 + error * samples / horizon)

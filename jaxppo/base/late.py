@@ -8,12 +8,7 @@ from typing import Any
 
 
 def late(package: str, places: Mapping[str, list[str]] | None = None) -> Callable[[str], Any]:
-    """The `__getattr__` of a package: it finds the package's modules, and the names of `places`.
-
-    Args:
-      package: the package's name.
-      places: the names that each module gives to the package.
-    """
+    """The `__getattr__` of a package: it finds the package's modules, and the names that `places` has by module."""
     module_of = {name: module for module, names in (places or {}).items() for name in names}
 
     def find(name: str) -> Any:

@@ -53,16 +53,11 @@ class Metric:
             return self.total / jnp.where(self.count == 0, 1, self.count)
         return self.total if self.reduce == "sum" else jnp.where(self.count == 0, 0, self.total)
 
-    def collapse(self) -> Metric:
-        """Merges metrics that are stacked along a leading axis, as `lax.scan` returns them."""
-        how = {"min": jnp.min, "max": jnp.max}.get(self.reduce, jnp.sum)
-        return Metric(how(self.total, axis=0), jnp.sum(self.count, axis=0), self.reduce)
-
 
 @register(static=["combine"])
 @dataclasses.dataclass(frozen=True)
 class Composite:
-    """A metric that is a function of several others: these parts are merged, and combined once, at the end.
+    """A metric that is a function of several others, which are merged, and combined once, at the end.
 
     Args:
       parts: metrics by name.
@@ -81,10 +76,6 @@ class Composite:
     def value(self) -> Float[Array, ""]:
         return self.combine(**{name: part.value for name, part in self.parts.items()})
 
-    def collapse(self) -> Composite:
-        """Merges composites that are stacked along a leading axis."""
-        return Composite({name: part.collapse() for name, part in self.parts.items()}, self.combine)
-
 
 Metrics = dict[str, Metric | Composite]
 
@@ -95,9 +86,6 @@ def merge_metrics(first: Any, *others: Any) -> Any:
     Args:
       first: a `Metric`, a `Composite` or a dict of them.
       *others: the same structure, from other micro-batches or processes.
-
-    Returns:
-      The same structure, with the values over all the data.
 
     Raises:
       ValueError: structures (names, or ways to reduce) that differ.
@@ -114,16 +102,21 @@ def merge_metrics(first: Any, *others: Any) -> Any:
 
 
 def collapse_metrics(stacked: Any) -> Any:
-    """Merges a dict of metrics (or one) along the leading axis of its arrays; see `merge_metrics`."""
+    """Merges a dict of metrics (or one) along the leading axis of its arrays, as `lax.scan` stacks them."""
     _check_metrics("stacked", stacked)
-    return {name: m.collapse() for name, m in stacked.items()} if isinstance(stacked, Mapping) else stacked.collapse()
+
+    def collapsed(x: Metric) -> Metric:
+        how = {"min": jnp.min, "max": jnp.max}.get(x.reduce, jnp.sum)
+        return Metric(how(x.total, axis=0), jnp.sum(x.count, axis=0), x.reduce)
+
+    return jax.tree.map(collapsed, stacked, is_leaf=lambda x: isinstance(x, Metric))
 
 
 def finalize_metrics(metrics: Mapping[str, Metric | Composite]) -> dict[str, Float[Array, ""]]:
     """The numbers of a loss's metrics by name: totals divided by counts, composite ones combined.
 
     Raises:
-      TypeError: anything else than `Metric` or `Composite`, such as the numbers of metrics that are final already.
+      TypeError: anything else than `Metric` or `Composite`, such as metrics that are numbers already.
 
     Example:
       >>> finalize_metrics({"loss": Metric(jnp.float32(6), jnp.float32(2))})
@@ -167,24 +160,21 @@ def moments(x: Float[Array, "R T"], weights: Float[Array, "R T"]) -> dict[str, T
 
 
 def reduce_metrics(axes: ShardAxes, terms: Mapping[str, Term | CompositeTerm]) -> Metrics:
-    """Per-shard: the metrics of all data and context shards from their terms, in one collective; see `reduce_terms`."""
-    parts = {name: term.parts if isinstance(term, CompositeTerm) else {"": term} for name, term in terms.items()}
-    reduced = reduce_terms(axes, {(name, part): x for name, its in parts.items() for part, x in its.items()})
-    found: Metrics = {}
-    for name, term in terms.items():
-        if isinstance(term, CompositeTerm):
-            found[name] = Composite({part: reduced[name, part] for part in term.parts}, term.combine)
-        else:
-            found[name] = reduced[name, ""]
-    return found
-
-
-def reduce_terms(axes: ShardAxes, terms: Mapping[Name, Term]) -> dict[Name, Metric]:
-    """Per-shard: metrics from (values, weights, reduce) over all data and context shards, in one collective.
+    """Per-shard: the metrics of all data and context shards from their terms, in one collective.
 
     "mean" and "sum" multiply values by their weights; "min" and "max" read the values with a weight above 0. No
     gradient flows, and values may be NaN where the weight is 0.
     """
+    parts = {name: term.parts if isinstance(term, CompositeTerm) else {"": term} for name, term in terms.items()}
+    reduced = _reduce(axes, {(name, part): x for name, its in parts.items() for part, x in its.items()})
+    found: Metrics = {}
+    for name, term in terms.items():
+        its = {part: reduced[name, part] for part in parts[name]}
+        found[name] = Composite(its, term.combine) if isinstance(term, CompositeTerm) else its[""]
+    return found
+
+
+def _reduce(axes: ShardAxes, terms: Mapping[Name, Term]) -> dict[Name, Metric]:
     sums, highest = {}, {}
     for name, (x, weights, reduce) in terms.items():
         x, weights = lax.stop_gradient((x.astype(jnp.float32), weights.astype(jnp.float32)))
@@ -202,8 +192,8 @@ def reduce_terms(axes: ShardAxes, terms: Mapping[Name, Term]) -> dict[Name, Metr
 
 
 def reduce_metric(axes: ShardAxes, x: Float[Array, "R T"], weights: Float[Array, "R T"], reduce: Reduce) -> Metric:
-    """`reduce_terms` for a single metric."""
-    return reduce_terms(axes, {"": (x, weights, reduce)})[""]
+    """`reduce_metrics` for a single one."""
+    return _reduce(axes, {"": (x, weights, reduce)})[""]
 
 
 def share(part: Float[Array, ""], whole: Float[Array, ""]) -> Float[Array, ""]:

@@ -24,38 +24,29 @@ _QWIX_NOTES = ("qwix_path", "qwix_rngs", "disable_quant_stats_update")
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The parts of a head in a module.
+    """The parts of a head in a module; None where there is none, or where the module does not say."""
 
-    Args:
-      kernel: `[H, V]` or `[V, H]`.
-      layout: "hv" or "vh", None where the module does not say.
-      bias: `[V]`.
-      lora: a `[H, r]` and b `[r, V]`.
-      lora_scale: of the adapter, None where the module does not say.
-      dtype: the dtype in which the module multiplies, None where it does not say.
-    """
-
-    kernel: Any
-    layout: str | None = None
-    bias: Any = None
-    lora: tuple[Any, Any] | None = None
+    kernel: Any  # [H, V] or [V, H]
+    layout: str | None = None  # "hv" or "vh"
+    bias: Any = None  # [V]
+    lora: tuple[Any, Any] | None = None  # a [H, r], b [r, V]
     lora_scale: float | None = None
-    dtype: Any = None
+    dtype: Any = None  # in which the module multiplies
 
 
 def parts_of(module: Any) -> Parts:
-    """The parts of a head that a framework's module, variable or dictionary of parameters holds.
-
-    Args:
-      module: see `Head.of`.
+    """The parts of a head in what `Head.of` takes.
 
     Raises:
       TypeError: an unknown object, quantised weights, unknown adapters.
     """
-    for found in (_from_wrapped, _from_mapping, _from_nnx, _from_equinox, _from_tunix):
-        parts = found(module)
-        if parts is not None:
-            return parts
+    if isinstance(module, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or _is_box(module):
+        return Parts(_value("module", module))
+    if isinstance(module, Mapping):
+        return _of_mapping(module)
+    found = _of_nnx(module) if _is(module, "flax.nnx", "Module") else _of_equinox(module)
+    if found is not None:
+        return found
     if _is(module, "flax.linen", "Module"):
         _refuse(module, "which holds no parameters, expected those of its variables['params']")
     if _is(module, "equinox.nn", "Shared"):
@@ -77,20 +68,19 @@ def _refuse(module: Any, why: str) -> NoReturn:
     raise TypeError(f"module: got {kind.__module__}.{kind.__qualname__}, {why}")
 
 
-def _class(package: str, name: str) -> Any:
-    """The class of a package that somebody imported."""
-    found = getattr(sys.modules.get(package), name, None)
-    return found if isinstance(found, type) else None
-
-
 def _is(x: Any, package: str, name: str) -> bool:
-    kind = _class(package, name)
-    return kind is not None and isinstance(x, kind)
+    """Whether x is of a class of a package; it is not, if nobody imported the package."""
+    kind = getattr(sys.modules.get(package), name, None)
+    return isinstance(kind, type) and isinstance(x, kind)
+
+
+def _is_box(x: Any) -> bool:
+    return _is(x, "flax.nnx", "Variable") or _is(x, "flax.core.meta", "AxisMetadata")
 
 
 def _value(where: str, x: Any) -> Any:
     """The array of floats within a variable or box; raises a TypeError that names any other content."""
-    while _is(x, "flax.nnx", "Variable") or _is(x, "flax.core.meta", "AxisMetadata"):
+    while _is_box(x):
         x = x.get_value() if _is(x, "flax.nnx", "Variable") else x.value
     if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         kind = type(x)
@@ -103,100 +93,99 @@ def _value(where: str, x: Any) -> Any:
     return x
 
 
-def _adapter(where: str, name: str, holder: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """The adapter that Qwix's LoraProvider, which Tunix uses, puts beside a parameter."""
-    a, b = (holder.get(f"{name}_lora_{which}") for which in "ab")
-    if a is None and b is None:
-        return None
-    if a is None or b is None:
-        raise TypeError(f"{where}: got one of {name}_lora_a and {name}_lora_b, expected both")
-    return _value(f"{where}.{name}_lora_a", a), _value(f"{where}.{name}_lora_b", b)
-
-
-def _check_nothing_else(where: str, names: Collection[str], known: Collection[str]) -> None:
-    left = sorted(set(names) - set(known))
-    if left:
-        raise TypeError(f"{where}: got {', '.join(left)} beside its kernel, expected {', '.join(known)} at most")
-
-
-def _with_adapters(name: str, *others: str) -> tuple[str, ...]:
-    return name, f"{name}_lora_a", f"{name}_lora_b", *others
-
-
-# The packages, one after the other.
-
-
-def _from_wrapped(x: Any) -> Parts | None:
-    """An array, a variable or a box around one."""
-    boxed = _is(x, "flax.nnx", "Variable") or _is(x, "flax.core.meta", "AxisMetadata")
-    if not boxed and not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-        return None
-    return Parts(_value("module", x))
-
-
-def _from_mapping(x: Any) -> Parts | None:
-    """The parameters of nn.Dense or nn.Embed, of nnx.Linear or nnx.Embed as an nnx.State, adapters of Qwix included."""
-    if not isinstance(x, Mapping):
-        return None
+def _of_mapping(x: Mapping[str, Any]) -> Parts:
+    """The parameters of nn.Dense or nn.Embed, or an nnx.State of nnx.Linear or nnx.Embed."""
     if "kernel" in x:
-        _check_nothing_else("module", x, _with_adapters("kernel", "bias"))
-        bias = None if x.get("bias") is None else _value("module['bias']", x["bias"])
-        return Parts(_value("module['kernel']", x["kernel"]), "hv", bias, _adapter("module", "kernel", x))
+        return _parts(x, "kernel", "hv", "kernel_lora_a", "kernel_lora_b", "bias")
     if "embedding" in x:
-        _check_nothing_else("module", x, ("embedding",))
-        return Parts(_value("module['embedding']", x["embedding"]), "vh")
+        return _parts(x, "embedding", "vh")
     keys = ", ".join(map(repr, x)) or "none"
     raise TypeError(f"module: got a {type(x).__name__} with keys {keys}, expected 'kernel' and 'bias', or 'embedding'")
 
 
-def _from_nnx(x: Any) -> Parts | None:
-    if not _is(x, "flax.nnx", "Module"):
-        return None
+def _of_nnx(x: Any) -> Parts | None:
     if _is(x, "flax.nnx", "LoRALinear"):
-        return _linear(x, "LoRALinear", _flax_adapter(x.lora), "lora")
+        return _with_lora(_linear(x, "LoRALinear", "lora"), x.lora)
     if _is(x, "flax.nnx", "Linear"):
-        return _linear(x, "Linear", None)
+        return _linear(x, "Linear")
     if _is(x, "flax.nnx", "LoRA"):
         base = x.base_module
         if not _is(base, "flax.nnx", "Linear") or _is(base, "flax.nnx", "LoRALinear"):
             _refuse(x, f"around {type(base).__name__}, expected one around an nnx.Linear")
-        _check_method(x, "LoRA", "__call__")
-        return dataclasses.replace(_linear(base, "Linear", None), lora=_flax_adapter(x), lora_scale=1.0)
+        _check_method(x, "flax.nnx", "LoRA")
+        return _with_lora(_linear(base, "Linear"), x)
     if _is(x, "flax.nnx", "Embed"):
-        _check_method(x, "Embed", "attend")
-        _check_nothing_else("module", _parameters(x), ("embedding",))
-        return Parts(_value("module.embedding", x.embedding), "vh", dtype=x.dtype)
+        _check_method(x, "flax.nnx", "Embed", "attend")
+        return _parts(x, "embedding", "vh")
     if _is(x, "flax.nnx", "Einsum"):
-        _check_method(x, "Einsum", "__call__")
-        _check_nothing_else("module", _parameters(x), _with_adapters("kernel", "bias"))
-        return _einsum(x, "kernel")
+        _check_method(x, "flax.nnx", "Einsum")
+        return _parts(x, "kernel", _layout_of_einsum(x, "kernel"), "kernel_lora_a", "kernel_lora_b", "bias")
+    # Every Tunix model defines its lm_head, an Einsum over `w`, and its embedder, whose `decode` makes logits, anew. So
+    # they are recognised by their attributes.
+    if hasattr(x, "einsum_str") and hasattr(x, "w"):
+        return _parts(x, "w", _layout_of_einsum(x, "w"), "w_lora_a", "w_lora_b")
+    if hasattr(x, "input_embedding") and callable(getattr(x, "decode", None)):
+        # other parameters of an embedder (for images, for layers) have no part in the logits
+        strange = [name for name in vars(x) if name.startswith("input_embedding_") or "lora" in name.lower()]
+        return _parts(x, "input_embedding", "vh", held=strange)
     return None
 
 
-def _linear(x: Any, kind: str, lora: tuple[Any, Any] | None, *others: str) -> Parts:
-    _check_method(x, kind, "__call__")
+def _of_equinox(x: Any) -> Parts | None:
+    if _is(x, "equinox.nn", "Linear"):
+        _check_method(x, "equinox.nn", "Linear")
+        if "scalar" in (x.in_features, x.out_features):
+            _refuse(x, "of a scalar, expected one from H features to V tokens")
+        return _parts(x, "weight", "vh", "bias", held=())
+    return _parts(x, "weight", "vh", held=()) if _is(x, "equinox.nn", "Embedding") else None
+
+
+def _parts(x: Any, name: str, layout: str, *others: str, held: Collection[str] | None = None) -> Parts:
+    """The kernel of that name in a module or mapping, with the bias and the Qwix adapter if `others` name them.
+
+    Raises where `held`, by default all its parameters, has still others. Qwix's LoraProvider, which Tunix uses, puts
+    adapters beside a parameter.
+    """
+    is_mapping = isinstance(x, Mapping)
+    where = "module[{!r}]" if is_mapping else "module.{}"
+    known = (name, *others)
+    held = (x if is_mapping else _parameters(x)) if held is None else held
+    if left := sorted({*held} - {*known}):
+        raise TypeError(f"module: got {', '.join(left)} beside its kernel, expected {', '.join(known)} at most")
+
+    def field(key: str) -> Any:
+        found = x.get(key) if is_mapping else getattr(x, key, None)
+        return _value(where.format(key), found) if key == name or (key in known and found is not None) else None
+
+    a, b = field(f"{name}_lora_a"), field(f"{name}_lora_b")
+    if (a is None) != (b is None):
+        raise TypeError(f"module: got one of {name}_lora_a and {name}_lora_b, expected both")
+    dtype = None if is_mapping else getattr(x, "dtype", None)
+    return Parts(field(name), layout, field("bias"), None if a is None else (a, b), dtype=dtype)
+
+
+def _linear(x: Any, kind: str, *others: str) -> Parts:
+    _check_method(x, "flax.nnx", kind)
     if x.dot_general is not _DOT_GENERAL:
-        _refuse(
-            x, f"with dot_general {x.dot_general!r}, expected jax.lax.dot_general: other products are not taken over"
-        )
-    _check_nothing_else("module", _parameters(x), _with_adapters("kernel", "bias", *others))
-    bias = None if x.bias is None else _value("module.bias", x.bias)
-    of_qwix = _adapter("module", "kernel", vars(x))
-    if lora is not None and of_qwix is not None:
-        _refuse(x, "with adapters of nnx and of Qwix, expected one of them")
-    kernel = _value("module.kernel", x.kernel)
-    return Parts(kernel, "hv", bias, lora or of_qwix, None if lora is None else 1.0, x.dtype)
+        expected = "jax.lax.dot_general: other products are not taken over"
+        _refuse(x, f"with dot_general {x.dot_general!r}, expected {expected}")
+    return _parts(x, "kernel", "hv", "kernel_lora_a", "kernel_lora_b", "bias", *others)
 
 
-def _flax_adapter(lora: Any) -> tuple[Any, Any]:
-    a, b = _value("module.lora_a", lora.lora_a), _value("module.lora_b", lora.lora_b)
-    return narrowed(a, lora.dtype), narrowed(b, lora.dtype)
+def _with_lora(parts: Parts, lora: Any) -> Parts:
+    """The parts with an adapter of nnx."""
+    if parts.lora is not None:
+        _refuse(lora, "with adapters of nnx and of Qwix, expected one of them")
+    a, b = (narrowed(_value(f"module.{name}", getattr(lora, name)), lora.dtype) for name in ("lora_a", "lora_b"))
+    return dataclasses.replace(parts, lora=(a, b), lora_scale=1.0)
 
 
-def _check_method(x: Any, kind: str, method: str) -> None:
+def _check_method(x: Any, package: str, kind: str, method: str = "__call__") -> None:
     """Raises where a subclass computes logits in its own way."""
-    if getattr(type(x), method) is not getattr(_class("flax.nnx", kind), method):
-        _refuse(x, f"a {kind} with a {method} of its own, expected nnx.{kind}; Head(kernel, ...) says what it computes")
+    if getattr(type(x), method) is not getattr(getattr(sys.modules[package], kind), method):
+        name = package.replace("flax.", "").replace("equinox", "eqx")
+        expected = f"{name}.{kind}; Head(kernel, ...) says what it computes"
+        _refuse(x, f"a {kind} with a {method} of its own, expected {expected}")
 
 
 def _parameters(x: Any) -> list[str]:
@@ -208,39 +197,8 @@ def _parameters(x: Any) -> list[str]:
     return [name for name, v in vars(x).items() if holds(v) and name not in _QWIX_NOTES]
 
 
-def _from_equinox(x: Any) -> Parts | None:
-    linear, embedding = _class("equinox.nn", "Linear"), _class("equinox.nn", "Embedding")
-    if linear is not None and isinstance(x, linear):
-        if type(x).__call__ is not linear.__call__:
-            _refuse(x, "a Linear with a __call__ of its own, expected eqx.nn.Linear")
-        if "scalar" in (x.in_features, x.out_features):
-            _refuse(x, "of a scalar, expected one from H features to V tokens")
-        return Parts(_value("module.weight", x.weight), "vh", None if x.bias is None else _value("module.bias", x.bias))
-    if embedding is not None and isinstance(x, embedding):
-        return Parts(_value("module.weight", x.weight), "vh")
-    return None
-
-
-def _from_tunix(x: Any) -> Parts | None:
-    """A Tunix model's `lm_head`, an Einsum over `w`, or its embedder, whose `decode` makes logits.
-
-    Every Tunix model defines both classes anew, so they are recognised by their attributes.
-    """
-    if not _is(x, "flax.nnx", "Module"):
-        return None
-    if hasattr(x, "einsum_str") and hasattr(x, "w"):
-        _check_nothing_else("module", _parameters(x), _with_adapters("w"))
-        return _einsum(x, "w")
-    if hasattr(x, "input_embedding") and callable(getattr(x, "decode", None)):
-        # other parameters of an embedder (for images, for layers) have no part in the logits
-        strange = [name for name in vars(x) if name.startswith("input_embedding_") or "lora" in name.lower()]
-        _check_nothing_else("module", strange, ("input_embedding",))
-        return Parts(_value("module.input_embedding", x.input_embedding), "vh", dtype=getattr(x, "dtype", None))
-    return None
-
-
-def _einsum(x: Any, name: str) -> Parts:
-    """An einsum of hidden states and a kernel of two dimensions."""
+def _layout_of_einsum(x: Any, name: str) -> str:
+    """The layout of a kernel of two dimensions in an einsum with hidden states."""
     text = x.einsum_str if isinstance(x.einsum_str, str) else ""
     operands, _, result = text.replace(" ", "").partition("->")
     hidden, _, kernel = operands.partition(",")
@@ -251,10 +209,4 @@ def _einsum(x: Any, name: str) -> Parts:
     bias = getattr(x, "bias", None)
     if bias is not None and len(bias.shape) != 1:
         _refuse(x, f"with a bias of shape {bias.shape}, expected [V]")
-    return Parts(
-        _value(f"module.{name}", getattr(x, name)),
-        "hv" if kernel[0] == summed else "vh",
-        None if bias is None else _value("module.bias", bias),
-        _adapter("module", name, vars(x)),
-        dtype=getattr(x, "dtype", None),
-    )
+    return "hv" if kernel[0] == summed else "vh"

@@ -23,50 +23,45 @@ def register(*, static: Iterable[str] = ()) -> Callable[[Class], Class]:
     """Decorates a frozen dataclass as a pytree whose children are all fields but the static ones, or a NamedTuple.
 
     The constructor, with its checks, runs only where somebody makes an object. With `jax.tree_util.register_dataclass`
-    it would also run each time that JAX unflattens the tree: dozens of times in a trace.
-
-    A function that takes or returns the class can be exported and stored: see `to_bytes` for what its static fields may
-    hold.
+    it would also run each time that JAX unflattens the tree: dozens of times in a trace. `jax.export` stores functions
+    of the class; see `to_bytes` for what its static fields may hold.
     """
+    meta = tuple(static)
 
     def decorate(cls: Class) -> Class:
-        if issubclass(cls, tuple):
-            return _stored(cls, lambda name: export.register_namedtuple_serialization(cls, serialized_name=name))
-        meta = tuple(static)
-        fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]
-        data = tuple(field.name for field in fields if field.name not in meta)
-
-        def values(x: Any, names: Iterable[str]) -> tuple[Any, ...]:
-            return tuple([getattr(x, name) for name in names])
-
-        def flatten_with_keys(x: Any) -> tuple[Any, Any]:
-            keys = map(jax.tree_util.GetAttrKey, data)
-            return tuple(zip(keys, values(x, data), strict=True)), values(x, meta)
-
-        def unflatten(fixed: Any, leaves: Any) -> Any:
-            new: Any = object.__new__(cls)
-            for name, value in zip((*data, *meta), (*leaves, *fixed), strict=True):
-                object.__setattr__(new, name, value)
-            return new
-
-        jax.tree_util.register_pytree_with_keys(
-            cls, flatten_with_keys, unflatten, lambda x: (values(x, data), values(x, meta))
-        )
-        return _stored(cls, partial(_register_node, cls))
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        store: Callable[..., Any] = export.register_namedtuple_serialization
+        if not issubclass(cls, tuple):
+            _register_node(cls, meta)
+            codec: Any = {"serialize_auxdata": to_bytes, "deserialize_auxdata": from_bytes}
+            store = partial(export.register_pytree_node_serialization, **codec)
+        with contextlib.suppress(ValueError):  # a notebook loads its modules again: JAX keeps the class that it has
+            store(cls, serialized_name=name)
+        return cls
 
     return decorate
 
 
-def _register_node(cls: type, name: str) -> None:
-    export.register_pytree_node_serialization(
-        cls, serialized_name=name, serialize_auxdata=to_bytes, deserialize_auxdata=from_bytes
-    )
+def _register_node(cls: Any, meta: tuple[str, ...]) -> None:
+    data = tuple(field.name for field in dataclasses.fields(cls) if field.name not in meta)
 
+    def values(x: Any, names: Iterable[str]) -> tuple[Any, ...]:
+        return tuple([getattr(x, name) for name in names])
 
-def _stored(cls: Class, register_as: Callable[[str], Any]) -> Class:
-    with contextlib.suppress(ValueError):  # a notebook loads its modules again: JAX keeps the class that it has
-        register_as(f"{cls.__module__}.{cls.__qualname__}")
-    return cls
+    def flatten_with_keys(x: Any) -> tuple[Any, Any]:
+        keys = map(jax.tree_util.GetAttrKey, data)
+        return tuple(zip(keys, values(x, data), strict=True)), values(x, meta)
+
+    def unflatten(fixed: Any, leaves: Any) -> Any:
+        new = object.__new__(cls)
+        for name, value in zip((*data, *meta), (*leaves, *fixed), strict=True):
+            object.__setattr__(new, name, value)
+        return new
+
+    def flatten(x: Any) -> tuple[Any, Any]:
+        return values(x, data), values(x, meta)
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
 
 def to_bytes(static: tuple[Any, ...]) -> bytes:
@@ -80,7 +75,7 @@ def to_bytes(static: tuple[Any, ...]) -> bytes:
 
 def from_bytes(stored: bytes) -> Any:
     """The inverse of `to_bytes`. It finds names of this package and no others, and nothing is unpickled."""
-    return _made(json.loads(stored))
+    return json.loads(stored, object_hook=_made)
 
 
 def _plain(x: Any) -> Any:
@@ -88,30 +83,30 @@ def _plain(x: Any) -> Any:
         return x
     if isinstance(x, np.generic):
         return _plain(x.item())
-    if isinstance(x, PartitionSpec):
-        return {"spec": _plain(tuple(x))}
-    if isinstance(x, tuple):
-        return {"tuple": [_plain(part) for part in x]}
+    if isinstance(x, PartitionSpec | tuple):
+        return {"spec" if isinstance(x, PartitionSpec) else "tuple": [_plain(part) for part in x]}
     known = x if isinstance(x, FunctionType) else type(x)
     place = [known.__module__, known.__qualname__]
     with contextlib.suppress(AttributeError, ImportError, ValueError):
         if _named(*place) is x:
             return {"name": place}
         if _named(*place) is known and dataclasses.is_dataclass(x):
-            return {"class": place, "fields": {f.name: _plain(getattr(x, f.name)) for f in dataclasses.fields(x)}}
+            return {"class": [place, [[f.name, _plain(getattr(x, f.name))] for f in dataclasses.fields(x)]]}
     raise TypeError(f"jax.export: got {x!r} in a static field, expected numbers, text or functions of jaxppo")
 
 
-def _made(x: Any) -> Any:
-    if not isinstance(x, dict):
-        return x
-    if "spec" in x:
-        return PartitionSpec(*_made(x["spec"]))
-    if "tuple" in x:
-        return tuple(map(_made, x["tuple"]))
-    if "name" in x:
-        return _named(*x["name"])
-    return _named(*x["class"])(**{name: _made(field) for name, field in x["fields"].items()})
+def _made(x: dict[str, Any]) -> Any:
+    """What `_plain` made a dict of one kind; the values in it are made already."""
+    ((kind, value),) = x.items()
+    match kind:
+        case "spec":
+            return PartitionSpec(*value)
+        case "tuple":
+            return tuple(value)
+        case "name":
+            return _named(*value)
+    place, fields = value
+    return _named(*place)(**dict(fields))
 
 
 def _named(module: str, name: str) -> Any:

@@ -14,12 +14,7 @@ part_of_a_step = jax.make_user_context(0)
 
 
 def check_whole_step(name: str, batch: Any = None) -> None:
-    """Raises where `name`, a statistic of the whole step, is called on one of its micro-batches.
-
-    Args:
-      name: the public function's name.
-      batch: the `RolloutBatch` that the statistic is computed from, if it is computed from one.
-    """
+    """Raises where the public function `name`, a statistic of the whole step, is called on one of its micro-batches."""
     expected = "expected the whole step, its micro-batches stacked, [K, R, ...]"
     if part_of_a_step.value:
         raise ValueError(

@@ -1,11 +1,7 @@
 """Splits a config that holds traced numbers into a hashable part and its arrays, as a cached `jit` needs them.
 
-A registered dataclass has the same traced fields in all its objects, but here each object decides: a coefficient that
-is the number 0 leaves its term out of the program, and a schedule does not. Losses that users write are plain frozen
-dataclasses that nobody registers, and the checks of their constructors would refuse what JAX puts into a tree.
-
-The arrays have the names of their fields. That of a field within a field is "field.name", as in "kl.coef"; "loss" and
-"config" are left out.
+A pytree has the same traced fields in all its objects, but here each object decides: a coefficient that is the number 0
+leaves its term out of the program. And losses that users write are plain frozen dataclasses that nobody registers.
 """
 
 from __future__ import annotations
@@ -28,7 +24,10 @@ class _Place:
 
 
 def take_arrays(config: Config) -> tuple[Config, dict[str, jax.Array]]:
-    """The config with a mark in place of each array in its dataclasses, and the arrays by name."""
+    """The config with a mark in place of each array in its dataclasses, and the arrays by the names of their fields.
+
+    A field within a field is "field.name", as in "kl.coef"; "loss" and "config" are left out.
+    """
     arrays: dict[str, jax.Array] = {}
 
     def mark(path: tuple[str, ...], x: Any) -> Any:

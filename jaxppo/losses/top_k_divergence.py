@@ -21,7 +21,7 @@ from jaxppo.base.arrays import (
     check_array,
     check_choice,
     check_count,
-    checked_number,
+    check_number,
     is_number,
     is_zero,
 )
@@ -139,7 +139,7 @@ def checked_options(divergence: TopKDivergence, beta: float | Array, tail: Tail)
             f"beta: got {beta} with divergence='jensen_shannon', expected a number in (0, 1), or {instead}"
         )
     strictly = divergence == "jensen_shannon" or divergence.startswith("skewed")
-    return checked_number("beta", beta, **({"above": 0, "below": 1} if strictly else {"least": 0, "most": 1}))
+    return check_number("beta", beta, **({"above": 0, "below": 1} if strictly else {"least": 0, "most": 1}))
 
 
 def with_tail(log_p: Float[Array, "*batch K"], has_id: Bool[Array, "*batch K"], tail: Tail) -> Float[Array, "..."]:

@@ -13,7 +13,7 @@ from jaxppo.base.arrays import (
     MetricAggregation,
     RatioTo,
     check_aggregation,
-    check_choice,
+    check_choices,
     check_field,
     check_flag,
     is_zero,
@@ -24,14 +24,6 @@ from jaxppo.policy_losses import BY_NAME, PPO, PolicyLoss
 from jaxppo.policy_losses.base import Loss
 
 ImpossibleTokens = Literal["nan", "leave_out"]
-# A ratio is a product of steps from policy to policy: the current one, the trainer's old one, the sampler's.
-_STEPS = {
-    "current/current": (),
-    "current/old": ("current/old",),
-    "old/rollout": ("old/rollout",),
-    "current/rollout": ("current/old", "old/rollout"),
-}
-_BESIDE = {"old": "'old/rollout'", "rollout": "weights='none'"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,19 +84,17 @@ class PolicyLossConfig(Loss):
             if value is not None and not isinstance(value, expected):
                 raise TypeError(f"{name}: got {type(value).__name__}, expected {expected.__name__} or None")
         check_field(self, "entropy_coef")
-        check_choice("ratio_to", self.ratio_to, RatioTo)
-        check_choice("metric_aggregation", self.metric_aggregation, MetricAggregation)
-        check_choice("impossible_tokens", self.impossible_tokens, ImpossibleTokens)
+        check_choices(self, ratio_to=RatioTo, metric_aggregation=MetricAggregation, impossible_tokens=ImpossibleTokens)
         check_flag("clip_by_sign", self.clip_by_sign)
         check_aggregation(self)
-        off_policy = self.off_policy
-        if off_policy is None:
+        if self.off_policy is None or self.off_policy.weights == "none" or not self.loss.weighs_by_ratio:
             return
-        twice = set(_STEPS[f"current/{self.ratio_to}"]) & set(_STEPS[off_policy.compares])
-        if off_policy.weights != "none" and self.loss.weighs_by_ratio and twice:
+        # a ratio is a product of steps, from the current policy to the trainer's old one, and from that to the sampler
+        compares, beside = self.off_policy.compares, {"old": "'old/rollout'", "rollout": "weights='none'"}
+        if self.ratio_to == "rollout" or (self.ratio_to == "old" and compares != "old/rollout"):
             raise ValueError(
-                f"off_policy.compares: got {off_policy.compares!r} for the weights beside a loss that is weighed by "
-                f"its ratio, current/{self.ratio_to}, expected {_BESIDE[self.ratio_to]}: it would count twice"
+                f"off_policy.compares: got {compares!r} for the weights beside a loss that is weighed by "
+                f"its ratio, current/{self.ratio_to}, expected {beside[self.ratio_to]}: it would count twice"
             )
 
     @classmethod
@@ -115,9 +105,6 @@ class PolicyLossConfig(Loss):
           config: verl's keys, as nested mappings or joined by dots. `jaxppo.integrations.verl.translate` also reads the
             temperature and the batching, and reports the keys that it does not use.
 
-        Returns:
-          The config.
-
         Raises:
           ValueError: unknown keys, all of them listed; a value without an equivalent here.
 
@@ -126,7 +113,7 @@ class PolicyLossConfig(Loss):
           >>> PolicyLossConfig.from_verl(config).loss
           GSPO(clip_low=0.0003, clip_high=0.2, dual_clip=None, gradient='token')
         """
-        from jaxppo.policy.verl_reader import read  # imported only by programs that need it
+        from jaxppo.policy.verl_reader import read  # needed by few programs
 
         return cls(**read(config).policy)
 
@@ -135,11 +122,7 @@ class PolicyLossConfig(Loss):
         """The policy loss of slime's arguments; missing arguments have slime's defaults.
 
         Args:
-          args: the result of slime's `parse_args`, or names and values. `jaxppo.integrations.slime.translate` reads the
-            temperature and the batching too, and reports the arguments that it does not use.
-
-        Returns:
-          The config.
+          args: the result of slime's `parse_args`, or names and values; see also `jaxppo.integrations.slime.translate`.
 
         Raises:
           ValueError: unknown names, all of them listed; a value without an equivalent here.
@@ -148,7 +131,7 @@ class PolicyLossConfig(Loss):
           >>> PolicyLossConfig.from_slime({"eps_clip_high": 0.28, "use_tis": True}).off_policy.weights
           'token'
         """
-        from jaxppo.policy.slime_reader import read  # imported only by programs that need it
+        from jaxppo.policy.slime_reader import read
 
         return cls(**read(args).policy)
 
@@ -157,19 +140,16 @@ class PolicyLossConfig(Loss):
         """The policy loss of miles's arguments; missing arguments have miles's defaults.
 
         Args:
-          args: as for `from_slime`. `jaxppo.integrations.miles.translate` reads the others too.
-
-        Returns:
-          The config.
+          args: as for `from_slime`; see also `jaxppo.integrations.miles.translate`.
 
         Raises:
-          ValueError: unknown names, all of them listed; a value without an equivalent here.
+          ValueError: as for `from_slime`.
 
         Example:
           >>> PolicyLossConfig.from_miles({"skip_actor_forward_only": True}).ratio_to
           'current'
         """
-        from jaxppo.policy import miles_keys, slime_reader  # imported only by programs that need them
+        from jaxppo.policy import miles_keys, slime_reader
 
         return cls(**slime_reader.read(args, miles_keys).policy)
 
@@ -194,8 +174,8 @@ def _place_of(name: str) -> str:
     """Names the class that has an option that `PolicyLossConfig` lacks."""
     if name == "temperature":
         return "it where logits are divided by it: an argument of policy_loss_from_hidden and log_probs_from_hidden"
-    other_fields: dict[str, Any] = {"kl": KL, "off_policy": OffPolicyConfig}
-    classes = [("loss", loss) for loss in dict.fromkeys([PPO, *BY_NAME.values()])] + list(other_fields.items())
+    losses = dict.fromkeys([PPO, *BY_NAME.values()])
+    classes: list[tuple[str, Any]] = [*(("loss", x) for x in losses), ("kl", KL), ("off_policy", OffPolicyConfig)]
     found = [f"{field}={kind.__name__}({name}=...)" for field, kind in classes if name in kind.__dataclass_fields__]
     own = ", ".join(field.name for field in dataclasses.fields(PolicyLossConfig))
     return f"it in {' or '.join(found)}" if found else f"one of {own}"

@@ -27,24 +27,19 @@ ELSEWHERE = slime_keys.ELSEWHERE | by_name(
         "the samples of one step": "allow_partial_train_step use_dynamic_global_batch_size",
         "log-probs of one program: Head(logits_dtype=)": "true_on_policy_mode recompute_logprobs_via_prefill",
         "the model": """
-            chat_template_path dsa_attention_backend extra_high_precision_layers_hf
-            extra_high_precision_layers_megatron linear_attention_backend megatron_to_hf_mode miles_dsa_topk_backend
-            use_indexer_replay use_rollout_indexer_replay
+            chat_template_path dsa_attention_backend extra_high_precision_layers_ linear_attention_backend
+            miles_dsa_topk_backend use_indexer_replay use_rollout_indexer_replay
         """,
-        "evaluation": "eval_",
         "the rollout engine": """
-            async_ check_weight_update_ custom_async_data_buffer_path disable_rollout_trim_samples fully_async
-            miles_router_ p2p_transfer_ pause_generation_mode prefill_num_servers rollout_external
-            rollout_submission_granularity session_ tito_model update_weight_transfer_mode use_miles_router
-            use_session_server
+            async_ custom_async_ disable_rollout_trim_samples fully_async miles_router_ p2p_transfer_
+            pause_generation_mode prefill_num_servers rollout_external rollout_submission_granularity session_
+            tito_model use_miles_router use_session_server
         """,
         "the training loop": """
-            check_lora_weight_equal check_rematerialize_param_from_master_weight ci_ control_server_port
-            custom_megatron_post_save_hook_path debug_ dumper_ enable_event_analyzer enable_witness env_report
-            ft_components indep_dp low_memory_resume mfu_peak_tflops mini_ft_ mlflow_ mooncake_ object_store_backend
-            offload_ pin_rollout_manager_to_head prometheus_ rematerialize_param_from_master_weight
-            save_debug_event_data save_debug_trajectory_data save_local_weight_checksum save_trigger_sentinel
-            stream_optimizer_state_ train_memory_margin_bytes use_mlflow use_prometheus witness_buffer_size
+            check_lora_weight_equal check_rematerialize_param_ control_server_port dumper_ enable_event_analyzer
+            enable_witness env_report ft_components indep_dp low_memory_resume mfu_peak_tflops mini_ft_ mlflow_
+            mooncake_ object_store_backend pin_rollout_manager_to_head prometheus_ rematerialize_param_
+            stream_optimizer_state_ use_mlflow use_prometheus witness_buffer_size
         """,
     }
 )

@@ -1,11 +1,7 @@
 """Correction for the gap between the policy that sampled and the policy that trains.
 
-A sampler computes its log-probs with other kernels, in another precision, often from older parameters. The ratio
-
-    rho_t = trainer_t / sampler_t = exp(trainer_log_prob_t - rollout_log_prob_t)
-
-weighs tokens (truncated importance sampling, IcePop), or decides which tokens and sequences are left out (rejection,
-veto). Each correction names the two policies that it compares, independently of the loss's ratio.
+A sampler computes its log-probs with other kernels, in another precision, often from older parameters. The ratio of the
+two policies weighs tokens, or decides which of them are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Compared, check_choice, check_field, check_flag, is_number, masked, needed
+from jaxppo.base.arrays import Compared, check_choices, check_field, check_flag, is_number, masked, needed
 from jaxppo.base.kl import MAX_LOG_RATIO, k3
 from jaxppo.sharding import Segments, scan_affine, vary
 
@@ -30,26 +26,12 @@ Level = Literal["none", "token", "sequence", "geometric"]
 Outside = Literal["clamp", "zero"]
 OPSMFraction = Literal["loss", "response"]
 Policies = Mapping[str, Array | None]  # the log-probs of "current", "old" and "rollout"
-Statistic = Literal[
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "token_diff",
-    "run_mean_k1",
-    "run_mean_diff",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_sum_diff",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_mean_diff",
-    "seq_mean_error",
-    "seq_max_k1",
-    "seq_max_k2",
-    "seq_max_k3",
-    "seq_min_k1",
+Statistic = Literal[  # noqa: RUF041  a level a line
+    Literal["token_k1", "token_k2", "token_k3", "token_diff"],
+    Literal["run_mean_k1", "run_mean_diff"],
+    Literal["seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_sum_diff"],
+    Literal["seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_mean_diff", "seq_mean_error"],
+    Literal["seq_max_k1", "seq_max_k2", "seq_max_k3", "seq_min_k1"],
 ]
 
 
@@ -57,11 +39,10 @@ Statistic = Literal[
 class Rejection:
     """Keeps the tokens, runs of tokens or sequences whose statistic lies within [low, high].
 
-    The statistic compares two policies a / b. With d = log a - log b: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, which
-    is at least 0, "diff" = a - b, the difference of probabilities, and "error" = exp(|d|), the multiplicative error, at
-    least 1, in which deviations of either sign add up. "token" takes each token's own value; "run_mean" the mean over
-    each run of contiguous loss tokens, such as a turn; "seq_sum", "seq_mean", "seq_max" and "seq_min" the sum, mean,
-    largest or smallest value over the loss tokens of a sequence.
+    The statistic compares two policies a / b. With d = log a - log b: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d,
+    "diff" = a - b, the difference of probabilities, and "error" = exp(|d|), the multiplicative error, at least 1.
+    "token" takes each token's own value; "run_mean" the mean over each run of contiguous loss tokens, such as a turn;
+    "seq_sum", "seq_mean", "seq_max" and "seq_min" reduce the loss tokens of a sequence.
 
     `Rejection("seq_max_k1", high=1e4)` and `Rejection("seq_min_k1", low=0.01)` together reject sequences with a ratio
     rho outside 1e-4 to 100. Only ROLL ships runs and differences. `Rejection("seq_mean_error", high=2.0)` is NeMo-RL's
@@ -70,9 +51,8 @@ class Rejection:
 
     Args:
       statistic: "token_k1", "seq_sum_k1", "run_mean_diff" and others.
-      low: for k1 a lower bound on b / a = exp(k1); else the smallest value. By default no bound.
-      high: for k1 an upper bound on b / a; for k2 and k3 the largest value, nats; for diff the largest difference, for
-        error the largest mean.
+      low: the smallest value, in nats for k2 and k3; for k1 the smallest ratio b / a = exp(k1). By default no bound.
+      high: the largest.
       compares: the two policies a / b, "old/rollout", "current/rollout" or "current/old".
 
     Raises:
@@ -93,8 +73,7 @@ class Rejection:
     compares: Compared = "old/rollout"
 
     def __post_init__(self) -> None:
-        check_choice("statistic", self.statistic, Statistic)
-        check_choice("compares", self.compares, Compared)
+        check_choices(self, statistic=Statistic, compares=Compared)
         least = -math.inf if self.statistic.endswith("diff") else 0.0
         if self.low is None:
             object.__setattr__(self, "low", least)
@@ -103,14 +82,14 @@ class Rejection:
 
 @dataclasses.dataclass(frozen=True)
 class OffPolicyConfig:
-    """The off-policy corrections of a policy loss; by default none.
+    """The off-policy corrections of a policy loss, by rho = a / b of two policies; by default none.
 
     Weights multiply the policy loss of a token, and a token that is left out has weight 0. The penalties (KL and
     entropy) and all denominators still follow the loss mask.
 
     Args:
-      weights: the importance weight of a token: its own rho ("token"), the product of rho over its sequence
-        ("sequence") or the geometric mean of rho over its sequence ("geometric").
+      weights: the importance weight of a token: its own rho ("token"), or the product ("sequence") or the geometric
+        mean ("geometric") of rho over its sequence.
       low: smallest weight.
       high: largest weight.
       outside: weights outside [low, high] are set to the bound, "clamp" (truncated importance sampling), or to 0,
@@ -118,7 +97,7 @@ class OffPolicyConfig:
       batch_normalize: divide the weights by their mean over the step.
       rejections: a token must pass all of them.
       veto: leave out each sequence that has a token with rho below this, a ratio above exp(-20).
-      compares: the two policies of the weights and the veto, rho = a / b; each rejection names its own.
+      compares: the two policies of the weights and the veto, whatever the loss's ratio; each rejection has its own.
       opsm_delta: off-policy sequence masking: leave out the tokens with negative advantage of each sequence whose mean
         of -log rho exceeds this, nats.
       opsm_compares: the two policies of that rho.
@@ -149,11 +128,8 @@ class OffPolicyConfig:
     opsm_fraction: OPSMFraction = "loss"
 
     def __post_init__(self) -> None:
-        check_choice("weights", self.weights, Level)
-        check_choice("outside", self.outside, Outside)
-        check_choice("compares", self.compares, Compared)
-        check_choice("opsm_compares", self.opsm_compares, Compared)
-        check_choice("opsm_fraction", self.opsm_fraction, OPSMFraction)
+        check_choices(self, weights=Level, outside=Outside, compares=Compared)
+        check_choices(self, opsm_compares=Compared, opsm_fraction=OPSMFraction)
         _check_bounds(self.low, self.high, 0.0)
         check_flag("batch_normalize", self.batch_normalize)
         if isinstance(self.rejections, Rejection) or not isinstance(self.rejections, Iterable):
@@ -187,36 +163,26 @@ class OffPolicyConfig:
         of_tokens = [self.weights in ("none", "token"), *(r.statistic.startswith("token") for r in self.rejections)]
         return all(of_tokens) and self.veto is None and self.opsm_delta is None
 
-    @property
-    def of_mean_weight(self) -> OffPolicyConfig | None:
-        """The config with only the fields that the mean weight of a step depends on; None without `batch_normalize`."""
-        if not self.batch_normalize:
-            return None
-        return OffPolicyConfig(self.weights, self.low, self.high, self.outside, batch_normalize=True)
+
+def of_mean_weight(config: OffPolicyConfig | None) -> OffPolicyConfig | None:
+    """The config with only the fields that the mean weight of a step depends on; None without `batch_normalize`."""
+    if config is None or not config.batch_normalize:
+        return None
+    return OffPolicyConfig(config.weights, config.low, config.high, config.outside, batch_normalize=True)
 
 
 def importance_weights(
-    log_ratio: Float[Array, "R T"],
-    mask: Float[Array, "R T"],
-    segments: Segments,
-    config: OffPolicyConfig,
+    log_ratio: Float[Array, "R T"], mask: Float[Array, "R T"], segments: Segments, config: OffPolicyConfig
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Per-shard: rho at the level that `config.weights` asks for, before and after its bounds; 1 for level "none".
-
-    The log-ratios are of tokens, 0 where the mask is 0. Neither result is normalised; both are 1 where the mask is 0.
-    """
-    d = log_ratio
-    if config.weights == "none":
-        d = jnp.zeros_like(d)
-    elif config.weights != "token":
-        of_sequence = segments.sum(d) if config.weights == "sequence" else segments.mean(d, _float(mask > 0))
-        d = jnp.where(mask > 0, segments.spread(of_sequence), 0)
+    """Per-shard: rho at the level of `config.weights`, before and after its bounds; both are 1 where the mask is 0."""
+    d, valid = log_ratio, mask > 0
+    if config.weights != "token":
+        of_sequence = segments.sum(d) if config.weights == "sequence" else segments.mean(d, _float(valid))
+        d = jnp.where(valid, segments.spread(of_sequence), 0)
     ratio = jnp.exp(jnp.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    if config.weights == "none":
-        return ratio, ratio
     if config.outside == "clamp":
-        return ratio, jnp.where(mask > 0, jnp.clip(ratio, config.low, config.high), 1)
-    return ratio, jnp.where((mask > 0) & ((ratio < config.low) | (ratio > config.high)), 0, ratio)
+        return ratio, jnp.where(valid, jnp.clip(ratio, config.low, config.high), 1)
+    return ratio, jnp.where(valid & ((ratio < config.low) | (ratio > config.high)), 0, ratio)
 
 
 def weight_sums(
@@ -228,12 +194,12 @@ def weight_sums(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Per-shard: the sum and the number of bounded weights over data and context, for `batch_normalize`.
 
-    The mean over the step is the sum of these sums over its micro-batches, divided by the sum of the counts. "token"
-    weights count once for each token, "sequence" and "geometric" ones once for each sequence with loss tokens. Tokens
-    that either of the two policies finds impossible are not counted, see `PolicyLossConfig.impossible_tokens`.
+    "token" weights count once for each token, others once for each sequence with loss tokens. Tokens that either of the
+    two policies finds impossible are not counted, see `PolicyLossConfig.impossible_tokens`.
     """
     mask = jnp.where(jnp.isneginf(old_log_probs) | jnp.isneginf(rollout_log_probs), 0, mask)
-    _, weights = importance_weights(_difference(old_log_probs, rollout_log_probs, mask), mask, segments, config)
+    d = _log_ratio({"old": old_log_probs, "rollout": rollout_log_probs}, "old/rollout", mask)
+    _, weights = importance_weights(d, mask, segments, config)
     valid, axes = _float(mask > 0), segments.axes
     if config.weights == "token":
         sums, names = ((weights * valid).sum(), valid.sum()), axes.tokens
@@ -253,38 +219,21 @@ def correction(
 ) -> tuple[Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
     """Per-shard: the weight of each token's policy loss, 0 for tokens that are left out, and indicators for metrics.
 
-    Denominators of the loss still follow the original mask, so leaving a token out does not increase the weight of the
-    others. The results are detached and finite, whatever masked positions hold.
-
-    Args:
-      policies: `f32[R, T]` log-probs by name: of the "current" policy, of the trainer's "old" one, and as the sampler
-        reported them, "rollout"; None where there are none.
-      advantages: `f32[R, T]`; only their sign is read, for off-policy sequence masking.
-      mask: `f32[R, T]`, the loss mask.
-      segments: the sequences of the rows.
-      config: the corrections.
-      weight_mean: `f32[]`, the mean weight over the step (see `weight_sums`), for `batch_normalize`.
-
-    Returns:
-      (weights, indicators), `f32[R, T]` each; indicators by name, to be averaged over the mask: "tis" (rho before its
-      bounds), "tis_abs" (|rho - 1|), "tis_clipfrac", "rejected_fraction", "veto_fraction", "opsm_clipfrac"; only those
-      in use.
-
-    Raises:
-      ValueError: log-probs that a field of the config needs, or `weight_mean`, are absent.
+    The results are detached and finite, whatever masked positions hold. Of the advantages only the sign is read.
+    `weight_mean` is the mean weight over the step, for `batch_normalize`.
     """
     valid = mask > 0
     weights = _float(valid)
     indicators: dict[str, jax.Array] = {}
     if config.weights != "none":
         ratio, weights = importance_weights(_log_ratio(policies, config.compares, mask), mask, segments, config)
-        indicators |= {"tis": ratio, "tis_abs": jnp.abs(ratio - 1), "tis_clipfrac": _float(weights != ratio)}
+        indicators = {"tis": ratio, "tis_abs": jnp.abs(ratio - 1), "tis_clipfrac": _float(weights != ratio)}
         weights = jnp.where(valid, weights, 0)
     if config.batch_normalize:
         weight_mean = needed("weight_mean", weight_mean, "the Normalizer's for off_policy.batch_normalize")
         weights = weights / jnp.where(weight_mean > 0, weight_mean, 1)  # a mean of 0 means that all weights are 0
     left_out = left_out_by(policies, advantages, mask, segments, config)
-    for name, rule in _RULES.items():
+    for name, rule in (("rejected_fraction", "rejected"), ("veto_fraction", "vetoed"), ("opsm_clipfrac", "off-policy")):
         those = [x for what, x in left_out.items() if what.startswith(rule)]
         if those:
             indicators[name] = _float(functools.reduce(jnp.logical_or, those))
@@ -312,9 +261,6 @@ def left_out_by(
         drift = segments.mean(-_log_ratio(policies, config.opsm_compares, mask), mask)
         found["off-policy sequence"] = valid & (advantages < 0) & (segments.spread(drift) > config.opsm_delta)
     return found
-
-
-_RULES = {"rejected_fraction": "rejected", "veto_fraction": "vetoed", "opsm_clipfrac": "off-policy"}
 
 
 def _accepted(rejection: Rejection, policies: Policies, mask: jax.Array, segments: Segments) -> jax.Array:
@@ -366,10 +312,6 @@ def _pair(policies: Policies, compares: Compared, mask: jax.Array) -> list[jax.A
 def _log_ratio(policies: Policies, compares: Compared, mask: jax.Array) -> jax.Array:
     a, b = _pair(policies, compares, mask)
     return a - b
-
-
-def _difference(log_probs: jax.Array, base: jax.Array, mask: jax.Array) -> jax.Array:
-    return lax.stop_gradient(masked(log_probs, mask) - masked(base, mask))
 
 
 def _float(x: jax.Array) -> jax.Array:

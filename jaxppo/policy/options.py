@@ -1,6 +1,7 @@
 """Shared code of the readers of other systems' configurations: their result, and errors that name the key.
 
-They return the fields of a `PolicyLossConfig` rather than an instance, since that class calls them.
+A key is translated, or has a remark in `Translation.elsewhere`, or is refused by name: a value without an equivalent
+here is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxppo.base.arrays import is_number
 
 
 class Reading(NamedTuple):
-    """The result of a reader: the fields of a `PolicyLossConfig`, and the other fields of a `Translation`."""
+    """A `Translation` with the fields of its `PolicyLossConfig`, since that class calls the readers."""
 
     policy: dict[str, Any]
     head: dict[str, Any]
@@ -37,15 +38,8 @@ def about(key: str, elsewhere: Mapping[str, str]) -> str | None:
 class Options:
     """The values of a configuration by key, with the other system's defaults for missing keys.
 
-    Args:
-      given: the configuration.
-      defaults: the keys that are translated, with their defaults.
-      elsewhere: remarks on the system's other keys.
-      system: the name of the system, for the error.
-      others: the remark on keys that the system does not have; None makes them an error.
-
-    Raises:
-      ValueError: lists the keys that the system does not have.
+    `elsewhere` has remarks on the keys that are not translated, and `others` is the remark on keys that the system does
+    not have; if it is None, they are an error.
     """
 
     def __init__(
@@ -56,17 +50,17 @@ class Options:
         system: str,
         others: str | None = None,
     ) -> None:
-        self.given, self.defaults = given, defaults
+        self.given, self.values = given, {**defaults, **given}
         reasons = {key: elsewhere.get(key) if key in defaults else about(key, elsewhere) or others for key in given}
-        unknown = [key for key, reason in reasons.items() if reason is None and key not in defaults]
+        self.elsewhere = {key: reason for key, reason in reasons.items() if reason is not None}
+        unknown = [key for key in given if key not in defaults and key not in self.elsewhere]
         if unknown:
             like = {key: difflib.get_close_matches(key, defaults, 1) for key in unknown}
             shown = [f"{key} (did you mean {like[key][0]}?)" if like[key] else key for key in unknown]
             raise ValueError(f"config: got unknown keys {', '.join(shown)}, expected those of {system}")
-        self.elsewhere = {key: reason for key, reason in reasons.items() if reason is not None}
 
     def __getitem__(self, key: str) -> Any:
-        return self.given[key] if key in self.given else self.defaults[key]
+        return self.values[key]
 
     def refuse(self, key: str, expected: str) -> NoReturn:
         raise ValueError(f"{key}: got {self[key]!r}, expected {expected}")
@@ -81,6 +75,10 @@ class Options:
             self.refuse(key, "a finite number" if math.isinf(above) else f"a number above {above}")
         return float(value)
 
+    def number_or(self, key: str, default: float | None, above: float = -math.inf) -> Any:
+        """A number, or the default for None."""
+        return default if self[key] is None else self.number(key, above)
+
     def count(self, key: str) -> int | None:
         """A whole number, or None."""
         if self[key] is None:
@@ -89,6 +87,11 @@ class Options:
         if value < 1 or value != int(value):
             self.refuse(key, "a whole number above 0, or None")
         return int(value)
+
+    def batching(self, longest: int | None, dynamic: str, tokens: str, samples: str) -> dict[str, int]:
+        """`row_length`, the longest sample, and `max_tokens` of a micro-batch, by the keys that say so."""
+        most = self.count(tokens) if self.flag(dynamic) else (self.count(samples) or 0) * (longest or 0)
+        return {name: x for name, x in (("row_length", longest), ("max_tokens", most)) if x}
 
     def flag(self, key: str) -> bool:
         if not isinstance(self[key], bool):

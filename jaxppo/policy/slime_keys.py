@@ -74,11 +74,8 @@ ELSEWHERE = by_name(
             clip_grad freeze_params_name_list lr only_train_params_name_list reset_optimizer_states use_stateless_adam
         """,
         "the model": """
-            custom_megatron_before_log_prob_hook_path custom_megatron_before_train_step_hook_path
-            custom_megatron_init_path custom_model_provider_path freeze_indexer hf_checkpoint load megatron_config_path
-            megatron_deepgemm_forward_layers megatron_deepgemm_forward_modules megatron_deepgemm_moe_forward_layers
-            megatron_deepgemm_moe_forward_modules model_name qwen_gdn_backend use_rollout_routing_replay
-            use_routing_replay
+            custom_megatron_ custom_model_provider_path freeze_indexer hf_checkpoint load megatron_ model_name
+            qwen_gdn_backend use_rollout_routing_replay use_routing_replay
         """,
         "the data set": """
             apply_chat_template apply_chat_template_kwargs data_source_path input_key label_key metadata_key
@@ -89,38 +86,22 @@ ELSEWHERE = by_name(
             custom_convert_samples_to_train_data_path custom_reward_post_process_path custom_rm_path eval_reward_key
             group_rm reward_key rm_type rm_url
         """,
-        "evaluation": """
-            custom_eval_rollout_log_function_path eval_config eval_function_path eval_input_key eval_interval
-            eval_label_key eval_max_context_len eval_max_prompt_len eval_max_response_len eval_min_new_tokens
-            eval_prompt_data eval_temperature eval_tool_key eval_top_k eval_top_p n_samples_per_eval_prompt
-            skip_eval_before_train
-        """,
+        "evaluation": "custom_eval_ eval_ n_samples_per_eval_prompt skip_eval_before_train",
         "workers": """
-            actor_num_gpus_per_node actor_num_nodes colocate distributed_backend distributed_timeout_minutes
-            num_gpus_per_node offload offload_rollout offload_train release_train rollout_num_gpus
-            rollout_num_gpus_per_engine train_backend train_env_vars
+            actor_num_ colocate distributed_ num_gpus_per_node offload offload_ release_train rollout_num_ train_
         """,
         "the training loop": """
-            async_save ci_disable_kl_checker ci_load_grad_norm ci_save_grad_norm ci_test
-            ci_train_rollout_logprob_abs_diff_threshold debug_rollout_only debug_train_only dump_details
-            load_debug_rollout_data load_debug_rollout_data_subsample load_forge_rollout_data log_correct_samples
-            log_multi_turn log_passrate log_reward_category memory_recorder memory_snapshot_dir
-            memory_snapshot_num_steps no_save_optim num_critic_only_steps num_rollout profile_target
-            record_memory_history save save_debug_rollout_data save_debug_train_data save_hf save_interval seed
-            tb_experiment_name tb_project_name use_tensorboard use_wandb wandb_always_use_train_step wandb_dir
-            wandb_group wandb_host wandb_key wandb_mode wandb_project wandb_random_suffix wandb_run_id wandb_team
+            async_save ci_ debug_ dump_details load_debug_ load_forge_rollout_data log_ memory_ no_save_optim
+            num_critic_only_steps num_rollout profile_target record_memory_history save save_ seed tb_ use_tensorboard
+            use_wandb wandb_
         """,
         "the rollout engine": """
-            sglang_ router_ buffer_filter_path check_weight_update_equal custom_generate_function_path
-            custom_rollout_log_function_path custom_update_weight_post_write_path dynamic_sampling_filter_path
+            sglang_ router_ buffer_filter_path check_weight_update_ custom_generate_function_path
+            custom_rollout_log_function_path custom_update_weight_ dynamic_sampling_filter_path
             fetch_trajectory_retry_times http_proxy min_batch_collection_ratio over_sampling_batch_size partial_rollout
-            rollout_all_samples_process_path rollout_buffer_url rollout_data_postprocess_path rollout_data_transport
-            rollout_external_engine_addrs rollout_function_path rollout_health_check_first_wait
-            rollout_health_check_interval rollout_health_check_timeout rollout_sample_filter_path
-            rollout_sample_hook_path rollout_skip_special_tokens rollout_stop rollout_stop_token_ids rollout_task_type
-            update_weight_buffer_size update_weight_delta_checksum update_weight_delta_encoding update_weight_disk_dir
-            update_weight_disk_keep_files update_weight_local_checkpoint_dir update_weight_mode update_weight_transport
-            update_weights_interval use_distributed_post use_fault_tolerance
+            rollout_all_samples_process_path rollout_buffer_url rollout_data_ rollout_external_ rollout_function_path
+            rollout_health_check_ rollout_sample_ rollout_skip_special_tokens rollout_stop rollout_stop_
+            rollout_task_type update_weight_ update_weights_interval use_distributed_post use_fault_tolerance
         """,
     }
 )

@@ -1,43 +1,26 @@
 """The configuration of verl's trainers, read as the fields of a `PolicyLossConfig`.
 
-A key is translated, or listed in `Translation.elsewhere` with its subject, or refused by name: a value without an
-equivalent in this package is an error. If verl's loss and its documentation differ, this module follows the loss.
+If verl's loss and its documentation differ, this module follows the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from jaxppo.base.arrays import Aggregation, Compared, RatioTo
 from jaxppo.base.kl import KL
 from jaxppo.policy.off_policy import OffPolicyConfig, Rejection
 from jaxppo.policy.options import Options, Reading
 from jaxppo.policy.verl_keys import ACTOR, CORRECTION, DEFAULTS, ELSEWHERE, LOSS, VERSION
-from jaxppo.policy_losses import (
-    CISPO,
-    DPPO,
-    DRO,
-    GMPO,
-    GSPO,
-    PPO,
-    SAPO,
-    ClipCov,
-    KLCov,
-    PolicyLoss,
-    Reinforce,
-)
+from jaxppo.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, PPO, SAPO, ClipCov, KLCov, PolicyLoss, Reinforce
 
 _AGGREGATIONS: dict[str, Aggregation] = {
-    "token-mean": "token_mean",
-    "token-sum": "token_sum",
-    "seq-mean-token-sum": "sequence_mean_token_sum",
-    "seq-mean-token-mean": "sequence_mean_token_mean",
-    "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
+    name.replace("sequence", "seq").replace("_", "-"): name for name in get_args(Aggregation) if name != "rollout_mean"
 }
 _OWN_AGGREGATION = ("gspo", "sapo", "geo_mean")  # always a mean of sequence means
-_KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-_ESTIMATORS = {"kl": "k1", "mse": "k2", "k3": "low_var_kl"}  # verl's names that differ from ours
+_ESTIMATORS = {"kl": "k1", "mse": "k2", "k3": "low_var_kl"} | {x: x for x in ("k1", "abs", "k2", "low_var_kl")}
+_ESTIMATORS |= {f"{name}+": f"{ours}+" for name, ours in _ESTIMATORS.items()}
 _STATISTICS = [f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")]
 _PLAIN = ("gae", "gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus", "remax", "rloo")
 _OF_TOKENS = ("optimal_token_baseline", "tir_optimal_token_baseline")
@@ -69,22 +52,24 @@ def read(config: Mapping[str, Any]) -> Reading:
     options = Options(given, DEFAULTS, ELSEWHERE, f"verl at {VERSION}")
     _refuse(options)
     loss, ratio_to, off_policy = _policy_loss(options)
-    aggregation, norm = _aggregation(options)
     kl_coef = options.number(ACTOR + "kl_loss_coef") if options.flag(ACTOR + "use_kl_loss") else 0.0
-    kl_type = options.choice(ACTOR + "kl_loss_type", [name + plus for plus in ("", "+") for name in _KL_TYPES])
-    name = kl_type.removesuffix("+")
-    estimator = _ESTIMATORS.get(name, name) + kl_type[len(name) :]
+    entropy_coef = options.number(ACTOR + "entropy_coeff")
+    aggregation, norm = _aggregation(options, penalised=kl_coef != 0 or entropy_coef != 0)
+    estimator: Any = _ESTIMATORS[options.choice(ACTOR + "kl_loss_type", _ESTIMATORS)]
     policy = {
         "loss": loss,
-        "kl": KL(kl_coef, estimator),  # type: ignore[arg-type]
-        "entropy_coef": options.number(ACTOR + "entropy_coeff"),
+        "kl": KL(kl_coef, estimator),
+        "entropy_coef": entropy_coef,
         "ratio_to": ratio_to,
         "aggregation": aggregation,
         "aggregation_norm": norm,
         "off_policy": off_policy,
     }
     head = {"temperature": options.number("actor_rollout_ref.rollout.temperature")}
-    return Reading(policy, head, _batching(options), options.elsewhere)
+    prompt, response = (options.count(f"data.max_{name}_length") for name in ("prompt", "response"))
+    longest = prompt + response if prompt and response else None
+    keys = (ACTOR + name for name in ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"))
+    return Reading(policy, head, options.batching(longest, *keys), options.elsewhere)
 
 
 def _flat(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
@@ -101,38 +86,32 @@ def _flat(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, A
 def _refuse(options: Options) -> None:
     """Raises for options that verl has and this package does not."""
     options.choice("algorithm.adv_estimator", _ADVANTAGES, "jaxppo.advantages has no other")
-    for key, expected in (
-        ("algorithm.use_pf_ppo", "False: samples are not drawn anew by their rewards here"),
-        ("distillation.enabled", "False: its loss is no policy loss; see advantages.on_policy_distillation"),
-    ):
-        if options.flag(key):
-            options.refuse(key, expected)
+    if options.flag("algorithm.use_pf_ppo"):
+        options.refuse("algorithm.use_pf_ppo", "False: samples are not drawn anew by their rewards here")
+    if options.flag("distillation.enabled"):
+        expected = "False: its loss is no policy loss; see advantages.on_policy_distillation"
+        options.refuse("distillation.enabled", expected)
     if options[ACTOR + "ppo_micro_batch_size"] is not None:
         options.refuse(ACTOR + "ppo_micro_batch_size", "None, and ppo_micro_batch_size_per_gpu in its place")
 
 
 def _policy_loss(options: Options) -> tuple[PolicyLoss, RatioTo, OffPolicyConfig | None]:
-    mode = LOSS + "loss_mode"
+    mode = options.choice(LOSS + "loss_mode", _LOSSES, "a loss of your own is a jaxppo.policy_losses.PolicyLoss")
     if not options.flag(CORRECTION + "bypass_mode"):
-        return _loss(options), "old", _correction(options, True, "old/rollout")
+        return _LOSSES[mode](options), "old", _correction(options, True, "old/rollout")
     kind = options.choice(CORRECTION + "loss_type", ("ppo_clip", "reinforce"))
     if options.flag("trainer.use_v1"):
-        for name in ("rollout_is", "rollout_rs", "loss_type"):
-            key = CORRECTION + name
+        for key in (CORRECTION + name for name in ("rollout_is", "rollout_rs", "loss_type")):
             if options[key] != DEFAULTS[key]:
                 expected = f"{DEFAULTS[key]!r} with bypass_mode, in which verl's V1 trainer does not read it, or"
                 options.refuse(key, f"{expected} trainer.use_v1=False for the loss of its legacy trainer")
-        return _loss(options), "rollout", None
-    if options[mode] != "vanilla":
-        options.refuse(mode, "'vanilla' with bypass_mode and trainer.use_v1=False, where loss_type says the loss")
+        return _LOSSES[mode](options), "rollout", None
+    if mode != "vanilla":
+        expected = "'vanilla' with bypass_mode and trainer.use_v1=False, where loss_type says the loss"
+        options.refuse(LOSS + "loss_mode", expected)
     if kind == "ppo_clip":  # its ratio is the importance weight
-        return _loss(options), "rollout", _correction(options, False, "current/rollout")
+        return _LOSSES[mode](options), "rollout", _correction(options, False, "current/rollout")
     return Reinforce(), "rollout", _correction(options, True, "current/rollout")
-
-
-def _loss(options: Options) -> PolicyLoss:
-    mode = options.choice(LOSS + "loss_mode", _LOSSES, "a loss of your own is a jaxppo.policy_losses.PolicyLoss")
-    return _LOSSES[mode](options)
 
 
 def _numbers(options: Options, section: str, names: str) -> Iterator[float]:
@@ -150,51 +129,38 @@ def _clip(options: Options) -> tuple[float, float]:
     return low, high
 
 
-def _aggregation(options: Options) -> tuple[Aggregation, float | None]:
-    key = ACTOR + "loss_agg_mode"
+def _aggregation(options: Options, penalised: bool) -> tuple[Aggregation, float | None]:
+    key, loss = ACTOR + "loss_agg_mode", options[LOSS + "loss_mode"]
     aggregation = _AGGREGATIONS[options.choice(key, _AGGREGATIONS)]
-    if options[LOSS + "loss_mode"] in _OWN_AGGREGATION:
-        penalised = options.number(ACTOR + "entropy_coeff") != 0 or (
-            options.flag(ACTOR + "use_kl_loss") and options.number(ACTOR + "kl_loss_coef") != 0
-        )
+    if loss in _OWN_AGGREGATION:
         if penalised and aggregation != "sequence_mean_token_mean":
-            loss = options[LOSS + "loss_mode"]
             options.refuse(key, f"'seq-mean-token-mean' with penalties and loss_mode={loss!r}, which takes that itself")
         return "sequence_mean_token_mean", None
     if aggregation != "sequence_mean_token_sum_norm":
         return aggregation, None
-    if options[ACTOR + "loss_scale_factor"] is None:
-        options.refuse(
-            ACTOR + "loss_scale_factor",
-            "a number with 'seq-mean-token-sum-norm', such as data.max_response_length: without one verl divides by "
-            "the longest response of each micro-batch",
-        )
-    return aggregation, options.number(ACTOR + "loss_scale_factor")
+    key = ACTOR + "loss_scale_factor"
+    if options[key] is None:
+        number = "a number with 'seq-mean-token-sum-norm', such as data.max_response_length"
+        options.refuse(key, f"{number}: without one verl divides by the longest response of each micro-batch")
+    return aggregation, options.number(key)
 
 
 def _correction(options: Options, weighs: bool, compares: Compared) -> OffPolicyConfig | None:
     """The options under rollout_correction; with `weighs`, its weights too."""
-    rejections = tuple(_rejections(options, compares))
-    level, bounds = options[CORRECTION + "rollout_is"], options[CORRECTION + "rollout_is_threshold"]
-    if not weighs or level is None or bounds is None:
+    rejections, key = tuple(_rejections(options, compares)), CORRECTION + "rollout_is"
+    bounds = options[f"{key}_threshold"]
+    if not weighs or options[key] is None or bounds is None:
         return OffPolicyConfig(rejections=rejections) if rejections else None
-    level = options.choice(CORRECTION + "rollout_is", ("token", "sequence"))
+    level: Any = options.choice(key, ("token", "sequence"))
     if level == "token" and options[LOSS + "loss_mode"] == "geo_mean":
-        options.refuse(CORRECTION + "rollout_is", "'sequence' or None with loss_mode='geo_mean', one value a sequence")
-    normalise = options.flag(CORRECTION + "rollout_is_batch_normalize")
+        options.refuse(key, "'sequence' or None with loss_mode='geo_mean', one value a sequence")
+    normalise = options.flag(f"{key}_batch_normalize")
     if normalise and compares == "current/rollout":
         expected = "False with bypass_mode: the mean weight of a step is not known before its first micro-batch"
-        options.refuse(CORRECTION + "rollout_is_batch_normalize", expected)
-    low, high = _bounds(options, CORRECTION + "rollout_is_threshold", str(bounds), 0.0)
-    return OffPolicyConfig(
-        weights="token" if level == "token" else "sequence",
-        low=low,
-        high=high,
-        outside="zero" if "_" in str(bounds) else "clamp",
-        batch_normalize=normalise,
-        rejections=rejections,
-        compares=compares,
-    )
+        options.refuse(f"{key}_batch_normalize", expected)
+    low, high = _bounds(options, f"{key}_threshold", str(bounds), 0.0)
+    outside: Any = "zero" if "_" in str(bounds) else "clamp"
+    return OffPolicyConfig(level, low, high, outside, normalise, rejections, compares=compares)
 
 
 def _rejections(options: Options, compares: Compared) -> Iterator[Rejection]:
@@ -225,14 +191,3 @@ def _bounds(options: Options, key: str, text: str, lowest: float | None) -> tupl
         return (float(low) if low else 1 / float(high) if lowest is None else lowest), float(high)
     except (ValueError, ZeroDivisionError):
         options.refuse(key, "a number above 0, or two as in '0.5_2.0'")
-
-
-def _batching(options: Options) -> dict[str, int]:
-    prompt, response = (options.count(f"data.max_{name}_length") for name in ("prompt", "response"))
-    longest = {} if prompt is None or response is None else {"row_length": prompt + response}
-    if options.flag(ACTOR + "use_dynamic_bsz"):
-        tokens = options.count(ACTOR + "ppo_max_token_len_per_gpu")
-    else:
-        samples = options.count(ACTOR + "ppo_micro_batch_size_per_gpu")
-        tokens = samples * longest["row_length"] if samples and longest else None
-    return longest | ({"max_tokens": tokens} if tokens else {})

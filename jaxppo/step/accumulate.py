@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import KINDS, check_array
 from jaxppo.base.metrics import Composite, Metric, Metrics, collapse_metrics
 from jaxppo.base.stacked import part_of_a_step
 from jaxppo.sharding import ShardAxes, check_parallel, vary, varying
-from jaxppo.step.once_a_step import Split, gradients_of_originals, split
+from jaxppo.step.once_a_step import Split, gradients_of_originals, rounded, split
 
 # What is differentiated in each micro-batch: the parameters that it reads, None for others, and the copies.
 Wanted = tuple[list[Float[Array, "..."] | None], list[Float[Array, "D ..."]]]
+Found = tuple[Float[Array, ""], Metrics]
 
 
 def accumulate_gradients(
-    loss_fn: Callable[[Any, Any], tuple[Float[Array, ""], Metrics]],
+    loss_fn: Callable[[Any, Any], Found],
     micro_batches: Any,
     *,
     parallel: ShardAxes | None = None,
-) -> Callable[[Any], tuple[tuple[Float[Array, ""], Metrics], Any]]:
+) -> Callable[[Any], tuple[Found, Any]]:
     """`jax.value_and_grad` of a whole step, one micro-batch at a time: sum over k of loss_fn(params, micro_batches[k]).
 
     The sum is the loss of the whole step only if each part is normalised by the whole step. So put the
     `Normalizer.of(loss, micro_batches)`, stacked (and for ClipCov and KLCov their `covariance_mask`) into
-    `micro_batches` beside them. A loss of this package without a normalizer is refused here, since the mean of the
-    means of uneven micro-batches is another number. Group advantages, `whiten` and other statistics of the step are
-    refused too: call them before, on the stacked micro-batches. The loop is one `lax.scan`: one program for any K, with
-    one set of f32 gradient buffers.
+    `micro_batches` beside them. A loss of this package without a normalizer is refused here, and so are group
+    advantages, `whiten` and other statistics of the step: call them before, on the stacked micro-batches. The loop is
+    one `lax.scan`: one program for any K, with one set of f32 gradient buffers.
 
     On a mesh the gradients of a head's parameters are summed over data and context axes once, after the loop, in f32.
     docs/normalizers.md tells how the gradients of the rest of a model are summed.
@@ -44,8 +42,8 @@ def accumulate_gradients(
       loss_fn: (params, micro_batch) -> (scalar loss, metrics).
       micro_batches: a pytree whose arrays, keys of `jax.random` among them, all have a leading K.
       parallel: inside the caller's `shard_map`, the roles of its axes. The gradients of all parameters are then summed
-        over data and context axes once, after the loop, in f32. Without it JAX sums them in each micro-batch. The loss
-        must be summed over these axes, and must not hold a term that depends on the parameters alone.
+        like those of a head. The loss must be summed over data and context axes, and must not hold a term that depends
+        on the parameters alone.
 
     Returns:
       A function that maps params, a pytree of floating-point arrays, to ((loss, metrics), gradients): metrics merged
@@ -74,16 +72,22 @@ def accumulate_gradients(
         parallel.check_manual("accumulate_gradients")
         parallel.check_vma()
 
-    def run(params: Any) -> tuple[tuple[Float[Array, ""], Metrics], Any]:
+    def run(params: Any) -> tuple[Found, Any]:
         for path, x in jax.tree.leaves_with_path(params):
             check_array(f"params{jax.tree_util.keystr(path)}", x, kind=KINDS["params"])
         given, structure = jax.tree.flatten(params)
         leaves = [vary(x, names) for x in given]
-        loss = _split_loss(loss_fn, jax.tree.unflatten(structure, leaves), micro_batches, count, names)
-        originals, back = jax.vjp(loss.split.originals, *leaves)
-        read = [x if used else None for x, used in zip(leaves, loss.split.used, strict=True)]
-        wanted = read, loss.split.copies(*originals)
-        total, metrics, (found, of_copies) = _sum_over_micro_batches(loss, leaves, wanted, micro_batches, count)
+        parts, result = _split_loss(loss_fn, jax.tree.unflatten(structure, leaves), micro_batches, count, names)
+        originals, back = jax.vjp(parts.originals, *leaves)
+
+        def of_one(wanted: Wanted, micro_batch: Any) -> Found:
+            read, copies = wanted
+            every = [x if y is None else y for x, y in zip(leaves, read, strict=True)]
+            loss, metrics = jax.tree.unflatten(result, parts.rest(*every, *copies, *jax.tree.leaves(micro_batch)))
+            return loss, metrics
+
+        wanted = [x if used else None for x, used in zip(leaves, parts.used, strict=True)], parts.copies(*originals)
+        total, metrics, (found, of_copies) = _sum_over_micro_batches(of_one, wanted, micro_batches, count)
         gradients = [jnp.zeros_like(x, jnp.float32) if g is None else g for x, g in zip(leaves, found, strict=True)]
         if of_copies:
             gradients = list(map(jnp.add, gradients, gradients_of_originals(back, originals, of_copies)))
@@ -93,30 +97,12 @@ def accumulate_gradients(
     return run
 
 
-class _SplitLoss(NamedTuple):
-    """The loss of one micro-batch, split into what runs once a step and what runs for each micro-batch."""
-
-    split: Split
-    result: PyTreeDef
-    """The structure of (loss, metrics)."""
-
-    def of_one(
-        self, leaves: list[Float[Array, "..."]], wanted: Wanted, micro_batch: Any
-    ) -> tuple[Float[Array, ""], Metrics]:
-        """(loss, metrics) of a micro-batch; `leaves` are constants where `wanted` has no parameter."""
-        read, copies = wanted
-        params = [x if y is None else y for x, y in zip(leaves, read, strict=True)]
-        found = self.split.rest(*params, *copies, *jax.tree.leaves(micro_batch))
-        loss, metrics = jax.tree.unflatten(self.result, found)
-        return loss, metrics
-
-
 def _split_loss(
     loss_fn: Callable[[Any, Any], Any], params: Any, micro_batches: Any, count: int, names: tuple[str, ...]
-) -> _SplitLoss:
-    """Traces the loss of one micro-batch, and checks what it returns."""
+) -> tuple[Split, Any]:
+    """Traces the loss of one micro-batch and checks what it returns; the structure of that comes second."""
 
-    def checked(params: Any, micro_batch: Any) -> tuple[Float[Array, ""], Metrics]:
+    def checked(params: Any, micro_batch: Any) -> Found:
         found = loss_fn(params, micro_batch)
         _check_result(found)
         return found
@@ -124,20 +110,23 @@ def _split_loss(
     one = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), micro_batches)
     with part_of_a_step(count):
         traced, result = jax.make_jaxpr(checked, return_shape=True)(params, one)
-    _check_summed(traced.out_avals[0], names)
-    return _SplitLoss(split(traced, jax.tree.leaves(params), jax.tree.leaves(one)), jax.tree.structure(result))
+    if left := [name for name in names if name in traced.out_avals[0].manual_axis_type.varying]:
+        raise ValueError(
+            f"loss_fn: got a loss that varies over mesh axes {left}, expected the sum over them, lax.psum; a term of "
+            "the parameters alone, such as weight decay, must be added after accumulate_gradients"
+        )
+    return split(traced, jax.tree.leaves(params), jax.tree.leaves(one)), jax.tree.structure(result)
 
 
 def _sum_over_micro_batches(
-    loss: _SplitLoss, leaves: list[Float[Array, "..."]], wanted: Wanted, micro_batches: Any, count: int
+    of_one: Callable[[Wanted, Any], Found], wanted: Wanted, micro_batches: Any, count: int
 ) -> tuple[Float[Array, ""], Metrics, Wanted]:
     """The loss, the stacked metrics of the micro-batches and the f32 gradients of what is wanted, in one loop."""
-    value_and_grad = jax.value_and_grad(partial(loss.of_one, leaves), has_aux=True)
 
     def step(carry: tuple[Float[Array, ""], Wanted], micro_batch: Any) -> Any:
         total, gradients = carry
         with part_of_a_step(count):
-            (here, metrics), more = value_and_grad(wanted, micro_batch)
+            (here, metrics), more = jax.value_and_grad(of_one, has_aux=True)(wanted, micro_batch)
         gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more)
         return (total + here, gradients), metrics
 
@@ -162,19 +151,8 @@ def _summed(total: Float[Array, "..."], param: Float[Array, "..."]) -> Float[Arr
     """An f32 gradient in its parameter's dtype, summed over the axes along which only the gradient varies."""
     missing = tuple(sorted(varying(total) - varying(param)))
     if missing:
-        info = jnp.finfo(param.dtype)
-        # rounded before it is converted: else XLA for TPU sums over devices in bf16
-        total = lax.reduce_precision(lax.psum(total, missing), info.nexp, info.nmant)
+        total = rounded(lax.psum(total, missing), param)
     return total.astype(param.dtype)
-
-
-def _check_summed(loss: Any, names: tuple[str, ...]) -> None:
-    """Raises where a loss differs between the devices over which gradients are to be summed."""
-    if left := [name for name in names if name in loss.manual_axis_type.varying]:
-        raise ValueError(
-            f"loss_fn: got a loss that varies over mesh axes {left}, expected the sum over them, lax.psum; a term of "
-            "the parameters alone, such as weight decay, must be added after accumulate_gradients"
-        )
 
 
 def _check_result(found: object) -> None:

@@ -20,7 +20,7 @@ from jaxppo.batch.reads import at_most_zero
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import check_arrays, checked
 from jaxppo.policy.config import PolicyLossConfig
-from jaxppo.policy.off_policy import OffPolicyConfig, weight_sums
+from jaxppo.policy.off_policy import OffPolicyConfig, of_mean_weight, weight_sums
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call, vary
 
@@ -58,14 +58,16 @@ class _OfDepths(Protocol):
     ) -> list[RolloutBatch]: ...
 
 
+_One = PolicyLoss | _Aggregated | _OfPart
+
+
 @register(static=["aggregation", "off_policy", "micro_batches", "weighted"])
 @dataclasses.dataclass(frozen=True)
 class Normalizer:
     """The denominators of a whole optimiser step, so that its micro-batches add up to exactly the full batch.
 
     For stacked micro-batches `[K, R, T]` every array has a leading K too, so that `lax.scan` over (batch, normalizer)
-    gives each micro-batch its own part. A normalizer holds the options that it was made with, and a loss with other
-    options refuses it.
+    gives each micro-batch its own part. A loss with other options than those that it was made with refuses it.
 
     Args:
       tokens: `f32[]`, the sum of the loss mask. If the batch has `weighted_denominators`, this and `denominators` are
@@ -73,7 +75,7 @@ class Normalizer:
       sequences: `f32[]`, the number of sequences ("rollout_mean": rollouts) with a loss token.
       denominators: `f32[R, S]`, the loss tokens of each sequence ("rollout_mean": of all samples of its rollout).
       counts: `f32[R, S]`, the loss tokens of each sequence, which must be those of the batch that it is used with.
-      aggregation: the aggregation that the denominators are for; static, like all fields below except `weight_mean`.
+      aggregation: that of the denominators; static, like all fields below except `weight_mean`.
       weight_mean: `f32[]`, the mean importance weight, for `OffPolicyConfig(batch_normalize=True)`; else None.
       off_policy: the part of an `OffPolicyConfig` that the mean weight depends on; else None.
       micro_batches: K, if the normalizer was made from stacked micro-batches; else None.
@@ -112,11 +114,7 @@ class Normalizer:
     @overload
     @classmethod
     def of(
-        cls,
-        loss: PolicyLoss | _Aggregated | _OfPart,
-        micro_batches: RolloutBatch,
-        *,
-        parallel: ParallelMesh | ShardAxes | None = None,
+        cls, loss: _One, micro_batches: RolloutBatch, *, parallel: ParallelMesh | ShardAxes | None = None
     ) -> Normalizer: ...
 
     @classmethod
@@ -168,26 +166,27 @@ class Normalizer:
         parallel: ParallelMesh | ShardAxes | None,
     ) -> Normalizer:
         check_choice("aggregation", aggregation, Aggregation)
-        micro_batches = checked(micro_batches, stacked=True, prefix="micro_batches.")
-        check_whole_step("Normalizer.of", micro_batches)
-        micro_batches.check_layout(parallel)
-        of_weights = None if off_policy is None else off_policy.of_mean_weight
-        count = micro_batches.loss_mask.shape[0] if micro_batches.loss_mask.ndim == 3 else None
-        static = (aggregation, of_weights, count)
-        weighted = micro_batches.weighted_denominators
+        batch = checked(micro_batches, stacked=True, prefix="micro_batches.")
+        check_whole_step("Normalizer.of", batch)
+        batch.check_layout(parallel)
+        count = batch.loss_mask.shape[0] if batch.loss_mask.ndim == 3 else None
+        of_weights = of_mean_weight(off_policy)
 
         def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
-            of = micro_batches.specs(parallel)
-            return [of], _specs(of.sample_ids, *static, weighted)
+            of = batch.specs(parallel)
+            one: Any = P()
+            rows: Any = of.sample_ids
+            weighted = batch.weighted_denominators
+            return [of], Normalizer(one, one, rows, rows, aggregation, one, of_weights, count, weighted)
 
-        args = {"micro_batches": micro_batches}
-        found: Normalizer = shard_call("Normalizer.of", _of_step, parallel, args, specs, static)
-        return found
+        args = {"micro_batches": batch}
+        return shard_call("Normalizer.of", _of_step, parallel, args, specs, (aggregation, of_weights))
 
     def specs(self, parallel: ParallelMesh) -> Normalizer:
         """The PartitionSpec of each array: rows over data."""
-        rows = spec_of(parallel.rows_spec, self.counts)
-        return _specs(rows, self.aggregation, self.off_policy, self.micro_batches, self.weighted)
+        one: Any = P()
+        rows: Any = spec_of(parallel.rows_spec, self.counts)
+        return dataclasses.replace(self, tokens=one, sequences=one, weight_mean=one, denominators=rows, counts=rows)
 
     def check_step(self, batch: RolloutBatch) -> None:
         """Raises where shapes show that the batch is neither this normalizer's step nor a part of it."""
@@ -210,24 +209,15 @@ class Normalizer:
                 )
 
 
-def _specs(
-    rows: Any, aggregation: Aggregation, off_policy: OffPolicyConfig | None, micro_batches: int | None, weighted: bool
-) -> Normalizer:
-    one: Any = P()
-    return Normalizer(one, one, rows, rows, aggregation, one, off_policy, micro_batches, weighted)
-
-
 def _of_step(
-    axes: ShardAxes, static: tuple[Aggregation, OffPolicyConfig | None, int | None], micro_batches: RolloutBatch
+    axes: ShardAxes, static: tuple[Aggregation, OffPolicyConfig | None], micro_batches: RolloutBatch
 ) -> Normalizer:
-    aggregation, off_policy, count = static
-    batch = as_rows(micro_batches)
-    found = normalize(batch, batch.segments(axes), aggregation, off_policy)
-    if count is None:
+    batch, shape = as_rows(micro_batches), micro_batches.sample_ids.shape
+    found = normalize(batch, batch.segments(axes), *static)
+    if len(shape) == 2:
         return found
-    shape = micro_batches.sample_ids.shape
     each = jax.tree.map(lambda x: x.reshape(shape) if x.ndim else jnp.broadcast_to(x, shape[:1]), found)
-    return dataclasses.replace(each, micro_batches=count)
+    return dataclasses.replace(each, micro_batches=shape[0])
 
 
 def normalize(
@@ -241,13 +231,20 @@ def normalize(
     if batch.weighted_denominators:
         given = needed("batch.loss_weights", batch.loss_weights, "f32[R, T] with weighted_denominators=True")
         weights = segments.sum(lax.stop_gradient(masked(given, mask)) * mask)
-    tokens = segments.axes.psum(vary(weights.sum(), segments.axes.data), segments.axes.data)
-    sequences, denominators = _rollouts(batch, segments, weights) if aggregation == "rollout_mean" else (None, weights)
-    if sequences is None:
-        present = vary((weights > 0).sum(dtype=jnp.float32), segments.axes.data)
-        sequences = segments.axes.psum(present, segments.axes.data)
-    weight_mean = None
-    off_policy = None if off_policy is None else off_policy.of_mean_weight
+    axes = segments.axes
+
+    def over_data(x: Float[Array, ""]) -> Float[Array, ""]:
+        return axes.psum(vary(x, axes.data), axes.data)
+
+    tokens = over_data(weights.sum())
+    if aggregation == "rollout_mean":
+        rollouts = ById.of(axes, batch.rollouts)
+        totals = rollouts.sum(rollouts.gather(weights))
+        sequences = (totals > 0).sum(dtype=jnp.float32)
+        denominators = jnp.where(rollouts.there, totals[rollouts.own], 0)
+    else:
+        sequences, denominators = over_data((weights > 0).sum(dtype=jnp.float32)), weights
+    weight_mean, off_policy = None, of_mean_weight(off_policy)
     if off_policy is not None:
         old = needed("batch.old_log_probs", batch.old_log_probs, "f32[R, T] for batch_normalize")
         rollout = needed("batch.rollout_log_probs", batch.rollout_log_probs, "f32[R, T] for batch_normalize")
@@ -257,15 +254,6 @@ def normalize(
     return Normalizer(tokens, sequences, denominators, counts, aggregation, weight_mean, off_policy, None, weighted)
 
 
-def _rollouts(
-    batch: RolloutBatch, segments: Segments, counts: Float[Array, "R S"]
-) -> tuple[Float[Array, ""], Float[Array, "R S"]]:
-    """How many rollouts have a loss token, and the loss tokens of each sequence's rollout."""
-    rollouts = ById.of(segments.axes, batch.rollouts)
-    totals = rollouts.sum(rollouts.gather(counts))
-    return (totals > 0).sum(dtype=jnp.float32), jnp.where(rollouts.there, totals[rollouts.own], 0)
-
-
 def step_normalizer(
     batch: RolloutBatch,
     segments: Segments,
@@ -273,14 +261,10 @@ def step_normalizer(
     aggregation: Aggregation,
     off_policy: OffPolicyConfig | None = None,
 ) -> Normalizer:
-    """Per-shard: the given normalizer, checked. Without one, the batch's own: the batch is then a whole step.
-
-    Raises:
-      ValueError: no normalizer for a batch that is one of a step's micro-batches, one of another aggregation or
-        correction or of another number of micro-batches, or one whose arrays still have the leading K.
-    """
+    """Per-shard: the given normalizer, checked. Without one, the batch's own: the batch is then a whole step."""
     if normalizer is None:
-        _check_denominators(batch, aggregation)
+        if aggregation != "token_sum":
+            _check_alone(batch, aggregation)
         found = normalize(batch, segments, aggregation, off_policy)
         return dataclasses.replace(found, micro_batches=part_of_a_step.value or batch.micro_batches)
     if normalizer.aggregation != aggregation:
@@ -288,27 +272,22 @@ def step_normalizer(
     if normalizer.weighted != batch.weighted_denominators:
         got, expected = normalizer.weighted, batch.weighted_denominators
         raise ValueError(f"normalizer: got one of weighted_denominators={got}, expected the batch's, {expected}")
-    weights = None if off_policy is None else off_policy.of_mean_weight
+    weights = of_mean_weight(off_policy)
     if weights is not None and normalizer.off_policy != weights:
         raise ValueError(f"normalizer: got one of off_policy={normalizer.off_policy}, expected {weights}")
     normalizer.check_step(batch)
     return normalizer
 
 
-def _check_denominators(batch: RolloutBatch, aggregation: Aggregation) -> None:
+def _check_alone(batch: RolloutBatch, aggregation: Aggregation) -> None:
     """Raises where the batch is known to be a part of a step: its own denominators would be wrong."""
-    if aggregation == "token_sum":
-        return
-    expected = (
-        f"expected the step's, for aggregation={aggregation!r}: Normalizer.of(loss, micro_batches), sliced "
-        "like micro_batches"
-    )
+    of_step = f"the step's, for aggregation={aggregation!r}: Normalizer.of(loss, micro_batches), sliced like them"
     if part_of_a_step.value:
-        raise ValueError(f"normalizer: got None inside accumulate_gradients, {expected}")
+        raise ValueError(f"normalizer: got None inside accumulate_gradients, expected {of_step}")
     if batch.micro_batches is not None and batch.micro_batches > 1:
         raise ValueError(
-            f"normalizer: got None for one of {batch.micro_batches} micro-batches, {expected}; a batch that is a step "
-            "of its own has micro_batches=None"
+            f"normalizer: got None for one of {batch.micro_batches} micro-batches, expected {of_step}; a batch that is "
+            "a step of its own has micro_batches=None"
         )
 
 
@@ -327,31 +306,23 @@ def token_weights(
         sequence_mean_token_sum_norm   m / (norm B)
         rollout_mean                   m / (n_r B_r), n_r over all samples of a rollout, B_r rollouts
 
-    Args:
-      loss_mask: `f32[R, T]`.
-      segments: the sequences of the rows.
-      normalizer: the aggregation, and N, B, n of the whole step.
-      norm: a constant length, for sequence_mean_token_sum_norm.
-
-    Returns:
-      `f32[R, T]`, 0 where the mask is 0; all 0 where the step has no loss token.
+    The normalizer says the aggregation, and N, B and n of the whole step. Weights are 0 where a denominator is.
     """
     mask = lax.stop_gradient(loss_mask.astype(jnp.float32))
+
+    def or_one(count: Float[Array, "..."]) -> Float[Array, "..."]:
+        return jnp.where(count == 0, 1, count)  # the mean over nothing is 0
+
     match normalizer.aggregation:
         case "token_sum":
             return mask
         case "token_mean":
-            return mask / _or_one(normalizer.tokens)
+            return mask / or_one(normalizer.tokens)
         case "sequence_mean_token_sum":
-            return mask / _or_one(normalizer.sequences)
+            return mask / or_one(normalizer.sequences)
         case "sequence_mean_token_sum_norm":
-            return mask / (_or_one(normalizer.sequences) * needed("aggregation_norm", norm, "a number above 0"))
-    return mask * segments.spread(1 / (_or_one(normalizer.denominators) * _or_one(normalizer.sequences)))
-
-
-def _or_one(count: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Replaces a denominator of 0 by 1: the mean over nothing is 0."""
-    return jnp.where(count == 0, 1, count)
+            return mask / (or_one(normalizer.sequences) * needed("aggregation_norm", norm, "a number above 0"))
+    return mask * segments.spread(1 / (or_one(normalizer.denominators) * or_one(normalizer.sequences)))
 
 
 def weighted_sum(

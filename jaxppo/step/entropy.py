@@ -27,12 +27,15 @@ __all__ = ["AdaptiveEntropy", "EntropyState", "entropy_metrics", "renormalised_e
 
 @register()
 class EntropyState(NamedTuple):
-    """The state of `AdaptiveEntropy` between steps: a pytree of two `f32[]`."""
+    """The state of `AdaptiveEntropy` between steps, two `f32[]`.
+
+    Args:
+      coef: the coefficient, whether or not the next step uses it.
+      entropy: the mean entropy of the last step, nats; -inf before the first.
+    """
 
     coef: Float[Array, ""]
-    """The coefficient, whether or not the next step uses it."""
     entropy: Float[Array, ""]
-    """The mean entropy of the last step, nats; -inf before the first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,42 +67,20 @@ class AdaptiveEntropy:
     most: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("target", self.target, least=0)
-        check_number("step", self.step, least=0)
-        check_number("most", self.most, least=0)
+        for name in ("target", "step", "most"):
+            check_number(name, getattr(self, name), least=0)
 
     def init(self, coef: float = 0.0) -> EntropyState:
-        """The state before the first step, which has the bonus `coef`.
-
-        Args:
-          coef: the first coefficient, 0 to `most`.
-
-        Returns:
-          The state.
+        """The state before the first step, whose bonus has the coefficient `coef`, 0 to `most`.
 
         Raises:
           ValueError: a coefficient out of its range.
-
-        Example:
-          >>> float(AdaptiveEntropy().init(0.25).coef)
-          0.25
         """
         check_number("coef", coef, least=0, most=self.most)
         return EntropyState(jnp.float32(coef), jnp.float32(-jnp.inf))
 
     def coef(self, state: EntropyState) -> Float[Array, ""]:
-        """The coefficient of the coming step, for `PolicyLossConfig(entropy_coef=)` inside `jit`.
-
-        Args:
-          state: after the last step.
-
-        Returns:
-          `f32[]`, 0 where the last step's entropy was above the target.
-
-        Example:
-          >>> float(AdaptiveEntropy().coef(AdaptiveEntropy().init(0.25)))
-          0.25
-        """
+        """The coefficient of the coming step, `f32[]`, for `PolicyLossConfig(entropy_coef=)` inside `jit`."""
         _check_state(state)
         return jnp.where(state.entropy > self.target, 0 * state.coef, state.coef)
 
@@ -108,17 +89,11 @@ class AdaptiveEntropy:
 
         Args:
           state: before the step.
-          entropy: the mean over the loss tokens of the whole step, nats: its metric `entropy`.
-
-        Returns:
-          The state. Where the entropy is NaN, the state is NaN, and so is the next loss.
+          entropy: the mean over the loss tokens of the whole step, nats: its metric `entropy`. Where it is NaN, the
+            state is NaN, and so is the next loss.
 
         Raises:
           ValueError: an entropy that is not an array and not a finite number.
-
-        Example:
-          >>> float(AdaptiveEntropy(step=0.5).update(AdaptiveEntropy().init(), jnp.float32(0.0)).coef)
-          0.5
         """
         _check_state(state)
         if not isinstance(entropy, (np.ndarray, np.floating)) or np.ndim(entropy):  # NaN may come from a metric
@@ -145,9 +120,9 @@ def entropy_metrics(
 ) -> Metrics:
     """The entropy of the loss tokens: its quantiles, and its mean by the place in the response.
 
-    Quantiles are read from a histogram, which adds up over micro-batches and hosts, by linear interpolation within its
-    bins. A quantile H is off by at most 0.015 sqrt(H). A token's place is its distance from the first loss token of its
-    sequence. Losses do not compute these metrics, since the histogram is a scatter of every token.
+    Quantiles are read from a histogram, which adds up over micro-batches and hosts: a quantile H is off by at most
+    0.015 sqrt(H). A token's place is its distance from the first loss token of its sequence. Losses do not compute
+    these metrics, since the histogram is a scatter of every token.
 
     Args:
       stats: statistics with entropies, `f32[R, T]`.
@@ -183,12 +158,10 @@ def entropy_metrics(
         check_number("quantiles", q, least=0, most=1)
     in_order = list(starts)[:1] == [0] and all(a < b for a, b in zip(starts, list(starts)[1:], strict=False))
     check("starts", tuple(starts), in_order, "0 and then larger numbers")
-    args = {"entropy": stats.entropy, "batch": batch}
-    static = (tuple(quantiles), tuple(starts))
-    found: Metrics = shard_call(
+    args, static = {"entropy": stats.entropy, "batch": batch}, (tuple(quantiles), tuple(starts))
+    return shard_call(
         "entropy_metrics", _per_shard, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P()), static
     )
-    return found
 
 
 def renormalised_entropy(log_probs: Float[Array, "*batch K"]) -> Float[Array, "*batch"]:
@@ -255,7 +228,7 @@ def _per_shard(
 
 @dataclasses.dataclass(frozen=True)
 class _Quantile:
-    """The quantile q of a histogram. Metrics of two steps have the same structure, since equal quantiles are equal."""
+    """The quantile q of a histogram; equal ones are equal, so that metrics of two steps have the same structure."""
 
     q: float
 

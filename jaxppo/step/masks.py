@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,8 +32,7 @@ def second_moment_mask(
 
     Use it as `dataclasses.replace(batch, loss_mask=...)` to drop tokens from penalties and denominators too, as AReaL
     does; or multiply the advantages by it to drop them from the policy loss alone. The paper compares the sampler with
-    the current policy. This function compares it with the old policy, which is known before the step. AReaL sorts each
-    micro-batch. Only AReaL ships it.
+    the current policy, this function with the old one, which is known before the step. AReaL sorts each micro-batch.
 
     Args:
       batch: the step, `[R, T]`, or its micro-batches stacked, `[K, R, T]`; needs `old_log_probs` and
@@ -62,13 +62,7 @@ def second_moment_mask(
     given = {"old_log_probs": batch.old_log_probs, "rollout_log_probs": batch.rollout_log_probs}
     args = {name: needed(f"batch.{name}", x, "f32[R, T] for second_moment_mask") for name, x in given.items()}
     args |= {"loss_mask": batch.loss_mask, "bound": as_number("bound", bound, above=0)}
-
-    def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
-        of = batch.specs(parallel).loss_mask
-        return [of, of, of, P()], of
-
-    found: Float[Array, "*K R T"] = shard_call("second_moment_mask", _second_moment, parallel, args, specs)
-    return found
+    return shard_call("second_moment_mask", _second_moment, parallel, args, _specs(batch, 3))
 
 
 @of_rows
@@ -101,10 +95,8 @@ def top_entropy_mask(
 ) -> Float[Array, "*K R T"]:
     """Keeps the loss tokens of the step whose entropy is at least the quantile 1 - share.
 
-    The quantile is interpolated linearly: of n loss tokens, n - ceil((n - 1) (1 - share)) stay, and those that tie with
-    the last of them. Entropies are of the policy at the start of the step.
-    `log_probs_from_hidden(..., entropy="metric")` computes them in the forward pass of the old log-probs, see
-    `compute_log_probs`.
+    Of n loss tokens, n - ceil((n - 1) (1 - share)) stay, and those that tie with the last of them. Take the entropies
+    of the policy at the start of the step, from the pass of the old log-probs: see `compute_log_probs`.
 
     Multiply the advantages by the mask: the other tokens then have no policy loss, and penalties and denominators are
     still over all tokens. TRL and ms-swift take the quantile of each micro-batch.
@@ -137,13 +129,7 @@ def top_entropy_mask(
     check_alike({"batch.loss_mask": batch.loss_mask, "entropy": entropy})
     number = as_number("share", share, above=0, most=1)
     args = {"entropy": entropy, "loss_mask": batch.loss_mask, "share": number}
-
-    def specs(parallel: ParallelMesh) -> tuple[list[Any], Any]:
-        of = batch.specs(parallel).loss_mask
-        return [of, of, P()], of
-
-    found: Float[Array, "*K R T"] = shard_call("top_entropy_mask", _top_entropy, parallel, args, specs)
-    return found
+    return shard_call("top_entropy_mask", _top_entropy, parallel, args, _specs(batch, 2))
 
 
 @of_rows
@@ -159,3 +145,8 @@ def _top_entropy(axes: ShardAxes, entropy: jax.Array, loss_mask: jax.Array, shar
     scores = ordered_bits(jnp.where(mask, entropy.astype(jnp.float32), 0))
     stays = (mask & (scores >= kth(total, scores, mask, wanted))).astype(jnp.float32)
     return jnp.where(mask & ~(jnp.isfinite(entropy) & jnp.isfinite(share)), jnp.nan, stays)
+
+
+def _specs(batch: RolloutBatch, arrays: int) -> Callable[[ParallelMesh], tuple[list[Any], Any]]:
+    """The specs of a mask that is computed from so many arrays of tokens and a number."""
+    return lambda p: ([batch.specs(p).loss_mask] * arrays + [P()], batch.specs(p).loss_mask)

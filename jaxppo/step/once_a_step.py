@@ -1,15 +1,9 @@
 """Finds the part of a traced loss that runs once for all micro-batches: the copies of parameters on each device.
 
-It edits a jaxpr, because no form of JAX 0.10 says the same for a loss that sees whole arrays on any mesh. Tried:
-
-- A `shard_map` over the data and context axes around the loop, with the parameters made varying before it, adds up each
-  device's gradients and sums once. But inside it these axes are manual. A model's constraints of sharding over them are
-  refused, and so is a `shard_map` of the whole mesh, such as the head's. A `shard_map` of the tensor axis alone, in its
-  place, does not lower on Auto meshes; on Explicit ones it is refused under a gradient. A loss that is written for
-  `ShardAxes` does have this form: see `accumulate_gradients(parallel=)`.
-- Parameters of the type `P(reduced=...)` and a carry of `P(unreduced=...)` give one sum after the loop, on Explicit
-  meshes. On Auto ones JAX refuses both types.
-- A sum in the head's gradient rule stays in the loop where the cotangent differs between micro-batches (on TPUs).
+It edits a jaxpr, because no form of JAX 0.10 says the same for a loss that sees whole arrays on any mesh. A `shard_map`
+of the data axes around the loop refuses a model's own constraints and `shard_map`s over them; `P(unreduced=...)` is
+refused on Auto meshes; a sum in the head's gradient rule stays in the loop where cotangents differ (on TPUs). A loss
+that is written for `ShardAxes` needs none of this: see `accumulate_gradients(parallel=)`.
 """
 
 from __future__ import annotations
@@ -29,14 +23,10 @@ if TYPE_CHECKING:
 class Split(NamedTuple):
     """A traced loss of parameters and a micro-batch, with the copies of parameters taken out of it."""
 
-    originals: Callable[..., list[jax.Array]]
-    """Maps the parameters to the arrays that are copied."""
-    copies: Callable[..., list[jax.Array]]
-    """Maps the originals to their copies, one a device, `[D, ...]`."""
-    rest: Callable[..., list[Any]]
-    """Maps parameters, copies and micro-batch to what the loss function returns, in a list."""
-    used: list[bool]
-    """For each parameter, whether `rest` reads it beside the copies."""
+    originals: Callable[..., list[jax.Array]]  # of the parameters: the arrays that are copied
+    copies: Callable[..., list[jax.Array]]  # of the originals: their copies, one a device, [D, ...]
+    rest: Callable[..., list[Any]]  # of parameters, copies and micro-batch: what the loss returns, in a list
+    used: list[bool]  # for each parameter, whether `rest` reads it beside the copies
 
 
 def split(traced: ClosedJaxpr, params: Sequence[Any], others: Sequence[Any]) -> Split:
@@ -61,8 +51,7 @@ def split(traced: ClosedJaxpr, params: Sequence[Any], others: Sequence[Any]) -> 
 
     def function(invars: Sequence[Any], eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Callable[..., list[Any]]:
         part = jaxpr.replace(invars=[*invars], eqns=[*eqns], outvars=[*outvars])
-        run: Callable[..., list[Any]] = jaxpr_as_fun(ClosedJaxpr(part, traced.consts))
-        return run
+        return jaxpr_as_fun(ClosedJaxpr(part, traced.consts))
 
     return Split(
         function(inputs, _needed(jaxpr.eqns, originals, effects=False), originals),
@@ -149,17 +138,21 @@ def gradients_of_originals(
 ) -> list[jax.Array]:
     """Sums the gradients of copies, `[D, ...]`, over devices and takes them back to f32 gradients of parameters.
 
-    Each sum is rounded to the dtype of its original. The rounding error goes back in a second call, so that the
-    gradient of a parameter that was narrowed for the copies is exact to 16 bits.
+    The error of rounding a sum to the dtype of its original goes back in a second call, so that the gradient of a
+    parameter that was narrowed for the copies is exact to 16 bits.
     """
     sums = [total.sum(axis=0) for total in totals]
-    info = [jnp.finfo(x.dtype) for x in originals]
-    # rounded before they are converted: else XLA for TPU sums over devices in bf16
-    rounded = [lax.reduce_precision(x, i.nexp, i.nmant) for x, i in zip(sums, info, strict=True)]
-    lost = [x - y for x, y in zip(sums, rounded, strict=True)]
+    kept = list(map(rounded, sums, originals))
+    lost = [x - y for x, y in zip(sums, kept, strict=True)]
 
     def through(xs: list[jax.Array]) -> list[jax.Array]:
         narrow = [x.astype(y.dtype) for x, y in zip(xs, originals, strict=True)]
         return [x.astype(jnp.float32) for x in back(narrow)]
 
-    return [x + y for x, y in zip(through(rounded), through(lost), strict=True)]
+    return [x + y for x, y in zip(through(kept), through(lost), strict=True)]
+
+
+def rounded(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x in its own dtype, rounded to that of `like`. If it were only converted, XLA for TPU would sum it in bf16."""
+    info = jnp.finfo(like.dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)

@@ -1,11 +1,10 @@
 """Asynchronous training: the staleness of each token, its metrics, and corrections for it.
 
-The sampler goes on while the trainer updates, so that the tokens of one response may come from several versions of the
-policy, all of them older than the current one. Samples carry the version of each token, `policy_versions`. The
-trainer's own version is `version`, and s = version - policy_versions is the staleness of a token, in updates.
+The tokens of one response may come from several versions of the policy, `policy_versions`. The trainer's own version is
+`version`, and s = version - policy_versions is the staleness of a token, in updates.
 
-PPO uses one policy both as the *proximal* policy, which a step must stay near, and as the policy that drew the tokens.
-The decoupled objective separates the two. With b the sampler's probability, each token's term is
+The decoupled objective separates the *proximal* policy, which a step must stay near, from the one that drew the tokens.
+With b the sampler's probability, each token's term is
 
     (prox / b) * min(r * A, clip(r) * A)        r = pi / prox
 
@@ -52,8 +51,6 @@ def proximal_log_probs(
         log prox = log b + alpha * (log pi - log b)
         alpha = (proximal_version - policy_version) / (version - policy_version), within [0, 1]; 0 for a fresh token
 
-    If the proximal policy is one update old, a token of staleness s has alpha = (s - 1) / s. The result is detached.
-
     Args:
       log_probs: `f32[R, T]`, log pi, of the policy that learns.
       rollout_log_probs: `f32[R, T]`, log b, as the sampler reported them.
@@ -62,7 +59,7 @@ def proximal_log_probs(
       proximal_version: the version of the proximal policy, by default one less.
 
     Returns:
-      `f32[R, T]`, for `old_log_probs`; NaN for a token that a version above `version` drew.
+      `f32[R, T]`, detached, for `old_log_probs`; NaN for a token that a version above `version` drew.
 
     Raises:
       TypeError: log-probs of 16 bits.
@@ -75,20 +72,17 @@ def proximal_log_probs(
 
     AReaL's log-linear approximation, https://inclusionai.github.io/AReaL/algorithms/prox_approx.html
     """
-    arrays = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "policy_versions": policy_versions}
-    check_alike(arrays)
+    check_alike({"log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "policy_versions": policy_versions})
     _check_version("version", version)
-    if proximal_version is not None:
-        _check_version("proximal_version", proximal_version)
-    policy_versions = policy_versions.astype(jnp.int32)
     proximal = version - 1 if proximal_version is None else proximal_version
+    _check_version("proximal_version", proximal)
+    policy_versions = policy_versions.astype(jnp.int32)
     total = version - policy_versions
     share = (proximal - policy_versions) / jnp.where(total > 0, total, 1)
     alpha = jnp.where(total > 0, jnp.clip(share, 0, 1), 0).astype(jnp.float32)
     alpha = jnp.where(total >= 0, alpha, jnp.nan)  # no token is drawn by a version to come
-    b, pi = (sound(what, arrays[what]).astype(jnp.float32) for what in ("rollout_log_probs", "log_probs"))
-    b = at_most_zero(b)
-    return lax.stop_gradient(b + alpha * (pi - b))
+    b = at_most_zero(sound("rollout_log_probs", rollout_log_probs).astype(jnp.float32))
+    return lax.stop_gradient(b + alpha * (sound("log_probs", log_probs).astype(jnp.float32) - b))
 
 
 def staleness_metrics(
@@ -117,10 +111,9 @@ def staleness_metrics(
       >>> float(found["staleness"].value), float(found["version_span"].value)
       (0.5, 1.0)
     """
-    found: Metrics = shard_call(
+    return shard_call(
         "staleness_metrics", _metrics, parallel, _arguments(batch, version), lambda p: ([P(), batch.specs(p)], P())
     )
-    return found
 
 
 def staleness_weights(
@@ -163,15 +156,10 @@ def staleness_weights(
     """
     check_choice("level", level, Level)
     numbers = {"limit": as_number("limit", limit, least=0), "decay": as_number("decay", decay, least=0, most=1)}
-    found: Array = shard_call(
-        "staleness_weights",
-        _weights,
-        parallel,
-        {"numbers": numbers, **_arguments(batch, version)},
-        lambda p: ([P(), P(), batch.specs(p)], p.tokens_spec),
-        level,
+    args = {"numbers": numbers, **_arguments(batch, version)}
+    return shard_call(
+        "staleness_weights", _weights, parallel, args, lambda p: ([P(), P(), batch.specs(p)], p.tokens_spec), level
     )
-    return found
 
 
 def _check_version(what: str, version: Any) -> None:
