@@ -15,17 +15,14 @@ from .checks import check_flag
 
 Names = tuple[str, ...]
 Tree = TypeVar("Tree")  # a pytree of arrays
-LAYOUTS: dict[str, Any] = {}  # Layouts by name, which import this module; `register_layout` adds to them
+LAYOUTS: dict[str, Any] = {}  # context layouts by name; `register_layout` adds to them
 
 
-def axis_names(value: str | Sequence[str] | None) -> Names:
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
-
-
-def check_names(role: str, value: object) -> None:
-    names = value if isinstance(value, (tuple, list)) else [value]
-    if value is not None and not all(isinstance(name, str) for name in names):
+def axis_names(value: str | Sequence[str] | None, role: str = "spec") -> Names:
+    names = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{role}: got {value!r}, expected an axis name, a tuple of them or None")
+    return tuple(names)
 
 
 def check_layout(layout: str, name: str = "context_layout") -> None:
@@ -37,8 +34,7 @@ def check_layout(layout: str, name: str = "context_layout") -> None:
 class ShardAxes:
     """The roles of mesh axes, for code that already runs inside a `shard_map` (with `check_vma=True`).
 
-    Without arguments no axis has a role, and every collective over a role does nothing: a per-shard function
-    given `ShardAxes()` is the one-device function.
+    In `ShardAxes()` no axis has a role, and no function sends anything: it is for one device.
 
     Args:
       data: axes that the rows of a batch are sharded over.
@@ -76,14 +72,13 @@ class ShardAxes:
         context_layout: str = "contiguous",
     ) -> None:
         roles = {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp, "replicated": replicated}
-        fields: dict[str, Any] = {role: axis_names(value) for role, value in roles.items()}
+        fields: dict[str, Any] = {role: axis_names(value, role) for role, value in roles.items()}
         fields |= {"sequence_parallel": sequence_parallel, "context_layout": context_layout}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
-        check_flag("sequence_parallel", self.sequence_parallel)
-        check_layout(self.context_layout)
-        used = self.data + self.context + self.tensor + self.replicated
-        if len(set(used)) != len(used):
+        check_flag("sequence_parallel", sequence_parallel)
+        check_layout(context_layout)
+        if len(set(self._used)) != len(self._used):
             raise ValueError(
                 f"data, context, tensor, replicated: got {self.data}, {self.context}, {self.tensor}, "
                 f"{self.replicated}, expected no axis in two roles"
@@ -95,6 +90,10 @@ class ShardAxes:
     def tokens(self) -> Names:
         """The axes that tokens are spread over: data, then context."""
         return self.data + self.context
+
+    @property
+    def _used(self) -> Names:
+        return self.tokens + self.tensor + self.replicated
 
     def size(self, names: Names) -> int:
         """The number of shards over `names`, 1 for none; static. Only inside the `shard_map`."""
@@ -120,17 +119,17 @@ class ShardAxes:
         return lax.ppermute(x, ordered, [(int(places[i]), int(places[j])) for i, j in pairs])
 
     def check_manual(self, what: str) -> None:
-        """Raises where an axis with a role is not an axis of the surrounding `shard_map`."""
+        """Raises unless the axes with a role are axes of the surrounding `shard_map`, which has `check_vma=True`.
+
+        Without it, the rules of gradients are others.
+        """
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        for name in (*self.tokens, *self.tensor, *self.replicated):
+        for name in self._used:
             if name not in manual:
                 raise ValueError(
                     f"parallel: got mesh axis {name!r} in {what}, expected axes of the shard_map around this call, "
                     f"{manual}; the shard_map must be over all axes of the mesh"
                 )
-
-    def check_vma(self) -> None:
-        """Raises where the surrounding `shard_map` has `check_vma=False`, which changes the rules of gradients."""
         for name in self.tokens + self.tensor:
             if not _tracks_varying(name):
                 raise ValueError(
@@ -142,31 +141,23 @@ class ShardAxes:
     def check_complete(self, what: str, *arrays: Any) -> None:
         """Raises where arrays differ between devices along a mesh axis that has no role here.
 
-        A sum over devices would leave that axis out and be only a part of the whole. Axes along which no array varies
-        are harmless. Under `pmap` and `check_vma=False` JAX does not track varying axes, so any axis without a role
-        raises.
-
-        Args:
-          what: the name of the sum, for the error.
-          *arrays: the arrays that the sum is computed from.
+        A sum over devices, which the error calls `what`, would leave that axis out. Under `pmap` and `check_vma=False`
+        JAX does not track which arrays differ, so any axis without a role raises.
         """
         for name in self.unknown(*arrays):
-            roles = "parallel=ShardAxes(data=..., context=...)"
-            if not _tracks_varying(name):  # there `check_vma` refuses every role
-                roles += " in a shard_map with check_vma=True in its place"
+            # `check_manual` would refuse every role here
+            instead = "" if _tracks_varying(name) else " in a shard_map with check_vma=True in its place"
             raise ValueError(
                 f"parallel: got no role for mesh axis {name!r} inside a shard_map or pmap, expected one, since "
-                f"{what} would be that of one device's part; pass {roles}, or "
-                f"ShardAxes(replicated={name!r}) where all devices along it hold the same"
+                f"{what} would be that of one device's part; pass parallel=ShardAxes(data=..., context=...){instead}, "
+                f"or ShardAxes(replicated={name!r}) where all devices along it hold the same"
             )
 
     def unknown(self, *arrays: Any) -> list[str]:
         """The mesh axes without a role here along which arrays differ between devices, see `check_complete`."""
-        mesh = jax.sharding.get_abstract_mesh()
-        known = {*self.data, *self.context, *self.tensor, *self.replicated}
-        leaves = jax.tree.leaves(arrays)
-        names = [name for name in mesh.manual_axes if mesh.shape[name] > 1 and name not in known]
-        return [name for name in names if any(name in varying(x) for x in leaves) or not _tracks_varying(name)]
+        mesh, differ = jax.sharding.get_abstract_mesh(), varying(*arrays)
+        names = [name for name in mesh.manual_axes if mesh.shape[name] > 1 and name not in self._used]
+        return [name for name in names if name in differ or not _tracks_varying(name)]
 
 
 def _tracks_varying(name: str) -> bool:
@@ -174,9 +165,9 @@ def _tracks_varying(name: str) -> bool:
     return name in varying(lax.axis_index(name))
 
 
-def varying(x: Any) -> frozenset[str]:
-    """The manual mesh axes along which x differs from device to device, read from its type."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+def varying(*trees: Any) -> frozenset[str]:
+    """The manual mesh axes along which arrays, or pytrees of them, differ between devices, read from their types."""
+    return frozenset(name for x in jax.tree.leaves(trees) for name in jax.typeof(x).manual_axis_type.varying)
 
 
 def vary(x: jax.Array, names: Names | frozenset[str]) -> jax.Array:
@@ -186,10 +177,9 @@ def vary(x: jax.Array, names: Names | frozenset[str]) -> jax.Array:
 
 
 def unvary(x: jax.Array, names: Names) -> jax.Array:
-    """x without `names` among the axes along which it varies.
+    """x without `names` among the axes along which it varies; without a derivative.
 
-    The caller must know that x is equal along them. JAX cannot know it, for example after a gather by permutations.
-    Nothing is checked or sent. It has no derivative.
+    The caller must know that x is equal along them, as JAX cannot after a gather by permutations. Nothing is checked.
     """
     return _unvarying().bind(x, names=names)
 
@@ -199,12 +189,12 @@ def _unvarying() -> Any:
     from jax.extend.core import Primitive  # imported here because it loads Pallas
     from jax.interpreters import batching, mlir
 
+    def of_type(x: Any, names: Names) -> Any:
+        kept = x.manual_axis_type.varying - set(names)
+        return x.update(manual_axis_type=jax.sharding.ManualAxisType(varying=kept))
+
     equal = Primitive("equal_along")
-    equal.def_abstract_eval(
-        lambda x, names: x.update(
-            manual_axis_type=jax.sharding.ManualAxisType(varying=x.manual_axis_type.varying - set(names))
-        )
-    )
+    equal.def_abstract_eval(of_type)
     equal.def_impl(lambda x, names: x)
     mlir.register_lowering(equal, lambda _, x, names: [x])
     batching.primitive_batchers[equal] = lambda args, dims, names: (equal.bind(*args, names=names), *dims)
@@ -213,4 +203,4 @@ def _unvarying() -> Any:
 
 def vary_like(x: jax.Array, *others: Any) -> jax.Array:
     """x with all varying axes of the arrays `others` added; a loop carry must start with them."""
-    return vary(x, frozenset().union(*(varying(leaf) for leaf in jax.tree.leaves(others))))
+    return vary(x, varying(*others))

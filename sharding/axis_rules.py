@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-Names = tuple[str, ...]
+from .axes import Names
 
 # The usual logical names of a loss's dimensions: first MaxText's for logits and head, then its other names and Flax's.
 _USUAL = {
@@ -20,41 +20,28 @@ _USUAL = {
 
 def roles_of_rules(
     rules: Sequence[Sequence[Any]], sizes: Mapping[str, int], given: Mapping[str, str | None]
-) -> dict[str, Names]:
+) -> tuple[Names, Names, Names, Names]:
     """The axes of data, context, tensor and fsdp, in the order in which the rules name them.
 
-    As in Flax, the rules are read from first to last, and a rule applies if no other dimension of the same array uses
-    one of its axes already. Afterwards axes that the mesh lacks or has in size 1 are dropped.
-
-    Args:
-      rules: pairs of a logical name and its mesh axes: a name, several, or None.
-      sizes: the sizes of the mesh axes, by name.
-      given: the logical names of batch, length, embed and vocab, None for the usual ones.
-
-    Raises:
-      ValueError: rules that are not pairs, a name without a rule, an axis that shards both tokens and the vocabulary,
-        an axis that shards a kernel's rows but no tokens.
+    `sizes` are those of the mesh axes; axes that it lacks, or has in size 1, are left out. `given` are the logical
+    names of batch, length, embed and vocab, None for the usual ones.
     """
     pairs = [_pair(rule) for rule in rules]
     known = {name for name, _ in pairs}
     called = {dim: _called(dim, given[dim], known) for dim in _USUAL}
-    tokens = _assign((called["batch"], called["length"]), pairs)
-    kernel = _assign((called["embed"], called["vocab"]), pairs)
-    used = [tuple(name for name in axes if sizes.get(name, 1) > 1) for axes in (*tokens, *kernel)]
-    data, context, fsdp, tensor = used
-    shared = [name for name in tensor if name in (*data, *context)]
-    if shared:
+    assigned = _assign(called["batch"], called["length"], pairs) + _assign(called["embed"], called["vocab"], pairs)
+    data, context, fsdp, tensor = (tuple(name for name in axes if sizes.get(name, 1) > 1) for axes in assigned)
+    if shared := [name for name in tensor if name in data + context]:
         raise ValueError(
             f"rules: got mesh axes {', '.join(map(repr, shared))} for {called['vocab']!r} and for tokens, expected the "
             "vocabulary over axes of its own; ParallelMesh(mesh, data=...) takes roles, Head(spec=...) such a kernel"
         )
-    alone = [name for name in fsdp if name not in (*data, *context)]
-    if alone:
+    if alone := [name for name in fsdp if name not in data + context]:
         raise ValueError(
             f"rules: got mesh axes {', '.join(map(repr, alone))} for {called['embed']!r} alone, expected those of a "
             "kernel's rows to shard tokens too"
         )
-    return {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp}
+    return data, context, tensor, fsdp
 
 
 def _pair(rule: object) -> tuple[str, Names]:
@@ -71,23 +58,19 @@ def _pair(rule: object) -> tuple[str, Names]:
 
 def _called(dim: str, given: str | None, known: set[str]) -> str | None:
     """The logical name of a dimension; None where no rule names it, and it is not sharded."""
-    if given is not None:
-        if given not in known:
-            raise ValueError(
-                f"{dim}: got {given!r}, expected a name of the rules: {', '.join(sorted(known)) or 'none'}"
-            )
-        return given
-    found = next((name for name in _USUAL[dim] if name in known), None)
+    names = ", ".join(sorted(known)) or "none"
+    if given is not None and given not in known:
+        raise ValueError(f"{dim}: got {given!r}, expected a name of the rules: {names}")
+    found = given or next((name for name in _USUAL[dim] if name in known), None)
     if found is None and dim == "batch":
-        names = ", ".join(sorted(known)) or "none"
         raise ValueError(f"rules: got names {names}, expected one of {', '.join(_USUAL[dim])}; pass batch=")
     return found
 
 
-def _assign(dims: Sequence[str | None], pairs: Sequence[tuple[str, Names]]) -> list[Names]:
-    """The mesh axes of each dimension of one array."""
-    taken: dict[str, Names] = {}
+def _assign(first: str | None, second: str | None, pairs: Sequence[tuple[str, Names]]) -> tuple[Names, Names]:
+    """The mesh axes of the dimensions of one array: each by its first rule whose axes the other does not use."""
+    taken: dict[str | None, Names] = {}
     for name, axes in pairs:
-        if name in dims and name not in taken and not set(axes) & {a for other in taken.values() for a in other}:
+        if name in (first, second) and name not in taken and not set(axes) & set(sum(taken.values(), ())):
             taken[name] = axes
-    return [taken.get(dim, ()) if dim is not None else () for dim in dims]
+    return taken.get(first, ()), taken.get(second, ())

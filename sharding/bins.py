@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from typing import NamedTuple
 
 import numpy as np
 
-
-class Placed(NamedTuple):
-    """The row, the first slot in it and the start of each bundle."""
-
-    row: np.ndarray
-    slot: np.ndarray
-    start: np.ndarray
+Placed = tuple[np.ndarray, np.ndarray]  # the row of each bundle, and the order in which bundles came into their rows
 
 
-def of_sequences(bundle: np.ndarray, padded: np.ndarray, placed: Placed) -> Placed:
-    """The row, the slot and the start of each sequence, from those of its bundle."""
-    order = np.argsort(bundle, kind="stable")
-    held = np.bincount(bundle)
-    first = np.cumsum(held) - held  # the index in `order` of each bundle's first sequence
-    before = np.cumsum(padded[order]) - padded[order]  # padded lengths of all earlier sequences, summed
-    slot, start = (np.empty(len(padded), np.int32) for _ in range(2))
-    of = bundle[order]
-    slot[order] = placed.slot[of] + np.arange(len(order)) - first[of]
-    start[order] = placed.start[of] + before - before[first[of]]
-    return Placed(placed.row[bundle], slot, start)
+def of_sequences(bundle: np.ndarray, padded: np.ndarray, placed: Placed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The row, the slot and the start of each sequence."""
+    row, rank = placed[0][bundle], np.argsort(placed[1])[bundle]
+    by_place = np.lexsort((rank, row))
+    first = np.searchsorted(row[by_place], row[by_place])  # the index in `by_place` of each row's first sequence
+    before = np.cumsum(padded[by_place]) - padded[by_place]  # padded lengths of all earlier sequences, summed
+    slot, start = np.empty_like(row), np.empty_like(row)
+    slot[by_place] = np.arange(len(row)) - first
+    start[by_place] = before - before[first]
+    return row, slot, start
 
 
 def spread(
@@ -35,41 +27,40 @@ def spread(
 ) -> Placed | None:
     """Bundles, longest first, each in the row of least cost that it fits; None where a bundle then fits no row."""
     used, held = [0] * rows, [0] * rows
-    placed = Placed(*(np.zeros(len(lengths), np.int32) for _ in range(3)))
+    row_of, order = np.zeros(len(lengths), np.int32), np.lexsort((-costs, -lengths))
     least = [(0.0, 0, row) for row in range(rows)]  # a heap of costs, lengths and rows
-    for i in np.lexsort((-costs, -lengths)).tolist():
+    for i in order.tolist():
         length, sequences, passed = int(lengths[i]), int(counts[i]), []
         while least and (used[row := least[0][2]] + length > row_length or held[row] + sequences > most):
             passed.append(heapq.heappop(least))
         if not least:
             return None
         cost, _, row = heapq.heappop(least)
-        placed.row[i], placed.slot[i], placed.start[i] = row, held[row], used[row]
+        row_of[i] = row
         used[row] += length
         held[row] += sequences
         for one in (*passed, (cost + float(costs[i]), used[row], row)):
             heapq.heappush(least, one)
-    return placed
+    return row_of, order
 
 
-def first_fit_decreasing(lengths: np.ndarray, counts: np.ndarray, row_length: int, most: int | None) -> Placed:
+def first_fit_decreasing(lengths: np.ndarray, counts: np.ndarray, row_length: int, most: float) -> Placed:
     """The fewest rows, about: bundles, longest first, take the first bin that they fit.
 
     Lengths only fall, so a bin that fits one bundle fits all later ones until it takes one. `fitting` holds such bins
     by their number, `full` the others by their free places. A bin with too few slots for a bundle stays in `fitting`.
     """
-    count = len(lengths)
-    free, held = [row_length] * count, [0] * count
-    bins, slot, start = (np.zeros(count, np.int32) for _ in range(3))
+    free, held = [row_length] * len(lengths), [0] * len(lengths)
+    row_of, order = np.zeros(len(lengths), np.int32), np.argsort(-lengths, kind="stable")
     fitting: list[int] = []
     full: list[tuple[int, int]] = []
     used = 0
-    for i in np.argsort(-lengths, kind="stable").tolist():
+    for i in order.tolist():
         length, sequences = int(lengths[i]), int(counts[i])
         while full and -full[0][0] >= length:
             heapq.heappush(fitting, heapq.heappop(full)[1])
         passed: list[int] = []
-        while most is not None and fitting and held[fitting[0]] + sequences > most:
+        while fitting and held[fitting[0]] + sequences > most:
             passed.append(heapq.heappop(fitting))
         if fitting:
             first = heapq.heappop(fitting)
@@ -77,12 +68,12 @@ def first_fit_decreasing(lengths: np.ndarray, counts: np.ndarray, row_length: in
             first, used = used, used + 1
         for one in passed:
             heapq.heappush(fitting, one)
-        bins[i], slot[i], start[i] = first, held[first], row_length - free[first]
+        row_of[i] = first
         free[first] -= length
         held[first] += sequences
-        if most is None or held[first] < most:
+        if held[first] < most:
             heapq.heappush(full, (-free[first], first))
-    return Placed(bins, slot, start)
+    return row_of, order
 
 
 def deal(bins: np.ndarray, costs: np.ndarray, rows: int, count: int, data: int) -> np.ndarray:

@@ -25,10 +25,9 @@ def shard_call(
 ) -> Any:
     """Runs the per-shard `fn(axes, *args.values())` on one device, in the caller's `shard_map`, or on a mesh.
 
-    Every mesh-level function here uses `shard_call`, so that the per-shard function is the only implementation. The
-    call is jitted where the caller does not jit: with a module-level `fn`, a second call with equal `static` and arrays
-    of the same shapes compiles nothing. In a caller's `jit` the call is not jitted again: JAX would first trace all of
-    it without gradients.
+    The call is jitted where the caller does not jit: with a module-level `fn`, a second call with equal `static` and
+    arrays of the same shapes compiles nothing. In a caller's `jit` the call is not jitted again: JAX would first trace
+    all of it without gradients.
 
     Args:
       name: the public function's name, for errors.
@@ -52,11 +51,12 @@ def shard_call(
     check_parallel(parallel)
     if isinstance(parallel, ShardAxes):
         parallel.check_manual(name)
-        parallel.check_vma()
         return _call(fn, parallel, static, *args.values())
+    # even an operation without arguments becomes a part of the program of a `jit` around this call
+    staged = isinstance(lax.iota(jnp.int32, 1), jax.core.Tracer)
     if parallel is None:
-        run = _on_one_device if _staged() else _jitted_on_one_device
-        return run(fn, static, *jax.tree.map(jnp.asarray, tuple(args.values())))
+        run = _call if staged else _jitted_call
+        return run(fn, ShardAxes(), static, *jax.tree.map(jnp.asarray, tuple(args.values())))
     if manual := jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"parallel: got ParallelMesh in {name} inside a shard_map or pmap over {manual}, expected ShardAxes inside "
@@ -65,27 +65,18 @@ def shard_call(
     in_specs, out_specs = specs(parallel)
     for (what, arg), spec in zip(args.items(), in_specs, strict=True):
         for field, part, its_spec in _named(what, arg, spec):
-            _check_divides(name, field, part, its_spec, parallel)
-            _check_placed(name, field, part, parallel)
-    leaves, structure = jax.tree.flatten((tuple(in_specs), out_specs), is_leaf=_is_spec)
-    run_on_mesh = _on_mesh if _staged() else _jitted_on_mesh
+            _by_leaf(functools.partial(_check, name, field, parallel), its_spec, part)
+    # a dict of specs has no hash, so they are flattened for the cache; a PartitionSpec is a leaf
+    leaves, structure = jax.tree.flatten((tuple(in_specs), out_specs))
+    run_on_mesh = _on_mesh if staged else _jitted_on_mesh
     return run_on_mesh(fn, static, parallel, tuple(leaves), structure, *args.values())
-
-
-def _staged() -> bool:
-    """Whether a `jit` surrounds this call: then even an operation without arguments becomes a part of its program."""
-    return isinstance(lax.iota(jnp.int32, 1), jax.core.Tracer)
 
 
 def _call(fn: Callable[..., Any], axes: ShardAxes, static: Hashable, *args: Any) -> Any:
     return fn(axes, *args) if static is None else fn(axes, static, *args)
 
 
-def _on_one_device(fn: Callable[..., Any], static: Hashable, *args: Any) -> Any:
-    return _call(fn, ShardAxes(), static, *args)
-
-
-_jitted_on_one_device = jax.jit(_on_one_device, static_argnums=(0, 1))
+_jitted_call = jax.jit(_call, static_argnums=(0, 1, 2))
 
 
 def _on_mesh(
@@ -96,7 +87,7 @@ def _on_mesh(
     structure: jax.tree_util.PyTreeDef,
     *args: Any,
 ) -> Any:
-    in_specs, out_specs = jax.tree.unflatten(structure, specs)  # flattened by the caller: a dict of specs has no hash
+    in_specs, out_specs = jax.tree.unflatten(structure, specs)
     if parallel.is_explicit:  # there in_specs assert shardings and never reshard
         pairs = zip(in_specs, args, strict=True)
         args = tuple(_by_leaf(lambda s, x: jax.reshard(x, parallel.sharding(s)), *pair) for pair in pairs)
@@ -107,18 +98,14 @@ def _on_mesh(
 _jitted_on_mesh = jax.jit(_on_mesh, static_argnums=(0, 1, 2, 3, 4))
 
 
-def _is_spec(x: object) -> bool:
-    return isinstance(x, P)
-
-
 def _by_leaf(fn: Callable[[P, Any], Any], spec: Any, arg: Any) -> Any:
     """fn(spec, leaf) over a pytree whose specs are a pytree prefix of it."""
-    return jax.tree.map(lambda s, x: jax.tree.map(functools.partial(fn, s), x), spec, arg, is_leaf=_is_spec)
+    return jax.tree.map(lambda s, x: jax.tree.map(functools.partial(fn, s), x), spec, arg)
 
 
 def _named(what: str, arg: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yields (name for errors, value, spec): of the argument, or of each field of a NamedTuple, nested ones too."""
-    if not hasattr(arg, "_fields") or _is_spec(spec):
+    if not hasattr(arg, "_fields") or isinstance(spec, P):
         yield what, arg, spec
         return
     for name, part, its_spec in zip(arg._fields, arg, spec, strict=True):
@@ -126,34 +113,22 @@ def _named(what: str, arg: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
             yield from _named(name, part, its_spec)
 
 
-def _check_divides(name: str, what: str, arg: Any, spec: Any, parallel: ParallelMesh) -> None:
-    """Raises where the mesh does not divide an array as its spec says, or lacks an axis of the spec."""
-
-    def check(spec: P, x: Any) -> None:
-        shape = jnp.shape(x)
-        for dim, entry in enumerate(spec[: len(shape)]):
-            names = axis_names(entry)
-            if not set(names) <= set(parallel.mesh.shape):
-                raise ValueError(
-                    f"{what}: got spec {spec} in {name}, expected axes of the mesh, {tuple(parallel.mesh.shape)}"
-                )
-            if shape[dim] % parallel.size(names):
-                raise ValueError(
-                    f"{what}: got shape {shape} in {name}, expected dimension {dim} to be a multiple of "
-                    f"{parallel.size(names)}, the size of mesh axes {names}"
-                )
-
-    _by_leaf(check, spec, arg)
-
-
-def _check_placed(name: str, what: str, arg: Any, parallel: ParallelMesh) -> None:
-    """Raises where an array was put on devices that are not the mesh's, as one restored without a sharding is.
-
-    Within the caller's `jit` no device is known here, and JAX raises when the program is called.
-    """
-    for x in jax.tree.leaves(arg):
-        if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.committed:
-            continue
+def _check(name: str, what: str, parallel: ParallelMesh, spec: P, x: Any) -> None:
+    """Raises where the mesh lacks an axis of the spec, does not divide an array by it, or lacks the array's devices."""
+    shape = jnp.shape(x)
+    for dim, entry in enumerate(spec[: len(shape)]):
+        names = axis_names(entry)
+        if not set(names) <= set(parallel.mesh.shape):
+            raise ValueError(
+                f"{what}: got spec {spec} in {name}, expected axes of the mesh, {tuple(parallel.mesh.shape)}"
+            )
+        if shape[dim] % parallel.size(names):
+            raise ValueError(
+                f"{what}: got shape {shape} in {name}, expected dimension {dim} to be a multiple of "
+                f"{parallel.size(names)}, the size of mesh axes {names}"
+            )
+    # an array that was restored without a sharding; within the caller's `jit` JAX itself raises, when it is called
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
         found: set[Any] = {*x.sharding.device_set}
         expected = {*parallel.mesh.devices.flat}
         if found != expected:

@@ -16,8 +16,8 @@ from .mesh import ParallelMesh
 def one_a_device(x: jax.Array, parallel: ParallelMesh, spec: P) -> jax.Array:
     """One copy of an array for each of the devices that share it, `[...]` to `[D, ...]`, without communication.
 
-    The gradient of a copy is what that device's tokens contribute. The gradient of x is their sum over devices, in f32,
-    or in f64 if x is. `jaxppo.accumulate_gradients` computes that sum once, after its loop over micro-batches, in f32.
+    The gradient of a copy is what that device's tokens contribute. The gradient of x is their sum, in f32 or wider;
+    `jaxppo.accumulate_gradients` computes it once, after its loop over micro-batches.
 
     Args:
       x: `[...]`, floating-point.

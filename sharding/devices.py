@@ -1,4 +1,4 @@
-"""The public figures of TPUs and GPUs, in one table for times, memory and the sizes of tiles."""
+"""The public figures of TPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -61,10 +61,7 @@ DEVICES = (
 
 
 def known_device(kind: str) -> Device | None:
-    """The figures of one device by its `device_kind`, the only thing that a described device tells.
-
-    Returns:
-      `Device`, None where the kind is not in the table.
+    """The figures of one device by its `device_kind`, None for an unknown kind.
 
     Example:
       >>> known_device("TPU7x").memory // 2**30, known_device("NVIDIA H100 80GB HBM3").name, known_device("cpu")

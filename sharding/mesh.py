@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .axes import Names, ShardAxes, axis_names, check_names
+from .axes import Names, ShardAxes, axis_names
 from .axis_rules import roles_of_rules
 from .checks import check_flag
 from .placement import place
@@ -27,36 +27,27 @@ _CONVENTION = {
 _BY_TRAFFIC = ("data", "fsdp", "context", "tensor")  # from the least to the most
 
 
-def _entry(names: Names) -> str | Names | None:
-    """One entry of a PartitionSpec."""
-    return None if not names else names[0] if len(names) == 1 else names
-
-
 @dataclasses.dataclass(frozen=True, init=False)
 class ParallelMesh:
     """A `jax.sharding.Mesh` and the role of each of its axes; axis names are the caller's.
 
     A role takes a name, a tuple of names, or None for no axis. A role that is not given takes the axes of its usual
-    names, except those given to another role: for data dp, data, replica; for context cp, context, sequence, sp; for
-    tensor tp, tensor, model; for fsdp fsdp. Axes of size 1 are left out of their roles. Meshes of Auto and of Explicit
-    axis types both work.
+    names, except those given to another role. Axes of size 1 have no role. Axes may be Auto or Explicit.
 
     Args:
       mesh: the device mesh (`jax.make_mesh`).
-      data: axes that shard the rows of a batch. Axes of `fsdp` that are not in `context` are added to them.
-      context: axes that shard the positions of a row.
-      tensor: axes that shard the vocabulary.
-      fsdp: axes over which a head kernel is sharded beside `tensor`.
+      data: axes that shard the rows of a batch; dp, data, replica. Axes of `fsdp` that are not in `context` are added.
+      context: axes that shard the positions of a row; cp, context, sequence, sp.
+      tensor: axes that shard the vocabulary; tp, tensor, model.
+      fsdp: axes over which a head kernel is sharded beside `tensor`; fsdp.
       replicated: axes along which every device does the same work.
       sequence_parallel: hidden states arrive with positions sharded over `tensor` too.
       context_layout: "contiguous", "zigzag", "zigzag_per_segment", "striped", or one that was registered.
 
     Raises:
-      ValueError: an axis that the mesh lacks, an axis in two roles, an axis of size above 1 without a role, an unknown
-        layout.
+      ValueError: an axis that the mesh lacks or that has two roles, one of size above 1 without a role, a bad layout.
 
     Example:
-      >>> import jax
       >>> parallel = ParallelMesh(jax.make_mesh((1, jax.device_count()), ("fsdp", "tp")))  # as Tunix has them
       >>> parallel.data, parallel.tensor == (("tp",) if jax.device_count() > 1 else ())
       ((), True)
@@ -84,12 +75,8 @@ class ParallelMesh:
     ) -> None:
         if not isinstance(mesh, Mesh):
             raise TypeError(f"mesh: got {type(mesh).__name__}, expected jax.sharding.Mesh")
-        roles = {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp}
-        for role, value in {**roles, "replicated": replicated}.items():
-            if not isinstance(value, EllipsisType):
-                check_names(role, value)
-        given = {role: axis_names(value) for role, value in roles.items() if not isinstance(value, EllipsisType)}
-        given["replicated"] = axis_names(replicated)
+        roles = {"data": data, "context": context, "tensor": tensor, "fsdp": fsdp, "replicated": replicated}
+        given = {role: axis_names(value, role) for role, value in roles.items() if not isinstance(value, EllipsisType)}
         for role, names in given.items():
             for name in names:
                 if name not in mesh.shape:
@@ -99,9 +86,8 @@ class ParallelMesh:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         self.axes  # noqa: B018  ShardAxes checks the roles against each other
-        known = {*self.data, *self.context, *self.tensor, *self.replicated}
-        lost = {name: size for name, size in mesh.shape.items() if size > 1 and name not in known}
-        if lost:
+        known = self.data + self.context + self.tensor + self.replicated
+        if lost := [name for name, size in mesh.shape.items() if size > 1 and name not in known]:
             described = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
             raise ValueError(
                 f"mesh: got axes {described}, expected a role for each; {', '.join(map(repr, lost))} has none. Pass "
@@ -125,8 +111,7 @@ class ParallelMesh:
     ) -> ParallelMesh:
         """A `ParallelMesh` with the roles that logical axis rules imply: MaxText's `logical_axis_rules`, Flax's rules.
 
-        The rule of the logits' batch shards rows, that of their length shards positions, and those of embed and vocab
-        shard a head kernel. As in Flax, the first rule whose axes are free in that array applies.
+        As in Flax, the first rule whose axes no other dimension of the same array uses applies.
 
         Args:
           mesh: the device mesh.
@@ -144,38 +129,24 @@ class ParallelMesh:
             vocabulary, an axis that shards a kernel's rows but no tokens, an axis of size above 1 without a role.
 
         Example:
-          >>> import jax
           >>> mesh = jax.make_mesh((jax.device_count(), 1), ("fsdp", "tensor"))
           >>> rules = [("batch", ("data", "fsdp")), ("embed", "fsdp"), ("vocab", "tensor")]
           >>> ParallelMesh.from_rules(mesh, rules) == ParallelMesh(mesh, fsdp="fsdp")
           True
         """
         given = {"batch": batch, "length": length, "embed": embed, "vocab": vocab}
-        roles = roles_of_rules(rules, dict(mesh.shape), given)
-        return cls(
-            mesh,
-            replicated=replicated,
-            sequence_parallel=sequence_parallel,
-            context_layout=context_layout,
-            **roles,
-        )
+        roles = roles_of_rules(rules, mesh.shape, given)
+        return cls(mesh, *roles, replicated, sequence_parallel, context_layout)
 
     @property
     def axes(self) -> ShardAxes:
         """The same roles for code inside a `shard_map` over this mesh."""
-        return ShardAxes(
-            self.data,
-            self.context,
-            self.tensor,
-            self.fsdp,
-            self.replicated,
-            self.sequence_parallel,
-            self.context_layout,
-        )
+        roles = self.data, self.context, self.tensor, self.fsdp, self.replicated
+        return ShardAxes(*roles, self.sequence_parallel, self.context_layout)
 
     def size(self, names: Names) -> int:
         """The number of shards over `names`."""
-        return math.prod(self.mesh.shape[n] for n in names)
+        return math.prod(self.mesh.shape[name] for name in names)
 
     @property
     def data_size(self) -> int:
@@ -193,44 +164,39 @@ class ParallelMesh:
     def is_explicit(self) -> bool:
         return any(t == AxisType.Explicit for t in self.mesh.axis_types)
 
-    # PartitionSpecs, so that users do not write them.
-
     @property
     def rows_spec(self) -> P:
         """The spec of per-segment arrays `[R, S]`."""
-        return P(_entry(self.data))
+        return P(self.data)
 
     @property
     def tokens_spec(self) -> P:
         """The spec of per-token arrays `[R, T]`."""
-        return P(_entry(self.data), _entry(self.context))
+        return P(self.data, self.context)
 
     @property
     def hidden_spec(self) -> P:
         """The spec of hidden states `[R, T, H]`."""
-        positions = self.context + (self.tensor if self.sequence_parallel else ())
-        return P(_entry(self.data), _entry(positions), None)
+        return P(self.data, self.context + self.tensor if self.sequence_parallel else self.context, None)
 
     @property
     def logits_spec(self) -> P:
         """The spec of logits `[R, T, V]`."""
-        return P(_entry(self.data), _entry(self.context), _entry(self.tensor))
+        return P(self.data, self.context, self.tensor)
 
     def kernel_spec(self, kernel_layout: str = "hv") -> P:
         """The spec of a head kernel, `[H, V]` for "hv" and `[V, H]` for "vh"."""
-        spec = (_entry(self.fsdp), _entry(self.tensor))
-        return P(*spec) if kernel_layout == "hv" else P(*reversed(spec))
+        return P(self.fsdp, self.tensor) if kernel_layout == "hv" else P(self.tensor, self.fsdp)
 
     def copies_spec(self, spec: P) -> P:
         """The spec of the copies `[D, ...]` that `one_a_device` makes of an array with this spec."""
         used = {name for entry in spec for name in axis_names(entry)}
-        return P(_entry(tuple(name for name in self.data + self.context if name not in used)), *spec)
+        return P(tuple(name for name in self.data + self.context if name not in used), *spec)
 
     def sharding(self, spec: P) -> NamedSharding:
-        """The NamedSharding of a spec, in the form in which `jax.jit` returns it.
+        """The NamedSharding of a spec, in the form in which `jax.jit` returns it: on Auto axes without None at its end.
 
-        On Auto axes that form has no None at its end. With the other form, `jit` would compile a step a second time
-        when it is given its own results.
+        With the other form, `jit` would compile a step a second time when it is given its own results.
         """
         entries = list(spec)
         while entries and entries[-1] is None and not self.is_explicit:
@@ -240,8 +206,8 @@ class ParallelMesh:
 
 def check_parallel(parallel: object, expected: str = "ParallelMesh, ShardAxes or None") -> None:
     """Raises unless `parallel` is what `expected` names."""
-    kinds = {ParallelMesh: "ParallelMesh", ShardAxes: "ShardAxes", type(None): "None"}
-    if any(isinstance(parallel, kind) and name in expected for kind, name in kinds.items()):
+    kinds = {"ParallelMesh": ParallelMesh, "ShardAxes": ShardAxes, "None": type(None)}
+    if isinstance(parallel, tuple(kind for name, kind in kinds.items() if name in expected)):
         return
     got = "None" if parallel is None else type(parallel).__name__
     roles = "; ParallelMesh(mesh) gives its axes their roles" if isinstance(parallel, Mesh) else ""
@@ -252,17 +218,17 @@ def _roles_of(mesh: Mesh, given: Mapping[str, Names]) -> dict[str, Names]:
     """The axes of each role: those given, else those with the usual names. Axes of size 1 are left out."""
     # one axis may shard both tokens and a kernel, so fsdp takes no axis away from other roles
     claimed = {name for role, names in given.items() if role != "fsdp" for name in names}
-    usual: dict[str, Names] = {}
-    for role, names in _CONVENTION.items():
+    roles: dict[str, Names] = {}
+    for role, usual in _CONVENTION.items():
         taken = claimed - {*given.get("data", ()), *given.get("context", ())} if role == "fsdp" else claimed
-        usual[role] = tuple(name for name in mesh.axis_names if name in names and name not in taken)
-    roles = {role: given.get(role, usual[role]) for role in _CONVENTION}
+        found = tuple(name for name in mesh.axis_names if name in usual and name not in taken)
+        roles[role] = given.get(role, found)
     of_rows = [name for name in roles["fsdp"] if name not in roles["context"]]
     if "data" in given:
         roles["data"] += tuple(name for name in of_rows if name not in roles["data"])
     else:
         roles["data"] = tuple(name for name in mesh.axis_names if name in (*roles["data"], *of_rows))
-    roles["replicated"] = given["replicated"]
+    roles["replicated"] = given.get("replicated", ())
     return {role: tuple(name for name in names if mesh.shape[name] > 1) for role, names in roles.items()}
 
 
@@ -276,19 +242,16 @@ def make_parallel_mesh(
 ) -> ParallelMesh:
     """A `ParallelMesh` from text such as "dp=2,cp=2,tp=2", whatever the order of its axes and the shape of the slice.
 
-    Tensor axes take the fastest links, then context axes; data axes span slices, if there are several. `links` says
-    which links each axis has.
+    Tensor axes take the fastest links, then context axes; data axes span slices. `links` tells which each axis has.
 
     Args:
       description: comma-separated `axis=size`, with the usual names of axes: see `ParallelMesh`.
-      context_layout: see `ParallelMesh`.
+      context_layout, sequence_parallel: see `ParallelMesh`.
       devices: the devices to use; all of them by default.
       explicit: make the axes Explicit rather than Auto.
-      sequence_parallel: see `ParallelMesh`.
 
     Raises:
-      ValueError: unreadable text, an unknown axis, sizes that do not multiply to the number of devices, slices of
-        different sizes.
+      ValueError: unreadable text, an unknown axis, sizes whose product is not the number of devices, uneven slices.
 
     Example:
       >>> make_parallel_mesh("dp=1,cp=1,tp=1", devices=jax.devices()[:1]).tokens_spec == P(None, None)
@@ -298,8 +261,7 @@ def make_parallel_mesh(
         raise TypeError(f"description: got {description!r}, expected text like 'dp=2,cp=2,tp=2'")
     if devices is not None and not isinstance(devices, Iterable):
         raise TypeError(f"devices: got {devices!r}, expected a sequence of jax.Device")
-    for name, flag in (("explicit", explicit), ("sequence_parallel", sequence_parallel)):
-        check_flag(name, flag)
+    check_flag("explicit", explicit)
     devices = list(jax.devices() if devices is None else devices)
     usual = [name for names in _CONVENTION.values() for name in names]
     sizes: dict[str, int] = {}
@@ -310,14 +272,11 @@ def make_parallel_mesh(
         if name not in usual:
             raise ValueError(f"mesh: got axis {name!r}, expected one of {', '.join(usual)}")
         sizes[name] = int(size)
-    if math.prod(sizes.values()) != len(devices):
+    if (total := math.prod(sizes.values())) != len(devices):
         product = "*".join(map(str, sizes.values()))
-        raise ValueError(
-            f"mesh: got sizes {product}={math.prod(sizes.values())} in {description!r}, expected {len(devices)} devices"
-        )
-    names = list(sizes)
-    traffic = sorted(names, key=lambda name: [name in _CONVENTION[role] for role in _BY_TRAFFIC].index(True))
-    placed = place([sizes[name] for name in traffic], devices).transpose([traffic.index(name) for name in names])
+        raise ValueError(f"mesh: got sizes {product}={total} in {description!r}, expected {len(devices)} devices")
+    traffic = sorted(sizes, key=lambda name: [name in _CONVENTION[role] for role in _BY_TRAFFIC].index(True))
+    placed = place([sizes[name] for name in traffic], devices).transpose([traffic.index(name) for name in sizes])
     kind = AxisType.Explicit if explicit else AxisType.Auto
-    mesh = Mesh(placed, tuple(names), axis_types=(kind,) * len(names))
+    mesh = Mesh(placed, tuple(sizes), axis_types=(kind,) * len(sizes))
     return ParallelMesh(mesh, sequence_parallel=sequence_parallel, context_layout=context_layout)

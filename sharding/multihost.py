@@ -8,15 +8,16 @@ import itertools
 import json
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Num
 
+from .axes import axis_names
 from .jax_internals import coordinator
 from .mesh import ParallelMesh, check_parallel
 
@@ -34,7 +35,7 @@ def start(
 
     Args:
       coordinator: "host:port" of process 0; None where JAX finds the cluster itself (TPU pods, Slurm, MPI).
-      num_processes: how many processes there are; 1 makes this a no-op.
+      num_processes: how many processes there are; for 1 this does nothing.
       process_id: the number of this process, from 0.
       heartbeat_timeout_s: how long a process may be silent before the others end.
 
@@ -50,7 +51,7 @@ def start(
 def exchange(what: str, mine: bytes) -> list[bytes]:
     """The bytes of all processes, in their order. All must call this, in the same order and from one thread.
 
-    The bytes travel through JAX's coordinator. No device takes part, so this does not wait for a running step.
+    The bytes travel through JAX's coordinator, so this does not wait for a running step.
 
     Args:
       what: the name of this exchange. Processes compare it, so that a process at another call is noticed.
@@ -90,8 +91,7 @@ def agree(sizes: tuple[int, ...]) -> tuple[int, ...]:
       >>> agree((3, 4))
       (3, 4)
     """
-    everyone = gather(np.array([sizes], np.int64))
-    return tuple(np.concatenate(everyone).max(axis=0).tolist())
+    return tuple(np.concatenate(gather(np.array([sizes], np.int64))).max(axis=0).tolist())
 
 
 def gather(rows: Num[np.ndarray, "N ..."]) -> list[Num[np.ndarray, "N ..."]]:
@@ -101,8 +101,7 @@ def gather(rows: Num[np.ndarray, "N ..."]) -> list[Num[np.ndarray, "N ..."]]:
       >>> [x.tolist() for x in gather(np.array([[1, 2]]))]
       [[[1, 2]]]
     """
-    like = f"rows of {rows.dtype}{list(rows.shape[1:])}"
-    of_each = exchange(like, rows.tobytes())
+    of_each = exchange(f"rows of {rows.dtype}{list(rows.shape[1:])}", rows.tobytes())
     return [np.frombuffer(sent, rows.dtype).reshape(-1, *rows.shape[1:]) for sent in of_each]
 
 
@@ -110,8 +109,8 @@ def gather(rows: Num[np.ndarray, "N ..."]) -> list[Num[np.ndarray, "N ..."]]:
 def together(parallel: ParallelMesh | None) -> Iterator[None]:
     """Raises one process's error on all processes of the mesh, and names that process and its host.
 
-    Every process must enter the block, and must not exchange anything inside it. A mesh of one process needs none of
-    this: the error is raised unchanged.
+    Every process must enter the block, and must not exchange anything inside it. On a mesh of one process, the error
+    is raised unchanged.
 
     Raises:
       TypeError, ValueError: the error itself; any other type is raised as ValueError.
@@ -124,12 +123,12 @@ def together(parallel: ParallelMesh | None) -> Iterator[None]:
     if parallel is None or not spans_processes(parallel):
         yield
         return
-    raised = None
+    raised: Exception | None = None
+    text = ""
     try:
         yield
     except Exception as error:
-        raised = error
-    text = "" if raised is None else f"{type(raised).__name__}\0{socket.gethostname()}\0{raised}"
+        raised, text = error, f"{type(error).__name__}\0{socket.gethostname()}\0{error}"
     # a path may hold bytes that are not UTF-8: an error here would leave the other processes waiting
     for process, brought in enumerate(exchange("errors", text.encode(errors="backslashreplace"))):
         if brought:
@@ -142,7 +141,6 @@ def spans_processes(parallel: ParallelMesh) -> bool:
     """Whether devices of the mesh belong to several processes.
 
     Example:
-      >>> from jaxppo.sharding import make_parallel_mesh
       >>> spans_processes(make_parallel_mesh("dp=1", devices=jax.devices()[:1]))
       False
     """
@@ -187,27 +185,13 @@ def local_data_shards(parallel: ParallelMesh) -> list[int]:
     """The data shards that have a device in this process, by their place in the order of `parallel.data`.
 
     Example:
-      >>> from jaxppo.sharding import make_parallel_mesh
       >>> local_data_shards(make_parallel_mesh("dp=1", devices=jax.devices()[:1]))
       [0]
     """
-    axes = list(parallel.mesh.axis_names)
-    others = [axes.index(name) for name in axes if name not in parallel.data]
-    order = [axes.index(name) for name in parallel.data] + others
-    shards = np.transpose(parallel.mesh.devices, order).reshape(parallel.data_size, -1)
-    me = jax.process_index()
+    axes, me = parallel.mesh.axis_names, jax.process_index()
+    names = [*parallel.data, *(name for name in axes if name not in parallel.data)]
+    shards = parallel.mesh.devices.transpose([axes.index(name) for name in names]).reshape(parallel.data_size, -1)
     return [i for i, devices in enumerate(shards) if any(device.process_index == me for device in devices)]
-
-
-def local_data_size(parallel: ParallelMesh) -> int:
-    """How many of the data shards have a device in this process.
-
-    Example:
-      >>> from jaxppo.sharding import make_parallel_mesh
-      >>> local_data_size(make_parallel_mesh("dp=1", devices=jax.devices()[:1]))
-      1
-    """
-    return len(local_data_shards(parallel))
 
 
 def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
@@ -223,37 +207,41 @@ def to_global(tree: Any, specs: Any, parallel: ParallelMesh) -> Any:
 
     Raises:
       ValueError: rows that the data shards of this host do not divide.
-
-    Example:
-      >>> from jaxppo.sharding import make_parallel_mesh
-      >>> parallel = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
-      >>> to_global(np.ones((2, 3)), parallel.tokens_spec, parallel).shape
-      (2, 3)
     """
 
-    def place(spec: Any, subtree: Any) -> Any:
-        return jax.tree.map(lambda leaf: _to_global(np.asarray(leaf), spec, parallel), subtree)
+    def place(spec: P, x: Any) -> jax.Array:
+        local, names = np.asarray(x), [axis_names(entry) for entry in spec]
+        shape = list(local.shape)
+        if parallel.data in names:
+            dim, shards = names.index(parallel.data), len(local_data_shards(parallel))
+            if shape[dim] % shards:
+                raise ValueError(f"tree: got {shape[dim]} rows on this host, expected a multiple of {shards}")
+            shape[dim] = shape[dim] // shards * parallel.data_size
+        return jax.make_array_from_process_local_data(parallel.sharding(spec), local, tuple(shape))
+
+    def place_all(spec: Any, part: Any) -> Any:
+        return jax.tree.map(functools.partial(place, spec), part)
 
     with jax.transfer_guard_host_to_device("allow"):  # the guard takes this function's transfers for implicit ones
-        return jax.tree.map(place, specs, tree, is_leaf=lambda leaf: leaf is None or isinstance(leaf, P))
+        return jax.tree.map(place_all, specs, tree, is_leaf=lambda leaf: leaf is None)
 
 
 def to_local(tree: Any, parallel: ParallelMesh) -> Any:
-    """The rows of this host's data shards, from global arrays: the inverse of `to_global`; all hosts must call this.
-
-    Args:
-      tree: a pytree of arrays whose first dimension is the rows.
-      parallel: the mesh.
+    """The rows of this host's data shards, from global arrays `[R, ...]`; inverts `to_global`, and all must call this.
 
     Example:
-      >>> from jaxppo.sharding import make_parallel_mesh
       >>> parallel = make_parallel_mesh("dp=1", devices=jax.devices()[:1])
       >>> to_local(to_global(np.ones((2, 3)), parallel.tokens_spec, parallel), parallel).shape
       (2, 3)
     """
     if not spans_processes(parallel):
         return jax.device_get(tree)
-    return jax.tree.map(_rows, _placed(parallel.sharding(parallel.rows_spec))(tree))
+
+    def rows(x: jax.Array) -> np.ndarray:
+        held = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+        return np.concatenate(jax.device_get([held[start] for start in sorted(held)]))
+
+    return jax.tree.map(rows, jax.device_put(tree, parallel.sharding(parallel.rows_spec)))
 
 
 def whole(tree: Any) -> Any:
@@ -265,39 +253,7 @@ def whole(tree: Any) -> Any:
     """
 
     def read(x: Any) -> Any:
-        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
-            return x
-        if not isinstance(x.sharding, NamedSharding):
-            raise TypeError(f"tree: got an array with {type(x.sharding).__name__}, expected NamedSharding")
-        return jax.device_get(_placed(NamedSharding(x.sharding.mesh, P()))(x))
+        held = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+        return x if held else multihost_utils.process_allgather(x, tiled=True)
 
     return jax.tree.map(read, tree)
-
-
-@functools.cache
-def _placed(sharding: NamedSharding) -> Callable[[Any], Any]:
-    return jax.jit(lambda tree: tree, out_shardings=sharding)
-
-
-def _rows(x: jax.Array) -> np.ndarray:
-    of_rows = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
-    return np.concatenate(jax.device_get([of_rows[start] for start in sorted(of_rows)]))
-
-
-def _to_global(local: np.ndarray, spec: P, parallel: ParallelMesh) -> jax.Array:
-    names = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-    sharding = parallel.sharding(spec)
-    if parallel.data not in names:
-        return jax.make_array_from_callback(local.shape, sharding, lambda index: local[index])
-    dim = names.index(parallel.data)
-    mine = local_data_shards(parallel)
-    if local.shape[dim] % len(mine):
-        raise ValueError(f"tree: got {local.shape[dim]} rows on this host, expected a multiple of {len(mine)}")
-    each = local.shape[dim] // len(mine)
-    shape = (*local.shape[:dim], each * parallel.data_size, *local.shape[dim + 1 :])
-
-    def shard(index: Any) -> np.ndarray:
-        first = mine.index((index[dim].start or 0) // each) * each
-        return local[(*index[:dim], slice(first, first + each), *index[dim + 1 :])]
-
-    return jax.make_array_from_callback(shape, sharding, shard)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence, Sized
+import math
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from .bins import deal, first_fit_decreasing, of_sequences, spread
 from .checks import check_int
 from .layouts import check_row_length, logical_positions, segment_multiple
 from .mesh import ParallelMesh, check_parallel
-from .multihost import agree, check_equal, local_data_size, spans_processes, together
+from .multihost import agree, check_equal, local_data_shards, spans_processes, together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,18 +63,21 @@ class Packed:
           ValueError: a value whose length is not its sequence's, or that reaches beyond the end of its sequence.
         """
         arrays = [np.asarray(value) for value in values]
-        dtype = dtype or (np.result_type(*arrays) if arrays else np.int32)
-        trailing = next((array.shape[1:] for array in arrays), ())
         sizes = np.array([len(array) if array.ndim else -1 for array in arrays], np.int64)
         begins = np.zeros_like(sizes) if starts is None else np.asarray(starts, np.int64)
         fits = sizes == self.lengths if starts is None else (sizes >= 0) & (begins + sizes <= self.lengths)
         if not fits.all():
             i = int(np.argmin(fits))
-            expected = (
-                f"length {self.lengths[i]}" if starts is None else f"at most {self.lengths[i] - begins[i]} numbers"
-            )
+            most = f"at most {self.lengths[i] - begins[i]} numbers"
+            expected = f"length {self.lengths[i]}" if starts is None else most
             raise ValueError(f"values[{i}]: got shape {arrays[i].shape}, expected {expected}")
-        return self._rows(arrays, begins, sizes, fill, dtype, trailing)
+        shape = (*self.order.shape, *next((array.shape[1:] for array in arrays), ()))
+        dtype = dtype or (np.result_type(*arrays) if arrays else np.int32)
+        rows = np.full(shape, fill, dtype) if fill else np.zeros(shape, dtype)  # zeros leaves memory untouched
+        begins = self.start + begins
+        for array, row, begin, end in zip(arrays, self.row, begins.tolist(), (begins + sizes).tolist(), strict=True):
+            rows[row, begin:end] = array
+        return self._split(in_physical_order(rows, self.order))
 
     def place_segments(self, values: Sequence[Any], fill: float, dtype: DTypeLike) -> Num[np.ndarray, "*K R S"]:
         """One number for each sequence, `[R, S]`, and fill where a row has no such segment."""
@@ -83,30 +87,13 @@ class Packed:
 
     @property
     def segment_ids(self) -> Int[np.ndarray, "*K R T"]:
-        return self._rows(self.slot + 1, np.zeros_like(self.lengths), self.lengths, 0, np.int32, ())
+        ids = [np.broadcast_to(slot + 1, length) for slot, length in zip(self.slot, self.lengths, strict=True)]
+        return self.place(ids, 0, np.int32)
 
     @property
     def positions(self) -> Int[np.ndarray, "*K R T"]:
         longest = np.arange(self.order.shape[1], dtype=np.int32)
-        from_zero = [longest[:length] for length in self.lengths]
-        return self._rows(from_zero, np.zeros_like(self.lengths), self.lengths, 0, np.int32, ())
-
-    def _rows(
-        self,
-        values: Sequence[np.ndarray] | np.ndarray,
-        starts: np.ndarray,
-        sizes: np.ndarray,
-        fill: float,
-        dtype: DTypeLike,
-        trailing: tuple[int, ...],
-    ) -> np.ndarray:
-        """Rows with values[i] at the `sizes[i]` places from `starts[i]` of sequence i, in physical order."""
-        shape = (*self.order.shape, *trailing)
-        rows = np.full(shape, fill, dtype) if fill else np.zeros(shape, dtype)  # zeros leaves memory untouched
-        begins = self.start + starts
-        for value, row, begin, end in zip(values, self.row, begins.tolist(), (begins + sizes).tolist(), strict=True):
-            rows[row, begin:end] = value
-        return self._split(in_physical_order(rows, self.order))
+        return self.place([longest[:length] for length in self.lengths], 0, np.int32)
 
     def _split(self, rows: np.ndarray) -> np.ndarray:
         return rows if self.micro_batches is None else rows.reshape(self.micro_batches, self.rows, *rows.shape[1:])
@@ -116,8 +103,7 @@ def in_physical_order(rows: np.ndarray, order: np.ndarray) -> np.ndarray:
     """y[r, p] = rows[r, order[r, p]] for rows `[R, T, ...]`; `rows` itself where that is the same."""
     if order.strides[0]:  # each row has its own order
         return np.take_along_axis(rows, order.reshape(*order.shape, *(1,) * (rows.ndim - 2)), axis=1)
-    same = (order[0] == np.arange(order.shape[1])).all()
-    return rows if same else rows[:, order[0]]
+    return rows if (order[0] == np.arange(order.shape[1])).all() else rows[:, order[0]]
 
 
 def pack(
@@ -141,23 +127,18 @@ def pack(
       parallel: the mesh whose data axes share the rows, and whose layout orders the positions. On several hosts, each
         host packs for the data shards of its own devices, all hosts call this together, and they agree on the sizes
         that the options leave open. Hosts that hold the same data shards must pack the same sequences.
-      rows: R, the rows of the batch, or of each micro-batch. By default the fewest that the data axes divide.
+      rows: R, the rows of the batch, or of each micro-batch; by default the fewest that the data axes divide.
       buckets: values of R. The smallest that is large enough is taken, so that batches share few compiled programs.
       micro_batches: K, the number of micro-batches; with max_tokens, the least number of them.
-      max_tokens: the most positions of a micro-batch that one device may hold, padding included; R and K follow from
-        it.
-      num_segments: S, the most sequences in a row. By default the power of two that holds the fullest row.
-      loads: the cost of each sequence; by default its length. For a loss, give the number of loss tokens.
+      max_tokens: the most positions of a micro-batch on one device, padding included; R and K follow from it.
+      num_segments: S, the most sequences in a row; by default the power of two that holds the fullest row.
+      loads: the cost of each sequence, such as its loss tokens; by default its length.
       bundles: the number of each sequence's bundle, 0, 1, ... without gaps. The sequences of a bundle stay in one row,
         next to each other and in their order. By default each sequence is its own bundle.
 
-    Returns:
-      The places of all sequences, in their order.
-
     Raises:
-      ValueError: a sequence or a bundle that is longer than a row or has more sequences than a row may hold, rows or
-        buckets that are too small or that the data axes do not divide, options that exclude each other, a row length
-        that the layout cannot divide.
+      ValueError: a sequence or a bundle that no row can hold, rows or buckets that are too small or that the data axes
+        do not divide, options that exclude each other, a row length that the layout cannot divide.
 
     Example:
       >>> packed = pack([[5, 6, 7], [8], [9, 9]], row_length=4)
@@ -170,27 +151,31 @@ def pack(
     """
     check_parallel(parallel, "ParallelMesh or None")
     layout, shards = (parallel.context_layout, parallel.context_size) if parallel else ("contiguous", 1)
-    data = local_data_size(parallel) if parallel else 1
+    data = len(local_data_shards(parallel)) if parallel else 1
+    options: dict[str, Any] = {"rows": rows, "buckets": buckets, "micro_batches": micro_batches}
+    options |= {"max_tokens": max_tokens, "num_segments": num_segments}
     with together(parallel):
         check_row_length(row_length, layout, shards)
-        _check_options(rows, buckets, micro_batches, max_tokens, num_segments, data)
+        _check_options(options, data)
         lengths = np.array([len(sequence) for sequence in sequences], np.int32)
         costs = _costs(loads, lengths)
         if max_tokens is not None:
-            rows = _rows_within(max_tokens, row_length, shards) * data
+            rows = max_tokens * shards // row_length * data
+            if rows == 0:
+                least = -(-row_length // shards)
+                raise ValueError(f"max_tokens: got {max_tokens}, expected at least {least}, one row")
         padded = _padded(lengths, segment_multiple(layout, shards), row_length)
         bundle = np.arange(len(lengths)) if bundles is None else np.asarray(bundles, np.int64)
-        _check_bundles(bundle, padded, row_length, num_segments)
-        size, held = np.bincount(bundle, padded).astype(np.int64), np.bincount(bundle)
-        placed = first_fit_decreasing(size, held, row_length, num_segments)
-    fullest = num_segments or 1 << int((placed.slot + held).max(initial=1) - 1).bit_length()
-    used = int(placed.row.max(initial=-1)) + 1
+        most = num_segments or math.inf
+        size, held = _bundles(bundle, padded, row_length, most)
+        placed = first_fit_decreasing(size, held, row_length, most)
+    fullest = num_segments or 1 << int(np.bincount(placed[0], held).max(initial=1) - 1).bit_length()
+    used = int(placed[0].max(initial=-1)) + 1
     each = -(-used // data)  # rows for each data shard
     if parallel and spans_processes(parallel):
-        of_shard = [size / data for size in buckets or ()]
-        options = {"row_length": row_length, "rows": rows and rows / data, "buckets": of_shard or None}
-        options |= {"micro_batches": micro_batches, "max_tokens": max_tokens, "num_segments": num_segments}
-        check_equal("pack", {name: value for name, value in options.items() if value is not None})
+        of_shard = {"rows": rows and rows / data, "buckets": [size / data for size in buckets or ()]}
+        given = {"row_length": row_length, **options, **of_shard}
+        check_equal("pack", {name: value for name, value in given.items() if value})
         each, fullest = agree((each, fullest))
     rows, count = _rows_and_count(each * data, rows, buckets, micro_batches or 1, max_tokens is not None, data)
     has_micro_batches = micro_batches is not None or max_tokens is not None
@@ -200,8 +185,7 @@ def pack(
     row = deal(row, costs, rows, count, data)[row] if len(row) else row
     sizes = np.zeros((rows * count, fullest), np.int64)
     sizes[row, slot] = lengths
-    order = logical_positions(layout, row_length, shards, sizes)
-    order = np.broadcast_to(order, (rows * count, row_length))
+    order = np.broadcast_to(logical_positions(layout, row_length, shards, sizes), (rows * count, row_length))
     return Packed(lengths, row, slot, start, fullest, rows, count if has_micro_batches else None, order)
 
 
@@ -230,27 +214,17 @@ def unpack(array: Shaped[Array | np.ndarray, "*K R T ..."], packed: Packed) -> l
     return [flat[row, places[row, start : start + length]] for row, start, length in spans]
 
 
-def _check_options(
-    rows: int | None,
-    buckets: Sequence[int] | None,
-    micro_batches: int | None,
-    max_tokens: int | None,
-    num_segments: int | None,
-    data: int,
-) -> None:
-    if buckets is not None and not isinstance(buckets, Sequence):
+def _check_options(options: Mapping[str, Any], data: int) -> None:
+    given = {name: value for name, value in options.items() if value is not None}
+    if not isinstance(buckets := given.get("buckets", ()), Sequence):
         raise TypeError(f"buckets: got {buckets!r}, expected a sequence of numbers of rows")
-    given = {"rows": rows, "buckets": buckets, "max_tokens": max_tokens}
-    chosen = [name for name, value in given.items() if value is not None]
+    chosen = [name for name in ("rows", "buckets", "max_tokens") if name in given]
     if len(chosen) > 1:
         raise ValueError(f"{', '.join(chosen)}: got all of them, expected one at most")
-    sizes: dict[str, Sequence[int | None]] = {"rows": [rows], "buckets": buckets or (), "max_tokens": [max_tokens]}
-    sizes |= {"micro_batches": [micro_batches], "num_segments": [num_segments]}
-    for name, several in sizes.items():
-        for size in several:
-            if size is not None:
-                check_int(name, size, 1)
-            if size is not None and name in ("rows", "buckets") and size % data:
+    for name, value in given.items():
+        for size in value if name == "buckets" else (value,):
+            check_int(name, size, 1)
+            if name in ("rows", "buckets") and size % data:
                 raise ValueError(f"{name}: got {size}, expected a multiple of {data}, the size of the data axes")
 
 
@@ -262,14 +236,6 @@ def _costs(loads: Sequence[float] | None, lengths: np.ndarray) -> np.ndarray:
     if not np.isfinite(costs).all():
         raise ValueError(f"loads: got {costs[~np.isfinite(costs)][0]}, expected finite numbers")
     return costs
-
-
-def _rows_within(max_tokens: int, row_length: int, shards: int) -> int:
-    """The most rows of a data shard whose devices then hold at most `max_tokens` places each."""
-    rows = max_tokens * shards // row_length
-    if rows == 0:
-        raise ValueError(f"max_tokens: got {max_tokens}, expected at least {-(-row_length // shards)}, one row")
-    return rows
 
 
 def _padded(lengths: np.ndarray, unit: int, row_length: int) -> np.ndarray:
@@ -289,28 +255,24 @@ def _rows_and_count(
 ) -> tuple[int, int]:
     """The rows of a micro-batch, and the number of micro-batches: `least`, or `more` of them where rows need it."""
     count = max(least, -(-needed // rows)) if more and rows else least
-    rows = rows or _bucket(max(-(-needed // count), 1), buckets, data)
+    each = max(-(-needed // count), 1)
+    if rows is None and buckets is None:
+        rows = -(-each // data) * data
+    rows = rows or min((size for size in buckets or () if size >= each), default=None)
+    if rows is None:
+        raise ValueError(f"buckets: got {tuple(buckets or ())}, expected one of at least {each} rows")
     if rows * count < needed:
         raise ValueError(f"rows: got {rows} in each of {count} micro-batches, expected at least {needed} in all")
     return rows, count
 
 
-def _bucket(needed: int, buckets: Sequence[int] | None, data: int) -> int:
-    """The smallest bucket, or multiple of the data size, that holds the needed rows."""
-    if buckets is None:
-        return -(-needed // data) * data
-    fitting = [size for size in buckets if size >= needed]
-    if not fitting:
-        raise ValueError(f"buckets: got {tuple(buckets)}, expected one of at least {needed} rows")
-    return min(fitting)
-
-
-def _check_bundles(bundle: np.ndarray, padded: np.ndarray, row_length: int, most: int | None) -> None:
-    """Raises where the bundles are not numbered 0, 1, ... or one of them does not fit a row."""
+def _bundles(bundle: np.ndarray, padded: np.ndarray, row_length: int, most: float) -> tuple[np.ndarray, np.ndarray]:
+    """The places and the sequences of each bundle; raises where one does not fit a row, or a number has none."""
     if bundle.shape != padded.shape or (len(bundle) and set(bundle.tolist()) != set(range(bundle.max() + 1))):
         raise ValueError(f"bundles: got {bundle.tolist()[:8]}, expected 0, 1, ... for the {len(padded)} sequences")
-    places, held = np.bincount(bundle, padded), np.bincount(bundle)
+    places, held = np.bincount(bundle, padded).astype(np.int64), np.bincount(bundle)
     for what, sizes, limit in (("tokens", places, row_length), ("sequences", held, most)):
-        if limit is not None and (sizes > limit).any():
+        if (sizes > limit).any():
             i = int(np.argmax(sizes > limit))
-            raise ValueError(f"bundles: got {int(sizes[i])} {what} in bundle {i}, expected at most {limit}, a row's")
+            raise ValueError(f"bundles: got {sizes[i]} {what} in bundle {i}, expected at most {limit}, a row's")
+    return places, held

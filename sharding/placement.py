@@ -10,29 +10,19 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-_DIMENSIONS = ("x", "y", "z", "core")
-
 
 def place(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     """The devices as an array of shape `sizes`, whose axes are ordered from the least traffic to the most.
 
-    Within a slice `jax.experimental.mesh_utils` decides. It refuses an axis that is not a product of whole dimensions
-    of the torus. If it does, dimensions are split here: each axis, the busiest first, takes neighbours along one
-    dimension if one is long enough. The first axes span the slices, which a slower network connects.
-
-    Args:
-      sizes: the sizes of the axes; their product is the number of devices.
-      devices: the devices, in slices of equal size.
-
-    Raises:
-      ValueError: slices of different sizes.
+    The first axes span the slices, which a slower network connects. Within a slice `jax.experimental.mesh_utils`
+    decides. It refuses an axis that is not a product of whole dimensions of the torus; then dimensions are split here.
     """
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
-        slices.setdefault(_slice(device), []).append(device)
-    sizes_found = {len(some) for some in slices.values()}
-    if len(sizes_found) > 1:
-        raise ValueError(f"devices: got slices of {sorted(sizes_found)} devices, expected slices of one size")
+        slices.setdefault(_coordinates(device)[0], []).append(device)
+    found = sorted({len(some) for some in slices.values()})
+    if len(found) > 1:
+        raise ValueError(f"devices: got slices of {found} devices, expected slices of one size")
     outer, rest = [], len(slices)
     for size in sizes:
         outer.append(math.gcd(rest, size))
@@ -41,10 +31,6 @@ def place(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     blocks = np.empty(len(slices), object)
     blocks[:] = [_in_slice(inner, slices[index]) for index in sorted(slices)]
     return np.block(blocks.reshape(outer).tolist()) if len(slices) > 1 else blocks[0]
-
-
-def _slice(device: jax.Device) -> int:
-    return getattr(device, "slice_index", None) or 0
 
 
 def _in_slice(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
@@ -58,7 +44,9 @@ def _in_slice(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray
 
 
 def _coordinates(device: jax.Device) -> tuple[int, ...]:
-    return (*device.coords, getattr(device, "core_on_chip", None) or 0)
+    """The slice, then x, y, z and the core, where a device has them."""
+    within = (*device.coords, getattr(device, "core_on_chip", None) or 0) if hasattr(device, "coords") else ()
+    return (getattr(device, "slice_index", None) or 0, *within)
 
 
 def _grid(devices: Sequence[jax.Device]) -> np.ndarray | None:
@@ -71,7 +59,8 @@ def _grid(devices: Sequence[jax.Device]) -> np.ndarray | None:
 
 
 def _split(sizes: Sequence[int], grid: np.ndarray) -> np.ndarray:
-    """Splits the grid's dimensions and combines them to axes of `sizes`; the last axis chooses first."""
+    """Splits the grid's dimensions and combines them to axes of `sizes`, the last axis, the busiest, first: it takes
+    neighbours along one dimension if one is long enough."""
     left = list(grid.shape)
     taken: list[list[tuple[int, int]]] = [[] for _ in left]  # per dimension: (axis, count), neighbours first
     for axis in reversed(range(len(sizes))):
@@ -90,19 +79,18 @@ def _split(sizes: Sequence[int], grid: np.ndarray) -> np.ndarray:
 
 
 def links(mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """The links between the devices along each axis of a mesh: "slice", "x", "y", "z" or "core".
+    """The links between the devices along each axis of a mesh; none for devices without coordinates.
 
-    "slice" is the network between slices, "x" to "z" are dimensions of the torus, "core" is the link between two cores
-    of a chip. An axis of size 1 has no links, and devices without coordinates have none.
+    "slice" is the network between slices, "x", "y" and "z" are dimensions of the torus, "core" is the link between two
+    cores of a chip.
 
     Example:
       >>> links(jax.make_mesh((1,), ("dp",), devices=jax.devices()[:1]))
       {'dp': ()}
     """
-    flat = list(mesh.devices.flat)
-    if not all(hasattr(device, "coords") for device in flat):
+    names = np.array(["slice", "x", "y", "z", "core"])
+    places = np.array([_coordinates(device) for device in mesh.devices.flat]).reshape(*mesh.devices.shape, -1)
+    if places.shape[-1] < len(names):
         return dict.fromkeys(mesh.axis_names, ())
-    names = ("slice", *_DIMENSIONS)
-    places = np.array([(_slice(device), *_coordinates(device)) for device in flat]).reshape(*mesh.devices.shape, -1)
     differ = [np.ptp(places, axis=axis).reshape(-1, len(names)).any(0) for axis in range(mesh.devices.ndim)]
-    return {name: tuple(np.array(names)[along].tolist()) for name, along in zip(mesh.axis_names, differ, strict=True)}
+    return {name: tuple(names[along].tolist()) for name, along in zip(mesh.axis_names, differ, strict=True)}

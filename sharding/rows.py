@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -32,9 +32,7 @@ def redistribute(
 ) -> Any:
     """Moves x to another context layout: y[place in target of t] = x[place in source of t] for each position t.
 
-    Between contiguous and zigzag, two ppermutes move every element at most once. Between striped and either of them, it
-    is one all_to_all; from or to "zigzag_per_segment", an all_gather of the row and a take. The way back is the exact
-    inverse, and so is the transpose under a gradient.
+    The transpose under a gradient is the move back. docs/layouts.md tells what crosses the network, here and below.
 
     Args:
       x: `[R, T, ...]` of any dtype, or a pytree of them; None leaves stay None.
@@ -43,9 +41,6 @@ def redistribute(
       target: the layout to bring it to.
       segment_ids: `i32[R, T]` in the source layout, as `pack` gives them; for "zigzag_per_segment" only.
       num_segments: S, static; for "zigzag_per_segment" only.
-
-    Returns:
-      The pytree of x in the target layout.
 
     Raises:
       ValueError: an unknown layout, a row length that it cannot divide, missing or misshapen segment_ids.
@@ -59,9 +54,16 @@ def redistribute(
     check_context_rows(parallel, {"x": x}, segment_ids, num_segments, "redistribute", here, there)
     if here is there:
         return x
-
     args = {"x": x, "segment_ids": segment_ids if here.per_segment or there.per_segment else None}
-    return _of_rows("redistribute", _redistribute, parallel, args, (source, target, num_segments))
+    options = {"here": here, "there": there, "num_segments": num_segments}
+    return _of_rows("redistribute", _redistribute, parallel, args, options)
+
+
+def _redistribute(
+    axes: ShardAxes, x: Any, segment_ids: jax.Array | None, here: Layout, there: Layout, num_segments: int | None
+) -> Any:
+    row = (here if here.per_segment else there).row(axes, x, segment_ids, num_segments)
+    return move(axes, x, here, there, row)
 
 
 def held_positions(
@@ -81,18 +83,10 @@ def held_positions(
       >>> held_positions(ShardAxes(), 4)
       Array([[0, 1, 2, 3]], dtype=int32)
     """
-    shards = axes.size(axes.context)
-    layout = find_layout(axes.context_layout, shards=shards)
-    row = Row(length, shards)
+    layout, row = _layout_of(axes), Row(length, axes.size(axes.context))
     if layout.per_segment:
-        row = Row.of(length, shards, segment_lengths, layout.row_multiple(shards), jnp)
-    return layout.position_at(places_of(axes.index(axes.context), row), row)
-
-
-def _redistribute(axes: ShardAxes, static: tuple[str, str, int | None], x: Any, segment_ids: jax.Array | None) -> Any:
-    here, there = find_layout(static[0]), find_layout(static[1])
-    row = (here if here.per_segment else there).row(axes, x, segment_ids, static[2])
-    return move(axes, x, here, there, row)
+        row = Row.of(length, row.shards, segment_lengths, layout.row_multiple(row.shards), jnp)
+    return layout.position_at(places_of(axes, row), row)
 
 
 def shift_left(
@@ -105,22 +99,13 @@ def shift_left(
 ) -> Any:
     """y[t] = x[t + by] along the logical positions of a row, across shards, and `fill` where that leaves the sequence.
 
-    The mesh's context layout decides how many positions of each row of an array a device sends: `by` in contiguous,
-    `2 * by` in zigzag, `2 * S * by` in zigzag_per_segment; in striped the whole shard, to contiguous and back. The same
-    number of segment_ids is sent once for all arrays; in zigzag_per_segment S counts are summed instead. A shift longer
-    than a piece of the row takes several hops.
-
     Args:
       x: `[R, T, ...]` of any dtype in the mesh's layout, or a pytree of them; None leaves stay None.
       parallel: the mesh; rows sharded over data, positions over context.
       by: how far, static, at least 0.
       fill: a scalar that each array's dtype holds.
-      segment_ids: `i32[R, T]` like x: nothing crosses from one sequence to another, and padding reads `fill`. Without
-        them a row is one sequence.
+      segment_ids: `i32[R, T]` like x: padding reads `fill`. Without them a row is one sequence.
       num_segments: S, static; for "zigzag_per_segment" only.
-
-    Returns:
-      The pytree of x, shifted.
 
     Raises:
       ValueError: a negative `by`, a fill that a dtype does not hold, a row length that the layout cannot divide,
@@ -136,9 +121,8 @@ def shift_left(
         raise ValueError(f"fill: got shape {np.shape(fill)}, expected a scalar")
     check_context_rows(parallel, {"x": x}, segment_ids, num_segments, "shift_left")
     _check_fill(fill, x)
-
     args = {"x": x, "segment_ids": segment_ids, "fill": jnp.asarray(fill)}
-    return _of_rows("shift_left", _shift_left, parallel, args, (by, num_segments))
+    return _of_rows("shift_left", shift_shard, parallel, args, {"by": by, "num_segments": num_segments})
 
 
 def _check_fill(fill: Fill, x: Any) -> None:
@@ -155,18 +139,12 @@ def _check_fill(fill: Fill, x: Any) -> None:
             raise ValueError(f"fill: got {fill}, expected a number that {dtype} holds, the dtype of x")
 
 
-def _shift_left(
-    axes: ShardAxes, static: tuple[int, int | None], x: Any, segment_ids: jax.Array | None, fill: jax.Array
-) -> Any:
-    by, num_segments = static
-    return shift_shard(axes, x, by, fill, segment_ids, num_segments)
-
-
 def shift_shard(
     axes: ShardAxes, x: Any, by: int, fill: Fill, segment_ids: jax.Array | None, num_segments: int | None
 ) -> Any:
     """`shift_left` for code inside a `shard_map`, each array as this device holds it."""
-    return _layout_of(axes).shift(axes, x, by, fill, segment_ids, num_segments) if jax.tree.leaves(x) else x
+    layout = _layout_of(axes)
+    return layout.shift(axes, layout.row(axes, x, segment_ids, num_segments), x, by, fill, segment_ids)
 
 
 def scan_affine(
@@ -179,19 +157,16 @@ def scan_affine(
 ) -> Float[Array, "R T"]:
     """y_t = a_t * y_(t+1) + b_t along the logical positions of a row, y = 0 behind each sequence's end.
 
-    Discounted returns are `scan_affine(gamma, rewards)`, and GAE is `scan_affine(gamma * lambda, deltas)`. Each shard
-    scans its own pieces of the row: one in contiguous, two in zigzag, two for each sequence in zigzag_per_segment. It
-    sends a pair (a, b) for each piece, and two more numbers with segment_ids, except in zigzag_per_segment. In striped
-    the whole shard moves to contiguous and back. Differentiable in a and b. NaN and inf stay in their own sequence, in
-    values and gradients. Nothing depends on padding, or on a at a sequence's end, so both may hold NaN and inf.
+    Discounted returns are `scan_affine(gamma, rewards)`, and GAE is `scan_affine(gamma * lambda, deltas)`.
+    Differentiable in a and b. NaN and inf stay in their own sequence, in values and gradients. Nothing depends on
+    padding, or on a at a sequence's end.
 
     Args:
       a: `[R, T]` coefficients in the mesh's layout, or a scalar.
       b: `[R, T]` addends in the mesh's layout.
       parallel: the mesh; rows sharded over data, positions over context.
       reverse: True runs from the end as above; False from the start, y_t = a_t * y_(t-1) + b_t.
-      segment_ids: `i32[R, T]` like b: y starts anew in each sequence, and is 0 on padding whatever a and b hold
-        there. Without them a row is one sequence.
+      segment_ids: `i32[R, T]` like b: y is 0 on padding. Without them a row is one sequence.
       num_segments: S, static; for "zigzag_per_segment" only.
 
     Returns:
@@ -214,36 +189,34 @@ def scan_affine(
     check_context_rows(parallel, {"b": b}, segment_ids, num_segments, "scan_affine")
     a = jnp.asarray(a)
     dtype = wider_dtype(a, b, jnp.float32)
-    a, b = jnp.broadcast_to(a.astype(dtype), b.shape), b.astype(dtype)
-
-    args = {"a": a, "b": b, "segment_ids": segment_ids}
-    found: jax.Array = _of_rows("scan_affine", _scan_affine, parallel, args, (reverse, num_segments))
-    return found
-
-
-def _scan_affine(
-    axes: ShardAxes, static: tuple[bool, int | None], a: jax.Array, b: jax.Array, segment_ids: jax.Array | None
-) -> jax.Array:
-    reverse, num_segments = static
-    return scan_shard(axes, a, b, reverse, segment_ids, num_segments)
+    args = {"a": jnp.broadcast_to(a.astype(dtype), b.shape), "b": b.astype(dtype), "segment_ids": segment_ids}
+    options = {"reverse": reverse, "num_segments": num_segments}
+    return _of_rows("scan_affine", scan_shard, parallel, args, options)
 
 
 def scan_shard(
     axes: ShardAxes, a: jax.Array, b: jax.Array, reverse: bool, segment_ids: jax.Array | None, num_segments: int | None
 ) -> jax.Array:
     """`scan_affine` for code inside a `shard_map`, each array as this device holds it."""
-    return _layout_of(axes).scan(axes, (a, b), reverse, segment_ids, num_segments)
+    layout = _layout_of(axes)
+    return layout.scan(axes, layout.row(axes, b, segment_ids, num_segments), (a, b), reverse, segment_ids)
 
 
 def _of_rows(
-    name: str, per_shard: Callable[..., Any], parallel: Parallel, args: dict[str, Any], static: Hashable
+    name: str, per_shard: Callable[..., Any], parallel: Parallel, args: dict[str, Any], options: Mapping[str, Hashable]
 ) -> Any:
-    """Runs a module-level function of rows on any mesh; a second call with the same statics compiles nothing."""
+    """Runs `per_shard(axes, **args, **options)` on any mesh."""
 
     def specs(p: ParallelMesh) -> tuple[list[P], P]:
         return [P() if what == "fill" else p.tokens_spec for what in args], p.tokens_spec
 
-    return shard_call(name, per_shard, parallel, args, specs, static)
+    static = (per_shard, tuple(args), tuple(options.items()))
+    return shard_call(name, _by_name, parallel, args, specs, static)
+
+
+def _by_name(axes: ShardAxes, static: Any, *args: Any) -> Any:
+    per_shard, names, options = static
+    return per_shard(axes, **dict(zip(names, args, strict=True)), **dict(options))
 
 
 def check_context_rows(
@@ -264,9 +237,9 @@ def check_context_rows(
                 raise ValueError(f"{name}: got None in {function}, expected it for context layout {layout.name!r}")
     if num_segments is not None:
         check_int("num_segments", num_segments, 1)
-    rows = None if segment_ids is None else np.shape(segment_ids)
-    if rows is not None:
-        dtype = getattr(segment_ids, "dtype", type(segment_ids).__name__)
+    rows = None
+    if segment_ids is not None:
+        rows, dtype = np.shape(segment_ids), getattr(segment_ids, "dtype", type(segment_ids).__name__)
         if len(rows) != 2 or isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.integer):
             raise ValueError(f"segment_ids: got {dtype}{rows}, expected integers [R, T]")
     for name, value in arrays.items():

@@ -1,7 +1,4 @@
-"""Per-sequence sums, means and extremes on packed rows whose positions may be spread over context shards.
-
-They do not depend on the order of the positions, so they are right in every context layout.
-"""
+"""Per-sequence sums, means and extremes on packed rows whose positions may be spread over context shards."""
 
 from __future__ import annotations
 
@@ -23,6 +20,8 @@ from .mesh import ParallelMesh
 @dataclasses.dataclass(frozen=True)
 class Segments:
     """The sequences of packed rows, for per-shard code: reduces per-token values by sequence, and spreads them back.
+
+    The order of the positions does not matter, so this is right in every context layout.
 
     Args:
       segment_ids: `i32[R, T_local]`, 0 for padding, 1..S for the sequences of the row.
@@ -84,8 +83,7 @@ def segment_sum(
       `[R, S]`, or `[K, R, S]`, in x's dtype, 0 for sequences that are absent.
 
     Raises:
-      ValueError: shapes of x and segment_ids that differ, segment_ids that are not integers.
-      TypeError: num_segments that is no static integer.
+      ValueError, TypeError: shapes that differ, segment_ids that are not integers, num_segments that is not static.
 
     Example:
       >>> segment_sum(jnp.array([[1.0, 2.0, 4.0]]), jnp.array([[1, 2, 2]]), 3)
@@ -100,17 +98,12 @@ def segment_sum(
         raise ValueError(f"segment_ids: got {segment_ids.dtype}{segment_ids.shape}, expected integers [R, T]")
     check_int("num_segments", num_segments, 0)
 
+    def specs(p: ParallelMesh) -> tuple[list[P], P]:
+        leading = (None,) * (x.ndim - 2)
+        return [P(*leading, *p.tokens_spec)] * 2, P(*leading, *p.rows_spec)
+
     args = {"x": x, "segment_ids": segment_ids}
-    leading = (None,) * (x.ndim - 2)
-    found: jax.Array = shard_call(
-        "segment_sum",
-        _segment_sum,
-        parallel,
-        args,
-        lambda p: ([P(*leading, *p.tokens_spec)] * 2, P(*leading, *p.rows_spec)),
-        num_segments,
-    )
-    return found
+    return shard_call("segment_sum", _segment_sum, parallel, args, specs, num_segments)
 
 
 def _segment_sum(axes: ShardAxes, num_segments: int, x: jax.Array, segment_ids: jax.Array) -> jax.Array:

@@ -14,11 +14,7 @@ from .mesh import ParallelMesh, make_parallel_mesh
 
 
 def emulate_devices(count: int = 8) -> None:
-    """Makes the CPU appear as `count` devices; call this before anything else uses JAX.
-
-    Raises:
-      RuntimeError: JAX already runs with other devices.
-    """
+    """Makes the CPU appear as `count` devices; raises RuntimeError where JAX already runs with other devices."""
     with contextlib.suppress(RuntimeError):  # raised once devices exist; then their number decides
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
@@ -50,8 +46,7 @@ def assert_mesh_invariant(
       fn: returns a pytree of arrays; put gradients into it to have them checked too.
       *args: arrays.
       meshes: ParallelMeshes or descriptions; every dp x cp x tp factoring of the devices by default.
-      rtol: relative tolerance.
-      atol: absolute tolerance, as a share of each array's largest magnitude.
+      rtol, atol: tolerances; atol is a share of each array's largest magnitude.
 
     Returns:
       What `fn(None, *args)` gives.
@@ -60,7 +55,6 @@ def assert_mesh_invariant(
       AssertionError: names the mesh and the leaf, with the largest error and its place.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> total = assert_mesh_invariant(lambda parallel, x: x.sum(), jnp.ones(3), meshes=[f"dp={jax.device_count()}"])
       >>> float(total)
       3.0

@@ -143,14 +143,14 @@ class Packer:
         multiple = 2 * self.parallel.context_size  # a multiple of what any context layout needs of a row or a sequence
         row_length = _SEQUENCES_PER_ROW * _round_up(self.longest, multiple)
         rows = _round_up(-(-self.batch_size // _SEQUENCES_PER_ROW), self.parallel.data_size)
-        rows = rows // self.parallel.data_size * multihost.local_data_size(self.parallel)
+        rows = rows // self.parallel.data_size * len(multihost.local_data_shards(self.parallel))
         shape = {"row_length": row_length, "rows": rows, "num_segments": _SEQUENCES_PER_ROW}
         return RolloutBatch.from_samples(samples, parallel=self.parallel, **shape).put(self.parallel)
 
     def _trees(self, samples: Sequence[Sample], copies: int) -> RolloutBatch:
         """A row has room for two groups, or for more that share prompts; there is at most one row for each group."""
         row_length = 2 * copies * _round_up(self.longest, 2 * self.parallel.context_size)
-        local, most = multihost.local_data_size(self.parallel), -(-self.batch_size // copies)
+        local, most = len(multihost.local_data_shards(self.parallel)), -(-self.batch_size // copies)
         doublings = (-(-most // self.parallel.data_size)).bit_length()
         shape = {"row_length": row_length, "buckets": [local << i for i in range(doublings + 1)]}
         shape |= {"num_segments": 4 * (copies + 1), "share_prefixes": True}

@@ -1,5 +1,6 @@
 """`sharding/testing.py` under the name that users import, and the assertion about packing, which knows batches."""
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from jaxppo.batch.packing_check import assert_packing_invariant
@@ -11,10 +12,7 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
 else:
-    _module = _submodule("testing")
-
-    def __getattr__(name: str) -> Any:
-        return getattr(_module, name)
+    __getattr__ = functools.partial(getattr, _submodule("testing"))
 
 
 __all__ = [  # noqa: F405  the star is for type checkers

@@ -70,7 +70,6 @@ def accumulate_gradients(
     names = () if parallel is None else parallel.tokens
     if parallel is not None:
         parallel.check_manual("accumulate_gradients")
-        parallel.check_vma()
 
     def run(params: Any) -> tuple[Found, Any]:
         for path, x in jax.tree.leaves_with_path(params):

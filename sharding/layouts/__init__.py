@@ -1,4 +1,4 @@
-"""Context layouts: which positions of a row each context shard holds, as permutations of the row. One class each.
+"""Context layouts: which positions of a row each context shard holds, as permutations of the row.
 
 An array `[R, T]` lies in *physical* order: context shard r of C holds its places [r*T/C, (r+1)*T/C). A layout says
 which *logical* position (0 the first token of the row) is at each place. For T = 16 and C = 2, shard 0 before the bar,
@@ -19,10 +19,7 @@ from jaxtyping import Int
 
 from ..checks import check_int
 from .base import Row, find_layout, register_layout
-from .contiguous import Contiguous
-from .striped import Striped
-from .zigzag import Zigzag
-from .zigzag_per_segment import ZigzagPerSegment
+from .orders import Contiguous, Striped, Zigzag, ZigzagPerSegment
 
 for layout in (Contiguous(), Zigzag(), ZigzagPerSegment(), Striped()):
     register_layout(layout)
@@ -35,8 +32,7 @@ def row_multiple(layout: str, shards: int) -> int:
       >>> row_multiple("zigzag", 4), row_multiple("striped", 4)
       (8, 4)
     """
-    shards = check_int("shards", shards, 1)
-    return find_layout(layout, shards=shards).row_multiple(shards)
+    return find_layout(layout, shards=check_int("shards", shards, 1)).row_multiple(shards)
 
 
 def segment_multiple(layout: str, shards: int) -> int:
@@ -75,7 +71,7 @@ def logical_positions(
     """The logical position at each physical place: `physical = row[logical_positions(...)]`, on the host.
 
     Args:
-      layout: "contiguous", "zigzag", "zigzag_per_segment", "striped" or one that was registered.
+      layout: a name in `LAYOUTS`.
       length: T, the positions of a row.
       shards: C, the context shards.
       segment_lengths: `[R, S]` lengths of the sequences of each row, which "zigzag_per_segment" alone needs.
@@ -87,8 +83,6 @@ def logical_positions(
       ValueError: an unknown layout, a length that it cannot divide, sequences that do not fit in the row.
 
     Example:
-      >>> logical_positions("zigzag", 8, 2).tolist()
-      [0, 1, 6, 7, 2, 3, 4, 5]
       >>> logical_positions("zigzag_per_segment", 8, 2, np.array([[3, 4]])).tolist()
       [[0, 3, 4, 7, 1, 2, 5, 6]]
     """
@@ -117,11 +111,10 @@ def _on_host(formula: str, layout: str, length: int, shards: int, segment_length
         raise ValueError(f"segment_lengths: got {segment_lengths}, expected [R, S] integers >= 0 for {layout!r}")
     multiple = row_multiple(layout, shards)
     rows = Row.of(length, shards, lengths.astype(np.int64), multiple, np)
-    over = np.flatnonzero(rows.sizes[:, -1] < 0)
-    if over.size:
+    for row in np.flatnonzero(rows.sizes[:, -1] < 0):
         raise ValueError(
-            f"segment_lengths: got {length - rows.sizes[over[0], -1]} positions in row {over[0]}, each sequence padded "
-            f"to a multiple of {multiple}, expected at most {length}"
+            f"segment_lengths: got {length - rows.sizes[row, -1]} positions in row {row}, each sequence padded to a "
+            f"multiple of {multiple}, expected at most {length}"
         )
     # row by row: the segment of a point is found by comparing it with all ends
     each = [fn(points, dataclasses.replace(rows, sizes=sizes[None])) for sizes in rows.sizes]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -24,14 +23,18 @@ Fill = jax.Array | float
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["lengths", "sizes"], meta_fields=["length", "shards"])
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The shape of a row, which decides where positions lie: its length, the shards and, per segment, `[R, S]` lengths.
+    """The shape of a row, which decides where positions lie.
 
-    `sizes` `[R, S+1]` holds the padded lengths and, last, the padding at the end of the row.
+    Args:
+      length: T.
+      shards: C.
+      lengths: per segment, `[R, S]`, those of the sequences: a numpy array on the host, else a JAX array.
+      sizes: per segment, `[R, S+1]`, the padded lengths and, last, the padding at the end of the row.
     """
 
     length: int
     shards: int
-    lengths: Any = None  # a numpy array on the host, else a JAX array
+    lengths: Any = None
     sizes: Any = None
 
     @classmethod
@@ -59,8 +62,8 @@ class Row:
 class Layout:
     """A permutation of the positions of a row over C > 1 context shards.
 
-    A new layout is a subclass with a name, `position_at` and `place_of`; pass an instance to `register_layout`. The
-    other methods are correct for any layout, but move the whole shard. Override them where a layout can send less.
+    A new layout is a subclass with a name, `position_at` and `place_of`. The other methods are correct for any layout,
+    but move the whole shard. Override them where a layout can send less.
     """
 
     name: str
@@ -86,42 +89,22 @@ class Layout:
         """The inverse, and the transpose, of `to_contiguous`."""
         return exchange(axes, LAYOUTS["contiguous"], self, row, x)
 
-    def shift(
-        self, axes: ShardAxes, x: Any, by: int, fill: Fill, segment_ids: jax.Array | None, num_segments: int | None
-    ) -> Any:
+    def shift(self, axes: ShardAxes, row: Row, x: Any, by: int, fill: Fill, segment_ids: jax.Array | None) -> Any:
         """`shift_left` of what this device holds."""
-
-        def shift(contiguous: Layout, x: Any, ids: jax.Array | None) -> Any:
-            return contiguous.shift(axes, x, by, fill, ids, num_segments)
-
-        return self._through_contiguous(axes, shift, x, segment_ids, num_segments)
-
-    def scan(
-        self, axes: ShardAxes, ab: Pair, reverse: bool, segment_ids: jax.Array | None, num_segments: int | None
-    ) -> jax.Array:
-        """`scan_affine` of what this device holds."""
-
-        def scan(contiguous: Layout, ab: Pair, ids: jax.Array | None) -> jax.Array:
-            return contiguous.scan(axes, ab, reverse, ids, num_segments)
-
-        return self._through_contiguous(axes, scan, ab, segment_ids, num_segments)
-
-    def _through_contiguous(
-        self,
-        axes: ShardAxes,
-        fn: Callable[[Layout, Any, jax.Array | None], Any],
-        x: Any,
-        segment_ids: jax.Array | None,
-        num_segments: int | None,
-    ) -> Any:
-        contiguous, row = LAYOUTS["contiguous"], self.row(axes, x, segment_ids, num_segments)
+        contiguous = LAYOUTS["contiguous"]
         x, segment_ids = move(axes, (x, segment_ids), self, contiguous, row)
-        return move(axes, fn(contiguous, x, segment_ids), contiguous, self, row)
+        return move(axes, contiguous.shift(axes, row, x, by, fill, segment_ids), contiguous, self, row)
+
+    def scan(self, axes: ShardAxes, row: Row, ab: Pair, reverse: bool, segment_ids: jax.Array | None) -> jax.Array:
+        """`scan_affine` of what this device holds."""
+        contiguous = LAYOUTS["contiguous"]
+        ab, segment_ids = move(axes, (ab, segment_ids), self, contiguous, row)
+        return move(axes, contiguous.scan(axes, row, ab, reverse, segment_ids), contiguous, self, row)
 
     def row(self, axes: ShardAxes, x: Any, segment_ids: jax.Array | None, num_segments: int | None) -> Row:
         """The `Row` of x; per segment it costs one psum of `[R, S]`."""
         shards = axes.size(axes.context)
-        length = shards * next((leaf.shape[1] for leaf in jax.tree.leaves(x)), 0)
+        length = shards * jax.tree.leaves(x)[0].shape[1]
         if not self.per_segment:
             return Row(length, shards)
         if segment_ids is None or num_segments is None:
@@ -137,11 +120,9 @@ def register_layout(layout: Layout) -> None:
     """Registers a layout: `context_layout=layout.name` then means it in every function.
 
     Raises:
-      TypeError: layout is not a Layout.
-      ValueError: the name is taken.
+      TypeError, ValueError: not a Layout, a name that is taken.
 
     Example:
-      >>> from jaxppo.sharding import logical_positions
       >>> class Rotated(Layout):
       ...     name = "rotated"
       ...     def position_at(self, places, row):
@@ -172,7 +153,7 @@ def move(axes: ShardAxes, x: Any, source: Layout, target: Layout, row: Row) -> A
         return x
     # jit keeps constants inside: in second derivatives linear_call would pass those of one trace to another
     forth, back = (jax.jit(functools.partial(_move, axes, *way)) for way in ((source, target), (target, source)))
-    needed = frozenset(axes.context).union(*(varying(leaf) for leaf in jax.tree.leaves(row)))
+    needed = varying(row).union(axes.context)
 
     def one(x: jax.Array) -> jax.Array:
         x = vary(x, needed)
@@ -190,29 +171,25 @@ def _move(axes: ShardAxes, source: Layout, target: Layout, row: Row, x: jax.Arra
 
 def exchange(axes: ShardAxes, source: Layout, target: Layout, row: Row, x: jax.Array) -> jax.Array:
     """Moves x from any layout to any: by one all_to_all or, per segment, by an all_gather of the row and a take."""
-    me = axes.index(axes.context)
     if source.per_segment or target.per_segment:
-        here = target.position_at(places_of(me, row), row)
+        here = target.position_at(places_of(axes, row), row)
         whole = lax.all_gather(x, axes.context, axis=1, tiled=True)
         return take(whole, source.place_of(here, row))
-    send, received_at = _exchange_tables(source, target, row.length, row.shards)
+    me, (send, received_at) = axes.index(axes.context), _exchange_tables(source, target, row.length, row.shards)
     outgoing = x[:, jnp.asarray(send)[me].reshape(-1)]
     received = lax.all_to_all(outgoing, axes.context, split_axis=1, concat_axis=1, tiled=True)
     return received[:, jnp.asarray(received_at)[me]]
 
 
-def places_of(shard: jax.Array | int, row: Row) -> jax.Array:
-    """`i32[1, T_local]`, the physical places that a shard holds."""
-    return (shard * row.local + jnp.arange(row.local, dtype=jnp.int32))[None]
+def places_of(axes: ShardAxes, row: Row) -> jax.Array:
+    """`i32[1, T_local]`, the physical places that this device holds."""
+    return (axes.index(axes.context) * row.local + jnp.arange(row.local, dtype=jnp.int32))[None]
 
 
 @functools.lru_cache
 def _exchange_tables(source: Layout, target: Layout, length: int, shards: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tables of an exchange.
-
-    These are the local places that a shard sends to each receiver, `[C, C, m]`, and, for each place of a shard, the
-    index of what it keeps among the `C*m` received, `[C, T_local]`.
-    """
+    """The local places that a shard sends to each receiver, `[C, C, m]`, and, for each place of a shard, the index of
+    what it keeps among the `C*m` received, `[C, T_local]`."""
     row = Row(length, shards)
     came = source.place_of(target.position_at(np.arange(length), row), row).reshape(shards, row.local)
     senders = came // row.local
@@ -228,4 +205,9 @@ def _exchange_tables(source: Layout, target: Layout, length: int, shards: int) -
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[r, index[r, j], ...] for x `[R, T, ...]` and index `[R, n]`; an index out of range is clipped."""
-    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1, mode="clip")
+    return jnp.take_along_axis(x, widen(index, x), axis=1, mode="clip")
+
+
+def widen(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`[R, T]` with dimensions of 1 added, to broadcast against `[R, T, ...]`."""
+    return x.reshape(x.shape + (1,) * (like.ndim - 2))

@@ -1,7 +1,7 @@
-"""Shifts and scans over a shard's runs of neighbouring positions; only the ends of runs are sent to other shards.
+"""Scans over a shard's runs of neighbouring positions; only the ends of runs are sent to other shards.
 
-The scan marks a break between sequences by a flag, not by a coefficient of 0: a value from beyond the break is replaced
-by 0 before any product, so that NaN and inf stay in their sequence, in values and in gradients.
+A flag marks a break between sequences, not a coefficient of 0: a value from beyond the break is replaced by 0 before
+any product, so that NaN and inf stay in their sequence, in values and in gradients.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ class Runs:
     """The P runs of neighbouring positions of each row on this shard: links of G chains of runs over all shards.
 
     Args:
-      starts: `i32[R, P]`, the local place of each run's first position; absent runs lie anywhere.
-      stops: `i32[R, P]`, the place behind its last one.
-      of_place: `i32[R, T_local]`, the run of each place; P is ordered as [halves, G].
+      starts: the local place of each run's first position; absent runs lie anywhere.
+      stops: the place behind its last one.
+      of_place: the run of each place; P is ordered as [halves, G].
       halves: links of one chain on one shard: shard r has link r and, with two of them, link 2C-1-r.
       shortest: a number of positions that every run has.
-      sequence_ends: `i32[R, T_local]`, the position behind the sequence of each place, and
-      links: `i32[halves * C, R, G]`, the segment id at the exit of each run of a chain, 0 for one of padding; both
-        where no shard has to ask others for them.
+      sequence_ends: the position behind the sequence of each place; None where shards must ask others for it.
+      links: the segment id at the exit of each run of a chain, 0 for one of padding; None likewise. Q is halves * C.
     """
 
     starts: Int[Array, "R P"]
@@ -51,24 +50,23 @@ class Runs:
 def following(axes: ShardAxes, heads: jax.Array) -> jax.Array:
     """`[R, halves, ...]`: for each run here, the head of the next run in its chain; 0 at the end of a chain."""
     last = axes.size(axes.context) - 1
-
-    def send(x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-        return axes.permute(vary(x, axes.context), axes.context, pairs) if last else jnp.zeros_like(x)
-
-    after_first = send(heads[:, :1], [(r + 1, r) for r in range(last)])
+    if not last:  # one shard has one run
+        return jnp.zeros_like(heads)
+    heads = vary(heads, axes.context)
+    after_first = axes.permute(heads[:, :1], axes.context, [(r + 1, r) for r in range(last)])
     if heads.shape[1] == 1:
         return after_first
     turn = axes.index(axes.context) == last  # on the last shard a chain goes on in the second half
-    after_second = send(heads[:, 1:], [(r, r + 1) for r in range(last)])
+    after_second = axes.permute(heads[:, 1:], axes.context, [(r, r + 1) for r in range(last)])
     return jnp.concatenate([jnp.where(turn, heads[:, 1:], after_first), after_second], axis=1)
 
 
 def scan_runs(axes: ShardAxes, runs: Runs, ab: Pair, reverse: bool, segment_ids: jax.Array | None) -> jax.Array:
     """`scan_affine` of this device's shards, `[R, T_local]` each: y = total + product * lead * carry in each run.
 
-    total is y as if the run stood alone, and product the product of the a since the run's entry, where the scan comes
-    in. lead is a at the entry, and carry is y at the exit of the run before it in the scan. Devices gather product and
-    total at the exits and, where `runs.links` is None, the links and the leads too.
+    total is y as if the run stood alone, and product that of the a since the run's entry. lead is a at the entry, and
+    carry is y at the exit of the run before it. Devices gather product and total at the exits and, where `runs.links`
+    is None, the links and the leads too.
     """
     a, b = (vary(vary_like(x, ab, segment_ids), axes.context) for x in ab)
     ids = jnp.ones(b.shape, jnp.int32) if segment_ids is None else segment_ids.astype(jnp.int32)
@@ -150,10 +148,9 @@ def _scan(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse:
 
 
 def _solve(a: jax.Array, bs: list[jax.Array], why: jax.Array, axis: int, reverse: bool) -> list[jax.Array]:
-    """Solves the recurrence for each b.
+    """Solves the recurrence for each b: in blocks, then over the ends of the blocks, then both are combined.
 
-    A long axis is scanned in blocks, then over the ends of the blocks, then both are combined. Blocks keep the scanned
-    axis short: the TPU compiler unrolls the shifts of an axis of a million positions.
+    Blocks keep the scanned axis short: the TPU compiler unrolls the shifts of an axis of a million positions.
     """
     length, last = a.shape[axis], a.ndim - 1
     if length <= BLOCK:

@@ -150,7 +150,7 @@ def main(rank, count, port, mesh, layout, event=None):
             time.sleep(2)  # the coordinator is in this process, and the other process may still read from it
         os._exit(0)  # without waiting for the devices
     mine = samples()
-    if multihost.local_data_size(parallel) < parallel.data_size:  # each process feeds its own rows: 4 samples and 2
+    if len(multihost.local_data_shards(parallel)) < parallel.data_size:  # each feeds rows of its own, 4 samples and 2
         mine = mine[:4] if rank == 0 else mine[4:]
     batch = RolloutBatch.from_samples(mine, row_length=64, parallel=parallel).put(parallel)
     kernel = multihost.to_global(KERNEL, parallel.kernel_spec(), parallel)
