@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from jaxppo.losses.doors import loss_from_hidden, loss_from_stats
     from jaxppo.losses.explain import explain_tokens
     from jaxppo.losses.parts import Part
-    from jaxppo.losses.reference_kl import ReferenceKL
+    from jaxppo.losses.policy_tokens import ReferenceKL
     from jaxppo.losses.rows import by_row
     from jaxppo.losses.score_centering import ScoreCentering
     from jaxppo.losses.sft import SFT
     from jaxppo.losses.token_loss import Asks, TokenLoss
-    from jaxppo.losses.top_k_distillation import TopKDistillation
+    from jaxppo.losses.top_k_divergence import TopKDistillation
     from jaxppo.losses.value import Value
 else:
     __getattr__ = late(  # the same imports, each run when its name is first used
@@ -22,12 +22,12 @@ else:
             "jaxppo.losses.doors": ["loss_from_hidden", "loss_from_stats"],
             "jaxppo.losses.explain": ["explain_tokens"],
             "jaxppo.losses.parts": ["Part"],
-            "jaxppo.losses.reference_kl": ["ReferenceKL"],
+            "jaxppo.losses.policy_tokens": ["ReferenceKL"],
             "jaxppo.losses.rows": ["by_row"],
             "jaxppo.losses.score_centering": ["ScoreCentering"],
             "jaxppo.losses.sft": ["SFT"],
             "jaxppo.losses.token_loss": ["Asks", "TokenLoss"],
-            "jaxppo.losses.top_k_distillation": ["TopKDistillation"],
+            "jaxppo.losses.top_k_divergence": ["TopKDistillation"],
             "jaxppo.losses.value": ["Value"],
         },
     )

@@ -18,7 +18,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.policy_checks import BY_RATIO
+from jaxppo.losses.policy_tokens import BY_RATIO
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
 
 First = Literal["high", "low"]
@@ -40,11 +40,11 @@ def adaptive_clip(
 
         P(high) = sum over A > 0 of A min(r, high),   N(low) = sum over A < 0 of -A max(r, low)
 
-    One bound is raised in steps from its first to its last value, then the other one, until the target is met; if the
-    target is never met, both have their last values. Without a token of negative advantage the first bounds stay. The
-    sums are over all loss tokens of the step, on all devices. Make the loss of the result inside `jit`, as the
-    published code has it: `PPO(clip_low=clip_low, clip_high=clip_high, dual_clip=3.0)`. A raised lower bound makes N
-    larger: with these formulas it never brings P / N up.
+    One bound is raised in steps from its first to its last value, then the other one, until the target is met, or both
+    have their last values. Without a token of negative advantage the first bounds stay. The sums are over all loss
+    tokens of the step. Make the loss of the result inside `jit`, as the published code has it:
+    `PPO(clip_low=clip_low, clip_high=clip_high, dual_clip=3.0)`. A raised lower bound makes N larger: with these
+    formulas it never brings P / N up.
 
     Args:
       stats: the current log-probs, `f32[R, T]`, or those of the step's micro-batches stacked, `[K, R, T]`.
@@ -91,10 +91,7 @@ def adaptive_clip(
     def specs(p: ParallelMesh) -> tuple[list[Any], P]:
         return [batch.specs(p).loss_mask] * 4 + [P()], P()
 
-    found: tuple[Float[Array, ""], Float[Array, ""]] = shard_call(
-        "adaptive_clip", _per_shard, parallel, args, specs, (low, high, step, first)
-    )
-    return found
+    return shard_call("adaptive_clip", _per_shard, parallel, args, specs, (low, high, step, first))
 
 
 def _per_shard(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,31 +13,33 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import PER_SEGMENT
+from jaxppo.base.arrays import PER_SEGMENT, PER_TOKEN_VALUES, Aggregation, masked
 from jaxppo.base.metrics import Metric, Metrics, reduce_metrics
 from jaxppo.base.traced import put_arrays, take_arrays
-from jaxppo.batch.reads import LOG_PROBS
+from jaxppo.batch.broken_rules import Broken, count_broken
+from jaxppo.batch.reads import LOG_PROBS, at_most_zero
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.head.call import HeadCall, Inputs, Prepared
+from jaxppo.head.call import HeadCall, Inputs
 from jaxppo.head.gradient import reduce_tokens, stats_of_tokens
-from jaxppo.losses.parts import Part
-from jaxppo.losses.step import Numbers, OfHead, step_of
-from jaxppo.losses.token_loss import Step, TokenLoss
+from jaxppo.losses.parts import ALONE, Part
+from jaxppo.losses.token_loss import Reads, Step, TokenLoss, masked_arrays
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, note, shard_call
-from jaxppo.step.aggregation import Normalizer, weighted_sum
+from jaxppo.step.aggregation import Normalizer, step_normalizer, token_weights, weighted_sum
 
-ALONE = ""  # the name of a loss that is not a part of a sum
 Found = tuple[Float[Array, ""], Metrics]
 Normalizers = Normalizer | Mapping[str, Normalizer] | None
-Static = tuple[tuple[str, ...], tuple[Part, ...]]  # the names of the parts, and the parts without arrays
+Parallel = ParallelMesh | ShardAxes | None
+Static = tuple[tuple[str, ...], tuple[Part, ...], HeadCall | None]  # the parts' names, and the parts without arrays
+Numbers = Mapping[str, Array]  # the traced numbers of a loss, and others of its call, by name
+OfHead = tuple[HeadCall, Inputs]
 
 
 def loss_of_stats(
     name: str,
-    parts: Mapping[str, Part] | TokenLoss[Any],
+    loss: Mapping[str, Part] | TokenLoss[Any],
     stats: Any,
     batch: RolloutBatch,
-    parallel: ParallelMesh | ShardAxes | None,
+    parallel: Parallel,
     normalizer: Normalizers,
     numbers: Mapping[str, float | Array] | None = None,
 ) -> Found:
@@ -45,49 +47,44 @@ def loss_of_stats(
 
     `numbers` are those of the call that are not in the loss, such as its coefficient; only rules read them.
     """
-    static, normalizers, traced = split_parts(parts, normalizer)
-    traced[0] |= {name: jnp.asarray(x, jnp.float32) for name, x in (numbers or {}).items()}
-    args = {"stats": stats, "batch": batch, "normalizer": normalizers, "config": traced}
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [p.tokens_spec, batch.specs(p), normalizer_specs(p, normalizers), P()], P()
-
-    found: Found = shard_call(name, _of_stats, parallel, args, specs, static)
-    return found
+    parts = loss if isinstance(loss, Mapping) else {ALONE: Part(loss)}
+    given = {"stats": stats}, lambda p: (p.tokens_spec, P()), batch, parallel, normalizer
+    return call_parts(name, parts, *given, numbers=numbers)
 
 
-def loss_of_hidden(
+def call_parts(
     name: str,
     parts: Mapping[str, Part],
-    head: Prepared,
+    given: Mapping[str, Any],
+    specs: Callable[[ParallelMesh], tuple[Any, Any]],
     batch: RolloutBatch,
-    parallel: ParallelMesh | ShardAxes | None,
+    parallel: Parallel,
     normalizer: Normalizers,
-) -> Found:
-    """The loss and its metrics from hidden states, on any mesh, in one pass where that fits."""
-    static, normalizers, traced = split_parts(parts, normalizer)
-    args = {"head": head.inputs, "batch": batch, "normalizer": normalizers, "config": traced}
+    *,
+    head: HeadCall | None = None,
+    numbers: Mapping[str, float | Array] | None = None,
+    fn: Callable[..., Any] | None = None,
+) -> Any:
+    """Calls `fn`, or `_of_parts`, on each device, with what is `given` by its name: statistics, or a head's inputs.
 
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [head.specs, batch.specs(p), normalizer_specs(p, normalizers), P()], P()
+    `specs` are those of what is given and of the result.
+    """
+    static, traced = [], []
+    for which, part in parts.items():
+        loss, its = take_arrays(part.of_tokens.traceable())
+        if which != ALONE:
+            its |= {"part.coef": jnp.asarray(part.coef, jnp.float32)}
+        static.append(dataclasses.replace(part, loss=loss, coef=1.0))
+        traced.append(its)
+    traced[0] |= {name: jnp.asarray(x, jnp.float32) for name, x in (numbers or {}).items()}
+    normalizers = _normalizers(parts, normalizer)
+    args = {**given, "batch": batch, "normalizer": normalizers, "config": traced}
 
-    found: Found = shard_call(name, _of_hidden, parallel, args, specs, (static, head.call))
-    return found
+    def all_specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        own, result = specs(p)
+        return [own, batch.specs(p), [None if x is None else x.specs(p) for x in normalizers], P()], result
 
-
-def split_parts(
-    parts: Mapping[str, Part] | TokenLoss[Any], normalizer: Normalizers
-) -> tuple[Static, list[Normalizer | None], list[dict[str, Array]]]:
-    """The static part of a call, and for each of its losses the normalizer and the traced numbers."""
-    parts = parts if isinstance(parts, Mapping) else {ALONE: Part(parts)}
-    static, numbers = [], []
-    for name, part in parts.items():
-        loss, traced = take_arrays(part.of_tokens.traceable())
-        if name != ALONE:
-            traced |= {"part.coef": jnp.asarray(part.coef, jnp.float32)}
-        static.append(Part(loss, 1.0, part.mask, part.weights, part.equals))
-        numbers.append(traced)
-    return (tuple(parts), tuple(static)), _normalizers(parts, normalizer), numbers
+    return shard_call(name, fn or _of_parts, parallel, args, all_specs, (tuple(parts), tuple(static), head))
 
 
 def _normalizers(parts: Mapping[str, Part], given: Normalizers) -> list[Normalizer | None]:
@@ -104,65 +101,39 @@ def _normalizers(parts: Mapping[str, Part], given: Normalizers) -> list[Normaliz
     return [given[name] for name in parts]
 
 
-def normalizer_specs(p: ParallelMesh, normalizers: Sequence[Normalizer | None]) -> list[Normalizer | None]:
-    return [None if x is None else x.specs(p) for x in normalizers]
-
-
-def _of_stats(
-    axes: ShardAxes,
-    static: Static,
-    stats: Any,
-    batch: RolloutBatch,
-    normalizers: list[Normalizer | None],
-    numbers: list[dict[str, Array]],
+def _of_parts(
+    axes: ShardAxes, call: Static, given: Any, batch: RolloutBatch, normalizers: list[Any], numbers: list[Numbers]
 ) -> Found:
-    names, parts = static
+    """Per-shard: the loss and its metrics, from hidden states in one pass where that fits."""
+    names, parts, head = call
     numbers = lax.stop_gradient(numbers)
-    found = []
-    for part, normalizer, its in zip(parts, normalizers, numbers, strict=True):
-        loss = put_arrays(part.of_tokens, its)
-        found.append(finish(step_of(axes, loss, stats, part.of(batch), normalizer, its), loss, stats))
-    return _sum(names, found, numbers)
-
-
-def _of_hidden(
-    axes: ShardAxes,
-    call: tuple[Static, HeadCall],
-    inputs: Inputs,
-    batch: RolloutBatch,
-    normalizers: list[Normalizer | None],
-    numbers: list[dict[str, Array]],
-) -> Found:
-    (names, parts), head = call
-    numbers = lax.stop_gradient(numbers)
-    static, of_head = [part.of_tokens for part in parts], OfHead.of(head, inputs)
-    losses, batches = list(map(put_arrays, static, numbers)), [part.of(batch) for part in parts]
+    static, batches = [part.of_tokens for part in parts], [part.of(batch) for part in parts]
+    losses = list(map(put_arrays, static, numbers))
+    of_head = None if head is None else (head, given)
 
     def steps_of(stats: Any, known: Sequence[Normalizer | None]) -> list[Step]:
-        return [
-            step_of(axes, loss, stats, b, normalizer, its, of_head, its_own)
-            for loss, b, normalizer, its, its_own in zip(losses, batches, normalizers, numbers, known, strict=True)
-        ]
+        each = zip(losses, batches, normalizers, numbers, known, strict=True)
+        return [step_of(axes, loss, stats, b, n, its, of_head, own) for loss, b, n, its, own in each]
 
-    unknown: list[Normalizer | None] = [None] * len(parts)
-    if not all(loss.token_local for loss in losses):
+    known: list[Normalizer | None] = [None] * len(parts)
+    stats = given
+    total: Float[Array, ""] | None = None
+    if head is not None and all(loss.token_local for loss in losses):
+        before = steps_of(None, known)
+        beside = [_known_before(*x) for x in zip(before, losses, numbers, strict=True)]
+        by_token, shared = [x for x, _ in beside], [x for _, x in beside]
+        total, stats = reduce_tokens(head, given, _OfTokens(tuple(static)), by_token, shared)
+        known = [step.normalizer for step in before]
+    elif head is not None:
         with note("two passes: the loss of a token depends on others"):
-            stats = stats_of_tokens(head, inputs)
-        steps = steps_of(stats, unknown)
-        return _sum(names, [finish(step, loss, stats) for step, loss in zip(steps, losses, strict=True)], numbers)
-    before = steps_of(None, unknown)
-    given = [_known_before(*x) for x in zip(before, losses, numbers, strict=True)]
-    fn, shared = _OfTokens(tuple(static)), [its for _, its in given]
-    total, stats = reduce_tokens(head, inputs, fn, [by_token for by_token, _ in given], shared)
-    steps = steps_of(stats, [step.normalizer for step in before])  # again, to check the log-probs too
-    if names == (ALONE,):
-        return finish(steps[0], losses[0], stats, total)
-    return _sum(names, [finish(step, loss, stats) for step, loss in zip(steps, losses, strict=True)], numbers, total)
+            stats = stats_of_tokens(head, given)
+    steps = steps_of(stats, known)  # after one pass again, to check the log-probs too
+    own = total if names == (ALONE,) else None
+    found = [finish(step, loss, stats, own) for step, loss in zip(steps, losses, strict=True)]
+    return _sum(names, found, numbers, total)
 
 
-def _sum(
-    names: tuple[str, ...], found: list[Found], numbers: list[dict[str, Array]], total: Float[Array, ""] | None = None
-) -> Found:
+def _sum(names: tuple[str, ...], found: list[Found], numbers: list[Numbers], total: Float[Array, ""] | None) -> Found:
     """The sum of the losses, `total` where one pass has computed it, and the metrics of all; a loss alone as it is."""
     if names == (ALONE,):
         return found[0]
@@ -172,6 +143,77 @@ def _sum(
         total += jnp.where(jnp.isfinite(value), 0, jnp.nan)
     metrics: Metrics = {f"{n}/{what}": x for n, (_, its) in zip(names, found, strict=True) for what, x in its.items()}
     return total, metrics | {"loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
+
+
+def step_of(
+    axes: ShardAxes,
+    loss: TokenLoss[Any],
+    stats: Any,
+    batch: RolloutBatch,
+    normalizer: Normalizer | None,
+    numbers: Numbers,
+    head: OfHead | None = None,
+    known: Normalizer | None = None,
+) -> Step:
+    """Per-shard: weighs tokens and checks rules, with the statistics and the step's normalizer if there are any.
+
+    `numbers` are those that the loss and its factor depend on, and `known` is the normalizer of an earlier `Step`
+    of the same batch.
+    """
+    batch = lax.stop_gradient(batch)  # everything that a loss reads from it is a constant
+    names = loss.asks.extras
+    extras = batch.extras if names is None else {name: batch.extras[name] for name in names}
+    batch = dataclasses.replace(batch, extras=extras)
+    segments = batch.segments(axes)
+    weighs = known or step_normalizer(batch, segments, normalizer, loss.aggregation, loss.off_policy)
+    reads = loss.reads(stats, batch, segments)
+    broken = _broken_rules(batch, segments, loss.aggregation, normalizer, reads, numbers, head)
+    capped = None
+    if (sampled := batch.rollout_log_probs) is not None:
+        capped, sampled = sampled > 0, at_most_zero(sampled)
+        batch = dataclasses.replace(batch, rollout_log_probs=sampled)
+    weights = token_weights(batch.loss_mask, segments, weighs, loss.aggregation_norm)
+    if batch.loss_weights is not None:
+        weights *= masked(batch.loss_weights, batch.loss_mask)
+    left_out = loss.left_out(stats, batch)
+    if left_out is not None:  # the denominators still count all tokens
+        weights, mask = (jnp.where(left_out, 0, x) for x in (weights, batch.loss_mask))
+        batch = dataclasses.replace(batch, loss_mask=mask)
+    by_token = {name: getattr(batch, name) for name in PER_TOKEN_VALUES} | {"extras": batch.extras}
+    batch = dataclasses.replace(batch, **masked_arrays(by_token, batch.loss_mask))
+    # NaN in the weights makes gradients NaN too; a factor of the summed losses would cost one more
+    # multiplication of the kernel's gradient
+    weights = weights * jnp.where(broken.any, jnp.nan, 1)
+    return Step(batch, segments, weighs, weights, broken, left_out, capped)
+
+
+def _broken_rules(
+    batch: RolloutBatch,
+    segments: Segments,
+    aggregation: Aggregation,
+    normalizer: Normalizer | None,
+    reads: Reads,
+    numbers: Numbers,
+    head: OfHead | None,
+) -> Broken:
+    names = ("segment_ids", "positions", "loss_mask", "sample_ids", "parents", "loss_weights")
+    arrays = {name: getattr(batch, name) for name in names}
+    sizes: dict[str, int] = {}
+    if head is not None:
+        call, inputs = head
+        of_head = ("targets", "nucleus_ids", "adapter_ids", "temperature")
+        arrays |= {name: getattr(inputs, name) for name in of_head}
+        adapters = 0 if inputs.adapter_ids is None else inputs.lora_a.shape[-3]
+        sizes = {"vocab_size": call.vocab_size, "adapters": adapters}
+    arrays |= reads
+    if aggregation == "rollout_mean":
+        arrays["rollout_ids"] = batch.rollouts
+    if normalizer is not None:
+        own = [normalizer.tokens, normalizer.sequences, normalizer.weight_mean, normalizer.denominators]
+        arrays["normalizer"] = normalizer.counts
+        arrays["denominators"] = jnp.concatenate([x.reshape(-1) for x in own if x is not None])
+    arrays, numbers = lax.stop_gradient((arrays, numbers))
+    return count_broken(arrays, numbers, segments, real_last_targets=batch.real_last_targets, **sizes)
 
 
 def finish(step: Step, loss: TokenLoss[Any], stats: Any, total: Float[Array, ""] | None = None) -> Found:

@@ -20,8 +20,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.batch.validation import checked
 from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.policy_checks import check_needed
-from jaxppo.losses.policy_tokens import advantages_of, impossible_tokens, old_log_probs
+from jaxppo.losses.policy_tokens import advantages_of, check_config, check_needed, impossible_tokens, old_log_probs
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy_losses import PolicyLoss
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, vary
@@ -70,8 +69,7 @@ def covariance_mask(
     """
     batch = checked(batch, stacked=True)
     check_whole_step("covariance_mask", batch)
-    if not isinstance(config, PolicyLossConfig):
-        raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")
+    check_config(config)
     dtype = getattr(key, "dtype", None)
     if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and key.ndim == 1)):
         raise TypeError(f"key: got {type(key).__name__} {dtype or ''}, expected a key of jax.random")
@@ -91,8 +89,7 @@ def covariance_mask(
         of = batch.specs(parallel)
         return [of.loss_mask, of.loss_mask, of, P(), P()], of.loss_mask
 
-    found: Float[Array, "*K R T"] = shard_call("covariance_mask", _pick, parallel, args, specs, static)
-    return found
+    return shard_call("covariance_mask", _pick, parallel, args, specs, static)
 
 
 @of_rows

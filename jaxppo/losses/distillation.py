@@ -1,7 +1,6 @@
 """Distillation over the full vocabulary: divergences between a student's and a teacher's head, without their logits.
 
-If only the teacher's top-k is known, see `TopKDistillation`.
-For distillation on sampled tokens, by policy gradient, see `advantages.on_policy_distillation`.
+From a teacher's top-k see `TopKDistillation`, by policy gradient `advantages.on_policy_distillation`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, Unpack
 
-import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
@@ -27,12 +25,7 @@ from jaxppo.losses.top_k_divergence import check_top_k, top_k_divergence
 from jaxppo.sharding import ParallelMesh, Segments, ShardAxes, shard_call
 from jaxppo.step.aggregation import Normalizer
 
-__all__ = [
-    "check_top_k",
-    "distillation_loss",
-    "divergence_from_hidden",
-    "top_k_divergence",
-]
+__all__ = ["check_top_k", "distillation_loss", "divergence_from_hidden", "top_k_divergence"]
 
 Divergence = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
 
@@ -103,19 +96,16 @@ def divergence_from_hidden(
     )
     args = {"student": student.inputs, "teacher": teacher.inputs}
     static = DivergenceCall(student.call, teacher.call, (divergence,), beta)
-    found: Float[Array, "R T"] = shard_call(
-        "divergence_from_hidden",
-        _per_shard,
-        parallel,
-        args,
-        lambda p: ([student.specs, teacher.specs], p.tokens_spec),
-        static,
-    )
-    return found
+
+    def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
+        return [student.specs, teacher.specs], (p.tokens_spec,)
+
+    return shard_call("divergence_from_hidden", of_pair, parallel, args, specs, static)[0]
 
 
-def _per_shard(axes: ShardAxes, call: DivergenceCall, student: Inputs, teacher: Inputs) -> jax.Array:
-    return divergences_of_tokens(call, student, teacher)[0]
+def of_pair(axes: ShardAxes, call: DivergenceCall, one: Inputs, other: Inputs) -> tuple[Float[Array, "R T"], ...]:
+    """Per-shard: the divergences of a student from a teacher, or of a draft from the policy."""
+    return divergences_of_tokens(call, one, other)
 
 
 def distillation_loss(
@@ -138,21 +128,13 @@ def distillation_loss(
     """The divergence from the teacher over the loss-carrying tokens: loss = sum over tokens of weight_t * D_t.
 
     Args:
-      hidden: `[R, T, H]`, the student's, see `divergence_from_hidden`.
-      head: the student's.
-      teacher_hidden: `[R, T, G]`, the teacher's.
-      teacher_head: the teacher's.
+      hidden, head, teacher_hidden, teacher_head: see `divergence_from_hidden`.
       batch: `[R, T]`; only its sequences, loss mask and loss weights are read.
-      divergence: "reverse_kl", "forward_kl" or "jensen_shannon", see `divergence_from_hidden`.
-      beta: the teacher's share of the mixture, for "jensen_shannon".
-      temperature: divides both models' logits.
-      aggregation: the denominators, see `token_weights`.
-      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+      divergence, beta, temperature, teacher_hidden_spec, **options: see `divergence_from_hidden`.
+      aggregation, aggregation_norm: the denominators, see `token_weights`.
       parallel: the mesh; rows sharded over data, positions over context, vocabularies over tensor.
-      normalizer: the denominators of the whole step where the batch is one of its micro-batches, those of
-        `Normalizer.of(SFT(aggregation=...), batches)`, see `losses.SFT`.
-      teacher_hidden_spec: how the teacher's hidden states are sharded, see `HeadOptions.hidden_spec`.
-      **options: see `HeadOptions`.
+      normalizer: `Normalizer.of(SFT(aggregation=...), batches)` of the whole step, if the batch is one of its
+        micro-batches.
 
     Returns:
       The scalar f32 loss, and the metrics `loss` (adds up over micro-batches), `divergence` (a mean over tokens) and
@@ -170,10 +152,7 @@ def distillation_loss(
     batch = checked(batch)
     loss = DivergenceLoss(aggregation, aggregation_norm)
     found = divergence_from_hidden(
-        hidden,
-        head,
-        teacher_hidden,
-        teacher_head,
+        *(hidden, head, teacher_hidden, teacher_head),
         divergence=divergence,
         beta=beta,
         temperature=temperature,
@@ -190,14 +169,11 @@ class DivergenceLoss(TokenLoss[Float[Array, "R T"]]):
     """The token loss of distillation: the token's divergence."""
 
     aggregation: Aggregation
-    aggregation_norm: float | None
+    aggregation_norm: float | None = None
+    asks = Asks()
 
     def __post_init__(self) -> None:
         check_aggregation(self)
-
-    @property
-    def asks(self) -> Asks:
-        return Asks()
 
     def reads(self, stats: Float[Array, "R T"] | None, batch: RolloutBatch, segments: Segments) -> Reads:
         return {"divergence": stats}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo.base.metrics import Metrics
@@ -17,18 +17,11 @@ from jaxppo.batch.validation import checked
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Entropy, Head
 from jaxppo.head.prepare import prepare_head
-from jaxppo.losses.compute import ALONE, Normalizers, loss_of_hidden, loss_of_stats
-from jaxppo.losses.parts import Part, check_loss
-from jaxppo.losses.policy_tokens import PolicyTokenLoss
+from jaxppo.losses.compute import Found, Normalizers, Parallel, call_parts, loss_of_stats
+from jaxppo.losses.parts import OfPolicy, Part, Parts, as_parts
 from jaxppo.losses.token_loss import Stats, TokenLoss
-from jaxppo.policy.config import PolicyLossConfig
-from jaxppo.policy_losses import PolicyLoss
-from jaxppo.policy_losses.base import Loss
 from jaxppo.sharding import ParallelMesh, ShardAxes
 from jaxppo.step.aggregation import Normalizer
-
-OfPolicy = PolicyLossConfig | PolicyLoss
-Parts = Mapping[str, Loss]
 
 
 def loss_from_stats(
@@ -87,25 +80,18 @@ def loss_from_hidden(
     """The loss of a batch from hidden states, whose logits never exist together; see `policy_loss_from_hidden`.
 
     A sum of parts is loss = sum over parts c of coef_c (1 / N_c) sum over t of w_ct loss_ct: each part has its own
-    tokens, weights, aggregation and denominators. All parts share one pass of the head, with three products rather than
-    three for each part. If one part's loss of a token depends on other tokens, all parts take two passes.
+    tokens, weights, aggregation and denominators. All parts share one pass of the head; if one part's loss of a token
+    depends on other tokens, all take two.
 
     Args:
-      hidden: `[R, T, H]`, see `policy_loss_from_hidden`, also for the arguments that follow.
-      head: a `Head`, or its bare kernel `[H, V]`.
-      batch: `[R, T]`, with the arrays that the loss reads; each must be valid where the mask of a part that reads it is
-        1.
+      hidden, head, temperature, adapter_ids, **options: see `policy_loss_from_hidden`.
+      batch: `[R, T]`, with the arrays that the loss reads, each valid where the mask of a part that reads it is 1.
       loss: a `PolicyLossConfig`, or a bare policy loss for a config of it; `SFT`, `ReferenceKL`, `TopKDistillation`,
         `ScoreCentering`; a loss of `losses.preference`; a `TokenLoss` of your own; or several of these by name, for
         their sum, each as a `Part` if it has a coefficient, a mask or weights of its own.
-      parallel: the mesh; `ShardAxes` inside the caller's own `shard_map`; None on one device.
-      normalizer: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches.
-      temperature: divides the logits; a number, a traced scalar or `f32[R, T]`, so that rows may have their own.
+      parallel, normalizer: see `loss_from_stats`.
       nucleus_ids: `i32[R, T, K]`, -1 padded, for losses of a policy alone: another loss would be one of log-probs that
         are renormalised over the nucleus.
-      adapter_ids: `i32[R]`, which of several adapters of the head each row has, -1 for none; see `LoRA`. A row whose id
-        belongs to no adapter gives NaN.
-      **options: see `HeadOptions`.
 
     Returns:
       The scalar f32 loss and its metrics, as those of `loss_from_stats`.
@@ -129,20 +115,21 @@ def loss_from_hidden(
     return from_hidden("loss_from_hidden", hidden, head, batch, loss, parallel, normalizer, **given)
 
 
-def from_stats(
-    name: str,
-    stats: Any,
-    batch: RolloutBatch,
-    loss: Any,
-    parallel: ParallelMesh | ShardAxes | None,
-    normalizer: Normalizers,
-) -> tuple[Float[Array, ""], Metrics]:
-    """`loss_from_stats` under the name of another door."""
+def checked_of_stats(stats: Any, batch: RolloutBatch, loss: Any) -> tuple[RolloutBatch, dict[str, Part]]:
+    """The batch and the parts of the loss; raises where they do not fit each other, or the statistics."""
     batch, parts = checked(batch), as_parts(loss)
     for part in parts.values():
         of = part.of(batch)
         part.of_tokens.check(of)
         part.of_tokens.check_stats(stats, of)
+    return batch, parts
+
+
+def from_stats(
+    name: str, stats: Any, batch: RolloutBatch, loss: Any, parallel: Parallel, normalizer: Normalizers
+) -> Found:
+    """`loss_from_stats` under the name of another door."""
+    batch, parts = checked_of_stats(stats, batch, loss)
     return loss_of_stats(name, parts, stats, batch, parallel, normalizer)
 
 
@@ -152,63 +139,38 @@ def from_hidden(
     head: Any,
     batch: RolloutBatch,
     loss: Any,
-    parallel: ParallelMesh | ShardAxes | None,
+    parallel: Parallel,
     normalizer: Normalizers,
     *,
     nucleus_ids: Any,
     **given: Any,
-) -> tuple[Float[Array, ""], Metrics]:
+) -> Found:
     """`loss_from_hidden` under the name of another door."""
     batch, parts = checked(batch), as_parts(loss)
-    batches = [part.of(batch) for part in parts.values()]
-    losses = [part.of_tokens for part in parts.values()]
-    for which, its_loss, of in zip(parts, losses, batches, strict=True):
-        what = f"loss[{which!r}]" if which else "loss"
+    asked, masks = [], []
+    for which, part in parts.items():
+        of, its_loss, what = part.of(batch), part.of_tokens, f"loss[{which!r}]" if which else "loss"
         if not its_loss.of_head:
             raise TypeError(f"{what}: got {its_loss}, expected one of log-probs; loss_from_stats takes this one")
         if nucleus_ids is not None and not its_loss.takes_nucleus:
             raise ValueError(f"nucleus_ids: got some for {its_loss}, expected None but for the losses of a policy")
         its_loss.check(of)
-    asked = [its_loss.asks for its_loss in losses]
+        asked.append(its_loss.asks)
+        masks.append(of.loss_mask > 0)
+    names = sorted({x.ids for x in asked if x.ids is not None})
+    if len(names) > 1:
+        raise ValueError(f"ids: got {names} of several parts, expected one extra that they share")
     prepared = prepare_head(
         hidden,
         head,
         batch.targets,
         parallel=parallel,
-        entropy=max((x.entropy for x in asked), key=_ENTROPIES.index),
+        entropy=max((x.entropy for x in asked), key=get_args(Entropy).index),
         logit_stats=[name for x in asked for name in x.logit_stats],
-        ids=_ids_of(batch, {x.ids for x in asked if x.ids is not None}),
+        ids=extra_of(batch, names[0], "i32[R, T, K]") if names else None,
         nucleus_ids=nucleus_ids,
-        where=functools.reduce(jnp.logical_or, [of.loss_mask > 0 for of in batches]),
+        where=functools.reduce(jnp.logical_or, masks),
         **given,
     )
-    return loss_of_hidden(name, parts, prepared, batch, parallel, normalizer)
-
-
-_ENTROPIES: list[Entropy] = ["none", "metric", "bonus"]
-
-
-def _ids_of(batch: RolloutBatch, names: set[str]) -> Array | None:
-    if len(names) > 1:
-        raise ValueError(f"ids: got {sorted(names)} of several parts, expected one extra that they share")
-    return extra_of(batch, names.pop(), "i32[R, T, K]") if names else None
-
-
-def as_parts(loss: Any) -> dict[str, Part]:
-    """The parts of a loss by name, with a `TokenLoss` each; a loss that is no sum is alone."""
-    if not isinstance(loss, Mapping):
-        check_loss(loss)
-        return {ALONE: Part(as_token_loss(loss))}
-    if not loss:
-        raise ValueError("loss: got no parts, expected at least one")
-    for name in loss:
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"loss: got a part named {name!r}, expected a string")
-    parts = {name: x if isinstance(x, Part) else Part(x) for name, x in loss.items()}
-    return {name: dataclasses.replace(x, loss=as_token_loss(x.loss)) for name, x in parts.items()}
-
-
-def as_token_loss(loss: Any) -> TokenLoss[Any]:
-    """The loss of a token that a loss stands for."""
-    loss = PolicyLossConfig(loss) if isinstance(loss, PolicyLoss) else loss
-    return PolicyTokenLoss(loss) if isinstance(loss, PolicyLossConfig) else loss
+    of_head = {"head": prepared.inputs}, lambda p: (prepared.specs, P())
+    return call_parts(name, parts, *of_head, batch, parallel, normalizer, head=prepared.call)

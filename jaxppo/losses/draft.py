@@ -30,10 +30,9 @@ from jaxppo.head.divergence import F32_UNIT, DivergenceCall, comparison_of_token
 from jaxppo.head.gradient import stats_of_tokens
 from jaxppo.head.head import Head, as_head
 from jaxppo.head.prepare import prepare_head, prepare_pair
-from jaxppo.losses.compute import loss_of_stats
-from jaxppo.losses.distillation import DivergenceLoss
+from jaxppo.losses.distillation import DivergenceLoss, of_pair
 from jaxppo.losses.draft_ids import as_draft_ids
-from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature
+from jaxppo.losses.mtp import Heads, OfDepths, States, heads_of, shift_targets, shift_temperature, sum_of_depths
 from jaxppo.sharding import ParallelMesh, ShardAxes, shard_call, shift_left
 from jaxppo.step.aggregation import Normalizer
 
@@ -47,7 +46,7 @@ class Draft(OfDepths):
     """The options of `draft_loss`.
 
     Args:
-      depths: the number of depths, needed by `Normalizer.of` alone; by default as many as the loss's `hidden` has.
+      depths: see `MTP`.
       objective: one of the four of `draft_loss`.
       eta: how quickly "likelihood" changes from the divergence to the total variation as acceptance grows.
       coef: the factor of the mean, or of the single loss of "end_to_end".
@@ -76,14 +75,16 @@ class Draft(OfDepths):
         check_field(self, "eta", least=0)
         check_field(self, "coef")
         check_number("decay", self.decay, above=0, most=1)
-        DivergenceLoss(self.aggregation, None)
+        DivergenceLoss(self.aggregation)
 
     @property
     def losses(self) -> int:
         return 1 if self.objective == "end_to_end" else super().losses
 
     def shifted(self, batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
-        return _shifted(batch, k, parallel)
+        """The batch with loss mask 1 where the masks of t and t + k are both 1."""
+        later = shift_targets(batch, k, parallel)
+        return dataclasses.replace(later, loss_mask=later.loss_mask * batch.loss_mask)
 
 
 def draft_loss(
@@ -113,8 +114,7 @@ def draft_loss(
 
     A draft whose head has fewer columns than the policy's says with `draft_ids` which ids they are. Its probabilities
     are of these ids, the policy's of its whole vocabulary, so a_k counts what the draft can never draw. -sum p log d_k
-    and KL, the sum of p log(p / d_k) - p + d_k, are over the draft's ids. A policy's kernel that is cut to these ids
-    would renormalise p, and make a_k too large.
+    and KL, the sum of p log(p / d_k) - p + d_k, are over the draft's ids.
 
     The vocabularies are processed together in blocks, as in `losses.distillation.distillation_loss`. The policy and its
     head are constants: a head that both share gets a gradient through the draft only.
@@ -123,16 +123,15 @@ def draft_loss(
       hidden: for each depth the `[R, T, H]` states that its predictions are read from.
       head: the draft's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or stacked.
       policy_hidden: `[R, T, G]`, the policy's final hidden states.
-      policy_head: the policy's head, with the same number of columns and the same sharding, or with all ids of
-        `draft_ids`.
+      policy_head: the policy's head, with the same columns and sharding, or with all ids of `draft_ids`.
       batch: `[R, T]`; only its sequences, loss mask and loss weights are read.
       loss: the objective and other options; by default `Draft()`.
       parallel: the mesh; rows sharded over data, positions over context in its layout.
       normalizers: `Normalizer.of(loss, micro_batches)` of the whole step, if the batch is one of its micro-batches.
       temperature: divides both models' logits. An `[R, T]` array belongs to the predicted tokens: depth k reads it at
         t + k, where the policy predicts that token.
-      draft_ids: `i32[D]`, the id of each column of the draft's heads in the policy's vocabulary, in any order. None if
-        both have the same columns. `losses.draft_ids` makes it.
+      draft_ids: `i32[D]`, the id of each column of the draft's heads in the policy's vocabulary, in any order, as
+        `losses.draft_ids` makes it. None if both have the same columns.
       **options: see `HeadOptions`.
 
     Returns:
@@ -159,32 +158,23 @@ def draft_loss(
     loss = Draft() if loss is None else loss
     if not isinstance(loss, Draft):
         raise TypeError(f"loss: got {type(loss).__name__}, expected Draft")
-    of_tokens, objective = DivergenceLoss(loss.aggregation, None), loss.objective
+    objective, policy = loss.objective, (policy_hidden, policy_head)
+    kinds = {"soft_cross_entropy": ("cross_entropy",), "likelihood": ("forward_kl",)}.get(objective, ())
     batch = checked(batch)
     heads = heads_of(hidden, head, normalizers, loss)
-    kinds = {"soft_cross_entropy": ("cross_entropy",), "likelihood": ("forward_kl",)}.get(objective, ())
-    policy = policy_hidden, policy_head
-    walk: dict[str, Any] = {"parallel": parallel, "temperature": temperature, "options": options, "ids": draft_ids}
-    depths = [
-        _of_pair("draft_loss", hidden[k], heads[k], policy, batch, k + 1, kinds=kinds, **walk)
-        for k in range(len(heads))
-    ]
+    given = loss, hidden, heads, policy, batch, parallel, temperature, draft_ids, options
+    depths = _depths("draft_loss", kinds, *given)
     if objective == "end_to_end":
         parts = [(_end_to_end(depths), depths[0].batch)]
     else:
         parts = [(_of_depth(depth, objective, loss.eta), depth.batch) for depth in depths]
-    total, metrics = jnp.float32(0), {}
     numbers = {"coef": loss.coef} | ({"eta": loss.eta} if objective == "likelihood" else {})
     numbers |= {} if draft_ids is None else {"draft_ids": depths[0].sound}
-    for k, (losses, shifted) in enumerate(parts, 1):
-        normalizer = None if normalizers is None else normalizers[k - 1]
-        value, found = loss_of_stats("draft_loss", of_tokens, losses, shifted, parallel, normalizer, numbers=numbers)
-        total += loss.decay ** (k - 1) * value
-        metrics[f"draft_{k}_broken_rules"] = found["broken_rules"]
+    of_sum = ("broken_rules",), DivergenceLoss(loss.aggregation), parts, numbers, parallel, normalizers, loss.decay
+    total, metrics = sum_of_depths("draft", *of_sum)
     for k, depth in enumerate(depths, 1):
         metrics[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
-    total *= lax.stop_gradient(loss.coef) / sum(loss.decay**k for k in range(len(parts)))
-    return total, metrics | {"draft_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
+    return total, metrics
 
 
 def draft_metrics(
@@ -205,15 +195,8 @@ def draft_metrics(
     draft's top token is the sampled one.
 
     Args:
-      hidden: see `draft_loss`.
-      head: see `draft_loss`.
-      policy_hidden: see `draft_loss`.
-      policy_head: see `draft_loss`.
-      batch: see `draft_loss`.
-      parallel: the mesh.
-      temperature: divides both models' logits.
+      hidden, head, policy_hidden, policy_head, batch, parallel, temperature, **options: see `draft_loss`.
       draft_ids: see `draft_loss`; the policy's top token is the one of its whole vocabulary.
-      **options: see `HeadOptions`.
 
     Returns:
       For each depth k the means over its tokens `draft_{k}_acceptance`, of sum min(p, d_k), and `draft_{k}_agreement`.
@@ -229,13 +212,13 @@ def draft_metrics(
       >>> {name: round(float(x), 4) for name, x in found.items()}
       {'draft_1_acceptance': 0.525, 'draft_1_agreement': 1.0}
     """
-    batch, heads, policy = checked(batch), heads_of(hidden, head), (policy_hidden, policy_head)
-    walk: dict[str, Any] = {"parallel": parallel, "temperature": temperature, "options": options, "ids": draft_ids}
+    loss, policy, batch = Draft(), (policy_hidden, policy_head), checked(batch)
+    heads = heads_of(hidden, head, None, loss)
+    given = loss, hidden, heads, policy, batch, parallel, temperature, draft_ids, options
     found: Metrics = {}
-    for k, its_head in enumerate(heads, 1):
-        of = _of_pair("draft_metrics", hidden[k - 1], its_head, policy, batch, k, kinds=None, **walk)
-        found[f"draft_{k}_acceptance"] = _mean(1 - of.apart, of.batch, parallel)
-        found[f"draft_{k}_agreement"] = _mean(of.other, of.batch, parallel)
+    for k, depth in enumerate(_depths("draft_metrics", None, *given), 1):
+        found[f"draft_{k}_acceptance"] = _mean(1 - depth.apart, depth.batch, parallel)
+        found[f"draft_{k}_agreement"] = _mean(depth.other, depth.batch, parallel)
     return found
 
 
@@ -248,62 +231,69 @@ class Depth(NamedTuple):
     sound: Any = None  # 0 where `draft_ids` are different ids of the vocabulary, else NaN
 
 
-def _of_pair(
+def _depths(
     name: str,
-    hidden: Float[Array, "R T H"],
-    head: Head | Float[Array, "H V"],
-    policy: tuple[Float[Array, "R T G"], Head | Float[Array, "G V"]],
-    batch: RolloutBatch,
-    k: int,
-    *,
     kinds: tuple[str, ...] | None,
+    loss: Draft,
+    hidden: States,
+    heads: Sequence[Any],
+    policy: tuple[Float[Array, "R T G"], Any],
+    batch: RolloutBatch,
     parallel: ParallelMesh | ShardAxes | None,
     temperature: float | Array,
-    options: HeadOptions,
     ids: Int[AnyArray, " D"] | None,
-) -> Depth:
-    """Depth k: the draft beside the policy k places later, by a divergence, or without `kinds` by their top tokens."""
-    shifted = _shifted(batch, k, parallel)
+    options: HeadOptions,
+) -> list[Depth]:
+    """Each depth k: the draft beside the policy k places later, by divergences, or without `kinds` by top tokens."""
     check_floating("policy_hidden", policy[0], 3, "[R, T, H]")
     if policy[0].shape[:2] != batch.loss_mask.shape:
         raise ValueError(f"policy_hidden: got shape {policy[0].shape}, expected {batch.loss_mask.shape} and H")
-    later = shift_left(lax.stop_gradient(policy[0]), parallel, k, 0, batch.segment_ids, batch.num_segments)
-    states = (hidden, head), lax.stop_gradient((later, as_head("policy_head", policy[1])))
-    given: dict[str, Any] = {
-        "parallel": parallel,
-        "temperature": shift_temperature(temperature, batch, k, parallel),
-        "where": shifted.loss_mask > 0,
-        "options": options,
-    }
-    more = {}
+    policy_hidden, policy_head = lax.stop_gradient((policy[0], as_head("policy_head", policy[1])))
+    found = []
+    for k, head in enumerate(heads, 1):
+        shifted = loss.shifted(batch, k, parallel)
+        later = shift_left(policy_hidden, parallel, k, 0, batch.segment_ids, batch.num_segments)
+        pair = (hidden[k - 1], head), (later, policy_head)
+        own = shift_temperature(temperature, batch, k, parallel)
+        given = {"parallel": parallel, "temperature": own, "where": shifted.loss_mask > 0, "options": options}
+        found.append(_of_pair(name, kinds, pair, shifted, ids, given))
+    return found
+
+
+def _of_pair(
+    name: str,
+    kinds: tuple[str, ...] | None,
+    pair: tuple[tuple[Any, Any], tuple[Any, Any]],
+    batch: RolloutBatch,
+    ids: Int[AnyArray, " D"] | None,
+    given: dict[str, Any],
+) -> Depth:
+    """One depth, from the hidden states and heads of the draft and of the policy."""
+    args: dict[str, Any] = {}
+    sound: Any = None
     if ids is None:
-        spec = options.get("hidden_spec")
-        one, other = prepare_pair(*states, names=("draft", "policy"), second_spec=spec, **given)
-        fn: Any = _per_shard if kinds is not None else _compare
+        spec = given["options"].get("hidden_spec")
+        one, other = prepare_pair(*pair, names=("draft", "policy"), second_spec=spec, **given)
+        fn: Any = _compare if kinds is None else of_pair
     else:
-        of: dict[str, Any] = {"entropy": "none", "heads": 2, "top_k": int(kinds is None)} | given
-        targets = shifted.targets
-        one = prepare_head(*states[0], None if kinds is not None else jnp.zeros_like(targets), **of)
-        other = prepare_head(*states[1], targets, name="policy_head", logit_stats=("log_z",), **of)
+        of: dict[str, Any] = {"entropy": "none", "heads": 2, "top_k": int(kinds is None), **given}
+        one = prepare_head(*pair[0], jnp.zeros_like(batch.targets) if kinds is None else None, **of)
+        other = prepare_head(*pair[1], batch.targets, name="policy_head", logit_stats=("log_z",), **of)
         ids = as_draft_ids(ids, other.call.vocab_size)
         if ids.shape[0] != one.call.vocab_size:
             raise ValueError(f"draft_ids: got {ids.shape[0]}, expected {one.call.vocab_size}, the columns of the draft")
-        fn, more = _of_columns, {"draft_ids": ids}
-    args = {"hidden": one.inputs, "policy_hidden": other.inputs, **more}
+        fn, args, sound = _of_columns, {"draft_ids": ids}, sound_ids(jnp.asarray(ids), other.call.vocab_size)
     static = DivergenceCall(one.call, other.call, ("total_variation", *(kinds or ())), 0.5)
-    count = 1 + (len(kinds) if kinds is not None else 1)
+    count = 2 if kinds is None else 1 + len(kinds)
 
     def specs(p: ParallelMesh) -> tuple[list[Any], Any]:
-        return [one.specs, other.specs, *[P()] * len(more)], (p.tokens_spec,) * count
+        return [one.specs, other.specs, *[P()] * len(args)], (p.tokens_spec,) * count
 
-    apart, *others = shard_call(name, fn, parallel, args, specs, static)
-    sound = None if ids is None else sound_ids(jnp.asarray(ids), other.call.vocab_size)
-    apart = apart if sound is None else apart + jnp.where(shifted.loss_mask > 0, sound, 0)
-    return Depth(shifted, apart, others[0] if others else None, sound)
-
-
-def _per_shard(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs) -> tuple[Float[Array, "R T"], ...]:
-    return divergences_of_tokens(call, draft, policy)
+    inputs = {"hidden": one.inputs, "policy_hidden": other.inputs, **args}
+    apart, *others = shard_call(name, fn, given["parallel"], inputs, specs, static)
+    if sound is not None:
+        apart += jnp.where(batch.loss_mask > 0, sound, 0)
+    return Depth(batch, apart, others[0] if others else None, sound)
 
 
 def _compare(axes: ShardAxes, call: DivergenceCall, draft: Inputs, policy: Inputs) -> tuple[jax.Array, jax.Array]:
@@ -324,12 +314,6 @@ def _of_columns(
         return found
     top, its = (x.top_ids[..., 0] for x in (stats_of_tokens(call.student, draft), of_policy))
     return *found, (ids[top] == its).astype(jnp.float32)
-
-
-def _shifted(batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
-    """The batch with loss mask 1 where the masks of t and t + k are both 1."""
-    later = shift_targets(batch, k, parallel)
-    return dataclasses.replace(later, loss_mask=later.loss_mask * batch.loss_mask)
 
 
 def _of_depth(depth: Depth, objective: Objective, eta: Coefficient) -> Float[Array, "R T"]:
@@ -354,13 +338,9 @@ def _end_to_end(depths: Sequence[Depth]) -> Float[Array, "R T"]:
 
 
 def _mean(x: Float[Array, "R T"], batch: RolloutBatch, parallel: ParallelMesh | ShardAxes | None) -> Metric:
-    args = {"x": x, "batch": batch}
-    found: Metric = shard_call(
-        "draft_metrics", _mean_of_tokens, parallel, args, lambda p: ([p.tokens_spec, batch.specs(p)], P())
-    )
-    return found
+    args = {"x": x, "mask": batch.loss_mask}
+    return shard_call("draft_metrics", _mean_of_tokens, parallel, args, lambda p: ([p.tokens_spec] * 2, P()))
 
 
-def _mean_of_tokens(axes: ShardAxes, x: Float[Array, "R T"], batch: RolloutBatch) -> Metric:
-    mask = (batch.loss_mask > 0).astype(jnp.float32)
-    return reduce_metric(axes, x, mask, "mean")
+def _mean_of_tokens(axes: ShardAxes, x: Float[Array, "R T"], mask: Float[Array, "R T"]) -> Metric:
+    return reduce_metric(axes, x, (mask > 0).astype(jnp.float32), "mean")

@@ -69,8 +69,7 @@ def draft_ids_of_counts(counts: Int[AnyArray, " V"], size: int) -> Int[np.ndarra
     check_count("size", size, least=1)
     if counts.ndim != 1 or size > counts.shape[0]:
         raise ValueError(f"counts: got shape {counts.shape}, expected [V] with at least size={size} ids")
-    found: np.ndarray = np.sort(np.argsort(-np.asarray(counts, np.int64), kind="stable")[:size]).astype(np.int32)
-    return found
+    return np.sort(np.argsort(-np.asarray(counts, np.int64), kind="stable")[:size]).astype(np.int32)
 
 
 def draft_targets(
@@ -85,10 +84,9 @@ def draft_targets(
     A target that is not among the draft's ids loses its loss, since the draft cannot draw it.
 
     Args:
-      batch: `[R, T]`.
+      batch, parallel: `[R, T]`, and the mesh.
       draft_ids: `i32[D]`, the id of each column.
       vocab_size: V, of the policy.
-      parallel: the mesh.
 
     Returns:
       The batch with other targets and another loss mask.

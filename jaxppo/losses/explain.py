@@ -7,14 +7,13 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxppo.base.arrays import check_array
@@ -22,13 +21,12 @@ from jaxppo.base.metrics import CompositeTerm
 from jaxppo.base.pytree import register
 from jaxppo.base.traced import put_arrays
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.batch.validation import checked
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.compute import ALONE, Static, normalizer_specs, split_parts
-from jaxppo.losses.doors import OfPolicy, Parts, as_parts
-from jaxppo.losses.step import step_of
+from jaxppo.losses.compute import Static, call_parts, step_of
+from jaxppo.losses.doors import checked_of_stats
+from jaxppo.losses.parts import ALONE, OfPolicy, Part, Parts
 from jaxppo.losses.token_loss import Losses, TokenLoss
-from jaxppo.sharding import ParallelMesh, ShardAxes, segment_sum, shard_call
+from jaxppo.sharding import ParallelMesh, ShardAxes, segment_sum
 from jaxppo.step.aggregation import Normalizer
 
 _FIRST = ("", "padding", "masked", "impossible", "no weight")
@@ -77,18 +75,14 @@ def explain_tokens(
 ) -> Any:
     """What the loss does with each token: the terms of `loss_from_stats`, `[R, T]`, whose weighted sum is the loss.
 
-    From hidden states, compute the statistics first: `log_probs_from_hidden(..., entropy=config.entropy_mode)`; no
-    logits are needed. The reasons of a policy loss are about its policy term: a token that is clipped may still be
-    moved by the KL penalty, as its "gradient" shows. In the order of precedence they are "rejected by STATISTIC of
-    POLICIES", "vetoed", "off-policy sequence", "weight outside its bounds", "advantage 0", "selected" (`ClipCov`),
-    "dual clip", "clipped above" (A > 0) and "clipped below" (A < 0).
+    From hidden states, compute the statistics first: `log_probs_from_hidden(..., entropy=config.entropy_mode)`. The
+    reasons of a policy loss are about its policy term: a token that is clipped may still be moved by the KL penalty, as
+    its "gradient" shows. In the order of precedence they are "rejected by STATISTIC of POLICIES", "vetoed", "off-policy
+    sequence", "weight outside its bounds", "advantage 0", "selected" (`ClipCov`), "dual clip", "clipped above" (A > 0)
+    and "clipped below" (A < 0).
 
     Args:
-      stats: see `loss_from_stats`, also for the arguments that follow.
-      batch: `[R, T]`.
-      loss: a loss, or parts by name.
-      parallel: the mesh.
-      normalizer: of the step, if the batch is one of its micro-batches.
+      stats, batch, loss, parallel, normalizer: see `loss_from_stats`.
 
     Returns:
       `ExplainedTokens`; for a sum of parts one for each by name, whose contributions have the part's coefficient.
@@ -104,86 +98,57 @@ def explain_tokens(
       >>> [round(x, 2) for x in found.arrays["contribution"][0].tolist()], found.reason_names()
       ([-0.5, -0.6, 0.0], [['', 'clipped above', 'masked']])
     """
-    batch, parts = checked(batch), as_parts(loss)
-    for part in parts.values():
-        of = part.of(batch)
-        part.of_tokens.check(of)
-        part.of_tokens.check_stats(stats, of)
-    static, normalizers, traced = split_parts(parts, normalizer)
-    args = {"stats": stats, "batch": batch, "normalizer": normalizers, "config": traced}
-
-    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
-        return [p.tokens_spec, batch.specs(p), normalizer_specs(p, normalizers), P()], p.tokens_spec
-
-    found = shard_call("explain_tokens", _per_shard, parallel, args, specs, static)
+    batch, parts = checked_of_stats(stats, batch, loss)
+    given = {"stats": stats}, lambda p: (p.tokens_spec, p.tokens_spec), batch, parallel, normalizer
+    found = call_parts("explain_tokens", parts, *given, fn=_per_shard)
     return found.get(ALONE, found)
 
 
 def _per_shard(
-    axes: ShardAxes, static: Static, stats: Any, batch: RolloutBatch, normalizers: list[Any], numbers: list[Any]
+    axes: ShardAxes, call: Static, stats: Any, batch: RolloutBatch, normalizers: list[Any], numbers: list[Any]
 ) -> dict[str, ExplainedTokens]:
-    names, parts = static
     stats, numbers = lax.stop_gradient((stats, numbers))
-    found = {}
-    for name, part, normalizer, its in zip(names, parts, normalizers, numbers, strict=True):
-        loss = put_arrays(part.of_tokens, its)
-        found[name] = _explained(axes, loss, stats, part.of(batch), normalizer, its)
-    return found
+    of_parts = zip(*call[:2], normalizers, numbers, strict=True)
+    return {name: _explained(axes, part, stats, batch, *its) for name, part, *its in of_parts}
 
 
 def _explained(
-    axes: ShardAxes, loss: TokenLoss[Any], stats: Any, batch: RolloutBatch, normalizer: Any, numbers: Any
+    axes: ShardAxes, part: Part, stats: Any, batch: RolloutBatch, normalizer: Any, numbers: Any
 ) -> ExplainedTokens:
+    loss, batch = put_arrays(part.of_tokens, numbers), part.of(batch)
     step = step_of(axes, loss, stats, batch, normalizer, numbers)
     mask, weights = step.batch.loss_mask, step.weights * numbers.get("part.coef", 1)
-    constants = loss.constants(stats, step)
+    constants, seen = loss.constants(stats, step), loss.seen(stats, mask)
+    leaves, structure = jax.tree.flatten(stats)
+    at = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
 
-    def of(stats: Any) -> tuple[Float[Array, "R T"], Losses]:
+    def of_floats(floats: list[Array]) -> tuple[Array, Losses]:
+        changed = dict(zip(at, floats, strict=True))
+        stats = jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(leaves)])
         terms = loss.terms(loss.seen(stats, mask), step.batch, constants, step.segments)
         total = functools.reduce(jnp.add, terms.values())
         return jnp.where(mask > 0, total, 0) * weights, terms
 
-    contribution, terms, slopes = _slopes(of, stats)
-    seen = loss.seen(stats, mask)
-    arrays: dict[str, Any] = {}
-    for name, term in loss.metrics(seen, step, constants).items():
-        if not isinstance(term, CompositeTerm) and term[2] in ("mean", "sum"):
-            arrays[name.removesuffix("_mean")] = term[0]
+    contribution, pull, terms = jax.vjp(of_floats, [leaves[i] for i in at], has_aux=True)
+    (slopes,) = pull(jnp.ones_like(contribution))
+    metrics = loss.metrics(seen, step, constants)
+    reported = {name: x for name, x in metrics.items() if not isinstance(x, CompositeTerm) and x[2] in ("mean", "sum")}
+    arrays: dict[str, Any] = {name.removesuffix("_mean"): x[0] for name, x in reported.items()}
     if isinstance(stats, TokenStats):
         arrays["log_probs"] = seen.log_probs
     if step.batch.advantages is not None:
         arrays["advantages"] = step.batch.advantages
     arrays |= {"weight": weights, "contribution": contribution} | {f"loss/{name}": x for name, x in terms.items()}
-    arrays["gradient"] = slopes.log_probs if isinstance(stats, TokenStats) else jax.tree.leaves(slopes)[0]
-    inside = batch.segment_ids > 0
-    still = functools.reduce(jnp.logical_and, [_is_zero(x, mask) for x in jax.tree.leaves(slopes)])
-    given = batch.loss_mask > 0
-    left_out = jnp.zeros_like(inside) if step.left_out is None else step.left_out
-    of_all = [~inside, ~given, left_out, weights == 0]
+    arrays["gradient"] = slopes[0]  # the log-probs are the first of a head's statistics
+    still = functools.reduce(jnp.logical_and, [(x == 0).reshape(*mask.shape, -1).all(axis=-1) for x in slopes])
+    left_out = jnp.zeros(mask.shape, bool) if step.left_out is None else step.left_out
+    of_all = [batch.segment_ids <= 0, ~(batch.loss_mask > 0), left_out, weights == 0]
     own = loss.reasons(seen, step, constants)
     reason = jnp.where(still, len(_FIRST) + len(own), 0)
     for i, holds in reversed([*enumerate([*of_all, *own.values()], start=1)]):
         reason = jnp.where(holds, i, reason)
     brought = {name: jnp.where(mask > 0, x.astype(jnp.float32), 0) for name, x in arrays.items()}
     return ExplainedTokens(brought, reason.astype(jnp.int32), (*_FIRST, *own, "no gradient"))
-
-
-def _slopes(of: Callable[[Any], tuple[Array, Losses]], stats: Any) -> tuple[Array, Losses, Any]:
-    """The values of `of`, what it returns beside them, and the derivative of their sum by the floats of `stats`."""
-    leaves, structure = jax.tree.flatten(stats)
-    at = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
-
-    def of_floats(floats: list[Array]) -> tuple[Array, Losses]:
-        given = dict(zip(at, floats, strict=True))
-        return of(jax.tree.unflatten(structure, [given.get(i, x) for i, x in enumerate(leaves)]))
-
-    values, pull, terms = jax.vjp(of_floats, [leaves[i] for i in at], has_aux=True)
-    slopes = dict(zip(at, pull(jnp.ones_like(values))[0], strict=True))
-    return values, terms, jax.tree.unflatten(structure, [slopes.get(i) for i in range(len(leaves))])
-
-
-def _is_zero(slope: Array, mask: Array) -> Array:
-    return (slope == 0).reshape(*mask.shape, -1).all(axis=-1)
 
 
 def by_sample(
@@ -193,8 +158,7 @@ def by_sample(
 
     Args:
       explained: of one loss.
-      batch: the batch that it explains.
-      parallel: the mesh.
+      batch, parallel: the batch that it explains, and the mesh.
 
     Returns:
       `f32[R, S]` by name: the sums of `explained.arrays`; "tokens", how many have a loss; and by the name of each
@@ -213,12 +177,10 @@ def by_sample(
     """
     check_array("batch.segment_ids", batch.segment_ids, explained.reason.shape, "that of explained.reason")
     counted = {name or "trained": explained.reason == i for i, name in enumerate(explained.reasons)}
+    counted.pop("padding", None)
     arrays = {**explained.arrays, "tokens": batch.loss_mask, **counted}
-
-    def sums(x: Array) -> Array:
-        return segment_sum(jnp.asarray(x, jnp.float32), batch.segment_ids, batch.num_segments, parallel)
-
-    return {name: sums(x) for name, x in arrays.items() if name != "padding"}
+    given = batch.segment_ids, batch.num_segments, parallel
+    return {name: segment_sum(jnp.asarray(x, jnp.float32), *given) for name, x in arrays.items()}
 
 
 def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch: RolloutBatch, **fields: Any) -> int:
@@ -249,16 +211,15 @@ def write_tokens(path: str | os.PathLike[str], explained: ExplainedTokens, batch
     reasons = np.asarray(explained.reasons, object)[np.asarray(explained.reason)]
     of_tokens = {"tokens": given.targets, "loss_mask": given.loss_mask, "reason": reasons, **arrays}
     of_samples = {name: getattr(given, f"{name}s") for name in ("sample_id", "group_id", "rollout_id", "reward")}
-    lines = 0
+    places = list(zip(*np.nonzero(given.sample_ids >= 0), strict=True))
     with open(path, "a") as file:
-        for row, slot in zip(*np.nonzero(given.sample_ids >= 0), strict=True):
+        for row, slot in places:
             (at,) = np.nonzero(given.segment_ids[row] == slot + 1)
             at = at[np.argsort(given.positions[row, at])]
             ids = {name: _plain(x[row, slot]) for name, x in of_samples.items() if x is not None}
             lists = {name: [_plain(y) for y in x[row, at]] for name, x in of_tokens.items()}
             file.write(json.dumps({**fields, **ids, **lists}) + "\n")
-            lines += 1
-    return lines
+    return len(places)
 
 
 def _plain(x: Any) -> Any:

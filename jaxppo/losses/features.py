@@ -34,8 +34,7 @@ class Features(TokenLoss[States]):
 
     Args:
       beta: where the square ends.
-      aggregation: the denominators, see `token_weights`.
-      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+      aggregation, aggregation_norm: the denominators, see `token_weights`.
 
     Raises:
       ValueError: a beta that is not above 0.
@@ -52,6 +51,7 @@ class Features(TokenLoss[States]):
     """
 
     of_head: ClassVar[bool] = False
+    asks = Asks()
     beta: Coefficient = 1.0
     aggregation: Aggregation = "token_mean"
     aggregation_norm: float | None = None
@@ -60,18 +60,14 @@ class Features(TokenLoss[States]):
         check_field(self, "beta", above=0)
         check_aggregation(self)
 
-    @property
-    def asks(self) -> Asks:
-        return Asks()
-
     def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
         if not isinstance(stats, States):
             raise TypeError(f"stats: got {type(stats).__name__}, expected losses.features.States")
+        shape = batch.loss_mask.shape
         for name, x in stats._asdict().items():
             check_floating(f"stats.{name}", x, 3, "[R, T, H]")
-            if x.shape != (*batch.loss_mask.shape, stats.draft.shape[-1]):
-                expected = f"{batch.loss_mask.shape} and H, the same of both"
-                raise ValueError(f"stats.{name}: got shape {x.shape}, expected {expected}")
+            if x.shape != (*shape, stats.draft.shape[-1]):
+                raise ValueError(f"stats.{name}: got shape {x.shape}, expected {shape} and H, the same of both")
 
     def reads(self, stats: States | None, batch: RolloutBatch, segments: Segments) -> Reads:
         return {} if stats is None else {"draft_states": stats.draft, "policy_states": stats.policy}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -20,6 +20,7 @@ from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Head
 from jaxppo.losses.compute import loss_of_stats
 from jaxppo.losses.sft import SFT
+from jaxppo.losses.token_loss import TokenLoss
 from jaxppo.sharding import ParallelMesh, ShardAxes, shift_left
 from jaxppo.step.aggregation import Normalizer
 
@@ -30,12 +31,8 @@ Heads = Head | Float[Array, "H V"] | Sequence[Head | Float[Array, "H V"]]  # one
 
 
 @dataclasses.dataclass(frozen=True)
-class OfDepths(abc.ABC):
-    """The options of a loss of several depths of a model; `shifted` gives the tokens of each.
-
-    Args:
-      depths: the number of depths, needed by `Normalizer.of` alone; by default as many as the loss's `hidden` has.
-    """
+class OfDepths:
+    """The options of a loss of several depths of a model."""
 
     depths: int | None = None
 
@@ -43,9 +40,9 @@ class OfDepths(abc.ABC):
         if self.depths is not None:
             check_count("depths", self.depths, least=1)
 
-    @abc.abstractmethod
     def shifted(self, batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
         """The batch as depth k reads it."""
+        return shift_targets(batch, k, parallel)
 
     @property
     def losses(self) -> int:
@@ -94,9 +91,6 @@ class MTP(OfDepths):
         check_flag("stop_head", self.stop_head)
         SFT(aggregation=self.aggregation)
 
-    def shifted(self, batch: RolloutBatch, k: int, parallel: ParallelMesh | ShardAxes | None) -> RolloutBatch:
-        return shift_targets(batch, k, parallel)
-
 
 def mtp_loss(
     hidden: States,
@@ -112,12 +106,9 @@ def mtp_loss(
     """coef / K * sum over depths k = 1..K of the mean negative log-likelihood of the targets k places later.
 
     At depth k, position t predicts `targets[t + k]` where that is in the same sequence, with the loss mask of t + k.
-    Targets and masks cross shard borders by `jaxppo.sharding.shift_left`. DeepSeek-V3, https://arxiv.org/abs/2412.19437
-    section 2.2.
 
     Args:
-      hidden: for each depth the `[R, T, H]` states that its predictions are read from, as `log_probs_from_hidden`
-        takes them.
+      hidden: for each depth the `[R, T, H]` states that its predictions are read from.
       head: the main loss's `Head` or bare kernel `[H, V]`, or one for each depth, in a list or stacked.
       batch: `[R, T]`; only its sequences, targets, loss mask and loss weights are read.
       loss: by default `MTP()`.
@@ -129,8 +120,7 @@ def mtp_loss(
 
     Returns:
       The scalar f32 loss, and metrics: `mtp_loss` (adds up over micro-batches) and for each depth k
-      `mtp_{k}_nll` and `mtp_{k}_accuracy` (means over its tokens) and `mtp_{k}_broken_rules` (see `policy_loss`). All
-      devices have them.
+      `mtp_{k}_nll` and `mtp_{k}_accuracy` (means over its tokens) and `mtp_{k}_broken_rules` (see `policy_loss`).
 
     Raises:
       ValueError: no depth; a number of heads or normalizers that is not the number of depths; more depths than shared
@@ -143,21 +133,19 @@ def mtp_loss(
       >>> loss, metrics = mtp_loss(jnp.zeros((1, 1, 4, 2)), jnp.zeros((2, 8)), batch, MTP(coef=0.5))
       >>> round(float(loss), 4), float(metrics["mtp_1_nll"].count)  # half of log 8; 2 and 3 are predicted
       (1.0397, 2.0)
+
+    DeepSeek-V3, section 2.2, https://arxiv.org/abs/2412.19437
     """
     batch = checked(batch)
     loss = MTP() if loss is None else loss
     if not isinstance(loss, MTP):
         raise TypeError(f"loss: got {type(loss).__name__}, expected MTP")
-    heads = heads_of(hidden, head, normalizers, loss)
-    depths, of_tokens = len(heads), SFT(aggregation=loss.aggregation)
-    total = jnp.float32(0)
-    metrics: Metrics = {}
-    for k in range(1, depths + 1):
-        states = lax.stop_gradient(hidden[k - 1]) if loss.stop_trunk else hidden[k - 1]
+    depths = []
+    for k, its_head in enumerate(heads_of(hidden, head, normalizers, loss), 1):
         shifted = shift_targets(batch, k, parallel)
         stats = log_probs_from_hidden(
-            states,
-            lax.stop_gradient(heads[k - 1]) if loss.stop_head else heads[k - 1],
+            lax.stop_gradient(hidden[k - 1]) if loss.stop_trunk else hidden[k - 1],
+            lax.stop_gradient(its_head) if loss.stop_head else its_head,
             shifted.targets,
             parallel=parallel,
             temperature=shift_temperature(temperature, batch, k, parallel),
@@ -165,13 +153,30 @@ def mtp_loss(
             logit_stats=("accuracy",),
             **options,
         )
-        normalizer = None if normalizers is None else normalizers[k - 1]
-        numbers = {"coef": loss.coef}
-        value, found = loss_of_stats("mtp_loss", of_tokens, stats, shifted, parallel, normalizer, numbers=numbers)
-        total += value
-        metrics |= {f"mtp_{k}_{name}": found[name] for name in ("nll", "accuracy", "broken_rules")}
-    total *= lax.stop_gradient(loss.coef) / depths
-    return total, metrics | {"mtp_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
+        depths.append((stats, shifted))
+    names, of_tokens = ("nll", "accuracy", "broken_rules"), SFT(aggregation=loss.aggregation)
+    return sum_of_depths("mtp", names, of_tokens, depths, {"coef": loss.coef}, parallel, normalizers)
+
+
+def sum_of_depths(
+    prefix: str,
+    names: Sequence[str],
+    loss: TokenLoss[Any],
+    depths: Sequence[tuple[Any, RolloutBatch]],
+    numbers: Mapping[str, Any],
+    parallel: ParallelMesh | ShardAxes | None,
+    normalizers: Sequence[Normalizer] | None,
+    decay: float = 1.0,
+) -> tuple[Float[Array, ""], Metrics]:
+    """coef times the mean over depths, which weigh decay^(k - 1), of a loss of their statistics; and named metrics."""
+    total, metrics = jnp.float32(0), Metrics()
+    for k, (stats, batch) in enumerate(depths):
+        normalizer = None if normalizers is None else normalizers[k]
+        value, found = loss_of_stats(f"{prefix}_loss", loss, stats, batch, parallel, normalizer, numbers)
+        total += decay**k * value
+        metrics |= {f"{prefix}_{k + 1}_{name}": found[name] for name in names}
+    total *= lax.stop_gradient(numbers["coef"]) / sum(decay**k for k in range(len(depths)))
+    return total, metrics | {f"{prefix}_loss": Metric(lax.stop_gradient(total), jnp.float32(1), "sum")}
 
 
 def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAxes | None = None) -> RolloutBatch:
@@ -182,12 +187,8 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
     set on padding or at the last position of a sequence, an error that no rule could find after the shift.
 
     Args:
-      batch: `[R, T]`, or micro-batches `[K, R, T]`.
+      batch, parallel: `[R, T]`, or micro-batches `[K, R, T]`; the mesh.
       by: how many positions.
-      parallel: the mesh.
-
-    Returns:
-      The batch.
 
     Raises:
       ValueError: rows in another context layout than the mesh's; a shift by more than the branches of shared prefixes
@@ -208,23 +209,21 @@ def shift_targets(batch: RolloutBatch, by: int, parallel: ParallelMesh | ShardAx
             "RolloutBatch.from_samples(..., share_prefixes=True, mtp_depths=)"
         )
 
-    def shift(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-        targets, loss_mask, positions, segment_ids, *weights = arrays
-        moving: dict[str, Array | list[Array]] = {"targets": targets, "loss_mask": loss_mask.astype(jnp.float32)}
-        moving |= {"positions": positions, "loss_weights": weights}
-        moved = shift_left(moving, parallel, by, 0, segment_ids, batch.num_segments)
-        gap = (moved["loss_mask"] > 0) & (moved["positions"] != positions + by)
+    def shift(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        targets, loss_mask, positions, segment_ids, weights = arrays
+        moving = (targets, loss_mask.astype(jnp.float32), positions, weights)
+        targets, mask, later, weights = shift_left(moving, parallel, by, 0, segment_ids, batch.num_segments)
+        gap = (mask > 0) & (later != positions + by)
         inner = segment_ids > 0  # without the last position of each sequence, see below
         if not batch.real_last_targets:
             inner = shift_left(inner, parallel, 1, False, segment_ids, batch.num_segments)
         unsound = (loss_mask != 0) & ~inner
-        return moved["targets"], jnp.where(gap | unsound, jnp.nan, moved["loss_mask"]), *moved["loss_weights"]
+        return targets, jnp.where(gap | unsound, jnp.nan, mask), weights
 
     given = (batch.targets, batch.loss_mask, batch.positions, batch.segment_ids, batch.loss_weights)
-    arrays = tuple(jnp.asarray(x) for x in given if x is not None)
-    targets, loss_mask, *weights = lax.map(shift, arrays) if arrays[0].ndim == 3 else shift(arrays)
-    weight: Any = weights[0] if weights else None
-    return dataclasses.replace(batch, targets=targets, loss_mask=loss_mask, loss_weights=weight, extras=extras)
+    arrays = jax.tree.map(jnp.asarray, given)
+    targets, mask, weights = lax.map(shift, arrays) if arrays[0].ndim == 3 else shift(arrays)
+    return dataclasses.replace(batch, targets=targets, loss_mask=mask, loss_weights=weights, extras=extras)
 
 
 def shift_temperature(
@@ -236,17 +235,8 @@ def shift_temperature(
     return shift_left(jnp.asarray(temperature), parallel, by, 1, batch.segment_ids, batch.num_segments)
 
 
-def heads_of(
-    hidden: States, head: Any, normalizers: Sequence[Normalizer] | None = None, loss: OfDepths | None = None
-) -> list[Any]:
-    """The head of each depth. Raises unless there are as many heads as depths, and as many normalizers as losses.
-
-    Args:
-      hidden: states of each depth.
-      head: one for all depths, or one for each.
-      normalizers: None or one for each loss.
-      loss: None where nothing has denominators.
-    """
+def heads_of(hidden: States, head: Any, normalizers: Sequence[Normalizer] | None, loss: OfDepths) -> list[Any]:
+    """The head of each depth. Raises unless there are as many heads as depths, and as many normalizers as losses."""
     if not hasattr(hidden, "__len__"):
         raise TypeError(f"hidden: got {type(hidden).__name__}, expected the states of each depth")
     if normalizers is not None and (isinstance(normalizers, str) or not isinstance(normalizers, Sequence)):
@@ -254,13 +244,13 @@ def heads_of(
             f"normalizers: got {type(normalizers).__name__}, expected a list with one for each depth, or None"
         )
     depths = len(hidden)
-    several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
-    heads = [*head] if several else [head] * depths
     if depths == 0:
         raise ValueError("hidden: got no depths, expected at least one")
-    if loss is not None and loss.depths not in (None, depths):
+    if loss.depths not in (None, depths):
         raise ValueError(f"hidden: got {depths} depths, expected {loss.depths}, those of {loss}")
-    losses = depths if loss is None else dataclasses.replace(loss, depths=depths).losses
+    several = isinstance(head, (list, tuple)) or getattr(head, "ndim", 0) == 3
+    heads = [*head] if several else [head] * depths
+    losses = dataclasses.replace(loss, depths=depths).losses
     for name, given, count in (("head", heads, depths), ("normalizers", normalizers, losses)):
         if given is not None and len(given) != count:
             raise ValueError(f"{name}: got {len(given)}, expected {count} for the {depths} depths of hidden")

@@ -11,7 +11,7 @@ from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.call import HeadOptions
 from jaxppo.head.head import Head, TokenStats
 from jaxppo.losses.doors import from_hidden, from_stats
-from jaxppo.losses.policy_checks import check_config
+from jaxppo.losses.policy_tokens import check_config
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.sharding import ParallelMesh, ShardAxes
 from jaxppo.step.aggregation import Normalizer
@@ -38,24 +38,11 @@ def policy_loss(
       config: the policy loss, its KL and entropy terms, the off-policy correction and the aggregation.
       parallel: the mesh; rows sharded over data, positions over context. `ShardAxes` inside the caller's own
         `shard_map`, None on one device.
-      normalizer: the denominators of the whole step, for a batch that is one of its micro-batches; the batch's own
-        by default.
+      normalizer: `Normalizer.of(config, micro_batches)` of the whole step, if the batch is one of its micro-batches.
 
     Returns:
-      The scalar f32 loss, and metrics by name, which `finalize_metrics` turns into numbers:
-
-      - sums with the loss's own weights, which add up over micro-batches: `loss`, `pg_loss`;
-      - means over loss tokens, or with those weights (`config.metric_aggregation`): `entropy`, `kl` (to the
-        reference), `ppo_kl` (old_log_prob - log_prob), `ratio_mean`, `clip_fraction`, `clip_fraction_lower` and others
-        of the loss, `tis`, `rejected_fraction` and others of the correction, `sampler_log_prob_abs_diff`, `sampler_k3`;
-      - extremes over loss tokens: `ratio_min`, `ratio_max`;
-      - with `config.clip_by_sign`, `clip_fraction_positive` and `clip_fraction_negative`, the `clip_fraction`
-        over the tokens with an advantage of that sign, if the loss has one;
-      - `effective_sample_size`, (sum r)^2 / (N sum r^2), a share of the loss tokens;
-      - `rollout_capped`, if the batch has `rollout_log_probs`, the number of tokens where these were above 0. Samplers
-        that round to bf16 bring them up to 0.125; such log-probs count as 0;
-      - `impossible_tokens`, with `config.impossible_tokens="leave_out"`, the number of tokens left out;
-      - `broken_rules`, 0 for a sound batch. Otherwise the loss is NaN, and `explain_broken_rules` says what is wrong.
+      The scalar f32 loss, and metrics, which `finalize_metrics` turns into numbers. docs/metrics.md says what each is;
+      `broken_rules` is 0 for a sound batch. Otherwise the loss is NaN, and `explain_broken_rules` says what is wrong.
 
     Raises:
       ValueError, TypeError: an array that the config needs and the batch lacks, shapes that differ, a bonus on
@@ -86,28 +73,19 @@ def policy_loss_from_hidden(
     adapter_ids: Int[Array, " R"] | None = None,
     **options: Unpack[HeadOptions],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The policy loss of a batch from hidden states, whose logits never exist together.
+    """`policy_loss` of a batch from hidden states, whose logits never exist together.
 
-        loss = sum over tokens of weight * (policy loss + kl.coef * KL - entropy_coef * entropy)
-
-    Gradients flow to `hidden` and `head` alone: the batch, the temperature and the coefficients are constants. Only
-    tokens with loss mask 1 are computed; the others may hold anything, NaN included.
-
-    If a token's loss depends on its own log-prob and entropy only, one pass over the vocabulary gives loss and
-    gradients, with three matrix products. Two passes, with four products, serve other losses, calls for which `memory`
-    has no room, and anything in f16 but a bias (one pass would round f16 gradients before a loss scale multiplies
-    them). The numbers are the same to f32 rounding. `jaxppo.sharding.audit` tells which one a program takes, and why.
+    Gradients flow to `hidden` and `head` alone. Only tokens with loss mask 1 are computed. If a token's loss depends on
+    its own log-prob and entropy only, one pass over the vocabulary gives loss and gradients, with three matrix
+    products. Two passes, with four products, serve other losses, calls for which `memory` has no room, and anything in
+    f16 but a bias (one pass would round f16 gradients before a loss scale multiplies them). The numbers are the same to
+    f32 rounding. `jaxppo.sharding.audit` tells which one a program takes, and why.
 
     Args:
       hidden: `bf16` or `f32[R, T, H]`, the model's final hidden states; position t predicts `batch.targets[:, t]`.
       head: a `Head`, or a bare kernel `[H, V]`.
-      batch: `[R, T]`; needs `advantages`, the log-probs that `config` compares with, and for ClipCov and KLCov the
-        `covariance_mask` of the whole step as the extra "selected".
-      config: the policy loss, its KL and entropy terms, the off-policy correction and the aggregation.
-      parallel: the mesh; rows sharded over data, positions over context, the vocabulary over tensor. `ShardAxes` inside
-        the caller's own `shard_map`, None on one device.
-      normalizer: the denominators of the whole step, for a batch that is one of its micro-batches; the batch's own
-        by default.
+      batch, config, normalizer: see `policy_loss`.
+      parallel: the mesh, see `policy_loss`; the vocabulary sharded over tensor.
       temperature: divides the logits, as the sampler's did; a number, a traced scalar or `f32[R, T]`.
       nucleus_ids: `i32[R, T, K]`, -1 padded, the ids that top-p or top-k left to the sampler; log-probs are
         renormalised over them. See `pack_nucleus_ids`.
@@ -116,12 +94,10 @@ def policy_loss_from_hidden(
       **options: how the head works, see `HeadOptions`: `memory`, `precision`, `follow_mask` and others.
 
     Returns:
-      The scalar f32 loss, and the metrics of `policy_loss` by name, which `finalize_metrics` turns into numbers.
+      The scalar f32 loss, and metrics, as those of `policy_loss`.
 
     Raises:
-      TypeError, ValueError: an array that the config needs and the batch lacks, shapes or dtypes that differ, a
-        normalizer of another aggregation or none for a micro-batch, rows in another context layout than the mesh's, a
-        head that cannot be read.
+      TypeError, ValueError: as `policy_loss`; shapes or dtypes that differ, a head that cannot be read.
 
     Example:
       >>> sample = Sample([1, 2, 3], response_start=1, advantages=[1.0, 1.0], old_log_probs=[-np.log(4)] * 2)

@@ -1,4 +1,4 @@
-"""The policy loss of a token: a config's loss with its correction and penalties."""
+"""The policy loss of a token, a config's loss with its correction and penalties; and the KL to the reference alone."""
 
 from __future__ import annotations
 
@@ -11,19 +11,53 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxppo.base.arrays import Aggregation, as_coefficient, is_zero, masked, needed
-from jaxppo.base.kl import k3, log_ratio
-from jaxppo.base.metrics import CompositeTerm, Term, Terms, effective_share, moments, share
+from jaxppo.base.arrays import (
+    LOG_PROBS,
+    Aggregation,
+    as_coefficient,
+    check_aggregation,
+    check_array,
+    check_choice,
+    is_zero,
+    masked,
+    needed,
+)
+from jaxppo.base.kl import KL, Estimator, k3, kl_divergence, log_ratio
+from jaxppo.base.metrics import CompositeTerm, Term, Terms, effective_share, means, moments, share
+from jaxppo.batch.extras import extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.head.call import check_stats
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.policy_checks import BY_RATIO, SELECTED, check_batch, check_policy_stats
-from jaxppo.losses.reference_kl import reference_kl
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.policy.off_policy import OffPolicyConfig, left_out_by
 from jaxppo.policy.off_policy import correction as off_policy_correction
-from jaxppo.policy_losses.base import Indicators
+from jaxppo.policy_losses.base import Indicators, ratio_at
 from jaxppo.sharding import Segments
+
+SELECTED = "selected"  # the extra of a batch that holds the tokens which ClipCov and KLCov select
+BY_RATIO = {"old": "old_log_probs", "rollout": "rollout_log_probs"}  # the log-probs of each `ratio_to` of a batch
+
+
+def check_config(config: PolicyLossConfig) -> None:
+    if not isinstance(config, PolicyLossConfig):
+        raise TypeError(f"config: got {type(config).__name__}, expected PolicyLossConfig")
+
+
+def check_needed(batch: RolloutBatch, config: PolicyLossConfig) -> None:
+    """Raises ValueError where the config asks for an array that the batch lacks."""
+    purposes = {"advantages": "every policy loss"}
+    if config.ratio_to in BY_RATIO:
+        purposes[BY_RATIO[config.ratio_to]] = f"ratio_to={config.ratio_to!r}"
+    if config.penalises_kl:
+        purposes["ref_log_probs"] = f"kl={config.kl}"
+    for name in sorted(config.policies - {"current"}):
+        parts = {"off_policy": config.off_policy, "kl": config.kl}
+        asks = [f"{what}={x}" for what, x in parts.items() if x is not None and name in x.policies]
+        purposes.setdefault(f"{name}_log_probs", ", ".join(asks))
+    for name in ("advantages", *LOG_PROBS):
+        if name in purposes:
+            needed(f"batch.{name}", getattr(batch, name), f"f32[R, T] for {purposes[name]}")
 
 
 def old_log_probs(log_probs: Float[Array, "R T"], batch: RolloutBatch, config: PolicyLossConfig) -> Float[Array, "R T"]:
@@ -50,27 +84,26 @@ def impossible_tokens(
 
 
 class Correction(NamedTuple):
-    """The off-policy correction of each token."""
+    """The off-policy correction of each token: factors of the policy loss, 0 where it is left out, and indicators."""
 
     weights: Float[Array, "R T"]
-    """Factors of the policy loss, 0 for the tokens that the correction leaves out."""
     values: Indicators
 
 
-@dataclasses.dataclass(frozen=True)
-class PolicyTokenLoss(TokenLoss[TokenStats]):
-    """The policy loss of a token, with its penalties."""
+class OfConfig(TokenLoss[TokenStats]):
+    """A loss of a policy's config."""
 
     config: PolicyLossConfig
     takes_nucleus: ClassVar[bool] = True
+    aggregation = property(lambda self: self.config.aggregation)
+    aggregation_norm = property(lambda self: self.config.aggregation_norm)
 
-    @property
-    def aggregation(self) -> Aggregation:  # type: ignore[override]
-        return self.config.aggregation
 
-    @property
-    def aggregation_norm(self) -> float | None:  # type: ignore[override]
-        return self.config.aggregation_norm
+@dataclasses.dataclass(frozen=True)
+class PolicyTokenLoss(OfConfig):
+    """The policy loss of a token, with its penalties."""
+
+    config: PolicyLossConfig
 
     @property
     def asks(self) -> Asks:
@@ -95,45 +128,48 @@ class PolicyTokenLoss(TokenLoss[TokenStats]):
         return PolicyTokenLoss(dataclasses.replace(self.config, kl=kl, entropy_coef=entropy_coef))
 
     def check(self, batch: RolloutBatch) -> None:
-        check_batch(batch, self.config)
+        check_needed(batch, self.config)
+        if self.config.loss.selects is not None:
+            expected = f"the step's covariance_mask(stats, batch, config, key), for loss={self.config.loss}"
+            check_array("selected", extra_of(batch, SELECTED, expected), batch.loss_mask.shape, "the batch's")
 
     def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
-        check_policy_stats(stats, batch, self.config)
+        check_stats(stats, batch.loss_mask.shape)
+        if self.config.entropy_mode != "bonus":
+            return
+        what = f"entropy_coef={self.config.entropy_coef}"
+        needed("stats.entropy", stats.entropy, f"f32[R, T] for {what}")
+        if stats.entropy_mode != "bonus":
+            raise ValueError(
+                f"stats: got entropies of mode {stats.entropy_mode!r}, which have no gradient, expected 'bonus' for "
+                f"{what}: log_probs_from_hidden(..., entropy=config.entropy_mode)"
+            )
 
     def left_out(self, stats: TokenStats | None, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
         return impossible_tokens(None if stats is None else stats.log_probs, batch, self.config)
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
+        config = self.config
         found: dict[str, Array | None] = {"advantages": batch.advantages, "selected": batch.extras.get(SELECTED)}
-        of_policies = {f"{name}_log_probs": getattr(batch, f"{name}_log_probs") for name in self._compared()}
+        kl = config.kl if config.penalises_kl else None  # else it is a metric only
+        names = {config.ratio_to}.union(*(x.policies for x in (kl, config.off_policy) if x is not None))
+        compared = [*sorted(names - {"current"}), *([] if kl is None else ["ref"])]
+        of_policies = {f"{name}_log_probs": getattr(batch, f"{name}_log_probs") for name in compared}
         if stats is not None:
             of_policies["log_probs"] = stats.log_probs
-            found["entropy"] = stats.entropy if self.asks.entropy == "bonus" else None
+            found["entropy"] = stats.entropy if config.entropy_mode == "bonus" else None
         left_out = self.left_out(stats, batch)
         if left_out is not None:
             of_policies = {name: jnp.where(left_out, 0, x) for name, x in of_policies.items()}
         return found | of_policies
-
-    def _compared(self) -> list[str]:
-        """The policies beside the current one whose log-probs are in the loss, and not only in metrics."""
-        config = self.config
-        kl = config.kl if config.penalises_kl else None
-        given = {config.ratio_to}.union(*(x.policies for x in (kl, config.off_policy) if x is not None))
-        return sorted(given - {"current"}) + (["ref"] if kl is not None else [])
 
     def constants(self, stats: TokenStats | None, step: Step) -> Correction | None:
         """The off-policy correction, None without one."""
         off_policy, batch, segments = self.config.off_policy, step.batch, step.segments
         if off_policy is None:
             return None
-        weights, values = off_policy_correction(
-            _policies(stats, batch),
-            advantages_of(batch),
-            batch.loss_mask,
-            segments,
-            off_policy,
-            step.normalizer.weight_mean,
-        )
+        given = _policies(stats, batch), advantages_of(batch), batch.loss_mask, segments, off_policy
+        weights, values = off_policy_correction(*given, step.normalizer.weight_mean)
         if off_policy.opsm_fraction == "response" and "opsm_clipfrac" in values:
             values = values | {"opsm_clipfrac": values["opsm_clipfrac"] * _response_share(batch, segments)}
         return Correction(weights, values)
@@ -163,9 +199,8 @@ class PolicyTokenLoss(TokenLoss[TokenStats]):
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         config, entropy_coef = self.config, self.config.entropy_coef
         found = {"policy": self._policy(stats.log_probs, batch, constants, segments)[0]}
-        kl = reference_kl(config.kl, stats.log_probs, batch, segments) if config.penalises_kl else None
-        if config.kl is not None and kl is not None:
-            found["kl"] = config.kl.coef * kl
+        if config.kl is not None and config.penalises_kl:
+            found["kl"] = config.kl.coef * reference_kl(config.kl, stats.log_probs, batch, segments)
         if not is_zero(entropy_coef) and stats.entropy is not None:
             found["entropy"] = -(entropy_coef * stats.entropy)
         return found
@@ -176,11 +211,13 @@ class PolicyTokenLoss(TokenLoss[TokenStats]):
         def reduced(x: Float[Array, "R T"]) -> Term:
             return (x, mask, "mean") if config.metric_aggregation == "token_mean" else (x, weights, "sum")
 
-        log_probs, correction = stats.log_probs, constants
-        policy, indicators = self._policy(log_probs, batch, correction, step.segments)
-        kl = reference_kl(config.kl, log_probs, batch, step.segments)
+        log_probs = stats.log_probs
+        policy, indicators = self._policy(log_probs, batch, constants, step.segments)
+        kl = None
+        if config.kl is not None and batch.ref_log_probs is not None:
+            kl = reference_kl(config.kl, log_probs, batch, step.segments)
         compared = self._comparisons(log_probs, batch)
-        corrected = {} if correction is None else correction.values
+        corrected = {} if constants is None else constants.values
         found = {**indicators, **corrected, "kl": kl, "entropy": stats.entropy, **compared}
         terms: Terms = {name: reduced(x) for name, x in found.items() if x is not None}
         if config.clip_by_sign and "clip_fraction" in indicators:
@@ -235,3 +272,55 @@ def _response_share(batch: RolloutBatch, segments: Segments) -> Float[Array, "R 
     span = segments.max(positions, mask) + segments.max(-positions, mask) + 1
     count = segments.sum((mask > 0).astype(jnp.float32))
     return segments.spread(jnp.where(count > 0, span / jnp.maximum(count, 1), 0))
+
+
+def reference_kl(
+    kl: KL, log_probs: Float[Array, "R T"], batch: RolloutBatch, segments: Segments
+) -> Float[Array, "R T"]:
+    """The KL divergence to the reference at each token."""
+    weight, mask = None, batch.loss_mask
+    if kl.importance == "score":
+        weight = jnp.exp(log_probs - lax.stop_gradient(log_probs))
+    elif kl.importance != "none":
+        base = batch.old_log_probs if kl.compares == "current/old" else batch.rollout_log_probs
+        weight = ratio_at(kl.importance, log_probs, masked(base, mask), mask, segments)
+    return kl_divergence(log_probs, masked(batch.ref_log_probs, mask), kl.estimator, weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceKL(TokenLoss[TokenStats]):
+    """The KL divergence to the reference as a loss, for tokens that may have no policy loss. Its metric is `kl`.
+
+    Args:
+      estimator: see `kl_divergence`.
+      aggregation, aggregation_norm: the denominators, see `token_weights`.
+
+    Raises:
+      ValueError: an unknown estimator or aggregation.
+
+    Example:
+      >>> from jaxppo.losses import ReferenceKL
+      >>> ReferenceKL("k2").estimator
+      'k2'
+    """
+
+    asks = Asks()
+    estimator: Estimator = "k3"
+    aggregation: Aggregation = "token_mean"
+    aggregation_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("estimator", self.estimator, Estimator)
+        check_aggregation(self)
+
+    def check(self, batch: RolloutBatch) -> None:
+        needed("batch.ref_log_probs", batch.ref_log_probs, f"f32[R, T] for {self}")
+
+    def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
+        return {"log_probs": None if stats is None else stats.log_probs, "ref_log_probs": batch.ref_log_probs}
+
+    def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+        return {"kl": reference_kl(KL(1.0, self.estimator), stats.log_probs, batch, segments)}
+
+    def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
+        return means(self.terms(stats, step.batch, constants, step.segments), step.batch.loss_mask)

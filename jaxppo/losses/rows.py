@@ -7,17 +7,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Array, Bool
 
-from jaxppo.base.arrays import Aggregation, check_array
+from jaxppo.base.arrays import check_array
 from jaxppo.base.metrics import Terms
 from jaxppo.batch.extras import check_name, extra_of
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.losses.doors import as_token_loss
-from jaxppo.losses.parts import Part, check_loss
+from jaxppo.losses.parts import Part, as_token_loss
 from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
-from jaxppo.policy.off_policy import OffPolicyConfig
 from jaxppo.sharding import Segments
 
 
@@ -27,8 +27,7 @@ def by_row(
     """A loss for each row, or sample: parts by name, of which each has the tokens that are marked with its place.
 
     All of them share one pass of the head. No program changes when clients come and go, as long as the losses are the
-    same: one extra of the batch says which token has which loss, and other extras hold the numbers. The parts keep
-    metrics of their own; `explain_tokens` and `by_sample` have them by token and by sample, with the log-probs.
+    same: one extra of the batch says which token has which loss, and other extras hold the numbers.
 
     Args:
       losses: by name, in the order of their numbers: the first has the tokens where `which` is 0.
@@ -63,11 +62,13 @@ def by_row(
         raise ValueError(f"numbers: got {unknown}, expected names of losses, {sorted(losses)}")
     found = {}
     for place, (name, loss) in enumerate(losses.items()):
-        check_loss(loss)
-        of = as_token_loss(loss)
-        given = (numbers or {}).get(name, {})
+        of, given = as_token_loss(loss), (numbers or {}).get(name, {})
         found[name] = Part(WithNumbers(of, tuple(given.items())) if given else of, mask=which, equals=place)
     return found
+
+
+def _of_loss(name: str) -> Any:
+    return property(lambda self: getattr(self.loss, name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,27 +103,19 @@ class WithNumbers(TokenLoss[Any]):
             raise ValueError("numbers: got one of off_policy, expected none with batch_normalize, a mean over all rows")
         object.__setattr__(self, "numbers", tuple(paths))
 
-    @property
-    def aggregation(self) -> Aggregation:  # type: ignore[override]
-        return self.loss.aggregation
-
-    @property
-    def aggregation_norm(self) -> float | None:  # type: ignore[override]
-        return self.loss.aggregation_norm
-
-    @property
-    def token_local(self) -> bool:
-        return self.loss.token_local
+    aggregation = _of_loss("aggregation")
+    aggregation_norm = _of_loss("aggregation_norm")
+    token_local = _of_loss("token_local")
+    off_policy = _of_loss("off_policy")
+    check_stats = _of_loss("check_stats")
+    left_out = _of_loss("left_out")
+    seen = _of_loss("seen")
 
     @property
     def asks(self) -> Asks:
         of = self.loss.asks
         names = tuple(extra for _, extra in self.numbers)
         return of if of.extras is None else dataclasses.replace(of, extras=(*of.extras, *names))
-
-    @property
-    def off_policy(self) -> OffPolicyConfig | None:
-        return self.loss.off_policy
 
     def traceable(self) -> WithNumbers:
         return WithNumbers(self.loss.traceable(), self.numbers)
@@ -132,12 +125,6 @@ class WithNumbers(TokenLoss[Any]):
         for _, extra in self.numbers:
             x = extra_of(batch, extra, "f32[R, T], a number for each token")
             check_array(f"batch.extras[{extra!r}]", x, batch.loss_mask.shape, "the batch's")
-
-    def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
-        self.loss.check_stats(stats, batch)
-
-    def left_out(self, stats: Any, batch: RolloutBatch) -> Bool[Array, "R T"] | None:
-        return self.loss.left_out(stats, batch)
 
     def reads(self, stats: Any, batch: RolloutBatch, segments: Segments) -> Reads:
         return {**self.loss.reads(stats, batch, segments), **{f"extras.{x}": batch.extras[x] for _, x in self.numbers}}
@@ -154,16 +141,12 @@ class WithNumbers(TokenLoss[Any]):
     def reasons(self, stats: Any, step: Step, constants: Any) -> Mapping[str, Bool[Array, "R T"]]:
         return self._of(step.batch).reasons(stats, step, constants)
 
-    def seen(self, stats: Any, mask: Float[Array, "R T"]) -> Any:
-        return self.loss.seen(stats, mask)
-
     def _of(self, batch: RolloutBatch) -> TokenLoss[Any]:
         """The loss with the batch's numbers, whatever its constructor would say of arrays."""
         loss: Any = self.loss
         for path, extra in self.numbers:
             loss = _replaced(loss, path.split("."), batch.extras[extra].astype(jnp.float32), batch.loss_mask > 0)
-        found: TokenLoss[Any] = loss
-        return found
+        return loss
 
 
 def _replaced(x: Any, path: list[str], value: Array, here: Bool[Array, "R T"]) -> Any:
@@ -183,13 +166,9 @@ def _path(loss: Any, field: str) -> str:
         x: Any = loss
         for name in (prefix + field).split("."):
             if isinstance(x, tuple):
-                x = x[int(name)] if name.isdigit() and int(name) < len(x) else _MISSING
-                continue
-            fields = {f.name for f in dataclasses.fields(x)} if dataclasses.is_dataclass(x) else set()
-            x = getattr(x, name) if name in fields else _MISSING
-        if x is not _MISSING and not isinstance(x, str | bool | tuple):
+                x = {str(i): part for i, part in enumerate(x)}.get(name)
+            else:
+                x = vars(x).get(name) if dataclasses.is_dataclass(x) else None
+        if isinstance(x, int | float | np.generic | jax.Array) and not isinstance(x, bool):
             return prefix + field
     raise ValueError(f"numbers: got {field!r}, expected a number of {loss}, such as clip_low or kl.coef")
-
-
-_MISSING = object()

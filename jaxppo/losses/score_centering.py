@@ -10,15 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Aggregation, check_choice, needed
+from jaxppo.base.arrays import check_choice, needed
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.reads import at_most_one, was_above_one
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.policy_tokens import advantages_of
+from jaxppo.losses.policy_tokens import OfConfig, advantages_of, check_config
 from jaxppo.losses.token_loss import Losses, Reads, Step
-from jaxppo.losses.top_k_distillation import OfIds, mass
-from jaxppo.losses.top_k_divergence import with_tail
+from jaxppo.losses.top_k_divergence import OfIds, mass, with_tail
 from jaxppo.policy.config import PolicyLossConfig
 from jaxppo.sharding import Segments
 
@@ -26,7 +25,7 @@ CenteringTail = Literal["bucket", "renormalise"]
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoreCentering(OfIds):
+class ScoreCentering(OfConfig, OfIds):
     """A term for a policy loss that makes its expected gradient over the sampler's tokens 0 for equal advantages.
 
     Let p be the policy's probability of a token, q the sampler's, and A the advantage. If the gradient of the policy
@@ -47,13 +46,12 @@ class ScoreCentering(OfIds):
 
         rho = (1 - sum q) / (1 - sum p),   a = rho f(1 / rho)
 
-    Use the gradient of this term alone: its value means nothing. It is exact if the ids are all that the sampler
-    could draw. An id that the policy finds impossible makes the loss NaN. With `impossible_tokens="leave_out"` its c_v
-    is 0, since drawing it has no policy loss.
+    Use the gradient of this term alone, as a part of a sum beside the config: its value means nothing. It is exact if
+    the ids are all that the sampler could draw. An id that the policy finds impossible makes the loss NaN. With
+    `impossible_tokens="leave_out"` its c_v is 0, since drawing it has no policy loss.
 
-    It is a loss of its own, or the part of a sum beside the config. The metrics are `loss` (its value), `policy_mass`
-    and `rollout_mass` (sum p and sum q, means over tokens), `rollout_capped`, the number of tokens at which rounding
-    brought a q above 1, or their sum, and `broken_rules` (see `policy_loss`).
+    The metrics are `loss` (its value), `policy_mass` and `rollout_mass` (sum p and sum q, means over tokens),
+    `rollout_capped`, the number of tokens at which rounding brought a q above 1, or their sum, and `broken_rules`.
 
     Args:
       config: the config of the `policy_loss` to which this term is added. Only its loss, `ratio_to`, aggregation and
@@ -89,11 +87,9 @@ class ScoreCentering(OfIds):
     ids: str = "sampler_ids"
     log_probs: str = "sampler_log_probs"
     rule: ClassVar[str] = "rollout_log_probs_of_ids"
-    takes_nucleus: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.config, PolicyLossConfig):
-            raise TypeError(f"config: got {type(self.config).__name__}, expected PolicyLossConfig")
+        check_config(self.config)
         check_choice("tail", self.tail, CenteringTail)
         self.check_names()
         if not self.config.loss.token_local or self.config.loss.selects:
@@ -104,14 +100,6 @@ class ScoreCentering(OfIds):
             )
         if self.config.off_policy is not None:
             raise ValueError("config.off_policy: got a correction, expected None: its weights of the ids are not known")
-
-    @property
-    def aggregation(self) -> Aggregation:  # type: ignore[override]
-        return self.config.aggregation
-
-    @property
-    def aggregation_norm(self) -> float | None:  # type: ignore[override]
-        return self.config.aggregation_norm
 
     def check(self, batch: RolloutBatch) -> None:
         super().check(batch)
@@ -125,16 +113,13 @@ class ScoreCentering(OfIds):
         return found
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        ids, *given = self.of_ids(stats, batch)
+        ids, log_p, log_q = self.of_ids(stats, batch)
         has_id = ids != -1
-        log_p, log_q = (with_tail(x, has_id, self.tail) for x in (given[0], at_most_one(given[1], has_id)))
-        gone = jnp.isneginf(log_p)
-        if self.config.impossible_tokens == "leave_out":
-            of_none, finite = 0.0, jnp.where(gone, 0, log_p)
-        else:
-            of_none, finite = jnp.nan, log_p
+        log_p, log_q = (with_tail(x, has_id, self.tail) for x in (log_p, at_most_one(log_q, has_id)))
+        gone, leave_out = jnp.isneginf(log_p), self.config.impossible_tokens == "leave_out"
+        finite = jnp.where(gone, 0, log_p) if leave_out else log_p
         slopes = self._slopes(finite, log_q, advantages_of(batch), segments)
-        drawn = jnp.where(gone, of_none, jnp.exp(log_q) * slopes)
+        drawn = jnp.where(gone, 0.0 if leave_out else jnp.nan, jnp.exp(log_q) * slopes)
         if self.tail == "bucket":  # log(1 - sum p) of the bucket depends on the ids' p
             rest = drawn[..., -1:] * jnp.exp(-log_p[..., -1:])
             log_p, finite, drawn = log_p[..., :-1], finite[..., :-1], drawn[..., :-1]
@@ -156,11 +141,7 @@ class ScoreCentering(OfIds):
     ) -> Float[Array, "R T K"]:
         """The loss's gradient by each log p if that token had been drawn, minus its gradient at an advantage of 0."""
         R, T, K = log_p.shape
-        given = (
-            log_p,
-            (log_p if self.config.ratio_to == "current" else log_q),
-            jnp.repeat(advantages[..., None], K, axis=-1),
-        )
+        given = log_p, (log_p if self.config.ratio_to == "current" else log_q), jnp.repeat(advantages[..., None], K, -1)
         new, old, wide = (lax.stop_gradient(x).reshape(R, T * K) for x in given)
 
         def at(x: Float[Array, "R TK"], advantages: Float[Array, "R TK"]) -> Float[Array, ""]:

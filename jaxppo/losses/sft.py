@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any, Self
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
 
 from jaxppo.base.arrays import (
     Aggregation,
@@ -18,8 +16,6 @@ from jaxppo.base.arrays import (
     check_field,
     check_flag,
     is_zero,
-    masked,
-    needed,
 )
 from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.rollout_batch import RolloutBatch
@@ -50,8 +46,7 @@ class SFT(TokenLoss[TokenStats]):
       dft: weigh each token by its probability; denominators stay counts of tokens.
       logit_stats: "log_z" and "accuracy", for these metrics from hidden states. Label smoothing and a z-loss bring
         "log_z" anyway.
-      aggregation: the denominators, see `token_weights`.
-      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+      aggregation, aggregation_norm: the denominators, see `token_weights`.
 
     Raises:
       ValueError: an unknown aggregation or statistic, a number out of its range.
@@ -102,21 +97,16 @@ class SFT(TokenLoss[TokenStats]):
         return {name: getattr(stats, name) for name in ("log_probs", *self._in_loss)}
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        select = partial(masked, mask=batch.loss_mask)
-        found = {"nll": -select(stats.log_probs)}
+        found = {"nll": -stats.log_probs}
         if not is_zero(self.label_smoothing):
-            uniform = select(needed("stats.log_z", stats.log_z)) - select(needed("stats.mean_logit", stats.mean_logit))
             found["nll"] = (1 - self.label_smoothing) * found["nll"]
-            found["label_smoothing"] = self.label_smoothing * uniform
+            found["label_smoothing"] = self.label_smoothing * (stats.log_z - stats.mean_logit)
         if not is_zero(self.z_loss):
-            found["z_loss"] = self.z_loss * select(needed("stats.log_z", stats.log_z)) ** 2
+            found["z_loss"] = self.z_loss * stats.log_z**2
         if self.dft:
-            probability = lax.stop_gradient(jnp.exp(select(stats.log_probs)))
+            probability = lax.stop_gradient(jnp.exp(stats.log_probs))
             found = {name: probability * x for name, x in found.items()}
         return found
-
-    def seen(self, stats: TokenStats, mask: Float[Array, "R T"]) -> TokenStats:
-        return stats
 
     def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
         found = {"nll": -stats.log_probs, "entropy": stats.entropy, "log_z": stats.log_z, "accuracy": stats.accuracy}

@@ -1,6 +1,6 @@
 """`TokenLoss`: what a loss of tokens is, apart from how it is computed.
 
-A batch goes through these steps, see `losses.step` and `losses.compute`:
+A batch goes through these steps, see `losses.compute`:
 
 1. `step_of`: the weight of each token, over the whole step, and the rules that the batch breaks;
 2. `TokenLoss.constants`: the constants of differentiation that the loss reads, such as importance weights;
@@ -60,7 +60,7 @@ class Step:
     """Per-shard: a batch as a part of its optimiser step.
 
     Args:
-      batch: constants, with an f32 loss mask, 0 where the loss leaves a token out, floats that are 0 where it is 0, and
+      batch: constants, with a loss mask of 0 where the loss leaves a token out, floats that are 0 where it is 0, and
         the sampler's log-probs at most 0.
       segments: of its rows.
       normalizer: of the whole step.
@@ -78,22 +78,16 @@ class Step:
     left_out: Bool[Array, "R T"] | None
     capped: Bool[Array, "R T"] | None
 
-    @property
-    def is_broken(self) -> Bool[Array, ""]:
-        """Whether a rule is broken on any device."""
-        return self.broken.any
-
 
 class TokenLoss(Loss, abc.ABC, Generic[Stats]):
     """The loss of a token as a value: a frozen dataclass of numbers, which may be traced, and of names of arrays.
 
-    Give it to `loss_from_hidden` or `loss_from_stats`. It reads the batch, its extras too, and the `Stats` of a model:
-    a head's `TokenStats`, or a critic's values. A class of your own needs `terms`; the other methods have defaults.
-    Where the loss mask is 0, the statistics and float arrays that it sees are 0.
+    It reads the batch, its extras too, and the `Stats` of a model: a head's `TokenStats`, or a critic's values. A class
+    of your own needs `terms`; the other methods have defaults. Where the loss mask is 0, the statistics and float
+    arrays that it sees are 0.
 
     Attributes:
-      aggregation: the denominators, see `token_weights`; a field in classes that let it be chosen.
-      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+      aggregation, aggregation_norm: the denominators, see `token_weights`; fields in classes that let them be chosen.
       token_local: the loss of a token depends only on the batch and on the statistics of that token.
       of_head: the statistics are a head's `TokenStats`.
       takes_nucleus: log-probs may be renormalised over a nucleus, see `loss_from_hidden`.
@@ -155,15 +149,10 @@ class TokenLoss(Loss, abc.ABC, Generic[Stats]):
         return None
 
     def reads(self, stats: Stats | None, batch: RolloutBatch, segments: Segments) -> Reads:
-        """Per-shard: the arrays that the loss reads. A rule of each is that of its name; see `reads.PER_TOKEN`.
+        """Per-shard: the arrays of the batch, as the caller gave it, and of `stats` that the loss reads.
 
-        An array under another name must be finite. Arrays that only metrics read are not among them, nor the sequences,
-        the loss mask and its weights.
-
-        Args:
-          stats: None before they are computed.
-          batch: as the caller gave it.
-          segments: of the rows.
+        A rule of each is that of its name, see `reads.PER_TOKEN`; an array under another name must be finite. Arrays
+        that only metrics read are not among them, nor the sequences, the loss mask and its weights.
         """
         return {"log_probs": stats.log_probs} if isinstance(stats, TokenStats) else {}
 

@@ -1,4 +1,4 @@
-"""The divergence of a student from a teacher of whom only the top-k is known: K ids and their log-probs.
+"""Distillation from a teacher of whom only the top-k is known: K ids at each position, and their log-probs.
 
 The tokens without one of the K ids are the tail of both distributions. The tail is one more bucket, is renormalised
 away, or is left out.
@@ -6,8 +6,9 @@ away, or is left out.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,15 +19,25 @@ from jaxppo.base.arrays import (
     KINDS,
     MAX_LOG_PROB,
     MAX_SAMPLED,
+    Aggregation,
+    check_aggregation,
     check_array,
     check_choice,
     check_count,
     check_number,
     is_number,
     is_zero,
+    needed,
 )
 from jaxppo.base.kl import k3
-from jaxppo.batch.reads import at_most_one, mass_of
+from jaxppo.base.metrics import Terms, means
+from jaxppo.batch.extras import check_name, extra_of
+from jaxppo.batch.reads import at_most_one, mass_of, was_above_one
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.head.call import as_id_sets
+from jaxppo.head.head import TokenStats
+from jaxppo.losses.token_loss import Asks, Losses, Reads, Step, TokenLoss
+from jaxppo.sharding import Segments
 
 TopKDivergence = Literal[
     "forward_kl", "reverse_kl", "mixed_kl", "jensen_shannon", "skewed_forward_kl", "skewed_reverse_kl", "adaptive_kl"
@@ -61,9 +72,8 @@ def top_k_divergence(
         renormalise      are dropped: p / sum p and q / sum q replace p, q:  at least 0
         leave_out        are dropped: the sums are over the raw p and q:     may be below 0
 
-    The mixture is not continuous at its ends: as beta goes to 0 or 1 it tends to 0, not to one of the two KLs. So
-    "jensen_shannon" refuses both; in place of TRL's alpha = 0 and 1, use "forward_kl" and "reverse_kl". A bucket holds
-    at least 1e-7, since f32 cannot resolve less.
+    As beta goes to 0 or 1 the mixture tends to 0, not to one of the two KLs. So "jensen_shannon" refuses both; in place
+    of TRL's alpha = 0 and 1, use "forward_kl" and "reverse_kl". A bucket holds at least 1e-7, as f32 resolves no less.
 
     Args:
       log_probs: `f32[..., K]`, the student's, over the whole vocabulary; `stats.id_log_probs`.
@@ -71,9 +81,9 @@ def top_k_divergence(
         temperature, in any float dtype; -inf is a probability of 0. Constants. As bf16 rounds them they may be up to
         0.125 above 0, and so may the log of their mass: both are then capped at 0.
       ids: `i32[..., K]`, read only for -1, which marks an empty slot without mass; None if no slot is empty.
-      divergence: one of the seven above. Of the skewed ones ROLL has beta 0.1, of the adaptive one 0.5.
+      divergence: one of the seven above.
       beta: for "mixed_kl" and "adaptive_kl" in [0, 1], for "jensen_shannon" and the skewed ones in (0, 1); "forward_kl"
-        and "reverse_kl" do not read it.
+        and "reverse_kl" do not read it. ROLL has 0.1 for the skewed ones, 0.5 for the adaptive one.
       tail: one of the three above.
 
     Returns:
@@ -98,23 +108,26 @@ def top_k_divergence(
         if x.shape != log_probs.shape or not x.ndim or not x.shape[-1]:
             raise ValueError(f"{name}: got shape {x.shape}, expected [..., K] as log_probs, {log_probs.shape}")
     if ids is not None:
-        check_array("ids", ids)
-        if ids.shape != log_probs.shape:
-            raise ValueError(f"ids: got shape {ids.shape}, expected that of log_probs, {log_probs.shape}")
+        check_array("ids", ids, log_probs.shape, "that of log_probs")
     has_id = jnp.ones(log_probs.shape, bool) if ids is None else jnp.asarray(ids) != -1
     log_q = lax.stop_gradient(teacher_log_probs.astype(jnp.float32))
     log_q = at_most_one(jnp.where(log_q <= MAX_SAMPLED, log_q, jnp.nan), has_id)
     log_p, log_q = (with_tail(x.astype(jnp.float32), has_id, tail) for x in (log_probs, log_q))
+    there = jnp.concatenate([has_id, jnp.ones_like(has_id[..., :1])], axis=-1) if tail == "bucket" else has_id
     term = partial(_kl_terms, closed=tail != "leave_out")
+
+    def mixture(log_a: Array, log_b: Array) -> Array:
+        return jnp.logaddexp(log_a + jnp.log(beta), log_b + jnp.log1p(-beta))
+
     if divergence == "forward_kl":
         found = term(log_q, log_p)
     elif divergence == "reverse_kl":
         found = term(log_p, log_q)
-    elif divergence.startswith("skewed"):
-        first, other = (log_q, log_p) if divergence == "skewed_forward_kl" else (log_p, log_q)
-        found = term(first, jnp.logaddexp(first + jnp.log(beta), other + jnp.log1p(-beta)))
+    elif divergence == "skewed_forward_kl":
+        found = term(log_q, mixture(log_q, log_p))
+    elif divergence == "skewed_reverse_kl":
+        found = term(log_p, mixture(log_p, log_q))
     elif divergence == "adaptive_kl":
-        there = jnp.concatenate([has_id, jnp.ones_like(has_id[..., :1])], axis=-1) if tail == "bucket" else has_id
         share = lax.stop_gradient(_head_share(jnp.exp(log_p), jnp.exp(log_q), there, beta))
         found = share * term(log_q, log_p) + (1 - share) * term(log_p, log_q)
     elif divergence == "mixed_kl":
@@ -122,11 +135,9 @@ def top_k_divergence(
         # a term with share 0 is left out, since an infinite divergence times 0 is NaN
         found = sum((share * term(*of) for share, *of in ways if not is_zero(share)), jnp.float32(0))
     else:
-        log_m = jnp.logaddexp(log_q + jnp.log(beta), log_p + jnp.log1p(-beta))
+        log_m = mixture(log_q, log_p)
         found = beta * term(log_q, log_m) + (1 - beta) * term(log_p, log_m)
-    if tail == "bucket":
-        has_id = jnp.concatenate([has_id, jnp.ones_like(has_id[..., :1])], axis=-1)
-    return jnp.where(has_id, found, 0).sum(axis=-1)
+    return jnp.where(there, found, 0).sum(axis=-1)
 
 
 def checked_options(divergence: TopKDivergence, beta: float | Array, tail: Tail) -> Any:
@@ -186,17 +197,122 @@ def _head_share(
     return head / jnp.where(whole == 0, 1, whole)
 
 
+class OfIds(TokenLoss[TokenStats]):
+    """A loss of several ids at each position, which are two extras of the batch: the ids, and another's log-probs."""
+
+    ids: str
+    log_probs: str
+    rule: ClassVar[str] = "teacher_log_probs"  # the name of the rule for these log-probs
+
+    @property
+    def asks(self) -> Asks:
+        return Asks("none", ids=self.ids, extras=(self.ids, self.log_probs))
+
+    def check_names(self) -> None:
+        check_name("ids", self.ids)
+        check_name("log_probs", self.log_probs)
+
+    def check(self, batch: RolloutBatch) -> None:
+        ids = extra_of(batch, self.ids, f"i32[R, T, K] for {self}")
+        check_array(f"batch.extras[{self.ids!r}]", ids, kind=KINDS["ids"])
+        ids = as_id_sets(f"batch.extras[{self.ids!r}]", ids, batch.loss_mask.shape)
+        given = extra_of(batch, self.log_probs, f"f32[R, T, K] for {self}")
+        of = f"that of {self.ids!r}"
+        check_array(f"batch.extras[{self.log_probs!r}]", given, ids.shape, of, KINDS["teacher_log_probs"])
+
+    def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
+        super().check_stats(stats, batch)
+        how = "f32[R, T, K]: log_probs_from_hidden(..., ids=ids)"
+        own, shape = needed("stats.id_log_probs", stats.id_log_probs, how), batch.extras[self.ids].shape
+        if own.shape != shape:
+            raise ValueError(f"stats.id_log_probs: got shape {own.shape}, expected that of {self.ids!r}, {shape}")
+
+    def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
+        found = {"ids": batch.extras[self.ids], self.rule: batch.extras[self.log_probs]}
+        if stats is None:
+            return found
+        return found | {"ids_of_stats": stats.ids, "id_log_probs": stats.id_log_probs}
+
+    def of_ids(
+        self, stats: TokenStats, batch: RolloutBatch
+    ) -> tuple[Int[Array, "R T K"], Float[Array, "R T K"], Float[Array, "R T K"]]:
+        """The ids, -1 where the mask is 0 too, their log-probs in the statistics and the other's; 0 without an id."""
+        ids = jnp.where(batch.loss_mask[..., None] > 0, batch.extras[self.ids], -1)
+        log_probs = stats.id_log_probs, batch.extras[self.log_probs]
+        own, given = (jnp.where(ids == -1, 0, x.astype(jnp.float32)) for x in log_probs)
+        return ids, own, given
+
+
+@dataclasses.dataclass(frozen=True)
+class TopKDistillation(OfIds):
+    """`top_k_divergence` from a teacher's top-k over tokens: loss = sum over tokens of weight_t * D_t.
+
+    `loss_from_stats` takes statistics with these ids, from `log_probs_from_hidden(..., ids=)` or from logits. The
+    teacher's log-probs must be at the student's temperature. Different rows may have different teachers.
+
+    The metrics are `loss` (adds up over micro-batches), `divergence`, `teacher_mass` and `student_mass` (of the ids;
+    means over tokens), `teacher_capped`, the number of tokens at which rounding brought a log-prob of the teacher above
+    0, or its mass above 1, and `broken_rules` (see `policy_loss`).
+
+    Args:
+      divergence, beta, tail: see `top_k_divergence`.
+      aggregation, aggregation_norm: the denominators, see `token_weights`.
+      ids: the name of the extra of the batch that holds the ids of a teacher's top-k, or of the student's own,
+        `i32[R, T, K]`, -1 padded. They may be anything where this loss has no token. Parts that compare ids share them.
+      log_probs: the name of the extra that holds the teacher's log-probs of these ids, in any float dtype.
+
+    Raises:
+      ValueError: an option out of its range.
+
+    Example:
+      >>> from jaxppo.losses import TopKDistillation, loss_from_hidden
+      >>> from jaxppo.batch.extras import Extra
+      >>> teacher = {"teacher_ids": Extra([[2, 0], [3, -1]], fill=-1), "teacher_log_probs": np.log([[0.5, 0.5]] * 2)}
+      >>> batch = RolloutBatch.from_samples([Sample([1, 2, 3], response_start=1, extras=teacher)], row_length=3)
+      >>> loss = TopKDistillation(tail="renormalise")
+      >>> round(float(loss_from_hidden(jnp.ones((1, 3, 2)), jnp.zeros((2, 4)), batch, loss)[0]), 6)
+      0.0
+    """
+
+    divergence: TopKDivergence = "forward_kl"
+    beta: float | Array = 0.5
+    tail: Tail = "bucket"
+    aggregation: Aggregation = "token_mean"
+    aggregation_norm: float | None = None
+    ids: str = "teacher_ids"
+    log_probs: str = "teacher_log_probs"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "beta", checked_options(self.divergence, self.beta, self.tail))
+        self.check_names()
+        check_aggregation(self)
+
+    def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
+        ids, log_p, log_q = self.of_ids(stats, batch)
+        found = top_k_divergence(log_p, log_q, ids, divergence=self.divergence, beta=self.beta, tail=self.tail)
+        return {"divergence": found}
+
+    def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
+        ids, log_p, log_q = self.of_ids(stats, step.batch)
+        masses = {"teacher_mass": mass(log_q, ids), "student_mass": mass(log_p, ids)}
+        found = means({**self.terms(stats, step.batch, constants, step.segments), **masses}, step.batch.loss_mask)
+        return found | {"teacher_capped": (was_above_one(log_q, ids != -1), step.batch.loss_mask, "sum")}
+
+
+def mass(log_probs: Float[Array, "R T K"], ids: Int[Array, "R T K"]) -> Float[Array, "R T"]:
+    """The probability of all ids together."""
+    return jnp.where(ids == -1, 0, jnp.exp(log_probs)).sum(axis=-1)
+
+
 def check_top_k(
     ids: Int[Array | np.ndarray, "*batch K"], log_probs: Float[Array | np.ndarray, "*batch K"], vocab_size: int
 ) -> None:
     """Raises at the first invalid entry of a teacher's top-k; on the host, before a step.
 
-    Ids are -1 or in `[0, vocab_size)`, none twice at a position; log-probs no NaN and at most 0, where there is an id;
-    their mass at most 1. As bf16 rounds them they and the log of their mass may be up to 0.125.
-
     Args:
-      ids: `[..., K]`, of numpy or on a device.
-      log_probs: `[..., K]`.
+      ids: `[..., K]`, -1 or in `[0, vocab_size)`, none twice at a position.
+      log_probs: `[..., K]`, where there is an id no NaN and at most 0, and their mass at most 1; as bf16 rounds them
+        they and the log of their mass may be up to 0.125.
       vocab_size: V.
 
     Raises:

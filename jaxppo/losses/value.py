@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -47,8 +48,7 @@ class Value(TokenLoss[Values]):
       huber_delta: the error beyond which the loss is linear; only AReaL ships it (10 there). None for squared errors.
       clip_fraction: the metric `clip_fraction` counts tokens whose clipped error is the "worse" one, or whose value
         moved "outside" the clip.
-      aggregation: the denominators, see `token_weights`.
-      aggregation_norm: the constant length of "sequence_mean_token_sum_norm".
+      aggregation, aggregation_norm: the denominators, see `token_weights`.
       metric_aggregation: `clip_fraction` is a "token_mean", or reduced as the "loss" is.
 
     Raises:
@@ -67,6 +67,7 @@ class Value(TokenLoss[Values]):
     """
 
     of_head: ClassVar[bool] = False
+    asks = Asks()
     clip: Coefficient | None = 0.2
     factor: Coefficient = 0.5
     huber_delta: Coefficient | None = None
@@ -85,9 +86,10 @@ class Value(TokenLoss[Values]):
         check_choice("metric_aggregation", self.metric_aggregation, MetricAggregation)
         check_aggregation(self)
 
-    @property
-    def asks(self) -> Asks:
-        return Asks()
+    def check(self, batch: RolloutBatch) -> None:
+        needed("batch.returns", batch.returns, "f32[R, T] (see advantages.gae)")
+        if self.clip is not None:
+            needed("batch.values", batch.values, "f32[R, T] for a clip (see advantages.gae)")
 
     def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
         check_array("values", stats, batch.loss_mask.shape, "the batch's [R, T]")
@@ -97,40 +99,32 @@ class Value(TokenLoss[Values]):
         return {"new_values": stats, "returns": batch.returns, **old}
 
     def terms(self, stats: Values, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        error = self._error(stats, batch)
-        if self.clip is not None:
-            error = jnp.maximum(error, self._error(self._clipped(stats, batch, self.clip), batch))
-        return {"value": self.factor * error}
+        errors = self._errors(stats, batch)
+        return {"value": self.factor * functools.reduce(jnp.maximum, errors)}
 
     def metrics(self, stats: Values, step: Step, constants: Any) -> Terms:
-        batch, mask, v = step.batch, step.batch.loss_mask, stats
-        terms = means({"value_mean": v, "value_error": jnp.abs(v - _returns(batch))}, mask)
+        batch, mask = step.batch, step.batch.loss_mask
+        terms = means({"value_mean": stats, "value_error": jnp.abs(stats - batch.returns)}, mask)
         if self.clip is None:
             return terms
         if self.clip_fraction == "worse":
-            moved = self._error(self._clipped(v, batch, self.clip), batch) > self._error(v, batch)
+            plain, clipped = self._errors(stats, batch)
+            moved = clipped > plain
         else:
-            moved = jnp.abs(v - _old_values(batch)) > self.clip
+            moved = jnp.abs(stats - batch.values) > self.clip
         by_token = self.metric_aggregation == "token_mean"
         return terms | {"clip_fraction": (moved, mask, "mean") if by_token else (moved, step.weights, "sum")}
 
-    def _error(self, v: Values, batch: RolloutBatch) -> Values:
-        """The square of the error v - G; beyond `huber_delta`, its tangent."""
-        error = v - _returns(batch)
+    def _errors(self, v: Values, batch: RolloutBatch) -> list[Values]:
+        """The squares of the error v - G, and with a clip of that of the clipped values; tangents beyond `huber_delta`.
+
+        Within the clip the second is exactly the first, so that it is never worse there.
+        """
+        values = [v]
+        if self.clip is not None:
+            values.append(jnp.clip(v, batch.values - self.clip, batch.values + self.clip))
+        errors = [x - batch.returns for x in values]
         if self.huber_delta is None:
-            return error**2
-        inside = jnp.clip(error, -self.huber_delta, self.huber_delta)
-        return inside * (2 * error - inside)
-
-    def _clipped(self, v: Values, batch: RolloutBatch, clip: Coefficient) -> Values:
-        """The values within the clip about the old ones; exactly v inside, so that the error is never worse there."""
-        old = _old_values(batch)
-        return jnp.clip(v, old - clip, old + clip)
-
-
-def _returns(batch: RolloutBatch) -> Values:
-    return needed("batch.returns", batch.returns, "f32[R, T] (see advantages.gae)")
-
-
-def _old_values(batch: RolloutBatch) -> Values:
-    return needed("batch.values", batch.values, "f32[R, T] for a clip (see advantages.gae)")
+            return [error**2 for error in errors]
+        inside = [jnp.clip(error, -self.huber_delta, self.huber_delta) for error in errors]
+        return [x * (2 * error - x) for x, error in zip(inside, errors, strict=True)]

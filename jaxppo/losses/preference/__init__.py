@@ -5,14 +5,11 @@ the one with the higher `reward` is the chosen one. `samples_of_pairs` makes sam
 `micro_batches_of_pairs` keeps both samples of a pair in one micro-batch.
 """
 
-from jaxppo.losses.preference.aot import AOT
 from jaxppo.losses.preference.base import PairLoss, PreferenceLoss, Responses
-from jaxppo.losses.preference.dpo import DPO, IPO
+from jaxppo.losses.preference.dpo import AOT, DPO, IPO, ORPO, SimPO
 from jaxppo.losses.preference.kto import KTO, kto_reference_point
-from jaxppo.losses.preference.orpo import ORPO
 from jaxppo.losses.preference.reward_model import BradleyTerry
 from jaxppo.losses.preference.samples import micro_batches_of_pairs, mismatched_samples, samples_of_pairs
-from jaxppo.losses.preference.simpo import SimPO
 
 __all__ = [
     "AOT",

@@ -1,9 +1,10 @@
-"""The base classes of preference losses, and the functions that several of them share."""
+"""The base classes of preference losses and of reward models, and the functions that several of them share."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -11,24 +12,70 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import Coefficient, check_choice, check_field, needed
-from jaxppo.base.metrics import Terms
+from jaxppo.base.metrics import Terms, means
 from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.rollout_batch import RolloutBatch
 from jaxppo.head.head import TokenStats
-from jaxppo.losses.preference.of_pairs import (
-    OfPairs,
-    check_pairs,
-    compared,
-    pairs_of,
-    reads_of_pairs,
-    sample_terms,
-    to_tokens,
-)
-from jaxppo.losses.token_loss import Losses, Reads, Step
+from jaxppo.losses.token_loss import Asks, Losses, Reads, Stats, Step, TokenLoss
 from jaxppo.sharding import Segments
 
 Numbers = Float[Array, "*n"]
 NLL = Literal["token_mean", "token_sum"]
+
+
+class OfPairs(TokenLoss[Stats]):
+    """A loss of samples or pairs: each of a sample's loss tokens gets the sample's loss, or that of its pair.
+
+    The mean over samples of the mean over their tokens is then the mean over samples, and over pairs.
+    """
+
+    aggregation = "sequence_mean_token_mean"
+    asks = Asks("none")
+    token_local = False
+    paired: ClassVar[bool] = True
+
+    def check(self, batch: RolloutBatch) -> None:
+        needed("batch.rewards", batch.rewards, "f32[R, S], higher for what was chosen; see samples_of_pairs")
+        if self.paired:
+            needed("batch.group_ids", batch.group_ids, "i32[R, S], one id for both samples of a pair")
+        if batch.loss_weights is not None:
+            raise ValueError(
+                "batch.loss_weights: got an array, expected None: a loss of whole samples is not one of tokens"
+            )
+
+    def reads(self, stats: Stats | None, batch: RolloutBatch, segments: Segments) -> Reads:
+        rewards = {"sample_rewards": batch.rewards}
+        return {"pair_ids": batch.group_ids, **rewards} if self.paired else rewards
+
+
+def pairs_of(batch: RolloutBatch, segments: Segments, tokens: Float[Array, "R S"]) -> tuple[Pairs, Bool[Array, "R S"]]:
+    """The step's pairs, and which of this device's samples were chosen; `tokens` are the loss tokens of each."""
+    pairs = Pairs.of(segments.axes, batch.group_ids, batch.rewards, tokens)
+    return pairs, batch.rewards == pairs.to_both(pairs.of_chosen(batch.rewards))
+
+
+def to_tokens(losses: Float[Array, "R S"], x: Float[Array, "R S"], segments: Segments) -> Losses:
+    """The loss of each sample at its positions.
+
+    It adds 0 * x, the array that the loss is a function of: where weights are NaN, the gradient is then NaN for samples
+    without a pair too.
+    """
+    return {"preference": segments.spread(losses + 0 * x)}
+
+
+def sample_terms(
+    step: Step, chosen: Bool[Array, "R S"], of_sides: Mapping[str, Float[Array, "R S"]], pairs: Pairs | None
+) -> Terms:
+    """Means over the chosen samples and over the rejected ones, and the reward margin and accuracy of pairs."""
+    spread, weights, terms = step.segments.spread, step.weights, Terms()
+    if pairs is not None:
+        ahead = pairs.of_chosen(of_sides["reward"]) - pairs.of_rejected(of_sides["reward"])
+        of_pairs = {"reward_margin": ahead, "accuracy": (ahead > 0).astype(jnp.float32)}
+        terms = means({name: spread(pairs.to_both(x)) for name, x in of_pairs.items()}, weights)
+    is_chosen = spread(chosen.astype(jnp.float32))
+    for side, its in (("chosen", weights * is_chosen), ("rejected", weights * (1 - is_chosen))):
+        terms |= {f"{side}_{name}": (spread(x), its, "mean") for name, x in of_sides.items()}
+    return terms
 
 
 class Responses(NamedTuple):
@@ -45,35 +92,23 @@ class Responses(NamedTuple):
 class PreferenceLoss(OfPairs[TokenStats]):
     """A preference loss: a frozen dataclass whose fields are its hyperparameters, which may be traced.
 
-    It is a mean over the step's pairs, or over its samples for `KTO`. Two samples with the same group id are a pair,
-    and the one with the higher reward is the chosen one. They may lie in any rows of the batch. Every sample with a
-    loss token must be in one pair, and both samples of a pair in one micro-batch: otherwise the loss is NaN. The batch
-    needs `rewards`, `group_ids` (not for `KTO`) and, where the loss has a reference, `ref_log_probs`. It must have no
-    `loss_weights`.
+    It is a mean over the step's pairs, or over its samples for `KTO`. Every sample with a loss token must be in one
+    pair, and both samples of a pair in one micro-batch: otherwise the loss is NaN. The batch needs `rewards`,
+    `group_ids` (not for `KTO`) and, where the loss has a reference, `ref_log_probs`, and no `loss_weights`. From hidden
+    states it takes two passes over the vocabulary.
 
     The metrics are `loss` (adds up over micro-batches), means over chosen and rejected samples of the implied rewards,
     `chosen_reward` and `rejected_reward`, and of the mean log-probs, `chosen_log_prob` and `rejected_log_prob`; of
     pairs `reward_margin` and `accuracy`, how often the chosen one has the higher reward; `entropy` where statistics
-    have one; `broken_rules` (see `policy_loss`). From hidden states it takes two passes over the vocabulary.
+    have one; `broken_rules` (see `policy_loss`).
 
     Attributes:
       reference: the loss reads `ref_log_probs`.
       paired: the loss compares the two samples of a pair. Otherwise each sample has its own loss, and those with a
         reward above 0 are the desirable ones.
-
-    Example:
-      >>> from jaxppo.losses import loss_from_stats, preference
-      >>> samples = preference.samples_of_pairs([[1]], chosen=[[2, 3]], rejected=[[4]])
-      >>> batch = RolloutBatch.from_samples(samples, row_length=5)
-      >>> batch = dataclasses.replace(batch, ref_log_probs=-np.ones((1, 5)))
-      >>> now = TokenStats(jnp.array([[-0.5, -0.5, 0.0, -2.0, 0.0]]))  # the log-ratios are 1 and -1
-      >>> loss, metrics = loss_from_stats(now, batch, preference.DPO(beta=0.5))
-      >>> round(float(loss), 4), float(metrics["reward_margin"].value)
-      (0.3133, 1.0)
     """
 
     reference: ClassVar[bool] = True
-    paired: ClassVar[bool] = True
 
     @abc.abstractmethod
     def reward(self, x: Responses) -> Numbers:
@@ -90,24 +125,21 @@ class PreferenceLoss(OfPairs[TokenStats]):
         """
 
     def check(self, batch: RolloutBatch) -> None:
-        check_pairs(batch, self.paired)
+        super().check(batch)
         if self.reference:
             needed("batch.ref_log_probs", batch.ref_log_probs, f"f32[R, T] for {self}, see compute_log_probs")
 
     def reads(self, stats: TokenStats | None, batch: RolloutBatch, segments: Segments) -> Reads:
-        found: dict[str, Array | None] = {"log_probs": None if stats is None else stats.log_probs}
-        if self.reference:
-            found["ref_log_probs"] = batch.ref_log_probs
-        return found | (reads_of_pairs(batch) if self.paired else {"sample_rewards": batch.rewards})
+        found = {**super().reads(stats, batch, segments), "log_probs": None if stats is None else stats.log_probs}
+        return {**found, "ref_log_probs": batch.ref_log_probs} if self.reference else found
 
     def terms(self, stats: TokenStats, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
         of, pairs, chosen = self._read(stats, batch, segments)
-        return {"preference": to_tokens(self.of_samples(of, chosen, pairs), of.log_prob, segments)}
+        return to_tokens(self.of_samples(of, chosen, pairs), of.log_prob, segments)
 
     def metrics(self, stats: TokenStats, step: Step, constants: Any) -> Terms:
         of, pairs, chosen = self._read(stats, step.batch, step.segments)
-        of_sides = {"reward": self.reward(of), "log_prob": mean_log_prob(of)}
-        terms = sample_terms(step, chosen, of_sides, {} if pairs is None else compared(of_sides["reward"], pairs))
+        terms = sample_terms(step, chosen, {"reward": self.reward(of), "log_prob": mean_log_prob(of)}, pairs)
         return terms if stats.entropy is None else {**terms, "entropy": (stats.entropy, step.weights, "mean")}
 
     def _read(
@@ -116,12 +148,12 @@ class PreferenceLoss(OfPairs[TokenStats]):
         """The responses of this device, the step's pairs where the loss has pairs, and which samples were chosen."""
         log_ratios = log_probs = stats.log_probs
         if self.reference:
-            log_ratios = log_probs - needed("batch.ref_log_probs", batch.ref_log_probs)
+            log_ratios = log_probs - batch.ref_log_probs
         tokens = segments.sum(batch.loss_mask)
         of = Responses(segments.sum(log_probs), segments.sum(log_ratios), jnp.maximum(tokens, 1))
         if self.paired:
             return of, *pairs_of(batch, segments, tokens)
-        return of, None, needed("batch.rewards", batch.rewards, "f32[R, S]") > 0
+        return of, None, batch.rewards > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,13 +192,18 @@ class PairLoss(PreferenceLoss):
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         """The loss of each pair, without the negative log-likelihood."""
 
+    def of_table(self, chosen: Responses, rejected: Responses, there: Bool[Array, " N"]) -> Float[Array, " N"]:
+        """The loss of each pair of the step; `there` are the slots that hold a pair."""
+        return self(chosen, rejected)
+
     def of_samples(self, x: Responses, chosen: Bool[Array, "R S"], pairs: Pairs | None) -> Float[Array, "R S"]:
         pairs = needed("pairs", pairs, "the pairs of the step, since the loss is paired")
         better, worse = (Responses(*map(of, x)) for of in (pairs.of_chosen, pairs.of_rejected))
+        there = better.tokens > 0
         # an empty slot of the table of pairs holds 0 tokens: its mean must not be NaN
         better, worse = (of._replace(tokens=jnp.maximum(of.tokens, 1)) for of in (better, worse))
         nll = -mean_log_prob(better) if self.nll == "token_mean" else -better.log_prob
-        return pairs.to_both(self(better, worse) + self.nll_coef * nll)
+        return pairs.to_both(self.of_table(better, worse, there) + self.nll_coef * nll)
 
 
 def mean_log_prob(x: Responses) -> Numbers:
@@ -174,16 +211,7 @@ def mean_log_prob(x: Responses) -> Numbers:
     return x.log_prob / x.tokens
 
 
-def log_ratio_of(x: Responses, length_normalised: bool) -> Numbers:
-    """The log-ratio of a response to the reference: the sum over its loss tokens, or their mean."""
-    return x.log_ratio / x.tokens if length_normalised else x.log_ratio
-
-
 def preferred(margin: Numbers, label_smoothing: Coefficient = 0.0) -> Numbers:
     """-log sigmoid(margin), where the label is wrong with the probability `label_smoothing`."""
     right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
     return -(1 - label_smoothing) * right - label_smoothing * wrong
-
-
-def check_label_smoothing(loss: PreferenceLoss) -> None:
-    check_field(loss, "label_smoothing", least=0, most=0.5)

@@ -1,25 +1,21 @@
-"""Losses of the difference of two responses' log-ratios to a reference."""
+"""Losses of pairs: DPO and its links, IPO, SimPO, ORPO, and AOT, which sorts them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from jaxppo.base.arrays import Coefficient, check_choice, check_field, check_flag, is_number
-from jaxppo.losses.preference.base import (
-    Numbers,
-    PairLoss,
-    Responses,
-    check_label_smoothing,
-    log_ratio_of,
-    preferred,
-)
+from jaxppo.batch.rollout_batch import RolloutBatch
+from jaxppo.losses.preference.base import Numbers, PairLoss, Responses, mean_log_prob, preferred
 
 Link = Literal["sigmoid", "hinge", "robust", "exo", "nca", "apo_zero", "apo_down", "sppo", "discopop"]
+Ranks = Literal["pairs", "responses"]
 _sigmoid, _log_sigmoid = jax.nn.sigmoid, jax.nn.log_sigmoid
 
 
@@ -59,10 +55,8 @@ class DPO(PairLoss):
 
     The log-ratio of a response is the sum over its loss tokens of log_prob - ref_log_prob. With `label_smoothing` e it
     is cDPO, -(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D); with means in place of the sums, length-normalised
-    DPO, TRL's "sigmoid_norm".
-
-    Other links take the place of -log sigmoid. With c and r the rewards, beta times the log-ratios of the chosen and of
-    the rejected response, h = c - r and s the sigmoid:
+    DPO, TRL's "sigmoid_norm". Other links take the place of -log sigmoid. With c and r the rewards, beta times the
+    log-ratios of the chosen and of the rejected response, h = c - r and s the sigmoid:
 
         hinge      max(1 - h, 0)                                             SLiC
         robust     (-(1 - e) log s(h) + e log s(-h)) / (1 - 2 e)             unbiased where labels are wrong
@@ -79,16 +73,21 @@ class DPO(PairLoss):
         "exo".
       link: one of the nine.
       length_normalised: use the means of log-ratios in place of their sums.
-      nll_coef: see `PairLoss`; 1 is RPO's, TRL's `rpo_alpha`.
-      nll: see `PairLoss`.
+      nll_coef, nll: see `PairLoss`; a coefficient of 1 is RPO's, TRL's `rpo_alpha`.
 
     Raises:
       ValueError: a number out of its range.
 
     Example:
-      >>> from jaxppo.losses import preference
-      >>> preference.DPO(beta=0.2, label_smoothing=0.1).label_smoothing
-      0.1
+      >>> import dataclasses
+      >>> from jaxppo.losses import loss_from_stats, preference
+      >>> samples = preference.samples_of_pairs([[1]], chosen=[[2, 3]], rejected=[[4]])
+      >>> batch = RolloutBatch.from_samples(samples, row_length=5)
+      >>> batch = dataclasses.replace(batch, ref_log_probs=-np.ones((1, 5)))
+      >>> now = TokenStats(jnp.array([[-0.5, -0.5, 0.0, -2.0, 0.0]]))  # the log-ratios are 1 and -1
+      >>> loss, metrics = loss_from_stats(now, batch, preference.DPO(beta=0.5))
+      >>> round(float(loss), 4), float(metrics["reward_margin"].value)
+      (0.3133, 1.0)
 
     Rafailov et al. 2023, https://arxiv.org/abs/2305.18290; cDPO: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf;
     hinge: https://arxiv.org/abs/2305.10425; robust: https://arxiv.org/abs/2403.00409; EXO: https://arxiv.org/abs/2402.00856;
@@ -104,7 +103,7 @@ class DPO(PairLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_field(self, "beta", least=0)
-        check_label_smoothing(self)
+        check_field(self, "label_smoothing", least=0, most=0.5)
         check_choice("link", self.link, Link)
         e = self.label_smoothing if is_number(self.label_smoothing) else None
         if self.link == "robust" and e == 0.5:
@@ -129,8 +128,7 @@ class IPO(PairLoss):
     Args:
       beta: a larger one keeps the policy nearer to the reference; the paper's tau.
       length_normalised: use the means of log-ratios; False takes the paper's sums.
-      nll_coef: see `PairLoss`.
-      nll: see `PairLoss`.
+      nll_coef, nll: see `PairLoss`.
 
     Raises:
       ValueError: a number out of its range.
@@ -157,3 +155,148 @@ class IPO(PairLoss):
     def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
         better, worse = (log_ratio_of(x, self.length_normalised) for x in (chosen, rejected))
         return (better - worse - 1 / (2 * self.beta)) ** 2
+
+
+def log_ratio_of(x: Responses, length_normalised: bool) -> Numbers:
+    """The log-ratio of a response to the reference: the sum over its loss tokens, or their mean."""
+    return x.log_ratio / x.tokens if length_normalised else x.log_ratio
+
+
+@dataclasses.dataclass(frozen=True)
+class SimPO(PairLoss):
+    """-log sigmoid(beta (mean log-prob of the chosen response - that of the rejected one) - margin), no reference.
+
+    Args:
+      beta: multiplies the difference.
+      margin: by how much the chosen response is to be ahead; the paper's gamma.
+      label_smoothing: see `DPO`.
+      nll_coef, nll: see `PairLoss`; TRL calls the coefficient CPO-SimPO's `cpo_alpha`.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Example:
+      >>> from jaxppo.losses import preference
+      >>> preference.SimPO().reference
+      False
+
+    Meng et al. 2024, https://arxiv.org/abs/2405.14734
+    """
+
+    reference: ClassVar[bool] = False
+    beta: Coefficient = 2.0
+    margin: Coefficient = 0.5
+    label_smoothing: Coefficient = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_field(self, "beta", least=0)
+        check_field(self, "margin", least=0)
+        check_field(self, "label_smoothing", least=0, most=0.5)
+
+    def reward(self, x: Responses) -> Numbers:
+        return self.beta * mean_log_prob(x)
+
+    def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
+        return preferred(self.reward(chosen) - self.reward(rejected) - self.margin, self.label_smoothing)
+
+
+@dataclasses.dataclass(frozen=True)
+class ORPO(PairLoss):
+    """The chosen response's mean negative log-likelihood, less beta log sigmoid(log odds - the rejected one's).
+
+        log odds = m - log(1 - exp(m)), m the mean log-prob of a response's loss tokens
+
+    The likelihood is over the loss tokens, that is the response, as in the paper. TRL takes the mean over all tokens of
+    a micro-batch, prompts included.
+
+    Args:
+      beta: the coefficient of the odds; the paper's lambda.
+      nll_coef, nll: see `PairLoss`.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Example:
+      >>> from jaxppo.losses import preference
+      >>> preference.ORPO().nll_coef
+      1.0
+
+    Hong et al. 2024, https://arxiv.org/abs/2403.07691
+    """
+
+    reference: ClassVar[bool] = False
+    beta: Coefficient = 0.1
+    nll_coef: Coefficient = dataclasses.field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_field(self, "beta", least=0)
+
+    def reward(self, x: Responses) -> Numbers:
+        return self.beta * mean_log_prob(x)
+
+    def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
+        def log_odds(x: Responses) -> Numbers:
+            mean = jnp.minimum(mean_log_prob(x), -1e-6)  # a mean log-prob of 0 has infinite odds
+            return mean - jnp.log(-jnp.expm1(mean))
+
+        return -self.beta * jax.nn.log_sigmoid(log_odds(chosen) - log_odds(rejected))
+
+
+@dataclasses.dataclass(frozen=True)
+class AOT(PairLoss):
+    """Alignment by optimal transport: -log sigmoid(beta (a_(i) - b_(i))), the mean over ranks i of the step.
+
+    Of "pairs", a are the policy's differences of log-probs, chosen less rejected, and b the reference's. Of
+    "responses", a are the log-ratios of chosen responses and b those of rejected ones. Both are sorted over all pairs,
+    so a step must be one micro-batch.
+
+    Args:
+      beta: the strength of the pull to the reference.
+      label_smoothing: see `DPO`.
+      ranks: what is sorted: "pairs" (TRL's "aot") or "responses" ("aot_unpaired").
+      nll_coef, nll: see `PairLoss`.
+
+    Raises:
+      ValueError: a number out of its range, an unknown `ranks`.
+
+    Example:
+      >>> from jaxppo.losses import preference
+      >>> preference.AOT().ranks
+      'pairs'
+
+    Melnyk et al. 2024, https://arxiv.org/abs/2406.05882
+    """
+
+    beta: Coefficient = 0.1
+    label_smoothing: Coefficient = 0.0
+    ranks: Ranks = "pairs"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_field(self, "beta", least=0)
+        check_field(self, "label_smoothing", least=0, most=0.5)
+        check_choice("ranks", self.ranks, Ranks)
+
+    def check(self, batch: RolloutBatch) -> None:
+        super().check(batch)
+        if (batch.micro_batches or 1) > 1:
+            raise ValueError(f"batch: got one of {batch.micro_batches} micro-batches, expected a whole step for {self}")
+
+    def reward(self, x: Responses) -> Numbers:
+        return self.beta * x.log_ratio
+
+    def __call__(self, chosen: Responses, rejected: Responses) -> Numbers:
+        return preferred(self.reward(chosen) - self.reward(rejected), self.label_smoothing)
+
+    def of_table(self, chosen: Responses, rejected: Responses, there: Bool[Array, " N"]) -> Float[Array, " N"]:
+        above, below = chosen.log_ratio, rejected.log_ratio
+        if self.ranks == "pairs":
+            # of the policy, and of the reference, whose log-prob is log_prob - log_ratio
+            above = chosen.log_prob - rejected.log_prob
+            below = above - (chosen.log_ratio - rejected.log_ratio)
+        order, other = (jnp.argsort(jnp.where(there, y, jnp.inf)) for y in (above, below))
+        losses = self(chosen._replace(log_ratio=above[order]), rejected._replace(log_ratio=below[other]))
+        # a loss belongs to the pair that has its rank in `above`
+        return jnp.where(there, jnp.zeros_like(above).at[order].set(losses), 0)

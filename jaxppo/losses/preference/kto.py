@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -98,12 +98,10 @@ def kto_reference_point(
     needed("mismatched.ref_log_probs", mismatched.ref_log_probs, "f32[R, T], see compute_log_probs")
     args = {"stats": stats.log_probs, "mismatched": mismatched}
 
-    def specs(p: ParallelMesh) -> tuple[list[P | RolloutBatch], P]:
-        of_batch = mismatched.specs(p)
-        return [of_batch.loss_mask, of_batch], P()  # type: ignore[list-item]
+    def specs(p: ParallelMesh) -> tuple[list[Any], P]:
+        return [mismatched.specs(p).loss_mask, mismatched.specs(p)], P()
 
-    found: Float[Array, ""] = shard_call("kto_reference_point", _of_step, parallel, args, specs)
-    return found
+    return shard_call("kto_reference_point", _of_step, parallel, args, specs)
 
 
 def _of_step(axes: ShardAxes, log_probs: Float[Array, "*K R T"], mismatched: RolloutBatch) -> Float[Array, ""]:

@@ -6,22 +6,12 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from jaxppo.base.arrays import Coefficient, check_array, check_field, needed
+from jaxppo.base.arrays import Coefficient, check_array, check_field
 from jaxppo.base.metrics import Terms
-from jaxppo.batch.pairs import Pairs
 from jaxppo.batch.rollout_batch import RolloutBatch
-from jaxppo.losses.preference.base import Numbers, preferred
-from jaxppo.losses.preference.of_pairs import (
-    OfPairs,
-    check_pairs,
-    compared,
-    pairs_of,
-    reads_of_pairs,
-    sample_terms,
-    to_tokens,
-)
+from jaxppo.losses.preference.base import Numbers, OfPairs, pairs_of, preferred, sample_terms, to_tokens
 from jaxppo.losses.token_loss import Losses, Reads, Step
 from jaxppo.sharding import Segments
 
@@ -48,8 +38,7 @@ class BradleyTerry(OfPairs[Scores]):
       ValueError: a number below 0.
 
     Example:
-      >>> from jaxppo.losses import preference
-      >>> from jaxppo.losses import loss_from_stats
+      >>> from jaxppo.losses import loss_from_stats, preference
       >>> samples = preference.samples_of_pairs([[1]], chosen=[[2, 3]], rejected=[[4]])
       >>> batch = RolloutBatch.from_samples(samples, row_length=5)
       >>> scores = jnp.array([[0.0, 0.0, 2.0, 0.0, 1.0]])
@@ -73,34 +62,25 @@ class BradleyTerry(OfPairs[Scores]):
         """The loss of each pair, from its two scores and the difference of its rewards."""
         return preferred(chosen - rejected - self.margin * distance) + self.centring * (chosen + rejected) ** 2
 
-    def check(self, batch: RolloutBatch) -> None:
-        check_pairs(batch, paired=True)
-
     def check_stats(self, stats: Any, batch: RolloutBatch) -> None:
         check_array("scores", stats, batch.loss_mask.shape, "the batch's [R, T]")
 
     def reads(self, stats: Scores | None, batch: RolloutBatch, segments: Segments) -> Reads:
         scores = None if stats is None else segments.spread(_scores(stats, batch, segments))
-        return {**reads_of_pairs(batch), "scores": scores}
+        return {**super().reads(stats, batch, segments), "scores": scores}
 
     def seen(self, stats: Scores, mask: Float[Array, "R T"]) -> Scores:
         return stats  # the last position of a sample may have no loss
 
     def terms(self, stats: Scores, batch: RolloutBatch, constants: Any, segments: Segments) -> Losses:
-        scores, pairs, _ = self._read(stats, batch, segments)
-        rewards = needed("batch.rewards", batch.rewards, "f32[R, S]")
-        scored, given = ((pairs.of_chosen(x), pairs.of_rejected(x)) for x in (scores, rewards))
-        return {"preference": to_tokens(pairs.to_both(self(*scored, given[0] - given[1])), scores, segments)}
+        pairs, _ = pairs_of(batch, segments, segments.sum(batch.loss_mask))
+        scores = _scores(stats, batch, segments)
+        scored, given = ((pairs.of_chosen(x), pairs.of_rejected(x)) for x in (scores, batch.rewards))
+        return to_tokens(pairs.to_both(self(*scored, given[0] - given[1])), scores, segments)
 
     def metrics(self, stats: Scores, step: Step, constants: Any) -> Terms:
-        scores, pairs, chosen = self._read(stats, step.batch, step.segments)
-        return sample_terms(step, chosen, {"reward": scores}, compared(scores, pairs))
-
-    def _read(
-        self, stats: Scores, batch: RolloutBatch, segments: Segments
-    ) -> tuple[Float[Array, "R S"], Pairs, Bool[Array, "R S"]]:
-        """The score of each sample, the step's pairs, and which samples were chosen."""
-        return _scores(stats, batch, segments), *pairs_of(batch, segments, segments.sum(batch.loss_mask))
+        pairs, chosen = pairs_of(step.batch, step.segments, step.segments.sum(step.batch.loss_mask))
+        return sample_terms(step, chosen, {"reward": _scores(stats, step.batch, step.segments)}, pairs)
 
 
 def _scores(stats: Scores, batch: RolloutBatch, segments: Segments) -> Float[Array, "R S"]:

@@ -29,9 +29,7 @@ def samples_of_pairs(
     """Makes samples from lists of prompts, chosen and rejected responses: two for each pair, next to each other.
 
     Args:
-      prompts: token ids of each prompt.
-      chosen: token ids of the better response to each.
-      rejected: token ids of the worse response to each.
+      prompts, chosen, rejected: token ids of each prompt, and of the better and the worse response to it.
       margins: how much better each chosen response is, above 0; 1 by default. They become the rewards of the chosen
         samples; rejected samples have the reward 0.
       first_id: the group id of the first pair; the next pairs have the next ids. Hosts of one run need different ids.
@@ -48,28 +46,24 @@ def samples_of_pairs(
       >>> [(x.tokens, x.group_id, x.reward) for x in samples]
       [([1, 2, 3], 0, 1.0), ([1, 2, 4, 5], 0, 0.0)]
     """
-    lists = {"chosen": chosen, "rejected": rejected} | ({} if margins is None else {"margins": margins})
-    for name, x in ({"prompts": prompts} | lists).items():
+    lists = {"prompts": prompts, "chosen": chosen, "rejected": rejected}
+    for name, x in (lists if margins is None else {**lists, "margins": margins}).items():
         if isinstance(x, str) or not hasattr(x, "__len__"):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a list with one entry a pair")
         if len(x) != len(prompts):
             raise ValueError(f"{name}: got {len(x)}, expected {len(prompts)}, as many as prompts")
     check_count("first_id", first_id)
-
-    def ids(what: str, given: TokenIds) -> list[int]:
-        found = as_tokens(what, given).tolist()
-        if not found:
-            raise ValueError(f"{what}: got no token, expected at least one")
-        return found
-
     found = []
     for i in range(len(prompts)):
         margin = 1.0 if margins is None else margins[i]
         check_number(f"margins[{i}]", margin, above=0)
-        prompt = ids(f"prompts[{i}]", prompts[i])
-        for name, response, reward in (("chosen", chosen[i], margin), ("rejected", rejected[i], 0.0)):
-            tokens = prompt + ids(f"{name}[{i}]", response)
-            found.append(Sample(tokens, len(prompt), reward=reward, group_id=first_id + i))
+        ids = {name: as_tokens(f"{name}[{i}]", x[i]).tolist() for name, x in lists.items()}
+        for name, tokens in ids.items():
+            if not tokens:
+                raise ValueError(f"{name}[{i}]: got no token, expected at least one")
+        prompt = ids["prompts"]
+        for name, reward in (("chosen", margin), ("rejected", 0.0)):
+            found.append(Sample(prompt + ids[name], len(prompt), reward=reward, group_id=first_id + i))
     return found
 
 
@@ -92,21 +86,16 @@ def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
       [[1, 6, 7], [5, 2]]
     """
     check_samples(samples)
-    groups = [i if s.group_id is None else s.group_id for i, s in enumerate(samples)]
+    count, groups = len(samples), [i if s.group_id is None else s.group_id for i, s in enumerate(samples)]
     found = []
     for i, sample in enumerate(samples):
-        others = (
-            samples[(i + k) % len(samples)]
-            for k in range(1, len(samples))
-            if groups[(i + k) % len(groups)] != groups[i]
-        )
+        others = (samples[j % count] for j in range(i + 1, i + count) if groups[j % count] != groups[i])
         other = next(others, None)
         if other is None:
             raise ValueError(f"samples: got the group {groups[i]} alone, expected samples of another prompt too")
-        prompt, response = list(sample.tokens)[: sample.start], list(other.tokens)[other.start :]
-        found.append(
-            Sample([*prompt, *response], len(prompt), loss_mask=[*[0.0] * len(prompt), *other.mask[other.start :]])
-        )
+        prompt = list(sample.tokens)[: sample.start]
+        mask = [*[0.0] * len(prompt), *other.mask[other.start :]]
+        found.append(Sample([*prompt, *list(other.tokens)[other.start :]], len(prompt), loss_mask=mask))
     return found
 
 
@@ -160,10 +149,9 @@ def micro_batches_of_pairs(
     for group in sorted(groups, key=lambda x: -sizes[x]):
         least = min(range(micro_batches), key=lambda k: (bool(parts[k]), tokens[k]))
         tokens[least] += sizes[group]
-        given = [(i, samples[i]) for i in groups[group]]
-        parts[least] += [
-            x if x.sample_id is not None else dataclasses.replace(x, sample_id=first + i) for i, x in given
-        ]
+        for i in groups[group]:
+            sample_id = first + i if samples[i].sample_id is None else samples[i].sample_id
+            parts[least].append(dataclasses.replace(samples[i], sample_id=sample_id))
 
     packed = [RolloutBatch.from_samples(part, parallel=parallel, **options) for part in parts]
     rows, segments = (max(x.sample_ids.shape[axis] for x in packed) for axis in (0, 1))
